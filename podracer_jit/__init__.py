@@ -1,0 +1,1 @@
+"""Deep reinforcement learning at the speed of the simulator."""

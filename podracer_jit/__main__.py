@@ -1,0 +1,5 @@
+"""python -m podracer_jit."""
+
+from podracer_jit.main import run
+
+run()

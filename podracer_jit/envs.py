@@ -1,0 +1,168 @@
+"""EnvPool behind two types: what a task is, and a shard of its environments.
+
+The only module that imports envpool. What its callers may rely on: float64 never leaves here, seeds
+never overlap, nothing that would kill the process reaches EnvPool, and a pool outlives its program.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+with warnings.catch_warnings():
+  warnings.simplefilter('ignore')  # EnvPool's imports warn about spaces we do not use
+  import envpool
+
+# Set by us: a pool is synchronous, its seeds are explicit, its threads are placement.
+_OURS = ('num_envs', 'batch_size', 'num_threads', 'seed', 'env_seed', 'base_path', 'task',
+         'gym_reset_return_info', 'max_num_players', 'thread_affinity_offset')
+
+
+class EnvSpec(NamedTuple):
+  """What a task is, known without starting an environment."""
+
+  task: str
+  obs_shape: tuple[int, ...]
+  obs_dtype: np.dtype  # as the learner sees it: float64 arrives as float32
+  num_actions: int  # 0 where actions are continuous
+  frame_skip: int
+  max_episode_steps: int
+
+
+class TimeStep(NamedTuple):
+  """What one step of B environments gave back."""
+
+  obs: jax.Array  # [B, ...]
+  reward: jax.Array  # [B] f32
+  terminated: jax.Array  # [B] bool; with episodic_life also where a life was lost
+  truncated: jax.Array  # [B] bool
+  raw_reward: jax.Array  # [B] f32: before any clipping
+  game_over: jax.Array  # [B] bool: terminated, lives aside
+
+
+def _quiet_spec(task: str, options: Mapping[str, Any]):
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    return envpool.make_spec(task, **options)
+
+
+def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
+  """The spec of `task` with EnvPool's own `options`, checked before EnvPool could act on them.
+
+  Raises:
+    ValueError: an unknown task, option or value, or a kind of task that cannot be trained yet.
+  """
+  if task not in envpool.list_all_envs():
+    near = difflib.get_close_matches(task, envpool.list_all_envs(), n=3, cutoff=0.4)
+    raise ValueError(f'env.task: EnvPool has no task {task!r}'
+                     + (f'; did you mean {" or ".join(near)}?' if near else ''))
+  default = _quiet_spec(task, {}).config._asdict()
+  for name, value in options.items():
+    if name in _OURS or name not in default:
+      known = ', '.join(sorted(set(default) - set(_OURS)))
+      raise ValueError(f'env.{name}: not an option of {task}; its options are {known}')
+    if isinstance(default[name], bool) != isinstance(value, bool) or not isinstance(
+        value, (type(default[name]), int)):
+      kind = type(default[name]).__name__
+      raise ValueError(f'env.{name}: must be of type {kind}, got {value!r}')
+    if name == 'noop_max' and value < 1:
+      raise ValueError(f'env.noop_max: must be at least 1 (1 is no no-ops), got {value}')
+    smallest = 1 if name in ('frame_skip', 'stack_num', 'max_episode_steps', 'img_height',
+                             'img_width') else None
+    if smallest is not None and value < smallest:
+      raise ValueError(f'env.{name}: must be at least {smallest}, got {value}')
+  spec = _quiet_spec(task, options)
+  obs, action = spec.observation_space, spec.action_space
+  if spec.config._asdict().get('max_num_players', 1) != 1:
+    raise ValueError(f'env.task: {task} has several players; single-player tasks only for now')
+  if type(obs).__name__ != 'Box':
+    raise ValueError(f'env.task: the observations of {task} are {type(obs).__name__}; '
+                     'only arrays (Box) can be learned from for now')
+  return EnvSpec(
+      task=task,
+      obs_shape=tuple(obs.shape),
+      obs_dtype=np.dtype(np.float32) if obs.dtype == np.float64 else np.dtype(obs.dtype),
+      num_actions=int(getattr(action, 'n', 0)),
+      frame_skip=int(spec.config._asdict().get('frame_skip', 1)),
+      max_episode_steps=int(spec.config.max_episode_steps))
+
+
+def env_seeds(seed: int, segment: int, first_env: int, num_envs: int) -> list[int]:
+  """One EnvPool seed an environment, a function of (seed, segment, environment) alone.
+
+  Explicit, because EnvPool seeds environment i of a pool with `seed + i`: neighbouring pools would
+  share nearly all their streams. 31 bits, distinct within an experiment but for hash collisions.
+  """
+  return [int(np.random.SeedSequence([seed, segment, env]).generate_state(1)[0] >> 1)
+          for env in range(first_env, first_env + num_envs)]
+
+
+class Shard:
+  """One synchronous EnvPool and its jittable `send` and `recv`.
+
+  The handle the two thread is an ordering token only: each call finds its pool by an attribute, so
+  several shards of one program may share one token, which fixes the order of all their calls.
+  The pool must outlive every program that contains it: `close` comes after the last output is ready.
+  """
+
+  def __init__(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
+               num_threads: int = 0):
+    """Starts the environments and resets them; num_threads 0 lets EnvPool choose."""
+    self.num_envs = len(seeds)
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore')
+      self._pool = envpool.make(
+          task, env_type='gymnasium', num_envs=self.num_envs, batch_size=self.num_envs,
+          seed=list(seeds), num_threads=num_threads, **options)
+    # MuJoCo and DM Control are float64 throughout; with x64 off their recv aborts the process.
+    spaces = (self._pool.observation_space, self._pool.action_space)
+    dtypes = [s.dtype for space in spaces for s in getattr(space, 'values', lambda x=space: [x])()]
+    self._x64 = np.dtype(np.float64) in dtypes
+    with jax.enable_x64(self._x64):
+      self._handle, self._recv, self._send, _ = self._pool.xla()
+    # EnvPool's discrete actions are int32, whatever its spaces say.
+    discrete = hasattr(self._pool.action_space, 'n')
+    self._action_dtype = np.int32 if discrete else self._pool.action_space.dtype
+    # A pool that was never reset would spend its first step on it.
+    obs, _ = self._pool.reset()
+    self.first_obs = _narrow(obs)
+
+  @property
+  def handle(self) -> np.ndarray:
+    """A token to thread through `send` and `recv`."""
+    return np.array(self._handle)
+
+  def send(self, handle: jax.Array, action: jax.Array) -> jax.Array:
+    """Hands B actions to EnvPool's threads and does not wait; traceable."""
+    with jax.enable_x64(self._x64):  # nothing but the call: x64 changes what other code means
+      return self._send(handle, action.astype(self._action_dtype))
+
+  def recv(self, handle: jax.Array) -> tuple[jax.Array, TimeStep]:
+    """Waits for all B environments; traceable."""
+    with jax.enable_x64(self._x64):
+      handle, (obs, reward, terminated, truncated, info) = self._recv(handle)
+      obs, reward, raw = _narrow((obs, reward, info.get('reward', reward)))
+    game_over = info['terminated'].astype(bool) if 'lives' in info else terminated
+    return handle, TimeStep(obs, reward, terminated, truncated, raw, game_over)
+
+  def close(self) -> None:
+    """Ends the pool's threads; nothing that contains it may run any more."""
+    self._pool.close()
+    self._pool = self._recv = self._send = None
+
+
+def _narrow(tree):
+  """float64 -> float32, at once where it arises."""
+  return jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, tree)
+
+
+def default_threads(num_envs: int, share: int) -> int:
+  """EnvPool threads for one of `share` pools, so that all together use the visible cores."""
+  return max(1, min(num_envs, len(os.sched_getaffinity(0)) // share))

@@ -1,0 +1,134 @@
+"""Hand-offs: who waits for whom between two threads, how old a value may be, and its transfer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from absl import logging
+
+
+class Stamped(NamedTuple):
+  """A value with the version of the parameters that it is, or that it was made with."""
+
+  value: Any
+  version: int
+
+
+class Closed(Exception):
+  """The other side has ended; nothing more will come, or be taken."""
+
+
+class DoubleBuffer:
+  """One slot between one producer and one consumer, with an exact lag.
+
+  `put` blocks while the slot is full, `get` while it is empty. With a lag of 0 or 1 the consumer is
+  first given the primed value lag + 1 times, so that its k-th value (from 0) is min(k, lag) behind
+  what the producer will have made by then: 0 is synchronous; with 1 the consumer works on the front
+  value while the producer makes the back one (Cleanba). Without a lag nothing is primed: a queue of
+  one. Blocking, first in first out: what flows through does not depend on timing.
+  """
+
+  def __init__(self, name: str, firings: int, lag: int | None = None,
+               transfer: Callable[[Any], Any] = lambda value: value, patience_s: float = 60.0):
+    """A hand-off for `firings` gets in all.
+
+    Args:
+      name: what is handed over, for people: 'rollouts of actor 0'.
+      firings: how many times the consumer will get; a value beyond that is not put.
+      lag: see the class.
+      transfer: moves a value to where the consumer wants it; run by the producer.
+      patience_s: after so long a wait, and each time again, say which side is stuck.
+
+    Raises:
+      ValueError: a lag other than None, 0 or 1.
+    """
+    if lag not in (None, 0, 1):
+      raise ValueError(f'lag must be 0, 1 or None, got {lag}')
+    self.name = name
+    self.put_wait_s = 0.0  # waited by the producer, readiness of its own value not counted
+    self.get_wait_s = 0.0  # waited by the consumer
+    self._primed_gets = 0 if lag is None else lag + 1
+    self._puts_left = firings - self._primed_gets
+    self._primed: Stamped | None = None
+    self._slot: list[Stamped] = []
+    self._transfer = transfer
+    self._patience_s = patience_s
+    self._changed = threading.Condition()
+    self._ended = self._failed = False
+
+  def prime(self, item: Stamped) -> None:
+    """Transfers and sets the value that the first gets receive."""
+    if self._primed_gets:
+      self._primed = self._ready(item)
+
+  def put(self, item: Stamped) -> None:
+    """Hands `item` over, ready and transferred; blocks while the slot is full.
+
+    Raises:
+      Closed: the consumer has ended.
+    """
+    if self._puts_left <= 0:
+      return
+    self._puts_left -= 1
+    item = self._ready(item)
+    with self._changed:
+      self.put_wait_s += self._wait(lambda: not self._slot or self._ended, 'to be taken')
+      if self._ended:
+        raise Closed(self.name)
+      self._slot.append(item)
+      self._changed.notify_all()
+
+  def get(self) -> Stamped:
+    """The next value; blocks while there is none.
+
+    Raises:
+      Closed: the producer has ended and everything it put was taken.
+    """
+    with self._changed:
+      if self._primed_gets and not self._failed:
+        self._primed_gets -= 1
+        item = self._primed
+        if not self._primed_gets:
+          self._primed = None  # free its memory once the last one is used
+        return item
+      self.get_wait_s += self._wait(lambda: self._slot or self._ended, 'to be made')
+      if not self._slot:
+        raise Closed(self.name)
+      item = self._slot.pop()
+      self._changed.notify_all()
+      return item
+
+  def can_put(self) -> bool:
+    """Whether `put` would not block."""
+    return self._puts_left <= 0 or not self._slot or self._ended
+
+  def can_get(self) -> bool:
+    """Whether `get` would not block."""
+    return bool(self._primed_gets or self._slot or self._ended)
+
+  def close(self) -> None:
+    """Ends the hand-off: puts are refused, what was put may still be taken."""
+    with self._changed:
+      self._ended = True
+      self._changed.notify_all()
+
+  def fail(self) -> None:
+    """Ends the hand-off at once: nothing can be put or taken any more."""
+    with self._changed:
+      self._ended = self._failed = True
+      self._slot.clear()
+      self._changed.notify_all()
+
+  def _ready(self, item: Stamped) -> Stamped:
+    return item._replace(value=jax.block_until_ready(self._transfer(item.value)))
+
+  def _wait(self, ready: Callable[[], Any], what: str) -> float:
+    start = time.perf_counter()
+    while not self._changed.wait_for(ready, self._patience_s):
+      logging.warning('%s: waiting for %.0f s for the %s %s', threading.current_thread().name,
+                      time.perf_counter() - start, self.name, what)
+    return time.perf_counter() - start

@@ -1,0 +1,138 @@
+"""Workers that fire, and the two ways to run a graph of them: on threads, or one by one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from podracer_jit.handoff import Closed, DoubleBuffer, Stamped
+
+
+class Port(NamedTuple):
+  """One end of a hand-off and its rate: used once in `every` firings.
+
+  A reader uses it at the first of them and keeps the value, a writer at the last.
+  """
+
+  handoff: DoubleBuffer
+  every: int = 1
+
+
+class Worker(NamedTuple):
+  """An operation fired again and again by one thread.
+
+  `fire(state, *inputs)` returns `(state, outputs)`, for each port a Stamped, or None where nothing
+  is to be put. After `firings` of them, or as soon as `until(state)` holds, the worker ends and
+  closes its hand-offs, so that its neighbours end too.
+  """
+
+  name: str
+  fire: Callable[..., tuple[Any, Sequence[Stamped | None]]]
+  state: Any
+  reads: Sequence[Port]
+  writes: Sequence[Port]
+  firings: int
+  until: Callable[[Any], bool] = lambda state: False
+
+
+class Stuck(RuntimeError):
+  """Threads that did not end after a failure: only leaving the process can end them."""
+
+
+def _firings(worker: Worker) -> Iterator[Any]:
+  """Fires the worker once at each step; yields its state. Blocks where its hand-offs do."""
+  state, inputs = worker.state, [None] * len(worker.reads)
+  for k in range(worker.firings):
+    inputs = [port.handoff.get() if k % port.every == 0 else held
+              for port, held in zip(worker.reads, inputs, strict=True)]
+    state, outputs = worker.fire(state, *inputs)
+    for port, item in zip(worker.writes, outputs, strict=True):
+      if item is not None and k % port.every == port.every - 1:
+        port.handoff.put(item)
+    yield state
+    if worker.until(state):
+      return
+
+
+def _end(worker: Worker) -> None:
+  for port in (*worker.reads, *worker.writes):
+    port.handoff.close()
+
+
+def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
+  """Runs each worker on its own thread until all have ended; returns their last states by name.
+
+  Raises:
+    Exception: the first one that any worker raised, after closing every hand-off.
+    Stuck: from that exception, where threads did not end within `grace_s`.
+  """
+  states: dict[str, Any] = {}
+  errors: list[BaseException] = []
+
+  def fail(error: BaseException) -> None:
+    errors.append(error)
+    for worker in workers:
+      for port in (*worker.reads, *worker.writes):
+        port.handoff.fail()
+
+  def work(worker: Worker) -> None:
+    try:
+      for states[worker.name] in _firings(worker):
+        pass
+    except Closed:
+      pass
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the others must end
+      fail(error)
+    _end(worker)
+
+  threads = [threading.Thread(target=work, args=(worker,), name=worker.name, daemon=True)
+             for worker in workers]
+  for thread in threads:
+    thread.start()
+  try:
+    while not errors and any(thread.is_alive() for thread in threads):
+      for thread in threads:
+        thread.join(0.05)  # short, so that signals reach the main thread
+  except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt ends the workers like any
+    fail(error)
+  deadline = time.monotonic() + grace_s
+  for thread in threads:
+    thread.join(max(0.0, deadline - time.monotonic()))
+  if errors:
+    alive = [thread.name for thread in threads if thread.is_alive()]
+    if alive:
+      raise Stuck(f'{", ".join(alive)} did not end within {grace_s:.0f} s') from errors[0]
+    raise errors[0]
+  return states
+
+
+def run_serial(workers: Sequence[Worker]) -> dict[str, Any]:
+  """Fires the same graph on this thread, one worker at a time: the oracle for `run`.
+
+  Raises:
+    RuntimeError: where no worker can fire and not all have ended.
+  """
+  states: dict[str, Any] = {}
+  fired = {worker.name: 0 for worker in workers}
+  running = {worker.name: (worker, _firings(worker)) for worker in workers}
+
+  def can_fire(worker: Worker) -> bool:
+    k = fired[worker.name]
+    return (all(port.handoff.can_get() for port in worker.reads if k % port.every == 0)
+            and all(port.handoff.can_put() for port in worker.writes
+                    if k % port.every == port.every - 1))
+
+  while running:
+    ready = [name for name, (worker, _) in running.items() if can_fire(worker)]
+    if not ready:
+      raise RuntimeError(f'no worker can fire; still running: {", ".join(running)}')
+    worker, firings = running[ready[0]]
+    try:
+      states[worker.name] = next(firings)
+      fired[worker.name] += 1
+    except (StopIteration, Closed):
+      _end(worker)
+      del running[worker.name]
+  return states

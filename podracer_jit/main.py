@@ -1,0 +1,214 @@
+"""The absl binary: `podracer_jit --config=configs/impala_atari.py --workdir=runs/x`."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags, logging
+from ml_collections import config_flags
+
+from podracer_jit import build, checkpoint, experiment, loops, placement
+from podracer_jit.metrics import Files, Meter, Report
+from podracer_jit.progress import Progress
+
+FLAGS = flags.FLAGS
+_CONFIG = config_flags.DEFINE_config_file(
+    'config', None, 'The experiment, with its argument: configs/pong_laptop.py:smoke')
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Where checkpoints and metrics go.')
+_PROFILE_DIR = flags.DEFINE_string(
+    'profile_dir', None, 'Write a jax.profiler trace of a few updates here.')
+_ENV = '--config.env.'
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the binary; returns its exit code: 0, 1 for a failed run, 2 for what could not start."""
+  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  try:
+    config = parse(argv)
+    placement.prepare_host(config['placement'])
+    parts = build.make_parts(config)
+    workdir = Path(_WORKDIR.value)
+    checkpoint.open_workdir(workdir, config)
+  except (ValueError, OSError, flags.Error) as error:
+    print(f'podracer_jit: {error}', file=sys.stderr)
+    return 2
+  try:
+    train(parts, workdir, _PROFILE_DIR.value)
+  except loops.Stuck as error:
+    print(f'podracer_jit: {error.__cause__!r}; {error}', file=sys.stderr, flush=True)
+    os._exit(1)  # EnvPool's receive cannot be interrupted: nothing else ends those threads
+  except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message
+    logging.exception('the run failed')
+    print(f'podracer_jit: {type(error).__name__}: {error}', file=sys.stderr)
+    return 1
+  return 0
+
+
+def run() -> None:
+  """The installed command."""
+  sys.exit(main(sys.argv))
+
+
+def parse(argv: Sequence[str]) -> dict[str, Any]:
+  """Flags to a config of plain values.
+
+  Raises:
+    ValueError: a wrong flag, file, field or type, in one line.
+  """
+  argv, options = _env_options(_find_config(argv))
+  try:
+    rest = FLAGS(argv)
+    config = _CONFIG.value
+  except flags.Error as error:
+    raise ValueError(_one_line(error)) from None
+  except (AttributeError, KeyError, TypeError) as error:
+    raise ValueError(f'--config: {_one_line(error)}') from None
+  except (FileNotFoundError, ImportError, SyntaxError, NameError) as error:
+    raise ValueError(f'--config: cannot load the file: {_one_line(error)}') from None
+  if rest[1:]:
+    raise ValueError(f'{rest[1]}: not a flag; flags begin with --')
+  for name in ('config', 'workdir'):
+    if FLAGS[name].value is None:
+      raise ValueError(f'--{name} is missing: podracer_jit --config=configs/pong_laptop.py '
+                       '--workdir=runs/pong')
+  config = config.to_dict()
+  config['env'] |= options
+  return config
+
+
+def _one_line(error: Exception) -> str:
+  text = error.args[0] if isinstance(error, KeyError) and error.args else error
+  return ' '.join(str(text).split())
+
+
+def _find_config(argv: Sequence[str]) -> list[str]:
+  """Where configs/x.py is not here, the packaged one is meant."""
+  found = []
+  for arg in argv:
+    name, equals, value = arg.partition('=')
+    path, colon, argument = value.partition(':')
+    packaged = Path(__file__).parent / path
+    if name in ('--config', '-config') and not Path(path).exists() and packaged.is_file():
+      arg = f'{name}{equals}{packaged}{colon}{argument}'
+    found.append(arg)
+  return found
+
+
+def _env_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+  """Takes EnvPool's own options out of argv: a config need not list them all to have them."""
+  rest, options = [], {}
+  for arg in argv:
+    name, equals, value = arg.partition('=')
+    field = name.removeprefix(_ENV)
+    if not name.startswith(_ENV) or field in ('task', 'num_envs') or not equals:
+      rest.append(arg)
+      continue
+    try:
+      options[field] = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+      options[field] = {'true': True, 'false': False}.get(value.lower(), value)
+  return rest, options
+
+
+def train(parts: build.Parts, workdir: Path, profile_dir: str | None = None) -> None:
+  """Trains from the workdir's newest checkpoint, segment by segment, to total_steps.
+
+  SIGINT or SIGTERM ends the segment at its next update, saves, and returns; a second one raises.
+  """
+  config = parts.config
+  state = build.initial_state(parts)
+  saved = checkpoint.Checkpoints(workdir, config['checkpoint']['keep'])
+  meta: Mapping[str, Any] = {'segment': 0}
+  title = f'{config["env"]["task"]}  {config["scheme"]} {config["loss"]["name"]}  {workdir}'
+  with contextlib.closing(saved), _stopping() as stopping, Progress(config, title) as progress:
+    if saved.newest() is not None:
+      state, meta = saved.restore(state)
+      progress.note(f'going on from update {int(state.update)} ({int(state.steps):,} steps)')
+    else:
+      progress.note(f'{title}: starting')
+    profiler = Profiler(profile_dir)
+    while int(state.steps) < config['total_steps'] and not stopping.is_set():
+      state, meta = _segment(parts, state, meta, workdir, progress, profiler, stopping.is_set)
+      saved.save(state, meta)
+    profiler.close()
+    done = int(state.steps) >= config['total_steps']
+    progress.note(f'{"finished" if done else "stopped"} at update {int(state.update)} '
+                  f'({int(state.steps):,} steps); {workdir} has it all'
+                  + ('' if done else '; the same command goes on'))
+
+
+def _segment(parts: build.Parts, state, meta: Mapping[str, Any], workdir: Path,
+             progress: Progress, profiler: Profiler, stop: Callable[[], bool]):
+  """Runs one segment; returns the state after it, and what else its checkpoint holds."""
+  config, index = parts.config, meta['segment']
+  header = dict(segment=index, first_update=int(state.update) + 1,
+                versions=checkpoint.versions())
+  files = Files(workdir, int(state.update), header, config['log']['tensorboard'])
+
+  def report(item: Report) -> None:
+    for record, receipt in meter.records(item):
+      files.write(record, receipt)
+      progress.show(record)
+    profiler.reported()
+
+  with contextlib.closing(files), build.segment(
+      parts, state, index, config['checkpoint']['every_updates'], report, stop) as segment:
+    steps = config['num_epochs'] * config['num_minibatches']
+    meter = Meter(config['log']['window'], steps, parts.spec.frame_skip, segment.waits, meta)
+    states = loops.run(segment.workers)
+  return states['learner'].train, meter.meta() | {'segment': index + 1}
+
+
+class Profiler:
+  """Traces a few reports, from the third on: by then everything is compiled and warm."""
+
+  FIRST, LAST = 3, 6
+
+  def __init__(self, directory: str | None):
+    self._directory, self._reports = directory, 0
+    self._tracing = False
+
+  def reported(self) -> None:
+    """Counts a report; starts or ends the trace."""
+    self._reports += 1
+    if self._directory and self._reports == self.FIRST:
+      jax.profiler.start_trace(self._directory)
+      self._tracing = True
+    elif self._reports == self.LAST:
+      self.close()
+
+  def close(self) -> None:
+    """Ends a trace that is still on."""
+    if self._tracing:
+      self._tracing = False
+      jax.profiler.stop_trace()
+
+
+@contextlib.contextmanager
+def _stopping():
+  """An event that the first SIGINT or SIGTERM sets; after it, signals act as usual."""
+  event, before = threading.Event(), {}
+
+  def handle(number, frame):
+    event.set()
+    for number, old in before.items():
+      signal.signal(number, old)
+
+  if threading.current_thread() is threading.main_thread():
+    for number in (signal.SIGINT, signal.SIGTERM):
+      before[number] = signal.signal(number, handle)
+  try:
+    yield event
+  finally:
+    for number, old in before.items():
+      signal.signal(number, old)

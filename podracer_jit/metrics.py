@@ -1,0 +1,144 @@
+"""What a run tells: episode statistics, throughput, delays, and the files they go to."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from tensorboardX import SummaryWriter
+
+from podracer_jit.receipts import as_hex
+
+Record = dict[str, Any]  # one update, as metrics.jsonl has it
+
+
+class Report(NamedTuple):
+  """What the learner says of `count` updates, stacked along the leading axis."""
+
+  metrics: Mapping[str, Any]
+  count: int
+  lags: tuple[int, ...]  # updates between the making of a rollout's parameters and their use
+
+
+class Waits(NamedTuple):
+  """Seconds spent waiting since the segment began."""
+
+  actor: float
+  learner: float
+
+
+class Meter:
+  """Turns reports into records: one for each update, in order."""
+
+  def __init__(self, window: int, gradient_steps: int, frame_skip: int,
+               waits: Callable[[], Waits], past: Mapping[str, Any]):
+    """Goes on from `past`, the `meta` of a checkpoint (or nothing)."""
+    self._window = collections.deque(map(tuple, past.get('window', [])), maxlen=window)
+    self._episodes = past.get('episodes', 0)
+    self._elapsed = past.get('elapsed_s', 0.0)
+    self._gradient_steps, self._frame_skip = gradient_steps, frame_skip
+    self._waits, self._waited = waits, Waits(0.0, 0.0)
+    self._last = time.perf_counter()
+
+  def meta(self) -> dict[str, Any]:
+    """What a checkpoint must hold for the statistics to go on."""
+    return dict(window=list(self._window), episodes=self._episodes, elapsed_s=self._elapsed)
+
+  def records(self, report: Report) -> Iterator[tuple[Record, Record]]:
+    """Yields (metrics, receipt) of each update of the report."""
+    metrics = jax.device_get(report.metrics)
+    now, waited = time.perf_counter(), self._waits()
+    seconds = (now - self._last) / report.count  # a call's updates share its time evenly
+    spent = [(new - old) / report.count for new, old in zip(waited, self._waited, strict=True)]
+    self._last, self._waited = now, waited
+    for i in range(report.count):
+      one = jax.tree.map(lambda x, i=i: x[i], metrics)
+      receipt = dict(update=int(one['update']), batch=as_hex(one.pop('batch')),
+                     params=as_hex(one.pop('params')))
+      episodes = one.pop('episodes')
+      ended = np.asarray(episodes.ended)
+      self._episodes += int(ended.sum())
+      # Row by row, so that the order does not depend on which shard ran where.
+      self._window.extend(zip(episodes.episode_return[ended].tolist(),
+                              episodes.length[ended].tolist(), strict=True))
+      self._elapsed += seconds
+      returns, lengths = zip(*self._window, strict=True) if self._window else ((), ())
+      valid, steps = int(one.pop('valid')), int(one.pop('steps'))
+      record = dict(
+          update=int(one.pop('update')), steps=steps, frames=steps * self._frame_skip,
+          sps=valid / seconds, elapsed_s=self._elapsed,
+          episode_return=_mean(returns), episode_length=_mean(lengths), episodes=self._episodes,
+          actor_wait_s=spent[0], learner_wait_s=spent[1],
+          # NAPPO's delays in policy versions, that is in gradient steps: the j-th of an update is
+          # taken j versions after its first; gradients are applied at once.
+          cgd=report.lags[i] * self._gradient_steps + (self._gradient_steps - 1) / 2, gud=0.0)
+      yield record | {name: float(value) for name, value in one.items()}, receipt
+
+
+def _mean(values) -> float | None:
+  return float(np.mean(values)) if values else None
+
+
+class Files:
+  """metrics.jsonl, receipts.jsonl and TensorBoard events of a workdir."""
+
+  def __init__(self, workdir: Path, update: int, header: Mapping[str, Any], tensorboard: bool):
+    """Opens them to go on after `update`: lines of updates that were lost with a crash go.
+
+    `header` is written to the receipts as the beginning of this segment.
+    """
+    self._paths = [workdir / 'metrics.jsonl', workdir / 'receipts.jsonl']
+    for path in self._paths:
+      _cut(path, update)
+    self._metrics, self._receipts = (path.open('a', buffering=1) for path in self._paths)
+    self._receipts.write(json.dumps(dict(header)) + '\n')
+    self._events = SummaryWriter(str(workdir / 'tensorboard'), purge_step=update + 1,
+                                 flush_secs=10) if tensorboard else None
+
+  def write(self, record: Record, receipt: Record) -> None:
+    """Appends one update."""
+    self._metrics.write(json.dumps(_finite(record)) + '\n')
+    self._receipts.write(json.dumps(receipt) + '\n')
+    if self._events:
+      for name, value in record.items():
+        if value is not None and name not in ('update', 'steps', 'frames'):
+          self._events.add_scalar(name, value, record['steps'])
+
+  def close(self) -> None:
+    """Flushes everything."""
+    self._metrics.close()
+    self._receipts.close()
+    if self._events:
+      self._events.close()
+
+
+def _finite(record: Record) -> Record:
+  """JSON has no NaN."""
+  return {k: None if isinstance(v, float) and not math.isfinite(v) else v
+          for k, v in record.items()}
+
+
+def _cut(path: Path, update: int) -> None:
+  """Drops what a run wrote after the checkpoint it now goes on from, and half a last line."""
+  if not path.exists():
+    return
+  kept = []
+  for line in path.read_text().splitlines():
+    try:
+      entry = json.loads(line)
+    except json.JSONDecodeError:
+      continue
+    # A segment's header names its first update; one that begins here is written anew.
+    if entry.get('update', 0) <= update and entry.get('first_update', 0) <= update:
+      kept.append(line)
+  draft = path.with_suffix('.tmp')
+  draft.write_text(''.join(line + '\n' for line in kept))
+  os.replace(draft, path)

@@ -1,0 +1,203 @@
+"""G and U: exact gradients and updates, and their fusion with each other and with the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from podracer_jit.objectives import Objective
+from podracer_jit.receipts import fingerprint
+from podracer_jit.types import Metrics, Params, Rollout, TrainState
+
+AXIS = 'learner'  # the name of the learner mesh's axis
+
+
+class Sizes(NamedTuple):
+  """What the arithmetic of an update depends on; all of it belongs to the experiment."""
+
+  num_envs: int
+  num_grad_shards: int
+  num_minibatches: int
+  num_epochs: int
+  microbatch_rows: int  # at most so many network rows to a pass; 0: a group's minibatch at once
+
+
+def pairwise_sum(x: jax.Array) -> jax.Array:
+  """Sum over the leading axis in one fixed order, whatever XLA would prefer."""
+  parts = list(x)
+  while len(parts) > 1:
+    parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + (
+        parts[-1:] if len(parts) % 2 else [])
+  return parts[0]
+
+
+def exact_sum(tree: Any, mesh_size: int) -> Any:
+  """Sums [groups on this device, ...] over the groups of all devices, equal on any mesh."""
+  if mesh_size > 1:
+    tree = jax.tree.map(lambda x: lax.all_gather(x, AXIS, tiled=True), tree)
+  return jax.tree.map(pairwise_sum, tree)
+
+
+def pieces(items: int, item_rows: int, microbatch_rows: int) -> int:
+  """Into how many equal pieces to cut `items` so that each has at most microbatch_rows rows."""
+  most = max(1, microbatch_rows // item_rows) if microbatch_rows else items
+  return next(n for n in range(1, items + 1) if items % n == 0 and items // n <= most)
+
+
+def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int):
+  """Returns gradient(params, rollout, targets, items [groups, n]) -> (grads, terms).
+
+  Each group's gradient is taken in the same shapes everywhere and the groups are added in a fixed
+  order, so the result does not depend on how many devices share them.
+  """
+  group_envs = sizes.num_envs // sizes.num_grad_shards
+  groups = sizes.num_grad_shards // mesh_size
+  def add(tree):
+    return exact_sum(tree, mesh_size)
+
+  def gradient(params: Params, rollout: Rollout, targets: Any, items: jax.Array):
+    firsts = jnp.arange(groups) * group_envs
+    light = jax.vmap(
+        lambda first, some: objective.take(*objective.light(rollout, targets), first, group_envs,
+                                           some))(firsts, items)
+    shared = objective.shared(light, add)
+    loss = jax.grad(objective.loss, has_aux=True)
+
+    def of_group(group):
+      first, some = group
+      some = some.reshape(pieces(some.size, objective.item_rows, sizes.microbatch_rows), -1)
+
+      def of_piece(total, piece):
+        piece = objective.take(rollout, targets, first, group_envs, piece)
+        return jax.tree.map(jnp.add, total, loss(params, piece, shared)), None
+
+      shapes = jax.eval_shape(lambda p: of_piece_shape(p), some[0])
+      zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+      return lax.scan(of_piece, zeros, some)[0]
+
+    def of_piece_shape(piece):
+      return loss(params, objective.take(rollout, targets, 0, group_envs, piece), shared)
+
+    return add(lax.map(of_group, (firsts, items)))
+
+  return gradient
+
+
+def make_update(optimizer: optax.GradientTransformation, learning_rate: Callable):
+  """Returns update(state, grads) -> state; the rate is that of the state's step count."""
+
+  def update(state: TrainState, grads: Params) -> TrainState:
+    steps, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    rate = learning_rate(state.steps)
+    params = jax.tree.map(lambda p, s: p - rate * s, state.params, steps)
+    return state._replace(params=params, opt_state=opt_state)
+
+  return update
+
+
+def _orders(key: jax.Array, sizes: Sizes, objective: Objective, mesh_size: int) -> jax.Array:
+  """Items in the order of every epoch and group: [epochs, minibatches, groups here, n]."""
+  groups = sizes.num_grad_shards // mesh_size
+  first = lax.axis_index(AXIS) * groups if mesh_size > 1 else 0
+  count = sizes.num_envs // sizes.num_grad_shards * objective.items_per_env
+
+  def order(epoch, group):
+    if not objective.shuffle:
+      return jnp.arange(count)
+    return jax.random.permutation(jax.random.fold_in(jax.random.fold_in(key, epoch), group), count)
+
+  orders = jax.vmap(lambda e: jax.vmap(lambda g: order(e, g))(first + jnp.arange(groups)))(
+      jnp.arange(sizes.num_epochs))
+  orders = orders.reshape(sizes.num_epochs, groups, sizes.num_minibatches, -1)
+  return orders.transpose(0, 2, 1, 3)
+
+
+def fuse(objective: Objective, gradient, update, sizes: Sizes, learning_rate: Callable,
+         mesh_size: int):
+  """Returns learn(state, rollout) -> (state, metrics): all epochs and minibatches in one scan.
+
+  `rollout` holds this device's environments. Metrics: means of the terms over valid rows of all
+  gradient steps, `grad_norm` before clipping, `learning_rate`, `valid` rows, the `batch` and
+  `params` fingerprints, and the rollout's episodes.
+  """
+  groups = sizes.num_grad_shards // mesh_size
+  group_envs = sizes.num_envs // sizes.num_grad_shards
+
+  def prepare(params: Params, rollout: Rollout):
+    def of_group(first):
+      part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, group_envs, 1), rollout)
+      return objective.prepare(params, part)
+    targets = lax.map(of_group, jnp.arange(groups) * group_envs)  # [groups, T, B_group]
+    return jax.tree.map(lambda x: jnp.concatenate(list(x), axis=1), targets)
+
+  def learn(state: TrainState, rollout: Rollout) -> tuple[TrainState, Metrics]:
+    targets = prepare(state.params, rollout)
+    orders = _orders(jax.random.fold_in(state.key, state.update), sizes, objective, mesh_size)
+
+    def step(state, items):
+      grads, terms = gradient(state.params, rollout, targets, items)
+      return update(state, grads), (terms, optax.global_norm(grads))
+
+    rate = learning_rate(state.steps)
+    orders = orders.reshape(-1, *orders.shape[2:])
+    state, (terms, grad_norm) = lax.scan(step, state, orders)
+    terms = jax.tree.map(jnp.sum, terms)
+    rows = terms.pop('valid')
+    metrics = {name: total / rows for name, total in terms.items()}
+    batch = rollout._replace(episodes=())
+    here = rollout.action.shape[1]
+    first = lax.axis_index(AXIS) * here if mesh_size > 1 else 0
+    sums = (fingerprint(batch, 1, first, sizes.num_envs), jnp.sum(rollout.valid, dtype=jnp.int32))
+    batch_print, valid = lax.psum(sums, AXIS) if mesh_size > 1 else sums
+    state = state._replace(update=state.update + 1, steps=state.steps + valid)
+    metrics |= dict(
+        grad_norm=jnp.mean(grad_norm), learning_rate=rate, valid=valid, update=state.update,
+        steps=state.steps, batch=batch_print, params=fingerprint(state.params),
+        episodes=rollout.episodes)
+    return state, metrics
+
+  return learn
+
+
+def make_fused(rollout, learn, calls: int):
+  """Returns fused(state, actor_state, limit, total_steps) -> (state, actor_state, count, metrics).
+
+  At most `limit` updates (and `calls`, for which metrics have room), fewer where total_steps is
+  reached: rollout and learning turn by turn in one program, with no Python between updates.
+  """
+
+  def once(state, actor_state):
+    actor_state, rollouts = rollout(state.params, actor_state)
+    state, metrics = learn(state, concatenate(rollouts))
+    return state, actor_state, metrics
+
+  def fused(state, actor_state, limit, total_steps):
+    shapes = jax.eval_shape(once, state, actor_state)[2]
+    room = jax.tree.map(lambda s: jnp.zeros((calls, *s.shape), s.dtype), shapes)
+
+    def goes_on(carry):
+      state, _, count, _ = carry
+      return (count < limit) & (state.steps < total_steps)
+
+    def body(carry):
+      state, actor_state, count, room = carry
+      state, actor_state, metrics = once(state, actor_state)
+      room = jax.tree.map(
+          lambda r, x: lax.dynamic_update_index_in_dim(r, x, count, 0), room, metrics)
+      return state, actor_state, count + 1, room
+
+    return lax.while_loop(goes_on, body, (state, actor_state, jnp.int32(0), room))
+
+  return fused
+
+
+def concatenate(rollouts: tuple[Rollout, ...]) -> Rollout:
+  """Shards side by side, [T, B_1 + B_2 + ...]."""
+  if len(rollouts) == 1:
+    return rollouts[0]
+  return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *rollouts)

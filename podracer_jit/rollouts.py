@@ -1,0 +1,164 @@
+"""R: experience, made inside `lax.fori_loop` with no Python and no GIL."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from podracer_jit.envs import Shard, TimeStep
+from podracer_jit.losses.categorical import log_prob
+from podracer_jit.objectives import Apply
+from podracer_jit.types import Episodes, Params, Rollout
+
+
+class EnvState(NamedTuple):
+  """A shard between two rollouts."""
+
+  obs: jax.Array  # [B, ...]
+  ended: jax.Array  # [B] bool: obs is the last observation of a finished episode
+  episode_return: jax.Array  # [B] f32, unclipped, of the episode so far
+  episode_length: jax.Array  # [B] i32
+  key: jax.Array  # of the shard; folded with `rollouts` and the row
+  rollouts: jax.Array  # i32: how many were made
+
+
+class ActorState(NamedTuple):
+  """What a rollout program goes on from; donated to it."""
+
+  token: jax.Array  # EnvPool's handle: orders the calls of all shards
+  envs: tuple[EnvState, ...]  # one a shard
+
+
+class Pools:
+  """Shards and the compiled program that contains them: ended in the one order that is safe.
+
+  A program holds bare pointers to its pools and does not keep them alive: a pool closed while its
+  program runs, or before it is called again, is a segmentation fault.
+  """
+
+  def __init__(self, shards: Sequence[Shard]):
+    self.shards = tuple(shards)
+    self._program = self._last = None
+
+  def load(self, function, args, donate: tuple[int, ...]) -> Callable:
+    """Compiles `function` for `args` and returns it; call it from one thread at a time."""
+    self._program = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+
+    def call(*args):
+      self._last = self._program(*args)
+      return self._last
+
+    return call
+
+  def close(self) -> None:
+    """Waits for the program's last output, drops the program, closes the pools; can be repeated."""
+    with contextlib.suppress(Exception):  # of the program: whoever called it has seen it
+      jax.block_until_ready(self._last)
+    self._program = self._last = None
+    shards, self.shards = self.shards, ()
+    for shard in shards:
+      shard.close()
+
+
+def initial_state(shards: Sequence[Shard], keys: Sequence[jax.Array]) -> ActorState:
+  """The state of freshly reset shards, each with its own key."""
+  envs = tuple(
+      EnvState(
+          obs=jnp.array(shard.first_obs),
+          ended=jnp.zeros(shard.num_envs, bool),
+          episode_return=jnp.zeros(shard.num_envs, jnp.float32),
+          episode_length=jnp.zeros(shard.num_envs, jnp.int32),
+          key=key, rollouts=jnp.zeros((), jnp.int32))
+      for shard, key in zip(shards, keys, strict=True))
+  return ActorState(jnp.array(shards[0].handle), envs)
+
+
+def make_rollout(shards: Sequence[Shard], apply: Apply, unroll_length: int):
+  """Returns rollout(params, actor_state) -> (actor_state, one Rollout a shard), to be jitted.
+
+  Shards take turns - recv a; infer a; send a; recv b; infer b; send b; ... - so that EnvPool steps
+  one while the policy works on another. One token through all calls is what keeps them in that
+  order (XLA drops `optimization_barrier` before it schedules). Only the last row drains the turns.
+  """
+
+  def act(params: Params, t, env: EnvState):
+    logits, value = apply(params, env.obs)
+    key = jax.random.fold_in(jax.random.fold_in(env.key, env.rollouts), t)
+    action = jax.random.categorical(key, logits).astype(jnp.int32)
+    return action, log_prob(logits, action), value
+
+  def rollout(params: Params, state: ActorState):
+    def turn(t, carry):
+      token, envs, buffers = carry
+      envs, buffers = list(envs), list(buffers)
+      for i, shard in enumerate(shards):
+        token, envs[i], buffers[i] = lax.cond(
+            t > 0, lambda *a, s=shard: _receive(s, t - 1, *a), lambda *a: a,
+            token, envs[i], buffers[i])
+        action, behaviour_log_prob, value = act(params, t, envs[i])
+        token = shard.send(token, action)
+        seen = dict(obs=envs[i].obs, action=action, behaviour_log_prob=behaviour_log_prob,
+                    behaviour_value=value, valid=~envs[i].ended)
+        buffers[i] = _write(buffers[i], t, **seen)
+      return token, tuple(envs), tuple(buffers)
+
+    buffers = tuple(_buffers(env, unroll_length) for env in state.envs)
+    token, envs, buffers = lax.fori_loop(0, unroll_length, turn, (state.token, state.envs, buffers))
+    out = []
+    for shard, env, buffer in zip(shards, envs, buffers, strict=True):
+      token, env, buffer = _receive(shard, unroll_length - 1, token, env, buffer)
+      buffer = _write(buffer, unroll_length, obs=env.obs)
+      out.append((env._replace(rollouts=env.rollouts + 1), buffer))
+    envs, buffers = zip(*out, strict=True)
+    return ActorState(token, envs), buffers
+
+  return rollout
+
+
+def _receive(shard: Shard, t, token, env: EnvState, buffer: Rollout):
+  """Takes what came back for row t. The one place that aligns rows."""
+  token, step = shard.recv(token)
+  env, episodes = _count(env, step)
+  buffer = _write(
+      buffer, t, reward=step.reward, terminated=step.terminated, truncated=step.truncated,
+      episodes=episodes)
+  return token, env, buffer
+
+
+def _count(env: EnvState, step: TimeStep) -> tuple[EnvState, Episodes]:
+  """Advances the shard by a step; invalid rows add nothing to an episode."""
+  valid = ~env.ended
+  episode_return = env.episode_return + jnp.where(valid, step.raw_reward, 0.0)
+  length = env.episode_length + valid
+  over = valid & (step.game_over | step.truncated)
+  env = env._replace(
+      obs=step.obs, ended=step.terminated | step.truncated,
+      episode_return=jnp.where(over, 0.0, episode_return),
+      episode_length=jnp.where(over, 0, length))
+  return env, Episodes(over, episode_return, length)
+
+
+def _buffers(env: EnvState, steps: int) -> Rollout:
+  batch = env.obs.shape[0]
+  def zeros(dtype):
+    return jnp.zeros((steps, batch), dtype)
+  return Rollout(
+      obs=jnp.zeros((steps + 1, *env.obs.shape), env.obs.dtype),
+      action=zeros(jnp.int32), behaviour_log_prob=zeros(jnp.float32),
+      behaviour_value=zeros(jnp.float32), reward=zeros(jnp.float32), terminated=zeros(bool),
+      truncated=zeros(bool), valid=zeros(bool),
+      episodes=Episodes(zeros(bool), zeros(jnp.float32), zeros(jnp.int32)))
+
+
+def _write(buffer: Rollout, t, **rows) -> Rollout:
+  """Sets row t of the named fields."""
+  written = {
+      name: jax.tree.map(lambda b, x: lax.dynamic_update_index_in_dim(b, x, t, 0),
+                         getattr(buffer, name), value)
+      for name, value in rows.items()}
+  return buffer._replace(**written)

@@ -1,0 +1,120 @@
+"""What others install: the wheel on its own, and the lock."""
+
+import configparser
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def _run(*command, cwd, **kwargs):
+  env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+  env |= {"JAX_PLATFORMS": "cpu", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+  # The tests' own settings (say, eight CPU devices) are none that a user would have.
+  env.pop("XLA_FLAGS", None)
+  done = subprocess.run(
+    [str(c) for c in command],
+    cwd=cwd,
+    env=env,
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    **kwargs,
+  )
+  assert done.returncode == 0, f"{command} failed:\n{done.stdout[-8000:]}"
+  return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+  tmp = tmp_path_factory.mktemp("wheel")
+  # From a copy: setuptools builds in the source tree, and puts into the wheel whatever an earlier
+  # build left there.
+  source = tmp / "source"
+  ignore = shutil.ignore_patterns("__pycache__")
+  shutil.copytree(ROOT / "podracer_jit", source / "podracer_jit", ignore=ignore)
+  for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+    shutil.copy(ROOT / name, source)
+  options = ("--no-deps", "--no-build-isolation", "--wheel-dir", tmp)
+  _run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=tmp)
+  (built,) = tmp.glob("podracer_jit-*.whl")
+  return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+  """The bin/ of a virtual environment that has the wheel, and nothing of the repository.
+
+  Its third-party packages are those running this test: to install them once more, from the network
+  and into every run of the tests, would take minutes and gigabytes.
+  """
+  home = tmp_path_factory.mktemp("installed") / "venv"
+  venv.create(home, with_pip=False, symlinks=True)
+  python = home / "bin" / "python"
+  options = ("--no-deps", "--no-index")
+  pip = (sys.executable, "-m", "pip", "--python", python)
+  _run(*pip, "install", *options, wheel, cwd=home)
+  # The directories named in a .pth file come after the environment's own, and .pth files inside
+  # them are not read: an editable podracer_jit among the packages there stays out of sight.
+  (site,) = home.glob("lib/python*/site-packages")
+  others = [p for p in sys.path if pathlib.Path(p).name in ("site-packages", "dist-packages")]
+  (site / "third_party.pth").write_text("".join(f"{p}\n" for p in others))
+  return home / "bin"
+
+
+def test_wheel_has_every_module_and_data_file(wheel):
+  package = ROOT / "podracer_jit"
+  expected = [*package.rglob("*.py"), *package.glob("data/*.csv")]
+  missing = {str(p.relative_to(ROOT)) for p in expected} - set(zipfile.ZipFile(wheel).namelist())
+  assert not missing
+
+
+def test_wheel_trains_away_from_the_repository(installed, tmp_path):
+  where = "import podracer_jit; print(podracer_jit.__file__)"
+  imported = _run(installed / "python", "-c", where, cwd=tmp_path).strip().splitlines()[-1]
+  home = installed.parent.resolve()
+  assert pathlib.Path(imported).resolve().is_relative_to(home)
+
+  workdir = tmp_path / "run"
+  args = ("--config=configs/impala_catch.py:smoke", f"--workdir={workdir}")
+  _run(installed / "podracer_jit", *args, cwd=tmp_path, timeout=600)
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  assert lines
+  assert all(isinstance(json.loads(line), dict) for line in lines)
+
+
+def _requirements(lines):
+  lines = (line.partition("#")[0].strip() for line in lines.splitlines())
+  return [Requirement(line) for line in lines if line]
+
+
+def test_lock_satisfies_setup_cfg():
+  setup = configparser.ConfigParser(interpolation=None)
+  setup.read(ROOT / "setup.cfg")
+  wanted = _requirements(setup["options"]["install_requires"])
+  wanted += _requirements(setup["options.extras_require"]["test"])
+  wanted += _requirements(setup["options.extras_require"]["cuda"])  # jax once more.
+  assert wanted
+
+  locked = _requirements((ROOT / "requirements.lock").read_text())
+  pins = {}
+  for line in locked:
+    (pin,) = line.specifier
+    assert pin.operator == "==" and "*" not in pin.version, f"{line} is not a pin"
+    if line.marker is None or line.marker.evaluate():
+      assert pins.setdefault(canonicalize_name(line.name), pin.version) == pin.version, line
+  for requirement in wanted:
+    version = pins.get(canonicalize_name(requirement.name))
+    assert version is not None, f"{requirement} is not in the lock"
+    assert requirement.specifier.contains(version, prereleases=True), (requirement, version)
