@@ -65,9 +65,7 @@ def make_parts(config: Mapping[str, Any]) -> Parts:
   optimizer = make_optimizer(config['optimizer'])
   rate = make_learning_rate(config['optimizer'], config['total_steps'])
   sizes = ops.Sizes(config['env']['num_envs'], *(config[name] for name in ops.Sizes._fields[1:]))
-  gradient = ops.make_gradient(objective, sizes, place.mesh.size)
-  learn = ops.fuse(objective, gradient, ops.make_update(optimizer, rate), sizes, rate,
-                   place.mesh.size)
+  learn = ops.fuse(objective, optimizer, rate, sizes, place.mesh.size)
   return Parts(config, spec, SCHEMES[config['scheme']], place, network, optimizer, learn,
                _on_mesh(learn, place.mesh))
 
@@ -202,7 +200,8 @@ def _wire_fused(parts: Parts, actors: Sequence[Actor], begin: Begin, report: Cal
   def fire(carry: Learning):
     limit = min(calls, begin.update + begin.updates - int(carry.train.update))
     state, actor_state, count, metrics = program(carry.train, carry.actor, limit, total)
-    item = Report(metrics, int(count), (0,) * int(count))
+    count = int(count)  # waits for the call
+    item = Report(metrics, count, (0,) * count)
     return (Learning(state, begin.ended(state), actor_state),
             [Stamped(item, int(state.update))])
 
@@ -265,8 +264,8 @@ def _learner(parts: Parts, begin: Begin, made: Sequence[DoubleBuffer],
       ended = begin.ended(state)
     fresh = None if ended else Stamped(state.params, update + 1)
     return (Learning(state, ended),
-            [Stamped(Report(metrics, 1, (lag,)), update + 1), *[fresh] * len(params)])
+            [*[fresh] * len(params), Stamped(Report(metrics, 1, (lag,)), update + 1)])
 
   return Worker('learner', fire, Learning(begin.state, False), [Port(h) for h in made],
-                [Port(reports), *(Port(h) for h in params)], begin.updates,
+                [Port(h) for h in (*params, reports)], begin.updates,  # the actors wait, go first
                 lambda carry: carry.ended)

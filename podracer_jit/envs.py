@@ -7,13 +7,11 @@ never overlap, nothing that would kill the process reaches EnvPool, and a pool o
 from __future__ import annotations
 
 import difflib
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 with warnings.catch_warnings():
@@ -95,13 +93,14 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
 
 
 def env_seeds(seed: int, segment: int, first_env: int, num_envs: int) -> list[int]:
-  """One EnvPool seed an environment, a function of (seed, segment, environment) alone.
+  """One EnvPool seed an environment: distinct, a function of (seed, segment, environment) alone.
 
   Explicit, because EnvPool seeds environment i of a pool with `seed + i`: neighbouring pools would
-  share nearly all their streams. 31 bits, distinct within an experiment but for hash collisions.
+  share nearly all their streams.
   """
-  return [int(np.random.SeedSequence([seed, segment, env]).generate_state(1)[0] >> 1)
-          for env in range(first_env, first_env + num_envs)]
+  start = int(np.random.SeedSequence([seed, segment]).generate_state(1)[0])
+  # An odd stride visits every 31-bit number once.
+  return [(start + env * 0x9E3779B1) % 2**31 for env in range(first_env, first_env + num_envs)]
 
 
 class Shard:
@@ -109,7 +108,7 @@ class Shard:
 
   The handle the two thread is an ordering token only: each call finds its pool by an attribute, so
   several shards of one program may share one token, which fixes the order of all their calls.
-  The pool must outlive every program that contains it: `close` comes after the last output is ready.
+  The pool must outlive every program that contains it: close it after the last output is ready.
   """
 
   def __init__(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
@@ -123,8 +122,8 @@ class Shard:
           seed=list(seeds), num_threads=num_threads, **options)
     # MuJoCo and DM Control are float64 throughout; with x64 off their recv aborts the process.
     spaces = (self._pool.observation_space, self._pool.action_space)
-    dtypes = [s.dtype for space in spaces for s in getattr(space, 'values', lambda x=space: [x])()]
-    self._x64 = np.dtype(np.float64) in dtypes
+    leaves = [leaf for s in spaces for leaf in getattr(s, 'values', lambda s=s: [s])()]
+    self._x64 = np.dtype(np.float64) in [leaf.dtype for leaf in leaves]
     with jax.enable_x64(self._x64):
       self._handle, self._recv, self._send, _ = self._pool.xla()
     # EnvPool's discrete actions are int32, whatever its spaces say.
@@ -162,7 +161,3 @@ def _narrow(tree):
   """float64 -> float32, at once where it arises."""
   return jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, tree)
 
-
-def default_threads(num_envs: int, share: int) -> int:
-  """EnvPool threads for one of `share` pools, so that all together use the visible cores."""
-  return max(1, min(num_envs, len(os.sched_getaffinity(0)) // share))

@@ -99,6 +99,11 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
     value = _get(config, field)
     if value < 1:
       yield f'{field}: must be at least 1, got {value}'
+  for field in ('optimizer.learning_rate', 'optimizer.max_grad_norm', 'log.every_seconds'):
+    if not _get(config, field) > 0:
+      yield f'{field}: must be above 0, got {_get(config, field)}'
+  if not 0 <= config['loss']['discount'] <= 1:
+    yield f'loss.discount: must be between 0 and 1, got {config["loss"]["discount"]}'
   for field in ('seed', 'microbatch_rows', 'placement.env_threads'):
     if _get(config, field) < 0:
       yield f'{field}: must not be negative, got {_get(config, field)}'
@@ -120,6 +125,11 @@ def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
       yield f'{part}.{odd}: {name} {"needs it" if odd not in given else "does not have it"}; ' \
             f'its fields are {", ".join(tables[name])}'
   net = config['network']
+  for field in net:
+    value = net[field]
+    sizes = value if isinstance(value, (tuple, list)) else (value,)
+    if field != 'name' and not all(isinstance(n, int) and n > 0 for n in sizes):
+      yield f'network.{field}: must be positive whole numbers, got {value!r}'
   if net['name'] == 'nature_cnn' and len({len(net[k]) for k in ('channels', 'kernels', 'strides')}
                                          ) > 1:
     yield 'network.channels: channels, kernels and strides must be of equal length, got ' \

@@ -74,7 +74,8 @@ class DoubleBuffer:
     if self._puts_left <= 0:
       return
     self._puts_left -= 1
-    item = self._ready(item)
+    with jax.profiler.TraceAnnotation(f'hand-off: {self.name}'):
+      item = self._ready(item)
     with self._changed:
       self.put_wait_s += self._wait(lambda: not self._slot or self._ended, 'to be taken')
       if self._ended:

@@ -41,17 +41,23 @@ class Stuck(RuntimeError):
   """Threads that did not end after a failure: only leaving the process can end them."""
 
 
-def _firings(worker: Worker) -> Iterator[Any]:
-  """Fires the worker once at each step; yields its state. Blocks where its hand-offs do."""
+def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool]]:
+  """Runs the worker, leaving its newest state in `states`.
+
+  Before each get and put it yields what tells whether that would block.
+  """
   state, inputs = worker.state, [None] * len(worker.reads)
   for k in range(worker.firings):
-    inputs = [port.handoff.get() if k % port.every == 0 else held
-              for port, held in zip(worker.reads, inputs, strict=True)]
+    for i, port in enumerate(worker.reads):
+      if k % port.every == 0:
+        yield port.handoff.can_get
+        inputs[i] = port.handoff.get()
     state, outputs = worker.fire(state, *inputs)
+    states[worker.name] = state
     for port, item in zip(worker.writes, outputs, strict=True):
       if item is not None and k % port.every == port.every - 1:
+        yield port.handoff.can_put
         port.handoff.put(item)
-    yield state
     if worker.until(state):
       return
 
@@ -79,7 +85,7 @@ def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
 
   def work(worker: Worker) -> None:
     try:
-      for states[worker.name] in _firings(worker):
+      for _ in _steps(worker, states):
         pass
     except Closed:
       pass
@@ -109,30 +115,22 @@ def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
 
 
 def run_serial(workers: Sequence[Worker]) -> dict[str, Any]:
-  """Fires the same graph on this thread, one worker at a time: the oracle for `run`.
+  """Runs the same graph on this thread, one step of one worker at a time: the oracle for `run`.
 
   Raises:
-    RuntimeError: where no worker can fire and not all have ended.
+    RuntimeError: where no worker can go on and not all have ended.
   """
   states: dict[str, Any] = {}
-  fired = {worker.name: 0 for worker in workers}
-  running = {worker.name: (worker, _firings(worker)) for worker in workers}
-
-  def can_fire(worker: Worker) -> bool:
-    k = fired[worker.name]
-    return (all(port.handoff.can_get() for port in worker.reads if k % port.every == 0)
-            and all(port.handoff.can_put() for port in worker.writes
-                    if k % port.every == port.every - 1))
-
-  while running:
-    ready = [name for name, (worker, _) in running.items() if can_fire(worker)]
-    if not ready:
-      raise RuntimeError(f'no worker can fire; still running: {", ".join(running)}')
-    worker, firings = running[ready[0]]
+  steps = {worker.name: _steps(worker, states) for worker in workers}
+  can_go_on = {worker.name: lambda: True for worker in workers}
+  by_name = {worker.name: worker for worker in workers}
+  while steps:
+    name = next((name for name in steps if can_go_on[name]()), None)
+    if name is None:
+      raise RuntimeError(f'no worker can go on; still running: {", ".join(steps)}')
     try:
-      states[worker.name] = next(firings)
-      fired[worker.name] += 1
+      can_go_on[name] = next(steps[name])
     except (StopIteration, Closed):
-      _end(worker)
-      del running[worker.name]
+      _end(by_name[name])
+      del steps[name]
   return states

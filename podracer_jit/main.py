@@ -17,7 +17,7 @@ import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
-from podracer_jit import build, checkpoint, experiment, loops, placement
+from podracer_jit import build, checkpoint, loops, placement
 from podracer_jit.metrics import Files, Meter, Report
 from podracer_jit.progress import Progress
 
@@ -28,13 +28,19 @@ _WORKDIR = flags.DEFINE_string('workdir', None, 'Where checkpoints and metrics g
 _PROFILE_DIR = flags.DEFINE_string(
     'profile_dir', None, 'Write a jax.profiler trace of a few updates here.')
 _ENV = '--config.env.'
+_EXAMPLE = 'podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong'
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the binary; returns its exit code: 0, 1 for a failed run, 2 for what could not start."""
   warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  if '--help' in argv:
+    print(f'{__doc__}\n\n{FLAGS.module_help(sys.modules[__name__])}')
+    return 0
   try:
     config = parse(argv)
+    if not _WORKDIR.value:
+      raise ValueError(f'--workdir is missing: {_EXAMPLE}')
     placement.prepare_host(config['placement'])
     parts = build.make_parts(config)
     workdir = Path(_WORKDIR.value)
@@ -66,39 +72,50 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     ValueError: a wrong flag, file, field or type, in one line.
   """
   argv, options = _env_options(_find_config(argv))
+  sys.argv = list(argv)  # where config_flags looks for overrides, whatever FLAGS is given
   try:
     rest = FLAGS(argv)
     config = _CONFIG.value
   except flags.Error as error:
     raise ValueError(_one_line(error)) from None
-  except (AttributeError, KeyError, TypeError) as error:
-    raise ValueError(f'--config: {_one_line(error)}') from None
-  except (FileNotFoundError, ImportError, SyntaxError, NameError) as error:
-    raise ValueError(f'--config: cannot load the file: {_one_line(error)}') from None
+  except (AttributeError, KeyError) as error:
+    raise ValueError(_no_field(error, argv)) from None
+  except Exception as error:  # noqa: BLE001 - a config file is a program: it may raise anything
+    raise ValueError(f'--config: {type(error).__name__}: {_one_line(error)}') from None
   if rest[1:]:
     raise ValueError(f'{rest[1]}: not a flag; flags begin with --')
-  for name in ('config', 'workdir'):
-    if FLAGS[name].value is None:
-      raise ValueError(f'--{name} is missing: podracer_jit --config=configs/pong_laptop.py '
-                       '--workdir=runs/pong')
+  if config is None:
+    raise ValueError(f'--config is missing: {_EXAMPLE}')
   config = config.to_dict()
   config['env'] |= options
   return config
 
 
 def _one_line(error: Exception) -> str:
-  text = error.args[0] if isinstance(error, KeyError) and error.args else error
-  return ' '.join(str(text).split())
+  return ' '.join(str(error).split())
+
+
+def _no_field(error: Exception, argv: Sequence[str]) -> str:
+  """Says which override names a field that the config does not have."""
+  field, _, hint = str(error.args[0]).partition('\n')
+  field = field.split("'")[1] if "'" in field else field
+  names = [arg.partition('=')[0] for arg in argv]
+  name = next((n for n in names if field in n.split('.')), f'--config: {field}')
+  return f'{name}: the config has no such field' + (f'. {" ".join(hint.split())}' if hint else '')
 
 
 def _find_config(argv: Sequence[str]) -> list[str]:
   """Where configs/x.py is not here, the packaged one is meant."""
-  found = []
+  found: list[str] = []
   for arg in argv:
     name, equals, value = arg.partition('=')
     path, colon, argument = value.partition(':')
     packaged = Path(__file__).parent / path
-    if name in ('--config', '-config') and not Path(path).exists() and packaged.is_file():
+    if name in ('--config', '-config') and not Path(path).exists():
+      if not packaged.is_file():
+        known = ', '.join(sorted(p.name for p in Path(__file__).parent.glob('configs/[!_]*.py')))
+        raise ValueError(f'--config={path}: there is no such file, here or in the package, which '
+                         f'has configs/ with {known}')
       arg = f'{name}{equals}{packaged}{colon}{argument}'
     found.append(arg)
   return found

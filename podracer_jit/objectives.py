@@ -28,7 +28,7 @@ class Objective(NamedTuple):
   item_rows: int  # network rows of one item
   items_per_env: int  # items that one environment's rollout holds
   shuffle: bool  # whether an epoch draws its minibatches at random
-  # (params, rollout of one group) -> targets [T, B_group], once an update
+  # (params, rollout of one group, its last obs only) -> targets [T, B_group], once an update
   prepare: Callable[[Params, Rollout], Any]
   # (rollout, targets, first environment of the group, its size, items [n]) -> piece
   take: Callable[[Rollout, Any, jax.Array, int, jax.Array], Any]

@@ -49,7 +49,7 @@ def pieces(items: int, item_rows: int, microbatch_rows: int) -> int:
   return next(n for n in range(1, items + 1) if items % n == 0 and items // n <= most)
 
 
-def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int):
+def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1):
   """Returns gradient(params, rollout, targets, items [groups, n]) -> (grads, terms).
 
   Each group's gradient is taken in the same shapes everywhere and the groups are added in a fixed
@@ -117,20 +117,25 @@ def _orders(key: jax.Array, sizes: Sizes, objective: Objective, mesh_size: int) 
   return orders.transpose(0, 2, 1, 3)
 
 
-def fuse(objective: Objective, gradient, update, sizes: Sizes, learning_rate: Callable,
-         mesh_size: int):
+def fuse(objective: Objective, optimizer: optax.GradientTransformation, learning_rate: Callable,
+         sizes: Sizes, mesh_size: int = 1):
   """Returns learn(state, rollout) -> (state, metrics): all epochs and minibatches in one scan.
 
-  `rollout` holds this device's environments. Metrics: means of the terms over valid rows of all
-  gradient steps, `grad_norm` before clipping, `learning_rate`, `valid` rows, the `batch` and
-  `params` fingerprints, and the rollout's episodes.
+  G and U one after the other, for one device of a mesh of `mesh_size`; `rollout` holds this
+  device's environments. Metrics: means of the terms over valid rows of all gradient steps,
+  `grad_norm` before clipping, `learning_rate`, `valid` rows, the `batch` and `params` fingerprints,
+  and the rollout's episodes.
   """
+  gradient = make_gradient(objective, sizes, mesh_size)
+  update = make_update(optimizer, learning_rate)
   groups = sizes.num_grad_shards // mesh_size
   group_envs = sizes.num_envs // sizes.num_grad_shards
 
   def prepare(params: Params, rollout: Rollout):
+    ends = rollout._replace(obs=rollout.obs[-1:])
+
     def of_group(first):
-      part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, group_envs, 1), rollout)
+      part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, group_envs, 1), ends)
       return objective.prepare(params, part)
     targets = lax.map(of_group, jnp.arange(groups) * group_envs)  # [groups, T, B_group]
     return jax.tree.map(lambda x: jnp.concatenate(list(x), axis=1), targets)
@@ -141,7 +146,7 @@ def fuse(objective: Objective, gradient, update, sizes: Sizes, learning_rate: Ca
 
     def step(state, items):
       grads, terms = gradient(state.params, rollout, targets, items)
-      return update(state, grads), (terms, optax.global_norm(grads))
+      return update(state, grads), (terms, optax.tree.norm(grads))
 
     rate = learning_rate(state.steps)
     orders = orders.reshape(-1, *orders.shape[2:])
@@ -172,8 +177,10 @@ def make_fused(rollout, learn, calls: int):
   """
 
   def once(state, actor_state):
-    actor_state, rollouts = rollout(state.params, actor_state)
-    state, metrics = learn(state, concatenate(rollouts))
+    with jax.named_scope('rollout'):
+      actor_state, rollouts = rollout(state.params, actor_state)
+    with jax.named_scope('learn'):
+      state, metrics = learn(state, concatenate(rollouts))
     return state, actor_state, metrics
 
   def fused(state, actor_state, limit, total_steps):

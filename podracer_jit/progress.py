@@ -17,7 +17,7 @@ from podracer_jit.metrics import Record
 
 def bottleneck(actor_wait_s: float, learner_wait_s: float, seconds: float) -> str:
   """Which side the other waits for, in words."""
-  actor, learner = (100 * wait / max(seconds, 1e-9) for wait in (actor_wait_s, learner_wait_s))
+  actor, learner = (min(100, 100 * wait / seconds) for wait in (actor_wait_s, learner_wait_s))
   if max(actor, learner) < 5:
     return 'balanced: neither side waits'
   if actor > learner:
@@ -66,7 +66,7 @@ class Progress:
   def _rates(self) -> tuple[float, str]:
     """Valid steps a second, and the bottleneck in words."""
     (start, first), (end, last) = self._recent[0], self._recent[-1]
-    if end == start:
+    if end - start < 1.0:  # too short to say anything of
       return last['sps'], ''
     sps = (last['steps'] - first['steps']) / (end - start)
     if not self._split:

@@ -26,7 +26,8 @@ class Rollout(NamedTuple):
   """Row t: obs[t] was seen, action[t] taken, the rest came back with obs[t + 1].
 
   A row is invalid where obs[t] is the last observation of a finished episode: EnvPool spends that
-  step on the reset and ignores the action. The frame itself is real, a truncation bootstraps from it.
+  step on the reset and ignores the action. The frame itself is real: a truncation bootstraps from
+  it.
   """
 
   obs: jax.Array  # [T + 1, B, ...] in the environment's dtype

@@ -68,18 +68,18 @@ def vtrace(value, reward, ratio, discount, ends, lambda_=1.0, clip_rho=1.0, clip
   """V-trace targets and policy gradient advantages [T]; NaN in invalid rows.
 
   1802.01561: the targets are equation 1, with c_i = lambda min(1, ratio) of remark 2. The
-  advantage is section 4.2's min(clip, ratio) (r + gamma v_{s+1} - V(s)); with lambda below 1, v_{s+1}
-  is mixed with V(s+1) in the same proportion, so that on-policy advantages are those of TD(lambda).
+  advantage is section 4.2's min(clip, ratio) (r + gamma v_{s+1} - V(s)). With lambda below 1, which
+  the paper does not carry over to it, v_{s+1} is mixed with V(s+1): lambda v_{s+1} +
+  (1 - lambda) V(s+1). On-policy, that makes it the generalised advantage estimate.
   """
   targets, advantages = np.full(len(reward), np.nan), np.full(len(reward), np.nan)
   for first, stop, terminal in segments(*ends):
     v = segment_values(value, first, stop, terminal)
     r, w, n = reward[first:stop], ratio[first:stop], stop - first
     delta = [min(clip_rho, w[t]) * (r[t] + discount * v[t + 1] - v[t]) for t in range(n)]
+    c = [lambda_ * min(1.0, w[i]) for i in range(n)]
     target = [
-        v[s] + sum(
-            discount ** (t - s) * math.prod(lambda_ * min(1.0, w[i]) for i in range(s, t)) * delta[t]
-            for t in range(s, n))
+        v[s] + sum(discount ** (t - s) * math.prod(c[s:t]) * delta[t] for t in range(s, n))
         for s in range(n)] + [v[n]]
     for s in range(n):
       following = lambda_ * target[s + 1] + (1 - lambda_) * v[s + 1]
@@ -107,8 +107,8 @@ def gae(value, reward, discount, gae_lambda, ends):
     r, n = reward[first:stop], stop - first
     for t in range(n):
       advantage[first + t] = sum(
-          (discount * gae_lambda) ** l * (r[t + l] + discount * v[t + l + 1] - v[t + l])
-          for l in range(n - t))  # noqa: E741
+          (discount * gae_lambda) ** (u - t) * (r[u] + discount * v[u + 1] - v[u])
+          for u in range(t, n))
   return advantage
 
 

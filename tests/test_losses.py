@@ -1,20 +1,21 @@
-"""The losses against the papers' equations in plain NumPy, and against numbers worked out by hand."""
+"""The losses against the papers' equations in plain NumPy, and against numbers made by hand."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit import losses
 from podracer_jit.losses import categorical
+from tests import reference
 
 ACTIONS = 4
 DISCOUNT = 0.9
-# (how the sequence begins and ends, seed)
-CASES = [dict(carried=c, ends_last=e, seed=s)
-         for s, (c, e) in enumerate([(False, False), (True, False), (False, True), (True, True)] * 2)]
+# carried: the sequence begins with an invalid row; ends_last: an episode ends with its last row.
+CASES = [dict(seed=s, carried=s % 2 == 1, ends_last=s % 4 > 1) for s in range(8)]
 OPTIONS = [
     dict(),
     dict(vtrace_lambda=0.8),
@@ -23,6 +24,22 @@ OPTIONS = [
 ]
 DEFAULTS = dict(vtrace_lambda=1.0, clip_rho=1.0, clip_pg_rho=1.0, baseline_coef=0.5,
                 entropy_coef=0.01)
+
+
+@functools.cache
+def _impala(**options):
+  """Jitted (logits, value, *rest) -> (loss, terms), gradients; one for each set of options."""
+  loss = functools.partial(losses.impala_loss, **options)
+  return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+
+@functools.cache
+def _ppo(**options):
+  loss = functools.partial(losses.ppo_loss, **options)
+  return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+
+_gae = jax.jit(losses.gae)
 
 
 class Sequence:
@@ -44,15 +61,17 @@ class Sequence:
     self.reward = np.where(self.valid, normal(steps), 0.0)
     self.ratio = reference.ratios(self.logits, self.action, self.behaviour_log_prob)
 
-  def impala(self, logits, value, **options):
-    return losses.impala_loss(
-        jnp.float32(logits), jnp.float32(value), self.action, jnp.float32(self.behaviour_log_prob),
-        jnp.float32(self.reward), jnp.float32(DISCOUNT * ~self.terminated), self.valid, **options)
+  def impala(self, **options):
+    """(loss, terms), gradients by logits and value."""
+    return _impala(**options)(
+        np.float32(self.logits), np.float32(self.value), self.action,
+        np.float32(self.behaviour_log_prob), np.float32(self.reward),
+        np.float32(DISCOUNT * ~self.terminated), self.valid)
 
-  def gae(self, gae_lambda):
-    return losses.gae(
-        jnp.float32(self.value), jnp.float32(self.reward), jnp.float32(DISCOUNT * ~self.terminated),
-        self.terminated | self.truncated, gae_lambda)
+  def on_policy(self):
+    self.behaviour_log_prob = np.array(
+        [reference.log_softmax(row)[a] for row, a in zip(self.logits, self.action, strict=True)])
+    return self
 
 
 def test_the_cases_have_all_kinds_of_ends():
@@ -78,8 +97,7 @@ def test_impala_loss_and_gradient(case, options):
     return reference.impala_objective(logits, value, x.action, targets, advantages, x.valid,
                                       o['baseline_coef'], o['entropy_coef'])
 
-  (loss, terms), gradients = jax.value_and_grad(
-      lambda *a: x.impala(*a, **options), (0, 1), has_aux=True)(x.logits, x.value)
+  (loss, terms), gradients = x.impala(**options)
   expected, expected_terms = objective(x.logits, x.value)
   expected_terms['rho'] = x.ratio[x.valid].sum()
   assert_allclose(loss, expected, rtol=1e-4, atol=1e-5)
@@ -91,15 +109,14 @@ def test_impala_loss_and_gradient(case, options):
         lambda at, which=which: objective(*((at, x.value) if which == 0 else (x.logits, at)))[0],
         (x.logits, x.value)[which])
     assert_allclose(gradient, numeric, rtol=1e-4, atol=1e-5)
-  # Exactly nothing comes from invalid rows, nor from the last value, which is only bootstrapped from.
+  # Exactly nothing comes from invalid rows, nor from the last value, only bootstrapped from.
   assert not np.any(gradients[0][~x.valid])
   assert not np.any(gradients[1][:-1][~x.valid]) and gradients[1][-1] == 0
 
 
 def test_impala_advantage_carries_no_gradient():
-  x = Sequence(3)
-  gradient = jax.grad(lambda v: x.impala(x.logits, v, baseline_coef=0.0)[0])(jnp.float32(x.value))
-  assert_array_equal(gradient, 0)
+  _, (_, by_value) = Sequence(3).impala(baseline_coef=0.0)
+  assert_array_equal(by_value, 0)
 
 
 def test_vtrace_by_hand():
@@ -109,14 +126,9 @@ def test_vtrace_by_hand():
   v_2 = 3 + 1 = 4;  v_1 = 2 + 1/4 + 1/2 1/2 1 = 5/2;  v_0 = 1 + 1 + 1/2 1/4 + 1/4 1/2 1 = 9/4
   advantages 1 (1 + 5/4 - 1), 1/2 (1 + 2 - 2), 1 (2 + 2 - 3) = 5/4, 1/2, 1
   """
-  logits = jnp.log(jnp.array([[0.25, 0.75]] * 3))
-
-  def loss(value):
-    return losses.impala_loss(
-        logits, value, jnp.array([1, 0, 1]), jnp.full(3, jnp.log(0.5)), jnp.array([1.0, 1.0, 2.0]),
-        jnp.full(3, 0.5), jnp.ones(3, bool))
-
-  (total, terms), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.array([1.0, 2.0, 3.0, 4.0]))
+  (total, terms), (_, gradient) = _impala()(
+      np.log(np.float32([[0.25, 0.75]] * 3)), np.float32([1, 2, 3, 4]), np.int32([1, 0, 1]),
+      np.log(np.float32([0.5] * 3)), np.float32([1, 1, 2]), np.float32([0.5] * 3), np.ones(3, bool))
   policy_loss = -(1.25 * np.log(0.75) + 0.5 * np.log(0.25) + 1.0 * np.log(0.75))
   bonus = -3 * (0.25 * np.log(0.25) + 0.75 * np.log(0.75))
   baseline_loss = 0.5 * (1.25 ** 2 + 0.5 ** 2 + 1.0 ** 2)
@@ -134,10 +146,10 @@ def test_gae_by_hand():
   delta = 1 + 1 - 1, 1 + 2 - 2, -, 0 + 1/2 - 3, 5 - 1 = 1, 1, -, -5/2, 4
   A_1 = 1, A_0 = 1 + 1/4;  A_4 = 4, A_3 = -5/2 + 1/4 4
   """
-  advantage = losses.gae(
-      jnp.array([1.0, 2.0, 4.0, 3.0, 1.0, 99.0]), jnp.array([1.0, 1.0, 0.0, 0.0, 5.0]),
-      jnp.array([0.5, 0.5, 0.5, 0.5, 0.0]), jnp.array([False, True, False, False, True]), 0.5)
-  assert_allclose(advantage[jnp.array([0, 1, 3, 4])], [1.25, 1.0, -1.5, 4.0], rtol=1e-6)
+  advantage = _gae(
+      np.float32([1, 2, 4, 3, 1, 99]), np.float32([1, 1, 0, 0, 5]),
+      np.float32([0.5, 0.5, 0.5, 0.5, 0]), np.array([0, 1, 0, 0, 1], bool), 0.5)
+  assert_allclose(np.array(advantage)[[0, 1, 3, 4]], [1.25, 1.0, -1.5, 4.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize('case', CASES)
@@ -145,35 +157,32 @@ def test_gae_by_hand():
 def test_gae(case, gae_lambda):
   x = Sequence(**case)
   expected = reference.gae(x.value, x.reward, DISCOUNT, gae_lambda, x.ends)
-  assert_allclose(x.gae(gae_lambda)[x.valid], expected[x.valid], rtol=1e-5, atol=1e-5)
+  advantage = _gae(
+      np.float32(x.value), np.float32(x.reward), np.float32(DISCOUNT * ~x.terminated),
+      x.terminated | x.truncated, gae_lambda)
+  assert_allclose(np.array(advantage)[x.valid], expected[x.valid], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('case', CASES)
 def test_on_policy_vtrace_targets_are_returns(case):
   """Where pi = mu and lambda = 1, V-trace is the n-step return to the sequence's end."""
-  x = Sequence(**case)
-  x.behaviour_log_prob = np.array(
-      [reference.log_softmax(row)[a] for row, a in zip(x.logits, x.action, strict=True)])
-  gradient = jax.grad(lambda v: x.impala(x.logits, v, baseline_coef=1.0)[0])(jnp.float32(x.value))
-  targets = x.value[:-1] - gradient[:-1]
+  x = Sequence(**case).on_policy()
+  _, (_, by_value) = x.impala(baseline_coef=1.0)
+  targets = x.value - by_value
   expected = reference.returns(x.value, x.reward, DISCOUNT, x.ends)
-  assert_allclose(targets[x.valid], expected[x.valid], rtol=1e-5, atol=1e-5)
+  assert_allclose(targets[:-1][x.valid], expected[x.valid], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('case', CASES)
 def test_on_policy_vtrace_with_lambda_is_gae(case):
   """Both the errors of the baseline and, through d loss / d log pi, the advantages."""
-  x = Sequence(**case)
-  x.behaviour_log_prob = np.array(
-      [reference.log_softmax(row)[a] for row, a in zip(x.logits, x.action, strict=True)])
-  by_logits, by_value = jax.grad(
-      lambda *a: x.impala(*a, vtrace_lambda=0.7, baseline_coef=1.0, entropy_coef=0.0)[0], (0, 1))(
-          jnp.float32(x.logits), jnp.float32(x.value))
-  expected = reference.gae(x.value, x.reward, DISCOUNT, 0.7, x.ends)[x.valid]
-  assert_allclose(-by_value[:-1][x.valid], expected, rtol=1e-5, atol=1e-5)
-  rows = np.arange(len(x.action))
-  pi = np.exp([reference.log_softmax(row)[a] for row, a in zip(x.logits, x.action, strict=True)])
-  assert_allclose((-by_logits[rows, x.action] / (1 - pi))[x.valid], expected, rtol=1e-4, atol=1e-5)
+  x = Sequence(**case).on_policy()
+  _, (by_logits, by_value) = x.impala(vtrace_lambda=0.7, baseline_coef=1.0, entropy_coef=0.0)
+  expected = reference.gae(x.value, x.reward, DISCOUNT, 0.7, x.ends)
+  assert_allclose(-by_value[:-1][x.valid], expected[x.valid], rtol=1e-5, atol=1e-5)
+  taken = np.array(by_logits)[np.arange(len(x.action)), x.action]
+  advantages = -taken / (1 - np.exp(x.behaviour_log_prob))
+  assert_allclose(advantages[x.valid], expected[x.valid], rtol=1e-4, atol=1e-5)
 
 
 # A chain 0 -> 1 -> 2 -> end with rewards 1, 2, 4. With gamma = 1/2 its values are
@@ -190,34 +199,27 @@ CHAIN = dict(
 
 
 def _chain():
-  value, reward = jnp.array(CHAIN['value']), jnp.array(CHAIN['reward'])
-  flags = (np.array(CHAIN[name], bool) for name in ('terminated', 'truncated', 'valid'))
-  return value, reward, *flags
+  value, reward = np.float32(CHAIN['value']), np.float32(CHAIN['reward'])
+  flags = [np.array(CHAIN[name], bool) for name in ('terminated', 'truncated', 'valid')]
+  return value, reward, np.float32(0.5 * ~flags[0]), *flags
 
 
 @pytest.mark.parametrize('gae_lambda', [0.0, 0.9, 1.0])
 def test_exact_values_leave_no_gae(gae_lambda):
-  value, reward, terminated, truncated, valid = _chain()
-  advantage = losses.gae(value, reward, 0.5 * (1.0 - terminated.astype(np.float32)),
-                         terminated | truncated, gae_lambda)
-  assert_array_equal(advantage[valid], 0)
+  value, reward, discount, terminated, truncated, valid = _chain()
+  advantage = _gae(value, reward, discount, terminated | truncated, gae_lambda)
+  assert_array_equal(np.array(advantage)[valid], 0)
 
 
 @pytest.mark.parametrize('vtrace_lambda', [0.0, 0.9, 1.0])
 def test_exact_values_leave_no_vtrace_error(vtrace_lambda):
   """Whatever the importance weights."""
-  value, reward, terminated, _, valid = _chain()
+  value, reward, discount, _, _, valid = _chain()
   rng = np.random.default_rng(0)
-  logits = jnp.float32(rng.normal(size=(len(valid), ACTIONS)))
-
-  def loss(logits, value):
-    return losses.impala_loss(
-        logits, value, rng.integers(ACTIONS, size=len(valid)),
-        jnp.float32(-rng.exponential(size=len(valid))), reward,
-        0.5 * (1.0 - terminated.astype(np.float32)), valid, vtrace_lambda=vtrace_lambda,
-        entropy_coef=0.0)
-
-  (_, terms), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(logits, value)
+  (_, terms), gradients = _impala(vtrace_lambda=vtrace_lambda, entropy_coef=0.0)(
+      np.float32(rng.normal(size=(len(valid), ACTIONS))), value,
+      rng.integers(ACTIONS, size=len(valid)), np.float32(-rng.exponential(size=len(valid))),
+      reward, discount, valid)
   assert terms['baseline_loss'] == 0 and terms['policy_loss'] == 0
   for gradient in gradients:
     assert_array_equal(gradient, 0)
@@ -226,47 +228,42 @@ def test_exact_values_leave_no_vtrace_error(vtrace_lambda):
 @pytest.mark.parametrize('seed', range(4))
 def test_impala_invalid_rows_do_not_matter(seed):
   x = Sequence(seed, carried=True)
-  # What follows a termination is worth nothing; a truncation bootstraps from the invalid row's value.
+  # What follows a termination is worth nothing; a truncation bootstraps from the invalid row.
   after_termination = np.append(True, x.terminated)[:-1] & ~x.valid
   assert after_termination.any()
 
-  def run():
-    return jax.value_and_grad(lambda *a: x.impala(*a), (0, 1), has_aux=True)(x.logits, x.value)
-
-  before = run()
+  before = x.impala()
   rng = np.random.default_rng(100 + seed)
   x.logits[~x.valid] += rng.normal(size=(np.sum(~x.valid), ACTIONS))
   x.action[~x.valid] = (x.action[~x.valid] + 1) % ACTIONS
   x.behaviour_log_prob[~x.valid] -= 1.5
   x.reward[~x.valid] = 1e3
   x.value[:-1][after_termination] = -1e3
-  jax.tree.map(assert_array_equal, run(), before)
+  jax.tree.map(assert_array_equal, x.impala(), before)
 
 
-def _ppo_rows(seed, rows=40):
+def _ppo_rows(seed, rows=36):
+  """Ratios inside the clip and beyond either end, with advantages of both signs."""
   rng = np.random.default_rng(seed)
 
   def normal(*shape, scale=1.0):
     return (scale * rng.normal(size=shape)).astype(np.float32).astype(np.float64)
 
   logits, action = normal(rows, ACTIONS), rng.integers(ACTIONS, size=rows).astype(np.int32)
-  behaviour = logits + normal(rows, ACTIONS, scale=0.2)
-  behaviour_log_prob = np.array(
-      [reference.log_softmax(x)[a] for x, a in zip(behaviour, action, strict=True)])
+  log_ratio = np.tile([-0.5, 0.03, 0.6], rows // 3) * rng.uniform(0.8, 1.2, size=rows)
+  log_prob = np.array([reference.log_softmax(x)[a] for x, a in zip(logits, action, strict=True)])
   behaviour_value = normal(rows)
   return dict(
       logits=logits, value=behaviour_value + normal(rows, scale=0.2), action=action,
-      behaviour_log_prob=behaviour_log_prob, behaviour_value=behaviour_value,
-      advantage=normal(rows), value_target=normal(rows), valid=rng.random(rows) < 0.7)
+      behaviour_log_prob=log_prob - log_ratio, behaviour_value=behaviour_value,
+      advantage=np.abs(normal(rows)) * np.tile([1, 1, 1, -1, -1, -1], rows // 6),
+      value_target=normal(rows), valid=rng.random(rows) < 0.7)
 
 
-def _ppo(rows, **options):
-  rows = {k: jnp.float32(v) if v.dtype == np.float64 else v for k, v in rows.items()}
-
-  def loss(logits, value):
-    return losses.ppo_loss(**(rows | dict(logits=logits, value=value)), **options)
-
-  return jax.value_and_grad(loss, (0, 1), has_aux=True)(rows['logits'], rows['value'])
+def _ppo_on(rows, **options):
+  """(loss, terms), gradients by logits and value."""
+  return _ppo(**options)(
+      *(np.float32(x) if x.dtype == np.float64 else x for x in rows.values()))
 
 
 PPO_DEFAULTS = dict(clip=0.1, clip_value=False, value_coef=0.5, entropy_coef=0.01)
@@ -274,15 +271,11 @@ PPO_DEFAULTS = dict(clip=0.1, clip_value=False, value_coef=0.5, entropy_coef=0.0
 
 @pytest.mark.parametrize('seed', range(3))
 @pytest.mark.parametrize('options', [
-    dict(), dict(clip_value=True), dict(clip=0.2, clip_value=True, value_coef=1.5, entropy_coef=0.2)])
+    dict(), dict(clip_value=True),
+    dict(clip=0.2, clip_value=True, value_coef=1.5, entropy_coef=0.2)])
 def test_ppo_loss_and_gradient(seed, options):
   rows, o = _ppo_rows(seed), PPO_DEFAULTS | options
-  ratio = reference.ratios(rows['logits'], rows['action'], rows['behaviour_log_prob'])
-  for sign in (1, -1):  # both signs of advantage, inside the clip and beyond either end
-    for part in (ratio > 1 + o['clip'], ratio < 1 - o['clip'], abs(ratio - 1) < o['clip']):
-      assert np.any(rows['valid'] & part & (sign * rows['advantage'] > 0))
-
-  (loss, terms), gradients = _ppo(rows, **options)
+  (loss, terms), gradients = _ppo_on(rows, **options)
   expected, expected_terms = reference.ppo_objective(**rows, **o)
   assert_allclose(loss, expected, rtol=1e-5, atol=1e-5)
   assert set(terms) == set(expected_terms)
@@ -308,7 +301,7 @@ def test_ppo_by_hand():
       valid=np.ones(4, bool))
   bonus = -4 * (0.25 * np.log(0.25) + 0.75 * np.log(0.75))
   for clip_value, value_loss in ((True, 2.06), (False, 1.18)):
-    (loss, terms), _ = _ppo(rows, clip_value=clip_value)
+    (loss, terms), _ = _ppo_on(rows, clip_value=clip_value)
     assert_allclose(terms['policy_loss'], 1.6, rtol=1e-5)
     assert_allclose(terms['value_loss'], value_loss, rtol=1e-5)
     assert_allclose(terms['entropy'], bonus, rtol=1e-5)
@@ -320,14 +313,14 @@ def test_ppo_by_hand():
 @pytest.mark.parametrize('clip_value', [False, True])
 def test_ppo_invalid_rows_do_not_matter(clip_value):
   rows = _ppo_rows(7)
-  before = _ppo(rows, clip_value=clip_value)
+  before = _ppo_on(rows, clip_value=clip_value)
   rng = np.random.default_rng(8)
   invalid = ~rows['valid']
-  for name, x in rows.items():
+  for x in rows.values():
     if x.dtype == np.float64:
       x[invalid] += rng.normal(size=x[invalid].shape)
   rows['action'][invalid] = (rows['action'][invalid] + 1) % ACTIONS
-  jax.tree.map(assert_array_equal, _ppo(rows, clip_value=clip_value), before)
+  jax.tree.map(assert_array_equal, _ppo_on(rows, clip_value=clip_value), before)
 
 
 def test_categorical():
@@ -339,20 +332,24 @@ def test_categorical():
   assert_allclose(categorical.entropy(jnp.float32(logits)), expected, rtol=1e-6)
 
 
-def test_wrong_shapes_raise():
-  steps = 5
-  row, value, logits = jnp.zeros(steps), jnp.zeros(steps + 1), jnp.zeros((steps, ACTIONS))
-  action, flag = jnp.zeros(steps, jnp.int32), jnp.ones(steps, bool)
-  impala = [logits, value, action, row, row, row, flag]
-  ppo = [logits, row, action, row, row, row, row, flag]
-  gae = [value, row, row, flag]
-  for loss, arguments in ((losses.impala_loss, impala), (losses.ppo_loss, ppo),
-                          (lambda *a: losses.gae(*a, 0.9), gae)):
-    loss(*arguments)
-    for i, right in enumerate(arguments):
-      short, batched = right[:-1], jnp.stack([right, right], axis=1)
-      for wrong in (short, batched):
-        if loss is not losses.gae and right is logits and wrong is short:
-          continue  # checked below
-        with pytest.raises((AssertionError, TypeError, ValueError)):
-          loss(*arguments[:i], wrong, *arguments[i + 1:])
+STEPS = 5
+ROW, FLAG, ACTION = np.zeros(STEPS, np.float32), np.ones(STEPS, bool), np.zeros(STEPS, np.int32)
+VALUE, LOGITS = np.zeros(STEPS + 1, np.float32), np.zeros((STEPS, ACTIONS), np.float32)
+ARGUMENTS = {
+    losses.impala_loss: [LOGITS, VALUE, ACTION, ROW, ROW, ROW, FLAG],
+    losses.ppo_loss: [LOGITS, ROW, ACTION, ROW, ROW, ROW, ROW, FLAG],
+    functools.partial(losses.gae, gae_lambda=0.9): [VALUE, ROW, ROW, FLAG],
+}
+
+
+@pytest.mark.parametrize('loss, arguments', ARGUMENTS.items(), ids=['impala', 'ppo', 'gae'])
+def test_wrong_shapes_raise(loss, arguments):
+  jax.eval_shape(loss, *arguments)
+  batch = [np.stack([x, x], axis=1) for x in arguments]
+  with pytest.raises(AssertionError):
+    jax.eval_shape(loss, *batch)
+  for i, right in enumerate(arguments):
+    # One row would broadcast, silently.
+    for wrong in (batch[i], right[:-1], right[:1]):
+      with pytest.raises(AssertionError):
+        jax.eval_shape(loss, *arguments[:i], wrong, *arguments[i + 1:])

@@ -1,4 +1,4 @@
-"""IMPALA on Catch: learns in half a minute, a first look at everything.
+"""IMPALA on Catch: learns in half a minute: a first look at everything.
 
 podracer_jit --config=configs/impala_catch.py --workdir=runs/catch
 """

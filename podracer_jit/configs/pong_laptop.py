@@ -1,0 +1,48 @@
+"""Pong from pixels on two CPU cores, in minutes.
+
+podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong
+
+PPO with a small network on 42x42 frames. Its first convolution takes 3x3 patches, which is one
+matrix product, and everything is done twice over, once on each core: two virtual CPU devices act
+and learn side by side on half of the environments each. That is twice as fast as one program that
+spreads its operations over both cores, and gives the same bits.
+"""
+
+from podracer_jit import experiment
+
+
+def get_config(arg: str = ''):
+  """`smoke` makes a few updates only."""
+  config = experiment.config('ppo', 'nature_cnn', 'adam', scheme='sync')
+  config.total_steps = 2_500_000
+  config.unroll_length = 128
+  config.num_epochs = 4
+  config.num_minibatches = 8
+  config.microbatch_rows = 64  # what fits a core's cache is fastest
+
+  config.env.task = 'Pong-v5'
+  config.env.num_envs = 16
+  config.env.img_height = 42
+  config.env.img_width = 42
+
+  config.network.channels = (16, 32, 32)
+  config.network.kernels = (3, 3, 3)
+  config.network.strides = (3, 2, 1)
+  config.network.hidden = 256
+
+  config.loss.clip = 0.1
+  config.loss.value_coef = 2.0
+  config.loss.entropy_coef = 0.003
+  config.optimizer.learning_rate = 2e-3
+  config.optimizer.max_grad_norm = 1.0
+
+  config.num_shards = 2
+  config.num_grad_shards = 2
+  config.placement.actor_devices = (0, 1)
+  config.placement.learner_devices = (0, 1)
+  config.placement.env_threads = 1
+  config.checkpoint.every_updates = 400
+
+  if arg == 'smoke':
+    config.total_steps = 5_000
+  return config

@@ -1,0 +1,22 @@
+"""PPO on CartPole: the `fused` scheme, one program with no Python between updates.
+
+podracer_jit --config=configs/ppo_cartpole.py --workdir=runs/cartpole
+"""
+
+from podracer_jit import experiment
+
+
+def get_config(arg: str = ''):
+  """`smoke` makes a few updates only."""
+  config = experiment.config('ppo', 'mlp', 'adam', scheme='fused')
+  config.env.task = 'CartPole-v1'
+  config.env.num_envs = 16
+  config.total_steps = 300_000
+  config.unroll_length = 64
+  config.num_minibatches = 4
+  config.num_epochs = 4
+  config.loss.clip = 0.2
+  config.optimizer.learning_rate = 2.5e-3
+  if arg == 'smoke':
+    config.total_steps = 5_000
+  return config

@@ -1,0 +1,201 @@
+"""Whole episodes by the newest checkpoint of a run, and their statistics."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podracer_jit import build, checkpoint, envs, experiment, placement, rollouts
+from podracer_jit.objectives import Apply
+from podracer_jit.types import Params
+
+Record = dict[str, Any]  # as evaluation.json has it
+CHUNK = 128  # steps of a program call; drawn actions depend on it
+
+
+class Agent(NamedTuple):
+  """A policy and the task that it was trained for."""
+
+  task: str
+  options: Mapping[str, Any]  # EnvPool's, as in training but for episodic_life
+  apply: Apply
+  params: Params
+  device: jax.Device
+  threads: int  # EnvPool's
+  update: int
+  steps: int
+
+
+class Episodes(NamedTuple):
+  """The counted episodes, environment by environment."""
+
+  returns: list[float]
+  lengths: list[int]
+
+
+def read_config(workdir: Path) -> dict[str, Any]:
+  """The config of the run in workdir, placed on one device: that is all that playing needs.
+
+  Raises:
+    ValueError: there is no run.
+  """
+  path = workdir / 'config.json'
+  if not path.is_file():
+    what = 'holds no run (no config.json)' if workdir.is_dir() else 'does not exist'
+    raise ValueError(f'--workdir: {workdir} {what}')
+
+  def tuples(fields):  # which JSON has as lists
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+
+  try:
+    config = json.loads(path.read_text(), object_hook=tuples)['config']
+    config['placement'] |= dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1,
+                                actor_platform='auto', env_threads=0)
+  except (ValueError, KeyError, TypeError):
+    raise ValueError(f'--workdir: {path} is not of a run of podracer_jit') from None
+  return config | {'num_shards': 1}
+
+
+def restore(workdir: Path, config: Mapping[str, Any]) -> Agent:
+  """The newest policy of the run in workdir.
+
+  Raises:
+    ValueError: a checkpoint is missing, or is not of such a run.
+  """
+  try:
+    parts = build.make_parts(config)
+  except KeyError as error:
+    raise ValueError(f'--workdir: config.json of {workdir} lacks the field {error}') from None
+  folder = workdir / 'checkpoints'
+  # Before it is opened, since that would make it.
+  if not folder.is_dir() or not any(path.name.isdigit() for path in folder.iterdir()):
+    raise ValueError(f'--workdir: {workdir} has no checkpoint yet; a run saves one every '
+                     f'{config["checkpoint"]["every_updates"]} updates and at its end')
+  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
+    try:
+      state, _ = saved.restore(build.initial_state(parts))
+    except Exception as error:  # noqa: BLE001 - orbax has no type for "something else is there"
+      raise ValueError(f'--workdir: cannot read a checkpoint in {folder}: '
+                       f'{" ".join(str(error).split())[:200]}') from error
+  options = experiment.env_options(config)
+  if 'episodic_life' in options:
+    options['episodic_life'] = False  # a whole game
+  device = parts.place.actors[0]
+  return Agent(parts.spec.task, options, parts.network.apply,
+               placement.put_params(state.params, device), device, parts.place.env_threads,
+               int(state.update), int(state.steps))
+
+
+def seeds(seed: int, num_envs: int) -> list[int]:
+  """Environment seeds that no training uses: below zero, where `envs.env_seeds` is never.
+
+  From -2 down, since the Arcade Learning Environment takes -1 to mean the time of day.
+  """
+  return [max(-2 - s, -2**31) for s in envs.env_seeds(seed, 0, 0, num_envs)]
+
+
+def greedy(apply: Apply) -> Apply:
+  """Logits that leave nothing but the likeliest action to sample."""
+
+  def peaked(params, obs):
+    logits, value = apply(params, obs)
+    best = jnp.argmax(logits, axis=-1, keepdims=True)
+    return jnp.where(jnp.arange(logits.shape[-1]) == best, 0.0, -jnp.inf), value
+
+  return peaked
+
+
+@contextlib.contextmanager
+def game(agent: Agent, env_seeds: Sequence[int], key: jax.Array, steps: int,
+         **options: Any) -> Iterator[tuple[envs.Shard, Callable, rollouts.ActorState]]:
+  """Yields a shard, a program (params, state) -> (state, Episodes of `steps` rows), its state."""
+  shard = envs.Shard(agent.task, agent.options | options, env_seeds,
+                     min(agent.threads, len(env_seeds)))
+  with contextlib.closing(rollouts.Pools([shard])) as pools:
+    rollout = rollouts.make_rollout(pools.shards, agent.apply, steps)
+
+    def play(params, state):
+      state, (made,) = rollout(params, state)
+      return state, made.episodes
+
+    state = jax.device_put(rollouts.initial_state([shard], [key]), agent.device)
+    yield shard, pools.load(play, (agent.params, state), donate=(1,)), state
+
+
+def play(agent: Agent, num_episodes: int, num_envs: int, seed: int, max_steps: int,
+         progress: Callable[[int], None] = lambda done: None) -> Episodes:
+  """Plays num_episodes whole games and counts exactly those.
+
+  How many episodes of an environment count - its first num_episodes / num_envs, one more in the
+  first few where that leaves a remainder - is fixed before any is played. Whatever is played
+  while others finish theirs is dropped: to take episodes as they end would favour short ones.
+
+  Raises:
+    RuntimeError: an episode that counts is longer than max_steps.
+  """
+  num_envs = min(num_envs, num_episodes)
+  wanted = [num_episodes // num_envs + (i < num_episodes % num_envs) for i in range(num_envs)]
+  found: list[list[tuple[float, int]]] = [[] for _ in wanted]
+  key = jax.random.fold_in(jax.random.key(seed), 0)
+  with game(agent, seeds(seed, num_envs), key, CHUNK) as (_, program, state):
+    while any(len(had) < want for had, want in zip(found, wanted, strict=True)):
+      state, ended = program(agent.params, state)
+      ended, running = jax.device_get((ended, state.envs[0].episode_length))
+      for i, had in enumerate(found):
+        rows = np.flatnonzero(ended.ended[:, i])[:wanted[i] - len(had)]
+        had += [(float(ended.episode_return[t, i]), int(ended.length[t, i])) for t in rows]
+        if len(had) < wanted[i]:
+          bound(int(running[i]), max_steps)
+      progress(sum(map(len, found)))
+  returns, lengths = zip(*[episode for had in found for episode in had], strict=True)
+  return Episodes(list(returns), list(lengths))
+
+
+def bound(length: int, max_steps: int) -> None:
+  """Refuses to go on with an episode that may have no end: many tasks set no limit."""
+  if length > max_steps:
+    raise RuntimeError(f'gave up: {length:,} steps into an episode, and max_steps is {max_steps:,}')
+
+
+def atari_scores() -> dict[str, tuple[float, float]]:
+  """Task -> score of random play, score of a human."""
+  text = (Path(__file__).parent / 'data' / 'atari_scores.csv').read_text()
+  rows = csv.DictReader(line for line in text.splitlines() if not line.startswith('#'))
+  return {row['game']: (float(row['random']), float(row['human'])) for row in rows}
+
+
+def statistics(task: str, episodes: Episodes) -> dict[str, float | None]:
+  """Of the returns and lengths; of one episode there is no standard error (None)."""
+  returns = np.array(episodes.returns)
+  found = dict(
+      mean=float(returns.mean()),
+      standard_error=float(returns.std(ddof=1) / np.sqrt(len(returns)))
+      if len(returns) > 1 else None,
+      min=float(returns.min()), median=float(np.median(returns)), max=float(returns.max()),
+      mean_length=float(np.mean(episodes.lengths)))
+  if task in (scores := atari_scores()):
+    random, human = scores[task]
+    found['human_normalised'] = float(np.mean((returns - random) / (human - random)))
+  return found
+
+
+def write(workdir: Path, agent: Agent, episodes: Episodes, **how: Any) -> Record:
+  """Writes evaluation.json, in one step; returns what it holds. `how`: whatever else tells."""
+  record = dict(task=agent.task, update=agent.update, steps=agent.steps, **how,
+                statistics=statistics(agent.task, episodes), returns=episodes.returns,
+                lengths=episodes.lengths, versions=checkpoint.versions())
+  path = workdir / 'evaluation.json'
+  draft = path.with_suffix('.tmp')
+  fields = (f'{json.dumps(name)}: {json.dumps(value)}' for name, value in record.items())
+  draft.write_text('{\n' + ',\n'.join(fields) + '\n}\n')
+  os.replace(draft, path)
+  return record

@@ -1,0 +1,116 @@
+"""A video of one whole episode, as EnvPool renders it."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import imageio_ffmpeg
+import jax
+import numpy as np
+
+from podracer_jit import envs, evaluation, rollouts
+
+SUFFIXES = ('.mp4', '.gif')
+Look = Callable[[rollouts.ActorState], np.ndarray]  # -> frame [H, W, 3]
+
+
+class Film(NamedTuple):
+  """What was filmed."""
+
+  episode_return: float
+  frames: int  # the first observation's and one a step
+  frame_rate: float
+  shown: str  # in words
+
+
+def film(agent: evaluation.Agent, path: Path, seed: int, env: int, max_steps: int) -> Film:
+  """Films the first episode of environment `env` of this evaluation seed to path, by its suffix.
+
+  Raises:
+    ValueError: EnvPool does not render the task, and its observations are no pictures either.
+    RuntimeError: the episode is longer than max_steps.
+  """
+  key = jax.random.fold_in(jax.random.key(seed), 1)
+  env_seeds = evaluation.seeds(seed, env + 1)[env:]
+  # A step a call: the picture is to be taken between two steps.
+  with evaluation.game(agent, env_seeds, key, 1, render_mode='rgb_array') as (
+      shard, program, state):
+    look, shown = _camera(agent, shard)
+    first, rate, ended, frames = look(state), _frame_rate(shard), False, 1
+    with _encoder(path, (first.shape[1], first.shape[0]), rate) as out:
+      out.write(first)
+      while not ended:
+        state, episodes = program(agent.params, state)
+        ended, episode_return, length = (x.item() for x in jax.device_get(episodes))
+        evaluation.bound(length, max_steps)
+        out.write(look(state))
+        frames += 1
+  return Film(episode_return, frames, rate, shown)
+
+
+def _camera(agent: evaluation.Agent, shard: envs.Shard) -> tuple[Look, str]:
+  """How to take a frame between two steps, and in words what it shows."""
+  pool = shard._pool
+  try:
+    pool.render()
+    return lambda state: _enlarge(pool.render()[0]), 'rendered by EnvPool'
+  except RuntimeError as error:
+    shape = shard.first_obs.shape[1:]
+    if len(shape) not in (2, 3):
+      raise ValueError(f'no video: EnvPool cannot show {agent.task} ({error}), and its '
+                      f'observations, {shape}, are no pictures') from None
+  colour = shape[0] == 3 or agent.options.get('gray_scale') is False
+  return (lambda state: _enlarge(_picture(np.asarray(state.envs[0].obs)[0], colour)),
+          'the observations, as EnvPool does not render this task')
+
+
+def _picture(obs: np.ndarray, colour: bool) -> np.ndarray:
+  """The newest frame of an observation [planes, H, W], or a board [H, W] of 0 to 1, as RGB."""
+  if obs.ndim == 3:
+    obs = obs[-3:].transpose(1, 2, 0) if colour else obs[-1]
+  if obs.dtype != np.uint8:
+    obs = (255 * np.clip(obs, 0, 1)).astype(np.uint8)
+  return obs if obs.ndim == 3 else np.repeat(obs[..., None], 3, axis=-1)
+
+
+def _enlarge(frame: np.ndarray) -> np.ndarray:
+  """To at least 480 pixels by a whole factor, and to even sides, which H.264 needs."""
+  factor = -(-480 // max(frame.shape[:2]))
+  frame = frame.repeat(factor, axis=0).repeat(factor, axis=1)
+  return np.ascontiguousarray(frame[:frame.shape[0] // 2 * 2, :frame.shape[1] // 2 * 2])
+
+
+def _frame_rate(shard: envs.Shard) -> float:
+  """Frames a second at the task's own speed; 10 where it has no clock."""
+  config = shard._pool.spec.config._asdict()
+  if 'full_action_space' in config:  # Atari, at the console's 60 Hz
+    return 60 / config['frame_skip']
+  return 50 if 'CartPole' in type(shard._pool).__name__ else 10
+
+
+@contextlib.contextmanager
+def _encoder(path: Path, size: tuple[int, int], frame_rate: float) -> Iterator[IO[bytes]]:
+  """Yields ffmpeg's input, for raw frames: an episode of thousands never lies in memory whole.
+
+  Started here and not by imageio_ffmpeg, which forks with Python code to run in the child: in a
+  process with JAX's threads that can deadlock.
+  """
+  source = ['-f', 'rawvideo', '-pix_fmt', 'rgb24', '-s', f'{size[0]}x{size[1]}',
+            '-r', f'{frame_rate:.6f}', '-i', '-']
+  coding = ['-pix_fmt', 'yuv420p', '-crf', '20', '-movflags', '+faststart']
+  if path.suffix == '.gif':  # a palette for each frame, so that the colours are the game's
+    coding = ['-filter_complex', 'split[a][b];[a]palettegen=stats_mode=single[p];'
+                                 '[b][p]paletteuse=new=1:dither=none']
+  command = [imageio_ffmpeg.get_ffmpeg_exe(), '-y', '-loglevel', 'error', *source, *coding, path]
+  with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    try:
+      yield process.stdin
+    except BrokenPipeError:
+      pass  # its exit code and words say more
+    _, words = process.communicate()
+  if process.returncode:
+    raise OSError(f'ffmpeg could not write {path}: {words.decode().strip()}')

@@ -1,0 +1,266 @@
+"""The parts that scripts/benchmark.py measures: each is built once, then run for some seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import conventional
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from podracer_jit import build, envs, experiment, loops, placement, rollouts
+from podracer_jit.metrics import Meter, Report
+from podracer_jit.schemes import SCHEMES
+from podracer_jit.types import TrainState
+
+NAMES = ('environment', 'rollout', 'learner', 'fused', 'sync', 'cleanba', 'conventional_rollout',
+         'conventional_sync', 'conventional_cleanba')
+
+
+class Figures(NamedTuple):
+  """What one measurement of a part found."""
+
+  sps: float
+  seconds_per_update: float
+
+
+Measure = Callable[[float], Figures]  # runs a part for so many seconds
+
+
+def repeat(fires: Sequence[Callable[[], int]], seconds: float) -> Figures:
+  """Calls each, which returns its valid steps, again and again on a thread of its own."""
+
+  def work(fire):
+    steps = calls = 0
+    start = time.perf_counter()
+    while not calls or time.perf_counter() - start < seconds:
+      steps, calls = steps + fire(), calls + 1
+    elapsed = time.perf_counter() - start
+    return steps / elapsed, elapsed / calls
+
+  with ThreadPoolExecutor(len(fires)) as threads:
+    rates, periods = zip(*threads.map(work, fires), strict=True)
+  return Figures(sum(rates), max(periods))
+
+
+def pools_of(parts: build.Parts, actor: int) -> list[conventional.PoolArgs]:
+  """What the pools of an actor are made of, as in `build.segment`."""
+  config, place = parts.config, parts.place
+  width = config['env']['num_envs'] // config['num_shards']
+  per_actor = config['num_shards'] // len(place.actors)
+  options = experiment.env_options(config)
+  return [conventional.PoolArgs(config['env']['task'], options,
+                                envs.env_seeds(config['seed'], 0, i * width, width),
+                                place.env_threads)
+          for i in range(actor * per_actor, (actor + 1) * per_actor)]
+
+
+def make_random(shards: Sequence[envs.Shard], num_actions: int, steps: int) -> Callable:
+  """Returns run(token, ended, key) -> (token, ended, key, valid steps): nothing but steps.
+
+  Shards take turns as in the rollout program.
+  """
+
+  def run(token: jax.Array, ended: Sequence[jax.Array], key: jax.Array):
+    def send(token, t, i):
+      to_row = jax.random.fold_in(jax.random.fold_in(key, t), i)
+      return shards[i].send(token, jax.random.randint(to_row, (shards[i].num_envs,), 0,
+                                                      num_actions, jnp.int32))
+
+    def receive(i, token, ended, valid):
+      token, step = shards[i].recv(token)
+      ended, valid = list(ended), valid + jnp.sum(~ended[i], dtype=jnp.int32)
+      ended[i] = step.terminated | step.truncated
+      return token, tuple(ended), valid
+
+    def turn(t, carry):
+      for i in range(len(shards)):
+        token, *rest = receive(i, *carry)
+        carry = send(token, t, i), *rest
+      return carry
+
+    for i in range(len(shards)):
+      token = send(token, 0, i)
+    carry = lax.fori_loop(1, steps, turn, (token, tuple(ended), jnp.int32(0)))
+    for i in range(len(shards)):
+      carry = receive(i, *carry)
+    token, ended, valid = carry
+    return token, ended, jax.random.fold_in(key, steps), valid
+
+  return run
+
+
+def environment(parts: build.Parts, stack: contextlib.ExitStack) -> Measure:
+  """The ceiling: the environments with random actions."""
+
+  def prepare(a: int, device: jax.Device) -> Callable[[], int]:
+    pools = rollouts.Pools([envs.Shard(*args) for args in pools_of(parts, a)])
+    stack.callback(pools.close)
+    ended = tuple(jnp.zeros(shard.num_envs, bool) for shard in pools.shards)
+    state = jax.device_put((jnp.array(pools.shards[0].handle), ended, jax.random.key(a)), device)
+    run = make_random(pools.shards, parts.spec.num_actions, parts.config['unroll_length'])
+    program = pools.load(run, state, donate=(0, 1, 2))
+
+    def fire() -> int:
+      nonlocal state
+      *state, valid = program(*state)
+      return int(valid)
+
+    return fire
+
+  fires = [prepare(a, device) for a, device in enumerate(parts.place.actors)]
+  return lambda seconds: repeat(fires, seconds)
+
+
+def begin(parts: build.Parts, state: TrainState, scheme: str, by_python: bool,
+          stack: contextlib.ExitStack, report: Callable[[Report], None],
+          stop: Callable[[], bool]) -> build.Segment:
+  """A segment without an end; its actors replaced by conventional ones where `by_python`."""
+  parts = parts._replace(scheme=SCHEMES[scheme])
+  state = placement.replicate(state, parts.place.mesh)  # a copy: the segment donates its own
+  segment = stack.enter_context(build.segment(parts, state, 0, 2**31 - 1, report, stop))
+  if not by_python:
+    return segment
+  policy, workers = conventional.make_policy(parts.network.apply), list(segment.workers)
+  for a, device in enumerate(parts.place.actors):  # they come first among the workers
+    workers[a], close = conventional.replace_actor(
+        workers[a], pools_of(parts, a), device, policy, parts.config['unroll_length'])
+    stack.callback(close)
+  return segment._replace(workers=workers)
+
+
+def acting(parts: build.Parts, state: TrainState, by_python: bool, stack: contextlib.ExitStack
+           ) -> list[Callable[[], tuple]]:
+  """Calls that make the rollouts of an actor, one call an actor, with the first parameters."""
+  segment = begin(parts, state, 'sync', by_python, stack, lambda report: None, lambda: False)
+
+  def prepare(worker: loops.Worker):
+    state, params = worker.state, worker.reads[0].handoff.get()
+
+    def fire() -> tuple:
+      nonlocal state
+      state, (made,) = worker.fire(state, params)
+      return jax.block_until_ready(made.value)
+
+    return fire
+
+  return [prepare(worker) for worker in segment.workers[:len(parts.place.actors)]]
+
+
+def rollout(parts: build.Parts, state: TrainState, by_python: bool, stack: contextlib.ExitStack
+            ) -> Measure:
+  """Actors without a learner."""
+  def counted(fire):
+    return lambda: sum(int(np.sum(made.valid)) for made in fire())
+  fires = [counted(fire) for fire in acting(parts, state, by_python, stack)]
+  return lambda seconds: repeat(fires, seconds)
+
+
+def learner(parts: build.Parts, state: TrainState) -> Measure:
+  """The learner without actors."""
+  num_envs, mesh = parts.config['env']['num_envs'], parts.place.mesh
+  with contextlib.ExitStack() as stack:
+    fires = acting(parts, state, False, stack)
+    batch = placement.gather([
+        placement.scatter(fire(), a * num_envs // len(fires), num_envs, mesh)
+        for a, fire in enumerate(fires)], mesh)
+    jax.block_until_ready(batch)
+  state = placement.replicate(state, mesh)
+
+  def fire() -> int:
+    nonlocal state
+    state, metrics = parts.learner(state, batch)
+    return int(metrics['valid'][0])
+
+  return lambda seconds: repeat([fire], seconds)
+
+
+class Training:
+  """A segment on threads of its own, held between two firings while others are measured."""
+
+  def __init__(self, parts: build.Parts, state: TrainState, scheme: str, by_python: bool,
+               stack: contextlib.ExitStack):
+    """Starts the threads, held; what ends them goes on the stack."""
+    self._changed = threading.Condition()
+    # With a lag, two rollouts may be ready by the time of a hold: the updates that learn from them
+    # would come too soon after it.
+    self._skipped = 2 * SCHEMES[scheme].lag
+    self._open, self._firing, self._last = False, 0, {}
+    self._stopping, self._reports = threading.Event(), []  # (time, steps, updates)
+    segment = begin(parts, state, scheme, by_python, stack, self._report,
+                    self._stopping.is_set)
+    gradient_steps = parts.config['num_epochs'] * parts.config['num_minibatches']
+    self._meter = Meter(parts.config['log']['window'], gradient_steps, parts.spec.frame_skip,
+                        segment.waits, {})
+    threads = stack.enter_context(ThreadPoolExecutor(1))
+    self._run = threads.submit(loops.run, [*map(self._gated, segment.workers[:-1]),
+                                           segment.workers[-1]])  # the writer only listens
+    self._run.add_done_callback(lambda run: self._set())
+    stack.callback(lambda: (self._stopping.set(), self._set(_open=True)))
+
+  def __call__(self, seconds: float) -> Figures:
+    """Lets it train for so long; returns when it is at rest again."""
+    first = len(self._reports) + self._skipped
+    self._set(_open=True)
+    self._wait(lambda: len(self._reports) >= first + 2
+               and self._reports[-1][0] - self._reports[first][0] >= seconds)
+    (start, steps, update), (end, *last) = self._reports[first], self._reports[-1]
+    self._set(_open=False)
+    self._wait(lambda: not self._firing)
+    jax.block_until_ready(self._last)
+    self._last.clear()
+    elapsed = end - start
+    return Figures((last[0] - steps) / elapsed, elapsed / (last[1] - update))
+
+  def _report(self, report: Report) -> None:
+    *_, (record, _) = self._meter.records(report)  # the statistics are part of training
+    with self._changed:
+      self._reports.append((time.perf_counter(), record['steps'], record['update']))
+      self._changed.notify_all()
+
+  def _set(self, **fields: Any) -> None:
+    with self._changed:
+      vars(self).update(fields)
+      self._changed.notify_all()
+
+  def _wait(self, ready: Callable[[], bool]) -> None:
+    with self._changed:
+      self._changed.wait_for(lambda: ready() or self._run.done())
+    if self._run.done():
+      raise RuntimeError('training ended too early') from self._run.exception()
+
+  def _gated(self, worker: loops.Worker) -> loops.Worker:
+    def fire(state, *inputs):
+      with self._changed:
+        self._changed.wait_for(lambda: self._open)
+        self._firing += 1
+      try:
+        made = worker.fire(state, *inputs)
+        # One output says when all are ready, and does not keep a whole rollout alive.
+        self._last[worker.name] = [x for x in jax.tree.leaves(made) if isinstance(x, jax.Array)][-1]
+        return made
+      finally:
+        with self._changed:
+          self._firing -= 1
+          self._changed.notify_all()
+
+    return worker._replace(fire=fire)
+
+
+def make(name: str, parts: build.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
+  """Builds the part called `name`, which begins from a copy of `state`."""
+  base, by_python = name.removeprefix('conventional_'), name.startswith('conventional_')
+  if base == 'environment':
+    return environment(parts, stack)
+  if base == 'learner':
+    return learner(parts, state)
+  if base == 'rollout':
+    return rollout(parts, state, by_python, stack)
+  return Training(parts, state, base, by_python, stack)

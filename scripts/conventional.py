@@ -1,0 +1,160 @@
+"""The usual actor, which the jitted rollout is compared with: Python between any two steps.
+
+As Cleanba's actor threads do: for each step one call of a jitted policy and one `env.step` of
+EnvPool's gymnasium API, rows kept in lists, stacked at the end. Everything else is podracer_jit's:
+keys, seeds, the meaning of rows, episode statistics; so learner, hand-offs and lag stay as they
+are, and both actors make the same rollouts. It is no part of the package.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import envpool
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podracer_jit.handoff import Stamped
+from podracer_jit.loops import Worker
+from podracer_jit.losses.categorical import log_prob
+from podracer_jit.objectives import Apply
+from podracer_jit.types import Episodes, Params, Rollout
+
+
+class PoolArgs(NamedTuple):
+  """What a pool is made of: the arguments of `envs.Shard`."""
+
+  task: str
+  options: Mapping[str, Any]
+  seeds: Sequence[int]
+  num_threads: int
+
+
+class Acted(NamedTuple):
+  """What the policy did in a row; on the actor's device."""
+
+  action: jax.Array
+  behaviour_log_prob: jax.Array
+  behaviour_value: jax.Array
+
+
+class Returned(NamedTuple):
+  """What a step gave back, with its bookkeeping; NumPy."""
+
+  reward: np.ndarray
+  terminated: np.ndarray
+  truncated: np.ndarray
+  valid: np.ndarray
+  episodes: Episodes
+
+
+def make_policy(apply: Apply) -> Callable:
+  """Returns policy(params, obs, key, rollouts, t) -> Acted, jitted: all of a step in one call."""
+
+  @jax.jit
+  def policy(params: Params, obs: jax.Array, key: jax.Array, rollouts, t) -> Acted:
+    logits, value = apply(params, obs)
+    key = jax.random.fold_in(jax.random.fold_in(key, rollouts), t)
+    action = jax.random.categorical(key, logits).astype(jnp.int32)
+    return Acted(action, log_prob(logits, action), value)
+
+  return policy
+
+
+class Pool:
+  """One EnvPool stepped from Python; begins as the Shard with the same arguments does."""
+
+  def __init__(self, args: PoolArgs, key: jax.Array, device: jax.Device, on_host: bool):
+    """Starts and resets the environments.
+
+    Args:
+      args: of the pool.
+      key: of the shard.
+      device: where the policy runs and rollouts lie.
+      on_host: stack frames with NumPy, which is faster where the device is the CPU; elsewhere each
+        goes to the device once, for the policy, and is stacked there.
+    """
+    size = len(args.seeds)
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore')
+      self._pool = envpool.make(
+          args.task, env_type='gymnasium', num_envs=size, batch_size=size, seed=list(args.seeds),
+          num_threads=args.num_threads, **args.options)
+    self._obs = _narrow(self._pool.reset()[0])
+    self._ended = np.zeros(size, bool)
+    self._episode_return = np.zeros(size, np.float32)
+    self._episode_length = np.zeros(size, np.int32)
+    self._key, self._device, self._on_host = key, device, on_host
+    self._rollouts = 0
+
+  def rollout(self, policy: Callable, params: Params, unroll_length: int) -> Rollout:
+    """The next `unroll_length` steps, on the device."""
+    frames, acted, returned = [self._frame()], [], []
+    for t in range(unroll_length):
+      acted.append(policy(params, frames[-1], self._key, self._rollouts, t))
+      returned.append(self._step(np.asarray(acted[-1].action)))
+      frames.append(self._frame())
+    self._rollouts += 1
+    stack = self._stack_on_host if self._on_host else _stack_on_device
+    return Rollout(obs=stack(frames), **stack(acted)._asdict(),
+                   **self._stack_on_host(returned)._asdict())
+
+  def _frame(self) -> Any:
+    return self._obs if self._on_host else jax.device_put(self._obs, self._device)
+
+  def _stack_on_host(self, rows: Sequence[Any]) -> Any:
+    return jax.device_put(jax.tree.map(lambda *x: np.stack(x), *rows), self._device)
+
+  def _step(self, action: np.ndarray) -> Returned:
+    obs, reward, terminated, truncated, info = self._pool.step(action)
+    valid = ~self._ended
+    raw = _narrow(info.get('reward', reward))
+    game_over = info['terminated'].astype(bool) if 'lives' in info else terminated
+    episode_return = self._episode_return + np.where(valid, raw, np.float32(0))
+    length = self._episode_length + valid.astype(np.int32)
+    over = valid & (game_over | truncated)
+    self._obs, self._ended = _narrow(obs), terminated | truncated
+    self._episode_return = np.where(over, np.float32(0), episode_return)
+    self._episode_length = np.where(over, np.int32(0), length)
+    return Returned(_narrow(reward), terminated, truncated, valid,
+                    Episodes(over, episode_return, length))
+
+  def close(self) -> None:
+    """Ends the pool's threads."""
+    self._pool.close()
+
+
+@jax.jit
+def _stack_on_device(rows: Sequence[Any]) -> Any:
+  return jax.tree.map(lambda *x: jnp.stack(x), *rows)
+
+
+def _narrow(x: np.ndarray) -> np.ndarray:
+  """float64 -> float32, as the package does."""
+  return x.astype(np.float32) if x.dtype == np.float64 else x
+
+
+def replace_actor(worker: Worker, pools: Sequence[PoolArgs], device: jax.Device, policy: Callable,
+                  unroll_length: int, on_host: bool | None = None
+                  ) -> tuple[Worker, Callable[[], None]]:
+  """The actor `worker` of a segment with its rollout replaced, and what closes its new pools.
+
+  Several pools are stepped one after another: nothing overlaps within one actor, as in Cleanba,
+  which has several actor threads for that. See Pool for `on_host`: by default, what is faster.
+  """
+  on_host = device.platform == 'cpu' if on_host is None else on_host
+  stepped = [Pool(args, env.key, device, on_host)
+             for args, env in zip(pools, worker.state.envs, strict=True)]
+
+  def fire(state, params: Stamped):
+    made = tuple(pool.rollout(policy, params.value, unroll_length) for pool in stepped)
+    return state, [Stamped(made, params.version)]
+
+  def close() -> None:
+    for pool in stepped:
+      pool.close()
+
+  return worker._replace(fire=fire, state=None), close

@@ -1,0 +1,49 @@
+"""Short real runs, in this process, for tests of whole schemes."""
+
+import copy
+
+import jax
+
+from podracer_jit import build, experiment, loops
+from podracer_jit.receipts import as_hex
+
+
+def small(loss='impala', task='CartPole-v1', network='mlp', **fields):
+  """A config of a few small updates."""
+  config = experiment.config(loss, network, 'adam', unroll_length=8, num_minibatches=2,
+                             scheme='sync', **fields).to_dict()
+  config['env'] = {'task': task, 'num_envs': 8}
+  config['checkpoint']['every_updates'] = 6
+  if task == 'Pong-v5':
+    config['env'] |= {'img_height': 42, 'img_width': 42, 'max_episode_steps': 12}
+    config['network'] |= {'channels': (8, 16), 'hidden': 32}
+    if network == 'nature_cnn':
+      config['network'] |= {'kernels': (4, 3), 'strides': (4, 1)}
+  return config
+
+
+def changed(config, **fields):
+  """A copy with dotted fields replaced: placement__actor_devices=(0, 1)."""
+  config = copy.deepcopy(config)
+  for name, value in fields.items():
+    *path, last = name.split('__')
+    part = config
+    for key in path:
+      part = part[key]
+    part[last] = value
+  return config
+
+
+def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, index=0):
+  """One segment from update 0; returns its receipts, the reports, and the last train state."""
+  parts = build.make_parts(config)
+  updates = updates or config['checkpoint']['every_updates']
+  reports = []
+  with build.segment(parts, build.initial_state(parts), index, updates, reports.append) as segment:
+    states = runner(tamper(segment.workers))
+  receipts = []
+  for report in reports:
+    metrics = jax.device_get(report.metrics)
+    receipts += [(as_hex(metrics['batch'][i]), as_hex(metrics['params'][i]))
+                 for i in range(report.count)]
+  return receipts, reports, states['learner'].train

@@ -1,0 +1,133 @@
+"""The shape of the package: imports point down, modules are short, public names are explained."""
+
+import ast
+import graphlib
+import pathlib
+import sys
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).resolve().parents[1] / 'podracer_jit'
+MOST_LINES = 310
+
+# From the bottom up. A module imports from tiers below its own, and from its own.
+TIERS = {
+    'types': ['types'],
+    'maths': ['losses', 'networks', 'conv', 'receipts', 'replay'],
+    'world': ['envs'],
+    'operations': ['objectives', 'ops', 'rollouts'],
+    'plumbing': ['handoff', 'placement', 'loops'],
+    'assembly': ['schemes', 'experiment', 'checkpoint', 'metrics', 'progress', 'build',
+                 'evaluation', 'video', 'main', '__main__', '__init__', 'configs'],
+}
+ORDER = list(TIERS)
+TIER_OF = {name: tier for tier, names in TIERS.items() for name in names}
+# Packages from elsewhere that each tier may use, beside Python's own; None: any.
+OUTSIDE = {
+    'types': {'jax', 'chex'},
+    'maths': {'jax', 'numpy', 'chex', 'rlax', 'flax'},
+    'world': {'jax', 'numpy', 'envpool'},
+    'operations': {'jax', 'numpy', 'chex', 'optax'},
+    'plumbing': {'jax', 'numpy', 'absl'},
+    'assembly': None,
+}
+
+
+def module_name(path):
+  """podracer_jit/losses/ppo.py -> losses.ppo"""
+  parts = path.relative_to(PACKAGE).with_suffix('').parts
+  return '.'.join(parts[:-1] if len(parts) > 1 and parts[-1] == '__init__' else parts)
+
+
+TREES = {module_name(path): ast.parse(path.read_text()) for path in PACKAGE.rglob('*.py')}
+
+
+def room(module):
+  """The module or folder of design's list that a module belongs to."""
+  return module.split('.')[0]
+
+
+def imported(tree):
+  """Full names of whatever a module imports, anywhere in it."""
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0, 'imports are absolute'
+      yield from (f'{node.module}.{alias.name}' for alias in node.names)
+
+
+def inside(tree):
+  """The package's own modules that a module imports."""
+  for name in imported(tree):
+    parts = name.split('.')[1:]
+    if name.split('.')[0] == PACKAGE.name:
+      yield next('.'.join(parts[:n]) for n in range(len(parts), 0, -1)
+                 if '.'.join(parts[:n]) in TREES)
+
+
+def test_every_module_has_its_place():
+  assert {room(module) for module in TREES} <= set(TIER_OF)
+
+
+@pytest.mark.parametrize('module', sorted(TREES))
+def test_imports_point_down(module):
+  tier = TIER_OF[room(module)]
+  above = [name for name in inside(TREES[module])
+           if ORDER.index(TIER_OF[room(name)]) > ORDER.index(tier)]
+  assert not above, f'{module} is {tier}'
+
+
+def test_no_modules_import_each_other():
+  graph = {module: set(inside(tree)) for module, tree in TREES.items()}
+  graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the cycle
+
+
+@pytest.mark.parametrize('module', sorted(TREES))
+def test_a_tier_uses_the_packages_it_may(module):
+  tier = TIER_OF[room(module)]
+  tops = {name.split('.')[0] for name in imported(TREES[module])}
+  if OUTSIDE[tier] is not None:
+    assert tops - set(sys.stdlib_module_names) - {PACKAGE.name} <= OUTSIDE[tier]
+  if tier in ('types', 'maths', 'operations'):
+    assert not tops & {'threading', 'time', 'os'}
+
+
+@pytest.mark.parametrize('module', TIERS['plumbing'])
+def test_plumbing_knows_nothing_of_reinforcement_learning(module):
+  allowed = {'types', *TIERS['plumbing']}
+  assert set(inside(TREES[module])) <= allowed
+
+
+@pytest.mark.parametrize('module', ['loops', 'handoff'])
+def test_loops_and_hand_offs_name_nothing_of_it(module):
+  names = {getattr(node, field) for node in ast.walk(TREES[module])
+           for field in ('id', 'attr', 'arg', 'name') if isinstance(getattr(node, field, 0), str)}
+  words = {word for name in names for word in name.lower().split('_')}
+  assert not words & {'actor', 'actors', 'learner', 'learners', 'rollout', 'rollouts', 'reward',
+                      'policy', 'action', 'env', 'envs', 'episode', 'params', 'loss', 'gradient'}
+
+
+def test_only_envs_imports_envpool():
+  users = {module for module, tree in TREES.items()
+           if any(name.split('.')[0] == 'envpool' for name in imported(tree))}
+  assert users == {'envs'}
+
+
+@pytest.mark.parametrize('path', sorted(PACKAGE.rglob('*.py')), ids=module_name)
+def test_no_module_is_long(path):
+  assert len(path.read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize('module', sorted(TREES))
+def test_everything_public_is_explained(module):
+  tree = TREES[module]
+  public = [tree]
+  for node in tree.body:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith('_'):
+      public.append(node)
+    if isinstance(node, ast.ClassDef) and not node.name.startswith('_'):
+      public += [method for method in node.body if isinstance(method, ast.FunctionDef)
+                 and not method.name.startswith('_')]
+  bare = [getattr(node, 'name', module) for node in public if not ast.get_docstring(node)]
+  assert not bare

@@ -1,0 +1,131 @@
+"""The benchmark: its usual actor makes what the jitted one makes, and its figures agree."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from podracer_jit import build, experiment
+from podracer_jit.handoff import Stamped
+
+SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / 'scripts'
+sys.path.insert(0, str(SCRIPTS))
+
+import benchmark_parts  # noqa: E402
+import conventional  # noqa: E402
+
+
+def _cartpole():
+  config = experiment.config('ppo', 'mlp', 'adam', scheme='sync')
+  config.env.task, config.env.num_envs, config.num_shards = 'CartPole-v1', 8, 2
+  config.unroll_length = 64
+  return config.to_dict()
+
+
+def _pong():
+  config = experiment.config('impala', 'nature_cnn', 'adam', scheme='sync')
+  config.env.task, config.env.num_envs, config.unroll_length = 'Pong-v5', 4, 12
+  config.env.max_episode_steps = 8
+  config.network.update(channels=(4,), kernels=(8,), strides=(8,), hidden=16)
+  return config.to_dict()
+
+
+def _two_rollouts(worker, params):
+  made, state = [], worker.state
+  for version in range(2):
+    state, (item,) = worker.fire(state, Stamped(params, version))
+    assert item.version == version
+    made.append(jax.device_get(item.value))
+  return made
+
+
+@pytest.mark.parametrize('config', [_cartpole, _pong])
+def test_usual_actor_makes_the_same_rollouts(config):
+  parts = build.make_parts(config())
+  state = build.initial_state(parts)
+  policy, pools = conventional.make_policy(parts.network.apply), benchmark_parts.pools_of(parts, 0)
+  with contextlib.ExitStack() as stack:
+    segment = benchmark_parts.begin(parts, state, 'sync', False, stack, print, lambda: False)
+    usual = []
+    for on_host in (True, False):
+      worker, close = conventional.replace_actor(
+          segment.workers[0], pools, parts.place.actors[0], policy, parts.config['unroll_length'],
+          on_host)
+      stack.callback(close)
+      usual.append(_two_rollouts(worker, state.params))
+    jitted = _two_rollouts(segment.workers[0], state.params)
+  assert any(shard.episodes.ended.any() for made in jitted for shard in made)
+  assert not all(shard.valid.all() for made in jitted for shard in made)
+  for made in usual:
+    jax.tree.map(_assert_same, jitted, made)
+
+
+def _assert_same(jitted, usual):
+  assert jitted.dtype == usual.dtype and jitted.shape == usual.shape
+  if jitted.dtype == np.float32:
+    np.testing.assert_allclose(usual, jitted, rtol=1e-5, atol=1e-6)
+  else:
+    np.testing.assert_array_equal(usual, jitted)
+
+
+def test_failure_of_a_worker_is_not_waited_for(monkeypatch):
+  def broken(self, action):
+    raise OSError('the emulator is gone')
+
+  monkeypatch.setattr(conventional.Pool, '_step', broken)
+  parts = build.make_parts(_cartpole())
+  with contextlib.ExitStack() as stack:
+    training = benchmark_parts.Training(parts, build.initial_state(parts), 'sync', True, stack)
+    with pytest.raises(RuntimeError) as raised:
+      training(0.0)
+  assert 'the emulator is gone' in str(raised.value.__cause__)
+
+
+def _run(*args):
+  done = subprocess.run(
+      [sys.executable, SCRIPTS / 'benchmark.py', '--config=configs/impala_catch.py:smoke',
+       '--config.env.num_envs=8', '--config.unroll_length=5', *args],
+      env=os.environ | {'JAX_PLATFORMS': 'cpu'}, capture_output=True, text=True, timeout=300)
+  return done.returncode, done.stdout, done.stderr
+
+
+def test_every_part_is_measured(tmp_path):
+  path = tmp_path / 'figures.json'
+  code, out, err = _run('--seconds=0.05', '--rounds=2', f'--json={path}')
+  assert code == 0, err
+  figures = json.loads(path.read_text())
+  parts = figures['parts']
+  assert list(parts) == list(benchmark_parts.NAMES)
+  for name, row in parts.items():
+    assert len(row['rounds']) == 2 and all(sps > 0 for sps in row['rounds'])
+    assert row['sps'] == pytest.approx(np.median(row['rounds']))
+    assert row['seconds_per_update'] > 0
+    for base in ('environment', 'conventional_sync', 'conventional_cleanba'):
+      assert row[f'to_{base}'] == pytest.approx(row['sps'] / parts[base]['sps'])
+    assert any(line.startswith(name + ' ') and f'{row["sps"]:,.0f}' in line
+               for line in out.splitlines())
+  both = figures['derived']['one_after_another_sps']
+  assert both < min(parts['rollout']['sps'], parts['learner']['sps'])
+  assert figures['machine']['cores'] >= 1 and 'envpool' in figures['machine']['versions']
+
+
+def test_parts_can_be_chosen_and_two_devices_leave_out_fused(tmp_path):
+  path = tmp_path / 'figures.json'
+  code, _, err = _run('--seconds=0', '--rounds=1', f'--json={path}', '--parts=fused,cleanba',
+                      '--config.placement.actor_devices=(0,1)', '--config.num_shards=2',
+                      '--config.placement.learner_devices=(0,1)', '--config.num_grad_shards=2')
+  assert code == 0, err
+  parts = json.loads(path.read_text())['parts']
+  assert list(parts) == ['cleanba'] and parts['cleanba']['to_environment'] is None
+
+
+def test_unknown_part_is_refused():
+  code, _, err = _run('--parts=rolout')
+  assert code == 2
+  assert 'rolout' in err and 'rollout' in err

@@ -1,0 +1,93 @@
+"""The networks' convolution and pooling against those of JAX and flax, with their gradients."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from numpy.testing import assert_allclose, assert_array_equal
+
+from podracer_jit import conv
+
+LOOPS = 2  # turns of a loop, each on numbers of its own
+
+
+def _plain(x, w, stride, padding):
+  return lax.conv_general_dilated(x, w, (stride, stride), padding,
+                                  dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+
+
+def _with_gradients(function):
+  """(x, w, dy) -> y, dx, dw."""
+  def all_three(x, w, dy):
+    y, pull_back = jax.vjp(function, x, w)
+    return y, *pull_back(dy)
+  return all_three
+
+
+def _normal(seed, *shape):
+  return np.random.default_rng(seed).normal(size=(LOOPS, *shape)).astype(np.float32)
+
+
+@pytest.mark.parametrize('kernel, stride, padding', [
+    (3, 1, 'VALID'), (4, 2, 'VALID'), (2, 3, 'VALID'), (8, 4, 'VALID'),
+    (3, 1, 'SAME'), (3, 2, 'SAME'), (4, 3, 'SAME'), (4, 4, 'SAME'),
+    (2, 2, 'VALID'), (3, 3, 'VALID')])  # windows that do not overlap: a matrix product
+def test_conv2d_is_a_convolution(kernel, stride, padding):
+  x, w = _normal(0, 3, 13, 16, 3), _normal(1, kernel, kernel, 3, 5)
+  plain = _with_gradients(lambda *a: _plain(*a, stride, padding))
+  ours = _with_gradients(lambda *a: conv.conv2d(*a, stride, padding))
+  shape = jax.eval_shape(lambda *a: _plain(*a, stride, padding), x[0], w[0]).shape
+  dy = _normal(2, *shape)
+
+  outside, expected = jax.jit(ours), jax.jit(plain)
+  inside = jax.jit(lambda *a: lax.map(lambda turn: ours(*turn), a))(x, w, dy)
+  for turn in range(LOOPS):
+    got = outside(x[turn], w[turn], dy[turn])
+    for name, a, b, c in zip(('y', 'dx', 'dw'), got, inside,
+                             expected(x[turn], w[turn], dy[turn]), strict=True):
+      assert_array_equal(a, b[turn], err_msg=f'{name} in a loop')
+      if (kernel, padding) == (stride, 'VALID'):  # another order of the same sums
+        assert_allclose(a, c, rtol=1e-5, atol=1e-5, err_msg=name)
+      else:
+        assert_array_equal(a, c, err_msg=name)
+
+
+def test_conv2d_by_hand():
+  """A 3x3 image of 1 to 9 and the kernel (1, 10; 100, 1000)."""
+  x = np.arange(1.0, 10.0, dtype=np.float32).reshape(1, 3, 3, 1)
+  w = np.float32([1, 10, 100, 1000]).reshape(2, 2, 1, 1)
+  assert_array_equal(conv.conv2d(x, w, 1)[0, :, :, 0], [[5421, 6532], [8754, 9865]])
+  assert_array_equal(conv.conv2d(x, w, 2)[0, :, :, 0], [[5421]])
+  # SAME pads after the last row and column first: what lies outside is zero.
+  assert_array_equal(conv.conv2d(x, w, 2, 'SAME')[0, :, :, 0], [[5421, 603], [87, 9]])
+
+
+@pytest.mark.parametrize('height, width, window, stride', [
+    (7, 8, 3, 2), (8, 7, 3, 2), (6, 6, 3, 2), (1, 2, 3, 2), (7, 8, 2, 2), (5, 8, 3, 1)])
+def test_max_pool(height, width, window, stride):
+  """Small integers tie often, and their gradients add up to the same bits in any order."""
+  rng = np.random.default_rng(0)
+  x = rng.integers(-1, 2, size=(4, height, width, 3)).astype(np.float32)
+
+  def plain(x):
+    return nn.max_pool(x, (window, window), (stride, stride), 'SAME')
+
+  def both(function, x, dy):
+    y, pull_back = jax.vjp(function, x)
+    return y, *pull_back(dy)
+
+  dy = rng.integers(1, 100, size=jax.eval_shape(plain, x).shape).astype(np.float32)
+  expected = jax.jit(both, static_argnums=0)(plain, x, dy)
+  got = jax.jit(both, static_argnums=0)(lambda x: conv.max_pool(x, window, stride), x, dy)
+  for ours, theirs in zip(got, expected, strict=True):
+    assert_array_equal(ours, theirs)
+
+
+def test_max_pool_by_hand():
+  """Of equal maxima, the first in row order gets the gradient."""
+  x = np.float32([[1, 1, 0, 0], [0, 1, 0, 2], [0, 3, 3, 0], [3, 0, 0, 0]]).reshape(1, 4, 4, 1)
+  y, pull_back = jax.vjp(lambda x: conv.max_pool(x, 2, 2), x)
+  assert_array_equal(y[0, :, :, 0], [[1, 2], [3, 3]])
+  (dx,) = pull_back(np.float32([[5, 6], [7, 8]]).reshape(1, 2, 2, 1))
+  assert_array_equal(dx[0, :, :, 0], [[5, 0, 0, 0], [0, 0, 0, 6], [0, 7, 8, 0], [0, 0, 0, 0]])

@@ -1,0 +1,281 @@
+"""What EnvPool does that bites, each with the handling that keeps it from biting."""
+
+import os
+import subprocess
+import sys
+
+import envpool
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from numpy.testing import assert_allclose, assert_array_equal
+
+from podracer_jit import envs, experiment, placement
+
+MUJOCO = 'HalfCheetah-v4'
+ONE_THREAD = 1
+
+
+def python_pool(task, seeds, **options):
+  """EnvPool's own Python API; `seeds` is a list, or a number as EnvPool takes it."""
+  num_envs = options.pop('num_envs', None) or len(seeds)
+  return envpool.make(task, env_type='gymnasium', num_envs=num_envs, batch_size=num_envs,
+                      seed=seeds, num_threads=ONE_THREAD, **options)
+
+
+def first_obs(task, seeds, **options):
+  pool = python_pool(task, seeds, **options)
+  obs, _ = pool.reset()
+  pool.close()
+  return obs
+
+
+def in_a_process_of_its_own(code):
+  """Runs code that could take the process down with it; returns what it printed."""
+  env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
+  done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True,
+                        timeout=300)
+  assert done.returncode == 0, f'exit code {done.returncode}\n{done.stderr[-4000:]}'
+  return done.stdout
+
+
+# Seeds.
+
+
+def test_envpools_own_neighbouring_seeds_share_nearly_all_streams():
+  """Why seeds are explicit."""
+  one, next_one = (first_obs('CartPole-v1', seed, num_envs=4) for seed in (7, 8))
+  assert_array_equal(one[1:], next_one[:-1])
+
+
+@pytest.mark.parametrize('other', [dict(seed=2), dict(segment=1), dict(first_env=64)])
+def test_seeds_of_two_pools_are_disjoint_and_their_streams_differ(other):
+  where = dict(seed=1, segment=0, first_env=0, num_envs=64)
+  one, next_one = envs.env_seeds(**where), envs.env_seeds(**where | other)
+  assert len(set(one + next_one)) == 128
+  obs = np.concatenate([first_obs('CartPole-v1', seeds) for seeds in (one, next_one)])
+  assert len(np.unique(obs, axis=0)) == 128
+
+
+def test_neighbouring_environments_have_no_neighbouring_seeds():
+  seeds = np.sort(envs.env_seeds(3, 0, 0, 4096))
+  assert seeds[0] >= 0 and seeds[-1] < 2**31  # what EnvPool takes
+  assert np.diff(seeds).min() > 1
+
+
+def test_a_seed_depends_on_nothing_but_seed_segment_and_environment():
+  whole = envs.env_seeds(5, 2, 0, 24)
+  for width in (1, 4, 8):
+    cut = [envs.env_seeds(5, 2, first, width) for first in range(0, 24, width)]
+    assert sum(cut, []) == whole
+
+
+def test_a_shard_gives_each_environment_its_seed():
+  seeds = envs.env_seeds(1, 0, 0, 6)
+  shard = envs.Shard('CartPole-v1', {}, seeds, ONE_THREAD)
+  assert_array_equal(shard.first_obs, first_obs('CartPole-v1', seeds))
+  assert_array_equal(shard.first_obs[4], first_obs('CartPole-v1', seeds[4:5])[0])
+  shard.close()
+
+
+# Steps.
+
+
+def test_the_first_step_is_no_reset():
+  shard = envs.Shard('CartPole-v1', {}, [1, 2, 3], ONE_THREAD)
+  handle = shard.send(shard.handle, jnp.zeros(3, jnp.int32))
+  _, step = shard.recv(handle)
+  assert_array_equal(step.reward, [1, 1, 1])  # a reset gives 0
+  assert not np.any(np.all(step.obs == shard.first_obs, axis=1))
+  shard.close()
+
+
+MUJOCO_IN_A_LOOP = f"""
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from podracer_jit import envs
+assert not jax.config.jax_enable_x64
+
+seeds, T = [11, 22, 33], 40
+shard = envs.Shard('{MUJOCO}', {{}}, seeds, 1)
+actions = np.random.default_rng(0).uniform(-1, 1, (T, 3, 6)).astype(np.float32)
+
+def steps(handle, actions):
+  def step(t, carry):
+    handle, obs, reward = carry
+    handle = shard.send(handle, actions[t])
+    handle, step = shard.recv(handle)
+    assert step.obs.dtype == step.reward.dtype == step.raw_reward.dtype == np.float32
+    return handle, obs.at[t].set(step.obs), reward.at[t].set(step.reward)
+  return lax.fori_loop(0, T, step, (handle, jnp.zeros((T, 3, 17)), jnp.zeros((T, 3))))
+
+_, obs, reward = jax.block_until_ready(jax.jit(steps)(shard.handle, actions))
+shard.close()
+assert shard.first_obs.dtype == obs.dtype == reward.dtype == np.float32
+assert jnp.ones(1).astype(float).dtype == np.float32  # x64 is off as before
+
+from tests.test_envs import python_pool
+pool = python_pool('{MUJOCO}', seeds)
+first, _ = pool.reset()
+assert first.dtype == np.float64
+assert np.array_equal(shard.first_obs, first.astype(np.float32))
+for t in range(T):
+  there, paid, *_ = pool.step(actions[t].astype(np.float64))
+  assert np.array_equal(obs[t], there.astype(np.float32)), t
+  assert np.array_equal(reward[t], paid.astype(np.float32)), t
+print('equal')
+"""
+
+
+def test_mujoco_steps_in_a_jitted_loop_with_x64_off_and_equals_the_python_api():
+  assert in_a_process_of_its_own(MUJOCO_IN_A_LOOP).split() == ['equal']
+
+
+def test_a_draw_next_to_a_float64_environment_is_the_draw_outside():
+  """x64 on would draw other integers and turn unnamed dtypes to 64 bits."""
+  key = jax.random.key(7)
+
+  def draws(key):
+    return (jax.random.randint(key, (8,), 0, 1000), jax.random.categorical(key, jnp.zeros((8, 5))),
+            jax.random.normal(key, (8,)), jnp.arange(3), jnp.zeros(2))
+
+  outside = draws(key)
+  shard = envs.Shard(MUJOCO, {}, [1, 2], ONE_THREAD)
+
+  def beside(handle, key):
+    def step(t, carry):
+      handle, _ = carry
+      handle = shard.send(handle, jnp.zeros((2, 6)))
+      between = draws(key)
+      handle, step = shard.recv(handle)
+      after = draws(key)
+      assert step.obs.dtype == np.float32
+      return handle, (between, after)
+    zeros = jax.tree.map(jnp.zeros_like, (outside, outside))
+    return lax.fori_loop(0, 2, step, (handle, zeros))
+
+  _, (between, after) = jax.block_until_ready(jax.jit(beside)(shard.handle, key))
+  shard.close()
+  for drawn in (between, after):
+    for here, there in zip(drawn, outside, strict=True):
+      assert here.dtype == there.dtype
+      assert_allclose(here, there, rtol=1e-6)  # normal: jit and no jit may round differently
+
+
+# Threads.
+
+
+def threads():
+  """The ids of this process's threads; EnvPool's are unknown to Python."""
+  return set(os.listdir('/proc/self/task'))
+
+
+def test_a_shard_starts_the_threads_it_is_given_and_ends_them():
+  def started(num_threads):
+    before = threads()
+    shard = envs.Shard('CartPole-v1', {}, range(8), num_threads)
+    new = threads() - before
+    shard.close()
+    assert not threads() & new
+    return len(new)
+
+  started(1)  # whatever the first pool of a process brings with it
+  assert started(5) - started(1) == 4
+
+
+def test_all_pools_together_have_the_threads_that_the_placement_grants(monkeypatch):
+  monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(12))
+  options = dict(actor_platform='cpu', actor_devices=(0,), learner_devices=(0,),
+                 actors_per_device=1, env_threads=0)
+  granted = [placement.resolve(options, shards).env_threads for shards in (1, 3, 5, 24)]
+  assert granted == [12, 4, 2, 1]
+  assert placement.resolve(options | dict(env_threads=7), 3).env_threads == 7
+
+
+# What is refused, before EnvPool could act on it.
+
+
+def test_noop_max_0_never_reaches_envpool(monkeypatch):
+  """It would kill the process."""
+  ask = envpool.make_spec
+
+  def make_spec(task, **options):
+    assert options.get('noop_max') != 0
+    return ask(task, **options)
+
+  monkeypatch.setattr(envs.envpool, 'make_spec', make_spec)
+  with pytest.raises(ValueError, match=r'env\.noop_max.*at least 1.*got 0'):
+    envs.make_spec('Pong-v5', dict(noop_max=0))
+  assert envs.make_spec('Pong-v5', dict(noop_max=1)).num_actions == 6
+
+
+@pytest.mark.parametrize('task, options, message', [
+    ('Pongo-v5', {}, r"env\.task.*'Pongo-v5'.*Pong-v5"),
+    ('xyzzy', {}, r"env\.task.*'xyzzy'"),
+    ('Pong-v5', dict(noopmax=1), r'env\.noopmax.*not an option of Pong-v5.*noop_max'),
+    ('Pong-v5', dict(seed=1), r'env\.seed.*not an option'),
+    ('Pong-v5', dict(batch_size=2), r'env\.batch_size.*not an option'),
+    ('CartPole-v1', dict(noop_max=1), r'env\.noop_max.*not an option of CartPole-v1'),
+    ('Pong-v5', dict(frame_skip=4.5), r'env\.frame_skip.*int.*4\.5'),
+    ('Pong-v5', dict(frame_skip='four'), r"env\.frame_skip.*int.*'four'"),
+    ('Pong-v5', dict(frame_skip=True), r'env\.frame_skip.*int.*True'),
+    ('Pong-v5', dict(episodic_life=1), r'env\.episodic_life.*bool.*1'),
+    ('Pong-v5', dict(repeat_action_probability='0.25'), r'env\.repeat_action_probability.*float'),
+    ('Pong-v5', dict(stack_num=0), r'env\.stack_num.*at least 1.*0'),
+    ('Pong-v5', dict(frame_skip=0), r'env\.frame_skip.*at least 1.*0'),
+    ('CartPole-v1', dict(max_episode_steps=-3), r'env\.max_episode_steps.*at least 1.*-3'),
+    ('FetchReach-v1', dict(reward_type=3), r'env\.reward_type.*str.*3'),
+])
+def test_an_error_names_the_field_the_value_and_what_would_be_right(task, options, message):
+  with pytest.raises(ValueError, match=message):
+    envs.make_spec(task, options)
+
+
+@pytest.mark.parametrize('options', [
+    dict(mode=99), dict(difficulty=99), dict(max_episode_steps=10**10)])
+def test_what_envpool_itself_refuses_is_an_error_of_that_field(options):
+  (name, value), = options.items()
+  with pytest.raises(ValueError, match=rf'env\.{name}.*{value}') as error:
+    envs.make_spec('Pong-v5', options)
+  assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('task, message', [
+    ('IntersectionMultiAgent-v0', 'several players'),
+    ('Go9x9-v1', 'several players'),
+    ('Game2048-v1', 'Dict'),
+    ('WalkerWalk-v1', 'Dict'),
+    ('FrozenLake-v1', 'Discrete'),
+    ('Play2048-v1', 'MultiBinary'),
+])
+def test_tasks_that_cannot_be_trained_are_refused(task, message):
+  with pytest.raises(ValueError, match=rf'env\.task.*{task}.*{message}'):
+    envs.make_spec(task, {})
+
+
+def test_integers_are_good_for_a_float():
+  envs.make_spec('Pong-v5', dict(repeat_action_probability=1))
+
+
+def test_a_spec_says_what_the_learner_will_see():
+  spec = envs.make_spec('Pong-v5', dict(img_height=42, stack_num=2, full_action_space=True,
+                                        frame_skip=5, max_episode_steps=99))
+  assert spec == envs.EnvSpec('Pong-v5', (2, 42, 84), np.uint8, 18, 5, 99)
+  assert envs.make_spec('CartPole-v1', {}).frame_skip == 1
+  assert envs.make_spec(MUJOCO, {}).obs_dtype == np.float32  # EnvPool says float64
+
+
+def test_continuous_actions_have_no_number_and_no_experiment_yet():
+  assert envs.make_spec(MUJOCO, {}).num_actions == 0
+  config = experiment.config('impala', 'mlp', 'adam')
+  config.env.task = MUJOCO
+  with pytest.raises(ValueError, match=rf'env\.task.*{MUJOCO}.*continuous'):
+    experiment.check(config)
+
+
+def test_a_spec_starts_no_environment():
+  before = threads()
+  envs.make_spec('Breakout-v5', {})
+  assert threads() <= before

@@ -1,0 +1,370 @@
+"""Evaluation: which episodes count, what is said of them, the video, what the script refuses."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import envpool
+import imageio_ffmpeg
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podracer_jit import build, checkpoint, envs, evaluation, experiment, placement, video
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / 'scripts' / 'evaluate.py'
+ENDLESS = 2**31 - 1
+
+
+def _lean(params, obs):
+  """CartPole: push to where the pole leans. Falls after some dozen steps, sooner or later."""
+  del params
+  return jnp.stack([-obs[:, 2], obs[:, 2]], axis=-1), jnp.zeros(len(obs))
+
+
+def _always(action, num_actions):
+  def apply(params, obs):
+    del params
+    return jnp.tile(jax.nn.one_hot(action, num_actions), (len(obs), 1)), jnp.zeros(len(obs))
+  return apply
+
+
+def _agent(task, apply, **options):
+  return evaluation.Agent(task, options, evaluation.greedy(apply), (), jax.devices()[0],
+                          threads=2, update=0, steps=0)
+
+
+def _pool(task, seeds, **options):
+  return envpool.make(task, env_type='gymnasium', num_envs=len(seeds), batch_size=len(seeds),
+                      seed=seeds, num_threads=1, **options)
+
+
+def _episodes(task, seed, count, act, **options):
+  """(return, length) of the first episodes of one environment, in Python alone."""
+  pool = _pool(task, [seed], **options)
+  found = []
+  for _ in range(count):
+    obs, _ = pool.reset() if not found else pool.step(np.zeros(1, np.int32))[::4]
+    episode_return, length, ended = 0.0, 0, False
+    while not ended:
+      obs, reward, terminated, truncated, info = pool.step(np.array([act(obs[0])], np.int32))
+      ended = bool(info['terminated'][0] if 'lives' in info else terminated[0])
+      ended |= bool(truncated[0])
+      episode_return += float(info.get('reward', reward)[0])
+      length += 1
+    found.append((episode_return, length))
+  pool.close()
+  return found
+
+
+def _save(workdir, config, *updates):
+  """A run that learned nothing: a checkpoint for each update, its parameters moved by as much."""
+  config = config.to_dict()
+  checkpoint.open_workdir(workdir, config)
+  state = build.initial_state(build.make_parts(config))
+  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
+    for update in updates:
+      saved.save(state._replace(update=jnp.int32(update), steps=jnp.int32(10 * update),
+                                params=jax.tree.map(lambda x, u=update: x + u, state.params)), {})
+  return state.params
+
+
+def _edit(workdir, **fields):
+  """Sets fields of a run's config.json."""
+  path = workdir / 'config.json'
+  saved = json.loads(path.read_text())
+  saved['config'] |= fields
+  path.write_text(json.dumps(saved))
+
+
+def _catch_config():
+  config = experiment.config('impala', 'mlp', 'adam')
+  config.env.task = 'Catch-v0'
+  return config
+
+
+def _script():
+  spec = importlib.util.spec_from_file_location('evaluate', SCRIPT)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+@pytest.fixture
+def run_script(monkeypatch, capsys):
+  """Runs the script's main in this process, whose devices are set up; gives its code and stderr."""
+  monkeypatch.setattr(placement, 'prepare_host', lambda options: None)
+
+  def run(*argv):
+    code = _script().main(['evaluate', *map(str, argv)])
+    return code, capsys.readouterr().err
+
+  return run
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+  """A run of the real binary, evaluated by the real script, each in a process of its own."""
+  tmp = tmp_path_factory.mktemp('trained')
+  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  env |= {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
+
+  def run(*command):
+    return subprocess.run([sys.executable, *command], cwd=tmp, env=env, capture_output=True,
+                          text=True, timeout=300)
+
+  train = run('-m', 'podracer_jit', '--config=configs/impala_catch.py:smoke', '--workdir=run',
+              '--config.log.tensorboard=false')
+  assert train.returncode == 0, train.stderr
+  return tmp / 'run', run(SCRIPT, '--workdir=run', '--num_episodes=7', '--num_envs=3',
+                          '--video=mp4')
+
+
+def test_script_plays_what_was_trained(trained):
+  workdir, done = trained
+  assert done.returncode == 0, done.stderr
+  assert 'Warning' not in done.stderr
+  record = json.loads((workdir / 'evaluation.json').read_text())
+  last = json.loads((workdir / 'metrics.jsonl').read_text().splitlines()[-1])
+  assert (record['update'], record['steps']) == (last['update'], last['steps'])
+  assert len(record['returns']) == 7 and record['lengths'] == [9] * 7
+  assert (record['seed'], record['greedy'], record['num_envs']) == (1, False, 3)
+  assert record['statistics']['mean'] == pytest.approx(np.mean(record['returns']))
+  assert '7 episodes' in done.stdout and f'{np.mean(record["returns"]):.2f}' in done.stdout
+  assert imageio_ffmpeg.count_frames_and_secs(workdir / 'video.mp4')[0] == 10
+  assert '10 frames' in done.stdout
+
+
+@pytest.mark.parametrize('num_episodes, num_envs', [(11, 4), (3, 8), (5, 1)])
+def test_counts_the_first_episodes_of_each_environment(num_episodes, num_envs):
+  """Against one environment at a time in Python. Lengths vary, so that a race would show."""
+  limit = 50
+  agent = _agent('CartPole-v1', _lean, max_episode_steps=limit)
+  played = evaluation.play(agent, num_episodes, num_envs, seed=3, max_steps=limit)
+  num_envs = min(num_envs, num_episodes)
+  expected = []
+  for i, seed in enumerate(evaluation.seeds(3, num_envs)):
+    count = len(range(i, num_episodes, num_envs))
+    expected += _episodes('CartPole-v1', seed, count, lambda obs: int(obs[2] > 0),
+                          max_episode_steps=limit)
+  assert len(expected) == num_episodes
+  assert list(zip(*played, strict=True)) == expected
+  assert len(set(played.lengths)) > 1
+
+
+def test_games_are_whole_and_rewards_unclipped(tmp_path):
+  """Though training ended episodes at each of three lives and clipped rewards to 1."""
+  config = experiment.config('impala', 'nature_cnn', 'adam', unroll_length=2)
+  config.env.update(task='SpaceInvaders-v5', num_envs=1, episodic_life=True, reward_clip=True,
+                    img_height=42, img_width=42, repeat_action_probability=0.25)
+  config.network.hidden = 8
+  config.network.update(channels=(4,), kernels=(8,), strides=(8,))
+  _save(tmp_path, config, 1)
+  agent = evaluation.restore(tmp_path, evaluation.read_config(tmp_path))
+  assert agent.options['repeat_action_probability'] == 0.25
+  agent = agent._replace(apply=evaluation.greedy(_always(1, 6)))
+  played = evaluation.play(agent, 2, 2, seed=0, max_steps=30_000)
+  expected = []
+  for seed in evaluation.seeds(0, 2):
+    expected += _episodes('SpaceInvaders-v5', seed, 1, lambda obs: 1, img_height=42, img_width=42,
+                          repeat_action_probability=0.25)
+  assert list(zip(*played, strict=True)) == expected
+
+
+def test_actions_are_sampled_unless_greedy():
+  """Logits 0 and 1: the greedy policy always pushes right and falls in 8 to 10 steps."""
+  right = _always(1, 2)
+  agent = _agent('CartPole-v1', right)
+  sampling = agent._replace(apply=right)
+  greedy = evaluation.play(agent, 8, 8, seed=0, max_steps=500)
+  sampled = evaluation.play(sampling, 8, 8, seed=0, max_steps=500)
+  assert all(8 <= length <= 10 for length in greedy.lengths)
+  assert max(sampled.lengths) > 10
+  assert evaluation.play(sampling, 8, 8, seed=0, max_steps=500) == sampled
+  assert evaluation.play(sampling, 8, 8, seed=1, max_steps=500) != sampled
+
+
+def test_gives_up_on_an_episode_without_end():
+  agent = _agent('MountainCar-v0', _always(1, 3), max_episode_steps=ENDLESS)
+  with pytest.raises(RuntimeError, match='256 steps into an episode, and max_steps is 200'):
+    evaluation.play(agent, 1, 1, seed=0, max_steps=200)
+
+
+def test_seeds_are_none_of_training():
+  for seed in (0, 1, 12345):
+    ours = evaluation.seeds(seed, 2000)
+    assert len(set(ours)) == 2000
+    assert all(-2**31 <= s < -1 for s in ours)
+    for segment in (0, 1, 999):
+      assert not set(ours) & set(envs.env_seeds(seed, segment, 0, 2000))
+  assert evaluation.seeds(0, 9) != evaluation.seeds(1, 9)
+
+
+def test_seeds_spare_minus_one_and_stay_in_32_bits(monkeypatch):
+  monkeypatch.setattr(envs, 'env_seeds', lambda *args: [0, 7, 2**31 - 1])
+  assert evaluation.seeds(0, 3) == [-2, -9, -2**31]
+
+
+def test_statistics_by_hand():
+  found = evaluation.statistics('CartPole-v1', evaluation.Episodes([1, 2, 3, 6], [1, 1, 1, 2]))
+  # Deviations from 3 are -2, -1, 0, 3: variance 14 / 3, over 4 episodes.
+  assert found == pytest.approx(dict(mean=3, standard_error=(14 / 3 / 4) ** 0.5, min=1, median=2.5,
+                                     max=6, mean_length=1.25))
+  assert evaluation.statistics('CartPole-v1', evaluation.Episodes([5], [1]))[
+      'standard_error'] is None
+
+
+def test_human_normalised_score_by_hand():
+  """Breakout: random 1.7, human 30.5, so a point is 1 / 28.8."""
+  episodes = evaluation.Episodes([1.7, 30.5, 1.7 + 2 * 28.8], [1, 1, 1])
+  assert evaluation.statistics('Breakout-v5', episodes)['human_normalised'] == pytest.approx(1.0)
+  episodes = evaluation.Episodes([-20.7 + 35.3 / 2], [1])  # Pong: from -20.7 to 14.6
+  assert evaluation.statistics('Pong-v5', episodes)['human_normalised'] == pytest.approx(0.5)
+
+
+def test_atari_scores_are_of_envpools_57_games():
+  scores = evaluation.atari_scores()
+  assert len(scores) == 57
+  assert set(scores) <= set(envpool.list_all_envs())
+  assert all(human > random for random, human in scores.values())
+
+
+def test_restores_the_newest_parameters(tmp_path):
+  params = _save(tmp_path, _catch_config(), 3, 5)
+  before = sorted(tmp_path.rglob('*'))
+  agent = evaluation.restore(tmp_path, evaluation.read_config(tmp_path))
+  assert sorted(tmp_path.rglob('*')) == before
+  assert (agent.update, agent.steps) == (5, 50)
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 5), agent.params, params)
+
+
+def test_restores_a_run_of_more_devices_than_are_here(tmp_path):
+  config = _catch_config()
+  _save(tmp_path, config, 1)
+  there = dict(actor_devices=[30, 31], learner_devices=[28, 29], actor_platform='gpu')
+  _edit(tmp_path, placement=config.placement.to_dict() | there, num_shards=4, num_grad_shards=2)
+  assert evaluation.restore(tmp_path, evaluation.read_config(tmp_path)).update == 1
+
+
+def _workdir(tmp, kind):
+  """Makes one that cannot be evaluated."""
+  if kind == 'missing':
+    return tmp / 'nowhere'
+  if kind == 'not a config':
+    (tmp / 'config.json').write_text('[1, 2]')
+  elif kind == 'lacks a field':
+    (tmp / 'config.json').write_text('{"config": {"placement": {}}}')
+  elif kind == 'unsaved':
+    _save(tmp, _catch_config())
+    (tmp / 'checkpoints').rmdir()
+  elif kind == 'nothing saved':
+    _save(tmp, _catch_config())
+  elif kind == 'of other parameters':
+    _save(tmp, _catch_config(), 1)
+    _edit(tmp, network=dict(name='mlp', hidden=[5]))
+  return tmp
+
+
+@pytest.mark.parametrize('kind, words', [
+    ('missing', 'does not exist'), ('empty', 'no config.json'),
+    ('not a config', 'not of a run of podracer_jit'), ('lacks a field', 'lacks the field'),
+    ('unsaved', 'no checkpoint yet'), ('nothing saved', 'no checkpoint yet'),
+    ('of other parameters', 'cannot read a checkpoint')])
+def test_a_workdir_without_a_run_is_refused_in_one_line(tmp_path, run_script, kind, words):
+  workdir = _workdir(tmp_path, kind)
+  before = sorted(tmp_path.rglob('*'))
+  code, errors = run_script(f'--workdir={workdir}')
+  assert code == 2
+  assert errors.startswith('evaluate: --workdir: ') and errors.count('\n') == 1, errors
+  assert words in errors and 'Traceback' not in errors
+  assert sorted(tmp_path.rglob('*')) == before
+
+
+@pytest.mark.parametrize('flag', [
+    '--num_episodes=0', '--num_envs=0', '--max_steps=0', '--num_episodes=many', '--seed=-1',
+    '--video=film.avi', '--nonsense', 'nonsense', '--workdir='])
+def test_bad_flags_are_refused_in_one_line(tmp_path, run_script, flag):
+  code, errors = run_script(f'--workdir={tmp_path}', flag)
+  assert code == 2
+  assert errors.startswith('evaluate: ') and errors.count('\n') == 1, errors
+  assert flag.strip('-').split('=')[0] in errors
+
+
+def test_a_failure_while_playing_is_one_line_and_exit_code_1(tmp_path, run_script):
+  _save(tmp_path, _catch_config(), 1)
+  code, errors = run_script(f'--workdir={tmp_path}', '--max_steps=1', '--num_episodes=1000')
+  assert code == 1
+  assert errors.count('\n') == 1 and 'max_steps is 1' in errors
+  assert not (tmp_path / 'evaluation.json').exists()
+
+
+def _decode(path):
+  """Frames [T, H, W, 3] of a video, and its description."""
+  frames = imageio_ffmpeg.read_frames(path)
+  about = next(frames)
+  width, height = about['size']
+  return np.stack([np.frombuffer(f, np.uint8).reshape(height, width, 3) for f in frames]), about
+
+
+def test_gif_shows_what_envpool_renders(tmp_path):
+  """Frame by frame against a pool in Python; a GIF of few colours is exact."""
+  agent = _agent('Pong-v5', _always(2, 6), max_episode_steps=20, frame_skip=4)
+  film = video.film(agent, tmp_path / 'pong.gif', seed=1, env=3, max_steps=100)
+  pool = _pool('Pong-v5', evaluation.seeds(1, 4)[3:], max_episode_steps=20,
+               render_mode='rgb_array')
+  pool.reset()
+  expected, rewards = [pool.render()[0]], 0.0
+  for _ in range(20):
+    rewards += pool.step(np.array([2], np.int32))[1][0]
+    expected.append(pool.render()[0])
+  frames, about = _decode(tmp_path / 'pong.gif')
+  assert film == video.Film(rewards, 21, 15.0, 'rendered by EnvPool')
+  assert frames.shape == (21, 630, 480, 3)
+  np.testing.assert_array_equal(frames[:, 1::3, 1::3], np.stack(expected))
+  assert len({frame.tobytes() for frame in expected}) > 5  # it moves
+  assert about['duration'] == pytest.approx(21 / 15, abs=0.03)
+
+
+@pytest.mark.parametrize('task, apply, options, rate, size', [
+    ('Pong-v5', _always(2, 6), dict(max_episode_steps=9, frame_skip=5), 12, (480, 630)),
+    ('Breakout-v5', _always(1, 4), dict(max_episode_steps=9), 15, (480, 630)),
+    ('CartPole-v1', _lean, dict(max_episode_steps=9), 50, (600, 400)),
+    ('Catch-v0', _always(1, 3), {}, 10, (240, 480))])
+def test_mp4_of_every_frame_at_the_tasks_speed(tmp_path, task, apply, options, rate, size):
+  film = video.film(_agent(task, apply, **options), tmp_path / 'x.mp4', 0, 0, 100)
+  frames, about = _decode(tmp_path / 'x.mp4')
+  assert film.frames == len(frames) == 10
+  assert about['size'] == size and about['fps'] == rate == film.frame_rate
+  assert frames.std() > 1 and (frames[0] != frames[-1]).any()
+
+
+def test_newest_frame_of_observations_that_nothing_renders():
+  planes = np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3)
+  np.testing.assert_array_equal(video._picture(planes, colour=False)[..., 1], planes[3])
+  np.testing.assert_array_equal(video._picture(planes, colour=True)[..., 0], planes[1])
+  board = np.array([[0.0, 1.0], [0.5, 0.0]], np.float32)
+  np.testing.assert_array_equal(video._picture(board, colour=False)[..., 2], [[0, 255], [127, 0]])
+
+
+def test_no_video_where_there_is_nothing_to_see():
+  class Blind:
+    first_obs = np.zeros((1, 4), np.float32)
+    _pool = property(lambda self: self)
+
+    def render(self):
+      raise RuntimeError('render not implemented for this environment')
+
+  with pytest.raises(ValueError, match='no video: EnvPool cannot show Odd-v0'):
+    video._camera(_agent('Odd-v0', _lean), Blind())
+
+
+def test_a_video_that_cannot_be_written_says_so(tmp_path):
+  agent = _agent('Catch-v0', _always(1, 3))
+  with pytest.raises(OSError, match='could not write'):
+    video.film(agent, tmp_path / 'nowhere' / 'x.mp4', 0, 0, 100)

@@ -1,0 +1,323 @@
+"""Hand-offs: exact lags, who waits, how it ends; and the moves of placement.py between devices."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import logging
+from jax.sharding import NamedSharding, PartitionSpec
+from numpy.testing import assert_array_equal
+
+from podracer_jit import placement
+from podracer_jit.handoff import Closed, DoubleBuffer, Stamped
+
+HANG_S = 60  # a guard: nothing here takes so long
+
+
+class Side(threading.Thread):
+  """One side of a hand-off on a thread of its own, and what it returned or raised."""
+
+  def __init__(self, function):
+    super().__init__(daemon=True)
+    self._function, self.result, self.error = function, None, None
+    self.start()
+
+  def run(self):
+    try:
+      self.result = self._function()
+    except BaseException as error:  # noqa: BLE001 - for the test to see
+      self.error = error
+
+  def end(self):
+    self.join(HANG_S)
+    assert not self.is_alive(), 'hangs'
+    return self.result
+
+  def blocks(self):
+    self.join(0.1)
+    return self.is_alive()
+
+
+def numbers(handoff, count, first=1):
+  for version in range(first, first + count):
+    handoff.put(Stamped(10 * version, version))
+
+
+def versions(handoff, count):
+  return [handoff.get().version for _ in range(count)]
+
+
+# Lags.
+
+
+@pytest.mark.parametrize('lag, lags', [(0, [0, 0, 0, 0, 0, 0]), (1, [0, 1, 1, 1, 1, 1])])
+def test_the_kth_value_is_min_k_lag_behind(lag, lags):
+  handoff = DoubleBuffer('parameters', 6, lag)
+  handoff.prime(Stamped(0, 0))
+  learner = Side(lambda: numbers(handoff, 5))  # update k ends once value k was used
+  assert [k - seen for k, seen in enumerate(versions(handoff, 6))] == lags
+  learner.end()
+
+
+@pytest.mark.parametrize('lag', [0, 1])
+def test_the_primed_value_is_given_lag_plus_1_times(lag):
+  handoff = DoubleBuffer('parameters', 5, lag)
+  handoff.prime(Stamped('primed', 7))
+  for _ in range(lag + 1):
+    assert handoff.can_get()
+    assert handoff.get() == Stamped('primed', 7)
+  assert not handoff.can_get()
+  assert Side(handoff.get).blocks()
+  handoff.close()
+
+
+def test_without_a_lag_nothing_is_primed():
+  handoff = DoubleBuffer('rollouts', 3)
+  handoff.prime(Stamped('primed', 0))
+  assert not handoff.can_get()
+  numbers(handoff, 1)
+  assert handoff.get() == Stamped(10, 1)
+
+
+@pytest.mark.parametrize('lag', [-1, 2, 0.5, 'one'])
+def test_no_other_lag(lag):
+  with pytest.raises(ValueError, match=f'lag must be 0, 1 or None, got {lag}'):
+    DoubleBuffer('parameters', 3, lag)
+
+
+@pytest.mark.parametrize('lag', [0, 1, None])
+def test_a_value_nobody_will_read_is_not_put_nor_moved(lag):
+  moved = []
+  handoff = DoubleBuffer('parameters', 4, lag, transfer=lambda value: moved.append(value) or value)
+  handoff.prime(Stamped(0, 0))
+  producer = Side(lambda: numbers(handoff, 9))  # more than will be read: it does not block
+  seen = versions(handoff, 4)
+  producer.end()
+  assert producer.error is None
+  primed = [] if lag is None else [0]
+  assert moved == primed + [10 * v for v in sorted(set(seen)) if v]
+  assert handoff.can_put() and not handoff.can_get()
+
+
+# Who waits for whom.
+
+
+def test_values_come_in_the_order_they_were_put():
+  handoff = DoubleBuffer('rollouts', 200)
+  producer = Side(lambda: numbers(handoff, 200))
+  assert versions(handoff, 200) == list(range(1, 201))
+  producer.end()
+
+
+def test_put_blocks_while_the_slot_is_full():
+  handoff = DoubleBuffer('rollouts', 3)
+  assert handoff.can_put()
+  numbers(handoff, 1)
+  assert not handoff.can_put()
+  producer = Side(lambda: numbers(handoff, 1, first=2))
+  assert producer.blocks()
+  assert handoff.get().version == 1
+  producer.end()
+  assert handoff.get().version == 2
+
+
+def test_get_blocks_while_the_slot_is_empty():
+  handoff = DoubleBuffer('rollouts', 3)
+  assert not handoff.can_get()
+  consumer = Side(handoff.get)
+  assert consumer.blocks()
+  numbers(handoff, 1)
+  assert consumer.end() == Stamped(10, 1)
+
+
+def test_waits_are_measured_on_the_side_that_waited(monkeypatch):
+  def waited(first, then):
+    handoff, long = DoubleBuffer('rollouts', 2, patience_s=0.5), threading.Event()
+    monkeypatch.setattr(logging, 'warning', lambda *args: long.set())
+    side = Side(lambda: first(handoff))
+    assert long.wait(HANG_S)
+    then(handoff)
+    side.end()
+    return handoff.put_wait_s, handoff.get_wait_s
+
+  put_wait, get_wait = waited(lambda h: h.get(), lambda h: numbers(h, 1))
+  assert get_wait >= 0.5 and get_wait > put_wait
+  put_wait, get_wait = waited(lambda h: numbers(h, 2), lambda h: h.get())
+  assert put_wait >= 0.5 and put_wait > get_wait
+
+
+def test_the_producer_moves_the_value_and_waits_until_it_is_ready():
+  movers = []
+  def transfer(value):
+    movers.append(threading.current_thread())
+    return jnp.sin(value)
+
+  handoff = DoubleBuffer('rollouts', 2, transfer=transfer)
+  producer = Side(lambda: handoff.put(Stamped(jnp.ones(1 << 20), 0)))
+  item = handoff.get()
+  assert item.value.is_ready()
+  producer.end()
+  assert movers == [producer]
+
+
+def test_a_value_is_dropped_once_it_was_given():
+  """Parameters and rollouts are large."""
+  class Large:
+    pass
+
+  handoff = DoubleBuffer('parameters', 3, lag=0)
+  primed = Large()
+  handoff.prime(Stamped(primed, 0))
+  handoff.get()
+  assert handoff._primed is None and not handoff._slot
+
+
+# How it ends.
+
+
+def test_close_lets_what_was_put_be_taken():
+  handoff = DoubleBuffer('rollouts', 5)
+  numbers(handoff, 1)
+  handoff.close()
+  assert handoff.can_get() and handoff.get().version == 1
+  with pytest.raises(Closed, match='rollouts'):
+    handoff.get()
+  with pytest.raises(Closed, match='rollouts'):
+    numbers(handoff, 1)
+
+
+def test_close_lets_the_primed_value_be_taken():
+  handoff = DoubleBuffer('parameters', 5, lag=1)
+  handoff.prime(Stamped(0, 0))
+  handoff.close()
+  assert versions(handoff, 2) == [0, 0]
+  with pytest.raises(Closed):
+    handoff.get()
+
+
+@pytest.mark.parametrize('lag', [None, 0])
+def test_fail_does_not(lag):
+  handoff = DoubleBuffer('rollouts', 5, lag)
+  handoff.prime(Stamped(0, 0))
+  numbers(handoff, 1)
+  handoff.fail()
+  with pytest.raises(Closed):
+    handoff.get()
+  with pytest.raises(Closed):
+    numbers(handoff, 1)
+
+
+@pytest.mark.parametrize('end', [DoubleBuffer.close, DoubleBuffer.fail])
+@pytest.mark.parametrize('side', ['get', 'put'])
+def test_a_blocked_wait_ends_from_another_thread(end, side):
+  handoff = DoubleBuffer('rollouts', 5)
+  if side == 'get':
+    waiting = Side(handoff.get)
+  else:
+    waiting = Side(lambda: numbers(handoff, 2))
+  assert waiting.blocks()
+  end(handoff)
+  waiting.end()
+  assert isinstance(waiting.error, Closed)
+
+
+@pytest.mark.parametrize('side, what', [('get', 'to be made'), ('put', 'to be taken')])
+def test_the_watchdog_names_the_hand_off_and_the_thread_that_waits(side, what, monkeypatch):
+  said, enough = [], threading.Event()
+  def warning(message, *args):
+    said.append(message % args)
+    if len(said) == 2:
+      enough.set()
+  monkeypatch.setattr(logging, 'warning', warning)
+  handoff = DoubleBuffer('rollouts of actor 3', 5, patience_s=0.02)
+  waiting = Side(handoff.get if side == 'get' else lambda: numbers(handoff, 2))
+  assert enough.wait(HANG_S)  # it goes on saying so
+  handoff.fail()
+  waiting.end()
+  assert all(text.startswith(f'{waiting.name}: waiting for ') for text in said)
+  assert all(text.endswith(f' s for the rollouts of actor 3 {what}') for text in said)
+
+
+def test_a_failed_transfer_is_the_producers_error():
+  handoff = DoubleBuffer('rollouts', 2, transfer=lambda value: 1 / 0)
+  with pytest.raises(ZeroDivisionError):
+    numbers(handoff, 1)
+
+
+# Placement: what transfers do.
+
+
+def mesh(devices):
+  return jax.sharding.Mesh(np.array(devices), ('learner',))
+
+
+@pytest.mark.parametrize('learners', [1, 2])
+def test_parameters_survive_the_donation_of_the_learners_own(learners):
+  devices = jax.devices()
+  for actor in devices[:3]:  # one of the learner's devices, and one that is none
+    params = placement.replicate({'w': jnp.arange(1000.0)}, mesh(devices[:learners]))
+    mine = placement.put_params(params, actor)
+    jax.block_until_ready(jax.jit(lambda p: jax.tree.map(lambda x: x * 0 - 1, p),
+                                  donate_argnums=0)(params))
+    assert params['w'].is_deleted()  # it was donated
+    assert mine['w'].devices() == {actor}
+    assert_array_equal(mine['w'], np.arange(1000.0))
+
+
+def test_a_replica_survives_the_donation_of_another():
+  """The checkpoint's state may be replicated twice."""
+  state = jnp.arange(1000.0)
+  one, other = (placement.replicate(state, mesh(jax.devices()[:1])) for _ in range(2))
+  jax.block_until_ready(jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(one))
+  assert one.is_deleted()
+  assert_array_equal(other, np.arange(1000.0))
+  assert_array_equal(state, np.arange(1000.0))
+
+
+def batch(num_envs, steps=3):
+  rng = np.random.default_rng(num_envs)
+  return {'obs': rng.integers(0, 255, (steps + 1, num_envs, 2, 5)).astype(np.uint8),
+          'reward': rng.normal(size=(steps, num_envs)).astype(np.float32),
+          'count': np.arange(steps * num_envs, dtype=np.int32).reshape(steps, num_envs)}
+
+
+def cut(tree, first, width):
+  return jax.tree.map(lambda x: x[:, first:first + width], tree)
+
+
+@pytest.mark.parametrize('actors', [1, 2, 3])
+@pytest.mark.parametrize('learners', [1, 2, 3, 4])
+@pytest.mark.parametrize('shards_per_actor', [1, 2])
+def test_gathered_rollouts_are_plain_concatenation(actors, learners, shards_per_actor):
+  """36 environments to 2 or 4 learners: cuts fall inside the shards of 3 or 1 actors, too."""
+  num_envs, devices = 36, jax.devices()
+  whole, to = batch(num_envs), mesh(devices[-learners:])
+  width = num_envs // actors // shards_per_actor
+  slices = []
+  for a in range(actors):
+    first = a * width * shards_per_actor
+    shards = [jax.device_put(cut(whole, first + s * width, width), devices[a])
+              for s in range(shards_per_actor)]
+    slices.append(placement.scatter(shards, first, num_envs, to))
+  for made in slices:  # rows go straight to where they are used
+    for device, parts in zip(devices[-learners:], made.parts, strict=True):
+      assert all(x.devices() == {device} for x in jax.tree.leaves(parts))
+  gathered = placement.gather(slices, to)
+  jax.tree.map(assert_array_equal, gathered, whole)
+  for x in jax.tree.leaves(gathered):
+    assert x.sharding == NamedSharding(to, PartitionSpec(None, 'learner'))
+    assert {s.data.shape[1] for s in x.addressable_shards} == {num_envs // learners}
+
+
+def test_shards_of_unequal_width_are_cut_where_the_devices_meet():
+  """5 + 1 + 2 + 4 environments on 3 devices: 4, 1 of it; the next three; the rest."""
+  widths, devices = [5, 1, 2, 4], jax.devices()
+  whole, to = batch(12), mesh(devices[:3])
+  firsts = np.cumsum([0, *widths])
+  slices = [placement.scatter([cut(whole, first, width)], first, 12, to)
+            for first, width in zip(firsts, widths, strict=False)]
+  assert [[len(parts) for parts in s.parts] for s in slices] == [
+      [1, 1, 0], [0, 1, 0], [0, 1, 0], [0, 0, 1]]
+  jax.tree.map(assert_array_equal, placement.gather(slices, to), whole)

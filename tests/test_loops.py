@@ -1,0 +1,252 @@
+"""Workers on threads give what the same workers give one by one, and end whatever happens."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from podracer_jit import loops
+from podracer_jit.handoff import Closed, DoubleBuffer, Stamped
+from podracer_jit.loops import Port, Worker, run, run_serial
+
+HANG_S = 60  # a guard: nothing here takes so long
+
+
+def ended(function):
+  """What `function` returns or raises; fails where it does not end."""
+  result = []
+  def call():
+    try:
+      result.append((function(), None))
+    except BaseException as error:  # noqa: BLE001 - raised again below
+      result.append((None, error))
+
+  thread = threading.Thread(target=call, daemon=True)
+  thread.start()
+  thread.join(HANG_S)
+  assert result, 'hangs'
+  (value, error), = result
+  if error is not None:
+    raise error
+  return value
+
+
+def graph(lag=0, actors=2, firings=20, nap=lambda: None, every=1, until=lambda state: False,
+          tamper=lambda name, fire: fire):
+  """Actors, a learner and a writer, as a training run has them; states are what each has seen.
+
+  Arithmetic that does not commute, so that another order or lag gives other numbers. An actor gets
+  new parameters, and the writer a report, at every `every`-th firing.
+  """
+  gets = -(-firings // every)
+  params = [DoubleBuffer(f'parameters {i}', gets, lag) for i in range(actors)]
+  made = [DoubleBuffer(f'rollouts {i}', firings) for i in range(actors)]
+  reports = DoubleBuffer('reports', firings // every)
+  for handoff in params:
+    handoff.prime(Stamped(1, 0))
+
+  def actor(i):
+    def fire(seen, params):
+      nap()
+      made = (params.value * 31 + len(seen) * 7 + i) % 10007
+      return (*seen, (made, params.version)), [Stamped(made, params.version)]
+    return fire
+
+  def learner(seen, *batch):
+    nap()
+    value = 17
+    for item in batch:
+      value = (value * 13 + item.value) % 10007
+    item = Stamped(value, len(seen) + 1)
+    return (*seen, (value, *(len(seen) - b.version for b in batch))), [item] * (actors + 1)
+
+  def writer(seen, report):
+    nap()
+    return (*seen, report), []
+
+  def worker(name, fire, reads, writes, firings, **more):
+    return Worker(name, tamper(name, fire), (), reads, writes, firings, **more)
+
+  return [
+      *(worker(f'actor {i}', actor(i), [Port(params[i], every)], [Port(made[i])], firings)
+        for i in range(actors)),
+      worker('learner', learner, [Port(m) for m in made],
+             [*(Port(p, every) for p in params), Port(reports, every)], firings, until=until),
+      worker('writer', writer, [Port(reports)], [], firings // every)]
+
+
+def random_naps(seed):
+  rng = random.Random(seed)
+  return lambda: time.sleep(rng.choice([0, 0, 1e-4, 3e-3]))
+
+
+# Order.
+
+
+@pytest.mark.parametrize('lag', [0, 1])
+@pytest.mark.parametrize('actors', [1, 3])
+@pytest.mark.parametrize('every', [1, 4])
+def test_threads_give_what_one_thread_gives(lag, actors, every):
+  serial = ended(lambda: run_serial(graph(lag, actors, every=every)))
+  assert {name: len(seen) for name, seen in serial.items()} == {
+      **{f'actor {i}': 20 for i in range(actors)}, 'learner': 20, 'writer': 20 // every}
+  for seed in range(3):
+    threaded = ended(lambda s=seed: run(graph(lag, actors, every=every, nap=random_naps(s))))
+    assert threaded == serial
+
+
+@pytest.mark.parametrize('runner', [run, run_serial])
+@pytest.mark.parametrize('lag', [0, 1])
+def test_lags_are_0_then_exactly_the_schemes(runner, lag):
+  seen = ended(lambda: runner(graph(lag)))['learner']
+  assert [lags for _, *lags in seen] == [[0, 0]] + [[lag, lag]] * 19
+
+
+def test_a_port_is_used_once_in_every_firings():
+  """A reader gets at the first of them and keeps the value, a writer puts at the last."""
+  source, sink = DoubleBuffer('source', 3), DoubleBuffer('sink', 3)
+  workers = [
+      Worker('maker', lambda n: (n + 1, [Stamped(n, n)]), 0, [], [Port(source)], 3),
+      Worker('user', lambda seen, item: ((*seen, item.value), [Stamped(len(seen), 0)]), (),
+             [Port(source, 4)], [Port(sink, 4)], 12),
+      Worker('end', lambda seen, item: ((*seen, item.value), []), (), [Port(sink)], [], 3)]
+  states = ended(lambda: run(workers))
+  assert states['user'] == (0,) * 4 + (1,) * 4 + (2,) * 4
+  assert states['end'] == (3, 7, 11)
+
+
+def test_none_is_not_put():
+  handoff = DoubleBuffer('odd numbers', 3)
+  workers = [
+      Worker('maker', lambda n: (n + 1, [Stamped(n, n) if n % 2 else None]), 0, [],
+             [Port(handoff)], 6),
+      Worker('taker', lambda seen, item: ((*seen, item.value), []), (), [Port(handoff)], [], 3)]
+  assert ended(lambda: run(workers))['taker'] == (1, 3, 5)
+
+
+# Ends.
+
+
+@pytest.mark.parametrize('runner', [run, run_serial])
+@pytest.mark.parametrize('lag', [0, 1])
+def test_until_ends_all_and_the_writer_still_drains(runner, lag):
+  def last_goes_on(name, fire):
+    if name != 'learner':
+      return fire
+    def learner(seen, *batch):  # puts no parameters that nobody will use
+      seen, (*params, report) = fire(seen, *batch)
+      return seen, [None if len(seen) == 7 else p for p in params] + [report]
+    return learner
+
+  def slow_writer(name, fire):
+    if name != 'writer':
+      return last_goes_on(name, fire)
+    return lambda *args: (time.sleep(0.02), fire(*args))[1]
+
+  whole = ended(lambda: run_serial(graph(lag)))
+  states = ended(lambda: runner(graph(lag, until=lambda seen: len(seen) == 7, tamper=slow_writer)))
+  assert states['learner'] == whole['learner'][:7]
+  assert states['writer'] == whole['writer'][:7]
+  for i in range(2):  # an actor may be one rollout ahead
+    made = states[f'actor {i}']
+    assert made == whole[f'actor {i}'][:len(made)] and 7 <= len(made) <= 7 + lag
+
+
+class Boom(Exception):
+  pass
+
+
+def fails(who, at=5):
+  def tamper(name, fire):
+    def failing(seen, *inputs):
+      if len(seen) == at:
+        raise Boom(f'{who} has failed')
+      return fire(seen, *inputs)
+    return failing if name == who else fire
+  return tamper
+
+
+@pytest.mark.parametrize('runner', [run, run_serial])
+@pytest.mark.parametrize('lag', [0, 1])
+@pytest.mark.parametrize('who', ['actor 0', 'actor 1', 'learner', 'writer'])
+def test_the_first_exception_ends_every_thread_and_is_raised(runner, lag, who):
+  with pytest.raises(Boom, match=f'{who} has failed'):
+    ended(lambda: runner(graph(lag, tamper=fails(who))))
+  names = {worker.name for worker in graph()}
+  assert not names & {t.name for t in threading.enumerate()}
+
+
+def test_an_exception_while_others_wait_is_raised_and_not_their_closing():
+  waiting = DoubleBuffer('never made', 1)
+  def fire(seen):
+    time.sleep(0.1)
+    raise Boom('alone')
+
+  workers = [Worker('waits', lambda seen, item: (seen, []), None, [Port(waiting)], [], 1),
+             Worker('fails', fire, None, [], [Port(waiting)], 1)]
+  with pytest.raises(Boom, match='alone'):
+    ended(lambda: run(workers))
+  with pytest.raises(Closed):
+    waiting.get()
+
+
+def test_threads_that_do_not_end_are_named():
+  release = threading.Event()
+  def holds(name, fire):
+    if name == 'actor 1':
+      return lambda *args: (release.wait(HANG_S), fire(*args))[1]
+    return fails('learner', at=0)(name, lambda *args: fire(*args))
+
+  workers = [w._replace(reads=()) if w.name == 'learner' else w for w in graph(tamper=holds)]
+  try:
+    with pytest.raises(loops.Stuck, match=r'^actor 1 did not end within 0') as stuck:
+      ended(lambda: run(workers, grace_s=0.2))
+    assert isinstance(stuck.value.__cause__, Boom)
+  finally:
+    release.set()
+    for thread in threading.enumerate():
+      if thread.name == 'actor 1':
+        thread.join(HANG_S)
+
+
+@pytest.mark.parametrize('reads', [(0, 1), (1, 0)])
+def test_a_deadlock_is_reported_by_the_serial_run(reads):
+  """Two that wait for each other, with nothing primed."""
+  handoffs = [DoubleBuffer(f'handoff {i}', 1) for i in range(2)]
+  workers = [Worker(f'worker {i}', lambda seen, item: (seen, [item]), None, [Port(handoffs[i])],
+                    [Port(handoffs[1 - i])], 1) for i in reads]
+  with pytest.raises(RuntimeError, match=f'worker {reads[0]}, worker {reads[1]}'):
+    ended(lambda: run_serial(workers))
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+from tests.test_loops import graph, run
+
+def interrupts(name, fire):
+  def firing(seen, *inputs):
+    if name == 'learner' and len(seen) == 5:
+      os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.001)
+    return fire(seen, *inputs)
+  return firing
+
+try:
+  run(graph(firings=10**9, tamper=interrupts))
+except KeyboardInterrupt:
+  print('interrupted', threading.active_count())
+"""
+
+
+def test_an_interrupt_of_the_main_thread_ends_the_workers():
+  env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
+  done = subprocess.run([sys.executable, '-c', INTERRUPTED], env=env, capture_output=True,
+                        text=True, timeout=300,
+                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+  assert done.stdout.split() == ['interrupted', '1'], done.stderr[-4000:]
+  assert done.returncode == 0

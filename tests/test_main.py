@@ -1,0 +1,220 @@
+"""The binary, as a person uses it: real processes, real files, real signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from podracer_jit import main
+
+CATCH = '--config=configs/impala_catch.py:smoke'
+
+
+def command(*args):
+  return [sys.executable, '-P', '-m', 'podracer_jit', *args]
+
+
+def binary(*args, cwd=None):
+  return subprocess.run(command(*args), capture_output=True, text=True, timeout=300, cwd=cwd,
+                        check=False)
+
+
+def lines(path):
+  return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def receipts(workdir):
+  """(update, batch, params), without the segments' headers."""
+  return [tuple(r.values()) for r in lines(workdir / 'receipts.jsonl') if 'segment' not in r]
+
+
+@pytest.fixture(autouse=True)
+def _unparsed_flags():
+  yield
+  main.FLAGS.unparse_flags()
+
+
+@pytest.mark.parametrize('args,said', [
+    ([], '--config is missing'),
+    (['--config=configs/nope.py', '--workdir=x'], 'configs/nope.py'),
+    ([CATCH, '--foo=1'], 'foo'),
+    ([CATCH, 'foo'], 'foo'),
+    ([CATCH, '--config.sede=1'], '--config.sede: the config has no such field'),
+    ([CATCH, '--config.seed=abc'], '--config.seed=abc'),
+    ([CATCH, '--config.seed=-1'], 'seed: must not be negative, got -1'),
+    ([CATCH, '--config.total_steps=0'], 'total_steps: must be at least 1, got 0'),
+    ([CATCH, '--config.scheme=synk'], "scheme: there is no 'synk'; known are sync, cleanba, fused"),
+    ([CATCH, '--config.env.task=Breakot-v5'], "'Breakot-v5'; did you mean Breakout-v5"),
+    ([CATCH, '--config.env.frame_skp=3'], 'env.frame_skp: not an option of Catch-v0'),
+    ([CATCH, '--config.env.task=Pong-v5', '--config.env.noop_max=0'], 'env.noop_max'),
+    ([CATCH, '--config.env.task=Pong-v5', '--config.env.frame_skip=a'], 'env.frame_skip: must be'),
+    ([CATCH, '--config.env.task=HalfCheetah-v4'], 'continuous'),
+    ([CATCH, '--config.env.task=WalkerWalk-v1'], 'Dict'),
+    ([CATCH, '--config.env.num_envs=33'], '33 items'),
+    ([CATCH, '--config.num_grad_shards=3'], '32 environments cannot be split evenly'),
+    ([CATCH, '--config.num_minibatches=5'], '5 minibatches'),
+    ([CATCH, '--config.network.name=nature_cnn'], 'network.'),
+    ([CATCH, '--config.network.name=mpl'], "'mpl'"),
+    ([CATCH, '--config.loss.name=ppo'], 'loss.'),
+    ([CATCH, '--config.optimizer.learning_rate=-1'], 'learning_rate: must be above 0, got -1'),
+    ([CATCH, '--config.placement.actor_devices=(0,77)'], '78'),
+    ([CATCH, '--config.placement.actor_devices=(0,1)'], '1 shards cannot be shared by 2 actors'),
+    ([CATCH, '--config.placement.learner_devices=(0,0)'], 'names a device twice'),
+    ([CATCH, '--config.placement.actor_platform=gpu'], 'no gpu here'),
+    ([CATCH, '--config.scheme=fused', '--config.placement.learner_devices=(1,)'], 'one device'),
+])
+def test_bad_input_is_one_line_and_exit_2(args, said, tmp_path, capsys, monkeypatch):
+  """In this process, which saves the seconds that Python takes to start."""
+  monkeypatch.setattr(main.placement, 'prepare_host', _only_checks(main.placement.prepare_host))
+  workdir = tmp_path / 'run'
+  assert main.main(['podracer_jit', *args, *([f'--workdir={workdir}'] if args else [])]) == 2
+  error = capsys.readouterr().err
+  assert error.startswith('podracer_jit: ') and error.count('\n') == 1
+  assert said in error
+  assert not workdir.exists()
+
+
+def _only_checks(real):
+  """prepare_host without its effects: this process has its backend already."""
+  def prepare(options):
+    update, main.jax.config.update = main.jax.config.update, lambda *a: None
+    try:
+      real(options)
+    finally:
+      main.jax.config.update = update
+  return prepare
+
+
+def test_a_process_says_so_too(tmp_path):
+  result = binary(CATCH, '--config.seed=x', f'--workdir={tmp_path}/run')
+  assert result.returncode == 2
+  assert [line for line in result.stderr.splitlines() if 'podracer_jit' in line]
+  assert '--config.seed=x' in result.stderr
+
+
+def test_an_unwritable_workdir_is_refused(tmp_path):
+  (tmp_path / 'file').write_text('')
+  result = binary(CATCH, f'--workdir={tmp_path}/file/run')
+  assert result.returncode == 2 and 'file' in result.stderr
+
+
+def test_trains_and_leaves_a_whole_workdir(tmp_path):
+  """From another directory, by the packaged config."""
+  result = binary(CATCH, '--workdir=run', '--config.log.every_seconds=0.1', cwd=tmp_path)
+  assert result.returncode == 0, result.stderr
+  assert 'SPS' in result.stdout and 'finished at update 9' in result.stdout
+  run = tmp_path / 'run'
+  config = json.loads((run / 'config.json').read_text())
+  assert config['config']['seed'] == 1 and config['versions']['jax']
+  metrics = lines(run / 'metrics.jsonl')
+  assert [m['update'] for m in metrics] == list(range(1, 10))
+  fields = {'update', 'steps', 'frames', 'sps', 'episode_return', 'episode_length', 'episodes',
+            'actor_wait_s', 'learner_wait_s', 'cgd', 'gud', 'policy_loss', 'baseline_loss',
+            'entropy', 'grad_norm', 'learning_rate'}
+  assert fields <= metrics[-1].keys()
+  assert metrics[-1]['steps'] >= 5000 > metrics[-2]['steps']
+  # cleanba with 2 minibatches: lag 0 then 1 update of 2 gradient steps, plus (2 - 1) / 2.
+  assert [m['cgd'] for m in metrics] == [0.5] + [2.5] * 8
+  assert metrics[-1]['episode_length'] == 9.0  # Catch always takes nine steps
+  assert [r[0] for r in receipts(run)] == list(range(1, 10))
+  assert list((run / 'tensorboard').glob('events*')) and list((run / 'checkpoints').iterdir())
+
+
+SEGMENTS = [CATCH, '--config.checkpoint.every_updates=3', '--config.log.tensorboard=False']
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+  """A run in segments of 3 that nothing stopped."""
+  workdir = tmp_path_factory.mktemp('whole')
+  result = binary(*SEGMENTS, f'--workdir={workdir}')
+  assert result.returncode == 0, result.stderr
+  return workdir
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(whole, tmp_path):
+  process = subprocess.Popen(command(*SEGMENTS, f'--workdir={tmp_path}'),
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+  path = tmp_path / 'metrics.jsonl'
+  while not path.exists() or len(path.read_text().splitlines()) < 4:
+    assert process.poll() is None
+    time.sleep(0.01)
+  process.send_signal(signal.SIGKILL)
+  process.wait()
+  with path.open('a') as file:
+    file.write('{"update": 8, "half a li')
+  result = binary(*SEGMENTS, f'--workdir={tmp_path}')
+  assert result.returncode == 0 and 'going on from update' in result.stdout, result.stderr
+  assert receipts(tmp_path) == receipts(whole)
+  assert [m['update'] for m in lines(path)] == list(range(1, 10))
+  last = [lines(w / 'metrics.jsonl')[-1] for w in (tmp_path, whole)]
+  assert last[0]['episode_return'] == last[1]['episode_return']
+  assert last[0]['episodes'] == last[1]['episodes']
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_same_command_goes_on(number, tmp_path):
+  args = [CATCH, '--config.total_steps=400000', '--config.log.tensorboard=False',
+          f'--workdir={tmp_path}']
+  process = subprocess.Popen(command(*args), stdout=subprocess.PIPE, text=True)
+  path = tmp_path / 'metrics.jsonl'
+  while not path.exists() or len(path.read_text().splitlines()) < 4:
+    assert process.poll() is None
+    time.sleep(0.01)
+  process.send_signal(number)
+  out, _ = process.communicate(timeout=120)
+  assert process.returncode == 0 and 'the same command goes on' in out
+  done = len(receipts(tmp_path))
+  assert (tmp_path / 'checkpoints' / str(done)).is_dir()
+  process = subprocess.Popen(command(*args), stdout=subprocess.PIPE, text=True)
+  while len(path.read_text().splitlines()) < done + 3:
+    assert process.poll() is None
+    time.sleep(0.01)
+  process.send_signal(number)
+  out, _ = process.communicate(timeout=120)
+  assert f'going on from update {done} ' in out
+  updates = [r[0] for r in receipts(tmp_path)]
+  assert updates == list(range(1, len(updates) + 1)) and len(updates) > done
+
+
+def test_a_finished_run_only_says_so(whole):
+  before = (whole / 'receipts.jsonl').read_text()
+  result = binary(*SEGMENTS, f'--workdir={whole}')
+  assert result.returncode == 0 and 'finished at update 9' in result.stdout
+  assert (whole / 'receipts.jsonl').read_text() == before
+
+
+def test_a_changed_config_is_refused_and_a_changed_placement_is_not(whole, capsys, monkeypatch):
+  monkeypatch.setattr(main.placement, 'prepare_host', _only_checks(main.placement.prepare_host))
+  args = ['podracer_jit', *SEGMENTS, f'--workdir={whole}']
+  assert main.main([*args, '--config.seed=2', '--config.loss.discount=0.9']) == 2
+  error = capsys.readouterr().err
+  assert 'loss.discount: 0.99 there, 0.9 now; seed: 1 there, 2 now' in error
+  assert main.main([*args, '--config.placement.xla_threads=9']) == 2
+  assert main.main([*args, '--config.placement.env_threads=2', '--config.log.window=5']) == 0
+
+
+def test_profile_dir_gets_a_trace_with_named_regions(tmp_path):
+  result = binary(CATCH, f'--workdir={tmp_path}/run', f'--profile_dir={tmp_path}/trace')
+  assert result.returncode == 0, result.stderr
+  (trace,) = tmp_path.glob('trace/plugins/profile/*/*.xplane.pb')
+  content = trace.read_bytes()
+  for region in (b'rollout', b'learn', b'hand-off'):
+    assert region in content
+
+
+def test_an_error_while_writing_ends_the_run(tmp_path):
+  """A full disk: the message, exit code 1, and what was saved stays."""
+  script = ('import sys\nfrom podracer_jit import main, metrics\n'
+            'def full(self, *a): raise OSError(28, "No space left on device")\n'
+            'metrics.Files.write = full\n'
+            'sys.exit(main.main(sys.argv))')
+  result = subprocess.run([sys.executable, '-P', '-c', script, CATCH, f'--workdir={tmp_path}'],
+                          capture_output=True, text=True, timeout=300, env=os.environ, check=False)
+  assert result.returncode == 1
+  assert 'podracer_jit: OSError: [Errno 28] No space left on device' in result.stderr

@@ -1,0 +1,155 @@
+"""Shapes, sizes and small values of the networks, all worked out by hand."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from podracer_jit import networks
+
+FRAMES = jax.ShapeDtypeStruct((5, 4, 84, 84), np.uint8)
+VECTORS = jax.ShapeDtypeStruct((5, 3, 7), np.float32)
+
+
+def _dense(fan_in, out):
+  return (fan_in + 1) * out
+
+
+# 84 -> 20 -> 9 -> 7 (VALID).
+NATURE = (_dense(8 * 8 * 4, 32) + _dense(4 * 4 * 32, 64) + _dense(3 * 3 * 64, 64)
+          + _dense(7 * 7 * 64, 512) + _dense(512, 6) + _dense(512, 1))
+# 84 -> 42 -> 21 -> 11 (SAME); each of three stages has a convolution and two blocks of two.
+RESNET = (_dense(9 * 4, 16) + 4 * _dense(9 * 16, 16) + _dense(9 * 16, 32) + 4 * _dense(9 * 32, 32)
+          + _dense(9 * 32, 32) + 4 * _dense(9 * 32, 32)
+          + _dense(11 * 11 * 32, 256) + _dense(256, 6) + _dense(256, 1))
+MLP = _dense(3 * 7, 64) + _dense(64, 32) + _dense(32, 6) + _dense(32, 1)
+
+
+@pytest.mark.parametrize('name, sizes, obs, count', [
+    ('nature_cnn', {}, FRAMES, NATURE),
+    ('impala_resnet', dict(channels=(16, 32, 32), hidden=256), FRAMES, RESNET),
+    ('mlp', dict(hidden=(64, 32)), VECTORS, MLP)])
+def test_shapes_and_parameter_counts(name, sizes, obs, count):
+  network = networks.make(name, 6, **sizes)
+  params = jax.eval_shape(network.init, jax.random.key(0), obs)
+  assert sum(x.size for x in jax.tree.leaves(params)) == count
+  assert all(x.dtype == np.float32 for x in jax.tree.leaves(params))
+  logits, value = jax.eval_shape(network.apply, params, obs)
+  assert (logits.shape, logits.dtype) == ((5, 6), np.float32)
+  assert (value.shape, value.dtype) == ((5,), np.float32)
+
+
+def test_published_parameter_counts():
+  """The same sums as plain numbers."""
+  assert (NATURE, RESNET, MLP) == (1_687_719, 1_091_031, 3_719)
+
+
+@pytest.mark.parametrize('stride, expected', [
+    # Pixels / 255 of the first channel: 0 1 .2; .4 .6 0, and 1 everywhere in the second.
+    # (1 0 + 2 1 + 3 .4 + 4 .6) + 10 and (1 1 + 2 .2 + 3 .6 + 4 0) + 10, and the bias.
+    (1, [15.6 + 0.5, 13.2 + 0.5]),
+    (2, [15.6 + 0.5]),  # windows that do not overlap
+])
+def test_images_are_scaled_and_convolved(stride, expected):
+  """[N, C, H, W] bytes; each output is doubled by the dense layer and 1 taken away."""
+  obs = np.uint8([[[0, 255, 51], [102, 153, 0]], [[255] * 3] * 2])[None]
+  torso = networks.NatureCNN(channels=(1,), kernels=(2,), strides=(stride,), hidden=1)
+  kernel = np.zeros((2, 2, 2, 1), np.float32)
+  kernel[:, :, 0, 0] = [[1, 2], [3, 4]]
+  kernel[:, :, 1, 0] = 2.5
+  params = {'params': {
+      'Conv_0': {'kernel': kernel, 'bias': np.float32([0.5])},
+      'Dense_0': {'kernel': np.full((len(expected), 1), 2, np.float32),
+                  'bias': np.float32([-1])}}}
+  assert_allclose(torso.apply(params, obs), [[2 * sum(expected) - 1]], rtol=1e-6)
+  # The rectifiers: of the convolution, then of the dense layer.
+  params['params']['Conv_0']['bias'] = np.float32([-100])
+  params['params']['Dense_0']['bias'] = np.float32([7])
+  assert_array_equal(torso.apply(params, obs), [[7]])
+  params['params']['Dense_0']['bias'] = np.float32([-7])
+  assert_array_equal(torso.apply(params, obs), [[0]])
+
+
+def test_residual_block_by_hand():
+  """Kernels with a middle alone: y = 2 relu(x) + 1, then x + 3 relu(y) - 4."""
+  x = np.random.default_rng(0).integers(-5, 6, size=(2, 4, 5, 1)).astype(np.float32)
+  middle = np.zeros((3, 3, 1, 1), np.float32)
+  middle[1, 1] = 1
+  params = {'params': {'Conv_0': {'kernel': 2 * middle, 'bias': np.float32([1])},
+                       'Conv_1': {'kernel': 3 * middle, 'bias': np.float32([-4])}}}
+  expected = x + 3 * (2 * np.maximum(x, 0) + 1) - 4
+  assert_array_equal(networks.ResidualBlock().apply(params, x), expected)
+
+
+def _conv_same(x, w, b):
+  """3x3 on one image [H, W, C], zeros around it; loops."""
+  padded = np.pad(x, ((1, 1), (1, 1), (0, 0)))
+  out = np.zeros((*x.shape[:2], w.shape[-1]))
+  for i, j in np.ndindex(x.shape[:2]):
+    out[i, j] = np.einsum('hwc,hwco->o', padded[i:i + 3, j:j + 3], w) + b
+  return out
+
+
+def _pool_same(x):
+  """3x3 windows, every second one of [H, W, C] with H and W odd: one row around on each side."""
+  padded = np.pad(x, ((1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
+  return np.array([[padded[i:i + 3, j:j + 3].max((0, 1)) for j in range(0, x.shape[1], 2)]
+                   for i in range(0, x.shape[0], 2)])
+
+
+def test_impala_resnet_as_in_the_paper():
+  """1802.01561, figure 3: convolution, pooling, blocks; at the end a rectifier, a dense layer."""
+  network = networks.make('impala_resnet', 2, channels=(2, 3), blocks=1, hidden=4)
+  rng = np.random.default_rng(0)
+  obs = rng.integers(256, size=(1, 2, 5, 9)).astype(np.uint8)
+  shapes = jax.eval_shape(network.init, jax.random.key(0), obs)
+  params = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)
+
+  torso = params['params']['torso']
+  x = obs[0].transpose(1, 2, 0) / 255
+  for stage in range(2):
+    w = torso[f'Conv_{stage}']
+    x = _pool_same(_conv_same(x, w['kernel'], w['bias']))
+    block, y = torso[f'ResidualBlock_{stage}'], x
+    for w in (block['Conv_0'], block['Conv_1']):
+      y = _conv_same(np.maximum(y, 0), w['kernel'], w['bias'])
+    x = x + y
+  x = np.maximum(x, 0).reshape(-1)
+  x = np.maximum(x @ torso['Dense_0']['kernel'] + torso['Dense_0']['bias'], 0)
+  logits, value = network.apply(params, obs)
+  heads = params['params']
+  assert_allclose(logits[0], x @ heads['policy']['kernel'] + heads['policy']['bias'], rtol=1e-4)
+  assert_allclose(value, x @ heads['value']['kernel'] + heads['value']['bias'], rtol=1e-4)
+
+
+def test_mlp_by_hand():
+  network = networks.make('mlp', 2, hidden=(1,))
+  heads = {'policy': {'kernel': np.float32([[1, -1]]), 'bias': np.float32([0, 3])},
+           'value': {'kernel': np.float32([[10]]), 'bias': np.float32([0.5])}}
+  torso = {'Dense_0': {'kernel': np.float32([[1], [2], [0.25]]), 'bias': np.float32([-1])}}
+  for obs in (np.int32([[[1], [0], [2]]]), np.float32([[[1], [0], [2]]])):
+    logits, value = network.apply({'params': {'torso': torso, **heads}}, obs)
+    y = np.tanh(0.5)  # 1 + 0 + 0.5 - 1
+    assert_allclose(logits, [[y, 3 - y]], rtol=1e-6)
+    assert_allclose(value, [10 * y + 0.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize('name', networks.IMAGE_TORSOS)
+def test_gradients_stay_in_the_layout_that_loops_run_fast(name):
+  """Autodiff's own gradients are 15 to 50 times slower inside XLA's CPU loops."""
+  network = networks.make(name, 6)
+  params = jax.eval_shape(network.init, jax.random.key(0), FRAMES)
+
+  def loss(params, obs):
+    return sum(jnp.sum(x) for x in network.apply(params, obs))
+
+  program = str(jax.make_jaxpr(jax.grad(loss))(params, FRAMES))
+  layouts = re.findall(r'dimension_numbers=ConvDimensionNumbers\((.*?)\)\s', program, re.DOTALL)
+  # Each layer's output and the gradients of its kernel and input (XLA drops the first layer's).
+  assert len(layouts) == 3 * (3 if name == 'nature_cnn' else 15)
+  assert {' '.join(x.split()) for x in layouts} == {
+      'lhs_spec=(0, 3, 1, 2), rhs_spec=(3, 2, 0, 1), out_spec=(0, 3, 1, 2)'}
+  assert 'select_and_scatter' not in program

@@ -1,0 +1,457 @@
+"""Gradients and updates against plain NumPy, and to the last bit against themselves elsewhere."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from numpy.testing import assert_allclose, assert_array_equal
+
+from podracer_jit import build, networks, objectives, ops, receipts
+from podracer_jit.types import Episodes, Rollout, TrainState
+from tests import reference
+
+ACTIONS = 3
+DISCOUNT = 0.9
+OPTIONS = {
+    'impala': dict(discount=DISCOUNT, vtrace_lambda=0.9, clip_rho=1.0, clip_pg_rho=1.0,
+                   baseline_coef=0.5, entropy_coef=0.05),
+    'ppo': dict(discount=DISCOUNT, gae_lambda=0.8, clip=0.1, clip_value=True, value_coef=0.5,
+                entropy_coef=0.05, normalise_advantage=True),
+}
+RMSPROP = dict(name='rmsprop', decay=0.99, eps=0.01, max_grad_norm=40.0)
+ADAM = dict(name='adam', b1=0.9, b2=0.999, eps=1e-5, max_grad_norm=40.0)
+BY_ENV = PartitionSpec(None, ops.AXIS)
+
+
+def make_rollout(seed, steps, num_envs, obs_shape=(5,), dtype=np.float32):
+  """Random rows with all kinds of ends, as arrays of NumPy."""
+  rng = np.random.default_rng(seed)
+  ends = [reference.random_ends(rng, steps, carried=rng.random() < 0.3) for _ in range(num_envs)]
+  terminated, truncated, valid = (np.stack(x, axis=1) for x in zip(*ends, strict=True))
+  shape = (steps, num_envs)
+  obs = rng.normal(size=(steps + 1, num_envs, *obs_shape))
+  if dtype == np.uint8:
+    obs = rng.integers(256, size=obs.shape)
+
+  def normal():
+    return rng.normal(size=shape).astype(np.float32)
+
+  return Rollout(
+      obs=obs.astype(dtype), action=rng.integers(ACTIONS, size=shape).astype(np.int32),
+      behaviour_log_prob=np.log(rng.uniform(0.2, 0.5, size=shape)).astype(np.float32),
+      behaviour_value=normal(), reward=np.where(valid, normal(), np.float32(0)),
+      terminated=terminated, truncated=truncated, valid=valid,
+      episodes=Episodes(terminated | truncated, normal(), np.ones(shape, np.int32)))
+
+
+def make_network(name='mlp', **sizes):
+  return networks.make(name, ACTIONS, **sizes)
+
+
+def make_params(network, obs, seed=0):
+  """Weights large enough to matter in every layer, biases too."""
+  shapes = jax.eval_shape(network.init, jax.random.key(0), obs[0][:1])
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+      lambda s: rng.normal(size=s.shape, scale=1 / np.sqrt(s.shape[0] + 1)).astype(np.float32),
+      shapes)
+
+
+NETWORK = make_network(hidden=(6,))
+
+
+def test_pairwise_sum_has_one_order():
+  rng = np.random.default_rng(0)
+  x = (rng.normal(size=(7, 50)) * 10.0 ** rng.integers(-3, 4, size=(7, 50))).astype(np.float32)
+  a, b, c, d, e, f, g = x
+  expected = {
+      1: a, 2: a + b, 3: (a + b) + c, 4: (a + b) + (c + d), 5: ((a + b) + (c + d)) + e,
+      6: ((a + b) + (c + d)) + (e + f), 7: ((a + b) + (c + d)) + ((e + f) + g)}
+  for count, total in expected.items():
+    assert_array_equal(jax.jit(ops.pairwise_sum)(x[:count]), total)
+  for other in (functools.reduce(np.add, x), functools.reduce(np.add, x[::-1])):
+    assert (other != expected[7]).any()  # the numbers tell orders apart
+
+
+@pytest.mark.parametrize('items, item_rows, microbatch_rows, expected', [
+    (12, 1, 0, 1),  # no bound
+    (12, 1, 12, 1), (12, 1, 11, 2), (12, 1, 5, 3), (12, 1, 1, 12),
+    (12, 21, 64, 4),  # three sequences of 21 rows fit
+    (12, 21, 20, 12),  # not even one does: one at a time
+    (7, 1, 3, 7),  # a prime cannot be cut into threes
+    (1, 21, 100, 1)])
+def test_pieces(items, item_rows, microbatch_rows, expected):
+  assert ops.pieces(items, item_rows, microbatch_rows) == expected
+
+
+def _items(groups, group_envs, per_env, shuffle, minibatches=2, seed=5):
+  """The first of `minibatches` minibatches: items of each group, [groups, n]."""
+  rng, count = np.random.default_rng(seed), group_envs * per_env
+  order = rng.permutation if shuffle else np.arange
+  return np.stack([order(count)[:count // minibatches] for _ in range(groups)]).astype(np.int32)
+
+
+def _impala_expected(params, rollout, items, group_envs):
+  """Gradients by logits and value at all T + 1 rows, and the terms: one environment at a time."""
+  options = OPTIONS['impala']
+  logits, value = _outputs(params, rollout.obs)
+  by_logits, by_value, terms = np.zeros(logits.shape), np.zeros(value.shape), []
+  for group, some in enumerate(items):
+    for b in group * group_envs + some:
+      ends = rollout.terminated[:, b], rollout.truncated[:, b], rollout.valid[:, b]
+      action = rollout.action[:, b]
+      ratio = reference.ratios(logits[:-1, b], action, rollout.behaviour_log_prob[:, b])
+      targets, advantages = reference.vtrace(
+          value[:, b], rollout.reward[:, b], ratio, DISCOUNT, ends, options['vtrace_lambda'])
+      coefs = options['baseline_coef'], options['entropy_coef']
+
+      def loss(logits, value, constants=(action, targets, advantages, ends[2], *coefs)):
+        return reference.impala_objective(logits, value, *constants)
+
+      by_logits[:-1, b] = reference.numeric_gradient(
+          lambda x, b=b, loss=loss: loss(x, value[:, b])[0], logits[:-1, b])
+      by_value[:, b] = reference.numeric_gradient(
+          lambda x, b=b, loss=loss: loss(logits[:-1, b], x)[0], value[:, b])
+      parts = loss(logits[:-1, b], value[:, b])[1]
+      terms.append(parts | {'rho': ratio[ends[2]].sum(), 'valid': ends[2].sum()})
+  return by_logits, by_value, {name: sum(t[name] for t in terms) for name in terms[0]}
+
+
+def _ppo_targets(params, rollout):
+  _, value = _outputs(params, rollout.obs)
+  value = np.concatenate([rollout.behaviour_value, value[-1:]])
+  advantage = np.stack([
+      reference.gae(value[:, b], rollout.reward[:, b], DISCOUNT, OPTIONS['ppo']['gae_lambda'],
+                    (rollout.terminated[:, b], rollout.truncated[:, b], rollout.valid[:, b]))
+      for b in range(value.shape[1])], axis=1)
+  return {'advantage': advantage, 'value_target': advantage + rollout.behaviour_value}
+
+
+def _ppo_expected(params, rollout, items, group_envs, targets):
+  """The same for PPO: means over the minibatch's valid rows, advantages normalised over them."""
+  logits, value = _outputs(params, rollout.obs)
+  rows = [(i // group_envs, group * group_envs + i % group_envs)
+          for group, some in enumerate(items) for i in some]
+  rows = tuple(np.array([row for row in rows if rollout.valid[row]]).T)
+  advantage = targets['advantage'][rows]
+  advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+  names = ('clip', 'clip_value', 'value_coef', 'entropy_coef')
+  valid = np.ones(len(advantage), bool)
+
+  def loss(logits, value):
+    return reference.ppo_objective(
+        logits, value, rollout.action[rows], rollout.behaviour_log_prob[rows],
+        rollout.behaviour_value[rows], advantage, targets['value_target'][rows], valid,
+        *(OPTIONS['ppo'][name] for name in names))
+
+  by_logits, by_value = np.zeros(logits.shape), np.zeros(value.shape)
+  at_rows = logits[rows], value[rows]
+  by_logits[rows] = reference.numeric_gradient(lambda x: loss(x, at_rows[1])[0], at_rows[0])
+  by_value[rows] = reference.numeric_gradient(lambda x: loss(at_rows[0], x)[0], at_rows[1])
+  return (by_logits / len(valid), by_value / len(valid),
+          loss(*at_rows)[1] | {'valid': len(valid)})
+
+
+def _outputs(params, obs):
+  logits, value = NETWORK.apply(params, obs.reshape(-1, *obs.shape[2:]))
+  return (np.array(logits, np.float64).reshape(*obs.shape[:2], -1),
+          np.array(value, np.float64).reshape(obs.shape[:2]))
+
+
+def _pull_back(params, obs, by_logits, by_value):
+  """From the outputs' gradients to the parameters': one pass of autodiff over the network alone."""
+  _, pull_back = jax.vjp(lambda p: NETWORK.apply(p, obs.reshape(-1, *obs.shape[2:])), params)
+  return pull_back((by_logits.reshape(-1, ACTIONS).astype(np.float32),
+                    by_value.reshape(-1).astype(np.float32)))[0]
+
+
+def _gradient(name, sizes, unroll_length):
+  objective = objectives.OBJECTIVES[name](NETWORK.apply, unroll_length, OPTIONS[name])
+  return objective, jax.jit(ops.make_gradient(objective, sizes, 1))
+
+
+STEPS, NUM_ENVS = 5, 8
+
+
+def _case(name, groups, microbatch_rows):
+  rollout = make_rollout(1, STEPS, NUM_ENVS)
+  params = make_params(NETWORK, rollout.obs)
+  sizes = ops.Sizes(NUM_ENVS, groups, 2, 1, microbatch_rows)
+  objective, gradient = _gradient(name, sizes, STEPS)
+  items = _items(groups, NUM_ENVS // groups, objective.items_per_env, objective.shuffle)
+  targets = ()
+  if name == 'ppo':  # NaN, as the reference has it in invalid rows, would pass through any mask
+    targets = {k: np.nan_to_num(v, nan=5.0).astype(np.float32)
+               for k, v in _ppo_targets(params, rollout).items()}
+  return rollout, params, items, targets, gradient
+
+
+@pytest.mark.parametrize('groups, microbatch_rows', [(1, 0), (2, 6), (4, 1)])
+@pytest.mark.parametrize('name', ['impala', 'ppo'])
+def test_gradient_is_that_of_the_whole_minibatch(name, groups, microbatch_rows):
+  rollout, params, items, targets, gradient = _case(name, groups, microbatch_rows)
+  group_envs = NUM_ENVS // groups
+  grads, terms = gradient(params, rollout, targets, items)
+  if name == 'impala':
+    *by_outputs, expected_terms = _impala_expected(params, rollout, items, group_envs)
+  else:
+    *by_outputs, expected_terms = _ppo_expected(
+        params, rollout, items, group_envs, _ppo_targets(params, rollout))
+  expected = _pull_back(params, rollout.obs, *by_outputs)
+  jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads, expected)
+  assert set(terms) == set(expected_terms)
+  for term, value in expected_terms.items():
+    assert_allclose(terms[term], value, rtol=1e-4, atol=1e-5, err_msg=term)
+
+
+def test_ppo_prepares_advantages_and_targets():
+  rollout = make_rollout(2, STEPS, NUM_ENVS)
+  params = make_params(NETWORK, rollout.obs)
+  objective, _ = _gradient('ppo', ops.Sizes(NUM_ENVS, 1, 1, 1, 0), STEPS)
+  targets = jax.jit(objective.prepare)(params, rollout)
+  expected = _ppo_targets(params, rollout)
+  assert set(targets) == set(expected)
+  for name, value in expected.items():
+    got = np.array(targets[name])[rollout.valid]
+    assert_allclose(got, value[rollout.valid], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize('name', ['impala', 'ppo'])
+def test_invalid_rows_do_not_matter(name):
+  """All that a truncation's last frame is good for is its value (in PPO, the acting network's)."""
+  rollout, params, items, _, gradient = _case(name, 2, 6)
+  objective, _ = _gradient(name, ops.Sizes(NUM_ENVS, 2, 2, 1, 6), STEPS)
+
+  def run(rollout):
+    targets = jax.jit(objective.prepare)(params, rollout)
+    return gradient(params, rollout, targets, items)
+
+  before = run(rollout)
+  odd = jax.tree.map(np.copy, rollout)
+  invalid = ~odd.valid
+  after_termination = invalid.copy()
+  after_termination[1:] &= odd.terminated[:-1]
+  assert (invalid & ~after_termination).any() and after_termination.any()
+  odd.action[invalid] = (odd.action[invalid] + 1) % ACTIONS
+  odd.behaviour_log_prob[invalid] -= 1.5
+  odd.reward[invalid] = 1e3
+  odd.behaviour_value[after_termination] = 1e3
+  odd.obs[:-1][after_termination] = 3.0
+  jax.tree.map(assert_array_equal, run(odd), before)
+
+
+def on_mesh(function, size, in_specs, out_specs):
+  mesh = Mesh(np.array(jax.devices()[:size]), (ops.AXIS,))
+  return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
+                               check_vma=False))
+
+
+# 2,048 rows of the MLP and 640 of the convolutional network to a group: with few, sums are not
+# split between threads, and anything is exact.
+LARGE = {
+    'mlp': (make_network(hidden=(64, 64)), 16, 512, (8,)),
+    'cnn': (make_network('nature_cnn', channels=(4, 8), kernels=(4, 3), strides=(2, 1), hidden=32),
+            5, 512, (2, 16, 16))}
+
+
+@pytest.mark.parametrize('name, size, microbatch_rows', [
+    ('impala', 'mlp', 1088), ('ppo', 'mlp', 0), ('impala', 'cnn', 0), ('ppo', 'cnn', 0)])
+def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
+  network, steps, num_envs, obs_shape = LARGE[size]
+  dtype = np.uint8 if len(obs_shape) == 3 else np.float32
+  rollout = make_rollout(3, steps, num_envs, obs_shape, dtype)
+  params = make_params(network, rollout.obs)
+  sizes = ops.Sizes(num_envs, 4, 1, 1, microbatch_rows)
+  objective = objectives.OBJECTIVES[name](network.apply, steps, OPTIONS[name])
+  items = _items(4, num_envs // 4, objective.items_per_env, objective.shuffle, minibatches=1)
+  targets = jax.jit(objective.prepare)(params, rollout)
+  specs, results = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(ops.AXIS)), []
+  for devices in (1, 2, 4):
+    gradient = ops.make_gradient(objective, sizes, devices)
+    gradient = on_mesh(gradient, devices, specs, PartitionSpec())
+    results.append(gradient(params, rollout, targets, items))
+  leaves = jax.tree_util.tree_leaves_with_path(results[0][0])
+  assert sum('bias' in jax.tree_util.keystr(path) for path, _ in leaves) >= 4
+  assert all(np.any(leaf) for _, leaf in leaves)
+  for other in results[1:]:
+    jax.tree.map(assert_array_equal, other, results[0])
+
+
+def _state(params, optimizer=None, **fields):
+  opt_state = () if optimizer is None else optimizer.init(params)
+  state = TrainState(params, opt_state, jnp.int32(0), jnp.int32(0), jax.random.key(7))
+  return state._replace(**fields)
+
+
+def test_learning_is_exact_on_any_mesh():
+  """Two epochs of two minibatches: parameters, receipts and all other metrics."""
+  network, steps, num_envs, obs_shape = LARGE['mlp']
+  rollout = make_rollout(3, steps, num_envs, obs_shape)
+  params = make_params(network, rollout.obs)
+  sizes = ops.Sizes(num_envs, 4, 2, 2, 0)
+  objective = objectives.ppo(network.apply, steps, OPTIONS['ppo'])
+  optimizer = build.make_optimizer(ADAM)
+  rate = build.make_learning_rate(dict(learning_rate=1e-3, anneal=True), 100_000)
+  before = _state(params, optimizer, update=jnp.int32(3), steps=jnp.int32(25_000))
+  results = []
+  for size in (1, 4):
+    learn = ops.fuse(objective, ops.make_gradient(objective, sizes, size),
+                     ops.make_update(optimizer, rate), sizes, rate, size)
+
+    def split(state, rollout, learn=learn):
+      state, metrics = learn(state, rollout)
+      return state._replace(key=()), metrics.pop('episodes'), metrics
+
+    results.append(on_mesh(split, size, (PartitionSpec(), BY_ENV),
+                           (PartitionSpec(), BY_ENV, PartitionSpec()))(before, rollout))
+  jax.tree.map(assert_array_equal, *results)
+  state, episodes, metrics = results[0]
+  jax.tree.map(assert_array_equal, episodes, rollout.episodes)
+  batch = rollout._replace(episodes=())
+  assert_array_equal(metrics['batch'], receipts.fingerprint(batch, 1, 0, num_envs))
+  assert_array_equal(metrics['params'], receipts.fingerprint(state.params))
+  seen = rollout.valid.sum()
+  assert (metrics['valid'], metrics['steps'], metrics['update']) == (seen, 25_000 + seen, 4)
+  assert (state.steps, state.update) == (25_000 + seen, 4)
+  assert_allclose(metrics['learning_rate'], 0.75e-3, rtol=1e-6)
+
+
+@pytest.mark.parametrize('name', ['impala', 'ppo'])
+def test_learning_descends_the_gradient(name):
+  """One gradient step at a constant rate; metrics are means over valid rows."""
+  rollout = make_rollout(1, STEPS, NUM_ENVS)
+  params = make_params(NETWORK, rollout.obs)
+  sizes = ops.Sizes(NUM_ENVS, 2, 1, 1, 0)
+  objective, gradient = _gradient(name, sizes, STEPS)
+
+  def rate(steps):
+    return jnp.float32(0.25)
+
+  update = ops.make_update(optax.identity(), rate)
+  learn = jax.jit(ops.fuse(objective, gradient, update, sizes, rate, 1))
+  state, metrics = learn(_state(params, optax.identity()), rollout)
+  if name == 'impala':
+    items = _items(2, NUM_ENVS // 2, 1, False, minibatches=1)
+    *by_outputs, terms = _impala_expected(params, rollout, items, NUM_ENVS // 2)
+  else:  # the whole rollout, in whatever order
+    items = _items(2, NUM_ENVS // 2, STEPS, True, minibatches=1)
+    *by_outputs, terms = _ppo_expected(params, rollout, items, NUM_ENVS // 2,
+                                       _ppo_targets(params, rollout))
+  grads = _pull_back(params, rollout.obs, *by_outputs)
+  jax.tree.map(lambda new, old, g: assert_allclose(new, old - 0.25 * g, rtol=1e-4, atol=1e-5),
+               state.params, params, grads)
+  norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
+  assert_allclose(metrics['grad_norm'], norm, rtol=1e-4)
+  rows = terms.pop('valid')
+  for term, total in terms.items():
+    assert_allclose(metrics[term], total / rows, rtol=1e-4, atol=1e-5, err_msg=term)
+
+
+def _orders(name, sizes, steps, mesh_size=1, update=0):
+  """What items `fuse` asks gradients of: [epochs, minibatches, groups, n]."""
+  objective = objectives.OBJECTIVES[name](None, steps, OPTIONS[name])
+  objective = objective._replace(prepare=lambda params, rollout: ())
+  groups = sizes.num_grad_shards
+  size = sizes.num_envs * objective.items_per_env // groups // sizes.num_minibatches
+  rounds = sizes.num_epochs * sizes.num_minibatches
+
+  def gradient(params, rollout, targets, items):
+    return items.astype(jnp.float32), {'valid': jnp.float32(1)}
+
+  def remember(state, items):
+    seen, count = state.params
+    return state._replace(params=(seen.at[count].set(items), count + 1))
+
+  learn = ops.fuse(objective, gradient, remember, sizes, lambda steps: jnp.float32(0), mesh_size)
+
+  def seen(seen, rollout):
+    state = _state((seen, jnp.int32(0)), update=jnp.int32(update))
+    return learn(state, rollout)[0].params[0]
+
+  rollout = make_rollout(0, steps, sizes.num_envs)
+  out = on_mesh(seen, mesh_size, (BY_ENV, BY_ENV), BY_ENV)(
+      np.zeros((rounds, groups, size), np.float32), rollout)
+  return np.array(out).astype(int).reshape(sizes.num_epochs, sizes.num_minibatches, groups, size)
+
+
+def test_an_epoch_visits_every_item_once():
+  sizes, steps = ops.Sizes(8, 4, 5, 3, 0), 10
+  orders = _orders('ppo', sizes, steps)
+  assert orders.shape == (3, 5, 4, 4)
+  of_groups = [orders[e, :, g].reshape(-1) for e in range(3) for g in range(4)]
+  for order in of_groups:
+    assert_array_equal(np.sort(order), np.arange(20))
+  other = _orders('ppo', sizes, steps, update=1)
+  of_groups += [other[e, :, g].reshape(-1) for e in range(3) for g in range(4)]
+  # All differ: between epochs, groups and updates.
+  assert len({tuple(order) for order in of_groups}) == 24
+
+
+def test_orders_do_not_depend_on_the_mesh():
+  sizes, steps = ops.Sizes(8, 4, 5, 3, 0), 10
+  expected = _orders('ppo', sizes, steps)
+  for mesh_size in (2, 4):
+    assert_array_equal(_orders('ppo', sizes, steps, mesh_size), expected)
+
+
+def test_sequences_are_visited_in_order():
+  orders = _orders('impala', ops.Sizes(24, 4, 3, 2, 0), 2)
+  assert_array_equal(orders, np.broadcast_to(np.arange(6).reshape(3, 1, 2), (2, 3, 4, 2)))
+
+
+def _descend(options, gradients, rate=0.1):
+  """Parameters after each gradient, from zero."""
+  optimizer = build.make_optimizer(options)
+  update = jax.jit(ops.make_update(optimizer, lambda steps: rate))
+  state, path = _state(jnp.zeros(len(gradients[0])), optimizer), []
+  for gradient in gradients:
+    state = update(state, np.float32(gradient))
+    path.append(np.array(state.params))
+  return path
+
+
+def test_rmsprop_is_that_of_pytorch():
+  """v = 0.99 v + 0.01 g^2; step 0.1 g / (sqrt(v) + 0.01): epsilon outside the square root.
+
+  g = 3: v = 0.09, step 0.3 / 0.31; then g = -4: v = 0.0891 + 0.16.
+  """
+  first = -0.3 / 0.31
+  second = first + 0.4 / (np.sqrt(0.2491) + 0.01)
+  path = _descend(RMSPROP, [[3, 0], [-4, 0]])
+  assert_allclose(path, [[first, 0], [second, 0]], rtol=1e-5)
+
+
+def test_gradients_are_clipped_by_their_norm():
+  """(30, 40) has norm 50, above 40: (24, 32) is used; (18, 24) has 30 and stays."""
+  (path,) = _descend(RMSPROP, [[30, 40]])
+  assert_allclose(path, [-2.4 / 2.41, -3.2 / 3.21], rtol=1e-5)
+  (path,) = _descend(RMSPROP, [[18, 24]])
+  assert_allclose(path, [-1.8 / 1.81, -2.4 / 2.41], rtol=1e-5)
+
+
+def test_adam_by_hand():
+  """Corrected for their bias, the moments are g and g^2 at first; then as in 1412.6980."""
+  path = _descend(ADAM, [[3, -0.02, 1e-5], [-1, -0.02, 1e-5]])
+  assert_allclose(path[0], [-0.3 / 3.00001, 0.002 / 0.02001, -1e-6 / 2e-5], rtol=1e-5)
+  m, v = (0.9 * 0.1 * 3 - 0.1) / 0.19, (0.999 * 0.001 * 9 + 0.001) / (1 - 0.999 ** 2)
+  assert_allclose(path[1][0], path[0][0] - 0.1 * m / (np.sqrt(v) + 1e-5), rtol=1e-4)
+
+
+def test_learning_rate_falls_to_zero():
+  rate = build.make_learning_rate(dict(learning_rate=0.5, anneal=True), 1000)
+  got = [float(rate(jnp.int32(steps))) for steps in (0, 250, 500, 999, 1000, 1100)]
+  assert_allclose(got, [0.5, 0.375, 0.25, 0.0005, 0, 0], rtol=1e-4)
+  rate = build.make_learning_rate(dict(learning_rate=0.5, anneal=False), 1000)
+  assert [float(rate(jnp.int32(steps))) for steps in (0, 1100)] == [0.5, 0.5]
+
+
+def test_update_takes_the_rate_of_its_steps():
+  optimizer = optax.identity()
+  update = ops.make_update(optimizer, lambda steps: 1.0 / steps)
+  state = update(_state(jnp.float32([1, 2]), optimizer, steps=jnp.int32(4)), jnp.float32([8, -8]))
+  assert_array_equal(state.params, [-1, 4])
+  assert (state.steps, state.update) == (4, 0)

@@ -1,0 +1,143 @@
+"""Fingerprints: equal however an array is cut, different for whatever differs in it."""
+
+import copy
+
+import jax
+import numpy as np
+import pytest
+
+from podracer_jit import receipts
+
+T, B = 6, 8
+
+
+def _mix(x, shift_multiply):
+  for shift, multiplier in shift_multiply:
+    x = ((x ^ (x >> shift)) * multiplier) % 2**32
+  return x ^ (x >> 16)
+
+
+MIXES = (((16, 0x7FEB352D), (15, 0x846CA68B)), ((16, 0x85EBCA6B), (15, 0xC2B2AE35)))
+
+
+def _bits(leaf, has_trailing):
+  """The leaf as unsigned Python ints, in order; bytes by fours where they can be."""
+  raw = np.ascontiguousarray(leaf).tobytes()
+  width = leaf.dtype.itemsize
+  if leaf.dtype.itemsize == 1 and has_trailing and leaf.shape[-1] % 4 == 0:
+    width = 4
+  return [int.from_bytes(raw[i:i + width], 'little') for i in range(0, len(raw), width)]
+
+
+def _expected(leaves, env_axis=None):
+  """Two sums of mix(bits XOR mix(index + salt of the leaf)) modulo 2^32, in Python's integers."""
+  sums = []
+  for mix in MIXES:
+    total = 0
+    for i, leaf in enumerate(leaves):
+      salt = (i + 1) * 0x9E3779B9
+      for index, bits in enumerate(_bits(leaf, leaf.ndim - 1 > (env_axis or 0))):
+        total += _mix(bits ^ _mix((index + salt) % 2**32, mix), mix)
+    sums.append(total % 2**32)
+  return sums
+
+
+def _tree():
+  rng = np.random.default_rng(0)
+  return {
+      'frames': rng.integers(256, size=(T + 1, B, 2, 3, 4)).astype(np.uint8),
+      'odd_frames': rng.integers(256, size=(T + 1, B, 3, 5)).astype(np.uint8),
+      'bytes': rng.integers(256, size=(T, B)).astype(np.uint8),
+      'flag': rng.random((T, B)) < 0.5,
+      'number': rng.normal(size=(T, B)).astype(np.float32),
+      'other': rng.normal(size=(T, B)).astype(np.float32),
+      'action': rng.integers(-3, 3, size=(T, B)).astype(np.int32),
+  }
+
+
+_print = jax.jit(receipts.fingerprint, static_argnums=(1, 3))
+
+
+def _whole(tree):
+  return np.array(_print(tree, 1, 0, B))
+
+
+@pytest.mark.parametrize('name', list(_tree()))
+def test_each_kind_against_integers(name):
+  leaf = _tree()[name]
+  assert _whole([leaf]).tolist() == _expected([leaf], 1)
+  assert np.array(_print([leaf])).tolist() == _expected([leaf])
+
+
+def test_tree_against_integers():
+  tree = _tree()
+  leaves = jax.tree.leaves(tree)
+  assert _whole(tree).tolist() == _expected(leaves, 1)
+  # Without environments: parameters, with a scalar among them.
+  params = [np.float32(3.5), np.arange(5, dtype=np.int32), tree['number']]
+  assert np.array(_print(params)).tolist() == _expected([np.asarray(x) for x in params])
+
+
+@pytest.mark.parametrize('cuts', [(4, 8), (2, 4, 6, 8), (1, 2, 3, 4, 5, 6, 7, 8), (3, 8)])
+def test_slices_add_up_to_the_whole(cuts):
+  tree, total, first = _tree(), 0, 0
+  for stop in cuts:
+    part = jax.tree.map(lambda x, a=first, b=stop: x[:, a:b], tree)
+    total += np.array(_print(part, 1, first, B)).astype(np.int64)
+    first = stop
+  assert (total % 2**32).tolist() == _whole(tree).tolist()
+
+
+def _flip(leaf, place):
+  """One bit, wherever it lies."""
+  flat = leaf.reshape(-1).view(np.uint8)
+  flat[place % flat.size] ^= 1 if leaf.dtype == bool else 1 << place % 8
+
+
+def _change(kind, leaf, tree):
+  """A copy of the tree with one thing of that kind changed in one leaf."""
+  tree = copy.deepcopy(tree)
+  x = tree[leaf]
+  if kind == 'environments':
+    x[:, [2, 5]] = x[:, [5, 2]]
+  elif kind == 'rows':
+    x[[1, 4]] = x[[4, 1]]
+  elif kind == 'shift':
+    x[1:] = x[:-1].copy()
+  else:
+    _flip(x, int(kind))
+  return tree
+
+
+@pytest.mark.parametrize('kind', ['environments', 'rows', 'shift', '0', '77', '1001'])
+@pytest.mark.parametrize('leaf', list(_tree()))
+def test_any_change_is_seen(kind, leaf):
+  tree = _tree()
+  changed = _change(kind, leaf, tree)
+  assert not np.array_equal(tree[leaf], changed[leaf])
+  before, after = _whole(tree), _whole(changed)
+  assert before[0] != after[0] and before[1] != after[1]
+
+
+def test_swapped_wholes_are_seen():
+  tree = _tree()
+  for leaves in (
+      {k: x[:, [0, 1, 5, 3, 4, 2, 6, 7]] for k, x in tree.items()},  # two environments
+      {k: np.concatenate([x[[1, 0]], x[2:]]) for k, x in tree.items()},  # two rows
+      tree | {'number': tree['other'], 'other': tree['number']}):  # two leaves
+    assert (_whole(leaves) != _whole(tree)).all()
+
+
+def test_signed_zeros_differ():
+  zeros = np.zeros((T, B), np.float32)
+  signed = zeros.copy()
+  signed[2, 3] = -0.0
+  assert (_whole([zeros]) != _whole([signed])).all()
+
+
+def test_as_hex():
+  assert receipts.as_hex((0xDEADBEEF, 0x1F)) == 'deadbeef0000001f'
+  assert receipts.as_hex(np.zeros(2, np.uint32)) == '0' * 16
+  ones = np.ones(3, np.float32)
+  high, low = _expected([ones])
+  assert int(receipts.as_hex(_print([ones])), 16) == high << 32 | low

@@ -1,0 +1,175 @@
+"""Whole schemes: exact lags, and the same bits however the same experiment is run."""
+
+import random
+import time
+
+import jax
+import pytest
+
+from podracer_jit import build, handoff, loops
+from tests.runs import changed, run, small
+
+CASES = {
+    'impala-mlp': lambda: small('impala'),
+    'ppo-mlp': lambda: small('ppo', num_epochs=2),
+    'impala-cnn': lambda: small('impala', 'Pong-v5', 'impala_resnet'),
+    'ppo-cnn': lambda: small('ppo', 'Pong-v5', 'nature_cnn', num_epochs=2),
+}
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_fused_and_sync_give_the_same_bits(case):
+  config = CASES[case]()
+  sync, _, _ = run(config)
+  fused, reports, _ = run(changed(config, scheme='fused', placement__updates_per_call=4))
+  assert [report.count for report in reports] == [4, 2]
+  assert fused == sync
+  assert len(set(sync)) == 6
+
+
+@pytest.mark.parametrize('scheme,lags', [('sync', [0] * 6), ('cleanba', [0, 1, 1, 1, 1, 1])])
+def test_lags_are_exact_and_serial_runs_are_equal(scheme, lags):
+  config = changed(small(), scheme=scheme, num_shards=2, placement__actor_devices=(0, 1))
+  threads, reports, _ = run(config)
+  assert [report.lags[0] for report in reports] == lags
+  serial, reports, _ = run(config, loops.run_serial)
+  assert [report.lags[0] for report in reports] == lags
+  assert threads == serial
+
+
+def test_lag_one_is_not_lag_zero():
+  assert run(small())[0] != run(changed(small(), scheme='cleanba'))[0]
+
+
+def _slowed(name):
+  """Makes the named worker sleep at random before it fires."""
+  def tamper(workers):
+    def slow(fire):
+      def slowly(*args):
+        time.sleep(random.random() * 0.1)
+        return fire(*args)
+      return slowly
+    return [w._replace(fire=slow(w.fire)) if w.name.startswith(name) else w for w in workers]
+  return tamper
+
+
+@pytest.mark.parametrize('scheme', ['sync', 'cleanba'])
+@pytest.mark.parametrize('slow', ['learner', 'actor', 'writer'])
+def test_a_slow_side_changes_no_bit(scheme, slow):
+  config = changed(small(), scheme=scheme)
+  assert run(config, tamper=_slowed(slow))[0] == run(config)[0]
+
+
+@pytest.mark.parametrize('case', ['impala-mlp', 'ppo-cnn'])
+def test_placement_changes_no_bit(case):
+  config = changed(CASES[case](), num_shards=2, num_grad_shards=2, scheme='cleanba')
+  expected, _, _ = run(config)
+  for actors, learners, per_device in (((0, 1), (0, 1), 1), ((0,), (2, 3), 2), ((1,), (0,), 1)):
+    other = changed(config, placement__actor_devices=actors, placement__learner_devices=learners,
+                    placement__actors_per_device=per_device, placement__env_threads=1)
+    assert run(other)[0] == expected, (actors, learners, per_device)
+
+
+def test_another_seed_or_segment_gives_other_bits():
+  config = small()
+  first = run(config)[0]
+  assert run(config)[0] == first
+  assert run(changed(config, seed=2))[0] != first
+  assert run(config, index=1)[0] != first
+
+
+def test_a_run_ends_at_the_update_that_reaches_total_steps():
+  config = changed(small(), total_steps=150)  # 8 envs x 8 rows, some of them invalid
+  for scheme in ('sync', 'cleanba', 'fused'):
+    receipts, _, state = run(changed(config, scheme=scheme))
+    assert len(receipts) == int(state.update) == 3
+    assert int(state.steps) >= 150
+
+
+def test_nothing_is_compiled_within_a_segment():
+  config = changed(small(), scheme='cleanba')
+  compiled = []
+
+  def tamper(workers):
+    def watched(fire):
+      fired = []
+
+      def once(*args):
+        fired.append(1)
+        if len(fired) == 3:  # by then everything has run once, lag and all
+          jax.monitoring.register_event_duration_secs_listener(listen)
+        return fire(*args)
+      return once
+    return [w._replace(fire=watched(w.fire)) if w.name == 'learner' else w for w in workers]
+
+  def listen(event, duration, **kwargs):
+    if 'backend_compile' in event:
+      compiled.append(event)
+
+  try:
+    run(config, updates=8, tamper=tamper)
+    assert not compiled
+    jax.jit(lambda x: x * 3.25)(1.5)  # the listener does hear
+    assert compiled
+  finally:
+    jax.monitoring.clear_event_listeners()
+
+
+def test_transfers_happen_in_hand_offs_alone(monkeypatch):
+  """Every device_put of a running loop is made by a hand-off, one for each value it carries."""
+  inside, outside, values = [], [], []
+  real_put, real_ready = jax.device_put, handoff.DoubleBuffer._ready
+  depth = []
+
+  def device_put(*args, **kwargs):
+    (inside if depth else outside).append(1)
+    return real_put(*args, **kwargs)
+
+  def ready(self, item):
+    depth.append(1)
+    values.append(self.name)
+    try:
+      return real_ready(self, item)
+    finally:
+      depth.pop()
+
+  config = changed(small(), placement__learner_devices=(1,))
+  parts = build.make_parts(config)
+  with build.segment(parts, build.initial_state(parts), 0, 5, lambda report: None) as segment:
+    monkeypatch.setattr(jax, 'device_put', device_put)
+    monkeypatch.setattr(handoff.DoubleBuffer, '_ready', ready)
+    with jax.transfer_guard('disallow'):  # silent on CPU; where there is a GPU it speaks
+      loops.run_serial(segment.workers)
+  assert not outside
+  assert values.count('rollouts of actor 0') == 5
+  assert values.count('parameters for actor 0') == 4  # the last version nobody would read
+  assert len(inside) == 5 + 4
+
+
+class Broken(Exception):
+  pass
+
+
+@pytest.mark.parametrize('scheme', ['sync', 'cleanba', 'fused'])
+@pytest.mark.parametrize('name', ['actor 0', 'learner', 'writer'])
+def test_an_error_anywhere_ends_the_run_with_its_message(scheme, name):
+  if scheme == 'fused' and name == 'actor 0':
+    pytest.skip('fused has no actor of its own')
+  config = changed(small(), scheme=scheme, placement__updates_per_call=2)
+
+  def tamper(workers):
+    def breaking(fire):
+      calls = []
+
+      def fires(*args):
+        calls.append(1)
+        if len(calls) == 3:
+          raise Broken(f'{name} is broken')
+        return fire(*args)
+      return fires
+    return [w._replace(fire=breaking(w.fire)) if w.name == name else w for w in workers]
+
+  start = time.monotonic()
+  with pytest.raises(Broken, match=f'{name} is broken'):
+    run(config, tamper=tamper)
+  assert time.monotonic() - start < 60  # compiling included; a hang would be for ever
