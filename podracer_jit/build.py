@@ -65,7 +65,7 @@ def make_parts(config: Mapping[str, Any]) -> Parts:
   optimizer = make_optimizer(config['optimizer'])
   rate = make_learning_rate(config['optimizer'], config['total_steps'])
   sizes = ops.Sizes(config['env']['num_envs'], *(config[name] for name in ops.Sizes._fields[1:]))
-  learn = ops.fuse(objective, optimizer, rate, sizes, place.mesh.size)
+  learn = ops.make_learn(objective, optimizer, rate, sizes, place.mesh.size)
   return Parts(config, spec, SCHEMES[config['scheme']], place, network, optimizer, learn,
                _on_mesh(learn, place.mesh))
 

@@ -114,7 +114,7 @@ class Shard:
   def __init__(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
                num_threads: int = 0):
     """Starts the environments and resets them; num_threads 0 lets EnvPool choose."""
-    self.num_envs = len(seeds)
+    self.task, self.num_envs = task, len(seeds)
     with warnings.catch_warnings():
       warnings.simplefilter('ignore')
       self._pool = envpool.make(
@@ -150,6 +150,19 @@ class Shard:
       obs, reward, raw = _narrow((obs, reward, info.get('reward', reward)))
     game_over = info['terminated'].astype(bool) if 'lives' in info else terminated
     return handle, TimeStep(obs, reward, terminated, truncated, raw, game_over)
+
+  @property
+  def config(self) -> dict[str, Any]:
+    """All of EnvPool's options for this pool, as it understood them."""
+    return self._pool.spec.config._asdict()
+
+  def render(self) -> np.ndarray:
+    """The first environment as EnvPool draws it, [H, W, 3] u8; wants render_mode='rgb_array'.
+
+    Raises:
+      RuntimeError: EnvPool cannot draw this task.
+    """
+    return self._pool.render()[0]
 
   def close(self) -> None:
     """Ends the pool's threads; nothing that contains it may run any more."""

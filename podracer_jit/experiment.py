@@ -107,10 +107,11 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
   for field in ('seed', 'microbatch_rows', 'placement.env_threads'):
     if _get(config, field) < 0:
       yield f'{field}: must not be negative, got {_get(config, field)}'
-  if config['total_steps'] >= 2**31:
-    yield f'total_steps: must be below 2^31, got {config["total_steps"]}'
-  yield from _indivisible(config)
+  for field in ('total_steps', 'seed'):
+    if config[field] >= 2**31:
+      yield f'{field}: must be below 2^31, got {config[field]}'
   yield from _misplaced(config)
+  yield from _indivisible(config)
 
 
 def _unknown(config: Mapping[str, Any]) -> Iterator[str]:

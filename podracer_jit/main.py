@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,12 +22,6 @@ from podracer_jit import build, checkpoint, loops, placement
 from podracer_jit.metrics import Files, Meter, Report
 from podracer_jit.progress import Progress
 
-FLAGS = flags.FLAGS
-_CONFIG = config_flags.DEFINE_config_file(
-    'config', None, 'The experiment, with its argument: configs/pong_laptop.py:smoke')
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Where checkpoints and metrics go.')
-_PROFILE_DIR = flags.DEFINE_string(
-    'profile_dir', None, 'Write a jax.profiler trace of a few updates here.')
 _ENV = '--config.env.'
 _EXAMPLE = 'podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong'
 
@@ -34,22 +29,26 @@ _EXAMPLE = 'podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong'
 def main(argv: Sequence[str]) -> int:
   """Runs the binary; returns its exit code: 0, 1 for a failed run, 2 for what could not start."""
   warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
-  if '--help' in argv:
-    print(f'{__doc__}\n\n{FLAGS.module_help(sys.modules[__name__])}')
-    return 0
+  values = flags.FlagValues()  # not the global ones: main may be called again, and by others
+  flags.DEFINE_string('workdir', None, 'Where checkpoints and metrics go.', flag_values=values)
+  flags.DEFINE_string('profile_dir', None, 'Write a jax.profiler trace of a few updates here.',
+                      flag_values=values)
   try:
-    config = parse(argv)
-    if not _WORKDIR.value:
+    config = parse(argv, values)
+    if config is None:
+      print(f'{__doc__}\n{values.get_help()}')
+      return 0
+    if not values.workdir:
       raise ValueError(f'--workdir is missing: {_EXAMPLE}')
     placement.prepare_host(config['placement'])
     parts = build.make_parts(config)
-    workdir = Path(_WORKDIR.value)
+    workdir = Path(values.workdir)
     checkpoint.open_workdir(workdir, config)
-  except (ValueError, OSError, flags.Error) as error:
+  except (ValueError, OSError) as error:
     print(f'podracer_jit: {error}', file=sys.stderr)
     return 2
   try:
-    train(parts, workdir, _PROFILE_DIR.value)
+    train(parts, workdir, values.profile_dir)
   except loops.Stuck as error:
     print(f'podracer_jit: {error.__cause__!r}; {error}', file=sys.stderr, flush=True)
     os._exit(1)  # EnvPool's receive cannot be interrupted: nothing else ends those threads
@@ -65,17 +64,26 @@ def run() -> None:
   sys.exit(main(sys.argv))
 
 
-def parse(argv: Sequence[str]) -> dict[str, Any]:
-  """Flags to a config of plain values.
+def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | None:
+  """Parses --config with its overrides, and whatever flags are defined in `values`.
+
+  Returns:
+    The config as plain values, or None where --help was asked for.
 
   Raises:
     ValueError: a wrong flag, file, field or type, in one line.
   """
+  config = config_flags.DEFINE_config_file(
+      'config', None, 'The experiment, with its argument: configs/pong_laptop.py:smoke. Any field '
+      'is overridden by --config.FIELD=VALUE.', flag_values=values)
+  flags.DEFINE_bool('help', False, 'Show this.', short_name='h', flag_values=values)
   argv, options = _env_options(_find_config(argv))
-  sys.argv = list(argv)  # where config_flags looks for overrides, whatever FLAGS is given
+  sys.argv = list(argv)  # where config_flags looks for overrides, whatever the flags are given
   try:
-    rest = FLAGS(argv)
-    config = _CONFIG.value
+    rest = values(argv)
+    if values.help:
+      return None
+    config = config.value
   except flags.Error as error:
     raise ValueError(_one_line(error)) from None
   except (AttributeError, KeyError) as error:
@@ -97,11 +105,12 @@ def _one_line(error: Exception) -> str:
 
 def _no_field(error: Exception, argv: Sequence[str]) -> str:
   """Says which override names a field that the config does not have."""
-  field, _, hint = str(error.args[0]).partition('\n')
-  field = field.split("'")[1] if "'" in field else field
+  text = str(error.args[0])
+  field = re.search(r'\w+', text)[0]
+  hint = re.search(r'Did you mean "(\w+)"', text)
   names = [arg.partition('=')[0] for arg in argv]
   name = next((n for n in names if field in n.split('.')), f'--config: {field}')
-  return f'{name}: the config has no such field' + (f'. {" ".join(hint.split())}' if hint else '')
+  return f'{name}: the config has no such field' + (f'; did you mean {hint[1]}?' if hint else '')
 
 
 def _find_config(argv: Sequence[str]) -> list[str]:

@@ -117,8 +117,8 @@ def _orders(key: jax.Array, sizes: Sizes, objective: Objective, mesh_size: int) 
   return orders.transpose(0, 2, 1, 3)
 
 
-def fuse(objective: Objective, optimizer: optax.GradientTransformation, learning_rate: Callable,
-         sizes: Sizes, mesh_size: int = 1):
+def fuse(objective: Objective, gradient: Callable, update: Callable, sizes: Sizes,
+         learning_rate: Callable, mesh_size: int = 1):
   """Returns learn(state, rollout) -> (state, metrics): all epochs and minibatches in one scan.
 
   G and U one after the other, for one device of a mesh of `mesh_size`; `rollout` holds this
@@ -126,8 +126,6 @@ def fuse(objective: Objective, optimizer: optax.GradientTransformation, learning
   `grad_norm` before clipping, `learning_rate`, `valid` rows, the `batch` and `params` fingerprints,
   and the rollout's episodes.
   """
-  gradient = make_gradient(objective, sizes, mesh_size)
-  update = make_update(optimizer, learning_rate)
   groups = sizes.num_grad_shards // mesh_size
   group_envs = sizes.num_envs // sizes.num_grad_shards
 
@@ -167,6 +165,16 @@ def fuse(objective: Objective, optimizer: optax.GradientTransformation, learning
     return state, metrics
 
   return learn
+
+
+def make_learn(objective: Objective, optimizer: optax.GradientTransformation,
+               learning_rate: Callable, sizes: Sizes, mesh_size: int = 1):
+  """Returns learn(state, rollout) -> (state, metrics), G and U fused; see `fuse`.
+
+  learning_rate: valid steps learned from -> what the optimizer's output is multiplied by.
+  """
+  return fuse(objective, make_gradient(objective, sizes, mesh_size),
+              make_update(optimizer, learning_rate), sizes, learning_rate, mesh_size)
 
 
 def make_fused(rollout, learn, calls: int):

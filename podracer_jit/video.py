@@ -54,10 +54,9 @@ def film(agent: evaluation.Agent, path: Path, seed: int, env: int, max_steps: in
 
 def _camera(agent: evaluation.Agent, shard: envs.Shard) -> tuple[Look, str]:
   """How to take a frame between two steps, and in words what it shows."""
-  pool = shard._pool
   try:
-    pool.render()
-    return lambda state: _enlarge(pool.render()[0]), 'rendered by EnvPool'
+    shard.render()
+    return lambda state: _enlarge(shard.render()), 'rendered by EnvPool'
   except RuntimeError as error:
     shape = shard.first_obs.shape[1:]
     if len(shape) not in (2, 3):
@@ -86,10 +85,9 @@ def _enlarge(frame: np.ndarray) -> np.ndarray:
 
 def _frame_rate(shard: envs.Shard) -> float:
   """Frames a second at the task's own speed; 10 where it has no clock."""
-  config = shard._pool.spec.config._asdict()
-  if 'full_action_space' in config:  # Atari, at the console's 60 Hz
-    return 60 / config['frame_skip']
-  return 50 if 'CartPole' in type(shard._pool).__name__ else 10
+  if 'full_action_space' in shard.config:  # Atari, at the console's 60 Hz
+    return 60 / shard.config['frame_skip']
+  return 50 if shard.task.startswith('CartPole') else 10
 
 
 @contextlib.contextmanager

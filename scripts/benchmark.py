@@ -35,11 +35,6 @@ from absl import flags, logging
 
 from podracer_jit import build, checkpoint, main, placement
 
-_PARTS = flags.DEFINE_list('parts', list(benchmark_parts.NAMES), 'What to measure.')
-_SECONDS = flags.DEFINE_float('seconds', 60.0, 'Measured time of each part, all rounds together.',
-                              lower_bound=0.0)
-_ROUNDS = flags.DEFINE_integer('rounds', 5, 'Rounds that this time is spread over.', lower_bound=1)
-_JSON = flags.DEFINE_string('json', None, 'Write all figures here.')
 BASES = ('environment', 'conventional_sync', 'conventional_cleanba')  # that others are divided by
 
 
@@ -109,19 +104,30 @@ def say(line: str) -> None:
   print(line, file=sys.stderr, flush=True)
 
 
-def prepare(argv: Sequence[str]) -> tuple[build.Parts, list[str]]:
-  """From flags to what is shared by all parts, and which parts to measure.
+def define_flags() -> flags.FlagValues:
+  """The script's own flags, beside those of the main binary."""
+  values = flags.FlagValues()
+  flags.DEFINE_list('parts', list(benchmark_parts.NAMES), 'What to measure.', flag_values=values)
+  flags.DEFINE_float('seconds', 60.0, 'Measured time of each part, all rounds together.',
+                     lower_bound=0.0, flag_values=values)
+  flags.DEFINE_integer('rounds', 5, 'Rounds that this time is spread over.', lower_bound=1,
+                       flag_values=values)
+  flags.DEFINE_string('json', None, 'Write all figures here.', flag_values=values)
+  return values
+
+
+def prepare(config: Mapping[str, Any], asked: Sequence[str]) -> tuple[build.Parts, list[str]]:
+  """From a config to what is shared by all parts, and which parts to measure.
 
   Raises:
     ValueError: in one line, as the main binary's.
   """
-  config = main.parse(argv)
-  for name in set(_PARTS.value) - set(benchmark_parts.NAMES):
+  for name in set(asked) - set(benchmark_parts.NAMES):
     raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(benchmark_parts.NAMES)}')
   placement.prepare_host(config['placement'])
   # Whatever the config says, training must not end while it is measured.
   parts = build.make_parts(config | dict(scheme='sync', total_steps=2**31 - 1))
-  names = [name for name in benchmark_parts.NAMES if name in _PARTS.value]
+  names = [name for name in benchmark_parts.NAMES if name in asked]
   actors, learners = parts.place.actors, parts.place.learners
   if 'fused' in names and (len(actors) > 1 or actors != learners):
     say('fused: left out, the placement is more than one device')
@@ -131,21 +137,23 @@ def prepare(argv: Sequence[str]) -> tuple[build.Parts, list[str]]:
 
 def benchmark(argv: Sequence[str]) -> int:
   """Measures and prints; returns the exit code."""
-  if '--help' in argv:
-    print(f'{__doc__}\n{flags.FLAGS.main_module_help()}')
-    return 0
   warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
   logging.set_verbosity(logging.ERROR)  # who is held waits long, and would say so
+  values = define_flags()
   try:
-    parts, names = prepare(argv)
-  except (ValueError, flags.Error) as error:
+    config = main.parse(argv, values)
+    if config is None:
+      print(f'{__doc__}\n{values.get_help()}')
+      return 0
+    parts, names = prepare(config, values.parts)
+  except ValueError as error:
     print(f'benchmark: {error}', file=sys.stderr)
     return 2
-  found = measure(names, parts, _SECONDS.value, _ROUNDS.value)
+  found = measure(names, parts, values.seconds, values.rounds)
   result = dict(config=parts.config, machine=describe(parts)) | summarise(found)
   show(result)
-  if _JSON.value:
-    Path(_JSON.value).write_text(json.dumps(result, indent=2) + '\n')
+  if values.json:
+    Path(values.json).write_text(json.dumps(result, indent=2) + '\n')
   return 0
 
 

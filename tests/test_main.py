@@ -33,18 +33,12 @@ def receipts(workdir):
   return [tuple(r.values()) for r in lines(workdir / 'receipts.jsonl') if 'segment' not in r]
 
 
-@pytest.fixture(autouse=True)
-def _unparsed_flags():
-  yield
-  main.FLAGS.unparse_flags()
-
-
 @pytest.mark.parametrize('args,said', [
     ([], '--config is missing'),
     (['--config=configs/nope.py', '--workdir=x'], 'configs/nope.py'),
     ([CATCH, '--foo=1'], 'foo'),
     ([CATCH, 'foo'], 'foo'),
-    ([CATCH, '--config.sede=1'], '--config.sede: the config has no such field'),
+    ([CATCH, '--config.sede=1'], '--config.sede: the config has no such field; did you mean seed?'),
     ([CATCH, '--config.seed=abc'], '--config.seed=abc'),
     ([CATCH, '--config.seed=-1'], 'seed: must not be negative, got -1'),
     ([CATCH, '--config.total_steps=0'], 'total_steps: must be at least 1, got 0'),

@@ -14,9 +14,9 @@ from podracer_jit import experiment
 def get_config(arg: str = ''):
   """`smoke` makes a few updates only."""
   config = experiment.config('ppo', 'nature_cnn', 'adam', scheme='sync')
-  config.total_steps = 2_500_000
+  config.total_steps = 1_500_000
   config.unroll_length = 128
-  config.num_epochs = 4
+  config.num_epochs = 3
   config.num_minibatches = 8
   config.microbatch_rows = 64  # what fits a core's cache is fastest
 
@@ -32,8 +32,8 @@ def get_config(arg: str = ''):
 
   config.loss.clip = 0.1
   config.loss.value_coef = 2.0
-  config.loss.entropy_coef = 0.003
-  config.optimizer.learning_rate = 2e-3
+  config.loss.entropy_coef = 0.005
+  config.optimizer.learning_rate = 2.5e-3
   config.optimizer.max_grad_norm = 1.0
 
   config.num_shards = 2
@@ -41,7 +41,7 @@ def get_config(arg: str = ''):
   config.placement.actor_devices = (0, 1)
   config.placement.learner_devices = (0, 1)
   config.placement.env_threads = 1
-  config.checkpoint.every_updates = 400
+  config.checkpoint.every_updates = 250
 
   if arg == 'smoke':
     config.total_steps = 5_000

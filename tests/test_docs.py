@@ -1,0 +1,54 @@
+"""Every command and program in the docs runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from podracer_jit import experiment
+
+ROOT = Path(__file__).parent.parent
+TEXTS = [ROOT / 'README.md', ROOT / 'ARCHITECTURE.md', *sorted((ROOT / 'docs').glob('*.md')),
+         *sorted((ROOT / 'podracer_jit' / 'configs').glob('[!_]*.py'))]
+
+
+def blocks(path, language):
+  return re.findall(rf'```{language}\n(.*?)```', path.read_text(), re.DOTALL)
+
+
+def test_the_readmes_program_learns_catch(tmp_path):
+  (program,) = blocks(ROOT / 'README.md', 'python')
+  assert len([line for line in program.splitlines() if line.strip()]) <= 42
+  result = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True,
+                          timeout=300, cwd=tmp_path, check=False)
+  assert result.returncode == 0, result.stderr
+  assert float(result.stdout.split()[-1]) > 0  # random play: -0.6
+
+
+@pytest.mark.parametrize('path', TEXTS, ids=lambda path: path.name)
+def test_what_the_docs_name_is_there(path):
+  text = path.read_text()
+  for name in re.findall(r'configs/(\w+\.py)', text):
+    assert (ROOT / 'podracer_jit' / 'configs' / name).is_file(), name
+  for name in re.findall(r'scripts/(\w+(?:\.py)?)', text):
+    assert (ROOT / 'scripts' / name).is_file(), name
+  config = experiment.config('ppo', 'mlp', 'adam').to_dict()
+  for field in re.findall(r'--config\.([a-z_.]+)', text):
+    part = config
+    if field.startswith('env.') or field.endswith('.'):
+      continue  # EnvPool's own; "under --config.env. any option"
+    for key in field.split('.'):
+      assert key in part, field
+      part = part[key]
+
+
+@pytest.mark.parametrize('name', sorted(
+    p.stem for p in (ROOT / 'podracer_jit' / 'configs').glob('[!_]*.py')))
+def test_every_config_makes_its_smoke_run(name, tmp_path):
+  result = subprocess.run(
+      [sys.executable, '-m', 'podracer_jit', f'--config=configs/{name}.py:smoke',
+       f'--workdir={tmp_path}/run'], capture_output=True, text=True, timeout=300, check=False)
+  assert result.returncode == 0, result.stderr
+  assert 'finished at update' in result.stdout

@@ -1,0 +1,113 @@
+"""Records, files and what a person sees, from hand-made reports."""
+
+import io
+import json
+import types
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from podracer_jit.metrics import Files, Meter, Report, Waits
+from podracer_jit.progress import Progress, bottleneck
+from podracer_jit.types import Episodes
+
+
+def report(updates, lag=0, valid=6):
+  """Rows 2 x envs 2 of each update; one episode of return `update` ends in the last row."""
+  n = len(updates)
+  ended = np.zeros((n, 2, 2), bool)
+  ended[:, 1, 0] = True
+  episodes = Episodes(ended, np.broadcast_to(np.array(updates, np.float32)[:, None, None],
+                                             ended.shape), np.full(ended.shape, 7))
+  return Report(dict(
+      update=np.array(updates), steps=np.array(updates) * valid, valid=np.full(n, valid),
+      batch=np.zeros((n, 2), np.uint32), params=np.ones((n, 2), np.uint32), episodes=episodes,
+      entropy=np.full(n, 0.5, np.float32)), n, (lag,) * n)
+
+
+def meter(window=2, waits=lambda: Waits(0.0, 0.0), past=None):
+  return Meter(window, gradient_steps=4, frame_skip=4, waits=waits, past=past or {})
+
+
+def test_records_count_episodes_frames_and_delays():
+  m = meter()
+  records = [r for r, _ in m.records(report([1, 2, 3], lag=1))]
+  assert [r['episode_return'] for r in records] == [1.0, 1.5, 2.5]  # window of two
+  assert records[-1]['episodes'] == 3 and records[-1]['episode_length'] == 7.0
+  assert records[-1]['frames'] == 4 * records[-1]['steps'] == 4 * 18
+  assert records[0]['cgd'] == 4 + 1.5 and records[0]['gud'] == 0.0
+  assert records[0]['entropy'] == 0.5
+  (_, receipt), = m.records(report([4]))
+  assert receipt == dict(update=4, batch='0' * 16, params='0000000100000001')
+
+
+def test_waits_are_those_since_the_last_report():
+  now = [Waits(1.0, 0.5)]
+  m = meter(waits=lambda: now[0])
+  first = next(m.records(report([1])))[0]
+  now[0] = Waits(4.0, 0.5)
+  second = [r for r, _ in m.records(report([2, 3]))]
+  assert (first['actor_wait_s'], first['learner_wait_s']) == (1.0, 0.5)
+  assert [(r['actor_wait_s'], r['learner_wait_s']) for r in second] == [(1.5, 0.0)] * 2
+
+
+def test_no_episode_yet_is_null():
+  item = report([1])
+  item.metrics['episodes'].ended[:] = False
+  assert next(meter().records(item))[0]['episode_return'] is None
+
+
+def test_meta_goes_on_where_it_ended():
+  m = meter()
+  list(m.records(report([1, 2])))
+  again = meter(past=json.loads(json.dumps(m.meta())))
+  record = next(again.records(report([3])))[0]
+  assert record['episode_return'] == 2.5 and record['episodes'] == 3
+
+
+def test_files_drop_what_was_lost_with_a_crash(tmp_path):
+  files = Files(tmp_path, 0, dict(segment=0, first_update=1), tensorboard=False)
+  for update in (1, 2, 3):
+    files.write(dict(update=update, x=float('nan')), dict(update=update))
+  files.close()
+  (tmp_path / 'metrics.jsonl').open('a').write('{"upd')
+  files = Files(tmp_path, 2, dict(segment=1, first_update=3), tensorboard=False)
+  files.write(dict(update=3, x=1.0), dict(update=3))
+  files.close()
+  metrics = [json.loads(x) for x in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+  assert metrics == [dict(update=1, x=None), dict(update=2, x=None), dict(update=3, x=1.0)]
+  receipts = [json.loads(x) for x in (tmp_path / 'receipts.jsonl').read_text().splitlines()]
+  assert receipts == [dict(segment=0, first_update=1), dict(update=1), dict(update=2),
+                      dict(segment=1, first_update=3), dict(update=3)]
+
+
+@pytest.mark.parametrize('actor,learner,words', [
+    (5.0, 0.1, 'learner is the bottleneck: actors wait 50%'),
+    (0.1, 4.0, 'actors are the bottleneck: the learner waits 40%'),
+    (0.1, 0.2, 'balanced'),
+])
+def test_bottleneck_in_words(actor, learner, words):
+  assert bottleneck(actor, learner, 10.0).startswith(words)
+
+
+RECORD = dict(update=1, steps=50, frames=200, sps=10.0, episode_return=3.0, episode_length=9.0,
+              episodes=4, actor_wait_s=0.0, learner_wait_s=0.0)
+CONFIG = dict(total_steps=100, scheme='sync', log=dict(every_seconds=1e-9))
+
+
+@pytest.mark.parametrize('terminal', [False, True])
+def test_progress_shows_what_matters(terminal, monkeypatch):
+  out, clock = io.StringIO(), iter(range(100))
+  monkeypatch.setattr('podracer_jit.progress.time', types.SimpleNamespace(
+      monotonic=lambda: float(next(clock)), strftime=__import__('time').strftime,
+      gmtime=__import__('time').gmtime))
+  console = Console(file=out, force_terminal=terminal, width=120, highlight=False)
+  with Progress(CONFIG, 'a title', console) as progress:
+    progress.show(dict(RECORD))
+    progress.show(dict(RECORD, steps=60, frames=240, actor_wait_s=0.9))
+  text = out.getvalue()
+  for part in ('60 of 100', '240', 'SPS', '3.00 (length 9, 4 episodes)',
+               'learner is the bottleneck'):
+    assert part in text
+  assert ('a title' in text) == terminal
