@@ -49,9 +49,6 @@ def main(argv: Sequence[str]) -> int:
     return 2
   try:
     train(parts, workdir, values.profile_dir)
-  except loops.Stuck as error:
-    print(f'podracer_jit: {error.__cause__!r}; {error}', file=sys.stderr, flush=True)
-    os._exit(1)  # EnvPool's receive cannot be interrupted: nothing else ends those threads
   except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message
     logging.exception('the run failed')
     print(f'podracer_jit: {type(error).__name__}: {error}', file=sys.stderr)
@@ -191,7 +188,13 @@ def _segment(parts: build.Parts, state, meta: Mapping[str, Any], workdir: Path,
       parts, state, index, config['checkpoint']['every_updates'], report, stop) as segment:
     steps = config['num_epochs'] * config['num_minibatches']
     meter = Meter(config['log']['window'], steps, parts.spec.frame_skip, segment.waits, meta)
-    states = loops.run(segment.workers)
+    try:
+      states = loops.run(segment.workers)
+    except loops.Stuck as error:
+      # EnvPool's receive cannot be interrupted, so nothing else ends those threads; leave before
+      # anything on the way out waits for them.
+      print(f'podracer_jit: {error.__cause__!r}; {error}', file=sys.stderr, flush=True)
+      os._exit(1)
   return states['learner'].train, meter.meta() | {'segment': index + 1}
 
 

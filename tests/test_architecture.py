@@ -43,7 +43,7 @@ TREES = {module_name(path): ast.parse(path.read_text()) for path in PACKAGE.rglo
 
 
 def room(module):
-  """The module or folder of design's list that a module belongs to."""
+  """The module or folder that TIERS lists for a module."""
   return module.split('.')[0]
 
 

@@ -33,6 +33,8 @@ class Side(threading.Thread):
   def end(self):
     self.join(HANG_S)
     assert not self.is_alive(), 'hangs'
+    if self.error is not None:
+      raise self.error
     return self.result
 
   def blocks(self):
@@ -46,7 +48,7 @@ def numbers(handoff, count, first=1):
 
 
 def versions(handoff, count):
-  return [handoff.get().version for _ in range(count)]
+  return Side(lambda: [handoff.get().version for _ in range(count)]).end()
 
 
 # Lags.
@@ -95,7 +97,6 @@ def test_a_value_nobody_will_read_is_not_put_nor_moved(lag):
   producer = Side(lambda: numbers(handoff, 9))  # more than will be read: it does not block
   seen = versions(handoff, 4)
   producer.end()
-  assert producer.error is None
   primed = [] if lag is None else [0]
   assert moved == primed + [10 * v for v in sorted(set(seen)) if v]
   assert handoff.can_put() and not handoff.can_get()
@@ -183,9 +184,9 @@ def test_close_lets_what_was_put_be_taken():
   handoff.close()
   assert handoff.can_get() and handoff.get().version == 1
   with pytest.raises(Closed, match='rollouts'):
-    handoff.get()
+    versions(handoff, 1)
   with pytest.raises(Closed, match='rollouts'):
-    numbers(handoff, 1)
+    Side(lambda: numbers(handoff, 1)).end()
 
 
 def test_close_lets_the_primed_value_be_taken():
@@ -194,7 +195,7 @@ def test_close_lets_the_primed_value_be_taken():
   handoff.close()
   assert versions(handoff, 2) == [0, 0]
   with pytest.raises(Closed):
-    handoff.get()
+    versions(handoff, 1)
 
 
 @pytest.mark.parametrize('lag', [None, 0])
@@ -204,9 +205,9 @@ def test_fail_does_not(lag):
   numbers(handoff, 1)
   handoff.fail()
   with pytest.raises(Closed):
-    handoff.get()
+    versions(handoff, 1)
   with pytest.raises(Closed):
-    numbers(handoff, 1)
+    Side(lambda: numbers(handoff, 1)).end()
 
 
 @pytest.mark.parametrize('end', [DoubleBuffer.close, DoubleBuffer.fail])
@@ -219,8 +220,8 @@ def test_a_blocked_wait_ends_from_another_thread(end, side):
     waiting = Side(lambda: numbers(handoff, 2))
   assert waiting.blocks()
   end(handoff)
-  waiting.end()
-  assert isinstance(waiting.error, Closed)
+  with pytest.raises(Closed):
+    waiting.end()
 
 
 @pytest.mark.parametrize('side, what', [('get', 'to be made'), ('put', 'to be taken')])
@@ -235,7 +236,8 @@ def test_the_watchdog_names_the_hand_off_and_the_thread_that_waits(side, what, m
   waiting = Side(handoff.get if side == 'get' else lambda: numbers(handoff, 2))
   assert enough.wait(HANG_S)  # it goes on saying so
   handoff.fail()
-  waiting.end()
+  with pytest.raises(Closed):
+    waiting.end()
   assert all(text.startswith(f'{waiting.name}: waiting for ') for text in said)
   assert all(text.endswith(f' s for the rollouts of actor 3 {what}') for text in said)
 

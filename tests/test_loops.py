@@ -195,6 +195,17 @@ def test_an_exception_while_others_wait_is_raised_and_not_their_closing():
     waiting.get()
 
 
+def test_an_exception_ends_workers_that_share_no_hand_off_with_it():
+  def fire(seen):
+    time.sleep(0.1)
+    raise Boom('alone')
+
+  endless = graph(firings=10**9, nap=lambda: time.sleep(1e-3))
+  with pytest.raises(Boom, match='alone'):
+    ended(lambda: run([*endless, Worker('fails', fire, None, [], [], 1)]))
+  assert not {worker.name for worker in endless} & {t.name for t in threading.enumerate()}
+
+
 def test_threads_that_do_not_end_are_named():
   release = threading.Event()
   def holds(name, fire):

@@ -202,6 +202,37 @@ def test_profile_dir_gets_a_trace_with_named_regions(tmp_path):
     assert region in content
 
 
+def test_a_thread_that_cannot_be_ended_does_not_keep_the_process(tmp_path):
+  """The learner fails while an actor hangs in its program, as in EnvPool's receive."""
+  script = ("""import functools, sys, time
+from podracer_jit import build, loops, main, rollouts
+load, learn = rollouts.Pools.load, build._learner
+def hanging(self, *a, **k):
+  program, calls = load(self, *a, **k), []
+  def call(*args):
+    calls.append(1)
+    if len(calls) == 4: time.sleep(1000)
+    return program(*args)
+  return call
+def failing(*a):
+  worker, calls = learn(*a), []
+  def fire(*args):
+    calls.append(1)
+    if len(calls) == 3:
+      time.sleep(1)
+      raise ValueError("the learner has failed")
+    return worker.fire(*args)
+  return worker._replace(fire=fire)
+rollouts.Pools.load, build._learner = hanging, failing
+loops.run = functools.partial(loops.run, grace_s=1.0)
+sys.exit(main.main(sys.argv))""")
+  result = subprocess.run([sys.executable, '-P', '-c', script, CATCH, f'--workdir={tmp_path}'],
+                          capture_output=True, text=True, timeout=200, check=False)
+  assert result.returncode == 1
+  assert 'the learner has failed' in result.stderr
+  assert 'actor 0 did not end within 1 s' in result.stderr
+
+
 def test_an_error_while_writing_ends_the_run(tmp_path):
   """A full disk: the message, exit code 1, and what was saved stays."""
   script = ('import sys\nfrom podracer_jit import main, metrics\n'
