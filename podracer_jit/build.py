@@ -243,7 +243,7 @@ def _actor(parts: Parts, name: str, actor: Actor, begin: Begin, params: DoubleBu
 
   def fire(state: rollouts.ActorState, params: Stamped):
     with jax.profiler.TraceAnnotation('rollout'):
-      state, made = program(params.value, state)
+      state, made = jax.block_until_ready(program(params.value, state))
     return state, [Stamped(made, params.version)]
 
   return Worker(name, fire, actor.state, [Port(params)], [Port(made)], begin.updates)

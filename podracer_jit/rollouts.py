@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -97,9 +98,11 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, unroll_length: int):
       token, envs, buffers = carry
       envs, buffers = list(envs), list(buffers)
       for i, shard in enumerate(shards):
-        token, envs[i], buffers[i] = lax.cond(
-            t > 0, lambda *a, s=shard: _receive(s, t - 1, *a), lambda *a: a,
-            token, envs[i], buffers[i])
+        token, envs[i], back = lax.cond(
+            t > 0, functools.partial(_receive, shard), _nothing_yet, token, envs[i])
+        # At t = 0 this is row 0 for the time being. The buffers stay out of the branches, which
+        # would copy them.
+        buffers[i] = _write(buffers[i], jnp.maximum(t - 1, 0), **back)
         action, behaviour_log_prob, value = act(params, t, envs[i])
         token = shard.send(token, action)
         seen = dict(obs=envs[i].obs, action=action, behaviour_log_prob=behaviour_log_prob,
@@ -111,8 +114,8 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, unroll_length: int):
     token, envs, buffers = lax.fori_loop(0, unroll_length, turn, (state.token, state.envs, buffers))
     out = []
     for shard, env, buffer in zip(shards, envs, buffers, strict=True):
-      token, env, buffer = _receive(shard, unroll_length - 1, token, env, buffer)
-      buffer = _write(buffer, unroll_length, obs=env.obs)
+      token, env, back = _receive(shard, token, env)
+      buffer = _write(_write(buffer, unroll_length - 1, **back), unroll_length, obs=env.obs)
       out.append((env._replace(rollouts=env.rollouts + 1), buffer))
     envs, buffers = zip(*out, strict=True)
     return ActorState(token, envs), buffers
@@ -120,14 +123,19 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, unroll_length: int):
   return rollout
 
 
-def _receive(shard: Shard, t, token, env: EnvState, buffer: Rollout):
-  """Takes what came back for row t. The one place that aligns rows."""
+def _receive(shard: Shard, token, env: EnvState):
+  """Takes what came back for the last row sent: (token, state, fields of that row)."""
   token, step = shard.recv(token)
   env, episodes = _count(env, step)
-  buffer = _write(
-      buffer, t, reward=step.reward, terminated=step.terminated, truncated=step.truncated,
-      episodes=episodes)
-  return token, env, buffer
+  return token, env, dict(reward=step.reward, terminated=step.terminated,
+                          truncated=step.truncated, episodes=episodes)
+
+
+def _nothing_yet(token, env: EnvState):
+  """What `_receive` returns, before anything was sent."""
+  no = jnp.zeros_like(env.ended)
+  return token, env, dict(reward=jnp.zeros_like(env.episode_return), terminated=no, truncated=no,
+                          episodes=Episodes(no, env.episode_return, env.episode_length))
 
 
 def _count(env: EnvState, step: TimeStep) -> tuple[EnvState, Episodes]:

@@ -17,6 +17,7 @@ def get_config(arg: str = ''):
 
   config.env.task = 'Breakout-v5'
   config.env.num_envs = 128
+  config.num_shards = 2  # EnvPool steps one while the policy works on the other
   # Machado et al. (1709.06009): sticky actions, every action, no hints about lives, 30 minutes;
   # FIRE is pressed at a reset, as in Cleanba (EnvPool's default).
   config.env.repeat_action_probability = 0.25
