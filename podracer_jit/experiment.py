@@ -14,7 +14,8 @@ from podracer_jit.schemes import SCHEMES
 
 NETWORKS = {
     'impala_resnet': dict(channels=(16, 32, 32), blocks=2, hidden=256),
-    'nature_cnn': dict(channels=(32, 64, 64), kernels=(8, 4, 3), strides=(4, 2, 1), hidden=512),
+    'nature_cnn': dict(channels=(32, 64, 64), kernels=(8, 4, 3), strides=(4, 2, 1), hidden=512,
+                       centre=False),
     'mlp': dict(hidden=(64, 64)),
 }
 LOSSES = {
@@ -129,7 +130,7 @@ def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
   for field in net:
     value = net[field]
     sizes = value if isinstance(value, (tuple, list)) else (value,)
-    if field != 'name' and not all(isinstance(n, int) and n > 0 for n in sizes):
+    if field not in ('name', 'centre') and not all(isinstance(n, int) and n > 0 for n in sizes):
       yield f'network.{field}: must be positive whole numbers, got {value!r}'
   if net['name'] == 'nature_cnn' and len({len(net[k]) for k in ('channels', 'kernels', 'strides')}
                                          ) > 1:

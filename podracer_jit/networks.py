@@ -39,16 +39,23 @@ _orthogonal = nn.initializers.orthogonal
 
 
 class NatureCNN(nn.Module):
-  """Mnih et al. (2015): convolutions, then one dense layer; [N, C, H, W] -> [N, hidden]."""
+  """Mnih et al. (2015): convolutions, then one dense layer; [N, C, H, W] -> [N, hidden].
+
+  centre: subtract each observation's mean first. A bright background otherwise drives a good part
+  of the ReLUs of a small network to zero for good, how many depending on the seed.
+  """
 
   channels: Sequence[int] = (32, 64, 64)
   kernels: Sequence[int] = (8, 4, 3)
   strides: Sequence[int] = (4, 2, 1)
   hidden: int = 512
+  centre: bool = False
 
   @nn.compact
   def __call__(self, obs: jax.Array) -> jax.Array:
     x = _image(obs)
+    if self.centre:
+      x -= jnp.mean(x, axis=(1, 2, 3), keepdims=True)
     for features, kernel, stride in zip(self.channels, self.kernels, self.strides, strict=True):
       x = nn.relu(Conv(features, kernel, stride, kernel_init=_orthogonal(np.sqrt(2)))(x))
     x = x.reshape(x.shape[0], -1)

@@ -14,7 +14,7 @@ from podracer_jit import experiment
 def get_config(arg: str = ''):
   """`smoke` makes a few updates only."""
   config = experiment.config('ppo', 'nature_cnn', 'adam', scheme='sync')
-  config.total_steps = 3_000_000
+  config.total_steps = 2_000_000
   config.unroll_length = 128
   config.num_epochs = 3
   config.num_minibatches = 8
@@ -29,6 +29,7 @@ def get_config(arg: str = ''):
   config.network.kernels = (3, 3, 3)
   config.network.strides = (3, 2, 1)
   config.network.hidden = 256
+  config.network.centre = True  # else up to half of the ReLUs are dead from the start
 
   config.loss.clip = 0.1
   config.loss.value_coef = 2.0
