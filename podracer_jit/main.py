@@ -111,9 +111,9 @@ def _no_field(error: Exception, argv: Sequence[str]) -> str:
 
 
 def _find_config(argv: Sequence[str]) -> list[str]:
-  """Where configs/x.py is not here, the packaged one is meant."""
+  """Where configs/x.py is not here, the packaged one is meant; it goes before its overrides."""
   found: list[str] = []
-  for arg in argv:
+  for arg in sorted(argv[1:], key=lambda arg: not re.match(r'--?config(=|$)', arg)):
     name, equals, value = arg.partition('=')
     path, colon, argument = value.partition(':')
     packaged = Path(__file__).parent / path
@@ -124,7 +124,7 @@ def _find_config(argv: Sequence[str]) -> list[str]:
                          f'has configs/ with {known}')
       arg = f'{name}{equals}{packaged}{colon}{argument}'
     found.append(arg)
-  return found
+  return [argv[0], *found]
 
 
 def _env_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

@@ -20,6 +20,8 @@ def bottleneck(actor_wait_s: float, learner_wait_s: float, seconds: float) -> st
   actor, learner = (min(100, 100 * wait / seconds) for wait in (actor_wait_s, learner_wait_s))
   if max(actor, learner) < 5:
     return 'balanced: neither side waits'
+  if min(actor, learner) > 20:  # lag 0: each waits while the other works
+    return f'they take turns: acting {learner:.0f}% of the time, learning {actor:.0f}%'
   if actor > learner:
     return f'learner is the bottleneck: actors wait {actor:.0f}% of the time'
   return f'actors are the bottleneck: the learner waits {learner:.0f}% of the time'

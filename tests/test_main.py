@@ -84,6 +84,12 @@ def _only_checks(real):
   return prepare
 
 
+def test_overrides_may_come_before_the_config():
+  values = main.flags.FlagValues()
+  config = main.parse(['x', '--config.seed=7', '--config.env.frame_skip=2', CATCH], values)
+  assert config['seed'] == 7 and config['env']['frame_skip'] == 2
+
+
 def test_a_process_says_so_too(tmp_path):
   result = binary(CATCH, '--config.seed=x', f'--workdir={tmp_path}/run')
   assert result.returncode == 2

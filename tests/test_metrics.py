@@ -86,6 +86,7 @@ def test_files_drop_what_was_lost_with_a_crash(tmp_path):
     (5.0, 0.1, 'learner is the bottleneck: actors wait 50%'),
     (0.1, 4.0, 'actors are the bottleneck: the learner waits 40%'),
     (0.1, 0.2, 'balanced'),
+    (6.0, 4.0, 'they take turns: acting 40% of the time, learning 60%'),
 ])
 def test_bottleneck_in_words(actor, learner, words):
   assert bottleneck(actor, learner, 10.0).startswith(words)

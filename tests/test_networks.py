@@ -73,6 +73,17 @@ def test_images_are_scaled_and_convolved(stride, expected):
   assert_array_equal(torso.apply(params, obs), [[0]])
 
 
+def test_centring_subtracts_the_mean_of_each_observation():
+  """Of bytes 0, 51, 102 and 255 the mean is 0.4; of a plain image nothing is left."""
+  obs = np.uint8([[[[0, 51], [102, 255]]], [[[9, 9], [9, 9]]]])
+  params = {'params': {
+      'Conv_0': {'kernel': np.ones((1, 1, 1, 1), np.float32), 'bias': np.float32([0.5])},
+      'Dense_0': {'kernel': np.float32([[1], [10], [100], [1000]]), 'bias': np.float32([0])}}}
+  torso = networks.NatureCNN(channels=(1,), kernels=(1,), strides=(1,), hidden=1, centre=True)
+  # 0, .2, .4, 1 less 0.4, and the bias: .1, .3, .5, 1.1.
+  assert_allclose(torso.apply(params, obs), [[0.1 + 3 + 50 + 1100], [555.5]], rtol=1e-5)
+
+
 def test_residual_block_by_hand():
   """Kernels with a middle alone: y = 2 relu(x) + 1, then x + 3 relu(y) - 4."""
   x = np.random.default_rng(0).integers(-5, 6, size=(2, 4, 5, 1)).astype(np.float32)

@@ -11,9 +11,12 @@ def get_config(arg: str = ''):
   config = experiment.config('impala', 'mlp', 'adam', scheme='cleanba')
   config.env.task = 'CartPole-v1'
   config.env.num_envs = 32
-  config.total_steps = 500_000
+  config.total_steps = 600_000
   config.unroll_length = 20
   config.num_minibatches = 2
+  config.loss.discount = 0.98
+  # Returns of a hundred and a torso that both heads share: the value must not drown the policy.
+  config.loss.baseline_coef = 0.02
   config.optimizer.learning_rate = 2e-3
   config.optimizer.max_grad_norm = 40.0
   if arg == 'smoke':
