@@ -2,6 +2,7 @@
 
 podracer_jit --config=configs/impala_atari.py --workdir=runs/breakout \
     --config.env.task=Breakout-v5
+The Nature CNN instead of the IMPALA ResNet: --config=configs/impala_atari.py:nature_cnn
 On GPUs, actors and learner apart: --config.placement.learner_devices='(1,2,3,4)'
 """
 
@@ -9,8 +10,10 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few small updates only."""
-  config = experiment.config('impala', 'impala_resnet', 'rmsprop', scheme='cleanba')
+  """`smoke` makes a few small updates only; `nature_cnn` takes that network; or both: `a,b`."""
+  args = arg.split(',')
+  network = 'nature_cnn' if 'nature_cnn' in args else 'impala_resnet'  # (16, 32, 32), hidden 256
+  config = experiment.config('impala', network, 'rmsprop', scheme='cleanba')
   config.total_steps = 50_000_000  # 200M frames
   config.unroll_length = 20
   config.num_minibatches = 4
@@ -28,9 +31,6 @@ def get_config(arg: str = ''):
   config.env.max_episode_steps = 27_000  # 108,000 frames
   config.env.reward_clip = True  # for the loss; episode returns are not clipped
 
-  config.network.channels = (16, 32, 32)
-  config.network.hidden = 256
-
   config.loss.discount = 0.99
   config.loss.vtrace_lambda = 1.0
   config.loss.clip_rho = 1.0
@@ -47,7 +47,7 @@ def get_config(arg: str = ''):
   config.num_grad_shards = 8
   config.checkpoint.every_updates = 2_000  # 5M steps
 
-  if arg == 'smoke':
+  if 'smoke' in args:
     config.total_steps = 200
     config.env.num_envs = 16
     config.unroll_length = 5
