@@ -66,10 +66,9 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
     if name in _OURS or name not in default:
       known = ', '.join(sorted(set(default) - set(_OURS)))
       raise ValueError(f'env.{name}: not an option of {task}; its options are {known}')
-    if isinstance(default[name], bool) != isinstance(value, bool) or not isinstance(
-        value, (type(default[name]), int)):
-      kind = type(default[name]).__name__
-      raise ValueError(f'env.{name}: must be of type {kind}, got {value!r}')
+    kind = type(default[name])
+    if type(value) is not kind and not (kind is float and type(value) is int):
+      raise ValueError(f'env.{name}: must be of type {kind.__name__}, got {value!r}')
     if name == 'noop_max' and value < 1:
       raise ValueError(f'env.noop_max: must be at least 1 (1 is no no-ops), got {value}')
     smallest = 1 if name in ('frame_skip', 'stack_num', 'max_episode_steps', 'img_height',

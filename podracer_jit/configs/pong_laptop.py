@@ -14,7 +14,7 @@ from podracer_jit import experiment
 def get_config(arg: str = ''):
   """`smoke` makes a few updates only."""
   config = experiment.config('ppo', 'nature_cnn', 'adam', scheme='sync')
-  config.total_steps = 1_200_000
+  config.total_steps = 2_000_000
   config.unroll_length = 128
   config.num_epochs = 3
   config.num_minibatches = 8
