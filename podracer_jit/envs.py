@@ -75,6 +75,12 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
                              'img_width') else None
     if smallest is not None and value < smallest:
       raise ValueError(f'env.{name}: must be at least {smallest}, got {value}')
+  for name, value in options.items():
+    try:
+      _quiet_spec(task, {name: value})
+    except (RuntimeError, TypeError, ValueError) as error:
+      why = str(error).strip().splitlines()[0][:80]
+      raise ValueError(f'env.{name}: EnvPool refuses {value!r} for {task} ({why})') from None
   spec = _quiet_spec(task, options)
   obs, action = spec.observation_space, spec.action_space
   if spec.config._asdict().get('max_num_players', 1) != 1:
