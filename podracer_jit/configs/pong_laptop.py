@@ -4,8 +4,8 @@ podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong
 
 PPO with a small network on 42x42 frames. Its first convolution takes 3x3 patches, which is one
 matrix product, and everything is done twice over, once on each core: two virtual CPU devices act
-and learn side by side on half of the environments each. That is twice as fast as one program that
-spreads its operations over both cores, and gives the same bits.
+and learn side by side on half of the environments each, instead of one program that spreads its
+operations over both cores.
 """
 
 from podracer_jit import experiment
