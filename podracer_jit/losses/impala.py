@@ -48,7 +48,8 @@ def impala_loss(
   Raises:
     AssertionError: where the shapes are not as above (chex).
   """
-  chex.assert_rank([logits, value], [2, 1])
+  chex.assert_rank([logits, value, action], [2, 1, 1])
+  chex.assert_axis_dimension(logits, 0, action.shape[0])
   chex.assert_equal_shape([action, behaviour_log_prob, r_t, discount_t, valid, value[1:]])
   mask = valid.astype(jnp.float32)
   target_log_prob = log_prob(logits, action)

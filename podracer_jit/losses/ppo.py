@@ -70,7 +70,8 @@ def ppo_loss(
   Raises:
     AssertionError: where the shapes are not as above (chex).
   """
-  chex.assert_rank([logits, value], [2, 1])
+  chex.assert_rank([logits, value, action], [2, 1, 1])
+  chex.assert_axis_dimension(logits, 0, action.shape[0])
   chex.assert_equal_shape(
       [value, action, behaviour_log_prob, behaviour_value, advantage, value_target, valid])
   mask = valid.astype(jnp.float32)
