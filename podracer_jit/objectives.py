@@ -18,8 +18,8 @@ from podracer_jit.types import Metrics, Params, Rollout, discounts
 
 # (params, obs [N, ...]) -> logits [N, A], value [N]
 Apply = Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]]
-# Adds [groups, ...] over all groups of all devices, in one fixed order.
-Sum = Callable[[Any], Any]
+# Adds [groups, n] over all items of all groups of all devices, in one fixed order.
+Sum = Callable[[jax.Array], jax.Array]
 
 
 class Objective(NamedTuple):
@@ -96,12 +96,14 @@ def ppo(apply: Apply, unroll_length: int, options: Mapping[str, Any]) -> Objecti
 
   def shared(pieces, add):
     rollout, targets = pieces
-    mask = rollout.valid.astype(jnp.float32)
-    count = add(mask.sum(axis=1))
+
+    def masked_sum(x):  # with where: mask * x would be contracted with the addition in some fusions
+      return add(jnp.where(rollout.valid, x, 0.0))
+    count = masked_sum(jnp.ones(rollout.valid.shape))
     if not normalise:
       return count, jnp.zeros(()), jnp.ones(())
-    mean = add((mask * targets['advantage']).sum(axis=1)) / count
-    variance = add((mask * jnp.square(targets['advantage'] - mean)).sum(axis=1)) / count
+    mean = masked_sum(targets['advantage']) / count
+    variance = masked_sum(jnp.square(targets['advantage'] - mean)) / count
     return count, mean, jnp.sqrt(variance) + 1e-8
 
   def loss(params, piece, shared):

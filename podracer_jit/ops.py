@@ -28,12 +28,11 @@ class Sizes(NamedTuple):
 
 
 def pairwise_sum(x: jax.Array) -> jax.Array:
-  """Sum over the leading axis in one fixed order, whatever XLA would prefer."""
-  parts = list(x)
-  while len(parts) > 1:
-    parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + (
-        parts[-1:] if len(parts) % 2 else [])
-  return parts[0]
+  """Sum over the leading axis, its halves added again and again, whatever XLA would prefer."""
+  while x.shape[0] > 1:
+    half = x.shape[0] // 2
+    x = jnp.concatenate([x[:half] + x[half:2 * half], x[2 * half:]])
+  return x[0]
 
 
 def exact_sum(tree: Any, mesh_size: int) -> Any:
@@ -41,6 +40,26 @@ def exact_sum(tree: Any, mesh_size: int) -> Any:
   if mesh_size > 1:
     tree = jax.tree.map(lambda x: lax.all_gather(x, AXIS, tiled=True), tree)
   return jax.tree.map(pairwise_sum, tree)
+
+
+def map_in_loop(function: Callable, xs: Any) -> Any:
+  """lax.map that XLA compiles alike for any number of turns.
+
+  A single turn it would take out of the loop, where other fusions give other last bits. So the
+  number of turns is hidden, and there is a row too many, lest the index of the only one be known.
+  """
+  count = jax.tree.leaves(xs)[0].shape[0]
+  xs = jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), xs)
+
+  def turn(carry):
+    i, ys = carry
+    y = function(jax.tree.map(lambda x: x[i], xs))
+    return i + 1, jax.tree.map(lambda ys, y: ys.at[i].set(y), ys, y)
+
+  shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], xs))
+  ys = jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), shapes)
+  end = lax.optimization_barrier(jnp.int32(count))
+  return lax.while_loop(lambda carry: carry[0] < end, turn, (jnp.int32(0), ys))[1]
 
 
 def pieces(items: int, item_rows: int, microbatch_rows: int) -> int:
@@ -65,25 +84,21 @@ def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1):
     light = jax.vmap(
         lambda first, some: objective.take(*objective.light(rollout, targets), first, group_envs,
                                            some))(firsts, items)
-    shared = objective.shared(light, add)
+    shared = objective.shared(light, lambda x: add(jax.vmap(pairwise_sum)(x)))
     loss = jax.grad(objective.loss, has_aux=True)
 
     def of_group(group):
       first, some = group
       some = some.reshape(pieces(some.size, objective.item_rows, sizes.microbatch_rows), -1)
 
-      def of_piece(total, piece):
-        piece = objective.take(rollout, targets, first, group_envs, piece)
-        return jax.tree.map(jnp.add, total, loss(params, piece, shared)), None
+      def of_piece(piece):
+        return loss(params, objective.take(rollout, targets, first, group_envs, piece), shared)
 
-      shapes = jax.eval_shape(lambda p: of_piece_shape(p), some[0])
-      zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-      return lax.scan(of_piece, zeros, some)[0]
+      zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(of_piece, some[0]))
+      return lax.scan(lambda total, piece: (jax.tree.map(jnp.add, total, of_piece(piece)), None),
+                      zeros, some)[0]
 
-    def of_piece_shape(piece):
-      return loss(params, objective.take(rollout, targets, 0, group_envs, piece), shared)
-
-    return add(lax.map(of_group, (firsts, items)))
+    return add(map_in_loop(of_group, (firsts, items)))
 
   return gradient
 
@@ -135,7 +150,7 @@ def fuse(objective: Objective, gradient: Callable, update: Callable, sizes: Size
     def of_group(first):
       part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, group_envs, 1), ends)
       return objective.prepare(params, part)
-    targets = lax.map(of_group, jnp.arange(groups) * group_envs)  # [groups, T, B_group]
+    targets = map_in_loop(of_group, jnp.arange(groups) * group_envs)  # [groups, T, B_group]
     return jax.tree.map(lambda x: jnp.concatenate(list(x), axis=1), targets)
 
   def learn(state: TrainState, rollout: Rollout) -> tuple[TrainState, Metrics]:

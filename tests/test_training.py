@@ -60,7 +60,7 @@ def test_a_slow_side_changes_no_bit(scheme, slow):
   assert run(config, tamper=_slowed(slow))[0] == run(config)[0]
 
 
-@pytest.mark.parametrize('case', ['impala-mlp', 'impala-cnn'])
+@pytest.mark.parametrize('case', ['impala-mlp', 'ppo-mlp', 'ppo-cnn'])
 def test_placement_changes_no_bit(case):
   config = changed(CASES[case](), num_shards=2, num_grad_shards=2, scheme='cleanba')
   expected, _, _ = run(config)
