@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from podracer_jit import conv
 
@@ -32,7 +33,7 @@ class Conv(nn.Module):
 
 def _image(obs: jax.Array) -> jax.Array:
   """[N, C, H, W] uint8 -> [N, H, W, C] f32 in [0, 1]; transposed while still bytes."""
-  return obs.transpose(0, 2, 3, 1).astype(jnp.float32) / 255.0
+  return lax.optimization_barrier(obs.transpose(0, 2, 3, 1)).astype(jnp.float32) / 255.0
 
 
 _orthogonal = nn.initializers.orthogonal

@@ -28,18 +28,22 @@ class Sizes(NamedTuple):
 
 
 def pairwise_sum(x: jax.Array) -> jax.Array:
-  """Sum over the leading axis, its halves added again and again, whatever XLA would prefer."""
+  """Sum over the leading axis, neighbours first, in one order whatever XLA would prefer."""
   while x.shape[0] > 1:
-    half = x.shape[0] // 2
-    x = jnp.concatenate([x[:half] + x[half:2 * half], x[2 * half:]])
+    even = x.shape[0] // 2 * 2
+    x = jnp.concatenate([x[:even:2] + x[1:even:2], x[even:]])
   return x[0]
 
 
 def exact_sum(tree: Any, mesh_size: int) -> Any:
   """Sums [groups on this device, ...] over the groups of all devices, equal on any mesh."""
-  if mesh_size > 1:
-    tree = jax.tree.map(lambda x: lax.all_gather(x, AXIS, tiled=True), tree)
-  return jax.tree.map(pairwise_sum, tree)
+  def total(x):
+    if mesh_size > 1:
+      if x.shape[0].bit_count() == 1:  # a whole branch of the tree of sums: add before it travels
+        x = pairwise_sum(x)[None]
+      x = lax.all_gather(x, AXIS, tiled=True)
+    return pairwise_sum(x)
+  return jax.tree.map(total, tree)
 
 
 def map_in_loop(function: Callable, xs: Any) -> Any:

@@ -160,8 +160,7 @@ def test_gradients_stay_in_the_layout_that_loops_run_fast(name):
   program = str(jax.make_jaxpr(jax.grad(loss))(params, FRAMES))
   layouts = re.findall(r'dimension_numbers=ConvDimensionNumbers\((.*?)\)\s', program, re.DOTALL)
   # Each layer's output and the gradients of its kernel and input (XLA drops the first layer's).
-  # The Nature CNN's first layer is a matrix product.
-  assert len(layouts) == 3 * (2 if name == 'nature_cnn' else 15)
+  assert len(layouts) == 3 * (3 if name == 'nature_cnn' else 15)
   assert {' '.join(x.split()) for x in layouts} == {
       'lhs_spec=(0, 3, 1, 2), rhs_spec=(3, 2, 0, 1), out_spec=(0, 3, 1, 2)'}
   assert 'select_and_scatter' not in program

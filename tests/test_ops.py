@@ -69,8 +69,8 @@ def test_pairwise_sum_has_one_order():
   x = (rng.normal(size=(7, 50)) * 10.0 ** rng.integers(-3, 4, size=(7, 50))).astype(np.float32)
   a, b, c, d, e, f, g = x
   expected = {
-      1: a, 2: a + b, 3: (a + b) + c, 4: (a + c) + (b + d), 5: ((a + c) + (b + d)) + e,
-      6: ((a + d) + (b + e)) + (c + f), 7: ((a + d) + (c + f)) + ((b + e) + g)}
+      1: a, 2: a + b, 3: (a + b) + c, 4: (a + b) + (c + d), 5: ((a + b) + (c + d)) + e,
+      6: ((a + b) + (c + d)) + (e + f), 7: ((a + b) + (c + d)) + ((e + f) + g)}
   for count, total in expected.items():
     assert_array_equal(jax.jit(ops.pairwise_sum)(x[:count]), total)
   for other in (functools.reduce(np.add, x), functools.reduce(np.add, x[::-1])):

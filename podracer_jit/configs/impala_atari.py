@@ -43,8 +43,7 @@ def get_config(arg: str = ''):
   config.optimizer.eps = 0.01
   config.optimizer.max_grad_norm = 40.0
 
-  # A pass of 4 sequences fits a CPU's cache; up to 8 learner devices.
-  config.num_grad_shards = 8
+  config.num_grad_shards = 4  # up to so many learner devices
   config.checkpoint.every_updates = 2_000  # 5M steps
 
   if 'smoke' in args:
