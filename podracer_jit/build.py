@@ -74,15 +74,14 @@ def _on_mesh(learn: Callable, mesh: jax.sharding.Mesh) -> Callable:
   """learn over the whole mesh: state replicated and donated, rollouts cut by environment."""
 
   def learner(state, rollout):
-    def split_out(state, rollout):
+    def whole(state, rollout):
       state, metrics = learn(state, rollout)
-      return state, metrics.pop('episodes'), metrics
+      metrics['episodes'] = jax.lax.all_gather(metrics['episodes'], ops.AXIS, axis=1, tiled=True)
+      return state, metrics
 
-    by_env = PartitionSpec(None, ops.AXIS)
-    state, episodes, metrics = jax.shard_map(
-        split_out, mesh=mesh, in_specs=(PartitionSpec(), by_env),
-        out_specs=(PartitionSpec(), by_env, PartitionSpec()), check_vma=False)(state, rollout)
-    metrics |= {'episodes': episodes}
+    state, metrics = jax.shard_map(
+        whole, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec(None, ops.AXIS)),
+        out_specs=PartitionSpec(), check_vma=False)(state, rollout)
     return state, jax.tree.map(lambda x: x[None], metrics)  # a report of one update
 
   return jax.jit(learner, donate_argnums=0)
@@ -154,12 +153,12 @@ def segment(parts: Parts, state: TrainState, index: int, updates: int,
   """
   config, place = parts.config, parts.place
   actors = [place.actors[0]] if parts.scheme.fused else place.actors
-  per_actor = config['num_shards'] // len(actors)
+  per_actor = config['num_shards'] // (len(actors) * place.processes)
   width = config['env']['num_envs'] // config['num_shards']
   act_key = jax.random.fold_in(_keys(config['seed'])[2], index)
   with contextlib.ExitStack() as stack:
     actors_of_segment = []
-    for a, device in enumerate(actors):
+    for a, device in enumerate(actors, place.process * len(actors)):
       ids = range(a * per_actor, (a + 1) * per_actor)
       shards = [
           envs.Shard(config['env']['task'], experiment.env_options(config),
@@ -171,7 +170,8 @@ def segment(parts: Parts, state: TrainState, index: int, updates: int,
       actor_state = jax.device_put(rollouts.initial_state(shards, keys), device)
       actors_of_segment.append(Actor(pools, actor_state, device, ids[0] * width))
     begin = Begin(state, int(state.update), updates,
-                  lambda s: stop() or int(s.steps) >= config['total_steps'])
+                  lambda s: (placement.any_process(stop(), place.mesh)
+                             or int(s.steps) >= config['total_steps']))
     wire = _wire_fused if parts.scheme.fused else _wire_split
     yield wire(parts, actors_of_segment, begin, report)
 

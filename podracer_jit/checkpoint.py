@@ -22,6 +22,9 @@ PACKAGES = ('podracer_jit', 'jax', 'jaxlib', 'flax', 'optax', 'rlax', 'envpool',
 # What may differ between two runs of the same experiment.
 _FREE = ('placement.', 'log.', 'checkpoint.keep')
 _BOUND = ('placement.xla_threads',)
+# A placement for what looks at a run without being part of it.
+ONE_DEVICE = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1,
+                  actor_platform='auto', env_threads=0)
 
 
 class ConfigChanged(ValueError):
@@ -49,7 +52,10 @@ def open_workdir(workdir: Path, config: Mapping[str, Any]) -> None:
   new = json.loads(json.dumps(config))  # tuples to lists, as the file has them
   if path.exists():
     old = json.loads(path.read_text())
-    _refuse_changes(workdir, _flat(old['config']), _flat(new))
+    changed = differences(old['config'], new, ('there', 'now'))
+    if changed:
+      raise ConfigChanged(f'{workdir} holds another experiment ({"; ".join(changed)}); '
+                          'choose another --workdir or set the fields back')
     for name, version in versions().items():
       before = old['versions'].get(name)
       if before != version:
@@ -62,14 +68,36 @@ def open_workdir(workdir: Path, config: Mapping[str, Any]) -> None:
   os.replace(draft, path)
 
 
-def _refuse_changes(workdir: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-  changed = [f'{name}: {old.get(name)!r} there, {new.get(name)!r} now'
-             for name in sorted(old.keys() | new.keys())
-             if old.get(name) != new.get(name)
-             and (name in _BOUND or not name.startswith(_FREE))]
-  if changed:
-    raise ConfigChanged(f'{workdir} holds another experiment ({"; ".join(changed)}); '
-                        'choose another --workdir or set the fields back')
+def read_config(workdir: Path) -> dict[str, Any]:
+  """The config of the run in workdir.
+
+  Raises:
+    ValueError: there is no run.
+  """
+  path = workdir / 'config.json'
+  if not path.is_file():
+    what = 'holds no run (no config.json)' if workdir.is_dir() else 'does not exist'
+    raise ValueError(f'--workdir: {workdir} {what}')
+
+  def tuples(fields):  # which JSON has as lists
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+
+  try:
+    config = json.loads(path.read_text(), object_hook=tuples)['config']
+    config['placement'].items()
+  except (ValueError, KeyError, TypeError, AttributeError):
+    raise ValueError(f'--workdir: {path} is not of a run of podracer_jit') from None
+  return config
+
+
+def differences(one: Mapping[str, Any], two: Mapping[str, Any], where: tuple[str, str]
+                ) -> list[str]:
+  """The fields that make two configs two experiments, with both values."""
+  one, two = _flat(one), _flat(two)
+  return [f'{name}: {one.get(name)!r} {where[0]}, {two.get(name)!r} {where[1]}'
+          for name in sorted(one.keys() | two.keys())
+          if one.get(name) != two.get(name)
+          and (name in _BOUND or not name.startswith(_FREE))]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
@@ -101,9 +129,15 @@ class Checkpoints:
     """The update of the newest whole checkpoint."""
     return self._manager.latest_step()
 
-  def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """The newest checkpoint, in the shapes and shardings of `like`."""
-    restored = self._manager.restore(self.newest(), args=ocp.args.Composite(
+  def updates(self) -> list[int]:
+    """The updates of all whole checkpoints."""
+    return sorted(self._manager.all_steps())
+
+  def restore(self, like: TrainState, update: int | None = None
+              ) -> tuple[TrainState, dict[str, Any]]:
+    """A checkpoint, the newest by default, in the shapes and shardings of `like`."""
+    update = self.newest() if update is None else update
+    restored = self._manager.restore(update, args=ocp.args.Composite(
         state=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like)),
         meta=ocp.args.JsonRestore()))
     return restored['state'], restored['meta']

@@ -48,20 +48,8 @@ def read_config(workdir: Path) -> dict[str, Any]:
   Raises:
     ValueError: there is no run.
   """
-  path = workdir / 'config.json'
-  if not path.is_file():
-    what = 'holds no run (no config.json)' if workdir.is_dir() else 'does not exist'
-    raise ValueError(f'--workdir: {workdir} {what}')
-
-  def tuples(fields):  # which JSON has as lists
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-
-  try:
-    config = json.loads(path.read_text(), object_hook=tuples)['config']
-    config['placement'] |= dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1,
-                                actor_platform='auto', env_threads=0)
-  except (ValueError, KeyError, TypeError):
-    raise ValueError(f'--workdir: {path} is not of a run of podracer_jit') from None
+  config = checkpoint.read_config(workdir)
+  config['placement'] |= checkpoint.ONE_DEVICE
   return config | {'num_shards': 1}
 
 

@@ -19,8 +19,9 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from podracer_jit import build, checkpoint, loops, placement
-from podracer_jit.metrics import Files, Meter, Report
+from podracer_jit.metrics import Diverged, Files, Meter, Report, check_finite
 from podracer_jit.progress import Progress
+from podracer_jit.receipts import canary
 
 _ENV = '--config.env.'
 _EXAMPLE = 'podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong'
@@ -33,6 +34,12 @@ def main(argv: Sequence[str]) -> int:
   flags.DEFINE_string('workdir', None, 'Where checkpoints and metrics go.', flag_values=values)
   flags.DEFINE_string('profile_dir', None, 'Write a jax.profiler trace of a few updates here.',
                       flag_values=values)
+  flags.DEFINE_bool('distributed', False, 'This is one of several processes of the run.',
+                    flag_values=values)
+  flags.DEFINE_string('coordinator_address', None, 'host:port of process 0; asked of SLURM, Open '
+                      'MPI, Kubernetes or the TPU pod where not given.', flag_values=values)
+  flags.DEFINE_integer('num_processes', None, 'How many there are; likewise.', flag_values=values)
+  flags.DEFINE_integer('process_id', None, 'Which this is, from 0; likewise.', flag_values=values)
   try:
     config = parse(argv, values)
     if config is None:
@@ -41,9 +48,11 @@ def main(argv: Sequence[str]) -> int:
     if not values.workdir:
       raise ValueError(f'--workdir is missing: {_EXAMPLE}')
     placement.prepare_host(config['placement'])
+    if values.distributed:
+      placement.join(values.coordinator_address, values.num_processes, values.process_id)
     parts = build.make_parts(config)
     workdir = Path(values.workdir)
-    checkpoint.open_workdir(workdir, config)
+    _open(workdir, config, parts.place)
   except (ValueError, OSError) as error:
     print(f'podracer_jit: {error}', file=sys.stderr)
     return 2
@@ -51,9 +60,20 @@ def main(argv: Sequence[str]) -> int:
     train(parts, workdir, values.profile_dir)
   except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message
     logging.exception('the run failed')
-    print(f'podracer_jit: {type(error).__name__}: {error}', file=sys.stderr)
+    print(f'podracer_jit: {type(error).__name__}: {error}', file=sys.stderr, flush=True)
+    if parts.place.processes > 1:
+      os._exit(1)  # JAX would wait for the others on the way out, and they for this one
     return 1
   return 0
+
+
+def _open(workdir: Path, config: Mapping[str, Any], place: placement.Placement) -> None:
+  """Process 0 makes the workdir; the others find it, and compare their config with its own."""
+  if place.process == 0:
+    checkpoint.open_workdir(workdir, config)
+  placement.barrier('workdir')
+  if place.process:
+    checkpoint.open_workdir(workdir, config)
 
 
 def run() -> None:
@@ -153,14 +173,19 @@ def train(parts: build.Parts, workdir: Path, profile_dir: str | None = None) -> 
   saved = checkpoint.Checkpoints(workdir, config['checkpoint']['keep'])
   meta: Mapping[str, Any] = {'segment': 0}
   title = f'{config["env"]["task"]}  {config["scheme"]} {config["loss"]["name"]}  {workdir}'
-  with contextlib.closing(saved), _stopping() as stopping, Progress(config, title) as progress:
+
+  def stopped() -> bool:
+    return placement.any_process(stopping.is_set(), parts.place.mesh)
+
+  with (contextlib.closing(saved), _stopping() as stopping,
+        Progress(config, title, quiet=parts.place.process > 0) as progress):
     if saved.newest() is not None:
       state, meta = saved.restore(state)
       progress.note(f'going on from update {int(state.update)} ({int(state.steps):,} steps)')
     else:
       progress.note(f'{title}: starting')
     profiler = Profiler(profile_dir)
-    while int(state.steps) < config['total_steps'] and not stopping.is_set():
+    while int(state.steps) < config['total_steps'] and not stopped():
       state, meta = _segment(parts, state, meta, workdir, progress, profiler, stopping.is_set)
       saved.save(state, meta)
     profiler.close()
@@ -173,19 +198,29 @@ def train(parts: build.Parts, workdir: Path, profile_dir: str | None = None) -> 
 def _segment(parts: build.Parts, state, meta: Mapping[str, Any], workdir: Path,
              progress: Progress, profiler: Profiler, stop: Callable[[], bool]):
   """Runs one segment; returns the state after it, and what else its checkpoint holds."""
-  config, index = parts.config, meta['segment']
-  header = dict(segment=index, first_update=int(state.update) + 1,
-                versions=checkpoint.versions())
-  files = Files(workdir, int(state.update), header, config['log']['tensorboard'])
-
+  config, index, saved = parts.config, meta['segment'], int(state.update)
+  with jax.default_device(parts.place.learners[0]):
+    header = dict(segment=index, first_update=saved + 1, versions=checkpoint.versions(),
+                  canary=canary())
   def report(item: Report) -> None:
     for record, receipt in meter.records(item):
-      files.write(record, receipt)
+      if parts.place.process == 0:
+        files.write(record, receipt)
       progress.show(record)
+      try:
+        check_finite(record)
+      except Diverged as error:
+        raise Diverged(f'{error}; the last good checkpoint is '
+                       + (f'that of update {saved}' if saved else 'none: the run had just begun')
+                       + f', in {workdir}') from None
     profiler.reported()
 
-  with contextlib.closing(files), build.segment(
-      parts, state, index, config['checkpoint']['every_updates'], report, stop) as segment:
+  with contextlib.ExitStack() as stack:
+    if parts.place.process == 0:
+      files = stack.enter_context(contextlib.closing(
+          Files(workdir, saved, header, config['log']['tensorboard'])))
+    segment = stack.enter_context(build.segment(
+        parts, state, index, config['checkpoint']['every_updates'], report, stop))
     steps = config['num_epochs'] * config['num_minibatches']
     meter = Meter(config['log']['window'], steps, parts.spec.frame_skip, segment.waits, meta)
     try:

@@ -120,6 +120,25 @@ class Files:
       self._events.close()
 
 
+class Diverged(RuntimeError):
+  """A loss or a gradient is not a finite number any more."""
+
+
+def check_finite(record: Record) -> None:
+  """Looks at the numbers that were fetched anyway, so nothing waits for it.
+
+  Raises:
+    Diverged: naming the update and every term.
+  """
+  terms = {k: v for k, v in record.items() if isinstance(v, float)}
+  broken = [name for name, value in terms.items() if not math.isfinite(value)]
+  if broken:
+    last = list(record)[list(record).index('gud') + 1:]  # what the learner says, after the delays
+    raise Diverged(f'update {record["update"]} ({record["steps"]:,} steps): '
+                   f'{", ".join(broken)} not finite ('
+                   + ', '.join(f'{name} {record[name]:g}' for name in last) + ')')
+
+
 def _finite(record: Record) -> Record:
   """JSON has no NaN."""
   return {k: None if isinstance(v, float) and not math.isfinite(v) else v

@@ -50,7 +50,8 @@ def map_in_loop(function: Callable, xs: Any) -> Any:
   """lax.map that XLA compiles alike for any number of turns.
 
   A single turn it would take out of the loop, where other fusions give other last bits. So the
-  number of turns is hidden, and there is a row too many, lest the index of the only one be known.
+  number of turns is hidden, and xs and ys have a row too many, lest the index of the only one be
+  known.
   """
   count = jax.tree.leaves(xs)[0].shape[0]
   xs = jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), xs)
@@ -61,9 +62,10 @@ def map_in_loop(function: Callable, xs: Any) -> Any:
     return i + 1, jax.tree.map(lambda ys, y: ys.at[i].set(y), ys, y)
 
   shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], xs))
-  ys = jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), shapes)
+  ys = jax.tree.map(lambda s: jnp.zeros((count + 1, *s.shape), s.dtype), shapes)
   end = lax.optimization_barrier(jnp.int32(count))
-  return lax.while_loop(lambda carry: carry[0] < end, turn, (jnp.int32(0), ys))[1]
+  _, ys = lax.while_loop(lambda carry: carry[0] < end, turn, (jnp.int32(0), ys))
+  return jax.tree.map(lambda ys: ys[:count], ys)
 
 
 def pieces(items: int, item_rows: int, microbatch_rows: int) -> int:

@@ -10,20 +10,29 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 class Placement(NamedTuple):
-  """Devices of the actors, one each, and the learner's mesh."""
+  """Devices of this process's actors, one each, and the learner's mesh over all processes."""
 
   actors: tuple[jax.Device, ...]
   mesh: Mesh
   env_threads: int  # EnvPool threads of each pool
+  process: int = 0
+  processes: int = 1
 
   @property
   def learners(self) -> tuple[jax.Device, ...]:
-    """The devices of the learner mesh."""
-    return tuple(self.mesh.devices.flat)
+    """The devices of the learner mesh that belong to this process."""
+    return tuple(d for _, d in _local(self.mesh))
+
+
+def _local(mesh: Mesh) -> list[tuple[int, jax.Device]]:
+  """This process's devices of the mesh, with their places in it."""
+  here = jax.process_index()
+  return [(i, d) for i, d in enumerate(mesh.devices.flat) if d.process_index == here]
 
 
 def prepare_host(options: Mapping[str, Any]) -> None:
@@ -44,8 +53,47 @@ def prepare_host(options: Mapping[str, Any]) -> None:
   jax.config.update('jax_num_cpu_devices', devices)
 
 
+def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None
+         ) -> None:
+  """Joins this process to the others of a run; after `prepare_host`, before any device is used.
+
+  Where nothing is given, SLURM, Open MPI, Kubernetes and TPU pods are asked (JAX knows how).
+
+  Raises:
+    ValueError: there is no such surrounding, or the others did not come.
+  """
+  try:
+    jax.distributed.initialize(
+        coordinator_address, num_processes, process_id, initialization_timeout=120,
+        heartbeat_timeout_seconds=20, shutdown_timeout_seconds=20)
+  except (ValueError, RuntimeError) as error:
+    raise ValueError(f'--distributed: {" ".join(str(error).split())}; without SLURM, Open MPI, '
+                     'Kubernetes or a TPU pod give --coordinator_address, --num_processes and '
+                     '--process_id') from None
+
+
+def barrier(name: str) -> None:
+  """Waits until every process is here."""
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(name)
+
+
+def any_process(flag: bool, mesh: Mesh) -> bool:
+  """Whether the flag is set in any process; all ask in the same order, from one thread each."""
+  if jax.process_count() == 1:
+    return flag
+  sharding = NamedSharding(mesh, PartitionSpec('learner'))
+  here = [jax.device_put(jnp.array([flag], jnp.int32), d) for _, d in _local(mesh)]
+  return bool(_sum(jax.make_array_from_single_device_arrays((mesh.size,), sharding, here)))
+
+
+@jax.jit
+def _sum(flags):
+  return jnp.sum(flags)
+
+
 def resolve(options: Mapping[str, Any], num_shards: int) -> Placement:
-  """The placement that `options` ask for, on this machine.
+  """The placement that `options` ask for; device indices are those of each process.
 
   Raises:
     ValueError: a device that is not here, or shards that the actors cannot share out evenly.
@@ -54,18 +102,24 @@ def resolve(options: Mapping[str, Any], num_shards: int) -> Placement:
   if platform == 'auto':  # EnvPool has calls for CPU and GPU alone
     platform = jax.default_backend() if jax.default_backend() in ('cpu', 'gpu') else 'cpu'
   try:
-    actor_kind = jax.devices(platform)
+    actor_kind = jax.local_devices(backend=platform)
   except RuntimeError:
     raise ValueError(f'placement.actor_platform: there is no {platform} here, only '
                      f'{jax.default_backend()}') from None
   actors = _pick('actor_devices', options['actor_devices'], actor_kind)
-  learners = _pick('learner_devices', options['learner_devices'], jax.devices())
   actors = [device for device in actors for _ in range(options['actors_per_device'])]
-  if num_shards % len(actors):
-    raise ValueError(f'num_shards: {num_shards} shards cannot be shared by {len(actors)} actors '
-                     '(actor_devices x actors_per_device)')
-  threads = options['env_threads'] or max(1, len(os.sched_getaffinity(0)) // num_shards)
-  return Placement(tuple(actors), Mesh(np.array(learners), ('learner',)), threads)
+  processes = jax.process_count()
+  learners = [device for p in range(processes) for device in _pick(
+      'learner_devices', options['learner_devices'],
+      [d for d in jax.devices() if d.process_index == p])]
+  if num_shards % (len(actors) * processes):
+    raise ValueError(f'num_shards: {num_shards} shards cannot be shared by '
+                     f'{len(actors) * processes} actors '
+                     '(actor_devices x actors_per_device, in each process)')
+  here = num_shards // processes
+  threads = options['env_threads'] or max(1, len(os.sched_getaffinity(0)) // here)
+  return Placement(tuple(actors), Mesh(np.array(learners), ('learner',)), threads,
+                   jax.process_index(), processes)
 
 
 def _pick(field: str, indices: Sequence[int], devices: Sequence[jax.Device]) -> list[jax.Device]:
@@ -86,40 +140,47 @@ def put_params(params: Any, device: jax.Device) -> Any:
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-  """The tree on every device of the mesh, as copies that may be donated."""
-  return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()), may_alias=False)
+  """The tree, equal in all processes, on every device of the mesh: copies that may be donated."""
+  sharding = NamedSharding(mesh, PartitionSpec())
+
+  def everywhere(x):
+    copies = [jax.device_put(x, device, may_alias=False) for _, device in _local(mesh)]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, copies)
+
+  return jax.tree.map(everywhere, tree)
 
 
 class Slices(NamedTuple):
   """Neighbouring environments of a batch, cut where the learner's devices meet."""
 
-  parts: tuple[Sequence[Any], ...]  # for each learner device, the trees that go to it
+  parts: tuple[Sequence[Any], ...]  # for each learner device of this process, what goes to it
 
 
 def scatter(trees: Sequence[Any], first_env: int, num_envs: int, mesh: Mesh) -> Slices:
   """Sends trees of [T, B, ...] arrays, that lie side by side from `first_env` on, to the mesh.
 
   Device d of n holds environments [d, d + 1) * num_envs / n, so rows go straight to where they are
-  used, whatever the number of actors and learners.
+  used, whatever the number of actors and learners, and never to another process.
   """
-  share = num_envs // mesh.size
-  parts = [[] for _ in mesh.devices.flat]
+  share, local = num_envs // mesh.size, _local(mesh)
+  parts = [[] for _ in local]
   for tree in trees:
     width = jax.tree.leaves(tree)[0].shape[1]
-    for d, device in enumerate(mesh.devices.flat):
+    for part, (d, device) in zip(parts, local, strict=True):
       low, high = max(first_env, d * share), min(first_env + width, (d + 1) * share)
       if low < high:
         cut = tree
         if high - low < width:
           cut = jax.tree.map(lambda x, a=low - first_env, b=high - first_env: x[:, a:b], tree)
-        parts[d].append(jax.device_put(cut, device))
+        part.append(jax.device_put(cut, device))
     first_env += width
   return Slices(tuple(tuple(p) for p in parts))
 
 
 def gather(slices: Sequence[Slices], mesh: Mesh) -> Any:
   """The whole batch as global arrays [T, num_envs, ...], sharded over environments."""
-  local = [_side_by_side([tree for s in slices for tree in s.parts[d]]) for d in range(mesh.size)]
+  local = [_side_by_side([tree for s in slices for tree in s.parts[i]])
+           for i in range(len(_local(mesh)))]
   sharding = NamedSharding(mesh, PartitionSpec(None, 'learner'))
 
   def whole(*shards):

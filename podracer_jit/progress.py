@@ -30,12 +30,13 @@ def bottleneck(actor_wait_s: float, learner_wait_s: float, seconds: float) -> st
 class Progress:
   """Shows the newest record; a context manager."""
 
-  def __init__(self, config: Mapping[str, Any], title: str, console: Console | None = None):
+  def __init__(self, config: Mapping[str, Any], title: str, console: Console | None = None,
+               quiet: bool = False):
     self._total = config['total_steps']
     self._every_s = config['log']['every_seconds']
     self._title = title
     self._split = config['scheme'] != 'fused'
-    self._console = console or Console(highlight=False, soft_wrap=True)
+    self._console = console or Console(highlight=False, soft_wrap=True, quiet=quiet)
     self._recent: collections.deque[tuple[float, Record]] = collections.deque()
     self._live: Live | None = None
     self._printed = time.monotonic()

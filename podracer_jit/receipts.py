@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,29 @@ def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
       mixed = _mix(words ^ _mix(index + salt, mix), mix)
       total = total.at[which].add(jnp.sum(mixed, dtype=jnp.uint32))
   return total
+
+
+def canary() -> str:
+  """The fingerprint of the gradients of fixed small networks on fixed numbers.
+
+  It stands for the arithmetic of this process: the device, the versions, the compiler's flags, the
+  size of its thread pool. Large batches, since small ones hide how sums are split.
+  """
+  def numbers(salt, *shape):
+    bits = _mix(jnp.arange(math.prod(shape), dtype=jnp.uint32) + jnp.uint32(salt), _MIXES[0])
+    return (bits >> 8).astype(jnp.float32).reshape(shape) / 2**23 - 1
+
+  def loss(weights, rows, images):
+    dense, bias, last, kernel, shift = weights
+    y = jnp.tanh(rows @ dense + bias) @ last
+    z = lax.conv_general_dilated(images, kernel, (2, 2), 'VALID',
+                                 dimension_numbers=('NHWC', 'HWIO', 'NHWC')) + shift
+    return jnp.sum(jnp.square(y)) + jnp.sum(jnp.square(jax.nn.relu(z)))
+
+  weights = (numbers(2, 64, 64), jnp.zeros(64), numbers(3, 64, 8), numbers(4, 4, 4, 4, 16),
+             jnp.zeros(16))
+  gradients = jax.jit(lambda *args: fingerprint(jax.grad(loss)(*args)))
+  return as_hex(gradients(weights, numbers(1, 4096, 64), numbers(5, 640, 20, 20, 4)))
 
 
 def as_hex(pair: Sequence[int]) -> str:

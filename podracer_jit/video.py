@@ -52,6 +52,20 @@ def film(agent: evaluation.Agent, path: Path, seed: int, env: int, max_steps: in
   return Film(episode_return, frames, rate, shown)
 
 
+def write(path: Path, observations: np.ndarray, colour: bool, frame_rate: float) -> None:
+  """Writes observations [T, ...], newest frame of each, as a video.
+
+  Raises:
+    ValueError: they are no pictures.
+  """
+  if observations.ndim not in (3, 4):
+    raise ValueError(f'no video: observations {observations.shape[1:]} are no pictures')
+  frames = [_enlarge(_picture(obs, colour)) for obs in observations]
+  with _encoder(path, (frames[0].shape[1], frames[0].shape[0]), frame_rate) as out:
+    for frame in frames:
+      out.write(frame)
+
+
 def _camera(agent: evaluation.Agent, shard: envs.Shard) -> tuple[Look, str]:
   """How to take a frame between two steps, and in words what it shows."""
   try:

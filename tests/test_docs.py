@@ -32,7 +32,7 @@ def test_what_the_docs_name_is_there(path):
   text = path.read_text()
   for name in re.findall(r'configs/(\w+\.py)', text):
     assert (ROOT / 'podracer_jit' / 'configs' / name).is_file(), name
-  for name in re.findall(r'scripts/(\w+(?:\.py)?)', text):
+  for name in re.findall(r'scripts/(\w+(?:\.(?:py|sh))?)', text):
     assert (ROOT / 'scripts' / name).is_file(), name
   config = experiment.config('ppo', 'mlp', 'adam').to_dict()
   for field in re.findall(r'--config\.([a-z_.]+)', text):

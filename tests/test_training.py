@@ -70,6 +70,24 @@ def test_placement_changes_no_bit(case):
     assert run(other)[0] == expected, (actors, learners, per_device)
 
 
+@pytest.mark.parametrize('loss', ['impala', 'ppo'])
+@pytest.mark.parametrize('shape, places', [
+    # Four shards on 1, 2 and 4 actors, interleaved or not; 1, 2 and 4 learners, apart or shared.
+    (dict(num_shards=4, num_grad_shards=4),
+     [((0, 1, 2, 3), (0, 1, 2, 3), 1, 1), ((0, 1), (2, 3), 2, 2), ((4, 5), (0,), 1, 2)]),
+    # Nothing is a power of two.
+    (dict(num_shards=3, num_grad_shards=3, unroll_length=7, num_minibatches=1, env__num_envs=9),
+     [((0, 1, 2), (0, 1, 2), 1, 2), ((3,), (0, 1, 2), 3, 1), ((0,), (1,), 1, 1)])])
+def test_shards_devices_and_threads_change_no_bit(loss, shape, places):
+  config = changed(small(loss), **shape)
+  expected, _, _ = run(config)
+  assert run(changed(config, scheme='fused', placement__updates_per_call=5))[0] == expected
+  for actors, learners, per_device, threads in places:
+    place = dict(placement__actor_devices=actors, placement__learner_devices=learners,
+                 placement__actors_per_device=per_device, placement__env_threads=threads)
+    assert run(changed(config, **place))[0] == expected, place
+
+
 def test_another_seed_or_segment_gives_other_bits():
   config = small()
   first = run(config)[0]

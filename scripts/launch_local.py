@@ -1,0 +1,75 @@
+"""Runs one training as several processes of this machine.
+
+.venv/bin/python scripts/launch_local.py -n 2 -- --config=configs/ppo_cartpole.py --workdir=runs/x
+
+What follows -- goes to each process. Device indices of the placement are those of each process:
+with -n 2 and one learner device the learner mesh has two. SIGINT and SIGTERM are passed on; a
+process that fails ends the others. Exit code: 0, or that of the process that failed first.
+"""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+GRACE_S = 25.0  # the others find out themselves, and say so; after this they are killed
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the script; returns its exit code."""
+  if len(argv) < 5 or argv[1] != '-n' or not argv[2].isdigit() or argv[3] != '--':
+    print(__doc__)
+    return 0 if set(argv[1:]) & {'-h', '--help'} else 2
+  count, command = int(argv[2]), [sys.executable, '-m', 'podracer_jit', *argv[4:]]
+  with socket.socket() as probe:
+    probe.bind(('localhost', 0))
+    port = probe.getsockname()[1]
+  together = ['--distributed', f'--coordinator_address=localhost:{port}',
+              f'--num_processes={count}']
+  processes = [
+      subprocess.Popen([*command, *together, f'--process_id={i}'], stdout=subprocess.PIPE,
+                       stderr=subprocess.STDOUT, text=True)
+      for i in range(count)]
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: _send(processes, number))
+  readers = [threading.Thread(target=_tell, args=(i, p.stdout), daemon=True)
+             for i, p in enumerate(processes)]
+  for reader in readers:
+    reader.start()
+  code = _wait(processes)
+  for reader in readers:
+    reader.join(5.0)
+  return code
+
+
+def _tell(i: int, lines: IO[str]) -> None:
+  for line in lines:
+    print(f'[{i}] {line}', end='', flush=True)
+
+
+def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
+  for process in processes:
+    if process.poll() is None:
+      process.send_signal(number)
+
+
+def _wait(processes: Sequence[subprocess.Popen]) -> int:
+  """Waits for all; the exit code of the first that failed, which the others survive by GRACE_S."""
+  code, deadline = 0, float('inf')
+  while any(process.poll() is None for process in processes):
+    time.sleep(0.1)
+    for i, process in enumerate(processes):
+      if process.poll() and not code:
+        code, deadline = process.returncode, time.monotonic() + GRACE_S
+        print(f'[{i}] ended with exit code {code}; the others cannot go on', flush=True)
+    if time.monotonic() > deadline:
+      _send(processes, signal.SIGKILL)
+  return abs(code or next((p.returncode for p in processes if p.returncode), 0))
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv))

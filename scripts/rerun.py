@@ -1,0 +1,149 @@
+"""Makes one update of a run again, from the checkpoint before it, and shows what it learned from.
+
+.venv/bin/python scripts/rerun.py --workdir=runs/pong --update=1234 [--env=0]
+
+Checks every update on the way against the run's receipts, on one device, wherever the run was.
+Writes the rollout to WORKDIR/update_1234.npz (time-major arrays, as types.Rollout names them) and
+what environment --env saw to WORKDIR/update_1234.mp4. Exit code: 0, 1 where the bits are not those
+of the receipts or something failed, 2 where it could not start.
+"""
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import compare_runs
+import jax
+import numpy as np
+from absl import flags
+
+from podracer_jit import build, checkpoint, loops, placement, video
+from podracer_jit.receipts import as_hex
+from podracer_jit.types import Rollout, TrainState
+
+
+class Differs(RuntimeError):
+  """The bits are not those of the receipts."""
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the script; returns its exit code."""
+  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  values = flags.FlagValues()
+  flags.DEFINE_string('workdir', None, 'Where the run is.', flag_values=values)
+  flags.DEFINE_integer('update', None, 'Which update.', flag_values=values)
+  flags.DEFINE_integer('env', 0, 'Whose observations to film.', flag_values=values)
+  flags.DEFINE_bool('help', False, 'Show this.', short_name='h', flag_values=values)
+  try:
+    rest = values(list(argv))
+    if values.help:
+      print(f'{__doc__}\n{values.get_help()}')
+      return 0
+    workdir = _check(values, rest)
+    config = checkpoint.read_config(workdir)
+    _check_env(values.env, config)
+    config['placement'] |= checkpoint.ONE_DEVICE
+    if config['scheme'] == 'fused':  # the same bits, with the rollouts in sight
+      config['scheme'] = 'sync'
+    headers, receipts = compare_runs.read_receipts(workdir)
+    header = _header(headers, receipts, values.update)
+    placement.prepare_host(config['placement'])
+    parts = build.make_parts(config)
+    state = _state_before(parts, workdir, header)
+  except (ValueError, OSError, flags.Error) as error:
+    print(f'rerun: {" ".join(str(error).split())}', file=sys.stderr)
+    return 2
+  try:
+    rollout = rerun(parts, state, header['segment'], values.update, receipts)
+    _write(rollout, workdir / f'update_{values.update}', values.env, parts)
+  except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
+    print(f'rerun: {type(error).__name__}: {error}', file=sys.stderr)
+    return 1
+  return 0
+
+
+def _check(values: flags.FlagValues, rest: Sequence[str]) -> Path:
+  if rest[1:]:
+    raise ValueError(f'{rest[1]}: not a flag; flags begin with --')
+  if not values.workdir or values.update is None:
+    raise ValueError('--workdir and --update are needed: rerun.py --workdir=runs/pong --update=10')
+  return Path(values.workdir)
+
+
+def _check_env(env: int, config: Mapping[str, Any]) -> None:
+  if not 0 <= env < config['env']['num_envs']:
+    raise ValueError(f'--env: must be from 0 to {config["env"]["num_envs"] - 1}, got {env}')
+
+
+def _header(headers: Sequence[dict], receipts: Mapping[int, dict], update: int) -> dict:
+  """Of the segment that holds the update."""
+  if update not in receipts:
+    raise ValueError(f'--update: there is no receipt of update {update}; there are those of 1 to '
+                     f'{max(receipts, default=0)}')
+  return max((h for h in headers if h['first_update'] <= update), key=lambda h: h['first_update'])
+
+
+def _state_before(parts: build.Parts, workdir: Path, header: dict) -> TrainState:
+  """The state that the segment began with."""
+  before, first = header['first_update'] - 1, build.initial_state(parts)
+  if before == 0:
+    return first
+  saved = checkpoint.Checkpoints(workdir, parts.config['checkpoint']['keep'])
+  try:
+    if before not in saved.updates():
+      raise ValueError(f'--update: the checkpoint of update {before}, from which it would be made, '
+                       f'is gone; there are those of {", ".join(map(str, saved.updates()))} '
+                       '(checkpoint.keep says how many stay), and the first segment needs none')
+    return saved.restore(first, before)[0]
+  finally:
+    saved.close()
+
+
+def rerun(parts: build.Parts, state: TrainState, index: int, update: int,
+          receipts: Mapping[int, dict]) -> Rollout:
+  """Runs segment `index` from its state up to the update; returns what that one learned from.
+
+  Raises:
+    Differs: an update on the way is not as its receipt says.
+  """
+  found = []
+
+  def check(report):
+    metrics = jax.device_get(report.metrics)
+    for i in range(report.count):
+      made = dict(update=int(metrics['update'][i]), batch=as_hex(metrics['batch'][i]),
+                  params=as_hex(metrics['params'][i]))
+      if made != receipts[made['update']]:
+        raise Differs(f'update {made["update"]} is not what it was: {made}, its receipt '
+                      f'{receipts[made["update"]]}')
+
+  def watched(worker: loops.Worker) -> loops.Worker:
+    def fire(carry, *batch):
+      if int(carry.train.update) == update - 1:
+        whole = placement.gather([item.value for item in batch], parts.place.mesh)
+        found.append(jax.device_get(whole))
+      return worker.fire(carry, *batch)
+    return worker._replace(fire=fire) if worker.name == 'learner' else worker
+
+  with build.segment(parts, state, index, update - int(state.update), check) as segment:
+    loops.run([watched(worker) for worker in segment.workers])
+  return found[0]
+
+
+def _write(rollout: Rollout, path: Path, env: int, parts: build.Parts) -> None:
+  arrays = rollout._asdict() | rollout.episodes._asdict()
+  del arrays['episodes']
+  np.savez_compressed(path.with_suffix('.npz'), **arrays)
+  print(f'{path.with_suffix(".npz")}: the rollout of {path.name}, as its receipt says')
+  try:
+    video.write(path.with_suffix('.mp4'), np.asarray(rollout.obs)[:, env],
+                parts.config['env'].get('gray_scale') is False, frame_rate=10)
+    print(f'{path.with_suffix(".mp4")}: what environment {env} saw')
+  except ValueError as error:
+    print(error)
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv))

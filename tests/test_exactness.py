@@ -1,0 +1,73 @@
+"""The same bits anywhere, at batches large enough for sums to be split between threads.
+
+Whole runs of the binary, a process or two each, in different surroundings; their receipts must be
+equal. With small batches anything is.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COMMON = ['--config.num_shards=4', '--config.num_grad_shards=4', '--config.log.tensorboard=False',
+          '--config.placement.env_threads=1', '--config.scheme=cleanba',
+          '--config.checkpoint.every_updates=2']
+CASES = {
+    # 2,048 rows to a group's minibatch.
+    'mlp': ['--config=configs/ppo_cartpole.py', '--config.env.num_envs=64',
+            '--config.unroll_length=256', '--config.num_minibatches=2', '--config.num_epochs=1',
+            '--config.total_steps=48000'],
+    # 8 sequences of 81 frames to a group.
+    'cnn': ['--config=configs/impala_atari.py:nature_cnn', '--config.env.task=Pong-v5',
+            '--config.env.img_height=42', '--config.env.img_width=42', '--config.env.num_envs=32',
+            '--config.unroll_length=80', '--config.num_minibatches=1',
+            '--config.network.channels=(8,16)', '--config.network.kernels=(8,3)',
+            '--config.network.strides=(4,1)', '--config.network.hidden=64',
+            '--config.total_steps=6000']}
+PLACES = {
+    'one core': (['taskset', '-c', '0'], 1, (0,), (0,)),
+    'eight virtual devices': ([], 1, (5, 6), (7,)),
+    'two learners': ([], 1, (0, 1), (0, 1)),
+    'four learners': ([], 1, (0,), (0, 1, 2, 3)),
+    'two processes': ([], 2, (0, 1), (0, 1))}
+
+
+def receipts(case, place, workdir, *more):
+  prefix, processes, actors, learners = PLACES[place]
+  program = ['-m', 'podracer_jit']
+  if processes > 1:
+    program = [ROOT / 'scripts' / 'launch_local.py', '-n', str(processes), '--']
+  result = subprocess.run(
+      [*prefix, sys.executable, *program, *CASES[case], *COMMON, f'--workdir={workdir}',
+       f'--config.placement.actor_devices={actors}',
+       f'--config.placement.learner_devices={learners}', *more],
+      capture_output=True, text=True, timeout=300, check=False)
+  assert result.returncode == 0, result.stdout + result.stderr
+  lines = map(json.loads, (workdir / 'receipts.jsonl').read_text().splitlines())
+  return [(x['batch'], x['params']) if 'update' in x else x['canary'] for x in lines]
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_the_same_bits_in_any_surroundings(case, tmp_path):
+  made = {place: receipts(case, place, tmp_path / place) for place in PLACES}
+  expected = made['one core']
+  assert len(expected) >= 5
+  for place, found in made.items():
+    assert found == expected, place
+
+
+def test_the_thread_pool_belongs_to_the_experiment(tmp_path):
+  """Another size gives other bits, which is why it is fixed, and the canary tells."""
+  threads = '--config.placement.xla_threads=2'
+  sixteen = receipts('mlp', 'two learners', tmp_path / '16')
+  two = receipts('mlp', 'two learners', tmp_path / '2', threads)
+  assert sixteen[0] != two[0]
+  assert sixteen[1:] != two[1:]
+
+
+def test_enough_cores_are_here():
+  assert len(os.sched_getaffinity(0)) >= 2, 'these tests tell nothing on one core'

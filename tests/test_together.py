@@ -1,0 +1,173 @@
+"""Several processes, and the scripts that look at runs: real processes, files and signals."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / 'scripts'
+CATCH = ['--config=configs/impala_catch.py:smoke', '--config.checkpoint.every_updates=4',
+         '--config.log.tensorboard=False', '--config.num_shards=2', '--config.num_grad_shards=2',
+         '--config.total_steps=6000']
+
+
+def script(name, *args, timeout=300):
+  return subprocess.run([sys.executable, SCRIPTS / name, *args], capture_output=True,
+                        text=True, timeout=timeout, check=False)
+
+
+def train(workdir, *args):
+  command = [sys.executable, '-P', '-m', 'podracer_jit', *CATCH, f'--workdir={workdir}', *args]
+  return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def lines(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('whole')
+  result = train(workdir)
+  assert result.returncode == 0, result.stderr
+  return workdir
+
+
+def start(workdir, *args, count=2):
+  return subprocess.Popen([sys.executable, SCRIPTS / 'launch_local.py', '-n', str(count),
+                           '--', *CATCH, f'--workdir={workdir}', *args],
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_updates(process, workdir, count):
+  path = workdir / 'metrics.jsonl'
+  while not path.exists() or len(path.read_text().splitlines()) < count:
+    assert process.poll() is None, process.communicate()[0]
+    time.sleep(0.02)
+
+
+def workers_of(process):
+  """The processes that launch_local started, by process_id."""
+  found = {}
+  for path in Path('/proc').glob('[0-9]*/cmdline'):
+    try:
+      words = path.read_text().split('\0')
+      parent = re.search(r'\) \S (\d+)', (path.parent / 'stat').read_text())[1]
+    except OSError:
+      continue  # it has ended meanwhile
+    if int(parent) == process.pid:
+      found |= {int(w[-1]): int(path.parent.name) for w in words if w.startswith('--process_id=')}
+  return found
+
+
+def test_two_processes_make_the_bits_of_one(whole, tmp_path):
+  process = start(tmp_path)
+  out, _ = process.communicate(timeout=300)
+  assert process.returncode == 0, out
+  assert '[0] finished at update' in out and '[1] finished' not in out
+  result = script('compare_runs.py', whole, tmp_path)
+  assert result.returncode == 0, result.stdout
+  assert 'identical: ' in result.stdout and 'different arithmetic' not in result.stdout
+  assert [m['episode_return'] for m in lines(tmp_path / 'metrics.jsonl')] == [
+      m['episode_return'] for m in lines(whole / 'metrics.jsonl')]
+
+
+LONG = '--config.total_steps=4000000', '--config.checkpoint.every_updates=100000'
+
+
+def test_a_signal_to_one_process_stops_all_at_one_update_and_they_go_on(tmp_path):
+  process = start(tmp_path, *LONG)
+  wait_for_updates(process, tmp_path, 3)
+  os.kill(workers_of(process)[1], signal.SIGTERM)  # not to the one that writes
+  out, _ = process.communicate(timeout=120)
+  assert process.returncode == 0 and 'the same command goes on' in out, out
+  done = lines(tmp_path / 'metrics.jsonl')[-1]['update']
+  process = start(tmp_path, *LONG)
+  wait_for_updates(process, tmp_path, done + 2)
+  process.send_signal(signal.SIGINT)  # to all, by the launcher
+  out, _ = process.communicate(timeout=120)
+  assert process.returncode == 0 and f'going on from update {done} ' in out, out
+  updates = [x['update'] for x in lines(tmp_path / 'metrics.jsonl')]
+  assert updates == list(range(1, len(updates) + 1))
+
+
+@pytest.mark.parametrize('victim', [0, 1])
+def test_a_process_that_dies_ends_the_others(victim, tmp_path):
+  process = start(tmp_path, *LONG)
+  wait_for_updates(process, tmp_path, 2)
+  started = time.monotonic()
+  os.kill(workers_of(process)[victim], signal.SIGKILL)
+  out, _ = process.communicate(timeout=120)
+  assert time.monotonic() - started < 30
+  assert process.returncode == signal.SIGKILL
+  assert f'[{victim}] ended with exit code -9; the others cannot go on' in out
+
+
+def test_without_a_surrounding_the_others_must_be_named(tmp_path):
+  out = train(tmp_path, '--distributed', '--num_processes=2')
+  assert out.returncode == 2 and '--distributed: ' in out.stderr
+
+
+@pytest.mark.parametrize('change, said', [
+    (['--config.seed=2'], ['config: seed: 1 in A, 2 in B', 'differ at update 1: the batch']),
+    (['--config.optimizer.learning_rate=0.5'],
+     ['config: optimizer.learning_rate', 'differ at update 1: the batch is the same and the']),
+    (['--config.placement.xla_threads=1'],
+     ['config: placement.xla_threads: 16 in A, 1 in B'])])
+def test_compare_runs_says_what_differs_first(whole, tmp_path, change, said):
+  train(tmp_path, '--config.total_steps=1000', *change)
+  result = script('compare_runs.py', whole, tmp_path)
+  for words in said:
+    assert words in result.stdout
+  assert result.returncode == ('differ at' in result.stdout)
+
+
+def test_compare_runs_needs_two_runs(whole, tmp_path):
+  assert script('compare_runs.py', whole).returncode == 2
+  result = script('compare_runs.py', whole, tmp_path)
+  assert result.returncode == 2 and 'holds no run' in result.stderr
+
+
+def test_rerun_makes_an_update_again(whole, tmp_path):
+  workdir = tmp_path / 'copy'
+  shutil.copytree(whole, workdir)
+  result = script('rerun.py', f'--workdir={workdir}', '--update=7', '--env=3')
+  assert result.returncode == 0, result.stderr
+  made = np.load(workdir / 'update_7.npz')
+  steps, envs = made['action'].shape
+  assert made['obs'].shape[:2] == (steps + 1, envs) and made['valid'].sum() > 0
+  assert (made['reward'][~made['valid']] == 0).all()
+  assert (workdir / 'update_7.mp4').stat().st_size > 1000
+  for args, words in ((['--update=700'], 'no receipt of update 700'),
+                      (['--update=7', '--env=99'], '--env: must be from 0 to'),
+                      ([], '--update are needed')):
+    result = script('rerun.py', f'--workdir={workdir}', *args)
+    assert result.returncode == 2 and words in result.stderr
+  receipts = workdir / 'receipts.jsonl'
+  wrong = receipts.read_text().replace(lines(receipts)[6]['params'], '0' * 16)
+  assert wrong != receipts.read_text()
+  receipts.write_text(wrong)
+  result = script('rerun.py', f'--workdir={workdir}', '--update=7')
+  assert result.returncode == 1 and 'is not what it was' in result.stderr
+  shutil.rmtree(workdir / 'checkpoints' / '4')
+  result = script('rerun.py', f'--workdir={workdir}', '--update=7')
+  assert result.returncode == 2 and 'the checkpoint of update 4' in result.stderr
+
+
+@pytest.mark.parametrize('scheme', ['cleanba', 'fused'])
+def test_broken_numbers_end_the_run(scheme, tmp_path):
+  result = train(tmp_path, '--config.optimizer.learning_rate=1e30',
+                 '--config.optimizer.anneal=False', f'--config.scheme={scheme}')
+  assert result.returncode == 1
+  said = result.stderr.strip().splitlines()[-1]
+  assert re.search(r'Diverged: update \d+ \([\d,]+ steps\): .*loss.* not finite \(.*nan', said)
+  assert 'the last good checkpoint is none: the run had just begun' in said
+  assert not list((tmp_path / 'checkpoints').iterdir())
