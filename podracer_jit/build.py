@@ -58,6 +58,11 @@ def make_parts(config: Mapping[str, Any]) -> Parts:
   """
   spec = experiment.check(config)
   place = placement.resolve(config['placement'], config['num_shards'])
+  if config['num_grad_shards'] % place.mesh.size:
+    raise ValueError(f'num_grad_shards: {config["num_grad_shards"]} groups cannot be split evenly '
+                     f'by {place.mesh.size} learner devices (learner_devices, in each process)')
+  if SCHEMES[config['scheme']].fused and place.processes > 1:
+    raise ValueError(f'scheme: fused is one program on one device, not {place.processes} processes')
   sizes = {k: v for k, v in config['network'].items() if k != 'name'}
   network = networks.make(config['network']['name'], spec.num_actions, **sizes)
   options = {k: v for k, v in config['loss'].items() if k != 'name'}
@@ -65,7 +70,10 @@ def make_parts(config: Mapping[str, Any]) -> Parts:
   optimizer = make_optimizer(config['optimizer'])
   rate = make_learning_rate(config['optimizer'], config['total_steps'])
   sizes = ops.Sizes(config['env']['num_envs'], *(config[name] for name in ops.Sizes._fields[1:]))
-  learn = ops.make_learn(objective, optimizer, rate, sizes, place.mesh.size)
+  sum_groups = ops.exact_sum
+  if not config['exact_reduce']:  # the usual way: what a device has is one group
+    sum_groups, sizes = ops.plain_sum, sizes._replace(num_grad_shards=place.mesh.size)
+  learn = ops.make_learn(objective, optimizer, rate, sizes, place.mesh.size, sum_groups)
   return Parts(config, spec, SCHEMES[config['scheme']], place, network, optimizer, learn,
                _on_mesh(learn, place.mesh))
 

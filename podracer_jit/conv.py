@@ -63,7 +63,8 @@ def _in_chunks(function, w, *rows):
   the cache (84x84x4, 8x8/4 -> 32: 41 us a row of 16 or 21, 80 of 64, 237 of 128); others are not.
   """
   count = rows[0].shape[0]
-  size = CHUNK if w[..., 0].size >= LARGE else count
+  large = w[..., 0].size >= LARGE and jax.default_backend() == 'cpu'
+  size = min(CHUNK, count) if large else count
   turns = -(-count // size)
 
   def cut(x):

@@ -46,6 +46,7 @@ def config(loss: str, network: str, optimizer: str, **fields: Any) -> ml_collect
       num_epochs=1,
       num_shards=1,  # pools that the environments are split into, each with its own streams
       num_grad_shards=1,  # groups that a gradient is summed over; the most learner devices
+      exact_reduce=True,  # False: a plain all-reduce of one group a device, other bits on each mesh
       microbatch_rows=0,  # network rows to a pass of the gradient; 0: a group's minibatch at once
       env=dict(task='', num_envs=128),  # and any option of EnvPool's, under its own name
       network=dict(name=network, **NETWORKS[network]),

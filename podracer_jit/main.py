@@ -48,23 +48,35 @@ def main(argv: Sequence[str]) -> int:
     if not values.workdir:
       raise ValueError(f'--workdir is missing: {_EXAMPLE}')
     placement.prepare_host(config['placement'])
-    if values.distributed:
-      placement.join(values.coordinator_address, values.num_processes, values.process_id)
+    joining = (values.coordinator_address, values.num_processes, values.process_id)
+    if values.distributed or joining != (None, None, None):
+      placement.join(config['placement'], *joining)
     parts = build.make_parts(config)
     workdir = Path(values.workdir)
     _open(workdir, config, parts.place)
-  except (ValueError, OSError) as error:
+  except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
     print(f'podracer_jit: {error}', file=sys.stderr)
-    return 2
+    return _leave(2)
   try:
     train(parts, workdir, values.profile_dir)
+  except KeyboardInterrupt:
+    if parts.place.processes == 1:
+      raise
+    return _leave(130)
   except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message
     logging.exception('the run failed')
-    print(f'podracer_jit: {type(error).__name__}: {error}', file=sys.stderr, flush=True)
-    if parts.place.processes > 1:
-      os._exit(1)  # JAX would wait for the others on the way out, and they for this one
-    return 1
+    print(f'podracer_jit: {type(error).__name__}: {error}', file=sys.stderr)
+    return _leave(1)
   return 0
+
+
+def _leave(code: int) -> int:
+  """Returns the exit code of a failure, or exits: JAX would wait for the other processes first."""
+  if jax.distributed.is_initialized():
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+  return code
 
 
 def _open(workdir: Path, config: Mapping[str, Any], place: placement.Placement) -> None:
@@ -73,6 +85,9 @@ def _open(workdir: Path, config: Mapping[str, Any], place: placement.Placement) 
     checkpoint.open_workdir(workdir, config)
   placement.barrier('workdir')
   if place.process:
+    if not (workdir / 'config.json').exists():
+      raise ValueError(f'--workdir: what process 0 wrote to {workdir} is not to be seen here; all '
+                       'processes need one file system')
     checkpoint.open_workdir(workdir, config)
 
 
@@ -199,9 +214,7 @@ def _segment(parts: build.Parts, state, meta: Mapping[str, Any], workdir: Path,
              progress: Progress, profiler: Profiler, stop: Callable[[], bool]):
   """Runs one segment; returns the state after it, and what else its checkpoint holds."""
   config, index, saved = parts.config, meta['segment'], int(state.update)
-  with jax.default_device(parts.place.learners[0]):
-    header = dict(segment=index, first_update=saved + 1, versions=checkpoint.versions(),
-                  canary=canary())
+
   def report(item: Report) -> None:
     for record, receipt in meter.records(item):
       if parts.place.process == 0:
@@ -217,6 +230,9 @@ def _segment(parts: build.Parts, state, meta: Mapping[str, Any], workdir: Path,
 
   with contextlib.ExitStack() as stack:
     if parts.place.process == 0:
+      with jax.default_device(parts.place.learners[0]):
+        header = dict(segment=index, first_update=saved + 1, versions=checkpoint.versions(),
+                      canary=canary())
       files = stack.enter_context(contextlib.closing(
           Files(workdir, saved, header, config['log']['tensorboard'])))
     segment = stack.enter_context(build.segment(

@@ -99,7 +99,7 @@ def ppo(apply: Apply, unroll_length: int, options: Mapping[str, Any]) -> Objecti
 
     def masked_sum(x):  # with where: mask * x would be contracted with the addition in some fusions
       return add(jnp.where(rollout.valid, x, 0.0))
-    count = masked_sum(jnp.ones(rollout.valid.shape))
+    count = jnp.maximum(masked_sum(jnp.ones(rollout.valid.shape)), 1.0)
     if not normalise:
       return count, jnp.zeros(()), jnp.ones(())
     mean = masked_sum(targets['advantage']) / count

@@ -46,6 +46,14 @@ def exact_sum(tree: Any, mesh_size: int) -> Any:
   return jax.tree.map(total, tree)
 
 
+def plain_sum(tree: Any, mesh_size: int) -> Any:
+  """The same with XLA's own all-reduce, whose order depends on the mesh."""
+  def total(x):
+    x = jnp.sum(x, axis=0)
+    return lax.psum(x, AXIS) if mesh_size > 1 else x
+  return jax.tree.map(total, tree)
+
+
 def map_in_loop(function: Callable, xs: Any) -> Any:
   """lax.map that XLA compiles alike for any number of turns.
 
@@ -74,16 +82,17 @@ def pieces(items: int, item_rows: int, microbatch_rows: int) -> int:
   return next(n for n in range(1, items + 1) if items % n == 0 and items // n <= most)
 
 
-def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1):
+def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1,
+                  sum_groups: Callable[[Any, int], Any] = exact_sum):
   """Returns gradient(params, rollout, targets, items [groups, n]) -> (grads, terms).
 
   Each group's gradient is taken in the same shapes everywhere and the groups are added in a fixed
-  order, so the result does not depend on how many devices share them.
+  order, so the result does not depend on how many devices share them (but for `plain_sum`).
   """
   group_envs = sizes.num_envs // sizes.num_grad_shards
   groups = sizes.num_grad_shards // mesh_size
   def add(tree):
-    return exact_sum(tree, mesh_size)
+    return sum_groups(tree, mesh_size)
 
   def gradient(params: Params, rollout: Rollout, targets: Any, items: jax.Array):
     firsts = jnp.arange(groups) * group_envs
@@ -144,8 +153,8 @@ def fuse(objective: Objective, gradient: Callable, update: Callable, sizes: Size
 
   G and U one after the other, for one device of a mesh of `mesh_size`; `rollout` holds this
   device's environments. Metrics: means of the terms over valid rows of all gradient steps,
-  `grad_norm` before clipping, `learning_rate`, `valid` rows, the `batch` and `params` fingerprints,
-  and the rollout's episodes.
+  `grad_norm` before clipping, `param_norm`, `learning_rate`, `valid` rows, the `batch` and `params`
+  fingerprints, and the rollout's episodes.
   """
   groups = sizes.num_grad_shards // mesh_size
   group_envs = sizes.num_envs // sizes.num_grad_shards
@@ -171,7 +180,7 @@ def fuse(objective: Objective, gradient: Callable, update: Callable, sizes: Size
     orders = orders.reshape(-1, *orders.shape[2:])
     state, (terms, grad_norm) = lax.scan(step, state, orders)
     terms = jax.tree.map(jnp.sum, terms)
-    rows = terms.pop('valid')
+    rows = jnp.maximum(terms.pop('valid'), 1.0)
     metrics = {name: total / rows for name, total in terms.items()}
     batch = rollout._replace(episodes=())
     here = rollout.action.shape[1]
@@ -180,7 +189,8 @@ def fuse(objective: Objective, gradient: Callable, update: Callable, sizes: Size
     batch_print, valid = lax.psum(sums, AXIS) if mesh_size > 1 else sums
     state = state._replace(update=state.update + 1, steps=state.steps + valid)
     metrics |= dict(
-        grad_norm=jnp.mean(grad_norm), learning_rate=rate, valid=valid, update=state.update,
+        grad_norm=jnp.mean(grad_norm), param_norm=optax.tree.norm(state.params),
+        learning_rate=rate, valid=valid, update=state.update,
         steps=state.steps, batch=batch_print, params=fingerprint(state.params),
         episodes=rollout.episodes)
     return state, metrics
@@ -189,12 +199,13 @@ def fuse(objective: Objective, gradient: Callable, update: Callable, sizes: Size
 
 
 def make_learn(objective: Objective, optimizer: optax.GradientTransformation,
-               learning_rate: Callable, sizes: Sizes, mesh_size: int = 1):
+               learning_rate: Callable, sizes: Sizes, mesh_size: int = 1,
+               sum_groups: Callable[[Any, int], Any] = exact_sum):
   """Returns learn(state, rollout) -> (state, metrics), G and U fused; see `fuse`.
 
   learning_rate: valid steps learned from -> what the optimizer's output is multiplied by.
   """
-  return fuse(objective, make_gradient(objective, sizes, mesh_size),
+  return fuse(objective, make_gradient(objective, sizes, mesh_size, sum_groups),
               make_update(optimizer, learning_rate), sizes, learning_rate, mesh_size)
 
 

@@ -44,7 +44,7 @@ def prepare_host(options: Mapping[str, Any]) -> None:
   Raises:
     ValueError: more devices than `placement.xla_threads`.
   """
-  devices = 1 + max((*options['actor_devices'], *options['learner_devices']))
+  devices = _devices_wanted(options)
   threads = options['xla_threads']
   if devices > threads:
     raise ValueError(f'placement.xla_threads: must be at least the number of devices of a process, '
@@ -53,23 +53,32 @@ def prepare_host(options: Mapping[str, Any]) -> None:
   jax.config.update('jax_num_cpu_devices', devices)
 
 
-def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None
-         ) -> None:
+def _devices_wanted(options: Mapping[str, Any]) -> int:
+  return 1 + max((*options['actor_devices'], *options['learner_devices']))
+
+
+def join(options: Mapping[str, Any], coordinator_address: str | None, num_processes: int | None,
+         process_id: int | None) -> None:
   """Joins this process to the others of a run; after `prepare_host`, before any device is used.
 
-  Where nothing is given, SLURM, Open MPI, Kubernetes and TPU pods are asked (JAX knows how).
+  Where something is not given, SLURM, Open MPI, Kubernetes and TPU pods are asked (JAX knows how).
 
   Raises:
     ValueError: there is no such surrounding, or the others did not come.
   """
+  jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM from `main`
+  given = (coordinator_address, num_processes, process_id)
+  # Not one device for each process of a node, as JAX has it under SLURM and Open MPI.
+  visible = list(range(_devices_wanted(options)))
   try:
     jax.distributed.initialize(
-        coordinator_address, num_processes, process_id, initialization_timeout=120,
+        *given, local_device_ids=visible, initialization_timeout=120,
         heartbeat_timeout_seconds=20, shutdown_timeout_seconds=20)
   except (ValueError, RuntimeError) as error:
-    raise ValueError(f'--distributed: {" ".join(str(error).split())}; without SLURM, Open MPI, '
-                     'Kubernetes or a TPU pod give --coordinator_address, --num_processes and '
-                     '--process_id') from None
+    hint = '' if None not in given else (
+        '; without SLURM, Open MPI, Kubernetes or a TPU pod give --coordinator_address, '
+        '--num_processes and --process_id')
+    raise ValueError(f'--distributed: {" ".join(str(error).split())}{hint}') from None
 
 
 def barrier(name: str) -> None:
@@ -144,6 +153,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
   sharding = NamedSharding(mesh, PartitionSpec())
 
   def everywhere(x):
+    x = x.addressable_data(0)  # one copy: of several device_put would take one as it is
     copies = [jax.device_put(x, device, may_alias=False) for _, device in _local(mesh)]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, copies)
 

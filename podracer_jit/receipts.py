@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -61,6 +62,7 @@ def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
   return total
 
 
+@functools.cache
 def canary() -> str:
   """The fingerprint of the gradients of fixed small networks on fixed numbers.
 

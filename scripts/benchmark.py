@@ -11,6 +11,9 @@ Takes --config and its overrides as the main binary does. Parts (--parts=sync,cl
   conventional_rollout, conventional_sync, conventional_cleanba
                         the same with Python between any two steps (scripts/conventional.py)
 
+Only where --parts names them: plain_learner, plain_sync, ... the same with a plain all-reduce in
+place of the exact one; shards1_sync, shards2_rollout, shards4_cleanba, ... with as many pools.
+
 All parts are built once, stay alive, and are measured in turn, round after round, each for
 seconds / rounds of a round; the others are held meanwhile, at rest. Figures are medians over the
 rounds: a machine that drifts drifts for all. Compilation and the first updates are not counted. SPS
@@ -35,7 +38,7 @@ from absl import flags, logging
 
 from podracer_jit import build, checkpoint, main, placement
 
-BASES = ('environment', 'conventional_sync', 'conventional_cleanba')  # that others are divided by
+BASES = ('environment', 'sync', 'conventional_sync', 'conventional_cleanba')  # to divide by
 
 
 def measure(names: Sequence[str], parts: build.Parts, seconds: float, rounds: int
@@ -122,12 +125,12 @@ def prepare(config: Mapping[str, Any], asked: Sequence[str]) -> tuple[build.Part
   Raises:
     ValueError: in one line, as the main binary's.
   """
-  for name in set(asked) - set(benchmark_parts.NAMES):
-    raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(benchmark_parts.NAMES)}')
+  for name in set(asked) - set(benchmark_parts.ALL):
+    raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(benchmark_parts.ALL)}')
   placement.prepare_host(config['placement'])
   # Whatever the config says, training must not end while it is measured.
   parts = build.make_parts(config | dict(scheme='sync', total_steps=2**31 - 1))
-  names = [name for name in benchmark_parts.NAMES if name in asked]
+  names = [name for name in benchmark_parts.ALL if name in asked]
   actors, learners = parts.place.actors, parts.place.learners
   if 'fused' in names and (len(actors) > 1 or actors != learners):
     say('fused: left out, the placement is more than one device')

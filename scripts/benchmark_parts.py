@@ -22,6 +22,11 @@ from podracer_jit.types import TrainState
 
 NAMES = ('environment', 'rollout', 'learner', 'fused', 'sync', 'cleanba', 'conventional_rollout',
          'conventional_sync', 'conventional_cleanba')
+# The same parts of a changed experiment: plain_learner, shards4_sync, ...
+VARIANTS = {'plain': dict(exact_reduce=False)} | {
+    f'shards{n}': dict(num_shards=n) for n in (1, 2, 4)}
+ALL = (*NAMES, *(f'{variant}_{name}' for variant in VARIANTS
+                 for name in ('rollout', 'learner', 'sync', 'cleanba')))
 
 
 class Figures(NamedTuple):
@@ -256,6 +261,9 @@ class Training:
 
 def make(name: str, parts: build.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
   """Builds the part called `name`, which begins from a copy of `state`."""
+  variant, _, rest = name.partition('_')
+  if variant in VARIANTS:
+    return make(rest, build.make_parts(parts.config | VARIANTS[variant]), state, stack)
   base, by_python = name.removeprefix('conventional_'), name.startswith('conventional_')
   if base == 'environment':
     return environment(parts, stack)

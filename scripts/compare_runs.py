@@ -71,7 +71,8 @@ def header_differences(one: Sequence[dict], two: Sequence[dict]) -> list[str]:
       found.append(f'{where}different arithmetic: the same gradient has the fingerprint '
                    f'{a.get("canary")} in A and {b.get("canary")} in B')
     found += [f'{where}{name} was {a["versions"].get(name)} in A and {b["versions"].get(name)} in B'
-              for name in a['versions'] if a['versions'].get(name) != b['versions'].get(name)]
+              for name in sorted(a['versions'].keys() | b['versions'].keys())
+              if a['versions'].get(name) != b['versions'].get(name)]
     if a['first_update'] != b['first_update']:
       found.append(f'{where}begins with update {a["first_update"]} in A and '
                    f'{b["first_update"]} in B: other episodes from there on')

@@ -4,7 +4,8 @@
 
 What follows -- goes to each process. Device indices of the placement are those of each process:
 with -n 2 and one learner device the learner mesh has two. SIGINT and SIGTERM are passed on; a
-process that fails ends the others. Exit code: 0, or that of the process that failed first.
+process that fails ends the others. For CPUs: one process uses all GPUs of a machine. Exit code: 0,
+or that of the process that failed first.
 """
 
 import signal
@@ -21,7 +22,7 @@ GRACE_S = 25.0  # the others find out themselves, and say so; after this they ar
 
 def main(argv: Sequence[str]) -> int:
   """Runs the script; returns its exit code."""
-  if len(argv) < 5 or argv[1] != '-n' or not argv[2].isdigit() or argv[3] != '--':
+  if len(argv) < 5 or argv[1] != '-n' or not argv[2].isdigit() or argv[3] != '--' or argv[2] == '0':
     print(__doc__)
     return 0 if set(argv[1:]) & {'-h', '--help'} else 2
   count, command = int(argv[2]), [sys.executable, '-m', 'podracer_jit', *argv[4:]]
@@ -32,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
               f'--num_processes={count}']
   processes = [
       subprocess.Popen([*command, *together, f'--process_id={i}'], stdout=subprocess.PIPE,
-                       stderr=subprocess.STDOUT, text=True)
+                       stderr=subprocess.STDOUT, text=True, errors='replace',
+                       start_new_session=True)  # else Ctrl-C reaches them twice
       for i in range(count)]
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: _send(processes, number))

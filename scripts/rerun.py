@@ -20,7 +20,7 @@ import numpy as np
 from absl import flags
 
 from podracer_jit import build, checkpoint, loops, placement, video
-from podracer_jit.receipts import as_hex
+from podracer_jit.receipts import as_hex, canary
 from podracer_jit.types import Rollout, TrainState
 
 
@@ -44,7 +44,10 @@ def main(argv: Sequence[str]) -> int:
     workdir = _check(values, rest)
     config = checkpoint.read_config(workdir)
     _check_env(values.env, config)
-    config['placement'] |= checkpoint.ONE_DEVICE
+    if not config['exact_reduce'] and len(config['placement']['learner_devices']) > 1:
+      raise ValueError('the run has exact_reduce = False: its bits are those of its own devices')
+    platform = config['placement']['actor_platform']
+    config['placement'] |= checkpoint.ONE_DEVICE | {'actor_platform': platform}
     if config['scheme'] == 'fused':  # the same bits, with the rollouts in sight
       config['scheme'] = 'sync'
     headers, receipts = compare_runs.read_receipts(workdir)
@@ -55,7 +58,13 @@ def main(argv: Sequence[str]) -> int:
   except (ValueError, OSError, flags.Error) as error:
     print(f'rerun: {" ".join(str(error).split())}', file=sys.stderr)
     return 2
+  except KeyError as error:
+    print(f'rerun: config.json of {workdir} lacks the field {error}', file=sys.stderr)
+    return 2
   try:
+    if header['canary'] != canary():
+      print('rerun: another arithmetic than that of the run: other bits are to be expected',
+            file=sys.stderr)
     rollout = rerun(parts, state, header['segment'], values.update, receipts)
     _write(rollout, workdir / f'update_{values.update}', values.env, parts)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message

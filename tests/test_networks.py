@@ -164,3 +164,14 @@ def test_gradients_stay_in_the_layout_that_loops_run_fast(name):
   assert {' '.join(x.split()) for x in layouts} == {
       'lhs_spec=(0, 3, 1, 2), rhs_spec=(3, 2, 0, 1), out_spec=(0, 3, 1, 2)'}
   assert 'select_and_scatter' not in program
+
+
+def test_centred_observations_do_not_tell_how_bright_it_is():
+  dark = np.random.default_rng(0).integers(0, 200, (3, 2, 20, 20)).astype(np.uint8)
+  sizes = dict(channels=(4, 8), kernels=(4, 3), strides=(2, 1), hidden=16)
+  for centre in (True, False):
+    network = networks.make('nature_cnn', 6, centre=centre, **sizes)
+    params = network.init(jax.random.key(0), dark)
+    outputs = [jnp.concatenate([x.ravel() for x in network.apply(params, obs)])
+               for obs in (dark, dark + np.uint8(50))]
+    assert np.allclose(*outputs, rtol=1e-4, atol=1e-5) == centre

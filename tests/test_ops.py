@@ -281,6 +281,24 @@ def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
     jax.tree.map(assert_array_equal, other, results[0])
 
 
+def test_a_plain_sum_is_the_same_gradient_but_for_rounding():
+  network, steps, num_envs, obs_shape = LARGE['mlp']
+  rollout = make_rollout(3, steps, num_envs, obs_shape)
+  params = make_params(network, rollout.obs)
+  objective = objectives.impala(network.apply, steps, OPTIONS['impala'])
+  items = jnp.arange(num_envs)  # of one group a device, so the same envs in all
+  specs = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(ops.AXIS))
+  results = []
+  for devices, sum_groups in ((1, ops.exact_sum), (1, ops.plain_sum), (4, ops.plain_sum)):
+    sizes = ops.Sizes(num_envs, devices, 1, 1, 0)
+    gradient = on_mesh(ops.make_gradient(objective, sizes, devices, sum_groups), devices, specs,
+                       PartitionSpec())
+    local = items.reshape(devices, -1) % (num_envs // devices)
+    results.append(gradient(params, rollout, (), local))
+  for other in results[1:]:
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-3, atol=1e-3), other, results[0])
+
+
 def _state(params, optimizer=None, **fields):
   opt_state = () if optimizer is None else optimizer.init(params)
   state = TrainState(params, opt_state, jnp.int32(0), jnp.int32(0), jax.random.key(7))

@@ -117,6 +117,17 @@ def test_without_a_surrounding_the_others_must_be_named(tmp_path):
 
 
 @pytest.mark.parametrize('change, said', [
+    (['--config.num_grad_shards=1'],
+     'num_grad_shards: 1 groups cannot be split evenly by 2 learner devices'),
+    (['--config.scheme=fused', '--config.num_shards=2'], 'scheme: fused is one program'),
+    (['--config.num_shards=1'], 'num_shards: 1 shards cannot be shared by 2 actors')])
+def test_what_two_processes_cannot_share_is_refused(change, said, tmp_path):
+  process = start(tmp_path, *change)
+  out, _ = process.communicate(timeout=60)
+  assert process.returncode == 2 and said in out, out
+
+
+@pytest.mark.parametrize('change, said', [
     (['--config.seed=2'], ['config: seed: 1 in A, 2 in B', 'differ at update 1: the batch']),
     (['--config.optimizer.learning_rate=0.5'],
      ['config: optimizer.learning_rate', 'differ at update 1: the batch is the same and the']),
@@ -160,6 +171,22 @@ def test_rerun_makes_an_update_again(whole, tmp_path):
   shutil.rmtree(workdir / 'checkpoints' / '4')
   result = script('rerun.py', f'--workdir={workdir}', '--update=7')
   assert result.returncode == 2 and 'the checkpoint of update 4' in result.stderr
+
+
+def test_a_full_disk_ends_the_run_and_spares_the_last_checkpoint(whole, tmp_path):
+  workdir = tmp_path / 'copy'
+  shutil.copytree(whole, workdir)
+  newest = max(int(path.name) for path in (workdir / 'checkpoints').iterdir())
+  shutil.rmtree(workdir / 'checkpoints' / str(newest))
+  command = [sys.executable, '-P', '-m', 'podracer_jit', *CATCH, f'--workdir={workdir}']
+  full = subprocess.run(['bash', '-c', 'ulimit -f 40; exec "$@"', 'bash', *command],  # 40 KB a file
+                        capture_output=True, text=True, timeout=300, check=False)
+  assert full.returncode == 1
+  assert 'File too large' in full.stderr.strip().splitlines()[-1]
+  assert str(newest) not in os.listdir(workdir / 'checkpoints')
+  assert train(workdir).returncode == 0
+  result = script('compare_runs.py', whole, workdir)
+  assert 'identical: 11 updates, batches and parameters\n' in result.stdout
 
 
 @pytest.mark.parametrize('scheme', ['cleanba', 'fused'])
