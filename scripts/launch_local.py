@@ -64,10 +64,11 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
   code, deadline = 0, float('inf')
   while any(process.poll() is None for process in processes):
     time.sleep(0.1)
-    for i, process in enumerate(processes):
-      if process.poll() and not code:
-        code, deadline = process.returncode, time.monotonic() + GRACE_S
-        print(f'[{i}] ended with exit code {code}; the others cannot go on', flush=True)
+    failed = {i: p.returncode for i, p in enumerate(processes) if p.poll()}
+    if failed and not code:
+      i = min(failed, key=failed.get)  # one that a signal ended, before those that noticed
+      code, deadline = failed[i], time.monotonic() + GRACE_S
+      print(f'[{i}] ended with exit code {code}; the others cannot go on', flush=True)
     if time.monotonic() > deadline:
       _send(processes, signal.SIGKILL)
   return abs(code or next((p.returncode for p in processes if p.returncode), 0))
