@@ -13,7 +13,7 @@ from podracer_jit.handoff import Closed, DoubleBuffer, Stamped
 class Port(NamedTuple):
   """One end of a hand-off and its rate: used once in `every` firings.
 
-  A reader uses it at the first of them and keeps the value, a writer at the last.
+  A reader uses it at the first of them and keeps what it got, a writer at the last.
   """
 
   handoff: DoubleBuffer

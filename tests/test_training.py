@@ -66,7 +66,7 @@ def _receipts(scheme):
   return run(changed(small(), scheme=scheme))[0]
 
 
-@pytest.mark.parametrize('case', ['impala-mlp', 'ppo-cnn'])
+@pytest.mark.parametrize('case', ['impala-mlp', 'impala-cnn', 'ppo-cnn'])
 def test_placement_changes_no_bit(case):
   config = changed(CASES[case](), num_shards=2, num_grad_shards=2, scheme='cleanba')
   expected, _, _ = run(config)
