@@ -102,11 +102,13 @@ def _keys(seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def initial_state(parts: Parts) -> TrainState:
   """The train state of update 0, on the learner mesh."""
-  init_key, learn_key, _ = _keys(parts.config['seed'])
-  obs = jnp.zeros((1, *parts.spec.obs_shape), parts.spec.obs_dtype)
-  params = jax.jit(parts.network.init)(init_key, obs)
-  state = TrainState(params, parts.optimizer.init(params), jnp.int32(0), jnp.int32(0), learn_key)
-  return placement.replicate(state, parts.place.mesh)
+  def make(seed):
+    init_key, learn_key, _ = _keys(seed)
+    obs = jnp.zeros((1, *parts.spec.obs_shape), parts.spec.obs_dtype)
+    params = parts.network.init(init_key, obs)
+    return TrainState(params, parts.optimizer.init(params), jnp.int32(0), jnp.int32(0), learn_key)
+
+  return placement.replicate(jax.jit(make)(parts.config['seed']), parts.place.mesh)
 
 
 class Actor(NamedTuple):

@@ -13,12 +13,12 @@ import numpy as np
 from jax import lax
 
 
-def _mix(x: jax.Array, multipliers: tuple[int, int]) -> jax.Array:
+def _mix(x: Any, multipliers: tuple[int, int]) -> Any:
   """A bijection of 32 bits in which every input bit reaches every output bit."""
-  x ^= x >> 16
-  x *= jnp.uint32(multipliers[0])
+  x = x ^ (x >> 16)
+  x *= np.uint32(multipliers[0])
   x ^= x >> 15
-  x *= jnp.uint32(multipliers[1])
+  x *= np.uint32(multipliers[1])
   return x ^ (x >> 16)
 
 
@@ -46,9 +46,11 @@ def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
   slices add up (modulo 2^32) to the value of the whole, however it was cut. Swapping two
   environments or shifting rows changes it, which a plain sum would miss.
   """
+  leaves = [_words(jnp.asarray(leaf), env_axis) for leaf in jax.tree.leaves(tree)]
+  if env_axis is None:  # end to end, as one leaf, which compiles sooner
+    leaves = [jnp.concatenate([words.reshape(-1) for words in leaves])]
   total = jnp.zeros(2, jnp.uint32)
-  for i, leaf in enumerate(jax.tree.leaves(tree)):
-    words = _words(jnp.asarray(leaf), env_axis)
+  for i, words in enumerate(leaves):
     index = jnp.zeros((), jnp.uint32)
     for axis, size in enumerate(words.shape):
       place = jnp.arange(size, dtype=jnp.uint32)
@@ -69,9 +71,9 @@ def canary() -> str:
   It stands for the arithmetic of this process: the device, the versions, the compiler's flags, the
   size of its thread pool. Large batches, since small ones hide how sums are split.
   """
-  def numbers(salt, *shape):
-    bits = _mix(jnp.arange(math.prod(shape), dtype=jnp.uint32) + jnp.uint32(salt), _MIXES[0])
-    return (bits >> 8).astype(jnp.float32).reshape(shape) / 2**23 - 1
+  def numbers(salt, *shape):  # NumPy's: its operations need no compiling, one after the other
+    bits = _mix(np.arange(math.prod(shape), dtype=np.uint32) + np.uint32(salt), _MIXES[0])
+    return (bits >> 8).astype(np.float32).reshape(shape) / np.float32(2**23) - np.float32(1)
 
   def loss(weights, rows, images):
     dense, bias, last, kernel, shift = weights
@@ -80,8 +82,8 @@ def canary() -> str:
                                  dimension_numbers=('NHWC', 'HWIO', 'NHWC')) + shift
     return jnp.sum(jnp.square(y)) + jnp.sum(jnp.square(jax.nn.relu(z)))
 
-  weights = (numbers(2, 64, 64), jnp.zeros(64), numbers(3, 64, 8), numbers(4, 4, 4, 4, 16),
-             jnp.zeros(16))
+  weights = (numbers(2, 64, 64), np.zeros(64, np.float32), numbers(3, 64, 8),
+             numbers(4, 4, 4, 4, 16), np.zeros(16, np.float32))
   gradients = jax.jit(lambda *args: fingerprint(jax.grad(loss)(*args)))
   return as_hex(gradients(weights, numbers(1, 4096, 64), numbers(5, 640, 20, 20, 4)))
 

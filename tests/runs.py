@@ -16,9 +16,9 @@ def small(loss='impala', task='CartPole-v1', network='mlp', **fields):
   config['checkpoint']['every_updates'] = 6
   if task == 'Pong-v5':
     config['env'] |= {'img_height': 42, 'img_width': 42, 'max_episode_steps': 12}
-    config['network'] |= {'channels': (8, 16), 'hidden': 32}
+    config['network'] |= {'channels': (8,), 'hidden': 32}
     if network == 'nature_cnn':
-      config['network'] |= {'kernels': (4, 3), 'strides': (4, 1)}
+      config['network'] |= {'channels': (8, 16), 'kernels': (4, 3), 'strides': (4, 1)}
   return config
 
 
@@ -34,9 +34,10 @@ def changed(config, **fields):
   return config
 
 
-def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, index=0):
+def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, index=0,
+        parts=None):
   """One segment from update 0; returns its receipts, the reports, and the last train state."""
-  parts = build.make_parts(config)
+  parts = parts or build.make_parts(config)
   updates = updates or config['checkpoint']['every_updates']
   reports = []
   with build.segment(parts, build.initial_state(parts), index, updates, reports.append) as segment:

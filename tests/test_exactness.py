@@ -4,6 +4,7 @@ Whole runs of the binary, a process or two each, in different surroundings; thei
 equal. With small batches anything is.
 """
 
+import functools
 import json
 import subprocess
 import sys
@@ -13,12 +14,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 COMMON = ['--config.num_shards=4', '--config.num_grad_shards=4', '--config.log.tensorboard=False',
-          '--config.placement.env_threads=1', '--config.scheme=cleanba',
-          '--config.checkpoint.every_updates=2']
+          '--config.placement.env_threads=1']
 CASES = {
     # 2,048 rows to a group's minibatch.
-    'mlp': ['--config=configs/ppo_cartpole.py', '--config.env.num_envs=64',
-            '--config.unroll_length=256', '--config.num_minibatches=2', '--config.num_epochs=1',
+    'mlp': ['--config=configs/ppo_cartpole.py', '--config.scheme=sync',
+            '--config.env.num_envs=64', '--config.unroll_length=256',
+            '--config.num_minibatches=2', '--config.num_epochs=1',
             '--config.total_steps=48000'],
     # 8 sequences of 81 frames to a group.
     'cnn': ['--config=configs/impala_atari.py:nature_cnn', '--config.env.task=Pong-v5',
@@ -34,7 +35,13 @@ PLACES = {
     'two processes': ([], 2, (0, 1), (0, 1))}
 
 
-def receipts(case, place, workdir, *more):
+@pytest.fixture(scope='module')
+def receipts(tmp_path_factory):
+  """Returns the receipts of a case in a place, whose run is made once."""
+  return functools.cache(lambda *which: _receipts(tmp_path_factory.mktemp('run'), *which))
+
+
+def _receipts(workdir, case, place, *more):
   prefix, processes, actors, learners = PLACES[place]
   program = ['-m', 'podracer_jit']
   if processes > 1:
@@ -50,20 +57,19 @@ def receipts(case, place, workdir, *more):
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_the_same_bits_in_any_surroundings(case, tmp_path):
-  # What the smaller case has shown need not be shown again by the one that compiles long.
-  places = [place for place in PLACES if case == 'mlp' or 'learners' not in place]
-  made = {place: receipts(case, place, tmp_path / place) for place in places}
+def test_the_same_bits_in_any_surroundings(case, receipts):
+  made = {place: receipts(case, place) for place in PLACES}
+  if 'sync' in CASES[case][1]:
+    made['fused'] = receipts(case, 'one core', '--config.scheme=fused')
   expected = made['one core']
-  assert len(expected) >= 5
+  assert len(expected) == 1 + 3  # the canary and three updates
   for place, found in made.items():
     assert found == expected, place
 
 
-def test_the_thread_pool_belongs_to_the_experiment(tmp_path):
+def test_the_thread_pool_belongs_to_the_experiment(receipts):
   """Another size gives other bits, which is why it is fixed, and the canary tells."""
-  threads = '--config.placement.xla_threads=4'
-  sixteen = receipts('mlp', 'four learners', tmp_path / '16')
-  two = receipts('mlp', 'four learners', tmp_path / '2', threads)
-  assert sixteen[0] != two[0]
-  assert sixteen[1:] != two[1:]
+  sixteen = receipts('mlp', 'four learners')
+  four = receipts('mlp', 'four learners', '--config.placement.xla_threads=4')
+  assert sixteen[0] != four[0]
+  assert sixteen[1:] != four[1:]

@@ -4,6 +4,7 @@ Random play: Catch -0.6 of 1, CartPole 22 of 500.
 """
 
 import collections
+import functools
 
 import jax
 import pytest
@@ -18,11 +19,18 @@ CASES = {
 }
 
 
+@functools.cache
+def _parts(module):
+  """Compiled once for all seeds."""
+  return build.make_parts(module.get_config().to_dict())
+
+
 @pytest.mark.parametrize('seed', [1, 2, 3])
 @pytest.mark.parametrize('name', CASES)
 def test_learns(name, seed):
   module, threshold = CASES[name]
-  config = module.get_config().to_dict() | {'seed': seed}
+  parts = _parts(module)
+  parts = parts._replace(config=parts.config | {'seed': seed})
   returns = collections.deque(maxlen=100)
 
   def report(item):
@@ -31,7 +39,6 @@ def test_learns(name, seed):
       episodes = jax.tree.map(lambda x, i=i: x[i], metrics['episodes'])
       returns.extend(episodes.episode_return[episodes.ended])
 
-  parts = build.make_parts(config)
   with build.segment(parts, build.initial_state(parts), 0, 10**6, report) as segment:
     loops.run(segment.workers)
   assert len(returns) == 100

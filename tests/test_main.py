@@ -1,7 +1,9 @@
 """The binary, as a person uses it: real processes, real files, real signals."""
 
+import functools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -125,40 +127,52 @@ def test_trains_and_leaves_a_whole_workdir(tmp_path):
   assert list((run / 'tensorboard').glob('events*')) and list((run / 'checkpoints').iterdir())
 
 
-SEGMENTS = [CATCH, '--config.checkpoint.every_updates=3', '--config.log.tensorboard=False']
+SEGMENTS = ['--config.checkpoint.every_updates=3', '--config.log.tensorboard=False']
+RUNS = {
+    'cleanba impala': [CATCH, *SEGMENTS],
+    'fused ppo': ['--config=configs/ppo_cartpole.py:smoke', '--config.total_steps=8500', *SEGMENTS]}
 
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
-  """A run in segments of 3 that nothing stopped."""
-  workdir = tmp_path_factory.mktemp('whole')
-  result = binary(*SEGMENTS, f'--workdir={workdir}')
-  assert result.returncode == 0, result.stderr
-  return workdir
+  """Returns the workdir of one of RUNS that nothing stopped."""
+  @functools.cache
+  def run(name):
+    workdir = tmp_path_factory.mktemp('whole')
+    result = binary(*RUNS[name], f'--workdir={workdir}')
+    assert result.returncode == 0, result.stderr
+    return workdir
+  return run
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(whole, tmp_path):
-  process = subprocess.Popen(command(*SEGMENTS, f'--workdir={tmp_path}'),
+@pytest.mark.parametrize('name', RUNS)
+def test_a_killed_run_goes_on_to_the_same_bits(name, whole, tmp_path):
+  """Killed at a random moment, between its start and its end."""
+  written, more = random.randrange(9), random.random() * 0.3
+  print(f'killed {more:.3f} s after {written} updates')
+  process = subprocess.Popen(command(*RUNS[name], f'--workdir={tmp_path}'),
                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
   path = tmp_path / 'metrics.jsonl'
-  while not path.exists() or len(path.read_text().splitlines()) < 4:
+  while written and (not path.exists() or len(path.read_text().splitlines()) < written):
     assert process.poll() is None
     time.sleep(0.01)
+  time.sleep(more)
   process.send_signal(signal.SIGKILL)
   process.wait()
   with path.open('a') as file:
     file.write('{"update": 8, "half a li')
-  result = binary(*SEGMENTS, f'--workdir={tmp_path}')
-  assert result.returncode == 0 and 'going on from update' in result.stdout, result.stderr
-  assert receipts(tmp_path) == receipts(whole)
+  saved = [int(p.name) for p in tmp_path.glob('checkpoints/*') if p.name.isdigit()]
+  result = binary(*RUNS[name], f'--workdir={tmp_path}')
+  assert result.returncode == 0, result.stderr
+  assert not saved or f'going on from update {max(saved)} ' in result.stdout
+  assert receipts(tmp_path) == receipts(whole(name)) and len(receipts(tmp_path)) == 9
   assert [m['update'] for m in lines(path)] == list(range(1, 10))
-  last = [lines(w / 'metrics.jsonl')[-1] for w in (tmp_path, whole)]
+  last = [lines(w / 'metrics.jsonl')[-1] for w in (tmp_path, whole(name))]
   assert last[0]['episode_return'] == last[1]['episode_return']
   assert last[0]['episodes'] == last[1]['episodes']
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_the_same_command_goes_on(number, tmp_path):
+def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
   args = [CATCH, '--config.total_steps=400000', '--config.log.tensorboard=False',
           f'--workdir={tmp_path}']
   process = subprocess.Popen(command(*args), stdout=subprocess.PIPE, text=True)
@@ -166,7 +180,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(number, tmp_path):
   while not path.exists() or len(path.read_text().splitlines()) < 4:
     assert process.poll() is None
     time.sleep(0.01)
-  process.send_signal(number)
+  process.send_signal(signal.SIGINT)
   out, _ = process.communicate(timeout=120)
   assert process.returncode == 0 and 'the same command goes on' in out
   done = len(receipts(tmp_path))
@@ -175,23 +189,26 @@ def test_a_signal_saves_and_the_same_command_goes_on(number, tmp_path):
   while len(path.read_text().splitlines()) < done + 3:
     assert process.poll() is None
     time.sleep(0.01)
-  process.send_signal(number)
+  process.send_signal(signal.SIGTERM)
   out, _ = process.communicate(timeout=120)
+  assert process.returncode == 0 and 'the same command goes on' in out
   assert f'going on from update {done} ' in out
   updates = [r[0] for r in receipts(tmp_path)]
   assert updates == list(range(1, len(updates) + 1)) and len(updates) > done
+  assert (tmp_path / 'checkpoints' / str(len(updates))).is_dir()
 
 
 def test_a_finished_run_only_says_so(whole):
-  before = (whole / 'receipts.jsonl').read_text()
-  result = binary(*SEGMENTS, f'--workdir={whole}')
+  workdir = whole('cleanba impala')
+  before = (workdir / 'receipts.jsonl').read_text()
+  result = binary(*RUNS['cleanba impala'], f'--workdir={workdir}')
   assert result.returncode == 0 and 'finished at update 9' in result.stdout
-  assert (whole / 'receipts.jsonl').read_text() == before
+  assert (workdir / 'receipts.jsonl').read_text() == before
 
 
 def test_a_changed_config_is_refused_and_a_changed_placement_is_not(whole, capsys, monkeypatch):
   monkeypatch.setattr(main.placement, 'prepare_host', _only_checks(main.placement.prepare_host))
-  args = ['podracer_jit', *SEGMENTS, f'--workdir={whole}']
+  args = ['podracer_jit', *RUNS['cleanba impala'], f'--workdir={whole("cleanba impala")}']
   assert main.main([*args, '--config.seed=2', '--config.loss.discount=0.9']) == 2
   error = capsys.readouterr().err
   assert 'loss.discount: 0.99 there, 0.9 now; seed: 1 there, 2 now' in error

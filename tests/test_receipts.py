@@ -30,13 +30,19 @@ def _bits(leaf, has_trailing):
 
 
 def _expected(leaves, env_axis=None):
-  """Two sums of mix(bits XOR mix(index + salt of the leaf)) modulo 2^32, in Python's integers."""
+  """Two sums of mix(bits XOR mix(index + salt of the leaf)) modulo 2^32, in Python's integers.
+
+  Without environments the leaves count as one.
+  """
+  numbers = [_bits(leaf, leaf.ndim - 1 > (env_axis or 0)) for leaf in leaves]
+  if env_axis is None:
+    numbers = [sum(numbers, [])]
   sums = []
   for mix in MIXES:
     total = 0
-    for i, leaf in enumerate(leaves):
+    for i, leaf in enumerate(numbers):
       salt = (i + 1) * 0x9E3779B9
-      for index, bits in enumerate(_bits(leaf, leaf.ndim - 1 > (env_axis or 0))):
+      for index, bits in enumerate(leaf):
         total += _mix(bits ^ _mix((index + salt) % 2**32, mix), mix)
     sums.append(total % 2**32)
   return sums

@@ -14,6 +14,10 @@ import numpy as np
 import pytest
 
 SCRIPTS = Path(__file__).parent.parent / 'scripts'
+sys.path.insert(0, str(SCRIPTS))
+
+import rerun  # noqa: E402
+
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.checkpoint.every_updates=4',
          '--config.log.tensorboard=False', '--config.num_shards=2', '--config.num_grad_shards=2',
          '--config.total_steps=6000']
@@ -157,11 +161,6 @@ def test_rerun_makes_an_update_again(whole, tmp_path):
   assert made['obs'].shape[:2] == (steps + 1, envs) and made['valid'].sum() > 0
   assert (made['reward'][~made['valid']] == 0).all()
   assert (workdir / 'update_7.mp4').stat().st_size > 1000
-  for args, words in ((['--update=700'], 'no receipt of update 700'),
-                      (['--update=7', '--env=99'], '--env: must be from 0 to'),
-                      ([], '--update are needed')):
-    result = script('rerun.py', f'--workdir={workdir}', *args)
-    assert result.returncode == 2 and words in result.stderr
   receipts = workdir / 'receipts.jsonl'
   wrong = receipts.read_text().replace(lines(receipts)[6]['params'], '0' * 16)
   assert wrong != receipts.read_text()
@@ -187,6 +186,15 @@ def test_a_full_disk_ends_the_run_and_spares_the_last_checkpoint(whole, tmp_path
   assert train(workdir).returncode == 0
   result = script('compare_runs.py', whole, workdir)
   assert 'identical: 11 updates, batches and parameters\n' in result.stdout
+
+
+@pytest.mark.parametrize('args, words', [
+    (['--update=700'], 'no receipt of update 700'),
+    (['--update=7', '--env=99'], '--env: must be from 0 to'),
+    ([], '--update are needed')])
+def test_rerun_needs_an_update_of_the_run(args, words, whole, capsys):
+  assert rerun.main(['rerun.py', f'--workdir={whole}', *args]) == 2
+  assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('scheme', ['cleanba', 'fused'])
