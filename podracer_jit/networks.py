@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,29 @@ import numpy as np
 from jax import lax
 
 from podracer_jit import conv
+
+
+def _orthogonal(scale: float) -> Callable:
+  """flax's orthogonal initializer but for rounding: Gram and Schmidt's method, done twice over.
+
+  The usual way is LAPACK's QR, whose last bits depend on the number of cores.
+  """
+
+  def init(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
+    columns = shape[-1]
+    rows = math.prod(shape) // columns
+    numbers = jax.random.normal(key, (max(rows, columns), min(rows, columns)), dtype).T
+
+    def row(i, done):
+      x = numbers[i]
+      for _ in range(2):  # once leaves rounding errors that matter
+        x -= (done @ x) @ done
+      return done.at[i].set(x / jnp.sqrt(jnp.sum(jnp.square(x))))
+
+    basis = lax.fori_loop(0, len(numbers), row, jnp.zeros_like(numbers))
+    return scale * (basis if rows < columns else basis.T).reshape(shape)
+
+  return init
 
 
 class Conv(nn.Module):
@@ -34,9 +58,6 @@ class Conv(nn.Module):
 def _image(obs: jax.Array) -> jax.Array:
   """[N, C, H, W] uint8 -> [N, H, W, C] f32 in [0, 1]; transposed while still bytes."""
   return lax.optimization_barrier(obs.transpose(0, 2, 3, 1)).astype(jnp.float32) / 255.0
-
-
-_orthogonal = nn.initializers.orthogonal
 
 
 class NatureCNN(nn.Module):

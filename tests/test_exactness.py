@@ -26,7 +26,7 @@ CASES = {
             '--config.env.img_height=42', '--config.env.img_width=42', '--config.env.num_envs=32',
             '--config.unroll_length=80', '--config.num_minibatches=1',
             '--config.network.channels=(8,16)', '--config.network.kernels=(8,3)',
-            '--config.network.strides=(4,1)', '--config.network.hidden=64',
+            '--config.network.strides=(4,1)', '--config.network.hidden=256',
             '--config.total_steps=5000']}
 PLACES = {
     'one core': (['taskset', '-c', '0'], 1, (0,), (0,)),

@@ -2,6 +2,7 @@
 
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,3 +176,14 @@ def test_centred_observations_do_not_tell_how_bright_it_is():
     outputs = [jnp.concatenate([x.ravel() for x in network.apply(params, obs)])
                for obs in (dark, dark + np.uint8(50))]
     assert np.allclose(*outputs, rtol=1e-4, atol=1e-5) == centre
+
+
+@pytest.mark.parametrize('shape', [(512, 256), (64, 64), (3, 3, 4, 16), (3, 3, 16, 32), (5, 7)])
+def test_orthogonal_weights_are_those_of_qr(shape):
+  """flax's initializer draws the same numbers; its QR is LAPACK's."""
+  key = jax.random.key(3)
+  ours = np.asarray(networks._orthogonal(1.5)(key, shape))
+  np.testing.assert_allclose(ours, nn.initializers.orthogonal(1.5)(key, shape), atol=3e-6)
+  matrix = ours.reshape(-1, shape[-1]).astype(np.float64)
+  gram = matrix @ matrix.T if len(matrix) < shape[-1] else matrix.T @ matrix
+  np.testing.assert_allclose(gram, 2.25 * np.eye(len(gram)), atol=1e-5)
