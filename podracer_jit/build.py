@@ -65,6 +65,7 @@ def make_parts(config: Mapping[str, Any]) -> Parts:
     raise ValueError(f'scheme: fused is one program on one device, not {place.processes} processes')
   sizes = {k: v for k, v in config['network'].items() if k != 'name'}
   network = networks.make(config['network']['name'], spec.num_actions, **sizes)
+  _check_fits(network, config['network'], spec)
   options = {k: v for k, v in config['loss'].items() if k != 'name'}
   objective = OBJECTIVES[config['loss']['name']](network.apply, config['unroll_length'], options)
   optimizer = make_optimizer(config['optimizer'])
@@ -76,6 +77,19 @@ def make_parts(config: Mapping[str, Any]) -> Parts:
   learn = ops.make_learn(objective, optimizer, rate, sizes, place.mesh.size, sum_groups)
   return Parts(config, spec, SCHEMES[config['scheme']], place, network, optimizer, learn,
                _on_mesh(learn, place.mesh))
+
+
+def _check_fits(network: networks.ActorCritic, options: Mapping[str, Any],
+                spec: envs.EnvSpec) -> None:
+  """Refuses layers that leave nothing of an observation; computes nothing."""
+  obs = jax.ShapeDtypeStruct((1, *spec.obs_shape), spec.obs_dtype)
+  try:
+    variables = jax.eval_shape(network.init, jax.eval_shape(lambda: jax.random.key(0)), obs)
+  except (TypeError, ValueError, ZeroDivisionError):  # whatever shapes of nothing lead to
+    variables = {'nothing': jax.ShapeDtypeStruct((0,), jnp.float32)}
+  if not all(x.size for x in jax.tree.leaves(variables)):
+    raise ValueError(f'network.name: of {options["name"]} with {dict(options)} nothing is left of '
+                     f'observations of {spec.obs_shape}; take smaller layers or larger frames')
 
 
 def _on_mesh(learn: Callable, mesh: jax.sharding.Mesh) -> Callable:
@@ -181,9 +195,14 @@ def segment(parts: Parts, state: TrainState, index: int, updates: int,
       actors_of_segment.append(Actor(pools, actor_state, device, ids[0] * width))
     begin = Begin(state, int(state.update), updates,
                   lambda s: (placement.any_process(stop(), place.mesh)
-                             or int(s.steps) >= config['total_steps']))
+                             or _number(s.steps) >= config['total_steps']))
     wire = _wire_fused if parts.scheme.fused else _wire_split
     yield wire(parts, actors_of_segment, begin, report)
+
+
+def _number(x: jax.Array) -> int:
+  """A count that steers the run: four bytes to the host, and no other transfer in a loop."""
+  return int(jax.device_get(x))
 
 
 def _writer(report: Callable[[Report], None], reports: DoubleBuffer, firings: int) -> Worker:
@@ -208,12 +227,12 @@ def _wire_fused(parts: Parts, actors: Sequence[Actor], begin: Begin, report: Cal
   program = actor.pools.load(fused, (state, actor.state, calls, total), donate=(0, 1))
 
   def fire(carry: Learning):
-    limit = min(calls, begin.update + begin.updates - int(carry.train.update))
+    limit = min(calls, begin.update + begin.updates - _number(carry.train.update))
     state, actor_state, count, metrics = program(carry.train, carry.actor, limit, total)
-    count = int(count)  # waits for the call
+    count = _number(count)  # waits for the call
     item = Report(metrics, count, (0,) * count)
     return (Learning(state, begin.ended(state), actor_state),
-            [Stamped(item, int(state.update))])
+            [Stamped(item, _number(state.update))])
 
   reports = DoubleBuffer('reports', firings)
   learner = Worker('learner', fire, Learning(state, False, actor.state), [], [Port(reports)],
@@ -262,7 +281,7 @@ def _actor(parts: Parts, name: str, actor: Actor, begin: Begin, params: DoubleBu
 def _learner(parts: Parts, begin: Begin, made: Sequence[DoubleBuffer],
              params: Sequence[DoubleBuffer], reports: DoubleBuffer) -> Worker:
   def fire(carry: Learning, *parts_of_batch: Stamped):
-    update = int(carry.train.update)
+    update = _number(carry.train.update)
     lag = min(update - begin.update, parts.scheme.lag)
     for item in parts_of_batch:
       if update - item.version != lag:

@@ -8,7 +8,7 @@ import json
 import logging as std_logging
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,13 @@ def open_workdir(workdir: Path, config: Mapping[str, Any]) -> None:
   path = workdir / 'config.json'
   new = json.loads(json.dumps(config))  # tuples to lists, as the file has them
   if path.exists():
-    old = json.loads(path.read_text())
+    old = _read(path)
     changed = differences(old['config'], new, ('there', 'now'))
     if changed:
       raise ConfigChanged(f'{workdir} holds another experiment ({"; ".join(changed)}); '
                           'choose another --workdir or set the fields back')
     for name, version in versions().items():
-      before = old['versions'].get(name)
+      before = old.get('versions', {}).get(name)
       if before != version:
         logging.warning('%s was %s when this run began and is %s now: results go on, but not to '
                         'the last bit', name, before, version)
@@ -82,12 +82,41 @@ def read_config(workdir: Path) -> dict[str, Any]:
   def tuples(fields):  # which JSON has as lists
     return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
 
+  return _read(path, tuples)['config']
+
+
+def _read(path: Path, hook: Callable[[dict], dict] | None = None) -> dict[str, Any]:
   try:
-    config = json.loads(path.read_text(), object_hook=tuples)['config']
-    config['placement'].items()
+    record = json.loads(path.read_text(), object_hook=hook)
+    record['config']['placement'].items()
   except (ValueError, KeyError, TypeError, AttributeError):
     raise ValueError(f'--workdir: {path} is not of a run of podracer_jit') from None
-  return config
+  return record
+
+
+def read_receipts(workdir: Path) -> tuple[list[dict], dict[int, dict]]:
+  """The headers of the segments, and the receipts by update.
+
+  Raises:
+    OSError: there are none.
+  """
+  lines = read_lines(workdir / 'receipts.jsonl')
+  return ([x for x in lines if 'segment' in x], {x['update']: x for x in lines if 'update' in x})
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+  """The JSON objects of a file, one a line."""
+  found = []
+  for line in path.read_text().splitlines():
+    with contextlib.suppress(json.JSONDecodeError):  # of a run that was killed, or is running
+      found.append(json.loads(line))
+  return found
+
+
+def segment_ends(workdir: Path) -> list[int]:
+  """The last update of each segment of the run in workdir."""
+  headers, receipts = read_receipts(workdir)
+  return [*(header['first_update'] - 1 for header in headers[1:]), max(receipts, default=0)]
 
 
 def differences(one: Mapping[str, Any], two: Mapping[str, Any], where: tuple[str, str]

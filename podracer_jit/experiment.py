@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,11 @@ OPTIMIZERS = {
     'adam': dict(learning_rate=2.5e-4, anneal=True, b1=0.9, b2=0.999, eps=1e-5,
                  max_grad_norm=0.5),
 }
+# Of what stands in LOSSES and OPTIMIZERS; the rest may be any finite number.
+RANGES = {
+    **dict.fromkeys(('discount', 'vtrace_lambda', 'gae_lambda', 'b1', 'b2', 'decay'), (0, 1)),
+    **dict.fromkeys(('clip', 'clip_rho', 'clip_pg_rho', 'eps', 'baseline_coef', 'value_coef'),
+                    (0, math.inf))}
 
 
 def config(loss: str, network: str, optimizer: str, **fields: Any) -> ml_collections.ConfigDict:
@@ -104,8 +110,11 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
   for field in ('optimizer.learning_rate', 'optimizer.max_grad_norm', 'log.every_seconds'):
     if not _get(config, field) > 0:
       yield f'{field}: must be above 0, got {_get(config, field)}'
-  if not 0 <= config['loss']['discount'] <= 1:
-    yield f'loss.discount: must be between 0 and 1, got {config["loss"]["discount"]}'
+  for part in ('loss', 'optimizer'):
+    for name, value in config[part].items():
+      low, high = RANGES.get(name, (-math.inf, math.inf))
+      if isinstance(value, float) and not (math.isfinite(value) and low <= value <= high):
+        yield f'{part}.{name}: must be between {low} and {high}, got {value}'
   for field in ('seed', 'microbatch_rows', 'placement.env_threads'):
     if _get(config, field) < 0:
       yield f'{field}: must not be negative, got {_get(config, field)}'

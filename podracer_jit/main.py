@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
-import re
 import signal
 import sys
 import threading
@@ -16,24 +14,23 @@ from typing import Any
 
 import jax
 from absl import flags, logging
-from ml_collections import config_flags
 
-from podracer_jit import build, checkpoint, loops, placement
+from podracer_jit import build, checkpoint, command_line, loops, placement
 from podracer_jit.metrics import Diverged, Files, Meter, Report, check_finite
 from podracer_jit.progress import Progress
 from podracer_jit.receipts import canary
-
-_ENV = '--config.env.'
-_EXAMPLE = 'podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong'
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the binary; returns its exit code: 0, 1 for a failed run, 2 for what could not start."""
   warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
   values = flags.FlagValues()  # not the global ones: main may be called again, and by others
-  flags.DEFINE_string('workdir', None, 'Where checkpoints and metrics go.', flag_values=values)
+  flags.DEFINE_string('workdir', None, 'Where checkpoints and metrics go; runs/ and the '
+                      'name of the config by default.', flag_values=values)
   flags.DEFINE_string('profile_dir', None, 'Write a jax.profiler trace of a few updates here.',
                       flag_values=values)
+  flags.DEFINE_string('repeat', None, 'A workdir whose segments, as its receipts have them, this '
+                      'run makes again: also those that a signal ended.', flag_values=values)
   flags.DEFINE_bool('distributed', False, 'This is one of several processes of the run.',
                     flag_values=values)
   flags.DEFINE_string('coordinator_address', None, 'host:port of process 0; asked of SLURM, Open '
@@ -41,24 +38,23 @@ def main(argv: Sequence[str]) -> int:
   flags.DEFINE_integer('num_processes', None, 'How many there are; likewise.', flag_values=values)
   flags.DEFINE_integer('process_id', None, 'Which this is, from 0; likewise.', flag_values=values)
   try:
-    config = parse(argv, values)
+    config = command_line.parse(argv, values)
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
-    if not values.workdir:
-      raise ValueError(f'--workdir is missing: {_EXAMPLE}')
     placement.prepare_host(config['placement'])
     joining = (values.coordinator_address, values.num_processes, values.process_id)
     if values.distributed or joining != (None, None, None):
       placement.join(config['placement'], *joining)
     parts = build.make_parts(config)
-    workdir = Path(values.workdir)
+    workdir = Path(values.workdir or command_line.default_workdir(argv))
+    ends = checkpoint.segment_ends(Path(values.repeat)) if values.repeat else None
     _open(workdir, config, parts.place)
   except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
     print(f'podracer_jit: {error}', file=sys.stderr)
     return _leave(2)
   try:
-    train(parts, workdir, values.profile_dir)
+    train(parts, workdir, values.profile_dir, ends)
   except KeyboardInterrupt:
     if parts.place.processes == 1:
       raise
@@ -96,92 +92,13 @@ def run() -> None:
   sys.exit(main(sys.argv))
 
 
-def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | None:
-  """Parses --config with its overrides, and whatever flags are defined in `values`.
-
-  Returns:
-    The config as plain values, or None where --help was asked for.
-
-  Raises:
-    ValueError: a wrong flag, file, field or type, in one line.
-  """
-  config = config_flags.DEFINE_config_file(
-      'config', None, 'The experiment, with its argument: configs/pong_laptop.py:smoke. Any field '
-      'is overridden by --config.FIELD=VALUE.', flag_values=values)
-  flags.DEFINE_bool('help', False, 'Show this.', short_name='h', flag_values=values)
-  argv, options = _env_options(_find_config(argv))
-  sys.argv = list(argv)  # where config_flags looks for overrides, whatever the flags are given
-  try:
-    rest = values(argv)
-    if values.help:
-      return None
-    config = config.value
-  except flags.Error as error:
-    raise ValueError(_one_line(error)) from None
-  except (AttributeError, KeyError) as error:
-    raise ValueError(_no_field(error, argv)) from None
-  except Exception as error:  # noqa: BLE001 - a config file is a program: it may raise anything
-    raise ValueError(f'--config: {type(error).__name__}: {_one_line(error)}') from None
-  if rest[1:]:
-    raise ValueError(f'{rest[1]}: not a flag; flags begin with --')
-  if config is None:
-    raise ValueError(f'--config is missing: {_EXAMPLE}')
-  config = config.to_dict()
-  config['env'] |= options
-  return config
-
-
-def _one_line(error: Exception) -> str:
-  return ' '.join(str(error).split())
-
-
-def _no_field(error: Exception, argv: Sequence[str]) -> str:
-  """Says which override names a field that the config does not have."""
-  text = str(error.args[0])
-  field = re.search(r'\w+', text)[0]
-  hint = re.search(r'Did you mean "(\w+)"', text)
-  names = [arg.partition('=')[0] for arg in argv]
-  name = next((n for n in names if field in n.split('.')), f'--config: {field}')
-  return f'{name}: the config has no such field' + (f'; did you mean {hint[1]}?' if hint else '')
-
-
-def _find_config(argv: Sequence[str]) -> list[str]:
-  """Where configs/x.py is not here, the packaged one is meant; it goes before its overrides."""
-  found: list[str] = []
-  for arg in sorted(argv[1:], key=lambda arg: not re.match(r'--?config(=|$)', arg)):
-    name, equals, value = arg.partition('=')
-    path, colon, argument = value.partition(':')
-    packaged = Path(__file__).parent / path
-    if name in ('--config', '-config') and not Path(path).exists():
-      if not packaged.is_file():
-        known = ', '.join(sorted(p.name for p in Path(__file__).parent.glob('configs/[!_]*.py')))
-        raise ValueError(f'--config={path}: there is no such file, here or in the package, which '
-                         f'has configs/ with {known}')
-      arg = f'{name}{equals}{packaged}{colon}{argument}'
-    found.append(arg)
-  return [argv[0], *found]
-
-
-def _env_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-  """Takes EnvPool's own options out of argv: a config need not list them all to have them."""
-  rest, options = [], {}
-  for arg in argv:
-    name, equals, value = arg.partition('=')
-    field = name.removeprefix(_ENV)
-    if not name.startswith(_ENV) or field in ('task', 'num_envs') or not equals:
-      rest.append(arg)
-      continue
-    try:
-      options[field] = ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-      options[field] = {'true': True, 'false': False}.get(value.lower(), value)
-  return rest, options
-
-
-def train(parts: build.Parts, workdir: Path, profile_dir: str | None = None) -> None:
+def train(parts: build.Parts, workdir: Path, profile_dir: str | None = None,
+          ends: Sequence[int] | None = None) -> None:
   """Trains from the workdir's newest checkpoint, segment by segment, to total_steps.
 
-  SIGINT or SIGTERM ends the segment at its next update, saves, and returns; a second one raises.
+  SIGINT or SIGTERM ends the segment at its next update (of `fused`: after its call), saves, and
+  returns; a second one raises. `ends` are the last updates of the segments, where another run has
+  them otherwise than the config.
   """
   config = parts.config
   state = build.initial_state(parts)
@@ -201,18 +118,27 @@ def train(parts: build.Parts, workdir: Path, profile_dir: str | None = None) -> 
       progress.note(f'{title}: starting')
     profiler = Profiler(profile_dir)
     while int(state.steps) < config['total_steps'] and not stopped():
-      state, meta = _segment(parts, state, meta, workdir, progress, profiler, stopping.is_set)
+      length = config['checkpoint']['every_updates']
+      if ends is not None:
+        length = next((end - int(state.update) for end in ends if end > int(state.update)), 0)
+      if not length:
+        break
+      state, meta = _segment(parts, state, meta, length, workdir, progress, profiler,
+                             stopping.is_set)
       saved.save(state, meta)
     profiler.close()
+    if profile_dir and not profiler.traced:
+      progress.note(f'no trace: it begins with the third report, and there were '
+                    f'{profiler.reports}')
     done = int(state.steps) >= config['total_steps']
     progress.note(f'{"finished" if done else "stopped"} at update {int(state.update)} '
                   f'({int(state.steps):,} steps); {workdir} has it all'
                   + ('' if done else '; the same command goes on'))
 
 
-def _segment(parts: build.Parts, state, meta: Mapping[str, Any], workdir: Path,
+def _segment(parts: build.Parts, state, meta: Mapping[str, Any], length: int, workdir: Path,
              progress: Progress, profiler: Profiler, stop: Callable[[], bool]):
-  """Runs one segment; returns the state after it, and what else its checkpoint holds."""
+  """Runs one of `length` updates; returns the state after it, and what its checkpoint holds."""
   config, index, saved = parts.config, meta['segment'], int(state.update)
 
   def report(item: Report) -> None:
@@ -236,7 +162,7 @@ def _segment(parts: build.Parts, state, meta: Mapping[str, Any], workdir: Path,
       files = stack.enter_context(contextlib.closing(
           Files(workdir, saved, header, config['log']['tensorboard'])))
     segment = stack.enter_context(build.segment(
-        parts, state, index, config['checkpoint']['every_updates'], report, stop))
+        parts, state, index, length, report, stop))
     steps = config['num_epochs'] * config['num_minibatches']
     meter = Meter(config['log']['window'], steps, parts.spec.frame_skip, segment.waits, meta)
     try:
@@ -255,16 +181,16 @@ class Profiler:
   FIRST, LAST = 3, 6
 
   def __init__(self, directory: str | None):
-    self._directory, self._reports = directory, 0
-    self._tracing = False
+    self._directory, self.reports = directory, 0
+    self.traced = self._tracing = False
 
   def reported(self) -> None:
     """Counts a report; starts or ends the trace."""
-    self._reports += 1
-    if self._directory and self._reports == self.FIRST:
+    self.reports += 1
+    if self._directory and self.reports == self.FIRST:
       jax.profiler.start_trace(self._directory)
-      self._tracing = True
-    elif self._reports == self.LAST:
+      self.traced = self._tracing = True
+    elif self.reports == self.LAST:
       self.close()
 
   def close(self) -> None:

@@ -36,7 +36,7 @@ from typing import Any
 import benchmark_parts
 from absl import flags, logging
 
-from podracer_jit import build, checkpoint, main, placement
+from podracer_jit import build, checkpoint, command_line, placement
 
 BASES = ('environment', 'sync', 'conventional_sync', 'conventional_cleanba')  # to divide by
 
@@ -144,7 +144,7 @@ def benchmark(argv: Sequence[str]) -> int:
   logging.set_verbosity(logging.ERROR)  # who is held waits long, and would say so
   values = define_flags()
   try:
-    config = main.parse(argv, values)
+    config = command_line.parse(argv, values)
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0

@@ -7,11 +7,9 @@ Then prints the paired learning curves. Exit code: 0 identical over all updates 
 they differ, 2 there is nothing to compare.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from podracer_jit import checkpoint
 
@@ -26,8 +24,8 @@ def main(argv: Sequence[str]) -> int:
   workdirs = [Path(arg) for arg in argv[1:]]
   try:
     configs = [checkpoint.read_config(workdir) for workdir in workdirs]
-    headers, receipts = zip(*map(read_receipts, workdirs), strict=True)
-    curves = [_lines(workdir / 'metrics.jsonl') for workdir in workdirs]
+    headers, receipts = zip(*map(checkpoint.read_receipts, workdirs), strict=True)
+    curves = [checkpoint.read_lines(workdir / 'metrics.jsonl') for workdir in workdirs]
     if not receipts[0].keys() & receipts[1].keys():
       raise ValueError('the runs have no update in common')
   except (ValueError, OSError) as error:
@@ -39,22 +37,6 @@ def main(argv: Sequence[str]) -> int:
   print(verdict)
   print_curves(*curves)
   return 0 if same else 1
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-  found = []
-  for line in path.read_text().splitlines():
-    try:
-      found.append(json.loads(line))
-    except json.JSONDecodeError:
-      continue  # the last line of a run that was killed, or is being written
-  return found
-
-
-def read_receipts(workdir: Path) -> tuple[list[dict], dict[int, dict]]:
-  """The headers of the segments, and the receipts by update."""
-  lines = _lines(workdir / 'receipts.jsonl')
-  return ([x for x in lines if 'segment' in x], {x['update']: x for x in lines if 'update' in x})
 
 
 def config_differences(one: dict, two: dict) -> list[str]:

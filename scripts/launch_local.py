@@ -1,6 +1,7 @@
 """Runs one training as several processes of this machine.
 
-.venv/bin/python scripts/launch_local.py -n 2 -- --config=configs/ppo_cartpole.py --workdir=runs/x
+.venv/bin/python scripts/launch_local.py -n 2 -- --config=configs/impala_catch.py \\
+    --config.num_shards=2 --config.num_grad_shards=2 --workdir=runs/x
 
 What follows -- goes to each process. Device indices of the placement are those of each process:
 with -n 2 and one learner device the learner mesh has two. SIGINT and SIGTERM are passed on; a

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import compare_runs
 import jax
 import numpy as np
 from absl import flags
@@ -44,13 +43,13 @@ def main(argv: Sequence[str]) -> int:
     workdir = _check(values, rest)
     config = checkpoint.read_config(workdir)
     _check_env(values.env, config)
-    if not config['exact_reduce'] and len(config['placement']['learner_devices']) > 1:
+    if not config['exact_reduce']:
       raise ValueError('the run has exact_reduce = False: its bits are those of its own devices')
     platform = config['placement']['actor_platform']
     config['placement'] |= checkpoint.ONE_DEVICE | {'actor_platform': platform}
     if config['scheme'] == 'fused':  # the same bits, with the rollouts in sight
       config['scheme'] = 'sync'
-    headers, receipts = compare_runs.read_receipts(workdir)
+    headers, receipts = checkpoint.read_receipts(workdir)
     header = _header(headers, receipts, values.update)
     placement.prepare_host(config['placement'])
     parts = build.make_parts(config)

@@ -18,7 +18,7 @@ TIERS = {
     'operations': ['objectives', 'ops', 'rollouts'],
     'plumbing': ['handoff', 'placement', 'loops'],
     'assembly': ['schemes', 'experiment', 'checkpoint', 'metrics', 'progress', 'build',
-                 'evaluation', 'video', 'main', '__main__', '__init__', 'configs'],
+                 'evaluation', 'video', 'command_line', 'main', '__main__', '__init__', 'configs'],
 }
 ORDER = list(TIERS)
 TIER_OF = {name: tier for tier, names in TIERS.items() for name in names}

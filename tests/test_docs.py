@@ -1,4 +1,4 @@
-"""Every command and program in the docs runs."""
+"""The docs' program runs, every config makes its smoke run, and what the docs name is there."""
 
 import re
 import subprocess

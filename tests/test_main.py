@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from podracer_jit import main
+from podracer_jit import command_line, main
 from tests.runs import QUICK
 
 CATCH = '--config=configs/impala_catch.py:smoke'
@@ -56,6 +56,12 @@ def receipts(workdir):
     ([CATCH, '--config.num_grad_shards=3'], '32 environments cannot be split evenly'),
     ([CATCH, '--config.num_minibatches=5'], '5 minibatches'),
     ([CATCH, '--config.network.name=nature_cnn'], 'network.'),
+    ([CATCH, '--config.loss.discount=1.5'], 'loss.discount: must be between 0 and 1, got 1.5'),
+    ([CATCH, '--config.loss.baseline_coef=nan'], 'loss.baseline_coef: must be between 0 and inf'),
+    ([CATCH, '--config.optimizer.b2=2'], 'optimizer.b2: must be between 0 and 1, got 2'),
+    (['--config=configs/ppo_atari.py', '--config.env.img_height=30', '--config.env.img_width=30'],
+     'nothing is left of observations of (4, 30, 30)'),
+    ([CATCH, '--repeat=nowhere'], 'nowhere'),
     ([CATCH, '--config.network.name=mpl'], "'mpl'"),
     ([CATCH, '--config.loss.name=ppo'], 'loss.'),
     ([CATCH, '--config.optimizer.learning_rate=-1'], 'learning_rate: must be above 0, got -1'),
@@ -89,8 +95,31 @@ def _only_checks(real):
 
 def test_overrides_may_come_before_the_config():
   values = main.flags.FlagValues()
-  config = main.parse(['x', '--config.seed=7', '--config.env.frame_skip=2', CATCH], values)
+  config = command_line.parse(['x', '--config.seed=7', '--config.env.frame_skip=2', CATCH], values)
   assert config['seed'] == 7 and config['env']['frame_skip'] == 2
+
+
+@pytest.mark.parametrize('args', [
+    [*CATCH.split('='), '--config.seed', '7', '--config.env.frame_skip', '2'],
+    ['-config.env.frame_skip=2', '-config.seed', '7', '-' + CATCH.lstrip('-')]])
+def test_flags_may_be_written_in_all_of_absls_ways(args):
+  config = command_line.parse(['x', *args], main.flags.FlagValues())
+  assert config['seed'] == 7 and config['env']['frame_skip'] == 2
+
+
+@pytest.mark.parametrize('args, path', [
+    ([CATCH], 'runs/impala_catch_smoke'), (['--config', '/a/b.py'], 'runs/b'),
+    (['--config.seed=1', '-config=configs/impala_atari.py:nature_cnn,smoke'],
+     'runs/impala_atari_nature_cnn_smoke')])
+def test_the_workdir_has_the_configs_name(args, path):
+  assert str(command_line.default_workdir(['x', *args])) == path
+
+
+def test_a_workdir_of_something_else_is_refused(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(main.placement, 'prepare_host', _only_checks(main.placement.prepare_host))
+  (tmp_path / 'config.json').write_text('{"name": "a web page"}')
+  assert main.main(['x', CATCH, f'--workdir={tmp_path}']) == 2
+  assert 'config.json is not of a run of podracer_jit' in capsys.readouterr().err
 
 
 def test_a_process_says_so_too(tmp_path):

@@ -104,6 +104,12 @@ def test_a_signal_to_one_process_stops_all_at_one_update_and_they_go_on(tmp_path
   assert process.returncode == 0 and f'going on from update {done} ' in out, out
   updates = [x['update'] for x in lines(tmp_path / 'metrics.jsonl')]
   assert updates == list(range(1, len(updates) + 1))
+  # One process makes the same segments, and in them the same bits.
+  again = tmp_path / 'again'
+  result = train(again, *LONG, f'--repeat={tmp_path}')
+  assert result.returncode == 0, result.stderr
+  result = script('compare_runs.py', tmp_path, again)
+  assert f'identical: {len(updates)} updates, batches and parameters\n' in result.stdout
 
 
 @pytest.mark.parametrize('victim', [0, 1])
