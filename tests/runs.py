@@ -5,7 +5,7 @@ import os
 
 import jax
 
-from podracer_jit import build, experiment, loops
+from podracer_jit import build, experiment, loops, placement
 from podracer_jit.receipts import as_hex
 
 # For processes whose speed and last bits do not matter: XLA takes a third less time to compile.
@@ -38,13 +38,25 @@ def changed(config, **fields):
   return config
 
 
+def initial_state(parts):
+  """build.initial_state, compiled once for all placements of the same network and seed."""
+  config = parts.config
+  key = str([parts.spec, *(config[name] for name in ('seed', 'network', 'optimizer'))])
+  if key not in _initial:
+    _initial[key] = build.initial_state(parts)
+  return placement.replicate(_initial[key], parts.place.mesh)  # a copy: segments donate theirs
+
+
+_initial = {}
+
+
 def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, index=0,
         parts=None):
   """One segment from update 0; returns its receipts, the reports, and the last train state."""
   parts = parts or build.make_parts(config)
   updates = updates or config['checkpoint']['every_updates']
   reports = []
-  with build.segment(parts, build.initial_state(parts), index, updates, reports.append) as segment:
+  with build.segment(parts, initial_state(parts), index, updates, reports.append) as segment:
     states = runner(tamper(segment.workers))
   receipts = []
   for report in reports:

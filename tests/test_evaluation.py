@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 from podracer_jit import build, checkpoint, envs, evaluation, experiment, placement, video
+from tests.runs import QUICK
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / 'scripts' / 'evaluate.py'
@@ -112,8 +112,7 @@ def run_script(monkeypatch, capsys):
 def trained(tmp_path_factory):
   """A run of the real binary, evaluated by the real script, each in a process of its own."""
   tmp = tmp_path_factory.mktemp('trained')
-  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
-  env |= {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
+  env = QUICK | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
 
   def run(*command):
     return subprocess.run([sys.executable, *command], cwd=tmp, env=env, capture_output=True,

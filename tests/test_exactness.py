@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMON = ['--config.num_shards=4', '--config.num_grad_shards=4', '--config.log.tensorboard=False',
+COMMON = ['--config.num_shards=2', '--config.num_grad_shards=4', '--config.log.tensorboard=False',
           '--config.placement.env_threads=1']
 CASES = {
     # 2,048 rows to a group's minibatch.
@@ -32,7 +32,7 @@ PLACES = {
     'one core': (['taskset', '-c', '0'], 1, (0,), (0,)),
     'eight virtual devices': ([], 1, (5, 6), (7,)),
     'four learners': ([], 1, (0, 1), (0, 1, 2, 3)),
-    'two processes': ([], 2, (0, 1), (0, 1))}
+    'two processes': ([], 2, (0,), (0, 1))}
 
 
 @pytest.fixture(scope='module')

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import random
 import signal
 import subprocess
@@ -22,9 +21,9 @@ def command(*args):
   return [sys.executable, '-P', '-m', 'podracer_jit', *args]
 
 
-def binary(*args, cwd=None, env=QUICK):
+def binary(*args, cwd=None):
   return subprocess.run(command(*args), capture_output=True, text=True, timeout=300, cwd=cwd,
-                        env=env, check=False)
+                        env=QUICK, check=False)
 
 
 def lines(path):
@@ -170,7 +169,7 @@ def whole(tmp_path_factory):
   @functools.cache
   def run(name):
     workdir = tmp_path_factory.mktemp('whole')
-    result = binary(*RUNS[name], f'--workdir={workdir}', env=os.environ)
+    result = binary(*RUNS[name], f'--workdir={workdir}')
     assert result.returncode == 0, result.stderr
     return workdir
   return run
@@ -182,7 +181,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(name, whole, tmp_path):
   written, more = random.randrange(9), random.random() * 0.3
   print(f'killed {more:.3f} s after {written} updates')
   process = subprocess.Popen(command(*RUNS[name], f'--workdir={tmp_path}'),
-                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=QUICK)
   path = tmp_path / 'metrics.jsonl'
   while written and (not path.exists() or len(path.read_text().splitlines()) < written):
     assert process.poll() is None
@@ -194,7 +193,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(name, whole, tmp_path):
   if 9 not in saved:
     with path.open('a') as file:
       file.write('{"update": 8, "half a li')
-  result = binary(*RUNS[name], f'--workdir={tmp_path}', env=os.environ)
+  result = binary(*RUNS[name], f'--workdir={tmp_path}')
   assert result.returncode == 0, result.stderr
   assert not saved or f'going on from update {max(saved)} ' in result.stdout
   assert receipts(tmp_path) == receipts(whole(name)) and len(receipts(tmp_path)) == 9
