@@ -194,6 +194,13 @@ def test_all_pools_together_have_the_threads_that_the_placement_grants(monkeypat
   assert placement.resolve(options | dict(env_threads=7), 3).env_threads == 7
 
 
+def test_actors_are_on_the_cpu_where_envpool_has_no_call_for_the_accelerator(monkeypatch):
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
+  options = dict(actor_platform='auto', actor_devices=(1,), learner_devices=(0,),
+                 actors_per_device=1, env_threads=1)
+  assert placement.resolve(options, 1).actors == (jax.devices('cpu')[1],)
+
+
 # What is refused, before EnvPool could act on it.
 
 

@@ -6,6 +6,7 @@ import time
 
 import jax
 import pytest
+from numpy.testing import assert_allclose
 
 from podracer_jit import build, handoff, loops
 from tests.runs import changed, run, small
@@ -107,6 +108,15 @@ def test_shards_devices_and_threads_change_no_bit(loss, shape, places):
     place = dict(placement__actor_devices=actors, placement__learner_devices=learners,
                  placement__actors_per_device=per_device, placement__env_threads=threads)
     assert run(changed(config, **place))[0] == expected, place
+
+
+def test_a_plain_reduction_is_the_same_training_but_for_rounding():
+  """`exact_reduce` off: one group a device; the first batch is the same, the parameters nearly."""
+  config = changed(small(), num_grad_shards=4, placement__learner_devices=(0, 1))
+  (exact,), _, one = run(config, updates=1)
+  (plain,), _, other = run(changed(config, exact_reduce=False), updates=1)
+  assert plain[0] == exact[0] and plain[1] != exact[1]
+  jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6), one.params, other.params)
 
 
 def test_another_seed_or_segment_gives_other_bits():
