@@ -124,6 +124,18 @@ def test_a_process_that_dies_ends_the_others(victim, tmp_path):
   assert f'[{victim}] ended with exit code -9; the others cannot go on' in out
 
 
+def test_an_exception_in_one_process_ends_the_others(tmp_path):
+  """Process 0 alone writes, and may not write more than 40 KB."""
+  command = [sys.executable, SCRIPTS / 'launch_local.py', '-n', '2', '--', *CATCH,
+             f'--workdir={tmp_path}', *LONG]
+  result = subprocess.run(['bash', '-c', 'ulimit -f 40; exec "$@"', 'bash', *command], env=QUICK,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
+                          check=False)
+  assert result.returncode == 1
+  assert '[0] podracer_jit: OSError: [Errno 27] File too large' in result.stdout
+  assert '[0] ended with exit code 1; the others cannot go on' in result.stdout
+
+
 def test_without_a_surrounding_the_others_must_be_named(tmp_path):
   out = train(tmp_path, '--distributed', '--num_processes=2')
   assert out.returncode == 2 and '--distributed: ' in out.stderr
@@ -215,3 +227,13 @@ def test_broken_numbers_end_the_run(scheme, tmp_path):
   assert re.search(r'Diverged: update \d+ \([\d,]+ steps\): .*loss.* not finite \(.*nan', said)
   assert 'the last good checkpoint is none: the run had just begun' in said
   assert not list((tmp_path / 'checkpoints').iterdir())
+
+
+def test_a_run_that_breaks_later_names_its_last_good_checkpoint(tmp_path):
+  result = train(tmp_path, '--config.optimizer.learning_rate=1e15', '--config.num_minibatches=1',
+                 '--config.checkpoint.every_updates=1')
+  assert result.returncode == 1
+  said = result.stderr.strip().splitlines()[-1]
+  saved = max(int(path.name) for path in (tmp_path / 'checkpoints').iterdir())
+  assert f'Diverged: update {saved + 1} ' in said
+  assert f'the last good checkpoint is that of update {saved}, in ' in said

@@ -112,7 +112,7 @@ def test_shards_devices_and_threads_change_no_bit(loss, shape, places):
 
 def test_a_plain_reduction_is_the_same_training_but_for_rounding():
   """`exact_reduce` off: one group a device; the first batch is the same, the parameters nearly."""
-  config = changed(small(), num_grad_shards=4, placement__learner_devices=(0, 1))
+  config = changed(small(), num_grad_shards=4, num_minibatches=1, placement__learner_devices=(0, 1))
   (exact,), _, one = run(config, updates=1)
   (plain,), _, other = run(changed(config, exact_reduce=False), updates=1)
   assert plain[0] == exact[0] and plain[1] != exact[1]
