@@ -7,11 +7,13 @@ never overlap, nothing that would kill the process reaches EnvPool, and a pool o
 from __future__ import annotations
 
 import difflib
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 with warnings.catch_warnings():
@@ -30,6 +32,8 @@ class EnvSpec(NamedTuple):
   obs_shape: tuple[int, ...]
   obs_dtype: np.dtype  # as the learner sees it: float64 arrives as float32
   num_actions: int  # 0 where actions are continuous
+  action_low: tuple[float, ...]  # the least and the most of each number of an action; empty where
+  action_high: tuple[float, ...]  # actions are discrete
   frame_skip: int
   max_episode_steps: int
 
@@ -85,16 +89,43 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
   obs, action = spec.observation_space, spec.action_space
   if spec.config._asdict().get('max_num_players', 1) != 1:
     raise ValueError(f'env.task: {task} has several players; single-player tasks only for now')
-  if type(obs).__name__ != 'Box':
-    raise ValueError(f'env.task: the observations of {task} are {type(obs).__name__}; '
-                     'only arrays (Box) can be learned from for now')
+  discrete = type(action).__name__ == 'Discrete'
+  floats = type(action).__name__ == 'Box' and np.issubdtype(action.dtype, np.floating)
+  if not discrete and not (floats and len(action.shape) == 1):
+    raise ValueError(f'env.task: the actions of {task} are {action}; only one choice (Discrete) '
+                     'and a vector of floats (Box) can be learned for now')
+  shape, dtype = _flat_obs(task, obs)
   return EnvSpec(
       task=task,
-      obs_shape=tuple(obs.shape),
-      obs_dtype=np.dtype(np.float32) if obs.dtype == np.float64 else np.dtype(obs.dtype),
-      num_actions=int(getattr(action, 'n', 0)),
+      obs_shape=shape,
+      obs_dtype=dtype,
+      num_actions=int(action.n) if discrete else 0,
+      action_low=() if discrete else tuple(map(float, action.low)),
+      action_high=() if discrete else tuple(map(float, action.high)),
       frame_skip=int(spec.config._asdict().get('frame_skip', 1)),
       max_episode_steps=int(spec.config.max_episode_steps))
+
+
+def _flat_obs(task: str, space: Any) -> tuple[tuple[int, ...], np.dtype]:
+  """Shape and dtype of an observation as `_observe` makes it."""
+  kind = type(space).__name__
+  if kind == 'Box':
+    return tuple(space.shape), _narrowed(space.dtype)
+  if kind == 'Dict' and {type(part).__name__ for part in space.values()} <= {'Box', 'Discrete'}:
+    return (sum(math.prod(part.shape) for part in space.values()),), np.dtype(np.float32)
+  raise ValueError(f'env.task: the observations of {task} are {kind}; only arrays (Box), and flat '
+                   'dicts of them and of numbers, can be learned from for now')
+
+
+def _observe(obs: Any) -> Any:
+  """[B, ...]; of a dict one row of f32 each, its parts in the order of their names."""
+  obs = _narrow(obs)
+  if not isinstance(obs, Mapping):
+    return obs
+  size = len(next(iter(obs.values())))
+  xnp = np if isinstance(next(iter(obs.values())), np.ndarray) else jnp
+  return xnp.concatenate([obs[name].reshape(size, -1).astype(np.float32) for name in sorted(obs)],
+                         axis=1)
 
 
 def env_seeds(seed: int, segment: int, first_env: int, num_envs: int) -> list[int]:
@@ -136,7 +167,7 @@ class Shard:
     self._action_dtype = np.int32 if discrete else self._pool.action_space.dtype
     # A pool that was never reset would spend its first step on it.
     obs, _ = self._pool.reset()
-    self.first_obs = _narrow(obs)
+    self.first_obs = _observe(obs)
 
   @property
   def handle(self) -> np.ndarray:
@@ -153,6 +184,7 @@ class Shard:
     with jax.enable_x64(self._x64):
       handle, (obs, reward, terminated, truncated, info) = self._recv(handle)
       obs, reward, raw = _narrow((obs, reward, info.get('reward', reward)))
+    obs = _observe(obs)
     game_over = info['terminated'].astype(bool) if 'lives' in info else terminated
     return handle, TimeStep(obs, reward, terminated, truncated, raw, game_over)
 
@@ -177,5 +209,9 @@ class Shard:
 
 def _narrow(tree):
   """float64 -> float32, at once where it arises."""
-  return jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, tree)
+  return jax.tree.map(lambda x: x.astype(_narrowed(x.dtype)), tree)
+
+
+def _narrowed(dtype: Any) -> np.dtype:
+  return np.dtype(np.float32) if dtype == np.float64 else np.dtype(dtype)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from podracer_jit import build, checkpoint, envs, experiment, placement, rollouts
 from podracer_jit.objectives import Apply
+from podracer_jit.policies import Policy
 from podracer_jit.types import Params
 
 Record = dict[str, Any]  # as evaluation.json has it
@@ -28,6 +28,8 @@ class Agent(NamedTuple):
   task: str
   options: Mapping[str, Any]  # EnvPool's, as in training but for episodic_life
   apply: Apply
+  initial_core: Callable[[int], Any]
+  policy: Policy
   params: Params
   device: jax.Device
   threads: int  # EnvPool's
@@ -78,9 +80,9 @@ def restore(workdir: Path, config: Mapping[str, Any]) -> Agent:
   if 'episodic_life' in options:
     options['episodic_life'] = False  # a whole game
   device = parts.place.actors[0]
-  return Agent(parts.spec.task, options, parts.network.apply,
-               placement.put_params(state.params, device), device, parts.place.env_threads,
-               int(state.update), int(state.steps))
+  return Agent(parts.spec.task, options, parts.network.apply, parts.network.initial_core,
+               parts.network.policy, placement.put_params(state.params, device), device,
+               parts.place.env_threads, int(state.update), int(state.steps))
 
 
 def seeds(seed: int, num_envs: int) -> list[int]:
@@ -91,15 +93,10 @@ def seeds(seed: int, num_envs: int) -> list[int]:
   return [max(-2 - s, -2**31) for s in envs.env_seeds(seed, 0, 0, num_envs)]
 
 
-def greedy(apply: Apply) -> Apply:
-  """Logits that leave nothing but the likeliest action to sample."""
-
-  def peaked(params, obs):
-    logits, value = apply(params, obs)
-    best = jnp.argmax(logits, axis=-1, keepdims=True)
-    return jnp.where(jnp.arange(logits.shape[-1]) == best, 0.0, -jnp.inf), value
-
-  return peaked
+def greedy(agent: Agent) -> Agent:
+  """The same that takes the likeliest action, not a drawn one."""
+  return agent._replace(
+      policy=agent.policy._replace(sample=lambda key, dist: agent.policy.mode(dist)))
 
 
 @contextlib.contextmanager
@@ -109,13 +106,14 @@ def game(agent: Agent, env_seeds: Sequence[int], key: jax.Array, steps: int,
   shard = envs.Shard(agent.task, agent.options | options, env_seeds,
                      min(agent.threads, len(env_seeds)))
   with contextlib.closing(rollouts.Pools([shard])) as pools:
-    rollout = rollouts.make_rollout(pools.shards, agent.apply, steps)
+    rollout = rollouts.make_rollout(pools.shards, agent.apply, agent.policy, steps)
 
     def play(params, state):
       state, (made,) = rollout(params, state)
       return state, made.episodes
 
-    state = jax.device_put(rollouts.initial_state([shard], [key]), agent.device)
+    state = jax.device_put(rollouts.initial_state([shard], [key], agent.initial_core),
+                           agent.device)
     yield shard, pools.load(play, (agent.params, state), donate=(1,)), state
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,82 @@ class Closed(Exception):
   """The other side has ended; nothing more will come, or be taken."""
 
 
-class DoubleBuffer:
+class HandOff:
+  """What all hand-offs share: an end, a failure, waits that are counted and never for ever."""
+
+  def __init__(self, name: str, transfer: Callable[[Any], Any] = lambda value: value,
+               patience_s: float = 60.0):
+    """Of nothing yet.
+
+    Args:
+      name: what is handed over, for people: 'rollouts of actor 0'.
+      transfer: moves a value to where the consumer wants it; run by the producer.
+      patience_s: after so long a wait, and each time again, say which side is stuck.
+    """
+    self.name = name
+    self.put_wait_s = 0.0  # waited by the producer, readiness of its own value not counted
+    self.get_wait_s = 0.0  # waited by the consumer
+    self._slots: collections.deque[Stamped] = collections.deque()
+    self._transfer = transfer
+    self._patience_s = patience_s
+    self._changed = threading.Condition()
+    self._ended = self._failed = False
+
+  def get(self) -> Stamped:
+    """The next value; blocks while there is none.
+
+    Raises:
+      Closed: the producer has ended and everything it put was taken.
+    """
+    with self._changed:
+      self.get_wait_s += self._wait(lambda: self._slots or self._ended, 'to be made')
+      if not self._slots:
+        raise Closed(self.name)
+      item = self._slots.popleft()
+      self._changed.notify_all()
+      return item
+
+  def can_get(self) -> bool:
+    """Whether `get` would not block."""
+    return bool(self._slots or self._ended)
+
+  def close(self) -> None:
+    """Ends the hand-off: puts are refused, what was put may still be taken."""
+    with self._changed:
+      self._ended = True
+      self._changed.notify_all()
+
+  def fail(self) -> None:
+    """Ends the hand-off at once: nothing can be put or taken any more."""
+    with self._changed:
+      self._ended = self._failed = True
+      self._slots.clear()
+      self._changed.notify_all()
+
+  def _ready(self, item: Stamped) -> Stamped:
+    with jax.profiler.TraceAnnotation(f'hand-off: {self.name}'):
+      return item._replace(value=jax.block_until_ready(self._transfer(item.value)))
+
+  def _append(self, item: Stamped, capacity: int) -> None:
+    """Adds an item once there are fewer than `capacity`."""
+    item = self._ready(item)
+    with self._changed:
+      self.put_wait_s += self._wait(
+          lambda: len(self._slots) < capacity or self._ended, 'to be taken')
+      if self._ended:
+        raise Closed(self.name)
+      self._slots.append(item)
+      self._changed.notify_all()
+
+  def _wait(self, ready: Callable[[], Any], what: str) -> float:
+    start = time.perf_counter()
+    while not self._changed.wait_for(ready, self._patience_s):
+      logging.warning('%s: waiting for %.0f s for the %s %s', threading.current_thread().name,
+                      time.perf_counter() - start, self.name, what)
+    return time.perf_counter() - start
+
+
+class DoubleBuffer(HandOff):
   """One slot between one producer and one consumer, with an exact lag.
 
   `put` blocks while the slot is full, `get` while it is empty. With a lag of 0 or 1 the consumer is
@@ -34,31 +110,24 @@ class DoubleBuffer:
 
   def __init__(self, name: str, firings: int, lag: int | None = None,
                transfer: Callable[[Any], Any] = lambda value: value, patience_s: float = 60.0):
-    """A hand-off for `firings` gets in all.
+    """A hand-off for `firings` gets in all: a value beyond that is not put.
 
     Args:
-      name: what is handed over, for people: 'rollouts of actor 0'.
-      firings: how many times the consumer will get; a value beyond that is not put.
+      name: see HandOff, as for the others.
+      firings: how many times the consumer will get.
       lag: see the class.
-      transfer: moves a value to where the consumer wants it; run by the producer.
-      patience_s: after so long a wait, and each time again, say which side is stuck.
+      transfer: see HandOff.
+      patience_s: see HandOff.
 
     Raises:
       ValueError: a lag other than None, 0 or 1.
     """
     if lag not in (None, 0, 1):
       raise ValueError(f'lag must be 0, 1 or None, got {lag}')
-    self.name = name
-    self.put_wait_s = 0.0  # waited by the producer, readiness of its own value not counted
-    self.get_wait_s = 0.0  # waited by the consumer
+    super().__init__(name, transfer, patience_s)
     self._primed_gets = 0 if lag is None else lag + 1
     self._puts_left = firings - self._primed_gets
     self._primed: Stamped | None = None
-    self._slot: list[Stamped] = []
-    self._transfer = transfer
-    self._patience_s = patience_s
-    self._changed = threading.Condition()
-    self._ended = self._failed = False
 
   def prime(self, item: Stamped) -> None:
     """Transfers and sets the value that the first gets receive."""
@@ -74,14 +143,7 @@ class DoubleBuffer:
     if self._puts_left <= 0:
       return
     self._puts_left -= 1
-    with jax.profiler.TraceAnnotation(f'hand-off: {self.name}'):
-      item = self._ready(item)
-    with self._changed:
-      self.put_wait_s += self._wait(lambda: not self._slot or self._ended, 'to be taken')
-      if self._ended:
-        raise Closed(self.name)
-      self._slot.append(item)
-      self._changed.notify_all()
+    self._append(item, 1)
 
   def get(self) -> Stamped:
     """The next value; blocks while there is none.
@@ -96,40 +158,67 @@ class DoubleBuffer:
         if not self._primed_gets:
           self._primed = None  # free its memory once the last one is used
         return item
-      self.get_wait_s += self._wait(lambda: self._slot or self._ended, 'to be made')
-      if not self._slot:
-        raise Closed(self.name)
-      item = self._slot.pop()
-      self._changed.notify_all()
-      return item
+    return super().get()
 
   def can_put(self) -> bool:
     """Whether `put` would not block."""
-    return self._puts_left <= 0 or not self._slot or self._ended
+    return self._puts_left <= 0 or not self._slots or self._ended
 
   def can_get(self) -> bool:
     """Whether `get` would not block."""
-    return bool(self._primed_gets or self._slot or self._ended)
+    return bool(self._primed_gets) or super().can_get()
 
-  def close(self) -> None:
-    """Ends the hand-off: puts are refused, what was put may still be taken."""
+
+class Arrival(HandOff):
+  """A queue of several producers, first come first served; so what flows depends on timing."""
+
+  def __init__(self, name: str, capacity: int, transfer: Callable[[Any], Any] = lambda value: value,
+               patience_s: float = 60.0):
+    """Of at most `capacity` values; see HandOff for the rest."""
+    super().__init__(name, transfer, patience_s)
+    self._capacity = capacity
+
+  def put(self, item: Stamped) -> None:
+    """Hands `item` over, ready and transferred; blocks while the queue is full.
+
+    Raises:
+      Closed: the consumer, or another producer, has ended.
+    """
+    self._append(item, self._capacity)
+
+  def can_put(self) -> bool:
+    """Whether `put` would not block."""
+    return len(self._slots) < self._capacity or self._ended
+
+
+class Latest(HandOff):
+  """The newest value alone: a put overwrites, a get takes it again and again and never waits."""
+
+  def prime(self, item: Stamped) -> None:
+    """Sets the first value."""
+    self.put(item)
+
+  def put(self, item: Stamped) -> None:
+    """Replaces the value, once this one is ready and transferred; never blocks."""
+    item = self._ready(item)
     with self._changed:
-      self._ended = True
-      self._changed.notify_all()
+      if not self._ended:
+        self._slots.clear()
+        self._slots.append(item)
+        self._changed.notify_all()
 
-  def fail(self) -> None:
-    """Ends the hand-off at once: nothing can be put or taken any more."""
+  def get(self) -> Stamped:
+    """The newest value; blocks only before the first.
+
+    Raises:
+      Closed: the producer has ended.
+    """
     with self._changed:
-      self._ended = self._failed = True
-      self._slot.clear()
-      self._changed.notify_all()
+      self.get_wait_s += self._wait(lambda: self._slots or self._ended, 'to be made')
+      if self._ended:
+        raise Closed(self.name)
+      return self._slots[-1]
 
-  def _ready(self, item: Stamped) -> Stamped:
-    return item._replace(value=jax.block_until_ready(self._transfer(item.value)))
-
-  def _wait(self, ready: Callable[[], Any], what: str) -> float:
-    start = time.perf_counter()
-    while not self._changed.wait_for(ready, self._patience_s):
-      logging.warning('%s: waiting for %.0f s for the %s %s', threading.current_thread().name,
-                      time.perf_counter() - start, self.name, what)
-    return time.perf_counter() - start
+  def can_put(self) -> bool:
+    """It never blocks."""
+    return True

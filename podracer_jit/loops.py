@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from podracer_jit.handoff import Closed, DoubleBuffer, Stamped
+from podracer_jit.handoff import Closed, HandOff, Stamped
 
 
 class Port(NamedTuple):
@@ -16,7 +16,7 @@ class Port(NamedTuple):
   A reader uses it at the first of them and keeps what it got, a writer at the last.
   """
 
-  handoff: DoubleBuffer
+  handoff: HandOff
   every: int = 1
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 from absl import flags, logging
 
-from podracer_jit import build, checkpoint, command_line, loops, placement
+from podracer_jit import build, checkpoint, command_line, loops, placement, wiring
 from podracer_jit.metrics import Diverged, Files, Meter, Report, check_finite
 from podracer_jit.progress import Progress
 from podracer_jit.receipts import canary
@@ -48,6 +49,9 @@ def main(argv: Sequence[str]) -> int:
       placement.join(config['placement'], *joining)
     parts = build.make_parts(config)
     workdir = Path(values.workdir or command_line.default_workdir(argv))
+    if values.repeat and not parts.scheme.repeats:
+      raise ValueError(f'--repeat: {config["scheme"]} takes things as they come, so no run of it '
+                       'can be made again')
     ends = checkpoint.segment_ends(Path(values.repeat)) if values.repeat else None
     _open(workdir, config, parts.place)
   except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
@@ -69,6 +73,8 @@ def main(argv: Sequence[str]) -> int:
 def _leave(code: int) -> int:
   """Returns the exit code of a failure, or exits: JAX would wait for the other processes first."""
   if jax.distributed.is_initialized():
+    if code == 2:  # the others are to say so too; without process 0 JAX would abort them
+      time.sleep(3)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -92,7 +98,7 @@ def run() -> None:
   sys.exit(main(sys.argv))
 
 
-def train(parts: build.Parts, workdir: Path, profile_dir: str | None = None,
+def train(parts: wiring.Parts, workdir: Path, profile_dir: str | None = None,
           ends: Sequence[int] | None = None) -> None:
   """Trains from the workdir's newest checkpoint, segment by segment, to total_steps.
 
@@ -136,7 +142,7 @@ def train(parts: build.Parts, workdir: Path, profile_dir: str | None = None,
                   + ('' if done else '; the same command goes on'))
 
 
-def _segment(parts: build.Parts, state, meta: Mapping[str, Any], length: int, workdir: Path,
+def _segment(parts: wiring.Parts, state, meta: Mapping[str, Any], length: int, workdir: Path,
              progress: Progress, profiler: Profiler, stop: Callable[[], bool]):
   """Runs one of `length` updates; returns the state after it, and what its checkpoint holds."""
   config, index, saved = parts.config, meta['segment'], int(state.update)
@@ -163,8 +169,7 @@ def _segment(parts: build.Parts, state, meta: Mapping[str, Any], length: int, wo
           Files(workdir, saved, header, config['log']['tensorboard'])))
     segment = stack.enter_context(build.segment(
         parts, state, index, length, report, stop))
-    steps = config['num_epochs'] * config['num_minibatches']
-    meter = Meter(config['log']['window'], steps, parts.spec.frame_skip, segment.waits, meta)
+    meter = Meter(config['log']['window'], parts.spec.frame_skip, segment.waits, meta)
     try:
       states = loops.run(segment.workers)
     except loops.Stuck as error:

@@ -25,7 +25,10 @@ class Report(NamedTuple):
 
   metrics: Mapping[str, Any]
   count: int
-  lags: tuple[int, ...]  # updates between the making of a rollout's parameters and their use
+  # NAPPO's delays (2007.02622, section 3), of each update the mean over its gradient steps, in
+  # versions of the policy, that is in gradient steps:
+  cgd: tuple[float, ...]  # from collection to gradient
+  gud: tuple[float, ...]  # from gradient to update
 
 
 class Waits(NamedTuple):
@@ -38,13 +41,13 @@ class Waits(NamedTuple):
 class Meter:
   """Turns reports into records: one for each update, in order."""
 
-  def __init__(self, window: int, gradient_steps: int, frame_skip: int,
-               waits: Callable[[], Waits], past: Mapping[str, Any]):
+  def __init__(self, window: int, frame_skip: int, waits: Callable[[], Waits],
+               past: Mapping[str, Any]):
     """Goes on from `past`, the `meta` of a checkpoint (or nothing)."""
     self._window = collections.deque(map(tuple, past.get('window', [])), maxlen=window)
     self._episodes = past.get('episodes', 0)
     self._elapsed = past.get('elapsed_s', 0.0)
-    self._gradient_steps, self._frame_skip = gradient_steps, frame_skip
+    self._frame_skip = frame_skip
     self._waits, self._waited = waits, Waits(0.0, 0.0)
     self._last = time.perf_counter()
 
@@ -77,9 +80,7 @@ class Meter:
           sps=valid / seconds, elapsed_s=self._elapsed,
           episode_return=_mean(returns), episode_length=_mean(lengths), episodes=self._episodes,
           actor_wait_s=spent[0], learner_wait_s=spent[1],
-          # NAPPO's delays in policy versions, that is in gradient steps: the j-th of an update is
-          # taken j versions after its first; gradients are applied at once.
-          cgd=report.lags[i] * self._gradient_steps + (self._gradient_steps - 1) / 2, gud=0.0)
+          cgd=float(report.cgd[i]), gud=float(report.gud[i]))
       yield record | {name: float(value) for name, value in one.items()}, receipt
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from podracer_jit import conv
+from podracer_jit import conv, normalise
+from podracer_jit.policies import Policy
 
 
 def _orthogonal(scale: float) -> Callable:
@@ -106,9 +107,43 @@ class ImpalaResNet(nn.Module):
     for features in self.channels:
       x = conv.max_pool(Conv(features, 3, padding='SAME')(x), window=3, stride=2)
       for _ in range(self.blocks):
-        x = ResidualBlock()(x)
+        x = self.block()(x)
     x = nn.relu(x).reshape(x.shape[0], -1)
     return nn.relu(nn.Dense(self.hidden)(x))
+
+  def block(self) -> nn.Module:
+    """One of the residual blocks."""
+    return ResidualBlock()
+
+
+class FixupBlock(nn.Module):
+  """A residual block without normalisation that begins as the identity (1901.09321, section 3).
+
+  branches: how many such blocks the network has, L; a branch has two convolutions (m = 2), so the
+  first is scaled by L^(-1/2). The last is zero; scalars stand before each convolution and ReLU.
+  """
+
+  branches: int
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    def scalar(name, value=0.0):
+      return self.param(name, nn.initializers.constant(value), ())
+    he = nn.initializers.variance_scaling(2.0 / self.branches, 'fan_in', 'truncated_normal')
+    features = x.shape[-1]
+    y = nn.relu(x + scalar('bias_0')) + scalar('bias_1')
+    y = Conv(features, 3, padding='SAME', kernel_init=he)(y)
+    y = nn.relu(y + scalar('bias_2')) + scalar('bias_3')
+    y = Conv(features, 3, padding='SAME', kernel_init=nn.initializers.zeros)(y)
+    return x + scalar('scale', 1.0) * y + scalar('bias_4')
+
+
+class FixupResNet(ImpalaResNet):
+  """IMPALA's network of Fixup's blocks, as NAPPO has it for Obstacle Tower (2007.02622)."""
+
+  def block(self) -> nn.Module:
+    """Likewise."""
+    return FixupBlock(len(self.channels) * self.blocks)
 
 
 class MLP(nn.Module):
@@ -124,24 +159,80 @@ class MLP(nn.Module):
     return x
 
 
-TORSOS = {'impala_resnet': ImpalaResNet, 'nature_cnn': NatureCNN, 'mlp': MLP}
-IMAGE_TORSOS = ('impala_resnet', 'nature_cnn')
+TORSOS = {'impala_resnet': ImpalaResNet, 'fixup_resnet': FixupResNet, 'nature_cnn': NatureCNN,
+          'mlp': MLP}
+IMAGE_TORSOS = ('impala_resnet', 'fixup_resnet', 'nature_cnn')
+CORES = {'gru': nn.GRUCell, 'lstm': nn.OptimizedLSTMCell}
 
 
 class ActorCritic(nn.Module):
-  """A torso with a categorical head and a value head: obs [N, ...] -> logits [N, A], value [N]."""
+  """A torso, by option a recurrent core, and heads for policy and value.
+
+  Of a continuous policy the log standard deviations are parameters that no observation changes.
+  """
 
   torso: nn.Module
-  num_actions: int
+  policy: Policy
+  critic: nn.Module | None = None  # a torso of the value's own
+  moments: Sequence[str] = ()  # what is normalised: 'obs', 'returns', 'values'
+  core: str = ''  # '' or one of CORES
+  core_size: int = 0
 
   @nn.compact
-  def __call__(self, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def __call__(self, obs: jax.Array, core: Any = (), valid: jax.Array | None = None):
+    """The network on T rows of N environments: (dist [T, N, K], value [T, N], core).
+
+    Args:
+      obs: [T, N, ...].
+      core: the core's state before the first row, as of `initial_core`.
+      valid: [T, N] bool, of recurrent networks: the row after an invalid one begins an episode, so
+        it has an initial state.
+    """
+    rows = obs.shape[:2]
+    obs = obs.reshape(-1, *obs.shape[2:])
+    moments = {name: self.variable('moments', name, normalise.initial, shape).value
+               for name, shape in (('obs', obs.shape[1:]), ('returns', ()), ('values', ()))
+               if name in self.moments}
+    if 'obs' in moments:
+      obs = normalise.standardise(moments['obs'], obs.astype(jnp.float32))
     x = self.torso(obs)
-    logits = nn.Dense(self.num_actions, kernel_init=_orthogonal(0.01), name='policy')(x)
-    value = nn.Dense(1, kernel_init=_orthogonal(1.0), name='value')(x)
-    return logits, value[:, 0]
+    if self.core:
+      x, core = self._remember(x.reshape(*rows, -1), core, valid)
+      x = x.reshape(-1, x.shape[-1])
+    y = x if self.critic is None else self.critic(obs)
+    outputs = self.policy.action_shape[0] if self.policy.action_shape else self.policy.dist_size
+    dist = nn.Dense(outputs, kernel_init=_orthogonal(0.01), name='policy')(x)
+    if self.policy.action_shape:
+      log_std = self.param('log_std', nn.initializers.zeros, (outputs,))
+      dist = jnp.concatenate([dist, jnp.broadcast_to(log_std, dist.shape)], axis=-1)
+    value = nn.Dense(1, kernel_init=_orthogonal(1.0), name='value')(y)[:, 0]
+    if 'values' in moments:
+      value = normalise.restore(moments['values'], value)
+    return dist.reshape(*rows, -1), value.reshape(rows), core
+
+  def _remember(self, x: jax.Array, core: Any, valid: jax.Array):
+    """The core on x [T, N, F]: its outputs [T, N, H] and the state after the last row."""
+    cell = CORES[self.core](self.core_size, recurrent_kernel_init=_orthogonal(1.0), name='core')
+
+    def row(cell, state, inputs):
+      x, valid = inputs
+      state, y = cell(state, x)
+      return jax.tree.map(lambda s: jnp.where(valid[:, None], s, 0.0), state), y
+
+    scan = nn.scan(row, variable_broadcast='params', split_rngs={'params': False})
+    core, y = scan(cell, core, (x, valid))
+    return y, core
+
+  def initial_core(self, num_envs: int) -> Any:
+    """The core's state where an episode starts, [N, H] each array; () without a core."""
+    def zeros():  # each time others: states are donated
+      return jnp.zeros((num_envs, self.core_size))
+    return {'': (), 'gru': zeros(), 'lstm': (zeros(), zeros())}[self.core]
 
 
-def make(name: str, num_actions: int, **sizes: Any) -> ActorCritic:
+def make(name: str, policy: Policy, separate_critic: bool = False, moments: Sequence[str] = (),
+         core: str = 'none', core_size: int = 0, **sizes: Any) -> ActorCritic:
   """The network called `name` with its sizes (see each torso's fields)."""
-  return ActorCritic(TORSOS[name](**sizes), num_actions)
+  torso = TORSOS[name]
+  return ActorCritic(torso(**sizes), policy, torso(**sizes) if separate_critic else None,
+                     tuple(moments), '' if core == 'none' else core, core_size)

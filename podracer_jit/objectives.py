@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from podracer_jit import losses
+from podracer_jit import losses, normalise
+from podracer_jit.exact import rounded
+from podracer_jit.policies import Policy
 from podracer_jit.types import Metrics, Params, Rollout, discounts
 
-# (params, obs [N, ...]) -> logits [N, A], value [N]
-Apply = Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]]
+# (params, obs [T, N, ...], core before them, valid [T, N]) -> dist [T, N, K], value [T, N], core
+Apply = Callable[[Params, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array, Any]]
 # Adds [groups, n] over all items of all groups of all devices, in one fixed order.
 Sum = Callable[[jax.Array], jax.Array]
 
@@ -28,7 +30,9 @@ class Objective(NamedTuple):
   item_rows: int  # network rows of one item
   items_per_env: int  # items that one environment's rollout holds
   shuffle: bool  # whether an epoch draws its minibatches at random
-  # (params, rollout of one group, its last obs only) -> targets [T, B_group], once an update
+  # the parts of a rollout that `prepare` needs, so that no more frames are gathered for it
+  needed: Callable[[Rollout], Rollout]
+  # (params, needed of one group) -> targets [T, B_group], once an update
   prepare: Callable[[Params, Rollout], Any]
   # (rollout, targets, first environment of the group, its size, items [n]) -> piece
   take: Callable[[Rollout, Any, jax.Array, int, jax.Array], Any]
@@ -41,83 +45,129 @@ class Objective(NamedTuple):
 
 
 def _without_obs(rollout: Rollout, targets: Any) -> tuple[Rollout, Any]:
-  return rollout._replace(obs=rollout.action[..., None], episodes=()), targets
+  return rollout._replace(obs=rollout.reward[..., None], core=()), targets
 
 
-def impala(apply: Apply, unroll_length: int, options: Mapping[str, Any]) -> Objective:
+def _last_obs(rollout: Rollout) -> Rollout:
+  return rollout._replace(obs=rollout.obs[-1:])
+
+
+def _whole(rollout: Rollout) -> Rollout:
+  return rollout
+
+
+def _sequences(rollout: Rollout, targets: Any, first_env: jax.Array, group_envs: int,
+               items: jax.Array) -> tuple[Rollout, Any]:
+  """Items are environments: [T, n, ...] of each."""
+  del group_envs
+  return jax.tree.map(lambda x: jnp.take(x, first_env + items, axis=1), (rollout, targets))
+
+
+def _rows(rollout: Rollout, targets: Any, first_env: jax.Array, group_envs: int,
+          items: jax.Array) -> tuple[Rollout, Any]:
+  """Items are rows, counted environment by environment within a step: [1, n, ...] of them."""
+  step, env = items // group_envs, first_env + items % group_envs
+  return jax.tree.map(lambda x: x[step, env][None], (rollout, targets))
+
+
+def _unroll(apply: Apply, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
+  """dist and value at all T + 1 rows; what is after the last row is never asked."""
+  core = jax.tree.map(lambda x: x[0], rollout.core)
+  valid = jnp.concatenate([rollout.valid, rollout.valid[-1:]])
+  return apply(params, rollout.obs, core, valid)[:2]
+
+
+def impala(apply: Apply, policy: Policy, unroll_length: int, options: Mapping[str, Any],
+           recurrent: bool = False) -> Objective:
   """V-trace on whole sequences; see `losses.impala_loss` for the options beside `discount`."""
+  del recurrent  # sequences are what it learns from anyway
   options = dict(options)
   discount = options.pop('discount')
 
-  def take(rollout, targets, first_env, group_envs, items):
-    del targets, group_envs
-    return jax.tree.map(lambda x: jnp.take(x, first_env + items, axis=1),
-                        rollout._replace(episodes=()))
-
   def loss(params, piece, shared):
     del shared
-    steps, envs = piece.obs.shape[:2]
-    logits, value = apply(params, piece.obs.reshape(-1, *piece.obs.shape[2:]))
-    logits, value = (x.reshape(steps, envs, *x.shape[1:]) for x in (logits, value))
-    per_sequence = jax.vmap(lambda *a: losses.impala_loss(*a, **options), in_axes=1)
+    rollout, _ = piece
+    dist, value = _unroll(apply, params, rollout)
+    per_sequence = jax.vmap(lambda *a: losses.impala_loss(*a, policy, **options), in_axes=1)
     loss, terms = per_sequence(
-        logits[:-1], value, piece.action, piece.behaviour_log_prob, piece.reward,
-        discounts(piece, discount), piece.valid)
-    terms['valid'] = piece.valid.astype(jnp.float32)
+        dist[:-1], value, rollout.action, rollout.behaviour_log_prob, rollout.reward,
+        discounts(rollout, discount), rollout.valid)
+    terms['valid'] = rollout.valid.astype(jnp.float32)
     return jnp.sum(loss), jax.tree.map(jnp.sum, terms)
 
   return Objective(
-      item_rows=unroll_length + 1, items_per_env=1, shuffle=False,
-      prepare=lambda params, rollout: (), take=take,
+      item_rows=unroll_length + 1, items_per_env=1, shuffle=False, needed=_last_obs,
+      prepare=lambda params, rollout: (), take=_sequences,
       shared=lambda pieces, add: (), light=_without_obs, loss=loss)
 
 
-def ppo(apply: Apply, unroll_length: int, options: Mapping[str, Any]) -> Objective:
-  """PPO on shuffled rows; see `losses.ppo_loss` and `losses.gae` for the options.
+def ppo(apply: Apply, policy: Policy, unroll_length: int, options: Mapping[str, Any],
+        recurrent: bool = False) -> Objective:
+  """PPO on shuffled rows, of a recurrent network on shuffled environments.
 
   Advantages are made once an update, from the acting network's values; what follows the last row
-  is valued by the parameters that the update begins with.
+  is valued by the parameters that the update begins with. With `vtrace` they are V-trace's, all
+  by those parameters, as NAPPO corrects late rollouts (2007.02622). The other options are those of
+  `losses.ppo_loss` and `losses.gae`.
   """
   options = dict(options)
-  discount, gae_lambda = options.pop('discount'), options.pop('gae_lambda')
-  normalise = options.pop('normalise_advantage')
+  discount, gae_lambda, vtrace, scaled = (
+      options.pop(name) for name in ('discount', 'gae_lambda', 'vtrace', 'normalise_advantage'))
 
-  def prepare(params, rollout):
-    _, last_value = apply(params, rollout.obs[-1])
+  def by_gae(params, rollout):
+    if recurrent:
+      last_value = _unroll(apply, params, rollout)[1][-1]
+    else:
+      last_value = apply(params, rollout.obs[-1:], (), rollout.valid[-1:])[1][0]
     value = jnp.concatenate([rollout.behaviour_value, last_value[None]])
     advantage = jax.vmap(lambda *a: losses.gae(*a, gae_lambda), in_axes=1, out_axes=1)(
         value, rollout.reward, discounts(rollout, discount),
         rollout.terminated | rollout.truncated)
     return {'advantage': advantage, 'value_target': advantage + rollout.behaviour_value}
 
-  def take(rollout, targets, first_env, group_envs, items):
-    step, env = items // group_envs, first_env + items % group_envs
-    return jax.tree.map(lambda x: x[step, env], (rollout._replace(episodes=()), targets))
+  def by_vtrace(params, rollout):
+    dist, value = _unroll(apply, params, rollout)
+    log_rho = policy.log_prob(dist[:-1], rollout.action) - rollout.behaviour_log_prob
+    rho = jnp.where(rollout.valid, jnp.exp(log_rho), 0.0)
+    advantage, value_target = jax.vmap(
+        lambda *a: losses.vtrace(*a, gae_lambda), in_axes=1, out_axes=1)(
+            value, rollout.reward, discounts(rollout, discount), rho)
+    return {'advantage': advantage, 'value_target': value_target}
 
   def shared(pieces, add):
     rollout, targets = pieces
 
-    def masked_sum(x):  # with where: mask * x would be contracted with the addition in some fusions
-      return add(jnp.where(rollout.valid, x, 0.0))
+    def masked_sum(x):
+      return add(jnp.where(rollout.valid, x, 0.0).reshape(len(x), -1))
     count = jnp.maximum(masked_sum(jnp.ones(rollout.valid.shape)), 1.0)
-    if not normalise:
+    if not scaled:
       return count, jnp.zeros(()), jnp.ones(())
-    mean = masked_sum(targets['advantage']) / count
-    variance = masked_sum(jnp.square(targets['advantage'] - mean)) / count
+    mean = rounded(masked_sum(targets['advantage']) / count)
+    variance = masked_sum(rounded(jnp.square(targets['advantage'] - mean))) / count
     return count, mean, jnp.sqrt(variance) + 1e-8
 
   def loss(params, piece, shared):
     rollout, targets = piece
     count, mean, std = shared
-    logits, value = apply(params, rollout.obs)
+    if recurrent:
+      dist, value = (x[:-1] for x in _unroll(apply, params, rollout))
+    else:
+      dist, value, _ = apply(params, rollout.obs, (), rollout.valid)
+    moments = normalise.of(params)
+    unit = 1.0 / normalise.deviation(moments['values']) if 'values' in moments else 1.0
+    rows = (dist, value * unit, rollout.action, rollout.behaviour_log_prob,
+            rollout.behaviour_value * unit, (targets['advantage'] - mean) * (1.0 / std),
+            targets['value_target'] * unit, rollout.valid)
     loss, terms = losses.ppo_loss(
-        logits, value, rollout.action, rollout.behaviour_log_prob, rollout.behaviour_value,
-        (targets['advantage'] - mean) / std, targets['value_target'], rollout.valid, **options)
+        *(x.reshape(-1, *x.shape[2:]) for x in rows), policy, **options)
     terms['valid'] = jnp.sum(rollout.valid.astype(jnp.float32))
     return loss / count, terms
 
   return Objective(
-      item_rows=1, items_per_env=unroll_length, shuffle=True, prepare=prepare, take=take,
+      item_rows=unroll_length + 1 if recurrent else 1,
+      items_per_env=1 if recurrent else unroll_length, shuffle=True,
+      needed=_whole if recurrent or vtrace else _last_obs,
+      prepare=by_vtrace if vtrace else by_gae, take=_sequences if recurrent else _rows,
       shared=shared, light=_without_obs, loss=loss)
 
 

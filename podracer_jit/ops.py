@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from podracer_jit import normalise
+from podracer_jit.exact import AXIS, exact_sum, map_in_loop, pairwise_sum
 from podracer_jit.objectives import Objective
 from podracer_jit.receipts import fingerprint
 from podracer_jit.types import Metrics, Params, Rollout, TrainState
 
-AXIS = 'learner'  # the name of the learner mesh's axis
+# ([groups on this device, ...], size of the mesh) -> their sum over the groups of all devices
+SumGroups = Callable[[Any, int], Any]
 
 
 class Sizes(NamedTuple):
@@ -27,55 +30,6 @@ class Sizes(NamedTuple):
   microbatch_rows: int  # at most so many network rows to a pass; 0: a group's minibatch at once
 
 
-def pairwise_sum(x: jax.Array) -> jax.Array:
-  """Sum over the leading axis, neighbours first, in one order whatever XLA would prefer."""
-  while x.shape[0] > 1:
-    even = x.shape[0] // 2 * 2
-    x = jnp.concatenate([x[:even:2] + x[1:even:2], x[even:]])
-  return x[0]
-
-
-def exact_sum(tree: Any, mesh_size: int) -> Any:
-  """Sums [groups on this device, ...] over the groups of all devices, equal on any mesh."""
-  def total(x):
-    if mesh_size > 1:
-      if x.shape[0].bit_count() == 1:  # a whole branch of the tree of sums: add before it travels
-        x = pairwise_sum(x)[None]
-      x = lax.all_gather(x, AXIS, tiled=True)
-    return pairwise_sum(x)
-  return jax.tree.map(total, tree)
-
-
-def plain_sum(tree: Any, mesh_size: int) -> Any:
-  """The same with XLA's own all-reduce, whose order depends on the mesh."""
-  def total(x):
-    x = jnp.sum(x, axis=0)
-    return lax.psum(x, AXIS) if mesh_size > 1 else x
-  return jax.tree.map(total, tree)
-
-
-def map_in_loop(function: Callable, xs: Any) -> Any:
-  """lax.map that XLA compiles alike for any number of turns.
-
-  A single turn it would take out of the loop, where other fusions give other last bits. So the
-  number of turns is hidden, and xs and ys have a row too many, lest the index of the only one be
-  known.
-  """
-  count = jax.tree.leaves(xs)[0].shape[0]
-  xs = jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), xs)
-
-  def turn(carry):
-    i, ys = carry
-    y = function(jax.tree.map(lambda x: x[i], xs))
-    return i + 1, jax.tree.map(lambda ys, y: ys.at[i].set(y), ys, y)
-
-  shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], xs))
-  ys = jax.tree.map(lambda s: jnp.zeros((count + 1, *s.shape), s.dtype), shapes)
-  end = lax.optimization_barrier(jnp.int32(count))
-  _, ys = lax.while_loop(lambda carry: carry[0] < end, turn, (jnp.int32(0), ys))
-  return jax.tree.map(lambda ys: ys[:count], ys)
-
-
 def pieces(items: int, item_rows: int, microbatch_rows: int) -> int:
   """Into how many equal pieces to cut `items` so that each has at most microbatch_rows rows."""
   most = max(1, microbatch_rows // item_rows) if microbatch_rows else items
@@ -83,11 +37,12 @@ def pieces(items: int, item_rows: int, microbatch_rows: int) -> int:
 
 
 def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1,
-                  sum_groups: Callable[[Any, int], Any] = exact_sum):
+                  sum_groups: SumGroups = exact_sum, last_sum: SumGroups | None = None):
   """Returns gradient(params, rollout, targets, items [groups, n]) -> (grads, terms).
 
   Each group's gradient is taken in the same shapes everywhere and the groups are added in a fixed
   order, so the result does not depend on how many devices share them (but for `plain_sum`).
+  `last_sum`, where given, adds the gradients themselves.
   """
   group_envs = sizes.num_envs // sizes.num_grad_shards
   groups = sizes.num_grad_shards // mesh_size
@@ -100,7 +55,8 @@ def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1,
         lambda first, some: objective.take(*objective.light(rollout, targets), first, group_envs,
                                            some))(firsts, items)
     shared = objective.shared(light, lambda x: add(jax.vmap(pairwise_sum)(x)))
-    loss = jax.grad(objective.loss, has_aux=True)
+    loss = jax.grad(lambda params, *rest: objective.loss(normalise.frozen(params), *rest),
+                    has_aux=True)
 
     def of_group(group):
       first, some = group
@@ -113,16 +69,18 @@ def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1,
       return lax.scan(lambda total, piece: (jax.tree.map(jnp.add, total, of_piece(piece)), None),
                       zeros, some)[0]
 
-    return add(map_in_loop(of_group, (firsts, items)))
+    return (last_sum or sum_groups)(map_in_loop(of_group, (firsts, items)), mesh_size)
 
   return gradient
 
 
 def make_update(optimizer: optax.GradientTransformation, learning_rate: Callable):
-  """Returns update(state, grads) -> state; the rate is that of the state's step count."""
+  """Returns update(state, grads, terms) -> state; the rate is that of the state's step count."""
+  optimizer = optax.with_extra_args_support(optimizer)
 
-  def update(state: TrainState, grads: Params) -> TrainState:
-    steps, opt_state = optimizer.update(grads, state.opt_state, state.params)
+  def update(state: TrainState, grads: Params, terms: Metrics) -> TrainState:
+    kl = terms.get('approx_kl', 0.0) / jnp.maximum(terms['valid'], 1.0)
+    steps, opt_state = optimizer.update(grads, state.opt_state, state.params, kl=kl)
     rate = learning_rate(state.steps)
     params = jax.tree.map(lambda p, s: p - rate * s, state.params, steps)
     return state._replace(params=params, opt_state=opt_state)
@@ -131,7 +89,7 @@ def make_update(optimizer: optax.GradientTransformation, learning_rate: Callable
 
 
 def _orders(key: jax.Array, sizes: Sizes, objective: Objective, mesh_size: int) -> jax.Array:
-  """Items in the order of every epoch and group: [epochs, minibatches, groups here, n]."""
+  """Items in the order of every epoch and group: [epochs * minibatches, groups here, n]."""
   groups = sizes.num_grad_shards // mesh_size
   first = lax.axis_index(AXIS) * groups if mesh_size > 1 else 0
   count = sizes.num_envs // sizes.num_grad_shards * objective.items_per_env
@@ -144,69 +102,114 @@ def _orders(key: jax.Array, sizes: Sizes, objective: Objective, mesh_size: int) 
   orders = jax.vmap(lambda e: jax.vmap(lambda g: order(e, g))(first + jnp.arange(groups)))(
       jnp.arange(sizes.num_epochs))
   orders = orders.reshape(sizes.num_epochs, groups, sizes.num_minibatches, -1)
-  return orders.transpose(0, 2, 1, 3)
+  return orders.transpose(0, 2, 1, 3).reshape(-1, groups, orders.shape[-1])
 
 
-def fuse(objective: Objective, gradient: Callable, update: Callable, sizes: Sizes,
-         learning_rate: Callable, mesh_size: int = 1):
-  """Returns learn(state, rollout) -> (state, metrics): all epochs and minibatches in one scan.
+class Prepared(NamedTuple):
+  """What the gradient steps of an update share, on one device of the mesh."""
 
-  G and U one after the other, for one device of a mesh of `mesh_size`; `rollout` holds this
-  device's environments. Metrics: means of the terms over valid rows of all gradient steps,
-  `grad_norm` before clipping, `param_norm`, `learning_rate`, `valid` rows, the `batch` and `params`
-  fingerprints, and the rollout's episodes.
-  """
+  rollout: Rollout  # its rewards as the loss takes them; without episodes
+  targets: Any  # of the objective, [T, B]
+  orders: jax.Array  # [steps, groups here, n]: the items of each minibatch
+  seen: Metrics  # of the batch: 'batch' fingerprint, 'valid' rows, 'moments', 'episodes'
+
+
+def make_prepare(objective: Objective, sizes: Sizes, mesh_size: int = 1,
+                 sum_groups: SumGroups = exact_sum):
+  """Returns prepare(params, key, rollout) -> Prepared, once an update, with its own key."""
   groups = sizes.num_grad_shards // mesh_size
   group_envs = sizes.num_envs // sizes.num_grad_shards
 
-  def prepare(params: Params, rollout: Rollout):
-    ends = rollout._replace(obs=rollout.obs[-1:])
+  def total(x):  # [T, B on this device, ...] -> [...]
+    x = x.reshape(x.shape[0], groups, group_envs, *x.shape[2:]).swapaxes(0, 1)
+    return sum_groups(jax.vmap(pairwise_sum)(x.reshape(groups, -1, *x.shape[3:])), mesh_size)
 
-    def of_group(first):
-      part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, group_envs, 1), ends)
-      return objective.prepare(params, part)
+  def make_targets(params: Params, rollout: Rollout):
+    needed = objective.needed(rollout)
+
+    def of_group(first):  # no slices: one of all there is would not depend on the turn
+      envs = first + jnp.arange(group_envs)
+      return objective.prepare(params, jax.tree.map(lambda x: jnp.take(x, envs, axis=1), needed))
     targets = map_in_loop(of_group, jnp.arange(groups) * group_envs)  # [groups, T, B_group]
     return jax.tree.map(lambda x: jnp.concatenate(list(x), axis=1), targets)
 
+  def prepare(params: Params, key: jax.Array, rollout: Rollout) -> Prepared:
+    batch, episodes = rollout._replace(episodes=()), rollout.episodes
+    first = lax.axis_index(AXIS) * sizes.num_envs // mesh_size if mesh_size > 1 else 0
+    sums = fingerprint(batch, 1, first, sizes.num_envs), jnp.sum(batch.valid, dtype=jnp.int32)
+    batch_print, valid = lax.psum(sums, AXIS) if mesh_size > 1 else sums
+    scaled, rewards = normalise.scale_rewards(params, batch, total)
+    targets = make_targets(params, scaled)
+    moments = normalise.observe(params, batch, targets, total) | rewards
+    return Prepared(scaled, targets, _orders(key, sizes, objective, mesh_size),
+                    dict(batch=batch_print, valid=valid, moments=moments, episodes=episodes))
+
+  return prepare
+
+
+def update_key(state: TrainState) -> jax.Array:
+  """The key of the update that `state` is about to make."""
+  return jax.random.fold_in(state.key, state.update)
+
+
+def finish(state: TrainState, seen: Metrics, steps: tuple[Metrics, jax.Array],
+           learning_rate: Callable) -> tuple[TrainState, Metrics]:
+  """Ends an update: (state, metrics).
+
+  Args:
+    state: after the last gradient step.
+    seen: of Prepared.
+    steps: the terms and the norms of the gradients, [steps].
+    learning_rate: the schedule; see `make_learn`.
+
+  Returns:
+    The state, with the moments of what was seen, and metrics: means of the terms over valid rows of
+    all gradient steps, `grad_norm` before clipping, `param_norm`, `learning_rate`, `valid` rows,
+    the `batch` and `params` fingerprints, and the rollout's episodes.
+  """
+  (terms, grad_norm), rate = steps, learning_rate(state.steps)
+  terms = jax.tree.map(jnp.sum, terms)
+  rows = jnp.maximum(terms.pop('valid'), 1.0)
+  # Only now: all steps of this update normalised by what was known before it.
+  state = state._replace(params=normalise.add(state.params, seen['moments']),
+                         update=state.update + 1, steps=state.steps + seen['valid'])
+  return state, {name: total / rows for name, total in terms.items()} | dict(
+      grad_norm=jnp.mean(grad_norm),
+      param_norm=optax.tree.norm(normalise.weights(state.params)),
+      learning_rate=rate * optax.tree.get(state.opt_state, 'kl_factor', 1.0), valid=seen['valid'],
+      update=state.update, steps=state.steps, batch=seen['batch'],
+      params=fingerprint(state.params), episodes=seen['episodes'])
+
+
+def fuse(prepare: Callable, gradient: Callable, update: Callable, learning_rate: Callable):
+  """Returns learn(state, rollout) -> (state, metrics): all epochs and minibatches in one scan.
+
+  G and U one after the other, for one device of a mesh; `rollout` holds this device's environments.
+  """
+
   def learn(state: TrainState, rollout: Rollout) -> tuple[TrainState, Metrics]:
-    targets = prepare(state.params, rollout)
-    orders = _orders(jax.random.fold_in(state.key, state.update), sizes, objective, mesh_size)
+    prepared = prepare(state.params, update_key(state), rollout)
 
     def step(state, items):
-      grads, terms = gradient(state.params, rollout, targets, items)
-      return update(state, grads), (terms, optax.tree.norm(grads))
+      grads, terms = gradient(state.params, prepared.rollout, prepared.targets, items)
+      return update(state, grads, terms), (terms, optax.tree.norm(grads))
 
-    rate = learning_rate(state.steps)
-    orders = orders.reshape(-1, *orders.shape[2:])
-    state, (terms, grad_norm) = lax.scan(step, state, orders)
-    terms = jax.tree.map(jnp.sum, terms)
-    rows = jnp.maximum(terms.pop('valid'), 1.0)
-    metrics = {name: total / rows for name, total in terms.items()}
-    batch = rollout._replace(episodes=())
-    here = rollout.action.shape[1]
-    first = lax.axis_index(AXIS) * here if mesh_size > 1 else 0
-    sums = (fingerprint(batch, 1, first, sizes.num_envs), jnp.sum(rollout.valid, dtype=jnp.int32))
-    batch_print, valid = lax.psum(sums, AXIS) if mesh_size > 1 else sums
-    state = state._replace(update=state.update + 1, steps=state.steps + valid)
-    metrics |= dict(
-        grad_norm=jnp.mean(grad_norm), param_norm=optax.tree.norm(state.params),
-        learning_rate=rate, valid=valid, update=state.update,
-        steps=state.steps, batch=batch_print, params=fingerprint(state.params),
-        episodes=rollout.episodes)
-    return state, metrics
+    state, steps = lax.scan(step, state, prepared.orders)
+    return finish(state, prepared.seen, steps, learning_rate)
 
   return learn
 
 
 def make_learn(objective: Objective, optimizer: optax.GradientTransformation,
                learning_rate: Callable, sizes: Sizes, mesh_size: int = 1,
-               sum_groups: Callable[[Any, int], Any] = exact_sum):
+               sum_groups: SumGroups = exact_sum):
   """Returns learn(state, rollout) -> (state, metrics), G and U fused; see `fuse`.
 
   learning_rate: valid steps learned from -> what the optimizer's output is multiplied by.
   """
-  return fuse(objective, make_gradient(objective, sizes, mesh_size, sum_groups),
-              make_update(optimizer, learning_rate), sizes, learning_rate, mesh_size)
+  return fuse(make_prepare(objective, sizes, mesh_size, sum_groups),
+              make_gradient(objective, sizes, mesh_size, sum_groups),
+              make_update(optimizer, learning_rate), learning_rate)
 
 
 def make_fused(rollout, learn, calls: int):

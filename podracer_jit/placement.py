@@ -19,6 +19,7 @@ class Placement(NamedTuple):
 
   actors: tuple[jax.Device, ...]
   mesh: Mesh
+  workers: tuple[jax.Device, ...]  # of those that make gradients; a device may have several
   env_threads: int  # EnvPool threads of each pool
   process: int = 0
   processes: int = 1
@@ -127,8 +128,13 @@ def resolve(options: Mapping[str, Any], num_shards: int) -> Placement:
                      '(actor_devices x actors_per_device, in each process)')
   here = num_shards // processes
   threads = options['env_threads'] or max(1, len(os.sched_getaffinity(0)) // here)
-  return Placement(tuple(actors), Mesh(np.array(learners), ('learner',)), threads,
+  return Placement(tuple(actors), mesh_of(list(dict.fromkeys(learners))), tuple(learners), threads,
                    jax.process_index(), processes)
+
+
+def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
+  """A learner mesh."""
+  return Mesh(np.array(devices), ('learner',))
 
 
 def _pick(field: str, indices: Sequence[int], devices: Sequence[jax.Device]) -> list[jax.Device]:

@@ -91,6 +91,7 @@ class Progress:
                   f'{record["episode_return"]:.2f} (length {record["episode_length"]:.0f}, '
                   f'{record["episodes"]} episodes)',
     }
+    numbers['delays'] = f'CGD {record["cgd"]:.1f}, GUD {record["gud"]:.1f} gradient steps'
     if self._split:
       numbers['waits'] = (f'actor {record["actor_wait_s"]:.3f} s, learner '
                           f'{record["learner_wait_s"]:.3f} s an update')

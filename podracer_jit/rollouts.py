@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from podracer_jit.envs import Shard, TimeStep
-from podracer_jit.losses.categorical import log_prob
+from podracer_jit.exact import rounded
 from podracer_jit.objectives import Apply
+from podracer_jit.policies import Policy
 from podracer_jit.types import Episodes, Params, Rollout
 
 
@@ -26,6 +27,8 @@ class EnvState(NamedTuple):
   episode_length: jax.Array  # [B] i32
   key: jax.Array  # of the shard; folded with `rollouts` and the row
   rollouts: jax.Array  # i32: how many were made
+  discounted_return: jax.Array  # [B] f32, of the rewards so far
+  core: Any  # [B, H] each: the recurrent state; () where there is none
 
 
 class ActorState(NamedTuple):
@@ -66,21 +69,27 @@ class Pools:
       shard.close()
 
 
-def initial_state(shards: Sequence[Shard], keys: Sequence[jax.Array]) -> ActorState:
-  """The state of freshly reset shards, each with its own key."""
+def initial_state(shards: Sequence[Shard], keys: Sequence[jax.Array],
+                  initial_core: Callable[[int], Any] = lambda num_envs: ()) -> ActorState:
+  """The state of freshly reset shards, each with its own key; for a recurrent network its core."""
   envs = tuple(
       EnvState(
           obs=jnp.array(shard.first_obs),
           ended=jnp.zeros(shard.num_envs, bool),
           episode_return=jnp.zeros(shard.num_envs, jnp.float32),
           episode_length=jnp.zeros(shard.num_envs, jnp.int32),
-          key=key, rollouts=jnp.zeros((), jnp.int32))
+          key=key, rollouts=jnp.zeros((), jnp.int32),
+          discounted_return=jnp.zeros(shard.num_envs, jnp.float32),
+          core=initial_core(shard.num_envs))
       for shard, key in zip(shards, keys, strict=True))
   return ActorState(jnp.array(shards[0].handle), envs)
 
 
-def make_rollout(shards: Sequence[Shard], apply: Apply, unroll_length: int):
+def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_length: int,
+                 discount: float | None = None):
   """Returns rollout(params, actor_state) -> (actor_state, one Rollout a shard), to be jitted.
+
+  With a `discount` rollouts have a discounted_return, for the normalisation of rewards.
 
   Shards take turns - recv a; infer a; send a; recv b; infer b; send b; ... - so that EnvPool steps
   one while the policy works on another. One token through all calls is what keeps them in that
@@ -88,10 +97,10 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, unroll_length: int):
   """
 
   def act(params: Params, t, env: EnvState):
-    logits, value = apply(params, env.obs)
+    dist, value, core = apply(params, env.obs[None], env.core, ~env.ended[None])
     key = jax.random.fold_in(jax.random.fold_in(env.key, env.rollouts), t)
-    action = jax.random.categorical(key, logits).astype(jnp.int32)
-    return action, log_prob(logits, action), value
+    action = policy.sample(key, dist[0])
+    return action, policy.log_prob(dist[0], action), value[0], core
 
   def rollout(params: Params, state: ActorState):
     def turn(t, carry):
@@ -103,19 +112,22 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, unroll_length: int):
         # At t = 0 this is row 0 for the time being. The buffers stay out of the branches, which
         # would copy them.
         buffers[i] = _write(buffers[i], jnp.maximum(t - 1, 0), **back)
-        action, behaviour_log_prob, value = act(params, t, envs[i])
-        token = shard.send(token, action)
+        action, behaviour_log_prob, value, core = act(params, t, envs[i])
+        token = shard.send(token, policy.to_env(action))
         seen = dict(obs=envs[i].obs, action=action, behaviour_log_prob=behaviour_log_prob,
                     behaviour_value=value, valid=~envs[i].ended)
         buffers[i] = _write(buffers[i], t, **seen)
+        envs[i] = envs[i]._replace(core=core)
       return token, tuple(envs), tuple(buffers)
 
-    buffers = tuple(_buffers(env, unroll_length) for env in state.envs)
+    buffers = tuple(_buffers(env, policy, unroll_length, discount) for env in state.envs)
     token, envs, buffers = lax.fori_loop(0, unroll_length, turn, (state.token, state.envs, buffers))
     out = []
     for shard, env, buffer in zip(shards, envs, buffers, strict=True):
       token, env, back = _receive(shard, token, env)
       buffer = _write(_write(buffer, unroll_length - 1, **back), unroll_length, obs=env.obs)
+      if discount is not None:
+        env, buffer = _discount(discount, env, buffer)
       out.append((env._replace(rollouts=env.rollouts + 1), buffer))
     envs, buffers = zip(*out, strict=True)
     return ActorState(token, envs), buffers
@@ -127,15 +139,27 @@ def _receive(shard: Shard, token, env: EnvState):
   """Takes what came back for the last row sent: (token, state, fields of that row)."""
   token, step = shard.recv(token)
   env, episodes = _count(env, step)
-  return token, env, dict(reward=step.reward, terminated=step.terminated,
-                          truncated=step.truncated, episodes=episodes)
+  return token, env, dict(reward=step.reward, terminated=step.terminated, truncated=step.truncated,
+                          episodes=episodes)
 
 
 def _nothing_yet(token, env: EnvState):
   """What `_receive` returns, before anything was sent."""
-  no = jnp.zeros_like(env.ended)
-  return token, env, dict(reward=jnp.zeros_like(env.episode_return), terminated=no, truncated=no,
+  no, none = jnp.zeros_like(env.ended), jnp.zeros_like(env.episode_return)
+  return token, env, dict(reward=none, terminated=no, truncated=no,
                           episodes=Episodes(no, env.episode_return, env.episode_length))
+
+
+def _discount(discount: float, env: EnvState, buffer: Rollout) -> tuple[EnvState, Rollout]:
+  """Adds the discounted returns so far."""
+  def row(earned, row):
+    reward, over = row
+    earned = rounded(discount * earned) + reward  # which is 0 in invalid rows
+    return jnp.where(over, 0.0, earned), earned
+
+  earned, rows = lax.scan(row, env.discounted_return,
+                          (buffer.reward, buffer.terminated | buffer.truncated))
+  return env._replace(discounted_return=earned), buffer._replace(discounted_return=rows)
 
 
 def _count(env: EnvState, step: TimeStep) -> tuple[EnvState, Episodes]:
@@ -151,16 +175,18 @@ def _count(env: EnvState, step: TimeStep) -> tuple[EnvState, Episodes]:
   return env, Episodes(over, episode_return, length)
 
 
-def _buffers(env: EnvState, steps: int) -> Rollout:
+def _buffers(env: EnvState, policy: Policy, steps: int, discount: float | None) -> Rollout:
   batch = env.obs.shape[0]
-  def zeros(dtype):
-    return jnp.zeros((steps, batch), dtype)
+  def zeros(dtype, *shape):
+    return jnp.zeros((steps, batch, *shape), dtype)
   return Rollout(
       obs=jnp.zeros((steps + 1, *env.obs.shape), env.obs.dtype),
-      action=zeros(jnp.int32), behaviour_log_prob=zeros(jnp.float32),
-      behaviour_value=zeros(jnp.float32), reward=zeros(jnp.float32), terminated=zeros(bool),
-      truncated=zeros(bool), valid=zeros(bool),
-      episodes=Episodes(zeros(bool), zeros(jnp.float32), zeros(jnp.int32)))
+      action=zeros(policy.action_dtype, *policy.action_shape),
+      behaviour_log_prob=zeros(jnp.float32), behaviour_value=zeros(jnp.float32),
+      reward=zeros(jnp.float32), terminated=zeros(bool), truncated=zeros(bool), valid=zeros(bool),
+      episodes=Episodes(zeros(bool), zeros(jnp.float32), zeros(jnp.int32)),
+      discounted_return=() if discount is None else zeros(jnp.float32),
+      core=jax.tree.map(lambda x: x[None], env.core))
 
 
 def _write(buffer: Rollout, t, **rows) -> Rollout:

@@ -31,7 +31,7 @@ class Rollout(NamedTuple):
   """
 
   obs: jax.Array  # [T + 1, B, ...] in the environment's dtype
-  action: jax.Array  # [T, B] i32
+  action: jax.Array  # [T, B] i32, or [T, B, A] f32 as the policy drew it
   behaviour_log_prob: jax.Array  # [T, B] f32: log mu(action | obs)
   behaviour_value: jax.Array  # [T, B] f32: the acting network's estimate of V(obs)
   reward: jax.Array  # [T, B] f32, as the task gives it
@@ -39,6 +39,8 @@ class Rollout(NamedTuple):
   truncated: jax.Array  # [T, B] bool: cut by the time limit; obs[t + 1] is the true last frame
   valid: jax.Array  # [T, B] bool
   episodes: Episodes
+  discounted_return: Any = ()  # [T, B] f32, where rewards are normalised: of all rows so far
+  core: Any = ()  # [1, B, H] f32 each, of recurrent networks: the state before row 0
 
 
 class TrainState(NamedTuple):

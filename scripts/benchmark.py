@@ -36,12 +36,12 @@ from typing import Any
 import benchmark_parts
 from absl import flags, logging
 
-from podracer_jit import build, checkpoint, command_line, placement
+from podracer_jit import build, checkpoint, command_line, placement, wiring
 
 BASES = ('environment', 'sync', 'conventional_sync', 'conventional_cleanba')  # to divide by
 
 
-def measure(names: Sequence[str], parts: build.Parts, seconds: float, rounds: int
+def measure(names: Sequence[str], parts: wiring.Parts, seconds: float, rounds: int
             ) -> dict[str, list[benchmark_parts.Figures]]:
   """Figures of each part and round."""
   found, state = {name: [] for name in names}, build.initial_state(parts)
@@ -77,7 +77,7 @@ def summarise(found: Mapping[str, Sequence[benchmark_parts.Figures]]) -> dict[st
   return dict(parts=table, derived=derived)
 
 
-def describe(parts: build.Parts) -> dict[str, Any]:
+def describe(parts: wiring.Parts) -> dict[str, Any]:
   """Where this was measured."""
   place = parts.place
   return dict(cores=len(os.sched_getaffinity(0)), versions=checkpoint.versions(),
@@ -119,7 +119,7 @@ def define_flags() -> flags.FlagValues:
   return values
 
 
-def prepare(config: Mapping[str, Any], asked: Sequence[str]) -> tuple[build.Parts, list[str]]:
+def prepare(config: Mapping[str, Any], asked: Sequence[str]) -> tuple[wiring.Parts, list[str]]:
   """From a config to what is shared by all parts, and which parts to measure.
 
   Raises:
@@ -131,6 +131,10 @@ def prepare(config: Mapping[str, Any], asked: Sequence[str]) -> tuple[build.Part
   # Whatever the config says, training must not end while it is measured.
   parts = build.make_parts(config | dict(scheme='sync', total_steps=2**31 - 1))
   names = [name for name in benchmark_parts.ALL if name in asked]
+  if (any('conventional' in name for name in names)
+      and (parts.config['normalise']['reward'] or parts.network.core)):
+    raise ValueError('--parts: the conventional actor knows neither normalise.reward nor '
+                     'network.core; name parts without it')
   actors, learners = parts.place.actors, parts.place.learners
   if 'fused' in names and (len(actors) > 1 or actors != learners):
     say('fused: left out, the placement is more than one device')

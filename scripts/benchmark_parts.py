@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from podracer_jit import build, envs, experiment, loops, placement, rollouts
+from podracer_jit import build, envs, experiment, loops, placement, rollouts, wiring
 from podracer_jit.metrics import Meter, Report
 from podracer_jit.schemes import SCHEMES
 from podracer_jit.types import TrainState
@@ -55,7 +55,7 @@ def repeat(fires: Sequence[Callable[[], int]], seconds: float) -> Figures:
   return Figures(sum(rates), max(periods))
 
 
-def pools_of(parts: build.Parts, actor: int) -> list[conventional.PoolArgs]:
+def pools_of(parts: wiring.Parts, actor: int) -> list[conventional.PoolArgs]:
   """What the pools of an actor are made of, as in `build.segment`."""
   config, place = parts.config, parts.place
   width = config['env']['num_envs'] // config['num_shards']
@@ -67,7 +67,7 @@ def pools_of(parts: build.Parts, actor: int) -> list[conventional.PoolArgs]:
           for i in range(actor * per_actor, (actor + 1) * per_actor)]
 
 
-def make_random(shards: Sequence[envs.Shard], num_actions: int, steps: int) -> Callable:
+def make_random(shards: Sequence[envs.Shard], spec: envs.EnvSpec, steps: int) -> Callable:
   """Returns run(token, ended, key) -> (token, ended, key, valid steps): nothing but steps.
 
   Shards take turns as in the rollout program.
@@ -75,9 +75,12 @@ def make_random(shards: Sequence[envs.Shard], num_actions: int, steps: int) -> C
 
   def run(token: jax.Array, ended: Sequence[jax.Array], key: jax.Array):
     def send(token, t, i):
-      to_row = jax.random.fold_in(jax.random.fold_in(key, t), i)
-      return shards[i].send(token, jax.random.randint(to_row, (shards[i].num_envs,), 0,
-                                                      num_actions, jnp.int32))
+      to_row, size = jax.random.fold_in(jax.random.fold_in(key, t), i), shards[i].num_envs
+      if spec.num_actions:
+        return shards[i].send(token, jax.random.randint(to_row, (size,), 0, spec.num_actions))
+      low, high = jnp.array(spec.action_low), jnp.array(spec.action_high)
+      return shards[i].send(token, jax.random.uniform(to_row, (size, len(low)), minval=low,
+                                                      maxval=high))
 
     def receive(i, token, ended, valid):
       token, step = shards[i].recv(token)
@@ -102,7 +105,7 @@ def make_random(shards: Sequence[envs.Shard], num_actions: int, steps: int) -> C
   return run
 
 
-def environment(parts: build.Parts, stack: contextlib.ExitStack) -> Measure:
+def environment(parts: wiring.Parts, stack: contextlib.ExitStack) -> Measure:
   """The ceiling: the environments with random actions."""
 
   def prepare(a: int, device: jax.Device) -> Callable[[], int]:
@@ -110,7 +113,7 @@ def environment(parts: build.Parts, stack: contextlib.ExitStack) -> Measure:
     stack.callback(pools.close)
     ended = tuple(jnp.zeros(shard.num_envs, bool) for shard in pools.shards)
     state = jax.device_put((jnp.array(pools.shards[0].handle), ended, jax.random.key(a)), device)
-    run = make_random(pools.shards, parts.spec.num_actions, parts.config['unroll_length'])
+    run = make_random(pools.shards, parts.spec, parts.config['unroll_length'])
     program = pools.load(run, state, donate=(0, 1, 2))
 
     def fire() -> int:
@@ -124,16 +127,16 @@ def environment(parts: build.Parts, stack: contextlib.ExitStack) -> Measure:
   return lambda seconds: repeat(fires, seconds)
 
 
-def begin(parts: build.Parts, state: TrainState, scheme: str, by_python: bool,
+def begin(parts: wiring.Parts, state: TrainState, scheme: str, by_python: bool,
           stack: contextlib.ExitStack, report: Callable[[Report], None],
-          stop: Callable[[], bool]) -> build.Segment:
+          stop: Callable[[], bool]) -> wiring.Segment:
   """A segment without an end; its actors replaced by conventional ones where `by_python`."""
   parts = parts._replace(scheme=SCHEMES[scheme])
   state = placement.replicate(state, parts.place.mesh)  # a copy: the segment donates its own
   segment = stack.enter_context(build.segment(parts, state, 0, 2**31 - 1, report, stop))
   if not by_python:
     return segment
-  policy, workers = conventional.make_policy(parts.network.apply), list(segment.workers)
+  policy, workers = conventional.make_policy(parts.network), list(segment.workers)
   for a, device in enumerate(parts.place.actors):  # they come first among the workers
     workers[a], close = conventional.replace_actor(
         workers[a], pools_of(parts, a), device, policy, parts.config['unroll_length'])
@@ -141,7 +144,7 @@ def begin(parts: build.Parts, state: TrainState, scheme: str, by_python: bool,
   return segment._replace(workers=workers)
 
 
-def acting(parts: build.Parts, state: TrainState, by_python: bool, stack: contextlib.ExitStack
+def acting(parts: wiring.Parts, state: TrainState, by_python: bool, stack: contextlib.ExitStack
            ) -> list[Callable[[], tuple]]:
   """Calls that make the rollouts of an actor, one call an actor, with the first parameters."""
   segment = begin(parts, state, 'sync', by_python, stack, lambda report: None, lambda: False)
@@ -159,7 +162,7 @@ def acting(parts: build.Parts, state: TrainState, by_python: bool, stack: contex
   return [prepare(worker) for worker in segment.workers[:len(parts.place.actors)]]
 
 
-def rollout(parts: build.Parts, state: TrainState, by_python: bool, stack: contextlib.ExitStack
+def rollout(parts: wiring.Parts, state: TrainState, by_python: bool, stack: contextlib.ExitStack
             ) -> Measure:
   """Actors without a learner."""
   def counted(fire):
@@ -168,7 +171,7 @@ def rollout(parts: build.Parts, state: TrainState, by_python: bool, stack: conte
   return lambda seconds: repeat(fires, seconds)
 
 
-def learner(parts: build.Parts, state: TrainState) -> Measure:
+def learner(parts: wiring.Parts, state: TrainState) -> Measure:
   """The learner without actors."""
   num_envs, mesh = parts.config['env']['num_envs'], parts.place.mesh
   with contextlib.ExitStack() as stack:
@@ -190,7 +193,7 @@ def learner(parts: build.Parts, state: TrainState) -> Measure:
 class Training:
   """A segment on threads of its own, held between two firings while others are measured."""
 
-  def __init__(self, parts: build.Parts, state: TrainState, scheme: str, by_python: bool,
+  def __init__(self, parts: wiring.Parts, state: TrainState, scheme: str, by_python: bool,
                stack: contextlib.ExitStack):
     """Starts the threads, held; what ends them goes on the stack."""
     self._changed = threading.Condition()
@@ -201,9 +204,7 @@ class Training:
     self._stopping, self._reports = threading.Event(), []  # (time, steps, updates)
     segment = begin(parts, state, scheme, by_python, stack, self._report,
                     self._stopping.is_set)
-    gradient_steps = parts.config['num_epochs'] * parts.config['num_minibatches']
-    self._meter = Meter(parts.config['log']['window'], gradient_steps, parts.spec.frame_skip,
-                        segment.waits, {})
+    self._meter = Meter(parts.config['log']['window'], parts.spec.frame_skip, segment.waits, {})
     threads = stack.enter_context(ThreadPoolExecutor(1))
     self._run = threads.submit(loops.run, [*map(self._gated, segment.workers[:-1]),
                                            segment.workers[-1]])  # the writer only listens
@@ -259,7 +260,7 @@ class Training:
     return worker._replace(fire=fire)
 
 
-def make(name: str, parts: build.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
+def make(name: str, parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
   """Builds the part called `name`, which begins from a copy of `state`."""
   variant, _, rest = name.partition('_')
   if variant in VARIANTS:

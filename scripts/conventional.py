@@ -19,8 +19,7 @@ import numpy as np
 
 from podracer_jit.handoff import Stamped
 from podracer_jit.loops import Worker
-from podracer_jit.losses.categorical import log_prob
-from podracer_jit.objectives import Apply
+from podracer_jit.networks import ActorCritic
 from podracer_jit.types import Episodes, Params, Rollout
 
 
@@ -51,15 +50,17 @@ class Returned(NamedTuple):
   episodes: Episodes
 
 
-def make_policy(apply: Apply) -> Callable:
-  """Returns policy(params, obs, key, rollouts, t) -> Acted, jitted: all of a step in one call."""
+def make_policy(network: ActorCritic) -> Callable:
+  """Returns policy(params, obs, key, rollouts, t) -> (Acted, what the task is given), jitted."""
 
   @jax.jit
-  def policy(params: Params, obs: jax.Array, key: jax.Array, rollouts, t) -> Acted:
-    logits, value = apply(params, obs)
+  def policy(params: Params, obs: jax.Array, key: jax.Array, rollouts, t):
+    dist, value, _ = network.apply(params, obs[None])
+    dist, value = dist[0], value[0]
     key = jax.random.fold_in(jax.random.fold_in(key, rollouts), t)
-    action = jax.random.categorical(key, logits).astype(jnp.int32)
-    return Acted(action, log_prob(logits, action), value)
+    action = network.policy.sample(key, dist)
+    return (Acted(action, network.policy.log_prob(dist, action), value),
+            network.policy.to_env(action))
 
   return policy
 
@@ -94,8 +95,9 @@ class Pool:
     """The next `unroll_length` steps, on the device."""
     frames, acted, returned = [self._frame()], [], []
     for t in range(unroll_length):
-      acted.append(policy(params, frames[-1], self._key, self._rollouts, t))
-      returned.append(self._step(np.asarray(acted[-1].action)))
+      row, action = policy(params, frames[-1], self._key, self._rollouts, t)
+      acted.append(row)
+      returned.append(self._step(np.asarray(action)))
       frames.append(self._frame())
     self._rollouts += 1
     stack = self._stack_on_host if self._on_host else _stack_on_device
@@ -109,6 +111,8 @@ class Pool:
     return jax.device_put(jax.tree.map(lambda *x: np.stack(x), *rows), self._device)
 
   def _step(self, action: np.ndarray) -> Returned:
+    if action.dtype == np.float32:  # MuJoCo and DM Control want float64
+      action = action.astype(self._pool.action_space.dtype)
     obs, reward, terminated, truncated, info = self._pool.step(action)
     valid = ~self._ended
     raw = _narrow(info.get('reward', reward))

@@ -87,7 +87,7 @@ def _check(values: flags.FlagValues, rest: Sequence[str]) -> Path | None:
 def _evaluate(agent: evaluation.Agent, workdir: Path, values: flags.FlagValues,
               movie: Path | None) -> None:
   if values.greedy:
-    agent = agent._replace(apply=evaluation.greedy(agent.apply))
+    agent = evaluation.greedy(agent)
   started = printed = time.monotonic()
 
   def progress(done: int) -> None:

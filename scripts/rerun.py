@@ -18,8 +18,9 @@ import jax
 import numpy as np
 from absl import flags
 
-from podracer_jit import build, checkpoint, loops, placement, video
+from podracer_jit import build, checkpoint, loops, placement, video, wiring
 from podracer_jit.receipts import as_hex, canary
+from podracer_jit.schemes import SCHEMES
 from podracer_jit.types import Rollout, TrainState
 
 
@@ -47,8 +48,11 @@ def main(argv: Sequence[str]) -> int:
       raise ValueError('the run has exact_reduce = False: its bits are those of its own devices')
     platform = config['placement']['actor_platform']
     config['placement'] |= checkpoint.ONE_DEVICE | {'actor_platform': platform}
-    if config['scheme'] == 'fused':  # the same bits, with the rollouts in sight
-      config['scheme'] = 'sync'
+    scheme = SCHEMES[config['scheme']]
+    if not scheme.repeats:
+      raise ValueError(f'the run has scheme = {config["scheme"]}, which takes things as they come: '
+                       'its updates cannot be made again')
+    config['scheme'] = 'cleanba' if scheme.lag else 'sync'  # the same bits, rollouts in sight
     headers, receipts = checkpoint.read_receipts(workdir)
     header = _header(headers, receipts, values.update)
     placement.prepare_host(config['placement'])
@@ -93,7 +97,7 @@ def _header(headers: Sequence[dict], receipts: Mapping[int, dict], update: int) 
   return max((h for h in headers if h['first_update'] <= update), key=lambda h: h['first_update'])
 
 
-def _state_before(parts: build.Parts, workdir: Path, header: dict) -> TrainState:
+def _state_before(parts: wiring.Parts, workdir: Path, header: dict) -> TrainState:
   """The state that the segment began with."""
   before, first = header['first_update'] - 1, build.initial_state(parts)
   if before == 0:
@@ -109,7 +113,7 @@ def _state_before(parts: build.Parts, workdir: Path, header: dict) -> TrainState
     saved.close()
 
 
-def rerun(parts: build.Parts, state: TrainState, index: int, update: int,
+def rerun(parts: wiring.Parts, state: TrainState, index: int, update: int,
           receipts: Mapping[int, dict]) -> Rollout:
   """Runs segment `index` from its state up to the update; returns what that one learned from.
 
@@ -140,7 +144,7 @@ def rerun(parts: build.Parts, state: TrainState, index: int, update: int,
   return found[0]
 
 
-def _write(rollout: Rollout, path: Path, env: int, parts: build.Parts) -> None:
+def _write(rollout: Rollout, path: Path, env: int, parts: wiring.Parts) -> None:
   arrays = rollout._asdict() | rollout.episodes._asdict()
   del arrays['episodes']
   np.savez_compressed(path.with_suffix('.npz'), **arrays)

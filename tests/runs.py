@@ -27,6 +27,15 @@ def small(loss='impala', task='CartPole-v1', network='mlp', **fields):
   return config
 
 
+def by_rows(function):
+  """An Apply of function(params, obs [N, ...]) -> dist, value, for what remembers nothing."""
+  def apply(params, obs, core, valid):
+    del valid
+    outputs = function(params, obs.reshape(-1, *obs.shape[2:]))
+    return *(x.reshape(*obs.shape[:2], *x.shape[1:]) for x in outputs), core
+  return apply
+
+
 def changed(config, **fields):
   """A copy with dotted fields replaced: placement__actor_devices=(0, 1)."""
   config = copy.deepcopy(config)
@@ -42,7 +51,8 @@ def changed(config, **fields):
 def initial_state(parts):
   """build.initial_state, compiled once for all placements of the same network and seed."""
   config = parts.config
-  key = str([parts.spec, *(config[name] for name in ('seed', 'network', 'optimizer'))])
+  key = str([parts.spec, *(config[name] for name in (
+      'seed', 'network', 'policy', 'normalise', 'optimizer'))])
   if key not in _initial:
     _initial[key] = build.initial_state(parts)
   return placement.replicate(_initial[key], parts.place.mesh)  # a copy: segments donate theirs

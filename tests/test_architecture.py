@@ -13,12 +13,14 @@ MOST_LINES = 310
 # From the bottom up. A module imports from tiers below its own, and from its own.
 TIERS = {
     'types': ['types'],
-    'maths': ['losses', 'networks', 'conv', 'receipts', 'replay'],
+    'maths': ['losses', 'policies', 'networks', 'normalise', 'conv', 'exact', 'receipts',
+              'replay'],
     'world': ['envs'],
-    'operations': ['objectives', 'ops', 'rollouts'],
+    'operations': ['objectives', 'ops', 'optimizers', 'programs', 'rollouts'],
     'plumbing': ['handoff', 'placement', 'loops'],
-    'assembly': ['schemes', 'experiment', 'checkpoint', 'metrics', 'progress', 'build',
-                 'evaluation', 'video', 'command_line', 'main', '__main__', '__init__', 'configs'],
+    'assembly': ['schemes', 'experiment', 'checkpoint', 'metrics', 'progress', 'wiring', 'graphs',
+                 'build', 'evaluation', 'video', 'command_line', 'main', '__main__', '__init__',
+                 'configs'],
 }
 ORDER = list(TIERS)
 TIER_OF = {name: tier for tier, names in TIERS.items() for name in names}

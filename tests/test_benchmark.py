@@ -49,7 +49,7 @@ def _two_rollouts(worker, params):
 def test_usual_actor_makes_the_same_rollouts(config):
   parts = build.make_parts(config())
   state = build.initial_state(parts)
-  policy, pools = conventional.make_policy(parts.network.apply), benchmark_parts.pools_of(parts, 0)
+  policy, pools = conventional.make_policy(parts.network), benchmark_parts.pools_of(parts, 0)
   with contextlib.ExitStack() as stack:
     segment = benchmark_parts.begin(parts, state, 'sync', False, stack, print, lambda: False)
     usual = []

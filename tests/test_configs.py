@@ -1,8 +1,14 @@
-"""The Atari configs are Cleanba's tables 2 and 3, on the protocol of Machado et al."""
+"""Configs are the tables that they name: the Atari ones on the protocol of Machado et al."""
 
 import pytest
 
-from podracer_jit.configs import impala_atari, ppo_atari
+from podracer_jit.configs import (
+    impala_atari,
+    ppo_atari,
+    ppo_mujoco,
+    ppo_mujoco_fast,
+    ppo_pong_envpool,
+)
 
 # 1709.06009, table 2 and section 3; EnvPool's no-ops: 1 is none.
 PROTOCOL = {
@@ -11,6 +17,11 @@ PROTOCOL = {
     'env.max_episode_steps': 108_000 // 4, 'env.reward_clip': True,
     'total_steps': 50_000_000, 'num_minibatches': 4, 'optimizer.anneal': True,
     'loss.discount': 0.99, 'loss.entropy_coef': 0.01, 'scheme': 'cleanba'}
+MUJOCO = {
+    'loss.discount': 0.99, 'loss.gae_lambda': 0.95, 'loss.clip': 0.2, 'loss.entropy_coef': 0.0,
+    'loss.normalise_advantage': True, 'optimizer.name': 'adam', 'optimizer.eps': 1e-5,
+    'optimizer.anneal': True, 'network.hidden': (64, 64), 'network.separate_critic': True,
+    'normalise.obs': True, 'normalise.reward': True, 'normalise.value': False, 'policy': 'auto'}
 CASES = {  # 2310.00036
     'table 3': (impala_atari, {
         'unroll_length': 20, 'num_epochs': 1, 'network.name': 'impala_resnet',
@@ -21,14 +32,31 @@ CASES = {  # 2310.00036
         'unroll_length': 128, 'num_epochs': 4, 'optimizer.name': 'adam',
         'optimizer.learning_rate': 2.5e-4, 'optimizer.eps': 1e-5, 'optimizer.max_grad_norm': 0.5,
         'loss.gae_lambda': 0.95, 'loss.clip': 0.1, 'loss.clip_value': False,
-        'loss.value_coef': 0.5, 'loss.normalise_advantage': True})}
+        'loss.value_coef': 0.5, 'loss.normalise_advantage': True}),
+    # 1707.06347, table 3, with what openai/baselines adds to it (CleanRL's ppo_continuous_action).
+    'one million steps': (ppo_mujoco, MUJOCO | {
+        'total_steps': 1_000_000, 'env.num_envs': 1, 'unroll_length': 2048, 'num_epochs': 10,
+        'num_minibatches': 32, 'optimizer.learning_rate': 3e-4, 'loss.clip_value': True,
+        'loss.value_coef': 0.5, 'optimizer.max_grad_norm': 0.5}),
+    # 2206.10558
+    'table 5': (ppo_mujoco_fast, MUJOCO | {
+        'total_steps': 10_000_000, 'env.num_envs': 64, 'unroll_length': 64, 'num_epochs': 2,
+        'num_minibatches': 4, 'optimizer.learning_rate': 2.95e-3, 'loss.clip_value': False,
+        'loss.value_coef': 1.3, 'optimizer.max_grad_norm': 3.5}),
+    'table 4': (ppo_pong_envpool, {
+        'total_steps': 7_000_000, 'env.num_envs': 64, 'unroll_length': 128, 'num_epochs': 4,
+        'num_minibatches': 4, 'optimizer.name': 'adam', 'optimizer.learning_rate': 2e-3,
+        'optimizer.anneal': False, 'loss.discount': 0.99, 'loss.gae_lambda': 0.95,
+        'loss.clip': 0.1, 'loss.clip_value': False, 'loss.value_coef': 2.24,
+        'loss.entropy_coef': 0.0, 'optimizer.max_grad_norm': 1.13})}
 
 
 @pytest.mark.parametrize('case', CASES)
 def test_is_the_papers_table(case):
   module, expected = CASES[case]
   config = module.get_config()
-  for field, value in (PROTOCOL | expected).items():
+  protocol = PROTOCOL if module in (impala_atari, ppo_atari) else {}
+  for field, value in (protocol | expected).items():
     found = config
     for part in field.split('.'):
       found = found[part]

@@ -252,8 +252,6 @@ def test_what_envpool_itself_refuses_is_an_error_of_that_field(options):
 @pytest.mark.parametrize('task, message', [
     ('IntersectionMultiAgent-v0', 'several players'),
     ('Go9x9-v1', 'several players'),
-    ('Game2048-v1', 'Dict'),
-    ('WalkerWalk-v1', 'Dict'),
     ('FrozenLake-v1', 'Discrete'),
     ('Play2048-v1', 'MultiBinary'),
 ])
@@ -269,17 +267,43 @@ def test_integers_are_good_for_a_float():
 def test_a_spec_says_what_the_learner_will_see():
   spec = envs.make_spec('Pong-v5', dict(img_height=42, stack_num=2, full_action_space=True,
                                         frame_skip=5, max_episode_steps=99))
-  assert spec == envs.EnvSpec('Pong-v5', (2, 42, 84), np.uint8, 18, 5, 99)
+  assert spec == envs.EnvSpec('Pong-v5', (2, 42, 84), np.uint8, 18, (), (), 5, 99)
   assert envs.make_spec('CartPole-v1', {}).frame_skip == 1
   assert envs.make_spec(MUJOCO, {}).obs_dtype == np.float32  # EnvPool says float64
 
 
-def test_continuous_actions_have_no_number_and_no_experiment_yet():
-  assert envs.make_spec(MUJOCO, {}).num_actions == 0
-  config = experiment.config('impala', 'mlp', 'adam')
-  config.env.task = MUJOCO
-  with pytest.raises(ValueError, match=rf'env\.task.*{MUJOCO}.*continuous'):
+def test_continuous_actions_have_bounds_and_no_number():
+  spec = envs.make_spec('Pusher-v4', {})
+  assert spec.num_actions == 0
+  assert spec.action_low == (-2.0,) * 7 and spec.action_high == (2.0,) * 7
+
+
+@pytest.mark.parametrize('task, policy', [
+    (MUJOCO, 'categorical'), ('CartPole-v1', 'gaussian'), (MUJOCO, 'normal')])
+def test_a_policy_that_does_not_fit_the_actions_is_refused(task, policy):
+  config = experiment.config('impala', 'mlp', 'adam', policy=policy)
+  config.env.task = task
+  with pytest.raises(ValueError, match=rf'policy: must be one of auto, .* {task}, got .{policy}'):
     experiment.check(config)
+
+
+def test_dicts_are_laid_end_to_end_by_name():
+  spec = envs.make_spec('WalkerWalk-v1', {})
+  assert spec.obs_shape == (24,) and spec.obs_dtype == np.float32
+  shard, pool = envs.Shard('WalkerWalk-v1', {}, [3, 9]), python_pool('WalkerWalk-v1', [3, 9])
+
+  def flat(obs):
+    parts = [np.reshape(obs[name], (2, -1)) for name in ('height', 'orientations', 'velocity')]
+    return np.concatenate(parts, axis=1).astype(np.float32)
+
+  assert np.array_equal(shard.first_obs, flat(pool.reset()[0]))
+  action = np.random.default_rng(0).uniform(-1, 1, (2, 6))
+  step = jax.jit(lambda handle, a: shard.recv(shard.send(handle, a))[1])
+  made = step(shard.handle, action.astype(np.float32))
+  expected, reward, *_ = pool.step(action.astype(np.float32).astype(np.float64))
+  assert made.obs.dtype == np.float32 and np.array_equal(made.obs, flat(expected))
+  assert np.array_equal(made.reward, reward.astype(np.float32))
+  shard.close()
 
 
 def test_a_spec_starts_no_environment():

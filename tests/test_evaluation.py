@@ -14,8 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podracer_jit import build, checkpoint, envs, evaluation, experiment, placement, video
-from tests.runs import QUICK
+from podracer_jit import (
+    build,
+    checkpoint,
+    envs,
+    evaluation,
+    experiment,
+    placement,
+    policies,
+    video,
+)
+from tests.runs import QUICK, by_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / 'scripts' / 'evaluate.py'
@@ -36,8 +45,10 @@ def _always(action, num_actions):
 
 
 def _agent(task, apply, **options):
-  return evaluation.Agent(task, options, evaluation.greedy(apply), (), jax.devices()[0],
-                          threads=2, update=0, steps=0)
+  actions = envs.make_spec(task, options).num_actions if task != 'Odd-v0' else 2
+  return evaluation.greedy(evaluation.Agent(
+      task, options, by_rows(apply), lambda num_envs: (), policies.categorical(actions), (),
+      jax.devices()[0], threads=2, update=0, steps=0))
 
 
 def _pool(task, seeds, **options):
@@ -53,7 +64,8 @@ def _episodes(task, seed, count, act, **options):
     obs, _ = pool.reset() if not found else pool.step(np.zeros(1, np.int32))[::4]
     episode_return, length, ended = 0.0, 0, False
     while not ended:
-      obs, reward, terminated, truncated, info = pool.step(np.array([act(obs[0])], np.int32))
+      action = np.array([act(obs[0], length)], np.int32)
+      obs, reward, terminated, truncated, info = pool.step(action)
       ended = bool(info['terminated'][0] if 'lives' in info else terminated[0])
       ended |= bool(truncated[0])
       episode_return += float(info.get('reward', reward)[0])
@@ -150,9 +162,25 @@ def test_counts_the_first_episodes_of_each_environment(num_episodes, num_envs):
   expected = []
   for i, seed in enumerate(evaluation.seeds(3, num_envs)):
     count = len(range(i, num_episodes, num_envs))
-    expected += _episodes('CartPole-v1', seed, count, lambda obs: int(obs[2] > 0),
+    expected += _episodes('CartPole-v1', seed, count, lambda obs, t: int(obs[2] > 0),
                           max_episode_steps=limit)
   assert len(expected) == num_episodes
+  assert list(zip(*played, strict=True)) == expected
+  assert len(set(played.lengths)) > 1
+
+
+def test_a_recurrent_policy_remembers_until_the_episode_ends():
+  """It counts its steps and pushes by turns: left first in every episode."""
+  def apply(params, obs, core, valid):
+    del params
+    push = jax.nn.one_hot(core[None, :, 0].astype(int) % 2, 2)
+    return push, jnp.zeros(obs.shape[:2]), jnp.where(valid[0][:, None], core + 1, 0)
+
+  agent = _agent('CartPole-v1', None)._replace(
+      apply=apply, initial_core=lambda num_envs: jnp.zeros((num_envs, 1)))
+  played = evaluation.play(agent, 12, 4, seed=3, max_steps=500)
+  expected = [episode for seed in evaluation.seeds(3, 4)
+              for episode in _episodes('CartPole-v1', seed, 3, lambda obs, t: t % 2)]
   assert list(zip(*played, strict=True)) == expected
   assert len(set(played.lengths)) > 1
 
@@ -167,12 +195,12 @@ def test_games_are_whole_and_rewards_unclipped(tmp_path):
   _save(tmp_path, config, 1)
   agent = evaluation.restore(tmp_path, evaluation.read_config(tmp_path))
   assert agent.options['repeat_action_probability'] == 0.25
-  agent = agent._replace(apply=evaluation.greedy(_always(1, 6)))
+  agent = evaluation.greedy(agent._replace(apply=by_rows(_always(1, 6))))
   played = evaluation.play(agent, 2, 2, seed=0, max_steps=30_000)
   expected = []
   for seed in evaluation.seeds(0, 2):
-    expected += _episodes('SpaceInvaders-v5', seed, 1, lambda obs: 1, img_height=42, img_width=42,
-                          repeat_action_probability=0.25)
+    expected += _episodes('SpaceInvaders-v5', seed, 1, lambda obs, t: 1, img_height=42,
+                          img_width=42, repeat_action_probability=0.25)
   assert list(zip(*played, strict=True)) == expected
 
 
@@ -180,7 +208,7 @@ def test_actions_are_sampled_unless_greedy():
   """Logits 0 and 1: the greedy policy always pushes right and falls in 8 to 10 steps."""
   right = _always(1, 2)
   agent = _agent('CartPole-v1', right)
-  sampling = agent._replace(apply=right)
+  sampling = agent._replace(policy=policies.categorical(2))
   greedy = evaluation.play(agent, 8, 8, seed=0, max_steps=500)
   sampled = evaluation.play(sampling, 8, 8, seed=0, max_steps=500)
   assert all(8 <= length <= 10 for length in greedy.lengths)
@@ -266,7 +294,7 @@ def _workdir(tmp, kind):
     _save(tmp, _catch_config())
   elif kind == 'of other parameters':
     _save(tmp, _catch_config(), 1)
-    _edit(tmp, network=dict(name='mlp', hidden=[5]))
+    _edit(tmp, network=_catch_config().to_dict()['network'] | {'hidden': [5]})
   return tmp
 
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.testing import assert_array_equal
 
 from podracer_jit import placement
-from podracer_jit.handoff import Closed, DoubleBuffer, Stamped
+from podracer_jit.handoff import Arrival, Closed, DoubleBuffer, HandOff, Latest, Stamped
 
 HANG_S = 60  # a guard: nothing here takes so long
 
@@ -172,7 +172,57 @@ def test_a_value_is_dropped_once_it_was_given():
   primed = Large()
   handoff.prime(Stamped(primed, 0))
   handoff.get()
-  assert handoff._primed is None and not handoff._slot
+  assert handoff._primed is None and not handoff._slots
+
+
+# Without an order.
+
+
+def test_arrivals_are_taken_in_the_order_they_came_whoever_made_them():
+  handoff = Arrival('gradients', 3)
+  for producer, version in ((1, 10), (0, 20), (1, 11)):
+    Side(lambda p=producer, v=version: handoff.put(Stamped(p, v))).end()
+  assert not handoff.can_put()
+  late = Side(lambda: numbers(handoff, 1))
+  assert late.blocks()
+  taken = [Side(handoff.get).end() for _ in range(4)]
+  late.end()
+  assert taken == [(1, 10), (0, 20), (1, 11), (10, 1)]
+  assert Side(handoff.get).blocks()
+
+
+def test_arrivals_that_were_put_survive_a_close_and_not_a_failure():
+  handoff = Arrival('gradients', 2)
+  numbers(handoff, 1)
+  handoff.close()
+  assert handoff.can_get() and handoff.can_put()
+  assert versions(handoff, 1) == [1]
+  with pytest.raises(Closed, match='gradients'):
+    versions(handoff, 1)
+  with pytest.raises(Closed):
+    numbers(handoff, 1)
+  handoff = Arrival('gradients', 2)
+  numbers(handoff, 1)
+  handoff.fail()
+  with pytest.raises(Closed):
+    versions(handoff, 1)
+
+
+def test_the_latest_is_given_again_and_again_and_never_waited_for():
+  moved = []
+  handoff = Latest('parameters', transfer=lambda value: moved.append(value) or value)
+  early = Side(handoff.get)
+  assert early.blocks() and not handoff.can_get()
+  handoff.prime(Stamped(0, 0))
+  early.end()
+  assert versions(handoff, 2) == [0, 0]
+  numbers(handoff, 3)
+  assert handoff.can_put() and moved == [0, 10, 20, 30]
+  assert versions(handoff, 3) == [3, 3, 3]
+  handoff.close()
+  numbers(handoff, 1, first=4)  # nobody will read it: that is no error of the producer's
+  with pytest.raises(Closed, match='parameters'):
+    versions(handoff, 1)
 
 
 # How it ends.
@@ -210,10 +260,13 @@ def test_fail_does_not(lag):
     Side(lambda: numbers(handoff, 1)).end()
 
 
-@pytest.mark.parametrize('end', [DoubleBuffer.close, DoubleBuffer.fail])
-@pytest.mark.parametrize('side', ['get', 'put'])
-def test_a_blocked_wait_ends_from_another_thread(end, side):
-  handoff = DoubleBuffer('rollouts', 5)
+@pytest.mark.parametrize('end', [HandOff.close, HandOff.fail])
+@pytest.mark.parametrize('make, side', [
+    (lambda: DoubleBuffer('rollouts', 5), 'get'), (lambda: DoubleBuffer('rollouts', 5), 'put'),
+    (lambda: Arrival('rollouts', 1), 'get'), (lambda: Arrival('rollouts', 1), 'put'),
+    (lambda: Latest('rollouts'), 'get')])
+def test_a_blocked_wait_ends_from_another_thread(end, make, side):
+  handoff = make()
   if side == 'get':
     waiting = Side(handoff.get)
   else:

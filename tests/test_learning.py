@@ -1,6 +1,6 @@
 """Agents learn: real configs, three seeds each, thresholds that a broken agent misses.
 
-Random play: Catch -0.6 of 1, CartPole 22 of 500.
+Random play: Catch -0.6 of 1, CartPole 22 of 500, the pendulum 6 of 1000.
 """
 
 import collections
@@ -10,26 +10,37 @@ import jax
 import pytest
 
 from podracer_jit import build, loops
-from podracer_jit.configs import impala_cartpole, impala_catch, ppo_cartpole
+from podracer_jit.configs import impala_cartpole, impala_catch, ppo_cartpole, ppo_mujoco
+from tests.runs import changed
 
+TWO_WORKERS = dict(num_shards=2, num_grad_shards=2, placement__actor_devices=(0, 0))
 CASES = {
-    'impala_catch': (impala_catch, 0.8),
-    'ppo_cartpole': (ppo_cartpole, 400.0),
-    'impala_cartpole': (impala_cartpole, 400.0),
+    'impala_catch': (impala_catch, {}, 0.8),
+    'ppo_cartpole': (ppo_cartpole, {}, 400.0),
+    'impala_cartpole': (impala_cartpole, {}, 400.0),
+    'dppo_async_cartpole': (ppo_cartpole, dict(
+        TWO_WORKERS, scheme='dppo_async', placement__learner_devices=(0, 0),
+        total_steps=150_000), 400.0),
+    'rapid_async_cartpole': (ppo_cartpole, dict(
+        TWO_WORKERS, scheme='rapid_async', placement__learner_devices=(0, 0),
+        total_steps=200_000), 400.0),
+    'late_ppo_cartpole': (ppo_cartpole, dict(
+        TWO_WORKERS, scheme='impala', loss__vtrace=True), 400.0),
+    'ppo_pendulum': (ppo_mujoco, dict(env__task='InvertedPendulum-v4', total_steps=60_000), 350.0),
 }
 
 
 @functools.cache
-def _parts(module):
+def _parts(name):
   """Compiled once for all seeds."""
-  return build.make_parts(module.get_config().to_dict())
+  module, fields, _ = CASES[name]
+  return build.make_parts(changed(module.get_config().to_dict(), **fields))
 
 
 @pytest.mark.parametrize('seed', [1, 2, 3])
 @pytest.mark.parametrize('name', CASES)
 def test_learns(name, seed):
-  module, threshold = CASES[name]
-  parts = _parts(module)
+  threshold, parts = CASES[name][-1], _parts(name)
   parts = parts._replace(config=parts.config | {'seed': seed})
   returns = collections.deque(maxlen=100)
 

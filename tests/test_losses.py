@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import losses
-from podracer_jit.losses import categorical
+from podracer_jit import losses, policies
 from tests import reference
 
 ACTIONS = 4
+POLICY = policies.categorical(ACTIONS)
 DISCOUNT = 0.9
 # carried: the sequence begins with an invalid row; ends_last: an episode ends with its last row.
 CASES = [dict(seed=s, carried=s % 2 == 1, ends_last=s % 4 > 1) for s in range(8)]
@@ -29,13 +29,15 @@ DEFAULTS = dict(vtrace_lambda=1.0, clip_rho=1.0, clip_pg_rho=1.0, baseline_coef=
 @functools.cache
 def _impala(**options):
   """Jitted (logits, value, *rest) -> (loss, terms), gradients; one for each set of options."""
-  loss = functools.partial(losses.impala_loss, **options)
+  def loss(logits, *rest):
+    return losses.impala_loss(logits, *rest, policies.categorical(logits.shape[-1]), **options)
   return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
 
 @functools.cache
 def _ppo(**options):
-  loss = functools.partial(losses.ppo_loss, **options)
+  def loss(logits, *rest):
+    return losses.ppo_loss(logits, *rest, policies.categorical(logits.shape[-1]), **options)
   return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
 
@@ -327,17 +329,19 @@ def test_categorical():
   logits = np.array([[0.0, 1.0, -2.0], [1e4, 0.0, 3.0], [5.0, 5.0, 5.0]])
   action = np.array([2, 0, 1])
   expected = [reference.log_softmax(x)[a] for x, a in zip(logits, action, strict=True)]
-  assert_allclose(categorical.log_prob(jnp.float32(logits), action), expected, rtol=1e-6)
+  assert_allclose(POLICY.log_prob(jnp.float32(logits), action), expected, rtol=1e-6)
   expected = [reference.entropy(logits[0]), 0.0, np.log(3)]
-  assert_allclose(categorical.entropy(jnp.float32(logits)), expected, rtol=1e-6)
+  assert_allclose(POLICY.entropy(jnp.float32(logits)), expected, rtol=1e-6)
 
 
 STEPS = 5
 ROW, FLAG, ACTION = np.zeros(STEPS, np.float32), np.ones(STEPS, bool), np.zeros(STEPS, np.int32)
 VALUE, LOGITS = np.zeros(STEPS + 1, np.float32), np.zeros((STEPS, ACTIONS), np.float32)
 ARGUMENTS = {
-    losses.impala_loss: [LOGITS, VALUE, ACTION, ROW, ROW, ROW, FLAG],
-    losses.ppo_loss: [LOGITS, ROW, ACTION, ROW, ROW, ROW, ROW, FLAG],
+    functools.partial(losses.impala_loss, policy=POLICY): [
+        LOGITS, VALUE, ACTION, ROW, ROW, ROW, FLAG],
+    functools.partial(losses.ppo_loss, policy=POLICY): [
+        LOGITS, ROW, ACTION, ROW, ROW, ROW, ROW, FLAG],
     functools.partial(losses.gae, gae_lambda=0.9): [VALUE, ROW, ROW, FLAG],
 }
 
@@ -353,3 +357,27 @@ def test_wrong_shapes_raise(loss, arguments):
     for wrong in (batch[i], right[:-1], right[:1]):
       with pytest.raises(AssertionError):
         jax.eval_shape(loss, *arguments[:i], wrong, *arguments[i + 1:])
+
+
+@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('trace_lambda', [1.0, 0.7])
+def test_vtrace_for_ppo(case, trace_lambda):
+  """The advantage has no importance weight of its own: PPO's ratio is that."""
+  x = Sequence(**case)
+  targets, weighted = reference.vtrace(x.value, x.reward, x.ratio, DISCOUNT, x.ends, trace_lambda)
+  rho = np.where(x.valid, x.ratio, 0.0)
+  advantage, value_target = jax.jit(losses.vtrace)(
+      np.float32(x.value), np.float32(x.reward), np.float32(DISCOUNT * ~x.terminated),
+      np.float32(rho), trace_lambda)
+  rows = x.valid
+  assert_allclose(value_target[rows], targets[rows], rtol=1e-4, atol=1e-5)
+  assert_allclose(advantage[rows], weighted[rows] / np.minimum(1.0, x.ratio[rows]), rtol=1e-4,
+                  atol=1e-5)
+
+
+def test_vtrace_for_ppo_is_gae_on_policy():
+  x = Sequence(3)
+  args = [np.float32(a) for a in (x.value, x.reward, DISCOUNT * ~x.terminated)]
+  advantage, _ = losses.vtrace(*args, np.float32(x.valid), 0.9)
+  expected = _gae(*args, x.terminated | x.truncated, 0.9)
+  assert_allclose(advantage[x.valid], expected[x.valid], rtol=1e-4, atol=1e-5)

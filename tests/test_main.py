@@ -1,6 +1,7 @@
 """The binary, as a person uses it: real processes, real files, real signals."""
 
 import functools
+import itertools
 import json
 import random
 import signal
@@ -49,12 +50,17 @@ def receipts(workdir):
     ([CATCH, '--config.env.frame_skp=3'], 'env.frame_skp: not an option of Catch-v0'),
     ([CATCH, '--config.env.task=Pong-v5', '--config.env.noop_max=0'], 'env.noop_max'),
     ([CATCH, '--config.env.task=Pong-v5', '--config.env.frame_skip=a'], 'env.frame_skip: must be'),
-    ([CATCH, '--config.env.task=HalfCheetah-v4'], 'continuous'),
-    ([CATCH, '--config.env.task=WalkerWalk-v1'], 'Dict'),
+    ([CATCH, '--config.env.task=HalfCheetah-v4', '--config.policy=categorical'], 'policy: must'),
+    ([CATCH, '--config.env.task=FrozenLake-v1'], 'Discrete'),
     ([CATCH, '--config.env.num_envs=33'], '33 items'),
     ([CATCH, '--config.num_grad_shards=3'], '32 environments cannot be split evenly'),
     ([CATCH, '--config.num_minibatches=5'], '5 minibatches'),
     ([CATCH, '--config.network.name=nature_cnn'], 'network.'),
+    ([CATCH, '--config.scheme=impala', '--repeat=x'], '--repeat: impala takes things as they come'),
+    ([CATCH, '--config.network.core=rnn'], "network.core: must be none, gru, lstm, got 'rnn'"),
+    ([CATCH, '--config.network.core=gru', '--config.network.separate_critic=True'],
+     'network.separate_critic: the critic would not remember'),
+    ([CATCH, '--config.normalise.value=True'], 'normalise.value: only ppo knows it, not impala'),
     ([CATCH, '--config.loss.discount=1.5'], 'loss.discount: must be between 0 and 1, got 1.5'),
     ([CATCH, '--config.loss.baseline_coef=nan'], 'loss.baseline_coef: must be between 0 and inf'),
     ([CATCH, '--config.optimizer.b2=2'], 'optimizer.b2: must be between 0 and 1, got 2'),
@@ -159,8 +165,12 @@ def test_trains_and_leaves_a_whole_workdir(tmp_path):
 RUNS = {
     'cleanba impala': [CATCH, '--config.checkpoint.every_updates=3',
                        '--config.log.tensorboard=False'],
-    'fused ppo': ['--config=configs/ppo_cartpole.py:smoke', '--config.total_steps=8500',
-                  '--config.checkpoint.every_updates=5', '--config.log.tensorboard=False']}
+    # With all that a train state can hold: moments, and a rate that follows the policy.
+    'fused ppo': ['--config=configs/ppo_mujoco_fast.py', '--config.env.task=InvertedPendulum-v4',
+                  '--config.env.num_envs=16', '--config.normalise.value=True',
+                  '--config.optimizer.kl_target=0.01', '--config.optimizer.anneal=False',
+                  '--config.total_steps=8500', '--config.checkpoint.every_updates=5',
+                  '--config.log.tensorboard=False']}
 
 
 @pytest.fixture(scope='module')
@@ -229,6 +239,31 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
   assert (tmp_path / 'checkpoints' / str(len(updates))).is_dir()
 
 
+@pytest.mark.parametrize('scheme', ['rapid_async', 'impala'])
+def test_a_run_without_an_order_is_saved_and_goes_on(scheme, tmp_path):
+  args = ['--config=configs/ppo_cartpole.py', f'--config.scheme={scheme}', f'--workdir={tmp_path}',
+          '--config.num_shards=2', '--config.num_grad_shards=2', '--config.log.tensorboard=False',
+          '--config.placement.actor_devices=(0,0)', '--config.checkpoint.every_updates=3']
+  if scheme != 'impala':
+    args.append('--config.placement.learner_devices=(0,0)')
+  done = 0
+  for _ in range(2):
+    process = subprocess.Popen(command(*args, '--config.total_steps=400000'), env=QUICK, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    path = tmp_path / 'metrics.jsonl'
+    while not path.exists() or len(path.read_text().splitlines()) < done + 5:
+      assert process.poll() is None, process.communicate()[1]
+      time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and 'the same command goes on' in out, errors
+    assert not done or f'going on from update {done} ' in out
+    found = lines(path)
+    done = len(found)
+    assert [x['update'] for x in found] == list(range(1, done + 1))
+    assert all(a['steps'] < b['steps'] for a, b in itertools.pairwise(found))
+
+
 def test_a_finished_run_only_says_so(whole):
   workdir = whole('cleanba impala')
   before = (workdir / 'receipts.jsonl').read_text()
@@ -259,8 +294,8 @@ def test_profile_dir_gets_a_trace_with_named_regions(tmp_path):
 def test_a_thread_that_cannot_be_ended_does_not_keep_the_process(tmp_path):
   """The learner fails while an actor hangs in its program, as in EnvPool's receive."""
   script = ("""import functools, sys, time
-from podracer_jit import build, loops, main, rollouts
-load, learn = rollouts.Pools.load, build._learner
+from podracer_jit import graphs, loops, main, rollouts
+load, wire = rollouts.Pools.load, graphs.wire
 def hanging(self, *a, **k):
   program, calls = load(self, *a, **k), []
   def call(*args):
@@ -269,15 +304,16 @@ def hanging(self, *a, **k):
     return program(*args)
   return call
 def failing(*a):
-  worker, calls = learn(*a), []
+  segment, calls = wire(*a), []
+  *actors, worker, writer = segment.workers
   def fire(*args):
     calls.append(1)
     if len(calls) == 3:
       time.sleep(1)
       raise ValueError("the learner has failed")
     return worker.fire(*args)
-  return worker._replace(fire=fire)
-rollouts.Pools.load, build._learner = hanging, failing
+  return segment._replace(workers=[*actors, worker._replace(fire=fire), writer])
+rollouts.Pools.load, graphs.wire = hanging, failing
 loops.run = functools.partial(loops.run, grace_s=1.0)
 sys.exit(main.main(sys.argv))""")
   result = subprocess.run([sys.executable, '-P', '-c', script, CATCH, f'--workdir={tmp_path}'],

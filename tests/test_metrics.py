@@ -13,7 +13,7 @@ from podracer_jit.progress import Progress, bottleneck
 from podracer_jit.types import Episodes
 
 
-def report(updates, lag=0, valid=6):
+def report(updates, cgd=1.5, valid=6):
   """Rows 2 x envs 2 of each update; one episode of return `update` ends in the last row."""
   n = len(updates)
   ended = np.zeros((n, 2, 2), bool)
@@ -23,20 +23,20 @@ def report(updates, lag=0, valid=6):
   return Report(dict(
       update=np.array(updates), steps=np.array(updates) * valid, valid=np.full(n, valid),
       batch=np.zeros((n, 2), np.uint32), params=np.ones((n, 2), np.uint32), episodes=episodes,
-      entropy=np.full(n, 0.5, np.float32)), n, (lag,) * n)
+      entropy=np.full(n, 0.5, np.float32)), n, (cgd,) * n, (0.25,) * n)
 
 
 def meter(window=2, waits=lambda: Waits(0.0, 0.0), past=None):
-  return Meter(window, gradient_steps=4, frame_skip=4, waits=waits, past=past or {})
+  return Meter(window, frame_skip=4, waits=waits, past=past or {})
 
 
 def test_records_count_episodes_frames_and_delays():
   m = meter()
-  records = [r for r, _ in m.records(report([1, 2, 3], lag=1))]
+  records = [r for r, _ in m.records(report([1, 2, 3], cgd=5.5))]
   assert [r['episode_return'] for r in records] == [1.0, 1.5, 2.5]  # window of two
   assert records[-1]['episodes'] == 3 and records[-1]['episode_length'] == 7.0
   assert records[-1]['frames'] == 4 * records[-1]['steps'] == 4 * 18
-  assert records[0]['cgd'] == 4 + 1.5 and records[0]['gud'] == 0.0
+  assert records[0]['cgd'] == 5.5 and records[0]['gud'] == 0.25
   assert records[0]['entropy'] == 0.5
   (_, receipt), = m.records(report([4]))
   assert receipt == dict(update=4, batch='0' * 16, params='0000000100000001')
@@ -93,7 +93,7 @@ def test_bottleneck_in_words(actor, learner, words):
 
 
 RECORD = dict(update=1, steps=50, frames=200, sps=10.0, episode_return=3.0, episode_length=9.0,
-              episodes=4, actor_wait_s=0.0, learner_wait_s=0.0)
+              episodes=4, actor_wait_s=0.0, learner_wait_s=0.0, cgd=5.5, gud=0.25)
 CONFIG = dict(total_steps=100, scheme='sync', log=dict(every_seconds=1e-9))
 
 
@@ -108,7 +108,7 @@ def test_progress_shows_what_matters(terminal, monkeypatch):
     progress.show(dict(RECORD))
     progress.show(dict(RECORD, steps=60, frames=240, actor_wait_s=0.9))
   text = out.getvalue()
-  for part in ('60 of 100', '240', 'SPS', '3.00 (length 9, 4 episodes)',
+  for part in ('60 of 100', '240', 'SPS', '3.00 (length 9, 4 episodes)', 'CGD 5.5, GUD 0.2',
                'learner is the bottleneck'):
     assert part in text
   assert ('a title' in text) == terminal

@@ -10,9 +10,16 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit import networks
+from podracer_jit.policies import categorical
 
 FRAMES = jax.ShapeDtypeStruct((5, 4, 84, 84), np.uint8)
 VECTORS = jax.ShapeDtypeStruct((5, 3, 7), np.float32)
+
+
+def _of_rows(network, params, obs):
+  """dist and value of rows [N, ...]."""
+  dist, value, _ = network.apply(params, obs[None])
+  return dist[0], value[0]
 
 
 def _dense(fan_in, out):
@@ -34,11 +41,11 @@ MLP = _dense(3 * 7, 64) + _dense(64, 32) + _dense(32, 6) + _dense(32, 1)
     ('impala_resnet', dict(channels=(16, 32, 32), hidden=256), FRAMES, RESNET),
     ('mlp', dict(hidden=(64, 32)), VECTORS, MLP)])
 def test_shapes_and_parameter_counts(name, sizes, obs, count):
-  network = networks.make(name, 6, **sizes)
-  params = jax.eval_shape(network.init, jax.random.key(0), obs)
+  network = networks.make(name, categorical(6), **sizes)
+  params = jax.eval_shape(lambda key, obs: network.init(key, obs[None]), jax.random.key(0), obs)
   assert sum(x.size for x in jax.tree.leaves(params)) == count
   assert all(x.dtype == np.float32 for x in jax.tree.leaves(params))
-  logits, value = jax.eval_shape(network.apply, params, obs)
+  logits, value = jax.eval_shape(lambda *args: _of_rows(network, *args), params, obs)
   assert (logits.shape, logits.dtype) == ((5, 6), np.float32)
   assert (value.shape, value.dtype) == ((5,), np.float32)
 
@@ -114,10 +121,10 @@ def _pool_same(x):
 
 def test_impala_resnet_as_in_the_paper():
   """1802.01561, figure 3: convolution, pooling, blocks; at the end a rectifier, a dense layer."""
-  network = networks.make('impala_resnet', 2, channels=(2, 3), blocks=1, hidden=4)
+  network = networks.make('impala_resnet', categorical(2), channels=(2, 3), blocks=1, hidden=4)
   rng = np.random.default_rng(0)
   obs = rng.integers(256, size=(1, 2, 5, 9)).astype(np.uint8)
-  shapes = jax.eval_shape(network.init, jax.random.key(0), obs)
+  shapes = jax.eval_shape(network.init, jax.random.key(0), obs[None])
   params = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)
 
   torso = params['params']['torso']
@@ -131,19 +138,19 @@ def test_impala_resnet_as_in_the_paper():
     x = x + y
   x = np.maximum(x, 0).reshape(-1)
   x = np.maximum(x @ torso['Dense_0']['kernel'] + torso['Dense_0']['bias'], 0)
-  logits, value = network.apply(params, obs)
+  logits, value = _of_rows(network, params, obs)
   heads = params['params']
   assert_allclose(logits[0], x @ heads['policy']['kernel'] + heads['policy']['bias'], rtol=1e-4)
   assert_allclose(value, x @ heads['value']['kernel'] + heads['value']['bias'], rtol=1e-4)
 
 
 def test_mlp_by_hand():
-  network = networks.make('mlp', 2, hidden=(1,))
+  network = networks.make('mlp', categorical(2), hidden=(1,))
   heads = {'policy': {'kernel': np.float32([[1, -1]]), 'bias': np.float32([0, 3])},
            'value': {'kernel': np.float32([[10]]), 'bias': np.float32([0.5])}}
   torso = {'Dense_0': {'kernel': np.float32([[1], [2], [0.25]]), 'bias': np.float32([-1])}}
   for obs in (np.int32([[[1], [0], [2]]]), np.float32([[[1], [0], [2]]])):
-    logits, value = network.apply({'params': {'torso': torso, **heads}}, obs)
+    logits, value = _of_rows(network, {'params': {'torso': torso, **heads}}, obs)
     y = np.tanh(0.5)  # 1 + 0 + 0.5 - 1
     assert_allclose(logits, [[y, 3 - y]], rtol=1e-6)
     assert_allclose(value, [10 * y + 0.5], rtol=1e-6)
@@ -152,11 +159,11 @@ def test_mlp_by_hand():
 @pytest.mark.parametrize('name', networks.IMAGE_TORSOS)
 def test_gradients_stay_in_the_layout_that_loops_run_fast(name):
   """Autodiff's own gradients are 15 to 50 times slower inside XLA's CPU loops."""
-  network = networks.make(name, 6)
-  params = jax.eval_shape(network.init, jax.random.key(0), FRAMES)
+  network = networks.make(name, categorical(6))
+  params = jax.eval_shape(lambda key, obs: network.init(key, obs[None]), jax.random.key(0), FRAMES)
 
   def loss(params, obs):
-    return sum(jnp.sum(x) for x in network.apply(params, obs))
+    return sum(jnp.sum(x) for x in _of_rows(network, params, obs))
 
   program = str(jax.make_jaxpr(jax.grad(loss))(params, FRAMES))
   layouts = re.findall(r'dimension_numbers=ConvDimensionNumbers\((.*?)\)\s', program, re.DOTALL)
@@ -171,9 +178,9 @@ def test_centred_observations_do_not_tell_how_bright_it_is():
   dark = np.random.default_rng(0).integers(0, 200, (3, 2, 20, 20)).astype(np.uint8)
   sizes = dict(channels=(4, 8), kernels=(4, 3), strides=(2, 1), hidden=16)
   for centre in (True, False):
-    network = networks.make('nature_cnn', 6, centre=centre, **sizes)
-    params = network.init(jax.random.key(0), dark)
-    outputs = [jnp.concatenate([x.ravel() for x in network.apply(params, obs)])
+    network = networks.make('nature_cnn', categorical(6), centre=centre, **sizes)
+    params = network.init(jax.random.key(0), dark[None])
+    outputs = [jnp.concatenate([x.ravel() for x in _of_rows(network, params, obs)])
                for obs in (dark, dark + np.uint8(50))]
     assert np.allclose(*outputs, rtol=1e-4, atol=1e-5) == centre
 
@@ -187,3 +194,30 @@ def test_orthogonal_weights_are_those_of_qr(shape):
   matrix = ours.reshape(-1, shape[-1]).astype(np.float64)
   gram = matrix @ matrix.T if len(matrix) < shape[-1] else matrix.T @ matrix
   np.testing.assert_allclose(gram, 2.25 * np.eye(len(gram)), atol=1e-5)
+
+
+def test_a_fixup_block_begins_as_the_identity_and_its_first_weights_are_small():
+  x = np.random.default_rng(0).normal(size=(2, 9, 9, 32)).astype(np.float32)
+  block = networks.FixupBlock(branches=6)
+  params = block.init(jax.random.key(0), x)
+  assert_array_equal(block.apply(params, x), x)
+  weights = params['params']
+  deviation = np.sqrt(2 / (9 * 32)) / np.sqrt(6)
+  assert_allclose(np.std(weights['Conv_0']['kernel']), deviation, rtol=0.05)
+  assert_array_equal(weights['Conv_1']['kernel'], 0)
+  names = {f'bias_{i}': 0.0 for i in range(5)} | {'scale': 1.0}
+  assert {k: v for k, v in weights.items() if 'Conv' not in k} == names
+
+
+def test_a_fixup_block_by_hand():
+  """One pixel: only the centres of the kernels, 2 and 3, see it."""
+  centre = np.zeros((2, 3, 3, 1, 1), np.float32)
+  centre[:, 1, 1] = np.float32([[[2]], [[3]]])
+  params = {'params': {
+      'Conv_0': {'kernel': centre[0], 'bias': np.zeros(1, np.float32)},
+      'Conv_1': {'kernel': centre[1], 'bias': np.zeros(1, np.float32)},
+      'bias_0': 0.5, 'bias_1': -1.0, 'bias_2': 4.0, 'bias_3': 0.25, 'bias_4': 10.0, 'scale': 2.0}}
+  y = 2 * (max(1.0 + 0.5, 0) - 1)
+  y = 3 * (max(y + 4, 0) + 0.25)
+  assert_allclose(networks.FixupBlock(1).apply(params, np.ones((1, 1, 1, 1), np.float32)),
+                  [[[[1 + 2 * y + 10]]]])

@@ -10,21 +10,23 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import build, networks, objectives, ops, receipts
+from podracer_jit import exact, networks, objectives, ops, optimizers, receipts
+from podracer_jit.policies import categorical
 from podracer_jit.types import Episodes, Rollout, TrainState
 from tests import reference
 
 ACTIONS = 3
+POLICY = categorical(ACTIONS)
 DISCOUNT = 0.9
 OPTIONS = {
     'impala': dict(discount=DISCOUNT, vtrace_lambda=0.9, clip_rho=1.0, clip_pg_rho=1.0,
                    baseline_coef=0.5, entropy_coef=0.05),
     'ppo': dict(discount=DISCOUNT, gae_lambda=0.8, clip=0.1, clip_value=True, value_coef=0.5,
-                entropy_coef=0.05, normalise_advantage=True),
+                entropy_coef=0.05, normalise_advantage=True, vtrace=False),
 }
-RMSPROP = dict(name='rmsprop', decay=0.99, eps=0.01, max_grad_norm=40.0)
-ADAM = dict(name='adam', b1=0.9, b2=0.999, eps=1e-5, max_grad_norm=40.0)
-BY_ENV = PartitionSpec(None, ops.AXIS)
+RMSPROP = dict(name='rmsprop', decay=0.99, eps=0.01, max_grad_norm=40.0, kl_target=0.0)
+ADAM = dict(name='adam', b1=0.9, b2=0.999, eps=1e-5, max_grad_norm=40.0, kl_target=0.0)
+BY_ENV = PartitionSpec(None, exact.AXIS)
 
 
 def make_rollout(seed, steps, num_envs, obs_shape=(5,), dtype=np.float32):
@@ -49,12 +51,12 @@ def make_rollout(seed, steps, num_envs, obs_shape=(5,), dtype=np.float32):
 
 
 def make_network(name='mlp', **sizes):
-  return networks.make(name, ACTIONS, **sizes)
+  return networks.make(name, POLICY, **sizes)
 
 
 def make_params(network, obs, seed=0):
   """Weights large enough to matter in every layer, biases too."""
-  shapes = jax.eval_shape(network.init, jax.random.key(0), obs[0][:1])
+  shapes = jax.eval_shape(network.init, jax.random.key(0), obs[:1])
   rng = np.random.default_rng(seed)
   return jax.tree.map(
       lambda s: rng.normal(size=s.shape, scale=1 / np.sqrt(s.shape[0] + 1)).astype(np.float32),
@@ -72,7 +74,7 @@ def test_pairwise_sum_has_one_order():
       1: a, 2: a + b, 3: (a + b) + c, 4: (a + b) + (c + d), 5: ((a + b) + (c + d)) + e,
       6: ((a + b) + (c + d)) + (e + f), 7: ((a + b) + (c + d)) + ((e + f) + g)}
   for count, total in expected.items():
-    assert_array_equal(jax.jit(ops.pairwise_sum)(x[:count]), total)
+    assert_array_equal(jax.jit(exact.pairwise_sum)(x[:count]), total)
   for other in (functools.reduce(np.add, x), functools.reduce(np.add, x[::-1])):
     assert (other != expected[7]).any()  # the numbers tell orders apart
 
@@ -157,20 +159,18 @@ def _ppo_expected(params, rollout, items, group_envs, targets):
 
 
 def _outputs(params, obs):
-  logits, value = NETWORK.apply(params, obs.reshape(-1, *obs.shape[2:]))
-  return (np.array(logits, np.float64).reshape(*obs.shape[:2], -1),
-          np.array(value, np.float64).reshape(obs.shape[:2]))
+  logits, value, _ = NETWORK.apply(params, obs)
+  return np.array(logits, np.float64), np.array(value, np.float64)
 
 
 def _pull_back(params, obs, by_logits, by_value):
   """From the outputs' gradients to the parameters': one pass of autodiff over the network alone."""
-  _, pull_back = jax.vjp(lambda p: NETWORK.apply(p, obs.reshape(-1, *obs.shape[2:])), params)
-  return pull_back((by_logits.reshape(-1, ACTIONS).astype(np.float32),
-                    by_value.reshape(-1).astype(np.float32)))[0]
+  _, pull_back = jax.vjp(lambda p: NETWORK.apply(p, obs)[:2], params)
+  return pull_back((by_logits.astype(np.float32), by_value.astype(np.float32)))[0]
 
 
 def _gradient(name, sizes, unroll_length):
-  objective = objectives.OBJECTIVES[name](NETWORK.apply, unroll_length, OPTIONS[name])
+  objective = objectives.OBJECTIVES[name](NETWORK.apply, POLICY, unroll_length, OPTIONS[name])
   return objective, jax.jit(ops.make_gradient(objective, sizes, 1))
 
 
@@ -245,7 +245,7 @@ def test_invalid_rows_do_not_matter(name):
 
 
 def on_mesh(function, size, in_specs, out_specs):
-  mesh = Mesh(np.array(jax.devices()[:size]), (ops.AXIS,))
+  mesh = Mesh(np.array(jax.devices()[:size]), (exact.AXIS,))
   return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
                                check_vma=False))
 
@@ -266,10 +266,10 @@ def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
   rollout = make_rollout(3, steps, num_envs, obs_shape, dtype)
   params = make_params(network, rollout.obs)
   sizes = ops.Sizes(num_envs, 4, 1, 1, microbatch_rows)
-  objective = objectives.OBJECTIVES[name](network.apply, steps, OPTIONS[name])
+  objective = objectives.OBJECTIVES[name](network.apply, POLICY, steps, OPTIONS[name])
   items = _items(4, num_envs // 4, objective.items_per_env, objective.shuffle, minibatches=1)
   targets = jax.jit(objective.prepare)(params, rollout)
-  specs, results = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(ops.AXIS)), []
+  specs, results = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(exact.AXIS)), []
   for devices in (1, 2, 4):
     gradient = ops.make_gradient(objective, sizes, devices)
     gradient = on_mesh(gradient, devices, specs, PartitionSpec())
@@ -285,11 +285,11 @@ def test_a_plain_sum_is_the_same_gradient_but_for_rounding():
   network, steps, num_envs, obs_shape = LARGE['mlp']
   rollout = make_rollout(3, steps, num_envs, obs_shape)
   params = make_params(network, rollout.obs)
-  objective = objectives.impala(network.apply, steps, OPTIONS['impala'])
+  objective = objectives.impala(network.apply, POLICY, steps, OPTIONS['impala'])
   items = jnp.arange(num_envs)  # of one group a device, so the same envs in all
-  specs = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(ops.AXIS))
+  specs = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(exact.AXIS))
   results = []
-  for devices, sum_groups in ((1, ops.exact_sum), (1, ops.plain_sum), (4, ops.plain_sum)):
+  for devices, sum_groups in ((1, exact.exact_sum), (1, exact.plain_sum), (4, exact.plain_sum)):
     sizes = ops.Sizes(num_envs, devices, 1, 1, 0)
     gradient = on_mesh(ops.make_gradient(objective, sizes, devices, sum_groups), devices, specs,
                        PartitionSpec())
@@ -311,14 +311,13 @@ def test_learning_is_exact_on_any_mesh():
   rollout = make_rollout(3, steps, num_envs, obs_shape)
   params = make_params(network, rollout.obs)
   sizes = ops.Sizes(num_envs, 4, 2, 2, 0)
-  objective = objectives.ppo(network.apply, steps, OPTIONS['ppo'])
-  optimizer = build.make_optimizer(ADAM)
-  rate = build.make_learning_rate(dict(learning_rate=1e-3, anneal=True), 100_000)
+  objective = objectives.ppo(network.apply, POLICY, steps, OPTIONS['ppo'])
+  optimizer = optimizers.make(ADAM)
+  rate = optimizers.make_learning_rate(dict(learning_rate=1e-3, anneal=True), 100_000)
   before = _state(params, optimizer, update=jnp.int32(3), steps=jnp.int32(25_000))
   results = []
   for size in (1, 4):
-    learn = ops.fuse(objective, ops.make_gradient(objective, sizes, size),
-                     ops.make_update(optimizer, rate), sizes, rate, size)
+    learn = ops.make_learn(objective, optimizer, rate, sizes, size)
 
     def split(state, rollout, learn=learn):
       state, metrics = learn(state, rollout)
@@ -344,13 +343,12 @@ def test_learning_descends_the_gradient(name):
   rollout = make_rollout(1, STEPS, NUM_ENVS)
   params = make_params(NETWORK, rollout.obs)
   sizes = ops.Sizes(NUM_ENVS, 2, 1, 1, 0)
-  objective, gradient = _gradient(name, sizes, STEPS)
+  objective, _ = _gradient(name, sizes, STEPS)
 
   def rate(steps):
     return jnp.float32(0.25)
 
-  update = ops.make_update(optax.identity(), rate)
-  learn = jax.jit(ops.fuse(objective, gradient, update, sizes, rate, 1))
+  learn = jax.jit(ops.make_learn(objective, optax.identity(), rate, sizes))
   state, metrics = learn(_state(params, optax.identity()), rollout)
   if name == 'impala':
     items = _items(2, NUM_ENVS // 2, 1, False, minibatches=1)
@@ -371,7 +369,7 @@ def test_learning_descends_the_gradient(name):
 
 def _orders(name, sizes, steps, mesh_size=1, update=0):
   """What items `fuse` asks gradients of: [epochs, minibatches, groups, n]."""
-  objective = objectives.OBJECTIVES[name](None, steps, OPTIONS[name])
+  objective = objectives.OBJECTIVES[name](None, POLICY, steps, OPTIONS[name])
   objective = objective._replace(prepare=lambda params, rollout: ())
   groups = sizes.num_grad_shards
   size = sizes.num_envs * objective.items_per_env // groups // sizes.num_minibatches
@@ -380,11 +378,12 @@ def _orders(name, sizes, steps, mesh_size=1, update=0):
   def gradient(params, rollout, targets, items):
     return items.astype(jnp.float32), {'valid': jnp.float32(1)}
 
-  def remember(state, items):
+  def remember(state, items, terms):
     seen, count = state.params
     return state._replace(params=(seen.at[count].set(items), count + 1))
 
-  learn = ops.fuse(objective, gradient, remember, sizes, lambda steps: jnp.float32(0), mesh_size)
+  learn = ops.fuse(ops.make_prepare(objective, sizes, mesh_size), gradient, remember,
+                   lambda steps: jnp.float32(0))
 
   def seen(seen, rollout):
     state = _state((seen, jnp.int32(0)), update=jnp.int32(update))
@@ -423,11 +422,11 @@ def test_sequences_are_visited_in_order():
 
 def _descend(options, gradients, rate=0.1):
   """Parameters after each gradient, from zero."""
-  optimizer = build.make_optimizer(options)
+  optimizer = optimizers.make(options)
   update = jax.jit(ops.make_update(optimizer, lambda steps: rate))
   state, path = _state(jnp.zeros(len(gradients[0])), optimizer), []
   for gradient in gradients:
-    state = update(state, np.float32(gradient))
+    state = update(state, np.float32(gradient), {'valid': jnp.float32(1)})
     path.append(np.array(state.params))
   return path
 
@@ -460,16 +459,33 @@ def test_adam_by_hand():
 
 
 def test_learning_rate_falls_to_zero():
-  rate = build.make_learning_rate(dict(learning_rate=0.5, anneal=True), 1000)
+  rate = optimizers.make_learning_rate(dict(learning_rate=0.5, anneal=True), 1000)
   got = [float(rate(jnp.int32(steps))) for steps in (0, 250, 500, 999, 1000, 1100)]
   assert_allclose(got, [0.5, 0.375, 0.25, 0.0005, 0, 0], rtol=1e-4)
-  rate = build.make_learning_rate(dict(learning_rate=0.5, anneal=False), 1000)
+  rate = optimizers.make_learning_rate(dict(learning_rate=0.5, anneal=False), 1000)
   assert [float(rate(jnp.int32(steps))) for steps in (0, 1100)] == [0.5, 0.5]
 
 
 def test_update_takes_the_rate_of_its_steps():
   optimizer = optax.identity()
   update = ops.make_update(optimizer, lambda steps: 1.0 / steps)
-  state = update(_state(jnp.float32([1, 2]), optimizer, steps=jnp.int32(4)), jnp.float32([8, -8]))
+  state = update(_state(jnp.float32([1, 2]), optimizer, steps=jnp.int32(4)), jnp.float32([8, -8]),
+                 {'valid': 1.0})
   assert_array_equal(state.params, [-1, 4])
   assert (state.steps, state.update) == (4, 0)
+
+
+def test_the_rate_follows_the_policys_change():
+  """rl_games: a factor of 1.5 less above twice the target, 1.5 more below half, within bounds."""
+  options = ADAM | {'kl_target': 0.01, 'learning_rate': 1e-3}
+  optimizer = optimizers.make(options)
+  update = jax.jit(ops.make_update(optimizer, lambda steps: 1.0))
+  state, factors = _state(jnp.zeros(1), optimizer), []
+  for kl in [0.021, 0.019, 0.006, 0.004, 0.004, *[0.0] * 5, *[1.0] * 30]:
+    terms = {'valid': jnp.float32(4), 'approx_kl': jnp.float32(4 * kl)}
+    before = state.params
+    state = update(state, np.float32([0.1]), terms)
+    factors.append(float((before - state.params)[0]) / 0.9999)  # Adam's own step is g / (|g| + eps)
+  assert_allclose(factors[:5], [1 / 1.5, 1 / 1.5, 1 / 1.5, 1, 1.5], rtol=1e-3)
+  assert_allclose(factors[9], 10.0, rtol=1e-3)  # 1e-2 of a rate of 1e-3
+  assert_allclose(factors[-1], 1e-3, rtol=2e-3)  # 1e-6

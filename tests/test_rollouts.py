@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import envs, rollouts
+from podracer_jit import envs, policies, rollouts
+from tests.runs import by_rows
 from tests.test_envs import python_pool
 
 SMALL = dict(img_height=42, img_width=42)
@@ -37,7 +38,9 @@ class Actor:
         jax.random.key(0), (int(np.prod(spec.obs_shape)), 1 + spec.num_actions))
     self.state = rollouts.initial_state(shards, [jax.random.key(k) for k in keys])
     self.program = self.pools.load(
-        rollouts.make_rollout(shards, apply, unroll_length), (self.params, self.state), (1,))
+        rollouts.make_rollout(shards, by_rows(apply), policies.categorical(spec.num_actions),
+                              unroll_length),
+        (self.params, self.state), (1,))
 
   def __enter__(self):
     return self

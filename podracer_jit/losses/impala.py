@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 import rlax
 
-from podracer_jit.losses.categorical import entropy, log_prob
+from podracer_jit.policies import Policy
 
 
 def impala_loss(
-    logits: jax.Array,
+    dist: jax.Array,
     value: jax.Array,
     action: jax.Array,
     behaviour_log_prob: jax.Array,
     r_t: jax.Array,
     discount_t: jax.Array,
     valid: jax.Array,
+    policy: Policy,
     *,
     vtrace_lambda: float = 1.0,
     clip_rho: float = 1.0,
@@ -28,14 +29,15 @@ def impala_loss(
   """The sum of the loss over one sequence's valid rows, as Cleanba and monobeast sum it.
 
   Args:
-    logits: [T, A], the learner's policy on obs[:-1].
+    dist: [T, K], the learner's policy on obs[:-1], as the `policy` reads it.
     value: [T + 1], the learner's baseline; the last row is bootstrapped from.
-    action: [T] i32, what the behaviour policy did.
+    action: [T, ...], what the behaviour policy did.
     behaviour_log_prob: [T], log mu(action).
     r_t: [T], rewards that came back with obs[1:].
     discount_t: [T], gamma, or zero after a termination.
     valid: [T] bool. An invalid row has importance weight zero, which ends the traces of the rows
       before it in V(obs) there: the true last observation of a truncated episode.
+    policy: the family of distributions.
     vtrace_lambda: the mixing parameter of V-trace's remark 2.
     clip_rho: rho-bar of equation 1.
     clip_pg_rho: the clipping of the importance weight of the policy gradient.
@@ -48,11 +50,11 @@ def impala_loss(
   Raises:
     AssertionError: where the shapes are not as above (chex).
   """
-  chex.assert_rank([logits, value, action], [2, 1, 1])
-  chex.assert_axis_dimension(logits, 0, action.shape[0])
-  chex.assert_equal_shape([action, behaviour_log_prob, r_t, discount_t, valid, value[1:]])
+  chex.assert_shape(dist, (len(r_t), policy.dist_size))
+  chex.assert_shape(action, (len(r_t), *policy.action_shape))
+  chex.assert_equal_shape([behaviour_log_prob, r_t, discount_t, valid, value[1:]])
   mask = valid.astype(jnp.float32)
-  target_log_prob = log_prob(logits, action)
+  target_log_prob = policy.log_prob(dist, action)
   rho = mask * jnp.exp(jax.lax.stop_gradient(target_log_prob) - behaviour_log_prob)
   vtrace = rlax.vtrace_td_error_and_advantage(
       value[:-1], value[1:], r_t, discount_t, rho, vtrace_lambda, clip_rho, clip_pg_rho)
@@ -62,7 +64,7 @@ def impala_loss(
   terms = {
       'policy_loss': -jnp.sum(mask * target_log_prob * advantage),
       'baseline_loss': 0.5 * jnp.sum(mask * jnp.square(vtrace.errors)),
-      'entropy': jnp.sum(mask * entropy(logits)),
+      'entropy': jnp.sum(mask * policy.entropy(dist)),
       'rho': jnp.sum(rho)}
   loss = (terms['policy_loss'] + baseline_coef * terms['baseline_loss']
           - entropy_coef * terms['entropy'])

@@ -1,0 +1,91 @@
+"""G and U compiled for their meshes: fused into one program, or apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from podracer_jit import ops
+from podracer_jit.exact import AXIS, branches, exact_sum, pairwise_sum
+from podracer_jit.objectives import Objective
+from podracer_jit.types import Metrics, Params, Rollout, TrainState
+
+EVERYWHERE, BY_ENV = PartitionSpec(), PartitionSpec(None, AXIS)
+
+
+def _all_episodes(seen: Metrics) -> Metrics:
+  return seen | dict(episodes=jax.lax.all_gather(seen['episodes'], AXIS, axis=1, tiled=True))
+
+
+def fused_learner(learn: Callable, mesh: Mesh) -> Callable:
+  """learn over the whole mesh: state replicated and donated, rollouts cut by environment."""
+
+  def whole(state, rollout):
+    state, metrics = learn(state, rollout)
+    return state, _all_episodes(metrics)
+
+  def learner(state, rollout):
+    state, metrics = jax.shard_map(
+        whole, mesh=mesh, in_specs=(EVERYWHERE, BY_ENV), out_specs=EVERYWHERE, check_vma=False)(
+            state, rollout)
+    return state, jax.tree.map(lambda x: x[None], metrics)  # a report of one update
+
+  return jax.jit(learner, donate_argnums=0)
+
+
+class GradientPrograms(NamedTuple):
+  """G of one worker, apart from U, on the worker's mesh."""
+
+  mesh: Mesh
+  prepare: Callable  # (params, key, rollout) -> Prepared
+  gradient: Callable  # (params, Prepared, step) -> sums of groups, [n, ...] each
+
+
+def gradient_programs(objective: Objective, sizes: ops.Sizes, mesh: Mesh) -> GradientPrograms:
+  """For a worker whose share of an experiment has these sizes."""
+  prepare = ops.make_prepare(objective, sizes, mesh.size)
+  gradient = ops.make_gradient(objective, sizes, mesh.size, exact_sum,
+                               lambda tree, mesh_size: branches(tree))
+
+  def prepare_all(params: Params, key: jax.Array, rollout: Rollout):
+    made = prepare(params, key, rollout)
+    return made._replace(seen=_all_episodes(made.seen))
+
+  def gradient_of(params: Params, prepared: ops.Prepared, step: jax.Array):
+    return gradient(params, prepared.rollout, prepared.targets, prepared.orders[step])
+
+  prepared = ops.Prepared(BY_ENV, BY_ENV, BY_ENV, EVERYWHERE)
+  return GradientPrograms(mesh, *(
+      jax.jit(jax.shard_map(function, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False))
+      for function, takes, gives in (
+          (prepare_all, (EVERYWHERE, EVERYWHERE, BY_ENV), prepared),
+          (gradient_of, (EVERYWHERE, prepared, EVERYWHERE), PartitionSpec(AXIS)))))
+
+
+class UpdatePrograms(NamedTuple):
+  """U, apart from G, on one device."""
+
+  step: Callable  # (state, sums of groups) -> (state, (terms, gradient's norm)); donates the state
+  finish: Callable  # (state, seen of Prepared, [what step gave]) -> (state, metrics); donates it
+
+
+def update_programs(optimizer: optax.GradientTransformation,
+                    learning_rate: Callable) -> UpdatePrograms:
+  """For gradients of any number of groups."""
+  update = ops.make_update(optimizer, learning_rate)
+
+  def step(state: TrainState, groups: Any):
+    grads, terms = jax.tree.map(pairwise_sum, groups)
+    return update(state, grads, terms), (terms, optax.tree.norm(grads))
+
+  def finish(state: TrainState, seen: Metrics, steps: list):
+    steps = jax.tree.map(lambda *x: jnp.stack(x), *steps)
+    state, metrics = ops.finish(state, seen, steps, learning_rate)
+    return state, jax.tree.map(lambda x: x[None], metrics)  # a report of one update
+
+  return UpdatePrograms(jax.jit(step, donate_argnums=0), jax.jit(finish, donate_argnums=0))

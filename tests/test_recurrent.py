@@ -1,0 +1,143 @@
+"""Recurrent cores against NumPy, and their states through real rollouts and whole schemes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from podracer_jit import envs, networks, policies, rollouts
+from tests.runs import changed, run, small
+
+SIZE, FEATURES, STEPS, ENVS = 5, 3, 7, 4
+
+
+def sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+def gru(w, h, x):
+  """1406.1078, section 2.3, with PyTorch's place of the reset gate."""
+  def dense(name, x):
+    return x @ w[name]['kernel'] + w[name].get('bias', 0)
+  r, z = (sigmoid(dense(f'i{g}', x) + dense(f'h{g}', h)) for g in 'rz')
+  n = np.tanh(dense('in', x) + r * dense('hn', h))
+  h = (1 - z) * n + z * h
+  return h, h
+
+
+def lstm(w, state, x):
+  c, h = state
+  i, f, g, o = (x @ w[f'i{k}']['kernel'] + h @ w[f'h{k}']['kernel'] + w[f'h{k}']['bias']
+                for k in 'ifgo')
+  c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+  h = sigmoid(o) * np.tanh(c)
+  return (c, h), h
+
+
+def network_of(core, moments=()):
+  return networks.make('mlp', policies.categorical(2), core=core, core_size=SIZE, hidden=(6,),
+                       moments=moments)
+
+
+def start(network, obs, valid, seed=0):
+  """Parameters and a state that are nowhere near zero."""
+  shapes = jax.eval_shape(network.init, jax.random.key(0), obs, network.initial_core(ENVS), valid)
+  rng = np.random.default_rng(seed)
+  params, core = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32),
+                              (shapes, network.initial_core(ENVS)))
+  return params, core
+
+
+@pytest.mark.parametrize('core, step', [('gru', gru), ('lstm', lstm)])
+def test_a_core_goes_on_from_its_state_and_begins_anew_after_an_invalid_row(core, step):
+  rng = np.random.default_rng(1)
+  obs = rng.normal(size=(STEPS, ENVS, FEATURES)).astype(np.float32)
+  valid = rng.random((STEPS, ENVS)) < 0.7
+  network = network_of(core)
+  params, state = start(network, obs, valid)
+  dist, value, last = jax.jit(network.apply)(params, obs, state, valid)
+  assert dist.shape == (STEPS, ENVS, 2) and value.shape == (STEPS, ENVS)
+  w = params['params']
+  for t in range(STEPS):
+    x = np.tanh(obs[t] @ w['torso']['Dense_0']['kernel'] + w['torso']['Dense_0']['bias'])
+    state, y = step(w['core'], state, x)
+    assert_allclose(dist[t], y @ w['policy']['kernel'] + w['policy']['bias'], rtol=1e-4, atol=1e-5)
+    assert_allclose(value[t], (y @ w['value']['kernel'] + w['value']['bias'])[:, 0], rtol=1e-4,
+                    atol=1e-5)
+    state = jax.tree.map(lambda s, t=t: np.where(valid[t][:, None], s, 0), state)
+  jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-5), last, state)
+  assert not valid.all() and valid.any()
+
+
+@pytest.mark.parametrize('core', ['gru', 'lstm'])
+def test_rollouts_carry_the_state_and_store_it_at_their_first_row(core):
+  """What the actor thought, row by row, is what a learner makes of the stored state."""
+  shards = [envs.Shard('CartPole-v1', {'max_episode_steps': 9}, envs.env_seeds(1, 0, 0, ENVS), 1)]
+  network = network_of(core)
+  pools = rollouts.Pools(shards)
+  try:
+    obs = np.zeros((1, ENVS, 4), np.float32)
+    params, _ = start(network, obs, np.ones((1, ENVS), bool))
+    state = rollouts.initial_state(shards, [jax.random.key(0)], network.initial_core)
+    program = pools.load(rollouts.make_rollout(shards, network.apply, network.policy, STEPS),
+                         (params, state), (1,))
+    made = []
+    for _ in range(4):
+      state, (rollout,) = program(params, state)
+      made.append(jax.tree.map(np.asarray, rollout))
+  finally:
+    pools.close()
+  for rollout in made:
+    core_state = jax.tree.map(lambda x: x[0], rollout.core)
+    dist, value, after = network.apply(params, rollout.obs[:-1], core_state, rollout.valid)
+    assert_allclose(rollout.behaviour_value, value, rtol=1e-4, atol=1e-4)
+    assert_allclose(rollout.behaviour_log_prob, network.policy.log_prob(dist, rollout.action),
+                    rtol=1e-4, atol=1e-4)
+  assert_allclose(jax.tree.leaves(made[-1].core)[0][0], jax.tree.leaves(
+      network.apply(params, made[-2].obs[:-1], jax.tree.map(lambda x: x[0], made[-2].core),
+                    made[-2].valid)[2])[0], rtol=1e-4, atol=1e-5)
+  forgot = network.apply(params, made[1].obs[:-1], network.initial_core(ENVS), made[1].valid)[1]
+  assert abs(forgot - made[1].behaviour_value).max() > 0.01
+  assert (~np.concatenate([rollout.valid for rollout in made])).any()
+
+
+def recurrent(loss, **fields):
+  config = small(loss, num_shards=2, num_grad_shards=2, **fields)
+  config['network'] |= {'core': 'gru' if loss == 'ppo' else 'lstm', 'core_size': 16}
+  return config
+
+
+@pytest.mark.parametrize('loss', ['ppo', 'impala'])
+def test_recurrent_training_is_exact_on_any_placement(loss):
+  config = recurrent(loss)
+  expected, _, state = run(config)
+  place = dict(placement__actor_devices=(0, 1), placement__learner_devices=(2, 1))
+  assert run(changed(config, **place))[0] == expected
+  assert run(changed(config, scheme='fused', placement__updates_per_call=4))[0] == expected
+  if loss == 'ppo':
+    assert run(changed(config, scheme='dppo', placement__actor_devices=(0, 1),
+                       placement__learner_devices=(0, 1)))[0] == expected
+  kernel = state.params['params']['core']['in' if loss == 'ppo' else 'ii']['kernel']
+  assert jnp.isfinite(kernel).all()
+
+
+@pytest.mark.parametrize('loss', ['ppo', 'impala'])
+def test_before_the_first_step_the_learner_agrees_with_the_actors(loss):
+  config = changed(recurrent(loss), num_minibatches=1)
+  for report in run(config, updates=3)[1]:
+    if loss == 'ppo':
+      assert abs(report.metrics['approx_kl'][0]) < 1e-6
+    else:
+      assert_allclose(report.metrics['rho'][0], 1.0, rtol=1e-5)
+
+
+def test_the_gradient_reaches_back_through_time():
+  network = network_of('gru')
+  obs = np.random.default_rng(0).normal(size=(STEPS, ENVS, FEATURES)).astype(np.float32)
+  valid = np.ones((STEPS, ENVS), bool)
+  valid[3, 1] = False
+  params, core = start(network, obs, valid)
+  by_obs = jax.grad(lambda obs: network.apply(params, obs, core, valid)[1][-1].sum())(obs)
+  assert (abs(by_obs[0, [0, 2, 3]]).max(axis=-1) > 0).all()
+  assert_array_equal(by_obs[:4, 1], 0)  # an episode began after row 3

@@ -1,0 +1,163 @@
+"""The table of schemes: equal bits where the arithmetic is equal, and delays as NAPPO has them."""
+
+import functools
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from podracer_jit import build, loops
+from podracer_jit.schemes import SCHEMES
+from tests.runs import changed, run, small
+
+# Device indices of actors and learners, for two workers where a scheme has several.
+PLACES = {
+    'sync': ((0,), (0,)), 'fused': ((0,), (0,)), 'ppo': ((0,), (0,)), 'ddppo': ((0, 1), (0, 1)),
+    'dppo': ((0, 1), (0, 1)), 'dppo_async': ((0, 1), (0, 1)), 'cleanba': ((0, 1), (2,)),
+    'rapid': ((0, 1), (2, 3)), 'rapid_async': ((0, 1), (2, 3)), 'impala': ((0, 1), (2, 3))}
+BLOCKING = [name for name, scheme in SCHEMES.items() if scheme.repeats]
+LAG = {'cleanba': 1, 'rapid': 1}
+UPDATES = 4
+
+
+def of(scheme, config, place=None):
+  """The config with the scheme, on its devices."""
+  actors, learners = place or PLACES[scheme]
+  return changed(config, scheme=scheme, placement__actor_devices=actors,
+                 placement__learner_devices=learners)
+
+
+@functools.cache
+def _config(loss):
+  """Groups of 2,048 rows: with few, sums are not split between threads, and anything is equal."""
+  config = small(loss, num_shards=2, num_grad_shards=2)
+  config['env']['num_envs'] = 64
+  config |= dict(unroll_length=64, num_minibatches=8, num_epochs=2 if loss == 'ppo' else 1)
+  return config
+
+
+@functools.cache
+def made(scheme, loss, serial=False):
+  runner = loops.run_serial if serial else loops.run
+  return run(of(scheme, _config(loss)), runner, updates=UPDATES)
+
+
+def test_every_scheme_is_tested():
+  assert set(PLACES) == set(SCHEMES)
+
+
+@pytest.mark.parametrize('loss', ['ppo', 'impala'])
+@pytest.mark.parametrize('scheme', BLOCKING)
+def test_the_same_arithmetic_gives_the_same_bits_wherever_it_is(scheme, loss):
+  receipts = made(scheme, loss)[0]
+  assert receipts == made('cleanba' if scheme in LAG else 'sync', loss)[0]
+  assert len(set(receipts)) == UPDATES
+  assert made('cleanba', loss)[0] != made('sync', loss)[0]
+
+
+@pytest.mark.parametrize('scheme', BLOCKING)
+def test_delays_of_schemes_that_block_are_exact(scheme):
+  """2 epochs of 8 minibatches: 7.5 is the least, and a lag adds 16 after the first update."""
+  reports = made(scheme, 'ppo')[1]
+  cgd = [x for report in reports for x in report.cgd]
+  assert cgd == [7.5] + [7.5 + 16 * LAG.get(scheme, 0)] * (UPDATES - 1)
+  assert [x for report in reports for x in report.gud] == [0.0] * UPDATES
+
+
+@pytest.mark.parametrize('scheme', ['dppo', 'rapid'])
+def test_one_thread_gives_the_same(scheme):
+  assert made(scheme, 'ppo', serial=True)[0] == made(scheme, 'ppo')[0]
+
+
+def _async(scheme, devices, updates, tamper=lambda workers: workers):
+  """Delays of gradient steps, a mean for each update."""
+  config = small('ppo', num_shards=len(devices), num_grad_shards=len(devices), num_epochs=2)
+  reports = run(of(scheme, config, (devices, devices)), updates=updates, tamper=tamper)[1]
+  return np.array([(report.cgd[0], report.gud[0]) for report in reports]).T
+
+
+@pytest.mark.parametrize('scheme, devices', [
+    ('dppo_async', (0,)), ('rapid_async', (0, 1)), ('dppo_async', (0, 0, 0, 0))])
+def test_gradients_of_others_come_in_between(scheme, devices):
+  """Each of W workers has one gradient under way, so the others' W - 1 come before it."""
+  cgd, gud = _async(scheme, devices, updates=40 * len(devices))
+  # Between two of its own gradients are as many of others as its GUD: all have 4 an update.
+  assert gud.mean() == pytest.approx(len(devices) - 1, rel=0.1)
+  assert (gud >= 0).all() and (cgd >= 1.5).all()
+  assert len(devices) > 1 or (cgd == 1.5).all()
+
+
+def test_a_slow_worker_has_a_large_delay_and_the_mean_stays():
+  def tamper(workers):
+    def slow(fire):
+      def slowly(*args):
+        time.sleep(0.05)
+        return fire(*args)
+      return slowly
+    return [w._replace(fire=slow(w.fire)) if w.name == 'worker 0' else w for w in workers]
+  _, gud = _async('dppo_async', (0, 0), 80, tamper)
+  assert gud.max() > 5
+  assert gud.mean() == pytest.approx(1, rel=0.15)
+
+
+@pytest.mark.parametrize('vtrace', [False, True])
+def test_impala_takes_rollouts_as_they_come(vtrace):
+  """A stalled actor stalls nobody: the learner goes on with what the other one makes."""
+  config = changed(_config('ppo'), loss__vtrace=vtrace, num_epochs=1)
+  stalled = threading.Event()
+
+  def tamper(workers):
+    def stall(fire):
+      def fires(state, params):
+        if params.version > 0:
+          stalled.set()
+          time.sleep(0.3)
+        return fire(state, params)
+      return fires
+    return [w._replace(fire=stall(w.fire)) if w.name == 'actor 1' else w for w in workers]
+
+  receipts, reports, state = run(of('impala', config), updates=8, tamper=tamper)
+  assert stalled.is_set() and int(state.update) == 8 and len(set(receipts)) == 8
+  cgd = np.array([report.cgd[0] for report in reports])
+  assert cgd[0] == 3.5 and cgd.max() >= 3.5 + 8
+  assert all(report.gud == (0.0,) for report in reports)
+
+
+@pytest.mark.parametrize('scheme, name', [
+    ('dppo', 'worker 0'), ('rapid', 'actor 1'), ('rapid_async', 'learner'),
+    ('dppo_async', 'worker 1'), ('impala', 'actor 0'), ('impala', 'learner')])
+def test_the_first_exception_of_anyone_ends_all(scheme, name):
+  def tamper(workers):
+    def fail(fire):
+      calls = []
+      def fires(*args):
+        calls.append(1)
+        if len(calls) == 3:
+          raise ArithmeticError(name)
+        return fire(*args)
+      return fires
+    return [w._replace(fire=fail(w.fire)) if w.name == name else w for w in workers]
+
+  config = of(scheme, small('impala', num_shards=2, num_grad_shards=2))
+  with pytest.raises(ArithmeticError, match=name):
+    run(config, functools.partial(loops.run, grace_s=10.0), updates=10**6, tamper=tamper)
+
+
+@pytest.mark.parametrize('fields, said', [
+    (dict(scheme='ppo', placement__learner_devices=(1,)), 'scheme: ppo is on one device'),
+    (dict(scheme='fused', placement__actor_devices=(0, 1)), 'scheme: fused is on one device'),
+    (dict(scheme='dppo', placement__learner_devices=(1,)),
+     'scheme: the workers of dppo make rollouts and gradients'),
+    (dict(scheme='ddppo', placement__actors_per_device=2), 'with an actor each'),
+    (dict(scheme='rapid', exact_reduce=False), 'exact_reduce: rapid always adds in a fixed order'),
+    (dict(scheme='rapid_async', placement__actor_devices=(0,), placement__learner_devices=(0, 1)),
+     'placement.learner_devices: 1 actors cannot be shared evenly by 2 workers'),
+    (dict(scheme='rapid', placement__learner_devices=(1, 1)),
+     'placement.learner_devices: names a device twice'),
+    (dict(scheme='a3c'), "scheme: there is no 'a3c'; known are sync, cleanba")])
+def test_what_a_scheme_cannot_take_is_refused(fields, said):
+  config = changed(small('ppo', num_shards=2, num_grad_shards=2), **fields)
+  with pytest.raises(ValueError, match=re.escape(said)):
+    build.make_parts(config)
