@@ -101,6 +101,40 @@ def impala(apply: Apply, policy: Policy, unroll_length: int, options: Mapping[st
       shared=lambda pieces, add: (), light=_without_obs, loss=loss)
 
 
+def _by_gae(apply: Apply, policy: Policy, discount: float, gae_lambda: float, recurrent: bool):
+  """Returns PPO's `prepare`, by the acting network's values but for what follows the last row."""
+  del policy
+
+  def prepare(params, rollout):
+    if recurrent:
+      last_value = _unroll(apply, params, rollout)[1][-1]
+    else:
+      last_value = apply(params, rollout.obs[-1:], (), rollout.valid[-1:])[1][0]
+    value = jnp.concatenate([rollout.behaviour_value, last_value[None]])
+    advantage = jax.vmap(lambda *a: losses.gae(*a, gae_lambda), in_axes=1, out_axes=1)(
+        value, rollout.reward, discounts(rollout, discount),
+        rollout.terminated | rollout.truncated)
+    return {'advantage': advantage, 'value_target': advantage + rollout.behaviour_value}
+
+  return prepare
+
+
+def _by_vtrace(apply: Apply, policy: Policy, discount: float, gae_lambda: float, recurrent: bool):
+  """Returns PPO's `prepare`, by the parameters that the update begins with."""
+  del recurrent  # all rows are asked for anyway
+
+  def prepare(params, rollout):
+    dist, value = _unroll(apply, params, rollout)
+    log_rho = policy.log_prob(dist[:-1], rollout.action) - rollout.behaviour_log_prob
+    rho = jnp.where(rollout.valid, jnp.exp(log_rho), 0.0)
+    advantage, value_target = jax.vmap(
+        lambda *a: losses.vtrace(*a, gae_lambda), in_axes=1, out_axes=1)(
+            value, rollout.reward, discounts(rollout, discount), rho)
+    return {'advantage': advantage, 'value_target': value_target}
+
+  return prepare
+
+
 def ppo(apply: Apply, policy: Policy, unroll_length: int, options: Mapping[str, Any],
         recurrent: bool = False) -> Objective:
   """PPO on shuffled rows, of a recurrent network on shuffled environments.
@@ -113,26 +147,7 @@ def ppo(apply: Apply, policy: Policy, unroll_length: int, options: Mapping[str, 
   options = dict(options)
   discount, gae_lambda, vtrace, scaled = (
       options.pop(name) for name in ('discount', 'gae_lambda', 'vtrace', 'normalise_advantage'))
-
-  def by_gae(params, rollout):
-    if recurrent:
-      last_value = _unroll(apply, params, rollout)[1][-1]
-    else:
-      last_value = apply(params, rollout.obs[-1:], (), rollout.valid[-1:])[1][0]
-    value = jnp.concatenate([rollout.behaviour_value, last_value[None]])
-    advantage = jax.vmap(lambda *a: losses.gae(*a, gae_lambda), in_axes=1, out_axes=1)(
-        value, rollout.reward, discounts(rollout, discount),
-        rollout.terminated | rollout.truncated)
-    return {'advantage': advantage, 'value_target': advantage + rollout.behaviour_value}
-
-  def by_vtrace(params, rollout):
-    dist, value = _unroll(apply, params, rollout)
-    log_rho = policy.log_prob(dist[:-1], rollout.action) - rollout.behaviour_log_prob
-    rho = jnp.where(rollout.valid, jnp.exp(log_rho), 0.0)
-    advantage, value_target = jax.vmap(
-        lambda *a: losses.vtrace(*a, gae_lambda), in_axes=1, out_axes=1)(
-            value, rollout.reward, discounts(rollout, discount), rho)
-    return {'advantage': advantage, 'value_target': value_target}
+  make_targets = _by_vtrace if vtrace else _by_gae
 
   def shared(pieces, add):
     rollout, targets = pieces
@@ -167,7 +182,8 @@ def ppo(apply: Apply, policy: Policy, unroll_length: int, options: Mapping[str, 
       item_rows=unroll_length + 1 if recurrent else 1,
       items_per_env=1 if recurrent else unroll_length, shuffle=True,
       needed=_whole if recurrent or vtrace else _last_obs,
-      prepare=by_vtrace if vtrace else by_gae, take=_sequences if recurrent else _rows,
+      prepare=make_targets(apply, policy, discount, gae_lambda, recurrent),
+      take=_sequences if recurrent else _rows,
       shared=shared, light=_without_obs, loss=loss)
 
 
