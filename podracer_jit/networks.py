@@ -16,7 +16,7 @@ from podracer_jit import conv, normalise
 from podracer_jit.policies import Policy
 
 
-def _orthogonal(scale: float) -> Callable:
+def orthogonal(scale: float) -> Callable:
   """flax's orthogonal initializer but for rounding: Gram and Schmidt's method, done twice over.
 
   The usual way is LAPACK's QR, whose last bits depend on the number of cores.
@@ -64,6 +64,8 @@ def _image(obs: jax.Array) -> jax.Array:
 class NatureCNN(nn.Module):
   """Mnih et al. (2015): convolutions, then one dense layer; [N, C, H, W] -> [N, hidden].
 
+  hidden: 0 for what the convolutions give, laid out flat; so of the others.
+
   centre: subtract each observation's mean first. A bright background otherwise drives a good part
   of the ReLUs of a small network to zero for good, how many depending on the seed.
   """
@@ -80,9 +82,11 @@ class NatureCNN(nn.Module):
     if self.centre:
       x -= jnp.mean(x, axis=(1, 2, 3), keepdims=True)
     for features, kernel, stride in zip(self.channels, self.kernels, self.strides, strict=True):
-      x = nn.relu(Conv(features, kernel, stride, kernel_init=_orthogonal(np.sqrt(2)))(x))
+      x = nn.relu(Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)))(x))
     x = x.reshape(x.shape[0], -1)
-    return nn.relu(nn.Dense(self.hidden, kernel_init=_orthogonal(np.sqrt(2)))(x))
+    if not self.hidden:
+      return x
+    return nn.relu(nn.Dense(self.hidden, kernel_init=orthogonal(np.sqrt(2)))(x))
 
 
 class ResidualBlock(nn.Module):
@@ -109,7 +113,7 @@ class ImpalaResNet(nn.Module):
       for _ in range(self.blocks):
         x = self.block()(x)
     x = nn.relu(x).reshape(x.shape[0], -1)
-    return nn.relu(nn.Dense(self.hidden)(x))
+    return nn.relu(nn.Dense(self.hidden)(x)) if self.hidden else x
 
   def block(self) -> nn.Module:
     """One of the residual blocks."""
@@ -155,7 +159,7 @@ class MLP(nn.Module):
   def __call__(self, obs: jax.Array) -> jax.Array:
     x = obs.reshape(obs.shape[0], -1).astype(jnp.float32)
     for size in self.hidden:
-      x = nn.tanh(nn.Dense(size, kernel_init=_orthogonal(np.sqrt(2)))(x))
+      x = nn.tanh(nn.Dense(size, kernel_init=orthogonal(np.sqrt(2)))(x))
     return x
 
 
@@ -201,18 +205,18 @@ class ActorCritic(nn.Module):
       x = x.reshape(-1, x.shape[-1])
     y = x if self.critic is None else self.critic(obs)
     outputs = self.policy.action_shape[0] if self.policy.action_shape else self.policy.dist_size
-    dist = nn.Dense(outputs, kernel_init=_orthogonal(0.01), name='policy')(x)
+    dist = nn.Dense(outputs, kernel_init=orthogonal(0.01), name='policy')(x)
     if self.policy.action_shape:
       log_std = self.param('log_std', nn.initializers.zeros, (outputs,))
       dist = jnp.concatenate([dist, jnp.broadcast_to(log_std, dist.shape)], axis=-1)
-    value = nn.Dense(1, kernel_init=_orthogonal(1.0), name='value')(y)[:, 0]
+    value = nn.Dense(1, kernel_init=orthogonal(1.0), name='value')(y)[:, 0]
     if 'values' in moments:
       value = normalise.restore(moments['values'], value)
     return dist.reshape(*rows, -1), value.reshape(rows), core
 
   def _remember(self, x: jax.Array, core: Any, valid: jax.Array):
     """The core on x [T, N, F]: its outputs [T, N, H] and the state after the last row."""
-    cell = CORES[self.core](self.core_size, recurrent_kernel_init=_orthogonal(1.0), name='core')
+    cell = CORES[self.core](self.core_size, recurrent_kernel_init=orthogonal(1.0), name='core')
 
     def row(cell, state, inputs):
       x, valid = inputs

@@ -14,6 +14,8 @@ def make(options: Mapping[str, Any]) -> optax.GradientTransformation:
   """Clipping, then the named optimizer, without its learning rate."""
   if options['name'] == 'rmsprop':
     scale = optax.scale_by_rms(options['decay'], options['eps'], eps_in_sqrt=False)
+  elif options['name'] == 'centred_rmsprop':
+    scale = optax.scale_by_stddev(options['decay'], options['eps'])
   else:
     scale = optax.scale_by_adam(options['b1'], options['b2'], options['eps'])
   steps = [optax.clip_by_global_norm(options['max_grad_norm']), scale]

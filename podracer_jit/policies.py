@@ -23,9 +23,11 @@ class Policy(NamedTuple):
   action_dtype: np.dtype
   sample: Callable[[jax.Array, jax.Array], jax.Array]  # (key, dist) -> action
   mode: Callable[[jax.Array], jax.Array]  # dist -> the likeliest action
-  log_prob: Callable[[jax.Array, jax.Array], jax.Array]  # (dist, action) -> [...], nats
-  entropy: Callable[[jax.Array], jax.Array]  # dist -> [...], nats
+  log_prob: Callable[[jax.Array, jax.Array], jax.Array] | None  # (dist, action) -> [...], nats
+  entropy: Callable[[jax.Array], jax.Array] | None  # dist -> [...], nats
   to_env: Callable[[jax.Array], jax.Array]  # action -> what the task is given
+  # (key, dist, exploration [...]) -> action, of policies that explore by an amount given them
+  explore: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
 
 
 def categorical(num_actions: int) -> Policy:
@@ -78,7 +80,7 @@ def scaled_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
   """The same clipped to [-1, 1], which is then stretched to the task's bounds; they are finite."""
   middle, half = (high + low) / 2, (high - low) / 2
   return gaussian(low, high)._replace(
-      to_env=lambda action: middle + half * jnp.clip(action, -1.0, 1.0))
+      to_env=lambda action: middle + rounded(half * jnp.clip(action, -1.0, 1.0)))
 
 
 def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
@@ -103,7 +105,38 @@ def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
     return _normal_entropy(dist) + jnp.sum(log_slope * weights, axis=(-2, -1))
 
   return gaussian(low, high)._replace(
-      entropy=entropy, to_env=lambda action: middle + half * jnp.tanh(action))
+      entropy=entropy, to_env=lambda action: middle + rounded(half * jnp.tanh(action)))
+
+
+def epsilon_greedy(num_actions: int) -> Policy:
+  """The best of `num_actions`; dist: their values. Explores at random, epsilon of the time."""
+
+  def best(values):
+    return jnp.argmax(values, axis=-1).astype(jnp.int32)
+
+  def explore(key, values, epsilon):
+    coin, dice = jax.random.split(key)
+    other = jax.random.randint(dice, values.shape[:-1], 0, num_actions, jnp.int32)
+    return jnp.where(jax.random.uniform(coin, epsilon.shape) < epsilon, other, best(values))
+
+  return Policy(num_actions, (), np.dtype(np.int32), lambda key, values: best(values), best,
+                None, None, lambda action: action, explore)
+
+
+def deterministic(low: np.ndarray, high: np.ndarray) -> Policy:
+  """The action that dist is, in [-1, 1], stretched to the task's bounds, which are finite.
+
+  Explores by Gaussian noise of the deviation given, in those units (1803.00933, appendix D).
+  """
+  middle, half = (high + low) / 2, (high - low) / 2
+
+  def explore(key, dist, deviation):
+    noise = rounded(deviation[..., None] * jax.random.normal(key, dist.shape))
+    return jnp.clip(dist + noise, -1.0, 1.0)
+
+  return Policy(len(low), (len(low),), np.dtype(np.float32), lambda key, dist: dist,
+                lambda dist: dist, None, None, lambda action: middle + rounded(half * action),
+                explore)
 
 
 CONTINUOUS = {'gaussian': gaussian, 'scaled_gaussian': scaled_gaussian,

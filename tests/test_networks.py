@@ -189,7 +189,7 @@ def test_centred_observations_do_not_tell_how_bright_it_is():
 def test_orthogonal_weights_are_those_of_qr(shape):
   """flax's initializer draws the same numbers; its QR is LAPACK's."""
   key = jax.random.key(3)
-  ours = np.asarray(networks._orthogonal(1.5)(key, shape))
+  ours = np.asarray(networks.orthogonal(1.5)(key, shape))
   np.testing.assert_allclose(ours, nn.initializers.orthogonal(1.5)(key, shape), atol=3e-6)
   matrix = ours.reshape(-1, shape[-1]).astype(np.float64)
   gram = matrix @ matrix.T if len(matrix) < shape[-1] else matrix.T @ matrix

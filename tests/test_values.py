@@ -1,0 +1,201 @@
+"""Losses of transitions, networks of values and the policies on them, against hand and NumPy."""
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from podracer_jit import losses, policies, replay, replaying, values
+from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari
+from tests.reference import numeric_gradient
+
+
+def test_double_q_learning_by_hand():
+  """The network prefers the second action afterwards, of which the target network says 5."""
+  def error(q):
+    return losses.dqn_td_error(q, jnp.int32(1), jnp.float32(2.0), jnp.float32(0.5),
+                               jnp.array([9.0, 5.0]), jnp.array([0.0, 1.0]))
+  q = jnp.array([1.0, 3.0])
+  assert error(q) == 2.0 + 0.5 * 5.0 - 3.0
+  assert_array_equal(jax.grad(lambda q: 0.5 * error(q) ** 2)(q), [0.0, -1.5])
+
+
+def test_no_gradient_reaches_the_targets():
+  def loss(q_t, selector):
+    return losses.dqn_td_error(jnp.ones(2), jnp.int32(0), jnp.float32(1.0), jnp.float32(1.0), q_t,
+                               selector) ** 2
+  for gradient in jax.grad(loss, argnums=(0, 1))(jnp.array([2.0, 1.0]), jnp.array([0.0, 3.0])):
+    assert_array_equal(gradient, [0.0, 0.0])
+  assert jax.grad(lambda q_t: losses.critic_td_error(
+      jnp.float32(0.0), jnp.float32(1.0), jnp.float32(0.9), q_t) ** 2)(3.0) == 0.0
+
+
+def test_critic_and_policy_losses_by_hand():
+  error = losses.critic_td_error(*map(jnp.float32, (1.0, 2.0, 0.5, 4.0)))
+  assert error == 2.0 + 0.5 * 4.0 - 1.0
+  slope = jnp.array([0.5, -3.0, 2.0])
+  gradient = jax.grad(losses.policy_loss)(jnp.zeros(3), slope, 1.0)
+  assert_array_equal(gradient, [-0.5, 1.0, -1.0])  # each clipped, not their norm
+
+
+@pytest.mark.parametrize('terminated, truncated, expected', [
+    ([0, 0, 0], [0, 0, 0], (1 + 0.5 * 2 + 0.25 * 4, 0.125, 3)),
+    ([0, 1, 0], [0, 0, 0], (1 + 0.5 * 2, 0.0, 2)),
+    ([0, 0, 0], [1, 0, 0], (1.0, 0.5, 1)),
+    ([0, 0, 1], [0, 0, 1], (3.0, 0.0, 3)),
+    ([1, 0, 0], [0, 1, 0], (1.0, 0.0, 1))])
+def test_n_step_returns_are_cut_at_the_end_of_the_episode(terminated, truncated, expected):
+  """Rewards 1, 2, 4, gamma 0.5; what follows a termination counts 0, a truncation what it has."""
+  found = replay.n_step_return(jnp.array([1.0, 2.0, 4.0]), jnp.array(terminated, bool),
+                               jnp.array(truncated, bool), 0.5)
+  assert tuple(float(x) for x in found) == pytest.approx(expected)
+
+
+def _transitions(rng, count, obs, action):
+  return replay.Transition(
+      rng.normal(size=(count, obs)).astype(np.float32), action,
+      rng.normal(size=count).astype(np.float32),
+      rng.choice([0.0, 0.97], count).astype(np.float32),
+      rng.normal(size=(count, obs)).astype(np.float32), np.zeros(count, np.int32))
+
+
+def test_dqn_gradient_is_that_of_the_weighted_loss():
+  rng = np.random.default_rng(0)
+  network = values.make_dueling('mlp', policies.epsilon_greedy(3), hidden=(4, 4))
+  params, target = (network.init(jax.random.key(i), jnp.zeros((1, 1, 5))) for i in range(2))
+  batch = _transitions(rng, 6, 5, rng.integers(0, 3, 6).astype(np.int32))
+  weight = rng.random(6).astype(np.float32)
+  loss = replaying.dqn(network, {})
+  (_, (terms, error)), gradient = jax.value_and_grad(loss, has_aux=True)(
+      params, target, batch, weight)
+
+  def q(params, obs):
+    return np.asarray(network.apply(params, obs[None])[0][0], np.float64)
+  chosen = q(params, batch.next_obs).argmax(axis=1)
+  goal = batch.reward + batch.discount * q(target, batch.next_obs)[np.arange(6), chosen]
+
+  def td_error(params):
+    return goal - q(params, batch.obs)[np.arange(6), batch.action]
+
+  def expected(params):
+    return float(np.sum(weight * td_error(params) ** 2) / 2)
+  assert float(terms['loss']) == pytest.approx(expected(params), rel=1e-5)
+  assert_allclose(error, np.abs(td_error(params)), rtol=1e-5)
+  flat, back = jax.flatten_util.ravel_pytree(params)
+  some = slice(0, None, 7)
+  numeric = numeric_gradient(lambda x: expected(back(flat.at[some].set(x))), flat[some], step=1e-2)
+  # The two streams' gradients are scaled where they meet (1511.06581, section 4.2).
+  scale = {'params': {name: jax.tree.map(
+      lambda x, name=name: jnp.full_like(x, 2 ** -0.5 if name == 'torso' else 1.0), part)
+      for name, part in params['params'].items()}}
+  numeric = numeric * jax.flatten_util.ravel_pytree(scale)[0][some]
+  assert_allclose(jax.flatten_util.ravel_pytree(gradient)[0][some], numeric, rtol=0.02, atol=1e-3)
+
+
+def test_dpg_gradients_are_of_each_network_alone():
+  """The critic's is that of its TD loss; the policy's goes through its action alone, clipped."""
+  rng = np.random.default_rng(1)
+  policy = policies.deterministic(np.full(2, -1, np.float32), np.full(2, 1, np.float32))
+  network = values.Deterministic(policy, (8,), (8, 8))
+  params, target = (network.init(jax.random.key(i), jnp.zeros((1, 1, 5))) for i in range(2))
+  batch = _transitions(rng, 6, 5, rng.uniform(-1, 1, (6, 2)).astype(np.float32))
+  weight = rng.random(6).astype(np.float32)
+  clip = 1e-3  # below most slopes of a fresh critic
+  loss = replaying.dpg(network, dict(dqda_clip=clip))
+  gradient = jax.grad(loss, has_aux=True)(params, target, batch, weight)[0]['params']
+
+  def q(params, obs, action):
+    return network.apply(params, obs, action, method='criticise')
+  def of_critic(params):
+    next_q = q(target, batch.next_obs, network.apply(target, batch.next_obs, method='act'))
+    goal = batch.reward + batch.discount * next_q
+    return jnp.sum(weight * (goal - q(params, batch.obs, batch.action)) ** 2) / 2
+  def act(params):
+    return network.apply(params, batch.obs, method='act')
+  slope = np.array([jax.grad(lambda a, o=o: q(params, o[None], a[None])[0])(a)
+                    for o, a in zip(batch.obs, act(params), strict=True)])
+  assert (np.abs(slope) > clip).any() and (np.abs(slope) < clip).any()
+  pull = jax.vjp(act, params)[1](-jnp.asarray(weight[:, None] * np.clip(slope, -clip, clip)))[0]
+  expected = jax.grad(of_critic)(params)['params']
+  for name, part in gradient.items():
+    want = expected if name.startswith(('_critic', '_value')) else pull['params']
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6), part, want[name])
+
+
+def test_dueling_adds_advantages_without_their_mean():
+  """1511.06581, equation 9, from the streams' own outputs."""
+  network = values.make_dueling('mlp', policies.epsilon_greedy(3), hidden=(4, 6))
+  params = network.init(jax.random.key(0), jnp.zeros((1, 1, 5)))
+  obs = np.random.default_rng(2).normal(size=(2, 3, 5)).astype(np.float32)
+  w = jax.tree.map(np.asarray, params['params'])
+  def dense(x, name):
+    return x @ w[name]['kernel'] + w[name]['bias']
+  x = np.tanh(obs.reshape(6, 5) @ w['torso']['Dense_0']['kernel'] + w['torso']['Dense_0']['bias'])
+  value, advantage = (dense(np.maximum(dense(x, f'{name}_hidden'), 0), name)
+                      for name in ('value', 'advantage'))
+  expected = (value + advantage - advantage.mean(axis=1, keepdims=True)).reshape(2, 3, 3)
+  q, best, _ = network.apply(params, obs)
+  assert_allclose(q, expected, atol=1e-5)
+  assert_allclose(best, expected.max(axis=-1), atol=1e-5)
+  assert w['value_hidden']['kernel'].shape == (4, 6)
+  actions = np.array([0, 2, 1])
+  found = network.apply(params, obs[0], q[0], actions, method='action_value')
+  assert_array_equal(found, q[0][np.arange(3), actions])
+
+
+def test_epsilon_greedy_explores_as_often_as_it_is_told():
+  policy = policies.epsilon_greedy(4)
+  q = jnp.tile(jnp.array([0.0, 3.0, 1.0, 2.0]), (3, 1))
+  keys = jax.random.split(jax.random.key(0), 20_000)
+  drawn = np.asarray(jax.vmap(lambda k: policy.explore(k, q, jnp.array([0.0, 0.2, 1.0])))(keys))
+  best = (drawn == 1).mean(axis=0)
+  assert best[0] == 1.0
+  assert_allclose(best[1:], [0.8 + 0.2 / 4, 1 / 4], atol=0.015)
+  assert_allclose(np.bincount(drawn[:, 2]) / len(drawn), 1 / 4, atol=0.015)
+  assert (policy.sample(keys[0], q) == 1).all()
+
+
+def test_a_deterministic_policy_adds_noise_of_the_deviation_it_is_told():
+  policy = policies.deterministic(np.array([0.0], np.float32), np.array([4.0], np.float32))
+  keys = jax.random.split(jax.random.key(0), 20_000)
+  drawn = np.asarray(jax.vmap(
+      lambda k: policy.explore(k, jnp.array([[0.5], [0.5]]), jnp.array([0.0, 0.1])))(keys))[..., 0]
+  assert (drawn[:, 0] == 0.5).all()
+  assert drawn[:, 1].mean() == pytest.approx(0.5, abs=0.005)
+  assert drawn[:, 1].std() == pytest.approx(0.1, rel=0.03)
+  clipped = jax.vmap(lambda k: policy.explore(k, jnp.ones((1, 1)), jnp.array([0.3])))(keys)
+  assert clipped.max() == 1.0
+  assert_array_equal(policy.to_env(jnp.array([-1.0, 0.0, 1.0])), [0.0, 2.0, 4.0])
+
+
+APEX = {  # 1803.00933: section 4.1, appendices C and D, and what its text lost
+    apex_dqn_atari: {
+        'loss.discount': 0.99, 'loss.n_step': 3, 'loss.target_every': 2500, 'loss.epsilon': 0.4,
+        'loss.epsilon_alpha': 7.0, 'optimizer.name': 'centred_rmsprop',
+        'optimizer.learning_rate': 0.00025 / 4, 'optimizer.decay': 0.95, 'optimizer.eps': 1.5e-7,
+        'optimizer.max_grad_norm': 40.0, 'optimizer.anneal': False, 'replay.capacity': 2_000_000,
+        'replay.min_size': 50_000, 'replay.batch_size': 512, 'replay.priority_exponent': 0.6,
+        'replay.importance_exponent': 0.4, 'replay.eviction': 'fifo', 'scheme': 'apex',
+        'env.num_envs': 360, 'env.max_episode_steps': 12_500, 'network.hidden': 512},
+    apex_dpg_dmc: {
+        'loss.n_step': 5, 'loss.target_every': 100, 'loss.noise': 0.3, 'loss.dqda_clip': 1.0,
+        'network.actor_hidden': (300, 200), 'network.critic_hidden': (400, 300),
+        'optimizer.name': 'adam', 'optimizer.learning_rate': 1e-4, 'optimizer.anneal': False,
+        'replay.capacity': 1_000_000, 'replay.batch_size': 256, 'replay.priority_exponent': 0.6,
+        'replay.eviction': 'prioritised', 'replay.eviction_exponent': -0.4, 'scheme': 'apex',
+        'env.num_envs': 64}}
+
+
+@pytest.mark.parametrize('module', APEX, ids=lambda module: module.__name__.split('.')[-1])
+def test_configs_are_the_papers(module):
+  config = module.get_config()
+  for field, value in APEX[module].items():
+    found = config
+    for part in field.split('.'):
+      found = found[part]
+    assert found == value, field
+  # Parameters every 400 frames of an environment (4 a step on Atari).
+  steps = config.replay.params_every * config.unroll_length
+  assert steps == 100
