@@ -8,9 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from podracer_jit import (
+    checks,
     envs,
+    experience,
     experiment,
     graphs,
     networks,
@@ -18,14 +21,18 @@ from podracer_jit import (
     optimizers,
     placement,
     programs,
+    replay,
+    replaying,
     rollouts,
+    schemes,
+    values,
     wiring,
 )
-from podracer_jit.exact import exact_sum, plain_sum
+from podracer_jit.exact import AXIS, exact_sum, plain_sum
 from podracer_jit.metrics import Report
 from podracer_jit.objectives import OBJECTIVES
 from podracer_jit.schemes import SCHEMES
-from podracer_jit.types import Params, TrainState
+from podracer_jit.types import Params, Target, TrainState
 
 
 def make_parts(config: Mapping[str, Any]) -> wiring.Parts:
@@ -34,7 +41,7 @@ def make_parts(config: Mapping[str, Any]) -> wiring.Parts:
   Raises:
     ValueError: naming the field, its value and what would be right.
   """
-  spec, scheme = experiment.check(config), SCHEMES[config['scheme']]
+  spec, scheme = checks.check(config), SCHEMES[config['scheme']]
   place = placement.resolve(config['placement'], config['num_shards'])
   if config['num_grad_shards'] % place.mesh.size:
     raise ValueError(f'num_grad_shards: {config["num_grad_shards"]} groups cannot be split evenly '
@@ -47,11 +54,13 @@ def make_parts(config: Mapping[str, Any]) -> wiring.Parts:
                      f'{config["placement"]["actor_platform"]} actors are on {place.actors}, '
                      f'learners on {place.workers}')
   network = _make_network(config, spec)
+  optimizer = optimizers.make(config['optimizer'])
+  rate = optimizers.make_learning_rate(config['optimizer'], config['total_steps'])
+  if 'replay' in config:
+    return _with_replay(config, spec, scheme, place, network, optimizer, rate)
   options = {k: v for k, v in config['loss'].items() if k != 'name'}
   objective = OBJECTIVES[config['loss']['name']](
       network.apply, network.policy, config['unroll_length'], options, bool(network.core))
-  optimizer = optimizers.make(config['optimizer'])
-  rate = optimizers.make_learning_rate(config['optimizer'], config['total_steps'])
   sizes = ops.Sizes(config['env']['num_envs'], *(config[name] for name in ops.Sizes._fields[1:]))
   shared = sizes  # by the workers that make gradients
   if scheme.each:
@@ -70,9 +79,43 @@ def make_parts(config: Mapping[str, Any]) -> wiring.Parts:
       programs.update_programs(optimizer, rate))
 
 
+def _with_replay(config: Mapping[str, Any], spec: envs.EnvSpec, scheme: schemes.Scheme,
+                 place: placement.Placement, network: Any, optimizer: Any, rate: Callable
+                 ) -> wiring.Parts:
+  """The rest of `make_parts` for losses that draw from a replay."""
+  options, loss, mesh = config['replay'], config['loss'], place.mesh
+  sizes = replaying.Sizes(config['env']['num_envs'], config['num_grad_shards'], *(
+      options[name] for name in ('batch_size', 'gradient_steps', 'min_size')),
+      loss['target_every'], options['importance_exponent'], config['microbatch_rows'])
+  memory = make_memory(config, spec)
+  insert = replaying.make_insert(memory, sizes, mesh.size)
+  steps = replaying.make_steps(
+      replaying.LOSSES[loss['name']](network, loss), memory, ops.make_update(optimizer, rate),
+      sizes, mesh.size, exact_sum if config['exact_reduce'] else plain_sum)
+  finish = replaying.make_finish(sizes, rate, mesh.size)
+  learn = replaying.make_learn(insert, steps, finish, sizes, mesh.size)
+  return wiring.Parts(
+      config, spec, scheme, place, network, optimizer, learn, programs.fused_learner(learn, mesh),
+      (), None, programs.replay_programs(insert, steps, finish, sizes, mesh))
+
+
+def make_memory(config: Mapping[str, Any], spec: envs.EnvSpec) -> replay.Replay:
+  """The replay of each group of environments."""
+  groups, options = config['num_grad_shards'], config['replay']
+  return replay.Replay(
+      options['capacity'] // groups, config['env']['num_envs'] // groups, config['unroll_length'],
+      spec.stack, config['loss']['n_step'], config['loss']['discount'], options['eviction'],
+      options['priority_exponent'], options['eviction_exponent'])
+
+
 def _make_network(config: Mapping[str, Any], spec: envs.EnvSpec) -> networks.ActorCritic:
   sizes = {k: v for k, v in config['network'].items() if k != 'name'}
   policy, normalised = experiment.make_policy(config, spec), config['normalise']
+  if 'replay' in config:
+    network = (values.Deterministic(policy, **sizes) if config['loss']['name'] == 'dpg' else
+               values.make_dueling(config['network']['name'], policy, **sizes))
+    _check_fits(network, config['network'], spec)
+    return network
   moments = [name for name, field in (('obs', 'obs'), ('returns', 'reward'), ('values', 'value'))
              if normalised[field]]
   network = networks.make(config['network']['name'], policy, moments=moments, **sizes)
@@ -102,14 +145,32 @@ def _keys(seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   return tuple(jax.random.split(jax.random.key(seed), 3))
 
 
-def initial_state(parts: wiring.Parts) -> TrainState:
-  """The train state of update 0, on the learner mesh."""
+def initial_state(parts: wiring.Parts, replay: bool = True) -> TrainState:
+  """The train state of update 0, on the learner mesh; without the replay where it is not wanted."""
   def make(seed):
     init_key, learn_key, _ = _keys(seed)
     params = _init(parts.network, init_key, parts.spec)
-    return TrainState(params, parts.optimizer.init(params), jnp.int32(0), jnp.int32(0), learn_key)
+    target = Target(params, jnp.int32(0)) if 'replay' in parts.config else ()
+    return TrainState(params, parts.optimizer.init(params), jnp.int32(0), jnp.int32(0), learn_key,
+                      target)
 
-  return placement.replicate(jax.jit(make)(parts.config['seed']), parts.place.mesh)
+  state = placement.replicate(jax.jit(make)(parts.config['seed']), parts.place.mesh)
+  return state._replace(replay=empty_replay(parts)) if replay and state.target else state
+
+
+def empty_replay(parts: wiring.Parts, shapes: bool = False) -> replay.State:
+  """A replay's state at update 0, its groups on the devices that they belong to; or its shapes."""
+  config, spec, policy = parts.config, parts.spec, parts.network.policy
+  like = experience.shapes(config['env']['num_envs'] // config['num_grad_shards'], spec.obs_shape,
+                           spec.obs_dtype, spec.stack, policy)
+  memory = make_memory(config, spec)
+  sharding = NamedSharding(parts.place.mesh, PartitionSpec(AXIS))
+  def make():
+    return memory.init(config['num_grad_shards'], like)
+  if shapes:
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+                        jax.eval_shape(make))
+  return jax.jit(make, out_shardings=sharding)()
 
 
 @contextlib.contextmanager
@@ -145,8 +206,13 @@ def segment(parts: wiring.Parts, state: TrainState, index: int, updates: int,
       pools = rollouts.Pools(shards)
       stack.callback(pools.close)
       keys = [jax.random.fold_in(act_key, i) for i in ids]
-      actor_state = jax.device_put(
-          rollouts.initial_state(shards, keys, parts.network.initial_core), device)
+      explore = experiment.exploration(config)
+      if explore is not None:
+        explore = [jnp.array(explore[i * width:(i + 1) * width]) for i in ids]
+      actor_state = rollouts.initial_state(shards, keys, parts.network.initial_core, explore)
+      if 'replay' in config:
+        actor_state = experience.initial_state(actor_state, config['loss']['n_step'])
+      actor_state = jax.device_put(actor_state, device)
       actors_of_segment.append(wiring.Actor(pools, actor_state, device, ids[0] * width))
     begin = wiring.Begin(state, int(state.update), updates,
                   lambda s: (placement.any_process(stop(), place.mesh)

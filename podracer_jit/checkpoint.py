@@ -144,15 +144,22 @@ class Checkpoints:
     std_logging.getLogger('absl').addFilter(_no_orbax_chatter)
     # Synchronous: at a boundary there is nothing to overlap with, and saved means saved.
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-    self._manager = ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=options)
+    self._folder = (workdir / 'checkpoints').absolute()
+    self._manager = ocp.CheckpointManager(self._folder, options=options)
 
   def save(self, state: TrainState, meta: Mapping[str, Any]) -> None:
-    """Saves the state with `meta` (JSON) under its update, unless that is there already."""
+    """Saves the state with `meta` (JSON) under its update, unless that is there already.
+
+    Its replay, if it has one, is an item of its own.
+    """
     update = int(state.update)
     if update == self._manager.latest_step():
       return
-    self._manager.save(update, args=ocp.args.Composite(
-        state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(dict(meta))))
+    items = dict(state=ocp.args.StandardSave(state._replace(replay=())),
+                 meta=ocp.args.JsonSave(dict(meta)))
+    if jax.tree.leaves(state.replay):
+      items['replay'] = ocp.args.StandardSave(state.replay)
+    self._manager.save(update, args=ocp.args.Composite(**items))
 
   def newest(self) -> int | None:
     """The update of the newest whole checkpoint."""
@@ -164,12 +171,20 @@ class Checkpoints:
 
   def restore(self, like: TrainState, update: int | None = None
               ) -> tuple[TrainState, dict[str, Any]]:
-    """A checkpoint, the newest by default, in the shapes and shardings of `like`."""
+    """A checkpoint, the newest by default, in the shapes and shardings of `like`.
+
+    A replay that was not saved is (); one that `like` has not is not read.
+    """
     update = self.newest() if update is None else update
-    restored = self._manager.restore(update, args=ocp.args.Composite(
-        state=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like)),
-        meta=ocp.args.JsonRestore()))
-    return restored['state'], restored['meta']
+
+    def shapes(tree):
+      return ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, tree))
+    items = dict(state=shapes(like._replace(replay=())), meta=ocp.args.JsonRestore())
+    if jax.tree.leaves(like.replay) and (self._folder / str(update) / 'replay').is_dir():
+      items['replay'] = shapes(like.replay)
+    restored = self._manager.restore(update, args=ocp.args.Composite(**items))
+    replay = restored['replay'] if 'replay' in items else ()
+    return restored['state']._replace(replay=replay), restored['meta']
 
   def close(self) -> None:
     """Lets go of the folder."""

@@ -36,6 +36,7 @@ class EnvSpec(NamedTuple):
   action_high: tuple[float, ...]  # actions are discrete
   frame_skip: int
   max_episode_steps: int
+  stack: int = 1  # frames of an observation, the oldest first, along its first axis
 
 
 class TimeStep(NamedTuple):
@@ -103,7 +104,8 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
       action_low=() if discrete else tuple(map(float, action.low)),
       action_high=() if discrete else tuple(map(float, action.high)),
       frame_skip=int(spec.config._asdict().get('frame_skip', 1)),
-      max_episode_steps=int(spec.config.max_episode_steps))
+      max_episode_steps=int(spec.config.max_episode_steps),
+      stack=int(spec.config._asdict().get('stack_num', 1)))
 
 
 def _flat_obs(task: str, space: Any) -> tuple[tuple[int, ...], np.dtype]:

@@ -72,7 +72,7 @@ def restore(workdir: Path, config: Mapping[str, Any]) -> Agent:
                      f'{config["checkpoint"]["every_updates"]} updates and at its end')
   with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
     try:
-      state, _ = saved.restore(build.initial_state(parts))
+      state, _ = saved.restore(build.initial_state(parts, replay=False))
     except Exception as error:  # noqa: BLE001 - orbax has no type for "something else is there"
       raise ValueError(f'--workdir: cannot read a checkpoint in {folder}: '
                        f'{" ".join(str(error).split())[:200]}') from error
@@ -81,8 +81,9 @@ def restore(workdir: Path, config: Mapping[str, Any]) -> Agent:
     options['episodic_life'] = False  # a whole game
   device = parts.place.actors[0]
   return Agent(parts.spec.task, options, parts.network.apply, parts.network.initial_core,
-               parts.network.policy, placement.put_params(state.params, device), device,
-               parts.place.env_threads, int(state.update), int(state.steps))
+               parts.network.policy._replace(explore=None),
+               placement.put_params(state.params, device), device, parts.place.env_threads,
+               int(state.update), int(state.steps))
 
 
 def seeds(seed: int, num_envs: int) -> list[int]:

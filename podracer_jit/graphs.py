@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from podracer_jit import ops, placement, rollouts, wiring
-from podracer_jit.handoff import Arrival, DoubleBuffer, HandOff, Stamped
+from podracer_jit import experiment, ops, placement, rollouts, wiring
+from podracer_jit.handoff import Arrival, DoubleBuffer, HandOff, Inbox, Stamped
 from podracer_jit.loops import Port, Worker
 from podracer_jit.metrics import Report, Waits
-from podracer_jit.types import TrainState
+from podracer_jit.rates import Rate
+from podracer_jit.types import Episodes, TrainState
 from podracer_jit.wiring import Actor, Begin, Parts, Segment, number
 
 
@@ -22,6 +24,7 @@ class Learning(NamedTuple):
   train: TrainState
   ended: bool = False  # nothing more to learn: total_steps reached, or asked to stop
   actor: rollouts.ActorState | None = None  # in `fused`, where one program does it all
+  late: float = 0.0  # gradient steps that a replay's newest rollouts were behind when they came
 
 
 def wire(parts: Parts, actors: Sequence[Actor], begin: Begin,
@@ -33,7 +36,9 @@ def wire(parts: Parts, actors: Sequence[Actor], begin: Begin,
     report(item.value)
     return state, ()
 
-  make = _fused if parts.scheme.fused else _central if parts.scheme.central else _split
+  scheme = parts.scheme
+  make = (_fused if scheme.fused else _central if scheme.central else
+          _free if scheme.free else _split)
   workers, waits = make(parts, actors, begin, reports)
   return Segment([*workers, Worker('writer', fire, None, [Port(reports)], [], 2**62)], waits)
 
@@ -41,7 +46,7 @@ def wire(parts: Parts, actors: Sequence[Actor], begin: Begin,
 def _fused(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff):
   """One worker fires one program that makes `updates_per_call` updates."""
   (actor,) = actors
-  total, steps = parts.config['total_steps'], parts.gradient_steps
+  total = parts.config['total_steps']
   calls = min(parts.config['placement']['updates_per_call'], begin.updates)
   fused = ops.make_fused(wiring.make_rollout(parts, actor.pools), parts.learn, calls)
   state = placement.put_params(begin.state, actor.device)
@@ -51,7 +56,7 @@ def _fused(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff
     limit = min(calls, begin.update + begin.updates - number(carry.train.update))
     state, actor_state, count, metrics = program(carry.train, carry.actor, limit, total)
     count = number(count)  # waits for the call
-    item = Report(metrics, count, ((steps - 1) / 2,) * count, (0.0,) * count)
+    item = Report(metrics, count, (wiring.delay(parts, 0),) * count, (0.0,) * count)
     return (Learning(state, begin.ended(state), actor_state),
             [Stamped(item, number(state.update))])
 
@@ -82,9 +87,8 @@ def _split(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff
       state, metrics = parts.learner(carry.train, placement.gather(values, place.mesh))
       ended = begin.ended(state)
     fresh = None if ended else Stamped(state.params, update + 1)
-    # The j-th gradient of an update is taken j versions after its first, and applied at once.
     behind = sum(update - item.version for item in items) / len(items)
-    item = Report(metrics, 1, (behind * steps + (steps - 1) / 2,), (0.0,))
+    item = Report(metrics, 1, (wiring.delay(parts, behind * steps),), (0.0,))
     return Learning(state, ended), [*[fresh] * len(params), Stamped(item, update + 1)]
 
   learner = Worker('learner', fire, Learning(begin.state), [Port(h) for h in made],
@@ -93,6 +97,63 @@ def _split(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff
   workers = [wiring.actor(parts, i, actor, begin, *ends, n * (len(actors) if arrival else 1))
              for i, (actor, *ends) in enumerate(zip(actors, params, made, strict=True))]
   return [*workers, learner], wiring.waits(params, made)
+
+
+def _free(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff):
+  """Actors that fill a replay, and a learner that draws from it, each as fast as it can."""
+  config, mesh, options = parts.config, parts.place.mesh, parts.config['replay']
+  envs = config['env']['num_envs'] // config['num_grad_shards']  # of a group
+  begun = number(begin.state.target.gradient_steps)
+  params = wiring.parameters(parts, actors, begin, begun)
+  side_by_side = jax.jit(ops.concatenate)
+  rate = Rate(options['samples_per_insert'], options['tolerance'],
+              options['gradient_steps'] * options['batch_size'],
+              experiment.batch_rows(config) // len(actors), len(actors))
+  made = Inbox('rollouts', len(actors), rate.wants, lambda item: (
+      item[0], placement.everywhere(side_by_side(item[1]), mesh)))
+  nothing = placement.everywhere((jnp.int32(0), jnp.zeros(2, jnp.uint32)), mesh)
+
+  def fire(carry: Learning, arrived: Stamped):
+    state, seen = carry.train, nothing
+    before = number(state.target.gradient_steps)
+    late = [before - item.version for item in arrived.value]
+    late = sum(late) / len(late) if late else carry.late
+    with jax.profiler.TraceAnnotation('add'):
+      for first_env, new in (item.value for item in arrived.value):
+        state, counts = parts.replay.insert(state, new, np.int32(first_env // envs))
+        seen = jax.tree.map(jnp.add, seen, counts)
+      rate.count(number(seen[0]), 0)
+    with jax.profiler.TraceAnnotation('learn'):
+      count = options['gradient_steps'] if rate.may_draw() else 0
+      state, metrics = parts.replay.learn(state, np.int32(count), *seen)
+      ended = begin.ended(state)
+    rate.count(0, number(metrics['sampled'][0]))
+    version = number(state.target.gradient_steps)
+    episodes = [new.episodes for _, new in (item.value for item in arrived.value)]
+    metrics['episodes'] = _end_to_end(jax.device_get(episodes))
+    fresh = None if ended else Stamped(state.params, version)
+    item = Report(metrics, 1, (wiring.delay(parts, late),), (0.0,))
+    return Learning(state, ended, late=late), [*[fresh] * len(params), Stamped(item, version)]
+
+  def tagged(worker: Worker, first_env: int) -> Worker:
+    def fire(state, params):
+      state, (made,) = worker.fire(state, params)
+      return state, [made._replace(value=(first_env, made.value))]
+    return worker._replace(fire=fire)
+
+  learner = Worker('learner', fire, Learning(begin.state), [Port(made)],
+                   [Port(h) for h in (*params, reports)], begin.updates,
+                   lambda carry: carry.ended)
+  workers = [tagged(wiring.actor(parts, i, actor, begin, p, made, 2**62), actor.first_env)
+             for i, (actor, p) in enumerate(zip(actors, params, strict=True))]
+  return [*workers, learner], wiring.waits(params, [made] * len(actors))
+
+
+def _end_to_end(episodes: Sequence[Episodes]) -> Episodes:
+  """As of a report of one update, [1, T, B]; of none, empty."""
+  if not episodes:
+    return Episodes(*(np.zeros((1, 0, 0), dtype) for dtype in (bool, np.float32, np.int32)))
+  return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[None], *episodes)
 
 
 class Share(NamedTuple):

@@ -191,6 +191,51 @@ class Arrival(HandOff):
     return len(self._slots) < self._capacity or self._ended
 
 
+class Inbox(HandOff):
+  """A queue of several producers whose reader takes all there is, and waits only if it has to."""
+
+  def __init__(self, name: str, capacity: int, wants: Callable[[], tuple[int, int]],
+               transfer: Callable[[Any], Any] = lambda value: value, patience_s: float = 60.0):
+    """Of at most `capacity` values; see HandOff for the rest.
+
+    wants: asked by the reader before each get, how many values it must have and how many it takes
+      at most. With (0, 0) it takes none, and producers wait once the queue is full.
+    """
+    super().__init__(name, transfer, patience_s)
+    self._capacity, self._wants = capacity, wants
+
+  def put(self, item: Stamped) -> None:
+    """Hands `item` over, ready and transferred; blocks while the queue is full.
+
+    Raises:
+      Closed: the consumer, or another producer, has ended.
+    """
+    self._append(item, self._capacity)
+
+  def get(self) -> Stamped:
+    """A list of what is there, as Stamped, with the version of the oldest (0 of none).
+
+    Raises:
+      Closed: the consumer, or a producer, has ended.
+    """
+    least, most = self._wants()
+    with self._changed:
+      self.get_wait_s += self._wait(lambda: len(self._slots) >= least or self._ended, 'to be made')
+      if self._ended:
+        raise Closed(self.name)
+      items = [self._slots.popleft() for _ in range(min(most, len(self._slots)))]
+      self._changed.notify_all()
+      return Stamped(items, items[0].version if items else 0)
+
+  def can_get(self) -> bool:
+    """Whether `get` would not block."""
+    return len(self._slots) >= self._wants()[0] or self._ended
+
+  def can_put(self) -> bool:
+    """Whether `put` would not block."""
+    return len(self._slots) < self._capacity or self._ended
+
+
 class Latest(HandOff):
   """The newest value alone: a put overwrites, a get takes it again and again and never waits."""
 

@@ -107,7 +107,7 @@ def train(parts: wiring.Parts, workdir: Path, profile_dir: str | None = None,
   them otherwise than the config.
   """
   config = parts.config
-  state = build.initial_state(parts)
+  state = build.initial_state(parts, replay=False)
   saved = checkpoint.Checkpoints(workdir, config['checkpoint']['keep'])
   meta: Mapping[str, Any] = {'segment': 0}
   title = f'{config["env"]["task"]}  {config["scheme"]} {config["loss"]["name"]}  {workdir}'
@@ -118,7 +118,9 @@ def train(parts: wiring.Parts, workdir: Path, profile_dir: str | None = None,
   with (contextlib.closing(saved), _stopping() as stopping,
         Progress(config, title, quiet=parts.place.process > 0) as progress):
     if saved.newest() is not None:
-      state, meta = saved.restore(state)
+      # Into shapes, lest there be two replays for a moment.
+      replay = build.empty_replay(parts, shapes=True) if state.target else ()
+      state, meta = saved.restore(state._replace(replay=replay))
       progress.note(f'going on from update {int(state.update)} ({int(state.steps):,} steps)')
     else:
       progress.note(f'{title}: starting')
@@ -129,8 +131,12 @@ def train(parts: wiring.Parts, workdir: Path, profile_dir: str | None = None,
         length = next((end - int(state.update) for end in ends if end > int(state.update)), 0)
       if not length:
         break
+      if state.target and not state.replay:
+        state = state._replace(replay=build.empty_replay(parts))
       state, meta = _segment(parts, state, meta, length, workdir, progress, profiler,
                              stopping.is_set)
+      if not config['checkpoint']['replay']:  # then a run that goes on has none either
+        state = state._replace(replay=())
       saved.save(state, meta)
     profiler.close()
     if profile_dir and not profiler.traced:

@@ -80,7 +80,10 @@ class Meter:
           sps=valid / seconds, elapsed_s=self._elapsed,
           episode_return=_mean(returns), episode_length=_mean(lengths), episodes=self._episodes,
           actor_wait_s=spent[0], learner_wait_s=spent[1],
-          cgd=float(report.cgd[i]), gud=float(report.gud[i]))
+          # From a replay: what rollouts were late when they came, and the age of what was drawn.
+          cgd=float(report.cgd[i] + one.get('sampled_age', 0.0)), gud=float(report.gud[i]))
+      if 'sampled' in one:
+        record['samples_per_s'] = int(one['sampled']) / seconds
       yield record | {name: float(value) for name, value in one.items()}, receipt
 
 

@@ -166,6 +166,11 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
   return jax.tree.map(everywhere, tree)
 
 
+def everywhere(tree: Any, mesh: Mesh) -> Any:
+  """The tree on every device of the mesh; where it is there already it is not copied."""
+  return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
 class Slices(NamedTuple):
   """Neighbouring environments of a batch, cut where the learner's devices meet."""
 

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from podracer_jit import ops
+from podracer_jit import ops, replaying
 from podracer_jit.exact import AXIS, branches, exact_sum, pairwise_sum
 from podracer_jit.objectives import Objective
-from podracer_jit.types import Metrics, Params, Rollout, TrainState
+from podracer_jit.receipts import fingerprint
+from podracer_jit.types import Experience, Metrics, Params, Rollout, TrainState
 
-EVERYWHERE, BY_ENV = PartitionSpec(), PartitionSpec(None, AXIS)
+EVERYWHERE, BY_ENV, BY_GROUP = PartitionSpec(), PartitionSpec(None, AXIS), PartitionSpec(AXIS)
+STATE = TrainState(*[EVERYWHERE] * len(TrainState._fields))._replace(replay=BY_GROUP)
 
 
 def _all_episodes(seen: Metrics) -> Metrics:
@@ -31,8 +33,8 @@ def fused_learner(learn: Callable, mesh: Mesh) -> Callable:
 
   def learner(state, rollout):
     state, metrics = jax.shard_map(
-        whole, mesh=mesh, in_specs=(EVERYWHERE, BY_ENV), out_specs=EVERYWHERE, check_vma=False)(
-            state, rollout)
+        whole, mesh=mesh, in_specs=(STATE, BY_ENV), out_specs=(STATE, EVERYWHERE),
+        check_vma=False)(state, rollout)
     return state, jax.tree.map(lambda x: x[None], metrics)  # a report of one update
 
   return jax.jit(learner, donate_argnums=0)
@@ -89,3 +91,36 @@ def update_programs(optimizer: optax.GradientTransformation,
     return state, jax.tree.map(lambda x: x[None], metrics)  # a report of one update
 
   return UpdatePrograms(jax.jit(step, donate_argnums=0), jax.jit(finish, donate_argnums=0))
+
+
+class ReplayPrograms(NamedTuple):
+  """What a learner does whose rollouts come as they come; both donate the state."""
+
+  # (state, experience of some groups, the first of these) -> (state, (valid rows, fingerprint))
+  insert: Callable
+  # (state, gradient steps to make if there is enough to draw from, sums of what insert gave)
+  #   -> (state, metrics)
+  learn: Callable
+
+
+def replay_programs(insert: Callable, steps: Callable, finish: Callable, sizes: replaying.Sizes,
+                    mesh: Mesh) -> ReplayPrograms:
+  """For experience that is on every device of the mesh; each keeps what is of its groups."""
+  groups, envs = sizes.num_grad_shards // mesh.size, sizes.num_envs // sizes.num_grad_shards
+
+  def insert_here(state: TrainState, experience: Experience, first_group: jax.Array):
+    here = first_group - jax.lax.axis_index(AXIS) * groups
+    state, valid = insert(state, experience, here)
+    batch = fingerprint(experience._replace(episodes=()), 1, first_group * envs, sizes.num_envs)
+    return state, (valid, batch)
+
+  def learn(state: TrainState, count: jax.Array, valid: jax.Array, batch: jax.Array):
+    count = jnp.where(replaying.ready(state, sizes, mesh.size), count, 0)
+    state, sums = steps(state, count)
+    state, metrics = finish(state, count, sums, valid, batch)
+    return state, jax.tree.map(lambda x: x[None], metrics)  # a report of one update
+
+  return ReplayPrograms(*(
+      jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(STATE, *[EVERYWHERE] * others),
+                            out_specs=(STATE, EVERYWHERE), check_vma=False), donate_argnums=0)
+      for function, others in ((insert_here, 2), (learn, 3))))

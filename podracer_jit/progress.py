@@ -95,6 +95,11 @@ class Progress:
     if self._split:
       numbers['waits'] = (f'actor {record["actor_wait_s"]:.3f} s, learner '
                           f'{record["learner_wait_s"]:.3f} s an update')
+    if 'replay_size' in record:
+      numbers['replay'] = (
+          f'{record["replay_size"]:,.0f} transitions, {record["samples_per_s"]:,.0f} drawn a '
+          f'second, {record["replay_ratio"]:.2f} for each added, '
+          f'{record["sampled_age"]:,.0f} gradient steps old')
     return numbers | ({'bound by': words} if words else {})
 
   def _line(self) -> str:

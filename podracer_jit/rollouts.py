@@ -29,6 +29,8 @@ class EnvState(NamedTuple):
   rollouts: jax.Array  # i32: how many were made
   discounted_return: jax.Array  # [B] f32, of the rewards so far
   core: Any  # [B, H] each: the recurrent state; () where there is none
+  exploration: Any = ()  # [B] f32: how much each explores, of policies that do so by an amount
+  recent: Any = ()  # of experience for a replay: the last rows of the rollout before
 
 
 class ActorState(NamedTuple):
@@ -70,8 +72,13 @@ class Pools:
 
 
 def initial_state(shards: Sequence[Shard], keys: Sequence[jax.Array],
-                  initial_core: Callable[[int], Any] = lambda num_envs: ()) -> ActorState:
-  """The state of freshly reset shards, each with its own key; for a recurrent network its core."""
+                  initial_core: Callable[[int], Any] = lambda num_envs: (),
+                  exploration: Sequence[Any] | None = None) -> ActorState:
+  """The state of freshly reset shards, each with its own key; for a recurrent network its core.
+
+  exploration: for each shard [B], of policies that `explore`.
+  """
+  exploration = exploration or [()] * len(shards)
   envs = tuple(
       EnvState(
           obs=jnp.array(shard.first_obs),
@@ -80,16 +87,17 @@ def initial_state(shards: Sequence[Shard], keys: Sequence[jax.Array],
           episode_length=jnp.zeros(shard.num_envs, jnp.int32),
           key=key, rollouts=jnp.zeros((), jnp.int32),
           discounted_return=jnp.zeros(shard.num_envs, jnp.float32),
-          core=initial_core(shard.num_envs))
-      for shard, key in zip(shards, keys, strict=True))
+          core=initial_core(shard.num_envs), exploration=explores)
+      for shard, key, explores in zip(shards, keys, exploration, strict=True))
   return ActorState(jnp.array(shards[0].handle), envs)
 
 
 def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_length: int,
-                 discount: float | None = None):
+                 discount: float | None = None, action_value: Callable | None = None):
   """Returns rollout(params, actor_state) -> (actor_state, one Rollout a shard), to be jitted.
 
-  With a `discount` rollouts have a discounted_return, for the normalisation of rewards.
+  With a `discount` rollouts have a discounted_return, for the normalisation of rewards; with
+  action_value(params, obs [B, ...], dist, action) -> [B] they have one, for replays.
 
   Shards take turns - recv a; infer a; send a; recv b; infer b; send b; ... - so that EnvPool steps
   one while the policy works on another. One token through all calls is what keeps them in that
@@ -99,8 +107,16 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
   def act(params: Params, t, env: EnvState):
     dist, value, core = apply(params, env.obs[None], env.core, ~env.ended[None])
     key = jax.random.fold_in(jax.random.fold_in(env.key, env.rollouts), t)
-    action = policy.sample(key, dist[0])
-    return action, policy.log_prob(dist[0], action), value[0], core
+    seen = {}
+    if policy.explore is None:
+      action = policy.sample(key, dist[0])
+    else:
+      action = policy.explore(key, dist[0], env.exploration)
+      seen['action_value'] = action_value(params, env.obs, dist[0], action)
+    if policy.log_prob is not None:
+      seen['behaviour_log_prob'] = policy.log_prob(dist[0], action)
+    return env._replace(core=core), dict(
+        obs=env.obs, action=action, behaviour_value=value[0], valid=~env.ended, **seen)
 
   def rollout(params: Params, state: ActorState):
     def turn(t, carry):
@@ -112,12 +128,9 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
         # At t = 0 this is row 0 for the time being. The buffers stay out of the branches, which
         # would copy them.
         buffers[i] = _write(buffers[i], jnp.maximum(t - 1, 0), **back)
-        action, behaviour_log_prob, value, core = act(params, t, envs[i])
-        token = shard.send(token, policy.to_env(action))
-        seen = dict(obs=envs[i].obs, action=action, behaviour_log_prob=behaviour_log_prob,
-                    behaviour_value=value, valid=~envs[i].ended)
+        envs[i], seen = act(params, t, envs[i])
+        token = shard.send(token, policy.to_env(seen['action']))
         buffers[i] = _write(buffers[i], t, **seen)
-        envs[i] = envs[i]._replace(core=core)
       return token, tuple(envs), tuple(buffers)
 
     buffers = tuple(_buffers(env, policy, unroll_length, discount) for env in state.envs)
@@ -182,11 +195,13 @@ def _buffers(env: EnvState, policy: Policy, steps: int, discount: float | None) 
   return Rollout(
       obs=jnp.zeros((steps + 1, *env.obs.shape), env.obs.dtype),
       action=zeros(policy.action_dtype, *policy.action_shape),
-      behaviour_log_prob=zeros(jnp.float32), behaviour_value=zeros(jnp.float32),
+      behaviour_log_prob=() if policy.log_prob is None else zeros(jnp.float32),
+      behaviour_value=zeros(jnp.float32),
       reward=zeros(jnp.float32), terminated=zeros(bool), truncated=zeros(bool), valid=zeros(bool),
       episodes=Episodes(zeros(bool), zeros(jnp.float32), zeros(jnp.int32)),
       discounted_return=() if discount is None else zeros(jnp.float32),
-      core=jax.tree.map(lambda x: x[None], env.core))
+      core=jax.tree.map(lambda x: x[None], env.core),
+      action_value=() if policy.explore is None else zeros(jnp.float32))
 
 
 def _write(buffer: Rollout, t, **rows) -> Rollout:

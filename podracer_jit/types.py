@@ -32,7 +32,7 @@ class Rollout(NamedTuple):
 
   obs: jax.Array  # [T + 1, B, ...] in the environment's dtype
   action: jax.Array  # [T, B] i32, or [T, B, A] f32 as the policy drew it
-  behaviour_log_prob: jax.Array  # [T, B] f32: log mu(action | obs)
+  behaviour_log_prob: Any  # [T, B] f32: log mu(action | obs); () of policies without
   behaviour_value: jax.Array  # [T, B] f32: the acting network's estimate of V(obs)
   reward: jax.Array  # [T, B] f32, as the task gives it
   terminated: jax.Array  # [T, B] bool: no state follows (or, by option, a life was lost)
@@ -41,6 +41,26 @@ class Rollout(NamedTuple):
   episodes: Episodes
   discounted_return: Any = ()  # [T, B] f32, where rewards are normalised: of all rows so far
   core: Any = ()  # [1, B, H] f32 each, of recurrent networks: the state before row 0
+  action_value: Any = ()  # [T, B] f32, for replays: the acting network's estimate of Q(obs, action)
+
+
+class Experience(NamedTuple):
+  """A rollout on its way into a replay; rows as of Rollout, one more of frames.
+
+  Row t has the priority of the transition that began n rows before, which is complete only now.
+  """
+
+  obs: jax.Array  # [T + 1, B, ...], of a stack of frames the newest alone
+  fresh: jax.Array  # [T + 1, B] bool: the stack held nothing but this frame
+  began: jax.Array  # [1, B] bool: row 0 is the first of all, before it is nothing
+  action: jax.Array  # [T, B, ...]
+  reward: jax.Array  # [T, B] f32
+  terminated: jax.Array  # [T, B] bool
+  truncated: jax.Array  # [T, B] bool
+  valid: jax.Array  # [T, B] bool
+  priority: jax.Array  # [T, B] f32: |n-step TD error| by the acting network
+  starts: jax.Array  # [T, B] bool: there is such a transition, and its first row was valid
+  episodes: Any  # Episodes
 
 
 class TrainState(NamedTuple):
@@ -51,6 +71,15 @@ class TrainState(NamedTuple):
   update: jax.Array  # i32: learner updates done
   steps: jax.Array  # i32: valid agent steps learned from
   key: jax.Array  # PRNG key, never changed: what is drawn from it is folded with `update`
+  target: Any = ()  # Target, of losses that have one
+  replay: Any = ()  # of losses that have one, a replay: not replicated, each device has its groups
+
+
+class Target(NamedTuple):
+  """A slow copy of the parameters, and what it is timed by."""
+
+  params: Params
+  gradient_steps: jax.Array  # i32: made in all
 
 
 def discounts(rollout: Rollout, discount: float) -> jax.Array:

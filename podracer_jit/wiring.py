@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
-from podracer_jit import envs, networks, placement, programs, rollouts
+from podracer_jit import envs, experience, networks, placement, programs, rollouts
 from podracer_jit.handoff import DoubleBuffer, HandOff, Latest, Stamped
 from podracer_jit.loops import Port, Worker
 from podracer_jit.metrics import Waits
@@ -28,11 +29,14 @@ class Parts(NamedTuple):
   learn: Callable  # (state, rollout of one device) -> (state, metrics), to be jitted
   learner: Callable  # the same on the whole mesh, jitted once
   gradients: Sequence[programs.GradientPrograms]  # of each worker, where G and U are apart
-  updates: programs.UpdatePrograms  # likewise
+  updates: programs.UpdatePrograms | None  # likewise
+  replay: programs.ReplayPrograms | None = None  # where acting and learning are free of each other
 
   @property
   def gradient_steps(self) -> int:
-    """Of an update: epochs times minibatches."""
+    """Of an update: epochs times minibatches, or as many as it draws batches from a replay."""
+    if 'replay' in self.config:
+      return self.config['replay']['gradient_steps']
     return self.config['num_epochs'] * self.config['num_minibatches']
 
 
@@ -67,10 +71,15 @@ def number(x: jax.Array) -> int:
 
 
 def make_rollout(parts: Parts, pools: rollouts.Pools) -> Callable:
-  """The rollout of these pools, not yet jitted."""
-  discount = parts.config['loss']['discount'] if parts.config['normalise']['reward'] else None
-  return rollouts.make_rollout(pools.shards, parts.network.apply, parts.network.policy,
-                               parts.config['unroll_length'], discount)
+  """The rollout of these pools, not yet jitted; with a replay it makes Experience."""
+  loss, apply = parts.config['loss'], parts.network.apply
+  discount = loss['discount'] if parts.config['normalise']['reward'] else None
+  rollout = functools.partial(rollouts.make_rollout, pools.shards, apply, parts.network.policy,
+                              parts.config['unroll_length'], discount)
+  if 'replay' not in parts.config:
+    return rollout()
+  return experience.with_priorities(rollout(functools.partial(apply, method='action_value')),
+                                    loss['n_step'], loss['discount'], parts.spec.stack)
 
 
 def parameters(parts: Parts, actors: Sequence[Actor], begin: Begin, version: int) -> list[HandOff]:
@@ -119,6 +128,15 @@ def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Stamped],
                            f'{item.version / unit:g}: its lag should be {lag}')
 
 
+def delay(parts: Parts, behind: float) -> float:
+  """Mean CGD of an update on rollouts so many gradient steps late; of a replay, when they came.
+
+  The j-th gradient of an update is taken j versions after its first. From a replay the age of what
+  was drawn adds to it, which the metrics have.
+  """
+  return behind if 'replay' in parts.config else behind + (parts.gradient_steps - 1) / 2
+
+
 def actor(parts: Parts, i: int, actor: Actor, begin: Begin, params: HandOff, made: HandOff,
           firings: int) -> Worker:
   """R: a worker that makes rollouts with what it is given."""
@@ -130,4 +148,5 @@ def actor(parts: Parts, i: int, actor: Actor, begin: Begin, params: HandOff, mad
       state, made = jax.block_until_ready(program(params.value, state))
     return state, [Stamped(made, params.version)]
 
-  return Worker(f'actor {i}', fire, actor.state, [Port(params)], [Port(made)], firings)
+  every = parts.config['replay']['params_every'] if parts.scheme.free else 1
+  return Worker(f'actor {i}', fire, actor.state, [Port(params, every)], [Port(made)], firings)

@@ -129,6 +129,9 @@ def prepare(config: Mapping[str, Any], asked: Sequence[str]) -> tuple[wiring.Par
     raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(benchmark_parts.ALL)}')
   placement.prepare_host(config['placement'])
   # Whatever the config says, training must not end while it is measured.
+  if 'replay' in config:
+    raise ValueError(f'--config: {config["loss"]["name"]} draws from a replay; '
+                     'benchmark_replay.py measures that, benchmark_schemes.py the training')
   parts = build.make_parts(config | dict(scheme='sync', total_steps=2**31 - 1))
   names = [name for name in benchmark_parts.ALL if name in asked]
   if (any('conventional' in name for name in names)

@@ -55,6 +55,8 @@ def measure(config: Mapping[str, Any], seconds: float) -> Figures:
   workers, seen = len(parts.config['placement']['actor_devices']), []
 
   def report(item: Report) -> None:  # of `fused`: of a whole call
+    if not jax.device_get(item.metrics.get('sampled', [1]))[item.count - 1]:
+      return  # a replay that is being filled
     steps = int(jax.device_get(item.metrics['steps'])[item.count - 1])
     seen.append((time.perf_counter(), steps, *(sum(x) / item.count for x in (item.cgd, item.gud)),
                  item.count))
@@ -75,7 +77,8 @@ def main(argv: Sequence[str]) -> int:
   warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
   logging.set_verbosity(logging.ERROR)
   values = flags.FlagValues()
-  flags.DEFINE_list('schemes', list(SCHEMES), 'Which to measure.', flag_values=values)
+  flags.DEFINE_list('schemes', None, 'Which to measure; all that can learn the loss by default.',
+                    flag_values=values)
   flags.DEFINE_list('workers', ['1', '2', '4'], 'How many of them.', flag_values=values)
   flags.DEFINE_float('seconds', 10.0, 'For each.', lower_bound=0.0, flag_values=values)
   flags.DEFINE_string('json', None, 'Write all figures here.', flag_values=values)
@@ -84,13 +87,15 @@ def main(argv: Sequence[str]) -> int:
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
-    for name in set(values.schemes) - set(SCHEMES):
+    schemes = values.schemes or [name for name, scheme in SCHEMES.items()
+                                 if scheme.replay in (None, 'replay' in config)]
+    for name in set(schemes) - set(SCHEMES):
       raise ValueError(f'--schemes: there is no {name!r}; known are {", ".join(SCHEMES)}')
     counts = [int(count) for count in values.workers]
     placement.prepare_host(placed(config, 'dppo', max(counts))['placement'])
     found = []
     print(f'{"scheme":12} workers        FPS      CGD    GUD  updates')
-    for scheme in values.schemes:
+    for scheme in schemes:
       for count in [1] if SCHEMES[scheme].alone else counts:
         found.append(measure(placed(config, scheme, count), values.seconds))
         print('{:12} {:7} {:10,.0f} {:8.2f} {:6.2f} {:8}'.format(*found[-1]), flush=True)

@@ -98,7 +98,8 @@ def _evaluate(agent: evaluation.Agent, workdir: Path, values: flags.FlagValues,
             file=sys.stderr, flush=True)
 
   num_envs = min(values.num_envs, values.num_episodes)
-  how = dict(seed=values.seed, greedy=values.greedy, num_envs=num_envs)
+  greedy = values.greedy or agent.policy.log_prob is None  # a policy that draws nothing
+  how = dict(seed=values.seed, greedy=greedy, num_envs=num_envs)
   episodes = evaluation.play(agent, values.num_episodes, num_envs, values.seed, values.max_steps,
                              progress)
   record = evaluation.write(workdir, agent, episodes, **how)

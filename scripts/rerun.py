@@ -108,7 +108,8 @@ def _state_before(parts: wiring.Parts, workdir: Path, header: dict) -> TrainStat
       raise ValueError(f'--update: the checkpoint of update {before}, from which it would be made, '
                        f'is gone; there are those of {", ".join(map(str, saved.updates()))} '
                        '(checkpoint.keep says how many stay), and the first segment needs none')
-    return saved.restore(first, before)[0]
+    state = saved.restore(first, before)[0]
+    return state._replace(replay=first.replay) if not state.replay else state
   finally:
     saved.close()
 

@@ -54,8 +54,9 @@ def initial_state(parts):
   key = str([parts.spec, *(config[name] for name in (
       'seed', 'network', 'policy', 'normalise', 'optimizer'))])
   if key not in _initial:
-    _initial[key] = build.initial_state(parts)
-  return placement.replicate(_initial[key], parts.place.mesh)  # a copy: segments donate theirs
+    _initial[key] = build.initial_state(parts, replay=False)
+  state = placement.replicate(_initial[key], parts.place.mesh)  # a copy: segments donate theirs
+  return state._replace(replay=build.empty_replay(parts)) if state.target else state
 
 
 _initial = {}

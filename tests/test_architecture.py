@@ -13,14 +13,15 @@ MOST_LINES = 310
 # From the bottom up. A module imports from tiers below its own, and from its own.
 TIERS = {
     'types': ['types'],
-    'maths': ['losses', 'policies', 'networks', 'normalise', 'conv', 'exact', 'receipts',
-              'replay'],
+    'maths': ['losses', 'policies', 'networks', 'values', 'normalise', 'conv', 'exact',
+              'receipts', 'replay'],
     'world': ['envs'],
-    'operations': ['objectives', 'ops', 'optimizers', 'programs', 'rollouts'],
+    'operations': ['objectives', 'ops', 'optimizers', 'programs', 'rollouts', 'experience',
+                   'replaying'],
     'plumbing': ['handoff', 'placement', 'loops'],
-    'assembly': ['schemes', 'experiment', 'checkpoint', 'metrics', 'progress', 'wiring', 'graphs',
-                 'build', 'evaluation', 'video', 'command_line', 'main', '__main__', '__init__',
-                 'configs'],
+    'assembly': ['schemes', 'experiment', 'checks', 'checkpoint', 'metrics', 'progress', 'rates',
+                 'wiring', 'graphs', 'build', 'evaluation', 'video', 'command_line', 'main',
+                 '__main__', '__init__', 'configs'],
 }
 ORDER = list(TIERS)
 TIER_OF = {name: tier for tier, names in TIERS.items() for name in names}
@@ -29,7 +30,7 @@ OUTSIDE = {
     'types': {'jax', 'chex'},
     'maths': {'jax', 'numpy', 'chex', 'rlax', 'flax'},
     'world': {'jax', 'numpy', 'envpool'},
-    'operations': {'jax', 'numpy', 'chex', 'optax'},
+    'operations': {'jax', 'numpy', 'chex', 'flax', 'optax'},
     'plumbing': {'jax', 'numpy', 'absl'},
     'assembly': None,
 }

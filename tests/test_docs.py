@@ -35,7 +35,8 @@ def test_what_the_docs_name_is_there(path):
     assert (ROOT / 'podracer_jit' / 'configs' / name).is_file(), name
   for name in re.findall(r'scripts/(\w+(?:\.(?:py|sh))?)', text):
     assert (ROOT / 'scripts' / name).is_file(), name
-  config = experiment.config('ppo', 'mlp', 'adam').to_dict()
+  config = experiment.config('ppo', 'mlp', 'adam').to_dict() | {'replay': experiment.REPLAY}
+  config['loss'] |= experiment.LOSSES['dqn']
   for field in re.findall(r'--config\.([a-z_.]+)', text):
     part = config
     if field.startswith('env.') or field.endswith('.'):

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import envs, experiment, placement
+from podracer_jit import checks, envs, experiment, placement
 
 MUJOCO = 'HalfCheetah-v4'
 ONE_THREAD = 1
@@ -267,7 +267,7 @@ def test_integers_are_good_for_a_float():
 def test_a_spec_says_what_the_learner_will_see():
   spec = envs.make_spec('Pong-v5', dict(img_height=42, stack_num=2, full_action_space=True,
                                         frame_skip=5, max_episode_steps=99))
-  assert spec == envs.EnvSpec('Pong-v5', (2, 42, 84), np.uint8, 18, (), (), 5, 99)
+  assert spec == envs.EnvSpec('Pong-v5', (2, 42, 84), np.uint8, 18, (), (), 5, 99, 2)
   assert envs.make_spec('CartPole-v1', {}).frame_skip == 1
   assert envs.make_spec(MUJOCO, {}).obs_dtype == np.float32  # EnvPool says float64
 
@@ -284,7 +284,7 @@ def test_a_policy_that_does_not_fit_the_actions_is_refused(task, policy):
   config = experiment.config('impala', 'mlp', 'adam', policy=policy)
   config.env.task = task
   with pytest.raises(ValueError, match=rf'policy: must be one of auto, .* {task}, got .{policy}'):
-    experiment.check(config)
+    checks.check(config)
 
 
 def test_dicts_are_laid_end_to_end_by_name():

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.testing import assert_array_equal
 
 from podracer_jit import placement
-from podracer_jit.handoff import Arrival, Closed, DoubleBuffer, HandOff, Latest, Stamped
+from podracer_jit.handoff import Arrival, Closed, DoubleBuffer, HandOff, Inbox, Latest, Stamped
 
 HANG_S = 60  # a guard: nothing here takes so long
 
@@ -208,6 +208,32 @@ def test_arrivals_that_were_put_survive_a_close_and_not_a_failure():
     versions(handoff, 1)
 
 
+def test_an_inbox_gives_all_there_is_and_waits_for_no_more_than_it_must():
+  wants = [(0, 9), (0, 9), (1, 9), (0, 1), (0, 0), (0, 9)]
+  handoff = Inbox('rollouts', 3, lambda: wants[0])
+
+  def taken():
+    item = handoff.get()
+    wants.pop(0)
+    return [x.version for x in item.value], item.version
+
+  assert taken() == ([], 0)  # none is there, and none is needed
+  numbers(handoff, 3)
+  assert taken() == ([1, 2, 3], 1)
+  getter = Side(taken)
+  assert not handoff.can_get() and getter.blocks()
+  numbers(handoff, 1, first=4)
+  assert getter.end() == ([4], 4)
+  numbers(handoff, 3, first=5)
+  assert not handoff.can_put()
+  putter = Side(lambda: numbers(handoff, 1, first=8))
+  assert putter.blocks()
+  assert taken() == ([5], 5)  # no more than it wants, and there is room for one more
+  putter.end()
+  assert taken() == ([], 0)  # though three are there
+  assert taken() == ([6, 7, 8], 6)
+
+
 def test_the_latest_is_given_again_and_again_and_never_waited_for():
   moved = []
   handoff = Latest('parameters', transfer=lambda value: moved.append(value) or value)
@@ -264,6 +290,8 @@ def test_fail_does_not(lag):
 @pytest.mark.parametrize('make, side', [
     (lambda: DoubleBuffer('rollouts', 5), 'get'), (lambda: DoubleBuffer('rollouts', 5), 'put'),
     (lambda: Arrival('rollouts', 1), 'get'), (lambda: Arrival('rollouts', 1), 'put'),
+    (lambda: Inbox('rollouts', 1, lambda: (1, 1)), 'get'),
+    (lambda: Inbox('rollouts', 1, lambda: (1, 1)), 'put'),
     (lambda: Latest('rollouts'), 'get')])
 def test_a_blocked_wait_ends_from_another_thread(end, make, side):
   handoff = make()

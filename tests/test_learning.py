@@ -10,7 +10,14 @@ import jax
 import pytest
 
 from podracer_jit import build, loops
-from podracer_jit.configs import impala_cartpole, impala_catch, ppo_cartpole, ppo_mujoco
+from podracer_jit.configs import (
+    apex_dpg_walker_walk,
+    apex_dqn_catch,
+    impala_cartpole,
+    impala_catch,
+    ppo_cartpole,
+    ppo_mujoco,
+)
 from tests.runs import changed
 
 TWO_WORKERS = dict(num_shards=2, num_grad_shards=2, placement__actor_devices=(0, 0))
@@ -26,6 +33,10 @@ CASES = {
         total_steps=200_000), 400.0),
     'late_ppo_cartpole': (ppo_cartpole, dict(
         TWO_WORKERS, scheme='impala', loss__vtrace=True), 400.0),
+    'apex_catch': (apex_dqn_catch, dict(scheme='apex', total_steps=60_000), 0.7),
+    'dpg_pendulum': (apex_dpg_walker_walk, dict(
+        env__task='InvertedPendulum-v4', total_steps=80_000, loss__noise=0.1, replay__batch_size=64,
+        network__actor_hidden=(64, 64), network__critic_hidden=(64, 64)), 250.0),
     'ppo_pendulum': (ppo_mujoco, dict(env__task='InvertedPendulum-v4', total_steps=60_000), 350.0),
 }
 

@@ -17,7 +17,7 @@ PLACES = {
     'sync': ((0,), (0,)), 'fused': ((0,), (0,)), 'ppo': ((0,), (0,)), 'ddppo': ((0, 1), (0, 1)),
     'dppo': ((0, 1), (0, 1)), 'dppo_async': ((0, 1), (0, 1)), 'cleanba': ((0, 1), (2,)),
     'rapid': ((0, 1), (2, 3)), 'rapid_async': ((0, 1), (2, 3)), 'impala': ((0, 1), (2, 3))}
-BLOCKING = [name for name, scheme in SCHEMES.items() if scheme.repeats]
+BLOCKING = [name for name, scheme in SCHEMES.items() if scheme.repeats and not scheme.replay]
 LAG = {'cleanba': 1, 'rapid': 1}
 UPDATES = 4
 
@@ -45,7 +45,8 @@ def made(scheme, loss, serial=False):
 
 
 def test_every_scheme_is_tested():
-  assert set(PLACES) == set(SCHEMES)
+  """Those that draw from a replay by test_apex."""
+  assert set(PLACES) | {'apex', 'apex_lockstep'} == set(SCHEMES)
 
 
 @pytest.mark.parametrize('loss', ['ppo', 'impala'])
@@ -84,21 +85,33 @@ def test_gradients_of_others_come_in_between(scheme, devices):
   """Each of W workers has one gradient under way, so the others' W - 1 come before it."""
   cgd, gud = _async(scheme, devices, updates=40 * len(devices))
   # Between two of its own gradients are as many of others as its GUD: all have 4 an update.
-  assert gud.mean() == pytest.approx(len(devices) - 1, rel=0.1)
+  assert gud.mean() == pytest.approx(len(devices) - 1, rel=0.2)
   assert (gud >= 0).all() and (cgd >= 1.5).all()
   assert len(devices) > 1 or (cgd == 1.5).all()
 
 
 def test_a_slow_worker_has_a_large_delay_and_the_mean_stays():
+  """One gradient of worker 0 to four of worker 1, by their count and no clock."""
+  fired, turn = {0: 0, 1: 0}, threading.Condition()
+  may_go = {0: lambda: fired[1] >= 4 * (fired[0] + 1), 1: lambda: fired[1] < 4 * (fired[0] + 1)}
+
+  def in_turn(worker, fire):
+    def fires(*args):
+      with turn:
+        turn.wait_for(may_go[worker], timeout=2)  # at the end nobody is left to wait for
+      made = fire(*args)
+      with turn:
+        fired[worker] += 1
+        turn.notify_all()
+      return made
+    return fires
+
   def tamper(workers):
-    def slow(fire):
-      def slowly(*args):
-        time.sleep(0.05)
-        return fire(*args)
-      return slowly
-    return [w._replace(fire=slow(w.fire)) if w.name == 'worker 0' else w for w in workers]
+    return [w._replace(fire=in_turn(int(w.name[-1]), w.fire)) if w.name.startswith('worker') else w
+            for w in workers]
+
   _, gud = _async('dppo_async', (0, 0), 80, tamper)
-  assert gud.max() > 5
+  assert 3 <= gud.max() <= 5
   assert gud.mean() == pytest.approx(1, rel=0.15)
 
 

@@ -30,8 +30,8 @@ def script(name, *args, timeout=300):
                         text=True, timeout=timeout, env=QUICK, check=False)
 
 
-def train(workdir, *args):
-  command = [sys.executable, '-P', '-m', 'podracer_jit', *CATCH, f'--workdir={workdir}', *args]
+def train(workdir, *args, experiment=CATCH):
+  command = [sys.executable, '-P', '-m', 'podracer_jit', *experiment, f'--workdir={workdir}', *args]
   return subprocess.run(command, capture_output=True, text=True, timeout=300, env=QUICK,
                         check=False)
 
@@ -48,9 +48,9 @@ def whole(tmp_path_factory):
   return workdir
 
 
-def start(workdir, *args, count=2):
+def start(workdir, *args, count=2, experiment=CATCH):
   return subprocess.Popen([sys.executable, SCRIPTS / 'launch_local.py', '-n', str(count),
-                           '--', *CATCH, f'--workdir={workdir}', *args],
+                           '--', *experiment, f'--workdir={workdir}', *args],
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=QUICK)
 
 
@@ -85,6 +85,22 @@ def test_two_processes_make_the_bits_of_one(whole, tmp_path):
   assert 'identical: ' in result.stdout and 'different arithmetic' not in result.stdout
   assert [m['episode_return'] for m in lines(tmp_path / 'metrics.jsonl')] == [
       m['episode_return'] for m in lines(whole / 'metrics.jsonl')]
+
+
+def test_two_processes_share_a_replay_and_make_the_bits_of_one(tmp_path):
+  """Saved by both, and again by one, who also makes an update of the second segment again."""
+  apex = ['--config=configs/apex_dqn_catch.py:smoke', '--config.total_steps=2500',
+          '--config.checkpoint.every_updates=12', '--config.log.tensorboard=False',
+          '--config.num_shards=2', '--config.num_grad_shards=2']
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  result = train(one, experiment=apex)
+  assert result.returncode == 0, result.stderr
+  out, _ = start(two, experiment=apex).communicate(timeout=300)
+  assert 'finished at update' in out, out
+  result = script('compare_runs.py', one, two)
+  assert 'identical: ' in result.stdout and 'different arithmetic' not in result.stdout
+  result = script('rerun.py', f'--workdir={two}', '--update=20')
+  assert result.returncode == 0 and 'as its receipt says' in result.stdout, result.stderr
 
 
 LONG = '--config.total_steps=4000000', '--config.checkpoint.every_updates=100000'

@@ -1,0 +1,42 @@
+"""Ape-X DPG on the DeepMind Control Suite, from features (1803.00933, appendix D).
+
+podracer_jit --config=configs/apex_dpg_dmc.py --workdir=runs/x --config.env.task=HumanoidWalk-v1
+"""
+
+from podracer_jit import experiment
+
+
+def get_config(arg: str = ''):
+  """`smoke` makes a few updates only."""
+  config = experiment.config('dpg', 'deterministic', 'adam', scheme='apex')
+  config.total_steps = 1_000_000_000
+  config.unroll_length = 50  # what an actor sends at once
+
+  config.env.task = 'HumanoidStand-v1'
+  config.env.num_envs = 64
+
+  config.network.actor_hidden = (300, 200)
+  config.network.critic_hidden = (400, 300)
+  config.loss.n_step = 5
+  config.loss.target_every = 100
+  config.loss.noise = 0.3
+  config.loss.dqda_clip = 1.0
+  config.optimizer.learning_rate = 1e-4
+  config.optimizer.anneal = False
+  config.optimizer.eps = 1e-8
+  config.optimizer.max_grad_norm = 40.0
+
+  config.replay.capacity = 1_000_000
+  config.replay.min_size = 50_000
+  config.replay.batch_size = 256
+  config.replay.gradient_steps = 16  # between two looks at what came in
+  config.replay.eviction = 'prioritised'
+  config.replay.params_every = 2  # rollouts, 100 steps of an environment
+  config.checkpoint.every_updates = 10_000
+
+  if arg == 'smoke':
+    config.env.num_envs = 8
+    config.replay.capacity = 5_000
+    config.replay.min_size = 1_000
+    config.total_steps = 5_000
+  return config

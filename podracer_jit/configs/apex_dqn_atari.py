@@ -1,0 +1,45 @@
+"""Ape-X DQN on Atari (1803.00933, section 4.1 and appendix C).
+
+podracer_jit --config=configs/apex_dqn_atari.py --workdir=runs/x --config.env.task=Breakout-v5
+
+The paper's 360 environments, shared by the actors that there are. A replay of 2M transitions takes
+14.2 GB of the learner's memory; `--config.replay.capacity` makes it smaller.
+"""
+
+from podracer_jit import experiment
+
+
+def get_config(arg: str = ''):
+  """`smoke` makes a few updates only, from a small replay."""
+  config = experiment.config('dqn', 'nature_cnn', 'centred_rmsprop', scheme='apex')
+  config.total_steps = 2_000_000_000  # 8 of the paper's 22.8 billion frames
+  config.unroll_length = 50  # what an actor sends at once
+
+  config.env.task = 'Pong-v5'
+  config.env.num_envs = 360
+  config.env.noop_max = 30
+  config.env.repeat_action_probability = 0.0
+  config.env.episodic_life = True
+  config.env.reward_clip = True
+  config.env.max_episode_steps = 50_000 // 4
+
+  config.loss.n_step = 3
+  config.loss.target_every = 2500
+  config.loss.epsilon = 0.4
+  config.loss.epsilon_alpha = 7.0
+  config.optimizer.learning_rate = 0.00025 / 4
+
+  config.replay.capacity = 2_000_000
+  config.replay.min_size = 50_000
+  config.replay.batch_size = 512
+  config.replay.gradient_steps = 16  # between two looks at what came in
+  config.replay.params_every = 2  # rollouts: 400 frames of an environment
+  config.checkpoint.every_updates = 5_000
+
+  if arg == 'smoke':
+    config.env.num_envs = 8
+    config.replay.capacity = 2_000
+    config.replay.min_size = 400
+    config.replay.batch_size = 32
+    config.total_steps = 2_000
+  return config

@@ -1,0 +1,52 @@
+"""Ape-X DQN on Pong from pixels, on two CPU cores.
+
+podracer_jit --config=configs/apex_dqn_pong_laptop.py --workdir=runs/apex_pong
+
+The network and frames of pong_laptop.py, half of the environments and of the gradients on each
+core; a replay of a tenth of the paper's, from which a transition is drawn four times.
+"""
+
+from podracer_jit import experiment
+
+
+def get_config(arg: str = ''):
+  """`smoke` makes a few updates only, from a small replay."""
+  config = experiment.config('dqn', 'nature_cnn', 'adam', scheme='apex_lockstep')
+  config.total_steps = 2_000_000
+  config.unroll_length = 16
+  config.microbatch_rows = 64  # what fits a core's cache is fastest
+
+  config.env.task = 'Pong-v5'
+  config.env.num_envs = 16
+  config.env.img_height = 42
+  config.env.img_width = 42
+  config.env.repeat_action_probability = 0.0
+  config.env.noop_max = 30
+
+  config.network.channels = (16, 32, 32)
+  config.network.kernels = (3, 3, 3)
+  config.network.strides = (3, 2, 1)
+  config.network.hidden = 128
+  config.network.centre = True  # else up to half of the ReLUs are dead from the start
+
+  config.loss.target_every = 100
+  config.replay.capacity = 200_000
+  config.replay.min_size = 10_000
+  config.replay.batch_size = 128
+  config.replay.gradient_steps = 8
+  config.optimizer.learning_rate = 1e-3
+  config.optimizer.anneal = False
+  config.optimizer.max_grad_norm = 40.0
+
+  config.num_shards = 2
+  config.num_grad_shards = 2
+  config.placement.actor_devices = (0, 1)
+  config.placement.learner_devices = (0, 1)
+  config.placement.env_threads = 1
+  config.checkpoint.every_updates = 500
+
+  if arg == 'smoke':
+    config.total_steps = 5_000
+    config.replay.capacity = 5_000
+    config.replay.min_size = 1_000
+  return config

@@ -1,0 +1,270 @@
+"""Learning from a replay: exact anywhere, resumed exactly, or free at rates that are kept."""
+
+import functools
+import json
+import re
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from podracer_jit import build, checkpoint, evaluation, experiment, loops, main
+from tests.runs import changed, run
+
+UPDATES = 8
+
+
+def config(kind, **fields):
+  """Updates of 256 rows in two groups; from the 3rd on, rows are overwritten or evicted."""
+  loss, network, task = {
+      'dqn': ('dqn', 'mlp', 'CartPole-v1'), 'dpg': ('dpg', 'deterministic', 'CartpoleSwingup-v1'),
+      'pixels': ('dqn', 'nature_cnn', 'Pong-v5')}[kind]
+  whole = experiment.config(
+      loss, network, 'adam' if kind == 'dpg' else 'centred_rmsprop', scheme='sync',
+      unroll_length=16, num_shards=2, num_grad_shards=2)
+  whole.env.task, whole.env.num_envs = task, 16
+  if kind == 'pixels':
+    whole.env.update(dict(img_height=42, img_width=42, max_episode_steps=12, noop_max=4))
+    whole.network.update(dict(channels=(8, 16), kernels=(4, 3), strides=(4, 1), hidden=32))
+    whole.microbatch_rows = 64
+  if kind == 'dpg':
+    whole.network.update(dict(actor_hidden=(32, 16), critic_hidden=(32, 16)))
+    whole.replay.eviction = 'prioritised'
+  whole.loss.target_every, whole.optimizer.learning_rate = 5, 1e-3
+  # Large, since sums over few rows are not split between threads, and then anything is equal.
+  whole.replay.update(dict(capacity=600, min_size=300, gradient_steps=3,
+                           batch_size=640 if kind == 'pixels' else 4096))
+  whole.checkpoint.every_updates = UPDATES
+  return changed(whole.to_dict(), **fields)
+
+
+@functools.cache
+def parts_of(kind, **fields):
+  """Compiled once for all tests that run it on the same devices."""
+  return build.make_parts(config(kind, **fields))
+
+
+def made(kind, scheme, runner=loops.run, actors=(0,), learners=(0,)):
+  parts = parts_of(kind, scheme=scheme, placement__actor_devices=actors,
+                   placement__learner_devices=learners)
+  return run(parts.config, runner, parts=parts)
+
+
+@pytest.mark.parametrize('kind, scheme, actors, learners', [
+    ('dqn', 'fused', (0,), (0,)), ('pixels', 'ddppo', (0, 1), (0, 1)),
+    ('dpg', 'sync', (0,), (1, 2))])
+def test_placement_changes_no_bit(kind, scheme, actors, learners):
+  receipts, _, state = made(kind, 'sync')
+  assert len(set(receipts)) == UPDATES
+  assert int(state.target.gradient_steps) == 3 * (UPDATES - 1)  # the first waits for the minimum
+  assert made(kind, scheme, actors=actors, learners=learners)[0] == receipts
+
+
+@pytest.mark.parametrize('kind', ['dqn', 'dpg'])
+def test_lockstep_is_cleanba_with_a_replay_on_any_placement(kind):
+  receipts, reports, _ = made(kind, 'apex_lockstep')
+  assert made(kind, 'cleanba', actors=(0, 1), learners=(2, 3))[0] == receipts
+  assert made(kind, 'apex_lockstep', loops.run_serial)[0] == receipts
+  assert made(kind, 'sync')[0] != receipts
+  # Rollouts come 3 gradient steps late, after the first; the age of what is drawn adds to it.
+  assert [report.cgd for report in reports] == [(0.0,)] + [(3.0,)] * (UPDATES - 1)
+
+
+def test_the_age_of_what_is_drawn_is_counted_in_gradient_steps():
+  """Everything ever added can be drawn, so by stratified draws from uniform priorities the mean
+  age is the mean over what is there, but for the length of a stratum."""
+  fields = dict(replay__capacity=2048, replay__priority_exponent=0.0, num_grad_shards=1)
+  reports = run(config('dqn', **fields))[1]
+  ages = [float(jax.device_get(report.metrics['sampled_age'])[0]) for report in reports]
+  sizes = [int(jax.device_get(report.metrics['replay_size'])[0]) for report in reports]
+  valid = [int(jax.device_get(report.metrics['valid'])[0]) for report in reports]
+  for u in range(1, UPDATES):  # takes gradient steps 3 (u - 1) to 3 u
+    count = [*valid[:u], sizes[u] - sum(valid[:u])]  # the newest rows are not complete yet
+    born = 3 * np.maximum(np.arange(u + 1) - 1, 0)
+    assert ages[u] == pytest.approx(np.sum(count * (3 * (u - 1) + 1 - born)) / sizes[u], abs=0.02)
+
+
+def _train(workdir, total, learners=(0,), **fields):
+  whole = config('dpg', total_steps=total, checkpoint__every_updates=4, **fields)
+  checkpoint.open_workdir(workdir, whole | dict(total_steps=10**6))
+  main.train(parts_of('dpg', scheme='sync', placement__actor_devices=(0,),
+                      placement__learner_devices=learners)._replace(config=whole), workdir)
+  found = [json.loads(line) for line in (workdir / 'receipts.jsonl').read_text().splitlines()]
+  return [(x['update'], x['batch'], x['params']) for x in found if 'update' in x]
+
+
+@pytest.mark.parametrize('replay', [True, False])
+def test_a_resumed_run_has_the_same_bits_on_another_mesh(replay, tmp_path):
+  """Without its replay in the checkpoint every segment begins with an empty one."""
+  whole = _train(tmp_path / 'one', 8 * 256, checkpoint__replay=replay)
+  assert len(_train(tmp_path / 'two', 4 * 256, checkpoint__replay=replay)) == 4 < len(whole) == 8
+  assert _train(tmp_path / 'two', 8 * 256, (1, 2), checkpoint__replay=replay) == whole
+
+
+def test_evaluation_does_not_explore(tmp_path):
+  """Noise, or its key, changes nothing; the same games with another policy are others."""
+  _train(tmp_path, 4 * 256)
+  agent = evaluation.restore(tmp_path, evaluation.read_config(tmp_path))
+
+  def play(agent, key):
+    with evaluation.game(agent, [-2, -3], jax.random.key(key), 1000) as (_, program, state):
+      return jax.device_get(program(agent.params, state)[1].episode_return)
+  first = play(agent, 0)
+  assert (play(agent, 1) == first).all()
+  dist = jax.random.normal(jax.random.key(0), (5, 1))
+  assert (agent.policy.sample(jax.random.key(1), dist) == dist).all()
+  noisy = agent._replace(policy=agent.policy._replace(
+      sample=lambda key, dist: dist + jax.random.normal(key, dist.shape)))
+  assert (play(noisy, 0) != play(noisy, 1)).any()
+
+
+def test_without_its_replay_learning_waits_until_there_is_enough_again(tmp_path):
+  _train(tmp_path, 7 * 256, checkpoint__replay=False)
+  assert not list(tmp_path.glob('checkpoints/*/replay'))
+  rows = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+  steps = np.array([row['gradient_steps'] for row in rows])
+  assert rows[3]['replay_size'] > rows[4]['replay_size'] < 300
+  assert list(np.diff(steps)) == [3, 3, 3, 0, 3, 3]
+
+
+def _stalled(name, seconds, calls):
+  def tamper(workers):
+    def stall(fire):
+      def fires(*args):
+        calls.append(1)
+        time.sleep(seconds if len(calls) > 3 else 0)
+        return fire(*args)
+      return fires
+    return [w._replace(fire=stall(w.fire)) if w.name.startswith(name) else w for w in workers]
+  return tamper
+
+
+def _free(learners=(2,), **fields):
+  """Two actors; fields are such that no program depends on them."""
+  parts = parts_of('dqn', scheme='apex', placement__actor_devices=(0, 1), replay__batch_size=128,
+                   placement__learner_devices=learners)
+  return dict(config=parts.config, parts=parts._replace(config=changed(parts.config, **fields)))
+
+
+def test_a_stalled_actor_does_not_stall_the_learner():
+  calls = []
+  _, reports, state = run(**_free(), updates=40, tamper=_stalled('actor 0', 0.2, calls))
+  # The second rollout of actor 1 is as late as the first gradient steps made it, or more.
+  assert reports[0].cgd == (0.0,) and max(report.cgd[0] for report in reports) >= 3
+  added = [int(jax.device_get(report.metrics['valid'])[0]) for report in reports]
+  assert int(state.update) == 40 and added.count(0) > 0
+  drawn = [int(jax.device_get(report.metrics['sampled'])[0]) for report in reports]
+  assert set(drawn) == {0, 3 * 128} and drawn[0] == 0
+  # Whatever the learner did meanwhile, both actors' environments are in the replay.
+  assert (jax.device_get(state.replay.inserted) > 0).all()
+
+
+def test_a_stalled_learner_does_not_lose_what_actors_made():
+  _, reports, state = run(**_free(), updates=12, tamper=_stalled('learner', 0.1, []))
+  added = [int(jax.device_get(report.metrics['valid'])[0]) for report in reports]
+  assert max(added) > 128  # several rollouts at once
+  assert int(state.steps) == sum(added)
+  episodes = sum(int(np.sum(jax.device_get(r.metrics['episodes'].ended))) for r in reports)
+  assert episodes > 0
+
+
+@pytest.mark.parametrize('slow, learners, tolerance', [
+    ('learner', (2,), 1024), ('learner', (2, 3), 320), ('actor', (2,), 320)])
+def test_samples_per_insert_is_kept_within_its_tolerance(slow, learners, tolerance):
+  """Whoever is slow, after every firing, counted from after the first that drew."""
+  ratio = 2.0  # 384 are drawn at once, a rollout adds up to 128: 320 is the least tolerance
+  free = _free(learners, replay__samples_per_insert=ratio, replay__tolerance=tolerance)
+  _, reports, _ = run(**free, updates=60, tamper=_stalled(slow, 0.02, []))
+  added, drawn = (np.array([int(jax.device_get(report.metrics[name])[0]) for report in reports])
+                  for name in ('valid', 'sampled'))
+  start = int(np.argmax(drawn > 0)) + 1
+  ahead = np.cumsum(drawn[start:]) - ratio * np.cumsum(added[start:])
+  assert len(ahead) > 40 and np.abs(ahead).max() <= tolerance
+  assert np.abs(ahead).max() > tolerance / 4  # it was the limit that kept it
+
+
+@pytest.mark.parametrize('name', ['actor 1', 'learner', 'writer'])
+def test_an_error_of_anyone_ends_a_free_run(name):
+  def tamper(workers):
+    def fail(fire):
+      calls = []
+      def fires(*args):
+        calls.append(1)
+        if len(calls) == 4:
+          raise ArithmeticError(name)
+        return fire(*args)
+      return fires
+    return [w._replace(fire=fail(w.fire)) if w.name == name else w for w in workers]
+  with pytest.raises(ArithmeticError, match=name):
+    run(**_free(), runner=functools.partial(loops.run, grace_s=10.0), updates=10**6,
+        tamper=tamper)
+
+
+def test_actors_keep_their_parameters_for_so_many_rollouts():
+  versions = []
+
+  def tamper(workers):
+    def watch(fire):
+      def fires(state, params):
+        versions.append(params.version)
+        return fire(state, params)
+      return fires
+    return [w._replace(fire=watch(w.fire)) if w.name == 'actor 0' else w for w in workers]
+
+  run(**_free(replay__params_every=3), updates=40, tamper=tamper)
+  runs = len(versions) // 3 * 3
+  assert np.ptp(np.reshape(versions[:runs], (-1, 3)), axis=1).max() == 0
+  assert len(set(versions)) > 2
+
+
+def test_epsilons_and_noise_are_the_papers():
+  """1803.00933, section 4.1: epsilon^(1 + alpha i / (N - 1)); by hand for N = 3."""
+  whole = changed(config('dqn'), env__num_envs=3)
+  np.testing.assert_allclose(experiment.exploration(whole), [0.4, 0.4 ** 4.5, 0.4 ** 8], rtol=1e-6)
+  assert experiment.exploration(changed(whole, env__num_envs=1)) == np.float32(0.4)
+  np.testing.assert_array_equal(experiment.exploration(config('dpg')), np.full(16, np.float32(0.3)))
+  assert experiment.exploration(experiment.config('ppo', 'mlp', 'adam').to_dict()) is None
+
+
+@pytest.mark.parametrize('fields, said', [
+    (dict(scheme='dppo'), 'scheme: dppo is for losses without a replay, loss.name is dqn'),
+    (dict(scheme='impala'), 'scheme: impala is for losses without a replay'),
+    (dict(num_epochs=2), 'num_epochs: dqn draws from a replay; must be 1, got 2'),
+    (dict(normalise__obs=True), 'normalise.obs: dqn draws from a replay; must be False'),
+    (dict(network__core='gru'), 'network.core: dqn has no use for it; must be none'),
+    (dict(network__separate_critic=True), 'network.separate_critic: dqn has no use for it'),
+    (dict(env__task='CartpoleSwingup-v1'), 'loss.name: dqn wants discrete actions'),
+    (dict(env__task='Pong-v5', replay__eviction='prioritised'),
+     'replay.eviction: the frames of Pong-v5 are stored once, in a ring; must be fifo'),
+    (dict(replay__eviction='lifo'), "replay.eviction: must be fifo or prioritised, got 'lifo'"),
+    (dict(replay__capacity=200), 'replay.capacity: must be at least replay.min_size = 300, got'),
+    (dict(replay__capacity=250, replay__min_size=10),
+     'replay.capacity: must be at least env.num_envs * unroll_length = 256, got 250'),
+    (dict(replay__batch_size=127), 'replay.batch_size: 127 cannot be split evenly by '
+     'num_grad_shards = 2'),
+    (dict(replay__priority_exponent=-0.1), 'replay.priority_exponent: must be between 0 and 2'),
+    (dict(replay__eviction_exponent=0.4), 'replay.eviction_exponent: must be between -2 and 0'),
+    (dict(replay__gradient_steps=0), 'replay.gradient_steps: must be at least 1, got 0'),
+    (dict(replay__tolerance=-1), 'replay.tolerance: must not be negative, got -1'),
+    (dict(scheme='apex', replay__samples_per_insert=2.0, replay__tolerance=6271),
+     'replay.tolerance: must be at least 6400, half of what a call draws (12288) and a rollout '
+     'allows (2 x 256), got 6271'),
+    (dict(replay__samples_per_insert=2.0), 'replay.samples_per_insert: of apex alone; with sync'),
+    (dict(replay__params_every=2), 'replay.params_every: of apex alone; with sync it must be 1'),
+    (dict(network__hidden=()), 'network.hidden: dqn needs at least one layer'),
+    (dict(loss__epsilon=1.5), 'loss.epsilon: must be between 0 and 1, got 1.5'),
+    (dict(scheme='apex', num_grad_shards=1, placement__actor_devices=(0, 1)),
+     'num_grad_shards: 1 groups, each with a replay, cannot be shared evenly by 2 actors'),
+    (dict(policy='categorical'), "policy: must be one of auto for the actions of CartPole-v1")])
+def test_what_a_replay_cannot_take_is_refused(fields, said):
+  with pytest.raises(ValueError, match=re.escape(said)):
+    build.make_parts(config('dqn', **fields))
+
+
+@pytest.mark.parametrize('scheme', ['apex', 'apex_lockstep'])
+def test_schemes_of_a_replay_want_a_loss_that_draws_from_it(scheme):
+  whole = experiment.config('ppo', 'mlp', 'adam', scheme=scheme).to_dict()
+  whole['env']['task'] = 'CartPole-v1'
+  with pytest.raises(ValueError, match=f'scheme: {scheme} is for losses with a replay'):
+    build.make_parts(whole)
