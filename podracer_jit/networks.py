@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,10 +62,29 @@ def _image(obs: jax.Array) -> jax.Array:
   return lax.optimization_barrier(obs.transpose(0, 2, 3, 1)).astype(jnp.float32) / 255.0
 
 
-class NatureCNN(nn.Module):
-  """Mnih et al. (2015): convolutions, then one dense layer; [N, C, H, W] -> [N, hidden].
+class ConvTorso(nn.Module):
+  """Convolutions, on CPUs for a few rows at a time, then one dense layer on all of them.
 
-  hidden: 0 for what the convolutions give, laid out flat; so of the others.
+  [N, C, H, W] -> [N, hidden].
+
+  hidden: 0 for what the convolutions give, laid out flat.
+  """
+
+  hidden: int = 256
+  chunked: bool = True
+
+  @nn.compact
+  def __call__(self, obs: jax.Array) -> jax.Array:
+    if self.chunked and not self.is_initializing():
+      convolutions = self.clone(hidden=0, chunked=False, parent=None)
+      x = conv.in_chunks(functools.partial(convolutions.apply, self.variables), obs)
+    else:
+      x = self.convolve(_image(obs)).reshape(obs.shape[0], -1)
+    return nn.relu(nn.Dense(self.hidden, kernel_init=self.dense_init)(x)) if self.hidden else x
+
+
+class NatureCNN(ConvTorso):
+  """Mnih et al. (2015).
 
   centre: subtract each observation's mean first. A bright background otherwise drives a good part
   of the ReLUs of a small network to zero for good, how many depending on the seed.
@@ -75,18 +95,15 @@ class NatureCNN(nn.Module):
   strides: Sequence[int] = (4, 2, 1)
   hidden: int = 512
   centre: bool = False
+  dense_init = staticmethod(orthogonal(np.sqrt(2)))
 
-  @nn.compact
-  def __call__(self, obs: jax.Array) -> jax.Array:
-    x = _image(obs)
+  def convolve(self, x: jax.Array) -> jax.Array:
+    """Of an image in [0, 1]."""
     if self.centre:
       x -= jnp.mean(x, axis=(1, 2, 3), keepdims=True)
     for features, kernel, stride in zip(self.channels, self.kernels, self.strides, strict=True):
       x = nn.relu(Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)))(x))
-    x = x.reshape(x.shape[0], -1)
-    if not self.hidden:
-      return x
-    return nn.relu(nn.Dense(self.hidden, kernel_init=orthogonal(np.sqrt(2)))(x))
+    return x
 
 
 class ResidualBlock(nn.Module):
@@ -98,22 +115,20 @@ class ResidualBlock(nn.Module):
     return x + Conv(x.shape[-1], 3, padding='SAME')(nn.relu(y))
 
 
-class ImpalaResNet(nn.Module):
+class ImpalaResNet(ConvTorso):
   """The deep network of IMPALA (1802.01561, figure 3), without the LSTM."""
 
   channels: Sequence[int] = (16, 32, 32)
   blocks: int = 2
-  hidden: int = 256
+  dense_init = staticmethod(nn.initializers.lecun_normal())
 
-  @nn.compact
-  def __call__(self, obs: jax.Array) -> jax.Array:
-    x = _image(obs)
+  def convolve(self, x: jax.Array) -> jax.Array:
+    """Of an image in [0, 1]."""
     for features in self.channels:
       x = conv.max_pool(Conv(features, 3, padding='SAME')(x), window=3, stride=2)
       for _ in range(self.blocks):
         x = self.block()(x)
-    x = nn.relu(x).reshape(x.shape[0], -1)
-    return nn.relu(nn.Dense(self.hidden)(x)) if self.hidden else x
+    return nn.relu(x)
 
   def block(self) -> nn.Module:
     """One of the residual blocks."""
