@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from podracer_jit import (
+    asynchronous,
     checks,
     envs,
     experience,
@@ -46,6 +47,10 @@ def make_parts(config: Mapping[str, Any]) -> wiring.Parts:
   if config['num_grad_shards'] % place.mesh.size:
     raise ValueError(f'num_grad_shards: {config["num_grad_shards"]} groups cannot be split evenly '
                      f'by {place.mesh.size} learner devices (learner_devices, in each process)')
+  actors = len(place.actors) * place.processes
+  if config['env_batch'] and config['num_shards'] != actors:
+    raise ValueError('num_shards: must be the number of actors where they are asynchronous '
+                     f'(env_batch = {config["env_batch"]}), {actors}; got {config["num_shards"]}')
   if place.processes > 1 and (scheme.alone or scheme.central or not scheme.repeats):
     raise ValueError(f'scheme: {config["scheme"]} is for one process, not {place.processes}; '
                      'sync, cleanba and ddppo take several')
@@ -173,6 +178,25 @@ def empty_replay(parts: wiring.Parts, shapes: bool = False) -> replay.State:
   return jax.jit(make, out_shardings=sharding)()
 
 
+def _actor_state(parts: wiring.Parts, shards: Sequence[envs.Shard], keys: Sequence[jax.Array],
+                 first_env: int) -> rollouts.ActorState:
+  """The state of an actor of these shards, whose environments begin with `first_env`."""
+  config, spec = parts.config, parts.spec
+  if config['env_batch']:
+    like = jax.ShapeDtypeStruct(spec.obs_shape, spec.obs_dtype)
+    return asynchronous.initial_state(shards[0], keys[0], like, parts.network.policy,
+                                      config['unroll_length'])
+  explore = experiment.exploration(config)
+  if explore is not None:
+    width = shards[0].num_envs
+    firsts = range(first_env, first_env + width * len(shards), width)
+    explore = [jnp.array(explore[first:first + width]) for first in firsts]
+  state = rollouts.initial_state(shards, keys, parts.network.initial_core, explore)
+  if 'replay' in config:
+    state = experience.initial_state(state, config['loss']['n_step'])
+  return state
+
+
 @contextlib.contextmanager
 def segment(parts: wiring.Parts, state: TrainState, index: int, updates: int,
             report: Callable[[Report], None],
@@ -201,18 +225,13 @@ def segment(parts: wiring.Parts, state: TrainState, index: int, updates: int,
       ids = range(a * per_actor, (a + 1) * per_actor)
       shards = [
           envs.Shard(config['env']['task'], experiment.env_options(config),
-                     envs.env_seeds(config['seed'], index, i * width, width), place.env_threads)
+                     envs.env_seeds(config['seed'], index, i * width, width), place.env_threads,
+                     config['env_batch'])
           for i in ids]
       pools = rollouts.Pools(shards)
       stack.callback(pools.close)
       keys = [jax.random.fold_in(act_key, i) for i in ids]
-      explore = experiment.exploration(config)
-      if explore is not None:
-        explore = [jnp.array(explore[i * width:(i + 1) * width]) for i in ids]
-      actor_state = rollouts.initial_state(shards, keys, parts.network.initial_core, explore)
-      if 'replay' in config:
-        actor_state = experience.initial_state(actor_state, config['loss']['n_step'])
-      actor_state = jax.device_put(actor_state, device)
+      actor_state = jax.device_put(_actor_state(parts, shards, keys, ids[0] * width), device)
       actors_of_segment.append(wiring.Actor(pools, actor_state, device, ids[0] * width))
     begin = wiring.Begin(state, int(state.update), updates,
                   lambda s: (placement.any_process(stop(), place.mesh)

@@ -91,7 +91,7 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
     yield 'optimizer.kl_target: the rate either adapts or anneals; set optimizer.anneal = False'
   if config['optimizer']['kl_target'] and not 1e-6 <= rate <= 1e-2:
     yield f'optimizer.learning_rate: with kl_target it is between 1e-6 and 1e-2, got {rate}'
-  for field in ('seed', 'microbatch_rows', 'placement.env_threads'):
+  for field in ('seed', 'microbatch_rows', 'placement.env_threads', 'env_batch'):
     if _get(config, field) < 0:
       yield f'{field}: must not be negative, got {_get(config, field)}'
   for field in ('total_steps', 'seed'):
@@ -99,7 +99,27 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
       yield f'{field}: must be below 2^31, got {config[field]}'
   yield from _misplaced(config)
   yield from _indivisible(config)
+  yield from _asynchronous(config)
   yield from _replay(config)
+
+
+def _asynchronous(config: Mapping[str, Any]) -> Iterator[str]:
+  size, shard = config['env_batch'], config['env']['num_envs'] // config['num_shards']
+  if not size:
+    return
+  if shard % size or size >= shard:
+    yield (f'env_batch: must be 0 or a part of the {shard} environments of a shard that divides '
+           f'them, got {size}')
+  if has_replay(config):
+    yield f'env_batch: {config["loss"]["name"]} draws from a replay, of rows in time; must be 0'
+  if SCHEMES[config['scheme']].fused:
+    yield f'env_batch: {config["scheme"]} waits for all environments; must be 0, got {size}'
+  if config['network'].get('core', 'none') != 'none':
+    yield (f'env_batch: a recurrent network (network.core = {config["network"]["core"]}) wants all '
+           f'environments at once; must be 0, got {size}')
+  if config['normalise']['reward']:
+    yield ('env_batch: normalise.reward wants the returns of all environments in order; must be 0, '
+           f'got {size}')
 
 
 def _replay(config: Mapping[str, Any]) -> Iterator[str]:

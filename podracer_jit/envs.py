@@ -20,7 +20,7 @@ with warnings.catch_warnings():
   warnings.simplefilter('ignore')  # EnvPool's imports warn about spaces we do not use
   import envpool
 
-# Set by us: a pool is synchronous, its seeds are explicit, its threads are placement.
+# Set by us: the experiment says how many to wait for, seeds are explicit, threads are placement.
 _OURS = ('num_envs', 'batch_size', 'num_threads', 'seed', 'env_seed', 'base_path', 'task',
          'gym_reset_return_info', 'max_num_players', 'thread_affinity_offset')
 
@@ -40,7 +40,7 @@ class EnvSpec(NamedTuple):
 
 
 class TimeStep(NamedTuple):
-  """What one step of B environments gave back."""
+  """What one step of B environments gave back; of an asynchronous shard, of the first B ready."""
 
   obs: jax.Array  # [B, ...]
   reward: jax.Array  # [B] f32
@@ -48,6 +48,7 @@ class TimeStep(NamedTuple):
   truncated: jax.Array  # [B] bool
   raw_reward: jax.Array  # [B] f32: before any clipping
   game_over: jax.Array  # [B] bool: terminated, lives aside
+  env_id: jax.Array  # [B] i32: which environments of the shard these are
 
 
 def _quiet_spec(task: str, options: Mapping[str, Any]):
@@ -142,7 +143,11 @@ def env_seeds(seed: int, segment: int, first_env: int, num_envs: int) -> list[in
 
 
 class Shard:
-  """One synchronous EnvPool and its jittable `send` and `recv`.
+  """One EnvPool and its jittable `send` and `recv`.
+
+  Synchronous: each call is for all environments, in their order. Asynchronous: for the first B that
+  are ready, and those are to be sent actions; an environment is first received with its first
+  observation, there is no `first_obs`.
 
   The handle the two thread is an ordering token only: each call finds its pool by an attribute, so
   several shards of one program may share one token, which fixes the order of all their calls.
@@ -150,14 +155,19 @@ class Shard:
   """
 
   def __init__(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
-               num_threads: int = 0):
-    """Starts the environments and resets them; num_threads 0 lets EnvPool choose."""
+               num_threads: int = 0, batch_size: int = 0):
+    """Starts the environments and resets them; num_threads 0 lets EnvPool choose.
+
+    With a batch_size the shard is asynchronous; it is below the number of environments.
+    """
     self.task, self.num_envs = task, len(seeds)
+    self.batch_size = batch_size or self.num_envs
     with warnings.catch_warnings():
       warnings.simplefilter('ignore')
       self._pool = envpool.make(
-          task, env_type='gymnasium', num_envs=self.num_envs, batch_size=self.num_envs,
-          seed=list(seeds), num_threads=num_threads, **options)
+          task, env_type='gymnasium', num_envs=self.num_envs,
+          batch_size=self.batch_size, seed=list(seeds), num_threads=num_threads,
+          **options)
     # MuJoCo and DM Control are float64 throughout; with x64 off their recv aborts the process.
     spaces = (self._pool.observation_space, self._pool.action_space)
     leaves = [leaf for s in spaces for leaf in getattr(s, 'values', lambda s=s: [s])()]
@@ -168,27 +178,34 @@ class Shard:
     discrete = hasattr(self._pool.action_space, 'n')
     self._action_dtype = np.int32 if discrete else self._pool.action_space.dtype
     # A pool that was never reset would spend its first step on it.
-    obs, _ = self._pool.reset()
-    self.first_obs = _observe(obs)
+    if batch_size:
+      self._pool.async_reset()
+    else:
+      obs, _ = self._pool.reset()
+      self.first_obs = _observe(obs)
 
   @property
   def handle(self) -> np.ndarray:
     """A token to thread through `send` and `recv`."""
     return np.array(self._handle)
 
-  def send(self, handle: jax.Array, action: jax.Array) -> jax.Array:
-    """Hands B actions to EnvPool's threads and does not wait; traceable."""
+  def send(self, handle: jax.Array, action: jax.Array, env_id: jax.Array | None = None
+           ) -> jax.Array:
+    """Hands B actions to EnvPool's threads and does not wait; traceable.
+
+    env_id: [B] i32, whose actions these are, of an asynchronous shard.
+    """
     with jax.enable_x64(self._x64):  # nothing but the call: x64 changes what other code means
-      return self._send(handle, action.astype(self._action_dtype))
+      return self._send(handle, action.astype(self._action_dtype), env_id)
 
   def recv(self, handle: jax.Array) -> tuple[jax.Array, TimeStep]:
-    """Waits for all B environments; traceable."""
+    """Waits for B environments; traceable."""
     with jax.enable_x64(self._x64):
       handle, (obs, reward, terminated, truncated, info) = self._recv(handle)
       obs, reward, raw = _narrow((obs, reward, info.get('reward', reward)))
     obs = _observe(obs)
     game_over = info['terminated'].astype(bool) if 'lives' in info else terminated
-    return handle, TimeStep(obs, reward, terminated, truncated, raw, game_over)
+    return handle, TimeStep(obs, reward, terminated, truncated, raw, game_over, info['env_id'])
 
   @property
   def config(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from podracer_jit import envs
 from podracer_jit.policies import CONTINUOUS, Policy, categorical, deterministic, epsilon_greedy
+from podracer_jit.schemes import SCHEMES
 
 CORE = dict(core='none', core_size=128)  # none, gru or lstm, between torso and heads
 RESNET = dict(channels=(16, 32, 32), blocks=2, hidden=256)
@@ -75,6 +76,8 @@ def config(loss: str, network: str, optimizer: str, **fields: Any) -> ml_collect
       num_minibatches=1,
       num_epochs=1,
       num_shards=1,  # pools that the environments are split into, each with its own streams
+      # 0: actors wait for all environments; n: for the first n that are ready, and no run repeats.
+      env_batch=0,
       num_grad_shards=1,  # groups that a gradient is summed over; the most learner devices
       exact_reduce=True,  # False: a plain all-reduce of one group a device, other bits on each mesh
       microbatch_rows=0,  # network rows to a pass of the gradient; 0: a group's minibatch at once
@@ -130,6 +133,17 @@ def exploration(config: Mapping[str, Any]) -> np.ndarray | None:
   # 1803.00933, section 4.1
   place = np.arange(count) / max(count - 1, 1)
   return np.power(loss['epsilon'], 1 + loss['epsilon_alpha'] * place).astype(np.float32)
+
+
+def repeats(config: Mapping[str, Any]) -> bool:
+  """Whether the same experiment gives the same bits: nothing is taken as it comes."""
+  return SCHEMES[config['scheme']].repeats and not config['env_batch']
+
+
+def who_repeats_not(config: Mapping[str, Any]) -> str:
+  """What it is that takes things as they come, for people."""
+  batch = config['env_batch']
+  return f'env_batch = {batch}' if batch else config['scheme']
 
 
 def has_replay(config: Mapping[str, Any]) -> bool:

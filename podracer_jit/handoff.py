@@ -92,9 +92,10 @@ class HandOff:
 
   def _wait(self, ready: Callable[[], Any], what: str) -> float:
     start = time.perf_counter()
-    while not self._changed.wait_for(ready, self._patience_s):
-      logging.warning('%s: waiting for %.0f s for the %s %s', threading.current_thread().name,
-                      time.perf_counter() - start, self.name, what)
+    with jax.profiler.TraceAnnotation(f'wait: {self.name} {what}'):
+      while not self._changed.wait_for(ready, self._patience_s):
+        logging.warning('%s: waiting for %.0f s for the %s %s', threading.current_thread().name,
+                        time.perf_counter() - start, self.name, what)
     return time.perf_counter() - start
 
 

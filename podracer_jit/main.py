@@ -16,7 +16,15 @@ from typing import Any
 import jax
 from absl import flags, logging
 
-from podracer_jit import build, checkpoint, command_line, loops, placement, wiring
+from podracer_jit import (
+    build,
+    checkpoint,
+    command_line,
+    experiment,
+    loops,
+    placement,
+    wiring,
+)
 from podracer_jit.metrics import Diverged, Files, Meter, Report, check_finite
 from podracer_jit.progress import Progress
 from podracer_jit.receipts import canary
@@ -49,9 +57,9 @@ def main(argv: Sequence[str]) -> int:
       placement.join(config['placement'], *joining)
     parts = build.make_parts(config)
     workdir = Path(values.workdir or command_line.default_workdir(argv))
-    if values.repeat and not parts.scheme.repeats:
-      raise ValueError(f'--repeat: {config["scheme"]} takes things as they come, so no run of it '
-                       'can be made again')
+    if values.repeat and not experiment.repeats(config):
+      raise ValueError(f'--repeat: {experiment.who_repeats_not(config)} takes things as they come, '
+                       'so no run of it can be made again')
     ends = checkpoint.segment_ends(Path(values.repeat)) if values.repeat else None
     _open(workdir, config, parts.place)
   except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:

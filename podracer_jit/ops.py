@@ -191,8 +191,10 @@ def fuse(prepare: Callable, gradient: Callable, update: Callable, learning_rate:
     prepared = prepare(state.params, update_key(state), rollout)
 
     def step(state, items):
-      grads, terms = gradient(state.params, prepared.rollout, prepared.targets, items)
-      return update(state, grads, terms), (terms, optax.tree.norm(grads))
+      with jax.named_scope('gradient'):
+        grads, terms = gradient(state.params, prepared.rollout, prepared.targets, items)
+      with jax.named_scope('update'):
+        return update(state, grads, terms), (terms, optax.tree.norm(grads))
 
     state, steps = lax.scan(step, state, prepared.orders)
     return finish(state, prepared.seen, steps, learning_rate)

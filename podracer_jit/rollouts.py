@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -53,7 +54,14 @@ class Pools:
 
   def load(self, function, args, donate: tuple[int, ...]) -> Callable:
     """Compiles `function` for `args` and returns it; call it from one thread at a time."""
-    self._program = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+    # With its pointers it will never be found again, so it is not to fill the cache of programs.
+    name = 'jax_persistent_cache_min_compile_time_secs'
+    least = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+      self._program = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+    finally:
+      jax.config.update(name, least)
 
     def call(*args):
       self._last = self._program(*args)
@@ -92,18 +100,13 @@ def initial_state(shards: Sequence[Shard], keys: Sequence[jax.Array],
   return ActorState(jnp.array(shards[0].handle), envs)
 
 
-def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_length: int,
-                 discount: float | None = None, action_value: Callable | None = None):
-  """Returns rollout(params, actor_state) -> (actor_state, one Rollout a shard), to be jitted.
+def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None) -> Callable:
+  """Returns act(params, t, env) -> (env, fields of the row that begins with env.obs).
 
-  With a `discount` rollouts have a discounted_return, for the normalisation of rewards; with
-  action_value(params, obs [B, ...], dist, action) -> [B] they have one, for replays.
-
-  Shards take turns - recv a; infer a; send a; recv b; infer b; send b; ... - so that EnvPool steps
-  one while the policy works on another. One token through all calls is what keeps them in that
-  order (XLA drops `optimization_barrier` before it schedules). Only the last row drains the turns.
+  t: i32, of all that is drawn with the same env.key and env.rollouts.
   """
 
+  @jax.named_scope('policy')
   def act(params: Params, t, env: EnvState):
     dist, value, core = apply(params, env.obs[None], env.core, ~env.ended[None])
     key = jax.random.fold_in(jax.random.fold_in(env.key, env.rollouts), t)
@@ -118,6 +121,23 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
     return env._replace(core=core), dict(
         obs=env.obs, action=action, behaviour_value=value[0], valid=~env.ended, **seen)
 
+  return act
+
+
+def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_length: int,
+                 discount: float | None = None, action_value: Callable | None = None):
+  """Returns rollout(params, actor_state) -> (actor_state, one Rollout a shard), to be jitted.
+
+  With a `discount` rollouts have a discounted_return, for the normalisation of rewards; with
+  action_value(params, obs [B, ...], dist, action) -> [B] they have one, for replays.
+
+  Shards take turns - recv a; infer a; send a; recv b; infer b; send b; ... - so that EnvPool steps
+  one while the policy works on another. One token through all calls is what keeps them in that
+  order (XLA drops `optimization_barrier` before it schedules). Only the last row drains the turns.
+  """
+
+  act = make_act(apply, policy, action_value)
+
   def rollout(params: Params, state: ActorState):
     def turn(t, carry):
       token, envs, buffers = carry
@@ -129,11 +149,14 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
         # would copy them.
         buffers[i] = _write(buffers[i], jnp.maximum(t - 1, 0), **back)
         envs[i], seen = act(params, t, envs[i])
-        token = shard.send(token, policy.to_env(seen['action']))
+        with jax.named_scope('environment'):
+          token = shard.send(token, policy.to_env(seen['action']))
         buffers[i] = _write(buffers[i], t, **seen)
       return token, tuple(envs), tuple(buffers)
 
-    buffers = tuple(_buffers(env, policy, unroll_length, discount) for env in state.envs)
+    buffers = tuple(zeros(env.obs, policy, unroll_length)._replace(
+        discounted_return=() if discount is None else jnp.zeros((unroll_length, *env.ended.shape)),
+        core=jax.tree.map(lambda x: x[None], env.core)) for env in state.envs)
     token, envs, buffers = lax.fori_loop(0, unroll_length, turn, (state.token, state.envs, buffers))
     out = []
     for shard, env, buffer in zip(shards, envs, buffers, strict=True):
@@ -148,12 +171,11 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
   return rollout
 
 
+@jax.named_scope('environment')
 def _receive(shard: Shard, token, env: EnvState):
   """Takes what came back for the last row sent: (token, state, fields of that row)."""
   token, step = shard.recv(token)
-  env, episodes = _count(env, step)
-  return token, env, dict(reward=step.reward, terminated=step.terminated, truncated=step.truncated,
-                          episodes=episodes)
+  return token, *count(env, step)
 
 
 def _nothing_yet(token, env: EnvState):
@@ -175,8 +197,12 @@ def _discount(discount: float, env: EnvState, buffer: Rollout) -> tuple[EnvState
   return env._replace(discounted_return=earned), buffer._replace(discounted_return=rows)
 
 
-def _count(env: EnvState, step: TimeStep) -> tuple[EnvState, Episodes]:
-  """Advances the shard by a step; invalid rows add nothing to an episode."""
+def count(env: EnvState, step: TimeStep) -> tuple[EnvState, dict[str, Any]]:
+  """Advances environments by a step; invalid rows add nothing to an episode.
+
+  Returns:
+    The state after it, and what came back, as fields of the row that the step ends.
+  """
   valid = ~env.ended
   episode_return = env.episode_return + jnp.where(valid, step.raw_reward, 0.0)
   length = env.episode_length + valid
@@ -185,25 +211,26 @@ def _count(env: EnvState, step: TimeStep) -> tuple[EnvState, Episodes]:
       obs=step.obs, ended=step.terminated | step.truncated,
       episode_return=jnp.where(over, 0.0, episode_return),
       episode_length=jnp.where(over, 0, length))
-  return env, Episodes(over, episode_return, length)
+  return env, dict(reward=step.reward, terminated=step.terminated, truncated=step.truncated,
+                   episodes=Episodes(over, episode_return, length))
 
 
-def _buffers(env: EnvState, policy: Policy, steps: int, discount: float | None) -> Rollout:
-  batch = env.obs.shape[0]
-  def zeros(dtype, *shape):
-    return jnp.zeros((steps, batch, *shape), dtype)
+@jax.named_scope('storing')
+def zeros(obs: jax.Array | jax.ShapeDtypeStruct, policy: Policy, steps: int) -> Rollout:
+  """A rollout of nothing, [steps, B, ...], for observations like obs [B, ...]."""
+  def none(dtype, *shape):
+    return jnp.zeros((steps, obs.shape[0], *shape), dtype)
   return Rollout(
-      obs=jnp.zeros((steps + 1, *env.obs.shape), env.obs.dtype),
-      action=zeros(policy.action_dtype, *policy.action_shape),
-      behaviour_log_prob=() if policy.log_prob is None else zeros(jnp.float32),
-      behaviour_value=zeros(jnp.float32),
-      reward=zeros(jnp.float32), terminated=zeros(bool), truncated=zeros(bool), valid=zeros(bool),
-      episodes=Episodes(zeros(bool), zeros(jnp.float32), zeros(jnp.int32)),
-      discounted_return=() if discount is None else zeros(jnp.float32),
-      core=jax.tree.map(lambda x: x[None], env.core),
-      action_value=() if policy.explore is None else zeros(jnp.float32))
+      obs=jnp.zeros((steps + 1, *obs.shape), obs.dtype),
+      action=none(policy.action_dtype, *policy.action_shape),
+      behaviour_log_prob=() if policy.log_prob is None else none(jnp.float32),
+      behaviour_value=none(jnp.float32),
+      reward=none(jnp.float32), terminated=none(bool), truncated=none(bool), valid=none(bool),
+      episodes=Episodes(none(bool), none(jnp.float32), none(jnp.int32)),
+      action_value=() if policy.explore is None else none(jnp.float32))
 
 
+@jax.named_scope('storing')
 def _write(buffer: Rollout, t, **rows) -> Rollout:
   """Sets row t of the named fields."""
   written = {

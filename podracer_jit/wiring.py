@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from podracer_jit import envs, experience, networks, placement, programs, rollouts
+from podracer_jit import (
+    asynchronous,
+    envs,
+    experience,
+    networks,
+    placement,
+    programs,
+    rollouts,
+)
 from podracer_jit.handoff import DoubleBuffer, HandOff, Latest, Stamped
 from podracer_jit.loops import Port, Worker
 from podracer_jit.metrics import Waits
@@ -73,6 +81,9 @@ def number(x: jax.Array) -> int:
 def make_rollout(parts: Parts, pools: rollouts.Pools) -> Callable:
   """The rollout of these pools, not yet jitted; with a replay it makes Experience."""
   loss, apply = parts.config['loss'], parts.network.apply
+  if parts.config['env_batch']:
+    return asynchronous.make_rollout(pools.shards[0], apply, parts.network.policy,
+                                     parts.config['unroll_length'])
   discount = loss['discount'] if parts.config['normalise']['reward'] else None
   rollout = functools.partial(rollouts.make_rollout, pools.shards, apply, parts.network.policy,
                               parts.config['unroll_length'], discount)

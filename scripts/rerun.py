@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from podracer_jit import build, checkpoint, loops, placement, video, wiring
+from podracer_jit import build, checkpoint, experiment, loops, placement, video, wiring
 from podracer_jit.receipts import as_hex, canary
 from podracer_jit.schemes import SCHEMES
 from podracer_jit.types import Rollout, TrainState
@@ -49,9 +49,9 @@ def main(argv: Sequence[str]) -> int:
     platform = config['placement']['actor_platform']
     config['placement'] |= checkpoint.ONE_DEVICE | {'actor_platform': platform}
     scheme = SCHEMES[config['scheme']]
-    if not scheme.repeats:
-      raise ValueError(f'the run has scheme = {config["scheme"]}, which takes things as they come: '
-                       'its updates cannot be made again')
+    if not experiment.repeats(config):
+      raise ValueError(f'{experiment.who_repeats_not(config)} takes things as they come, so updates '
+                       'of the run cannot be made again')
     config['scheme'] = 'cleanba' if scheme.lag else 'sync'  # the same bits, rollouts in sight
     headers, receipts = checkpoint.read_receipts(workdir)
     header = _header(headers, receipts, values.update)

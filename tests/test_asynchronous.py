@@ -1,0 +1,296 @@
+"""Rollouts of the first environments that are ready: taken apart by environment, and made again."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from podracer_jit import asynchronous, build, checks, envs, experiment, policies, rollouts
+from podracer_jit.envs import TimeStep
+from tests.runs import QUICK, by_rows, changed, run, small
+from tests.test_envs import MUJOCO, python_pool
+from tests.test_rollouts import SMALL, Row, linear
+
+SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / 'scripts'
+
+
+def tagged(step):
+  """The same with whose observation it is as one more of its numbers, or one more frame."""
+  tag = step.env_id.reshape(-1, *[1] * (step.obs.ndim - 1)).astype(step.obs.dtype)
+  tag = jnp.broadcast_to(tag, (len(tag), 1, *step.obs.shape[2:]))
+  return step._replace(obs=jnp.concatenate([step.obs, tag], axis=1))
+
+
+class Tagged(envs.Shard):
+  """A shard of EnvPool's environments."""
+
+  def recv(self, handle):
+    handle, step = super().recv(handle)
+    return handle, tagged(step)
+
+
+def steps_of(who, seen, age, over, action):
+  """Made up, for NumPy and JAX: (age, over) after a step, and what it gives back."""
+  reset = (seen == 0) | over
+  age = (age + 1) * ~reset
+  over = (age == 2 + who % 4) & ~reset
+  reward = (action + 10 * who + age) * ~reset
+  return age, over, reward, over & (seen % 2 == 0), over & (seen % 2 > 0)
+
+
+class Scripted:
+  """Made-up environments which are ready in an order that is written down; the token has it all."""
+
+  def __init__(self, num_envs, batch_size, weights):
+    self.num_envs, self.batch_size = num_envs, batch_size
+    draws = np.random.default_rng(0)
+    self._order = jnp.array([draws.choice(num_envs, batch_size, replace=False, p=weights)
+                             for _ in range(2000)], jnp.int32)
+    self.handle = np.zeros((5, num_envs), np.int32)  # steps seen, age, over, action; turn
+
+  def recv(self, token):
+    who = self._order[token[4, 0]]
+    seen, age, over, action, _ = token[:, who]
+    age, over, reward, terminated, truncated = steps_of(who, seen, age, over > 0, action)
+    obs = jnp.stack([who + 0.5, seen.astype(jnp.float32)], axis=1)
+    token = token.at[:3, who].set(jnp.stack([seen + 1, age, over.astype(jnp.int32)]))
+    reward = reward.astype(jnp.float32)
+    return token.at[4].add(1), tagged(
+        TimeStep(obs, reward, terminated, truncated, 2 * reward, terminated, who))
+
+  def send(self, token, action, env_id):
+    return token.at[3, env_id].set(action)
+
+  def close(self):
+    pass
+
+
+class ScriptedPool:
+  """One of those, as EnvPool's Python API would have it."""
+
+  def __init__(self, who):
+    self._who, self._seen, self._age, self._over = np.array([who]), 1, 0, False
+    self._obs = lambda: np.array([[who + 0.5, self._seen - 1]], np.float32)
+
+  def reset(self):
+    return self._obs(), {}
+
+  def step(self, action):
+    self._age, self._over, reward, *ends = steps_of(
+        self._who, np.array([self._seen]), self._age, self._over, action)
+    self._seen += 1
+    return self._obs(), reward, *ends, {'reward': 2 * reward}
+
+  def close(self):
+    pass
+
+
+CASES = {
+    # task, environments, of which are waited for, rows, rollouts, options
+    'terminations': ('CartPole-v1', 6, 2, 7, 12, {}),
+    'both ends': ('CartPole-v1', 6, 3, 5, 12, dict(max_episode_steps=12)),
+    'one at a time': ('CartPole-v1', 4, 1, 6, 6, {}),
+    'every row an end': ('CartPole-v1', 4, 2, 3, 4, dict(max_episode_steps=1)),
+    'frames': ('Pong-v5', 4, 2, 8, 8, dict(max_episode_steps=9 * 4, noop_max=30, **SMALL)),
+    'lost lives': ('Breakout-v5', 4, 2, 16, 12, dict(
+        max_episode_steps=144, episodic_life=True, reward_clip=True, **SMALL)),
+    'numbers of 64 bits': (MUJOCO, 4, 2, 6, 3, dict(max_episode_steps=8)),
+    'scripted': ('scripted', 6, 3, 5, 40, {}),
+    'scripted, few rows': ('scripted', 6, 2, 1, 40, {}),
+}
+
+
+class Made:
+  """What an asynchronous actor made: rollouts, and the columns of each environment in order."""
+
+  def __init__(self, task, num_envs, batch, steps, count, options):
+    self.steps, scripted, seeds = steps, task == 'scripted', envs.env_seeds(4, 0, 0, num_envs)
+    if scripted:
+      weights = np.array([5, 4, 1, 1, 1, 0.2]) / 12.2
+      shard, self.policy = Scripted(num_envs, batch, weights), policies.categorical(3)
+      shape, dtype = (2,), np.dtype(np.float32)
+    else:
+      spec = envs.make_spec(task, options)
+      shard, (shape, dtype) = Tagged(task, options, seeds, 2, batch), spec[1:3]
+      self.policy = (policies.categorical(spec.num_actions) if spec.num_actions else
+                     policies.gaussian(np.array(spec.action_low), np.array(spec.action_high)))
+    obs = jax.ShapeDtypeStruct((shape[0] + 1, *shape[1:]), dtype)
+    self.params = jax.random.normal(
+        jax.random.key(0), (int(np.prod(obs.shape)), 1 + self.policy.dist_size)) / 10
+    state = asynchronous.initial_state(shard, jax.random.key(3), obs, self.policy, steps)
+    pools, self.rollouts, self.left = rollouts.Pools([shard]), [], []
+    program = pools.load(asynchronous.make_rollout(shard, by_rows(linear), self.policy, steps),
+                         (self.params, state), (1,))
+    for _ in range(count):
+      state, (made,) = program(self.params, state)
+      self.rollouts.append(jax.tree.map(np.asarray, made))
+      self.left.append(int(state.envs[0].complete))
+    pools.close()
+    self.pools = [lambda e=e: ScriptedPool(e) if scripted else
+                  python_pool(task, seeds[e:e + 1], **options) for e in range(num_envs)]
+    self.columns = [[] for _ in range(num_envs)]
+    for made in self.rollouts:
+      for b in range(num_envs):
+        self.columns[self.who(made)[0, b]].append(jax.tree.map(lambda x, b=b: x[:, b], made))
+
+  @staticmethod
+  def who(made):
+    """Whose each observation is, [T + 1, B]."""
+    return made.obs.reshape(*made.obs.shape[:3], -1)[:, :, -1, 0].astype(int)
+
+  def stream(self, who):
+    """All rows of an environment one after the other; observations without the tag."""
+    columns = self.columns[who]
+    for one, next_one in zip(columns[:-1], columns[1:], strict=True):
+      assert_array_equal(one.obs[-1], next_one.obs[0])
+    rows = jax.tree.map(lambda *x: np.concatenate(x),
+                        *(c._replace(obs=c.obs[:-1]) for c in columns))
+    return rows._replace(obs=np.concatenate([rows.obs, columns[-1].obs[-1:]])[:, :-1])
+
+
+@pytest.fixture(scope='module', params=CASES)
+def made(request):
+  return Made(*CASES[request.param])
+
+
+def test_a_column_is_of_one_environment(made):
+  for rollout in made.rollouts:
+    who = made.who(rollout)
+    assert (who == who[0]).all()
+
+
+def test_the_rows_of_an_environment_are_what_the_python_api_gives(made):
+  """Each one of them, none twice, over all rollouts and ends of episodes."""
+  ends = 0
+  for who, columns in enumerate(made.columns):
+    if not columns:
+      continue
+    rows, pool, book = made.stream(who), made.pools[who](), Row()
+    obs, _ = pool.reset()
+    for t, action in enumerate(np.asarray(made.policy.to_env(rows.action))):
+      assert_array_equal(rows.obs[t], obs[0].astype(rows.obs.dtype))
+      obs, reward, terminated, truncated, info = pool.step(
+          action[None].astype(np.float64 if action.ndim else np.int32))
+      assert rows.reward[t] == reward[0].astype(np.float32)
+      assert (rows.terminated[t], rows.truncated[t]) == (terminated[0], truncated[0])
+      unclipped = np.float32(info.get('reward', reward)[0])
+      expected = book.step(reward[0], terminated[0], truncated[0], unclipped,
+                           info.get('lives', [0])[0])
+      assert (rows.valid[t], *(x[t] for x in rows.episodes)) == expected
+    assert_array_equal(rows.obs[-1], obs[0].astype(rows.obs.dtype))
+    ends += rows.episodes.ended.sum()
+    pool.close()
+  assert ends
+
+
+def test_what_the_policy_thought_is_of_the_observation_beside_it(made):
+  for rollout in made.rollouts:
+    obs = rollout.obs[:-1]
+    dist, value = linear(made.params, obs.reshape(-1, *obs.shape[2:]))
+    action = rollout.action.reshape(-1, *rollout.action.shape[2:])
+    expected = made.policy.log_prob(dist, action).reshape(rollout.valid.shape)
+    assert_allclose(rollout.behaviour_log_prob, expected, rtol=1e-4, atol=1e-5)
+    assert_allclose(rollout.behaviour_value, value.reshape(rollout.valid.shape), rtol=1e-4,
+                    atol=1e-5)
+
+
+def test_the_fast_give_more_and_what_is_too_many_comes_first_next_time():
+  made = Made(*CASES['scripted'])
+  counts = np.array([np.bincount(made.who(rollout)[0], minlength=6) for rollout in made.rollouts])
+  assert counts.max() > 1 and counts.min() == 0
+  assert max(made.left) > 0
+  order = np.asarray(Scripted(6, 3, np.array([5, 4, 1, 1, 1, 0.2]) / 12.2)._order)
+  seen, complete = np.zeros(6, int), []
+  for who in order.ravel():  # within a batch as well: the order of a batch is that of its columns
+    seen[who] += 1
+    if seen[who] > 1 and (seen[who] - 1) % 5 == 0:
+      complete.append(who)
+  columns = np.concatenate([made.who(rollout)[0] for rollout in made.rollouts])
+  assert_array_equal(columns, complete[:len(columns)])
+
+
+def test_actions_differ_between_turns_and_rollouts():
+  made = Made(*CASES['terminations'])
+  actions = np.stack([c.action for columns in made.columns for c in columns])
+  assert len(np.unique(actions, axis=0)) > len(actions) // 2
+
+
+# In a whole run.
+
+
+def asynchronous_run(**fields):
+  config = changed(small('impala', env_batch=4), scheme='cleanba', **fields)
+  made = []
+
+  def tamper(workers):
+    def fire(*args, whole=workers[0].fire):
+      state, outputs = whole(*args)
+      made.append(jax.device_get(outputs[0].value[0]))
+      return state, outputs
+    return [workers[0]._replace(fire=fire), *workers[1:]]
+
+  _, reports, train = run(config, tamper=tamper)
+  return made, reports, train
+
+
+def test_training_counts_what_the_actor_made():
+  made, reports, train = asynchronous_run(env__max_episode_steps=20)
+  metrics = [jax.device_get(report.metrics) for report in reports]
+  valid = [int(rollout.valid.sum()) for rollout in made]
+  assert len(reports) == len(made) == 6
+  assert [m['valid'][0] for m in metrics] == valid
+  assert [m['steps'][0] for m in metrics] == np.cumsum(valid).tolist()
+  assert min(valid) < 64 == made[0].valid.size
+  for tree in (metrics, train.params):
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(tree) if x.dtype.kind == 'f')
+
+
+def test_an_asynchronous_actor_repeats_nothing():
+  assert experiment.repeats(small())
+  assert not experiment.repeats(small(env_batch=4))
+  assert not experiment.repeats(changed(small(), scheme='impala'))
+
+
+@pytest.mark.parametrize('loss, fields, message', [
+    ('impala', dict(env_batch=-1), 'env_batch: must not be negative, got -1'),
+    ('impala', dict(env_batch=8), 'env_batch: must be 0 or a part of the 8 .* divides them, got 8'),
+    ('impala', dict(env_batch=3), 'env_batch: must be 0 or a part of the 8 .* divides them, got 3'),
+    ('impala', dict(num_shards=2), 'env_batch: must be 0 or a part of the 4 .* got 4'),
+    ('impala', dict(scheme='fused'), 'env_batch: fused waits for all environments'),
+    ('impala', dict(network__core='gru'), r'env_batch: .*network\.core = gru'),
+    ('ppo', dict(normalise__reward=True), r'env_batch: normalise\.reward'),
+    ('dqn', dict(scheme='apex_lockstep', num_minibatches=1), 'env_batch: dqn draws from a replay'),
+])
+def test_a_config_that_cannot_be_asynchronous_is_refused(loss, fields, message):
+  config = changed(small(loss), **dict(env_batch=4) | fields)
+  if loss == 'dqn':
+    config['replay'].update(min_size=64, capacity=64, batch_size=8)
+  with pytest.raises(ValueError, match=message):
+    checks.check(config)
+
+
+def test_each_asynchronous_actor_has_one_shard():
+  with pytest.raises(ValueError, match=r'num_shards: must be the number of actors .*, 1; got 2'):
+    build.make_parts(small(env_batch=2, num_shards=2))
+  build.make_parts(changed(small(env_batch=2, num_shards=2), placement__actors_per_device=2))
+
+
+def test_the_benchmark_measures_both_ways(tmp_path):
+  args = ['--config=configs/ppo_cartpole.py', '--config.env.num_envs=4',
+          '--config.unroll_length=4', '--config.num_minibatches=1', '--batches=1,2',
+          '--shards=1,2', '--rounds=2', '--seconds=0.1', '--steps=200',
+          f'--json={tmp_path / "x.json"}']
+  done = subprocess.run(
+      [sys.executable, SCRIPTS / 'benchmark_async.py', *args], env=QUICK, text=True,
+      capture_output=True, timeout=600)
+  assert done.returncode == 0, done.stderr[-4000:]
+  found = json.loads((tmp_path / 'x.json').read_text())
+  assert set(found['sps']) == {'async 1', 'async 2', 'sync 1', 'sync 2'}
+  assert all(len(rates) == 2 and min(rates) > 0 for rates in found['sps'].values())
+  assert found['step_ms']['p50'] <= found['step_ms']['p99'] <= found['step_ms']['max']
