@@ -5,11 +5,19 @@ python scripts/benchmark.py --config=configs/impala_atari.py --seconds=60 --json
 Takes --config and its overrides as the main binary does. Parts (--parts=sync,cleanba for a few):
 
   environment           random actions in a jitted loop, same pools and threads: the ceiling
+  policy                the rollout program without environments: observations are there at once
   rollout               the rollout program, no learning
   learner               the learner program on one stored rollout, again and again
   fused, sync, cleanba  training with the scheme; fused where the placement is one device
   conventional_rollout, conventional_sync, conventional_cleanba
                         the same with Python between any two steps (scripts/conventional.py)
+
+From these follow ratios, 1 where nothing is lost: of a rollout to the slower of environment and
+policy, times 1 + 1/T, and of a round of each scheme to the slower of rollout and learner; where
+they share their cores, as on a CPU, to the sum of both. Then a round of --rounds_of=cleanba is
+taken apart (scripts/benchmark_round.py): the time of each worker by what it did, and the memory
+that its programs need; --picture=round.png draws it. Peak memory of a part is what the process grew
+by, from before it was built to its largest in a call.
 
 Only where --parts names them: plain_learner, plain_sync, ... the same with a plain all-reduce in
 place of the exact one; shards1_sync, shards2_rollout, shards4_cleanba, ... with as many pools.
@@ -34,31 +42,45 @@ from pathlib import Path
 from typing import Any
 
 import benchmark_parts
+import benchmark_picture
+import benchmark_round
 from absl import flags, logging
 
 from podracer_jit import build, checkpoint, command_line, placement, wiring
+from podracer_jit.schemes import SCHEMES
 
 BASES = ('environment', 'sync', 'conventional_sync', 'conventional_cleanba')  # to divide by
 
 
 def measure(names: Sequence[str], parts: wiring.Parts, seconds: float, rounds: int
-            ) -> dict[str, list[benchmark_parts.Figures]]:
-  """Figures of each part and round."""
-  found, state = {name: [] for name in names}, build.initial_state(parts)
+            ) -> tuple[dict[str, list[benchmark_parts.Figures]], dict[str, float]]:
+  """Figures of each part and round, and the MB that each part added to the process."""
+  found, grown, state = {name: [] for name in names}, {}, build.initial_state(parts)
   with contextlib.ExitStack() as stack:
     measures = {}
     for name in names:
       say(f'building {name}')
+      before = _memory('VmRSS')
       measures[name] = benchmark_parts.make(name, parts, state, stack)
       measures[name](0.0)  # compiles what is left to compile, and warms up
+      Path('/proc/self/clear_refs').write_text('5')  # the peak so far is that of compiling
+      measures[name](0.0)
+      grown[name] = _memory('VmHWM') - before
     for k in range(rounds):
       say(f'round {k + 1} of {rounds}')
       for name in names:
         found[name].append(measures[name](seconds / rounds))
-  return found
+  return found, grown
 
 
-def summarise(found: Mapping[str, Sequence[benchmark_parts.Figures]]) -> dict[str, Any]:
+def _memory(field: str) -> float:
+  """Of this process, in MB."""
+  (line,) = (x for x in Path('/proc/self/status').read_text().splitlines() if x.startswith(field))
+  return int(line.split()[1]) / 1e3
+
+
+def summarise(found: Mapping[str, Sequence[benchmark_parts.Figures]], unroll_length: int
+              ) -> dict[str, Any]:
   """Medians and their ratios, by part; what follows from the parts alone."""
   sps = {name: statistics.median(x.sps for x in figures) for name, figures in found.items()}
   period = {name: statistics.median(x.seconds_per_update for x in figures)
@@ -68,13 +90,38 @@ def summarise(found: Mapping[str, Sequence[benchmark_parts.Figures]]) -> dict[st
                  **{f'to_{base}': sps[name] / sps[base] if base in sps else None
                     for base in BASES})
       for name, figures in found.items()}
+  return dict(parts=table, derived=ratios(period, unroll_length) | shares(sps))
+
+
+def ratios(period: Mapping[str, float], unroll_length: int) -> dict[str, float]:
+  """Of times to the least that there could be: of the slower half, and of both one after the other.
+
+  period: seconds an update, by part.
+  """
+  found = {}
+
+  def compare(name, halves, allowed=1.0):
+    if {name, *halves} <= period.keys():
+      times = [period[half] for half in halves]
+      found[f'{name}_to_slower_of_{"_and_".join(halves)}'] = period[name] / (allowed * max(times))
+      found[f'{name}_to_sum_of_{"_and_".join(halves)}'] = period[name] / sum(times)
+
+  # Two shards that take turns drain once a rollout.
+  compare('rollout', ('environment', 'policy'), 1 + 1 / unroll_length)
+  for scheme in ('fused', 'sync', 'cleanba'):
+    compare(scheme, ('rollout', 'learner'))
+  return found
+
+
+def shares(sps: Mapping[str, float]) -> dict[str, float]:
+  """Of the environment's speed."""
   derived = {}
   if {'rollout', 'learner'} <= sps.keys():
     derived['one_after_another_sps'] = 1 / (1 / sps['rollout'] + 1 / sps['learner'])
     if 'environment' in sps:
       derived['environment_share_of_rollout'] = sps['rollout'] / sps['environment']
       derived['environment_share_of_both'] = derived['one_after_another_sps'] / sps['environment']
-  return dict(parts=table, derived=derived)
+  return derived
 
 
 def describe(parts: wiring.Parts) -> dict[str, Any]:
@@ -88,13 +135,14 @@ def describe(parts: wiring.Parts) -> dict[str, Any]:
 
 def show(result: Mapping[str, Any]) -> None:
   """Prints the table and what belongs to it."""
-  heads = ('part', 'SPS', 'lowest', 'highest', 's/update', *('/ ' + base for base in BASES))
+  heads = ('part', 'SPS', 'lowest', 'highest', 's/update', 'peak MB',
+           *('/ ' + base for base in BASES))
   print('  '.join(f'{head:>{max(9, len(head))}}' if i else f'{head:20}'
                   for i, head in enumerate(heads)))
   for name, row in result['parts'].items():
     ratios = [row[f'to_{base}'] for base in BASES]
     cells = [f'{row["sps"]:,.0f}', f'{min(row["rounds"]):,.0f}', f'{max(row["rounds"]):,.0f}',
-             f'{row["seconds_per_update"]:.4f}',
+             f'{row["seconds_per_update"]:.4f}', f'{row["peak_mb"]:,.0f}',
              *('-' if ratio is None else f'{ratio:.3f}' for ratio in ratios)]
     print('  '.join([f'{name:20}', *(f'{cell:>{max(9, len(head))}}' for cell, head in
                                      zip(cells, heads[1:], strict=True))]))
@@ -107,6 +155,18 @@ def say(line: str) -> None:
   print(line, file=sys.stderr, flush=True)
 
 
+def take_apart(parts: wiring.Parts, scheme: str, picture: str | None) -> dict[str, Any]:
+  """Prints, and where asked draws, what happens in a round of the scheme; returns its figures."""
+  say(f'taking a round of {scheme} apart')
+  found = benchmark_round.measure(parts._replace(
+      scheme=SCHEMES[scheme], config=parts.config | dict(scheme=scheme)))
+  print('\n'.join(benchmark_picture.table(found)))
+  if picture:
+    benchmark_picture.draw(found, picture)
+  return dict(scheme=scheme, seconds=found.seconds, traced_seconds=found.traced_seconds,
+              lanes=found.lanes, memory=found.memory)
+
+
 def define_flags() -> flags.FlagValues:
   """The script's own flags, beside those of the main binary."""
   values = flags.FlagValues()
@@ -115,6 +175,9 @@ def define_flags() -> flags.FlagValues:
                      lower_bound=0.0, flag_values=values)
   flags.DEFINE_integer('rounds', 5, 'Rounds that this time is spread over.', lower_bound=1,
                        flag_values=values)
+  flags.DEFINE_enum('rounds_of', 'cleanba', ['', *'sync', 'cleanba'],
+                    'The scheme of which a round is taken apart.', flag_values=values)
+  flags.DEFINE_string('picture', None, 'Draw that round here (.png, .svg).', flag_values=values)
   flags.DEFINE_string('json', None, 'Write all figures here.', flag_values=values)
   return values
 
@@ -159,9 +222,14 @@ def benchmark(argv: Sequence[str]) -> int:
   except ValueError as error:
     print(f'benchmark: {error}', file=sys.stderr)
     return 2
-  found = measure(names, parts, values.seconds, values.rounds)
-  result = dict(config=parts.config, machine=describe(parts)) | summarise(found)
+  found, grown = measure(names, parts, values.seconds, values.rounds)
+  result = dict(config=parts.config, machine=describe(parts)) | summarise(
+      found, parts.config['unroll_length'])
+  for name, row in result['parts'].items():
+    row['peak_mb'] = grown[name]
   show(result)
+  if values.rounds_of:
+    result['round'] = take_apart(parts, values.rounds_of, values.picture)
   if values.json:
     Path(values.json).write_text(json.dumps(result, indent=2) + '\n')
   return 0

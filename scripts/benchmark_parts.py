@@ -20,8 +20,8 @@ from podracer_jit.metrics import Meter, Report
 from podracer_jit.schemes import SCHEMES
 from podracer_jit.types import TrainState
 
-NAMES = ('environment', 'rollout', 'learner', 'fused', 'sync', 'cleanba', 'conventional_rollout',
-         'conventional_sync', 'conventional_cleanba')
+NAMES = ('environment', 'policy', 'rollout', 'learner', 'fused', 'sync', 'cleanba',
+         'conventional_rollout', 'conventional_sync', 'conventional_cleanba')
 # The same parts of a changed experiment: plain_learner, shards4_sync, ...
 VARIANTS = {'plain': dict(exact_reduce=False)} | {
     f'shards{n}': dict(num_shards=n) for n in (1, 2, 4)}
@@ -120,6 +120,59 @@ def environment(parts: wiring.Parts, stack: contextlib.ExitStack) -> Measure:
       nonlocal state
       *state, valid = program(*state)
       return int(valid)
+
+    return fire
+
+  fires = [prepare(a, device) for a, device in enumerate(parts.place.actors)]
+  return lambda seconds: repeat(fires, seconds)
+
+
+class Still:
+  """In place of a shard: gives observations that it has, at once, and no episode ever ends.
+
+  The token counts the calls, so that no observation is known before its turn.
+  """
+
+  def __init__(self, spec: envs.EnvSpec, num_envs: int):
+    """Two different observations of each environment."""
+    self.num_envs, self.handle = num_envs, np.zeros((), np.int32)
+    numbers = np.random.default_rng(0).integers(0, 2, (2, num_envs, *spec.obs_shape))
+    self._obs = numbers.astype(spec.obs_dtype)
+    self.first_obs = self._obs[0]
+
+  def send(self, token: jax.Array, action: jax.Array) -> jax.Array:
+    """Nothing but that the action must be there."""
+    return token + 1 + jnp.sum(action != action, dtype=jnp.int32)
+
+  def recv(self, token: jax.Array) -> tuple[jax.Array, envs.TimeStep]:
+    """The next observations, no rewards."""
+    no, none = jnp.zeros(self.num_envs, bool), jnp.zeros(self.num_envs)
+    return token, envs.TimeStep(obs=jnp.asarray(self._obs)[token % 2], reward=none, terminated=no,
+                                truncated=no, raw_reward=none, game_over=no,
+                                env_id=jnp.arange(self.num_envs))
+
+  def close(self) -> None:
+    """Nothing to end."""
+
+
+def policy(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
+  """The rollout program without environments: policy, sampling and storing."""
+  config, count = parts.config, len(parts.place.actors)
+  width = config['env']['num_envs'] // config['num_shards']
+
+  def prepare(a: int, device: jax.Device) -> Callable[[], int]:
+    pools = rollouts.Pools([Still(parts.spec, width)] * (config['num_shards'] // count))
+    stack.callback(pools.close)
+    keys = [jax.random.key(i) for i in range(len(pools.shards))]
+    acting = jax.device_put(
+        rollouts.initial_state(pools.shards, keys, parts.network.initial_core), device)
+    params = placement.put_params(state.params, device)
+    program = pools.load(wiring.make_rollout(parts, pools), (params, acting), donate=(1,))
+
+    def fire() -> int:
+      nonlocal acting
+      acting, made = jax.block_until_ready(program(params, acting))
+      return sum(x.reward.size for x in made)
 
     return fire
 
@@ -268,6 +321,8 @@ def make(name: str, parts: wiring.Parts, state: TrainState, stack: contextlib.Ex
   base, by_python = name.removeprefix('conventional_'), name.startswith('conventional_')
   if base == 'environment':
     return environment(parts, stack)
+  if base == 'policy':
+    return policy(parts, state, stack)
   if base == 'learner':
     return learner(parts, state)
   if base == 'rollout':

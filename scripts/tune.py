@@ -412,9 +412,9 @@ def run(tuner: Tuner, config: Mapping[str, Any], machine: Machine, first: Sequen
 
   say(f'{len(first)} placements, then {len(others(first[0]))} more like the best of them; '
       'compiling takes longer than measuring')
-  if not SCHEMES[config['scheme']].repeats:
-    say(f'{config["scheme"]} takes things as they come: its result depends on their speed, and so '
-        'on the placement')
+  if not experiment.repeats(config):
+    say(f'{experiment.who_repeats_not(config)} takes things as they come: the result depends on '
+        'their speed, and so on the placement')
   found = search(first, others, [own] if own in first else [], measure, seconds)
   if len(found.last) < LAST_ROUNDS:
     say('--seconds were spent before the last rounds: more of them would tell more')

@@ -18,6 +18,7 @@ SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / 'scripts'
 sys.path.insert(0, str(SCRIPTS))
 
 import benchmark_parts  # noqa: E402
+import benchmark_round  # noqa: E402
 import conventional  # noqa: E402
 
 
@@ -97,7 +98,8 @@ def _run(*args):
 
 def test_every_part_is_measured(tmp_path):
   path = tmp_path / 'figures.json'
-  code, out, err = _run('--seconds=0.05', '--rounds=2', f'--json={path}')
+  picture = tmp_path / 'round.png'
+  code, out, err = _run('--seconds=0.05', '--rounds=2', f'--json={path}', f'--picture={picture}')
   assert code == 0, err
   figures = json.loads(path.read_text())
   parts = figures['parts']
@@ -112,12 +114,69 @@ def test_every_part_is_measured(tmp_path):
                for line in out.splitlines())
   both = figures['derived']['one_after_another_sps']
   assert both < min(parts['rollout']['sps'], parts['learner']['sps'])
+  _check_ratios(figures, parts)
+  _check_round(figures['round'], out)
+  assert picture.read_bytes().startswith(b'\x89PNG')
   assert figures['machine']['cores'] >= 1 and 'envpool' in figures['machine']['versions']
+
+
+def _check_ratios(figures, parts):
+  """By hand, from the seconds of the table; an unroll has 5 steps."""
+  seconds = {name: row['seconds_per_update'] for name, row in parts.items()}
+  derived = figures['derived']
+  assert derived['rollout_to_slower_of_environment_and_policy'] == pytest.approx(
+      seconds['rollout'] / (1.2 * max(seconds['environment'], seconds['policy'])))
+  for scheme in ('sync', 'cleanba', 'fused'):
+    halves = [seconds['rollout'], seconds['learner']]
+    assert derived[f'{scheme}_to_slower_of_rollout_and_learner'] == pytest.approx(
+        seconds[scheme] / max(halves))
+    assert derived[f'{scheme}_to_sum_of_rollout_and_learner'] == pytest.approx(
+        seconds[scheme] / sum(halves))
+
+
+def _check_round(found, out):
+  """What the workers did adds up to the round, and is where it belongs."""
+  assert set(found['lanes']) == {'actor 0', 'learner'}
+  for name, did in found['lanes'].items():
+    assert sum(did.values()) == pytest.approx(found['seconds']) and name in out
+    assert all(seconds >= -1e-9 for seconds in did.values())
+  actor, learner = found['lanes']['actor 0'], found['lanes']['learner']
+  assert all(actor[part] > 0 for part in ('environment', 'policy', 'storing', 'transfer'))
+  assert all(learner[part] > 0 for part in ('gradient', 'update', 'transfer', 'waiting'))
+  assert not actor.get('gradient') and not learner.get('environment') and not learner.get('policy')
+  for sizes in found['memory'].values():
+    assert sizes['arguments_and_results'] > 0 and sizes['temporaries'] > 0
+
+
+def test_operations_belong_to_the_scopes_of_their_names():
+  text = """HloModule jit_rollout, entry
+%body (p: f32[]) -> f32[] {
+  %a.1 = f32[2]{0} add(%p, %p), metadata={op_name="jit(rollout)/while/body/policy/Dense/add"}
+  %copy.2 = f32[2]{0} copy(%a.1)
+  %f.3 = (f32[2]{0}, s32[]) custom-call(%a.1), metadata={op_name="jit(r)/environment/ffi_call"}
+  ROOT %b = f32[2]{0} multiply(%a.1, %a.1), metadata={op_name="jit(rollout)/policy/mul"}
+}
+
+ENTRY %main (p: f32[]) -> f32[] {
+  %while.1 = f32[2]{0} while(%p), condition=%c, body=%body, metadata={op_name="policy/while"}
+  ROOT %plus = f32[2]{0} add(%while.1, %while.1), metadata={op_name="jit(rollout)/plus"}
+}
+"""
+  assert benchmark_round.operations(text, ('environment', 'policy')) == {
+      'a.1': 'policy', 'copy.2': 'policy', 'f.3': 'environment', 'b': 'policy',
+      'plus': 'other arithmetic'}
+
+
+def test_shares_of_what_overlaps_add_up():
+  spans = [(-1, 1, 'policy'), (2, 4, 'policy'), (3, 6, 'environment'), (8, 20, 'update')]
+  assert benchmark_round.shares(spans, 0.0, 10.0) == pytest.approx(
+      {'policy': 1 + 1 + 0.5, 'environment': 0.5 + 2, 'update': 2, 'between': 1 + 2})
 
 
 def test_parts_can_be_chosen_and_two_devices_leave_out_fused(tmp_path):
   path = tmp_path / 'figures.json'
   code, _, err = _run('--seconds=0', '--rounds=1', f'--json={path}', '--parts=fused,cleanba',
+                      '--rounds_of=',
                       '--config.placement.actor_devices=(0,1)', '--config.num_shards=2',
                       '--config.placement.learner_devices=(0,1)', '--config.num_grad_shards=2')
   assert code == 0, err
