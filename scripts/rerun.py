@@ -50,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
     config['placement'] |= checkpoint.ONE_DEVICE | {'actor_platform': platform}
     scheme = SCHEMES[config['scheme']]
     if not experiment.repeats(config):
-      raise ValueError(f'{experiment.who_repeats_not(config)} takes things as they come, so updates '
-                       'of the run cannot be made again')
+      raise ValueError(f'{experiment.who_repeats_not(config)} takes things as they come, so '
+                       'updates of the run cannot be made again')
     config['scheme'] = 'cleanba' if scheme.lag else 'sync'  # the same bits, rollouts in sight
     headers, receipts = checkpoint.read_receipts(workdir)
     header = _header(headers, receipts, values.update)
