@@ -195,6 +195,8 @@ def prepare(config: Mapping[str, Any], asked: Sequence[str]) -> tuple[wiring.Par
   if 'replay' in config:
     raise ValueError(f'--config: {config["loss"]["name"]} draws from a replay; '
                      'benchmark_replay.py measures that, benchmark_schemes.py the training')
+  if config['env_batch']:
+    raise ValueError('--config.env_batch: benchmark_async.py measures asynchronous pools')
   parts = build.make_parts(config | dict(scheme='sync', total_steps=2**31 - 1))
   names = [name for name in benchmark_parts.ALL if name in asked]
   if (any('conventional' in name for name in names)
