@@ -138,7 +138,7 @@ def _check_fits(network: networks.ActorCritic, options: Mapping[str, Any],
   """Refuses layers that leave nothing of an observation; computes nothing."""
   try:
     variables = jax.eval_shape(lambda: _init(network, jax.random.key(0), spec))
-  except (TypeError, ValueError, ZeroDivisionError):  # whatever shapes of nothing lead to
+  except (IndexError, TypeError, ValueError, ZeroDivisionError):  # by shapes of nothing
     variables = {'nothing': jax.ShapeDtypeStruct((0,), jnp.float32)}
   if not all(x.size for x in jax.tree.leaves(variables)):
     raise ValueError(f'network.name: of {options["name"]} with {dict(options)} nothing is left of '
