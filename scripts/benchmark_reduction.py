@@ -4,13 +4,14 @@ python scripts/benchmark_reduction.py --config=configs/impala_atari.py:nature_cn
 
 Gradients of the config's network in 8 groups, on 1, 2, 4 and 8 devices (as many as there are; of a
 CPU they are virtual and share its cores). `exact`: the groups of a device added as far as the fixed
-order lets, an all-gather, the rest of the order on every device. `plain`: XLA's all-reduce of one
-group a device, as exact_reduce=False has it. The two take turns; times are medians of whole calls.
+order lets, then, of four devices or more, each for a slice, an all-gather, the rest of the order.
+`plain`: XLA's all-reduce of one group a device, as exact_reduce=False has it. The two take turns;
+times are medians of whole calls.
 
 MB (10^6 bytes) are what each device receives in one reduction, from the sizes of the collectives in
-the compiled program: of an all-gather its result but for the device's own part, of an all-reduce
-2 (D - 1) / D of its result, as a ring makes it. Where the shapes alone say otherwise, that is
-printed. By least squares the exact sum's time is a + b GB of them.
+the compiled program: of an all-to-all or all-gather its result but for the device's own part, of
+an all-reduce 2 (D - 1) / D of its result, as a ring makes it. Where the shapes alone say otherwise,
+that is printed. By least squares the exact sum's time is a + b GB of them.
 
 `learner` is the time of an update of the whole learner on as many devices, whose reductions are one
 each gradient step; `share` what the exact ones are of it, and `extra` what plain ones would save.
@@ -38,7 +39,7 @@ from benchmark_scaling import refuse_replay, with_default
 from jax.sharding import NamedSharding, PartitionSpec
 
 from podracer_jit import build, checkpoint, command_line, placement, wiring
-from podracer_jit.exact import AXIS, exact_sum, plain_sum
+from podracer_jit.exact import AXIS, exact_sum, plain_sum, sliced
 
 GROUPS = 8
 MESHES = (1, 2, 4, 8)  # devices
@@ -67,21 +68,24 @@ def fit(x: Sequence[float], y: Sequence[float]) -> Line:
 def bytes_by_shapes(parameters: int, groups: int, devices: int) -> dict[str, float]:
   """Bytes that each device receives, of f32 gradients of so many parameters."""
   here = groups // devices
-  travelling = 1 if here.bit_count() == 1 else here  # as `exact.branches` adds them up
-  return dict(exact=(devices - 1) * travelling * parameters * 4,
-              plain=2 * (devices - 1) / devices * parameters * 4)
+  rows = 1 if here.bit_count() == 1 else here  # as `exact.branches` adds them up
+  share = (devices - 1) / devices
+  padded = -(-parameters // devices) * devices
+  exact = (share * (rows + 2) * padded if sliced(rows, parameters, devices)
+           else (devices - 1) * rows * parameters)
+  return dict(exact=exact * 4, plain=2 * share * parameters * 4)
 
 
 def bytes_in_program(hlo: str, devices: int) -> float:
   """Bytes that each device receives, by the collectives in the text of a compiled program."""
   received = 0.0
   for shapes, kind, start in re.findall(
-      r'= (\S.*?) (all-gather|all-reduce)(-start)?\(', hlo):
+      r'= (\S.*?) (all-to-all|all-gather|all-reduce)(-start)?\(', hlo):
     sizes = [_bytes(*shape) for shape in re.findall(r'\b(pred|[a-z]+\d+)\[([\d,]*)\]', shapes)]
-    if kind == 'all-gather' and start:
+    if kind != 'all-reduce' and start:
       sizes = sizes[len(sizes) // 2:]  # its operands come first
     share = (devices - 1) / devices
-    received += sum(sizes) * share * (1 if kind == 'all-gather' else 2)
+    received += sum(sizes) * share * (2 if kind == 'all-reduce' else 1)
   return received
 
 

@@ -100,12 +100,19 @@ def test_a_run_that_fails_is_not_waited_for():
 TREE = dict(a=jnp.zeros((2, 3)), b=jnp.zeros(4))  # 10 floats
 
 
-@pytest.mark.parametrize('devices', [1, 2, 4])
-def test_bytes_by_hand_by_shapes_and_in_the_program_agree(devices):
-  by_hand = dict(exact=40 * (devices - 1), plain=80 * (devices - 1) / devices)
-  assert benchmark_reduction.bytes_by_shapes(10, 8, devices) == pytest.approx(by_hand)
+MANY = dict(a=jnp.zeros((5, 1000)), b=jnp.zeros(1))  # 5001 floats: cut in four, 5004
+
+
+@pytest.mark.parametrize('tree, devices, by_hand', [
+    (TREE, 1, (0, 0)), (TREE, 2, (40, 40)), (TREE, 4, (120, 60)),
+    # Of two devices each gets the other's sum; of four a quarter, then both halves of the others'.
+    (MANY, 2, (20_004, 20_004)), (MANY, 4, (3 * 3 * 5004, 6 * 5001))])
+def test_bytes_by_hand_by_shapes_and_in_the_program_agree(tree, devices, by_hand):
+  by_hand, numbers = dict(zip(('exact', 'plain'), by_hand, strict=True)), sum(
+      x.size for x in jax.tree.leaves(tree))
+  assert benchmark_reduction.bytes_by_shapes(numbers, 8, devices) == pytest.approx(by_hand)
   for name, sum_groups in (('exact', exact_sum), ('plain', plain_sum)):
-    made = benchmark_reduction.make_reduction(sum_groups, TREE, 8, jax.devices()[:devices])
+    made = benchmark_reduction.make_reduction(sum_groups, tree, 8, jax.devices()[:devices])
     counted = benchmark_reduction.bytes_in_program(made.program.as_text(), devices)
     assert counted == pytest.approx(by_hand[name])
     jax.tree.map(lambda total, groups: np.testing.assert_allclose(
@@ -113,9 +120,10 @@ def test_bytes_by_hand_by_shapes_and_in_the_program_agree(devices):
 
 
 def test_groups_that_cannot_be_added_before_all_travel():
-  made = benchmark_reduction.make_reduction(exact_sum, TREE, 6, jax.devices()[:2])
-  counted = benchmark_reduction.bytes_in_program(made.program.as_text(), 2)
-  assert counted == 3 * 40 == benchmark_reduction.bytes_by_shapes(10, 6, 2)['exact']
+  for tree, numbers, floats in (TREE, 10, 30), (MANY, 5001, (3 + 2) * 2501):
+    made = benchmark_reduction.make_reduction(exact_sum, tree, 6, jax.devices()[:2])
+    counted = benchmark_reduction.bytes_in_program(made.program.as_text(), 2)
+    assert counted == 4 * floats == benchmark_reduction.bytes_by_shapes(numbers, 6, 2)['exact']
 
 
 @pytest.mark.parametrize('line, received', [
@@ -141,10 +149,12 @@ def test_the_fit_finds_the_line_and_what_is_left():
 def test_reductions_are_measured_on_every_mesh(tmp_path):
   found, out = figures(tmp_path / 'f.json', 'reduction', '--seconds=0')
   assert [row['devices'] for row in found['rows']] == [1, 2, 4, 8]
+  # 7,684 parameters; cut in eight they are 7,688.
+  received = {1: 0, 2: 7_684, 4: 3 / 4 * 3 * 7_684, 8: 7 / 8 * 3 * 7_688}
   for row in found['rows']:
-    far = row['parameters'] * 4 / 1e6
+    assert row['parameters'] == 7_684
     assert row['exact_mb'] == pytest.approx(row['exact_mb_by_shapes']) == pytest.approx(
-        (row['devices'] - 1) * far)
+        received[row['devices']] * 4 / 1e6)
     assert row['plain_mb'] == pytest.approx(row['plain_mb_by_shapes'])
     steps = found['config']['num_epochs'] * found['config']['num_minibatches']
     assert row['share'] == pytest.approx(steps * row['exact_ms'] / row['learner_ms'])
