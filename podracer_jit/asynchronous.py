@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from podracer_jit import frames
 from podracer_jit.envs import Shard, TimeStep
 from podracer_jit.objectives import Apply
 from podracer_jit.policies import Policy
@@ -62,10 +63,12 @@ def initial_state(shard: Shard, key: jax.Array, obs: jax.ShapeDtypeStruct, polic
   return ActorState(jnp.array(shard.handle), (state,))
 
 
-def make_rollout(shard: Shard, apply: Apply, policy: Policy, unroll_length: int) -> Callable:
+def make_rollout(shard: Shard, apply: Apply, policy: Policy, unroll_length: int, stack: int = 1
+                 ) -> Callable:
   """Returns rollout(params, actor_state) -> (actor_state, (Rollout,)), to be jitted.
 
-  A rollout has as many columns as the shard has environments. The network remembers nothing.
+  A rollout has as many columns as the shard has environments. Observations leave as stacks of so
+  many frames, each once. The network remembers nothing.
   """
   act = make_act(apply, policy)
 
@@ -79,7 +82,7 @@ def make_rollout(shard: Shard, apply: Apply, policy: Policy, unroll_length: int)
       token = shard.send(token, policy.to_env(seen['action']), step.env_id)
     slot = state.slots[step.env_id]
     return t + 1, token, state._replace(
-        buffer=_write(state.buffer, state.row[step.env_id], slot, **seen))
+        buffer=_write(state.buffer, state.row[step.env_id], slot, obs=ready.obs, **seen))
 
   def rollout(params: Params, actor_state: ActorState):
     token, (state,) = actor_state
@@ -87,7 +90,7 @@ def make_rollout(shard: Shard, apply: Apply, policy: Policy, unroll_length: int)
         lambda carry: carry[-1].complete < shard.num_envs, functools.partial(turn, params),
         (jnp.int32(0), token, state))
     state, made = _take(state, shard.num_envs)
-    return ActorState(token, (state,)), (made,)
+    return ActorState(token, (state,)), (made._replace(obs=frames.of(made.obs, stack)),)
 
   return rollout
 

@@ -178,8 +178,8 @@ def empty_replay(parts: wiring.Parts, shapes: bool = False) -> replay.State:
   return jax.jit(make, out_shardings=sharding)()
 
 
-def _actor_state(parts: wiring.Parts, shards: Sequence[envs.Shard], keys: Sequence[jax.Array],
-                 first_env: int) -> rollouts.ActorState:
+def actor_state(parts: wiring.Parts, shards: Sequence[envs.Shard], keys: Sequence[jax.Array],
+                first_env: int) -> rollouts.ActorState:
   """The state of an actor of these shards, whose environments begin with `first_env`."""
   config, spec = parts.config, parts.spec
   if config['env_batch']:
@@ -231,8 +231,8 @@ def segment(parts: wiring.Parts, state: TrainState, index: int, updates: int,
       pools = rollouts.Pools(shards)
       stack.callback(pools.close)
       keys = [jax.random.fold_in(act_key, i) for i in ids]
-      actor_state = jax.device_put(_actor_state(parts, shards, keys, ids[0] * width), device)
-      actors_of_segment.append(wiring.Actor(pools, actor_state, device, ids[0] * width))
+      acting = jax.device_put(actor_state(parts, shards, keys, ids[0] * width), device)
+      actors_of_segment.append(wiring.Actor(pools, acting, device, ids[0] * width))
     begin = wiring.Begin(state, int(state.update), updates,
                   lambda s: (placement.any_process(stop(), place.mesh)
                              or wiring.number(s.steps) >= config['total_steps']))

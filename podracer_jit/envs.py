@@ -36,7 +36,7 @@ class EnvSpec(NamedTuple):
   action_high: tuple[float, ...]  # actions are discrete
   frame_skip: int
   max_episode_steps: int
-  stack: int = 1  # frames of an observation, the oldest first, along its first axis
+  stack: int = 1  # frames of an observation that `frames.Frames` can be kept of
 
 
 class TimeStep(NamedTuple):
@@ -106,7 +106,15 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
       action_high=() if discrete else tuple(map(float, action.high)),
       frame_skip=int(spec.config._asdict().get('frame_skip', 1)),
       max_episode_steps=int(spec.config.max_episode_steps),
-      stack=int(spec.config._asdict().get('stack_num', 1)))
+      stack=_stack(spec))
+
+
+def _stack(spec: Any) -> int:
+  """How many frames an observation has, of tasks whose stacks go on, or are filled with one frame.
+
+  Those of Atari do. ViZDoom's, at an episode's end, do neither.
+  """
+  return int(spec.config.stack_num) if type(spec).__name__ == 'AtariEnvSpec' else 1
 
 
 def _flat_obs(task: str, space: Any) -> tuple[tuple[int, ...], np.dtype]:

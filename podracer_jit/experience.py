@@ -1,4 +1,4 @@
-"""Rollouts made ready for a replay where they are made: newest frames alone, initial priorities."""
+"""Rollouts made ready for a replay where they are made: with initial priorities."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from podracer_jit.exact import rounded
+from podracer_jit.frames import Frames, Observations
 from podracer_jit.policies import Policy
 from podracer_jit.replay import n_step_return
 from podracer_jit.rollouts import ActorState, EnvState
@@ -37,7 +38,7 @@ def initial_state(state: ActorState, n_step: int) -> ActorState:
   return state._replace(envs=tuple(env._replace(recent=blank(env)) for env in state.envs))
 
 
-def with_priorities(rollout: Callable, n_step: int, discount: float, stack: int) -> Callable:
+def with_priorities(rollout: Callable, n_step: int, discount: float) -> Callable:
   """Returns the same as `rollout` that gives Experience, one a shard.
 
   A priority is the n-step TD error by the values that the network gave while it acted, so nothing
@@ -56,29 +57,26 @@ def with_priorities(rollout: Callable, n_step: int, discount: float, stack: int)
         *(ahead(x, n_step) for x in (rows.reward, rows.terminated, rows.truncated)), discount)
     next_value = jnp.take_along_axis(ahead(rows.value, n_step + 1), taken[None], axis=0)[0]
     error = reward + rounded(to_next * next_value) - rows.action_value[:steps]
-    frame, fresh = _frames(made.obs, stack)
+    frame, fresh = _newest(made.obs)
     began = env.rollouts == 1
     return env._replace(recent=jax.tree.map(lambda x: x[steps:], rows)), Experience(
         frame, fresh.at[0].set(began), jnp.broadcast_to(began, (1, *env.ended.shape)), made.action,
         made.reward, made.terminated, made.truncated, made.valid, jnp.abs(error),
         rows.valid[:steps], made.episodes)
 
-  def with_them(params: Params, state: ActorState):
+  def rollout_with_priorities(params: Params, state: ActorState):
     state, rollouts = rollout(params, state)
     envs, made = zip(*map(experience, state.envs, rollouts), strict=True)
     return state._replace(envs=envs), made
 
-  return with_them
+  return rollout_with_priorities
 
 
-def _frames(obs: jax.Array, stack: int) -> tuple[jax.Array, jax.Array]:
-  """The newest frames of obs [T + 1, B, ...], and where a stack does not go on from the last."""
-  if stack == 1:
+def _newest(obs: Observations) -> tuple[jax.Array, jax.Array]:
+  """The newest frames, [T + 1, B, ...], and where a stack holds nothing but that."""
+  if not isinstance(obs, Frames):
     return obs, jnp.zeros(obs.shape[:2], bool)
-  channels = obs.shape[2] // stack
-  moved = obs[1:, :, :-channels] != obs[:-1, :, channels:]
-  fresh = jnp.any(moved, axis=tuple(range(2, obs.ndim)))
-  return obs[:, :, -channels:], jnp.concatenate([jnp.zeros_like(fresh[:1]), fresh])
+  return obs.frame[obs.stack - 1:], jnp.concatenate([jnp.zeros_like(obs.cut[:1]), obs.cut])
 
 
 def shapes(num_envs: int, obs_shape: tuple[int, ...], obs_dtype: Any, stack: int, policy: Policy

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from podracer_jit import frames
 from podracer_jit.exact import rounded
 from podracer_jit.types import Params, Rollout
 
@@ -69,7 +70,7 @@ def merge(a: Moments, b: Moments) -> Moments:
 
 def observe(params: Params, rollout: Rollout, targets: Any, total: Total) -> dict[str, Moments]:
   """The moments of an update's observations and value targets, where `params` has such."""
-  seen = {'obs': lambda: rollout.obs[:-1], 'values': lambda: targets['value_target']}
+  seen = {'obs': lambda: frames.stacks(rollout.obs)[:-1], 'values': lambda: targets['value_target']}
   return {name: measure(seen[name](), rollout.valid, total)
           for name in of(params) if name in seen}
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from podracer_jit import losses, normalise
+from podracer_jit import frames, losses, normalise
 from podracer_jit.exact import rounded
 from podracer_jit.policies import Policy
 from podracer_jit.types import Metrics, Params, Rollout, discounts
@@ -49,7 +49,7 @@ def _without_obs(rollout: Rollout, targets: Any) -> tuple[Rollout, Any]:
 
 
 def _last_obs(rollout: Rollout) -> Rollout:
-  return rollout._replace(obs=rollout.obs[-1:])
+  return rollout._replace(obs=frames.last(rollout.obs))
 
 
 def _whole(rollout: Rollout) -> Rollout:
@@ -67,14 +67,17 @@ def _rows(rollout: Rollout, targets: Any, first_env: jax.Array, group_envs: int,
           items: jax.Array) -> tuple[Rollout, Any]:
   """Items are rows, counted environment by environment within a step: [1, n, ...] of them."""
   step, env = items // group_envs, first_env + items % group_envs
-  return jax.tree.map(lambda x: x[step, env][None], (rollout, targets))
+  obs = frames.pick(rollout.obs, step, env)[None]
+  rollout, targets = jax.tree.map(lambda x: x[step, env][None],
+                                  (rollout._replace(obs=()), targets))
+  return rollout._replace(obs=obs), targets
 
 
 def _unroll(apply: Apply, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
   """dist and value at all T + 1 rows; what is after the last row is never asked."""
   core = jax.tree.map(lambda x: x[0], rollout.core)
   valid = jnp.concatenate([rollout.valid, rollout.valid[-1:]])
-  return apply(params, rollout.obs, core, valid)[:2]
+  return apply(params, frames.stacks(rollout.obs), core, valid)[:2]
 
 
 def impala(apply: Apply, policy: Policy, unroll_length: int, options: Mapping[str, Any],
@@ -109,7 +112,7 @@ def _by_gae(apply: Apply, policy: Policy, discount: float, gae_lambda: float, re
     if recurrent:
       last_value = _unroll(apply, params, rollout)[1][-1]
     else:
-      last_value = apply(params, rollout.obs[-1:], (), rollout.valid[-1:])[1][0]
+      last_value = apply(params, frames.last(rollout.obs), (), rollout.valid[-1:])[1][0]
     value = jnp.concatenate([rollout.behaviour_value, last_value[None]])
     advantage = jax.vmap(lambda *a: losses.gae(*a, gae_lambda), in_axes=1, out_axes=1)(
         value, rollout.reward, discounts(rollout, discount),

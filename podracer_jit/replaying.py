@@ -117,22 +117,26 @@ def make_steps(loss: Loss, memory: replay.Replay, update: Callable, sizes: Sizes
 
   def step(state, key):
     keys = _group_keys(key, groups, mesh_size)
-    drawn = memory.sample(state.replay, keys, share)
-    weight = _weights(drawn.probability, sizes.importance_exponent, mesh_size)
-    made, error = map_in_loop(
-        lambda group: of_group(state.params, state.target.params, *group),
-        (drawn.transition, weight))
-    grads, terms = sum_groups(made, mesh_size)
-    grads = jax.tree.map(lambda g: g * (1.0 / sizes.batch_size), grads)
+    with jax.named_scope('storing'):
+      drawn = memory.sample(state.replay, keys, share)
+      weight = _weights(drawn.probability, sizes.importance_exponent, mesh_size)
+    with jax.named_scope('gradient'):
+      made, error = map_in_loop(
+          lambda group: of_group(state.params, state.target.params, *group),
+          (drawn.transition, weight))
+      grads, terms = sum_groups(made, mesh_size)
+      grads = jax.tree.map(lambda g: g * (1.0 / sizes.batch_size), grads)
     age = (state.target.gradient_steps - drawn.transition.added).astype(jnp.float32)
     sums = dict(terms=terms, grad_norm=optax.tree.norm(grads),
                 sampled_age=sum_groups(jnp.sum(age, axis=1), mesh_size))
-    state, done = update(state, grads, terms), state.target.gradient_steps + 1
-    target = lax.cond(done % sizes.target_every == 0,
-                      lambda new, old: new, lambda new, old: old,
-                      state.params, state.target.params)
-    return state._replace(target=Target(target, done), replay=memory.set_priorities(
-        state.replay, drawn.place, error)), sums
+    with jax.named_scope('update'):
+      state, done = update(state, grads, terms), state.target.gradient_steps + 1
+      target = lax.cond(done % sizes.target_every == 0,
+                        lambda new, old: new, lambda new, old: old,
+                        state.params, state.target.params)
+    with jax.named_scope('storing'):
+      held = memory.set_priorities(state.replay, drawn.place, error)
+    return state._replace(target=Target(target, done), replay=held), sums
 
   def steps(state: TrainState, count: jax.Array):
     key = _key(state, 0)
@@ -178,6 +182,7 @@ def make_insert(memory: replay.Replay, sizes: Sizes, mesh_size: int = 1):
   """
   groups, envs = sizes.num_grad_shards // mesh_size, sizes.num_envs // sizes.num_grad_shards
 
+  @jax.named_scope('storing')
   def insert(state: TrainState, experience: Experience, first_group: jax.Array):
     experience = experience._replace(episodes=())
     count = experience.reward.shape[1] // envs

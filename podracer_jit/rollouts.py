@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from podracer_jit import frames
 from podracer_jit.envs import Shard, TimeStep
 from podracer_jit.exact import rounded
 from podracer_jit.objectives import Apply
@@ -101,7 +102,7 @@ def initial_state(shards: Sequence[Shard], keys: Sequence[jax.Array],
 
 
 def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None) -> Callable:
-  """Returns act(params, t, env) -> (env, fields of the row that begins with env.obs).
+  """Returns act(params, t, env) -> (env, other fields of the row that begins with env.obs).
 
   t: i32, of all that is drawn with the same env.key and env.rollouts.
   """
@@ -119,16 +120,18 @@ def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None)
     if policy.log_prob is not None:
       seen['behaviour_log_prob'] = policy.log_prob(dist[0], action)
     return env._replace(core=core), dict(
-        obs=env.obs, action=action, behaviour_value=value[0], valid=~env.ended, **seen)
+        action=action, behaviour_value=value[0], valid=~env.ended, **seen)
 
   return act
 
 
 def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_length: int,
-                 discount: float | None = None, action_value: Callable | None = None):
+                 stack: int = 1, discount: float | None = None,
+                 action_value: Callable | None = None):
   """Returns rollout(params, actor_state) -> (actor_state, one Rollout a shard), to be jitted.
 
-  With a `discount` rollouts have a discounted_return, for the normalisation of rewards; with
+  Of observations that are stacks of so many frames each frame is kept once (`frames.Frames`). With
+  a `discount` rollouts have a discounted_return, for the normalisation of rewards; with
   action_value(params, obs [B, ...], dist, action) -> [B] they have one, for replays.
 
   Shards take turns - recv a; infer a; send a; recv b; infer b; send b; ... - so that EnvPool steps
@@ -143,11 +146,13 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
       token, envs, buffers = carry
       envs, buffers = list(envs), list(buffers)
       for i, shard in enumerate(shards):
+        before = envs[i].obs
         token, envs[i], back = lax.cond(
             t > 0, functools.partial(_receive, shard), _nothing_yet, token, envs[i])
         # At t = 0 this is row 0 for the time being. The buffers stay out of the branches, which
         # would copy them.
-        buffers[i] = _write(buffers[i], jnp.maximum(t - 1, 0), **back)
+        buffers[i] = _add(_write(buffers[i], jnp.maximum(t - 1, 0), **back), t, before,
+                          envs[i].obs)
         envs[i], seen = act(params, t, envs[i])
         with jax.named_scope('environment'):
           token = shard.send(token, policy.to_env(seen['action']))
@@ -155,13 +160,15 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
       return token, tuple(envs), tuple(buffers)
 
     buffers = tuple(zeros(env.obs, policy, unroll_length)._replace(
+        obs=frames.begin(env.obs, unroll_length, stack),
         discounted_return=() if discount is None else jnp.zeros((unroll_length, *env.ended.shape)),
         core=jax.tree.map(lambda x: x[None], env.core)) for env in state.envs)
     token, envs, buffers = lax.fori_loop(0, unroll_length, turn, (state.token, state.envs, buffers))
     out = []
     for shard, env, buffer in zip(shards, envs, buffers, strict=True):
+      before = env.obs
       token, env, back = _receive(shard, token, env)
-      buffer = _write(_write(buffer, unroll_length - 1, **back), unroll_length, obs=env.obs)
+      buffer = _add(_write(buffer, unroll_length - 1, **back), unroll_length, before, env.obs)
       if discount is not None:
         env, buffer = _discount(discount, env, buffer)
       out.append((env._replace(rollouts=env.rollouts + 1), buffer))
@@ -228,6 +235,12 @@ def zeros(obs: jax.Array | jax.ShapeDtypeStruct, policy: Policy, steps: int) -> 
       reward=none(jnp.float32), terminated=none(bool), truncated=none(bool), valid=none(bool),
       episodes=Episodes(none(bool), none(jnp.float32), none(jnp.int32)),
       action_value=() if policy.explore is None else none(jnp.float32))
+
+
+@jax.named_scope('storing')
+def _add(buffer: Rollout, t, before: jax.Array, obs: jax.Array) -> Rollout:
+  """Sets the observations of row t."""
+  return buffer._replace(obs=frames.add(buffer.obs, t, before, obs))
 
 
 @jax.named_scope('storing')

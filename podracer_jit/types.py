@@ -30,7 +30,7 @@ class Rollout(NamedTuple):
   it.
   """
 
-  obs: jax.Array  # [T + 1, B, ...] in the environment's dtype
+  obs: Any  # [T + 1, B, ...] in the environment's dtype; or frames.Frames of them
   action: jax.Array  # [T, B] i32, or [T, B, A] f32 as the policy drew it
   behaviour_log_prob: Any  # [T, B] f32: log mu(action | obs); () of policies without
   behaviour_value: jax.Array  # [T, B] f32: the acting network's estimate of V(obs)

@@ -83,14 +83,14 @@ def make_rollout(parts: Parts, pools: rollouts.Pools) -> Callable:
   loss, apply = parts.config['loss'], parts.network.apply
   if parts.config['env_batch']:
     return asynchronous.make_rollout(pools.shards[0], apply, parts.network.policy,
-                                     parts.config['unroll_length'])
+                                     parts.config['unroll_length'], parts.spec.stack)
   discount = loss['discount'] if parts.config['normalise']['reward'] else None
   rollout = functools.partial(rollouts.make_rollout, pools.shards, apply, parts.network.policy,
-                              parts.config['unroll_length'], discount)
+                              parts.config['unroll_length'], parts.spec.stack, discount)
   if 'replay' not in parts.config:
     return rollout()
   return experience.with_priorities(rollout(functools.partial(apply, method='action_value')),
-                                    loss['n_step'], loss['discount'], parts.spec.stack)
+                                    loss['n_step'], loss['discount'])
 
 
 def parameters(parts: Parts, actors: Sequence[Actor], begin: Begin, version: int) -> list[HandOff]:

@@ -2,7 +2,8 @@
 
 python scripts/benchmark.py --config=configs/impala_atari.py --seconds=60 --json=figures.json
 
-Takes --config and its overrides as the main binary does. Parts (--parts=sync,cleanba for a few):
+Takes --config and its overrides as the main binary does, whatever its scheme. Parts
+(--parts=sync,cleanba for a few):
 
   environment           random actions in a jitted loop, same pools and threads: the ceiling
   policy                the rollout program without environments: observations are there at once
@@ -10,7 +11,8 @@ Takes --config and its overrides as the main binary does. Parts (--parts=sync,cl
   learner               the learner program on one stored rollout, again and again
   fused, sync, cleanba  training with the scheme; fused where the placement is one device
   conventional_rollout, conventional_sync, conventional_cleanba
-                        the same with Python between any two steps (scripts/conventional.py)
+                        the same with Python between any two steps (scripts/conventional.py); not of
+                        losses with a replay, normalise.reward and network.core
 
 From these follow ratios, 1 where nothing is lost: of a rollout to the slower of environment and
 policy, times 1 + 1/T, and of a round of each scheme to the slower of rollout and learner; where
@@ -26,7 +28,8 @@ All parts are built once, stay alive, and are measured in turn, round after roun
 seconds / rounds of a round; the others are held meanwhile, at rest. Figures are medians over the
 rounds: a machine that drifts drifts for all. Compilation and the first updates are not counted. SPS
 counts valid agent steps. Memory must do for a few rollouts of each part; a part runs for two
-updates at least, `fused` for two calls (--config.placement.updates_per_call makes them shorter).
+updates at least, `fused` for two calls (--config.placement.updates_per_call makes them shorter). A
+replay is kept small; `apex`, which has two speeds, is measured as `sync` and `cleanba` with one.
 """
 
 from __future__ import annotations
@@ -170,7 +173,8 @@ def take_apart(parts: wiring.Parts, scheme: str, picture: str | None) -> dict[st
 def define_flags() -> flags.FlagValues:
   """The script's own flags, beside those of the main binary."""
   values = flags.FlagValues()
-  flags.DEFINE_list('parts', list(benchmark_parts.NAMES), 'What to measure.', flag_values=values)
+  flags.DEFINE_list('parts', [], 'What to measure; if nothing is named, all that the config has.',
+                    flag_values=values)
   flags.DEFINE_float('seconds', 60.0, 'Measured time of each part, all rounds together.',
                      lower_bound=0.0, flag_values=values)
   flags.DEFINE_integer('rounds', 5, 'Rounds that this time is spread over.', lower_bound=1,
@@ -191,18 +195,18 @@ def prepare(config: Mapping[str, Any], asked: Sequence[str]) -> tuple[wiring.Par
   for name in set(asked) - set(benchmark_parts.ALL):
     raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(benchmark_parts.ALL)}')
   placement.prepare_host(config['placement'])
-  # Whatever the config says, training must not end while it is measured.
-  if 'replay' in config:
-    raise ValueError(f'--config: {config["loss"]["name"]} draws from a replay; '
-                     'benchmark_replay.py measures that, benchmark_schemes.py the training')
   if config['env_batch']:
     raise ValueError('--config.env_batch: benchmark_async.py measures asynchronous pools')
-  parts = build.make_parts(config | dict(scheme='sync', total_steps=2**31 - 1))
-  names = [name for name in benchmark_parts.ALL if name in asked]
-  if (any('conventional' in name for name in names)
-      and (parts.config['normalise']['reward'] or parts.network.core)):
-    raise ValueError('--parts: the conventional actor knows neither normalise.reward nor '
-                     'network.core; name parts without it')
+  # Whatever the config says, training must not end while it is measured.
+  parts = build.make_parts(benchmark_parts.small_replay(config)
+                           | dict(scheme='sync', total_steps=2**31 - 1))
+  names = [name for name in benchmark_parts.ALL if name in (asked or benchmark_parts.NAMES)]
+  usual = [name for name in names if 'conventional' in name]
+  if usual and ('replay' in config or config['normalise']['reward'] or parts.network.core):
+    if asked:
+      raise ValueError('--parts: the conventional actor knows no replay, normalise.reward or '
+                       'network.core; name parts without it')
+    names = [name for name in names if name not in usual]
   actors, learners = parts.place.actors, parts.place.learners
   if 'fused' in names and (len(actors) > 1 or actors != learners):
     say('fused: left out, the placement is more than one device')

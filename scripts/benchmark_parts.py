@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ VARIANTS = {'plain': dict(exact_reduce=False)} | {
     f'shards{n}': dict(num_shards=n) for n in (1, 2, 4)}
 ALL = (*NAMES, *(f'{variant}_{name}' for variant in VARIANTS
                  for name in ('rollout', 'learner', 'sync', 'cleanba')))
+CAPACITY = 65_536  # transitions of a replay, if they hold an update
 
 
 class Figures(NamedTuple):
@@ -63,7 +64,7 @@ def pools_of(parts: wiring.Parts, actor: int) -> list[conventional.PoolArgs]:
   options = experiment.env_options(config)
   return [conventional.PoolArgs(config['env']['task'], options,
                                 envs.env_seeds(config['seed'], 0, i * width, width),
-                                place.env_threads)
+                                place.env_threads, parts.spec.stack)
           for i in range(actor * per_actor, (actor + 1) * per_actor)]
 
 
@@ -109,7 +110,8 @@ def environment(parts: wiring.Parts, stack: contextlib.ExitStack) -> Measure:
   """The ceiling: the environments with random actions."""
 
   def prepare(a: int, device: jax.Device) -> Callable[[], int]:
-    pools = rollouts.Pools([envs.Shard(*args) for args in pools_of(parts, a)])
+    pools = rollouts.Pools([envs.Shard(args.task, args.options, args.seeds, args.num_threads)
+                            for args in pools_of(parts, a)])
     stack.callback(pools.close)
     ended = tuple(jnp.zeros(shard.num_envs, bool) for shard in pools.shards)
     state = jax.device_put((jnp.array(pools.shards[0].handle), ended, jax.random.key(a)), device)
@@ -125,6 +127,23 @@ def environment(parts: wiring.Parts, stack: contextlib.ExitStack) -> Measure:
 
   fires = [prepare(a, device) for a, device in enumerate(parts.place.actors)]
   return lambda seconds: repeat(fires, seconds)
+
+
+def small_replay(config: Mapping[str, Any]) -> dict[str, Any]:
+  """The config with a replay, if it has one, that is soon filled and fits beside others."""
+  if 'replay' not in config:
+    return dict(config)
+  rows, groups = experiment.batch_rows(config), max(1, config['num_grad_shards'])
+  enough = -(-max(CAPACITY, rows) // groups) * groups
+  options = config['replay']
+  return config | dict(replay=options | dict(capacity=min(options['capacity'], enough),
+                                             min_size=min(options['min_size'], rows)))
+
+
+def copy_of(state: TrainState, parts: wiring.Parts) -> TrainState:
+  """The state for one who donates it; a replay is empty."""
+  copy = placement.replicate(state._replace(replay=()), parts.place.mesh)
+  return copy._replace(replay=build.empty_replay(parts)) if state.target else copy
 
 
 class Still:
@@ -164,8 +183,7 @@ def policy(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) 
     pools = rollouts.Pools([Still(parts.spec, width)] * (config['num_shards'] // count))
     stack.callback(pools.close)
     keys = [jax.random.key(i) for i in range(len(pools.shards))]
-    acting = jax.device_put(
-        rollouts.initial_state(pools.shards, keys, parts.network.initial_core), device)
+    acting = jax.device_put(build.actor_state(parts, pools.shards, keys, 0), device)
     params = placement.put_params(state.params, device)
     program = pools.load(wiring.make_rollout(parts, pools), (params, acting), donate=(1,))
 
@@ -185,8 +203,8 @@ def begin(parts: wiring.Parts, state: TrainState, scheme: str, by_python: bool,
           stop: Callable[[], bool]) -> wiring.Segment:
   """A segment without an end; its actors replaced by conventional ones where `by_python`."""
   parts = parts._replace(scheme=SCHEMES[scheme])
-  state = placement.replicate(state, parts.place.mesh)  # a copy: the segment donates its own
-  segment = stack.enter_context(build.segment(parts, state, 0, 2**31 - 1, report, stop))
+  segment = stack.enter_context(build.segment(parts, copy_of(state, parts), 0, 2**31 - 1, report,
+                                              stop))
   if not by_python:
     return segment
   policy, workers = conventional.make_policy(parts.network), list(segment.workers)
@@ -233,7 +251,7 @@ def learner(parts: wiring.Parts, state: TrainState) -> Measure:
         placement.scatter(fire(), a * num_envs // len(fires), num_envs, mesh)
         for a, fire in enumerate(fires)], mesh)
     jax.block_until_ready(batch)
-  state = placement.replicate(state, mesh)
+  state = copy_of(state, parts)
 
   def fire() -> int:
     nonlocal state
@@ -280,9 +298,10 @@ class Training:
 
   def _report(self, report: Report) -> None:
     *_, (record, _) = self._meter.records(report)  # the statistics are part of training
-    with self._changed:
-      self._reports.append((time.perf_counter(), record['steps'], record['update']))
-      self._changed.notify_all()
+    if record.get('sampled', 1):  # not while a replay is filled
+      with self._changed:
+        self._reports.append((time.perf_counter(), record['steps'], record['update']))
+        self._changed.notify_all()
 
   def _set(self, **fields: Any) -> None:
     with self._changed:

@@ -31,7 +31,8 @@ from podracer_jit.metrics import Report
 # What a worker does, in the order in which it is shown.
 PARTS = ('environment', 'policy', 'storing', 'gradient', 'update', 'other arithmetic', 'between',
          'transfer', 'waiting', 'other')
-SCOPES = dict(rollout=('storing', 'environment', 'policy'), learner=('gradient', 'update'))
+SCOPES = dict(rollout=('storing', 'environment', 'policy'),
+              learner=('gradient', 'update', 'storing'))  # it stores in a replay
 SKIPPED, TRACED = 2, 3  # rounds: not looked at, and looked at
 CONTAINERS = ('while', 'conditional', 'call')  # whose operations have events of their own
 Span = tuple[float, float, str]  # start and end in seconds, part

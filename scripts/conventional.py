@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podracer_jit import frames
 from podracer_jit.handoff import Stamped
 from podracer_jit.loops import Worker
 from podracer_jit.networks import ActorCritic
@@ -24,12 +25,13 @@ from podracer_jit.types import Episodes, Params, Rollout
 
 
 class PoolArgs(NamedTuple):
-  """What a pool is made of: the arguments of `envs.Shard`."""
+  """What a pool is made of, and what becomes of its observations."""
 
   task: str
   options: Mapping[str, Any]
   seeds: Sequence[int]
   num_threads: int
+  stack: int  # frames of an observation, which are to be kept once each; 1 for any others
 
 
 class Acted(NamedTuple):
@@ -75,8 +77,8 @@ class Pool:
       args: of the pool.
       key: of the shard.
       device: where the policy runs and rollouts lie.
-      on_host: stack frames with NumPy, which is faster where the device is the CPU; elsewhere each
-        goes to the device once, for the policy, and is stacked there.
+      on_host: pile observations up with NumPy, which is faster where the device is the CPU;
+        elsewhere each goes to the device once, for the policy, and is piled up there.
     """
     size = len(args.seeds)
     with warnings.catch_warnings():
@@ -89,25 +91,25 @@ class Pool:
     self._episode_return = np.zeros(size, np.float32)
     self._episode_length = np.zeros(size, np.int32)
     self._key, self._device, self._on_host = key, device, on_host
-    self._rollouts = 0
+    self._rollouts, self._stack = 0, args.stack
 
   def rollout(self, policy: Callable, params: Params, unroll_length: int) -> Rollout:
     """The next `unroll_length` steps, on the device."""
-    frames, acted, returned = [self._frame()], [], []
+    obs, acted, returned = [self._frame()], [], []
     for t in range(unroll_length):
-      row, action = policy(params, frames[-1], self._key, self._rollouts, t)
+      row, action = policy(params, obs[-1], self._key, self._rollouts, t)
       acted.append(row)
       returned.append(self._step(np.asarray(action)))
-      frames.append(self._frame())
+      obs.append(self._frame())
     self._rollouts += 1
-    stack = self._stack_on_host if self._on_host else _stack_on_device
-    return Rollout(obs=stack(frames), **stack(acted)._asdict(),
-                   **self._stack_on_host(returned)._asdict())
+    pile = self._pile_on_host if self._on_host else _pile_on_device
+    return Rollout(obs=_frames_once(pile(obs), self._stack), **pile(acted)._asdict(),
+                   **self._pile_on_host(returned)._asdict())
 
   def _frame(self) -> Any:
     return self._obs if self._on_host else jax.device_put(self._obs, self._device)
 
-  def _stack_on_host(self, rows: Sequence[Any]) -> Any:
+  def _pile_on_host(self, rows: Sequence[Any]) -> Any:
     return jax.device_put(jax.tree.map(lambda *x: np.stack(x), *rows), self._device)
 
   def _step(self, action: np.ndarray) -> Returned:
@@ -132,8 +134,11 @@ class Pool:
 
 
 @jax.jit
-def _stack_on_device(rows: Sequence[Any]) -> Any:
+def _pile_on_device(rows: Sequence[Any]) -> Any:
   return jax.tree.map(lambda *x: jnp.stack(x), *rows)
+
+
+_frames_once = jax.jit(frames.of, static_argnums=1)
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from podracer_jit import build, checkpoint, experiment, loops, placement, video, wiring
+from podracer_jit import build, checkpoint, experiment, frames, loops, placement, video, wiring
 from podracer_jit.receipts import as_hex, canary
 from podracer_jit.schemes import SCHEMES
 from podracer_jit.types import Rollout, TrainState
@@ -146,12 +146,13 @@ def rerun(parts: wiring.Parts, state: TrainState, index: int, update: int,
 
 
 def _write(rollout: Rollout, path: Path, env: int, parts: wiring.Parts) -> None:
+  rollout = rollout._replace(obs=np.asarray(frames.stacks(rollout.obs)))
   arrays = rollout._asdict() | rollout.episodes._asdict()
   del arrays['episodes']
   np.savez_compressed(path.with_suffix('.npz'), **arrays)
   print(f'{path.with_suffix(".npz")}: the rollout of {path.name}, as its receipt says')
   try:
-    video.write(path.with_suffix('.mp4'), np.asarray(rollout.obs)[:, env],
+    video.write(path.with_suffix('.mp4'), rollout.obs[:, env],
                 parts.config['env'].get('gray_scale') is False, frame_rate=10)
     print(f'{path.with_suffix(".mp4")}: what environment {env} saw')
   except ValueError as error:

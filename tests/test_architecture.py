@@ -14,7 +14,7 @@ MOST_LINES = 310
 TIERS = {
     'types': ['types'],
     'maths': ['losses', 'policies', 'networks', 'values', 'normalise', 'conv', 'exact',
-              'receipts', 'replay'],
+              'frames', 'receipts', 'replay'],
     'world': ['envs'],
     'operations': ['objectives', 'ops', 'optimizers', 'programs', 'rollouts', 'asynchronous',
                    'experience', 'replaying'],

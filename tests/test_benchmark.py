@@ -88,9 +88,9 @@ def test_failure_of_a_worker_is_not_waited_for(monkeypatch):
   assert 'the emulator is gone' in str(raised.value.__cause__)
 
 
-def _run(*args):
+def _run(*args, config='impala_catch'):
   done = subprocess.run(
-      [sys.executable, SCRIPTS / 'benchmark.py', '--config=configs/impala_catch.py:smoke',
+      [sys.executable, SCRIPTS / 'benchmark.py', f'--config=configs/{config}.py:smoke',
        '--config.env.num_envs=8', '--config.unroll_length=5', *args],
       env=QUICK | {'JAX_PLATFORMS': 'cpu'}, capture_output=True, text=True, timeout=300)
   return done.returncode, done.stdout, done.stderr
@@ -146,6 +146,19 @@ def _check_round(found, out):
   assert not actor.get('gradient') and not learner.get('environment') and not learner.get('policy')
   for sizes in found['memory'].values():
     assert sizes['arguments_and_results'] > 0 and sizes['temporaries'] > 0
+
+
+def test_a_config_with_a_replay_is_measured_and_taken_apart(tmp_path):
+  path = tmp_path / 'figures.json'
+  code, out, err = _run('--seconds=0', '--rounds=1', f'--json={path}', config='apex_dqn_catch')
+  assert code == 0, err
+  figures = json.loads(path.read_text())
+  assert list(figures['parts']) == [n for n in benchmark_parts.NAMES if 'conventional' not in n]
+  _check_ratios(figures, figures['parts'])
+  _check_round(figures['round'], out)
+  assert figures['round']['lanes']['learner']['storing'] > 0
+  code, _, err = _run('--parts=conventional_sync', config='apex_dqn_catch')
+  assert code == 2 and 'conventional' in err and 'replay' in err
 
 
 def test_operations_belong_to_the_scopes_of_their_names():

@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import exact, networks, objectives, ops, optimizers, receipts
+from podracer_jit import exact, frames, networks, objectives, ops, optimizers, receipts
 from podracer_jit.policies import categorical
 from podracer_jit.types import Episodes, Rollout, TrainState
 from tests import reference
+from tests.test_frames import make_stacks
 
 ACTIONS = 3
 POLICY = categorical(ACTIONS)
@@ -77,6 +78,25 @@ def test_pairwise_sum_has_one_order():
     assert_array_equal(jax.jit(exact.pairwise_sum)(x[:count]), total)
   for other in (functools.reduce(np.add, x), functools.reduce(np.add, x[::-1])):
     assert (other != expected[7]).any()  # the numbers tell orders apart
+
+
+@pytest.mark.parametrize('groups', [8, 12])
+def test_a_sum_by_slices_is_the_pairwise_one_on_any_mesh(groups):
+  rng = np.random.default_rng(1)
+  tree = {name: (rng.normal(size=(groups, *shape)) * 10.0 ** rng.integers(-3, 4, size=(groups, 1))
+                 .reshape(-1, *[1] * len(shape))).astype(np.float32)
+          for name, shape in dict(w=(70, 71), b=(3,), scale=()).items()}
+  expected, ways = jax.jit(lambda tree: jax.tree.map(exact.pairwise_sum, tree))(tree), set()
+  for size in (1, 2, 4):
+    rows = 1 if (groups // size).bit_count() == 1 else groups // size
+    ways.add(exact.sliced(rows, 4974, size))
+    by_group = PartitionSpec(exact.AXIS)
+    total = on_mesh(lambda tree, size=size: exact.exact_sum(tree, size), size, (by_group,),
+                    PartitionSpec())(tree)
+    jax.tree.map(assert_array_equal, total, expected)
+  assert ways == {True, False}
+  # The order matters to these numbers.
+  assert (sum(tree['w'][::-1]) != expected['w']).any()
 
 
 @pytest.mark.parametrize('items, item_rows, microbatch_rows, expected', [
@@ -279,6 +299,24 @@ def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
   assert all(np.any(leaf) for _, leaf in leaves)
   for other in results[1:]:
     jax.tree.map(assert_array_equal, other, results[0])
+
+
+@pytest.mark.parametrize('name, vtrace', [('impala', False), ('ppo', False), ('ppo', True)])
+def test_frames_kept_once_give_the_gradient_of_whole_stacks(name, vtrace):
+  stacks = make_stacks(4, 1, STEPS, NUM_ENVS)
+  whole = make_rollout(3, STEPS, NUM_ENVS)._replace(obs=stacks)
+  once = whole._replace(obs=frames.of(stacks, 4))
+  assert once.obs.frame.size < stacks.size / 2
+  params = make_params(NETWORK, stacks)
+  options = OPTIONS[name] | (dict(vtrace=vtrace) if name == 'ppo' else {})
+  objective = objectives.OBJECTIVES[name](NETWORK.apply, POLICY, STEPS, options)
+  sizes = ops.Sizes(NUM_ENVS, 2, 2, 2, 0)
+  learn = jax.jit(ops.make_learn(objective, optax.identity(), lambda steps: 0.1, sizes))
+  made = [learn(_state(params, optax.identity()), rollout) for rollout in (whole, once)]
+  (state, metrics), (other, others) = made
+  jax.tree.map(assert_array_equal, state.params, other.params)
+  assert (metrics.pop('batch') != others.pop('batch')).any()
+  jax.tree.map(assert_array_equal, metrics, others)
 
 
 def test_a_plain_sum_is_the_same_gradient_but_for_rounding():

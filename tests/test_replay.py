@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import envs, experience, policies, replay, rollouts
+from podracer_jit import envs, experience, frames, policies, replay, rollouts
 from podracer_jit.replay import tree
 from podracer_jit.types import Experience, Rollout
 from tests.reference import random_ends
@@ -375,7 +375,7 @@ def played(task):
   state = experience.initial_state(rollouts.initial_state(
       shards, list(keys(7)), exploration=[jnp.linspace(0.4, 1.0, 5) for _ in range(2)]), N)
   rollout = rollouts.make_rollout(
-      shards, by_rows(q_values), policy, 20, action_value=lambda params, obs, q, action:
+      shards, by_rows(q_values), policy, 20, 4, action_value=lambda params, obs, q, action:
       jnp.take_along_axis(q, action[:, None], axis=1)[:, 0])
 
   def both(params, state):
@@ -384,8 +384,9 @@ def played(task):
       state, made = rollout(*args)
       seen.extend(m._replace(reward=jnp.cos(1000 * m.behaviour_value)) for m in made)
       return state, tuple(seen)
-    state, made = experience.with_priorities(paid, N, GAMMA, 4)(params, state)
-    return state, list(zip(seen, made, strict=True))
+    state, made = experience.with_priorities(paid, N, GAMMA)(params, state)
+    whole = [m._replace(obs=frames.stacks(m.obs)) for m in seen]
+    return state, list(zip(whole, made, strict=True))
   weights = np.float32(np.random.default_rng(6).normal(size=(4 * 24 * 24, spec.num_actions)) / 1e3)
   program, out = pools.load(both, (weights, state), (1,)), []
   for i in range(10):

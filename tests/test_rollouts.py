@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import envs, policies, rollouts
+from podracer_jit import envs, frames, policies, rollouts
 from tests.runs import by_rows
 from tests.test_envs import python_pool
 
@@ -37,10 +37,13 @@ class Actor:
     self.params = jax.random.normal(
         jax.random.key(0), (int(np.prod(spec.obs_shape)), 1 + spec.num_actions))
     self.state = rollouts.initial_state(shards, [jax.random.key(k) for k in keys])
-    self.program = self.pools.load(
-        rollouts.make_rollout(shards, by_rows(apply), policies.categorical(spec.num_actions),
-                              unroll_length),
-        (self.params, self.state), (1,))
+    rollout = rollouts.make_rollout(
+        shards, by_rows(apply), policies.categorical(spec.num_actions), unroll_length, spec.stack)
+
+    def whole(params, state):  # with observations as EnvPool gave them
+      state, made = rollout(params, state)
+      return state, [m._replace(obs=frames.stacks(m.obs)) for m in made]
+    self.program = self.pools.load(whole, (self.params, self.state), (1,))
 
   def __enter__(self):
     return self
@@ -84,6 +87,9 @@ CASES = {
     'lost lives': ('Breakout-v5', 4, 16, 20,
                    dict(max_episode_steps=144, episodic_life=True, repeat_action_probability=0.25,
                         **SMALL), 'terminated truncated across life'),
+    'colour': ('Breakout-v5', 4, 16, 20,
+               dict(max_episode_steps=144, episodic_life=True, use_fire_reset=True,
+                    gray_scale=False, stack_num=3, **SMALL), 'terminated truncated across life'),
     'clipped rewards': ('MsPacman-v5', 3, 16, 14,
                         dict(max_episode_steps=96, reward_clip=True, **SMALL),
                         'truncated across clipped'),

@@ -1,0 +1,82 @@
+"""Stacks kept with each frame once, against stacks kept whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from podracer_jit import envs, frames
+from tests.test_envs import python_pool
+
+
+def make_stacks(stack, channels, steps, num_envs=6, seed=0):
+  """[T + 1, B, stack * channels, 3, 2]: of numbered frames; filled with one now and then.
+
+  The stack of row 0 has had frames before, which are others than row 0's.
+  """
+  rng, made = np.random.default_rng(seed), []
+  for _ in range(num_envs):
+    held = [rng.integers(256, size=(channels, 3, 2)) for _ in range(stack)]
+    rows = [np.concatenate(held)]
+    for _ in range(steps):
+      newest = rng.integers(256, size=(channels, 3, 2))
+      held = [newest] * stack if rng.random() < 0.3 else [*held[1:], newest]
+      rows.append(np.concatenate(held))
+    made.append(rows)
+  return np.stack(made, axis=1).astype(np.uint8)
+
+
+SHAPES = [(4, 1, 12), (4, 3, 7), (2, 1, 5), (3, 2, 1), (4, 1, 2)]  # some shorter than a stack
+
+
+def in_turn(obs, stack):
+  """Row by row, as a rollout does it."""
+  def turn(t, rows):
+    return frames.add(rows, t, obs[jnp.maximum(t - 1, 0)], obs[t])
+  return jax.lax.fori_loop(0, len(obs), turn, frames.begin(obs[0], len(obs) - 1, stack))
+
+
+@pytest.mark.parametrize('make', [in_turn, frames.of])
+@pytest.mark.parametrize('stack, channels, steps', SHAPES)
+def test_stacks_are_what_they_were(stack, channels, steps, make):
+  obs = jnp.asarray(make_stacks(stack, channels, steps))
+  rows = jax.jit(make, static_argnums=1)(obs, stack)
+  assert rows.frame.shape == (steps + stack, 6, channels, 3, 2) and rows.cut.shape == (steps, 6)
+  assert rows.cut.any() and not rows.cut.all()
+  assert_array_equal(jax.jit(frames.stacks)(rows), obs)
+  assert_array_equal(jax.jit(frames.last)(rows), obs[-1:])
+  step, env = (x.reshape(-1) for x in np.indices((steps + 1, 6)))
+  order = np.random.default_rng(1).permutation(len(step))
+  assert_array_equal(jax.jit(frames.pick)(rows, step[order], env[order]),
+                     obs[step[order], env[order]])
+
+
+def test_what_is_no_stack_is_kept_as_it_is():
+  obs = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 7)))
+  assert frames.of(obs, 1) is obs is frames.stacks(obs)
+  assert_array_equal(in_turn(obs, 1), obs)
+  assert_array_equal(frames.last(obs), obs[4:])
+  assert_array_equal(frames.pick(obs, jnp.array([4, 1]), jnp.array([0, 2])),
+                     obs[jnp.array([4, 1]), jnp.array([0, 2])])
+
+
+def test_the_frames_of_a_rollout_are_kept_in_a_quarter_of_the_bytes():
+  rows = jax.eval_shape(lambda: frames.begin(jnp.zeros((64, 4, 84, 84), jnp.uint8), 20, 4))
+  assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(rows)) == 64 * (24 * 7056 + 20)
+
+
+def test_what_stacks_of_vizdoom_do_at_an_episodes_end(tmp_path, monkeypatch):
+  """Why they are kept whole: the last observation of an episode is none of the two."""
+  monkeypatch.chdir(tmp_path)  # where ViZDoom leaves its settings
+  assert envs.make_spec('Pong-v5', dict(stack_num=3)).stack == 3
+  assert envs.make_spec('TakeCover-v1', {}).stack == 1
+  pool = python_pool('TakeCover-v1', [3, 4, 5], img_height=24, img_width=24)
+  (before, _), odd = pool.reset(), 0
+  for t in range(120):
+    obs, _, terminated, _, _ = pool.step(np.full((3, 2), t % 2, pool.action_space.dtype))
+    cut = (obs[:, :-3] != before[:, 3:]).any(axis=(1, 2, 3))
+    alone = (obs == np.tile(obs[:, -3:], (1, 4, 1, 1))).all(axis=(1, 2, 3))
+    odd, before = odd + np.sum(cut & ~alone & terminated), obs
+  pool.close()
+  assert odd
