@@ -22,131 +22,23 @@ measured, 2 where it could not start.
 from __future__ import annotations
 
 import os
-import shlex
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import benchmark_parts
 import jax
 from absl import flags, logging
+from tune_candidates import Candidate, Machine, as_flags, as_text, own_of, placed, places, vary
+from tune_search import LAST_ROUNDS, Figures, Search, best, search
 
 from podracer_jit import build, command_line, experiment, loops, placement, wiring
 from podracer_jit.metrics import Meter, Report
-from podracer_jit.schemes import SCHEMES, Scheme
+from podracer_jit.schemes import SCHEMES
 from podracer_jit.types import TrainState
-
-FINALISTS = 2  # of the last rounds, beside the config's own
-LAST_ROUNDS = 3
-CAPACITY = 65_536  # transitions of a replay while it is measured, if they hold an update
-
-
-class Candidate(NamedTuple):
-  """A placement; num_shards is not one, but decides which there are."""
-
-  actor_devices: tuple[int, ...]
-  learner_devices: tuple[int, ...]
-  actors_per_device: int
-  env_threads: int
-  updates_per_call: int
-  num_shards: int
-
-
-class Machine(NamedTuple):
-  """What there is to place on."""
-
-  cores: int
-  actors: int  # devices for actors
-  learners: int  # devices for learners
-  shared: bool  # these are the same devices
-  gpu: bool  # those of actors are GPUs
-
-
-class Figures(NamedTuple):
-  """What one measurement found."""
-
-  sps: float
-  seconds: float  # that were counted
-
-
-def own_of(config: Mapping[str, Any]) -> Candidate:
-  """The placement that the config has."""
-  place = config['placement']
-  return Candidate(tuple(place['actor_devices']), tuple(place['learner_devices']),
-                   *(place[name] for name in Candidate._fields[2:-1]), config['num_shards'])
-
-
-def placed(config: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
-  """The config with this placement."""
-  fields = candidate._asdict()
-  return config | dict(num_shards=fields.pop('num_shards'),
-                       placement=config['placement'] | fields)
-
-
-def places(config: Mapping[str, Any], machine: Machine, num_shards: Sequence[int] = ()
-           ) -> list[Candidate]:
-  """Devices worth trying, the config's own first; `accept` knows which of them can be.
-
-  Learners come first where they have devices of their own: the learner program, which takes
-  longest to compile, is then one for all placements with so many of them.
-  """
-  own, scheme = own_of(config), SCHEMES.get(config['scheme'])
-  if scheme is None:
-    return [own]  # to be refused as any bad config
-  found = [own]
-  for shards in dict.fromkeys((own.num_shards, *num_shards)):
-    for per_device in (1, 2, 4) if machine.gpu else (1,):
-      for learners in _learners(config, own, scheme, machine):
-        found += [own._replace(actor_devices=actors, learner_devices=learners, num_shards=shards,
-                               actors_per_device=per_device)
-                  for actors in _actors(scheme, machine, learners, shards / per_device)]
-  return list(dict.fromkeys(found))
-
-
-def _actors(scheme: Scheme, machine: Machine, learners: tuple[int, ...], shares: float
-            ) -> Iterator[tuple[int, ...]]:
-  """Actor devices for these learners, where so many `shares` are to be shared out evenly."""
-  if scheme.colocated:
-    yield learners
-    return
-  first = max(learners) + 1
-  for count in _divisors(shares, machine.actors):
-    yield tuple(range(count))
-    # With lag 0 one always waits for the other, so devices of their own would gain nothing.
-    if machine.shared and scheme.lag != 0 and first + count <= machine.actors:
-      yield tuple(range(first, first + count))
-
-
-def _learners(config: Mapping[str, Any], own: Candidate, scheme: Scheme, machine: Machine
-              ) -> list[tuple[int, ...]]:
-  """Learner devices that give the same result as the config's own."""
-  workers = len(own.learner_devices)
-  if scheme.each:  # an update is of one worker, so their number stays
-    return [tuple(i for i in range(n) for _ in range(workers // n))
-            for n in _divisors(workers, machine.learners)]
-  if not config['exact_reduce']:  # a gradient group for each device
-    return [tuple(range(workers))] if 0 < workers <= machine.learners else []
-  return [tuple(range(n)) for n in _divisors(config['num_grad_shards'], machine.learners)]
-
-
-def _divisors(whole: float, most: int) -> list[int]:
-  return [n for n in range(1, most + 1) if n <= whole and whole % n == 0]
-
-
-def vary(config: Mapping[str, Any], machine: Machine, candidate: Candidate) -> list[Candidate]:
-  """The same devices with other env_threads, and of `fused` with other updates_per_call."""
-  pools, calls = candidate.num_shards, candidate.updates_per_call
-  shared = max(1, machine.cores // pools)  # what env_threads = 0 stands for
-  most = config['env']['num_envs'] // pools
-  threads = {min(n, most) for n in (1, shared, machine.cores, 2 * machine.cores)}
-  threads -= {candidate.env_threads or shared}
-  found = [candidate._replace(env_threads=n) for n in sorted(threads)]
-  if SCHEMES[config['scheme']].fused:
-    found += [candidate._replace(updates_per_call=n)
-              for n in sorted({max(1, calls // 4), calls * 4} - {calls})]
-  return found
 
 
 class Tuner:
@@ -208,89 +100,12 @@ def train(parts: wiring.Parts, state: TrainState, seconds: float) -> Figures:
   def stop() -> bool:
     return len(seen) > first + 1 and seen[-1][0] - seen[first][0] >= seconds
 
-  state = placement.replicate(state, parts.place.mesh)
-  if state.target:
-    state = state._replace(replay=build.empty_replay(parts))
+  state = benchmark_parts.copy_of(state, parts)
   with build.segment(parts, state, 0, 10**9, report, stop) as segment:
     meter = Meter(parts.config['log']['window'], parts.spec.frame_skip, segment.waits, {})
     loops.run(segment.workers)
   (start, before), (end, after) = seen[first], seen[-1]
   return Figures((after - before) / (end - start), end - start)
-
-
-class Search(NamedTuple):
-  """All rounds, SPS by candidate, and which of them decide."""
-
-  rounds: list[dict[Candidate, float]]
-  last: list[dict[Candidate, float]]
-
-
-def search(first: Sequence[Candidate], vary: Callable[[Candidate], Sequence[Candidate]],
-           own: Sequence[Candidate], measure: Callable[[Candidate, float], Figures],
-           seconds: float) -> Search:
-  """Successive halving of `first`, then of the best two and what `vary` makes of the best.
-
-  Args:
-    first: where it begins.
-    vary: (candidate) -> others like it.
-    own: takes part in every round: the config's own, or nothing.
-    measure: (candidate, seconds) -> Figures, of a second or of many.
-    seconds: in all. Once they are spent, the round that is on is the last.
-  """
-  rounds, left, alive = [], seconds, list(first)
-  count = LAST_ROUNDS + sum(map(_rounds, (
-      len(alive), min(len(alive), FINALISTS) + len(vary(alive[0])))))
-
-  def go(alive: Sequence[Candidate]) -> None:
-    nonlocal left
-    alive, figures = dict.fromkeys((*alive, *own)), {}
-    for candidate in alive:
-      made = measure(candidate, seconds / count / len(alive))
-      figures[candidate], left = made.sps, left - made.seconds
-    rounds.append(figures)
-
-  for widen in (False, True):
-    if widen:
-      alive += vary(alive[0])
-    for _ in range(_rounds(len(alive))):
-      go(alive)
-      # By this round alone: its figures were made one after the other.
-      alive = sorted(alive, key=rounds[-1].get, reverse=True)[:max(FINALISTS, len(alive) // 2)]
-      if left <= 0:
-        return Search(rounds, rounds[-1:])
-  before = len(rounds)
-  while len(rounds) < before + LAST_ROUNDS and (left > 0 or len(rounds) == before):
-    go(alive)
-  return Search(rounds, rounds[before:])
-
-
-def _rounds(count: int) -> int:
-  """Until so many are halved to FINALISTS; one at least, to know the better of two."""
-  if count < 2:
-    return 0
-  return 1 if count // 2 <= FINALISTS else 1 + _rounds(count // 2)
-
-
-def best(rounds: Sequence[Mapping[Candidate, float]]) -> Candidate:
-  """Whose median is the highest."""
-  return max(rounds[0], key=lambda candidate: statistics.median(x[candidate] for x in rounds))
-
-
-def _differing(own: Candidate, chosen: Candidate) -> dict[str, str]:
-  return {name: str(value).replace(' ', '') for name, value in chosen._asdict().items()
-          if value != getattr(own, name)}
-
-
-def as_flags(own: Candidate, chosen: Candidate) -> str:
-  """What to add to a command line, quoted for a shell; empty for the config's own placement."""
-  return shlex.join(f'--config.{"" if name == "num_shards" else "placement."}{name}={value}'
-                    for name, value in _differing(own, chosen).items())
-
-
-def as_text(own: Candidate, candidate: Candidate) -> str:
-  """A candidate by what differs from the config."""
-  differing = _differing(own, candidate)
-  return ' '.join(f'{name}={value}' for name, value in differing.items()) or "the config's own"
 
 
 def show(found: Search, own: Candidate) -> None:
@@ -336,14 +151,7 @@ def prepare(config: Mapping[str, Any]) -> dict[str, Any]:
   if scheme and scheme.free:
     raise ValueError(f'scheme: {config["scheme"]} acts and learns at rates of their own, so no one '
                      'figure says which placement is better; apex_lockstep has one')
-  config = dict(config) | dict(total_steps=2**31 - 1)
-  if experiment.has_replay(config) and 'replay' in config:
-    rows, groups, options = (
-        experiment.batch_rows(config), max(1, config['num_grad_shards']), config['replay'])
-    enough = -(-max(CAPACITY, rows) // groups) * groups
-    config['replay'] = options | dict(capacity=min(options['capacity'], enough),
-                                      min_size=min(options['min_size'], rows))
-  return config
+  return benchmark_parts.small_replay(config) | dict(total_steps=2**31 - 1)
 
 
 def find_machine(config: Mapping[str, Any]) -> Machine:
