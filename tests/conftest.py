@@ -1,14 +1,35 @@
 """Eight virtual CPU devices and a fixed thread pool, set before JAX starts its first backend."""
 
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ['NPROC'] = '16'  # the size of XLA's thread pool changes the bits of large reductions
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update('jax_num_cpu_devices', 8)
 
 
 def pytest_configure(config):
   config.addinivalue_line('filterwarnings', 'ignore:::gymnasium')
+  # What one test compiled, another need not: a folder for this run of pytest, which the workers
+  # of xdist share. Of processes that tests start it is not: they are as people start them.
+  if hasattr(config, 'workerinput'):
+    folder = config.workerinput['compiled']
+  else:
+    folder = config.compiled = tempfile.mkdtemp(prefix='podracer_jit-compiled-')
+  jax.config.update('jax_compilation_cache_dir', folder)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_configure_node(node):
+  node.workerinput['compiled'] = node.config.compiled
+
+
+def pytest_unconfigure(config):
+  if not hasattr(config, 'workerinput'):
+    shutil.rmtree(config.compiled)
