@@ -67,8 +67,8 @@ def make_rollout(shard: Shard, apply: Apply, policy: Policy, unroll_length: int,
                  ) -> Callable:
   """Returns rollout(params, actor_state) -> (actor_state, (Rollout,)), to be jitted.
 
-  A rollout has as many columns as the shard has environments. Observations leave as stacks of so
-  many frames, each once. The network remembers nothing.
+  A rollout has as many columns as the shard has environments; observations that are stacks of so
+  many frames (`EnvSpec.stack`) leave as `frames.Frames`. The network remembers nothing.
   """
   act = make_act(apply, policy)
 

@@ -9,7 +9,8 @@ order or the layout that wins; beside each what it gains, on one core and 16 row
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,25 +18,32 @@ from jax import lax
 
 _LAYOUT = ('NHWC', 'HWIO', 'NHWC')
 CHUNK = 16  # rows: a multiple of what a vector holds, since the kernel gradient contracts them
+IMAGE = 4 * 84 * 84  # numbers of an observation of which so many rows are enough for the cache
 VECTOR = 32  # output channels from which XLA has its faster convolution
 
 
 def in_chunks(function: Callable, x: jax.Array) -> jax.Array:
-  """function(x [N, ...]) -> [N, ...], on CPUs for CHUNK rows at a time, whose layers fit the cache.
+  """function(x [N, ...]) -> [N, ...], on CPUs for some rows at a time, whose layers fit the cache.
 
-  Nature CNN with its gradient 1.4 times faster, the ResNet 1.5 times.
+  Nature CNN with its gradient 1.4 times faster, the ResNet 1.5 times. Smaller observations are
+  sent more at a time: 64 of 42x42, of which sixteens would take 1.3 to 1.5 times as long.
   """
-  count = x.shape[0]
-  if count <= CHUNK:
+  count, rows = x.shape[0], rows_at_once(x.shape[1:])
+  if count <= rows:
     return function(x)
 
   def chunks(x):
-    turns = -(-count // CHUNK)
-    x = jnp.pad(x, ((0, turns * CHUNK - count), *((0, 0),) * (x.ndim - 1)))
-    y = lax.map(function, x.reshape(turns, CHUNK, *x.shape[1:]))
+    turns = -(-count // rows)
+    x = jnp.pad(x, ((0, turns * rows - count), *((0, 0),) * (x.ndim - 1)))
+    y = lax.map(function, x.reshape(turns, rows, *x.shape[1:]))
     return y.reshape(-1, *y.shape[2:])[:count]
 
   return lax.platform_dependent(x, cpu=chunks, default=function)
+
+
+def rows_at_once(shape: Sequence[int]) -> int:
+  """How many observations of this shape `in_chunks` sends through at once."""
+  return CHUNK * max(1, IMAGE // math.prod(shape))
 
 
 def _pads(size: int, kernel: int, stride: int, padding: str) -> tuple[int, int]:

@@ -36,7 +36,7 @@ class EnvSpec(NamedTuple):
   action_high: tuple[float, ...]  # actions are discrete
   frame_skip: int
   max_episode_steps: int
-  stack: int = 1  # frames of an observation that `frames.Frames` can be kept of
+  stack: int = 1  # frames of an observation, if `frames.Frames` can hold them; else 1
 
 
 class TimeStep(NamedTuple):

@@ -76,7 +76,7 @@ def _newest(obs: Observations) -> tuple[jax.Array, jax.Array]:
   """The newest frames, [T + 1, B, ...], and where a stack holds nothing but that."""
   if not isinstance(obs, Frames):
     return obs, jnp.zeros(obs.shape[:2], bool)
-  return obs.frame[obs.stack - 1:], jnp.concatenate([jnp.zeros_like(obs.cut[:1]), obs.cut])
+  return obs.frame[obs.stack - 1:], jnp.concatenate([jnp.zeros_like(obs.fresh[:1]), obs.fresh])
 
 
 def shapes(num_envs: int, obs_shape: tuple[int, ...], obs_dtype: Any, stack: int, policy: Policy

@@ -17,12 +17,12 @@ class Frames(NamedTuple):
   """
 
   frame: jax.Array  # [T + S, B, C, ...]: those of row 0, the oldest first; of other rows the newest
-  cut: jax.Array  # [T, B] bool: the stack of row t + 1 does not go on from that of row t
+  fresh: jax.Array  # [T, B] bool: the stack of row t + 1 holds nothing but its newest frame
 
   @property
   def stack(self) -> int:
     """S."""
-    return len(self.frame) - len(self.cut)
+    return len(self.frame) - len(self.fresh)
 
 
 Observations = Any  # Frames; or, of observations that are no stacks, [T + 1, B, ...]
@@ -38,22 +38,22 @@ def begin(obs: jax.Array, steps: int, stack: int) -> Observations:
 
 
 def add(rows: Observations, t: jax.Array, before: jax.Array, obs: jax.Array) -> Observations:
-  """Sets row t to obs [B, ...], which follows `before`, the row t - 1 (of row 0 it is not used)."""
+  """Sets row t to obs [B, ...], which follows `before`, the row t - 1 (at t = 0 anything)."""
   put = lax.dynamic_update_index_in_dim
   if not isinstance(rows, Frames):
     return put(rows, obs, t, 0)
-  newest, cut = _difference(before, obs, rows.stack)
-  # With t = 0 row 1 is said to be cut, or not, for the time being.
+  newest, fresh = _difference(before, obs, rows.stack)
+  # With t = 0 row 1 is said to be fresh, or not, for the time being.
   return Frames(put(rows.frame, newest, t + rows.stack - 1, 0),
-                put(rows.cut, cut, jnp.maximum(t - 1, 0), 0))
+                put(rows.fresh, fresh, jnp.maximum(t - 1, 0), 0))
 
 
 def of(obs: jax.Array, stack: int) -> Observations:
   """The same of observations that are all here, [T + 1, B, stack * C, ...]."""
   if stack == 1:
     return obs
-  newest, cut = jax.vmap(lambda *pair: _difference(*pair, stack))(obs[:-1], obs[1:])
-  return Frames(jnp.concatenate([jnp.stack(jnp.split(obs[0], stack, axis=1)), newest]), cut)
+  newest, fresh = jax.vmap(lambda *pair: _difference(*pair, stack))(obs[:-1], obs[1:])
+  return Frames(jnp.concatenate([jnp.stack(jnp.split(obs[0], stack, axis=1)), newest]), fresh)
 
 
 def _difference(before: jax.Array, obs: jax.Array, stack: int) -> tuple[jax.Array, jax.Array]:
@@ -65,10 +65,10 @@ def _difference(before: jax.Array, obs: jax.Array, stack: int) -> tuple[jax.Arra
 
 def _goes_back(rows: Frames) -> list[jax.Array]:
   """For 1 to S - 1 rows back, [T + 1, B]: whether a stack has a frame of so long before."""
-  steps, num_envs = rows.cut.shape
+  steps, num_envs = rows.fresh.shape
   found, so_far = [], jnp.ones((steps + 1, num_envs), bool)
   for back in range(1, rows.stack):
-    so_far &= ~jnp.concatenate([jnp.zeros((back, num_envs), bool), rows.cut])[:steps + 1]
+    so_far &= ~jnp.concatenate([jnp.zeros((back, num_envs), bool), rows.fresh])[:steps + 1]
     found.append(so_far)
   return found
 
@@ -78,7 +78,7 @@ def stacks(rows: Observations) -> jax.Array:
   if not isinstance(rows, Frames):
     return rows
   first = rows.stack - 1
-  frame, end = rows.frame[first:], len(rows.cut) + 1
+  frame, end = rows.frame[first:], len(rows.fresh) + 1
   found = [frame]
   for back, goes_on in enumerate(_goes_back(rows), start=1):  # selected, which is faster than taken
     mask = goes_on.reshape(goes_on.shape + (1,) * (frame.ndim - 2))
@@ -101,5 +101,5 @@ def last(rows: Observations) -> jax.Array:
   """The observations of row T, [1, B, ...]."""
   if not isinstance(rows, Frames):
     return rows[-1:]
-  steps, num_envs = rows.cut.shape
+  steps, num_envs = rows.fresh.shape
   return pick(rows, jnp.full(num_envs, steps), jnp.arange(num_envs))[None]

@@ -54,10 +54,14 @@ def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool
         inputs[i] = port.handoff.get()
     state, outputs = worker.fire(state, *inputs)
     states[worker.name] = state
+    for i, port in enumerate(worker.reads):
+      if k % port.every == port.every - 1:
+        inputs[i] = None  # what is large is not kept while the next is waited for
     for port, item in zip(worker.writes, outputs, strict=True):
       if item is not None and k % port.every == port.every - 1:
         yield port.handoff.can_put
         port.handoff.put(item)
+    outputs = item = None
     if worker.until(state):
       return
 

@@ -65,8 +65,10 @@ class Pools:
       jax.config.update(name, least)
 
     def call(*args):
-      self._last = self._program(*args)
-      return self._last
+      made = self._program(*args)
+      # One output says when all are ready, and keeps no rollout alive; the last is never donated.
+      self._last = jax.tree.leaves(made)[-1]
+      return made
 
     return call
 
@@ -130,9 +132,10 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
                  action_value: Callable | None = None):
   """Returns rollout(params, actor_state) -> (actor_state, one Rollout a shard), to be jitted.
 
-  Of observations that are stacks of so many frames each frame is kept once (`frames.Frames`). With
-  a `discount` rollouts have a discounted_return, for the normalisation of rewards; with
-  action_value(params, obs [B, ...], dist, action) -> [B] they have one, for replays.
+  Of observations that are stacks of so many frames (`EnvSpec.stack`: no others can be put together
+  again) each frame is kept once, in `frames.Frames`. With a `discount` rollouts have a
+  discounted_return, for the normalisation of rewards; with action_value(params, obs [B, ...], dist,
+  action) -> [B] they have one, for replays.
 
   Shards take turns - recv a; infer a; send a; recv b; infer b; send b; ... - so that EnvPool steps
   one while the policy works on another. One token through all calls is what keeps them in that

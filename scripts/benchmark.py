@@ -2,8 +2,8 @@
 
 python scripts/benchmark.py --config=configs/impala_atari.py --seconds=60 --json=figures.json
 
-Takes --config and its overrides as the main binary does, whatever its scheme. Parts
-(--parts=sync,cleanba for a few):
+Takes --config and its overrides as the main binary does; its scheme does not matter, parts name
+theirs. Parts (--parts=sync,cleanba for a few):
 
   environment           random actions in a jitted loop, same pools and threads: the ceiling
   policy                the rollout program without environments: observations are there at once
@@ -18,8 +18,10 @@ From these follow ratios, 1 where nothing is lost: of a rollout to the slower of
 policy, times 1 + 1/T, and of a round of each scheme to the slower of rollout and learner; where
 they share their cores, as on a CPU, to the sum of both. Then a round of --rounds_of=cleanba is
 taken apart (scripts/benchmark_round.py): the time of each worker by what it did, and the memory
-that its programs need; --picture=round.png draws it. Peak memory of a part is what the process grew
-by, from before it was built to its largest in a call.
+that its programs need; --picture=round.png draws it. Peak memory of a part is what it took at most
+in a call, beyond what there was before it was built, of what the C library gives out: arrays and
+emulators (of a conventional part twice), not machine code, stacks and what a GPU holds. Computed is
+what its programs and hand-offs need by their shapes.
 
 Only where --parts names them: plain_learner, plain_sync, ... the same with a plain all-reduce in
 place of the exact one; shards1_sync, shards2_rollout, shards4_cleanba, ... with as many pools.
@@ -29,12 +31,14 @@ seconds / rounds of a round; the others are held meanwhile, at rest. Figures are
 rounds: a machine that drifts drifts for all. Compilation and the first updates are not counted. SPS
 counts valid agent steps. Memory must do for a few rollouts of each part; a part runs for two
 updates at least, `fused` for two calls (--config.placement.updates_per_call makes them shorter). A
-replay is kept small; `apex`, which has two speeds, is measured as `sync` and `cleanba` with one.
+replay is kept small. Of a config whose scheme is `apex`, which has two speeds, there are figures
+for `sync` and `cleanba` with its replay.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -44,6 +48,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import benchmark_memory
 import benchmark_parts
 import benchmark_picture
 import benchmark_round
@@ -56,30 +61,25 @@ BASES = ('environment', 'sync', 'conventional_sync', 'conventional_cleanba')  # 
 
 
 def measure(names: Sequence[str], parts: wiring.Parts, seconds: float, rounds: int
-            ) -> tuple[dict[str, list[benchmark_parts.Figures]], dict[str, float]]:
-  """Figures of each part and round, and the MB that each part added to the process."""
-  found, grown, state = {name: [] for name in names}, {}, build.initial_state(parts)
+            ) -> tuple[dict[str, list[benchmark_parts.Figures]], dict[str, dict[str, float]]]:
+  """Figures of each part and round, and of each part the MB that it took and should have."""
+  found, memory, state = {name: [] for name in names}, {}, build.initial_state(parts)
   with contextlib.ExitStack() as stack:
     measures = {}
     for name in names:
       say(f'building {name}')
-      before = _memory('VmRSS')
-      measures[name] = benchmark_parts.make(name, parts, state, stack)
-      measures[name](0.0)  # compiles what is left to compile, and warms up
-      Path('/proc/self/clear_refs').write_text('5')  # the peak so far is that of compiling
-      measures[name](0.0)
-      grown[name] = _memory('VmHWM') - before
+      base, own = benchmark_parts.of_variant(name, parts)
+      before, needs = benchmark_memory.in_use(), benchmark_memory.Needs(own)
+      with needs.noting():
+        measures[name] = benchmark_parts.make(base, needs.parts, state, stack)
+        measures[name](0.0)  # compiles what is left to compile, and warms up
+      most = benchmark_memory.most_in_use(functools.partial(measures[name], 0.0))
+      memory[name] = dict(peak_mb=most - before, computed_mb=needs.mb(base))
     for k in range(rounds):
       say(f'round {k + 1} of {rounds}')
       for name in names:
         found[name].append(measures[name](seconds / rounds))
-  return found, grown
-
-
-def _memory(field: str) -> float:
-  """Of this process, in MB."""
-  (line,) = (x for x in Path('/proc/self/status').read_text().splitlines() if x.startswith(field))
-  return int(line.split()[1]) / 1e3
+  return found, memory
 
 
 def summarise(found: Mapping[str, Sequence[benchmark_parts.Figures]], unroll_length: int
@@ -138,14 +138,15 @@ def describe(parts: wiring.Parts) -> dict[str, Any]:
 
 def show(result: Mapping[str, Any]) -> None:
   """Prints the table and what belongs to it."""
-  heads = ('part', 'SPS', 'lowest', 'highest', 's/update', 'peak MB',
+  heads = ('part', 'SPS', 'lowest', 'highest', 's/update', 'peak MB', 'computed',
            *('/ ' + base for base in BASES))
   print('  '.join(f'{head:>{max(9, len(head))}}' if i else f'{head:20}'
                   for i, head in enumerate(heads)))
   for name, row in result['parts'].items():
     ratios = [row[f'to_{base}'] for base in BASES]
     cells = [f'{row["sps"]:,.0f}', f'{min(row["rounds"]):,.0f}', f'{max(row["rounds"]):,.0f}',
-             f'{row["seconds_per_update"]:.4f}', f'{row["peak_mb"]:,.0f}',
+             f'{row["seconds_per_update"]:.4f}', f'{row["peak_mb"]:,.1f}',
+             '-' if row['computed_mb'] is None else f'{row["computed_mb"]:,.1f}',
              *('-' if ratio is None else f'{ratio:.3f}' for ratio in ratios)]
     print('  '.join([f'{name:20}', *(f'{cell:>{max(9, len(head))}}' for cell, head in
                                      zip(cells, heads[1:], strict=True))]))
@@ -173,7 +174,7 @@ def take_apart(parts: wiring.Parts, scheme: str, picture: str | None) -> dict[st
 def define_flags() -> flags.FlagValues:
   """The script's own flags, beside those of the main binary."""
   values = flags.FlagValues()
-  flags.DEFINE_list('parts', [], 'What to measure; if nothing is named, all that the config has.',
+  flags.DEFINE_list('parts', None, 'What to measure; if not given, all that the config has.',
                     flag_values=values)
   flags.DEFINE_float('seconds', 60.0, 'Measured time of each part, all rounds together.',
                      lower_bound=0.0, flag_values=values)
@@ -186,13 +187,14 @@ def define_flags() -> flags.FlagValues:
   return values
 
 
-def prepare(config: Mapping[str, Any], asked: Sequence[str]) -> tuple[wiring.Parts, list[str]]:
+def prepare(config: Mapping[str, Any], asked: Sequence[str] | None
+            ) -> tuple[wiring.Parts, list[str]]:
   """From a config to what is shared by all parts, and which parts to measure.
 
   Raises:
     ValueError: in one line, as the main binary's.
   """
-  for name in set(asked) - set(benchmark_parts.ALL):
+  for name in set(asked or ()) - set(benchmark_parts.ALL):
     raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(benchmark_parts.ALL)}')
   placement.prepare_host(config['placement'])
   if config['env_batch']:
@@ -200,7 +202,8 @@ def prepare(config: Mapping[str, Any], asked: Sequence[str]) -> tuple[wiring.Par
   # Whatever the config says, training must not end while it is measured.
   parts = build.make_parts(benchmark_parts.small_replay(config)
                            | dict(scheme='sync', total_steps=2**31 - 1))
-  names = [name for name in benchmark_parts.ALL if name in (asked or benchmark_parts.NAMES)]
+  wanted = benchmark_parts.NAMES if asked is None else asked
+  names = [name for name in benchmark_parts.ALL if name in wanted]
   usual = [name for name in names if 'conventional' in name]
   if usual and ('replay' in config or config['normalise']['reward'] or parts.network.core):
     if asked:
@@ -228,11 +231,11 @@ def benchmark(argv: Sequence[str]) -> int:
   except ValueError as error:
     print(f'benchmark: {error}', file=sys.stderr)
     return 2
-  found, grown = measure(names, parts, values.seconds, values.rounds)
+  found, memory = measure(names, parts, values.seconds, values.rounds)
   result = dict(config=parts.config, machine=describe(parts)) | summarise(
       found, parts.config['unroll_length'])
   for name, row in result['parts'].items():
-    row['peak_mb'] = grown[name]
+    row |= memory[name]
   show(result)
   if values.rounds_of:
     result['round'] = take_apart(parts, values.rounds_of, values.picture)

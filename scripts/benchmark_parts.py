@@ -64,7 +64,7 @@ def pools_of(parts: wiring.Parts, actor: int) -> list[conventional.PoolArgs]:
   options = experiment.env_options(config)
   return [conventional.PoolArgs(config['env']['task'], options,
                                 envs.env_seeds(config['seed'], 0, i * width, width),
-                                place.env_threads, parts.spec.stack)
+                                place.env_threads)
           for i in range(actor * per_actor, (actor + 1) * per_actor)]
 
 
@@ -110,8 +110,7 @@ def environment(parts: wiring.Parts, stack: contextlib.ExitStack) -> Measure:
   """The ceiling: the environments with random actions."""
 
   def prepare(a: int, device: jax.Device) -> Callable[[], int]:
-    pools = rollouts.Pools([envs.Shard(args.task, args.options, args.seeds, args.num_threads)
-                            for args in pools_of(parts, a)])
+    pools = rollouts.Pools([envs.Shard(*args) for args in pools_of(parts, a)])
     stack.callback(pools.close)
     ended = tuple(jnp.zeros(shard.num_envs, bool) for shard in pools.shards)
     state = jax.device_put((jnp.array(pools.shards[0].handle), ended, jax.random.key(a)), device)
@@ -210,7 +209,8 @@ def begin(parts: wiring.Parts, state: TrainState, scheme: str, by_python: bool,
   policy, workers = conventional.make_policy(parts.network), list(segment.workers)
   for a, device in enumerate(parts.place.actors):  # they come first among the workers
     workers[a], close = conventional.replace_actor(
-        workers[a], pools_of(parts, a), device, policy, parts.config['unroll_length'])
+        workers[a], pools_of(parts, a), device, policy, parts.config['unroll_length'],
+        parts.spec.stack)
     stack.callback(close)
   return segment._replace(workers=workers)
 
@@ -332,11 +332,16 @@ class Training:
     return worker._replace(fire=fire)
 
 
-def make(name: str, parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
-  """Builds the part called `name`, which begins from a copy of `state`."""
+def of_variant(name: str, parts: wiring.Parts) -> tuple[str, wiring.Parts]:
+  """(name of the part without its variant, what the variant is made of)."""
   variant, _, rest = name.partition('_')
-  if variant in VARIANTS:
-    return make(rest, build.make_parts(parts.config | VARIANTS[variant]), state, stack)
+  if variant not in VARIANTS:
+    return name, parts
+  return rest, build.make_parts(parts.config | VARIANTS[variant])
+
+
+def make(name: str, parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
+  """Builds the part called `name`, which begins from a copy of `state`; of no variant."""
   base, by_python = name.removeprefix('conventional_'), name.startswith('conventional_')
   if base == 'environment':
     return environment(parts, stack)

@@ -25,13 +25,12 @@ from podracer_jit.types import Episodes, Params, Rollout
 
 
 class PoolArgs(NamedTuple):
-  """What a pool is made of, and what becomes of its observations."""
+  """What a pool is made of: the arguments of `envs.Shard`."""
 
   task: str
   options: Mapping[str, Any]
   seeds: Sequence[int]
   num_threads: int
-  stack: int  # frames of an observation, which are to be kept once each; 1 for any others
 
 
 class Acted(NamedTuple):
@@ -70,13 +69,15 @@ def make_policy(network: ActorCritic) -> Callable:
 class Pool:
   """One EnvPool stepped from Python; begins as the Shard with the same arguments does."""
 
-  def __init__(self, args: PoolArgs, key: jax.Array, device: jax.Device, on_host: bool):
+  def __init__(self, args: PoolArgs, key: jax.Array, device: jax.Device, stack: int,
+               on_host: bool):
     """Starts and resets the environments.
 
     Args:
       args: of the pool.
       key: of the shard.
       device: where the policy runs and rollouts lie.
+      stack: of the task's EnvSpec.
       on_host: pile observations up with NumPy, which is faster where the device is the CPU;
         elsewhere each goes to the device once, for the policy, and is piled up there.
     """
@@ -91,7 +92,7 @@ class Pool:
     self._episode_return = np.zeros(size, np.float32)
     self._episode_length = np.zeros(size, np.int32)
     self._key, self._device, self._on_host = key, device, on_host
-    self._rollouts, self._stack = 0, args.stack
+    self._rollouts, self._stack = 0, stack
 
   def rollout(self, policy: Callable, params: Params, unroll_length: int) -> Rollout:
     """The next `unroll_length` steps, on the device."""
@@ -147,7 +148,7 @@ def _narrow(x: np.ndarray) -> np.ndarray:
 
 
 def replace_actor(worker: Worker, pools: Sequence[PoolArgs], device: jax.Device, policy: Callable,
-                  unroll_length: int, on_host: bool | None = None
+                  unroll_length: int, stack: int, on_host: bool | None = None
                   ) -> tuple[Worker, Callable[[], None]]:
   """The actor `worker` of a segment with its rollout replaced, and what closes its new pools.
 
@@ -155,7 +156,7 @@ def replace_actor(worker: Worker, pools: Sequence[PoolArgs], device: jax.Device,
   which has several actor threads for that. See Pool for `on_host`: by default, what is faster.
   """
   on_host = device.platform == 'cpu' if on_host is None else on_host
-  stepped = [Pool(args, env.key, device, on_host)
+  stepped = [Pool(args, env.key, device, stack, on_host)
              for args, env in zip(pools, worker.state.envs, strict=True)]
 
   def fire(state, params: Stamped):

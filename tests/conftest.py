@@ -21,6 +21,7 @@ def pytest_configure(config):
     folder = config.workerinput['compiled']
   else:
     folder = config.compiled = tempfile.mkdtemp(prefix='podracer_jit-compiled-')
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
   jax.config.update('jax_compilation_cache_dir', folder)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
 
@@ -29,7 +30,3 @@ def pytest_configure(config):
 def pytest_configure_node(node):
   node.workerinput['compiled'] = node.config.compiled
 
-
-def pytest_unconfigure(config):
-  if not hasattr(config, 'workerinput'):
-    shutil.rmtree(config.compiled)

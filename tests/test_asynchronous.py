@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import asynchronous, build, checks, envs, experiment, policies, rollouts
+from podracer_jit import (
+    asynchronous,
+    build,
+    checks,
+    envs,
+    experiment,
+    frames,
+    policies,
+    rollouts,
+)
 from podracer_jit.envs import TimeStep
 from tests.runs import QUICK, by_rows, changed, run, small
 from tests.test_envs import MUJOCO, python_pool
@@ -273,6 +282,23 @@ def test_a_config_that_cannot_be_asynchronous_is_refused(loss, fields, message):
     config['replay'].update(min_size=64, capacity=64, batch_size=8)
   with pytest.raises(ValueError, match=message):
     checks.check(config)
+
+
+def test_frames_of_an_asynchronous_pool_are_kept_once(monkeypatch):
+  of = frames.of
+  monkeypatch.setattr(frames, 'of', lambda obs, stack: (obs, of(obs, stack)))
+  parts = build.make_parts(small('impala', 'Pong-v5', 'nature_cnn', env_batch=4))
+  state, fresh = build.initial_state(parts), 0
+  with build.segment(parts, state, 0, 3, print) as segment:
+    worker = segment.workers[0]
+    acting, params = worker.state, worker.reads[0].handoff.get()
+    for _ in range(3):
+      acting, (made,) = worker.fire(acting, params)
+      whole, once = made.value[0].obs
+      assert once.frame.shape == (8 + 4, 8, 1, 42, 42)
+      assert_array_equal(frames.stacks(once), whole)
+      fresh += once.fresh.sum()
+  assert fresh
 
 
 def test_each_asynchronous_actor_has_one_shard():

@@ -1,10 +1,12 @@
 """The benchmark: its usual actor makes what the jitted one makes, and its figures agree."""
 
 import contextlib
+import gc
 import json
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -17,6 +19,7 @@ from tests.runs import QUICK
 SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / 'scripts'
 sys.path.insert(0, str(SCRIPTS))
 
+import benchmark_memory  # noqa: E402
 import benchmark_parts  # noqa: E402
 import benchmark_round  # noqa: E402
 import conventional  # noqa: E402
@@ -57,7 +60,7 @@ def test_usual_actor_makes_the_same_rollouts(config):
     for on_host in (True, False):
       worker, close = conventional.replace_actor(
           segment.workers[0], pools, parts.place.actors[0], policy, parts.config['unroll_length'],
-          on_host)
+          parts.spec.stack, on_host)
       stack.callback(close)
       usual.append(_two_rollouts(worker, state.params))
     jitted = _two_rollouts(segment.workers[0], state.params)
@@ -116,6 +119,7 @@ def test_every_part_is_measured(tmp_path):
   assert both < min(parts['rollout']['sps'], parts['learner']['sps'])
   _check_ratios(figures, parts)
   _check_round(figures['round'], out)
+  _check_memory(parts, figures['round']['memory'])
   assert picture.read_bytes().startswith(b'\x89PNG')
   assert figures['machine']['cores'] >= 1 and 'envpool' in figures['machine']['versions']
 
@@ -132,6 +136,26 @@ def _check_ratios(figures, parts):
         seconds[scheme] / max(halves))
     assert derived[f'{scheme}_to_sum_of_rollout_and_learner'] == pytest.approx(
         seconds[scheme] / sum(halves))
+
+
+def _check_memory(parts, programs):
+  """5 steps of 8 environments: six observations of 50 floats, six numbers, four bits of a byte."""
+  batch = 8 * (6 * 50 * 4 + 5 * (6 * 4 + 4)) / 1e6
+  needs = {name: sum(sizes.values()) / 1e6 for name, sizes in programs.items()}
+  both = needs['rollout'] + needs['learner']
+  computed = dict(rollout=needs['rollout'], learner=needs['learner'], sync=both - batch,
+                  cleanba=both + batch)
+  assert {name: parts[name]['computed_mb'] for name in computed} == pytest.approx(computed)
+  assert parts['environment']['peak_mb'] > 0
+
+
+def test_memory_in_use_is_what_was_taken_and_not_given_back():
+  gc.collect()
+  before = benchmark_memory.in_use()
+  held = bytearray(2**26)
+  most = benchmark_memory.most_in_use(lambda: (bytearray(2**25), time.sleep(0.05)))
+  after = benchmark_memory.in_use() - before
+  assert most - before > 90 and 60 <= after < 75 and len(held)  # of 67 and 33 MB
 
 
 def _check_round(found, out):

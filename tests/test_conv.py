@@ -61,8 +61,9 @@ def test_conv2d_is_a_convolution(kernel, stride, padding, channels, features, sa
 
 @pytest.mark.parametrize('rows', [conv.CHUNK - 1, conv.CHUNK, conv.CHUNK + 1, 2 * conv.CHUNK,
                                   3 * conv.CHUNK - 1])
-def test_chunks_change_no_result(rows):
+def test_chunks_change_no_result(rows, monkeypatch):
   """Whatever the number of rows: what is added to fill the last chunk changes nothing."""
+  monkeypatch.setattr(conv, 'IMAGE', 7)
   x, w, dy = (_normal(seed, *shape)[0] for seed, shape in enumerate(
       [(rows, 7), (7, 5), (rows, 5)]))
   layer = _with_gradients(lambda x, w: jax.numpy.tanh(x @ w))
@@ -73,8 +74,14 @@ def test_chunks_change_no_result(rows):
     assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_chunks_are_for_cpus_alone():
+def test_chunks_are_as_large_as_the_cache():
+  assert [conv.rows_at_once(shape) for shape in (
+      (4, 84, 84), (12, 84, 84), (4, 42, 42), (4, 60, 60), (7,))] == [16, 16, 64, 16, 64512]
+
+
+def test_chunks_are_for_cpus_alone(monkeypatch):
   """Lowered for a GPU nothing of it is left, nor of the other formulations."""
+  monkeypatch.setattr(conv, 'IMAGE', 8 * 8 * 4)
   def layers(x, w):
     x = conv.in_chunks(lambda x: conv.conv2d(x, w, 1, 'SAME'), x)
     return x

@@ -42,8 +42,8 @@ def in_turn(obs, stack):
 def test_stacks_are_what_they_were(stack, channels, steps, make):
   obs = jnp.asarray(make_stacks(stack, channels, steps))
   rows = jax.jit(make, static_argnums=1)(obs, stack)
-  assert rows.frame.shape == (steps + stack, 6, channels, 3, 2) and rows.cut.shape == (steps, 6)
-  assert rows.cut.any() and not rows.cut.all()
+  assert rows.frame.shape == (steps + stack, 6, channels, 3, 2) and rows.fresh.shape == (steps, 6)
+  assert rows.fresh.any() and not rows.fresh.all()
   assert_array_equal(jax.jit(frames.stacks)(rows), obs)
   assert_array_equal(jax.jit(frames.last)(rows), obs[-1:])
   step, env = (x.reshape(-1) for x in np.indices((steps + 1, 6)))
@@ -69,6 +69,7 @@ def test_the_frames_of_a_rollout_are_kept_in_a_quarter_of_the_bytes():
 def test_what_stacks_of_vizdoom_do_at_an_episodes_end(tmp_path, monkeypatch):
   """Why they are kept whole: the last observation of an episode is none of the two."""
   monkeypatch.chdir(tmp_path)  # where ViZDoom leaves its settings
+  assert envs.make_spec('Pong-v5', {}).stack == 4
   assert envs.make_spec('Pong-v5', dict(stack_num=3)).stack == 3
   assert envs.make_spec('TakeCover-v1', {}).stack == 1
   pool = python_pool('TakeCover-v1', [3, 4, 5], img_height=24, img_width=24)

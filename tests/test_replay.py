@@ -375,7 +375,7 @@ def played(task):
   state = experience.initial_state(rollouts.initial_state(
       shards, list(keys(7)), exploration=[jnp.linspace(0.4, 1.0, 5) for _ in range(2)]), N)
   rollout = rollouts.make_rollout(
-      shards, by_rows(q_values), policy, 20, 4, action_value=lambda params, obs, q, action:
+      shards, by_rows(q_values), policy, 20, spec.stack, action_value=lambda params, obs, q, action:
       jnp.take_along_axis(q, action[:, None], axis=1)[:, 0])
 
   def both(params, state):

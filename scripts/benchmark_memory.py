@@ -1,0 +1,116 @@
+"""The memory of a part: what it took, and what its programs need by their shapes.
+
+What it took is what the C library had given out on the host, sampled while the part runs. The
+process's resident pages would say less: most of them are left over from compiling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+
+from podracer_jit import rollouts, wiring
+from podracer_jit.schemes import SCHEMES
+
+EVERY_S = 0.002
+FIELDS = ('arena', 'ordblks', 'smblks', 'hblks', 'hblkhd', 'usmblks', 'fsmblks', 'uordblks',
+          'fordblks', 'keepcost')  # malloc.h
+
+
+class _Mallinfo(ctypes.Structure):
+  _fields_ = [(name, ctypes.c_size_t) for name in FIELDS]
+
+
+def in_use() -> float:
+  """MB that the C library has given out; where it does not tell, the resident pages."""
+  mallinfo = getattr(ctypes.CDLL(None), 'mallinfo2', None)
+  if mallinfo is None:
+    (line,) = (x for x in Path('/proc/self/status').read_text().splitlines() if 'VmRSS' in x)
+    return int(line.split()[1]) / 1e3
+  mallinfo.restype = _Mallinfo
+  found = mallinfo()
+  return (found.uordblks + found.hblkhd) / 1e6
+
+
+def most_in_use(call: Callable[[], Any]) -> float:
+  """The most MB in use while `call` runs."""
+  ended, most = threading.Event(), [in_use()]
+
+  def sample():
+    while not ended.wait(EVERY_S):
+      most.append(in_use())
+
+  thread = threading.Thread(target=sample)
+  thread.start()
+  try:
+    call()
+  finally:
+    ended.set()
+    thread.join()
+  return max(most)
+
+
+class Needs:
+  """Notes the programs of a part while it is built and first runs."""
+
+  def __init__(self, parts: wiring.Parts):
+    """Build the part from `self.parts`: its learner is watched."""
+    self.parts = parts._replace(learner=self._noting(parts.learner))
+    self._devices = parts.place.mesh.size // parts.place.processes
+    self._learner, self._taken, self._bytes, self._batch = parts.learner, None, 0, 0
+    place = parts.place
+    self._copied = (place.actors != place.learners
+                    or parts.config['num_shards'] != len(place.actors) * place.processes)
+
+  def _noting(self, learner: Callable) -> Callable:
+    def call(*args):
+      if self._taken is None:
+        self._taken = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), args)
+        self._batch = sum(x.nbytes for x in jax.tree.leaves(args[1]))
+      return learner(*args)
+    return call
+
+  @contextlib.contextmanager
+  def noting(self) -> Iterator[None]:
+    """Whatever pools load meanwhile belongs to the part."""
+    load = rollouts.Pools.load
+
+    def load_and_note(pools, *args, **kwargs):
+      call = load(pools, *args, **kwargs)
+      self._bytes += program_bytes(pools._program)  # noqa: SLF001 - for its memory
+      return call
+
+    with mock.patch.object(rollouts.Pools, 'load', load_and_note):
+      yield
+
+  def mb(self, name: str) -> float | None:
+    """MB that the part called so needs, by the shapes of its programs; None where others run.
+
+    Both halves' programs have the rollout. While one is learned from, the actor of a scheme with
+    lag 0 waits; with lag 1 another waits in the hand-off and a third is being made. Where an actor
+    has several pools, or the learner other devices, the batch is a copy.
+    """
+    if name.startswith('conventional'):
+      return None
+    total = 0 if name == 'learner' else self._bytes  # its actors are gone
+    if self._taken is not None:
+      learner = self._learner.lower(*self._taken).compile()
+      total += program_bytes(learner) * self._devices
+      if name in SCHEMES:
+        total += (2 * SCHEMES[name].lag - 1 + self._copied) * self._batch
+    return total / 1e6
+
+
+def program_bytes(compiled: Any) -> int:
+  """Arguments, results, and what is needed in between, on one device."""
+  sizes = compiled.memory_analysis()
+  return (sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+          + sizes.temp_size_in_bytes)
