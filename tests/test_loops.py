@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -233,6 +234,27 @@ def test_a_deadlock_is_reported_by_the_serial_run(reads):
                     [Port(handoffs[1 - i])], 1) for i in reads]
   with pytest.raises(RuntimeError, match=f'worker {reads[0]}, worker {reads[1]}'):
     ended(lambda: run_serial(workers))
+
+
+class Large:
+  """Something whose memory matters."""
+
+
+def test_a_value_that_was_used_is_not_kept():
+  made, alive = [], []
+
+  def make(state, turn):
+    alive.append(sum(value() is not None for value in made))
+    value = Large()
+    made.append(weakref.ref(value))
+    return state, [Stamped(value, 0)]
+
+  slot, turns = DoubleBuffer('values', 5), DoubleBuffer('turns', 5, 0)
+  turns.prime(Stamped(None, 0))
+  run_serial([Worker('maker', make, None, [Port(turns)], [Port(slot)], 5),
+              Worker('user', lambda state, item: (state, [Stamped(None, 0)]), None, [Port(slot)],
+                     [Port(turns)], 5)])
+  assert alive == [0] * 5
 
 
 INTERRUPTED = """
