@@ -60,9 +60,9 @@ def sliced(rows: int, numbers: int, mesh_size: int) -> bool:
   """Whether each device adds a slice of so many numbers, of which every device has some rows.
 
   It then receives (D - 1) / D (rows + 2) numbers for each, in place of (D - 1) rows where every
-  device adds them all. Of few numbers two collectives take longer than one that is larger.
+  device adds them all. Two collectives and a copy pay where that is half as much, or less.
   """
-  return numbers >= FEW and mesh_size * rows > rows + 2
+  return numbers >= FEW and mesh_size * rows >= 2 * (rows + 2)
 
 
 def _sum_slices(leaves: Sequence[jax.Array], mesh_size: int) -> list[jax.Array]:

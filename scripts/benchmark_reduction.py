@@ -4,7 +4,7 @@ python scripts/benchmark_reduction.py --config=configs/impala_atari.py:nature_cn
 
 Gradients of the config's network in 8 groups, on 1, 2, 4 and 8 devices (as many as there are; of a
 CPU they are virtual and share its cores). `exact`: the groups of a device added as far as the fixed
-order lets; then all partial sums are gathered or, from four devices on, each device gets a slice of
+order lets; then all partial sums are gathered or, from six devices on, each device gets a slice of
 them, adds it down to two sums, and these are gathered. `plain`: XLA's all-reduce of one group a
 device, as exact_reduce=False has it. The two take turns; times are medians of whole calls.
 

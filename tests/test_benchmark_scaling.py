@@ -100,13 +100,13 @@ def test_a_run_that_fails_is_not_waited_for():
 TREE = dict(a=jnp.zeros((2, 3)), b=jnp.zeros(4))  # 10 floats
 
 
-MANY = dict(a=jnp.zeros((5, 1000)), b=jnp.zeros(1))  # 5001 floats: cut in four, 5004
+MANY = dict(a=jnp.zeros((5, 1000)), b=jnp.zeros(1))  # 5001 floats: cut in four 5004, in eight 5008
 
 
 @pytest.mark.parametrize('tree, devices, by_hand', [
     (TREE, 1, (0, 0)), (TREE, 2, (40, 40)), (TREE, 4, (120, 60)),
-    # Of two devices each gets the other's sum; of four a quarter, then both halves of the others'.
-    (MANY, 2, (20_004, 20_004)), (MANY, 4, (3 * 3 * 5004, 6 * 5001))])
+    # Of eight devices each gets an eighth, then both halves of the others'.
+    (MANY, 4, (60_012, 30_006)), (MANY, 8, (7 / 8 * 3 * 20_032, 7 / 4 * 20_004))])
 def test_bytes_by_hand_by_shapes_and_in_the_program_agree(tree, devices, by_hand):
   by_hand, numbers = dict(zip(('exact', 'plain'), by_hand, strict=True)), sum(
       x.size for x in jax.tree.leaves(tree))
@@ -120,10 +120,13 @@ def test_bytes_by_hand_by_shapes_and_in_the_program_agree(tree, devices, by_hand
 
 
 def test_groups_that_cannot_be_added_before_all_travel():
-  for tree, numbers, floats in (TREE, 10, 30), (MANY, 5001, (3 + 2) * 2501):
-    made = benchmark_reduction.make_reduction(exact_sum, tree, 6, jax.devices()[:2])
-    counted = benchmark_reduction.bytes_in_program(made.program.as_text(), 2)
-    assert counted == 4 * floats == benchmark_reduction.bytes_by_shapes(numbers, 6, 2)['exact']
+  for tree, numbers, devices, floats in (
+      (TREE, 10, 2, 3 * 10), (MANY, 5001, 2, 3 * 5001), (MANY, 5001, 4, 3 / 4 * (3 + 2) * 5004)):
+    groups = 3 * devices
+    made = benchmark_reduction.make_reduction(exact_sum, tree, groups, jax.devices()[:devices])
+    counted = benchmark_reduction.bytes_in_program(made.program.as_text(), devices)
+    expected = benchmark_reduction.bytes_by_shapes(numbers, groups, devices)['exact']
+    assert counted == 4 * floats == expected
 
 
 @pytest.mark.parametrize('line, received', [
@@ -150,7 +153,7 @@ def test_reductions_are_measured_on_every_mesh(tmp_path):
   found, out = figures(tmp_path / 'f.json', 'reduction', '--seconds=0')
   assert [row['devices'] for row in found['rows']] == [1, 2, 4, 8]
   # 7,684 parameters; cut in eight they are 7,688.
-  received = {1: 0, 2: 7_684, 4: 3 / 4 * 3 * 7_684, 8: 7 / 8 * 3 * 7_688}
+  received = {1: 0, 2: 7_684, 4: 3 * 7_684, 8: 7 / 8 * 3 * 7_688}
   for row in found['rows']:
     assert row['parameters'] == 7_684
     assert row['exact_mb'] == pytest.approx(row['exact_mb_by_shapes']) == pytest.approx(
