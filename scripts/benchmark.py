@@ -12,7 +12,7 @@ theirs. Parts (--parts=sync,cleanba for a few):
   fused, sync, cleanba  training with the scheme; fused where the placement is one device
   conventional_rollout, conventional_sync, conventional_cleanba
                         the same with Python between any two steps (scripts/conventional.py); not of
-                        losses with a replay, normalise.reward and network.core
+                        losses with a replay, normalise.reward, env_batch and network.core
 
 From these follow ratios, 1 where nothing is lost: of a rollout to the slower of environment and
 policy, times 1 + 1/T, and of a round of each scheme to the slower of rollout and learner; where
@@ -187,6 +187,20 @@ def define_flags() -> flags.FlagValues:
   return values
 
 
+def left_out(parts: wiring.Parts) -> dict[str, str]:
+  """The parts that this config cannot have, and why."""
+  config, why = parts.config, {}
+  if ('replay' in config or config['normalise']['reward'] or config['env_batch']
+      or parts.network.core):
+    why = dict.fromkeys(
+        (name for name in benchmark_parts.NAMES if 'conventional' in name),
+        'the conventional actor knows no replay, normalise.reward, env_batch or network.core')
+  if config['env_batch']:
+    why |= dict.fromkeys(('environment', 'policy', 'fused'),
+                         'with env_batch pools are asynchronous, it wants synchronous ones')
+  return why
+
+
 def prepare(config: Mapping[str, Any], asked: Sequence[str] | None
             ) -> tuple[wiring.Parts, list[str]]:
   """From a config to what is shared by all parts, and which parts to measure.
@@ -197,19 +211,16 @@ def prepare(config: Mapping[str, Any], asked: Sequence[str] | None
   for name in set(asked or ()) - set(benchmark_parts.ALL):
     raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(benchmark_parts.ALL)}')
   placement.prepare_host(config['placement'])
-  if config['env_batch']:
-    raise ValueError('--config.env_batch: benchmark_async.py measures asynchronous pools')
   # Whatever the config says, training must not end while it is measured.
   parts = build.make_parts(benchmark_parts.small_replay(config)
                            | dict(scheme='sync', total_steps=2**31 - 1))
   wanted = benchmark_parts.NAMES if asked is None else asked
   names = [name for name in benchmark_parts.ALL if name in wanted]
-  usual = [name for name in names if 'conventional' in name]
-  if usual and ('replay' in config or config['normalise']['reward'] or parts.network.core):
-    if asked:
-      raise ValueError('--parts: the conventional actor knows no replay, normalise.reward or '
-                       'network.core; name parts without it')
-    names = [name for name in names if name not in usual]
+  without = left_out(parts)
+  for name in asked or ():
+    if name in without:
+      raise ValueError(f'--parts: there is no {name} here, {without[name]}')
+  names = [name for name in names if name not in without]
   actors, learners = parts.place.actors, parts.place.learners
   if 'fused' in names and (len(actors) > 1 or actors != learners):
     say('fused: left out, the placement is more than one device')

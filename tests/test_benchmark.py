@@ -185,6 +185,18 @@ def test_a_config_with_a_replay_is_measured_and_taken_apart(tmp_path):
   assert code == 2 and 'conventional' in err and 'replay' in err
 
 
+def test_an_asynchronous_actor_is_measured_and_taken_apart(tmp_path):
+  path = tmp_path / 'figures.json'
+  code, out, err = _run('--seconds=0', '--rounds=1', f'--json={path}', '--config.env_batch=4')
+  assert code == 0, err
+  figures = json.loads(path.read_text())
+  assert list(figures['parts']) == ['rollout', 'learner', 'sync', 'cleanba']
+  assert figures['derived']['sync_to_sum_of_rollout_and_learner'] > 0
+  _check_round(figures['round'], out)
+  code, _, err = _run('--parts=environment', '--config.env_batch=4')
+  assert code == 2 and 'environment' in err and 'env_batch' in err
+
+
 def test_operations_belong_to_the_scopes_of_their_names():
   text = """HloModule jit_rollout, entry
 %body (p: f32[]) -> f32[] {
