@@ -57,9 +57,10 @@ def initial_state(shard: Shard, key: jax.Array, obs: jax.ShapeDtypeStruct, polic
       episode_return=jnp.zeros(num_envs, jnp.float32),
       episode_length=jnp.zeros(num_envs, jnp.int32),
       key=key, rollouts=jnp.zeros((), jnp.int32), discounted_return=(), core=())
-  like = jax.ShapeDtypeStruct((size, *obs.shape), obs.dtype)
-  state = Sequences(env, zeros(like, policy, unroll_length), jnp.arange(size, dtype=jnp.int32),
-                    jnp.full(num_envs, -1, jnp.int32), jnp.zeros((), jnp.int32))
+  rows = jnp.zeros((unroll_length + 1, size, *obs.shape), obs.dtype)
+  state = Sequences(env, zeros(rows, size, policy, unroll_length),
+                    jnp.arange(size, dtype=jnp.int32), jnp.full(num_envs, -1, jnp.int32),
+                    jnp.zeros((), jnp.int32))
   return ActorState(jnp.array(shard.handle), (state,))
 
 

@@ -15,6 +15,7 @@ from jax import lax
 from podracer_jit import frames
 from podracer_jit.envs import Shard, TimeStep
 from podracer_jit.exact import rounded
+from podracer_jit.frames import Observations
 from podracer_jit.objectives import Apply
 from podracer_jit.policies import Policy
 from podracer_jit.types import Episodes, Params, Rollout
@@ -162,10 +163,11 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
         buffers[i] = _write(buffers[i], t, **seen)
       return token, tuple(envs), tuple(buffers)
 
-    buffers = tuple(zeros(env.obs, policy, unroll_length)._replace(
-        obs=frames.begin(env.obs, unroll_length, stack),
+    rows = [frames.begin(env.obs, unroll_length, stack) for env in state.envs]
+    buffers = tuple(zeros(obs, len(env.ended), policy, unroll_length)._replace(
         discounted_return=() if discount is None else jnp.zeros((unroll_length, *env.ended.shape)),
-        core=jax.tree.map(lambda x: x[None], env.core)) for env in state.envs)
+        core=jax.tree.map(lambda x: x[None], env.core))
+        for obs, env in zip(rows, state.envs, strict=True))
     token, envs, buffers = lax.fori_loop(0, unroll_length, turn, (state.token, state.envs, buffers))
     out = []
     for shard, env, buffer in zip(shards, envs, buffers, strict=True):
@@ -226,12 +228,12 @@ def count(env: EnvState, step: TimeStep) -> tuple[EnvState, dict[str, Any]]:
 
 
 @jax.named_scope('storing')
-def zeros(obs: jax.Array | jax.ShapeDtypeStruct, policy: Policy, steps: int) -> Rollout:
-  """A rollout of nothing, [steps, B, ...], for observations like obs [B, ...]."""
+def zeros(obs: Observations, num_envs: int, policy: Policy, steps: int) -> Rollout:
+  """A rollout of nothing, [steps, num_envs, ...], with these observations, of steps + 1 rows."""
   def none(dtype, *shape):
-    return jnp.zeros((steps, obs.shape[0], *shape), dtype)
+    return jnp.zeros((steps, num_envs, *shape), dtype)
   return Rollout(
-      obs=jnp.zeros((steps + 1, *obs.shape), obs.dtype),
+      obs=obs,
       action=none(policy.action_dtype, *policy.action_shape),
       behaviour_log_prob=() if policy.log_prob is None else none(jnp.float32),
       behaviour_value=none(jnp.float32),

@@ -78,18 +78,11 @@ class Needs:
       return learner(*args)
     return call
 
-  @contextlib.contextmanager
-  def noting(self) -> Iterator[None]:
+  def noting(self) -> contextlib.AbstractContextManager[None]:
     """Whatever pools load meanwhile belongs to the part."""
-    load = rollouts.Pools.load
-
-    def load_and_note(pools, *args, **kwargs):
-      call = load(pools, *args, **kwargs)
-      self._bytes += program_bytes(pools._program)  # noqa: SLF001 - for its memory
-      return call
-
-    with mock.patch.object(rollouts.Pools, 'load', load_and_note):
-      yield
+    def note(compiled):
+      self._bytes += sum(program_memory(compiled).values())
+    return loading(note)
 
   def mb(self, name: str) -> float | None:
     """MB that the part called so needs, by the shapes of its programs; None where others run.
@@ -103,14 +96,30 @@ class Needs:
     total = 0 if name == 'learner' else self._bytes  # its actors are gone
     if self._taken is not None:
       learner = self._learner.lower(*self._taken).compile()
-      total += program_bytes(learner) * self._devices
+      total += sum(program_memory(learner).values()) * self._devices
       if name in SCHEMES:
         total += (2 * SCHEMES[name].lag - 1 + self._copied) * self._batch
     return total / 1e6
 
 
-def program_bytes(compiled: Any) -> int:
-  """Arguments, results, and what is needed in between, on one device."""
+@contextlib.contextmanager
+def loading(note: Callable[[Any], None]) -> Iterator[None]:
+  """Calls `note` with every program that pools compile meanwhile."""
+  load = rollouts.Pools.load
+
+  def load_and_note(pools, *args, **kwargs):
+    call = load(pools, *args, **kwargs)
+    note(pools._program)  # noqa: SLF001 - for its text and its memory
+    return call
+
+  with mock.patch.object(rollouts.Pools, 'load', load_and_note):
+    yield
+
+
+def program_memory(compiled: Any) -> dict[str, int]:
+  """Bytes on one device: what it takes and gives, as shapes have it, and needs in between."""
   sizes = compiled.memory_analysis()
-  return (sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-          + sizes.temp_size_in_bytes)
+  return dict(
+      arguments_and_results=(sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+                             - sizes.alias_size_in_bytes),
+      temporaries=sizes.temp_size_in_bytes)

@@ -21,11 +21,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
+import benchmark_memory
 import jax
 
-from podracer_jit import build, loops, rollouts, wiring
+from podracer_jit import build, loops, wiring
 from podracer_jit.metrics import Report
 
 # What a worker does, in the order in which it is shown.
@@ -47,7 +47,7 @@ class Round(NamedTuple):
   spans: dict[str, list[Span]]  # of the traced rounds, for the picture
   env_threads: list[tuple[float, float]]  # (time, cores that EnvPool kept busy until then)
   ends: list[float]  # of the traced rounds
-  memory: dict[str, dict[str, int]]  # bytes of each program, by its name: see `_Programs.add`
+  memory: dict[str, dict[str, int]]  # bytes of each program, by its name: see `benchmark_memory`
 
 
 def part_of(op_name: str, scopes: Sequence[str]) -> str:
@@ -146,26 +146,11 @@ class _Programs:
     self.memory: dict[str, dict[str, int]] = {}
 
   def add(self, compiled: Any) -> None:
-    """Notes a program; its memory: what it takes and gives, as shapes have it, and in between."""
-    text, sizes = compiled.as_text(), compiled.memory_analysis()
+    """Notes a program."""
+    text = compiled.as_text()
     name = re.match(r'HloModule ([\w.-]+)', text)[1]
     self.operations[name] = operations(text, SCOPES['rollout' if 'rollout' in name else 'learner'])
-    self.memory[name.removeprefix('jit_')] = dict(
-        arguments_and_results=(sizes.argument_size_in_bytes + sizes.output_size_in_bytes
-                               - sizes.alias_size_in_bytes),
-        temporaries=sizes.temp_size_in_bytes)
-
-  @property
-  def load(self) -> Any:
-    """In place of `Pools.load`."""
-    load = rollouts.Pools.load
-
-    def load_and_read(pools, *args, **kwargs):
-      call = load(pools, *args, **kwargs)
-      self.add(pools._program)  # noqa: SLF001 - for its text
-      return call
-
-    return load_and_read
+    self.memory[name.removeprefix('jit_')] = benchmark_memory.program_memory(compiled)
 
   def learner(self, learner: Any) -> Any:
     """The same, compiled at its first call by hand, for the text of what runs."""
@@ -201,7 +186,7 @@ def measure(parts: wiring.Parts) -> Round:
         jax.profiler.stop_trace()
 
     before = _threads()
-    with mock.patch.object(rollouts.Pools, 'load', programs.load):
+    with benchmark_memory.loading(programs.add):
       segment = stack.enter_context(build.segment(parts, build.initial_state(parts), 0, count + 2,
                                                   report))
     pools = sorted(_threads() - before)
