@@ -146,9 +146,21 @@ def _input_gradient(x, w, dy, stride, pads):
   back = tuple((k - 1 - lo, s + lo - (o - 1) * stride - 1)
                for k, (lo, _), s, o in zip(kernel, pads, size, out, strict=True))
   turned = lax.optimization_barrier(w[::-1, ::-1].transpose(0, 1, 3, 2))
-  if stride == 1:
-    return _forward(dy, turned, 1, back)
-  return _conv(dy, turned, (1, 1), back, lhs_dilation=(stride, stride))
+  if stride > 1:
+    return _conv(dy, turned, (1, 1), back, lhs_dilation=(stride, stride))
+  if pads == ((0, 0), (0, 0)):
+    dy, back = _bordered(dy, back), pads
+  return _forward(dy, turned, 1, back)
+
+
+def _bordered(dy, pads):
+  """Zeros around dy, as an array of its own.
+
+  XLA's faster convolution (as of VECTOR) takes no wider ones than those of SAME, the other is cut
+  into a piece for each thread: Nature CNN with its gradient, 168 rows and 16 threads on a core,
+  1,065 rows a second as it is, 1,291 so.
+  """
+  return lax.optimization_barrier(jnp.pad(dy, ((0, 0), *pads, (0, 0))))
 
 
 def _input_gradient_in_blocks(x, w, dy, stride):
@@ -160,7 +172,8 @@ def _input_gradient_in_blocks(x, w, dy, stride):
   rows, columns = w.shape[0] // stride, w.shape[1] // stride  # blocks of a window
   w = w.reshape(rows, stride, columns, stride, channels, -1)[::-1, :, ::-1]
   w = w.transpose(0, 2, 5, 1, 3, 4).reshape(rows, columns, dy.shape[3], -1)
-  dx = _conv(dy, lax.optimization_barrier(w), (1, 1), ((rows - 1,) * 2, (columns - 1,) * 2))
+  dy = _bordered(dy, ((rows - 1,) * 2, (columns - 1,) * 2))
+  dx = _conv(dy, lax.optimization_barrier(w), (1, 1), ((0, 0), (0, 0)))
   _, rows, columns, _ = dx.shape
   dx = dx.reshape(batch, rows, columns, stride, stride, channels).transpose(0, 1, 3, 2, 4, 5)
   dx = dx.reshape(batch, rows * stride, columns * stride, channels)
