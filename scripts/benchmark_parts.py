@@ -129,14 +129,18 @@ def environment(parts: wiring.Parts, stack: contextlib.ExitStack) -> Measure:
 
 
 def small_replay(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The config with a replay, if it has one, that is soon filled and fits beside others."""
+  """The config with a replay, if it has one, that is soon filled and fits beside others.
+
+  Without what `apex` alone can have: it has no one speed.
+  """
   if 'replay' not in config:
     return dict(config)
   rows, groups = experiment.batch_rows(config), max(1, config['num_grad_shards'])
   enough = -(-max(CAPACITY, rows) // groups) * groups
   options = config['replay']
-  return config | dict(replay=options | dict(capacity=min(options['capacity'], enough),
-                                             min_size=min(options['min_size'], rows)))
+  return config | dict(replay=options | dict(
+      capacity=min(options['capacity'], enough), min_size=min(options['min_size'], rows),
+      params_every=1, samples_per_insert=0))
 
 
 def copy_of(state: TrainState, parts: wiring.Parts) -> TrainState:

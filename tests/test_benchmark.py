@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import json
 import pathlib
 import subprocess
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from podracer_jit import build, experiment
+from podracer_jit import build, checks, experiment
 from podracer_jit.handoff import Stamped
 from tests.runs import QUICK
 
@@ -183,6 +184,13 @@ def test_a_config_with_a_replay_is_measured_and_taken_apart(tmp_path):
   assert figures['round']['lanes']['learner']['storing'] > 0
   code, _, err = _run('--parts=conventional_sync', config='apex_dqn_catch')
   assert code == 2 and 'conventional' in err and 'replay' in err
+
+
+@pytest.mark.parametrize('name', sorted(
+    path.stem for path in (SCRIPTS.parent / 'podracer_jit' / 'configs').glob('[a-z]*.py')))
+def test_no_config_is_refused(name):
+  config = importlib.import_module(f'podracer_jit.configs.{name}').get_config().to_dict()
+  checks.check(benchmark_parts.small_replay(config) | dict(scheme='sync'))
 
 
 def test_an_asynchronous_actor_is_measured_and_taken_apart(tmp_path):
