@@ -43,7 +43,9 @@ def placed(config: Mapping[str, Any], scheme: str, workers: int) -> dict[str, An
   devices = tuple(range(workers))
   gradients = devices if SCHEMES[scheme].central or SCHEMES[scheme].colocated else (0,)
   env = config['env'] | dict(num_envs=config['env']['num_envs'] * workers)
-  place = config['placement'] | dict(actor_devices=devices, learner_devices=gradients)
+  place = config['placement']
+  place = place | dict(actor_devices=devices, learner_devices=gradients,
+                       xla_threads=max(place['xla_threads'], workers))
   return config | dict(
       scheme=scheme, env=env, placement=place, total_steps=2**31 - 1,
       **{name: config[name] * workers for name in ('num_shards', 'num_grad_shards')})

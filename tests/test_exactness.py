@@ -20,7 +20,7 @@ CASES = {
     'mlp': ['--config=configs/ppo_cartpole.py', '--config.scheme=sync',
             '--config.env.num_envs=64', '--config.unroll_length=256',
             '--config.num_minibatches=2', '--config.num_epochs=1',
-            '--config.total_steps=48000'],
+            '--config.total_steps=48000', '--config.placement.xla_threads=16'],
     # 8 sequences of 81 frames to a group.
     'cnn': ['--config=configs/impala_atari.py:nature_cnn', '--config.env.task=Pong-v5',
             '--config.env.img_height=42', '--config.env.img_width=42', '--config.env.num_envs=32',

@@ -173,7 +173,7 @@ def test_what_two_processes_cannot_share_is_refused(change, said, tmp_path):
     (['--config.optimizer.learning_rate=0.5'],
      ['config: optimizer.learning_rate', 'differ at update 1: the batch is the same and the']),
     (['--config.placement.xla_threads=1'],
-     ['config: placement.xla_threads: 16 in A, 1 in B'])])
+     ['config: placement.xla_threads: 2 in A, 1 in B'])])
 def test_compare_runs_says_what_differs_first(whole, tmp_path, change, said):
   train(tmp_path, '--config.total_steps=1000', *change)
   result = script('compare_runs.py', whole, tmp_path)

@@ -34,6 +34,7 @@ def get_config(arg: str = ''):
   config.replay.gradient_steps = 32
   config.replay.eviction = 'prioritised'
   config.checkpoint.every_updates = 1000
+  config.placement.xla_threads = 2  # more than there are cores is slower
 
   if arg == 'smoke':
     config.total_steps = 10_000

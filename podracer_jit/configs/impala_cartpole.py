@@ -19,6 +19,7 @@ def get_config(arg: str = ''):
   config.loss.baseline_coef = 0.02
   config.optimizer.learning_rate = 2e-3
   config.optimizer.max_grad_norm = 40.0
+  config.placement.xla_threads = 2  # more than there are cores is slower
   if arg == 'smoke':
     config.total_steps = 5_000
   return config

@@ -42,7 +42,7 @@ def get_config(arg: str = ''):
   config.placement.actor_devices = (0, 1)
   config.placement.learner_devices = (0, 1)
   config.placement.env_threads = 1
-  config.placement.xla_threads = 4  # operations in fewer pieces are faster on few cores
+  config.placement.xla_threads = 2  # more than there are cores is slower
   config.checkpoint.every_updates = 200
 
   if arg == 'smoke':

@@ -21,6 +21,7 @@ def get_config(arg: str = ''):
   config.loss.value_coef = 0.02
   config.loss.entropy_coef = 0.0
   config.optimizer.learning_rate = 2e-3
+  config.placement.xla_threads = 2  # more than there are cores is slower
   if arg == 'smoke':
     config.total_steps = 5_000
   return config
