@@ -185,9 +185,13 @@ def put_params(params: Any, device: jax.Device) -> Any:
   Always a copy: the learner donates its own to the next update.
   """
   local = jax.tree.map(lambda x: x.addressable_data(0), params)
-  if jax.tree.leaves(local)[0].devices() == {device}:  # of them all; sooner than one by one
-    return _copy(local)
-  return jax.device_put(local, device, may_alias=False)
+  return _copy(local) if _is_on(local, device) else jax.device_put(local, device, may_alias=False)
+
+
+def _is_on(tree: Any, device: jax.Device) -> bool:
+  """Whether a tree, of which all is in one place, is there: sooner asked than moved to it."""
+  leaf = jax.tree.leaves(tree)[0]
+  return isinstance(leaf, jax.Array) and leaf.devices() == {device}
 
 
 @jax.jit
@@ -234,7 +238,7 @@ def scatter(trees: Sequence[Any], first_env: int, num_envs: int, mesh: Mesh) -> 
         cut = tree
         if high - low < width:
           cut = jax.tree.map(lambda x, a=low - first_env, b=high - first_env: x[:, a:b], tree)
-        part.append(jax.device_put(cut, device))
+        part.append(cut if _is_on(cut, device) else jax.device_put(cut, device))
     first_env += width
   return Slices(tuple(tuple(p) for p in parts))
 

@@ -187,8 +187,10 @@ def show(result: Mapping[str, Any]) -> None:
 
 def placed(config: Mapping[str, Any], devices: int) -> dict[str, Any]:
   """The config with its learner on so many devices."""
-  place = config['placement'] | dict(actor_devices=(0,), actors_per_device=1,
-                                     learner_devices=tuple(range(devices)))
+  place = config['placement']
+  place = place | dict(actor_devices=(0,), actors_per_device=1,
+                       learner_devices=tuple(range(devices)),
+                       xla_threads=max(place['xla_threads'], devices))
   return config | dict(scheme='sync', exact_reduce=True, num_grad_shards=GROUPS,
                        total_steps=2**31 - 1, placement=place)
 
