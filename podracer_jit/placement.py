@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,22 +54,7 @@ def prepare_host(options: Mapping[str, Any]) -> None:
                      f'{devices} here, got {threads}')
   os.environ['NPROC'] = str(threads)
   jax.config.update('jax_num_cpu_devices', devices)
-  _keep_memory()
   _keep_programs()
-
-
-def _keep_memory() -> None:
-  """Lets the C library keep what XLA frees, for XLA to take again.
-
-  glibc gives large buffers back to the kernel, so that every page of the next one is a page fault
-  again: on a CPU a fifth to a third of a learner's time.
-  """
-  mmap_max, trim_threshold, arena_max = -4, -1, -8  # malloc.h
-  if platform.libc_ver()[0] == 'glibc':
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(mmap_max, 0)
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(arena_max, 1)  # what is kept, is kept for all threads
 
 
 def _keep_programs() -> None:

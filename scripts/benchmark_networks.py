@@ -4,7 +4,7 @@ python scripts/benchmark_networks.py --network=impala_resnet --rows=160,640 --ro
 
 Rows a second, forward and with the gradient of all parameters, of a torso on 84x84x4 frames. The
 variants begin with flax's own layers and add one thing after another; each is measured in processes
-of its own (memory that is kept is kept for good), in turn, pinned to one core. Medians.
+of its own, in turn, pinned to one core. Medians.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jax import lax
 from podracer_jit import conv, networks, placement
 
 # In this order; each has what those before it have.
-VARIANTS = ('flax', 'formulations', 'max_pool', 'chunks', 'kept memory')
+VARIANTS = ('flax', 'formulations', 'max_pool', 'chunks')
 
 
 def take_out(missing: Sequence[str]) -> None:
@@ -40,8 +40,6 @@ def take_out(missing: Sequence[str]) -> None:
         x, (window, window), (stride, stride), 'SAME')
   if 'chunks' in missing:
     conv.in_chunks = lambda function, x: function(x)
-  if 'kept memory' in missing:
-    placement._keep_memory = lambda: None  # noqa: SLF001
 
 
 def measure(network: str, rows: int, variant: str, seconds: float) -> tuple[float, float]:
