@@ -227,11 +227,9 @@ def scatter(trees: Sequence[Any], first_env: int, num_envs: int, mesh: Mesh) -> 
 
 
 def gather(slices: Sequence[Slices], mesh: Mesh) -> Any:
-  """The whole batch as global arrays [T, num_envs, ...], cut by environment as the mesh is."""
+  """The whole batch as global arrays [T, num_envs, ...], sharded over environments."""
   local = [_side_by_side([tree for s in slices for tree in s.parts[i]])
            for i in range(len(_local(mesh)))]
-  if mesh.size == 1:  # it is the whole batch, and a small update notices what saying so would take
-    return local[0]
   sharding = NamedSharding(mesh, PartitionSpec(None, 'learner'))
 
   def whole(*shards):
