@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -46,14 +48,16 @@ def branches(tree: Any) -> Any:
 
 def exact_sum(tree: Any, mesh_size: int) -> Any:
   """Sums [groups on this device, ...] over the groups of all devices, equal on any mesh."""
-  if mesh_size > 1:
-    tree = branches(tree)
-    leaves, treedef = jax.tree.flatten(tree)
-    numbers = sum(x[0].size for x in leaves)
-    if len({x.dtype for x in leaves}) == 1 and sliced(len(leaves[0]), numbers, mesh_size):
-      return treedef.unflatten(_sum_slices(leaves, mesh_size))
-    tree = jax.tree.map(lambda x: lax.all_gather(x, AXIS, tiled=True), tree)
-  return jax.tree.map(pairwise_sum, tree)
+  if mesh_size == 1:
+    return jax.tree.map(pairwise_sum, tree)
+  leaves, treedef = jax.tree.flatten(branches(tree))
+  by_dtype = collections.defaultdict(list)
+  for i, x in enumerate(leaves):
+    by_dtype[x.dtype].append(i)
+  for places in by_dtype.values():
+    for i, total in zip(places, _sum_rows([leaves[i] for i in places], mesh_size), strict=True):
+      leaves[i] = total
+  return treedef.unflatten(leaves)
 
 
 def sliced(rows: int, numbers: int, mesh_size: int) -> bool:
@@ -65,23 +69,24 @@ def sliced(rows: int, numbers: int, mesh_size: int) -> bool:
   return numbers >= FEW and mesh_size * rows >= 2 * (rows + 2)
 
 
-def _sum_slices(leaves: Sequence[jax.Array], mesh_size: int) -> list[jax.Array]:
-  """Sums [rows on this device, ...] over those of all devices, each device a slice of the whole.
+def _sum_rows(leaves: Sequence[jax.Array], mesh_size: int) -> list[jax.Array]:
+  """Sums [rows on this device, ...] of one dtype over those of all devices.
 
-  But for the last addition, which is every device's own: what follows the sum can be contracted
-  with it, so that must find an addition there on any mesh.
+  As one array: between processes each collective waits some milliseconds for the others to come,
+  however little it sends. The last addition is every device's own, also of `sliced` sums: what
+  follows the sum can be contracted with it, so that must find an addition there on any mesh.
   """
   flat = jnp.concatenate([x.reshape(len(x), -1) for x in leaves], axis=1)
-  size = flat.shape[1]
-  flat = jnp.pad(flat, ((0, 0), (0, -size % mesh_size)))
-  here = lax.all_to_all(flat, AXIS, split_axis=1, concat_axis=0, tiled=True)
-  halves = lax.all_gather(_add_neighbours(here, 2), AXIS, axis=1, tiled=True)
-  parts, first = [], 0
-  for x in leaves:
-    both = halves[:, first:first + x[0].size]
-    parts.append((both[0] + both[1]).reshape(x.shape[1:]))
-    first += x[0].size
-  return parts
+  rows, size = flat.shape
+  if sliced(rows, size, mesh_size):
+    flat = jnp.pad(flat, ((0, 0), (0, -size % mesh_size)))
+    here = lax.all_to_all(flat, AXIS, split_axis=1, concat_axis=0, tiled=True)
+    flat = lax.all_gather(_add_neighbours(here, 2), AXIS, axis=1, tiled=True)
+  else:
+    flat = lax.all_gather(flat, AXIS, tiled=True)
+  ends = np.cumsum([x[0].size for x in leaves])
+  return [pairwise_sum(flat[:, end - x[0].size:end]).reshape(x.shape[1:])
+          for x, end in zip(leaves, ends, strict=True)]
 
 
 def plain_sum(tree: Any, mesh_size: int) -> Any:

@@ -99,6 +99,15 @@ def test_a_sum_by_slices_is_the_pairwise_one_on_any_mesh(groups, sizes):
   assert (sum(tree['w'][::-1]) != expected['w']).any()
 
 
+def test_a_sum_is_one_collective_for_each_dtype():
+  tree = dict(w=np.ones((4, 30), np.float32), b=np.ones((4, 2), np.float32),
+              n=np.arange(4, dtype=np.int32), m=np.ones((4, 3), np.int32))
+  program = on_mesh(lambda tree: exact.exact_sum(tree, 2), 2, (PartitionSpec(exact.AXIS),),
+                    PartitionSpec())
+  assert program.lower(tree).compile().as_text().count(' all-gather(') == 2
+  jax.tree.map(assert_array_equal, program(tree), jax.tree.map(lambda x: x.sum(axis=0), tree))
+
+
 @pytest.mark.parametrize('items, item_rows, microbatch_rows, expected', [
     (12, 1, 0, 1),  # no bound
     (12, 1, 12, 1), (12, 1, 11, 2), (12, 1, 5, 3), (12, 1, 1, 12),
