@@ -14,6 +14,7 @@ from jax import lax
 LARGEST = float(jnp.finfo(jnp.float32).max)
 AXIS = 'learner'  # the name of the learner mesh's axis
 FEW = 4096  # numbers: see `sliced`
+MANY = 1 << 18  # numbers of an array that travels alone
 
 
 def rounded(x: jax.Array) -> jax.Array:
@@ -51,10 +52,10 @@ def exact_sum(tree: Any, mesh_size: int) -> Any:
   if mesh_size == 1:
     return jax.tree.map(pairwise_sum, tree)
   leaves, treedef = jax.tree.flatten(branches(tree))
-  by_dtype = collections.defaultdict(list)
+  together = collections.defaultdict(list)
   for i, x in enumerate(leaves):
-    by_dtype[x.dtype].append(i)
-  for places in by_dtype.values():
+    together[x.dtype, i if x[0].size >= MANY else None].append(i)
+  for places in together.values():
     for i, total in zip(places, _sum_rows([leaves[i] for i in places], mesh_size), strict=True):
       leaves[i] = total
   return treedef.unflatten(leaves)
@@ -73,8 +74,9 @@ def _sum_rows(leaves: Sequence[jax.Array], mesh_size: int) -> list[jax.Array]:
   """Sums [rows on this device, ...] of one dtype over those of all devices.
 
   As one array: between processes each collective waits some milliseconds for the others to come,
-  however little it sends. The last addition is every device's own, also of `sliced` sums: what
-  follows the sum can be contracted with it, so that must find an addition there on any mesh.
+  however little it sends (copying MANY would take longer). The last addition is every device's own,
+  also of `sliced` sums: what follows the sum can be contracted with it, so that must find an
+  addition there on any mesh.
   """
   flat = jnp.concatenate([x.reshape(len(x), -1) for x in leaves], axis=1)
   rows, size = flat.shape

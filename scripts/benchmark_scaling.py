@@ -13,7 +13,7 @@ Three layouts, in turn, round after round:
 SPS is that of metrics.jsonl: of each process the median over --updates, counted from when all of a
 layout are warm; then the median over the rounds. Efficiency is SPS(together) / (n SPS(one)), and
 against the control SPS(together) / SPS(apart), where apart is the sum. Takes --config and its
-overrides as the main binary does; by default a batch whose update takes about a second. CPUs only.
+overrides as the main binary does; by default Nature CNN on Pong. CPUs only.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from absl import flags
 from podracer_jit import checkpoint, checks, command_line
 from podracer_jit.experiment import has_replay
 
-DEFAULT = ['--config=configs/impala_atari.py:nature_cnn', '--config.env.task=Pong-v5',
-           '--config.env.num_envs=32']
+DEFAULT = ['--config=configs/impala_atari.py:nature_cnn', '--config.env.task=Pong-v5']
 PUBLISHED = 'Cleanba (2310.00036) has 0.93 of 1 at 128 GPUs'
 LAYOUTS = ('together', 'apart', 'one')  # first what a config may not be able to do
 WARM = 3  # updates of each process that are never counted
