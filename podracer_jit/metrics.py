@@ -18,6 +18,7 @@ from tensorboardX import SummaryWriter
 from podracer_jit.receipts import as_hex
 
 Record = dict[str, Any]  # one update, as metrics.jsonl has it
+EVENTS_S = 0.1  # at least between two points in TensorBoard: each costs as much as a short update
 
 
 class Report(NamedTuple):
@@ -106,21 +107,30 @@ class Files:
     self._receipts.write(json.dumps(dict(header)) + '\n')
     self._events = SummaryWriter(str(workdir / 'tensorboard'), purge_step=update + 1,
                                  flush_secs=10) if tensorboard else None
+    self._shown_s, self._not_shown = -math.inf, None  # in TensorBoard
 
   def write(self, record: Record, receipt: Record) -> None:
-    """Appends one update."""
+    """Appends one update; to TensorBoard's events only now and then, and the last."""
     self._metrics.write(json.dumps(_finite(record)) + '\n')
     self._receipts.write(json.dumps(receipt) + '\n')
-    if self._events:
-      for name, value in record.items():
-        if value is not None and name not in ('update', 'steps', 'frames'):
-          self._events.add_scalar(name, value, record['steps'])
+    self._not_shown = record
+    if self._events and time.perf_counter() - self._shown_s >= EVENTS_S:
+      self._shown_s = time.perf_counter()
+      self._show()
+
+  def _show(self) -> None:
+    record, self._not_shown = self._not_shown, None
+    for name, value in record.items():
+      if value is not None and name not in ('update', 'steps', 'frames'):
+        self._events.add_scalar(name, value, record['steps'])
 
   def close(self) -> None:
     """Flushes everything."""
     self._metrics.close()
     self._receipts.close()
     if self._events:
+      if self._not_shown:
+        self._show()
       self._events.close()
 
 

@@ -43,7 +43,9 @@ class Progress:
 
   def __enter__(self) -> Progress:
     if self._console.is_terminal:
-      self._live = Live(console=self._console, refresh_per_second=4).__enter__()
+      # Asks for the block four times a second, however short an update is.
+      self._live = Live(console=self._console, refresh_per_second=4,
+                        get_renderable=self._block).__enter__()
     return self
 
   def __exit__(self, *exc: Any) -> None:
@@ -60,21 +62,21 @@ class Progress:
     self._recent.append((now, record))
     while len(self._recent) > 2 and now - self._recent[0][0] > 30:
       self._recent.popleft()  # rates are those of the last half minute
-    if self._live:
-      self._live.update(self._block())
-    elif now - self._printed >= self._every_s or record['steps'] >= self._total:
+    if not self._live and (now - self._printed >= self._every_s
+                           or record['steps'] >= self._total):
       self._printed = now
       self._console.print(self._line(), markup=False)
 
   def _rates(self) -> tuple[float, str]:
     """Valid steps a second, and the bottleneck in words."""
-    (start, first), (end, last) = self._recent[0], self._recent[-1]
+    recent = list(self._recent)  # as it is now: the block is made by another thread
+    (start, first), (end, last) = recent[0], recent[-1]
     if end - start < 1.0:  # too short to say anything of
       return last['sps'], ''
     sps = (last['steps'] - first['steps']) / (end - start)
     if not self._split:
       return sps, 'one program: rollout and learning take turns'
-    waits = [sum(record[side] for _, record in list(self._recent)[1:])
+    waits = [sum(record[side] for _, record in recent[1:])
              for side in ('actor_wait_s', 'learner_wait_s')]
     return sps, bottleneck(*waits, end - start)
 
@@ -108,6 +110,8 @@ class Progress:
   def _block(self) -> Table:
     table = Table.grid(padding=(0, 2))
     table.title = self._title
+    if not self._recent:
+      return table
     steps = min(self._recent[-1][1]['steps'], self._total)
     table.add_row('progress', ProgressBar(total=self._total, completed=steps, width=50))
     for name, value in self._numbers().items():

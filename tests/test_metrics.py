@@ -2,11 +2,13 @@
 
 import io
 import json
+import struct
 import types
 
 import numpy as np
 import pytest
 from rich.console import Console
+from tensorboardX.proto import event_pb2
 
 from podracer_jit.metrics import Files, Meter, Report, Waits
 from podracer_jit.progress import Progress, bottleneck
@@ -80,6 +82,31 @@ def test_files_drop_what_was_lost_with_a_crash(tmp_path):
   receipts = [json.loads(x) for x in (tmp_path / 'receipts.jsonl').read_text().splitlines()]
   assert receipts == [dict(segment=0, first_update=1), dict(update=1), dict(update=2),
                       dict(segment=1, first_update=3), dict(update=3)]
+
+
+def test_tensorboard_has_points_in_time_and_the_last(tmp_path, monkeypatch):
+  clock = types.SimpleNamespace()
+  monkeypatch.setattr('podracer_jit.metrics.time', clock)
+  files = Files(tmp_path, 0, {}, tensorboard=True)
+  for update, seconds in enumerate([0.0, 0.05, 0.11, 0.12, 0.3, 0.35], 1):
+    clock.perf_counter = lambda now=seconds: now
+    files.write(dict(update=update, steps=10 * update, loss=0.5), dict(update=update))
+  files.close()
+  assert _points(tmp_path / 'tensorboard') == [('loss', s) for s in (10, 30, 50, 60)]
+  assert len((tmp_path / 'metrics.jsonl').read_text().splitlines()) == 6
+
+
+def _points(directory):
+  """(name, step) of the scalars in TFRecord files: length, check, event, check."""
+  points = []
+  for path in directory.iterdir():
+    data = path.read_bytes()
+    while data:
+      end = 12 + struct.unpack('<Q', data[:8])[0]
+      event = event_pb2.Event.FromString(data[12:end])
+      points += [(value.tag, event.step) for value in event.summary.value]
+      data = data[end + 4:]
+  return points
 
 
 @pytest.mark.parametrize('actor,learner,words', [
