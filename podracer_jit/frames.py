@@ -77,14 +77,16 @@ def stacks(rows: Observations) -> jax.Array:
   """All observations as they were, [T + 1, B, ...]."""
   if not isinstance(rows, Frames):
     return rows
-  first = rows.stack - 1
+  first, channels = rows.stack - 1, rows.frame.shape[2]
   frame, end = rows.frame[first:], len(rows.fresh) + 1
-  found = [frame]
+  # Set one after the other: of a concatenation XLA's CPU compiler makes, in a loop, 2 ns a byte.
+  found = jnp.zeros((*frame.shape[:2], rows.stack * channels, *frame.shape[3:]), frame.dtype)
+  found = lax.dynamic_update_slice_in_dim(found, frame, first * channels, axis=2)
   for back, goes_on in enumerate(_goes_back(rows), start=1):  # selected, which is faster than taken
     mask = goes_on.reshape(goes_on.shape + (1,) * (frame.ndim - 2))
     frame = jnp.where(mask, rows.frame[first - back:first - back + end], frame)
-    found.append(frame)
-  return jnp.concatenate(found[::-1], axis=2)
+    found = lax.dynamic_update_slice_in_dim(found, frame, (first - back) * channels, axis=2)
+  return found
 
 
 def pick(rows: Observations, step: jax.Array, env: jax.Array) -> jax.Array:
