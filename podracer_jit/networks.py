@@ -41,25 +41,39 @@ def orthogonal(scale: float) -> Callable:
 
 
 class Conv(nn.Module):
-  """Square convolution on NHWC, over `conv.conv2d` (fast gradients in CPU loops)."""
+  """Square convolution on NHWC, over `conv.conv2d` (fast gradients in CPU loops).
+
+  of: makes the image of what is given, again for the gradient, so that only what is given is kept
+    for it: of bytes a quarter of the memory, and Nature CNN with its gradient 1.1 times as fast.
+  """
 
   features: int
   kernel: int
   stride: int = 1
   padding: str = 'VALID'
   kernel_init: Callable = nn.initializers.lecun_normal()
+  of: Callable | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    shape = (self.kernel, self.kernel, x.shape[-1], self.features)
-    w = self.param('kernel', self.kernel_init, shape)
+    def convolve(x, w):
+      return conv.conv2d(self.of(x) if self.of else x, w, self.stride, self.padding)
+
+    channels = (jax.eval_shape(self.of, x) if self.of else x).shape[-1]
+    w = self.param('kernel', self.kernel_init, (self.kernel, self.kernel, channels, self.features))
     b = self.param('bias', nn.initializers.zeros, (self.features,))
-    return conv.conv2d(x, w, self.stride, self.padding) + b
+    return (jax.checkpoint(convolve) if self.of else convolve)(x, w) + b
 
 
 def _image(obs: jax.Array) -> jax.Array:
   """[N, C, H, W] uint8 -> [N, H, W, C] f32 in [0, 1]; transposed while still bytes."""
   return lax.optimization_barrier(obs.transpose(0, 2, 3, 1)).astype(jnp.float32) / 255.0
+
+
+def _centred_image(obs: jax.Array) -> jax.Array:
+  """The same less its mean."""
+  x = _image(obs)
+  return x - jnp.mean(x, axis=(1, 2, 3), keepdims=True)
 
 
 class ConvTorso(nn.Module):
@@ -79,7 +93,7 @@ class ConvTorso(nn.Module):
       convolutions = self.clone(hidden=0, chunked=False, parent=None)
       x = conv.in_chunks(functools.partial(convolutions.apply, self.variables), obs)
     else:
-      x = self.convolve(_image(obs)).reshape(obs.shape[0], -1)
+      x = self.convolve(obs).reshape(obs.shape[0], -1)
     return nn.relu(nn.Dense(self.hidden, kernel_init=self.dense_init)(x)) if self.hidden else x
 
 
@@ -98,11 +112,11 @@ class NatureCNN(ConvTorso):
   dense_init = staticmethod(orthogonal(np.sqrt(2)))
 
   def convolve(self, x: jax.Array) -> jax.Array:
-    """Of an image in [0, 1]."""
-    if self.centre:
-      x -= jnp.mean(x, axis=(1, 2, 3), keepdims=True)
+    """Of observations."""
+    of = _centred_image if self.centre else _image
     for features, kernel, stride in zip(self.channels, self.kernels, self.strides, strict=True):
-      x = nn.relu(Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)))(x))
+      x = nn.relu(Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)), of=of)(x))
+      of = None
     return x
 
 
@@ -123,9 +137,11 @@ class ImpalaResNet(ConvTorso):
   dense_init = staticmethod(nn.initializers.lecun_normal())
 
   def convolve(self, x: jax.Array) -> jax.Array:
-    """Of an image in [0, 1]."""
+    """Of observations."""
+    of = _image
     for features in self.channels:
-      x = conv.max_pool(Conv(features, 3, padding='SAME')(x), window=3, stride=2)
+      x = conv.max_pool(Conv(features, 3, padding='SAME', of=of)(x), window=3, stride=2)
+      of = None
       for _ in range(self.blocks):
         x = self.block()(x)
     return nn.relu(x)
