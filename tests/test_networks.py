@@ -92,6 +92,18 @@ def test_centring_subtracts_the_mean_of_each_observation():
   assert_allclose(torso.apply(params, obs), [[0.1 + 3 + 50 + 1100], [555.5]], rtol=1e-5)
 
 
+@pytest.mark.parametrize('rows', [3, 40])  # at once, and a few at a time
+@pytest.mark.parametrize('name', networks.IMAGE_TORSOS)
+def test_for_the_gradient_bytes_are_kept_and_not_the_image(name, rows):
+  torso = networks.TORSOS[name]()
+  obs = np.zeros((rows, 4, 84, 84), np.uint8)
+  params = jax.eval_shape(torso.init, jax.random.key(0), obs[:1])
+  kept = jax.eval_shape(lambda params: jax.vjp(lambda p: torso.apply(p, obs), params)[1], params)
+  shapes = {(x.dtype, *x.shape[-3:]) for x in jax.tree.leaves(kept)}
+  assert (np.dtype(np.uint8), 4, 84, 84) in shapes
+  assert (np.dtype(np.float32), 84, 84, 4) not in shapes
+
+
 def test_residual_block_by_hand():
   """Kernels with a middle alone: y = 2 relu(x) + 1, then x + 3 relu(y) - 4."""
   x = np.random.default_rng(0).integers(-5, 6, size=(2, 4, 5, 1)).astype(np.float32)
