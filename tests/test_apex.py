@@ -148,8 +148,8 @@ def _free(learners=(2,), **fields):
 
 
 def test_a_stalled_actor_does_not_stall_the_learner():
-  calls = []
-  _, reports, state = run(**_free(), updates=40, tamper=_stalled('actor 0', 0.2, calls))
+  stalls = [_stalled('actor 0', 0.2, []), _stalled('actor 1', 0.05, [])]
+  _, reports, state = run(**_free(), updates=40, tamper=lambda w: stalls[0](stalls[1](w)))
   # The second rollout of actor 1 is as late as the first gradient steps made it, or more.
   assert reports[0].cgd == (0.0,) and max(report.cgd[0] for report in reports) >= 3
   added = [int(jax.device_get(report.metrics['valid'])[0]) for report in reports]
