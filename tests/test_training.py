@@ -2,6 +2,7 @@
 
 import functools
 import random
+import sys
 import time
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from podracer_jit import build, handoff, loops
+from podracer_jit.configs import apex_dqn_catch
 from tests.runs import changed, run, small
 
 CASES = {
@@ -166,6 +168,33 @@ def test_nothing_is_compiled_within_a_segment():
     assert compiled
   finally:
     jax.monitoring.clear_event_listeners()
+
+
+@pytest.mark.parametrize('scheme', ['sync', 'cleanba', 'fused', 'apex_lockstep'])
+def test_programs_are_called_without_python(scheme):
+  """After a first call JAX leaves the others to C++, unless a program has effects."""
+  config = apex_dqn_catch.get_config().to_dict() if scheme == 'apex_lockstep' else small()
+  config, seen = changed(config, scheme=scheme, placement__updates_per_call=1), {}
+
+  def tamper(workers):
+    def watched(worker):
+      calls = seen[worker.name] = []
+
+      def fire(*args):
+        calls.append([])
+        sys.setprofile(lambda frame, event, arg: calls[-1].append(frame.f_code.co_filename))
+        try:
+          return worker.fire(*args)
+        finally:
+          sys.setprofile(None)
+      return worker._replace(fire=fire)
+    return [*map(watched, workers[:-1]), workers[-1]]
+
+  run(config, updates=8, tamper=tamper)
+  for name, calls in seen.items():
+    by_python = [sum(file.endswith('interpreters/pxla.py') for file in call) for call in calls]
+    assert by_python[0] and len(calls) == 8
+    assert not any(by_python[3:]), f'{name}: {by_python}'
 
 
 def test_transfers_happen_in_hand_offs_alone(monkeypatch):
