@@ -23,6 +23,7 @@ class Learning(NamedTuple):
 
   train: TrainState
   ended: bool = False  # nothing more to learn: total_steps reached, or asked to stop
+  update: int = 0  # of `train`, where it steers: asking the device would take a while
   actor: rollouts.ActorState | None = None  # in `fused`, where one program does it all
   late: float = 0.0  # gradient steps that a replay's newest rollouts were behind when they came
 
@@ -53,15 +54,15 @@ def _fused(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff
   program = actor.pools.load(fused, (state, actor.state, calls, total), donate=(0, 1))
 
   def fire(carry: Learning):
-    limit = min(calls, begin.update + begin.updates - number(carry.train.update))
+    limit = min(calls, begin.update + begin.updates - carry.update)
     state, actor_state, count, metrics = program(carry.train, carry.actor, limit, total)
     count = number(count)  # waits for the call
     item = Report(metrics, count, (wiring.delay(parts, 0),) * count, (0.0,) * count)
-    return (Learning(state, begin.ended(state), actor_state),
-            [Stamped(item, number(state.update))])
+    update = carry.update + count
+    return (Learning(state, begin.ended(state), update, actor_state), [Stamped(item, update)])
 
-  learner = Worker('learner', fire, Learning(state, False, actor.state), [], [Port(reports)],
-                   -(-begin.updates // calls), lambda carry: carry.ended)
+  learner = Worker('learner', fire, Learning(state, False, begin.update, actor.state), [],
+                   [Port(reports)], -(-begin.updates // calls), lambda carry: carry.ended)
   return [learner], lambda: Waits(0.0, 0.0)
 
 
@@ -77,7 +78,7 @@ def _split(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff
             for i, actor in enumerate(actors)]
 
   def fire(carry: Learning, *items: Stamped):
-    update = number(carry.train.update)
+    update = carry.update
     wiring.check_lag(parts.scheme, update, begin.update, items)
     values = [item.value for item in items]
     if arrival:  # whoever made them, they stand in the batch as they came
@@ -89,11 +90,13 @@ def _split(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff
     fresh = None if ended else Stamped(state.params, update + 1)
     behind = sum(update - item.version for item in items) / len(items)
     item = Report(metrics, 1, (wiring.delay(parts, behind * steps),), (0.0,))
-    return Learning(state, ended), [*[fresh] * len(params), Stamped(item, update + 1)]
+    return (Learning(state, ended, update + 1),
+            [*[fresh] * len(params), Stamped(item, update + 1)])
 
-  learner = Worker('learner', fire, Learning(begin.state), [Port(h) for h in made],
-                   [Port(h) for h in (*params, reports)], n,  # the actors wait, so they go first
-                   lambda carry: carry.ended)
+  learner = Worker('learner', fire, Learning(begin.state, update=begin.update),
+                   [Port(h) for h in made],
+                   [Port(h) for h in (*params, reports)],  # the actors wait, so they go first
+                   n, lambda carry: carry.ended)
   workers = [wiring.actor(parts, i, actor, begin, *ends, n * (len(actors) if arrival else 1))
              for i, (actor, *ends) in enumerate(zip(actors, params, made, strict=True))]
   return [*workers, learner], wiring.waits(params, made)
