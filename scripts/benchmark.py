@@ -5,7 +5,7 @@ python scripts/benchmark.py --config=configs/impala_atari.py --seconds=60 --json
 Takes --config and its overrides as the main binary does; its scheme does not matter, parts name
 theirs. Parts (--parts=sync,cleanba for a few):
 
-  environment           random actions in a jitted loop, same pools and threads: the ceiling
+  environment           the actions of one rollout in a jitted loop, same pools: the ceiling
   policy                the rollout program without environments: observations are there at once
   rollout               the rollout program, no learning
   learner               the learner program on one stored rollout, again and again

@@ -68,20 +68,16 @@ def pools_of(parts: wiring.Parts, actor: int) -> list[conventional.PoolArgs]:
           for i in range(actor * per_actor, (actor + 1) * per_actor)]
 
 
-def make_random(shards: Sequence[envs.Shard], spec: envs.EnvSpec, steps: int) -> Callable:
-  """Returns run(token, ended, key) -> (token, ended, key, valid steps): nothing but steps.
+def make_steps(shards: Sequence[envs.Shard], to_env: Callable, steps: int) -> Callable:
+  """Returns run(token, ended, actions) -> (token, ended, valid steps): nothing but steps.
 
-  Shards take turns as in the rollout program.
+  actions: of each shard [steps, B, ...], as its policy has them. Shards take turns as in the
+  rollout program.
   """
 
-  def run(token: jax.Array, ended: Sequence[jax.Array], key: jax.Array):
+  def run(token: jax.Array, ended: Sequence[jax.Array], actions: Sequence[jax.Array]):
     def send(token, t, i):
-      to_row, size = jax.random.fold_in(jax.random.fold_in(key, t), i), shards[i].num_envs
-      if spec.num_actions:
-        return shards[i].send(token, jax.random.randint(to_row, (size,), 0, spec.num_actions))
-      low, high = jnp.array(spec.action_low), jnp.array(spec.action_high)
-      return shards[i].send(token, jax.random.uniform(to_row, (size, len(low)), minval=low,
-                                                      maxval=high))
+      return shards[i].send(token, to_env(lax.dynamic_index_in_dim(actions[i], t, keepdims=False)))
 
     def receive(i, token, ended, valid):
       token, step = shards[i].recv(token)
@@ -100,26 +96,32 @@ def make_random(shards: Sequence[envs.Shard], spec: envs.EnvSpec, steps: int) ->
     carry = lax.fori_loop(1, steps, turn, (token, tuple(ended), jnp.int32(0)))
     for i in range(len(shards)):
       carry = receive(i, *carry)
-    token, ended, valid = carry
-    return token, ended, jax.random.fold_in(key, steps), valid
+    return carry
 
   return run
 
 
-def environment(parts: wiring.Parts, stack: contextlib.ExitStack) -> Measure:
-  """The ceiling: the environments with random actions."""
+def environment(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
+  """The ceiling: the environments, sent the actions of one rollout again and again.
+
+  A policy's own, since what a step costs follows from what is done: a stronger push of MuJoCo's
+  makes more contacts.
+  """
+  with contextlib.ExitStack() as at_first:
+    actions = [tuple(made.action for made in fire())
+               for fire in acting(parts, state, False, at_first)]
 
   def prepare(a: int, device: jax.Device) -> Callable[[], int]:
     pools = rollouts.Pools([envs.Shard(*args) for args in pools_of(parts, a)])
     stack.callback(pools.close)
     ended = tuple(jnp.zeros(shard.num_envs, bool) for shard in pools.shards)
-    state = jax.device_put((jnp.array(pools.shards[0].handle), ended, jax.random.key(a)), device)
-    run = make_random(pools.shards, parts.spec, parts.config['unroll_length'])
-    program = pools.load(run, state, donate=(0, 1, 2))
+    token, ended = jax.device_put((jnp.array(pools.shards[0].handle), ended), device)
+    run = make_steps(pools.shards, parts.network.policy.to_env, parts.config['unroll_length'])
+    program = pools.load(run, (token, ended, actions[a]), donate=(0, 1))
 
     def fire() -> int:
-      nonlocal state
-      *state, valid = program(*state)
+      nonlocal token, ended
+      token, ended, valid = program(token, ended, actions[a])
       return int(valid)
 
     return fire
@@ -275,7 +277,8 @@ class Training:
     # With a lag, two rollouts may be ready by the time of a hold: the updates that learn from them
     # would come too soon after it.
     self._skipped = 2 * SCHEMES[scheme].lag
-    self._open, self._firing, self._last = False, 0, {}
+    self._open, self._firing = False, 0
+    self._enough: Callable[[], bool] = lambda: False
     self._stopping, self._reports = threading.Event(), []  # (time, steps, updates)
     segment = begin(parts, state, scheme, by_python, stack, self._report,
                     self._stopping.is_set)
@@ -289,14 +292,14 @@ class Training:
   def __call__(self, seconds: float) -> Figures:
     """Lets it train for so long; returns when it is at rest again."""
     first = len(self._reports) + self._skipped
-    self._set(_open=True)
-    self._wait(lambda: len(self._reports) >= first + 2
-               and self._reports[-1][0] - self._reports[first][0] >= seconds)
+    # Asked by who reports: waking this thread for each would be felt in a round of a millisecond.
+    self._set(_open=True, _enough=lambda: (
+        len(self._reports) >= first + 2
+        and self._reports[-1][0] - self._reports[first][0] >= seconds))
+    self._wait(self._enough)
     (start, steps, update), (end, *last) = self._reports[first], self._reports[-1]
     self._set(_open=False)
-    self._wait(lambda: not self._firing)
-    jax.block_until_ready(self._last)
-    self._last.clear()
+    self._wait(lambda: not self._firing)  # each firing waits for what it computes
     elapsed = end - start
     return Figures((last[0] - steps) / elapsed, elapsed / (last[1] - update))
 
@@ -305,7 +308,8 @@ class Training:
     if record.get('sampled', 1):  # not while a replay is filled
       with self._changed:
         self._reports.append((time.perf_counter(), record['steps'], record['update']))
-        self._changed.notify_all()
+        if self._enough():
+          self._changed.notify_all()
 
   def _set(self, **fields: Any) -> None:
     with self._changed:
@@ -324,14 +328,12 @@ class Training:
         self._changed.wait_for(lambda: self._open)
         self._firing += 1
       try:
-        made = worker.fire(state, *inputs)
-        # One output says when all are ready, and does not keep a whole rollout alive.
-        self._last[worker.name] = [x for x in jax.tree.leaves(made) if isinstance(x, jax.Array)][-1]
-        return made
+        return worker.fire(state, *inputs)
       finally:
         with self._changed:
           self._firing -= 1
-          self._changed.notify_all()
+          if not self._open:
+            self._changed.notify_all()
 
     return worker._replace(fire=fire)
 
@@ -348,7 +350,7 @@ def make(name: str, parts: wiring.Parts, state: TrainState, stack: contextlib.Ex
   """Builds the part called `name`, which begins from a copy of `state`; of no variant."""
   base, by_python = name.removeprefix('conventional_'), name.startswith('conventional_')
   if base == 'environment':
-    return environment(parts, stack)
+    return environment(parts, state, stack)
   if base == 'policy':
     return policy(parts, state, stack)
   if base == 'learner':
