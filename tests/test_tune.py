@@ -90,7 +90,7 @@ def test_other_threads_and_calls_are_by_the_cores():
   assert threads(atari, 16) == [1, 16, 32]
   assert threads(changed(atari, placement__env_threads=16), 16) == [1, 8, 32]
   assert threads(atari, 64) == [1, 64]  # no more than environments
-  fused = ppo_cartpole.get_config().to_dict()
+  fused = changed(ppo_cartpole.get_config().to_dict(), placement__env_threads=0)
   found = tune_candidates.vary(fused, _cores(4), tune_candidates.own_of(fused))
   assert [(c.env_threads, c.updates_per_call) for c in found] == [(1, 16), (8, 16), (0, 4), (0, 64)]
 
