@@ -230,8 +230,6 @@ def gather(slices: Sequence[Slices], mesh: Mesh) -> Any:
   """The whole batch as global arrays [T, num_envs, ...], sharded over environments."""
   local = [_side_by_side([tree for s in slices for tree in s.parts[i]])
            for i in range(len(_local(mesh)))]
-  if mesh.size == 1:  # it is the whole as it is; a call for each array would take a while
-    return local[0]
   sharding = NamedSharding(mesh, PartitionSpec(None, 'learner'))
 
   def whole(*shards):
