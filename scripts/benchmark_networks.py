@@ -4,7 +4,8 @@ python scripts/benchmark_networks.py --network=impala_resnet --rows=160,640 --ro
 
 Rows a second, forward and with the gradient of all parameters, of a torso on 84x84x4 frames. The
 variants begin with flax's own layers and add one thing after another; each is measured in processes
-of its own, in turn, pinned to one core. Medians.
+of its own, in turn, pinned to one core. Medians. With --groups=4 four batches of so many rows go
+through one after the other, in a loop, as a learner's gradient groups do.
 """
 
 from __future__ import annotations
@@ -42,26 +43,34 @@ def take_out(missing: Sequence[str]) -> None:
     conv.in_chunks = lambda function, x: function(x)
 
 
-def measure(network: str, rows: int, variant: str, seconds: float) -> tuple[float, float]:
+def measure(network: str, rows: int, groups: int, variant: str, seconds: float
+            ) -> tuple[float, float]:
   """Rows a second of one variant, forward and with the gradient."""
   take_out(VARIANTS[VARIANTS.index(variant) + 1:])
   placement.prepare_host(dict(actor_devices=(0,), learner_devices=(0,), xla_threads=16))
   torso = networks.TORSOS[network]()
-  obs = np.random.default_rng(0).integers(0, 256, (rows, 4, 84, 84)).astype(np.uint8)
-  params = torso.init(jax.random.key(0), obs[:1])
+  batches = max(1, groups)
+  obs = np.random.default_rng(0).integers(0, 256, (batches, rows, 4, 84, 84)).astype(np.uint8)
+  params = torso.init(jax.random.key(0), obs[0, :1])
 
   def loss(params, obs):
     return jnp.sum(jnp.square(torso.apply(params, obs)))
 
   def rate(function):
-    function, times = jax.jit(function), []
+    @jax.jit
+    def of_all(params, obs):
+      if not groups:
+        return function(params, obs[0])
+      return lax.map(lambda one: function(params, one), obs)
+
+    times = []
     for _ in range(2):
-      jax.block_until_ready(function(params, obs))
+      jax.block_until_ready(of_all(params, obs))
     while sum(times) < seconds or len(times) < 3:
       start = time.perf_counter()
-      jax.block_until_ready(function(params, obs))
+      jax.block_until_ready(of_all(params, obs))
       times.append(time.perf_counter() - start)
-    return rows / statistics.median(times)
+    return batches * rows / statistics.median(times)
 
   return rate(torso.apply), rate(jax.grad(loss))
 
@@ -72,6 +81,8 @@ def main(argv: Sequence[str]) -> int:
   flags.DEFINE_enum('network', 'nature_cnn', list(networks.IMAGE_TORSOS), 'Which.',
                     flag_values=values)
   flags.DEFINE_list('rows', ['160', '640'], 'Rows of a batch; several.', flag_values=values)
+  flags.DEFINE_integer('groups', 0, 'Batches one after the other in a loop; 0: one, without.',
+                       lower_bound=0, flag_values=values)
   flags.DEFINE_float('seconds', 3.0, 'Measured time of each.', flag_values=values)
   flags.DEFINE_integer('rounds', 3, 'Times that each is measured.', flag_values=values)
   flags.DEFINE_enum('only', None, VARIANTS, 'Of the first of rows, measured in this process.',
@@ -84,7 +95,8 @@ def main(argv: Sequence[str]) -> int:
     print(f'benchmark_networks: {error}', file=sys.stderr)
     return 2
   if values.only:
-    print(json.dumps(measure(values.network, sizes[0], values.only, values.seconds)))
+    print(json.dumps(measure(values.network, sizes[0], values.groups, values.only,
+                             values.seconds)))
     return 0
   core = min(os.sched_getaffinity(0))
   found = {(rows, variant): [] for rows in sizes for variant in VARIANTS}
@@ -92,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     for (rows, variant), figures in found.items():
       out = subprocess.run(
           [sys.executable, __file__, f'--network={values.network}', f'--rows={rows}',
-           f'--seconds={values.seconds}', f'--only={variant}'],
+           f'--groups={values.groups}', f'--seconds={values.seconds}', f'--only={variant}'],
           check=True, capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(
               0, {core})).stdout
       figures.append(json.loads(out.splitlines()[-1]))

@@ -2,6 +2,7 @@
 
 import functools
 import random
+import re
 import sys
 import time
 
@@ -9,9 +10,9 @@ import jax
 import pytest
 from numpy.testing import assert_allclose
 
-from podracer_jit import build, handoff, loops
-from podracer_jit.configs import apex_dqn_catch
-from tests.runs import changed, run, small
+from podracer_jit import build, envs, experiment, handoff, loops, ops, rollouts, wiring
+from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari, apex_dqn_catch, impala_atari
+from tests.runs import changed, initial_state, run, small
 
 CASES = {
     'impala-mlp': lambda: small('impala'),
@@ -195,6 +196,29 @@ def test_programs_are_called_without_python(scheme):
     by_python = [sum(file.endswith('interpreters/pxla.py') for file in call) for call in calls]
     assert by_python[0] and len(calls) == 8
     assert not any(by_python[3:]), f'{name}: {by_python}'
+
+
+@pytest.mark.parametrize('module', [impala_atari, apex_dqn_atari, apex_dpg_dmc])
+def test_programs_can_be_made_for_gpus(module):
+  """Lowered for CUDA, R has EnvPool's calls, each with side effects, and learning none of a CPU."""
+  config = module.get_config('smoke').to_dict()
+  config['env']['num_envs'], config['num_grad_shards'] = 16, 4
+  parts, shards = build.make_parts(config), config['num_shards']
+  pools = rollouts.Pools([
+      envs.Shard(config['env']['task'], experiment.env_options(config),
+                 envs.env_seeds(1, 0, i, 16 // shards)) for i in range(shards)])
+  keys = [jax.random.key(i) for i in range(shards)]
+  state = initial_state(parts), build.actor_state(parts, pools.shards, keys, 0)
+  made = jax.jit(wiring.make_rollout(parts, pools)).trace(state[0].params, state[1])
+  text = made.lower(lowering_platforms=('cuda',)).as_text()
+  pools.close()
+  calls = re.findall(r'custom_call @(\w+)_(\w+)\(.*has_side_effect = (\w+)', text)
+  assert len({pool for pool, _, _ in calls}) == shards
+  assert {tuple(kind) for _, *kind in calls} == {('recv', 'true'), ('send', 'true')}
+  assert text.count('custom_call') == len(calls)
+  rollout = jax.eval_shape(ops.concatenate, made.out_info[1])
+  learn = jax.jit(parts.learn).trace(state[0], rollout).lower(lowering_platforms=('cuda',))
+  assert 'stablehlo.while' in learn.as_text() and 'custom_call' not in learn.as_text()
 
 
 def test_transfers_happen_in_hand_offs_alone(monkeypatch):
