@@ -143,15 +143,21 @@ def test_impala_takes_rollouts_as_they_come(vtrace):
     ('dppo_async', 'worker 1'), ('impala', 'actor 0'), ('impala', 'learner')])
 def test_the_first_exception_of_anyone_ends_all(scheme, name):
   def tamper(workers):
-    def fail(fire):
+    fired = {worker.name: threading.Event() for worker in workers[:-1]}  # the last is the writer
+
+    def watched(worker):
       calls = []
-      def fires(*args):
+      def fire(*args):
         calls.append(1)
-        if len(calls) == 3:
+        if worker.name == name and len(calls) == 3:
+          for once in fired.values():  # who is compiling yet cannot end in time
+            once.wait()
           raise ArithmeticError(name)
-        return fire(*args)
-      return fires
-    return [w._replace(fire=fail(w.fire)) if w.name == name else w for w in workers]
+        made = worker.fire(*args)
+        fired[worker.name].set()
+        return made
+      return worker._replace(fire=fire)
+    return [*map(watched, workers[:-1]), workers[-1]]
 
   config = of(scheme, small('impala', num_shards=2, num_grad_shards=2))
   with pytest.raises(ArithmeticError, match=name):
