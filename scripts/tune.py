@@ -4,9 +4,10 @@ python scripts/tune.py --config=configs/impala_atari.py --config.env.task=Pong-v
 
 Takes --config and its overrides as the main binary does. The last line is to be pasted after
 scripts/train and the same flags; it has what differs from the config. Tried are devices of actors
-and learners and (on GPUs) actors_per_device, then, for the best of these, env_threads and (of
-`fused`) updates_per_call: none of them changes a result of a scheme that repeats. Never touched are
-actor_platform and xla_threads, which do, nor num_shards unless asked: --num_shards=1,2,4.
+and learners, (on GPUs) actors_per_device and `fused` for `sync` or the other way round, then, for
+the best of these, env_threads and (of `fused`) updates_per_call: none of them changes a result of a
+scheme that repeats. Never touched are actor_platform and xla_threads, which do, nor num_shards
+unless asked: --num_shards=1,2,4.
 
 Every round gives --seconds / rounds to the placements still in it, one after the other, and the
 worse half is dropped; the last three rounds are of the two best. The config's own takes part in
@@ -60,7 +61,8 @@ class Tuner:
     if candidate not in self._parts:
       parts = build.make_parts(placed(self._config, candidate))
       shared = self._shared.setdefault(candidate.learner_devices, parts)
-      self._parts[candidate] = shared._replace(config=parts.config, place=parts.place)
+      own = {name: getattr(parts, name) for name in ('config', 'scheme', 'place')}
+      self._parts[candidate] = shared._replace(**own)
     return self._parts[candidate]
 
   def measure(self, candidate: Candidate, seconds: float) -> Figures:

@@ -10,7 +10,7 @@ from podracer_jit.schemes import SCHEMES, Scheme
 
 
 class Candidate(NamedTuple):
-  """A placement; num_shards is not one, but decides which there are."""
+  """A placement, and what of the config goes with it: num_shards decides which there are."""
 
   actor_devices: tuple[int, ...]
   learner_devices: tuple[int, ...]
@@ -18,6 +18,10 @@ class Candidate(NamedTuple):
   env_threads: int
   updates_per_call: int
   num_shards: int
+  scheme: str
+
+
+NOT_PLACEMENT = Candidate._fields[-2:]
 
 
 class Machine(NamedTuple):
@@ -34,14 +38,15 @@ def own_of(config: Mapping[str, Any]) -> Candidate:
   """The placement that the config has."""
   place = config['placement']
   return Candidate(tuple(place['actor_devices']), tuple(place['learner_devices']),
-                   *(place[name] for name in Candidate._fields[2:-1]), config['num_shards'])
+                   *(place[name] for name in Candidate._fields[2:-2]),
+                   *(config[name] for name in NOT_PLACEMENT))
 
 
 def placed(config: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
   """The config with this placement."""
   fields = candidate._asdict()
-  return config | dict(num_shards=fields.pop('num_shards'),
-                       placement=config['placement'] | fields)
+  rest = {name: fields.pop(name) for name in NOT_PLACEMENT}
+  return config | rest | dict(placement=config['placement'] | fields)
 
 
 def places(config: Mapping[str, Any], machine: Machine, num_shards: Sequence[int] = ()
@@ -49,9 +54,11 @@ def places(config: Mapping[str, Any], machine: Machine, num_shards: Sequence[int
   """Devices worth trying, the config's own first; `accept` knows which of them can be.
 
   Learners come first where they have devices of their own: the learner program, which takes
-  longest to compile, is then one for all placements with so many of them.
+  longest to compile, is then one for all placements with so many of them. `sync` and `fused`, which
+  give the same bits, are tried in place of each other.
   """
-  own, scheme = own_of(config), SCHEMES.get(config['scheme'])
+  own = own_of(config)
+  scheme = SCHEMES.get(own.scheme)
   if scheme is None:
     return [own]  # to be refused as any bad config
   found = [own]
@@ -61,6 +68,10 @@ def places(config: Mapping[str, Any], machine: Machine, num_shards: Sequence[int
         found += [own._replace(actor_devices=actors, learner_devices=learners, num_shards=shards,
                                actors_per_device=per_device)
                   for actors in _actors(scheme, machine, learners, shards / per_device)]
+  if own.scheme == 'sync':  # one update a call to begin with: some configs' takes many seconds
+    found += [candidate._replace(scheme='fused', updates_per_call=1) for candidate in found]
+  elif own.scheme == 'fused':
+    found += [candidate._replace(scheme='sync') for candidate in found]
   return list(dict.fromkeys(found))
 
 
@@ -102,7 +113,7 @@ def vary(config: Mapping[str, Any], machine: Machine, candidate: Candidate) -> l
   threads = {min(n, most) for n in (1, shared, machine.cores, 2 * machine.cores)}
   threads -= {candidate.env_threads or shared}
   found = [candidate._replace(env_threads=n) for n in sorted(threads)]
-  if SCHEMES[config['scheme']].fused:
+  if SCHEMES[candidate.scheme].fused:
     found += [candidate._replace(updates_per_call=n)
               for n in sorted({max(1, calls // 4), calls * 4} - {calls})]
   return found
@@ -115,7 +126,7 @@ def _differing(own: Candidate, chosen: Candidate) -> dict[str, str]:
 
 def as_flags(own: Candidate, chosen: Candidate) -> str:
   """What to add to a command line, quoted for a shell; empty for the config's own placement."""
-  return shlex.join(f'--config.{"" if name == "num_shards" else "placement."}{name}={value}'
+  return shlex.join(f'--config.{"" if name in NOT_PLACEMENT else "placement."}{name}={value}'
                     for name, value in _differing(own, chosen).items())
 
 

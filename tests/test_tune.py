@@ -44,8 +44,11 @@ CASES = {
         ((0,), (0, 1)), ((2,), (0, 1)), ((0, 1), (0, 1)), ((2, 3), (0, 1)),
         ((0,), (0, 1, 2, 3)), ((0, 1), (0, 1, 2, 3))]),
     'with lag 0 nothing is apart': (_laptop(), 4, [
-        ((0, 1), (0, 1)), OWN, ((0, 1), (0,)), ((0,), (0, 1))]),
-    'alone': (ppo_cartpole.get_config().to_dict(), 4, [OWN]),
+        ((0, 1), (0, 1)), OWN, ((0, 1), (0,)), ((0,), (0, 1)), OWN]),
+    'alone': (ppo_cartpole.get_config().to_dict(), 4, [OWN, OWN]),
+    'alone with two groups': (_laptop(scheme='fused', placement__actor_devices=(0,),
+                                      placement__learner_devices=(0,)), 4, [
+        OWN, OWN, ((0, 1), (0,)), ((0,), (0, 1)), ((0, 1), (0, 1))]),
     'colocated': (_laptop(scheme='ddppo'), 4, [((0, 1), (0, 1)), OWN]),
     'as many workers': (_laptop(scheme='dppo_async'), 4, [((0, 1), (0, 1)), ((0, 0), (0, 0))]),
     'as many groups': (_laptop(exact_reduce=False), 4, [((0, 1), (0, 1)), ((0,), (0, 1))]),
@@ -60,6 +63,9 @@ def test_candidates_are_those_that_can_be(case):
   found = tune.accept(tuner, tune_candidates.places(config, machine))
   assert found[0] == tune_candidates.own_of(config)
   assert [(c.actor_devices, c.learner_devices) for c in found] == expected
+  schemes = {c.scheme for c in found}
+  assert schemes == {config['scheme']} or schemes == {'sync', 'fused'}
+  assert all(c[:2] == OWN for c in found if c.scheme == 'fused')
   for candidate in (found[0], found[-1]):
     others = tune_candidates.vary(config, machine, candidate)
     assert tune.accept(tuner, others) == others
@@ -77,8 +83,9 @@ def test_candidates_of_atari_on_two_cores():
 
 def _unplaced(config):
   """A config without what may be changed."""
-  free = tune_candidates.Candidate._fields[:-1]
-  return config | dict(placement={k: v for k, v in config['placement'].items() if k not in free})
+  free = tune_candidates.Candidate._fields[:-2]
+  return {k: v for k, v in config.items() if k != 'scheme'} | dict(
+      placement={k: v for k, v in config['placement'].items() if k not in free})
 
 
 def test_other_threads_and_calls_are_by_the_cores():
@@ -91,8 +98,18 @@ def test_other_threads_and_calls_are_by_the_cores():
   assert threads(changed(atari, placement__env_threads=16), 16) == [1, 8, 32]
   assert threads(atari, 64) == [1, 64]  # no more than environments
   fused = changed(ppo_cartpole.get_config().to_dict(), placement__env_threads=0)
-  found = tune_candidates.vary(fused, _cores(4), tune_candidates.own_of(fused))
+  own = tune_candidates.own_of(fused)
+  found = tune_candidates.vary(fused, _cores(4), own)
   assert [(c.env_threads, c.updates_per_call) for c in found] == [(1, 16), (8, 16), (0, 4), (0, 64)]
+  assert [c.env_threads for c in tune_candidates.vary(
+      fused, _cores(4), own._replace(scheme='sync'))] == [1, 8]
+
+
+def test_one_program_is_tried_for_two_with_a_call_of_one_update_first():
+  config = _catch(scheme='sync')
+  _, fused = tune_candidates.places(config, _cores(1))
+  assert fused == tune_candidates.own_of(config)._replace(scheme='fused', updates_per_call=1)
+  assert {c.updates_per_call for c in tune_candidates.vary(config, _cores(1), fused)} == {1, 4}
 
 
 def test_gpus_have_several_actors_and_cpu_actors_their_own_devices():
@@ -124,7 +141,7 @@ def test_own_placement_that_cannot_be_is_left_out(capsys):
     tune.accept(tune.Tuner(config), tune_candidates.places(config, _cores(1)))
 
 
-A, B, C, D, E = (tune_candidates.Candidate((i,), (0,), 1, 0, 16, 1) for i in range(5))
+A, B, C, D, E = (tune_candidates.Candidate((i,), (0,), 1, 0, 16, 1, 'sync') for i in range(5))
 
 
 def test_the_best_has_the_highest_median():
@@ -169,9 +186,10 @@ def test_search_ends_with_the_round_that_spends_its_seconds():
 
 
 @pytest.mark.parametrize('chosen', [
-    tune_candidates.Candidate((0, 1), (0,), 1, 0, 16, 1),
-    tune_candidates.Candidate((1,), (0, 1), 2, 3, 64, 1),
-    tune_candidates.Candidate((0,), (0,), 1, 0, 16, 4)])
+    tune_candidates.Candidate((0, 1), (0,), 1, 0, 16, 1, 'cleanba'),
+    tune_candidates.Candidate((1,), (0, 1), 2, 3, 64, 1, 'cleanba'),
+    tune_candidates.Candidate((0,), (0,), 1, 0, 1, 1, 'fused'),
+    tune_candidates.Candidate((0,), (0,), 1, 0, 16, 4, 'cleanba')])
 def test_flags_parse_back_and_change_nothing_else(chosen):
   argv = ['tune', '--config=configs/impala_catch.py:smoke']
   config = command_line.parse(argv, flags.FlagValues())
