@@ -28,7 +28,9 @@ place of the exact one; shards1_sync, shards2_rollout, shards4_cleanba, ... with
 
 All parts are built once, stay alive, and are measured in turn, round after round, each for
 seconds / rounds of a round; the others are held meanwhile, at rest. Figures are medians over the
-rounds: a machine that drifts drifts for all. Compilation and the first updates are not counted. SPS
+rounds: a machine that drifts drifts for all. Of a virtual machine whose cores are now near and now
+far apart (scripts/benchmark_cores.py), the rounds of one distance count; `cores_apart_ns` says
+which. Compilation and the first updates are not counted. SPS
 counts valid agent steps. Memory must do for a few rollouts of each part; a part runs for two
 updates at least, `fused` for two calls (--config.placement.updates_per_call makes them shorter). A
 replay is kept small. Of a config whose scheme is `apex`, which has two speeds, there are figures
@@ -48,6 +50,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import benchmark_cores
 import benchmark_memory
 import benchmark_parts
 import benchmark_picture
@@ -58,11 +61,13 @@ from podracer_jit import build, checkpoint, command_line, placement, wiring
 from podracer_jit.schemes import SCHEMES
 
 BASES = ('environment', 'sync', 'conventional_sync', 'conventional_cleanba')  # to divide by
+# Of each part what its rounds found, and how far apart the cores were before and after.
+Found = Mapping[str, Sequence[tuple[benchmark_parts.Figures, tuple[float, float]]]]
 
 
 def measure(names: Sequence[str], parts: wiring.Parts, seconds: float, rounds: int
-            ) -> tuple[dict[str, list[benchmark_parts.Figures]], dict[str, dict[str, float]]]:
-  """Figures of each part and round, and of each part the MB that it took and should have."""
+            ) -> tuple[Found, dict[str, dict[str, float]]]:
+  """What was found, and of each part the MB that it took and should have."""
   found, memory, state = {name: [] for name in names}, {}, build.initial_state(parts)
   with contextlib.ExitStack() as stack:
     measures = {}
@@ -78,22 +83,26 @@ def measure(names: Sequence[str], parts: wiring.Parts, seconds: float, rounds: i
     for k in range(rounds):
       say(f'round {k + 1} of {rounds}')
       for name in names:
-        found[name].append(measures[name](seconds / rounds))
+        before = benchmark_cores.apart_ns()
+        made = measures[name](seconds / rounds)
+        found[name].append((made, (before, benchmark_cores.apart_ns())))
   return found, memory
 
 
-def summarise(found: Mapping[str, Sequence[benchmark_parts.Figures]], unroll_length: int
-              ) -> dict[str, Any]:
+def summarise(found: Found, unroll_length: int) -> dict[str, Any]:
   """Medians and their ratios, by part; what follows from the parts alone."""
-  sps = {name: statistics.median(x.sps for x in figures) for name, figures in found.items()}
+  counted, apart_ns = benchmark_cores.comparable(found)
+  sps = {name: statistics.median(x.sps for x in figures) for name, figures in counted.items()}
   period = {name: statistics.median(x.seconds_per_update for x in figures)
-            for name, figures in found.items()}
+            for name, figures in counted.items()}
   table = {
-      name: dict(sps=sps[name], seconds_per_update=period[name], rounds=[x.sps for x in figures],
+      name: dict(sps=sps[name], seconds_per_update=period[name],
+                 rounds=[x.sps for x in figures], left_out=len(found[name]) - len(figures),
                  **{f'to_{base}': sps[name] / sps[base] if base in sps else None
                     for base in BASES})
-      for name, figures in found.items()}
-  return dict(parts=table, derived=ratios(period, unroll_length) | shares(sps))
+      for name, figures in counted.items()}
+  return dict(parts=table, derived=ratios(period, unroll_length) | shares(sps) | dict(
+      cores_apart_ns=apart_ns, rounds_left_out=sum(row['left_out'] for row in table.values())))
 
 
 def ratios(period: Mapping[str, float], unroll_length: int) -> dict[str, float]:

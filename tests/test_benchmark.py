@@ -20,6 +20,7 @@ from tests.runs import QUICK
 SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / 'scripts'
 sys.path.insert(0, str(SCRIPTS))
 
+import benchmark_cores  # noqa: E402
 import benchmark_memory  # noqa: E402
 import benchmark_parts  # noqa: E402
 import benchmark_round  # noqa: E402
@@ -109,7 +110,7 @@ def test_every_part_is_measured(tmp_path):
   parts = figures['parts']
   assert list(parts) == list(benchmark_parts.NAMES)
   for name, row in parts.items():
-    assert len(row['rounds']) == 2 and all(sps > 0 for sps in row['rounds'])
+    assert len(row['rounds']) + row['left_out'] == 2 and all(sps > 0 for sps in row['rounds'])
     assert row['sps'] == pytest.approx(np.median(row['rounds']))
     assert row['seconds_per_update'] > 0
     for base in ('environment', 'conventional_sync', 'conventional_cleanba'):
@@ -222,6 +223,34 @@ ENTRY %main (p: f32[]) -> f32[] {
   assert benchmark_round.operations(text, ('environment', 'policy')) == {
       'a.1': 'policy', 'copy.2': 'policy', 'f.3': 'environment', 'b': 'policy',
       'plus': 'other arithmetic'}
+
+
+NEAR, FAR, MOVED = (90.0, 110.0), (510.0, 490.0), (100.0, 500.0)
+
+
+@pytest.mark.parametrize('found, expected', [
+    # Near twice and far once, of each part at the least.
+    (dict(a=[(1, NEAR), (2, FAR), (3, NEAR)], b=[(4, MOVED), (5, NEAR), (6, NEAR), (7, FAR)]),
+     (dict(a=[1, 3], b=[5, 6]), 100.0)),
+    (dict(a=[(1, NEAR), (2, FAR), (3, FAR)], b=[(4, FAR), (5, FAR), (6, NEAR)]),
+     (dict(a=[2, 3], b=[4, 5]), 500.0)),
+    # As often near as far.
+    (dict(a=[(1, NEAR), (2, FAR)], b=[(3, FAR), (4, NEAR)]), (dict(a=[1], b=[4]), 100.0)),
+    # No distance that all have.
+    (dict(a=[(1, NEAR)], b=[(2, FAR), (3, MOVED)]), (dict(a=[1], b=[2, 3]), 300.0)),
+    # A core alone, or cores that are where they are.
+    (dict(a=[(1, (0.0, 0.0)), (2, (0.0, 0.0))]), (dict(a=[1, 2]), 0.0)),
+    (dict(a=[(1, FAR), (2, FAR)]), (dict(a=[1, 2]), 500.0))])
+def test_rounds_of_one_distance_count(found, expected):
+  assert benchmark_cores.comparable(found) == expected
+
+
+def test_distance_of_cores(monkeypatch):
+  """A turn of two takes at least what light takes for a few metres, and a core alone has none."""
+  if len(benchmark_cores.os.sched_getaffinity(0)) > 1:
+    assert 10 < benchmark_cores.apart_ns() < 1e6
+  monkeypatch.setattr(benchmark_cores.os, 'sched_getaffinity', lambda pid: {3})
+  assert benchmark_cores.apart_ns() == 0
 
 
 def test_shares_of_what_overlaps_add_up():

@@ -1,0 +1,77 @@
+"""How far apart two cores are, which on virtual machines changes from one second to the next.
+
+Cores that share a cache hand a line to each other in 50 ns, others in 250. Whoever lends a virtual
+machine moves its cores about without a word, and what several threads do - EnvPool's queues above
+all - then takes up to twice as long. So speeds are compared as of one distance.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+# Two of them hand one byte to and fro; prints the least mean time of a turn of both.
+_PLAYER = """
+import mmap, os, sys, time
+core, mine = map(int, sys.argv[1:3])
+os.sched_setaffinity(0, {core})
+with open(sys.argv[3], 'r+b') as file:
+  line = mmap.mmap(file.fileno(), 64)
+best, turns = float('inf'), 300
+for _ in range(20):
+  start = time.perf_counter()
+  for _ in range(turns):
+    while line[0] != mine:
+      pass
+    line[0] = 1 - mine
+  best = min(best, (time.perf_counter() - start) / turns)
+print(best * 1e9)
+"""
+T = TypeVar('T')
+
+
+def apart_ns() -> float:
+  """Nanoseconds for a byte to go to the second of this process's cores and back; 0 of one core."""
+  cores = sorted(os.sched_getaffinity(0))[:2]
+  if len(cores) < 2:
+    return 0.0
+  with tempfile.NamedTemporaryFile() as file:
+    file.write(bytes(64))
+    file.flush()
+    players = [subprocess.Popen([sys.executable, '-ISc', _PLAYER, str(core), str(i), file.name],
+                                stdout=subprocess.PIPE, text=True) for i, core in enumerate(cores)]
+    try:
+      return min(float(player.communicate(timeout=30)[0]) for player in players)
+    finally:
+      for player in players:
+        player.kill()
+
+
+def comparable(found: Mapping[str, Sequence[tuple[T, tuple[float, float]]]]
+               ) -> tuple[dict[str, list[T]], float]:
+  """The measurements of one distance: of near or far, that of which each name has more.
+
+  found: by name what was measured, each with `apart_ns` before and after. Far is more than twice
+    the least of all; what began near and ended far is neither. Where some name has none of either,
+    all measurements count.
+
+  Returns:
+    These, and the median of their distances.
+  """
+  limit = 2 * min(ns for all_of in found.values() for _, both in all_of for ns in both)
+
+  def of(kind: Callable[[tuple[float, float]], bool]):
+    return {name: [x for x in all_of if kind(x[1])] for name, all_of in found.items()}
+
+  chosen = max(of(lambda both: max(both) <= limit), of(lambda both: min(both) > limit),
+               key=lambda some: min(map(len, some.values())))
+  if not all(chosen.values()):
+    chosen = found
+  distances = [ns for all_of in chosen.values() for _, both in all_of for ns in both]
+  return ({name: [made for made, _ in all_of] for name, all_of in chosen.items()},
+          statistics.median(distances))
