@@ -16,25 +16,25 @@ theirs. Parts (--parts=sync,cleanba for a few):
 
 From these follow ratios, 1 where nothing is lost: of a rollout to the slower of environment and
 policy, times 1 + 1/T, and of a round of each scheme to the slower of rollout and learner; where
-they share their cores, as on a CPU, to the sum of both. Then a round of --rounds_of=cleanba is
-taken apart (scripts/benchmark_round.py): the time of each worker by what it did, and the memory
-that its programs need; --picture=round.png draws it. Peak memory of a part is what it took at most
-in a call, beyond what there was before it was built, of what the C library gives out: arrays and
-emulators (of a conventional part twice), not machine code, stacks and what a GPU holds. Computed is
-what its programs and hand-offs need by their shapes.
+they share their cores, as on a CPU, to the sum of both. Then a round of --rounds_of=cleanba (or
+sync; empty: none) is taken apart (scripts/benchmark_round.py): the time of each worker by what it
+did, and the memory that its programs need; --picture=round.png draws it. Peak memory of a part is
+what it took at most in a call, beyond what there was before it was built, of what the C library
+gives out: arrays and emulators (of a conventional part twice), not machine code, stacks and what a
+GPU holds. Computed is what its programs and hand-offs need by their shapes.
 
 Only where --parts names them: plain_learner, plain_sync, ... the same with a plain all-reduce in
 place of the exact one; shards1_sync, shards2_rollout, shards4_cleanba, ... with as many pools.
 
-All parts are built once, stay alive, and are measured in turn, round after round, each for
-seconds / rounds of a round; the others are held meanwhile, at rest. Figures are medians over the
-rounds: a machine that drifts drifts for all. Of a virtual machine whose cores are now near and now
-far apart (scripts/benchmark_cores.py), the rounds of one distance count; `cores_apart_ns` says
-which. Compilation and the first updates are not counted. SPS
-counts valid agent steps. Memory must do for a few rollouts of each part; a part runs for two
-updates at least, `fused` for two calls (--config.placement.updates_per_call makes them shorter). A
-replay is kept small. Of a config whose scheme is `apex`, which has two speeds, there are figures
-for `sync` and `cleanba` with its replay.
+All parts are built once, stay alive, and are measured in turn, round after round, each for seconds
+/ rounds of a round; the others are held meanwhile, at rest. Figures are medians over the rounds: a
+machine that drifts drifts for all. Of a virtual machine whose cores are now near and now far apart
+(scripts/benchmark_cores.py), the rounds of one distance count; `cores_apart_ns` says which.
+Compilation and the first updates are not counted. SPS counts valid agent steps. Memory must do for
+a few rollouts of each part; a part makes a call at least, training two updates, `fused` two calls
+(--config.placement.updates_per_call makes them shorter). A replay is kept small. Of a config whose
+scheme is `apex`, which has two speeds, there are figures for `fused`, `sync` and `cleanba` with its
+replay.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def define_flags() -> flags.FlagValues:
                      lower_bound=0.0, flag_values=values)
   flags.DEFINE_integer('rounds', 5, 'Rounds that this time is spread over.', lower_bound=1,
                        flag_values=values)
-  flags.DEFINE_enum('rounds_of', 'cleanba', ['', *'sync', 'cleanba'],
+  flags.DEFINE_enum('rounds_of', 'cleanba', ['', 'sync', 'cleanba'],
                     'The scheme of which a round is taken apart.', flag_values=values)
   flags.DEFINE_string('picture', None, 'Draw that round here (.png, .svg).', flag_values=values)
   flags.DEFINE_string('json', None, 'Write all figures here.', flag_values=values)

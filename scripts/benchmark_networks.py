@@ -1,4 +1,4 @@
-"""What each formulation of podracer_jit/conv.py, and keeping freed memory, does to networks.
+"""What each formulation of podracer_jit/conv.py does to networks.
 
 python scripts/benchmark_networks.py --network=impala_resnet --rows=160,640 --rounds=3
 

@@ -6,8 +6,8 @@ Takes --config and its overrides as the main binary does. The last line is to be
 scripts/train and the same flags; it has what differs from the config. Tried are devices of actors
 and learners, (on GPUs) actors_per_device and `fused` for `sync` or the other way round, then, for
 the best of these, env_threads and (of `fused`) updates_per_call: none of them changes a result of a
-scheme that repeats. Never touched are actor_platform and xla_threads, which do, nor num_shards
-unless asked: --num_shards=1,2,4.
+scheme that repeats (but a workdir keeps its scheme: with another take a new one). Never touched are
+actor_platform and xla_threads, which do, nor num_shards unless asked: --num_shards=1,2,4.
 
 Every round gives --seconds / rounds to the placements still in it, one after the other, and the
 worse half is dropped; the last three rounds are of the two best. The config's own takes part in

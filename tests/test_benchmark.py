@@ -176,13 +176,15 @@ def _check_round(found, out):
 
 def test_a_config_with_a_replay_is_measured_and_taken_apart(tmp_path):
   path = tmp_path / 'figures.json'
-  code, out, err = _run('--seconds=0', '--rounds=1', f'--json={path}', config='apex_dqn_catch')
+  code, out, err = _run('--seconds=0', '--rounds=1', f'--json={path}', '--rounds_of=sync',
+                        config='apex_dqn_catch')
   assert code == 0, err
   figures = json.loads(path.read_text())
   assert list(figures['parts']) == [n for n in benchmark_parts.NAMES if 'conventional' not in n]
   _check_ratios(figures, figures['parts'])
   _check_round(figures['round'], out)
   assert figures['round']['lanes']['learner']['storing'] > 0
+  assert figures['round']['scheme'] == 'sync'
   code, _, err = _run('--parts=conventional_sync', config='apex_dqn_catch')
   assert code == 2 and 'conventional' in err and 'replay' in err
 

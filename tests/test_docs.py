@@ -1,5 +1,6 @@
 """The docs' program runs, every config makes its smoke run, and what the docs name is there."""
 
+import os
 import re
 import subprocess
 import sys
@@ -35,6 +36,8 @@ def test_what_the_docs_name_is_there(path):
     assert (ROOT / 'podracer_jit' / 'configs' / name).is_file(), name
   for name in re.findall(r'scripts/(\w+(?:\.(?:py|sh))?)', text):
     assert (ROOT / 'scripts' / name).is_file(), name
+  for command in re.findall(r'^(scripts/\S+)', '\n'.join(blocks(path, 'sh')), re.MULTILINE):
+    assert os.access(ROOT / command, os.X_OK), command
   config = experiment.config('ppo', 'mlp', 'adam').to_dict() | {'replay': experiment.REPLAY}
   config['loss'] |= experiment.LOSSES['dqn']
   for field in re.findall(r'--config\.([a-z_.]+)', text):

@@ -2,8 +2,9 @@
 
 podracer_jit --config=configs/apex_dqn_pong_laptop.py --workdir=runs/apex_pong
 
-The network and frames of pong_laptop.py, half of the environments and of the gradients on each
-core; a replay of a tenth of the paper's, from which a transition is drawn four times.
+The frames and convolutions of pong_laptop.py, then two streams of 128; half of the environments and
+of the gradients on each core; a replay of a tenth of the paper's, from which a transition is drawn
+four times.
 """
 
 from podracer_jit import experiment
