@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from podracer_jit import envs
+from podracer_jit import envs, experiment
 from podracer_jit.experiment import (
     LOSSES,
     NETWORKS,
@@ -19,6 +20,7 @@ from podracer_jit.experiment import (
     has_replay,
 )
 from podracer_jit.networks import CORES, IMAGE_TORSOS
+from podracer_jit.placement import bad_devices
 from podracer_jit.policies import CONTINUOUS
 from podracer_jit.schemes import SCHEMES
 
@@ -82,6 +84,11 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
       low, high = RANGES.get(name, (-math.inf, math.inf))
       if isinstance(value, float) and not (math.isfinite(value) and low <= value <= high):
         yield f'{part}.{name}: must be between {low} and {high}, got {value}'
+  for name in ('b1', 'b2', 'eps'):  # in 32 bits, in which 0 would be divided by 0
+    value = np.float32(config['optimizer'].get(name, 0.5))
+    if not (value > 0 if name == 'eps' else value < 1):
+      yield (f'optimizer.{name}: must be {"above 0" if name == "eps" else "below 1"}, got '
+             f'{config["optimizer"][name]}')
   if config['optimizer']['kl_target'] and config['loss']['name'] != 'ppo':
     yield f'optimizer.kl_target: only ppo measures it, not {config["loss"]["name"]}; must be 0'
   if config['normalise']['value'] and config['loss']['name'] != 'ppo':
@@ -180,6 +187,10 @@ def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
     value = _get(config, field)
     if value not in known:
       yield f'{field}: there is no {value!r}; known are {", ".join(known)}'
+  whole = experiment.config(*(config[part]['name'] for part in ('loss', 'network', 'optimizer')))
+  yield from _differing('', config, whole)
+  for part in ('placement', 'normalise', 'checkpoint', 'log'):
+    yield from _differing(f'{part}.', config[part], whole[part])
   for part, tables in (('network', NETWORKS), ('loss', LOSSES), ('optimizer', OPTIMIZERS)):
     name, given = config[part]['name'], set(config[part]) - {'name'}
     for odd in sorted(given ^ set(tables[name])):
@@ -206,6 +217,13 @@ def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
           f'{net["channels"]}, {net["kernels"]}, {net["strides"]}'
 
 
+def _differing(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+  for name in sorted(set(given) ^ set(known)):
+    near = difflib.get_close_matches(name, known, n=1) if name in given else ()
+    yield (f'{prefix}{name}: {"there is no such field" if name in given else "is missing"}'
+           + ''.join(f'; did you mean {prefix}{field}?' for field in near))
+
+
 def _indivisible(config: Mapping[str, Any]) -> Iterator[str]:
   envs_, groups, minibatches = (
       config['env']['num_envs'], config['num_grad_shards'], config['num_minibatches'])
@@ -225,12 +243,10 @@ def _indivisible(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _misplaced(config: Mapping[str, Any]) -> Iterator[str]:
   placement, scheme = config['placement'], SCHEMES[config['scheme']]
-  for field in ('actor_devices', 'learner_devices'):
-    value = placement[field]
-    if not value or any(not isinstance(i, int) or i < 0 for i in value):
-      yield f'placement.{field}: must be a tuple of device indices, such as (0, 1), got {value!r}'
-    elif field == 'learner_devices' and len(set(value)) < len(value) and not scheme.each:
-      yield f'placement.{field}: names a device twice, got {value}'
+  yield from bad_devices(placement)
+  learners = placement['learner_devices']
+  if len(set(learners)) < len(learners) and not scheme.each:
+    yield f'placement.learner_devices: names a device twice, got {learners}'
   if placement['actor_platform'] not in ('auto', 'gpu', 'cpu'):
     yield ('placement.actor_platform: must be auto, gpu or cpu, '
            f'got {placement["actor_platform"]!r}')

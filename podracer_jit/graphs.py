@@ -50,7 +50,7 @@ def _fused(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff
   total = parts.config['total_steps']
   calls = min(parts.config['placement']['updates_per_call'], begin.updates)
   fused = ops.make_fused(wiring.make_rollout(parts, actor.pools), parts.learn, calls)
-  state = placement.put_params(begin.state, actor.device)
+  state = jax.tree.map(lambda x: x.addressable_data(0), begin.state)  # to be donated, not a copy
   program = actor.pools.load(fused, (state, actor.state, calls, total), donate=(0, 1))
 
   def fire(carry: Learning):

@@ -180,7 +180,7 @@ def _segment(parts: wiring.Parts, state, meta: Mapping[str, Any], length: int, w
         header = dict(segment=index, first_update=saved + 1, versions=checkpoint.versions(),
                       canary=canary())
       files = stack.enter_context(contextlib.closing(
-          Files(workdir, saved, header, config['log']['tensorboard'])))
+          Files(workdir, saved, int(state.steps), header, config['log']['tensorboard'])))
     segment = stack.enter_context(build.segment(
         parts, state, index, length, report, stop))
     meter = Meter(config['log']['window'], parts.spec.frame_skip, segment.waits, meta)

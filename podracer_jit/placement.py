@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,8 +45,10 @@ def prepare_host(options: Mapping[str, Any]) -> None:
   experiment: it must not follow the cores or the virtual devices that happen to be here.
 
   Raises:
-    ValueError: more devices than `placement.xla_threads`.
+    ValueError: devices that are no indices, or more of them than `placement.xla_threads`.
   """
+  for problem in bad_devices(options):
+    raise ValueError(problem)
   devices = _devices_wanted(options)
   threads = options['xla_threads']
   if devices > threads:
@@ -69,6 +71,14 @@ def _keep_programs() -> None:
   processor = hashlib.sha256('\n'.join(features).encode()).hexdigest()[:12]
   cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache')
   jax.config.update('jax_compilation_cache_dir', str(cache / 'podracer_jit' / processor))
+
+
+def bad_devices(options: Mapping[str, Any]) -> Iterator[str]:
+  """What is wrong with the fields that name devices, in a line each."""
+  for field in ('actor_devices', 'learner_devices'):
+    value = options[field]
+    if not value or any(not isinstance(i, int) or i < 0 for i in value):
+      yield f'placement.{field}: must be a tuple of device indices, such as (0, 1), got {value!r}'
 
 
 def _devices_wanted(options: Mapping[str, Any]) -> int:

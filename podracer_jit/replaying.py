@@ -213,12 +213,12 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
     drawn = count * sizes.batch_size
     terms = dict(sums['terms'], sampled_age=sums['sampled_age'])
     terms.pop('valid')
-    size = jnp.sum(state.replay.size)
+    size, rate = jnp.sum(state.replay.size), learning_rate(state.steps)
     state = state._replace(update=state.update + 1, steps=state.steps + valid)
     total = state.target.gradient_steps * float(sizes.batch_size)
     return state, {k: v / jnp.maximum(drawn, 1) for k, v in terms.items()} | dict(
         grad_norm=sums['grad_norm'] / jnp.maximum(count, 1),
-        param_norm=optax.tree.norm(state.params), learning_rate=learning_rate(state.steps),
+        param_norm=optax.tree.norm(state.params), learning_rate=rate,
         valid=valid, update=state.update, steps=state.steps, sampled=drawn,
         gradient_steps=state.target.gradient_steps,
         replay_size=lax.psum(size, AXIS) if mesh_size > 1 else size,

@@ -234,6 +234,10 @@ def prepare(config: Mapping[str, Any], asked: Sequence[str] | None
   if 'fused' in names and (len(actors) > 1 or actors != learners):
     say('fused: left out, the placement is more than one device')
     names.remove('fused')
+  if not names:
+    raise ValueError('--parts: nothing is left to measure')
+  for name in names:
+    benchmark_parts.of_variant(name, parts)
   return parts, names
 
 

@@ -102,6 +102,8 @@ def main(argv: Sequence[str]) -> int:
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
+    if not values.shards:
+      raise ValueError('--shards: must name one at least, to compare with')
     configs = cases(config, [int(n) for n in values.batches], [int(n) for n in values.shards])
     placement.prepare_host(next(iter(configs.values()))['placement'])
     times = step_times(config, values.steps)

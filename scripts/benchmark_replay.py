@@ -85,7 +85,7 @@ class Programs(NamedTuple):
 def of_capacity(config: Mapping[str, Any], capacity: int) -> dict[str, Any]:
   """The config with a replay of this capacity, on one device, drawn from at once, never done."""
   place = config['placement'] | dict(actor_devices=(0,), learner_devices=(0,))
-  options = config['replay'] | dict(capacity=capacity, min_size=1)
+  options = config['replay'] | dict(capacity=capacity, min_size=1, samples_per_insert=0.0)
   return config | dict(placement=place, replay=options, total_steps=2**31 - 1)
 
 

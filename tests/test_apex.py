@@ -4,12 +4,15 @@ import functools
 import json
 import re
 import time
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podracer_jit import build, checkpoint, evaluation, experiment, loops, main
+from podracer_jit import build, checkpoint, checks, evaluation, experiment, loops, main, replaying
+from podracer_jit.types import Target, TrainState
 from tests.runs import changed, run
 
 UPDATES = 8
@@ -85,6 +88,18 @@ def test_the_age_of_what_is_drawn_is_counted_in_gradient_steps():
     assert ages[u] == pytest.approx(np.sum(count * (3 * (u - 1) + 1 - born)) / sizes[u], abs=0.02)
 
 
+def test_the_rate_that_is_told_is_that_of_the_updates_own_steps():
+  """As of a loss without a replay: of the steps before what the update adds."""
+  params = {'w': jnp.ones(3)}
+  state = TrainState(params, (), jnp.int32(0), jnp.int32(50), jax.random.key(0),
+                     Target(params, jnp.int32(3)), types.SimpleNamespace(size=jnp.array([5])))
+  sizes = replaying.Sizes(4, 1, 2, 1, 1, 1, 0.4, 0)
+  sums = dict(terms=dict(valid=2.0, loss=1.0), sampled_age=0.0, grad_norm=1.0)
+  finish = replaying.make_finish(sizes, lambda steps: 1.0 - steps / 100)
+  after, metrics = finish(state, jnp.int32(1), sums, jnp.int32(25), jnp.zeros(2, jnp.uint32))
+  assert metrics['learning_rate'] == 0.5 and metrics['steps'] == after.steps == 75
+
+
 def _train(workdir, total, learners=(0,), **fields):
   whole = config('dpg', total_steps=total, checkpoint__every_updates=4, **fields)
   checkpoint.open_workdir(workdir, whole | dict(total_steps=10**6))
@@ -100,6 +115,15 @@ def test_a_resumed_run_has_the_same_bits_on_another_mesh(replay, tmp_path):
   whole = _train(tmp_path / 'one', 8 * 256, checkpoint__replay=replay)
   assert len(_train(tmp_path / 'two', 4 * 256, checkpoint__replay=replay)) == 4 < len(whole) == 8
   assert _train(tmp_path / 'two', 8 * 256, (1, 2), checkpoint__replay=replay) == whole
+
+
+def test_a_free_run_of_several_actors_can_be_evaluated(tmp_path):
+  """With one actor the tolerance would have to be larger: a rollout of it adds more."""
+  whole = config('dqn', scheme='apex', replay__samples_per_insert=2.0, replay__tolerance=6400,
+                 placement__actor_devices=(0, 1))
+  checks.check(whole)
+  checkpoint.open_workdir(tmp_path, whole)
+  checks.check(evaluation.read_config(tmp_path))
 
 
 def test_evaluation_does_not_explore(tmp_path):

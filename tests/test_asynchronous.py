@@ -320,3 +320,6 @@ def test_the_benchmark_measures_both_ways(tmp_path):
   assert set(found['sps']) == {'async 1', 'async 2', 'sync 1', 'sync 2'}
   assert all(len(rates) == 2 and min(rates) > 0 for rates in found['sps'].values())
   assert found['step_ms']['p50'] <= found['step_ms']['p99'] <= found['step_ms']['max']
+  done = subprocess.run([sys.executable, SCRIPTS / 'benchmark_async.py', args[0], '--shards='],
+                        env=QUICK, text=True, capture_output=True, timeout=600)
+  assert done.returncode == 2 and '--shards' in done.stderr

@@ -1,7 +1,10 @@
 """Configs are the tables that they name: the Atari ones on the protocol of Machado et al."""
 
+import re
+
 import pytest
 
+from podracer_jit import build, experiment
 from podracer_jit.configs import (
     impala_atari,
     ppo_atari,
@@ -9,6 +12,7 @@ from podracer_jit.configs import (
     ppo_mujoco_fast,
     ppo_pong_envpool,
 )
+from tests.runs import changed, small
 
 # 1709.06009, table 2 and section 3; EnvPool's no-ops: 1 is none.
 PROTOCOL = {
@@ -61,3 +65,15 @@ def test_is_the_papers_table(case):
     for part in field.split('.'):
       found = found[part]
     assert found == value, field
+
+
+@pytest.mark.parametrize('fields, said', [
+    (dict(shceme='sync'), 'shceme: there is no such field; did you mean scheme?'),
+    (dict(placement__env_thread=1),
+     'placement.env_thread: there is no such field; did you mean placement.env_threads?'),
+    (dict(normalise__observations=True), 'normalise.observations: there is no such field'),
+    (dict(replay=dict(experiment.REPLAY)), 'replay: there is no such field'),
+    (dict(log={'window': 100, 'every_seconds': 1.0}), 'log.tensorboard: is missing')])
+def test_a_field_that_a_config_file_misspells_is_refused(fields, said):
+  with pytest.raises(ValueError, match='^' + re.escape(said)):
+    build.make_parts(changed(small('ppo'), **fields))

@@ -221,6 +221,15 @@ def test_programs_can_be_made_for_gpus(module):
   assert 'stablehlo.while' in learn.as_text() and 'custom_call' not in learn.as_text()
 
 
+@pytest.mark.parametrize('scheme', ['sync', 'fused'])
+def test_a_segment_keeps_no_second_train_state(scheme):
+  parts = _parts(scheme)
+  state = initial_state(parts)
+  with build.segment(parts, state, 0, 2, lambda report: None) as segment:
+    loops.run(segment.workers)
+  assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
+
+
 def test_transfers_happen_in_hand_offs_alone(monkeypatch):
   """Every device_put of a running loop is made by a hand-off, one for each value it carries."""
   inside, outside, values = [], [], []
