@@ -64,8 +64,8 @@ class Needs:
     """Build the part from `self.parts`: its learner is watched."""
     self.parts = parts._replace(learner=self._noting(parts.learner))
     self._devices = parts.place.mesh.size // parts.place.processes
-    self._learner, self._taken, self._bytes, self._batch = parts.learner, None, 0, 0
-    place = parts.place
+    self._learner, self._taken, self._bytes, self._batch = parts.learner, None, [], 0
+    self._place = place = parts.place
     self._copied = (place.actors != place.learners
                     or parts.config['num_shards'] != len(place.actors) * place.processes)
 
@@ -81,7 +81,7 @@ class Needs:
   def noting(self) -> contextlib.AbstractContextManager[None]:
     """Whatever pools load meanwhile belongs to the part."""
     def note(compiled):
-      self._bytes += sum(program_memory(compiled).values())
+      self._bytes.append(sum(program_memory(compiled).values()))
     return loading(note)
 
   def mb(self, name: str) -> float | None:
@@ -93,7 +93,9 @@ class Needs:
     """
     if name.startswith('conventional'):
       return None
-    total = 0 if name == 'learner' else self._bytes  # its actors are gone
+    # The actors are gone that made the learner's batch, and the environment's actions before it.
+    here = {'learner': [], 'environment': self._bytes[-len(self._place.actors):]}
+    total = sum(here.get(name, self._bytes))
     if self._taken is not None:
       learner = self._learner.lower(*self._taken).compile()
       total += sum(program_memory(learner).values()) * self._devices

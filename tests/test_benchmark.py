@@ -148,6 +148,7 @@ def _check_memory(parts, programs):
   computed = dict(rollout=needs['rollout'], learner=needs['learner'], sync=both - batch,
                   cleanba=both + batch)
   assert {name: parts[name]['computed_mb'] for name in computed} == pytest.approx(computed)
+  assert parts['environment']['computed_mb'] < needs['rollout'] / 2  # an observation at a time
   assert parts['environment']['peak_mb'] > 0
 
 
