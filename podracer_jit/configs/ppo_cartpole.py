@@ -22,7 +22,7 @@ def get_config(arg: str = ''):
   config.loss.entropy_coef = 0.0
   config.optimizer.learning_rate = 2e-3
   config.placement.xla_threads = 2  # more than there are cores is slower
-  config.placement.env_threads = 1  # steps are so short that a second one is in the policy's way
+  config.placement.env_threads = 1  # steps so short that threads of far cores are slower together
   if arg == 'smoke':
     config.total_steps = 5_000
   return config
