@@ -80,12 +80,13 @@ def measure(names: Sequence[str], parts: wiring.Parts, seconds: float, rounds: i
         measures[name](0.0)  # compiles what is left to compile, and warms up
       most = benchmark_memory.most_in_use(functools.partial(measures[name], 0.0))
       memory[name] = dict(peak_mb=most - before, computed_mb=needs.mb(base))
+    before = benchmark_cores.apart_ns()
     for k in range(rounds):
       say(f'round {k + 1} of {rounds}')
       for name in names:
-        before = benchmark_cores.apart_ns()
-        made = measures[name](seconds / rounds)
-        found[name].append((made, (before, benchmark_cores.apart_ns())))
+        made, after = measures[name](seconds / rounds), benchmark_cores.apart_ns()
+        found[name].append((made, (before, after)))
+        before = after
   return found, memory
 
 

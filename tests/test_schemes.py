@@ -151,7 +151,7 @@ def test_the_first_exception_of_anyone_ends_all(scheme, name):
         calls.append(1)
         if worker.name == name and len(calls) == 3:
           for once in fired.values():  # who is compiling yet cannot end in time
-            once.wait()
+            assert once.wait(120)
           raise ArithmeticError(name)
         made = worker.fire(*args)
         fired[worker.name].set()

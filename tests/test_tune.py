@@ -11,6 +11,7 @@ from absl import flags
 
 from podracer_jit import command_line, experiment
 from podracer_jit.configs import impala_atari, impala_catch, pong_laptop, ppo_cartpole
+from podracer_jit.schemes import SCHEMES
 from tests.runs import QUICK, changed, small
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / 'scripts'
@@ -240,6 +241,15 @@ def test_candidates_share_the_learner():
   assert len({id(x.learner) for x in parts}) == 1
   assert [x.place.env_threads for x in parts][1] == 2
   assert parts[2].place.actors != parts[0].place.actors
+
+
+def test_a_candidate_is_run_by_its_own_scheme():
+  config = tune.prepare(_catch(scheme='sync'))
+  tuner = tune.Tuner(config)
+  for candidate in tune_candidates.places(config, _cores(1)):
+    parts = tuner.parts(candidate)
+    assert parts.scheme == SCHEMES[candidate.scheme] and parts.config['scheme'] == candidate.scheme
+    assert tuner.measure(candidate, 0.05).sps > 0
 
 
 def _run(*args):
