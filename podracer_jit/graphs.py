@@ -22,7 +22,6 @@ class Learning(NamedTuple):
   """The state of the worker that learns."""
 
   train: TrainState
-  ended: bool = False  # nothing more to learn: total_steps reached, or asked to stop
   update: int = 0  # of `train`, where it steers: asking the device would take a while
   actor: rollouts.ActorState | None = None  # in `fused`, where one program does it all
   late: float = 0.0  # gradient steps that a replay's newest rollouts were behind when they came
@@ -59,10 +58,11 @@ def _fused(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff
     count = number(count)  # waits for the call
     item = Report(metrics, count, (wiring.delay(parts, 0),) * count, (0.0,) * count)
     update = carry.update + count
-    return (Learning(state, begin.ended(state), update, actor_state), [Stamped(item, update)])
+    return Learning(state, update, actor_state), [Stamped(item, update)]
 
-  learner = Worker('learner', fire, Learning(state, False, begin.update, actor.state), [],
-                   [Port(reports)], -(-begin.updates // calls), lambda carry: carry.ended)
+  learner = Worker('learner', fire, Learning(state, begin.update, actor.state), [],
+                   [Port(reports)], -(-begin.updates // calls),
+                   lambda carry: begin.ended(carry.train))
   return [learner], lambda: Waits(0.0, 0.0)
 
 
@@ -86,17 +86,15 @@ def _split(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff
                 for i, x in enumerate(values)]
     with jax.profiler.TraceAnnotation('learn'):
       state, metrics = parts.learner(carry.train, placement.gather(values, place.mesh))
-      ended = begin.ended(state)
-    fresh = None if ended else Stamped(state.params, update + 1)
     behind = sum(update - item.version for item in items) / len(items)
     item = Report(metrics, 1, (wiring.delay(parts, behind * steps),), (0.0,))
-    return (Learning(state, ended, update + 1),
-            [*[fresh] * len(params), Stamped(item, update + 1)])
+    fresh = Stamped(state.params, update + 1)
+    return Learning(state, update + 1), [*[fresh] * len(params), Stamped(item, update + 1)]
 
-  learner = Worker('learner', fire, Learning(begin.state, update=begin.update),
+  learner = Worker('learner', fire, Learning(begin.state, begin.update),
                    [Port(h) for h in made],
                    [Port(h) for h in (*params, reports)],  # the actors wait, so they go first
-                   n, lambda carry: carry.ended)
+                   n, lambda carry: begin.ended(carry.train))
   workers = [wiring.actor(parts, i, actor, begin, *ends, n * (len(actors) if arrival else 1))
              for i, (actor, *ends) in enumerate(zip(actors, params, made, strict=True))]
   return [*workers, learner], wiring.waits(params, made)
@@ -129,14 +127,13 @@ def _free(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff)
     with jax.profiler.TraceAnnotation('learn'):
       count = options['gradient_steps'] if rate.may_draw() else 0
       state, metrics = parts.replay.learn(state, np.int32(count), *seen)
-      ended = begin.ended(state)
     rate.count(0, number(metrics['sampled'][0]))
     version = number(state.target.gradient_steps)
     episodes = [new.episodes for _, new in (item.value for item in arrived.value)]
     metrics['episodes'] = _end_to_end(jax.device_get(episodes))
-    fresh = None if ended else Stamped(state.params, version)
+    fresh = Stamped(state.params, version)
     item = Report(metrics, 1, (wiring.delay(parts, late),), (0.0,))
-    return Learning(state, ended, late=late), [*[fresh] * len(params), Stamped(item, version)]
+    return Learning(state, late=late), [*[fresh] * len(params), Stamped(item, version)]
 
   def tagged(worker: Worker, first_env: int) -> Worker:
     def fire(state, params):
@@ -146,7 +143,7 @@ def _free(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff)
 
   learner = Worker('learner', fire, Learning(begin.state), [Port(made)],
                    [Port(h) for h in (*params, reports)], begin.updates,
-                   lambda carry: carry.ended)
+                   lambda carry: begin.ended(carry.train))
   workers = [tagged(wiring.actor(parts, i, actor, begin, p, made, 2**62), actor.first_env)
              for i, (actor, p) in enumerate(zip(actors, params, strict=True))]
   return [*workers, learner], wiring.waits(params, [made] * len(actors))

@@ -62,6 +62,16 @@ class HandOff:
     """Whether `get` would not block."""
     return bool(self._slots or self._ended)
 
+  def finish(self) -> None:
+    """Called by the producer after its puts: waits until what it put is computed."""
+
+  def settle(self, item: Stamped) -> None:
+    """Called by the consumer with what it got: waits until that is computed."""
+
+  def can_settle(self, item: Stamped) -> bool:
+    """Whether `settle` would not block."""
+    return True
+
   def close(self) -> None:
     """Ends the hand-off: puts are refused, what was put may still be taken."""
     with self._changed:
@@ -75,13 +85,20 @@ class HandOff:
       self._slots.clear()
       self._changed.notify_all()
 
-  def _ready(self, item: Stamped) -> Stamped:
+  def _moved(self, item: Stamped) -> Stamped:
     with jax.profiler.TraceAnnotation(f'hand-off: {self.name}'):
-      return item._replace(value=jax.block_until_ready(self._transfer(item.value)))
+      return item._replace(value=self._transfer(item.value))
+
+  def _computed(self, item: Stamped) -> Stamped:
+    with jax.profiler.TraceAnnotation(f'make: {self.name}'):
+      return jax.block_until_ready(item)
+
+  def _ready(self, item: Stamped) -> Stamped:
+    """Computed and transferred: for hand-offs that give what is there, whatever is under way."""
+    return self._computed(self._moved(self._computed(item)))
 
   def _append(self, item: Stamped, capacity: int) -> None:
     """Adds an item once there are fewer than `capacity`."""
-    item = self._ready(item)
     with self._changed:
       self.put_wait_s += self._wait(
           lambda: len(self._slots) < capacity or self._ended, 'to be taken')
@@ -107,6 +124,9 @@ class DoubleBuffer(HandOff):
   what the producer will have made by then: 0 is synchronous; with 1 the consumer works on the front
   value while the producer makes the back one (Cleanba). Without a lag nothing is primed: a queue of
   one. Blocking, first in first out: what flows through does not depend on timing.
+
+  So a value may be handed over before it is computed: the consumer has its own program wait for it
+  on the device, and only then waits itself, in `settle`. No thread has to wake between the two.
   """
 
   def __init__(self, name: str, firings: int, lag: int | None = None,
@@ -129,14 +149,15 @@ class DoubleBuffer(HandOff):
     self._primed_gets = 0 if lag is None else lag + 1
     self._puts_left = firings - self._primed_gets
     self._primed: Stamped | None = None
+    self._unfinished: Stamped | None = None  # put, perhaps taken, not known to be computed
 
   def prime(self, item: Stamped) -> None:
     """Transfers and sets the value that the first gets receive."""
     if self._primed_gets:
-      self._primed = self._ready(item)
+      self._primed = self._computed(self._moved(item))
 
   def put(self, item: Stamped) -> None:
-    """Hands `item` over, ready and transferred; blocks while the slot is full.
+    """Hands `item` over, its transfer begun; blocks while the slot is full.
 
     Raises:
       Closed: the consumer has ended.
@@ -144,14 +165,34 @@ class DoubleBuffer(HandOff):
     if self._puts_left <= 0:
       return
     self._puts_left -= 1
+    self._unfinished = item = self._moved(item)
     self._append(item, 1)
 
-  def get(self) -> Stamped:
-    """The next value; blocks while there is none.
+  def finish(self) -> None:
+    """Waits until what was put is computed and transferred, and says so."""
+    if self._unfinished is not None:
+      self._computed(self._unfinished)
+      with self._changed:
+        self._unfinished = None
+        self._changed.notify_all()
+
+  def settle(self, item: Stamped) -> None:
+    """Waits until the producer has finished `item`.
 
     Raises:
-      Closed: the producer has ended and everything it put was taken.
+      Closed: the hand-off has failed.
     """
+    with self._changed:
+      self.get_wait_s += self._wait(lambda: self.can_settle(item), 'to be made')
+      if self._failed:
+        raise Closed(self.name)
+
+  def can_settle(self, item: Stamped) -> bool:
+    """Whether `settle` would not block."""
+    return item is not self._unfinished or self._failed
+
+  def get(self) -> Stamped:
+    """The next value; blocks while there is none. Raises Closed as HandOff's."""
     with self._changed:
       if self._primed_gets and not self._failed:
         self._primed_gets -= 1
@@ -185,14 +226,14 @@ class Arrival(HandOff):
     Raises:
       Closed: the consumer, or another producer, has ended.
     """
-    self._append(item, self._capacity)
+    self._append(self._ready(item), self._capacity)
 
   def can_put(self) -> bool:
     """Whether `put` would not block."""
     return len(self._slots) < self._capacity or self._ended
 
 
-class Inbox(HandOff):
+class Inbox(Arrival):
   """A queue of several producers whose reader takes all there is, and waits only if it has to."""
 
   def __init__(self, name: str, capacity: int, wants: Callable[[], tuple[int, int]],
@@ -202,16 +243,8 @@ class Inbox(HandOff):
     wants: asked by the reader before each get, how many values it must have and how many it takes
       at most. With (0, 0) it takes none, and producers wait once the queue is full.
     """
-    super().__init__(name, transfer, patience_s)
-    self._capacity, self._wants = capacity, wants
-
-  def put(self, item: Stamped) -> None:
-    """Hands `item` over, ready and transferred; blocks while the queue is full.
-
-    Raises:
-      Closed: the consumer, or another producer, has ended.
-    """
-    self._append(item, self._capacity)
+    super().__init__(name, capacity, transfer, patience_s)
+    self._wants = wants
 
   def get(self) -> Stamped:
     """A list of what is there, as Stamped, with the version of the oldest (0 of none).
@@ -231,10 +264,6 @@ class Inbox(HandOff):
   def can_get(self) -> bool:
     """Whether `get` would not block."""
     return len(self._slots) >= self._wants()[0] or self._ended
-
-  def can_put(self) -> bool:
-    """Whether `put` would not block."""
-    return len(self._slots) < self._capacity or self._ended
 
 
 class Latest(HandOff):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,9 @@ class Worker(NamedTuple):
   """An operation fired again and again by one thread.
 
   `fire(state, *inputs)` returns `(state, outputs)`, for each port a Stamped, or None where nothing
-  is to be put. After `firings` of them, or as soon as `until(state)` holds, the worker ends and
-  closes its hand-offs, so that its neighbours end too.
+  is to be put; neither these nor the inputs need be computed yet. After `firings` of them, or as
+  soon as `until(state)` holds, the worker ends and closes its hand-offs, so that its neighbours end
+  too.
   """
 
   name: str
@@ -44,7 +46,7 @@ class Stuck(RuntimeError):
 def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool]]:
   """Runs the worker, leaving its newest state in `states`.
 
-  Before each get and put it yields what tells whether that would block.
+  Before each get, settle and put it yields what tells whether that would block.
   """
   state, inputs = worker.state, [None] * len(worker.reads)
   for k in range(worker.firings):
@@ -55,6 +57,8 @@ def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool
     state, outputs = worker.fire(state, *inputs)
     states[worker.name] = state
     for i, port in enumerate(worker.reads):
+      yield functools.partial(port.handoff.can_settle, inputs[i])
+      port.handoff.settle(inputs[i])
       if k % port.every == port.every - 1:
         inputs[i] = None  # what is large is not kept while the next is waited for
     for port, item in zip(worker.writes, outputs, strict=True):
@@ -62,6 +66,8 @@ def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool
         yield port.handoff.can_put
         port.handoff.put(item)
     outputs = item = None
+    for port in worker.writes:
+      port.handoff.finish()
     if worker.until(state):
       return
 

@@ -236,13 +236,20 @@ def scatter(trees: Sequence[Any], first_env: int, num_envs: int, mesh: Mesh) -> 
   return Slices(tuple(tuple(p) for p in parts))
 
 
+def by_env(mesh: Mesh) -> NamedSharding:
+  """How a learner mesh has its batch: cut along the second axis."""
+  return NamedSharding(mesh, PartitionSpec(None, 'learner'))
+
+
 def gather(slices: Sequence[Slices], mesh: Mesh) -> Any:
   """The whole batch as global arrays [T, num_envs, ...], sharded over environments."""
   local = [_side_by_side([tree for s in slices for tree in s.parts[i]])
            for i in range(len(_local(mesh)))]
-  sharding = NamedSharding(mesh, PartitionSpec(None, 'learner'))
+  sharding = by_env(mesh)
 
   def whole(*shards):
+    if shards[0].sharding == sharding:  # one device has it all, as its actor made it
+      return shards[0]
     shape = (shards[0].shape[0], shards[0].shape[1] * mesh.size, *shards[0].shape[2:])
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
 

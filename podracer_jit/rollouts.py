@@ -54,14 +54,15 @@ class Pools:
     self.shards = tuple(shards)
     self._program = self._last = None
 
-  def load(self, function, args, donate: tuple[int, ...]) -> Callable:
+  def load(self, function, args, donate: tuple[int, ...], out_shardings: Any = None) -> Callable:
     """Compiles `function` for `args` and returns it; call it from one thread at a time."""
     # With its pointers it will never be found again, so it is not to fill the cache of programs.
     name = 'jax_persistent_cache_min_compile_time_secs'
     least = getattr(jax.config, name)
     jax.config.update(name, math.inf)
     try:
-      self._program = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+      self._program = jax.jit(function, donate_argnums=donate,
+                              out_shardings=out_shardings).lower(*args).compile()
     finally:
       jax.config.update(name, least)
 

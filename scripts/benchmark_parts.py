@@ -278,6 +278,7 @@ class Training:
     # would come too soon after it.
     self._skipped = 2 * SCHEMES[scheme].lag
     self._open, self._firing = False, 0
+    self._made: dict[str, jax.Array] = {}  # by worker, of its last firing
     self._enough: Callable[[], bool] = lambda: False
     self._stopping, self._reports = threading.Event(), []  # (time, steps, updates)
     segment = begin(parts, state, scheme, by_python, stack, self._report,
@@ -299,7 +300,8 @@ class Training:
     self._wait(self._enough)
     (start, steps, update), (end, *last) = self._reports[first], self._reports[-1]
     self._set(_open=False)
-    self._wait(lambda: not self._firing)  # each firing waits for what it computes
+    self._wait(lambda: not self._firing)
+    jax.block_until_ready(self._made)
     elapsed = end - start
     return Figures((last[0] - steps) / elapsed, elapsed / (last[1] - update))
 
@@ -328,7 +330,10 @@ class Training:
         self._changed.wait_for(lambda: self._open)
         self._firing += 1
       try:
-        return worker.fire(state, *inputs)
+        state, outputs = worker.fire(state, *inputs)
+        # One says when all are there, and keeps no rollout alive.
+        self._made[worker.name] = jax.tree.leaves([item.value for item in outputs])[-1]
+        return state, outputs
       finally:
         with self._changed:
           self._firing -= 1

@@ -213,7 +213,7 @@ def read(events: Sequence[Mapping[str, Any]], operations: Mapping[str, Mapping[s
       ops[args['hlo_module'], device].append((*span, part))
     elif name == 'envpool':
       busy.append((start, int(args['busy_ns']) / 1e9))
-    elif re.match('rollout$|learn$|hand-off: |wait: ', name):
+    elif re.match('rollout$|learn$|make: |hand-off: |wait: ', name):
       own[event['tid']].append((*span, name))
   lanes, ends = _workers(own)
   rounds, start, end = len(ends) - 1, ends[0], ends[-1]
@@ -239,7 +239,7 @@ def _workers(own: Mapping[int, Sequence[Span]]) -> tuple[dict[str, Sequence[Span
     names = {region for _, _, region in regions}
     if 'learn' in names:
       lanes['learner'] = regions
-      ends = sorted(b for _, b, region in regions if region == 'learn')
+      ends = sorted(b for _, b, region in regions if region == 'make: reports')
     elif 'rollout' in names:
       (number,) = {m[1] for m in (re.search(r'actor (\d+)', name) for name in names) if m}
       lanes[f'actor {number}'] = regions

@@ -149,18 +149,94 @@ def test_waits_are_measured_on_the_side_that_waited(monkeypatch):
   assert put_wait >= 0.5 and put_wait > get_wait
 
 
-def test_the_producer_moves_the_value_and_waits_until_it_is_ready():
-  movers = []
+@pytest.mark.parametrize('make', [
+    lambda transfer: DoubleBuffer('rollouts', 2, transfer=transfer),
+    lambda transfer: Arrival('rollouts', 2, transfer),
+    lambda transfer: Inbox('rollouts', 2, lambda: (1, 1), transfer),
+    lambda transfer: Latest('rollouts', transfer)])
+def test_the_producer_moves_the_value_and_waits_until_it_is_ready(make):
+  movers, moved = [], []
   def transfer(value):
     movers.append(threading.current_thread())
-    return jnp.sin(value)
+    moved.append(jnp.sin(value))
+    return moved[-1]
 
-  handoff = DoubleBuffer('rollouts', 2, transfer=transfer)
-  producer = Side(lambda: handoff.put(Stamped(jnp.ones(1 << 20), 0)))
+  handoff = make(transfer)
+  def produce():
+    handoff.put(Stamped(jnp.ones(1 << 20), 0))
+    handoff.finish()
+    assert moved[0].is_ready()
+
+  producer = Side(produce)
   item = handoff.get()
-  assert item.value.is_ready()
+  handoff.settle(item)
+  assert moved[0].is_ready()
   producer.end()
   assert movers == [producer]
+
+
+class Slow:
+  """A value that is computed once it is told to be, as jax.block_until_ready sees it."""
+
+  def __init__(self, error=None):
+    self.begun, self.done, self._error = threading.Event(), threading.Event(), error
+
+  def block_until_ready(self):
+    self.begun.set()
+    assert self.done.wait(HANG_S)
+    if self._error:
+      raise self._error
+    return self
+
+
+def test_a_value_is_handed_over_before_it_is_computed(monkeypatch):
+  handoff, value, long = DoubleBuffer('rollouts', 2, patience_s=0.5), Slow(), threading.Event()
+  monkeypatch.setattr(logging, 'warning', lambda *args: long.set())
+  handoff.put(Stamped(value, 3))  # does not block
+  item = Side(handoff.get).end()
+  assert item == Stamped(value, 3) and not handoff.can_settle(item)
+  producer, consumer = Side(handoff.finish), Side(lambda: handoff.settle(item))
+  assert producer.blocks() and consumer.blocks() and long.wait(HANG_S)
+  value.done.set()
+  producer.end()
+  consumer.end()
+  assert handoff.can_settle(item)
+  assert handoff.get_wait_s >= 0.5 and handoff.get_wait_s > handoff.put_wait_s
+
+
+@pytest.mark.parametrize('make', [
+    lambda: Arrival('rollouts', 2), lambda: Inbox('rollouts', 2, lambda: (1, 1)),
+    lambda: Latest('rollouts')])
+def test_what_is_taken_as_it_comes_has_come_when_it_is_computed(make):
+  handoff, value = make(), Slow()
+  producer = Side(lambda: handoff.put(Stamped(value, 0)))
+  assert value.begun.wait(HANG_S)
+  assert producer.blocks() and not handoff.can_get()
+  value.done.set()
+  producer.end()
+  assert handoff.can_get() and handoff.can_settle(handoff.get())
+
+
+def test_the_primed_value_is_settled():
+  handoff = DoubleBuffer('parameters', 3, lag=0)
+  handoff.prime(Stamped(0, 0))
+  item = handoff.get()
+  handoff.put(Stamped(Slow(), 1))
+  assert handoff.can_settle(item)
+  Side(lambda: handoff.settle(item)).end()
+
+
+def test_a_failure_ends_the_wait_for_a_value_and_a_close_does_not():
+  """A producer closes after its last value is computed; when it failed that may never be."""
+  handoff = DoubleBuffer('rollouts', 2)
+  handoff.put(Stamped(Slow(), 0))
+  item = handoff.get()
+  consumer = Side(lambda: handoff.settle(item))
+  handoff.close()
+  assert consumer.blocks()
+  handoff.fail()
+  with pytest.raises(Closed):
+    consumer.end()
 
 
 def test_a_value_is_dropped_once_it_was_given():
@@ -305,7 +381,8 @@ def test_a_blocked_wait_ends_from_another_thread(end, make, side):
     waiting.end()
 
 
-@pytest.mark.parametrize('side, what', [('get', 'to be made'), ('put', 'to be taken')])
+@pytest.mark.parametrize('side, what', [
+    ('get', 'to be made'), ('put', 'to be taken'), ('settle', 'to be made')])
 def test_the_watchdog_names_the_hand_off_and_the_thread_that_waits(side, what, monkeypatch):
   said, enough = [], threading.Event()
   def warning(message, *args):
@@ -314,7 +391,9 @@ def test_the_watchdog_names_the_hand_off_and_the_thread_that_waits(side, what, m
       enough.set()
   monkeypatch.setattr(logging, 'warning', warning)
   handoff = DoubleBuffer('rollouts of actor 3', 5, patience_s=0.02)
-  waiting = Side(handoff.get if side == 'get' else lambda: numbers(handoff, 2))
+  waiting = Side(dict(
+      get=handoff.get, put=lambda: numbers(handoff, 2),
+      settle=lambda: (numbers(handoff, 1), handoff.settle(handoff.get())))[side])
   assert enough.wait(HANG_S)  # it goes on saying so
   handoff.fail()
   with pytest.raises(Closed):
@@ -392,6 +471,13 @@ def test_gathered_rollouts_are_plain_concatenation(actors, learners, shards_per_
   for x in jax.tree.leaves(gathered):
     assert x.sharding == NamedSharding(to, PartitionSpec(None, 'learner'))
     assert {s.data.shape[1] for s in x.addressable_shards} == {num_envs // learners}
+
+
+def test_a_batch_that_one_actor_made_for_one_learner_is_what_is_learned_from():
+  to = mesh(jax.devices()[1:2])
+  whole = jax.device_put(batch(6), placement.by_env(to))
+  gathered = placement.gather([placement.scatter([whole], 0, 6, to)], to)
+  assert jax.tree.all(jax.tree.map(lambda x, y: x is y, gathered, whole))
 
 
 def test_shards_of_unequal_width_are_cut_where_the_devices_meet():

@@ -130,6 +130,56 @@ def test_none_is_not_put():
   assert ended(lambda: run(workers))['taker'] == (1, 3, 5)
 
 
+class Computed:
+  """A value as jax.block_until_ready sees it: waits for `ready`."""
+
+  def __init__(self, ready):
+    self.block_until_ready = ready
+
+
+def test_a_worker_fires_on_what_is_not_computed_and_again_once_its_own_is():
+  """Values are computed once the next in the ring has fired: whoever waited sooner would hang."""
+  fired = {name: [threading.Event() for _ in range(6)] for name in ('actor 0', 'learner')}
+  computed = []
+
+  def tamper(name, fire):
+    if name not in fired:
+      return fire
+    after = 'learner' if name == 'actor 0' else 'actor 0'
+
+    def firing(seen, *inputs):
+      k = len(seen)
+      assert computed.count(name) == k
+      fired[name][k].set()
+      at = k if name == 'actor 0' else k + 1  # the learner's k-th is for the actor's next
+
+      def ready():
+        assert at == 5 or fired[after][at].wait(HANG_S)
+        computed.append(name)
+
+      seen, (item, *others) = fire(seen, *(x._replace(value=x.value[0]) for x in inputs))
+      return seen, [item._replace(value=(item.value, Computed(ready))), *others]
+    return firing
+
+  workers = graph(actors=1, firings=5, tamper=tamper)
+  workers[0].reads[0].handoff.prime(Stamped((1,), 0))
+  states = ended(lambda: run(workers))
+  assert states == ended(lambda: run_serial(graph(actors=1, firings=5)))
+  assert computed.count('actor 0') == 5
+
+
+def test_who_needs_a_value_waits_for_it_and_who_computes_it_does_not():
+  first, second = DoubleBuffer('first', 3), DoubleBuffer('second', 3)
+  def slow():
+    return Computed(lambda: time.sleep(0.1))
+  ended(lambda: run([
+      Worker('maker', lambda n: (n + 1, [Stamped(slow(), n)]), 0, [], [Port(first)], 3),
+      Worker('user', lambda n, item: (n + 1, [Stamped(n, n)]), 0, [Port(first)], [Port(second)], 3),
+      Worker('end', lambda n, item: (n + 1, []), 0, [Port(second)], [], 3)]))
+  assert first.get_wait_s >= 0.3
+  assert first.put_wait_s < first.get_wait_s
+
+
 # Ends.
 
 
@@ -205,6 +255,25 @@ def test_an_exception_ends_workers_that_share_no_hand_off_with_it():
   with pytest.raises(Boom, match='alone'):
     ended(lambda: run([*endless, Worker('fails', fire, None, [], [], 1)]))
   assert not {worker.name for worker in endless} & {t.name for t in threading.enumerate()}
+
+
+@pytest.mark.parametrize('runner', [run, run_serial])
+def test_an_error_of_what_was_started_is_raised(runner):
+  """And not that somebody waited for it."""
+  def tamper(name, fire):
+    def ready():
+      raise Boom('found out later')
+    def starts(seen, *inputs):
+      seen, (item,) = fire(seen, *inputs)
+      return seen, [item._replace(value=Computed(ready)) if len(seen) == 5 else item]
+    return starts if name == 'actor 1' else fire
+
+  def learner(seen, *batch):
+    return (*seen, 0), [Stamped(0, len(seen) + 1)] * 3
+
+  workers = [w._replace(fire=learner) if w.name == 'learner' else w for w in graph(tamper=tamper)]
+  with pytest.raises(Boom, match='found out later'):
+    ended(lambda: runner(workers))
 
 
 def test_threads_that_do_not_end_are_named():

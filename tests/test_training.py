@@ -233,18 +233,18 @@ def test_a_segment_keeps_no_second_train_state(scheme):
 def test_transfers_happen_in_hand_offs_alone(monkeypatch):
   """Every device_put of a running loop is made by a hand-off, one for each value it carries."""
   inside, outside, values = [], [], []
-  real_put, real_ready = jax.device_put, handoff.DoubleBuffer._ready
+  real_put, real_moved = jax.device_put, handoff.DoubleBuffer._moved
   depth = []
 
   def device_put(*args, **kwargs):
     (inside if depth else outside).append(1)
     return real_put(*args, **kwargs)
 
-  def ready(self, item):
+  def moved(self, item):
     depth.append(1)
     values.append(self.name)
     try:
-      return real_ready(self, item)
+      return real_moved(self, item)
     finally:
       depth.pop()
 
@@ -252,13 +252,50 @@ def test_transfers_happen_in_hand_offs_alone(monkeypatch):
   parts = build.make_parts(config)
   with build.segment(parts, build.initial_state(parts), 0, 5, lambda report: None) as segment:
     monkeypatch.setattr(jax, 'device_put', device_put)
-    monkeypatch.setattr(handoff.DoubleBuffer, '_ready', ready)
+    monkeypatch.setattr(handoff.DoubleBuffer, '_moved', moved)
     with jax.transfer_guard('disallow'):  # silent on CPU; where there is a GPU it speaks
       loops.run_serial(segment.workers)
   assert not outside
   assert values.count('rollouts of actor 0') == 5
   assert values.count('parameters for actor 0') == 4  # the last version nobody would read
   assert len(inside) == 5 + 4
+
+
+def test_a_learner_is_started_while_the_rollout_is_made():
+  config, ready = changed(small(), scheme='sync', unroll_length=3000), []
+
+  def tamper(workers):
+    def watched(fire):
+      def fires(state, item):
+        ready.append(jax.tree.leaves(item.value)[-1].is_ready())
+        return fire(state, item)
+      return fires
+    return [w._replace(fire=watched(w.fire)) if w.name == 'learner' else w for w in workers]
+
+  run(config, updates=4, tamper=tamper)
+  assert len(ready) == 4 and not all(ready)
+
+
+def test_a_rollout_is_learned_from_where_it_was_made():
+  """On one device the batch is the actor's own arrays."""
+  made, learned, parts = [], [], build.make_parts(small())
+
+  def learner(state, batch):
+    learned.append(batch)
+    return parts.learner(state, batch)
+
+  def watched(fire):
+    def fires(*args):
+      state, outputs = fire(*args)
+      made.append(outputs[0].value)
+      return state, outputs
+    return fires
+
+  run(None, loops.run_serial, 3, parts=parts._replace(learner=learner), tamper=lambda workers: [
+      worker._replace(fire=watched(worker.fire)) if worker.name == 'actor 0' else worker
+      for worker in workers])
+  for (rollout,), batch in zip(made, learned, strict=True):
+    assert jax.tree.all(jax.tree.map(lambda x, y: x is y, rollout, batch))
 
 
 class Broken(Exception):
