@@ -30,7 +30,7 @@ class Learning(NamedTuple):
 def wire(parts: Parts, actors: Sequence[Actor], begin: Begin,
          report: Callable[[Report], None]) -> Segment:
   """The segment's graph, hand-offs primed; its last worker calls `report`."""
-  reports = DoubleBuffer('reports', 2**62)
+  reports = Arrival('reports', 1)  # computed, as the waits of their updates are then known
 
   def fire(state: None, item: Stamped):
     report(item.value)
@@ -93,7 +93,7 @@ def _split(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff
 
   learner = Worker('learner', fire, Learning(begin.state, begin.update),
                    [Port(h) for h in made],
-                   [Port(h) for h in (*params, reports)],  # the actors wait, so they go first
+                   [Port(h) for h in (*params, reports)],
                    n, lambda carry: begin.ended(carry.train))
   workers = [wiring.actor(parts, i, actor, begin, *ends, n * (len(actors) if arrival else 1))
              for i, (actor, *ends) in enumerate(zip(actors, params, made, strict=True))]

@@ -26,6 +26,8 @@ class Closed(Exception):
 class HandOff:
   """What all hand-offs share: an end, a failure, waits that are counted and never for ever."""
 
+  early = False  # whether a value may be put, and given, before it is computed
+
   def __init__(self, name: str, transfer: Callable[[Any], Any] = lambda value: value,
                patience_s: float = 60.0):
     """Of nothing yet.
@@ -126,19 +128,20 @@ class DoubleBuffer(HandOff):
   one. Blocking, first in first out: what flows through does not depend on timing.
 
   So a value may be handed over before it is computed: the consumer has its own program wait for it
-  on the device, and only then waits itself, in `settle`. No thread has to wake between the two.
+  on the device, and only then waits itself, in `settle`. No thread has to wake between the two. It
+  must not donate the value, which the producer waits for, too.
   """
+
+  early = True
 
   def __init__(self, name: str, firings: int, lag: int | None = None,
                transfer: Callable[[Any], Any] = lambda value: value, patience_s: float = 60.0):
     """A hand-off for `firings` gets in all: a value beyond that is not put.
 
     Args:
-      name: see HandOff, as for the others.
       firings: how many times the consumer will get.
       lag: see the class.
-      transfer: see HandOff.
-      patience_s: see HandOff.
+      name, transfer, patience_s: see HandOff.
 
     Raises:
       ValueError: a lag other than None, 0 or 1.
@@ -177,11 +180,7 @@ class DoubleBuffer(HandOff):
         self._changed.notify_all()
 
   def settle(self, item: Stamped) -> None:
-    """Waits until the producer has finished `item`.
-
-    Raises:
-      Closed: the hand-off has failed.
-    """
+    """Waits until the producer has finished `item`. Raises Closed where the hand-off has failed."""
     with self._changed:
       self.get_wait_s += self._wait(lambda: self.can_settle(item), 'to be made')
       if self._failed:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from podracer_jit.handoff import Closed, HandOff, Stamped
 
 
@@ -25,9 +27,9 @@ class Worker(NamedTuple):
   """An operation fired again and again by one thread.
 
   `fire(state, *inputs)` returns `(state, outputs)`, for each port a Stamped, or None where nothing
-  is to be put; neither these nor the inputs need be computed yet. After `firings` of them, or as
-  soon as `until(state)` holds, the worker ends and closes its hand-offs, so that its neighbours end
-  too.
+  is to be put; neither these nor the inputs need be computed yet, and inputs must not be donated.
+  After `firings` of them, or as soon as `until(state)` holds, the worker ends and closes its
+  hand-offs, so that its neighbours end too.
   """
 
   name: str
@@ -56,20 +58,32 @@ def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool
         inputs[i] = port.handoff.get()
     state, outputs = worker.fire(state, *inputs)
     states[worker.name] = state
-    for i, port in enumerate(worker.reads):
-      yield functools.partial(port.handoff.can_settle, inputs[i])
-      port.handoff.settle(inputs[i])
-      if k % port.every == port.every - 1:
-        inputs[i] = None  # what is large is not kept while the next is waited for
-    for port, item in zip(worker.writes, outputs, strict=True):
-      if item is not None and k % port.every == port.every - 1:
-        yield port.handoff.can_put
-        port.handoff.put(item)
-    outputs = item = None
-    for port in worker.writes:
-      port.handoff.finish()
+    try:
+      for i, port in enumerate(worker.reads):
+        yield functools.partial(port.handoff.can_settle, inputs[i])
+        port.handoff.settle(inputs[i])
+        if k % port.every == port.every - 1:
+          inputs[i] = None  # what is large is not kept while the next is waited for
+      yield from _hand_over(worker, k, outputs)
+    except Closed:
+      # What was started is waited for here, where a run knows of threads that do not end.
+      jax.block_until_ready(outputs)
+      raise
+    outputs = None
     if worker.until(state):
       return
+
+
+def _hand_over(worker: Worker, k: int, outputs: Sequence[Stamped | None]
+               ) -> Iterator[Callable[[], bool]]:
+  """Puts what is due after firing k: first what need not be computed, and waits until it is."""
+  for early in (True, False):
+    for port, item in zip(worker.writes, outputs, strict=True):
+      if item is not None and port.handoff.early == early and k % port.every == port.every - 1:
+        yield port.handoff.can_put
+        port.handoff.put(item)
+    for port in worker.writes:
+      port.handoff.finish()
 
 
 def _end(worker: Worker) -> None:

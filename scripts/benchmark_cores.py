@@ -52,18 +52,22 @@ def apart_ns() -> float:
         player.kill()
 
 
+def far(least_ns: float) -> float:
+  """Above how many nanoseconds cores are far apart, where the nearest had so many."""
+  return 2 * least_ns
+
+
 def comparable(found: Mapping[str, Sequence[tuple[T, tuple[float, float]]]]
                ) -> tuple[dict[str, list[T]], float]:
   """The measurements of one distance: of near or far, that of which each name has more.
 
-  found: by name what was measured, each with `apart_ns` before and after. Far is more than twice
-    the least of all; what began near and ended far is neither. Where some name has none of either,
-    all measurements count.
+  found: by name what was measured, each with `apart_ns` before and after. What began near and ended
+    far is neither. Where some name has none of either, all measurements count.
 
   Returns:
     These, and the median of their distances.
   """
-  limit = 2 * min(ns for all_of in found.values() for _, both in all_of for ns in both)
+  limit = far(min(ns for all_of in found.values() for _, both in all_of for ns in both))
 
   def of(kind: Callable[[tuple[float, float]], bool]):
     return {name: [x for x in all_of if kind(x[1])] for name, all_of in found.items()}

@@ -331,8 +331,9 @@ class Training:
         self._firing += 1
       try:
         state, outputs = worker.fire(state, *inputs)
-        # One says when all are there, and keeps no rollout alive.
-        self._made[worker.name] = jax.tree.leaves([item.value for item in outputs])[-1]
+        arrays = [x for x in jax.tree.leaves([item.value for item in outputs])
+                  if isinstance(x, jax.Array)]
+        self._made[worker.name] = arrays[-1]  # of all; and it keeps no rollout alive
         return state, outputs
       finally:
         with self._changed:

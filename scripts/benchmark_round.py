@@ -98,14 +98,17 @@ def lane(own: Sequence[Span], ops: Sequence[Span], start: float, end: float
     a, b = max(a, start), min(b, end)
     if a >= b:
       continue
-    if region.startswith(('hand-off', 'wait')):
-      part = 'transfer' if region.startswith('hand-off') else 'waiting'
-      seconds[part] += b - a
-      spans.append((a, b, part))
-    else:
-      inside = [x for x in ops if x[0] < b and x[1] > a]
-      seconds.update(shares(inside, a, b))
-      spans += inside
+    if region.startswith('hand-off'):
+      seconds['transfer'] += b - a
+      spans.append((a, b, 'transfer'))
+      continue
+    inside = [x for x in ops if x[0] < b and x[1] > a]
+    found = shares(inside, a, b)
+    if region.startswith('wait'):  # until its thread wakes, but its program may be running by then
+      found['waiting'] = found.pop('between', 0.0)
+      spans.append((a, min([b, *(x[0] for x in inside)]), 'waiting'))
+    seconds.update(found)
+    spans += inside
   seconds['other'] = end - start - sum(seconds.values())
   return dict(seconds), spans
 

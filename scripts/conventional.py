@@ -161,7 +161,7 @@ def replace_actor(worker: Worker, pools: Sequence[PoolArgs], device: jax.Device,
 
   def fire(state, params: Stamped):
     made = tuple(pool.rollout(policy, params.value, unroll_length) for pool in stepped)
-    return state, [Stamped(made, params.version)]
+    return state, [Stamped(jax.block_until_ready(made), params.version)]
 
   def close() -> None:
     for pool in stepped:

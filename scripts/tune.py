@@ -30,6 +30,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import benchmark_cores
 import benchmark_parts
 import jax
 from absl import flags, logging
@@ -210,9 +211,10 @@ def whole_numbers(texts: Sequence[str]) -> list[int]:
 def run(tuner: Tuner, config: Mapping[str, Any], machine: Machine, first: Sequence[Candidate],
         seconds: float) -> Search:
   """The search, with a line on stderr for each measurement."""
-  own = own_of(config)
+  own, apart = own_of(config), []
 
   def measure(candidate: Candidate, seconds: float) -> Figures:
+    apart.append(benchmark_cores.apart_ns())
     made = tuner.measure(candidate, seconds)
     say(f'{made.sps:10,.0f} SPS  {as_text(own, candidate)}')
     return made
@@ -228,6 +230,10 @@ def run(tuner: Tuner, config: Mapping[str, Any], machine: Machine, first: Sequen
   found = search(first, others, [own] if own in first else [], measure, seconds)
   if len(found.last) < LAST_ROUNDS:
     say('--seconds were spent before the last rounds: more of them would tell more')
+  apart.append(benchmark_cores.apart_ns())
+  if max(apart) > benchmark_cores.far(min(apart)):
+    say(f'this machine moved its cores meanwhile, between {min(apart):.0f} and {max(apart):.0f} ns '
+        'of each other: figures that are close do not tell which is faster')
   return found
 
 

@@ -263,6 +263,26 @@ def test_shares_of_what_overlaps_add_up():
       {'policy': 1 + 1 + 0.5, 'environment': 0.5 + 2, 'update': 2, 'between': 1 + 2})
 
 
+def test_a_program_runs_before_its_thread_wakes():
+  own = [(0, 1, 'rollout'), (1, 5, 'wait: parameters for actor 0 to be made'),
+         (5, 6, 'hand-off: rollouts of actor 0'), (6, 9, 'make: rollouts of actor 0')]
+  ops = [(4, 7, 'policy'), (7, 8, 'environment')]
+  parts, spans = benchmark_round.lane(own, ops, 0, 10)
+  assert parts == pytest.approx(dict(
+      policy=1 + 1, environment=1, waiting=3, transfer=1, between=1 + 1, other=1))
+  assert (1, 4, 'waiting') in spans
+
+
+def test_at_rest_a_training_computes_nothing():
+  parts = build.make_parts(_cartpole())
+  with contextlib.ExitStack() as stack:
+    training = benchmark_parts.Training(parts, build.initial_state(parts), 'cleanba', False, stack)
+    training(0.0)
+    made = dict(training._made)
+    assert set(made) == {'actor 0', 'learner'}
+    assert all(isinstance(x, jax.Array) and x.is_ready() for x in made.values())
+
+
 def test_parts_can_be_chosen_and_two_devices_leave_out_fused(tmp_path):
   path = tmp_path / 'figures.json'
   code, _, err = _run('--seconds=0', '--rounds=1', f'--json={path}', '--parts=fused,cleanba',

@@ -12,7 +12,7 @@ import weakref
 import pytest
 
 from podracer_jit import loops
-from podracer_jit.handoff import Closed, DoubleBuffer, Stamped
+from podracer_jit.handoff import Arrival, Closed, DoubleBuffer, Stamped
 from podracer_jit.loops import Port, Worker, run, run_serial
 
 HANG_S = 60  # a guard: nothing here takes so long
@@ -293,6 +293,55 @@ def test_threads_that_do_not_end_are_named():
     for thread in threading.enumerate():
       if thread.name == 'actor 1':
         thread.join(HANG_S)
+
+
+@pytest.mark.parametrize('where', ['settle', 'put'])
+def test_a_program_that_does_not_end_is_its_workers(where):
+  """Whoever started it does not leave before it, so that the run knows."""
+  release, begun = threading.Event(), threading.Event()
+  never, slot = DoubleBuffer('never computed', 1), DoubleBuffer('slot', 2)
+  never.put(Stamped(Computed(lambda: release.wait(HANG_S)), 0))
+  slot.put(Stamped(0, 0))  # and never taken
+
+  def start(state, *inputs):
+    begun.set()
+    return state, [Stamped(Computed(lambda: release.wait(HANG_S)), 0)]
+
+  def fail(state):
+    assert begun.wait(HANG_S)
+    raise Boom('after it was started')
+
+  reads, writes = ([Port(never)], [Port(DoubleBuffer('made', 1))]) if where == 'settle' else (
+      [], [Port(slot)])
+  try:
+    with pytest.raises(loops.Stuck, match='^starts did not end within 0') as stuck:
+      ended(lambda: run([Worker('starts', start, None, reads, writes, 1),
+                         Worker('fails', fail, None, [], [], 1)], grace_s=0.2))
+    assert isinstance(stuck.value.__cause__, Boom)
+  finally:
+    release.set()
+    for thread in threading.enumerate():
+      if thread.name == 'starts':
+        thread.join(HANG_S)
+
+
+def test_what_must_be_computed_goes_after_what_is_settled_by_then():
+  """A reader of computed values that is slow keeps nobody who has others to settle."""
+  early, computed = DoubleBuffer('early', 3), Arrival('computed', 1)
+  maker = Worker('maker', lambda n: (n + 1, [Stamped(n, n)] * 2), 0, [],
+                 [Port(computed), Port(early)], 3)
+  third = threading.Event()
+  def take(n, item):
+    if n == 2:
+      third.set()
+    return n + 1, []
+
+  def slow(state, item):  # one in its hands and one waiting: a third cannot be put
+    return (*state, third.wait(HANG_S)), []
+
+  states = ended(lambda: run([maker, Worker('taker', take, 0, [Port(early)], [], 3),
+                              Worker('slow', slow, (), [Port(computed)], [], 3)]))
+  assert states['slow'] == (True,) * 3
 
 
 @pytest.mark.parametrize('reads', [(0, 1), (1, 0)])

@@ -1,6 +1,7 @@
 """The tuner: what it tries can be and changes nothing but the placement, and its flags say it."""
 
 import copy
+import itertools
 import pathlib
 import shlex
 import subprocess
@@ -256,6 +257,17 @@ def _run(*args):
   done = subprocess.run([sys.executable, SCRIPTS / 'tune.py', *args], capture_output=True,
                         env=QUICK | {'JAX_PLATFORMS': 'cpu'}, text=True, timeout=300)
   return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize('distances, said', [
+    ([160, 170], False), ([160, 500], True), ([510, 480], False), ([0, 0], False)])
+def test_cores_that_moved_are_told(distances, said, monkeypatch, capsys):
+  asked = itertools.cycle(distances)
+  monkeypatch.setattr(tune.benchmark_cores, 'apart_ns', lambda: next(asked))
+  monkeypatch.setattr(tune.Tuner, 'measure', lambda *args: tune_search.Figures(1.0, 1.0))
+  config = _catch()
+  tune.run(tune.Tuner(config), config, _cores(2), tune_candidates.places(config, _cores(2)), 20.0)
+  assert ('moved its cores' in capsys.readouterr().err) == said
 
 
 def test_a_real_run_ends_with_flags():
