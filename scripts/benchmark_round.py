@@ -242,7 +242,7 @@ def _workers(own: Mapping[int, Sequence[Span]]) -> tuple[dict[str, Sequence[Span
     names = {region for _, _, region in regions}
     if 'learn' in names:
       lanes['learner'] = regions
-      ends = sorted(b for _, b, region in regions if region == 'make: reports')
+      ends = sorted(b for _, b, region in regions if region == 'hand-off: reports')
     elif 'rollout' in names:
       (number,) = {m[1] for m in (re.search(r'actor (\d+)', name) for name in names) if m}
       lanes[f'actor {number}'] = regions

@@ -273,6 +273,12 @@ def test_a_program_runs_before_its_thread_wakes():
   assert (1, 4, 'waiting') in spans
 
 
+def test_an_update_ends_once():
+  regions = [(0, 1, 'learn'), (1, 2, 'make: parameters for actor 0'), (2, 3, 'make: reports'),
+             (3, 4, 'hand-off: reports'), (4, 5, 'make: reports')]
+  assert benchmark_round._workers({7: regions}) == ({'learner': regions}, [4])
+
+
 def test_at_rest_a_training_computes_nothing():
   parts = build.make_parts(_cartpole())
   with contextlib.ExitStack() as stack:
