@@ -67,8 +67,12 @@ class HandOff:
   def finish(self) -> None:
     """Called by the producer after its puts: waits until what it put is computed."""
 
-  def settle(self, item: Stamped) -> None:
-    """Called by the consumer with what it got: waits until that is computed."""
+  def settle(self, item: Stamped, since: float) -> float:
+    """Called by the consumer with what it got: waits until that is computed.
+
+    It began to wait at `since`; returns until when it had to. A call of a program may wait, too.
+    """
+    return since
 
   def can_settle(self, item: Stamped) -> bool:
     """Whether `settle` would not block."""
@@ -153,6 +157,7 @@ class DoubleBuffer(HandOff):
     self._puts_left = firings - self._primed_gets
     self._primed: Stamped | None = None
     self._unfinished: Stamped | None = None  # put, perhaps taken, not known to be computed
+    self._finished: dict[int, float] = {}  # when, by the identity of items that are not settled
 
   def prime(self, item: Stamped) -> None:
     """Transfers and sets the value that the first gets receive."""
@@ -176,15 +181,19 @@ class DoubleBuffer(HandOff):
     if self._unfinished is not None:
       self._computed(self._unfinished)
       with self._changed:
+        self._finished[id(self._unfinished)] = time.perf_counter()
         self._unfinished = None
         self._changed.notify_all()
 
-  def settle(self, item: Stamped) -> None:
+  def settle(self, item: Stamped, since: float) -> float:
     """Waits until the producer has finished `item`. Raises Closed where the hand-off has failed."""
     with self._changed:
-      self.get_wait_s += self._wait(lambda: self.can_settle(item), 'to be made')
+      self._wait(lambda: self.can_settle(item), 'to be made')
       if self._failed:
         raise Closed(self.name)
+      until = max(since, self._finished.pop(id(item), since))
+      self.get_wait_s += until - since
+      return until
 
   def can_settle(self, item: Stamped) -> bool:
     """Whether `settle` would not block."""

@@ -56,12 +56,13 @@ def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool
       if k % port.every == 0:
         yield port.handoff.can_get
         inputs[i] = port.handoff.get()
+    since = time.perf_counter()
     state, outputs = worker.fire(state, *inputs)
     states[worker.name] = state
     try:
       for i, port in enumerate(worker.reads):
         yield functools.partial(port.handoff.can_settle, inputs[i])
-        port.handoff.settle(inputs[i])
+        since = port.handoff.settle(inputs[i], since)
         if k % port.every == port.every - 1:
           inputs[i] = None  # what is large is not kept while the next is waited for
       yield from _hand_over(worker, k, outputs)

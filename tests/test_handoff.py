@@ -1,6 +1,7 @@
 """Hand-offs: exact lags, who waits, how it ends; and the moves of placement.py between devices."""
 
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -169,7 +170,7 @@ def test_the_producer_moves_the_value_and_waits_until_it_is_ready(make):
 
   producer = Side(produce)
   item = handoff.get()
-  handoff.settle(item)
+  handoff.settle(item, time.perf_counter())
   assert moved[0].is_ready()
   producer.end()
   assert movers == [producer]
@@ -195,7 +196,7 @@ def test_a_value_is_handed_over_before_it_is_computed(monkeypatch):
   handoff.put(Stamped(value, 3))  # does not block
   item = Side(handoff.get).end()
   assert item == Stamped(value, 3) and not handoff.can_settle(item)
-  producer, consumer = Side(handoff.finish), Side(lambda: handoff.settle(item))
+  producer, consumer = Side(handoff.finish), Side(lambda: handoff.settle(item, time.perf_counter()))
   assert producer.blocks() and consumer.blocks() and long.wait(HANG_S)
   value.done.set()
   producer.end()
@@ -223,7 +224,7 @@ def test_the_primed_value_is_settled():
   item = handoff.get()
   handoff.put(Stamped(Slow(), 1))
   assert handoff.can_settle(item)
-  Side(lambda: handoff.settle(item)).end()
+  Side(lambda: handoff.settle(item, time.perf_counter())).end()
 
 
 def test_a_failure_ends_the_wait_for_a_value_and_a_close_does_not():
@@ -231,7 +232,7 @@ def test_a_failure_ends_the_wait_for_a_value_and_a_close_does_not():
   handoff = DoubleBuffer('rollouts', 2)
   handoff.put(Stamped(Slow(), 0))
   item = handoff.get()
-  consumer = Side(lambda: handoff.settle(item))
+  consumer = Side(lambda: handoff.settle(item, time.perf_counter()))
   handoff.close()
   assert consumer.blocks()
   handoff.fail()
@@ -393,7 +394,7 @@ def test_the_watchdog_names_the_hand_off_and_the_thread_that_waits(side, what, m
   handoff = DoubleBuffer('rollouts of actor 3', 5, patience_s=0.02)
   waiting = Side(dict(
       get=handoff.get, put=lambda: numbers(handoff, 2),
-      settle=lambda: (numbers(handoff, 1), handoff.settle(handoff.get())))[side])
+      settle=lambda: (numbers(handoff, 1), handoff.settle(handoff.get(), 0.0)))[side])
   assert enough.wait(HANG_S)  # it goes on saying so
   handoff.fail()
   with pytest.raises(Closed):

@@ -168,13 +168,16 @@ def test_a_worker_fires_on_what_is_not_computed_and_again_once_its_own_is():
   assert computed.count('actor 0') == 5
 
 
-def test_who_needs_a_value_waits_for_it_and_who_computes_it_does_not():
+@pytest.mark.parametrize('call', [lambda value: None, lambda value: value.block_until_ready()])
+def test_who_needs_a_value_waits_for_it_and_who_computes_it_does_not(call):
+  """Also where it is the call of a program that waits, as of one for several CPU devices."""
   first, second = DoubleBuffer('first', 3), DoubleBuffer('second', 3)
   def slow():
     return Computed(lambda: time.sleep(0.1))
   ended(lambda: run([
       Worker('maker', lambda n: (n + 1, [Stamped(slow(), n)]), 0, [], [Port(first)], 3),
-      Worker('user', lambda n, item: (n + 1, [Stamped(n, n)]), 0, [Port(first)], [Port(second)], 3),
+      Worker('user', lambda n, item: (call(item.value), (n + 1, [Stamped(n, n)]))[1], 0,
+             [Port(first)], [Port(second)], 3),
       Worker('end', lambda n, item: (n + 1, []), 0, [Port(second)], [], 3)]))
   assert first.get_wait_s >= 0.3
   assert first.put_wait_s < first.get_wait_s
