@@ -229,11 +229,7 @@ class Arrival(HandOff):
     self._capacity = capacity
 
   def put(self, item: Stamped) -> None:
-    """Hands `item` over, ready and transferred; blocks while the queue is full.
-
-    Raises:
-      Closed: the consumer, or another producer, has ended.
-    """
+    """Hands `item` over, computed; blocks while full. Raises Closed once any other side ended."""
     self._append(self._ready(item), self._capacity)
 
   def can_put(self) -> bool:
@@ -291,11 +287,7 @@ class Latest(HandOff):
         self._changed.notify_all()
 
   def get(self) -> Stamped:
-    """The newest value; blocks only before the first.
-
-    Raises:
-      Closed: the producer has ended.
-    """
+    """The newest value; blocks only before the first. Raises Closed once the producer ended."""
     with self._changed:
       self.get_wait_s += self._wait(lambda: self._slots or self._ended, 'to be made')
       if self._ended:

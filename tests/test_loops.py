@@ -279,6 +279,14 @@ def test_an_error_of_what_was_started_is_raised(runner):
     ended(lambda: runner(workers))
 
 
+def let_go(release, name):
+  """Ends what a Stuck run has left behind."""
+  release.set()
+  for thread in threading.enumerate():
+    if thread.name == name:
+      thread.join(HANG_S)
+
+
 def test_threads_that_do_not_end_are_named():
   release = threading.Event()
   def holds(name, fire):
@@ -292,10 +300,7 @@ def test_threads_that_do_not_end_are_named():
       ended(lambda: run(workers, grace_s=0.2))
     assert isinstance(stuck.value.__cause__, Boom)
   finally:
-    release.set()
-    for thread in threading.enumerate():
-      if thread.name == 'actor 1':
-        thread.join(HANG_S)
+    let_go(release, 'actor 1')
 
 
 @pytest.mark.parametrize('where', ['settle', 'put'])
@@ -322,10 +327,7 @@ def test_a_program_that_does_not_end_is_its_workers(where):
                          Worker('fails', fail, None, [], [], 1)], grace_s=0.2))
     assert isinstance(stuck.value.__cause__, Boom)
   finally:
-    release.set()
-    for thread in threading.enumerate():
-      if thread.name == 'starts':
-        thread.join(HANG_S)
+    let_go(release, 'starts')
 
 
 def test_what_must_be_computed_goes_after_what_is_settled_by_then():
