@@ -172,12 +172,22 @@ def test_a_worker_fires_on_what_is_not_computed_and_again_once_its_own_is():
 def test_who_needs_a_value_waits_for_it_and_who_computes_it_does_not(call):
   """Also where it is the call of a program that waits, as of one for several CPU devices."""
   first, second = DoubleBuffer('first', 3), DoubleBuffer('second', 3)
-  def slow():
-    return Computed(lambda: time.sleep(0.1))
+  begun = [threading.Event() for _ in range(3)]
+
+  def make(n):
+    def slow():  # computed 0.1 s after its user has begun to wait, however late that is
+      assert begun[n].wait(HANG_S)
+      time.sleep(0.1)
+    return n + 1, [Stamped(Computed(slow), n)]
+
+  def use(n, item):
+    begun[n].set()
+    call(item.value)
+    return n + 1, [Stamped(n, n)]
+
   ended(lambda: run([
-      Worker('maker', lambda n: (n + 1, [Stamped(slow(), n)]), 0, [], [Port(first)], 3),
-      Worker('user', lambda n, item: (call(item.value), (n + 1, [Stamped(n, n)]))[1], 0,
-             [Port(first)], [Port(second)], 3),
+      Worker('maker', make, 0, [], [Port(first)], 3),
+      Worker('user', use, 0, [Port(first)], [Port(second)], 3),
       Worker('end', lambda n, item: (n + 1, []), 0, [Port(second)], [], 3)]))
   assert first.get_wait_s >= 0.3
   assert first.put_wait_s < first.get_wait_s
