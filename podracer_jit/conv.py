@@ -17,18 +17,19 @@ import jax.numpy as jnp
 from jax import lax
 
 _LAYOUT = ('NHWC', 'HWIO', 'NHWC')
-CHUNK = 16  # rows: a multiple of what a vector holds, since the kernel gradient contracts them
-IMAGE = 4 * 84 * 84  # numbers of an observation of which so many rows are enough for the cache
-VECTOR = 32  # output channels from which XLA has its faster convolution
+IMAGE = 4 * 84 * 84  # numbers of an observation of which so few rows are enough for the cache
+VECTOR = 16  # channels: XLA's faster convolution takes none that has no more in and no more out
 
 
-def in_chunks(function: Callable, x: jax.Array) -> jax.Array:
+def in_chunks(function: Callable, x: jax.Array, near: int) -> jax.Array:
   """function(x [N, ...]) -> [N, ...], on CPUs for some rows at a time, whose layers fit the cache.
 
-  Nature CNN with its gradient 2.0 times faster, the ResNet 1.3 times. Smaller observations are
-  sent more at a time: 64 of 42x42, of which sixteens would take 1.3 to 1.5 times as long.
+  Nature CNN with its gradient 2.0 times faster, the ResNet 1.3 times.
+
+  near: see `rows_at_once`.
   """
-  count, rows = x.shape[0], rows_at_once(x.shape[1:])
+  count = x.shape[0]
+  rows = rows_at_once(count, x.shape[1:], near)
   if count <= rows:
     return function(x)
 
@@ -41,9 +42,19 @@ def in_chunks(function: Callable, x: jax.Array) -> jax.Array:
   return lax.platform_dependent(x, cpu=chunks, default=function)
 
 
-def rows_at_once(shape: Sequence[int]) -> int:
-  """How many observations of this shape `in_chunks` sends through at once."""
-  return CHUNK * max(1, IMAGE // math.prod(shape))
+def rows_at_once(count: int, shape: Sequence[int], near: int) -> int:
+  """How many of `count` observations of this shape `in_chunks` sends through at once.
+
+  About `near` of 84x84x4, more of smaller ones: of 42x42 four times as many, of which sixteens
+  would take 1.3 to 1.5 times as long. The number that leaves least over: a last chunk is filled
+  up. Kernel gradients contract the rows of a chunk; where these are no multiple of four they take
+  twice as long.
+  """
+  near *= max(1, IMAGE // math.prod(shape))
+  if count <= near * 3 // 2:
+    return count
+  return min(range(-(-near * 3 // 16) * 4, near * 3 // 2 + 1, 4),
+             key=lambda rows: (-count % rows, abs(rows - near)))
 
 
 def _pads(size: int, kernel: int, stride: int, padding: str) -> tuple[int, int]:
@@ -100,7 +111,8 @@ _conv2d.defvjp(_conv2d_fwd, _conv2d_bwd)
 
 
 def _forward(x, w, stride, pads):
-  if stride == 1 and VECTOR // 2 <= w.shape[3] < VECTOR and w.shape[1] == 3:
+  few = VECTOR // 2 < w.shape[3] <= VECTOR and w.shape[2] <= VECTOR
+  if few and stride == 1 and w.shape[1] == 3:
     outputs = x.shape[2] + sum(pads[1]) - w.shape[1] + 1
     if outputs % 2 == 0:
       return _two_columns(x, w, pads)
@@ -110,8 +122,9 @@ def _forward(x, w, stride, pads):
 def _two_columns(x, w, pads):
   """Windows 3 wide, two neighbouring columns of outputs at a time: twice the output channels.
 
-  84x84x4, 3x3 -> 16: 468 us a row as it is, 111 so; 42x42x16: 129 and 100. A window of two columns
-  is four columns wide, two blocks of two, so 16 of 12 products count.
+  As XLA has no faster convolution (VECTOR) for so few. 84x84x4, 3x3 -> 16: 255 us a row as it is,
+  51 so; 42x42x16: 76 and 51; of 42x42x32, which is not so few, 78 and 105. A window of two columns
+  is four columns wide, two blocks of two, so 12 of 16 products count.
   """
   batch, height, _, channels = x.shape
   kernel, _, _, features = w.shape
@@ -122,20 +135,11 @@ def _two_columns(x, w, pads):
 
 
 def _kernel_gradient(x, w, dy, stride, pads):
-  """The batch is contracted as if it were the channels, in the canonical layout.
-
-  Of x with dy or, which gives the kernel turned about, of dy with x: 42x42x16, 3x3 -> 32 takes
-  477 us a row the one way and 303 the other.
-  """
+  """The batch is contracted as if it were the channels, in the canonical layout."""
   barrier = lax.optimization_barrier  # else XLA folds the transposes back into a slow layout
-  kernel = w.shape[:2]
-  if stride == 1 and w.shape[2] < VECTOR <= w.shape[3]:
-    back = tuple((k - 1 - low, k - 1 - high) for k, (low, high) in zip(kernel, pads, strict=True))
-    dw = _conv(barrier(dy.transpose(3, 1, 2, 0)), barrier(x.transpose(1, 2, 0, 3)), (1, 1), back)
-    return barrier(dw).transpose(1, 2, 3, 0)[::-1, ::-1]
   dw = _conv(barrier(x.transpose(3, 1, 2, 0)), barrier(dy.transpose(1, 2, 0, 3)), (1, 1), pads,
              rhs_dilation=(stride, stride))
-  return barrier(dw[:, :kernel[0], :kernel[1], :]).transpose(1, 2, 0, 3)
+  return barrier(dw[:, :w.shape[0], :w.shape[1], :]).transpose(1, 2, 0, 3)
 
 
 def _input_gradient(x, w, dy, stride, pads):

@@ -82,8 +82,10 @@ class ConvTorso(nn.Module):
   [N, C, H, W] -> [N, hidden].
 
   hidden: 0 for what the convolutions give, laid out flat.
+  at_once: about how many 84x84x4 observations; see `conv.in_chunks`.
   """
 
+  at_once = 16
   hidden: int = 256
   chunked: bool = True
 
@@ -91,7 +93,7 @@ class ConvTorso(nn.Module):
   def __call__(self, obs: jax.Array) -> jax.Array:
     if self.chunked and not self.is_initializing():
       convolutions = self.clone(hidden=0, chunked=False, parent=None)
-      x = conv.in_chunks(functools.partial(convolutions.apply, self.variables), obs)
+      x = conv.in_chunks(functools.partial(convolutions.apply, self.variables), obs, self.at_once)
     else:
       x = self.convolve(obs).reshape(obs.shape[0], -1)
     return nn.relu(nn.Dense(self.hidden, kernel_init=self.dense_init)(x)) if self.hidden else x
@@ -134,6 +136,7 @@ class ImpalaResNet(ConvTorso):
 
   channels: Sequence[int] = (16, 32, 32)
   blocks: int = 2
+  at_once = 24  # more than conv.VECTOR, which counts of kernel gradients of 16 channels
   dense_init = staticmethod(nn.initializers.lecun_normal())
 
   def convolve(self, x: jax.Array) -> jax.Array:

@@ -40,7 +40,7 @@ def take_out(missing: Sequence[str]) -> None:
     conv.max_pool = lambda x, window, stride: nn.max_pool(
         x, (window, window), (stride, stride), 'SAME')
   if 'chunks' in missing:
-    conv.in_chunks = lambda function, x: function(x)
+    conv.in_chunks = lambda function, x, near: function(x)
 
 
 def measure(network: str, rows: int, groups: int, variant: str, seconds: float

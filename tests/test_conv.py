@@ -37,8 +37,9 @@ def _normal(seed, *shape):
     (2, 2, 'VALID', 3, 5, False), (3, 3, 'VALID', 3, 5, False),  # one matrix product
     (4, 2, 'VALID', 3, 5, False), (8, 4, 'VALID', 3, 5, False),  # dx in blocks
     (3, 1, 'SAME', 4, 16, False), (3, 1, 'VALID', 16, 16, False),  # two columns
-    (3, 1, 'SAME', 16, 20, False), (2, 1, 'SAME', 16, 16, True),
-    (3, 1, 'SAME', 16, 32, False), (2, 1, 'SAME', 3, 33, False), (3, 1, 'VALID', 5, 40, False)])
+    (3, 1, 'SAME', 17, 16, True), (3, 1, 'SAME', 16, 12, False), (3, 1, 'SAME', 16, 8, False),
+    (3, 1, 'SAME', 17, 20, True), (3, 1, 'SAME', 32, 17, True), (2, 1, 'SAME', 16, 16, True),
+    (3, 1, 'SAME', 16, 32, True), (2, 1, 'SAME', 3, 33, True), (3, 1, 'VALID', 5, 40, False)])
 def test_conv2d_is_a_convolution(kernel, stride, padding, channels, features, same_bits):
   x, w = _normal(0, 3, 13, 16, channels), _normal(1, kernel, kernel, channels, features)
   plain = _with_gradients(lambda *a: _plain(*a, stride, padding))
@@ -59,8 +60,7 @@ def test_conv2d_is_a_convolution(kernel, stride, padding, channels, features, sa
         assert_allclose(a, c, rtol=1e-5, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize('rows', [conv.CHUNK - 1, conv.CHUNK, conv.CHUNK + 1, 2 * conv.CHUNK,
-                                  3 * conv.CHUNK - 1])
+@pytest.mark.parametrize('rows', [7, 8, 12, 13, 16, 17, 23, 40])
 def test_chunks_change_no_result(rows, monkeypatch):
   """Whatever the number of rows: what is added to fill the last chunk changes nothing."""
   monkeypatch.setattr(conv, 'IMAGE', 7)
@@ -68,25 +68,29 @@ def test_chunks_change_no_result(rows, monkeypatch):
       [(rows, 7), (7, 5), (rows, 5)]))
   layer = _with_gradients(lambda x, w: jax.numpy.tanh(x @ w))
   chunked = _with_gradients(
-      lambda x, w: conv.in_chunks(lambda rows: jax.numpy.tanh(rows @ w), x))
+      lambda x, w: conv.in_chunks(lambda rows: jax.numpy.tanh(rows @ w), x, 8))
   for name, a, b in zip(('y', 'dx', 'dw'), jax.jit(chunked)(x, w, dy), layer(x, w, dy),
                         strict=True):
     assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_chunks_are_as_large_as_the_cache():
-  assert [conv.rows_at_once(shape) for shape in (
-      (4, 84, 84), (12, 84, 84), (4, 42, 42), (4, 60, 60), (7,))] == [16, 16, 64, 16, 64512]
+@pytest.mark.parametrize('count, shape, near, rows', [
+    (168, (4, 84, 84), 16, 12), (640, (4, 84, 84), 16, 16), (100, (12, 84, 84), 16, 20),
+    (25, (4, 84, 84), 16, 16),  # seven are left over, of 12 eleven
+    (24, (4, 84, 84), 16, 24), (5, (4, 84, 84), 16, 5), (70, (4, 60, 60), 16, 12),
+    (168, (4, 84, 84), 24, 24), (64, (4, 84, 84), 24, 32), (640, (4, 84, 84), 24, 20),
+    (64, (4, 42, 42), 16, 64), (256, (4, 42, 42), 16, 64), (90_000, (7,), 16, 90_000)])
+def test_chunks_fit_the_cache_and_leave_little_over(count, shape, near, rows):
+  assert conv.rows_at_once(count, shape, near) == rows
 
 
 def test_chunks_are_for_cpus_alone(monkeypatch):
   """Lowered for a GPU nothing of it is left, nor of the other formulations."""
   monkeypatch.setattr(conv, 'IMAGE', 8 * 8 * 4)
   def layers(x, w):
-    x = conv.in_chunks(lambda x: conv.conv2d(x, w, 1, 'SAME'), x)
-    return x
+    return conv.in_chunks(lambda x: conv.conv2d(x, w, 1, 'SAME'), x, 16)
 
-  x, w = _normal(0, 2 * conv.CHUNK, 8, 8, 4)[0], _normal(1, 3, 3, 4, 16)[0]
+  x, w = _normal(0, 32, 8, 8, 4)[0], _normal(1, 3, 3, 4, 16)[0]
   lowered = {platform: jax.jit(layers).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
              for platform in ('cpu', 'cuda')}
   assert 'while' in lowered['cpu'] and '2x4x32' not in lowered['cuda']
