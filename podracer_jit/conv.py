@@ -2,7 +2,7 @@
 
 What XLA makes of a convolution on a CPU depends on how it is written, most of all inside a loop,
 where the backward convolutions of autodiff are 15 to 50 times slower. Here are the same sums in the
-order or the layout that wins; beside each what it gains, on one core and 16 rows
+order or the layout that wins; beside each what it gains, on one core and 16 to 24 rows
 (docs/performance.md).
 """
 
@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 
 _LAYOUT = ('NHWC', 'HWIO', 'NHWC')
-IMAGE = 4 * 84 * 84  # numbers of an observation of which so few rows are enough for the cache
+IMAGE = 4 * 84 * 84  # numbers of an observation of which `near` rows are what fits the cache
 VECTOR = 16  # channels: XLA's faster convolution takes none that has no more in and no more out
 
 
 def in_chunks(function: Callable, x: jax.Array, near: int) -> jax.Array:
   """function(x [N, ...]) -> [N, ...], on CPUs for some rows at a time, whose layers fit the cache.
 
-  Nature CNN with its gradient 2.0 times faster, the ResNet 1.3 times.
+  Nature CNN with its gradient 2.2 to 2.8 times faster, the ResNet 1.3 times.
 
   near: see `rows_at_once`.
   """
@@ -46,9 +46,9 @@ def rows_at_once(count: int, shape: Sequence[int], near: int) -> int:
   """How many of `count` observations of this shape `in_chunks` sends through at once.
 
   About `near` of 84x84x4, more of smaller ones: of 42x42 four times as many, of which sixteens
-  would take 1.3 to 1.5 times as long. The number that leaves least over: a last chunk is filled
-  up. Kernel gradients contract the rows of a chunk; where these are no multiple of four they take
-  twice as long.
+  would take 1.3 to 1.5 times as long. The number that leaves least over, since a last chunk is
+  filled up, of those that four divides: kernel gradients contract the rows of a chunk, and take
+  twice as long for others. Few observations go as they are.
   """
   near *= max(1, IMAGE // math.prod(shape))
   if count <= near * 3 // 2:
