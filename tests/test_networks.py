@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import networks
+from podracer_jit import conv, networks
 from podracer_jit.policies import categorical
 
 FRAMES = jax.ShapeDtypeStruct((5, 4, 84, 84), np.uint8)
@@ -232,3 +232,12 @@ def test_a_fixup_block_by_hand():
   y = 3 * (max(y + 4, 0) + 0.25)
   assert_allclose(networks.FixupBlock(1).apply(params, np.ones((1, 1, 1, 1), np.float32)),
                   [[[[1 + 2 * y + 10]]]])
+
+
+@pytest.mark.parametrize('torso', ['impala_resnet', 'fixup_resnet'])
+def test_kernel_gradients_of_16_channels_are_of_more_rows(torso):
+  """The rows of a chunk are what they contract, as other convolutions do the channels in."""
+  near = networks.TORSOS[torso].at_once
+  assert networks.TORSOS[torso].channels[0] == conv.VECTOR
+  for count in range(conv.VECTOR + 1, 700):
+    assert conv.rows_at_once(count, (4, 84, 84), near) > conv.VECTOR
