@@ -1,5 +1,5 @@
 """python -m podracer_jit."""
 
-from podracer_jit.main import run
+from podracer_jit.run.train import run
 
 run()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from podracer_jit.handoff import Closed, HandOff, Stamped
+from podracer_jit.runtime.channels import Closed, HandOff, Stamped
 
 
 class Port(NamedTuple):

@@ -57,8 +57,10 @@ import benchmark_picture
 import benchmark_round
 from absl import flags, logging
 
-from podracer_jit import build, checkpoint, command_line, placement, wiring
-from podracer_jit.schemes import SCHEMES
+from podracer_jit.run import build, checkpoint, command_line
+from podracer_jit.runtime import placement
+from podracer_jit.schemes import wiring
+from podracer_jit.schemes.table import SCHEMES
 
 BASES = ('environment', 'sync', 'conventional_sync', 'conventional_cleanba')  # to divide by
 # Of each part what its rounds found, and how far apart the cores were before and after.

@@ -31,7 +31,8 @@ import envpool
 import numpy as np
 from absl import flags, logging
 
-from podracer_jit import build, command_line, experiment, placement
+from podracer_jit.run import build, command_line, experiment
+from podracer_jit.runtime import placement
 
 
 def step_times(config: Mapping[str, Any], steps: int) -> dict[str, float]:

@@ -16,8 +16,9 @@ from unittest import mock
 
 import jax
 
-from podracer_jit import rollouts, wiring
-from podracer_jit.schemes import SCHEMES
+from podracer_jit.actor import rollouts
+from podracer_jit.schemes import wiring
+from podracer_jit.schemes.table import SCHEMES
 
 EVERY_S = 0.002
 FIELDS = ('arena', 'ordblks', 'smblks', 'hblks', 'hblkhd', 'usmblks', 'fsmblks', 'uordblks',

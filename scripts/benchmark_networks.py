@@ -25,7 +25,9 @@ import numpy as np
 from absl import flags
 from jax import lax
 
-from podracer_jit import conv, networks, placement
+from podracer_jit.agents import networks
+from podracer_jit.numerics import convolution
+from podracer_jit.runtime import placement
 
 # In this order; each has what those before it have.
 VARIANTS = ('flax', 'formulations', 'max_pool', 'chunks')
@@ -34,13 +36,13 @@ VARIANTS = ('flax', 'formulations', 'max_pool', 'chunks')
 def take_out(missing: Sequence[str]) -> None:
   """Puts JAX's and flax's own in the place of what a variant does not have."""
   if 'formulations' in missing:
-    conv.conv2d = lambda x, w, stride, padding='VALID': lax.conv_general_dilated(
+    convolution.conv2d = lambda x, w, stride, padding='VALID': lax.conv_general_dilated(
         x, w, (stride, stride), padding, dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
   if 'max_pool' in missing:
-    conv.max_pool = lambda x, window, stride: nn.max_pool(
+    convolution.max_pool = lambda x, window, stride: nn.max_pool(
         x, (window, window), (stride, stride), 'SAME')
   if 'chunks' in missing:
-    conv.in_chunks = lambda function, x, near: function(x)
+    convolution.in_chunks = lambda function, x, near: function(x)
 
 
 def measure(network: str, rows: int, groups: int, variant: str, seconds: float

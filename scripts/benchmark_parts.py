@@ -15,9 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from podracer_jit import build, envs, experiment, loops, placement, rollouts, wiring
-from podracer_jit.metrics import Meter, Report
-from podracer_jit.schemes import SCHEMES
+from podracer_jit import loops
+from podracer_jit.actor import rollouts
+from podracer_jit.envs import envpool_envs
+from podracer_jit.run import build, experiment
+from podracer_jit.run.metrics import Meter, Report
+from podracer_jit.runtime import placement
+from podracer_jit.schemes import wiring
+from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.types import TrainState
 
 NAMES = ('environment', 'policy', 'rollout', 'learner', 'fused', 'sync', 'cleanba',
@@ -63,12 +68,12 @@ def pools_of(parts: wiring.Parts, actor: int) -> list[conventional.PoolArgs]:
   per_actor = config['num_shards'] // len(place.actors)
   options = experiment.env_options(config)
   return [conventional.PoolArgs(config['env']['task'], options,
-                                envs.env_seeds(config['seed'], 0, i * width, width),
+                                envpool_envs.env_seeds(config['seed'], 0, i * width, width),
                                 place.env_threads)
           for i in range(actor * per_actor, (actor + 1) * per_actor)]
 
 
-def make_steps(shards: Sequence[envs.Shard], to_env: Callable, steps: int) -> Callable:
+def make_steps(shards: Sequence[envpool_envs.Shard], to_env: Callable, steps: int) -> Callable:
   """Returns run(token, ended, actions) -> (token, ended, valid steps): nothing but steps.
 
   actions: of each shard [steps, B, ...], as its policy has them. Shards take turns as in the
@@ -112,7 +117,7 @@ def environment(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitSt
                for fire in acting(parts, state, False, at_first)]
 
   def prepare(a: int, device: jax.Device) -> Callable[[], int]:
-    pools = rollouts.Pools([envs.Shard(*args) for args in pools_of(parts, a)])
+    pools = rollouts.Pools([envpool_envs.Shard(*args) for args in pools_of(parts, a)])
     stack.callback(pools.close)
     ended = tuple(jnp.zeros(shard.num_envs, bool) for shard in pools.shards)
     token, ended = jax.device_put((jnp.array(pools.shards[0].handle), ended), device)
@@ -157,7 +162,7 @@ class Still:
   The token counts the calls, so that no observation is known before its turn.
   """
 
-  def __init__(self, spec: envs.EnvSpec, num_envs: int):
+  def __init__(self, spec: envpool_envs.EnvSpec, num_envs: int):
     """Two different observations of each environment."""
     self.num_envs, self.handle = num_envs, np.zeros((), np.int32)
     numbers = np.random.default_rng(0).integers(0, 2, (2, num_envs, *spec.obs_shape))
@@ -168,10 +173,11 @@ class Still:
     """Nothing but that the action must be there."""
     return token + 1 + jnp.sum(action != action, dtype=jnp.int32)
 
-  def recv(self, token: jax.Array) -> tuple[jax.Array, envs.TimeStep]:
+  def recv(self, token: jax.Array) -> tuple[jax.Array, envpool_envs.TimeStep]:
     """The next observations, no rewards."""
     no, none = jnp.zeros(self.num_envs, bool), jnp.zeros(self.num_envs)
-    return token, envs.TimeStep(obs=jnp.asarray(self._obs)[token % 2], reward=none, terminated=no,
+    return token, envpool_envs.TimeStep(
+                                obs=jnp.asarray(self._obs)[token % 2], reward=none, terminated=no,
                                 truncated=no, raw_reward=none, game_over=no,
                                 env_id=jnp.arange(self.num_envs))
 

@@ -38,8 +38,10 @@ from absl import flags, logging
 from benchmark_scaling import refuse_replay, with_default
 from jax.sharding import NamedSharding, PartitionSpec
 
-from podracer_jit import build, checkpoint, command_line, placement, wiring
-from podracer_jit.exact import AXIS, exact_sum, plain_sum, sliced
+from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum, sliced
+from podracer_jit.run import build, checkpoint, command_line
+from podracer_jit.runtime import placement
+from podracer_jit.schemes import wiring
 
 GROUPS = 8
 MESHES = (1, 2, 4, 8)  # devices

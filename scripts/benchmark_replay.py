@@ -36,9 +36,13 @@ import numpy as np
 from absl import flags, logging
 from jax.sharding import NamedSharding, PartitionSpec
 
-from podracer_jit import build, checks, command_line, experience, placement, replay, wiring
-from podracer_jit.exact import AXIS
-from podracer_jit.experiment import batch_rows, has_replay
+from podracer_jit.actor import priorities
+from podracer_jit.numerics.deterministic import AXIS
+from podracer_jit.replay import buffer
+from podracer_jit.run import build, checks, command_line
+from podracer_jit.run.experiment import batch_rows, has_replay
+from podracer_jit.runtime import placement
+from podracer_jit.schemes import wiring
 from podracer_jit.types import Experience, TrainState
 
 DEFAULT = '--config=configs/apex_dqn_atari.py'
@@ -93,7 +97,7 @@ def random_experience(parts: wiring.Parts) -> Experience:
   """A rollout of all environments, [groups, T, B, ...]: no episode ends, any row can be drawn."""
   config, spec, rng = parts.config, parts.spec, np.random.default_rng(0)
   groups, steps = config['num_grad_shards'], config['unroll_length']
-  one = experience.shapes(config['env']['num_envs'] // groups, spec.obs_shape, spec.obs_dtype,
+  one = priorities.shapes(config['env']['num_envs'] // groups, spec.obs_shape, spec.obs_dtype,
                           spec.stack, parts.network.policy)
 
   def random(like, rows, most):
@@ -114,7 +118,7 @@ def random_experience(parts: wiring.Parts) -> Experience:
       starts=always(one.starts, True))
 
 
-def compiled(parts: wiring.Parts, state: TrainState, shapes: replay.State, made: Experience
+def compiled(parts: wiring.Parts, state: TrainState, shapes: buffer.State, made: Experience
              ) -> Programs:
   """All programs, for a replay of these shapes that is not there yet."""
   memory = build.make_memory(parts.config, parts.spec)
@@ -193,7 +197,7 @@ def measure(config: Mapping[str, Any], seconds: float) -> Figures:
                  memory_peak(device), before, device.device_kind)
 
 
-def filled(parts: wiring.Parts, programs: Programs, made: Experience) -> replay.State:
+def filled(parts: wiring.Parts, programs: Programs, made: Experience) -> buffer.State:
   """A replay to which was added until it was full."""
   held, config = build.empty_replay(parts), parts.config
   rows, steps = held.ring.fresh.shape[1], config['unroll_length']

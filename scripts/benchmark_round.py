@@ -25,8 +25,10 @@ from typing import Any, NamedTuple
 import benchmark_memory
 import jax
 
-from podracer_jit import build, loops, wiring
-from podracer_jit.metrics import Report
+from podracer_jit import loops
+from podracer_jit.run import build
+from podracer_jit.run.metrics import Report
+from podracer_jit.schemes import wiring
 
 # What a worker does, in the order in which it is shown.
 PARTS = ('environment', 'policy', 'storing', 'gradient', 'update', 'other arithmetic', 'between',

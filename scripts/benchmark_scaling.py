@@ -35,8 +35,8 @@ from typing import Any
 
 from absl import flags
 
-from podracer_jit import checkpoint, checks, command_line
-from podracer_jit.experiment import has_replay
+from podracer_jit.run import checkpoint, checks, command_line
+from podracer_jit.run.experiment import has_replay
 
 DEFAULT = ['--config=configs/impala_atari.py:nature_cnn', '--config.env.task=Pong-v5']
 PUBLISHED = 'Cleanba (2310.00036) has 0.93 of 1 at 128 GPUs'

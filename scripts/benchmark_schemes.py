@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 import jax
 from absl import flags, logging
 
-from podracer_jit import build, command_line, loops, placement
-from podracer_jit.metrics import Report
-from podracer_jit.schemes import SCHEMES
+from podracer_jit import loops
+from podracer_jit.run import build, command_line
+from podracer_jit.run.metrics import Report
+from podracer_jit.runtime import placement
+from podracer_jit.schemes.table import SCHEMES
 
 
 class Figures(NamedTuple):

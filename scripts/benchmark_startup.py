@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 from absl import flags
 from benchmark_scaling import Failed, count_lines, refuse_replay, with_default, write_config
 
-from podracer_jit import checkpoint, checks, command_line
-from podracer_jit.experiment import batch_rows
+from podracer_jit.run import checkpoint, checks, command_line
+from podracer_jit.run.experiment import batch_rows
 
 KINDS = ('cold', 'warm')
 POLL_S = 0.02

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from podracer_jit import checkpoint
+from podracer_jit.run import checkpoint
 
 ROWS = 10  # of the learning curves
 

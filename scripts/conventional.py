@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer_jit import frames
-from podracer_jit.handoff import Stamped
+from podracer_jit.agents.networks import ActorCritic
+from podracer_jit.envs import frames
 from podracer_jit.loops import Worker
-from podracer_jit.networks import ActorCritic
+from podracer_jit.runtime.channels import Stamped
 from podracer_jit.types import Episodes, Params, Rollout
 
 

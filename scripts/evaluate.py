@@ -14,7 +14,8 @@ from pathlib import Path
 
 from absl import flags
 
-from podracer_jit import evaluation, placement, video
+from podracer_jit.run import evaluation, video
+from podracer_jit.runtime import placement
 
 
 def main(argv: Sequence[str]) -> int:

@@ -18,9 +18,13 @@ import jax
 import numpy as np
 from absl import flags
 
-from podracer_jit import build, checkpoint, experiment, frames, loops, placement, video, wiring
-from podracer_jit.receipts import as_hex, canary
-from podracer_jit.schemes import SCHEMES
+from podracer_jit import loops
+from podracer_jit.envs import frames
+from podracer_jit.numerics.fingerprints import as_hex, canary
+from podracer_jit.run import build, checkpoint, experiment, video
+from podracer_jit.runtime import placement
+from podracer_jit.schemes import wiring
+from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.types import Rollout, TrainState
 
 

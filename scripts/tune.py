@@ -37,9 +37,12 @@ from absl import flags, logging
 from tune_candidates import Candidate, Machine, as_flags, as_text, own_of, placed, places, vary
 from tune_search import LAST_ROUNDS, Figures, Search, best, search
 
-from podracer_jit import build, command_line, experiment, loops, placement, wiring
-from podracer_jit.metrics import Meter, Report
-from podracer_jit.schemes import SCHEMES
+from podracer_jit import loops
+from podracer_jit.run import build, command_line, experiment
+from podracer_jit.run.metrics import Meter, Report
+from podracer_jit.runtime import placement
+from podracer_jit.schemes import wiring
+from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.types import TrainState
 
 

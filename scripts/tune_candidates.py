@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from podracer_jit.schemes import SCHEMES, Scheme
+from podracer_jit.schemes.table import SCHEMES, Scheme
 
 
 class Candidate(NamedTuple):

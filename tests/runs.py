@@ -5,8 +5,10 @@ import os
 
 import jax
 
-from podracer_jit import build, experiment, loops, placement
-from podracer_jit.receipts import as_hex
+from podracer_jit import loops
+from podracer_jit.numerics.fingerprints import as_hex
+from podracer_jit.run import build, experiment
+from podracer_jit.runtime import placement
 
 # For processes whose speed does not matter: XLA takes a third less time to compile. Bits that such
 # processes compare were all made so; `test_exactness` compares those of XLA as people run it.

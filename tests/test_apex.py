@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podracer_jit import build, checkpoint, checks, evaluation, experiment, loops, main, replaying
+from podracer_jit import loops
+from podracer_jit.learner import replay_updates
+from podracer_jit.run import build, checkpoint, checks, evaluation, experiment, train
 from podracer_jit.types import Target, TrainState
 from tests.runs import changed, run
 
@@ -93,9 +95,9 @@ def test_the_rate_that_is_told_is_that_of_the_updates_own_steps():
   params = {'w': jnp.ones(3)}
   state = TrainState(params, (), jnp.int32(0), jnp.int32(50), jax.random.key(0),
                      Target(params, jnp.int32(3)), types.SimpleNamespace(size=jnp.array([5])))
-  sizes = replaying.Sizes(4, 1, 2, 1, 1, 1, 0.4, 0)
+  sizes = replay_updates.Sizes(4, 1, 2, 1, 1, 1, 0.4, 0)
   sums = dict(terms=dict(valid=2.0, loss=1.0), sampled_age=0.0, grad_norm=1.0)
-  finish = replaying.make_finish(sizes, lambda steps: 1.0 - steps / 100)
+  finish = replay_updates.make_finish(sizes, lambda steps: 1.0 - steps / 100)
   after, metrics = finish(state, jnp.int32(1), sums, jnp.int32(25), jnp.zeros(2, jnp.uint32))
   assert metrics['learning_rate'] == 0.5 and metrics['steps'] == after.steps == 75
 
@@ -103,7 +105,7 @@ def test_the_rate_that_is_told_is_that_of_the_updates_own_steps():
 def _train(workdir, total, learners=(0,), **fields):
   whole = config('dpg', total_steps=total, checkpoint__every_updates=4, **fields)
   checkpoint.open_workdir(workdir, whole | dict(total_steps=10**6))
-  main.train(parts_of('dpg', scheme='sync', placement__actor_devices=(0,),
+  train.train(parts_of('dpg', scheme='sync', placement__actor_devices=(0,),
                       placement__learner_devices=learners)._replace(config=whole), workdir)
   found = [json.loads(line) for line in (workdir / 'receipts.jsonl').read_text().splitlines()]
   return [(x['update'], x['batch'], x['params']) for x in found if 'update' in x]

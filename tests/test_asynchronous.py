@@ -11,17 +11,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import (
-    asynchronous,
-    build,
-    checks,
-    envs,
-    experiment,
-    frames,
-    policies,
-    rollouts,
-)
-from podracer_jit.envs import TimeStep
+from podracer_jit.actor import asynchronous, rollouts
+from podracer_jit.agents import policies
+from podracer_jit.envs import envpool_envs, frames
+from podracer_jit.envs.envpool_envs import TimeStep
+from podracer_jit.run import build, checks, experiment
 from tests.runs import QUICK, by_rows, changed, run, small
 from tests.test_envs import MUJOCO, python_pool
 from tests.test_rollouts import SMALL, Row, linear
@@ -36,7 +30,7 @@ def tagged(step):
   return step._replace(obs=jnp.concatenate([step.obs, tag], axis=1))
 
 
-class Tagged(envs.Shard):
+class Tagged(envpool_envs.Shard):
   """A shard of EnvPool's environments."""
 
   def recv(self, handle):
@@ -119,13 +113,14 @@ class Made:
   """What an asynchronous actor made: rollouts, and the columns of each environment in order."""
 
   def __init__(self, task, num_envs, batch, steps, count, options):
-    self.steps, scripted, seeds = steps, task == 'scripted', envs.env_seeds(4, 0, 0, num_envs)
+    self.steps, scripted = steps, task == 'scripted'
+    seeds = envpool_envs.env_seeds(4, 0, 0, num_envs)
     if scripted:
       weights = np.array([5, 4, 1, 1, 1, 0.2]) / 12.2
       shard, self.policy = Scripted(num_envs, batch, weights), policies.categorical(3)
       shape, dtype = (2,), np.dtype(np.float32)
     else:
-      spec = envs.make_spec(task, options)
+      spec = envpool_envs.make_spec(task, options)
       shard, (shape, dtype) = Tagged(task, options, seeds, 2, batch), spec[1:3]
       self.policy = (policies.categorical(spec.num_actions) if spec.num_actions else
                      policies.gaussian(np.array(spec.action_low), np.array(spec.action_high)))

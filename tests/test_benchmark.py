@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from podracer_jit import build, checks, experiment
-from podracer_jit.handoff import Stamped
+from podracer_jit.run import build, checks, experiment
+from podracer_jit.runtime.channels import Stamped
 from tests.runs import QUICK
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / 'scripts'

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podracer_jit.exact import exact_sum, plain_sum
+from podracer_jit.numerics.deterministic import exact_sum, plain_sum
 from tests.runs import QUICK, small
 
 SCRIPTS = Path(__file__).resolve().parents[1] / 'scripts'

@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from podracer_jit import build, experiment
 from podracer_jit.configs import (
-    impala_atari,
-    ppo_atari,
-    ppo_mujoco,
-    ppo_mujoco_fast,
-    ppo_pong_envpool,
+  impala_atari,
+  ppo_atari,
+  ppo_mujoco,
+  ppo_mujoco_fast,
+  ppo_pong_envpool,
 )
+from podracer_jit.run import build, experiment
 from tests.runs import changed, small
 
 # 1709.06009, table 2 and section 3; EnvPool's no-ops: 1 is none.

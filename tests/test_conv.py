@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import conv
+from podracer_jit.numerics import convolution
 
 LOOPS = 2  # turns of a loop, each on numbers of its own
 
@@ -43,7 +43,7 @@ def _normal(seed, *shape):
 def test_conv2d_is_a_convolution(kernel, stride, padding, channels, features, same_bits):
   x, w = _normal(0, 3, 13, 16, channels), _normal(1, kernel, kernel, channels, features)
   plain = _with_gradients(lambda *a: _plain(*a, stride, padding))
-  ours = _with_gradients(lambda *a: conv.conv2d(*a, stride, padding))
+  ours = _with_gradients(lambda *a: convolution.conv2d(*a, stride, padding))
   shape = jax.eval_shape(lambda *a: _plain(*a, stride, padding), x[0], w[0]).shape
   dy = _normal(2, *shape)
 
@@ -63,12 +63,12 @@ def test_conv2d_is_a_convolution(kernel, stride, padding, channels, features, sa
 @pytest.mark.parametrize('rows', [7, 8, 12, 13, 16, 17, 23, 40])
 def test_chunks_change_no_result(rows, monkeypatch):
   """Whatever the number of rows: what is added to fill the last chunk changes nothing."""
-  monkeypatch.setattr(conv, 'IMAGE', 7)
+  monkeypatch.setattr(convolution, 'IMAGE', 7)
   x, w, dy = (_normal(seed, *shape)[0] for seed, shape in enumerate(
       [(rows, 7), (7, 5), (rows, 5)]))
   layer = _with_gradients(lambda x, w: jax.numpy.tanh(x @ w))
   chunked = _with_gradients(
-      lambda x, w: conv.in_chunks(lambda rows: jax.numpy.tanh(rows @ w), x, 8))
+      lambda x, w: convolution.in_chunks(lambda rows: jax.numpy.tanh(rows @ w), x, 8))
   for name, a, b in zip(('y', 'dx', 'dw'), jax.jit(chunked)(x, w, dy), layer(x, w, dy),
                         strict=True):
     assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=name)
@@ -81,14 +81,14 @@ def test_chunks_change_no_result(rows, monkeypatch):
     (168, (4, 84, 84), 24, 24), (64, (4, 84, 84), 24, 32), (640, (4, 84, 84), 24, 20),
     (64, (4, 42, 42), 16, 64), (256, (4, 42, 42), 16, 64), (90_000, (7,), 16, 90_000)])
 def test_chunks_fit_the_cache_and_leave_little_over(count, shape, near, rows):
-  assert conv.rows_at_once(count, shape, near) == rows
+  assert convolution.rows_at_once(count, shape, near) == rows
 
 
 def test_chunks_are_for_cpus_alone(monkeypatch):
   """Lowered for a GPU nothing of it is left, nor of the other formulations."""
-  monkeypatch.setattr(conv, 'IMAGE', 8 * 8 * 4)
+  monkeypatch.setattr(convolution, 'IMAGE', 8 * 8 * 4)
   def layers(x, w):
-    return conv.in_chunks(lambda x: conv.conv2d(x, w, 1, 'SAME'), x, 16)
+    return convolution.in_chunks(lambda x: convolution.conv2d(x, w, 1, 'SAME'), x, 16)
 
   x, w = _normal(0, 32, 8, 8, 4)[0], _normal(1, 3, 3, 4, 16)[0]
   lowered = {platform: jax.jit(layers).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
@@ -102,10 +102,10 @@ def test_conv2d_by_hand():
   """A 3x3 image of 1 to 9 and the kernel (1, 10; 100, 1000)."""
   x = np.arange(1.0, 10.0, dtype=np.float32).reshape(1, 3, 3, 1)
   w = np.float32([1, 10, 100, 1000]).reshape(2, 2, 1, 1)
-  assert_array_equal(conv.conv2d(x, w, 1)[0, :, :, 0], [[5421, 6532], [8754, 9865]])
-  assert_array_equal(conv.conv2d(x, w, 2)[0, :, :, 0], [[5421]])
+  assert_array_equal(convolution.conv2d(x, w, 1)[0, :, :, 0], [[5421, 6532], [8754, 9865]])
+  assert_array_equal(convolution.conv2d(x, w, 2)[0, :, :, 0], [[5421]])
   # SAME pads after the last row and column first: what lies outside is zero.
-  assert_array_equal(conv.conv2d(x, w, 2, 'SAME')[0, :, :, 0], [[5421, 603], [87, 9]])
+  assert_array_equal(convolution.conv2d(x, w, 2, 'SAME')[0, :, :, 0], [[5421, 603], [87, 9]])
 
 
 @pytest.mark.parametrize('height, width, window, stride', [
@@ -124,7 +124,7 @@ def test_max_pool(height, width, window, stride):
 
   dy = rng.integers(1, 100, size=jax.eval_shape(plain, x).shape).astype(np.float32)
   expected = jax.jit(both, static_argnums=0)(plain, x, dy)
-  got = jax.jit(both, static_argnums=0)(lambda x: conv.max_pool(x, window, stride), x, dy)
+  got = jax.jit(both, static_argnums=0)(lambda x: convolution.max_pool(x, window, stride), x, dy)
   for ours, theirs in zip(got, expected, strict=True):
     assert_array_equal(ours, theirs)
 
@@ -132,7 +132,7 @@ def test_max_pool(height, width, window, stride):
 def test_max_pool_by_hand():
   """Of equal maxima, the first in row order gets the gradient."""
   x = np.float32([[1, 1, 0, 0], [0, 1, 0, 2], [0, 3, 3, 0], [3, 0, 0, 0]]).reshape(1, 4, 4, 1)
-  y, pull_back = jax.vjp(lambda x: conv.max_pool(x, 2, 2), x)
+  y, pull_back = jax.vjp(lambda x: convolution.max_pool(x, 2, 2), x)
   assert_array_equal(y[0, :, :, 0], [[1, 2], [3, 3]])
   (dx,) = pull_back(np.float32([[5, 6], [7, 8]]).reshape(1, 2, 2, 1))
   assert_array_equal(dx[0, :, :, 0], [[5, 0, 0, 0], [0, 0, 0, 6], [0, 7, 8, 0], [0, 0, 0, 0]])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from podracer_jit import experiment
+from podracer_jit.run import experiment
 from tests.runs import QUICK
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,9 @@ import pytest
 from jax import lax
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import checks, envs, experiment, placement
+from podracer_jit.envs import envpool_envs
+from podracer_jit.run import checks, experiment
+from podracer_jit.runtime import placement
 
 MUJOCO = 'HalfCheetah-v4'
 ONE_THREAD = 1
@@ -53,28 +55,28 @@ def test_envpools_own_neighbouring_seeds_share_nearly_all_streams():
 @pytest.mark.parametrize('other', [dict(seed=2), dict(segment=1), dict(first_env=64)])
 def test_seeds_of_two_pools_are_disjoint_and_their_streams_differ(other):
   where = dict(seed=1, segment=0, first_env=0, num_envs=64)
-  one, next_one = envs.env_seeds(**where), envs.env_seeds(**where | other)
+  one, next_one = envpool_envs.env_seeds(**where), envpool_envs.env_seeds(**where | other)
   assert len(set(one + next_one)) == 128
   obs = np.concatenate([first_obs('CartPole-v1', seeds) for seeds in (one, next_one)])
   assert len(np.unique(obs, axis=0)) == 128
 
 
 def test_neighbouring_environments_have_no_neighbouring_seeds():
-  seeds = np.sort(envs.env_seeds(3, 0, 0, 4096))
+  seeds = np.sort(envpool_envs.env_seeds(3, 0, 0, 4096))
   assert seeds[0] >= 0 and seeds[-1] < 2**31  # what EnvPool takes
   assert np.diff(seeds).min() > 1
 
 
 def test_a_seed_depends_on_nothing_but_seed_segment_and_environment():
-  whole = envs.env_seeds(5, 2, 0, 24)
+  whole = envpool_envs.env_seeds(5, 2, 0, 24)
   for width in (1, 4, 8):
-    cut = [envs.env_seeds(5, 2, first, width) for first in range(0, 24, width)]
+    cut = [envpool_envs.env_seeds(5, 2, first, width) for first in range(0, 24, width)]
     assert sum(cut, []) == whole
 
 
 def test_a_shard_gives_each_environment_its_seed():
-  seeds = envs.env_seeds(1, 0, 0, 6)
-  shard = envs.Shard('CartPole-v1', {}, seeds, ONE_THREAD)
+  seeds = envpool_envs.env_seeds(1, 0, 0, 6)
+  shard = envpool_envs.Shard('CartPole-v1', {}, seeds, ONE_THREAD)
   assert_array_equal(shard.first_obs, first_obs('CartPole-v1', seeds))
   assert_array_equal(shard.first_obs[4], first_obs('CartPole-v1', seeds[4:5])[0])
   shard.close()
@@ -85,7 +87,7 @@ def test_a_shard_gives_each_environment_its_seed():
 
 def test_a_call_has_side_effects_for_xla_and_no_effects_for_jax():
   """XLA must keep each; JAX would call a program that has effects by Python, each time."""
-  shard = envs.Shard('CartPole-v1', {}, envs.env_seeds(1, 0, 0, 2), ONE_THREAD)
+  shard = envpool_envs.Shard('CartPole-v1', {}, envpool_envs.env_seeds(1, 0, 0, 2), ONE_THREAD)
   step = jax.jit(lambda handle, action: shard.recv(shard.send(handle, action)))
   traced = step.trace(jnp.array(shard.handle), jnp.zeros(2, jnp.int32))
   assert not traced.jaxpr.effects
@@ -94,7 +96,7 @@ def test_a_call_has_side_effects_for_xla_and_no_effects_for_jax():
 
 
 def test_the_first_step_is_no_reset():
-  shard = envs.Shard('CartPole-v1', {}, [1, 2, 3], ONE_THREAD)
+  shard = envpool_envs.Shard('CartPole-v1', {}, [1, 2, 3], ONE_THREAD)
   handle = shard.send(shard.handle, jnp.zeros(3, jnp.int32))
   _, step = shard.recv(handle)
   assert_array_equal(step.reward, [1, 1, 1])  # a reset gives 0
@@ -105,7 +107,7 @@ def test_the_first_step_is_no_reset():
 MUJOCO_IN_A_LOOP = f"""
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
-from podracer_jit import envs
+from podracer_jit.envs import envpool_envs
 assert not jax.config.jax_enable_x64
 
 seeds, T = [11, 22, 33], 40
@@ -152,7 +154,7 @@ def test_a_draw_next_to_a_float64_environment_is_the_draw_outside():
             jax.random.normal(key, (8,)), jnp.arange(3), jnp.zeros(2))
 
   outside = draws(key)
-  shard = envs.Shard(MUJOCO, {}, [1, 2], ONE_THREAD)
+  shard = envpool_envs.Shard(MUJOCO, {}, [1, 2], ONE_THREAD)
 
   def beside(handle, key):
     def step(t, carry):
@@ -185,7 +187,7 @@ def threads():
 def test_a_shard_starts_the_threads_it_is_given_and_ends_them():
   def started(num_threads):
     before = threads()
-    shard = envs.Shard('CartPole-v1', {}, range(8), num_threads)
+    shard = envpool_envs.Shard('CartPole-v1', {}, range(8), num_threads)
     new = threads() - before
     shard.close()
     assert not threads() & new
@@ -222,10 +224,10 @@ def test_noop_max_0_never_reaches_envpool(monkeypatch):
     assert options.get('noop_max') != 0
     return ask(task, **options)
 
-  monkeypatch.setattr(envs.envpool, 'make_spec', make_spec)
+  monkeypatch.setattr(envpool_envs.envpool, 'make_spec', make_spec)
   with pytest.raises(ValueError, match=r'env\.noop_max.*at least 1.*got 0'):
-    envs.make_spec('Pong-v5', dict(noop_max=0))
-  assert envs.make_spec('Pong-v5', dict(noop_max=1)).num_actions == 6
+    envpool_envs.make_spec('Pong-v5', dict(noop_max=0))
+  assert envpool_envs.make_spec('Pong-v5', dict(noop_max=1)).num_actions == 6
 
 
 @pytest.mark.parametrize('task, options, message', [
@@ -247,7 +249,7 @@ def test_noop_max_0_never_reaches_envpool(monkeypatch):
 ])
 def test_an_error_names_the_field_the_value_and_what_would_be_right(task, options, message):
   with pytest.raises(ValueError, match=message):
-    envs.make_spec(task, options)
+    envpool_envs.make_spec(task, options)
 
 
 @pytest.mark.parametrize('options', [
@@ -255,7 +257,7 @@ def test_an_error_names_the_field_the_value_and_what_would_be_right(task, option
 def test_what_envpool_itself_refuses_is_an_error_of_that_field(options):
   (name, value), = options.items()
   with pytest.raises(ValueError, match=rf'env\.{name}.*{value}') as error:
-    envs.make_spec('Pong-v5', options)
+    envpool_envs.make_spec('Pong-v5', options)
   assert '\n' not in str(error.value)
 
 
@@ -267,23 +269,23 @@ def test_what_envpool_itself_refuses_is_an_error_of_that_field(options):
 ])
 def test_tasks_that_cannot_be_trained_are_refused(task, message):
   with pytest.raises(ValueError, match=rf'env\.task.*{task}.*{message}'):
-    envs.make_spec(task, {})
+    envpool_envs.make_spec(task, {})
 
 
 def test_integers_are_good_for_a_float():
-  envs.make_spec('Pong-v5', dict(repeat_action_probability=1))
+  envpool_envs.make_spec('Pong-v5', dict(repeat_action_probability=1))
 
 
 def test_a_spec_says_what_the_learner_will_see():
-  spec = envs.make_spec('Pong-v5', dict(img_height=42, stack_num=2, full_action_space=True,
+  spec = envpool_envs.make_spec('Pong-v5', dict(img_height=42, stack_num=2, full_action_space=True,
                                         frame_skip=5, max_episode_steps=99))
-  assert spec == envs.EnvSpec('Pong-v5', (2, 42, 84), np.uint8, 18, (), (), 5, 99, 2)
-  assert envs.make_spec('CartPole-v1', {}).frame_skip == 1
-  assert envs.make_spec(MUJOCO, {}).obs_dtype == np.float32  # EnvPool says float64
+  assert spec == envpool_envs.EnvSpec('Pong-v5', (2, 42, 84), np.uint8, 18, (), (), 5, 99, 2)
+  assert envpool_envs.make_spec('CartPole-v1', {}).frame_skip == 1
+  assert envpool_envs.make_spec(MUJOCO, {}).obs_dtype == np.float32  # EnvPool says float64
 
 
 def test_continuous_actions_have_bounds_and_no_number():
-  spec = envs.make_spec('Pusher-v4', {})
+  spec = envpool_envs.make_spec('Pusher-v4', {})
   assert spec.num_actions == 0
   assert spec.action_low == (-2.0,) * 7 and spec.action_high == (2.0,) * 7
 
@@ -298,9 +300,10 @@ def test_a_policy_that_does_not_fit_the_actions_is_refused(task, policy):
 
 
 def test_dicts_are_laid_end_to_end_by_name():
-  spec = envs.make_spec('WalkerWalk-v1', {})
+  spec = envpool_envs.make_spec('WalkerWalk-v1', {})
   assert spec.obs_shape == (24,) and spec.obs_dtype == np.float32
-  shard, pool = envs.Shard('WalkerWalk-v1', {}, [3, 9]), python_pool('WalkerWalk-v1', [3, 9])
+  shard = envpool_envs.Shard('WalkerWalk-v1', {}, [3, 9])
+  pool = python_pool('WalkerWalk-v1', [3, 9])
 
   def flat(obs):
     parts = [np.reshape(obs[name], (2, -1)) for name in ('height', 'orientations', 'velocity')]
@@ -318,5 +321,5 @@ def test_dicts_are_laid_end_to_end_by_name():
 
 def test_a_spec_starts_no_environment():
   before = threads()
-  envs.make_spec('Breakout-v5', {})
+  envpool_envs.make_spec('Breakout-v5', {})
   assert threads() <= before

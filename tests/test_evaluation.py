@@ -14,16 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podracer_jit import (
-    build,
-    checkpoint,
-    envs,
-    evaluation,
-    experiment,
-    placement,
-    policies,
-    video,
-)
+from podracer_jit.agents import policies
+from podracer_jit.envs import envpool_envs
+from podracer_jit.run import build, checkpoint, evaluation, experiment, video
+from podracer_jit.runtime import placement
 from tests.runs import QUICK, by_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +39,7 @@ def _always(action, num_actions):
 
 
 def _agent(task, apply, **options):
-  actions = envs.make_spec(task, options).num_actions if task != 'Odd-v0' else 2
+  actions = envpool_envs.make_spec(task, options).num_actions if task != 'Odd-v0' else 2
   return evaluation.greedy(evaluation.Agent(
       task, options, by_rows(apply), lambda num_envs: (), policies.categorical(actions), (),
       jax.devices()[0], threads=2, update=0, steps=0))
@@ -229,12 +223,12 @@ def test_seeds_are_none_of_training():
     assert len(set(ours)) == 2000
     assert all(-2**31 <= s < -1 for s in ours)
     for segment in (0, 1, 999):
-      assert not set(ours) & set(envs.env_seeds(seed, segment, 0, 2000))
+      assert not set(ours) & set(envpool_envs.env_seeds(seed, segment, 0, 2000))
   assert evaluation.seeds(0, 9) != evaluation.seeds(1, 9)
 
 
 def test_seeds_spare_minus_one_and_stay_in_32_bits(monkeypatch):
-  monkeypatch.setattr(envs, 'env_seeds', lambda *args: [0, 7, 2**31 - 1])
+  monkeypatch.setattr(envpool_envs, 'env_seeds', lambda *args: [0, 7, 2**31 - 1])
   assert evaluation.seeds(0, 3) == [-2, -9, -2**31]
 
 

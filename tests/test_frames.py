@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from podracer_jit import envs, frames
+from podracer_jit.envs import envpool_envs, frames
 
 
 def make_stacks(stack, channels, steps, num_envs=6, seed=0):
@@ -67,6 +67,6 @@ def test_the_frames_of_a_rollout_are_kept_in_a_quarter_of_the_bytes():
 
 def test_stacks_are_known_of_atari_alone():
   """ViZDoom's last observation of an episode neither goes on nor is one frame S times."""
-  assert envs.make_spec('Pong-v5', {}).stack == 4
-  assert envs.make_spec('Pong-v5', dict(stack_num=3)).stack == 3
-  assert envs.make_spec('TakeCover-v1', {}).stack == 1
+  assert envpool_envs.make_spec('Pong-v5', {}).stack == 4
+  assert envpool_envs.make_spec('Pong-v5', dict(stack_num=3)).stack == 3
+  assert envpool_envs.make_spec('TakeCover-v1', {}).stack == 1

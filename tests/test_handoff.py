@@ -11,8 +11,16 @@ from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.testing import assert_array_equal
 
-from podracer_jit import placement
-from podracer_jit.handoff import Arrival, Closed, DoubleBuffer, HandOff, Inbox, Latest, Stamped
+from podracer_jit.runtime import placement
+from podracer_jit.runtime.channels import (
+  Arrival,
+  Closed,
+  DoubleBuffer,
+  HandOff,
+  Inbox,
+  Latest,
+  Stamped,
+)
 
 HANG_S = 60  # a guard: nothing here takes so long
 

@@ -9,15 +9,16 @@ import functools
 import jax
 import pytest
 
-from podracer_jit import build, loops
+from podracer_jit import loops
 from podracer_jit.configs import (
-    apex_dpg_walker_walk,
-    apex_dqn_catch,
-    impala_cartpole,
-    impala_catch,
-    ppo_cartpole,
-    ppo_mujoco,
+  apex_dpg_walker_walk,
+  apex_dqn_catch,
+  impala_cartpole,
+  impala_catch,
+  ppo_cartpole,
+  ppo_mujoco,
 )
+from podracer_jit.run import build
 from tests.runs import changed
 
 TWO_WORKERS = dict(num_shards=2, num_grad_shards=2, placement__actor_devices=(0, 0))

@@ -12,8 +12,8 @@ import weakref
 import pytest
 
 from podracer_jit import loops
-from podracer_jit.handoff import Arrival, Closed, DoubleBuffer, Stamped
 from podracer_jit.loops import Port, Worker, run, run_serial
+from podracer_jit.runtime.channels import Arrival, Closed, DoubleBuffer, Stamped
 
 HANG_S = 60  # a guard: nothing here takes so long
 

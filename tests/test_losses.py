@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import losses, policies
+from podracer_jit import losses
+from podracer_jit.agents import policies
 from tests import reference
 
 ACTIONS = 4

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from podracer_jit import command_line, main
+from podracer_jit.run import command_line, train
 from tests.runs import QUICK
 
 CATCH = '--config=configs/impala_catch.py:smoke'
@@ -83,9 +83,9 @@ def receipts(workdir):
 ])
 def test_bad_input_is_one_line_and_exit_2(args, said, tmp_path, capsys, monkeypatch):
   """In this process, which saves the seconds that Python takes to start."""
-  monkeypatch.setattr(main.placement, 'prepare_host', _only_checks(main.placement.prepare_host))
+  monkeypatch.setattr(train.placement, 'prepare_host', _only_checks(train.placement.prepare_host))
   workdir = tmp_path / 'run'
-  assert main.main(['podracer_jit', *args, *([f'--workdir={workdir}'] if args else [])]) == 2
+  assert train.main(['podracer_jit', *args, *([f'--workdir={workdir}'] if args else [])]) == 2
   error = capsys.readouterr().err
   assert error.startswith('podracer_jit: ') and error.count('\n') == 1
   assert said in error
@@ -95,16 +95,16 @@ def test_bad_input_is_one_line_and_exit_2(args, said, tmp_path, capsys, monkeypa
 def _only_checks(real):
   """prepare_host without its effects: this process has its backend already."""
   def prepare(options):
-    update, main.jax.config.update = main.jax.config.update, lambda *a: None
+    update, train.jax.config.update = train.jax.config.update, lambda *a: None
     try:
       real(options)
     finally:
-      main.jax.config.update = update
+      train.jax.config.update = update
   return prepare
 
 
 def test_overrides_may_come_before_the_config():
-  values = main.flags.FlagValues()
+  values = train.flags.FlagValues()
   config = command_line.parse(['x', '--config.seed=7', '--config.env.frame_skip=2', CATCH], values)
   assert config['seed'] == 7 and config['env']['frame_skip'] == 2
 
@@ -113,7 +113,7 @@ def test_overrides_may_come_before_the_config():
     [*CATCH.split('='), '--config.seed', '7', '--config.env.frame_skip', '2'],
     ['-config.env.frame_skip=2', '-config.seed', '7', '-' + CATCH.lstrip('-')]])
 def test_flags_may_be_written_in_all_of_absls_ways(args):
-  config = command_line.parse(['x', *args], main.flags.FlagValues())
+  config = command_line.parse(['x', *args], train.flags.FlagValues())
   assert config['seed'] == 7 and config['env']['frame_skip'] == 2
 
 
@@ -126,9 +126,9 @@ def test_the_workdir_has_the_configs_name(args, path):
 
 
 def test_a_workdir_of_something_else_is_refused(tmp_path, capsys, monkeypatch):
-  monkeypatch.setattr(main.placement, 'prepare_host', _only_checks(main.placement.prepare_host))
+  monkeypatch.setattr(train.placement, 'prepare_host', _only_checks(train.placement.prepare_host))
   (tmp_path / 'config.json').write_text('{"name": "a web page"}')
-  assert main.main(['x', CATCH, f'--workdir={tmp_path}']) == 2
+  assert train.main(['x', CATCH, f'--workdir={tmp_path}']) == 2
   assert 'config.json is not of a run of podracer_jit' in capsys.readouterr().err
 
 
@@ -278,13 +278,13 @@ def test_a_finished_run_only_says_so(whole):
 
 
 def test_a_changed_config_is_refused_and_a_changed_placement_is_not(whole, capsys, monkeypatch):
-  monkeypatch.setattr(main.placement, 'prepare_host', _only_checks(main.placement.prepare_host))
+  monkeypatch.setattr(train.placement, 'prepare_host', _only_checks(train.placement.prepare_host))
   args = ['podracer_jit', *RUNS['cleanba impala'], f'--workdir={whole("cleanba impala")}']
-  assert main.main([*args, '--config.seed=2', '--config.loss.discount=0.9']) == 2
+  assert train.main([*args, '--config.seed=2', '--config.loss.discount=0.9']) == 2
   error = capsys.readouterr().err
   assert 'loss.discount: 0.99 there, 0.9 now; seed: 1 there, 2 now' in error
-  assert main.main([*args, '--config.placement.xla_threads=9']) == 2
-  assert main.main([*args, '--config.placement.env_threads=2', '--config.log.window=5']) == 0
+  assert train.main([*args, '--config.placement.xla_threads=9']) == 2
+  assert train.main([*args, '--config.placement.env_threads=2', '--config.log.window=5']) == 0
 
 
 def test_profile_dir_gets_a_trace_with_named_regions(tmp_path):
@@ -299,7 +299,10 @@ def test_profile_dir_gets_a_trace_with_named_regions(tmp_path):
 def test_a_thread_that_cannot_be_ended_does_not_keep_the_process(tmp_path):
   """The learner fails while an actor hangs in its program, as in EnvPool's receive."""
   script = ("""import functools, sys, time
-from podracer_jit import graphs, loops, main, rollouts
+from podracer_jit import loops
+from podracer_jit.actor import rollouts
+from podracer_jit.run import train
+from podracer_jit.schemes import graphs
 load, wire = rollouts.Pools.load, graphs.wire
 def hanging(self, *a, **k):
   program, calls = load(self, *a, **k), []
@@ -330,7 +333,8 @@ sys.exit(main.main(sys.argv))""")
 
 def test_an_error_while_writing_ends_the_run(tmp_path):
   """A full disk: the message, exit code 1, and what was saved stays."""
-  script = ('import sys\nfrom podracer_jit import main, metrics\n'
+  script = ('import sys\nfrom podracer_jit.run import metrics\n'
+            'from podracer_jit.run import train as main\n'
             'def full(self, *a): raise OSError(28, "No space left on device")\n'
             'metrics.Files.write = full\n'
             'sys.exit(main.main(sys.argv))')

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto import event_pb2
 
-from podracer_jit.metrics import Files, Meter, Report, Waits
-from podracer_jit.progress import Progress, bottleneck
+from podracer_jit.run.metrics import Files, Meter, Report, Waits
+from podracer_jit.run.progress import Progress, bottleneck
 from podracer_jit.types import Episodes
 
 
@@ -87,7 +87,7 @@ def test_files_drop_what_was_lost_with_a_crash(tmp_path):
 
 def test_tensorboard_has_points_in_time_and_the_last(tmp_path, monkeypatch):
   clock = types.SimpleNamespace()
-  monkeypatch.setattr('podracer_jit.metrics.time', clock)
+  monkeypatch.setattr('podracer_jit.run.metrics.time', clock)
   files = Files(tmp_path, 0, 0, {}, tensorboard=True)
   for update, seconds in enumerate([0.0, 0.05, 0.11, 0.12, 0.3, 0.35], 1):
     clock.perf_counter = lambda now=seconds: now
@@ -149,7 +149,7 @@ def test_the_block_is_not_made_by_whoever_reports(monkeypatch):
 @pytest.mark.parametrize('terminal', [False, True])
 def test_progress_shows_what_matters(terminal, monkeypatch):
   out, clock = io.StringIO(), iter(range(100))
-  monkeypatch.setattr('podracer_jit.progress.time', types.SimpleNamespace(
+  monkeypatch.setattr('podracer_jit.run.progress.time', types.SimpleNamespace(
       monotonic=lambda: float(next(clock)), strftime=__import__('time').strftime,
       gmtime=__import__('time').gmtime))
   console = Console(file=out, force_terminal=terminal, width=120, highlight=False)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import conv, networks
-from podracer_jit.policies import categorical
+from podracer_jit.agents import networks
+from podracer_jit.agents.policies import categorical
+from podracer_jit.numerics import convolution
 
 FRAMES = jax.ShapeDtypeStruct((5, 4, 84, 84), np.uint8)
 VECTORS = jax.ShapeDtypeStruct((5, 3, 7), np.float32)
@@ -238,6 +239,6 @@ def test_a_fixup_block_by_hand():
 def test_kernel_gradients_of_16_channels_are_of_more_rows(torso):
   """The rows of a chunk are what they contract, as other convolutions do the channels in."""
   near = networks.TORSOS[torso].at_once
-  assert networks.TORSOS[torso].channels[0] == conv.VECTOR
-  for count in range(conv.VECTOR + 1, 700):
-    assert conv.rows_at_once(count, (4, 84, 84), near) > conv.VECTOR
+  assert networks.TORSOS[torso].channels[0] == convolution.VECTOR
+  for count in range(convolution.VECTOR + 1, 700):
+    assert convolution.rows_at_once(count, (4, 84, 84), near) > convolution.VECTOR

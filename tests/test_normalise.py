@@ -9,7 +9,8 @@ import optax
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import build, normalise
+from podracer_jit.agents import running_moments
+from podracer_jit.run import build
 from tests.runs import changed, run, small
 
 _total = functools.partial(jnp.sum, axis=(0, 1))
@@ -19,24 +20,24 @@ def test_moments_are_those_of_all_valid_rows():
   rng = np.random.default_rng(0)
   numbers = rng.normal(5.0, [0.1, 30.0], size=(4, 7, 3, 2)).astype(np.float32)
   valid = rng.random((4, 7, 3)) < 0.7
-  moments = normalise.initial((2,))
-  assert_array_equal(normalise.deviation(moments), [1, 1])
+  moments = running_moments.initial((2,))
+  assert_array_equal(running_moments.deviation(moments), [1, 1])
   for rollout, mask in zip(numbers, valid, strict=True):
     x = jnp.where(mask[..., None], rollout, 1e9)
-    moments = normalise.merge(moments, normalise.measure(x, mask, _total))
+    moments = running_moments.merge(moments, running_moments.measure(x, mask, _total))
   seen = numbers[valid].astype(np.float64)
   assert moments.count == len(seen)
   assert_allclose(moments.mean, seen.mean(axis=0), rtol=1e-5)
-  assert_allclose(normalise.deviation(moments), seen.std(axis=0), rtol=1e-4)
-  out = normalise.standardise(moments, jnp.float32([[5.0, 5.0], [1e6, -1e6]]))
+  assert_allclose(running_moments.deviation(moments), seen.std(axis=0), rtol=1e-4)
+  out = running_moments.standardise(moments, jnp.float32([[5.0, 5.0], [1e6, -1e6]]))
   assert_allclose(out[0], (5 - seen.mean(axis=0)) / seen.std(axis=0), atol=1e-3)
   assert_array_equal(out[1], [10, -10])
 
 
 def test_nothing_valid_changes_nothing():
-  moments = normalise.measure(jnp.ones((2, 3)), jnp.ones((2, 3), bool), _total)
-  nothing = normalise.measure(jnp.full((2, 3), 7.0), jnp.zeros((2, 3), bool), _total)
-  again = normalise.merge(moments, nothing)
+  moments = running_moments.measure(jnp.ones((2, 3)), jnp.ones((2, 3), bool), _total)
+  nothing = running_moments.measure(jnp.full((2, 3), 7.0), jnp.zeros((2, 3), bool), _total)
+  again = running_moments.merge(moments, nothing)
   jax.tree.map(assert_array_equal, again, moments)
 
 
@@ -75,9 +76,9 @@ def test_the_state_holds_the_moments_of_what_was_seen():
   for name in ('obs', 'returns', 'values'):
     assert moments[name].count == len(obs) == int(state.steps), name
   assert_allclose(moments['obs'].mean, obs.mean(axis=0), rtol=1e-4, atol=1e-5)
-  assert_allclose(normalise.deviation(moments['obs']), obs.std(axis=0), rtol=1e-3)
-  assert_allclose(normalise.deviation(moments['returns']), returns.std(), rtol=1e-3)
-  assert moments['values'].mean > 0.1 and 0 < normalise.deviation(moments['values']) < 10
+  assert_allclose(running_moments.deviation(moments['obs']), obs.std(axis=0), rtol=1e-3)
+  assert_allclose(running_moments.deviation(moments['returns']), returns.std(), rtol=1e-3)
+  assert moments['values'].mean > 0.1 and 0 < running_moments.deviation(moments['values']) < 10
   # A reward of 1 a step: the discounted return counts from the episode's beginning.
   assert returns.min() == pytest.approx(1.0) and returns.max() > 5
 

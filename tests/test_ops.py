@@ -10,8 +10,12 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import exact, frames, networks, objectives, ops, optimizers, receipts
-from podracer_jit.policies import categorical
+from podracer_jit.agents import networks, optimizers
+from podracer_jit.agents.policies import categorical
+from podracer_jit.envs import frames
+from podracer_jit.learner import rollout_updates
+from podracer_jit.losses import objectives
+from podracer_jit.numerics import deterministic, fingerprints
 from podracer_jit.types import Episodes, Rollout, TrainState
 from tests import reference
 from tests.test_frames import make_stacks
@@ -27,7 +31,7 @@ OPTIONS = {
 }
 RMSPROP = dict(name='rmsprop', decay=0.99, eps=0.01, max_grad_norm=40.0, kl_target=0.0)
 ADAM = dict(name='adam', b1=0.9, b2=0.999, eps=1e-5, max_grad_norm=40.0, kl_target=0.0)
-BY_ENV = PartitionSpec(None, exact.AXIS)
+BY_ENV = PartitionSpec(None, deterministic.AXIS)
 
 
 def make_rollout(seed, steps, num_envs, obs_shape=(5,), dtype=np.float32):
@@ -75,7 +79,7 @@ def test_pairwise_sum_has_one_order():
       1: a, 2: a + b, 3: (a + b) + c, 4: (a + b) + (c + d), 5: ((a + b) + (c + d)) + e,
       6: ((a + b) + (c + d)) + (e + f), 7: ((a + b) + (c + d)) + ((e + f) + g)}
   for count, total in expected.items():
-    assert_array_equal(jax.jit(exact.pairwise_sum)(x[:count]), total)
+    assert_array_equal(jax.jit(deterministic.pairwise_sum)(x[:count]), total)
   for other in (functools.reduce(np.add, x), functools.reduce(np.add, x[::-1])):
     assert (other != expected[7]).any()  # the numbers tell orders apart
 
@@ -86,12 +90,12 @@ def test_a_sum_by_slices_is_the_pairwise_one_on_any_mesh(groups, sizes):
   tree = {name: (rng.normal(size=(groups, *shape)) * 10.0 ** rng.integers(-3, 4, size=(groups, 1))
                  .reshape(-1, *[1] * len(shape))).astype(np.float32)
           for name, shape in dict(w=(70, 71), b=(3,), scale=()).items()}
-  expected, ways = jax.jit(lambda tree: jax.tree.map(exact.pairwise_sum, tree))(tree), set()
+  expected, ways = jax.jit(lambda tree: jax.tree.map(deterministic.pairwise_sum, tree))(tree), set()
   for size in sizes:
     rows = 1 if (groups // size).bit_count() == 1 else groups // size
-    ways.add(exact.sliced(rows, 4974, size))
-    by_group = PartitionSpec(exact.AXIS)
-    total = on_mesh(lambda tree, size=size: exact.exact_sum(tree, size), size, (by_group,),
+    ways.add(deterministic.sliced(rows, 4974, size))
+    by_group = PartitionSpec(deterministic.AXIS)
+    total = on_mesh(lambda tree, size=size: deterministic.exact_sum(tree, size), size, (by_group,),
                     PartitionSpec())(tree)
     jax.tree.map(assert_array_equal, total, expected)
   assert ways == {True, False}
@@ -102,7 +106,8 @@ def test_a_sum_by_slices_is_the_pairwise_one_on_any_mesh(groups, sizes):
 def test_a_sum_is_one_collective_for_each_dtype():
   tree = dict(w=np.ones((4, 30), np.float32), b=np.ones((4, 2), np.float32),
               n=np.arange(4, dtype=np.int32), m=np.ones((4, 3), np.int32))
-  program = on_mesh(lambda tree: exact.exact_sum(tree, 2), 2, (PartitionSpec(exact.AXIS),),
+  program = on_mesh(lambda tree: deterministic.exact_sum(tree, 2), 2,
+                    (PartitionSpec(deterministic.AXIS),),
                     PartitionSpec())
   assert program.lower(tree).compile().as_text().count(' all-gather(') == 2
   jax.tree.map(assert_array_equal, program(tree), jax.tree.map(lambda x: x.sum(axis=0), tree))
@@ -116,7 +121,7 @@ def test_a_sum_is_one_collective_for_each_dtype():
     (7, 1, 3, 7),  # a prime cannot be cut into threes
     (1, 21, 100, 1)])
 def test_pieces(items, item_rows, microbatch_rows, expected):
-  assert ops.pieces(items, item_rows, microbatch_rows) == expected
+  assert rollout_updates.pieces(items, item_rows, microbatch_rows) == expected
 
 
 def _items(groups, group_envs, per_env, shuffle, minibatches=2, seed=5):
@@ -200,7 +205,7 @@ def _pull_back(params, obs, by_logits, by_value):
 
 def _gradient(name, sizes, unroll_length):
   objective = objectives.OBJECTIVES[name](NETWORK.apply, POLICY, unroll_length, OPTIONS[name])
-  return objective, jax.jit(ops.make_gradient(objective, sizes, 1))
+  return objective, jax.jit(rollout_updates.make_gradient(objective, sizes, 1))
 
 
 STEPS, NUM_ENVS = 5, 8
@@ -209,7 +214,7 @@ STEPS, NUM_ENVS = 5, 8
 def _case(name, groups, microbatch_rows):
   rollout = make_rollout(1, STEPS, NUM_ENVS)
   params = make_params(NETWORK, rollout.obs)
-  sizes = ops.Sizes(NUM_ENVS, groups, 2, 1, microbatch_rows)
+  sizes = rollout_updates.Sizes(NUM_ENVS, groups, 2, 1, microbatch_rows)
   objective, gradient = _gradient(name, sizes, STEPS)
   items = _items(groups, NUM_ENVS // groups, objective.items_per_env, objective.shuffle)
   targets = ()
@@ -240,7 +245,7 @@ def test_gradient_is_that_of_the_whole_minibatch(name, groups, microbatch_rows):
 def test_ppo_prepares_advantages_and_targets():
   rollout = make_rollout(2, STEPS, NUM_ENVS)
   params = make_params(NETWORK, rollout.obs)
-  objective, _ = _gradient('ppo', ops.Sizes(NUM_ENVS, 1, 1, 1, 0), STEPS)
+  objective, _ = _gradient('ppo', rollout_updates.Sizes(NUM_ENVS, 1, 1, 1, 0), STEPS)
   targets = jax.jit(objective.prepare)(params, rollout)
   expected = _ppo_targets(params, rollout)
   assert set(targets) == set(expected)
@@ -253,7 +258,7 @@ def test_ppo_prepares_advantages_and_targets():
 def test_invalid_rows_do_not_matter(name):
   """All that a truncation's last frame is good for is its value (in PPO, the acting network's)."""
   rollout, params, items, _, gradient = _case(name, 2, 6)
-  objective, _ = _gradient(name, ops.Sizes(NUM_ENVS, 2, 2, 1, 6), STEPS)
+  objective, _ = _gradient(name, rollout_updates.Sizes(NUM_ENVS, 2, 2, 1, 6), STEPS)
 
   def run(rollout):
     targets = jax.jit(objective.prepare)(params, rollout)
@@ -274,7 +279,7 @@ def test_invalid_rows_do_not_matter(name):
 
 
 def on_mesh(function, size, in_specs, out_specs):
-  mesh = Mesh(np.array(jax.devices()[:size]), (exact.AXIS,))
+  mesh = Mesh(np.array(jax.devices()[:size]), (deterministic.AXIS,))
   return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
                                check_vma=False))
 
@@ -294,13 +299,13 @@ def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
   dtype = np.uint8 if len(obs_shape) == 3 else np.float32
   rollout = make_rollout(3, steps, num_envs, obs_shape, dtype)
   params = make_params(network, rollout.obs)
-  sizes = ops.Sizes(num_envs, 4, 1, 1, microbatch_rows)
+  sizes = rollout_updates.Sizes(num_envs, 4, 1, 1, microbatch_rows)
   objective = objectives.OBJECTIVES[name](network.apply, POLICY, steps, OPTIONS[name])
   items = _items(4, num_envs // 4, objective.items_per_env, objective.shuffle, minibatches=1)
   targets = jax.jit(objective.prepare)(params, rollout)
-  specs, results = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(exact.AXIS)), []
+  specs, results = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(deterministic.AXIS)), []
   for devices in (1, 2, 4):
-    gradient = ops.make_gradient(objective, sizes, devices)
+    gradient = rollout_updates.make_gradient(objective, sizes, devices)
     gradient = on_mesh(gradient, devices, specs, PartitionSpec())
     results.append(gradient(params, rollout, targets, items))
   leaves = jax.tree_util.tree_leaves_with_path(results[0][0])
@@ -319,8 +324,8 @@ def test_frames_kept_once_give_the_gradient_of_whole_stacks(name, vtrace):
   params = make_params(NETWORK, stacks)
   options = OPTIONS[name] | (dict(vtrace=vtrace) if name == 'ppo' else {})
   objective = objectives.OBJECTIVES[name](NETWORK.apply, POLICY, STEPS, options)
-  sizes = ops.Sizes(NUM_ENVS, 2, 2, 2, 0)
-  learn = jax.jit(ops.make_learn(objective, optax.identity(), lambda steps: 0.1, sizes))
+  sizes = rollout_updates.Sizes(NUM_ENVS, 2, 2, 2, 0)
+  learn = jax.jit(rollout_updates.make_learn(objective, optax.identity(), lambda steps: 0.1, sizes))
   made = [learn(_state(params, optax.identity()), rollout) for rollout in (whole, once)]
   (state, metrics), (other, others) = made
   jax.tree.map(assert_array_equal, state.params, other.params)
@@ -334,11 +339,13 @@ def test_a_plain_sum_is_the_same_gradient_but_for_rounding():
   params = make_params(network, rollout.obs)
   objective = objectives.impala(network.apply, POLICY, steps, OPTIONS['impala'])
   items = jnp.arange(num_envs)  # of one group a device, so the same envs in all
-  specs = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(exact.AXIS))
+  specs = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(deterministic.AXIS))
   results = []
-  for devices, sum_groups in ((1, exact.exact_sum), (1, exact.plain_sum), (4, exact.plain_sum)):
-    sizes = ops.Sizes(num_envs, devices, 1, 1, 0)
-    gradient = on_mesh(ops.make_gradient(objective, sizes, devices, sum_groups), devices, specs,
+  for devices, sum_groups in ((1, deterministic.exact_sum), (1, deterministic.plain_sum),
+                              (4, deterministic.plain_sum)):
+    sizes = rollout_updates.Sizes(num_envs, devices, 1, 1, 0)
+    gradient = on_mesh(rollout_updates.make_gradient(objective, sizes, devices, sum_groups),
+                       devices, specs,
                        PartitionSpec())
     local = items.reshape(devices, -1) % (num_envs // devices)
     results.append(gradient(params, rollout, (), local))
@@ -358,14 +365,14 @@ def test_learning_is_exact_on_any_mesh(groups):
   network, steps, num_envs, obs_shape = LARGE['mlp']
   rollout = make_rollout(3, steps, num_envs, obs_shape)
   params = make_params(network, rollout.obs)
-  sizes = ops.Sizes(num_envs, groups, 2, 2, 0)
+  sizes = rollout_updates.Sizes(num_envs, groups, 2, 2, 0)
   objective = objectives.ppo(network.apply, POLICY, steps, OPTIONS['ppo'])
   optimizer = optimizers.make(ADAM)
   rate = optimizers.make_learning_rate(dict(learning_rate=1e-3, anneal=True), 100_000)
   before = _state(params, optimizer, update=jnp.int32(3), steps=jnp.int32(25_000))
   results = []
   for size in (1, groups):
-    learn = ops.make_learn(objective, optimizer, rate, sizes, size)
+    learn = rollout_updates.make_learn(objective, optimizer, rate, sizes, size)
 
     def split(state, rollout, learn=learn):
       state, metrics = learn(state, rollout)
@@ -377,8 +384,8 @@ def test_learning_is_exact_on_any_mesh(groups):
   state, episodes, metrics = results[0]
   jax.tree.map(assert_array_equal, episodes, rollout.episodes)
   batch = rollout._replace(episodes=())
-  assert_array_equal(metrics['batch'], receipts.fingerprint(batch, 1, 0, num_envs))
-  assert_array_equal(metrics['params'], receipts.fingerprint(state.params))
+  assert_array_equal(metrics['batch'], fingerprints.fingerprint(batch, 1, 0, num_envs))
+  assert_array_equal(metrics['params'], fingerprints.fingerprint(state.params))
   seen = rollout.valid.sum()
   assert (metrics['valid'], metrics['steps'], metrics['update']) == (seen, 25_000 + seen, 4)
   assert (state.steps, state.update) == (25_000 + seen, 4)
@@ -390,13 +397,13 @@ def test_learning_descends_the_gradient(name):
   """One gradient step at a constant rate; metrics are means over valid rows."""
   rollout = make_rollout(1, STEPS, NUM_ENVS)
   params = make_params(NETWORK, rollout.obs)
-  sizes = ops.Sizes(NUM_ENVS, 2, 1, 1, 0)
+  sizes = rollout_updates.Sizes(NUM_ENVS, 2, 1, 1, 0)
   objective, _ = _gradient(name, sizes, STEPS)
 
   def rate(steps):
     return jnp.float32(0.25)
 
-  learn = jax.jit(ops.make_learn(objective, optax.identity(), rate, sizes))
+  learn = jax.jit(rollout_updates.make_learn(objective, optax.identity(), rate, sizes))
   state, metrics = learn(_state(params, optax.identity()), rollout)
   if name == 'impala':
     items = _items(2, NUM_ENVS // 2, 1, False, minibatches=1)
@@ -430,8 +437,9 @@ def _orders(name, sizes, steps, mesh_size=1, update=0):
     seen, count = state.params
     return state._replace(params=(seen.at[count].set(items), count + 1))
 
-  learn = ops.fuse(ops.make_prepare(objective, sizes, mesh_size), gradient, remember,
-                   lambda steps: jnp.float32(0))
+  learn = rollout_updates.fuse(
+      rollout_updates.make_prepare(objective, sizes, mesh_size), gradient, remember,
+      lambda steps: jnp.float32(0))
 
   def seen(seen, rollout):
     state = _state((seen, jnp.int32(0)), update=jnp.int32(update))
@@ -444,7 +452,7 @@ def _orders(name, sizes, steps, mesh_size=1, update=0):
 
 
 def test_an_epoch_visits_every_item_once():
-  sizes, steps = ops.Sizes(8, 4, 5, 3, 0), 10
+  sizes, steps = rollout_updates.Sizes(8, 4, 5, 3, 0), 10
   orders = _orders('ppo', sizes, steps)
   assert orders.shape == (3, 5, 4, 4)
   of_groups = [orders[e, :, g].reshape(-1) for e in range(3) for g in range(4)]
@@ -457,21 +465,21 @@ def test_an_epoch_visits_every_item_once():
 
 
 def test_orders_do_not_depend_on_the_mesh():
-  sizes, steps = ops.Sizes(8, 4, 5, 3, 0), 10
+  sizes, steps = rollout_updates.Sizes(8, 4, 5, 3, 0), 10
   expected = _orders('ppo', sizes, steps)
   for mesh_size in (2, 4):
     assert_array_equal(_orders('ppo', sizes, steps, mesh_size), expected)
 
 
 def test_sequences_are_visited_in_order():
-  orders = _orders('impala', ops.Sizes(24, 4, 3, 2, 0), 2)
+  orders = _orders('impala', rollout_updates.Sizes(24, 4, 3, 2, 0), 2)
   assert_array_equal(orders, np.broadcast_to(np.arange(6).reshape(3, 1, 2), (2, 3, 4, 2)))
 
 
 def _descend(options, gradients, rate=0.1):
   """Parameters after each gradient, from zero."""
   optimizer = optimizers.make(options)
-  update = jax.jit(ops.make_update(optimizer, lambda steps: rate))
+  update = jax.jit(rollout_updates.make_update(optimizer, lambda steps: rate))
   state, path = _state(jnp.zeros(len(gradients[0])), optimizer), []
   for gradient in gradients:
     state = update(state, np.float32(gradient), {'valid': jnp.float32(1)})
@@ -516,7 +524,7 @@ def test_learning_rate_falls_to_zero():
 
 def test_update_takes_the_rate_of_its_steps():
   optimizer = optax.identity()
-  update = ops.make_update(optimizer, lambda steps: 1.0 / steps)
+  update = rollout_updates.make_update(optimizer, lambda steps: 1.0 / steps)
   state = update(_state(jnp.float32([1, 2]), optimizer, steps=jnp.int32(4)), jnp.float32([8, -8]),
                  {'valid': 1.0})
   assert_array_equal(state.params, [-1, 4])
@@ -527,7 +535,7 @@ def test_the_rate_follows_the_policys_change():
   """rl_games: a factor of 1.5 less above twice the target, 1.5 more below half, within bounds."""
   options = ADAM | {'kl_target': 0.01, 'learning_rate': 1e-3}
   optimizer = optimizers.make(options)
-  update = jax.jit(ops.make_update(optimizer, lambda steps: 1.0))
+  update = jax.jit(rollout_updates.make_update(optimizer, lambda steps: 1.0))
   state, factors = _state(jnp.zeros(1), optimizer), []
   for kl in [0.021, 0.019, 0.006, 0.004, 0.004, *[0.0] * 5, *[1.0] * 30]:
     terms = {'valid': jnp.float32(4), 'approx_kl': jnp.float32(4 * kl)}

@@ -7,7 +7,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy import stats
 
-from podracer_jit import policies
+from podracer_jit.agents import policies
 
 LOW, HIGH = np.float32([-1.0, -0.4, 0.0]), np.float32([1.0, 0.4, 3.0])
 MEAN, LOG_STD = np.float32([[0.3, -2.0, 5.0], [0.0, 0.1, -0.2]]), np.float32([0.0, -1.0, 0.7])

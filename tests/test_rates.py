@@ -2,7 +2,7 @@
 
 import random
 
-from podracer_jit.rates import Rate
+from podracer_jit.replay.rate_limiter import Rate
 
 
 def test_the_learner_waits_for_the_first_rollouts():

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from podracer_jit import receipts
+from podracer_jit.numerics import fingerprints
 
 T, B = 6, 8
 
@@ -61,7 +61,7 @@ def _tree():
   }
 
 
-_print = jax.jit(receipts.fingerprint, static_argnums=(1, 3))
+_print = jax.jit(fingerprints.fingerprint, static_argnums=(1, 3))
 
 
 def _whole(tree):
@@ -142,8 +142,8 @@ def test_signed_zeros_differ():
 
 
 def test_as_hex():
-  assert receipts.as_hex((0xDEADBEEF, 0x1F)) == 'deadbeef0000001f'
-  assert receipts.as_hex(np.zeros(2, np.uint32)) == '0' * 16
+  assert fingerprints.as_hex((0xDEADBEEF, 0x1F)) == 'deadbeef0000001f'
+  assert fingerprints.as_hex(np.zeros(2, np.uint32)) == '0' * 16
   ones = np.ones(3, np.float32)
   high, low = _expected([ones])
-  assert int(receipts.as_hex(_print([ones])), 16) == high << 32 | low
+  assert int(fingerprints.as_hex(_print([ones])), 16) == high << 32 | low

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import envs, networks, policies, rollouts
+from podracer_jit.actor import rollouts
+from podracer_jit.agents import networks, policies
+from podracer_jit.envs import envpool_envs
 from tests.runs import changed, run, small
 
 SIZE, FEATURES, STEPS, ENVS = 5, 3, 7, 4
@@ -73,7 +75,8 @@ def test_a_core_goes_on_from_its_state_and_begins_anew_after_an_invalid_row(core
 @pytest.mark.parametrize('core', ['gru', 'lstm'])
 def test_rollouts_carry_the_state_and_store_it_at_their_first_row(core):
   """What the actor thought, row by row, is what a learner makes of the stored state."""
-  shards = [envs.Shard('CartPole-v1', {'max_episode_steps': 9}, envs.env_seeds(1, 0, 0, ENVS), 1)]
+  shards = [envpool_envs.Shard('CartPole-v1', {'max_episode_steps': 9},
+                               envpool_envs.env_seeds(1, 0, 0, ENVS), 1)]
   network = network_of(core)
   pools = rollouts.Pools(shards)
   try:

@@ -10,8 +10,10 @@ import pytest
 import scipy.stats
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import envs, experience, frames, policies, replay, rollouts
-from podracer_jit.replay import tree
+from podracer_jit.actor import priorities, rollouts
+from podracer_jit.agents import policies
+from podracer_jit.envs import envpool_envs, frames
+from podracer_jit.replay import buffer, tree
 from podracer_jit.types import Experience, Rollout
 from tests.reference import random_ends
 from tests.runs import by_rows
@@ -97,7 +99,7 @@ def test_a_million_changes_leave_the_tree_that_is_built_at_once():
 
 @functools.cache
 def memory(eviction, capacity, num_envs, steps, stack=1, exponent=0.6, n_step=N):
-  made = replay.Replay(capacity, num_envs, steps, stack, n_step, GAMMA, eviction, exponent, -0.4)
+  made = buffer.Replay(capacity, num_envs, steps, stack, n_step, GAMMA, eviction, exponent, -0.4)
   return types.SimpleNamespace(
       init=made.init, add=jax.jit(made.add), sample=jax.jit(made.sample, static_argnums=2),
       set_priorities=jax.jit(made.set_priorities))
@@ -369,10 +371,11 @@ def played(task):
 
   The rewards are made up: so few steps earn hardly any.
   """
-  spec = envs.make_spec(task, PLAYED[task])
-  shards = [envs.Shard(task, PLAYED[task], envs.env_seeds(0, i, 0, 5), 1) for i in range(2)]
+  spec = envpool_envs.make_spec(task, PLAYED[task])
+  shards = [envpool_envs.Shard(task, PLAYED[task], envpool_envs.env_seeds(0, i, 0, 5), 1)
+            for i in range(2)]
   pools, policy = rollouts.Pools(shards), policies.epsilon_greedy(spec.num_actions)
-  state = experience.initial_state(rollouts.initial_state(
+  state = priorities.initial_state(rollouts.initial_state(
       shards, list(keys(7)), exploration=[jnp.linspace(0.4, 1.0, 5) for _ in range(2)]), N)
   rollout = rollouts.make_rollout(
       shards, by_rows(q_values), policy, 20, spec.stack, action_value=lambda params, obs, q, action:
@@ -384,7 +387,7 @@ def played(task):
       state, made = rollout(*args)
       seen.extend(m._replace(reward=jnp.cos(1000 * m.behaviour_value)) for m in made)
       return state, tuple(seen)
-    state, made = experience.with_priorities(paid, N, GAMMA)(params, state)
+    state, made = priorities.with_priorities(paid, N, GAMMA)(params, state)
     whole = [m._replace(obs=frames.stacks(m.obs)) for m in seen]
     return state, list(zip(whole, made, strict=True))
   weights = np.float32(np.random.default_rng(6).normal(size=(4 * 24 * 24, spec.num_actions)) / 1e3)
@@ -464,7 +467,7 @@ def test_the_ring_holds_the_newest_transitions_as_envpool_gave_them(capacity):
 
 def test_a_transition_of_atari_frames_takes_little_more_than_a_frame():
   made = memory('fifo', 2_000_000, 360, 50, stack=4)
-  like = experience.shapes(360, (4, 84, 84), np.uint8, 4, policies.epsilon_greedy(18))
+  like = priorities.shapes(360, (4, 84, 84), np.uint8, 4, policies.epsilon_greedy(18))
   state = jax.eval_shape(lambda: made.init(1, like))
   size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
   assert 84 * 84 < size / 2_000_000 <= 7300

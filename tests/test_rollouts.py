@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import envs, frames, policies, rollouts
+from podracer_jit.actor import rollouts
+from podracer_jit.agents import policies
+from podracer_jit.envs import envpool_envs, frames
 from tests.runs import by_rows
 from tests.test_envs import python_pool
 
@@ -31,8 +33,8 @@ class Actor:
 
   def __init__(self, task, seeds, unroll_length, apply=linear, keys=(3,), **options):
     """A list of `seeds` and a number for its key a shard."""
-    spec = envs.make_spec(task, options)
-    shards = [envs.Shard(task, options, some, 1) for some in seeds]
+    spec = envpool_envs.make_spec(task, options)
+    shards = [envpool_envs.Shard(task, options, some, 1) for some in seeds]
     self.pools = rollouts.Pools(shards)
     self.params = jax.random.normal(
         jax.random.key(0), (int(np.prod(spec.obs_shape)), 1 + spec.num_actions))
@@ -132,7 +134,7 @@ class Row:
 @pytest.mark.parametrize('case', CASES.values(), ids=CASES)
 def test_every_row_is_what_the_python_api_gives(case):
   task, num_envs, steps, count, options, kinds = case
-  seeds = envs.env_seeds(4, 0, 0, num_envs)
+  seeds = envpool_envs.env_seeds(4, 0, 0, num_envs)
   made = in_a_row(roll(task, [seeds], steps, count=count, **options))
   pool = python_pool(task, seeds, **options)
   obs, _ = pool.reset()
@@ -179,7 +181,7 @@ def decided(params, obs):
 
 
 def test_two_rollouts_are_one_twice_as_long():
-  seeds = [envs.env_seeds(1, 0, 0, 4)]
+  seeds = [envpool_envs.env_seeds(1, 0, 0, 4)]
   short = in_a_row(roll('CartPole-v1', seeds, 12, count=4, apply=decided))
   long = in_a_row(roll('CartPole-v1', seeds, 24, count=2, apply=decided))
   jax.tree.map(assert_array_equal, short, long)

@@ -8,8 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from podracer_jit import build, loops
-from podracer_jit.schemes import SCHEMES
+from podracer_jit import loops
+from podracer_jit.run import build
+from podracer_jit.schemes.table import SCHEMES
 from tests.runs import changed, run, small
 
 # Device indices of actors and learners, for two workers where a scheme has several.

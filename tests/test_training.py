@@ -10,8 +10,14 @@ import jax
 import pytest
 from numpy.testing import assert_allclose
 
-from podracer_jit import build, envs, experiment, handoff, loops, ops, rollouts, wiring
+from podracer_jit import loops
+from podracer_jit.actor import rollouts
 from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari, apex_dqn_catch, impala_atari
+from podracer_jit.envs import envpool_envs
+from podracer_jit.learner import rollout_updates
+from podracer_jit.run import build, experiment
+from podracer_jit.runtime import channels
+from podracer_jit.schemes import wiring
 from tests.runs import changed, initial_state, run, small
 
 CASES = {
@@ -205,8 +211,8 @@ def test_programs_can_be_made_for_gpus(module):
   config['env']['num_envs'], config['num_grad_shards'] = 16, 4
   parts, shards = build.make_parts(config), config['num_shards']
   pools = rollouts.Pools([
-      envs.Shard(config['env']['task'], experiment.env_options(config),
-                 envs.env_seeds(1, 0, i, 16 // shards)) for i in range(shards)])
+      envpool_envs.Shard(config['env']['task'], experiment.env_options(config),
+                 envpool_envs.env_seeds(1, 0, i, 16 // shards)) for i in range(shards)])
   keys = [jax.random.key(i) for i in range(shards)]
   state = initial_state(parts), build.actor_state(parts, pools.shards, keys, 0)
   made = jax.jit(wiring.make_rollout(parts, pools)).trace(state[0].params, state[1])
@@ -216,7 +222,7 @@ def test_programs_can_be_made_for_gpus(module):
   assert len({pool for pool, _, _ in calls}) == shards
   assert {tuple(kind) for _, *kind in calls} == {('recv', 'true'), ('send', 'true')}
   assert text.count('custom_call') == len(calls)
-  rollout = jax.eval_shape(ops.concatenate, made.out_info[1])
+  rollout = jax.eval_shape(rollout_updates.concatenate, made.out_info[1])
   learn = jax.jit(parts.learn).trace(state[0], rollout).lower(lowering_platforms=('cuda',))
   assert 'stablehlo.while' in learn.as_text() and 'custom_call' not in learn.as_text()
 
@@ -233,7 +239,7 @@ def test_a_segment_keeps_no_second_train_state(scheme):
 def test_transfers_happen_in_hand_offs_alone(monkeypatch):
   """Every device_put of a running loop is made by a hand-off, one for each value it carries."""
   inside, outside, values = [], [], []
-  real_put, real_moved = jax.device_put, handoff.DoubleBuffer._moved
+  real_put, real_moved = jax.device_put, channels.DoubleBuffer._moved
   depth = []
 
   def device_put(*args, **kwargs):
@@ -252,7 +258,7 @@ def test_transfers_happen_in_hand_offs_alone(monkeypatch):
   parts = build.make_parts(config)
   with build.segment(parts, build.initial_state(parts), 0, 5, lambda report: None) as segment:
     monkeypatch.setattr(jax, 'device_put', device_put)
-    monkeypatch.setattr(handoff.DoubleBuffer, '_moved', moved)
+    monkeypatch.setattr(channels.DoubleBuffer, '_moved', moved)
     with jax.transfer_guard('disallow'):  # silent on CPU; where there is a GPU it speaks
       loops.run_serial(segment.workers)
   assert not outside

@@ -10,9 +10,9 @@ import sys
 import pytest
 from absl import flags
 
-from podracer_jit import command_line, experiment
 from podracer_jit.configs import impala_atari, impala_catch, pong_laptop, ppo_cartpole
-from podracer_jit.schemes import SCHEMES
+from podracer_jit.run import command_line, experiment
+from podracer_jit.schemes.table import SCHEMES
 from tests.runs import QUICK, changed, small
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / 'scripts'

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import losses, policies, replay, replaying, values
+from podracer_jit import losses
+from podracer_jit.agents import policies, q_networks
 from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari
+from podracer_jit.learner import replay_updates
+from podracer_jit.replay import buffer
 from tests.reference import numeric_gradient
 
 
@@ -48,13 +51,13 @@ def test_critic_and_policy_losses_by_hand():
     ([1, 0, 0], [0, 1, 0], (1.0, 0.0, 1))])
 def test_n_step_returns_are_cut_at_the_end_of_the_episode(terminated, truncated, expected):
   """Rewards 1, 2, 4, gamma 0.5; what follows a termination counts 0, a truncation what it has."""
-  found = replay.n_step_return(jnp.array([1.0, 2.0, 4.0]), jnp.array(terminated, bool),
+  found = buffer.n_step_return(jnp.array([1.0, 2.0, 4.0]), jnp.array(terminated, bool),
                                jnp.array(truncated, bool), 0.5)
   assert tuple(float(x) for x in found) == pytest.approx(expected)
 
 
 def _transitions(rng, count, obs, action):
-  return replay.Transition(
+  return buffer.Transition(
       rng.normal(size=(count, obs)).astype(np.float32), action,
       rng.normal(size=count).astype(np.float32),
       rng.choice([0.0, 0.97], count).astype(np.float32),
@@ -63,11 +66,11 @@ def _transitions(rng, count, obs, action):
 
 def test_dqn_gradient_is_that_of_the_weighted_loss():
   rng = np.random.default_rng(0)
-  network = values.make_dueling('mlp', policies.epsilon_greedy(3), hidden=(4, 4))
+  network = q_networks.make_dueling('mlp', policies.epsilon_greedy(3), hidden=(4, 4))
   params, target = (network.init(jax.random.key(i), jnp.zeros((1, 1, 5))) for i in range(2))
   batch = _transitions(rng, 6, 5, rng.integers(0, 3, 6).astype(np.int32))
   weight = rng.random(6).astype(np.float32)
-  loss = replaying.dqn(network, {})
+  loss = replay_updates.dqn(network, {})
   (_, (terms, error)), gradient = jax.value_and_grad(loss, has_aux=True)(
       params, target, batch, weight)
 
@@ -98,12 +101,12 @@ def test_dpg_gradients_are_of_each_network_alone():
   """The critic's is that of its TD loss; the policy's goes through its action alone, clipped."""
   rng = np.random.default_rng(1)
   policy = policies.deterministic(np.full(2, -1, np.float32), np.full(2, 1, np.float32))
-  network = values.Deterministic(policy, (8,), (8, 8))
+  network = q_networks.Deterministic(policy, (8,), (8, 8))
   params, target = (network.init(jax.random.key(i), jnp.zeros((1, 1, 5))) for i in range(2))
   batch = _transitions(rng, 6, 5, rng.uniform(-1, 1, (6, 2)).astype(np.float32))
   weight = rng.random(6).astype(np.float32)
   clip = 1e-3  # below most slopes of a fresh critic
-  loss = replaying.dpg(network, dict(dqda_clip=clip))
+  loss = replay_updates.dpg(network, dict(dqda_clip=clip))
   gradient = jax.grad(loss, has_aux=True)(params, target, batch, weight)[0]['params']
 
   def q(params, obs, action):
@@ -126,7 +129,7 @@ def test_dpg_gradients_are_of_each_network_alone():
 
 def test_dueling_adds_advantages_without_their_mean():
   """1511.06581, equation 9, from the streams' own outputs."""
-  network = values.make_dueling('mlp', policies.epsilon_greedy(3), hidden=(4, 6))
+  network = q_networks.make_dueling('mlp', policies.epsilon_greedy(3), hidden=(4, 6))
   params = network.init(jax.random.key(0), jnp.zeros((1, 1, 5)))
   obs = np.random.default_rng(2).normal(size=(2, 3, 5)).astype(np.float32)
   w = jax.tree.map(np.asarray, params['params'])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import rlax
 
-from podracer_jit.policies import Policy
+from podracer_jit.agents.policies import Policy
 
 
 def impala_loss(

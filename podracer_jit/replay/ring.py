@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from podracer_jit.exact import rounded
+from podracer_jit.numerics.deterministic import rounded
 from podracer_jit.types import Experience
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from podracer_jit.exact import rounded
+from podracer_jit.numerics.deterministic import rounded
 
 Tree = tuple[jax.Array, ...]  # [groups, nodes] f32 a level, leaves first, the root last
 FANOUT = 16

@@ -16,18 +16,13 @@ from typing import Any
 import jax
 from absl import flags, logging
 
-from podracer_jit import (
-    build,
-    checkpoint,
-    command_line,
-    experiment,
-    loops,
-    placement,
-    wiring,
-)
-from podracer_jit.metrics import Diverged, Files, Meter, Report, check_finite
-from podracer_jit.progress import Progress
-from podracer_jit.receipts import canary
+from podracer_jit import loops
+from podracer_jit.numerics.fingerprints import canary
+from podracer_jit.run import build, checkpoint, command_line, experiment
+from podracer_jit.run.metrics import Diverged, Files, Meter, Report, check_finite
+from podracer_jit.run.progress import Progress
+from podracer_jit.runtime import placement
+from podracer_jit.schemes import wiring
 
 
 def main(argv: Sequence[str]) -> int:

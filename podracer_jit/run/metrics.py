@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
-from podracer_jit.receipts import as_hex
+from podracer_jit.numerics.fingerprints import as_hex
 
 Record = dict[str, Any]  # one update, as metrics.jsonl has it
 EVENTS_S = 0.1  # at least between two points in TensorBoard: each costs as much as a short update

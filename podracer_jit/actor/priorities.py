@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from podracer_jit.exact import rounded
-from podracer_jit.frames import Frames, Observations
-from podracer_jit.policies import Policy
-from podracer_jit.replay import n_step_return
-from podracer_jit.rollouts import ActorState, EnvState
+from podracer_jit.actor.rollouts import ActorState, EnvState
+from podracer_jit.agents.policies import Policy
+from podracer_jit.envs.frames import Frames, Observations
+from podracer_jit.numerics.deterministic import rounded
+from podracer_jit.replay.buffer import n_step_return
 from podracer_jit.types import Experience, Params, Rollout
 
 

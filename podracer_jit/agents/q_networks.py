@@ -12,9 +12,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from podracer_jit import networks
-from podracer_jit.exact import rounded
-from podracer_jit.policies import Policy
+from podracer_jit.agents import networks
+from podracer_jit.agents.policies import Policy
+from podracer_jit.numerics.deterministic import rounded
 
 
 class Dueling(nn.Module):

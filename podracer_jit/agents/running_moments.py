@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from podracer_jit import frames
-from podracer_jit.exact import rounded
+from podracer_jit.envs import frames
+from podracer_jit.numerics.deterministic import rounded
 from podracer_jit.types import Params, Rollout
 
 # Adds [T, B, ...] over all rows of all environments of all devices, in one fixed order.

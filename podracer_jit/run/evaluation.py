@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from podracer_jit import build, checkpoint, envs, experiment, placement, rollouts
-from podracer_jit.objectives import Apply
-from podracer_jit.policies import Policy
+from podracer_jit.actor import rollouts
+from podracer_jit.agents.policies import Policy
+from podracer_jit.envs import envpool_envs
+from podracer_jit.losses.objectives import Apply
+from podracer_jit.run import build, checkpoint, experiment
+from podracer_jit.runtime import placement
 from podracer_jit.types import Params
 
 Record = dict[str, Any]  # as evaluation.json has it
@@ -93,7 +96,7 @@ def seeds(seed: int, num_envs: int) -> list[int]:
 
   From -2 down, since the Arcade Learning Environment takes -1 to mean the time of day.
   """
-  return [max(-2 - s, -2**31) for s in envs.env_seeds(seed, 0, 0, num_envs)]
+  return [max(-2 - s, -2**31) for s in envpool_envs.env_seeds(seed, 0, 0, num_envs)]
 
 
 def greedy(agent: Agent) -> Agent:
@@ -104,9 +107,9 @@ def greedy(agent: Agent) -> Agent:
 
 @contextlib.contextmanager
 def game(agent: Agent, env_seeds: Sequence[int], key: jax.Array, steps: int,
-         **options: Any) -> Iterator[tuple[envs.Shard, Callable, rollouts.ActorState]]:
+         **options: Any) -> Iterator[tuple[envpool_envs.Shard, Callable, rollouts.ActorState]]:
   """Yields a shard, a program (params, state) -> (state, Episodes of `steps` rows), its state."""
-  shard = envs.Shard(agent.task, agent.options | options, env_seeds,
+  shard = envpool_envs.Shard(agent.task, agent.options | options, env_seeds,
                      min(agent.threads, len(env_seeds)))
   with contextlib.closing(rollouts.Pools([shard])) as pools:
     rollout = rollouts.make_rollout(pools.shards, agent.apply, agent.policy, steps)
@@ -157,7 +160,7 @@ def bound(length: int, max_steps: int) -> None:
 
 def atari_scores() -> dict[str, tuple[float, float]]:
   """Task -> score of random play, score of a human."""
-  text = (Path(__file__).parent / 'data' / 'atari_scores.csv').read_text()
+  text = (Path(__file__).parents[1] / 'data' / 'atari_scores.csv').read_text()
   rows = csv.DictReader(line for line in text.splitlines() if not line.startswith('#'))
   return {row['game']: (float(row['random']), float(row['human'])) for row in rows}
 

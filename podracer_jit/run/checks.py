@@ -9,20 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from podracer_jit import envs, experiment
-from podracer_jit.experiment import (
-    LOSSES,
-    NETWORKS,
-    OPTIMIZERS,
-    REPLAY,
-    batch_rows,
-    env_options,
-    has_replay,
+from podracer_jit.agents.networks import CORES, IMAGE_TORSOS
+from podracer_jit.agents.policies import CONTINUOUS
+from podracer_jit.envs import envpool_envs
+from podracer_jit.run import experiment
+from podracer_jit.run.experiment import (
+  LOSSES,
+  NETWORKS,
+  OPTIMIZERS,
+  REPLAY,
+  batch_rows,
+  env_options,
+  has_replay,
 )
-from podracer_jit.networks import CORES, IMAGE_TORSOS
-from podracer_jit.placement import bad_devices
-from podracer_jit.policies import CONTINUOUS
-from podracer_jit.schemes import SCHEMES
+from podracer_jit.runtime.placement import bad_devices
+from podracer_jit.schemes.table import SCHEMES
 
 # Of what stands in LOSSES and OPTIMIZERS; the rest may be any finite number.
 RANGES = {
@@ -35,7 +36,7 @@ RANGES = {
     'epsilon': (0, 1), 'eviction_exponent': (-2, 0)}
 
 
-def check(config: Mapping[str, Any]) -> envs.EnvSpec:
+def check(config: Mapping[str, Any]) -> envpool_envs.EnvSpec:
   """Refuses a config that cannot run; starts nothing.
 
   Raises:
@@ -43,7 +44,7 @@ def check(config: Mapping[str, Any]) -> envs.EnvSpec:
   """
   for problem in _problems(config):
     raise ValueError(problem)
-  spec = envs.make_spec(config['env']['task'], env_options(config))
+  spec = envpool_envs.make_spec(config['env']['task'], env_options(config))
   loss = config['loss']['name']
   if (loss == 'dqn' and not spec.num_actions) or (loss == 'dpg' and spec.num_actions):
     raise ValueError(f'loss.name: {loss} wants {"continuous" if spec.num_actions else "discrete"} '

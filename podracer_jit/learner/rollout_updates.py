@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from podracer_jit import normalise
-from podracer_jit.exact import AXIS, exact_sum, map_in_loop, pairwise_sum
-from podracer_jit.objectives import Objective
-from podracer_jit.receipts import fingerprint
+from podracer_jit.agents import running_moments
+from podracer_jit.losses.objectives import Objective
+from podracer_jit.numerics.deterministic import AXIS, exact_sum, map_in_loop, pairwise_sum
+from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.types import Metrics, Params, Rollout, TrainState
 
 # ([groups on this device, ...], size of the mesh) -> their sum over the groups of all devices
@@ -55,7 +55,7 @@ def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1,
         lambda first, some: objective.take(*objective.light(rollout, targets), first, group_envs,
                                            some))(firsts, items)
     shared = objective.shared(light, lambda x: add(jax.vmap(pairwise_sum)(x)))
-    loss = jax.grad(lambda params, *rest: objective.loss(normalise.frozen(params), *rest),
+    loss = jax.grad(lambda params, *rest: objective.loss(running_moments.frozen(params), *rest),
                     has_aux=True)
 
     def of_group(group):
@@ -138,9 +138,9 @@ def make_prepare(objective: Objective, sizes: Sizes, mesh_size: int = 1,
     first = lax.axis_index(AXIS) * sizes.num_envs // mesh_size if mesh_size > 1 else 0
     sums = fingerprint(batch, 1, first, sizes.num_envs), jnp.sum(batch.valid, dtype=jnp.int32)
     batch_print, valid = lax.psum(sums, AXIS) if mesh_size > 1 else sums
-    scaled, rewards = normalise.scale_rewards(params, batch, total)
+    scaled, rewards = running_moments.scale_rewards(params, batch, total)
     targets = make_targets(params, scaled)
-    moments = normalise.observe(params, batch, targets, total) | rewards
+    moments = running_moments.observe(params, batch, targets, total) | rewards
     return Prepared(scaled, targets, _orders(key, sizes, objective, mesh_size),
                     dict(batch=batch_print, valid=valid, moments=moments, episodes=episodes))
 
@@ -171,11 +171,11 @@ def finish(state: TrainState, seen: Metrics, steps: tuple[Metrics, jax.Array],
   terms = jax.tree.map(jnp.sum, terms)
   rows = jnp.maximum(terms.pop('valid'), 1.0)
   # Only now: all steps of this update normalised by what was known before it.
-  state = state._replace(params=normalise.add(state.params, seen['moments']),
+  state = state._replace(params=running_moments.add(state.params, seen['moments']),
                          update=state.update + 1, steps=state.steps + seen['valid'])
   return state, {name: total / rows for name, total in terms.items()} | dict(
       grad_norm=jnp.mean(grad_norm),
-      param_norm=optax.tree.norm(normalise.weights(state.params)),
+      param_norm=optax.tree.norm(running_moments.weights(state.params)),
       learning_rate=rate * optax.tree.get(state.opt_state, 'kl_factor', 1.0), valid=seen['valid'],
       update=state.update, steps=state.steps, batch=seen['batch'],
       params=fingerprint(state.params), episodes=seen['episodes'])

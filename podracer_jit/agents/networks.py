@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from podracer_jit import conv, normalise
-from podracer_jit.policies import Policy
+from podracer_jit.agents import running_moments
+from podracer_jit.agents.policies import Policy
+from podracer_jit.numerics import convolution
 
 
 def orthogonal(scale: float) -> Callable:
@@ -57,7 +58,7 @@ class Conv(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     def convolve(x, w):
-      return conv.conv2d(self.of(x) if self.of else x, w, self.stride, self.padding)
+      return convolution.conv2d(self.of(x) if self.of else x, w, self.stride, self.padding)
 
     channels = (jax.eval_shape(self.of, x) if self.of else x).shape[-1]
     w = self.param('kernel', self.kernel_init, (self.kernel, self.kernel, channels, self.features))
@@ -93,7 +94,8 @@ class ConvTorso(nn.Module):
   def __call__(self, obs: jax.Array) -> jax.Array:
     if self.chunked and not self.is_initializing():
       convolutions = self.clone(hidden=0, chunked=False, parent=None)
-      x = conv.in_chunks(functools.partial(convolutions.apply, self.variables), obs, self.at_once)
+      apply = functools.partial(convolutions.apply, self.variables)
+      x = convolution.in_chunks(apply, obs, self.at_once)
     else:
       x = self.convolve(obs).reshape(obs.shape[0], -1)
     return nn.relu(nn.Dense(self.hidden, kernel_init=self.dense_init)(x)) if self.hidden else x
@@ -143,7 +145,7 @@ class ImpalaResNet(ConvTorso):
     """Of observations."""
     of = _image
     for features in self.channels:
-      x = conv.max_pool(Conv(features, 3, padding='SAME', of=of)(x), window=3, stride=2)
+      x = convolution.max_pool(Conv(features, 3, padding='SAME', of=of)(x), window=3, stride=2)
       of = None
       for _ in range(self.blocks):
         x = self.block()(x)
@@ -228,11 +230,11 @@ class ActorCritic(nn.Module):
     """
     rows = obs.shape[:2]
     obs = obs.reshape(-1, *obs.shape[2:])
-    moments = {name: self.variable('moments', name, normalise.initial, shape).value
+    moments = {name: self.variable('moments', name, running_moments.initial, shape).value
                for name, shape in (('obs', obs.shape[1:]), ('returns', ()), ('values', ()))
                if name in self.moments}
     if 'obs' in moments:
-      obs = normalise.standardise(moments['obs'], obs.astype(jnp.float32))
+      obs = running_moments.standardise(moments['obs'], obs.astype(jnp.float32))
     x = self.torso(obs)
     if self.core:
       x, core = self._remember(x.reshape(*rows, -1), core, valid)
@@ -245,7 +247,7 @@ class ActorCritic(nn.Module):
       dist = jnp.concatenate([dist, jnp.broadcast_to(log_std, dist.shape)], axis=-1)
     value = nn.Dense(1, kernel_init=orthogonal(1.0), name='value')(y)[:, 0]
     if 'values' in moments:
-      value = normalise.restore(moments['values'], value)
+      value = running_moments.restore(moments['values'], value)
     return dist.reshape(*rows, -1), value.reshape(rows), core
 
   def _remember(self, x: jax.Array, core: Any, valid: jax.Array):

@@ -92,10 +92,11 @@ def _find_config(argv: Sequence[str]) -> list[str]:
   for arg in sorted(argv[1:], key=lambda arg: not re.match(r'--config(=|$)', arg)):
     name, equals, value = arg.partition('=')
     path, colon, argument = value.partition(':')
-    packaged = Path(__file__).parent / path
+    packaged = Path(__file__).parents[1] / path
     if name == '--config' and not Path(path).exists():
       if not packaged.is_file():
-        known = ', '.join(sorted(p.name for p in Path(__file__).parent.glob('configs/[!_]*.py')))
+        known = ', '.join(sorted(p.name for p in
+                                 Path(__file__).parents[1].glob('configs/[!_]*.py')))
         raise ValueError(f'--config={path}: there is no such file, here or in the package, which '
                          f'has configs/ with {known}')
       arg = f'{name}{equals}{packaged}{colon}{argument}'

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer_jit.exact import rounded
+from podracer_jit.numerics.deterministic import rounded
 
 
 class Policy(NamedTuple):

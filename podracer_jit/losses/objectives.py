@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from podracer_jit import frames, losses, normalise
-from podracer_jit.exact import rounded
-from podracer_jit.policies import Policy
+from podracer_jit import losses
+from podracer_jit.agents import running_moments
+from podracer_jit.agents.policies import Policy
+from podracer_jit.envs import frames
+from podracer_jit.numerics.deterministic import rounded
 from podracer_jit.types import Metrics, Params, Rollout, discounts
 
 # (params, obs [T, N, ...], core before them, valid [T, N]) -> dist [T, N, K], value [T, N], core
@@ -171,8 +173,8 @@ def ppo(apply: Apply, policy: Policy, unroll_length: int, options: Mapping[str, 
       dist, value = (x[:-1] for x in _unroll(apply, params, rollout))
     else:
       dist, value, _ = apply(params, rollout.obs, (), rollout.valid)
-    moments = normalise.of(params)
-    unit = 1.0 / normalise.deviation(moments['values']) if 'values' in moments else 1.0
+    moments = running_moments.of(params)
+    unit = 1.0 / running_moments.deviation(moments['values']) if 'values' in moments else 1.0
     rows = (dist, value * unit, rollout.action, rollout.behaviour_log_prob,
             rollout.behaviour_value * unit, (targets['advantage'] - mean) * (1.0 / std),
             targets['value_target'] * unit, rollout.valid)

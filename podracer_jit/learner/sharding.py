@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from podracer_jit import ops, replaying
-from podracer_jit.exact import AXIS, branches, exact_sum, pairwise_sum
-from podracer_jit.objectives import Objective
-from podracer_jit.receipts import fingerprint
+from podracer_jit.learner import replay_updates, rollout_updates
+from podracer_jit.losses.objectives import Objective
+from podracer_jit.numerics.deterministic import AXIS, branches, exact_sum, pairwise_sum
+from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.types import Experience, Metrics, Params, Rollout, TrainState
 
 EVERYWHERE, BY_ENV, BY_GROUP = PartitionSpec(), PartitionSpec(None, AXIS), PartitionSpec(AXIS)
@@ -48,20 +48,21 @@ class GradientPrograms(NamedTuple):
   gradient: Callable  # (params, Prepared, step) -> sums of groups, [n, ...] each
 
 
-def gradient_programs(objective: Objective, sizes: ops.Sizes, mesh: Mesh) -> GradientPrograms:
+def gradient_programs(objective: Objective, sizes: rollout_updates.Sizes, mesh: Mesh
+                      ) -> GradientPrograms:
   """For a worker whose share of an experiment has these sizes."""
-  prepare = ops.make_prepare(objective, sizes, mesh.size)
-  gradient = ops.make_gradient(objective, sizes, mesh.size, exact_sum,
+  prepare = rollout_updates.make_prepare(objective, sizes, mesh.size)
+  gradient = rollout_updates.make_gradient(objective, sizes, mesh.size, exact_sum,
                                lambda tree, mesh_size: branches(tree))
 
   def prepare_all(params: Params, key: jax.Array, rollout: Rollout):
     made = prepare(params, key, rollout)
     return made._replace(seen=_all_episodes(made.seen))
 
-  def gradient_of(params: Params, prepared: ops.Prepared, step: jax.Array):
+  def gradient_of(params: Params, prepared: rollout_updates.Prepared, step: jax.Array):
     return gradient(params, prepared.rollout, prepared.targets, prepared.orders[step])
 
-  prepared = ops.Prepared(BY_ENV, BY_ENV, BY_ENV, EVERYWHERE)
+  prepared = rollout_updates.Prepared(BY_ENV, BY_ENV, BY_ENV, EVERYWHERE)
   return GradientPrograms(mesh, *(
       jax.jit(jax.shard_map(function, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False))
       for function, takes, gives in (
@@ -79,7 +80,7 @@ class UpdatePrograms(NamedTuple):
 def update_programs(optimizer: optax.GradientTransformation,
                     learning_rate: Callable) -> UpdatePrograms:
   """For gradients of any number of groups."""
-  update = ops.make_update(optimizer, learning_rate)
+  update = rollout_updates.make_update(optimizer, learning_rate)
 
   def step(state: TrainState, groups: Any):
     grads, terms = jax.tree.map(pairwise_sum, groups)
@@ -87,7 +88,7 @@ def update_programs(optimizer: optax.GradientTransformation,
 
   def finish(state: TrainState, seen: Metrics, steps: list):
     steps = jax.tree.map(lambda *x: jnp.stack(x), *steps)
-    state, metrics = ops.finish(state, seen, steps, learning_rate)
+    state, metrics = rollout_updates.finish(state, seen, steps, learning_rate)
     return state, jax.tree.map(lambda x: x[None], metrics)  # a report of one update
 
   return UpdatePrograms(jax.jit(step, donate_argnums=0), jax.jit(finish, donate_argnums=0))
@@ -103,8 +104,8 @@ class ReplayPrograms(NamedTuple):
   learn: Callable
 
 
-def replay_programs(insert: Callable, steps: Callable, finish: Callable, sizes: replaying.Sizes,
-                    mesh: Mesh) -> ReplayPrograms:
+def replay_programs(insert: Callable, steps: Callable, finish: Callable,
+                    sizes: replay_updates.Sizes, mesh: Mesh) -> ReplayPrograms:
   """For experience that is on every device of the mesh; each keeps what is of its groups."""
   groups, envs = sizes.num_grad_shards // mesh.size, sizes.num_envs // sizes.num_grad_shards
 
@@ -115,7 +116,7 @@ def replay_programs(insert: Callable, steps: Callable, finish: Callable, sizes: 
     return state, (valid, batch)
 
   def learn(state: TrainState, count: jax.Array, valid: jax.Array, batch: jax.Array):
-    count = jnp.where(replaying.ready(state, sizes, mesh.size), count, 0)
+    count = jnp.where(replay_updates.ready(state, sizes, mesh.size), count, 0)
     state, sums = steps(state, count)
     state, metrics = finish(state, count, sums, valid, batch)
     return state, jax.tree.map(lambda x: x[None], metrics)  # a report of one update

@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer_jit import experiment, ops, placement, rollouts, wiring
-from podracer_jit.handoff import Arrival, DoubleBuffer, HandOff, Inbox, Stamped
+from podracer_jit.actor import rollouts
+from podracer_jit.learner import rollout_updates
 from podracer_jit.loops import Port, Worker
-from podracer_jit.metrics import Report, Waits
-from podracer_jit.rates import Rate
+from podracer_jit.replay.rate_limiter import Rate
+from podracer_jit.run import experiment
+from podracer_jit.run.metrics import Report, Waits
+from podracer_jit.runtime import placement
+from podracer_jit.runtime.channels import Arrival, DoubleBuffer, HandOff, Inbox, Stamped
+from podracer_jit.schemes import wiring
+from podracer_jit.schemes.wiring import Actor, Begin, Parts, Segment, number
 from podracer_jit.types import Episodes, TrainState
-from podracer_jit.wiring import Actor, Begin, Parts, Segment, number
 
 
 class Learning(NamedTuple):
@@ -48,7 +52,7 @@ def _fused(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff
   (actor,) = actors
   total = parts.config['total_steps']
   calls = min(parts.config['placement']['updates_per_call'], begin.updates)
-  fused = ops.make_fused(wiring.make_rollout(parts, actor.pools), parts.learn, calls)
+  fused = rollout_updates.make_fused(wiring.make_rollout(parts, actor.pools), parts.learn, calls)
   state = jax.tree.map(lambda x: x.addressable_data(0), begin.state)  # to be donated, not a copy
   program = actor.pools.load(fused, (state, actor.state, calls, total), donate=(0, 1))
 
@@ -106,7 +110,7 @@ def _free(parts: Parts, actors: Sequence[Actor], begin: Begin, reports: HandOff)
   envs = config['env']['num_envs'] // config['num_grad_shards']  # of a group
   begun = number(begin.state.target.gradient_steps)
   params = wiring.parameters(parts, actors, begin, begun)
-  side_by_side = jax.jit(ops.concatenate)
+  side_by_side = jax.jit(rollout_updates.concatenate)
   rate = Rate(options['samples_per_insert'], options['tolerance'],
               options['gradient_steps'] * options['batch_size'],
               experiment.batch_rows(config) // len(actors), len(actors))

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from podracer_jit.metrics import Record
+from podracer_jit.run.metrics import Record
 
 
 def bottleneck(actor_wait_s: float, learner_wait_s: float, seconds: float) -> str:

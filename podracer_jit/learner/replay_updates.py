@@ -11,14 +11,16 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from podracer_jit import losses, ops, replay
-from podracer_jit.exact import AXIS, exact_sum, map_in_loop
-from podracer_jit.receipts import fingerprint
+from podracer_jit import losses
+from podracer_jit.learner import rollout_updates
+from podracer_jit.numerics.deterministic import AXIS, exact_sum, map_in_loop
+from podracer_jit.numerics.fingerprints import fingerprint
+from podracer_jit.replay import buffer
 from podracer_jit.types import Experience, Metrics, Params, Target, TrainState
 
 # (params, target's params, Transition [n, ...], weights [n])
 #   -> (loss, (sums of terms over the n, |TD error| [n])); 'valid' counts them
-Loss = Callable[[Params, Params, replay.Transition, jax.Array],
+Loss = Callable[[Params, Params, buffer.Transition, jax.Array],
                 tuple[jax.Array, tuple[Metrics, jax.Array]]]
 
 
@@ -89,8 +91,8 @@ def _weighted(error: jax.Array, weight: jax.Array, terms: Metrics):
 LOSSES = {'dqn': dqn, 'dpg': dpg}
 
 
-def make_steps(loss: Loss, memory: replay.Replay, update: Callable, sizes: Sizes,
-               mesh_size: int = 1, sum_groups: ops.SumGroups = exact_sum):
+def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes,
+               mesh_size: int = 1, sum_groups: rollout_updates.SumGroups = exact_sum):
   """Returns steps(state, count) -> (state, sums): `count` gradient steps, on one device of a mesh.
 
   Each draws a batch, descends, and sets the priorities of what it drew. Sums over the steps: of
@@ -100,7 +102,7 @@ def make_steps(loss: Loss, memory: replay.Replay, update: Callable, sizes: Sizes
   share = sizes.batch_size // sizes.num_grad_shards
 
   def of_group(params, target, batch, weight):
-    cut = ops.pieces(share, 1, sizes.microbatch_rows)
+    cut = rollout_updates.pieces(share, 1, sizes.microbatch_rows)
     pieces = jax.tree.map(lambda x: x.reshape(cut, -1, *x.shape[1:]), (batch, weight))
 
     def of_piece(piece):
@@ -156,7 +158,7 @@ def _zeros(shapes: Any) -> Any:
 
 def _key(state: TrainState, stream: int) -> jax.Array:
   """Of this update: 0 for sampling, 1 for eviction."""
-  return jax.random.fold_in(ops.update_key(state), stream)
+  return jax.random.fold_in(rollout_updates.update_key(state), stream)
 
 
 def _group_keys(key: jax.Array, groups: int, mesh_size: int) -> jax.Array:
@@ -174,7 +176,7 @@ def _weights(probability: jax.Array, exponent: float, mesh_size: int) -> jax.Arr
   return jnp.power(least / jnp.maximum(probability, 1e-30), exponent)
 
 
-def make_insert(memory: replay.Replay, sizes: Sizes, mesh_size: int = 1):
+def make_insert(memory: buffer.Replay, sizes: Sizes, mesh_size: int = 1):
   """Returns insert(state, experience, first_group) -> (state, valid rows), on one device of a mesh.
 
   `experience` is of whole groups, from the first_group of this device on; what is of none of its

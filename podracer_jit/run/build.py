@@ -10,29 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from podracer_jit import (
-    asynchronous,
-    checks,
-    envs,
-    experience,
-    experiment,
-    graphs,
-    networks,
-    ops,
-    optimizers,
-    placement,
-    programs,
-    replay,
-    replaying,
-    rollouts,
-    schemes,
-    values,
-    wiring,
-)
-from podracer_jit.exact import AXIS, exact_sum, plain_sum
-from podracer_jit.metrics import Report
-from podracer_jit.objectives import OBJECTIVES
-from podracer_jit.schemes import SCHEMES
+from podracer_jit.actor import asynchronous, priorities, rollouts
+from podracer_jit.agents import networks, optimizers, q_networks
+from podracer_jit.envs import envpool_envs
+from podracer_jit.learner import replay_updates, rollout_updates, sharding
+from podracer_jit.losses.objectives import OBJECTIVES
+from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum
+from podracer_jit.replay import buffer
+from podracer_jit.run import checks, experiment
+from podracer_jit.run.metrics import Report
+from podracer_jit.runtime import placement
+from podracer_jit.schemes import graphs, table, wiring
+from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.types import Params, Target, TrainState
 
 
@@ -66,59 +55,61 @@ def make_parts(config: Mapping[str, Any]) -> wiring.Parts:
   options = {k: v for k, v in config['loss'].items() if k != 'name'}
   objective = OBJECTIVES[config['loss']['name']](
       network.apply, network.policy, config['unroll_length'], options, bool(network.core))
-  sizes = ops.Sizes(config['env']['num_envs'], *(config[name] for name in ops.Sizes._fields[1:]))
+  sizes = rollout_updates.Sizes(
+      config['env']['num_envs'], *(config[name] for name in rollout_updates.Sizes._fields[1:]))
   shared = sizes  # by the workers that make gradients
   if scheme.each:
     count = len(place.workers)
     shared = sizes._replace(num_envs=sizes.num_envs // count,
                             num_grad_shards=sizes.num_grad_shards // count)
   meshes = [placement.mesh_of([d]) for d in place.workers] if scheme.each else [place.mesh]
-  by_mesh = {mesh: programs.gradient_programs(objective, shared, mesh) for mesh in meshes}
+  by_mesh = {mesh: sharding.gradient_programs(objective, shared, mesh) for mesh in meshes}
   sum_groups = exact_sum
   if not config['exact_reduce']:  # the usual way: what a device has is one group
     sum_groups, sizes = plain_sum, sizes._replace(num_grad_shards=place.mesh.size)
-  learn = ops.make_learn(objective, optimizer, rate, sizes, place.mesh.size, sum_groups)
+  learn = rollout_updates.make_learn(objective, optimizer, rate, sizes, place.mesh.size, sum_groups)
   return wiring.Parts(
       config, spec, scheme, place, network, optimizer, learn,
-      programs.fused_learner(learn, place.mesh), [by_mesh[mesh] for mesh in meshes],
-      programs.update_programs(optimizer, rate))
+      sharding.fused_learner(learn, place.mesh), [by_mesh[mesh] for mesh in meshes],
+      sharding.update_programs(optimizer, rate))
 
 
-def _with_replay(config: Mapping[str, Any], spec: envs.EnvSpec, scheme: schemes.Scheme,
+def _with_replay(config: Mapping[str, Any], spec: envpool_envs.EnvSpec, scheme: table.Scheme,
                  place: placement.Placement, network: Any, optimizer: Any, rate: Callable
                  ) -> wiring.Parts:
   """The rest of `make_parts` for losses that draw from a replay."""
   options, loss, mesh = config['replay'], config['loss'], place.mesh
-  sizes = replaying.Sizes(config['env']['num_envs'], config['num_grad_shards'], *(
+  sizes = replay_updates.Sizes(config['env']['num_envs'], config['num_grad_shards'], *(
       options[name] for name in ('batch_size', 'gradient_steps', 'min_size')),
       loss['target_every'], options['importance_exponent'], config['microbatch_rows'])
   memory = make_memory(config, spec)
-  insert = replaying.make_insert(memory, sizes, mesh.size)
-  steps = replaying.make_steps(
-      replaying.LOSSES[loss['name']](network, loss), memory, ops.make_update(optimizer, rate),
+  insert = replay_updates.make_insert(memory, sizes, mesh.size)
+  steps = replay_updates.make_steps(
+      replay_updates.LOSSES[loss['name']](network, loss), memory,
+      rollout_updates.make_update(optimizer, rate),
       sizes, mesh.size, exact_sum if config['exact_reduce'] else plain_sum)
-  finish = replaying.make_finish(sizes, rate, mesh.size)
-  learn = replaying.make_learn(insert, steps, finish, sizes, mesh.size)
+  finish = replay_updates.make_finish(sizes, rate, mesh.size)
+  learn = replay_updates.make_learn(insert, steps, finish, sizes, mesh.size)
   return wiring.Parts(
-      config, spec, scheme, place, network, optimizer, learn, programs.fused_learner(learn, mesh),
-      (), None, programs.replay_programs(insert, steps, finish, sizes, mesh))
+      config, spec, scheme, place, network, optimizer, learn, sharding.fused_learner(learn, mesh),
+      (), None, sharding.replay_programs(insert, steps, finish, sizes, mesh))
 
 
-def make_memory(config: Mapping[str, Any], spec: envs.EnvSpec) -> replay.Replay:
+def make_memory(config: Mapping[str, Any], spec: envpool_envs.EnvSpec) -> buffer.Replay:
   """The replay of each group of environments."""
   groups, options = config['num_grad_shards'], config['replay']
-  return replay.Replay(
+  return buffer.Replay(
       options['capacity'] // groups, config['env']['num_envs'] // groups, config['unroll_length'],
       spec.stack, config['loss']['n_step'], config['loss']['discount'], options['eviction'],
       options['priority_exponent'], options['eviction_exponent'])
 
 
-def _make_network(config: Mapping[str, Any], spec: envs.EnvSpec) -> networks.ActorCritic:
+def _make_network(config: Mapping[str, Any], spec: envpool_envs.EnvSpec) -> networks.ActorCritic:
   sizes = {k: v for k, v in config['network'].items() if k != 'name'}
   policy, normalised = experiment.make_policy(config, spec), config['normalise']
   if 'replay' in config:
-    network = (values.Deterministic(policy, **sizes) if config['loss']['name'] == 'dpg' else
-               values.make_dueling(config['network']['name'], policy, **sizes))
+    network = (q_networks.Deterministic(policy, **sizes) if config['loss']['name'] == 'dpg' else
+               q_networks.make_dueling(config['network']['name'], policy, **sizes))
     _check_fits(network, config['network'], spec)
     return network
   moments = [name for name, field in (('obs', 'obs'), ('returns', 'reward'), ('values', 'value'))
@@ -128,13 +119,13 @@ def _make_network(config: Mapping[str, Any], spec: envs.EnvSpec) -> networks.Act
   return network
 
 
-def _init(network: networks.ActorCritic, key: jax.Array, spec: envs.EnvSpec) -> Params:
+def _init(network: networks.ActorCritic, key: jax.Array, spec: envpool_envs.EnvSpec) -> Params:
   obs = jnp.zeros((1, 1, *spec.obs_shape), spec.obs_dtype)
   return network.init(key, obs, network.initial_core(1), jnp.ones((1, 1), bool))
 
 
 def _check_fits(network: networks.ActorCritic, options: Mapping[str, Any],
-                spec: envs.EnvSpec) -> None:
+                spec: envpool_envs.EnvSpec) -> None:
   """Refuses layers that leave nothing of an observation; computes nothing."""
   try:
     variables = jax.eval_shape(lambda: _init(network, jax.random.key(0), spec))
@@ -163,10 +154,10 @@ def initial_state(parts: wiring.Parts, replay: bool = True) -> TrainState:
   return state._replace(replay=empty_replay(parts)) if replay and state.target else state
 
 
-def empty_replay(parts: wiring.Parts, shapes: bool = False) -> replay.State:
+def empty_replay(parts: wiring.Parts, shapes: bool = False) -> buffer.State:
   """A replay's state at update 0, its groups on the devices that they belong to; or its shapes."""
   config, spec, policy = parts.config, parts.spec, parts.network.policy
-  like = experience.shapes(config['env']['num_envs'] // config['num_grad_shards'], spec.obs_shape,
+  like = priorities.shapes(config['env']['num_envs'] // config['num_grad_shards'], spec.obs_shape,
                            spec.obs_dtype, spec.stack, policy)
   memory = make_memory(config, spec)
   sharding = NamedSharding(parts.place.mesh, PartitionSpec(AXIS))
@@ -178,8 +169,8 @@ def empty_replay(parts: wiring.Parts, shapes: bool = False) -> replay.State:
   return jax.jit(make, out_shardings=sharding)()
 
 
-def actor_state(parts: wiring.Parts, shards: Sequence[envs.Shard], keys: Sequence[jax.Array],
-                first_env: int) -> rollouts.ActorState:
+def actor_state(parts: wiring.Parts, shards: Sequence[envpool_envs.Shard],
+                keys: Sequence[jax.Array], first_env: int) -> rollouts.ActorState:
   """The state of an actor of these shards, whose environments begin with `first_env`."""
   config, spec = parts.config, parts.spec
   if config['env_batch']:
@@ -193,7 +184,7 @@ def actor_state(parts: wiring.Parts, shards: Sequence[envs.Shard], keys: Sequenc
     explore = [jnp.array(explore[first:first + width]) for first in firsts]
   state = rollouts.initial_state(shards, keys, parts.network.initial_core, explore)
   if 'replay' in config:
-    state = experience.initial_state(state, config['loss']['n_step'])
+    state = priorities.initial_state(state, config['loss']['n_step'])
   return state
 
 
@@ -224,9 +215,9 @@ def segment(parts: wiring.Parts, state: TrainState, index: int, updates: int,
     for a, device in enumerate(actors, place.process * len(actors)):
       ids = range(a * per_actor, (a + 1) * per_actor)
       shards = [
-          envs.Shard(config['env']['task'], experiment.env_options(config),
-                     envs.env_seeds(config['seed'], index, i * width, width), place.env_threads,
-                     config['env_batch'])
+          envpool_envs.Shard(config['env']['task'], experiment.env_options(config),
+                     envpool_envs.env_seeds(config['seed'], index, i * width, width),
+                     place.env_threads, config['env_batch'])
           for i in ids]
       pools = rollouts.Pools(shards)
       stack.callback(pools.close)

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from podracer_jit import frames
-from podracer_jit.envs import Shard, TimeStep
-from podracer_jit.exact import rounded
-from podracer_jit.frames import Observations
-from podracer_jit.objectives import Apply
-from podracer_jit.policies import Policy
+from podracer_jit.agents.policies import Policy
+from podracer_jit.envs import frames
+from podracer_jit.envs.envpool_envs import Shard, TimeStep
+from podracer_jit.envs.frames import Observations
+from podracer_jit.losses.objectives import Apply
+from podracer_jit.numerics.deterministic import rounded
 from podracer_jit.types import Episodes, Params, Rollout
 
 

@@ -9,19 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from podracer_jit import (
-    asynchronous,
-    envs,
-    experience,
-    networks,
-    placement,
-    programs,
-    rollouts,
-)
-from podracer_jit.handoff import DoubleBuffer, HandOff, Latest, Stamped
+from podracer_jit.actor import asynchronous, priorities, rollouts
+from podracer_jit.agents import networks
+from podracer_jit.envs import envpool_envs
+from podracer_jit.learner import sharding
 from podracer_jit.loops import Port, Worker
-from podracer_jit.metrics import Waits
-from podracer_jit.schemes import Scheme
+from podracer_jit.run.metrics import Waits
+from podracer_jit.runtime import placement
+from podracer_jit.runtime.channels import DoubleBuffer, HandOff, Latest, Stamped
+from podracer_jit.schemes.table import Scheme
 from podracer_jit.types import TrainState
 
 
@@ -29,16 +25,16 @@ class Parts(NamedTuple):
   """What stays the same over all segments of a run."""
 
   config: Mapping[str, Any]
-  spec: envs.EnvSpec
+  spec: envpool_envs.EnvSpec
   scheme: Scheme
   place: placement.Placement
   network: networks.ActorCritic
   optimizer: optax.GradientTransformation
   learn: Callable  # (state, rollout of one device) -> (state, metrics), to be jitted
   learner: Callable  # the same on the whole mesh, jitted once
-  gradients: Sequence[programs.GradientPrograms]  # of each worker, where G and U are apart
-  updates: programs.UpdatePrograms | None  # likewise
-  replay: programs.ReplayPrograms | None = None  # where acting and learning are free of each other
+  gradients: Sequence[sharding.GradientPrograms]  # of each worker, where G and U are apart
+  updates: sharding.UpdatePrograms | None  # likewise
+  replay: sharding.ReplayPrograms | None = None  # where acting and learning are free of each other
 
   @property
   def gradient_steps(self) -> int:
@@ -89,7 +85,7 @@ def make_rollout(parts: Parts, pools: rollouts.Pools) -> Callable:
                               parts.config['unroll_length'], parts.spec.stack, discount)
   if 'replay' not in parts.config:
     return rollout()
-  return experience.with_priorities(rollout(functools.partial(apply, method='action_value')),
+  return priorities.with_priorities(rollout(functools.partial(apply, method='action_value')),
                                     loss['n_step'], loss['discount'])
 
 

@@ -1,0 +1,191 @@
+"""Says whether two commits train to the same bits: the gate for a refactoring.
+
+.venv/bin/python benchmarks/same_receipts.py --old=main~1 [--only=ppo] [--jobs=2] [--keep=DIR]
+
+Runs short trainings with the code of the commit --old and with the code here, and compares the
+receipts of every update. The runs cover every scheme, loss, network, recurrent core, normaliser and
+replay, several devices, two processes, and a run of the old code that the new code resumes.
+Schemes that depend on timing are compared at their first update, which does not.
+
+--keep=DIR keeps the old commit's runs there, so that a second call runs the new code only.
+Exit code: 0 all identical, 1 some differ or fail, 2 nothing could be started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+TWO_DEVICES = ('placement.actor_devices=(0,1)', 'placement.learner_devices=(0,1)',
+               'num_shards=2', 'num_grad_shards=2')
+SMALL_FRAMES = ('env.task=Pong-v5', 'env.img_height=42', 'env.img_width=42')
+
+
+class Case(NamedTuple):
+  """One training, as the command line has it."""
+
+  name: str
+  config: str  # below configs/, with its argument
+  fields: Sequence[str] = ()  # overrides, without --config.
+  only_first: bool = False  # later updates depend on timing
+  processes: int = 1
+
+
+CASES = (
+    Case('cleanba-impala-mlp', 'impala_catch.py:smoke'),
+    Case('sync-impala-two-devices', 'impala_catch.py:smoke', ('scheme=sync', *TWO_DEVICES)),
+    Case('fused-ppo-mlp', 'ppo_cartpole.py:smoke'),
+    Case('ppo-vtrace', 'ppo_cartpole.py:smoke', ('scheme=ppo', 'loss.vtrace=True')),
+    Case('dppo-two-devices', 'ppo_cartpole.py:smoke', ('scheme=dppo', *TWO_DEVICES)),
+    Case('rapid-split-devices', 'impala_cartpole.py:smoke',
+         ('scheme=rapid', 'placement.learner_devices=(1,2)', 'num_shards=2', 'num_grad_shards=2')),
+    Case('ddppo-two-devices', 'ppo_cartpole.py:smoke', ('scheme=ddppo', *TWO_DEVICES)),
+    Case('dppo_async-one-worker', 'impala_cartpole.py:smoke', ('scheme=dppo_async',)),
+    Case('rapid_async', 'impala_cartpole.py:smoke', ('scheme=rapid_async',), only_first=True),
+    Case('impala-scheme', 'impala_catch.py:smoke', ('scheme=impala',), only_first=True),
+    Case('all-moments', 'ppo_mujoco_fast.py:smoke', (
+        'normalise.value=True', 'optimizer.kl_target=0.01', 'optimizer.anneal=False',
+        'policy=tanh_gaussian')),
+    Case('clip-value-scaled-gaussian', 'ppo_mujoco.py:smoke', (
+        'env.task=Pendulum-v1', 'env.num_envs=4', 'unroll_length=64', 'num_minibatches=4',
+        'policy=scaled_gaussian', 'scheme=sync')),
+    Case('gru-fused', 'impala_memory.py:smoke'),
+    Case('ppo-lstm', 'ppo_cartpole.py:smoke', (
+        'network.core=lstm', 'network.core_size=16', 'scheme=sync', *TWO_DEVICES)),
+    Case('resnet-84', 'impala_atari.py:smoke', ('env.task=Pong-v5',)),
+    Case('nature-84', 'impala_atari.py:smoke,nature_cnn', ('env.task=Pong-v5', 'scheme=fused',
+                                                           'num_shards=2')),
+    Case('ppo-atari', 'ppo_atari.py:smoke', SMALL_FRAMES),
+    Case('pong-laptop', 'pong_laptop.py:smoke', ('total_steps=9000', 'unroll_length=32')),
+    Case('plain-reduce', 'impala_catch.py:smoke', ('exact_reduce=False', *TWO_DEVICES)),
+    Case('dqn-lockstep', 'apex_dqn_catch.py:smoke'),
+    Case('dqn-atari-two-devices', 'apex_dqn_pong_laptop.py:smoke', ('total_steps=3000',)),
+    Case('dpg-prioritised', 'apex_dpg_walker_walk.py:smoke', (
+        'replay.capacity=4096', 'replay.min_size=1024', 'replay.gradient_steps=4', *TWO_DEVICES)),
+    Case('dpg-fused', 'apex_dpg_cartpole_swingup.py:smoke', (
+        'scheme=fused', 'replay.min_size=1024', 'replay.gradient_steps=4')),
+    Case('apex', 'apex_dqn_catch.py:smoke', ('scheme=apex',), only_first=True),
+    Case('segments', 'impala_catch.py:smoke', ('checkpoint.every_updates=3',)),
+    Case('replay-segments', 'apex_dqn_catch.py:smoke', ('checkpoint.every_updates=12',)),
+    Case('two-processes', 'impala_catch.py:smoke', ('num_shards=2', 'num_grad_shards=2'),
+         processes=2),
+)
+RESUMED = ('segments', 'replay-segments')  # of these the new code makes the last segment again
+
+
+def command(case: Case, tree: Path, workdir: Path) -> list[str]:
+  """The command line of a training with the code of `tree`."""
+  flags = [f'--config=configs/{case.config}', f'--workdir={workdir}',
+           *(f'--config.{field}' for field in case.fields)]
+  if case.processes == 1:
+    return [sys.executable, '-m', 'podracer_jit', *flags]
+  count = ['-n', str(case.processes), '--']
+  script = tree / 'scripts' / 'launch_local.py'  # before there was a verb for it
+  if script.exists():
+    return [sys.executable, str(script), *count, *flags]
+  return [sys.executable, '-m', 'podracer_jit', 'launch', *count, *flags]
+
+
+def train(case: Case, tree: Path, workdir: Path) -> str:
+  """Trains; returns an empty string, or how it failed."""
+  where = os.environ | {'PYTHONPATH': str(tree), 'JAX_PLATFORMS': 'cpu'}
+  done = subprocess.run(command(case, tree, workdir), cwd=tree, env=where, text=True, check=False,
+                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=900)
+  return '' if done.returncode == 0 else (done.stdout.strip().splitlines() or ['no output'])[-1]
+
+
+def receipts(workdir: Path) -> dict[int, tuple[str, str]]:
+  """The fingerprints of batch and parameters by update."""
+  lines = map(json.loads, (workdir / 'receipts.jsonl').read_text().splitlines())
+  return {line['update']: (line['batch'], line['params']) for line in lines if 'update' in line}
+
+
+def verdict(case: Case, old: Path, new: Path) -> tuple[bool, str]:
+  """Whether two runs of the case are the same, and what to say of it."""
+  one, two = receipts(old), receipts(new)
+  if case.only_first:
+    return one[1] == two[1], 'first update'
+  if one.keys() != two.keys():
+    return False, f'{len(one)} and {len(two)} updates'
+  different = [update for update in sorted(one) if one[update] != two[update]]
+  if different:
+    return False, f'differ at update {different[0]} of {len(one)}'
+  return True, f'{len(one)} updates'
+
+
+def resume(case: Case, old: Path, workdir: Path) -> str:
+  """Trains on in a copy of the old run from which the last checkpoint is gone."""
+  shutil.copytree(old, workdir)
+  checkpoints = sorted((workdir / 'checkpoints').iterdir(), key=lambda path: int(path.name))
+  shutil.rmtree(checkpoints[-1])
+  return train(case, ROOT, workdir)
+
+
+def compare(case: Case, old_tree: Path, folder: Path, kept: Path) -> bool:
+  """Runs the case with both codes, as far as it must, and prints a line."""
+  start, results = time.monotonic(), []
+  old, new = kept / case.name, folder / case.name
+  problem = '' if (old / 'receipts.jsonl').exists() else train(case, old_tree, old)
+  problem = problem or train(case, ROOT, new)
+  if not problem:
+    results.append(verdict(case, old, new))
+    if case.name in RESUMED:
+      problem = resume(case, old, folder / f'{case.name}-resumed')
+      if not problem:
+        same, what = verdict(case, old, folder / f'{case.name}-resumed')
+        results.append((same, f'resumed: {what}'))
+  good = not problem and all(same for same, _ in results)
+  words = problem or '; '.join(what for _, what in results)
+  print(f'{"identical" if good else "DIFFERENT":9}  {case.name:28} {words}  '
+        f'({time.monotonic() - start:.0f} s)', flush=True)
+  return good
+
+
+def main() -> int:
+  """Runs the script; returns its exit code."""
+  parser = argparse.ArgumentParser(description=__doc__,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--old', required=True, help='the commit to compare with')
+  parser.add_argument('--only', default='', help='cases whose name contains one of these, by comma')
+  parser.add_argument('--jobs', type=int, default=2, help='trainings at a time')
+  parser.add_argument('--keep', type=Path, help="where the old commit's runs are kept")
+  args = parser.parse_args()
+  cases = [case for case in CASES if any(part in case.name for part in args.only.split(','))]
+  if not cases:
+    print(f'--only: known are {", ".join(case.name for case in CASES)}', file=sys.stderr)
+    return 2
+  with tempfile.TemporaryDirectory(prefix='same-receipts-') as temporary:
+    folder = Path(temporary)
+    tree = folder / 'old-tree'
+    added = subprocess.run(['git', '-C', str(ROOT), 'worktree', 'add', '--detach', str(tree),
+                            args.old], capture_output=True, text=True, check=False)
+    if added.returncode:
+      print(f'--old: {added.stderr.strip()}', file=sys.stderr)
+      return 2
+    try:
+      kept = args.keep or folder / 'old'
+      kept.mkdir(parents=True, exist_ok=True)
+      new = folder / 'new'
+      new.mkdir()
+      with ThreadPoolExecutor(args.jobs) as pool:
+        good = list(pool.map(lambda case: compare(case, tree, new, kept), cases))
+    finally:
+      subprocess.run(['git', '-C', str(ROOT), 'worktree', 'remove', '--force', str(tree)],
+                     check=False)
+  print(f'{sum(good)} of {len(good)} identical')
+  return 0 if all(good) else 1
+
+
+if __name__ == '__main__':
+  sys.exit(main())

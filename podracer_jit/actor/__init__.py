@@ -1,0 +1,1 @@
+"""R: rollouts, with every environment in step or without, and initial priorities."""

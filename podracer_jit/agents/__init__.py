@@ -1,0 +1,1 @@
+"""Networks, policies, running moments and optimizers."""

@@ -1,0 +1,1 @@
+"""Environments: the protocol, EnvPool behind it, and stacks of frames."""

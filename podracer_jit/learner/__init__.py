@@ -1,0 +1,1 @@
+"""G and U: updates from rollouts and from a replay, and their programs."""

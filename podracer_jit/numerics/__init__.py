@@ -1,0 +1,1 @@
+"""Deterministic sums and loops, fast CPU convolutions, and fingerprints."""

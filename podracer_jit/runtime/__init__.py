@@ -1,0 +1,1 @@
+"""Devices, hosts and channels between threads; no word of reinforcement learning."""

@@ -1,0 +1,1 @@
+"""The table of schemes, and the graphs that it names."""
