@@ -1,3 +1,4 @@
-"""What config files import: `experiment.config` makes a whole config from the parts it names."""
+"""What config files import: `config` makes a whole config, `arguments` reads a file's argument."""
 
-from podracer_jit.run.experiment import config as config
+from podracer_jit.run.config import arguments as arguments
+from podracer_jit.run.config import config as config

@@ -63,6 +63,20 @@ class Experience(NamedTuple):
   episodes: Any  # Episodes
 
 
+class Transition(NamedTuple):
+  """From one observation to the one n steps later, or to the end of the episode if that is sooner.
+
+  All arrays have the leading axes of what was asked for.
+  """
+
+  obs: jax.Array  # [...]
+  action: jax.Array
+  reward: jax.Array  # f32: the discounted sum of rewards on the way
+  discount: jax.Array  # f32: gamma^steps; 0 where the episode terminated
+  next_obs: jax.Array  # [...]: where it was truncated, its true last observation
+  added: jax.Array  # i32, of its first row
+
+
 class TrainState(NamedTuple):
   """Everything a run goes on from; replicated on the learner mesh, donated to each update."""
 

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from podracer_jit.actor.rollouts import ActorState, EnvState, count, make_act, zeros
+from podracer_jit.agents.networks import Apply
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
-from podracer_jit.envs.envpool_envs import Shard, TimeStep
-from podracer_jit.losses.objectives import Apply
+from podracer_jit.envs.protocol import Shard, TimeStep
 from podracer_jit.types import Params, Rollout
 
 

@@ -1,11 +1,16 @@
-"""Torsos and the actor-critic head (flax). Observations come as EnvPool gives them."""
+"""Torsos (flax), and the actor-critic that is built around one.
+
+A torso is a flax module [N, *obs] -> [N, features]; its fields are its options. A user's own torso
+needs nothing more.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -16,6 +21,23 @@ from jax import lax
 from podracer_jit.agents import running_moments
 from podracer_jit.agents.policies import Policy
 from podracer_jit.numerics import convolution
+from podracer_jit.options import internal, option
+from podracer_jit.types import Params
+
+# What a network that the config names is; it says so by `provides`.
+TORSO, POLICY_AND_CRITIC = 'a torso', 'a policy with a critic'
+
+# (params, obs [T, N, ...], recurrent state before them, valid [T, N])
+#   -> dist [T, N, K], value [T, N], recurrent state after them
+Apply = Callable[[Params, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array, Any]]
+
+
+class Model(NamedTuple):
+  """A network as losses and actors see it."""
+
+  apply: Apply
+  policy: Policy
+  recurrent: bool = False
 
 
 def orthogonal(scale: float) -> Callable:
@@ -86,9 +108,10 @@ class ConvTorso(nn.Module):
   at_once: about how many 84x84x4 observations; see `conv.in_chunks`.
   """
 
+  needs_images: ClassVar[bool] = True
   at_once = 16
-  hidden: int = 256
-  chunked: bool = True
+  hidden: int = option(256, 'units of the dense layer', at_least=1)
+  chunked: bool = internal(True)
 
   @nn.compact
   def __call__(self, obs: jax.Array) -> jax.Array:
@@ -100,20 +123,30 @@ class ConvTorso(nn.Module):
       x = self.convolve(obs).reshape(obs.shape[0], -1)
     return nn.relu(nn.Dense(self.hidden, kernel_init=self.dense_init)(x)) if self.hidden else x
 
+  def split_last_layer(self) -> tuple[nn.Module, int]:
+    """Returns the torso without its dense layer, and the units of that layer."""
+    return self.clone(hidden=0), self.hidden
+
 
 class NatureCNN(ConvTorso):
   """Mnih et al. (2015).
 
-  centre: subtract each observation's mean first. A bright background otherwise drives a good part
-  of the ReLUs of a small network to zero for good, how many depending on the seed.
+  A bright background drives a good part of the ReLUs of a small network to zero for good, how many
+  depending on the seed; `centre` prevents that.
   """
 
-  channels: Sequence[int] = (32, 64, 64)
-  kernels: Sequence[int] = (8, 4, 3)
-  strides: Sequence[int] = (4, 2, 1)
-  hidden: int = 512
-  centre: bool = False
+  channels: Sequence[int] = option((32, 64, 64), 'output channels of each convolution', at_least=1)
+  kernels: Sequence[int] = option((8, 4, 3), 'width of each square kernel', at_least=1)
+  strides: Sequence[int] = option((4, 2, 1), 'stride of each convolution', at_least=1)
+  hidden: int = option(512, 'units of the dense layer', at_least=1)
+  centre: bool = option(False, "subtract each observation's mean first")
   dense_init = staticmethod(orthogonal(np.sqrt(2)))
+
+  def problems(self) -> Iterator[str]:
+    """Yields what is wrong with the options together, in a line each."""
+    if not len(self.channels) == len(self.kernels) == len(self.strides):
+      yield ('channels: channels, kernels and strides must be of equal length, got '
+             f'{tuple(self.channels)}, {tuple(self.kernels)}, {tuple(self.strides)}')
 
   def convolve(self, x: jax.Array) -> jax.Array:
     """Of observations."""
@@ -136,8 +169,8 @@ class ResidualBlock(nn.Module):
 class ImpalaResNet(ConvTorso):
   """The deep network of IMPALA (1802.01561, figure 3), without the LSTM."""
 
-  channels: Sequence[int] = (16, 32, 32)
-  blocks: int = 2
+  channels: Sequence[int] = option((16, 32, 32), 'output channels of each section', at_least=1)
+  blocks: int = option(2, 'residual blocks of a section', at_least=1)
   at_once = 24  # more than conv.VECTOR, which counts of kernel gradients of 16 channels
   dense_init = staticmethod(nn.initializers.lecun_normal())
 
@@ -189,7 +222,7 @@ class FixupResNet(ImpalaResNet):
 class MLP(nn.Module):
   """Dense layers over the flattened observation, as floats."""
 
-  hidden: Sequence[int] = (64, 64)
+  hidden: Sequence[int] = option((64, 64), 'units of each layer', at_least=1)
 
   @nn.compact
   def __call__(self, obs: jax.Array) -> jax.Array:
@@ -198,11 +231,41 @@ class MLP(nn.Module):
       x = nn.tanh(nn.Dense(size, kernel_init=orthogonal(np.sqrt(2)))(x))
     return x
 
+  def split_last_layer(self) -> tuple[nn.Module, int]:
+    """Returns the torso without its last layer, and the units of that layer.
+
+    Raises:
+      ValueError: it has no layer.
+    """
+    if not self.hidden:
+      raise ValueError('hidden: must have at least one layer, got ()')
+    return self.clone(hidden=tuple(self.hidden[:-1])), self.hidden[-1]
+
 
 TORSOS = {'impala_resnet': ImpalaResNet, 'fixup_resnet': FixupResNet, 'nature_cnn': NatureCNN,
           'mlp': MLP}
-IMAGE_TORSOS = ('impala_resnet', 'fixup_resnet', 'nature_cnn')
 CORES = {'gru': nn.GRUCell, 'lstm': nn.OptimizedLSTMCell}
+
+
+@dataclasses.dataclass(frozen=True)
+class TorsoOptions:
+  """What is built around a torso, whichever it is."""
+
+  core: str = option('none', 'recurrent layer between torso and heads: none, gru or lstm',
+                     choices=('none', *CORES))
+  core_size: int = option(128, 'units of the recurrent layer', at_least=1)
+  separate_critic: bool = option(False, 'the value has a torso of its own')
+
+  @property
+  def recurrent(self) -> bool:
+    """Whether there is a recurrent layer."""
+    return self.core != 'none'
+
+  def problems(self) -> Iterator[str]:
+    """Yields what is wrong with the options together, in a line each."""
+    if self.recurrent and self.separate_critic:
+      yield (f'separate_critic: the critic would not remember; must be False with core = '
+             f'{self.core}')
 
 
 class ActorCritic(nn.Module):
@@ -270,9 +333,30 @@ class ActorCritic(nn.Module):
     return {'': (), 'gru': zeros(), 'lstm': (zeros(), zeros())}[self.core]
 
 
-def make(name: str, policy: Policy, separate_critic: bool = False, moments: Sequence[str] = (),
-         core: str = 'none', core_size: int = 0, **sizes: Any) -> ActorCritic:
-  """The network called `name` with its sizes (see each torso's fields)."""
-  torso = TORSOS[name]
-  return ActorCritic(torso(**sizes), policy, torso(**sizes) if separate_critic else None,
-                     tuple(moments), '' if core == 'none' else core, core_size)
+def actor_critic(torso: nn.Module, options: TorsoOptions, policy: Policy,
+                 moments: Sequence[str] = ()) -> ActorCritic:
+  """Returns the actor-critic around a torso.
+
+  Args:
+    torso: [N, *obs] -> [N, features].
+    options: the recurrent core, and whether the critic has a torso of its own.
+    policy: the policy whose distribution the network gives.
+    moments: what is normalised: 'obs', 'returns', 'values'.
+  """
+  critic = torso.clone() if options.separate_critic else None
+  core = options.core if options.recurrent else ''
+  return ActorCritic(torso, policy, critic, tuple(moments), core, options.core_size)
+
+
+def init_params(network: nn.Module, key: jax.Array, obs_shape: Sequence[int], obs_dtype: Any
+                ) -> Params:
+  """Returns the network's first variables; traceable.
+
+  Args:
+    network: an `ActorCritic`, or a network that is called as one.
+    key: what they are drawn with.
+    obs_shape: of one observation.
+    obs_dtype: of observations.
+  """
+  obs = jnp.zeros((1, 1, *obs_shape), obs_dtype)
+  return network.init(key, obs, network.initial_core(1), jnp.ones((1, 1), bool))

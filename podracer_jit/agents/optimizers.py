@@ -1,46 +1,114 @@
-"""Optimizers by name (optax), their learning rates, and a rate that follows the policy's change."""
+"""Optimizers (optax), their learning rates, and a rate that follows the policy's change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from podracer_jit.options import option
 
-def make(options: Mapping[str, Any]) -> optax.GradientTransformation:
-  """Clipping, then the named optimizer, without its learning rate."""
-  if options['name'] == 'rmsprop':
-    scale = optax.scale_by_rms(options['decay'], options['eps'], eps_in_sqrt=False)
-  elif options['name'] == 'centred_rmsprop':
-    scale = optax.scale_by_stddev(options['decay'], options['eps'])
-  else:
-    scale = optax.scale_by_adam(options['b1'], options['b2'], options['eps'])
-  steps = [optax.clip_by_global_norm(options['max_grad_norm']), scale]
-  if options['kl_target']:
-    rate = options['learning_rate']
-    steps.append(scale_by_kl(options['kl_target'], 1e-6 / rate, 1e-2 / rate))
-  return optax.chain(*steps)
+SLOWEST, FASTEST = 1e-6, 1e-2  # the rates that kl_target moves between
 
 
-def make_learning_rate(options: Mapping[str, Any], total_steps: int) -> Callable:
-  """Rate by valid steps learned from: constant, or linear to 0 at total_steps."""
-  start = options['learning_rate']
-  if not options['anneal']:
-    return lambda steps: jnp.float32(start)
-  return lambda steps: start * jnp.maximum(0.0, 1.0 - steps.astype(jnp.float32) / total_steps)
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+  """What all optimizers have; a user's own is a subclass with its `scale`."""
+
+  learning_rate: float = option(1e-3, 'step size, at the first step', above=0)
+  anneal: bool = option(False, 'the rate falls linearly to 0 at total_steps')
+  max_grad_norm: float = option(40.0, 'gradients are clipped to this global norm', above=0)
+  kl_target: float = option(
+      0.0, 'the divergence from the acting policy that the rate adapts to, between 1e-6 and 1e-2; '
+      '0: the rate does not adapt', at_least=0)
+
+  def scale(self) -> optax.GradientTransformation:
+    """Returns the step's direction and scale, without clipping and learning rate."""
+    raise TypeError(f'{type(self).__name__} does not say how it scales gradients')
+
+  def transformation(self) -> optax.GradientTransformation:
+    """Returns clipping, then `scale`, then the rate that adapts, without the learning rate."""
+    steps = [optax.clip_by_global_norm(self.max_grad_norm), self.scale()]
+    if self.kl_target:
+      steps.append(scale_by_kl(self.kl_target, SLOWEST / self.learning_rate,
+                               FASTEST / self.learning_rate))
+    return optax.chain(*steps)
+
+  def schedule(self, total_steps: int) -> Callable[[jax.Array], jax.Array]:
+    """Returns the rate by valid steps learned from: constant, or linear to 0 at total_steps."""
+    start = self.learning_rate
+    if not self.anneal:
+      return lambda steps: jnp.float32(start)
+    return lambda steps: start * jnp.maximum(0.0, 1.0 - steps.astype(jnp.float32) / total_steps)
+
+  def problems(self) -> Iterator[str]:
+    """Yields what is wrong with the options together, in a line each."""
+    if self.kl_target and self.anneal:
+      yield 'kl_target: the rate either adapts or anneals; set optimizer.anneal = False'
+    if self.kl_target and not SLOWEST <= self.learning_rate <= FASTEST:
+      yield (f'learning_rate: with kl_target it is between {SLOWEST:g} and {FASTEST:g}, got '
+             f'{self.learning_rate}')
+
+
+@dataclasses.dataclass(frozen=True)
+class RMSProp(Optimizer):
+  """RMSProp as PyTorch has it: epsilon outside the square root."""
+
+  learning_rate: float = option(6e-4, 'step size, at the first step', above=0)
+  anneal: bool = option(True, 'the rate falls linearly to 0 at total_steps')
+  decay: float = option(0.99, 'of the mean of squared gradients', at_least=0, at_most=1)
+  eps: float = option(0.01, 'added to the root', at_least=0, above=0)
+
+  def scale(self) -> optax.GradientTransformation:
+    """Returns the scaling by the root of the mean square."""
+    return optax.scale_by_rms(self.decay, self.eps, eps_in_sqrt=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam(Optimizer):
+  """Adam (1412.6980)."""
+
+  learning_rate: float = option(2.5e-4, 'step size, at the first step', above=0)
+  anneal: bool = option(True, 'the rate falls linearly to 0 at total_steps')
+  max_grad_norm: float = option(0.5, 'gradients are clipped to this global norm', above=0)
+  b1: float = option(0.9, 'decay of the mean of gradients', at_least=0, at_most=1, below=1)
+  b2: float = option(0.999, 'decay of the mean of their squares', at_least=0, at_most=1, below=1)
+  eps: float = option(1e-5, 'added to the root', at_least=0, above=0)
+
+  def scale(self) -> optax.GradientTransformation:
+    """Returns Adam's scaling."""
+    return optax.scale_by_adam(self.b1, self.b2, self.eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class CentredRMSProp(Optimizer):
+  """RMSProp by the deviation of gradients, epsilon inside the root, as TensorFlow has it."""
+
+  learning_rate: float = option(6.25e-5, 'step size, at the first step', above=0)
+  decay: float = option(0.95, 'of the means of gradients and of their squares', at_least=0,
+                        at_most=1)
+  eps: float = option(1.5e-7, 'added under the root', at_least=0, above=0)
+
+  def scale(self) -> optax.GradientTransformation:
+    """Returns the scaling by the deviation."""
+    return optax.scale_by_stddev(self.decay, self.eps)
+
+
+OPTIMIZERS = {'rmsprop': RMSProp, 'adam': Adam, 'centred_rmsprop': CentredRMSProp}
 
 
 class KLState(NamedTuple):
-  """Of `scale_by_kl`."""
+  """The state of `scale_by_kl`."""
 
   kl_factor: jax.Array  # f32
 
 
 def scale_by_kl(target: float, low: float, high: float) -> optax.GradientTransformationExtraArgs:
-  """Steps a factor shorter where the policy moves too far, longer where it hardly does (rl_games).
+  """Makes steps shorter where the policy moves too far, longer where it hardly does (rl_games).
 
   The factor, from `low` to `high`, is divided by 1.5 where `kl`, the divergence of the policy from
   the acting one over the minibatch, is above 2 * target, and multiplied by it below target / 2.

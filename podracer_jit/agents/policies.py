@@ -139,5 +139,25 @@ def deterministic(low: np.ndarray, high: np.ndarray) -> Policy:
                 explore)
 
 
-CONTINUOUS = {'gaussian': gaussian, 'scaled_gaussian': scaled_gaussian,
-              'tanh_gaussian': tanh_gaussian}
+# What the network gives a policy, and so which networks and algorithms it goes with.
+DISTRIBUTION, ACTION_VALUES, ACTION = 'a distribution', 'action values', 'an action'
+
+
+class Family(NamedTuple):
+  """A kind of policy before a task is known."""
+
+  # discrete: (number of actions); continuous: (lowest [A], highest [A])
+  make: Callable[..., Policy]
+  discrete: bool
+  reads: str  # DISTRIBUTION, ACTION_VALUES or ACTION
+
+
+# The first that fits an algorithm and a task is what 'auto' means.
+FAMILIES = {
+    'categorical': Family(categorical, discrete=True, reads=DISTRIBUTION),
+    'gaussian': Family(gaussian, discrete=False, reads=DISTRIBUTION),
+    'scaled_gaussian': Family(scaled_gaussian, discrete=False, reads=DISTRIBUTION),
+    'tanh_gaussian': Family(tanh_gaussian, discrete=False, reads=DISTRIBUTION),
+    'epsilon_greedy': Family(epsilon_greedy, discrete=True, reads=ACTION_VALUES),
+    'deterministic': Family(deterministic, discrete=False, reads=ACTION),
+}

@@ -6,7 +6,7 @@ They are called as `networks.ActorCritic` is: dist is what their `Policy` reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from podracer_jit.agents import networks
 from podracer_jit.agents.policies import Policy
 from podracer_jit.numerics.deterministic import rounded
+from podracer_jit.options import internal, option
 
 
 class Dueling(nn.Module):
@@ -22,7 +23,7 @@ class Dueling(nn.Module):
 
   torso: nn.Module
   policy: Policy
-  hidden: int  # units of each stream
+  hidden: int  # units of each stream; 0: as many as the torso has features
   core: str = ''
 
   @nn.compact
@@ -34,7 +35,7 @@ class Dueling(nn.Module):
     x = _scale_gradient(x, 2 ** -0.5)
     value, advantage = (
         nn.Dense(size, kernel_init=networks.orthogonal(1.0), name=name)(
-            nn.relu(nn.Dense(self.hidden, name=f'{name}_hidden')(x)))
+            nn.relu(nn.Dense(self.hidden or x.shape[-1], name=f'{name}_hidden')(x)))
         for name, size in (('value', 1), ('advantage', self.policy.dist_size)))
     mean = rounded(jnp.sum(advantage, axis=-1, keepdims=True) * (1.0 / advantage.shape[-1]))
     q = (value + (advantage - mean)).reshape(*obs.shape[:2], -1)
@@ -65,10 +66,13 @@ class Deterministic(nn.Module):
   follows the second layers (here tanh, as after the first).
   """
 
-  policy: Policy
-  actor_hidden: Sequence[int]
-  critic_hidden: Sequence[int]
-  core: str = ''
+  provides: ClassVar[str] = networks.POLICY_AND_CRITIC
+
+  policy: Policy = internal(None)
+  actor_hidden: Sequence[int] = option((300, 200), "units of the policy's layers", at_least=1)
+  critic_hidden: Sequence[int] = option((400, 300), "units of the critic's layers", at_least=1,
+                                        not_empty=True)
+  core: str = internal('')
 
   def setup(self):
     """Makes the layers, which two methods share."""
@@ -112,10 +116,19 @@ class Deterministic(nn.Module):
     return ()
 
 
-def make_dueling(name: str, policy: Policy, **sizes: Any) -> Dueling:
-  """The named torso; its last layer is that of the two streams."""
-  sizes = {k: v for k, v in sizes.items() if k not in ('core', 'core_size', 'separate_critic')}
-  hidden = sizes['hidden']
-  if isinstance(hidden, int):
-    return Dueling(networks.TORSOS[name](**sizes | dict(hidden=0)), policy, hidden)
-  return Dueling(networks.TORSOS[name](**sizes | dict(hidden=hidden[:-1])), policy, hidden[-1])
+def dueling(torso: nn.Module, policy: Policy) -> Dueling:
+  """Returns the dueling network around a torso, whose last layer becomes that of the two streams.
+
+  A torso says by `split_last_layer` which layer that is; of one that does not, all layers stay and
+  the streams have as many units as it has features.
+
+  Raises:
+    ValueError: the torso has no layer, in a line that begins with the field.
+  """
+  if not hasattr(torso, 'split_last_layer'):
+    return Dueling(torso, policy, 0)
+  without, units = torso.split_last_layer()
+  return Dueling(without, policy, units)
+
+
+POLICY_AND_CRITIC = {'deterministic': Deterministic}

@@ -6,6 +6,7 @@ parameters, to actors, checkpoints and evaluation, and the actors of an update a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,11 +16,27 @@ from jax import lax
 
 from podracer_jit.envs import frames
 from podracer_jit.numerics.deterministic import rounded
+from podracer_jit.options import option
 from podracer_jit.types import Params, Rollout
 
 # Adds [T, B, ...] over all rows of all environments of all devices, in one fixed order.
 Total = Callable[[jax.Array], jax.Array]
 CLIP = 10.0  # deviations: what is farther out is taken for this far
+
+
+@dataclasses.dataclass(frozen=True)
+class NormaliseOptions:
+  """What is normalised by its running mean and deviation."""
+
+  obs: bool = option(False, 'observations')
+  reward: bool = option(False, 'rewards, by the deviation of discounted returns')
+  value: bool = option(False, 'value targets: the network gives values in deviations')
+
+  @property
+  def moments(self) -> tuple[str, ...]:
+    """The names of the moments that the network keeps."""
+    wanted = {'obs': self.obs, 'returns': self.reward, 'values': self.value}
+    return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
 
 class Moments(NamedTuple):

@@ -3,6 +3,7 @@
 podracer_jit --config=configs/apex_dpg_cartpole_swingup.py --workdir=runs/swingup
 """
 
+from podracer_jit import experiment
 from podracer_jit.configs import apex_dpg_walker_walk
 
 
@@ -10,6 +11,6 @@ def get_config(arg: str = ''):
   """`smoke` makes a few updates only."""
   config = apex_dpg_walker_walk.get_config(arg)
   config.env.task = 'CartpoleSwingup-v1'
-  if not arg:
+  if 'smoke' not in experiment.arguments(arg, 'smoke'):
     config.total_steps = 500_000
   return config

@@ -34,7 +34,7 @@ def get_config(arg: str = ''):
   config.replay.params_every = 2  # rollouts, 100 steps of an environment
   config.checkpoint.every_updates = 10_000
 
-  if arg == 'smoke':
+  if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.env.num_envs = 8
     config.replay.capacity = 5_000
     config.replay.min_size = 1_000

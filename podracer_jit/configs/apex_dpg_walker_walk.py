@@ -36,6 +36,6 @@ def get_config(arg: str = ''):
   config.checkpoint.every_updates = 1000
   config.placement.xla_threads = 2  # more than there are cores is slower
 
-  if arg == 'smoke':
+  if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 10_000
   return config

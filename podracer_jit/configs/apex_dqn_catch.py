@@ -22,6 +22,6 @@ def get_config(arg: str = ''):
   config.optimizer.anneal = False
   config.optimizer.max_grad_norm = 40.0
   config.placement.xla_threads = 2  # more than there are cores is slower
-  if arg == 'smoke':
+  if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
   return config

@@ -47,7 +47,7 @@ def get_config(arg: str = ''):
   config.placement.xla_threads = 2  # more than there are cores is slower
   config.checkpoint.every_updates = 500
 
-  if arg == 'smoke':
+  if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
     config.replay.capacity = 5_000
     config.replay.min_size = 1_000

@@ -14,7 +14,7 @@ from podracer_jit import experiment
 
 def get_config(arg: str = ''):
   """`smoke` makes a few small updates only; `nature_cnn` takes that network; or both: `a,b`."""
-  args = arg.split(',')
+  args = experiment.arguments(arg, 'smoke', 'nature_cnn')
   network = 'nature_cnn' if 'nature_cnn' in args else 'impala_resnet'  # (16, 32, 32), hidden 256
   config = experiment.config('impala', network, 'rmsprop', scheme='cleanba')
   config.total_steps = 50_000_000  # 200M frames

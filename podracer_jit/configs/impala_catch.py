@@ -16,6 +16,6 @@ def get_config(arg: str = ''):
   config.num_minibatches = 2
   config.optimizer.learning_rate = 1e-3
   config.placement.xla_threads = 2  # more than there are cores is slower
-  if arg == 'smoke':
+  if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
   return config

@@ -45,6 +45,6 @@ def get_config(arg: str = ''):
   config.placement.xla_threads = 2  # more than there are cores is slower
   config.checkpoint.every_updates = 200
 
-  if arg == 'smoke':
+  if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
   return config

@@ -47,7 +47,7 @@ def get_config(arg: str = ''):
   config.microbatch_rows = 64  # what fits a CPU's cache is fastest
   config.checkpoint.every_updates = 300  # 5M steps
 
-  if arg == 'smoke':
+  if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 500
     config.env.num_envs = 16
     config.unroll_length = 16

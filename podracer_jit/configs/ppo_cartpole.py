@@ -23,6 +23,6 @@ def get_config(arg: str = ''):
   config.optimizer.learning_rate = 2e-3
   config.placement.xla_threads = 2  # more than there are cores is slower
   config.placement.env_threads = 1  # steps so short that threads of far cores are slower together
-  if arg == 'smoke':
+  if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
   return config

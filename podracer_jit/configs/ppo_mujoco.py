@@ -27,6 +27,6 @@ def get_config(arg: str = ''):
   config.loss.entropy_coef = 0.0
   config.optimizer.learning_rate = 3e-4
   config.placement.xla_threads = 2  # more than there are cores is slower
-  if arg == 'smoke':
+  if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
   return config

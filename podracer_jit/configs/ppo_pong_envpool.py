@@ -29,7 +29,7 @@ def get_config(arg: str = ''):
   config.optimizer.anneal = False
   config.optimizer.max_grad_norm = 1.13
   config.checkpoint.every_updates = 200
-  if arg == 'smoke':
+  if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 200
     config.env.num_envs = 16
     config.unroll_length = 8

@@ -10,7 +10,7 @@ import difflib
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,35 +22,11 @@ with warnings.catch_warnings():
   warnings.simplefilter('ignore')  # EnvPool's imports warn about spaces we do not use
   import envpool
 
+from podracer_jit.envs.protocol import EnvSpec, TimeStep
+
 # Set by us: the experiment says how many to wait for, seeds are explicit, threads are placement.
 _OURS = ('num_envs', 'batch_size', 'num_threads', 'seed', 'env_seed', 'base_path', 'task',
          'gym_reset_return_info', 'max_num_players', 'thread_affinity_offset')
-
-
-class EnvSpec(NamedTuple):
-  """What a task is, known without starting an environment."""
-
-  task: str
-  obs_shape: tuple[int, ...]
-  obs_dtype: np.dtype  # as the learner sees it: float64 arrives as float32
-  num_actions: int  # 0 where actions are continuous
-  action_low: tuple[float, ...]  # the least and the most of each number of an action; empty where
-  action_high: tuple[float, ...]  # actions are discrete
-  frame_skip: int
-  max_episode_steps: int
-  stack: int = 1  # frames of an observation, if `frames.Frames` can hold them; else 1
-
-
-class TimeStep(NamedTuple):
-  """What one step of B environments gave back; of an asynchronous shard, of the first B ready."""
-
-  obs: jax.Array  # [B, ...]
-  reward: jax.Array  # [B] f32
-  terminated: jax.Array  # [B] bool; with episodic_life also where a life was lost
-  truncated: jax.Array  # [B] bool
-  raw_reward: jax.Array  # [B] f32: before any clipping
-  game_over: jax.Array  # [B] bool: terminated, lives aside
-  env_id: jax.Array  # [B] i32: which environments of the shard these are
 
 
 def _quiet_spec(task: str, options: Mapping[str, Any]):
@@ -141,15 +117,10 @@ def _observe(obs: Any) -> Any:
                          axis=1)
 
 
-def env_seeds(seed: int, segment: int, first_env: int, num_envs: int) -> list[int]:
-  """One EnvPool seed an environment: distinct, a function of (seed, segment, environment) alone.
-
-  Explicit, because EnvPool seeds environment i of a pool with `seed + i`: neighbouring pools would
-  share nearly all their streams.
-  """
-  start = int(np.random.SeedSequence([seed, segment]).generate_state(1)[0])
-  # An odd stride visits every 31-bit number once.
-  return [(start + env * 0x9E3779B1) % 2**31 for env in range(first_env, first_env + num_envs)]
+def make_shard(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_threads: int = 0,
+               batch_size: int = 0) -> Shard:
+  """Starts the environments of one EnvPool; see `Shard` and `protocol.Family`."""
+  return Shard(task, options, seeds, num_threads, batch_size)
 
 
 class Shard:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from podracer_jit import losses
 from podracer_jit.learner import rollout_updates
 from podracer_jit.numerics.deterministic import AXIS, exact_sum, map_in_loop
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.replay import buffer
-from podracer_jit.types import Experience, Metrics, Params, Target, TrainState
+from podracer_jit.types import Experience, Metrics, Params, Target, TrainState, Transition
 
-# (params, target's params, Transition [n, ...], weights [n])
-#   -> (loss, (sums of terms over the n, |TD error| [n])); 'valid' counts them
-Loss = Callable[[Params, Params, buffer.Transition, jax.Array],
+# `losses.algorithm.ReplayAlgorithm.loss` with its network
+Loss = Callable[[Params, Params, Transition, jax.Array],
                 tuple[jax.Array, tuple[Metrics, jax.Array]]]
 
 
@@ -35,60 +32,6 @@ class Sizes(NamedTuple):
   target_every: int  # gradient steps
   importance_exponent: float
   microbatch_rows: int
-
-
-def _value(network: nn.Module, params: Params, obs: jax.Array) -> jax.Array:
-  """dist [n, ...] on observations [n, ...]."""
-  return network.apply(params, obs[None])[0][0]
-
-
-def dqn(network: nn.Module, options: Mapping[str, Any]) -> Loss:
-  """Double Q-learning; see `losses.dqn_td_error`."""
-  del options
-
-  def loss(params, target, batch, weight):
-    q_tm1 = _value(network, params, batch.obs)
-    error = jax.vmap(losses.dqn_td_error)(
-        q_tm1, batch.action, batch.reward, batch.discount,
-        _value(network, target, batch.next_obs), _value(network, params, batch.next_obs))
-    return _weighted(error, weight, dict(q=jnp.max(q_tm1, axis=-1)))
-
-  return loss
-
-
-def dpg(network: nn.Module, options: Mapping[str, Any]) -> Loss:
-  """Deterministic policy gradients; see `losses.critic_td_error` and `losses.policy_loss`.
-
-  Policy and critic have weights of their own, so one gradient of the sum is that of each (but
-  max_grad_norm is of both together). Both losses are weighted by importance.
-  """
-  def q(params, obs, action):
-    return network.apply(params, obs, action, method='criticise')
-
-  def loss(params, target, batch, weight):
-    error = jax.vmap(losses.critic_td_error)(
-        q(params, batch.obs, batch.action), batch.reward, batch.discount,
-        network.apply(target, batch.next_obs[None])[1][0])
-    action = network.apply(params, batch.obs, method='act')
-    fixed = lax.stop_gradient(params)
-    value, slope = jax.vjp(lambda a: q(fixed, batch.obs, a), lax.stop_gradient(action))
-    of_policy = jax.vmap(lambda *a: losses.policy_loss(*a, options['dqda_clip']))(
-        action, slope(jnp.ones_like(value))[0])
-    total, terms = _weighted(error, weight, dict(q=value))
-    return total + jnp.sum(weight * of_policy), terms
-
-  return loss
-
-
-def _weighted(error: jax.Array, weight: jax.Array, terms: Metrics):
-  size = jnp.abs(lax.stop_gradient(error))
-  each = 0.5 * weight * jnp.square(error)
-  terms = terms | dict(loss=each, abs_td_error=size, importance_weight=weight,
-                       valid=jnp.ones_like(size))
-  return jnp.sum(each), (jax.tree.map(jnp.sum, terms), size)
-
-
-LOSSES = {'dqn': dqn, 'dpg': dpg}
 
 
 def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes,

@@ -11,7 +11,8 @@ import optax
 from jax import lax
 
 from podracer_jit.agents import running_moments
-from podracer_jit.losses.objectives import Objective
+from podracer_jit.losses.minibatches import mask_inputs
+from podracer_jit.losses.objective import Objective
 from podracer_jit.numerics.deterministic import AXIS, exact_sum, map_in_loop, pairwise_sum
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.types import Metrics, Params, Rollout, TrainState
@@ -52,18 +53,19 @@ def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1,
   def gradient(params: Params, rollout: Rollout, targets: Any, items: jax.Array):
     firsts = jnp.arange(groups) * group_envs
     light = jax.vmap(
-        lambda first, some: objective.take(*objective.light(rollout, targets), first, group_envs,
-                                           some))(firsts, items)
-    shared = objective.shared(light, lambda x: add(jax.vmap(pairwise_sum)(x)))
+        lambda first, some: objective.unit.gather(*mask_inputs(rollout, targets), first, group_envs,
+                                                  some))(firsts, items)
+    shared = objective.batch_statistics(light, lambda x: add(jax.vmap(pairwise_sum)(x)))
     loss = jax.grad(lambda params, *rest: objective.loss(running_moments.frozen(params), *rest),
                     has_aux=True)
 
     def of_group(group):
       first, some = group
-      some = some.reshape(pieces(some.size, objective.item_rows, sizes.microbatch_rows), -1)
+      some = some.reshape(pieces(some.size, objective.rows_per_element, sizes.microbatch_rows), -1)
 
       def of_piece(piece):
-        return loss(params, objective.take(rollout, targets, first, group_envs, piece), shared)
+        minibatch = objective.unit.gather(rollout, targets, first, group_envs, piece)
+        return loss(params, minibatch, shared)
 
       zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(of_piece, some[0]))
       return lax.scan(lambda total, piece: (jax.tree.map(jnp.add, total, of_piece(piece)), None),
@@ -92,10 +94,10 @@ def _orders(key: jax.Array, sizes: Sizes, objective: Objective, mesh_size: int) 
   """Items in the order of every epoch and group: [epochs * minibatches, groups here, n]."""
   groups = sizes.num_grad_shards // mesh_size
   first = lax.axis_index(AXIS) * groups if mesh_size > 1 else 0
-  count = sizes.num_envs // sizes.num_grad_shards * objective.items_per_env
+  count = sizes.num_envs // sizes.num_grad_shards * objective.elements_per_env
 
   def order(epoch, group):
-    if not objective.shuffle:
+    if not objective.algorithm.shuffles:
       return jnp.arange(count)
     return jax.random.permutation(jax.random.fold_in(jax.random.fold_in(key, epoch), group), count)
 
@@ -125,11 +127,11 @@ def make_prepare(objective: Objective, sizes: Sizes, mesh_size: int = 1,
     return sum_groups(jax.vmap(pairwise_sum)(x.reshape(groups, -1, *x.shape[3:])), mesh_size)
 
   def make_targets(params: Params, rollout: Rollout):
-    needed = objective.needed(rollout)
+    needed = objective.target_inputs(rollout)
 
     def of_group(first):  # no slices: one of all there is would not depend on the turn
       envs = first + jnp.arange(group_envs)
-      return objective.prepare(params, jax.tree.map(lambda x: jnp.take(x, envs, axis=1), needed))
+      return objective.targets(params, jax.tree.map(lambda x: jnp.take(x, envs, axis=1), needed))
     targets = map_in_loop(of_group, jnp.arange(groups) * group_envs)  # [groups, T, B_group]
     return jax.tree.map(lambda x: jnp.concatenate(list(x), axis=1), targets)
 

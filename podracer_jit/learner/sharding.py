@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from podracer_jit.learner import replay_updates, rollout_updates
-from podracer_jit.losses.objectives import Objective
+from podracer_jit.losses.objective import Objective
 from podracer_jit.numerics.deterministic import AXIS, branches, exact_sum, pairwise_sum
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.types import Experience, Metrics, Params, Rollout, TrainState

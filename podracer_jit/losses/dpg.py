@@ -1,10 +1,62 @@
-"""Deterministic policy gradients with n-step returns, for one transition (1803.00933, 3.2)."""
+"""Ape-X DPG (1803.00933, section 3.2): deterministic policy gradients with n-step returns."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import ClassVar
+
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from podracer_jit.agents import kinds
+from podracer_jit.losses.algorithm import ReplayAlgorithm, weighted_loss
+from podracer_jit.options import option
+from podracer_jit.types import Metrics, Params, Transition
+
+
+@dataclasses.dataclass(frozen=True)
+class DPG(ReplayAlgorithm):
+  """A policy that is an action, and its critic; continuous actions.
+
+  Policy and critic have weights of their own, so one gradient of the sum is that of each (but
+  max_grad_norm is of both together). Both losses are weighted by importance.
+  """
+
+  network_kind: ClassVar[kinds.Kind] = kinds.DETERMINISTIC
+
+  n_step: int = option(5, 'steps of a return before it is bootstrapped', at_least=1)
+  target_every: int = option(100, 'gradient steps between copies to the target network',
+                             at_least=1)
+  noise: float = option(0.3, 'deviation of the noise of exploration, of actions from -1 to 1',
+                        at_least=0)
+  dqda_clip: float = option(1.0, "bound of each element of the critic's gradient by the action",
+                            at_least=0)
+
+  def exploration(self, num_envs: int) -> np.ndarray:
+    """Returns the deviation of each environment's noise."""
+    return np.full(num_envs, self.noise, np.float32)
+
+  def loss(self, network: nn.Module, params: Params, target_params: Params, batch: Transition,
+           weight: jax.Array) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
+    """Returns the weighted losses of critic and policy; see `ReplayAlgorithm.loss`."""
+
+    def q(params, obs, action):
+      return network.apply(params, obs, action, method='criticise')
+
+    error = jax.vmap(critic_td_error)(
+        q(params, batch.obs, batch.action), batch.reward, batch.discount,
+        network.apply(target_params, batch.next_obs[None])[1][0])
+    action = network.apply(params, batch.obs, method='act')
+    fixed = lax.stop_gradient(params)
+    value, slope = jax.vjp(lambda a: q(fixed, batch.obs, a), lax.stop_gradient(action))
+    of_policy = jax.vmap(lambda *a: policy_loss(*a, self.dqda_clip))(
+        action, slope(jnp.ones_like(value))[0])
+    total, shown = weighted_loss(error, weight, dict(q=value))
+    return total + jnp.sum(weight * of_policy), shown
 
 
 def critic_td_error(q_tm1: jax.Array, r_t: jax.Array, discount_t: jax.Array, q_t: jax.Array

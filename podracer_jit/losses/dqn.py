@@ -1,10 +1,47 @@
-"""Double Q-learning with n-step returns, for one transition (1803.00933, section 3.1)."""
+"""Ape-X DQN (1803.00933, section 3.1): double Q-learning with n-step returns."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import chex
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 import rlax
+
+from podracer_jit.losses.algorithm import ReplayAlgorithm, weighted_loss
+from podracer_jit.options import option
+from podracer_jit.types import Metrics, Params, Transition
+
+
+@dataclasses.dataclass(frozen=True)
+class DQN(ReplayAlgorithm):
+  """Double Q-learning on a dueling network; discrete actions."""
+
+  epsilon: float = option(0.4, 'exploration of the first environment', at_least=0, at_most=1)
+  epsilon_alpha: float = option(
+      7.0, 'environment i of N explores with probability epsilon^(1 + epsilon_alpha i / (N - 1))',
+      at_least=0)
+
+  def exploration(self, num_envs: int) -> np.ndarray:
+    """Returns the probability of a random action of each environment (section 4.1)."""
+    place = np.arange(num_envs) / max(num_envs - 1, 1)
+    return np.power(self.epsilon, 1 + self.epsilon_alpha * place).astype(np.float32)
+
+  def loss(self, network: nn.Module, params: Params, target_params: Params, batch: Transition,
+           weight: jax.Array) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
+    """Returns the weighted loss; see `ReplayAlgorithm.loss`."""
+
+    def values(params, obs):
+      return network.apply(params, obs[None])[0][0]
+
+    q_tm1 = values(params, batch.obs)
+    error = jax.vmap(dqn_td_error)(
+        q_tm1, batch.action, batch.reward, batch.discount, values(target_params, batch.next_obs),
+        values(params, batch.next_obs))
+    return weighted_loss(error, weight, dict(q=jnp.max(q_tm1, axis=-1)))
 
 
 def dqn_td_error(

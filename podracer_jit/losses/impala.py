@@ -1,13 +1,50 @@
-"""IMPALA's loss with V-trace (1802.01561, section 4), for one sequence."""
+"""IMPALA (1802.01561): V-trace on whole sequences."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import rlax
 
+from podracer_jit.agents.networks import Model
 from podracer_jit.agents.policies import Policy
+from podracer_jit.losses.algorithm import RolloutAlgorithm, unroll
+from podracer_jit.losses.minibatches import Minibatch
+from podracer_jit.options import option
+from podracer_jit.types import Metrics, Params, discounts
+
+
+@dataclasses.dataclass(frozen=True)
+class IMPALA(RolloutAlgorithm):
+  """V-trace actor-critic (1802.01561, section 4); the options are explained at `impala_loss`."""
+
+  vtrace_lambda: float = option(1.0, "the mixing parameter of V-trace's remark 2", at_least=0,
+                                at_most=1)
+  clip_rho: float = option(1.0, 'bound of the importance weights of values', at_least=0)
+  clip_pg_rho: float = option(1.0, 'bound of the importance weights of the policy gradient',
+                              at_least=0)
+  baseline_coef: float = option(0.5, 'weight of the value loss', at_least=0)
+  entropy_coef: float = option(0.01, 'weight of the entropy bonus')
+
+  def loss(self, model: Model, params: Params, minibatch: Minibatch, statistics: Any
+           ) -> tuple[jax.Array, Metrics]:
+    """Returns the sum over sequences; see `RolloutAlgorithm.loss`."""
+    del statistics
+    rollout, _ = minibatch
+    dist, value = unroll(model, params, rollout)
+    per_sequence = jax.vmap(lambda *a: impala_loss(
+        *a, model.policy, vtrace_lambda=self.vtrace_lambda, clip_rho=self.clip_rho,
+        clip_pg_rho=self.clip_pg_rho, baseline_coef=self.baseline_coef,
+        entropy_coef=self.entropy_coef), in_axes=1)
+    loss, terms = per_sequence(
+        dist[:-1], value, rollout.action, rollout.behaviour_log_prob, rollout.reward,
+        discounts(rollout, self.discount), rollout.valid)
+    terms['valid'] = rollout.valid.astype(jnp.float32)
+    return jnp.sum(loss), jax.tree.map(jnp.sum, terms)
 
 
 def impala_loss(

@@ -1,13 +1,115 @@
-"""PPO (1707.06347): advantages of one sequence, and the clipped loss of rows."""
+"""PPO (1707.06347) on shuffled rows, or on shuffled environments of a recurrent network."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
 
 import chex
 import jax
 import jax.numpy as jnp
 import rlax
 
+from podracer_jit.agents import running_moments
+from podracer_jit.agents.networks import Model
 from podracer_jit.agents.policies import Policy
+from podracer_jit.envs import frames
+from podracer_jit.losses.algorithm import RolloutAlgorithm, Sum, unroll
+from podracer_jit.losses.minibatches import ENVIRONMENTS, ROWS, Minibatch, Unit
+from podracer_jit.numerics.deterministic import rounded
+from podracer_jit.options import option
+from podracer_jit.types import Metrics, Params, Rollout, discounts
+
+
+@dataclasses.dataclass(frozen=True)
+class PPO(RolloutAlgorithm):
+  """Proximal policy optimisation (1707.06347).
+
+  Advantages are made once an update, from the acting network's values; what follows the last row
+  is valued by the parameters that the update begins with. With `vtrace` they are V-trace's, all by
+  those parameters, as NAPPO corrects late rollouts (2007.02622).
+  """
+
+  shuffles: ClassVar[bool] = True
+  measures_kl: ClassVar[bool] = True
+  normalises_values: ClassVar[bool] = True
+
+  gae_lambda: float = option(0.95, 'exponential weight of advantages', at_least=0, at_most=1)
+  clip: float = option(0.1, 'epsilon of the clipped surrogate (equation 7)', at_least=0)
+  clip_value: bool = option(False, "the value's change is clipped too, as openai/baselines does")
+  value_coef: float = option(0.5, 'weight of the value loss', at_least=0)
+  entropy_coef: float = option(0.01, 'weight of the entropy bonus')
+  normalise_advantage: bool = option(True, 'advantages of a minibatch get mean 0 and deviation 1')
+  vtrace: bool = option(False, 'advantages and value targets are corrected by V-trace')
+
+  def minibatch_unit(self, recurrent: bool) -> Unit:
+    """Returns rows; of a recurrent network environments, whose rows have an order."""
+    return ENVIRONMENTS if recurrent else ROWS
+
+  def target_inputs(self, rollout: Rollout, recurrent: bool) -> Rollout:
+    """Returns the whole rollout where all its rows are valued anew."""
+    whole = recurrent or self.vtrace
+    return rollout if whole else super().target_inputs(rollout, recurrent)
+
+  def targets(self, model: Model, params: Params, rollout: Rollout) -> dict[str, jax.Array]:
+    """Returns 'advantage' and 'value_target', [T, N] each."""
+    make = self._targets_by_vtrace if self.vtrace else self._targets_by_gae
+    return make(model, params, rollout)
+
+  def _targets_by_gae(self, model, params, rollout):
+    if model.recurrent:
+      last_value = unroll(model, params, rollout)[1][-1]
+    else:
+      last_value = model.apply(params, frames.last(rollout.obs), (), rollout.valid[-1:])[1][0]
+    value = jnp.concatenate([rollout.behaviour_value, last_value[None]])
+    advantage = jax.vmap(lambda *a: gae(*a, self.gae_lambda), in_axes=1, out_axes=1)(
+        value, rollout.reward, discounts(rollout, self.discount),
+        rollout.terminated | rollout.truncated)
+    return {'advantage': advantage, 'value_target': advantage + rollout.behaviour_value}
+
+  def _targets_by_vtrace(self, model, params, rollout):
+    dist, value = unroll(model, params, rollout)
+    log_rho = model.policy.log_prob(dist[:-1], rollout.action) - rollout.behaviour_log_prob
+    rho = jnp.where(rollout.valid, jnp.exp(log_rho), 0.0)
+    advantage, value_target = jax.vmap(
+        lambda *a: vtrace(*a, self.gae_lambda), in_axes=1, out_axes=1)(
+            value, rollout.reward, discounts(rollout, self.discount), rho)
+    return {'advantage': advantage, 'value_target': value_target}
+
+  def batch_statistics(self, minibatch: Minibatch, add: Sum
+                       ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the number of valid rows, and mean and deviation of their advantages."""
+    rollout, targets = minibatch
+
+    def masked_sum(x):
+      return add(jnp.where(rollout.valid, x, 0.0).reshape(len(x), -1))
+
+    count = jnp.maximum(masked_sum(jnp.ones(rollout.valid.shape)), 1.0)
+    if not self.normalise_advantage:
+      return count, jnp.zeros(()), jnp.ones(())
+    mean = rounded(masked_sum(targets['advantage']) / count)
+    variance = masked_sum(rounded(jnp.square(targets['advantage'] - mean))) / count
+    return count, mean, jnp.sqrt(variance) + 1e-8
+
+  def loss(self, model: Model, params: Params, minibatch: Minibatch, statistics: Any
+           ) -> tuple[jax.Array, Metrics]:
+    """Returns the clipped loss, as a share of the minibatch's mean; see `RolloutAlgorithm.loss`."""
+    rollout, targets = minibatch
+    count, mean, std = statistics
+    if model.recurrent:
+      dist, value = (x[:-1] for x in unroll(model, params, rollout))
+    else:
+      dist, value, _ = model.apply(params, rollout.obs, (), rollout.valid)
+    moments = running_moments.of(params)
+    unit = 1.0 / running_moments.deviation(moments['values']) if 'values' in moments else 1.0
+    rows = (dist, value * unit, rollout.action, rollout.behaviour_log_prob,
+            rollout.behaviour_value * unit, (targets['advantage'] - mean) * (1.0 / std),
+            targets['value_target'] * unit, rollout.valid)
+    loss, terms = ppo_loss(
+        *(x.reshape(-1, *x.shape[2:]) for x in rows), model.policy, clip=self.clip,
+        clip_value=self.clip_value, value_coef=self.value_coef, entropy_coef=self.entropy_coef)
+    terms['valid'] = jnp.sum(rollout.valid.astype(jnp.float32))
+    return loss / count, terms
 
 
 def gae(

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from podracer_jit.replay import ring, slots, tree
-from podracer_jit.replay.ring import Transition as Transition
 from podracer_jit.replay.ring import n_step_return as n_step_return
-from podracer_jit.types import Experience
+from podracer_jit.types import Experience, Transition
 
 LEAST = 1e-6  # added to a TD error: what had none can still be drawn
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from podracer_jit.numerics.deterministic import rounded
-from podracer_jit.types import Experience
+from podracer_jit.types import Experience, Transition
 
 
 class Ring(NamedTuple):
@@ -28,20 +28,6 @@ class Ring(NamedTuple):
   truncated: jax.Array  # [groups, rows, B] bool
   added: jax.Array  # [groups, rows] i32: when the row was added, by whatever clock
   head: jax.Array  # [groups] i32: where the newest frame is
-
-
-class Transition(NamedTuple):
-  """From one observation to the one n steps later, or to the end of the episode if that is sooner.
-
-  All arrays have the leading axes of what was asked for.
-  """
-
-  obs: jax.Array  # [...]
-  action: jax.Array
-  reward: jax.Array  # f32: the discounted sum of rewards on the way
-  discount: jax.Array  # f32: gamma^steps; 0 where the episode terminated
-  next_obs: jax.Array  # [...]: where it was truncated, its true last observation
-  added: jax.Array  # i32, of its first row
 
 
 def init(groups: int, rows: int, like: Experience) -> Ring:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from podracer_jit.replay import tree
-from podracer_jit.replay.ring import Transition
+from podracer_jit.types import Transition
 
 
 class Slots(NamedTuple):

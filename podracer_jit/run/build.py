@@ -1,230 +1,233 @@
-"""From a config to operations, and from those to segments with environments."""
+"""From an experiment to what a run is made of, and from that to segments with environments."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterator
 
+import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from podracer_jit.actor import asynchronous, priorities, rollouts
-from podracer_jit.agents import networks, optimizers, q_networks
-from podracer_jit.envs import envpool_envs
-from podracer_jit.learner import replay_updates, rollout_updates, sharding
-from podracer_jit.losses.objectives import OBJECTIVES
-from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum
+from podracer_jit.actor import priorities
+from podracer_jit.actor.acting import Acting, FirstReady, ForReplay, InStep
+from podracer_jit.actor.pools import Pools
+from podracer_jit.agents import networks
+from podracer_jit.agents.networks import Model
+from podracer_jit.envs.families import family_of
+from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.learner import replay_updates, rollout_updates
+from podracer_jit.learner.learner import Learner, Parts, keys_of
+from podracer_jit.learner.replay_learner import ReplayLearner
+from podracer_jit.learner.rollout_learner import RolloutLearner
+from podracer_jit.loops import Worker
+from podracer_jit.losses.objective import Objective
 from podracer_jit.replay import buffer
-from podracer_jit.run import checks, experiment
-from podracer_jit.run.metrics import Report
+from podracer_jit.run.experiment import Experiment
 from podracer_jit.runtime import placement
-from podracer_jit.schemes import graphs, table, wiring
-from podracer_jit.schemes.table import SCHEMES
-from podracer_jit.types import Params, Target, TrainState
+from podracer_jit.runtime.channels import Arrival, Stamped
+from podracer_jit.schemes import wiring
+from podracer_jit.schemes.reports import Report
+from podracer_jit.types import TrainState
 
 
-def make_parts(config: Mapping[str, Any]) -> wiring.Parts:
-  """Checks the config and the devices and builds everything but environments.
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """What stays the same over all segments of a run."""
+
+  experiment: Experiment
+  place: placement.Placement
+  network: nn.Module
+  learner: Learner
+  acting: Acting
+
+  @property
+  def plan(self) -> wiring.Plan:
+    """What segments are wired from."""
+    experiment = self.experiment
+    return wiring.Plan(
+        experiment.scheme, self.place, self.learner, self.acting, experiment.env.num_envs,
+        experiment.total_steps, experiment.placement.updates_per_call)
+
+  def initial_state(self) -> TrainState:
+    """The train state of update 0, without the replay that `learner.allocate` adds."""
+    return self.learner.initial_state(self.experiment.seed)
+
+
+def make_run(experiment: Experiment) -> Run:
+  """Finds the devices of an experiment and builds everything but environments.
 
   Raises:
     ValueError: naming the field, its value and what would be right.
   """
-  spec, scheme = checks.check(config), SCHEMES[config['scheme']]
-  place = placement.resolve(config['placement'], config['num_shards'])
-  if config['num_grad_shards'] % place.mesh.size:
-    raise ValueError(f'num_grad_shards: {config["num_grad_shards"]} groups cannot be split evenly '
-                     f'by {place.mesh.size} learner devices (learner_devices, in each process)')
+  place = placement.resolve(experiment.placement, experiment.num_shards)
+  for problem in _problems_of_devices(experiment, place):
+    raise ValueError(problem)
+  network = make_network(experiment)
+  optimizer = experiment.optimizer
+  learner_parts = Parts(network, experiment.spec.obs_shape, experiment.spec.obs_dtype,
+                        optimizer.transformation(), optimizer.schedule(experiment.total_steps),
+                        place.mesh)
+  if experiment.algorithm.learns_from_replay:
+    learner = _replay_learner(experiment, learner_parts)
+  else:
+    learner = _rollout_learner(experiment, learner_parts)
+  return Run(experiment, place, network, learner, _make_acting(experiment, network))
+
+
+def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> Iterator[str]:
+  """Yields what cannot be on the devices that were found."""
+  scheme, name = experiment.scheme, experiment.scheme_name
+  groups, mesh_size = experiment.num_grad_shards, place.mesh.size
+  if groups % mesh_size:
+    yield (f'num_grad_shards: {groups} groups cannot be split evenly by {mesh_size} learner '
+           'devices (learner_devices, in each process)')
   actors = len(place.actors) * place.processes
-  if config['env_batch'] and config['num_shards'] != actors:
-    raise ValueError('num_shards: must be the number of actors where they are asynchronous '
-                     f'(env_batch = {config["env_batch"]}), {actors}; got {config["num_shards"]}')
-  if place.processes > 1 and (scheme.alone or scheme.central or not scheme.repeats):
-    raise ValueError(f'scheme: {config["scheme"]} is for one process, not {place.processes}; '
-                     'sync, cleanba and ddppo take several')
+  if experiment.env_batch and experiment.num_shards != actors:
+    yield ('num_shards: must be the number of actors where they are asynchronous '
+           f'(env_batch = {experiment.env_batch}), {actors}; got {experiment.num_shards}')
+  if place.processes > 1 and (scheme.alone or not scheme.graph.several_processes):
+    yield (f'scheme: {name} is for one process, not {place.processes}; '
+           'sync, cleanba and ddppo take several')
   if (scheme.alone or scheme.colocated) and place.actors != place.workers:
-    raise ValueError(f'scheme: {config["scheme"]} acts where it learns; with actor_platform = '
-                     f'{config["placement"]["actor_platform"]} actors are on {place.actors}, '
-                     f'learners on {place.workers}')
-  network = _make_network(config, spec)
-  optimizer = optimizers.make(config['optimizer'])
-  rate = optimizers.make_learning_rate(config['optimizer'], config['total_steps'])
-  if 'replay' in config:
-    return _with_replay(config, spec, scheme, place, network, optimizer, rate)
-  options = {k: v for k, v in config['loss'].items() if k != 'name'}
-  objective = OBJECTIVES[config['loss']['name']](
-      network.apply, network.policy, config['unroll_length'], options, bool(network.core))
-  sizes = rollout_updates.Sizes(
-      config['env']['num_envs'], *(config[name] for name in rollout_updates.Sizes._fields[1:]))
-  shared = sizes  # by the workers that make gradients
-  if scheme.each:
-    count = len(place.workers)
-    shared = sizes._replace(num_envs=sizes.num_envs // count,
-                            num_grad_shards=sizes.num_grad_shards // count)
-  meshes = [placement.mesh_of([d]) for d in place.workers] if scheme.each else [place.mesh]
-  by_mesh = {mesh: sharding.gradient_programs(objective, shared, mesh) for mesh in meshes}
-  sum_groups = exact_sum
-  if not config['exact_reduce']:  # the usual way: what a device has is one group
-    sum_groups, sizes = plain_sum, sizes._replace(num_grad_shards=place.mesh.size)
-  learn = rollout_updates.make_learn(objective, optimizer, rate, sizes, place.mesh.size, sum_groups)
-  return wiring.Parts(
-      config, spec, scheme, place, network, optimizer, learn,
-      sharding.fused_learner(learn, place.mesh), [by_mesh[mesh] for mesh in meshes],
-      sharding.update_programs(optimizer, rate))
+    yield (f'scheme: {name} acts where it learns; with actor_platform = '
+           f'{experiment.placement.actor_platform} actors are on {place.actors}, learners on '
+           f'{place.workers}')
 
 
-def _with_replay(config: Mapping[str, Any], spec: envpool_envs.EnvSpec, scheme: table.Scheme,
-                 place: placement.Placement, network: Any, optimizer: Any, rate: Callable
-                 ) -> wiring.Parts:
-  """The rest of `make_parts` for losses that draw from a replay."""
-  options, loss, mesh = config['replay'], config['loss'], place.mesh
-  sizes = replay_updates.Sizes(config['env']['num_envs'], config['num_grad_shards'], *(
-      options[name] for name in ('batch_size', 'gradient_steps', 'min_size')),
-      loss['target_every'], options['importance_exponent'], config['microbatch_rows'])
-  memory = make_memory(config, spec)
-  insert = replay_updates.make_insert(memory, sizes, mesh.size)
-  steps = replay_updates.make_steps(
-      replay_updates.LOSSES[loss['name']](network, loss), memory,
-      rollout_updates.make_update(optimizer, rate),
-      sizes, mesh.size, exact_sum if config['exact_reduce'] else plain_sum)
-  finish = replay_updates.make_finish(sizes, rate, mesh.size)
-  learn = replay_updates.make_learn(insert, steps, finish, sizes, mesh.size)
-  return wiring.Parts(
-      config, spec, scheme, place, network, optimizer, learn, sharding.fused_learner(learn, mesh),
-      (), None, sharding.replay_programs(insert, steps, finish, sizes, mesh))
+def make_network(experiment: Experiment) -> nn.Module:
+  """The whole network of an experiment.
 
-
-def make_memory(config: Mapping[str, Any], spec: envpool_envs.EnvSpec) -> buffer.Replay:
-  """The replay of each group of environments."""
-  groups, options = config['num_grad_shards'], config['replay']
-  return buffer.Replay(
-      options['capacity'] // groups, config['env']['num_envs'] // groups, config['unroll_length'],
-      spec.stack, config['loss']['n_step'], config['loss']['discount'], options['eviction'],
-      options['priority_exponent'], options['eviction_exponent'])
-
-
-def _make_network(config: Mapping[str, Any], spec: envpool_envs.EnvSpec) -> networks.ActorCritic:
-  sizes = {k: v for k, v in config['network'].items() if k != 'name'}
-  policy, normalised = experiment.make_policy(config, spec), config['normalise']
-  if 'replay' in config:
-    network = (q_networks.Deterministic(policy, **sizes) if config['loss']['name'] == 'dpg' else
-               q_networks.make_dueling(config['network']['name'], policy, **sizes))
-    _check_fits(network, config['network'], spec)
-    return network
-  moments = [name for name, field in (('obs', 'obs'), ('returns', 'reward'), ('values', 'value'))
-             if normalised[field]]
-  network = networks.make(config['network']['name'], policy, moments=moments, **sizes)
-  _check_fits(network, config['network'], spec)
-  return network
-
-
-def _init(network: networks.ActorCritic, key: jax.Array, spec: envpool_envs.EnvSpec) -> Params:
-  obs = jnp.zeros((1, 1, *spec.obs_shape), spec.obs_dtype)
-  return network.init(key, obs, network.initial_core(1), jnp.ones((1, 1), bool))
-
-
-def _check_fits(network: networks.ActorCritic, options: Mapping[str, Any],
-                spec: envpool_envs.EnvSpec) -> None:
-  """Refuses layers that leave nothing of an observation; computes nothing."""
+  Raises:
+    ValueError: its layers leave nothing of an observation.
+  """
   try:
-    variables = jax.eval_shape(lambda: _init(network, jax.random.key(0), spec))
-  except (IndexError, TypeError, ValueError, ZeroDivisionError):  # by shapes of nothing
-    variables = {'nothing': jax.ShapeDtypeStruct((0,), jnp.float32)}
-  if not all(x.size for x in jax.tree.leaves(variables)):
-    raise ValueError(f'network.name: of {options["name"]} with {dict(options)} nothing is left of '
-                     f'observations of {spec.obs_shape}; take smaller layers or larger frames')
+    network = experiment.algorithm.network_kind.build(
+        experiment.network, experiment.torso_options, experiment.policy,
+        experiment.normalise.moments)
+  except ValueError as error:
+    raise ValueError(f'network.{error}') from None
+  spec = experiment.spec
+
+  def init():
+    return networks.init_params(network, jax.random.key(0), spec.obs_shape, spec.obs_dtype)
+
+  try:
+    variables = jax.eval_shape(init)
+  except (IndexError, TypeError, ValueError, ZeroDivisionError) as error:
+    # The output size of a layer became zero or negative, or a user's own network is wrong.
+    why = f' ({type(error).__name__}: {" ".join(str(error).split())[:200]})'
+  else:
+    why = ''
+    if all(x.size for x in jax.tree.leaves(variables)):
+      return network
+  fields = dict(experiment.fields['network'])
+  raise ValueError(f'network.name: of {experiment.network_name} with {fields} nothing is left of '
+                   f'observations of {spec.obs_shape}; take smaller layers or larger frames{why}')
 
 
-def _keys(seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """For the first parameters, for learning, for acting."""
-  return tuple(jax.random.split(jax.random.key(seed), 3))
+def _rollout_learner(experiment: Experiment, parts: Parts) -> RolloutLearner:
+  """The learner of an algorithm that learns from each rollout once."""
+  model = Model(parts.network.apply, parts.network.policy, experiment.torso_options.recurrent)
+  objective = Objective(experiment.algorithm, model, experiment.unroll_length)
+  sizes = rollout_updates.Sizes(
+      experiment.env.num_envs, experiment.num_grad_shards, experiment.num_minibatches,
+      experiment.num_epochs, experiment.microbatch_rows)
+  return RolloutLearner(parts, objective, sizes, experiment.exact_reduce)
 
 
-def initial_state(parts: wiring.Parts, replay: bool = True) -> TrainState:
-  """The train state of update 0, on the learner mesh; without the replay where it is not wanted."""
-  def make(seed):
-    init_key, learn_key, _ = _keys(seed)
-    params = _init(parts.network, init_key, parts.spec)
-    target = Target(params, jnp.int32(0)) if 'replay' in parts.config else ()
-    return TrainState(params, parts.optimizer.init(params), jnp.int32(0), jnp.int32(0), learn_key,
-                      target)
-
-  state = placement.replicate(jax.jit(make)(parts.config['seed']), parts.place.mesh)
-  return state._replace(replay=empty_replay(parts)) if replay and state.target else state
-
-
-def empty_replay(parts: wiring.Parts, shapes: bool = False) -> buffer.State:
-  """A replay's state at update 0, its groups on the devices that they belong to; or its shapes."""
-  config, spec, policy = parts.config, parts.spec, parts.network.policy
-  like = priorities.shapes(config['env']['num_envs'] // config['num_grad_shards'], spec.obs_shape,
-                           spec.obs_dtype, spec.stack, policy)
-  memory = make_memory(config, spec)
-  sharding = NamedSharding(parts.place.mesh, PartitionSpec(AXIS))
-  def make():
-    return memory.init(config['num_grad_shards'], like)
-  if shapes:
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-                        jax.eval_shape(make))
-  return jax.jit(make, out_shardings=sharding)()
+def _replay_learner(experiment: Experiment, parts: Parts) -> ReplayLearner:
+  """The learner of an algorithm that learns from a replay."""
+  algorithm, options, spec = experiment.algorithm, experiment.replay, experiment.spec
+  groups = experiment.num_grad_shards
+  group_envs = experiment.env.num_envs // groups
+  sizes = replay_updates.Sizes(
+      experiment.env.num_envs, groups, options.batch_size, options.gradient_steps,
+      options.min_size, algorithm.target_every, options.importance_exponent,
+      experiment.microbatch_rows)
+  memory = buffer.Replay(
+      options.capacity // groups, group_envs, experiment.unroll_length, spec.stack,
+      algorithm.n_step, algorithm.discount, options.eviction, options.priority_exponent,
+      options.eviction_exponent)
+  like = priorities.shapes(group_envs, spec.obs_shape, spec.obs_dtype, spec.stack,
+                           experiment.policy)
+  return ReplayLearner(parts, algorithm, options, memory, like, sizes, experiment.exact_reduce)
 
 
-def actor_state(parts: wiring.Parts, shards: Sequence[envpool_envs.Shard],
-                keys: Sequence[jax.Array], first_env: int) -> rollouts.ActorState:
-  """The state of an actor of these shards, whose environments begin with `first_env`."""
-  config, spec = parts.config, parts.spec
-  if config['env_batch']:
-    like = jax.ShapeDtypeStruct(spec.obs_shape, spec.obs_dtype)
-    return asynchronous.initial_state(shards[0], keys[0], like, parts.network.policy,
-                                      config['unroll_length'])
-  explore = experiment.exploration(config)
-  if explore is not None:
-    width = shards[0].num_envs
-    firsts = range(first_env, first_env + width * len(shards), width)
-    explore = [jnp.array(explore[first:first + width]) for first in firsts]
-  state = rollouts.initial_state(shards, keys, parts.network.initial_core, explore)
-  if 'replay' in config:
-    state = priorities.initial_state(state, config['loss']['n_step'])
-  return state
+def _make_acting(experiment: Experiment, network: nn.Module) -> Acting:
+  """How the actors of an experiment act."""
+  algorithm, spec, steps = experiment.algorithm, experiment.spec, experiment.unroll_length
+  if experiment.env_batch:
+    obs = jax.ShapeDtypeStruct(spec.obs_shape, spec.obs_dtype)
+    return FirstReady(network, steps, spec.stack, obs)
+  if algorithm.learns_from_replay:
+    return ForReplay(network, steps, spec.stack, algorithm.n_step, algorithm.discount,
+                     algorithm.exploration(experiment.env.num_envs))
+  discount = algorithm.discount if experiment.normalise.reward else None
+  return InStep(network, steps, spec.stack, discount)
+
+
+def make_actors(run: Run, index: int, stack: contextlib.ExitStack) -> list[wiring.Actor]:
+  """Starts the environments of this process's actors for a segment.
+
+  Args:
+    run: what the segment belongs to.
+    index: of the segment, from 0: the streams of its environments depend on it.
+    stack: closes the environments, once the programs that contain them have finished.
+  """
+  experiment, place = run.experiment, run.place
+  devices = [place.actors[0]] if experiment.scheme.graph.one_program else place.actors
+  per_actor = experiment.num_shards // (len(devices) * place.processes)
+  width = experiment.env.num_envs // experiment.num_shards
+  key = jax.random.fold_in(keys_of(experiment.seed).act, index)
+  family = family_of(experiment.env.task)
+  actors = []
+  for number, device in enumerate(devices, place.process * len(devices)):
+    ids = range(number * per_actor, (number + 1) * per_actor)
+    pools = Pools([
+        family.make_shard(experiment.env.task, experiment.env_options,
+                          env_seeds(experiment.seed, index, i * width, width),
+                          place.env_threads, experiment.env_batch)
+        for i in ids])
+    stack.callback(pools.close)
+    keys = [jax.random.fold_in(key, i) for i in ids]
+    first_env = ids[0] * width
+    state = run.acting.initial_state(pools.shards, keys, first_env)
+    actors.append(wiring.Actor(pools, jax.device_put(state, device), device, first_env))
+  return actors
 
 
 @contextlib.contextmanager
-def segment(parts: wiring.Parts, state: TrainState, index: int, updates: int,
+def segment(run: Run, state: TrainState, index: int, updates: int,
             report: Callable[[Report], None],
             stop: Callable[[], bool] = lambda: False) -> Iterator[wiring.Segment]:
-  """Builds segment `index`: fresh pools, hand-offs primed with `state`, `updates` of them.
+  """Builds segment `index`: fresh environments, hand-offs primed with `state`.
 
   Args:
-    parts: of the run.
+    run: what the segment belongs to.
     state: the train state to begin from; donated.
     index: of the segment, from 0: the streams of its environments depend on it.
     updates: how many it has, unless total_steps are reached or `stop` says so.
     report: called with each Report by a thread of its own.
-    stop: asked after every update (of `fused`: after every call).
+    stop: asked after every update (of a scheme that is one program: after every call).
 
   Yields:
-    The segment. Its pools are closed on the way out, once their programs have finished.
+    The segment. Its environments are closed on the way out, once their programs have finished.
   """
-  config, place = parts.config, parts.place
-  actors = [place.actors[0]] if parts.scheme.fused else place.actors
-  per_actor = config['num_shards'] // (len(actors) * place.processes)
-  width = config['env']['num_envs'] // config['num_shards']
-  act_key = jax.random.fold_in(_keys(config['seed'])[2], index)
+  total_steps, mesh = run.experiment.total_steps, run.place.mesh
+
+  def ended(state: TrainState) -> bool:
+    stopped = placement.any_process(stop(), mesh)
+    return stopped or wiring.number(state.steps) >= total_steps
+
+  def write(state: None, item: Stamped):
+    report(item.value)
+    return state, ()
+
   with contextlib.ExitStack() as stack:
-    actors_of_segment = []
-    for a, device in enumerate(actors, place.process * len(actors)):
-      ids = range(a * per_actor, (a + 1) * per_actor)
-      shards = [
-          envpool_envs.Shard(config['env']['task'], experiment.env_options(config),
-                     envpool_envs.env_seeds(config['seed'], index, i * width, width),
-                     place.env_threads, config['env_batch'])
-          for i in ids]
-      pools = rollouts.Pools(shards)
-      stack.callback(pools.close)
-      keys = [jax.random.fold_in(act_key, i) for i in ids]
-      acting = jax.device_put(actor_state(parts, shards, keys, ids[0] * width), device)
-      actors_of_segment.append(wiring.Actor(pools, acting, device, ids[0] * width))
-    begin = wiring.Begin(state, int(state.update), updates,
-                  lambda s: (placement.any_process(stop(), place.mesh)
-                             or wiring.number(s.steps) >= config['total_steps']))
-    yield graphs.wire(parts, actors_of_segment, begin, report)
+    actors = make_actors(run, index, stack)
+    begin = wiring.Begin(state, int(state.update), updates, ended)
+    reports = Arrival('reports', 1)  # computed, as the waits of their updates are then known
+    workers, waits = run.experiment.scheme.graph.wire(run.plan, actors, begin, reports)
+    writer = Worker('writer', write, None, [wiring.Port(reports)], [], 2**62)
+    yield wiring.Segment([*workers, writer], waits)

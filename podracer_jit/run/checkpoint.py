@@ -16,6 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
+from podracer_jit.run import config as config_lib
 from podracer_jit.types import TrainState
 
 PACKAGES = ('podracer_jit', 'jax', 'jaxlib', 'flax', 'optax', 'rlax', 'envpool', 'numpy')
@@ -52,7 +53,8 @@ def open_workdir(workdir: Path, config: Mapping[str, Any]) -> None:
   new = json.loads(json.dumps(config))  # tuples to lists, as the file has them
   if path.exists():
     old = _read(path)
-    changed = differences(old['config'], new, ('there', 'now'))
+    there = json.loads(json.dumps(config_lib.complete(old['config'])))
+    changed = differences(there, new, ('there', 'now'))
     if changed:
       raise ConfigChanged(f'{workdir} holds another experiment ({"; ".join(changed)}); '
                           'choose another --workdir or set the fields back')
@@ -82,7 +84,7 @@ def read_config(workdir: Path) -> dict[str, Any]:
   def tuples(fields):  # which JSON has as lists
     return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
 
-  return _read(path, tuples)['config']
+  return config_lib.complete(_read(path, tuples)['config'])
 
 
 def _read(path: Path, hook: Callable[[dict], dict] | None = None) -> dict[str, Any]:

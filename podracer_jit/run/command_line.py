@@ -3,60 +3,171 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+from podracer_jit import parts
+from podracer_jit.run import config as config_lib
+
+_PACKAGE = Path(__file__).parents[1]
 _ENV = '--config.env.'
 _SWITCHES = ('--help', '--distributed')  # take no value
-_EXAMPLE = 'podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong'
+_EXAMPLE = 'podracer_jit --config=pong_laptop --workdir=runs/pong'
 
 
 def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | None:
   """Parses --config with its overrides, and whatever flags are defined in `values`.
 
+  A field that chooses a part (`--config.network.name`) is read first: the config then has that
+  part's fields, with their defaults, which other flags can override.
+
   Returns:
-    The config as plain values, or None where --help was asked for.
+    The config as plain values, or None where --help was asked for; the fields of the config, if
+    there is one, were then printed.
 
   Raises:
     ValueError: a wrong flag, file, field or type, in one line.
   """
-  config = config_flags.DEFINE_config_file(
-      'config', None, 'The experiment, with its argument: configs/pong_laptop.py:smoke. Any field '
-      'is overridden by --config.FIELD=VALUE.', flag_values=values)
   flags.DEFINE_bool('help', False, 'Show this.', short_name='h', flag_values=values)
-  argv, options = _env_options(_find_config(_joined(argv)))
-  sys.argv = list(argv)  # where config_flags looks for overrides, whatever the flags are given
-  try:
-    rest = values(argv)
+  argv, env_options = _take_env_options(_joined(argv))
+  argv, location = _take_config(argv)
+  if location is None:
+    _parse_flags(argv, values, ())
     if values.help:
       return None
-    config = config.value
-  except flags.Error as error:
-    raise ValueError(_one_line(error)) from None
+    raise ValueError(f'--config is missing: {_EXAMPLE}')
+  with _one_line_errors():
+    config = load_config(location)
+  for section in config_lib.CHOICES:
+    for arg in argv:
+      if arg.startswith(f'--config.{section}.name='):
+        config_lib.choose(config, section, arg.partition('=')[2])
+  try:
+    config_flags.DEFINE_config_dict(
+        'config', config, 'The experiment: a file, or the name of a shipped config, with its '
+        'argument: pong_laptop:smoke. Any field is overridden by --config.FIELD=VALUE.',
+        flag_values=values, sys_argv=argv)
   except (AttributeError, KeyError) as error:
     raise ValueError(_no_field(error, argv)) from None
-  except Exception as error:  # noqa: BLE001 - a config file is a program: it may raise anything
-    raise ValueError(f'--config: {type(error).__name__}: {_one_line(error)}') from None
-  if rest[1:]:
-    raise ValueError(f'{rest[1]}: not a flag; flags begin with --')
-  if config is None:
-    raise ValueError(f'--config is missing: {_EXAMPLE}')
-  config = config.to_dict()
-  config['env'] |= options
+  except (flags.Error, TypeError, ValueError) as error:
+    raise ValueError(f'--config: {_one_line(error)}') from None
+  _parse_flags(argv, values, _fields(config))
+  fields = values.config.to_dict()
+  fields['env'] |= env_options
+  if values.help:
+    print_fields(fields)
+    return None
+  return fields
+
+
+def print_fields(fields: Mapping[str, Any]) -> None:
+  """Prints the fields of a config with values and meanings."""
+  print('Fields, as this config has them; --config.FIELD=VALUE overrides one:')
+  for name, value, meaning in config_lib.describe(fields):
+    print(f'  {name} = {value!r}\n      {meaning}')
+  print("  env.* : any other option of the task's own\n")
+
+
+def load_config(location: str) -> ml_collections.ConfigDict:
+  """The config that a file's `get_config` returns.
+
+  Args:
+    location: the path of a file, or the name of a shipped config; with its argument after a colon.
+
+  Raises:
+    ValueError: there is no such config, or it is none.
+    Exception: whatever the file raises.
+  """
+  path, colon, argument = location.partition(':')
+  file = find_config(path)
+  parts.look_beside(file)
+  try:
+    module = parts.load(file, file.stem, again=True)
+  except ImportError:
+    # The name is taken, which matters only if the file also has parts of its own.
+    module = parts.load(file, f'_config_{file.stem}', again=True)
+  if not hasattr(module, 'get_config'):
+    raise ValueError(f'{file} has no function get_config')
+  config = module.get_config(*([argument] if colon else []))
+  if isinstance(config, Mapping):
+    config = ml_collections.ConfigDict(config)
+  if not isinstance(config, ml_collections.ConfigDict):
+    raise ValueError(f'get_config of {file} must return what experiment.config makes, got '
+                     f'{type(config).__name__}')
   return config
 
 
+def find_config(path: str) -> Path:
+  """The file that is meant by --config: one that is here, else a shipped one by its name.
+
+  Raises:
+    ValueError: there is none.
+  """
+  candidates = [Path(path), _PACKAGE / path, _PACKAGE / 'configs' / path,
+                _PACKAGE / 'configs' / f'{path}.py']
+  for candidate in candidates:
+    if path and candidate.is_file():
+      return candidate
+  raise ValueError(f'--config={path}: there is no such file, and no shipped config of that name; '
+                   f'there are {", ".join(shipped_configs())}')
+
+
+def shipped_configs() -> list[str]:
+  """The names of the configs that the package has."""
+  return sorted(path.stem for path in (_PACKAGE / 'configs').glob('[!_]*.py'))
+
+
 def default_workdir(argv: Sequence[str]) -> Path:
-  """runs/impala_catch_smoke of --config=configs/impala_catch.py:smoke, and so on."""
+  """runs/impala_catch_smoke of --config=impala_catch:smoke, and so on."""
   config = next(a for a in _joined(argv) if a.startswith('--config=')).partition('=')[2]
   path, _, argument = config.partition(':')
   return Path('runs') / re.sub(r'[^A-Za-z0-9._-]', '_', Path(path).stem + f'_{argument}').strip('_')
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+  """A config file is a program: whatever it raises becomes one line."""
+  try:
+    yield
+  except ValueError as error:
+    words = _one_line(error)
+    raise ValueError(words if words.startswith('--config') else f'--config: {words}') from None
+  except Exception as error:  # noqa: BLE001 - it may raise anything
+    raise ValueError(f'--config: {type(error).__name__}: {_one_line(error)}') from None
+
+
+def _parse_flags(argv: Sequence[str], values: flags.FlagValues, fields: Sequence[str]) -> None:
+  """Parses argv; `fields` are those of the config, for hints."""
+  try:
+    rest = values(list(argv))
+  except flags.UnrecognizedFlagError as error:
+    near = [field for field in fields if error.flagname in (field, field.rpartition('.')[2])]
+    if not near:
+      raise ValueError(_one_line(error)) from None
+    raise ValueError(f'--{error.flagname}: there is no such flag; did you mean '
+                     f'--config.{near[0]}?') from None
+  except flags.Error as error:
+    raise ValueError(_one_line(error)) from None
+  if rest[1:]:
+    raise ValueError(f'{rest[1]}: not a flag; flags begin with --')
+
+
+def _fields(config: Mapping[str, Any], prefix: str = '') -> list[str]:
+  """The fields of a config, with dots."""
+  found = []
+  for name, value in config.items():
+    if isinstance(value, ml_collections.ConfigDict):
+      found += _fields(value, f'{prefix}{name}.')
+    else:
+      found.append(prefix + name)
+  return found
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
@@ -86,26 +197,21 @@ def _no_field(error: Exception, argv: Sequence[str]) -> str:
   return f'{name}: the config has no such field' + (f'; did you mean {hint[1]}?' if hint else '')
 
 
-def _find_config(argv: Sequence[str]) -> list[str]:
-  """Where configs/x.py is not here, the packaged one is meant; it goes before its overrides."""
-  found: list[str] = []
-  for arg in sorted(argv[1:], key=lambda arg: not re.match(r'--config(=|$)', arg)):
-    name, equals, value = arg.partition('=')
-    path, colon, argument = value.partition(':')
-    packaged = Path(__file__).parents[1] / path
-    if name == '--config' and not Path(path).exists():
-      if not packaged.is_file():
-        known = ', '.join(sorted(p.name for p in
-                                 Path(__file__).parents[1].glob('configs/[!_]*.py')))
-        raise ValueError(f'--config={path}: there is no such file, here or in the package, which '
-                         f'has configs/ with {known}')
-      arg = f'{name}{equals}{packaged}{colon}{argument}'
-    found.append(arg)
-  return [argv[0], *found]
+def _take_config(argv: Sequence[str]) -> tuple[list[str], str | None]:
+  """Takes --config out of argv; of several the last counts."""
+  rest, location = [], None
+  for arg in argv:
+    if arg.startswith('--config='):
+      location = arg.partition('=')[2]
+    elif arg == '--config':
+      raise ValueError(f'--config has no value: {_EXAMPLE}')
+    else:
+      rest.append(arg)
+  return rest, location
 
 
-def _env_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-  """Takes EnvPool's own options out of argv: a config need not list them all to have them."""
+def _take_env_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+  """Takes the task's own options out of argv: a config need not list them all to have them."""
   rest, options = [], {}
   for arg in argv:
     name, equals, value = arg.partition('=')

@@ -14,10 +14,14 @@ import jax
 import numpy as np
 
 from podracer_jit.actor import rollouts
+from podracer_jit.actor.pools import Pools
+from podracer_jit.agents.networks import Apply
 from podracer_jit.agents.policies import Policy
-from podracer_jit.envs import envpool_envs
-from podracer_jit.losses.objectives import Apply
-from podracer_jit.run import build, checkpoint, experiment
+from podracer_jit.envs.families import family_of
+from podracer_jit.envs.protocol import Shard
+from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.run import build, checkpoint
+from podracer_jit.run.experiment import Experiment, resolve
 from podracer_jit.runtime import placement
 from podracer_jit.types import Params
 
@@ -47,47 +51,47 @@ class Episodes(NamedTuple):
   lengths: list[int]
 
 
-def read_config(workdir: Path) -> dict[str, Any]:
-  """The config of the run in workdir, placed on one device: that is all that playing needs.
+def read_experiment(workdir: Path) -> Experiment:
+  """The experiment of the run in workdir, placed on one device: that is all that playing needs.
 
   Raises:
-    ValueError: there is no run.
+    ValueError: there is no run, or its config is none.
   """
-  config = checkpoint.read_config(workdir)
-  config['placement'] |= checkpoint.ONE_DEVICE
-  if 'replay' in config:  # what its tolerance must be depends on the number of actors
-    config['replay'] |= {'samples_per_insert': 0.0}
-  return config | {'num_shards': 1}
+  fields = checkpoint.read_config(workdir)
+  fields['placement'] = fields['placement'] | checkpoint.ONE_DEVICE
+  if 'replay' in fields:  # what its tolerance must be depends on the number of actors
+    fields['replay'] = fields['replay'] | {'samples_per_insert': 0.0}
+  try:
+    return resolve(fields | {'num_shards': 1})
+  except ValueError as error:
+    raise ValueError(f'--workdir: config.json of {workdir}: {error}') from None
 
 
-def restore(workdir: Path, config: Mapping[str, Any]) -> Agent:
+def restore(workdir: Path, experiment: Experiment) -> Agent:
   """The newest policy of the run in workdir.
 
   Raises:
     ValueError: a checkpoint is missing, or is not of such a run.
   """
-  try:
-    parts = build.make_parts(config)
-  except KeyError as error:
-    raise ValueError(f'--workdir: config.json of {workdir} lacks the field {error}') from None
+  run = build.make_run(experiment)
   folder = workdir / 'checkpoints'
   # Before it is opened, since that would make it.
   if not folder.is_dir() or not any(path.name.isdigit() for path in folder.iterdir()):
     raise ValueError(f'--workdir: {workdir} has no checkpoint yet; a run saves one every '
-                     f'{config["checkpoint"]["every_updates"]} updates and at its end')
+                     f'{experiment.checkpoint.every_updates} updates and at its end')
   with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
     try:
-      state, _ = saved.restore(build.initial_state(parts, replay=False))
+      state, _ = saved.restore(run.initial_state())
     except Exception as error:  # noqa: BLE001 - orbax has no type for "something else is there"
       raise ValueError(f'--workdir: cannot read a checkpoint in {folder}: '
                        f'{" ".join(str(error).split())[:200]}') from error
-  options = experiment.env_options(config)
+  options = dict(experiment.env_options)
   if 'episodic_life' in options:
     options['episodic_life'] = False  # a whole game
-  device = parts.place.actors[0]
-  return Agent(parts.spec.task, options, parts.network.apply, parts.network.initial_core,
-               parts.network.policy._replace(explore=None),
-               placement.put_params(state.params, device), device, parts.place.env_threads,
+  device, network = run.place.actors[0], run.network
+  return Agent(experiment.env.task, options, network.apply, network.initial_core,
+               network.policy._replace(explore=None),
+               placement.put_params(state.params, device), device, run.place.env_threads,
                int(state.update), int(state.steps))
 
 
@@ -96,7 +100,7 @@ def seeds(seed: int, num_envs: int) -> list[int]:
 
   From -2 down, since the Arcade Learning Environment takes -1 to mean the time of day.
   """
-  return [max(-2 - s, -2**31) for s in envpool_envs.env_seeds(seed, 0, 0, num_envs)]
+  return [max(-2 - s, -2**31) for s in env_seeds(seed, 0, 0, num_envs)]
 
 
 def greedy(agent: Agent) -> Agent:
@@ -106,12 +110,12 @@ def greedy(agent: Agent) -> Agent:
 
 
 @contextlib.contextmanager
-def game(agent: Agent, env_seeds: Sequence[int], key: jax.Array, steps: int,
-         **options: Any) -> Iterator[tuple[envpool_envs.Shard, Callable, rollouts.ActorState]]:
+def game(agent: Agent, seeds: Sequence[int], key: jax.Array, steps: int,
+         **options: Any) -> Iterator[tuple[Shard, Callable, rollouts.ActorState]]:
   """Yields a shard, a program (params, state) -> (state, Episodes of `steps` rows), its state."""
-  shard = envpool_envs.Shard(agent.task, agent.options | options, env_seeds,
-                     min(agent.threads, len(env_seeds)))
-  with contextlib.closing(rollouts.Pools([shard])) as pools:
+  shard = family_of(agent.task).make_shard(
+      agent.task, dict(agent.options) | options, seeds, min(agent.threads, len(seeds)), 0)
+  with contextlib.closing(Pools([shard])) as pools:
     rollout = rollouts.make_rollout(pools.shards, agent.apply, agent.policy, steps)
 
     def play(params, state):

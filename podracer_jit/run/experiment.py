@@ -1,157 +1,200 @@
-"""The config: every field with its default, and what some of them mean together."""
+"""The config resolved: one frozen, typed object, and nothing behind it sees a string key."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import flax.linen as nn
 import ml_collections
 import numpy as np
 
-from podracer_jit.agents.policies import (
-  CONTINUOUS,
-  Policy,
-  categorical,
-  deterministic,
-  epsilon_greedy,
-)
-from podracer_jit.envs import envpool_envs
+from podracer_jit import options, parts
+from podracer_jit.agents import kinds
+from podracer_jit.agents.networks import TorsoOptions
+from podracer_jit.agents.optimizers import Optimizer
+from podracer_jit.agents.policies import FAMILIES, Family, Policy
+from podracer_jit.agents.running_moments import NormaliseOptions
+from podracer_jit.envs.families import family_of
+from podracer_jit.envs.protocol import EnvSpec
+from podracer_jit.losses.algorithm import Algorithm
+from podracer_jit.replay.options import ReplayOptions
+from podracer_jit.run import checks
+from podracer_jit.run import config as config_lib
+from podracer_jit.run.settings import CheckpointOptions, EnvOptions, LogOptions, TrainingOptions
+from podracer_jit.runtime.placement import PlacementOptions
+from podracer_jit.schemes.scheme import Scheme
 from podracer_jit.schemes.table import SCHEMES
 
-CORE = dict(core='none', core_size=128)  # none, gru or lstm, between torso and heads
-RESNET = dict(channels=(16, 32, 32), blocks=2, hidden=256)
-NETWORKS = {
-    'impala_resnet': RESNET | CORE,
-    'fixup_resnet': RESNET | CORE,
-    'nature_cnn': dict(channels=(32, 64, 64), kernels=(8, 4, 3), strides=(4, 2, 1), hidden=512,
-                       centre=False) | CORE,
-    'mlp': dict(hidden=(64, 64), separate_critic=False) | CORE,
-    # A policy that is an action, and its critic: of dpg alone.
-    'deterministic': dict(actor_hidden=(300, 200), critic_hidden=(400, 300)),
-}
-LOSSES = {
-    'impala': dict(discount=0.99, vtrace_lambda=1.0, clip_rho=1.0, clip_pg_rho=1.0,
-                   baseline_coef=0.5, entropy_coef=0.01),
-    'ppo': dict(discount=0.99, gae_lambda=0.95, clip=0.1, clip_value=False, value_coef=0.5,
-                entropy_coef=0.01, normalise_advantage=True, vtrace=False),
-    # Environment i of N explores with probability epsilon^(1 + epsilon_alpha * i / (N - 1)).
-    'dqn': dict(discount=0.99, n_step=3, target_every=2500, epsilon=0.4, epsilon_alpha=7.0),
-    # noise: the deviation of what all explore by, of actions between -1 and 1.
-    'dpg': dict(discount=0.99, n_step=5, target_every=100, noise=0.3, dqda_clip=1.0),
-}
-# Of losses that learn from a replay.
-REPLAY = dict(
-    capacity=2_000_000,  # transitions
-    min_size=50_000,  # learning waits for so many
-    batch_size=512,
-    gradient_steps=1,  # of an update: of apex_lockstep in each round, of apex between two looks
-    priority_exponent=0.6,  # 0: uniform
-    importance_exponent=0.4,
-    eviction='fifo',  # or prioritised: drawn by priority^eviction_exponent
-    eviction_exponent=-0.4,
-    # Of apex:
-    params_every=1,  # rollouts that an actor makes with the same parameters
-    samples_per_insert=0.0,  # transitions drawn for each that is added; 0: both as fast as they can
-    tolerance=0,  # by how many drawn transitions either side may be ahead of that
-)
-WITH_REPLAY = ('dqn', 'dpg')
-OPTIMIZERS = {
-    # RMSProp as PyTorch's: epsilon outside the square root.
-    'rmsprop': dict(learning_rate=6e-4, anneal=True, decay=0.99, eps=0.01, max_grad_norm=40.0,
-                    kl_target=0.0),
-    # kl_target: of PPO, 0 or the divergence that the rate adapts to, between 1e-6 and 1e-2; not
-    # with anneal.
-    'adam': dict(learning_rate=2.5e-4, anneal=True, b1=0.9, b2=0.999, eps=1e-5,
-                 max_grad_norm=0.5, kl_target=0.0),
-    # With the epsilon inside the square root, as TensorFlow has it.
-    'centred_rmsprop': dict(learning_rate=6.25e-5, anneal=False, decay=0.95, eps=1.5e-7,
-                            max_grad_norm=40.0, kl_target=0.0),
-}
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment(TrainingOptions):
+  """All that the config says. What is computed, and (`placement`) where."""
+
+  scheme_name: str
+  scheme: Scheme
+  env: EnvOptions
+  env_options: Mapping[str, Any]  # the task's own
+  spec: EnvSpec
+  loss_name: str
+  algorithm: Algorithm
+  network_name: str
+  network: nn.Module  # what the config names: a torso, or a policy with its critic
+  torso_options: TorsoOptions
+  policy: Policy
+  normalise: NormaliseOptions
+  optimizer: Optimizer
+  replay: ReplayOptions | None  # of an algorithm that learns from one
+  placement: PlacementOptions
+  checkpoint: CheckpointOptions
+  log: LogOptions
+  fields: Mapping[str, Any]  # the config that this is, as plain values, for files and messages
+
+  @property
+  def batch_rows(self) -> int:
+    """Rows of one update, invalid ones too."""
+    return self.env.num_envs * self.unroll_length
+
+  @property
+  def deterministic(self) -> bool:
+    """Whether the same experiment gives the same bits: nothing is taken as it comes."""
+    return not self.non_deterministic_setting
+
+  @property
+  def non_deterministic_setting(self) -> str:
+    """The setting that makes the run non-deterministic, for error messages; '' without one."""
+    if self.env_batch:
+      return f'env_batch = {self.env_batch}'
+    return '' if self.scheme.repeats else self.scheme_name
+
+  def replace(self, **changes: Any) -> Experiment:
+    """Returns the experiment of a changed config.
+
+    Args:
+      **changes: fields of the config; of a section a mapping of the fields to change.
+
+    Raises:
+      ValueError: as `resolve`.
+    """
+    changed = {name: dict(self.fields[name]) | dict(value) if isinstance(value, Mapping) else value
+               for name, value in changes.items()}
+    return resolve(dict(self.fields) | changed)
 
 
-def config(loss: str, network: str, optimizer: str, **fields: Any) -> ml_collections.ConfigDict:
-  """A whole config: the named loss, network and optimizer with all they have, and `fields`.
+def resolve(config: Mapping[str, Any]) -> Experiment:
+  """Checks a whole config and turns it into an Experiment; starts nothing.
 
-  A config file goes on to set what makes its experiment; each field can be overridden by a flag.
+  Args:
+    config: a ConfigDict, or its plain values.
+
+  Raises:
+    ValueError: one line that names the field, its value and what would be right.
   """
-  whole = dict(
-      scheme='cleanba',
-      total_steps=50_000_000,  # valid agent steps
-      seed=1,
-      unroll_length=20,
-      num_minibatches=1,
-      num_epochs=1,
-      num_shards=1,  # pools that the environments are split into, each with its own streams
-      # 0: actors wait for all environments; n: for the first n that are ready, and no run repeats.
-      env_batch=0,
-      num_grad_shards=1,  # groups that a gradient is summed over; the most learner devices
-      exact_reduce=True,  # False: a plain all-reduce of one group a device, other bits on each mesh
-      microbatch_rows=0,  # network rows to a pass of the gradient; 0: a group's minibatch at once
-      env=dict(task='', num_envs=128),  # and any option of EnvPool's, under its own name
-      network=dict(name=network, **NETWORKS[network]),
-      policy='auto',  # auto: categorical or gaussian, as the task's actions are; or CONTINUOUS
-      # By running mean and deviation; value: of PPO, what the network says in deviations.
-      normalise=dict(obs=False, reward=False, value=False),
-      loss=dict(name=loss, **LOSSES[loss]),
-      optimizer=dict(name=optimizer, **OPTIMIZERS[optimizer]),
-      placement=dict(
-          actor_devices=(0,), learner_devices=(0,), actors_per_device=1,
-          env_threads=0,  # EnvPool threads of a pool; 0: the visible cores, shared by the pools
-          actor_platform='auto',  # auto, gpu or cpu
-          updates_per_call=16,  # of `fused`: updates between two looks from outside
-          xla_threads=16),  # of XLA's CPU thread pool; changes bits, so part of the experiment
-      # A segment's length; how many to keep; whether with the replay, where there is one: without,
-      # every segment begins with an empty one.
-      checkpoint=dict(every_updates=1000, keep=3, replay=True),
-      log=dict(every_seconds=10.0, window=100, tensorboard=True))
-  if loss in WITH_REPLAY:
-    whole['replay'] = dict(REPLAY)
-  whole.update(fields)
-  return ml_collections.ConfigDict(whole)
+  fields = _plain(config)
+  for problem in _problems_of_fields(fields):
+    raise ValueError(problem)
+  made = {section: options.make(cls, fields[section])
+          for section, cls in config_lib.SECTIONS.items()}
+  chosen = {section: _make_part(section, fields[section]) for section in config_lib.CHOICES}
+  algorithm = chosen['loss']
+  torso_options = TorsoOptions()
+  if kinds.provides(type(chosen['network'])) == kinds.TORSO:
+    torso_options = options.make(TorsoOptions, fields['network'])
+  replay = None
+  if algorithm.learns_from_replay:
+    replay = options.make(ReplayOptions, fields['replay'])
+  for section, part in (*chosen.items(), ('network', torso_options), ('replay', replay)):
+    for problem in getattr(part, 'problems', tuple)():
+      raise ValueError(f'{section}.{problem}')
+  env = options.make(EnvOptions, fields['env'])
+  own = {name: value for name, value in fields['env'].items()
+         if name not in options.meanings(EnvOptions)}
+  spec = family_of(env.task).make_spec(env.task, own)
+  experiment = Experiment(
+      **{name: fields[name] for name in options.meanings(TrainingOptions)},
+      scheme_name=fields['scheme'], scheme=_find_scheme(fields['scheme']),
+      env=env, env_options=own, spec=spec,
+      loss_name=fields['loss']['name'], algorithm=algorithm,
+      network_name=fields['network']['name'], network=chosen['network'],
+      torso_options=torso_options,
+      policy=_make_policy(fields, algorithm, spec),
+      optimizer=chosen['optimizer'], replay=replay, fields=fields, **made)
+  for problem in checks.problems(experiment):
+    raise ValueError(problem)
+  return experiment
 
 
-def batch_rows(config: Mapping[str, Any]) -> int:
-  """Rows of one update, invalid ones too."""
-  return config['env']['num_envs'] * config['unroll_length']
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+  """The config's own values; references and placeholders become what they stand for."""
+  if not isinstance(config, ml_collections.ConfigDict):
+    return {name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in config.items()}
+  try:
+    return config.to_dict()
+  except ml_collections.config_dict.RequiredValueError as error:
+    raise ValueError(f'--config: a field has no value yet ({error})') from None
 
 
-def env_options(config: Mapping[str, Any]) -> dict[str, Any]:
-  """EnvPool's own options among the fields of `env`."""
-  return {k: v for k, v in config['env'].items() if k not in ('task', 'num_envs')}
+def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
+  """Yields what is wrong with names and values, section by section."""
+  for section in config_lib.CHOICES:
+    if not isinstance(fields.get(section), Mapping) or 'name' not in fields[section]:
+      yield f'{section}.name: is missing'
+  _find_scheme(fields.get('scheme'))
+  found = {section: config_lib.find_part(section, fields[section]['name'])
+           for section in config_lib.CHOICES}
+  whole = config_lib.config(*(fields[section]['name'] for section in found)).to_dict()
+  yield from options.check_names('', fields, whole)
+  for section, cls in config_lib.SECTIONS.items():
+    yield from options.check_names(f'{section}.', fields[section], whole[section])
+    yield from options.check_values(f'{section}.', fields[section], cls)
+  for section, part in found.items():
+    given = {name: value for name, value in fields[section].items() if name != 'name'}
+    known = [name for name in whole[section] if name != 'name']
+    yield from options.check_names(f'{section}.', given, known, of=fields[section]['name'])
+    for cls in config_lib.option_classes(section, part):
+      yield from options.check_values(f'{section}.', given, cls)
+  if 'replay' in whole:
+    yield from options.check_names('replay.', fields['replay'], whole['replay'])
+    yield from options.check_values('replay.', fields['replay'], ReplayOptions)
+  yield from options.check_values('', fields, TrainingOptions)
+  missing = set(whole['env']) - set(fields['env'])
+  yield from (f'env.{name}: is missing' for name in sorted(missing))
+  yield from options.check_values('env.', fields['env'], EnvOptions)
 
 
-def make_policy(config: Mapping[str, Any], spec: envpool_envs.EnvSpec) -> Policy:
-  """The policy that the config asks for, for the actions of the task."""
-  if spec.num_actions:
-    return (epsilon_greedy if has_replay(config) else categorical)(spec.num_actions)
-  kind = 'gaussian' if config['policy'] == 'auto' else config['policy']
-  make = deterministic if has_replay(config) else CONTINUOUS[kind]
-  return make(np.array(spec.action_low, np.float32), np.array(spec.action_high, np.float32))
+def _make_part(section: str, fields: Mapping[str, Any]) -> Any:
+  return options.make(config_lib.find_part(section, fields['name']), fields)
 
 
-def exploration(config: Mapping[str, Any]) -> np.ndarray | None:
-  """How much each environment explores, [num_envs] f32: epsilons, or deviations of noise."""
-  if not has_replay(config):
-    return None
-  loss, count = config['loss'], config['env']['num_envs']
-  if loss['name'] == 'dpg':
-    return np.full(count, loss['noise'], np.float32)
-  # 1803.00933, section 4.1
-  place = np.arange(count) / max(count - 1, 1)
-  return np.power(loss['epsilon'], 1 + loss['epsilon_alpha'] * place).astype(np.float32)
+def _find_scheme(name: Any) -> Scheme:
+  scheme = parts.find('scheme', name, SCHEMES)
+  if not isinstance(scheme, Scheme):
+    raise ValueError(f'scheme: {name} must be a Scheme')
+  return scheme
 
 
-def repeats(config: Mapping[str, Any]) -> bool:
-  """Whether the same experiment gives the same bits: nothing is taken as it comes."""
-  return SCHEMES[config['scheme']].repeats and not config['env_batch']
-
-
-def who_repeats_not(config: Mapping[str, Any]) -> str:
-  """What it is that takes things as they come, for people."""
-  batch = config['env_batch']
-  return f'env_batch = {batch}' if batch else config['scheme']
-
-
-def has_replay(config: Mapping[str, Any]) -> bool:
-  """Whether the loss draws from a replay."""
-  return config['loss']['name'] in WITH_REPLAY
+def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec) -> Policy:
+  """The policy that the config asks for, for what the algorithm reads and the task takes."""
+  discrete, reads = bool(spec.num_actions), algorithm.network_kind.policy_reads
+  fitting = {name: family for name, family in FAMILIES.items()
+             if family.discrete == discrete and family.reads == reads}
+  if not fitting:
+    kind = 'continuous' if discrete else 'discrete'
+    raise ValueError(f'loss.name: {fields["loss"]["name"]} wants {kind} actions, which those of '
+                     f'{spec.task} are not')
+  name = fields['policy']
+  if name == config_lib.POLICY:
+    family = next(iter(fitting.values()))
+  else:
+    family = parts.find('policy', name, FAMILIES)
+  if not isinstance(family, Family) or (family.discrete, family.reads) != (discrete, reads):
+    known = ', '.join((config_lib.POLICY, *fitting))
+    raise ValueError(f'policy: must be one of {known} for the actions of {spec.task}, got '
+                     f'{name!r}')
+  if discrete:
+    return family.make(spec.num_actions)
+  if not np.isfinite([*spec.action_low, *spec.action_high]).all():
+    raise ValueError(f'env.task: the actions of {spec.task} have no bounds')
+  return family.make(np.array(spec.action_low, np.float32), np.array(spec.action_high, np.float32))

@@ -9,34 +9,17 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
 from podracer_jit.numerics.fingerprints import as_hex
+from podracer_jit.schemes.reports import Report, Waits
 
 Record = dict[str, Any]  # one update, as metrics.jsonl has it
 EVENTS_S = 0.1  # at least between two points in TensorBoard: each costs as much as a short update
-
-
-class Report(NamedTuple):
-  """What the learner says of `count` updates, stacked along the leading axis."""
-
-  metrics: Mapping[str, Any]
-  count: int
-  # NAPPO's delays (2007.02622, section 3), of each update the mean over its gradient steps, in
-  # versions of the policy, that is in gradient steps:
-  cgd: tuple[float, ...]  # from collection to gradient
-  gud: tuple[float, ...]  # from gradient to update
-
-
-class Waits(NamedTuple):
-  """Seconds spent waiting since the segment began."""
-
-  actor: float
-  learner: float
 
 
 class Meter:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +11,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.metrics import Record
 
 
@@ -30,12 +30,12 @@ def bottleneck(actor_wait_s: float, learner_wait_s: float, seconds: float) -> st
 class Progress:
   """Shows the newest record; a context manager."""
 
-  def __init__(self, config: Mapping[str, Any], title: str, console: Console | None = None,
+  def __init__(self, experiment: Experiment, title: str, console: Console | None = None,
                quiet: bool = False):
-    self._total = config['total_steps']
-    self._every_s = config['log']['every_seconds']
+    self._total = experiment.total_steps
+    self._every_s = experiment.log.every_seconds
     self._title = title
-    self._split = config['scheme'] != 'fused'
+    self._split = not experiment.scheme.graph.one_program
     self._console = console or Console(highlight=False, soft_wrap=True, quiet=quiet)
     self._recent: collections.deque[tuple[float, Record]] = collections.deque()
     self._live: Live | None = None

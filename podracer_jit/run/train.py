@@ -18,11 +18,12 @@ from absl import flags, logging
 
 from podracer_jit import loops
 from podracer_jit.numerics.fingerprints import canary
-from podracer_jit.run import build, checkpoint, command_line, experiment
-from podracer_jit.run.metrics import Diverged, Files, Meter, Report, check_finite
+from podracer_jit.run import build, checkpoint, command_line
+from podracer_jit.run.experiment import resolve
+from podracer_jit.run.metrics import Diverged, Files, Meter, check_finite
 from podracer_jit.run.progress import Progress
 from podracer_jit.runtime import placement
-from podracer_jit.schemes import wiring
+from podracer_jit.schemes.reports import Report
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,24 +47,25 @@ def main(argv: Sequence[str]) -> int:
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
-    placement.prepare_host(config['placement'])
+    experiment = resolve(config)
+    placement.prepare_host(experiment.placement)
     joining = (values.coordinator_address, values.num_processes, values.process_id)
     if values.distributed or joining != (None, None, None):
-      placement.join(config['placement'], *joining)
-    parts = build.make_parts(config)
+      placement.join(experiment.placement, *joining)
+    run = build.make_run(experiment)
     workdir = Path(values.workdir or command_line.default_workdir(argv))
-    if values.repeat and not experiment.repeats(config):
-      raise ValueError(f'--repeat: {experiment.who_repeats_not(config)} takes things as they come, '
-                       'so no run of it can be made again')
+    if values.repeat and not experiment.deterministic:
+      raise ValueError(f'--repeat: {experiment.non_deterministic_setting} takes things as they '
+                       'come, so no run of it can be run again')
     ends = checkpoint.segment_ends(Path(values.repeat)) if values.repeat else None
-    _open(workdir, config, parts.place)
+    _open(workdir, experiment.fields, run.place)
   except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
     print(f'podracer_jit: {error}', file=sys.stderr)
     return _leave(2)
   try:
-    train(parts, workdir, values.profile_dir, ends)
+    train(run, workdir, values.profile_dir, ends)
   except KeyboardInterrupt:
-    if parts.place.processes == 1:
+    if run.place.processes == 1:
       raise
     return _leave(130)
   except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message
@@ -101,7 +103,7 @@ def run() -> None:
   sys.exit(main(sys.argv))
 
 
-def train(parts: wiring.Parts, workdir: Path, profile_dir: str | None = None,
+def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
           ends: Sequence[int] | None = None) -> None:
   """Trains from the workdir's newest checkpoint, segment by segment, to total_steps.
 
@@ -109,56 +111,56 @@ def train(parts: wiring.Parts, workdir: Path, profile_dir: str | None = None,
   returns; a second one raises. `ends` are the last updates of the segments, where another run has
   them otherwise than the config.
   """
-  config = parts.config
-  state = build.initial_state(parts, replay=False)
-  saved = checkpoint.Checkpoints(workdir, config['checkpoint']['keep'])
+  experiment, learner = run.experiment, run.learner
+  state = run.initial_state()
+  saved = checkpoint.Checkpoints(workdir, experiment.checkpoint.keep)
   meta: Mapping[str, Any] = {'segment': 0}
-  title = f'{config["env"]["task"]}  {config["scheme"]} {config["loss"]["name"]}  {workdir}'
+  title = (f'{experiment.env.task}  {experiment.scheme_name} {experiment.loss_name}  '
+           f'{workdir}')
 
   def stopped() -> bool:
-    return placement.any_process(stopping.is_set(), parts.place.mesh)
+    return placement.any_process(stopping.is_set(), run.place.mesh)
 
   with (contextlib.closing(saved), _stopping() as stopping,
-        Progress(config, title, quiet=parts.place.process > 0) as progress):
+        Progress(experiment, title, quiet=run.place.process > 0) as progress):
     if saved.newest() is not None:
-      # Into shapes, lest there be two replays for a moment.
-      replay = build.empty_replay(parts, shapes=True) if state.target else ()
-      state, meta = saved.restore(state._replace(replay=replay))
+      # Into shapes: two replays would not fit beside each other.
+      state, meta = saved.restore(state._replace(replay=learner.replay_shapes()))
       progress.note(f'going on from update {int(state.update)} ({int(state.steps):,} steps)')
     else:
       progress.note(f'{title}: starting')
     profiler = Profiler(profile_dir)
-    while int(state.steps) < config['total_steps'] and not stopped():
-      length = config['checkpoint']['every_updates']
+    while int(state.steps) < experiment.total_steps and not stopped():
+      length = experiment.checkpoint.every_updates
       if ends is not None:
         length = next((end - int(state.update) for end in ends if end > int(state.update)), 0)
       if not length:
         break
-      if state.target and not state.replay:
-        state = state._replace(replay=build.empty_replay(parts))
-      state, meta = _segment(parts, state, meta, length, workdir, progress, profiler,
+      state = learner.allocate(state)
+      state, meta = _segment(run, state, meta, length, workdir, progress, profiler,
                              stopping.is_set)
-      if not config['checkpoint']['replay']:  # then a run that goes on has none either
+      if not experiment.checkpoint.replay:  # then a run that goes on has none either
         state = state._replace(replay=())
       saved.save(state, meta)
     profiler.close()
     if profile_dir and not profiler.traced:
       progress.note(f'no trace: it begins with the third report, and there were '
                     f'{profiler.reports}')
-    done = int(state.steps) >= config['total_steps']
+    done = int(state.steps) >= experiment.total_steps
     progress.note(f'{"finished" if done else "stopped"} at update {int(state.update)} '
                   f'({int(state.steps):,} steps); {workdir} has it all'
                   + ('' if done else '; the same command goes on'))
 
 
-def _segment(parts: wiring.Parts, state, meta: Mapping[str, Any], length: int, workdir: Path,
+def _segment(run: build.Run, state, meta: Mapping[str, Any], length: int, workdir: Path,
              progress: Progress, profiler: Profiler, stop: Callable[[], bool]):
   """Runs one of `length` updates; returns the state after it, and what its checkpoint holds."""
-  config, index, saved = parts.config, meta['segment'], int(state.update)
+  experiment, place = run.experiment, run.place
+  index, saved = meta['segment'], int(state.update)
 
   def report(item: Report) -> None:
     for record, receipt in meter.records(item):
-      if parts.place.process == 0:
+      if place.process == 0:
         files.write(record, receipt)
       progress.show(record)
       try:
@@ -170,15 +172,15 @@ def _segment(parts: wiring.Parts, state, meta: Mapping[str, Any], length: int, w
     profiler.reported()
 
   with contextlib.ExitStack() as stack:
-    if parts.place.process == 0:
-      with jax.default_device(parts.place.learners[0]):
+    if place.process == 0:
+      with jax.default_device(place.learners[0]):
         header = dict(segment=index, first_update=saved + 1, versions=checkpoint.versions(),
                       canary=canary())
       files = stack.enter_context(contextlib.closing(
-          Files(workdir, saved, int(state.steps), header, config['log']['tensorboard'])))
+          Files(workdir, saved, int(state.steps), header, experiment.log.tensorboard)))
     segment = stack.enter_context(build.segment(
-        parts, state, index, length, report, stop))
-    meter = Meter(config['log']['window'], parts.spec.frame_skip, segment.waits, meta)
+        run, state, index, length, report, stop))
+    meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, meta)
     try:
       states = loops.run(segment.workers)
     except loops.Stuck as error:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from podracer_jit.actor import rollouts
-from podracer_jit.envs import envpool_envs
+from podracer_jit.envs.envpool_envs import Shard
 from podracer_jit.run import evaluation
 
 SUFFIXES = ('.mp4', '.gif')
@@ -68,7 +68,7 @@ def write(path: Path, observations: np.ndarray, colour: bool, frame_rate: float)
       out.write(frame)
 
 
-def _camera(agent: evaluation.Agent, shard: envpool_envs.Shard) -> tuple[Look, str]:
+def _camera(agent: evaluation.Agent, shard: Shard) -> tuple[Look, str]:
   """How to take a frame between two steps, and in words what it shows."""
   try:
     shard.render()
@@ -99,7 +99,7 @@ def _enlarge(frame: np.ndarray) -> np.ndarray:
   return np.ascontiguousarray(frame[:frame.shape[0] // 2 * 2, :frame.shape[1] // 2 * 2])
 
 
-def _frame_rate(shard: envpool_envs.Shard) -> float:
+def _frame_rate(shard: Shard) -> float:
   """Frames a second at the task's own speed; 10 where it has no clock."""
   if 'full_action_space' in shard.config:  # Atari, at the console's 60 Hz
     return 60 / shard.config['frame_skip']

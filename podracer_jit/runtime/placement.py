@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from podracer_jit.options import option
+
+_DEVICES = 'must be a tuple of device indices, such as (0, 1)'
 
 
 class Placement(NamedTuple):
@@ -38,19 +43,47 @@ def _local(mesh: Mesh) -> list[tuple[int, jax.Device]]:
   return [(i, d) for i, d in enumerate(mesh.devices.flat) if d.process_index == here]
 
 
-def prepare_host(options: Mapping[str, Any]) -> None:
+@dataclasses.dataclass(frozen=True)
+class PlacementOptions:
+  """Where things run. Of deterministic schemes only xla_threads and actor_platform change bits."""
+
+  actor_devices: tuple = option((0,), 'indices of the devices that act', at_least=0,
+                                not_empty=True, words=_DEVICES)
+  learner_devices: tuple = option((0,), 'indices of the devices that learn', at_least=0,
+                                  not_empty=True, words=_DEVICES)
+  actors_per_device: int = option(1, 'actors, each a thread, on each actor device', at_least=1)
+  env_threads: int = option(
+      0, "threads of an environment pool; 0: the visible cores, shared by the pools", at_least=0)
+  actor_platform: str = option('auto', 'kind of the actor devices',
+                               choices=('auto', 'gpu', 'cpu'))
+  updates_per_call: int = option(
+      16, 'of a scheme that is one program: updates between two looks from outside', at_least=1)
+  xla_threads: int = option(
+      16, "threads of XLA's CPU pool; they change bits, so they are part of the experiment",
+      at_least=1)
+
+  @property
+  def num_actors(self) -> int:
+    """Actors of a process."""
+    return len(self.actor_devices) * self.actors_per_device
+
+  @property
+  def num_devices(self) -> int:
+    """Devices that a process must have."""
+    return 1 + max((*self.actor_devices, *self.learner_devices))
+
+
+def prepare_host(options: PlacementOptions) -> None:
   """Sets what JAX reads when its first backend starts; call it before that.
 
   The size of XLA's CPU thread pool decides how reductions are split, so it belongs to the
   experiment: it must not follow the cores or the virtual devices that happen to be here.
 
   Raises:
-    ValueError: devices that are no indices, or more of them than `placement.xla_threads`.
+    ValueError: more devices than `placement.xla_threads`.
   """
-  for problem in bad_devices(options):
-    raise ValueError(problem)
-  devices = _devices_wanted(options)
-  threads = options['xla_threads']
+  devices = options.num_devices
+  threads = options.xla_threads
   if devices > threads:
     raise ValueError(f'placement.xla_threads: must be at least the number of devices of a process, '
                      f'{devices} here, got {threads}')
@@ -73,19 +106,7 @@ def _keep_programs() -> None:
   jax.config.update('jax_compilation_cache_dir', str(cache / 'podracer_jit' / processor))
 
 
-def bad_devices(options: Mapping[str, Any]) -> Iterator[str]:
-  """What is wrong with the fields that name devices, in a line each."""
-  for field in ('actor_devices', 'learner_devices'):
-    value = options[field]
-    if not value or any(not isinstance(i, int) or i < 0 for i in value):
-      yield f'placement.{field}: must be a tuple of device indices, such as (0, 1), got {value!r}'
-
-
-def _devices_wanted(options: Mapping[str, Any]) -> int:
-  return 1 + max((*options['actor_devices'], *options['learner_devices']))
-
-
-def join(options: Mapping[str, Any], coordinator_address: str | None, num_processes: int | None,
+def join(options: PlacementOptions, coordinator_address: str | None, num_processes: int | None,
          process_id: int | None) -> None:
   """Joins this process to the others of a run; after `prepare_host`, before any device is used.
 
@@ -97,7 +118,7 @@ def join(options: Mapping[str, Any], coordinator_address: str | None, num_proces
   jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM from `main`
   given = (coordinator_address, num_processes, process_id)
   # Not one device for each process of a node, as JAX has it under SLURM and Open MPI.
-  visible = list(range(_devices_wanted(options)))
+  visible = list(range(options.num_devices))
   try:
     jax.distributed.initialize(
         *given, local_device_ids=visible, initialization_timeout=120,
@@ -129,13 +150,13 @@ def _sum(flags):
   return jnp.sum(flags)
 
 
-def resolve(options: Mapping[str, Any], num_shards: int) -> Placement:
+def resolve(options: PlacementOptions, num_shards: int) -> Placement:
   """The placement that `options` ask for; device indices are those of each process.
 
   Raises:
     ValueError: a device that is not here, or shards that the actors cannot share out evenly.
   """
-  platform = options['actor_platform']
+  platform = options.actor_platform
   if platform == 'auto':  # EnvPool has calls for CPU and GPU alone
     platform = jax.default_backend() if jax.default_backend() in ('cpu', 'gpu') else 'cpu'
   try:
@@ -143,18 +164,18 @@ def resolve(options: Mapping[str, Any], num_shards: int) -> Placement:
   except RuntimeError:
     raise ValueError(f'placement.actor_platform: there is no {platform} here, only '
                      f'{jax.default_backend()}') from None
-  actors = _pick('actor_devices', options['actor_devices'], actor_kind)
-  actors = [device for device in actors for _ in range(options['actors_per_device'])]
+  actors = _pick('actor_devices', options.actor_devices, actor_kind)
+  actors = [device for device in actors for _ in range(options.actors_per_device)]
   processes = jax.process_count()
   learners = [device for p in range(processes) for device in _pick(
-      'learner_devices', options['learner_devices'],
+      'learner_devices', options.learner_devices,
       [d for d in jax.devices() if d.process_index == p])]
   if num_shards % (len(actors) * processes):
     raise ValueError(f'num_shards: {num_shards} shards cannot be shared by '
                      f'{len(actors) * processes} actors '
                      '(actor_devices x actors_per_device, in each process)')
   here = num_shards // processes
-  threads = options['env_threads'] or max(1, len(os.sched_getaffinity(0)) // here)
+  threads = options.env_threads or max(1, len(os.sched_getaffinity(0)) // here)
   return Placement(tuple(actors), mesh_of(list(dict.fromkeys(learners))), tuple(learners), threads,
                    jax.process_index(), processes)
 

@@ -1,0 +1,36 @@
+"""Kinds of networks: what an algorithm calls, made from what the config names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import flax.linen as nn
+
+from podracer_jit.agents import networks, policies, q_networks
+from podracer_jit.agents.networks import POLICY_AND_CRITIC, TORSO, TorsoOptions
+from podracer_jit.agents.policies import Policy
+
+
+class Kind(NamedTuple):
+  """A kind of network."""
+
+  made_from: str  # TORSO or POLICY_AND_CRITIC
+  policy_reads: str  # what it gives the policy: policies.DISTRIBUTION, ACTION_VALUES or ACTION
+  takes_torso_options: bool  # whether it can have a recurrent core and a critic of its own
+  # (the config's network, options of torsos, policy, moments that it keeps) -> the whole network
+  build: Callable[[nn.Module, TorsoOptions, Policy, Sequence[str]], nn.Module]
+
+
+def provides(part: type[nn.Module]) -> str:
+  """What a network that the config names is: TORSO unless it says otherwise."""
+  return getattr(part, 'provides', TORSO)
+
+
+ACTOR_CRITIC = Kind(TORSO, policies.DISTRIBUTION, True, networks.actor_critic)
+DUELING = Kind(TORSO, policies.ACTION_VALUES, False,
+               lambda torso, options, policy, moments: q_networks.dueling(torso, policy))
+DETERMINISTIC = Kind(POLICY_AND_CRITIC, policies.ACTION, False,
+                     lambda pair, options, policy, moments: pair.clone(policy=policy))
+
+NETWORKS = networks.TORSOS | q_networks.POLICY_AND_CRITIC

@@ -1,0 +1,96 @@
+"""The learner from a replay, which is a part of its train state."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from podracer_jit.learner import replay_updates, rollout_updates, sharding
+from podracer_jit.learner.learner import Learner, Parts
+from podracer_jit.losses.algorithm import ReplayAlgorithm
+from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum
+from podracer_jit.replay import buffer
+from podracer_jit.replay.options import ReplayOptions
+from podracer_jit.replay.rate_limiter import Rate
+from podracer_jit.types import Experience, Params, Target, TrainState
+
+
+class ReplayLearner(Learner):
+  """Adds each round of experience to the replay and takes gradient steps on what it draws."""
+
+  def __init__(self, parts: Parts, algorithm: ReplayAlgorithm, options: ReplayOptions,
+               memory: buffer.Replay, like: Experience, sizes: replay_updates.Sizes,
+               exact_reduce: bool):
+    """Makes a learner; compiles nothing.
+
+    Args:
+      parts: what every learner is made of.
+      algorithm: the loss of transitions.
+      options: of the replay.
+      memory: the replay of each group of environments.
+      like: the shapes of one group's experience.
+      sizes: of the experiment.
+      exact_reduce: whether gradients are added in one fixed order.
+    """
+    super().__init__(parts)
+    self.options = options
+    self.sizes = sizes
+    self.gradient_steps = options.gradient_steps
+    self._memory, self._like = memory, like
+    mesh_size = parts.mesh.size
+    update = rollout_updates.make_update(parts.optimizer, parts.learning_rate)
+    self._insert = replay_updates.make_insert(memory, sizes, mesh_size)
+    self._steps = replay_updates.make_steps(
+        functools.partial(algorithm.loss, parts.network), memory, update, sizes, mesh_size,
+        exact_sum if exact_reduce else plain_sum)
+    self._finish = replay_updates.make_finish(sizes, parts.learning_rate, mesh_size)
+    self.learn = replay_updates.make_learn(self._insert, self._steps, self._finish, sizes,
+                                           mesh_size)
+
+  def _initial_target(self, params: Params) -> Target:
+    return Target(params, jnp.int32(0))
+
+  def allocate(self, state: TrainState) -> TrainState:
+    """Returns the state with an empty replay, if it has none."""
+    if jax.tree.leaves(state.replay):
+      return state
+    return state._replace(replay=jax.jit(self._empty, out_shardings=self._sharding)())
+
+  def replay_shapes(self) -> Any:
+    """Returns the shapes and shardings of the replay."""
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding),
+        jax.eval_shape(self._empty))
+
+  def _empty(self) -> buffer.State:
+    return self._memory.init(self.sizes.num_grad_shards, self._like)
+
+  @property
+  def _sharding(self) -> NamedSharding:
+    """Groups are on the devices that they belong to."""
+    return NamedSharding(self.parts.mesh, PartitionSpec(AXIS))
+
+  def mean_cgd(self, behind: float) -> float:
+    """See `Learner.mean_cgd`: the age of what is drawn adds to it, which the metrics have."""
+    return behind
+
+  @functools.cached_property
+  def programs(self) -> sharding.ReplayPrograms:
+    """Adding and learning as programs of their own, for rollouts that come as they come."""
+    return sharding.replay_programs(self._insert, self._steps, self._finish, self.sizes,
+                                    self.parts.mesh)
+
+  def rate_limiter(self, rows: int, actors: int) -> Rate:
+    """Returns what holds acting and learning together.
+
+    Args:
+      rows: of a round of all actors, invalid ones too.
+      actors: how many there are.
+    """
+    options = self.options
+    return Rate(options.samples_per_insert, options.tolerance,
+                options.gradient_steps * options.batch_size, rows // actors, actors)

@@ -1,0 +1,181 @@
+"""Options of parts: dataclass fields with a default, a range and one line of meaning.
+
+A part (an algorithm, a network, an optimizer, ...) is a dataclass or a flax module whose fields are
+its options. Defaults, flags, help texts and checks all come from these fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_KEY = 'podracer_jit.option'  # of a field's metadata
+_OF_FLAX = ('name', 'parent')  # fields that flax adds to every module
+_KINDS = (bool, int, float, str, tuple)
+
+
+class Meaning(NamedTuple):
+  """What an option may be, and what it means."""
+
+  help: str = ''
+  at_least: float | None = None
+  at_most: float | None = None
+  above: float | None = None  # compared as a 32-bit float
+  below: float | None = None  # compared as a 32-bit float
+  choices: tuple[str, ...] = ()
+  not_empty: bool = False  # of a tuple
+  words: str = ''  # what it must be, where the limits do not say it well
+
+
+def option(default: Any, help: str, **limits: Any) -> Any:
+  """Returns a dataclass field that is an option.
+
+  Args:
+    default: a bool, int, float, str or a tuple of ints; its type is the option's type.
+    help: one line that says what the option means.
+    **limits: fields of `Meaning`. The limits of a tuple are those of each of its numbers.
+  """
+  return dataclasses.field(default=default, metadata={_KEY: Meaning(help, **limits)})
+
+
+def internal(default: Any) -> Any:
+  """Returns a dataclass field that is not an option: only code sets it."""
+  return dataclasses.field(default=default, metadata={_KEY: None})
+
+
+def meanings(part: type) -> dict[str, Meaning]:
+  """The options of a part by name.
+
+  A field that was not made by `option` is one too, without limits, if its default is a bool, a
+  number, a string or a tuple.
+
+  Raises:
+    ValueError: a field has no default.
+  """
+  found = {}
+  for field in dataclasses.fields(part):
+    meaning = field.metadata.get(_KEY, Meaning())
+    if field.name in _OF_FLAX or not field.init or meaning is None:
+      continue
+    if field.default is dataclasses.MISSING:
+      if field.default_factory is dataclasses.MISSING:
+        raise ValueError(f'{part.__name__}.{field.name} has no default; every option needs one')
+      continue
+    if isinstance(field.default, _KINDS):
+      found[field.name] = meaning
+  return found
+
+
+def defaults(part: type) -> dict[str, Any]:
+  """The default of each option of a part."""
+  by_name = {field.name: field.default for field in dataclasses.fields(part)}
+  return {name: by_name[name] for name in meanings(part)}
+
+
+def check_names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any] | list[str],
+                of: str = '') -> Iterator[str]:
+  """Yields one line for each field that is unknown or missing.
+
+  Args:
+    prefix: of the fields, with its dot: 'placement.'.
+    given: the fields that a config has.
+    known: the fields that it should have.
+    of: the part that they belong to; without it a close name is suggested instead.
+  """
+  for name in sorted(set(given) ^ set(known)):
+    if of:
+      has = 'does not have it' if name in given else 'needs it'
+      yield f'{prefix}{name}: {of} {has}; its fields are {", ".join(known)}'
+      continue
+    near = difflib.get_close_matches(name, known, n=1) if name in given else ()
+    yield (f'{prefix}{name}: {"there is no such field" if name in given else "is missing"}'
+           + ''.join(f'; did you mean {prefix}{field}?' for field in near))
+
+
+def check_values(prefix: str, given: Mapping[str, Any], part: type) -> Iterator[str]:
+  """Yields one line for each option that is of a wrong type or outside its limits."""
+  default = defaults(part)
+  for name, meaning in meanings(part).items():
+    if name not in given:
+      continue
+    problem = _problem(given[name], default[name], meaning)
+    if given[name] is None:
+      yield f'{prefix}{name}: has no value yet; set it, for example by --config.{prefix}{name}='
+    elif problem:
+      yield f'{prefix}{name}: {meaning.words or problem}, got {given[name]!r}'
+
+
+def make(part: type, given: Mapping[str, Any]) -> Any:
+  """The part with these options; lists become tuples, and whole numbers of float options floats."""
+  default = defaults(part)
+  return part(**{name: _as(type(default[name]), given[name]) for name in default})
+
+
+def _as(kind: type, value: Any) -> Any:
+  if kind is tuple and isinstance(value, list):
+    return tuple(value)
+  return float(value) if kind is float else value
+
+
+def _problem(value: Any, default: Any, meaning: Meaning) -> str:
+  """What is wrong with a value, or an empty string."""
+  if isinstance(default, bool):
+    return '' if isinstance(value, bool) else 'must be True or False'
+  if isinstance(default, str):
+    return _problem_of_text(value, meaning)
+  if isinstance(default, tuple):
+    return _problem_of_tuple(value, meaning)
+  if isinstance(default, int):
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return _problem_of_int(value, meaning) if whole else 'must be a whole number'
+  if isinstance(value, int | float) and not isinstance(value, bool):
+    return _problem_of_float(value, meaning)
+  return 'must be a number'
+
+
+def _problem_of_text(value: Any, meaning: Meaning) -> str:
+  if not isinstance(value, str):
+    return 'must be a text'
+  if meaning.choices and value not in meaning.choices:
+    *most, last = meaning.choices
+    return f'must be {", ".join(most)} or {last}'
+  return ''
+
+
+def _problem_of_tuple(value: Any, meaning: Meaning) -> str:
+  numbers = value if isinstance(value, tuple | list) else (None,)
+  if not all(isinstance(x, int) and not isinstance(x, bool) for x in numbers) or any(
+      _problem_of_int(x, meaning) for x in numbers):
+    return 'must be positive whole numbers' if meaning.at_least == 1 else 'must be whole numbers'
+  return 'must not be empty' if meaning.not_empty and not len(numbers) else ''
+
+
+def _problem_of_int(value: int, meaning: Meaning) -> str:
+  low, high = meaning.at_least, meaning.at_most
+  if low is not None and value < low:
+    return f'must be at least {low}' if low else 'must not be negative'
+  if high is not None and value > high:
+    return 'must be below 2^31' if high == 2**31 - 1 else f'must be at most {high}'
+  return ''
+
+
+def _problem_of_float(value: float, meaning: Meaning) -> str:
+  low = -math.inf if meaning.at_least is None else meaning.at_least
+  high = math.inf if meaning.at_most is None else meaning.at_most
+  if meaning.at_least is None and meaning.above is not None:
+    low = meaning.above
+    if not value > low:
+      return f'must be above {low}'
+  if not (math.isfinite(value) and low <= value <= high):
+    return f'must be between {low} and {high}'
+  # Arithmetic is done in 32 bits, in which 0.99999999 is 1.
+  if meaning.above is not None and not np.float32(value) > meaning.above:
+    return f'must be above {meaning.above}'
+  if meaning.below is not None and not np.float32(value) < meaning.below:
+    return f'must be below {meaning.below}'
+  return ''

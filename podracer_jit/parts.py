@@ -1,0 +1,92 @@
+"""Parts by name: a shipped one by its name in a table, a user's own as `module:attribute`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_folders: list[Path] = []  # in which modules are looked for before Python's own places
+
+
+def look_beside(path: Path) -> None:
+  """From now on modules of a user's parts are found beside the file `path`, too."""
+  folder = path.resolve().parent
+  if folder not in _folders:
+    _folders.insert(0, folder)
+
+
+def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
+  """The part called `name`.
+
+  Args:
+    field: the config's field that names it, for errors: 'loss.name'.
+    name: a key of `shipped`, or 'module:attribute' of a user's own part.
+    shipped: the table of parts that the package has.
+
+  Raises:
+    ValueError: there is no such part, in one line.
+  """
+  if name in shipped:
+    return shipped[name]
+  module, colon, attribute = str(name).partition(':')
+  if not colon:
+    raise ValueError(f'{field}: there is no {name!r}; known are {", ".join(shipped)}, and '
+                     'module:attribute of your own')
+  try:
+    found = _module(module)
+  except ImportError as error:
+    raise ValueError(f'{field}: cannot import {module!r} of {name!r} ({error}); it is looked for '
+                     'beside the config file and on PYTHONPATH') from None
+  except Exception as error:  # noqa: BLE001 - a module is a program: it may raise anything
+    words = ' '.join(str(error).split())
+    raise ValueError(f'{field}: {module}.py fails: {type(error).__name__}: {words}') from error
+  for part in attribute.split('.'):
+    if not hasattr(found, part):
+      raise ValueError(f'{field}: {module} has no {attribute!r}')
+    found = getattr(found, part)
+  return found
+
+
+def _module(name: str) -> ModuleType:
+  """Imports a user's module: from beside the config file if it is there, else as Python does."""
+  for folder in _folders:
+    path = folder.joinpath(*name.split('.')).with_suffix('.py')
+    if path.is_file():
+      return load(path, name)
+  return importlib.import_module(name)
+
+
+def load(path: Path, name: str, again: bool = False) -> ModuleType:
+  """Returns the module in a file, which other code then imports by `name`.
+
+  Args:
+    path: of the file.
+    name: of the module.
+    again: run the file even if it was loaded before.
+
+  Raises:
+    ImportError: another module has that name.
+  """
+  path = path.resolve()
+  known = sys.modules.get(name)
+  if known is not None:
+    where = getattr(known, '__file__', None)
+    if where is None or Path(where).resolve() != path:
+      raise ImportError(f'{path} cannot be called {name}: that is the name of '
+                        f'{where or "a built-in module"}')
+    if not again:
+      return known
+  spec = importlib.util.spec_from_file_location(name, path)
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module
+  try:
+    spec.loader.exec_module(module)
+  except BaseException:
+    del sys.modules[name]
+    raise
+  return module

@@ -1,0 +1,195 @@
+"""The config as people write it: an ml_collections.ConfigDict of the options of all parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import ml_collections
+
+from podracer_jit import losses, options, parts
+from podracer_jit.agents import kinds
+from podracer_jit.agents.networks import TorsoOptions
+from podracer_jit.agents.optimizers import OPTIMIZERS, Optimizer
+from podracer_jit.agents.policies import FAMILIES
+from podracer_jit.agents.running_moments import NormaliseOptions
+from podracer_jit.losses.algorithm import Algorithm
+from podracer_jit.replay.options import ReplayOptions
+from podracer_jit.run.settings import (
+    CheckpointOptions,
+    EnvOptions,
+    LogOptions,
+    TrainingOptions,
+)
+from podracer_jit.runtime.placement import PlacementOptions
+from podracer_jit.schemes.table import SCHEMES
+
+
+class Choice(NamedTuple):
+  """A section of the config whose fields are those of the part that its `name` chooses."""
+
+  shipped: Mapping[str, type]
+  base: type
+  wanted: str  # what a user's own must be, for errors
+
+
+CHOICES = {
+    'loss': Choice(losses.ALGORITHMS, Algorithm,
+                   'a class derived from RolloutAlgorithm or ReplayAlgorithm'),
+    'network': Choice(kinds.NETWORKS, nn.Module, 'a flax module'),
+    'optimizer': Choice(OPTIMIZERS, Optimizer, 'a class derived from Optimizer'),
+}
+# Sections whose fields are always the same.
+SECTIONS = {
+    'normalise': NormaliseOptions,
+    'placement': PlacementOptions,
+    'checkpoint': CheckpointOptions,
+    'log': LogOptions,
+}
+SCHEME, POLICY = 'cleanba', 'auto'  # by default
+
+
+def find_part(section: str, name: str) -> type:
+  """The part that `name` chooses in a section of CHOICES.
+
+  Raises:
+    ValueError: there is none, or it is of another kind, in one line.
+  """
+  choice, field = CHOICES[section], f'{section}.name'
+  part = parts.find(field, name, choice.shipped)
+  if not (isinstance(part, type) and issubclass(part, choice.base)):
+    raise ValueError(f'{field}: {name} must be {choice.wanted}')
+  try:
+    options.meanings(part)
+  except ValueError as error:
+    raise ValueError(f'{field}: {error}') from None
+  return part
+
+
+def option_classes(section: str, part: type) -> tuple[type, ...]:
+  """The classes whose options are the fields of a section, where it has chosen this part."""
+  around = section == 'network' and kinds.provides(part) == kinds.TORSO
+  return (part, TorsoOptions) if around else (part,)
+
+
+def section_defaults(section: str, name: str) -> dict[str, Any]:
+  """The whole section of the config that has chosen `name`.
+
+  Raises:
+    ValueError: as `find_part`.
+  """
+  fields = {'name': name}
+  for cls in option_classes(section, find_part(section, name)):
+    fields |= options.defaults(cls)
+  return fields
+
+
+def config(loss: str, network: str, optimizer: str, **fields: Any) -> ml_collections.ConfigDict:
+  """Returns a whole config: the named parts with all their options, and `fields`.
+
+  A config file goes on to set what makes its experiment; each field can be overridden by a flag.
+
+  Args:
+    loss: a name in `losses.ALGORITHMS`, or 'module:Class' of your own.
+    network: a name in `agents.kinds.NETWORKS`, or 'module:Class' of your own.
+    optimizer: a name in `agents.optimizers.OPTIMIZERS`, or 'module:Class' of your own.
+    **fields: other fields of the config, such as scheme='sync'.
+
+  Raises:
+    ValueError: there is no such part.
+  """
+  whole = dict(scheme=SCHEME, **options.defaults(TrainingOptions),
+               env=options.defaults(EnvOptions), policy=POLICY)
+  for section, name in (('loss', loss), ('network', network), ('optimizer', optimizer)):
+    whole[section] = section_defaults(section, name)
+  for section, cls in SECTIONS.items():
+    whole[section] = options.defaults(cls)
+  whole |= replay_section(whole)
+  whole.update(fields)
+  return ml_collections.ConfigDict(whole)
+
+
+def replay_section(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """The section `replay` with its defaults, for an algorithm that learns from one; else nothing."""
+  algorithm = find_part('loss', fields['loss']['name'])
+  return {'replay': options.defaults(ReplayOptions)} if algorithm.learns_from_replay else {}
+
+
+def choose(fields: ml_collections.ConfigDict | dict[str, Any], section: str, name: str) -> None:
+  """Changes a config to have another part in a section, with that part's defaults.
+
+  The section `replay` comes and goes with an algorithm that learns from one.
+
+  Raises:
+    ValueError: there is no such part.
+  """
+  if fields[section]['name'] != name:
+    changed = section_defaults(section, name)
+    del fields[section]
+    fields[section] = changed
+  replay = replay_section(fields)
+  if 'replay' in fields and not replay:
+    del fields['replay']
+  elif 'replay' not in fields and replay:
+    fields['replay'] = replay['replay']
+
+
+def complete(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """A config of plain values with the default of each option that it does not have.
+
+  Configs of old workdirs lack options that came later, whose defaults are what was done before.
+  """
+  whole = options.defaults(TrainingOptions) | {'scheme': SCHEME, 'policy': POLICY} | dict(fields)
+  for section in CHOICES:
+    if section in whole:
+      whole[section] = section_defaults(section, whole[section].get('name')) | whole[section]
+  for section, cls in SECTIONS.items():
+    whole[section] = options.defaults(cls) | whole.get(section, {})
+  whole['env'] = options.defaults(EnvOptions) | whole.get('env', {})
+  if 'replay' in whole:
+    whole['replay'] = options.defaults(ReplayOptions) | whole['replay']
+  return whole
+
+
+def describe(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+  """Yields (field, its value, what it means) of each option that a config of plain values has."""
+  yield 'scheme', fields['scheme'], f'who waits for whom: {", ".join(SCHEMES)}'
+  yield from _described('', fields, (TrainingOptions,))
+  yield ('policy', fields['policy'],
+         f'auto: as the algorithm and the actions are; or {", ".join(FAMILIES)}')
+  yield from _described('env.', fields['env'], (EnvOptions,))
+  for section, choice in CHOICES.items():
+    name = fields[section]['name']
+    yield (f'{section}.name', name,
+           f'{", ".join(choice.shipped)}, or module:Class of your own')
+    classes = option_classes(section, find_part(section, name))
+    yield from _described(f'{section}.', fields[section], classes)
+  for section, cls in SECTIONS.items():
+    yield from _described(f'{section}.', fields[section], (cls,))
+  if 'replay' in fields:
+    yield from _described('replay.', fields['replay'], (ReplayOptions,))
+
+
+def _described(prefix: str, fields: Mapping[str, Any], classes: tuple[type, ...]
+               ) -> Iterator[tuple[str, Any, str]]:
+  for cls in classes:
+    for name, meaning in options.meanings(cls).items():
+      if name in fields:
+        yield prefix + name, fields[name], meaning.help
+
+
+def arguments(text: str, *known: str) -> frozenset[str]:
+  """The arguments after the colon of --config=configs/x.py:a,b.
+
+  Args:
+    text: what `get_config` was given.
+    *known: the arguments that the config has.
+
+  Raises:
+    ValueError: an argument that it does not have.
+  """
+  given = frozenset(filter(None, text.split(',')))
+  for name in sorted(given - set(known)):
+    raise ValueError(f'there is no argument {name!r}; known are {", ".join(known)}')
+  return given

@@ -1,0 +1,60 @@
+"""The options that belong to no part: of training as a whole, environments, checkpoints, logs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from podracer_jit.options import option
+
+_LARGEST = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingOptions:
+  """The top level of the config, without scheme and policy."""
+
+  total_steps: int = option(50_000_000, 'valid agent steps after which training is finished',
+                            at_least=1, at_most=_LARGEST)
+  seed: int = option(1, 'of everything that is drawn', at_least=0, at_most=_LARGEST)
+  unroll_length: int = option(20, 'steps of an environment in a rollout', at_least=1)
+  num_minibatches: int = option(1, 'minibatches of an epoch', at_least=1)
+  num_epochs: int = option(1, 'passes over a round of rollouts', at_least=1)
+  num_shards: int = option(
+      1, 'pools that the environments are split into, each with streams of its own', at_least=1)
+  env_batch: int = option(
+      0, '0: actors wait for all environments; n: for the first n that are ready, and no run '
+      'repeats', at_least=0)
+  num_grad_shards: int = option(
+      1, 'groups that a gradient is summed over; also the most learner devices', at_least=1)
+  exact_reduce: bool = option(
+      True, 'False: a plain all-reduce of one group a device, with other bits on each mesh')
+  microbatch_rows: int = option(
+      0, "network rows to a pass of the gradient; 0: a group's minibatch at once", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvOptions:
+  """The section `env`; beside these fields it has any options of the task's own."""
+
+  task: str = option('', "an EnvPool task, or 'module:attribute' of your own environments")
+  num_envs: int = option(128, 'environments of all actors together', at_least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointOptions:
+  """The section `checkpoint`."""
+
+  every_updates: int = option(1000, 'updates of a segment, which ends with a checkpoint',
+                              at_least=1)
+  keep: int = option(3, 'checkpoints that stay', at_least=1)
+  replay: bool = option(
+      True, 'checkpoints have the replay; without it every segment begins with an empty one')
+
+
+@dataclasses.dataclass(frozen=True)
+class LogOptions:
+  """The section `log`."""
+
+  every_seconds: float = option(10.0, 'between two lines where there is no terminal', above=0)
+  window: int = option(100, 'episodes that returns and lengths are means of', at_least=1)
+  tensorboard: bool = option(True, 'write events for TensorBoard')

@@ -1,0 +1,84 @@
+"""Actors that fill a replay, and a learner that draws from it, each at its own rate (Ape-X)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podracer_jit.learner import rollout_updates
+from podracer_jit.loops import Port, Worker
+from podracer_jit.runtime import placement
+from podracer_jit.runtime.channels import HandOff, Inbox, Stamped
+from podracer_jit.schemes import wiring
+from podracer_jit.schemes.reports import Report
+from podracer_jit.schemes.scheme import Graph
+from podracer_jit.schemes.wiring import Actor, Begin, Plan, number
+from podracer_jit.types import Episodes, TrainState
+
+
+class State(NamedTuple):
+  """The state of the learner."""
+
+  train: TrainState
+  late: float = 0.0  # gradient steps that the newest rollouts were behind when they came
+
+
+def wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
+  """Returns the workers and their waits; the learner of the plan draws from a replay."""
+  mesh, learner = plan.place.mesh, plan.learner
+  group_envs = learner.sizes.num_envs // learner.sizes.num_grad_shards
+  params = wiring.parameters(plan, actors, begin, number(begin.state.target.gradient_steps))
+  side_by_side = jax.jit(rollout_updates.concatenate)
+  rate = learner.rate_limiter(plan.num_envs * plan.acting.unroll_length, len(actors))
+  made = Inbox('rollouts', len(actors), rate.wants, lambda item: (
+      item[0], placement.everywhere(side_by_side(item[1]), mesh)))
+  nothing = placement.everywhere((jnp.int32(0), jnp.zeros(2, jnp.uint32)), mesh)
+
+  def fire(carry: State, arrived: Stamped):
+    state, seen = carry.train, nothing
+    before = number(state.target.gradient_steps)
+    late = [before - item.version for item in arrived.value]
+    late = sum(late) / len(late) if late else carry.late
+    with jax.profiler.TraceAnnotation('add'):
+      for first_env, new in (item.value for item in arrived.value):
+        state, counts = learner.programs.insert(state, new, np.int32(first_env // group_envs))
+        seen = jax.tree.map(jnp.add, seen, counts)
+      rate.count(number(seen[0]), 0)
+    with jax.profiler.TraceAnnotation('learn'):
+      count = learner.gradient_steps if rate.may_draw() else 0
+      state, metrics = learner.programs.learn(state, np.int32(count), *seen)
+    rate.count(0, number(metrics['sampled'][0]))
+    version = number(state.target.gradient_steps)
+    episodes = [new.episodes for _, new in (item.value for item in arrived.value)]
+    metrics['episodes'] = _end_to_end(jax.device_get(episodes))
+    fresh = Stamped(state.params, version)
+    report = Stamped(Report(metrics, 1, (learner.mean_cgd(late),), (0.0,)), version)
+    return State(state, late), [*[fresh] * len(params), report]
+
+  def tagged(worker: Worker, first_env: int) -> Worker:
+    def fire(state, params):
+      state, (made,) = worker.fire(state, params)
+      return state, [made._replace(value=(first_env, made.value))]
+    return worker._replace(fire=fire)
+
+  draws = Worker('learner', fire, State(begin.state), [Port(made)],
+                 [Port(h) for h in (*params, reports)], begin.updates,
+                 lambda carry: begin.ended(carry.train))
+  acts = [wiring.actor(plan, i, actor, begin, p, made, 2**62, learner.options.params_every)
+          for i, (actor, p) in enumerate(zip(actors, params, strict=True))]
+  acts = [tagged(worker, actor.first_env) for worker, actor in zip(acts, actors, strict=True)]
+  return [*acts, draws], wiring.waits(params, [made] * len(actors))
+
+
+def _end_to_end(episodes: Sequence[Episodes]) -> Episodes:
+  """Concatenates episodes along T and adds a leading update axis; empty if there are none."""
+  if not episodes:
+    return Episodes(*(np.zeros((1, 0, 0), dtype) for dtype in (bool, np.float32, np.int32)))
+  return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[None], *episodes)
+
+
+GRAPH = Graph(wire, free_rates=True)

@@ -1,0 +1,52 @@
+"""One program that makes rollouts and updates in turn, with no Python between them (Anakin)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from podracer_jit.actor.rollouts import ActorState
+from podracer_jit.learner import rollout_updates
+from podracer_jit.loops import Port, Worker
+from podracer_jit.runtime.channels import HandOff, Stamped
+from podracer_jit.schemes.reports import Report, Waits
+from podracer_jit.schemes.scheme import Graph
+from podracer_jit.schemes.wiring import Actor, Begin, Plan, number
+from podracer_jit.types import TrainState
+
+
+class State(NamedTuple):
+  """The state of the only worker."""
+
+  train: TrainState
+  update: int
+  actor: ActorState
+
+
+def wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
+  """Returns the one worker, which fires a program that makes several updates, and its waits."""
+  (actor,) = actors
+  total = plan.total_steps
+  calls = min(plan.updates_per_call, begin.updates)
+  rollout = plan.acting.rollout(actor.pools.shards)
+  fused = rollout_updates.make_fused(rollout, plan.learner.learn, calls)
+  state = jax.tree.map(lambda x: x.addressable_data(0), begin.state)  # to be donated, not a copy
+  program = actor.pools.load(fused, (state, actor.state, calls, total), donate=(0, 1))
+
+  def fire(carry: State):
+    limit = min(calls, begin.update + begin.updates - carry.update)
+    state, actor_state, count, metrics = program(carry.train, carry.actor, limit, total)
+    count = number(count)  # waits for the call
+    item = Report(metrics, count, (plan.learner.mean_cgd(0),) * count, (0.0,) * count)
+    update = carry.update + count
+    return State(state, update, actor_state), [Stamped(item, update)]
+
+  learner = Worker('learner', fire, State(state, begin.update, actor.state), [],
+                   [Port(reports)], -(-begin.updates // calls),
+                   lambda carry: begin.ended(carry.train))
+  return [learner], lambda: Waits(0.0, 0.0)
+
+
+GRAPH = Graph(wire, one_program=True)

@@ -1,0 +1,83 @@
+"""Actors and a learner as programs of their own, on devices of their own where there are such."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from podracer_jit.loops import Port, Worker
+from podracer_jit.runtime import placement
+from podracer_jit.runtime.channels import Arrival, HandOff, Stamped
+from podracer_jit.schemes import wiring
+from podracer_jit.schemes.reports import Report
+from podracer_jit.schemes.scheme import Graph
+from podracer_jit.schemes.wiring import Actor, Begin, Plan
+from podracer_jit.types import TrainState
+
+
+class State(NamedTuple):
+  """The state of the learner."""
+
+  train: TrainState
+  update: int  # of `train`: asking the device would take a while
+
+
+def wire_in_order(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
+  """Returns the workers and their waits; an update takes one rollout of each actor, in order."""
+  made = [wiring.rollouts_of(i, actor.first_env, begin.updates, plan.num_envs, plan.place.mesh)
+          for i, actor in enumerate(actors)]
+  return _wire(plan, actors, begin, reports, made, begin.updates, lambda values: values)
+
+
+def wire_as_they_come(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
+  """Returns the workers and their waits; an update takes rollouts as they come, of any actors."""
+  made: list[HandOff] = [Arrival('rollouts', len(actors))] * len(actors)
+
+  def scatter(values: Sequence[Any]) -> list[Any]:
+    # Whoever made them, they stand in the batch as they came.
+    return [placement.scatter(x, i * plan.num_envs // len(values), plan.num_envs, plan.place.mesh)
+            for i, x in enumerate(values)]
+
+  return _wire(plan, actors, begin, reports, made, begin.updates * len(actors), scatter)
+
+
+def _wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff,
+          made: Sequence[HandOff], rollouts: int, scatter: Callable):
+  """Returns the workers and their waits.
+
+  Args:
+    plan: of the run.
+    actors: of the segment.
+    begin: what the segment begins with.
+    reports: where the learner's reports go.
+    made: the hand-off of each actor's rollouts.
+    rollouts: that an actor makes at most.
+    scatter: sends what came out of `made` to the devices of the learner.
+  """
+  params = wiring.parameters(plan, actors, begin, begin.update)
+
+  def fire(carry: State, *items: Stamped):
+    update = carry.update
+    wiring.check_lag(plan.scheme, update, begin.update, items)
+    values = scatter([item.value for item in items])
+    with jax.profiler.TraceAnnotation('learn'):
+      batch = placement.gather(values, plan.place.mesh)
+      state, metrics = plan.learner.program(carry.train, batch)
+    behind = sum(update - item.version for item in items) / len(items)
+    cgd = plan.learner.mean_cgd(behind * plan.learner.gradient_steps)
+    fresh = Stamped(state.params, update + 1)
+    report = Stamped(Report(metrics, 1, (cgd,), (0.0,)), update + 1)
+    return State(state, update + 1), [*[fresh] * len(params), report]
+
+  learner = Worker('learner', fire, State(begin.state, begin.update), [Port(h) for h in made],
+                   [Port(h) for h in (*params, reports)], begin.updates,
+                   lambda carry: begin.ended(carry.train))
+  workers = [wiring.actor(plan, i, actor, begin, *ends, rollouts)
+             for i, (actor, *ends) in enumerate(zip(actors, params, made, strict=True))]
+  return [*workers, learner], wiring.waits(params, made)
+
+
+IN_ORDER = Graph(wire_in_order, several_processes=True)
+AS_THEY_COME = Graph(wire_as_they_come)
