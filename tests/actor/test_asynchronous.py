@@ -16,11 +16,11 @@ from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs, frames
 from podracer_jit.envs.envpool_envs import TimeStep
 from podracer_jit.run import build, checks, experiment
+from tests.actor.test_rollouts import SMALL, Row, linear
+from tests.envs.test_envs import MUJOCO, python_pool
 from tests.runs import QUICK, by_rows, changed, run, small
-from tests.test_envs import MUJOCO, python_pool
-from tests.test_rollouts import SMALL, Row, linear
 
-SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / 'scripts'
+SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / 'scripts'
 
 
 def tagged(step):

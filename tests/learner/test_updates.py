@@ -18,7 +18,7 @@ from podracer_jit.losses import objectives
 from podracer_jit.numerics import deterministic, fingerprints
 from podracer_jit.types import Episodes, Rollout, TrainState
 from tests import reference
-from tests.test_frames import make_stacks
+from tests.envs.test_frames import make_stacks
 
 ACTIONS = 3
 POLICY = categorical(ACTIONS)

@@ -128,7 +128,7 @@ shard.close()
 assert shard.first_obs.dtype == obs.dtype == reward.dtype == np.float32
 assert jnp.ones(1).astype(float).dtype == np.float32  # x64 is off as before
 
-from tests.test_envs import python_pool
+from tests.envs.test_envs import python_pool
 pool = python_pool('{MUJOCO}', seeds)
 first, _ = pool.reset()
 assert first.dtype == np.float64

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 COMMON = ['--config.num_shards=2', '--config.num_grad_shards=4', '--config.log.tensorboard=False',
           '--config.placement.env_threads=1']
 CASES = {
