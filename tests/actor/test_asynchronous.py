@@ -19,6 +19,7 @@ from podracer_jit.run import build, checks, experiment
 from tests.actor.test_rollouts import SMALL, Row, linear
 from tests.envs.test_envs import MUJOCO, python_pool
 from tests.runs import QUICK, by_rows, changed, run, small
+from tests.workers import wrap
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / 'scripts'
 
@@ -231,15 +232,8 @@ def test_actions_differ_between_turns_and_rollouts():
 def asynchronous_run(**fields):
   config = changed(small('impala', env_batch=4), scheme='cleanba', **fields)
   made = []
-
-  def tamper(workers):
-    def fire(*args, whole=workers[0].fire):
-      state, outputs = whole(*args)
-      made.append(jax.device_get(outputs[0].value[0]))
-      return state, outputs
-    return [workers[0]._replace(fire=fire), *workers[1:]]
-
-  _, reports, train = run(config, tamper=tamper)
+  _, reports, train = run(config, tamper=wrap('actor 0', after=lambda call, state, outputs: (
+      made.append(jax.device_get(outputs[0].value[0])))))
   return made, reports, train
 
 

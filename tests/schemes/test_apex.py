@@ -16,6 +16,7 @@ from podracer_jit.learner import replay_updates
 from podracer_jit.run import build, checkpoint, checks, evaluation, experiment, train
 from podracer_jit.types import Target, TrainState
 from tests.runs import changed, run
+from tests.workers import wrap
 
 UPDATES = 8
 
@@ -154,16 +155,14 @@ def test_without_its_replay_learning_waits_until_there_is_enough_again(tmp_path)
   assert list(np.diff(steps)) == [3, 3, 3, 0, 3, 3]
 
 
-def _stalled(name, seconds, calls):
-  def tamper(workers):
-    def stall(fire):
-      def fires(*args):
-        calls.append(1)
-        time.sleep(seconds if len(calls) > 3 else 0)
-        return fire(*args)
-      return fires
-    return [w._replace(fire=stall(w.fire)) if w.name.startswith(name) else w for w in workers]
-  return tamper
+def _stalled(name, seconds):
+  """Delays a worker, or several of one kind, from their fourth firing together on."""
+  calls = []
+
+  def stall(*_):
+    calls.append(1)
+    time.sleep(seconds if len(calls) > 3 else 0)
+  return wrap(name, before=stall)
 
 
 def _free(learners=(2,), **fields):
@@ -174,7 +173,7 @@ def _free(learners=(2,), **fields):
 
 
 def test_a_stalled_actor_does_not_stall_the_learner():
-  stalls = [_stalled('actor 0', 0.2, []), _stalled('actor 1', 0.05, [])]
+  stalls = [_stalled('actor 0', 0.2), _stalled('actor 1', 0.05)]
   _, reports, state = run(**_free(), updates=40, tamper=lambda w: stalls[0](stalls[1](w)))
   # The second rollout of actor 1 is as late as the first gradient steps made it, or more.
   assert reports[0].cgd == (0.0,) and max(report.cgd[0] for report in reports) >= 3
@@ -187,7 +186,7 @@ def test_a_stalled_actor_does_not_stall_the_learner():
 
 
 def test_a_stalled_learner_does_not_lose_what_actors_made():
-  _, reports, state = run(**_free(), updates=12, tamper=_stalled('learner', 0.1, []))
+  _, reports, state = run(**_free(), updates=12, tamper=_stalled('learner', 0.1))
   added = [int(jax.device_get(report.metrics['valid'])[0]) for report in reports]
   assert max(added) > 128  # several rollouts at once
   assert int(state.steps) == sum(added)
@@ -201,7 +200,7 @@ def test_samples_per_insert_is_kept_within_its_tolerance(slow, learners, toleran
   """Whoever is slow, after every firing, counted from after the first that drew."""
   ratio = 2.0  # 384 are drawn at once, a rollout adds up to 128: 320 is the least tolerance
   free = _free(learners, replay__samples_per_insert=ratio, replay__tolerance=tolerance)
-  _, reports, _ = run(**free, updates=60, tamper=_stalled(slow, 0.02, []))
+  _, reports, _ = run(**free, updates=60, tamper=_stalled(slow, 0.02))
   added, drawn = (np.array([int(jax.device_get(report.metrics[name])[0]) for report in reports])
                   for name in ('valid', 'sampled'))
   start = int(np.argmax(drawn > 0)) + 1
@@ -212,33 +211,19 @@ def test_samples_per_insert_is_kept_within_its_tolerance(slow, learners, toleran
 
 @pytest.mark.parametrize('name', ['actor 1', 'learner', 'writer'])
 def test_an_error_of_anyone_ends_a_free_run(name):
-  def tamper(workers):
-    def fail(fire):
-      calls = []
-      def fires(*args):
-        calls.append(1)
-        if len(calls) == 4:
-          raise ArithmeticError(name)
-        return fire(*args)
-      return fires
-    return [w._replace(fire=fail(w.fire)) if w.name == name else w for w in workers]
+  def fail(call, *_):
+    if call.number == 4:
+      raise ArithmeticError(name)
+
   with pytest.raises(ArithmeticError, match=name):
     run(**_free(), runner=functools.partial(loops.run, grace_s=10.0), updates=10**6,
-        tamper=tamper)
+        tamper=wrap(name, before=fail))
 
 
 def test_actors_keep_their_parameters_for_so_many_rollouts():
   versions = []
-
-  def tamper(workers):
-    def watch(fire):
-      def fires(state, params):
-        versions.append(params.version)
-        return fire(state, params)
-      return fires
-    return [w._replace(fire=watch(w.fire)) if w.name == 'actor 0' else w for w in workers]
-
-  run(**_free(replay__params_every=3), updates=40, tamper=tamper)
+  run(**_free(replay__params_every=3), updates=40, tamper=wrap(
+      'actor 0', before=lambda call, state, params: versions.append(params.version)))
   runs = len(versions) // 3 * 3
   assert np.ptp(np.reshape(versions[:runs], (-1, 3)), axis=1).max() == 0
   assert len(set(versions)) > 2

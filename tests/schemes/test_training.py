@@ -1,5 +1,6 @@
 """Whole schemes: exact lags, and the same bits however the same experiment is run."""
 
+import collections
 import functools
 import random
 import re
@@ -19,6 +20,7 @@ from podracer_jit.run import build, experiment
 from podracer_jit.runtime import channels
 from podracer_jit.schemes import wiring
 from tests.runs import changed, initial_state, run, small
+from tests.workers import not_writer, wrap
 
 CASES = {
     'impala-mlp': lambda: small('impala'),
@@ -70,23 +72,12 @@ def test_lag_one_is_not_lag_zero():
   assert _receipts('sync') != _receipts('cleanba')
 
 
-def _slowed(name):
-  """Makes the named worker sleep at random before it fires."""
-  def tamper(workers):
-    def slow(fire):
-      def slowly(*args):
-        time.sleep(random.random() * 0.1)
-        return fire(*args)
-      return slowly
-    return [w._replace(fire=slow(w.fire)) if w.name.startswith(name) else w for w in workers]
-  return tamper
-
-
 @pytest.mark.parametrize('loss', ['impala', 'ppo'])
 @pytest.mark.parametrize('scheme', ['sync', 'cleanba'])
 @pytest.mark.parametrize('slow', ['learner', 'actor', 'writer'])
 def test_a_slow_side_changes_no_bit(loss, scheme, slow):
-  assert _run(scheme, loss, tamper=_slowed(slow))[0] == _receipts(scheme, loss)
+  slowly = wrap(slow, before=lambda *_: time.sleep(random.random() * 0.1))
+  assert _run(scheme, loss, tamper=slowly)[0] == _receipts(scheme, loss)
 
 
 @pytest.mark.parametrize('case', ['impala-cnn', 'ppo-cnn'])
@@ -152,24 +143,16 @@ def test_nothing_is_compiled_within_a_segment():
   config = changed(small(), scheme='cleanba')
   compiled = []
 
-  def tamper(workers):
-    def watched(fire):
-      fired = []
-
-      def once(*args):
-        fired.append(1)
-        if len(fired) == 3:  # by then everything has run once, lag and all
-          jax.monitoring.register_event_duration_secs_listener(listen)
-        return fire(*args)
-      return once
-    return [w._replace(fire=watched(w.fire)) if w.name == 'learner' else w for w in workers]
+  def watch(call, *_):
+    if call.number == 3:  # by then everything has run once, lag and all
+      jax.monitoring.register_event_duration_secs_listener(listen)
 
   def listen(event, duration, **kwargs):
     if 'backend_compile' in event:
       compiled.append(event)
 
   try:
-    run(config, updates=8, tamper=tamper)
+    run(config, updates=8, tamper=wrap('learner', before=watch))
     assert not compiled
     jax.jit(lambda x: x * 3.25)(1.5)  # the listener does hear
     assert compiled
@@ -181,23 +164,21 @@ def test_nothing_is_compiled_within_a_segment():
 def test_programs_are_called_without_python(scheme):
   """After a first call JAX leaves the others to C++, unless a program has effects."""
   config = apex_dqn_catch.get_config().to_dict() if scheme == 'apex_lockstep' else small()
-  config, seen = changed(config, scheme=scheme, placement__updates_per_call=1), {}
+  config = changed(config, scheme=scheme, placement__updates_per_call=1)
+  seen = collections.defaultdict(list)
 
-  def tamper(workers):
-    def watched(worker):
-      calls = seen[worker.name] = []
+  def profiled(call, *args):
+    files = []
+    seen[call.worker].append(files)
+    sys.setprofile(lambda frame, event, arg: files.append(frame.f_code.co_filename))
+    try:
+      return call.fire(*args)
+    finally:
+      sys.setprofile(None)
 
-      def fire(*args):
-        calls.append([])
-        sys.setprofile(lambda frame, event, arg: calls[-1].append(frame.f_code.co_filename))
-        try:
-          return worker.fire(*args)
-        finally:
-          sys.setprofile(None)
-      return worker._replace(fire=fire)
-    return [*map(watched, workers[:-1]), workers[-1]]
-
-  run(config, updates=8, tamper=tamper)
+  run(config, updates=8, tamper=wrap(not_writer, instead=profiled))
+  assert {name.split()[0] for name in seen} >= ({'learner'} if scheme == 'fused' else
+                                                {'actor', 'learner'})
   for name, calls in seen.items():
     by_python = [sum(file.endswith('interpreters/pxla.py') for file in call) for call in calls]
     assert by_python[0] and len(calls) == 8
@@ -270,15 +251,10 @@ def test_transfers_happen_in_hand_offs_alone(monkeypatch):
 def test_a_learner_is_started_while_the_rollout_is_made():
   config, ready = changed(small(), scheme='sync', unroll_length=3000), []
 
-  def tamper(workers):
-    def watched(fire):
-      def fires(state, item):
-        ready.append(jax.tree.leaves(item.value)[-1].is_ready())
-        return fire(state, item)
-      return fires
-    return [w._replace(fire=watched(w.fire)) if w.name == 'learner' else w for w in workers]
+  def look(call, state, item):
+    ready.append(jax.tree.leaves(item.value)[-1].is_ready())
 
-  run(config, updates=4, tamper=tamper)
+  run(config, updates=4, tamper=wrap('learner', before=look))
   assert len(ready) == 4 and not all(ready)
 
 
@@ -290,16 +266,8 @@ def test_a_rollout_is_learned_from_where_it_was_made():
     learned.append(batch)
     return parts.learner(state, batch)
 
-  def watched(fire):
-    def fires(*args):
-      state, outputs = fire(*args)
-      made.append(outputs[0].value)
-      return state, outputs
-    return fires
-
-  run(None, loops.run_serial, 3, parts=parts._replace(learner=learner), tamper=lambda workers: [
-      worker._replace(fire=watched(worker.fire)) if worker.name == 'actor 0' else worker
-      for worker in workers])
+  run(None, loops.run_serial, 3, parts=parts._replace(learner=learner), tamper=wrap(
+      'actor 0', after=lambda call, state, outputs: made.append(outputs[0].value)))
   for (rollout,), batch in zip(made, learned, strict=True):
     assert jax.tree.all(jax.tree.map(lambda x, y: x is y, rollout, batch))
 
@@ -313,19 +281,11 @@ class Broken(Exception):
 def test_an_error_anywhere_ends_the_run_with_its_message(scheme, name):
   if scheme == 'fused' and name == 'actor 0':
     pytest.skip('fused has no actor of its own')
-  def tamper(workers):
-    def breaking(fire):
-      calls = []
-
-      def fires(*args):
-        calls.append(1)
-        if len(calls) == 3:
-          raise Broken(f'{name} is broken')
-        return fire(*args)
-      return fires
-    return [w._replace(fire=breaking(w.fire)) if w.name == name else w for w in workers]
+  def breaks(call, *_):
+    if call.number == 3:
+      raise Broken(f'{name} is broken')
 
   start = time.monotonic()
   with pytest.raises(Broken, match=f'{name} is broken'):
-    _run(scheme, tamper=tamper)
+    _run(scheme, tamper=wrap(name, before=breaks))
   assert time.monotonic() - start < 60  # compiling included; a hang would be for ever
