@@ -4,8 +4,11 @@ import copy
 import os
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from podracer_jit import loops
+from podracer_jit.numerics import deterministic
 from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.run import build, experiment
 from podracer_jit.runtime import placement
@@ -78,3 +81,10 @@ def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, 
     receipts += [(as_hex(metrics['batch'][i]), as_hex(metrics['params'][i]))
                  for i in range(report.count)]
   return receipts, reports, states['learner'].train
+
+
+def on_mesh(function, size, in_specs, out_specs):
+  """Compiles a function for a mesh of the first `size` devices, as learners have it."""
+  mesh = Mesh(np.array(jax.devices()[:size]), (deterministic.AXIS,))
+  return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
+                               check_vma=False))

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.actor import asynchronous, rollouts
 from podracer_jit.agents import policies
-from podracer_jit.envs import envpool_envs, frames
+from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.envpool_envs import TimeStep
 from podracer_jit.run import build, checks, experiment
 from tests.actor.test_rollouts import SMALL, Row, linear
@@ -271,23 +271,6 @@ def test_a_config_that_cannot_be_asynchronous_is_refused(loss, fields, message):
     config['replay'].update(min_size=64, capacity=64, batch_size=8)
   with pytest.raises(ValueError, match=message):
     checks.check(config)
-
-
-def test_frames_of_an_asynchronous_pool_are_kept_once(monkeypatch):
-  of = frames.of
-  monkeypatch.setattr(frames, 'of', lambda obs, stack: (obs, of(obs, stack)))
-  parts = build.make_parts(small('impala', 'Pong-v5', 'nature_cnn', env_batch=4))
-  state, fresh = build.initial_state(parts), 0
-  with build.segment(parts, state, 0, 3, print) as segment:
-    worker = segment.workers[0]
-    acting, params = worker.state, worker.reads[0].handoff.get()
-    for _ in range(3):
-      acting, (made,) = worker.fire(acting, params)
-      whole, once = made.value[0].obs
-      assert once.frame.shape == (8 + 4, 8, 1, 42, 42)
-      assert_array_equal(frames.stacks(once), whole)
-      fresh += once.fresh.sum()
-  assert fresh
 
 
 def test_each_asynchronous_actor_has_one_shard():
