@@ -15,10 +15,10 @@ from podracer_jit.actor import asynchronous, rollouts
 from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.envpool_envs import TimeStep
-from podracer_jit.run import build, checks, experiment
+from podracer_jit.run import checks, experiment
 from tests.actor.test_rollouts import SMALL, Row, linear
 from tests.envs.test_envs import MUJOCO, python_pool
-from tests.runs import QUICK, by_rows, changed, run, small
+from tests.runs import QUICK, by_rows, changed, parts, run, small
 from tests.workers import wrap
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / 'scripts'
@@ -275,8 +275,8 @@ def test_a_config_that_cannot_be_asynchronous_is_refused(loss, fields, message):
 
 def test_each_asynchronous_actor_has_one_shard():
   with pytest.raises(ValueError, match=r'num_shards: must be the number of actors .*, 1; got 2'):
-    build.make_parts(small(env_batch=2, num_shards=2))
-  build.make_parts(changed(small(env_batch=2, num_shards=2), placement__actors_per_device=2))
+    parts(small(env_batch=2, num_shards=2))
+  parts(changed(small(env_batch=2, num_shards=2), placement__actors_per_device=2))
 
 
 def test_the_benchmark_measures_both_ways(tmp_path):

@@ -13,9 +13,9 @@ import pytest
 
 from podracer_jit import loops
 from podracer_jit.learner import replay_updates
-from podracer_jit.run import build, checkpoint, checks, evaluation, experiment, train
+from podracer_jit.run import checkpoint, checks, evaluation, experiment, train
 from podracer_jit.types import Target, TrainState
-from tests.runs import changed, run
+from tests.runs import changed, parts, run
 from tests.workers import wrap
 
 UPDATES = 8
@@ -45,16 +45,14 @@ def config(kind, **fields):
   return changed(whole.to_dict(), **fields)
 
 
-@functools.cache
 def parts_of(kind, **fields):
   """Compiled once for all tests that run it on the same devices."""
-  return build.make_parts(config(kind, **fields))
+  return parts(config(kind, **fields))
 
 
 def made(kind, scheme, runner=loops.run, actors=(0,), learners=(0,)):
-  parts = parts_of(kind, scheme=scheme, placement__actor_devices=actors,
-                   placement__learner_devices=learners)
-  return run(parts.config, runner, parts=parts)
+  return run(config(kind, scheme=scheme, placement__actor_devices=actors,
+                    placement__learner_devices=learners), runner)
 
 
 @pytest.mark.parametrize('kind, scheme, actors, learners', [
@@ -167,9 +165,9 @@ def _stalled(name, seconds):
 
 def _free(learners=(2,), **fields):
   """Two actors; fields are such that no program depends on them."""
-  parts = parts_of('dqn', scheme='apex', placement__actor_devices=(0, 1), replay__batch_size=128,
+  whole = parts_of('dqn', scheme='apex', placement__actor_devices=(0, 1), replay__batch_size=128,
                    placement__learner_devices=learners)
-  return dict(config=parts.config, parts=parts._replace(config=changed(parts.config, **fields)))
+  return dict(config=None, made=whole._replace(config=changed(whole.config, **fields)))
 
 
 def test_a_stalled_actor_does_not_stall_the_learner():
@@ -270,7 +268,7 @@ def test_epsilons_and_noise_are_the_papers():
     (dict(policy='categorical'), "policy: must be one of auto for the actions of CartPole-v1")])
 def test_what_a_replay_cannot_take_is_refused(fields, said):
   with pytest.raises(ValueError, match=re.escape(said)):
-    build.make_parts(config('dqn', **fields))
+    parts(config('dqn', **fields))
 
 
 @pytest.mark.parametrize('scheme', ['apex', 'apex_lockstep'])
@@ -278,4 +276,4 @@ def test_schemes_of_a_replay_want_a_loss_that_draws_from_it(scheme):
   whole = experiment.config('ppo', 'mlp', 'adam', scheme=scheme).to_dict()
   whole['env']['task'] = 'CartPole-v1'
   with pytest.raises(ValueError, match=f'scheme: {scheme} is for losses with a replay'):
-    build.make_parts(whole)
+    parts(whole)

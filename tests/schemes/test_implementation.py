@@ -15,7 +15,7 @@ from podracer_jit.learner import rollout_updates
 from podracer_jit.run import build, experiment
 from podracer_jit.runtime import channels
 from podracer_jit.schemes import wiring
-from tests.runs import changed, initial_state, run, small
+from tests.runs import changed, fresh_parts, initial_state, parts, run, small
 from tests.workers import not_writer, wrap
 
 pytestmark = pytest.mark.implementation
@@ -58,7 +58,7 @@ def test_programs_are_called_without_python(scheme):
     finally:
       sys.setprofile(None)
 
-  run(config, updates=8, tamper=wrap(not_writer, instead=profiled))
+  run(config, updates=8, tamper=wrap(not_writer, instead=profiled), made=fresh_parts(config))
   assert {name.split()[0] for name in seen} >= ({'learner'} if scheme == 'fused' else
                                                 {'actor', 'learner'})
   for name, calls in seen.items():
@@ -72,21 +72,21 @@ def test_programs_can_be_made_for_gpus(module):
   """Lowered for CUDA, R has EnvPool's calls, each with side effects, and learning none of a CPU."""
   config = module.get_config('smoke').to_dict()
   config['env']['num_envs'], config['num_grad_shards'] = 16, 4
-  parts, shards = build.make_parts(config), config['num_shards']
+  made, shards = fresh_parts(config), config['num_shards']
   pools = rollouts.Pools([
       envpool_envs.Shard(config['env']['task'], experiment.env_options(config),
                  envpool_envs.env_seeds(1, 0, i, 16 // shards)) for i in range(shards)])
   keys = [jax.random.key(i) for i in range(shards)]
-  state = initial_state(parts), build.actor_state(parts, pools.shards, keys, 0)
-  made = jax.jit(wiring.make_rollout(parts, pools)).trace(state[0].params, state[1])
-  text = made.lower(lowering_platforms=('cuda',)).as_text()
+  state = initial_state(made), build.actor_state(made, pools.shards, keys, 0)
+  traced = jax.jit(wiring.make_rollout(made, pools)).trace(state[0].params, state[1])
+  text = traced.lower(lowering_platforms=('cuda',)).as_text()
   pools.close()
   calls = re.findall(r'custom_call @(\w+)_(\w+)\(.*has_side_effect = (\w+)', text)
   assert len({pool for pool, _, _ in calls}) == shards
   assert {tuple(kind) for _, *kind in calls} == {('recv', 'true'), ('send', 'true')}
   assert text.count('custom_call') == len(calls)
-  rollout = jax.eval_shape(rollout_updates.concatenate, made.out_info[1])
-  learn = jax.jit(parts.learn).trace(state[0], rollout).lower(lowering_platforms=('cuda',))
+  rollout = jax.eval_shape(rollout_updates.concatenate, traced.out_info[1])
+  learn = jax.jit(made.learn).trace(state[0], rollout).lower(lowering_platforms=('cuda',))
   assert 'stablehlo.while' in learn.as_text() and 'custom_call' not in learn.as_text()
 
 
@@ -109,8 +109,8 @@ def test_transfers_happen_in_hand_offs_alone(monkeypatch):
       depth.pop()
 
   config = changed(small(), placement__learner_devices=(1,))
-  parts = build.make_parts(config)
-  with build.segment(parts, build.initial_state(parts), 0, 5, lambda report: None) as segment:
+  made = parts(config)
+  with build.segment(made, initial_state(made), 0, 5, lambda report: None) as segment:
     monkeypatch.setattr(jax, 'device_put', device_put)
     monkeypatch.setattr(channels.DoubleBuffer, '_moved', moved)
     with jax.transfer_guard('disallow'):  # silent on CPU; where there is a GPU it speaks

@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 
 from podracer_jit import loops
 from podracer_jit.run import build
-from tests.runs import changed, initial_state, run, small
+from tests.runs import changed, initial_state, parts, run, small
 from tests.workers import wrap
 
 CASES = {
@@ -43,15 +43,12 @@ def test_lags_are_exact_and_serial_runs_are_equal(scheme, lags):
   assert threads == serial
 
 
-@functools.cache
-def _parts(scheme, loss='impala'):
-  """Compiled once for all tests that run it in the same way."""
-  return build.make_parts(changed(small(loss), scheme=scheme, placement__updates_per_call=2))
+def _config(scheme, loss='impala'):
+  return changed(small(loss), scheme=scheme, placement__updates_per_call=2)
 
 
 def _run(*which, **how):
-  parts = _parts(*which)
-  return run(parts.config, parts=parts, **how)
+  return run(_config(*which), **how)
 
 
 @functools.cache
@@ -132,9 +129,9 @@ def test_a_run_ends_at_the_update_that_reaches_total_steps():
 
 @pytest.mark.parametrize('scheme', ['sync', 'fused'])
 def test_a_segment_keeps_no_second_train_state(scheme):
-  parts = _parts(scheme)
-  state = initial_state(parts)
-  with build.segment(parts, state, 0, 2, lambda report: None) as segment:
+  made = parts(_config(scheme))
+  state = initial_state(made)
+  with build.segment(made, state, 0, 2, lambda report: None) as segment:
     loops.run(segment.workers)
   assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
 
@@ -151,13 +148,13 @@ def test_a_learner_is_started_while_the_rollout_is_made():
 
 def test_a_rollout_is_learned_from_where_it_was_made():
   """On one device the batch is the actor's own arrays."""
-  made, learned, parts = [], [], build.make_parts(small())
+  made, learned, whole = [], [], parts(small())
 
   def learner(state, batch):
     learned.append(batch)
-    return parts.learner(state, batch)
+    return whole.learner(state, batch)
 
-  run(None, loops.run_serial, 3, parts=parts._replace(learner=learner), tamper=wrap(
+  run(None, loops.run_serial, 3, made=whole._replace(learner=learner), tamper=wrap(
       'actor 0', after=lambda call, state, outputs: made.append(outputs[0].value)))
   for (rollout,), batch in zip(made, learned, strict=True):
     assert jax.tree.all(jax.tree.map(lambda x, y: x is y, rollout, batch))
