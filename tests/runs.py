@@ -4,15 +4,20 @@ import copy
 import os
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from podracer_jit import loops
+from podracer_jit.numerics import deterministic
 from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.run import build, experiment
 from podracer_jit.runtime import placement
 
-# For processes whose speed does not matter: XLA takes a third less time to compile. Bits that such
-# processes compare were all made so; `test_exactness` compares those of XLA as people run it.
-QUICK = os.environ | {'XLA_FLAGS': '--xla_backend_optimization_level=0'}
+# For processes that run for seconds: XLA compiles in a third of the time, and keeps more programs
+# than it does for people. Bits that such processes compare were all made so; `test_exactness`
+# compares those of XLA as people run it.
+QUICK = os.environ | {'XLA_FLAGS': '--xla_backend_optimization_level=0',
+                      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1'}
 
 
 def small(loss='impala', task='CartPole-v1', network='mlp', **fields):
@@ -50,10 +55,31 @@ def changed(config, **fields):
   return config
 
 
+def fresh_parts(config):
+  """Builds what a run of `config` is made of: nothing of it is compiled yet."""
+  return build.make_parts(config)
+
+
+def parts(config):
+  """Returns `fresh_parts(config)`, the same for equal configs, so that programs compile once.
+
+  The last few are kept: compiled programs are large.
+  """
+  key = repr(config)
+  made = _parts.pop(key, None) or fresh_parts(copy.deepcopy(config))
+  _parts[key] = made  # as the newest
+  while len(_parts) > 8:
+    del _parts[next(iter(_parts))]
+  return made
+
+
+_parts = {}
+
+
 def initial_state(parts):
-  """build.initial_state, compiled once for all placements of the same network and seed."""
+  """Returns `build.initial_state(parts)`, compiled once for equal networks and seeds."""
   config = parts.config
-  key = str([parts.spec, *(config[name] for name in (
+  key = str([parts.spec, config['loss']['name'], *(config[name] for name in (
       'seed', 'network', 'policy', 'normalise', 'optimizer'))])
   if key not in _initial:
     _initial[key] = build.initial_state(parts, replay=False)
@@ -65,12 +91,25 @@ _initial = {}
 
 
 def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, index=0,
-        parts=None):
-  """One segment from update 0; returns its receipts, the reports, and the last train state."""
-  parts = parts or build.make_parts(config)
+        made=None):
+  """Runs one segment from update 0.
+
+  Args:
+    config: a config as nested dicts; not used where `made` is given.
+    runner: `loops.run` or `loops.run_serial`.
+    updates: after how many the segment ends; as a checkpoint is made if None.
+    tamper: a function from workers to workers, as `tests.workers.wrap` returns.
+    index: the segment's.
+    made: what `parts` returns, to change a part of it.
+
+  Returns:
+    The receipts (batch, parameters) of all updates, the reports, and the last train state.
+  """
+  made = made or parts(config)
+  config = made.config
   updates = updates or config['checkpoint']['every_updates']
   reports = []
-  with build.segment(parts, initial_state(parts), index, updates, reports.append) as segment:
+  with build.segment(made, initial_state(made), index, updates, reports.append) as segment:
     states = runner(tamper(segment.workers))
   receipts = []
   for report in reports:
@@ -78,3 +117,10 @@ def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, 
     receipts += [(as_hex(metrics['batch'][i]), as_hex(metrics['params'][i]))
                  for i in range(report.count)]
   return receipts, reports, states['learner'].train
+
+
+def on_mesh(function, size, in_specs, out_specs):
+  """Compiles a function for a mesh of the first `size` devices, as learners have it."""
+  mesh = Mesh(np.array(jax.devices()[:size]), (deterministic.AXIS,))
+  return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
+                               check_vma=False))

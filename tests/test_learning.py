@@ -19,7 +19,7 @@ from podracer_jit.configs import (
   ppo_mujoco,
 )
 from podracer_jit.run import build
-from tests.runs import changed
+from tests.runs import changed, fresh_parts, initial_state
 
 TWO_WORKERS = dict(num_shards=2, num_grad_shards=2, placement__actor_devices=(0, 0))
 # A centre that takes gradients as they come makes a step for each worker's: with the config's four
@@ -46,14 +46,14 @@ CASES = {
 def _parts(name):
   """Compiled once for all seeds."""
   module, fields, _ = CASES[name]
-  return build.make_parts(changed(module.get_config().to_dict(), **fields))
+  return fresh_parts(changed(module.get_config().to_dict(), **fields))
 
 
 @pytest.mark.parametrize('seed', [1, 2, 3])
 @pytest.mark.parametrize('name', CASES)
 def test_learns(name, seed):
-  threshold, parts = CASES[name][-1], _parts(name)
-  parts = parts._replace(config=parts.config | {'seed': seed})
+  threshold, made = CASES[name][-1], _parts(name)
+  made = made._replace(config=made.config | {'seed': seed})
   returns = collections.deque(maxlen=100)
 
   def report(item):
@@ -62,7 +62,7 @@ def test_learns(name, seed):
       episodes = jax.tree.map(lambda x, i=i: x[i], metrics['episodes'])
       returns.extend(episodes.episode_return[episodes.ended])
 
-  with build.segment(parts, build.initial_state(parts), 0, 10**6, report) as segment:
+  with build.segment(made, initial_state(made), 0, 10**6, report) as segment:
     loops.run(segment.workers)
   assert len(returns) == 100
   assert sum(returns) / 100 >= threshold

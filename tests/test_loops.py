@@ -14,6 +14,7 @@ import pytest
 from podracer_jit import loops
 from podracer_jit.loops import Port, Worker, run, run_serial
 from podracer_jit.runtime.channels import Arrival, Closed, DoubleBuffer, Stamped
+from tests.workers import not_writer, wrap
 
 HANG_S = 60  # a guard: nothing here takes so long
 
@@ -38,7 +39,7 @@ def ended(function):
 
 
 def graph(lag=0, actors=2, firings=20, nap=lambda: None, every=1, until=lambda state: False,
-          tamper=lambda name, fire: fire):
+          tamper=lambda workers: workers):
   """Actors, a learner and a writer, as a training run has them; states are what each has seen.
 
   Arithmetic that does not commute, so that another order or lag gives other numbers. An actor gets
@@ -71,14 +72,14 @@ def graph(lag=0, actors=2, firings=20, nap=lambda: None, every=1, until=lambda s
     return (*seen, report), []
 
   def worker(name, fire, reads, writes, firings, **more):
-    return Worker(name, tamper(name, fire), (), reads, writes, firings, **more)
+    return Worker(name, fire, (), reads, writes, firings, **more)
 
-  return [
+  return tamper([
       *(worker(f'actor {i}', actor(i), [Port(params[i], every)], [Port(made[i])], firings)
         for i in range(actors)),
       worker('learner', learner, [Port(m) for m in made],
              [*(Port(p, every) for p in params), Port(reports, every)], firings, until=until),
-      worker('writer', writer, [Port(reports)], [], firings // every)]
+      worker('writer', writer, [Port(reports)], [], firings // every)])
 
 
 def random_naps(seed):
@@ -142,26 +143,21 @@ def test_a_worker_fires_on_what_is_not_computed_and_again_once_its_own_is():
   fired = {name: [threading.Event() for _ in range(6)] for name in ('actor 0', 'learner')}
   computed = []
 
-  def tamper(name, fire):
-    if name not in fired:
-      return fire
+  def firing(call, seen, *inputs):
+    name, k = call.worker, len(seen)
     after = 'learner' if name == 'actor 0' else 'actor 0'
+    assert computed.count(name) == k
+    fired[name][k].set()
+    at = k if name == 'actor 0' else k + 1  # the learner's k-th is for the actor's next
 
-    def firing(seen, *inputs):
-      k = len(seen)
-      assert computed.count(name) == k
-      fired[name][k].set()
-      at = k if name == 'actor 0' else k + 1  # the learner's k-th is for the actor's next
+    def ready():
+      assert at == 5 or fired[after][at].wait(HANG_S)
+      computed.append(name)
 
-      def ready():
-        assert at == 5 or fired[after][at].wait(HANG_S)
-        computed.append(name)
+    seen, (item, *others) = call.fire(seen, *(x._replace(value=x.value[0]) for x in inputs))
+    return seen, [item._replace(value=(item.value, Computed(ready))), *others]
 
-      seen, (item, *others) = fire(seen, *(x._replace(value=x.value[0]) for x in inputs))
-      return seen, [item._replace(value=(item.value, Computed(ready))), *others]
-    return firing
-
-  workers = graph(actors=1, firings=5, tamper=tamper)
+  workers = graph(actors=1, firings=5, tamper=wrap(not_writer, instead=firing))
   workers[0].reads[0].handoff.prime(Stamped((1,), 0))
   states = ended(lambda: run(workers))
   assert states == ended(lambda: run_serial(graph(actors=1, firings=5)))
@@ -199,21 +195,16 @@ def test_who_needs_a_value_waits_for_it_and_who_computes_it_does_not(call):
 @pytest.mark.parametrize('runner', [run, run_serial])
 @pytest.mark.parametrize('lag', [0, 1])
 def test_until_ends_all_and_the_writer_still_drains(runner, lag):
-  def last_goes_on(name, fire):
-    if name != 'learner':
-      return fire
-    def learner(seen, *batch):  # puts no parameters that nobody will use
-      seen, (*params, report) = fire(seen, *batch)
-      return seen, [None if len(seen) == 7 else p for p in params] + [report]
-    return learner
+  def last_goes_on(call, seen, *batch):  # puts no parameters that nobody will use
+    seen, (*params, report) = call.fire(seen, *batch)
+    return seen, [None if len(seen) == 7 else p for p in params] + [report]
 
-  def slow_writer(name, fire):
-    if name != 'writer':
-      return last_goes_on(name, fire)
-    return lambda *args: (time.sleep(0.02), fire(*args))[1]
+  def tamper(workers):
+    workers = wrap('learner', instead=last_goes_on)(workers)
+    return wrap('writer', before=lambda *_: time.sleep(0.02))(workers)
 
   whole = ended(lambda: run_serial(graph(lag)))
-  states = ended(lambda: runner(graph(lag, until=lambda seen: len(seen) == 7, tamper=slow_writer)))
+  states = ended(lambda: runner(graph(lag, until=lambda seen: len(seen) == 7, tamper=tamper)))
   assert states['learner'] == whole['learner'][:7]
   assert states['writer'] == whole['writer'][:7]
   for i in range(2):  # an actor may be one rollout ahead
@@ -225,14 +216,11 @@ class Boom(Exception):
   pass
 
 
-def fails(who, at=5):
-  def tamper(name, fire):
-    def failing(seen, *inputs):
-      if len(seen) == at:
-        raise Boom(f'{who} has failed')
-      return fire(seen, *inputs)
-    return failing if name == who else fire
-  return tamper
+def fails(who, at=6):
+  def fail(call, *_):
+    if call.number == at:
+      raise Boom(f'{who} has failed')
+  return wrap(who, before=fail)
 
 
 @pytest.mark.parametrize('runner', [run, run_serial])
@@ -273,18 +261,17 @@ def test_an_exception_ends_workers_that_share_no_hand_off_with_it():
 @pytest.mark.parametrize('runner', [run, run_serial])
 def test_an_error_of_what_was_started_is_raised(runner):
   """And not that somebody waited for it."""
-  def tamper(name, fire):
-    def ready():
-      raise Boom('found out later')
-    def starts(seen, *inputs):
-      seen, (item,) = fire(seen, *inputs)
-      return seen, [item._replace(value=Computed(ready)) if len(seen) == 5 else item]
-    return starts if name == 'actor 1' else fire
+  def ready():
+    raise Boom('found out later')
 
-  def learner(seen, *batch):
+  def starts(call, *args):
+    seen, (item,) = call.fire(*args)
+    return seen, [item._replace(value=Computed(ready)) if len(seen) == 5 else item]
+
+  def learner(call, seen, *batch):
     return (*seen, 0), [Stamped(0, len(seen) + 1)] * 3
 
-  workers = [w._replace(fire=learner) if w.name == 'learner' else w for w in graph(tamper=tamper)]
+  workers = wrap('learner', instead=learner)(graph(tamper=wrap('actor 1', instead=starts)))
   with pytest.raises(Boom, match='found out later'):
     ended(lambda: runner(workers))
 
@@ -299,12 +286,9 @@ def let_go(release, name):
 
 def test_threads_that_do_not_end_are_named():
   release = threading.Event()
-  def holds(name, fire):
-    if name == 'actor 1':
-      return lambda *args: (release.wait(HANG_S), fire(*args))[1]
-    return fails('learner', at=0)(name, lambda *args: fire(*args))
-
-  workers = [w._replace(reads=()) if w.name == 'learner' else w for w in graph(tamper=holds)]
+  workers = wrap('actor 1', before=lambda *_: release.wait(HANG_S))(
+      graph(tamper=fails('learner', at=1)))
+  workers = [w._replace(reads=()) if w.name == 'learner' else w for w in workers]
   try:
     with pytest.raises(loops.Stuck, match=r'^actor 1 did not end within 0') as stuck:
       ended(lambda: run(workers, grace_s=0.2))
@@ -393,17 +377,15 @@ def test_a_value_that_was_used_is_not_kept():
 INTERRUPTED = """
 import os, signal, threading, time
 from tests.test_loops import graph, run
+from tests.workers import wrap
 
-def interrupts(name, fire):
-  def firing(seen, *inputs):
-    if name == 'learner' and len(seen) == 5:
-      os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.001)
-    return fire(seen, *inputs)
-  return firing
+def interrupts(call, *_):
+  if call.worker == 'learner' and call.number == 6:
+    os.kill(os.getpid(), signal.SIGINT)
+  time.sleep(0.001)
 
 try:
-  run(graph(firings=10**9, tamper=interrupts))
+  run(graph(firings=10**9, tamper=wrap(lambda name: True, before=interrupts)))
 except KeyboardInterrupt:
   print('interrupted', threading.active_count())
 """

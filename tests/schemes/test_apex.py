@@ -13,9 +13,10 @@ import pytest
 
 from podracer_jit import loops
 from podracer_jit.learner import replay_updates
-from podracer_jit.run import build, checkpoint, checks, evaluation, experiment, train
+from podracer_jit.run import checkpoint, checks, evaluation, experiment, train
 from podracer_jit.types import Target, TrainState
-from tests.runs import changed, run
+from tests.runs import changed, parts, run
+from tests.workers import wrap
 
 UPDATES = 8
 
@@ -44,16 +45,14 @@ def config(kind, **fields):
   return changed(whole.to_dict(), **fields)
 
 
-@functools.cache
 def parts_of(kind, **fields):
   """Compiled once for all tests that run it on the same devices."""
-  return build.make_parts(config(kind, **fields))
+  return parts(config(kind, **fields))
 
 
 def made(kind, scheme, runner=loops.run, actors=(0,), learners=(0,)):
-  parts = parts_of(kind, scheme=scheme, placement__actor_devices=actors,
-                   placement__learner_devices=learners)
-  return run(parts.config, runner, parts=parts)
+  return run(config(kind, scheme=scheme, placement__actor_devices=actors,
+                    placement__learner_devices=learners), runner)
 
 
 @pytest.mark.parametrize('kind, scheme, actors, learners', [
@@ -154,27 +153,25 @@ def test_without_its_replay_learning_waits_until_there_is_enough_again(tmp_path)
   assert list(np.diff(steps)) == [3, 3, 3, 0, 3, 3]
 
 
-def _stalled(name, seconds, calls):
-  def tamper(workers):
-    def stall(fire):
-      def fires(*args):
-        calls.append(1)
-        time.sleep(seconds if len(calls) > 3 else 0)
-        return fire(*args)
-      return fires
-    return [w._replace(fire=stall(w.fire)) if w.name.startswith(name) else w for w in workers]
-  return tamper
+def _stalled(name, seconds):
+  """Delays a worker, or several of one kind, from their fourth firing together on."""
+  calls = []
+
+  def stall(*_):
+    calls.append(1)
+    time.sleep(seconds if len(calls) > 3 else 0)
+  return wrap(name, before=stall)
 
 
 def _free(learners=(2,), **fields):
   """Two actors; fields are such that no program depends on them."""
-  parts = parts_of('dqn', scheme='apex', placement__actor_devices=(0, 1), replay__batch_size=128,
+  whole = parts_of('dqn', scheme='apex', placement__actor_devices=(0, 1), replay__batch_size=128,
                    placement__learner_devices=learners)
-  return dict(config=parts.config, parts=parts._replace(config=changed(parts.config, **fields)))
+  return dict(config=None, made=whole._replace(config=changed(whole.config, **fields)))
 
 
 def test_a_stalled_actor_does_not_stall_the_learner():
-  stalls = [_stalled('actor 0', 0.2, []), _stalled('actor 1', 0.05, [])]
+  stalls = [_stalled('actor 0', 0.2), _stalled('actor 1', 0.05)]
   _, reports, state = run(**_free(), updates=40, tamper=lambda w: stalls[0](stalls[1](w)))
   # The second rollout of actor 1 is as late as the first gradient steps made it, or more.
   assert reports[0].cgd == (0.0,) and max(report.cgd[0] for report in reports) >= 3
@@ -187,7 +184,7 @@ def test_a_stalled_actor_does_not_stall_the_learner():
 
 
 def test_a_stalled_learner_does_not_lose_what_actors_made():
-  _, reports, state = run(**_free(), updates=12, tamper=_stalled('learner', 0.1, []))
+  _, reports, state = run(**_free(), updates=12, tamper=_stalled('learner', 0.1))
   added = [int(jax.device_get(report.metrics['valid'])[0]) for report in reports]
   assert max(added) > 128  # several rollouts at once
   assert int(state.steps) == sum(added)
@@ -201,7 +198,7 @@ def test_samples_per_insert_is_kept_within_its_tolerance(slow, learners, toleran
   """Whoever is slow, after every firing, counted from after the first that drew."""
   ratio = 2.0  # 384 are drawn at once, a rollout adds up to 128: 320 is the least tolerance
   free = _free(learners, replay__samples_per_insert=ratio, replay__tolerance=tolerance)
-  _, reports, _ = run(**free, updates=60, tamper=_stalled(slow, 0.02, []))
+  _, reports, _ = run(**free, updates=60, tamper=_stalled(slow, 0.02))
   added, drawn = (np.array([int(jax.device_get(report.metrics[name])[0]) for report in reports])
                   for name in ('valid', 'sampled'))
   start = int(np.argmax(drawn > 0)) + 1
@@ -212,33 +209,19 @@ def test_samples_per_insert_is_kept_within_its_tolerance(slow, learners, toleran
 
 @pytest.mark.parametrize('name', ['actor 1', 'learner', 'writer'])
 def test_an_error_of_anyone_ends_a_free_run(name):
-  def tamper(workers):
-    def fail(fire):
-      calls = []
-      def fires(*args):
-        calls.append(1)
-        if len(calls) == 4:
-          raise ArithmeticError(name)
-        return fire(*args)
-      return fires
-    return [w._replace(fire=fail(w.fire)) if w.name == name else w for w in workers]
+  def fail(call, *_):
+    if call.number == 4:
+      raise ArithmeticError(name)
+
   with pytest.raises(ArithmeticError, match=name):
     run(**_free(), runner=functools.partial(loops.run, grace_s=10.0), updates=10**6,
-        tamper=tamper)
+        tamper=wrap(name, before=fail))
 
 
 def test_actors_keep_their_parameters_for_so_many_rollouts():
   versions = []
-
-  def tamper(workers):
-    def watch(fire):
-      def fires(state, params):
-        versions.append(params.version)
-        return fire(state, params)
-      return fires
-    return [w._replace(fire=watch(w.fire)) if w.name == 'actor 0' else w for w in workers]
-
-  run(**_free(replay__params_every=3), updates=40, tamper=tamper)
+  run(**_free(replay__params_every=3), updates=40, tamper=wrap(
+      'actor 0', before=lambda call, state, params: versions.append(params.version)))
   runs = len(versions) // 3 * 3
   assert np.ptp(np.reshape(versions[:runs], (-1, 3)), axis=1).max() == 0
   assert len(set(versions)) > 2
@@ -285,7 +268,7 @@ def test_epsilons_and_noise_are_the_papers():
     (dict(policy='categorical'), "policy: must be one of auto for the actions of CartPole-v1")])
 def test_what_a_replay_cannot_take_is_refused(fields, said):
   with pytest.raises(ValueError, match=re.escape(said)):
-    build.make_parts(config('dqn', **fields))
+    parts(config('dqn', **fields))
 
 
 @pytest.mark.parametrize('scheme', ['apex', 'apex_lockstep'])
@@ -293,4 +276,4 @@ def test_schemes_of_a_replay_want_a_loss_that_draws_from_it(scheme):
   whole = experiment.config('ppo', 'mlp', 'adam', scheme=scheme).to_dict()
   whole['env']['task'] = 'CartPole-v1'
   with pytest.raises(ValueError, match=f'scheme: {scheme} is for losses with a replay'):
-    build.make_parts(whole)
+    parts(whole)

@@ -15,9 +15,9 @@ from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs, frames
 from podracer_jit.replay import buffer, tree
 from podracer_jit.types import Experience, Rollout
+from tests.actor.test_rollouts import in_a_row
 from tests.reference import random_ends
 from tests.runs import by_rows
-from tests.test_rollouts import in_a_row
 
 N, GAMMA, LEAST = 3, 0.9, 1e-6
 put, find = jax.jit(tree.put), jax.jit(tree.find)

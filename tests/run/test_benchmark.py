@@ -17,7 +17,7 @@ from podracer_jit.run import build, checks, experiment
 from podracer_jit.runtime.channels import Stamped
 from tests.runs import QUICK
 
-SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / 'scripts'
+SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / 'scripts'
 sys.path.insert(0, str(SCRIPTS))
 
 import benchmark_cores  # noqa: E402

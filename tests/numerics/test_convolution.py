@@ -25,7 +25,7 @@ def _with_gradients(function):
   return all_three
 
 
-def _normal(seed, *shape):
+def normal(seed, *shape):
   return np.random.default_rng(seed).normal(size=(LOOPS, *shape)).astype(np.float32)
 
 
@@ -41,11 +41,11 @@ def _normal(seed, *shape):
     (3, 1, 'SAME', 17, 20, True), (3, 1, 'SAME', 32, 17, True), (2, 1, 'SAME', 16, 16, True),
     (3, 1, 'SAME', 16, 32, True), (2, 1, 'SAME', 3, 33, True), (3, 1, 'VALID', 5, 40, False)])
 def test_conv2d_is_a_convolution(kernel, stride, padding, channels, features, same_bits):
-  x, w = _normal(0, 3, 13, 16, channels), _normal(1, kernel, kernel, channels, features)
+  x, w = normal(0, 3, 13, 16, channels), normal(1, kernel, kernel, channels, features)
   plain = _with_gradients(lambda *a: _plain(*a, stride, padding))
   ours = _with_gradients(lambda *a: convolution.conv2d(*a, stride, padding))
   shape = jax.eval_shape(lambda *a: _plain(*a, stride, padding), x[0], w[0]).shape
-  dy = _normal(2, *shape)
+  dy = normal(2, *shape)
 
   outside, expected = jax.jit(ours), jax.jit(plain)
   inside = jax.jit(lambda *a: lax.map(lambda turn: ours(*turn), a))(x, w, dy)
@@ -64,7 +64,7 @@ def test_conv2d_is_a_convolution(kernel, stride, padding, channels, features, sa
 def test_chunks_change_no_result(rows, monkeypatch):
   """Whatever the number of rows: what is added to fill the last chunk changes nothing."""
   monkeypatch.setattr(convolution, 'IMAGE', 7)
-  x, w, dy = (_normal(seed, *shape)[0] for seed, shape in enumerate(
+  x, w, dy = (normal(seed, *shape)[0] for seed, shape in enumerate(
       [(rows, 7), (7, 5), (rows, 5)]))
   layer = _with_gradients(lambda x, w: jax.numpy.tanh(x @ w))
   chunked = _with_gradients(
@@ -82,20 +82,6 @@ def test_chunks_change_no_result(rows, monkeypatch):
     (64, (4, 42, 42), 16, 64), (256, (4, 42, 42), 16, 64), (90_000, (7,), 16, 90_000)])
 def test_chunks_fit_the_cache_and_leave_little_over(count, shape, near, rows):
   assert convolution.rows_at_once(count, shape, near) == rows
-
-
-def test_chunks_are_for_cpus_alone(monkeypatch):
-  """Lowered for a GPU nothing of it is left, nor of the other formulations."""
-  monkeypatch.setattr(convolution, 'IMAGE', 8 * 8 * 4)
-  def layers(x, w):
-    return convolution.in_chunks(lambda x: convolution.conv2d(x, w, 1, 'SAME'), x, 16)
-
-  x, w = _normal(0, 32, 8, 8, 4)[0], _normal(1, 3, 3, 4, 16)[0]
-  lowered = {platform: jax.jit(layers).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
-             for platform in ('cpu', 'cuda')}
-  for cpu in ('while', '3x2x8x32'):  # chunks, and the kernel of two columns
-    assert cpu in lowered['cpu'] and cpu not in lowered['cuda']
-  assert lowered['cuda'].count('stablehlo.convolution') == 1
 
 
 def test_conv2d_by_hand():

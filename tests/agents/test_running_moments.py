@@ -10,8 +10,8 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.agents import running_moments
-from podracer_jit.run import build
 from tests.runs import changed, run, small
+from tests.workers import wrap
 
 _total = functools.partial(jnp.sum, axis=(0, 1))
 
@@ -56,19 +56,12 @@ def test_actors_and_learner_normalise_by_the_moments_of_the_updates_before():
 
 
 def test_the_state_holds_the_moments_of_what_was_seen():
-  parts = build.make_parts(config())
-  state = build.initial_state(parts)
   seen = []
 
-  def tamper(workers):
-    def watched(fire):
-      def fires(carry, *batch):
-        seen.extend(jax.device_get(shard) for item in batch for shard in item.value.parts[0])
-        return fire(carry, *batch)
-      return fires
-    return [w._replace(fire=watched(w.fire)) if w.name == 'learner' else w for w in workers]
+  def watch(call, carry, *batch):
+    seen.extend(jax.device_get(shard) for item in batch for shard in item.value.parts[0])
 
-  state = run(parts.config, parts=parts, tamper=tamper)[2]
+  state = run(config(), tamper=wrap('learner', before=watch))[2]
   moments = jax.device_get(state.params['moments'])
   obs = np.concatenate([r.obs[:-1][r.valid] for r in seen])
   returns = np.concatenate([r.discounted_return[r.valid] for r in seen])

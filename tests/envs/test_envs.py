@@ -85,16 +85,6 @@ def test_a_shard_gives_each_environment_its_seed():
 # Steps.
 
 
-def test_a_call_has_side_effects_for_xla_and_no_effects_for_jax():
-  """XLA must keep each; JAX would call a program that has effects by Python, each time."""
-  shard = envpool_envs.Shard('CartPole-v1', {}, envpool_envs.env_seeds(1, 0, 0, 2), ONE_THREAD)
-  step = jax.jit(lambda handle, action: shard.recv(shard.send(handle, action)))
-  traced = step.trace(jnp.array(shard.handle), jnp.zeros(2, jnp.int32))
-  assert not traced.jaxpr.effects
-  assert traced.lower().as_text().count('has_side_effect = true') == 2
-  shard.close()
-
-
 def test_the_first_step_is_no_reset():
   shard = envpool_envs.Shard('CartPole-v1', {}, [1, 2, 3], ONE_THREAD)
   handle = shard.send(shard.handle, jnp.zeros(3, jnp.int32))
@@ -111,7 +101,7 @@ from podracer_jit.envs import envpool_envs
 assert not jax.config.jax_enable_x64
 
 seeds, T = [11, 22, 33], 40
-shard = envs.Shard('{MUJOCO}', {{}}, seeds, 1)
+shard = envpool_envs.Shard('{MUJOCO}', {{}}, seeds, 1)
 actions = np.random.default_rng(0).uniform(-1, 1, (T, 3, 6)).astype(np.float32)
 
 def steps(handle, actions):
@@ -128,7 +118,7 @@ shard.close()
 assert shard.first_obs.dtype == obs.dtype == reward.dtype == np.float32
 assert jnp.ones(1).astype(float).dtype == np.float32  # x64 is off as before
 
-from tests.test_envs import python_pool
+from tests.envs.test_envs import python_pool
 pool = python_pool('{MUJOCO}', seeds)
 first, _ = pool.reset()
 assert first.dtype == np.float64

@@ -16,8 +16,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 from podracer_jit.actor import rollouts
 from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs, frames
+from tests.envs.test_envs import python_pool
 from tests.runs import by_rows
-from tests.test_envs import python_pool
 
 SMALL = dict(img_height=42, img_width=42)
 
@@ -308,7 +308,7 @@ def test_an_actor_that_steps_in_python_stands_still_meanwhile():
 POOLS = """
 import contextlib, threading
 import jax
-from tests.test_rollouts import Actor
+from tests.actor.test_rollouts import Actor
 
 def make(steps=2000):  # long enough to be in flight for a while
   return Actor('CartPole-v1', [[1, 2, 3, 4]], steps)

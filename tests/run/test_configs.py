@@ -11,8 +11,8 @@ from podracer_jit.configs import (
   ppo_mujoco_fast,
   ppo_pong_envpool,
 )
-from podracer_jit.run import build, experiment
-from tests.runs import changed, small
+from podracer_jit.run import experiment
+from tests.runs import changed, parts, small
 
 # 1709.06009, table 2 and section 3; EnvPool's no-ops: 1 is none.
 PROTOCOL = {
@@ -76,4 +76,4 @@ def test_is_the_papers_table(case):
     (dict(log={'window': 100, 'every_seconds': 1.0}), 'log.tensorboard: is missing')])
 def test_a_field_that_a_config_file_misspells_is_refused(fields, said):
   with pytest.raises(ValueError, match='^' + re.escape(said)):
-    build.make_parts(changed(small('ppo'), **fields))
+    parts(changed(small('ppo'), **fields))

@@ -13,14 +13,15 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.actor import asynchronous, rollouts
 from podracer_jit.agents import policies
-from podracer_jit.envs import envpool_envs, frames
+from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.envpool_envs import TimeStep
-from podracer_jit.run import build, checks, experiment
-from tests.runs import QUICK, by_rows, changed, run, small
-from tests.test_envs import MUJOCO, python_pool
-from tests.test_rollouts import SMALL, Row, linear
+from podracer_jit.run import checks, experiment
+from tests.actor.test_rollouts import SMALL, Row, linear
+from tests.envs.test_envs import MUJOCO, python_pool
+from tests.runs import QUICK, by_rows, changed, parts, run, small
+from tests.workers import wrap
 
-SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / 'scripts'
+SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / 'scripts'
 
 
 def tagged(step):
@@ -231,15 +232,8 @@ def test_actions_differ_between_turns_and_rollouts():
 def asynchronous_run(**fields):
   config = changed(small('impala', env_batch=4), scheme='cleanba', **fields)
   made = []
-
-  def tamper(workers):
-    def fire(*args, whole=workers[0].fire):
-      state, outputs = whole(*args)
-      made.append(jax.device_get(outputs[0].value[0]))
-      return state, outputs
-    return [workers[0]._replace(fire=fire), *workers[1:]]
-
-  _, reports, train = run(config, tamper=tamper)
+  _, reports, train = run(config, tamper=wrap('actor 0', after=lambda call, state, outputs: (
+      made.append(jax.device_get(outputs[0].value[0])))))
   return made, reports, train
 
 
@@ -279,27 +273,10 @@ def test_a_config_that_cannot_be_asynchronous_is_refused(loss, fields, message):
     checks.check(config)
 
 
-def test_frames_of_an_asynchronous_pool_are_kept_once(monkeypatch):
-  of = frames.of
-  monkeypatch.setattr(frames, 'of', lambda obs, stack: (obs, of(obs, stack)))
-  parts = build.make_parts(small('impala', 'Pong-v5', 'nature_cnn', env_batch=4))
-  state, fresh = build.initial_state(parts), 0
-  with build.segment(parts, state, 0, 3, print) as segment:
-    worker = segment.workers[0]
-    acting, params = worker.state, worker.reads[0].handoff.get()
-    for _ in range(3):
-      acting, (made,) = worker.fire(acting, params)
-      whole, once = made.value[0].obs
-      assert once.frame.shape == (8 + 4, 8, 1, 42, 42)
-      assert_array_equal(frames.stacks(once), whole)
-      fresh += once.fresh.sum()
-  assert fresh
-
-
 def test_each_asynchronous_actor_has_one_shard():
   with pytest.raises(ValueError, match=r'num_shards: must be the number of actors .*, 1; got 2'):
-    build.make_parts(small(env_batch=2, num_shards=2))
-  build.make_parts(changed(small(env_batch=2, num_shards=2), placement__actors_per_device=2))
+    parts(small(env_batch=2, num_shards=2))
+  parts(changed(small(env_batch=2, num_shards=2), placement__actors_per_device=2))
 
 
 def test_the_benchmark_measures_both_ways(tmp_path):

@@ -20,7 +20,7 @@ from podracer_jit.run import build, checkpoint, evaluation, experiment, video
 from podracer_jit.runtime import placement
 from tests.runs import QUICK, by_rows
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / 'scripts' / 'evaluate.py'
 ENDLESS = 2**31 - 1
 

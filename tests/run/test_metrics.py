@@ -3,7 +3,6 @@
 import io
 import json
 import struct
-import threading
 import types
 
 import numpy as np
@@ -134,16 +133,6 @@ def test_bottleneck_in_words(actor, learner, words):
 RECORD = dict(update=1, steps=50, frames=200, sps=10.0, episode_return=3.0, episode_length=9.0,
               episodes=4, actor_wait_s=0.0, learner_wait_s=0.0, cgd=5.5, gud=0.25)
 CONFIG = dict(total_steps=100, scheme='sync', log=dict(every_seconds=1e-9))
-
-
-def test_the_block_is_not_made_by_whoever_reports(monkeypatch):
-  threads = []
-  monkeypatch.setattr(Progress, '_block', lambda self: threads.append(threading.get_ident()) or '')
-  with Progress(CONFIG, 'a title', Console(file=io.StringIO(), force_terminal=True)) as progress:
-    assert threads.pop() == threading.get_ident()  # as it begins
-    for _ in range(20):
-      progress.show(dict(RECORD))
-    assert threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize('terminal', [False, True])

@@ -248,18 +248,6 @@ def test_a_failure_ends_the_wait_for_a_value_and_a_close_does_not():
     consumer.end()
 
 
-def test_a_value_is_dropped_once_it_was_given():
-  """Parameters and rollouts are large."""
-  class Large:
-    pass
-
-  handoff = DoubleBuffer('parameters', 3, lag=0)
-  primed = Large()
-  handoff.prime(Stamped(primed, 0))
-  handoff.get()
-  assert handoff._primed is None and not handoff._slots
-
-
 # Without an order.
 
 

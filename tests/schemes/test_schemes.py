@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from podracer_jit import loops
-from podracer_jit.run import build
 from podracer_jit.schemes.table import SCHEMES
-from tests.runs import changed, run, small
+from tests.runs import changed, parts, run, small
+from tests.workers import not_writer, wrap
 
 # Device indices of actors and learners, for two workers where a scheme has several.
 PLACES = {
@@ -96,22 +96,16 @@ def test_a_slow_worker_has_a_large_delay_and_the_mean_stays():
   fired, turn = {0: 0, 1: 0}, threading.Condition()
   may_go = {0: lambda: fired[1] >= 4 * (fired[0] + 1), 1: lambda: fired[1] < 4 * (fired[0] + 1)}
 
-  def in_turn(worker, fire):
-    def fires(*args):
-      with turn:
-        turn.wait_for(may_go[worker], timeout=2)  # at the end nobody is left to wait for
-      made = fire(*args)
-      with turn:
-        fired[worker] += 1
-        turn.notify_all()
-      return made
-    return fires
+  def wait(call, *_):
+    with turn:  # at the end nobody is left to wait for
+      turn.wait_for(may_go[int(call.worker[-1])], timeout=2)
 
-  def tamper(workers):
-    return [w._replace(fire=in_turn(int(w.name[-1]), w.fire)) if w.name.startswith('worker') else w
-            for w in workers]
+  def count(call, *_):
+    with turn:
+      fired[int(call.worker[-1])] += 1
+      turn.notify_all()
 
-  _, gud = _async('dppo_async', (0, 0), 80, tamper)
+  _, gud = _async('dppo_async', (0, 0), 80, wrap('worker', before=wait, after=count))
   assert 3 <= gud.max() <= 5
   assert gud.mean() == pytest.approx(1, rel=0.15)
 
@@ -122,17 +116,13 @@ def test_impala_takes_rollouts_as_they_come(vtrace):
   config = changed(_config('ppo'), loss__vtrace=vtrace, num_epochs=1)
   stalled = threading.Event()
 
-  def tamper(workers):
-    def stall(fire):
-      def fires(state, params):
-        if params.version > 0:
-          stalled.set()
-          time.sleep(0.3)
-        return fire(state, params)
-      return fires
-    return [w._replace(fire=stall(w.fire)) if w.name == 'actor 1' else w for w in workers]
+  def stall(call, state, params):
+    if params.version > 0:
+      stalled.set()
+      time.sleep(0.3)
 
-  receipts, reports, state = run(of('impala', config), updates=8, tamper=tamper)
+  receipts, reports, state = run(of('impala', config), updates=8,
+                                 tamper=wrap('actor 1', before=stall))
   assert stalled.is_set() and int(state.update) == 8 and len(set(receipts)) == 8
   cgd = np.array([report.cgd[0] for report in reports])
   assert cgd[0] == 3.5 and cgd.max() >= 3.5 + 8
@@ -143,22 +133,17 @@ def test_impala_takes_rollouts_as_they_come(vtrace):
     ('dppo', 'worker 0'), ('rapid', 'actor 1'), ('rapid_async', 'learner'),
     ('dppo_async', 'worker 1'), ('impala', 'actor 0'), ('impala', 'learner')])
 def test_the_first_exception_of_anyone_ends_all(scheme, name):
-  def tamper(workers):
-    fired = {worker.name: threading.Event() for worker in workers[:-1]}  # the last is the writer
+  fired = {}
 
-    def watched(worker):
-      calls = []
-      def fire(*args):
-        calls.append(1)
-        if worker.name == name and len(calls) == 3:
-          for once in fired.values():  # who is compiling yet cannot end in time
-            assert once.wait(120)
-          raise ArithmeticError(name)
-        made = worker.fire(*args)
-        fired[worker.name].set()
-        return made
-      return worker._replace(fire=fire)
-    return [*map(watched, workers[:-1]), workers[-1]]
+  def fail(call, *_):
+    if call.worker == name and call.number == 3:
+      for once in fired.values():  # a worker that still compiles cannot end in time
+        assert once.wait(120)
+      raise ArithmeticError(name)
+
+  def tamper(workers):
+    fired.update({w.name: threading.Event() for w in workers if not_writer(w.name)})
+    return wrap(not_writer, before=fail, after=lambda call, *_: fired[call.worker].set())(workers)
 
   config = of(scheme, small('impala', num_shards=2, num_grad_shards=2))
   with pytest.raises(ArithmeticError, match=name):
@@ -180,4 +165,4 @@ def test_the_first_exception_of_anyone_ends_all(scheme, name):
 def test_what_a_scheme_cannot_take_is_refused(fields, said):
   config = changed(small('ppo', num_shards=2, num_grad_shards=2), **fields)
   with pytest.raises(ValueError, match=re.escape(said)):
-    build.make_parts(config)
+    parts(config)

@@ -1,13 +1,12 @@
 """Gradients and updates against plain NumPy, and to the last bit against themselves elsewhere."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.agents import networks, optimizers
@@ -18,7 +17,8 @@ from podracer_jit.losses import objectives
 from podracer_jit.numerics import deterministic, fingerprints
 from podracer_jit.types import Episodes, Rollout, TrainState
 from tests import reference
-from tests.test_frames import make_stacks
+from tests.envs.test_frames import make_stacks
+from tests.runs import on_mesh
 
 ACTIONS = 3
 POLICY = categorical(ACTIONS)
@@ -69,48 +69,6 @@ def make_params(network, obs, seed=0):
 
 
 NETWORK = make_network(hidden=(6,))
-
-
-def test_pairwise_sum_has_one_order():
-  rng = np.random.default_rng(0)
-  x = (rng.normal(size=(7, 50)) * 10.0 ** rng.integers(-3, 4, size=(7, 50))).astype(np.float32)
-  a, b, c, d, e, f, g = x
-  expected = {
-      1: a, 2: a + b, 3: (a + b) + c, 4: (a + b) + (c + d), 5: ((a + b) + (c + d)) + e,
-      6: ((a + b) + (c + d)) + (e + f), 7: ((a + b) + (c + d)) + ((e + f) + g)}
-  for count, total in expected.items():
-    assert_array_equal(jax.jit(deterministic.pairwise_sum)(x[:count]), total)
-  for other in (functools.reduce(np.add, x), functools.reduce(np.add, x[::-1])):
-    assert (other != expected[7]).any()  # the numbers tell orders apart
-
-
-@pytest.mark.parametrize('groups, sizes', [(8, (1, 2, 4, 8)), (12, (1, 2, 4))])
-def test_a_sum_by_slices_is_the_pairwise_one_on_any_mesh(groups, sizes):
-  rng = np.random.default_rng(1)
-  tree = {name: (rng.normal(size=(groups, *shape)) * 10.0 ** rng.integers(-3, 4, size=(groups, 1))
-                 .reshape(-1, *[1] * len(shape))).astype(np.float32)
-          for name, shape in dict(w=(70, 71), b=(3,), scale=()).items()}
-  expected, ways = jax.jit(lambda tree: jax.tree.map(deterministic.pairwise_sum, tree))(tree), set()
-  for size in sizes:
-    rows = 1 if (groups // size).bit_count() == 1 else groups // size
-    ways.add(deterministic.sliced(rows, 4974, size))
-    by_group = PartitionSpec(deterministic.AXIS)
-    total = on_mesh(lambda tree, size=size: deterministic.exact_sum(tree, size), size, (by_group,),
-                    PartitionSpec())(tree)
-    jax.tree.map(assert_array_equal, total, expected)
-  assert ways == {True, False}
-  # The order matters to these numbers.
-  assert (sum(tree['w'][::-1]) != expected['w']).any()
-
-
-def test_a_sum_is_one_collective_for_each_dtype():
-  tree = dict(w=np.ones((4, 30), np.float32), b=np.ones((4, 2), np.float32),
-              n=np.arange(4, dtype=np.int32), m=np.ones((4, 3), np.int32))
-  program = on_mesh(lambda tree: deterministic.exact_sum(tree, 2), 2,
-                    (PartitionSpec(deterministic.AXIS),),
-                    PartitionSpec())
-  assert program.lower(tree).compile().as_text().count(' all-gather(') == 2
-  jax.tree.map(assert_array_equal, program(tree), jax.tree.map(lambda x: x.sum(axis=0), tree))
 
 
 @pytest.mark.parametrize('items, item_rows, microbatch_rows, expected', [
@@ -276,12 +234,6 @@ def test_invalid_rows_do_not_matter(name):
   odd.behaviour_value[after_termination] = 1e3
   odd.obs[:-1][after_termination] = 3.0
   jax.tree.map(assert_array_equal, run(odd), before)
-
-
-def on_mesh(function, size, in_specs, out_specs):
-  mesh = Mesh(np.array(jax.devices()[:size]), (deterministic.AXIS,))
-  return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
-                               check_vma=False))
 
 
 # 2,048 rows of the MLP and 640 of the convolutional network to a group: with few, sums are not

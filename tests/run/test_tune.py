@@ -15,7 +15,7 @@ from podracer_jit.run import command_line, experiment
 from podracer_jit.schemes.table import SCHEMES
 from tests.runs import QUICK, changed, small
 
-SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / 'scripts'
+SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / 'scripts'
 sys.path.insert(0, str(SCRIPTS))
 
 import benchmark_parts  # noqa: E402

@@ -15,7 +15,7 @@ import pytest
 
 from tests.runs import QUICK
 
-SCRIPTS = Path(__file__).parent.parent / 'scripts'
+SCRIPTS = Path(__file__).parents[2] / 'scripts'
 sys.path.insert(0, str(SCRIPTS))
 
 import rerun  # noqa: E402

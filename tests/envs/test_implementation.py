@@ -1,0 +1,20 @@
+"""What XLA and JAX are told of EnvPool's calls."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from podracer_jit.envs import envpool_envs
+from tests.envs.test_envs import ONE_THREAD
+
+pytestmark = pytest.mark.implementation
+
+
+def test_a_call_has_side_effects_for_xla_and_no_effects_for_jax():
+  """XLA must keep each; JAX would call a program that has effects by Python, each time."""
+  shard = envpool_envs.Shard('CartPole-v1', {}, envpool_envs.env_seeds(1, 0, 0, 2), ONE_THREAD)
+  step = jax.jit(lambda handle, action: shard.recv(shard.send(handle, action)))
+  traced = step.trace(jnp.array(shard.handle), jnp.zeros(2, jnp.int32))
+  assert not traced.jaxpr.effects
+  assert traced.lower().as_text().count('has_side_effect = true') == 2
+  shard.close()

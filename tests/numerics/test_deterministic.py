@@ -1,0 +1,44 @@
+"""Sums whose order is fixed, on one device and on many."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from numpy.testing import assert_array_equal
+
+from podracer_jit.numerics import deterministic
+from tests.runs import on_mesh
+
+
+def test_pairwise_sum_has_one_order():
+  rng = np.random.default_rng(0)
+  x = (rng.normal(size=(7, 50)) * 10.0 ** rng.integers(-3, 4, size=(7, 50))).astype(np.float32)
+  a, b, c, d, e, f, g = x
+  expected = {
+      1: a, 2: a + b, 3: (a + b) + c, 4: (a + b) + (c + d), 5: ((a + b) + (c + d)) + e,
+      6: ((a + b) + (c + d)) + (e + f), 7: ((a + b) + (c + d)) + ((e + f) + g)}
+  for count, total in expected.items():
+    assert_array_equal(jax.jit(deterministic.pairwise_sum)(x[:count]), total)
+  for other in (functools.reduce(np.add, x), functools.reduce(np.add, x[::-1])):
+    assert (other != expected[7]).any()  # the numbers tell orders apart
+
+
+@pytest.mark.parametrize('groups, sizes', [(8, (1, 2, 4, 8)), (12, (1, 2, 4))])
+def test_a_sum_by_slices_is_the_pairwise_one_on_any_mesh(groups, sizes):
+  rng = np.random.default_rng(1)
+  tree = {name: (rng.normal(size=(groups, *shape)) * 10.0 ** rng.integers(-3, 4, size=(groups, 1))
+                 .reshape(-1, *[1] * len(shape))).astype(np.float32)
+          for name, shape in dict(w=(70, 71), b=(3,), scale=()).items()}
+  expected, ways = jax.jit(lambda tree: jax.tree.map(deterministic.pairwise_sum, tree))(tree), set()
+  for size in sizes:
+    rows = 1 if (groups // size).bit_count() == 1 else groups // size
+    ways.add(deterministic.sliced(rows, 4974, size))
+    by_group = PartitionSpec(deterministic.AXIS)
+    total = on_mesh(lambda tree, size=size: deterministic.exact_sum(tree, size), size, (by_group,),
+                    PartitionSpec())(tree)
+    jax.tree.map(assert_array_equal, total, expected)
+  assert ways == {True, False}
+  # The order matters to these numbers.
+  assert (sum(tree['w'][::-1]) != expected['w']).any()

@@ -1,0 +1,22 @@
+"""Which thread draws the live display, seen by a patched method."""
+
+import io
+import threading
+
+import pytest
+from rich.console import Console
+
+from podracer_jit.run.progress import Progress
+from tests.run.test_metrics import CONFIG, RECORD
+
+pytestmark = pytest.mark.implementation
+
+
+def test_the_block_is_not_made_by_whoever_reports(monkeypatch):
+  threads = []
+  monkeypatch.setattr(Progress, '_block', lambda self: threads.append(threading.get_ident()) or '')
+  with Progress(CONFIG, 'a title', Console(file=io.StringIO(), force_terminal=True)) as progress:
+    assert threads.pop() == threading.get_ident()  # as it begins
+    for _ in range(20):
+      progress.show(dict(RECORD))
+    assert threading.get_ident() not in threads

@@ -1,0 +1,121 @@
+"""How programs are compiled and called in a running loop, and what they are lowered to."""
+
+import collections
+import re
+import sys
+
+import jax
+import pytest
+
+from podracer_jit import loops
+from podracer_jit.actor import rollouts
+from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari, apex_dqn_catch, impala_atari
+from podracer_jit.envs import envpool_envs
+from podracer_jit.learner import rollout_updates
+from podracer_jit.run import build, experiment
+from podracer_jit.runtime import channels
+from podracer_jit.schemes import wiring
+from tests.runs import changed, fresh_parts, initial_state, parts, run, small
+from tests.workers import not_writer, wrap
+
+pytestmark = pytest.mark.implementation
+
+
+def test_nothing_is_compiled_within_a_segment():
+  config = changed(small(), scheme='cleanba')
+  compiled = []
+
+  def watch(call, *_):
+    if call.number == 3:  # by then everything has run once, lag and all
+      jax.monitoring.register_event_duration_secs_listener(listen)
+
+  def listen(event, duration, **kwargs):
+    if 'backend_compile' in event:
+      compiled.append(event)
+
+  try:
+    run(config, updates=8, tamper=wrap('learner', before=watch))
+    assert not compiled
+    jax.jit(lambda x: x * 3.25)(1.5)  # the listener does hear
+    assert compiled
+  finally:
+    jax.monitoring.clear_event_listeners()
+
+
+@pytest.mark.parametrize('scheme', ['sync', 'cleanba', 'fused', 'apex_lockstep'])
+def test_programs_are_called_without_python(scheme):
+  """After a first call JAX leaves the others to C++, unless a program has effects."""
+  config = apex_dqn_catch.get_config().to_dict() if scheme == 'apex_lockstep' else small()
+  config = changed(config, scheme=scheme, placement__updates_per_call=1)
+  seen = collections.defaultdict(list)
+
+  def profiled(call, *args):
+    files = []
+    seen[call.worker].append(files)
+    sys.setprofile(lambda frame, event, arg: files.append(frame.f_code.co_filename))
+    try:
+      return call.fire(*args)
+    finally:
+      sys.setprofile(None)
+
+  run(config, updates=8, tamper=wrap(not_writer, instead=profiled), made=fresh_parts(config))
+  assert {name.split()[0] for name in seen} >= ({'learner'} if scheme == 'fused' else
+                                                {'actor', 'learner'})
+  for name, calls in seen.items():
+    by_python = [sum(file.endswith('interpreters/pxla.py') for file in call) for call in calls]
+    assert by_python[0] and len(calls) == 8
+    assert not any(by_python[3:]), f'{name}: {by_python}'
+
+
+@pytest.mark.parametrize('module', [impala_atari, apex_dqn_atari, apex_dpg_dmc])
+def test_programs_can_be_made_for_gpus(module):
+  """Lowered for CUDA, R has EnvPool's calls, each with side effects, and learning none of a CPU."""
+  config = module.get_config('smoke').to_dict()
+  config['env']['num_envs'], config['num_grad_shards'] = 16, 4
+  made, shards = fresh_parts(config), config['num_shards']
+  pools = rollouts.Pools([
+      envpool_envs.Shard(config['env']['task'], experiment.env_options(config),
+                 envpool_envs.env_seeds(1, 0, i, 16 // shards)) for i in range(shards)])
+  keys = [jax.random.key(i) for i in range(shards)]
+  state = initial_state(made), build.actor_state(made, pools.shards, keys, 0)
+  traced = jax.jit(wiring.make_rollout(made, pools)).trace(state[0].params, state[1])
+  text = traced.lower(lowering_platforms=('cuda',)).as_text()
+  pools.close()
+  calls = re.findall(r'custom_call @(\w+)_(\w+)\(.*has_side_effect = (\w+)', text)
+  assert len({pool for pool, _, _ in calls}) == shards
+  assert {tuple(kind) for _, *kind in calls} == {('recv', 'true'), ('send', 'true')}
+  assert text.count('custom_call') == len(calls)
+  rollout = jax.eval_shape(rollout_updates.concatenate, traced.out_info[1])
+  learn = jax.jit(made.learn).trace(state[0], rollout).lower(lowering_platforms=('cuda',))
+  assert 'stablehlo.while' in learn.as_text() and 'custom_call' not in learn.as_text()
+
+
+def test_transfers_happen_in_hand_offs_alone(monkeypatch):
+  """Every device_put of a running loop is made by a hand-off, one for each value it carries."""
+  inside, outside, values = [], [], []
+  real_put, real_moved = jax.device_put, channels.DoubleBuffer._moved
+  depth = []
+
+  def device_put(*args, **kwargs):
+    (inside if depth else outside).append(1)
+    return real_put(*args, **kwargs)
+
+  def moved(self, item):
+    depth.append(1)
+    values.append(self.name)
+    try:
+      return real_moved(self, item)
+    finally:
+      depth.pop()
+
+  config = changed(small(), placement__learner_devices=(1,))
+  made = parts(config)
+  with build.segment(made, initial_state(made), 0, 5, lambda report: None) as segment:
+    monkeypatch.setattr(jax, 'device_put', device_put)
+    monkeypatch.setattr(channels.DoubleBuffer, '_moved', moved)
+    with jax.transfer_guard('disallow'):  # silent on CPU; where there is a GPU it speaks
+      loops.run_serial(segment.workers)
+  assert not outside
+  assert values.count('rollouts of actor 0') == 5
+  assert values.count('parameters for actor 0') == 4  # the last version nobody would read
+  assert len(inside) == 5 + 4
