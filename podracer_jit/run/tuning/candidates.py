@@ -1,4 +1,4 @@
-"""The placements that scripts/tune.py tries: which there are, and how they are written."""
+"""The placements that `podracer_jit tune` tries, and how they are written as flags."""
 
 from __future__ import annotations
 

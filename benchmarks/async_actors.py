@@ -1,9 +1,9 @@
 """Rollouts of the first environments that are ready, and of all of them by shards in turn.
 
-python scripts/benchmark_async.py --config=configs/pong_laptop.py --config.env.noop_max=30 \
-    --config.env.max_episode_steps=20 --config.env.num_envs=32 --batches=4,8,16 --shards=1,2,4
+.venv/bin/python -m benchmarks.async_actors --config=configs/pong_laptop.py \
+    --config.env.noop_max=30 --config.env.max_episode_steps=20 --config.env.num_envs=32 --batches=4,8,16 --shards=1,2,4
 
-Takes --config and its overrides as the main binary does. One actor makes rollouts, nothing learns:
+Takes --config and its overrides as training does. One actor makes rollouts, nothing learns:
 asynchronously with each env_batch of --batches, and in turn with each number of --shards; always
 with the same environments, network and unroll length. EnvPool's threads are the visible cores,
 shared by the shards. With resets that cost many frames and short episodes, as above, step times are
@@ -26,19 +26,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import benchmark_parts
-import envpool
 import numpy as np
 from absl import flags, logging
 
+from podracer_jit.envs import envpool_envs
 from podracer_jit.run import build, command_line, experiment
+from podracer_jit.run.measure import timed_parts
 from podracer_jit.runtime import placement
 
 
 def step_times(config: Mapping[str, Any], steps: int) -> dict[str, float]:
   """Of one environment with random actions: milliseconds a step, and of resets alone."""
-  pool = envpool.make(config['env']['task'], env_type='gymnasium', num_envs=1, num_threads=1,
-                      seed=[config['seed']], **experiment.env_options(config))
+  pool = envpool_envs.make_pool(config['env']['task'], experiment.env_options(config),
+                                [config['seed']], num_threads=1)
   space, draws, taken, resets = pool.action_space, np.random.default_rng(0), [], []
   pool.reset()
   over = np.zeros(1, bool)
@@ -78,7 +78,7 @@ def measure(configs: Mapping[str, Mapping[str, Any]], seconds: float, rounds: in
     for name, config in configs.items():
       parts = build.make_parts(config)
       state = build.initial_state(parts, replay=False)
-      measures[name] = benchmark_parts.rollout(parts, state, False, stack)
+      measures[name] = timed_parts.rollout(parts, state, False, stack)
       measures[name](0.0)  # compiles; an asynchronous one has begun sequences after it
     for _ in range(rounds):
       for name in configs:
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
           '{max:.3f}; {resets:.1%} are resets, p50 {reset_p50:.3f}'.format(**times), flush=True)
     found = measure(configs, values.seconds, values.rounds)
   except ValueError as error:
-    print(f'benchmark_async: {error}', file=sys.stderr)
+    print(f'async_actors: {error}', file=sys.stderr)
     return 2
   best = max(statistics.median(rates) for name, rates in found.items() if name.startswith('sync'))
   print('actor            SPS  to best sync  rounds')

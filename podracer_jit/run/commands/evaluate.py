@@ -1,10 +1,16 @@
-"""Plays whole episodes with the newest checkpoint of a run and tells how well.
+"""Plays whole episodes with the newest checkpoint of a run and prints how well it plays.
 
-.venv/bin/python scripts/evaluate.py --workdir=runs/pong [--num_episodes=100] [--video=mp4]
+  podracer_jit evaluate --workdir=runs/pong
+  podracer_jit evaluate --workdir=runs/pong --num_episodes=20 --greedy --video=mp4
 
-Writes evaluation.json into the workdir. A training may go on meanwhile; JAX_PLATFORMS=cpu leaves it
-the GPU. Exit code: 0, 1 where playing failed, 2 where it could not start.
+It plays fresh environments with other seeds than training, prints the mean return, its standard
+error and, for Atari, the human-normalised score, and writes evaluation.json into the workdir. The
+run may still be training meanwhile; JAX_PLATFORMS=cpu leaves the GPU to it.
+
+Exit code: 0, 1 if playing failed, 2 if it could not start.
 """
+
+from __future__ import annotations
 
 import sys
 import time
@@ -19,7 +25,7 @@ from podracer_jit.runtime import placement
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the script; returns its exit code."""
+  """Runs the command; returns its exit code."""
   warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
   values = _flags()
   try:
@@ -35,31 +41,32 @@ def main(argv: Sequence[str]) -> int:
     if movie:
       movie.parent.mkdir(parents=True, exist_ok=True)
   except (ValueError, OSError, flags.Error) as error:
-    print(f'evaluate: {" ".join(str(error).split())}', file=sys.stderr)
+    print(f'podracer_jit evaluate: {" ".join(str(error).split())}', file=sys.stderr)
     return 2
   try:
     _evaluate(agent, workdir, values, movie)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
-    print(f'evaluate: {type(error).__name__}: {" ".join(str(error).split())}', file=sys.stderr)
+    said = ' '.join(str(error).split())
+    print(f'podracer_jit evaluate: {type(error).__name__}: {said}', file=sys.stderr)
     return 1
   return 0
 
 
 def _flags() -> flags.FlagValues:
-  """Flags of its own, not absl's global ones: those are of whoever imports this."""
+  """Defines the flags apart from absl's global ones, which belong to the importing program."""
   values = flags.FlagValues()
   text = dict(flag_values=values)
   flags.DEFINE_string('workdir', None, 'Where the run is.', **text)
-  flags.DEFINE_integer('num_episodes', 100, 'Whole games to count.', **text)
-  flags.DEFINE_integer('num_envs', 16, 'Environments that play them; at most num_episodes are used,'
-                       ' and each has the same share, whichever is faster.', **text)
-  flags.DEFINE_integer('seed', 1, 'Of the environments and the drawn actions. Whatever its value, '
-                       'no game is one that was trained on.', **text)
+  flags.DEFINE_integer('num_episodes', 100, 'Whole episodes to count.', **text)
+  flags.DEFINE_integer('num_envs', 16, 'Environments that play them, at most one for each episode. '
+                       'Each plays the same number of episodes.', **text)
+  flags.DEFINE_integer('seed', 1, 'Of the environments and the sampled actions. No seed repeats '
+                       'an episode of training.', **text)
   flags.DEFINE_bool('greedy', False, 'Take the likeliest action instead of sampling.', **text)
-  flags.DEFINE_integer('max_steps', 108_000, 'Give up where an episode gets longer: some tasks '
-                       'have no limit of their own.', **text)
-  flags.DEFINE_string('video', None, 'Film one more episode: mp4 or gif for WORKDIR/video.mp4 or '
-                      'WORKDIR/video.gif, or a path that ends in .mp4 or .gif.', **text)
+  flags.DEFINE_integer('max_steps', 108_000, 'Fail if an episode gets longer than this; some '
+                       'tasks have no limit of their own.', **text)
+  flags.DEFINE_string('video', None, 'Film one more episode. mp4 or gif writes WORKDIR/video.mp4 '
+                      'or WORKDIR/video.gif; a path must end in .mp4 or .gif.', **text)
   flags.DEFINE_bool('help', False, 'Show this.', short_name='h', **text)
   return values
 
@@ -69,7 +76,7 @@ def _check(values: flags.FlagValues, rest: Sequence[str]) -> Path | None:
   if rest[1:]:
     raise ValueError(f'{rest[1]}: not a flag; flags begin with --')
   if not values.workdir:
-    raise ValueError('--workdir is missing: evaluate.py --workdir=runs/pong')
+    raise ValueError('--workdir is missing: podracer_jit evaluate --workdir=runs/pong')
   for name in ('num_episodes', 'num_envs', 'max_steps'):
     if values[name].value < 1:
       raise ValueError(f'--{name}: must be at least 1, got {values[name].value}')
@@ -123,7 +130,3 @@ def _summary(record: evaluation.Record) -> str:
   if 'human_normalised' in found:
     lines.append(f'human-normalised score  {found["human_normalised"]:.3f}')
   return '\n'.join(lines)
-
-
-if __name__ == '__main__':
-  sys.exit(main(sys.argv))

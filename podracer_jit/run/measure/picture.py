@@ -1,13 +1,23 @@
-"""What scripts/benchmark_round.py found, as a table and as a picture."""
+"""Shows a round that `rounds.py` split up, as a table and as a picture."""
 
 from __future__ import annotations
 
 import collections
+import importlib.util
 
-import matplotlib
 import numpy as np
-from benchmark_round import PARTS, Round
-from matplotlib import pyplot
+
+from podracer_jit.run.measure.rounds import PARTS, Round
+
+
+def check_can_draw() -> None:
+  """Checks that matplotlib is installed.
+
+  Raises:
+    ValueError: it is not.
+  """
+  if importlib.util.find_spec('matplotlib') is None:
+    raise ValueError('drawing needs matplotlib: pip install matplotlib')
 
 
 def table(found: Round) -> list[str]:
@@ -28,8 +38,16 @@ def table(found: Round) -> list[str]:
 
 
 def draw(found: Round, path: str, bins: int = 1500) -> None:
-  """A picture of the last round or two: workers one above the other, EnvPool's threads below."""
+  """Draws the last round or two: workers one above the other, EnvPool's threads below.
+
+  Raises:
+    ValueError: matplotlib is not installed.
+  """
+  check_can_draw()
+  import matplotlib  # here, since only drawing needs it
   matplotlib.use('agg')
+  from matplotlib import pyplot
+
   start, end = found.ends[-min(3, len(found.ends))], found.ends[-1]
   figure, (top, below) = pyplot.subplots(
       2, 1, sharex=True, figsize=(13, 1.2 + 0.6 * len(found.lanes) + 1.5), layout='constrained',

@@ -1,7 +1,7 @@
-"""The memory of a part: what it took, and what its programs need by their shapes.
+"""The memory of a part: its largest heap, and the bytes its programs need by their shapes.
 
-What it took is what the C library had given out on the host, sampled while the part runs. The
-process's resident pages would say less: most of them are left over from compiling.
+The heap is the memory that the C library has given out on the host, sampled while the part runs.
+Resident pages would say less, since most of them are left over from compiling.
 """
 
 from __future__ import annotations

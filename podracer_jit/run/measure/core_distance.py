@@ -1,8 +1,8 @@
-"""How far apart two cores are, which on virtual machines changes from one second to the next.
+"""Measures how far apart two cores are, which changes on virtual machines while they run.
 
-Cores that share a cache hand a line to each other in 50 ns, others in 250. Whoever lends a virtual
-machine moves its cores about without a word, and what several threads do - EnvPool's queues above
-all - then takes up to twice as long. So speeds are compared as of one distance.
+Cores that share a cache hand a line to each other in 50 ns, others in 250. The host of a virtual
+machine moves its cores without notice. Work that several threads share, EnvPool's queues above all,
+then takes up to twice as long. So speeds are compared at one distance only.
 """
 
 from __future__ import annotations

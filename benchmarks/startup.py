@@ -1,6 +1,6 @@
 """How long a run takes from the command to its first update, with nothing compiled and with it.
 
-python scripts/benchmark_startup.py --rounds=3 --updates=3 --json=figures.json
+.venv/bin/python -m benchmarks.startup --rounds=3 --updates=3 --json=figures.json
 
 `cold` begins with an empty compilation cache (JAX_COMPILATION_CACHE_DIR is a new directory), `warm`
 is the same command again with what `cold` left there; in turn, round after round, medians. Seconds
@@ -8,7 +8,7 @@ are from the start of `python -m podracer_jit` to the first line of metrics.json
 after about --updates (a checkpoint included). What contains pointers, such as the rollout program,
 is compiled anew in any case, and JAX keeps only what took it long enough
 (JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS). The first round may also read Python's packages from a
-disk. Takes --config and its overrides as the main binary does.
+disk. Takes --config and its overrides as training does.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from absl import flags
-from benchmark_scaling import Failed, count_lines, refuse_replay, with_default, write_config
 
+from benchmarks.common import Failed, count_lines, refuse_replay, with_default, write_config
 from podracer_jit.run import checkpoint, checks, command_line
 from podracer_jit.run.experiment import batch_rows
 
@@ -107,7 +107,7 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def define_flags() -> flags.FlagValues:
-  """The script's own flags, beside those of the main binary."""
+  """Defines the script's own flags, beside those of a config."""
   values = flags.FlagValues()
   flags.DEFINE_integer('updates', 3, 'Of each run.', lower_bound=1, flag_values=values)
   flags.DEFINE_integer('rounds', 3, 'How often each is measured.', lower_bound=1,
@@ -136,7 +136,7 @@ def benchmark(argv: Sequence[str]) -> int:
           f'{kind} {x.first_update_s:.2f} s' for kind, x in zip(KINDS, rounds[-1], strict=True)),
             file=sys.stderr, flush=True)
   except (ValueError, Failed) as error:
-    print(f'benchmark_startup: {error}', file=sys.stderr)
+    print(f'startup: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)
   result = dict(config=config, cores=len(os.sched_getaffinity(0)),
                 versions=checkpoint.versions()) | summarise(rounds)

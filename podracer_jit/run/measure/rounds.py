@@ -1,8 +1,8 @@
-"""One round taken apart: what each worker did in it, from a trace of the profiler.
+"""Splits a round into what each worker did, from a trace of the profiler.
 
-The trace says of every operation of XLA when it ran, the program's text to which part of the round
-it belongs. At an instant in which several run, each counts for its share; one in which none does is
-`between`. So the parts of a worker add up to the round.
+The trace says when each XLA operation ran, and the text of its program says which part of the round
+it belongs to. Where several operations run at once, each counts for its share. Time in which none
+runs is `between`. So the parts of a worker add up to the round.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import benchmark_memory
 import jax
 
 from podracer_jit import loops
 from podracer_jit.run import build
+from podracer_jit.run.measure import memory_use
 from podracer_jit.run.metrics import Report
 from podracer_jit.schemes import wiring
 
@@ -49,7 +49,7 @@ class Round(NamedTuple):
   spans: dict[str, list[Span]]  # of the traced rounds, for the picture
   env_threads: list[tuple[float, float]]  # (time, cores that EnvPool kept busy until then)
   ends: list[float]  # of the traced rounds
-  memory: dict[str, dict[str, int]]  # bytes of each program, by its name: see `benchmark_memory`
+  memory: dict[str, dict[str, int]]  # bytes of each program, by its name: see `memory_use`
 
 
 def part_of(op_name: str, scopes: Sequence[str]) -> str:
@@ -155,7 +155,7 @@ class _Programs:
     text = compiled.as_text()
     name = re.match(r'HloModule ([\w.-]+)', text)[1]
     self.operations[name] = operations(text, SCOPES['rollout' if 'rollout' in name else 'learner'])
-    self.memory[name.removeprefix('jit_')] = benchmark_memory.program_memory(compiled)
+    self.memory[name.removeprefix('jit_')] = memory_use.program_memory(compiled)
 
   def learner(self, learner: Any) -> Any:
     """The same, compiled at its first call by hand, for the text of what runs."""
@@ -191,7 +191,7 @@ def measure(parts: wiring.Parts) -> Round:
         jax.profiler.stop_trace()
 
     before = _threads()
-    with benchmark_memory.loading(programs.add):
+    with memory_use.loading(programs.add):
       segment = stack.enter_context(build.segment(parts, build.initial_state(parts), 0, count + 2,
                                                   report))
     pools = sorted(_threads() - before)

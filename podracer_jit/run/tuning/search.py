@@ -1,4 +1,4 @@
-"""How scripts/tune.py finds the fastest of its candidates: by successive halving."""
+"""Finds the fastest candidate by successive halving."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from tune_candidates import Candidate
+from podracer_jit.run.tuning.candidates import Candidate
 
 FINALISTS = 2  # of the last rounds, beside the config's own
 LAST_ROUNDS = 3

@@ -1,6 +1,6 @@
 """What the exact sum of gradients costs: its time, and its bytes on the wire, beside an all-reduce.
 
-python scripts/benchmark_reduction.py --config=configs/impala_atari.py:nature_cnn --seconds=3
+.venv/bin/python -m benchmarks.reduction --config=configs/impala_atari.py:nature_cnn --seconds=3
 
 Gradients of the config's network in 8 groups, on 1, 2, 4 and 8 devices (as many as there are; of a
 CPU they are virtual and share its cores). `exact`: the groups of a device added as far as the fixed
@@ -15,7 +15,7 @@ that is printed. By least squares the exact sum's time is a + b GB of them.
 
 `learner` is the time of an update of the whole learner on as many devices, whose reductions are one
 each gradient step; `share` what the exact ones are of it, and `extra` what plain ones would save.
-Takes --config and its overrides as the main binary does, but for num_grad_shards and the devices.
+Takes --config and its overrides as training does, but for num_grad_shards and the devices.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import benchmark_parts
 import jax
 import numpy as np
 from absl import flags, logging
-from benchmark_scaling import refuse_replay, with_default
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.common import refuse_replay, with_default
 from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum, sliced
 from podracer_jit.run import build, checkpoint, command_line
+from podracer_jit.run.measure import timed_parts
 from podracer_jit.runtime import placement
 from podracer_jit.schemes import wiring
 
@@ -143,7 +143,7 @@ def measure(parts: wiring.Parts, seconds: float) -> dict[str, Any]:
   counted = {name: bytes_in_program(reduction.program.as_text(), len(devices))
              for name, reduction in reductions.items()}
   del reductions
-  learner = benchmark_parts.learner(parts, state)
+  learner = timed_parts.learner(parts, state)
   learner(0.0)  # warms up
   update_s = learner(seconds).seconds_per_update
   steps = parts.config['num_epochs'] * parts.config['num_minibatches']
@@ -198,7 +198,7 @@ def placed(config: Mapping[str, Any], devices: int) -> dict[str, Any]:
 
 
 def define_flags() -> flags.FlagValues:
-  """The script's own flags, beside those of the main binary."""
+  """Defines the script's own flags, beside those of a config."""
   values = flags.FlagValues()
   flags.DEFINE_float('seconds', 3.0, 'For the reductions of a mesh, and as much for its learner.',
                      lower_bound=0.0, flag_values=values)
@@ -220,7 +220,7 @@ def benchmark(argv: Sequence[str]) -> int:
     placement.prepare_host(placed(config, max(MESHES))['placement'])
     all_parts = [build.make_parts(placed(config, n)) for n in MESHES if n <= len(jax.devices())]
   except ValueError as error:
-    print(f'benchmark_reduction: {error}', file=sys.stderr)
+    print(f'reduction: {error}', file=sys.stderr)
     return 2
   print('  '.join(f'{head:>{int(re.match("[0-9]+", form)[0])}}'
                   for head, (_, form) in COLUMNS.items()), flush=True)

@@ -1,31 +1,29 @@
-"""The usual actor, which the jitted rollout is compared with: Python between any two steps.
+"""The conventional actor, with Python between any two steps, to compare the jitted rollout with.
 
-As Cleanba's actor threads do: for each step one call of a jitted policy and one `env.step` of
-EnvPool's gymnasium API, rows kept in lists, stacked at the end. Everything else is podracer_jit's:
-keys, seeds, the meaning of rows, episode statistics; so learner, hand-offs and lag stay as they
-are, and both actors make the same rollouts. It is no part of the package.
+It works as Cleanba's actor threads do: each step is one call of a jitted policy and one `env.step`
+of EnvPool's gymnasium API. Rows are kept in lists and stacked at the end. Keys, seeds, the meaning
+of rows and episode statistics are those of the jitted actor, so both make the same rollouts, and
+the learner and the hand-offs need not know the difference. Training never uses it.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import envpool
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from podracer_jit.agents.networks import ActorCritic
-from podracer_jit.envs import frames
+from podracer_jit.envs import envpool_envs, frames
 from podracer_jit.loops import Worker
 from podracer_jit.runtime.channels import Stamped
 from podracer_jit.types import Episodes, Params, Rollout
 
 
 class PoolArgs(NamedTuple):
-  """What a pool is made of: the arguments of `envs.Shard`."""
+  """The arguments of a pool, in the order of `envpool_envs.Shard`."""
 
   task: str
   options: Mapping[str, Any]
@@ -82,11 +80,7 @@ class Pool:
         elsewhere each goes to the device once, for the policy, and is piled up there.
     """
     size = len(args.seeds)
-    with warnings.catch_warnings():
-      warnings.simplefilter('ignore')
-      self._pool = envpool.make(
-          args.task, env_type='gymnasium', num_envs=size, batch_size=size, seed=list(args.seeds),
-          num_threads=args.num_threads, **args.options)
+    self._pool = envpool_envs.make_pool(*args)
     self._obs = _narrow(self._pool.reset()[0])
     self._ended = np.zeros(size, bool)
     self._episode_return = np.zeros(size, np.float32)

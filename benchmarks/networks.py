@@ -1,6 +1,6 @@
-"""What each formulation of podracer_jit/conv.py does to networks.
+"""What each formulation of podracer_jit/numerics/convolution.py does to networks.
 
-python scripts/benchmark_networks.py --network=impala_resnet --rows=160,640 --rounds=3
+.venv/bin/python -m benchmarks.networks --network=impala_resnet --rows=160,640 --rounds=3
 
 Rows a second, forward and with the gradient of all parameters, of a torso on 84x84x4 frames. The
 variants begin with flax's own layers and add one thing after another; each is measured in processes
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     values(argv)
     sizes = [int(x) for x in values.rows]
   except (flags.Error, ValueError) as error:
-    print(f'benchmark_networks: {error}', file=sys.stderr)
+    print(f'networks: {error}', file=sys.stderr)
     return 2
   if values.only:
     print(json.dumps(measure(values.network, sizes[0], values.groups, values.only,
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
   for _ in range(values.rounds):
     for (rows, variant), figures in found.items():
       out = subprocess.run(
-          [sys.executable, __file__, f'--network={values.network}', f'--rows={rows}',
+          [sys.executable, '-m', 'benchmarks.networks', f'--network={values.network}', f'--rows={rows}',
            f'--groups={values.groups}', f'--seconds={values.seconds}', f'--only={variant}'],
           check=True, capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(
               0, {core})).stdout

@@ -1,13 +1,17 @@
-"""Runs one training as several processes of this machine.
+"""Runs one training as several processes on this machine.
 
-.venv/bin/python scripts/launch_local.py -n 2 -- --config=configs/impala_catch.py \\
-    --config.num_shards=2 --config.num_grad_shards=2 --workdir=runs/x
+  podracer_jit launch -n 2 -- --config=configs/impala_catch.py --config.num_shards=2 \\
+      --config.num_grad_shards=2 --workdir=runs/x
 
-What follows -- goes to each process. Device indices of the placement are those of each process:
-with -n 2 and one learner device the learner mesh has two. SIGINT and SIGTERM are passed on; a
-process that fails ends the others. For CPUs: one process uses all GPUs of a machine. Exit code: 0,
-or that of the process that failed first.
+Each process gets the flags after --. Device indices of the placement count the devices of one
+process: with -n 2 and one learner device, the learner mesh has two devices. SIGINT and SIGTERM are
+passed on to the processes. If a process fails, the others end too. This is for CPUs, since one
+process uses all GPUs of a machine.
+
+Exit code: 0, that of the process that failed first, or 2 if the arguments are wrong.
 """
+
+from __future__ import annotations
 
 import signal
 import socket
@@ -22,11 +26,17 @@ GRACE_S = 25.0  # the others find out themselves, and say so; after this they ar
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the script; returns its exit code."""
-  if len(argv) < 5 or argv[1] != '-n' or not argv[2].isdigit() or argv[3] != '--' or argv[2] == '0':
+  """Runs the command; returns its exit code."""
+  before = argv[1:argv.index('--')] if '--' in argv else argv[1:]
+  if set(before) & {'-h', '--help'}:
     print(__doc__)
-    return 0 if set(argv[1:]) & {'-h', '--help'} else 2
-  count, command = int(argv[2]), [sys.executable, '-m', 'podracer_jit', *argv[4:]]
+    return 0
+  if len(argv) < 5 or argv[1] != '-n' or not argv[2].isdigit() or argv[3] != '--' or argv[2] == '0':
+    print('podracer_jit launch: the number of processes and the flags of training are needed: '
+          'podracer_jit launch -n 2 -- --config=... --workdir=...', file=sys.stderr)
+    return 2
+  safe = ['-P'] if sys.flags.safe_path else []  # as this process was started
+  count, command = int(argv[2]), [sys.executable, *safe, '-m', 'podracer_jit', *argv[4:]]
   with socket.socket() as probe:
     probe.bind(('localhost', 0))
     port = probe.getsockname()[1]
@@ -73,7 +83,3 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
     if time.monotonic() > deadline:
       _send(processes, signal.SIGKILL)
   return abs(code or next((p.returncode for p in processes if p.returncode), 0))
-
-
-if __name__ == '__main__':
-  sys.exit(main(sys.argv))

@@ -1,12 +1,16 @@
-"""Makes one update of a run again, from the checkpoint before it, and shows what it learned from.
+"""Repeats one update of a run from the checkpoint before it, and writes what it learned from.
 
-.venv/bin/python scripts/rerun.py --workdir=runs/pong --update=1234 [--env=0]
+  podracer_jit rerun --workdir=runs/pong --update=1234
+  podracer_jit rerun --workdir=runs/pong --update=1234 --env=3
 
-Checks every update on the way against the run's receipts, on one device, wherever the run was.
-Writes the rollout to WORKDIR/update_1234.npz (time-major arrays, as types.Rollout names them) and
-what environment --env saw to WORKDIR/update_1234.mp4. Exit code: 0, 1 where the bits are not those
-of the receipts or something failed, 2 where it could not start.
+It runs on one device, wherever the run was, and checks every update on the way against the run's
+receipts. It writes the rollout to WORKDIR/update_1234.npz (time-major arrays, named as in
+types.Rollout) and the observations of environment --env to WORKDIR/update_1234.mp4.
+
+Exit code: 0, 1 if an update differs from its receipt or something failed, 2 if it could not start.
 """
+
+from __future__ import annotations
 
 import sys
 import warnings
@@ -33,12 +37,12 @@ class Differs(RuntimeError):
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the script; returns its exit code."""
+  """Runs the command; returns its exit code."""
   warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
   values = flags.FlagValues()
   flags.DEFINE_string('workdir', None, 'Where the run is.', flag_values=values)
-  flags.DEFINE_integer('update', None, 'Which update.', flag_values=values)
-  flags.DEFINE_integer('env', 0, 'Whose observations to film.', flag_values=values)
+  flags.DEFINE_integer('update', None, 'The update to repeat.', flag_values=values)
+  flags.DEFINE_integer('env', 0, 'The environment whose observations to film.', flag_values=values)
   flags.DEFINE_bool('help', False, 'Show this.', short_name='h', flag_values=values)
   try:
     rest = values(list(argv))
@@ -63,19 +67,19 @@ def main(argv: Sequence[str]) -> int:
     parts = build.make_parts(config)
     state = _state_before(parts, workdir, header)
   except (ValueError, OSError, flags.Error) as error:
-    print(f'rerun: {" ".join(str(error).split())}', file=sys.stderr)
+    print(f'podracer_jit rerun: {" ".join(str(error).split())}', file=sys.stderr)
     return 2
   except KeyError as error:
-    print(f'rerun: config.json of {workdir} lacks the field {error}', file=sys.stderr)
+    print(f'podracer_jit rerun: config.json of {workdir} lacks the field {error}', file=sys.stderr)
     return 2
   try:
     if header['canary'] != canary():
-      print('rerun: another arithmetic than that of the run: other bits are to be expected',
+      print('podracer_jit rerun: the arithmetic here is not that of the run: expect other bits',
             file=sys.stderr)
     rollout = rerun(parts, state, header['segment'], values.update, receipts)
     _write(rollout, workdir / f'update_{values.update}', values.env, parts)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
-    print(f'rerun: {type(error).__name__}: {error}', file=sys.stderr)
+    print(f'podracer_jit rerun: {type(error).__name__}: {error}', file=sys.stderr)
     return 1
   return 0
 
@@ -84,7 +88,8 @@ def _check(values: flags.FlagValues, rest: Sequence[str]) -> Path:
   if rest[1:]:
     raise ValueError(f'{rest[1]}: not a flag; flags begin with --')
   if not values.workdir or values.update is None:
-    raise ValueError('--workdir and --update are needed: rerun.py --workdir=runs/pong --update=10')
+    raise ValueError('--workdir and --update are needed: '
+                     'podracer_jit rerun --workdir=runs/pong --update=10')
   return Path(values.workdir)
 
 
@@ -161,7 +166,3 @@ def _write(rollout: Rollout, path: Path, env: int, parts: wiring.Parts) -> None:
     print(f'{path.with_suffix(".mp4")}: what environment {env} saw')
   except ValueError as error:
     print(error)
-
-
-if __name__ == '__main__':
-  sys.exit(main(sys.argv))

@@ -1,11 +1,15 @@
-"""Says whether two runs are the same to the last bit, and if not, where they part.
+"""Says whether two runs are the same to the last bit, and if not, where they first differ.
 
-.venv/bin/python scripts/compare_runs.py runs/a runs/b
+  podracer_jit compare runs/a runs/b
 
-Reads the receipts of both: a fingerprint of every update's batch and of the parameters it made.
-Then prints the paired learning curves. Exit code: 0 identical over all updates that both have, 1
-they differ, 2 there is nothing to compare.
+It reads the receipts of both runs, which have a fingerprint of every update's batch and parameters,
+and then prints the two learning curves side by side.
+
+Exit code: 0 if all updates that both have are identical, 1 if some differ, 2 if there is nothing to
+compare.
 """
+
+from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
@@ -17,10 +21,14 @@ ROWS = 10  # of the learning curves
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the script; returns its exit code."""
-  if len(argv) != 3 or any(arg.startswith('-') for arg in argv[1:]):
+  """Runs the command; returns its exit code."""
+  if set(argv[1:]) & {'-h', '--help'}:
     print(__doc__)
-    return 0 if set(argv[1:]) & {'-h', '--help'} else 2
+    return 0
+  if len(argv) != 3 or any(arg.startswith('-') for arg in argv[1:]):
+    print('podracer_jit compare: two workdirs are needed: podracer_jit compare runs/a runs/b',
+          file=sys.stderr)
+    return 2
   workdirs = [Path(arg) for arg in argv[1:]]
   try:
     configs = [checkpoint.read_config(workdir) for workdir in workdirs]
@@ -29,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     if not receipts[0].keys() & receipts[1].keys():
       raise ValueError('the runs have no update in common')
   except (ValueError, OSError) as error:
-    print(f'compare_runs: {error}', file=sys.stderr)
+    print(f'podracer_jit compare: {error}', file=sys.stderr)
     return 2
   for line in [*config_differences(*configs), *header_differences(*headers)]:
     print(line)
@@ -91,7 +99,3 @@ def print_curves(one: Sequence[dict], two: Sequence[dict]) -> None:
     values = (f'{"-" if x is None else f"{x:.2f}":>10}'
               for x in (a['episode_return'], b['episode_return']))
     print(f'{a["update"]:>8} {a["steps"]:>12,}', *values)
-
-
-if __name__ == '__main__':
-  sys.exit(main(sys.argv))

@@ -1,6 +1,6 @@
 """What a replay costs beside the learner's gradient step, and the memory it takes.
 
-python scripts/benchmark_replay.py --config=configs/apex_dqn_atari.py --seconds=3
+.venv/bin/python -m benchmarks.replay --config=configs/apex_dqn_atari.py --seconds=3
 
 For each capacity, in a process of its own and on one device, a replay is filled with random
 experience and then measured: adding one rollout of all environments; sampling one batch, its stacks
@@ -12,7 +12,7 @@ replay.gradient_steps, which samples and sets priorities too: of its time, the s
 programs needs for a while beside it (were the ring copied, that would be as large), `peak` the most
 that the process ever had (of an accelerator: in use on the device), `before` what it had when the
 replay was not there yet but programs and the rollout were. MB are 10^6 bytes. A capacity that does
-not fit is skipped. Takes --config and its overrides as the main binary does; --json writes all
+not fit is skipped. Takes --config and its overrides as training does; --json writes all
 figures.
 """
 
@@ -277,7 +277,7 @@ def prepare(config: Mapping[str, Any], capacities: Sequence[str]) -> list[dict[s
   """A config for each capacity, checked.
 
   Raises:
-    ValueError: in one line, as the main binary's.
+    ValueError: in one line.
   """
   if not has_replay(config):
     raise ValueError(f'--config: loss.name is {config["loss"]["name"]}, which has no replay')
@@ -339,7 +339,7 @@ def line(found: Mapping[str, Any]) -> str:
 
 
 def define_flags() -> flags.FlagValues:
-  """The script's own flags, beside those of the main binary."""
+  """Defines the script's own flags, beside those of a config."""
   values = flags.FlagValues()
   flags.DEFINE_list('capacities', ['100000', '1000000', '2000000'], 'Transitions.',
                     flag_values=values)
@@ -368,7 +368,7 @@ def benchmark(argv: Sequence[str]) -> int:
       found.append(row(item, values.seconds))
       print(line(found[-1]), flush=True)
   except ValueError as error:
-    print(f'benchmark_replay: {error}', file=sys.stderr)
+    print(f'replay: {error}', file=sys.stderr)
     return 2
   if values.json:
     Path(values.json).write_text(json.dumps(found, indent=2) + '\n')

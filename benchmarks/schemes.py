@@ -1,6 +1,6 @@
 """What each scheme does to speed and to the age of the data, by the number of workers.
 
-python scripts/benchmark_schemes.py --config=configs/ppo_cartpole.py --workers=1,2,4 --seconds=10
+.venv/bin/python -m benchmarks.schemes --config=configs/ppo_cartpole.py --workers=1,2,4 --seconds=10
 
 As figure 4 of NAPPO (2007.02622): frames a second, CGD and GUD. Takes --config and its overrides as
 the main binary does; env.num_envs, num_shards and num_grad_shards are those of one worker, and each
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
         found.append(measure(placed(config, scheme, count), values.seconds))
         print('{:12} {:7} {:10,.0f} {:8.2f} {:6.2f} {:8}'.format(*found[-1]), flush=True)
   except ValueError as error:
-    print(f'benchmark_schemes: {error}', file=sys.stderr)
+    print(f'schemes: {error}', file=sys.stderr)
     return 2
   if values.json:
     Path(values.json).write_text(json.dumps([x._asdict() for x in found], indent=2) + '\n')

@@ -1,6 +1,6 @@
 """What a second process adds: weak scaling, each process pinned to a core of its own.
 
-python scripts/benchmark_scaling.py --rounds=3 --updates=8 --json=figures.json
+.venv/bin/python -m benchmarks.scaling --rounds=3 --updates=8 --json=figures.json
 
 Three layouts, in turn, round after round:
 
@@ -13,7 +13,7 @@ Three layouts, in turn, round after round:
 SPS is that of metrics.jsonl: of each process the median over --updates, counted from when all of a
 layout are warm; then the median over the rounds. Efficiency is SPS(together) / (n SPS(one)), and
 against the control SPS(together) / SPS(apart), where apart is the sum. Takes --config and its
-overrides as the main binary does; by default Nature CNN on Pong. CPUs only.
+overrides as training does; by default Nature CNN on Pong. CPUs only.
 """
 
 from __future__ import annotations
@@ -35,44 +35,13 @@ from typing import Any
 
 from absl import flags
 
+from benchmarks.common import Failed, count_lines, refuse_replay, with_default, write_config
 from podracer_jit.run import checkpoint, checks, command_line
-from podracer_jit.run.experiment import has_replay
 
-DEFAULT = ['--config=configs/impala_atari.py:nature_cnn', '--config.env.task=Pong-v5']
 PUBLISHED = 'Cleanba (2310.00036) has 0.93 of 1 at 128 GPUs'
 LAYOUTS = ('together', 'apart', 'one')  # first what a config may not be able to do
 WARM = 3  # updates of each process that are never counted
 POLL_S = 0.1
-
-
-class Failed(RuntimeError):
-  """A run did not get to what was to be measured; `code` is for whoever started this."""
-
-  def __init__(self, process: subprocess.Popen, log: Path):
-    lines = log.read_text(errors='replace').split('\n')
-    said = [line for line in lines if line.startswith('podracer_jit: ')] or lines
-    super().__init__(' '.join([f'exit code {process.returncode}:', *said[-1:]]))
-    self.code = 2 if process.returncode == 2 else 1  # 2: what could not start
-
-
-def with_default(argv: Sequence[str]) -> list[str]:
-  """The command line, with DEFAULT where it names no config."""
-  named = any(arg.partition('=')[0] in ('--config', '-config') for arg in argv[1:])
-  return [*argv] if named else [argv[0], *DEFAULT, *argv[1:]]
-
-
-def write_config(path: Path, config: Mapping[str, Any]) -> Path:
-  """Writes a config file of just these values, for other processes; returns its path."""
-  path.write_text('from ml_collections import ConfigDict\n\n\ndef get_config():\n'
-                  f'  return ConfigDict({dict(config)!r})\n')
-  return path
-
-
-def refuse_replay(config: Mapping[str, Any]) -> None:
-  """Raises ValueError where the config draws from a replay: first updates are not as later ones."""
-  if has_replay(config):
-    raise ValueError(f'--config: {config["loss"]["name"]} draws from a replay; '
-                     'benchmark_replay.py measures that')
 
 
 def scaled(config: Mapping[str, Any], processes: int) -> dict[str, Any]:
@@ -93,11 +62,6 @@ def pinned(core: int) -> Iterator[None]:
     yield
   finally:
     os.sched_setaffinity(0, before)
-
-
-def count_lines(path: Path) -> int:
-  """Whole lines of a file that may not be there yet."""
-  return path.read_bytes().count(b'\n') if path.exists() else 0
 
 
 class Runs:
@@ -197,7 +161,7 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def define_flags() -> flags.FlagValues:
-  """The script's own flags, beside those of the main binary."""
+  """Defines the script's own flags, beside those of a config."""
   values = flags.FlagValues()
   flags.DEFINE_integer('processes', 2, 'How many, and cores to pin them to.', lower_bound=2,
                        flag_values=values)
@@ -213,7 +177,7 @@ def prepare(config: Mapping[str, Any], processes: int) -> list[int]:
   """Checks the config for either number of processes; returns the cores.
 
   Raises:
-    ValueError: in one line, as the main binary's.
+    ValueError: in one line.
   """
   refuse_replay(config)
   cores = sorted(os.sched_getaffinity(0))
@@ -243,7 +207,7 @@ def benchmark(argv: Sequence[str]) -> int:
         print(f'round {k + 1} of {values.rounds}: {layout} '
               f'{sum(rounds[layout][-1]):,.0f} SPS', file=sys.stderr, flush=True)
   except (ValueError, Failed) as error:
-    print(f'benchmark_scaling: {error}', file=sys.stderr)
+    print(f'scaling: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)
   result = dict(config=config, processes=values.processes, updates=values.updates, cores=cores,
                 versions=checkpoint.versions(), published=PUBLISHED
