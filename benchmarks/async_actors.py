@@ -1,7 +1,8 @@
 """Rollouts of the first environments that are ready, and of all of them by shards in turn.
 
 .venv/bin/python -m benchmarks.async_actors --config=configs/pong_laptop.py \
-    --config.env.noop_max=30 --config.env.max_episode_steps=20 --config.env.num_envs=32 --batches=4,8,16 --shards=1,2,4
+    --config.env.noop_max=30 --config.env.max_episode_steps=20 --config.env.num_envs=32 \
+    --batches=4,8,16 --shards=1,2,4
 
 Takes --config and its overrides as training does. One actor makes rollouts, nothing learns:
 asynchronously with each env_batch of --batches, and in turn with each number of --shards; always

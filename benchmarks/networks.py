@@ -105,8 +105,9 @@ def main(argv: Sequence[str]) -> int:
   for _ in range(values.rounds):
     for (rows, variant), figures in found.items():
       out = subprocess.run(
-          [sys.executable, '-m', 'benchmarks.networks', f'--network={values.network}', f'--rows={rows}',
-           f'--groups={values.groups}', f'--seconds={values.seconds}', f'--only={variant}'],
+          [sys.executable, '-m', 'benchmarks.networks', f'--network={values.network}',
+           f'--rows={rows}', f'--groups={values.groups}', f'--seconds={values.seconds}',
+           f'--only={variant}'],
           check=True, capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(
               0, {core})).stdout
       figures.append(json.loads(out.splitlines()[-1]))

@@ -1,21 +1,14 @@
 """The benchmark of replays: its rows are complete, its bytes are right, too much is skipped."""
 
 import json
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
-from tests.runs import QUICK
-
-SCRIPT = pathlib.Path(__file__).resolve().parents[1] / 'scripts' / 'benchmark_replay.py'
+from benchmarks.tests.run import run_benchmark
 TOO_MUCH = 10**9
 
 
 def run(*args):
-  done = subprocess.run([sys.executable, SCRIPT, '--seconds=0.05', *args], timeout=600,
-                        env=QUICK | {'JAX_PLATFORMS': 'cpu'}, capture_output=True, text=True)
+  done = run_benchmark('replay', '--seconds=0.05', *args)
   return done.returncode, done.stdout, done.stderr
 
 

@@ -1,43 +1,30 @@
 """Benchmarks of processes, reductions and start-up: their sums are right, and so is their JSON."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import common, reduction, scaling, startup
+from benchmarks.tests.run import run_benchmark
 from podracer_jit.numerics.deterministic import exact_sum, plain_sum
-from tests.runs import QUICK, small
-
-SCRIPTS = Path(__file__).resolve().parents[1] / 'scripts'
-sys.path.insert(0, str(SCRIPTS))
-
-import benchmark_reduction  # noqa: E402
-import benchmark_scaling  # noqa: E402
-import benchmark_startup  # noqa: E402
+from tests.runs import small
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.env.num_envs=16',
          '--config.unroll_length=5', '--config.log.tensorboard=False']
 NAMES = ['scaling', 'reduction', 'startup']
 
 
-def run(name, *args):
-  return subprocess.run([sys.executable, SCRIPTS / f'benchmark_{name}.py', *args], timeout=300,
-                        env=QUICK, capture_output=True, text=True, check=False)
-
-
 def figures(path, name, *args):
-  result = run(name, *CATCH, f'--json={path}', *args)
+  result = run_benchmark(name, *CATCH, f'--json={path}', *args)
   assert result.returncode == 0, result.stderr
   return json.loads(path.read_text()), result.stdout
 
 
 def test_efficiency_is_of_the_medians():
-  found = benchmark_scaling.efficiencies(dict(
+  found = scaling.efficiencies(dict(
       one=[[90.0], [100.0], [500.0]], together=[[120.0], [1.0], [150.0]],
       apart=[[70.0, 80.0], [10.0, 20.0], [90.0, 110.0]]), 2)
   assert found['efficiency'] == 120 / 200
@@ -48,7 +35,7 @@ def test_efficiency_is_of_the_medians():
 
 def test_each_process_has_the_work_that_the_config_says():
   config = small() | dict(num_shards=2, num_grad_shards=4)
-  whole = benchmark_scaling.scaled(config, 3)
+  whole = scaling.scaled(config, 3)
   assert (whole['env']['num_envs'], whole['num_shards'], whole['num_grad_shards']) == (24, 6, 12)
   assert config['env']['num_envs'] == 8
   changed = {name for name in whole if whole[name] != config[name]}
@@ -56,7 +43,7 @@ def test_each_process_has_the_work_that_the_config_says():
 
 
 def test_processes_are_measured_and_each_has_its_core(tmp_path):
-  if len(benchmark_scaling.os.sched_getaffinity(0)) < 2:
+  if len(scaling.os.sched_getaffinity(0)) < 2:
     pytest.skip('two processes need a core each')
   found, out = figures(tmp_path / 'f.json', 'scaling', '--rounds=1', '--updates=2')
   layouts = found['layouts']
@@ -72,29 +59,29 @@ def test_processes_are_measured_and_each_has_its_core(tmp_path):
 
 def test_a_process_is_pinned_to_its_core_and_its_parent_is_not(tmp_path, monkeypatch):
   """A stand-in for the binary tells where it may run, and in which platform."""
-  before = benchmark_scaling.os.sched_getaffinity(0)
+  before = scaling.os.sched_getaffinity(0)
   (tmp_path / 'podracer_jit.py').write_text(
       'import os, sys\n'
       'here = os.sched_getaffinity(0), os.environ["JAX_PLATFORMS"]\n'
       'print(*here, file=open(sys.argv[1], "w"), flush=True)\n'
       'import time; time.sleep(100)\n')
   monkeypatch.chdir(tmp_path)  # where `python -m` looks first
-  with benchmark_scaling.Runs() as runs:
+  with scaling.Runs() as runs:
     for core in before:
       runs.start(core, tmp_path / f'log{core}', f'where{core}')
     runs.wait({tmp_path / f'where{core}': 1 for core in before})
   for core in before:
     assert (tmp_path / f'where{core}').read_text() == f'{{{core}}} cpu\n'
-  assert benchmark_scaling.os.sched_getaffinity(0) == before
+  assert scaling.os.sched_getaffinity(0) == before
   assert all(process.returncode == -9 for process in runs._processes)
 
 
 def test_a_run_that_fails_is_not_waited_for():
   """dppo is for one process; only the binary knows."""
-  result = run('scaling', *CATCH, '--rounds=1', '--config.scheme=dppo')
+  result = run_benchmark('scaling', *CATCH, '--rounds=1', '--config.scheme=dppo')
   assert result.returncode == 2
   (line,) = result.stderr.strip().splitlines()
-  assert line.startswith('benchmark_scaling: exit code 2: podracer_jit: scheme: dppo is for one')
+  assert line.startswith('scaling: exit code 2: podracer_jit: scheme: dppo is for one')
 
 
 TREE = dict(a=jnp.zeros((2, 3)), b=jnp.zeros(4))  # 10 floats
@@ -110,10 +97,10 @@ MANY = dict(a=jnp.zeros((5, 1000)), b=jnp.zeros(1))  # 5001 floats: cut in four 
 def test_bytes_by_hand_by_shapes_and_in_the_program_agree(tree, devices, by_hand):
   by_hand, numbers = dict(zip(('exact', 'plain'), by_hand, strict=True)), sum(
       x.size for x in jax.tree.leaves(tree))
-  assert benchmark_reduction.bytes_by_shapes(numbers, 8, devices) == pytest.approx(by_hand)
+  assert reduction.bytes_by_shapes(numbers, 8, devices) == pytest.approx(by_hand)
   for name, sum_groups in (('exact', exact_sum), ('plain', plain_sum)):
-    made = benchmark_reduction.make_reduction(sum_groups, tree, 8, jax.devices()[:devices])
-    counted = benchmark_reduction.bytes_in_program(made.program.as_text(), devices)
+    made = reduction.make_reduction(sum_groups, tree, 8, jax.devices()[:devices])
+    counted = reduction.bytes_in_program(made.program.as_text(), devices)
     assert counted == pytest.approx(by_hand[name])
     jax.tree.map(lambda total, groups: np.testing.assert_allclose(
         total, np.sum(groups, axis=0), rtol=1e-4, atol=1e-5), made.program(made.trees), made.trees)
@@ -123,9 +110,9 @@ def test_groups_that_cannot_be_added_before_all_travel():
   for tree, numbers, devices, floats in (
       (TREE, 10, 2, 3 * 10), (MANY, 5001, 2, 3 * 5001), (MANY, 5001, 4, 3 / 4 * (3 + 2) * 5004)):
     groups = 3 * devices
-    made = benchmark_reduction.make_reduction(exact_sum, tree, groups, jax.devices()[:devices])
-    counted = benchmark_reduction.bytes_in_program(made.program.as_text(), devices)
-    expected = benchmark_reduction.bytes_by_shapes(numbers, groups, devices)['exact']
+    made = reduction.make_reduction(exact_sum, tree, groups, jax.devices()[:devices])
+    counted = reduction.bytes_in_program(made.program.as_text(), devices)
+    expected = reduction.bytes_by_shapes(numbers, groups, devices)['exact']
     assert counted == 4 * floats == expected
 
 
@@ -138,14 +125,14 @@ def test_groups_that_cannot_be_added_before_all_travel():
     ('%x = f32[8,10]{1,0} all-gather-done(%y)', 0),
     ('%x = f32[8,10]{1,0} fusion(%p), calls=%all-gather', 0)])
 def test_collectives_are_found_in_the_text_of_a_program(line, received):
-  assert benchmark_reduction.bytes_in_program(line, 8) == pytest.approx(received)
+  assert reduction.bytes_in_program(line, 8) == pytest.approx(received)
 
 
 def test_the_fit_finds_the_line_and_what_is_left():
   x = [0.0, 0.01, 0.03, 0.07]
-  exact = benchmark_reduction.fit(x, [0.002 + 5 * value for value in x])
+  exact = reduction.fit(x, [0.002 + 5 * value for value in x])
   np.testing.assert_allclose(exact, [0.002, 5, 0], atol=1e-12)
-  noisy = benchmark_reduction.fit([0, 0, 1, 1], [1, 3, 4, 6])
+  noisy = reduction.fit([0, 0, 1, 1], [1, 3, 4, 6])
   np.testing.assert_allclose(noisy, [2, 3, 1])
 
 
@@ -193,13 +180,13 @@ def test_only_the_first_of_a_round_begins_with_nothing(tmp_path, monkeypatch):
       '(cache / f"{uuid.uuid4()}-cache").touch()\n')
   monkeypatch.chdir(tmp_path)
   for _ in range(2):
-    cold, warm = benchmark_startup.one_round(small())
+    cold, warm = startup.one_round(small())
     assert (cold.cached, warm.cached) == (1, 2)
     assert 0 < cold.first_update_s <= cold.total_s
 
 
 def test_a_config_file_has_the_same_values(tmp_path):
-  path = benchmark_scaling.write_config(tmp_path / 'config.py', small(task='Pong-v5',
+  path = common.write_config(tmp_path / 'config.py', small(task='Pong-v5',
                                                                       network='nature_cnn'))
   there = {}
   exec(path.read_text(), there)
@@ -210,20 +197,19 @@ def test_a_config_file_has_the_same_values(tmp_path):
 @pytest.mark.parametrize('args, said', [
     (['--config=configs/nothing.py'], 'there is no such file'),
     ([*CATCH, '--config.num_minibatches=3'], 'num_minibatches'),
-    (['--config=configs/apex_dqn_catch.py'], 'benchmark_replay.py'),
+    (['--config=configs/apex_dqn_catch.py'], 'benchmarks.replay'),
     ([*CATCH, '--rouns=3'], 'rouns')])
 def test_a_bad_command_is_refused_in_one_line(name, args, said, capsys):
-  module = dict(scaling=benchmark_scaling, reduction=benchmark_reduction,
-                startup=benchmark_startup)[name]
-  before = benchmark_scaling.signal.getsignal(benchmark_scaling.signal.SIGTERM)
+  module = dict(scaling=scaling, reduction=reduction, startup=startup)[name]
+  before = scaling.signal.getsignal(scaling.signal.SIGTERM)
   try:
-    assert module.benchmark([f'benchmark_{name}.py', *args]) == 2
+    assert module.benchmark([f'benchmarks.{name}', *args]) == 2
   finally:
-    benchmark_scaling.signal.signal(benchmark_scaling.signal.SIGTERM, before)
+    scaling.signal.signal(scaling.signal.SIGTERM, before)
   (line,) = capsys.readouterr().err.strip().splitlines()
-  assert line.startswith(f'benchmark_{name}: ') and said in line
+  assert line.startswith(f'{name}: ') and said in line
 
 
 def test_processes_without_cores_are_refused(capsys):
   with pytest.raises(ValueError, match='need a core each'):
-    benchmark_scaling.prepare(small(), 100_000)
+    scaling.prepare(small(), 100_000)

@@ -73,8 +73,8 @@ def main(argv: Sequence[str]) -> int:
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
-    if values.picture:
-      picture.check_can_draw()
+    if values.picture and not picture.can_draw():
+      raise ValueError('--picture: drawing needs matplotlib: pip install matplotlib')
     parts, names = prepare(config, values.parts)
   except ValueError as error:
     print(f'podracer_jit benchmark: {error}', file=sys.stderr)
