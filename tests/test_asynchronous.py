@@ -15,6 +15,7 @@ from tests.runs import by_rows, changed, run, small
 from tests.test_envs import MUJOCO, python_pool
 from tests.test_rollouts import SMALL, Row, linear
 
+
 def tagged(step):
   """The same with whose observation it is as one more of its numbers, or one more frame."""
   tag = step.env_id.reshape(-1, *[1] * (step.obs.ndim - 1)).astype(step.obs.dtype)

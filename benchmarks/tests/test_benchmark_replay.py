@@ -1,9 +1,11 @@
 """The benchmark of replays: its rows are complete, its bytes are right, too much is skipped."""
 
 import json
+
 import pytest
 
 from benchmarks.tests.run import run_benchmark
+
 TOO_MUCH = 10**9
 
 
