@@ -36,7 +36,7 @@ def test_what_the_docs_name_is_there(path):
     assert (ROOT / 'podracer_jit' / 'configs' / name).is_file(), name
   for name in re.findall(r'scripts/(\w+(?:\.(?:py|sh))?)', text):
     assert (ROOT / 'scripts' / name).is_file(), name
-  for verb in re.findall(r'(?:scripts/train|podracer_jit) ([A-Za-z]\w*)', text):
+  for verb in re.findall(r'(?:^|`)(?:scripts/train|podracer_jit) ([a-z]\w*)', text, re.MULTILINE):
     assert verb in main.VERBS, verb
   for name in re.findall(r'-m (benchmarks\.[\w.]+)', text):
     assert (ROOT / f'{name.replace(".", "/")}.py').is_file(), name

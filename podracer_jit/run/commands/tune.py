@@ -66,16 +66,16 @@ def define_flags() -> flags.FlagValues:
   values = flags.FlagValues()
   flags.DEFINE_float('seconds', 60.0, 'Measured time, all placements together.', lower_bound=0.0,
                      flag_values=values)
-  flags.DEFINE_list('num_shards', [], 'Try these too. They belong to the experiment: with another '
-                    'its result is another.', flag_values=values)
+  flags.DEFINE_list('num_shards', [], 'Also try these values. They belong to the experiment, so '
+                    'its result changes with them.', flag_values=values)
   return values
 
 
 def whole_numbers(texts: Sequence[str]) -> list[int]:
-  """Of --num_shards.
+  """Returns the values of --num_shards.
 
   Raises:
-    ValueError: one that is none, or below 1.
+    ValueError: one of them is not a positive whole number.
   """
   if not all(text.isdecimal() and int(text) for text in texts):
     raise ValueError(f'--num_shards: must be positive whole numbers, got {",".join(texts)}')
@@ -83,7 +83,7 @@ def whole_numbers(texts: Sequence[str]) -> list[int]:
 
 
 def show(found: Search, own: Candidate) -> None:
-  """Prints the table: those of the last rounds first, by what they did in these."""
+  """Prints the table; the placements of the last rounds come first, the fastest at the top."""
   rows = []
   for candidate in dict.fromkeys(c for figures in found.rounds for c in figures):
     final = candidate in found.last[0]

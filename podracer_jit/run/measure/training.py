@@ -1,4 +1,4 @@
-"""Training as a part of a benchmark: it runs while it is measured, and is held otherwise."""
+"""Training as a part of a benchmark: it runs while it is measured and is held otherwise."""
 
 from __future__ import annotations
 
@@ -20,11 +20,19 @@ from podracer_jit.types import TrainState
 
 
 class Training:
-  """A segment on threads of its own, held between two firings while others are measured."""
+  """A segment on threads of its own. Its workers are held between firings while others are measured."""
 
   def __init__(self, parts: wiring.Parts, state: TrainState, scheme: str, by_python: bool,
                stack: contextlib.ExitStack):
-    """Starts the threads, held; what ends them goes on the stack."""
+    """Starts the threads, held.
+
+    Args:
+      parts: of the experiment.
+      state: the train state to begin with; it is copied.
+      scheme: name of the scheme to train with.
+      by_python: use conventional actors.
+      stack: ends the threads.
+    """
     self._changed = threading.Condition()
     # With a lag, two rollouts may be ready by the time of a hold: the updates that learn from them
     # would come too soon after it.
@@ -43,9 +51,10 @@ class Training:
     stack.callback(lambda: (self._stopping.set(), self._set(_open=True)))
 
   def __call__(self, seconds: float) -> Figures:
-    """Lets it train for so long; returns when it is at rest again."""
+    """Trains for `seconds`; returns when all workers are at rest again."""
     first = len(self._reports) + self._skipped
-    # Asked by who reports: waking this thread for each would be felt in a round of a millisecond.
+    # The reporting thread checks this: waking this thread for each report would slow down rounds of
+    # a millisecond.
     self._set(_open=True, _enough=lambda: (
         len(self._reports) >= first + 2
         and self._reports[-1][0] - self._reports[first][0] >= seconds))
@@ -85,7 +94,7 @@ class Training:
         state, outputs = worker.fire(state, *inputs)
         arrays = [x for x in jax.tree.leaves([item.value for item in outputs])
                   if isinstance(x, jax.Array)]
-        self._made[worker.name] = arrays[-1]  # of all; and it keeps no rollout alive
+        self._made[worker.name] = arrays[-1]  # the last is ready after all others, and keeps no rollout alive
         return state, outputs
       finally:
         with self._changed:

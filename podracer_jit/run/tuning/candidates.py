@@ -10,7 +10,7 @@ from podracer_jit.schemes.table import SCHEMES, Scheme
 
 
 class Candidate(NamedTuple):
-  """A placement, and what of the config goes with it: num_shards decides which there are."""
+  """A placement, with the two fields of the experiment that decide which placements are possible."""
 
   actor_devices: tuple[int, ...]
   learner_devices: tuple[int, ...]
@@ -25,17 +25,17 @@ NOT_PLACEMENT = Candidate._fields[-2:]
 
 
 class Machine(NamedTuple):
-  """What there is to place on."""
+  """The devices to choose from."""
 
   cores: int
   actors: int  # devices for actors
   learners: int  # devices for learners
-  shared: bool  # these are the same devices
-  gpu: bool  # those of actors are GPUs
+  shared: bool  # actors and learners have the same devices
+  gpu: bool  # actors run on GPUs
 
 
 def own_of(config: Mapping[str, Any]) -> Candidate:
-  """The placement that the config has."""
+  """Returns the placement of the config."""
   place = config['placement']
   return Candidate(tuple(place['actor_devices']), tuple(place['learner_devices']),
                    *(place[name] for name in Candidate._fields[2:-2]),
@@ -43,7 +43,7 @@ def own_of(config: Mapping[str, Any]) -> Candidate:
 
 
 def placed(config: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
-  """The config with this placement."""
+  """Returns the config with this placement."""
   fields = candidate._asdict()
   rest = {name: fields.pop(name) for name in NOT_PLACEMENT}
   return config | rest | dict(placement=config['placement'] | fields)
@@ -51,10 +51,10 @@ def placed(config: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
 
 def places(config: Mapping[str, Any], machine: Machine, num_shards: Sequence[int] = ()
            ) -> list[Candidate]:
-  """Devices worth trying, the config's own first; `accept` knows which of them can be.
+  """Returns the devices worth trying, the config's own first; `accept` drops impossible ones.
 
-  Learners come first where they have devices of their own: the learner program, which takes
-  longest to compile, is then one for all placements with so many of them. `sync` and `fused`, which
+  Where learners have devices of their own, these are the first devices. So all placements with the
+  same number of learners share the learner program, which takes longest to compile. `sync` and `fused`, which
   give the same bits, are tried in place of each other.
   """
   own = own_of(config)
@@ -77,7 +77,7 @@ def places(config: Mapping[str, Any], machine: Machine, num_shards: Sequence[int
 
 def _actors(scheme: Scheme, machine: Machine, learners: tuple[int, ...], shares: float
             ) -> Iterator[tuple[int, ...]]:
-  """Actor devices for these learners, where so many `shares` are to be shared out evenly."""
+  """Yields actor devices for these learners; their number divides `shares`."""
   if scheme.colocated:
     yield learners
     return
@@ -91,7 +91,7 @@ def _actors(scheme: Scheme, machine: Machine, learners: tuple[int, ...], shares:
 
 def _learners(config: Mapping[str, Any], own: Candidate, scheme: Scheme, machine: Machine
               ) -> list[tuple[int, ...]]:
-  """Learner devices that give the same result as the config's own."""
+  """Returns the learner devices that give the same result as the config's own."""
   workers = len(own.learner_devices)
   if scheme.each:  # an update is of one worker, so their number stays
     return [tuple(i for i in range(n) for _ in range(workers // n))
@@ -106,7 +106,7 @@ def _divisors(whole: float, most: int) -> list[int]:
 
 
 def vary(config: Mapping[str, Any], machine: Machine, candidate: Candidate) -> list[Candidate]:
-  """The same devices with other env_threads, and of `fused` with other updates_per_call."""
+  """Returns the same devices with other env_threads and, for `fused`, other updates_per_call."""
   pools, calls = candidate.num_shards, candidate.updates_per_call
   shared = max(1, machine.cores // pools)  # what env_threads = 0 stands for
   most = config['env']['num_envs'] // pools
@@ -125,12 +125,12 @@ def _differing(own: Candidate, chosen: Candidate) -> dict[str, str]:
 
 
 def as_flags(own: Candidate, chosen: Candidate) -> str:
-  """What to add to a command line, quoted for a shell; empty for the config's own placement."""
+  """Returns the flags of a placement, quoted for a shell; empty for the config's own."""
   return shlex.join(f'--config.{"" if name in NOT_PLACEMENT else "placement."}{name}={value}'
                     for name, value in _differing(own, chosen).items())
 
 
 def as_text(own: Candidate, candidate: Candidate) -> str:
-  """A candidate by what differs from the config."""
+  """Returns the fields in which a candidate differs from the config's own, as text."""
   differing = _differing(own, candidate)
   return ' '.join(f'{name}={value}' for name, value in differing.items()) or "the config's own"

@@ -13,14 +13,14 @@ LAST_ROUNDS = 3
 
 
 class Figures(NamedTuple):
-  """What one measurement found."""
+  """The result of one measurement."""
 
   sps: float
   seconds: float  # that were counted
 
 
 class Search(NamedTuple):
-  """All rounds, SPS by candidate, and which of them decide."""
+  """All rounds, as SPS by candidate, and the rounds that decide."""
 
   rounds: list[dict[Candidate, float]]
   last: list[dict[Candidate, float]]
@@ -66,12 +66,12 @@ def search(first: Sequence[Candidate], vary: Callable[[Candidate], Sequence[Cand
 
 
 def _rounds(count: int) -> int:
-  """Until so many are halved to FINALISTS; one at least, to know the better of two."""
+  """Returns the rounds that halve `count` to FINALISTS; at least one, to rank two."""
   if count < 2:
     return 0
   return 1 if count // 2 <= FINALISTS else 1 + _rounds(count // 2)
 
 
 def best(rounds: Sequence[Mapping[Candidate, float]]) -> Candidate:
-  """Whose median is the highest."""
+  """Returns the candidate with the highest median."""
   return max(rounds[0], key=lambda candidate: statistics.median(x[candidate] for x in rounds))

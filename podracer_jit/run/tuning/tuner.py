@@ -24,20 +24,22 @@ from podracer_jit.types import TrainState
 
 
 class Tuner:
-  """Trains with one placement after the other; what they can share is made once."""
+  """Trains with one placement after the other; placements share programs where they can."""
 
   def __init__(self, config: Mapping[str, Any]):
-    """Of a config that `prepare` gave."""
+    """Takes a config that `prepare` returned."""
     self._config = config
     self._parts: dict[Candidate, wiring.Parts] = {}
     self._shared: dict[tuple[int, ...], wiring.Parts] = {}  # by learner devices
     self._state: TrainState | None = None
 
   def parts(self, candidate: Candidate) -> wiring.Parts:
-    """Those of the candidate, with the learner programs of all that have its learner devices.
+    """Returns the parts of a candidate.
+
+    Candidates with the same learner devices share the learner program.
 
     Raises:
-      ValueError: this config cannot be placed so.
+      ValueError: the config cannot have this placement.
     """
     if candidate not in self._parts:
       parts = build.make_parts(placed(self._config, candidate))
@@ -47,7 +49,7 @@ class Tuner:
     return self._parts[candidate]
 
   def measure(self, candidate: Candidate, seconds: float) -> Figures:
-    """Trains for so long, in fresh environments; nothing where the device's memory will not do."""
+    """Trains for `seconds` in fresh environments; the speed is 0 if the device lacks memory."""
     parts = self.parts(candidate)
     if self._state is None:
       self._state = build.initial_state(parts, replay=False)
@@ -62,7 +64,7 @@ class Tuner:
 
 
 def warm_up(parts: wiring.Parts) -> int:
-  """Reports after the first until hand-offs are as full as they will be."""
+  """Returns how many reports after the first are skipped, until the hand-offs are full."""
   scheme = parts.scheme
   if scheme.each:
     return 2 * len(parts.place.workers)
@@ -72,7 +74,7 @@ def warm_up(parts: wiring.Parts) -> int:
 
 
 def train(parts: wiring.Parts, state: TrainState, seconds: float) -> Figures:
-  """Trains from a copy of the state (without a replay) until so many seconds were counted."""
+  """Trains from a copy of the state, which has no replay, until `seconds` were counted."""
   first, seen = warm_up(parts), []  # (time, steps)
 
   def report(item: Report) -> None:
@@ -92,15 +94,15 @@ def train(parts: wiring.Parts, state: TrainState, seconds: float) -> Figures:
 
 
 def say(line: str) -> None:
-  """Tells how far it is."""
+  """Prints a line about the progress."""
   print(line, file=sys.stderr, flush=True)
 
 
 def prepare(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The config as it is measured: it does not end, and a replay is filled soon.
+  """Returns the config to measure: training does not end, and a replay fills soon.
 
   Raises:
-    ValueError: it has no single speed.
+    ValueError: the scheme has no single speed.
   """
   scheme = SCHEMES.get(config['scheme'])
   if scheme and scheme.free:
@@ -110,10 +112,10 @@ def prepare(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_machine(config: Mapping[str, Any]) -> Machine:
-  """Starts JAX, with a CPU device for each core, and says what is there.
+  """Starts JAX, with a CPU device for each core, and returns the devices to choose from.
 
   Raises:
-    ValueError: as `placement.prepare_host`.
+    ValueError: `placement.prepare_host` refuses the placement.
   """
   options, cores = config['placement'], len(os.sched_getaffinity(0))
   cpus = min(cores, max(1, options['xla_threads']))
@@ -127,10 +129,12 @@ def find_machine(config: Mapping[str, Any]) -> Machine:
 
 
 def accept(tuner: Tuner, candidates: Sequence[Candidate]) -> list[Candidate]:
-  """Those that can be, with a word about the first, the config's own, where it cannot.
+  """Returns the candidates that the config allows.
+
+  The first is the config's own placement; if it is refused, a line says why.
 
   Raises:
-    ValueError: of the first, where none can.
+    ValueError: all candidates are refused; it has the reason of the first.
   """
   accepted, refusals = [], {}
   for candidate in candidates:
@@ -151,7 +155,18 @@ def accept(tuner: Tuner, candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def run(tuner: Tuner, config: Mapping[str, Any], machine: Machine, first: Sequence[Candidate],
         seconds: float) -> Search:
-  """The search, with a line on stderr for each measurement."""
+  """Searches for the fastest placement, with a line on stderr for each measurement.
+
+  Args:
+    tuner: measures a placement.
+    config: that `prepare` returned.
+    machine: the devices to choose from.
+    first: the placements to begin with.
+    seconds: measured time of the whole search.
+
+  Returns:
+    All rounds of the search.
+  """
   own, apart = own_of(config), []
 
   def measure(candidate: Candidate, seconds: float) -> Figures:
@@ -170,7 +185,7 @@ def run(tuner: Tuner, config: Mapping[str, Any], machine: Machine, first: Sequen
         'their speed, and so on the placement')
   found = search(first, others, [own] if own in first else [], measure, seconds)
   if len(found.last) < LAST_ROUNDS:
-    say('--seconds were spent before the last rounds: more of them would tell more')
+    say('--seconds were spent before the last rounds: give more for a surer result')
   apart.append(core_distance.apart_ns())
   if max(apart) > core_distance.far(min(apart)):
     say(f'this machine moved its cores meanwhile, between {min(apart):.0f} and {max(apart):.0f} ns '
