@@ -32,7 +32,7 @@ class PoolArgs(NamedTuple):
 
 
 class Acted(NamedTuple):
-  """What the policy did in a row; on the actor's device."""
+  """A row of the policy's outputs, on the actor's device."""
 
   action: jax.Array
   behaviour_log_prob: jax.Array
@@ -40,7 +40,7 @@ class Acted(NamedTuple):
 
 
 class Returned(NamedTuple):
-  """What a step gave back, with its bookkeeping; NumPy."""
+  """A row of the environments' outputs, with statistics of episodes; NumPy arrays."""
 
   reward: np.ndarray
   terminated: np.ndarray
@@ -50,7 +50,7 @@ class Returned(NamedTuple):
 
 
 def make_policy(network: ActorCritic) -> Callable:
-  """Returns policy(params, obs, key, rollouts, t) -> (Acted, what the task is given), jitted."""
+  """Returns a jitted policy(params, obs, key, rollouts, t) -> (Acted, actions for EnvPool)."""
 
   @jax.jit
   def policy(params: Params, obs: jax.Array, key: jax.Array, rollouts, t):
@@ -65,7 +65,7 @@ def make_policy(network: ActorCritic) -> Callable:
 
 
 class Pool:
-  """One EnvPool stepped from Python; begins as the Shard with the same arguments does."""
+  """An EnvPool stepped from Python; it begins as a Shard with the same arguments does."""
 
   def __init__(self, args: PoolArgs, key: jax.Array, device: jax.Device, stack: int,
                on_host: bool):
@@ -89,7 +89,7 @@ class Pool:
     self._rollouts, self._stack = 0, stack
 
   def rollout(self, policy: Callable, params: Params, unroll_length: int) -> Rollout:
-    """The next `unroll_length` steps, on the device."""
+    """Makes the next `unroll_length` steps; the rollout is on the device."""
     obs, acted, returned = [self._frame()], [], []
     for t in range(unroll_length):
       row, action = policy(params, obs[-1], self._key, self._rollouts, t)
@@ -144,10 +144,22 @@ def _narrow(x: np.ndarray) -> np.ndarray:
 def replace_actor(worker: Worker, pools: Sequence[PoolArgs], device: jax.Device, policy: Callable,
                   unroll_length: int, stack: int, on_host: bool | None = None
                   ) -> tuple[Worker, Callable[[], None]]:
-  """The actor `worker` of a segment with its rollout replaced, and what closes its new pools.
+  """Replaces the rollout of an actor by one that is stepped from Python.
 
-  Several pools are stepped one after another: nothing overlaps within one actor, as in Cleanba,
-  which has several actor threads for that. See Pool for `on_host`: by default, what is faster.
+  Several pools are stepped one after another. Nothing overlaps within one actor, as in Cleanba,
+  which has several actor threads instead.
+
+  Args:
+    worker: an actor of a segment.
+    pools: arguments of its pools.
+    device: the actor's.
+    policy: of `make_policy`.
+    unroll_length: steps of a rollout.
+    stack: of the task's EnvSpec.
+    on_host: see Pool; by default the faster way.
+
+  Returns:
+    The worker with the new rollout, and a function that closes its pools.
   """
   on_host = device.platform == 'cpu' if on_host is None else on_host
   stepped = [Pool(args, env.key, device, stack, on_host)

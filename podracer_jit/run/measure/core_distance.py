@@ -36,7 +36,7 @@ T = TypeVar('T')
 
 
 def apart_ns() -> float:
-  """Nanoseconds for a byte to go to the second of this process's cores and back; 0 of one core."""
+  """Returns the nanoseconds for a byte to go to another core and back; 0 if there is one core."""
   cores = sorted(os.sched_getaffinity(0))[:2]
   if len(cores) < 2:
     return 0.0
@@ -53,19 +53,22 @@ def apart_ns() -> float:
 
 
 def far(least_ns: float) -> float:
-  """Above how many nanoseconds cores are far apart, where the nearest had so many."""
+  """Returns the time above which cores are far apart, from the least time measured."""
   return 2 * least_ns
 
 
 def comparable(found: Mapping[str, Sequence[tuple[T, tuple[float, float]]]]
                ) -> tuple[dict[str, list[T]], float]:
-  """The measurements of one distance: of near or far, that of which each name has more.
+  """Returns the measurements made at one distance, near or far, whichever has more of each name.
 
-  found: by name what was measured, each with `apart_ns` before and after. What began near and ended
-    far is neither. Where some name has none of either, all measurements count.
+  A measurement that began near and ended far counts as neither. If some name has no measurement of
+  either distance, all measurements are returned.
+
+  Args:
+    found: measurements by name, each with `apart_ns` before and after it.
 
   Returns:
-    These, and the median of their distances.
+    The measurements by name, and the median of their distances.
   """
   limit = far(min(ns for all_of in found.values() for _, both in all_of for ns in both))
 

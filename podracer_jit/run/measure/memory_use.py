@@ -30,7 +30,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def in_use() -> float:
-  """MB that the C library has given out; where it does not tell, the resident pages."""
+  """Returns the MB that the C library has given out, or the resident pages if it does not tell."""
   mallinfo = getattr(ctypes.CDLL(None), 'mallinfo2', None)
   if mallinfo is None:
     (line,) = (x for x in Path('/proc/self/status').read_text().splitlines() if 'VmRSS' in x)
@@ -41,7 +41,7 @@ def in_use() -> float:
 
 
 def most_in_use(call: Callable[[], Any]) -> float:
-  """The most MB in use while `call` runs."""
+  """Returns the largest `in_use` while `call` runs."""
   ended, most = threading.Event(), [in_use()]
 
   def sample():
@@ -59,10 +59,10 @@ def most_in_use(call: Callable[[], Any]) -> float:
 
 
 class Needs:
-  """Notes the programs of a part while it is built and first runs."""
+  """Notes the programs of a part while it is built and makes its first call."""
 
   def __init__(self, parts: wiring.Parts):
-    """Build the part from `self.parts`: its learner is watched."""
+    """Prepares `self.parts`, from which the part must be built: its learner is watched."""
     self.parts = parts._replace(learner=self._noting(parts.learner))
     self._devices = parts.place.mesh.size // parts.place.processes
     self._learner, self._taken, self._bytes, self._batch = parts.learner, None, [], 0
@@ -80,21 +80,25 @@ class Needs:
     return call
 
   def noting(self) -> contextlib.AbstractContextManager[None]:
-    """Whatever pools load meanwhile belongs to the part."""
+    """Returns a context in which all programs that pools load belong to the part."""
     def note(compiled):
       self._bytes.append(sum(program_memory(compiled).values()))
     return loading(note)
 
   def mb(self, name: str) -> float | None:
-    """MB that the part called so needs, by the shapes of its programs; None where others run.
+    """Returns the MB that part `name` needs by the shapes of its programs.
 
-    Both halves' programs have the rollout. While one is learned from, the actor of a scheme with
-    lag 0 waits; with lag 1 another waits in the hand-off and a third is being made. Where an actor
-    has several pools, or the learner other devices, the batch is a copy.
+    A rollout is counted with the actor's program and with the learner's. With lag 0 the actor waits
+    while its rollout is learned from, so one of the two is subtracted. With lag 1 there are three:
+    one is learned from, one waits in the hand-off, one is being made. If an actor has several pools,
+    or the learner has other devices, the batch is a copy.
+
+    Returns:
+      The MB, or None for a conventional part, which runs other programs.
     """
     if name.startswith('conventional'):
       return None
-    # The actors are gone that made the learner's batch, and the environment's actions before it.
+    # The actors that made the learner's batch, or the actions of `environment`, are closed by then.
     here = {'learner': [], 'environment': self._bytes[-len(self._place.actors):]}
     total = sum(here.get(name, self._bytes))
     if self._taken is not None:
@@ -107,7 +111,7 @@ class Needs:
 
 @contextlib.contextmanager
 def loading(note: Callable[[Any], None]) -> Iterator[None]:
-  """Calls `note` with every program that pools compile meanwhile."""
+  """A context in which `note` is called with every program that pools compile."""
   load = rollouts.Pools.load
 
   def load_and_note(pools, *args, **kwargs):
@@ -120,7 +124,7 @@ def loading(note: Callable[[Any], None]) -> Iterator[None]:
 
 
 def program_memory(compiled: Any) -> dict[str, int]:
-  """Bytes on one device: what it takes and gives, as shapes have it, and needs in between."""
+  """Returns the bytes of a program on one device, by the shapes of its arrays."""
   sizes = compiled.memory_analysis()
   return dict(
       arguments_and_results=(sizes.argument_size_in_bytes + sizes.output_size_in_bytes

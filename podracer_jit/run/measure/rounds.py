@@ -41,7 +41,7 @@ Span = tuple[float, float, str]  # start and end in seconds, part
 
 
 class Round(NamedTuple):
-  """What was found; a lane is a worker: actors come before the learner."""
+  """A round that was split up. A lane is a worker; actors come before the learner."""
 
   seconds: float  # of a round without a trace: the median
   traced_seconds: float
@@ -53,13 +53,15 @@ class Round(NamedTuple):
 
 
 def part_of(op_name: str, scopes: Sequence[str]) -> str:
-  """The part that an operation belongs to, by its `op_name` in a program's text."""
+  """Returns the part of an operation, by its `op_name` in the text of the program."""
   return next((scope for scope in scopes if re.search(rf'\b{scope}\b', op_name)),
               'other arithmetic')
 
 
 def operations(text: str, scopes: Sequence[str]) -> dict[str, str]:
-  """The part of each operation of a compiled program, by name, but of those that contain others.
+  """Returns the part of each operation of a compiled program, by the operation's name.
+
+  Operations that contain others are left out.
 
   An operation that the compiler made, and gave no name, belongs to the part most around it have.
   """
@@ -77,7 +79,7 @@ def operations(text: str, scopes: Sequence[str]) -> dict[str, str]:
 
 
 def shares(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
-  """Seconds of each part between start and end; spans that overlap share, no span is `between`."""
+  """Returns the seconds of each part between start and end; spans that overlap share the time."""
   edges = sorted([(max(a, start), 1, part) for a, b, part in spans if a < end and b > start]
                  + [(min(b, end), -1, part) for a, b, part in spans if a < end and b > start])
   total, active, last = collections.Counter(), collections.Counter(), start
@@ -94,7 +96,14 @@ def shares(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
 
 def lane(own: Sequence[Span], ops: Sequence[Span], start: float, end: float
          ) -> tuple[dict[str, float], list[Span]]:
-  """(seconds of each part, spans) of a worker from its regions and its programs' operations."""
+  """Returns the seconds of each part of a worker, and its spans.
+
+  Args:
+    own: the regions that the worker's thread was in.
+    ops: the operations of its programs.
+    start: of the time to look at, in seconds.
+    end: of that time.
+  """
   seconds, spans = collections.Counter(), []
   for a, b, region in own:
     a, b = max(a, start), min(b, end)
@@ -117,7 +126,7 @@ def lane(own: Sequence[Span], ops: Sequence[Span], start: float, end: float
 
 @contextlib.contextmanager
 def _sampling(tids: Sequence[int]) -> Iterator[None]:
-  """Leaves in the trace how long EnvPool's threads have run, every few milliseconds."""
+  """Notes in the trace, every few milliseconds, how long EnvPool's threads have run."""
   stop = threading.Event()
 
   def sample():
@@ -158,7 +167,7 @@ class _Programs:
     self.memory[name.removeprefix('jit_')] = memory_use.program_memory(compiled)
 
   def learner(self, learner: Any) -> Any:
-    """The same, compiled at its first call by hand, for the text of what runs."""
+    """Returns the learner, compiled explicitly at its first call, so that its text can be read."""
     compiled = []
 
     def call(*args):
@@ -171,7 +180,7 @@ class _Programs:
 
 
 def measure(parts: wiring.Parts) -> Round:
-  """Trains for some rounds with the scheme, sync or cleanba, then for a few under the profiler."""
+  """Trains for some rounds with sync or cleanba, then for a few more under the profiler."""
   programs, times = _Programs(), []
   parts = parts._replace(learner=programs.learner(parts.learner))
   count = SKIPPED + 2 * TRACED + 3
@@ -205,7 +214,14 @@ def measure(parts: wiring.Parts) -> Round:
 
 def read(events: Sequence[Mapping[str, Any]], operations: Mapping[str, Mapping[str, str]],
          seconds: float, actor_devices: Sequence[int]) -> Round:
-  """Takes apart the rounds of a trace, given the part of each operation of each module."""
+  """Splits the rounds of a trace.
+
+  Args:
+    events: of the trace.
+    operations: the part of each operation, by module and by operation.
+    seconds: of a round without a trace, to which the parts are scaled.
+    actor_devices: ids of the devices of the actors.
+  """
   own, ops, busy = collections.defaultdict(list), collections.defaultdict(list), []
   for event in events:
     if event.get('ph') != 'X':
@@ -238,7 +254,7 @@ def read(events: Sequence[Mapping[str, Any]], operations: Mapping[str, Mapping[s
 
 
 def _workers(own: Mapping[int, Sequence[Span]]) -> tuple[dict[str, Sequence[Span]], list[float]]:
-  """The regions of each worker by its name, and when the learner ended its updates."""
+  """Returns the regions of each worker by name, and the times when updates ended."""
   lanes, ends = {}, []
   for regions in own.values():
     names = {region for _, _, region in regions}

@@ -32,7 +32,10 @@ ALL = (*NAMES, *(f'{variant}_{name}' for variant in VARIANTS
 
 
 def repeat(fires: Sequence[Callable[[], int]], seconds: float) -> Figures:
-  """Calls each, which returns its valid steps, again and again on a thread of its own."""
+  """Calls each function again and again, on a thread of its own, for `seconds`.
+
+  fires: each returns its number of valid steps.
+  """
 
   def work(fire):
     steps = calls = 0
@@ -81,10 +84,10 @@ def make_steps(shards: Sequence[envpool_envs.Shard], to_env: Callable, steps: in
 
 
 def environment(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
-  """The ceiling: the environments, sent the actions of one rollout again and again.
+  """Environments alone, with the actions of one rollout again and again: the ceiling.
 
-  A policy's own, since what a step costs follows from what is done: a stronger push of MuJoCo's
-  makes more contacts.
+  The actions are those of a policy, since the cost of a step depends on them: in MuJoCo a stronger
+  push makes more contacts.
   """
   with contextlib.ExitStack() as at_first:
     actions = [tuple(made.action for made in fire())
@@ -110,24 +113,24 @@ def environment(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitSt
 
 
 class Still:
-  """In place of a shard: gives observations that it has, at once, and no episode ever ends.
+  """A stand-in for a shard, whose observations are there at once and whose episodes never end.
 
   The token counts the calls, so that no observation is known before its turn.
   """
 
   def __init__(self, spec: envpool_envs.EnvSpec, num_envs: int):
-    """Two different observations of each environment."""
+    """Makes two different observations of each environment."""
     self.num_envs, self.handle = num_envs, np.zeros((), np.int32)
     numbers = np.random.default_rng(0).integers(0, 2, (2, num_envs, *spec.obs_shape))
     self._obs = numbers.astype(spec.obs_dtype)
     self.first_obs = self._obs[0]
 
   def send(self, token: jax.Array, action: jax.Array) -> jax.Array:
-    """Nothing but that the action must be there."""
+    """Waits for the action, and does nothing with it."""
     return token + 1 + jnp.sum(action != action, dtype=jnp.int32)
 
   def recv(self, token: jax.Array) -> tuple[jax.Array, envpool_envs.TimeStep]:
-    """The next observations, no rewards."""
+    """Returns the next observations, without rewards."""
     no, none = jnp.zeros(self.num_envs, bool), jnp.zeros(self.num_envs)
     return token, envpool_envs.TimeStep(
                                 obs=jnp.asarray(self._obs)[token % 2], reward=none, terminated=no,
@@ -135,7 +138,7 @@ class Still:
                                 env_id=jnp.arange(self.num_envs))
 
   def close(self) -> None:
-    """Nothing to end."""
+    """Does nothing: there are no threads to end."""
 
 
 def policy(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
@@ -164,7 +167,7 @@ def policy(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) 
 
 def acting(parts: wiring.Parts, state: TrainState, by_python: bool, stack: contextlib.ExitStack
            ) -> list[Callable[[], tuple]]:
-  """Calls that make the rollouts of an actor, one call an actor, with the first parameters."""
+  """Returns a function for each actor, which makes its next rollouts with the first parameters."""
   segment = begin(parts, state, 'sync', by_python, stack, lambda report: None, lambda: False)
 
   def prepare(worker: loops.Worker):
@@ -209,7 +212,7 @@ def learner(parts: wiring.Parts, state: TrainState) -> Measure:
 
 
 def of_variant(name: str, parts: wiring.Parts) -> tuple[str, wiring.Parts]:
-  """(name of the part without its variant, what the variant is made of)."""
+  """Returns the part's name without its variant, and the parts of that variant."""
   variant, _, rest = name.partition('_')
   if variant not in VARIANTS:
     return name, parts
@@ -217,7 +220,7 @@ def of_variant(name: str, parts: wiring.Parts) -> tuple[str, wiring.Parts]:
 
 
 def make(name: str, parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
-  """Builds the part called `name`, which begins from a copy of `state`; of no variant."""
+  """Builds the part `name`, without a variant; it begins with a copy of `state`."""
   base, by_python = name.removeprefix('conventional_'), name.startswith('conventional_')
   if base == 'environment':
     return environment(parts, state, stack)

@@ -20,7 +20,7 @@ from podracer_jit.types import TrainState
 
 
 class Training:
-  """A segment on threads of its own. Its workers are held between firings while others are measured."""
+  """A segment on its own threads, which is held between two firings while others are measured."""
 
   def __init__(self, parts: wiring.Parts, state: TrainState, scheme: str, by_python: bool,
                stack: contextlib.ExitStack):
@@ -94,7 +94,8 @@ class Training:
         state, outputs = worker.fire(state, *inputs)
         arrays = [x for x in jax.tree.leaves([item.value for item in outputs])
                   if isinstance(x, jax.Array)]
-        self._made[worker.name] = arrays[-1]  # the last is ready after all others, and keeps no rollout alive
+        # The last is ready after all others, and it keeps no rollout alive.
+        self._made[worker.name] = arrays[-1]
         return state, outputs
       finally:
         with self._changed:

@@ -10,7 +10,7 @@ from podracer_jit.schemes.table import SCHEMES, Scheme
 
 
 class Candidate(NamedTuple):
-  """A placement, with the two fields of the experiment that decide which placements are possible."""
+  """A placement, with the two fields of the experiment that limit which ones are possible."""
 
   actor_devices: tuple[int, ...]
   learner_devices: tuple[int, ...]
@@ -54,8 +54,8 @@ def places(config: Mapping[str, Any], machine: Machine, num_shards: Sequence[int
   """Returns the devices worth trying, the config's own first; `accept` drops impossible ones.
 
   Where learners have devices of their own, these are the first devices. So all placements with the
-  same number of learners share the learner program, which takes longest to compile. `sync` and `fused`, which
-  give the same bits, are tried in place of each other.
+  same number of learners share the learner program, which takes longest to compile. `sync`
+  and `fused`, which give the same bits, are tried in place of each other.
   """
   own = own_of(config)
   scheme = SCHEMES.get(own.scheme)
