@@ -90,8 +90,8 @@ class Needs:
 
     A rollout is counted with the actor's program and with the learner's. With lag 0 the actor waits
     while its rollout is learned from, so one of the two is subtracted. With lag 1 there are three:
-    one is learned from, one waits in the hand-off, one is being made. If an actor has several pools,
-    or the learner has other devices, the batch is a copy.
+    one is learned from, one waits in the hand-off, one is being made. If an actor has several
+    pools, or the learner has other devices, the batch is a copy.
 
     Returns:
       The MB, or None for a conventional part, which runs other programs.
