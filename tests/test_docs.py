@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from podracer_jit.run import experiment
+from podracer_jit.run import experiment, main
 from tests.runs import QUICK
 
 ROOT = Path(__file__).parent.parent
@@ -35,6 +35,12 @@ def test_what_the_docs_name_is_there(path):
     assert (ROOT / 'podracer_jit' / 'configs' / name).is_file(), name
   for name in re.findall(r'scripts/(\w+(?:\.(?:py|sh))?)', text):
     assert (ROOT / 'scripts' / name).is_file(), name
+  for verb in re.findall(r'(?:^|`)(?:scripts/train|podracer_jit) ([a-z]\w*)', text, re.MULTILINE):
+    assert verb in main.VERBS, verb
+  for name in re.findall(r'-m (benchmarks\.[\w.]+)', text):
+    assert (ROOT / f'{name.replace(".", "/")}.py').is_file(), name
+  for name in re.findall(r'podracer_jit/[\w/]+\.py', text):
+    assert (ROOT / name).is_file(), name
   for command in re.findall(r'^(scripts/\S+)', '\n'.join(blocks(path, 'sh')), re.MULTILINE):
     assert os.access(ROOT / command, os.X_OK), command
   config = experiment.config('ppo', 'mlp', 'adam').to_dict() | {'replay': experiment.REPLAY}

@@ -93,6 +93,15 @@ def test_wheel_trains_away_from_the_repository(installed, tmp_path):
   assert lines
   assert all(isinstance(json.loads(line), dict) for line in lines)
 
+  # Its verbs look at that run, and need nothing of the repository either.
+  assert "identical: " in _run(installed / "podracer_jit", "compare", "run", "run", cwd=tmp_path)
+  args = ("evaluate", "--workdir=run", "--num_episodes=2")
+  assert "2 episodes" in _run(installed / "podracer_jit", *args, cwd=tmp_path, timeout=600)
+  args = ("benchmark", "--config=configs/impala_catch.py:smoke", "--parts=policy")
+  args += ("--seconds=0", "--rounds=1", "--rounds_of=")
+  assert "policy" in _run(installed / "podracer_jit", *args, cwd=tmp_path, timeout=600)
+  assert "impala_catch" in _run(installed / "podracer_jit", "configs", cwd=tmp_path)
+
 
 def _requirements(lines):
   lines = (line.partition("#")[0].strip() for line in lines.splitlines())

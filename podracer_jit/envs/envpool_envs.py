@@ -87,6 +87,15 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
       stack=_stack(spec))
 
 
+def families() -> dict[str, list[str]]:
+  """Returns the names of all tasks by family, such as `atari` or `mujoco.dmc`; both are sorted."""
+  found: dict[str, list[str]] = {}
+  for task in sorted(envpool.list_all_envs()):
+    module = envpool.registration.registry.specs[task][0]
+    found.setdefault(module.removeprefix('envpool.'), []).append(task)
+  return dict(sorted(found.items()))
+
+
 def _stack(spec: Any) -> int:
   """How many frames an observation has, of tasks whose stacks go on, or are filled with one frame.
 
@@ -123,6 +132,27 @@ def make_shard(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_
   return Shard(task, options, seeds, num_threads, batch_size)
 
 
+def make_pool(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_threads: int = 0,
+              batch_size: int = 0) -> Any:
+  """Starts an EnvPool, which is stepped from Python by the gymnasium API.
+
+  Args:
+    task: name of the task.
+    options: of EnvPool's own.
+    seeds: one for each environment.
+    num_threads: of the pool; 0 lets EnvPool choose.
+    batch_size: environments that a step waits for; 0 for all.
+
+  Returns:
+    EnvPool's object.
+  """
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    return envpool.make(
+        task, env_type='gymnasium', num_envs=len(seeds), batch_size=batch_size or len(seeds),
+        seed=list(seeds), num_threads=num_threads, **options)
+
+
 class Shard:
   """One EnvPool and its jittable `send` and `recv`.
 
@@ -144,12 +174,7 @@ class Shard:
     """
     self.task, self.num_envs = task, len(seeds)
     self.batch_size = batch_size or self.num_envs
-    with warnings.catch_warnings():
-      warnings.simplefilter('ignore')
-      self._pool = envpool.make(
-          task, env_type='gymnasium', num_envs=self.num_envs,
-          batch_size=self.batch_size, seed=list(seeds), num_threads=num_threads,
-          **options)
+    self._pool = make_pool(task, options, seeds, num_threads, self.batch_size)
     # MuJoCo and DM Control are float64 throughout; with x64 off their recv aborts the process.
     spaces = (self._pool.observation_space, self._pool.action_space)
     leaves = [leaf for s in spaces for leaf in getattr(s, 'values', lambda s=s: [s])()]

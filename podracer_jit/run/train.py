@@ -1,4 +1,4 @@
-"""The absl binary: `podracer_jit --config=configs/impala_atari.py --workdir=runs/x`."""
+"""Training: `podracer_jit --config=configs/impala_atari.py --workdir=runs/x`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from podracer_jit.schemes.reports import Report
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the binary; returns its exit code: 0, 1 for a failed run, 2 for what could not start."""
+  """Trains; returns the exit code: 0, 1 for a failed run, 2 if it could not start."""
   warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
   values = flags.FlagValues()  # not the global ones: main may be called again, and by others
   flags.DEFINE_string('workdir', None, 'Where checkpoints and metrics go; runs/ and the '
@@ -96,11 +96,6 @@ def _open(workdir: Path, config: Mapping[str, Any], place: placement.Placement) 
       raise ValueError(f'--workdir: what process 0 wrote to {workdir} is not to be seen here; all '
                        'processes need one file system')
     checkpoint.open_workdir(workdir, config)
-
-
-def run() -> None:
-  """The installed command."""
-  sys.exit(main(sys.argv))
 
 
 def train(run: build.Run, workdir: Path, profile_dir: str | None = None,

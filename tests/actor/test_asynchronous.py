@@ -1,10 +1,5 @@
 """Rollouts of the first environments that are ready: taken apart by environment, and made again."""
 
-import json
-import pathlib
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,10 +13,8 @@ from podracer_jit.envs.envpool_envs import TimeStep
 from podracer_jit.run import checks, experiment
 from tests.actor.test_rollouts import SMALL, Row, linear
 from tests.envs.test_envs import MUJOCO, python_pool
-from tests.runs import QUICK, by_rows, changed, parts, run, small
+from tests.runs import by_rows, changed, parts, run, small
 from tests.workers import wrap
-
-SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / 'scripts'
 
 
 def tagged(step):
@@ -277,21 +270,3 @@ def test_each_asynchronous_actor_has_one_shard():
   with pytest.raises(ValueError, match=r'num_shards: must be the number of actors .*, 1; got 2'):
     parts(small(env_batch=2, num_shards=2))
   parts(changed(small(env_batch=2, num_shards=2), placement__actors_per_device=2))
-
-
-def test_the_benchmark_measures_both_ways(tmp_path):
-  args = ['--config=configs/ppo_cartpole.py', '--config.env.num_envs=4',
-          '--config.unroll_length=4', '--config.num_minibatches=1', '--batches=1,2',
-          '--shards=1,2', '--rounds=2', '--seconds=0.1', '--steps=200',
-          f'--json={tmp_path / "x.json"}']
-  done = subprocess.run(
-      [sys.executable, SCRIPTS / 'benchmark_async.py', *args], env=QUICK, text=True,
-      capture_output=True, timeout=600)
-  assert done.returncode == 0, done.stderr[-4000:]
-  found = json.loads((tmp_path / 'x.json').read_text())
-  assert set(found['sps']) == {'async 1', 'async 2', 'sync 1', 'sync 2'}
-  assert all(len(rates) == 2 and min(rates) > 0 for rates in found['sps'].values())
-  assert found['step_ms']['p50'] <= found['step_ms']['p99'] <= found['step_ms']['max']
-  done = subprocess.run([sys.executable, SCRIPTS / 'benchmark_async.py', args[0], '--shards='],
-                        env=QUICK, text=True, capture_output=True, timeout=600)
-  assert done.returncode == 2 and '--shards' in done.stderr

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import importlib
 import json
-import pathlib
 import subprocess
 import sys
 import time
@@ -14,17 +13,18 @@ import numpy as np
 import pytest
 
 from podracer_jit.run import build, checks, experiment
+from podracer_jit.run.commands import benchmark, configs
+from podracer_jit.run.measure import (
+    conventional,
+    core_distance,
+    memory_use,
+    rounds,
+    segments,
+    timed_parts,
+    training,
+)
 from podracer_jit.runtime.channels import Stamped
 from tests.runs import QUICK
-
-SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / 'scripts'
-sys.path.insert(0, str(SCRIPTS))
-
-import benchmark_cores  # noqa: E402
-import benchmark_memory  # noqa: E402
-import benchmark_parts  # noqa: E402
-import benchmark_round  # noqa: E402
-import conventional  # noqa: E402
 
 
 def _cartpole():
@@ -55,9 +55,9 @@ def _two_rollouts(worker, params):
 def test_usual_actor_makes_the_same_rollouts(config):
   parts = build.make_parts(config())
   state = build.initial_state(parts)
-  policy, pools = conventional.make_policy(parts.network), benchmark_parts.pools_of(parts, 0)
+  policy, pools = conventional.make_policy(parts.network), segments.pools_of(parts, 0)
   with contextlib.ExitStack() as stack:
-    segment = benchmark_parts.begin(parts, state, 'sync', False, stack, print, lambda: False)
+    segment = segments.begin(parts, state, 'sync', False, stack, print, lambda: False)
     usual = []
     for on_host in (True, False):
       worker, close = conventional.replace_actor(
@@ -87,15 +87,15 @@ def test_failure_of_a_worker_is_not_waited_for(monkeypatch):
   monkeypatch.setattr(conventional.Pool, '_step', broken)
   parts = build.make_parts(_cartpole())
   with contextlib.ExitStack() as stack:
-    training = benchmark_parts.Training(parts, build.initial_state(parts), 'sync', True, stack)
+    part = training.Training(parts, build.initial_state(parts), 'sync', True, stack)
     with pytest.raises(RuntimeError) as raised:
-      training(0.0)
+      part(0.0)
   assert 'the emulator is gone' in str(raised.value.__cause__)
 
 
 def _run(*args, config='impala_catch'):
   done = subprocess.run(
-      [sys.executable, SCRIPTS / 'benchmark.py', f'--config=configs/{config}.py:smoke',
+      [sys.executable, '-m', 'podracer_jit', 'benchmark', f'--config=configs/{config}.py:smoke',
        '--config.env.num_envs=8', '--config.unroll_length=5', *args],
       env=QUICK | {'JAX_PLATFORMS': 'cpu'}, capture_output=True, text=True, timeout=300)
   return done.returncode, done.stdout, done.stderr
@@ -108,7 +108,7 @@ def test_every_part_is_measured(tmp_path):
   assert code == 0, err
   figures = json.loads(path.read_text())
   parts = figures['parts']
-  assert list(parts) == list(benchmark_parts.NAMES)
+  assert list(parts) == list(timed_parts.NAMES)
   for name, row in parts.items():
     assert 1 <= len(row['rounds']) == 2 - row['left_out']
     assert all(sps > 0 for sps in row['rounds'])
@@ -155,10 +155,10 @@ def _check_memory(parts, programs):
 
 def test_memory_in_use_is_what_was_taken_and_not_given_back():
   gc.collect()
-  before = benchmark_memory.in_use()
+  before = memory_use.in_use()
   held = bytearray(2**26)
-  most = benchmark_memory.most_in_use(lambda: (bytearray(2**25), time.sleep(0.05)))
-  after = benchmark_memory.in_use() - before
+  most = memory_use.most_in_use(lambda: (bytearray(2**25), time.sleep(0.05)))
+  after = memory_use.in_use() - before
   assert most - before > 90 and 60 <= after < 75 and len(held)  # of 67 and 33 MB
 
 
@@ -182,7 +182,7 @@ def test_a_config_with_a_replay_is_measured_and_taken_apart(tmp_path):
                         config='apex_dqn_catch')
   assert code == 0, err
   figures = json.loads(path.read_text())
-  assert list(figures['parts']) == [n for n in benchmark_parts.NAMES if 'conventional' not in n]
+  assert list(figures['parts']) == [n for n in timed_parts.NAMES if 'conventional' not in n]
   _check_ratios(figures, figures['parts'])
   _check_round(figures['round'], out)
   assert figures['round']['lanes']['learner']['storing'] > 0
@@ -191,11 +191,10 @@ def test_a_config_with_a_replay_is_measured_and_taken_apart(tmp_path):
   assert code == 2 and 'conventional' in err and 'replay' in err
 
 
-@pytest.mark.parametrize('name', sorted(
-    path.stem for path in (SCRIPTS.parent / 'podracer_jit' / 'configs').glob('[a-z]*.py')))
+@pytest.mark.parametrize('name', configs.shipped())
 def test_no_config_is_refused(name):
   config = importlib.import_module(f'podracer_jit.configs.{name}').get_config().to_dict()
-  checks.check(benchmark_parts.small_replay(config) | dict(scheme='sync'))
+  checks.check(segments.small_replay(config) | dict(scheme='sync'))
 
 
 def test_an_asynchronous_actor_is_measured_and_taken_apart(tmp_path):
@@ -224,7 +223,7 @@ ENTRY %main (p: f32[]) -> f32[] {
   ROOT %plus = f32[2]{0} add(%while.1, %while.1), metadata={op_name="jit(rollout)/plus"}
 }
 """
-  assert benchmark_round.operations(text, ('environment', 'policy')) == {
+  assert rounds.operations(text, ('environment', 'policy')) == {
       'a.1': 'policy', 'copy.2': 'policy', 'f.3': 'environment', 'b': 'policy',
       'plus': 'other arithmetic'}
 
@@ -246,20 +245,20 @@ NEAR, FAR, MOVED = (90.0, 110.0), (510.0, 490.0), (100.0, 500.0)
     (dict(a=[(1, (0.0, 0.0)), (2, (0.0, 0.0))]), (dict(a=[1, 2]), 0.0)),
     (dict(a=[(1, FAR), (2, FAR)]), (dict(a=[1, 2]), 500.0))])
 def test_rounds_of_one_distance_count(found, expected):
-  assert benchmark_cores.comparable(found) == expected
+  assert core_distance.comparable(found) == expected
 
 
 def test_distance_of_cores(monkeypatch):
   """A turn of two takes at least what light takes for a few metres, and a core alone has none."""
-  if len(benchmark_cores.os.sched_getaffinity(0)) > 1:
-    assert 10 < benchmark_cores.apart_ns() < 1e6
-  monkeypatch.setattr(benchmark_cores.os, 'sched_getaffinity', lambda pid: {3})
-  assert benchmark_cores.apart_ns() == 0
+  if len(core_distance.os.sched_getaffinity(0)) > 1:
+    assert 10 < core_distance.apart_ns() < 1e6
+  monkeypatch.setattr(core_distance.os, 'sched_getaffinity', lambda pid: {3})
+  assert core_distance.apart_ns() == 0
 
 
 def test_shares_of_what_overlaps_add_up():
   spans = [(-1, 1, 'policy'), (2, 4, 'policy'), (3, 6, 'environment'), (8, 20, 'update')]
-  assert benchmark_round.shares(spans, 0.0, 10.0) == pytest.approx(
+  assert rounds.shares(spans, 0.0, 10.0) == pytest.approx(
       {'policy': 1 + 1 + 0.5, 'environment': 0.5 + 2, 'update': 2, 'between': 1 + 2})
 
 
@@ -267,7 +266,7 @@ def test_a_program_runs_before_its_thread_wakes():
   own = [(0, 1, 'rollout'), (1, 5, 'wait: parameters for actor 0 to be made'),
          (5, 6, 'hand-off: rollouts of actor 0'), (6, 9, 'make: rollouts of actor 0')]
   ops = [(4, 7, 'policy'), (7, 8, 'environment')]
-  parts, spans = benchmark_round.lane(own, ops, 0, 10)
+  parts, spans = rounds.lane(own, ops, 0, 10)
   assert parts == pytest.approx(dict(
       policy=1 + 1, environment=1, waiting=3, transfer=1, between=1 + 1, other=1))
   assert (1, 4, 'waiting') in spans
@@ -276,15 +275,15 @@ def test_a_program_runs_before_its_thread_wakes():
 def test_an_update_ends_once():
   regions = [(0, 1, 'learn'), (1, 2, 'make: parameters for actor 0'), (2, 3, 'make: reports'),
              (3, 4, 'hand-off: reports'), (4, 5, 'make: reports')]
-  assert benchmark_round._workers({7: regions}) == ({'learner': regions}, [4])
+  assert rounds._workers({7: regions}) == ({'learner': regions}, [4])
 
 
 def test_at_rest_a_training_computes_nothing():
   parts = build.make_parts(_cartpole())
   with contextlib.ExitStack() as stack:
-    training = benchmark_parts.Training(parts, build.initial_state(parts), 'cleanba', False, stack)
-    training(0.0)
-    made = dict(training._made)
+    part = training.Training(parts, build.initial_state(parts), 'cleanba', False, stack)
+    part(0.0)
+    made = dict(part._made)
     assert set(made) == {'actor 0', 'learner'}
     assert all(isinstance(x, jax.Array) and x.is_ready() for x in made.values())
 
@@ -311,3 +310,12 @@ def test_unknown_part_is_refused():
   code, _, err = _run('--parts=rolout')
   assert code == 2
   assert 'rolout' in err and 'rollout' in err
+
+
+def test_without_matplotlib_a_picture_is_refused_in_one_line(monkeypatch, capsys):
+  monkeypatch.setitem(sys.modules, 'matplotlib', None)
+  monkeypatch.setattr(sys, 'argv', [])  # as it was, afterwards
+  argv = ['x', '--config=configs/impala_catch.py:smoke', '--picture=round.png']
+  assert benchmark.main(argv) == 2
+  assert capsys.readouterr().err == ('podracer_jit benchmark: --picture: drawing needs matplotlib: '
+                                     'pip install matplotlib\n')

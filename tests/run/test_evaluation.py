@@ -1,7 +1,6 @@
-"""Evaluation: which episodes count, what is said of them, the video, what the script refuses."""
+"""Evaluation: which episodes count, what is said of them, the video, what the command refuses."""
 
 import contextlib
-import importlib.util
 import json
 import subprocess
 import sys
@@ -17,11 +16,11 @@ import pytest
 from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs
 from podracer_jit.run import build, checkpoint, evaluation, experiment, video
+from podracer_jit.run.commands import evaluate as command
 from podracer_jit.runtime import placement
 from tests.runs import QUICK, by_rows
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / 'scripts' / 'evaluate.py'
 ENDLESS = 2**31 - 1
 
 
@@ -95,20 +94,13 @@ def _catch_config():
   return config
 
 
-def _script():
-  spec = importlib.util.spec_from_file_location('evaluate', SCRIPT)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
 @pytest.fixture
-def run_script(monkeypatch, capsys):
-  """Runs the script's main in this process, whose devices are set up; gives its code and stderr."""
+def evaluate(monkeypatch, capsys):
+  """Runs the command's main in this process, whose devices are set up: (exit code, stderr)."""
   monkeypatch.setattr(placement, 'prepare_host', lambda options: None)
 
   def run(*argv):
-    code = _script().main(['evaluate', *map(str, argv)])
+    code = command.main(['podracer_jit evaluate', *map(str, argv)])
     return code, capsys.readouterr().err
 
   return run
@@ -116,7 +108,7 @@ def run_script(monkeypatch, capsys):
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
-  """A run of the real binary, evaluated by the real script, each in a process of its own."""
+  """A run of the real binary, evaluated by the real command, each in a process of its own."""
   tmp = tmp_path_factory.mktemp('trained')
   env = QUICK | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
 
@@ -127,11 +119,11 @@ def trained(tmp_path_factory):
   train = run('-m', 'podracer_jit', '--config=configs/impala_catch.py:smoke', '--workdir=run',
               '--config.log.tensorboard=false')
   assert train.returncode == 0, train.stderr
-  return tmp / 'run', run(SCRIPT, '--workdir=run', '--num_episodes=7', '--num_envs=3',
-                          '--video=mp4')
+  return tmp / 'run', run('-m', 'podracer_jit', 'evaluate', '--workdir=run', '--num_episodes=7',
+                          '--num_envs=3', '--video=mp4')
 
 
-def test_script_plays_what_was_trained(trained):
+def test_the_command_plays_what_was_trained(trained):
   workdir, done = trained
   assert done.returncode == 0, done.stderr
   assert 'Warning' not in done.stderr
@@ -297,12 +289,12 @@ def _workdir(tmp, kind):
     ('not a config', 'not of a run of podracer_jit'), ('lacks a field', 'lacks the field'),
     ('unsaved', 'no checkpoint yet'), ('nothing saved', 'no checkpoint yet'),
     ('of other parameters', 'cannot read a checkpoint')])
-def test_a_workdir_without_a_run_is_refused_in_one_line(tmp_path, run_script, kind, words):
+def test_a_workdir_without_a_run_is_refused_in_one_line(tmp_path, evaluate, kind, words):
   workdir = _workdir(tmp_path, kind)
   before = sorted(tmp_path.rglob('*'))
-  code, errors = run_script(f'--workdir={workdir}')
+  code, errors = evaluate(f'--workdir={workdir}')
   assert code == 2
-  assert errors.startswith('evaluate: --workdir: ') and errors.count('\n') == 1, errors
+  assert errors.startswith('podracer_jit evaluate: --workdir: ') and errors.count('\n') == 1, errors
   assert words in errors and 'Traceback' not in errors
   assert sorted(tmp_path.rglob('*')) == before
 
@@ -310,16 +302,16 @@ def test_a_workdir_without_a_run_is_refused_in_one_line(tmp_path, run_script, ki
 @pytest.mark.parametrize('flag', [
     '--num_episodes=0', '--num_envs=0', '--max_steps=0', '--num_episodes=many', '--seed=-1',
     '--video=film.avi', '--nonsense', 'nonsense', '--workdir='])
-def test_bad_flags_are_refused_in_one_line(tmp_path, run_script, flag):
-  code, errors = run_script(f'--workdir={tmp_path}', flag)
+def test_bad_flags_are_refused_in_one_line(tmp_path, evaluate, flag):
+  code, errors = evaluate(f'--workdir={tmp_path}', flag)
   assert code == 2
-  assert errors.startswith('evaluate: ') and errors.count('\n') == 1, errors
+  assert errors.startswith('podracer_jit evaluate: ') and errors.count('\n') == 1, errors
   assert flag.strip('-').split('=')[0] in errors
 
 
-def test_a_failure_while_playing_is_one_line_and_exit_code_1(tmp_path, run_script):
+def test_a_failure_while_playing_is_one_line_and_exit_code_1(tmp_path, evaluate):
   _save(tmp_path, _catch_config(), 1)
-  code, errors = run_script(f'--workdir={tmp_path}', '--max_steps=1', '--num_episodes=1000')
+  code, errors = evaluate(f'--workdir={tmp_path}', '--max_steps=1', '--num_episodes=1000')
   assert code == 1
   assert errors.count('\n') == 1 and 'max_steps is 1' in errors
   assert not (tmp_path / 'evaluation.json').exists()

@@ -323,7 +323,7 @@ def failing(*a):
   return segment._replace(workers=[*actors, worker._replace(fire=fire), writer])
 rollouts.Pools.load, graphs.wire = hanging, failing
 loops.run = functools.partial(loops.run, grace_s=1.0)
-sys.exit(main.main(sys.argv))""")
+sys.exit(train.main(sys.argv))""")
   result = subprocess.run([sys.executable, '-P', '-c', script, CATCH, f'--workdir={tmp_path}'],
                           capture_output=True, text=True, timeout=200, env=QUICK, check=False)
   assert result.returncode == 1

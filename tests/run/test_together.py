@@ -1,4 +1,4 @@
-"""Several processes, and the scripts that look at runs: real processes, files and signals."""
+"""Several processes, and the commands that look at runs: real processes, files and signals."""
 
 import json
 import os
@@ -13,21 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from podracer_jit.run.commands import rerun
 from tests.runs import QUICK
-
-SCRIPTS = Path(__file__).parents[2] / 'scripts'
-sys.path.insert(0, str(SCRIPTS))
-
-import rerun  # noqa: E402
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.checkpoint.every_updates=4',
          '--config.log.tensorboard=False', '--config.num_shards=2', '--config.num_grad_shards=2',
          '--config.total_steps=6000']
 
 
-def script(name, *args, timeout=300):
-  return subprocess.run([sys.executable, SCRIPTS / name, *args], capture_output=True,
-                        text=True, timeout=timeout, env=QUICK, check=False)
+def verb(name, *args, timeout=300):
+  command = [sys.executable, '-P', '-m', 'podracer_jit', name, *args]
+  return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=QUICK,
+                        check=False)
 
 
 def train(workdir, *args, experiment=CATCH):
@@ -49,7 +46,7 @@ def whole(tmp_path_factory):
 
 
 def start(workdir, *args, count=2, experiment=CATCH):
-  return subprocess.Popen([sys.executable, SCRIPTS / 'launch_local.py', '-n', str(count),
+  return subprocess.Popen([sys.executable, '-P', '-m', 'podracer_jit', 'launch', '-n', str(count),
                            '--', *experiment, f'--workdir={workdir}', *args],
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=QUICK)
 
@@ -62,7 +59,7 @@ def wait_for_updates(process, workdir, count):
 
 
 def workers_of(process):
-  """The processes that launch_local started, by process_id."""
+  """The processes that `launch` started, by process_id."""
   found = {}
   for path in Path('/proc').glob('[0-9]*/cmdline'):
     try:
@@ -80,7 +77,7 @@ def test_two_processes_make_the_bits_of_one(whole, tmp_path):
   out, _ = process.communicate(timeout=300)
   assert process.returncode == 0, out
   assert '[0] finished at update' in out and '[1] finished' not in out
-  result = script('compare_runs.py', whole, tmp_path)
+  result = verb('compare', whole, tmp_path)
   assert result.returncode == 0, result.stdout
   assert 'identical: ' in result.stdout and 'different arithmetic' not in result.stdout
   assert [m['episode_return'] for m in lines(tmp_path / 'metrics.jsonl')] == [
@@ -97,9 +94,9 @@ def test_two_processes_share_a_replay_and_make_the_bits_of_one(tmp_path):
   assert result.returncode == 0, result.stderr
   out, _ = start(two, experiment=apex).communicate(timeout=300)
   assert 'finished at update' in out, out
-  result = script('compare_runs.py', one, two)
+  result = verb('compare', one, two)
   assert 'identical: ' in result.stdout and 'different arithmetic' not in result.stdout
-  result = script('rerun.py', f'--workdir={two}', '--update=20')
+  result = verb('rerun', f'--workdir={two}', '--update=20')
   assert result.returncode == 0 and 'as its receipt says' in result.stdout, result.stderr
 
 
@@ -124,7 +121,7 @@ def test_a_signal_to_one_process_stops_all_at_one_update_and_they_go_on(tmp_path
   again = tmp_path / 'again'
   result = train(again, *LONG, f'--repeat={tmp_path}')
   assert result.returncode == 0, result.stderr
-  result = script('compare_runs.py', tmp_path, again)
+  result = verb('compare', tmp_path, again)
   assert f'identical: {len(updates)} updates, batches and parameters\n' in result.stdout
 
 
@@ -142,7 +139,7 @@ def test_a_process_that_dies_ends_the_others(victim, tmp_path):
 
 def test_an_exception_in_one_process_ends_the_others(tmp_path):
   """Process 0 alone writes, and may not write more than 40 KB."""
-  command = [sys.executable, SCRIPTS / 'launch_local.py', '-n', '2', '--', *CATCH,
+  command = [sys.executable, '-P', '-m', 'podracer_jit', 'launch', '-n', '2', '--', *CATCH,
              f'--workdir={tmp_path}', *LONG]
   result = subprocess.run(['bash', '-c', 'ulimit -f 40; exec "$@"', 'bash', *command], env=QUICK,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
@@ -174,24 +171,24 @@ def test_what_two_processes_cannot_share_is_refused(change, said, tmp_path):
      ['config: optimizer.learning_rate', 'differ at update 1: the batch is the same and the']),
     (['--config.placement.xla_threads=1'],
      ['config: placement.xla_threads: 2 in A, 1 in B'])])
-def test_compare_runs_says_what_differs_first(whole, tmp_path, change, said):
+def test_compare_says_what_differs_first(whole, tmp_path, change, said):
   train(tmp_path, '--config.total_steps=1000', *change)
-  result = script('compare_runs.py', whole, tmp_path)
+  result = verb('compare', whole, tmp_path)
   for words in said:
     assert words in result.stdout
   assert result.returncode == ('differ at' in result.stdout)
 
 
-def test_compare_runs_needs_two_runs(whole, tmp_path):
-  assert script('compare_runs.py', whole).returncode == 2
-  result = script('compare_runs.py', whole, tmp_path)
+def test_compare_needs_two_runs(whole, tmp_path):
+  assert verb('compare', whole).returncode == 2
+  result = verb('compare', whole, tmp_path)
   assert result.returncode == 2 and 'holds no run' in result.stderr
 
 
 def test_rerun_makes_an_update_again(whole, tmp_path):
   workdir = tmp_path / 'copy'
   shutil.copytree(whole, workdir)
-  result = script('rerun.py', f'--workdir={workdir}', '--update=7', '--env=3')
+  result = verb('rerun', f'--workdir={workdir}', '--update=7', '--env=3')
   assert result.returncode == 0, result.stderr
   made = np.load(workdir / 'update_7.npz')
   steps, envs = made['action'].shape
@@ -202,10 +199,10 @@ def test_rerun_makes_an_update_again(whole, tmp_path):
   wrong = receipts.read_text().replace(lines(receipts)[6]['params'], '0' * 16)
   assert wrong != receipts.read_text()
   receipts.write_text(wrong)
-  result = script('rerun.py', f'--workdir={workdir}', '--update=7')
+  result = verb('rerun', f'--workdir={workdir}', '--update=7')
   assert result.returncode == 1 and 'is not what it was' in result.stderr
   shutil.rmtree(workdir / 'checkpoints' / '4')
-  result = script('rerun.py', f'--workdir={workdir}', '--update=7')
+  result = verb('rerun', f'--workdir={workdir}', '--update=7')
   assert result.returncode == 2 and 'the checkpoint of update 4' in result.stderr
 
 
@@ -222,7 +219,7 @@ def test_a_full_disk_ends_the_run_and_spares_the_last_checkpoint(whole, tmp_path
   assert 'File too large' in full.stderr.strip().splitlines()[-1]
   assert str(newest) not in os.listdir(workdir / 'checkpoints')
   assert train(workdir).returncode == 0
-  result = script('compare_runs.py', whole, workdir)
+  result = verb('compare', whole, workdir)
   assert 'identical: 11 updates, batches and parameters\n' in result.stdout
 
 
@@ -231,7 +228,7 @@ def test_a_full_disk_ends_the_run_and_spares_the_last_checkpoint(whole, tmp_path
     (['--update=7', '--env=99'], '--env: must be from 0 to'),
     ([], '--update are needed')])
 def test_rerun_needs_an_update_of_the_run(args, words, whole, capsys):
-  assert rerun.main(['rerun.py', f'--workdir={whole}', *args]) == 2
+  assert rerun.main(['podracer_jit rerun', f'--workdir={whole}', *args]) == 2
   assert words in capsys.readouterr().err
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import pathlib
 import shlex
 import subprocess
 import sys
@@ -12,22 +11,16 @@ from absl import flags
 
 from podracer_jit.configs import impala_atari, impala_catch, pong_laptop, ppo_cartpole
 from podracer_jit.run import command_line, experiment
+from podracer_jit.run.measure import segments
+from podracer_jit.run.tuning import candidates, search, tuner
 from podracer_jit.schemes.table import SCHEMES
 from tests.runs import QUICK, changed, small
-
-SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / 'scripts'
-sys.path.insert(0, str(SCRIPTS))
-
-import benchmark_parts  # noqa: E402
-import tune  # noqa: E402
-import tune_candidates  # noqa: E402
-import tune_search  # noqa: E402
 
 OWN = ((0,), (0,))
 
 
 def _cores(count):
-  return tune_candidates.Machine(count, count, count, True, False)
+  return candidates.Machine(count, count, count, True, False)
 
 
 def _catch(**fields):
@@ -61,94 +54,94 @@ CASES = {
 def test_candidates_are_those_that_can_be(case):
   config, cores, expected = CASES[case]
   before, machine = copy.deepcopy(config), _cores(cores)
-  tuner = tune.Tuner(tune.prepare(config))
-  found = tune.accept(tuner, tune_candidates.places(config, machine))
-  assert found[0] == tune_candidates.own_of(config)
+  made = tuner.Tuner(tuner.prepare(config))
+  found = tuner.accept(made, candidates.places(config, machine))
+  assert found[0] == candidates.own_of(config)
   assert [(c.actor_devices, c.learner_devices) for c in found] == expected
   schemes = {c.scheme for c in found}
   assert schemes == {config['scheme']} or schemes == {'sync', 'fused'}
   assert all(c[:2] == OWN for c in found if c.scheme == 'fused')
   for candidate in (found[0], found[-1]):
-    others = tune_candidates.vary(config, machine, candidate)
-    assert tune.accept(tuner, others) == others
+    others = candidates.vary(config, machine, candidate)
+    assert tuner.accept(made, others) == others
     for other in (candidate, *others):
       assert other.num_shards == config['num_shards']
-      assert _unplaced(tune_candidates.placed(config, other)) == _unplaced(config)
+      assert _unplaced(candidates.placed(config, other)) == _unplaced(config)
   assert config == before
 
 
 def test_candidates_of_atari_on_two_cores():
-  found = tune_candidates.places(impala_atari.get_config().to_dict(), _cores(2))
+  found = candidates.places(impala_atari.get_config().to_dict(), _cores(2))
   assert [c[:2] for c in found] == [
       OWN, ((1,), (0,)), ((0, 1), (0,)), ((0,), (0, 1)), ((0, 1), (0, 1))]
 
 
 def _unplaced(config):
   """A config without what may be changed."""
-  free = tune_candidates.Candidate._fields[:-2]
+  free = candidates.Candidate._fields[:-2]
   return {k: v for k, v in config.items() if k != 'scheme'} | dict(
       placement={k: v for k, v in config['placement'].items() if k not in free})
 
 
 def test_other_threads_and_calls_are_by_the_cores():
   def threads(config, cores):
-    own = tune_candidates.own_of(config)
-    return [c.env_threads for c in tune_candidates.vary(config, _cores(cores), own)]
+    own = candidates.own_of(config)
+    return [c.env_threads for c in candidates.vary(config, _cores(cores), own)]
   atari = impala_atari.get_config().to_dict()
   assert threads(atari, 2) == [2, 4]  # its own 0 is 1 in each of two pools
   assert threads(atari, 16) == [1, 16, 32]
   assert threads(changed(atari, placement__env_threads=16), 16) == [1, 8, 32]
   assert threads(atari, 64) == [1, 64]  # no more than environments
   fused = changed(ppo_cartpole.get_config().to_dict(), placement__env_threads=0)
-  own = tune_candidates.own_of(fused)
-  found = tune_candidates.vary(fused, _cores(4), own)
+  own = candidates.own_of(fused)
+  found = candidates.vary(fused, _cores(4), own)
   assert [(c.env_threads, c.updates_per_call) for c in found] == [(1, 16), (8, 16), (0, 4), (0, 64)]
-  assert [c.env_threads for c in tune_candidates.vary(
+  assert [c.env_threads for c in candidates.vary(
       fused, _cores(4), own._replace(scheme='sync'))] == [1, 8]
 
 
 def test_one_program_is_tried_for_two_with_a_call_of_one_update_first():
   config = _catch(scheme='sync')
-  _, fused = tune_candidates.places(config, _cores(1))
-  assert fused == tune_candidates.own_of(config)._replace(scheme='fused', updates_per_call=1)
-  assert {c.updates_per_call for c in tune_candidates.vary(config, _cores(1), fused)} == {1, 4}
+  _, fused = candidates.places(config, _cores(1))
+  assert fused == candidates.own_of(config)._replace(scheme='fused', updates_per_call=1)
+  assert {c.updates_per_call for c in candidates.vary(config, _cores(1), fused)} == {1, 4}
 
 
 def test_gpus_have_several_actors_and_cpu_actors_their_own_devices():
   config = changed(_catch(), num_shards=2, num_grad_shards=2)
-  gpus = tune_candidates.Machine(16, 2, 2, True, True)
-  assert [c[:3] for c in tune_candidates.places(config, gpus)] == [
+  gpus = candidates.Machine(16, 2, 2, True, True)
+  assert [c[:3] for c in candidates.places(config, gpus)] == [
       ((0,), (0,), 1), ((1,), (0,), 1), ((0, 1), (0,), 1), ((0,), (0, 1), 1), ((0, 1), (0, 1), 1),
       ((0,), (0,), 2), ((1,), (0,), 2), ((0,), (0, 1), 2)]
-  mixed = tune_candidates.Machine(16, 16, 1, False, False)
-  assert [c[:3] for c in tune_candidates.places(config, mixed)] == [
+  mixed = candidates.Machine(16, 16, 1, False, False)
+  assert [c[:3] for c in candidates.places(config, mixed)] == [
       ((0,), (0,), 1), ((0, 1), (0,), 1)]
 
 
 def test_shards_are_changed_where_asked_alone():
   config = _catch()
-  found = tune_candidates.places(config, _cores(2), [1, 2])
+  found = candidates.places(config, _cores(2), [1, 2])
   assert [(c[:2], c.num_shards) for c in found] == [
       (OWN, 1), (((1,), (0,)), 1), (OWN, 2), (((1,), (0,)), 2), (((0, 1), (0,)), 2)]
-  assert tune.accept(tune.Tuner(config), found) == found
+  assert tuner.accept(tuner.Tuner(config), found) == found
 
 
 def test_own_placement_that_cannot_be_is_left_out(capsys):
   config = changed(_catch(), placement__learner_devices=(0, 1))
-  found = tune.accept(tune.Tuner(config), tune_candidates.places(config, _cores(1)))
+  found = tuner.accept(tuner.Tuner(config), candidates.places(config, _cores(1)))
   assert [c[:2] for c in found] == [OWN]
   assert 'num_grad_shards' in capsys.readouterr().err
   config = changed(_catch(), placement__learner_devices=(), exact_reduce=False)
   with pytest.raises(ValueError, match='placement.learner_devices'):
-    tune.accept(tune.Tuner(config), tune_candidates.places(config, _cores(1)))
+    tuner.accept(tuner.Tuner(config), candidates.places(config, _cores(1)))
 
 
-A, B, C, D, E = (tune_candidates.Candidate((i,), (0,), 1, 0, 16, 1, 'sync') for i in range(5))
+A, B, C, D, E = (candidates.Candidate((i,), (0,), 1, 0, 16, 1, 'sync') for i in range(5))
 
 
 def test_the_best_has_the_highest_median():
   rounds = [{A: 10.0, B: 30.0, C: 12.0}, {A: 11.0, B: 1.0, C: 12.0}, {A: 11.0, B: 1.0, C: 9.0}]
-  assert tune_search.best(rounds) == C
+  assert search.best(rounds) == C
 
 
 def test_search_halves_and_widens_within_its_seconds():
@@ -157,48 +150,48 @@ def test_search_halves_and_widens_within_its_seconds():
   def measure(candidate, seconds):
     asked.append(seconds)
     sps = speeds[candidate._replace(env_threads=0)] + candidate.env_threads
-    return tune_search.Figures(sps, seconds)
+    return search.Figures(sps, seconds)
 
   def vary(candidate):
     return [candidate._replace(env_threads=n) for n in (1, 2)]
 
-  found = tune_search.search([A, B, C, D, E], vary, [A], measure, 60.0)
+  found = search.search([A, B, C, D, E], vary, [A], measure, 60.0)
   fast, faster = vary(B)
   assert [list(x) for x in found.rounds] == [
       [A, B, C, D, E], [B, E, fast, faster, A], *[[faster, fast, A]] * 3]
-  assert found.last == found.rounds[2:] and tune_search.best(found.last) == faster
+  assert found.last == found.rounds[2:] and search.best(found.last) == faster
   assert sum(asked) == pytest.approx(60.0) and asked == sorted(asked)
 
 
 def test_search_knows_the_better_of_two_before_it_widens():
   def measure(candidate, seconds):
-    return tune_search.Figures(2.0 if candidate.actor_devices == (1,) else 1.0, seconds)
+    return search.Figures(2.0 if candidate.actor_devices == (1,) else 1.0, seconds)
 
-  found = tune_search.search([A, B], lambda c: [c._replace(env_threads=1)], [A], measure, 60.0)
+  found = search.search([A, B], lambda c: [c._replace(env_threads=1)], [A], measure, 60.0)
   assert list(found.rounds[1]) == [B, A, B._replace(env_threads=1)]
 
 
 def test_search_ends_with_the_round_that_spends_its_seconds():
   def measure(candidate, seconds):
-    return tune_search.Figures(1.0 + candidate.actor_devices[0], 100.0)
+    return search.Figures(1.0 + candidate.actor_devices[0], 100.0)
 
-  found = tune_search.search([A, B, C], lambda c: [], [A], measure, 60.0)
+  found = search.search([A, B, C], lambda c: [], [A], measure, 60.0)
   assert found.rounds == found.last == [{A: 1.0, B: 2.0, C: 3.0}]
-  assert tune_search.best(found.last) == C
+  assert search.best(found.last) == C
 
 
 @pytest.mark.parametrize('chosen', [
-    tune_candidates.Candidate((0, 1), (0,), 1, 0, 16, 1, 'cleanba'),
-    tune_candidates.Candidate((1,), (0, 1), 2, 3, 64, 1, 'cleanba'),
-    tune_candidates.Candidate((0,), (0,), 1, 0, 1, 1, 'fused'),
-    tune_candidates.Candidate((0,), (0,), 1, 0, 16, 4, 'cleanba')])
+    candidates.Candidate((0, 1), (0,), 1, 0, 16, 1, 'cleanba'),
+    candidates.Candidate((1,), (0, 1), 2, 3, 64, 1, 'cleanba'),
+    candidates.Candidate((0,), (0,), 1, 0, 1, 1, 'fused'),
+    candidates.Candidate((0,), (0,), 1, 0, 16, 4, 'cleanba')])
 def test_flags_parse_back_and_change_nothing_else(chosen):
   argv = ['tune', '--config=configs/impala_catch.py:smoke']
   config = command_line.parse(argv, flags.FlagValues())
-  line = tune_candidates.as_flags(tune_candidates.own_of(config), chosen)
+  line = candidates.as_flags(candidates.own_of(config), chosen)
   parsed = command_line.parse([*argv, *shlex.split(line)], flags.FlagValues())
-  assert tune_candidates.own_of(parsed) == chosen
-  assert parsed == tune_candidates.placed(config, chosen)
+  assert candidates.own_of(parsed) == chosen
+  assert parsed == candidates.placed(config, chosen)
   shards = config['num_shards']
   assert _unplaced(parsed) | dict(num_shards=shards) == _unplaced(config)
   assert ('num_shards' in line) == (chosen.num_shards != shards)
@@ -208,17 +201,17 @@ def test_flags_parse_back_and_change_nothing_else(chosen):
 
 
 def test_own_placement_needs_no_flags():
-  own = tune_candidates.own_of(_catch())
-  assert tune_candidates.as_flags(own, own) == ''
+  own = candidates.own_of(_catch())
+  assert candidates.as_flags(own, own) == ''
 
 
 def test_a_replay_is_small_and_soon_filled():
   config = small('dqn', num_grad_shards=2)
   config = changed(config, num_minibatches=1, replay__min_size=50_000)
-  found = tune.prepare(config)['replay']
-  assert found == config['replay'] | dict(capacity=benchmark_parts.CAPACITY, min_size=64)
+  found = tuner.prepare(config)['replay']
+  assert found == config['replay'] | dict(capacity=segments.CAPACITY, min_size=64)
   few = changed(config, replay__capacity=2_000, replay__min_size=50)
-  assert tune.prepare(few)['replay'] == few['replay']
+  assert tuner.prepare(few)['replay'] == few['replay']
 
 
 @pytest.mark.parametrize('scheme, loss', [
@@ -229,15 +222,15 @@ def test_every_kind_of_scheme_is_measured(scheme, loss):
   config = changed(config, scheme=scheme, placement__updates_per_call=2)
   if experiment.has_replay(config):
     config = changed(config, num_minibatches=1, replay__batch_size=8)
-  tuner = tune.Tuner(tune.prepare(config))
-  found = tuner.measure(tune_candidates.own_of(config), 0.05)
+  made = tuner.Tuner(tuner.prepare(config))
+  found = made.measure(candidates.own_of(config), 0.05)
   assert found.sps > 0 and found.seconds >= 0.05
 
 
 def test_candidates_share_the_learner():
-  tuner, config = tune.Tuner(_catch()), _catch()
-  one = tune_candidates.own_of(config)
-  parts = [tuner.parts(c) for c in (one, one._replace(env_threads=2), one._replace(
+  made, config = tuner.Tuner(_catch()), _catch()
+  one = candidates.own_of(config)
+  parts = [made.parts(c) for c in (one, one._replace(env_threads=2), one._replace(
       actor_devices=(1,)))]
   assert len({id(x.learner) for x in parts}) == 1
   assert [x.place.env_threads for x in parts][1] == 2
@@ -245,16 +238,16 @@ def test_candidates_share_the_learner():
 
 
 def test_a_candidate_is_run_by_its_own_scheme():
-  config = tune.prepare(_catch(scheme='sync'))
-  tuner = tune.Tuner(config)
-  for candidate in tune_candidates.places(config, _cores(1)):
-    parts = tuner.parts(candidate)
+  config = tuner.prepare(_catch(scheme='sync'))
+  made = tuner.Tuner(config)
+  for candidate in candidates.places(config, _cores(1)):
+    parts = made.parts(candidate)
     assert parts.scheme == SCHEMES[candidate.scheme] and parts.config['scheme'] == candidate.scheme
-    assert tuner.measure(candidate, 0.05).sps > 0
+    assert made.measure(candidate, 0.05).sps > 0
 
 
 def _run(*args):
-  done = subprocess.run([sys.executable, SCRIPTS / 'tune.py', *args], capture_output=True,
+  done = subprocess.run([sys.executable, '-m', 'podracer_jit', 'tune', *args], capture_output=True,
                         env=QUICK | {'JAX_PLATFORMS': 'cpu'}, text=True, timeout=300)
   return done.returncode, done.stdout, done.stderr
 
@@ -263,10 +256,10 @@ def _run(*args):
     ([160, 170], False), ([160, 500], True), ([510, 480], False), ([0, 0], False)])
 def test_cores_that_moved_are_told(distances, said, monkeypatch, capsys):
   asked = itertools.cycle(distances)
-  monkeypatch.setattr(tune.benchmark_cores, 'apart_ns', lambda: next(asked))
-  monkeypatch.setattr(tune.Tuner, 'measure', lambda *args: tune_search.Figures(1.0, 1.0))
+  monkeypatch.setattr(tuner.core_distance, 'apart_ns', lambda: next(asked))
+  monkeypatch.setattr(tuner.Tuner, 'measure', lambda *args: search.Figures(1.0, 1.0))
   config = _catch()
-  tune.run(tune.Tuner(config), config, _cores(2), tune_candidates.places(config, _cores(2)), 20.0)
+  tuner.run(tuner.Tuner(config), config, _cores(2), candidates.places(config, _cores(2)), 20.0)
   assert ('moved its cores' in capsys.readouterr().err) == said
 
 

@@ -48,7 +48,7 @@ def _receipts(workdir, case, place, *more):
   prefix, processes, actors, learners = PLACES[place]
   program = ['-m', 'podracer_jit']
   if processes > 1:
-    program = [ROOT / 'scripts' / 'launch_local.py', '-n', str(processes), '--']
+    program += ['launch', '-n', str(processes), '--']
   result = subprocess.run(
       [*prefix, sys.executable, *program, *CASES[case], *COMMON, f'--workdir={workdir}',
        f'--config.placement.actor_devices={actors}',

@@ -1,0 +1,150 @@
+"""How long a run takes from the command to its first update, with nothing compiled and with it.
+
+.venv/bin/python -m benchmarks.startup --rounds=3 --updates=3 --json=figures.json
+
+`cold` begins with an empty compilation cache (JAX_COMPILATION_CACHE_DIR is a new directory), `warm`
+is the same command again with what `cold` left there; in turn, round after round, medians. Seconds
+are from the start of `python -m podracer_jit` to the first line of metrics.jsonl, and to its end
+after about --updates (a checkpoint included). What contains pointers, such as the rollout program,
+is compiled anew in any case, and JAX keeps only what took it long enough
+(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS). The first round may also read Python's packages from a
+disk. Takes --config and its overrides as training does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from benchmarks.common import Failed, count_lines, refuse_replay, with_default, write_config
+from podracer_jit.run import checkpoint, checks, command_line
+from podracer_jit.run.experiment import batch_rows
+
+KINDS = ('cold', 'warm')
+POLL_S = 0.02
+
+
+class Figures(NamedTuple):
+  """Of one run."""
+
+  first_update_s: float
+  total_s: float
+  cached: int  # programs in the cache when it ended
+
+
+def measure(config_file: Path, workdir: Path, cache: Path) -> Figures:
+  """Runs the binary to its end.
+
+  Raises:
+    Failed: it did not get there.
+  """
+  command = [sys.executable, '-m', 'podracer_jit', f'--config={config_file}',
+             f'--workdir={workdir}']
+  log, metrics = workdir.with_suffix('.log'), workdir / 'metrics.jsonl'
+  with log.open('w') as file:
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file,
+        env=os.environ | {'JAX_COMPILATION_CACHE_DIR': str(cache)})
+  try:
+    while not count_lines(metrics) and process.poll() is None:
+      time.sleep(POLL_S)
+    first = time.perf_counter() - start
+    process.wait()
+    total = time.perf_counter() - start
+  finally:
+    process.kill()
+    process.wait()
+  if process.returncode or not count_lines(metrics):
+    raise Failed(process, log)
+  return Figures(first, total, len(list(cache.glob('*-cache'))))
+
+
+def one_round(config: Mapping[str, Any]) -> list[Figures]:
+  """Figures of each of KINDS."""
+  with tempfile.TemporaryDirectory() as directory:
+    root = Path(directory)
+    (root / 'cache').mkdir()
+    file = write_config(root / 'config.py', config)
+    return [measure(file, root / kind, root / 'cache') for kind in KINDS]
+
+
+def summarise(rounds: Sequence[Sequence[Figures]]) -> dict[str, Any]:
+  """Medians over the rounds, and what the cache saves of each."""
+  table = {}
+  for kind, figures in zip(KINDS, zip(*rounds, strict=True), strict=True):
+    columns = {name: [getattr(x, name) for x in figures] for name in Figures._fields}
+    table[kind] = {name: statistics.median(column) for name, column in columns.items()} | dict(
+        rounds=columns)
+  saved = {name: table['cold'][name] - table['warm'][name]
+           for name in ('first_update_s', 'total_s')}
+  return dict(kinds=table, saved=saved)
+
+
+def show(result: Mapping[str, Any]) -> None:
+  """Prints the table."""
+  print(f'{"":8}{"first update s":>16}{"lowest":>9}{"highest":>9}{"total s":>9}{"cached":>8}')
+  for kind, row in result['kinds'].items():
+    first = row['rounds']['first_update_s']
+    print(f'{kind:8}{row["first_update_s"]:16.2f}{min(first):9.2f}{max(first):9.2f}'
+          f'{row["total_s"]:9.2f}{row["cached"]:8.0f}')
+  print(f'saved: {result["saved"]["first_update_s"]:.2f} s of the first update, '
+        f'{result["saved"]["total_s"]:.2f} s of the whole')
+  if not result['kinds']['cold']['cached']:
+    print('nothing was cached: no program took JAX long enough to keep it')
+
+
+def define_flags() -> flags.FlagValues:
+  """Defines the script's own flags, beside those of a config."""
+  values = flags.FlagValues()
+  flags.DEFINE_integer('updates', 3, 'Of each run.', lower_bound=1, flag_values=values)
+  flags.DEFINE_integer('rounds', 3, 'How often each is measured.', lower_bound=1,
+                       flag_values=values)
+  flags.DEFINE_string('json', None, 'Write all figures here.', flag_values=values)
+  return values
+
+
+def benchmark(argv: Sequence[str]) -> int:
+  """Measures and prints; returns the exit code."""
+  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the run
+  values = define_flags()
+  try:
+    config = command_line.parse(with_default(argv), values)
+    if config is None:
+      print(f'{__doc__}\n{values.get_help()}')
+      return 0
+    refuse_replay(config)
+    config |= dict(total_steps=min(2**31 - 1, batch_rows(config) * values.updates))
+    checks.check(config)
+    rounds = []
+    for k in range(values.rounds):
+      rounds.append(one_round(config))
+      print(f'round {k + 1} of {values.rounds}: ' + ', '.join(
+          f'{kind} {x.first_update_s:.2f} s' for kind, x in zip(KINDS, rounds[-1], strict=True)),
+            file=sys.stderr, flush=True)
+  except (ValueError, Failed) as error:
+    print(f'startup: {error}', file=sys.stderr)
+    return getattr(error, 'code', 2)
+  result = dict(config=config, cores=len(os.sched_getaffinity(0)),
+                versions=checkpoint.versions()) | summarise(rounds)
+  show(result)
+  if values.json:
+    Path(values.json).write_text(json.dumps(result, indent=2) + '\n')
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(benchmark(sys.argv))

@@ -1,0 +1,107 @@
+"""The benchmark of replays: its rows are complete, its bytes are right, too much is skipped."""
+
+import json
+
+import pytest
+
+from benchmarks.tests.run import run_benchmark
+
+TOO_MUCH = 10**9
+
+
+def run(*args):
+  done = run_benchmark('replay', '--seconds=0.05', *args)
+  return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope='module')
+def atari(tmp_path_factory):
+  path = tmp_path_factory.mktemp('figures') / 'figures.json'
+  code, out, err = run('--config=configs/apex_dqn_atari.py:smoke', f'--json={path}',
+                       f'--capacities=2000,4000,{TOO_MUCH}', '--config.replay.batch_size=8',
+                       '--config.network.hidden=16')
+  assert code == 0, err
+  return json.loads(path.read_text()), out.splitlines()
+
+
+def check(row, line, capacity):
+  assert row['capacity'] == row['held'] == capacity
+  for name, value in row.items():
+    assert name == 'device' or value > 0, name
+  assert row['share'] < 1.5  # the two are of another run than the whole
+  assert row['share'] == pytest.approx((row['sample_ms'] + row['update_ms']) / row['step_ms'])
+  assert row['bytes_per_transition'] == row['replay_bytes'] / capacity
+  assert row['peak_bytes'] >= row['before_bytes']
+  cells = line.split()
+  for name, form, unit in (
+      ('capacity', ',', 1), ('add_ms', '.2f', 1), ('added_per_s', ',.0f', 1),
+      ('sample_ms', '.3f', 1), ('update_ms', '.3f', 1), ('step_ms', '.2f', 1),
+      ('share', '.1%', 1), ('replay_bytes', ',.1f', 1e6), ('bytes_per_transition', ',.1f', 1),
+      ('temporary_bytes', ',.1f', 1e6), ('peak_bytes', ',.1f', 1e6),
+      ('before_bytes', ',.1f', 1e6)):
+    assert cells.pop(0) == f'{row[name] / unit if unit > 1 else row[name]:{form}}', name
+  assert not cells
+
+
+def tree_bytes(leaves):
+  """Sixteen children a node, levels padded to whole nodes, one root."""
+  total = 1
+  while leaves > 1:
+    leaves = -(-leaves // 16)
+    total += 16 * leaves
+  return 4 * total
+
+
+def frames_bytes(capacity, envs=8, n_step=3, stack=4):
+  """A frame, fresh, an action, a reward and two ends of each environment; when of each row."""
+  rows = -(-capacity // envs) + n_step + stack
+  return rows * (envs * (84 * 84 + 1 + 4 + 4 + 2) + 4) + tree_bytes(rows * envs) + 3 * 4
+
+
+def slots_bytes(capacity, envs=16, unroll=16, n_step=5, obs=24, action=6):
+  """Whole transitions, with room for a rollout more and a ring that they are made in; two trees."""
+  slots, rows = capacity + unroll * envs, unroll + n_step + 1
+  ring = rows * (envs * (4 * obs + 1 + 4 * action + 4 + 2) + 4)
+  transition = 4 * (2 * obs + action + 3)
+  return ring + slots * (transition + 4) + 2 * tree_bytes(slots) + 4 * 4
+
+
+def test_every_capacity_of_frames_has_its_row(atari):
+  rows, lines = atari
+  for row, line, capacity in zip(rows, lines[2:], (2000, 4000), strict=False):
+    check(row, line, capacity)
+    assert row['replay_bytes'] == frames_bytes(capacity)
+  assert 'Pong-v5, dqn: 8 environments x 50 rows at once, batches of 8,' in lines[0]
+  assert len(rows) == 3 and len(lines) == 5
+
+
+def test_no_program_copies_the_ring(atari):
+  (small, large, _), _ = atari
+  grown = large['replay_bytes'] - small['replay_bytes']
+  assert large['temporary_bytes'] - small['temporary_bytes'] < grown / 20
+
+
+def test_what_does_not_fit_is_skipped(atari):
+  rows, lines = atari
+  assert rows[2]['capacity'] == TOO_MUCH and set(rows[2]) == {'capacity', 'skipped'}
+  assert f'{TOO_MUCH:,}  skipped: does not fit' in lines[4]
+  assert f'takes {frames_bytes(TOO_MUCH) / 1e6:,.1f} MB' in lines[4]
+
+
+def test_whole_transitions(tmp_path):
+  path = tmp_path / 'figures.json'
+  code, out, err = run('--config=configs/apex_dpg_walker_walk.py:smoke', '--capacities=4000',
+                       '--config.replay.gradient_steps=2', f'--json={path}')
+  assert code == 0, err
+  (row,), lines = json.loads(path.read_text()), out.splitlines()
+  check(row, lines[2], 4000)
+  assert row['replay_bytes'] == slots_bytes(4000)
+
+
+@pytest.mark.parametrize('arg, words', [
+    ('--capacities=1e6', ("'1e6'", 'whole numbers')),
+    ('--config=configs/impala_catch.py', ('loss.name', 'impala', 'no replay'))])
+def test_what_cannot_be_measured_is_refused(arg, words):
+  code, _, err = run(arg)
+  assert code == 2 and err.count('\n') == 1
+  assert all(word in err for word in words)

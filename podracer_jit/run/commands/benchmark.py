@@ -1,0 +1,183 @@
+"""Measures how fast each part of an experiment is on this machine, and where a round's time goes.
+
+  podracer_jit benchmark --config=configs/impala_catch.py --seconds=10
+  podracer_jit benchmark --config=configs/impala_atari.py --parts=sync,cleanba --json=figures.json
+  podracer_jit benchmark --config=configs/pong_laptop.py --picture=round.png
+
+It takes --config and its overrides as training does. The config's scheme does not matter, since
+the parts name theirs. The parts are (--parts measures only some):
+
+  environment           environments alone, with the actions of one rollout: the ceiling
+  policy                the rollout program without environments: observations are there at once
+  rollout               the rollout program, without learning
+  learner               the learner program on one stored rollout, again and again
+  fused, sync, cleanba  training with the scheme; fused only if the placement is one device
+  conventional_rollout, conventional_sync, conventional_cleanba
+                        the same with Python between any two steps of an environment; not with a
+                        replay, normalise.reward, env_batch or network.core
+
+These are measured only if --parts names them: plain_learner, plain_sync, ... with a plain
+all-reduce in place of the exact sum; shards1_sync, shards2_rollout, shards4_cleanba, ... with that
+many pools.
+
+The table ends with ratios, which are 1 where nothing is lost: of a rollout to the slower of
+environment and policy (times 1 + 1/T), and of a round of each scheme to the slower of rollout and
+learner. Where the halves share their cores, as on a CPU, compare with the ratio to their sum.
+
+Then a round of --rounds_of=cleanba (or sync; empty for none) is split into what each worker did
+and the memory its programs need. --picture draws it, for which matplotlib is needed.
+
+Peak memory is the largest heap during a call of the part, beyond the heap before it was built:
+arrays and emulators (twice for a conventional part), but no machine code, no stacks and no GPU
+memory. Computed memory is that of its programs and hand-offs by their shapes.
+
+All parts are built first and stay alive. Each is then measured for seconds / rounds in every
+round, while the others are at rest, so a machine that gets slower does so for all. Figures are
+medians over the rounds. On virtual machines the distance between cores changes; only the rounds of
+one distance count, and cores_apart_ns says which. Compiling and the first updates are not counted.
+SPS counts valid agent steps. A part makes one call at least; training makes two updates, and
+`fused` two calls, which --config.placement.updates_per_call makes shorter. A replay is made small.
+A config with the scheme `apex`, which has two speeds, is measured with `fused`, `sync` and
+`cleanba`.
+
+Exit code: 0, 2 if it could not start.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags, logging
+
+from podracer_jit.run import build, command_line
+from podracer_jit.run.measure import picture, rounds, timed_parts
+from podracer_jit.run.measure.segments import small_replay
+from podracer_jit.run.measure.summary import BASES, describe, measure, say, summarise
+from podracer_jit.runtime import placement
+from podracer_jit.schemes import wiring
+from podracer_jit.schemes.table import SCHEMES
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command; returns its exit code."""
+  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  logging.set_verbosity(logging.ERROR)  # who is held waits long, and would say so
+  values = define_flags()
+  try:
+    config = command_line.parse(argv, values)
+    if config is None:
+      print(f'{__doc__}\n{values.get_help()}')
+      return 0
+    if values.picture and not picture.can_draw():
+      raise ValueError('--picture: drawing needs matplotlib: pip install matplotlib')
+    parts, names = prepare(config, values.parts)
+  except ValueError as error:
+    print(f'podracer_jit benchmark: {error}', file=sys.stderr)
+    return 2
+  found, memory = measure(names, parts, values.seconds, values.rounds)
+  result = dict(config=parts.config, machine=describe(parts)) | summarise(
+      found, parts.config['unroll_length'])
+  for name, row in result['parts'].items():
+    row |= memory[name]
+  show(result)
+  if values.rounds_of:
+    result['round'] = take_apart(parts, values.rounds_of, values.picture)
+  if values.json:
+    Path(values.json).write_text(json.dumps(result, indent=2) + '\n')
+  return 0
+
+
+def define_flags() -> flags.FlagValues:
+  """Defines the command's own flags, beside those of a config."""
+  values = flags.FlagValues()
+  flags.DEFINE_list('parts', None, 'What to measure; if not given, all that the config has.',
+                    flag_values=values)
+  flags.DEFINE_float('seconds', 60.0, 'Measured time of each part, all rounds together.',
+                     lower_bound=0.0, flag_values=values)
+  flags.DEFINE_integer('rounds', 5, 'Rounds that this time is spread over.', lower_bound=1,
+                       flag_values=values)
+  flags.DEFINE_enum('rounds_of', 'cleanba', ['', 'sync', 'cleanba'],
+                    'The scheme of which a round is taken apart.', flag_values=values)
+  flags.DEFINE_string('picture', None, 'Draw that round here (.png, .svg).', flag_values=values)
+  flags.DEFINE_string('json', None, 'Write all figures here.', flag_values=values)
+  return values
+
+
+def left_out(parts: wiring.Parts) -> dict[str, str]:
+  """Returns the parts that this config cannot have, each with the reason."""
+  config, why = parts.config, {}
+  if ('replay' in config or config['normalise']['reward'] or config['env_batch']
+      or parts.network.core):
+    why = dict.fromkeys(
+        (name for name in timed_parts.NAMES if 'conventional' in name),
+        'the conventional actor knows no replay, normalise.reward, env_batch or network.core')
+  if config['env_batch']:
+    why |= dict.fromkeys(('environment', 'policy', 'fused'),
+                         'with env_batch pools are asynchronous, it wants synchronous ones')
+  return why
+
+
+def prepare(config: Mapping[str, Any], asked: Sequence[str] | None
+            ) -> tuple[wiring.Parts, list[str]]:
+  """Returns what all parts share, and the names of the parts to measure.
+
+  Raises:
+    ValueError: the config or a part cannot be measured.
+  """
+  for name in set(asked or ()) - set(timed_parts.ALL):
+    raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(timed_parts.ALL)}')
+  placement.prepare_host(config['placement'])
+  # Whatever the config says, training must not end while it is measured.
+  parts = build.make_parts(small_replay(config)
+                           | dict(scheme='sync', total_steps=2**31 - 1))
+  wanted = timed_parts.NAMES if asked is None else asked
+  names = [name for name in timed_parts.ALL if name in wanted]
+  without = left_out(parts)
+  for name in asked or ():
+    if name in without:
+      raise ValueError(f'--parts: there is no {name} here, {without[name]}')
+  names = [name for name in names if name not in without]
+  actors, learners = parts.place.actors, parts.place.learners
+  if 'fused' in names and (len(actors) > 1 or actors != learners):
+    say('fused: left out, the placement is more than one device')
+    names.remove('fused')
+  if not names:
+    raise ValueError('--parts: nothing is left to measure')
+  for name in names:
+    timed_parts.of_variant(name, parts)
+  return parts, names
+
+
+def show(result: Mapping[str, Any]) -> None:
+  """Prints the table and what belongs to it."""
+  heads = ('part', 'SPS', 'lowest', 'highest', 's/update', 'peak MB', 'computed',
+           *('/ ' + base for base in BASES))
+  print('  '.join(f'{head:>{max(9, len(head))}}' if i else f'{head:20}'
+                  for i, head in enumerate(heads)))
+  for name, row in result['parts'].items():
+    ratios = [row[f'to_{base}'] for base in BASES]
+    cells = [f'{row["sps"]:,.0f}', f'{min(row["rounds"]):,.0f}', f'{max(row["rounds"]):,.0f}',
+             f'{row["seconds_per_update"]:.4f}', f'{row["peak_mb"]:,.1f}',
+             '-' if row['computed_mb'] is None else f'{row["computed_mb"]:,.1f}',
+             *('-' if ratio is None else f'{ratio:.3f}' for ratio in ratios)]
+    print('  '.join([f'{name:20}', *(f'{cell:>{max(9, len(head))}}' for cell, head in
+                                     zip(cells, heads[1:], strict=True))]))
+  for name, value in (result['derived'] | result['machine']).items():
+    print(f'{name}: {value}')
+
+
+def take_apart(parts: wiring.Parts, scheme: str, path: str | None) -> dict[str, Any]:
+  """Prints a round of the scheme, split into parts, and draws it to `path`; returns its figures."""
+  say(f'taking a round of {scheme} apart')
+  found = rounds.measure(parts._replace(
+      scheme=SCHEMES[scheme], config=parts.config | dict(scheme=scheme)))
+  print('\n'.join(picture.table(found)))
+  if path:
+    picture.draw(found, path)
+  return dict(scheme=scheme, seconds=found.seconds, traced_seconds=found.traced_seconds,
+              lanes=found.lanes, memory=found.memory)

@@ -1,0 +1,85 @@
+"""Lists the tasks of EnvPool that this machine has.
+
+  podracer_jit envs               the families, each with its number of tasks
+  podracer_jit envs atari         the tasks of a family
+  podracer_jit envs mujoco        the tasks of all families of that kind, such as mujoco.gym
+  podracer_jit envs breakout      the tasks with this in their names
+
+The line of a task has its family, the shape and dtype of an observation as networks see it, and
+its actions. If a task cannot be trained, or cannot be made here, its line has the reason. Train
+with one of them by --config.env.task=TASK.
+
+Exit code: 0, or 2 if nothing matches.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+
+from podracer_jit.envs import envpool_envs
+
+LONGEST_REASON = 80  # characters
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command; returns its exit code."""
+  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  if set(argv[1:]) & {'-h', '--help'}:
+    print(__doc__)
+    return 0
+  if len(argv) > 2 or any(arg.startswith('-') for arg in argv[1:]):
+    print('podracer_jit envs: one word is enough: podracer_jit envs atari', file=sys.stderr)
+    return 2
+  families = envpool_envs.families()
+  if not argv[1:]:
+    for family, tasks in families.items():
+      print(f'{family:20} {len(tasks):5} {"task" if len(tasks) == 1 else "tasks"}, '
+            f'such as {tasks[0]}')
+    return 0
+  found = matching(families, argv[1])
+  if not found:
+    names = {name.lower(): name for family, tasks in families.items() for name in (family, *tasks)}
+    near = difflib.get_close_matches(argv[1].lower(), names, n=1, cutoff=0.5)
+    hint = f'; did you mean {names[near[0]]}?' if near else ''
+    print(f'podracer_jit envs: {argv[1]}: EnvPool has no such family or task{hint}',
+          file=sys.stderr)
+    return 2
+  width = max(len(task) for task, _ in found)
+  for task, family in found:
+    print(f'{task:{width}}  {family:18} {describe(task)}', flush=True)
+  return 0
+
+
+def matching(families: Mapping[str, Sequence[str]], word: str) -> list[tuple[str, str]]:
+  """Returns (task, family) of the families that the word names, or of all tasks that contain it."""
+  word = word.lower()
+  named = [family for family in families if word in (family, *family.split('.'))]
+  return [(task, family) for family, tasks in families.items() for task in tasks
+          if (family in named if named else word in task.lower())]
+
+
+def describe(task: str) -> str:
+  """Returns what a task's observations and actions are, or why it cannot be trained."""
+  try:
+    spec = envpool_envs.make_spec(task, {})
+  except Exception as error:  # noqa: BLE001 - EnvPool raises whatever a family's library does
+    return f'- {_reason(error, task)}'
+  if spec.num_actions:
+    actions = f'{spec.num_actions} actions'
+  else:
+    size = len(spec.action_low)
+    actions = (f'{size} {"number" if size == 1 else "numbers"} from {min(spec.action_low):g} to '
+               f'{max(spec.action_high):g}')
+  shape = ' x '.join(map(str, spec.obs_shape))
+  return f'{shape} {spec.obs_dtype.name}  {actions}'
+
+
+def _reason(error: Exception, task: str) -> str:
+  """Returns the first clause of an error, without the task's name."""
+  text = ' '.join(str(error).split()) or type(error).__name__
+  text = text.removeprefix('env.task: ').partition(';')[0].partition('. ')[0].rstrip('.')
+  text = text.removeprefix(f'{task} ').replace(f' of {task}', '')
+  return text if len(text) <= LONGEST_REASON else f'{text[:LONGEST_REASON - 3].rstrip()}...'

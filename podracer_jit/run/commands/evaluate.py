@@ -1,0 +1,132 @@
+"""Plays whole episodes with the newest checkpoint of a run and prints how well it plays.
+
+  podracer_jit evaluate --workdir=runs/pong
+  podracer_jit evaluate --workdir=runs/pong --num_episodes=20 --greedy --video=mp4
+
+It plays fresh environments with other seeds than training, prints the mean return, its standard
+error and, for Atari, the human-normalised score, and writes evaluation.json into the workdir. The
+run may still be training meanwhile; JAX_PLATFORMS=cpu leaves the GPU to it.
+
+Exit code: 0, 1 if playing failed, 2 if it could not start.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from podracer_jit.run import evaluation, video
+from podracer_jit.runtime import placement
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command; returns its exit code."""
+  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  values = _flags()
+  try:
+    rest = values(list(argv))
+    if values.help:
+      print(f'{__doc__}\n{values.get_help()}')
+      return 0
+    movie = _check(values, rest)
+    workdir = Path(values.workdir)
+    config = evaluation.read_config(workdir)
+    placement.prepare_host(config['placement'])
+    agent = evaluation.restore(workdir, config)
+    if movie:
+      movie.parent.mkdir(parents=True, exist_ok=True)
+  except (ValueError, OSError, flags.Error) as error:
+    print(f'podracer_jit evaluate: {" ".join(str(error).split())}', file=sys.stderr)
+    return 2
+  try:
+    _evaluate(agent, workdir, values, movie)
+  except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
+    said = ' '.join(str(error).split())
+    print(f'podracer_jit evaluate: {type(error).__name__}: {said}', file=sys.stderr)
+    return 1
+  return 0
+
+
+def _flags() -> flags.FlagValues:
+  """Defines the flags apart from absl's global ones, which belong to the importing program."""
+  values = flags.FlagValues()
+  text = dict(flag_values=values)
+  flags.DEFINE_string('workdir', None, 'Where the run is.', **text)
+  flags.DEFINE_integer('num_episodes', 100, 'Whole episodes to count.', **text)
+  flags.DEFINE_integer('num_envs', 16, 'Environments that play them, at most one for each episode. '
+                       'Each plays the same number of episodes.', **text)
+  flags.DEFINE_integer('seed', 1, 'Of the environments and the sampled actions. No seed repeats '
+                       'an episode of training.', **text)
+  flags.DEFINE_bool('greedy', False, 'Take the likeliest action instead of sampling.', **text)
+  flags.DEFINE_integer('max_steps', 108_000, 'Fail if an episode gets longer than this; some '
+                       'tasks have no limit of their own.', **text)
+  flags.DEFINE_string('video', None, 'Film one more episode. mp4 or gif writes WORKDIR/video.mp4 '
+                      'or WORKDIR/video.gif; a path must end in .mp4 or .gif.', **text)
+  flags.DEFINE_bool('help', False, 'Show this.', short_name='h', **text)
+  return values
+
+
+def _check(values: flags.FlagValues, rest: Sequence[str]) -> Path | None:
+  """Refuses bad values; returns the path of the video."""
+  if rest[1:]:
+    raise ValueError(f'{rest[1]}: not a flag; flags begin with --')
+  if not values.workdir:
+    raise ValueError('--workdir is missing: podracer_jit evaluate --workdir=runs/pong')
+  for name in ('num_episodes', 'num_envs', 'max_steps'):
+    if values[name].value < 1:
+      raise ValueError(f'--{name}: must be at least 1, got {values[name].value}')
+  if not 0 <= values.seed < 2**31:
+    raise ValueError(f'--seed: must be from 0 to 2^31 - 1, got {values.seed}')
+  if values.video is None:
+    return None
+  if f'.{values.video}' in video.SUFFIXES:
+    return Path(values.workdir) / f'video.{values.video}'
+  if Path(values.video).suffix not in video.SUFFIXES:
+    raise ValueError('--video: must be mp4, gif, or a path that ends in .mp4 or .gif, '
+                     f'got {values.video!r}')
+  return Path(values.video)
+
+
+def _evaluate(agent: evaluation.Agent, workdir: Path, values: flags.FlagValues,
+              movie: Path | None) -> None:
+  if values.greedy:
+    agent = evaluation.greedy(agent)
+  started = printed = time.monotonic()
+
+  def progress(done: int) -> None:
+    nonlocal printed
+    if time.monotonic() - printed > 10:
+      printed = time.monotonic()
+      print(f'{done} of {values.num_episodes} episodes after {printed - started:.0f} s',
+            file=sys.stderr, flush=True)
+
+  num_envs = min(values.num_envs, values.num_episodes)
+  greedy = values.greedy or agent.policy.log_prob is None  # a policy that draws nothing
+  how = dict(seed=values.seed, greedy=greedy, num_envs=num_envs)
+  episodes = evaluation.play(agent, values.num_episodes, num_envs, values.seed, values.max_steps,
+                             progress)
+  record = evaluation.write(workdir, agent, episodes, **how)
+  print(_summary(record), flush=True)
+  if movie:  # an environment beyond those that were counted
+    film = video.film(agent, movie, values.seed, num_envs, values.max_steps)
+    print(f'{movie}: an episode of return {film.episode_return:g}, {film.frames} frames at '
+          f'{film.frame_rate:g} a second ({film.shown})')
+
+
+def _summary(record: evaluation.Record) -> str:
+  found = record['statistics']
+  error = found['standard_error']
+  lines = [
+      f'{record["task"]} after update {record["update"]:,} ({record["steps"]:,} steps): '
+      f'{len(record["returns"])} episodes, {"greedy" if record["greedy"] else "sampled"} actions',
+      f'return  {found["mean"]:.2f} +- {"-" if error is None else f"{error:.2f}"} (mean, standard '
+      f'error)  min {found["min"]:g}  median {found["median"]:g}  max {found["max"]:g}',
+      f'length  {found["mean_length"]:.1f} (mean)']
+  if 'human_normalised' in found:
+    lines.append(f'human-normalised score  {found["human_normalised"]:.3f}')
+  return '\n'.join(lines)

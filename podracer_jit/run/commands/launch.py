@@ -1,0 +1,85 @@
+"""Runs one training as several processes on this machine.
+
+  podracer_jit launch -n 2 -- --config=configs/impala_catch.py --config.num_shards=2 \\
+      --config.num_grad_shards=2 --workdir=runs/x
+
+Each process gets the flags after --. Device indices of the placement count the devices of one
+process: with -n 2 and one learner device, the learner mesh has two devices. SIGINT and SIGTERM are
+passed on to the processes. If a process fails, the others end too. This is for CPUs, since one
+process uses all GPUs of a machine.
+
+Exit code: 0, that of the process that failed first, or 2 if the arguments are wrong.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+GRACE_S = 25.0  # the others find out themselves, and say so; after this they are killed
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command; returns its exit code."""
+  before = argv[1:argv.index('--')] if '--' in argv else argv[1:]
+  if set(before) & {'-h', '--help'}:
+    print(__doc__)
+    return 0
+  if len(argv) < 5 or argv[1] != '-n' or not argv[2].isdigit() or argv[3] != '--' or argv[2] == '0':
+    print('podracer_jit launch: the number of processes and the flags of training are needed: '
+          'podracer_jit launch -n 2 -- --config=... --workdir=...', file=sys.stderr)
+    return 2
+  safe = ['-P'] if sys.flags.safe_path else []  # as this process was started
+  count, command = int(argv[2]), [sys.executable, *safe, '-m', 'podracer_jit', *argv[4:]]
+  with socket.socket() as probe:
+    probe.bind(('localhost', 0))
+    port = probe.getsockname()[1]
+  together = ['--distributed', f'--coordinator_address=localhost:{port}',
+              f'--num_processes={count}']
+  processes = [
+      subprocess.Popen([*command, *together, f'--process_id={i}'], stdout=subprocess.PIPE,
+                       stderr=subprocess.STDOUT, text=True, errors='replace',
+                       start_new_session=True)  # else Ctrl-C reaches them twice
+      for i in range(count)]
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: _send(processes, number))
+  readers = [threading.Thread(target=_tell, args=(i, p.stdout), daemon=True)
+             for i, p in enumerate(processes)]
+  for reader in readers:
+    reader.start()
+  code = _wait(processes)
+  for reader in readers:
+    reader.join(5.0)
+  return code
+
+
+def _tell(i: int, lines: IO[str]) -> None:
+  for line in lines:
+    print(f'[{i}] {line}', end='', flush=True)
+
+
+def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
+  for process in processes:
+    if process.poll() is None:
+      process.send_signal(number)
+
+
+def _wait(processes: Sequence[subprocess.Popen]) -> int:
+  """Waits for all; the exit code of the first that failed, which the others survive by GRACE_S."""
+  code, deadline = 0, float('inf')
+  while any(process.poll() is None for process in processes):
+    time.sleep(0.1)
+    failed = {i: p.returncode for i, p in enumerate(processes) if p.poll()}
+    if failed and not code:
+      i = min(failed, key=failed.get)  # one that a signal ended, before those that noticed
+      code, deadline = failed[i], time.monotonic() + GRACE_S
+      print(f'[{i}] ended with exit code {code}; the others cannot go on', flush=True)
+    if time.monotonic() > deadline:
+      _send(processes, signal.SIGKILL)
+  return abs(code or next((p.returncode for p in processes if p.returncode), 0))

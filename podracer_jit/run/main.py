@@ -1,0 +1,67 @@
+"""The command: `podracer_jit VERB ...` runs a verb, `podracer_jit --config=...` trains."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+VERBS = {
+    'evaluate': 'play whole episodes with the newest checkpoint of a run',
+    'compare': 'say whether two runs are the same to the last bit',
+    'rerun': 'repeat one update of a run and write what it learned from',
+    'tune': 'find the fastest placement on this machine',
+    'benchmark': 'measure each part of an experiment, and where the time goes',
+    'launch': 'train with several processes on this machine',
+    'configs': 'list the configs of the package',
+    'envs': 'list the tasks of EnvPool',
+}
+HELP = """Trains, or does what a verb says:
+
+  podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong
+  podracer_jit evaluate --workdir=runs/pong
+
+Verbs (podracer_jit VERB --help explains each):
+
+""" + '\n'.join(f'  {verb:10} {meaning}' for verb, meaning in VERBS.items())
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the verb that is the first argument, or trains; returns the exit code."""
+  first = argv[1] if len(argv) > 1 else ''
+  if first in VERBS:
+    command = importlib.import_module(f'podracer_jit.run.commands.{first}')
+    return command.main([f'podracer_jit {first}', *argv[2:]])
+  if first and not first.startswith('-'):
+    print(f'podracer_jit: {_no_command(first)}', file=sys.stderr)
+    return 2
+  names = {arg.partition('=')[0] for arg in argv[1:]}
+  if names & {'-h', '-help', '--help'} and not names & {'-config', '--config'}:
+    print(f'{HELP}\n')
+  from podracer_jit.run import train  # here, since verbs need not wait until JAX is imported
+  return train.main(argv)
+
+
+def run() -> None:
+  """Runs the installed command."""
+  try:
+    code = main(sys.argv)
+    sys.stdout.flush()
+  except BrokenPipeError:  # as in `podracer_jit envs | head`
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at the end
+    code = 128 + signal.SIGPIPE
+  sys.exit(code)
+
+
+def _no_command(word: str) -> str:
+  """Says that the word is no verb, and what may have been meant."""
+  if Path(word.partition(':')[0]).suffix == '.py':
+    return f'{word}: no such command; to train with this config: podracer_jit --config={word}'
+  near = difflib.get_close_matches(word, VERBS, n=1)
+  if near:
+    return f'{word}: no such command; did you mean {near[0]}?'
+  return f'{word}: no such command; there are {", ".join(VERBS)}'

@@ -1,0 +1,176 @@
+"""The conventional actor, with Python between any two steps, to compare the jitted rollout with.
+
+It works as Cleanba's actor threads do: each step is one call of a jitted policy and one `env.step`
+of EnvPool's gymnasium API. Rows are kept in lists and stacked at the end. Keys, seeds, the meaning
+of rows and episode statistics are those of the jitted actor, so both make the same rollouts, and
+the learner and the hand-offs need not know the difference. Training never uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podracer_jit.agents.networks import ActorCritic
+from podracer_jit.envs import envpool_envs, frames
+from podracer_jit.loops import Worker
+from podracer_jit.runtime.channels import Stamped
+from podracer_jit.types import Episodes, Params, Rollout
+
+
+class PoolArgs(NamedTuple):
+  """The arguments of a pool, in the order of `envpool_envs.Shard`."""
+
+  task: str
+  options: Mapping[str, Any]
+  seeds: Sequence[int]
+  num_threads: int
+
+
+class Acted(NamedTuple):
+  """A row of the policy's outputs, on the actor's device."""
+
+  action: jax.Array
+  behaviour_log_prob: jax.Array
+  behaviour_value: jax.Array
+
+
+class Returned(NamedTuple):
+  """A row of the environments' outputs, with statistics of episodes; NumPy arrays."""
+
+  reward: np.ndarray
+  terminated: np.ndarray
+  truncated: np.ndarray
+  valid: np.ndarray
+  episodes: Episodes
+
+
+def make_policy(network: ActorCritic) -> Callable:
+  """Returns a jitted policy(params, obs, key, rollouts, t) -> (Acted, actions for EnvPool)."""
+
+  @jax.jit
+  def policy(params: Params, obs: jax.Array, key: jax.Array, rollouts, t):
+    dist, value, _ = network.apply(params, obs[None])
+    dist, value = dist[0], value[0]
+    key = jax.random.fold_in(jax.random.fold_in(key, rollouts), t)
+    action = network.policy.sample(key, dist)
+    return (Acted(action, network.policy.log_prob(dist, action), value),
+            network.policy.to_env(action))
+
+  return policy
+
+
+class Pool:
+  """An EnvPool stepped from Python; it begins as a Shard with the same arguments does."""
+
+  def __init__(self, args: PoolArgs, key: jax.Array, device: jax.Device, stack: int,
+               on_host: bool):
+    """Starts and resets the environments.
+
+    Args:
+      args: of the pool.
+      key: of the shard.
+      device: where the policy runs and rollouts lie.
+      stack: of the task's EnvSpec.
+      on_host: pile observations up with NumPy, which is faster where the device is the CPU;
+        elsewhere each goes to the device once, for the policy, and is piled up there.
+    """
+    size = len(args.seeds)
+    self._pool = envpool_envs.make_pool(*args)
+    self._obs = _narrow(self._pool.reset()[0])
+    self._ended = np.zeros(size, bool)
+    self._episode_return = np.zeros(size, np.float32)
+    self._episode_length = np.zeros(size, np.int32)
+    self._key, self._device, self._on_host = key, device, on_host
+    self._rollouts, self._stack = 0, stack
+
+  def rollout(self, policy: Callable, params: Params, unroll_length: int) -> Rollout:
+    """Makes the next `unroll_length` steps; the rollout is on the device."""
+    obs, acted, returned = [self._frame()], [], []
+    for t in range(unroll_length):
+      row, action = policy(params, obs[-1], self._key, self._rollouts, t)
+      acted.append(row)
+      returned.append(self._step(np.asarray(action)))
+      obs.append(self._frame())
+    self._rollouts += 1
+    pile = self._pile_on_host if self._on_host else _pile_on_device
+    return Rollout(obs=_frames_once(pile(obs), self._stack), **pile(acted)._asdict(),
+                   **self._pile_on_host(returned)._asdict())
+
+  def _frame(self) -> Any:
+    return self._obs if self._on_host else jax.device_put(self._obs, self._device)
+
+  def _pile_on_host(self, rows: Sequence[Any]) -> Any:
+    return jax.device_put(jax.tree.map(lambda *x: np.stack(x), *rows), self._device)
+
+  def _step(self, action: np.ndarray) -> Returned:
+    if action.dtype == np.float32:  # MuJoCo and DM Control want float64
+      action = action.astype(self._pool.action_space.dtype)
+    obs, reward, terminated, truncated, info = self._pool.step(action)
+    valid = ~self._ended
+    raw = _narrow(info.get('reward', reward))
+    game_over = info['terminated'].astype(bool) if 'lives' in info else terminated
+    episode_return = self._episode_return + np.where(valid, raw, np.float32(0))
+    length = self._episode_length + valid.astype(np.int32)
+    over = valid & (game_over | truncated)
+    self._obs, self._ended = _narrow(obs), terminated | truncated
+    self._episode_return = np.where(over, np.float32(0), episode_return)
+    self._episode_length = np.where(over, np.int32(0), length)
+    return Returned(_narrow(reward), terminated, truncated, valid,
+                    Episodes(over, episode_return, length))
+
+  def close(self) -> None:
+    """Ends the pool's threads."""
+    self._pool.close()
+
+
+@jax.jit
+def _pile_on_device(rows: Sequence[Any]) -> Any:
+  return jax.tree.map(lambda *x: jnp.stack(x), *rows)
+
+
+_frames_once = jax.jit(frames.of, static_argnums=1)
+
+
+def _narrow(x: np.ndarray) -> np.ndarray:
+  """float64 -> float32, as the package does."""
+  return x.astype(np.float32) if x.dtype == np.float64 else x
+
+
+def replace_actor(worker: Worker, pools: Sequence[PoolArgs], device: jax.Device, policy: Callable,
+                  unroll_length: int, stack: int, on_host: bool | None = None
+                  ) -> tuple[Worker, Callable[[], None]]:
+  """Replaces the rollout of an actor by one that is stepped from Python.
+
+  Several pools are stepped one after another. Nothing overlaps within one actor, as in Cleanba,
+  which has several actor threads instead.
+
+  Args:
+    worker: an actor of a segment.
+    pools: arguments of its pools.
+    device: the actor's.
+    policy: of `make_policy`.
+    unroll_length: steps of a rollout.
+    stack: of the task's EnvSpec.
+    on_host: see Pool; by default the faster way.
+
+  Returns:
+    The worker with the new rollout, and a function that closes its pools.
+  """
+  on_host = device.platform == 'cpu' if on_host is None else on_host
+  stepped = [Pool(args, env.key, device, stack, on_host)
+             for args, env in zip(pools, worker.state.envs, strict=True)]
+
+  def fire(state, params: Stamped):
+    made = tuple(pool.rollout(policy, params.value, unroll_length) for pool in stepped)
+    return state, [Stamped(jax.block_until_ready(made), params.version)]
+
+  def close() -> None:
+    for pool in stepped:
+      pool.close()
+
+  return worker._replace(fire=fire, state=None), close

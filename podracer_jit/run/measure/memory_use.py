@@ -1,0 +1,132 @@
+"""The memory of a part: its largest heap, and the bytes its programs need by their shapes.
+
+The heap is the memory that the C library has given out on the host, sampled while the part runs.
+Resident pages would say less, since most of them are left over from compiling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+
+from podracer_jit.actor import rollouts
+from podracer_jit.schemes import wiring
+from podracer_jit.schemes.table import SCHEMES
+
+EVERY_S = 0.002
+FIELDS = ('arena', 'ordblks', 'smblks', 'hblks', 'hblkhd', 'usmblks', 'fsmblks', 'uordblks',
+          'fordblks', 'keepcost')  # malloc.h
+
+
+class _Mallinfo(ctypes.Structure):
+  _fields_ = [(name, ctypes.c_size_t) for name in FIELDS]
+
+
+def in_use() -> float:
+  """Returns the MB that the C library has given out, or the resident pages if it does not tell."""
+  mallinfo = getattr(ctypes.CDLL(None), 'mallinfo2', None)
+  if mallinfo is None:
+    (line,) = (x for x in Path('/proc/self/status').read_text().splitlines() if 'VmRSS' in x)
+    return int(line.split()[1]) / 1e3
+  mallinfo.restype = _Mallinfo
+  found = mallinfo()
+  return (found.uordblks + found.hblkhd) / 1e6
+
+
+def most_in_use(call: Callable[[], Any]) -> float:
+  """Returns the largest `in_use` while `call` runs."""
+  ended, most = threading.Event(), [in_use()]
+
+  def sample():
+    while not ended.wait(EVERY_S):
+      most.append(in_use())
+
+  thread = threading.Thread(target=sample)
+  thread.start()
+  try:
+    call()
+  finally:
+    ended.set()
+    thread.join()
+  return max(most)
+
+
+class Needs:
+  """Notes the programs of a part while it is built and makes its first call."""
+
+  def __init__(self, parts: wiring.Parts):
+    """Prepares `self.parts`, from which the part must be built: its learner is watched."""
+    self.parts = parts._replace(learner=self._noting(parts.learner))
+    self._devices = parts.place.mesh.size // parts.place.processes
+    self._learner, self._taken, self._bytes, self._batch = parts.learner, None, [], 0
+    self._place = place = parts.place
+    self._copied = (place.actors != place.learners
+                    or parts.config['num_shards'] != len(place.actors) * place.processes)
+
+  def _noting(self, learner: Callable) -> Callable:
+    def call(*args):
+      if self._taken is None:
+        self._taken = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), args)
+        self._batch = sum(x.nbytes for x in jax.tree.leaves(args[1]))
+      return learner(*args)
+    return call
+
+  def noting(self) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which all programs that pools load belong to the part."""
+    def note(compiled):
+      self._bytes.append(sum(program_memory(compiled).values()))
+    return loading(note)
+
+  def mb(self, name: str) -> float | None:
+    """Returns the MB that part `name` needs by the shapes of its programs.
+
+    A rollout is counted with the actor's program and with the learner's. With lag 0 the actor waits
+    while its rollout is learned from, so one of the two is subtracted. With lag 1 there are three:
+    one is learned from, one waits in the hand-off, one is being made. If an actor has several
+    pools, or the learner has other devices, the batch is a copy.
+
+    Returns:
+      The MB, or None for a conventional part, which runs other programs.
+    """
+    if name.startswith('conventional'):
+      return None
+    # The actors that made the learner's batch, or the actions of `environment`, are closed by then.
+    here = {'learner': [], 'environment': self._bytes[-len(self._place.actors):]}
+    total = sum(here.get(name, self._bytes))
+    if self._taken is not None:
+      learner = self._learner.lower(*self._taken).compile()
+      total += sum(program_memory(learner).values()) * self._devices
+      if name in SCHEMES:
+        total += (2 * SCHEMES[name].lag - 1 + self._copied) * self._batch
+    return total / 1e6
+
+
+@contextlib.contextmanager
+def loading(note: Callable[[Any], None]) -> Iterator[None]:
+  """A context in which `note` is called with every program that pools compile."""
+  load = rollouts.Pools.load
+
+  def load_and_note(pools, *args, **kwargs):
+    call = load(pools, *args, **kwargs)
+    note(pools._program)  # noqa: SLF001 - for its text and its memory
+    return call
+
+  with mock.patch.object(rollouts.Pools, 'load', load_and_note):
+    yield
+
+
+def program_memory(compiled: Any) -> dict[str, int]:
+  """Returns the bytes of a program on one device, by the shapes of its arrays."""
+  sizes = compiled.memory_analysis()
+  return dict(
+      arguments_and_results=(sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+                             - sizes.alias_size_in_bytes),
+      temporaries=sizes.temp_size_in_bytes)

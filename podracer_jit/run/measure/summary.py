@@ -1,0 +1,116 @@
+"""Measures all parts of an experiment in turn, and summarises what was measured."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from podracer_jit.run import build, checkpoint
+from podracer_jit.run.measure import core_distance, memory_use, timed_parts
+from podracer_jit.run.measure.segments import Figures
+from podracer_jit.schemes import wiring
+
+BASES = ('environment', 'sync', 'conventional_sync', 'conventional_cleanba')  # to divide by
+# The figures of each round by part, with the distance of the cores before and after.
+Found = Mapping[str, Sequence[tuple[Figures, tuple[float, float]]]]
+
+
+def measure(names: Sequence[str], parts: wiring.Parts, seconds: float, rounds: int
+            ) -> tuple[Found, dict[str, dict[str, float]]]:
+  """Builds all parts, then measures each in every round.
+
+  Args:
+    names: of the parts.
+    parts: of the experiment.
+    seconds: measured time of each part, all rounds together.
+    rounds: how many.
+
+  Returns:
+    The measurements of each part, and its memory: the largest heap and the computed bytes, in MB.
+  """
+  found, memory, state = {name: [] for name in names}, {}, build.initial_state(parts)
+  with contextlib.ExitStack() as stack:
+    measures = {}
+    for name in names:
+      say(f'building {name}')
+      base, own = timed_parts.of_variant(name, parts)
+      before, needs = memory_use.in_use(), memory_use.Needs(own)
+      with needs.noting():
+        measures[name] = timed_parts.make(base, needs.parts, state, stack)
+        measures[name](0.0)  # compiles what is left to compile, and warms up
+      most = memory_use.most_in_use(functools.partial(measures[name], 0.0))
+      memory[name] = dict(peak_mb=most - before, computed_mb=needs.mb(base))
+    before = core_distance.apart_ns()
+    for k in range(rounds):
+      say(f'round {k + 1} of {rounds}')
+      for name in names:
+        made, after = measures[name](seconds / rounds), core_distance.apart_ns()
+        found[name].append((made, (before, after)))
+        before = after
+  return found, memory
+
+
+def summarise(found: Found, unroll_length: int) -> dict[str, Any]:
+  """Returns the medians of each part and the ratios between parts."""
+  counted, apart_ns = core_distance.comparable(found)
+  sps = {name: statistics.median(x.sps for x in figures) for name, figures in counted.items()}
+  period = {name: statistics.median(x.seconds_per_update for x in figures)
+            for name, figures in counted.items()}
+  table = {
+      name: dict(sps=sps[name], seconds_per_update=period[name],
+                 rounds=[x.sps for x in figures], left_out=len(found[name]) - len(figures),
+                 **{f'to_{base}': sps[name] / sps[base] if base in sps else None
+                    for base in BASES})
+      for name, figures in counted.items()}
+  return dict(parts=table, derived=ratios(period, unroll_length) | shares(sps) | dict(
+      cores_apart_ns=apart_ns, rounds_left_out=sum(row['left_out'] for row in table.values())))
+
+
+def ratios(period: Mapping[str, float], unroll_length: int) -> dict[str, float]:
+  """Returns the time of each part over that of its slower half, and over the sum of its halves.
+
+  period: seconds an update, by part.
+  """
+  found = {}
+
+  def compare(name, halves, allowed=1.0):
+    if {name, *halves} <= period.keys():
+      times = [period[half] for half in halves]
+      found[f'{name}_to_slower_of_{"_and_".join(halves)}'] = period[name] / (allowed * max(times))
+      found[f'{name}_to_sum_of_{"_and_".join(halves)}'] = period[name] / sum(times)
+
+  # Two shards that take turns drain once a rollout.
+  compare('rollout', ('environment', 'policy'), 1 + 1 / unroll_length)
+  for scheme in ('fused', 'sync', 'cleanba'):
+    compare(scheme, ('rollout', 'learner'))
+  return found
+
+
+def shares(sps: Mapping[str, float]) -> dict[str, float]:
+  """Returns the speed of acting and learning in turn, and the shares of the environment's speed."""
+  derived = {}
+  if {'rollout', 'learner'} <= sps.keys():
+    derived['one_after_another_sps'] = 1 / (1 / sps['rollout'] + 1 / sps['learner'])
+    if 'environment' in sps:
+      derived['environment_share_of_rollout'] = sps['rollout'] / sps['environment']
+      derived['environment_share_of_both'] = derived['one_after_another_sps'] / sps['environment']
+  return derived
+
+
+def describe(parts: wiring.Parts) -> dict[str, Any]:
+  """Returns what is to be known of the machine and the placement."""
+  place = parts.place
+  return dict(cores=len(os.sched_getaffinity(0)), versions=checkpoint.versions(),
+              actors=[str(d) for d in place.actors], learners=[str(d) for d in place.learners],
+              device_kinds=sorted({d.device_kind for d in (*place.actors, *place.learners)}),
+              env_threads=place.env_threads, placement=parts.config['placement'])
+
+
+def say(line: str) -> None:
+  """Tells how far it is."""
+  print(line, file=sys.stderr, flush=True)

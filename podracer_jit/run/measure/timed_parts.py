@@ -1,0 +1,233 @@
+"""The parts that `podracer_jit benchmark` measures. Each is built once and called often."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from podracer_jit import loops
+from podracer_jit.actor import rollouts
+from podracer_jit.envs import envpool_envs
+from podracer_jit.run import build
+from podracer_jit.run.measure.segments import Figures, Measure, begin, copy_of, pools_of
+from podracer_jit.run.measure.training import Training
+from podracer_jit.runtime import placement
+from podracer_jit.schemes import wiring
+from podracer_jit.types import TrainState
+
+NAMES = ('environment', 'policy', 'rollout', 'learner', 'fused', 'sync', 'cleanba',
+         'conventional_rollout', 'conventional_sync', 'conventional_cleanba')
+# The same parts of a changed experiment: plain_learner, shards4_sync, ...
+VARIANTS = {'plain': dict(exact_reduce=False)} | {
+    f'shards{n}': dict(num_shards=n) for n in (1, 2, 4)}
+ALL = (*NAMES, *(f'{variant}_{name}' for variant in VARIANTS
+                 for name in ('rollout', 'learner', 'sync', 'cleanba')))
+
+
+def repeat(fires: Sequence[Callable[[], int]], seconds: float) -> Figures:
+  """Calls each function again and again, on a thread of its own, for `seconds`.
+
+  fires: each returns its number of valid steps.
+  """
+
+  def work(fire):
+    steps = calls = 0
+    start = time.perf_counter()
+    while not calls or time.perf_counter() - start < seconds:
+      steps, calls = steps + fire(), calls + 1
+    elapsed = time.perf_counter() - start
+    return steps / elapsed, elapsed / calls
+
+  with ThreadPoolExecutor(len(fires)) as threads:
+    rates, periods = zip(*threads.map(work, fires), strict=True)
+  return Figures(sum(rates), max(periods))
+
+
+def make_steps(shards: Sequence[envpool_envs.Shard], to_env: Callable, steps: int) -> Callable:
+  """Returns run(token, ended, actions) -> (token, ended, valid steps): nothing but steps.
+
+  actions: of each shard [steps, B, ...], as its policy has them. Shards take turns as in the
+  rollout program.
+  """
+
+  def run(token: jax.Array, ended: Sequence[jax.Array], actions: Sequence[jax.Array]):
+    def send(token, t, i):
+      return shards[i].send(token, to_env(lax.dynamic_index_in_dim(actions[i], t, keepdims=False)))
+
+    def receive(i, token, ended, valid):
+      token, step = shards[i].recv(token)
+      ended, valid = list(ended), valid + jnp.sum(~ended[i], dtype=jnp.int32)
+      ended[i] = step.terminated | step.truncated
+      return token, tuple(ended), valid
+
+    def turn(t, carry):
+      for i in range(len(shards)):
+        token, *rest = receive(i, *carry)
+        carry = send(token, t, i), *rest
+      return carry
+
+    for i in range(len(shards)):
+      token = send(token, 0, i)
+    carry = lax.fori_loop(1, steps, turn, (token, tuple(ended), jnp.int32(0)))
+    for i in range(len(shards)):
+      carry = receive(i, *carry)
+    return carry
+
+  return run
+
+
+def environment(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
+  """Environments alone, with the actions of one rollout again and again: the ceiling.
+
+  The actions are those of a policy, since the cost of a step depends on them: in MuJoCo a stronger
+  push makes more contacts.
+  """
+  with contextlib.ExitStack() as at_first:
+    actions = [tuple(made.action for made in fire())
+               for fire in acting(parts, state, False, at_first)]
+
+  def prepare(a: int, device: jax.Device) -> Callable[[], int]:
+    pools = rollouts.Pools([envpool_envs.Shard(*args) for args in pools_of(parts, a)])
+    stack.callback(pools.close)
+    ended = tuple(jnp.zeros(shard.num_envs, bool) for shard in pools.shards)
+    token, ended = jax.device_put((jnp.array(pools.shards[0].handle), ended), device)
+    run = make_steps(pools.shards, parts.network.policy.to_env, parts.config['unroll_length'])
+    program = pools.load(run, (token, ended, actions[a]), donate=(0, 1))
+
+    def fire() -> int:
+      nonlocal token, ended
+      token, ended, valid = program(token, ended, actions[a])
+      return int(valid)
+
+    return fire
+
+  fires = [prepare(a, device) for a, device in enumerate(parts.place.actors)]
+  return lambda seconds: repeat(fires, seconds)
+
+
+class Still:
+  """A stand-in for a shard, whose observations are there at once and whose episodes never end.
+
+  The token counts the calls, so that no observation is known before its turn.
+  """
+
+  def __init__(self, spec: envpool_envs.EnvSpec, num_envs: int):
+    """Makes two different observations of each environment."""
+    self.num_envs, self.handle = num_envs, np.zeros((), np.int32)
+    numbers = np.random.default_rng(0).integers(0, 2, (2, num_envs, *spec.obs_shape))
+    self._obs = numbers.astype(spec.obs_dtype)
+    self.first_obs = self._obs[0]
+
+  def send(self, token: jax.Array, action: jax.Array) -> jax.Array:
+    """Waits for the action, and does nothing with it."""
+    return token + 1 + jnp.sum(action != action, dtype=jnp.int32)
+
+  def recv(self, token: jax.Array) -> tuple[jax.Array, envpool_envs.TimeStep]:
+    """Returns the next observations, without rewards."""
+    no, none = jnp.zeros(self.num_envs, bool), jnp.zeros(self.num_envs)
+    return token, envpool_envs.TimeStep(
+                                obs=jnp.asarray(self._obs)[token % 2], reward=none, terminated=no,
+                                truncated=no, raw_reward=none, game_over=no,
+                                env_id=jnp.arange(self.num_envs))
+
+  def close(self) -> None:
+    """Does nothing: there are no threads to end."""
+
+
+def policy(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
+  """The rollout program without environments: policy, sampling and storing."""
+  config, count = parts.config, len(parts.place.actors)
+  width = config['env']['num_envs'] // config['num_shards']
+
+  def prepare(a: int, device: jax.Device) -> Callable[[], int]:
+    pools = rollouts.Pools([Still(parts.spec, width)] * (config['num_shards'] // count))
+    stack.callback(pools.close)
+    keys = [jax.random.key(i) for i in range(len(pools.shards))]
+    acting = jax.device_put(build.actor_state(parts, pools.shards, keys, 0), device)
+    params = placement.put_params(state.params, device)
+    program = pools.load(wiring.make_rollout(parts, pools), (params, acting), donate=(1,))
+
+    def fire() -> int:
+      nonlocal acting
+      acting, made = jax.block_until_ready(program(params, acting))
+      return sum(x.reward.size for x in made)
+
+    return fire
+
+  fires = [prepare(a, device) for a, device in enumerate(parts.place.actors)]
+  return lambda seconds: repeat(fires, seconds)
+
+
+def acting(parts: wiring.Parts, state: TrainState, by_python: bool, stack: contextlib.ExitStack
+           ) -> list[Callable[[], tuple]]:
+  """Returns a function for each actor, which makes its next rollouts with the first parameters."""
+  segment = begin(parts, state, 'sync', by_python, stack, lambda report: None, lambda: False)
+
+  def prepare(worker: loops.Worker):
+    state, params = worker.state, worker.reads[0].handoff.get()
+
+    def fire() -> tuple:
+      nonlocal state
+      state, (made,) = worker.fire(state, params)
+      return jax.block_until_ready(made.value)
+
+    return fire
+
+  return [prepare(worker) for worker in segment.workers[:len(parts.place.actors)]]
+
+
+def rollout(parts: wiring.Parts, state: TrainState, by_python: bool, stack: contextlib.ExitStack
+            ) -> Measure:
+  """Actors without a learner."""
+  def counted(fire):
+    return lambda: sum(int(np.sum(made.valid)) for made in fire())
+  fires = [counted(fire) for fire in acting(parts, state, by_python, stack)]
+  return lambda seconds: repeat(fires, seconds)
+
+
+def learner(parts: wiring.Parts, state: TrainState) -> Measure:
+  """The learner without actors."""
+  num_envs, mesh = parts.config['env']['num_envs'], parts.place.mesh
+  with contextlib.ExitStack() as stack:
+    fires = acting(parts, state, False, stack)
+    batch = placement.gather([
+        placement.scatter(fire(), a * num_envs // len(fires), num_envs, mesh)
+        for a, fire in enumerate(fires)], mesh)
+    jax.block_until_ready(batch)
+  state = copy_of(state, parts)
+
+  def fire() -> int:
+    nonlocal state
+    state, metrics = parts.learner(state, batch)
+    return int(metrics['valid'][0])
+
+  return lambda seconds: repeat([fire], seconds)
+
+
+def of_variant(name: str, parts: wiring.Parts) -> tuple[str, wiring.Parts]:
+  """Returns the part's name without its variant, and the parts of that variant."""
+  variant, _, rest = name.partition('_')
+  if variant not in VARIANTS:
+    return name, parts
+  return rest, build.make_parts(parts.config | VARIANTS[variant])
+
+
+def make(name: str, parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
+  """Builds the part `name`, without a variant; it begins with a copy of `state`."""
+  base, by_python = name.removeprefix('conventional_'), name.startswith('conventional_')
+  if base == 'environment':
+    return environment(parts, state, stack)
+  if base == 'policy':
+    return policy(parts, state, stack)
+  if base == 'learner':
+    return learner(parts, state)
+  if base == 'rollout':
+    return rollout(parts, state, by_python, stack)
+  return Training(parts, state, base, by_python, stack)

@@ -1,0 +1,106 @@
+"""Training as a part of a benchmark: it runs while it is measured and is held otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from podracer_jit import loops
+from podracer_jit.run.measure.segments import Figures, begin
+from podracer_jit.run.metrics import Meter, Report
+from podracer_jit.schemes import wiring
+from podracer_jit.schemes.table import SCHEMES
+from podracer_jit.types import TrainState
+
+
+class Training:
+  """A segment on its own threads, which is held between two firings while others are measured."""
+
+  def __init__(self, parts: wiring.Parts, state: TrainState, scheme: str, by_python: bool,
+               stack: contextlib.ExitStack):
+    """Starts the threads, held.
+
+    Args:
+      parts: of the experiment.
+      state: the train state to begin with; it is copied.
+      scheme: name of the scheme to train with.
+      by_python: use conventional actors.
+      stack: ends the threads.
+    """
+    self._changed = threading.Condition()
+    # With a lag, two rollouts may be ready by the time of a hold: the updates that learn from them
+    # would come too soon after it.
+    self._skipped = 2 * SCHEMES[scheme].lag
+    self._open, self._firing = False, 0
+    self._made: dict[str, jax.Array] = {}  # by worker, of its last firing
+    self._enough: Callable[[], bool] = lambda: False
+    self._stopping, self._reports = threading.Event(), []  # (time, steps, updates)
+    segment = begin(parts, state, scheme, by_python, stack, self._report,
+                    self._stopping.is_set)
+    self._meter = Meter(parts.config['log']['window'], parts.spec.frame_skip, segment.waits, {})
+    threads = stack.enter_context(ThreadPoolExecutor(1))
+    self._run = threads.submit(loops.run, [*map(self._gated, segment.workers[:-1]),
+                                           segment.workers[-1]])  # the writer only listens
+    self._run.add_done_callback(lambda run: self._set())
+    stack.callback(lambda: (self._stopping.set(), self._set(_open=True)))
+
+  def __call__(self, seconds: float) -> Figures:
+    """Trains for `seconds`; returns when all workers are at rest again."""
+    first = len(self._reports) + self._skipped
+    # The reporting thread checks this: waking this thread for each report would slow down rounds of
+    # a millisecond.
+    self._set(_open=True, _enough=lambda: (
+        len(self._reports) >= first + 2
+        and self._reports[-1][0] - self._reports[first][0] >= seconds))
+    self._wait(self._enough)
+    (start, steps, update), (end, *last) = self._reports[first], self._reports[-1]
+    self._set(_open=False)
+    self._wait(lambda: not self._firing)
+    jax.block_until_ready(self._made)
+    elapsed = end - start
+    return Figures((last[0] - steps) / elapsed, elapsed / (last[1] - update))
+
+  def _report(self, report: Report) -> None:
+    *_, (record, _) = self._meter.records(report)  # the statistics are part of training
+    if record.get('sampled', 1):  # not while a replay is filled
+      with self._changed:
+        self._reports.append((time.perf_counter(), record['steps'], record['update']))
+        if self._enough():
+          self._changed.notify_all()
+
+  def _set(self, **fields: Any) -> None:
+    with self._changed:
+      vars(self).update(fields)
+      self._changed.notify_all()
+
+  def _wait(self, ready: Callable[[], bool]) -> None:
+    with self._changed:
+      self._changed.wait_for(lambda: ready() or self._run.done())
+    if self._run.done():
+      raise RuntimeError('training ended too early') from self._run.exception()
+
+  def _gated(self, worker: loops.Worker) -> loops.Worker:
+    def fire(state, *inputs):
+      with self._changed:
+        self._changed.wait_for(lambda: self._open)
+        self._firing += 1
+      try:
+        state, outputs = worker.fire(state, *inputs)
+        arrays = [x for x in jax.tree.leaves([item.value for item in outputs])
+                  if isinstance(x, jax.Array)]
+        # The last is ready after all others, and it keeps no rollout alive.
+        self._made[worker.name] = arrays[-1]
+        return state, outputs
+      finally:
+        with self._changed:
+          self._firing -= 1
+          if not self._open:
+            self._changed.notify_all()
+
+    return worker._replace(fire=fire)

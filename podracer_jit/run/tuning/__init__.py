@@ -1,0 +1,1 @@
+"""Searches for the fastest placement of an experiment on this machine."""

@@ -1,0 +1,136 @@
+"""The placements that `podracer_jit tune` tries, and how they are written as flags."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from podracer_jit.schemes.table import SCHEMES, Scheme
+
+
+class Candidate(NamedTuple):
+  """A placement, with the two fields of the experiment that limit which ones are possible."""
+
+  actor_devices: tuple[int, ...]
+  learner_devices: tuple[int, ...]
+  actors_per_device: int
+  env_threads: int
+  updates_per_call: int
+  num_shards: int
+  scheme: str
+
+
+NOT_PLACEMENT = Candidate._fields[-2:]
+
+
+class Machine(NamedTuple):
+  """The devices to choose from."""
+
+  cores: int
+  actors: int  # devices for actors
+  learners: int  # devices for learners
+  shared: bool  # actors and learners have the same devices
+  gpu: bool  # actors run on GPUs
+
+
+def own_of(config: Mapping[str, Any]) -> Candidate:
+  """Returns the placement of the config."""
+  place = config['placement']
+  return Candidate(tuple(place['actor_devices']), tuple(place['learner_devices']),
+                   *(place[name] for name in Candidate._fields[2:-2]),
+                   *(config[name] for name in NOT_PLACEMENT))
+
+
+def placed(config: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
+  """Returns the config with this placement."""
+  fields = candidate._asdict()
+  rest = {name: fields.pop(name) for name in NOT_PLACEMENT}
+  return config | rest | dict(placement=config['placement'] | fields)
+
+
+def places(config: Mapping[str, Any], machine: Machine, num_shards: Sequence[int] = ()
+           ) -> list[Candidate]:
+  """Returns the devices worth trying, the config's own first; `accept` drops impossible ones.
+
+  Where learners have devices of their own, these are the first devices. So all placements with the
+  same number of learners share the learner program, which takes longest to compile. `sync`
+  and `fused`, which give the same bits, are tried in place of each other.
+  """
+  own = own_of(config)
+  scheme = SCHEMES.get(own.scheme)
+  if scheme is None:
+    return [own]  # to be refused as any bad config
+  found = [own]
+  for shards in dict.fromkeys((own.num_shards, *num_shards)):
+    for per_device in (1, 2, 4) if machine.gpu else (1,):
+      for learners in _learners(config, own, scheme, machine):
+        found += [own._replace(actor_devices=actors, learner_devices=learners, num_shards=shards,
+                               actors_per_device=per_device)
+                  for actors in _actors(scheme, machine, learners, shards / per_device)]
+  if own.scheme == 'sync':  # one update a call to begin with: some configs' takes many seconds
+    found += [candidate._replace(scheme='fused', updates_per_call=1) for candidate in found]
+  elif own.scheme == 'fused':
+    found += [candidate._replace(scheme='sync') for candidate in found]
+  return list(dict.fromkeys(found))
+
+
+def _actors(scheme: Scheme, machine: Machine, learners: tuple[int, ...], shares: float
+            ) -> Iterator[tuple[int, ...]]:
+  """Yields actor devices for these learners; their number divides `shares`."""
+  if scheme.colocated:
+    yield learners
+    return
+  first = max(learners) + 1
+  for count in _divisors(shares, machine.actors):
+    yield tuple(range(count))
+    # With lag 0 one always waits for the other, so devices of their own would gain nothing.
+    if machine.shared and scheme.lag != 0 and first + count <= machine.actors:
+      yield tuple(range(first, first + count))
+
+
+def _learners(config: Mapping[str, Any], own: Candidate, scheme: Scheme, machine: Machine
+              ) -> list[tuple[int, ...]]:
+  """Returns the learner devices that give the same result as the config's own."""
+  workers = len(own.learner_devices)
+  if scheme.each:  # an update is of one worker, so their number stays
+    return [tuple(i for i in range(n) for _ in range(workers // n))
+            for n in _divisors(workers, machine.learners)]
+  if not config['exact_reduce']:  # a gradient group for each device
+    return [tuple(range(workers))] if 0 < workers <= machine.learners else []
+  return [tuple(range(n)) for n in _divisors(config['num_grad_shards'], machine.learners)]
+
+
+def _divisors(whole: float, most: int) -> list[int]:
+  return [n for n in range(1, most + 1) if n <= whole and whole % n == 0]
+
+
+def vary(config: Mapping[str, Any], machine: Machine, candidate: Candidate) -> list[Candidate]:
+  """Returns the same devices with other env_threads and, for `fused`, other updates_per_call."""
+  pools, calls = candidate.num_shards, candidate.updates_per_call
+  shared = max(1, machine.cores // pools)  # what env_threads = 0 stands for
+  most = config['env']['num_envs'] // pools
+  threads = {min(n, most) for n in (1, shared, machine.cores, 2 * machine.cores)}
+  threads -= {candidate.env_threads or shared}
+  found = [candidate._replace(env_threads=n) for n in sorted(threads)]
+  if SCHEMES[candidate.scheme].fused:
+    found += [candidate._replace(updates_per_call=n)
+              for n in sorted({max(1, calls // 4), calls * 4} - {calls})]
+  return found
+
+
+def _differing(own: Candidate, chosen: Candidate) -> dict[str, str]:
+  return {name: str(value).replace(' ', '') for name, value in chosen._asdict().items()
+          if value != getattr(own, name)}
+
+
+def as_flags(own: Candidate, chosen: Candidate) -> str:
+  """Returns the flags of a placement, quoted for a shell; empty for the config's own."""
+  return shlex.join(f'--config.{"" if name in NOT_PLACEMENT else "placement."}{name}={value}'
+                    for name, value in _differing(own, chosen).items())
+
+
+def as_text(own: Candidate, candidate: Candidate) -> str:
+  """Returns the fields in which a candidate differs from the config's own, as text."""
+  differing = _differing(own, candidate)
+  return ' '.join(f'{name}={value}' for name, value in differing.items()) or "the config's own"

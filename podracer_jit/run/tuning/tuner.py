@@ -1,0 +1,193 @@
+"""Trains with one placement after the other, and searches for the fastest."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from podracer_jit import loops
+from podracer_jit.run import build, experiment
+from podracer_jit.run.measure import core_distance
+from podracer_jit.run.measure.segments import copy_of, small_replay
+from podracer_jit.run.metrics import Meter, Report
+from podracer_jit.run.tuning.candidates import Candidate, Machine, as_text, own_of, placed, vary
+from podracer_jit.run.tuning.search import LAST_ROUNDS, Figures, Search, search
+from podracer_jit.runtime import placement
+from podracer_jit.schemes import wiring
+from podracer_jit.schemes.table import SCHEMES
+from podracer_jit.types import TrainState
+
+
+class Tuner:
+  """Trains with one placement after the other; placements share programs where they can."""
+
+  def __init__(self, config: Mapping[str, Any]):
+    """Takes a config that `prepare` returned."""
+    self._config = config
+    self._parts: dict[Candidate, wiring.Parts] = {}
+    self._shared: dict[tuple[int, ...], wiring.Parts] = {}  # by learner devices
+    self._state: TrainState | None = None
+
+  def parts(self, candidate: Candidate) -> wiring.Parts:
+    """Returns the parts of a candidate.
+
+    Candidates with the same learner devices share the learner program.
+
+    Raises:
+      ValueError: the config cannot have this placement.
+    """
+    if candidate not in self._parts:
+      parts = build.make_parts(placed(self._config, candidate))
+      shared = self._shared.setdefault(candidate.learner_devices, parts)
+      own = {name: getattr(parts, name) for name in ('config', 'scheme', 'place')}
+      self._parts[candidate] = shared._replace(**own)
+    return self._parts[candidate]
+
+  def measure(self, candidate: Candidate, seconds: float) -> Figures:
+    """Trains for `seconds` in fresh environments; the speed is 0 if the device lacks memory."""
+    parts = self.parts(candidate)
+    if self._state is None:
+      self._state = build.initial_state(parts, replay=False)
+    try:
+      return train(parts, self._state, seconds)
+    except loops.Stuck as error:  # nothing can end those threads, and close() would wait for them
+      say(f'{error.__cause__!r}; {error}')
+      os._exit(1)
+    except jax.errors.JaxRuntimeError as error:
+      say(f'failed: {str(error).splitlines()[0]}')
+      return Figures(0.0, 0.0)
+
+
+def warm_up(parts: wiring.Parts) -> int:
+  """Returns how many reports after the first are skipped, until the hand-offs are full."""
+  scheme = parts.scheme
+  if scheme.each:
+    return 2 * len(parts.place.workers)
+  # While the first update is compiled, actors get as far ahead as they can: by the lag, or by a
+  # round in the queue and one in their hands.
+  return 2 if scheme.lag is None else scheme.lag
+
+
+def train(parts: wiring.Parts, state: TrainState, seconds: float) -> Figures:
+  """Trains from a copy of the state, which has no replay, until `seconds` were counted."""
+  first, seen = warm_up(parts), []  # (time, steps)
+
+  def report(item: Report) -> None:
+    *_, (record, _) = meter.records(item)  # the statistics are part of training
+    if record.get('sampled', 1):  # not while a replay is filled
+      seen.append((time.perf_counter(), record['steps']))
+
+  def stop() -> bool:
+    return len(seen) > first + 1 and seen[-1][0] - seen[first][0] >= seconds
+
+  state = copy_of(state, parts)
+  with build.segment(parts, state, 0, 10**9, report, stop) as segment:
+    meter = Meter(parts.config['log']['window'], parts.spec.frame_skip, segment.waits, {})
+    loops.run(segment.workers)
+  (start, before), (end, after) = seen[first], seen[-1]
+  return Figures((after - before) / (end - start), end - start)
+
+
+def say(line: str) -> None:
+  """Prints a line about the progress."""
+  print(line, file=sys.stderr, flush=True)
+
+
+def prepare(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the config to measure: training does not end, and a replay fills soon.
+
+  Raises:
+    ValueError: the scheme has no single speed.
+  """
+  scheme = SCHEMES.get(config['scheme'])
+  if scheme and scheme.free:
+    raise ValueError(f'scheme: {config["scheme"]} acts and learns at rates of their own, so no one '
+                     'figure says which placement is better; apex_lockstep has one')
+  return small_replay(config) | dict(total_steps=2**31 - 1)
+
+
+def find_machine(config: Mapping[str, Any]) -> Machine:
+  """Starts JAX, with a CPU device for each core, and returns the devices to choose from.
+
+  Raises:
+    ValueError: `placement.prepare_host` refuses the placement.
+  """
+  options, cores = config['placement'], len(os.sched_getaffinity(0))
+  cpus = min(cores, max(1, options['xla_threads']))
+  # Where the thread pool is the same, devices that are not used cost nothing.
+  placement.prepare_host(options | dict(actor_devices=(*options['actor_devices'], cpus - 1)))
+  kind = jax.default_backend()
+  learners = cpus if kind == 'cpu' else jax.local_device_count()
+  on_cpu = options['actor_platform'] == 'cpu' or kind not in ('cpu', 'gpu')
+  return Machine(cores, cpus if on_cpu else learners, learners, not on_cpu or kind == 'cpu',
+                 not on_cpu and kind == 'gpu')
+
+
+def accept(tuner: Tuner, candidates: Sequence[Candidate]) -> list[Candidate]:
+  """Returns the candidates that the config allows.
+
+  The first is the config's own placement; if it is refused, a line says why.
+
+  Raises:
+    ValueError: all candidates are refused; it has the reason of the first.
+  """
+  accepted, refusals = [], {}
+  for candidate in candidates:
+    try:
+      tuner.parts(candidate)
+      accepted.append(candidate)
+    except ValueError as error:
+      refusals[candidate] = error
+  if not accepted:
+    raise refusals[candidates[0]]
+  if candidates[0] in refusals:
+    say(f"the config's own placement cannot be here: {refusals[candidates[0]]}")
+  for shards in {c.num_shards for c in candidates} - {c.num_shards for c in accepted}:
+    say(next(f'num_shards = {shards}: {error}' for c, error in refusals.items()
+             if c.num_shards == shards))
+  return accepted
+
+
+def run(tuner: Tuner, config: Mapping[str, Any], machine: Machine, first: Sequence[Candidate],
+        seconds: float) -> Search:
+  """Searches for the fastest placement, with a line on stderr for each measurement.
+
+  Args:
+    tuner: measures a placement.
+    config: that `prepare` returned.
+    machine: the devices to choose from.
+    first: the placements to begin with.
+    seconds: measured time of the whole search.
+
+  Returns:
+    All rounds of the search.
+  """
+  own, apart = own_of(config), []
+
+  def measure(candidate: Candidate, seconds: float) -> Figures:
+    apart.append(core_distance.apart_ns())
+    made = tuner.measure(candidate, seconds)
+    say(f'{made.sps:10,.0f} SPS  {as_text(own, candidate)}')
+    return made
+
+  def others(candidate: Candidate) -> list[Candidate]:
+    return vary(config, machine, candidate)
+
+  say(f'{len(first)} placements, then {len(others(first[0]))} more like the best of them; '
+      'compiling takes longer than measuring')
+  if not experiment.repeats(config):
+    say(f'{experiment.who_repeats_not(config)} takes things as they come: the result depends on '
+        'their speed, and so on the placement')
+  found = search(first, others, [own] if own in first else [], measure, seconds)
+  if len(found.last) < LAST_ROUNDS:
+    say('--seconds were spent before the last rounds: give more for a surer result')
+  apart.append(core_distance.apart_ns())
+  if max(apart) > core_distance.far(min(apart)):
+    say(f'this machine moved its cores meanwhile, between {min(apart):.0f} and {max(apart):.0f} ns '
+        'of each other: figures that are close do not tell which is faster')
+  return found

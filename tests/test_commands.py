@@ -1,0 +1,213 @@
+"""The command: which verb it runs, what each verb's help says, and the verbs that only list."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from podracer_jit.envs import envpool_envs
+from podracer_jit.run import main, train
+from podracer_jit.run.commands import configs, envs
+from tests.runs import QUICK
+
+ROOT = next(path for path in Path(__file__).resolve().parents if (path / 'setup.cfg').exists())
+
+
+def command(*args, **kwargs):
+  return subprocess.run([sys.executable, '-P', '-m', 'podracer_jit', *args], capture_output=True,
+                        text=True, timeout=300, env=QUICK, check=False, **kwargs)
+
+
+@pytest.mark.parametrize('verb', main.VERBS)
+@pytest.mark.parametrize('flag', ['--help', '-h'])
+def test_the_help_of_a_verb_has_an_example(verb, flag, capsys):
+  assert main.main(['podracer_jit', verb, flag]) == 0
+  out, err = capsys.readouterr()
+  assert f'\n  podracer_jit {verb}' in out and 'Exit code: 0' in out
+  assert not err
+
+
+def test_help_lists_the_verbs_before_the_flags(capsys):
+  assert main.main(['podracer_jit', '--help']) == 0
+  out = capsys.readouterr().out
+  places = [out.index(f'\n  {verb} ') for verb in main.VERBS]
+  assert places == sorted(places) and places[-1] < out.index('--workdir:')
+
+
+def test_every_verb_has_a_module_and_every_module_a_verb():
+  folder = Path(main.__file__).parent / 'commands'
+  assert {path.stem for path in folder.glob('[!_]*.py')} == set(main.VERBS)
+
+
+@pytest.mark.parametrize('word, said', [
+    ('evalute', 'evalute: no such command; did you mean evaluate?'),
+    ('Tune', 'Tune: no such command; did you mean tune?'),
+    ('zzz', 'zzz: no such command; there are evaluate, compare, rerun, tune, benchmark, launch, '
+            'configs, envs'),
+    ('configs/impala_catch.py', 'configs/impala_catch.py: no such command; to train with this '
+                                'config: podracer_jit --config=configs/impala_catch.py')])
+def test_an_unknown_verb_is_one_line_and_exit_2(word, said, capsys):
+  assert main.main(['podracer_jit', word, '--workdir=x']) == 2
+  out, err = capsys.readouterr()
+  assert not out and err == f'podracer_jit: {said}\n'
+
+
+@pytest.mark.parametrize('args', [[], ['--config=configs/impala_catch.py'], ['--distributed']])
+def test_without_a_verb_it_trains(args, monkeypatch):
+  monkeypatch.setattr(train, 'main', lambda argv: argv)
+  assert main.main(['podracer_jit', *args]) == ['podracer_jit', *args]
+
+
+@pytest.mark.parametrize('args, said', [
+    (['evaluate'], '--workdir is missing'),
+    (['compare', 'runs/a'], 'two workdirs are needed'),
+    (['rerun', '--workdir=x'], '--workdir and --update are needed'),
+    (['tune'], '--config is missing'),
+    (['benchmark', '--config=configs/nope.py'], 'configs/nope.py'),
+    (['launch', '-n', '0', '--', '--config=x'], 'the number of processes'),
+    (['launch', '-n', '2', '--config=x'], 'the number of processes'),
+    (['configs', 'atari'], 'no arguments'),
+    (['envs', 'brekout'], 'brekout: EnvPool has no such family or task; did you mean Breakout-v5?'),
+    (['envs', 'a', 'b'], 'one word'),
+    (['envs', '--all'], 'one word')])
+def test_bad_arguments_of_a_verb_are_one_line_and_exit_2(args, said, capsys, monkeypatch):
+  monkeypatch.setattr(sys, 'argv', sys.argv)  # the parser of configs sets it
+  assert main.main(['podracer_jit', *args]) == 2
+  out, err = capsys.readouterr()
+  assert not out and err.count('\n') == 1
+  assert err.startswith(f'podracer_jit {args[0]}: ') and said in err
+
+
+def test_the_command_runs_a_verb_and_gives_its_exit_code(tmp_path):
+  done = command('compare', 'a', 'b', cwd=tmp_path)
+  assert done.returncode == 2 and done.stderr.startswith('podracer_jit compare: ')
+
+
+def test_a_reader_that_stops_early_sees_no_traceback():
+  line = f'{sys.executable} -P -m podracer_jit envs atari | head -n 1'
+  done = subprocess.run(['bash', '-o', 'pipefail', '-c', line], capture_output=True, text=True,
+                        env=QUICK, timeout=300, check=False)
+  assert done.stdout.startswith('Adventure-v5') and done.stdout.count('\n') == 1
+  assert done.returncode == 141 and not done.stderr
+
+
+def test_a_verb_loads_what_it_needs_and_no_more():
+  """Parsing a command line must not wait for JAX; only drawing may ask for matplotlib."""
+  program = ('import importlib, sys\n'
+             'from podracer_jit.run import main\n'
+             'for verb in ("configs", "launch"):\n'
+             '  importlib.import_module(f"podracer_jit.run.commands.{verb}")\n'
+             'assert not {"jax", "envpool", "absl"} & set(sys.modules)\n'
+             'import envpool  # which imports some of matplotlib itself\n'
+             'sys.modules["matplotlib"] = None  # an import of it fails from here on\n'
+             'for verb in main.VERBS:\n'
+             '  importlib.import_module(f"podracer_jit.run.commands.{verb}")\n')
+  done = subprocess.run([sys.executable, '-P', '-W', 'ignore', '-c', program], capture_output=True,
+                        text=True, env=QUICK, timeout=300, check=False)
+  assert done.returncode == 0, done.stderr
+
+
+def test_configs_lists_each_with_its_first_line(capsys):
+  assert main.main(['podracer_jit', 'configs']) == 0
+  lines = capsys.readouterr().out.splitlines()
+  folder = Path(main.__file__).parents[1] / 'configs'
+  assert [line.split()[0] for line in lines] == sorted(p.stem for p in folder.glob('[!_]*.py'))
+  assert dict(line.split(None, 1) for line in lines)['apex_dqn_catch'] == (
+      'Ape-X DQN on Catch: solved in seconds.')
+  assert all(configs.shipped().values())
+
+
+def test_envs_counts_the_tasks_of_each_family(capsys):
+  assert main.main(['podracer_jit', 'envs']) == 0
+  counts = {line.split()[0]: int(line.split()[1]) for line in capsys.readouterr().out.splitlines()}
+  families = envpool_envs.families()
+  assert counts == {family: len(tasks) for family, tasks in families.items()}
+  tasks = [task for names in families.values() for task in names]
+  assert len(tasks) == len(set(tasks)) == sum(counts.values())
+  assert 'Pong-v5' in families['atari'] and 'Ant-v4' in families['mujoco.gym']
+
+
+@pytest.mark.parametrize('word, task, line', [
+    ('breakout', 'Breakout-v5', 'atari 4 x 84 x 84 uint8 4 actions'),
+    ('Pendulum-v1', 'Pendulum-v1', 'classic_control 3 float32 1 number from -2 to 2'),
+    ('gym', 'HalfCheetah-v4', 'mujoco.gym 17 float32 6 numbers from -1 to 1'),
+    ('pgx', 'Chess-v1', 'pgx - has several players'),
+    ('toy_text', 'FrozenLake-v1', 'toy_text - the observations are Discrete'),
+    ('jumanji', 'BinPack-v2', 'jumanji - the actions are Box(0, [39 19], (2,), int32)')])
+def test_envs_tells_observations_and_actions_or_why_not(word, task, line, capsys):
+  assert main.main(['podracer_jit', 'envs', word]) == 0
+  lines = [' '.join(x.split()) for x in capsys.readouterr().out.splitlines()]
+  assert f'{task} {line}' in lines
+  families = envpool_envs.families()
+  shown = [x.split()[0] for x in lines]
+  if word in families:
+    assert shown == families[word]
+  elif word == 'gym':
+    assert shown == families['mujoco.gym']
+  else:
+    assert all(word.lower() in x.lower() for x in shown)
+
+
+def test_a_family_of_several_rooms_is_listed_whole():
+  families = envpool_envs.families()
+  found = {family for _, family in envs.matching(families, 'MuJoCo')}
+  assert found == {family for family in families if family.startswith('mujoco.')}
+
+
+@pytest.mark.parametrize('error, said', [
+    (RuntimeError('no such file.\nTry another. Or none.'), '- no such file'),
+    (ImportError(), '- ImportError'),
+    (ValueError('x' * 200), '- ' + 'x' * 77 + '...')])
+def test_a_task_that_cannot_be_made_has_a_short_reason(error, said, monkeypatch):
+  def refuse(task, options):
+    raise error
+
+  monkeypatch.setattr(envpool_envs, 'make_spec', refuse)
+  assert envs.describe('Any-v0') == said
+
+
+@pytest.fixture
+def script(tmp_path):
+  """Runs a copy of scripts/train whose Python tells its arguments and does nothing else."""
+  (tmp_path / 'scripts').mkdir()
+  shutil.copy(ROOT / 'scripts' / 'train', tmp_path / 'scripts')
+  python = tmp_path / 'python'
+  python.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+  python.chmod(0o755)
+  (tmp_path / 'scripts' / '_venv').write_text(f'python={python}\n')
+
+  def run(*args):
+    done = subprocess.run([tmp_path / 'scripts' / 'train', *args], capture_output=True, text=True,
+                          timeout=30, check=True)
+    first, *rest = done.stdout.splitlines()
+    assert [first, *rest[:2]] == ['-P', '-m', 'podracer_jit']
+    return rest[2:]
+
+  return run
+
+
+PONG = '--config=configs/pong_laptop.py'
+
+
+@pytest.mark.parametrize('args, passed', [
+    ([], [PONG]),
+    (['--workdir=x'], [PONG, '--workdir=x']),
+    (['--config=a.py', '--workdir=x'], ['--config=a.py', '--workdir=x']),
+    (['-config', 'a.py'], ['-config', 'a.py']),
+    (['--help'], ['--help']),
+    (['evaluate', '--workdir=x'], ['evaluate', '--workdir=x']),
+    (['launch', '-n', '2', '--', '--workdir=x'], ['launch', '-n', '2', '--', '--workdir=x']),
+    (['configs'], ['configs']),
+    (['evalute'], ['evalute'])])
+def test_the_script_passes_verbs_through(script, args, passed):
+  assert script(*args) == passed
+
+
+def test_launch_starts_processes_as_it_was_started_itself(tmp_path):
+  """With -P, so that nothing in the caller's directory is imported in place of a module."""
+  (tmp_path / 'podracer_jit.py').write_text('print("not this one")\n')
+  done = command('launch', '-n', '1', '--', '--nonsense', cwd=tmp_path)
+  assert done.returncode == 2 and '[0] podracer_jit: Unknown command line flag' in done.stdout
+  assert 'not this one' not in done.stdout
