@@ -125,24 +125,25 @@ def verdict(case: Case, old: Path, new: Path) -> tuple[bool, str]:
   return True, f'{len(one)} updates'
 
 
-def resume(case: Case, old: Path, workdir: Path) -> str:
+def resume(case: Case, new_tree: Path, old: Path, workdir: Path) -> str:
   """Trains on in a copy of the old run from which the last checkpoint is gone."""
   shutil.copytree(old, workdir)
   checkpoints = sorted((workdir / 'checkpoints').iterdir(), key=lambda path: int(path.name))
   shutil.rmtree(checkpoints[-1])
-  return train(case, ROOT, workdir)
+  return train(case, new_tree, workdir)
 
 
-def compare(case: Case, old_tree: Path, folder: Path, kept: Path) -> bool:
+def compare(case: Case, trees: tuple[Path, Path], folder: Path, kept: Path) -> bool:
   """Runs the case with both codes, as far as it must, and prints a line."""
+  old_tree, new_tree = trees
   start, results = time.monotonic(), []
   old, new = kept / case.name, folder / case.name
   problem = '' if (old / 'receipts.jsonl').exists() else train(case, old_tree, old)
-  problem = problem or train(case, ROOT, new)
+  problem = problem or train(case, new_tree, new)
   if not problem:
     results.append(verdict(case, old, new))
     if case.name in RESUMED:
-      problem = resume(case, old, folder / f'{case.name}-resumed')
+      problem = resume(case, new_tree, old, folder / f'{case.name}-resumed')
       if not problem:
         same, what = verdict(case, old, folder / f'{case.name}-resumed')
         results.append((same, f'resumed: {what}'))
@@ -179,8 +180,10 @@ def main() -> int:
       kept.mkdir(parents=True, exist_ok=True)
       new = folder / 'new'
       new.mkdir()
+      copy = folder / 'new-tree'  # so that the code here may change meanwhile
+      shutil.copytree(ROOT / 'podracer_jit', copy / 'podracer_jit')
       with ThreadPoolExecutor(args.jobs) as pool:
-        good = list(pool.map(lambda case: compare(case, tree, new, kept), cases))
+        good = list(pool.map(lambda case: compare(case, (tree, copy), new, kept), cases))
     finally:
       subprocess.run(['git', '-C', str(ROOT), 'worktree', 'remove', '--force', str(tree)],
                      check=False)

@@ -7,10 +7,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from podracer_jit import loops
+from podracer_jit import experiment, loops
 from podracer_jit.numerics import deterministic
 from podracer_jit.numerics.fingerprints import as_hex
-from podracer_jit.run import build, experiment
+from podracer_jit.run import build
+from podracer_jit.run.experiment import resolve
 from podracer_jit.runtime import placement
 
 # For processes that run for seconds: XLA compiles in a third of the time, and keeps more programs
@@ -55,61 +56,61 @@ def changed(config, **fields):
   return config
 
 
-def fresh_parts(config):
-  """Builds what a run of `config` is made of: nothing of it is compiled yet."""
-  return build.make_parts(config)
+def fresh(config):
+  """Returns the `build.Run` of a config (nested dicts): nothing of it is compiled yet."""
+  return build.make_run(resolve(copy.deepcopy(config)))
 
 
-def parts(config):
-  """Returns `fresh_parts(config)`, the same for equal configs, so that programs compile once.
+def prepared(config):
+  """Returns `fresh(config)`, the same for equal configs, so that programs compile once.
 
   The last few are kept: compiled programs are large.
   """
   key = repr(config)
-  made = _parts.pop(key, None) or fresh_parts(copy.deepcopy(config))
-  _parts[key] = made  # as the newest
-  while len(_parts) > 8:
-    del _parts[next(iter(_parts))]
-  return made
+  prepared_run = _prepared.pop(key, None) or fresh(config)
+  _prepared[key] = prepared_run  # as the newest
+  while len(_prepared) > 8:
+    del _prepared[next(iter(_prepared))]
+  return prepared_run
 
 
-_parts = {}
+_prepared = {}
 
 
-def initial_state(parts):
-  """Returns `build.initial_state(parts)`, compiled once for equal networks and seeds."""
-  config = parts.config
-  key = str([parts.spec, config['loss']['name'], *(config[name] for name in (
-      'seed', 'network', 'policy', 'normalise', 'optimizer'))])
+def initial_state(prepared_run):
+  """Returns the train state of update 0, compiled once for equal networks and seeds."""
+  experiment = prepared_run.experiment
+  key = str([experiment.spec, *(experiment.fields[name] for name in (
+      'loss', 'seed', 'network', 'policy', 'normalise', 'optimizer'))])
   if key not in _initial:
-    _initial[key] = build.initial_state(parts, replay=False)
-  state = placement.replicate(_initial[key], parts.place.mesh)  # a copy: segments donate theirs
-  return state._replace(replay=build.empty_replay(parts)) if state.target else state
+    _initial[key] = prepared_run.initial_state()
+  # A copy: segments donate theirs.
+  state = placement.replicate(_initial[key], prepared_run.place.mesh)
+  return prepared_run.learner.allocate(state)
 
 
 _initial = {}
 
 
 def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, index=0,
-        made=None):
+        of=None):
   """Runs one segment from update 0.
 
   Args:
-    config: a config as nested dicts; not used where `made` is given.
+    config: a config as nested dicts; not used where `of` is given.
     runner: `loops.run` or `loops.run_serial`.
     updates: after how many the segment ends; as a checkpoint is made if None.
     tamper: a function from workers to workers, as `tests.workers.wrap` returns.
     index: the segment's.
-    made: what `parts` returns, to change a part of it.
+    of: what `prepared` returns, to change a part of it.
 
   Returns:
     The receipts (batch, parameters) of all updates, the reports, and the last train state.
   """
-  made = made or parts(config)
-  config = made.config
-  updates = updates or config['checkpoint']['every_updates']
+  of = of or prepared(config)
+  updates = updates or of.experiment.checkpoint.every_updates
   reports = []
-  with build.segment(made, initial_state(made), index, updates, reports.append) as segment:
+  with build.segment(of, initial_state(of), index, updates, reports.append) as segment:
     states = runner(tamper(segment.workers))
   receipts = []
   for report in reports:

@@ -1,0 +1,254 @@
+"""A user's own algorithm, network, optimizer, policy, scheme and environment, in a file of theirs."""
+
+import importlib
+import pathlib
+
+import numpy as np
+import pytest
+from absl import flags
+
+import podracer_jit
+from podracer_jit.agents import networks, optimizers
+from podracer_jit.run import command_line
+from podracer_jit.run.experiment import resolve
+from tests.runs import run
+
+PACKAGE = pathlib.Path(podracer_jit.__file__).parent
+EXAMPLES = PACKAGE.parent / 'examples'
+LITTLE = ['--config.checkpoint.every_updates=4', '--config.total_steps=100000']
+
+
+def parse(*args):
+  return command_line.parse(['podracer_jit', *args, *LITTLE], flags.FlagValues())
+
+
+def options_of(config, section):
+  return [f'--config.{section}.{name}={value}' for name, value in config[section].items()
+          if name != 'name']
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+  """Writes a module of the user's own, on PYTHONPATH, and gives its name."""
+  monkeypatch.syspath_prepend(tmp_path)
+
+  def write(name, text):
+    (tmp_path / f'{name}.py').write_text(text)
+    importlib.invalidate_caches()
+    return name
+  return write
+
+
+@pytest.mark.parametrize('config, shipped, attribute', [
+    ('ppo_cartpole:smoke', 'ppo', 'PPO'), ('apex_dqn_catch:smoke', 'dqn', 'DQN')])
+def test_a_copy_of_a_shipped_algorithm_gives_its_bits(own, config, shipped, attribute):
+  """With no other file changed: nothing in the package knows an algorithm by its name."""
+  source = (PACKAGE / 'losses' / f'{shipped}.py').read_text()
+  copied = source.replace(f'class {attribute}(', f'class {attribute}2(')
+  assert copied != source
+  module = own(f'copy_of_{shipped}', copied)
+  original = parse(f'--config={config}')
+  copy = parse(f'--config={config}', f'--config.loss.name={module}:{attribute}2',
+               *options_of(original, 'loss'))
+  assert copy['loss'].pop('name') == f'{module}:{attribute}2'
+  assert original['loss'].pop('name') == shipped and copy == original
+  original['loss']['name'], copy['loss']['name'] = shipped, f'{module}:{attribute}2'
+  receipts = run(copy)[0]
+  assert receipts == run(original)[0] and len(receipts) == 4
+
+
+def test_the_example_of_an_own_algorithm_trains_and_is_about_sixty_lines():
+  config = parse(f'--config={EXAMPLES / "a2c.py"}:smoke', '--config.loss.entropy_coef=0.02')
+  experiment = resolve(config)
+  assert type(experiment.algorithm).__name__ == 'A2C'
+  assert experiment.algorithm.entropy_coef == 0.02
+  receipts, reports, _ = run(config)
+  assert len({params for _, params in receipts}) == 4
+  assert {'policy_loss', 'value_loss', 'entropy'} <= set(reports[0].metrics)
+
+
+TORSO = '''
+import flax.linen as nn
+import jax.numpy as jnp
+
+from podracer_jit.options import option
+
+
+class Torso(nn.Module):
+  """[N, ...] -> [N, width]."""
+
+  width: int = option(32, 'units', at_least=1)
+  depth: int = 1
+
+  @nn.compact
+  def __call__(self, obs):
+    x = obs.reshape(len(obs), -1).astype(jnp.float32)
+    for _ in range(self.depth):
+      x = nn.relu(nn.Dense(self.width)(x))
+    return x
+'''
+
+
+@pytest.mark.parametrize('config, heads', [
+    ('impala_cartpole', {'policy', 'value'}),
+    ('apex_dqn_catch:smoke', {'value', 'advantage', 'value_hidden', 'advantage_hidden'})])
+def test_an_own_torso_gets_heads_around_it(own, config, heads):
+  module = own('torso_of_my_own', TORSO)
+  fields = parse(f'--config={config}', f'--config.network.name={module}:Torso',
+                 '--config.network.width=16', '--config.network.depth=2')
+  params = run(fields)[2].params['params']
+  assert set(params) == heads | {'torso'}
+  assert params['torso']['Dense_1']['kernel'].shape == (16, 16)
+  if 'value_hidden' in params:  # it does not say which layer is its last: the streams are as wide
+    assert params['value_hidden']['kernel'].shape == (16, 16)
+
+
+def test_an_own_torso_remembers_and_has_a_critic_if_asked(own):
+  module = own('torso_of_my_own', TORSO)
+  choose = ('--config=impala_cartpole', f'--config.network.name={module}:Torso')
+  params = run(parse(*choose, '--config.network.core=gru', '--config.network.core_size=8')
+               )[2].params['params']
+  assert 'core' in params and params['value']['kernel'].shape == (8, 1)
+  params = run(parse(*choose, '--config.network.separate_critic=True'))[2].params['params']
+  assert {'torso', 'critic'} < set(params)
+
+
+@pytest.mark.parametrize('field, said', [
+    ('width=0', 'network.width: must be at least 1, got 0'),
+    ('hieght=3', '--config.network.hieght: the config has no such field')])
+def test_an_own_torsos_options_are_checked_as_ours_are(own, field, said):
+  module = own('torso_of_my_own', TORSO)
+  with pytest.raises(ValueError, match=said):
+    resolve(parse('--config=impala_cartpole', f'--config.network.name={module}:Torso',
+                  f'--config.network.{field}'))
+
+
+def test_an_own_optimizer(own):
+  module = own('optimizer_of_my_own', '''
+import dataclasses
+import optax
+from podracer_jit.agents.optimizers import Optimizer
+from podracer_jit.options import option
+
+
+@dataclasses.dataclass(frozen=True)
+class Momentum(Optimizer):
+  """Momentum."""
+
+  momentum: float = option(0.9, 'decay', at_least=0, at_most=1)
+
+  def scale(self):
+    return optax.trace(self.momentum)
+''')
+  fields = parse('--config=impala_cartpole', f'--config.optimizer.name={module}:Momentum',
+                 '--config.optimizer.momentum=0.5', '--config.optimizer.learning_rate=0.01')
+  receipts, reports, _ = run(fields)
+  assert len({params for _, params in receipts}) == 4
+  assert reports[-1].metrics['learning_rate'][0] == np.float32(0.01)  # it does not anneal
+
+
+def test_an_own_policy_and_scheme_give_the_bits_of_those_they_copy(own):
+  module = own('more_of_my_own', '''
+from podracer_jit.agents.policies import DISTRIBUTION, Family, categorical
+from podracer_jit.schemes import split
+from podracer_jit.schemes.scheme import Scheme
+
+POLICY = Family(lambda count: categorical(count), discrete=True, reads=DISTRIBUTION)
+SCHEME = Scheme(split.IN_ORDER, lag=1)
+''')
+  copy = parse('--config=impala_cartpole', f'--config.policy={module}:POLICY',
+               f'--config.scheme={module}:SCHEME')
+  assert run(copy)[0] == run(parse('--config=impala_cartpole'))[0]
+
+
+ENVIRONMENT = '''
+import jax.numpy as jnp
+import numpy as np
+
+from podracer_jit.envs.protocol import EnvSpec, TimeStep
+
+
+class Guess:
+  """Shows a number, 0 or 1, and rewards the action that is the same; a step is an episode."""
+
+  @staticmethod
+  def make_spec(task, options):
+    if set(options) - {'reward'}:
+      raise ValueError(f'env.{min(set(options) - {"reward"})}: {task} has no such option')
+    return EnvSpec(task, (1,), np.dtype(np.float32), 2, (), (), 1, 1)
+
+  @staticmethod
+  def make_shard(task, options, seeds, num_threads, batch_size):
+    return Shard(options.get('reward', 1.0), seeds)
+
+
+class Shard:
+  """The token counts the steps; odd ones are the resets."""
+
+  def __init__(self, reward, seeds):
+    self.reward, self.num_envs = reward, len(seeds)
+    self.batch_size = len(seeds)
+    self.seeds = np.array(seeds, np.uint32)
+    self.first_obs = np.asarray(self._obs(jnp.int32(0)))
+    self.handle = np.zeros(1 + len(seeds), np.int32)
+
+  def _obs(self, step):
+    mixed = (jnp.asarray(self.seeds) + step.astype(jnp.uint32)) * jnp.uint32(2654435761)
+    return (mixed >> 31).astype(jnp.float32)[:, None]
+
+  def send(self, token, action, env_id=None):
+    return token.at[0].add(1).at[1:].set(action)
+
+  def recv(self, token):
+    step, action = token[0], token[1:]
+    resets = jnp.broadcast_to(step % 2 == 0, (self.num_envs,))
+    right = action == self._obs(step - 1)[:, 0].astype(jnp.int32)
+    reward = jnp.where(resets | ~right, 0.0, self.reward).astype(jnp.float32)
+    no = jnp.zeros(self.num_envs, bool)
+    return token, TimeStep(self._obs(step), reward, ~resets, no, reward, ~resets,
+                           jnp.arange(self.num_envs))
+
+  def close(self):
+    pass
+'''
+
+
+@pytest.mark.parametrize('scheme', ['fused', 'cleanba'])
+def test_an_own_environment_is_learned(own, scheme):
+  module = own('environment_of_my_own', ENVIRONMENT)
+  fields = parse('--config=impala_catch', f'--config.env.task={module}:Guess',
+                 '--config.env.reward=2.0', '--config.optimizer.learning_rate=0.01',
+                 f'--config.scheme={scheme}')
+  reports = run(fields, updates=60)[1]
+  episodes = reports[-1].metrics['episodes']
+  returns = episodes.episode_return[-1][episodes.ended[-1]]
+  assert set(returns.tolist()) <= {0.0, 2.0} and returns.mean() > 1.8  # random play: 1
+
+
+@pytest.mark.parametrize('field, said', [
+    ('env.task={}:Nothing', 'env.task: environment_of_my_own has no .Nothing'),
+    ('env.task={}:Shard', 'env.task: environment_of_my_own:Shard is no environment family'),
+    ('loss.name={}:Guess', 'loss.name: environment_of_my_own:Guess must be a class derived from'),
+    ('network.name={}:Guess', 'network.name: environment_of_my_own:Guess must be a flax module'),
+    ('optimizer.name={}:Guess', 'optimizer.name: environment_of_my_own:Guess must be a class'),
+    ('scheme={}:Guess', 'scheme: environment_of_my_own:Guess must be a Scheme'),
+    ('policy={}:Guess', 'policy: must be one of auto, categorical')])
+def test_a_part_of_another_kind_is_refused_in_one_line(own, field, said):
+  module = own('environment_of_my_own', ENVIRONMENT)
+  with pytest.raises(ValueError, match=said) as error:
+    resolve(parse('--config=impala_catch', f'--config.{field.format(module)}'))
+  assert '\n' not in str(error.value)
+
+
+def test_what_is_chosen_by_flag_comes_with_its_own_defaults():
+  fields = parse('--config=impala_atari', '--config.network.centre=True',
+                 '--config.network.name=nature_cnn')
+  assert fields['network'] == dict(name='nature_cnn', centre=True, core='none', core_size=128,
+                                   separate_critic=False, hidden=512, channels=(32, 64, 64),
+                                   kernels=(8, 4, 3), strides=(4, 2, 1))
+  assert networks.NatureCNN().hidden == 512
+  fields = parse('--config=impala_catch', '--config.optimizer.name=centred_rmsprop')
+  assert fields['optimizer']['decay'] == optimizers.CentredRMSProp().decay
+  fields = parse('--config=impala_catch', '--config.loss.name=dqn', '--config.replay.capacity=9')
+  assert fields['replay']['capacity'] == 9 and fields['loss']['n_step'] == 3
+  assert 'replay' not in parse('--config=apex_dqn_catch', '--config.loss.name=ppo')
