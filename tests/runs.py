@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from podracer_jit import experiment, loops
+from podracer_jit.agents import networks
 from podracer_jit.numerics import deterministic
 from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.run import build
@@ -42,6 +43,13 @@ def by_rows(function):
     outputs = function(params, obs.reshape(-1, *obs.shape[2:]))
     return *(x.reshape(*obs.shape[:2], *x.shape[1:]) for x in outputs), core
   return apply
+
+
+def make_network(name, policy, moments=(), core='none', core_size=128, separate_critic=False,
+                 **sizes):
+  """The actor-critic around the torso called `name`, whose options are `sizes`."""
+  options = networks.TorsoOptions(core, core_size, separate_critic)
+  return networks.actor_critic(networks.TORSOS[name](**sizes), policy, options, moments)
 
 
 def changed(config, **fields):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from podracer_jit.run import experiment, main
+from podracer_jit import experiment
+from podracer_jit.run import main
 from tests.runs import QUICK
 
 ROOT = Path(__file__).parent.parent
@@ -43,8 +44,10 @@ def test_what_the_docs_name_is_there(path):
     assert (ROOT / name).is_file(), name
   for command in re.findall(r'^(scripts/\S+)', '\n'.join(blocks(path, 'sh')), re.MULTILINE):
     assert os.access(ROOT / command, os.X_OK), command
-  config = experiment.config('ppo', 'mlp', 'adam').to_dict() | {'replay': experiment.REPLAY}
-  config['loss'] |= experiment.LOSSES['dqn']
+  config = experiment.config('ppo', 'mlp', 'adam').to_dict()
+  with_replay = experiment.config('dqn', 'mlp', 'adam').to_dict()
+  config['loss'] |= with_replay['loss']
+  config['replay'] = with_replay['replay']
   for field in re.findall(r'--config\.([a-z_.]+)', text):
     part = config
     if field.startswith('env.') or field.endswith('.'):

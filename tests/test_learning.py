@@ -4,6 +4,7 @@ Random play: Catch -0.6 of 1, CartPole 22 of 500, the pendulum 6 of 1000.
 """
 
 import collections
+import dataclasses
 import functools
 
 import jax
@@ -19,7 +20,7 @@ from podracer_jit.configs import (
   ppo_mujoco,
 )
 from podracer_jit.run import build
-from tests.runs import changed, fresh_parts, initial_state
+from tests.runs import changed, fresh
 
 TWO_WORKERS = dict(num_shards=2, num_grad_shards=2, placement__actor_devices=(0, 0))
 # A centre that takes gradients as they come makes a step for each worker's: with the config's four
@@ -43,17 +44,17 @@ CASES = {
 
 
 @functools.cache
-def _parts(name):
+def _run_of(name):
   """Compiled once for all seeds."""
   module, fields, _ = CASES[name]
-  return fresh_parts(changed(module.get_config().to_dict(), **fields))
+  return fresh(changed(module.get_config().to_dict(), **fields))
 
 
 @pytest.mark.parametrize('seed', [1, 2, 3])
 @pytest.mark.parametrize('name', CASES)
 def test_learns(name, seed):
-  threshold, made = CASES[name][-1], _parts(name)
-  made = made._replace(config=made.config | {'seed': seed})
+  threshold, whole = CASES[name][-1], _run_of(name)
+  whole = dataclasses.replace(whole, experiment=dataclasses.replace(whole.experiment, seed=seed))
   returns = collections.deque(maxlen=100)
 
   def report(item):
@@ -62,7 +63,8 @@ def test_learns(name, seed):
       episodes = jax.tree.map(lambda x, i=i: x[i], metrics['episodes'])
       returns.extend(episodes.episode_return[episodes.ended])
 
-  with build.segment(made, initial_state(made), 0, 10**6, report) as segment:
+  state = whole.learner.allocate(whole.initial_state())
+  with build.segment(whole, state, 0, 10**6, report) as segment:
     loops.run(segment.workers)
   assert len(returns) == 100
   assert sum(returns) / 100 >= threshold

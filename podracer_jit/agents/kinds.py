@@ -18,8 +18,8 @@ class Kind(NamedTuple):
   made_from: str  # TORSO or POLICY_AND_CRITIC
   policy_reads: str  # what it gives the policy: policies.DISTRIBUTION, ACTION_VALUES or ACTION
   takes_torso_options: bool  # whether it can have a recurrent core and a critic of its own
-  # (the config's network, options of torsos, policy, moments that it keeps) -> the whole network
-  build: Callable[[nn.Module, TorsoOptions, Policy, Sequence[str]], nn.Module]
+  # (the config's network, policy, options of torsos, moments that it keeps) -> the whole network
+  build: Callable[[nn.Module, Policy, TorsoOptions, Sequence[str]], nn.Module]
 
 
 def provides(part: type[nn.Module]) -> str:
@@ -29,8 +29,8 @@ def provides(part: type[nn.Module]) -> str:
 
 ACTOR_CRITIC = Kind(TORSO, policies.DISTRIBUTION, True, networks.actor_critic)
 DUELING = Kind(TORSO, policies.ACTION_VALUES, False,
-               lambda torso, options, policy, moments: q_networks.dueling(torso, policy))
+               lambda torso, policy, options, moments: q_networks.dueling(torso, policy))
 DETERMINISTIC = Kind(POLICY_AND_CRITIC, policies.ACTION, False,
-                     lambda pair, options, policy, moments: pair.clone(policy=policy))
+                     lambda pair, policy, options, moments: pair.clone(policy=policy))
 
 NETWORKS = networks.TORSOS | q_networks.POLICY_AND_CRITIC

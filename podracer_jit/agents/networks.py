@@ -333,14 +333,17 @@ class ActorCritic(nn.Module):
     return {'': (), 'gru': zeros(), 'lstm': (zeros(), zeros())}[self.core]
 
 
-def actor_critic(torso: nn.Module, options: TorsoOptions, policy: Policy,
+PLAIN = TorsoOptions()
+
+
+def actor_critic(torso: nn.Module, policy: Policy, options: TorsoOptions = PLAIN,
                  moments: Sequence[str] = ()) -> ActorCritic:
   """Returns the actor-critic around a torso.
 
   Args:
     torso: [N, *obs] -> [N, features].
-    options: the recurrent core, and whether the critic has a torso of its own.
     policy: the policy whose distribution the network gives.
+    options: the recurrent core, and whether the critic has a torso of its own.
     moments: what is normalised: 'obs', 'returns', 'values'.
   """
   critic = torso.clone() if options.separate_critic else None

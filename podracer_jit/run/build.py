@@ -103,7 +103,7 @@ def make_network(experiment: Experiment) -> nn.Module:
   """
   try:
     network = experiment.algorithm.network_kind.build(
-        experiment.network, experiment.torso_options, experiment.policy,
+        experiment.network, experiment.policy, experiment.torso_options,
         experiment.normalise.moments)
   except ValueError as error:
     raise ValueError(f'network.{error}') from None

@@ -187,8 +187,10 @@ def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec)
   name = fields['policy']
   if name == config_lib.POLICY:
     family = next(iter(fitting.values()))
+  elif ':' in str(name):
+    family = parts.find('policy', name, {})
   else:
-    family = parts.find('policy', name, FAMILIES)
+    family = FAMILIES.get(name)
   if not isinstance(family, Family) or (family.discrete, family.reads) != (discrete, reads):
     known = ', '.join((config_lib.POLICY, *fitting))
     raise ValueError(f'policy: must be one of {known} for the actions of {spec.task}, got '

@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit.actor import asynchronous, rollouts
+from podracer_jit.actor import asynchronous
+from podracer_jit.actor.pools import Pools
 from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs
-from podracer_jit.envs.envpool_envs import TimeStep
-from podracer_jit.run import checks, experiment
+from podracer_jit.envs.protocol import TimeStep
+from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.run.experiment import resolve
 from tests.actor.test_rollouts import SMALL, Row, linear
 from tests.envs.test_envs import MUJOCO, python_pool
-from tests.runs import by_rows, changed, parts, run, small
+from tests.runs import by_rows, changed, prepared, run, small
 from tests.workers import wrap
 
 
@@ -108,7 +110,7 @@ class Made:
 
   def __init__(self, task, num_envs, batch, steps, count, options):
     self.steps, scripted = steps, task == 'scripted'
-    seeds = envpool_envs.env_seeds(4, 0, 0, num_envs)
+    seeds = env_seeds(4, 0, 0, num_envs)
     if scripted:
       weights = np.array([5, 4, 1, 1, 1, 0.2]) / 12.2
       shard, self.policy = Scripted(num_envs, batch, weights), policies.categorical(3)
@@ -122,7 +124,7 @@ class Made:
     self.params = jax.random.normal(
         jax.random.key(0), (int(np.prod(obs.shape)), 1 + self.policy.dist_size)) / 10
     state = asynchronous.initial_state(shard, jax.random.key(3), obs, self.policy, steps)
-    pools, self.rollouts, self.left = rollouts.Pools([shard]), [], []
+    pools, self.rollouts, self.left = Pools([shard]), [], []
     program = pools.load(asynchronous.make_rollout(shard, by_rows(linear), self.policy, steps),
                          (self.params, state), (1,))
     for _ in range(count):
@@ -243,9 +245,9 @@ def test_training_counts_what_the_actor_made():
 
 
 def test_an_asynchronous_actor_repeats_nothing():
-  assert experiment.repeats(small())
-  assert not experiment.repeats(small(env_batch=4))
-  assert not experiment.repeats(changed(small(), scheme='impala'))
+  assert resolve(small()).deterministic
+  assert not resolve(small(env_batch=4)).deterministic
+  assert not resolve(changed(small(), scheme='impala')).deterministic
 
 
 @pytest.mark.parametrize('loss, fields, message', [
@@ -263,10 +265,10 @@ def test_a_config_that_cannot_be_asynchronous_is_refused(loss, fields, message):
   if loss == 'dqn':
     config['replay'].update(min_size=64, capacity=64, batch_size=8)
   with pytest.raises(ValueError, match=message):
-    checks.check(config)
+    resolve(config)
 
 
 def test_each_asynchronous_actor_has_one_shard():
   with pytest.raises(ValueError, match=r'num_shards: must be the number of actors .*, 1; got 2'):
-    parts(small(env_batch=2, num_shards=2))
-  parts(changed(small(env_batch=2, num_shards=2), placement__actors_per_device=2))
+    prepared(small(env_batch=2, num_shards=2))
+  prepared(changed(small(env_batch=2, num_shards=2), placement__actors_per_device=2))

@@ -5,7 +5,7 @@ from numpy.testing import assert_array_equal
 
 from podracer_jit.envs import frames
 from podracer_jit.run import build
-from tests.runs import fresh_parts, initial_state, small
+from tests.runs import fresh, initial_state, small
 
 pytestmark = pytest.mark.implementation
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.implementation
 def test_frames_of_an_asynchronous_pool_are_kept_once(monkeypatch):
   of = frames.of
   monkeypatch.setattr(frames, 'of', lambda obs, stack: (obs, of(obs, stack)))
-  made = fresh_parts(small('impala', 'Pong-v5', 'nature_cnn', env_batch=4))
+  made = fresh(small('impala', 'Pong-v5', 'nature_cnn', env_batch=4))
   state, fresh = initial_state(made), 0
   with build.segment(made, state, 0, 3, print) as segment:
     worker = segment.workers[0]

@@ -14,8 +14,10 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.actor import rollouts
+from podracer_jit.actor.pools import Pools
 from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs, frames
+from podracer_jit.envs.seeds import env_seeds
 from tests.envs.test_envs import python_pool
 from tests.runs import by_rows
 
@@ -35,7 +37,7 @@ class Actor:
     """A list of `seeds` and a number for its key a shard."""
     spec = envpool_envs.make_spec(task, options)
     shards = [envpool_envs.Shard(task, options, some, 1) for some in seeds]
-    self.pools = rollouts.Pools(shards)
+    self.pools = Pools(shards)
     self.params = jax.random.normal(
         jax.random.key(0), (int(np.prod(spec.obs_shape)), 1 + spec.num_actions))
     self.state = rollouts.initial_state(shards, [jax.random.key(k) for k in keys])
@@ -134,7 +136,7 @@ class Row:
 @pytest.mark.parametrize('case', CASES.values(), ids=CASES)
 def test_every_row_is_what_the_python_api_gives(case):
   task, num_envs, steps, count, options, kinds = case
-  seeds = envpool_envs.env_seeds(4, 0, 0, num_envs)
+  seeds = env_seeds(4, 0, 0, num_envs)
   made = in_a_row(roll(task, [seeds], steps, count=count, **options))
   pool = python_pool(task, seeds, **options)
   obs, _ = pool.reset()
@@ -181,7 +183,7 @@ def decided(params, obs):
 
 
 def test_two_rollouts_are_one_twice_as_long():
-  seeds = [envpool_envs.env_seeds(1, 0, 0, 4)]
+  seeds = [env_seeds(1, 0, 0, 4)]
   short = in_a_row(roll('CartPole-v1', seeds, 12, count=4, apply=decided))
   long = in_a_row(roll('CartPole-v1', seeds, 24, count=2, apply=decided))
   jax.tree.map(assert_array_equal, short, long)

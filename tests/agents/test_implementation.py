@@ -9,6 +9,7 @@ import pytest
 from podracer_jit.agents import networks
 from podracer_jit.agents.policies import categorical
 from tests.agents.test_networks import FRAMES, of_rows
+from tests.runs import make_network
 
 pytestmark = pytest.mark.implementation
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.implementation
 @pytest.mark.parametrize('name', networks.IMAGE_TORSOS)
 def test_gradients_stay_in_the_layout_that_loops_run_fast(name):
   """Autodiff's own gradients are 15 to 50 times slower inside XLA's CPU loops."""
-  network = networks.make(name, categorical(6))
+  network = make_network(name, categorical(6))
   params = jax.eval_shape(lambda key, obs: network.init(key, obs[None]), jax.random.key(0), FRAMES)
 
   def loss(params, obs):

@@ -11,6 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from podracer_jit.agents import networks
 from podracer_jit.agents.policies import categorical
 from podracer_jit.numerics import convolution
+from tests.runs import make_network
 
 FRAMES = jax.ShapeDtypeStruct((5, 4, 84, 84), np.uint8)
 VECTORS = jax.ShapeDtypeStruct((5, 3, 7), np.float32)
@@ -41,7 +42,7 @@ MLP = _dense(3 * 7, 64) + _dense(64, 32) + _dense(32, 6) + _dense(32, 1)
     ('impala_resnet', dict(channels=(16, 32, 32), hidden=256), FRAMES, RESNET),
     ('mlp', dict(hidden=(64, 32)), VECTORS, MLP)])
 def test_shapes_and_parameter_counts(name, sizes, obs, count):
-  network = networks.make(name, categorical(6), **sizes)
+  network = make_network(name, categorical(6), **sizes)
   params = jax.eval_shape(lambda key, obs: network.init(key, obs[None]), jax.random.key(0), obs)
   assert sum(x.size for x in jax.tree.leaves(params)) == count
   assert all(x.dtype == np.float32 for x in jax.tree.leaves(params))
@@ -133,7 +134,7 @@ def _pool_same(x):
 
 def test_impala_resnet_as_in_the_paper():
   """1802.01561, figure 3: convolution, pooling, blocks; at the end a rectifier, a dense layer."""
-  network = networks.make('impala_resnet', categorical(2), channels=(2, 3), blocks=1, hidden=4)
+  network = make_network('impala_resnet', categorical(2), channels=(2, 3), blocks=1, hidden=4)
   rng = np.random.default_rng(0)
   obs = rng.integers(256, size=(1, 2, 5, 9)).astype(np.uint8)
   shapes = jax.eval_shape(network.init, jax.random.key(0), obs[None])
@@ -157,7 +158,7 @@ def test_impala_resnet_as_in_the_paper():
 
 
 def test_mlp_by_hand():
-  network = networks.make('mlp', categorical(2), hidden=(1,))
+  network = make_network('mlp', categorical(2), hidden=(1,))
   heads = {'policy': {'kernel': np.float32([[1, -1]]), 'bias': np.float32([0, 3])},
            'value': {'kernel': np.float32([[10]]), 'bias': np.float32([0.5])}}
   torso = {'Dense_0': {'kernel': np.float32([[1], [2], [0.25]]), 'bias': np.float32([-1])}}
@@ -172,7 +173,7 @@ def test_centred_observations_do_not_tell_how_bright_it_is():
   dark = np.random.default_rng(0).integers(0, 200, (3, 2, 20, 20)).astype(np.uint8)
   sizes = dict(channels=(4, 8), kernels=(4, 3), strides=(2, 1), hidden=16)
   for centre in (True, False):
-    network = networks.make('nature_cnn', categorical(6), centre=centre, **sizes)
+    network = make_network('nature_cnn', categorical(6), centre=centre, **sizes)
     params = network.init(jax.random.key(0), dark[None])
     outputs = [jnp.concatenate([x.ravel() for x in of_rows(network, params, obs)])
                for obs in (dark, dark + np.uint8(50))]

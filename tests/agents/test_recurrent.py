@@ -7,9 +7,11 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.actor import rollouts
-from podracer_jit.agents import networks, policies
+from podracer_jit.actor.pools import Pools
+from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs
-from tests.runs import changed, run, small
+from podracer_jit.envs.seeds import env_seeds
+from tests.runs import changed, make_network, run, small
 
 SIZE, FEATURES, STEPS, ENVS = 5, 3, 7, 4
 
@@ -38,7 +40,7 @@ def lstm(w, state, x):
 
 
 def network_of(core, moments=()):
-  return networks.make('mlp', policies.categorical(2), core=core, core_size=SIZE, hidden=(6,),
+  return make_network('mlp', policies.categorical(2), core=core, core_size=SIZE, hidden=(6,),
                        moments=moments)
 
 
@@ -76,9 +78,9 @@ def test_a_core_goes_on_from_its_state_and_begins_anew_after_an_invalid_row(core
 def test_rollouts_carry_the_state_and_store_it_at_their_first_row(core):
   """What the actor thought, row by row, is what a learner makes of the stored state."""
   shards = [envpool_envs.Shard('CartPole-v1', {'max_episode_steps': 9},
-                               envpool_envs.env_seeds(1, 0, 0, ENVS), 1)]
+                               env_seeds(1, 0, 0, ENVS), 1)]
   network = network_of(core)
-  pools = rollouts.Pools(shards)
+  pools = Pools(shards)
   try:
     obs = np.zeros((1, ENVS, 4), np.float32)
     params, _ = start(network, obs, np.ones((1, ENVS), bool))

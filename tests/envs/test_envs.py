@@ -12,8 +12,11 @@ import pytest
 from jax import lax
 from numpy.testing import assert_allclose, assert_array_equal
 
+from podracer_jit import experiment
 from podracer_jit.envs import envpool_envs
-from podracer_jit.run import checks, experiment
+from podracer_jit.envs.protocol import EnvSpec
+from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.run.experiment import resolve
 from podracer_jit.runtime import placement
 
 MUJOCO = 'HalfCheetah-v4'
@@ -55,27 +58,27 @@ def test_envpools_own_neighbouring_seeds_share_nearly_all_streams():
 @pytest.mark.parametrize('other', [dict(seed=2), dict(segment=1), dict(first_env=64)])
 def test_seeds_of_two_pools_are_disjoint_and_their_streams_differ(other):
   where = dict(seed=1, segment=0, first_env=0, num_envs=64)
-  one, next_one = envpool_envs.env_seeds(**where), envpool_envs.env_seeds(**where | other)
+  one, next_one = env_seeds(**where), env_seeds(**where | other)
   assert len(set(one + next_one)) == 128
   obs = np.concatenate([first_obs('CartPole-v1', seeds) for seeds in (one, next_one)])
   assert len(np.unique(obs, axis=0)) == 128
 
 
 def test_neighbouring_environments_have_no_neighbouring_seeds():
-  seeds = np.sort(envpool_envs.env_seeds(3, 0, 0, 4096))
+  seeds = np.sort(env_seeds(3, 0, 0, 4096))
   assert seeds[0] >= 0 and seeds[-1] < 2**31  # what EnvPool takes
   assert np.diff(seeds).min() > 1
 
 
 def test_a_seed_depends_on_nothing_but_seed_segment_and_environment():
-  whole = envpool_envs.env_seeds(5, 2, 0, 24)
+  whole = env_seeds(5, 2, 0, 24)
   for width in (1, 4, 8):
-    cut = [envpool_envs.env_seeds(5, 2, first, width) for first in range(0, 24, width)]
+    cut = [env_seeds(5, 2, first, width) for first in range(0, 24, width)]
     assert sum(cut, []) == whole
 
 
 def test_a_shard_gives_each_environment_its_seed():
-  seeds = envpool_envs.env_seeds(1, 0, 0, 6)
+  seeds = env_seeds(1, 0, 0, 6)
   shard = envpool_envs.Shard('CartPole-v1', {}, seeds, ONE_THREAD)
   assert_array_equal(shard.first_obs, first_obs('CartPole-v1', seeds))
   assert_array_equal(shard.first_obs[4], first_obs('CartPole-v1', seeds[4:5])[0])
@@ -269,7 +272,7 @@ def test_integers_are_good_for_a_float():
 def test_a_spec_says_what_the_learner_will_see():
   spec = envpool_envs.make_spec('Pong-v5', dict(img_height=42, stack_num=2, full_action_space=True,
                                         frame_skip=5, max_episode_steps=99))
-  assert spec == envpool_envs.EnvSpec('Pong-v5', (2, 42, 84), np.uint8, 18, (), (), 5, 99, 2)
+  assert spec == EnvSpec('Pong-v5', (2, 42, 84), np.uint8, 18, (), (), 5, 99, 2)
   assert envpool_envs.make_spec('CartPole-v1', {}).frame_skip == 1
   assert envpool_envs.make_spec(MUJOCO, {}).obs_dtype == np.float32  # EnvPool says float64
 
@@ -286,7 +289,7 @@ def test_a_policy_that_does_not_fit_the_actions_is_refused(task, policy):
   config = experiment.config('impala', 'mlp', 'adam', policy=policy)
   config.env.task = task
   with pytest.raises(ValueError, match=rf'policy: must be one of auto, .* {task}, got .{policy}'):
-    checks.check(config)
+    resolve(config)
 
 
 def test_dicts_are_laid_end_to_end_by_name():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from podracer_jit.envs import envpool_envs
+from podracer_jit.envs.seeds import env_seeds
 from tests.envs.test_envs import ONE_THREAD
 
 pytestmark = pytest.mark.implementation
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.implementation
 
 def test_a_call_has_side_effects_for_xla_and_no_effects_for_jax():
   """XLA must keep each; JAX would call a program that has effects by Python, each time."""
-  shard = envpool_envs.Shard('CartPole-v1', {}, envpool_envs.env_seeds(1, 0, 0, 2), ONE_THREAD)
+  shard = envpool_envs.Shard('CartPole-v1', {}, env_seeds(1, 0, 0, 2), ONE_THREAD)
   step = jax.jit(lambda handle, action: shard.recv(shard.send(handle, action)))
   traced = step.trace(jnp.array(shard.handle), jnp.zeros(2, jnp.int32))
   assert not traced.jaxpr.effects

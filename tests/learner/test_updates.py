@@ -1,6 +1,8 @@
 """Gradients and updates against plain NumPy, and to the last bit against themselves elsewhere."""
 
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,12 @@ from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.agents import networks, optimizers
+from podracer_jit.agents.networks import Model
 from podracer_jit.agents.policies import categorical
 from podracer_jit.envs import frames
 from podracer_jit.learner import rollout_updates
-from podracer_jit.losses import objectives
+from podracer_jit.losses import ALGORITHMS
+from podracer_jit.losses.objective import Objective
 from podracer_jit.numerics import deterministic, fingerprints
 from podracer_jit.types import Episodes, Rollout, TrainState
 from tests import reference
@@ -29,8 +33,8 @@ OPTIONS = {
     'ppo': dict(discount=DISCOUNT, gae_lambda=0.8, clip=0.1, clip_value=True, value_coef=0.5,
                 entropy_coef=0.05, normalise_advantage=True, vtrace=False),
 }
-RMSPROP = dict(name='rmsprop', decay=0.99, eps=0.01, max_grad_norm=40.0, kl_target=0.0)
-ADAM = dict(name='adam', b1=0.9, b2=0.999, eps=1e-5, max_grad_norm=40.0, kl_target=0.0)
+RMSPROP = optimizers.RMSProp(decay=0.99, eps=0.01, max_grad_norm=40.0, kl_target=0.0)
+ADAM = optimizers.Adam(b1=0.9, b2=0.999, eps=1e-5, max_grad_norm=40.0, kl_target=0.0)
 BY_ENV = PartitionSpec(None, deterministic.AXIS)
 
 
@@ -56,7 +60,12 @@ def make_rollout(seed, steps, num_envs, obs_shape=(5,), dtype=np.float32):
 
 
 def make_network(name='mlp', **sizes):
-  return networks.make(name, POLICY, **sizes)
+  return networks.actor_critic(networks.TORSOS[name](**sizes), POLICY)
+
+
+def make_objective(name, network, unroll_length, **options):
+  algorithm = ALGORITHMS[name](**OPTIONS[name] | options)
+  return Objective(algorithm, Model(network.apply, POLICY), unroll_length)
 
 
 def make_params(network, obs, seed=0):
@@ -82,10 +91,10 @@ def test_pieces(items, item_rows, microbatch_rows, expected):
   assert rollout_updates.pieces(items, item_rows, microbatch_rows) == expected
 
 
-def _items(groups, group_envs, per_env, shuffle, minibatches=2, seed=5):
-  """The first of `minibatches` minibatches: items of each group, [groups, n]."""
-  rng, count = np.random.default_rng(seed), group_envs * per_env
-  order = rng.permutation if shuffle else np.arange
+def _items(groups, group_envs, objective, minibatches=2, seed=5):
+  """The first of `minibatches` minibatches: elements of each group, [groups, n]."""
+  rng, count = np.random.default_rng(seed), group_envs * objective.elements_per_env
+  order = rng.permutation if objective.algorithm.shuffles else np.arange
   return np.stack([order(count)[:count // minibatches] for _ in range(groups)]).astype(np.int32)
 
 
@@ -162,7 +171,7 @@ def _pull_back(params, obs, by_logits, by_value):
 
 
 def _gradient(name, sizes, unroll_length):
-  objective = objectives.OBJECTIVES[name](NETWORK.apply, POLICY, unroll_length, OPTIONS[name])
+  objective = make_objective(name, NETWORK, unroll_length)
   return objective, jax.jit(rollout_updates.make_gradient(objective, sizes, 1))
 
 
@@ -174,7 +183,7 @@ def _case(name, groups, microbatch_rows):
   params = make_params(NETWORK, rollout.obs)
   sizes = rollout_updates.Sizes(NUM_ENVS, groups, 2, 1, microbatch_rows)
   objective, gradient = _gradient(name, sizes, STEPS)
-  items = _items(groups, NUM_ENVS // groups, objective.items_per_env, objective.shuffle)
+  items = _items(groups, NUM_ENVS // groups, objective)
   targets = ()
   if name == 'ppo':  # NaN, as the reference has it in invalid rows, would pass through any mask
     targets = {k: np.nan_to_num(v, nan=5.0).astype(np.float32)
@@ -204,7 +213,7 @@ def test_ppo_prepares_advantages_and_targets():
   rollout = make_rollout(2, STEPS, NUM_ENVS)
   params = make_params(NETWORK, rollout.obs)
   objective, _ = _gradient('ppo', rollout_updates.Sizes(NUM_ENVS, 1, 1, 1, 0), STEPS)
-  targets = jax.jit(objective.prepare)(params, rollout)
+  targets = jax.jit(objective.targets)(params, rollout)
   expected = _ppo_targets(params, rollout)
   assert set(targets) == set(expected)
   for name, value in expected.items():
@@ -219,7 +228,7 @@ def test_invalid_rows_do_not_matter(name):
   objective, _ = _gradient(name, rollout_updates.Sizes(NUM_ENVS, 2, 2, 1, 6), STEPS)
 
   def run(rollout):
-    targets = jax.jit(objective.prepare)(params, rollout)
+    targets = jax.jit(objective.targets)(params, rollout)
     return gradient(params, rollout, targets, items)
 
   before = run(rollout)
@@ -252,9 +261,9 @@ def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
   rollout = make_rollout(3, steps, num_envs, obs_shape, dtype)
   params = make_params(network, rollout.obs)
   sizes = rollout_updates.Sizes(num_envs, 4, 1, 1, microbatch_rows)
-  objective = objectives.OBJECTIVES[name](network.apply, POLICY, steps, OPTIONS[name])
-  items = _items(4, num_envs // 4, objective.items_per_env, objective.shuffle, minibatches=1)
-  targets = jax.jit(objective.prepare)(params, rollout)
+  objective = make_objective(name, network, steps)
+  items = _items(4, num_envs // 4, objective, minibatches=1)
+  targets = jax.jit(objective.targets)(params, rollout)
   specs, results = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(deterministic.AXIS)), []
   for devices in (1, 2, 4):
     gradient = rollout_updates.make_gradient(objective, sizes, devices)
@@ -274,8 +283,8 @@ def test_frames_kept_once_give_the_gradient_of_whole_stacks(name, vtrace):
   once = whole._replace(obs=frames.of(stacks, 4))
   assert once.obs.frame.size < stacks.size / 2
   params = make_params(NETWORK, stacks)
-  options = OPTIONS[name] | (dict(vtrace=vtrace) if name == 'ppo' else {})
-  objective = objectives.OBJECTIVES[name](NETWORK.apply, POLICY, STEPS, options)
+  options = dict(vtrace=vtrace) if name == 'ppo' else {}
+  objective = make_objective(name, NETWORK, STEPS, **options)
   sizes = rollout_updates.Sizes(NUM_ENVS, 2, 2, 2, 0)
   learn = jax.jit(rollout_updates.make_learn(objective, optax.identity(), lambda steps: 0.1, sizes))
   made = [learn(_state(params, optax.identity()), rollout) for rollout in (whole, once)]
@@ -289,7 +298,7 @@ def test_a_plain_sum_is_the_same_gradient_but_for_rounding():
   network, steps, num_envs, obs_shape = LARGE['mlp']
   rollout = make_rollout(3, steps, num_envs, obs_shape)
   params = make_params(network, rollout.obs)
-  objective = objectives.impala(network.apply, POLICY, steps, OPTIONS['impala'])
+  objective = make_objective('impala', network, steps)
   items = jnp.arange(num_envs)  # of one group a device, so the same envs in all
   specs = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(deterministic.AXIS))
   results = []
@@ -318,9 +327,9 @@ def test_learning_is_exact_on_any_mesh(groups):
   rollout = make_rollout(3, steps, num_envs, obs_shape)
   params = make_params(network, rollout.obs)
   sizes = rollout_updates.Sizes(num_envs, groups, 2, 2, 0)
-  objective = objectives.ppo(network.apply, POLICY, steps, OPTIONS['ppo'])
-  optimizer = optimizers.make(ADAM)
-  rate = optimizers.make_learning_rate(dict(learning_rate=1e-3, anneal=True), 100_000)
+  objective = make_objective('ppo', network, steps)
+  optimizer = ADAM.transformation()
+  rate = optimizers.Adam(learning_rate=1e-3, anneal=True).schedule(100_000)
   before = _state(params, optimizer, update=jnp.int32(3), steps=jnp.int32(25_000))
   results = []
   for size in (1, groups):
@@ -376,10 +385,10 @@ def test_learning_descends_the_gradient(name):
 
 def _orders(name, sizes, steps, mesh_size=1, update=0):
   """What items `fuse` asks gradients of: [epochs, minibatches, groups, n]."""
-  objective = objectives.OBJECTIVES[name](None, POLICY, steps, OPTIONS[name])
+  objective = make_objective(name, NETWORK, steps)
   objective = objective._replace(prepare=lambda params, rollout: ())
   groups = sizes.num_grad_shards
-  size = sizes.num_envs * objective.items_per_env // groups // sizes.num_minibatches
+  size = sizes.num_envs * objective.elements_per_env // groups // sizes.num_minibatches
   rounds = sizes.num_epochs * sizes.num_minibatches
 
   def gradient(params, rollout, targets, items):
@@ -430,7 +439,7 @@ def test_sequences_are_visited_in_order():
 
 def _descend(options, gradients, rate=0.1):
   """Parameters after each gradient, from zero."""
-  optimizer = optimizers.make(options)
+  optimizer = options.transformation()
   update = jax.jit(rollout_updates.make_update(optimizer, lambda steps: rate))
   state, path = _state(jnp.zeros(len(gradients[0])), optimizer), []
   for gradient in gradients:
@@ -467,10 +476,10 @@ def test_adam_by_hand():
 
 
 def test_learning_rate_falls_to_zero():
-  rate = optimizers.make_learning_rate(dict(learning_rate=0.5, anneal=True), 1000)
+  rate = optimizers.Adam(learning_rate=0.5, anneal=True).schedule(1000)
   got = [float(rate(jnp.int32(steps))) for steps in (0, 250, 500, 999, 1000, 1100)]
   assert_allclose(got, [0.5, 0.375, 0.25, 0.0005, 0, 0], rtol=1e-4)
-  rate = optimizers.make_learning_rate(dict(learning_rate=0.5, anneal=False), 1000)
+  rate = optimizers.Adam(learning_rate=0.5, anneal=False).schedule(1000)
   assert [float(rate(jnp.int32(steps))) for steps in (0, 1100)] == [0.5, 0.5]
 
 
@@ -485,8 +494,8 @@ def test_update_takes_the_rate_of_its_steps():
 
 def test_the_rate_follows_the_policys_change():
   """rl_games: a factor of 1.5 less above twice the target, 1.5 more below half, within bounds."""
-  options = ADAM | {'kl_target': 0.01, 'learning_rate': 1e-3}
-  optimizer = optimizers.make(options)
+  options = dataclasses.replace(ADAM, kl_target=0.01, learning_rate=1e-3)
+  optimizer = options.transformation()
   update = jax.jit(rollout_updates.make_update(optimizer, lambda steps: 1.0))
   state, factors = _state(jnp.zeros(1), optimizer), []
   for kl in [0.021, 0.019, 0.006, 0.004, 0.004, *[0.0] * 5, *[1.0] * 30]:

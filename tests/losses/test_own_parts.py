@@ -1,4 +1,4 @@
-"""A user's own algorithm, network, optimizer, policy, scheme and environment, in a file of theirs."""
+"""A user's own algorithm, network, optimizer, policy, scheme and environment, in their file."""
 
 import importlib
 import pathlib

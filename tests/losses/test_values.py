@@ -1,5 +1,7 @@
 """Losses of transitions, networks of values and the policies on them, against hand and NumPy."""
 
+import functools
+
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
@@ -8,9 +10,8 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit import losses
-from podracer_jit.agents import policies, q_networks
+from podracer_jit.agents import networks, policies, q_networks
 from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari
-from podracer_jit.learner import replay_updates
 from podracer_jit.replay import buffer
 from tests.reference import numeric_gradient
 
@@ -66,11 +67,11 @@ def _transitions(rng, count, obs, action):
 
 def test_dqn_gradient_is_that_of_the_weighted_loss():
   rng = np.random.default_rng(0)
-  network = q_networks.make_dueling('mlp', policies.epsilon_greedy(3), hidden=(4, 4))
+  network = q_networks.dueling(networks.MLP((4, 4)), policies.epsilon_greedy(3))
   params, target = (network.init(jax.random.key(i), jnp.zeros((1, 1, 5))) for i in range(2))
   batch = _transitions(rng, 6, 5, rng.integers(0, 3, 6).astype(np.int32))
   weight = rng.random(6).astype(np.float32)
-  loss = replay_updates.dqn(network, {})
+  loss = functools.partial(losses.DQN().loss, network)
   (_, (terms, error)), gradient = jax.value_and_grad(loss, has_aux=True)(
       params, target, batch, weight)
 
@@ -106,7 +107,7 @@ def test_dpg_gradients_are_of_each_network_alone():
   batch = _transitions(rng, 6, 5, rng.uniform(-1, 1, (6, 2)).astype(np.float32))
   weight = rng.random(6).astype(np.float32)
   clip = 1e-3  # below most slopes of a fresh critic
-  loss = replay_updates.dpg(network, dict(dqda_clip=clip))
+  loss = functools.partial(losses.DPG(dqda_clip=clip).loss, network)
   gradient = jax.grad(loss, has_aux=True)(params, target, batch, weight)[0]['params']
 
   def q(params, obs, action):
@@ -129,7 +130,7 @@ def test_dpg_gradients_are_of_each_network_alone():
 
 def test_dueling_adds_advantages_without_their_mean():
   """1511.06581, equation 9, from the streams' own outputs."""
-  network = q_networks.make_dueling('mlp', policies.epsilon_greedy(3), hidden=(4, 6))
+  network = q_networks.dueling(networks.MLP((4, 6)), policies.epsilon_greedy(3))
   params = network.init(jax.random.key(0), jnp.zeros((1, 1, 5)))
   obs = np.random.default_rng(2).normal(size=(2, 3, 5)).astype(np.float32)
   w = jax.tree.map(np.asarray, params['params'])

@@ -12,7 +12,7 @@ from podracer_jit.configs import (
   ppo_pong_envpool,
 )
 from podracer_jit.run import experiment
-from tests.runs import changed, parts, small
+from tests.runs import changed, prepared, small
 
 # 1709.06009, table 2 and section 3; EnvPool's no-ops: 1 is none.
 PROTOCOL = {
@@ -76,4 +76,4 @@ def test_is_the_papers_table(case):
     (dict(log={'window': 100, 'every_seconds': 1.0}), 'log.tensorboard: is missing')])
 def test_a_field_that_a_config_file_misspells_is_refused(fields, said):
   with pytest.raises(ValueError, match='^' + re.escape(said)):
-    parts(changed(small('ppo'), **fields))
+    prepared(changed(small('ppo'), **fields))

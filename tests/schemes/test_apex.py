@@ -1,5 +1,7 @@
 """Learning from a replay: exact anywhere, resumed exactly, or free at rates that are kept."""
 
+import copy
+import dataclasses
 import functools
 import json
 import re
@@ -11,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podracer_jit import loops
+from podracer_jit import experiment, loops, losses
 from podracer_jit.learner import replay_updates
-from podracer_jit.run import checkpoint, checks, evaluation, experiment, train
+from podracer_jit.run import checkpoint, evaluation, train
+from podracer_jit.run.experiment import resolve
 from podracer_jit.types import Target, TrainState
-from tests.runs import changed, parts, run
+from tests.runs import changed, prepared, run, small
 from tests.workers import wrap
 
 UPDATES = 8
@@ -45,9 +48,9 @@ def config(kind, **fields):
   return changed(whole.to_dict(), **fields)
 
 
-def parts_of(kind, **fields):
+def run_of(kind, **fields):
   """Compiled once for all tests that run it on the same devices."""
-  return parts(config(kind, **fields))
+  return prepared(config(kind, **fields))
 
 
 def made(kind, scheme, runner=loops.run, actors=(0,), learners=(0,)):
@@ -104,8 +107,9 @@ def test_the_rate_that_is_told_is_that_of_the_updates_own_steps():
 def _train(workdir, total, learners=(0,), **fields):
   whole = config('dpg', total_steps=total, checkpoint__every_updates=4, **fields)
   checkpoint.open_workdir(workdir, whole | dict(total_steps=10**6))
-  train.train(parts_of('dpg', scheme='sync', placement__actor_devices=(0,),
-                      placement__learner_devices=learners)._replace(config=whole), workdir)
+  placed = run_of('dpg', scheme='sync', placement__actor_devices=(0,),
+                  placement__learner_devices=learners)
+  train.train(dataclasses.replace(placed, experiment=resolve(whole)), workdir)
   found = [json.loads(line) for line in (workdir / 'receipts.jsonl').read_text().splitlines()]
   return [(x['update'], x['batch'], x['params']) for x in found if 'update' in x]
 
@@ -122,15 +126,15 @@ def test_a_free_run_of_several_actors_can_be_evaluated(tmp_path):
   """With one actor the tolerance would have to be larger: a rollout of it adds more."""
   whole = config('dqn', scheme='apex', replay__samples_per_insert=2.0, replay__tolerance=6272,
                  placement__actor_devices=(0, 1))
-  checks.check(whole)
+  resolve(whole)
   checkpoint.open_workdir(tmp_path, whole)
-  checks.check(evaluation.read_config(tmp_path))
+  evaluation.read_experiment(tmp_path)
 
 
 def test_evaluation_does_not_explore(tmp_path):
   """Noise, or its key, changes nothing; the same games with another policy are others."""
   _train(tmp_path, 4 * 256)
-  agent = evaluation.restore(tmp_path, evaluation.read_config(tmp_path))
+  agent = evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path))
 
   def play(agent, key):
     with evaluation.game(agent, [-2, -3], jax.random.key(key), 1000) as (_, program, state):
@@ -165,9 +169,12 @@ def _stalled(name, seconds):
 
 def _free(learners=(2,), **fields):
   """Two actors; fields are such that no program depends on them."""
-  whole = parts_of('dqn', scheme='apex', placement__actor_devices=(0, 1), replay__batch_size=128,
-                   placement__learner_devices=learners)
-  return dict(config=None, made=whole._replace(config=changed(whole.config, **fields)))
+  whole = run_of('dqn', scheme='apex', placement__actor_devices=(0, 1), replay__batch_size=128,
+                 placement__learner_devices=learners)
+  assert whole.learner.programs  # made before the copy, which then has the same
+  learner = copy.copy(whole.learner)
+  learner.options = resolve(changed(dict(whole.experiment.fields), **fields)).replay
+  return dict(config=None, of=dataclasses.replace(whole, learner=learner))
 
 
 def test_a_stalled_actor_does_not_stall_the_learner():
@@ -229,11 +236,14 @@ def test_actors_keep_their_parameters_for_so_many_rollouts():
 
 def test_epsilons_and_noise_are_the_papers():
   """1803.00933, section 4.1: epsilon^(1 + alpha i / (N - 1)); by hand for N = 3."""
-  whole = changed(config('dqn'), env__num_envs=3)
-  np.testing.assert_allclose(experiment.exploration(whole), [0.4, 0.4 ** 4.5, 0.4 ** 8], rtol=1e-6)
-  assert experiment.exploration(changed(whole, env__num_envs=1)) == np.float32(0.4)
-  np.testing.assert_array_equal(experiment.exploration(config('dpg')), np.full(16, np.float32(0.3)))
-  assert experiment.exploration(experiment.config('ppo', 'mlp', 'adam').to_dict()) is None
+  dqn = losses.DQN()
+  np.testing.assert_allclose(dqn.exploration(3), [0.4, 0.4 ** 4.5, 0.4 ** 8], rtol=1e-6)
+  assert dqn.exploration(1) == np.float32(0.4)
+  np.testing.assert_array_equal(losses.DPG().exploration(16), np.full(16, np.float32(0.3)))
+  # They reach the actors, in the order of the environments.
+  acting = run_of('dqn', scheme='sync').acting
+  np.testing.assert_array_equal(acting.exploration, dqn.exploration(16))
+  assert not hasattr(prepared(small('ppo')).acting, 'exploration')
 
 
 @pytest.mark.parametrize('fields, said', [
@@ -259,16 +269,19 @@ def test_epsilons_and_noise_are_the_papers():
     (dict(scheme='apex', replay__samples_per_insert=2.0, replay__tolerance=6271),
      'replay.tolerance: must be at least 6400, half of what a call draws (12288) and a rollout '
      'allows (2 x 256), got 6271'),
-    (dict(replay__samples_per_insert=2.0), 'replay.samples_per_insert: of apex alone; with sync'),
-    (dict(replay__params_every=2), 'replay.params_every: of apex alone; with sync it must be 1'),
-    (dict(network__hidden=()), 'network.hidden: dqn needs at least one layer'),
+    (dict(replay__samples_per_insert=2.0), 'replay.samples_per_insert: only with free rates of '
+     'acting and learning; with sync'),
+    (dict(replay__params_every=2), 'replay.params_every: only with free rates of acting and '
+     'learning; with sync it must be 1'),
+    (dict(network__hidden=()), 'network.hidden: must have at least one layer'),
     (dict(loss__epsilon=1.5), 'loss.epsilon: must be between 0 and 1, got 1.5'),
     (dict(scheme='apex', num_grad_shards=1, placement__actor_devices=(0, 1)),
      'num_grad_shards: 1 groups, each with a replay, cannot be shared evenly by 2 actors'),
-    (dict(policy='categorical'), "policy: must be one of auto for the actions of CartPole-v1")])
+    (dict(policy='categorical'), "policy: must be one of auto, epsilon_greedy for the "
+     "actions of CartPole-v1")])
 def test_what_a_replay_cannot_take_is_refused(fields, said):
   with pytest.raises(ValueError, match=re.escape(said)):
-    parts(config('dqn', **fields))
+    prepared(config('dqn', **fields))
 
 
 @pytest.mark.parametrize('scheme', ['apex', 'apex_lockstep'])
@@ -276,4 +289,4 @@ def test_schemes_of_a_replay_want_a_loss_that_draws_from_it(scheme):
   whole = experiment.config('ppo', 'mlp', 'adam', scheme=scheme).to_dict()
   whole['env']['task'] = 'CartPole-v1'
   with pytest.raises(ValueError, match=f'scheme: {scheme} is for losses with a replay'):
-    parts(whole)
+    prepared(whole)

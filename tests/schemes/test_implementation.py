@@ -8,14 +8,14 @@ import jax
 import pytest
 
 from podracer_jit import loops
-from podracer_jit.actor import rollouts
+from podracer_jit.actor.pools import Pools
 from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari, apex_dqn_catch, impala_atari
 from podracer_jit.envs import envpool_envs
+from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.learner import rollout_updates
-from podracer_jit.run import build, experiment
+from podracer_jit.run import build
 from podracer_jit.runtime import channels
-from podracer_jit.schemes import wiring
-from tests.runs import changed, fresh_parts, initial_state, parts, run, small
+from tests.runs import changed, fresh, initial_state, prepared, run, small
 from tests.workers import not_writer, wrap
 
 pytestmark = pytest.mark.implementation
@@ -58,7 +58,7 @@ def test_programs_are_called_without_python(scheme):
     finally:
       sys.setprofile(None)
 
-  run(config, updates=8, tamper=wrap(not_writer, instead=profiled), made=fresh_parts(config))
+  run(config, updates=8, tamper=wrap(not_writer, instead=profiled), of=fresh(config))
   assert {name.split()[0] for name in seen} >= ({'learner'} if scheme == 'fused' else
                                                 {'actor', 'learner'})
   for name, calls in seen.items():
@@ -72,13 +72,14 @@ def test_programs_can_be_made_for_gpus(module):
   """Lowered for CUDA, R has EnvPool's calls, each with side effects, and learning none of a CPU."""
   config = module.get_config('smoke').to_dict()
   config['env']['num_envs'], config['num_grad_shards'] = 16, 4
-  made, shards = fresh_parts(config), config['num_shards']
-  pools = rollouts.Pools([
-      envpool_envs.Shard(config['env']['task'], experiment.env_options(config),
-                 envpool_envs.env_seeds(1, 0, i, 16 // shards)) for i in range(shards)])
+  whole, shards = fresh(config), config['num_shards']
+  experiment = whole.experiment
+  pools = Pools([
+      envpool_envs.Shard(experiment.env.task, experiment.env_options,
+                         env_seeds(1, 0, i, 16 // shards)) for i in range(shards)])
   keys = [jax.random.key(i) for i in range(shards)]
-  state = initial_state(made), build.actor_state(made, pools.shards, keys, 0)
-  traced = jax.jit(wiring.make_rollout(made, pools)).trace(state[0].params, state[1])
+  state = initial_state(whole), whole.acting.initial_state(pools.shards, keys, 0)
+  traced = jax.jit(whole.acting.rollout(pools.shards)).trace(state[0].params, state[1])
   text = traced.lower(lowering_platforms=('cuda',)).as_text()
   pools.close()
   calls = re.findall(r'custom_call @(\w+)_(\w+)\(.*has_side_effect = (\w+)', text)
@@ -86,7 +87,7 @@ def test_programs_can_be_made_for_gpus(module):
   assert {tuple(kind) for _, *kind in calls} == {('recv', 'true'), ('send', 'true')}
   assert text.count('custom_call') == len(calls)
   rollout = jax.eval_shape(rollout_updates.concatenate, traced.out_info[1])
-  learn = jax.jit(made.learn).trace(state[0], rollout).lower(lowering_platforms=('cuda',))
+  learn = jax.jit(whole.learner.learn).trace(state[0], rollout).lower(lowering_platforms=('cuda',))
   assert 'stablehlo.while' in learn.as_text() and 'custom_call' not in learn.as_text()
 
 
@@ -109,7 +110,7 @@ def test_transfers_happen_in_hand_offs_alone(monkeypatch):
       depth.pop()
 
   config = changed(small(), placement__learner_devices=(1,))
-  made = parts(config)
+  made = prepared(config)
   with build.segment(made, initial_state(made), 0, 5, lambda report: None) as segment:
     monkeypatch.setattr(jax, 'device_put', device_put)
     monkeypatch.setattr(channels.DoubleBuffer, '_moved', moved)

@@ -10,7 +10,7 @@ import pytest
 
 from podracer_jit import loops
 from podracer_jit.schemes.table import SCHEMES
-from tests.runs import changed, parts, run, small
+from tests.runs import changed, prepared, run, small
 from tests.workers import not_writer, wrap
 
 # Device indices of actors and learners, for two workers where a scheme has several.
@@ -165,4 +165,4 @@ def test_the_first_exception_of_anyone_ends_all(scheme, name):
 def test_what_a_scheme_cannot_take_is_refused(fields, said):
   config = changed(small('ppo', num_shards=2, num_grad_shards=2), **fields)
   with pytest.raises(ValueError, match=re.escape(said)):
-    parts(config)
+    prepared(config)

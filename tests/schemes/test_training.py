@@ -1,5 +1,7 @@
 """Whole schemes: exact lags, and the same bits however the same experiment is run."""
 
+import copy
+import dataclasses
 import functools
 import random
 import time
@@ -10,7 +12,7 @@ from numpy.testing import assert_allclose
 
 from podracer_jit import loops
 from podracer_jit.run import build
-from tests.runs import changed, initial_state, parts, run, small
+from tests.runs import changed, initial_state, prepared, run, small
 from tests.workers import wrap
 
 CASES = {
@@ -129,7 +131,7 @@ def test_a_run_ends_at_the_update_that_reaches_total_steps():
 
 @pytest.mark.parametrize('scheme', ['sync', 'fused'])
 def test_a_segment_keeps_no_second_train_state(scheme):
-  made = parts(_config(scheme))
+  made = prepared(_config(scheme))
   state = initial_state(made)
   with build.segment(made, state, 0, 2, lambda report: None) as segment:
     loops.run(segment.workers)
@@ -148,13 +150,16 @@ def test_a_learner_is_started_while_the_rollout_is_made():
 
 def test_a_rollout_is_learned_from_where_it_was_made():
   """On one device the batch is the actor's own arrays."""
-  made, learned, whole = [], [], parts(small())
+  made, learned, whole = [], [], prepared(small())
 
   def learner(state, batch):
     learned.append(batch)
-    return whole.learner(state, batch)
+    return program(state, batch)
 
-  run(None, loops.run_serial, 3, made=whole._replace(learner=learner), tamper=wrap(
+  program = whole.learner.program
+  watched = copy.copy(whole.learner)
+  watched.program = learner
+  run(None, loops.run_serial, 3, of=dataclasses.replace(whole, learner=watched), tamper=wrap(
       'actor 0', after=lambda call, state, outputs: made.append(outputs[0].value)))
   for (rollout,), batch in zip(made, learned, strict=True):
     assert jax.tree.all(jax.tree.map(lambda x, y: x is y, rollout, batch))

@@ -16,7 +16,7 @@ from unittest import mock
 
 import jax
 
-from podracer_jit.actor import rollouts
+from podracer_jit.actor.pools import Pools
 from podracer_jit.schemes import wiring
 from podracer_jit.schemes.table import SCHEMES
 
@@ -112,14 +112,14 @@ class Needs:
 @contextlib.contextmanager
 def loading(note: Callable[[Any], None]) -> Iterator[None]:
   """A context in which `note` is called with every program that pools compile."""
-  load = rollouts.Pools.load
+  load = Pools.load
 
   def load_and_note(pools, *args, **kwargs):
     call = load(pools, *args, **kwargs)
     note(pools._program)  # noqa: SLF001 - for its text and its memory
     return call
 
-  with mock.patch.object(rollouts.Pools, 'load', load_and_note):
+  with mock.patch.object(Pools, 'load', load_and_note):
     yield
 
 

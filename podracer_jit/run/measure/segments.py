@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from podracer_jit.envs import envpool_envs
+from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.run import build, experiment
 from podracer_jit.run.measure import conventional
 from podracer_jit.run.metrics import Report
@@ -35,7 +35,7 @@ def pools_of(parts: wiring.Parts, actor: int) -> list[conventional.PoolArgs]:
   per_actor = config['num_shards'] // len(place.actors)
   options = experiment.env_options(config)
   return [conventional.PoolArgs(config['env']['task'], options,
-                                envpool_envs.env_seeds(config['seed'], 0, i * width, width),
+                                env_seeds(config['seed'], 0, i * width, width),
                                 place.env_threads)
           for i in range(actor * per_actor, (actor + 1) * per_actor)]
 

@@ -13,8 +13,9 @@ import numpy as np
 from jax import lax
 
 from podracer_jit import loops
-from podracer_jit.actor import rollouts
+from podracer_jit.actor.pools import Pools
 from podracer_jit.envs import envpool_envs
+from podracer_jit.envs.protocol import EnvSpec, TimeStep
 from podracer_jit.run import build
 from podracer_jit.run.measure.segments import Figures, Measure, begin, copy_of, pools_of
 from podracer_jit.run.measure.training import Training
@@ -94,7 +95,7 @@ def environment(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitSt
                for fire in acting(parts, state, False, at_first)]
 
   def prepare(a: int, device: jax.Device) -> Callable[[], int]:
-    pools = rollouts.Pools([envpool_envs.Shard(*args) for args in pools_of(parts, a)])
+    pools = Pools([envpool_envs.Shard(*args) for args in pools_of(parts, a)])
     stack.callback(pools.close)
     ended = tuple(jnp.zeros(shard.num_envs, bool) for shard in pools.shards)
     token, ended = jax.device_put((jnp.array(pools.shards[0].handle), ended), device)
@@ -118,7 +119,7 @@ class Still:
   The token counts the calls, so that no observation is known before its turn.
   """
 
-  def __init__(self, spec: envpool_envs.EnvSpec, num_envs: int):
+  def __init__(self, spec: EnvSpec, num_envs: int):
     """Makes two different observations of each environment."""
     self.num_envs, self.handle = num_envs, np.zeros((), np.int32)
     numbers = np.random.default_rng(0).integers(0, 2, (2, num_envs, *spec.obs_shape))
@@ -129,10 +130,10 @@ class Still:
     """Waits for the action, and does nothing with it."""
     return token + 1 + jnp.sum(action != action, dtype=jnp.int32)
 
-  def recv(self, token: jax.Array) -> tuple[jax.Array, envpool_envs.TimeStep]:
+  def recv(self, token: jax.Array) -> tuple[jax.Array, TimeStep]:
     """Returns the next observations, without rewards."""
     no, none = jnp.zeros(self.num_envs, bool), jnp.zeros(self.num_envs)
-    return token, envpool_envs.TimeStep(
+    return token, TimeStep(
                                 obs=jnp.asarray(self._obs)[token % 2], reward=none, terminated=no,
                                 truncated=no, raw_reward=none, game_over=no,
                                 env_id=jnp.arange(self.num_envs))
@@ -147,7 +148,7 @@ def policy(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) 
   width = config['env']['num_envs'] // config['num_shards']
 
   def prepare(a: int, device: jax.Device) -> Callable[[], int]:
-    pools = rollouts.Pools([Still(parts.spec, width)] * (config['num_shards'] // count))
+    pools = Pools([Still(parts.spec, width)] * (config['num_shards'] // count))
     stack.callback(pools.close)
     keys = [jax.random.key(i) for i in range(len(pools.shards))]
     acting = jax.device_put(build.actor_state(parts, pools.shards, keys, 0), device)
