@@ -8,13 +8,13 @@ import pytest
 
 from podracer_jit.agents import networks
 from podracer_jit.agents.policies import categorical
-from tests.agents.test_networks import FRAMES, of_rows
+from tests.agents.test_networks import FRAMES, IMAGE_TORSOS, of_rows
 from tests.runs import make_network
 
 pytestmark = pytest.mark.implementation
 
 
-@pytest.mark.parametrize('name', networks.IMAGE_TORSOS)
+@pytest.mark.parametrize('name', IMAGE_TORSOS)
 def test_gradients_stay_in_the_layout_that_loops_run_fast(name):
   """Autodiff's own gradients are 15 to 50 times slower inside XLA's CPU loops."""
   network = make_network(name, categorical(6))
