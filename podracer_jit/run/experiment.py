@@ -125,6 +125,24 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
   return experiment
 
 
+def resolve_on_one_device(config: Mapping[str, Any]) -> tuple[Experiment, PlacementOptions]:
+  """Resolves a config with one actor and one learner device in place of its own.
+
+  Returns:
+    The experiment, and the placement that the config asks for, which it may not be able to have.
+
+  Raises:
+    ValueError: as `resolve`.
+  """
+  fields = _plain(config)
+  place = fields.get('placement', {})
+  one_device = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1)
+  experiment = resolve(fields | {'placement': dict(place) | one_device})
+  for problem in options.check_values('placement.', place, PlacementOptions):
+    raise ValueError(problem)
+  return experiment, options.make(PlacementOptions, dict(experiment.fields['placement']) | place)
+
+
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
   """The config's own values; references and placeholders become what they stand for."""
   if not isinstance(config, ml_collections.ConfigDict):
