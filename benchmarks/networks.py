@@ -29,6 +29,8 @@ from podracer_jit.agents import networks
 from podracer_jit.numerics import convolution
 from podracer_jit.runtime import placement
 
+IMAGE_TORSOS = [name for name, torso in networks.TORSOS.items()
+                if getattr(torso, 'needs_images', False)]
 # In this order; each has what those before it have.
 VARIANTS = ('flax', 'formulations', 'max_pool', 'chunks')
 
@@ -80,8 +82,7 @@ def measure(network: str, rows: int, groups: int, variant: str, seconds: float
 def main(argv: Sequence[str]) -> int:
   """Measures and prints; returns the exit code."""
   values = flags.FlagValues()
-  flags.DEFINE_enum('network', 'nature_cnn', list(networks.IMAGE_TORSOS), 'Which.',
-                    flag_values=values)
+  flags.DEFINE_enum('network', 'nature_cnn', IMAGE_TORSOS, 'Which.', flag_values=values)
   flags.DEFINE_list('rows', ['160', '640'], 'Rows of a batch; several.', flag_values=values)
   flags.DEFINE_integer('groups', 0, 'Batches one after the other in a loop; 0: one, without.',
                        lower_bound=0, flag_values=values)

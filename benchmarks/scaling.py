@@ -221,8 +221,8 @@ def benchmark(argv: Sequence[str]) -> int:
   except (ValueError, Failed) as error:
     print(f'scaling: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)
-  result = dict(config=experiment.fields, processes=values.processes, updates=values.updates, cores=cores,
-                versions=checkpoint.versions(), published=PUBLISHED
+  result = dict(config=experiment.fields, processes=values.processes, updates=values.updates,
+                cores=cores, versions=checkpoint.versions(), published=PUBLISHED
                 ) | efficiencies(rounds, values.processes)
   show(result)
   if values.json:

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from podracer_jit.run import build, checks, experiment
+from podracer_jit import experiment
 from podracer_jit.run.commands import benchmark, configs
+from podracer_jit.run.experiment import resolve
 from podracer_jit.run.measure import (
     conventional,
     core_distance,
@@ -24,7 +25,7 @@ from podracer_jit.run.measure import (
     training,
 )
 from podracer_jit.runtime.channels import Stamped
-from tests.runs import QUICK
+from tests.runs import QUICK, fresh
 
 
 def _cartpole():
@@ -53,16 +54,16 @@ def _two_rollouts(worker, params):
 
 @pytest.mark.parametrize('config', [_cartpole, _pong])
 def test_usual_actor_makes_the_same_rollouts(config):
-  parts = build.make_parts(config())
-  state = build.initial_state(parts)
-  policy, pools = conventional.make_policy(parts.network), segments.pools_of(parts, 0)
+  run = fresh(config())
+  state = run.initial_state()
+  policy, pools = conventional.make_policy(run.network), segments.pools_of(run, 0)
   with contextlib.ExitStack() as stack:
-    segment = segments.begin(parts, state, 'sync', False, stack, print, lambda: False)
+    segment = segments.begin(run, state, 'sync', False, stack, print, lambda: False)
     usual = []
     for on_host in (True, False):
       worker, close = conventional.replace_actor(
-          segment.workers[0], pools, parts.place.actors[0], policy, parts.config['unroll_length'],
-          parts.spec.stack, on_host)
+          segment.workers[0], pools, run.place.actors[0], policy, run.experiment.unroll_length,
+          run.experiment.spec.stack, on_host)
       stack.callback(close)
       usual.append(_two_rollouts(worker, state.params))
     jitted = _two_rollouts(segment.workers[0], state.params)
@@ -85,9 +86,9 @@ def test_failure_of_a_worker_is_not_waited_for(monkeypatch):
     raise OSError('the emulator is gone')
 
   monkeypatch.setattr(conventional.Pool, '_step', broken)
-  parts = build.make_parts(_cartpole())
+  run = fresh(_cartpole())
   with contextlib.ExitStack() as stack:
-    part = training.Training(parts, build.initial_state(parts), 'sync', True, stack)
+    part = training.Training(run, run.initial_state(), 'sync', True, stack)
     with pytest.raises(RuntimeError) as raised:
       part(0.0)
   assert 'the emulator is gone' in str(raised.value.__cause__)
@@ -193,8 +194,9 @@ def test_a_config_with_a_replay_is_measured_and_taken_apart(tmp_path):
 
 @pytest.mark.parametrize('name', configs.shipped())
 def test_no_config_is_refused(name):
-  config = importlib.import_module(f'podracer_jit.configs.{name}').get_config().to_dict()
-  checks.check(segments.small_replay(config) | dict(scheme='sync'))
+  own = resolve(importlib.import_module(f'podracer_jit.configs.{name}').get_config())
+  found = own.replace(scheme='sync', **segments.small_replay(own))
+  assert found.scheme_name == 'sync' and (found.replay is None) == (own.replay is None)
 
 
 def test_an_asynchronous_actor_is_measured_and_taken_apart(tmp_path):
@@ -279,9 +281,9 @@ def test_an_update_ends_once():
 
 
 def test_at_rest_a_training_computes_nothing():
-  parts = build.make_parts(_cartpole())
+  run = fresh(_cartpole())
   with contextlib.ExitStack() as stack:
-    part = training.Training(parts, build.initial_state(parts), 'cleanba', False, stack)
+    part = training.Training(run, run.initial_state(), 'cleanba', False, stack)
     part(0.0)
     made = dict(part._made)
     assert set(made) == {'actor 0', 'learner'}

@@ -10,7 +10,8 @@ import pytest
 from absl import flags
 
 from podracer_jit.configs import impala_atari, impala_catch, pong_laptop, ppo_cartpole
-from podracer_jit.run import command_line, experiment
+from podracer_jit.run import command_line
+from podracer_jit.run.experiment import resolve
 from podracer_jit.run.measure import segments
 from podracer_jit.run.tuning import candidates, search, tuner
 from podracer_jit.schemes.table import SCHEMES
@@ -54,24 +55,26 @@ CASES = {
 def test_candidates_are_those_that_can_be(case):
   config, cores, expected = CASES[case]
   before, machine = copy.deepcopy(config), _cores(cores)
-  made = tuner.Tuner(tuner.prepare(config))
-  found = tuner.accept(made, candidates.places(config, machine))
-  assert found[0] == candidates.own_of(config)
+  experiment, own = tuner.prepare(config)
+  made = tuner.Tuner(experiment)
+  found = tuner.accept(made, candidates.places(experiment, own, machine))
+  assert found[0] == own == candidates.own_of(resolve(config))
   assert [(c.actor_devices, c.learner_devices) for c in found] == expected
   schemes = {c.scheme for c in found}
   assert schemes == {config['scheme']} or schemes == {'sync', 'fused'}
   assert all(c[:2] == OWN for c in found if c.scheme == 'fused')
   for candidate in (found[0], found[-1]):
-    others = candidates.vary(config, machine, candidate)
+    others = candidates.vary(experiment, machine, candidate)
     assert tuner.accept(made, others) == others
     for other in (candidate, *others):
       assert other.num_shards == config['num_shards']
-      assert _unplaced(candidates.placed(config, other)) == _unplaced(config)
+      assert _unplaced(candidates.placed(resolve(config), other).fields) == _unplaced(config)
   assert config == before
 
 
 def test_candidates_of_atari_on_two_cores():
-  found = candidates.places(impala_atari.get_config().to_dict(), _cores(2))
+  experiment, own = tuner.prepare(impala_atari.get_config())
+  found = candidates.places(experiment, own, _cores(2))
   assert [c[:2] for c in found] == [
       OWN, ((1,), (0,)), ((0, 1), (0,)), ((0,), (0, 1)), ((0, 1), (0, 1))]
 
@@ -85,15 +88,15 @@ def _unplaced(config):
 
 def test_other_threads_and_calls_are_by_the_cores():
   def threads(config, cores):
-    own = candidates.own_of(config)
-    return [c.env_threads for c in candidates.vary(config, _cores(cores), own)]
+    experiment, own = tuner.prepare(config)
+    return [c.env_threads for c in candidates.vary(experiment, _cores(cores), own)]
   atari = impala_atari.get_config().to_dict()
   assert threads(atari, 2) == [2, 4]  # its own 0 is 1 in each of two pools
   assert threads(atari, 16) == [1, 16, 32]
   assert threads(changed(atari, placement__env_threads=16), 16) == [1, 8, 32]
   assert threads(atari, 64) == [1, 64]  # no more than environments
   fused = changed(ppo_cartpole.get_config().to_dict(), placement__env_threads=0)
-  own = candidates.own_of(fused)
+  fused, own = tuner.prepare(fused)
   found = candidates.vary(fused, _cores(4), own)
   assert [(c.env_threads, c.updates_per_call) for c in found] == [(1, 16), (8, 16), (0, 4), (0, 64)]
   assert [c.env_threads for c in candidates.vary(
@@ -101,39 +104,43 @@ def test_other_threads_and_calls_are_by_the_cores():
 
 
 def test_one_program_is_tried_for_two_with_a_call_of_one_update_first():
-  config = _catch(scheme='sync')
-  _, fused = candidates.places(config, _cores(1))
-  assert fused == candidates.own_of(config)._replace(scheme='fused', updates_per_call=1)
-  assert {c.updates_per_call for c in candidates.vary(config, _cores(1), fused)} == {1, 4}
+  experiment, own = tuner.prepare(_catch(scheme='sync'))
+  _, fused = candidates.places(experiment, own, _cores(1))
+  assert fused == own._replace(scheme='fused', updates_per_call=1)
+  assert {c.updates_per_call for c in candidates.vary(experiment, _cores(1), fused)} == {1, 4}
 
 
 def test_gpus_have_several_actors_and_cpu_actors_their_own_devices():
-  config = changed(_catch(), num_shards=2, num_grad_shards=2)
+  prepared = tuner.prepare(changed(_catch(), num_shards=2, num_grad_shards=2))
   gpus = candidates.Machine(16, 2, 2, True, True)
-  assert [c[:3] for c in candidates.places(config, gpus)] == [
+  assert [c[:3] for c in candidates.places(*prepared, gpus)] == [
       ((0,), (0,), 1), ((1,), (0,), 1), ((0, 1), (0,), 1), ((0,), (0, 1), 1), ((0, 1), (0, 1), 1),
       ((0,), (0,), 2), ((1,), (0,), 2), ((0,), (0, 1), 2)]
   mixed = candidates.Machine(16, 16, 1, False, False)
-  assert [c[:3] for c in candidates.places(config, mixed)] == [
+  assert [c[:3] for c in candidates.places(*prepared, mixed)] == [
       ((0,), (0,), 1), ((0, 1), (0,), 1)]
 
 
 def test_shards_are_changed_where_asked_alone():
-  config = _catch()
-  found = candidates.places(config, _cores(2), [1, 2])
+  experiment, own = tuner.prepare(_catch())
+  found = candidates.places(experiment, own, _cores(2), [1, 2])
   assert [(c[:2], c.num_shards) for c in found] == [
       (OWN, 1), (((1,), (0,)), 1), (OWN, 2), (((1,), (0,)), 2), (((0, 1), (0,)), 2)]
-  assert tuner.accept(tuner.Tuner(config), found) == found
+  assert tuner.accept(tuner.Tuner(experiment), found) == found
 
 
 def test_own_placement_that_cannot_be_is_left_out(capsys):
-  config = changed(_catch(), placement__learner_devices=(0, 1))
-  found = tuner.accept(tuner.Tuner(config), candidates.places(config, _cores(1)))
+  experiment, own = tuner.prepare(changed(_catch(), placement__learner_devices=(0, 1)))
+  found = tuner.accept(tuner.Tuner(experiment), candidates.places(experiment, own, _cores(1)))
   assert [c[:2] for c in found] == [OWN]
   assert 'num_grad_shards' in capsys.readouterr().err
   config = changed(_catch(), placement__learner_devices=(), exact_reduce=False)
   with pytest.raises(ValueError, match='placement.learner_devices'):
-    tuner.accept(tuner.Tuner(config), candidates.places(config, _cores(1)))
+    tuner.prepare(config)
+  config = changed(_catch(), placement__learner_devices=(0, 1), exact_reduce=False)
+  experiment, own = tuner.prepare(config)
+  with pytest.raises(ValueError, match='num_grad_shards'):
+    tuner.accept(tuner.Tuner(experiment), candidates.places(experiment, own, _cores(1)))
 
 
 A, B, C, D, E = (candidates.Candidate((i,), (0,), 1, 0, 16, 1, 'sync') for i in range(5))
@@ -186,12 +193,13 @@ def test_search_ends_with_the_round_that_spends_its_seconds():
     candidates.Candidate((0,), (0,), 1, 0, 1, 1, 'fused'),
     candidates.Candidate((0,), (0,), 1, 0, 16, 4, 'cleanba')])
 def test_flags_parse_back_and_change_nothing_else(chosen):
-  argv = ['tune', '--config=configs/impala_catch.py:smoke']
+  argv = ['tune', '--config=configs/impala_catch.py:smoke', '--config.num_grad_shards=2']
   config = command_line.parse(argv, flags.FlagValues())
-  line = candidates.as_flags(candidates.own_of(config), chosen)
+  experiment = resolve(config)
+  line = candidates.as_flags(candidates.own_of(experiment), chosen)
   parsed = command_line.parse([*argv, *shlex.split(line)], flags.FlagValues())
-  assert candidates.own_of(parsed) == chosen
-  assert parsed == candidates.placed(config, chosen)
+  assert candidates.own_of(resolve(parsed)) == chosen
+  assert parsed == candidates.placed(experiment, chosen).fields
   shards = config['num_shards']
   assert _unplaced(parsed) | dict(num_shards=shards) == _unplaced(config)
   assert ('num_shards' in line) == (chosen.num_shards != shards)
@@ -201,17 +209,17 @@ def test_flags_parse_back_and_change_nothing_else(chosen):
 
 
 def test_own_placement_needs_no_flags():
-  own = candidates.own_of(_catch())
+  own = candidates.own_of(resolve(_catch()))
   assert candidates.as_flags(own, own) == ''
 
 
 def test_a_replay_is_small_and_soon_filled():
   config = small('dqn', num_grad_shards=2)
   config = changed(config, num_minibatches=1, replay__min_size=50_000)
-  found = tuner.prepare(config)['replay']
+  found = tuner.prepare(config)[0].fields['replay']
   assert found == config['replay'] | dict(capacity=segments.CAPACITY, min_size=64)
   few = changed(config, replay__capacity=2_000, replay__min_size=50)
-  assert tuner.prepare(few)['replay'] == few['replay']
+  assert tuner.prepare(few)[0].fields['replay'] == few['replay']
 
 
 @pytest.mark.parametrize('scheme, loss', [
@@ -220,29 +228,29 @@ def test_a_replay_is_small_and_soon_filled():
 def test_every_kind_of_scheme_is_measured(scheme, loss):
   config = small(loss)
   config = changed(config, scheme=scheme, placement__updates_per_call=2)
-  if experiment.has_replay(config):
+  if 'replay' in config:
     config = changed(config, num_minibatches=1, replay__batch_size=8)
-  made = tuner.Tuner(tuner.prepare(config))
-  found = made.measure(candidates.own_of(config), 0.05)
+  experiment, own = tuner.prepare(config)
+  found = tuner.Tuner(experiment).measure(own, 0.05)
   assert found.sps > 0 and found.seconds >= 0.05
 
 
 def test_candidates_share_the_learner():
-  made, config = tuner.Tuner(_catch()), _catch()
-  one = candidates.own_of(config)
-  parts = [made.parts(c) for c in (one, one._replace(env_threads=2), one._replace(
+  experiment, one = tuner.prepare(_catch())
+  made = tuner.Tuner(experiment)
+  runs = [made.run(c) for c in (one, one._replace(env_threads=2), one._replace(
       actor_devices=(1,)))]
-  assert len({id(x.learner) for x in parts}) == 1
-  assert [x.place.env_threads for x in parts][1] == 2
-  assert parts[2].place.actors != parts[0].place.actors
+  assert len({id(x.learner) for x in runs}) == 1
+  assert [x.place.env_threads for x in runs][1] == 2
+  assert runs[2].place.actors != runs[0].place.actors
 
 
 def test_a_candidate_is_run_by_its_own_scheme():
-  config = tuner.prepare(_catch(scheme='sync'))
-  made = tuner.Tuner(config)
-  for candidate in candidates.places(config, _cores(1)):
-    parts = made.parts(candidate)
-    assert parts.scheme == SCHEMES[candidate.scheme] and parts.config['scheme'] == candidate.scheme
+  experiment, own = tuner.prepare(_catch(scheme='sync'))
+  made = tuner.Tuner(experiment)
+  for candidate in candidates.places(experiment, own, _cores(1)):
+    found = made.run(candidate).experiment
+    assert found.scheme == SCHEMES[candidate.scheme] and found.scheme_name == candidate.scheme
     assert made.measure(candidate, 0.05).sps > 0
 
 
@@ -258,8 +266,9 @@ def test_cores_that_moved_are_told(distances, said, monkeypatch, capsys):
   asked = itertools.cycle(distances)
   monkeypatch.setattr(tuner.core_distance, 'apart_ns', lambda: next(asked))
   monkeypatch.setattr(tuner.Tuner, 'measure', lambda *args: search.Figures(1.0, 1.0))
-  config = _catch()
-  tuner.run(tuner.Tuner(config), config, _cores(2), candidates.places(config, _cores(2)), 20.0)
+  experiment, own = tuner.prepare(_catch())
+  first = candidates.places(experiment, own, _cores(2))
+  tuner.run(tuner.Tuner(experiment), own, _cores(2), first, 20.0)
   assert ('moved its cores' in capsys.readouterr().err) == said
 
 
