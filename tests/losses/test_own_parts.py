@@ -10,7 +10,7 @@ from absl import flags
 import podracer_jit
 from podracer_jit.agents import networks, optimizers
 from podracer_jit.run import command_line
-from podracer_jit.run.experiment import resolve
+from podracer_jit.run.resolve import resolve
 from tests.runs import run
 
 PACKAGE = pathlib.Path(podracer_jit.__file__).parent

@@ -16,7 +16,7 @@ import pytest
 from podracer_jit import experiment, loops, losses
 from podracer_jit.learner import replay_updates
 from podracer_jit.run import checkpoint, evaluation, train
-from podracer_jit.run.experiment import resolve
+from podracer_jit.run.resolve import resolve
 from podracer_jit.types import Target, TrainState
 from tests.runs import changed, prepared, run, small
 from tests.workers import wrap
