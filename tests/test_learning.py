@@ -49,8 +49,11 @@ def _parts(name):
   return fresh_parts(changed(module.get_config().to_dict(), **fields))
 
 
-@pytest.mark.parametrize('seed', [1, 2, 3])
-@pytest.mark.parametrize('name', CASES)
+RUNS = [(name, seed) for name in CASES for seed in (1, 2, 3)]
+RUNS[0] = pytest.param(*RUNS[0], marks=pytest.mark.quick)
+
+
+@pytest.mark.parametrize('name, seed', RUNS)
 def test_learns(name, seed):
   threshold, made = CASES[name][-1], _parts(name)
   made = made._replace(config=made.config | {'seed': seed})
