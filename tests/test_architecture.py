@@ -76,12 +76,21 @@ def test_every_module_has_its_place():
   assert {room(module) for module in TREES} <= set(TIER_OF)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('module', sorted(TREES))
 def test_imports_point_down(module):
   tier = TIER_OF[room(module)]
   above = [name for name in inside(TREES[module])
            if ORDER.index(TIER_OF[room(name)]) > ORDER.index(tier)]
   assert not above, f'{module} is {tier}'
+
+
+def test_tests_lie_in_folders_as_the_rooms_do():
+  """And each has a test that `scripts/test --quick` runs."""
+  for folder in pathlib.Path(__file__).parent.glob('*/__init__.py'):
+    assert (PACKAGE / folder.parent.name / '__init__.py').exists()
+    texts = [path.read_text() for path in folder.parent.glob('test_*.py')]
+    assert any('mark.quick' in text for text in texts), folder.parent.name
 
 
 def test_no_modules_import_each_other():

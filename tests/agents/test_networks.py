@@ -159,6 +159,7 @@ def test_impala_resnet_as_in_the_paper():
   assert_allclose(value, x @ heads['value']['kernel'] + heads['value']['bias'], rtol=1e-4)
 
 
+@pytest.mark.quick
 def test_mlp_by_hand():
   network = make_network('mlp', categorical(2), hidden=(1,))
   heads = {'policy': {'kernel': np.float32([[1, -1]]), 'bias': np.float32([0, 3])},

@@ -55,6 +55,7 @@ def test_tasks_get_actions_within_their_bounds():
   assert_allclose(squashed, (LOW + HIGH) / 2 + (HIGH - LOW) / 2 * np.tanh(action), rtol=1e-5)
 
 
+@pytest.mark.quick
 def test_a_categorical_mode_is_the_likeliest():
   policy = policies.categorical(4)
   logits = jnp.float32([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 0.0, 0.0]])

@@ -77,6 +77,7 @@ def test_a_seed_depends_on_nothing_but_seed_segment_and_environment():
     assert sum(cut, []) == whole
 
 
+@pytest.mark.quick
 def test_a_shard_gives_each_environment_its_seed():
   seeds = env_seeds(1, 0, 0, 6)
   shard = envpool_envs.Shard('CartPole-v1', {}, seeds, ONE_THREAD)

@@ -353,6 +353,7 @@ def test_learning_is_exact_on_any_mesh(groups):
   assert_allclose(metrics['learning_rate'], 0.75e-3, rtol=1e-6)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('name', ['impala', 'ppo'])
 def test_learning_descends_the_gradient(name):
   """One gradient step at a constant rate; metrics are means over valid rows."""
@@ -467,6 +468,7 @@ def test_gradients_are_clipped_by_their_norm():
   assert_allclose(path, [-1.8 / 1.81, -2.4 / 2.41], rtol=1e-5)
 
 
+@pytest.mark.quick
 def test_adam_by_hand():
   """Corrected for their bias, the moments are g and g^2 at first; then as in 1412.6980."""
   path = _descend(ADAM, [[3, -0.02, 1e-5], [-1, -0.02, 1e-5]])

@@ -114,7 +114,7 @@ def _train(workdir, total, learners=(0,), **fields):
   return [(x['update'], x['batch'], x['params']) for x in found if 'update' in x]
 
 
-@pytest.mark.parametrize('replay', [True, False])
+@pytest.mark.parametrize('replay', [pytest.param(True, marks=pytest.mark.quick), False])
 def test_a_resumed_run_has_the_same_bits_on_another_mesh(replay, tmp_path):
   """Without its replay in the checkpoint every segment begins with an empty one."""
   whole = _train(tmp_path / 'one', 8 * 256, checkpoint__replay=replay)
