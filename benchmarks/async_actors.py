@@ -31,8 +31,9 @@ from absl import flags, logging
 
 from podracer_jit.envs import envpool_envs
 from podracer_jit.run import build, command_line
-from podracer_jit.run.experiment import Experiment, resolve
+from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import timed_parts
+from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import placement
 
 
@@ -65,8 +66,8 @@ def cases(experiment: Experiment, batches: Sequence[int], shards: Sequence[int]
   """The experiments to compare, by name."""
   place = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1, env_threads=0)
   own = dict(scheme='sync', placement=place, num_grad_shards=1)
-  return ({f'sync {n}': experiment.replace(**own, num_shards=n, env_batch=0) for n in shards}
-          | {f'async {n}': experiment.replace(**own, num_shards=1, env_batch=n)
+  return ({f'sync {n}': changed(experiment, **own, num_shards=n, env_batch=0) for n in shards}
+          | {f'async {n}': changed(experiment, **own, num_shards=1, env_batch=n)
              for n in batches})
 
 

@@ -39,8 +39,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.common import refuse_replay, with_default
 from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum, sliced
 from podracer_jit.run import build, checkpoint, command_line
-from podracer_jit.run.experiment import Experiment, resolve
+from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import timed_parts
+from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import placement
 
 GROUPS = 8
@@ -191,8 +192,8 @@ def placed(experiment: Experiment, devices: int) -> Experiment:
   """The experiment with its learner on so many devices."""
   place = dict(actor_devices=(0,), actors_per_device=1, learner_devices=tuple(range(devices)),
                xla_threads=max(experiment.placement.xla_threads, devices))
-  return experiment.replace(scheme='sync', exact_reduce=True, num_grad_shards=GROUPS,
-                            total_steps=2**31 - 1, placement=place)
+  return changed(experiment, scheme='sync', exact_reduce=True, num_grad_shards=GROUPS,
+                 total_steps=2**31 - 1, placement=place)
 
 
 def define_flags() -> flags.FlagValues:

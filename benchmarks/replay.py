@@ -39,7 +39,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from podracer_jit.actor import priorities
 from podracer_jit.numerics.deterministic import AXIS
 from podracer_jit.run import build, command_line
-from podracer_jit.run.experiment import Experiment, resolve
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import placement
 from podracer_jit.types import Experience, TrainState
 
@@ -90,8 +91,8 @@ def of_capacity(experiment: Experiment, capacity: int) -> Experiment:
   Raises:
     ValueError: it cannot have such a replay.
   """
-  return experiment.replace(
-      placement=dict(actor_devices=(0,), learner_devices=(0,)),
+  return changed(
+      experiment, placement=dict(actor_devices=(0,), learner_devices=(0,)),
       replay=dict(capacity=capacity, min_size=1, samples_per_insert=0.0),
       total_steps=2**31 - 1)
 

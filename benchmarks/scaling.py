@@ -37,7 +37,8 @@ from absl import flags
 
 from benchmarks.common import Failed, count_lines, refuse_replay, with_default, write_config
 from podracer_jit.run import checkpoint, command_line
-from podracer_jit.run.experiment import Experiment, resolve
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import changed, resolve
 
 PUBLISHED = 'Cleanba (2310.00036) has 0.93 of 1 at 128 GPUs'
 LAYOUTS = ('together', 'apart', 'one')  # first what a config may not be able to do
@@ -51,8 +52,8 @@ def scaled(experiment: Experiment, processes: int) -> Experiment:
   Raises:
     ValueError: it cannot be so large.
   """
-  return experiment.replace(
-      env=dict(num_envs=experiment.env.num_envs * processes), total_steps=2**31 - 1,
+  return changed(
+      experiment, env=dict(num_envs=experiment.env.num_envs * processes), total_steps=2**31 - 1,
       checkpoint=dict(every_updates=2**31 - 1),
       num_shards=experiment.num_shards * processes,
       num_grad_shards=experiment.num_grad_shards * processes)

@@ -25,7 +25,8 @@ from absl import flags, logging
 
 from podracer_jit import loops
 from podracer_jit.run import build, command_line
-from podracer_jit.run.experiment import Experiment, resolve
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import placement
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
@@ -46,8 +47,8 @@ def placed(experiment: Experiment, scheme: str, workers: int) -> Experiment:
   """The experiment with this scheme for `workers` of them."""
   devices = tuple(range(workers))
   apart = SCHEMES[scheme].graph.separate_updates or SCHEMES[scheme].colocated
-  return experiment.replace(
-      scheme=scheme, total_steps=2**31 - 1,
+  return changed(
+      experiment, scheme=scheme, total_steps=2**31 - 1,
       env=dict(num_envs=experiment.env.num_envs * workers),
       placement=dict(actor_devices=devices, learner_devices=devices if apart else (0,),
                      xla_threads=max(experiment.placement.xla_threads, workers)),

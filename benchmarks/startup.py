@@ -30,7 +30,8 @@ from absl import flags
 
 from benchmarks.common import Failed, count_lines, refuse_replay, with_default, write_config
 from podracer_jit.run import checkpoint, command_line
-from podracer_jit.run.experiment import Experiment, resolve
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import changed, resolve
 
 KINDS = ('cold', 'warm')
 POLL_S = 0.02
@@ -129,7 +130,7 @@ def benchmark(argv: Sequence[str]) -> int:
     experiment = resolve(config)
     refuse_replay(experiment)
     steps = experiment.batch_rows * values.updates
-    experiment = experiment.replace(total_steps=min(2**31 - 1, steps))
+    experiment = changed(experiment, total_steps=min(2**31 - 1, steps))
     rounds = []
     for k in range(values.rounds):
       rounds.append(one_round(experiment))

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, a fixed thread pool and quick compiling, set before JAX starts."""
+"""Eight virtual CPU devices and a fixed thread pool, set before JAX starts its first backend."""
 
 import os
 import shutil
@@ -6,10 +6,6 @@ import tempfile
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ['NPROC'] = '16'  # the size of XLA's thread pool changes the bits of large reductions
-
-# LLVM takes half the time, and makes the same bits: `test_exactness` compares them. Level 0 would
-# not: there products are not contracted with what is added to them.
-os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=1'
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -12,7 +12,7 @@ from podracer_jit.agents import networks
 from podracer_jit.numerics import deterministic
 from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.run import build
-from podracer_jit.run.experiment import resolve
+from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import placement
 
 # For processes that run for seconds: XLA compiles in a third of the time, and keeps more programs

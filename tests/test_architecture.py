@@ -3,32 +3,38 @@
 import ast
 import graphlib
 import pathlib
+import subprocess
 import sys
 
 import pytest
+
+from podracer_jit.losses import ALGORITHMS
+from podracer_jit.schemes.table import SCHEMES
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1] / 'podracer_jit'
 
 # From the bottom up. A room imports from the rooms below its own, and from its own.
 TIERS = {
-    'types': ['types'],
+    'ground': ['types', 'options', 'parts'],
     'numerics': ['numerics'],
+    'plumbing': ['runtime', 'loops'],
     'world': ['envs'],
     'maths': ['agents', 'losses', 'replay'],
     'operations': ['learner', 'actor'],
-    'plumbing': ['runtime', 'loops'],
-    'assembly': ['schemes', 'run', '__main__', '__init__', 'experiment', 'configs'],
+    'schemes': ['schemes'],
+    'assembly': ['run', '__main__', '__init__', 'experiment', 'configs'],
 }
 ORDER = list(TIERS)
 TIER_OF = {name: tier for tier, names in TIERS.items() for name in names}
 # Packages from elsewhere that each tier may use, beside Python's own; None: any.
 OUTSIDE = {
-    'types': {'jax', 'chex'},
+    'ground': {'jax', 'numpy'},
     'numerics': {'jax', 'numpy'},
     'maths': {'jax', 'numpy', 'chex', 'rlax', 'flax', 'optax'},
     'world': {'jax', 'numpy', 'envpool'},
     'operations': {'jax', 'numpy', 'chex', 'flax', 'optax'},
     'plumbing': {'jax', 'numpy', 'absl'},
+    'schemes': {'jax', 'numpy'},
     'assembly': None,
 }
 
@@ -70,12 +76,21 @@ def test_every_module_has_its_place():
   assert {room(module) for module in TREES} <= set(TIER_OF)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('module', sorted(TREES))
 def test_imports_point_down(module):
   tier = TIER_OF[room(module)]
   above = [name for name in inside(TREES[module])
            if ORDER.index(TIER_OF[room(name)]) > ORDER.index(tier)]
   assert not above, f'{module} is {tier}'
+
+
+def test_tests_lie_in_folders_as_the_rooms_do():
+  """And each has a test that `scripts/test --quick` runs."""
+  for folder in pathlib.Path(__file__).parent.glob('*/__init__.py'):
+    assert (PACKAGE / folder.parent.name / '__init__.py').exists()
+    texts = [path.read_text() for path in folder.parent.glob('test_*.py')]
+    assert any('mark.quick' in text for text in texts), folder.parent.name
 
 
 def test_no_modules_import_each_other():
@@ -89,13 +104,13 @@ def test_a_tier_uses_the_packages_it_may(module):
   tops = {name.split('.')[0] for name in imported(TREES[module])}
   if OUTSIDE[tier] is not None:
     assert tops - set(sys.stdlib_module_names) - {PACKAGE.name} <= OUTSIDE[tier]
-  if tier in ('types', 'numerics', 'maths', 'operations'):
+  if tier in ('ground', 'numerics', 'maths', 'operations'):
     assert not tops & {'threading', 'time', 'os'}
 
 
 @pytest.mark.parametrize('module', [m for m in TREES if TIER_OF[room(m)] == 'plumbing'])
 def test_plumbing_knows_nothing_of_reinforcement_learning(module):
-  allowed = {'types', *TIERS['plumbing']}
+  allowed = {*TIERS['ground'], *TIERS['plumbing']}
   assert {room(name) for name in inside(TREES[module])} <= allowed
 
 
@@ -112,6 +127,52 @@ def test_only_envs_imports_envpool():
   users = {module for module, tree in TREES.items()
            if any(name.split('.')[0] == 'envpool' for name in imported(tree))}
   assert users == {'envs.envpool_envs'}
+
+
+def test_only_families_and_the_top_know_envpools_environments():
+  users = {module for module, tree in TREES.items() if 'envs.envpool_envs' in set(inside(tree))}
+  assert {module for module in users if room(module) != 'run'} == {'envs.families'}
+
+
+def test_configs_and_parts_do_not_load_envpool():
+  script = ('import sys\nfrom podracer_jit import losses\nfrom podracer_jit.configs import '
+            'impala_atari\nimpala_atari.get_config()\nassert "envpool" not in sys.modules')
+  subprocess.run([sys.executable, '-c', script], check=True)
+
+
+def texts(tree):
+  """The string constants of a module that are no docstrings, with those inside f-strings."""
+  expressions = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+  return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)
+          and isinstance(node.value, str) and id(node) not in expressions}
+
+
+@pytest.mark.parametrize('module', sorted(TREES))
+def test_nothing_else_asks_for_an_algorithm_by_name_or_type(module):
+  if room(module) in ('losses', 'configs'):
+    return
+  keys = set(SCHEMES) if module == 'schemes.table' else set()
+  assert not texts(TREES[module]) & (set(ALGORITHMS) - keys)
+  types = {cls.__name__ for cls in ALGORITHMS.values()}
+  assert not {node.id for node in ast.walk(TREES[module]) if isinstance(node, ast.Name)} & types
+
+
+def looked_up(tree):
+  """What is looked up by string keys in something called config or fields."""
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(
+        node.slice.value, str):
+      owner = node.value
+      name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, 'id', '')
+      if name in ('config', 'fields'):
+        yield node.slice.value
+
+
+@pytest.mark.parametrize('module', sorted(TREES))
+def test_only_the_door_looks_fields_of_a_config_up(module):
+  """Behind `resolve` an experiment is typed."""
+  door = ('run.config', 'run.resolve', 'run.command_line', 'run.checkpoint')
+  assert module in door or not list(looked_up(TREES[module]))
 
 
 @pytest.mark.parametrize('module', sorted(TREES))

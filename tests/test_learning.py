@@ -50,8 +50,11 @@ def _run_of(name):
   return fresh(changed(module.get_config().to_dict(), **fields))
 
 
-@pytest.mark.parametrize('seed', [1, 2, 3])
-@pytest.mark.parametrize('name', CASES)
+RUNS = [(name, seed) for name in CASES for seed in (1, 2, 3)]
+RUNS[0] = pytest.param(*RUNS[0], marks=pytest.mark.quick)
+
+
+@pytest.mark.parametrize('name, seed', RUNS)
 def test_learns(name, seed):
   threshold, whole = CASES[name][-1], _run_of(name)
   whole = dataclasses.replace(whole, experiment=dataclasses.replace(whole.experiment, seed=seed))

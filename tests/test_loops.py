@@ -102,6 +102,7 @@ def test_threads_give_what_one_thread_gives(lag, actors, every):
     assert threaded == serial
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('runner', [run, run_serial])
 @pytest.mark.parametrize('lag', [0, 1])
 def test_lags_are_0_then_exactly_the_schemes(runner, lag):

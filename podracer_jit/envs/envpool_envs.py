@@ -215,7 +215,7 @@ class Shard:
     return handle, TimeStep(obs, reward, terminated, truncated, raw, game_over, info['env_id'])
 
   @property
-  def config(self) -> dict[str, Any]:
+  def pool_config(self) -> dict[str, Any]:
     """All of EnvPool's options for this pool, as it understood them."""
     return self._pool.spec.config._asdict()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import flax.linen as nn
 import jax
 
+from podracer_jit import options
 from podracer_jit.actor import priorities
 from podracer_jit.actor.acting import Acting, FirstReady, ForReplay, InStep
 from podracer_jit.actor.pools import Pools
@@ -121,8 +122,9 @@ def make_network(experiment: Experiment) -> nn.Module:
     why = ''
     if all(x.size for x in jax.tree.leaves(variables)):
       return network
-  fields = dict(experiment.fields['network'])
-  raise ValueError(f'network.name: of {experiment.network_name} with {fields} nothing is left of '
+  sizes = {name: getattr(experiment.network, name) for name in options.meanings(
+      type(experiment.network))}
+  raise ValueError(f'network.name: of {experiment.network_name} with {sizes} nothing is left of '
                    f'observations of {spec.obs_shape}; take smaller layers or larger frames{why}')
 
 
@@ -138,20 +140,20 @@ def _rollout_learner(experiment: Experiment, parts: Parts) -> RolloutLearner:
 
 def _replay_learner(experiment: Experiment, parts: Parts) -> ReplayLearner:
   """The learner of an algorithm that learns from a replay."""
-  algorithm, options, spec = experiment.algorithm, experiment.replay, experiment.spec
+  algorithm, replay, spec = experiment.algorithm, experiment.replay, experiment.spec
   groups = experiment.num_grad_shards
   group_envs = experiment.env.num_envs // groups
   sizes = replay_updates.Sizes(
-      experiment.env.num_envs, groups, options.batch_size, options.gradient_steps,
-      options.min_size, algorithm.target_every, options.importance_exponent,
+      experiment.env.num_envs, groups, replay.batch_size, replay.gradient_steps,
+      replay.min_size, algorithm.target_every, replay.importance_exponent,
       experiment.microbatch_rows)
   memory = buffer.Replay(
-      options.capacity // groups, group_envs, experiment.unroll_length, spec.stack,
-      algorithm.n_step, algorithm.discount, options.eviction, options.priority_exponent,
-      options.eviction_exponent)
+      replay.capacity // groups, group_envs, experiment.unroll_length, spec.stack,
+      algorithm.n_step, algorithm.discount, replay.eviction, replay.priority_exponent,
+      replay.eviction_exponent)
   like = priorities.shapes(group_envs, spec.obs_shape, spec.obs_dtype, spec.stack,
                            experiment.policy)
-  return ReplayLearner(parts, algorithm, options, memory, like, sizes, experiment.exact_reduce)
+  return ReplayLearner(parts, algorithm, replay, memory, like, sizes, experiment.exact_reduce)
 
 
 def _make_acting(experiment: Experiment, network: nn.Module) -> Acting:

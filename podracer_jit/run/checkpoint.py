@@ -23,9 +23,6 @@ PACKAGES = ('podracer_jit', 'jax', 'jaxlib', 'flax', 'optax', 'rlax', 'envpool',
 # What may differ between two runs of the same experiment.
 _FREE = ('placement.', 'log.', 'checkpoint.keep')
 _BOUND = ('placement.xla_threads', 'placement.actor_platform')
-# A placement for what looks at a run without being part of it.
-ONE_DEVICE = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1,
-                  actor_platform='auto', env_threads=0)
 
 
 class ConfigChanged(ValueError):

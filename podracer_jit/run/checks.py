@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from podracer_jit.agents import kinds
-
-if TYPE_CHECKING:
-  from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.experiment import Experiment
 
 
 def problems(experiment: Experiment) -> Iterator[str]:

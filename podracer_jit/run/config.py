@@ -152,6 +152,19 @@ def complete(fields: Mapping[str, Any]) -> dict[str, Any]:
   return whole
 
 
+# The placement of what looks at a run without being part of it.
+ONE_DEVICE = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1,
+                  actor_platform='auto', env_threads=0)
+
+
+def on_one_device(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """A config of plain values with one actor, on one device: all that playing needs."""
+  changed = dict(fields) | {'num_shards': 1, 'placement': fields['placement'] | ONE_DEVICE}
+  if 'replay' in fields:  # what its tolerance must be depends on the number of actors
+    changed['replay'] = fields['replay'] | {'samples_per_insert': 0.0}
+  return changed
+
+
 def describe(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
   """Yields (field, its value, what it means) of each option that a config of plain values has."""
   yield 'scheme', fields['scheme'], f'who waits for whom: {", ".join(SCHEMES)}'

@@ -20,8 +20,9 @@ from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import Shard
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.run import build, checkpoint
-from podracer_jit.run.experiment import Experiment, resolve
+from podracer_jit.run import build, checkpoint, config
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import placement
 from podracer_jit.types import Params
 
@@ -58,11 +59,8 @@ def read_experiment(workdir: Path) -> Experiment:
     ValueError: there is no run, or its config is none.
   """
   fields = checkpoint.read_config(workdir)
-  fields['placement'] = fields['placement'] | checkpoint.ONE_DEVICE
-  if 'replay' in fields:  # what its tolerance must be depends on the number of actors
-    fields['replay'] = fields['replay'] | {'samples_per_insert': 0.0}
   try:
-    return resolve(fields | {'num_shards': 1})
+    return resolve(config.on_one_device(fields))
   except ValueError as error:
     raise ValueError(f'--workdir: config.json of {workdir}: {error}') from None
 

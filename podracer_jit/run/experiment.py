@@ -1,31 +1,23 @@
-"""The config resolved: one frozen, typed object, and nothing behind it sees a string key."""
+"""The config as one frozen, typed object; nothing behind it sees a string key."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
-import ml_collections
-import numpy as np
 
-from podracer_jit import options, parts
-from podracer_jit.agents import kinds
 from podracer_jit.agents.networks import TorsoOptions
 from podracer_jit.agents.optimizers import Optimizer
-from podracer_jit.agents.policies import FAMILIES, Family, Policy
+from podracer_jit.agents.policies import Policy
 from podracer_jit.agents.running_moments import NormaliseOptions
-from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.losses.algorithm import Algorithm
 from podracer_jit.replay.options import ReplayOptions
-from podracer_jit.run import checks
-from podracer_jit.run import config as config_lib
 from podracer_jit.run.settings import CheckpointOptions, EnvOptions, LogOptions, TrainingOptions
 from podracer_jit.runtime.placement import PlacementOptions
 from podracer_jit.schemes.scheme import Scheme
-from podracer_jit.schemes.table import SCHEMES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,154 +59,3 @@ class Experiment(TrainingOptions):
     if self.env_batch:
       return f'env_batch = {self.env_batch}'
     return '' if self.scheme.repeats else self.scheme_name
-
-  def replace(self, **changes: Any) -> Experiment:
-    """Returns the experiment of a changed config.
-
-    Args:
-      **changes: fields of the config; of a section a mapping of the fields to change.
-
-    Raises:
-      ValueError: as `resolve`.
-    """
-    changed = {name: dict(self.fields[name]) | dict(value) if isinstance(value, Mapping) else value
-               for name, value in changes.items()}
-    return resolve(dict(self.fields) | changed)
-
-
-def resolve(config: Mapping[str, Any]) -> Experiment:
-  """Checks a whole config and turns it into an Experiment; starts nothing.
-
-  Args:
-    config: a ConfigDict, or its plain values.
-
-  Raises:
-    ValueError: one line that names the field, its value and what would be right.
-  """
-  fields = _plain(config)
-  for problem in _problems_of_fields(fields):
-    raise ValueError(problem)
-  made = {section: options.make(cls, fields[section])
-          for section, cls in config_lib.SECTIONS.items()}
-  chosen = {section: _make_part(section, fields[section]) for section in config_lib.CHOICES}
-  algorithm = chosen['loss']
-  torso_options = TorsoOptions()
-  if kinds.provides(type(chosen['network'])) == kinds.TORSO:
-    torso_options = options.make(TorsoOptions, fields['network'])
-  replay = None
-  if algorithm.learns_from_replay:
-    replay = options.make(ReplayOptions, fields['replay'])
-  for section, part in (*chosen.items(), ('network', torso_options), ('replay', replay)):
-    for problem in getattr(part, 'problems', tuple)():
-      raise ValueError(f'{section}.{problem}')
-  env = options.make(EnvOptions, fields['env'])
-  own = {name: value for name, value in fields['env'].items()
-         if name not in options.meanings(EnvOptions)}
-  spec = family_of(env.task).make_spec(env.task, own)
-  experiment = Experiment(
-      **{name: fields[name] for name in options.meanings(TrainingOptions)},
-      scheme_name=fields['scheme'], scheme=_find_scheme(fields['scheme']),
-      env=env, env_options=own, spec=spec,
-      loss_name=fields['loss']['name'], algorithm=algorithm,
-      network_name=fields['network']['name'], network=chosen['network'],
-      torso_options=torso_options,
-      policy=_make_policy(fields, algorithm, spec),
-      optimizer=chosen['optimizer'], replay=replay, fields=fields, **made)
-  for problem in checks.problems(experiment):
-    raise ValueError(problem)
-  return experiment
-
-
-def resolve_on_one_device(config: Mapping[str, Any]) -> tuple[Experiment, PlacementOptions]:
-  """Resolves a config with one actor and one learner device in place of its own.
-
-  Returns:
-    The experiment, and the placement that the config asks for, which it may not be able to have.
-
-  Raises:
-    ValueError: as `resolve`.
-  """
-  fields = _plain(config)
-  place = fields.get('placement', {})
-  one_device = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1)
-  experiment = resolve(fields | {'placement': dict(place) | one_device})
-  for problem in options.check_values('placement.', place, PlacementOptions):
-    raise ValueError(problem)
-  return experiment, options.make(PlacementOptions, dict(experiment.fields['placement']) | place)
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The config's own values; references and placeholders become what they stand for."""
-  if not isinstance(config, ml_collections.ConfigDict):
-    return {name: dict(value) if isinstance(value, Mapping) else value
-            for name, value in config.items()}
-  try:
-    return config.to_dict()
-  except ml_collections.config_dict.RequiredValueError as error:
-    raise ValueError(f'--config: a field has no value yet ({error})') from None
-
-
-def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
-  """Yields what is wrong with names and values, section by section."""
-  for section in config_lib.CHOICES:
-    if not isinstance(fields.get(section), Mapping) or 'name' not in fields[section]:
-      yield f'{section}.name: is missing'
-  _find_scheme(fields.get('scheme'))
-  found = {section: config_lib.find_part(section, fields[section]['name'])
-           for section in config_lib.CHOICES}
-  whole = config_lib.config(*(fields[section]['name'] for section in found)).to_dict()
-  yield from options.check_names('', fields, whole)
-  for section, cls in config_lib.SECTIONS.items():
-    yield from options.check_names(f'{section}.', fields[section], whole[section])
-    yield from options.check_values(f'{section}.', fields[section], cls)
-  for section, part in found.items():
-    given = {name: value for name, value in fields[section].items() if name != 'name'}
-    known = [name for name in whole[section] if name != 'name']
-    yield from options.check_names(f'{section}.', given, known, of=fields[section]['name'])
-    for cls in config_lib.option_classes(section, part):
-      yield from options.check_values(f'{section}.', given, cls)
-  if 'replay' in whole:
-    yield from options.check_names('replay.', fields['replay'], whole['replay'])
-    yield from options.check_values('replay.', fields['replay'], ReplayOptions)
-  yield from options.check_values('', fields, TrainingOptions)
-  missing = set(whole['env']) - set(fields['env'])
-  yield from (f'env.{name}: is missing' for name in sorted(missing))
-  yield from options.check_values('env.', fields['env'], EnvOptions)
-
-
-def _make_part(section: str, fields: Mapping[str, Any]) -> Any:
-  return options.make(config_lib.find_part(section, fields['name']), fields)
-
-
-def _find_scheme(name: Any) -> Scheme:
-  scheme = parts.find('scheme', name, SCHEMES)
-  if not isinstance(scheme, Scheme):
-    raise ValueError(f'scheme: {name} must be a Scheme')
-  return scheme
-
-
-def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec) -> Policy:
-  """The policy that the config asks for, for what the algorithm reads and the task takes."""
-  discrete, reads = bool(spec.num_actions), algorithm.network_kind.policy_reads
-  fitting = {name: family for name, family in FAMILIES.items()
-             if family.discrete == discrete and family.reads == reads}
-  if not fitting:
-    kind = 'continuous' if discrete else 'discrete'
-    raise ValueError(f'loss.name: {fields["loss"]["name"]} wants {kind} actions, which those of '
-                     f'{spec.task} are not')
-  name = fields['policy']
-  if name == config_lib.POLICY:
-    family = next(iter(fitting.values()))
-  elif ':' in str(name):
-    family = parts.find('policy', name, {})
-  else:
-    family = FAMILIES.get(name)
-  if not isinstance(family, Family) or (family.discrete, family.reads) != (discrete, reads):
-    known = ', '.join((config_lib.POLICY, *fitting))
-    raise ValueError(f'policy: must be one of {known} for the actions of {spec.task}, got '
-                     f'{name!r}')
-  if discrete:
-    return family.make(spec.num_actions)
-  if not np.isfinite([*spec.action_low, *spec.action_high]).all():
-    raise ValueError(f'env.task: the actions of {spec.task} have no bounds')
-  return family.make(np.array(spec.action_low, np.float32), np.array(spec.action_high, np.float32))

@@ -19,9 +19,9 @@ from absl import flags, logging
 from podracer_jit import loops
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.run import build, checkpoint, command_line
-from podracer_jit.run.experiment import resolve
 from podracer_jit.run.metrics import Diverged, Files, Meter, check_finite
 from podracer_jit.run.progress import Progress
+from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import placement
 from podracer_jit.schemes.reports import Report
 

@@ -101,8 +101,8 @@ def _enlarge(frame: np.ndarray) -> np.ndarray:
 
 def _frame_rate(shard: Shard) -> float:
   """Frames a second at the task's own speed; 10 where it has no clock."""
-  if 'full_action_space' in shard.config:  # Atari, at the console's 60 Hz
-    return 60 / shard.config['frame_skip']
+  if 'full_action_space' in shard.pool_config:  # Atari, at the console's 60 Hz
+    return 60 / shard.pool_config['frame_skip']
   return 50 if shard.task.startswith('CartPole') else 10
 
 

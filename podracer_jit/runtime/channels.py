@@ -156,8 +156,11 @@ class DoubleBuffer(HandOff):
     self._primed_gets = 0 if lag is None else lag + 1
     self._puts_left = firings - self._primed_gets
     self._primed: Stamped | None = None
+    # Values are numbered from 1 as they are put; the primed value is 0, and computed. These are
+    # the newest that was put, that is known to be computed, and that was taken.
+    self._put = self._finished = self._taken = 0
     self._unfinished: Stamped | None = None  # put, perhaps taken, not known to be computed
-    self._finished: dict[int, float] = {}  # when, by the identity of items that are not settled
+    self._finished_at: dict[int, float] = {}  # when, by number, of those that are not settled
 
   def prime(self, item: Stamped) -> None:
     """Transfers and sets the value that the first gets receive."""
@@ -173,6 +176,7 @@ class DoubleBuffer(HandOff):
     if self._puts_left <= 0:
       return
     self._puts_left -= 1
+    self._put += 1
     self._unfinished = item = self._moved(item)
     self._append(item, 1)
 
@@ -181,23 +185,28 @@ class DoubleBuffer(HandOff):
     if self._unfinished is not None:
       self._computed(self._unfinished)
       with self._changed:
-        self._finished[id(self._unfinished)] = time.perf_counter()
+        self._finished = self._put
+        self._finished_at[self._finished] = time.perf_counter()
         self._unfinished = None
         self._changed.notify_all()
 
   def settle(self, item: Stamped, since: float) -> float:
-    """Waits until the producer has finished `item`. Raises Closed where the hand-off has failed."""
+    """Waits until the producer has finished `item`, the newest that was taken.
+
+    Raises:
+      Closed: the hand-off has failed.
+    """
     with self._changed:
       self._wait(lambda: self.can_settle(item), 'to be made')
       if self._failed:
         raise Closed(self.name)
-      until = max(since, self._finished.pop(id(item), since))
+      until = max(since, self._finished_at.pop(self._taken, since))
       self.get_wait_s += until - since
       return until
 
   def can_settle(self, item: Stamped) -> bool:
     """Whether `settle` would not block."""
-    return item is not self._unfinished or self._failed
+    return self._taken <= self._finished or self._failed
 
   def get(self) -> Stamped:
     """The next value; blocks while there is none. Raises Closed as HandOff's."""
@@ -208,7 +217,9 @@ class DoubleBuffer(HandOff):
         if not self._primed_gets:
           self._primed = None  # free its memory once the last one is used
         return item
-    return super().get()
+      item = super().get()
+      self._taken += 1
+      return item
 
   def can_put(self) -> bool:
     """Whether `put` would not block."""

@@ -182,6 +182,7 @@ def decided(params, obs):
   return logits * 1e6, value
 
 
+@pytest.mark.quick
 def test_two_rollouts_are_one_twice_as_long():
   seeds = [env_seeds(1, 0, 0, 4)]
   short = in_a_row(roll('CartPole-v1', seeds, 12, count=4, apply=decided))

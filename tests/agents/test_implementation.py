@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from podracer_jit.agents import networks
 from podracer_jit.agents.policies import categorical
 from tests.agents.test_networks import FRAMES, IMAGE_TORSOS, of_rows
 from tests.runs import make_network

@@ -15,6 +15,8 @@ from tests.runs import make_network
 
 FRAMES = jax.ShapeDtypeStruct((5, 4, 84, 84), np.uint8)
 VECTORS = jax.ShapeDtypeStruct((5, 3, 7), np.float32)
+IMAGE_TORSOS = [name for name, torso in networks.TORSOS.items()
+                if getattr(torso, 'needs_images', False)]
 
 
 def of_rows(network, params, obs):
@@ -94,10 +96,6 @@ def test_centring_subtracts_the_mean_of_each_observation():
 
 
 @pytest.mark.parametrize('rows', [3, 40])  # at once, and a few at a time
-IMAGE_TORSOS = [name for name, torso in networks.TORSOS.items()
-                if getattr(torso, 'needs_images', False)]
-
-
 @pytest.mark.parametrize('name', IMAGE_TORSOS)
 def test_for_the_gradient_bytes_are_kept_and_not_the_image(name, rows):
   torso = networks.TORSOS[name]()
@@ -161,6 +159,7 @@ def test_impala_resnet_as_in_the_paper():
   assert_allclose(value, x @ heads['value']['kernel'] + heads['value']['bias'], rtol=1e-4)
 
 
+@pytest.mark.quick
 def test_mlp_by_hand():
   network = make_network('mlp', categorical(2), hidden=(1,))
   heads = {'policy': {'kernel': np.float32([[1, -1]]), 'bias': np.float32([0, 3])},

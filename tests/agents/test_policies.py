@@ -14,9 +14,13 @@ MEAN, LOG_STD = np.float32([[0.3, -2.0, 5.0], [0.0, 0.1, -0.2]]), np.float32([0.
 DIST = jnp.concatenate([MEAN, np.broadcast_to(LOG_STD, MEAN.shape)], axis=-1)
 
 
-@pytest.mark.parametrize('name', policies.CONTINUOUS)
+CONTINUOUS = [name for name, family in policies.FAMILIES.items()
+              if not family.discrete and family.reads == policies.DISTRIBUTION]
+
+
+@pytest.mark.parametrize('name', CONTINUOUS)
 def test_density_and_samples_are_the_normal_ones(name):
-  policy = policies.CONTINUOUS[name](LOW, HIGH)
+  policy = policies.FAMILIES[name].make(LOW, HIGH)
   assert policy.dist_size == 6 and policy.action_shape == (3,)
   action = np.float32([[0.0, -1.9, 7.0], [3.0, 0.1, -0.5]])
   expected = stats.norm(MEAN, np.exp(LOG_STD)).logpdf(action).sum(axis=-1)
@@ -29,7 +33,7 @@ def test_density_and_samples_are_the_normal_ones(name):
 
 @pytest.mark.parametrize('name', ['gaussian', 'scaled_gaussian'])
 def test_entropy_is_the_normal_one(name):
-  policy = policies.CONTINUOUS[name](LOW, HIGH)
+  policy = policies.FAMILIES[name].make(LOW, HIGH)
   expected = stats.norm(MEAN, np.exp(LOG_STD)).entropy().sum(axis=-1)
   assert_allclose(policy.entropy(DIST), expected, rtol=1e-6)
 
@@ -49,12 +53,13 @@ def test_entropy_of_a_squashed_one_is_that_of_its_output():
 def test_tasks_get_actions_within_their_bounds():
   action = np.float32([[0.5, -3.0, 0.2], [9.0, 0.1, -0.5]])
   gaussian, scaled, squashed = (make(LOW, HIGH).to_env(action)
-                                for make in policies.CONTINUOUS.values())
+                                for make in (policies.FAMILIES[name].make for name in CONTINUOUS))
   assert_allclose(gaussian, [[0.5, -0.4, 0.2], [1.0, 0.1, 0.0]])
   assert_allclose(scaled, [[0.5, -0.4, 1.8], [1.0, 0.04, 0.75]], rtol=1e-6)
   assert_allclose(squashed, (LOW + HIGH) / 2 + (HIGH - LOW) / 2 * np.tanh(action), rtol=1e-5)
 
 
+@pytest.mark.quick
 def test_a_categorical_mode_is_the_likeliest():
   policy = policies.categorical(4)
   logits = jnp.float32([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 0.0, 0.0]])

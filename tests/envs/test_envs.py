@@ -16,7 +16,7 @@ from podracer_jit import experiment
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.run.experiment import resolve
+from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import placement
 
 MUJOCO = 'HalfCheetah-v4'
@@ -77,6 +77,7 @@ def test_a_seed_depends_on_nothing_but_seed_segment_and_environment():
     assert sum(cut, []) == whole
 
 
+@pytest.mark.quick
 def test_a_shard_gives_each_environment_its_seed():
   seeds = env_seeds(1, 0, 0, 6)
   shard = envpool_envs.Shard('CartPole-v1', {}, seeds, ONE_THREAD)

@@ -51,6 +51,7 @@ def test_stacks_are_what_they_were(stack, channels, steps, make):
                      obs[step[order], env[order]])
 
 
+@pytest.mark.quick
 def test_what_is_no_stack_is_kept_as_it_is():
   obs = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 7)))
   assert frames.of(obs, 1) is obs is frames.stacks(obs)

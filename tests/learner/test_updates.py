@@ -2,6 +2,7 @@
 
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -353,6 +354,7 @@ def test_learning_is_exact_on_any_mesh(groups):
   assert_allclose(metrics['learning_rate'], 0.75e-3, rtol=1e-6)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('name', ['impala', 'ppo'])
 def test_learning_descends_the_gradient(name):
   """One gradient step at a constant rate; metrics are means over valid rows."""
@@ -367,10 +369,10 @@ def test_learning_descends_the_gradient(name):
   learn = jax.jit(rollout_updates.make_learn(objective, optax.identity(), rate, sizes))
   state, metrics = learn(_state(params, optax.identity()), rollout)
   if name == 'impala':
-    items = _items(2, NUM_ENVS // 2, 1, False, minibatches=1)
+    items = _items(2, NUM_ENVS // 2, objective, minibatches=1)
     *by_outputs, terms = _impala_expected(params, rollout, items, NUM_ENVS // 2)
   else:  # the whole rollout, in whatever order
-    items = _items(2, NUM_ENVS // 2, STEPS, True, minibatches=1)
+    items = _items(2, NUM_ENVS // 2, objective, minibatches=1)
     *by_outputs, terms = _ppo_expected(params, rollout, items, NUM_ENVS // 2,
                                        _ppo_targets(params, rollout))
   grads = _pull_back(params, rollout.obs, *by_outputs)
@@ -386,7 +388,10 @@ def test_learning_descends_the_gradient(name):
 def _orders(name, sizes, steps, mesh_size=1, update=0):
   """What items `fuse` asks gradients of: [epochs, minibatches, groups, n]."""
   objective = make_objective(name, NETWORK, steps)
-  objective = objective._replace(prepare=lambda params, rollout: ())
+  # Its targets would want parameters of a network.
+  without_targets = types.SimpleNamespace(
+      algorithm=objective.algorithm, elements_per_env=objective.elements_per_env,
+      target_inputs=objective.target_inputs, targets=lambda params, rollout: ())
   groups = sizes.num_grad_shards
   size = sizes.num_envs * objective.elements_per_env // groups // sizes.num_minibatches
   rounds = sizes.num_epochs * sizes.num_minibatches
@@ -399,7 +404,7 @@ def _orders(name, sizes, steps, mesh_size=1, update=0):
     return state._replace(params=(seen.at[count].set(items), count + 1))
 
   learn = rollout_updates.fuse(
-      rollout_updates.make_prepare(objective, sizes, mesh_size), gradient, remember,
+      rollout_updates.make_prepare(without_targets, sizes, mesh_size), gradient, remember,
       lambda steps: jnp.float32(0))
 
   def seen(seen, rollout):
@@ -467,6 +472,7 @@ def test_gradients_are_clipped_by_their_norm():
   assert_allclose(path, [-1.8 / 1.81, -2.4 / 2.41], rtol=1e-5)
 
 
+@pytest.mark.quick
 def test_adam_by_hand():
   """Corrected for their bias, the moments are g and g^2 at first; then as in 1412.6980."""
   path = _descend(ADAM, [[3, -0.02, 1e-5], [-1, -0.02, 1e-5]])

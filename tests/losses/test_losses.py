@@ -122,6 +122,7 @@ def test_impala_advantage_carries_no_gradient():
   assert_array_equal(by_value, 0)
 
 
+@pytest.mark.quick
 def test_vtrace_by_hand():
   """gamma = 1/2, V = 1, 2, 3 and then 4, ratios 3/2, 1/2, 3/2.
 
@@ -143,6 +144,7 @@ def test_vtrace_by_hand():
   assert_allclose(gradient, [-0.625, -0.25, -0.5, 0], rtol=1e-6)
 
 
+@pytest.mark.quick
 def test_gae_by_hand():
   """gamma = 1/2, lambda = 1/2; row 1 is truncated, row 2 invalid, row 4 terminated.
 
@@ -290,6 +292,7 @@ def test_ppo_loss_and_gradient(seed, options):
     assert_allclose(gradient, numeric, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.quick
 def test_ppo_by_hand():
   """Ratios 3/2, 3/2, 1/2, 1/2 with advantages 2, -2, 2, -2 and epsilon 1/10.
 

@@ -1,7 +1,9 @@
 """A user's own algorithm, network, optimizer, policy, scheme and environment, in their file."""
 
+import dataclasses
 import importlib
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -9,9 +11,9 @@ from absl import flags
 
 import podracer_jit
 from podracer_jit.agents import networks, optimizers
-from podracer_jit.run import command_line
-from podracer_jit.run.experiment import resolve
-from tests.runs import run
+from podracer_jit.run import checkpoint, command_line, evaluation, train
+from podracer_jit.run.resolve import resolve
+from tests.runs import prepared, run
 
 PACKAGE = pathlib.Path(podracer_jit.__file__).parent
 EXAMPLES = PACKAGE.parent / 'examples'
@@ -65,6 +67,29 @@ def test_the_example_of_an_own_algorithm_trains_and_is_about_sixty_lines():
   receipts, reports, _ = run(config)
   assert len({params for _, params in receipts}) == 4
   assert {'policy_loss', 'value_loss', 'entropy'} <= set(reports[0].metrics)
+
+
+def test_a_run_of_an_own_algorithm_resumes_to_the_same_bits_and_is_evaluated(tmp_path):
+  def train_in(name):
+    config = parse(f'--config={EXAMPLES / "a2c.py"}')
+    workdir = tmp_path / name
+    checkpoint.open_workdir(workdir, config)
+    whole = prepared(config)
+    experiment = dataclasses.replace(whole.experiment, total_steps=10 * 256)
+    train.train(dataclasses.replace(whole, experiment=experiment), workdir)
+    return checkpoint.read_receipts(workdir)[1]
+
+  at_once = train_in('whole')
+  assert len(at_once) > 8
+  shutil.copytree(tmp_path / 'whole', tmp_path / 'killed')
+  newest = max((tmp_path / 'killed' / 'checkpoints').iterdir(), key=lambda path: int(path.name))
+  shutil.rmtree(newest)
+  assert train_in('killed') == at_once
+  assert newest.is_dir()
+  experiment = evaluation.read_experiment(tmp_path / 'whole')
+  assert experiment.loss_name == 'a2c:A2C'
+  agent = evaluation.restore(tmp_path / 'whole', experiment)
+  assert len(evaluation.play(agent, 3, 2, 1, 1000).returns) == 3
 
 
 TORSO = '''
@@ -221,7 +246,8 @@ def test_an_own_environment_is_learned(own, scheme):
                  f'--config.scheme={scheme}')
   reports = run(fields, updates=60)[1]
   episodes = reports[-1].metrics['episodes']
-  returns = episodes.episode_return[-1][episodes.ended[-1]]
+  last = reports[-1].count - 1
+  returns = episodes.episode_return[last][episodes.ended[last]]
   assert set(returns.tolist()) <= {0.0, 2.0} and returns.mean() > 1.8  # random play: 1
 
 

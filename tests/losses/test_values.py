@@ -16,6 +16,7 @@ from podracer_jit.replay import buffer
 from tests.reference import numeric_gradient
 
 
+@pytest.mark.quick
 def test_double_q_learning_by_hand():
   """The network prefers the second action afterwards, of which the target network says 5."""
   def error(q):

@@ -84,6 +84,7 @@ def test_chunks_fit_the_cache_and_leave_little_over(count, shape, near, rows):
   assert convolution.rows_at_once(count, shape, near) == rows
 
 
+@pytest.mark.quick
 def test_conv2d_by_hand():
   """A 3x3 image of 1 to 9 and the kernel (1, 10; 100, 1000)."""
   x = np.arange(1.0, 10.0, dtype=np.float32).reshape(1, 3, 3, 1)

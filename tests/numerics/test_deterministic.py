@@ -12,6 +12,7 @@ from podracer_jit.numerics import deterministic
 from tests.runs import on_mesh
 
 
+@pytest.mark.quick
 def test_pairwise_sum_has_one_order():
   rng = np.random.default_rng(0)
   x = (rng.normal(size=(7, 50)) * 10.0 ** rng.integers(-3, 4, size=(7, 50))).astype(np.float32)

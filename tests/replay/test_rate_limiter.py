@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from podracer_jit.replay.rate_limiter import Rate
 
 
@@ -22,6 +24,7 @@ def test_without_a_ratio_neither_side_waits():
     assert rate.wants() == (0, 3) and rate.may_draw()
 
 
+@pytest.mark.quick
 def test_by_hand():
   """2 drawn for each added, 10 at a time; rollouts of 5 allow 10; at most 15 ahead either way."""
   rate = Rate(2.0, 15, 10, 5, 4)

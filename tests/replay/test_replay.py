@@ -209,6 +209,7 @@ def test_draws_are_in_proportion_to_the_power_of_the_td_error(eviction, exponent
     assert max(chi_square(counts, mass * error**wrong) for wrong in (-0.1, 0.1)) < 1e-12
 
 
+@pytest.mark.quick
 def test_a_draw_takes_one_from_each_part_of_the_sum():
   made, state, _ = filled('fifo')
   place = np.asarray(made.sample(state, keys(3), 64).place)

@@ -14,7 +14,6 @@ import pytest
 
 from podracer_jit import experiment
 from podracer_jit.run.commands import benchmark, configs
-from podracer_jit.run.experiment import resolve
 from podracer_jit.run.measure import (
     conventional,
     core_distance,
@@ -24,6 +23,7 @@ from podracer_jit.run.measure import (
     timed_parts,
     training,
 )
+from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime.channels import Stamped
 from tests.runs import QUICK, fresh
 
@@ -195,7 +195,7 @@ def test_a_config_with_a_replay_is_measured_and_taken_apart(tmp_path):
 @pytest.mark.parametrize('name', configs.shipped())
 def test_no_config_is_refused(name):
   own = resolve(importlib.import_module(f'podracer_jit.configs.{name}').get_config())
-  found = own.replace(scheme='sync', **segments.small_replay(own))
+  found = changed(own, scheme='sync', **segments.small_replay(own))
   assert found.scheme_name == 'sync' and (found.replay is None) == (own.replay is None)
 
 

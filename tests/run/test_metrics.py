@@ -120,6 +120,7 @@ def _events(directory):
       data = data[end + 4:]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('actor,learner,words', [
     (5.0, 0.1, 'learner is the bottleneck: actors wait 50%'),
     (0.1, 4.0, 'actors are the bottleneck: the learner waits 40%'),

@@ -11,8 +11,8 @@ from absl import flags
 
 from podracer_jit.configs import impala_atari, impala_catch, pong_laptop, ppo_cartpole
 from podracer_jit.run import command_line
-from podracer_jit.run.experiment import resolve
 from podracer_jit.run.measure import segments
+from podracer_jit.run.resolve import resolve
 from podracer_jit.run.tuning import candidates, search, tuner
 from podracer_jit.schemes.table import SCHEMES
 from tests.runs import QUICK, changed, small

@@ -63,6 +63,7 @@ def versions(handoff, count):
 # Lags.
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('lag, lags', [(0, [0, 0, 0, 0, 0, 0]), (1, [0, 1, 1, 1, 1, 1])])
 def test_the_kth_value_is_min_k_lag_behind(lag, lags):
   handoff = DoubleBuffer('parameters', 6, lag)

@@ -16,7 +16,7 @@ import pytest
 from podracer_jit import experiment, loops, losses
 from podracer_jit.learner import replay_updates
 from podracer_jit.run import checkpoint, evaluation, train
-from podracer_jit.run.experiment import resolve
+from podracer_jit.run.resolve import resolve
 from podracer_jit.types import Target, TrainState
 from tests.runs import changed, prepared, run, small
 from tests.workers import wrap
@@ -114,7 +114,7 @@ def _train(workdir, total, learners=(0,), **fields):
   return [(x['update'], x['batch'], x['params']) for x in found if 'update' in x]
 
 
-@pytest.mark.parametrize('replay', [True, False])
+@pytest.mark.parametrize('replay', [pytest.param(True, marks=pytest.mark.quick), False])
 def test_a_resumed_run_has_the_same_bits_on_another_mesh(replay, tmp_path):
   """Without its replay in the checkpoint every segment begins with an empty one."""
   whole = _train(tmp_path / 'one', 8 * 256, checkpoint__replay=replay)

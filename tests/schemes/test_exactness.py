@@ -6,7 +6,6 @@ equal. With small batches anything is.
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,10 +31,7 @@ CASES = {
 PLACES = {
     'one core': (['taskset', '-c', '0'], 1, (0,), (0,)),
     'eight virtual devices, four learners': ([], 1, (5, 6), (0, 2, 4, 7)),
-    'two processes': ([], 2, (0,), (0, 1)),
-    # So that what tests compare in their own process is what people compute.
-    'compiled as by the tests': (['env', f'XLA_FLAGS={os.environ["XLA_FLAGS"]}'], 1, (0,), (0,))}
-AS_PEOPLE = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
+    'two processes': ([], 2, (0,), (0, 1))}
 
 
 @pytest.fixture(scope='module')
@@ -53,7 +49,7 @@ def _receipts(workdir, case, place, *more):
       [*prefix, sys.executable, *program, *CASES[case], *COMMON, f'--workdir={workdir}',
        f'--config.placement.actor_devices={actors}',
        f'--config.placement.learner_devices={learners}', *more],
-      capture_output=True, text=True, timeout=300, env=AS_PEOPLE, check=False)
+      capture_output=True, text=True, timeout=300, check=False)
   assert result.returncode == 0, result.stdout + result.stderr
   lines = map(json.loads, (workdir / 'receipts.jsonl').read_text().splitlines())
   return [(x['batch'], x['params']) if 'update' in x else x['canary'] for x in lines]

@@ -45,6 +45,7 @@ def made(scheme, loss, serial=False):
   return run(of(scheme, _config(loss)), runner, updates=UPDATES)
 
 
+@pytest.mark.quick
 def test_every_scheme_is_tested():
   """Those that draw from a replay by test_apex."""
   assert set(PLACES) | {'apex', 'apex_lockstep'} == set(SCHEMES)

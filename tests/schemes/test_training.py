@@ -87,8 +87,9 @@ def test_placement_changes_no_bit(case):
      [((0, 1, 2, 3), (0, 1, 2, 3), 1, 1), ((0, 1), (2, 3), 2, 2), ((4, 5), (0,), 1, 2)]),
     ('ppo', dict(num_shards=4, num_grad_shards=4, scheme='cleanba'),
      [((0, 1, 2, 3), (0, 1, 2, 3), 1, 1), ((0, 1), (2, 4), 1, 2)]),
-    ('impala', dict(num_shards=4, num_grad_shards=4, scheme='cleanba'),
-     [((0, 1, 2, 3), (0, 1, 2, 3), 1, 1)]),
+    pytest.param(
+        'impala', dict(num_shards=4, num_grad_shards=4, scheme='cleanba'),
+        [((0, 1, 2, 3), (0, 1, 2, 3), 1, 1)], marks=pytest.mark.quick),
     ('ppo', dict(num_shards=4, num_grad_shards=4), [((0, 1, 2, 3), (0, 1, 2, 3), 1, 1)]),
     # Nothing is a power of two.
     ('ppo', dict(num_shards=3, num_grad_shards=3, num_minibatches=1, unroll_length=7,

@@ -57,10 +57,11 @@ from absl import flags, logging
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.families import family_of
 from podracer_jit.run import build, command_line
-from podracer_jit.run.experiment import Experiment, resolve
+from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import picture, rounds, timed_parts
 from podracer_jit.run.measure.segments import small_replay, with_scheme
 from podracer_jit.run.measure.summary import BASES, describe, measure, say, summarise
+from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import placement
 
 
@@ -136,8 +137,8 @@ def prepare(experiment: Experiment, asked: Sequence[str] | None
     raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(timed_parts.ALL)}')
   placement.prepare_host(experiment.placement)
   # Whatever the config says, training must not end while it is measured.
-  experiment = experiment.replace(scheme='sync', total_steps=2**31 - 1,
-                                  **small_replay(experiment))
+  experiment = changed(experiment, scheme='sync', total_steps=2**31 - 1,
+                       **small_replay(experiment))
   run = build.make_run(experiment)
   wanted = timed_parts.NAMES if asked is None else asked
   names = [name for name in timed_parts.ALL if name in wanted]

@@ -24,8 +24,9 @@ from absl import flags
 from podracer_jit import loops
 from podracer_jit.envs import frames
 from podracer_jit.numerics.fingerprints import as_hex, canary
-from podracer_jit.run import build, checkpoint, video
-from podracer_jit.run.experiment import Experiment, resolve
+from podracer_jit.run import build, checkpoint, config, video
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import placement
 from podracer_jit.types import Rollout, TrainState
 
@@ -95,10 +96,10 @@ def _experiment(workdir: Path) -> Experiment:
   if not experiment.deterministic:
     raise ValueError(f'{experiment.non_deterministic_setting} takes things as they come, so '
                      'updates of the run cannot be made again')
-  one_device = checkpoint.ONE_DEVICE | {'actor_platform': experiment.placement.actor_platform}
+  one_device = config.ONE_DEVICE | {'actor_platform': experiment.placement.actor_platform}
   # These two schemes give the bits of all others with the same lag.
-  return experiment.replace(scheme='cleanba' if experiment.scheme.lag else 'sync',
-                            placement=one_device)
+  return changed(experiment, scheme='cleanba' if experiment.scheme.lag else 'sync',
+                 placement=one_device)
 
 
 def _check_env(env: int, experiment: Experiment) -> None:

@@ -12,6 +12,7 @@ from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.run import build
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import conventional
+from podracer_jit.run.resolve import changed
 from podracer_jit.runtime import placement
 from podracer_jit.schemes import wiring
 from podracer_jit.schemes.reports import Report
@@ -63,7 +64,7 @@ def with_scheme(run: build.Run, scheme: str) -> build.Run:
   Raises:
     ValueError: the experiment cannot have this scheme.
   """
-  return dataclasses.replace(run, experiment=run.experiment.replace(scheme=scheme))
+  return dataclasses.replace(run, experiment=changed(run.experiment, scheme=scheme))
 
 
 def with_program(run: build.Run, program: Callable) -> build.Run:

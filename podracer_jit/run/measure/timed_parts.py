@@ -18,6 +18,7 @@ from podracer_jit.envs.protocol import EnvSpec, Shard, TimeStep
 from podracer_jit.run import build
 from podracer_jit.run.measure.segments import Figures, Measure, begin, copy_of
 from podracer_jit.run.measure.training import Training
+from podracer_jit.run.resolve import changed
 from podracer_jit.runtime import placement
 from podracer_jit.schemes import wiring
 from podracer_jit.types import TrainState
@@ -216,7 +217,7 @@ def of_variant(name: str, run: build.Run) -> tuple[str, build.Run]:
   variant, _, rest = name.partition('_')
   if variant not in VARIANTS:
     return name, run
-  return rest, build.make_run(run.experiment.replace(**VARIANTS[variant]))
+  return rest, build.make_run(changed(run.experiment, **VARIANTS[variant]))
 
 
 def make(name: str, run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Measure:

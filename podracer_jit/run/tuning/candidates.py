@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import changed
 from podracer_jit.runtime.placement import PlacementOptions
 from podracer_jit.schemes.scheme import Scheme
 from podracer_jit.schemes.table import SCHEMES
@@ -52,7 +53,7 @@ def placed(experiment: Experiment, candidate: Candidate) -> Experiment:
   """
   fields = candidate._asdict()
   rest = {name: fields.pop(name) for name in NOT_PLACEMENT}
-  return experiment.replace(**rest, placement=fields)
+  return changed(experiment, **rest, placement=fields)
 
 
 def places(experiment: Experiment, own: Candidate, machine: Machine,

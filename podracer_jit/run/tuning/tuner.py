@@ -13,10 +13,11 @@ import jax
 
 from podracer_jit import loops
 from podracer_jit.run import build
-from podracer_jit.run.experiment import Experiment, resolve_on_one_device
+from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import core_distance
 from podracer_jit.run.measure.segments import copy_of, small_replay
 from podracer_jit.run.metrics import Meter
+from podracer_jit.run.resolve import changed, resolve_on_one_device
 from podracer_jit.run.tuning.candidates import Candidate, Machine, as_text, own_of, placed, vary
 from podracer_jit.run.tuning.search import LAST_ROUNDS, Figures, Search, search
 from podracer_jit.runtime import placement
@@ -113,7 +114,7 @@ def prepare(config: Mapping[str, Any]) -> tuple[Experiment, Candidate]:
   if experiment.scheme.graph.free_rates:
     raise ValueError(f'scheme: {experiment.scheme_name} acts and learns at rates of their own, so '
                      'no one figure says which placement is better; apex_lockstep has one')
-  experiment = experiment.replace(total_steps=2**31 - 1, **small_replay(experiment))
+  experiment = changed(experiment, total_steps=2**31 - 1, **small_replay(experiment))
   return experiment, own_of(experiment, asked)
 
 
