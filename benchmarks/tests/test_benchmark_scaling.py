@@ -10,6 +10,7 @@ import pytest
 from benchmarks import common, reduction, scaling, startup
 from benchmarks.tests.run import run_benchmark
 from podracer_jit.numerics.deterministic import exact_sum, plain_sum
+from podracer_jit.run.resolve import resolve
 from tests.runs import small
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.env.num_envs=16',
@@ -34,8 +35,8 @@ def test_efficiency_is_of_the_medians():
 
 
 def test_each_process_has_the_work_that_the_config_says():
-  config = small() | dict(num_shards=2, num_grad_shards=4)
-  whole = scaling.scaled(config, 3)
+  config = resolve(small() | dict(num_shards=2, num_grad_shards=4)).fields
+  whole = scaling.scaled(resolve(config), 3).fields
   assert (whole['env']['num_envs'], whole['num_shards'], whole['num_grad_shards']) == (24, 6, 12)
   assert config['env']['num_envs'] == 8
   changed = {name for name in whole if whole[name] != config[name]}
@@ -180,7 +181,7 @@ def test_only_the_first_of_a_round_begins_with_nothing(tmp_path, monkeypatch):
       '(cache / f"{uuid.uuid4()}-cache").touch()\n')
   monkeypatch.chdir(tmp_path)
   for _ in range(2):
-    cold, warm = startup.one_round(small())
+    cold, warm = startup.one_round(resolve(small()))
     assert (cold.cached, warm.cached) == (1, 2)
     assert 0 < cold.first_update_s <= cold.total_s
 
@@ -212,4 +213,4 @@ def test_a_bad_command_is_refused_in_one_line(name, args, said, capsys):
 
 def test_processes_without_cores_are_refused(capsys):
   with pytest.raises(ValueError, match='need a core each'):
-    scaling.prepare(small(), 100_000)
+    scaling.prepare(resolve(small()), 100_000)

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from podracer_jit import options
 from podracer_jit.configs import (
   impala_atari,
   ppo_atari,
@@ -11,7 +12,7 @@ from podracer_jit.configs import (
   ppo_mujoco_fast,
   ppo_pong_envpool,
 )
-from podracer_jit.run import experiment
+from podracer_jit.replay.options import ReplayOptions
 from tests.runs import changed, prepared, small
 
 # 1709.06009, table 2 and section 3; EnvPool's no-ops: 1 is none.
@@ -72,7 +73,7 @@ def test_is_the_papers_table(case):
     (dict(placement__env_thread=1),
      'placement.env_thread: there is no such field; did you mean placement.env_threads?'),
     (dict(normalise__observations=True), 'normalise.observations: there is no such field'),
-    (dict(replay=dict(experiment.REPLAY)), 'replay: there is no such field'),
+    (dict(replay=options.defaults(ReplayOptions)), 'replay: there is no such field'),
     (dict(log={'window': 100, 'every_seconds': 1.0}), 'log.tensorboard: is missing')])
 def test_a_field_that_a_config_file_misspells_is_refused(fields, said):
   with pytest.raises(ValueError, match='^' + re.escape(said)):

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from podracer_jit import experiment
 from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.run import build, checkpoint, evaluation, experiment, video
+from podracer_jit.run import checkpoint, evaluation, video
 from podracer_jit.run.commands import evaluate as command
 from podracer_jit.runtime import placement
-from tests.runs import QUICK, by_rows
+from tests.runs import QUICK, by_rows, fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDLESS = 2**31 - 1
@@ -73,7 +74,7 @@ def _save(workdir, config, *updates):
   """A run that learned nothing: a checkpoint for each update, its parameters moved by as much."""
   config = config.to_dict()
   checkpoint.open_workdir(workdir, config)
-  state = build.initial_state(build.make_parts(config))
+  state = fresh(config).initial_state()
   with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
     for update in updates:
       saved.save(state._replace(update=jnp.int32(update), steps=jnp.int32(10 * update),
@@ -180,7 +181,7 @@ def test_games_are_whole_and_rewards_unclipped(tmp_path):
   config.network.hidden = 8
   config.network.update(channels=(4,), kernels=(8,), strides=(8,))
   _save(tmp_path, config, 1)
-  agent = evaluation.restore(tmp_path, evaluation.read_config(tmp_path))
+  agent = evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path))
   assert agent.options['repeat_action_probability'] == 0.25
   agent = evaluation.greedy(agent._replace(apply=by_rows(_always(1, 6))))
   played = evaluation.play(agent, 2, 2, seed=0, max_steps=30_000)
@@ -221,7 +222,7 @@ def test_seeds_are_none_of_training():
 
 
 def test_seeds_spare_minus_one_and_stay_in_32_bits(monkeypatch):
-  monkeypatch.setattr(envpool_envs, 'env_seeds', lambda *args: [0, 7, 2**31 - 1])
+  monkeypatch.setattr(evaluation, 'env_seeds', lambda *args: [0, 7, 2**31 - 1])
   assert evaluation.seeds(0, 3) == [-2, -9, -2**31]
 
 
@@ -252,7 +253,7 @@ def test_atari_scores_are_of_envpools_57_games():
 def test_restores_the_newest_parameters(tmp_path):
   params = _save(tmp_path, _catch_config(), 3, 5)
   before = sorted(tmp_path.rglob('*'))
-  agent = evaluation.restore(tmp_path, evaluation.read_config(tmp_path))
+  agent = evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path))
   assert sorted(tmp_path.rglob('*')) == before
   assert (agent.update, agent.steps) == (5, 50)
   jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 5), agent.params, params)
@@ -263,7 +264,7 @@ def test_restores_a_run_of_more_devices_than_are_here(tmp_path):
   _save(tmp_path, config, 1)
   there = dict(actor_devices=[30, 31], learner_devices=[28, 29], actor_platform='gpu')
   _edit(tmp_path, placement=config.placement.to_dict() | there, num_shards=4, num_grad_shards=2)
-  assert evaluation.restore(tmp_path, evaluation.read_config(tmp_path)).update == 1
+  assert evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path)).update == 1
 
 
 def _workdir(tmp, kind):
@@ -287,7 +288,7 @@ def _workdir(tmp, kind):
 
 @pytest.mark.parametrize('kind, words', [
     ('missing', 'does not exist'), ('empty', 'no config.json'),
-    ('not a config', 'not of a run of podracer_jit'), ('lacks a field', 'lacks the field'),
+    ('not a config', 'not of a run of podracer_jit'), ('lacks a field', 'loss.name: is missing'),
     ('unsaved', 'no checkpoint yet'), ('nothing saved', 'no checkpoint yet'),
     ('of other parameters', 'cannot read a checkpoint')])
 def test_a_workdir_without_a_run_is_refused_in_one_line(tmp_path, evaluate, kind, words):

@@ -38,7 +38,14 @@ def receipts(workdir):
 
 @pytest.mark.parametrize('args,said', [
     ([], '--config is missing'),
-    (['--config=configs/nope.py', '--workdir=x'], 'configs/nope.py'),
+    (['--config=configs/nope.py', '--workdir=x'],
+     '--config=configs/nope.py: there is no such file'),
+    (['--config=impala_cach'], '--config=impala_cach: there is no such file, and no shipped config '
+                               'of that name; there are apex_'),
+    (['--config=podracer_jit/configs'], '--config=podracer_jit/configs: there is no such file'),
+    ([CATCH[:-1]], "--config: there is no argument 'smok'; known are smoke"),
+    (['--config=impala_catch:smoke', '--config.seed=-1'], 'seed: must not be negative, got -1'),
+    ([CATCH, '--seed=3'], '--seed: there is no such flag; did you mean --config.seed?'),
     ([CATCH, '--foo=1'], 'foo'),
     ([CATCH, 'foo'], 'foo'),
     ([CATCH, '--config.sede=1'], '--config.sede: the config has no such field; did you mean seed?'),
@@ -55,12 +62,14 @@ def receipts(workdir):
     ([CATCH, '--config.env.num_envs=33'], '33 items'),
     ([CATCH, '--config.num_grad_shards=3'], '32 environments cannot be split evenly'),
     ([CATCH, '--config.num_minibatches=5'], '5 minibatches'),
-    ([CATCH, '--config.network.name=nature_cnn'], 'network.'),
+    ([CATCH, '--config.network.name=nature_cnn'],
+     'network.name: nature_cnn wants images (C, H, W), Catch-v0 gives (10, 5)'),
     ([CATCH, '--config.scheme=impala', '--repeat=x'], '--repeat: impala takes things as they come'),
-    ([CATCH, '--config.network.core=rnn'], "network.core: must be none, gru, lstm, got 'rnn'"),
+    ([CATCH, '--config.network.core=rnn'], "network.core: must be none, gru or lstm, got 'rnn'"),
     ([CATCH, '--config.network.core=gru', '--config.network.separate_critic=True'],
      'network.separate_critic: the critic would not remember'),
-    ([CATCH, '--config.normalise.value=True'], 'normalise.value: only ppo knows it, not impala'),
+    ([CATCH, '--config.normalise.value=True'],
+     'normalise.value: impala does not learn values in deviations; must be False'),
     ([CATCH, '--config.loss.discount=1.5'], 'loss.discount: must be between 0 and 1, got 1.5'),
     ([CATCH, '--config.loss.baseline_coef=nan'], 'loss.baseline_coef: must be between 0 and inf'),
     ([CATCH, '--config.optimizer.b2=2'], 'optimizer.b2: must be between 0 and 1, got 2'),
@@ -71,7 +80,10 @@ def receipts(workdir):
      'nothing is left of observations of (4, 30, 30)'),
     ([CATCH, '--repeat=nowhere'], 'nowhere'),
     ([CATCH, '--config.network.name=mpl'], "'mpl'"),
-    ([CATCH, '--config.loss.name=ppo'], 'loss.'),
+    ([CATCH, '--config.loss.name=pppo'],
+     "loss.name: there is no 'pppo'; known are impala, ppo, dqn, dpg, and module:attribute"),
+    ([CATCH, '--config.loss.name=dqn'], 'num_minibatches: dqn draws from a replay; must be 1'),
+    ([CATCH, '--config.loss.name=mine:PPO'], "loss.name: cannot import 'mine' of 'mine:PPO'"),
     ([CATCH, '--config.optimizer.learning_rate=-1'], 'learning_rate: must be above 0, got -1'),
     ([CATCH, '--config.placement.actor_devices=(0,77)'], '78'),
     ([CATCH, '--config.placement.actor_devices=all'], 'placement.actor_devices: must be a tuple'),
@@ -298,12 +310,12 @@ def test_profile_dir_gets_a_trace_with_named_regions(tmp_path):
 
 def test_a_thread_that_cannot_be_ended_does_not_keep_the_process(tmp_path):
   """The learner fails while an actor hangs in its program, as in EnvPool's receive."""
-  script = ("""import functools, sys, time
+  script = ("""import dataclasses, functools, sys, time
 from podracer_jit import loops
-from podracer_jit.actor import rollouts
+from podracer_jit.actor.pools import Pools
 from podracer_jit.run import train
-from podracer_jit.schemes import graphs
-load, wire = rollouts.Pools.load, graphs.wire
+from podracer_jit.schemes.table import SCHEMES
+load, scheme = Pools.load, SCHEMES['cleanba']
 def hanging(self, *a, **k):
   program, calls = load(self, *a, **k), []
   def call(*args):
@@ -312,16 +324,17 @@ def hanging(self, *a, **k):
     return program(*args)
   return call
 def failing(*a):
-  segment, calls = wire(*a), []
-  *actors, worker, writer = segment.workers
+  (workers, waits), calls = scheme.graph.wire(*a), []
+  *actors, worker = workers
   def fire(*args):
     calls.append(1)
     if len(calls) == 3:
       time.sleep(1)
       raise ValueError("the learner has failed")
     return worker.fire(*args)
-  return segment._replace(workers=[*actors, worker._replace(fire=fire), writer])
-rollouts.Pools.load, graphs.wire = hanging, failing
+  return [*actors, worker._replace(fire=fire)], waits
+Pools.load = hanging
+SCHEMES['cleanba'] = dataclasses.replace(scheme, graph=scheme.graph._replace(wire=failing))
 loops.run = functools.partial(loops.run, grace_s=1.0)
 sys.exit(train.main(sys.argv))""")
   result = subprocess.run([sys.executable, '-P', '-c', script, CATCH, f'--workdir={tmp_path}'],
