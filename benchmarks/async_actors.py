@@ -25,21 +25,22 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from absl import flags, logging
 
 from podracer_jit.envs import envpool_envs
-from podracer_jit.run import build, command_line, experiment
+from podracer_jit.run import build, command_line
+from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import timed_parts
+from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import placement
 
 
-def step_times(config: Mapping[str, Any], steps: int) -> dict[str, float]:
+def step_times(experiment: Experiment, steps: int) -> dict[str, float]:
   """Of one environment with random actions: milliseconds a step, and of resets alone."""
-  pool = envpool_envs.make_pool(config['env']['task'], experiment.env_options(config),
-                                [config['seed']], num_threads=1)
+  pool = envpool_envs.make_pool(experiment.env.task, experiment.env_options, [experiment.seed],
+                                num_threads=1)
   space, draws, taken, resets = pool.action_space, np.random.default_rng(0), [], []
   pool.reset()
   over = np.zeros(1, bool)
@@ -60,29 +61,28 @@ def step_times(config: Mapping[str, Any], steps: int) -> dict[str, float]:
               reset_p50=float(np.median(resets)) if resets else 0.0)
 
 
-def cases(config: Mapping[str, Any], batches: Sequence[int], shards: Sequence[int]
-          ) -> dict[str, Mapping[str, Any]]:
-  """The configs to compare, by name."""
-  place = config['placement'] | dict(
-      actor_devices=(0,), learner_devices=(0,), actors_per_device=1, env_threads=0)
-  base = config | dict(scheme='sync', placement=place, num_grad_shards=1)
-  return ({f'sync {n}': base | dict(num_shards=n, env_batch=0) for n in shards}
-          | {f'async {n}': base | dict(num_shards=1, env_batch=n) for n in batches})
+def cases(experiment: Experiment, batches: Sequence[int], shards: Sequence[int]
+          ) -> dict[str, Experiment]:
+  """The experiments to compare, by name."""
+  place = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1, env_threads=0)
+  own = dict(scheme='sync', placement=place, num_grad_shards=1)
+  return ({f'sync {n}': changed(experiment, **own, num_shards=n, env_batch=0) for n in shards}
+          | {f'async {n}': changed(experiment, **own, num_shards=1, env_batch=n)
+             for n in batches})
 
 
-def measure(configs: Mapping[str, Mapping[str, Any]], seconds: float, rounds: int
+def measure(experiments: Mapping[str, Experiment], seconds: float, rounds: int
             ) -> dict[str, list[float]]:
   """Steps a second of each, by round."""
-  found = {name: [] for name in configs}
+  found = {name: [] for name in experiments}
   with contextlib.ExitStack() as stack:
     measures = {}
-    for name, config in configs.items():
-      parts = build.make_parts(config)
-      state = build.initial_state(parts, replay=False)
-      measures[name] = timed_parts.rollout(parts, state, False, stack)
+    for name, experiment in experiments.items():
+      run = build.make_run(experiment)
+      measures[name] = timed_parts.rollout(run, run.initial_state(), False, stack)
       measures[name](0.0)  # compiles; an asynchronous one has begun sequences after it
     for _ in range(rounds):
-      for name in configs:
+      for name in experiments:
         found[name].append(measures[name](seconds).sps)
   return found
 
@@ -106,12 +106,14 @@ def main(argv: Sequence[str]) -> int:
       return 0
     if not values.shards:
       raise ValueError('--shards: must name one at least, to compare with')
-    configs = cases(config, [int(n) for n in values.batches], [int(n) for n in values.shards])
-    placement.prepare_host(next(iter(configs.values()))['placement'])
-    times = step_times(config, values.steps)
+    experiment = resolve(config)
+    experiments = cases(experiment, [int(n) for n in values.batches],
+                        [int(n) for n in values.shards])
+    placement.prepare_host(next(iter(experiments.values())).placement)
+    times = step_times(experiment, values.steps)
     print('a step of one environment: mean {mean:.3f} ms, p50 {p50:.3f}, p99 {p99:.3f}, max '
           '{max:.3f}; {resets:.1%} are resets, p50 {reset_p50:.3f}'.format(**times), flush=True)
-    found = measure(configs, values.seconds, values.rounds)
+    found = measure(experiments, values.seconds, values.rounds)
   except ValueError as error:
     print(f'async_actors: {error}', file=sys.stderr)
     return 2

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from podracer_jit.run.experiment import has_replay
+from podracer_jit.run.experiment import Experiment
 
 DEFAULT = ['--config=configs/impala_atari.py:nature_cnn', '--config.env.task=Pong-v5']
 
@@ -35,10 +35,10 @@ def write_config(path: Path, config: Mapping[str, Any]) -> Path:
   return path
 
 
-def refuse_replay(config: Mapping[str, Any]) -> None:
-  """Raises ValueError where the config draws from a replay: first updates are not as later ones."""
-  if has_replay(config):
-    raise ValueError(f'--config: {config["loss"]["name"]} draws from a replay; '
+def refuse_replay(experiment: Experiment) -> None:
+  """Raises ValueError for a replay: its first updates are not like the later ones."""
+  if experiment.algorithm.learns_from_replay:
+    raise ValueError(f'--config: {experiment.loss_name} draws from a replay; '
                      'benchmarks.replay measures that')
 
 

@@ -49,7 +49,7 @@ def measure(network: str, rows: int, groups: int, variant: str, seconds: float
             ) -> tuple[float, float]:
   """Rows a second of one variant, forward and with the gradient."""
   take_out(VARIANTS[VARIANTS.index(variant) + 1:])
-  placement.prepare_host(dict(actor_devices=(0,), learner_devices=(0,), xla_threads=16))
+  placement.prepare_host(placement.PlacementOptions())
   torso = networks.TORSOS[network]()
   batches = max(1, groups)
   obs = np.random.default_rng(0).integers(0, 256, (batches, rows, 4, 84, 84)).astype(np.uint8)

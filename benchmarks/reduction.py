@@ -39,9 +39,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.common import refuse_replay, with_default
 from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum, sliced
 from podracer_jit.run import build, checkpoint, command_line
+from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import timed_parts
+from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import placement
-from podracer_jit.schemes import wiring
 
 GROUPS = 8
 MESHES = (1, 2, 4, 8)  # devices
@@ -133,9 +134,9 @@ def seconds_of_calls(fires: Mapping[str, Callable[[], None]], seconds: float) ->
   return {name: statistics.median(times) for name, times in found.items()}
 
 
-def measure(parts: wiring.Parts, seconds: float) -> dict[str, Any]:
-  """Figures of one mesh, that of the parts."""
-  state, devices = build.initial_state(parts), parts.place.learners
+def measure(run: build.Run, seconds: float) -> dict[str, Any]:
+  """Figures of one mesh, that of the run."""
+  state, devices = run.initial_state(), run.place.learners
   parameters = sum(x.size for x in jax.tree.leaves(state.params))
   reductions = dict(exact=make_reduction(exact_sum, state.params, GROUPS, devices),
                     plain=make_reduction(plain_sum, state.params, len(devices), devices))
@@ -143,10 +144,10 @@ def measure(parts: wiring.Parts, seconds: float) -> dict[str, Any]:
   counted = {name: bytes_in_program(reduction.program.as_text(), len(devices))
              for name, reduction in reductions.items()}
   del reductions
-  learner = timed_parts.learner(parts, state)
+  learner = timed_parts.learner(run, state)
   learner(0.0)  # warms up
   update_s = learner(seconds).seconds_per_update
-  steps = parts.config['num_epochs'] * parts.config['num_minibatches']
+  steps = run.learner.gradient_steps
   by_shapes = bytes_by_shapes(parameters, GROUPS, len(devices))
   return dict(
       devices=len(devices), parameters=parameters,
@@ -187,14 +188,12 @@ def show(result: Mapping[str, Any]) -> None:
           'would not')
 
 
-def placed(config: Mapping[str, Any], devices: int) -> dict[str, Any]:
-  """The config with its learner on so many devices."""
-  place = config['placement']
-  place = place | dict(actor_devices=(0,), actors_per_device=1,
-                       learner_devices=tuple(range(devices)),
-                       xla_threads=max(place['xla_threads'], devices))
-  return config | dict(scheme='sync', exact_reduce=True, num_grad_shards=GROUPS,
-                       total_steps=2**31 - 1, placement=place)
+def placed(experiment: Experiment, devices: int) -> Experiment:
+  """The experiment with its learner on so many devices."""
+  place = dict(actor_devices=(0,), actors_per_device=1, learner_devices=tuple(range(devices)),
+               xla_threads=max(experiment.placement.xla_threads, devices))
+  return changed(experiment, scheme='sync', exact_reduce=True, num_grad_shards=GROUPS,
+                 total_steps=2**31 - 1, placement=place)
 
 
 def define_flags() -> flags.FlagValues:
@@ -216,18 +215,19 @@ def benchmark(argv: Sequence[str]) -> int:
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
-    refuse_replay(config)
-    placement.prepare_host(placed(config, max(MESHES))['placement'])
-    all_parts = [build.make_parts(placed(config, n)) for n in MESHES if n <= len(jax.devices())]
+    experiment = resolve(config)
+    refuse_replay(experiment)
+    placement.prepare_host(placed(experiment, max(MESHES)).placement)
+    runs = [build.make_run(placed(experiment, n)) for n in MESHES if n <= len(jax.devices())]
   except ValueError as error:
     print(f'reduction: {error}', file=sys.stderr)
     return 2
   print('  '.join(f'{head:>{int(re.match("[0-9]+", form)[0])}}'
                   for head, (_, form) in COLUMNS.items()), flush=True)
-  for parts in all_parts:
-    rows.append(measure(parts, values.seconds))
+  for run in runs:
+    rows.append(measure(run, values.seconds))
     print(row(rows[-1]), flush=True)
-  result = dict(config=config, groups=GROUPS, cores=len(os.sched_getaffinity(0)),
+  result = dict(config=experiment.fields, groups=GROUPS, cores=len(os.sched_getaffinity(0)),
                 platform=jax.default_backend(), versions=checkpoint.versions(),
                 rows=rows) | summarise(rows)
   print(f'{rows[0]["parameters"]:,} parameters, {GROUPS} groups')

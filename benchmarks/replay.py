@@ -38,11 +38,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from podracer_jit.actor import priorities
 from podracer_jit.numerics.deterministic import AXIS
-from podracer_jit.replay import buffer
-from podracer_jit.run import build, checks, command_line
-from podracer_jit.run.experiment import batch_rows, has_replay
+from podracer_jit.run import build, command_line
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import placement
-from podracer_jit.schemes import wiring
 from podracer_jit.types import Experience, TrainState
 
 DEFAULT = '--config=configs/apex_dqn_atari.py'
@@ -86,19 +85,25 @@ class Programs(NamedTuple):
   learn: Callable  # (state, gradient steps, valid rows and fingerprint: of none) -> state, metrics
 
 
-def of_capacity(config: Mapping[str, Any], capacity: int) -> dict[str, Any]:
-  """The config with a replay of this capacity, on one device, drawn from at once, never done."""
-  place = config['placement'] | dict(actor_devices=(0,), learner_devices=(0,))
-  options = config['replay'] | dict(capacity=capacity, min_size=1, samples_per_insert=0.0)
-  return config | dict(placement=place, replay=options, total_steps=2**31 - 1)
+def of_capacity(experiment: Experiment, capacity: int) -> Experiment:
+  """The experiment with a replay of this capacity, on one device, drawn from at once, never done.
+
+  Raises:
+    ValueError: it cannot have such a replay.
+  """
+  return changed(
+      experiment,
+      placement=dict(actor_devices=(0,), learner_devices=(0,)),
+      replay=dict(capacity=capacity, min_size=1, samples_per_insert=0.0),
+      total_steps=2**31 - 1)
 
 
-def random_experience(parts: wiring.Parts) -> Experience:
+def random_experience(experiment: Experiment) -> Experience:
   """A rollout of all environments, [groups, T, B, ...]: no episode ends, any row can be drawn."""
-  config, spec, rng = parts.config, parts.spec, np.random.default_rng(0)
-  groups, steps = config['num_grad_shards'], config['unroll_length']
-  one = priorities.shapes(config['env']['num_envs'] // groups, spec.obs_shape, spec.obs_dtype,
-                          spec.stack, parts.network.policy)
+  spec, rng = experiment.spec, np.random.default_rng(0)
+  groups, steps = experiment.num_grad_shards, experiment.unroll_length
+  one = priorities.shapes(experiment.env.num_envs // groups, spec.obs_shape, spec.obs_dtype,
+                          spec.stack, experiment.policy)
 
   def random(like, rows, most):
     shape = groups, rows, *like.shape[1:]
@@ -118,11 +123,10 @@ def random_experience(parts: wiring.Parts) -> Experience:
       starts=always(one.starts, True))
 
 
-def compiled(parts: wiring.Parts, state: TrainState, shapes: buffer.State, made: Experience
-             ) -> Programs:
-  """All programs, for a replay of these shapes that is not there yet."""
-  memory = build.make_memory(parts.config, parts.spec)
-  groups, share = batch_of(parts)
+def compiled(run: build.Run, state: TrainState, made: Experience) -> Programs:
+  """All programs, for a replay that is not there yet."""
+  memory, shapes = run.learner.memory, run.learner.replay_shapes()
+  groups, share = batch_of(run.experiment)
 
   def keys(turn):
     return jax.random.split(jax.random.fold_in(jax.random.key(0), turn), groups)
@@ -139,13 +143,13 @@ def compiled(parts: wiring.Parts, state: TrainState, shapes: buffer.State, made:
       jax.jit(add, donate_argnums=0).lower(shapes, made, turn),
       jax.jit(sample).lower(shapes, turn),
       update.lower(shapes, error.astype(np.int32), error),
-      parts.replay.learn.lower(state._replace(replay=shapes), turn, *NOTHING))))
+      run.learner.programs.learn.lower(state._replace(replay=shapes), turn, *NOTHING))))
 
 
-def batch_of(parts: wiring.Parts) -> tuple[int, int]:
+def batch_of(experiment: Experiment) -> tuple[int, int]:
   """(groups, how much of a batch is drawn from each)."""
-  groups = parts.config['num_grad_shards']
-  return groups, parts.config['replay']['batch_size'] // groups
+  groups = experiment.num_grad_shards
+  return groups, experiment.replay.batch_size // groups
 
 
 def timed(call: Callable, *args: Any) -> tuple[float, Any]:
@@ -167,52 +171,56 @@ def repeat(call: Callable, state: Any, seconds: float) -> tuple[list[float], Any
   return [statistics.median(column) for column in zip(*found[1:], strict=True)], state
 
 
-def measure(config: Mapping[str, Any], seconds: float) -> Figures:
+def measure(experiment: Experiment, seconds: float) -> Figures:
   """Fills a replay and measures it; for a process that has done nothing else.
 
   Raises:
     MemoryError: it does not fit; in one line.
   """
   quieten()
-  placement.prepare_host(config['placement'])
-  parts = build.make_parts(config)
-  (device,), capacity = parts.place.mesh.devices.flat, config['replay']['capacity']
-  shapes = jax.eval_shape(lambda: build.empty_replay(parts))
-  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+  placement.prepare_host(experiment.placement)
+  run = build.make_run(experiment)
+  (device,), capacity = run.place.mesh.devices.flat, experiment.replay.capacity
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run.learner.replay_shapes()))
   check_fits(size, device)
-  sharding = NamedSharding(parts.place.mesh, PartitionSpec(AXIS))
-  shapes = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
-  state = build.initial_state(parts, replay=False)
-  made = jax.device_put(random_experience(parts), sharding)
-  programs = compiled(parts, state, shapes, made)
+  state = run.initial_state()
+  sharding = NamedSharding(run.place.mesh, PartitionSpec(AXIS))
+  made = jax.device_put(random_experience(experiment), sharding)
+  programs = compiled(run, state, made)
   before = memory_now(device)
-  held = filled(parts, programs, made)
-  count = int(jnp.sum(held.size))
-  add, sample, update, step = measured(
-      parts, programs, state._replace(replay=held), made, seconds)
-  return Figures(capacity, count, add * 1e3, batch_rows(config) / add, sample * 1e3,
+  state = filled(run, programs, state, made)
+  count = int(jnp.sum(state.replay.size))
+  add, sample, update, step = measured(experiment, programs, state, made, seconds)
+  return Figures(capacity, count, add * 1e3, experiment.batch_rows / add, sample * 1e3,
                  update * 1e3, step * 1e3, (sample + update) / step, size, size / capacity,
                  max(x.memory_analysis().temp_size_in_bytes for x in programs),
                  memory_peak(device), before, device.device_kind)
 
 
-def filled(parts: wiring.Parts, programs: Programs, made: Experience) -> buffer.State:
-  """A replay to which was added until it was full."""
-  held, config = build.empty_replay(parts), parts.config
-  rows, steps = held.ring.fresh.shape[1], config['unroll_length']
+def filled(run: build.Run, programs: Programs, state: TrainState, made: Experience
+           ) -> TrainState:
+  """The state with a replay to which was added until it was full."""
+  experiment, replay = run.experiment, run.learner.allocate(state).replay
+  rows, steps = replay.ring.fresh.shape[1], experiment.unroll_length
   for turn in range(1 + max(-(-rows // steps),
-                            -(-config['replay']['capacity'] // batch_rows(config)))):
-    held = jax.block_until_ready(programs.add(held, made, np.int32(turn)))
-  return held
+                            -(-experiment.replay.capacity // experiment.batch_rows))):
+    replay = jax.block_until_ready(programs.add(replay, made, np.int32(turn)))
+  return state._replace(replay=replay)
 
 
-def measured(parts: wiring.Parts, programs: Programs, state: TrainState, made: Experience,
+def measured(experiment: Experiment, programs: Programs, state: TrainState, made: Experience,
              seconds: float) -> list[float]:
-  """Seconds of adding, of sampling, of setting priorities, and of a gradient step."""
-  error = np.random.default_rng(1).random(batch_of(parts), np.float32)
-  options = parts.config['replay']
-  steps = np.int32(options['gradient_steps'])
+  """Returns seconds of adding, of sampling, of setting priorities, and of a gradient step.
+
+  Args:
+    experiment: with the sizes of batches.
+    programs: of `compiled`.
+    state: with a full replay; donated.
+    made: what is added.
+    seconds: for each part.
+  """
+  error = np.random.default_rng(1).random(batch_of(experiment), np.float32)
+  steps = np.int32(experiment.replay.gradient_steps)
 
   def add(held, turn):
     took, held = timed(programs.add, held, made, turn)
@@ -226,7 +234,7 @@ def measured(parts: wiring.Parts, programs: Programs, state: TrainState, made: E
   def learn(state, turn):
     del turn
     took, (state, metrics) = timed(programs.learn, state, steps, *NOTHING)
-    if int(metrics['sampled'][0]) != steps * options['batch_size']:
+    if int(metrics['sampled'][0]) != steps * experiment.replay.batch_size:
       raise AssertionError('the learner found nothing to draw')
     return [took / steps], state
 
@@ -273,27 +281,24 @@ def quieten() -> None:
   logging.set_verbosity(logging.ERROR)
 
 
-def prepare(config: Mapping[str, Any], capacities: Sequence[str]) -> list[dict[str, Any]]:
-  """A config for each capacity, checked.
+def prepare(experiment: Experiment, capacities: Sequence[str]) -> list[Experiment]:
+  """An experiment for each capacity, checked.
 
   Raises:
     ValueError: in one line.
   """
-  if not has_replay(config):
-    raise ValueError(f'--config: loss.name is {config["loss"]["name"]}, which has no replay')
+  if not experiment.algorithm.learns_from_replay:
+    raise ValueError(f'--config: loss.name is {experiment.loss_name}, which has no replay')
   for text in capacities:
     if not re.fullmatch(r'\d+', text):
       raise ValueError(f'--capacities: must be whole numbers, such as 100000,1000000; got {text!r}')
-  configs = [of_capacity(config, int(text)) for text in capacities]
-  for item in configs:
-    checks.check(item)
-  return configs
+  return [of_capacity(experiment, int(text)) for text in capacities]
 
 
 def work(results: Connection, config: Mapping[str, Any], seconds: float) -> None:
   """`measure`, in a process of its own: sends what was found, or what is wrong."""
   try:
-    results.send(measure(config, seconds)._asdict())
+    results.send(measure(resolve(config), seconds)._asdict())
   except MemoryError as error:
     results.send(dict(skipped=str(error)))
   except jax.errors.JaxRuntimeError as error:  # of an accelerator, that there is no memory
@@ -302,11 +307,11 @@ def work(results: Connection, config: Mapping[str, Any], seconds: float) -> None
     results.send(error)
 
 
-def row(config: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+def row(experiment: Experiment, seconds: float) -> dict[str, Any]:
   """What is found of one capacity; or why it is 'skipped', or 'failed'."""
   spawn = multiprocessing.get_context('spawn')
   here, there = spawn.Pipe(duplex=False)
-  process = spawn.Process(target=work, args=(there, config, seconds), daemon=True)
+  process = spawn.Process(target=work, args=(there, experiment.fields, seconds), daemon=True)
   process.start()
   there.close()  # the process has the only one: where it dies there is an end to what it sends
   try:
@@ -317,16 +322,16 @@ def row(config: Mapping[str, Any], seconds: float) -> dict[str, Any]:
   process.join()
   if isinstance(found, ValueError):
     raise found
-  return dict(capacity=config['replay']['capacity']) | found
+  return dict(capacity=experiment.replay.capacity) | found
 
 
-def headline(config: Mapping[str, Any]) -> str:
+def headline(experiment: Experiment) -> str:
   """What is measured."""
-  options = config['replay']
-  return (f'{config["env"]["task"]}, {config["loss"]["name"]}: {config["env"]["num_envs"]} '
-          f'environments x {config["unroll_length"]} rows at once, batches of '
-          f'{options["batch_size"]}, {options["gradient_steps"]} gradient steps a call, '
-          f'{options["eviction"]}')
+  options = experiment.replay
+  return (f'{experiment.env.task}, {experiment.loss_name}: {experiment.env.num_envs} '
+          f'environments x {experiment.unroll_length} rows at once, batches of '
+          f'{options.batch_size}, {options.gradient_steps} gradient steps a call, '
+          f'{options.eviction}')
 
 
 def line(found: Mapping[str, Any]) -> str:
@@ -360,11 +365,12 @@ def benchmark(argv: Sequence[str]) -> int:
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
-    configs = prepare(config, values.capacities)
-    print(headline(config))
+    experiment = resolve(config)
+    experiments = prepare(experiment, values.capacities)
+    print(headline(experiment))
     print('  '.join(f'{head:>{form[:form.index(".")].strip(",")}}'
                     for head, (_, form) in COLUMNS.items()), flush=True)
-    for item in configs:
+    for item in experiments:
       found.append(row(item, values.seconds))
       print(line(found[-1]), flush=True)
   except ValueError as error:

@@ -36,7 +36,9 @@ from typing import Any
 from absl import flags
 
 from benchmarks.common import Failed, count_lines, refuse_replay, with_default, write_config
-from podracer_jit.run import checkpoint, checks, command_line
+from podracer_jit.run import checkpoint, command_line
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import changed, resolve
 
 PUBLISHED = 'Cleanba (2310.00036) has 0.93 of 1 at 128 GPUs'
 LAYOUTS = ('together', 'apart', 'one')  # first what a config may not be able to do
@@ -44,13 +46,18 @@ WARM = 3  # updates of each process that are never counted
 POLL_S = 0.1
 
 
-def scaled(config: Mapping[str, Any], processes: int) -> dict[str, Any]:
-  """The config for so many processes, without an end: a run must not leave the others alone."""
-  env = config['env'] | dict(num_envs=config['env']['num_envs'] * processes)
-  return config | dict(
-      env=env, total_steps=2**31 - 1,
-      checkpoint=config['checkpoint'] | dict(every_updates=2**31 - 1),
-      **{name: config[name] * processes for name in ('num_shards', 'num_grad_shards')})
+def scaled(experiment: Experiment, processes: int) -> Experiment:
+  """The experiment for so many processes, without an end: a run must not leave the others alone.
+
+  Raises:
+    ValueError: it cannot be so large.
+  """
+  return changed(
+      experiment,
+      env=dict(num_envs=experiment.env.num_envs * processes), total_steps=2**31 - 1,
+      checkpoint=dict(every_updates=2**31 - 1),
+      num_shards=experiment.num_shards * processes,
+      num_grad_shards=experiment.num_grad_shards * processes)
 
 
 @contextlib.contextmanager
@@ -102,9 +109,15 @@ class Runs:
       time.sleep(POLL_S)
 
 
-def measure(layout: str, config: Mapping[str, Any], cores: Sequence[int], updates: int
+def measure(layout: str, experiment: Experiment, cores: Sequence[int], updates: int
             ) -> list[float]:
   """SPS of each run of a layout: of one process on each core.
+
+  Args:
+    layout: one of LAYOUTS.
+    experiment: of one process.
+    cores: to pin processes to.
+    updates: to count of each process.
 
   Raises:
     Failed: a process ended too early.
@@ -112,7 +125,7 @@ def measure(layout: str, config: Mapping[str, Any], cores: Sequence[int], update
   count = len(cores) if layout == 'together' else 1
   with tempfile.TemporaryDirectory() as directory, Runs() as runs:
     root = Path(directory)
-    file = write_config(root / 'config.py', scaled(config, count))
+    file = write_config(root / 'config.py', scaled(experiment, count).fields)
     workdirs = [root / 'run'] if layout == 'together' else [root / f'run{c}' for c in cores]
     with socket.socket() as probe:
       probe.bind(('localhost', 0))
@@ -173,18 +186,18 @@ def define_flags() -> flags.FlagValues:
   return values
 
 
-def prepare(config: Mapping[str, Any], processes: int) -> list[int]:
-  """Checks the config for either number of processes; returns the cores.
+def prepare(experiment: Experiment, processes: int) -> list[int]:
+  """Checks the experiment for either number of processes; returns the cores.
 
   Raises:
     ValueError: in one line.
   """
-  refuse_replay(config)
+  refuse_replay(experiment)
   cores = sorted(os.sched_getaffinity(0))
   if len(cores) < processes:
     raise ValueError(f'--processes: {processes} need a core each, there are {len(cores)}')
   for count in (1, processes):
-    checks.check(scaled(config, count))
+    scaled(experiment, count)
   return cores[:processes]
 
 
@@ -198,18 +211,20 @@ def benchmark(argv: Sequence[str]) -> int:
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
-    cores = prepare(config, values.processes)
+    experiment = resolve(config)
+    cores = prepare(experiment, values.processes)
     rounds = {layout: [] for layout in LAYOUTS}
     for k in range(values.rounds):
       for layout in LAYOUTS:
         where = [cores[k % len(cores)]] if layout == 'one' else cores
-        rounds[layout].append(measure(layout, config, where, values.updates))
+        rounds[layout].append(measure(layout, experiment, where, values.updates))
         print(f'round {k + 1} of {values.rounds}: {layout} '
               f'{sum(rounds[layout][-1]):,.0f} SPS', file=sys.stderr, flush=True)
   except (ValueError, Failed) as error:
     print(f'scaling: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)
-  result = dict(config=config, processes=values.processes, updates=values.updates, cores=cores,
+  result = dict(config=experiment.fields, processes=values.processes, updates=values.updates,
+                cores=cores,
                 versions=checkpoint.versions(), published=PUBLISHED
                 ) | efficiencies(rounds, values.processes)
   show(result)

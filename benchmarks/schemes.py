@@ -11,21 +11,24 @@ others). rapid and rapid_async have as many of either. The first two updates of 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from absl import flags, logging
 
 from podracer_jit import loops
 from podracer_jit.run import build, command_line
-from podracer_jit.run.metrics import Report
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import placement
+from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
 
 
@@ -40,23 +43,32 @@ class Figures(NamedTuple):
   updates: int  # that were counted
 
 
-def placed(config: Mapping[str, Any], scheme: str, workers: int) -> dict[str, Any]:
-  """The config for `workers` of them."""
+def placed(experiment: Experiment, scheme: str, workers: int) -> Experiment:
+  """The experiment with this scheme for `workers` of them."""
   devices = tuple(range(workers))
-  gradients = devices if SCHEMES[scheme].central or SCHEMES[scheme].colocated else (0,)
-  env = config['env'] | dict(num_envs=config['env']['num_envs'] * workers)
-  place = config['placement']
-  place = place | dict(actor_devices=devices, learner_devices=gradients,
-                       xla_threads=max(place['xla_threads'], workers))
-  return config | dict(
-      scheme=scheme, env=env, placement=place, total_steps=2**31 - 1,
-      **{name: config[name] * workers for name in ('num_shards', 'num_grad_shards')})
+  apart = SCHEMES[scheme].graph.separate_updates or SCHEMES[scheme].colocated
+  return changed(
+      experiment,
+      scheme=scheme, total_steps=2**31 - 1,
+      env=dict(num_envs=experiment.env.num_envs * workers),
+      placement=dict(actor_devices=devices, learner_devices=devices if apart else (0,),
+                     xla_threads=max(experiment.placement.xla_threads, workers)),
+      num_shards=experiment.num_shards * workers,
+      num_grad_shards=experiment.num_grad_shards * workers)
 
 
-def measure(config: Mapping[str, Any], seconds: float) -> Figures:
+def prepare_host(experiment: Experiment, workers: int) -> None:
+  """Starts JAX with a device for each of so many workers."""
+  options = experiment.placement
+  placement.prepare_host(dataclasses.replace(
+      options, actor_devices=tuple(range(workers)), learner_devices=(0,),
+      xla_threads=max(options.xla_threads, workers)))
+
+
+def measure(experiment: Experiment, seconds: float) -> Figures:
   """Trains for so long and says how it went."""
-  parts = build.make_parts(config)
-  workers, seen = len(parts.config['placement']['actor_devices']), []
+  run = build.make_run(experiment)
+  workers, seen = len(experiment.placement.actor_devices), []
 
   def report(item: Report) -> None:  # of `fused`: of a whole call
     if not jax.device_get(item.metrics.get('sampled', [1]))[item.count - 1]:
@@ -68,12 +80,13 @@ def measure(config: Mapping[str, Any], seconds: float) -> Figures:
   def stop() -> bool:
     return len(seen) > 2 * workers + 1 and seen[-1][0] - seen[2 * workers][0] >= seconds
 
-  with build.segment(parts, build.initial_state(parts), 0, 10**9, report, stop) as segment:
+  state = run.learner.allocate(run.initial_state())
+  with build.segment(run, state, 0, 10**9, report, stop) as segment:
     loops.run(segment.workers)
   (start, first, *_), *counted = seen[2 * workers:]
-  fps = (counted[-1][1] - first) / (counted[-1][0] - start) * parts.spec.frame_skip
+  fps = (counted[-1][1] - first) / (counted[-1][0] - start) * experiment.spec.frame_skip
   cgd, gud = (sum(row[i] for row in counted) / len(counted) for i in (2, 3))
-  return Figures(config['scheme'], workers, fps, cgd, gud, sum(row[-1] for row in counted))
+  return Figures(experiment.scheme_name, workers, fps, cgd, gud, sum(row[-1] for row in counted))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,17 +104,19 @@ def main(argv: Sequence[str]) -> int:
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
+    experiment = resolve(config)
+    with_replay = experiment.algorithm.learns_from_replay
     schemes = values.schemes or [name for name, scheme in SCHEMES.items()
-                                 if scheme.replay in (None, 'replay' in config)]
+                                 if scheme.replay in (None, with_replay)]
     for name in set(schemes) - set(SCHEMES):
       raise ValueError(f'--schemes: there is no {name!r}; known are {", ".join(SCHEMES)}')
     counts = [int(count) for count in values.workers]
-    placement.prepare_host(placed(config, 'dppo', max(counts))['placement'])
+    prepare_host(experiment, max(counts))
     found = []
     print(f'{"scheme":12} workers        FPS      CGD    GUD  updates')
     for scheme in schemes:
       for count in [1] if SCHEMES[scheme].alone else counts:
-        found.append(measure(placed(config, scheme, count), values.seconds))
+        found.append(measure(placed(experiment, scheme, count), values.seconds))
         print('{:12} {:7} {:10,.0f} {:8.2f} {:6.2f} {:8}'.format(*found[-1]), flush=True)
   except ValueError as error:
     print(f'schemes: {error}', file=sys.stderr)

@@ -29,8 +29,9 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from benchmarks.common import Failed, count_lines, refuse_replay, with_default, write_config
-from podracer_jit.run import checkpoint, checks, command_line
-from podracer_jit.run.experiment import batch_rows
+from podracer_jit.run import checkpoint, command_line
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import changed, resolve
 
 KINDS = ('cold', 'warm')
 POLL_S = 0.02
@@ -72,12 +73,12 @@ def measure(config_file: Path, workdir: Path, cache: Path) -> Figures:
   return Figures(first, total, len(list(cache.glob('*-cache'))))
 
 
-def one_round(config: Mapping[str, Any]) -> list[Figures]:
+def one_round(experiment: Experiment) -> list[Figures]:
   """Figures of each of KINDS."""
   with tempfile.TemporaryDirectory() as directory:
     root = Path(directory)
     (root / 'cache').mkdir()
-    file = write_config(root / 'config.py', config)
+    file = write_config(root / 'config.py', experiment.fields)
     return [measure(file, root / kind, root / 'cache') for kind in KINDS]
 
 
@@ -126,19 +127,20 @@ def benchmark(argv: Sequence[str]) -> int:
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
-    refuse_replay(config)
-    config |= dict(total_steps=min(2**31 - 1, batch_rows(config) * values.updates))
-    checks.check(config)
+    experiment = resolve(config)
+    refuse_replay(experiment)
+    steps = experiment.batch_rows * values.updates
+    experiment = changed(experiment, total_steps=min(2**31 - 1, steps))
     rounds = []
     for k in range(values.rounds):
-      rounds.append(one_round(config))
+      rounds.append(one_round(experiment))
       print(f'round {k + 1} of {values.rounds}: ' + ', '.join(
           f'{kind} {x.first_update_s:.2f} s' for kind, x in zip(KINDS, rounds[-1], strict=True)),
             file=sys.stderr, flush=True)
   except (ValueError, Failed) as error:
     print(f'startup: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)
-  result = dict(config=config, cores=len(os.sched_getaffinity(0)),
+  result = dict(config=experiment.fields, cores=len(os.sched_getaffinity(0)),
                 versions=checkpoint.versions()) | summarise(rounds)
   show(result)
   if values.json:

@@ -40,7 +40,7 @@ class ReplayLearner(Learner):
     self.options = options
     self.sizes = sizes
     self.gradient_steps = options.gradient_steps
-    self._memory, self._like = memory, like
+    self.memory, self._like = memory, like
     mesh_size = parts.mesh.size
     update = rollout_updates.make_update(parts.optimizer, parts.learning_rate)
     self._insert = replay_updates.make_insert(memory, sizes, mesh_size)
@@ -67,7 +67,7 @@ class ReplayLearner(Learner):
         jax.eval_shape(self._empty))
 
   def _empty(self) -> buffer.State:
-    return self._memory.init(self.sizes.num_grad_shards, self._like)
+    return self.memory.init(self.sizes.num_grad_shards, self._like)
 
   @property
   def _sharding(self) -> NamedSharding:

@@ -20,6 +20,7 @@ from podracer_jit.run import checks
 from podracer_jit.run import config as config_lib
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.settings import EnvOptions, TrainingOptions
+from podracer_jit.runtime.placement import PlacementOptions
 from podracer_jit.schemes.scheme import Scheme
 from podracer_jit.schemes.table import SCHEMES
 
@@ -81,6 +82,24 @@ def changed(experiment: Experiment, **changes: Any) -> Experiment:
   for name, value in changes.items():
     fields[name] = {**fields[name], **value} if isinstance(value, Mapping) else value
   return resolve(fields)
+
+
+def resolve_on_one_device(config: Mapping[str, Any]) -> tuple[Experiment, PlacementOptions]:
+  """Resolves a config with one actor and one learner device in place of its own.
+
+  Returns:
+    The experiment, and the placement that the config asks for, which it may not be able to have.
+
+  Raises:
+    ValueError: as `resolve`.
+  """
+  fields = _plain(config)
+  place = fields.get('placement', {})
+  one_device = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1)
+  experiment = resolve(fields | {'placement': dict(place) | one_device})
+  for problem in options.check_values('placement.', place, PlacementOptions):
+    raise ValueError(problem)
+  return experiment, options.make(PlacementOptions, dict(experiment.fields['placement']) | place)
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,13 +54,15 @@ from typing import Any
 
 from absl import flags, logging
 
+from podracer_jit.envs import envpool_envs
+from podracer_jit.envs.families import family_of
 from podracer_jit.run import build, command_line
+from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import picture, rounds, timed_parts
-from podracer_jit.run.measure.segments import small_replay
+from podracer_jit.run.measure.segments import small_replay, with_scheme
 from podracer_jit.run.measure.summary import BASES, describe, measure, say, summarise
+from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import placement
-from podracer_jit.schemes import wiring
-from podracer_jit.schemes.table import SCHEMES
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,18 +77,18 @@ def main(argv: Sequence[str]) -> int:
       return 0
     if values.picture and not picture.can_draw():
       raise ValueError('--picture: drawing needs matplotlib: pip install matplotlib')
-    parts, names = prepare(config, values.parts)
+    run, names = prepare(resolve(config), values.parts)
   except ValueError as error:
     print(f'podracer_jit benchmark: {error}', file=sys.stderr)
     return 2
-  found, memory = measure(names, parts, values.seconds, values.rounds)
-  result = dict(config=parts.config, machine=describe(parts)) | summarise(
-      found, parts.config['unroll_length'])
+  found, memory = measure(names, run, values.seconds, values.rounds)
+  result = dict(config=run.experiment.fields, machine=describe(run)) | summarise(
+      found, run.experiment.unroll_length)
   for name, row in result['parts'].items():
     row |= memory[name]
   show(result)
   if values.rounds_of:
-    result['round'] = take_apart(parts, values.rounds_of, values.picture)
+    result['round'] = take_apart(run, values.rounds_of, values.picture)
   if values.json:
     Path(values.json).write_text(json.dumps(result, indent=2) + '\n')
   return 0
@@ -108,22 +110,24 @@ def define_flags() -> flags.FlagValues:
   return values
 
 
-def left_out(parts: wiring.Parts) -> dict[str, str]:
+def left_out(experiment: Experiment) -> dict[str, str]:
   """Returns the parts that this config cannot have, each with the reason."""
-  config, why = parts.config, {}
-  if ('replay' in config or config['normalise']['reward'] or config['env_batch']
-      or parts.network.core):
+  why = {}
+  if (experiment.algorithm.learns_from_replay or experiment.normalise.reward
+      or experiment.env_batch or experiment.torso_options.recurrent
+      or family_of(experiment.env.task) is not envpool_envs):
     why = dict.fromkeys(
         (name for name in timed_parts.NAMES if 'conventional' in name),
-        'the conventional actor knows no replay, normalise.reward, env_batch or network.core')
-  if config['env_batch']:
+        'the conventional actor knows no replay, normalise.reward, env_batch, network.core or '
+        'environments of your own')
+  if experiment.env_batch:
     why |= dict.fromkeys(('environment', 'policy', 'fused'),
                          'with env_batch pools are asynchronous, it wants synchronous ones')
   return why
 
 
-def prepare(config: Mapping[str, Any], asked: Sequence[str] | None
-            ) -> tuple[wiring.Parts, list[str]]:
+def prepare(experiment: Experiment, asked: Sequence[str] | None
+            ) -> tuple[build.Run, list[str]]:
   """Returns what all parts share, and the names of the parts to measure.
 
   Raises:
@@ -131,26 +135,27 @@ def prepare(config: Mapping[str, Any], asked: Sequence[str] | None
   """
   for name in set(asked or ()) - set(timed_parts.ALL):
     raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(timed_parts.ALL)}')
-  placement.prepare_host(config['placement'])
+  placement.prepare_host(experiment.placement)
   # Whatever the config says, training must not end while it is measured.
-  parts = build.make_parts(small_replay(config)
-                           | dict(scheme='sync', total_steps=2**31 - 1))
+  experiment = changed(experiment, scheme='sync', total_steps=2**31 - 1,
+                       **small_replay(experiment))
+  run = build.make_run(experiment)
   wanted = timed_parts.NAMES if asked is None else asked
   names = [name for name in timed_parts.ALL if name in wanted]
-  without = left_out(parts)
+  without = left_out(experiment)
   for name in asked or ():
     if name in without:
       raise ValueError(f'--parts: there is no {name} here, {without[name]}')
   names = [name for name in names if name not in without]
-  actors, learners = parts.place.actors, parts.place.learners
+  actors, learners = run.place.actors, run.place.learners
   if 'fused' in names and (len(actors) > 1 or actors != learners):
     say('fused: left out, the placement is more than one device')
     names.remove('fused')
   if not names:
     raise ValueError('--parts: nothing is left to measure')
   for name in names:
-    timed_parts.of_variant(name, parts)
-  return parts, names
+    timed_parts.of_variant(name, run)
+  return run, names
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -171,11 +176,10 @@ def show(result: Mapping[str, Any]) -> None:
     print(f'{name}: {value}')
 
 
-def take_apart(parts: wiring.Parts, scheme: str, path: str | None) -> dict[str, Any]:
+def take_apart(run: build.Run, scheme: str, path: str | None) -> dict[str, Any]:
   """Prints a round of the scheme, split into parts, and draws it to `path`; returns its figures."""
   say(f'taking a round of {scheme} apart')
-  found = rounds.measure(parts._replace(
-      scheme=SCHEMES[scheme], config=parts.config | dict(scheme=scheme)))
+  found = rounds.measure(with_scheme(run, scheme))
   print('\n'.join(picture.table(found)))
   if path:
     picture.draw(found, path)

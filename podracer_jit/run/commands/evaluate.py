@@ -35,9 +35,9 @@ def main(argv: Sequence[str]) -> int:
       return 0
     movie = _check(values, rest)
     workdir = Path(values.workdir)
-    config = evaluation.read_config(workdir)
-    placement.prepare_host(config['placement'])
-    agent = evaluation.restore(workdir, config)
+    experiment = evaluation.read_experiment(workdir)
+    placement.prepare_host(experiment.placement)
+    agent = evaluation.restore(workdir, experiment)
     if movie:
       movie.parent.mkdir(parents=True, exist_ok=True)
   except (ValueError, OSError, flags.Error) as error:

@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,10 +24,10 @@ from absl import flags
 from podracer_jit import loops
 from podracer_jit.envs import frames
 from podracer_jit.numerics.fingerprints import as_hex, canary
-from podracer_jit.run import build, checkpoint, experiment, video
+from podracer_jit.run import build, checkpoint, video
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import placement
-from podracer_jit.schemes import wiring
-from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.types import Rollout, TrainState
 
 
@@ -50,34 +49,22 @@ def main(argv: Sequence[str]) -> int:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
     workdir = _check(values, rest)
-    config = checkpoint.read_config(workdir)
-    _check_env(values.env, config)
-    if not config['exact_reduce']:
-      raise ValueError('the run has exact_reduce = False: its bits are those of its own devices')
-    platform = config['placement']['actor_platform']
-    config['placement'] |= checkpoint.ONE_DEVICE | {'actor_platform': platform}
-    scheme = SCHEMES[config['scheme']]
-    if not experiment.repeats(config):
-      raise ValueError(f'{experiment.who_repeats_not(config)} takes things as they come, so '
-                       'updates of the run cannot be made again')
-    config['scheme'] = 'cleanba' if scheme.lag else 'sync'  # the same bits, rollouts in sight
+    experiment = _experiment(workdir)
+    _check_env(values.env, experiment)
     headers, receipts = checkpoint.read_receipts(workdir)
     header = _header(headers, receipts, values.update)
-    placement.prepare_host(config['placement'])
-    parts = build.make_parts(config)
-    state = _state_before(parts, workdir, header)
+    placement.prepare_host(experiment.placement)
+    run = build.make_run(experiment)
+    state = _state_before(run, workdir, header)
   except (ValueError, OSError, flags.Error) as error:
     print(f'podracer_jit rerun: {" ".join(str(error).split())}', file=sys.stderr)
-    return 2
-  except KeyError as error:
-    print(f'podracer_jit rerun: config.json of {workdir} lacks the field {error}', file=sys.stderr)
     return 2
   try:
     if header['canary'] != canary():
       print('podracer_jit rerun: the arithmetic here is not that of the run: expect other bits',
             file=sys.stderr)
-    rollout = rerun(parts, state, header['segment'], values.update, receipts)
-    _write(rollout, workdir / f'update_{values.update}', values.env, parts)
+    rollout = rerun(run, state, header['segment'], values.update, receipts)
+    _write(rollout, workdir / f'update_{values.update}', values.env, run)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
     print(f'podracer_jit rerun: {type(error).__name__}: {error}', file=sys.stderr)
     return 1
@@ -93,9 +80,31 @@ def _check(values: flags.FlagValues, rest: Sequence[str]) -> Path:
   return Path(values.workdir)
 
 
-def _check_env(env: int, config: Mapping[str, Any]) -> None:
-  if not 0 <= env < config['env']['num_envs']:
-    raise ValueError(f'--env: must be from 0 to {config["env"]["num_envs"] - 1}, got {env}')
+def _experiment(workdir: Path) -> Experiment:
+  """The experiment of the run in workdir, on one device, with a scheme whose rollouts are in sight.
+
+  Raises:
+    ValueError: there is no run, or it cannot be made again here.
+  """
+  fields = checkpoint.read_config(workdir)
+  try:
+    experiment = resolve(fields)
+  except ValueError as error:
+    raise ValueError(f'--workdir: config.json of {workdir}: {error}') from None
+  if not experiment.exact_reduce:
+    raise ValueError('the run has exact_reduce = False: its bits are those of its own devices')
+  if not experiment.deterministic:
+    raise ValueError(f'{experiment.non_deterministic_setting} takes things as they come, so '
+                     'updates of the run cannot be made again')
+  one_device = checkpoint.ONE_DEVICE | {'actor_platform': experiment.placement.actor_platform}
+  # These two schemes give the bits of all others with the same lag.
+  return changed(experiment, scheme='cleanba' if experiment.scheme.lag else 'sync',
+                 placement=one_device)
+
+
+def _check_env(env: int, experiment: Experiment) -> None:
+  if not 0 <= env < experiment.env.num_envs:
+    raise ValueError(f'--env: must be from 0 to {experiment.env.num_envs - 1}, got {env}')
 
 
 def _header(headers: Sequence[dict], receipts: Mapping[int, dict], update: int) -> dict:
@@ -106,26 +115,33 @@ def _header(headers: Sequence[dict], receipts: Mapping[int, dict], update: int) 
   return max((h for h in headers if h['first_update'] <= update), key=lambda h: h['first_update'])
 
 
-def _state_before(parts: wiring.Parts, workdir: Path, header: dict) -> TrainState:
+def _state_before(run: build.Run, workdir: Path, header: dict) -> TrainState:
   """The state that the segment began with."""
-  before, first = header['first_update'] - 1, build.initial_state(parts)
+  before, first = header['first_update'] - 1, run.initial_state()
   if before == 0:
-    return first
-  saved = checkpoint.Checkpoints(workdir, parts.config['checkpoint']['keep'])
+    return run.learner.allocate(first)
+  saved = checkpoint.Checkpoints(workdir, run.experiment.checkpoint.keep)
   try:
     if before not in saved.updates():
       raise ValueError(f'--update: the checkpoint of update {before}, from which it would be made, '
                        f'is gone; there are those of {", ".join(map(str, saved.updates()))} '
                        '(checkpoint.keep says how many stay), and the first segment needs none')
-    state = saved.restore(first, before)[0]
-    return state._replace(replay=first.replay) if not state.replay else state
+    state, _ = saved.restore(first._replace(replay=run.learner.replay_shapes()), before)
+    return run.learner.allocate(state)
   finally:
     saved.close()
 
 
-def rerun(parts: wiring.Parts, state: TrainState, index: int, update: int,
+def rerun(run: build.Run, state: TrainState, index: int, update: int,
           receipts: Mapping[int, dict]) -> Rollout:
   """Runs segment `index` from its state up to the update; returns what that one learned from.
+
+  Args:
+    run: that the segment belongs to.
+    state: the train state that the segment began with; donated.
+    index: of the segment.
+    update: the last one to make.
+    receipts: of the run, by update.
 
   Raises:
     Differs: an update on the way is not as its receipt says.
@@ -144,17 +160,17 @@ def rerun(parts: wiring.Parts, state: TrainState, index: int, update: int,
   def watched(worker: loops.Worker) -> loops.Worker:
     def fire(carry, *batch):
       if int(carry.train.update) == update - 1:
-        whole = placement.gather([item.value for item in batch], parts.place.mesh)
+        whole = placement.gather([item.value for item in batch], run.place.mesh)
         found.append(jax.device_get(whole))
       return worker.fire(carry, *batch)
     return worker._replace(fire=fire) if worker.name == 'learner' else worker
 
-  with build.segment(parts, state, index, update - int(state.update), check) as segment:
+  with build.segment(run, state, index, update - int(state.update), check) as segment:
     loops.run([watched(worker) for worker in segment.workers])
   return found[0]
 
 
-def _write(rollout: Rollout, path: Path, env: int, parts: wiring.Parts) -> None:
+def _write(rollout: Rollout, path: Path, env: int, run: build.Run) -> None:
   rollout = rollout._replace(obs=np.asarray(frames.stacks(rollout.obs)))
   arrays = rollout._asdict() | rollout.episodes._asdict()
   del arrays['episodes']
@@ -162,7 +178,7 @@ def _write(rollout: Rollout, path: Path, env: int, parts: wiring.Parts) -> None:
   print(f'{path.with_suffix(".npz")}: the rollout of {path.name}, as its receipt says')
   try:
     video.write(path.with_suffix('.mp4'), rollout.obs[:, env],
-                parts.config['env'].get('gray_scale') is False, frame_rate=10)
+                run.experiment.env_options.get('gray_scale') is False, frame_rate=10)
     print(f'{path.with_suffix(".mp4")}: what environment {env} saw')
   except ValueError as error:
     print(error)

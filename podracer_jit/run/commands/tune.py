@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from absl import flags, logging
 
 from podracer_jit.run import command_line
-from podracer_jit.run.tuning.candidates import Candidate, as_flags, as_text, own_of, places
+from podracer_jit.run.tuning.candidates import Candidate, as_flags, as_text, places
 from podracer_jit.run.tuning.search import Search, best
 from podracer_jit.run.tuning.tuner import Tuner, accept, find_machine, prepare, run, say
 
@@ -52,13 +52,14 @@ def main(argv: Sequence[str]) -> int:
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
-    shards, config = whole_numbers(values.num_shards), prepare(config)
-    machine, tuner = find_machine(config), Tuner(config)
-    first = accept(tuner, places(config, machine, shards))
+    shards = whole_numbers(values.num_shards)
+    experiment, own = prepare(config)
+    machine, tuner = find_machine(own, experiment.placement), Tuner(experiment)
+    first = accept(tuner, places(experiment, own, machine, shards))
   except ValueError as error:
     print(f'podracer_jit tune: {error}', file=sys.stderr)
     return 2
-  return conclude(run(tuner, config, machine, first, values.seconds), own_of(config))
+  return conclude(run(tuner, own, machine, first, values.seconds), own)
 
 
 def define_flags() -> flags.FlagValues:

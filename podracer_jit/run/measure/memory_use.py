@@ -17,7 +17,8 @@ from unittest import mock
 import jax
 
 from podracer_jit.actor.pools import Pools
-from podracer_jit.schemes import wiring
+from podracer_jit.run import build
+from podracer_jit.run.measure.segments import with_program
 from podracer_jit.schemes.table import SCHEMES
 
 EVERY_S = 0.002
@@ -61,22 +62,23 @@ def most_in_use(call: Callable[[], Any]) -> float:
 class Needs:
   """Notes the programs of a part while it is built and makes its first call."""
 
-  def __init__(self, parts: wiring.Parts):
-    """Prepares `self.parts`, from which the part must be built: its learner is watched."""
-    self.parts = parts._replace(learner=self._noting(parts.learner))
-    self._devices = parts.place.mesh.size // parts.place.processes
-    self._learner, self._taken, self._bytes, self._batch = parts.learner, None, [], 0
-    self._place = place = parts.place
+  def __init__(self, run: build.Run):
+    """Prepares `self.run`, from which the part must be built: its learner is watched."""
+    self._program = run.learner.program
+    self.run = with_program(run, self._noting(self._program))
+    self._devices = run.place.mesh.size // run.place.processes
+    self._taken, self._bytes, self._batch = None, [], 0
+    self._place = place = run.place
     self._copied = (place.actors != place.learners
-                    or parts.config['num_shards'] != len(place.actors) * place.processes)
+                    or run.experiment.num_shards != len(place.actors) * place.processes)
 
-  def _noting(self, learner: Callable) -> Callable:
+  def _noting(self, program: Callable) -> Callable:
     def call(*args):
       if self._taken is None:
         self._taken = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), args)
         self._batch = sum(x.nbytes for x in jax.tree.leaves(args[1]))
-      return learner(*args)
+      return program(*args)
     return call
 
   def noting(self) -> contextlib.AbstractContextManager[None]:
@@ -102,7 +104,7 @@ class Needs:
     here = {'learner': [], 'environment': self._bytes[-len(self._place.actors):]}
     total = sum(here.get(name, self._bytes))
     if self._taken is not None:
-      learner = self._learner.lower(*self._taken).compile()
+      learner = self._program.lower(*self._taken).compile()
       total += sum(program_memory(learner).values()) * self._devices
       if name in SCHEMES:
         total += (2 * SCHEMES[name].lag - 1 + self._copied) * self._batch

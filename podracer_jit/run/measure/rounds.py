@@ -27,8 +27,8 @@ import jax
 from podracer_jit import loops
 from podracer_jit.run import build
 from podracer_jit.run.measure import memory_use
-from podracer_jit.run.metrics import Report
-from podracer_jit.schemes import wiring
+from podracer_jit.run.measure.segments import with_program
+from podracer_jit.schemes.reports import Report
 
 # What a worker does, in the order in which it is shown.
 PARTS = ('environment', 'policy', 'storing', 'gradient', 'update', 'other arithmetic', 'between',
@@ -166,23 +166,24 @@ class _Programs:
     self.operations[name] = operations(text, SCOPES['rollout' if 'rollout' in name else 'learner'])
     self.memory[name.removeprefix('jit_')] = memory_use.program_memory(compiled)
 
-  def learner(self, learner: Any) -> Any:
-    """Returns the learner, compiled explicitly at its first call, so that its text can be read."""
+  def learner(self, program: Any) -> Any:
+    """Returns the learner's program, compiled at its first call, so that its text can be read."""
     compiled = []
 
     def call(*args):
       if not compiled:
-        compiled.append(learner.lower(*args).compile())
+        compiled.append(program.lower(*args).compile())
         self.add(compiled[0])
       return compiled[0](*args)
 
     return call
 
 
-def measure(parts: wiring.Parts) -> Round:
+def measure(run: build.Run) -> Round:
   """Trains for some rounds with sync or cleanba, then for a few more under the profiler."""
   programs, times = _Programs(), []
-  parts = parts._replace(learner=programs.learner(parts.learner))
+  run = with_program(run, programs.learner(run.learner.program))
+  state = run.learner.allocate(run.initial_state())
   count = SKIPPED + 2 * TRACED + 3
   with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
     tracing = contextlib.ExitStack()
@@ -201,15 +202,14 @@ def measure(parts: wiring.Parts) -> Round:
 
     before = _threads()
     with memory_use.loading(programs.add):
-      segment = stack.enter_context(build.segment(parts, build.initial_state(parts), 0, count + 2,
-                                                  report))
+      segment = stack.enter_context(build.segment(run, state, 0, count + 2, report))
     pools = sorted(_threads() - before)
     loops.run(segment.workers)
     (path,) = Path(directory).rglob('*.trace.json.gz')
     events = json.loads(gzip.decompress(path.read_bytes()))['traceEvents']
   plain = [b - a for a, b in itertools.pairwise(times[SKIPPED - 1:SKIPPED + TRACED])]
   return read(events, programs.operations, statistics.median(plain),
-              [d.id for d in parts.place.actors])._replace(memory=programs.memory)
+              [d.id for d in run.place.actors])._replace(memory=programs.memory)
 
 
 def read(events: Sequence[Mapping[str, Any]], operations: Mapping[str, Mapping[str, str]],

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.run import build, experiment
+from podracer_jit.run import build
+from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import conventional
-from podracer_jit.run.metrics import Report
+from podracer_jit.run.resolve import changed
 from podracer_jit.runtime import placement
 from podracer_jit.schemes import wiring
-from podracer_jit.schemes.table import SCHEMES
+from podracer_jit.schemes.reports import Report
 from podracer_jit.types import TrainState
 
 CAPACITY = 65_536  # transitions of a replay, if they hold an update
@@ -28,46 +31,61 @@ class Figures(NamedTuple):
 Measure = Callable[[float], Figures]  # runs a part for so many seconds
 
 
-def pools_of(parts: wiring.Parts, actor: int) -> list[conventional.PoolArgs]:
+def pools_of(run: build.Run, actor: int) -> list[conventional.PoolArgs]:
   """Returns the arguments of an actor's pools, as `build.segment` has them."""
-  config, place = parts.config, parts.place
-  width = config['env']['num_envs'] // config['num_shards']
-  per_actor = config['num_shards'] // len(place.actors)
-  options = experiment.env_options(config)
-  return [conventional.PoolArgs(config['env']['task'], options,
-                                env_seeds(config['seed'], 0, i * width, width),
+  experiment, place = run.experiment, run.place
+  width = experiment.env.num_envs // experiment.num_shards
+  per_actor = experiment.num_shards // len(place.actors)
+  return [conventional.PoolArgs(experiment.env.task, experiment.env_options,
+                                env_seeds(experiment.seed, 0, i * width, width),
                                 place.env_threads)
           for i in range(actor * per_actor, (actor + 1) * per_actor)]
 
 
-def small_replay(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the config with a small replay, which fills soon and fits beside those of other parts.
+def small_replay(experiment: Experiment) -> dict[str, Any]:
+  """Returns the changes of a config that give it a small replay; none if it has no replay.
 
-  Options that only `apex` accepts are turned off. A config without a replay is returned as it is.
+  A small replay fills soon and fits beside those of other parts. Options that only schemes with
+  free rates of acting and learning accept are turned off.
   """
-  if 'replay' not in config:
-    return dict(config)
-  rows, groups = experiment.batch_rows(config), max(1, config['num_grad_shards'])
+  options = experiment.replay
+  if options is None:
+    return {}
+  rows, groups = experiment.batch_rows, experiment.num_grad_shards
   enough = -(-max(CAPACITY, rows) // groups) * groups
-  options = config['replay']
-  return config | dict(replay=options | dict(
-      capacity=min(options['capacity'], enough), min_size=min(options['min_size'], rows),
-      params_every=1, samples_per_insert=0))
+  return dict(replay=dict(
+      capacity=min(options.capacity, enough), min_size=min(options.min_size, rows),
+      params_every=1, samples_per_insert=0.0))
 
 
-def copy_of(state: TrainState, parts: wiring.Parts) -> TrainState:
+def with_scheme(run: build.Run, scheme: str) -> build.Run:
+  """Returns the run with another scheme; its programs are shared.
+
+  Raises:
+    ValueError: the experiment cannot have this scheme.
+  """
+  return dataclasses.replace(run, experiment=changed(run.experiment, scheme=scheme))
+
+
+def with_program(run: build.Run, program: Callable) -> build.Run:
+  """Returns the run with `program` in place of its learner's jitted program."""
+  learner = copy.copy(run.learner)
+  learner.program = program
+  return dataclasses.replace(run, learner=learner)
+
+
+def copy_of(state: TrainState, run: build.Run) -> TrainState:
   """Returns a copy of the state, which may be donated; its replay is empty."""
-  copy = placement.replicate(state._replace(replay=()), parts.place.mesh)
-  return copy._replace(replay=build.empty_replay(parts)) if state.target else copy
+  return run.learner.allocate(placement.replicate(state._replace(replay=()), run.place.mesh))
 
 
-def begin(parts: wiring.Parts, state: TrainState, scheme: str, by_python: bool,
+def begin(run: build.Run, state: TrainState, scheme: str, by_python: bool,
           stack: contextlib.ExitStack, report: Callable[[Report], None],
           stop: Callable[[], bool]) -> wiring.Segment:
   """Starts a segment that does not end by itself.
 
   Args:
-    parts: of the experiment.
+    run: of the experiment.
     state: the train state to begin with; it is copied.
     scheme: name of the scheme to run.
     by_python: replace the actors by conventional ones.
@@ -78,15 +96,15 @@ def begin(parts: wiring.Parts, state: TrainState, scheme: str, by_python: bool,
   Returns:
     The segment, whose workers are not started yet.
   """
-  parts = parts._replace(scheme=SCHEMES[scheme])
-  segment = stack.enter_context(build.segment(parts, copy_of(state, parts), 0, 2**31 - 1, report,
+  run = with_scheme(run, scheme)
+  segment = stack.enter_context(build.segment(run, copy_of(state, run), 0, 2**31 - 1, report,
                                               stop))
   if not by_python:
     return segment
-  policy, workers = conventional.make_policy(parts.network), list(segment.workers)
-  for a, device in enumerate(parts.place.actors):  # they come first among the workers
+  policy, workers = conventional.make_policy(run.network), list(segment.workers)
+  for a, device in enumerate(run.place.actors):  # they come first among the workers
     workers[a], close = conventional.replace_actor(
-        workers[a], pools_of(parts, a), device, policy, parts.config['unroll_length'],
-        parts.spec.stack)
+        workers[a], pools_of(run, a), device, policy, run.experiment.unroll_length,
+        run.experiment.spec.stack)
     stack.callback(close)
   return segment._replace(workers=workers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import statistics
@@ -13,35 +14,34 @@ from typing import Any
 from podracer_jit.run import build, checkpoint
 from podracer_jit.run.measure import core_distance, memory_use, timed_parts
 from podracer_jit.run.measure.segments import Figures
-from podracer_jit.schemes import wiring
 
 BASES = ('environment', 'sync', 'conventional_sync', 'conventional_cleanba')  # to divide by
 # The figures of each round by part, with the distance of the cores before and after.
 Found = Mapping[str, Sequence[tuple[Figures, tuple[float, float]]]]
 
 
-def measure(names: Sequence[str], parts: wiring.Parts, seconds: float, rounds: int
+def measure(names: Sequence[str], run: build.Run, seconds: float, rounds: int
             ) -> tuple[Found, dict[str, dict[str, float]]]:
   """Builds all parts, then measures each in every round.
 
   Args:
     names: of the parts.
-    parts: of the experiment.
+    run: of the experiment.
     seconds: measured time of each part, all rounds together.
     rounds: how many.
 
   Returns:
     The measurements of each part, and its memory: the largest heap and the computed bytes, in MB.
   """
-  found, memory, state = {name: [] for name in names}, {}, build.initial_state(parts)
+  found, memory, state = {name: [] for name in names}, {}, run.initial_state()
   with contextlib.ExitStack() as stack:
     measures = {}
     for name in names:
       say(f'building {name}')
-      base, own = timed_parts.of_variant(name, parts)
+      base, own = timed_parts.of_variant(name, run)
       before, needs = memory_use.in_use(), memory_use.Needs(own)
       with needs.noting():
-        measures[name] = timed_parts.make(base, needs.parts, state, stack)
+        measures[name] = timed_parts.make(base, needs.run, state, stack)
         measures[name](0.0)  # compiles what is left to compile, and warms up
       most = memory_use.most_in_use(functools.partial(measures[name], 0.0))
       memory[name] = dict(peak_mb=most - before, computed_mb=needs.mb(base))
@@ -102,13 +102,14 @@ def shares(sps: Mapping[str, float]) -> dict[str, float]:
   return derived
 
 
-def describe(parts: wiring.Parts) -> dict[str, Any]:
+def describe(run: build.Run) -> dict[str, Any]:
   """Returns what is to be known of the machine and the placement."""
-  place = parts.place
+  place = run.place
   return dict(cores=len(os.sched_getaffinity(0)), versions=checkpoint.versions(),
               actors=[str(d) for d in place.actors], learners=[str(d) for d in place.learners],
               device_kinds=sorted({d.device_kind for d in (*place.actors, *place.learners)}),
-              env_threads=place.env_threads, placement=parts.config['placement'])
+              env_threads=place.env_threads,
+              placement=dataclasses.asdict(run.experiment.placement))
 
 
 def say(line: str) -> None:

@@ -14,11 +14,11 @@ from jax import lax
 
 from podracer_jit import loops
 from podracer_jit.actor.pools import Pools
-from podracer_jit.envs import envpool_envs
-from podracer_jit.envs.protocol import EnvSpec, TimeStep
+from podracer_jit.envs.protocol import EnvSpec, Shard, TimeStep
 from podracer_jit.run import build
-from podracer_jit.run.measure.segments import Figures, Measure, begin, copy_of, pools_of
+from podracer_jit.run.measure.segments import Figures, Measure, begin, copy_of
 from podracer_jit.run.measure.training import Training
+from podracer_jit.run.resolve import changed
 from podracer_jit.runtime import placement
 from podracer_jit.schemes import wiring
 from podracer_jit.types import TrainState
@@ -51,7 +51,7 @@ def repeat(fires: Sequence[Callable[[], int]], seconds: float) -> Figures:
   return Figures(sum(rates), max(periods))
 
 
-def make_steps(shards: Sequence[envpool_envs.Shard], to_env: Callable, steps: int) -> Callable:
+def make_steps(shards: Sequence[Shard], to_env: Callable, steps: int) -> Callable:
   """Returns run(token, ended, actions) -> (token, ended, valid steps): nothing but steps.
 
   actions: of each shard [steps, B, ...], as its policy has them. Shards take turns as in the
@@ -84,7 +84,7 @@ def make_steps(shards: Sequence[envpool_envs.Shard], to_env: Callable, steps: in
   return run
 
 
-def environment(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
+def environment(run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Measure:
   """Environments alone, with the actions of one rollout again and again: the ceiling.
 
   The actions are those of a policy, since the cost of a step depends on them: in MuJoCo a stronger
@@ -92,24 +92,24 @@ def environment(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitSt
   """
   with contextlib.ExitStack() as at_first:
     actions = [tuple(made.action for made in fire())
-               for fire in acting(parts, state, False, at_first)]
+               for fire in acting(run, state, False, at_first)]
 
-  def prepare(a: int, device: jax.Device) -> Callable[[], int]:
-    pools = Pools([envpool_envs.Shard(*args) for args in pools_of(parts, a)])
-    stack.callback(pools.close)
+  def prepare(actor: wiring.Actor, actions: Sequence[jax.Array]) -> Callable[[], int]:
+    pools = actor.pools
     ended = tuple(jnp.zeros(shard.num_envs, bool) for shard in pools.shards)
-    token, ended = jax.device_put((jnp.array(pools.shards[0].handle), ended), device)
-    run = make_steps(pools.shards, parts.network.policy.to_env, parts.config['unroll_length'])
-    program = pools.load(run, (token, ended, actions[a]), donate=(0, 1))
+    token, ended = jax.device_put((jnp.array(pools.shards[0].handle), ended), actor.device)
+    steps = make_steps(pools.shards, run.network.policy.to_env, run.experiment.unroll_length)
+    program = pools.load(steps, (token, ended, actions), donate=(0, 1))
 
     def fire() -> int:
       nonlocal token, ended
-      token, ended, valid = program(token, ended, actions[a])
+      token, ended, valid = program(token, ended, actions)
       return int(valid)
 
     return fire
 
-  fires = [prepare(a, device) for a, device in enumerate(parts.place.actors)]
+  actors = build.make_actors(run, 0, stack)
+  fires = [prepare(*pair) for pair in zip(actors, actions, strict=True)]
   return lambda seconds: repeat(fires, seconds)
 
 
@@ -142,34 +142,34 @@ class Still:
     """Does nothing: there are no threads to end."""
 
 
-def policy(parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
+def policy(run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Measure:
   """The rollout program without environments: policy, sampling and storing."""
-  config, count = parts.config, len(parts.place.actors)
-  width = config['env']['num_envs'] // config['num_shards']
+  experiment, count = run.experiment, len(run.place.actors)
+  width = experiment.env.num_envs // experiment.num_shards
 
-  def prepare(a: int, device: jax.Device) -> Callable[[], int]:
-    pools = Pools([Still(parts.spec, width)] * (config['num_shards'] // count))
+  def prepare(device: jax.Device) -> Callable[[], int]:
+    pools = Pools([Still(experiment.spec, width)] * (experiment.num_shards // count))
     stack.callback(pools.close)
     keys = [jax.random.key(i) for i in range(len(pools.shards))]
-    acting = jax.device_put(build.actor_state(parts, pools.shards, keys, 0), device)
+    actor_state = jax.device_put(run.acting.initial_state(pools.shards, keys, 0), device)
     params = placement.put_params(state.params, device)
-    program = pools.load(wiring.make_rollout(parts, pools), (params, acting), donate=(1,))
+    program = pools.load(run.acting.rollout(pools.shards), (params, actor_state), donate=(1,))
 
     def fire() -> int:
-      nonlocal acting
-      acting, made = jax.block_until_ready(program(params, acting))
+      nonlocal actor_state
+      actor_state, made = jax.block_until_ready(program(params, actor_state))
       return sum(x.reward.size for x in made)
 
     return fire
 
-  fires = [prepare(a, device) for a, device in enumerate(parts.place.actors)]
+  fires = [prepare(device) for device in run.place.actors]
   return lambda seconds: repeat(fires, seconds)
 
 
-def acting(parts: wiring.Parts, state: TrainState, by_python: bool, stack: contextlib.ExitStack
+def acting(run: build.Run, state: TrainState, by_python: bool, stack: contextlib.ExitStack
            ) -> list[Callable[[], tuple]]:
   """Returns a function for each actor, which makes its next rollouts with the first parameters."""
-  segment = begin(parts, state, 'sync', by_python, stack, lambda report: None, lambda: False)
+  segment = begin(run, state, 'sync', by_python, stack, lambda report: None, lambda: False)
 
   def prepare(worker: loops.Worker):
     state, params = worker.state, worker.reads[0].handoff.get()
@@ -181,54 +181,54 @@ def acting(parts: wiring.Parts, state: TrainState, by_python: bool, stack: conte
 
     return fire
 
-  return [prepare(worker) for worker in segment.workers[:len(parts.place.actors)]]
+  return [prepare(worker) for worker in segment.workers[:len(run.place.actors)]]
 
 
-def rollout(parts: wiring.Parts, state: TrainState, by_python: bool, stack: contextlib.ExitStack
+def rollout(run: build.Run, state: TrainState, by_python: bool, stack: contextlib.ExitStack
             ) -> Measure:
   """Actors without a learner."""
   def counted(fire):
     return lambda: sum(int(np.sum(made.valid)) for made in fire())
-  fires = [counted(fire) for fire in acting(parts, state, by_python, stack)]
+  fires = [counted(fire) for fire in acting(run, state, by_python, stack)]
   return lambda seconds: repeat(fires, seconds)
 
 
-def learner(parts: wiring.Parts, state: TrainState) -> Measure:
+def learner(run: build.Run, state: TrainState) -> Measure:
   """The learner without actors."""
-  num_envs, mesh = parts.config['env']['num_envs'], parts.place.mesh
+  num_envs, mesh = run.experiment.env.num_envs, run.place.mesh
   with contextlib.ExitStack() as stack:
-    fires = acting(parts, state, False, stack)
+    fires = acting(run, state, False, stack)
     batch = placement.gather([
         placement.scatter(fire(), a * num_envs // len(fires), num_envs, mesh)
         for a, fire in enumerate(fires)], mesh)
     jax.block_until_ready(batch)
-  state = copy_of(state, parts)
+  state = copy_of(state, run)
 
   def fire() -> int:
     nonlocal state
-    state, metrics = parts.learner(state, batch)
+    state, metrics = run.learner.program(state, batch)
     return int(metrics['valid'][0])
 
   return lambda seconds: repeat([fire], seconds)
 
 
-def of_variant(name: str, parts: wiring.Parts) -> tuple[str, wiring.Parts]:
-  """Returns the part's name without its variant, and the parts of that variant."""
+def of_variant(name: str, run: build.Run) -> tuple[str, build.Run]:
+  """Returns the part's name without its variant, and the run of that variant."""
   variant, _, rest = name.partition('_')
   if variant not in VARIANTS:
-    return name, parts
-  return rest, build.make_parts(parts.config | VARIANTS[variant])
+    return name, run
+  return rest, build.make_run(changed(run.experiment, **VARIANTS[variant]))
 
 
-def make(name: str, parts: wiring.Parts, state: TrainState, stack: contextlib.ExitStack) -> Measure:
+def make(name: str, run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Measure:
   """Builds the part `name`, without a variant; it begins with a copy of `state`."""
   base, by_python = name.removeprefix('conventional_'), name.startswith('conventional_')
   if base == 'environment':
-    return environment(parts, state, stack)
+    return environment(run, state, stack)
   if base == 'policy':
-    return policy(parts, state, stack)
+    return policy(run, state, stack)
   if base == 'learner':
-    return learner(parts, state)
+    return learner(run, state)
   if base == 'rollout':
-    return rollout(parts, state, by_python, stack)
-  return Training(parts, state, base, by_python, stack)
+    return rollout(run, state, by_python, stack)
+  return Training(run, state, base, by_python, stack)

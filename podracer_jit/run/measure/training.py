@@ -12,9 +12,10 @@ from typing import Any
 import jax
 
 from podracer_jit import loops
+from podracer_jit.run import build
 from podracer_jit.run.measure.segments import Figures, begin
-from podracer_jit.run.metrics import Meter, Report
-from podracer_jit.schemes import wiring
+from podracer_jit.run.metrics import Meter
+from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.types import TrainState
 
@@ -22,12 +23,12 @@ from podracer_jit.types import TrainState
 class Training:
   """A segment on its own threads, which is held between two firings while others are measured."""
 
-  def __init__(self, parts: wiring.Parts, state: TrainState, scheme: str, by_python: bool,
+  def __init__(self, run: build.Run, state: TrainState, scheme: str, by_python: bool,
                stack: contextlib.ExitStack):
     """Starts the threads, held.
 
     Args:
-      parts: of the experiment.
+      run: of the experiment.
       state: the train state to begin with; it is copied.
       scheme: name of the scheme to train with.
       by_python: use conventional actors.
@@ -41,13 +42,14 @@ class Training:
     self._made: dict[str, jax.Array] = {}  # by worker, of its last firing
     self._enough: Callable[[], bool] = lambda: False
     self._stopping, self._reports = threading.Event(), []  # (time, steps, updates)
-    segment = begin(parts, state, scheme, by_python, stack, self._report,
+    segment = begin(run, state, scheme, by_python, stack, self._report,
                     self._stopping.is_set)
-    self._meter = Meter(parts.config['log']['window'], parts.spec.frame_skip, segment.waits, {})
+    experiment = run.experiment
+    self._meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, {})
     threads = stack.enter_context(ThreadPoolExecutor(1))
-    self._run = threads.submit(loops.run, [*map(self._gated, segment.workers[:-1]),
-                                           segment.workers[-1]])  # the writer only listens
-    self._run.add_done_callback(lambda run: self._set())
+    self._future = threads.submit(loops.run, [*map(self._gated, segment.workers[:-1]),
+                                              segment.workers[-1]])  # the writer only listens
+    self._future.add_done_callback(lambda future: self._set())
     stack.callback(lambda: (self._stopping.set(), self._set(_open=True)))
 
   def __call__(self, seconds: float) -> Figures:
@@ -81,9 +83,9 @@ class Training:
 
   def _wait(self, ready: Callable[[], bool]) -> None:
     with self._changed:
-      self._changed.wait_for(lambda: ready() or self._run.done())
-    if self._run.done():
-      raise RuntimeError('training ended too early') from self._run.exception()
+      self._changed.wait_for(lambda: ready() or self._future.done())
+    if self._future.done():
+      raise RuntimeError('training ended too early') from self._future.exception()
 
   def _gated(self, worker: loops.Worker) -> loops.Worker:
     def fire(state, *inputs):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from podracer_jit.schemes.table import SCHEMES, Scheme
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import changed
+from podracer_jit.runtime.placement import PlacementOptions
+from podracer_jit.schemes.scheme import Scheme
+from podracer_jit.schemes.table import SCHEMES
 
 
 class Candidate(NamedTuple):
@@ -34,37 +38,43 @@ class Machine(NamedTuple):
   gpu: bool  # actors run on GPUs
 
 
-def own_of(config: Mapping[str, Any]) -> Candidate:
-  """Returns the placement of the config."""
-  place = config['placement']
-  return Candidate(tuple(place['actor_devices']), tuple(place['learner_devices']),
-                   *(place[name] for name in Candidate._fields[2:-2]),
-                   *(config[name] for name in NOT_PLACEMENT))
+def own_of(experiment: Experiment, asked: PlacementOptions | None = None) -> Candidate:
+  """Returns the placement of an experiment, or the one that its config asked for."""
+  place = asked or experiment.placement
+  return Candidate(*(getattr(place, name) for name in Candidate._fields[:-2]),
+                   experiment.num_shards, experiment.scheme_name)
 
 
-def placed(config: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
-  """Returns the config with this placement."""
+def placed(experiment: Experiment, candidate: Candidate) -> Experiment:
+  """Returns the experiment with this placement.
+
+  Raises:
+    ValueError: it cannot have it.
+  """
   fields = candidate._asdict()
   rest = {name: fields.pop(name) for name in NOT_PLACEMENT}
-  return config | rest | dict(placement=config['placement'] | fields)
+  return changed(experiment, **rest, placement=fields)
 
 
-def places(config: Mapping[str, Any], machine: Machine, num_shards: Sequence[int] = ()
-           ) -> list[Candidate]:
+def places(experiment: Experiment, own: Candidate, machine: Machine,
+           num_shards: Sequence[int] = ()) -> list[Candidate]:
   """Returns the devices worth trying, the config's own first; `accept` drops impossible ones.
 
   Where learners have devices of their own, these are the first devices. So all placements with the
   same number of learners share the learner program, which takes longest to compile. `sync`
   and `fused`, which give the same bits, are tried in place of each other.
+
+  Args:
+    experiment: whose results must stay the same, whatever its placement.
+    own: the placement that its config asks for.
+    machine: the devices to choose from.
+    num_shards: other values to try.
   """
-  own = own_of(config)
-  scheme = SCHEMES.get(own.scheme)
-  if scheme is None:
-    return [own]  # to be refused as any bad config
+  scheme = experiment.scheme
   found = [own]
   for shards in dict.fromkeys((own.num_shards, *num_shards)):
     for per_device in (1, 2, 4) if machine.gpu else (1,):
-      for learners in _learners(config, own, scheme, machine):
+      for learners in _learners(experiment, own, machine):
         found += [own._replace(actor_devices=actors, learner_devices=learners, num_shards=shards,
                                actors_per_device=per_device)
                   for actors in _actors(scheme, machine, learners, shards / per_device)]
@@ -89,31 +99,34 @@ def _actors(scheme: Scheme, machine: Machine, learners: tuple[int, ...], shares:
       yield tuple(range(first, first + count))
 
 
-def _learners(config: Mapping[str, Any], own: Candidate, scheme: Scheme, machine: Machine
+def _learners(experiment: Experiment, own: Candidate, machine: Machine
               ) -> list[tuple[int, ...]]:
   """Returns the learner devices that give the same result as the config's own."""
   workers = len(own.learner_devices)
-  if scheme.each:  # an update is of one worker, so their number stays
+  if experiment.scheme.each:  # an update is of one worker, so their number stays
     return [tuple(i for i in range(n) for _ in range(workers // n))
             for n in _divisors(workers, machine.learners)]
-  if not config['exact_reduce']:  # a gradient group for each device
+  if not experiment.exact_reduce:  # a gradient group for each device
     return [tuple(range(workers))] if 0 < workers <= machine.learners else []
-  return [tuple(range(n)) for n in _divisors(config['num_grad_shards'], machine.learners)]
+  return [tuple(range(n)) for n in _divisors(experiment.num_grad_shards, machine.learners)]
 
 
 def _divisors(whole: float, most: int) -> list[int]:
   return [n for n in range(1, most + 1) if n <= whole and whole % n == 0]
 
 
-def vary(config: Mapping[str, Any], machine: Machine, candidate: Candidate) -> list[Candidate]:
+def vary(experiment: Experiment, machine: Machine, candidate: Candidate) -> list[Candidate]:
   """Returns the same devices with other env_threads and, for `fused`, other updates_per_call."""
   pools, calls = candidate.num_shards, candidate.updates_per_call
   shared = max(1, machine.cores // pools)  # what env_threads = 0 stands for
-  most = config['env']['num_envs'] // pools
+  most = experiment.env.num_envs // pools
   threads = {min(n, most) for n in (1, shared, machine.cores, 2 * machine.cores)}
   threads -= {candidate.env_threads or shared}
   found = [candidate._replace(env_threads=n) for n in sorted(threads)]
-  if SCHEMES[candidate.scheme].fused:
+  # Of the schemes that are tried, only the experiment's own may be one of a user.
+  own = candidate.scheme == experiment.scheme_name
+  scheme = experiment.scheme if own else SCHEMES[candidate.scheme]
+  if scheme.graph.one_program:
     found += [candidate._replace(updates_per_call=n)
               for n in sorted({max(1, calls // 4), calls * 4} - {calls})]
   return found

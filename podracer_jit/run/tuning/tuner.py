@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -11,50 +12,52 @@ from typing import Any
 import jax
 
 from podracer_jit import loops
-from podracer_jit.run import build, experiment
+from podracer_jit.run import build
+from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import core_distance
 from podracer_jit.run.measure.segments import copy_of, small_replay
-from podracer_jit.run.metrics import Meter, Report
+from podracer_jit.run.metrics import Meter
+from podracer_jit.run.resolve import changed, resolve_on_one_device
 from podracer_jit.run.tuning.candidates import Candidate, Machine, as_text, own_of, placed, vary
 from podracer_jit.run.tuning.search import LAST_ROUNDS, Figures, Search, search
 from podracer_jit.runtime import placement
-from podracer_jit.schemes import wiring
-from podracer_jit.schemes.table import SCHEMES
+from podracer_jit.runtime.placement import PlacementOptions
+from podracer_jit.schemes.reports import Report
 from podracer_jit.types import TrainState
 
 
 class Tuner:
   """Trains with one placement after the other; placements share programs where they can."""
 
-  def __init__(self, config: Mapping[str, Any]):
-    """Takes a config that `prepare` returned."""
-    self._config = config
-    self._parts: dict[Candidate, wiring.Parts] = {}
-    self._shared: dict[tuple[int, ...], wiring.Parts] = {}  # by learner devices
+  def __init__(self, experiment: Experiment):
+    """Takes an experiment that `prepare` returned."""
+    self.experiment = experiment
+    self._runs: dict[Candidate, build.Run] = {}
+    self._shared: dict[tuple[int, ...], build.Run] = {}  # by learner devices
     self._state: TrainState | None = None
 
-  def parts(self, candidate: Candidate) -> wiring.Parts:
-    """Returns the parts of a candidate.
+  def run(self, candidate: Candidate) -> build.Run:
+    """Returns the run of a candidate.
 
     Candidates with the same learner devices share the learner program.
 
     Raises:
       ValueError: the config cannot have this placement.
     """
-    if candidate not in self._parts:
-      parts = build.make_parts(placed(self._config, candidate))
-      shared = self._shared.setdefault(candidate.learner_devices, parts)
-      own = {name: getattr(parts, name) for name in ('config', 'scheme', 'place')}
-      self._parts[candidate] = shared._replace(**own)
-    return self._parts[candidate]
+    if candidate not in self._runs:
+      run = build.make_run(placed(self.experiment, candidate))
+      shared = self._shared.setdefault(candidate.learner_devices, run)
+      self._runs[candidate] = dataclasses.replace(
+          shared, experiment=run.experiment, place=run.place)
+    return self._runs[candidate]
 
   def measure(self, candidate: Candidate, seconds: float) -> Figures:
     """Trains for `seconds` in fresh environments; the speed is 0 if the device lacks memory."""
-    parts = self.parts(candidate)
+    run = self.run(candidate)
     if self._state is None:
-      self._state = build.initial_state(parts, replay=False)
+      self._state = run.initial_state()
     try:
-      return train(parts, self._state, seconds)
+      return train(run, self._state, seconds)
     except loops.Stuck as error:  # nothing can end those threads, and close() would wait for them
       say(f'{error.__cause__!r}; {error}')
       os._exit(1)
@@ -63,19 +66,19 @@ class Tuner:
       return Figures(0.0, 0.0)
 
 
-def warm_up(parts: wiring.Parts) -> int:
+def warm_up(run: build.Run) -> int:
   """Returns how many reports after the first are skipped, until the hand-offs are full."""
-  scheme = parts.scheme
+  scheme = run.experiment.scheme
   if scheme.each:
-    return 2 * len(parts.place.workers)
+    return 2 * len(run.place.workers)
   # While the first update is compiled, actors get as far ahead as they can: by the lag, or by a
   # round in the queue and one in their hands.
   return 2 if scheme.lag is None else scheme.lag
 
 
-def train(parts: wiring.Parts, state: TrainState, seconds: float) -> Figures:
+def train(run: build.Run, state: TrainState, seconds: float) -> Figures:
   """Trains from a copy of the state, which has no replay, until `seconds` were counted."""
-  first, seen = warm_up(parts), []  # (time, steps)
+  first, seen = warm_up(run), []  # (time, steps)
 
   def report(item: Report) -> None:
     *_, (record, _) = meter.records(item)  # the statistics are part of training
@@ -85,9 +88,10 @@ def train(parts: wiring.Parts, state: TrainState, seconds: float) -> Figures:
   def stop() -> bool:
     return len(seen) > first + 1 and seen[-1][0] - seen[first][0] >= seconds
 
-  state = copy_of(state, parts)
-  with build.segment(parts, state, 0, 10**9, report, stop) as segment:
-    meter = Meter(parts.config['log']['window'], parts.spec.frame_skip, segment.waits, {})
+  state = copy_of(state, run)
+  with build.segment(run, state, 0, 10**9, report, stop) as segment:
+    experiment = run.experiment
+    meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, {})
     loops.run(segment.workers)
   (start, before), (end, after) = seen[first], seen[-1]
   return Figures((after - before) / (end - start), end - start)
@@ -98,32 +102,40 @@ def say(line: str) -> None:
   print(line, file=sys.stderr, flush=True)
 
 
-def prepare(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the config to measure: training does not end, and a replay fills soon.
+def prepare(config: Mapping[str, Any]) -> tuple[Experiment, Candidate]:
+  """Returns the experiment to measure, on one device, and the placement that its config asks for.
+
+  Training does not end, and a replay fills soon. The config's own placement may be impossible.
 
   Raises:
-    ValueError: the scheme has no single speed.
+    ValueError: the config is wrong, or the scheme has no single speed.
   """
-  scheme = SCHEMES.get(config['scheme'])
-  if scheme and scheme.free:
-    raise ValueError(f'scheme: {config["scheme"]} acts and learns at rates of their own, so no one '
-                     'figure says which placement is better; apex_lockstep has one')
-  return small_replay(config) | dict(total_steps=2**31 - 1)
+  experiment, asked = resolve_on_one_device(config)
+  if experiment.scheme.graph.free_rates:
+    raise ValueError(f'scheme: {experiment.scheme_name} acts and learns at rates of their own, so '
+                     'no one figure says which placement is better; apex_lockstep has one')
+  experiment = changed(experiment, total_steps=2**31 - 1, **small_replay(experiment))
+  return experiment, own_of(experiment, asked)
 
 
-def find_machine(config: Mapping[str, Any]) -> Machine:
+def find_machine(own: Candidate, options: PlacementOptions) -> Machine:
   """Starts JAX, with a CPU device for each core, and returns the devices to choose from.
+
+  Args:
+    own: the placement that the config asks for; its devices are there, too.
+    options: the experiment's placement, for what all candidates share.
 
   Raises:
     ValueError: `placement.prepare_host` refuses the placement.
   """
-  options, cores = config['placement'], len(os.sched_getaffinity(0))
-  cpus = min(cores, max(1, options['xla_threads']))
+  cores = len(os.sched_getaffinity(0))
+  cpus = min(cores, options.xla_threads)
   # Where the thread pool is the same, devices that are not used cost nothing.
-  placement.prepare_host(options | dict(actor_devices=(*options['actor_devices'], cpus - 1)))
+  placement.prepare_host(dataclasses.replace(
+      options, actor_devices=(*own.actor_devices, cpus - 1), learner_devices=own.learner_devices))
   kind = jax.default_backend()
   learners = cpus if kind == 'cpu' else jax.local_device_count()
-  on_cpu = options['actor_platform'] == 'cpu' or kind not in ('cpu', 'gpu')
+  on_cpu = options.actor_platform == 'cpu' or kind not in ('cpu', 'gpu')
   return Machine(cores, cpus if on_cpu else learners, learners, not on_cpu or kind == 'cpu',
                  not on_cpu and kind == 'gpu')
 
@@ -139,7 +151,7 @@ def accept(tuner: Tuner, candidates: Sequence[Candidate]) -> list[Candidate]:
   accepted, refusals = [], {}
   for candidate in candidates:
     try:
-      tuner.parts(candidate)
+      tuner.run(candidate)
       accepted.append(candidate)
     except ValueError as error:
       refusals[candidate] = error
@@ -153,13 +165,13 @@ def accept(tuner: Tuner, candidates: Sequence[Candidate]) -> list[Candidate]:
   return accepted
 
 
-def run(tuner: Tuner, config: Mapping[str, Any], machine: Machine, first: Sequence[Candidate],
+def run(tuner: Tuner, own: Candidate, machine: Machine, first: Sequence[Candidate],
         seconds: float) -> Search:
   """Searches for the fastest placement, with a line on stderr for each measurement.
 
   Args:
     tuner: measures a placement.
-    config: that `prepare` returned.
+    own: the placement that the config asks for.
     machine: the devices to choose from.
     first: the placements to begin with.
     seconds: measured time of the whole search.
@@ -167,7 +179,7 @@ def run(tuner: Tuner, config: Mapping[str, Any], machine: Machine, first: Sequen
   Returns:
     All rounds of the search.
   """
-  own, apart = own_of(config), []
+  experiment, apart = tuner.experiment, []
 
   def measure(candidate: Candidate, seconds: float) -> Figures:
     apart.append(core_distance.apart_ns())
@@ -176,12 +188,12 @@ def run(tuner: Tuner, config: Mapping[str, Any], machine: Machine, first: Sequen
     return made
 
   def others(candidate: Candidate) -> list[Candidate]:
-    return vary(config, machine, candidate)
+    return vary(experiment, machine, candidate)
 
   say(f'{len(first)} placements, then {len(others(first[0]))} more like the best of them; '
       'compiling takes longer than measuring')
-  if not experiment.repeats(config):
-    say(f'{experiment.who_repeats_not(config)} takes things as they come: the result depends on '
+  if not experiment.deterministic:
+    say(f'{experiment.non_deterministic_setting} takes things as they come: the result depends on '
         'their speed, and so on the placement')
   found = search(first, others, [own] if own in first else [], measure, seconds)
   if len(found.last) < LAST_ROUNDS:
