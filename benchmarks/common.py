@@ -36,7 +36,7 @@ def write_config(path: Path, config: Mapping[str, Any]) -> Path:
 
 
 def refuse_replay(experiment: Experiment) -> None:
-  """Raises ValueError if the experiment has a replay: its first updates are unlike later ones."""
+  """Raises ValueError for a replay: its first updates are not like the later ones."""
   if experiment.algorithm.learns_from_replay:
     raise ValueError(f'--config: {experiment.loss_name} draws from a replay; '
                      'benchmarks.replay measures that')

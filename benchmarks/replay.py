@@ -92,7 +92,8 @@ def of_capacity(experiment: Experiment, capacity: int) -> Experiment:
     ValueError: it cannot have such a replay.
   """
   return changed(
-      experiment, placement=dict(actor_devices=(0,), learner_devices=(0,)),
+      experiment,
+      placement=dict(actor_devices=(0,), learner_devices=(0,)),
       replay=dict(capacity=capacity, min_size=1, samples_per_insert=0.0),
       total_steps=2**31 - 1)
 

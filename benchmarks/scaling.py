@@ -53,7 +53,8 @@ def scaled(experiment: Experiment, processes: int) -> Experiment:
     ValueError: it cannot be so large.
   """
   return changed(
-      experiment, env=dict(num_envs=experiment.env.num_envs * processes), total_steps=2**31 - 1,
+      experiment,
+      env=dict(num_envs=experiment.env.num_envs * processes), total_steps=2**31 - 1,
       checkpoint=dict(every_updates=2**31 - 1),
       num_shards=experiment.num_shards * processes,
       num_grad_shards=experiment.num_grad_shards * processes)
@@ -223,7 +224,8 @@ def benchmark(argv: Sequence[str]) -> int:
     print(f'scaling: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)
   result = dict(config=experiment.fields, processes=values.processes, updates=values.updates,
-                cores=cores, versions=checkpoint.versions(), published=PUBLISHED
+                cores=cores,
+                versions=checkpoint.versions(), published=PUBLISHED
                 ) | efficiencies(rounds, values.processes)
   show(result)
   if values.json:

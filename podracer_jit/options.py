@@ -57,7 +57,7 @@ def meanings(part: type) -> dict[str, Meaning]:
   Raises:
     ValueError: a field has no default.
   """
-  found = {}
+  by_name = {}
   for field in dataclasses.fields(part):
     meaning = field.metadata.get(_KEY, Meaning())
     if field.name in _OF_FLAX or not field.init or meaning is None:
@@ -67,8 +67,8 @@ def meanings(part: type) -> dict[str, Meaning]:
         raise ValueError(f'{part.__name__}.{field.name} has no default; every option needs one')
       continue
     if isinstance(field.default, _KINDS):
-      found[field.name] = meaning
-  return found
+      by_name[field.name] = meaning
+  return by_name
 
 
 def defaults(part: type) -> dict[str, Any]:

@@ -38,18 +38,18 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
     raise ValueError(f'{field}: there is no {name!r}; known are {", ".join(shipped)}, and '
                      'module:attribute of your own')
   try:
-    found = _module(module)
+    part = _module(module)
   except ImportError as error:
     raise ValueError(f'{field}: cannot import {module!r} of {name!r} ({error}); it is looked for '
                      'beside the config file and on PYTHONPATH') from None
   except Exception as error:  # noqa: BLE001 - a module is a program: it may raise anything
     words = ' '.join(str(error).split())
     raise ValueError(f'{field}: {module}.py fails: {type(error).__name__}: {words}') from error
-  for part in attribute.split('.'):
-    if not hasattr(found, part):
+  for step in attribute.split('.'):
+    if not hasattr(part, step):
       raise ValueError(f'{field}: {module} has no {attribute!r}')
-    found = getattr(found, part)
-  return found
+    part = getattr(part, step)
+  return part
 
 
 def _module(name: str) -> ModuleType:

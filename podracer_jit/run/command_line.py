@@ -161,13 +161,13 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues, fields: Sequence
 
 def _fields(config: Mapping[str, Any], prefix: str = '') -> list[str]:
   """The fields of a config, with dots."""
-  found = []
+  names = []
   for name, value in config.items():
     if isinstance(value, ml_collections.ConfigDict):
-      found += _fields(value, f'{prefix}{name}.')
+      names += _fields(value, f'{prefix}{name}.')
     else:
-      found.append(prefix + name)
-  return found
+      names.append(prefix + name)
+  return names
 
 
 def _joined(argv: Sequence[str]) -> list[str]:

@@ -37,8 +37,8 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
   fields = _plain(config)
   for problem in _problems_of_fields(fields):
     raise ValueError(problem)
-  made = {section: options.make(cls, fields[section])
-          for section, cls in config_lib.SECTIONS.items()}
+  sections = {section: options.make(cls, fields[section])
+              for section, cls in config_lib.SECTIONS.items()}
   chosen = {section: _make_part(section, fields[section]) for section in config_lib.CHOICES}
   algorithm = chosen['loss']
   torso_options = TorsoOptions()
@@ -62,7 +62,7 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
       network_name=fields['network']['name'], network=chosen['network'],
       torso_options=torso_options,
       policy=_make_policy(fields, algorithm, spec),
-      optimizer=chosen['optimizer'], replay=replay, fields=fields, **made)
+      optimizer=chosen['optimizer'], replay=replay, fields=fields, **sections)
   for problem in checks.problems(experiment):
     raise ValueError(problem)
   return experiment
@@ -119,14 +119,14 @@ def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(fields.get(section), Mapping) or 'name' not in fields[section]:
       yield f'{section}.name: is missing'
   _find_scheme(fields.get('scheme'))
-  found = {section: config_lib.find_part(section, fields[section]['name'])
-           for section in config_lib.CHOICES}
-  whole = config_lib.config(*(fields[section]['name'] for section in found)).to_dict()
+  chosen = {section: config_lib.find_part(section, fields[section]['name'])
+            for section in config_lib.CHOICES}
+  whole = config_lib.config(*(fields[section]['name'] for section in chosen)).to_dict()
   yield from options.check_names('', fields, whole)
   for section, cls in config_lib.SECTIONS.items():
     yield from options.check_names(f'{section}.', fields[section], whole[section])
     yield from options.check_values(f'{section}.', fields[section], cls)
-  for section, part in found.items():
+  for section, part in chosen.items():
     given = {name: value for name, value in fields[section].items() if name != 'name'}
     known = [name for name in whole[section] if name != 'name']
     yield from options.check_names(f'{section}.', given, known, of=fields[section]['name'])
