@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
     raise ValueError(f'--config is missing: {_EXAMPLE}')
   with _one_line_errors():
     config = load_config(location)
+  for field in _required_fields(config):
+    raise ValueError(f'--config: {field} is a required_placeholder, which ml_collections lets no '
+                     'flag set; make it a placeholder')
   for section in config_lib.CHOICES:
     for arg in argv:
       if arg.startswith(f'--config.{section}.name='):
@@ -59,7 +63,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
   except (flags.Error, TypeError, ValueError) as error:
     raise ValueError(f'--config: {_one_line(error)}') from None
   _parse_flags(argv, values, _fields(config))
-  fields = values.config.to_dict()
+  fields = config_lib.plain(values.config)
   fields['env'] |= env_options
   if values.help:
     print_fields(fields)
@@ -92,7 +96,7 @@ def load_config(location: str) -> ml_collections.ConfigDict:
     module = parts.load(file, file.stem, again=True)
   except ImportError:
     # The name is taken, which matters only if the file also has parts of its own.
-    module = parts.load(file, f'_config_{file.stem}', again=True)
+    module = parts.load(file, f'_config_{zlib.crc32(bytes(file.resolve()))}', again=True)
   if not hasattr(module, 'get_config'):
     raise ValueError(f'{file} has no function get_config')
   config = module.get_config(*([argument] if colon else []))
@@ -162,12 +166,24 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues, fields: Sequence
 def _fields(config: Mapping[str, Any], prefix: str = '') -> list[str]:
   """The fields of a config, with dots."""
   names = []
-  for name, value in config.items():
+  for name, value in config.items(preserve_field_references=True):
     if isinstance(value, ml_collections.ConfigDict):
       names += _fields(value, f'{prefix}{name}.')
     else:
       names.append(prefix + name)
   return names
+
+
+def _required_fields(config: ml_collections.ConfigDict, prefix: str = '') -> Iterator[str]:
+  """Yields the fields, with dots, whose value is required and not set."""
+  for name, value in config.items(preserve_field_references=True):
+    if isinstance(value, ml_collections.ConfigDict):
+      yield from _required_fields(value, f'{prefix}{name}.')
+    elif isinstance(value, ml_collections.FieldReference):
+      try:
+        value.get()
+      except ml_collections.config_dict.RequiredValueError:
+        yield prefix + name
 
 
 def _joined(argv: Sequence[str]) -> list[str]:

@@ -110,6 +110,19 @@ def config(loss: str, network: str, optimizer: str, **fields: Any) -> ml_collect
   return ml_collections.ConfigDict(whole)
 
 
+def plain(fields: ml_collections.ConfigDict) -> dict[str, Any]:
+  """The values of a config; a placeholder that nothing has set is None, which `resolve` refuses."""
+  values = {}
+  for name, value in fields.items(preserve_field_references=True):
+    if isinstance(value, ml_collections.FieldReference):
+      try:
+        value = value.get()
+      except ml_collections.config_dict.RequiredValueError:
+        value = None
+    values[name] = plain(value) if isinstance(value, ml_collections.ConfigDict) else value
+  return values
+
+
 def replay_section(fields: Mapping[str, Any]) -> dict[str, Any]:
   """The section `replay` with its defaults, for an algorithm that learns from one; else nothing."""
   algorithm = find_part('loss', fields['loss']['name'])

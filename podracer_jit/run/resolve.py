@@ -107,10 +107,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
   if not isinstance(config, ml_collections.ConfigDict):
     return {name: dict(value) if isinstance(value, Mapping) else value
             for name, value in config.items()}
-  try:
-    return config.to_dict()
-  except ml_collections.config_dict.RequiredValueError as error:
-    raise ValueError(f'--config: a field has no value yet ({error})') from None
+  return config_lib.plain(config)
 
 
 def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
