@@ -1,4 +1,9 @@
-"""Sums and loops that give the same bits on any mesh."""
+"""Sums and loops that give the same bits on any mesh.
+
+XLA compiles the same arithmetic to other instructions in other programs. Three mechanisms here keep
+it from that; each says why it is needed, on which version that was seen, and which test fails
+without it. Other code uses them as they are and need not know how they work.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +23,13 @@ MANY = 1 << 18  # numbers of an array that travels alone
 
 
 def rounded(x: jax.Array) -> jax.Array:
-  """x, a product or a quotient, as a number of its own: for where it is added to something.
+  """Returns a product or a quotient rounded, for where it is added to something.
 
-  In some fusions a product is contracted with a sum (FMA), in others not, and which fusions there
-  are depends on the mesh. It cannot be where it is bounded first; barriers do not help, nor does
-  `where`.
+  In some fusions XLA contracts a product with a sum (FMA), in others it does not, and which fusions
+  there are depends on the mesh. A product that is bounded first cannot be contracted; barriers and
+  `where` do not help. Seen with jax 0.10.2 on CPUs. Without it
+  `test_a_rounded_product_is_not_contracted_with_a_sum` and
+  `test_moments_are_exact_on_any_placement` fail.
   """
   return jnp.clip(x, -LARGEST, LARGEST)
 
@@ -100,11 +107,16 @@ def plain_sum(tree: Any, mesh_size: int) -> Any:
 
 
 def map_in_loop(function: Callable, xs: Any) -> Any:
-  """lax.map that XLA compiles alike for any number of turns.
+  """Returns lax.map(function, xs), compiled alike for any number of turns.
 
-  A single turn it would take out of the loop, where other fusions give other last bits. So the
-  number of turns and what xs holds are hidden (of constant rows it would take out what does not
-  depend on the turn), and xs and ys have a row too many, lest the index of the only one be known.
+  XLA unrolls a loop with one iteration and hoists loop invariants, which changes fusion and
+  rounding. An optimization_barrier hides the trip count and the inputs; one padding row keeps the
+  index from being constant-folded. Seen with jax 0.10.2 on CPUs. Without it
+  `test_a_loop_of_any_number_of_turns_gives_the_same_bits` fails.
+
+  Args:
+    function: from one row of xs to a pytree of arrays.
+    xs: arrays [turns, ...]; constants are not known to XLA inside of the loop.
   """
   count = jax.tree.leaves(xs)[0].shape[0]
   xs = lax.optimization_barrier(jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), xs))
