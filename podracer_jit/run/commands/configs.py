@@ -2,8 +2,8 @@
 
   podracer_jit configs
 
-Train with one of them, NAME, by `podracer_jit --config=configs/NAME.py`. `:smoke` after .py makes a
-few updates only. --config.FIELD=VALUE changes a field.
+Train with one of them, NAME, by `podracer_jit --config=NAME`. NAME:smoke makes a few updates only.
+--config.FIELD=VALUE changes a field; with --help all fields are explained.
 
 Exit code: 0, or 2 for a wrong argument.
 """
