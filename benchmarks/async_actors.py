@@ -34,7 +34,7 @@ from podracer_jit.run import build, command_line
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import timed_parts
 from podracer_jit.run.resolve import changed, resolve
-from podracer_jit.runtime import placement
+from podracer_jit.runtime import host
 
 
 def step_times(experiment: Experiment, steps: int) -> dict[str, float]:
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
     experiment = resolve(config)
     experiments = cases(experiment, [int(n) for n in values.batches],
                         [int(n) for n in values.shards])
-    placement.prepare_host(next(iter(experiments.values())).placement)
+    host.prepare_host(next(iter(experiments.values())).placement)
     times = step_times(experiment, values.steps)
     print('a step of one environment: mean {mean:.3f} ms, p50 {p50:.3f}, p99 {p99:.3f}, max '
           '{max:.3f}; {resets:.1%} are resets, p50 {reset_p50:.3f}'.format(**times), flush=True)

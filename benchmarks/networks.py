@@ -27,7 +27,7 @@ from jax import lax
 
 from podracer_jit.agents import networks
 from podracer_jit.numerics import convolution
-from podracer_jit.runtime import placement
+from podracer_jit.runtime import host, placement
 
 IMAGE_TORSOS = [name for name, torso in networks.TORSOS.items()
                 if getattr(torso, 'needs_images', False)]
@@ -51,7 +51,7 @@ def measure(network: str, rows: int, groups: int, variant: str, seconds: float
             ) -> tuple[float, float]:
   """Rows a second of one variant, forward and with the gradient."""
   take_out(VARIANTS[VARIANTS.index(variant) + 1:])
-  placement.prepare_host(placement.PlacementOptions())
+  host.prepare_host(placement.PlacementOptions())
   torso = networks.TORSOS[network]()
   batches = max(1, groups)
   obs = np.random.default_rng(0).integers(0, 256, (batches, rows, 4, 84, 84)).astype(np.uint8)

@@ -42,7 +42,7 @@ from podracer_jit.run import build, checkpoint, command_line
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import timed_parts
 from podracer_jit.run.resolve import changed, resolve
-from podracer_jit.runtime import placement
+from podracer_jit.runtime import host, placement
 
 GROUPS = 8
 MESHES = (1, 2, 4, 8)  # devices
@@ -217,7 +217,7 @@ def benchmark(argv: Sequence[str]) -> int:
       return 0
     experiment = resolve(config)
     refuse_replay(experiment)
-    placement.prepare_host(placed(experiment, max(MESHES)).placement)
+    host.prepare_host(placed(experiment, max(MESHES)).placement)
     runs = [build.make_run(placed(experiment, n)) for n in MESHES if n <= len(jax.devices())]
   except ValueError as error:
     print(f'reduction: {error}', file=sys.stderr)

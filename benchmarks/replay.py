@@ -41,7 +41,7 @@ from podracer_jit.numerics.deterministic import AXIS
 from podracer_jit.run import build, command_line
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import changed, resolve
-from podracer_jit.runtime import placement
+from podracer_jit.runtime import host
 from podracer_jit.types import Experience, TrainState
 
 DEFAULT = '--config=configs/apex_dqn_atari.py'
@@ -178,7 +178,7 @@ def measure(experiment: Experiment, seconds: float) -> Figures:
     MemoryError: it does not fit; in one line.
   """
   quieten()
-  placement.prepare_host(experiment.placement)
+  host.prepare_host(experiment.placement)
   run = build.make_run(experiment)
   (device,), capacity = run.place.mesh.devices.flat, experiment.replay.capacity
   size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run.learner.replay_shapes()))

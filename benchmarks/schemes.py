@@ -27,7 +27,7 @@ from podracer_jit import loops
 from podracer_jit.run import build, command_line
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import changed, resolve
-from podracer_jit.runtime import placement
+from podracer_jit.runtime import host
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
 
@@ -60,7 +60,7 @@ def placed(experiment: Experiment, scheme: str, workers: int) -> Experiment:
 def prepare_host(experiment: Experiment, workers: int) -> None:
   """Starts JAX with a device for each of so many workers."""
   options = experiment.placement
-  placement.prepare_host(dataclasses.replace(
+  host.prepare_host(dataclasses.replace(
       options, actor_devices=tuple(range(workers)), learner_devices=(0,),
       xla_threads=max(options.xla_threads, workers)))
 

@@ -22,7 +22,7 @@ from podracer_jit.run import build, checkpoint, command_line
 from podracer_jit.run.metrics import Diverged, Files, Meter, check_finite
 from podracer_jit.run.progress import Progress
 from podracer_jit.run.resolve import resolve
-from podracer_jit.runtime import placement
+from podracer_jit.runtime import host, placement
 from podracer_jit.schemes.reports import Report
 
 
@@ -48,10 +48,10 @@ def main(argv: Sequence[str]) -> int:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
     experiment = resolve(config)
-    placement.prepare_host(experiment.placement)
+    host.prepare_host(experiment.placement)
     joining = (values.coordinator_address, values.num_processes, values.process_id)
     if values.distributed or joining != (None, None, None):
-      placement.join(experiment.placement, *joining)
+      host.join(experiment.placement, *joining)
     run = build.make_run(experiment)
     workdir = Path(values.workdir or command_line.default_workdir(argv))
     if values.repeat and not experiment.deterministic:
@@ -90,7 +90,7 @@ def _open(workdir: Path, config: Mapping[str, Any], place: placement.Placement) 
   """Process 0 makes the workdir; the others find it, and compare their config with its own."""
   if place.process == 0:
     checkpoint.open_workdir(workdir, config)
-  placement.barrier('workdir')
+  host.barrier('workdir')
   if place.process:
     if not (workdir / 'config.json').exists():
       raise ValueError(f'--workdir: what process 0 wrote to {workdir} is not to be seen here; all '

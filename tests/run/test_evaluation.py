@@ -19,7 +19,7 @@ from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.run import checkpoint, evaluation, video
 from podracer_jit.run.commands import evaluate as command
-from podracer_jit.runtime import placement
+from podracer_jit.runtime import host
 from tests.runs import QUICK, by_rows, fresh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +99,7 @@ def _catch_config():
 @pytest.fixture
 def evaluate(monkeypatch, capsys):
   """Runs the command's main in this process, whose devices are set up: (exit code, stderr)."""
-  monkeypatch.setattr(placement, 'prepare_host', lambda options: None)
+  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
 
   def run(*argv):
     code = command.main(['podracer_jit evaluate', *map(str, argv)])

@@ -95,7 +95,7 @@ def receipts(workdir):
 ])
 def test_bad_input_is_one_line_and_exit_2(args, said, tmp_path, capsys, monkeypatch):
   """In this process, which saves the seconds that Python takes to start."""
-  monkeypatch.setattr(train.placement, 'prepare_host', _only_checks(train.placement.prepare_host))
+  monkeypatch.setattr(train.host, 'prepare_host', _only_checks(train.host.prepare_host))
   workdir = tmp_path / 'run'
   assert train.main(['podracer_jit', *args, *([f'--workdir={workdir}'] if args else [])]) == 2
   error = capsys.readouterr().err
@@ -138,7 +138,7 @@ def test_the_workdir_has_the_configs_name(args, path):
 
 
 def test_a_workdir_of_something_else_is_refused(tmp_path, capsys, monkeypatch):
-  monkeypatch.setattr(train.placement, 'prepare_host', _only_checks(train.placement.prepare_host))
+  monkeypatch.setattr(train.host, 'prepare_host', _only_checks(train.host.prepare_host))
   (tmp_path / 'config.json').write_text('{"name": "a web page"}')
   assert train.main(['x', CATCH, f'--workdir={tmp_path}']) == 2
   assert 'config.json is not of a run of podracer_jit' in capsys.readouterr().err
@@ -290,7 +290,7 @@ def test_a_finished_run_only_says_so(whole):
 
 
 def test_a_changed_config_is_refused_and_a_changed_placement_is_not(whole, capsys, monkeypatch):
-  monkeypatch.setattr(train.placement, 'prepare_host', _only_checks(train.placement.prepare_host))
+  monkeypatch.setattr(train.host, 'prepare_host', _only_checks(train.host.prepare_host))
   args = ['podracer_jit', *RUNS['cleanba impala'], f'--workdir={whole("cleanba impala")}']
   assert train.main([*args, '--config.seed=2', '--config.loss.discount=0.9']) == 2
   error = capsys.readouterr().err

@@ -62,7 +62,7 @@ from podracer_jit.run.measure import picture, rounds, timed_parts
 from podracer_jit.run.measure.segments import small_replay, with_scheme
 from podracer_jit.run.measure.summary import BASES, describe, measure, say, summarise
 from podracer_jit.run.resolve import changed, resolve
-from podracer_jit.runtime import placement
+from podracer_jit.runtime import host
 
 
 def main(argv: Sequence[str]) -> int:
@@ -135,7 +135,7 @@ def prepare(experiment: Experiment, asked: Sequence[str] | None
   """
   for name in set(asked or ()) - set(timed_parts.ALL):
     raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(timed_parts.ALL)}')
-  placement.prepare_host(experiment.placement)
+  host.prepare_host(experiment.placement)
   # Whatever the config says, training must not end while it is measured.
   experiment = changed(experiment, scheme='sync', total_steps=2**31 - 1,
                        **small_replay(experiment))

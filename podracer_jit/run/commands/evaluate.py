@@ -21,7 +21,7 @@ from pathlib import Path
 from absl import flags
 
 from podracer_jit.run import evaluation, video
-from podracer_jit.runtime import placement
+from podracer_jit.runtime import host
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     movie = _check(values, rest)
     workdir = Path(values.workdir)
     experiment = evaluation.read_experiment(workdir)
-    placement.prepare_host(experiment.placement)
+    host.prepare_host(experiment.placement)
     agent = evaluation.restore(workdir, experiment)
     if movie:
       movie.parent.mkdir(parents=True, exist_ok=True)

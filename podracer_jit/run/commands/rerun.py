@@ -27,7 +27,7 @@ from podracer_jit.numerics.fingerprints import as_hex, canary
 from podracer_jit.run import build, checkpoint, config, video
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import changed, resolve
-from podracer_jit.runtime import placement
+from podracer_jit.runtime import host, placement
 from podracer_jit.types import Rollout, TrainState
 
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     _check_env(values.env, experiment)
     headers, receipts = checkpoint.read_receipts(workdir)
     header = _header(headers, receipts, values.update)
-    placement.prepare_host(experiment.placement)
+    host.prepare_host(experiment.placement)
     run = build.make_run(experiment)
     state = _state_before(run, workdir, header)
   except (ValueError, OSError, flags.Error) as error:

@@ -20,7 +20,7 @@ from podracer_jit.run.metrics import Meter
 from podracer_jit.run.resolve import changed, resolve_on_one_device
 from podracer_jit.run.tuning.candidates import Candidate, Machine, as_text, own_of, placed, vary
 from podracer_jit.run.tuning.search import LAST_ROUNDS, Figures, Search, search
-from podracer_jit.runtime import placement
+from podracer_jit.runtime import host
 from podracer_jit.runtime.placement import PlacementOptions
 from podracer_jit.schemes.reports import Report
 from podracer_jit.types import TrainState
@@ -126,12 +126,12 @@ def find_machine(own: Candidate, options: PlacementOptions) -> Machine:
     options: the experiment's placement, for what all candidates share.
 
   Raises:
-    ValueError: `placement.prepare_host` refuses the placement.
+    ValueError: `host.prepare_host` refuses the placement.
   """
   cores = len(os.sched_getaffinity(0))
   cpus = min(cores, options.xla_threads)
   # Where the thread pool is the same, devices that are not used cost nothing.
-  placement.prepare_host(dataclasses.replace(
+  host.prepare_host(dataclasses.replace(
       options, actor_devices=(*own.actor_devices, cpus - 1), learner_devices=own.learner_devices))
   kind = jax.default_backend()
   learners = cpus if kind == 'cpu' else jax.local_device_count()
