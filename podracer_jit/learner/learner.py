@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ class Parts(NamedTuple):
   mesh: Mesh
 
 
-class Learner:
+class Learner(abc.ABC):
   """Turns a train state and a round of experience into the next train state.
 
   Subclasses say how. `learn` is for one device of the mesh, to be put into a larger program;
@@ -83,6 +84,7 @@ class Learner:
     """Returns the shapes and shardings of the replay, to restore it into; () without one."""
     return ()
 
+  @abc.abstractmethod
   def mean_cgd(self, behind: float) -> float:
     """Returns the mean CGD of an update (NAPPO's collection-to-gradient delay).
 
@@ -90,4 +92,3 @@ class Learner:
       behind: gradient steps between the parameters of the rollouts and those of the update's
         first gradient.
     """
-    raise NotImplementedError
