@@ -48,6 +48,7 @@ def test_what_the_docs_name_is_there(path):
   with_replay = experiment.config('dqn', 'mlp', 'adam').to_dict()
   config['loss'] |= with_replay['loss']
   config['replay'] = with_replay['replay']
+  config['network'] |= experiment.config('ppo', 'nature_cnn', 'adam').to_dict()['network']
   for field in re.findall(r'--config\.([a-z_.]+)', text):
     part = config
     if field.startswith('env.') or field.endswith('.'):

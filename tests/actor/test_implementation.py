@@ -13,15 +13,15 @@ pytestmark = pytest.mark.implementation
 def test_frames_of_an_asynchronous_pool_are_kept_once(monkeypatch):
   of = frames.of
   monkeypatch.setattr(frames, 'of', lambda obs, stack: (obs, of(obs, stack)))
-  made = fresh(small('impala', 'Pong-v5', 'nature_cnn', env_batch=4))
-  state, fresh = initial_state(made), 0
-  with build.segment(made, state, 0, 3, print) as segment:
+  whole_run = fresh(small('impala', 'Pong-v5', 'nature_cnn', env_batch=4))
+  state, filled_anew = initial_state(whole_run), 0
+  with build.segment(whole_run, state, 0, 3, print) as segment:
     worker = segment.workers[0]
     acting, params = worker.state, worker.reads[0].handoff.get()
     for _ in range(3):
-      acting, (made,) = worker.fire(acting, params)
-      whole, once = made.value[0].obs
+      acting, (rollouts,) = worker.fire(acting, params)
+      whole, once = rollouts.value[0].obs
       assert once.frame.shape == (8 + 4, 8, 1, 42, 42)
       assert_array_equal(frames.stacks(once), whole)
-      fresh += once.fresh.sum()
-  assert fresh
+      filled_anew += once.fresh.sum()
+  assert filled_anew

@@ -1,5 +1,6 @@
 """What EnvPool does that bites, each with the handling that keeps it from biting."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -193,17 +194,15 @@ def test_a_shard_starts_the_threads_it_is_given_and_ends_them():
 
 def test_all_pools_together_have_the_threads_that_the_placement_grants(monkeypatch):
   monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(12))
-  options = dict(actor_platform='cpu', actor_devices=(0,), learner_devices=(0,),
-                 actors_per_device=1, env_threads=0)
+  options = placement.PlacementOptions(actor_platform='cpu', env_threads=0)
   granted = [placement.resolve(options, shards).env_threads for shards in (1, 3, 5, 24)]
   assert granted == [12, 4, 2, 1]
-  assert placement.resolve(options | dict(env_threads=7), 3).env_threads == 7
+  assert placement.resolve(dataclasses.replace(options, env_threads=7), 3).env_threads == 7
 
 
 def test_actors_are_on_the_cpu_where_envpool_has_no_call_for_the_accelerator(monkeypatch):
   monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
-  options = dict(actor_platform='auto', actor_devices=(1,), learner_devices=(0,),
-                 actors_per_device=1, env_threads=1)
+  options = placement.PlacementOptions(actor_platform='auto', actor_devices=(1,), env_threads=1)
   assert placement.resolve(options, 1).actors == (jax.devices('cpu')[1],)
 
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from podracer_jit.run.progress import Progress
-from tests.run.test_metrics import CONFIG, RECORD
+from tests.run.test_metrics import EXPERIMENT, RECORD
 
 pytestmark = pytest.mark.implementation
 
@@ -15,7 +15,8 @@ pytestmark = pytest.mark.implementation
 def test_the_block_is_not_made_by_whoever_reports(monkeypatch):
   threads = []
   monkeypatch.setattr(Progress, '_block', lambda self: threads.append(threading.get_ident()) or '')
-  with Progress(CONFIG, 'a title', Console(file=io.StringIO(), force_terminal=True)) as progress:
+  console = Console(file=io.StringIO(), force_terminal=True)
+  with Progress(EXPERIMENT, 'a title', console) as progress:
     assert threads.pop() == threading.get_ident()  # as it begins
     for _ in range(20):
       progress.show(dict(RECORD))

@@ -12,7 +12,9 @@ from tensorboardX.proto import event_pb2
 
 from podracer_jit.run.metrics import Files, Meter, Report, Waits
 from podracer_jit.run.progress import Progress, bottleneck
+from podracer_jit.run.resolve import resolve
 from podracer_jit.types import Episodes
+from tests.runs import changed, small
 
 
 def report(updates, cgd=1.5, valid=6):
@@ -133,7 +135,7 @@ def test_bottleneck_in_words(actor, learner, words):
 
 RECORD = dict(update=1, steps=50, frames=200, sps=10.0, episode_return=3.0, episode_length=9.0,
               episodes=4, actor_wait_s=0.0, learner_wait_s=0.0, cgd=5.5, gud=0.25)
-CONFIG = dict(total_steps=100, scheme='sync', log=dict(every_seconds=1e-9))
+EXPERIMENT = resolve(changed(small(), total_steps=100, log__every_seconds=1e-9))
 
 
 @pytest.mark.parametrize('terminal', [False, True])
@@ -143,7 +145,7 @@ def test_progress_shows_what_matters(terminal, monkeypatch):
       monotonic=lambda: float(next(clock)), strftime=__import__('time').strftime,
       gmtime=__import__('time').gmtime))
   console = Console(file=out, force_terminal=terminal, width=120, highlight=False)
-  with Progress(CONFIG, 'a title', console) as progress:
+  with Progress(EXPERIMENT, 'a title', console) as progress:
     progress.show(dict(RECORD))
     progress.show(dict(RECORD, steps=60, frames=240, actor_wait_s=0.9))
   text = out.getvalue()
