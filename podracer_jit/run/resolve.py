@@ -120,6 +120,10 @@ def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
             for section in config_lib.CHOICES}
   whole = config_lib.config(*(fields[section]['name'] for section in chosen)).to_dict()
   yield from options.check_names('', fields, whole)
+  for section, defaults in whole.items():
+    if isinstance(defaults, Mapping) and not isinstance(fields[section], Mapping):
+      yield (f'{section}: must have the fields {", ".join(defaults)}, got '
+             f'{fields[section]!r}')
   for section, cls in config_lib.SECTIONS.items():
     yield from options.check_names(f'{section}.', fields[section], whole[section])
     yield from options.check_values(f'{section}.', fields[section], cls)

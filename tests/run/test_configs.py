@@ -74,6 +74,10 @@ def test_is_the_papers_table(case):
      'placement.env_thread: there is no such field; did you mean placement.env_threads?'),
     (dict(normalise__observations=True), 'normalise.observations: there is no such field'),
     (dict(replay=options.defaults(ReplayOptions)), 'replay: there is no such field'),
+    (dict(placement=3), 'placement: must have the fields actor_devices, '),
+    (dict(loss='ppo'), 'loss.name: is missing'),
+    (dict(total_steps='many'), "total_steps: must be a whole number, got 'many'"),
+    (dict(seed=None), 'seed: has no value yet; set it, for example by --config.seed='),
     (dict(log={'window': 100, 'every_seconds': 1.0}), 'log.tensorboard: is missing')])
 def test_a_field_that_a_config_file_misspells_is_refused(fields, said):
   with pytest.raises(ValueError, match='^' + re.escape(said)):
