@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -28,8 +29,8 @@ class Meaning(NamedTuple):
   above: float | None = None  # compared as a 32-bit float
   below: float | None = None  # compared as a 32-bit float
   choices: tuple[str, ...] = ()
-  not_empty: bool = False  # of a tuple
-  words: str = ''  # what it must be, where the limits do not say it well
+  not_empty: bool = False  # an empty tuple is refused
+  words: str = ''  # in place of the message that is made from the limits
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
@@ -55,8 +56,12 @@ def meanings(part: type) -> dict[str, Meaning]:
   number, a string or a tuple.
 
   Raises:
-    ValueError: a field has no default.
+    ValueError: a field has no default, or the class is no dataclass.
   """
+  for name, value in vars(part).items():
+    if isinstance(value, dataclasses.Field):
+      raise ValueError(f'{part.__name__}.{name} is no option yet: the class needs '
+                       '@dataclasses.dataclass(frozen=True)')
   by_name = {}
   for field in dataclasses.fields(part):
     meaning = field.metadata.get(_KEY, Meaning())
@@ -98,7 +103,7 @@ def check_names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any] 
 
 
 def check_values(prefix: str, given: Mapping[str, Any], part: type) -> Iterator[str]:
-  """Yields one line for each option that is of a wrong type or outside its limits."""
+  """Yields one line for each option that has a wrong type or lies outside its limits."""
   default = defaults(part)
   for name, meaning in meanings(part).items():
     if name not in given:
@@ -129,11 +134,11 @@ def _problem(value: Any, default: Any, meaning: Meaning) -> str:
   if isinstance(default, str):
     return _problem_of_text(value, meaning)
   if isinstance(default, tuple):
-    return _problem_of_tuple(value, meaning)
+    return _problem_of_tuple(value, default, meaning)
   if isinstance(default, int):
-    whole = isinstance(value, int) and not isinstance(value, bool)
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return _problem_of_int(value, meaning) if whole else 'must be a whole number'
-  if isinstance(value, int | float) and not isinstance(value, bool):
+  if isinstance(value, numbers.Real) and not isinstance(value, bool):
     return _problem_of_float(value, meaning)
   return 'must be a number'
 
@@ -147,7 +152,12 @@ def _problem_of_text(value: Any, meaning: Meaning) -> str:
   return ''
 
 
-def _problem_of_tuple(value: Any, meaning: Meaning) -> str:
+def _problem_of_tuple(value: Any, default: tuple, meaning: Meaning) -> str:
+  if default and not isinstance(default[0], int):  # elements are like those of the default
+    if not isinstance(value, tuple | list):
+      return 'must be a tuple'
+    problems = (_problem(x, default[0], meaning) for x in value)
+    return next((f'its elements {problem}' for problem in problems if problem), '')
   numbers = value if isinstance(value, tuple | list) else (None,)
   if not all(isinstance(x, int) and not isinstance(x, bool) for x in numbers) or any(
       _problem_of_int(x, meaning) for x in numbers):

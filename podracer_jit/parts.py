@@ -10,7 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_folders: list[Path] = []  # in which modules are looked for before Python's own places
+_folders: list[Path] = []  # searched before sys.path
+
+
+class NameTaken(ImportError):
+  """A file cannot be loaded under a name that another module has."""
 
 
 def look_beside(path: Path) -> None:
@@ -31,9 +35,11 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
   Raises:
     ValueError: there is no such part, in one line.
   """
-  if name in shipped:
+  if isinstance(name, str) and name in shipped:
     return shipped[name]
   module, colon, attribute = str(name).partition(':')
+  if colon and not (module.replace('.', '').isidentifier() and attribute):
+    raise ValueError(f'{field}: must be a name or module:attribute, got {name!r}')
   if not colon:
     raise ValueError(f'{field}: there is no {name!r}; known are {", ".join(shipped)}, and '
                      'module:attribute of your own')
@@ -70,17 +76,19 @@ def load(path: Path, name: str, again: bool = False) -> ModuleType:
     again: run the file even if it was loaded before.
 
   Raises:
-    ImportError: another module has that name.
+    NameTaken: another module has that name, imported or not.
   """
   path = path.resolve()
   known = sys.modules.get(name)
-  if known is not None:
-    where = getattr(known, '__file__', None)
-    if where is None or Path(where).resolve() != path:
-      raise ImportError(f'{path} cannot be called {name}: that is the name of '
-                        f'{where or "a built-in module"}')
-    if not again:
-      return known
+  where = getattr(known, '__file__', None)
+  if known is None:
+    other = importlib.util.find_spec(name)
+    where = other and other.origin
+  if (known is not None or where) and (where is None or Path(where).resolve() != path):
+    raise NameTaken(f'{path} cannot be called {name}: that is the name of '
+                    f'{where or "a built-in module"}')
+  if known is not None and not again:
+    return known
   spec = importlib.util.spec_from_file_location(name, path)
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module

@@ -23,7 +23,7 @@ class Kind(NamedTuple):
 
 
 def provides(part: type[nn.Module]) -> str:
-  """What a network that the config names is: TORSO unless it says otherwise."""
+  """Returns the role of a network that the config names: its `provides`, or TORSO."""
   return getattr(part, 'provides', TORSO)
 
 

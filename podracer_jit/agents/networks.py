@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -299,6 +300,7 @@ class ActorCritic(nn.Module):
     if 'obs' in moments:
       obs = running_moments.standardise(moments['obs'], obs.astype(jnp.float32))
     x = self.torso(obs)
+    chex.assert_rank(x, 2)  # [N, features]
     if self.core:
       x, core = self._remember(x.reshape(*rows, -1), core, valid)
       x = x.reshape(-1, x.shape[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -16,7 +17,7 @@ SLOWEST, FASTEST = 1e-6, 1e-2  # the rates that kl_target moves between
 
 
 @dataclasses.dataclass(frozen=True)
-class Optimizer:
+class Optimizer(abc.ABC):
   """What all optimizers have; a user's own is a subclass with its `scale`."""
 
   learning_rate: float = option(1e-3, 'step size, at the first step', above=0)
@@ -26,9 +27,9 @@ class Optimizer:
       0.0, 'the divergence from the acting policy that the rate adapts to, between 1e-6 and 1e-2; '
       '0: the rate does not adapt', at_least=0)
 
+  @abc.abstractmethod
   def scale(self) -> optax.GradientTransformation:
     """Returns the step's direction and scale, without clipping and learning rate."""
-    raise TypeError(f'{type(self).__name__} does not say how it scales gradients')
 
   def transformation(self) -> optax.GradientTransformation:
     """Returns clipping, then `scale`, then the rate that adapts, without the learning rate."""
@@ -60,7 +61,7 @@ class RMSProp(Optimizer):
 
   learning_rate: float = option(6e-4, 'step size, at the first step', above=0)
   anneal: bool = option(True, 'the rate falls linearly to 0 at total_steps')
-  decay: float = option(0.99, 'of the mean of squared gradients', at_least=0, at_most=1)
+  decay: float = option(0.99, 'decay of the mean of squared gradients', at_least=0, at_most=1)
   eps: float = option(0.01, 'added to the root', at_least=0, above=0)
 
   def scale(self) -> optax.GradientTransformation:
@@ -89,7 +90,7 @@ class CentredRMSProp(Optimizer):
   """RMSProp by the deviation of gradients, epsilon inside the root, as TensorFlow has it."""
 
   learning_rate: float = option(6.25e-5, 'step size, at the first step', above=0)
-  decay: float = option(0.95, 'of the means of gradients and of their squares', at_least=0,
+  decay: float = option(0.95, 'decay of the means of gradients and of their squares', at_least=0,
                         at_most=1)
   eps: float = option(1.5e-7, 'added under the root', at_least=0, above=0)
 

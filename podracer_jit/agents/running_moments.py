@@ -30,7 +30,7 @@ class NormaliseOptions:
 
   obs: bool = option(False, 'observations')
   reward: bool = option(False, 'rewards, by the deviation of discounted returns')
-  value: bool = option(False, 'value targets: the network gives values in deviations')
+  value: bool = option(False, 'value targets: the critic predicts values in standard deviations')
 
   @property
   def moments(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ T is the unroll length, N a number of environments or transitions.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -31,13 +32,13 @@ Sum = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Algorithm:
+class Algorithm(abc.ABC):
   """What algorithms of both kinds declare."""
 
   network_kind: ClassVar[kinds.Kind] = kinds.ACTOR_CRITIC
   learns_from_replay: ClassVar[bool]
   measures_kl: ClassVar[bool] = False  # its loss terms have approx_kl
-  normalises_values: ClassVar[bool] = False  # it can learn values in deviations
+  normalises_values: ClassVar[bool] = False  # it supports normalise.value
 
   discount: float = option(0.99, 'discount of future rewards', at_least=0, at_most=1)
 
@@ -92,13 +93,14 @@ class RolloutAlgorithm(Algorithm):
     del minibatch, add
     return ()
 
+  @abc.abstractmethod
   def loss(self, model: Model, params: Params, minibatch: tuple[Rollout, Any], statistics: Any
            ) -> tuple[jax.Array, Metrics]:
     """Returns the loss to descend, and sums of terms over valid rows.
 
     Args:
       model: the network.
-      params: those that the gradient is of.
+      params: the parameters to differentiate.
       minibatch: a piece of one group's.
       statistics: of `batch_statistics`.
 
@@ -106,7 +108,6 @@ class RolloutAlgorithm(Algorithm):
       The scalar loss, summed so that the losses of pieces and groups add up; and scalar sums to
       show, of which 'valid' counts the valid rows.
     """
-    raise TypeError(f'{type(self).__name__} has no loss')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,17 +121,18 @@ class ReplayAlgorithm(Algorithm):
   target_every: int = option(2500, 'gradient steps between copies to the target network',
                              at_least=1)
 
+  @abc.abstractmethod
   def exploration(self, num_envs: int) -> np.ndarray:
     """Returns how much each environment explores, [num_envs] f32, as the policy takes it."""
-    raise TypeError(f'{type(self).__name__} does not say how environments explore')
 
+  @abc.abstractmethod
   def loss(self, network: nn.Module, params: Params, target_params: Params, batch: Transition,
            weight: jax.Array) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
     """Returns the loss to descend, its terms and the TD errors; see `weighted_loss`.
 
     Args:
       network: the flax module.
-      params: those that the gradient is of.
+      params: the parameters to differentiate.
       target_params: those of the target network.
       batch: transitions [N, ...].
       weight: [N], importance weights.
@@ -139,7 +141,6 @@ class ReplayAlgorithm(Algorithm):
       The scalar loss, and (sums of terms over the transitions, |TD error| [N]). 'valid' counts
       the transitions.
     """
-    raise TypeError(f'{type(self).__name__} has no loss')
 
 
 def unroll(model: Model, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array]:

@@ -46,5 +46,5 @@ ROWS = Unit(lambda unroll_length: unroll_length, lambda unroll_length: 1, _gathe
 
 
 def mask_inputs(rollout: Rollout, targets: Any) -> Minibatch:
-  """What statistics of a batch need: all but observations, which are large to gather."""
+  """Drops observations, which batch statistics do not use and which are large to gather."""
   return rollout._replace(obs=rollout.reward[..., None], core=()), targets

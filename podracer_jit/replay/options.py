@@ -27,7 +27,8 @@ class ReplayOptions:
   eviction: str = option(
       'fifo', 'which transitions make room: fifo, the oldest, or prioritised, drawn by '
       'priority^eviction_exponent', choices=('fifo', 'prioritised'))
-  eviction_exponent: float = option(-0.4, 'of prioritised eviction', at_least=-2, at_most=0)
+  eviction_exponent: float = option(-0.4, 'exponent of priorities in prioritised eviction',
+                                    at_least=-2, at_most=0)
   params_every: int = option(
       1, 'with free rates: rollouts that an actor makes with the same parameters', at_least=1)
   samples_per_insert: float = option(

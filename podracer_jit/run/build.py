@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from podracer_jit import options
 from podracer_jit.actor import priorities
@@ -108,24 +109,35 @@ def make_network(experiment: Experiment) -> nn.Module:
         experiment.normalise.moments)
   except ValueError as error:
     raise ValueError(f'network.{error}') from None
-  spec = experiment.spec
+  name, spec = experiment.network_name, experiment.spec
+  obs = jnp.zeros((1, 1, *spec.obs_shape), spec.obs_dtype)
 
   def init():
-    return networks.init_params(network, jax.random.key(0), spec.obs_shape, spec.obs_dtype)
+    return network.init_with_output(jax.random.key(0), obs, network.initial_core(1),
+                                    jnp.ones((1, 1), bool))
 
+  sizes = {option: getattr(experiment.network, option)
+           for option in options.meanings(type(experiment.network))}
+  nothing_left = (f'network.name: of {name} with {sizes} nothing is left of observations of '
+                  f'{spec.obs_shape}; take smaller layers or larger frames')
   try:
-    variables = jax.eval_shape(init)
-  except (IndexError, TypeError, ValueError, ZeroDivisionError) as error:
-    # The output size of a layer became zero or negative, or a user's own network is wrong.
-    why = f' ({type(error).__name__}: {" ".join(str(error).split())[:200]})'
-  else:
-    why = ''
-    if all(x.size for x in jax.tree.leaves(variables)):
-      return network
-  sizes = {name: getattr(experiment.network, name) for name in options.meanings(
-      type(experiment.network))}
-  raise ValueError(f'network.name: of {experiment.network_name} with {sizes} nothing is left of '
-                   f'observations of {spec.obs_shape}; take smaller layers or larger frames{why}')
+    (dist, *_), variables = jax.eval_shape(init)
+  except Exception as error:  # noqa: BLE001 - a user's own network may raise anything
+    if type(experiment.network).__module__ == networks.__name__:
+      # The output size of a shipped layer became zero or negative.
+      raise ValueError(nothing_left) from None
+    words = ' '.join(str(error).split())[:200]
+    raise ValueError(f'network.name: {name} with {sizes} fails on observations of '
+                     f'{spec.obs_shape}: {type(error).__name__}: {words}') from error
+  if not all(x.size for x in jax.tree.leaves(variables)):
+    raise ValueError(nothing_left)
+  if set(variables) - {'params', 'moments'}:
+    raise ValueError(f'network.name: {name} has the variables {", ".join(variables)}; only params '
+                     'can be trained')
+  if dist.shape[-1] != experiment.policy.dist_size:
+    raise ValueError(f'policy: it reads {experiment.policy.dist_size} numbers, and {name} gives '
+                     f'{dist.shape[-1]}')
+  return network
 
 
 def _rollout_learner(experiment: Experiment, parts: Parts) -> RolloutLearner:

@@ -81,13 +81,18 @@ def read_config(workdir: Path) -> dict[str, Any]:
   def tuples(fields):  # which JSON has as lists
     return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
 
-  return config_lib.complete(_read(path, tuples)['config'])
+  fields = _read(path, tuples)['config']
+  try:
+    return config_lib.complete(fields)
+  except ValueError as error:
+    raise ValueError(f'--workdir: config.json of {workdir}: {error}') from None
 
 
 def _read(path: Path, hook: Callable[[dict], dict] | None = None) -> dict[str, Any]:
   try:
     record = json.loads(path.read_text(), object_hook=hook)
-    record['config']['placement'].items()
+    for section in ('env', 'loss', 'network', 'optimizer', 'normalise', 'placement', 'log'):
+      record['config'][section].items()
   except (ValueError, KeyError, TypeError, AttributeError):
     raise ValueError(f'--workdir: {path} is not of a run of podracer_jit') from None
   return record

@@ -19,10 +19,10 @@ def problems(experiment: Experiment) -> Iterator[str]:
   yield from _placement(experiment)
   yield from _indivisible(experiment)
   yield from _asynchronous(experiment)
-  if experiment.scheme.replay not in (None, experiment.algorithm.learns_from_replay):
-    with_or_without = 'with' if experiment.scheme.replay else 'without'
-    yield (f'scheme: {experiment.scheme_name} is for losses {with_or_without} a replay, loss.name '
-           f'is {experiment.loss_name}')
+  for wanted in (experiment.scheme.replay, experiment.scheme.graph.replay):
+    if wanted not in (None, experiment.algorithm.learns_from_replay):
+      yield (f'scheme: {experiment.scheme_name} is for losses {"with" if wanted else "without"} a '
+             f'replay, loss.name is {experiment.loss_name}')
   if experiment.algorithm.learns_from_replay:
     yield from _replay(experiment)
 
@@ -41,8 +41,10 @@ def _network(experiment: Experiment) -> Iterator[str]:
         yield f'network.{field}: {experiment.loss_name} has no use for it; must be {only}'
   if getattr(experiment.network, 'needs_images', False):
     if len(spec.obs_shape) != 3:
+      others = [other for other, part in kinds.NETWORKS.items()
+                if kinds.provides(part) == made_from and not getattr(part, 'needs_images', False)]
       yield (f'network.name: {name} wants images (C, H, W), {spec.task} gives {spec.obs_shape}; '
-             'mlp takes any shape')
+             f'{", ".join(others)} takes any shape')
     if experiment.normalise.obs:
       yield f'normalise.obs: {name} scales images itself; must be False'
 

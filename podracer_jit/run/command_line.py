@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import difflib
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +53,8 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
   for section in config_lib.CHOICES:
     for arg in argv:
       if arg.startswith(f'--config.{section}.name='):
-        config_lib.choose(config, section, arg.partition('=')[2])
+        with _one_line_errors(), config.unlocked():
+          config_lib.choose(config, section, arg.partition('=')[2])
   try:
     config_flags.DEFINE_config_dict(
         'config', config, 'The experiment: a file, or the name of a shipped config, with its '
@@ -64,7 +66,8 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
     raise ValueError(f'--config: {_one_line(error)}') from None
   _parse_flags(argv, values, _fields(config))
   fields = config_lib.plain(values.config)
-  fields['env'] |= env_options
+  if env_options:
+    fields['env'] = fields.get('env', {}) | env_options
   if values.help:
     print_fields(fields)
     return None
@@ -94,13 +97,13 @@ def load_config(location: str) -> ml_collections.ConfigDict:
   parts.look_beside(file)
   try:
     module = parts.load(file, file.stem, again=True)
-  except ImportError:
+  except parts.NameTaken:
     # The name is taken, which matters only if the file also has parts of its own.
     module = parts.load(file, f'_config_{zlib.crc32(bytes(file.resolve()))}', again=True)
   if not hasattr(module, 'get_config'):
     raise ValueError(f'{file} has no function get_config')
   config = module.get_config(*([argument] if colon else []))
-  if isinstance(config, Mapping):
+  if isinstance(config, Mapping | ml_collections.FrozenConfigDict):
     config = ml_collections.ConfigDict(config)
   if not isinstance(config, ml_collections.ConfigDict):
     raise ValueError(f'get_config of {file} must return what experiment.config makes, got '
@@ -142,7 +145,8 @@ def _one_line_errors() -> Iterator[None]:
     yield
   except ValueError as error:
     words = _one_line(error)
-    raise ValueError(words if words.startswith('--config') else f'--config: {words}') from None
+    says_where = re.match(r'--config|\w+\.name: ', words)
+    raise ValueError(words if says_where else f'--config: {words}') from None
   except Exception as error:  # noqa: BLE001 - it may raise anything
     raise ValueError(f'--config: {type(error).__name__}: {_one_line(error)}') from None
 
@@ -152,7 +156,8 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues, fields: Sequence
   try:
     rest = values(list(argv))
   except flags.UnrecognizedFlagError as error:
-    near = [field for field in fields if error.flagname in (field, field.rpartition('.')[2])]
+    last = {field.rpartition('.')[2]: field for field in fields[::-1]} | {f: f for f in fields}
+    near = [last[name] for name in difflib.get_close_matches(error.flagname, last, n=1, cutoff=0.8)]
     if not near:
       raise ValueError(_one_line(error)) from None
     raise ValueError(f'--{error.flagname}: there is no such flag; did you mean '

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from podracer_jit.agents.networks import TorsoOptions
 from podracer_jit.agents.optimizers import OPTIMIZERS, Optimizer
 from podracer_jit.agents.policies import FAMILIES
 from podracer_jit.agents.running_moments import NormaliseOptions
-from podracer_jit.losses.algorithm import Algorithm
+from podracer_jit.losses.algorithm import ReplayAlgorithm, RolloutAlgorithm
 from podracer_jit.replay.options import ReplayOptions
 from podracer_jit.run.settings import (
     CheckpointOptions,
@@ -30,12 +31,12 @@ class Choice(NamedTuple):
   """A section of the config whose fields are those of the part that its `name` chooses."""
 
   shipped: Mapping[str, type]
-  base: type
+  base: type | tuple[type, ...]
   wanted: str  # what a user's own must be, for errors
 
 
 CHOICES = {
-    'loss': Choice(losses.ALGORITHMS, Algorithm,
+    'loss': Choice(losses.ALGORITHMS, (RolloutAlgorithm, ReplayAlgorithm),
                    'a class derived from RolloutAlgorithm or ReplayAlgorithm'),
     'network': Choice(kinds.NETWORKS, nn.Module, 'a flax module'),
     'optimizer': Choice(OPTIMIZERS, Optimizer, 'a class derived from Optimizer'),
@@ -60,6 +61,8 @@ def find_part(section: str, name: str) -> type:
   part = parts.find(field, name, choice.shipped)
   if not (isinstance(part, type) and issubclass(part, choice.base)):
     raise ValueError(f'{field}: {name} must be {choice.wanted}')
+  if inspect.isabstract(part):
+    raise ValueError(f'{field}: {name} lacks {", ".join(sorted(part.__abstractmethods__))}')
   try:
     options.meanings(part)
   except ValueError as error:
@@ -183,8 +186,10 @@ def describe(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
   yield 'scheme', fields['scheme'], f'who waits for whom: {", ".join(SCHEMES)}'
   yield from _described('', fields, (TrainingOptions,))
   yield ('policy', fields['policy'],
-         f'auto: as the algorithm and the actions are; or {", ".join(FAMILIES)}')
+         f'auto: the first that fits the algorithm and the actions; or {", ".join(FAMILIES)}')
   yield from _described('env.', fields['env'], (EnvOptions,))
+  for name in sorted(set(fields['env']) - set(options.meanings(EnvOptions))):
+    yield f'env.{name}', fields['env'][name], "an option of the task's own"
   for section, choice in CHOICES.items():
     name = fields[section]['name']
     yield (f'{section}.name', name,

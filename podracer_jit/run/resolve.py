@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -48,12 +49,15 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
   if algorithm.learns_from_replay:
     replay = options.make(ReplayOptions, fields['replay'])
   for section, part in (*chosen.items(), ('network', torso_options), ('replay', replay)):
-    for problem in getattr(part, 'problems', tuple)():
+    with _own_errors(f'{section}.name', type(part).__name__):
+      problems = list(getattr(part, 'problems', tuple)())
+    for problem in problems:
       raise ValueError(f'{section}.{problem}')
   env = options.make(EnvOptions, fields['env'])
   own = {name: value for name, value in fields['env'].items()
          if name not in options.meanings(EnvOptions)}
-  spec = family_of(env.task).make_spec(env.task, own)
+  with _own_errors('env.task', env.task):
+    spec = family_of(env.task).make_spec(env.task, own)
   experiment = Experiment(
       **{name: fields[name] for name in options.meanings(TrainingOptions)},
       scheme_name=fields['scheme'], scheme=_find_scheme(fields['scheme']),
@@ -142,8 +146,21 @@ def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
   yield from options.check_values('env.', fields['env'], EnvOptions)
 
 
+@contextlib.contextmanager
+def _own_errors(field: str, name: str) -> Iterator[None]:
+  """Turns whatever a user's own part raises into one line; a ValueError is one already."""
+  try:
+    yield
+  except ValueError:
+    raise
+  except Exception as error:  # noqa: BLE001 - a part is a program: it may raise anything
+    words = ' '.join(str(error).split())
+    raise ValueError(f'{field}: {name} fails: {type(error).__name__}: {words}') from error
+
+
 def _make_part(section: str, fields: Mapping[str, Any]) -> Any:
-  return options.make(config_lib.find_part(section, fields['name']), fields)
+  with _own_errors(f'{section}.name', fields['name']):
+    return options.make(config_lib.find_part(section, fields['name']), fields)
 
 
 def _find_scheme(name: Any) -> Scheme:
@@ -168,7 +185,7 @@ def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec)
   elif ':' in str(name):
     family = parts.find('policy', name, {})
   else:
-    family = FAMILIES.get(name)
+    family = FAMILIES.get(str(name))
   if not isinstance(family, Family) or (family.discrete, family.reads) != (discrete, reads):
     known = ', '.join((config_lib.POLICY, *fitting))
     raise ValueError(f'policy: must be one of {known} for the actions of {spec.task}, got '

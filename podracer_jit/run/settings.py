@@ -15,7 +15,7 @@ class TrainingOptions:
 
   total_steps: int = option(50_000_000, 'valid agent steps after which training is finished',
                             at_least=1, at_most=_LARGEST)
-  seed: int = option(1, 'of everything that is drawn', at_least=0, at_most=_LARGEST)
+  seed: int = option(1, 'seed of all random numbers', at_least=0, at_most=_LARGEST)
   unroll_length: int = option(20, 'steps of an environment in a rollout', at_least=1)
   num_minibatches: int = option(1, 'minibatches of an epoch', at_least=1)
   num_epochs: int = option(1, 'passes over a round of rollouts', at_least=1)
@@ -55,6 +55,7 @@ class CheckpointOptions:
 class LogOptions:
   """The section `log`."""
 
-  every_seconds: float = option(10.0, 'between two lines where there is no terminal', above=0)
-  window: int = option(100, 'episodes that returns and lengths are means of', at_least=1)
+  every_seconds: float = option(10.0, 'seconds between two progress lines, without a terminal',
+                                above=0)
+  window: int = option(100, 'episodes over which returns and lengths are averaged', at_least=1)
   tensorboard: bool = option(True, 'write events for TensorBoard')

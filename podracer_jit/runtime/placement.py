@@ -54,7 +54,8 @@ class PlacementOptions:
   actor_platform: str = option('auto', 'kind of the actor devices',
                                choices=('auto', 'gpu', 'cpu'))
   updates_per_call: int = option(
-      16, 'of a scheme that is one program: updates between two looks from outside', at_least=1)
+      16, 'of a scheme that is one program: updates of a call, between two checks for a stop',
+      at_least=1)
   xla_threads: int = option(
       16, "threads of XLA's CPU pool; they change bits, so they are part of the experiment",
       at_least=1)

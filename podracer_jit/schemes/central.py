@@ -133,4 +133,4 @@ def _centre(plan: Plan, begin: Begin, workers: int, actors: int) -> Callable:
   return fire
 
 
-GRAPH = Graph(wire, separate_updates=True)
+GRAPH = Graph(wire, separate_updates=True, replay=False)

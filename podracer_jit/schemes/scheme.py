@@ -16,6 +16,7 @@ class Graph(NamedTuple):
   separate_updates: bool = False  # U is apart from G: one place that has the optimizer
   free_rates: bool = False  # acting and learning go on at rates of their own
   several_processes: bool = False  # its learner may span processes
+  replay: bool | None = None  # True: only for learners from a replay; False: only for others
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import pathlib
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import podracer_jit
 from podracer_jit.agents import networks, optimizers
 from podracer_jit.run import checkpoint, command_line, evaluation, train
 from podracer_jit.run.resolve import resolve
-from tests.runs import prepared, run
+from tests.runs import fresh, prepared, run
 
 PACKAGE = pathlib.Path(podracer_jit.__file__).parent
 EXAMPLES = PACKAGE.parent / 'examples'
@@ -278,3 +279,76 @@ def test_what_is_chosen_by_flag_comes_with_its_own_defaults():
   fields = parse('--config=impala_catch', '--config.loss.name=dqn', '--config.replay.capacity=9')
   assert fields['replay']['capacity'] == 9 and fields['loss']['n_step'] == 3
   assert 'replay' not in parse('--config=apex_dqn_catch', '--config.loss.name=ppo')
+
+
+BROKEN = '''
+import dataclasses
+import flax.linen as nn
+from podracer_jit.losses import PPO
+from podracer_jit.losses.algorithm import RolloutAlgorithm
+from podracer_jit.options import option
+from podracer_jit.schemes import central, free
+from podracer_jit.schemes.scheme import Scheme
+
+CENTRAL, FREE = Scheme(central.GRAPH), Scheme(free.GRAPH, lag=None)
+
+
+class Undecorated(PPO):
+  clip: float = option(0.3, 'not the shipped one')
+
+
+class WithoutLoss(RolloutAlgorithm):
+  pass
+
+
+class Fails(nn.Module):
+  @nn.compact
+  def __call__(self, obs):
+    raise KeyError('mine')
+
+
+class Flat(nn.Module):
+  @nn.compact
+  def __call__(self, obs):
+    return obs.astype('float32')
+
+
+class Counts(nn.Module):
+  rates: tuple = (0.5, 0.1)
+
+  @nn.compact
+  def __call__(self, obs):
+    self.variable('batch_stats', 'mean', lambda: obs.mean())
+    return nn.Dense(3)(obs.reshape(len(obs), -1).astype('float32'))
+'''
+
+
+@pytest.mark.parametrize('fields, said', [
+    (['loss.name={}:Undecorated'], 'loss.name: Undecorated.clip is no option yet: the class needs'),
+    (['loss.name={}:WithoutLoss'], 'loss.name: parts_with_mistakes:WithoutLoss lacks loss'),
+    (['network.name={}:Fails'], 'network.name: parts_with_mistakes:Fails with {} fails on '),
+    (['network.name={}:Flat'], 'network.name: parts_with_mistakes:Flat with {} fails on '),
+    (['network.name={}:Counts'], 'network.name: parts_with_mistakes:Counts has the variables'),
+    (['network.name={}:Counts', 'network.rates=(0.5,)'],
+     'network.name: parts_with_mistakes:Counts has the variables'),
+    (['loss.name=dqn', 'num_minibatches=1', 'scheme={}:CENTRAL'],
+     'scheme: parts_with_mistakes:CENTRAL is for losses without a replay'),
+    (['scheme={}:FREE'], 'scheme: parts_with_mistakes:FREE is for losses with a replay'),
+    (['loss.name=./mine.py:PPO'], 'loss.name: must be a name or module:attribute'),
+    (['env.task=:'], 'env.task: must be a name or module:attribute')])
+def test_a_mistake_in_an_own_part_is_one_line(own, fields, said):
+  module = own('parts_with_mistakes', BROKEN)
+  with pytest.raises(ValueError) as error:
+    fresh(parse('--config=impala_catch', *(
+        f'--config.{field.replace("{}", module)}' for field in fields)))
+  assert str(error.value).startswith(said) and '\n' not in str(error.value)
+
+
+def test_a_module_is_not_taken_from_beside_a_config_that_is_called_so_elsewhere(tmp_path):
+  """A config called as a package is does not stand in its place once that is imported."""
+  (tmp_path / 'envpool.py').write_text(
+      'from podracer_jit import experiment\ndef get_config():\n'
+      '  env = dict(task="Catch-v0", num_envs=8)\n'
+      '  return experiment.config("impala", "mlp", "adam", env=env)\n')
+  assert resolve(parse(f'--config={tmp_path / "envpool.py"}')).env.num_envs == 8
+  assert 'envpool.py' not in str(sys.modules['envpool'].__file__)
