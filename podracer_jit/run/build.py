@@ -30,6 +30,7 @@ from podracer_jit.runtime import placement
 from podracer_jit.runtime.channels import Arrival, Stamped
 from podracer_jit.schemes import wiring
 from podracer_jit.schemes.reports import Report
+from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.types import TrainState
 
 
@@ -89,8 +90,10 @@ def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> 
     yield ('num_shards: must be the number of actors where they are asynchronous '
            f'(env_batch = {experiment.env_batch}), {actors}; got {experiment.num_shards}')
   if place.processes > 1 and (scheme.alone or not scheme.graph.several_processes):
-    yield (f'scheme: {name} is for one process, not {place.processes}; '
-           'sync, cleanba and ddppo take several')
+    others = [other for other, each in SCHEMES.items()
+              if each.graph.several_processes and not each.alone]
+    yield (f'scheme: {name} is for one process, not {place.processes}; {", ".join(others)} take '
+           'several')
   if (scheme.alone or scheme.colocated) and place.actors != place.workers:
     yield (f'scheme: {name} acts where it learns; with actor_platform = '
            f'{experiment.placement.actor_platform} actors are on {place.actors}, learners on '

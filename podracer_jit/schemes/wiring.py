@@ -85,7 +85,7 @@ def rollouts_of(i: int, first_env: int, firings: int, num_envs: int,
 def waits(params: Sequence[HandOff], made: Sequence[HandOff],
           learners: int = 1) -> Callable[[], Waits]:
   """Sums over an actor's two hand-offs, and over those of one of the learners."""
-  queues = list({id(h): h for h in made}.values())
+  queues = list(dict.fromkeys(made))
 
   def waits() -> Waits:
     of_actors = sum(p.get_wait_s for p in params) + sum(r.put_wait_s for r in queues)
