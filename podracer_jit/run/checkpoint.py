@@ -91,8 +91,9 @@ def read_config(workdir: Path) -> dict[str, Any]:
 def _read(path: Path, hook: Callable[[dict], dict] | None = None) -> dict[str, Any]:
   try:
     record = json.loads(path.read_text(), object_hook=hook)
-    for section in ('env', 'loss', 'network', 'optimizer', 'normalise', 'placement', 'log'):
-      record['config'][section].items()
+    record['config']['placement'].items()
+    for section in ('env', 'loss', 'network', 'optimizer', 'normalise', 'log'):
+      record['config'].get(section, {}).items()  # `resolve` names one that is missing
   except (ValueError, KeyError, TypeError, AttributeError):
     raise ValueError(f'--workdir: {path} is not of a run of podracer_jit') from None
   return record
