@@ -117,22 +117,28 @@ def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
     except BaseException as error:  # noqa: BLE001 - whatever it is, the others must end
       fail(error)
     _end(worker)
+    ended[worker.name].set()
 
+  # These are waited for, and not `Thread.join`: Python 3.10 to 3.12 take a thread for ended whose
+  # join was interrupted by a signal.
+  ended = {worker.name: threading.Event() for worker in workers}
   threads = [threading.Thread(target=work, args=(worker,), name=worker.name, daemon=True)
              for worker in workers]
-  for thread in threads:
-    thread.start()
   try:
-    while not errors and any(thread.is_alive() for thread in threads):
-      for thread in threads:
-        thread.join(0.05)  # short, so that signals reach the main thread
+    for thread in threads:
+      thread.start()
+    while not errors and not all(event.is_set() for event in ended.values()):
+      for event in ended.values():
+        event.wait(0.05)  # short, so that signals reach the main thread
   except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt ends the workers like any
     fail(error)
+  started = [thread for thread in threads if thread.ident is not None]
   deadline = time.monotonic() + grace_s
-  for thread in threads:
-    thread.join(max(0.0, deadline - time.monotonic()))
+  for thread in started:
+    if ended[thread.name].wait(max(0.0, deadline - time.monotonic())):
+      thread.join()
   if errors:
-    alive = [thread.name for thread in threads if thread.is_alive()]
+    alive = [thread.name for thread in started if not ended[thread.name].is_set()]
     if alive:
       raise Stuck(f'{", ".join(alive)} did not end within {grace_s:.0f} s') from errors[0]
     raise errors[0]

@@ -377,7 +377,7 @@ def test_a_value_that_was_used_is_not_kept():
 
 INTERRUPTED = """
 import os, signal, threading, time
-from tests.test_loops import graph, run
+from tests.test_loops import Worker, graph, run
 from tests.workers import wrap
 
 def interrupts(call, *_):
@@ -385,10 +385,17 @@ def interrupts(call, *_):
     os.kill(os.getpid(), signal.SIGINT)
   time.sleep(0.001)
 
-try:
-  run(graph(firings=10**9, tamper=wrap(lambda name: True, before=interrupts)))
-except KeyboardInterrupt:
-  print('interrupted', threading.active_count())
+def interrupts_and_goes_on(state, *_):
+  os.kill(os.getpid(), signal.SIGINT)
+  time.sleep(1.0)
+  return state, []
+
+for workers in (graph(firings=10**9, tamper=wrap(lambda name: True, before=interrupts)),
+                [Worker('alone', interrupts_and_goes_on, None, [], [], 1)]):
+  try:
+    run(workers)
+  except KeyboardInterrupt:
+    print('interrupted', threading.active_count())
 """
 
 
@@ -397,5 +404,5 @@ def test_an_interrupt_of_the_main_thread_ends_the_workers():
   done = subprocess.run([sys.executable, '-c', INTERRUPTED], env=env, capture_output=True,
                         text=True, timeout=300,
                         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
-  assert done.stdout.split() == ['interrupted', '1'], done.stderr[-4000:]
+  assert done.stdout.split() == ['interrupted', '1'] * 2, done.stderr[-4000:]
   assert done.returncode == 0
