@@ -1,6 +1,6 @@
 """Says whether two commits train to the same bits: the gate for a refactoring.
 
-.venv/bin/python benchmarks/same_receipts.py --old=main~1 [--only=ppo] [--jobs=2] [--keep=DIR]
+.venv/bin/python -m benchmarks.same_receipts --old=main~1 [--only=ppo] [--jobs=2] [--keep=DIR]
 
 Runs short trainings with the code of the commit --old and with the code here, and compares the
 receipts of every update. The runs cover every scheme, loss, network, recurrent core, normaliser and
@@ -26,7 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.trees import old_and_new
+
 TWO_DEVICES = ('placement.actor_devices=(0,1)', 'placement.learner_devices=(0,1)',
                'num_shards=2', 'num_grad_shards=2')
 SMALL_FRAMES = ('env.task=Pong-v5', 'env.img_height=42', 'env.img_width=42')
@@ -169,24 +170,16 @@ def main() -> int:
     return 2
   with tempfile.TemporaryDirectory(prefix='same-receipts-') as temporary:
     folder = Path(temporary)
-    tree = folder / 'old-tree'
-    added = subprocess.run(['git', '-C', str(ROOT), 'worktree', 'add', '--detach', str(tree),
-                            args.old], capture_output=True, text=True, check=False)
-    if added.returncode:
-      print(f'--old: {added.stderr.strip()}', file=sys.stderr)
-      return 2
+    kept = args.keep or folder / 'old'
+    new = folder / 'new'
     try:
-      kept = args.keep or folder / 'old'
-      kept.mkdir(parents=True, exist_ok=True)
-      new = folder / 'new'
-      new.mkdir()
-      copy = folder / 'new-tree'  # so that the code here may change meanwhile
-      shutil.copytree(ROOT / 'podracer_jit', copy / 'podracer_jit')
-      with ThreadPoolExecutor(args.jobs) as pool:
-        good = list(pool.map(lambda case: compare(case, (tree, copy), new, kept), cases))
-    finally:
-      subprocess.run(['git', '-C', str(ROOT), 'worktree', 'remove', '--force', str(tree)],
-                     check=False)
+      with old_and_new(args.old, folder) as trees, ThreadPoolExecutor(args.jobs) as pool:
+        kept.mkdir(parents=True, exist_ok=True)
+        new.mkdir()
+        good = list(pool.map(lambda case: compare(case, trees, new, kept), cases))
+    except ValueError as error:
+      print(error, file=sys.stderr)
+      return 2
   print(f'{sum(good)} of {len(good)} identical')
   return 0 if all(good) else 1
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks import in_turn
 from benchmarks.tests.run import run_benchmark
 
 
@@ -26,8 +27,24 @@ def test_networks_are_measured(tmp_path):
   assert all(row['forward'] > row['gradient'] > 0 for row in rows)
 
 
-@pytest.mark.parametrize('name', ['async_actors', 'reduction', 'replay', 'scaling', 'schemes',
+@pytest.mark.parametrize('name', ['async_actors', 'in_turn', 'reduction', 'replay', 'scaling', 'schemes',
                                   'startup'])
 def test_help_names_the_command(name):
   done = run_benchmark(name, '--help')
   assert done.returncode == 0 and f'python -m benchmarks.{name}' in done.stdout
+
+
+def _figures(sps, apart):
+  return {'parts': {'rollout': {'sps': sps}}, 'derived': {'cores_apart_ns': apart}}
+
+
+def test_in_turn_counts_the_pairs_whose_cores_were_as_far_apart():
+  pairs = [(_figures(100, 90), _figures(90, 95)), (_figures(100, 90), _figures(50, 300)),
+           (_figures(100, 300), _figures(110, 280)), (_figures(100, 90), _figures(95, 90))]
+  assert in_turn.table('catch', pairs) == [
+      'catch                rollout     0.950    0.900    1.100   3 of 4']
+
+
+def test_in_turn_counts_every_pair_where_no_cores_were_as_far_apart_or_nobody_knows():
+  assert in_turn.table('catch', [(_figures(100, 90), _figures(50, 300))])[0].endswith('1 of 1')
+  assert in_turn.table('catch', [(_figures(100, None), _figures(50, None))])[0].endswith('1 of 1')
