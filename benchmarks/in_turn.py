@@ -73,10 +73,10 @@ def main() -> int:
   parser.add_argument('--pairs', type=int, default=4, help='an even number is fair to both')
   parser.add_argument('--seconds', type=float, default=5.0, help='measured time of each part')
   args = parser.parse_args()
-  print('config               part       median   lowest  highest   pairs', flush=True)
   try:
     with tempfile.TemporaryDirectory(prefix='in-turn-') as folder:
       with old_and_new(args.old, Path(folder)) as trees:
+        print('config               part       median   lowest  highest   pairs', flush=True)
         for config in args.configs.split(','):
           pairs = []
           for i in range(args.pairs):

@@ -27,8 +27,8 @@ def test_networks_are_measured(tmp_path):
   assert all(row['forward'] > row['gradient'] > 0 for row in rows)
 
 
-@pytest.mark.parametrize('name', ['async_actors', 'in_turn', 'reduction', 'replay', 'scaling', 'schemes',
-                                  'startup'])
+@pytest.mark.parametrize('name', ['async_actors', 'in_turn', 'reduction', 'replay',
+                                  'same_receipts', 'scaling', 'schemes', 'startup'])
 def test_help_names_the_command(name):
   done = run_benchmark(name, '--help')
   assert done.returncode == 0 and f'python -m benchmarks.{name}' in done.stdout
