@@ -78,12 +78,12 @@ def make_rollout(shard: Shard, apply: Apply, policy: Policy, unroll_length: int,
     with jax.named_scope('environment'):
       token, step = shard.recv(token)
     state, ready = _arrive(state, step, unroll_length)
-    _, seen = act(params, t, ready)
+    _, sent, row = act(params, t, ready)
     with jax.named_scope('environment'):
-      token = shard.send(token, policy.to_env(seen['action']), step.env_id)
+      token = shard.send(token, sent, step.env_id)
     slot = state.slots[step.env_id]
     return t + 1, token, state._replace(
-        buffer=_write(state.buffer, state.row[step.env_id], slot, obs=ready.obs, **seen))
+        buffer=_write(state.buffer, state.row[step.env_id], slot, obs=ready.obs, **row))
 
   def rollout(params: Params, actor_state: ActorState):
     token, (state,) = actor_state

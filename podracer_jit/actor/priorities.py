@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from podracer_jit.actor.rollouts import ActorState, EnvState
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.frames import Frames, Observations
-from podracer_jit.numerics.deterministic import rounded
+from podracer_jit.numerics.islands import island
 from podracer_jit.replay.buffer import n_step_return
 from podracer_jit.types import Experience, Params, Rollout
 
@@ -45,23 +45,28 @@ def with_priorities(rollout: Callable, n_step: int, discount: float) -> Callable
   is computed twice (1803.00933, appendix F); those of a rollout's last n rows come with the next.
   """
 
-  def experience(env: EnvState, made: Rollout) -> tuple[EnvState, Experience]:
-    new = Rows(made.reward, made.terminated, made.truncated, made.valid, made.action_value,
-               made.behaviour_value)
-    rows = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), env.recent, new)
-    steps = len(made.reward)
+  @island('initial_priorities')
+  def priorities(rows: Rows) -> jax.Array:
+    """|n-step TD error| of all rows but the last n_step."""
+    steps = len(rows.reward) - n_step
 
     def ahead(x, most):  # [most, T, B], by how many rows later
       return jnp.stack([x[i:i + steps] for i in range(most)])
+
     reward, to_next, taken = n_step_return(
         *(ahead(x, n_step) for x in (rows.reward, rows.terminated, rows.truncated)), discount)
     next_value = jnp.take_along_axis(ahead(rows.value, n_step + 1), taken[None], axis=0)[0]
-    error = reward + rounded(to_next * next_value) - rows.action_value[:steps]
+    return jnp.abs(reward + to_next * next_value - rows.action_value[:steps])
+
+  def experience(env: EnvState, made: Rollout) -> tuple[EnvState, Experience]:
+    new = Rows(made.reward, made.terminated, made.truncated, made.valid, made.action_value,
+               made.behaviour_value)
+    rows, steps = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), env.recent, new), len(new[0])
     frame, fresh = _newest(made.obs)
     began = env.rollouts == 1
     return env._replace(recent=jax.tree.map(lambda x: x[steps:], rows)), Experience(
         frame, fresh.at[0].set(began), jnp.broadcast_to(began, (1, *env.ended.shape)), made.action,
-        made.reward, made.terminated, made.truncated, made.valid, jnp.abs(error),
+        made.reward, made.terminated, made.truncated, made.valid, priorities(rows),
         rows.valid[:steps], made.episodes)
 
   def rollout_with_priorities(params: Params, state: ActorState):

@@ -15,7 +15,7 @@ from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
 from podracer_jit.envs.frames import Observations
 from podracer_jit.envs.protocol import Shard, TimeStep
-from podracer_jit.numerics.deterministic import rounded
+from podracer_jit.numerics.islands import island
 from podracer_jit.types import Episodes, Params, Rollout
 
 
@@ -63,25 +63,31 @@ def initial_state(shards: Sequence[Shard], keys: Sequence[jax.Array],
 
 
 def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None) -> Callable:
-  """Returns act(params, t, env) -> (env, other fields of the row that begins with env.obs).
+  """Returns act(params, t, env) -> (env, what the task is given, fields of the row).
 
-  t: i32, of all that is drawn with the same env.key and env.rollouts.
+  The row is the one that begins with env.obs. t: i32, of all that is drawn with the same env.key
+  and env.rollouts.
   """
 
-  @jax.named_scope('policy')
-  def act(params: Params, t, env: EnvState):
-    dist, value, core = apply(params, env.obs[None], env.core, ~env.ended[None])
-    key = jax.random.fold_in(jax.random.fold_in(env.key, env.rollouts), t)
-    seen = {}
+  @island('decision')
+  def decide(params, obs, core, ended, exploration, key, rollouts, t):
+    dist, value, core = apply(params, obs[None], core, ~ended[None])
+    key = jax.random.fold_in(jax.random.fold_in(key, rollouts), t)
+    row = {}
     if policy.explore is None:
       action = policy.sample(key, dist[0])
     else:
-      action = policy.explore(key, dist[0], env.exploration)
-      seen['action_value'] = action_value(params, env.obs, dist[0], action)
+      action = policy.explore(key, dist[0], exploration)
+      row['action_value'] = action_value(params, obs, dist[0], action)
     if policy.log_prob is not None:
-      seen['behaviour_log_prob'] = policy.log_prob(dist[0], action)
-    return env._replace(core=core), dict(
-        action=action, behaviour_value=value[0], valid=~env.ended, **seen)
+      row['behaviour_log_prob'] = policy.log_prob(dist[0], action)
+    return core, policy.to_env(action), dict(row, action=action, behaviour_value=value[0])
+
+  @jax.named_scope('policy')
+  def act(params: Params, t, env: EnvState):
+    core, sent, row = decide(params, env.obs, env.core, env.ended, env.exploration, env.key,
+                             env.rollouts, t)
+    return env._replace(core=core), sent, dict(row, valid=~env.ended)
 
   return act
 
@@ -115,10 +121,10 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
         # would copy them.
         buffers[i] = _add(_write(buffers[i], jnp.maximum(t - 1, 0), **back), t, before,
                           envs[i].obs)
-        envs[i], seen = act(params, t, envs[i])
+        envs[i], sent, row = act(params, t, envs[i])
         with jax.named_scope('environment'):
-          token = shard.send(token, policy.to_env(seen['action']))
-        buffers[i] = _write(buffers[i], t, **seen)
+          token = shard.send(token, sent)
+        buffers[i] = _write(buffers[i], t, **row)
       return token, tuple(envs), tuple(buffers)
 
     rows = [frames.begin(env.obs, unroll_length, stack) for env in state.envs]
@@ -157,14 +163,18 @@ def _nothing_yet(token, env: EnvState):
 
 def _discount(discount: float, env: EnvState, buffer: Rollout) -> tuple[EnvState, Rollout]:
   """Adds the discounted returns so far."""
-  def row(earned, row):
-    reward, over = row
-    earned = rounded(discount * earned) + reward  # which is 0 in invalid rows
-    return jnp.where(over, 0.0, earned), earned
 
-  earned, rows = lax.scan(row, env.discounted_return,
-                          (buffer.reward, buffer.terminated | buffer.truncated))
-  return env._replace(discounted_return=earned), buffer._replace(discounted_return=rows)
+  @island('discounted_returns')
+  def returns(before, reward, over):
+    def row(before, row):
+      reward, over = row  # the reward is 0 in invalid rows
+      now = discount * before + reward
+      return jnp.where(over, 0.0, now), now
+
+    return lax.scan(row, before, (reward, over))
+
+  last, rows = returns(env.discounted_return, buffer.reward, buffer.terminated | buffer.truncated)
+  return env._replace(discounted_return=last), buffer._replace(discounted_return=rows)
 
 
 def count(env: EnvState, step: TimeStep) -> tuple[EnvState, dict[str, Any]]:

@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer_jit.numerics.deterministic import rounded
-
 
 class Policy(NamedTuple):
   """A family of distributions. Actions are [...] i32, or [..., A] f32 where they are continuous."""
@@ -50,12 +48,12 @@ def categorical(num_actions: int) -> Policy:
 def _normal_log_prob(dist: jax.Array, action: jax.Array) -> jax.Array:
   mean, log_std = jnp.split(dist, 2, axis=-1)
   z = (action - mean) * jnp.exp(-log_std)
-  return -jnp.sum(rounded(0.5 * jnp.square(z)) + log_std + 0.5 * np.log(2 * np.pi), axis=-1)
+  return -jnp.sum(0.5 * jnp.square(z) + log_std + 0.5 * np.log(2 * np.pi), axis=-1)
 
 
 def _normal_sample(key: jax.Array, dist: jax.Array) -> jax.Array:
   mean, log_std = jnp.split(dist, 2, axis=-1)
-  return mean + rounded(jnp.exp(log_std) * jax.random.normal(key, mean.shape))
+  return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
 
 
 def _normal_entropy(dist: jax.Array) -> jax.Array:
@@ -80,7 +78,7 @@ def scaled_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
   """The same clipped to [-1, 1], which is then stretched to the task's bounds; they are finite."""
   middle, half = (high + low) / 2, (high - low) / 2
   return gaussian(low, high)._replace(
-      to_env=lambda action: middle + rounded(half * jnp.clip(action, -1.0, 1.0)))
+      to_env=lambda action: middle + half * jnp.clip(action, -1.0, 1.0))
 
 
 def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
@@ -105,7 +103,7 @@ def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
     return _normal_entropy(dist) + jnp.sum(log_slope * weights, axis=(-2, -1))
 
   return gaussian(low, high)._replace(
-      entropy=entropy, to_env=lambda action: middle + rounded(half * jnp.tanh(action)))
+      entropy=entropy, to_env=lambda action: middle + half * jnp.tanh(action))
 
 
 def epsilon_greedy(num_actions: int) -> Policy:
@@ -131,11 +129,11 @@ def deterministic(low: np.ndarray, high: np.ndarray) -> Policy:
   middle, half = (high + low) / 2, (high - low) / 2
 
   def explore(key, dist, deviation):
-    noise = rounded(deviation[..., None] * jax.random.normal(key, dist.shape))
+    noise = deviation[..., None] * jax.random.normal(key, dist.shape)
     return jnp.clip(dist + noise, -1.0, 1.0)
 
   return Policy(len(low), (len(low),), np.dtype(np.float32), lambda key, dist: dist,
-                lambda dist: dist, None, None, lambda action: middle + rounded(half * action),
+                lambda dist: dist, None, None, lambda action: middle + half * action,
                 explore)
 
 

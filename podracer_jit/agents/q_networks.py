@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from podracer_jit.agents import networks
 from podracer_jit.agents.policies import Policy
-from podracer_jit.numerics.deterministic import rounded
 from podracer_jit.options import internal, option
 
 
@@ -37,8 +36,8 @@ class Dueling(nn.Module):
         nn.Dense(size, kernel_init=networks.orthogonal(1.0), name=name)(
             nn.relu(nn.Dense(self.hidden or x.shape[-1], name=f'{name}_hidden')(x)))
         for name, size in (('value', 1), ('advantage', self.policy.dist_size)))
-    mean = rounded(jnp.sum(advantage, axis=-1, keepdims=True) * (1.0 / advantage.shape[-1]))
-    q = (value + (advantage - mean)).reshape(*obs.shape[:2], -1)
+    advantage = advantage - jnp.mean(advantage, axis=-1, keepdims=True)
+    q = (value + advantage).reshape(*obs.shape[:2], -1)
     return q, jnp.max(q, axis=-1), core
 
   def action_value(self, obs: jax.Array, dist: jax.Array, action: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ parameters, to actors, checkpoints and evaluation, and the actors of an update a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from podracer_jit.envs import frames
-from podracer_jit.numerics.deterministic import rounded
+from podracer_jit.numerics.deterministic import pairwise_sum
+from podracer_jit.numerics.groups import Groups
+from podracer_jit.numerics.islands import island
 from podracer_jit.options import option
 from podracer_jit.types import Params, Rollout
 
-# Adds [T, B, ...] over all rows of all environments of all devices, in one fixed order.
-Total = Callable[[jax.Array], jax.Array]
 CLIP = 10.0  # deviations: what is farther out is taken for this far
 
 
@@ -54,55 +54,96 @@ def initial(shape: tuple[int, ...]) -> Moments:
 
 def deviation(moments: Moments) -> jax.Array:
   """The standard deviation, [...]."""
-  variance = moments.m2 * (1.0 / jnp.maximum(moments.count, 1.0))
-  return jnp.where(moments.count > 0, jnp.sqrt(rounded(variance) + 1e-8), 1.0)
+  variance = moments.m2 / jnp.maximum(moments.count, 1.0)
+  return jnp.where(moments.count > 0, jnp.sqrt(variance + 1e-8), 1.0)
 
 
 def standardise(moments: Moments, x: jax.Array) -> jax.Array:
   """[..., *shape] in deviations from the mean, clipped."""
-  return jnp.clip((x - moments.mean) * (1.0 / deviation(moments)), -CLIP, CLIP)
+  return jnp.clip((x - moments.mean) / deviation(moments), -CLIP, CLIP)
 
 
 def restore(moments: Moments, x: jax.Array) -> jax.Array:
   """What `standardise` made x [..., *shape] of, but for its clipping."""
-  return moments.mean + rounded(deviation(moments) * x)
-
-
-def measure(x: jax.Array, valid: jax.Array, total: Total) -> Moments:
-  """Of the valid ones of x [T, B, *shape]."""
-  mask = valid.reshape(valid.shape + (1,) * (x.ndim - 2))
-  x, count = x.astype(jnp.float32), total(valid.astype(jnp.float32))
-  # Not divided by: in some programs XLA makes that a product with the reciprocal.
-  mean = rounded(total(jnp.where(mask, x, 0.0)) * (1.0 / jnp.maximum(count, 1.0)))
-  return Moments(count, mean, total(jnp.where(mask, rounded(jnp.square(x - mean)), 0.0)))
+  return moments.mean + deviation(moments) * x
 
 
 def merge(a: Moments, b: Moments) -> Moments:
-  """Of all that both are of (Chan, Golub and LeVeque 1979, equation 2.1)."""
+  """Moments of the union of two samples (Chan, Golub and LeVeque 1979, equation 2.1)."""
   count, apart = a.count + b.count, b.mean - a.mean
   share = b.count / jnp.maximum(count, 1.0)
-  between = rounded(jnp.square(apart) * (a.count * share))
-  return Moments(count, a.mean + rounded(apart * share), a.m2 + b.m2 + between)
+  return Moments(count, a.mean + apart * share,
+                 a.m2 + b.m2 + jnp.square(apart) * a.count * share)
 
 
-def observe(params: Params, rollout: Rollout, targets: Any, total: Total) -> dict[str, Moments]:
+def measure(x: jax.Array, valid: jax.Array, groups: Groups) -> Moments:
+  """Returns the moments of the valid rows of all devices.
+
+  Args:
+    x: [T, B, *shape], of the environments of this device.
+    valid: [T, B] bool.
+    groups: of the environments.
+  """
+  rows = groups.split((x, valid))
+  count, total = groups.total(groups.map(_sum_of_group, *rows))
+  mean = _mean(total, count)
+  m2 = groups.total(groups.map(lambda *group: _squares_of_group(*group, mean), *rows))
+  return Moments(count, mean, m2)
+
+
+def _sum_of_rows(x: jax.Array) -> jax.Array:
+  """[T, B, ...] -> [...]."""
+  return pairwise_sum(x.reshape(-1, *x.shape[2:]))
+
+
+def _where(valid: jax.Array, x: jax.Array) -> jax.Array:
+  """x [T, B, ...] in valid rows [T, B], else 0."""
+  return jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0.0)
+
+
+@island('sum_of_rows')
+def _sum_of_group(x: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The number of valid rows and their sum."""
+  return _sum_of_rows(valid.astype(jnp.float32)), _sum_of_rows(_where(valid, x.astype(jnp.float32)))
+
+
+@island('mean_of_rows')
+def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
+  return total / jnp.maximum(count, 1.0)
+
+
+@island('squares_of_rows')
+def _squares_of_group(x: jax.Array, valid: jax.Array, mean: jax.Array) -> jax.Array:
+  """The sum of squared distances of valid rows from the mean."""
+  return _sum_of_rows(_where(valid, jnp.square(x.astype(jnp.float32) - mean)))
+
+
+def observe(params: Params, rollout: Rollout, targets: Any, groups: Groups) -> dict[str, Moments]:
   """The moments of an update's observations and value targets, where `params` has such."""
-  seen = {'obs': lambda: frames.stacks(rollout.obs)[:-1], 'values': lambda: targets['value_target']}
-  return {name: measure(seen[name](), rollout.valid, total)
-          for name in of(params) if name in seen}
+  rows = {'obs': lambda: frames.stacks(rollout.obs)[:-1], 'values': lambda: targets['value_target']}
+  return {name: measure(rows[name](), rollout.valid, groups)
+          for name in of(params) if name in rows}
 
 
 def scale_rewards(params: Params, rollout: Rollout,
-                  total: Total) -> tuple[Rollout, dict[str, Moments]]:
-  """Rewards in deviations of the discounted return, this rollout's too; and the latter's moments.
+                  groups: Groups) -> tuple[Rollout, dict[str, Moments]]:
+  """Divides rewards by the deviation of the discounted returns, this rollout's included.
 
-  As they are, with no moments, where `params` has none of returns.
+  Returns:
+    The rollout with scaled rewards, and the moments of its returns; where `params` has no moments
+    of returns, the rollout as it is and none.
   """
   if 'returns' not in of(params):
     return rollout, {}
-  here = measure(rollout.discounted_return, rollout.valid, total)
-  scaled = rollout.reward * (1.0 / deviation(merge(of(params)['returns'], here)))
-  return rollout._replace(reward=jnp.clip(scaled, -CLIP, CLIP)), {'returns': here}
+  new = measure(rollout.discounted_return, rollout.valid, groups)
+  scaled = groups.map(lambda reward: _scaled_rewards(reward, of(params)['returns'], new),
+                      groups.split(rollout.reward))
+  return rollout._replace(reward=groups.join(scaled)), {'returns': new}
+
+
+@island('scaled_rewards')
+def _scaled_rewards(reward: jax.Array, before: Moments, new: Moments) -> jax.Array:
+  return jnp.clip(reward / deviation(merge(before, new)), -CLIP, CLIP)
 
 
 def of(params: Params) -> Mapping[str, Moments]:
@@ -124,5 +165,8 @@ def add(params: Params, moments: Mapping[str, Moments]) -> Params:
   """params with these merged into their moments."""
   if not moments:
     return params
-  merged = {name: merge(old, moments[name]) for name, old in of(params).items()}
+  merged = {name: _merge(old, moments[name]) for name, old in of(params).items()}
   return {**params, 'moments': merged}
+
+
+_merge = island('merged_moments')(merge)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from podracer_jit.learner import replay_updates, rollout_updates, sharding
 from podracer_jit.learner.learner import Learner, Parts
 from podracer_jit.losses.algorithm import ReplayAlgorithm
-from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum
+from podracer_jit.numerics.deterministic import AXIS
 from podracer_jit.replay import buffer
 from podracer_jit.replay.options import ReplayOptions
 from podracer_jit.replay.rate_limiter import Rate
@@ -46,7 +46,7 @@ class ReplayLearner(Learner):
     self._insert = replay_updates.make_insert(memory, sizes, mesh_size)
     self._steps = replay_updates.make_steps(
         functools.partial(algorithm.loss, parts.network), memory, update, sizes, mesh_size,
-        exact_sum if exact_reduce else plain_sum)
+        exact_reduce)
     self._finish = replay_updates.make_finish(sizes, parts.learning_rate, mesh_size)
     self.learn = replay_updates.make_learn(self._insert, self._steps, self._finish, sizes,
                                            mesh_size)

@@ -11,8 +11,9 @@ import optax
 from jax import lax
 
 from podracer_jit.learner import rollout_updates
-from podracer_jit.numerics.deterministic import AXIS, exact_sum, map_in_loop
 from podracer_jit.numerics.fingerprints import fingerprint
+from podracer_jit.numerics.groups import Groups
+from podracer_jit.numerics.islands import island
 from podracer_jit.replay import buffer
 from podracer_jit.types import Experience, Metrics, Params, Target, TrainState, Transition
 
@@ -33,55 +34,73 @@ class Sizes(NamedTuple):
   importance_exponent: float
   microbatch_rows: int
 
+  def groups(self, mesh_size: int = 1, exact: bool = True) -> Groups:
+    """Returns the groups of environments, as a device of a mesh of this size has them."""
+    return Groups(self.num_grad_shards, self.num_envs // self.num_grad_shards, mesh_size, exact)
+
 
 def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes,
-               mesh_size: int = 1, sum_groups: rollout_updates.SumGroups = exact_sum):
+               mesh_size: int = 1, exact: bool = True) -> Callable:
   """Returns steps(state, count) -> (state, sums): `count` gradient steps, on one device of a mesh.
 
   Each draws a batch, descends, and sets the priorities of what it drew. Sums over the steps: of
   'terms', 'grad_norm', 'sampled_age' (gradient steps since a transition was added).
   """
-  groups = sizes.num_grad_shards // mesh_size
+  groups = sizes.groups(mesh_size, exact)
   share = sizes.batch_size // sizes.num_grad_shards
 
-  def of_group(params, target, batch, weight):
-    cut = rollout_updates.pieces(share, 1, sizes.microbatch_rows)
-    pieces = jax.tree.map(lambda x: x.reshape(cut, -1, *x.shape[1:]), (batch, weight))
+  @island('importance_weights')
+  def weights(probability, least):
+    """(N P)^-exponent by their maximum; N, and the number of groups, cancel."""
+    return jnp.power(least / jnp.maximum(probability, 1e-30), sizes.importance_exponent)
 
-    def of_piece(piece):
-      gradient, (terms, error) = jax.grad(loss, has_aux=True)(params, target, *piece)
-      return (gradient, terms), error
+  @island('gradient')
+  def of_batch(params, target_params, batch, weight):
+    def mean_loss(params):
+      total, (terms, error) = loss(params, target_params, batch, weight)
+      return total / sizes.batch_size, (terms, error)
+
+    gradient, (terms, error) = jax.grad(mean_loss, has_aux=True)(params)
+    return (gradient, terms), error
+
+  def of_group(params, target_params, batch, weight):
+    count = rollout_updates.pieces(share, 1, sizes.microbatch_rows)
+    pieces = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (batch, weight))
 
     def add(total, piece):
-      made, error = of_piece(piece)
-      return jax.tree.map(jnp.add, total, made), error
+      sums, error = of_batch(params, target_params, *piece)
+      return jax.tree.map(jnp.add, total, sums), error
 
     first = jax.tree.map(lambda x: x[0], pieces)
-    total, error = lax.scan(add, _zeros(jax.eval_shape(of_piece, first)[0]), pieces)
+    zeros = _zeros(jax.eval_shape(of_batch, params, target_params, *first)[0])
+    total, error = lax.scan(add, zeros, pieces)
     return total, error.reshape(-1)
 
+  @island('sampled_age')
+  def sum_of_ages(added, gradient_steps):
+    return jnp.sum((gradient_steps - added).astype(jnp.float32))
+
   def step(state, key):
-    keys = _group_keys(key, groups, mesh_size)
     with jax.named_scope('storing'):
-      drawn = memory.sample(state.replay, keys, share)
-      weight = _weights(drawn.probability, sizes.importance_exponent, mesh_size)
+      drawn = memory.sample(state.replay, _group_keys(key, groups), share)
+      least = groups.smallest(drawn.probability)
+      weight = groups.map(lambda p: weights(p, least), drawn.probability)
     with jax.named_scope('gradient'):
-      made, error = map_in_loop(
-          lambda group: of_group(state.params, state.target.params, *group),
-          (drawn.transition, weight))
-      grads, terms = sum_groups(made, mesh_size)
-      grads = jax.tree.map(lambda g: g * (1.0 / sizes.batch_size), grads)
-    age = (state.target.gradient_steps - drawn.transition.added).astype(jnp.float32)
-    sums = dict(terms=terms, grad_norm=optax.tree.norm(grads),
-                sampled_age=sum_groups(jnp.sum(age, axis=1), mesh_size))
+      sums, error = groups.map(
+          lambda *group: of_group(state.params, state.target.params, *group),
+          drawn.transition, weight)
+      grads, terms = groups.total(sums)
+    now = state.target.gradient_steps
+    age = groups.total(groups.map(lambda added: sum_of_ages(added, now), drawn.transition.added))
     with jax.named_scope('update'):
-      state, done = update(state, grads, terms), state.target.gradient_steps + 1
-      target = lax.cond(done % sizes.target_every == 0,
+      state, grad_norm = update(state, grads, terms)
+      target = lax.cond((now + 1) % sizes.target_every == 0,
                         lambda new, old: new, lambda new, old: old,
                         state.params, state.target.params)
     with jax.named_scope('storing'):
-      held = memory.set_priorities(state.replay, drawn.place, error)
-    return state._replace(target=Target(target, done), replay=held), sums
+      replay = memory.set_priorities(state.replay, drawn.place, error)
+    return (state._replace(target=Target(target, now + 1), replay=replay),
+            dict(terms=terms, grad_norm=grad_norm, sampled_age=age))
 
   def steps(state: TrainState, count: jax.Array):
     key = _key(state, 0)
@@ -104,19 +123,8 @@ def _key(state: TrainState, stream: int) -> jax.Array:
   return jax.random.fold_in(rollout_updates.update_key(state), stream)
 
 
-def _group_keys(key: jax.Array, groups: int, mesh_size: int) -> jax.Array:
-  first = lax.axis_index(AXIS) * groups if mesh_size > 1 else 0
-  return jax.vmap(lambda group: jax.random.fold_in(key, group))(first + jnp.arange(groups))
-
-
-def _least(x: jax.Array, mesh_size: int) -> jax.Array:
-  return lax.pmin(jnp.min(x), AXIS) if mesh_size > 1 else jnp.min(x)
-
-
-def _weights(probability: jax.Array, exponent: float, mesh_size: int) -> jax.Array:
-  """Importance weights (N P)^-exponent by their maximum; N, and the number of groups, cancel."""
-  least = _least(probability, mesh_size)
-  return jnp.power(least / jnp.maximum(probability, 1e-30), exponent)
+def _group_keys(key: jax.Array, groups: Groups) -> jax.Array:
+  return jax.vmap(lambda group: jax.random.fold_in(key, group))(groups.numbers())
 
 
 def make_insert(memory: buffer.Replay, sizes: Sizes, mesh_size: int = 1):
@@ -125,17 +133,16 @@ def make_insert(memory: buffer.Replay, sizes: Sizes, mesh_size: int = 1):
   `experience` is of whole groups, from the first_group of this device on; what is of none of its
   groups it lets be.
   """
-  groups, envs = sizes.num_grad_shards // mesh_size, sizes.num_envs // sizes.num_grad_shards
+  groups = sizes.groups(mesh_size)
 
   @jax.named_scope('storing')
   def insert(state: TrainState, experience: Experience, first_group: jax.Array):
     experience = experience._replace(episodes=())
-    count = experience.reward.shape[1] // envs
+    count = experience.reward.shape[1] // groups.envs
     group = first_group + jnp.arange(count)
-    group = jnp.where((group >= 0) & (group < groups), group, groups)
-    apart = jax.tree.map(
-        lambda x: x.reshape(x.shape[0], count, envs, *x.shape[2:]).swapaxes(0, 1), experience)
-    keys = _group_keys(_key(state, 1), groups, mesh_size)
+    group = jnp.where((group >= 0) & (group < groups.local), group, groups.local)
+    apart = Groups(count, groups.envs).split(experience)
+    keys = _group_keys(_key(state, 1), groups)
     keys = jax.vmap(jax.random.fold_in)(keys, state.replay.inserted)  # an update may add often
     held = memory.add(state.replay, group, apart, keys, state.target.gradient_steps)
     return state._replace(replay=held), jnp.sum(experience.valid, dtype=jnp.int32)
@@ -145,7 +152,8 @@ def make_insert(memory: buffer.Replay, sizes: Sizes, mesh_size: int = 1):
 
 def ready(state: TrainState, sizes: Sizes, mesh_size: int = 1) -> jax.Array:
   """Whether every group has its share of what must be there before the first gradient step."""
-  return _least(state.replay.inserted, mesh_size) * sizes.num_grad_shards >= sizes.min_size
+  smallest = sizes.groups(mesh_size).smallest(state.replay.inserted)
+  return smallest * sizes.num_grad_shards >= sizes.min_size
 
 
 def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
@@ -154,20 +162,26 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
   `count` gradient steps gave these sums, `valid` rows were added, with the fingerprint `batch`.
   Metrics are means over what was drawn, 0 before anything was.
   """
-  def finish(state, count, sums, valid, batch):
-    drawn = count * sizes.batch_size
+  groups = sizes.groups(mesh_size)
+
+  @island('metrics')
+  def means(sums, count, params, steps_before, steps, gradient_steps):
+    drawn = jnp.maximum(count * sizes.batch_size, 1)
     terms = dict(sums['terms'], sampled_age=sums['sampled_age'])
     terms.pop('valid')
-    size, rate = jnp.sum(state.replay.size), learning_rate(state.steps)
-    state = state._replace(update=state.update + 1, steps=state.steps + valid)
-    total = state.target.gradient_steps * float(sizes.batch_size)
-    return state, {k: v / jnp.maximum(drawn, 1) for k, v in terms.items()} | dict(
-        grad_norm=sums['grad_norm'] / jnp.maximum(count, 1),
-        param_norm=optax.tree.norm(state.params), learning_rate=rate,
-        valid=valid, update=state.update, steps=state.steps, sampled=drawn,
+    return {name: total / drawn for name, total in terms.items()} | dict(
+        grad_norm=sums['grad_norm'] / jnp.maximum(count, 1), param_norm=optax.tree.norm(params),
+        learning_rate=learning_rate(steps_before),
+        replay_ratio=gradient_steps * float(sizes.batch_size) / jnp.maximum(steps, 1))
+
+  def finish(state, count, sums, valid, batch):
+    steps = state.steps + valid
+    metrics = means(sums, count, state.params, state.steps, steps, state.target.gradient_steps)
+    state = state._replace(update=state.update + 1, steps=steps)
+    return state, metrics | dict(
+        valid=valid, update=state.update, steps=steps, sampled=count * sizes.batch_size,
         gradient_steps=state.target.gradient_steps,
-        replay_size=lax.psum(size, AXIS) if mesh_size > 1 else size,
-        replay_ratio=total / jnp.maximum(state.steps, 1), batch=batch,
+        replay_size=groups.total_of_integers(jnp.sum(state.replay.size)), batch=batch,
         params=fingerprint(state.params))
 
   return finish
@@ -180,11 +194,10 @@ def make_learn(insert: Callable, steps: Callable, finish: Callable, sizes: Sizes
   For one device of a mesh, with the experience of its environments; none before there is enough.
   """
   def learn(state: TrainState, experience: Experience):
-    first = lax.axis_index(AXIS) * sizes.num_envs // mesh_size if mesh_size > 1 else 0
-    batch = fingerprint(experience._replace(episodes=()), 1, first, sizes.num_envs)
+    groups = sizes.groups(mesh_size)
+    batch = fingerprint(experience._replace(episodes=()), 1, groups.first_env(), sizes.num_envs)
     state, valid = insert(state, experience, jnp.int32(0))
-    if mesh_size > 1:
-      batch, valid = lax.psum((batch, valid), AXIS)
+    batch, valid = groups.total_of_integers((batch, valid))
     count = jnp.where(ready(state, sizes, mesh_size), sizes.gradient_steps, 0)
     state, sums = steps(state, count)
     state, metrics = finish(state, count, sums, valid, batch)

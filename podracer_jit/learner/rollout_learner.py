@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 from podracer_jit.learner import rollout_updates, sharding
 from podracer_jit.learner.learner import Learner, Parts
 from podracer_jit.losses.objective import Objective
-from podracer_jit.numerics.deterministic import exact_sum, plain_sum
 
 
 class RolloutLearner(Learner):
@@ -31,12 +30,10 @@ class RolloutLearner(Learner):
     self.sizes = sizes
     self._gradient_programs: dict[tuple[Mesh, int], sharding.GradientPrograms] = {}
     self.gradient_steps = sizes.num_epochs * sizes.num_minibatches
-    sum_groups = exact_sum
     if not exact_reduce:
-      sum_groups = plain_sum
       sizes = sizes._replace(num_grad_shards=parts.mesh.size)
     self.learn = rollout_updates.make_learn(
-        objective, parts.optimizer, parts.learning_rate, sizes, parts.mesh.size, sum_groups)
+        objective, parts.optimizer, parts.learning_rate, sizes, parts.mesh.size, exact_reduce)
 
   def mean_cgd(self, behind: float) -> float:
     """See `Learner.mean_cgd`: the j-th gradient is taken j versions after the first."""

@@ -11,14 +11,11 @@ import optax
 from jax import lax
 
 from podracer_jit.agents import running_moments
-from podracer_jit.losses.minibatches import mask_inputs
 from podracer_jit.losses.objective import Objective
-from podracer_jit.numerics.deterministic import AXIS, exact_sum, map_in_loop, pairwise_sum
 from podracer_jit.numerics.fingerprints import fingerprint
+from podracer_jit.numerics.groups import Groups
+from podracer_jit.numerics.islands import island
 from podracer_jit.types import Metrics, Params, Rollout, TrainState
-
-# ([groups on this device, ...], size of the mesh) -> their sum over the groups of all devices
-SumGroups = Callable[[Any, int], Any]
 
 
 class Sizes(NamedTuple):
@@ -30,6 +27,10 @@ class Sizes(NamedTuple):
   num_epochs: int
   microbatch_rows: int  # at most so many network rows to a pass; 0: a group's minibatch at once
 
+  def groups(self, mesh_size: int = 1, exact: bool = True) -> Groups:
+    """Returns the groups of environments, as a device of a mesh of this size has them."""
+    return Groups(self.num_grad_shards, self.num_envs // self.num_grad_shards, mesh_size, exact)
+
 
 def pieces(items: int, item_rows: int, microbatch_rows: int) -> int:
   """Into how many equal pieces to cut `items` so that each has at most microbatch_rows rows."""
@@ -37,63 +38,88 @@ def pieces(items: int, item_rows: int, microbatch_rows: int) -> int:
   return next(n for n in range(1, items + 1) if items % n == 0 and items // n <= most)
 
 
-def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1,
-                  sum_groups: SumGroups = exact_sum, last_sum: SumGroups | None = None):
-  """Returns gradient(params, rollout, targets, items [groups, n]) -> (grads, terms).
+def make_group_gradients(objective: Objective, sizes: Sizes, groups: Groups) -> Callable:
+  """Returns gradients(params, rollout, targets, elements [local, n]) -> (grads, terms).
 
-  Each group's gradient is taken in the same shapes everywhere and the groups are added in a fixed
-  order, so the result does not depend on how many devices share them (but for `plain_sum`).
-  `last_sum`, where given, adds the gradients themselves.
+  Both have a leading axis [local] of the groups of this device.
   """
-  group_envs = sizes.num_envs // sizes.num_grad_shards
-  groups = sizes.num_grad_shards // mesh_size
-  def add(tree):
-    return sum_groups(tree, mesh_size)
+  batch_statistics = island('batch_statistics')(objective.batch_statistics)
 
-  def gradient(params: Params, rollout: Rollout, targets: Any, items: jax.Array):
-    firsts = jnp.arange(groups) * group_envs
-    light = jax.vmap(
-        lambda first, some: objective.unit.gather(*mask_inputs(rollout, targets), first, group_envs,
-                                                  some))(firsts, items)
-    shared = objective.batch_statistics(light, lambda x: add(jax.vmap(pairwise_sum)(x)))
-    loss = jax.grad(lambda params, *rest: objective.loss(running_moments.frozen(params), *rest),
-                    has_aux=True)
+  @island('gradient')
+  def of_minibatch(params: Params, minibatch: Any, statistics: Any) -> tuple[Params, Metrics]:
+    def loss(params):
+      return objective.loss(running_moments.frozen(params), minibatch, statistics)
+    return jax.grad(loss, has_aux=True)(params)
 
-    def of_group(group):
-      first, some = group
-      some = some.reshape(pieces(some.size, objective.rows_per_element, sizes.microbatch_rows), -1)
+  def gradients(params: Params, rollout: Rollout, targets: Any, elements: jax.Array):
+    first_envs = jnp.arange(groups.local) * groups.envs
+
+    def of_group(first_env, elements, statistics):
+      count = pieces(elements.size, objective.rows_per_element, sizes.microbatch_rows)
 
       def of_piece(piece):
-        minibatch = objective.unit.gather(rollout, targets, first, group_envs, piece)
-        return loss(params, minibatch, shared)
+        minibatch = objective.unit.gather(rollout, targets, first_env, groups.envs, piece)
+        return of_minibatch(params, minibatch, statistics)
 
-      zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(of_piece, some[0]))
-      return lax.scan(lambda total, piece: (jax.tree.map(jnp.add, total, of_piece(piece)), None),
-                      zeros, some)[0]
+      return _sum_in_order(of_piece, elements.reshape(count, -1))
 
-    return (last_sum or sum_groups)(map_in_loop(of_group, (firsts, items)), mesh_size)
+    # Observations are large to gather, and statistics do not use them.
+    small = rollout._replace(obs=rollout.reward[..., None], core=())
+    minibatches = jax.vmap(
+        lambda *group: objective.unit.gather(small, targets, group[0], groups.envs, group[1]))(
+            first_envs, elements)
+    statistics = batch_statistics(
+        *groups.gather((minibatches[0].valid, minibatches[1])))
+    return groups.map(lambda *group: of_group(*group, statistics), first_envs, elements)
 
-  return gradient
+  return gradients
 
 
-def make_update(optimizer: optax.GradientTransformation, learning_rate: Callable):
-  """Returns update(state, grads, terms) -> state; the rate is that of the state's step count."""
+def _sum_in_order(function: Callable, xs: jax.Array) -> Any:
+  """Returns the sum of function(x) of all rows of xs, from the first to the last."""
+  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(function, xs[0]))
+  return lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, function(x)), None), zeros, xs)[0]
+
+
+def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact: bool = True
+                  ) -> Callable:
+  """Returns gradient(params, rollout, targets, elements [local, n]) -> (grads, terms).
+
+  Each group's gradient is taken in the same shapes everywhere and the groups are added in a fixed
+  order, so the result does not depend on how many devices share them, if `exact`.
+  """
+  groups = sizes.groups(mesh_size, exact)
+  gradients = make_group_gradients(objective, sizes, groups)
+  return lambda *args: groups.total(gradients(*args))
+
+
+def make_update(optimizer: optax.GradientTransformation, learning_rate: Callable) -> Callable:
+  """Returns update(state, grads, terms) -> (state, norm of grads).
+
+  The learning rate is that of the state's step count.
+  """
   optimizer = optax.with_extra_args_support(optimizer)
 
-  def update(state: TrainState, grads: Params, terms: Metrics) -> TrainState:
+  def as_they_are(params, opt_state, steps, grads, terms):
+    return params, opt_state, jnp.zeros(())
+
+  @island('update', skipped=as_they_are)
+  def step(params, opt_state, steps, grads, terms):
     kl = terms.get('approx_kl', 0.0) / jnp.maximum(terms['valid'], 1.0)
-    steps, opt_state = optimizer.update(grads, state.opt_state, state.params, kl=kl)
-    rate = learning_rate(state.steps)
-    params = jax.tree.map(lambda p, s: p - rate * s, state.params, steps)
-    return state._replace(params=params, opt_state=opt_state)
+    change, opt_state = optimizer.update(grads, opt_state, params, kl=kl)
+    rate = learning_rate(steps)
+    params = jax.tree.map(lambda p, c: p - rate * c, params, change)
+    return params, opt_state, optax.tree.norm(grads)
+
+  def update(state: TrainState, grads: Params, terms: Metrics) -> tuple[TrainState, jax.Array]:
+    params, opt_state, norm = step(state.params, state.opt_state, state.steps, grads, terms)
+    return state._replace(params=params, opt_state=opt_state), norm
 
   return update
 
 
-def _orders(key: jax.Array, sizes: Sizes, objective: Objective, mesh_size: int) -> jax.Array:
-  """Items in the order of every epoch and group: [epochs * minibatches, groups here, n]."""
-  groups = sizes.num_grad_shards // mesh_size
-  first = lax.axis_index(AXIS) * groups if mesh_size > 1 else 0
+def _orders(key: jax.Array, sizes: Sizes, objective: Objective, groups: Groups) -> jax.Array:
+  """Elements in the order of every epoch and group: [epochs * minibatches, local groups, n]."""
   count = sizes.num_envs // sizes.num_grad_shards * objective.elements_per_env
 
   def order(epoch, group):
@@ -101,10 +127,10 @@ def _orders(key: jax.Array, sizes: Sizes, objective: Objective, mesh_size: int) 
       return jnp.arange(count)
     return jax.random.permutation(jax.random.fold_in(jax.random.fold_in(key, epoch), group), count)
 
-  orders = jax.vmap(lambda e: jax.vmap(lambda g: order(e, g))(first + jnp.arange(groups)))(
+  orders = jax.vmap(lambda e: jax.vmap(lambda g: order(e, g))(groups.numbers()))(
       jnp.arange(sizes.num_epochs))
-  orders = orders.reshape(sizes.num_epochs, groups, sizes.num_minibatches, -1)
-  return orders.transpose(0, 2, 1, 3).reshape(-1, groups, orders.shape[-1])
+  orders = orders.reshape(sizes.num_epochs, groups.local, sizes.num_minibatches, -1)
+  return orders.transpose(0, 2, 1, 3).reshape(-1, groups.local, orders.shape[-1])
 
 
 class Prepared(NamedTuple):
@@ -112,38 +138,34 @@ class Prepared(NamedTuple):
 
   rollout: Rollout  # its rewards as the loss takes them; without episodes
   targets: Any  # of the objective, [T, B]
-  orders: jax.Array  # [steps, groups here, n]: the items of each minibatch
+  orders: jax.Array  # [steps, local groups, n]: the elements of each minibatch
   seen: Metrics  # of the batch: 'batch' fingerprint, 'valid' rows, 'moments', 'episodes'
 
 
-def make_prepare(objective: Objective, sizes: Sizes, mesh_size: int = 1,
-                 sum_groups: SumGroups = exact_sum):
+def make_prepare(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact: bool = True
+                 ) -> Callable:
   """Returns prepare(params, key, rollout) -> Prepared, once an update, with its own key."""
-  groups = sizes.num_grad_shards // mesh_size
-  group_envs = sizes.num_envs // sizes.num_grad_shards
-
-  def total(x):  # [T, B on this device, ...] -> [...]
-    x = x.reshape(x.shape[0], groups, group_envs, *x.shape[2:]).swapaxes(0, 1)
-    return sum_groups(jax.vmap(pairwise_sum)(x.reshape(groups, -1, *x.shape[3:])), mesh_size)
+  groups = sizes.groups(mesh_size, exact)
+  targets_of_group = island('targets')(objective.targets)
 
   def make_targets(params: Params, rollout: Rollout):
-    needed = objective.target_inputs(rollout)
+    inputs = objective.target_inputs(rollout)
 
-    def of_group(first):  # no slices: one of all there is would not depend on the turn
-      envs = first + jnp.arange(group_envs)
-      return objective.targets(params, jax.tree.map(lambda x: jnp.take(x, envs, axis=1), needed))
-    targets = map_in_loop(of_group, jnp.arange(groups) * group_envs)  # [groups, T, B_group]
-    return jax.tree.map(lambda x: jnp.concatenate(list(x), axis=1), targets)
+    def of_group(first_env):
+      envs = first_env + jnp.arange(groups.envs)
+      return targets_of_group(params, jax.tree.map(lambda x: jnp.take(x, envs, axis=1), inputs))
+
+    return groups.join(groups.map(of_group, jnp.arange(groups.local) * groups.envs))
 
   def prepare(params: Params, key: jax.Array, rollout: Rollout) -> Prepared:
     batch, episodes = rollout._replace(episodes=()), rollout.episodes
-    first = lax.axis_index(AXIS) * sizes.num_envs // mesh_size if mesh_size > 1 else 0
-    sums = fingerprint(batch, 1, first, sizes.num_envs), jnp.sum(batch.valid, dtype=jnp.int32)
-    batch_print, valid = lax.psum(sums, AXIS) if mesh_size > 1 else sums
-    scaled, rewards = running_moments.scale_rewards(params, batch, total)
+    batch_print, valid = groups.total_of_integers((
+        fingerprint(batch, 1, groups.first_env(), sizes.num_envs),
+        jnp.sum(batch.valid, dtype=jnp.int32)))
+    scaled, rewards = running_moments.scale_rewards(params, batch, groups)
     targets = make_targets(params, scaled)
-    moments = running_moments.observe(params, batch, targets, total) | rewards
-    return Prepared(scaled, targets, _orders(key, sizes, objective, mesh_size),
+    moments = running_moments.observe(params, batch, targets, groups) | rewards
+    return Prepared(scaled, targets, _orders(key, sizes, objective, groups),
                     dict(batch=batch_print, valid=valid, moments=moments, episodes=episodes))
 
   return prepare
@@ -169,17 +191,21 @@ def finish(state: TrainState, seen: Metrics, steps: tuple[Metrics, jax.Array],
     all gradient steps, `grad_norm` before clipping, `param_norm`, `learning_rate`, `valid` rows,
     the `batch` and `params` fingerprints, and the rollout's episodes.
   """
-  (terms, grad_norm), rate = steps, learning_rate(state.steps)
-  terms = jax.tree.map(jnp.sum, terms)
-  rows = jnp.maximum(terms.pop('valid'), 1.0)
+  @island('metrics')
+  def means(terms, grad_norm, weights, kl_factor, steps):
+    terms = jax.tree.map(jnp.sum, terms)
+    rows = jnp.maximum(terms.pop('valid'), 1.0)
+    return {name: total / rows for name, total in terms.items()} | dict(
+        grad_norm=jnp.mean(grad_norm), param_norm=optax.tree.norm(weights),
+        learning_rate=learning_rate(steps) * kl_factor)
+
+  metrics = means(*steps, running_moments.weights(state.params),
+                  optax.tree.get(state.opt_state, 'kl_factor', jnp.float32(1.0)), state.steps)
   # Only now: all steps of this update normalised by what was known before it.
   state = state._replace(params=running_moments.add(state.params, seen['moments']),
                          update=state.update + 1, steps=state.steps + seen['valid'])
-  return state, {name: total / rows for name, total in terms.items()} | dict(
-      grad_norm=jnp.mean(grad_norm),
-      param_norm=optax.tree.norm(running_moments.weights(state.params)),
-      learning_rate=rate * optax.tree.get(state.opt_state, 'kl_factor', 1.0), valid=seen['valid'],
-      update=state.update, steps=state.steps, batch=seen['batch'],
+  return state, metrics | dict(
+      valid=seen['valid'], update=state.update, steps=state.steps, batch=seen['batch'],
       params=fingerprint(state.params), episodes=seen['episodes'])
 
 
@@ -192,11 +218,12 @@ def fuse(prepare: Callable, gradient: Callable, update: Callable, learning_rate:
   def learn(state: TrainState, rollout: Rollout) -> tuple[TrainState, Metrics]:
     prepared = prepare(state.params, update_key(state), rollout)
 
-    def step(state, items):
+    def step(state, elements):
       with jax.named_scope('gradient'):
-        grads, terms = gradient(state.params, prepared.rollout, prepared.targets, items)
+        grads, terms = gradient(state.params, prepared.rollout, prepared.targets, elements)
       with jax.named_scope('update'):
-        return update(state, grads, terms), (terms, optax.tree.norm(grads))
+        state, grad_norm = update(state, grads, terms)
+      return state, (terms, grad_norm)
 
     state, steps = lax.scan(step, state, prepared.orders)
     return finish(state, prepared.seen, steps, learning_rate)
@@ -205,14 +232,13 @@ def fuse(prepare: Callable, gradient: Callable, update: Callable, learning_rate:
 
 
 def make_learn(objective: Objective, optimizer: optax.GradientTransformation,
-               learning_rate: Callable, sizes: Sizes, mesh_size: int = 1,
-               sum_groups: SumGroups = exact_sum):
+               learning_rate: Callable, sizes: Sizes, mesh_size: int = 1, exact: bool = True):
   """Returns learn(state, rollout) -> (state, metrics), G and U fused; see `fuse`.
 
   learning_rate: valid steps learned from -> what the optimizer's output is multiplied by.
   """
-  return fuse(make_prepare(objective, sizes, mesh_size, sum_groups),
-              make_gradient(objective, sizes, mesh_size, sum_groups),
+  return fuse(make_prepare(objective, sizes, mesh_size, exact),
+              make_gradient(objective, sizes, mesh_size, exact),
               make_update(optimizer, learning_rate), learning_rate)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from podracer_jit.learner import replay_updates, rollout_updates
 from podracer_jit.losses.objective import Objective
-from podracer_jit.numerics.deterministic import AXIS, branches, exact_sum, pairwise_sum
+from podracer_jit.numerics.deterministic import AXIS, branches, pairwise_sum
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.types import Experience, Metrics, Params, Rollout, TrainState
 
@@ -52,15 +52,14 @@ def gradient_programs(objective: Objective, sizes: rollout_updates.Sizes, mesh: 
                       ) -> GradientPrograms:
   """For a worker whose share of an experiment has these sizes."""
   prepare = rollout_updates.make_prepare(objective, sizes, mesh.size)
-  gradient = rollout_updates.make_gradient(objective, sizes, mesh.size, exact_sum,
-                               lambda tree, mesh_size: branches(tree))
+  gradients = rollout_updates.make_group_gradients(objective, sizes, sizes.groups(mesh.size))
 
   def prepare_all(params: Params, key: jax.Array, rollout: Rollout):
     made = prepare(params, key, rollout)
     return made._replace(seen=_all_episodes(made.seen))
 
   def gradient_of(params: Params, prepared: rollout_updates.Prepared, step: jax.Array):
-    return gradient(params, prepared.rollout, prepared.targets, prepared.orders[step])
+    return branches(gradients(params, prepared.rollout, prepared.targets, prepared.orders[step]))
 
   prepared = rollout_updates.Prepared(BY_ENV, BY_ENV, BY_ENV, EVERYWHERE)
   return GradientPrograms(mesh, *(
@@ -84,7 +83,8 @@ def update_programs(optimizer: optax.GradientTransformation,
 
   def step(state: TrainState, groups: Any):
     grads, terms = jax.tree.map(pairwise_sum, groups)
-    return update(state, grads, terms), (terms, optax.tree.norm(grads))
+    state, grad_norm = update(state, grads, terms)
+    return state, (terms, grad_norm)
 
   def finish(state: TrainState, seen: Metrics, steps: list):
     steps = jax.tree.map(lambda *x: jnp.stack(x), *steps)

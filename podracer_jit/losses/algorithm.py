@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -26,9 +26,6 @@ from podracer_jit.envs import frames
 from podracer_jit.losses.minibatches import ENVIRONMENTS, Unit
 from podracer_jit.options import option
 from podracer_jit.types import Metrics, Params, Rollout, Transition
-
-# Adds [groups, n] over all elements of all groups of all devices, in one fixed order.
-Sum = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +49,9 @@ class RolloutAlgorithm(Algorithm):
   """An algorithm that learns from each rollout once it is made, and then drops it.
 
   A minibatch is (rollout, targets) of some environments or rows, as `minibatch_unit` says: arrays
-  [T, N, ...], or [1, N, ...] of rows. All methods see one group of environments, or a piece of one,
-  in shapes that do not depend on how many groups share a device.
+  [T, N, ...], or [1, N, ...] of rows. Each method is an island (`numerics.islands`): it is compiled
+  by itself, in shapes that do not depend on how many groups share a device, so no method has to
+  think of rounding.
   """
 
   learns_from_replay: ClassVar[bool] = False
@@ -83,14 +81,14 @@ class RolloutAlgorithm(Algorithm):
     del model, params, rollout
     return ()
 
-  def batch_statistics(self, minibatch: tuple[Rollout, Any], add: Sum) -> Any:
-    """Returns what all groups of a minibatch share; by default nothing.
+  def batch_statistics(self, valid: jax.Array, targets: Any) -> Any:
+    """Returns what all rows of a minibatch share, such as their number; by default nothing.
 
     Args:
-      minibatch: of all groups, with a leading axis of groups, without observations.
-      add: sums [groups, n] over all elements of all groups.
+      valid: [groups, T, N] bool, of the minibatches of all groups.
+      targets: of `targets`, likewise.
     """
-    del minibatch, add
+    del valid, targets
     return ()
 
   @abc.abstractmethod

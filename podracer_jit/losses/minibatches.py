@@ -43,8 +43,3 @@ def _gather_rows(rollout: Rollout, targets: Any, first_env: jax.Array, group_env
 ENVIRONMENTS = Unit(lambda unroll_length: 1, lambda unroll_length: unroll_length + 1,
                     _gather_environments)
 ROWS = Unit(lambda unroll_length: unroll_length, lambda unroll_length: 1, _gather_rows)
-
-
-def mask_inputs(rollout: Rollout, targets: Any) -> Minibatch:
-  """Drops observations, which batch statistics do not use and which are large to gather."""
-  return rollout._replace(obs=rollout.reward[..., None], core=()), targets

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from podracer_jit.agents.networks import Model
-from podracer_jit.losses.algorithm import RolloutAlgorithm, Sum
+from podracer_jit.losses.algorithm import RolloutAlgorithm
 from podracer_jit.losses.minibatches import Minibatch, Unit
 from podracer_jit.types import Metrics, Params, Rollout
 
@@ -42,9 +42,9 @@ class Objective(NamedTuple):
     """See `RolloutAlgorithm.targets`."""
     return self.algorithm.targets(self.model, params, rollout)
 
-  def batch_statistics(self, minibatch: Minibatch, add: Sum) -> Any:
+  def batch_statistics(self, valid: jax.Array, targets: Any) -> Any:
     """See `RolloutAlgorithm.batch_statistics`."""
-    return self.algorithm.batch_statistics(minibatch, add)
+    return self.algorithm.batch_statistics(valid, targets)
 
   def loss(self, params: Params, minibatch: Minibatch, statistics: Any
            ) -> tuple[jax.Array, Metrics]:

@@ -14,9 +14,8 @@ from podracer_jit.agents import running_moments
 from podracer_jit.agents.networks import Model
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
-from podracer_jit.losses.algorithm import RolloutAlgorithm, Sum, unroll
+from podracer_jit.losses.algorithm import RolloutAlgorithm, unroll
 from podracer_jit.losses.minibatches import ENVIRONMENTS, ROWS, Minibatch, Unit
-from podracer_jit.numerics.deterministic import rounded
 from podracer_jit.options import option
 from podracer_jit.types import Metrics, Params, Rollout, discounts
 
@@ -76,19 +75,18 @@ class PPO(RolloutAlgorithm):
             value, rollout.reward, discounts(rollout, self.discount), rho)
     return {'advantage': advantage, 'value_target': value_target}
 
-  def batch_statistics(self, minibatch: Minibatch, add: Sum
+  def batch_statistics(self, valid: jax.Array, targets: Any
                        ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the number of valid rows, and mean and deviation of their advantages."""
-    rollout, targets = minibatch
-
-    def masked_sum(x):
-      return add(jnp.where(rollout.valid, x, 0.0).reshape(len(x), -1))
-
-    count = jnp.maximum(masked_sum(jnp.ones(rollout.valid.shape)), 1.0)
+    count = jnp.maximum(jnp.sum(valid.astype(jnp.float32)), 1.0)
     if not self.normalise_advantage:
       return count, jnp.zeros(()), jnp.ones(())
-    mean = rounded(masked_sum(targets['advantage']) / count)
-    variance = masked_sum(rounded(jnp.square(targets['advantage'] - mean))) / count
+
+    def mean_over_valid(x):
+      return jnp.sum(jnp.where(valid, x, 0.0)) / count
+
+    mean = mean_over_valid(targets['advantage'])
+    variance = mean_over_valid(jnp.square(targets['advantage'] - mean))
     return count, mean, jnp.sqrt(variance) + 1e-8
 
   def loss(self, model: Model, params: Params, minibatch: Minibatch, statistics: Any
@@ -103,7 +101,7 @@ class PPO(RolloutAlgorithm):
     moments = running_moments.of(params)
     unit = 1.0 / running_moments.deviation(moments['values']) if 'values' in moments else 1.0
     rows = (dist, value * unit, rollout.action, rollout.behaviour_log_prob,
-            rollout.behaviour_value * unit, (targets['advantage'] - mean) * (1.0 / std),
+            rollout.behaviour_value * unit, (targets['advantage'] - mean) / std,
             targets['value_target'] * unit, rollout.valid)
     loss, terms = ppo_loss(
         *(x.reshape(-1, *x.shape[2:]) for x in rows), model.policy, clip=self.clip,

@@ -1,14 +1,14 @@
-"""Sums and loops that give the same bits on any mesh.
+"""Sums over devices that give the same bits on any mesh.
 
-XLA compiles the same arithmetic to other instructions in other programs. Three mechanisms here keep
-it from that; each says why it is needed, on which version that was seen, and which test fails
-without it. Other code uses them as they are and need not know how they work.
+They are additions alone, in an order that is written down, and what they add comes out of islands
+(`numerics.islands`); so nothing here can be compiled to other bits. Without the fixed order
+`test_a_sum_by_slices_is_the_pairwise_one_on_any_mesh` fails.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,22 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-LARGEST = float(jnp.finfo(jnp.float32).max)
 AXIS = 'learner'  # the name of the learner mesh's axis
 FEW = 4096  # numbers: see `sliced`
 MANY = 1 << 18  # numbers of an array that travels alone
-
-
-def rounded(x: jax.Array) -> jax.Array:
-  """Returns a product or a quotient rounded, for where it is added to something.
-
-  In some fusions XLA contracts a product with a sum (FMA), in others it does not, and which fusions
-  there are depends on the mesh. A product that is bounded first cannot be contracted; barriers and
-  `where` do not help. Seen with jax 0.10.2 on CPUs. Without it
-  `test_a_rounded_product_is_not_contracted_with_a_sum` and
-  `test_moments_are_exact_on_any_placement` fail.
-  """
-  return jnp.clip(x, -LARGEST, LARGEST)
 
 
 def pairwise_sum(x: jax.Array) -> jax.Array:
@@ -81,9 +68,7 @@ def _sum_rows(leaves: Sequence[jax.Array], mesh_size: int) -> list[jax.Array]:
   """Sums [rows on this device, ...] of one dtype over those of all devices.
 
   As one array: between processes each collective waits some milliseconds for the others to come,
-  however little it sends (copying MANY would take longer). The last addition is every device's own,
-  also of `sliced` sums: what follows the sum can be contracted with it, so that must find an
-  addition there on any mesh.
+  however little it sends (copying MANY would take longer).
   """
   flat = jnp.concatenate([x.reshape(len(x), -1) for x in leaves], axis=1)
   rows, size = flat.shape
@@ -104,30 +89,3 @@ def plain_sum(tree: Any, mesh_size: int) -> Any:
     x = jnp.sum(x, axis=0)
     return lax.psum(x, AXIS) if mesh_size > 1 else x
   return jax.tree.map(total, tree)
-
-
-def map_in_loop(function: Callable, xs: Any) -> Any:
-  """Returns lax.map(function, xs), compiled alike for any number of turns.
-
-  XLA unrolls a loop with one iteration and hoists loop invariants, which changes fusion and
-  rounding. An optimization_barrier hides the trip count and the inputs; one padding row keeps the
-  index from being constant-folded. Seen with jax 0.10.2 on CPUs. Without it
-  `test_a_loop_of_any_number_of_turns_gives_the_same_bits` fails.
-
-  Args:
-    function: from one row of xs to a pytree of arrays.
-    xs: arrays [turns, ...]; constants are not known to XLA inside of the loop.
-  """
-  count = jax.tree.leaves(xs)[0].shape[0]
-  xs = lax.optimization_barrier(jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), xs))
-
-  def turn(carry):
-    i, ys = carry
-    y = function(jax.tree.map(lambda x: x[i], xs))
-    return i + 1, jax.tree.map(lambda ys, y: ys.at[i].set(y), ys, y)
-
-  shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], xs))
-  ys = jax.tree.map(lambda s: jnp.zeros((count + 1, *s.shape), s.dtype), shapes)
-  end = lax.optimization_barrier(jnp.int32(count))
-  _, ys = lax.while_loop(lambda carry: carry[0] < end, turn, (jnp.int32(0), ys))
-  return jax.tree.map(lambda ys: ys[:count], ys)

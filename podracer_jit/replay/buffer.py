@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from podracer_jit.numerics.islands import island
 from podracer_jit.replay import ring, slots, tree
 from podracer_jit.replay.ring import n_step_return as n_step_return
 from podracer_jit.types import Experience, Transition
@@ -76,7 +78,8 @@ class Replay(NamedTuple):
     frames, held, places = ring.init(groups, self.rows, like), (), self.rows * self.envs
     if not self.fifo:
       places = self.capacity + self.unroll_length * self.envs
-      one = jax.eval_shape(lambda: self._read(frames, jnp.zeros((), int), jnp.zeros((), int)))
+      one = jax.eval_shape(lambda: self._read(frames, jnp.zeros(1, int), jnp.zeros(1, int)))
+      one = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), one)
       held = slots.init(groups, places, one)
     def none():  # each time others: states are donated
       return jnp.zeros(groups, jnp.int32)
@@ -150,4 +153,6 @@ class Replay(NamedTuple):
 
 
 def _mass(error: jax.Array, exponent: float) -> jax.Array:
-  return jnp.power(error + LEAST, exponent)
+  """What transitions [groups, n] are drawn by."""
+  of_group = island('priorities')(lambda error: jnp.power(error + LEAST, exponent))
+  return lax.map(of_group, error)

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from podracer_jit.numerics.deterministic import rounded
+from podracer_jit.numerics.islands import island
 from podracer_jit.types import Experience, Transition
 
 
@@ -67,13 +68,21 @@ def write(ring: Ring, group: jax.Array, new: Experience, now: jax.Array
 
 def read(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: int, n_step: int,
          discount: float) -> Transition:
-  """The transitions that begin in these rows of these environments (index arrays of one shape)."""
+  """The transitions that begin in these rows of these environments (index arrays of one shape).
+
+  What is computed of them is an island for each entry of the first axis, that of groups.
+  """
   rows = ring.fresh.shape[1]
   ahead = (row[..., None] + jnp.arange(n_step)) % rows
   g, e = group[..., None], env[..., None]
-  reward, to_next, steps = n_step_return(
-      *(jnp.moveaxis(x[g, ahead, e], -1, 0)
-        for x in (ring.reward, ring.terminated, ring.truncated)), discount)
+
+  @island('n_step_return')
+  def of_group(*steps):
+    return n_step_return(*(jnp.moveaxis(x, -1, 0) for x in steps), discount)
+
+  reward, to_next, steps = lax.map(
+      lambda steps: of_group(*steps),
+      tuple(x[g, ahead, e] for x in (ring.reward, ring.terminated, ring.truncated)))
   return Transition(
       _obs(ring, group, row, env, stack), ring.action[group, row, env], reward, to_next,
       _obs(ring, group, (row + steps) % rows, env, stack), ring.added[group, row])
@@ -105,7 +114,7 @@ def n_step_return(reward: jax.Array, terminated: jax.Array, truncated: jax.Array
   goes_on, gamma = jnp.ones(reward.shape[1:], bool), jnp.ones(reward.shape[1:])
   total, steps = jnp.zeros(reward.shape[1:]), jnp.zeros(reward.shape[1:], jnp.int32)
   for r, over, cut in zip(reward, terminated, truncated, strict=True):
-    total = total + jnp.where(goes_on, rounded(gamma * r), 0.0)
+    total = total + jnp.where(goes_on, gamma * r, 0.0)
     steps = steps + goes_on
     gamma = jnp.where(goes_on, gamma * discount * (1.0 - over), gamma)
     goes_on = goes_on & ~(over | cut)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from podracer_jit.numerics.deterministic import rounded
+from podracer_jit.numerics.islands import island
 
 Tree = tuple[jax.Array, ...]  # [groups, nodes] f32 a level, leaves first, the root last
 FANOUT = 16
@@ -91,12 +92,33 @@ def draw(tree: Tree, keys: jax.Array, count: int) -> tuple[jax.Array, jax.Array]
   """
   def uniform(stream):
     return jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, stream), (count,)))(keys)
+
+  def of_groups(function, *args):
+    return lax.map(lambda group: function(*group), args)
+
   groups, whole = jnp.arange(len(keys)), total(tree)[:, None]
-  mass = rounded((jnp.arange(count) + uniform(0)) * (1.0 / count) * whole)
+  mass = of_groups(_strata, uniform(0), whole)
   if len(tree) > SMALL + 1:
     node = find(tree[SMALL:], mass)
-    inside = rounded(uniform(1) * tree[SMALL][groups[:, None], node])
+    inside = of_groups(_share, uniform(1), tree[SMALL][groups[:, None], node])
     leaf = jnp.sort(find(tree[:SMALL + 1], inside, node), axis=1)
   else:
     leaf = find(tree, mass)
-  return leaf, get(tree, groups, leaf) * (1.0 / jnp.maximum(whole, 1e-30))
+  return leaf, of_groups(_probability, get(tree, groups, leaf), whole)
+
+
+@island('strata')
+def _strata(uniform: jax.Array, whole: jax.Array) -> jax.Array:
+  """A place [count] in each of `count` equal parts of the sum `whole` [1]."""
+  count = len(uniform)
+  return (jnp.arange(count) + uniform) * (1.0 / count) * whole
+
+
+@island('share_of_node')
+def _share(uniform: jax.Array, node: jax.Array) -> jax.Array:
+  return uniform * node
+
+
+@island('probability')
+def _probability(leaf: jax.Array, whole: jax.Array) -> jax.Array:
+  return leaf / jnp.maximum(whole, 1e-30)

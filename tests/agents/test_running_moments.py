@@ -1,7 +1,5 @@
 """Running moments against NumPy on everything at once, and what they do in an update."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +8,9 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.agents import running_moments
+from podracer_jit.numerics.groups import Groups
 from tests.runs import changed, run, small
 from tests.workers import wrap
-
-_total = functools.partial(jnp.sum, axis=(0, 1))
 
 
 def test_moments_are_those_of_all_valid_rows():
@@ -24,7 +21,7 @@ def test_moments_are_those_of_all_valid_rows():
   assert_array_equal(running_moments.deviation(moments), [1, 1])
   for rollout, mask in zip(numbers, valid, strict=True):
     x = jnp.where(mask[..., None], rollout, 1e9)
-    moments = running_moments.merge(moments, running_moments.measure(x, mask, _total))
+    moments = running_moments.merge(moments, running_moments.measure(x, mask, Groups(1, 3)))
   seen = numbers[valid].astype(np.float64)
   assert moments.count == len(seen)
   assert_allclose(moments.mean, seen.mean(axis=0), rtol=1e-5)
@@ -35,8 +32,8 @@ def test_moments_are_those_of_all_valid_rows():
 
 
 def test_nothing_valid_changes_nothing():
-  moments = running_moments.measure(jnp.ones((2, 3)), jnp.ones((2, 3), bool), _total)
-  nothing = running_moments.measure(jnp.full((2, 3), 7.0), jnp.zeros((2, 3), bool), _total)
+  moments = running_moments.measure(jnp.ones((2, 3)), jnp.ones((2, 3), bool), Groups(1, 3))
+  nothing = running_moments.measure(jnp.full((2, 3), 7.0), jnp.zeros((2, 3), bool), Groups(1, 3))
   again = running_moments.merge(moments, nothing)
   jax.tree.map(assert_array_equal, again, moments)
 

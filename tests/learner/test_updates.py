@@ -303,12 +303,10 @@ def test_a_plain_sum_is_the_same_gradient_but_for_rounding():
   items = jnp.arange(num_envs)  # of one group a device, so the same envs in all
   specs = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(deterministic.AXIS))
   results = []
-  for devices, sum_groups in ((1, deterministic.exact_sum), (1, deterministic.plain_sum),
-                              (4, deterministic.plain_sum)):
+  for devices, exact in ((1, True), (1, False), (4, False)):
     sizes = rollout_updates.Sizes(num_envs, devices, 1, 1, 0)
-    gradient = on_mesh(rollout_updates.make_gradient(objective, sizes, devices, sum_groups),
-                       devices, specs,
-                       PartitionSpec())
+    gradient = on_mesh(rollout_updates.make_gradient(objective, sizes, devices, exact),
+                       devices, specs, PartitionSpec())
     local = items.reshape(devices, -1) % (num_envs // devices)
     results.append(gradient(params, rollout, (), local))
   for other in results[1:]:
@@ -401,7 +399,7 @@ def _orders(name, sizes, steps, mesh_size=1, update=0):
 
   def remember(state, items, terms):
     seen, count = state.params
-    return state._replace(params=(seen.at[count].set(items), count + 1))
+    return state._replace(params=(seen.at[count].set(items), count + 1)), jnp.float32(0)
 
   learn = rollout_updates.fuse(
       rollout_updates.make_prepare(without_targets, sizes, mesh_size), gradient, remember,
@@ -448,7 +446,7 @@ def _descend(options, gradients, rate=0.1):
   update = jax.jit(rollout_updates.make_update(optimizer, lambda steps: rate))
   state, path = _state(jnp.zeros(len(gradients[0])), optimizer), []
   for gradient in gradients:
-    state = update(state, np.float32(gradient), {'valid': jnp.float32(1)})
+    state, _ = update(state, np.float32(gradient), {'valid': jnp.float32(1)})
     path.append(np.array(state.params))
   return path
 
@@ -492,9 +490,10 @@ def test_learning_rate_falls_to_zero():
 def test_update_takes_the_rate_of_its_steps():
   optimizer = optax.identity()
   update = rollout_updates.make_update(optimizer, lambda steps: 1.0 / steps)
-  state = update(_state(jnp.float32([1, 2]), optimizer, steps=jnp.int32(4)), jnp.float32([8, -8]),
-                 {'valid': 1.0})
-  assert_array_equal(state.params, [-1, 4])
+  state, norm = update(_state(jnp.float32([1, 2]), optimizer, steps=jnp.int32(4)),
+                       jnp.float32([6, -8]), {'valid': jnp.float32(1)})
+  assert norm == 10
+  assert_array_equal(state.params, [-0.5, 4])
   assert (state.steps, state.update) == (4, 0)
 
 
@@ -507,7 +506,7 @@ def test_the_rate_follows_the_policys_change():
   for kl in [0.021, 0.019, 0.006, 0.004, 0.004, *[0.0] * 5, *[1.0] * 30]:
     terms = {'valid': jnp.float32(4), 'approx_kl': jnp.float32(4 * kl)}
     before = state.params
-    state = update(state, np.float32([0.1]), terms)
+    state, _ = update(state, np.float32([0.1]), terms)
     factors.append(float((before - state.params)[0]) / 0.9999)  # Adam's own step is g / (|g| + eps)
   assert_allclose(factors[:5], [1 / 1.5, 1 / 1.5, 1 / 1.5, 1, 1.5], rtol=1e-3)
   assert_allclose(factors[9], 10.0, rtol=1e-3)  # 1e-2 of a rate of 1e-3

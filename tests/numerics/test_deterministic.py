@@ -43,26 +43,3 @@ def test_a_sum_by_slices_is_the_pairwise_one_on_any_mesh(groups, sizes):
   assert ways == {True, False}
   # The order matters to these numbers.
   assert (sum(tree['w'][::-1]) != expected['w']).any()
-
-
-def _numbers(seed, *shape):
-  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-@pytest.mark.parametrize('rows', [1, 2, 3])
-def test_a_loop_of_any_number_of_turns_gives_the_same_bits(rows):
-  """Seen to fail with lax.map (jax 0.10.2), whose only turn is taken out of the loop.
-
-  The product is the same in all turns, so XLA makes it before a loop of several; of one turn it
-  contracts the product with the sum.
-  """
-  xs, p, q = _numbers(0, 4, 64, 64), _numbers(1, 64, 64), _numbers(2, 64, 64)
-  program = jax.jit(lambda xs, p, q: deterministic.map_in_loop(lambda x: p * q + x, xs))
-  assert_array_equal(program(xs[:rows], p, q), program(xs, p, q)[:rows])
-
-
-def test_a_rounded_product_is_not_contracted_with_a_sum():
-  """Seen to fail without `rounded` (jax 0.10.2): the fused product and sum are rounded once."""
-  p, q, x = (_numbers(seed, 64, 64) for seed in range(3))
-  fused = jax.jit(lambda p, q, x: deterministic.rounded(p * q) + x)(p, q, x)
-  assert_array_equal(fused, p * q + x)  # NumPy rounds twice
