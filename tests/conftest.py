@@ -10,10 +10,19 @@ os.environ['NPROC'] = '16'  # the size of XLA's thread pool changes the bits of 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.flags import COMPILED_SOON  # noqa: E402
+
 jax.config.update('jax_num_cpu_devices', 8)
 
 
+def pytest_addoption(parser):
+  parser.addoption('--compile-soon', action='store_true',
+                   help='compile programs in less than half the time; they run longer')
+
+
 def pytest_configure(config):
+  if config.getoption('--compile-soon'):
+    os.environ['XLA_FLAGS'] = f'{COMPILED_SOON} {os.environ.get("XLA_FLAGS", "")}'
   config.addinivalue_line('filterwarnings', 'ignore:::gymnasium')
   # What one test compiled, another need not: a folder for this run of pytest, which the workers
   # of xdist share. Processes that tests start keep theirs beside it, and not in the user's cache.

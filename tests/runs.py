@@ -14,11 +14,10 @@ from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.run import build
 from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import placement
+from tests.flags import COMPILED_SOON
 
-# For processes that run for seconds: XLA compiles in a third of the time, and keeps more programs
-# than it does for people. Bits that such processes compare were all made so; `test_exactness`
-# compares those of XLA as people run it.
-QUICK = os.environ | {'XLA_FLAGS': '--xla_backend_optimization_level=0',
+# For processes that run for seconds; they also keep more programs than is done for people.
+QUICK = os.environ | {'XLA_FLAGS': COMPILED_SOON,
                       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1'}
 
 

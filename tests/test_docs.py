@@ -67,3 +67,10 @@ def test_every_config_makes_its_smoke_run(name, tmp_path):
       check=False)
   assert result.returncode == 0, result.stderr
   assert 'finished at update' in result.stdout
+
+
+def test_the_table_of_what_was_checked_is_made_of_the_tests():
+  done = subprocess.run([sys.executable, '-m', 'tests.same_bits'], capture_output=True, text=True,
+                        timeout=300, cwd=ROOT, check=False)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout in (ROOT / 'docs' / 'exactness.md').read_text()

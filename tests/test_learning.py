@@ -50,6 +50,8 @@ def _run_of(name):
   return fresh(changed(module.get_config().to_dict(), **fields))
 
 
+pytestmark = pytest.mark.as_shipped  # they run longer than they compile
+
 RUNS = [(name, seed) for name in CASES for seed in (1, 2, 3)]
 RUNS[0] = pytest.param(*RUNS[0], marks=pytest.mark.quick)
 

@@ -114,6 +114,8 @@ def recurrent(loss, **fields):
 
 
 @pytest.mark.parametrize('loss', ['ppo', 'impala'])
+@pytest.mark.same_bits('two actors and learners, recurrent',
+                       'IMPALA: LSTM (`sync`, `fused`), PPO: GRU (also `dppo`)')
 def test_recurrent_training_is_exact_on_any_placement(loss):
   config = recurrent(loss)
   expected, _, state = run(config)

@@ -84,6 +84,8 @@ def impala():
 
 
 @pytest.mark.parametrize('make', [config, late_and_squashed, impala])
+@pytest.mark.same_bits('two actors and learners, with running moments',
+                       'IMPALA, PPO: MLP (`sync`, `cleanba`, `fused`)')
 def test_moments_are_exact_on_any_placement(make):
   whole = changed(make(), num_shards=2, num_grad_shards=2)
   expected, _, state = run(whole)

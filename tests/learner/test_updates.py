@@ -256,6 +256,7 @@ LARGE = {
 
 @pytest.mark.parametrize('name, size, microbatch_rows', [
     ('impala', 'mlp', 1088), ('ppo', 'mlp', 0), ('impala', 'cnn', 0), ('ppo', 'cnn', 0)])
+@pytest.mark.same_bits('a gradient on 1, 2, 4 devices, large batches', 'IMPALA, PPO: MLP, CNN')
 def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
   network, steps, num_envs, obs_shape = LARGE[size]
   dtype = np.uint8 if len(obs_shape) == 3 else np.float32
@@ -320,6 +321,7 @@ def _state(params, optimizer=None, **fields):
 
 
 @pytest.mark.parametrize('groups', [4, 8])  # of 8 devices sums are made by slices
+@pytest.mark.same_bits('a whole update on 1, 4, 8 devices, large batches', 'PPO: MLP')
 def test_learning_is_exact_on_any_mesh(groups):
   """Two epochs of two minibatches: parameters, receipts and all other metrics."""
   network, steps, num_envs, obs_shape = LARGE['mlp']

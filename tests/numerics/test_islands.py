@@ -7,9 +7,11 @@ import pytest
 from jax import lax
 from numpy.testing import assert_array_equal
 
+from benchmarks.compiled import islands
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.islands import island
-from tests.compiled import islands
+
+pytestmark = pytest.mark.as_shipped  # what XLA does without islands it does with all its flags
 
 
 def _numbers(seed, count=10_000):
@@ -49,6 +51,7 @@ def test_a_product_is_rounded_before_it_is_added_to_something():
     lambda x, y, z: lax.map(lambda a: sum_of_products(a * z, y, z), jnp.stack([x, y, z]))[0] * x,
     lambda x, y, z: jax.vmap(lambda a: sum_of_products(a * z, y, z))(jnp.stack([x, y, z]))[0] * x,
 ])
+@pytest.mark.same_bits('what stands around an island', '10,000 numbers of all magnitudes')
 def test_an_island_is_the_same_in_any_surroundings(surroundings, numbers):
   x, y, z = (numbers(seed) for seed in range(3))
   alone = np.asarray(jax.jit(sum_of_products)(jax.jit(lambda x, z: x * z)(x, z), y, z))

@@ -203,6 +203,8 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize('name', RUNS)
+@pytest.mark.same_bits('killed at random and resumed',
+                       'IMPALA: MLP (`cleanba`), PPO: MLP (`fused`)')
 def test_a_killed_run_goes_on_to_the_same_bits(name, whole, tmp_path):
   """Killed at a random moment, between its start and its end."""
   written, more = random.randrange(9), random.random() * 0.3

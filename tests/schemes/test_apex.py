@@ -61,6 +61,8 @@ def made(kind, scheme, runner=loops.run, actors=(0,), learners=(0,)):
 @pytest.mark.parametrize('kind, scheme, actors, learners', [
     ('dqn', 'fused', (0,), (0,)), ('pixels', 'ddppo', (0, 1), (0, 1)),
     ('dpg', 'sync', (0,), (1, 2))])
+@pytest.mark.same_bits('one device and two, `sync`, `fused`, `ddppo`, large batches',
+                       'DQN: MLP, CNN; DPG')
 def test_placement_changes_no_bit(kind, scheme, actors, learners):
   receipts, _, state = made(kind, 'sync')
   assert len(set(receipts)) == UPDATES
@@ -69,6 +71,7 @@ def test_placement_changes_no_bit(kind, scheme, actors, learners):
 
 
 @pytest.mark.parametrize('kind', ['dqn', 'dpg'])
+@pytest.mark.same_bits('`apex_lockstep` and `cleanba`, other devices, large batches', 'DQN, DPG')
 def test_lockstep_is_cleanba_with_a_replay_on_any_placement(kind):
   receipts, reports, _ = made(kind, 'apex_lockstep')
   assert made(kind, 'cleanba', actors=(0, 1), learners=(2, 3))[0] == receipts
@@ -115,6 +118,7 @@ def _train(workdir, total, learners=(0,), **fields):
 
 
 @pytest.mark.parametrize('replay', [pytest.param(True, marks=pytest.mark.quick), False])
+@pytest.mark.same_bits('resumed on another mesh', 'DPG')
 def test_a_resumed_run_has_the_same_bits_on_another_mesh(replay, tmp_path):
   """Without its replay in the checkpoint every segment begins with an empty one."""
   whole = _train(tmp_path / 'one', 8 * 256, checkpoint__replay=replay)

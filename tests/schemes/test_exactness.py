@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.as_shipped
+
 ROOT = Path(__file__).parents[2]
 COMMON = ['--config.num_shards=2', '--config.num_grad_shards=4', '--config.log.tensorboard=False',
           '--config.placement.env_threads=1']
@@ -56,6 +58,8 @@ def _receipts(workdir, case, place, *more):
 
 
 @pytest.mark.parametrize('case', CASES)
+@pytest.mark.same_bits('one core or two, 1 to 8 virtual devices, 1 process and 2, large batches',
+                       'IMPALA: CNN (`cleanba`), PPO: MLP (`sync`, `fused`)')
 def test_the_same_bits_in_any_surroundings(case, receipts):
   made = {place: receipts(case, place) for place in PLACES}
   if 'sync' in CASES[case][1]:

@@ -5,6 +5,7 @@ import re
 import sys
 
 import jax
+import jax.export
 import pytest
 
 from podracer_jit import loops
@@ -13,9 +14,11 @@ from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari, apex_dqn_catch, i
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.learner import rollout_updates
+from podracer_jit.learner.rollout_learner import RolloutLearner
 from podracer_jit.run import build
-from podracer_jit.runtime import channels
+from podracer_jit.runtime import channels, placement
 from tests.runs import changed, fresh, initial_state, prepared, run, small
+from tests.schemes import test_islands
 from tests.workers import not_writer, wrap
 
 pytestmark = pytest.mark.implementation
@@ -120,3 +123,42 @@ def test_transfers_happen_in_hand_offs_alone(monkeypatch):
   assert values.count('rollouts of actor 0') == 5
   assert values.count('parameters for actor 0') == 4  # the last version nobody would read
   assert len(inside) == 5 + 4
+
+
+def _arguments(whole):
+  """What the learner is called with, as shapes."""
+  found = []
+
+  def look(call, carry, *batch):
+    rollout = placement.gather([item.value for item in batch], whole.place.mesh)
+    found.append(jax.eval_shape(lambda *args: args, carry.train, rollout))
+
+  run(None, updates=1, of=whole, tamper=wrap('learner', before=look))
+  return found[0]
+
+
+@pytest.mark.parametrize('case', test_islands.CASES)
+def test_learners_are_lowered_for_accelerators(case):
+  """Learning, G and U apart, and acting: for CUDA and TPUs, with nothing in it that is a CPU's."""
+  whole = fresh(test_islands.CASES[case][0]())
+  learner, mesh, platforms = whole.learner, whole.place.mesh, ('cuda', 'tpu')
+  state, rollout = _arguments(whole)
+
+  def text(function, *args):
+    exported = jax.export.export(jax.jit(function), platforms=platforms)(*args)
+    assert exported.platforms == platforms
+    return exported.mlir_module()
+
+  texts = [text(learner.learn, state, rollout)]
+  if isinstance(learner, RolloutLearner):
+    (programs,), updates = learner.gradient_programs([mesh]), learner.update_programs
+    prepared = jax.eval_shape(programs.prepare, state.params, state.key, rollout)
+    step = jax.ShapeDtypeStruct((), int)
+    groups = jax.eval_shape(programs.gradient, state.params, prepared, step)
+    texts += [text(programs.gradient, state.params, prepared, step),
+              text(updates.step, state, groups),
+              text(programs.prepare, state.params, state.key, rollout)]
+  for lowered in texts[:3]:  # IMPALA has no targets, so nothing to compute before gradients
+    assert 'optimization_barrier' in lowered
+  for lowered in texts:
+    assert not re.findall(r'custom_call @(?!Sharding|SPMD)\w+', lowered)

@@ -5,7 +5,7 @@ import collections
 import jax
 import pytest
 
-from tests.compiled import islands, recorded
+from benchmarks.compiled import islands, recorded
 from tests.runs import changed, fresh, run, small
 from tests.schemes import test_apex
 
@@ -46,6 +46,8 @@ CASES = {
 
 
 @pytest.mark.parametrize('case', CASES)
+@pytest.mark.same_bits('compiled bodies of all islands: one device, two, `fused`, G and U apart',
+                       'IMPALA: ResNet, PPO: GRU with running moments, DQN: MLP')
 def test_the_islands_of_all_programs_have_equal_bodies(case):
   make, places, expected = CASES[case]
   bodies = {}

@@ -53,6 +53,7 @@ def test_every_scheme_is_tested():
 
 @pytest.mark.parametrize('loss', ['ppo', 'impala'])
 @pytest.mark.parametrize('scheme', BLOCKING)
+@pytest.mark.same_bits('all schemes that repeat, large batches', 'IMPALA, PPO: MLP')
 def test_the_same_arithmetic_gives_the_same_bits_wherever_it_is(scheme, loss):
   receipts = made(scheme, loss)[0]
   assert receipts == made('cleanba' if scheme in LAG else 'sync', loss)[0]

@@ -24,6 +24,7 @@ CASES = {
 
 
 @pytest.mark.parametrize('case', ['impala-mlp', 'ppo-mlp'])
+@pytest.mark.same_bits('`fused` and `sync`', 'IMPALA, PPO: MLP')
 def test_fused_and_sync_give_the_same_bits(case):
   config = CASES[case]()
   sync, _, _ = run(config)
@@ -65,12 +66,15 @@ def test_lag_one_is_not_lag_zero():
 @pytest.mark.parametrize('loss', ['impala', 'ppo'])
 @pytest.mark.parametrize('scheme', ['sync', 'cleanba'])
 @pytest.mark.parametrize('slow', ['learner', 'actor', 'writer'])
+@pytest.mark.same_bits('a slow learner, actor or writer', 'IMPALA, PPO: MLP (`sync`, `cleanba`)')
 def test_a_slow_side_changes_no_bit(loss, scheme, slow):
   slowly = wrap(slow, before=lambda *_: time.sleep(random.random() * 0.1))
   assert _run(scheme, loss, tamper=slowly)[0] == _receipts(scheme, loss)
 
 
 @pytest.mark.parametrize('case', ['impala-cnn', 'ppo-cnn'])
+@pytest.mark.same_bits('two actors and learners, split meshes',
+                       'IMPALA: ResNet, PPO: CNN (`sync`, `fused`)')
 def test_placement_changes_no_bit(case):
   config = changed(CASES[case](), num_shards=2, num_grad_shards=2)
   expected, _, _ = run(config)
@@ -95,6 +99,9 @@ def test_placement_changes_no_bit(case):
     ('ppo', dict(num_shards=3, num_grad_shards=3, num_minibatches=1, unroll_length=7,
                  env__num_envs=9),
      [((0, 1, 2), (0, 1, 2), 1, 2), ((3,), (0, 1, 2), 3, 1)])])
+@pytest.mark.same_bits('1 to 4 actors and learners, shared or split, 1 to 4 shards an actor, '
+                       '1 and 2 threads',
+                       'IMPALA, PPO: MLP (`sync`, `cleanba`, `fused`)')
 def test_shards_devices_and_threads_change_no_bit(loss, shape, places):
   config = changed(small(loss), **shape)
   expected, _, _ = run(config)

@@ -1,9 +1,13 @@
 """Says whether two runs are the same to the last bit, and if not, where they first differ.
 
   podracer_jit compare runs/a runs/b
+  podracer_jit compare --deep runs/a runs/b
 
 It reads the receipts of both runs, which have a fingerprint of every update's batch and parameters,
-and then prints the two learning curves side by side.
+and then prints the two learning curves side by side. With --deep it makes the first differing
+update of both runs again, each where the run made it, and says which array differs first (a leaf of
+the rollout, of a gradient, of the optimizer's state or of the parameters) and by how many units in
+the last place. That needs the checkpoint before the update's segment.
 
 Exit code: 0 if all updates that both have are identical, 1 if some differ, 2 if there is nothing to
 compare.
@@ -25,11 +29,12 @@ def main(argv: Sequence[str]) -> int:
   if set(argv[1:]) & {'-h', '--help'}:
     print(__doc__)
     return 0
-  if len(argv) != 3 or any(arg.startswith('-') for arg in argv[1:]):
+  wants_deep, args = '--deep' in argv, [arg for arg in argv[1:] if arg != '--deep']
+  if len(args) != 2 or any(arg.startswith('-') for arg in args):
     print('podracer_jit compare: two workdirs are needed: podracer_jit compare runs/a runs/b',
           file=sys.stderr)
     return 2
-  workdirs = [Path(arg) for arg in argv[1:]]
+  workdirs = [Path(arg) for arg in args]
   try:
     configs = [checkpoint.read_config(workdir) for workdir in workdirs]
     headers, receipts = zip(*map(checkpoint.read_receipts, workdirs), strict=True)
@@ -39,12 +44,24 @@ def main(argv: Sequence[str]) -> int:
   except (ValueError, OSError) as error:
     print(f'podracer_jit compare: {error}', file=sys.stderr)
     return 2
-  for line in [*config_differences(*configs), *header_differences(*headers)]:
-    print(line)
-  verdict, same = compare(*receipts)
-  print(verdict)
-  print_curves(*curves)
-  return 0 if same else 1
+  verdict, different = compare(*receipts)
+  try:
+    for line in [*config_differences(*configs), *header_differences(*headers)]:
+      print(line)
+    print(verdict)
+    if wants_deep and different is not None:
+      sys.stdout.flush()
+      from podracer_jit.run import deep  # here, since reading receipts need not load NumPy
+      print(*deep.differences(workdirs, different), sep='\n')
+    print_curves(*curves)
+    sys.stdout.flush()
+  except ValueError as error:
+    print(f'podracer_jit compare: {error}', file=sys.stderr)
+    return 2
+  except BrokenPipeError:  # as in `podracer_jit compare a b | head`
+    print(f'podracer_jit compare: its output was cut; {verdict}', file=sys.stderr)
+    raise
+  return 0 if different is None else 1
 
 
 def config_differences(one: dict, two: dict) -> list[str]:
@@ -70,8 +87,8 @@ def header_differences(one: Sequence[dict], two: Sequence[dict]) -> list[str]:
   return found
 
 
-def compare(one: dict[int, dict], two: dict[int, dict]) -> tuple[str, bool]:
-  """The verdict in words, and whether it is "identical"."""
+def compare(one: dict[int, dict], two: dict[int, dict]) -> tuple[str, int | None]:
+  """The verdict in words, and the first update that differs, if one does."""
   common = sorted(one.keys() & two.keys())
   for update in common:
     differ = [name for name in ('batch', 'params') if one[update][name] != two[update][name]]
@@ -82,11 +99,11 @@ def compare(one: dict[int, dict], two: dict[int, dict]) -> tuple[str, bool]:
               ('batch',): 'the batch differs; the parameters do not'}[tuple(differ)]
       values = ', '.join(f'{name} {one[update][name]} in A, {two[update][name]} in B'
                          for name in differ)
-      return f'differ at update {update}: {what}\n  {values}', False
+      return f'differ at update {update}: {what}\n  {values}', update
   longest = max(max(one), max(two))
   rest = '' if len(common) == len(one) == len(two) else \
       f'; A has {len(one)} and B {len(two)}, up to update {longest}'
-  return f'identical: {len(common)} updates, batches and parameters{rest}', True
+  return f'identical: {len(common)} updates, batches and parameters{rest}', None
 
 
 def print_curves(one: Sequence[dict], two: Sequence[dict]) -> None:

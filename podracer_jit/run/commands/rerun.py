@@ -49,13 +49,13 @@ def main(argv: Sequence[str]) -> int:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
     workdir = _check(values, rest)
-    experiment = _experiment(workdir)
+    experiment = one_device_experiment(workdir)
     _check_env(values.env, experiment)
     headers, receipts = checkpoint.read_receipts(workdir)
-    header = _header(headers, receipts, values.update)
+    header = header_of(headers, receipts, values.update)
     host.prepare_host(experiment.placement)
     run = build.make_run(experiment)
-    state = _state_before(run, workdir, header)
+    state = state_before(run, workdir, header)
   except (ValueError, OSError, flags.Error) as error:
     print(f'podracer_jit rerun: {" ".join(str(error).split())}', file=sys.stderr)
     return 2
@@ -80,7 +80,7 @@ def _check(values: flags.FlagValues, rest: Sequence[str]) -> Path:
   return Path(values.workdir)
 
 
-def _experiment(workdir: Path) -> Experiment:
+def one_device_experiment(workdir: Path) -> Experiment:
   """The experiment of the run in workdir, on one device, with a scheme whose rollouts are in sight.
 
   Raises:
@@ -107,7 +107,7 @@ def _check_env(env: int, experiment: Experiment) -> None:
     raise ValueError(f'--env: must be from 0 to {experiment.env.num_envs - 1}, got {env}')
 
 
-def _header(headers: Sequence[dict], receipts: Mapping[int, dict], update: int) -> dict:
+def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int) -> dict:
   """Of the segment that holds the update."""
   if update not in receipts:
     raise ValueError(f'--update: there is no receipt of update {update}; there are those of 1 to '
@@ -115,7 +115,7 @@ def _header(headers: Sequence[dict], receipts: Mapping[int, dict], update: int) 
   return max((h for h in headers if h['first_update'] <= update), key=lambda h: h['first_update'])
 
 
-def _state_before(run: build.Run, workdir: Path, header: dict) -> TrainState:
+def state_before(run: build.Run, workdir: Path, header: dict) -> TrainState:
   """The state that the segment began with."""
   before, first = header['first_update'] - 1, run.initial_state()
   if before == 0:
@@ -141,7 +141,7 @@ def rerun(run: build.Run, state: TrainState, index: int, update: int,
     state: the train state that the segment began with; donated.
     index: of the segment.
     update: the last one to make.
-    receipts: of the run, by update.
+    receipts: of the run, by update; an update without one is not checked.
 
   Raises:
     Differs: an update on the way is not as its receipt says.
@@ -153,9 +153,9 @@ def rerun(run: build.Run, state: TrainState, index: int, update: int,
     for i in range(report.count):
       made = dict(update=int(metrics['update'][i]), batch=as_hex(metrics['batch'][i]),
                   params=as_hex(metrics['params'][i]))
-      if made != receipts[made['update']]:
-        raise Differs(f'update {made["update"]} is not what it was: {made}, its receipt '
-                      f'{receipts[made["update"]]}')
+      receipt = receipts.get(made['update'], made)
+      if made != receipt:
+        raise Differs(f'update {made["update"]} is not what it was: {made}, its receipt {receipt}')
 
   def watched(worker: loops.Worker) -> loops.Worker:
     def fire(carry, *batch):

@@ -1,0 +1,217 @@
+"""Searches for experiments whose bits depend on where or how they run.
+
+.venv/bin/python -m benchmarks.fuzz_bits --first=1 --count=100 [--updates=60] [--isa=AVX2]
+
+Experiment n is drawn at random from n: algorithm, network, core, normalisers, optimizer, odd sizes,
+1 to 4 groups. It is run in three ways, drawn from the schemes and placements that must agree
+(`benchmarks.agreement`); their receipts must be equal. If they differ, the experiment is made
+smaller for as long as it still differs, and the smallest is printed with its first differing update
+and the islands to blame.
+
+--isa: the most that XLA may use of the CPU's instructions: SSE4_2, AVX, AVX2 or AVX512.
+--xla_threads: the size of XLA's thread pool.
+Exit code: 0 no difference, 1 some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import os
+import random
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from benchmarks import agreement
+from podracer_jit import experiment
+from podracer_jit.run.resolve import resolve
+
+DISCRETE, CONTINUOUS = ('CartPole-v1', 'Catch-v0', 'Acrobot-v1'), ('Pendulum-v1',)
+PIXELS = dict(task='Pong-v5', img_height=42, img_width=42, max_episode_steps=12, noop_max=4)
+
+
+def draw(number: int) -> dict[str, Any]:
+  """Returns experiment `number`, as nested dicts; the same number gives the same experiment."""
+  rng = random.Random(number)
+  while True:
+    config = _draw(rng)
+    try:
+      for lag in (0, 1):
+        for way in agreement.variants(config, lag):
+          resolve(copy.deepcopy(config) | dict(scheme=way.scheme))
+      return config
+    except ValueError:
+      continue  # such parts do not go together
+
+
+def _draw(rng: random.Random) -> dict[str, Any]:
+  loss = rng.choice(['ppo', 'ppo', 'impala', 'impala', 'dqn', 'dpg'])
+  pixels = loss != 'dpg' and rng.random() < 0.1
+  network = 'deterministic' if loss == 'dpg' else (
+      rng.choice(['nature_cnn', 'impala_resnet']) if pixels else 'mlp')
+  config = experiment.config(loss, network, rng.choice(['adam', 'rmsprop', 'centred_rmsprop'])
+                             ).to_dict()
+  groups = rng.choice([1, 2, 3, 4])
+  num_shards = rng.choice([n for n in (1, 2, 3, 4) if groups % n == 0 or n % groups == 0])
+  both = math.lcm(groups, num_shards)
+  config['env'] |= PIXELS if pixels else dict(
+      task=rng.choice(CONTINUOUS if loss == 'dpg' else DISCRETE + CONTINUOUS))
+  config['env']['num_envs'] = both * rng.choice([1, 2, 3, 5] if pixels else [2, 3, 5, 7, 16])
+  config |= dict(
+      seed=rng.randrange(1000), num_shards=num_shards, num_grad_shards=groups,
+      unroll_length=rng.choice([4, 7] if pixels else [5, 8, 13, 32]), total_steps=10**6,
+      microbatch_rows=rng.choice([0, 0, 24]))
+  _draw_optimizer(rng, config, loss)
+  if pixels:
+    config['network'] |= dict(channels=(8, 16), hidden=32) | (
+        dict(kernels=(4, 3), strides=(4, 1)) if network == 'nature_cnn' else {})
+  elif network == 'mlp':
+    config['network']['hidden'] = rng.choice([(5,), (64, 64), (33, 17), (128, 8)])
+  else:
+    config['network'] |= dict(actor_hidden=(rng.choice([9, 32]), 16), critic_hidden=(33, 16))
+  if loss in ('ppo', 'impala'):
+    _draw_rollout_algorithm(rng, config, loss)
+  else:
+    _draw_replay(rng, config, groups)
+  return config
+
+
+def _draw_optimizer(rng: random.Random, config: dict[str, Any], loss: str) -> None:
+  config['optimizer'] |= dict(max_grad_norm=rng.choice([0.5, 40.0]), anneal=rng.random() < 0.5,
+                              learning_rate=rng.choice([1e-4, 1e-3]))
+  if loss == 'ppo' and rng.random() < 0.25:
+    config['optimizer'] |= dict(kl_target=0.01, anneal=False)
+
+
+def _draw_rollout_algorithm(rng: random.Random, config: dict[str, Any], loss: str) -> None:
+  config['network'] |= dict(core=rng.choice(['none', 'none', 'gru', 'lstm']),
+                            core_size=rng.choice([8, 17]), separate_critic=rng.random() < 0.3)
+  config['normalise'] |= dict(obs=rng.random() < 0.4, reward=rng.random() < 0.4,
+                              value=loss == 'ppo' and rng.random() < 0.4)
+  config['num_minibatches'] = rng.choice([1, 2, 3])
+  if loss == 'ppo':
+    config['num_epochs'] = rng.choice([1, 2, 3])
+    config['loss'] |= dict(vtrace=rng.random() < 0.3, clip_value=rng.random() < 0.3)
+
+
+def _draw_replay(rng: random.Random, config: dict[str, Any], groups: int) -> None:
+  share = config['env']['num_envs'] // groups
+  config['replay'] |= dict(
+      capacity=groups * rng.choice([200, 700, 5000]), min_size=groups * 8 * share,
+      batch_size=groups * rng.choice([7, 32, 96]), gradient_steps=rng.choice([1, 3]),
+      eviction='prioritised' if config['loss']['name'] == 'dpg' else 'fifo')
+  config['loss'] |= dict(target_every=rng.choice([3, 20]), n_step=rng.choice([1, 3]))
+
+
+def smaller(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+  """Yields simpler experiments, each with one thing less."""
+  def with_(section: str | None, **fields: Any) -> dict[str, Any]:
+    other = copy.deepcopy(config)
+    (other[section] if section else other).update(fields)
+    return other
+
+  for name, on in config['normalise'].items():
+    if on:
+      yield with_('normalise', **{name: False})
+  if config['network'].get('core', 'none') != 'none':
+    yield with_('network', core='none')
+  if config['network'].get('separate_critic'):
+    yield with_('network', separate_critic=False)
+  if config['optimizer']['kl_target']:
+    yield with_('optimizer', kl_target=0.0)
+  if config['optimizer']['anneal']:
+    yield with_('optimizer', anneal=False)
+  for name in ('vtrace', 'clip_value'):
+    if config['loss'].get(name):
+      yield with_('loss', **{name: False})
+  for name in ('num_epochs', 'num_minibatches', 'num_shards', 'num_grad_shards'):
+    if config[name] > 1:
+      yield with_(None, **{name: 1})
+  if config['microbatch_rows']:
+    yield with_(None, microbatch_rows=0)
+  if config['unroll_length'] > 2:
+    yield with_(None, unroll_length=config['unroll_length'] // 2)
+  groups = math.lcm(config['num_shards'], config['num_grad_shards'])
+  if config['env']['num_envs'] > groups:
+    yield with_('env', num_envs=groups)
+
+
+def draw_ways(config: dict[str, Any], number: int) -> list[agreement.Variant]:
+  """Returns three ways to run experiment `number` that must agree, or as many as there are."""
+  rng = random.Random(f'ways of {number}')
+  first, *others = agreement.variants(config, rng.choice([0, 0, 1]))
+  return [first, *rng.sample(others, min(2, len(others)))]
+
+
+def disagreement(config: dict[str, Any], number: int, updates: int) -> str:
+  """Returns how the first run differs that does; '' if none."""
+  ways = draw_ways(config, number)
+  for way, words in agreement.disagreements(config, ways, updates):
+    if words:
+      return f'{ways[0]} and {way} {words}'
+  return ''
+
+
+def shrink(config: dict[str, Any], number: int, words: str, updates: int
+           ) -> tuple[dict[str, Any], str]:
+  """Returns the smallest experiment found that still differs, and how it does."""
+  for other in smaller(config):
+    try:
+      found = disagreement(other, number, updates)
+    except ValueError:
+      continue  # it cannot be that small
+    if found:
+      return shrink(other, number, found, updates)
+  return config, words
+
+
+def describe(config: dict[str, Any]) -> str:
+  """Returns an experiment in a few words."""
+  network = config['network']
+  on = [name for name, value in config['normalise'].items() if value]
+  return ' '.join([
+      config['loss']['name'], network['name'], network.get('core', 'none'),
+      config['optimizer']['name'], config['env']['task'],
+      f'{config["env"]["num_envs"]}x{config["unroll_length"]}',
+      f'{config["num_grad_shards"]} groups', '+'.join(on)]).strip()
+
+
+def main() -> int:
+  """Runs the script; returns its exit code."""
+  parser = argparse.ArgumentParser(description=__doc__,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--first', type=int, default=1, help='number of the first experiment')
+  parser.add_argument('--count', type=int, default=100, help='how many')
+  parser.add_argument('--updates', type=int, default=60, help='of each run')
+  parser.add_argument('--isa', choices=['SSE4_2', 'AVX', 'AVX2', 'AVX512'])
+  parser.add_argument('--xla_threads', type=int, default=16)
+  args = parser.parse_args()
+  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  os.environ['NPROC'] = str(args.xla_threads)
+  if args.isa:
+    os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_cpu_max_isa={args.isa}'
+  jax.config.update('jax_num_cpu_devices', agreement.DEVICES)
+  different = 0
+  for number in range(args.first, args.first + args.count):
+    config, start = draw(number), time.monotonic()
+    words = disagreement(config, number, args.updates)
+    ways = ' '.join(map(str, draw_ways(config, number)))
+    print(f'{"DIFFERENT" if words else "identical"} {number:5}  {describe(config)}: {ways} '
+          f'({time.monotonic() - start:.0f} s) {words}', flush=True)
+    if words:
+      different += 1
+      smallest, words = shrink(config, number, words, args.updates)
+      print(f'  smallest: {words}\n  {smallest}', flush=True)
+  print(f'{args.count - different} of {args.count} experiments are identical everywhere, '
+        f'{args.updates} updates each')
+  return 1 if different else 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

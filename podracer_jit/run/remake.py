@@ -1,0 +1,121 @@
+"""Makes one update of a run again, where the run made it, and writes every array on the way.
+
+python -m podracer_jit.run.remake WORKDIR UPDATE OUT.npz
+
+A process of its own for each side of `podracer_jit compare --deep`, since the size of XLA's thread
+pool and the number of devices are fixed when JAX starts. The arrays of OUT.npz are named
+'stage|leaf' and are in the order in which an update makes them.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from podracer_jit import loops
+from podracer_jit.learner.rollout_learner import RolloutLearner
+from podracer_jit.learner.rollout_updates import update_key
+from podracer_jit.numerics.deterministic import AXIS, pairwise_sum
+from podracer_jit.run import build, checkpoint, config
+from podracer_jit.run.commands import rerun
+from podracer_jit.run.resolve import changed, resolve
+from podracer_jit.runtime import host, placement
+from podracer_jit.types import Rollout, TrainState
+
+Arrays = dict[str, np.ndarray]
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command; returns its exit code."""
+  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  workdir, update, out = Path(argv[1]), int(argv[2]), Path(argv[3])
+  try:
+    np.savez(out, **remake(workdir, update))
+  except (ValueError, OSError) as error:
+    print(f'{workdir}: {" ".join(str(error).split())}', file=sys.stderr)
+    return 2
+  return 0
+
+
+def remake(workdir: Path, update: int) -> Arrays:
+  """Returns the arrays of an update by 'stage|leaf'.
+
+  Args:
+    workdir: of the run; its config says where the update is made.
+    update: the number of the update.
+
+  Raises:
+    ValueError: it cannot be made again.
+  """
+  on_one_device = rerun.one_device_experiment(workdir)  # and a check that it can be made again
+  experiment = resolve(checkpoint.read_config(workdir))
+  headers, receipts = checkpoint.read_receipts(workdir)
+  header = rerun.header_of(headers, receipts, update)
+  host.prepare_host(experiment.placement)
+  run = build.make_run(experiment)
+
+  def state_after(last: int) -> TrainState:
+    """The state after update `last`, made as the run made it."""
+    state = rerun.state_before(run, workdir, header)
+    count = last - header['first_update'] + 1
+    if count == 0:
+      return state
+    with build.segment(run, state, header['segment'], count, lambda report: None) as segment:
+      return loops.run(segment.workers)['learner'].train
+
+  before = jax.device_get(_to_compare(state_after(update - 1)))
+  arrays = _named('state before the update', before)
+  if isinstance(run.learner, RolloutLearner):
+    # This update may differ from its receipt: that is what somebody wants to understand.
+    earlier = {number: line for number, line in receipts.items() if number < update}
+    on_one = build.make_run(changed(on_one_device, placement=config.ONE_DEVICE | {
+        'actor_platform': experiment.placement.actor_platform}))
+    rollout = rerun.rerun(on_one, rerun.state_before(on_one, workdir, header), header['segment'],
+                          update, earlier)
+    arrays |= _named('rollout', rollout._asdict())
+    arrays |= _step_by_step(run.learner, state_after(update - 1), rollout)
+  return arrays | _named('state after the update', _to_compare(state_after(update)))
+
+
+def _to_compare(state: TrainState) -> dict[str, Any]:
+  return {'params': state.params, 'opt_state': state.opt_state, 'target': state.target,
+          'replay': state.replay}
+
+
+def _step_by_step(learner: RolloutLearner, state: TrainState, rollout: Rollout) -> Arrays:
+  """What the gradient steps of an update make, each by programs of its own on the run's devices."""
+  mesh = learner.parts.mesh
+  (programs,), updates = learner.gradient_programs([mesh]), learner.update_programs
+  batch = jax.device_put(rollout, NamedSharding(mesh, PartitionSpec(None, AXIS)))
+  centre = placement.mesh_of([mesh.devices.flat[0]])
+  key = placement.replicate(update_key(state), mesh)
+  state = placement.replicate(state, centre)
+  prepared = programs.prepare(placement.replicate(state.params, mesh), key, batch)
+  arrays = _named('targets', prepared.targets) | _named('moments', prepared.seen['moments'])
+  for step in range(learner.gradient_steps):
+    groups = programs.gradient(placement.replicate(state.params, mesh), prepared, step)
+    groups = placement.replicate(groups, centre)
+    stage = f'gradient step {step + 1}'
+    gradient, _ = jax.tree.map(pairwise_sum, groups)
+    arrays |= _named(f'{stage}: gradient', gradient)
+    state, _ = updates.step(state, groups)
+    arrays |= _named(f'{stage}: optimizer state', state.opt_state)
+    arrays |= _named(f'{stage}: parameters', state.params)
+  return arrays
+
+
+def _named(stage: str, tree: Any) -> Arrays:
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {f'{stage}|{jax.tree_util.keystr(path, simple=True, separator="/")}': np.asarray(leaf)
+          for path, leaf in leaves}
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv))

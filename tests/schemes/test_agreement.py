@@ -1,0 +1,90 @@
+"""Experiments have the same bits under all schemes that must agree; the scripts that search."""
+
+import re
+
+import jax
+import pytest
+
+from benchmarks import agreement, fuzz_bits
+from podracer_jit.numerics import islands
+from podracer_jit.schemes.table import SCHEMES
+from tests.runs import changed, small
+
+SMALL_FRAMES = {'img_height': 42, 'img_width': 42, 'max_episode_steps': 24, 'noop_max': 4}
+
+
+def _smaller(config):
+  """A shipped config with less to compute, but the same parts."""
+  config['num_grad_shards'] = min(config['num_grad_shards'], 2)
+  config['env']['num_envs'] = 8
+  config['unroll_length'] = min(config['unroll_length'], 8)
+  if 'replay' in config:
+    config['replay'] |= dict(capacity=4096, min_size=256, batch_size=64, gradient_steps=2)
+  if 'img_height' in config['env'] or config['env']['task'] == 'Pong-v5':
+    config['env'] |= SMALL_FRAMES
+    config['network'] |= dict(channels=(8,) * len(config['network']['channels']), hidden=32)
+    if 'strides' in config['network']:
+      config['network'] |= dict(kernels=(4, 3, 3), strides=(2, 2, 1))
+  return config
+
+
+@pytest.mark.parametrize('name', agreement.shipped())
+@pytest.mark.same_bits('one program for G and U, and G and U apart; with a replay other schemes',
+                       'all shipped configs, at smaller sizes')
+def test_shipped_configs_agree(name):
+  """One device in one program for G and U, and the way that is most unlike it."""
+  config = _smaller(agreement.shipped_config(name))
+  first, *others = agreement.variants(config, 0)
+  other = next((way for way in others if way.scheme == 'dppo'), others[-1])
+  (_, words), = agreement.disagreements(config, [first, other], 4)
+  assert not words, f'{first} and {other} {words}'
+
+
+@pytest.mark.parametrize('number', range(1, 11))
+@pytest.mark.same_bits('schemes and placements drawn at random', 'ten experiments drawn at random')
+def test_experiments_drawn_at_random_agree(number):
+  assert not fuzz_bits.disagreement(fuzz_bits.draw(number), number, 20)
+
+
+def test_an_experiment_is_drawn_from_its_number():
+  assert fuzz_bits.draw(3) == fuzz_bits.draw(3) != fuzz_bits.draw(4)
+
+
+@pytest.mark.parametrize('loss', ['ppo', 'dqn'])
+def test_every_scheme_that_repeats_is_among_the_ways(loss):
+  config = agreement.shipped_config('ppo_cartpole' if loss == 'ppo' else 'apex_dqn_catch')
+  ways = {way.scheme for lag in (0, 1) for way in agreement.variants(config, lag)}
+  other = loss == 'ppo'
+  assert ways == {name for name, scheme in SCHEMES.items()
+                  if scheme.repeats and scheme.replay is not other}
+
+
+@pytest.mark.as_shipped
+def test_without_islands_the_search_finds_a_difference(monkeypatch):
+  config = small('ppo', num_shards=4, num_grad_shards=4)
+  first, *others = agreement.variants(config, 0)
+  other = next(way for way in others if way.scheme == 'ddppo')
+  monkeypatch.setattr(islands, '_in_a_branch', lambda function, skipped, *args: function(*args))
+  monkeypatch.setattr(islands.lax, 'optimization_barrier', lambda args: args)
+  jax.clear_caches()
+  (_, words), = agreement.disagreements(config, [first, other], 6)
+  jax.clear_caches()
+  assert re.match(r'differ at update \d \(parameters\)', words)
+
+
+def test_a_difference_is_made_smaller(monkeypatch):
+  """Here it is of several epochs with a recurrent core, whatever else there is."""
+  config = changed(small('ppo', num_epochs=3, num_shards=2), network__core='gru',
+                   normalise__obs=True, optimizer__anneal=True)
+  config.setdefault('microbatch_rows', 0)
+
+  def disagreement(config, number, updates):
+    several = config['num_epochs'] > 1 and config['network']['core'] == 'gru'
+    return f'differ with {config["unroll_length"]} rows' if several else ''
+
+  monkeypatch.setattr(fuzz_bits, 'disagreement', disagreement)
+  smallest, words = fuzz_bits.shrink(config, 1, disagreement(config, 1, 60), 60)
+  assert smallest['num_epochs'] == 3 and smallest['network']['core'] == 'gru'
+  assert not smallest['normalise']['obs'] and not smallest['optimizer']['anneal']
+  assert (smallest['num_shards'], smallest['env']['num_envs']) == (1, 1)
+  assert words == 'differ with 2 rows'
