@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
-import math
 import os
 import pkgutil
 import sys
@@ -68,8 +67,14 @@ def variants(config: Mapping[str, Any], lag: int) -> list[Variant]:
     lag: of the parameters of rollouts, in updates.
   """
   replay = resolve(copy.deepcopy(dict(config) | dict(scheme='sync'))).algorithm.learns_from_replay
-  shared = math.gcd(config['num_shards'], config['num_grad_shards'], 4)
-  here, there = tuple(range(shared)), tuple(range(shared, 2 * shared))
+
+  def devices(*sizes: int) -> int:
+    """The most devices, up to four, that share each of these numbers evenly."""
+    return max(n for n in (1, 2, 3, 4) if all(size % n == 0 for size in sizes))
+
+  shards, groups = config['num_shards'], config['num_grad_shards']
+  both = devices(shards, groups)
+  here, there = tuple(range(both)), tuple(range(both, 2 * both))
   found = []
   for name, scheme in SCHEMES.items():
     if not scheme.repeats or scheme.lag != lag or scheme.replay not in (None, replay):
@@ -84,7 +89,8 @@ def variants(config: Mapping[str, Any], lag: int) -> list[Variant]:
       found.append(Variant(name, here, there))
     else:
       found.append(Variant(name, (0,), (0,)))
-      found.append(Variant(name, here, there[::-1]))
+      found.append(Variant(name, tuple(range(devices(shards))),
+                           tuple(range(7, 7 - devices(groups), -1))))
   return found
 
 

@@ -40,7 +40,8 @@ def test_shipped_configs_agree(name):
   assert not words, f'{first} and {other} {words}'
 
 
-@pytest.mark.parametrize('number', range(1, 11))
+# Of the first twenty half of those without images, which take long to compile.
+@pytest.mark.parametrize('number', [1, 4, 6, 8, 11, 13, 15, 16, 18, 20])
 @pytest.mark.same_bits('schemes and placements drawn at random', 'ten experiments drawn at random')
 def test_experiments_drawn_at_random_agree(number):
   assert not fuzz_bits.disagreement(fuzz_bits.draw(number), number, 20)
