@@ -52,7 +52,7 @@ class Variant(NamedTuple):
 
 
 class Run(NamedTuple):
-  """What a run left."""
+  """Receipts and compiled islands of a run."""
 
   receipts: list[tuple[str, str]]  # fingerprints of batch and parameters of each update
   bodies: dict[str, set[str]]  # the compiled arithmetic of each island
@@ -75,23 +75,23 @@ def variants(config: Mapping[str, Any], lag: int) -> list[Variant]:
   shards, groups = config['num_shards'], config['num_grad_shards']
   both = devices(shards, groups)
   here, there = tuple(range(both)), tuple(range(both, 2 * both))
-  found = []
+  ways = []
   for name, scheme in SCHEMES.items():
     if not scheme.repeats or scheme.lag != lag or scheme.replay not in (None, replay):
       continue
     if scheme.graph.one_program:
-      found.append(Variant(name, (0,), (0,), 7))
+      ways.append(Variant(name, (0,), (0,), 7))
     elif scheme.alone:
-      found.append(Variant(name, (0,), (0,)))
+      ways.append(Variant(name, (0,), (0,)))
     elif scheme.colocated:
-      found.append(Variant(name, here, here))
+      ways.append(Variant(name, here, here))
     elif scheme.graph.separate_updates:
-      found.append(Variant(name, here, there))
+      ways.append(Variant(name, here, there))
     else:
-      found.append(Variant(name, (0,), (0,)))
-      found.append(Variant(name, tuple(range(devices(shards))),
+      ways.append(Variant(name, (0,), (0,)))
+      ways.append(Variant(name, tuple(range(devices(shards))),
                            tuple(range(7, 7 - devices(groups), -1))))
-  return found
+  return ways
 
 
 def run(config: Mapping[str, Any], variant: Variant, updates: int) -> Run:
@@ -119,8 +119,8 @@ def run(config: Mapping[str, Any], variant: Variant, updates: int) -> Run:
                  for i in range(report.count)]
   bodies: dict[str, set[str]] = {}
   for text in texts:
-    for name, variants in islands(text).items():
-      bodies.setdefault(name, set()).update(variants)
+    for name, compiled in islands(text).items():
+      bodies.setdefault(name, set()).update(compiled)
   jax.clear_caches()
   return Run(receipts, bodies, time.monotonic() - start)
 

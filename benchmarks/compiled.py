@@ -53,7 +53,7 @@ def islands(text: str) -> dict[str, set[str]]:
   An island that the program has several times has an entry for each that differs.
   """
   computations = _parse(text)
-  found = collections.defaultdict(set)
+  bodies = collections.defaultdict(set)
   for lines in computations.values():
     for line in lines:
       if line.opcode != 'conditional':
@@ -61,8 +61,8 @@ def islands(text: str) -> dict[str, set[str]]:
       for branch in re.findall(r'%([\w.-]+)', CALLED.search(line.attributes)[2]):
         name = _name(computations, branch)
         if name:
-          found[name].add(_arithmetic(computations, branch))
-  return dict(found)
+          bodies[name].add(_arithmetic(computations, branch))
+  return dict(bodies)
 
 
 def _name(computations: dict[str, list[Instruction]], branch: str) -> str | None:

@@ -163,11 +163,11 @@ def shrink(config: dict[str, Any], number: int, words: str, updates: int
   """Returns the smallest experiment found that still differs, and how it does."""
   for other in smaller(config):
     try:
-      found = disagreement(other, number, updates)
+      still_differs = disagreement(other, number, updates)
     except ValueError:
       continue  # it cannot be that small
-    if found:
-      return shrink(other, number, found, updates)
+    if still_differs:
+      return shrink(other, number, still_differs, updates)
   return config, words
 
 

@@ -61,7 +61,8 @@ def with_priorities(rollout: Callable, n_step: int, discount: float) -> Callable
   def experience(env: EnvState, made: Rollout) -> tuple[EnvState, Experience]:
     new = Rows(made.reward, made.terminated, made.truncated, made.valid, made.action_value,
                made.behaviour_value)
-    rows, steps = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), env.recent, new), len(new[0])
+    rows = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), env.recent, new)
+    steps = len(made.reward)
     frame, fresh = _newest(made.obs)
     began = env.rollouts == 1
     return env._replace(recent=jax.tree.map(lambda x: x[steps:], rows)), Experience(

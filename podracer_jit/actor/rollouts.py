@@ -65,12 +65,13 @@ def initial_state(shards: Sequence[Shard], keys: Sequence[jax.Array],
 def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None) -> Callable:
   """Returns act(params, t, env) -> (env, what the task is given, fields of the row).
 
-  The row is the one that begins with env.obs. t: i32, of all that is drawn with the same env.key
-  and env.rollouts.
+  The row is the one that begins with env.obs. t: i32, the row's number within the rollout: with
+  env.key and env.rollouts it gives the row its own random numbers.
   """
 
   @island('decision')
   def decide(params, obs, core, ended, exploration, key, rollouts, t):
+    """Returns the next recurrent state, what the task is given, and fields of the row."""
     dist, value, core = apply(params, obs[None], core, ~ended[None])
     key = jax.random.fold_in(jax.random.fold_in(key, rollouts), t)
     row = {}

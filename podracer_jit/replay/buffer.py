@@ -153,6 +153,6 @@ class Replay(NamedTuple):
 
 
 def _mass(error: jax.Array, exponent: float) -> jax.Array:
-  """What transitions [groups, n] are drawn by."""
+  """Returns the weight by which each transition is drawn, [groups, n], from its TD error."""
   of_group = island('priorities')(lambda error: jnp.power(error + LEAST, exponent))
   return lax.map(of_group, error)
