@@ -38,7 +38,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.common import refuse_replay, with_default
 from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum, sliced
-from podracer_jit.run import build, checkpoint, command_line
+from podracer_jit.run import build, command_line, workdirs
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import timed_parts
 from podracer_jit.run.resolve import changed, resolve
@@ -228,7 +228,7 @@ def benchmark(argv: Sequence[str]) -> int:
     rows.append(measure(run, values.seconds))
     print(row(rows[-1]), flush=True)
   result = dict(config=experiment.fields, groups=GROUPS, cores=len(os.sched_getaffinity(0)),
-                platform=jax.default_backend(), versions=checkpoint.versions(),
+                platform=jax.default_backend(), versions=workdirs.versions(),
                 rows=rows) | summarise(rows)
   print(f'{rows[0]["parameters"]:,} parameters, {GROUPS} groups')
   show(result)

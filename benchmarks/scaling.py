@@ -36,7 +36,7 @@ from typing import Any
 from absl import flags
 
 from benchmarks.common import Failed, count_lines, refuse_replay, with_default, write_config
-from podracer_jit.run import checkpoint, command_line
+from podracer_jit.run import command_line, workdirs
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import changed, resolve
 
@@ -225,7 +225,7 @@ def benchmark(argv: Sequence[str]) -> int:
     return getattr(error, 'code', 2)
   result = dict(config=experiment.fields, processes=values.processes, updates=values.updates,
                 cores=cores,
-                versions=checkpoint.versions(), published=PUBLISHED
+                versions=workdirs.versions(), published=PUBLISHED
                 ) | efficiencies(rounds, values.processes)
   show(result)
   if values.json:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from benchmarks.common import Failed, count_lines, refuse_replay, with_default, write_config
-from podracer_jit.run import checkpoint, command_line
+from podracer_jit.run import command_line, workdirs
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import changed, resolve
 
@@ -141,7 +141,7 @@ def benchmark(argv: Sequence[str]) -> int:
     print(f'startup: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)
   result = dict(config=experiment.fields, cores=len(os.sched_getaffinity(0)),
-                versions=checkpoint.versions()) | summarise(rounds)
+                versions=workdirs.versions()) | summarise(rounds)
   show(result)
   if values.json:
     Path(values.json).write_text(json.dumps(result, indent=2) + '\n')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Mapping
@@ -56,6 +57,18 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
       raise ValueError(f'{field}: {module} has no {attribute!r}')
     part = getattr(part, step)
   return part
+
+
+def file_of(name: str) -> str:
+  """Returns the file that importing a user's module would run first, without running anything."""
+  for folder in _folders:
+    path = folder.joinpath(*name.split('.')).with_suffix('.py')
+    if path.is_file():
+      return str(path)
+  # Only the first part of a dotted name can be looked up without importing the others.
+  top = name.partition('.')[0]
+  spec = importlib.machinery.PathFinder.find_spec(top)
+  return spec.origin if spec and spec.origin else f'a module {top} that is not here'
 
 
 def _module(name: str) -> ModuleType:

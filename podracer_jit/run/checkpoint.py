@@ -1,199 +1,243 @@
-"""The workdir: its config, and checkpoints of the whole train state at segment boundaries."""
+"""Checkpoints of the whole train state at segment boundaries, each with a manifest."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import json
 import logging as std_logging
 import os
-import platform
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from absl import logging
 
-from podracer_jit.run import config as config_lib
+from podracer_jit.run import manifest, safe_files
+from podracer_jit.runtime import host
 from podracer_jit.types import TrainState
 
-PACKAGES = ('podracer_jit', 'jax', 'jaxlib', 'flax', 'optax', 'rlax', 'envpool', 'numpy')
-# What may differ between two runs of the same experiment.
-_FREE = ('placement.', 'log.', 'checkpoint.keep')
-_BOUND = ('placement.xla_threads', 'placement.actor_platform')
+FOLDER = 'checkpoints'  # of a workdir
+_HAS_MANIFEST = 'has_manifest'  # in `meta`, since checkpoints of before 0.5 have none
+_WRITING = '.orbax-checkpoint-tmp'  # in the name that Orbax gives a checkpoint while it writes it
+_DELETING = '.deleted'  # in the name of a checkpoint while it is deleted
 
 
-class ConfigChanged(ValueError):
-  """The workdir holds another experiment."""
+class Broken(RuntimeError):
+  """A checkpoint that is not what was saved."""
 
-
-def versions() -> dict[str, str]:
-  """Of everything whose arithmetic or randomness a result depends on."""
-  found = {'python': platform.python_version()}
-  for name in PACKAGES:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      found[name] = importlib.metadata.version(name)
-  return found
-
-
-def open_workdir(workdir: Path, config: Mapping[str, Any]) -> None:
-  """Makes the workdir and writes config.json, or checks that it holds this experiment.
-
-  Raises:
-    ConfigChanged: naming each field that differs, with both values.
-    OSError: the workdir cannot be written.
-  """
-  workdir.mkdir(parents=True, exist_ok=True)
-  path = workdir / 'config.json'
-  new = json.loads(json.dumps(config))  # tuples to lists, as the file has them
-  if path.exists():
-    old = _read(path)
-    there = json.loads(json.dumps(config_lib.complete(old['config'])))
-    changed = differences(there, new, ('there', 'now'))
-    if changed:
-      raise ConfigChanged(f'{workdir} holds another experiment ({"; ".join(changed)}); '
-                          'choose another --workdir or set the fields back')
-    for name, version in versions().items():
-      before = old.get('versions', {}).get(name)
-      if before != version:
-        logging.warning('%s was %s when this run began and is %s now: results go on, but not to '
-                        'the last bit', name, before, version)
-    return
-  # In one step: a half-written file would pass for another experiment.
-  draft = path.with_suffix('.tmp')
-  draft.write_text(json.dumps({'config': new, 'versions': versions()}, indent=2) + '\n')
-  os.replace(draft, path)
-
-
-def read_config(workdir: Path) -> dict[str, Any]:
-  """The config of the run in workdir.
-
-  Raises:
-    ValueError: there is no run.
-  """
-  path = workdir / 'config.json'
-  if not path.is_file():
-    what = 'holds no run (no config.json)' if workdir.is_dir() else 'does not exist'
-    raise ValueError(f'--workdir: {workdir} {what}')
-
-  def tuples(fields):  # which JSON has as lists
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-
-  fields = _read(path, tuples)['config']
-  try:
-    return config_lib.complete(fields)
-  except ValueError as error:
-    raise ValueError(f'--workdir: config.json of {workdir}: {error}') from None
-
-
-def _read(path: Path, hook: Callable[[dict], dict] | None = None) -> dict[str, Any]:
-  try:
-    record = json.loads(path.read_text(), object_hook=hook)
-    record['config']['placement'].items()
-    for section in ('env', 'loss', 'network', 'optimizer', 'normalise', 'log'):
-      record['config'].get(section, {}).items()  # `resolve` names one that is missing
-  except (ValueError, KeyError, TypeError, AttributeError):
-    raise ValueError(f'--workdir: {path} is not of a run of podracer_jit') from None
-  return record
-
-
-def read_receipts(workdir: Path) -> tuple[list[dict], dict[int, dict]]:
-  """The headers of the segments, and the receipts by update.
-
-  Raises:
-    OSError: there are none.
-  """
-  lines = read_lines(workdir / 'receipts.jsonl')
-  return ([x for x in lines if 'segment' in x], {x['update']: x for x in lines if 'update' in x})
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-  """The JSON objects of a file, one a line."""
-  found = []
-  for line in path.read_text().splitlines():
-    with contextlib.suppress(json.JSONDecodeError):  # of a run that was killed, or is running
-      found.append(json.loads(line))
-  return found
-
-
-def segment_ends(workdir: Path) -> list[int]:
-  """The last update of each segment of the run in workdir."""
-  headers, receipts = read_receipts(workdir)
-  return [*(header['first_update'] - 1 for header in headers[1:]), max(receipts, default=0)]
-
-
-def differences(one: Mapping[str, Any], two: Mapping[str, Any], where: tuple[str, str]
-                ) -> list[str]:
-  """The fields that make two configs two experiments, with both values."""
-  one, two = _flat(one), _flat(two)
-  return [f'{name}: {one.get(name)!r} {where[0]}, {two.get(name)!r} {where[1]}'
-          for name in sorted(one.keys() | two.keys())
-          if one.get(name) != two.get(name)
-          and (name in _BOUND or not name.startswith(_FREE))]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-  flat = {}
-  for name, value in tree.items():
-    flat |= _flat(value, f'{prefix}{name}.') if isinstance(value, dict) else {prefix + name: value}
-  return flat
+  def __init__(self, update: int, words: str):
+    super().__init__(f'the checkpoint of update {update} is broken: {words}')
+    self.update, self.words = update, words
 
 
 class Checkpoints:
-  """Checkpoints under `workdir/checkpoints`, by update; an interrupted one is never read."""
+  """Saves and restores checkpoints under `workdir/checkpoints`, by update."""
 
   def __init__(self, workdir: Path, keep: int = 3):
     """Opens the folder; the newest `keep` checkpoints stay."""
     std_logging.getLogger('absl').addFilter(_no_orbax_chatter)
-    # Synchronous: at a boundary there is nothing to overlap with, and saved means saved.
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-    self._folder = (workdir / 'checkpoints').absolute()
-    self._manager = ocp.CheckpointManager(self._folder, options=options)
+    self._workdir = workdir
+    self._keep = keep
+    # Synchronous: at a boundary there is nothing to overlap with, and saved means saved. Orbax
+    # would delete old checkpoints before the new one has its manifest, so it deletes none.
+    options = ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=False)
+    self._manager = ocp.CheckpointManager((workdir / FOLDER).absolute(), options=options)
 
   def save(self, state: TrainState, meta: Mapping[str, Any]) -> None:
     """Saves the state with `meta` (JSON) under its update, unless that is there already.
 
-    Its replay, if it has one, is an item of its own.
+    Its replay, if it has one, is an item of its own. The manifest is written last, and only then
+    old checkpoints are deleted.
+
+    Raises:
+      OSError: naming the folder and the checkpoint that is safe. Nothing of this one is left.
     """
     update = int(state.update)
-    if update == self._manager.latest_step():
+    before = saved_updates(self._workdir)
+    if update in before:
       return
-    items = dict(state=ocp.args.StandardSave(state._replace(replay=())),
-                 meta=ocp.args.JsonSave(dict(meta)))
+    without_replay = state._replace(replay=())
+    items = dict(state=ocp.args.StandardSave(without_replay),
+                 meta=ocp.args.JsonSave(dict(meta) | {_HAS_MANIFEST: True}))
     if jax.tree.leaves(state.replay):
       items['replay'] = ocp.args.StandardSave(state.replay)
-    self._manager.save(update, args=ocp.args.Composite(**items))
+    state_digest = manifest.digest(without_replay)
+    folder = path_of(self._workdir, update)
+    try:
+      self._manager.reload()  # a checkpoint that it knows may have been set aside
+      self._manager.save(update, args=ocp.args.Composite(**items))
+      if jax.process_index() == 0:
+        manifest.write(folder, state_digest)
+    except Exception as error:  # noqa: BLE001 - Orbax has many for a file that cannot be written
+      remove_unfinished(self._workdir)
+      shutil.rmtree(folder, ignore_errors=True)
+      safe = f'that of update {before[-1]} is safe' if before else 'there was none before it'
+      raise OSError(f'cannot save the checkpoint of update {update} in {folder} '
+                    f'({_root_cause(error)}); {safe}') from error
+    if jax.process_index() == 0:
+      for old in saved_updates(self._workdir)[:-self._keep]:
+        _delete(path_of(self._workdir, old))
+    host.barrier(f'manifest {update}')
 
-  def newest(self) -> int | None:
-    """The update of the newest whole checkpoint."""
-    return self._manager.latest_step()
-
-  def updates(self) -> list[int]:
-    """The updates of all whole checkpoints."""
-    return sorted(self._manager.all_steps())
-
-  def restore(self, like: TrainState, update: int | None = None
+  def restore(self, like: TrainState, update: int, files_checked: bool = False
               ) -> tuple[TrainState, dict[str, Any]]:
-    """A checkpoint, the newest by default, in the shapes and shardings of `like`.
+    """Returns a checkpoint in the shapes and shardings of `like`, and its `meta`.
 
     A replay that was not saved is (); one that `like` has not is not read.
+
+    Args:
+      like: arrays or shapes.
+      update: of the checkpoint.
+      files_checked: that `problem` was asked already; it reads all files.
+
+    Raises:
+      Broken: it is not what was saved.
+      Exception: Orbax's, if `like` has other shapes.
     """
-    update = self.newest() if update is None else update
+    words = '' if files_checked else problem(self._workdir, update)
+    if words:
+      raise Broken(update, words)
+    folder = path_of(self._workdir, update)
 
     def shapes(tree):
       return ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, tree))
     items = dict(state=shapes(like._replace(replay=())), meta=ocp.args.JsonRestore())
-    if jax.tree.leaves(like.replay) and (self._folder / str(update) / 'replay').is_dir():
+    if jax.tree.leaves(like.replay) and (folder / 'replay').is_dir():
       items['replay'] = shapes(like.replay)
-    restored = self._manager.restore(update, args=ocp.args.Composite(**items))
+    is_old = _is_old(self._workdir, update)
+    try:
+      restored = self._manager.restore(update, args=ocp.args.Composite(**items))
+    except Exception as error:  # noqa: BLE001 - Orbax has no type for "something else is there"
+      if is_old:  # then nothing else would find out
+        raise Broken(update, _root_cause(error)) from error
+      raise
+    state = restored['state']
+    if not is_old and manifest.digest(state) != manifest.read(folder)['state_sha256']:
+      raise Broken(update, 'what was read is not what was saved')
     replay = restored['replay'] if 'replay' in items else ()
-    return restored['state']._replace(replay=replay), restored['meta']
+    return state._replace(replay=replay), restored['meta']
 
   def close(self) -> None:
     """Lets go of the folder."""
     self._manager.close()
+
+
+def path_of(workdir: Path, update: int) -> Path:
+  """Returns the folder of a checkpoint."""
+  return (workdir / FOLDER / str(update)).absolute()
+
+
+def updates_in(workdir: Path) -> list[int]:
+  """Returns the updates of all checkpoints of a workdir, in order, also of unfinished ones."""
+  folder = workdir / FOLDER
+  if not folder.is_dir():
+    return []
+  return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def saved_updates(workdir: Path) -> list[int]:
+  """Returns the updates of all checkpoints that were saved to the end, in order."""
+  return [update for update in updates_in(workdir)
+          if (path_of(workdir, update) / manifest.NAME).exists() or _is_old(workdir, update)]
+
+
+def problem(workdir: Path, update: int) -> str:
+  """Returns what is wrong with a checkpoint's files; '' if they are as they were saved."""
+  return '' if _is_old(workdir, update) else manifest.problem(path_of(workdir, update))
+
+
+def newest_whole(workdir: Path) -> int | None:
+  """Returns the update of the newest checkpoint that is as it was saved; None if none is."""
+  return next((update for update in reversed(updates_in(workdir))
+               if not problem(workdir, update)), None)
+
+
+def recover(workdir: Path) -> tuple[int | None, list[str]]:
+  """Finds the checkpoint to go on from, and moves newer ones, which are broken, out of the way.
+
+  Only the process that may write to the workdir calls it.
+
+  Returns:
+    The update of the newest whole checkpoint, None where the run has not saved one yet; and a line
+    about each that was moved.
+
+  Raises:
+    ValueError: there are checkpoints, and none is whole. All stay where they are.
+  """
+  existing = updates_in(workdir)
+  whole, problems = None, {}
+  for update in reversed(existing):
+    words = problem(workdir, update)
+    if not words:
+      whole = update
+      break
+    problems[update] = words
+  if whole is None and not all(_is_interrupted(workdir, update) for update in existing):
+    listed = '; '.join(f'{update}: {problems[update]}' for update in existing)
+    raise ValueError(f'--workdir: none of the checkpoints in {workdir / FOLDER} is whole '
+                     f'({listed}); put one back, or choose another --workdir to begin anew')
+  return whole, [set_aside(workdir, update, problems[update]) for update in sorted(problems)]
+
+
+def set_aside(workdir: Path, update: int, words: str) -> str:
+  """Moves a checkpoint out of the way; returns a line that says so.
+
+  Args:
+    workdir: that it belongs to.
+    update: of the checkpoint.
+    words: what is wrong with it.
+  """
+  path = safe_files.set_aside(workdir, path_of(workdir, update))
+  return f'the checkpoint of update {update} is broken ({words}); it is now {path}'
+
+
+def _is_old(workdir: Path, update: int) -> bool:
+  """Returns whether a checkpoint was saved before there were manifests."""
+  if (path_of(workdir, update) / manifest.NAME).exists():
+    return False
+  meta = read_meta(workdir, update)
+  return meta is not None and _HAS_MANIFEST not in meta
+
+
+def _is_interrupted(workdir: Path, update: int) -> bool:
+  """Returns whether a checkpoint is complete but for the manifest, which is written last."""
+  if (path_of(workdir, update) / manifest.NAME).exists():
+    return False
+  meta = read_meta(workdir, update)
+  return meta is not None and _HAS_MANIFEST in meta
+
+
+def read_meta(workdir: Path, update: int) -> dict[str, Any] | None:
+  """Returns the `meta` of a checkpoint without loading its state; None if it cannot be read."""
+  try:
+    meta = json.loads((workdir / FOLDER / str(update) / 'meta' / 'metadata').read_bytes())
+  except (OSError, ValueError):
+    return None
+  return meta if isinstance(meta, dict) else None
+
+
+def remove_unfinished(workdir: Path) -> None:
+  """Removes what a save or a deletion that was interrupted has left. Nobody else may be saving."""
+  for pattern in (_WRITING, _DELETING):
+    for path in (workdir / FOLDER).glob(f'*{pattern}*'):
+      shutil.rmtree(path, ignore_errors=True)
+
+
+def _delete(path: Path) -> None:
+  """Deletes a checkpoint, in one step for all who look for one."""
+  leaving = path.with_name(path.name + _DELETING)
+  os.rename(path, leaving)
+  shutil.rmtree(leaving, ignore_errors=True)
+
+
+def _root_cause(error: BaseException) -> str:
+  """Returns the message of the error at the root, in one line."""
+  while error.__cause__ is not None:
+    error = error.__cause__
+  if isinstance(error, OSError) and error.strerror:
+    return f'{error.strerror}: {error.filename}' if error.filename else error.strerror
+  return ' '.join(str(error).split())[:200] or type(error).__name__
 
 
 def _no_orbax_chatter(record: std_logging.LogRecord) -> bool:

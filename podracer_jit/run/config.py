@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -49,6 +50,9 @@ SECTIONS = {
     'log': LogOptions,
 }
 SCHEME, POLICY = 'cleanba', 'auto'  # by default
+ALLOW_MODULES = (  # the help of a flag
+    'Modules, or .py files, of your own parts that may be imported if the config in the workdir '
+    'names them; by comma. Importing a module runs it.')
 
 
 def find_part(section: str, name: str) -> type:
@@ -149,6 +153,55 @@ def choose(fields: ml_collections.ConfigDict | dict[str, Any], section: str, nam
     del fields['replay']
   elif 'replay' not in fields and replay:
     fields['replay'] = replay['replay']
+
+
+def modules(fields: Mapping[str, Any]) -> dict[str, str]:
+  """Returns the modules of a user's own parts that a config of plain values names, by field."""
+  named = {'scheme': fields.get('scheme'), 'policy': fields.get('policy')}
+  for section, field in (('env', 'task'), *((section, 'name') for section in CHOICES)):
+    values = fields.get(section)
+    named[f'{section}.{field}'] = values.get(field) if isinstance(values, Mapping) else None
+  return {field: str(name).partition(':')[0] for field, name in named.items() if ':' in str(name)}
+
+
+def check_modules(fields: Mapping[str, Any], allowed: Collection[str], where: str) -> None:
+  """Refuses a config from a workdir that names modules which nobody has allowed.
+
+  Args:
+    fields: plain values; nothing is imported.
+    allowed: names of modules that may be imported.
+    where: the config was read, for the error.
+
+  Raises:
+    ValueError: showing the files that would be run.
+  """
+  refused = {field: name for field, name in modules(fields).items() if name not in allowed}
+  if refused:
+    listed = ', '.join(f'{field} = {name}:..., which runs {parts.file_of(name)}'
+                       for field, name in refused.items())
+    names = ','.join(dict.fromkeys(refused.values()))
+    raise ValueError(f'--workdir: {where} names modules of its own ({listed}); if you trust them: '
+                     f'--allow_modules={names}')
+
+
+def allowed_modules(given: Iterable[str]) -> frozenset[str]:
+  """Returns the names of the modules that --allow_modules lists.
+
+  Args:
+    given: names of modules, or paths of .py files, beside which modules are then found.
+
+  Raises:
+    ValueError: a file is not there.
+  """
+  names = set()
+  for entry in given:
+    path = Path(entry)
+    if path.suffix == '.py':
+      if not path.is_file():
+        raise ValueError(f'--allow_modules: there is no file {entry}')
+      parts.look_beside(path)
+    names.add(path.stem if path.suffix == '.py' else entry)
+  return frozenset(names)
 
 
 def complete(fields: Mapping[str, Any]) -> dict[str, Any]:

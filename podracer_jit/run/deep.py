@@ -13,12 +13,14 @@ import numpy as np
 LEAVES = 10  # named of a stage, at most
 
 
-def differences(workdirs: Sequence[Path], update: int) -> list[str]:
+def differences(workdirs: Sequence[Path], update: int, allow_modules: Sequence[str] = ()
+                ) -> list[str]:
   """Makes an update of both runs again and says, in lines, where their arrays part.
 
   Args:
     workdirs: of the two runs.
     update: the first that differs.
+    allow_modules: modules, or files, of a user's own parts that may be imported.
 
   Raises:
     ValueError: it cannot be made again.
@@ -26,10 +28,10 @@ def differences(workdirs: Sequence[Path], update: int) -> list[str]:
   with tempfile.TemporaryDirectory(prefix='podracer_jit-deep-') as folder:
     files = [Path(folder) / f'{side}.npz' for side in 'AB']
     for workdir, file in zip(workdirs, files, strict=True):
-      made = subprocess.run([sys.executable, '-P', '-m', 'podracer_jit.run.remake', str(workdir),
-                             str(update), str(file)], capture_output=True, text=True, check=False)
-      if made.returncode:
-        raise ValueError(f'--deep: {(made.stderr.strip().splitlines() or ["no output"])[-1]}')
+      command = [sys.executable, '-P', '-m', 'podracer_jit.run.remake', workdir, str(update), file]
+      done = subprocess.run([*command, *allow_modules], capture_output=True, text=True, check=False)
+      if done.returncode:
+        raise ValueError(f'--deep: {(done.stderr.strip().splitlines() or ["no output"])[-1]}')
     with np.load(files[0]) as one, np.load(files[1]) as two:
       return first_stage(one, two)
 

@@ -6,7 +6,7 @@ import contextlib
 import csv
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import Shard
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.run import build, checkpoint, config
+from podracer_jit.run import build, checkpoint, config, workdirs
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import placement
@@ -52,13 +52,17 @@ class Episodes(NamedTuple):
   lengths: list[int]
 
 
-def read_experiment(workdir: Path) -> Experiment:
-  """The experiment of the run in workdir, placed on one device: that is all that playing needs.
+def read_experiment(workdir: Path, allow_modules: Collection[str] = ()) -> Experiment:
+  """Returns the experiment of a run, placed on one device: that is all that playing needs.
+
+  Args:
+    workdir: of the run.
+    allow_modules: modules of a user's own parts that may be imported if the config names them.
 
   Raises:
     ValueError: there is no run, or its config is none.
   """
-  fields = checkpoint.read_config(workdir)
+  fields = workdirs.read_config(workdir, allow_modules)
   try:
     return resolve(config.on_one_device(fields))
   except ValueError as error:
@@ -66,22 +70,25 @@ def read_experiment(workdir: Path) -> Experiment:
 
 
 def restore(workdir: Path, experiment: Experiment) -> Agent:
-  """The newest policy of the run in workdir.
+  """Returns the policy of the newest whole checkpoint of the run in workdir.
 
   Raises:
     ValueError: a checkpoint is missing, or is not of such a run.
   """
   run = build.make_run(experiment)
-  folder = workdir / 'checkpoints'
-  # Before it is opened, since that would make it.
-  if not folder.is_dir() or not any(path.name.isdigit() for path in folder.iterdir()):
+  if not checkpoint.saved_updates(workdir):
     raise ValueError(f'--workdir: {workdir} has no checkpoint yet; a run saves one every '
                      f'{experiment.checkpoint.every_updates} updates and at its end')
+  update = checkpoint.newest_whole(workdir)
+  if update is None:
+    newest = checkpoint.saved_updates(workdir)[-1]
+    raise ValueError(f'--workdir: no checkpoint in {workdir} is whole; of the newest, {newest}, '
+                     f'{checkpoint.problem(workdir, newest)}')
   with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
     try:
-      state, _ = saved.restore(run.initial_state())
+      state, _ = saved.restore(run.initial_state(), update, files_checked=True)
     except Exception as error:  # noqa: BLE001 - orbax has no type for "something else is there"
-      raise ValueError(f'--workdir: cannot read a checkpoint in {folder}: '
+      raise ValueError(f'--workdir: cannot read the checkpoint of update {update} in {workdir}: '
                        f'{" ".join(str(error).split())[:200]}') from error
   options = dict(experiment.env_options)
   if 'episodic_life' in options:
@@ -186,7 +193,7 @@ def write(workdir: Path, agent: Agent, episodes: Episodes, **how: Any) -> Record
   """Writes evaluation.json, in one step; returns what it holds. `how`: whatever else tells."""
   record = dict(task=agent.task, update=agent.update, steps=agent.steps, **how,
                 statistics=statistics(agent.task, episodes), returns=episodes.returns,
-                lengths=episodes.lengths, versions=checkpoint.versions())
+                lengths=episodes.lengths, versions=workdirs.versions())
   path = workdir / 'evaluation.json'
   draft = path.with_suffix('.tmp')
   fields = (f'{json.dumps(name)}: {json.dumps(value)}' for name, value in record.items())

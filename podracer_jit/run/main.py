@@ -10,6 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from podracer_jit.run import exit_codes, stopping
+from podracer_jit.run.output import complain, give_up_lost_streams
+
 VERBS = {
     'evaluate': 'play whole episodes with the newest checkpoint of a run',
     'compare': 'say whether two runs are the same to the last bit',
@@ -49,11 +52,16 @@ def main(argv: Sequence[str]) -> int:
 def run() -> None:
   """Runs the installed command."""
   try:
-    code = main(sys.argv)
+    with stopping.handled():  # until a command handles signals in its own way
+      code = main(sys.argv)
     sys.stdout.flush()
   except BrokenPipeError:  # as in `podracer_jit envs | head`
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at the end
     code = 128 + signal.SIGPIPE
+  except KeyboardInterrupt:
+    complain('podracer_jit: interrupted')
+    # At once: modules may be half imported, and threads of libraries would complain.
+    os._exit(exit_codes.INTERRUPTED)
+  give_up_lost_streams()
   sys.exit(code)
 
 

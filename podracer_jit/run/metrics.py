@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 from tensorboardX import SummaryWriter
 
 from podracer_jit.numerics.fingerprints import as_hex
+from podracer_jit.run import journal, safe_files
 from podracer_jit.schemes.reports import Report, Waits
 
 Record = dict[str, Any]  # one update, as metrics.jsonl has it
@@ -77,33 +78,55 @@ def _mean(values) -> float | None:
 
 
 class Files:
-  """metrics.jsonl, receipts.jsonl and TensorBoard events of a workdir."""
+  """metrics.jsonl, receipts.jsonl and TensorBoard events of a workdir, open for a whole run."""
 
-  def __init__(self, workdir: Path, update: int, steps: int, header: Mapping[str, Any],
-               tensorboard: bool):
+  def __init__(self, workdir: Path, update: int, steps: int, tensorboard: bool):
     """Opens them to go on after `update` and its steps: what was lost with a crash goes.
 
-    `header` is written to the receipts as the beginning of this segment.
+    Args:
+      workdir: of the run.
+      update: of the checkpoint that the run goes on from; 0 at its beginning.
+      steps: of that checkpoint.
+      tensorboard: whether to write events.
+
+    Raises:
+      OSError: naming the file.
     """
-    self._paths = [workdir / 'metrics.jsonl', workdir / 'receipts.jsonl']
-    for path in self._paths:
-      _cut(path, update)
+    self._paths = [workdir / journal.METRICS, workdir / journal.RECEIPTS]
+    self.problems = [words for path in self._paths for words in journal.cut(workdir, path, update)]
     self._metrics, self._receipts = (path.open('a', buffering=1) for path in self._paths)
-    self._receipts.write(json.dumps(dict(header)) + '\n')
-    # The name of a file has whole seconds; a short segment's would be written over.
+    # The name of a file has whole seconds; that of a run stopped at once would be written over.
     self._events = SummaryWriter(
         str(workdir / 'tensorboard'), purge_step=steps + 1, flush_secs=10,
         filename_suffix=f'.{update}') if tensorboard else None
     self._shown_s, self._not_shown = -math.inf, None  # in TensorBoard
 
+  def begin_segment(self, header: Mapping[str, Any]) -> None:
+    """Writes the header of a segment to the receipts."""
+    with safe_files.naming(self._paths[1]):
+      self._receipts.write(json.dumps(dict(header)) + '\n')
+
   def write(self, record: Record, receipt: Record) -> None:
-    """Appends one update; to TensorBoard's events only now and then, and the last."""
-    self._metrics.write(json.dumps(_finite(record)) + '\n')
-    self._receipts.write(json.dumps(receipt) + '\n')
+    """Appends one update; to TensorBoard's events only now and then, and the last of a segment.
+
+    Raises:
+      OSError: naming the file.
+    """
+    with safe_files.naming(self._paths[0]):
+      self._metrics.write(json.dumps(_finite(record)) + '\n')
+    with safe_files.naming(self._paths[1]):
+      self._receipts.write(json.dumps(receipt) + '\n')
     self._not_shown = record
     if self._events and time.perf_counter() - self._shown_s >= EVENTS_S:
       self._shown_s = time.perf_counter()
       self._show()
+
+  def flush(self) -> None:
+    """Writes what is not written yet: what comes next may be the end."""
+    if self._events:
+      if self._not_shown:
+        self._show()
+      self._events.flush()
 
   def _show(self) -> None:
     record, self._not_shown = self._not_shown, None
@@ -113,11 +136,12 @@ class Files:
 
   def close(self) -> None:
     """Flushes everything."""
-    self._metrics.close()
-    self._receipts.close()
+    # A file that cannot be written to says so again; nothing more is to be lost by that.
+    for file in (self._metrics, self._receipts):
+      with contextlib.suppress(OSError):
+        file.close()
     if self._events:
-      if self._not_shown:
-        self._show()
+      self.flush()
       self._events.close()
 
 
@@ -144,21 +168,3 @@ def _finite(record: Record) -> Record:
   """JSON has no NaN."""
   return {k: None if isinstance(v, float) and not math.isfinite(v) else v
           for k, v in record.items()}
-
-
-def _cut(path: Path, update: int) -> None:
-  """Drops what a run wrote after the checkpoint it now goes on from, and half a last line."""
-  if not path.exists():
-    return
-  kept = []
-  for line in path.read_text().splitlines():
-    try:
-      entry = json.loads(line)
-    except json.JSONDecodeError:
-      continue
-    # A segment's header names its first update; one that begins here is written anew.
-    if entry.get('update', 0) <= update and entry.get('first_update', 0) <= update:
-      kept.append(line)
-  draft = path.with_suffix('.tmp')
-  draft.write_text(''.join(line + '\n' for line in kept))
-  os.replace(draft, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import sys
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.metrics import Record
+from podracer_jit.run.output import LastingStream
 
 
 def bottleneck(actor_wait_s: float, learner_wait_s: float, seconds: float) -> str:
@@ -36,7 +38,9 @@ class Progress:
     self._every_s = experiment.log.every_seconds
     self._title = title
     self._split = not experiment.scheme.graph.one_program
-    self._console = console or Console(highlight=False, soft_wrap=True, quiet=quiet)
+    # Training goes on when nobody can read its output any more.
+    self._console = console or Console(file=LastingStream(sys.stdout), highlight=False,
+                                       soft_wrap=True, quiet=quiet)
     self._recent: collections.deque[tuple[float, Record]] = collections.deque()
     self._live: Live | None = None
     self._printed = time.monotonic()

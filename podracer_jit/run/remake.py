@@ -1,17 +1,18 @@
 """Makes one update of a run again, where the run made it, and writes every array on the way.
 
-python -m podracer_jit.run.remake WORKDIR UPDATE OUT.npz
+python -m podracer_jit.run.remake WORKDIR UPDATE OUT.npz [MODULE ...]
 
 A process of its own for each side of `podracer_jit compare --deep`, since the size of XLA's thread
 pool and the number of devices are fixed when JAX starts. The arrays of OUT.npz are named
-'stage|leaf' and are in the order in which an update makes them.
+'stage|leaf' and are in the order in which an update makes them. MODULEs may be imported if the
+run's config names them.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from podracer_jit import loops
 from podracer_jit.learner.rollout_learner import RolloutLearner
 from podracer_jit.learner.rollout_updates import update_key
 from podracer_jit.numerics.deterministic import AXIS, pairwise_sum
-from podracer_jit.run import build, checkpoint, config
+from podracer_jit.run import build, config, journal, workdirs
 from podracer_jit.run.commands import rerun
 from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import host, placement
@@ -37,26 +38,28 @@ def main(argv: Sequence[str]) -> int:
   warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
   workdir, update, out = Path(argv[1]), int(argv[2]), Path(argv[3])
   try:
-    np.savez(out, **remake(workdir, update))
+    allowed = config.allowed_modules(argv[4:])
+    np.savez(out, **remake(workdir, update, allowed))
   except (ValueError, OSError) as error:
     print(f'{workdir}: {" ".join(str(error).split())}', file=sys.stderr)
     return 2
   return 0
 
 
-def remake(workdir: Path, update: int) -> Arrays:
+def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> Arrays:
   """Returns the arrays of an update by 'stage|leaf'.
 
   Args:
     workdir: of the run; its config says where the update is made.
     update: the number of the update.
+    allow_modules: modules of a user's own parts that may be imported if the config names them.
 
   Raises:
     ValueError: it cannot be made again.
   """
-  on_one_device = rerun.one_device_experiment(workdir)  # and a check that it can be made again
-  experiment = resolve(checkpoint.read_config(workdir))
-  headers, receipts = checkpoint.read_receipts(workdir)
+  on_one_device = rerun.one_device_experiment(workdir, allow_modules)  # checks that it can be
+  experiment = resolve(workdirs.read_config(workdir, allow_modules))
+  headers, receipts, _ = journal.read_receipts(workdir)
   header = rerun.header_of(headers, receipts, update)
   host.prepare_host(experiment.placement)
   run = build.make_run(experiment)

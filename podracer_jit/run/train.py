@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +15,27 @@ from absl import flags, logging
 
 from podracer_jit import loops
 from podracer_jit.numerics.fingerprints import canary
-from podracer_jit.run import build, checkpoint, command_line
+from podracer_jit.run import (
+    build,
+    checkpoint,
+    command_line,
+    exit_codes,
+    journal,
+    lock,
+    stopping,
+    workdirs,
+)
 from podracer_jit.run.metrics import Diverged, Files, Meter, check_finite
+from podracer_jit.run.output import complain, give_up_lost_streams
 from podracer_jit.run.progress import Progress
 from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import host, placement
 from podracer_jit.schemes.reports import Report
+from podracer_jit.types import TrainState
 
 
 def main(argv: Sequence[str]) -> int:
-  """Trains; returns the exit code: 0, 1 for a failed run, 2 if it could not start."""
+  """Trains; returns one of `exit_codes`."""
   warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
   values = flags.FlagValues()  # not the global ones: main may be called again, and by others
   flags.DEFINE_string('workdir', None, 'Where checkpoints and metrics go; runs/ and the '
@@ -42,88 +50,161 @@ def main(argv: Sequence[str]) -> int:
                       'MPI, Kubernetes or the TPU pod where not given.', flag_values=values)
   flags.DEFINE_integer('num_processes', None, 'How many there are; likewise.', flag_values=values)
   flags.DEFINE_integer('process_id', None, 'Which this is, from 0; likewise.', flag_values=values)
+  with stopping.handled() as stop:
+    try:
+      return _main(argv, values, stop)
+    except KeyboardInterrupt:
+      complain('podracer_jit: interrupted before there was anything to save')
+      return _leave(exit_codes.INTERRUPTED)
+    finally:
+      give_up_lost_streams()
+
+
+def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping) -> int:
+  """Trains as the flags say; returns the exit code.
+
+  Raises:
+    KeyboardInterrupt: a signal came before there was anything to save.
+  """
+  with contextlib.ExitStack() as stack:
+    try:
+      config = command_line.parse(argv, values)
+      if config is None:
+        print(f'{__doc__}\n{values.get_help()}')
+        return exit_codes.FINISHED
+      experiment = resolve(config)
+      host.prepare_host(experiment.placement)
+      joining = (values.coordinator_address, values.num_processes, values.process_id)
+      if values.distributed or joining != (None, None, None):
+        host.join(experiment.placement, *joining)
+      run = build.make_run(experiment)
+      workdir = Path(values.workdir or command_line.default_workdir(argv))
+      if values.repeat and not experiment.deterministic:
+        raise ValueError(f'--repeat: {experiment.non_deterministic_setting} takes things as they '
+                         'come, so no run of it can be run again')
+      ends = _ends_of(Path(values.repeat)) if values.repeat else None
+      update, notes = stack.enter_context(_opened(workdir, experiment.fields, run.place))
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+      complain(f'podracer_jit: {error}')
+      return _leave(exit_codes.REFUSED)
+    for note in notes:
+      complain(f'podracer_jit: {note}')
+    stop.begin_training()
+    try:
+      finished = train(run, workdir, values.profile_dir, ends, stop, update)
+    except KeyboardInterrupt:
+      complain('podracer_jit: interrupted; what was made since the newest checkpoint is not saved')
+      return _leave(_code_of_a_stop(workdir))
+    except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message
+      logging.exception('the run failed')
+      complain(f'podracer_jit: {type(error).__name__}: {error}')
+      return _leave(exit_codes.FAILED)
+    return exit_codes.FINISHED if finished else _code_of_a_stop(workdir)
+
+
+def _code_of_a_stop(workdir: Path) -> int:
+  return exit_codes.STOPPED if checkpoint.updates_in(workdir) else exit_codes.INTERRUPTED
+
+
+def _ends_of(repeated: Path) -> list[int]:
   try:
-    config = command_line.parse(argv, values)
-    if config is None:
-      print(f'{__doc__}\n{values.get_help()}')
-      return 0
-    experiment = resolve(config)
-    host.prepare_host(experiment.placement)
-    joining = (values.coordinator_address, values.num_processes, values.process_id)
-    if values.distributed or joining != (None, None, None):
-      host.join(experiment.placement, *joining)
-    run = build.make_run(experiment)
-    workdir = Path(values.workdir or command_line.default_workdir(argv))
-    if values.repeat and not experiment.deterministic:
-      raise ValueError(f'--repeat: {experiment.non_deterministic_setting} takes things as they '
-                       'come, so no run of it can be run again')
-    ends = checkpoint.segment_ends(Path(values.repeat)) if values.repeat else None
-    _open(workdir, experiment.fields, run.place)
-  except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-    print(f'podracer_jit: {error}', file=sys.stderr)
-    return _leave(2)
-  try:
-    train(run, workdir, values.profile_dir, ends)
-  except KeyboardInterrupt:
-    if run.place.processes == 1:
-      raise
-    return _leave(130)
-  except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message
-    logging.exception('the run failed')
-    print(f'podracer_jit: {type(error).__name__}: {error}', file=sys.stderr)
-    return _leave(1)
-  return 0
+    return journal.segment_ends(repeated)
+  except OSError as error:
+    raise ValueError(f'--repeat: {repeated} has no receipts that can be read: '
+                     f'{error.strerror}') from None
 
 
 def _leave(code: int) -> int:
   """Returns the exit code of a failure, or exits: JAX would wait for the other processes first."""
   if jax.distributed.is_initialized():
-    if code == 2:  # the others are to say so too; without process 0 JAX would abort them
-      time.sleep(3)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    if code == exit_codes.REFUSED:  # the others are to say so too; without process 0 JAX would
+      time.sleep(3)                 # abort them
+    give_up_lost_streams()
     os._exit(code)
   return code
 
 
-def _open(workdir: Path, config: Mapping[str, Any], place: placement.Placement) -> None:
-  """Process 0 makes the workdir; the others find it, and compare their config with its own."""
-  if place.process == 0:
-    checkpoint.open_workdir(workdir, config)
-  host.barrier('workdir')
-  if place.process:
-    if not (workdir / 'config.json').exists():
-      raise ValueError(f'--workdir: what process 0 wrote to {workdir} is not to be seen here; all '
-                       'processes need one file system')
-    checkpoint.open_workdir(workdir, config)
+@contextlib.contextmanager
+def _opened(workdir: Path, config: Mapping[str, Any], place: placement.Placement
+            ) -> Iterator[tuple[int | None, list[str]]]:
+  """Process 0 makes and locks the workdir; the others find it, and compare their config with its.
+
+  Yields:
+    The update of the checkpoint to go on from, None without one, and what was repaired.
+
+  Raises:
+    ValueError: the workdir is in use, of another experiment, or cannot be repaired.
+    OSError: it cannot be written to.
+  """
+  with contextlib.ExitStack() as stack:
+    update, notes = None, []
+    if place.process == 0:
+      workdirs.make(workdir)
+      stack.enter_context(contextlib.closing(lock.WorkdirLock(workdir)))
+      checkpoint.remove_unfinished(workdir)
+      notes = workdirs.open_workdir(workdir, config)
+      update, repaired = checkpoint.recover(workdir)
+      notes += repaired
+    host.barrier('workdir')
+    if place.process:
+      if not (workdir / workdirs.CONFIG).exists():
+        raise ValueError(f'--workdir: what process 0 wrote to {workdir} is not to be seen here; '
+                         'all processes need one file system')
+      workdirs.check_same(workdir, config)
+    yield host.of_process_0(update), notes
 
 
 def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
-          ends: Sequence[int] | None = None) -> None:
-  """Trains from the workdir's newest checkpoint, segment by segment, to total_steps.
+          ends: Sequence[int] | None = None, stop: stopping.Stopping | None = None,
+          update: int | None = None) -> bool:
+  """Trains from a checkpoint of the workdir, segment by segment, to total_steps.
 
-  SIGINT or SIGTERM ends the segment at its next update (of `fused`: after its call), saves, and
-  returns; a second one raises. `ends` are the last updates of the segments, where another run has
-  them otherwise than the config.
+  A signal ends the segment at its next update (of `fused`: after its call), and saves.
+
+  Args:
+    run: what to train.
+    workdir: has the config of the run.
+    profile_dir: where to write a trace of a few updates.
+    ends: the last updates of the segments, where another run has them otherwise than the config.
+    stop: handles signals; without it they do what they did.
+    update: of the checkpoint to go on from, whose files were checked; by default the newest that
+      is whole.
+
+  Returns:
+    Whether all is done; else a signal has stopped it.
+
+  Raises:
+    checkpoint.Broken: the checkpoint is not what was saved.
+    OSError: naming a file that cannot be written, and the checkpoint that is safe.
   """
   experiment, learner = run.experiment, run.learner
+  stop = stop or stopping.Stopping()
   state = run.initial_state()
   saved = checkpoint.Checkpoints(workdir, experiment.checkpoint.keep)
   meta: Mapping[str, Any] = {'segment': 0}
-  title = (f'{experiment.env.task}  {experiment.scheme_name} {experiment.loss_name}  '
-           f'{workdir}')
+  title = f'{experiment.env.task}  {experiment.scheme_name} {experiment.loss_name}  {workdir}'
 
   def stopped() -> bool:
-    return placement.any_process(stopping.is_set(), run.place.mesh)
+    return placement.any_process(stop.asked(), run.place.mesh)
 
-  with (contextlib.closing(saved), _stopping() as stopping,
-        Progress(experiment, title, quiet=run.place.process > 0) as progress):
-    if saved.newest() is not None:
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(contextlib.closing(saved))
+    progress = stack.enter_context(Progress(experiment, title, quiet=run.place.process > 0))
+    update = checkpoint.newest_whole(workdir) if update is None else update
+    if update is not None:
       # Into shapes: two replays would not fit beside each other.
-      state, meta = saved.restore(state._replace(replay=learner.replay_shapes()))
+      like = state._replace(replay=learner.replay_shapes())
+      state, meta = _restore(run, saved, workdir, like, update, progress.note)
       progress.note(f'going on from update {int(state.update)} ({int(state.steps):,} steps)')
     else:
       progress.note(f'{title}: starting')
+    files = None
+    if run.place.process == 0 and int(state.steps) < experiment.total_steps:
+      files = stack.enter_context(contextlib.closing(Files(
+          workdir, int(state.update), int(state.steps), experiment.log.tensorboard)))
+      for problem in files.problems:
+        progress.note(problem)
+    record = workdirs.record_of(experiment.fields)
     profiler = Profiler(profile_dir)
     while int(state.steps) < experiment.total_steps and not stopped():
       length = experiment.checkpoint.every_updates
@@ -132,11 +213,14 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       if not length:
         break
       state = learner.allocate(state)
-      state, meta = _segment(run, state, meta, length, workdir, progress, profiler,
-                             stopping.is_set)
+      state, meta = _segment(run, state, meta, length, workdir, files, progress, profiler,
+                             stop.asked)
       if not experiment.checkpoint.replay:  # then a run that goes on has none either
         state = state._replace(replay=())
-      saved.save(state, meta)
+      with stop.saving():
+        if files:
+          files.flush()
+        saved.save(state, meta | {'run': record})
     profiler.close()
     if profile_dir and not profiler.traced:
       progress.note(f'no trace: it begins with the third report, and there were '
@@ -145,44 +229,88 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     progress.note(f'{"finished" if done else "stopped"} at update {int(state.update)} '
                   f'({int(state.steps):,} steps); {workdir} has it all'
                   + ('' if done else '; the same command goes on'))
+  return done or not stop.asked()
 
 
-def _segment(run: build.Run, state, meta: Mapping[str, Any], length: int, workdir: Path,
-             progress: Progress, profiler: Profiler, stop: Callable[[], bool]):
-  """Runs one of `length` updates; returns the state after it, and what its checkpoint holds."""
+def _restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like: TrainState,
+             update: int, note: Callable[[str], None]) -> tuple[TrainState, dict[str, Any]]:
+  """Returns a checkpoint's state and `meta`; if it turns out to be broken, those of the one before.
+
+  Args:
+    run: that it belongs to.
+    saved: the checkpoints of the workdir.
+    workdir: of the run.
+    like: the shapes of the state.
+    update: of the checkpoint, whose files were checked.
+    note: is told what was set aside.
+
+  Raises:
+    checkpoint.Broken: and there is none before it, or other processes may have read it well.
+  """
+  while True:
+    try:
+      return saved.restore(like, update, files_checked=True)
+    except checkpoint.Broken as error:
+      earlier = [number for number in checkpoint.saved_updates(workdir)
+                 if number < update and not checkpoint.problem(workdir, number)]
+      if not earlier or run.place.processes > 1:
+        raise
+      note(checkpoint.set_aside(workdir, update, error.words))
+      update = earlier[-1]
+
+
+def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], length: int, workdir: Path,
+             files: Files | None, progress: Progress, profiler: Profiler,
+             asked_to_stop: Callable[[], bool]) -> tuple[TrainState, dict[str, Any]]:
+  """Runs a segment.
+
+  Args:
+    run: that it belongs to.
+    state: to begin from; donated.
+    meta: of the checkpoint that it begins from.
+    length: in updates.
+    workdir: of the run.
+    files: to write to, in process 0.
+    progress: shows each update.
+    profiler: counts reports.
+    asked_to_stop: asked after every update.
+
+  Returns:
+    The state after it, and what its checkpoint holds.
+  """
   experiment, place = run.experiment, run.place
   index, saved = meta['segment'], int(state.update)
+  safe = f'that of update {saved}' if saved else 'none: the run had just begun'
 
   def report(item: Report) -> None:
     for record, receipt in meter.records(item):
-      if place.process == 0:
-        files.write(record, receipt)
+      if files:
+        try:
+          files.write(record, receipt)
+        except OSError as error:
+          raise OSError(f'{error}; the last good checkpoint is {safe}, in {workdir}') from error
       progress.show(record)
       try:
         check_finite(record)
       except Diverged as error:
-        raise Diverged(f'{error}; the last good checkpoint is '
-                       + (f'that of update {saved}' if saved else 'none: the run had just begun')
-                       + f', in {workdir}') from None
+        raise Diverged(f'{error}; the last good checkpoint is {safe}, in {workdir}') from None
     profiler.reported()
 
   with contextlib.ExitStack() as stack:
-    if place.process == 0:
+    if files:
       with jax.default_device(place.learners[0]):
-        header = dict(segment=index, first_update=saved + 1, versions=checkpoint.versions(),
-                      canary=canary())
-      files = stack.enter_context(contextlib.closing(
-          Files(workdir, saved, int(state.steps), header, experiment.log.tensorboard)))
+        files.begin_segment(dict(segment=index, first_update=saved + 1,
+                                 versions=workdirs.versions(), canary=canary()))
     segment = stack.enter_context(build.segment(
-        run, state, index, length, report, stop))
+        run, state, index, length, report, asked_to_stop))
     meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, meta)
     try:
       states = loops.run(segment.workers)
     except loops.Stuck as error:
       # EnvPool's receive cannot be interrupted, so nothing else ends those threads; leave before
       # anything on the way out waits for them.
-      print(f'podracer_jit: {error.__cause__!r}; {error}', file=sys.stderr, flush=True)
-      os._exit(1)
+      complain(f'podracer_jit: {error.__cause__!r}; {error}')
+      os._exit(exit_codes.FAILED)
   return states['learner'].train, meter.meta() | {'segment': index + 1}
 
 
@@ -209,23 +337,3 @@ class Profiler:
     if self._tracing:
       self._tracing = False
       jax.profiler.stop_trace()
-
-
-@contextlib.contextmanager
-def _stopping():
-  """An event that the first SIGINT or SIGTERM sets; after it, signals act as usual."""
-  event, before = threading.Event(), {}
-
-  def handle(number, frame):
-    event.set()
-    for number, old in before.items():
-      signal.signal(number, old)
-
-  if threading.current_thread() is threading.main_thread():
-    for number in (signal.SIGINT, signal.SIGTERM):
-      before[number] = signal.signal(number, handle)
-  try:
-    yield event
-  finally:
-    for number, old in before.items():
-      signal.signal(number, old)

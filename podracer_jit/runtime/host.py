@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from podracer_jit.runtime.placement import PlacementOptions
@@ -73,3 +74,12 @@ def barrier(name: str) -> None:
   """Waits until every process is here."""
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(name)
+
+
+def of_process_0(number: int | None) -> int | None:
+  """Returns in every process what process 0 was given: a number that is not negative, or None."""
+  if jax.process_count() == 1:
+    return number
+  sent = np.int32(-1 if number is None else number)
+  received = int(multihost_utils.broadcast_one_to_all(sent))
+  return None if received < 0 else received

@@ -9,8 +9,10 @@ update of both runs again, each where the run made it, and says which array diff
 the rollout, of a gradient, of the optimizer's state or of the parameters) and by how many units in
 the last place. That needs the checkpoint before the update's segment.
 
+If the config of a run names modules of its own, --deep needs --allow_modules=mine, as it runs them.
+
 Exit code: 0 if all updates that both have are identical, 1 if some differ, 2 if there is nothing to
-compare.
+compare, or receipts are missing or garbled.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from podracer_jit.run import checkpoint
+from podracer_jit.run import checkpoint, journal, workdirs
 
 ROWS = 10  # of the learning curves
 
@@ -29,30 +31,40 @@ def main(argv: Sequence[str]) -> int:
   if set(argv[1:]) & {'-h', '--help'}:
     print(__doc__)
     return 0
-  wants_deep, args = '--deep' in argv, [arg for arg in argv[1:] if arg != '--deep']
-  if len(args) != 2 or any(arg.startswith('-') for arg in args):
+  options = [arg for arg in argv[1:] if arg.startswith('-')]
+  args = [arg for arg in argv[1:] if not arg.startswith('-')]
+  allowed = [arg.partition('=')[2] for arg in options if arg.startswith('--allow_modules=')]
+  wants_deep = '--deep' in options
+  if len(args) != 2 or len(options) != wants_deep + len(allowed):
     print('podracer_jit compare: two workdirs are needed: podracer_jit compare runs/a runs/b',
           file=sys.stderr)
     return 2
-  workdirs = [Path(arg) for arg in args]
+  folders = [Path(arg) for arg in args]
   try:
-    configs = [checkpoint.read_config(workdir) for workdir in workdirs]
-    headers, receipts = zip(*map(checkpoint.read_receipts, workdirs), strict=True)
-    curves = [checkpoint.read_lines(workdir / 'metrics.jsonl') for workdir in workdirs]
-    if not receipts[0].keys() & receipts[1].keys():
+    configs = [workdirs.read_fields(folder) for folder in folders]
+    receipts = [journal.read_receipts(folder) for folder in folders]
+    curves = [journal.read_lines(folder / journal.METRICS) for folder in folders]
+    if not receipts[0].by_update.keys() & receipts[1].by_update.keys():
       raise ValueError('the runs have no update in common')
   except (ValueError, OSError) as error:
     print(f'podracer_jit compare: {error}', file=sys.stderr)
     return 2
-  verdict, different = compare(*receipts)
+  verdict, different = compare(*(side.by_update for side in receipts))
+  incomplete = [f'{name}: {folder / journal.RECEIPTS}: {words}'
+                for name, folder, side in zip('AB', folders, receipts, strict=True)
+                for words in [*side.problems, *_missing_at_the_end(folder, side)]]
+  if incomplete and different is None:
+    verdict = f'cannot say, as receipts are missing; of those that are there: {verdict}'
   try:
-    for line in [*config_differences(*configs), *header_differences(*headers)]:
+    for line in [*config_differences(*configs),
+                 *header_differences(*(side.headers for side in receipts)), *incomplete]:
       print(line)
     print(verdict)
     if wants_deep and different is not None:
       sys.stdout.flush()
       from podracer_jit.run import deep  # here, since reading receipts need not load NumPy
-      print(*deep.differences(workdirs, different), sep='\n')
+      modules = [name for names in allowed for name in names.split(',')]
+      print(*deep.differences(folders, different, modules), sep='\n')
     print_curves(*curves)
     sys.stdout.flush()
   except ValueError as error:
@@ -61,12 +73,20 @@ def main(argv: Sequence[str]) -> int:
   except BrokenPipeError:  # as in `podracer_jit compare a b | head`
     print(f'podracer_jit compare: its output was cut; {verdict}', file=sys.stderr)
     raise
-  return 0 if different is None else 1
+  if different is not None:
+    return 1
+  return 2 if incomplete else 0
+
+
+def _missing_at_the_end(workdir: Path, receipts: journal.Receipts) -> list[str]:
+  """Returns a line if there is a checkpoint of an update that has no receipt any more."""
+  last, saved = max(receipts.by_update), max(checkpoint.saved_updates(workdir), default=0)
+  return [f'no line of {last + 1} to {saved}'] if saved > last else []
 
 
 def config_differences(one: dict, two: dict) -> list[str]:
   """A line for each field of the experiment that differs; placement and logs do not count."""
-  return [f'config: {line}' for line in checkpoint.differences(one, two, ('in A', 'in B'))]
+  return [f'config: {line}' for line in workdirs.differences(one, two, ('in A', 'in B'))]
 
 
 def header_differences(one: Sequence[dict], two: Sequence[dict]) -> list[str]:
@@ -100,10 +120,10 @@ def compare(one: dict[int, dict], two: dict[int, dict]) -> tuple[str, int | None
       values = ', '.join(f'{name} {one[update][name]} in A, {two[update][name]} in B'
                          for name in differ)
       return f'differ at update {update}: {what}\n  {values}', update
-  longest = max(max(one), max(two))
-  rest = '' if len(common) == len(one) == len(two) else \
-      f'; A has {len(one)} and B {len(two)}, up to update {longest}'
-  return f'identical: {len(common)} updates, batches and parameters{rest}', None
+  words = 'identical' if len(common) == len(one) == len(two) else 'identical as far as both go'
+  longer = [f'{name} goes on to update {max(receipts)}'
+            for name, receipts in (('A', one), ('B', two)) if max(receipts) > common[-1]]
+  return '; '.join([f'{words}: {len(common)} updates, batches and parameters', *longer]), None
 
 
 def print_curves(one: Sequence[dict], two: Sequence[dict]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from absl import flags
 
-from podracer_jit.run import evaluation, video
+from podracer_jit.run import config, evaluation, video
 from podracer_jit.runtime import host
 
 
@@ -35,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
       return 0
     movie = _check(values, rest)
     workdir = Path(values.workdir)
-    experiment = evaluation.read_experiment(workdir)
+    allowed = config.allowed_modules(values.allow_modules)
+    experiment = evaluation.read_experiment(workdir, allowed)
     host.prepare_host(experiment.placement)
     agent = evaluation.restore(workdir, experiment)
     if movie:
@@ -67,6 +68,7 @@ def _flags() -> flags.FlagValues:
                        'tasks have no limit of their own.', **text)
   flags.DEFINE_string('video', None, 'Film one more episode. mp4 or gif writes WORKDIR/video.mp4 '
                       'or WORKDIR/video.gif; a path must end in .mp4 or .gif.', **text)
+  flags.DEFINE_list('allow_modules', [], config.ALLOW_MODULES, **text)
   flags.DEFINE_bool('help', False, 'Show this.', short_name='h', **text)
   return values
 

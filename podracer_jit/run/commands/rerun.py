@@ -12,9 +12,10 @@ Exit code: 0, 1 if an update differs from its receipt or something failed, 2 if 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -24,7 +25,7 @@ from absl import flags
 from podracer_jit import loops
 from podracer_jit.envs import frames
 from podracer_jit.numerics.fingerprints import as_hex, canary
-from podracer_jit.run import build, checkpoint, config, video
+from podracer_jit.run import build, checkpoint, config, journal, video, workdirs
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import host, placement
@@ -42,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
   flags.DEFINE_string('workdir', None, 'Where the run is.', flag_values=values)
   flags.DEFINE_integer('update', None, 'The update to repeat.', flag_values=values)
   flags.DEFINE_integer('env', 0, 'The environment whose observations to film.', flag_values=values)
+  flags.DEFINE_list('allow_modules', [], config.ALLOW_MODULES, flag_values=values)
   flags.DEFINE_bool('help', False, 'Show this.', short_name='h', flag_values=values)
   try:
     rest = values(list(argv))
@@ -49,9 +51,9 @@ def main(argv: Sequence[str]) -> int:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
     workdir = _check(values, rest)
-    experiment = one_device_experiment(workdir)
+    experiment = one_device_experiment(workdir, config.allowed_modules(values.allow_modules))
     _check_env(values.env, experiment)
-    headers, receipts = checkpoint.read_receipts(workdir)
+    headers, receipts, _ = journal.read_receipts(workdir)
     header = header_of(headers, receipts, values.update)
     host.prepare_host(experiment.placement)
     run = build.make_run(experiment)
@@ -80,13 +82,17 @@ def _check(values: flags.FlagValues, rest: Sequence[str]) -> Path:
   return Path(values.workdir)
 
 
-def one_device_experiment(workdir: Path) -> Experiment:
-  """The experiment of the run in workdir, on one device, with a scheme whose rollouts are in sight.
+def one_device_experiment(workdir: Path, allow_modules: Collection[str] = ()) -> Experiment:
+  """Returns the experiment of a run on one device, with a scheme whose rollouts are in sight.
+
+  Args:
+    workdir: of the run.
+    allow_modules: modules of a user's own parts that may be imported if the config names them.
 
   Raises:
     ValueError: there is no run, or it cannot be made again here.
   """
-  fields = checkpoint.read_config(workdir)
+  fields = workdirs.read_config(workdir, allow_modules)
   try:
     experiment = resolve(fields)
   except ValueError as error:
@@ -120,16 +126,17 @@ def state_before(run: build.Run, workdir: Path, header: dict) -> TrainState:
   before, first = header['first_update'] - 1, run.initial_state()
   if before == 0:
     return run.learner.allocate(first)
-  saved = checkpoint.Checkpoints(workdir, run.experiment.checkpoint.keep)
-  try:
-    if before not in saved.updates():
-      raise ValueError(f'--update: the checkpoint of update {before}, from which it would be made, '
-                       f'is gone; there are those of {", ".join(map(str, saved.updates()))} '
-                       '(checkpoint.keep says how many stay), and the first segment needs none')
-    state, _ = saved.restore(first._replace(replay=run.learner.replay_shapes()), before)
-    return run.learner.allocate(state)
-  finally:
-    saved.close()
+  existing = checkpoint.saved_updates(workdir)
+  if before not in existing:
+    raise ValueError(f'--update: the checkpoint of update {before}, from which it would be made, '
+                     f'is gone; there are those of {", ".join(map(str, existing))} '
+                     '(checkpoint.keep says how many stay), and the first segment needs none')
+  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
+    try:
+      state, _ = saved.restore(first._replace(replay=run.learner.replay_shapes()), before)
+    except checkpoint.Broken as error:
+      raise ValueError(f'--update: {error}') from None
+  return run.learner.allocate(state)
 
 
 def rerun(run: build.Run, state: TrainState, index: int, update: int,

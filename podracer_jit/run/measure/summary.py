@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from podracer_jit.run import build, checkpoint
+from podracer_jit.run import build, workdirs
 from podracer_jit.run.measure import core_distance, memory_use, timed_parts
 from podracer_jit.run.measure.segments import Figures
 
@@ -105,7 +105,7 @@ def shares(sps: Mapping[str, float]) -> dict[str, float]:
 def describe(run: build.Run) -> dict[str, Any]:
   """Returns what is to be known of the machine and the placement."""
   place = run.place
-  return dict(cores=len(os.sched_getaffinity(0)), versions=checkpoint.versions(),
+  return dict(cores=len(os.sched_getaffinity(0)), versions=workdirs.versions(),
               actors=[str(d) for d in place.actors], learners=[str(d) for d in place.learners],
               device_kinds=sorted({d.device_kind for d in (*place.actors, *place.learners)}),
               env_threads=place.env_threads,

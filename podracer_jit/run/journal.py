@@ -1,0 +1,179 @@
+"""The files of a run that have a line for each update: receipts.jsonl and metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from podracer_jit.run import safe_files
+
+RECEIPTS, METRICS = 'receipts.jsonl', 'metrics.jsonl'
+_FINGERPRINTS = ('batch', 'params')  # of a receipt
+_SPANS_SHOWN = 5
+
+
+class Line(NamedTuple):
+  """A line of a file."""
+
+  raw: bytes  # with its newline, if it has one
+  entry: dict[str, Any] | None  # None if it is garbled
+
+
+class Gaps:
+  """Which updates are missing, of a file that has them in order."""
+
+  def __init__(self):
+    self.last = 0
+    self.missing: list[tuple[int, int]] = []  # first and last update of each gap
+
+  def add(self, update: int) -> None:
+    """Takes in the next update of the file; one that was there before does not matter."""
+    if update > self.last + 1:
+      self.missing.append((self.last + 1, update - 1))
+    self.last = max(self.last, update)
+
+  def words(self) -> str:
+    """Returns the missing updates: '3, 5 to 9'."""
+    spans = [f'{first}' if first == last else f'{first} to {last}' for first, last in self.missing]
+    more = [f'and {len(spans) - _SPANS_SHOWN} more ranges'] if len(spans) > _SPANS_SHOWN else []
+    return ', '.join([*spans[:_SPANS_SHOWN], *more])
+
+
+class Receipts(NamedTuple):
+  """What receipts.jsonl says."""
+
+  headers: list[dict[str, Any]]  # of the segments, in order
+  by_update: dict[int, dict[str, Any]]
+  problems: list[str]  # what is missing or garbled, in words
+
+
+def read_receipts(workdir: Path) -> Receipts:
+  """Reads the receipts of a run, which may still be running.
+
+  Raises:
+    OSError: there are none.
+  """
+  headers, by_update, garbled = [], {}, 0
+  gaps = Gaps()
+  for line in _lines(workdir / RECEIPTS):
+    if line.entry is None:
+      garbled += line.raw.endswith(b'\n')  # else the line is being written, or was, at a kill
+    elif _is_header(line.entry):
+      headers.append(line.entry)
+    elif _is_receipt(line.entry):
+      by_update[line.entry['update']] = line.entry
+      gaps.add(line.entry['update'])
+    else:
+      garbled += 1
+  return Receipts(headers, by_update, _problems(garbled, gaps))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+  """Returns the JSON objects of a file, one a line; garbled lines are left out.
+
+  Raises:
+    OSError: it cannot be read.
+  """
+  return [line.entry for line in _lines(path) if line.entry is not None]
+
+
+def segment_ends(workdir: Path) -> list[int]:
+  """Returns the last update of each segment of the run in workdir."""
+  receipts = read_receipts(workdir)
+  return [*(header['first_update'] - 1 for header in receipts.headers[1:]),
+          max(receipts.by_update, default=0)]
+
+
+def cut(workdir: Path, path: Path, last_update: int) -> list[str]:
+  """Drops what a run wrote after the checkpoint it now goes on from, and half a last line.
+
+  A file that has garbled lines is set aside, and one without them takes its place. The file is read
+  line by line, so its length does not matter for memory.
+
+  Args:
+    workdir: that the file belongs to.
+    path: of the file; it need not exist.
+    last_update: of the checkpoint.
+
+  Returns:
+    A line for what is garbled or missing up to that update.
+
+  Raises:
+    OSError: naming the file.
+  """
+  if not path.exists():
+    return [f'{path} is missing, with all updates up to {last_update}'] if last_update else []
+  garbled, kept_bytes, ended, in_order = 0, 0, False, True
+  gaps = Gaps()
+  for line in _lines(path):
+    if line.entry is None:
+      garbled += line.raw.endswith(b'\n')
+      continue
+    if _is_later(line.entry, last_update):
+      ended = True
+      continue
+    in_order = in_order and not ended
+    kept_bytes += len(line.raw)
+    if 'update' in line.entry:
+      gaps.add(line.entry['update'])
+  gaps.add(last_update + 1)
+  problems = _problems(garbled, gaps)
+  aside = ''
+  if garbled or not in_order:
+    aside = f'; the file as it was is now {_rewrite(workdir, path, last_update)}'
+  else:
+    with safe_files.naming(path):
+      os.truncate(path, kept_bytes)
+  return [f'{path}: {"; ".join(problems)}{aside}'] if problems else []
+
+
+def _rewrite(workdir: Path, path: Path, last_update: int) -> Path:
+  """Replaces a file by its good lines; returns where the file as it was is."""
+  draft = path.with_name(f'{path.name}.tmp')
+  with safe_files.naming(path):
+    try:
+      with draft.open('wb') as file:
+        file.writelines(line.raw for line in _lines(path)
+                        if line.entry is not None and not _is_later(line.entry, last_update))
+      aside = safe_files.set_aside(workdir, path)
+      os.replace(draft, path)
+    finally:
+      draft.unlink(missing_ok=True)
+  return aside
+
+
+def _lines(path: Path) -> Iterator[Line]:
+  with path.open('rb') as file:
+    for raw in file:
+      try:
+        entry = json.loads(raw)
+      except ValueError:
+        entry = None
+      good = isinstance(entry, dict) and raw.endswith(b'\n') and all(
+          isinstance(entry.get(name, 0), int) for name in ('update', 'segment', 'first_update'))
+      yield Line(raw, entry if good else None)
+
+
+def _is_header(entry: dict[str, Any]) -> bool:
+  return {'segment', 'first_update'} <= entry.keys()
+
+
+def _is_receipt(entry: dict[str, Any]) -> bool:
+  return 'update' in entry and all(isinstance(entry.get(name), str) for name in _FINGERPRINTS)
+
+
+def _is_later(entry: dict[str, Any], last_update: int) -> bool:
+  """Returns whether a line belongs to what comes after an update, as its segment's header does."""
+  return entry.get('update', 0) > last_update or entry.get('first_update', 0) > last_update
+
+
+def _problems(garbled: int, gaps: Gaps) -> list[str]:
+  words = []
+  if garbled:
+    words.append(f'{garbled} garbled {"line" if garbled == 1 else "lines"}')
+  if gaps.missing:
+    words.append(f'no line of {gaps.words()}')
+  return words

@@ -1,0 +1,218 @@
+"""The config of a run in its workdir, and whether a command goes on with the same experiment."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from podracer_jit.run import checkpoint, safe_files
+from podracer_jit.run import config as config_lib
+
+PACKAGES = ('podracer_jit', 'jax', 'jaxlib', 'flax', 'optax', 'rlax', 'envpool', 'numpy')
+CONFIG = 'config.json'
+# What may differ between two runs of the same experiment.
+_FREE = ('placement.', 'log.', 'checkpoint.keep')
+_BOUND = ('placement.xla_threads', 'placement.actor_platform')
+
+
+class ConfigChanged(ValueError):
+  """The workdir holds another experiment."""
+
+
+def versions() -> dict[str, str]:
+  """Returns the version of everything whose arithmetic or randomness a result depends on."""
+  by_package = {'python': platform.python_version()}
+  for name in PACKAGES:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      by_package[name] = importlib.metadata.version(name)
+  return by_package
+
+
+def record_of(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns what config.json holds of a config of plain values; checkpoints have a copy."""
+  as_read = json.loads(json.dumps(config))  # tuples become lists, as in the file
+  return {'config': as_read, 'versions': versions()}
+
+
+def make(workdir: Path) -> None:
+  """Makes the folder.
+
+  Raises:
+    ValueError: it cannot be made or written to.
+  """
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    probe = workdir / '.writable'
+    probe.touch()
+    probe.unlink()
+  except OSError as error:
+    raise ValueError(f'--workdir: {workdir} cannot be written to: {error.strerror}') from None
+
+
+def open_workdir(workdir: Path, config: Mapping[str, Any]) -> list[str]:
+  """Writes config.json, or checks that it holds this experiment.
+
+  If there are checkpoints and config.json is missing or garbled, it is restored from them.
+
+  Args:
+    workdir: exists, and is this process's to write to.
+    config: plain values.
+
+  Returns:
+    Lines about what has changed and what was repaired.
+
+  Raises:
+    ConfigChanged: naming each field that differs, with both values.
+    ValueError: config.json is of something else, or lost.
+    OSError: it cannot be written.
+  """
+  path, new = workdir / CONFIG, record_of(config)
+  if not path.exists() and not checkpoint.updates_in(workdir):
+    safe_files.write_text(path, json.dumps(new, indent=2) + '\n')
+    return []
+  old, notes = _restored_record(workdir)
+  changed = differences(_completed(old, new), new['config'], ('there', 'now'))
+  if changed:
+    raise ConfigChanged(f'{workdir} holds another experiment ({"; ".join(changed)}); '
+                        'choose another --workdir or set the fields back')
+  before = old.get('versions', {})
+  return notes + [
+      f'{name} was {before.get(name)} when this run began and is {version} now: results go on, but '
+      'not to the last bit'
+      for name, version in new['versions'].items() if before.get(name) != version]
+
+
+def check_same(workdir: Path, config: Mapping[str, Any]) -> None:
+  """Checks that config.json, which another process has written, holds this experiment.
+
+  Raises:
+    ConfigChanged: naming each field that differs, with both values.
+    ValueError: there is no config.json, or it is of something else.
+  """
+  old, new = _read(workdir / CONFIG), record_of(config)
+  changed = differences(_completed(old, new), new['config'], ('of process 0', 'here'))
+  if changed:
+    raise ConfigChanged(f'the processes have different experiments ({"; ".join(changed)})')
+
+
+def _restored_record(workdir: Path) -> tuple[dict[str, Any], list[str]]:
+  """Returns the record of config.json, and lines about how it was restored, if it was."""
+  path = workdir / CONFIG
+  problem = 'is missing'
+  if path.exists():
+    try:
+      return _read(path), []
+    except ValueError as error:
+      if not checkpoint.updates_in(workdir):
+        raise
+      problem = str(error).removeprefix(f'--workdir: {path} ')
+  for update in reversed(checkpoint.updates_in(workdir)):
+    meta = checkpoint.read_meta(workdir, update)
+    if meta is None or not _is_record(meta.get('run')) or checkpoint.problem(workdir, update):
+      continue
+    aside = ''
+    if path.exists():
+      aside = f'; what was there is now {safe_files.set_aside(workdir, path)}'
+    safe_files.write_text(path, json.dumps(meta['run'], indent=2) + '\n')
+    return meta['run'], [f'{path} {problem}; it was restored from the checkpoint of update '
+                         f'{update}{aside}']
+  raise ValueError(f'--workdir: {path} {problem}, and no checkpoint has a copy of it; put it back, '
+                   'or choose another --workdir')
+
+
+def read_config(workdir: Path, allow_modules: Collection[str] = ()) -> dict[str, Any]:
+  """Returns the config of the run in workdir, as plain values.
+
+  Args:
+    workdir: of the run. It may be a stranger's: it is data, and nothing in it is executed.
+    allow_modules: modules of a user's own parts that may be imported if the config names them.
+
+  Raises:
+    ValueError: there is no run, or its config names modules that are not allowed.
+  """
+  path = workdir / CONFIG
+  _check_exists(path)
+
+  def tuples(fields):  # which JSON has as lists
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+
+  fields = _read(path, tuples)['config']
+  config_lib.check_modules(fields, allow_modules, str(path))
+  try:
+    return config_lib.complete(fields)
+  except ValueError as error:
+    raise ValueError(f'--workdir: {CONFIG} of {workdir}: {error}') from None
+
+
+def read_fields(workdir: Path) -> dict[str, Any]:
+  """Returns the config of the run in workdir for looking at: no module is imported for it.
+
+  Raises:
+    ValueError: there is no run.
+  """
+  path = workdir / CONFIG
+  _check_exists(path)
+  fields = _read(path)['config']
+  return fields if config_lib.modules(fields) else record_of(config_lib.complete(fields))['config']
+
+
+def _check_exists(path: Path) -> None:
+  if not path.is_file():
+    what = f'holds no run (no {CONFIG})' if path.parent.is_dir() else 'does not exist'
+    raise ValueError(f'--workdir: {path.parent} {what}')
+
+
+def _completed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the config of an old record with the options that came later.
+
+  Where it chooses other parts than the new config, it is returned as it is: no module is imported
+  because a workdir names it.
+  """
+  allowed = config_lib.modules(new['config']).values()
+  try:
+    config_lib.check_modules(old['config'], allowed, CONFIG)
+    completed = config_lib.complete(old['config'])
+  except ValueError:
+    return dict(old['config'])
+  return json.loads(json.dumps(completed))
+
+
+def _read(path: Path, hook: Callable[[dict], dict] | None = None) -> dict[str, Any]:
+  try:
+    record = json.loads(path.read_text(), object_hook=hook)
+  except (OSError, ValueError):
+    record = None
+  if not _is_record(record):
+    raise ValueError(f'--workdir: {path} is not of a run of podracer_jit')
+  return record
+
+
+def _is_record(record: Any) -> bool:
+  if not isinstance(record, dict) or not isinstance(record.get('config'), dict):
+    return False
+  config = record['config']
+  sections = ('env', 'loss', 'network', 'optimizer', 'normalise', 'log')
+  return isinstance(config.get('placement'), dict) and all(
+      isinstance(config.get(section, {}), dict) for section in sections)
+
+
+def differences(one: Mapping[str, Any], two: Mapping[str, Any], where: tuple[str, str]
+                ) -> list[str]:
+  """Returns the fields that make two configs two experiments, with both values."""
+  one, two = _flat(one), _flat(two)
+  return [f'{name}: {one.get(name)!r} {where[0]}, {two.get(name)!r} {where[1]}'
+          for name in sorted(one.keys() | two.keys())
+          if one.get(name) != two.get(name)
+          and (name in _BOUND or not name.startswith(_FREE))]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+  flat = {}
+  for name, value in tree.items():
+    flat |= _flat(value, f'{prefix}{name}.') if isinstance(value, dict) else {prefix + name: value}
+  return flat
