@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -37,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
   """Runs the verb that is the first argument, or trains; returns the exit code."""
   first = argv[1] if len(argv) > 1 else ''
   if first in VERBS:
-    command = importlib.import_module(f'podracer_jit.run.commands.{first}')
+    with stopping.handled():
+      command = importlib.import_module(f'podracer_jit.run.commands.{first}')
     return command.main([f'podracer_jit {first}', *argv[2:]])
   if first and not first.startswith('-'):
     print(f'podracer_jit: {_no_command(first)}', file=sys.stderr)
@@ -45,22 +45,21 @@ def main(argv: Sequence[str]) -> int:
   names = {arg.partition('=')[0] for arg in argv[1:]}
   if names & {'-h', '-help', '--help'} and not names & {'-config', '--config'}:
     print(f'{HELP}\n')
-  from podracer_jit.run import train  # here, since verbs need not wait until JAX is imported
+  with stopping.handled():
+    from podracer_jit.run import train  # here, since verbs need not wait until JAX is imported
   return train.main(argv)
 
 
 def run() -> None:
   """Runs the installed command."""
   try:
-    with stopping.handled():  # until a command handles signals in its own way
-      code = main(sys.argv)
+    code = main(sys.argv)
     sys.stdout.flush()
   except BrokenPipeError:  # as in `podracer_jit envs | head`
     code = 128 + signal.SIGPIPE
   except KeyboardInterrupt:
     complain('podracer_jit: interrupted')
-    # At once: modules may be half imported, and threads of libraries would complain.
-    os._exit(exit_codes.INTERRUPTED)
+    code = exit_codes.INTERRUPTED
   give_up_lost_streams()
   sys.exit(code)
 

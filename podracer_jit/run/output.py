@@ -45,6 +45,12 @@ def complain(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def say(line: str) -> None:
+  """Prints a line to stdout, if anybody can read it."""
+  with contextlib.suppress(OSError):
+    print(line, flush=True)
+
+
 def give_up_lost_streams() -> None:
   """Keeps Python from failing at its end to write what a lost stream still has."""
   for stream in (sys.stdout, sys.stderr):

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from podracer_jit.run import exit_codes
+from podracer_jit.run.output import complain
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def leave() -> None:
+  """Ends the process at once, with a line.
+
+  An exception would not do: raised while libraries are imported, it was seen to end in a
+  segmentation fault.
+  """
+  complain('podracer_jit: interrupted before there was anything to save')
+  os._exit(exit_codes.INTERRUPTED)
 
 
 class Stopping:
   """What SIGINT, SIGTERM and SIGHUP do in the course of a command.
 
-  Before training they interrupt at once, since nothing can be lost. While it trains, the first one
+  Before training they end the process, since nothing can be lost. While it trains, the first one
   asks for an end, and a second one interrupts. While something is being saved, none interrupts: the
   end comes when all is saved.
   """
 
-  def __init__(self):
+  def __init__(self, leave: Callable[[], None] = leave):
+    self._leave = leave
     self._asked = threading.Event()
     self._training = self._saving = False
 
@@ -39,25 +55,30 @@ class Stopping:
     finally:
       self._saving = False
 
-  def handle(self, number: int, frame: object) -> None:
+  def handle(self, number: int, frame: FrameType | None) -> None:
     """Handles a signal; Python calls it in the main thread.
 
     Raises:
-      KeyboardInterrupt: unless an end will be made that saves.
+      KeyboardInterrupt: an end was asked for before, and nothing is being saved.
     """
     asked_before = self._asked.is_set()
     self._asked.set()
-    if not self._saving and (asked_before or not self._training):
+    if not self._training:
+      self._leave()
+    elif asked_before and not self._saving:
       raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def handled() -> Iterator[Stopping]:
+def handled(leave: Callable[[], None] = leave) -> Iterator[Stopping]:
   """Handles the signals for the time of the block; outside of the main thread it cannot.
 
   A SIGHUP that was ignored from the start, as nohup has it, stays ignored.
+
+  Args:
+    leave: called by a signal that comes before training.
   """
-  stopping = Stopping()
+  stopping = Stopping(leave)
   before = {}
   if threading.current_thread() is threading.main_thread():
     for number in SIGNALS:

@@ -53,19 +53,12 @@ def main(argv: Sequence[str]) -> int:
   with stopping.handled() as stop:
     try:
       return _main(argv, values, stop)
-    except KeyboardInterrupt:
-      complain('podracer_jit: interrupted before there was anything to save')
-      return _leave(exit_codes.INTERRUPTED)
     finally:
       give_up_lost_streams()
 
 
 def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping) -> int:
-  """Trains as the flags say; returns the exit code.
-
-  Raises:
-    KeyboardInterrupt: a signal came before there was anything to save.
-  """
+  """Trains as the flags say; returns the exit code."""
   with contextlib.ExitStack() as stack:
     try:
       config = command_line.parse(argv, values)

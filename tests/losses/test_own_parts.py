@@ -12,7 +12,7 @@ from absl import flags
 
 import podracer_jit
 from podracer_jit.agents import networks, optimizers
-from podracer_jit.run import checkpoint, command_line, evaluation, train
+from podracer_jit.run import command_line, evaluation, journal, train, workdirs
 from podracer_jit.run.resolve import resolve
 from tests.runs import fresh, prepared, run
 
@@ -74,11 +74,12 @@ def test_a_run_of_an_own_algorithm_resumes_to_the_same_bits_and_is_evaluated(tmp
   def train_in(name):
     config = parse(f'--config={EXAMPLES / "a2c.py"}')
     workdir = tmp_path / name
-    checkpoint.open_workdir(workdir, config)
+    workdirs.make(workdir)
+    workdirs.open_workdir(workdir, config)
     whole = prepared(config)
     experiment = dataclasses.replace(whole.experiment, total_steps=10 * 256)
     train.train(dataclasses.replace(whole, experiment=experiment), workdir)
-    return checkpoint.read_receipts(workdir)[1]
+    return journal.read_receipts(workdir).by_update
 
   at_once = train_in('whole')
   assert len(at_once) > 8
@@ -87,7 +88,7 @@ def test_a_run_of_an_own_algorithm_resumes_to_the_same_bits_and_is_evaluated(tmp
   shutil.rmtree(newest)
   assert train_in('killed') == at_once
   assert newest.is_dir()
-  experiment = evaluation.read_experiment(tmp_path / 'whole')
+  experiment = evaluation.read_experiment(tmp_path / 'whole', allow_modules=['a2c'])
   assert experiment.loss_name == 'a2c:A2C'
   agent = evaluation.restore(tmp_path / 'whole', experiment)
   assert len(evaluation.play(agent, 3, 2, 1, 1000).returns) == 3

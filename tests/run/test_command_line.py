@@ -8,7 +8,7 @@ import ml_collections
 import pytest
 from absl import flags
 
-from podracer_jit.run import checkpoint, command_line, config, evaluation, train
+from podracer_jit.run import command_line, config, evaluation, train, workdirs
 from podracer_jit.run.commands import evaluate
 from podracer_jit.run.resolve import resolve
 from tests.runs import QUICK, small
@@ -221,13 +221,13 @@ def test_a_workdir_from_before_a_field_opens(tmp_path):
   before = json.loads(json.dumps(fields))
   del before['network']['separate_critic'], before['microbatch_rows']
   _save(tmp_path, before)
-  checkpoint.open_workdir(tmp_path, fields)
-  assert checkpoint.read_config(tmp_path)['network']['separate_critic'] is False
+  workdirs.open_workdir(tmp_path, fields)
+  assert workdirs.read_config(tmp_path)['network']['separate_critic'] is False
   experiment = evaluation.read_experiment(tmp_path)
   assert experiment.torso_options.separate_critic is False and experiment.microbatch_rows == 0
   other = fields | {'network': fields['network'] | {'separate_critic': True}}
-  with pytest.raises(checkpoint.ConfigChanged, match='network.separate_critic: False there, True'):
-    checkpoint.open_workdir(tmp_path, other)
+  with pytest.raises(workdirs.ConfigChanged, match='network.separate_critic: False there, True'):
+    workdirs.open_workdir(tmp_path, other)
 
 
 @pytest.mark.parametrize('section, said', [

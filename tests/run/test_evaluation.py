@@ -17,7 +17,7 @@ from podracer_jit import experiment
 from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.run import checkpoint, evaluation, video
+from podracer_jit.run import checkpoint, evaluation, video, workdirs
 from podracer_jit.run.commands import evaluate as command
 from podracer_jit.runtime import host
 from tests.runs import QUICK, by_rows, fresh
@@ -73,7 +73,8 @@ def _episodes(task, seed, count, act, **options):
 def _save(workdir, config, *updates):
   """A run that learned nothing: a checkpoint for each update, its parameters moved by as much."""
   config = config.to_dict()
-  checkpoint.open_workdir(workdir, config)
+  workdirs.make(workdir)
+  workdirs.open_workdir(workdir, config)
   state = fresh(config).initial_state()
   with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
     for update in updates:
@@ -290,7 +291,7 @@ def _workdir(tmp, kind):
     ('missing', 'does not exist'), ('empty', 'no config.json'),
     ('not a config', 'not of a run of podracer_jit'), ('lacks a field', 'loss.name: is missing'),
     ('unsaved', 'no checkpoint yet'), ('nothing saved', 'no checkpoint yet'),
-    ('of other parameters', 'cannot read a checkpoint')])
+    ('of other parameters', 'cannot read the checkpoint of update')])
 def test_a_workdir_without_a_run_is_refused_in_one_line(tmp_path, evaluate, kind, words):
   workdir = _workdir(tmp_path, kind)
   before = sorted(tmp_path.rglob('*'))

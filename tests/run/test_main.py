@@ -242,7 +242,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
     time.sleep(0.01)
   process.send_signal(signal.SIGINT)
   out, _ = process.communicate(timeout=120)
-  assert process.returncode == 0 and 'the same command goes on' in out
+  assert process.returncode == 3 and 'the same command goes on' in out
   done = len(receipts(tmp_path))
   assert (tmp_path / 'checkpoints' / str(done)).is_dir()
   process = subprocess.Popen(command(*args), stdout=subprocess.PIPE, text=True, env=QUICK)
@@ -251,7 +251,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
     time.sleep(0.01)
   process.send_signal(signal.SIGTERM)
   out, _ = process.communicate(timeout=120)
-  assert process.returncode == 0 and 'the same command goes on' in out
+  assert process.returncode == 3 and 'the same command goes on' in out
   assert f'going on from update {done} ' in out
   updates = [r[0] for r in receipts(tmp_path)]
   assert updates == list(range(1, len(updates) + 1)) and len(updates) > done
@@ -275,7 +275,7 @@ def test_a_run_without_an_order_is_saved_and_goes_on(scheme, tmp_path):
       time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     out, errors = process.communicate(timeout=120)
-    assert process.returncode == 0 and 'the same command goes on' in out, errors
+    assert process.returncode == 3 and 'the same command goes on' in out, errors
     assert not done or f'going on from update {done} ' in out
     found = lines(path)
     done = len(found)

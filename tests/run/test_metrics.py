@@ -71,12 +71,15 @@ def test_meta_goes_on_where_it_ended():
 
 
 def test_files_drop_what_was_lost_with_a_crash(tmp_path):
-  files = Files(tmp_path, 0, 0, dict(segment=0, first_update=1), tensorboard=False)
+  files = Files(tmp_path, 0, 0, tensorboard=False)
+  files.begin_segment(dict(segment=0, first_update=1))
   for update in (1, 2, 3):
     files.write(dict(update=update, x=float('nan')), dict(update=update))
   files.close()
   (tmp_path / 'metrics.jsonl').open('a').write('{"upd')
-  files = Files(tmp_path, 2, 20, dict(segment=1, first_update=3), tensorboard=False)
+  files = Files(tmp_path, 2, 20, tensorboard=False)
+  assert files.problems == []
+  files.begin_segment(dict(segment=1, first_update=3))
   files.write(dict(update=3, x=1.0), dict(update=3))
   files.close()
   metrics = [json.loads(x) for x in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
@@ -89,7 +92,7 @@ def test_files_drop_what_was_lost_with_a_crash(tmp_path):
 def test_tensorboard_has_points_in_time_and_the_last(tmp_path, monkeypatch):
   clock = types.SimpleNamespace()
   monkeypatch.setattr('podracer_jit.run.metrics.time', clock)
-  files = Files(tmp_path, 0, 0, {}, tensorboard=True)
+  files = Files(tmp_path, 0, 0, tensorboard=True)
   for update, seconds in enumerate([0.0, 0.05, 0.11, 0.12, 0.3, 0.35], 1):
     clock.perf_counter = lambda now=seconds: now
     files.write(dict(update=update, steps=10 * update, loss=0.5), dict(update=update))
@@ -101,7 +104,7 @@ def test_tensorboard_has_points_in_time_and_the_last(tmp_path, monkeypatch):
 def test_tensorboard_keeps_what_came_before_a_segment(tmp_path):
   """From the step that a segment's events begin with on, what is there already is dropped."""
   for update, steps in ((0, 0), (2, 60)):
-    Files(tmp_path, update, steps, {}, tensorboard=True).close()
+    Files(tmp_path, update, steps, tensorboard=True).close()
   begins = [event.step for event in _events(tmp_path / 'tensorboard')
             if event.session_log.status == event_pb2.SessionLog.START]
   assert sorted(begins) == [1, 61]

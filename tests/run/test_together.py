@@ -112,13 +112,13 @@ def test_a_signal_to_one_process_stops_all_at_one_update_and_they_go_on(tmp_path
   wait_for_updates(process, tmp_path, 3)
   os.kill(workers_of(process)[1], signal.SIGTERM)  # not to the one that writes
   out, _ = process.communicate(timeout=120)
-  assert process.returncode == 0 and 'the same command goes on' in out, out
+  assert process.returncode == 3 and 'the same command goes on' in out, out
   done = lines(tmp_path / 'metrics.jsonl')[-1]['update']
   process = start(tmp_path, *LONG)
   wait_for_updates(process, tmp_path, done + 2)
   process.send_signal(signal.SIGINT)  # to all, by the launcher
   out, _ = process.communicate(timeout=120)
-  assert process.returncode == 0 and f'going on from update {done} ' in out, out
+  assert process.returncode == 3 and f'going on from update {done} ' in out, out
   updates = [x['update'] for x in lines(tmp_path / 'metrics.jsonl')]
   assert updates == list(range(1, len(updates) + 1))
   # One process makes the same segments, and in them the same bits.

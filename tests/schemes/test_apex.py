@@ -15,7 +15,7 @@ import pytest
 
 from podracer_jit import experiment, loops, losses
 from podracer_jit.learner import replay_updates
-from podracer_jit.run import checkpoint, evaluation, train
+from podracer_jit.run import evaluation, train, workdirs
 from podracer_jit.run.resolve import resolve
 from podracer_jit.types import Target, TrainState
 from tests.runs import changed, prepared, run, small
@@ -109,7 +109,8 @@ def test_the_rate_that_is_told_is_that_of_the_updates_own_steps():
 
 def _train(workdir, total, learners=(0,), **fields):
   whole = config('dpg', total_steps=total, checkpoint__every_updates=4, **fields)
-  checkpoint.open_workdir(workdir, whole | dict(total_steps=10**6))
+  workdirs.make(workdir)
+  workdirs.open_workdir(workdir, whole | dict(total_steps=10**6))
   placed = run_of('dpg', scheme='sync', placement__actor_devices=(0,),
                   placement__learner_devices=learners)
   train.train(dataclasses.replace(placed, experiment=resolve(whole)), workdir)
@@ -131,7 +132,7 @@ def test_a_free_run_of_several_actors_can_be_evaluated(tmp_path):
   whole = config('dqn', scheme='apex', replay__samples_per_insert=2.0, replay__tolerance=6272,
                  placement__actor_devices=(0, 1))
   resolve(whole)
-  checkpoint.open_workdir(tmp_path, whole)
+  workdirs.open_workdir(tmp_path, whole)
   evaluation.read_experiment(tmp_path)
 
 

@@ -4,15 +4,17 @@
       --config.num_grad_shards=2 --workdir=runs/x
 
 Each process gets the flags after --. Device indices of the placement count the devices of one
-process: with -n 2 and one learner device, the learner mesh has two devices. SIGINT and SIGTERM are
-passed on to the processes. If a process fails, the others end too. This is for CPUs, since one
-process uses all GPUs of a machine.
+process: with -n 2 and one learner device, the learner mesh has two devices. SIGINT, SIGTERM and
+SIGHUP are passed on to the processes; if this one is killed, they stop as by SIGTERM. If a process
+fails, the others end too. This is for CPUs, since one process uses all GPUs of a machine.
 
-Exit code: 0, that of the process that failed first, or 2 if the arguments are wrong.
+Exit code: that of the process that failed first, 2 if the arguments are wrong; otherwise that of
+all processes: 0, or 3 after a signal.
 """
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import socket
 import subprocess
@@ -22,6 +24,11 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
+from podracer_jit.run import exit_codes, stopping
+from podracer_jit.run.output import say
+
+_LIBC = ctypes.CDLL(None)  # loaded here, as little may be done between fork and exec
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 GRACE_S = 25.0  # the others find out themselves, and say so; after this they are killed
 
 
@@ -45,10 +52,12 @@ def main(argv: Sequence[str]) -> int:
   processes = [
       subprocess.Popen([*command, *together, f'--process_id={i}'], stdout=subprocess.PIPE,
                        stderr=subprocess.STDOUT, text=True, errors='replace',
-                       start_new_session=True)  # else Ctrl-C reaches them twice
+                       start_new_session=True,  # else Ctrl-C reaches them twice
+                       preexec_fn=_stop_with_parent)
       for i in range(count)]
-  for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: _send(processes, number))
+  for number in stopping.SIGNALS:
+    if signal.getsignal(number) != signal.SIG_IGN:
+      signal.signal(number, lambda number, frame: _send(processes, number))
   readers = [threading.Thread(target=_tell, args=(i, p.stdout), daemon=True)
              for i, p in enumerate(processes)]
   for reader in readers:
@@ -59,9 +68,14 @@ def main(argv: Sequence[str]) -> int:
   return code
 
 
+def _stop_with_parent() -> None:
+  """Has the kernel send SIGTERM to this process when the launcher ends, however it ends."""
+  _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+
 def _tell(i: int, lines: IO[str]) -> None:
   for line in lines:
-    print(f'[{i}] {line}', end='', flush=True)
+    say(f'[{i}] {line.rstrip()}')
 
 
 def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
@@ -75,11 +89,12 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
   code, deadline = 0, float('inf')
   while any(process.poll() is None for process in processes):
     time.sleep(0.1)
-    failed = {i: p.returncode for i, p in enumerate(processes) if p.poll()}
+    failed = {i: p.returncode for i, p in enumerate(processes)
+              if p.poll() not in (None, exit_codes.FINISHED, exit_codes.STOPPED)}
     if failed and not code:
       i = min(failed, key=failed.get)  # one that a signal ended, before those that noticed
       code, deadline = failed[i], time.monotonic() + GRACE_S
-      print(f'[{i}] ended with exit code {code}; the others cannot go on', flush=True)
+      say(f'[{i}] ended with exit code {code}; the others cannot go on')
     if time.monotonic() > deadline:
       _send(processes, signal.SIGKILL)
   return abs(code or next((p.returncode for p in processes if p.returncode), 0))

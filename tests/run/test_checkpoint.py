@@ -1,0 +1,234 @@
+"""Checkpoints that rot: found, set aside, and the run goes on from the one before."""
+
+import contextlib
+import json
+import random
+import shutil
+
+import jax
+import pytest
+
+from podracer_jit.run import checkpoint, evaluation, journal, manifest, train, workdirs
+from tests.runs import changed, prepared, small
+
+UPDATES = 6
+CONFIG = changed(small(), total_steps=10**6, checkpoint__every_updates=2, log__tensorboard=False)
+
+
+def train_in(workdir, updates=UPDATES):
+  """Trains as the command does, in a workdir that has checkpoints or none."""
+  run = prepared(CONFIG)
+  notes = workdirs.open_workdir(workdir, run.experiment.fields)
+  update, repaired = checkpoint.recover(workdir)
+  train.train(run, workdir, ends=list(range(2, updates + 1, 2)), update=update)
+  return notes + repaired
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('whole')
+  train_in(workdir)
+  return workdir
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+  """A copy of a run with the checkpoints of updates 2, 4 and 6."""
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole, workdir)
+  return workdir
+
+
+def receipts(workdir):
+  return journal.read_receipts(workdir).by_update
+
+
+def break_file(path, how):
+  content = path.read_bytes()
+  path.write_bytes({'truncated': content[:-1], 'emptied': b'', 'longer': content + b' ',
+                    'zeroed': bytes(len(content))}[how])
+
+
+def largest_file(workdir, update):
+  files = (path for path in (workdir / 'checkpoints' / str(update)).rglob('*') if path.is_file())
+  return max(files, key=lambda path: path.stat().st_size)
+
+
+def test_random_flipped_bits_are_all_found(copy):
+  """74 of them, in any file of a checkpoint, its manifest included."""
+  rng = random.Random(1)
+  run = prepared(CONFIG)
+  like = run.initial_state()
+  folder = copy / 'checkpoints' / '6'
+  files = sorted(path for path in folder.rglob('*') if path.is_file())
+  weights = [path.stat().st_size for path in files]
+  with contextlib.closing(checkpoint.Checkpoints(copy)) as saved:
+    saved.restore(like, 6)
+    for _ in range(74):
+      (path,) = rng.choices(files, weights)
+      content = bytearray(path.read_bytes())
+      place, bit = rng.randrange(len(content)), rng.randrange(8)
+      content[place] ^= 1 << bit
+      path.write_bytes(content)
+      with pytest.raises(checkpoint.Broken):
+        saved.restore(like, 6)
+      content[place] ^= 1 << bit
+      path.write_bytes(content)
+    saved.restore(like, 6)
+
+
+@pytest.mark.parametrize('how', ['truncated', 'emptied', 'zeroed', 'longer', 'missing'])
+def test_a_broken_newest_checkpoint_is_set_aside_and_the_one_before_goes_on(how, copy, whole):
+  path = largest_file(copy, 6)
+  if how == 'missing':
+    path.unlink()
+  else:
+    break_file(path, how)
+  (said,) = train_in(copy)
+  assert said.startswith('the checkpoint of update 6 is broken (')
+  assert said.endswith(f'); it is now {copy / "broken" / "6"}')
+  assert path.name in said
+  assert (copy / 'broken' / '6' / 'manifest.json').exists()
+  assert receipts(copy) == receipts(whole) and len(receipts(copy)) == UPDATES
+  assert checkpoint.newest_whole(copy) == 6
+  assert journal.read_receipts(copy).problems == []
+
+
+def test_two_broken_checkpoints_are_set_aside(copy, whole):
+  for update in (4, 6):
+    break_file(largest_file(copy, update), 'zeroed')
+  assert len(train_in(copy)) == 2
+  assert receipts(copy) == receipts(whole)
+  assert sorted(path.name for path in (copy / 'broken').iterdir()) == ['4', '6']
+
+
+def test_if_no_checkpoint_is_whole_all_stay_and_one_line_says_so(copy):
+  for update in (2, 4, 6):
+    break_file(largest_file(copy, update), 'truncated')
+  before = sorted(copy.rglob('*'))
+  with pytest.raises(ValueError, match='none of the checkpoints in') as refused:
+    checkpoint.recover(copy)
+  words = str(refused.value)
+  assert words.startswith('--workdir: ') and '\n' not in words and '2: ' in words and '6: ' in words
+  assert sorted(copy.rglob('*')) == before
+
+
+def test_a_save_that_was_interrupted_before_its_manifest_is_not_read(copy, whole):
+  (copy / 'checkpoints' / '6' / manifest.NAME).unlink()
+  assert checkpoint.saved_updates(copy) == [2, 4]
+  (said,) = train_in(copy)
+  assert 'saving it was interrupted' in said
+  assert receipts(copy) == receipts(whole)
+
+
+def test_a_run_whose_first_save_was_interrupted_begins_anew(copy, whole):
+  for update in (2, 4):
+    shutil.rmtree(copy / 'checkpoints' / str(update))
+  (copy / 'checkpoints' / '6' / manifest.NAME).unlink()
+  assert len(train_in(copy)) == 1
+  assert receipts(copy) == receipts(whole)
+
+
+def make_old(workdir, update):
+  """Makes a checkpoint as those of before 0.5 were: without a manifest, and without a config."""
+  folder = workdir / 'checkpoints' / str(update)
+  (folder / manifest.NAME).unlink()
+  path = folder / 'meta' / 'metadata'
+  meta = json.loads(path.read_text())
+  path.write_text(json.dumps({name: meta[name] for name in (
+      'segment', 'window', 'episodes', 'elapsed_s')}))
+
+
+def test_a_checkpoint_of_before_there_were_manifests_is_read(copy, whole):
+  shutil.rmtree(copy / 'checkpoints' / '6')
+  make_old(copy, 4)
+  assert train_in(copy) == []
+  assert receipts(copy) == receipts(whole)
+
+
+def test_an_old_checkpoint_that_cannot_be_read_is_set_aside(copy, whole, capsys):
+  make_old(copy, 6)
+  for path in (copy / 'checkpoints' / '6' / 'state').rglob('*'):
+    if path.is_file():
+      break_file(path, 'emptied')
+  train_in(copy)
+  said = capsys.readouterr().out
+  assert 'the checkpoint of update 6 is broken' in said
+  assert 'going on from update 4' in said
+  assert receipts(copy) == receipts(whole)
+
+
+def test_what_interrupted_saves_and_deletions_left_is_removed(copy):
+  folder = copy / 'checkpoints'
+  shutil.copytree(folder / '6', folder / '8.orbax-checkpoint-tmp')
+  shutil.copytree(folder / '2', folder / '2.deleted')
+  checkpoint.remove_unfinished(copy)
+  assert sorted(path.name for path in folder.iterdir()) == ['2', '4', '6']
+
+
+def test_the_state_that_is_read_must_be_the_one_that_was_saved(copy):
+  path = copy / 'checkpoints' / '6' / manifest.NAME
+  record = json.loads(path.read_text())
+  path.write_text(json.dumps(record | {'state_sha256': '0' * 64}))
+  with contextlib.closing(checkpoint.Checkpoints(copy)) as saved:
+    with pytest.raises(checkpoint.Broken, match='what was read is not what was saved'):
+      saved.restore(prepared(CONFIG).initial_state(), 6)
+
+
+def test_the_digest_of_a_state_knows_places_shapes_types_and_bytes():
+  tree = {'a': jax.numpy.arange(4.0), 'b': jax.random.key(1)}
+  others = [{'b': tree['b']}, tree | {'a': jax.numpy.arange(4)},
+            tree | {'a': jax.numpy.arange(4.0).reshape(2, 2)}, tree | {'b': jax.random.key(2)},
+            tree | {'a': -jax.numpy.arange(4.0)}]
+  digests = [manifest.digest(x) for x in (tree, *others)]
+  assert len(set(digests)) == len(digests)
+  assert manifest.digest(dict(tree)) == digests[0]
+
+
+def test_only_as_many_checkpoints_stay_as_the_config_says(tmp_path):
+  state = prepared(CONFIG).initial_state()
+  with contextlib.closing(checkpoint.Checkpoints(tmp_path, keep=2)) as saved:
+    for update in (1, 2, 3):
+      saved.save(state._replace(update=jax.numpy.int32(update)), {})
+  assert checkpoint.updates_in(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize('content', [None, b'', b'{"config": {"see', b'\x00' * 100, b'[]'])
+def test_a_lost_config_is_restored_from_the_newest_checkpoint(content, copy, whole):
+  path = copy / 'config.json'
+  before = json.loads(path.read_text())
+  path.unlink()
+  if content is not None:
+    path.write_bytes(content)
+  (said,) = train_in(copy)
+  assert 'it was restored from the checkpoint of update 6' in said
+  assert json.loads(path.read_text()) == before
+  if content is not None:
+    assert (copy / 'broken' / 'config.json').read_bytes() == content
+  assert receipts(copy) == receipts(whole)
+
+
+def test_a_restored_config_is_that_of_the_run_and_not_that_of_the_flags(copy):
+  (copy / 'config.json').unlink()
+  with pytest.raises(workdirs.ConfigChanged, match='seed: 1 there, 2 now'):
+    workdirs.open_workdir(copy, prepared(CONFIG).experiment.fields | {'seed': 2})
+
+
+def test_a_lost_config_of_old_checkpoints_is_refused_in_one_line(copy):
+  for update in (2, 4, 6):
+    make_old(copy, update)
+  (copy / 'config.json').unlink()
+  with pytest.raises(ValueError, match='config.json is missing, and no checkpoint has a copy'):
+    train_in(copy)
+  assert not (copy / 'config.json').exists()
+
+
+def test_an_evaluation_reads_the_newest_whole_checkpoint_and_moves_nothing(copy):
+  break_file(largest_file(copy, 6), 'zeroed')
+  before = sorted(copy.rglob('*'))
+  assert evaluation.restore(copy, evaluation.read_experiment(copy)).update == 4
+  assert sorted(copy.rglob('*')) == before
+  for update in (2, 4):
+    break_file(largest_file(copy, update), 'zeroed')
+  with pytest.raises(ValueError, match='--workdir: no checkpoint in .* is whole'):
+    evaluation.restore(copy, evaluation.read_experiment(copy))

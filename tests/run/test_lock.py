@@ -1,0 +1,123 @@
+"""One run in one workdir: real processes, real kills."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from podracer_jit.run.lock import HELD, NAME, InUse, WorkdirLock
+
+# Takes the lock, says so, and waits; with a second argument its child does, too.
+HOLDER = textwrap.dedent('''
+    import os, pathlib, sys, time
+    from podracer_jit.run.lock import WorkdirLock
+    lock = WorkdirLock(pathlib.Path(sys.argv[1]))
+    if sys.argv[2:]:
+      child = os.fork()
+    if not sys.argv[2:] or child:
+      print(child if sys.argv[2:] else 'locked', flush=True)
+    time.sleep(100)
+''')
+
+
+def hold(workdir, *args):
+  process = subprocess.Popen([sys.executable, '-c', HOLDER, str(workdir), *args],
+                             stdout=subprocess.PIPE, text=True)
+  return process, process.stdout.readline().strip()
+
+
+def end(process):
+  process.kill()
+  process.wait()
+  process.stdout.close()
+
+
+def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
+  process, _ = hold(tmp_path)
+  try:
+    with pytest.raises(InUse) as refused:
+      WorkdirLock(tmp_path)
+    assert str(refused.value).startswith(
+        f'--workdir: {tmp_path} is in use by process {process.pid} on {socket.gethostname()}, '
+        'since ')
+    # Asking has not freed it.
+    with pytest.raises(InUse):
+      WorkdirLock(tmp_path)
+  finally:
+    end(process)
+  WorkdirLock(tmp_path).close()
+
+
+def test_a_child_of_a_killed_run_does_not_keep_it(tmp_path):
+  process, child = hold(tmp_path, 'with a child')
+  with pytest.raises(InUse):
+    WorkdirLock(tmp_path)
+  process.kill()
+  process.wait()
+  try:
+    os.kill(int(child), 0)  # it lives
+    WorkdirLock(tmp_path).close()
+  finally:
+    os.kill(int(child), signal.SIGKILL)
+    process.stdout.close()
+
+
+def test_runs_of_one_process_exclude_each_other(tmp_path):
+  lock = WorkdirLock(tmp_path)
+  with pytest.raises(InUse, match='another run of this process'):
+    WorkdirLock(tmp_path)
+  lock.close()
+  assert list(tmp_path.iterdir()) == []
+  WorkdirLock(tmp_path).close()
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+  """A file system that cannot lock; there is none to be had here."""
+  def refuse(*args):
+    raise OSError(errno.ENOLCK, 'No locks available')
+  monkeypatch.setattr(fcntl, 'lockf', refuse)
+
+
+def test_without_locks_the_file_is_the_lock(tmp_path, no_locks):
+  lock = WorkdirLock(tmp_path)
+  assert [path.name for path in tmp_path.iterdir()] == [HELD]
+  lock.close()
+  assert list(tmp_path.iterdir()) == []
+
+
+def _leave_file(workdir, **fields):
+  """Leaves the file of a lock that this process had, changed."""
+  lock = WorkdirLock(workdir)
+  path = workdir / HELD
+  holder = json.loads(path.read_text()) | fields
+  lock.close()
+  path.write_text(json.dumps(holder))
+
+
+def test_without_locks_a_dead_process_of_this_host_frees_it(tmp_path, no_locks):
+  dead = subprocess.Popen(['true'])
+  dead.wait()
+  _leave_file(tmp_path, pid=dead.pid)
+  WorkdirLock(tmp_path).close()
+
+
+def test_without_locks_the_number_of_a_dead_process_may_be_anothers(tmp_path, no_locks):
+  _leave_file(tmp_path, pid=os.getpid(), begun='another boot 12345')
+  WorkdirLock(tmp_path).close()
+
+
+@pytest.mark.parametrize('fields', [{}, {'host': 'another', 'pid': 1}])
+def test_without_locks_a_living_process_or_another_host_keeps_it(tmp_path, no_locks, fields):
+  _leave_file(tmp_path, **fields)
+  with pytest.raises(InUse) as refused:
+    WorkdirLock(tmp_path)
+  assert f'remove {tmp_path.resolve() / HELD}' in str(refused.value)
+  assert (tmp_path / HELD).exists() and not (tmp_path / NAME).exists()

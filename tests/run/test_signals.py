@@ -1,0 +1,139 @@
+"""Signals, closed terminals and lost pipes: real processes, and what they leave in the workdir."""
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from podracer_jit.run import checkpoint, exit_codes, journal
+from tests.runs import QUICK
+
+ENDLESS = ['--config=configs/impala_catch.py:smoke', '--config.total_steps=100000000',
+           '--config.optimizer.anneal=False', '--config.log.tensorboard=False']
+
+
+def command(*args):
+  return [sys.executable, '-P', '-m', 'podracer_jit', *args]
+
+
+def default_signals():
+  """As a terminal starts a program; a test run in the background has them ignored."""
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+
+
+def start(workdir, *args, **kwargs):
+  kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=QUICK,
+                preexec_fn=default_signals) | kwargs
+  return subprocess.Popen(command(*ENDLESS, f'--workdir={workdir}', *args), **kwargs)
+
+
+def count(workdir):
+  path = workdir / 'metrics.jsonl'
+  return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for(process, condition):
+  while not condition():
+    assert process.poll() is None, process.communicate()
+    time.sleep(0.005)
+
+
+def check_saved(workdir):
+  """Everything is there: the newest checkpoint is that of the last update."""
+  receipts = journal.read_receipts(workdir)
+  assert receipts.problems == []
+  assert checkpoint.newest_whole(workdir) == max(receipts.by_update) == count(workdir)
+  assert not list(workdir.rglob('*tmp*')) and not (workdir / 'lock').exists()
+
+
+def test_two_runs_in_one_workdir_and_a_hangup(tmp_path):
+  first = start(tmp_path, stdin=subprocess.DEVNULL)
+  wait_for(first, lambda: count(tmp_path) > 3)
+  second = subprocess.run(command(*ENDLESS, f'--workdir={tmp_path}'), capture_output=True,
+                          text=True, timeout=120, env=QUICK, check=False)
+  assert second.returncode == exit_codes.REFUSED
+  (line,) = second.stderr.splitlines()
+  assert line.startswith(f'podracer_jit: --workdir: {tmp_path} is in use by process {first.pid} on '
+                         f'{socket.gethostname()}, since ')
+  before = count(tmp_path)
+  wait_for(first, lambda: count(tmp_path) > before)
+  first.send_signal(signal.SIGHUP)
+  out, errors = first.communicate(timeout=120)
+  assert first.returncode == exit_codes.STOPPED, errors
+  assert 'the same command goes on' in out
+  check_saved(tmp_path)
+
+
+def test_a_closed_terminal_saves(tmp_path):
+  """The kernel sends SIGHUP, and nothing can be printed any more."""
+  terminal, end = os.openpty()
+
+  def in_terminal():
+    default_signals()
+    os.setsid()
+    fcntl.ioctl(end, termios.TIOCSCTTY, 0)
+
+  process = start(tmp_path, stdin=end, stdout=end, stderr=end, preexec_fn=in_terminal)
+  os.close(end)
+  os.set_blocking(terminal, False)
+
+  def writes():
+    try:
+      os.read(terminal, 1 << 16)  # else the program would wait for room
+    except BlockingIOError:
+      pass
+    return count(tmp_path) > 3
+
+  wait_for(process, writes)
+  os.close(terminal)
+  assert process.wait(timeout=120) == exit_codes.STOPPED
+  check_saved(tmp_path)
+
+
+def test_a_run_outlives_the_reader_of_its_output(tmp_path):
+  process = start(tmp_path, '--config.log.every_seconds=0.05', stderr=subprocess.STDOUT)
+  assert 'starting' in process.stdout.readline()
+  process.stdout.close()
+  wait_for(process, lambda: count(tmp_path) > 3)
+  before = count(tmp_path)
+  wait_for(process, lambda: count(tmp_path) > before + 3)
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(timeout=120) == exit_codes.STOPPED
+  check_saved(tmp_path)
+
+
+def test_signals_while_it_saves_harm_nothing(tmp_path):
+  process = start(tmp_path, '--config.checkpoint.every_updates=1')
+  folder = tmp_path / 'checkpoints'
+  wait_for(process, lambda: any('tmp' in path.name for path in folder.glob('*')))
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+    process.send_signal(number)
+    time.sleep(0.001)
+  _, errors = process.communicate(timeout=120)
+  assert process.returncode == exit_codes.STOPPED, errors
+  assert 'Traceback' not in errors
+  assert [checkpoint.problem(tmp_path, update) for update in checkpoint.updates_in(tmp_path)] == (
+      [''] * len(checkpoint.saved_updates(tmp_path)))
+  assert not list(folder.glob('*tmp*'))
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_start_is_one_line(number, tmp_path):
+  process = start(tmp_path / 'run')
+  # It imports; most of what a start takes is still to come.
+  maps = Path(f'/proc/{process.pid}/maps')
+  wait_for(process, lambda: 'jaxlib' in maps.read_text())
+  process.send_signal(number)
+  out, errors = process.communicate(timeout=120)
+  assert process.returncode == exit_codes.INTERRUPTED
+  assert out == ''
+  assert errors == 'podracer_jit: interrupted before there was anything to save\n'
+  assert not (tmp_path / 'run').exists()

@@ -1,0 +1,50 @@
+"""What signals do before training, in training and while something is saved."""
+
+import signal
+
+import pytest
+
+from podracer_jit.run import stopping
+
+
+@pytest.mark.parametrize('number', stopping.SIGNALS)
+def test_before_training_a_signal_ends_the_process(number):
+  before, calls = signal.getsignal(number), []
+  with stopping.handled(leave=lambda: calls.append(1)):
+    signal.raise_signal(number)
+  assert signal.getsignal(number) == before
+  assert calls == [1]
+
+
+@pytest.mark.parametrize('number', stopping.SIGNALS)
+def test_in_training_the_first_asks_and_the_second_interrupts(number):
+  with stopping.handled() as stop:
+    stop.begin_training()
+    assert not stop.asked()
+    signal.raise_signal(number)
+    assert stop.asked()
+    with pytest.raises(KeyboardInterrupt):
+      signal.raise_signal(number)
+
+
+def test_nothing_interrupts_while_something_is_saved():
+  with stopping.handled() as stop:
+    stop.begin_training()
+    signal.raise_signal(signal.SIGINT)
+    with stop.saving():
+      signal.raise_signal(signal.SIGINT)
+      signal.raise_signal(signal.SIGTERM)
+    assert stop.asked()
+    with pytest.raises(KeyboardInterrupt):
+      signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_hangup_that_was_ignored_stays_ignored():
+  """As nohup has it."""
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    with stopping.handled() as stop:
+      signal.raise_signal(signal.SIGHUP)
+      assert not stop.asked()
+  finally:
+    signal.signal(signal.SIGHUP, before)
