@@ -163,7 +163,8 @@ def read_fields(workdir: Path) -> dict[str, Any]:
 
 def _check_exists(path: Path) -> None:
   if not path.is_file():
-    what = f'holds no run (no {CONFIG})' if path.parent.is_dir() else 'does not exist'
+    what = f'holds no run (no {CONFIG})' if path.parent.is_dir() else (
+        'is no folder' if path.parent.exists() else 'does not exist')
     raise ValueError(f'--workdir: {path.parent} {what}')
 
 
@@ -196,7 +197,7 @@ def _is_record(record: Any) -> bool:
   if not isinstance(record, dict) or not isinstance(record.get('config'), dict):
     return False
   config = record['config']
-  sections = ('env', 'loss', 'network', 'optimizer', 'normalise', 'log')
+  sections = ('env', 'replay', *config_lib.CHOICES, *config_lib.SECTIONS)
   return isinstance(config.get('placement'), dict) and all(
       isinstance(config.get(section, {}), dict) for section in sections)
 

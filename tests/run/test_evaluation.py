@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -285,6 +286,28 @@ def _workdir(tmp, kind):
     _save(tmp, _catch_config(), 1)
     _edit(tmp, network=_catch_config().to_dict()['network'] | {'hidden': [5]})
   return tmp
+
+
+def test_any_change_to_a_config_is_refused_in_one_line_or_harmless(tmp_path):
+  """Fields of a stranger's config.json, set to anything."""
+  rng = random.Random(3)
+  text = json.dumps(dict(config=_catch_config().to_dict(), versions={}))
+  values = [None, 5, -1, 2**40, 1e300, 'x', 'mine:Y', [], [1], [[1]], {}, {'a': 1}, True, '', 0]
+  refused = 0
+  for _ in range(150):
+    record = json.loads(text)
+    fields, name = record['config'], rng.choice(list(record['config']))
+    if isinstance(fields[name], dict) and rng.random() < 0.7:
+      fields = fields[name]
+      name = rng.choice(list(fields))
+    fields[name] = rng.choice(values)
+    (tmp_path / 'config.json').write_text(json.dumps(record))
+    try:
+      evaluation.read_experiment(tmp_path)
+    except ValueError as error:
+      refused += 1
+      assert '\n' not in str(error) and str(error).startswith('--workdir: '), error
+  assert refused > 75
 
 
 @pytest.mark.parametrize('kind, words', [

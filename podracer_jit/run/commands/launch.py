@@ -8,8 +8,8 @@ process: with -n 2 and one learner device, the learner mesh has two devices. SIG
 SIGHUP are passed on to the processes; if this one is killed, they stop as by SIGTERM. If a process
 fails, the others end too. This is for CPUs, since one process uses all GPUs of a machine.
 
-Exit code: that of the process that failed first, 2 if the arguments are wrong; otherwise that of
-all processes: 0, or 3 after a signal.
+Exit code: 0 if all have finished, 3 if a signal has stopped them; that of the process that failed
+first; 2 if the arguments are wrong.
 """
 
 from __future__ import annotations
