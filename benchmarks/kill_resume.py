@@ -47,7 +47,6 @@ from podracer_jit.schemes.scheme import Scheme
 from podracer_jit.schemes.table import SCHEMES
 from tests.flags import COMPILED_SOON
 
-UPDATES = 64  # of a whole run, about
 EVERY_UPDATES = 8  # of a segment
 POLL_S = 0.002
 MAX_DELAY_S = 0.02  # between a write and the kill
@@ -464,25 +463,31 @@ def last_line(output: str) -> str:
 # Rows and the script.
 
 
-def rows() -> dict[str, Row]:
-  """Returns an experiment for each scheme, and for runs of two processes."""
-  all_rows = {name: Row(name, scheme_args(name, scheme)) for name, scheme in SCHEMES.items()}
+def rows(updates: int) -> dict[str, Row]:
+  """Returns an experiment for each scheme, and for runs of two processes.
+
+  Args:
+    updates: of a whole run, about.
+  """
+  all_rows = {name: Row(name, scheme_args(name, scheme, updates))
+              for name, scheme in SCHEMES.items()}
   for name, kills_launcher in (('launch_process', False), ('launch_launcher', True)):
-    args = [*rollout_args('impala_catch'), '--config.scheme=cleanba']
+    args = [*rollout_args('impala_catch', updates), '--config.scheme=cleanba']
     all_rows[name] = Row(name, args, 2, kills_launcher)
   return all_rows
 
 
-def scheme_args(name: str, scheme: Scheme) -> list[str]:
+def scheme_args(name: str, scheme: Scheme, updates: int) -> list[str]:
   """Returns the flags of a small experiment with a scheme, on two devices where it takes them."""
   if scheme.replay:
-    args = rollout_args('apex_dqn_catch')
+    args = rollout_args('apex_dqn_catch', updates)
     args += ['--config.replay.capacity=400', '--config.replay.min_size=80',
              '--config.replay.batch_size=16', '--config.loss.target_every=7']
   elif scheme.lag is None or scheme.lag == 1 or name == 'sync':
-    args = rollout_args('impala_catch')
+    args = rollout_args('impala_catch', updates)
   else:
-    args = [*rollout_args('ppo_cartpole'), '--config.num_minibatches=2', '--config.num_epochs=2']
+    args = rollout_args('ppo_cartpole', updates)
+    args += ['--config.num_minibatches=2', '--config.num_epochs=2']
   actors = learners = '(0,)'
   if scheme.colocated or scheme.graph.separate_updates:
     actors = learners = '(0,1)'
@@ -492,14 +497,14 @@ def scheme_args(name: str, scheme: Scheme) -> list[str]:
           f'--config.placement.learner_devices={learners}']
 
 
-def rollout_args(config: str) -> list[str]:
-  """Returns the flags of a shipped config that make its updates short and few."""
+def rollout_args(config: str, updates: int) -> list[str]:
+  """Returns the flags of a shipped config that make its updates short and about so many."""
   num_envs, unroll_length = 8, 5
   return [f'--config={config}', f'--config.env.num_envs={num_envs}',
           f'--config.unroll_length={unroll_length}', '--config.num_shards=2',
           '--config.num_grad_shards=2', '--config.placement.env_threads=1',
           f'--config.checkpoint.every_updates={EVERY_UPDATES}',
-          f'--config.total_steps={UPDATES * num_envs * unroll_length * 9 // 10}']
+          f'--config.total_steps={updates * num_envs * unroll_length * 9 // 10}']
 
 
 def is_deterministic(row: Row) -> bool:
@@ -598,22 +603,23 @@ def environment(cache: Path, compile_soon: bool) -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the script; returns its exit code."""
-  all_rows = rows()
   parser = argparse.ArgumentParser(description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--schemes', default=','.join(all_rows), help='by comma')
+  parser.add_argument('--schemes', default=','.join(rows(1)), help='by comma')
   parser.add_argument('--kills', type=int, default=8, help='of each scheme')
   parser.add_argument('--seed', type=int, default=1, help='of the moments of the kills')
+  parser.add_argument('--updates', type=int, default=64, help='of a whole run, about')
   parser.add_argument('--workdirs', type=Path, help='a folder for workdirs and logs')
   parser.add_argument('--keep_workdirs', action='store_true', help='also if nothing differs')
   parser.add_argument('--compile_soon', action='store_true',
                       help='with the flags of tests/flags.py, which halve the time to compile')
   args = parser.parse_args(argv)
-  names = args.schemes.split(',')
+  names, all_rows = args.schemes.split(','), rows(args.updates)
   unknown = [name for name in names if name not in all_rows]
   if unknown:
     print(f'--schemes: there is no {unknown[0]}; there are {", ".join(all_rows)}', file=sys.stderr)
     return 2
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the processes
   warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
   if args.workdirs:
     args.workdirs.mkdir(parents=True, exist_ok=True)
