@@ -45,6 +45,7 @@ COUNTS = ('threads', 'fds', 'mappings')
 # Medians of two quarters may differ by this without a leak: threads of a segment come and go. Each
 # compiled program has a few mappings, and several are alive at a segment's boundary.
 SLACK = dict(threads=2, fds=2, mappings=40)
+MIN_SEGMENTS = 10  # fewer say nothing of growth
 STOPPED = (0, 3)  # exit codes of a training that a signal stopped
 
 
@@ -180,6 +181,10 @@ def problems(samples: Sequence[Sample], every_updates: int, max_growth_kb: float
     growth = count_growth(samples, name)
     if growth > SLACK[name]:
       lines.append(f'{name} grow: by {growth:g} from the third quarter of the run to the last')
+  segments = samples[-1].update / every_updates
+  if segments < MIN_SEGMENTS:
+    return [*lines, f'the training made {segments:.1f} segments; {MIN_SEGMENTS} are needed to see '
+            'whether memory grows']
   growth = slope(samples, 'rss', every_updates) / 1024
   if growth > max_growth_kb:
     lines.append(f'memory grows by {growth:,.0f} KB a segment, more than {max_growth_kb:,.0f}')

@@ -33,6 +33,10 @@ def test_what_grows_is_told(growth, words):
   assert words in ' '.join(lines) and bool(words) == bool(lines)
 
 
+def test_a_few_segments_say_nothing():
+  assert 'made 4.0 segments; 10 are needed' in problems(samples(5))[0]
+
+
 def test_threads_that_come_and_go_do_not_grow():
   taken = [sample._replace(threads=20 + n % 3 * 10) for n, sample in enumerate(samples())]
   assert problems(taken) == []
