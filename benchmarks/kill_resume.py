@@ -285,30 +285,40 @@ def draw_moment(rng: random.Random, number: int, first_update_s: float, whole_s:
 # Processes and their workdirs.
 
 
-def read_files(workdir: Path) -> Files:
-  """Reads a workdir, which need not exist yet."""
-  def text(name: str) -> str:
-    path = workdir / name
-    return path.read_text(errors='replace') if path.exists() else ''
+class Workdir(NamedTuple):
+  """A workdir, which need not exist yet."""
 
-  folder = workdir / 'checkpoints'
-  names = sorted(os.listdir(folder)) if folder.is_dir() else []
-  whole = whole_checkpoints(folder)
-  drafts = {name for name in names if not (name.isdigit() and int(name) in whole)}
-  drafts |= {path.name for path in workdir.glob('*.tmp')}
-  return Files(text('metrics.jsonl'), text('receipts.jsonl'), whole, drafts)
+  path: Path
+  needs_manifest: bool  # whether a whole checkpoint has a manifest.json, which is written last
 
+  @property
+  def folder(self) -> Path:
+    """The folder of its checkpoints."""
+    return self.path / 'checkpoints'
 
-def whole_checkpoints(folder: Path) -> list[int]:
-  """Returns the updates of the whole checkpoints in a folder, ascending.
+  def whole_checkpoints(self) -> list[int]:
+    """Returns the updates of the whole checkpoints, ascending; Orbax renames whole folders."""
+    names = os.listdir(self.folder) if self.folder.is_dir() else []
+    updates = sorted(int(name) for name in names if name.isdigit())
+    if not self.needs_manifest:
+      return updates
+    return [n for n in updates if (self.folder / str(n) / 'manifest.json').exists()]
 
-  Orbax renames a folder when it is whole. A workdir whose checkpoints have manifests, which are
-  written last, has only whole checkpoints with one.
-  """
-  names = os.listdir(folder) if folder.is_dir() else []
-  updates = sorted(int(name) for name in names if name.isdigit())
-  with_manifest = [n for n in updates if (folder / str(n) / 'manifest.json').exists()]
-  return with_manifest or updates
+  def newest(self) -> int:
+    """Returns the update of the newest whole checkpoint; 0 if there is none."""
+    return max(self.whole_checkpoints(), default=0)
+
+  def files(self) -> Files:
+    """Reads the workdir."""
+    def text(name: str) -> str:
+      path = self.path / name
+      return path.read_text(errors='replace') if path.exists() else ''
+
+    whole = self.whole_checkpoints()
+    names = os.listdir(self.folder) if self.folder.is_dir() else []
+    drafts = {name for name in names if not (name.isdigit() and int(name) in whole)}
+    drafts |= {path.name for path in self.path.glob('*.tmp')}
+    return Files(text('metrics.jsonl'), text('receipts.jsonl'), whole, drafts)
 
 
 def children_of(pid: int) -> list[int]:
@@ -370,7 +380,7 @@ class Watch:
         self.counts[event] += len(state - before)
 
 
-def live(row: Row, workdir: Path, log: Path, env: dict[str, str], moment: Moment | None,
+def live(row: Row, workdir: Workdir, log: Path, env: dict[str, str], moment: Moment | None,
          rng: random.Random, limit_s: float) -> Life:
   """Starts a run or resumes it; kills it at the moment, or waits until it ends.
 
@@ -383,10 +393,10 @@ def live(row: Row, workdir: Path, log: Path, env: dict[str, str], moment: Moment
     rng: draws which of several processes is killed.
     limit_s: a process that takes longer hangs, which is a problem.
   """
-  before, watch, start = read_files(workdir), Watch(workdir), time.monotonic()
+  before, watch, start = workdir.files(), Watch(workdir.path), time.monotonic()
   first_update_s, due_s = 0.0, None
   with log.open('w') as file:
-    process = subprocess.Popen(row.command(workdir), stdin=subprocess.DEVNULL, stdout=file,
+    process = subprocess.Popen(row.command(workdir.path), stdin=subprocess.DEVNULL, stdout=file,
                                stderr=subprocess.STDOUT, env=env)
   if moment and moment.event == 'time':
     due_s = moment.delay_s
@@ -399,9 +409,9 @@ def live(row: Row, workdir: Path, log: Path, env: dict[str, str], moment: Moment
       if moment and due_s is None and watch.counts[moment.event] >= moment.count:
         due_s = passed_s + moment.delay_s
       if due_s is not None and passed_s >= due_s:
-        newest_before = max(whole_checkpoints(workdir / 'checkpoints'), default=0)
+        newest_before = workdir.newest()
         problem = kill_run(row, process, rng)
-        after, output = read_files(workdir), log.read_text(errors='replace')
+        after, output = workdir.files(), log.read_text(errors='replace')
         problem = problem or problem_after_kill(after, newest_before)
         return Life(None, phase_of_kill(output, before, after), output, problem, passed_s,
                     first_update_s)
@@ -528,21 +538,23 @@ def check(row: Row, kills: int, seed: int, root: Path, env: dict[str, str]) -> R
   def result(verdict: str, failed: bool) -> Result:
     return Result(row, phases, resumed_from, verdict, failed, notes)
 
-  whole = live(row, root / 'whole', root / 'whole.log', env, None, rng, 600)
-  expected = read_files(root / 'whole')
+  reference = Workdir(root / 'whole', False)
+  whole = live(row, reference, root / 'whole.log', env, None, rng, 600)
+  expected = reference.files()
   problem = whole.problem or problem_at_end(expected)
   if problem:
     return result(f'the uninterrupted run: {problem}', True)
   print(f'{row.name}: uninterrupted, {last_update(expected.metrics)} updates in '
         f'{whole.seconds:.1f} s, the first after {whole.first_update_s:.1f} s', flush=True)
+  manifests = any(reference.folder.glob('*/manifest.json'))
   deterministic, run, left_over = is_deterministic(row), 0, 0
   while len(phases) < kills:
-    workdir, processes = root / f'killed{run}', 0
+    workdir, processes = Workdir(root / f'killed{run}', manifests), 0
     while True:
       moment = None
       if len(phases) < kills:
         moment = draw_moment(rng, len(phases), whole.first_update_s, whole.seconds)
-      newest = max(whole_checkpoints(workdir / 'checkpoints'), default=0)
+      newest = workdir.newest()
       log = root / f'killed{run}.{processes}.log'
       life = live(row, workdir, log, env, moment, rng, 60 + 5 * whole.seconds)
       resumed = going_on_from(life.output)
@@ -550,7 +562,7 @@ def check(row: Row, kills: int, seed: int, root: Path, env: dict[str, str]) -> R
         resumed_from.append(resumed)
       if life.code is None:
         phases.append(life.phase)
-        files = read_files(workdir)
+        files = workdir.files()
         print(f'{row.name}: kill {len(phases)} of {kills} ({moment.event if moment else "hangs"}) '
               f'after {life.seconds:.2f} s while {life.phase}; update '
               f'{last_update(files.metrics)}, checkpoint {max(files.checkpoints, default=0)}'
@@ -560,15 +572,15 @@ def check(row: Row, kills: int, seed: int, root: Path, env: dict[str, str]) -> R
         life = life._replace(problem='')
       problem = life.problem or resume_problem(life.output, newest)
       if problem:
-        return result(f'{workdir.name}, process {processes}: {problem}', True)
+        return result(f'{workdir.path.name}, process {processes}: {problem}', True)
       processes += 1
       if life.code == 0:
         break
-    files = read_files(workdir)
+    files = workdir.files()
     left_over += len(files.drafts)
     problem = problem_at_end(files) or (difference(expected, files) if deterministic else '')
     if problem:
-      return result(f'{workdir.name}: {problem}', True)
+      return result(f'{workdir.path.name}: {problem}', True)
     run += 1
   if left_over:
     notes.append(f'{left_over} interrupted checkpoints or files stayed in {run} finished workdirs')

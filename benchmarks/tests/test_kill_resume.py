@@ -113,15 +113,17 @@ def test_phases():
   assert phase(started, [*two, '{"upd'], metrics_lines(1, 2), [2]) == 'writing'
 
 
-def test_checkpoints_with_a_name_or_a_manifest_are_whole(tmp_path):
-  assert kill_resume.whole_checkpoints(tmp_path / 'none') == []
+def test_checkpoints_with_a_name_and_a_manifest_are_whole(tmp_path):
+  without, with_manifest = (kill_resume.Workdir(tmp_path, needs) for needs in (False, True))
+  assert without.whole_checkpoints() == [] and without.newest() == 0
   for name in ('8', '16', '24.orbax-checkpoint-tmp-1', '24'):
     (tmp_path / 'checkpoints' / name).mkdir(parents=True)
-  assert kill_resume.whole_checkpoints(tmp_path / 'checkpoints') == [8, 16, 24]
+  assert without.whole_checkpoints() == [8, 16, 24] and with_manifest.newest() == 0
   for name in ('8', '16'):
     (tmp_path / 'checkpoints' / name / 'manifest.json').write_text('{}')
-  assert kill_resume.whole_checkpoints(tmp_path / 'checkpoints') == [8, 16]
-  assert kill_resume.read_files(tmp_path).drafts == {'24.orbax-checkpoint-tmp-1', '24'}
+  assert with_manifest.whole_checkpoints() == [8, 16] and with_manifest.newest() == 16
+  assert with_manifest.files().drafts == {'24.orbax-checkpoint-tmp-1', '24'}
+  assert without.files().drafts == {'24.orbax-checkpoint-tmp-1'}
 
 
 def test_writes_are_counted(tmp_path):
