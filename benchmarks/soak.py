@@ -1,0 +1,329 @@
+"""Trains for long with short segments and says whether memory, threads and open files grow.
+
+.venv/bin/python -m benchmarks.soak [--config=impala_catch] [--minutes=20] [--every_updates=200]
+
+Starts a real training as a child process, without an end, and samples it: resident memory and its
+parts, threads, open files, memory mappings, and the update. After --minutes, or --segments, it ends
+the training by SIGTERM. Then it prints
+
+- a table of ten rows over the segments;
+- the growth of each kind of memory for each segment and each update, by least squares over the
+  second half of the samples;
+- threads, open files and mappings in the second half;
+- the seconds of a segment in the first tenth and in the last, by which a cost that grows with the
+  length of a run can be seen;
+- the sizes of the files in the workdir.
+
+Other flags of training (--config.NAME=VALUE) are passed on.
+
+Exit code: 0 all right; 1 threads, open files or mappings grow, memory grows by more than
+--max_growth_kb a segment, segments take more than --max_slowdown times as long at the end, or the
+training failed; 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+ROWS = 10  # of the table
+MEMORY = ('rss', 'anonymous', 'heap', 'code', 'files')
+COUNTS = ('threads', 'fds', 'mappings')
+# Medians of two quarters may differ by this without a leak: threads of a segment come and go. Each
+# compiled program has a few mappings, and several are alive at a segment's boundary.
+SLACK = dict(threads=2, fds=2, mappings=40)
+MIN_SEGMENTS = 10  # fewer say nothing of growth
+STOPPED = (0, 3)  # exit codes of a training that a signal stopped
+
+
+class Sample(NamedTuple):
+  """A process at a moment. Memory is in bytes."""
+
+  seconds: float  # since the process was started
+  update: int
+  rss: int  # all resident memory
+  anonymous: int  # of that, without a file: heap, arrays, compiled programs
+  heap: int  # of that, the C library's main heap
+  code: int  # of that, executable: compiled programs
+  files: int  # resident pages of files, such as shared libraries
+  threads: int
+  fds: int
+  mappings: int
+
+
+# Reading a process.
+
+
+def read_sample(pid: int, seconds: float, update: int) -> Sample:
+  """Reads a process from /proc.
+
+  Raises:
+    OSError: the process has ended.
+  """
+  status = read_fields(Path(f'/proc/{pid}/status').read_text())
+  rollup = read_fields(Path(f'/proc/{pid}/smaps_rollup').read_text())
+  heap, code, mappings = read_mappings(Path(f'/proc/{pid}/smaps').read_text())
+  rss, anonymous = rollup['Rss'] * 1024, rollup['Anonymous'] * 1024
+  return Sample(seconds, update, rss, anonymous, heap, code, rss - anonymous, status['Threads'],
+                len(os.listdir(f'/proc/{pid}/fd')), mappings)
+
+
+def read_fields(text: str) -> dict[str, int]:
+  """Returns the numbers of a file with lines such as `VmRSS:  1234 kB`."""
+  fields = {}
+  for line in text.splitlines():
+    name, _, value = line.partition(':')
+    words = value.split()
+    if words and words[0].isdigit():
+      fields[name] = int(words[0])
+  return fields
+
+
+def read_mappings(text: str) -> tuple[int, int, int]:
+  """Reads /proc/PID/smaps.
+
+  Returns:
+    Anonymous bytes of the main heap, anonymous bytes that are executable, the number of mappings.
+  """
+  heap = code = mappings = 0
+  is_heap = is_code = False
+  for line in text.splitlines():
+    words = line.split()
+    if not words[0].endswith(':'):  # a mapping: addresses, permissions, offset, device, inode, name
+      mappings += 1
+      is_heap = words[-1] == '[heap]'
+      is_code = 'x' in words[1] and words[4] == '0'
+    elif words[0] == 'Anonymous:':
+      heap += is_heap * int(words[1]) * 1024
+      code += is_code * int(words[1]) * 1024
+  return heap, code, mappings
+
+
+def read_update(path: Path) -> int:
+  """Returns the update of the last whole line of metrics.jsonl; 0 if there is none."""
+  if not path.exists():
+    return 0
+  with path.open('rb') as file:
+    file.seek(max(0, path.stat().st_size - 8192))
+    lines = file.read().split(b'\n')
+  for line in reversed(lines[:-1]):
+    try:
+      return int(json.loads(line)['update'])
+    except ValueError:
+      continue  # the read began in the middle of it
+  return 0
+
+
+# What samples say.
+
+
+def slope(samples: Sequence[Sample], name: str, every_updates: int) -> float:
+  """Returns the growth of a field for each segment, by least squares over the second half."""
+  half = samples[len(samples) // 2:]
+  segments = np.array([sample.update for sample in half]) / every_updates
+  if segments.size < 2 or np.ptp(segments) == 0:
+    return 0.0
+  return float(np.polyfit(segments, [getattr(sample, name) for sample in half], 1)[0])
+
+
+def count_growth(samples: Sequence[Sample], name: str) -> float:
+  """Returns the median of a count in the last quarter, less that in the quarter before."""
+  quarter = len(samples) // 4
+  if not quarter:
+    return 0.0
+  before, last = ([getattr(sample, name) for sample in part]
+                  for part in (samples[-2 * quarter:-quarter], samples[-quarter:]))
+  return statistics.median(last) - statistics.median(before)
+
+
+def segment_seconds(samples: Sequence[Sample], every_updates: int) -> tuple[float, float]:
+  """Returns the seconds of a segment in the first tenth of the updates and in the last.
+
+  What came before the first update is not counted. Times between samples are interpolated.
+  """
+  begun = [sample for sample in samples if sample.update]
+  if len(begun) < 2 or begun[-1].update == begun[0].update:
+    return 0.0, 0.0
+  updates = [sample.update for sample in begun]
+  first, last = updates[0], updates[-1]
+  tenth = (last - first) / 10
+  times = np.interp([first, first + tenth, last - tenth, last], updates,
+                    [sample.seconds for sample in begun])
+  scale = every_updates / tenth
+  return float(times[1] - times[0]) * scale, float(times[3] - times[2]) * scale
+
+
+def problems(samples: Sequence[Sample], every_updates: int, max_growth_kb: float,
+             max_slowdown: float) -> list[str]:
+  """Returns what grows that must not, a line each.
+
+  Args:
+    samples: of a whole run.
+    every_updates: of a segment.
+    max_growth_kb: resident memory may grow by this for each segment.
+    max_slowdown: a segment may take so many times as long at the end.
+  """
+  lines = []
+  for name in COUNTS:
+    growth = count_growth(samples, name)
+    if growth > SLACK[name]:
+      lines.append(f'{name} grow: by {growth:g} from the third quarter of the run to the last')
+  segments = samples[-1].update / every_updates
+  if segments < MIN_SEGMENTS:
+    return [*lines, f'the training made {segments:.1f} segments; {MIN_SEGMENTS} are needed to see '
+            'whether memory grows']
+  growth = slope(samples, 'rss', every_updates) / 1024
+  if growth > max_growth_kb:
+    lines.append(f'memory grows by {growth:,.0f} KB a segment, more than {max_growth_kb:,.0f}')
+  first, last = segment_seconds(samples, every_updates)
+  if last > max_slowdown * first:
+    lines.append(f'a segment takes {last:.2f} s in the last tenth, {first:.2f} s in the first')
+  return lines
+
+
+def print_report(samples: Sequence[Sample], every_updates: int, sizes: dict[str, int]) -> None:
+  """Prints the table, the growth and the sizes of files."""
+  mb = 2**20
+  print(f'{"segment":>8}{"update":>9}{"seconds":>9}'
+        + ''.join(f'{name + " MB":>13}' for name in MEMORY)
+        + ''.join(f'{name:>9}' for name in COUNTS))
+  last = samples[-1].update
+  for k in range(1, ROWS + 1):
+    sample = next(s for s in samples if s.update >= last * k / ROWS)
+    print(f'{sample.update / every_updates:8.1f}{sample.update:9}{sample.seconds:9.1f}'
+          + ''.join(f'{getattr(sample, name) / mb:13.1f}' for name in MEMORY)
+          + ''.join(f'{getattr(sample, name):9}' for name in COUNTS))
+  print('growth over the second half, by least squares:')
+  for name in MEMORY:
+    growth = slope(samples, name, every_updates)
+    print(f'  {name:10}{growth / 1024:12,.1f} KB a segment {growth / every_updates:12,.1f} bytes '
+          'an update')
+  half = samples[len(samples) // 2:]
+  for name in COUNTS:
+    values = [getattr(sample, name) for sample in half]
+    print(f'  {name:10}{min(values):6} to {max(values)} in the second half')
+  first, last_s = segment_seconds(samples, every_updates)
+  print(f'seconds of a segment: {first:.3f} in the first tenth, {last_s:.3f} in the last')
+  print('files: ' + ', '.join(f'{name} {size / mb:,.2f} MB' for name, size in sizes.items()))
+
+
+def file_sizes(workdir: Path) -> dict[str, int]:
+  """Returns the bytes of each file in a workdir, and of each folder with all that is in it."""
+  def size(path: Path) -> int:
+    return sum(p.stat().st_size for p in [path, *path.rglob('*')] if p.is_file())
+
+  return {path.name: size(path) for path in sorted(workdir.iterdir())}
+
+
+# The script.
+
+
+class Failed(RuntimeError):
+  """The training ended by itself, or did not end when it was asked to."""
+
+
+def watch(process: subprocess.Popen, workdir: Path, max_seconds: float, max_updates: float,
+          interval_s: float) -> list[Sample]:
+  """Samples a training until its time or its updates are over.
+
+  Raises:
+    Failed: it ended before.
+  """
+  start, samples = time.monotonic(), []
+  while not samples or (samples[-1].seconds < max_seconds and samples[-1].update < max_updates):
+    time.sleep(interval_s)
+    if process.poll() is not None:
+      raise Failed(f'the training ended with exit code {process.returncode}')
+    update = read_update(workdir / 'metrics.jsonl')
+    samples.append(read_sample(process.pid, time.monotonic() - start, update))
+  return samples
+
+
+def soak(args: argparse.Namespace, passed_on: Sequence[str], root: Path) -> list[str]:
+  """Trains in `root` and prints the report; returns what is wrong, a line each.
+
+  Args:
+    args: the parsed arguments of the script.
+    passed_on: flags of training.
+    root: a folder for the workdir and the log.
+  """
+  workdir, log = root / 'run', root / 'log'
+  command = [sys.executable, '-m', 'podracer_jit', f'--config={args.config}',
+             f'--config.checkpoint.every_updates={args.every_updates}',
+             f'--config.total_steps={2**31 - 1}', *passed_on, f'--workdir={workdir}']
+  with log.open('w') as file:
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file,
+                               stderr=subprocess.STDOUT)
+  max_updates = args.segments * args.every_updates if args.segments else float('inf')
+  try:
+    samples = watch(process, workdir, args.minutes * 60, max_updates, args.interval_s)
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(120)
+    if code not in STOPPED:
+      raise Failed(f'the training ended with exit code {code} after SIGTERM')
+  except subprocess.TimeoutExpired:
+    return ['the training goes on 120 s after SIGTERM']
+  except (Failed, OSError) as error:
+    tail = '\n  '.join(log.read_text(errors='replace').splitlines()[-5:])
+    return [f'{error}\n  {tail}']
+  finally:
+    process.kill()
+    process.wait()
+  if not samples[-1].update:
+    return ['the training made no update']
+  print_report(samples, args.every_updates, file_sizes(workdir))
+  if args.json:
+    rows: list[dict[str, Any]] = [sample._asdict() for sample in samples]
+    args.json.write_text(json.dumps(rows) + '\n')
+  return problems(samples, args.every_updates, args.max_growth_kb, args.max_slowdown)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the script; returns its exit code."""
+  parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--config', default='impala_catch', help='as training takes it')
+  parser.add_argument('--minutes', type=float, default=20.0)
+  parser.add_argument('--segments', type=int, default=0, help='ends after so many; 0: no limit')
+  parser.add_argument('--every_updates', type=int, default=200, help='of a segment')
+  parser.add_argument('--interval_s', type=float, default=2.0, help='between two samples')
+  parser.add_argument('--max_growth_kb', type=float, default=1024.0, help='of memory, a segment')
+  parser.add_argument('--max_slowdown', type=float, default=2.0, help='of a segment at the end')
+  parser.add_argument('--json', type=Path, help='write all samples to this file')
+  parser.add_argument('--keep_workdir', action='store_true')
+  args, passed_on = parser.parse_known_args(argv)
+  unknown = [flag for flag in passed_on if not flag.startswith('--config.')]
+  if unknown:
+    print(f'soak: {unknown[0]}: there is no such flag', file=sys.stderr)
+    return 2
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the training
+  root = Path(tempfile.mkdtemp(prefix='soak-'))
+  try:
+    wrong = soak(args, passed_on, root)
+    for line in wrong:
+      print(f'WRONG: {line}')
+    if not wrong:
+      print('memory, threads and open files are bounded')
+    return 1 if wrong else 0
+  finally:
+    if args.keep_workdir:
+      print(f'the workdir is {root / "run"}')
+    else:
+      shutil.rmtree(root)
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,172 @@
+"""Runs killed at random: the checks find what is lost, and a real run passes them."""
+
+import json
+import random
+
+import pytest
+
+from benchmarks import kill_resume
+from benchmarks.kill_resume import Files
+from benchmarks.tests.run import run_benchmark
+from podracer_jit.schemes.table import SCHEMES
+
+
+def receipt_lines(*updates, first=1, segment=0):
+  """Returns the receipts of a segment with these updates, as lines."""
+  header = dict(segment=segment, first_update=first, canary='c')
+  receipts = [dict(update=n, batch=f'b{n}', params=f'p{n}') for n in updates]
+  return [json.dumps(entry) + '\n' for entry in (header, *receipts)]
+
+
+def metrics_lines(*updates):
+  """Returns the metrics of these updates, as lines."""
+  return [json.dumps(dict(update=n, steps=10 * n, sps=random.random())) + '\n' for n in updates]
+
+
+def files(receipts=None, metrics=None, checkpoints=(2, 4), drafts=()):
+  """Returns a finished run of two segments of two updates, with parts replaced."""
+  receipts = receipts or receipt_lines(1, 2) + receipt_lines(3, 4, first=3, segment=1)
+  metrics = metrics or metrics_lines(1, 2, 3, 4)
+  return Files(''.join(metrics), ''.join(receipts), list(checkpoints), set(drafts))
+
+
+def test_a_whole_run_has_no_problem():
+  assert kill_resume.problem_at_end(files()) == ''
+  assert kill_resume.problem_after_kill(files(), 4) == ''
+  assert kill_resume.difference(files(), files()) == ''
+
+
+@pytest.mark.parametrize('changed, words', [
+    (dict(receipts=receipt_lines(1, 2, 4)), 'update 4 stands where update 3 was expected'),
+    (dict(receipts=receipt_lines(1, 2, 2, 3, 4)), 'update 2 stands where update 3'),
+    (dict(receipts=receipt_lines(1, 2, 4, 3)), 'update 4 stands where update 3'),
+    (dict(receipts=receipt_lines(1, 2) + receipt_lines(3, 4, first=4)), 'begins with update 4'),
+    (dict(receipts=[*receipt_lines(1, 2), '{"update": 3, "ba\n', *receipt_lines(3, 4, first=3)]),
+     'receipts.jsonl: line 4 is garbled'),
+    (dict(metrics=['null\n', *metrics_lines(1, 2, 3, 4)]), 'metrics.jsonl: line 1 is garbled'),
+    (dict(metrics=metrics_lines(1, 2, 4)), 'metrics.jsonl: update 4 stands where update 3')])
+def test_gaps_repetitions_and_garbled_lines_are_problems(changed, words):
+  assert words in kill_resume.problem_at_end(files(**changed))
+  assert words in kill_resume.problem_after_kill(files(**changed), 2)
+
+
+@pytest.mark.parametrize('changed, words', [
+    (dict(receipts=receipt_lines(1, 2, 3)), 'receipts.jsonl with 3'),
+    (dict(metrics=[*metrics_lines(1, 2, 3, 4), '{"update"']), 'line 5 is garbled'),
+    (dict(checkpoints=[2]), 'the newest checkpoint is that of update 2, the last update is 4'),
+    (dict(metrics=['{"update": 1, "steps": 9}\n', '{"update": 2, "steps": 9}\n'],
+          receipts=receipt_lines(1, 2), checkpoints=[2]), 'steps do not grow'),
+    (dict(metrics=['\n']), 'no update')])
+def test_a_run_that_is_not_whole_is_a_problem_at_its_end(changed, words):
+  assert words in kill_resume.problem_at_end(files(**changed))
+
+
+def test_a_kill_may_cut_the_last_line_and_nothing_else():
+  cut = files(receipts=[*receipt_lines(1, 2, 3), '{"update": 4, "ba'])
+  assert kill_resume.problem_after_kill(cut, 2).endswith('before the checkpoint of 4')
+  assert kill_resume.problem_after_kill(cut._replace(checkpoints=[2]), 2) == ''
+
+
+def test_a_lost_checkpoint_is_a_problem():
+  assert 'update 6 is gone; the newest is that of 4' in kill_resume.problem_after_kill(files(), 6)
+  none = files(checkpoints=())
+  assert 'update 2 is gone' in kill_resume.problem_after_kill(none, 2)
+  assert kill_resume.problem_after_kill(none, 0) == ''
+
+
+def test_other_bits_and_other_episodes_differ():
+  other = [line.replace('p3', 'p9') for line in files().receipts.splitlines(keepends=True)]
+  words = kill_resume.difference(files(), files(receipts=other))
+  assert words == 'receipts.jsonl differs at update 3: params'
+  other = [line.replace('"steps": 20', '"steps": 21') for line in metrics_lines(1, 2, 3, 4)]
+  words = kill_resume.difference(files(), files(metrics=other))
+  assert words == 'metrics.jsonl differs at update 2: steps'
+  shorter = files(receipts=receipt_lines(1, 2, 3))
+  assert 'has 3 updates, 4' in kill_resume.difference(files(), shorter)
+  other_header = [line.replace('"c"', '"d"') for line in receipt_lines(1, 2, 3, 4)]
+  assert kill_resume.difference(files(), files(receipts=other_header)) == ''
+
+
+@pytest.mark.parametrize('output, newest, words', [
+    ('going on from update 8 (300 steps)', 8, ''), ('Catch  runs/x: starting\n', 0, ''),
+    ('', 8, ''),
+    ('[1] warning\n[0] going on from update 8 (300 steps)', 16, 'from update 8, the newest'),
+    ('Catch  runs/x: starting\nsteps 1', 8, 'from update 0, the newest checkpoint was that of 8')])
+def test_a_run_goes_on_from_its_newest_checkpoint(output, newest, words):
+  problem = kill_resume.resume_problem(output, newest)
+  assert words in problem and bool(words) == bool(problem)
+
+
+def test_phases():
+  started, two = 'x: starting\n', receipt_lines(1, 2)
+  before = Files('', '', [], set())
+
+  def phase(output, *args):
+    return kill_resume.phase_of_kill(output, before, files(*args))
+
+  assert kill_resume.phase_of_kill('', before, before) == 'starting'
+  assert kill_resume.phase_of_kill(started, before, before) == 'compiling'
+  assert phase(started, two, metrics_lines(1, 2), []) == 'training'
+  assert phase(started, two, metrics_lines(1, 2), [2]) == 'compiling'  # of the next segment
+  assert phase(started, two, metrics_lines(1, 2), [], ['2.orbax-checkpoint-tmp']) == 'writing'
+  assert phase(started, two, metrics_lines(1, 2, 3), [2]) == 'writing'
+  assert phase(started, [*two, '{"upd'], metrics_lines(1, 2), [2]) == 'writing'
+
+
+def test_checkpoints_with_a_name_and_a_manifest_are_whole(tmp_path):
+  without, with_manifest = (kill_resume.Workdir(tmp_path, needs) for needs in (False, True))
+  assert without.whole_checkpoints() == [] and without.newest() == 0
+  for name in ('8', '16', '24.orbax-checkpoint-tmp-1', '24'):
+    (tmp_path / 'checkpoints' / name).mkdir(parents=True)
+  assert without.whole_checkpoints() == [8, 16, 24] and with_manifest.newest() == 0
+  for name in ('8', '16'):
+    (tmp_path / 'checkpoints' / name / 'manifest.json').write_text('{}')
+  assert with_manifest.whole_checkpoints() == [8, 16] and with_manifest.newest() == 16
+  assert with_manifest.files().drafts == {'24.orbax-checkpoint-tmp-1', '24'}
+  assert without.files().drafts == {'24.orbax-checkpoint-tmp-1'}
+
+
+def test_writes_are_counted(tmp_path):
+  watch = kill_resume.Watch(tmp_path)
+  (tmp_path / 'checkpoints' / '8.orbax-checkpoint-tmp').mkdir(parents=True)
+  (tmp_path / 'metrics.jsonl').write_text('{}\n')
+  watch.look()
+  watch.look()
+  assert watch.counts == dict(draft=1, checkpoint=0, line=1)
+  (tmp_path / 'checkpoints' / '8.orbax-checkpoint-tmp').rename(tmp_path / 'checkpoints' / '8')
+  (tmp_path / 'metrics.jsonl').write_text('')  # cut by a process that resumes
+  watch.look()
+  assert watch.counts == dict(draft=1, checkpoint=1, line=1)
+
+
+def test_moments_repeat_and_fall_into_all_of_a_life():
+  def draw(seed):
+    rng = random.Random(seed)
+    return [kill_resume.draw_moment(rng, number, 4.0, 12.0) for number in range(200)]
+
+  moments = draw(1)
+  assert moments == draw(1) != draw(2)
+  times = [moment.delay_s for moment in moments if moment.event == 'time']
+  assert len(times) == 100 and min(times) < 1 and 7 < max(times) <= 8
+  assert {moment.event for moment in moments} == {'time', *kill_resume.EVENTS}
+
+
+def test_every_scheme_has_an_experiment_that_can_be():
+  rows = kill_resume.rows(64)
+  assert rows.keys() == {*SCHEMES, 'launch_process', 'launch_launcher'}
+  for name, row in rows.items():
+    expected = SCHEMES[name].repeats if name in SCHEMES else True
+    assert kill_resume.is_deterministic(row) == expected, name
+
+
+def test_a_real_run_is_killed_and_resumed():
+  done = run_benchmark('kill_resume', '--schemes=sync', '--kills=2', '--updates=24',
+                       '--compile_soon')
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert '2 kills, 1 of 1 rows are as they must be' in done.stdout
+  assert 'identical; ' in done.stdout
+
+
+def test_an_unknown_scheme_is_refused(capsys):
+  assert kill_resume.main(['--schemes=sink']) == 2
+  assert 'there is no sink; there are sync, cleanba' in capsys.readouterr().err
