@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging as std_logging
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,10 @@ class Broken(RuntimeError):
     self.update, self.words = update, words
 
 
+class NotSaved(OSError):
+  """Something could not be written; the message names the file and the checkpoint that is safe."""
+
+
 class Checkpoints:
   """Saves and restores checkpoints under `workdir/checkpoints`, by update."""
 
@@ -51,7 +56,7 @@ class Checkpoints:
     old checkpoints are deleted.
 
     Raises:
-      OSError: naming the folder and the checkpoint that is safe. Nothing of this one is left.
+      NotSaved: naming the folder and the checkpoint that is safe. Nothing of this one is left.
     """
     update = int(state.update)
     before = saved_updates(self._workdir)
@@ -64,6 +69,11 @@ class Checkpoints:
       items['replay'] = ocp.args.StandardSave(state.replay)
     state_digest = manifest.digest(without_replay)
     folder = path_of(self._workdir, update)
+    safe = f'that of update {before[-1]} is safe' if before else 'there was none before it'
+    free, needed = shutil.disk_usage(self._workdir).free, _local_bytes(state)
+    if free < needed:  # sooner said than found out by Orbax, whose threads then print much
+      raise NotSaved(f'cannot save the checkpoint of update {update} in {folder} (it needs at '
+                     f'least {needed:,} bytes, and {free:,} are free); {safe}')
     try:
       self._manager.reload()  # a checkpoint that it knows may have been set aside
       self._manager.save(update, args=ocp.args.Composite(**items))
@@ -72,9 +82,8 @@ class Checkpoints:
     except Exception as error:  # noqa: BLE001 - Orbax has many for a file that cannot be written
       remove_unfinished(self._workdir)
       shutil.rmtree(folder, ignore_errors=True)
-      safe = f'that of update {before[-1]} is safe' if before else 'there was none before it'
-      raise OSError(f'cannot save the checkpoint of update {update} in {folder} '
-                    f'({_root_cause(error)}); {safe}') from error
+      raise NotSaved(f'cannot save the checkpoint of update {update} in {folder} '
+                     f'({_root_cause(error)}); {safe}') from error
     if jax.process_index() == 0:
       for old in saved_updates(self._workdir)[:-self._keep]:
         _delete(path_of(self._workdir, old))
@@ -231,14 +240,27 @@ def _delete(path: Path) -> None:
   shutil.rmtree(leaving, ignore_errors=True)
 
 
+def _local_bytes(tree: Any) -> int:
+  """Returns the bytes of the arrays that this process has; copies of an array count once."""
+  total = 0
+  for leaf in jax.tree.leaves(tree):
+    copies = {str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards}
+    total += sum(copies.values())
+  return total
+
+
 def _root_cause(error: BaseException) -> str:
   """Returns the message of the error at the root, in one line."""
   while error.__cause__ is not None:
     error = error.__cause__
+  by_tensorstore = re.search(r"os_error_code='(\d+)'", str(error))
+  if by_tensorstore:
+    return os.strerror(int(by_tensorstore[1]))
   if isinstance(error, OSError) and error.strerror:
     return f'{error.strerror}: {error.filename}' if error.filename else error.strerror
   return ' '.join(str(error).split())[:200] or type(error).__name__
 
 
 def _no_orbax_chatter(record: std_logging.LogRecord) -> bool:
-  return 'orbax' not in record.pathname or record.levelno > std_logging.WARNING
+  # Its errors are raised, too, and then said in one line.
+  return 'orbax' not in record.pathname

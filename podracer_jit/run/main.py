@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -61,6 +62,9 @@ def run() -> None:
     complain('podracer_jit: interrupted')
     code = exit_codes.INTERRUPTED
   give_up_lost_streams()
+  if code == exit_codes.FAILED:
+    # What libraries had open would complain at Python's end, below the message that matters.
+    os._exit(code)
   sys.exit(code)
 
 

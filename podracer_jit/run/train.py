@@ -88,6 +88,9 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
     except KeyboardInterrupt:
       complain('podracer_jit: interrupted; what was made since the newest checkpoint is not saved')
       return _leave(_code_of_a_stop(workdir))
+    except checkpoint.NotSaved as error:
+      complain(f'podracer_jit: {error}')
+      return _leave(exit_codes.FAILED)
     except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message
       logging.exception('the run failed')
       complain(f'podracer_jit: {type(error).__name__}: {error}')
@@ -168,7 +171,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
 
   Raises:
     checkpoint.Broken: the checkpoint is not what was saved.
-    OSError: naming a file that cannot be written, and the checkpoint that is safe.
+    checkpoint.NotSaved: naming a file that cannot be written, and the checkpoint that is safe.
   """
   experiment, learner = run.experiment, run.learner
   stop = stop or stopping.Stopping()
@@ -281,7 +284,8 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], length:
         try:
           files.write(record, receipt)
         except OSError as error:
-          raise OSError(f'{error}; the last good checkpoint is {safe}, in {workdir}') from error
+          raise checkpoint.NotSaved(
+              f'{error}; the last good checkpoint is {safe}, in {workdir}') from error
       progress.show(record)
       try:
         check_finite(record)

@@ -193,6 +193,18 @@ def test_only_as_many_checkpoints_stay_as_the_config_says(tmp_path):
   assert checkpoint.updates_in(tmp_path) == [2, 3]
 
 
+def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
+  state = prepared(CONFIG).initial_state()
+  usage = shutil.disk_usage(tmp_path)
+  with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as saved:
+    saved.save(state._replace(update=jax.numpy.int32(1)), {})
+    parameters = sum(x.nbytes for x in jax.tree.leaves(state.params))
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=parameters))
+    with pytest.raises(checkpoint.NotSaved, match=f'and {parameters:,} are free.; that of update 1 '):
+      saved.save(state._replace(update=jax.numpy.int32(2)), {})
+  assert checkpoint.updates_in(tmp_path) == [1]
+
+
 @pytest.mark.parametrize('content', [None, b'', b'{"config": {"see', b'\x00' * 100, b'[]'])
 def test_a_lost_config_is_restored_from_the_newest_checkpoint(content, copy, whole):
   path = copy / 'config.json'

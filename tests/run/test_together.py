@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from podracer_jit.run.commands import rerun
-from tests.runs import QUICK
+from podracer_jit.run import workdirs
+from podracer_jit.run.commands import compare, rerun
+from podracer_jit.run.resolve import resolve
+from tests.runs import QUICK, small
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.checkpoint.every_updates=4',
          '--config.log.tensorboard=False', '--config.num_shards=2', '--config.num_grad_shards=2',
@@ -205,6 +207,38 @@ def test_a_comparison_whose_output_is_cut_says_so(whole):
                          'and parameters\n')
 
 
+def _side(folder, updates, garbled=()):
+  """Writes a run of so many updates, in which some receipts are missing or garbled."""
+  folder.mkdir()
+  config = resolve(small()).fields
+  (folder / 'config.json').write_text(json.dumps(workdirs.record_of(config)))
+  header = dict(segment=0, first_update=1, versions={}, canary='')
+  receipts = [dict(update=update, batch='0' * 16, params='1' * 16) for update in updates]
+  (folder / 'receipts.jsonl').write_text(''.join(
+      '{"upd\n' if line.get('update') in garbled else json.dumps(line) + '\n'
+      for line in [header, *receipts]))
+  (folder / 'metrics.jsonl').write_text('')
+  return str(folder)
+
+
+@pytest.mark.parametrize('a, b, code, words', [
+    ((range(1, 5),), (range(1, 5),), 0, ['identical: 4 updates, batches and parameters\n']),
+    ((range(1, 9),), (range(1, 5),), 0, [
+        'identical as far as both go: 4 updates, batches and parameters; A goes on to update 8\n']),
+    ((range(2, 9, 2),), (range(1, 9),), 2, [
+        'A: ', 'no line of 1, 3, 5, 7\n', 'cannot say, as receipts are missing']),
+    ((range(1, 9),), (range(1, 9), (2, 3)), 2, [
+        'B: ', '2 garbled lines\n', 'no line of 2 to 3\n', 'cannot say']),
+])
+def test_runs_are_not_called_identical_on_a_part_of_their_updates(a, b, code, words, tmp_path,
+                                                                  capsys):
+  sides = [_side(tmp_path / name, *side) for name, side in (('a', a), ('b', b))]
+  assert compare.main(['podracer_jit compare', *sides]) == code
+  out = capsys.readouterr().out
+  assert all(word in out for word in words), out
+  assert ('\nidentical' in f'\n{out}') == (code == 0)
+
+
 def test_compare_needs_two_runs(whole, tmp_path):
   assert verb('compare', whole).returncode == 2
   result = verb('compare', whole, tmp_path)
@@ -244,8 +278,11 @@ def test_a_full_disk_ends_the_run_and_spares_the_last_checkpoint(whole, tmp_path
   assert full.returncode == 1
   # What orbax has open may still complain when Python ends.
   (said,) = [line for line in full.stderr.splitlines() if line.startswith('podracer_jit: ')]
-  assert 'File too large' in said
+  assert 'File too large' in said and str(workdir) in said
+  assert f'that of update {newest - 3} is safe' in said or (
+      f'the last good checkpoint is that of update {newest - 3}' in said)
   assert str(newest) not in os.listdir(workdir / 'checkpoints')
+  assert not [path for path in workdir.rglob('*') if 'tmp' in path.name]
   assert train(workdir).returncode == 0
   result = verb('compare', whole, workdir)
   assert 'identical: 11 updates, batches and parameters\n' in result.stdout

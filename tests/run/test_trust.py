@@ -1,4 +1,4 @@
-"""A stranger's workdir is data: nothing that it names is imported, and nothing in it is executed."""
+"""A stranger's workdir is data: nothing that it names is imported, nothing in it is executed."""
 
 import contextlib
 import json
