@@ -52,6 +52,7 @@ class Recorded:
     accepted: labels of the items that were put, by producer.
     taken: labels of the items that were got, the primed ones not counted.
     drained: whether a get has found the hand-off closed.
+    unsettled: labels of the items whose reader was never told that they are computed.
     most: how many items it takes; what is put beyond that is dropped.
   """
 
@@ -62,6 +63,7 @@ class Recorded:
     self.accepted: dict[str, list[Label]] = {}
     self.taken: list[Label] = []
     self.drained = False
+    self.unsettled: list[Label] = []
 
   def put(self, item):
     super().put(item)
@@ -80,7 +82,11 @@ class Recorded:
     return item
 
   def settle(self, item, since):
-    until = super().settle(item, since)
+    try:
+      until = super().settle(item, since)
+    except Closed:
+      self.unsettled.append(item.value[0])
+      raise
     value = item.value[1] if not isinstance(item.value, list) else None
     assert not isinstance(value, Value) or value.computed, f'{self.name}: settled too soon'
     return until
@@ -256,9 +262,16 @@ def is_prefix(some: Sequence[Any], whole: Sequence[Any]) -> bool:
   return list(whole[:len(some)]) == list(some)
 
 
-def check_hand_offs(graph: Graph, failed: bool) -> None:
-  """What was taken was put, in order and once; what was put is taken before an end is met."""
+def check_hand_offs(graph: Graph, how: str) -> None:
+  """What was taken was put, in order and once; what was put is taken before an end is met.
+
+  A reader that waits until an item is computed does not wait for a producer that has ended.
+  """
+  failed = how != 'ended'
   for handoff in graph.handoffs:
+    if how.startswith(NO_WORKER):
+      running = how.removeprefix(NO_WORKER).split(', ')
+      assert all(label.producer in running for label in handoff.unsettled), handoff.name
     for producer in {label.producer for label in handoff.taken}:
       taken = [label for label in handoff.taken if label.producer == producer]
       accepted = handoff.accepted.get(producer, [])
@@ -278,7 +291,7 @@ def test_graphs_in_lockstep_give_what_one_thread_gives(seed):
   how, made = outcome(run_serial, draw(seed, ends=False, as_they_come=False))
   graph = draw(seed, ends=False, as_they_come=False, naps=random.Random(seed))
   how_on_threads, made_on_threads = outcome(run, graph)
-  check_hand_offs(graph, failed=how != 'ended')
+  check_hand_offs(graph, how_on_threads)
   if how.startswith(NO_WORKER) and how_on_threads.startswith('raised'):
     pass  # a thread begins a transfer, which then fails, before it waits until there is room
   else:
@@ -295,7 +308,7 @@ def test_graphs_with_early_ends_end_and_differ_only_in_how_far_they_come(seed):
   _, made = outcome(run_serial, draw(seed, ends=True, as_they_come=False))
   graph = draw(seed, ends=True, as_they_come=False, naps=random.Random(seed))
   how, made_on_threads = outcome(run, graph)
-  check_hand_offs(graph, failed=how != 'ended')
+  check_hand_offs(graph, how)
   assert all(is_prefix(*sorted([made[name], made_on_threads[name]], key=len)) for name in made)
 
 
@@ -304,7 +317,7 @@ def test_graphs_of_all_kinds_of_hand_offs_end_and_lose_nothing(seed):
   for runner, naps in ((run_serial, None), (run, random.Random(seed))):
     graph = draw(seed, ends=seed % 2 == 0, as_they_come=True, naps=naps)
     how, _ = outcome(runner, graph)
-    check_hand_offs(graph, failed=how != 'ended')
+    check_hand_offs(graph, how)
 
 
 def test_the_graphs_are_not_all_alike():
