@@ -1,5 +1,6 @@
 """Workers on threads give what the same workers give one by one, and end whatever happens."""
 
+import contextlib
 import os
 import random
 import signal
@@ -417,6 +418,26 @@ def test_who_waits_for_somebody_outside_the_graph_is_not_in_a_deadlock(side):
   outside.start()
   assert ended(lambda: run([worker]))[worker.name] == worker.firings
   outside.join(HANG_S)
+
+
+def test_what_goes_round_while_run_looks_is_no_deadlock():
+  """Each of two workers waits most of the time, but never both: `run` looks at one moment."""
+  class SlowlyUnlocked(DoubleBuffer):
+    @contextlib.contextmanager
+    def locked(self):
+      with super().locked() as blocked:
+        yield blocked
+      time.sleep(0.02)  # whoever looks at one hand-off after another finds the other one waiting
+
+  def fire(n, item):
+    time.sleep(0.02)
+    return n + 1, [item]
+
+  there, back = SlowlyUnlocked('there', 40, 0), SlowlyUnlocked('back', 40)
+  there.prime(Stamped(0, 0))
+  states = ended(lambda: run([Worker('one', fire, 0, [Port(there)], [Port(back)], 40),
+                              Worker('other', fire, 0, [Port(back)], [Port(there)], 40)]))
+  assert states == {'one': 40, 'other': 40}
 
 
 class Large:
