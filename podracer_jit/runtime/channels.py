@@ -46,8 +46,8 @@ class HandOff:
     self._patience_s = patience_s
     self._changed = threading.Condition()
     self._ended = self._failed = False
-    # The threads that wait, and what each waits for. A thread is in it whenever it does not have
-    # the lock and has not yet seen that it may go on.
+    # What each waiting thread waits for. A thread takes itself out before it gives up the lock that
+    # it woke with, so who has the lock sees every thread that waits, and what it waits for.
     self._waiting: dict[threading.Thread, Callable[[], Any]] = {}
 
   def get(self) -> Stamped:
