@@ -13,11 +13,11 @@ from podracer_jit.runtime import coordinator, host
 from podracer_jit.runtime.placement import PlacementOptions
 
 
-def listening(ip='127.0.0.1', port=0, shared=False, family=socket.AF_INET):
-  """Returns a socket that listens, and its port."""
-  listener = socket.socket(family)
-  if shared:  # as gRPC does
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+def listening(ip='127.0.0.1', port=0, sharing=None):
+  """Returns a socket that listens, and its port; `sharing` is an option, as SO_REUSEPORT."""
+  listener = socket.socket()
+  if sharing is not None:
+    listener.setsockopt(socket.SOL_SOCKET, sharing, 1)
   listener.bind((ip, port))
   listener.listen()
   return listener, listener.getsockname()[1]
@@ -103,10 +103,11 @@ def test_a_name_that_is_not_known_is_said():
     coordinator.bind_address('no-such-name.invalid:1234')
 
 
-@pytest.mark.parametrize('ip, shared', [('127.0.0.1', False), ('127.0.0.1', True), ('', False)])
-def test_a_port_in_use_is_named_with_who_uses_it(ip, shared):
+@pytest.mark.parametrize('ip, sharing', [
+    ('127.0.0.1', None), ('127.0.0.1', socket.SO_REUSEPORT), ('', None)])
+def test_a_port_in_use_is_named_with_who_uses_it(ip, sharing):
   """Also where gRPC would share it, as it does with another run of the same user."""
-  listener, port = listening(ip, shared=shared)
+  listener, port = listening(ip, sharing=sharing)
   with listener, pytest.raises(ValueError) as error:
     coordinator.bind_address(f'127.0.0.1:{port}')
   with open('/proc/self/comm') as file:
@@ -125,8 +126,9 @@ def test_a_port_that_is_only_reserved_is_free():
     assert coordinator.bind_address(address) == address
 
 
-def test_a_port_whose_last_user_has_just_gone_is_free():
-  listener, port = listening(shared=True)
+@pytest.mark.parametrize('sharing', [socket.SO_REUSEADDR, socket.SO_REUSEPORT])
+def test_a_port_whose_last_user_has_just_gone_is_free(sharing):
+  listener, port = listening(sharing=sharing)
   with socket.create_connection(('127.0.0.1', port)):
     listener.accept()[0].close()  # this side closes first, so the kernel keeps the port for a while
     listener.close()
