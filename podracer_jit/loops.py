@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,6 +68,10 @@ def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool
           inputs[i] = None  # what is large is not kept while the next is waited for
       yield from _hand_over(worker, k, outputs)
     except Closed:
+      # The neighbour that ended may not be the one that took an output of this firing: its reader
+      # waits to be told that the output is computed.
+      for port in worker.writes:
+        port.handoff.finish()
       # What was started is waited for here, where a run knows of threads that do not end.
       jax.block_until_ready(outputs)
       raise
@@ -92,11 +97,32 @@ def _end(worker: Worker) -> None:
     port.handoff.close()
 
 
+def _no_worker_can_go_on(names: Iterable[str]) -> RuntimeError:
+  return RuntimeError(f'no worker can go on; still running: {", ".join(names)}')
+
+
+def _wait_for_each_other(threads: Iterable[threading.Thread], workers: Sequence[Worker]) -> bool:
+  """Returns whether each of these threads waits for another of them, so that none will go on.
+
+  It looks at all hand-offs at one moment: while it has the locks of all, no thread can wake and
+  change one. A wait on a hand-off with one end outside the graph does not count.
+  """
+  written = {port.handoff for worker in workers for port in worker.writes}
+  with contextlib.ExitStack() as locks:
+    blocked: set[threading.Thread] = set()
+    for handoff in {port.handoff for worker in workers for port in worker.reads} & written:
+      blocked |= locks.enter_context(handoff.locked())
+    return blocked.issuperset(threads)
+
+
 def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
   """Runs each worker on its own thread until all have ended; returns their last states by name.
 
+  A hand-off that a worker reads and a worker writes must be used by nobody else meanwhile.
+
   Raises:
     Exception: the first one that any worker raised, after closing every hand-off.
+    RuntimeError: all workers that have not ended wait for each other.
     Stuck: from that exception, where threads did not end within `grace_s`.
   """
   states: dict[str, Any] = {}
@@ -130,6 +156,9 @@ def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
     while not errors and not all(event.is_set() for event in ended.values()):
       for event in ended.values():
         event.wait(0.05)  # short, so that signals reach the main thread
+      running = [thread for thread in threads if not ended[thread.name].is_set()]
+      if running and _wait_for_each_other(running, workers):
+        raise _no_worker_can_go_on(thread.name for thread in running)
   except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt ends the workers like any
     fail(error)
   started = [thread for thread in threads if thread.ident is not None]
@@ -158,7 +187,7 @@ def run_serial(workers: Sequence[Worker]) -> dict[str, Any]:
   while steps:
     name = next((name for name in steps if can_go_on[name]()), None)
     if name is None:
-      raise RuntimeError(f'no worker can go on; still running: {", ".join(steps)}')
+      raise _no_worker_can_go_on(steps)
     try:
       can_go_on[name] = next(steps[name])
     except (StopIteration, Closed):

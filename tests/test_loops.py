@@ -1,5 +1,6 @@
 """Workers on threads give what the same workers give one by one, and end whatever happens."""
 
+import contextlib
 import os
 import random
 import signal
@@ -19,8 +20,8 @@ from tests.workers import not_writer, wrap
 HANG_S = 60  # a guard: nothing here takes so long
 
 
-def ended(function):
-  """What `function` returns or raises; fails where it does not end."""
+def ended(function, within_s=HANG_S):
+  """Returns or raises what `function` does; fails where it does not end."""
   result = []
   def call():
     try:
@@ -30,7 +31,7 @@ def ended(function):
 
   thread = threading.Thread(target=call, daemon=True)
   thread.start()
-  thread.join(HANG_S)
+  thread.join(within_s)
   assert result, 'hangs'
   (value, error), = result
   if error is not None:
@@ -213,8 +214,57 @@ def test_until_ends_all_and_the_writer_still_drains(runner, lag):
     assert made == whole[f'actor {i}'][:len(made)] and 7 <= len(made) <= 7 + lag
 
 
+def reader_of_one_and_reader_of_all(value):
+  """Returns a producer of `value(k)` for two readers, one of which ends before the second value.
+
+  The producer has then put its second value to the other reader, which waits until it is computed.
+  """
+  closed = threading.Event()
+
+  class ClosingBuffer(DoubleBuffer):
+    def close(self):
+      super().close()
+      closed.set()
+
+  lasting, ending = DoubleBuffer('lasting', 9), ClosingBuffer('ending', 9)
+  turns = DoubleBuffer('turns', 9, 0)  # so that run_serial, too, ends the reader of one in time
+  turns.prime(Stamped(None, 0))
+
+  def produce(k, turn):
+    assert k == 0 or closed.wait(HANG_S)
+    return k + 1, [Stamped(value(k), k)] * 2
+
+  def read(versions, item):
+    return (*versions, item.version), [Stamped(None, 0)]
+
+  return [Worker('reader of one', lambda n, item: (n + 1, []), 0, [Port(ending)], [], 1),
+          Worker('reader of all', read, (), [Port(lasting)], [Port(turns)], 9),
+          Worker('producer', produce, 0, [Port(turns)], [Port(lasting), Port(ending)], 9)]
+
+
+@pytest.mark.parametrize('runner', [run, run_serial])
+def test_what_was_put_is_said_to_be_computed_though_another_reader_has_ended(runner):
+  states = ended(lambda: runner(reader_of_one_and_reader_of_all(lambda k: k)))
+  assert states == {'producer': 2, 'reader of one': 1, 'reader of all': (0, 1)}
+
+
 class Boom(Exception):
   pass
+
+
+@pytest.mark.parametrize('runner', [run, run_serial])
+def test_a_computation_that_fails_after_another_reader_has_ended_is_raised(runner):
+  """Its reader is not told that it is computed."""
+  def ready():
+    raise Boom('found out later')
+
+  settled = []  # `until` is asked once the inputs are settled
+  workers = [worker._replace(until=lambda versions: settled.append(versions))
+             if worker.name == 'reader of all' else worker
+             for worker in reader_of_one_and_reader_of_all(lambda k: Computed(ready) if k else k)]
+  with pytest.raises(Boom, match='found out later'):
+    ended(lambda: runner(workers))
+  assert settled == [(0,)]
 
 
 def fails(who, at=6):
@@ -344,14 +394,50 @@ def test_what_must_be_computed_goes_after_what_is_settled_by_then():
   assert states['slow'] == (True,) * 3
 
 
+@pytest.mark.parametrize('runner', [run, run_serial])
 @pytest.mark.parametrize('reads', [(0, 1), (1, 0)])
-def test_a_deadlock_is_reported_by_the_serial_run(reads):
+def test_a_deadlock_is_reported(runner, reads):
   """Two that wait for each other, with nothing primed."""
   handoffs = [DoubleBuffer(f'handoff {i}', 1) for i in range(2)]
   workers = [Worker(f'worker {i}', lambda seen, item: (seen, [item]), None, [Port(handoffs[i])],
                     [Port(handoffs[1 - i])], 1) for i in reads]
-  with pytest.raises(RuntimeError, match=f'worker {reads[0]}, worker {reads[1]}'):
-    ended(lambda: run_serial(workers))
+  said = f'^no worker can go on; still running: worker {reads[0]}, worker {reads[1]}$'
+  with pytest.raises(RuntimeError, match=said):
+    ended(lambda: runner(workers))
+  assert not {'worker 0', 'worker 1'} & {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize('side', ['get', 'put'])
+def test_who_waits_for_somebody_outside_the_graph_is_not_in_a_deadlock(side):
+  handoff = Arrival('handoff', 1)
+  use = handoff.get if side == 'put' else lambda: handoff.put(Stamped('from outside', 0))
+  worker = (Worker('writer', lambda n: (n + 1, [Stamped(n, n)]), 0, [], [Port(handoff)], 2)
+            if side == 'put' else
+            Worker('reader', lambda n, item: (n + 1, []), 0, [Port(handoff)], [], 1))
+  outside = threading.Timer(0.5, use)  # `run` has looked several times by then
+  outside.start()
+  assert ended(lambda: run([worker]))[worker.name] == worker.firings
+  outside.join(HANG_S)
+
+
+def test_what_goes_round_while_run_looks_is_no_deadlock():
+  """Each of two workers waits most of the time, but never both: `run` looks at one moment."""
+  class SlowlyUnlocked(DoubleBuffer):
+    @contextlib.contextmanager
+    def locked(self):
+      with super().locked() as blocked:
+        yield blocked
+      time.sleep(0.02)  # whoever looks at one hand-off after another finds the other one waiting
+
+  def fire(n, item):
+    time.sleep(0.02)
+    return n + 1, [item]
+
+  there, back = SlowlyUnlocked('there', 40, 0), SlowlyUnlocked('back', 40)
+  there.prime(Stamped(0, 0))
+  states = ended(lambda: run([Worker('one', fire, 0, [Port(there)], [Port(back)], 40),
+                              Worker('other', fire, 0, [Port(back)], [Port(there)], 40)]))
+  assert states == {'one': 40, 'other': 40}
 
 
 class Large:

@@ -50,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
                       'MPI, Kubernetes or the TPU pod where not given.', flag_values=values)
   flags.DEFINE_integer('num_processes', None, 'How many there are; likewise.', flag_values=values)
   flags.DEFINE_integer('process_id', None, 'Which this is, from 0; likewise.', flag_values=values)
+  flags.DEFINE_integer('coordinator_timeout_s', 60, 'How long a process waits until process 0 '
+                       'listens and all the others have come, in seconds.', flag_values=values)
   with stopping.handled() as stop:
     try:
       return _main(argv, values, stop)
@@ -69,7 +71,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       host.prepare_host(experiment.placement)
       joining = (values.coordinator_address, values.num_processes, values.process_id)
       if values.distributed or joining != (None, None, None):
-        host.join(experiment.placement, *joining)
+        host.join(experiment.placement, *joining, values.coordinator_timeout_s)
       run = build.make_run(experiment)
       workdir = Path(values.workdir or command_line.default_workdir(argv))
       if values.repeat and not experiment.deterministic:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +46,9 @@ class HandOff:
     self._patience_s = patience_s
     self._changed = threading.Condition()
     self._ended = self._failed = False
+    # What each waiting thread waits for. A thread takes itself out before it gives up the lock that
+    # it woke with, so who has the lock sees every thread that waits, and what it waits for.
+    self._waiting: dict[threading.Thread, Callable[[], Any]] = {}
 
   def get(self) -> Stamped:
     """The next value; blocks while there is none.
@@ -91,6 +95,12 @@ class HandOff:
       self._slots.clear()
       self._changed.notify_all()
 
+  @contextlib.contextmanager
+  def locked(self) -> Iterator[set[threading.Thread]]:
+    """Lets nobody change the hand-off; gives the threads that wait for another to change it."""
+    with self._changed:
+      yield {thread for thread, ready in self._waiting.items() if not ready()}
+
   def _moved(self, item: Stamped) -> Stamped:
     with jax.profiler.TraceAnnotation(f'hand-off: {self.name}'):
       return item._replace(value=self._transfer(item.value))
@@ -115,10 +125,15 @@ class HandOff:
 
   def _wait(self, ready: Callable[[], Any], what: str) -> float:
     start = time.perf_counter()
-    with jax.profiler.TraceAnnotation(f'wait: {self.name} {what}'):
-      while not self._changed.wait_for(ready, self._patience_s):
-        logging.warning('%s: waiting for %.0f s for the %s %s', threading.current_thread().name,
-                        time.perf_counter() - start, self.name, what)
+    thread = threading.current_thread()
+    self._waiting[thread] = ready
+    try:
+      with jax.profiler.TraceAnnotation(f'wait: {self.name} {what}'):
+        while not self._changed.wait_for(ready, self._patience_s):
+          logging.warning('%s: waiting for %.0f s for the %s %s', thread.name,
+                          time.perf_counter() - start, self.name, what)
+    finally:
+      del self._waiting[thread]
     return time.perf_counter() - start
 
 
@@ -181,9 +196,16 @@ class DoubleBuffer(HandOff):
     self._append(item, 1)
 
   def finish(self) -> None:
-    """Waits until what was put is computed and transferred, and says so."""
+    """Waits until what was put is computed and transferred, and says so.
+
+    If that fails, so does the hand-off: the consumer must not wait for it, nor go on with it.
+    """
     if self._unfinished is not None:
-      self._computed(self._unfinished)
+      try:
+        self._computed(self._unfinished)
+      except BaseException:
+        self.fail()
+        raise
       with self._changed:
         self._finished = self._put
         self._finished_at[self._finished] = time.perf_counter()

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from podracer_jit.run import workdirs
-from podracer_jit.run.commands import compare, rerun
+from podracer_jit.run.commands import compare, launch, rerun
 from podracer_jit.run.resolve import resolve
 from tests.runs import QUICK, small
 
@@ -158,6 +159,63 @@ def test_an_exception_in_one_process_ends_the_others(tmp_path):
 def test_without_a_surrounding_the_others_must_be_named(tmp_path):
   out = train(tmp_path, '--distributed', '--num_processes=2')
   assert out.returncode == 2 and '--distributed: ' in out.stderr
+
+
+@pytest.mark.parametrize('process_id, said', [
+    (1, '--coordinator_address: ADDRESS did not answer within 2 s (Connection refused); is process '
+        '0 running there, and is the port open?'),
+    (0, '--distributed: not all 2 processes came to ADDRESS within 2 s (--coordinator_timeout_s)')])
+def test_who_waits_for_the_others_in_vain_says_so_in_a_line(process_id, said, tmp_path):
+  """JAX would abort the process, with a C++ stack trace."""
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    address = f'127.0.0.1:{probe.getsockname()[1]}'
+  out = train(tmp_path, f'--coordinator_address={address}', '--num_processes=2',
+              f'--process_id={process_id}', '--coordinator_timeout_s=2')
+  assert out.returncode == 2
+  assert out.stderr == f'podracer_jit: {said.replace("ADDRESS", address)}\n'
+
+
+def coordinator_addresses(port):
+  """The addresses at which this machine listens on a port, as /proc/net has them."""
+  tables = [Path(f'/proc/net/{name}').read_text().splitlines()[1:] for name in ('tcp', 'tcp6')]
+  rows = [line.split() for table in tables for line in table]
+  return {row[1].rpartition(':')[0] for row in rows
+          if row[3] == '0A' and int(row[1].rpartition(':')[2], 16) == port}
+
+
+def test_the_processes_of_launch_meet_where_no_other_machine_can_come(tmp_path):
+  process = start(tmp_path, *LONG)
+  wait_for_updates(process, tmp_path, 1)
+  command = Path(f'/proc/{workers_of(process)[0]}/cmdline').read_text()
+  host, port = re.search(r'--coordinator_address=(\S+?):(\d+)\0', command).groups()
+  addresses = coordinator_addresses(int(port))
+  process.send_signal(signal.SIGINT)
+  out, _ = process.communicate(timeout=120)
+  assert host == '127.0.0.1' and len(addresses) == 1, out
+  assert addresses <= {'0100007F', '0000000000000000FFFF00000100007F'}  # both are 127.0.0.1
+
+
+def test_no_other_launch_is_given_the_port(monkeypatch):
+  """Not even before process 0 listens: whoever asks for the port by its number finds it bound."""
+  refused = []
+
+  class Ended:
+    returncode, stdout = 0, ()
+
+    def __init__(self, command, **_):
+      (address,) = (word for word in command if word.startswith('--coordinator_address='))
+      with socket.socket() as other, pytest.raises(OSError, match='in use'):
+        other.bind(('127.0.0.1', int(address.rpartition(':')[2])))
+      refused.append(address)
+
+    def poll(self):
+      return 0
+
+  monkeypatch.setattr(subprocess, 'Popen', Ended)
+  monkeypatch.setattr(signal, 'signal', lambda *_: None)
+  assert launch.main(['launch', '-n', '2', '--', '--config=x']) == 0
+  assert len(refused) == 2 and len(set(refused)) == 1
 
 
 @pytest.mark.parametrize('change, said', [

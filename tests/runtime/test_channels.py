@@ -249,6 +249,20 @@ def test_a_failure_ends_the_wait_for_a_value_and_a_close_does_not():
     consumer.end()
 
 
+def test_a_value_that_cannot_be_computed_fails_the_hand_off():
+  """Its consumer waits neither for ever nor goes on with it."""
+  handoff, value = DoubleBuffer('rollouts', 2), Slow(error=ZeroDivisionError())
+  handoff.put(Stamped(value, 0))
+  item = handoff.get()
+  consumer = Side(lambda: handoff.settle(item, time.perf_counter()))
+  assert consumer.blocks()
+  value.done.set()
+  with pytest.raises(ZeroDivisionError):
+    handoff.finish()
+  with pytest.raises(Closed):
+    consumer.end()
+
+
 # Without an order.
 
 
@@ -398,6 +412,39 @@ def test_the_watchdog_names_the_hand_off_and_the_thread_that_waits(side, what, m
     waiting.end()
   assert all(text.startswith(f'{waiting.name}: waiting for ') for text in said)
   assert all(text.endswith(f' s for the rollouts of actor 3 {what}') for text in said)
+
+
+@pytest.mark.parametrize('side', ['get', 'put', 'settle'])
+def test_who_waits_is_known_until_the_wait_can_end(side):
+  handoff = DoubleBuffer('rollouts', 3)
+  if side != 'get':
+    numbers(handoff, 1)
+  item = handoff.get() if side == 'settle' else None
+  waiting = Side(dict(get=handoff.get, put=lambda: numbers(handoff, 1, first=2),
+                      settle=lambda: handoff.settle(item, 0.0))[side])
+  assert waiting.blocks()
+  with handoff.locked() as blocked:
+    assert blocked == {waiting}
+    closing = Side(handoff.close)
+    assert closing.blocks()
+  closing.end()
+  handoff.fail()
+  with pytest.raises(Closed):
+    waiting.end()
+  with handoff.locked() as blocked:
+    assert blocked == set()
+
+
+def test_who_may_go_on_but_has_not_woken_does_not_wait():
+  handoff = DoubleBuffer('rollouts', 3)
+  consumer = Side(handoff.get)
+  assert consumer.blocks()
+  with handoff.locked() as blocked:
+    assert blocked == {consumer}
+    numbers(handoff, 1)  # this thread has the lock, so the consumer does not wake yet
+    with handoff.locked() as blocked_now:
+      assert blocked_now == set()
+  assert consumer.end() == Stamped(10, 1)
 
 
 def test_a_failed_transfer_is_the_producers_error():

@@ -44,10 +44,13 @@ def main(argv: Sequence[str]) -> int:
     return 2
   safe = ['-P'] if sys.flags.safe_path else []  # as this process was started
   count, command = int(argv[2]), [sys.executable, *safe, '-m', 'podracer_jit', *argv[4:]]
-  with socket.socket() as probe:
-    probe.bind(('localhost', 0))
-    port = probe.getsockname()[1]
-  together = ['--distributed', f'--coordinator_address=localhost:{port}',
+  # Bound until the end, so that no other launch gets this port. Process 0 listens beside it, as
+  # gRPC sets SO_REUSEPORT.
+  reserved = socket.socket()
+  reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+  reserved.bind(('127.0.0.1', 0))
+  port = reserved.getsockname()[1]
+  together = ['--distributed', f'--coordinator_address=127.0.0.1:{port}',
               f'--num_processes={count}']
   processes = [
       subprocess.Popen([*command, *together, f'--process_id={i}'], stdout=subprocess.PIPE,
@@ -65,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
   code = _wait(processes)
   for reader in readers:
     reader.join(5.0)
+  reserved.close()
   return code
 
 

@@ -1,0 +1,329 @@
+"""Graphs drawn at random: `run` ends, gives what `run_serial` gives, and loses nothing."""
+
+import functools
+import math
+import random
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+
+from podracer_jit.loops import Port, Worker, run, run_serial
+from podracer_jit.runtime.channels import Arrival, Closed, DoubleBuffer, Inbox, Latest, Stamped
+from tests.test_loops import ended
+
+PRIME = 10007
+WITHIN_S = 30  # a guard: a graph takes some milliseconds
+NO_WORKER = 'no worker can go on; still running: '
+
+
+class Boom(Exception):
+  """The error of a worker, its program or its transfer."""
+
+
+class Value:
+  """A number that is computed after a nap, as `jax.block_until_ready` sees it."""
+
+  def __init__(self, number: int, nap_s: float, error: Exception | None = None):
+    self.number, self.computed = number, False
+    self._nap_s, self._error = nap_s, error
+
+  def block_until_ready(self):
+    time.sleep(self._nap_s)
+    if self._error:
+      raise self._error
+    self.computed = True
+    return self
+
+
+class Label(NamedTuple):
+  """Which item this is: `producer` made it in its firing `number`."""
+
+  producer: str
+  number: int
+
+
+class Recorded:
+  """What a hand-off took and gave, by label; mixed into each kind of hand-off.
+
+  Attributes:
+    accepted: labels of the items that were put, by producer.
+    taken: labels of the items that were got, the primed ones not counted.
+    drained: whether a get has found the hand-off closed.
+    unsettled: labels of the items whose reader was never told that they are computed.
+    most: how many items it takes; what is put beyond that is dropped.
+  """
+
+  most = math.inf
+
+  def __init__(self, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    self.accepted: dict[str, list[Label]] = {}
+    self.taken: list[Label] = []
+    self.drained = False
+    self.unsettled: list[Label] = []
+
+  def put(self, item):
+    super().put(item)
+    if item.value is not None:
+      label = item.value[0]
+      self.accepted.setdefault(label.producer, []).append(label)
+
+  def get(self):
+    try:
+      item = super().get()
+    except Closed:
+      self.drained = True
+      raise
+    items = item.value if isinstance(self, Inbox) else [item]
+    self.taken += [x.value[0] for x in items if x.value[0].number >= 0]
+    return item
+
+  def settle(self, item, since):
+    try:
+      until = super().settle(item, since)
+    except Closed:
+      self.unsettled.append(item.value[0])
+      raise
+    value = item.value[1] if not isinstance(item.value, list) else None
+    assert not isinstance(value, Value) or value.computed, f'{self.name}: settled too soon'
+    return until
+
+
+class RecordedBuffer(Recorded, DoubleBuffer):
+  pass
+
+
+class RecordedArrival(Recorded, Arrival):
+  pass
+
+
+class RecordedInbox(Recorded, Inbox):
+  pass
+
+
+class RecordedLatest(Recorded, Latest):
+  pass
+
+
+@jax.jit
+def scramble(number):
+  """Returns another number, after a while: as a program of its own, which is started early."""
+  return jax.lax.fori_loop(0, 300, lambda _, x: (x * 31 + 7) % PRIME, number)
+
+
+class Graph(NamedTuple):
+  """Workers that may run once, and what they have done.
+
+  Attributes:
+    workers: for `run` or `run_serial`.
+    handoffs: all of theirs.
+    made: the numbers that each worker has made, by name.
+    fails: whether a worker, a program or a transfer may raise Boom.
+  """
+
+  workers: Sequence[Worker]
+  handoffs: Sequence[Any]
+  made: dict[str, list[Any]]
+  fails: bool
+
+
+def nap_lengths(rng: random.Random) -> float:
+  return rng.choice([0, 0, 0, 0, 1e-4, 2e-3])
+
+
+def draw(seed: int, ends: bool, as_they_come: bool, naps: random.Random | None = None) -> Graph:
+  """Draws a graph; the same seed draws the same one, whatever the naps.
+
+  Args:
+    seed: of the graph.
+    ends: whether workers may end before their neighbours do, and close hand-offs. If not, of
+      every hand-off as many values are got as are put.
+    as_they_come: whether hand-offs may be other than DoubleBuffers.
+    naps: how long programs and firings take; None for no time.
+  """
+  rng = random.Random(f'{seed} {ends} {as_they_come}')
+  names = [f'worker {i}' for i in range(rng.randint(2, 6))]
+  firings = {name: rng.choice([4, 8, 12]) for name in names}
+  reads: dict[str, list[Port]] = {name: [] for name in names}
+  writes: dict[str, list[Port]] = {name: [] for name in names}
+  failing = rng.choice(['', '', '', '', 'fire', 'program', 'transfer', 'until'])
+  victim, failing_at = rng.choice(names), rng.randrange(6)
+  made: dict[str, list[Any]] = {name: [] for name in names}
+  handoffs = []
+
+  def transfer(name, item):
+    if failing == 'transfer' and name == victim and item[0] == Label(name, failing_at):
+      raise Boom(name)
+    return item
+
+  def connect(producers, consumer, kind):
+    label = f'{kind} {len(handoffs)}: {", ".join(producers)} to {consumer}'
+    move = functools.partial(transfer, producers[0])
+    gets = math.gcd(firings[consumer], *(firings[name] for name in producers))
+    gets //= rng.choice([1, 1, 1, 2])
+    if kind == 'latest':
+      handoff = RecordedLatest(label, move)
+    elif kind == 'arrival':
+      handoff = RecordedArrival(label, rng.randint(1, 3), move)
+    elif kind == 'inbox':
+      least, wants = rng.randint(0, 2), random.Random(seed)
+      handoff = RecordedInbox(label, rng.randint(2, 4), lambda: (least, wants.randint(2, 4)), move)
+    else:
+      handoff = RecordedBuffer(label, gets, kind, move)
+      handoff.most = max(0, gets - (0 if kind is None else kind + 1))
+    if kind in (0, 1) or kind == 'latest' and rng.random() < 0.8:
+      handoff.prime(Stamped((Label(producers[0], -1), rng.randrange(PRIME)), 0))
+    handoffs.append(handoff)
+
+    def rate(name):
+      return rng.randint(1, 4) if ends and rng.random() < 0.2 else firings[name] // gets
+
+    for name in producers:
+      writes[name].insert(rng.randint(0, len(writes[name])), Port(handoff, rate(name)))
+    reads[consumer].insert(rng.randint(0, len(reads[consumer])), Port(handoff, rate(consumer)))
+
+  for _ in range(rng.randint(len(names) - 1, len(names) + 3)):
+    first, second = sorted(rng.choices(range(len(names)), k=2))
+    if first < second and rng.random() < 0.7:  # else back, or to itself: primed but for a few
+      kinds, weights = [None, 0, 1], [6, 1, 1]
+    else:
+      first, second = second, first
+      # What a worker sends to itself with a lag of 1 fills the slot, which it then waits for.
+      kinds, weights = [None, 0, 1], [0.3, 5, 5 if first > second else 0.3]
+    if as_they_come:
+      kinds, weights = [*kinds, 'latest', 'arrival', 'inbox'], [*weights, 4, 4, 4]
+    (kind,) = rng.choices(kinds, weights)
+    producers = [names[first]]
+    if kind in ('arrival', 'inbox'):
+      producers += rng.sample([x for x in names if x != names[first]], rng.randint(0, 1))
+    connect(producers, names[second], kind)
+
+  def number(value):
+    if isinstance(value, list):  # of an inbox
+      return sum(number(item.value) for item in value)
+    return value[1].number if isinstance(value[1], Value) else value[1]
+
+  def worker(name, salt, on_device, last, closes_at):
+    def fire(k, *inputs):
+      time.sleep(nap_lengths(naps) if naps else 0)
+      if name == victim and k == failing_at and failing == 'fire':
+        raise Boom(name)
+      if k == closes_at:
+        rng_of_worker.choice([*reads[name], *writes[name]]).handoff.close()
+      total = salt + k
+      for i, item in enumerate(inputs):
+        total = (total * 31 + (i + 3) * number(item.value)) % PRIME
+      made[name].append(total := scramble(total) if on_device else total)
+      broken = Boom(name) if failing == 'program' and name == victim and k == failing_at else None
+      value = total if on_device and not broken else Value(
+          total, nap_lengths(naps) if naps else 0, broken)
+      return k + 1, [Stamped((Label(name, k), value), k)] * len(writes[name])
+
+    def until(k):
+      if failing == 'until' and name == victim and k == failing_at:
+        raise Boom(name)
+      return k >= last
+
+    rng_of_worker = random.Random(salt)
+    return Worker(name, fire, 0, reads[name], writes[name], firings[name], until)
+
+  workers = []
+  for name in names:
+    early = ends and rng.random() < 0.4
+    closes = ends and rng.random() < 0.15 and (reads[name] or writes[name])
+    last = rng.randint(1, 6) if early else firings[name]
+    closes_at = rng.randint(0, 5) if closes else None
+    workers.append(worker(name, rng.randrange(PRIME), rng.random() < 0.3, last, closes_at))
+  rng.shuffle(workers)
+  return Graph(workers, handoffs, made, bool(failing))
+
+
+def outcome(runner, graph: Graph) -> tuple[str, dict[str, list[int]]]:
+  """Returns how a run has ended, and the numbers that its workers have made."""
+  try:
+    states = ended(lambda: runner(graph.workers), WITHIN_S)
+    made = {name: len(numbers) for name, numbers in graph.made.items() if numbers}
+    # A worker that a failure or an end interrupts in a firing has the state before it.
+    assert all(made[name] - k in (0, 1) for name, k in states.items())
+    how = 'ended'
+  except Boom as error:
+    assert graph.fails
+    how = f'raised: {error}'
+  except RuntimeError as error:
+    assert str(error).startswith(NO_WORKER), error
+    how = str(error)
+  return how, {name: [int(x) for x in numbers] for name, numbers in graph.made.items()}
+
+
+def is_prefix(some: Sequence[Any], whole: Sequence[Any]) -> bool:
+  return list(whole[:len(some)]) == list(some)
+
+
+def check_hand_offs(graph: Graph, how: str) -> None:
+  """What was taken was put, in order and once; what was put is taken before an end is met.
+
+  A reader that waits until an item is computed does not wait for a producer that has ended.
+  """
+  failed = how != 'ended'
+  for handoff in graph.handoffs:
+    if how.startswith(NO_WORKER):
+      running = how.removeprefix(NO_WORKER).split(', ')
+      assert all(label.producer in running for label in handoff.unsettled), handoff.name
+    for producer in {label.producer for label in handoff.taken}:
+      taken = [label for label in handoff.taken if label.producer == producer]
+      accepted = handoff.accepted.get(producer, [])
+      if isinstance(handoff, Latest):  # some are overwritten, some given again
+        assert taken == sorted(taken, key=accepted.index), handoff.name
+      else:
+        assert is_prefix(taken, accepted), handoff.name
+    # The reader of an Inbox leaves at once, and that of a Latest leaves out what is overwritten.
+    keeps_all = isinstance(handoff, DoubleBuffer) or type(handoff) is RecordedArrival
+    if handoff.drained and keeps_all and not failed:
+      accepted = sum(map(len, handoff.accepted.values()))
+      assert len(handoff.taken) == min(accepted, handoff.most), handoff.name
+
+
+@pytest.mark.parametrize('seed', range(150))
+def test_graphs_in_lockstep_give_what_one_thread_gives(seed):
+  how, made = outcome(run_serial, draw(seed, ends=False, as_they_come=False))
+  graph = draw(seed, ends=False, as_they_come=False, naps=random.Random(seed))
+  how_on_threads, made_on_threads = outcome(run, graph)
+  check_hand_offs(graph, how_on_threads)
+  if how.startswith(NO_WORKER) and how_on_threads.startswith('raised'):
+    pass  # a thread begins a transfer, which then fails, before it waits until there is room
+  else:
+    assert how_on_threads == how
+  if how_on_threads.startswith('raised'):  # at what moment the others end depends on timing
+    assert all(is_prefix(*sorted([made[name], made_on_threads[name]], key=len)) for name in made)
+  else:
+    assert made_on_threads == made
+
+
+@pytest.mark.parametrize('seed', range(150))
+def test_graphs_with_early_ends_end_and_differ_only_in_how_far_they_come(seed):
+  """A put before the end is accepted and one after it is not, and that depends on timing."""
+  _, made = outcome(run_serial, draw(seed, ends=True, as_they_come=False))
+  graph = draw(seed, ends=True, as_they_come=False, naps=random.Random(seed))
+  how, made_on_threads = outcome(run, graph)
+  check_hand_offs(graph, how)
+  assert all(is_prefix(*sorted([made[name], made_on_threads[name]], key=len)) for name in made)
+
+
+@pytest.mark.parametrize('seed', range(150))
+def test_graphs_of_all_kinds_of_hand_offs_end_and_lose_nothing(seed):
+  for runner, naps in ((run_serial, None), (run, random.Random(seed))):
+    graph = draw(seed, ends=seed % 2 == 0, as_they_come=True, naps=naps)
+    how, _ = outcome(runner, graph)
+    check_hand_offs(graph, how)
+
+
+def test_the_graphs_are_not_all_alike():
+  """Most of them end by themselves, some fail and some cannot go on."""
+  for ends in (False, True):
+    hows = [outcome(run_serial, draw(seed, ends, as_they_come=False))[0] for seed in range(150)]
+    kinds = [how.split()[0].rstrip(':') for how in hows]
+    assert kinds.count('ended') >= 60
+    assert kinds.count('raised') >= 20 and kinds.count('no') >= 20
