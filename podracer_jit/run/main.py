@@ -55,6 +55,7 @@ def run() -> None:
   """Runs the installed command."""
   try:
     code = main(sys.argv)
+    stopping.ignore()
     sys.stdout.flush()
   except BrokenPipeError:  # as in `podracer_jit envs | head`
     code = 128 + signal.SIGPIPE

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -13,6 +15,9 @@ from podracer_jit.run import exit_codes
 from podracer_jit.run.output import complain
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Signals that come closer together are one: a terminal and a launcher may both send it, and the
+# kernel tells of a parent's end once for each thread that the parent had.
+ONE_S = 0.5
 
 
 def leave() -> None:
@@ -33,8 +38,11 @@ class Stopping:
   end comes when all is saved.
   """
 
-  def __init__(self, leave: Callable[[], None] = leave):
+  def __init__(self, leave: Callable[[], None] = leave,
+               clock: Callable[[], float] = time.monotonic):
     self._leave = leave
+    self._clock = clock
+    self._last_s = -math.inf  # when the last signal came
     self._asked = threading.Event()
     self._training = self._saving = False
 
@@ -61,24 +69,28 @@ class Stopping:
     Raises:
       KeyboardInterrupt: an end was asked for before, and nothing is being saved.
     """
+    is_new = self._clock() - self._last_s >= ONE_S
     asked_before = self._asked.is_set()
+    self._last_s = self._clock()
     self._asked.set()
     if not self._training:
       self._leave()
-    elif asked_before and not self._saving:
+    elif asked_before and is_new and not self._saving:
       raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def handled(leave: Callable[[], None] = leave) -> Iterator[Stopping]:
+def handled(leave: Callable[[], None] = leave, clock: Callable[[], float] = time.monotonic
+            ) -> Iterator[Stopping]:
   """Handles the signals for the time of the block; outside of the main thread it cannot.
 
   A SIGHUP that was ignored from the start, as nohup has it, stays ignored.
 
   Args:
     leave: called by a signal that comes before training.
+    clock: in seconds.
   """
-  stopping = Stopping(leave)
+  stopping = Stopping(leave, clock)
   before = {}
   if threading.current_thread() is threading.main_thread():
     for number in SIGNALS:
@@ -89,3 +101,9 @@ def handled(leave: Callable[[], None] = leave) -> Iterator[Stopping]:
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)
+
+
+def ignore() -> None:
+  """Ignores the signals from now on: the process is about to end, with its exit code."""
+  for number in SIGNALS:
+    signal.signal(number, signal.SIG_IGN)

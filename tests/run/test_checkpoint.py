@@ -200,7 +200,8 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
     saved.save(state._replace(update=jax.numpy.int32(1)), {})
     parameters = sum(x.nbytes for x in jax.tree.leaves(state.params))
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=parameters))
-    with pytest.raises(checkpoint.NotSaved, match=f'and {parameters:,} are free.; that of update 1 '):
+    said = f'and {parameters:,} are free.; that of update 1 is safe'
+    with pytest.raises(checkpoint.NotSaved, match=said):
       saved.save(state._replace(update=jax.numpy.int32(2)), {})
   assert checkpoint.updates_in(tmp_path) == [1]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from podracer_jit.run import checkpoint, exit_codes, journal
+from podracer_jit.run import checkpoint, exit_codes, journal, stopping
 from tests.runs import QUICK
 
 ENDLESS = ['--config=configs/impala_catch.py:smoke', '--config.total_steps=100000000',
@@ -116,7 +116,7 @@ def test_signals_while_it_saves_harm_nothing(tmp_path):
   wait_for(process, lambda: any('tmp' in path.name for path in folder.glob('*')))
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
     process.send_signal(number)
-    time.sleep(0.001)
+    time.sleep(stopping.ONE_S)
   _, errors = process.communicate(timeout=120)
   assert process.returncode == exit_codes.STOPPED, errors
   assert 'Traceback' not in errors

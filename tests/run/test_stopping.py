@@ -18,23 +18,31 @@ def test_before_training_a_signal_ends_the_process(number):
 
 @pytest.mark.parametrize('number', stopping.SIGNALS)
 def test_in_training_the_first_asks_and_the_second_interrupts(number):
-  with stopping.handled() as stop:
+  now = 0.0
+  with stopping.handled(clock=lambda: now) as stop:
     stop.begin_training()
     assert not stop.asked()
     signal.raise_signal(number)
     assert stop.asked()
+    now = 0.4
+    signal.raise_signal(number)  # the same, from another sender
+    now = 1.0
     with pytest.raises(KeyboardInterrupt):
       signal.raise_signal(number)
 
 
 def test_nothing_interrupts_while_something_is_saved():
-  with stopping.handled() as stop:
+  now = 0.0
+  with stopping.handled(clock=lambda: now) as stop:
     stop.begin_training()
     signal.raise_signal(signal.SIGINT)
     with stop.saving():
-      signal.raise_signal(signal.SIGINT)
+      now = 1.0
+      signal.raise_signal(signal.SIGTERM)
+      now = 2.0
       signal.raise_signal(signal.SIGTERM)
     assert stop.asked()
+    now = 3.0
     with pytest.raises(KeyboardInterrupt):
       signal.raise_signal(signal.SIGTERM)
 

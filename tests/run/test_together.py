@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from podracer_jit.run import workdirs
+from podracer_jit.run import checkpoint, workdirs
 from podracer_jit.run.commands import compare, launch, rerun
 from podracer_jit.run.resolve import resolve
 from tests.runs import QUICK, small
@@ -152,8 +152,45 @@ def test_an_exception_in_one_process_ends_the_others(tmp_path):
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
                           check=False)
   assert result.returncode == 1
-  assert '[0] podracer_jit: OSError: [Errno 27] File too large' in result.stdout
+  assert '[0] podracer_jit: [Errno 27] File too large: ' in result.stdout
   assert '[0] ended with exit code 1; the others cannot go on' in result.stdout
+
+
+def _wait_for_the_end(pids):
+  while any(Path(f'/proc/{pid}').exists() for pid in pids):
+    time.sleep(0.05)
+
+
+def test_a_killed_launcher_stops_its_processes_and_one_process_goes_on(tmp_path):
+  process = start(tmp_path, *LONG)
+  wait_for_updates(process, tmp_path, 6)
+  workers = workers_of(process)
+  process.kill()
+  process.communicate(timeout=60)
+  _wait_for_the_end(workers.values())
+  saved = checkpoint.newest_whole(tmp_path)
+  assert saved == len(lines(tmp_path / 'metrics.jsonl')) >= 6  # stopped as by SIGTERM
+  result = train(tmp_path, *LONG, '--config.total_steps=1')
+  assert result.returncode == 2 and 'total_steps' in result.stderr  # another experiment
+  done = start(tmp_path, *LONG, count=1)
+  wait_for_updates(done, tmp_path, saved + 1)
+  done.send_signal(signal.SIGINT)
+  out, _ = done.communicate(timeout=120)
+  assert done.returncode == 3 and f'going on from update {saved} ' in out, out
+
+
+@pytest.mark.same_bits('2 processes, one frozen, resumed by 1', 'IMPALA: MLP (`cleanba`)')
+def test_a_frozen_process_ends_the_run_and_one_process_goes_on(whole, tmp_path):
+  process = start(tmp_path)
+  wait_for_updates(process, tmp_path, 2)
+  workers = workers_of(process)
+  os.kill(workers[1], signal.SIGSTOP)
+  out, _ = process.communicate(timeout=120)
+  assert process.returncode not in (0, 3), out
+  _wait_for_the_end(workers.values())
+  result = train(tmp_path)
+  assert result.returncode == 0, result.stderr
+  assert verb('compare', whole, tmp_path).stdout.count('identical: 11 updates') == 1
 
 
 def test_without_a_surrounding_the_others_must_be_named(tmp_path):
