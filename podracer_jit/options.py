@@ -18,6 +18,11 @@ import numpy as np
 _KEY = 'podracer_jit.option'  # of a field's metadata
 _OF_FLAX = ('name', 'parent')  # fields that flax adds to every module
 _KINDS = (bool, int, float, str, tuple)
+_LONGEST_SHOWN = 60  # characters of a value in an error message
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
+
+# Counts that programs keep in 32 bits stay below 2^31.
+INT32_MAX = 2**31 - 1
 
 
 class Meaning(NamedTuple):
@@ -30,7 +35,20 @@ class Meaning(NamedTuple):
   below: float | None = None  # compared as a 32-bit float
   choices: tuple[str, ...] = ()
   not_empty: bool = False  # an empty tuple is refused
+  max_length: int = 1024  # of a tuple
   words: str = ''  # in place of the message that is made from the limits
+
+
+def shown(value: Any) -> str:
+  """Returns a value as Python writes it; the middle of a long text is left out."""
+  try:
+    text = repr(value)
+  except ValueError:  # Python writes no integer of more than 4,300 digits
+    text = f'a whole number of {value.bit_length():,} bits'
+  if len(text) <= _LONGEST_SHOWN:
+    return text
+  half = _LONGEST_SHOWN // 2 - 3
+  return f'{text[:half]} ... {text[-half:]}'
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
@@ -112,7 +130,7 @@ def check_values(prefix: str, given: Mapping[str, Any], part: type) -> Iterator[
     if given[name] is None:
       yield f'{prefix}{name}: has no value yet; set it, for example by --config.{prefix}{name}='
     elif problem:
-      yield f'{prefix}{name}: {meaning.words or problem}, got {given[name]!r}'
+      yield f'{prefix}{name}: {meaning.words or problem}, got {shown(given[name])}'
 
 
 def make(part: type, given: Mapping[str, Any]) -> Any:
@@ -156,12 +174,19 @@ def _problem_of_tuple(value: Any, default: tuple, meaning: Meaning) -> str:
   if default and not isinstance(default[0], int):  # elements are like those of the default
     if not isinstance(value, tuple | list):
       return 'must be a tuple'
+    if len(value) > meaning.max_length:
+      return f'must have at most {meaning.max_length} elements'
     problems = (_problem(x, default[0], meaning) for x in value)
     return next((f'its elements {problem}' for problem in problems if problem), '')
   numbers = value if isinstance(value, tuple | list) else (None,)
-  if not all(isinstance(x, int) and not isinstance(x, bool) for x in numbers) or any(
-      _problem_of_int(x, meaning) for x in numbers):
+  if len(numbers) > meaning.max_length:
+    return f'must have at most {meaning.max_length} numbers'
+  whole = all(isinstance(x, int) and not isinstance(x, bool) for x in numbers)
+  if not whole or any(_problem_of_int(x, meaning._replace(at_most=None)) for x in numbers):
     return 'must be positive whole numbers' if meaning.at_least == 1 else 'must be whole numbers'
+  too_large = next(filter(None, (_problem_of_int(x, meaning) for x in numbers)), '')
+  if too_large:
+    return f'each number {too_large}'
   return 'must not be empty' if meaning.not_empty and not len(numbers) else ''
 
 
@@ -170,11 +195,16 @@ def _problem_of_int(value: int, meaning: Meaning) -> str:
   if low is not None and value < low:
     return f'must be at least {low}' if low else 'must not be negative'
   if high is not None and value > high:
-    return 'must be below 2^31' if high == 2**31 - 1 else f'must be at most {high}'
-  return ''
+    return 'must be below 2^31' if high == INT32_MAX else f'must be at most {high:,}'
+  # Of a user's own part that states no limit: nothing that a 64-bit number cannot hold.
+  return '' if -2**63 <= value < 2**63 else 'must be from -2^63 to 2^63 - 1'
 
 
 def _problem_of_float(value: float, meaning: Meaning) -> str:
+  try:
+    value = float(value)
+  except OverflowError:  # a whole number of more than 1,024 bits
+    value = math.copysign(math.inf, value)
   low = -math.inf if meaning.at_least is None else meaning.at_least
   high = math.inf if meaning.at_most is None else meaning.at_most
   if meaning.at_least is None and meaning.above is not None:
@@ -183,7 +213,9 @@ def _problem_of_float(value: float, meaning: Meaning) -> str:
       return f'must be above {low}'
   if not (math.isfinite(value) and low <= value <= high):
     return f'must be between {low} and {high}'
-  # Arithmetic is done in 32 bits, in which 0.99999999 is 1.
+  # Arithmetic is done in 32 bits, in which 1e39 is infinite and 0.99999999 is 1.
+  if abs(value) > _LARGEST_FLOAT:
+    return f'must be between -{_LARGEST_FLOAT:.1e} and {_LARGEST_FLOAT:.1e}'
   if meaning.above is not None and not np.float32(value) > meaning.above:
     return f'must be above {meaning.above}'
   if meaning.below is not None and not np.float32(value) < meaning.below:

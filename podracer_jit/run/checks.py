@@ -7,13 +7,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
+from podracer_jit import options as options_lib
 from podracer_jit.agents import kinds
+from podracer_jit.options import INT32_MAX
 from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.settings import EnvOptions
+
+MAX_ACTORS = 4096  # of a process, each with a thread
+
+
+class Count(NamedTuple):
+  """A field that says how many there are of something."""
+
+  field: str
+  number: int
+  is_set: bool  # it has another value than by default
+  unit: str  # of one
+
+  def __str__(self) -> str:
+    return f'{self.number} {self.unit}{"" if self.number == 1 else "s"}'
+
+
+def uneven(whole: Count, divisor: Count) -> str:
+  """Returns the line that says that `whole` cannot be split evenly, and what would be right.
+
+  It names the field that somebody has set: the divisor's, if only that one is not the default.
+  """
+  if divisor.is_set and not whole.is_set:
+    return (f'{divisor.field}: {divisor} cannot share {whole.field} = {whole.number} evenly; take '
+            f'a number that divides {whole.number}, or a {whole.field} that is a multiple of '
+            f'{divisor.number}')
+  return (f'{whole.field}: {whole} cannot be split evenly by {divisor.field} = {divisor.number}; '
+          f'take a multiple of {divisor.number}, or a number for {divisor.field} that divides '
+          f'{whole.number}')
 
 
 def problems(experiment: Experiment) -> Iterator[str]:
   """Yields what is wrong with an experiment, in a line each, that names the field."""
+  yield from _too_large(experiment)
   yield from _network(experiment)
   yield from _algorithm(experiment)
   yield from _placement(experiment)
@@ -25,6 +58,40 @@ def problems(experiment: Experiment) -> Iterator[str]:
              f'replay, loss.name is {experiment.loss_name}')
   if experiment.algorithm.learns_from_replay:
     yield from _replay(experiment)
+
+
+def _too_large(experiment: Experiment) -> Iterator[str]:
+  """Products that programs count in 32 bits, and threads."""
+  num_envs, steps = experiment.env.num_envs, experiment.unroll_length
+  rows = num_envs * (steps + 1)
+  if rows > INT32_MAX:
+    yield (f'unroll_length: the {steps} rows of env.num_envs = {num_envs} environments, and the '
+           f'observations after them, are {rows:,} in all; must be below 2^31')
+  if experiment.total_steps + rows > INT32_MAX:
+    yield (f'total_steps: with the {experiment.batch_rows} rows of the last update it must be '
+           f'below 2^31, got {experiment.total_steps}')
+  place = experiment.placement
+  if place.num_actors > MAX_ACTORS:
+    yield (f'placement.actors_per_device: {place.actors_per_device} actors on each of '
+           f'{len(place.actor_devices)} devices are {place.num_actors}; must be at most '
+           f'{MAX_ACTORS} in a process')
+  if not experiment.algorithm.learns_from_replay:
+    gradients = experiment.num_epochs * experiment.num_minibatches
+    if gradients > INT32_MAX:
+      yield (f'num_minibatches: {experiment.num_minibatches} in each of num_epochs = '
+             f'{experiment.num_epochs} are {gradients:,}; must be below 2^31')
+    return
+  replay = experiment.replay
+  drawn = replay.gradient_steps * replay.batch_size
+  if drawn > INT32_MAX:
+    yield (f'replay.gradient_steps: {replay.gradient_steps} with replay.batch_size = '
+           f'{replay.batch_size} draw {drawn:,} transitions; must be below 2^31')
+  # Beyond its capacity a replay has rows whose end, or whose frames, are not there.
+  margin = steps + experiment.algorithm.n_step + experiment.spec.stack + 1
+  places = replay.capacity + num_envs * margin
+  if places > INT32_MAX:
+    yield (f'replay.capacity: {replay.capacity} transitions, and {margin} rows of env.num_envs = '
+           f'{num_envs} that cannot be drawn, are {places:,}; must be below 2^31')
 
 
 def _network(experiment: Experiment) -> Iterator[str]:
@@ -83,12 +150,16 @@ def _indivisible(experiment: Experiment) -> Iterator[str]:
   """What must be shared out evenly."""
   num_envs, groups = experiment.env.num_envs, experiment.num_grad_shards
   learners = len(experiment.placement.learner_devices)
-  for field, whole, name, divisor, unit in (
-      ('env.num_envs', num_envs, 'num_shards', experiment.num_shards, 'environments'),
-      ('env.num_envs', num_envs, 'num_grad_shards', groups, 'environments'),
-      ('num_grad_shards', groups, 'placement.learner_devices', learners, 'groups')):
-    if whole % divisor:
-      yield f'{field}: {whole} {unit} cannot be split evenly by {name} = {divisor}'
+  envs_set = num_envs != options_lib.defaults(EnvOptions)['num_envs']
+  envs = Count('env.num_envs', num_envs, envs_set, 'environment')
+  shards = Count('num_shards', experiment.num_shards, experiment.differs('num_shards'), 'shard')
+  gradient_groups = Count('num_grad_shards', groups, experiment.differs('num_grad_shards'),
+                          'group')
+  devices = Count('placement.learner_devices', learners,
+                  experiment.placement.differs('learner_devices'), 'learner device')
+  for whole, divisor in ((envs, shards), (envs, gradient_groups), (gradient_groups, devices)):
+    if whole.number % divisor.number:
+      yield uneven(whole, divisor)
   if experiment.algorithm.learns_from_replay:
     return
   unit = experiment.algorithm.minibatch_unit(experiment.torso_options.recurrent)

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from podracer_jit.options import option
+from podracer_jit.options import defaults, option, shown
 
-_DEVICES = 'must be a tuple of device indices, such as (0, 1)'
+MAX_DEVICES = 1024  # of a process
+_DEVICES = f'must be a tuple of device indices below {MAX_DEVICES}, such as (0, 1)'
 
 
 class Placement(NamedTuple):
@@ -45,20 +46,26 @@ class PlacementOptions:
   """Where things run. Of deterministic schemes only xla_threads and actor_platform change bits."""
 
   actor_devices: tuple = option((0,), 'indices of the devices that act', at_least=0,
-                                not_empty=True, words=_DEVICES)
+                                at_most=MAX_DEVICES - 1, not_empty=True, words=_DEVICES)
   learner_devices: tuple = option((0,), 'indices of the devices that learn', at_least=0,
-                                  not_empty=True, words=_DEVICES)
-  actors_per_device: int = option(1, 'actors, each a thread, on each actor device', at_least=1)
+                                  at_most=MAX_DEVICES - 1, not_empty=True, words=_DEVICES)
+  actors_per_device: int = option(1, 'actors, each a thread, on each actor device', at_least=1,
+                                 at_most=1024)
   env_threads: int = option(
-      0, "threads of an environment pool; 0: the visible cores, shared by the pools", at_least=0)
+      0, "threads of an environment pool; 0: the visible cores, shared by the pools", at_least=0,
+      at_most=1024)
   actor_platform: str = option('auto', 'kind of the actor devices',
                                choices=('auto', 'gpu', 'cpu'))
   updates_per_call: int = option(
       16, 'of a scheme that is one program: updates of a call, between two checks for a stop',
-      at_least=1)
+      at_least=1, at_most=1_000_000)
   xla_threads: int = option(
       16, "threads of XLA's CPU pool; they change bits, so they are part of the experiment",
-      at_least=1)
+      at_least=1, at_most=4096)
+
+  def differs(self, name: str) -> bool:
+    """Whether a field has another value than by default, so that somebody has set it."""
+    return getattr(self, name) != defaults(type(self))[name]
 
   @property
   def num_actors(self) -> int:
@@ -106,13 +113,27 @@ def resolve(options: PlacementOptions, num_shards: int) -> Placement:
       'learner_devices', options.learner_devices,
       [d for d in jax.devices() if d.process_index == p])]
   if num_shards % (len(actors) * processes):
-    raise ValueError(f'num_shards: {num_shards} shards cannot be shared by '
-                     f'{len(actors) * processes} actors '
-                     '(actor_devices x actors_per_device, in each process)')
+    raise ValueError(_not_shared(options, num_shards, processes))
   here = num_shards // processes
   threads = options.env_threads or max(1, len(os.sched_getaffinity(0)) // here)
   return Placement(tuple(actors), mesh_of(list(dict.fromkeys(learners))), tuple(learners), threads,
                    jax.process_index(), processes)
+
+
+def _not_shared(options: PlacementOptions, num_shards: int, processes: int) -> str:
+  """Returns the line that names the field which somebody has set, then the others."""
+  actors = options.num_actors * processes
+  several = f', in each of {processes} processes' if processes > 1 else ''
+  counts = (f'{actors} {"actor" if actors == 1 else "actors"} '
+            f'(actor_devices = {shown(options.actor_devices)}, actors_per_device = '
+            f'{options.actors_per_device}{several})')
+  for name in ('actors_per_device', 'actor_devices'):
+    if options.differs(name):
+      return (f'placement.{name}: {counts} cannot share num_shards = {num_shards} evenly; take '
+              f'actors whose number divides {num_shards}, or a num_shards that is a multiple of '
+              f'{actors}')
+  return (f'num_shards: {num_shards} {"shard" if num_shards == 1 else "shards"} cannot be shared '
+          f'evenly by {counts}; take a multiple of {actors}')
 
 
 def mesh_of(devices: Sequence[jax.Device]) -> Mesh:

@@ -137,7 +137,7 @@ def prepare(experiment: Experiment, asked: Sequence[str] | None
     raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(timed_parts.ALL)}')
   host.prepare_host(experiment.placement)
   # Whatever the config says, training must not end while it is measured.
-  experiment = changed(experiment, scheme='sync', total_steps=2**31 - 1,
+  experiment = changed(experiment, scheme='sync', total_steps=2**30,
                        **small_replay(experiment))
   run = build.make_run(experiment)
   wanted = timed_parts.NAMES if asked is None else asked

@@ -114,7 +114,7 @@ def prepare(config: Mapping[str, Any]) -> tuple[Experiment, Candidate]:
   if experiment.scheme.graph.free_rates:
     raise ValueError(f'scheme: {experiment.scheme_name} acts and learns at rates of their own, so '
                      'no one figure says which placement is better; apex_lockstep has one')
-  experiment = changed(experiment, total_steps=2**31 - 1, **small_replay(experiment))
+  experiment = changed(experiment, total_steps=2**30, **small_replay(experiment))
   return experiment, own_of(experiment, asked)
 
 
