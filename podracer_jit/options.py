@@ -19,10 +19,10 @@ _KEY = 'podracer_jit.option'  # of a field's metadata
 _OF_FLAX = ('name', 'parent')  # fields that flax adds to every module
 _KINDS = (bool, int, float, str, tuple)
 _LONGEST_SHOWN = 60  # characters of a value in an error message
-_LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
-# Counts that programs keep in 32 bits stay below 2^31.
+# What programs count stays below 2^31, as they compute in 32 bits.
 INT32_MAX = 2**31 - 1
+LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
 class Meaning(NamedTuple):
@@ -44,11 +44,48 @@ def shown(value: Any) -> str:
   try:
     text = repr(value)
   except ValueError:  # Python writes no integer of more than 4,300 digits
-    text = f'a whole number of {value.bit_length():,} bits'
-  if len(text) <= _LONGEST_SHOWN:
-    return text
-  half = _LONGEST_SHOWN // 2 - 3
-  return f'{text[:half]} ... {text[-half:]}'
+    text = 'a number of more digits than Python writes'
+  return shorten(text, _LONGEST_SHOWN)
+
+
+def shorten(text: str, longest: int = 200) -> str:
+  """Returns a text on one line, without its middle if it is longer than so many characters."""
+  text = ' '.join(text.split())
+  half = longest // 2 - 3
+  return text if len(text) <= longest else f'{text[:half]} ... {text[-half:]}'
+
+
+class Count(NamedTuple):
+  """A number of things that a field gives."""
+
+  field: str
+  number: int
+  is_set: bool  # the field has another value than by default
+  unit: str  # of one
+  where: str = ''  # the fields that make the number, if it is not the field's own value
+
+  def __str__(self) -> str:
+    name, _, rest = self.unit.partition(' with ')
+    plural = '' if self.number == 1 else 's'
+    return f'{self.number} {name}{plural}{" with " if rest else ""}{rest}'
+
+
+def uneven(whole: Count, divisor: Count) -> str:
+  """Returns the line that says that `whole` cannot be split evenly, and what would be right.
+
+  It begins with the field that somebody has set: the divisor's, if only that one is not the
+  default.
+  """
+  def described(count: Count) -> str:
+    return f'{count} ({count.where})' if count.where else f'{count.field} = {count.number}'
+
+  fitting = f'a divisor of {whole.number}' if whole.number > 1 else '1'
+  if divisor.is_set and not whole.is_set:
+    where = f' ({divisor.where})' if divisor.where else ''
+    return (f'{divisor.field}: {divisor}{where} cannot share {described(whole)} evenly; take '
+            f'{fitting}, or a {whole.field} that is a multiple of {divisor.number}')
+  return (f'{whole.field}: {whole} cannot be split evenly by {described(divisor)}; take a multiple '
+          f'of {divisor.number}, or {fitting} for the {divisor.unit}s')
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
@@ -214,8 +251,9 @@ def _problem_of_float(value: float, meaning: Meaning) -> str:
   if not (math.isfinite(value) and low <= value <= high):
     return f'must be between {low} and {high}'
   # Arithmetic is done in 32 bits, in which 1e39 is infinite and 0.99999999 is 1.
-  if abs(value) > _LARGEST_FLOAT:
-    return f'must be between -{_LARGEST_FLOAT:.1e} and {_LARGEST_FLOAT:.1e}'
+  if abs(value) > LARGEST_FLOAT:
+    side = 'most' if value > 0 else 'least'
+    return f'must be at {side} {math.copysign(LARGEST_FLOAT, value):.1e}'
   if meaning.above is not None and not np.float32(value) > meaning.above:
     return f'must be above {meaning.above}'
   if meaning.below is not None and not np.float32(value) < meaning.below:

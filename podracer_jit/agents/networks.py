@@ -22,7 +22,7 @@ from jax import lax
 from podracer_jit.agents import running_moments
 from podracer_jit.agents.policies import Policy
 from podracer_jit.numerics import convolution
-from podracer_jit.options import internal, option
+from podracer_jit.options import internal, option, shown
 from podracer_jit.types import Params
 
 # Of one layer: more would be terabytes of weights between two such layers. And of layers: each is
@@ -154,7 +154,8 @@ class NatureCNN(ConvTorso):
     """Yields what is wrong with the options together, in a line each."""
     if not len(self.channels) == len(self.kernels) == len(self.strides):
       yield ('channels: channels, kernels and strides must be of equal length, got '
-             f'{tuple(self.channels)}, {tuple(self.kernels)}, {tuple(self.strides)}')
+             f'{shown(tuple(self.channels))}, {shown(tuple(self.kernels))}, '
+             f'{shown(tuple(self.strides))}')
 
   def convolve(self, x: jax.Array) -> jax.Array:
     """Of observations."""

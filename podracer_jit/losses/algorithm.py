@@ -27,7 +27,7 @@ from podracer_jit.losses.minibatches import ENVIRONMENTS, Unit
 from podracer_jit.options import INT32_MAX, option
 from podracer_jit.types import Metrics, Params, Rollout, Transition
 
-MAX_N_STEP = 1000  # programs have an operation for each step
+MAX_N_STEP = 256  # programs have an operation for each step
 
 
 @dataclasses.dataclass(frozen=True)

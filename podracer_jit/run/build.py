@@ -25,7 +25,6 @@ from podracer_jit.learner.rollout_learner import RolloutLearner
 from podracer_jit.loops import Worker
 from podracer_jit.losses.objective import Objective
 from podracer_jit.replay import buffer
-from podracer_jit.run import checks
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.runtime import placement
 from podracer_jit.runtime.channels import Arrival, Stamped
@@ -34,7 +33,7 @@ from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.types import TrainState
 
-MAX_THREADS = 32_768  # of environments; what Linux lets all processes have by default
+MAX_THREADS = 16_384  # of environments; Linux lets all processes have 32,768 by default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +85,10 @@ def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> 
   scheme, name = experiment.scheme, experiment.scheme_name
   groups, mesh_size = experiment.num_grad_shards, place.mesh.size
   if groups % mesh_size:
-    yield checks.uneven(
-        checks.Count('num_grad_shards', groups, experiment.differs('num_grad_shards'), 'group'),
-        checks.Count('placement.learner_devices', mesh_size,
-                     experiment.placement.differs('learner_devices'), 'learner device'))
+    yield options.uneven(
+        options.Count('num_grad_shards', groups, experiment.differs('num_grad_shards'),
+                      'gradient group'),
+        experiment.placement.learner_count(mesh_size, place.processes))
   actors = len(place.actors) * place.processes
   if experiment.env_batch and experiment.num_shards != actors:
     yield ('num_shards: must be the number of actors where they are asynchronous '
@@ -129,8 +128,8 @@ def make_network(experiment: Experiment) -> nn.Module:
     return network.init_with_output(jax.random.key(0), obs, network.initial_core(1),
                                     jnp.ones((1, 1), bool))
 
-  sizes = {option: getattr(experiment.network, option)
-           for option in options.meanings(type(experiment.network))}
+  sizes = ', '.join(f'{option} = {options.shown(getattr(experiment.network, option))}'
+                    for option in options.meanings(type(experiment.network)))
   nothing_left = (f'network.name: of {name} with {sizes} nothing is left of observations of '
                   f'{spec.obs_shape}; take smaller layers or larger frames')
   try:

@@ -7,41 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from podracer_jit import options as options_lib
 from podracer_jit.agents import kinds
-from podracer_jit.options import INT32_MAX
+from podracer_jit.options import INT32_MAX, Count, defaults, shown, uneven
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.settings import EnvOptions
 
 MAX_ACTORS = 4096  # of a process, each with a thread
-
-
-class Count(NamedTuple):
-  """A field that says how many there are of something."""
-
-  field: str
-  number: int
-  is_set: bool  # it has another value than by default
-  unit: str  # of one
-
-  def __str__(self) -> str:
-    return f'{self.number} {self.unit}{"" if self.number == 1 else "s"}'
-
-
-def uneven(whole: Count, divisor: Count) -> str:
-  """Returns the line that says that `whole` cannot be split evenly, and what would be right.
-
-  It names the field that somebody has set: the divisor's, if only that one is not the default.
-  """
-  if divisor.is_set and not whole.is_set:
-    return (f'{divisor.field}: {divisor} cannot share {whole.field} = {whole.number} evenly; take '
-            f'a number that divides {whole.number}, or a {whole.field} that is a multiple of '
-            f'{divisor.number}')
-  return (f'{whole.field}: {whole} cannot be split evenly by {divisor.field} = {divisor.number}; '
-          f'take a multiple of {divisor.number}, or a number for {divisor.field} that divides '
-          f'{whole.number}')
 
 
 def problems(experiment: Experiment) -> Iterator[str]:
@@ -130,34 +102,39 @@ def _placement(experiment: Experiment) -> Iterator[str]:
   place, scheme, name = experiment.placement, experiment.scheme, experiment.scheme_name
   learners = place.learner_devices
   if len(set(learners)) < len(learners) and not scheme.each:
-    yield f'placement.learner_devices: names a device twice, got {learners}'
-  where = ', '.join(f'{field} = {getattr(place, field)}'
-                    for field in ('actor_devices', 'learner_devices', 'actors_per_device'))
+    yield f'placement.learner_devices: names a device twice, got {shown(learners)}'
+  fields = ('actor_devices', 'learner_devices', 'actors_per_device')
+  where = ', '.join(f'{field} = {shown(getattr(place, field))}' for field in fields)
+  # The field that somebody has set, if only one of them is not the default.
+  changed = [f'placement.{field}: scheme = ' for field in fields if place.differs(field)]
+  start = changed[0] if len(changed) == 1 else 'scheme: '
   same = place.actor_devices == learners
   if scheme.alone and not (same and place.num_actors == 1):
-    yield f'scheme: {name} is on one device, with one actor; placement has {where}'
+    yield f'{start}{name} is on one device, with one actor; placement has {where}'
   if scheme.colocated and not (same and place.actors_per_device == 1):
-    yield (f'scheme: the workers of {name} make rollouts and gradients, so the actor devices are '
-           f'the learner devices, with an actor each; placement has {where}')
+    yield (f'{start}{name} makes rollouts where it makes gradients, so the actor devices are the '
+           f'learner devices, with an actor each; placement has {where}')
   if scheme.each and place.num_actors % len(learners):
-    yield (f'placement.learner_devices: {place.num_actors} actors cannot be shared evenly by '
-           f'{len(learners)} workers')
+    yield uneven(place.actor_count(), place.learner_count(len(learners))._replace(unit='worker'))
   if scheme.graph.separate_updates and not experiment.exact_reduce:
     yield f'exact_reduce: {name} always adds in a fixed order; must be True'
+
+
+def _gradient_groups(experiment: Experiment) -> Count:
+  return Count('num_grad_shards', experiment.num_grad_shards,
+               experiment.differs('num_grad_shards'), 'gradient group')
 
 
 def _indivisible(experiment: Experiment) -> Iterator[str]:
   """What must be shared out evenly."""
   num_envs, groups = experiment.env.num_envs, experiment.num_grad_shards
   learners = len(experiment.placement.learner_devices)
-  envs_set = num_envs != options_lib.defaults(EnvOptions)['num_envs']
+  envs_set = num_envs != defaults(EnvOptions)['num_envs']
   envs = Count('env.num_envs', num_envs, envs_set, 'environment')
   shards = Count('num_shards', experiment.num_shards, experiment.differs('num_shards'), 'shard')
-  gradient_groups = Count('num_grad_shards', groups, experiment.differs('num_grad_shards'),
-                          'group')
-  devices = Count('placement.learner_devices', learners,
-                  experiment.placement.differs('learner_devices'), 'learner device')
-  for whole, divisor in ((envs, shards), (envs, gradient_groups), (gradient_groups, devices)):
+  gradient_groups = _gradient_groups(experiment)
+  for whole, divisor in ((envs, shards), (envs, gradient_groups),
+                         (gradient_groups, experiment.placement.learner_count(learners))):
     if whole.number % divisor.number:
       yield uneven(whole, divisor)
   if experiment.algorithm.learns_from_replay:
@@ -208,10 +185,12 @@ def _replay(experiment: Experiment) -> Iterator[str]:
     yield (f'replay.capacity: must be at least env.num_envs * unroll_length = '
            f'{experiment.batch_rows}, got {options.capacity}')
   groups, actors = experiment.num_grad_shards, experiment.placement.num_actors
+  gradient_groups = _gradient_groups(experiment)
   for field in ('batch_size', 'capacity'):
-    if getattr(options, field) % groups:
-      yield (f'replay.{field}: {getattr(options, field)} cannot be split evenly by '
-             f'num_grad_shards = {groups}')
+    number = getattr(options, field)
+    if number % groups:
+      is_set = number != defaults(type(options))[field]
+      yield uneven(Count(f'replay.{field}', number, is_set, 'transition'), gradient_groups)
   if not scheme.graph.free_rates:
     for field, only in (('params_every', 1), ('samples_per_insert', 0)):
       if getattr(options, field) != only:
@@ -225,5 +204,5 @@ def _replay(experiment: Experiment) -> Iterator[str]:
            f'what a call draws ({drawn}) and a rollout allows ({ratio:g} x {added}), got '
            f'{options.tolerance}')
   if groups % actors:
-    yield (f'num_grad_shards: {groups} groups, each with a replay, cannot be shared evenly by '
-           f'{actors} actors')
+    yield uneven(gradient_groups._replace(unit='group with a replay of its own'),
+                 experiment.placement.actor_count())

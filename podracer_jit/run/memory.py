@@ -8,23 +8,24 @@ Python and the libraries. So a run that is refused would not fit; one that is no
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from podracer_jit import options
-from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.envs.protocol import EnvSpec, TimeStep
 from podracer_jit.replay import buffer
 from podracer_jit.run import build
 from podracer_jit.run.settings import EnvOptions, TrainingOptions
-from podracer_jit.types import TrainState
 
 HOST = 'this machine'
+_USUAL_OBS = 4 * 84 * 84  # bytes of an observation of Atari
 NEAR = 0.8  # of the memory that there is; above it a run is warned of
 
 _Place = jax.Device | str  # a device with memory of its own, or HOST
@@ -126,11 +127,12 @@ def _lines(path: Path) -> list[str]:
 
 def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
   """Returns the parts that are there while actors act, and while a gradient is taken."""
-  always = _learner_parts(run)
-  state, experience, rows = _actor_shapes(run)
-  params = run.learner.state_shapes().params
+  train_state = run.learner.state_shapes()
+  params = train_state.params
+  always = _learner_parts(run, nbytes(train_state))
+  state, experience, episodes = _actor_bytes(run)
   experiment, place = run.experiment, run.place
-  rollout_fields = ('env.num_envs', 'unroll_length')
+  rollout_fields = ('env.num_envs', 'unroll_length', 'env.task')
   acting, learning = [], []
 
   for device in _actor_devices(run):
@@ -144,7 +146,7 @@ def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
 
   if experiment.scheme.graph.one_program:
     calls = min(experiment.placement.updates_per_call, experiment.checkpoint.every_updates)
-    always.append(Part('reports', calls * rows, _place(place.learners[0]),
+    always.append(Part('reports', calls * episodes, _place(place.learners[0]),
                        ('placement.updates_per_call', *rollout_fields)))
 
   gradient = nbytes(params['params'])
@@ -163,10 +165,10 @@ def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
   return always + acting, always + learning
 
 
-def _learner_parts(run: build.Run) -> list[Part]:
+def _learner_parts(run: build.Run, state_bytes: int) -> list[Part]:
   """Returns the parts of the train state: each device has one, and its groups of the replay."""
-  state, replay = run.learner.state_shapes(), run.learner.replay_shapes()
-  parts = [Part('parameters and optimizer state', nbytes(state), _place(device),
+  replay = run.learner.replay_shapes()
+  parts = [Part('parameters and optimizer state', state_bytes, _place(device),
                 _network_fields(run)) for device in _optimizer_devices(run)]
   parts += [Part('replay', nbytes(replay) // run.place.mesh.size, _place(device),
                  ('replay.capacity',)) for device in run.place.learners]
@@ -192,16 +194,17 @@ def _rollouts_at_once(run: build.Run) -> int:
   return 2 if run.experiment.scheme.lag and run.experiment.checkpoint.every_updates > 1 else 1
 
 
-def _actor_shapes(run: build.Run) -> tuple[int, int, int]:
+def _actor_bytes(run: build.Run) -> tuple[int, int, int]:
   """Returns the bytes of an actor's state, of its rollout, and of a rollout's episodes."""
   experiment = run.experiment
   # All pools of an actor are alike: one is enough.
   shard = _ShardOfShapes(experiment.spec, experiment.env.num_envs // experiment.num_shards,
                          experiment.env_batch)
-  params = run.learner.state_shapes().params
-  state = jax.eval_shape(lambda key: run.acting.initial_state([shard], [key], 0),
+  # To trace the network itself would take seconds of every start.
+  acting = run.acting._replace(network=_NetworkOfShapes(run.network))
+  state = jax.eval_shape(lambda key: acting.initial_state([shard], [key], 0),
                          jax.eval_shape(jax.random.key, 0))
-  _, experience = jax.eval_shape(run.acting.rollout([shard]), params, state)
+  _, experience = jax.eval_shape(acting.rollout([shard]), (), state)
   actors = len(_actor_devices(run)) * run.place.processes
   pools = experiment.num_shards // actors
   return (nbytes(state.envs) * pools, nbytes(experience) * pools,
@@ -223,7 +226,8 @@ def _drawn_bytes(run: build.Run) -> int:
   """Returns the bytes of the transitions that a gradient step draws, on one device."""
   if not run.experiment.algorithm.learns_from_replay:
     return 0
-  memory, sizes = run.learner.memory, run.learner.sizes
+  # The shapes do not depend on n_step, but the time to trace does.
+  memory, sizes = run.learner.memory._replace(n_step=1), run.learner.sizes
   replay: buffer.State = run.learner.replay_shapes()
   share = sizes.batch_size // sizes.num_grad_shards
 
@@ -242,7 +246,7 @@ def _network_fields(run: build.Run) -> tuple[str, ...]:
       type(experiment.network)).items() if isinstance(default, tuple | int)
       and not isinstance(default, bool)]
   return (*names, *(['network.core_size'] if experiment.torso_options.recurrent else []),
-          'network.name')
+          'env.task')
 
 
 def _describe(run: build.Run, parts: Sequence[Part], limit: int) -> str:
@@ -256,7 +260,10 @@ def _describe(run: build.Run, parts: Sequence[Part], limit: int) -> str:
   largest = by_name.most_common(1)[0][0]
   fields = next(part.fields for part in parts if part.name == largest)
   place = parts[0].place
-  return (f'{_largest_field(run, fields)}: the run needs at least {_gigabytes(needed)} of memory: '
+  field = _largest_field(run, fields)
+  if field == 'env.task':
+    shown += f' (observations are {run.experiment.spec.obs_shape})'
+  return (f'{field}: the run needs at least {_gigabytes(needed)} of memory: '
           f'{shown}; {place} has {_gigabytes(limit)}')
 
 
@@ -269,20 +276,22 @@ def _largest_field(run: build.Run, fields: Sequence[str]) -> str:
   of_experiment = options.defaults(TrainingOptions) | options.defaults(EnvOptions)
 
   def ratio(field: str) -> float:
+    if field == 'env.task':  # whose observations may be large
+      return obs_bytes(experiment.spec) / _USUAL_OBS
     section, _, name = field.rpartition('.')
     for part in sections[section]:
       value = getattr(part, name, None)
       default = options.defaults(type(part)).get(name) if section else of_experiment[name]
-      if isinstance(value, int | tuple | list) and default:
-        return _size(value) / _size(default)
+      if isinstance(value, int | tuple | list) and value and default:
+        return np.max(value) / np.max(default)
     return 0.0
 
   return max(fields, key=ratio)
 
 
-def _size(value: int | Sequence[int]) -> float:
-  """Returns a size, or the product of several."""
-  return float(np.prod(np.array(value, np.float64)))
+def obs_bytes(spec: EnvSpec) -> int:
+  """Returns the bytes of one observation."""
+  return math.prod(spec.obs_shape) * np.dtype(spec.obs_dtype).itemsize
 
 
 def _gigabytes(size: int) -> str:
@@ -306,6 +315,21 @@ def _place(device: jax.Device) -> _Place:
 def nbytes(tree: Any) -> int:
   """Returns the bytes of the arrays of a tree, or of their shapes."""
   return sum(int(np.prod(x.shape, dtype=object)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+class _NetworkOfShapes:
+  """Stands in for a network that actors call, while shapes are computed."""
+
+  def __init__(self, network: nn.Module):
+    self.policy, self.initial_core = network.policy, network.initial_core
+
+  def apply(self, params: Any, obs: jax.Array, *args: jax.Array, method: str = '__call__') -> Any:
+    """Returns zeros for rows [1, B], or for `method` 'action_value' for environments [B]."""
+    del params
+    if method == 'action_value':
+      return jnp.zeros(len(obs))
+    core, _ = args
+    return jnp.zeros((*obs.shape[:2], self.policy.dist_size)), jnp.zeros(obs.shape[:2]), core
 
 
 class _ShardOfShapes:

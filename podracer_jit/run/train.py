@@ -18,7 +18,7 @@ from absl import flags, logging
 
 from podracer_jit import loops
 from podracer_jit.numerics.fingerprints import canary
-from podracer_jit.run import build, checkpoint, command_line
+from podracer_jit.run import build, checkpoint, command_line, memory
 from podracer_jit.run.metrics import Diverged, Files, Meter, check_finite
 from podracer_jit.run.progress import Progress
 from podracer_jit.run.resolve import resolve
@@ -53,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
     if values.distributed or joining != (None, None, None):
       host.join(experiment.placement, *joining)
     run = build.make_run(experiment)
+    for warning in memory.check(run):
+      print(f'podracer_jit: warning: {warning}', file=sys.stderr)
     workdir = Path(values.workdir or command_line.default_workdir(argv))
     if values.repeat and not experiment.deterministic:
       raise ValueError(f'--repeat: {experiment.non_deterministic_setting} takes things as they '

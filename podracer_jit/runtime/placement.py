@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from podracer_jit.options import defaults, option, shown
+from podracer_jit.options import Count, defaults, option, shown, uneven
 
 MAX_DEVICES = 1024  # of a process
 _DEVICES = f'must be a tuple of device indices below {MAX_DEVICES}, such as (0, 1)'
@@ -67,6 +67,20 @@ class PlacementOptions:
     """Whether a field has another value than by default, so that somebody has set it."""
     return getattr(self, name) != defaults(type(self))[name]
 
+  def actor_count(self, processes: int = 1) -> Count:
+    """Returns the number of actors of so many processes, by the field that somebody has set."""
+    name = 'actors_per_device' if self.differs('actors_per_device') else 'actor_devices'
+    where = (f'actor_devices = {shown(self.actor_devices)}, actors_per_device = '
+             f'{self.actors_per_device}')
+    return Count(f'placement.{name}', self.num_actors * processes, self.differs(name), 'actor',
+                 where + _in_each(processes))
+
+  def learner_count(self, number: int, processes: int = 1) -> Count:
+    """Returns the number of learner devices, `number` in so many processes."""
+    where = f'learner_devices = {shown(self.learner_devices)}{_in_each(processes)}'
+    return Count('placement.learner_devices', number, self.differs('learner_devices'),
+                 'learner device', where)
+
   @property
   def num_actors(self) -> int:
     """Actors of a process."""
@@ -76,6 +90,10 @@ class PlacementOptions:
   def num_devices(self) -> int:
     """Devices that a process must have."""
     return 1 + max((*self.actor_devices, *self.learner_devices))
+
+
+def _in_each(processes: int) -> str:
+  return f', in each of {processes} processes' if processes > 1 else ''
 
 
 def any_process(flag: bool, mesh: Mesh) -> bool:
@@ -113,27 +131,13 @@ def resolve(options: PlacementOptions, num_shards: int) -> Placement:
       'learner_devices', options.learner_devices,
       [d for d in jax.devices() if d.process_index == p])]
   if num_shards % (len(actors) * processes):
-    raise ValueError(_not_shared(options, num_shards, processes))
+    # By default there is one shard.
+    raise ValueError(uneven(Count('num_shards', num_shards, num_shards > 1, 'shard'),
+                            options.actor_count(processes)))
   here = num_shards // processes
   threads = options.env_threads or max(1, len(os.sched_getaffinity(0)) // here)
   return Placement(tuple(actors), mesh_of(list(dict.fromkeys(learners))), tuple(learners), threads,
                    jax.process_index(), processes)
-
-
-def _not_shared(options: PlacementOptions, num_shards: int, processes: int) -> str:
-  """Returns the line that names the field which somebody has set, then the others."""
-  actors = options.num_actors * processes
-  several = f', in each of {processes} processes' if processes > 1 else ''
-  counts = (f'{actors} {"actor" if actors == 1 else "actors"} '
-            f'(actor_devices = {shown(options.actor_devices)}, actors_per_device = '
-            f'{options.actors_per_device}{several})')
-  for name in ('actors_per_device', 'actor_devices'):
-    if options.differs(name):
-      return (f'placement.{name}: {counts} cannot share num_shards = {num_shards} evenly; take '
-              f'actors whose number divides {num_shards}, or a num_shards that is a multiple of '
-              f'{actors}')
-  return (f'num_shards: {num_shards} {"shard" if num_shards == 1 else "shards"} cannot be shared '
-          f'evenly by {counts}; take a multiple of {actors}')
 
 
 def mesh_of(devices: Sequence[jax.Device]) -> Mesh:

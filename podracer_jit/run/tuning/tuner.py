@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from podracer_jit import loops
-from podracer_jit.run import build
+from podracer_jit.run import build, memory
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import core_distance
 from podracer_jit.run.measure.segments import copy_of, small_replay
@@ -46,6 +46,7 @@ class Tuner:
     """
     if candidate not in self._runs:
       run = build.make_run(placed(self.experiment, candidate))
+      memory.check(run)
       shared = self._shared.setdefault(candidate.learner_devices, run)
       self._runs[candidate] = dataclasses.replace(
           shared, experiment=run.experiment, place=run.place)
