@@ -80,10 +80,11 @@ def uneven(whole: Count, divisor: Count) -> str:
     return f'{count} ({count.where})' if count.where else f'{count.field} = {count.number}'
 
   fitting = f'a divisor of {whole.number}' if whole.number > 1 else '1'
+  several = f'a number of {whole.unit}s' if whole.where else f'a {whole.field}'
   if divisor.is_set and not whole.is_set:
     where = f' ({divisor.where})' if divisor.where else ''
     return (f'{divisor.field}: {divisor}{where} cannot share {described(whole)} evenly; take '
-            f'{fitting}, or a {whole.field} that is a multiple of {divisor.number}')
+            f'{fitting}, or {several} that is a multiple of {divisor.number}')
   return (f'{whole.field}: {whole} cannot be split evenly by {described(divisor)}; take a multiple '
           f'of {divisor.number}, or {fitting} for the {divisor.unit}s')
 
