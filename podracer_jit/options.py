@@ -242,7 +242,7 @@ def _problem_of_float(value: float, meaning: Meaning) -> str:
   try:
     value = float(value)
   except OverflowError:  # a whole number of more than 1,024 bits
-    value = math.copysign(math.inf, value)
+    value = math.inf if value > 0 else -math.inf
   low = -math.inf if meaning.at_least is None else meaning.at_least
   high = math.inf if meaning.at_most is None else meaning.at_most
   if meaning.at_least is None and meaning.above is not None:
