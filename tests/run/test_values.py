@@ -177,7 +177,7 @@ def test_every_whole_number_has_a_bound():
     ('ppo_cartpole', {'num_epochs': 10**4, 'unroll_length': 2**17},
      'num_epochs: the run needs at least 8'),
     ('ppo_cartpole', {'placement.updates_per_call': 10**6, 'checkpoint.every_updates': 10**6,
-                      'unroll_length': 2**12}, 'placement.updates_per_call: the run needs at least'),
+                      'unroll_length': 2**12}, 'placement.updates_per_call: the run needs at '),
     ('apex_dqn_catch', {'replay.capacity': 2**31 - 1}, 'replay.capacity: 2147483647 '),
     ('apex_dqn_catch', {'replay.capacity': 2 * 10**9}, 'replay.capacity: the run needs at least'),
     ('apex_dqn_catch', {'replay.gradient_steps': 10**9}, 'replay.gradient_steps: 1000000000 with'),
