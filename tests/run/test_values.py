@@ -9,6 +9,7 @@ import functools
 import math
 import re
 import resource
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -110,7 +111,8 @@ def little_memory():
   outcome('pong_laptop', {})  # all libraries are loaded then
   outcome('impala_memory', {})
   before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  yield
+  with mock.patch.object(memory, 'host_memory', lambda: 24 * 10**9):  # whatever is here
+    yield
   after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   assert (after - before) * 1024 < MOST_GROWTH
 
