@@ -193,7 +193,7 @@ def placed(experiment: Experiment, devices: int) -> Experiment:
   place = dict(actor_devices=(0,), actors_per_device=1, learner_devices=tuple(range(devices)),
                xla_threads=max(experiment.placement.xla_threads, devices))
   return changed(experiment, scheme='sync', exact_reduce=True, num_grad_shards=GROUPS,
-                 total_steps=2**31 - 1, placement=place)
+                 total_steps=2**30, placement=place)
 
 
 def define_flags() -> flags.FlagValues:

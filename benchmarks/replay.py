@@ -95,7 +95,7 @@ def of_capacity(experiment: Experiment, capacity: int) -> Experiment:
       experiment,
       placement=dict(actor_devices=(0,), learner_devices=(0,)),
       replay=dict(capacity=capacity, min_size=1, samples_per_insert=0.0),
-      total_steps=2**31 - 1)
+      total_steps=2**30)
 
 
 def random_experience(experiment: Experiment) -> Experience:

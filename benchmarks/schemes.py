@@ -49,7 +49,7 @@ def placed(experiment: Experiment, scheme: str, workers: int) -> Experiment:
   apart = SCHEMES[scheme].graph.separate_updates or SCHEMES[scheme].colocated
   return changed(
       experiment,
-      scheme=scheme, total_steps=2**31 - 1,
+      scheme=scheme, total_steps=2**30,
       env=dict(num_envs=experiment.env.num_envs * workers),
       placement=dict(actor_devices=devices, learner_devices=devices if apart else (0,),
                      xla_threads=max(experiment.placement.xla_threads, workers)),

@@ -130,7 +130,7 @@ def benchmark(argv: Sequence[str]) -> int:
     experiment = resolve(config)
     refuse_replay(experiment)
     steps = experiment.batch_rows * values.updates
-    experiment = changed(experiment, total_steps=min(2**31 - 1, steps))
+    experiment = changed(experiment, total_steps=min(2**30, steps))
     rounds = []
     for k in range(values.rounds):
       rounds.append(one_round(experiment))

@@ -18,6 +18,11 @@ import numpy as np
 _KEY = 'podracer_jit.option'  # of a field's metadata
 _OF_FLAX = ('name', 'parent')  # fields that flax adds to every module
 _KINDS = (bool, int, float, str, tuple)
+_LONGEST_SHOWN = 60  # characters of a value in an error message
+
+# What programs count stays below 2^31, as they compute in 32 bits.
+INT32_MAX = 2**31 - 1
+LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
 class Meaning(NamedTuple):
@@ -30,7 +35,58 @@ class Meaning(NamedTuple):
   below: float | None = None  # compared as a 32-bit float
   choices: tuple[str, ...] = ()
   not_empty: bool = False  # an empty tuple is refused
+  max_length: int = 1024  # of a tuple
   words: str = ''  # in place of the message that is made from the limits
+
+
+def shown(value: Any) -> str:
+  """Returns a value as Python writes it; the middle of a long text is left out."""
+  try:
+    text = repr(value)
+  except ValueError:  # Python writes no integer of more than 4,300 digits
+    text = 'a number of more digits than Python writes'
+  return shorten(text, _LONGEST_SHOWN)
+
+
+def shorten(text: str, longest: int = 200) -> str:
+  """Returns a text on one line, without its middle if it is longer than so many characters."""
+  text = ' '.join(text.split())
+  half = longest // 2 - 3
+  return text if len(text) <= longest else f'{text[:half]} ... {text[-half:]}'
+
+
+class Count(NamedTuple):
+  """A number of things that a field gives."""
+
+  field: str
+  number: int
+  is_set: bool  # the field has another value than by default
+  unit: str  # of one
+  where: str = ''  # the fields that make the number, if it is not the field's own value
+
+  def __str__(self) -> str:
+    name, _, rest = self.unit.partition(' with ')
+    plural = '' if self.number == 1 else 's'
+    return f'{self.number} {name}{plural}{" with " if rest else ""}{rest}'
+
+
+def uneven(whole: Count, divisor: Count) -> str:
+  """Returns the line that says that `whole` cannot be split evenly, and what would be right.
+
+  It begins with the field that somebody has set: the divisor's, if only that one is not the
+  default.
+  """
+  def described(count: Count) -> str:
+    return f'{count} ({count.where})' if count.where else f'{count.field} = {count.number}'
+
+  fitting = f'a divisor of {whole.number}' if whole.number > 1 else '1'
+  several = f'a number of {whole.unit}s' if whole.where else f'a {whole.field}'
+  if divisor.is_set and not whole.is_set:
+    where = f' ({divisor.where})' if divisor.where else ''
+    return (f'{divisor.field}: {divisor}{where} cannot share {described(whole)} evenly; take '
+            f'{fitting}, or {several} that is a multiple of {divisor.number}')
+  return (f'{whole.field}: {whole} cannot be split evenly by {described(divisor)}; take a multiple '
+          f'of {divisor.number}, or {fitting} for the {divisor.unit}s')
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
@@ -112,7 +168,7 @@ def check_values(prefix: str, given: Mapping[str, Any], part: type) -> Iterator[
     if given[name] is None:
       yield f'{prefix}{name}: has no value yet; set it, for example by --config.{prefix}{name}='
     elif problem:
-      yield f'{prefix}{name}: {meaning.words or problem}, got {given[name]!r}'
+      yield f'{prefix}{name}: {meaning.words or problem}, got {shown(given[name])}'
 
 
 def make(part: type, given: Mapping[str, Any]) -> Any:
@@ -156,12 +212,19 @@ def _problem_of_tuple(value: Any, default: tuple, meaning: Meaning) -> str:
   if default and not isinstance(default[0], int):  # elements are like those of the default
     if not isinstance(value, tuple | list):
       return 'must be a tuple'
+    if len(value) > meaning.max_length:
+      return f'must have at most {meaning.max_length} elements'
     problems = (_problem(x, default[0], meaning) for x in value)
     return next((f'its elements {problem}' for problem in problems if problem), '')
   numbers = value if isinstance(value, tuple | list) else (None,)
-  if not all(isinstance(x, int) and not isinstance(x, bool) for x in numbers) or any(
-      _problem_of_int(x, meaning) for x in numbers):
+  if len(numbers) > meaning.max_length:
+    return f'must have at most {meaning.max_length} numbers'
+  whole = all(isinstance(x, int) and not isinstance(x, bool) for x in numbers)
+  if not whole or any(_problem_of_int(x, meaning._replace(at_most=None)) for x in numbers):
     return 'must be positive whole numbers' if meaning.at_least == 1 else 'must be whole numbers'
+  too_large = next(filter(None, (_problem_of_int(x, meaning) for x in numbers)), '')
+  if too_large:
+    return f'each number {too_large}'
   return 'must not be empty' if meaning.not_empty and not len(numbers) else ''
 
 
@@ -170,11 +233,16 @@ def _problem_of_int(value: int, meaning: Meaning) -> str:
   if low is not None and value < low:
     return f'must be at least {low}' if low else 'must not be negative'
   if high is not None and value > high:
-    return 'must be below 2^31' if high == 2**31 - 1 else f'must be at most {high}'
-  return ''
+    return 'must be below 2^31' if high == INT32_MAX else f'must be at most {high:,}'
+  # Of a user's own part that states no limit: nothing that a 64-bit number cannot hold.
+  return '' if -2**63 <= value < 2**63 else 'must be from -2^63 to 2^63 - 1'
 
 
 def _problem_of_float(value: float, meaning: Meaning) -> str:
+  try:
+    value = float(value)
+  except OverflowError:  # a whole number of more than 1,024 bits
+    value = math.inf if value > 0 else -math.inf
   low = -math.inf if meaning.at_least is None else meaning.at_least
   high = math.inf if meaning.at_most is None else meaning.at_most
   if meaning.at_least is None and meaning.above is not None:
@@ -183,7 +251,10 @@ def _problem_of_float(value: float, meaning: Meaning) -> str:
       return f'must be above {low}'
   if not (math.isfinite(value) and low <= value <= high):
     return f'must be between {low} and {high}'
-  # Arithmetic is done in 32 bits, in which 0.99999999 is 1.
+  # Arithmetic is done in 32 bits, in which 1e39 is infinite and 0.99999999 is 1.
+  if abs(value) > LARGEST_FLOAT:
+    side = 'most' if value > 0 else 'least'
+    return f'must be at {side} {math.copysign(LARGEST_FLOAT, value):.1e}'
   if meaning.above is not None and not np.float32(value) > meaning.above:
     return f'must be above {meaning.above}'
   if meaning.below is not None and not np.float32(value) < meaning.below:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from podracer_jit.options import shorten, shown
+
 _folders: list[Path] = []  # searched before sys.path
 
 
@@ -40,21 +42,22 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
     return shipped[name]
   module, colon, attribute = str(name).partition(':')
   if colon and not (module.replace('.', '').isidentifier() and attribute):
-    raise ValueError(f'{field}: must be a name or module:attribute, got {name!r}')
+    raise ValueError(f'{field}: must be a name or module:attribute, got {shown(name)}')
   if not colon:
-    raise ValueError(f'{field}: there is no {name!r}; known are {", ".join(shipped)}, and '
+    raise ValueError(f'{field}: there is no {shown(name)}; known are {", ".join(shipped)}, and '
                      'module:attribute of your own')
   try:
     part = _module(module)
   except ImportError as error:
-    raise ValueError(f'{field}: cannot import {module!r} of {name!r} ({error}); it is looked for '
+    raise ValueError(f'{field}: cannot import {shown(module)} of {shown(name)} '
+                     f'({shorten(str(error))}); it is looked for '
                      'beside the config file and on PYTHONPATH') from None
   except Exception as error:  # noqa: BLE001 - a module is a program: it may raise anything
-    words = ' '.join(str(error).split())
-    raise ValueError(f'{field}: {module}.py fails: {type(error).__name__}: {words}') from error
+    raise ValueError(f'{field}: {module}.py fails: {type(error).__name__}: '
+                     f'{shorten(str(error))}') from error
   for step in attribute.split('.'):
     if not hasattr(part, step):
-      raise ValueError(f'{field}: {module} has no {attribute!r}')
+      raise ValueError(f'{field}: {module} has no {shown(attribute)}')
     part = getattr(part, step)
   return part
 

@@ -22,8 +22,12 @@ from jax import lax
 from podracer_jit.agents import running_moments
 from podracer_jit.agents.policies import Policy
 from podracer_jit.numerics import convolution
-from podracer_jit.options import internal, option
+from podracer_jit.options import internal, option, shown
 from podracer_jit.types import Params
+
+# Of one layer: more would be terabytes of weights between two such layers. And of layers: each is
+# traced and compiled by itself.
+MAX_UNITS, MAX_LAYERS = 2**20, 100
 
 # What a network that the config names is; it says so by `provides`.
 TORSO, POLICY_AND_CRITIC = 'a torso', 'a policy with a critic'
@@ -111,7 +115,7 @@ class ConvTorso(nn.Module):
 
   needs_images: ClassVar[bool] = True
   at_once = 16
-  hidden: int = option(256, 'units of the dense layer', at_least=1)
+  hidden: int = option(256, 'units of the dense layer', at_least=1, at_most=MAX_UNITS)
   chunked: bool = internal(True)
 
   @nn.compact
@@ -136,10 +140,13 @@ class NatureCNN(ConvTorso):
   depending on the seed; `centre` prevents that.
   """
 
-  channels: Sequence[int] = option((32, 64, 64), 'output channels of each convolution', at_least=1)
-  kernels: Sequence[int] = option((8, 4, 3), 'width of each square kernel', at_least=1)
-  strides: Sequence[int] = option((4, 2, 1), 'stride of each convolution', at_least=1)
-  hidden: int = option(512, 'units of the dense layer', at_least=1)
+  channels: Sequence[int] = option((32, 64, 64), 'output channels of each convolution', at_least=1,
+                                   at_most=MAX_UNITS, max_length=MAX_LAYERS)
+  kernels: Sequence[int] = option((8, 4, 3), 'width of each square kernel', at_least=1,
+                                  at_most=1000, max_length=MAX_LAYERS)
+  strides: Sequence[int] = option((4, 2, 1), 'stride of each convolution', at_least=1,
+                                  at_most=1000, max_length=MAX_LAYERS)
+  hidden: int = option(512, 'units of the dense layer', at_least=1, at_most=MAX_UNITS)
   centre: bool = option(False, "subtract each observation's mean first")
   dense_init = staticmethod(orthogonal(np.sqrt(2)))
 
@@ -147,7 +154,8 @@ class NatureCNN(ConvTorso):
     """Yields what is wrong with the options together, in a line each."""
     if not len(self.channels) == len(self.kernels) == len(self.strides):
       yield ('channels: channels, kernels and strides must be of equal length, got '
-             f'{tuple(self.channels)}, {tuple(self.kernels)}, {tuple(self.strides)}')
+             f'{shown(tuple(self.channels))}, {shown(tuple(self.kernels))}, '
+             f'{shown(tuple(self.strides))}')
 
   def convolve(self, x: jax.Array) -> jax.Array:
     """Of observations."""
@@ -170,8 +178,9 @@ class ResidualBlock(nn.Module):
 class ImpalaResNet(ConvTorso):
   """The deep network of IMPALA (1802.01561, figure 3), without the LSTM."""
 
-  channels: Sequence[int] = option((16, 32, 32), 'output channels of each section', at_least=1)
-  blocks: int = option(2, 'residual blocks of a section', at_least=1)
+  channels: Sequence[int] = option((16, 32, 32), 'output channels of each section', at_least=1,
+                                   at_most=MAX_UNITS, max_length=MAX_LAYERS)
+  blocks: int = option(2, 'residual blocks of a section', at_least=1, at_most=MAX_LAYERS)
   at_once = 24  # more than conv.VECTOR, which counts of kernel gradients of 16 channels
   dense_init = staticmethod(nn.initializers.lecun_normal())
 
@@ -223,7 +232,8 @@ class FixupResNet(ImpalaResNet):
 class MLP(nn.Module):
   """Dense layers over the flattened observation, as floats."""
 
-  hidden: Sequence[int] = option((64, 64), 'units of each layer', at_least=1)
+  hidden: Sequence[int] = option((64, 64), 'units of each layer', at_least=1, at_most=MAX_UNITS,
+                                 max_length=MAX_LAYERS)
 
   @nn.compact
   def __call__(self, obs: jax.Array) -> jax.Array:
@@ -254,7 +264,7 @@ class TorsoOptions:
 
   core: str = option('none', 'recurrent layer between torso and heads: none, gru or lstm',
                      choices=('none', *CORES))
-  core_size: int = option(128, 'units of the recurrent layer', at_least=1)
+  core_size: int = option(128, 'units of the recurrent layer', at_least=1, at_most=MAX_UNITS)
   separate_critic: bool = option(False, 'the value has a torso of its own')
 
   @property

@@ -68,9 +68,11 @@ class Deterministic(nn.Module):
   provides: ClassVar[str] = networks.POLICY_AND_CRITIC
 
   policy: Policy = internal(None)
-  actor_hidden: Sequence[int] = option((300, 200), "units of the policy's layers", at_least=1)
+  actor_hidden: Sequence[int] = option((300, 200), "units of the policy's layers", at_least=1,
+                                       at_most=networks.MAX_UNITS, max_length=networks.MAX_LAYERS)
   critic_hidden: Sequence[int] = option((400, 300), "units of the critic's layers", at_least=1,
-                                        not_empty=True)
+                                        at_most=networks.MAX_UNITS,
+                                        max_length=networks.MAX_LAYERS, not_empty=True)
   core: str = internal('')
 
   def setup(self):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,10 +23,18 @@ with warnings.catch_warnings():
   import envpool
 
 from podracer_jit.envs.protocol import EnvSpec, TimeStep
+from podracer_jit.options import LARGEST_FLOAT, shown
 
 # Set by us: the experiment says how many to wait for, seeds are explicit, threads are placement.
 _OURS = ('num_envs', 'batch_size', 'num_threads', 'seed', 'env_seed', 'base_path', 'task',
          'gym_reset_return_info', 'max_num_players', 'thread_affinity_offset')
+
+# A reset makes up to noop_max steps, a step frame_skip frames; programs have an operation for each
+# frame of a stack.
+_AT_MOST = {'noop_max': 100_000, 'frame_skip': 1000, 'stack_num': 128, 'frame_stack': 128}
+_TIMES = ('step', 'time', 'duration', 'frequency')  # in names of options that make nothing larger
+_LARGEST_SIZE = 10_000  # of an option that may be a length, unless its default is larger
+_LARGEST_OBS = 2**26  # bytes of an observation
 
 
 def _quiet_spec(task: str, options: Mapping[str, Any]):
@@ -43,16 +51,19 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
   """
   if task not in envpool.list_all_envs():
     near = difflib.get_close_matches(task, envpool.list_all_envs(), n=3, cutoff=0.4)
-    raise ValueError(f'env.task: EnvPool has no task {task!r}'
+    raise ValueError(f'env.task: EnvPool has no task {shown(task)}'
                      + (f'; did you mean {" or ".join(near)}?' if near else ''))
-  default = _quiet_spec(task, {}).config._asdict()
+  usual = _quiet_spec(task, {})
+  default = usual.config._asdict()
   for name, value in options.items():
     if name in _OURS or name not in default:
       known = ', '.join(sorted(set(default) - set(_OURS)))
       raise ValueError(f'env.{name}: not an option of {task}; its options are {known}')
     kind = type(default[name])
     if type(value) is not kind and not (kind is float and type(value) is int):
-      raise ValueError(f'env.{name}: must be of type {kind.__name__}, got {value!r}')
+      raise ValueError(f'env.{name}: must be of type {kind.__name__}, got {shown(value)}')
+    for problem in _problems_of_number(name, value, default[name]):
+      raise ValueError(f'env.{name}: {problem}, got {shown(value)}')
     if name == 'noop_max' and value < 1:
       raise ValueError(f'env.noop_max: must be at least 1 (1 is no no-ops), got {value}')
     smallest = 1 if name in ('frame_skip', 'stack_num', 'max_episode_steps', 'img_height',
@@ -61,11 +72,16 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
       raise ValueError(f'env.{name}: must be at least {smallest}, got {value}')
   for name, value in options.items():
     try:
-      _quiet_spec(task, {name: value})
-    except (RuntimeError, TypeError, ValueError) as error:
-      why = str(error).strip().splitlines()[0][:80]
-      raise ValueError(f'env.{name}: EnvPool refuses {value!r} for {task} ({why})') from None
+      alone = _quiet_spec(task, {name: value})
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+      why = ''.join(str(error).strip().splitlines()[:1])[:80]
+      raise ValueError(f'env.{name}: EnvPool refuses {shown(value)} for {task} ({why})') from None
+    for problem in _problems_of_obs(alone, usual):
+      raise ValueError(f'env.{name}: with {shown(value)} {problem}')
   spec = _quiet_spec(task, options)
+  for problem in _problems_of_obs(spec, usual):  # of the options together
+    raise ValueError(f'env.{max(options, key=lambda name: _obs_bytes(_alone(task, name, options)))}'
+                     f': with the other options of {task} {problem}')
   obs, action = spec.observation_space, spec.action_space
   if spec.config._asdict().get('max_num_players', 1) != 1:
     raise ValueError(f'env.task: {task} has several players; single-player tasks only for now')
@@ -85,6 +101,51 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
       frame_skip=int(spec.config._asdict().get('frame_skip', 1)),
       max_episode_steps=int(spec.config.max_episode_steps),
       stack=_stack(spec))
+
+
+def _problems_of_number(name: str, value: Any, default: Any) -> Iterator[str]:
+  """Yields what is wrong with an option that is a number, of any task."""
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    return
+  if isinstance(default, float):
+    if not -LARGEST_FLOAT <= value <= LARGEST_FLOAT:  # nan is not, either
+      yield 'must be a finite number'
+    return
+  most = _AT_MOST.get(name, max(_LARGEST_SIZE, 100 * default))
+  if name not in _AT_MOST and any(word in name for word in _TIMES):
+    most = 2**31 - 1
+  if value > most:
+    yield f'must be at most {min(most, 2**31 - 1):,}'
+  if value < -2**31:
+    yield 'must be at least -2^31'
+
+
+def _problems_of_obs(spec: Any, usual: Any) -> Iterator[str]:
+  """Yields why observations cannot be had; asks for no space, which would allocate two of them."""
+  # The usual shapes have -1 for the number of players.
+  if _not_positive(spec) > _not_positive(usual):
+    shapes = [tuple(part.shape) for part in _obs_parts(spec)]
+    yield f'observations have the shape {shown(shapes[0] if len(shapes) == 1 else shapes)}'
+  elif _obs_bytes(spec) > _LARGEST_OBS:
+    yield (f'an observation has {_obs_bytes(spec):,} bytes; it must have at most '
+           f'{_LARGEST_OBS:,}')
+
+
+def _obs_parts(spec: Any) -> list[Any]:
+  return [part for name, part in spec.state_array_spec.items() if name.startswith('obs')]
+
+
+def _not_positive(spec: Any) -> int:
+  return sum(size < 1 for part in _obs_parts(spec) for size in part.shape)
+
+
+def _obs_bytes(spec: Any) -> int:
+  return sum(abs(math.prod(part.shape)) * np.dtype(part.dtype).itemsize
+             for part in _obs_parts(spec))
+
+
+def _alone(task: str, name: str, options: Mapping[str, Any]) -> Any:
+  return _quiet_spec(task, {name: options[name]})
 
 
 def families() -> dict[str, list[str]]:

@@ -64,14 +64,18 @@ class Learner(abc.ABC):
 
   def initial_state(self, seed: int) -> TrainState:
     """Returns the train state of update 0 on the mesh, without the replay that `allocate` adds."""
-    def make(seed):
-      keys = keys_of(seed)
-      params = networks.init_params(self.parts.network, keys.init, self.parts.obs_shape,
-                                    self.parts.obs_dtype)
-      return TrainState(params, self.parts.optimizer.init(params), jnp.int32(0), jnp.int32(0),
-                        keys.learn, self._initial_target(params))
+    return placement.replicate(jax.jit(self._first_state)(seed), self.parts.mesh)
 
-    return placement.replicate(jax.jit(make)(seed), self.parts.mesh)
+  def state_shapes(self) -> TrainState:
+    """Returns the shapes of `initial_state` on one device of the mesh; allocates nothing."""
+    return jax.eval_shape(self._first_state, 0)
+
+  def _first_state(self, seed: jax.Array) -> TrainState:
+    keys = keys_of(seed)
+    params = networks.init_params(self.parts.network, keys.init, self.parts.obs_shape,
+                                  self.parts.obs_dtype)
+    return TrainState(params, self.parts.optimizer.init(params), jnp.int32(0), jnp.int32(0),
+                      keys.learn, self._initial_target(params))
 
   def _initial_target(self, params: Params) -> Target | tuple[()]:
     return ()

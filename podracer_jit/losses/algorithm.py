@@ -24,8 +24,10 @@ from podracer_jit.agents import kinds
 from podracer_jit.agents.networks import Model
 from podracer_jit.envs import frames
 from podracer_jit.losses.minibatches import ENVIRONMENTS, Unit
-from podracer_jit.options import option
+from podracer_jit.options import INT32_MAX, option
 from podracer_jit.types import Metrics, Params, Rollout, Transition
+
+MAX_N_STEP = 256  # programs have an operation for each step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +117,10 @@ class ReplayAlgorithm(Algorithm):
   learns_from_replay: ClassVar[bool] = True
   network_kind: ClassVar[kinds.Kind] = kinds.DUELING
 
-  n_step: int = option(3, 'steps of a return before it is bootstrapped', at_least=1)
+  n_step: int = option(3, 'steps of a return before it is bootstrapped', at_least=1,
+                       at_most=MAX_N_STEP)
   target_every: int = option(2500, 'gradient steps between copies to the target network',
-                             at_least=1)
+                             at_least=1, at_most=INT32_MAX)
 
   @abc.abstractmethod
   def exploration(self, num_envs: int) -> np.ndarray:

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from podracer_jit.agents import kinds
-from podracer_jit.losses.algorithm import ReplayAlgorithm, weighted_loss
-from podracer_jit.options import option
+from podracer_jit.losses.algorithm import MAX_N_STEP, ReplayAlgorithm, weighted_loss
+from podracer_jit.options import INT32_MAX, option
 from podracer_jit.types import Metrics, Params, Transition
 
 
@@ -28,9 +28,10 @@ class DPG(ReplayAlgorithm):
 
   network_kind: ClassVar[kinds.Kind] = kinds.DETERMINISTIC
 
-  n_step: int = option(5, 'steps of a return before it is bootstrapped', at_least=1)
+  n_step: int = option(5, 'steps of a return before it is bootstrapped', at_least=1,
+                       at_most=MAX_N_STEP)
   target_every: int = option(100, 'gradient steps between copies to the target network',
-                             at_least=1)
+                             at_least=1, at_most=INT32_MAX)
   noise: float = option(0.3, 'deviation of the noise of exploration, of actions from -1 to 1',
                         at_least=0)
   dqda_clip: float = option(1.0, "bound of each element of the critic's gradient by the action",

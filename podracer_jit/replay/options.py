@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from podracer_jit.options import option
+from podracer_jit.options import INT32_MAX, option
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplayOptions:
   """A prioritised replay, and the rates of acting and learning from it."""
 
-  capacity: int = option(2_000_000, 'transitions that are kept', at_least=1)
+  capacity: int = option(2_000_000, 'transitions that are kept', at_least=1,
+                         at_most=INT32_MAX)
   min_size: int = option(50_000, 'transitions that there must be before learning begins',
-                         at_least=1)
-  batch_size: int = option(512, 'transitions of a gradient step', at_least=1)
+                         at_least=1, at_most=INT32_MAX)
+  batch_size: int = option(512, 'transitions of a gradient step', at_least=1, at_most=INT32_MAX)
   gradient_steps: int = option(
       1, 'gradient steps of an update; of free rates: between two looks at what came in',
-      at_least=1)
+      at_least=1, at_most=INT32_MAX)
   # Powers of small errors beyond an exponent of 2 would be no numbers any more.
   priority_exponent: float = option(0.6, 'priorities are |TD error| to this power; 0: uniform',
                                     at_least=0, at_most=2)
@@ -30,13 +31,14 @@ class ReplayOptions:
   eviction_exponent: float = option(-0.4, 'exponent of priorities in prioritised eviction',
                                     at_least=-2, at_most=0)
   params_every: int = option(
-      1, 'with free rates: rollouts that an actor makes with the same parameters', at_least=1)
+      1, 'with free rates: rollouts that an actor makes with the same parameters', at_least=1,
+      at_most=INT32_MAX)
   samples_per_insert: float = option(
       0.0, 'with free rates: transitions drawn for each that is added; 0: both as fast as they can',
       at_least=0)
   tolerance: int = option(
       0, 'with free rates: by how many drawn transitions either side may be ahead of that',
-      at_least=0)
+      at_least=0, at_most=INT32_MAX)
 
   def problems(self) -> Iterator[str]:
     """Yields what is wrong with the options together, in a line each."""

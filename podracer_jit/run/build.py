@@ -33,6 +33,8 @@ from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.types import TrainState
 
+MAX_THREADS = 16_384  # of environments; Linux lets all processes have 32,768 by default
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -83,12 +85,19 @@ def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> 
   scheme, name = experiment.scheme, experiment.scheme_name
   groups, mesh_size = experiment.num_grad_shards, place.mesh.size
   if groups % mesh_size:
-    yield (f'num_grad_shards: {groups} groups cannot be split evenly by {mesh_size} learner '
-           'devices (learner_devices, in each process)')
+    yield options.uneven(
+        options.Count('num_grad_shards', groups, experiment.differs('num_grad_shards'),
+                      'gradient group'),
+        experiment.placement.learner_count(mesh_size, place.processes))
   actors = len(place.actors) * place.processes
   if experiment.env_batch and experiment.num_shards != actors:
     yield ('num_shards: must be the number of actors where they are asynchronous '
            f'(env_batch = {experiment.env_batch}), {actors}; got {experiment.num_shards}')
+  threads = experiment.num_shards // place.processes * experiment.placement.env_threads
+  if threads > MAX_THREADS:
+    yield (f'placement.env_threads: {experiment.placement.env_threads} threads of each pool '
+           f'(num_shards = {experiment.num_shards}) are {threads:,}; must be at most '
+           f'{MAX_THREADS:,} in a process')
   if place.processes > 1 and (scheme.alone or not scheme.graph.several_processes):
     others = [other for other, each in SCHEMES.items()
               if each.graph.several_processes and not each.alone]
@@ -113,18 +122,18 @@ def make_network(experiment: Experiment) -> nn.Module:
   except ValueError as error:
     raise ValueError(f'network.{error}') from None
   name, spec = experiment.network_name, experiment.spec
-  obs = jnp.zeros((1, 1, *spec.obs_shape), spec.obs_dtype)
+  obs = jax.ShapeDtypeStruct((1, 1, *spec.obs_shape), spec.obs_dtype)
 
-  def init():
+  def init(obs):
     return network.init_with_output(jax.random.key(0), obs, network.initial_core(1),
                                     jnp.ones((1, 1), bool))
 
-  sizes = {option: getattr(experiment.network, option)
-           for option in options.meanings(type(experiment.network))}
+  sizes = ', '.join(f'{option} = {options.shown(getattr(experiment.network, option))}'
+                    for option in options.meanings(type(experiment.network)))
   nothing_left = (f'network.name: of {name} with {sizes} nothing is left of observations of '
                   f'{spec.obs_shape}; take smaller layers or larger frames')
   try:
-    (dist, *_), variables = jax.eval_shape(init)
+    (dist, *_), variables = jax.eval_shape(init, obs)
   except Exception as error:  # noqa: BLE001 - a user's own network may raise anything
     if type(experiment.network).__module__ == networks.__name__:
       # The output size of a shipped layer became zero or negative.

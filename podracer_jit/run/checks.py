@@ -9,11 +9,16 @@ import math
 from collections.abc import Iterator
 
 from podracer_jit.agents import kinds
+from podracer_jit.options import INT32_MAX, Count, defaults, shown, uneven
 from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.settings import EnvOptions
+
+MAX_ACTORS = 4096  # of a process, each with a thread
 
 
 def problems(experiment: Experiment) -> Iterator[str]:
   """Yields what is wrong with an experiment, in a line each, that names the field."""
+  yield from _too_large(experiment)
   yield from _network(experiment)
   yield from _algorithm(experiment)
   yield from _placement(experiment)
@@ -25,6 +30,40 @@ def problems(experiment: Experiment) -> Iterator[str]:
              f'replay, loss.name is {experiment.loss_name}')
   if experiment.algorithm.learns_from_replay:
     yield from _replay(experiment)
+
+
+def _too_large(experiment: Experiment) -> Iterator[str]:
+  """Products that programs count in 32 bits, and threads."""
+  num_envs, steps = experiment.env.num_envs, experiment.unroll_length
+  rows = num_envs * (steps + 1)
+  if rows > INT32_MAX:
+    yield (f'unroll_length: the {steps} rows of env.num_envs = {num_envs} environments, and the '
+           f'observations after them, are {rows:,} in all; must be below 2^31')
+  if experiment.total_steps + rows > INT32_MAX:
+    yield (f'total_steps: with the {experiment.batch_rows} rows of the last update it must be '
+           f'below 2^31, got {experiment.total_steps}')
+  place = experiment.placement
+  if place.num_actors > MAX_ACTORS:
+    yield (f'placement.actors_per_device: {place.actors_per_device} actors on each of '
+           f'{len(place.actor_devices)} devices are {place.num_actors}; must be at most '
+           f'{MAX_ACTORS} in a process')
+  if not experiment.algorithm.learns_from_replay:
+    gradients = experiment.num_epochs * experiment.num_minibatches
+    if gradients > INT32_MAX:
+      yield (f'num_minibatches: {experiment.num_minibatches} in each of num_epochs = '
+             f'{experiment.num_epochs} are {gradients:,}; must be below 2^31')
+    return
+  replay = experiment.replay
+  drawn = replay.gradient_steps * replay.batch_size
+  if drawn > INT32_MAX:
+    yield (f'replay.gradient_steps: {replay.gradient_steps} with replay.batch_size = '
+           f'{replay.batch_size} draw {drawn:,} transitions; must be below 2^31')
+  # Beyond its capacity a replay has rows whose end, or whose frames, are not there.
+  margin = steps + experiment.algorithm.n_step + experiment.spec.stack + 1
+  places = replay.capacity + num_envs * margin
+  if places > INT32_MAX:
+    yield (f'replay.capacity: {replay.capacity} transitions, and {margin} rows of env.num_envs = '
+           f'{num_envs} that cannot be drawn, are {places:,}; must be below 2^31')
 
 
 def _network(experiment: Experiment) -> Iterator[str]:
@@ -63,32 +102,41 @@ def _placement(experiment: Experiment) -> Iterator[str]:
   place, scheme, name = experiment.placement, experiment.scheme, experiment.scheme_name
   learners = place.learner_devices
   if len(set(learners)) < len(learners) and not scheme.each:
-    yield f'placement.learner_devices: names a device twice, got {learners}'
-  where = ', '.join(f'{field} = {getattr(place, field)}'
-                    for field in ('actor_devices', 'learner_devices', 'actors_per_device'))
+    yield f'placement.learner_devices: names a device twice, got {shown(learners)}'
+  fields = ('actor_devices', 'learner_devices', 'actors_per_device')
+  where = ', '.join(f'{field} = {shown(getattr(place, field))}' for field in fields)
+  # The field that somebody has set, if only one of them is not the default.
+  changed = [f'placement.{field}: scheme = ' for field in fields if place.differs(field)]
+  start = changed[0] if len(changed) == 1 else 'scheme: '
   same = place.actor_devices == learners
   if scheme.alone and not (same and place.num_actors == 1):
-    yield f'scheme: {name} is on one device, with one actor; placement has {where}'
+    yield f'{start}{name} is on one device, with one actor; placement has {where}'
   if scheme.colocated and not (same and place.actors_per_device == 1):
-    yield (f'scheme: the workers of {name} make rollouts and gradients, so the actor devices are '
-           f'the learner devices, with an actor each; placement has {where}')
+    yield (f'{start}{name} makes rollouts where it makes gradients, so the actor devices are the '
+           f'learner devices, with an actor each; placement has {where}')
   if scheme.each and place.num_actors % len(learners):
-    yield (f'placement.learner_devices: {place.num_actors} actors cannot be shared evenly by '
-           f'{len(learners)} workers')
+    yield uneven(place.actor_count(), place.learner_count(len(learners))._replace(unit='worker'))
   if scheme.graph.separate_updates and not experiment.exact_reduce:
     yield f'exact_reduce: {name} always adds in a fixed order; must be True'
+
+
+def _gradient_groups(experiment: Experiment) -> Count:
+  return Count('num_grad_shards', experiment.num_grad_shards,
+               experiment.differs('num_grad_shards'), 'gradient group')
 
 
 def _indivisible(experiment: Experiment) -> Iterator[str]:
   """What must be shared out evenly."""
   num_envs, groups = experiment.env.num_envs, experiment.num_grad_shards
   learners = len(experiment.placement.learner_devices)
-  for field, whole, name, divisor, unit in (
-      ('env.num_envs', num_envs, 'num_shards', experiment.num_shards, 'environments'),
-      ('env.num_envs', num_envs, 'num_grad_shards', groups, 'environments'),
-      ('num_grad_shards', groups, 'placement.learner_devices', learners, 'groups')):
-    if whole % divisor:
-      yield f'{field}: {whole} {unit} cannot be split evenly by {name} = {divisor}'
+  envs_set = num_envs != defaults(EnvOptions)['num_envs']
+  envs = Count('env.num_envs', num_envs, envs_set, 'environment')
+  shards = Count('num_shards', experiment.num_shards, experiment.differs('num_shards'), 'shard')
+  gradient_groups = _gradient_groups(experiment)
+  for whole, divisor in ((envs, shards), (envs, gradient_groups),
+                         (gradient_groups, experiment.placement.learner_count(learners))):
+    if whole.number % divisor.number:
+      yield uneven(whole, divisor)
   if experiment.algorithm.learns_from_replay:
     return
   unit = experiment.algorithm.minibatch_unit(experiment.torso_options.recurrent)
@@ -137,10 +185,12 @@ def _replay(experiment: Experiment) -> Iterator[str]:
     yield (f'replay.capacity: must be at least env.num_envs * unroll_length = '
            f'{experiment.batch_rows}, got {options.capacity}')
   groups, actors = experiment.num_grad_shards, experiment.placement.num_actors
+  gradient_groups = _gradient_groups(experiment)
   for field in ('batch_size', 'capacity'):
-    if getattr(options, field) % groups:
-      yield (f'replay.{field}: {getattr(options, field)} cannot be split evenly by '
-             f'num_grad_shards = {groups}')
+    number = getattr(options, field)
+    if number % groups:
+      is_set = number != defaults(type(options))[field]
+      yield uneven(Count(f'replay.{field}', number, is_set, 'transition'), gradient_groups)
   if not scheme.graph.free_rates:
     for field, only in (('params_every', 1), ('samples_per_insert', 0)):
       if getattr(options, field) != only:
@@ -154,5 +204,5 @@ def _replay(experiment: Experiment) -> Iterator[str]:
            f'what a call draws ({drawn}) and a rollout allows ({ratio:g} x {added}), got '
            f'{options.tolerance}')
   if groups % actors:
-    yield (f'num_grad_shards: {groups} groups, each with a replay, cannot be shared evenly by '
-           f'{actors} actors')
+    yield uneven(gradient_groups._replace(unit='group with a replay of its own'),
+                 experiment.placement.actor_count())

@@ -16,6 +16,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from podracer_jit import parts
+from podracer_jit.options import shorten
 from podracer_jit.run import config as config_lib
 
 _PACKAGE = Path(__file__).parents[1]
@@ -205,7 +206,7 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 
 def _one_line(error: Exception) -> str:
-  return ' '.join(str(error).split())
+  return shorten(str(error), 600)
 
 
 def _no_field(error: Exception, argv: Sequence[str]) -> str:
@@ -242,6 +243,6 @@ def _take_env_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
       continue
     try:
       options[field] = ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: too deep
       options[field] = {'true': True, 'false': False}.get(value.lower(), value)
   return rest, options

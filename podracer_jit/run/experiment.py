@@ -8,6 +8,7 @@ from typing import Any
 
 import flax.linen as nn
 
+from podracer_jit import options
 from podracer_jit.agents.networks import TorsoOptions
 from podracer_jit.agents.optimizers import Optimizer
 from podracer_jit.agents.policies import Policy
@@ -42,6 +43,10 @@ class Experiment(TrainingOptions):
   checkpoint: CheckpointOptions
   log: LogOptions
   fields: Mapping[str, Any]  # the config that this is, as plain values, for files and messages
+
+  def differs(self, name: str) -> bool:
+    """Whether a field of the top level has another value than by default."""
+    return getattr(self, name) != options.defaults(TrainingOptions)[name]
 
   @property
   def batch_rows(self) -> int:

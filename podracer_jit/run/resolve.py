@@ -127,7 +127,7 @@ def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
   for section, defaults in whole.items():
     if isinstance(defaults, Mapping) and not isinstance(fields[section], Mapping):
       yield (f'{section}: must have the fields {", ".join(defaults)}, got '
-             f'{fields[section]!r}')
+             f'{options.shown(fields[section])}')
   for section, cls in config_lib.SECTIONS.items():
     yield from options.check_names(f'{section}.', fields[section], whole[section])
     yield from options.check_values(f'{section}.', fields[section], cls)
@@ -154,8 +154,8 @@ def _own_errors(field: str, name: str) -> Iterator[None]:
   except ValueError:
     raise
   except Exception as error:  # noqa: BLE001 - a part is a program: it may raise anything
-    words = ' '.join(str(error).split())
-    raise ValueError(f'{field}: {name} fails: {type(error).__name__}: {words}') from error
+    raise ValueError(f'{field}: {name} fails: {type(error).__name__}: '
+                     f'{options.shorten(str(error))}') from error
 
 
 def _make_part(section: str, fields: Mapping[str, Any]) -> Any:
@@ -189,7 +189,7 @@ def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec)
   if not isinstance(family, Family) or (family.discrete, family.reads) != (discrete, reads):
     known = ', '.join((config_lib.POLICY, *fitting))
     raise ValueError(f'policy: must be one of {known} for the actions of {spec.task}, got '
-                     f'{name!r}')
+                     f'{options.shown(name)}')
   if discrete:
     return family.make(spec.num_actions)
   if not np.isfinite([*spec.action_low, *spec.action_high]).all():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from podracer_jit.options import option
+from podracer_jit.options import INT32_MAX, option
 
-_LARGEST = 2**31 - 1
+MAX_ENVS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,22 +14,26 @@ class TrainingOptions:
   """The top level of the config, without scheme and policy."""
 
   total_steps: int = option(50_000_000, 'valid agent steps after which training is finished',
-                            at_least=1, at_most=_LARGEST)
-  seed: int = option(1, 'seed of all random numbers', at_least=0, at_most=_LARGEST)
-  unroll_length: int = option(20, 'steps of an environment in a rollout', at_least=1)
-  num_minibatches: int = option(1, 'minibatches of an epoch', at_least=1)
-  num_epochs: int = option(1, 'passes over a round of rollouts', at_least=1)
+                            at_least=1, at_most=INT32_MAX)
+  seed: int = option(1, 'seed of all random numbers', at_least=0, at_most=INT32_MAX)
+  unroll_length: int = option(20, 'steps of an environment in a rollout', at_least=1,
+                             at_most=INT32_MAX)
+  num_minibatches: int = option(1, 'minibatches of an epoch', at_least=1, at_most=INT32_MAX)
+  num_epochs: int = option(1, 'passes over a round of rollouts', at_least=1, at_most=10_000)
   num_shards: int = option(
-      1, 'pools that the environments are split into, each with streams of its own', at_least=1)
+      1, 'pools that the environments are split into, each with streams of its own', at_least=1,
+      at_most=4096)
   env_batch: int = option(
       0, '0: actors wait for all environments; n: for the first n that are ready, and no run '
-      'repeats', at_least=0)
+      'repeats', at_least=0, at_most=MAX_ENVS)
   num_grad_shards: int = option(
-      1, 'groups that a gradient is summed over; also the most learner devices', at_least=1)
+      1, 'groups that a gradient is summed over; also the most learner devices', at_least=1,
+      at_most=MAX_ENVS)
   exact_reduce: bool = option(
       True, 'False: a plain all-reduce of one group a device, with other bits on each mesh')
   microbatch_rows: int = option(
-      0, "network rows to a pass of the gradient; 0: a group's minibatch at once", at_least=0)
+      0, "network rows to a pass of the gradient; 0: a group's minibatch at once", at_least=0,
+      at_most=INT32_MAX)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +41,8 @@ class EnvOptions:
   """The section `env`; beside these fields it has any options of the task's own."""
 
   task: str = option('', "an EnvPool task, or 'module:attribute' of your own environments")
-  num_envs: int = option(128, 'environments of all actors together', at_least=1)
+  num_envs: int = option(128, 'environments of all actors together', at_least=1,
+                        at_most=MAX_ENVS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +50,8 @@ class CheckpointOptions:
   """The section `checkpoint`."""
 
   every_updates: int = option(1000, 'updates of a segment, which ends with a checkpoint',
-                              at_least=1)
-  keep: int = option(3, 'checkpoints that stay', at_least=1)
+                              at_least=1, at_most=INT32_MAX)
+  keep: int = option(3, 'checkpoints that stay', at_least=1, at_most=1_000_000)
   replay: bool = option(
       True, 'checkpoints have the replay; without it every segment begins with an empty one')
 
@@ -56,6 +61,7 @@ class LogOptions:
   """The section `log`."""
 
   every_seconds: float = option(10.0, 'seconds between two progress lines, without a terminal',
-                                above=0)
-  window: int = option(100, 'episodes over which returns and lengths are averaged', at_least=1)
+                                above=0, at_most=1e6)
+  window: int = option(100, 'episodes over which returns and lengths are averaged', at_least=1,
+                      at_most=1_000_000)
   tensorboard: bool = option(True, 'write events for TensorBoard')

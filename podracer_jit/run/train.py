@@ -22,6 +22,7 @@ from podracer_jit.run import (
     exit_codes,
     journal,
     lock,
+    memory,
     stopping,
     workdirs,
 )
@@ -73,6 +74,8 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       if values.distributed or joining != (None, None, None):
         host.join(experiment.placement, *joining, values.coordinator_timeout_s)
       run = build.make_run(experiment)
+      for warning in memory.check(run):
+        complain(f'podracer_jit: warning: {warning}')
       workdir = Path(values.workdir or command_line.default_workdir(argv))
       if values.repeat and not experiment.deterministic:
         raise ValueError(f'--repeat: {experiment.non_deterministic_setting} takes things as they '

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from podracer_jit.options import shown
 from podracer_jit.runtime import coordinator
 from podracer_jit.runtime.placement import PlacementOptions
 
@@ -30,8 +31,13 @@ def prepare_host(options: PlacementOptions) -> None:
   devices = options.num_devices
   threads = options.xla_threads
   if devices > threads:
-    raise ValueError(f'placement.xla_threads: must be at least the number of devices of a process, '
-                     f'{devices} here, got {threads}')
+    field = 'actor_devices'
+    if max(options.learner_devices) > max(options.actor_devices):
+      field = 'learner_devices'
+    name = field if options.differs(field) else 'xla_threads'
+    raise ValueError(f'placement.{name}: {field} = {shown(getattr(options, field))} needs '
+                     f'{devices} devices in a process, xla_threads = {threads} allows {threads}; '
+                     f'take device indices below {threads}, or xla_threads = {devices}')
   os.environ['NPROC'] = str(threads)
   jax.config.update('jax_num_cpu_devices', devices)
   _keep_programs()

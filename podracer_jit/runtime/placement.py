@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from podracer_jit.options import option
+from podracer_jit.options import Count, defaults, option, shown, uneven
 
-_DEVICES = 'must be a tuple of device indices, such as (0, 1)'
+MAX_DEVICES = 1024  # of a process
+_DEVICES = f'must be a tuple of device indices below {MAX_DEVICES}, such as (0, 1)'
 
 
 class Placement(NamedTuple):
@@ -45,20 +46,40 @@ class PlacementOptions:
   """Where things run. Of deterministic schemes only xla_threads and actor_platform change bits."""
 
   actor_devices: tuple = option((0,), 'indices of the devices that act', at_least=0,
-                                not_empty=True, words=_DEVICES)
+                                at_most=MAX_DEVICES - 1, not_empty=True, words=_DEVICES)
   learner_devices: tuple = option((0,), 'indices of the devices that learn', at_least=0,
-                                  not_empty=True, words=_DEVICES)
-  actors_per_device: int = option(1, 'actors, each a thread, on each actor device', at_least=1)
+                                  at_most=MAX_DEVICES - 1, not_empty=True, words=_DEVICES)
+  actors_per_device: int = option(1, 'actors, each a thread, on each actor device', at_least=1,
+                                 at_most=1024)
   env_threads: int = option(
-      0, "threads of an environment pool; 0: the visible cores, shared by the pools", at_least=0)
+      0, "threads of an environment pool; 0: the visible cores, shared by the pools", at_least=0,
+      at_most=1024)
   actor_platform: str = option('auto', 'kind of the actor devices',
                                choices=('auto', 'gpu', 'cpu'))
   updates_per_call: int = option(
       16, 'of a scheme that is one program: updates of a call, between two checks for a stop',
-      at_least=1)
+      at_least=1, at_most=1_000_000)
   xla_threads: int = option(
       16, "threads of XLA's CPU pool; they change bits, so they are part of the experiment",
-      at_least=1)
+      at_least=1, at_most=4096)
+
+  def differs(self, name: str) -> bool:
+    """Whether a field has another value than by default, so that somebody has set it."""
+    return getattr(self, name) != defaults(type(self))[name]
+
+  def actor_count(self, processes: int = 1) -> Count:
+    """Returns the number of actors of so many processes, by the field that somebody has set."""
+    name = 'actors_per_device' if self.differs('actors_per_device') else 'actor_devices'
+    where = (f'actor_devices = {shown(self.actor_devices)}, actors_per_device = '
+             f'{self.actors_per_device}')
+    return Count(f'placement.{name}', self.num_actors * processes, self.differs(name), 'actor',
+                 where + _in_each(processes))
+
+  def learner_count(self, number: int, processes: int = 1) -> Count:
+    """Returns the number of learner devices, `number` in so many processes."""
+    where = f'learner_devices = {shown(self.learner_devices)}{_in_each(processes)}'
+    return Count('placement.learner_devices', number, self.differs('learner_devices'),
+                 'learner device', where)
 
   @property
   def num_actors(self) -> int:
@@ -69,6 +90,10 @@ class PlacementOptions:
   def num_devices(self) -> int:
     """Devices that a process must have."""
     return 1 + max((*self.actor_devices, *self.learner_devices))
+
+
+def _in_each(processes: int) -> str:
+  return f', in each of {processes} processes' if processes > 1 else ''
 
 
 def any_process(flag: bool, mesh: Mesh) -> bool:
@@ -106,9 +131,9 @@ def resolve(options: PlacementOptions, num_shards: int) -> Placement:
       'learner_devices', options.learner_devices,
       [d for d in jax.devices() if d.process_index == p])]
   if num_shards % (len(actors) * processes):
-    raise ValueError(f'num_shards: {num_shards} shards cannot be shared by '
-                     f'{len(actors) * processes} actors '
-                     '(actor_devices x actors_per_device, in each process)')
+    # By default there is one shard.
+    raise ValueError(uneven(Count('num_shards', num_shards, num_shards > 1, 'shard'),
+                            options.actor_count(processes)))
   here = num_shards // processes
   threads = options.env_threads or max(1, len(os.sched_getaffinity(0)) // here)
   return Placement(tuple(actors), mesh_of(list(dict.fromkeys(learners))), tuple(learners), threads,

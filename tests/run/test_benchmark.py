@@ -302,7 +302,7 @@ def test_parts_can_be_chosen_and_two_devices_leave_out_fused(tmp_path):
 
 
 @pytest.mark.parametrize('part, said', [
-    ('shards1_sync', '1 shards cannot be shared by 2 actors'), ('fused', 'nothing is left')])
+    ('shards1_sync', 'cannot share num_shards = 1 evenly'), ('fused', 'nothing is left')])
 def test_a_part_that_the_placement_cannot_have_is_refused_at_once(part, said):
   code, out, err = _run(f'--parts={part}', '--config.num_minibatches=4', config='pong_laptop')
   assert code == 2 and not out and said in err.splitlines()[-1]

@@ -88,7 +88,36 @@ def receipts(workdir):
     ([CATCH, '--config.placement.actor_devices=(0,77)'], '78'),
     ([CATCH, '--config.placement.actor_devices=all'], 'placement.actor_devices: must be a tuple'),
     ([CATCH, '--config.placement.learner_devices=()'], 'learner_devices: must be a tuple'),
-    ([CATCH, '--config.placement.actor_devices=(0,1)'], '1 shards cannot be shared by 2 actors'),
+    ([CATCH, '--config.placement.actor_devices=(0,1)'],
+     'placement.actor_devices: 2 actors (actor_devices = (0, 1), actors_per_device = 1) cannot '
+     'share num_shards = 1 evenly; take 1, or a num_shards that is a multiple of 2'),
+    ([CATCH, '--config.placement.actors_per_device=3'],
+     'placement.actors_per_device: 3 actors (actor_devices = (0,), actors_per_device = 3) cannot '
+     'share num_shards = 1 evenly; take 1, or a num_shards that is a multiple of 3'),
+    ([CATCH, '--config.num_shards=4', '--config.placement.actors_per_device=3'],
+     'num_shards: 4 shards cannot be split evenly by 3 actors (actor_devices = (0,), '
+     'actors_per_device = 3); take a multiple of 3, or a divisor of 4 for the actors'),
+    ([CATCH, '--config.placement.learner_devices=(0,1)'],
+     'placement.learner_devices: 2 learner devices (learner_devices = (0, 1)) cannot share '
+     'num_grad_shards = 1 evenly; take 1, or a num_grad_shards that is a multiple of 2'),
+    ([CATCH, '--config.env.num_envs=1', '--config.num_shards=2'],
+     'env.num_envs: 1 environment cannot be split evenly by num_shards = 2; take a multiple of 2'),
+    ([CATCH, '--config.placement.actor_devices=(0,1,2)'],
+     'placement.actor_devices: actor_devices = (0, 1, 2) needs 3 devices in a process, '
+     'xla_threads = 2 allows 2'),
+    ([CATCH, '--config.placement.actors_per_device=2147483648'],
+     'placement.actors_per_device: must be at most 1,024, got 2147483648'),
+    ([CATCH, f'--config.total_steps={10**22}'], 'total_steps: must be below 2^31, got 1000000000'),
+    ([CATCH, '--config.optimizer.learning_rate=1e400'],
+     'optimizer.learning_rate: must be between 0 and inf, got inf'),
+    ([CATCH, f'--config.env.num_envs={"9" * 5000}'], 'flag --config.env.num_envs=99999999'),
+    ([CATCH, f'--config.env.max_episode_steps={10**22}'],
+     'env.max_episode_steps: must be at most 2,147,483,647, got 10000000000'),
+    ([CATCH, '--config.unroll_length=60000000'],
+     'unroll_length: the run needs at least 876 GB of memory: rollouts 876 GB; this machine has '),
+    ([CATCH, '--config.network.hidden=(1000000,1000000)'],
+     'network.hidden: the run needs at least 16,001 GB of memory: parameters and optimizer state '
+     "12,001 GB, actors' parameters 4,000 GB; this machine has "),
     ([CATCH, '--config.placement.learner_devices=(0,0)'], 'names a device twice'),
     ([CATCH, '--config.placement.actor_platform=gpu'], 'no gpu here'),
     ([CATCH, '--config.scheme=fused', '--config.placement.learner_devices=(1,)'], 'one device'),
@@ -96,6 +125,7 @@ def receipts(workdir):
 def test_bad_input_is_one_line_and_exit_2(args, said, tmp_path, capsys, monkeypatch):
   """In this process, which saves the seconds that Python takes to start."""
   monkeypatch.setattr(train.host, 'prepare_host', _only_checks(train.host.prepare_host))
+  monkeypatch.setattr(train.memory, 'host_memory', lambda: 24 * 10**9)  # whatever is here
   workdir = tmp_path / 'run'
   assert train.main(['podracer_jit', *args, *([f'--workdir={workdir}'] if args else [])]) == 2
   error = capsys.readouterr().err

@@ -257,9 +257,11 @@ def test_no_other_launch_is_given_the_port(monkeypatch):
 
 @pytest.mark.parametrize('change, said', [
     (['--config.num_grad_shards=1'],
-     'num_grad_shards: 1 groups cannot be split evenly by 2 learner devices'),
+     'num_grad_shards: 1 gradient group cannot be split evenly by 2 learner devices'),
     (['--config.scheme=fused', '--config.num_shards=2'], 'scheme: fused is for one process, not 2'),
-    (['--config.num_shards=1'], 'num_shards: 1 shards cannot be shared by 2 actors')])
+    (['--config.num_shards=1'],
+     'num_shards: 1 shard cannot be split evenly by 2 actors (actor_devices = (0,), '
+     'actors_per_device = 1, in each of 2 processes); take a multiple of 2')])
 def test_what_two_processes_cannot_share_is_refused(change, said, tmp_path):
   process = start(tmp_path, *change)
   out, _ = process.communicate(timeout=60)

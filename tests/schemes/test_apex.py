@@ -265,8 +265,8 @@ def test_epsilons_and_noise_are_the_papers():
     (dict(replay__capacity=200), 'replay.capacity: must be at least replay.min_size = 300, got'),
     (dict(replay__capacity=250, replay__min_size=10),
      'replay.capacity: must be at least env.num_envs * unroll_length = 256, got 250'),
-    (dict(replay__batch_size=127), 'replay.batch_size: 127 cannot be split evenly by '
-     'num_grad_shards = 2'),
+    (dict(replay__batch_size=127), 'replay.batch_size: 127 transitions cannot be split evenly by '
+     'num_grad_shards = 2; take a multiple of 2'),
     (dict(replay__priority_exponent=-0.1), 'replay.priority_exponent: must be between 0 and 2'),
     (dict(replay__eviction_exponent=0.4), 'replay.eviction_exponent: must be between -2 and 0'),
     (dict(replay__gradient_steps=0), 'replay.gradient_steps: must be at least 1, got 0'),
@@ -281,7 +281,8 @@ def test_epsilons_and_noise_are_the_papers():
     (dict(network__hidden=()), 'network.hidden: must have at least one layer'),
     (dict(loss__epsilon=1.5), 'loss.epsilon: must be between 0 and 1, got 1.5'),
     (dict(scheme='apex', num_grad_shards=1, placement__actor_devices=(0, 1)),
-     'num_grad_shards: 1 groups, each with a replay, cannot be shared evenly by 2 actors'),
+     'placement.actor_devices: 2 actors (actor_devices = (0, 1), actors_per_device = 1) cannot '
+     'share num_grad_shards = 1 evenly; take 1'),
     (dict(policy='categorical'), "policy: must be one of auto, epsilon_greedy for the "
      "actions of CartPole-v1")])
 def test_what_a_replay_cannot_take_is_refused(fields, said):

@@ -56,7 +56,7 @@ from absl import flags, logging
 
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.families import family_of
-from podracer_jit.run import build, command_line
+from podracer_jit.run import build, command_line, memory
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import picture, rounds, timed_parts
 from podracer_jit.run.measure.segments import small_replay, with_scheme
@@ -137,9 +137,11 @@ def prepare(experiment: Experiment, asked: Sequence[str] | None
     raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(timed_parts.ALL)}')
   host.prepare_host(experiment.placement)
   # Whatever the config says, training must not end while it is measured.
-  experiment = changed(experiment, scheme='sync', total_steps=2**31 - 1,
+  experiment = changed(experiment, scheme='sync', total_steps=2**30,
                        **small_replay(experiment))
   run = build.make_run(experiment)
+  for warning in memory.check(run):
+    say(f'warning: {warning}')
   wanted = timed_parts.NAMES if asked is None else asked
   names = [name for name in timed_parts.ALL if name in wanted]
   without = left_out(experiment)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from podracer_jit import loops
-from podracer_jit.run import build
+from podracer_jit.run import build, memory
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import core_distance
 from podracer_jit.run.measure.segments import copy_of, small_replay
@@ -46,6 +46,7 @@ class Tuner:
     """
     if candidate not in self._runs:
       run = build.make_run(placed(self.experiment, candidate))
+      memory.check(run)
       shared = self._shared.setdefault(candidate.learner_devices, run)
       self._runs[candidate] = dataclasses.replace(
           shared, experiment=run.experiment, place=run.place)
@@ -114,7 +115,7 @@ def prepare(config: Mapping[str, Any]) -> tuple[Experiment, Candidate]:
   if experiment.scheme.graph.free_rates:
     raise ValueError(f'scheme: {experiment.scheme_name} acts and learns at rates of their own, so '
                      'no one figure says which placement is better; apex_lockstep has one')
-  experiment = changed(experiment, total_steps=2**31 - 1, **small_replay(experiment))
+  experiment = changed(experiment, total_steps=2**30, **small_replay(experiment))
   return experiment, own_of(experiment, asked)
 
 

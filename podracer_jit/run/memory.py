@@ -1,0 +1,362 @@
+"""How much memory a run needs at least, by the shapes of its arrays, and how much there is.
+
+A lower bound: what it counts is there at one and the same time, whatever else is. Left out is what
+shapes do not tell: the environments themselves, activations of the network, copies between devices,
+Python and the libraries. So a run that is refused would not fit; one that is not may still fail.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podracer_jit import options
+from podracer_jit.envs.protocol import EnvSpec, TimeStep
+from podracer_jit.replay import buffer
+from podracer_jit.run import build
+from podracer_jit.run.settings import EnvOptions, TrainingOptions
+
+HOST = 'this machine'
+_USUAL_OBS = 4 * 84 * 84  # bytes of an observation of Atari
+NEAR = 0.8  # of the memory that there is; above it a run is warned of
+
+_Place = jax.Device | str  # a device with memory of its own, or HOST
+
+
+class Part(NamedTuple):
+  """What a run keeps in one place."""
+
+  name: str
+  nbytes: int
+  place: _Place
+  fields: tuple[str, ...]  # of the config, that its size depends on
+
+
+def estimate(run: build.Run) -> list[Part]:
+  """Returns the parts of the memory that this process needs at least; allocates nothing.
+
+  Of each place they are those of the moment that needs most: while actors act, or while the learner
+  takes a gradient. All CPU devices are one place, the host.
+  """
+  acting, learning = _moments(run)
+  totals = [_total_by_place(parts) for parts in (acting, learning)]
+  return [part for i, parts in enumerate((acting, learning)) for part in parts
+          if part.nbytes and totals[i][part.place] == max(x[part.place] for x in totals)
+          and (i == 0 or totals[0][part.place] != totals[1][part.place])]
+
+
+def check(run: build.Run) -> list[str]:
+  """Compares the estimate with the memory that there is.
+
+  Returns:
+    One line for each place whose memory is nearly used up.
+
+  Raises:
+    ValueError: a run cannot fit; one line, that begins with the field which its size is owed to.
+  """
+  parts, warnings = estimate(run), []
+  for place, needed in _total_by_place(parts).items():
+    limit = capacity(place)
+    if limit is None or needed <= NEAR * limit:
+      continue
+    line = _describe(run, [part for part in parts if part.place == place], limit)
+    if needed > limit:
+      raise ValueError(line)
+    warnings.append(line)
+  return warnings
+
+
+def capacity(place: _Place) -> int | None:
+  """Returns the bytes that a place has; None if it does not tell."""
+  if place == HOST:
+    return host_memory()
+  return (place.memory_stats() or {}).get('bytes_limit')
+
+
+def host_memory(root: Path = Path('/')) -> int | None:
+  """Returns the bytes that this process may use: the machine's, or fewer by a limit of cgroups.
+
+  Args:
+    root: where the system's files are, /proc and /sys.
+  """
+  limits = [*_cgroup_limits(root), *_machine_memory(root)]
+  return min(limits, default=None)
+
+
+def _machine_memory(root: Path) -> Iterator[int]:
+  for line in _lines(root / 'proc/meminfo'):
+    name, _, value = line.partition(':')
+    if name == 'MemTotal':
+      yield int(value.split()[0]) * 1024  # kB
+
+
+def _cgroup_limits(root: Path) -> Iterator[int]:
+  """Yields the limits of this process's cgroup and of those above it, of versions 2 and 1."""
+  mount = root / 'sys/fs/cgroup'
+  for line in _lines(root / 'proc/self/cgroup'):
+    _, controllers, path = line.split(':', 2)
+    if controllers == '':
+      folders, file = [mount, mount / 'unified'], 'memory.max'
+    elif 'memory' in controllers.split(','):
+      folders, file = [mount / 'memory'], 'memory.limit_in_bytes'
+    else:
+      continue
+    # In a container the path may be that of the machine outside; what is not there is passed over.
+    steps = [step for step in path.split('/') if step not in ('', '..')]
+    for folder in folders:
+      for depth in range(len(steps) + 1):
+        for text in _lines(folder.joinpath(*steps[:depth], file)):
+          if text != 'max':
+            yield int(text)
+
+
+def _lines(path: Path) -> list[str]:
+  try:
+    return path.read_text().split('\n')[:-1]
+  except OSError:
+    return []
+
+
+def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
+  """Returns the parts that are there while actors act, and while a gradient is taken."""
+  train_state = run.learner.state_shapes()
+  params = train_state.params
+  always = _learner_parts(run, nbytes(train_state))
+  state, experience, episodes = _actor_bytes(run)
+  experiment, place = run.experiment, run.place
+  rollout_fields = ('env.num_envs', 'unroll_length', 'env.task')
+  acting, learning = [], []
+
+  for device in _actor_devices(run):
+    always.append(Part("environments' observations and states", state, _place(device),
+                       rollout_fields))
+    acting.append(Part('rollouts', experience * _rollouts_at_once(run), _place(device),
+                       rollout_fields))
+    if not experiment.scheme.graph.one_program:
+      acting.append(Part("actors' parameters", nbytes(params), _place(device),
+                         _network_fields(run)))
+
+  if experiment.scheme.graph.one_program:
+    calls = min(experiment.placement.updates_per_call, experiment.checkpoint.every_updates)
+    always.append(Part('reports', calls * episodes, _place(place.learners[0]),
+                       ('placement.updates_per_call', *rollout_fields)))
+
+  gradient = nbytes(params['params'])
+  learning += [Part('gradient', gradient, _place(device), _network_fields(run))
+               for device in _optimizer_devices(run)]
+  actors = len(_actor_devices(run)) * place.processes
+  shares = place.mesh.size * (len(place.workers) if experiment.scheme.each else 1)
+  for device in place.learners:
+    if not experiment.scheme.graph.free_rates:
+      learning.append(Part('rollouts', experience * actors // shares, _place(device),
+                           rollout_fields))
+    learning.append(Part('minibatch indices', _index_bytes(run) // shares, _place(device),
+                         ('num_epochs', *rollout_fields)))
+    learning.append(Part("a gradient step's batch", _drawn_bytes(run), _place(device),
+                         ('replay.batch_size',)))
+  return always + acting, always + learning
+
+
+def _learner_parts(run: build.Run, state_bytes: int) -> list[Part]:
+  """Returns the parts of the train state: each device has one, and its groups of the replay."""
+  replay = run.learner.replay_shapes()
+  parts = [Part('parameters and optimizer state', state_bytes, _place(device),
+                _network_fields(run)) for device in _optimizer_devices(run)]
+  parts += [Part('replay', nbytes(replay) // run.place.mesh.size, _place(device),
+                 ('replay.capacity',)) for device in run.place.learners]
+  return parts
+
+
+def _actor_devices(run: build.Run) -> tuple[jax.Device, ...]:
+  """Returns the device of each of this process's actors."""
+  return run.place.actors[:1] if run.experiment.scheme.graph.one_program else run.place.actors
+
+
+def _optimizer_devices(run: build.Run) -> Sequence[jax.Device]:
+  """Returns this process's devices that have an optimizer: one, where updates are made apart."""
+  learners = run.place.learners
+  return learners[:1] if run.experiment.scheme.graph.separate_updates else learners
+
+
+def _rollouts_at_once(run: build.Run) -> int:
+  """Returns how many rollouts of an actor are there while it acts.
+
+  With a lag it makes the second while the first is learned from.
+  """
+  return 2 if run.experiment.scheme.lag and run.experiment.checkpoint.every_updates > 1 else 1
+
+
+def _actor_bytes(run: build.Run) -> tuple[int, int, int]:
+  """Returns the bytes of an actor's state, of its rollout, and of a rollout's episodes."""
+  experiment = run.experiment
+  # All pools of an actor are alike: one is enough.
+  shard = _ShardOfShapes(experiment.spec, experiment.env.num_envs // experiment.num_shards,
+                         experiment.env_batch)
+  # To trace the network itself would take seconds of every start.
+  acting = run.acting._replace(network=_NetworkOfShapes(run.network))
+  state = jax.eval_shape(lambda key: acting.initial_state([shard], [key], 0),
+                         jax.eval_shape(jax.random.key, 0))
+  _, experience = jax.eval_shape(acting.rollout([shard]), (), state)
+  actors = len(_actor_devices(run)) * run.place.processes
+  pools = experiment.num_shards // actors
+  return (nbytes(state.envs) * pools, nbytes(experience) * pools,
+          nbytes([x.episodes for x in experience]) * pools)
+
+
+def _index_bytes(run: build.Run) -> int:
+  """Returns the bytes of the order of a round's elements in each epoch, where it is drawn."""
+  experiment = run.experiment
+  algorithm = experiment.algorithm
+  if algorithm.learns_from_replay or not algorithm.shuffles:
+    return 0
+  unit = algorithm.minibatch_unit(experiment.torso_options.recurrent)
+  elements = experiment.env.num_envs * unit.elements(experiment.unroll_length)
+  return experiment.num_epochs * elements * np.dtype(np.int32).itemsize
+
+
+def _drawn_bytes(run: build.Run) -> int:
+  """Returns the bytes of the transitions that a gradient step draws, on one device."""
+  if not run.experiment.algorithm.learns_from_replay:
+    return 0
+  # The shapes do not depend on n_step, but the time to trace does.
+  memory, sizes = run.learner.memory._replace(n_step=1), run.learner.sizes
+  replay: buffer.State = run.learner.replay_shapes()
+  share = sizes.batch_size // sizes.num_grad_shards
+
+  def sample(replay, key):
+    keys = jax.random.split(key, sizes.num_grad_shards)
+    return memory.sample(replay, keys, share).transition
+
+  drawn = jax.eval_shape(sample, replay, jax.eval_shape(jax.random.key, 0))
+  return nbytes(drawn) // run.place.mesh.size
+
+
+def _network_fields(run: build.Run) -> tuple[str, ...]:
+  """Returns the fields that the sizes of layers are."""
+  experiment = run.experiment
+  names = [f'network.{name}' for name, default in options.defaults(
+      type(experiment.network)).items() if isinstance(default, tuple | int)
+      and not isinstance(default, bool)]
+  return (*names, *(['network.core_size'] if experiment.torso_options.recurrent else []),
+          'env.task')
+
+
+def _describe(run: build.Run, parts: Sequence[Part], limit: int) -> str:
+  """Returns the line that says what is needed, of what, and how much there is."""
+  by_name: collections.Counter[str] = collections.Counter()
+  for part in parts:
+    by_name[part.name] += part.nbytes
+  needed = sum(by_name.values())
+  shown = ', '.join(f'{name} {_gigabytes(size)}' for name, size in by_name.most_common()
+                    if size >= 0.01 * needed)
+  largest = by_name.most_common(1)[0][0]
+  fields = next(part.fields for part in parts if part.name == largest)
+  place = parts[0].place
+  field = _largest_field(run, fields)
+  if field == 'env.task':
+    shown += f' (observations are {run.experiment.spec.obs_shape})'
+  return (f'{field}: the run needs at least {_gigabytes(needed)} of memory: '
+          f'{shown}; {place} has {_gigabytes(limit)}')
+
+
+def _largest_field(run: build.Run, fields: Sequence[str]) -> str:
+  """Returns the field that is the largest multiple of its default: it is likely to be the cause."""
+  experiment = run.experiment
+  sections = {'network': (experiment.network, experiment.torso_options),
+              'replay': (experiment.replay,), 'placement': (experiment.placement,),
+              'env': (experiment.env,), '': (experiment,)}
+  of_experiment = options.defaults(TrainingOptions) | options.defaults(EnvOptions)
+
+  def ratio(field: str) -> float:
+    if field == 'env.task':  # whose observations may be large
+      return obs_bytes(experiment.spec) / _USUAL_OBS
+    section, _, name = field.rpartition('.')
+    for part in sections[section]:
+      value = getattr(part, name, None)
+      default = options.defaults(type(part)).get(name) if section else of_experiment[name]
+      if isinstance(value, int | tuple | list) and value and default:
+        return np.max(value) / np.max(default)
+    return 0.0
+
+  return max(fields, key=ratio)
+
+
+def obs_bytes(spec: EnvSpec) -> int:
+  """Returns the bytes of one observation."""
+  return math.prod(spec.obs_shape) * np.dtype(spec.obs_dtype).itemsize
+
+
+def _gigabytes(size: int) -> str:
+  """Returns a number of bytes for people, with two digits at least."""
+  gigabytes = size / 1e9
+  return f'{gigabytes:,.0f} GB' if gigabytes >= 10 else f'{gigabytes:.2g} GB'
+
+
+def _total_by_place(parts: Sequence[Part]) -> collections.Counter:
+  totals: collections.Counter = collections.Counter()
+  for part in parts:
+    totals[part.place] += part.nbytes
+  return totals
+
+
+def _place(device: jax.Device) -> _Place:
+  """Returns where a device has its memory: CPU devices share the host's."""
+  return HOST if device.platform == 'cpu' else device
+
+
+def nbytes(tree: Any) -> int:
+  """Returns the bytes of the arrays of a tree, or of their shapes."""
+  return sum(int(np.prod(x.shape, dtype=object)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+class _NetworkOfShapes:
+  """Stands in for a network that actors call, while shapes are computed."""
+
+  def __init__(self, network: nn.Module):
+    self.policy, self.initial_core = network.policy, network.initial_core
+
+  def apply(self, params: Any, obs: jax.Array, *args: jax.Array, method: str = '__call__') -> Any:
+    """Returns zeros for rows [1, B], or for `method` 'action_value' for environments [B]."""
+    del params
+    if method == 'action_value':
+      return jnp.zeros(len(obs))
+    core, _ = args
+    return jnp.zeros((*obs.shape[:2], self.policy.dist_size)), jnp.zeros(obs.shape[:2]), core
+
+
+class _ShardOfShapes:
+  """Stands in for a shard while shapes are computed: it starts no environments."""
+
+  def __init__(self, spec: EnvSpec, num_envs: int, batch_size: int):
+    self._spec = spec
+    self.num_envs, self.batch_size = num_envs, batch_size or num_envs
+    self.handle = np.zeros(8, np.uint8)
+
+  @property
+  def first_obs(self) -> jax.Array:
+    """See `protocol.Shard`; only to be asked for while shapes are computed."""
+    return self._zeros(self.num_envs, self._spec.obs_dtype, *self._spec.obs_shape)
+
+  def send(self, handle: jax.Array, action: jax.Array, env_id: jax.Array | None = None
+           ) -> jax.Array:
+    """See `protocol.Shard`."""
+    del action, env_id
+    return handle
+
+  def recv(self, handle: jax.Array) -> tuple[jax.Array, TimeStep]:
+    """See `protocol.Shard`."""
+    size, no = self.batch_size, self._zeros(self.batch_size, bool)
+    reward = self._zeros(size, jnp.float32)
+    obs = self._zeros(size, self._spec.obs_dtype, *self._spec.obs_shape)
+    return handle, TimeStep(obs, reward, no, no, reward, no, self._zeros(size, jnp.int32))
+
+  def _zeros(self, size: int, dtype: Any, *shape: int) -> jax.Array:
+    return jnp.zeros((size, *shape), dtype)

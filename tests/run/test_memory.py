@@ -1,0 +1,124 @@
+"""The estimate of memory: against the bytes of real arrays, and what the system says there is."""
+
+import contextlib
+import dataclasses
+
+import jax
+import pytest
+
+from podracer_jit.run import build, memory
+from tests.runs import changed, fresh, initial_state, small
+
+CASES = {
+    'rollouts': small('ppo', normalise={'obs': True, 'reward': True, 'value': False}),
+    'recurrent': changed(small('impala'), network__core='lstm', network__core_size=16),
+    'stacks of frames': changed(small('ppo', 'Pong-v5', 'nature_cnn'), num_shards=2),
+    'as they come': changed(small('impala'), env_batch=4, scheme='impala'),
+    'replay': small('dqn'),
+    'whole transitions': small('dqn')}
+for _name in ('replay', 'whole transitions'):
+  CASES[_name] |= dict(num_minibatches=1)
+  CASES[_name]['replay'] |= dict(capacity=640, min_size=64, batch_size=32)
+CASES['whole transitions']['replay'] |= dict(eviction='prioritised')
+
+
+def real_bytes(run):
+  """Returns the bytes of the train state, the replay, the actors' state and one rollout each."""
+  state = initial_state(run)
+  params = jax.tree.map(lambda x: x.addressable_data(0), state.params)
+  with contextlib.ExitStack() as stack:
+    (actor,) = build.make_actors(run, 0, stack)
+    actor_state = memory.nbytes(actor.state.envs)
+    rollout = actor.pools.load(run.acting.rollout(actor.pools.shards), (params, actor.state),
+                               donate=())
+    _, experience = jax.block_until_ready(rollout(params, actor.state))
+    made = memory.nbytes(experience)
+  return {'parameters and optimizer state': memory.nbytes(state._replace(replay=())),
+          'replay': memory.nbytes(state.replay),
+          "environments' observations and states": actor_state, 'rollouts': made}
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_each_part_has_the_bytes_of_the_real_arrays(case):
+  run = fresh(CASES[case])
+  parts = {part.name: part.nbytes for part in memory.estimate(run)}
+  for name, size in real_bytes(run).items():
+    assert parts.get(name, 0) == size, name
+  assert {part.place for part in memory.estimate(run)} == {memory.HOST}
+
+
+def test_a_replay_is_counted_once_whatever_the_mesh():
+  config = changed(CASES['replay'], num_grad_shards=2)
+  shared = changed(config, placement__learner_devices=(0, 1))
+  one, two = ({part.name: 0 for part in memory.estimate(fresh(c))} for c in (config, shared))
+  for totals, each in ((one, config), (two, shared)):
+    for part in memory.estimate(fresh(each)):
+      totals[part.name] += part.nbytes
+  assert one['replay'] == two['replay']
+  assert 2 * one['parameters and optimizer state'] == two['parameters and optimizer state']
+
+
+def test_a_lag_has_two_rollouts_at_once():
+  def rollouts(scheme):
+    parts = memory.estimate(fresh(changed(CASES['rollouts'], scheme=scheme)))
+    return sum(part.nbytes for part in parts if part.name == 'rollouts')
+  assert rollouts('cleanba') == 2 * rollouts('sync')
+
+
+def test_what_does_not_fit_is_refused_and_what_nearly_fills_the_memory_is_warned_of(monkeypatch):
+  run = fresh(changed(CASES['replay'], replay__capacity=64_000))
+  needed = sum(part.nbytes for part in memory.estimate(run))
+  for has, warnings in ((None, 0), (2 * needed, 0), (needed + 1, 1)):
+    monkeypatch.setattr(memory, 'host_memory', lambda has=has: has)
+    assert len(memory.check(run)) == warnings
+  monkeypatch.setattr(memory, 'host_memory', lambda: needed - 1)
+  with pytest.raises(ValueError, match='^replay.capacity: the run needs at least 0.* GB of memory: '
+                     'replay 0.*; this machine has 0.* GB$'):
+    memory.check(run)
+
+
+def test_a_device_with_memory_of_its_own_is_asked():
+  class Gpu:
+    platform = 'gpu'
+
+    def memory_stats(self):
+      return {'bytes_limit': 1000}
+
+    def __str__(self):
+      return 'gpu:0'
+
+  run, gpu = fresh(CASES['rollouts']), Gpu()
+  with pytest.raises(ValueError, match='; gpu:0 has 1e-06 GB'):
+    memory.check(dataclasses.replace(run, place=run.place._replace(actors=(gpu,))))
+  assert memory.capacity(gpu) == 1000
+
+
+MEMINFO = 'MemTotal:       1000 kB\nMemFree:        10 kB\n'
+
+
+@pytest.mark.parametrize('files, limit', [
+    ({}, None),
+    ({'proc/meminfo': MEMINFO}, 1_024_000),
+    # Version 2: the group's own, or of a group above it; 'max' is no limit.
+    ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '0::/a/b\n',
+      'sys/fs/cgroup/a/b/memory.max': '5000\n'}, 5000),
+    ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '0::/a/b\n',
+      'sys/fs/cgroup/a/memory.max': '4000\n', 'sys/fs/cgroup/a/b/memory.max': 'max\n'}, 4000),
+    ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '0::/\n',
+      'sys/fs/cgroup/memory.max': '3000\n'}, 3000),
+    ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '0::/a\n',
+      'sys/fs/cgroup/a/memory.max': 'max\n'}, 1_024_000),
+    # Version 1; in a container the path is that of the machine outside.
+    ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '4:cpu,memory:/a\n3:cpuset:/b\n',
+      'sys/fs/cgroup/memory/a/memory.limit_in_bytes': '2000\n',
+      'sys/fs/cgroup/memory/b/memory.limit_in_bytes': '1\n'}, 2000),
+    ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '4:memory:/docker/x\n0::/\n',
+      'sys/fs/cgroup/memory/memory.limit_in_bytes': '2500\n'}, 2500),
+    ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '4:memory:/\n',
+      'sys/fs/cgroup/memory/memory.limit_in_bytes': '9223372036854771712\n'}, 1_024_000)])
+def test_the_memory_is_the_machines_or_the_least_limit_of_a_cgroup(files, limit, tmp_path):
+  for name, text in files.items():
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+  assert memory.host_memory(tmp_path) == limit

@@ -1,0 +1,203 @@
+"""Whatever a field is set to, the config is accepted or refused in one line that names a field.
+
+Nothing is started, compiled or allocated: an experiment is resolved and built, and its memory
+estimated.
+"""
+
+import copy
+import functools
+import math
+import re
+import resource
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from podracer_jit import options
+from podracer_jit.run import build, command_line, config, memory
+from podracer_jit.run.resolve import resolve
+
+MOST_GROWTH = 500e6  # bytes of memory, by all examples together
+
+# A config of each algorithm and kind of network, with options of the task's own.
+CONFIGS = {
+    'impala_catch:smoke': ('max_episode_steps', 'height', 'width'),
+    'ppo_cartpole': ('max_episode_steps',),
+    'apex_dqn_catch': ('height', 'width'),
+    'apex_dpg_cartpole_swingup': ('max_episode_steps', 'frame_skip'),
+    'impala_memory': ('max_episode_steps', 'agent_view_size'),
+    'pong_laptop': ('img_height', 'img_width', 'stack_num', 'frame_skip', 'noop_max',
+                    'max_episode_steps', 'repeat_action_probability')}
+RESOLVED_ONLY = ('pong_laptop',)  # its convolutions take long to trace
+
+HUGE = (2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 10**22)
+INTS = st.one_of(
+    st.integers(-2, 300), st.integers(0, 80).map(lambda k: 2**k), st.sampled_from(HUGE),
+    st.sampled_from((3, 1000, 10**5, 10**6, 10**7, 10**9, -1, -2**31, -2**31 - 1, -2**63 - 1,
+                     10**400, 10**5000)))
+FLOATS = st.one_of(
+    st.floats(), st.floats(0, 2), st.sampled_from((math.nan, math.inf, -math.inf, -0.0, 1e39, 1e308,
+                                                  1e-60, 0.99999999)))
+TEXTS = st.one_of(
+    st.text(max_size=12), st.sampled_from(('', 'a\nb', 'x' * 10**6, 'a:b', ':', '\0')))
+TUPLES = st.one_of(
+    st.lists(INTS, max_size=4).map(tuple), st.lists(FLOATS, max_size=2).map(tuple),
+    st.sampled_from(((), (0,) * 10**6, (64,) * 101, (2**20,) * 100, (10**6, 10**6), (0, 1), (7, 8),
+                     ('a',), ((1,),))))
+OTHERS = st.sampled_from((None, {}, {'a': 1}, [], [64], True, False))
+
+
+@functools.cache
+def shipped(name):
+  """Returns a shipped config as plain values, on one device."""
+  fields = config.plain(command_line.load_config(name))
+  return fields | {'placement': fields['placement'] | config.ONE_DEVICE}
+
+
+@functools.cache
+def values_of(name):
+  """Returns the config's fields with their values."""
+  own = {f'env.{option}': 1 for option in CONFIGS[name]}
+  return own | {field: value for field, value, _ in config.describe(shipped(name))}
+
+
+ANY = st.one_of(INTS, FLOATS, TEXTS, TUPLES, OTHERS)
+
+
+def values_like(value):
+  """Returns a strategy of values for a field that has `value`: mostly of its own type."""
+  strategies = ((bool, st.booleans()), (int, INTS), (float, FLOATS), (str, TEXTS))
+  own = next((strategy for kind, strategy in strategies if isinstance(value, kind)), TUPLES)
+  return st.integers(0, 7).flatmap(lambda n: own if n else ANY)
+
+
+@st.composite
+def changes(draw):
+  """Draws a config and one to three of its fields with new values."""
+  name = draw(st.sampled_from(sorted(CONFIGS)))
+  values = values_of(name)
+  fields = draw(st.lists(st.sampled_from(sorted(values)), min_size=1, max_size=3, unique=True))
+  return name, {field: draw(values_like(values[field])) for field in fields}
+
+
+def outcome(name, changed):
+  """Returns the line that refuses a changed config, or '' where it is accepted."""
+  fields = copy.deepcopy(shipped(name))
+  for field, value in changed.items():
+    section, _, option = field.rpartition('.')
+    (fields[section] if section else fields)[option] = value
+  try:
+    experiment = resolve(fields)
+    if name in RESOLVED_ONLY:
+      return ''
+    run = build.make_run(experiment)
+    memory.check(run)
+    needed = sum(part.nbytes for part in memory.estimate(run))
+    assert 0 < needed <= memory.host_memory()
+  except ValueError as error:
+    line = str(error)
+    assert '\n' not in line and len(line) < 400, line
+    assert re.match(r'[a-z]\w*(\.\w+)?: .', line), line
+    assert line.split(':')[0] in values_of(name) or line.startswith('env.task: '), line
+    return line
+  return ''
+
+
+@pytest.fixture(scope='module', autouse=True)
+def little_memory():
+  """Asserts that no example allocates much."""
+  outcome('pong_laptop', {})  # all libraries are loaded then
+  outcome('impala_memory', {})
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  with mock.patch.object(memory, 'host_memory', lambda: 24 * 10**9):  # whatever is here
+    yield
+  after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  assert (after - before) * 1024 < MOST_GROWTH
+
+
+@settings(max_examples=150, derandomize=True, database=None, deadline=None,
+          suppress_health_check=list(HealthCheck))
+@given(changes())
+def test_any_value_is_accepted_or_refused_in_one_line(case):
+  outcome(*case)
+
+
+BOUNDED = {
+    'impala_catch:smoke': (
+        'placement.actors_per_device', 'env.num_envs', 'unroll_length', 'num_minibatches',
+        'num_epochs', 'num_shards', 'num_grad_shards', 'env_batch', 'microbatch_rows',
+        'total_steps', 'seed', 'log.window', 'checkpoint.keep', 'checkpoint.every_updates',
+        'placement.env_threads', 'placement.xla_threads', 'placement.updates_per_call',
+        'env.max_episode_steps', 'env.height'),
+    'impala_memory': ('network.core_size',),
+    'pong_laptop': ('network.hidden', 'env.img_height', 'env.stack_num', 'env.noop_max'),
+    'apex_dqn_catch': ('loss.n_step', 'loss.target_every', 'replay.capacity', 'replay.min_size',
+                       'replay.batch_size', 'replay.gradient_steps', 'replay.params_every',
+                       'replay.tolerance')}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize('value', [2**31, 10**22])
+@pytest.mark.parametrize('name, field', [(name, field) for name in BOUNDED
+                                         for field in BOUNDED[name]])
+def test_a_huge_number_is_refused_by_the_field_it_is_of(name, field, value):
+  assert re.match(f'{re.escape(field)}: must be (at most|below) .*, got {value}$',
+                  outcome(name, {field: value}))
+
+
+def test_every_whole_number_has_a_bound():
+  parts = {part for choice in config.CHOICES.values() for part in choice.shipped.values()}
+  sections = {*config.SECTIONS.values(), config.TrainingOptions, config.EnvOptions,
+              config.ReplayOptions, config.TorsoOptions}
+  for part in parts | sections:
+    for name, meaning in options.meanings(part).items():
+      default = options.defaults(part)[name]
+      if isinstance(default, int | tuple) and not isinstance(default, bool):
+        assert meaning.at_most is not None, f'{part.__name__}.{name}'
+
+
+@pytest.mark.parametrize('name, changed, said', [
+    ('impala_catch:smoke', {'network.hidden': (10**6, 10**6)},
+     'network.hidden: the run needs at least 16,001 GB of memory: parameters and'),
+    ('impala_memory', {'network.core_size': 10**6}, 'network.core_size: the run needs at least'),
+    ('impala_catch:smoke', {'network.hidden': (64,) * 10**6},
+     'network.hidden: must have at most 100 numbers, got (64, 64, 64'),
+    ('impala_catch:smoke', {'placement.actor_devices': (0,) * 10**6},
+     'placement.actor_devices: must be a tuple of device indices below 1024'),
+    ('impala_catch:smoke', {'unroll_length': 2**31 - 2}, 'unroll_length: the 2147483646 rows of '),
+    ('impala_catch:smoke', {'unroll_length': 10**7}, 'unroll_length: the run needs at least 14'),
+    ('impala_catch:smoke', {'total_steps': 2**31 - 1}, 'total_steps: with the 640 rows of the '),
+    ('impala_catch:smoke', {'placement.actor_devices': (0,) * 100,
+                            'placement.actors_per_device': 1000},
+     'placement.actors_per_device: 1000 actors on each of 100 devices are 100000; must be at most'),
+    ('impala_catch:smoke', {'placement.env_threads': 1024, 'num_shards': 32},
+     'placement.env_threads: 1024 threads of each pool (num_shards = 32) are 32,768; must be at '),
+    ('ppo_cartpole', {'num_epochs': 10**4, 'num_minibatches': 2**31 - 1},
+     'num_minibatches: 2147483647 in each of num_epochs = 10000 are 21,474,836,470,000; must be '),
+    ('ppo_cartpole', {'num_epochs': 10**4, 'unroll_length': 2**17},
+     'num_epochs: the run needs at least 8'),
+    ('ppo_cartpole', {'placement.updates_per_call': 10**6, 'checkpoint.every_updates': 10**6,
+                      'unroll_length': 2**12}, 'placement.updates_per_call: the run needs at '),
+    ('apex_dqn_catch', {'replay.capacity': 2**31 - 1}, 'replay.capacity: 2147483647 '),
+    ('apex_dqn_catch', {'replay.capacity': 2 * 10**9}, 'replay.capacity: the run needs at least'),
+    ('apex_dqn_catch', {'replay.gradient_steps': 10**9}, 'replay.gradient_steps: 1000000000 with'),
+    ('apex_dqn_catch', {'replay.batch_size': 10**9}, 'replay.batch_size: the run needs at least'),
+    ('pong_laptop', {'env.img_height': 10**4, 'env.img_width': 10**4},
+     'env.img_height: with the other options of Pong-v5 an observation has 400,000,000 bytes'),
+    ('pong_laptop', {'env.repeat_action_probability': math.inf},
+     'env.repeat_action_probability: must be a finite number, got inf'),
+    ('impala_catch:smoke', {'env.height': -1}, 'env.height: with -1 observations have the shape'),
+    ('impala_catch:smoke', {'optimizer.learning_rate': 1e39},
+     'optimizer.learning_rate: must be at most 3.4e+38, got 1e+39'),
+    ('impala_catch:smoke', {'optimizer.learning_rate': 10**400},
+     'optimizer.learning_rate: must be between 0 and inf, got 1000'),
+    ('impala_catch:smoke', {'seed': 10**5000}, 'seed: must be below 2^31, got a number of more ')])
+def test_what_is_too_large_together_is_refused(name, changed, said):
+  assert outcome(name, changed).startswith(said)
+
+
+def test_what_is_large_and_fits_is_accepted():
+  assert not outcome('impala_catch:smoke', {'env.num_envs': 2**14, 'unroll_length': 2})
+  assert not outcome('apex_dqn_catch', {'replay.capacity': 2**24})
