@@ -263,7 +263,7 @@ def soak(args: argparse.Namespace, passed_on: Sequence[str], root: Path) -> list
   workdir, log = root / 'run', root / 'log'
   command = [sys.executable, '-m', 'podracer_jit', f'--config={args.config}',
              f'--config.checkpoint.every_updates={args.every_updates}',
-             f'--config.total_steps={2**31 - 1}', *passed_on, f'--workdir={workdir}']
+             f'--config.total_steps={2**30}', *passed_on, f'--workdir={workdir}']
   with log.open('w') as file:
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file,
                                stderr=subprocess.STDOUT)
