@@ -24,9 +24,10 @@ from podracer_jit.run import build, checkpoint, config, workdirs
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import placement
-from podracer_jit.types import Params
+from podracer_jit.types import Params, TrainState
 
 Record = dict[str, Any]  # as evaluation.json has it
+ATTEMPTS = 10  # to read a checkpoint of a run that goes on saving
 CHUNK = 128  # steps of a program call; drawn actions depend on it
 
 
@@ -76,20 +77,15 @@ def restore(workdir: Path, experiment: Experiment) -> Agent:
     ValueError: a checkpoint is missing, or is not of such a run.
   """
   run = build.make_run(experiment)
-  if not checkpoint.saved_updates(workdir):
-    raise ValueError(f'--workdir: {workdir} has no checkpoint yet; a run saves one every '
-                     f'{experiment.checkpoint.every_updates} updates and at its end')
-  update = checkpoint.newest_whole(workdir)
-  if update is None:
-    newest = checkpoint.saved_updates(workdir)[-1]
-    raise ValueError(f'--workdir: no checkpoint in {workdir} is whole; of the newest, {newest}, '
-                     f'{checkpoint.problem(workdir, newest)}')
-  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
+  for attempt in range(ATTEMPTS):
+    existing = checkpoint.saved_updates(workdir)
     try:
-      state, _ = saved.restore(run.initial_state(), update, files_checked=True)
-    except Exception as error:  # noqa: BLE001 - orbax has no type for "something else is there"
-      raise ValueError(f'--workdir: cannot read the checkpoint of update {update} in {workdir}: '
-                       f'{" ".join(str(error).split())[:200]}') from error
+      state = _newest_state(workdir, run)
+      break
+    except ValueError:
+      # A run that is still training may have replaced the checkpoint while it was read.
+      if attempt == ATTEMPTS - 1 or checkpoint.saved_updates(workdir) == existing:
+        raise
   options = dict(experiment.env_options)
   if 'episodic_life' in options:
     options['episodic_life'] = False  # a whole game
@@ -98,6 +94,29 @@ def restore(workdir: Path, experiment: Experiment) -> Agent:
                network.policy._replace(explore=None),
                placement.put_params(state.params, device), device, run.place.env_threads,
                int(state.update), int(state.steps))
+
+
+def _newest_state(workdir: Path, run: build.Run) -> TrainState:
+  """Returns the state in the newest whole checkpoint.
+
+  Raises:
+    ValueError: there is none, or it is not of such a run.
+  """
+  existing = checkpoint.saved_updates(workdir)
+  if not existing:
+    raise ValueError(f'--workdir: {workdir} has no checkpoint yet; a run saves one every '
+                     f'{run.experiment.checkpoint.every_updates} updates and at its end')
+  update = checkpoint.newest_whole(workdir)
+  if update is None:
+    raise ValueError(f'--workdir: no checkpoint in {workdir} is whole; of the newest, '
+                     f'{existing[-1]}, {checkpoint.problem(workdir, existing[-1])}')
+  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
+    try:
+      state, _ = saved.restore(run.initial_state(), update, files_checked=True)
+    except Exception as error:  # noqa: BLE001 - orbax has no type for "something else is there"
+      raise ValueError(f'--workdir: cannot read the checkpoint of update {update} in {workdir}: '
+                       f'{" ".join(str(error).split())[:200]}') from error
+  return state
 
 
 def seeds(seed: int, num_envs: int) -> list[int]:

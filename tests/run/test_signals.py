@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from podracer_jit.run import checkpoint, exit_codes, journal, stopping
+from podracer_jit.run import checkpoint, evaluation, exit_codes, journal, stopping
 from tests.runs import QUICK
 
 ENDLESS = ['--config=configs/impala_catch.py:smoke', '--config.total_steps=100000000',
@@ -108,6 +108,18 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path):
   process.send_signal(signal.SIGTERM)
   assert process.wait(timeout=120) == exit_codes.STOPPED
   check_saved(tmp_path)
+
+
+def test_a_run_that_saves_all_the_time_can_be_evaluated(tmp_path):
+  """Checkpoints come and go while they are read."""
+  process = start(tmp_path, '--config.checkpoint.every_updates=1', '--config.checkpoint.keep=1')
+  wait_for(process, lambda: checkpoint.saved_updates(tmp_path))
+  experiment = evaluation.read_experiment(tmp_path)
+  updates = [evaluation.restore(tmp_path, experiment).update for _ in range(12)]
+  assert process.poll() is None
+  process.kill()
+  process.communicate()
+  assert updates == sorted(updates) and updates[-1] > updates[0] > 0
 
 
 def test_signals_while_it_saves_harm_nothing(tmp_path):
