@@ -62,9 +62,10 @@ def read(folder: Path) -> dict[str, Any]:
     ValueError: it is none.
   """
   record = json.loads((folder / NAME).read_bytes())
-  entries = record['files'].values() if _is_mapping(record, 'files') else [None]
-  if not all(_is_mapping({'entry': entry}, 'entry') and {'bytes', 'sha256'} <= entry.keys()
-             for entry in entries):
+  files = record.get('files') if isinstance(record, dict) else None
+  is_manifest = isinstance(files, dict) and 'state_sha256' in record and all(
+      isinstance(entry, dict) and {'bytes', 'sha256'} <= entry.keys() for entry in files.values())
+  if not is_manifest:
     raise ValueError(f'{folder / NAME} is no manifest')
   return record
 
@@ -84,10 +85,6 @@ def digest(tree: Any) -> str:
     total.update(f'{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n'.encode())
     total.update(array.tobytes())
   return total.hexdigest()
-
-
-def _is_mapping(record: Any, name: str) -> bool:
-  return isinstance(record, dict) and isinstance(record.get(name), dict)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -44,7 +44,7 @@ class Stopping:
     self._clock = clock
     self._last_s = -math.inf  # when the last signal came
     self._asked = threading.Event()
-    self._training = self._saving = False
+    self._training = self._saving = self._ended = False
 
   def asked(self) -> bool:
     """Returns whether a signal has asked for an end."""
@@ -53,6 +53,10 @@ class Stopping:
   def begin_training(self) -> None:
     """From now on the first signal does not interrupt."""
     self._training = True
+
+  def end(self) -> None:
+    """From now on signals do nothing: the command ends, and its exit code says how."""
+    self._ended = True
 
   @contextlib.contextmanager
   def saving(self) -> Iterator[None]:
@@ -73,6 +77,8 @@ class Stopping:
     asked_before = self._asked.is_set()
     self._last_s = self._clock()
     self._asked.set()
+    if self._ended:
+      return
     if not self._training:
       self._leave()
     elif asked_before and is_new and not self._saving:

@@ -100,6 +100,8 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       logging.exception('the run failed')
       complain(f'podracer_jit: {type(error).__name__}: {error}')
       return _leave(exit_codes.FAILED)
+    finally:
+      stop.end()
     return exit_codes.FINISHED if finished else _code_of_a_stop(workdir)
 
 

@@ -47,6 +47,15 @@ def test_nothing_interrupts_while_something_is_saved():
       signal.raise_signal(signal.SIGTERM)
 
 
+def test_at_the_end_signals_do_nothing():
+  now = 0.0
+  with stopping.handled(clock=lambda: now) as stop:
+    stop.begin_training()
+    stop.end()
+    for now in (1.0, 2.0, 3.0):  # noqa: B007 - the clock reads it
+      signal.raise_signal(signal.SIGTERM)
+
+
 def test_a_hangup_that_was_ignored_stays_ignored():
   """As nohup has it."""
   before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
