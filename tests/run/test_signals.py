@@ -29,10 +29,22 @@ def default_signals():
     signal.signal(number, signal.SIG_DFL)
 
 
-def start(workdir, *args, **kwargs):
-  kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=QUICK,
-                preexec_fn=default_signals) | kwargs
-  return subprocess.Popen(command(*ENDLESS, f'--workdir={workdir}', *args), **kwargs)
+@pytest.fixture
+def start():
+  """Returns a function that starts a training, which ends with the test at the latest."""
+  processes = []
+
+  def started(workdir, *args, **kwargs):
+    kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=QUICK,
+                  preexec_fn=default_signals) | kwargs
+    processes.append(
+        subprocess.Popen(command(*ENDLESS, f'--workdir={workdir}', *args), **kwargs))
+    return processes[-1]
+
+  yield started
+  for process in processes:
+    process.kill()
+    process.wait()
 
 
 def count(workdir):
@@ -54,7 +66,7 @@ def check_saved(workdir):
   assert not list(workdir.rglob('*tmp*')) and not (workdir / 'lock').exists()
 
 
-def test_two_runs_in_one_workdir_and_a_hangup(tmp_path):
+def test_two_runs_in_one_workdir_and_a_hangup(start, tmp_path):
   first = start(tmp_path, stdin=subprocess.DEVNULL)
   wait_for(first, lambda: count(tmp_path) > 3)
   second = subprocess.run(command(*ENDLESS, f'--workdir={tmp_path}'), capture_output=True,
@@ -72,7 +84,7 @@ def test_two_runs_in_one_workdir_and_a_hangup(tmp_path):
   check_saved(tmp_path)
 
 
-def test_a_closed_terminal_saves(tmp_path):
+def test_a_closed_terminal_saves(start, tmp_path):
   """The kernel sends SIGHUP, and nothing can be printed any more."""
   terminal, end = os.openpty()
 
@@ -98,7 +110,7 @@ def test_a_closed_terminal_saves(tmp_path):
   check_saved(tmp_path)
 
 
-def test_a_run_outlives_the_reader_of_its_output(tmp_path):
+def test_a_run_outlives_the_reader_of_its_output(start, tmp_path):
   process = start(tmp_path, '--config.log.every_seconds=0.05', stderr=subprocess.STDOUT)
   assert 'starting' in process.stdout.readline()
   process.stdout.close()
@@ -110,19 +122,17 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path):
   check_saved(tmp_path)
 
 
-def test_a_run_that_saves_all_the_time_can_be_evaluated(tmp_path):
+def test_a_run_that_saves_all_the_time_can_be_evaluated(start, tmp_path):
   """Checkpoints come and go while they are read."""
   process = start(tmp_path, '--config.checkpoint.every_updates=1', '--config.checkpoint.keep=1')
   wait_for(process, lambda: checkpoint.saved_updates(tmp_path))
   experiment = evaluation.read_experiment(tmp_path)
   updates = [evaluation.restore(tmp_path, experiment).update for _ in range(12)]
   assert process.poll() is None
-  process.kill()
-  process.communicate()
   assert updates == sorted(updates) and updates[-1] > updates[0] > 0
 
 
-def test_signals_while_it_saves_harm_nothing(tmp_path):
+def test_signals_while_it_saves_harm_nothing(start, tmp_path):
   process = start(tmp_path, '--config.checkpoint.every_updates=1')
   folder = tmp_path / 'checkpoints'
   wait_for(process, lambda: any('tmp' in path.name for path in folder.glob('*')))
@@ -138,7 +148,7 @@ def test_signals_while_it_saves_harm_nothing(tmp_path):
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_start_is_one_line(number, tmp_path):
+def test_an_interrupted_start_is_one_line(number, start, tmp_path):
   process = start(tmp_path / 'run')
   # It imports; most of what a start takes is still to come.
   maps = Path(f'/proc/{process.pid}/maps')
