@@ -45,6 +45,9 @@ def start():
   for process in processes:
     process.kill()
     process.wait()
+    for pipe in (process.stdout, process.stderr):
+      if pipe:
+        pipe.close()
 
 
 def count(workdir):
