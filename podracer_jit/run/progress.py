@@ -18,15 +18,27 @@ from podracer_jit.run.output import LastingStream
 
 
 def bottleneck(actor_wait_s: float, learner_wait_s: float, seconds: float) -> str:
-  """Which side the other waits for, in words."""
+  """Returns in words which side the other waits for.
+
+  Args:
+    actor_wait_s: time that actors have waited in a period.
+    learner_wait_s: time that the learner has waited in it.
+    seconds: length of the period.
+  """
   actor, learner = (min(100, 100 * wait / seconds) for wait in (actor_wait_s, learner_wait_s))
   if max(actor, learner) < 5:
-    return 'balanced: neither side waits'
-  if min(actor, learner) > 20:  # lag 0: each waits while the other works
-    return f'they take turns: acting {learner:.0f}% of the time, learning {actor:.0f}%'
+    return 'none (neither side waits)'
+  if min(actor, learner) > 20:  # with a lag of 0 each side waits while the other works
+    return f'both take turns (acting {learner:.0f}% of the time, learning {actor:.0f}%)'
   if actor > learner:
-    return f'learner is the bottleneck: actors wait {actor:.0f}% of the time'
-  return f'actors are the bottleneck: the learner waits {learner:.0f}% of the time'
+    return f'learner (the actors wait {actor:.0f}% of the time)'
+  return f'actors (the learner waits {learner:.0f}% of the time)'
+
+
+def _duration(seconds: float) -> str:
+  if seconds >= 86400:
+    return f'{seconds / 86400:.1f} days'
+  return time.strftime('%H:%M:%S', time.gmtime(max(seconds, 0)))
 
 
 class Progress:
@@ -44,6 +56,7 @@ class Progress:
     self._recent: collections.deque[tuple[float, Record]] = collections.deque()
     self._live: Live | None = None
     self._printed = time.monotonic()
+    self._shown = False  # whether the newest record was printed
 
   def __enter__(self) -> Progress:
     if self._console.is_terminal:
@@ -60,44 +73,61 @@ class Progress:
     """Prints a line above the block."""
     self._console.print(line, markup=False)
 
+  def compiling(self) -> None:
+    """Says that programs are compiled until the first update is made."""
+    if not self._live:  # the block says so itself
+      self.note('compiling ...')
+
+  def finish(self, line: str) -> None:
+    """Shows the last update, and prints a line below it, the last of all."""
+    if self._live:
+      self._live.__exit__(None, None, None)
+      self._live = None
+    elif self._recent and not self._shown:
+      self._console.print(self._line(), markup=False)
+    self.note(line)
+
   def show(self, record: Record) -> None:
     """Takes in one update."""
     now = time.monotonic()
     self._recent.append((now, record))
     while len(self._recent) > 2 and now - self._recent[0][0] > 30:
       self._recent.popleft()  # rates are those of the last half minute
+    self._shown = False
     if not self._live and (now - self._printed >= self._every_s
                            or record['steps'] >= self._total):
       self._printed = now
+      self._shown = True
       self._console.print(self._line(), markup=False)
 
-  def _rates(self) -> tuple[float, str]:
-    """Valid steps a second, and the bottleneck in words."""
-    recent = list(self._recent)  # as it is now: the block is made by another thread
+  def _rates(self) -> tuple[float | None, str]:
+    """Returns valid steps a second, if enough was seen to say, and the bottleneck in words."""
+    recent = list(self._recent)  # a copy, as the block is made by another thread
     (start, first), (end, last) = recent[0], recent[-1]
-    if end - start < 1.0:  # too short to say anything of
-      return last['sps'], ''
+    if end - start < 1.0:
+      # The first update has the time of compiling in it.
+      return (last['sps'] if len(recent) > 1 else None), ''
     sps = (last['steps'] - first['steps']) / (end - start)
     if not self._split:
-      return sps, 'one program: rollout and learning take turns'
+      return sps, 'one program (rollout and learning take turns)'
     waits = [sum(record[side] for _, record in recent[1:])
              for side in ('actor_wait_s', 'learner_wait_s')]
     return sps, bottleneck(*waits, end - start)
 
   def _numbers(self) -> dict[str, str]:
     record, (sps, words) = self._recent[-1][1], self._rates()
-    eta = (self._total - record['steps']) / max(sps, 1e-9)
     numbers = {
         'steps': f'{record["steps"]:,} of {self._total:,}',
         'frames': f'{record["frames"]:,}',
-        'speed': f'{sps:,.0f} SPS',
-        'left': time.strftime('%H:%M:%S', time.gmtime(max(eta, 0))) if eta < 86400
-                else f'{eta / 86400:.1f} days',
-        'return': '-' if record['episode_return'] is None else
-                  f'{record["episode_return"]:.2f} (length {record["episode_length"]:.0f}, '
-                  f'{record["episodes"]} episodes)',
     }
-    numbers['delays'] = f'CGD {record["cgd"]:.1f}, GUD {record["gud"]:.1f} gradient steps'
+    if sps is not None:
+      numbers['speed'] = f'{sps:,.0f} SPS'
+      numbers['left'] = _duration((self._total - record['steps']) / max(sps, 1e-9))
+    numbers['return'] = '-' if record['episode_return'] is None else (
+        f'{record["episode_return"]:.2f} (length {record["episode_length"]:.0f}, '
+        f'{record["episodes"]} episodes)')
+    numbers['delays'] = (f'rollouts {record["cgd"]:.1f} (CGD), gradients {record["gud"]:.1f} (GUD) '
+                         'gradient steps old')
     if self._split:
       numbers['waits'] = (f'actor {record["actor_wait_s"]:.3f} s, learner '
                           f'{record["learner_wait_s"]:.3f} s an update')
@@ -106,7 +136,7 @@ class Progress:
           f'{record["replay_size"]:,.0f} transitions, {record["samples_per_s"]:,.0f} drawn a '
           f'second, {record["replay_ratio"]:.2f} for each added, '
           f'{record["sampled_age"]:,.0f} gradient steps old')
-    return numbers | ({'bound by': words} if words else {})
+    return numbers | ({'bottleneck': words} if words else {})
 
   def _line(self) -> str:
     return '  '.join(f'{name} {value}' for name, value in self._numbers().items())
@@ -115,6 +145,7 @@ class Progress:
     table = Table.grid(padding=(0, 2))
     table.title = self._title
     if not self._recent:
+      table.add_row('compiling ...')
       return table
     steps = min(self._recent[-1][1]['steps'], self._total)
     table.add_row('progress', ProgressBar(total=self._total, completed=steps, width=50))

@@ -201,6 +201,8 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       progress.note(f'going on from update {int(state.update)} ({int(state.steps):,} steps)')
     else:
       progress.note(f'{title}: starting')
+    if int(state.steps) < experiment.total_steps:
+      progress.compiling()
     files = None
     if run.place.process == 0 and int(state.steps) < experiment.total_steps:
       files = stack.enter_context(contextlib.closing(Files(
@@ -229,9 +231,9 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       progress.note(f'no trace: it begins with the third report, and there were '
                     f'{profiler.reports}')
     done = int(state.steps) >= experiment.total_steps
-    progress.note(f'{"finished" if done else "stopped"} at update {int(state.update)} '
-                  f'({int(state.steps):,} steps); {workdir} has it all'
-                  + ('' if done else '; the same command goes on'))
+    progress.finish(f'{"finished" if done else "stopped"} at update {int(state.update)} '
+                    f'({int(state.steps):,} steps); {workdir} has it all'
+                    + ('' if done else '; the same command goes on'))
   return done or not stop.asked()
 
 

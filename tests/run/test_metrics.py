@@ -3,6 +3,7 @@
 import io
 import json
 import struct
+import time
 import types
 
 import numpy as np
@@ -127,10 +128,10 @@ def _events(directory):
 
 @pytest.mark.quick
 @pytest.mark.parametrize('actor,learner,words', [
-    (5.0, 0.1, 'learner is the bottleneck: actors wait 50%'),
-    (0.1, 4.0, 'actors are the bottleneck: the learner waits 40%'),
-    (0.1, 0.2, 'balanced'),
-    (6.0, 4.0, 'they take turns: acting 40% of the time, learning 60%'),
+    (5.0, 0.1, 'learner (the actors wait 50% of the time)'),
+    (0.1, 4.0, 'actors (the learner waits 40% of the time)'),
+    (0.1, 0.2, 'none (neither side waits)'),
+    (6.0, 4.0, 'both take turns (acting 40% of the time, learning 60%)'),
 ])
 def test_bottleneck_in_words(actor, learner, words):
   assert bottleneck(actor, learner, 10.0).startswith(words)
@@ -151,8 +152,35 @@ def test_progress_shows_what_matters(terminal, monkeypatch):
   with Progress(EXPERIMENT, 'a title', console) as progress:
     progress.show(dict(RECORD))
     progress.show(dict(RECORD, steps=60, frames=240, actor_wait_s=0.9))
-  text = out.getvalue()
-  for part in ('60 of 100', '240', 'SPS', '3.00 (length 9, 4 episodes)', 'CGD 5.5, GUD 0.2',
-               'learner is the bottleneck'):
+  text = ' '.join(out.getvalue().split())  # lines are cut at the console's width
+  for part in ('60 of 100', '240', 'SPS', '3.00 (length 9, 4 episodes)',
+               'rollouts 5.5 (CGD), gradients 0.2 (GUD) gradient steps old',
+               'learner (the actors wait 90% of the time)'):
     assert part in text
   assert ('a title' in text) == terminal
+
+
+@pytest.mark.parametrize('terminal', [False, True])
+def test_progress_tells_of_compiling_and_says_nothing_of_time_left_too_soon(terminal):
+  """The first update has the time of compiling in it."""
+  out = io.StringIO()
+  console = Console(file=out, force_terminal=terminal, width=120, highlight=False)
+  with Progress(EXPERIMENT, 'a title', console) as progress:
+    progress.compiling()
+    if terminal:
+      time.sleep(0.5)  # the block is drawn four times a second
+    progress.show(dict(RECORD))
+    progress.finish('finished at update 1')
+  text = out.getvalue()
+  assert text.index('compiling ...') < text.index('50 of 100') < text.index('finished')
+  assert 'left' not in text and 'SPS' not in text
+
+
+def test_the_last_update_is_shown_before_the_last_line():
+  out = io.StringIO()
+  experiment = resolve(changed(small(), total_steps=100, log__every_seconds=1e6))
+  with Progress(experiment, 'a title', Console(file=out, width=120)) as progress:
+    progress.show(dict(RECORD))
+    assert out.getvalue() == ''
+    progress.finish('stopped at update 1')
+  assert out.getvalue().index('50 of 100') < out.getvalue().index('stopped')
