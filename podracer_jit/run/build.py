@@ -38,7 +38,7 @@ MAX_THREADS = 16_384  # of environments; Linux lets all processes have 32,768 by
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What stays the same over all segments of a run."""
+  """Everything of a run that stays the same over its segments."""
 
   experiment: Experiment
   place: placement.Placement
@@ -48,7 +48,7 @@ class Run:
 
   @property
   def plan(self) -> wiring.Plan:
-    """What segments are wired from."""
+    """The parts from which segments are wired."""
     experiment = self.experiment
     return wiring.Plan(
         experiment.scheme, self.place, self.learner, self.acting, experiment.env.num_envs,
@@ -181,7 +181,7 @@ def _replay_learner(experiment: Experiment, parts: Parts) -> ReplayLearner:
 
 
 def _make_acting(experiment: Experiment, network: nn.Module) -> Acting:
-  """How the actors of an experiment act."""
+  """Returns the way in which the actors of an experiment act."""
   algorithm, spec, steps = experiment.algorithm, experiment.spec, experiment.unroll_length
   if experiment.env_batch:
     obs = jax.ShapeDtypeStruct(spec.obs_shape, spec.obs_dtype)

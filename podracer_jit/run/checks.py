@@ -67,7 +67,7 @@ def _too_large(experiment: Experiment) -> Iterator[str]:
 
 
 def _network(experiment: Experiment) -> Iterator[str]:
-  """The network, the algorithm and the task's observations."""
+  """Yields problems of the network with the algorithm and the task's observations."""
   name, spec = experiment.network_name, experiment.spec
   kind, torso = experiment.algorithm.network_kind, experiment.torso_options
   made_from = kinds.provides(type(experiment.network))
@@ -89,7 +89,7 @@ def _network(experiment: Experiment) -> Iterator[str]:
 
 
 def _algorithm(experiment: Experiment) -> Iterator[str]:
-  """The algorithm, the optimizer and what is normalised."""
+  """Yields problems of the algorithm with the optimizer and with what is normalised."""
   name = experiment.loss_name
   if experiment.optimizer.kl_target and not experiment.algorithm.measures_kl:
     yield f'optimizer.kl_target: {name} does not measure how far the policy moves; must be 0'
@@ -98,7 +98,7 @@ def _algorithm(experiment: Experiment) -> Iterator[str]:
 
 
 def _placement(experiment: Experiment) -> Iterator[str]:
-  """The scheme and where it runs."""
+  """Yields problems of the scheme with the devices."""
   place, scheme, name = experiment.placement, experiment.scheme, experiment.scheme_name
   learners = place.learner_devices
   if len(set(learners)) < len(learners) and not scheme.each:
@@ -126,7 +126,7 @@ def _gradient_groups(experiment: Experiment) -> Count:
 
 
 def _indivisible(experiment: Experiment) -> Iterator[str]:
-  """What must be shared out evenly."""
+  """Yields the numbers that cannot be shared out evenly."""
   num_envs, groups = experiment.env.num_envs, experiment.num_grad_shards
   learners = len(experiment.placement.learner_devices)
   envs_set = num_envs != defaults(EnvOptions)['num_envs']
@@ -147,7 +147,7 @@ def _indivisible(experiment: Experiment) -> Iterator[str]:
 
 
 def _asynchronous(experiment: Experiment) -> Iterator[str]:
-  """What cannot be together with actors that do not wait for all environments."""
+  """Yields the fields that exclude actors which do not wait for all environments."""
   size, shard = experiment.env_batch, experiment.env.num_envs // experiment.num_shards
   if not size:
     return

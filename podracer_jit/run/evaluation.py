@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import Shard
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.run import build, checkpoint, config, workdirs
+from podracer_jit.run import build, checkpoint, config, safe_files, workdirs
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import placement
@@ -128,7 +127,7 @@ def seeds(seed: int, num_envs: int) -> list[int]:
 
 
 def greedy(agent: Agent) -> Agent:
-  """The same that takes the likeliest action, not a drawn one."""
+  """Returns the agent with the likeliest action in place of a drawn one."""
   return agent._replace(
       policy=agent.policy._replace(sample=lambda key, dist: agent.policy.mode(dist)))
 
@@ -136,15 +135,27 @@ def greedy(agent: Agent) -> Agent:
 @contextlib.contextmanager
 def game(agent: Agent, seeds: Sequence[int], key: jax.Array, steps: int,
          **options: Any) -> Iterator[tuple[Shard, Callable, rollouts.ActorState]]:
-  """Yields a shard, a program (params, state) -> (state, Episodes of `steps` rows), its state."""
+  """Starts environments and compiles a program that plays them.
+
+  Args:
+    agent: who plays.
+    seeds: of the environments, one each.
+    key: of the drawn actions.
+    steps: rows of a call of the program.
+    **options: of EnvPool's, over those of the agent.
+
+  Yields:
+    The environments, the program (params, state) -> (state, Episodes [steps, num_envs]), and its
+    first state, which is donated.
+  """
   shard = family_of(agent.task).make_shard(
       agent.task, dict(agent.options) | options, seeds, min(agent.threads, len(seeds)), 0)
   with contextlib.closing(Pools([shard])) as pools:
     rollout = rollouts.make_rollout(pools.shards, agent.apply, agent.policy, steps)
 
     def play(params, state):
-      state, (made,) = rollout(params, state)
-      return state, made.episodes
+      state, (experience,) = rollout(params, state)
+      return state, experience.episodes
 
     state = jax.device_put(rollouts.initial_state([shard], [key], agent.initial_core),
                            agent.device)
@@ -155,67 +166,94 @@ def play(agent: Agent, num_episodes: int, num_envs: int, seed: int, max_steps: i
          progress: Callable[[int], None] = lambda done: None) -> Episodes:
   """Plays num_episodes whole games and counts exactly those.
 
-  How many episodes of an environment count - its first num_episodes / num_envs, one more in the
-  first few where that leaves a remainder - is fixed before any is played. Whatever is played
-  while others finish theirs is dropped: to take episodes as they end would favour short ones.
+  How many episodes of an environment count is fixed before any is played: its first num_episodes /
+  num_envs, and one more in the first few where that leaves a remainder. Episodes that are played
+  while other environments finish theirs are dropped. To take episodes as they end would favour
+  short ones.
+
+  Args:
+    agent: who plays.
+    num_episodes: games to count.
+    num_envs: environments that play them; at most num_episodes are used.
+    seed: of the environments and of the drawn actions.
+    max_steps: length of the longest game that is waited for.
+    progress: called with the number of games counted so far.
+
+  Returns:
+    The counted games.
 
   Raises:
     RuntimeError: an episode that counts is longer than max_steps.
   """
   num_envs = min(num_envs, num_episodes)
   wanted = [num_episodes // num_envs + (i < num_episodes % num_envs) for i in range(num_envs)]
-  found: list[list[tuple[float, int]]] = [[] for _ in wanted]
+  counted: list[list[tuple[float, int]]] = [[] for _ in wanted]  # (return, length), by environment
   key = jax.random.fold_in(jax.random.key(seed), 0)
+
   with game(agent, seeds(seed, num_envs), key, CHUNK) as (_, program, state):
-    while any(len(had) < want for had, want in zip(found, wanted, strict=True)):
+    while any(len(games) < want for games, want in zip(counted, wanted, strict=True)):
       state, ended = program(agent.params, state)
       ended, running = jax.device_get((ended, state.envs[0].episode_length))
-      for i, had in enumerate(found):
-        rows = np.flatnonzero(ended.ended[:, i])[:wanted[i] - len(had)]
-        had += [(float(ended.episode_return[t, i]), int(ended.length[t, i])) for t in rows]
-        if len(had) < wanted[i]:
+      for i, games in enumerate(counted):
+        rows = np.flatnonzero(ended.ended[:, i])[:wanted[i] - len(games)]
+        games += [(float(ended.episode_return[t, i]), int(ended.length[t, i])) for t in rows]
+        if len(games) < wanted[i]:
           bound(int(running[i]), max_steps)
-      progress(sum(map(len, found)))
-  returns, lengths = zip(*[episode for had in found for episode in had], strict=True)
+      progress(sum(map(len, counted)))
+
+  returns, lengths = zip(*[episode for games in counted for episode in games], strict=True)
   return Episodes(list(returns), list(lengths))
 
 
 def bound(length: int, max_steps: int) -> None:
-  """Refuses to go on with an episode that may have no end: many tasks set no limit."""
+  """Refuses to go on with an episode that may have no end, as many tasks set no limit.
+
+  Raises:
+    RuntimeError: the episode is longer than max_steps.
+  """
   if length > max_steps:
     raise RuntimeError(f'gave up: {length:,} steps into an episode, and max_steps is {max_steps:,}')
 
 
 def atari_scores() -> dict[str, tuple[float, float]]:
-  """Task -> score of random play, score of a human."""
+  """Returns the scores of random play and of a human, by task."""
   text = (Path(__file__).parents[1] / 'data' / 'atari_scores.csv').read_text()
   rows = csv.DictReader(line for line in text.splitlines() if not line.startswith('#'))
   return {row['game']: (float(row['random']), float(row['human'])) for row in rows}
 
 
 def statistics(task: str, episodes: Episodes) -> dict[str, float | None]:
-  """Of the returns and lengths; of one episode there is no standard error (None)."""
+  """Returns statistics of returns and lengths; a single episode has no standard error (None)."""
   returns = np.array(episodes.returns)
-  found = dict(
-      mean=float(returns.mean()),
-      standard_error=float(returns.std(ddof=1) / np.sqrt(len(returns)))
-      if len(returns) > 1 else None,
-      min=float(returns.min()), median=float(np.median(returns)), max=float(returns.max()),
+  standard_error = None
+  if len(returns) > 1:
+    standard_error = float(returns.std(ddof=1) / np.sqrt(len(returns)))
+  summary = dict(
+      mean=float(returns.mean()), standard_error=standard_error, min=float(returns.min()),
+      median=float(np.median(returns)), max=float(returns.max()),
       mean_length=float(np.mean(episodes.lengths)))
   if task in (scores := atari_scores()):
     random, human = scores[task]
-    found['human_normalised'] = float(np.mean((returns - random) / (human - random)))
-  return found
+    summary['human_normalised'] = float(np.mean((returns - random) / (human - random)))
+  return summary
 
 
 def write(workdir: Path, agent: Agent, episodes: Episodes, **how: Any) -> Record:
-  """Writes evaluation.json, in one step; returns what it holds. `how`: whatever else tells."""
+  """Writes evaluation.json in one step.
+
+  Args:
+    workdir: of the run.
+    agent: who played.
+    episodes: what was played.
+    **how: other facts about it, for the file.
+
+  Returns:
+    What the file holds.
+  """
   record = dict(task=agent.task, update=agent.update, steps=agent.steps, **how,
                 statistics=statistics(agent.task, episodes), returns=episodes.returns,
                 lengths=episodes.lengths, versions=workdirs.versions())
-  path = workdir / 'evaluation.json'
-  draft = path.with_suffix('.tmp')
+  # A field a line: lists of returns stay short.
   fields = (f'{json.dumps(name)}: {json.dumps(value)}' for name, value in record.items())
-  draft.write_text('{\n' + ',\n'.join(fields) + '\n}\n')
-  os.replace(draft, path)
+  safe_files.write_text(workdir / 'evaluation.json', '{\n' + ',\n'.join(fields) + '\n}\n')
   return record

@@ -23,7 +23,7 @@ from podracer_jit.schemes.scheme import Scheme
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment(TrainingOptions):
-  """All that the config says. What is computed, and (`placement`) where."""
+  """Everything that a config says: the computation, and in `placement` the devices."""
 
   scheme_name: str
   scheme: Scheme
@@ -45,17 +45,17 @@ class Experiment(TrainingOptions):
   fields: Mapping[str, Any]  # the config that this is, as plain values, for files and messages
 
   def differs(self, name: str) -> bool:
-    """Whether a field of the top level has another value than by default."""
+    """Returns whether a field of the top level has another value than by default."""
     return getattr(self, name) != options.defaults(TrainingOptions)[name]
 
   @property
   def batch_rows(self) -> int:
-    """Rows of one update, invalid ones too."""
+    """Rows of one update, invalid rows included."""
     return self.env.num_envs * self.unroll_length
 
   @property
   def deterministic(self) -> bool:
-    """Whether the same experiment gives the same bits: nothing is taken as it comes."""
+    """True if the same experiment always gives the same bits."""
     return not self.non_deterministic_setting
 
   @property

@@ -43,7 +43,7 @@ class Gaps:
 
 
 class Receipts(NamedTuple):
-  """What receipts.jsonl says."""
+  """The content of receipts.jsonl."""
 
   headers: list[dict[str, Any]]  # of the segments, in order
   by_update: dict[int, dict[str, Any]]

@@ -32,7 +32,7 @@ _Place = jax.Device | str  # a device with memory of its own, or HOST
 
 
 class Part(NamedTuple):
-  """What a run keeps in one place."""
+  """Arrays that a run keeps in one place."""
 
   name: str
   nbytes: int

@@ -37,7 +37,7 @@ class Meter:
     self._last = time.perf_counter()
 
   def meta(self) -> dict[str, Any]:
-    """What a checkpoint must hold for the statistics to go on."""
+    """Returns the part of a checkpoint's `meta` from which the statistics go on."""
     return dict(window=list(self._window), episodes=self._episodes, elapsed_s=self._elapsed)
 
   def records(self, report: Report) -> Iterator[tuple[Record, Record]]:

@@ -93,7 +93,7 @@ def _to_compare(state: TrainState) -> dict[str, Any]:
 
 
 def _step_by_step(learner: RolloutLearner, state: TrainState, rollout: Rollout) -> Arrays:
-  """What the gradient steps of an update make, each by programs of its own on the run's devices."""
+  """Returns the arrays of each gradient step, made by separate programs on the run's devices."""
   mesh = learner.parts.mesh
   (programs,), updates = learner.gradient_programs([mesh]), learner.update_programs
   batch = jax.device_put(rollout, NamedSharding(mesh, PartitionSpec(None, AXIS)))

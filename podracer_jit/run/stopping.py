@@ -31,7 +31,7 @@ def leave() -> None:
 
 
 class Stopping:
-  """What SIGINT, SIGTERM and SIGHUP do in the course of a command.
+  """Handles SIGINT, SIGTERM and SIGHUP in the course of a command.
 
   Before training they end the process, since nothing can be lost. While it trains, the first one
   asks for an end, and a second one interrupts. While something is being saved, none interrupts: the

@@ -21,7 +21,7 @@ Look = Callable[[rollouts.ActorState], np.ndarray]  # -> frame [H, W, 3]
 
 
 class Film(NamedTuple):
-  """What was filmed."""
+  """Facts about an episode that was filmed."""
 
   episode_return: float
   frames: int  # the first observation's and one a step
@@ -30,7 +30,14 @@ class Film(NamedTuple):
 
 
 def film(agent: evaluation.Agent, path: Path, seed: int, env: int, max_steps: int) -> Film:
-  """Films the first episode of environment `env` of this evaluation seed to path, by its suffix.
+  """Films an episode.
+
+  Args:
+    agent: who plays.
+    path: of the video; its suffix, .mp4 or .gif, says which kind.
+    seed: of an evaluation.
+    env: the environment of that evaluation whose first episode is filmed.
+    max_steps: length of the longest episode that is waited for.
 
   Raises:
     ValueError: EnvPool does not render the task, and its observations are no pictures either.
@@ -55,7 +62,13 @@ def film(agent: evaluation.Agent, path: Path, seed: int, env: int, max_steps: in
 
 
 def write(path: Path, observations: np.ndarray, colour: bool, frame_rate: float) -> None:
-  """Writes observations [T, ...], newest frame of each, as a video.
+  """Writes the newest frame of each observation as a video.
+
+  Args:
+    path: of the video; its suffix, .mp4 or .gif, says which kind.
+    observations: [T, planes, H, W] or [T, H, W].
+    colour: whether the last three planes are one frame in colour.
+    frame_rate: frames a second.
 
   Raises:
     ValueError: they are no pictures.
@@ -69,7 +82,7 @@ def write(path: Path, observations: np.ndarray, colour: bool, frame_rate: float)
 
 
 def _camera(agent: evaluation.Agent, shard: Shard) -> tuple[Look, str]:
-  """How to take a frame between two steps, and in words what it shows."""
+  """Returns a function that takes a frame between two steps, and in words what the frame shows."""
   try:
     shard.render()
     return lambda state: _enlarge(shard.render()), 'rendered by EnvPool'
@@ -84,7 +97,7 @@ def _camera(agent: evaluation.Agent, shard: Shard) -> tuple[Look, str]:
 
 
 def _picture(obs: np.ndarray, colour: bool) -> np.ndarray:
-  """The newest frame of an observation [planes, H, W], or a board [H, W] of 0 to 1, as RGB."""
+  """Returns the newest frame of an observation, [planes, H, W] or [H, W] of 0 to 1, as RGB."""
   if obs.ndim == 3:
     obs = obs[-3:].transpose(1, 2, 0) if colour else obs[-1]
   if obs.dtype != np.uint8:
@@ -93,14 +106,14 @@ def _picture(obs: np.ndarray, colour: bool) -> np.ndarray:
 
 
 def _enlarge(frame: np.ndarray) -> np.ndarray:
-  """To at least 480 pixels by a whole factor, and to even sides, which H.264 needs."""
+  """Enlarges a frame by a whole factor to at least 480 pixels, with even sides for H.264."""
   factor = -(-480 // max(frame.shape[:2]))
   frame = frame.repeat(factor, axis=0).repeat(factor, axis=1)
   return np.ascontiguousarray(frame[:frame.shape[0] // 2 * 2, :frame.shape[1] // 2 * 2])
 
 
 def _frame_rate(shard: Shard) -> float:
-  """Frames a second at the task's own speed; 10 where it has no clock."""
+  """Returns the frames a second at the task's own speed; 10 where it has no clock."""
   if 'full_action_space' in shard.pool_config:  # Atari, at the console's 60 Hz
     return 60 / shard.pool_config['frame_skip']
   return 50 if shard.task.startswith('CartPole') else 10

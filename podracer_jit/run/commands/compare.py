@@ -90,21 +90,21 @@ def config_differences(one: dict, two: dict) -> list[str]:
 
 
 def header_differences(one: Sequence[dict], two: Sequence[dict]) -> list[str]:
-  """What else may be to blame: arithmetic, versions, where segments began."""
-  found = []
+  """Returns other possible causes of a difference: arithmetic, versions, bounds of segments."""
+  lines = []
   for a, b in zip(one, two, strict=False):
     where = f'segment {a["segment"]}: '
     if a.get('canary') != b.get('canary'):
-      found.append(f'{where}different arithmetic: the same gradient has the fingerprint '
+      lines.append(f'{where}different arithmetic: the same gradient has the fingerprint '
                    f'{a.get("canary")} in A and {b.get("canary")} in B')
-    found += [f'{where}{name} was {a["versions"].get(name)} in A and {b["versions"].get(name)} in B'
+    lines += [f'{where}{name} was {a["versions"].get(name)} in A and {b["versions"].get(name)} in B'
               for name in sorted(a['versions'].keys() | b['versions'].keys())
               if a['versions'].get(name) != b['versions'].get(name)]
     if a['first_update'] != b['first_update']:
-      found.append(f'{where}begins with update {a["first_update"]} in A and '
+      lines.append(f'{where}begins with update {a["first_update"]} in A and '
                    f'{b["first_update"]} in B: other episodes from there on')
       break
-  return found
+  return lines
 
 
 def compare(one: dict[int, dict], two: dict[int, dict]) -> tuple[str, int | None]:

@@ -114,7 +114,11 @@ def _check_env(env: int, experiment: Experiment) -> None:
 
 
 def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int) -> dict:
-  """Of the segment that holds the update."""
+  """Returns the header of the segment that holds the update.
+
+  Raises:
+    ValueError: the update has no receipt.
+  """
   if update not in receipts:
     raise ValueError(f'--update: there is no receipt of update {update}; there are those of 1 to '
                      f'{max(receipts, default=0)}')
@@ -122,7 +126,11 @@ def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int
 
 
 def state_before(run: build.Run, workdir: Path, header: dict) -> TrainState:
-  """The state that the segment began with."""
+  """Returns the train state that a segment began with.
+
+  Raises:
+    ValueError: its checkpoint is gone, or broken.
+  """
   before, first = header['first_update'] - 1, run.initial_state()
   if before == 0:
     return run.learner.allocate(first)
@@ -153,28 +161,29 @@ def rerun(run: build.Run, state: TrainState, index: int, update: int,
   Raises:
     Differs: an update on the way is not as its receipt says.
   """
-  found = []
+  rollouts = []
 
   def check(report):
     metrics = jax.device_get(report.metrics)
     for i in range(report.count):
-      made = dict(update=int(metrics['update'][i]), batch=as_hex(metrics['batch'][i]),
+      receipt = dict(update=int(metrics['update'][i]), batch=as_hex(metrics['batch'][i]),
                   params=as_hex(metrics['params'][i]))
-      receipt = receipts.get(made['update'], made)
-      if made != receipt:
-        raise Differs(f'update {made["update"]} is not what it was: {made}, its receipt {receipt}')
+      expected = receipts.get(receipt['update'], receipt)
+      if receipt != expected:
+        raise Differs(f'update {receipt["update"]} is not what it was: {receipt}, its receipt '
+                      f'{expected}')
 
   def watched(worker: loops.Worker) -> loops.Worker:
     def fire(carry, *batch):
       if int(carry.train.update) == update - 1:
         whole = placement.gather([item.value for item in batch], run.place.mesh)
-        found.append(jax.device_get(whole))
+        rollouts.append(jax.device_get(whole))
       return worker.fire(carry, *batch)
     return worker._replace(fire=fire) if worker.name == 'learner' else worker
 
   with build.segment(run, state, index, update - int(state.update), check) as segment:
     loops.run([watched(worker) for worker in segment.workers])
-  return found[0]
+  return rollouts[0]
 
 
 def _write(rollout: Rollout, path: Path, env: int, run: build.Run) -> None:

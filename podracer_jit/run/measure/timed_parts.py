@@ -91,7 +91,7 @@ def environment(run: build.Run, state: TrainState, stack: contextlib.ExitStack) 
   push makes more contacts.
   """
   with contextlib.ExitStack() as at_first:
-    actions = [tuple(made.action for made in fire())
+    actions = [tuple(rollout.action for rollout in fire())
                for fire in acting(run, state, False, at_first)]
 
   def prepare(actor: wiring.Actor, actions: Sequence[jax.Array]) -> Callable[[], int]:
@@ -132,11 +132,11 @@ class Still:
 
   def recv(self, token: jax.Array) -> tuple[jax.Array, TimeStep]:
     """Returns the next observations, without rewards."""
-    no, none = jnp.zeros(self.num_envs, bool), jnp.zeros(self.num_envs)
-    return token, TimeStep(
-                                obs=jnp.asarray(self._obs)[token % 2], reward=none, terminated=no,
-                                truncated=no, raw_reward=none, game_over=no,
-                                env_id=jnp.arange(self.num_envs))
+    no = jnp.zeros(self.num_envs, bool)
+    none = jnp.zeros(self.num_envs)
+    obs = jnp.asarray(self._obs)[token % 2]
+    return token, TimeStep(obs=obs, reward=none, terminated=no, truncated=no, raw_reward=none,
+                           game_over=no, env_id=jnp.arange(self.num_envs))
 
   def close(self) -> None:
     """Does nothing: there are no threads to end."""
@@ -157,8 +157,8 @@ def policy(run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Me
 
     def fire() -> int:
       nonlocal actor_state
-      actor_state, made = jax.block_until_ready(program(params, actor_state))
-      return sum(x.reward.size for x in made)
+      actor_state, rollouts = jax.block_until_ready(program(params, actor_state))
+      return sum(x.reward.size for x in rollouts)
 
     return fire
 
@@ -168,7 +168,14 @@ def policy(run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Me
 
 def acting(run: build.Run, state: TrainState, by_python: bool, stack: contextlib.ExitStack
            ) -> list[Callable[[], tuple]]:
-  """Returns a function for each actor, which makes its next rollouts with the first parameters."""
+  """Returns a function for each actor, which makes its next rollouts with the first parameters.
+
+  Args:
+    run: that the actors belong to.
+    state: whose parameters they use.
+    by_python: whether Python steps the environments.
+    stack: closes the environments.
+  """
   segment = begin(run, state, 'sync', by_python, stack, lambda report: None, lambda: False)
 
   def prepare(worker: loops.Worker):
@@ -176,8 +183,8 @@ def acting(run: build.Run, state: TrainState, by_python: bool, stack: contextlib
 
     def fire() -> tuple:
       nonlocal state
-      state, (made,) = worker.fire(state, params)
-      return jax.block_until_ready(made.value)
+      state, (item,) = worker.fire(state, params)
+      return jax.block_until_ready(item.value)
 
     return fire
 
@@ -186,9 +193,9 @@ def acting(run: build.Run, state: TrainState, by_python: bool, stack: contextlib
 
 def rollout(run: build.Run, state: TrainState, by_python: bool, stack: contextlib.ExitStack
             ) -> Measure:
-  """Actors without a learner."""
+  """Returns a measurement of actors without a learner; see `acting` for the arguments."""
   def counted(fire):
-    return lambda: sum(int(np.sum(made.valid)) for made in fire())
+    return lambda: sum(int(np.sum(rollout.valid)) for rollout in fire())
   fires = [counted(fire) for fire in acting(run, state, by_python, stack)]
   return lambda seconds: repeat(fires, seconds)
 
@@ -221,7 +228,14 @@ def of_variant(name: str, run: build.Run) -> tuple[str, build.Run]:
 
 
 def make(name: str, run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Measure:
-  """Builds the part `name`, without a variant; it begins with a copy of `state`."""
+  """Builds a part.
+
+  Args:
+    name: of the part, without a variant.
+    run: that it is a part of.
+    state: the part begins with a copy of it.
+    stack: closes its environments.
+  """
   base, by_python = name.removeprefix('conventional_'), name.startswith('conventional_')
   if base == 'environment':
     return environment(run, state, stack)
