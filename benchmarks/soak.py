@@ -140,13 +140,17 @@ def slope(samples: Sequence[Sample], name: str, every_updates: int) -> float:
 
 
 def count_growth(samples: Sequence[Sample], name: str) -> float:
-  """Returns the median of a count in the last quarter, less that in the quarter before."""
+  """Returns the least of a count in the last quarter, less that in the quarter before.
+
+  A leak raises the least. The median also follows how often samples fall into a save, or just
+  before garbage is collected.
+  """
   quarter = len(samples) // 4
   if not quarter:
     return 0.0
-  before, last = ([getattr(sample, name) for sample in part]
+  before, last = (min(getattr(sample, name) for sample in part)
                   for part in (samples[-2 * quarter:-quarter], samples[-quarter:]))
-  return statistics.median(last) - statistics.median(before)
+  return last - before
 
 
 def segment_seconds(samples: Sequence[Sample], every_updates: int) -> tuple[float, float]:
