@@ -55,7 +55,7 @@ class Run:
         experiment.total_steps, experiment.placement.updates_per_call)
 
   def initial_state(self) -> TrainState:
-    """The train state of update 0, without the replay that `learner.allocate` adds."""
+    """Returns the train state of update 0, without the replay, which `learner.allocate` adds."""
     return self.learner.initial_state(self.experiment.seed)
 
 
@@ -110,7 +110,7 @@ def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> 
 
 
 def make_network(experiment: Experiment) -> nn.Module:
-  """The whole network of an experiment.
+  """Returns the whole network of an experiment.
 
   Raises:
     ValueError: its layers leave nothing of an observation.
@@ -153,7 +153,7 @@ def make_network(experiment: Experiment) -> nn.Module:
 
 
 def _rollout_learner(experiment: Experiment, parts: Parts) -> RolloutLearner:
-  """The learner of an algorithm that learns from each rollout once."""
+  """Returns the learner of an algorithm that learns from each rollout once."""
   model = Model(parts.network.apply, parts.network.policy, experiment.torso_options.recurrent)
   objective = Objective(experiment.algorithm, model, experiment.unroll_length)
   sizes = rollout_updates.Sizes(
@@ -163,7 +163,7 @@ def _rollout_learner(experiment: Experiment, parts: Parts) -> RolloutLearner:
 
 
 def _replay_learner(experiment: Experiment, parts: Parts) -> ReplayLearner:
-  """The learner of an algorithm that learns from a replay."""
+  """Returns the learner of an algorithm that learns from a replay."""
   algorithm, replay, spec = experiment.algorithm, experiment.replay, experiment.spec
   groups = experiment.num_grad_shards
   group_envs = experiment.env.num_envs // groups

@@ -168,7 +168,7 @@ def _asynchronous(experiment: Experiment) -> Iterator[str]:
 
 
 def _replay(experiment: Experiment) -> Iterator[str]:
-  """The replay, the scheme and the fields that only learning from rollouts has a use for."""
+  """Yields problems of the replay with the scheme, and fields that need rollouts."""
   options, scheme, name = experiment.replay, experiment.scheme, experiment.loss_name
   normalise = experiment.normalise
   for field, value, only in (

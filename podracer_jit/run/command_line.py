@@ -84,7 +84,7 @@ def print_fields(fields: Mapping[str, Any]) -> None:
 
 
 def load_config(location: str) -> ml_collections.ConfigDict:
-  """The config that a file's `get_config` returns.
+  """Returns the config that a file's `get_config` makes.
 
   Args:
     location: the path of a file, or the name of a shipped config; with its argument after a colon.
@@ -113,7 +113,7 @@ def load_config(location: str) -> ml_collections.ConfigDict:
 
 
 def find_config(path: str) -> Path:
-  """The file that is meant by --config: one that is here, else a shipped one by its name.
+  """Returns the file that --config means: an existing file, else a shipped config by its name.
 
   Raises:
     ValueError: there is none.
@@ -128,12 +128,12 @@ def find_config(path: str) -> Path:
 
 
 def shipped_configs() -> list[str]:
-  """The names of the configs that the package has."""
+  """Returns the names of the shipped configs."""
   return sorted(path.stem for path in (_PACKAGE / 'configs').glob('[!_]*.py'))
 
 
 def default_workdir(argv: Sequence[str]) -> Path:
-  """runs/impala_catch_smoke of --config=impala_catch:smoke, and so on."""
+  """Returns runs/impala_catch_smoke for --config=impala_catch:smoke, and so on."""
   config = next(a for a in _joined(argv) if a.startswith('--config=')).partition('=')[2]
   path, _, argument = config.partition(':')
   return Path('runs') / re.sub(r'[^A-Za-z0-9._-]', '_', Path(path).stem + f'_{argument}').strip('_')
@@ -141,7 +141,7 @@ def default_workdir(argv: Sequence[str]) -> Path:
 
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
-  """A config file is a program: whatever it raises becomes one line."""
+  """Turns any exception of a config file, which is a program, into a ValueError of one line."""
   try:
     yield
   except ValueError as error:
@@ -170,7 +170,7 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues, fields: Sequence
 
 
 def _fields(config: Mapping[str, Any], prefix: str = '') -> list[str]:
-  """The fields of a config, with dots."""
+  """Returns the names of the fields of a config: section.field."""
   names = []
   for name, value in config.items(preserve_field_references=True):
     if isinstance(value, ml_collections.ConfigDict):
@@ -193,7 +193,7 @@ def _required_fields(config: ml_collections.ConfigDict, prefix: str = '') -> Ite
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-  """Every flag as --name=value, of all the ways in which absl takes it."""
+  """Returns every flag as --name=value, in whichever way of absl it was given."""
   joined = [argv[0]]
   for arg in argv[1:]:
     before = joined[-1]

@@ -56,7 +56,7 @@ ALLOW_MODULES = (  # the help of a flag
 
 
 def find_part(section: str, name: str) -> type:
-  """The part that `name` chooses in a section of CHOICES.
+  """Returns the part that `name` chooses in a section of CHOICES.
 
   Raises:
     ValueError: there is none, or it is of another kind, in one line.
@@ -75,13 +75,13 @@ def find_part(section: str, name: str) -> type:
 
 
 def option_classes(section: str, part: type) -> tuple[type, ...]:
-  """The classes whose options are the fields of a section, where it has chosen this part."""
+  """Returns the classes whose options are the fields of a section that has chosen this part."""
   around = section == 'network' and kinds.provides(part) == kinds.TORSO
   return (part, TorsoOptions) if around else (part,)
 
 
 def section_defaults(section: str, name: str) -> dict[str, Any]:
-  """The whole section of the config that has chosen `name`.
+  """Returns the section of a config that has chosen `name`, with its defaults.
 
   Raises:
     ValueError: as `find_part`.
@@ -118,7 +118,7 @@ def config(loss: str, network: str, optimizer: str, **fields: Any) -> ml_collect
 
 
 def plain(fields: ml_collections.ConfigDict) -> dict[str, Any]:
-  """The values of a config; a placeholder that nothing has set is None, which `resolve` refuses."""
+  """Returns the values of a config; None, which `resolve` refuses, for an empty placeholder."""
   values = {}
   for name, value in fields.items(preserve_field_references=True):
     if isinstance(value, ml_collections.FieldReference):
@@ -131,7 +131,7 @@ def plain(fields: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def replay_section(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """The section `replay` with its defaults, for an algorithm that learns from one; else nothing."""
+  """Returns the section `replay` with its defaults; empty if the algorithm has no replay."""
   algorithm = find_part('loss', fields['loss']['name'])
   return {'replay': options.defaults(ReplayOptions)} if algorithm.learns_from_replay else {}
 
@@ -205,7 +205,7 @@ def allowed_modules(given: Iterable[str]) -> frozenset[str]:
 
 
 def complete(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """A config of plain values with the default of each option that it does not have.
+  """Returns a config of plain values, with the defaults of options that it does not have.
 
   Configs of old workdirs lack options that came later, whose defaults are what was done before.
   """
@@ -227,7 +227,7 @@ ONE_DEVICE = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1,
 
 
 def on_one_device(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """A config of plain values with one actor, on one device: all that playing needs."""
+  """Returns a config of plain values with one actor on one device, as playing needs no more."""
   changed = dict(fields) | {'num_shards': 1, 'placement': fields['placement'] | ONE_DEVICE}
   if 'replay' in fields:  # what its tolerance must be depends on the number of actors
     changed['replay'] = fields['replay'] | {'samples_per_insert': 0.0}
@@ -264,7 +264,7 @@ def _described(prefix: str, fields: Mapping[str, Any], classes: tuple[type, ...]
 
 
 def arguments(text: str, *known: str) -> frozenset[str]:
-  """The arguments after the colon of --config=configs/x.py:a,b.
+  """Returns the arguments after the colon of --config=configs/x.py:a,b.
 
   Args:
     text: what `get_config` was given.

@@ -46,16 +46,16 @@ def first_stage(one: Mapping[str, np.ndarray], two: Mapping[str, np.ndarray]) ->
   if set(one) != set(two):
     only = sorted(set(one) ^ set(two))
     return [f'the two updates have other arrays: {", ".join(only[:LEAVES])}']
-  found: dict[str, list[str]] = {}
+  by_stage: dict[str, list[str]] = {}
   for name in one:
     stage, leaf = name.split('|')
     words = difference(one[name], two[name])
     if words:
-      found.setdefault(stage, []).append(f'  {leaf or "value"}: {words}')
-  if not found:
+      by_stage.setdefault(stage, []).append(f'  {leaf or "value"}: {words}')
+  if not by_stage:
     return ['made again, the update is the same on both sides: the difference is not of the '
             'experiment, but of the machines, versions or moments at which the runs were made']
-  stage, lines = next(iter(found.items()))
+  stage, lines = next(iter(by_stage.items()))
   more = [f'  and {len(lines) - LEAVES} more'] if len(lines) > LEAVES else []
   note = []
   if stage == 'state after the update' and any(': gradient' in name for name in one):
@@ -83,6 +83,6 @@ def _bits(x: np.ndarray) -> np.ndarray:
 
 
 def _place(x: np.ndarray) -> np.ndarray:
-  """The place of each float32 among all, so that neighbours are one apart."""
+  """Returns the rank of each float32 among all of them: neighbours differ by one."""
   bits = np.atleast_1d(np.ascontiguousarray(x)).view(np.int32).astype(np.int64)
   return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)

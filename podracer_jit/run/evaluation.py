@@ -119,7 +119,7 @@ def _newest_state(workdir: Path, run: build.Run) -> TrainState:
 
 
 def seeds(seed: int, num_envs: int) -> list[int]:
-  """Environment seeds that no training uses: below zero, where `envs.env_seeds` is never.
+  """Returns environment seeds that no training uses: negative ones.
 
   From -2 down, since the Arcade Learning Environment takes -1 to mean the time of day.
   """

@@ -165,6 +165,6 @@ def check_finite(record: Record) -> None:
 
 
 def _finite(record: Record) -> Record:
-  """JSON has no NaN."""
+  """Replaces numbers that are not finite, which JSON does not have, by None."""
   return {k: None if isinstance(v, float) and not math.isfinite(v) else v
           for k, v in record.items()}

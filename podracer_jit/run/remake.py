@@ -65,7 +65,7 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
   run = build.make_run(experiment)
 
   def state_after(last: int) -> TrainState:
-    """The state after update `last`, made as the run made it."""
+    """Returns the state after update `last`, made as the run made it."""
     state = rerun.state_before(run, workdir, header)
     count = last - header['first_update'] + 1
     if count == 0:

@@ -107,7 +107,7 @@ def resolve_on_one_device(config: Mapping[str, Any]) -> tuple[Experiment, Placem
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The config's own values; references and placeholders become what they stand for."""
+  """Returns the values of a config, with references and placeholders resolved."""
   if not isinstance(config, ml_collections.ConfigDict):
     return {name: dict(value) if isinstance(value, Mapping) else value
             for name, value in config.items()}
@@ -171,7 +171,7 @@ def _find_scheme(name: Any) -> Scheme:
 
 
 def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec) -> Policy:
-  """The policy that the config asks for, for what the algorithm reads and the task takes."""
+  """Returns the policy of the config that fits the algorithm and the actions of the task."""
   discrete, reads = bool(spec.num_actions), algorithm.network_kind.policy_reads
   fitting = {name: family for name, family in FAMILIES.items()
              if family.discrete == discrete and family.reads == reads}

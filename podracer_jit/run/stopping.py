@@ -51,11 +51,11 @@ class Stopping:
     return self._asked.is_set()
 
   def begin_training(self) -> None:
-    """From now on the first signal does not interrupt."""
+    """Makes the first signal from now on ask for an end, in place of ending the process."""
     self._training = True
 
   def end(self) -> None:
-    """From now on signals do nothing: the command ends, and its exit code says how."""
+    """Makes signals do nothing from now on, as the command ends and its exit code says how."""
     self._ended = True
 
   @contextlib.contextmanager

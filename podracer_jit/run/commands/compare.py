@@ -85,7 +85,7 @@ def _missing_at_the_end(workdir: Path, receipts: journal.Receipts) -> list[str]:
 
 
 def config_differences(one: dict, two: dict) -> list[str]:
-  """A line for each field of the experiment that differs; placement and logs do not count."""
+  """Returns a line for each field that differs; placement and logs do not count."""
   return [f'config: {line}' for line in workdirs.differences(one, two, ('in A', 'in B'))]
 
 
@@ -108,7 +108,7 @@ def header_differences(one: Sequence[dict], two: Sequence[dict]) -> list[str]:
 
 
 def compare(one: dict[int, dict], two: dict[int, dict]) -> tuple[str, int | None]:
-  """The verdict in words, and the first update that differs, if one does."""
+  """Returns the verdict in words, and the first update that differs, if one does."""
   common = sorted(one.keys() & two.keys())
   for update in common:
     differ = [name for name in ('batch', 'params') if one[update][name] != two[update][name]]
@@ -127,7 +127,7 @@ def compare(one: dict[int, dict], two: dict[int, dict]) -> tuple[str, int | None
 
 
 def print_curves(one: Sequence[dict], two: Sequence[dict]) -> None:
-  """Mean returns side by side, at the updates that both have."""
+  """Prints mean returns side by side, at updates that both runs have."""
   by_update = {x['update']: x for x in two}
   both = [(x, by_update[x['update']]) for x in one if x['update'] in by_update]
   step = max(1, -(-len(both) // ROWS))

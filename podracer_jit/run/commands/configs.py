@@ -26,18 +26,18 @@ def main(argv: Sequence[str]) -> int:
   if argv[1:]:
     print(f'podracer_jit configs: {argv[1]}: no arguments are needed', file=sys.stderr)
     return 2
-  found = shipped()
-  width = max(map(len, found))
-  for name, meaning in found.items():
+  by_name = shipped()
+  width = max(map(len, by_name))
+  for name, meaning in by_name.items():
     print(f'{name:{width}}  {meaning}')
   return 0
 
 
 def shipped() -> dict[str, str]:
   """Returns the first line of each shipped config's docstring, by the config's short name."""
-  found = {}
+  first_lines = {}
   for path in sorted(FOLDER.glob('[!_]*.py')):
     # Parsed and not imported, since a config may import all of EnvPool.
     text = ast.get_docstring(ast.parse(path.read_text())) or ''
-    found[path.stem] = text.partition('\n')[0]
-  return found
+    first_lines[path.stem] = text.partition('\n')[0]
+  return first_lines

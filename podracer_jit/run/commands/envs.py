@@ -39,16 +39,16 @@ def main(argv: Sequence[str]) -> int:
       print(f'{family:20} {len(tasks):5} {"task" if len(tasks) == 1 else "tasks"}, '
             f'such as {tasks[0]}')
     return 0
-  found = matching(families, argv[1])
-  if not found:
+  matches = matching(families, argv[1])
+  if not matches:
     names = {name.lower(): name for family, tasks in families.items() for name in (family, *tasks)}
     near = difflib.get_close_matches(argv[1].lower(), names, n=1, cutoff=0.5)
     hint = f'; did you mean {names[near[0]]}?' if near else ''
     print(f'podracer_jit envs: {argv[1]}: EnvPool has no such family or task{hint}',
           file=sys.stderr)
     return 2
-  width = max(len(task) for task, _ in found)
-  for task, family in found:
+  width = max(len(task) for task, _ in matches)
+  for task, family in matches:
     print(f'{task:{width}}  {family:18} {describe(task)}', flush=True)
   return 0
 

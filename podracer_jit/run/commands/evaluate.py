@@ -121,14 +121,14 @@ def _evaluate(agent: evaluation.Agent, workdir: Path, values: flags.FlagValues,
 
 
 def _summary(record: evaluation.Record) -> str:
-  found = record['statistics']
-  error = found['standard_error']
+  summary = record['statistics']
+  error = summary['standard_error']
   lines = [
       f'{record["task"]} after update {record["update"]:,} ({record["steps"]:,} steps): '
       f'{len(record["returns"])} episodes, {"greedy" if record["greedy"] else "sampled"} actions',
-      f'return  {found["mean"]:.2f} +- {"-" if error is None else f"{error:.2f}"} (mean, standard '
-      f'error)  min {found["min"]:g}  median {found["median"]:g}  max {found["max"]:g}',
-      f'length  {found["mean_length"]:.1f} (mean)']
-  if 'human_normalised' in found:
-    lines.append(f'human-normalised score  {found["human_normalised"]:.3f}')
+      f'return  {summary["mean"]:.2f} +- {"-" if error is None else f"{error:.2f}"} (mean, '
+      f'standard error)  min {summary["min"]:g}  median {summary["median"]:g}  max {summary["max"]:g}',
+      f'length  {summary["mean_length"]:.1f} (mean)']
+  if 'human_normalised' in summary:
+    lines.append(f'human-normalised score  {summary["human_normalised"]:.3f}')
   return '\n'.join(lines)

@@ -83,12 +83,12 @@ def whole_numbers(texts: Sequence[str]) -> list[int]:
   return [int(text) for text in texts]
 
 
-def show(found: Search, own: Candidate) -> None:
+def show(outcome: Search, own: Candidate) -> None:
   """Prints the table; the placements of the last rounds come first, the fastest at the top."""
   rows = []
-  for candidate in dict.fromkeys(c for figures in found.rounds for c in figures):
-    final = candidate in found.last[0]
-    rounds = [x for x in (found.last if final else found.rounds) if candidate in x]
+  for candidate in dict.fromkeys(c for figures in outcome.rounds for c in figures):
+    final = candidate in outcome.last[0]
+    rounds = [x for x in (outcome.last if final else outcome.rounds) if candidate in x]
     sps = [x[candidate] for x in rounds]
     ratios = [x[candidate] / x[own] for x in rounds if x.get(own)]
     rows.append((final, statistics.median(sps), as_text(own, candidate), sps,
@@ -101,11 +101,11 @@ def show(found: Search, own: Candidate) -> None:
           f'{len(sps):7}')
 
 
-def conclude(found: Search, own: Candidate) -> int:
+def conclude(outcome: Search, own: Candidate) -> int:
   """Prints the table and, as the last line, the flags; returns the exit code."""
-  show(found, own)
-  chosen = best(found.last)
-  if not any(figures[chosen] for figures in found.last):
+  show(outcome, own)
+  chosen = best(outcome.last)
+  if not any(figures[chosen] for figures in outcome.last):
     say('podracer_jit tune: nothing could be measured')
     return 1
   if chosen.num_shards != own.num_shards:

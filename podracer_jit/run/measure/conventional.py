@@ -137,7 +137,7 @@ _frames_once = jax.jit(frames.of, static_argnums=1)
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:
-  """float64 -> float32, as the package does."""
+  """Casts float64 to float32, as the package does."""
   return x.astype(np.float32) if x.dtype == np.float64 else x
 
 

@@ -101,8 +101,8 @@ class Needs:
     if name.startswith('conventional'):
       return None
     # The actors that made the learner's batch, or the actions of `environment`, are closed by then.
-    here = {'learner': [], 'environment': self._bytes[-len(self._place.actors):]}
-    total = sum(here.get(name, self._bytes))
+    own_bytes = {'learner': [], 'environment': self._bytes[-len(self._place.actors):]}
+    total = sum(own_bytes.get(name, self._bytes))
     if self._taken is not None:
       learner = self._program.lower(*self._taken).compile()
       total += sum(program_memory(learner).values()) * self._devices
@@ -113,7 +113,7 @@ class Needs:
 
 @contextlib.contextmanager
 def loading(note: Callable[[Any], None]) -> Iterator[None]:
-  """A context in which `note` is called with every program that pools compile."""
+  """Calls `note`, inside the context, with every program that pools compile."""
   load = Pools.load
 
   def load_and_note(pools, *args, **kwargs):

@@ -85,7 +85,7 @@ def make_steps(shards: Sequence[Shard], to_env: Callable, steps: int) -> Callabl
 
 
 def environment(run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Measure:
-  """Environments alone, with the actions of one rollout again and again: the ceiling.
+  """Returns a measurement of the environments alone, which repeat the actions of one rollout.
 
   The actions are those of a policy, since the cost of a step depends on them: in MuJoCo a stronger
   push makes more contacts.
@@ -143,7 +143,7 @@ class Still:
 
 
 def policy(run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Measure:
-  """The rollout program without environments: policy, sampling and storing."""
+  """Returns a measurement of the rollout program without environments: policy, draws, storage."""
   experiment, count = run.experiment, len(run.place.actors)
   width = experiment.env.num_envs // experiment.num_shards
 
@@ -201,7 +201,7 @@ def rollout(run: build.Run, state: TrainState, by_python: bool, stack: contextli
 
 
 def learner(run: build.Run, state: TrainState) -> Measure:
-  """The learner without actors."""
+  """Returns a measurement of the learner without actors."""
   num_envs, mesh = run.experiment.env.num_envs, run.place.mesh
   with contextlib.ExitStack() as stack:
     fires = acting(run, state, False, stack)

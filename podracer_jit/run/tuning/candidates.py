@@ -71,18 +71,20 @@ def places(experiment: Experiment, own: Candidate, machine: Machine,
     num_shards: other values to try.
   """
   scheme = experiment.scheme
-  found = [own]
+  candidates = [own]
   for shards in dict.fromkeys((own.num_shards, *num_shards)):
     for per_device in (1, 2, 4) if machine.gpu else (1,):
       for learners in _learners(experiment, own, machine):
-        found += [own._replace(actor_devices=actors, learner_devices=learners, num_shards=shards,
-                               actors_per_device=per_device)
-                  for actors in _actors(scheme, machine, learners, shards / per_device)]
+        candidates += [
+            own._replace(actor_devices=actors, learner_devices=learners, num_shards=shards,
+                         actors_per_device=per_device)
+            for actors in _actors(scheme, machine, learners, shards / per_device)]
   if own.scheme == 'sync':  # one update a call to begin with: some configs' takes many seconds
-    found += [candidate._replace(scheme='fused', updates_per_call=1) for candidate in found]
+    candidates += [candidate._replace(scheme='fused', updates_per_call=1)
+                   for candidate in candidates]
   elif own.scheme == 'fused':
-    found += [candidate._replace(scheme='sync') for candidate in found]
-  return list(dict.fromkeys(found))
+    candidates += [candidate._replace(scheme='sync') for candidate in candidates]
+  return list(dict.fromkeys(candidates))
 
 
 def _actors(scheme: Scheme, machine: Machine, learners: tuple[int, ...], shares: float
@@ -122,14 +124,14 @@ def vary(experiment: Experiment, machine: Machine, candidate: Candidate) -> list
   most = experiment.env.num_envs // pools
   threads = {min(n, most) for n in (1, shared, machine.cores, 2 * machine.cores)}
   threads -= {candidate.env_threads or shared}
-  found = [candidate._replace(env_threads=n) for n in sorted(threads)]
+  variants = [candidate._replace(env_threads=n) for n in sorted(threads)]
   # Of the schemes that are tried, only the experiment's own may be one of a user.
   own = candidate.scheme == experiment.scheme_name
   scheme = experiment.scheme if own else SCHEMES[candidate.scheme]
   if scheme.graph.one_program:
-    found += [candidate._replace(updates_per_call=n)
+    variants += [candidate._replace(updates_per_call=n)
               for n in sorted({max(1, calls // 4), calls * 4} - {calls})]
-  return found
+  return variants
 
 
 def _differing(own: Candidate, chosen: Candidate) -> dict[str, str]:

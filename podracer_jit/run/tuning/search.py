@@ -29,7 +29,7 @@ class Search(NamedTuple):
 def search(first: Sequence[Candidate], vary: Callable[[Candidate], Sequence[Candidate]],
            own: Sequence[Candidate], measure: Callable[[Candidate, float], Figures],
            seconds: float) -> Search:
-  """Successive halving of `first`, then of the best two and what `vary` makes of the best.
+  """Halves the candidates `first` again and again, then the best two with variants of the best.
 
   Args:
     first: where it begins.
