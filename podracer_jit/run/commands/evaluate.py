@@ -122,12 +122,12 @@ def _evaluate(agent: evaluation.Agent, workdir: Path, values: flags.FlagValues,
 
 def _summary(record: evaluation.Record) -> str:
   summary = record['statistics']
-  error = summary['standard_error']
+  error = '-' if summary['standard_error'] is None else f'{summary["standard_error"]:.2f}'
   lines = [
       f'{record["task"]} after update {record["update"]:,} ({record["steps"]:,} steps): '
       f'{len(record["returns"])} episodes, {"greedy" if record["greedy"] else "sampled"} actions',
-      f'return  {summary["mean"]:.2f} +- {"-" if error is None else f"{error:.2f}"} (mean, '
-      f'standard error)  min {summary["min"]:g}  median {summary["median"]:g}  max {summary["max"]:g}',
+      f'return  {summary["mean"]:.2f} +- {error} (mean, standard error)  min {summary["min"]:g}  '
+      f'median {summary["median"]:g}  max {summary["max"]:g}',
       f'length  {summary["mean_length"]:.1f} (mean)']
   if 'human_normalised' in summary:
     lines.append(f'human-normalised score  {summary["human_normalised"]:.3f}')

@@ -130,7 +130,7 @@ def vary(experiment: Experiment, machine: Machine, candidate: Candidate) -> list
   scheme = experiment.scheme if own else SCHEMES[candidate.scheme]
   if scheme.graph.one_program:
     variants += [candidate._replace(updates_per_call=n)
-              for n in sorted({max(1, calls // 4), calls * 4} - {calls})]
+                 for n in sorted({max(1, calls // 4), calls * 4} - {calls})]
   return variants
 
 
