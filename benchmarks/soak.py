@@ -251,7 +251,10 @@ def watch(process: subprocess.Popen, workdir: Path, max_seconds: float, max_upda
     if process.poll() is not None:
       raise Failed(f'the training ended with exit code {process.returncode}')
     update = read_update(workdir / 'metrics.jsonl')
-    samples.append(read_sample(process.pid, time.monotonic() - start, update))
+    try:
+      samples.append(read_sample(process.pid, time.monotonic() - start, update))
+    except OSError:  # it has ended meanwhile
+      raise Failed(f'the training ended with exit code {process.wait(60)}') from None
   return samples
 
 

@@ -130,7 +130,8 @@ def make_network(experiment: Experiment) -> nn.Module:
 
   sizes = ', '.join(f'{option} = {options.shown(getattr(experiment.network, option))}'
                     for option in options.meanings(type(experiment.network)))
-  nothing_left = (f'network.name: of {name} with {sizes} nothing is left of observations of '
+  described = f'{name} with {sizes}' if sizes else name
+  nothing_left = (f'network.name: of {described} nothing is left of observations of '
                   f'{spec.obs_shape}; take smaller layers or larger frames')
   try:
     (dist, *_), variables = jax.eval_shape(init, obs)
@@ -139,7 +140,7 @@ def make_network(experiment: Experiment) -> nn.Module:
       # The output size of a shipped layer became zero or negative.
       raise ValueError(nothing_left) from None
     words = ' '.join(str(error).split())[:200]
-    raise ValueError(f'network.name: {name} with {sizes} fails on observations of '
+    raise ValueError(f'network.name: {described} fails on observations of '
                      f'{spec.obs_shape}: {type(error).__name__}: {words}') from error
   if not all(x.size for x in jax.tree.leaves(variables)):
     raise ValueError(nothing_left)

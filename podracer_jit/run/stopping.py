@@ -85,12 +85,19 @@ class Stopping:
       raise KeyboardInterrupt
 
 
+def numbers() -> list[signal.Signals]:
+  """Returns the signals to handle: a SIGHUP that was ignored from the start stays ignored.
+
+  That is what nohup asks for.
+  """
+  return [number for number in SIGNALS
+          if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
 @contextlib.contextmanager
 def handled(leave: Callable[[], None] = leave, clock: Callable[[], float] = time.monotonic
             ) -> Iterator[Stopping]:
   """Handles the signals for the time of the block; outside of the main thread it cannot.
-
-  A SIGHUP that was ignored from the start, as nohup has it, stays ignored.
 
   Args:
     leave: called by a signal that comes before training.
@@ -99,9 +106,8 @@ def handled(leave: Callable[[], None] = leave, clock: Callable[[], float] = time
   stopping = Stopping(leave, clock)
   before = {}
   if threading.current_thread() is threading.main_thread():
-    for number in SIGNALS:
-      if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-        before[number] = signal.signal(number, stopping.handle)
+    for number in numbers():
+      before[number] = signal.signal(number, stopping.handle)
   try:
     yield stopping
   finally:

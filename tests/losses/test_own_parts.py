@@ -327,8 +327,8 @@ class Counts(nn.Module):
 @pytest.mark.parametrize('fields, said', [
     (['loss.name={}:Undecorated'], 'loss.name: Undecorated.clip is no option yet: the class needs'),
     (['loss.name={}:WithoutLoss'], 'loss.name: parts_with_mistakes:WithoutLoss lacks loss'),
-    (['network.name={}:Fails'], 'network.name: parts_with_mistakes:Fails with {} fails on '),
-    (['network.name={}:Flat'], 'network.name: parts_with_mistakes:Flat with {} fails on '),
+    (['network.name={}:Fails'], 'network.name: parts_with_mistakes:Fails fails on '),
+    (['network.name={}:Flat'], 'network.name: parts_with_mistakes:Flat fails on '),
     (['network.name={}:Counts'], 'network.name: parts_with_mistakes:Counts has the variables'),
     (['network.name={}:Counts', 'network.rates=(0.5,)'],
      'network.name: parts_with_mistakes:Counts has the variables'),

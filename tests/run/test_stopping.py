@@ -7,6 +7,15 @@ import pytest
 from podracer_jit.run import stopping
 
 
+@pytest.fixture(autouse=True)
+def not_ignored():
+  """Tests that run in the background, or by nohup, have signals that are ignored."""
+  before = {number: signal.signal(number, signal.SIG_DFL) for number in stopping.SIGNALS}
+  yield
+  for number, handler in before.items():
+    signal.signal(number, handler)
+
+
 @pytest.mark.parametrize('number', stopping.SIGNALS)
 def test_before_training_a_signal_ends_the_process(number):
   before, calls = signal.getsignal(number), []

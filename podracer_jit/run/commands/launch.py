@@ -58,9 +58,8 @@ def main(argv: Sequence[str]) -> int:
                        start_new_session=True,  # else Ctrl-C reaches them twice
                        preexec_fn=_stop_with_parent)
       for i in range(count)]
-  for number in stopping.SIGNALS:
-    if signal.getsignal(number) != signal.SIG_IGN:
-      signal.signal(number, lambda number, frame: _send(processes, number))
+  for number in stopping.numbers():
+    signal.signal(number, lambda number, frame: _send(processes, number))
   readers = [threading.Thread(target=_tell, args=(i, p.stdout), daemon=True)
              for i, p in enumerate(processes)]
   for reader in readers:
