@@ -60,7 +60,7 @@ class ReplayLearner(Learner):
     """Returns the state with an empty replay if it has none."""
     if jax.tree.leaves(state.replay):
       return state
-    # Compiled with the sharding, so that no device ever holds more than its own groups.
+    # With out_shardings each device allocates its own groups only.
     return state._replace(replay=jax.jit(self._empty, out_shardings=self._sharding)())
 
   def replay_shapes(self) -> Any:
