@@ -159,8 +159,8 @@ def check_names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any] 
     prefix: of the fields' names, with its dot, such as 'placement.'.
     given: fields that a config has.
     known: fields that the config should have.
-    of: the part that the fields belong to, for the message; if empty, the message suggests a similar
-      name.
+    of: the part that the fields belong to, for the message; if empty, the message suggests a
+      similar name.
 
   Yields:
     Lines of text.

@@ -1,4 +1,4 @@
-"""Sums over devices that give the same bits on any mesh.
+"""Deterministic sums over devices: the same bits on any mesh.
 
 The sums consist of additions in one fixed order, and their inputs come out of islands
 (`numerics.islands`), so XLA cannot change their rounding.

@@ -91,8 +91,8 @@ def wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
     workers.append(_gradient_worker(plan, gradients, i, begin, own_rollouts, answer, shares))
   state = Central(placement.replicate(begin.state, centre), version, {i: [] for i in range(count)})
   ports = [Port(h) for h in (*params, *answers, reports)]
-  # At the segment's end each worker may have begun an update that it does not end, so the centre may
-  # fire more often than the segment's updates need.
+  # At the segment's end each worker may have begun an update that it does not end, so the centre
+  # may fire more often than the segment's updates need.
   learner = Worker('learner', _centre(plan, begin, count, len(actors)), state, [Port(shares)],
                    ports, (updates + count) * steps, lambda carry: carry.ended)
   return [*workers, learner], wiring.waits(params, rollouts, count)
