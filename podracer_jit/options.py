@@ -66,7 +66,7 @@ class Count(NamedTuple):
   field: str
   number: int
   is_set: bool  # the field differs from its default
-  unit: str  # what is counted, in the singular
+  unit: str  # noun for the counted things, in the singular
   where: str = ''  # the fields that determine the number, if it is not the field's own value
 
   def __str__(self) -> str:

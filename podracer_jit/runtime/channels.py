@@ -30,7 +30,7 @@ class HandOff:
   Every wait ends: with a value, or once the other side closes or fails the hand-off.
   """
 
-  # Whether a value may be put, and taken, before it is computed.
+  # True if a value may be put, and taken, before it is computed.
   early = False
 
   def __init__(self, name: str, transfer: Callable[[Any], Any] = lambda value: value,
@@ -138,16 +138,16 @@ class HandOff:
       self._slots.append(item)
       self._changed.notify_all()
 
-  def _wait(self, ready: Callable[[], Any], what: str) -> float:
+  def _wait(self, ready: Callable[[], Any], event: str) -> float:
     """Waits for a condition, with the lock held on entry and exit; returns the seconds."""
     start = time.perf_counter()
     thread = threading.current_thread()
     self._waiting[thread] = ready
     try:
-      with jax.profiler.TraceAnnotation(f'wait: {self.name} {what}'):
+      with jax.profiler.TraceAnnotation(f'wait: {self.name} {event}'):
         while not self._changed.wait_for(ready, self._patience_s):
           logging.warning('%s: waiting for %.0f s for the %s %s', thread.name,
-                          time.perf_counter() - start, self.name, what)
+                          time.perf_counter() - start, self.name, event)
     finally:
       del self._waiting[thread]
     return time.perf_counter() - start
@@ -336,7 +336,7 @@ class Inbox(Arrival):
     self._wants = wants
 
   def get(self) -> Stamped:
-    """Takes up to the wanted number of values; blocks while there are fewer than the least.
+    """Takes up to the wanted number of values; blocks while fewer than the least are there.
 
     Returns:
       A Stamped whose value is a list of Stamped, with the version of the first (0 if empty).

@@ -99,8 +99,8 @@ def wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
 
 
 def _gradient_worker(plan: Plan, gradients: Sequence[GradientPrograms], i: int, begin: Begin,
-                     made: Sequence[HandOff], answer: HandOff, shares: HandOff) -> Worker:
-  """Returns G: gradient worker i, which takes rollouts from `made` and parameters from `answer`."""
+                     rollouts: Sequence[HandOff], answer: HandOff, shares: HandOff) -> Worker:
+  """Returns G: gradient worker i, which with the hand-offs that it reads and writes."""
   mesh, prepare, gradient = gradients[i]
   count = len(gradients)
   steps = plan.learner.gradient_steps
@@ -123,7 +123,7 @@ def _gradient_worker(plan: Plan, gradients: Sequence[GradientPrograms], i: int, 
     seen = prepared.seen if k % steps == steps - 1 else None
     return (k + 1, prepared), [Stamped(Share(i, groups, collected, seen), params.version)]
 
-  return Worker(f'worker {i}', fire, (0, None), [*[Port(h, steps) for h in made], Port(answer)],
+  return Worker(f'worker {i}', fire, (0, None), [*[Port(h, steps) for h in rollouts], Port(answer)],
                 [Port(shares)], begin.updates * steps)
 
 

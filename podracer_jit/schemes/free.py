@@ -45,7 +45,7 @@ def wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
   params = wiring.parameters(plan, actors, begin, number(begin.state.target.gradient_steps))
   side_by_side = jax.jit(rollout_updates.concatenate)
   rate = learner.rate_limiter(plan.num_envs * plan.acting.unroll_length, len(actors))
-  made = Inbox('rollouts', len(actors), rate.wants, lambda item: (
+  inbox = Inbox('rollouts', len(actors), rate.wants, lambda item: (
       item[0], placement.everywhere(side_by_side(item[1]), mesh)))
   nothing = placement.everywhere((jnp.int32(0), jnp.zeros(2, jnp.uint32)), mesh)
 
@@ -83,13 +83,13 @@ def wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
     return worker._replace(fire=fire)
 
   # The learner ends the run; actors go on until then.
-  draws = Worker('learner', fire, State(begin.state), [Port(made)],
+  draws = Worker('learner', fire, State(begin.state), [Port(inbox)],
                  [Port(h) for h in (*params, reports)], begin.updates,
                  lambda carry: begin.ended(carry.train))
-  acts = [wiring.actor(plan, i, actor, begin, p, made, 2**62, learner.options.params_every)
+  acts = [wiring.actor(plan, i, actor, begin, p, inbox, 2**62, learner.options.params_every)
           for i, (actor, p) in enumerate(zip(actors, params, strict=True))]
   acts = [tagged(worker, actor.first_env) for worker, actor in zip(acts, actors, strict=True)]
-  return [*acts, draws], wiring.waits(params, [made] * len(actors))
+  return [*acts, draws], wiring.waits(params, [inbox] * len(actors))
 
 
 def _end_to_end(episodes: Sequence[Episodes]) -> Episodes:

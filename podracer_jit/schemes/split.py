@@ -36,9 +36,9 @@ def wire_in_order(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: Ha
   Returns:
     The workers, and a function that returns their waiting times.
   """
-  made = [wiring.rollouts_of(i, actor.first_env, begin.updates, plan.num_envs, plan.place.mesh)
-          for i, actor in enumerate(actors)]
-  return _wire(plan, actors, begin, reports, made, begin.updates, lambda values: values)
+  queues = [wiring.rollouts_of(i, actor.first_env, begin.updates, plan.num_envs, plan.place.mesh)
+            for i, actor in enumerate(actors)]
+  return _wire(plan, actors, begin, reports, queues, begin.updates, lambda values: values)
 
 
 def wire_as_they_come(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
@@ -53,18 +53,19 @@ def wire_as_they_come(plan: Plan, actors: Sequence[Actor], begin: Begin, reports
   Returns:
     The workers, and a function that returns their waiting times.
   """
-  made: list[HandOff] = [Arrival('rollouts', len(actors))] * len(actors)
+  # All actors put their rollouts into one queue.
+  queues: list[HandOff] = [Arrival('rollouts', len(actors))] * len(actors)
 
   def scatter(values: Sequence[Any]) -> list[Any]:
     # The place in the batch follows the order of arrival, not the actor.
     return [placement.scatter(x, i * plan.num_envs // len(values), plan.num_envs, plan.place.mesh)
             for i, x in enumerate(values)]
 
-  return _wire(plan, actors, begin, reports, made, begin.updates * len(actors), scatter)
+  return _wire(plan, actors, begin, reports, queues, begin.updates * len(actors), scatter)
 
 
 def _wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff,
-          made: Sequence[HandOff], rollouts: int, scatter: Callable):
+          queues: Sequence[HandOff], rollouts: int, scatter: Callable):
   """Wires a graph of actors and a learner.
 
   Args:
@@ -72,9 +73,9 @@ def _wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff,
     actors: of the segment.
     begin: the segment's first state.
     reports: hand-off of the learner's reports.
-    made: hand-off of each actor's rollouts.
+    queues: hand-off of each actor's rollouts.
     rollouts: most rollouts of an actor.
-    scatter: sends the values taken from `made` to the devices of the learner.
+    scatter: sends the values taken from `queues` to the devices of the learner.
 
   Returns:
     The workers, and a function that returns their waiting times.
@@ -96,12 +97,12 @@ def _wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff,
     report = Stamped(Report(metrics, 1, (cgd,), (0.0,)), update + 1)
     return State(state, update + 1), [*[fresh] * len(params), report]
 
-  learner = Worker('learner', fire, State(begin.state, begin.update), [Port(h) for h in made],
+  learner = Worker('learner', fire, State(begin.state, begin.update), [Port(h) for h in queues],
                    [Port(h) for h in (*params, reports)], begin.updates,
                    lambda carry: begin.ended(carry.train))
   workers = [wiring.actor(plan, i, actor, begin, *ends, rollouts)
-             for i, (actor, *ends) in enumerate(zip(actors, params, made, strict=True))]
-  return [*workers, learner], wiring.waits(params, made)
+             for i, (actor, *ends) in enumerate(zip(actors, params, queues, strict=True))]
+  return [*workers, learner], wiring.waits(params, queues)
 
 
 IN_ORDER = Graph(wire_in_order, several_processes=True)
