@@ -24,7 +24,7 @@ class Share(NamedTuple):
 
   worker: int
   groups: Any  # (grads, terms) by partial sum, [n, ...] each
-  collected: int  # mean version of the parameters that made the rollouts
+  collected: float  # mean version of the parameters that made the rollouts
   seen: Mapping[str, Any] | None  # `seen` of Prepared, in an update's last step only
 
 
