@@ -27,10 +27,10 @@ _MIXES = ((0x7FEB352D, 0x846CA68B), (0x85EBCA6B, 0xC2B2AE35))
 
 
 def _words(x: jax.Array, env_axis: int | None) -> jax.Array:
-  """Returns the bits of x as uint32 words, with the shape of x.
+  """Returns the bits of x as uint32 words, one for each number or one for four bytes.
 
-  Bytes are packed four to a word if the size of the last axis is a multiple of 4 and the last axis
-  is not the environments'.
+  Bytes are packed along the last axis if its size is a multiple of 4 and it is neither the first
+  axis nor that of the environments.
   """
   if x.dtype == jnp.bool_:
     x = x.astype(jnp.uint8)
