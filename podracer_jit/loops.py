@@ -1,4 +1,4 @@
-"""Workers that fire, and the two ways to run a graph of them: on threads, or one by one."""
+"""Workers that fire operations, and two ways to run a graph of them: on threads, or serially."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from podracer_jit.runtime.channels import Closed, HandOff, Stamped
 
 
 class Port(NamedTuple):
-  """One end of a hand-off and its rate: used once in `every` firings.
+  """One end of a hand-off, and the number of firings between its uses.
 
-  A reader uses it at the first of them and keeps what it got, a writer at the last.
+  A reader takes a value at the first of `every` firings and reuses it at the others. A writer puts
+  a value at the last of them.
   """
 
   handoff: HandOff
@@ -25,12 +26,12 @@ class Port(NamedTuple):
 
 
 class Worker(NamedTuple):
-  """An operation fired again and again by one thread.
+  """An operation that one thread fires repeatedly.
 
-  `fire(state, *inputs)` returns `(state, outputs)`, for each port a Stamped, or None where nothing
-  is to be put; neither these nor the inputs need be computed yet, and inputs must not be donated.
-  After `firings` of them, or as soon as `until(state)` holds, the worker ends and closes its
-  hand-offs, so that its neighbours end too.
+  `fire(state, *inputs)` returns `(state, outputs)`. The outputs have a Stamped for each port of
+  `writes`, or None to put nothing. Inputs and outputs need not be computed yet, so `fire` must not
+  donate inputs. The worker ends after `firings` firings, or once `until(state)` is true. Then it
+  closes its hand-offs, so that its neighbours end too.
   """
 
   name: str
@@ -43,38 +44,48 @@ class Worker(NamedTuple):
 
 
 class Stuck(RuntimeError):
-  """Threads that did not end after a failure: only leaving the process can end them."""
+  """Raised if threads did not end after a failure; only the end of the process can end them."""
 
 
 def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool]]:
-  """Runs the worker, leaving its newest state in `states`.
+  """Runs a worker step by step.
 
-  Before each get, settle and put it yields what tells whether that would block.
+  Args:
+    worker: to run.
+    states: receives the worker's newest state under its name.
+
+  Yields:
+    Before each get, settle and put: a function that returns whether this would not block.
   """
-  state, inputs = worker.state, [None] * len(worker.reads)
+  state = worker.state
+  inputs = [None] * len(worker.reads)
   for k in range(worker.firings):
     for i, port in enumerate(worker.reads):
       if k % port.every == 0:
         yield port.handoff.can_get
         inputs[i] = port.handoff.get()
+
     since = time.perf_counter()
     state, outputs = worker.fire(state, *inputs)
     states[worker.name] = state
+
     try:
       for i, port in enumerate(worker.reads):
         yield functools.partial(port.handoff.can_settle, inputs[i])
         since = port.handoff.settle(inputs[i], since)
         if k % port.every == port.every - 1:
-          inputs[i] = None  # what is large is not kept while the next is waited for
+          # Frees the memory of a large value while the worker waits for the next.
+          inputs[i] = None
       yield from _hand_over(worker, k, outputs)
     except Closed:
-      # The neighbour that ended may not be the one that took an output of this firing: its reader
-      # waits to be told that the output is computed.
+      # Another neighbour may have taken an output of this firing, and waits until it is computed.
       for port in worker.writes:
         port.handoff.finish()
-      # What was started is waited for here, where a run knows of threads that do not end.
+      # Waits here for the started computations: `run` notices threads that do not end.
       jax.block_until_ready(outputs)
       raise
+
+    # Frees the memory of the outputs during the next waits.
     outputs = None
     if worker.until(state):
       return
@@ -82,7 +93,10 @@ def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool
 
 def _hand_over(worker: Worker, k: int, outputs: Sequence[Stamped | None]
                ) -> Iterator[Callable[[], bool]]:
-  """Puts what is due after firing k: first what need not be computed, and waits until it is."""
+  """Puts the outputs that are due after firing k, then blocks until they are computed.
+
+  Hand-offs that take values before they are computed come first, so that their consumers can start.
+  """
   for early in (True, False):
     for port, item in zip(worker.writes, outputs, strict=True):
       if item is not None and port.handoff.early == early and k % port.every == port.every - 1:
@@ -93,6 +107,7 @@ def _hand_over(worker: Worker, k: int, outputs: Sequence[Stamped | None]
 
 
 def _end(worker: Worker) -> None:
+  """Closes all hand-offs of a worker."""
   for port in (*worker.reads, *worker.writes):
     port.handoff.close()
 
@@ -102,10 +117,10 @@ def _no_worker_can_go_on(names: Iterable[str]) -> RuntimeError:
 
 
 def _wait_for_each_other(threads: Iterable[threading.Thread], workers: Sequence[Worker]) -> bool:
-  """Returns whether each of these threads waits for another of them, so that none will go on.
+  """Returns whether all of these threads wait for each other, which is a deadlock.
 
-  It looks at all hand-offs at one moment: while it has the locks of all, no thread can wake and
-  change one. A wait on a hand-off with one end outside the graph does not count.
+  It holds the locks of all hand-offs at the same time, so no thread can wake up meanwhile. Waits on
+  hand-offs with one end outside of the graph do not count.
   """
   written = {port.handoff for worker in workers for port in worker.writes}
   with contextlib.ExitStack() as locks:
@@ -116,14 +131,21 @@ def _wait_for_each_other(threads: Iterable[threading.Thread], workers: Sequence[
 
 
 def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
-  """Runs each worker on its own thread until all have ended; returns their last states by name.
+  """Runs each worker on its own thread until all have ended.
 
-  A hand-off that a worker reads and a worker writes must be used by nobody else meanwhile.
+  No other thread may use a hand-off that joins two of the workers.
+
+  Args:
+    workers: the graph.
+    grace_s: seconds that threads have to end after a failure.
+
+  Returns:
+    The last state of each worker, by name.
 
   Raises:
-    Exception: the first one that any worker raised, after closing every hand-off.
+    Exception: the first one that a worker raised, after all hand-offs have failed.
     RuntimeError: all workers that have not ended wait for each other.
-    Stuck: from that exception, where threads did not end within `grace_s`.
+    Stuck: threads did not end within `grace_s`; raised from the first exception.
   """
   states: dict[str, Any] = {}
   errors: list[BaseException] = []
@@ -140,32 +162,37 @@ def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
         pass
     except Closed:
       pass
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the others must end
+    except BaseException as error:  # noqa: BLE001 - the other workers must end after any error
       fail(error)
     _end(worker)
     ended[worker.name].set()
 
-  # These are waited for, and not `Thread.join`: Python 3.10 to 3.12 take a thread for ended whose
-  # join was interrupted by a signal.
+  # Events replace `Thread.join`: in Python 3.10 to 3.12 a thread whose join was interrupted by a
+  # signal counts as ended.
   ended = {worker.name: threading.Event() for worker in workers}
   threads = [threading.Thread(target=work, args=(worker,), name=worker.name, daemon=True)
              for worker in workers]
+
   try:
     for thread in threads:
       thread.start()
     while not errors and not all(event.is_set() for event in ended.values()):
       for event in ended.values():
-        event.wait(0.05)  # short, so that signals reach the main thread
+        # A short wait lets signals reach the main thread.
+        event.wait(0.05)
       running = [thread for thread in threads if not ended[thread.name].is_set()]
       if running and _wait_for_each_other(running, workers):
         raise _no_worker_can_go_on(thread.name for thread in running)
-  except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt ends the workers like any
+  except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt must end the workers, too
     fail(error)
+
+  # A thread is not started if an earlier one could not be.
   started = [thread for thread in threads if thread.ident is not None]
   deadline = time.monotonic() + grace_s
   for thread in started:
     if ended[thread.name].wait(max(0.0, deadline - time.monotonic())):
       thread.join()
+
   if errors:
     alive = [thread.name for thread in started if not ended[thread.name].is_set()]
     if alive:
@@ -175,10 +202,16 @@ def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
 
 
 def run_serial(workers: Sequence[Worker]) -> dict[str, Any]:
-  """Runs the same graph on this thread, one step of one worker at a time: the oracle for `run`.
+  """Runs the graph on this thread, one step of one worker at a time: the oracle for `run`.
+
+  Args:
+    workers: the graph.
+
+  Returns:
+    The last state of each worker, by name.
 
   Raises:
-    RuntimeError: where no worker can go on and not all have ended.
+    RuntimeError: no worker can go on, but not all have ended.
   """
   states: dict[str, Any] = {}
   steps = {worker.name: _steps(worker, states) for worker in workers}

@@ -15,54 +15,59 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_KEY = 'podracer_jit.option'  # of a field's metadata
-_OF_FLAX = ('name', 'parent')  # fields that flax adds to every module
+# Key of a `Meaning` in a field's metadata.
+_KEY = 'podracer_jit.option'
+# Fields that flax adds to every module.
+_OF_FLAX = ('name', 'parent')
+# Types that an option may have.
 _KINDS = (bool, int, float, str, tuple)
-_LONGEST_SHOWN = 60  # characters of a value in an error message
+# Most characters of a value in an error message.
+_LONGEST_SHOWN = 60
 
-# What programs count stays below 2^31, as they compute in 32 bits.
+# Programs count in 32 bits, so counts must stay below 2^31.
 INT32_MAX = 2**31 - 1
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
 class Meaning(NamedTuple):
-  """What an option may be, and what it means."""
+  """Help text and limits of an option."""
 
   help: str = ''
   at_least: float | None = None
   at_most: float | None = None
   above: float | None = None  # compared as a 32-bit float
   below: float | None = None  # compared as a 32-bit float
-  choices: tuple[str, ...] = ()
-  not_empty: bool = False  # an empty tuple is refused
-  max_length: int = 1024  # of a tuple
-  words: str = ''  # in place of the message that is made from the limits
+  choices: tuple[str, ...] = ()  # of a string option; () for any string
+  not_empty: bool = False  # a tuple must have elements
+  max_length: int = 1024  # most elements of a tuple
+  words: str = ''  # error message that replaces the one made from the limits
 
 
 def shown(value: Any) -> str:
-  """Returns a value as Python writes it; the middle of a long text is left out."""
+  """Returns a value's repr for error messages; omits the middle of a long one."""
   try:
     text = repr(value)
-  except ValueError:  # Python writes no integer of more than 4,300 digits
+  except ValueError:
+    # By default, Python does not convert integers of more than 4,300 digits.
     text = 'a number of more digits than Python writes'
   return shorten(text, _LONGEST_SHOWN)
 
 
 def shorten(text: str, longest: int = 200) -> str:
-  """Returns a text on one line, without its middle if it is longer than so many characters."""
+  """Returns a text on one line; omits its middle if it has more than `longest` characters."""
   text = ' '.join(text.split())
   half = longest // 2 - 3
   return text if len(text) <= longest else f'{text[:half]} ... {text[-half:]}'
 
 
 class Count(NamedTuple):
-  """A number of things that a field gives."""
+  """Number that a field determines, for error messages."""
 
   field: str
   number: int
-  is_set: bool  # the field has another value than by default
-  unit: str  # of one
-  where: str = ''  # the fields that make the number, if it is not the field's own value
+  is_set: bool  # the field differs from its default
+  unit: str  # noun for the counted things, in the singular
+  where: str = ''  # the fields that determine the number, if it is not the field's own value
 
   def __str__(self) -> str:
     name, _, rest = self.unit.partition(' with ')
@@ -71,10 +76,14 @@ class Count(NamedTuple):
 
 
 def uneven(whole: Count, divisor: Count) -> str:
-  """Returns the line that says that `whole` cannot be split evenly, and what would be right.
+  """Returns the error message for a number that cannot be split evenly, with values that can.
 
-  It begins with the field that somebody has set: the divisor's, if only that one is not the
-  default.
+  The message begins with the field that the user set: the divisor's field if it alone differs from
+  its default, else the field of `whole`.
+
+  Args:
+    whole: the number to be split.
+    divisor: the number of equal parts.
   """
   def described(count: Count) -> str:
     return f'{count} ({count.where})' if count.where else f'{count.field} = {count.number}'
@@ -93,27 +102,31 @@ def option(default: Any, help: str, **limits: Any) -> Any:
   """Returns a dataclass field that is an option.
 
   Args:
-    default: a bool, int, float, str or a tuple of ints; its type is the option's type.
-    help: one line that says what the option means.
-    **limits: fields of `Meaning`. The limits of a tuple are those of each of its numbers.
+    default: a bool, int, float, str or tuple; its type is the option's type.
+    help: meaning of the option, one line.
+    **limits: fields of `Meaning`. For a tuple they limit each of its numbers.
   """
   return dataclasses.field(default=default, metadata={_KEY: Meaning(help, **limits)})
 
 
 def internal(default: Any) -> Any:
-  """Returns a dataclass field that is not an option: only code sets it."""
+  """Returns a dataclass field that is not an option; only code sets it."""
   return dataclasses.field(default=default, metadata={_KEY: None})
 
 
 def meanings(part: type) -> dict[str, Meaning]:
-  """The options of a part by name.
+  """Returns the options of a part by name.
 
-  A field that was not made by `option` is one too, without limits, if its default is a bool, a
+  A field that was not made by `option` is an option without limits if its default is a bool, a
   number, a string or a tuple.
 
+  Args:
+    part: a dataclass or a flax module class.
+
   Raises:
-    ValueError: a field has no default, or the class is no dataclass.
+    ValueError: a field has no default, or the class is not a dataclass.
   """
+  # An undecorated class still has the `Field` objects as attributes.
   for name, value in vars(part).items():
     if isinstance(value, dataclasses.Field):
       raise ValueError(f'{part.__name__}.{name} is no option yet: the class needs '
@@ -133,20 +146,24 @@ def meanings(part: type) -> dict[str, Meaning]:
 
 
 def defaults(part: type) -> dict[str, Any]:
-  """The default of each option of a part."""
+  """Returns the default of each option of a part."""
   by_name = {field.name: field.default for field in dataclasses.fields(part)}
   return {name: by_name[name] for name in meanings(part)}
 
 
 def check_names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any] | list[str],
                 of: str = '') -> Iterator[str]:
-  """Yields one line for each field that is unknown or missing.
+  """Yields one error message for each field that is unknown or missing.
 
   Args:
-    prefix: of the fields, with its dot: 'placement.'.
-    given: the fields that a config has.
-    known: the fields that it should have.
-    of: the part that they belong to; without it a close name is suggested instead.
+    prefix: of the fields' names, with its dot, such as 'placement.'.
+    given: fields that a config has.
+    known: fields that the config should have.
+    of: the part that the fields belong to, for the message; if empty, the message suggests a
+      similar name.
+
+  Yields:
+    Lines of text.
   """
   for name in sorted(set(given) ^ set(known)):
     if of:
@@ -159,7 +176,16 @@ def check_names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any] 
 
 
 def check_values(prefix: str, given: Mapping[str, Any], part: type) -> Iterator[str]:
-  """Yields one line for each option that has a wrong type or lies outside its limits."""
+  """Yields one error message for each option with a wrong type or a value outside its limits.
+
+  Args:
+    prefix: of the fields' names, with its dot, such as 'placement.'.
+    given: values by name; options without a value are skipped.
+    part: a dataclass or a flax module class.
+
+  Yields:
+    Lines of text.
+  """
   default = defaults(part)
   for name, meaning in meanings(part).items():
     if name not in given:
@@ -172,7 +198,15 @@ def check_values(prefix: str, given: Mapping[str, Any], part: type) -> Iterator[
 
 
 def make(part: type, given: Mapping[str, Any]) -> Any:
-  """The part with these options; lists become tuples, and whole numbers of float options floats."""
+  """Builds a part from its options.
+
+  Args:
+    part: a dataclass or a flax module class.
+    given: values of all its options. Lists become tuples; values of float options become floats.
+
+  Returns:
+    An instance of `part`.
+  """
   default = defaults(part)
   return part(**{name: _as(type(default[name]), given[name]) for name in default})
 
@@ -184,7 +218,8 @@ def _as(kind: type, value: Any) -> Any:
 
 
 def _problem(value: Any, default: Any, meaning: Meaning) -> str:
-  """What is wrong with a value, or an empty string."""
+  """Returns the error message for a value, or an empty string if the value is right."""
+  # A bool is an int in Python, so bools are checked first.
   if isinstance(default, bool):
     return '' if isinstance(value, bool) else 'must be True or False'
   if isinstance(default, str):
@@ -209,7 +244,8 @@ def _problem_of_text(value: Any, meaning: Meaning) -> str:
 
 
 def _problem_of_tuple(value: Any, default: tuple, meaning: Meaning) -> str:
-  if default and not isinstance(default[0], int):  # elements are like those of the default
+  if default and not isinstance(default[0], int):
+    # The elements have the type of the default's elements.
     if not isinstance(value, tuple | list):
       return 'must be a tuple'
     if len(value) > meaning.max_length:
@@ -219,6 +255,7 @@ def _problem_of_tuple(value: Any, default: tuple, meaning: Meaning) -> str:
   numbers = value if isinstance(value, tuple | list) else (None,)
   if len(numbers) > meaning.max_length:
     return f'must have at most {meaning.max_length} numbers'
+  # A violated lower limit is a part of the type's message; the upper limit has its own below.
   whole = all(isinstance(x, int) and not isinstance(x, bool) for x in numbers)
   if not whole or any(_problem_of_int(x, meaning._replace(at_most=None)) for x in numbers):
     return 'must be positive whole numbers' if meaning.at_least == 1 else 'must be whole numbers'
@@ -229,19 +266,21 @@ def _problem_of_tuple(value: Any, default: tuple, meaning: Meaning) -> str:
 
 
 def _problem_of_int(value: int, meaning: Meaning) -> str:
-  low, high = meaning.at_least, meaning.at_most
+  low = meaning.at_least
+  high = meaning.at_most
   if low is not None and value < low:
     return f'must be at least {low}' if low else 'must not be negative'
   if high is not None and value > high:
     return 'must be below 2^31' if high == INT32_MAX else f'must be at most {high:,}'
-  # Of a user's own part that states no limit: nothing that a 64-bit number cannot hold.
+  # A user's own part may state no limit; the value must still fit 64 bits.
   return '' if -2**63 <= value < 2**63 else 'must be from -2^63 to 2^63 - 1'
 
 
 def _problem_of_float(value: float, meaning: Meaning) -> str:
   try:
     value = float(value)
-  except OverflowError:  # a whole number of more than 1,024 bits
+  except OverflowError:
+    # An int of more than 1,024 bits is too large for a float.
     value = math.inf if value > 0 else -math.inf
   low = -math.inf if meaning.at_least is None else meaning.at_least
   high = math.inf if meaning.at_most is None else meaning.at_most
@@ -251,7 +290,7 @@ def _problem_of_float(value: float, meaning: Meaning) -> str:
       return f'must be above {low}'
   if not (math.isfinite(value) and low <= value <= high):
     return f'must be between {low} and {high}'
-  # Arithmetic is done in 32 bits, in which 1e39 is infinite and 0.99999999 is 1.
+  # Programs compute in 32 bits, in which 1e39 is infinite and 0.99999999 equals 1.
   if abs(value) > LARGEST_FLOAT:
     side = 'most' if value > 0 else 'least'
     return f'must be at {side} {math.copysign(LARGEST_FLOAT, value):.1e}'

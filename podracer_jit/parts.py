@@ -1,4 +1,4 @@
-"""Parts by name: a shipped one by its name in a table, a user's own as `module:attribute`."""
+"""Look-up of parts: shipped ones by their name in a table, a user's own as `module:attribute`."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from typing import Any
 
 from podracer_jit.options import shorten, shown
 
-_folders: list[Path] = []  # searched before sys.path
+# Folders of config files, which are searched before sys.path.
+_folders: list[Path] = []
 
 
 class NameTaken(ImportError):
-  """A file cannot be loaded under a name that another module has."""
+  """Raised if a file would be loaded under the name of another module."""
 
 
 def look_beside(path: Path) -> None:
-  """From now on modules of a user's parts are found beside the file `path`, too."""
+  """Adds the folder of a file to the folders in which `find` looks for a user's modules."""
   folder = path.resolve().parent
   if folder not in _folders:
     _folders.insert(0, folder)
 
 
 def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
-  """The part called `name`.
+  """Returns the part with a name; imports its module if it is a user's own.
 
   Args:
-    field: the config's field that names it, for errors: 'loss.name'.
+    field: the config's field with the name, for error messages, such as 'loss.name'.
     name: a key of `shipped`, or 'module:attribute' of a user's own part.
-    shipped: the table of parts that the package has.
+    shipped: the package's parts by name.
 
   Raises:
-    ValueError: there is no such part, in one line.
+    ValueError: no part has this name, or its module cannot be imported; the message has one line.
   """
   if isinstance(name, str) and name in shipped:
     return shipped[name]
@@ -46,15 +47,17 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
   if not colon:
     raise ValueError(f'{field}: there is no {shown(name)}; known are {", ".join(shipped)}, and '
                      'module:attribute of your own')
+
   try:
     part = _module(module)
   except ImportError as error:
     raise ValueError(f'{field}: cannot import {shown(module)} of {shown(name)} '
                      f'({shorten(str(error))}); it is looked for '
                      'beside the config file and on PYTHONPATH') from None
-  except Exception as error:  # noqa: BLE001 - a module is a program: it may raise anything
+  except Exception as error:  # noqa: BLE001 - a user's module may raise any exception
     raise ValueError(f'{field}: {module}.py fails: {type(error).__name__}: '
                      f'{shorten(str(error))}') from error
+
   for step in attribute.split('.'):
     if not hasattr(part, step):
       raise ValueError(f'{field}: {module} has no {shown(attribute)}')
@@ -63,19 +66,26 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
 
 
 def file_of(name: str) -> str:
-  """Returns the file that importing a user's module would run first, without running anything."""
+  """Returns the file that the import of a user's module would run first; runs nothing.
+
+  Args:
+    name: of the module, possibly dotted.
+
+  Returns:
+    The path, or a phrase that says that the module is missing.
+  """
   for folder in _folders:
     path = folder.joinpath(*name.split('.')).with_suffix('.py')
     if path.is_file():
       return str(path)
-  # Only the first part of a dotted name can be looked up without importing the others.
+  # A submodule cannot be looked up without importing its package, so only the first name is.
   top = name.partition('.')[0]
   spec = importlib.machinery.PathFinder.find_spec(top)
   return spec.origin if spec and spec.origin else f'a module {top} that is not here'
 
 
 def _module(name: str) -> ModuleType:
-  """Imports a user's module: from beside the config file if it is there, else as Python does."""
+  """Imports a user's module, from beside the config file if possible, else from sys.path."""
   for folder in _folders:
     path = folder.joinpath(*name.split('.')).with_suffix('.py')
     if path.is_file():
@@ -84,15 +94,18 @@ def _module(name: str) -> ModuleType:
 
 
 def load(path: Path, name: str, again: bool = False) -> ModuleType:
-  """Returns the module in a file, which other code then imports by `name`.
+  """Loads a file as a module and registers it in `sys.modules`.
 
   Args:
     path: of the file.
-    name: of the module.
-    again: run the file even if it was loaded before.
+    name: of the module, by which other code can import it.
+    again: whether to run the file even if it was loaded before.
+
+  Returns:
+    The module.
 
   Raises:
-    NameTaken: another module has that name, imported or not.
+    NameTaken: another module, imported or not, has the name.
   """
   path = path.resolve()
   known = sys.modules.get(name)
@@ -105,8 +118,10 @@ def load(path: Path, name: str, again: bool = False) -> ModuleType:
                     f'{where or "a built-in module"}')
   if known is not None and not again:
     return known
+
   spec = importlib.util.spec_from_file_location(name, path)
   module = importlib.util.module_from_spec(spec)
+  # Registered before it runs, so that the module can import itself.
   sys.modules[name] = module
   try:
     spec.loader.exec_module(module)

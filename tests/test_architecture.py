@@ -29,7 +29,7 @@ TIER_OF = {name: tier for tier, names in TIERS.items() for name in names}
 # Packages from elsewhere that each tier may use, beside Python's own; None: any.
 OUTSIDE = {
     'ground': {'jax', 'numpy'},
-    'numerics': {'jax', 'numpy'},
+    'numerics': {'jax', 'numpy', 'chex'},
     'maths': {'jax', 'numpy', 'chex', 'rlax', 'flax', 'optax'},
     'world': {'jax', 'numpy', 'envpool'},
     'operations': {'jax', 'numpy', 'chex', 'flax', 'optax'},

@@ -1,1 +1,1 @@
-"""G and U: updates from rollouts and from a replay, and their programs."""
+"""Gradients (G) and updates (U) from rollouts and from a replay, and their compiled programs."""

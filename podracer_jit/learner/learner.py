@@ -1,4 +1,4 @@
-"""What learners from rollouts and learners from a replay have in common."""
+"""The interface of learners, and the code that learners from rollouts and from a replay share."""
 
 from __future__ import annotations
 
@@ -20,54 +20,58 @@ from podracer_jit.types import Metrics, Params, Target, TrainState
 
 
 class Keys(NamedTuple):
-  """The three independent streams of a run."""
+  """PRNG keys of a run's three independent streams."""
 
-  init: jax.Array  # first parameters
-  learn: jax.Array
-  act: jax.Array
+  init: jax.Array  # initial parameters
+  learn: jax.Array  # minibatch order, draws from a replay
+  act: jax.Array  # actions and exploration
 
 
 def keys_of(seed: int) -> Keys:
-  """Returns the streams of a seed; traceable."""
+  """Returns the keys of a seed, which may be traced."""
   return Keys(*jax.random.split(jax.random.key(seed), 3))
 
 
 class Parts(NamedTuple):
-  """What every learner is made of."""
+  """Components that every learner needs."""
 
   network: nn.Module
-  obs_shape: Sequence[int]
+  obs_shape: Sequence[int]  # of one observation
   obs_dtype: Any
   optimizer: optax.GradientTransformation
-  learning_rate: Callable[[jax.Array], jax.Array]  # valid steps learned from -> rate
+  learning_rate: Callable[[jax.Array], jax.Array]  # valid steps learned from so far -> rate
   mesh: Mesh
 
 
 class Learner(abc.ABC):
-  """Turns a train state and a round of experience into the next train state.
+  """Map from a train state and a round of experience to the next train state.
 
-  Subclasses say how. `learn` is for one device of the mesh, to be put into a larger program;
-  `program` is the same for the whole mesh.
+  `learn` is the function of one device of the mesh, for use inside a larger program. `program` is
+  the compiled function of the whole mesh.
   """
 
-  gradient_steps: int  # of an update
+  gradient_steps: int  # in one update
+  # (state, experience of this device's environments) -> (state, metrics)
   learn: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
   def __init__(self, parts: Parts):
-    """Makes a learner; compiles nothing."""
+    """Builds a learner; compiles nothing."""
     self.parts = parts
 
   @functools.cached_property
   def program(self) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
-    """`learn` on the whole mesh, jitted; it donates the state."""
+    """Jitted `learn` on the whole mesh; it donates the state."""
     return sharding.fused_learner(self.learn, self.parts.mesh)
 
   def initial_state(self, seed: int) -> TrainState:
-    """Returns the train state of update 0 on the mesh, without the replay that `allocate` adds."""
+    """Returns the train state before the first update, on the mesh and without a replay.
+
+    `allocate` adds the replay.
+    """
     return placement.replicate(jax.jit(self._first_state)(seed), self.parts.mesh)
 
   def state_shapes(self) -> TrainState:
-    """Returns the shapes of `initial_state` on one device of the mesh; allocates nothing."""
+    """Returns the shapes of `initial_state`; allocates nothing."""
     return jax.eval_shape(self._first_state, 0)
 
   def _first_state(self, seed: jax.Array) -> TrainState:
@@ -81,18 +85,20 @@ class Learner(abc.ABC):
     return ()
 
   def allocate(self, state: TrainState) -> TrainState:
-    """Returns the state with all that learning needs: a replay, if it has none yet."""
+    """Returns the state with an empty replay, if the learner needs one and it has none."""
     return state
 
   def replay_shapes(self) -> Any:
-    """Returns the shapes and shardings of the replay, to restore it into; () without one."""
+    """Returns the shapes and shardings of the replay, for restoring it; () without a replay."""
     return ()
 
   @abc.abstractmethod
   def mean_cgd(self, behind: float) -> float:
-    """Returns the mean CGD of an update (NAPPO's collection-to-gradient delay).
+    """Returns the mean collection-to-gradient delay (CGD) of an update, in gradient steps.
+
+    CGD is defined in NAPPO (2007.02622, section 3).
 
     Args:
-      behind: gradient steps between the parameters of the rollouts and those of the update's
-        first gradient.
+      behind: gradient steps between the parameters that made the rollouts and the parameters of the
+        update's first gradient.
     """

@@ -1,4 +1,4 @@
-"""The learner from a replay, which is a part of its train state."""
+"""The learner from a replay; the replay is a part of its train state."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ from podracer_jit.types import Experience, Params, Target, TrainState
 
 
 class ReplayLearner(Learner):
-  """Adds each round of experience to the replay and takes gradient steps on what it draws."""
+  """Learner that adds experience to a replay and takes gradient steps on batches drawn from it."""
 
   def __init__(self, parts: Parts, algorithm: ReplayAlgorithm, options: ReplayOptions,
                memory: buffer.Replay, like: Experience, sizes: replay_updates.Sizes,
                exact_reduce: bool):
-    """Makes a learner; compiles nothing.
+    """Builds a learner; compiles nothing.
 
     Args:
-      parts: what every learner is made of.
-      algorithm: the loss of transitions.
+      parts: components that every learner needs.
+      algorithm: defines the loss of transitions.
       options: of the replay.
-      memory: the replay of each group of environments.
-      like: the shapes of one group's experience.
-      sizes: of the experiment.
-      exact_reduce: whether gradients are added in one fixed order.
+      memory: functions of the replay of each group of environments.
+      like: arrays or shapes of one group's experience, [T, B, ...].
+      sizes: numbers that the arithmetic of an update depends on.
+      exact_reduce: True: gradients are added in one fixed order; False: by XLA's all-reduce.
     """
     super().__init__(parts)
     self.options = options
     self.sizes = sizes
     self.gradient_steps = options.gradient_steps
-    self.memory, self._like = memory, like
+    self.memory = memory
+    self._like = like
     mesh_size = parts.mesh.size
+
     update = rollout_updates.make_update(parts.optimizer, parts.learning_rate)
     self._insert = replay_updates.make_insert(memory, sizes, mesh_size)
     self._steps = replay_updates.make_steps(
@@ -55,9 +57,10 @@ class ReplayLearner(Learner):
     return Target(params, jnp.int32(0))
 
   def allocate(self, state: TrainState) -> TrainState:
-    """Returns the state with an empty replay, if it has none."""
+    """Returns the state with an empty replay if it has none."""
     if jax.tree.leaves(state.replay):
       return state
+    # With out_shardings each device allocates its own groups only.
     return state._replace(replay=jax.jit(self._empty, out_shardings=self._sharding)())
 
   def replay_shapes(self) -> Any:
@@ -71,25 +74,29 @@ class ReplayLearner(Learner):
 
   @property
   def _sharding(self) -> NamedSharding:
-    """Groups are on the devices that they belong to."""
+    """Sharding of the replay: each group is on the device that owns it."""
     return NamedSharding(self.parts.mesh, PartitionSpec(AXIS))
 
   def mean_cgd(self, behind: float) -> float:
-    """See `Learner.mean_cgd`: the age of what is drawn adds to it, which the metrics have."""
+    """Returns `behind`; the age of the sampled transitions adds to it and is in the metrics.
+
+    Args:
+      behind: see `Learner.mean_cgd`.
+    """
     return behind
 
   @functools.cached_property
   def programs(self) -> sharding.ReplayPrograms:
-    """Adding and learning as programs of their own, for rollouts that come as they come."""
+    """Separate programs for adding and for learning, if rollouts arrive at a rate of their own."""
     return sharding.replay_programs(self._insert, self._steps, self._finish, self.sizes,
                                     self.parts.mesh)
 
   def rate_limiter(self, rows: int, actors: int) -> Rate:
-    """Returns what holds acting and learning together.
+    """Returns the rate limiter that ties acting and learning together.
 
     Args:
-      rows: of a round of all actors, invalid ones too.
-      actors: how many there are.
+      rows: valid and invalid rows that one round of all actors makes.
+      actors: number of actors.
     """
     options = self.options
     return Rate(options.samples_per_insert, options.tolerance,

@@ -1,10 +1,11 @@
-"""G and U on what is drawn from a replay: losses of transitions, and updates of many steps."""
+"""Gradients (G) and updates (U) on transitions drawn from a replay."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -17,53 +18,72 @@ from podracer_jit.numerics.islands import island
 from podracer_jit.replay import buffer
 from podracer_jit.types import Experience, Metrics, Params, Target, TrainState, Transition
 
-# `losses.algorithm.ReplayAlgorithm.loss` with its network
+# `losses.algorithm.ReplayAlgorithm.loss` of a network:
+# (params, target params, batch [n, ...], weight [n]) -> (loss, (sums of terms, |TD error| [n]))
 Loss = Callable[[Params, Params, Transition, jax.Array],
                 tuple[jax.Array, tuple[Metrics, jax.Array]]]
 
 
 class Sizes(NamedTuple):
-  """What the arithmetic of an update depends on; all of it belongs to the experiment."""
+  """Numbers that the arithmetic of an update depends on; all are part of the experiment."""
 
-  num_envs: int
-  num_grad_shards: int  # groups, each with a replay
-  batch_size: int  # of a gradient step, all groups together
-  gradient_steps: int  # of an update
-  min_size: int  # transitions that must be there before the first
-  target_every: int  # gradient steps
-  importance_exponent: float
-  microbatch_rows: int
+  num_envs: int  # on all devices
+  num_grad_shards: int  # groups of environments, each with a replay
+  batch_size: int  # transitions in a gradient step, from all groups together
+  gradient_steps: int  # in an update
+  min_size: int  # transitions in the replay before the first gradient step
+  target_every: int  # gradient steps between copies to the target network
+  importance_exponent: float  # beta of prioritised replay (1511.05952)
+  microbatch_rows: int  # most rows in one pass of the network; 0: a group's whole batch
 
   def groups(self, mesh_size: int = 1, exact: bool = True) -> Groups:
-    """Returns the groups of environments, as a device of a mesh of this size has them."""
+    """Returns the groups of environments, seen from one device of a mesh of this size."""
     return Groups(self.num_grad_shards, self.num_envs // self.num_grad_shards, mesh_size, exact)
 
 
 def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes,
                mesh_size: int = 1, exact: bool = True) -> Callable:
-  """Returns steps(state, count) -> (state, sums): `count` gradient steps, on one device of a mesh.
+  """Builds the function of an update's gradient steps, on one device of a mesh.
 
-  Each draws a batch, descends, and sets the priorities of what it drew. Sums over the steps: of
-  'terms', 'grad_norm', 'sampled_age' (gradient steps since a transition was added).
+  Each step draws a batch, updates the parameters and sets new priorities of the drawn transitions.
+
+  Args:
+    loss: see `Loss`.
+    memory: functions of the replay of each group.
+    update: of `rollout_updates.make_update`.
+    sizes: numbers that the arithmetic of an update depends on.
+    mesh_size: devices of the mesh.
+    exact: True: gradients are added in one fixed order; False: by XLA's all-reduce.
+
+  Returns:
+    steps(state, count) -> (state, sums), which takes `count` gradient steps. `sums` over the steps
+    are 'terms' (loss terms), 'grad_norm' and 'sampled_age' (gradient steps between a transition's
+    addition and its use).
   """
   groups = sizes.groups(mesh_size, exact)
+  # Transitions that each group draws.
   share = sizes.batch_size // sizes.num_grad_shards
 
   @island('importance_weights')
   def weights(probability, least):
-    """(N P)^-exponent by their maximum; N, and the number of groups, cancel."""
+    """Returns importance weights (N P)^-beta over their maximum (1511.05952, section 3.4).
+
+    N and the number of groups cancel.
+    """
     return jnp.power(least / jnp.maximum(probability, 1e-30), sizes.importance_exponent)
 
   @island('gradient')
   def of_batch(params, target_params, batch, weight):
     def mean_loss(params):
       total, (terms, error) = loss(params, target_params, batch, weight)
+      # By the batch of all groups: the sum over groups is then the mean.
       return total / sizes.batch_size, (terms, error)
 
     gradient, (terms, error) = jax.grad(mean_loss, has_aux=True)(params)
     return (gradient, terms), error
 
   def of_group(params, target_params, batch, weight):
+    # A group's batch is cut into microbatches, whose gradients are added in order.
     count = rollout_updates.pieces(share, 1, sizes.microbatch_rows)
     pieces = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (batch, weight))
 
@@ -83,84 +103,121 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
   def step(state, key):
     with jax.named_scope('storing'):
       drawn = memory.sample(state.replay, _group_keys(key, groups), share)
+      # The largest weight of the whole batch belongs to the smallest probability.
       least = groups.smallest(drawn.probability)
       weight = groups.map(lambda p: weights(p, least), drawn.probability)
+
     with jax.named_scope('gradient'):
       sums, error = groups.map(
           lambda *group: of_group(state.params, state.target.params, *group),
           drawn.transition, weight)
       grads, terms = groups.total(sums)
+
     now = state.target.gradient_steps
     age = groups.total(groups.map(lambda added: sum_of_ages(added, now), drawn.transition.added))
+
     with jax.named_scope('update'):
       state, grad_norm = update(state, grads, terms)
       target = lax.cond((now + 1) % sizes.target_every == 0,
                         lambda new, old: new, lambda new, old: old,
                         state.params, state.target.params)
+
     with jax.named_scope('storing'):
       replay = memory.set_priorities(state.replay, drawn.place, error)
     return (state._replace(target=Target(target, now + 1), replay=replay),
             dict(terms=terms, grad_norm=grad_norm, sampled_age=age))
 
   def steps(state: TrainState, count: jax.Array):
+    chex.assert_rank(count, 0)
     key = _key(state, 0)
 
     def turn(i, carry):
       state, sums = carry
       state, new = step(state, jax.random.fold_in(key, i))
       return state, jax.tree.map(jnp.add, sums, new)
+
+    # The number of steps is data: it is 0 until the replay has enough transitions.
     return lax.fori_loop(0, count, turn, (state, _zeros(jax.eval_shape(step, state, key)[1])))
 
   return steps
 
 
 def _zeros(shapes: Any) -> Any:
+  """Returns zeros of these shapes and types."""
   return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def _key(state: TrainState, stream: int) -> jax.Array:
-  """Of this update: 0 for sampling, 1 for eviction."""
+  """Returns a key of this update: stream 0 is for sampling, stream 1 for eviction."""
   return jax.random.fold_in(rollout_updates.update_key(state), stream)
 
 
 def _group_keys(key: jax.Array, groups: Groups) -> jax.Array:
+  """Returns a key for each group of this device, [local], that does not depend on the mesh."""
   return jax.vmap(lambda group: jax.random.fold_in(key, group))(groups.numbers())
 
 
 def make_insert(memory: buffer.Replay, sizes: Sizes, mesh_size: int = 1):
-  """Returns insert(state, experience, first_group) -> (state, valid rows), on one device of a mesh.
+  """Builds the function that adds experience to the replay, on one device of a mesh.
 
-  `experience` is of whole groups, from the first_group of this device on; what is of none of its
-  groups it lets be.
+  Args:
+    memory: functions of the replay of each group.
+    sizes: numbers that the arithmetic of an update depends on.
+    mesh_size: devices of the mesh.
+
+  Returns:
+    insert(state, experience, first_group) -> (state, number of valid rows). `experience` [T, B]
+    consists of whole groups; the first of them has index `first_group` among the groups of this
+    device. Groups outside of this device are ignored, but their valid rows are counted.
   """
   groups = sizes.groups(mesh_size)
 
   @jax.named_scope('storing')
   def insert(state: TrainState, experience: Experience, first_group: jax.Array):
+    chex.assert_rank(first_group, 0)
+    chex.assert_equal_shape([experience.reward, experience.valid, experience.priority])
     experience = experience._replace(episodes=())
     count = experience.reward.shape[1] // groups.envs
     group = first_group + jnp.arange(count)
+    # `add` drops groups with an index out of range. A negative index would count from the end.
     group = jnp.where((group >= 0) & (group < groups.local), group, groups.local)
-    apart = Groups(count, groups.envs).split(experience)
+    by_group = Groups(count, groups.envs).split(experience)
     keys = _group_keys(_key(state, 1), groups)
-    keys = jax.vmap(jax.random.fold_in)(keys, state.replay.inserted)  # an update may add often
-    held = memory.add(state.replay, group, apart, keys, state.target.gradient_steps)
-    return state._replace(replay=held), jnp.sum(experience.valid, dtype=jnp.int32)
+    # An update may add several times, and each addition needs keys of its own.
+    keys = jax.vmap(jax.random.fold_in)(keys, state.replay.inserted)
+    replay = memory.add(state.replay, group, by_group, keys, state.target.gradient_steps)
+    return state._replace(replay=replay), jnp.sum(experience.valid, dtype=jnp.int32)
 
   return insert
 
 
 def ready(state: TrainState, sizes: Sizes, mesh_size: int = 1) -> jax.Array:
-  """Whether every group has its share of what must be there before the first gradient step."""
+  """Returns whether every group has received its share of `sizes.min_size` transitions.
+
+  Args:
+    state: with a replay.
+    sizes: numbers that the arithmetic of an update depends on.
+    mesh_size: devices of the mesh.
+
+  Returns:
+    A scalar bool, equal on all devices.
+  """
   smallest = sizes.groups(mesh_size).smallest(state.replay.inserted)
   return smallest * sizes.num_grad_shards >= sizes.min_size
 
 
 def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
-  """Returns finish(state, count, sums, valid, batch) -> (state, metrics): ends an update.
+  """Builds the function that ends an update, on one device of a mesh.
 
-  `count` gradient steps gave these sums, `valid` rows were added, with the fingerprint `batch`.
-  Metrics are means over what was drawn, 0 before anything was.
+  Args:
+    sizes: numbers that the arithmetic of an update depends on.
+    learning_rate: valid steps learned from so far -> rate, for the metrics.
+    mesh_size: devices of the mesh.
+
+  Returns:
+    finish(state, count, sums, valid, batch) -> (state, metrics). `count` gradient steps gave
+    `sums`; `valid` rows were added, with the fingerprint `batch` [2] uint32. Loss terms and ages
+    are means over the drawn transitions, and 0 if none were drawn.
   """
   groups = sizes.groups(mesh_size)
 
@@ -168,6 +225,7 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
   def means(sums, count, params, steps_before, steps, gradient_steps):
     drawn = jnp.maximum(count * sizes.batch_size, 1)
     terms = dict(sums['terms'], sampled_age=sums['sampled_age'])
+    # It counts the drawn transitions, which is `drawn`.
     terms.pop('valid')
     return {name: total / drawn for name, total in terms.items()} | dict(
         grad_norm=sums['grad_norm'] / jnp.maximum(count, 1), param_norm=optax.tree.norm(params),
@@ -175,6 +233,8 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
         replay_ratio=gradient_steps * float(sizes.batch_size) / jnp.maximum(steps, 1))
 
   def finish(state, count, sums, valid, batch):
+    chex.assert_rank([count, valid], 0)
+    chex.assert_shape(batch, (2,))
     steps = state.steps + valid
     metrics = means(sums, count, state.params, state.steps, steps, state.target.gradient_steps)
     state = state._replace(update=state.update + 1, steps=steps)
@@ -189,9 +249,19 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
 
 def make_learn(insert: Callable, steps: Callable, finish: Callable, sizes: Sizes,
                mesh_size: int = 1):
-  """Returns learn(state, experience) -> (state, metrics): adds, then takes all gradient steps.
+  """Builds the function of a whole update, on one device of a mesh.
 
-  For one device of a mesh, with the experience of its environments; none before there is enough.
+  Args:
+    insert: of `make_insert`.
+    steps: of `make_steps`.
+    finish: of `make_finish`.
+    sizes: numbers that the arithmetic of an update depends on.
+    mesh_size: devices of the mesh.
+
+  Returns:
+    learn(state, experience) -> (state, metrics). It adds the experience of this device's
+    environments, then takes `sizes.gradient_steps` gradient steps, or none until the replay has
+    `sizes.min_size` transitions.
   """
   def learn(state: TrainState, experience: Experience):
     groups = sizes.groups(mesh_size)

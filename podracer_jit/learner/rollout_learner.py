@@ -1,4 +1,4 @@
-"""The learner from rollouts: each is learned from once it is made, then dropped."""
+"""The learner from rollouts: it learns from each rollout in one update and then drops it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from podracer_jit.losses.objective import Objective
 
 
 class RolloutLearner(Learner):
-  """Learns by epochs of minibatches of each round of rollouts."""
+  """Learner that takes epochs of minibatches from each round of rollouts."""
 
   def __init__(self, parts: Parts, objective: Objective, sizes: rollout_updates.Sizes,
                exact_reduce: bool):
-    """Makes a learner; compiles nothing.
+    """Builds a learner; compiles nothing.
 
     Args:
-      parts: what every learner is made of.
+      parts: components that every learner needs.
       objective: the algorithm with its network.
-      sizes: of the experiment.
-      exact_reduce: whether gradients are added in one fixed order; else what a device has is one
-        group, and XLA's all-reduce adds them.
+      sizes: numbers that the arithmetic of an update depends on.
+      exact_reduce: True: gradients are added in one fixed order. False: each device has a single
+        group, and XLA's all-reduce adds the gradients.
     """
     super().__init__(parts)
     self.objective = objective
@@ -36,20 +36,26 @@ class RolloutLearner(Learner):
         objective, parts.optimizer, parts.learning_rate, sizes, parts.mesh.size, exact_reduce)
 
   def mean_cgd(self, behind: float) -> float:
-    """See `Learner.mean_cgd`: the j-th gradient is taken j versions after the first."""
+    """Returns the mean CGD of an update, in gradient steps.
+
+    The j-th gradient of an update (from 0) is taken j versions after the first.
+
+    Args:
+      behind: see `Learner.mean_cgd`.
+    """
     return behind + (self.gradient_steps - 1) / 2
 
   def gradient_programs(self, meshes: list[Mesh]) -> list[sharding.GradientPrograms]:
-    """Returns the programs of workers that make gradients and leave updates to others.
+    """Returns the programs of workers that compute gradients but no updates.
 
     Args:
-      meshes: of each worker; the environments are shared out evenly between them, but workers on
-        one and the same device have a program together.
+      meshes: one for each worker. The workers have equal numbers of environments. Workers on the
+        same mesh share one program.
     """
     return [self._gradient_programs_of(mesh, len(meshes)) for mesh in meshes]
 
   def _gradient_programs_of(self, mesh: Mesh, workers: int) -> sharding.GradientPrograms:
-    """The programs of one of so many workers, made once for all segments of a run."""
+    """Returns the programs of one of `workers` workers; caches them for all segments of a run."""
     key = mesh, workers
     if key not in self._gradient_programs:
       share = self.sizes._replace(num_envs=self.sizes.num_envs // workers,
@@ -59,5 +65,5 @@ class RolloutLearner(Learner):
 
   @functools.cached_property
   def update_programs(self) -> sharding.UpdatePrograms:
-    """The programs of whoever applies the gradients."""
+    """Programs of the central worker that applies the gradients."""
     return sharding.update_programs(self.parts.optimizer, self.parts.learning_rate)

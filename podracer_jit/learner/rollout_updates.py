@@ -1,10 +1,11 @@
-"""G and U: exact gradients and updates, and their fusion with each other and with the rollout."""
+"""Gradients (G) and updates (U) from rollouts, and programs that fuse them with the rollout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,29 +20,43 @@ from podracer_jit.types import Metrics, Params, Rollout, TrainState
 
 
 class Sizes(NamedTuple):
-  """What the arithmetic of an update depends on; all of it belongs to the experiment."""
+  """Numbers that the arithmetic of an update depends on; all are part of the experiment."""
 
-  num_envs: int
-  num_grad_shards: int
-  num_minibatches: int
-  num_epochs: int
-  microbatch_rows: int  # at most so many network rows to a pass; 0: a group's minibatch at once
+  num_envs: int  # on all devices
+  num_grad_shards: int  # groups of environments
+  num_minibatches: int  # in an epoch
+  num_epochs: int  # in an update
+  microbatch_rows: int  # most rows in one pass of the network; 0: a group's whole minibatch
 
   def groups(self, mesh_size: int = 1, exact: bool = True) -> Groups:
-    """Returns the groups of environments, as a device of a mesh of this size has them."""
+    """Returns the groups of environments, seen from one device of a mesh of this size."""
     return Groups(self.num_grad_shards, self.num_envs // self.num_grad_shards, mesh_size, exact)
 
 
 def pieces(items: int, item_rows: int, microbatch_rows: int) -> int:
-  """Into how many equal pieces to cut `items` so that each has at most microbatch_rows rows."""
+  """Returns the least number of equal pieces that keeps a piece within `microbatch_rows` rows.
+
+  Args:
+    items: to be split; the result divides it.
+    item_rows: rows of the network for one item.
+    microbatch_rows: most rows in a piece; 0: no limit. A piece has at least one item.
+  """
   most = max(1, microbatch_rows // item_rows) if microbatch_rows else items
   return next(n for n in range(1, items + 1) if items % n == 0 and items // n <= most)
 
 
 def make_group_gradients(objective: Objective, sizes: Sizes, groups: Groups) -> Callable:
-  """Returns gradients(params, rollout, targets, elements [local, n]) -> (grads, terms).
+  """Builds the function that computes the gradient of each group of this device.
 
-  Both have a leading axis [local] of the groups of this device.
+  Args:
+    objective: the algorithm with its network.
+    sizes: numbers that the arithmetic of an update depends on.
+    groups: of environments, seen from this device.
+
+  Returns:
+    gradients(params, rollout, targets, elements) -> (grads, terms). `rollout` and `targets` [T, B]
+    are those of this device's environments; `elements` [local, n] i32 are the minibatch elements of
+    each group. Both results have a leading axis [local].
   """
   batch_statistics = island('batch_statistics')(objective.batch_statistics)
 
@@ -52,6 +67,9 @@ def make_group_gradients(objective: Objective, sizes: Sizes, groups: Groups) -> 
     return jax.grad(loss, has_aux=True)(params)
 
   def gradients(params: Params, rollout: Rollout, targets: Any, elements: jax.Array):
+    chex.assert_shape(elements, (groups.local, None))
+    chex.assert_shape(rollout.reward, (None, groups.local * groups.envs))
+    chex.assert_equal_shape([rollout.reward, rollout.valid])
     first_envs = jnp.arange(groups.local) * groups.envs
 
     def of_group(first_env, elements, statistics):
@@ -64,10 +82,10 @@ def make_group_gradients(objective: Objective, sizes: Sizes, groups: Groups) -> 
       return _sum_in_order(of_piece, elements.reshape(count, -1))
 
     # Observations are large to gather, and statistics do not use them.
-    small = rollout._replace(obs=rollout.reward[..., None], core=())
-    minibatches = jax.vmap(
-        lambda *group: objective.unit.gather(small, targets, group[0], groups.envs, group[1]))(
-            first_envs, elements)
+    without_obs = rollout._replace(obs=rollout.reward[..., None], core=())
+    minibatches = jax.vmap(lambda first_env, chosen: objective.unit.gather(
+        without_obs, targets, first_env, groups.envs, chosen))(first_envs, elements)
+    # Every device computes the statistics from the minibatches of all groups.
     statistics = batch_statistics(
         *groups.gather((minibatches[0].valid, minibatches[1])))
     return groups.map(lambda *group: of_group(*group, statistics), first_envs, elements)
@@ -76,17 +94,27 @@ def make_group_gradients(objective: Objective, sizes: Sizes, groups: Groups) -> 
 
 
 def _sum_in_order(function: Callable, xs: jax.Array) -> Any:
-  """Returns the sum of function(x) of all rows of xs, from the first to the last."""
+  """Returns the sum of function(x) over the rows x of `xs`, added from the first to the last."""
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(function, xs[0]))
   return lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, function(x)), None), zeros, xs)[0]
 
 
 def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact: bool = True
                   ) -> Callable:
-  """Returns gradient(params, rollout, targets, elements [local, n]) -> (grads, terms).
+  """Builds the function that computes a minibatch's gradient, on one device of a mesh.
 
-  Each group's gradient is taken in the same shapes everywhere and the groups are added in a fixed
-  order, so the result does not depend on how many devices share them, if `exact`.
+  The gradient of a group has the same shapes on any mesh. If `exact`, the groups are added in a
+  fixed order, and the result does not depend on the number of devices.
+
+  Args:
+    objective: the algorithm with its network.
+    sizes: numbers that the arithmetic of an update depends on.
+    mesh_size: devices of the mesh.
+    exact: True: groups are added in one fixed order; False: by XLA's all-reduce.
+
+  Returns:
+    gradient(params, rollout, targets, elements) -> (grads, terms), summed over the groups of all
+    devices. See `make_group_gradients` for the arguments.
   """
   groups = sizes.groups(mesh_size, exact)
   gradients = make_group_gradients(objective, sizes, groups)
@@ -94,9 +122,15 @@ def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact:
 
 
 def make_update(optimizer: optax.GradientTransformation, learning_rate: Callable) -> Callable:
-  """Returns update(state, grads, terms) -> (state, norm of grads).
+  """Builds the function that applies a gradient.
 
-  The learning rate is that of the state's step count.
+  Args:
+    optimizer: turns gradients into changes of the parameters. Its update gets the mean approximate
+      KL divergence of the minibatch as the extra argument `kl`.
+    learning_rate: valid steps learned from so far -> factor of the changes.
+
+  Returns:
+    update(state, grads, terms) -> (state, norm of the gradient before clipping).
   """
   optimizer = optax.with_extra_args_support(optimizer)
 
@@ -112,6 +146,7 @@ def make_update(optimizer: optax.GradientTransformation, learning_rate: Callable
     return params, opt_state, optax.tree.norm(grads)
 
   def update(state: TrainState, grads: Params, terms: Metrics) -> tuple[TrainState, jax.Array]:
+    chex.assert_trees_all_equal_shapes(state.params, grads)
     params, opt_state, norm = step(state.params, state.opt_state, state.steps, grads, terms)
     return state._replace(params=params, opt_state=opt_state), norm
 
@@ -119,7 +154,10 @@ def make_update(optimizer: optax.GradientTransformation, learning_rate: Callable
 
 
 def _orders(key: jax.Array, sizes: Sizes, objective: Objective, groups: Groups) -> jax.Array:
-  """Elements in the order of every epoch and group: [epochs * minibatches, local groups, n]."""
+  """Returns the elements of each minibatch and group, [epochs * minibatches, local, n] i32.
+
+  The permutation of a group depends on the group's index among all groups, not on the mesh.
+  """
   count = sizes.num_envs // sizes.num_grad_shards * objective.elements_per_env
 
   def order(epoch, group):
@@ -134,23 +172,35 @@ def _orders(key: jax.Array, sizes: Sizes, objective: Objective, groups: Groups) 
 
 
 class Prepared(NamedTuple):
-  """What the gradient steps of an update share, on one device of the mesh."""
+  """Inputs that all gradient steps of an update share, on one device of the mesh."""
 
-  rollout: Rollout  # its rewards as the loss takes them; without episodes
-  targets: Any  # of the objective, [T, B]
-  orders: jax.Array  # [steps, local groups, n]: the elements of each minibatch
-  seen: Metrics  # of the batch: 'batch' fingerprint, 'valid' rows, 'moments', 'episodes'
+  rollout: Rollout  # [T, B], with scaled rewards if the experiment normalises them; no episodes
+  targets: Any  # targets of the objective, [T, B]
+  orders: jax.Array  # [steps, local groups, n] i32: the elements of each minibatch
+  seen: Metrics  # statistics of the batch: 'batch' (fingerprint), 'valid', 'moments', 'episodes'
 
 
 def make_prepare(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact: bool = True
                  ) -> Callable:
-  """Returns prepare(params, key, rollout) -> Prepared, once an update, with its own key."""
+  """Builds the function that prepares an update, on one device of a mesh.
+
+  Args:
+    objective: the algorithm with its network.
+    sizes: numbers that the arithmetic of an update depends on.
+    mesh_size: devices of the mesh.
+    exact: True: statistics are added in one fixed order; False: by XLA's all-reduce.
+
+  Returns:
+    prepare(params, key, rollout) -> Prepared. `key` is the update's (`update_key`), and `rollout`
+    [T, B] is of this device's environments.
+  """
   groups = sizes.groups(mesh_size, exact)
   targets_of_group = island('targets')(objective.targets)
 
   def make_targets(params: Params, rollout: Rollout):
     inputs = objective.target_inputs(rollout)
 
+    # One group at a time, since an island's shapes must not depend on the mesh.
     def of_group(first_env):
       envs = first_env + jnp.arange(groups.envs)
       return targets_of_group(params, jax.tree.map(lambda x: jnp.take(x, envs, axis=1), inputs))
@@ -158,39 +208,47 @@ def make_prepare(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact: 
     return groups.join(groups.map(of_group, jnp.arange(groups.local) * groups.envs))
 
   def prepare(params: Params, key: jax.Array, rollout: Rollout) -> Prepared:
-    batch, episodes = rollout._replace(episodes=()), rollout.episodes
+    chex.assert_shape(rollout.reward, (None, groups.local * groups.envs))
+    chex.assert_equal_shape([rollout.reward, rollout.terminated, rollout.truncated, rollout.valid])
+    chex.assert_type([rollout.terminated, rollout.truncated, rollout.valid], bool)
+    batch = rollout._replace(episodes=())
     batch_print, valid = groups.total_of_integers((
         fingerprint(batch, 1, groups.first_env(), sizes.num_envs),
         jnp.sum(batch.valid, dtype=jnp.int32)))
-    scaled, rewards = running_moments.scale_rewards(params, batch, groups)
+
+    scaled, return_moments = running_moments.scale_rewards(params, batch, groups)
     targets = make_targets(params, scaled)
-    moments = running_moments.observe(params, batch, targets, groups) | rewards
+    moments = running_moments.observe(params, batch, targets, groups) | return_moments
     return Prepared(scaled, targets, _orders(key, sizes, objective, groups),
-                    dict(batch=batch_print, valid=valid, moments=moments, episodes=episodes))
+                    dict(batch=batch_print, valid=valid, moments=moments,
+                         episodes=rollout.episodes))
 
   return prepare
 
 
 def update_key(state: TrainState) -> jax.Array:
-  """The key of the update that `state` is about to make."""
+  """Returns the PRNG key of the update that begins from `state`."""
   return jax.random.fold_in(state.key, state.update)
 
 
 def finish(state: TrainState, seen: Metrics, steps: tuple[Metrics, jax.Array],
            learning_rate: Callable) -> tuple[TrainState, Metrics]:
-  """Ends an update: (state, metrics).
+  """Ends an update: counts it, merges running moments and computes metrics.
 
   Args:
     state: after the last gradient step.
-    seen: of Prepared.
-    steps: the terms and the norms of the gradients, [steps].
+    seen: statistics of the batch, from `Prepared`.
+    steps: loss terms, each [steps], and gradient norms [steps] f32.
     learning_rate: the schedule; see `make_learn`.
 
   Returns:
-    The state, with the moments of what was seen, and metrics: means of the terms over valid rows of
-    all gradient steps, `grad_norm` before clipping, `param_norm`, `learning_rate`, `valid` rows,
-    the `batch` and `params` fingerprints, and the rollout's episodes.
+    The next state, and metrics: means of the terms over valid rows of all gradient steps,
+    `grad_norm` before clipping, `param_norm`, `learning_rate`, `valid` rows, the `batch` and
+    `params` fingerprints, and the rollout's episodes.
   """
+  chex.assert_rank(steps[1], 1)
+  chex.assert_equal_shape_prefix([*jax.tree.leaves(steps[0]), steps[1]], 1)
+
   @island('metrics')
   def means(terms, grad_norm, weights, kl_factor, steps):
     terms = jax.tree.map(jnp.sum, terms)
@@ -201,7 +259,7 @@ def finish(state: TrainState, seen: Metrics, steps: tuple[Metrics, jax.Array],
 
   metrics = means(*steps, running_moments.weights(state.params),
                   optax.tree.get(state.opt_state, 'kl_factor', jnp.float32(1.0)), state.steps)
-  # Only now: all steps of this update normalised by what was known before it.
+  # Moments change at the end: all steps of an update normalise by the statistics before it.
   state = state._replace(params=running_moments.add(state.params, seen['moments']),
                          update=state.update + 1, steps=state.steps + seen['valid'])
   return state, metrics | dict(
@@ -210,9 +268,17 @@ def finish(state: TrainState, seen: Metrics, steps: tuple[Metrics, jax.Array],
 
 
 def fuse(prepare: Callable, gradient: Callable, update: Callable, learning_rate: Callable):
-  """Returns learn(state, rollout) -> (state, metrics): all epochs and minibatches in one scan.
+  """Builds the function of a whole update, all epochs and minibatches in one scan.
 
-  G and U one after the other, for one device of a mesh; `rollout` holds this device's environments.
+  Args:
+    prepare: of `make_prepare`.
+    gradient: of `make_gradient`.
+    update: of `make_update`.
+    learning_rate: the schedule; see `make_learn`.
+
+  Returns:
+    learn(state, rollout) -> (state, metrics), on one device of a mesh. `rollout` [T, B] is of this
+    device's environments.
   """
 
   def learn(state: TrainState, rollout: Rollout) -> tuple[TrainState, Metrics]:
@@ -233,9 +299,18 @@ def fuse(prepare: Callable, gradient: Callable, update: Callable, learning_rate:
 
 def make_learn(objective: Objective, optimizer: optax.GradientTransformation,
                learning_rate: Callable, sizes: Sizes, mesh_size: int = 1, exact: bool = True):
-  """Returns learn(state, rollout) -> (state, metrics), G and U fused; see `fuse`.
+  """Builds the function of a whole update from an objective; see `fuse`.
 
-  learning_rate: valid steps learned from -> what the optimizer's output is multiplied by.
+  Args:
+    objective: the algorithm with its network.
+    optimizer: turns gradients into changes of the parameters.
+    learning_rate: valid steps learned from so far -> factor of the optimizer's output.
+    sizes: numbers that the arithmetic of an update depends on.
+    mesh_size: devices of the mesh.
+    exact: True: gradients are added in one fixed order; False: by XLA's all-reduce.
+
+  Returns:
+    learn(state, rollout) -> (state, metrics), on one device of a mesh.
   """
   return fuse(make_prepare(objective, sizes, mesh_size, exact),
               make_gradient(objective, sizes, mesh_size, exact),
@@ -243,10 +318,17 @@ def make_learn(objective: Objective, optimizer: optax.GradientTransformation,
 
 
 def make_fused(rollout, learn, calls: int):
-  """Returns fused(state, actor_state, limit, total_steps) -> (state, actor_state, count, metrics).
+  """Builds a function that alternates rollouts and updates in one program.
 
-  At most `limit` updates (and `calls`, for which metrics have room), fewer where total_steps is
-  reached: rollout and learning turn by turn in one program, with no Python between updates.
+  Args:
+    rollout: (params, actor_state) -> (actor_state, rollouts).
+    learn: (state, rollout) -> (state, metrics).
+    calls: updates that the arrays of metrics have room for.
+
+  Returns:
+    fused(state, actor_state, limit, total_steps) -> (state, actor_state, count, metrics). It makes
+    `count` updates: `limit`, or fewer if `total_steps` valid steps are reached. The first `count`
+    rows of the metrics [calls, ...] are set. `limit` must not exceed `calls`.
   """
 
   def once(state, actor_state):
@@ -258,26 +340,28 @@ def make_fused(rollout, learn, calls: int):
 
   def fused(state, actor_state, limit, total_steps):
     shapes = jax.eval_shape(once, state, actor_state)[2]
-    room = jax.tree.map(lambda s: jnp.zeros((calls, *s.shape), s.dtype), shapes)
+    # A while_loop cannot stack results, so metrics are written into arrays allocated before it.
+    buffers = jax.tree.map(lambda s: jnp.zeros((calls, *s.shape), s.dtype), shapes)
 
     def goes_on(carry):
       state, _, count, _ = carry
       return (count < limit) & (state.steps < total_steps)
 
     def body(carry):
-      state, actor_state, count, room = carry
+      state, actor_state, count, buffers = carry
       state, actor_state, metrics = once(state, actor_state)
-      room = jax.tree.map(
-          lambda r, x: lax.dynamic_update_index_in_dim(r, x, count, 0), room, metrics)
-      return state, actor_state, count + 1, room
+      buffers = jax.tree.map(
+          lambda b, x: lax.dynamic_update_index_in_dim(b, x, count, 0), buffers, metrics)
+      return state, actor_state, count + 1, buffers
 
-    return lax.while_loop(goes_on, body, (state, actor_state, jnp.int32(0), room))
+    return lax.while_loop(goes_on, body, (state, actor_state, jnp.int32(0), buffers))
 
   return fused
 
 
 def concatenate(rollouts: tuple[Rollout, ...]) -> Rollout:
-  """Shards side by side, [T, B_1 + B_2 + ...]."""
+  """Returns the rollouts [T, B_i] of several shards side by side, [T, B_1 + B_2 + ...]."""
+  chex.assert_equal_shape([rollout.reward for rollout in rollouts], dims=0)
   if len(rollouts) == 1:
     return rollouts[0]
   return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *rollouts)

@@ -1,10 +1,11 @@
-"""G and U compiled for their meshes: fused into one program, or apart."""
+"""Gradients (G) and updates (U) compiled for their meshes, in one program or in two."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,16 +17,30 @@ from podracer_jit.numerics.deterministic import AXIS, branches, pairwise_sum
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.types import Experience, Metrics, Params, Rollout, TrainState
 
-EVERYWHERE, BY_ENV, BY_GROUP = PartitionSpec(), PartitionSpec(None, AXIS), PartitionSpec(AXIS)
+EVERYWHERE = PartitionSpec()
+BY_ENV = PartitionSpec(None, AXIS)
+BY_GROUP = PartitionSpec(AXIS)
+# The train state is replicated, except for the replay.
 STATE = TrainState(*[EVERYWHERE] * len(TrainState._fields))._replace(replay=BY_GROUP)
 
 
 def _all_episodes(seen: Metrics) -> Metrics:
+  """Returns the metrics with the episodes [T, B] of all devices' environments."""
   return seen | dict(episodes=jax.lax.all_gather(seen['episodes'], AXIS, axis=1, tiled=True))
 
 
 def fused_learner(learn: Callable, mesh: Mesh) -> Callable:
-  """learn over the whole mesh: state replicated and donated, rollouts cut by environment."""
+  """Returns `learn` compiled for the whole mesh.
+
+  Args:
+    learn: (state, rollout) -> (state, metrics), on one device of the mesh.
+    mesh: of the learner.
+
+  Returns:
+    learner(state, rollout) -> (state, metrics). The state is replicated (its replay sharded by
+    group) and donated, the rollout sharded by environment. Metrics have a leading axis [1] of
+    updates.
+  """
 
   def whole(state, rollout):
     state, metrics = learn(state, rollout)
@@ -35,53 +50,82 @@ def fused_learner(learn: Callable, mesh: Mesh) -> Callable:
     state, metrics = jax.shard_map(
         whole, mesh=mesh, in_specs=(STATE, BY_ENV), out_specs=(STATE, EVERYWHERE),
         check_vma=False)(state, rollout)
-    return state, jax.tree.map(lambda x: x[None], metrics)  # a report of one update
+    return state, _report_of_one(metrics)
 
   return jax.jit(learner, donate_argnums=0)
 
 
+def _report_of_one(metrics: Metrics) -> Metrics:
+  """Returns the metrics with a leading axis [1] of updates, as a report has them."""
+  return jax.tree.map(lambda x: x[None], metrics)
+
+
 class GradientPrograms(NamedTuple):
-  """G of one worker, apart from U, on the worker's mesh."""
+  """Compiled gradient functions of one worker that computes no updates."""
 
   mesh: Mesh
-  prepare: Callable  # (params, key, rollout) -> Prepared
-  gradient: Callable  # (params, Prepared, step) -> sums of groups, [n, ...] each
+  prepare: Callable  # (params, key, rollout) -> Prepared, once an update
+  gradient: Callable  # (params, Prepared, step) -> (grads, terms) by partial sum, [n, ...] each
 
 
 def gradient_programs(objective: Objective, sizes: rollout_updates.Sizes, mesh: Mesh
                       ) -> GradientPrograms:
-  """For a worker whose share of an experiment has these sizes."""
+  """Compiles the gradient functions of a worker.
+
+  Args:
+    objective: the algorithm with its network.
+    sizes: of the worker's share of the experiment.
+    mesh: of the worker.
+
+  Returns:
+    The programs of `GradientPrograms`.
+  """
   prepare = rollout_updates.make_prepare(objective, sizes, mesh.size)
   gradients = rollout_updates.make_group_gradients(objective, sizes, sizes.groups(mesh.size))
 
   def prepare_all(params: Params, key: jax.Array, rollout: Rollout):
-    made = prepare(params, key, rollout)
-    return made._replace(seen=_all_episodes(made.seen))
+    prepared = prepare(params, key, rollout)
+    return prepared._replace(seen=_all_episodes(prepared.seen))
 
   def gradient_of(params: Params, prepared: rollout_updates.Prepared, step: jax.Array):
+    chex.assert_rank(step, 0)
+    # Partial sums are smaller to send to the centre than the gradients of all groups.
     return branches(gradients(params, prepared.rollout, prepared.targets, prepared.orders[step]))
 
-  prepared = rollout_updates.Prepared(BY_ENV, BY_ENV, BY_ENV, EVERYWHERE)
-  return GradientPrograms(mesh, *(
-      jax.jit(jax.shard_map(function, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False))
-      for function, takes, gives in (
-          (prepare_all, (EVERYWHERE, EVERYWHERE, BY_ENV), prepared),
-          (gradient_of, (EVERYWHERE, prepared, EVERYWHERE), PartitionSpec(AXIS)))))
+  def compiled(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
+                                 check_vma=False))
+
+  # `orders` has its groups on the second axis, like the environments of arrays [T, B].
+  prepared_specs = rollout_updates.Prepared(BY_ENV, BY_ENV, BY_ENV, EVERYWHERE)
+  return GradientPrograms(
+      mesh,
+      prepare=compiled(prepare_all, (EVERYWHERE, EVERYWHERE, BY_ENV), prepared_specs),
+      gradient=compiled(gradient_of, (EVERYWHERE, prepared_specs, EVERYWHERE), BY_GROUP))
 
 
 class UpdatePrograms(NamedTuple):
-  """U, apart from G, on one device."""
+  """Compiled update functions of one device that computes no gradients; both donate the state."""
 
-  step: Callable  # (state, sums of groups) -> (state, (terms, gradient's norm)); donates the state
-  finish: Callable  # (state, seen of Prepared, [what step gave]) -> (state, metrics); donates it
+  step: Callable  # (state, (grads, terms) by partial sum) -> (state, (terms, norm of the gradient))
+  finish: Callable  # (state, `seen` of Prepared, [second result of each step]) -> (state, metrics)
 
 
 def update_programs(optimizer: optax.GradientTransformation,
                     learning_rate: Callable) -> UpdatePrograms:
-  """For gradients of any number of groups."""
+  """Compiles the update functions, for gradients of any number of groups.
+
+  Args:
+    optimizer: turns gradients into changes of the parameters.
+    learning_rate: valid steps learned from so far -> factor of the changes.
+
+  Returns:
+    The programs of `UpdatePrograms`.
+  """
   update = rollout_updates.make_update(optimizer, learning_rate)
 
   def step(state: TrainState, groups: Any):
+    chex.assert_equal_shape(jax.tree.leaves(groups), dims=0)
     grads, terms = jax.tree.map(pairwise_sum, groups)
     state, grad_norm = update(state, grads, terms)
     return state, (terms, grad_norm)
@@ -89,39 +133,60 @@ def update_programs(optimizer: optax.GradientTransformation,
   def finish(state: TrainState, seen: Metrics, steps: list):
     steps = jax.tree.map(lambda *x: jnp.stack(x), *steps)
     state, metrics = rollout_updates.finish(state, seen, steps, learning_rate)
-    return state, jax.tree.map(lambda x: x[None], metrics)  # a report of one update
+    return state, _report_of_one(metrics)
 
   return UpdatePrograms(jax.jit(step, donate_argnums=0), jax.jit(finish, donate_argnums=0))
 
 
 class ReplayPrograms(NamedTuple):
-  """What a learner does whose rollouts come as they come; both donate the state."""
+  """Compiled functions of a learner whose experience arrives at any time; both donate the state."""
 
-  # (state, experience of some groups, the first of these) -> (state, (valid rows, fingerprint))
+  # (state, experience of some groups, index of the first of them)
+  #   -> (state, (valid rows, fingerprint of the experience))
   insert: Callable
-  # (state, gradient steps to make if there is enough to draw from, sums of what insert gave)
-  #   -> (state, metrics)
+  # (state, gradient steps, sum of valid rows, sum of fingerprints) -> (state, metrics)
+  # It takes no gradient steps before the replay has the minimal number of transitions.
   learn: Callable
 
 
 def replay_programs(insert: Callable, steps: Callable, finish: Callable,
                     sizes: replay_updates.Sizes, mesh: Mesh) -> ReplayPrograms:
-  """For experience that is on every device of the mesh; each keeps what is of its groups."""
-  groups, envs = sizes.num_grad_shards // mesh.size, sizes.num_envs // sizes.num_grad_shards
+  """Compiles adding and learning as separate programs.
+
+  Every device of the mesh gets all experience, and keeps that of its own groups.
+
+  Args:
+    insert: of `replay_updates.make_insert`.
+    steps: of `replay_updates.make_steps`.
+    finish: of `replay_updates.make_finish`.
+    sizes: numbers that the arithmetic of an update depends on.
+    mesh: of the learner.
+
+  Returns:
+    The programs of `ReplayPrograms`.
+  """
+  groups = sizes.num_grad_shards // mesh.size
+  envs = sizes.num_envs // sizes.num_grad_shards
 
   def insert_here(state: TrainState, experience: Experience, first_group: jax.Array):
-    here = first_group - jax.lax.axis_index(AXIS) * groups
-    state, valid = insert(state, experience, here)
+    chex.assert_rank(first_group, 0)
+    # Relative to the groups of this device; `insert` ignores groups outside of [0, groups).
+    relative = first_group - jax.lax.axis_index(AXIS) * groups
+    state, valid = insert(state, experience, relative)
     batch = fingerprint(experience._replace(episodes=()), 1, first_group * envs, sizes.num_envs)
     return state, (valid, batch)
 
   def learn(state: TrainState, count: jax.Array, valid: jax.Array, batch: jax.Array):
+    chex.assert_rank([count, valid], 0)
+    chex.assert_shape(batch, (2,))
     count = jnp.where(replay_updates.ready(state, sizes, mesh.size), count, 0)
     state, sums = steps(state, count)
     state, metrics = finish(state, count, sums, valid, batch)
-    return state, jax.tree.map(lambda x: x[None], metrics)  # a report of one update
+    return state, _report_of_one(metrics)
 
-  return ReplayPrograms(*(
-      jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(STATE, *[EVERYWHERE] * others),
-                            out_specs=(STATE, EVERYWHERE), check_vma=False), donate_argnums=0)
-      for function, others in ((insert_here, 2), (learn, 3))))
+  def compiled(function: Callable, others: int) -> Callable:
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=(STATE, *[EVERYWHERE] * others),
+                            out_specs=(STATE, EVERYWHERE), check_vma=False)
+    return jax.jit(sharded, donate_argnums=0)
+
+  return ReplayPrograms(insert=compiled(insert_here, others=2), learn=compiled(learn, others=3))

@@ -1,8 +1,8 @@
-"""Sums over devices that give the same bits on any mesh.
+"""Deterministic sums over devices: the same bits on any mesh.
 
-They are additions alone, in an order that is written down, and what they add comes out of islands
-(`numerics.islands`); so nothing here can be compiled to other bits. Without the fixed order
-`test_a_sum_by_slices_is_the_pairwise_one_on_any_mesh` fails.
+The sums consist of additions in one fixed order, and their inputs come out of islands
+(`numerics.islands`), so XLA cannot change their rounding.
+`test_a_sum_by_slices_is_the_pairwise_one_on_any_mesh` fails without the fixed order.
 """
 
 from __future__ import annotations
@@ -11,41 +11,71 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-AXIS = 'learner'  # the name of the learner mesh's axis
-FEW = 4096  # numbers: see `sliced`
-MANY = 1 << 18  # numbers of an array that travels alone
+# Name of the learner mesh's axis.
+AXIS = 'learner'
+# Numbers from which an array may be summed by slices; see `sliced`.
+FEW = 4096
+# Numbers from which an array is sent by a collective of its own.
+MANY = 1 << 18
 
 
 def pairwise_sum(x: jax.Array) -> jax.Array:
-  """Sum over the leading axis, neighbours first, in one order whatever XLA would prefer."""
+  """Returns the sum of x [n, ...] over the leading axis, [...].
+
+  Neighbours are added first, then neighbours of the results, and so on. The order depends on n
+  alone.
+  """
+  chex.assert_axis_dimension_gt(x, 0, 0)
   return _add_neighbours(x, 1)[0]
 
 
 def _add_neighbours(x: jax.Array, left: int) -> jax.Array:
-  """[n, ...] -> [left, ...] at most: as far as that in the order of `pairwise_sum`."""
+  """Adds neighbours of x [n, ...] in the order of `pairwise_sum` until at most `left` remain."""
   while x.shape[0] > left:
+    # A last row without a neighbour waits for the next round.
     even = x.shape[0] // 2 * 2
     x = jnp.concatenate([x[:even:2] + x[1:even:2], x[even:]])
   return x
 
 
 def branches(tree: Any) -> Any:
-  """[groups on this device, ...] with as much added up as the order of `exact_sum` lets."""
-  def add(x):  # a whole branch of the tree of sums: added before it travels
+  """Adds as many local groups as the order of `exact_sum` allows.
+
+  Args:
+    tree: arrays [groups on this device, ...].
+
+  Returns:
+    Arrays [1, ...] if the number of groups is a power of two, else `tree` unchanged.
+  """
+  def add(x):
+    # A power of two of aligned groups is one subtree of the pairwise sum, so it can be added before
+    # it is sent.
     return pairwise_sum(x)[None] if x.shape[0].bit_count() == 1 else x
   return jax.tree.map(add, tree)
 
 
 def exact_sum(tree: Any, mesh_size: int) -> Any:
-  """Sums [groups on this device, ...] over the groups of all devices, equal on any mesh."""
+  """Returns sums over the groups of all devices, with the same bits on any mesh.
+
+  Args:
+    tree: arrays [groups on this device, ...].
+    mesh_size: devices of the mesh; with more than one, call it inside `shard_map`.
+
+  Returns:
+    Arrays [...], equal on all devices.
+  """
+  chex.assert_equal_shape(jax.tree.leaves(tree), dims=0)
   if mesh_size == 1:
     return jax.tree.map(pairwise_sum, tree)
+
   leaves, treedef = jax.tree.flatten(branches(tree))
+  # Small arrays of one type share a collective; each large array has its own.
   together = collections.defaultdict(list)
   for i, x in enumerate(leaves):
     together[x.dtype, i if x[0].size >= MANY else None].append(i)
@@ -56,35 +86,54 @@ def exact_sum(tree: Any, mesh_size: int) -> Any:
 
 
 def sliced(rows: int, numbers: int, mesh_size: int) -> bool:
-  """Whether each device adds a slice of so many numbers, of which every device has some rows.
+  """Returns whether `exact_sum` lets each device add one slice of the numbers.
 
-  It then receives (D - 1) / D (rows + 2) numbers for each, in place of (D - 1) rows where every
-  device adds them all. Two collectives and a copy pay where that is half as much, or less.
+  With D devices, a device then receives (D - 1) / D * (rows + 2) values for each number. If every
+  device adds everything, it receives (D - 1) * rows. Two collectives and a copy pay off if that is
+  at most half as much.
+
+  Args:
+    rows: partial sums on each device.
+    numbers: of each partial sum.
+    mesh_size: D.
   """
   return numbers >= FEW and mesh_size * rows >= 2 * (rows + 2)
 
 
 def _sum_rows(leaves: Sequence[jax.Array], mesh_size: int) -> list[jax.Array]:
-  """Sums [rows on this device, ...] of one dtype over those of all devices.
+  """Returns the sums of arrays [rows on this device, ...] of one dtype over all devices, [...].
 
-  As one array: between processes each collective waits some milliseconds for the others to come,
-  however little it sends (copying MANY would take longer).
+  The arrays are joined to one: between processes each collective waits some milliseconds for the
+  other processes, however little it sends. Copying MANY numbers would take longer than that.
   """
+  chex.assert_type(leaves, leaves[0].dtype)
   flat = jnp.concatenate([x.reshape(len(x), -1) for x in leaves], axis=1)
   rows, size = flat.shape
   if sliced(rows, size, mesh_size):
     flat = jnp.pad(flat, ((0, 0), (0, -size % mesh_size)))
-    here = lax.all_to_all(flat, AXIS, split_axis=1, concat_axis=0, tiled=True)
-    flat = lax.all_gather(_add_neighbours(here, 2), AXIS, axis=1, tiled=True)
+    own_slice = lax.all_to_all(flat, AXIS, split_axis=1, concat_axis=0, tiled=True)
+    # Two partial sums of each slice remain, which every device adds below.
+    flat = lax.all_gather(_add_neighbours(own_slice, 2), AXIS, axis=1, tiled=True)
   else:
     flat = lax.all_gather(flat, AXIS, tiled=True)
+
   ends = np.cumsum([x[0].size for x in leaves])
   return [pairwise_sum(flat[:, end - x[0].size:end]).reshape(x.shape[1:])
           for x, end in zip(leaves, ends, strict=True)]
 
 
 def plain_sum(tree: Any, mesh_size: int) -> Any:
-  """The same with XLA's own all-reduce, whose order depends on the mesh."""
+  """Returns the sums of `exact_sum` by XLA's all-reduce, whose order depends on the mesh.
+
+  Args:
+    tree: arrays [groups on this device, ...].
+    mesh_size: devices of the mesh; with more than one, call it inside `shard_map`.
+
+  Returns:
+    Arrays [...], equal on all devices.
+  """
+  chex.assert_equal_shape(jax.tree.leaves(tree), dims=0)
+
   def total(x):
     x = jnp.sum(x, axis=0)
     return lax.psum(x, AXIS) if mesh_size > 1 else x

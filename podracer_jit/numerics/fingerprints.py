@@ -1,4 +1,4 @@
-"""Fingerprints: 64 bits that say which numbers an update read and made, computed on the device."""
+"""Fingerprints: 64-bit hashes of an update's inputs and results, computed on the device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ from jax import lax
 
 
 def _mix(x: Any, multipliers: tuple[int, int]) -> Any:
-  """A bijection of 32 bits in which every input bit reaches every output bit."""
+  """Returns a bijective hash of 32-bit words in which each input bit affects each output bit."""
   x = x ^ (x >> 16)
   x *= np.uint32(multipliers[0])
   x ^= x >> 15
@@ -26,7 +27,11 @@ _MIXES = ((0x7FEB352D, 0x846CA68B), (0x85EBCA6B, 0xC2B2AE35))
 
 
 def _words(x: jax.Array, env_axis: int | None) -> jax.Array:
-  """The bit patterns as uint32; of bytes, four to a word along the last axis where that divides."""
+  """Returns the bits of x as uint32 words, one for each number or one for four bytes.
+
+  Bytes are packed along the last axis if its size is a multiple of 4 and it is neither the first
+  axis nor that of the environments.
+  """
   if x.dtype == jnp.bool_:
     x = x.astype(jnp.uint8)
   if x.dtype == jnp.uint8 and x.ndim - 1 > (env_axis or 0) and x.shape[-1] % 4 == 0:
@@ -38,16 +43,27 @@ def _words(x: jax.Array, env_axis: int | None) -> jax.Array:
 
 def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
                 num_envs: int = 0) -> jax.Array:
-  """Two uint32 sums of mix(bits XOR mix(logical index)), each with another mix, [2].
+  """Returns the fingerprint of a pytree: two sums of mix(bits XOR mix(index)), modulo 2^32.
 
-  The index names the leaf and the place of a number in the *whole* array, never in memory: where
-  the tree is one device's slice of the environments, `env_axis` says which axis they are on,
-  `first_env` where the slice begins and `num_envs` how many there are in all. Then the sums of the
-  slices add up (modulo 2^32) to the value of the whole, however it was cut. Swapping two
-  environments or shifting rows changes it, which a plain sum would miss.
+  The index of a number counts its leaf and its place in the *whole* array, also if the tree is one
+  device's slice of the environments. So the fingerprints of slices add up to the fingerprint of the
+  whole, however it was cut. A plain sum would miss swapped environments and shifted rows.
+
+  Args:
+    tree: arrays of numbers or booleans of at most 32 bits.
+    env_axis: the axis of environments, if the tree is a slice of them; else None.
+    first_env: index of the slice's first environment among all; a scalar, may be traced.
+    num_envs: environments in all.
+
+  Returns:
+    [2] uint32, one sum for each of two hash functions.
   """
+  if env_axis is not None:
+    chex.assert_equal_shape(jax.tree.leaves(tree), dims=env_axis)
+  chex.assert_rank(first_env, 0)
   leaves = [_words(jnp.asarray(leaf), env_axis) for leaf in jax.tree.leaves(tree)]
-  if env_axis is None:  # end to end, as one leaf, which compiles sooner
+  # One long leaf compiles faster than many leaves.
+  if env_axis is None:
     leaves = [jnp.concatenate([words.reshape(-1) for words in leaves])]
   total = jnp.zeros(2, jnp.uint32)
   for i, words in enumerate(leaves):
@@ -55,8 +71,11 @@ def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
     for axis, size in enumerate(words.shape):
       place = jnp.arange(size, dtype=jnp.uint32)
       if axis == env_axis:
-        place, size = place + jnp.asarray(first_env, jnp.uint32), num_envs
+        place = place + jnp.asarray(first_env, jnp.uint32)
+        size = num_envs
       index = index[..., None] * jnp.uint32(size) + place
+
+    # Tells leaves apart: a multiple of 2^32 divided by the golden ratio.
     salt = jnp.uint32((i + 1) * 0x9E3779B9 & 0xFFFFFFFF)
     for which, mix in enumerate(_MIXES):
       mixed = _mix(words ^ _mix(index + salt, mix), mix)
@@ -66,12 +85,17 @@ def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
 
 @functools.cache
 def canary() -> str:
-  """The fingerprint of the gradients of fixed small networks on fixed numbers.
+  """Returns the fingerprint of the gradients of fixed small networks on fixed inputs.
 
-  It stands for the arithmetic of this process: the device, the versions, the compiler's flags, the
-  size of its thread pool. Large batches, since small ones hide how sums are split.
+  It changes with the arithmetic of this process: the device, the versions of libraries, the
+  compiler's flags, the size of XLA's thread pool. The batches are large because XLA does not split
+  the sums of small ones among threads.
+
+  Returns:
+    16 hexadecimal digits.
   """
-  def numbers(salt, *shape):  # NumPy's: its operations need no compiling, one after the other
+  def numbers(salt, *shape):
+    # NumPy needs no compilation, unlike single operations of JAX.
     bits = _mix(np.arange(math.prod(shape), dtype=np.uint32) + np.uint32(salt), _MIXES[0])
     return (bits >> 8).astype(np.float32).reshape(shape) / np.float32(2**23) - np.float32(1)
 
@@ -89,6 +113,7 @@ def canary() -> str:
 
 
 def as_hex(pair: Sequence[int]) -> str:
-  """The fingerprint as 16 hexadecimal digits."""
+  """Returns a fingerprint [2] as 16 hexadecimal digits."""
+  chex.assert_shape(np.asarray(pair), (2,))
   high, low = (int(x) for x in np.asarray(pair, np.uint32))
   return f'{high:08x}{low:08x}'

@@ -1,10 +1,11 @@
-"""The groups of environments that a gradient is summed over, as one device of a mesh has them."""
+"""Groups of environments that a gradient is summed over, seen from one device of a mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,16 +14,17 @@ from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum
 
 
 class Groups(NamedTuple):
-  """Which groups a device has, and how the results of all groups are added up.
+  """Partition of environments into groups, and the sums over all groups.
 
-  What is computed for a group has the shapes of one group on any mesh, so it does not depend on how
-  many devices share the groups.
+  A computation for one group has the shapes of one group on any mesh. So its result does not depend
+  on how many devices share the groups. If `mesh_size` exceeds 1, call the methods that use other
+  devices inside `shard_map`.
   """
 
-  count: int  # groups of all devices
-  envs: int  # environments of a group
+  count: int  # groups on all devices
+  envs: int  # environments in a group
   mesh_size: int = 1  # devices that share the groups evenly
-  exact: bool = True  # whether sums have one fixed order; else XLA's all-reduce adds
+  exact: bool = True  # True: sums have one fixed order; False: XLA's all-reduce adds
 
   @property
   def local(self) -> int:
@@ -30,41 +32,56 @@ class Groups(NamedTuple):
     return self.count // self.mesh_size
 
   def numbers(self) -> jax.Array:
-    """Returns the numbers of this device's groups among all groups, [local] i32."""
+    """Returns the indices of this device's groups among all groups, [local] i32."""
     return self._device() * self.local + jnp.arange(self.local)
 
   def first_env(self) -> jax.Array | int:
-    """Returns the number of this device's first environment among all environments."""
+    """Returns the index of this device's first environment among all, a scalar."""
     return self._device() * self.local * self.envs
 
   def _device(self) -> jax.Array | int:
     return lax.axis_index(AXIS) if self.mesh_size > 1 else 0
 
   def split(self, tree: Any) -> Any:
-    """Returns arrays [T, local * envs, ...] by group, [local, T, envs, ...]."""
+    """Returns arrays [T, local * envs, ...] split by group, [local, T, envs, ...]."""
+    for x in jax.tree.leaves(tree):
+      chex.assert_shape(x, (None, self.local * self.envs, ...))
+
     def by_group(x):
       return x.reshape(x.shape[0], self.local, self.envs, *x.shape[2:]).swapaxes(0, 1)
     return jax.tree.map(by_group, tree)
 
   def join(self, tree: Any) -> Any:
-    """Returns arrays [local, T, envs, ...] side by side, [T, local * envs, ...]."""
+    """Returns arrays [local, T, envs, ...] with the groups side by side, [T, local * envs, ...]."""
+    for x in jax.tree.leaves(tree):
+      chex.assert_shape(x, (self.local, None, self.envs, ...))
     return jax.tree.map(lambda x: jnp.concatenate(list(x), axis=1), tree)
 
   def map(self, function: Callable, *xs: Any) -> Any:
-    """Returns function(*row) of each group, stacked.
+    """Applies a function to each group of this device, one after the other.
 
     Args:
-      function: its arithmetic is an island; else it would depend on how many groups are here.
-      xs: pytrees of arrays [local, ...].
+      function: takes one row of each of `xs`. Its arithmetic must be an island, or its rounding
+        would depend on the number of groups on this device.
+      *xs: pytrees of arrays [local, ...].
+
+    Returns:
+      The results, stacked along a leading axis [local].
     """
+    chex.assert_tree_shape_prefix(xs, (self.local,))
     return lax.map(lambda row: function(*row), xs)
 
   def total(self, tree: Any) -> Any:
-    """Returns the sums of arrays [local, ...] over the groups of all devices."""
+    """Returns the sums of arrays [local, ...] over the groups of all devices, [...]."""
+    chex.assert_tree_shape_prefix(tree, (self.local,))
     return (exact_sum if self.exact else plain_sum)(tree, self.mesh_size)
 
   def total_of_integers(self, tree: Any) -> Any:
-    """Returns the sums of arrays of integers, of any shape, over all devices."""
+    """Returns the elementwise sums of integer arrays over all devices.
+
+    Integer sums are exact in any order (modulo 2^32), so they need no fixed order.
+    """
+    chex.assert_type(jax.tree.leaves(tree), int)
     return lax.psum(tree, AXIS) if self.mesh_size > 1 else tree
 
   def smallest(self, x: jax.Array) -> jax.Array:
@@ -72,7 +89,8 @@ class Groups(NamedTuple):
     return lax.pmin(jnp.min(x), AXIS) if self.mesh_size > 1 else jnp.min(x)
 
   def gather(self, tree: Any) -> Any:
-    """Returns arrays [local, ...] of all devices, [count, ...]."""
+    """Returns arrays [local, ...] concatenated over all devices, [count, ...]."""
+    chex.assert_tree_shape_prefix(tree, (self.local,))
     if self.mesh_size == 1:
       return tree
     return jax.tree.map(lambda x: lax.all_gather(x, AXIS, tiled=True), tree)

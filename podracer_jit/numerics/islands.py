@@ -1,25 +1,26 @@
 """Islands: arithmetic that has the same bits in every program that contains it.
 
-XLA compiles the same arithmetic to other instructions in other programs: it fuses it with what
-stands around it, contracts products with sums, hoists loop invariants, unrolls loops of one turn
-and folds what it knows. An island is a computation of its own, into which XLA cannot look from
-outside and from which it cannot look out:
+XLA may compile the same arithmetic to different instructions in different programs. It fuses
+operations with their surroundings, contracts products and sums, hoists loop invariants, unrolls
+loops with one iteration and folds constants. An island is a computation that XLA compiles by
+itself, without knowledge of the surrounding program:
 
-- On a CPU it is a branch of a `cond` whose predicate is always true, which a barrier hides. XLA
-  compiles a branch as a function of its own, and fuses nothing across its border.
-- Elsewhere it stands between two barriers, since on a GPU a `cond` may make the host wait for the
-  device. That is so by construction; it was not run there yet.
+- On a CPU, an island is a branch of a `cond` whose predicate is always true. A barrier hides the
+  predicate from XLA. XLA compiles a branch as a separate function and fuses nothing across its
+  border.
+- On other platforms, an island stands between two barriers, because a `cond` on a GPU may make the
+  host wait for the device. This holds by construction; the variant was not run there yet.
 
-Rules for whoever writes an island:
+Rules for writing an island:
 
-- What it reads comes in by its arguments, never by closing over a traced array.
-- Collectives stand outside.
-- All that it returns must be used: XLA drops results that nobody reads, and what is left is
-  another computation.
-- Integers, comparisons and copies need no island; they are exact anywhere.
+- Pass traced arrays as arguments; do not close over them.
+- Keep collectives outside.
+- Use every result: XLA drops unused results, and the remaining computation is a different one.
+- Integers, comparisons and copies need no island, since they are exact in any program.
 
-Seen on CPUs with jax 0.10.2. `tests/schemes/test_islands.py` compares the compiled bodies of each
-island in all programs that have it, `tests/numerics/test_islands.py` fails without the `cond`.
+Observed on CPUs with jax 0.10.2. `tests/schemes/test_islands.py` compares the compiled bodies of
+each island in all programs that contain it. `tests/numerics/test_islands.py` fails without the
+`cond`.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-PREFIX = 'island_'  # of the scopes in compiled programs that name islands
+# Prefix of the scopes that name islands in compiled programs.
+PREFIX = 'island_'
 
 
 def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], Callable]:
   """Returns a decorator that makes an island of a function of pytrees of arrays.
 
   Args:
-    name: tells the island in compiled programs and in error messages of tests.
-    skipped: a function of the same arguments and results that computes nothing; it is the branch
-      that is never taken. By default its results are zeros. An island that turns a large state
-      into the next one should return the state it is given: XLA then updates it in place.
+    name: of the island in compiled programs and in error messages of tests.
+    skipped: the branch that is never taken: a function with the same arguments and result shapes
+      that computes nothing. By default its results are zeros. An island that maps a large state to
+      the next one should return its argument: XLA then updates the state in place.
   """
   def decorate(function: Callable) -> Callable:
     named = jax.named_scope(PREFIX + name)(function)
@@ -50,6 +52,7 @@ def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], C
     @functools.wraps(function)
     def isolated(*args: Any) -> Any:
       args = lax.optimization_barrier(args)
+      # The platform is chosen when the program is lowered, so it contains one variant only.
       results = lax.platform_dependent(
           *args, cpu=functools.partial(_in_a_branch, named, skipped or _zeros_of(function)),
           default=named)
@@ -61,12 +64,13 @@ def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], C
 
 
 def _in_a_branch(function: Callable, skipped: Callable, *args: Any) -> Any:
+  # XLA would remove a `cond` whose predicate it knows.
   hidden_true = lax.optimization_barrier(jnp.bool_(True))
   return lax.cond(hidden_true, function, skipped, *args)
 
 
 def _zeros_of(function: Callable) -> Callable:
-  """Returns a function with the results of `function` as zeros."""
+  """Returns a function whose results are zeros with the shapes of `function`'s results."""
   def zeros(*args):
     shapes = jax.eval_shape(function, *args)
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

@@ -1,1 +1,1 @@
-"""Devices, hosts and channels between threads; no word of reinforcement learning."""
+"""Devices, hosts and channels between threads, independent of reinforcement learning."""

@@ -1,4 +1,4 @@
-"""Hand-offs: who waits for whom between two threads, how old a value may be, and its transfer."""
+"""Channels between threads, called hand-offs: blocking, lag of values, transfer to devices."""
 
 from __future__ import annotations
 
@@ -14,47 +14,53 @@ from absl import logging
 
 
 class Stamped(NamedTuple):
-  """A value with the version of the parameters that it is, or that it was made with."""
+  """A value with a version: that of the parameters in it, or of the parameters that made it."""
 
   value: Any
   version: int
 
 
 class Closed(Exception):
-  """The other side has ended; nothing more will come, or be taken."""
+  """Raised if the other side of a hand-off has ended, so that no value can pass."""
 
 
 class HandOff:
-  """What all hand-offs share: an end, a failure, waits that are counted and never for ever."""
+  """Base class of hand-offs: values, end, failure, and waiting times.
 
-  early = False  # whether a value may be put, and given, before it is computed
+  Every wait ends: with a value, or once the other side closes or fails the hand-off.
+  """
+
+  # True if a value may be put, and taken, before it is computed.
+  early = False
 
   def __init__(self, name: str, transfer: Callable[[Any], Any] = lambda value: value,
                patience_s: float = 60.0):
-    """Of nothing yet.
+    """Creates an empty hand-off.
 
     Args:
-      name: what is handed over, for people: 'rollouts of actor 0'.
-      transfer: moves a value to where the consumer wants it; run by the producer.
-      patience_s: after so long a wait, and each time again, say which side is stuck.
+      name: of the values, for messages, such as 'rollouts of actor 0'.
+      transfer: moves a value to the consumer's devices; called by the producer.
+      patience_s: seconds of waiting between two warnings that say which side is stuck.
     """
     self.name = name
-    self.put_wait_s = 0.0  # waited by the producer, readiness of its own value not counted
-    self.get_wait_s = 0.0  # waited by the consumer
+    # Seconds that the producer waited, without the computation of its own values.
+    self.put_wait_s = 0.0
+    # Seconds that the consumer waited.
+    self.get_wait_s = 0.0
     self._slots: collections.deque[Stamped] = collections.deque()
     self._transfer = transfer
     self._patience_s = patience_s
     self._changed = threading.Condition()
     self._ended = self._failed = False
-    # What each waiting thread waits for. A thread takes itself out before it gives up the lock that
-    # it woke with, so who has the lock sees every thread that waits, and what it waits for.
+    # The condition that each waiting thread waits for. A thread removes itself before it releases
+    # the lock that it woke with. So the holder of the lock sees exactly the threads that wait.
     self._waiting: dict[threading.Thread, Callable[[], Any]] = {}
 
   def get(self) -> Stamped:
-    """The next value; blocks while there is none.
+    """Takes the next value; blocks while there is none.
 
     Raises:
-      Closed: the producer has ended and everything it put was taken.
+      Closed: the producer has ended and every value was taken.
     """
     with self._changed:
       self.get_wait_s += self._wait(lambda: self._slots or self._ended, 'to be made')
@@ -65,31 +71,38 @@ class HandOff:
       return item
 
   def can_get(self) -> bool:
-    """Whether `get` would not block."""
+    """Returns whether `get` would return without blocking."""
     return bool(self._slots or self._ended)
 
   def finish(self) -> None:
-    """Called by the producer after its puts: waits until what it put is computed."""
+    """Blocks until the values that the producer has put are computed; the producer calls it."""
 
   def settle(self, item: Stamped, since: float) -> float:
-    """Called by the consumer with what it got: waits until that is computed.
+    """Blocks until `item` is computed; the consumer calls it with a value that it took.
 
-    It began to wait at `since`; returns until when it had to. A call of a program may wait, too.
+    Args:
+      item: the value.
+      since: time (`time.perf_counter`) from which waiting counts. It may lie before this call,
+        because the call of a program may wait for its inputs, too.
+
+    Returns:
+      When the item became ready, or `since` if it already was; the difference counts as waiting
+      time.
     """
     return since
 
   def can_settle(self, item: Stamped) -> bool:
-    """Whether `settle` would not block."""
+    """Returns whether `settle` would return without blocking."""
     return True
 
   def close(self) -> None:
-    """Ends the hand-off: puts are refused, what was put may still be taken."""
+    """Ends the hand-off: further puts raise `Closed`, but values in it can still be taken."""
     with self._changed:
       self._ended = True
       self._changed.notify_all()
 
   def fail(self) -> None:
-    """Ends the hand-off at once: nothing can be put or taken any more."""
+    """Ends the hand-off and drops its values: further puts and gets raise `Closed`."""
     with self._changed:
       self._ended = self._failed = True
       self._slots.clear()
@@ -97,24 +110,26 @@ class HandOff:
 
   @contextlib.contextmanager
   def locked(self) -> Iterator[set[threading.Thread]]:
-    """Lets nobody change the hand-off; gives the threads that wait for another to change it."""
+    """Holds the hand-off's lock; yields the threads that wait for another thread to change it."""
     with self._changed:
       yield {thread for thread, ready in self._waiting.items() if not ready()}
 
   def _moved(self, item: Stamped) -> Stamped:
+    """Starts the transfer of the value to the consumer's devices."""
     with jax.profiler.TraceAnnotation(f'hand-off: {self.name}'):
       return item._replace(value=self._transfer(item.value))
 
   def _computed(self, item: Stamped) -> Stamped:
+    """Blocks until the value is computed."""
     with jax.profiler.TraceAnnotation(f'make: {self.name}'):
       return jax.block_until_ready(item)
 
   def _ready(self, item: Stamped) -> Stamped:
-    """Computed and transferred: for hand-offs that give what is there, whatever is under way."""
+    """Blocks until the value is computed and transferred, for hand-offs that are not `early`."""
     return self._computed(self._moved(self._computed(item)))
 
   def _append(self, item: Stamped, capacity: int) -> None:
-    """Adds an item once there are fewer than `capacity`."""
+    """Adds an item; blocks while there are `capacity` items."""
     with self._changed:
       self.put_wait_s += self._wait(
           lambda: len(self._slots) < capacity or self._ended, 'to be taken')
@@ -123,47 +138,51 @@ class HandOff:
       self._slots.append(item)
       self._changed.notify_all()
 
-  def _wait(self, ready: Callable[[], Any], what: str) -> float:
+  def _wait(self, ready: Callable[[], Any], event: str) -> float:
+    """Waits for a condition, with the lock held on entry and exit; returns the seconds."""
     start = time.perf_counter()
     thread = threading.current_thread()
     self._waiting[thread] = ready
     try:
-      with jax.profiler.TraceAnnotation(f'wait: {self.name} {what}'):
+      with jax.profiler.TraceAnnotation(f'wait: {self.name} {event}'):
         while not self._changed.wait_for(ready, self._patience_s):
           logging.warning('%s: waiting for %.0f s for the %s %s', thread.name,
-                          time.perf_counter() - start, self.name, what)
+                          time.perf_counter() - start, self.name, event)
     finally:
       del self._waiting[thread]
     return time.perf_counter() - start
 
 
 class DoubleBuffer(HandOff):
-  """One slot between one producer and one consumer, with an exact lag.
+  """Hand-off with one slot between one producer and one consumer, with an exact lag.
 
-  `put` blocks while the slot is full, `get` while it is empty. With a lag of 0 or 1 the consumer is
-  first given the primed value lag + 1 times, so that its k-th value (from 0) is min(k, lag) behind
-  what the producer will have made by then: 0 is synchronous; with 1 the consumer works on the front
-  value while the producer makes the back one (Cleanba). Without a lag nothing is primed: a queue of
-  one. Blocking, first in first out: what flows through does not depend on timing.
+  `put` blocks while the slot is full, `get` while it is empty. With a lag, the consumer first gets
+  the primed value lag + 1 times, so its k-th value (from 0) is min(k, lag) versions behind the
+  producer. A lag of 0 is synchronous. With a lag of 1 the consumer works on one value while the
+  producer makes the next (Cleanba). Without a lag nothing is primed, and the hand-off is a queue of
+  length one. The sequence of values does not depend on timing.
 
-  So a value may be handed over before it is computed: the consumer has its own program wait for it
-  on the device, and only then waits itself, in `settle`. No thread has to wake between the two. It
-  must not donate the value, which the producer waits for, too.
+  A value may be handed over before it is computed. The consumer then starts its own program, which
+  waits for the value on the device, and waits itself in `settle`. So no thread has to wake up
+  between the two programs. The consumer must not donate the value, since the producer waits for it,
+  too.
   """
 
   early = True
 
   def __init__(self, name: str, firings: int, lag: int | None = None,
                transfer: Callable[[Any], Any] = lambda value: value, patience_s: float = 60.0):
-    """A hand-off for `firings` gets in all: a value beyond that is not put.
+    """Creates an empty hand-off.
 
     Args:
-      firings: how many times the consumer will get.
-      lag: see the class.
-      name, transfer, patience_s: see HandOff.
+      name: see `HandOff`.
+      firings: number of gets; values that no get would take are not put.
+      lag: 0 or 1, or None for a queue without a primed value.
+      transfer: see `HandOff`.
+      patience_s: see `HandOff`.
 
     Raises:
-      ValueError: a lag other than None, 0 or 1.
+      ValueError: `lag` is not None, 0 or 1.
     """
     if lag not in (None, 0, 1):
       raise ValueError(f'lag must be 0, 1 or None, got {lag}')
@@ -171,19 +190,21 @@ class DoubleBuffer(HandOff):
     self._primed_gets = 0 if lag is None else lag + 1
     self._puts_left = firings - self._primed_gets
     self._primed: Stamped | None = None
-    # Values are numbered from 1 as they are put; the primed value is 0, and computed. These are
-    # the newest that was put, that is known to be computed, and that was taken.
+    # Values are numbered from 1 in the order of puts; the primed value is number 0. These are the
+    # numbers of the newest value that was put, that is known to be computed, and that was taken.
     self._put = self._finished = self._taken = 0
-    self._unfinished: Stamped | None = None  # put, perhaps taken, not known to be computed
-    self._finished_at: dict[int, float] = {}  # when, by number, of those that are not settled
+    # The value that was put, and maybe taken, but is not known to be computed.
+    self._unfinished: Stamped | None = None
+    # Times at which values became ready, by number, until the consumer settles them.
+    self._finished_at: dict[int, float] = {}
 
   def prime(self, item: Stamped) -> None:
-    """Transfers and sets the value that the first gets receive."""
+    """Transfers `item` and sets it as the value of the first gets."""
     if self._primed_gets:
       self._primed = self._computed(self._moved(item))
 
   def put(self, item: Stamped) -> None:
-    """Hands `item` over, its transfer begun; blocks while the slot is full.
+    """Starts the transfer of `item` and hands it over; blocks while the slot is full.
 
     Raises:
       Closed: the consumer has ended.
@@ -196,9 +217,10 @@ class DoubleBuffer(HandOff):
     self._append(item, 1)
 
   def finish(self) -> None:
-    """Waits until what was put is computed and transferred, and says so.
+    """Blocks until the last value put is computed and transferred; then wakes the consumer.
 
-    If that fails, so does the hand-off: the consumer must not wait for it, nor go on with it.
+    If the computation fails, the hand-off fails too, so that the consumer does not go on with the
+    value.
     """
     if self._unfinished is not None:
       try:
@@ -213,7 +235,15 @@ class DoubleBuffer(HandOff):
         self._changed.notify_all()
 
   def settle(self, item: Stamped, since: float) -> float:
-    """Waits until the producer has finished `item`, the newest that was taken.
+    """Blocks until the producer has finished `item`, the value that was taken last.
+
+    Args:
+      item: the value.
+      since: time (`time.perf_counter`) from which waiting counts.
+
+    Returns:
+      When the item became ready, or `since` if it already was; the difference counts as waiting
+      time.
 
     Raises:
       Closed: the hand-off has failed.
@@ -222,69 +252,94 @@ class DoubleBuffer(HandOff):
       self._wait(lambda: self.can_settle(item), 'to be made')
       if self._failed:
         raise Closed(self.name)
+      # Time between readiness and this thread's wake-up does not count as waiting.
       until = max(since, self._finished_at.pop(self._taken, since))
       self.get_wait_s += until - since
       return until
 
   def can_settle(self, item: Stamped) -> bool:
-    """Whether `settle` would not block."""
+    """Returns whether `settle` would return without blocking."""
     return self._taken <= self._finished or self._failed
 
   def get(self) -> Stamped:
-    """The next value; blocks while there is none. Raises Closed as HandOff's."""
+    """Takes the next value; blocks while there is none.
+
+    Raises:
+      Closed: the producer has ended and every value was taken.
+    """
     with self._changed:
       if self._primed_gets and not self._failed:
         self._primed_gets -= 1
         item = self._primed
         if not self._primed_gets:
-          self._primed = None  # free its memory once the last one is used
+          # Its memory is free once the consumer drops the last one.
+          self._primed = None
         return item
       item = super().get()
       self._taken += 1
       return item
 
   def can_put(self) -> bool:
-    """Whether `put` would not block."""
+    """Returns whether `put` would return without blocking."""
     return self._puts_left <= 0 or not self._slots or self._ended
 
   def can_get(self) -> bool:
-    """Whether `get` would not block."""
+    """Returns whether `get` would return without blocking."""
     return bool(self._primed_gets) or super().can_get()
 
 
 class Arrival(HandOff):
-  """A queue of several producers, first come first served; so what flows depends on timing."""
+  """First-in-first-out queue of several producers; the order of values depends on timing."""
 
   def __init__(self, name: str, capacity: int, transfer: Callable[[Any], Any] = lambda value: value,
                patience_s: float = 60.0):
-    """Of at most `capacity` values; see HandOff for the rest."""
+    """Creates an empty queue.
+
+    Args:
+      name: see `HandOff`.
+      capacity: most values in the queue.
+      transfer: see `HandOff`.
+      patience_s: see `HandOff`.
+    """
     super().__init__(name, transfer, patience_s)
     self._capacity = capacity
 
   def put(self, item: Stamped) -> None:
-    """Hands `item` over, computed; blocks while full. Raises Closed once any other side ended."""
+    """Adds `item` once it is computed and transferred; blocks while the queue is full.
+
+    Raises:
+      Closed: the consumer, or any producer, has ended.
+    """
     self._append(self._ready(item), self._capacity)
 
   def can_put(self) -> bool:
-    """Whether `put` would not block."""
+    """Returns whether `put` would return without blocking."""
     return len(self._slots) < self._capacity or self._ended
 
 
 class Inbox(Arrival):
-  """A queue of several producers whose reader takes all there is, and waits only if it has to."""
+  """Queue of several producers whose consumer takes many values at once."""
 
   def __init__(self, name: str, capacity: int, wants: Callable[[], tuple[int, int]],
                transfer: Callable[[Any], Any] = lambda value: value, patience_s: float = 60.0):
-    """Of at most `capacity` values; see HandOff for the rest.
+    """Creates an empty queue.
 
-    wants: asked by the reader before each get, how many values it must have and how many it takes
-      at most. With (0, 0) it takes none, and producers wait once the queue is full.
+    Args:
+      name: see `HandOff`.
+      capacity: most values in the queue.
+      wants: returns the least and the most values that the next get takes; called before each get.
+        With (0, 0) the get takes none, and producers wait once the queue is full.
+      transfer: see `HandOff`.
+      patience_s: see `HandOff`.
     """
     super().__init__(name, capacity, transfer, patience_s)
     self._wants = wants
 
   def get(self) -> Stamped:
-    """A list of what is there, as Stamped, with the version of the oldest (0 of none).
+    """Takes up to the wanted number of values; blocks while fewer than the least are there.
+
+    Returns:
+      A Stamped whose value is a list of Stamped, with the version of the first (0 if empty).
 
     Raises:
       Closed: the consumer, or a producer, has ended.
@@ -299,19 +354,19 @@ class Inbox(Arrival):
       return Stamped(items, items[0].version if items else 0)
 
   def can_get(self) -> bool:
-    """Whether `get` would not block."""
+    """Returns whether `get` would return without blocking."""
     return len(self._slots) >= self._wants()[0] or self._ended
 
 
 class Latest(HandOff):
-  """The newest value alone: a put overwrites, a get takes it again and again and never waits."""
+  """Hand-off of the newest value: a put overwrites it, a get returns it without removing it."""
 
   def prime(self, item: Stamped) -> None:
     """Sets the first value."""
     self.put(item)
 
   def put(self, item: Stamped) -> None:
-    """Replaces the value, once this one is ready and transferred; never blocks."""
+    """Replaces the value once `item` is computed and transferred; ignored after the end."""
     item = self._ready(item)
     with self._changed:
       if not self._ended:
@@ -320,7 +375,11 @@ class Latest(HandOff):
         self._changed.notify_all()
 
   def get(self) -> Stamped:
-    """The newest value; blocks only before the first. Raises Closed once the producer ended."""
+    """Returns the newest value; blocks only before the first put.
+
+    Raises:
+      Closed: the producer has ended.
+    """
     with self._changed:
       self.get_wait_s += self._wait(lambda: self._slots or self._ended, 'to be made')
       if self._ended:
@@ -328,5 +387,5 @@ class Latest(HandOff):
       return self._slots[-1]
 
   def can_put(self) -> bool:
-    """It never blocks."""
+    """Returns True: `put` never waits for the consumer."""
     return True

@@ -1,4 +1,7 @@
-"""Where the processes of a run meet: an address that is checked before JAX, which would abort."""
+"""Checks of the coordinator's address, at which the processes of a run meet.
+
+JAX aborts a process that cannot reach the coordinator, so the address is checked before.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,15 @@ from absl import logging
 
 FLAG = '--coordinator_address'
 _RETRY_S = 0.2
-_LISTENING = '0A'  # as /proc/net/tcp has it
+# State of a listening socket in /proc/net/tcp.
+_LISTENING = '0A'
 
 
 def parse_address(address: str) -> tuple[str, int]:
   """Returns the host and the port of 'HOST:PORT' or '[IPV6]:PORT'.
 
   Raises:
-    ValueError: it has not this form, or the port is not from 1 to 65535.
+    ValueError: the address has another form, or the port is not from 1 to 65535.
   """
   match = re.fullmatch(r'(?:\[([^\[\]\s]+)\]|([^\[\]:\s]+)):([0-9]{1,5})', address)
   if not match or not 1 <= int(match[3]) <= 65535:
@@ -32,19 +36,22 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-  """Returns 'HOST:PORT', or '[IPV6]:PORT'."""
+  """Returns 'HOST:PORT', or '[HOST]:PORT' for an IPv6 address."""
   return f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
 
 
 def bind_address(address: str) -> str:
-  """Returns the address of this machine at which process 0 is to listen, which was free just now.
+  """Returns the address of this machine at which process 0 should listen.
 
-  It is the one given: who cannot reach it cannot join the run. But where a name stands for a
-  loopback address, as Debian has it for a machine's own name, other machines know it by another
-  address. Then process 0 listens on all.
+  Process 0 listens at `address` only, so that only machines that can reach it can join the run. A
+  machine's own name may resolve to a loopback address (Debian does this), while other machines
+  resolve it to another address. Process 0 then listens on all addresses.
+
+  Args:
+    address: 'HOST:PORT' or '[IPV6]:PORT', as other processes know it.
 
   Raises:
-    ValueError: no such name or address on this machine, or the port is in use.
+    ValueError: the machine has no such name or address, or the port is in use.
   """
   host, port = parse_address(address)
   try:
@@ -56,7 +63,8 @@ def bind_address(address: str) -> str:
       ipaddress.ip_address(ip).is_loopback for ip in candidates):
     logging.warning('%s: %s is %s on this machine, so process 0 listens on all its addresses', FLAG,
                     host, ', '.join(candidates))
-    candidates = {'::': (socket.AF_INET, ('0.0.0.0', port))}  # without IPv6, gRPC takes the latter
+    # gRPC listens on 0.0.0.0 if '::' is not available.
+    candidates = {'::': (socket.AF_INET, ('0.0.0.0', port))}
 
   errors = []
   for ip, (family, sockaddr) in candidates.items():
@@ -71,15 +79,20 @@ def bind_address(address: str) -> str:
 
 
 def _reason(error: OSError) -> str:
+  """Returns the text of an error, without its number."""
   return error.strerror or str(error)
 
 
 def _refuse_port_in_use(family: int, sockaddr: tuple) -> None:
-  """Raises where process 0 could not listen, or would not be alone.
+  """Checks that process 0 can listen at an address and that no other process does.
 
-  gRPC shares its port (SO_REUSEPORT) with any process of the same user that does likewise, so two
-  runs would get each other's processes: nobody may listen. A port that is only bound, as `launch`
-  reserves one, is free.
+  gRPC shares a port with other processes of the same user (SO_REUSEPORT), so two runs on one port
+  would get each other's processes. A port that is bound but not listened on is free: `launch`
+  reserves a port by binding it.
+
+  Args:
+    family: of the address, such as `socket.AF_INET`.
+    sockaddr: (IP, port, ...).
 
   Raises:
     ValueError: the port is in use.
@@ -87,7 +100,8 @@ def _refuse_port_in_use(family: int, sockaddr: tuple) -> None:
   """
   ip, port = sockaddr[:2]
   with socket.socket(family) as probe:
-    for sharing in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as gRPC has it
+    # gRPC sets both options.
+    for sharing in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
       probe.setsockopt(socket.SOL_SOCKET, sharing, 1)
     try:
       probe.bind(sockaddr)
@@ -102,7 +116,7 @@ def _refuse_port_in_use(family: int, sockaddr: tuple) -> None:
 
 
 def _by_process(port: int) -> str:
-  """Returns ' by process PID (NAME)' of who listens on a port, or '' where /proc does not say."""
+  """Returns ' by process PID (NAME)' for the process that listens on a port, or '' if unknown."""
   inodes = set()
   for table in ('/proc/net/tcp', '/proc/net/tcp6'):
     with contextlib.suppress(OSError):
@@ -110,8 +124,10 @@ def _by_process(port: int) -> str:
         _, local, _, state, *others = line.split()
         if state == _LISTENING and int(local.rpartition(':')[2], 16) == port:
           inodes.add(f'socket:[{others[5]}]')
+
   for descriptor in Path('/proc').glob('[0-9]*/fd/*'):
-    with contextlib.suppress(OSError):  # of another user, or it has ended meanwhile
+    # The process may belong to another user, or end meanwhile.
+    with contextlib.suppress(OSError):
       if os.readlink(descriptor) in inodes:
         process = descriptor.parents[1]
         return f' by process {process.name} ({(process / "comm").read_text().strip()})'
@@ -119,10 +135,11 @@ def _by_process(port: int) -> str:
 
 
 def _connect_error(host: str, port: int, timeout_s: float) -> OSError | None:
-  """Returns why nobody answers at an address, or None if somebody does."""
+  """Returns the error of a connection to an address, or None if it succeeds."""
   try:
     with socket.create_connection((host, port), timeout_s) as connection:
-      # The kernel may give a connection the port that it connects to: then it talks to itself.
+      # The kernel may choose the target port as the connection's own port; the connection then
+      # reaches itself.
       if connection.getsockname() == connection.getpeername():
         return ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
   except OSError as error:
@@ -131,10 +148,14 @@ def _connect_error(host: str, port: int, timeout_s: float) -> OSError | None:
 
 
 def wait_until_reachable(address: str, timeout_s: float) -> None:
-  """Waits until process 0 listens, since JAX aborts a process that cannot reach it.
+  """Blocks until process 0 listens. JAX would abort a process that cannot reach it.
+
+  Args:
+    address: 'HOST:PORT' or '[IPV6]:PORT' of process 0.
+    timeout_s: most seconds to wait.
 
   Raises:
-    ValueError: nobody answers at the address within the time.
+    ValueError: no process answers at the address within the time.
   """
   host, port = parse_address(address)
   deadline = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""What must be set before JAX starts, and how the processes of a run find each other."""
+"""Settings that JAX reads when it starts, and the meeting of the processes of a run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ from podracer_jit.runtime.placement import PlacementOptions
 
 
 def prepare_host(options: PlacementOptions) -> None:
-  """Sets what JAX reads when its first backend starts; call it before that.
+  """Sets the number of XLA's threads and devices; call it before JAX's first backend starts.
 
-  The size of XLA's CPU thread pool decides how reductions are split, so it belongs to the
-  experiment: it must not follow the cores or the virtual devices that happen to be here.
+  The size of XLA's CPU thread pool decides how reductions are split. So it is a part of the
+  experiment and does not follow the number of cores or virtual devices.
+
+  Args:
+    options: of the placement.
 
   Raises:
-    ValueError: more devices than `placement.xla_threads`.
+    ValueError: the placement has more devices than `placement.xla_threads`.
   """
   devices = options.num_devices
   threads = options.xla_threads
   if devices > threads:
+    # The error names the field that the user set.
     field = 'actor_devices'
     if max(options.learner_devices) > max(options.actor_devices):
       field = 'learner_devices'
@@ -38,15 +42,18 @@ def prepare_host(options: PlacementOptions) -> None:
     raise ValueError(f'placement.{name}: {field} = {shown(getattr(options, field))} needs '
                      f'{devices} devices in a process, xla_threads = {threads} allows {threads}; '
                      f'take device indices below {threads}, or xla_threads = {devices}')
+
+  # XLA takes the size of its CPU thread pool from here.
   os.environ['NPROC'] = str(threads)
   jax.config.update('jax_num_cpu_devices', devices)
   _keep_programs()
 
 
 def _keep_programs() -> None:
-  """Compiled programs are found again by the next run, unless JAX was told where to put them.
+  """Sets a cache folder for compiled programs, unless JAX has one already.
 
-  In the user's cache, by processor, since code for one may not run on another.
+  The folder is in the user's cache. Each kind of processor has its own, because code for one may
+  not run on another.
   """
   if jax.config.jax_compilation_cache_dir is not None:
     return
@@ -59,22 +66,22 @@ def _keep_programs() -> None:
 
 def join(options: PlacementOptions, coordinator_address: str | None, num_processes: int | None,
          process_id: int | None, timeout_s: int = 60) -> None:
-  """Joins this process to the others of a run; after `prepare_host`, before any device is used.
+  """Joins this process to the other processes of a run.
 
-  Where something is not given, SLURM, Open MPI, Kubernetes and TPU pods are asked (JAX knows how).
-  Process 0 listens at the address given alone; where none is given, or
-  JAX_COORDINATOR_BIND_ADDRESS says otherwise, JAX decides.
+  Call it after `prepare_host` and before any use of a device. JAX asks SLURM, Open MPI, Kubernetes
+  or the TPU pod for arguments that are None. Process 0 listens at `coordinator_address` only. If
+  that is None or JAX_COORDINATOR_BIND_ADDRESS is set, JAX decides where it listens.
 
   Args:
     options: of the placement.
-    coordinator_address: HOST:PORT of process 0.
-    num_processes: how many there are.
-    process_id: which this is, from 0.
-    timeout_s: how long it may take until all processes have come, in seconds.
+    coordinator_address: HOST:PORT of process 0, or None.
+    num_processes: number of processes, or None.
+    process_id: index of this process, from 0, or None.
+    timeout_s: seconds until all processes must have joined.
 
   Raises:
-    ValueError: a value is wrong, process 0 cannot listen or be reached, there is no such
-      surrounding, or the others did not come.
+    ValueError: a value is out of range, process 0 cannot listen or be reached, no cluster provides
+      the missing arguments, or not all processes joined in time.
   """
   _check_numbers(num_processes, process_id, timeout_s)
   given = (coordinator_address, num_processes, process_id)
@@ -87,15 +94,18 @@ def join(options: PlacementOptions, coordinator_address: str | None, num_process
       bind_address = coordinator.bind_address(coordinator_address)
     elif process_id:
       coordinator.wait_until_reachable(coordinator_address, timeout_s)
-  jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM from `main`
+
+  # JAX's preemption service would catch SIGTERM, which `main` handles.
+  jax.config.update('jax_enable_preemption_service', False)
   initialize = functools.partial(
       jax.distributed.initialize, coordinator_address, num_processes, process_id,
-      # Not one device for each process of a node, as JAX has it under SLURM and Open MPI.
+      # Under SLURM and Open MPI, JAX would give each process of a node one device.
       local_device_ids=list(range(options.num_devices)),
       coordinator_bind_address=bind_address,
-      # JAX aborts the process when this time is over; by then `join` has raised.
+      # JAX aborts the process after this time, so it must exceed that of `join`.
       initialization_timeout=timeout_s + 600,
       heartbeat_timeout_seconds=20, shutdown_timeout_seconds=20)
+
   try:
     _call_until(deadline, initialize)
   except TimeoutError:
@@ -111,6 +121,7 @@ def join(options: PlacementOptions, coordinator_address: str | None, num_process
 
 
 def _check_numbers(num_processes: int | None, process_id: int | None, timeout_s: int) -> None:
+  """Raises ValueError if a number is out of range."""
   if num_processes is not None and num_processes < 1:
     raise ValueError(f'--num_processes: must be at least 1, got {num_processes}')
   if process_id is not None and process_id < 0:
@@ -123,11 +134,15 @@ def _check_numbers(num_processes: int | None, process_id: int | None, timeout_s:
 
 
 def _call_until(deadline: float, function: Callable[[], None]) -> None:
-  """Calls a function that nothing can interrupt, on a thread of its own.
+  """Calls a function that cannot be interrupted, on a separate thread.
+
+  Args:
+    deadline: time (`time.monotonic`) until which to wait.
+    function: to call.
 
   Raises:
-    TimeoutError: it has not returned by `deadline`; its thread goes on.
-    BaseException: what the function raises.
+    TimeoutError: the function has not returned by `deadline`; its thread continues.
+    BaseException: the exception of the function.
   """
   errors: list[BaseException] = []
   returned = threading.Event()
@@ -147,15 +162,23 @@ def _call_until(deadline: float, function: Callable[[], None]) -> None:
 
 
 def barrier(name: str) -> None:
-  """Waits until every process is here."""
+  """Blocks until every process calls this function with the same name."""
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(name)
 
 
 def of_process_0(number: int | None) -> int | None:
-  """Returns in every process what process 0 was given: a number that is not negative, or None."""
+  """Broadcasts a non-negative number, or None, from process 0 to all processes.
+
+  Args:
+    number: the value; only that of process 0 matters.
+
+  Returns:
+    The value of process 0, in every process.
+  """
   if jax.process_count() == 1:
     return number
+  # Arrays hold no None.
   sent = np.int32(-1 if number is None else number)
   received = int(multihost_utils.broadcast_one_to_all(sent))
   return None if received < 0 else received

@@ -1,4 +1,4 @@
-"""Where things run: devices, meshes, and the moves between them. It never changes a result."""
+"""Devices, meshes, and transfers between them. None of this changes the values of a result."""
 
 from __future__ import annotations
 
@@ -15,35 +15,39 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podracer_jit.options import Count, defaults, option, shown, uneven
 
-MAX_DEVICES = 1024  # of a process
+# Most devices of a process.
+MAX_DEVICES = 1024
 _DEVICES = f'must be a tuple of device indices below {MAX_DEVICES}, such as (0, 1)'
 
 
 class Placement(NamedTuple):
-  """Devices of this process's actors, one each, and the learner's mesh over all processes."""
+  """Devices of actors and learners."""
 
-  actors: tuple[jax.Device, ...]
-  mesh: Mesh
-  workers: tuple[jax.Device, ...]  # of those that make gradients; a device may have several
-  env_threads: int  # EnvPool threads of each pool
-  process: int = 0
-  processes: int = 1
+  actors: tuple[jax.Device, ...]  # of this process's actors, one for each actor
+  mesh: Mesh  # of the learner, over all processes
+  workers: tuple[jax.Device, ...]  # of gradient workers; a device may occur several times
+  env_threads: int  # threads of each environment pool
+  process: int = 0  # index of this process
+  processes: int = 1  # number of processes
 
   @property
   def learners(self) -> tuple[jax.Device, ...]:
-    """The devices of the learner mesh that belong to this process."""
+    """Devices of the learner mesh that belong to this process."""
     return tuple(d for _, d in _local(self.mesh))
 
 
 def _local(mesh: Mesh) -> list[tuple[int, jax.Device]]:
-  """This process's devices of the mesh, with their places in it."""
-  here = jax.process_index()
-  return [(i, d) for i, d in enumerate(mesh.devices.flat) if d.process_index == here]
+  """Returns this process's devices of the mesh, with their indices in it."""
+  process = jax.process_index()
+  return [(i, d) for i, d in enumerate(mesh.devices.flat) if d.process_index == process]
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacementOptions:
-  """Where things run. Of deterministic schemes only xla_threads and actor_platform change bits."""
+  """Options of the placement.
+
+  With a deterministic scheme, only `xla_threads` and `actor_platform` change the bits of a result.
+  """
 
   actor_devices: tuple = option((0,), 'indices of the devices that act', at_least=0,
                                 at_most=MAX_DEVICES - 1, not_empty=True, words=_DEVICES)
@@ -64,11 +68,11 @@ class PlacementOptions:
       at_least=1, at_most=4096)
 
   def differs(self, name: str) -> bool:
-    """Whether a field has another value than by default, so that somebody has set it."""
+    """Returns whether a field differs from its default, so that a user must have set it."""
     return getattr(self, name) != defaults(type(self))[name]
 
   def actor_count(self, processes: int = 1) -> Count:
-    """Returns the number of actors of so many processes, by the field that somebody has set."""
+    """Returns the number of actors in all processes, named after the field that a user set."""
     name = 'actors_per_device' if self.differs('actors_per_device') else 'actor_devices'
     where = (f'actor_devices = {shown(self.actor_devices)}, actors_per_device = '
              f'{self.actors_per_device}')
@@ -76,19 +80,24 @@ class PlacementOptions:
                  where + _in_each(processes))
 
   def learner_count(self, number: int, processes: int = 1) -> Count:
-    """Returns the number of learner devices, `number` in so many processes."""
+    """Returns the number of learner devices for error messages.
+
+    Args:
+      number: of learner devices in all processes.
+      processes: number of processes.
+    """
     where = f'learner_devices = {shown(self.learner_devices)}{_in_each(processes)}'
     return Count('placement.learner_devices', number, self.differs('learner_devices'),
                  'learner device', where)
 
   @property
   def num_actors(self) -> int:
-    """Actors of a process."""
+    """Number of actors in a process."""
     return len(self.actor_devices) * self.actors_per_device
 
   @property
   def num_devices(self) -> int:
-    """Devices that a process must have."""
+    """Number of devices that a process must have."""
     return 1 + max((*self.actor_devices, *self.learner_devices))
 
 
@@ -97,12 +106,20 @@ def _in_each(processes: int) -> str:
 
 
 def any_process(flag: bool, mesh: Mesh) -> bool:
-  """Whether the flag is set in any process; all ask in the same order, from one thread each."""
+  """Returns whether a flag is set in any process.
+
+  This is a collective: all processes must call it in the same order, each from one thread.
+
+  Args:
+    flag: of this process.
+    mesh: of the learner, over all processes.
+  """
   if jax.process_count() == 1:
     return flag
   sharding = NamedSharding(mesh, PartitionSpec('learner'))
-  here = [jax.device_put(jnp.array([flag], jnp.int32), d) for _, d in _local(mesh)]
-  return bool(_sum(jax.make_array_from_single_device_arrays((mesh.size,), sharding, here)))
+  local_flags = [jax.device_put(jnp.array([flag], jnp.int32), d) for _, d in _local(mesh)]
+  flags = jax.make_array_from_single_device_arrays((mesh.size,), sharding, local_flags)
+  return bool(_sum(flags))
 
 
 @jax.jit
@@ -111,13 +128,18 @@ def _sum(flags):
 
 
 def resolve(options: PlacementOptions, num_shards: int) -> Placement:
-  """The placement that `options` ask for; device indices are those of each process.
+  """Returns the placement that the options describe.
+
+  Args:
+    options: with device indices that count the devices of each process from 0.
+    num_shards: of the environments, in all processes.
 
   Raises:
-    ValueError: a device that is not here, or shards that the actors cannot share out evenly.
+    ValueError: a device does not exist, or the actors cannot share the shards evenly.
   """
   platform = options.actor_platform
-  if platform == 'auto':  # EnvPool has calls for CPU and GPU alone
+  if platform == 'auto':
+    # EnvPool's calls exist for CPUs and GPUs only.
     platform = jax.default_backend() if jax.default_backend() in ('cpu', 'gpu') else 'cpu'
   try:
     actor_kind = jax.local_devices(backend=platform)
@@ -126,26 +148,31 @@ def resolve(options: PlacementOptions, num_shards: int) -> Placement:
                      f'{jax.default_backend()}') from None
   actors = _pick('actor_devices', options.actor_devices, actor_kind)
   actors = [device for device in actors for _ in range(options.actors_per_device)]
+
   processes = jax.process_count()
   learners = [device for p in range(processes) for device in _pick(
       'learner_devices', options.learner_devices,
       [d for d in jax.devices() if d.process_index == p])]
   if num_shards % (len(actors) * processes):
-    # By default there is one shard.
+    # The default is one shard, so more than one must have been set by a user.
     raise ValueError(uneven(Count('num_shards', num_shards, num_shards > 1, 'shard'),
                             options.actor_count(processes)))
-  here = num_shards // processes
-  threads = options.env_threads or max(1, len(os.sched_getaffinity(0)) // here)
-  return Placement(tuple(actors), mesh_of(list(dict.fromkeys(learners))), tuple(learners), threads,
-                   jax.process_index(), processes)
+
+  # By default the pools of this process, one a shard, share the visible cores.
+  local_shards = num_shards // processes
+  threads = options.env_threads or max(1, len(os.sched_getaffinity(0)) // local_shards)
+  # A mesh has each device once, even if several workers compute gradients on it.
+  mesh = mesh_of(list(dict.fromkeys(learners)))
+  return Placement(tuple(actors), mesh, tuple(learners), threads, jax.process_index(), processes)
 
 
 def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
-  """A learner mesh."""
+  """Returns a learner mesh of these devices, with one axis."""
   return Mesh(np.array(devices), ('learner',))
 
 
 def _pick(field: str, indices: Sequence[int], devices: Sequence[jax.Device]) -> list[jax.Device]:
+  """Returns the devices with these indices; raises ValueError if one does not exist."""
   for index in indices:
     if not 0 <= index < len(devices):
       raise ValueError(f'placement.{field}: there is no device {index}; this machine has '
@@ -154,16 +181,23 @@ def _pick(field: str, indices: Sequence[int], devices: Sequence[jax.Device]) -> 
 
 
 def put_params(params: Any, device: jax.Device) -> Any:
-  """A copy of parameters that the learner mesh holds, on an actor's device.
+  """Returns a copy of the learner's parameters on an actor's device.
 
-  Always a copy: the learner donates its own to the next update.
+  It is always a copy, because the learner donates its own arrays to the next update.
+
+  Args:
+    params: arrays replicated on the learner mesh.
+    device: of the actor.
   """
   local = jax.tree.map(lambda x: x.addressable_data(0), params)
   return _copy(local) if _is_on(local, device) else jax.device_put(local, device, may_alias=False)
 
 
 def _is_on(tree: Any, device: jax.Device) -> bool:
-  """Whether a tree, of which all is in one place, is there: sooner asked than moved to it."""
+  """Returns whether the arrays of a tree are on a device; it looks at the first array only.
+
+  This is faster than a `device_put` that has nothing to move.
+  """
   leaf = jax.tree.leaves(tree)[0]
   return isinstance(leaf, jax.Array) and leaf.devices() == {device}
 
@@ -174,11 +208,17 @@ def _copy(tree: Any) -> Any:
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-  """The tree, equal in all processes, on every device of the mesh: copies that may be donated."""
+  """Copies a tree to every device of a mesh; the copies may be donated.
+
+  Args:
+    tree: arrays with the same values in all processes.
+    mesh: over all processes.
+  """
   sharding = NamedSharding(mesh, PartitionSpec())
 
   def everywhere(x):
-    x = x.addressable_data(0)  # one copy: of several device_put would take one as it is
+    # Of an array with several copies, `device_put` would take one without copying it.
+    x = x.addressable_data(0)
     copies = [jax.device_put(x, device, may_alias=False) for _, device in _local(mesh)]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, copies)
 
@@ -186,28 +226,41 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 
 
 def everywhere(tree: Any, mesh: Mesh) -> Any:
-  """The tree on every device of the mesh; where it is there already it is not copied."""
+  """Returns the tree on every device of the mesh; does not copy arrays that are there already."""
   return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
 class Slices(NamedTuple):
-  """Neighbouring environments of a batch, cut where the learner's devices meet."""
+  """Neighbouring environments of a batch, cut at the borders between the learner's devices."""
 
-  parts: tuple[Sequence[Any], ...]  # for each learner device of this process, what goes to it
+  # For each learner device of this process: the trees of [T, b, ...] arrays on it.
+  parts: tuple[Sequence[Any], ...]
 
 
 def scatter(trees: Sequence[Any], first_env: int, num_envs: int, mesh: Mesh) -> Slices:
-  """Sends trees of [T, B, ...] arrays, that lie side by side from `first_env` on, to the mesh.
+  """Sends neighbouring environments of a batch to the learner devices that own them.
 
-  Device d of n holds environments [d, d + 1) * num_envs / n, so rows go straight to where they are
-  used, whatever the number of actors and learners, and never to another process.
+  Device d of n owns environments [d, d + 1) * num_envs / n. So each array goes directly to the
+  device that uses it, for any number of actors and learners, and never to another process.
+
+  Args:
+    trees: of arrays [T, B_i, ...], side by side in the batch.
+    first_env: index of their first environment in the batch.
+    num_envs: environments of the batch.
+    mesh: of the learner.
+
+  Returns:
+    The slices on this process's devices of the mesh.
   """
-  share, local = num_envs // mesh.size, _local(mesh)
+  share = num_envs // mesh.size
+  local = _local(mesh)
   parts = [[] for _ in local]
   for tree in trees:
     width = jax.tree.leaves(tree)[0].shape[1]
     for part, (d, device) in zip(parts, local, strict=True):
-      low, high = max(first_env, d * share), min(first_env + width, (d + 1) * share)
+      # Environments that the tree and the device have in common.
+      low = max(first_env, d * share)
+      high = min(first_env + width, (d + 1) * share)
       if low < high:
         cut = tree
         if high - low < width:
@@ -218,18 +271,27 @@ def scatter(trees: Sequence[Any], first_env: int, num_envs: int, mesh: Mesh) -> 
 
 
 def by_env(mesh: Mesh) -> NamedSharding:
-  """How a learner mesh has its batch: cut along the second axis."""
+  """Returns the sharding of a batch [T, B, ...] on a learner mesh: along the second axis."""
   return NamedSharding(mesh, PartitionSpec(None, 'learner'))
 
 
 def gather(slices: Sequence[Slices], mesh: Mesh) -> Any:
-  """The whole batch as global arrays [T, num_envs, ...], sharded over environments."""
+  """Joins slices to the whole batch.
+
+  Args:
+    slices: of `scatter`, in the order of their environments.
+    mesh: of the learner.
+
+  Returns:
+    A tree of global arrays [T, num_envs, ...], sharded over environments.
+  """
   local = [_side_by_side([tree for s in slices for tree in s.parts[i]])
            for i in range(len(_local(mesh)))]
   sharding = by_env(mesh)
 
   def whole(*shards):
-    if shards[0].sharding == sharding:  # one device has it all, as its actor made it
+    # One device may have the whole batch, in the sharding that its actor gave it.
+    if shards[0].sharding == sharding:
       return shards[0]
     shape = (shards[0].shape[0], shards[0].shape[1] * mesh.size, *shards[0].shape[2:])
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
@@ -238,6 +300,7 @@ def gather(slices: Sequence[Slices], mesh: Mesh) -> Any:
 
 
 def _side_by_side(trees: Sequence[Any]) -> Any:
+  """Returns trees of [T, B_i, ...] concatenated along the second axis."""
   return trees[0] if len(trees) == 1 else _concatenate(tuple(trees))
 
 

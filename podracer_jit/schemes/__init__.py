@@ -1,1 +1,1 @@
-"""The table of schemes, and the graphs that it names."""
+"""The table of schemes, and the graphs of workers that it names."""

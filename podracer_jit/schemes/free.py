@@ -1,4 +1,4 @@
-"""Actors that fill a replay, and a learner that draws from it, each at its own rate (Ape-X)."""
+"""Graph of actors that fill a replay and a learner that draws from it, at own rates (Ape-X)."""
 
 from __future__ import annotations
 
@@ -21,37 +21,53 @@ from podracer_jit.types import Episodes, TrainState
 
 
 class State(NamedTuple):
-  """The state of the learner."""
+  """State of the learner."""
 
   train: TrainState
-  late: float = 0.0  # gradient steps that the newest rollouts were behind when they came
+  late: float = 0.0  # mean age of the last rollouts when they arrived, in gradient steps
 
 
 def wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
-  """Returns the workers and their waits; the learner of the plan draws from a replay."""
-  mesh, learner = plan.place.mesh, plan.learner
+  """Wires the graph; the plan's learner must be a learner from a replay.
+
+  Args:
+    plan: of the run.
+    actors: of the segment.
+    begin: the segment's first state.
+    reports: hand-off of the learner's reports.
+
+  Returns:
+    The workers, and a function that returns their waiting times.
+  """
+  mesh = plan.place.mesh
+  learner = plan.learner
   group_envs = learner.sizes.num_envs // learner.sizes.num_grad_shards
   params = wiring.parameters(plan, actors, begin, number(begin.state.target.gradient_steps))
   side_by_side = jax.jit(rollout_updates.concatenate)
   rate = learner.rate_limiter(plan.num_envs * plan.acting.unroll_length, len(actors))
-  made = Inbox('rollouts', len(actors), rate.wants, lambda item: (
+  inbox = Inbox('rollouts', len(actors), rate.wants, lambda item: (
       item[0], placement.everywhere(side_by_side(item[1]), mesh)))
   nothing = placement.everywhere((jnp.int32(0), jnp.zeros(2, jnp.uint32)), mesh)
 
   def fire(carry: State, arrived: Stamped):
-    state, seen = carry.train, nothing
+    state = carry.train
+    # Valid rows, and the fingerprint, of all experience that this firing adds.
+    added = nothing
     before = number(state.target.gradient_steps)
-    late = [before - item.version for item in arrived.value]
-    late = sum(late) / len(late) if late else carry.late
+    ages = [before - item.version for item in arrived.value]
+    late = sum(ages) / len(ages) if ages else carry.late
+
     with jax.profiler.TraceAnnotation('add'):
       for first_env, new in (item.value for item in arrived.value):
         state, counts = learner.programs.insert(state, new, np.int32(first_env // group_envs))
-        seen = jax.tree.map(jnp.add, seen, counts)
-      rate.count(number(seen[0]), 0)
+        added = jax.tree.map(jnp.add, added, counts)
+      rate.count(number(added[0]), 0)
+
     with jax.profiler.TraceAnnotation('learn'):
       count = learner.gradient_steps if rate.may_draw() else 0
-      state, metrics = learner.programs.learn(state, np.int32(count), *seen)
+      state, metrics = learner.programs.learn(state, np.int32(count), *added)
     rate.count(0, number(metrics['sampled'][0]))
+
     version = number(state.target.gradient_steps)
     episodes = [new.episodes for _, new in (item.value for item in arrived.value)]
     metrics['episodes'] = _end_to_end(jax.device_get(episodes))
@@ -60,18 +76,20 @@ def wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
     return State(state, late), [*[fresh] * len(params), report]
 
   def tagged(worker: Worker, first_env: int) -> Worker:
+    """Returns an actor whose rollouts carry the index of its first environment."""
     def fire(state, params):
-      state, (made,) = worker.fire(state, params)
-      return state, [made._replace(value=(first_env, made.value))]
+      state, (rollout,) = worker.fire(state, params)
+      return state, [rollout._replace(value=(first_env, rollout.value))]
     return worker._replace(fire=fire)
 
-  draws = Worker('learner', fire, State(begin.state), [Port(made)],
+  # The learner ends the run; actors go on until then.
+  draws = Worker('learner', fire, State(begin.state), [Port(inbox)],
                  [Port(h) for h in (*params, reports)], begin.updates,
                  lambda carry: begin.ended(carry.train))
-  acts = [wiring.actor(plan, i, actor, begin, p, made, 2**62, learner.options.params_every)
+  acts = [wiring.actor(plan, i, actor, begin, p, inbox, 2**62, learner.options.params_every)
           for i, (actor, p) in enumerate(zip(actors, params, strict=True))]
   acts = [tagged(worker, actor.first_env) for worker, actor in zip(acts, actors, strict=True)]
-  return [*acts, draws], wiring.waits(params, [made] * len(actors))
+  return [*acts, draws], wiring.waits(params, [inbox] * len(actors))
 
 
 def _end_to_end(episodes: Sequence[Episodes]) -> Episodes:

@@ -1,4 +1,4 @@
-"""One program that makes rollouts and updates in turn, with no Python between them (Anakin)."""
+"""Graph of one program that alternates rollouts and updates, without Python between (Anakin)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from podracer_jit.types import TrainState
 
 
 class State(NamedTuple):
-  """The state of the only worker."""
+  """State of the only worker."""
 
   train: TrainState
   update: int
@@ -26,22 +26,34 @@ class State(NamedTuple):
 
 
 def wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
-  """Returns the one worker, which fires a program that makes several updates, and its waits."""
+  """Wires the graph of one worker, whose program makes several updates in a call.
+
+  Args:
+    plan: of the run.
+    actors: of the segment.
+    begin: the segment's first state.
+    reports: hand-off of the learner's reports.
+
+  Returns:
+    The workers, and a function that returns their waiting times.
+  """
   (actor,) = actors
   total = plan.total_steps
   calls = min(plan.updates_per_call, begin.updates)
   rollout = plan.acting.rollout(actor.pools.shards)
   fused = rollout_updates.make_fused(rollout, plan.learner.learn, calls)
-  state = jax.tree.map(lambda x: x.addressable_data(0), begin.state)  # to be donated, not a copy
+  # The program donates the state itself, so it gets no copy.
+  state = jax.tree.map(lambda x: x.addressable_data(0), begin.state)
   program = actor.pools.load(fused, (state, actor.state, calls, total), donate=(0, 1))
 
   def fire(carry: State):
     limit = min(calls, begin.update + begin.updates - carry.update)
     state, actor_state, count, metrics = program(carry.train, carry.actor, limit, total)
-    count = number(count)  # waits for the call
-    item = Report(metrics, count, (plan.learner.mean_cgd(0),) * count, (0.0,) * count)
+    # Blocks until the call has ended.
+    count = number(count)
+    report = Report(metrics, count, (plan.learner.mean_cgd(0),) * count, (0.0,) * count)
     update = carry.update + count
-    return State(state, update, actor_state), [Stamped(item, update)]
+    return State(state, update, actor_state), [Stamped(report, update)]
 
   learner = Worker('learner', fire, State(state, begin.update, actor.state), [],
                    [Port(reports)], -(-begin.updates // calls),

@@ -1,4 +1,4 @@
-"""What a learner reports of its updates."""
+"""Reports of the learner: metrics of updates, and waiting times."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any, NamedTuple
 
 
 class Report(NamedTuple):
-  """What the learner says of `count` updates, stacked along the leading axis."""
+  """Report of `count` updates."""
 
-  metrics: Mapping[str, Any]
+  metrics: Mapping[str, Any]  # arrays [count or more, ...]; the first `count` rows are set
   count: int
-  # NAPPO's delays (2007.02622, section 3), of each update the mean over its gradient steps, in
-  # versions of the policy, that is in gradient steps:
-  cgd: tuple[float, ...]  # from collection to gradient
-  gud: tuple[float, ...]  # from gradient to update
+  # NAPPO's delays (2007.02622, section 3) of each update: means over its gradient steps, in
+  # versions of the policy, which are gradient steps.
+  cgd: tuple[float, ...]  # collection-to-gradient delay
+  gud: tuple[float, ...]  # gradient-to-update delay
 
 
 class Waits(NamedTuple):
   """Seconds spent waiting since the segment began."""
 
-  actor: float
-  learner: float
+  actor: float  # mean over actors
+  learner: float  # mean over learners

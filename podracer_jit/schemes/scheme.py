@@ -1,4 +1,4 @@
-"""What a scheme is: a graph, and how old and from whom what flows in it may be."""
+"""The definition of a scheme: a graph of workers, and the lag and order of values in it."""
 
 from __future__ import annotations
 
@@ -8,32 +8,35 @@ from typing import Any, NamedTuple
 
 
 class Graph(NamedTuple):
-  """How a segment's workers are joined; what the rest of the package must know of it."""
+  """Graph of workers, and its properties that the rest of the package uses.
+
+  R is the rollout, G the gradient and U the update; see ARCHITECTURE.md.
+  """
 
   # (plan, actors, segment start, reports) -> (workers, waits); see `wiring`
   wire: Callable[..., Any]
-  one_program: bool = False  # R, G and U are one program, so there is nothing to wait for
-  separate_updates: bool = False  # U is apart from G: one place that has the optimizer
-  free_rates: bool = False  # acting and learning go on at rates of their own
-  several_processes: bool = False  # its learner may span processes
-  replay: bool | None = None  # True: only for learners from a replay; False: only for others
+  one_program: bool = False  # R, G and U are one program, without hand-offs
+  separate_updates: bool = False  # U runs in a central worker that has the optimizer
+  free_rates: bool = False  # actors and learner run at independent rates
+  several_processes: bool = False  # the learner may span processes
+  replay: bool | None = None  # True: needs a learner from a replay; False: needs one from rollouts
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-  """Where R, G and U run, and who waits for whom."""
+  """Scheme: places of R, G and U, and the lag and order of the values between them."""
 
   graph: Graph
-  # How many updates behind a rollout's parameters are, after a segment's first; None: R takes the
-  # latest there are and waits for nobody.
+  # Number of updates that a rollout's parameters are behind; it is 0 in a segment's first update.
+  # None: R takes the latest parameters and never waits for them.
   lag: int | None = 0
-  alone: bool = False  # R, G and U are on one device
-  colocated: bool = False  # rollouts are made where gradients are
-  each: bool = False  # U applies the gradient of each worker as it comes; else the sum of all
-  # True: G draws from a replay; False: it takes rollouts; None: as the algorithm learns
+  alone: bool = False  # R, G and U run on one device
+  colocated: bool = False  # R runs on the devices of G
+  each: bool = False  # U applies the gradient of each worker as it arrives, not the sum of all
+  # True: G draws from a replay; False: G takes rollouts; None: the algorithm decides.
   replay: bool | None = None
 
   @property
   def repeats(self) -> bool:
-    """Whether the same experiment gives the same bits: all hand-offs block."""
+    """True if the same experiment always gives the same bits, since all hand-offs block."""
     return self.lag is not None and not self.each

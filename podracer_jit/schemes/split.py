@@ -1,4 +1,4 @@
-"""Actors and a learner as programs of their own, on devices of their own where there are such."""
+"""Graphs of actors and a learner in separate programs, possibly on separate devices."""
 
 from __future__ import annotations
 
@@ -18,65 +18,91 @@ from podracer_jit.types import TrainState
 
 
 class State(NamedTuple):
-  """The state of the learner."""
+  """State of the learner."""
 
   train: TrainState
-  update: int  # of `train`: asking the device would take a while
+  update: int  # equal to `train.update`; a copy on the host needs no transfer
 
 
 def wire_in_order(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
-  """Returns the workers and their waits; an update takes one rollout of each actor, in order."""
-  made = [wiring.rollouts_of(i, actor.first_env, begin.updates, plan.num_envs, plan.place.mesh)
-          for i, actor in enumerate(actors)]
-  return _wire(plan, actors, begin, reports, made, begin.updates, lambda values: values)
-
-
-def wire_as_they_come(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
-  """Returns the workers and their waits; an update takes rollouts as they come, of any actors."""
-  made: list[HandOff] = [Arrival('rollouts', len(actors))] * len(actors)
-
-  def scatter(values: Sequence[Any]) -> list[Any]:
-    # Whoever made them, they stand in the batch as they came.
-    return [placement.scatter(x, i * plan.num_envs // len(values), plan.num_envs, plan.place.mesh)
-            for i, x in enumerate(values)]
-
-  return _wire(plan, actors, begin, reports, made, begin.updates * len(actors), scatter)
-
-
-def _wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff,
-          made: Sequence[HandOff], rollouts: int, scatter: Callable):
-  """Returns the workers and their waits.
+  """Wires the graph in which an update takes one rollout of each actor, in order.
 
   Args:
     plan: of the run.
     actors: of the segment.
-    begin: what the segment begins with.
-    reports: where the learner's reports go.
-    made: the hand-off of each actor's rollouts.
-    rollouts: that an actor makes at most.
-    scatter: sends what came out of `made` to the devices of the learner.
+    begin: the segment's first state.
+    reports: hand-off of the learner's reports.
+
+  Returns:
+    The workers, and a function that returns their waiting times.
+  """
+  queues = [wiring.rollouts_of(i, actor.first_env, begin.updates, plan.num_envs, plan.place.mesh)
+            for i, actor in enumerate(actors)]
+  return _wire(plan, actors, begin, reports, queues, begin.updates, lambda values: values)
+
+
+def wire_as_they_come(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
+  """Wires the graph in which an update takes rollouts as they arrive, from any actors.
+
+  Args:
+    plan: of the run.
+    actors: of the segment.
+    begin: the segment's first state.
+    reports: hand-off of the learner's reports.
+
+  Returns:
+    The workers, and a function that returns their waiting times.
+  """
+  # All actors put their rollouts into one queue.
+  queues: list[HandOff] = [Arrival('rollouts', len(actors))] * len(actors)
+
+  def scatter(values: Sequence[Any]) -> list[Any]:
+    # The place in the batch follows the order of arrival, not the actor.
+    return [placement.scatter(x, i * plan.num_envs // len(values), plan.num_envs, plan.place.mesh)
+            for i, x in enumerate(values)]
+
+  return _wire(plan, actors, begin, reports, queues, begin.updates * len(actors), scatter)
+
+
+def _wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff,
+          queues: Sequence[HandOff], rollouts: int, scatter: Callable):
+  """Wires a graph of actors and a learner.
+
+  Args:
+    plan: of the run.
+    actors: of the segment.
+    begin: the segment's first state.
+    reports: hand-off of the learner's reports.
+    queues: hand-off of each actor's rollouts.
+    rollouts: most rollouts of an actor.
+    scatter: sends the values taken from `queues` to the devices of the learner.
+
+  Returns:
+    The workers, and a function that returns their waiting times.
   """
   params = wiring.parameters(plan, actors, begin, begin.update)
 
   def fire(carry: State, *items: Stamped):
     update = carry.update
     wiring.check_lag(plan.scheme, update, begin.update, items)
+
     values = scatter([item.value for item in items])
     with jax.profiler.TraceAnnotation('learn'):
       batch = placement.gather(values, plan.place.mesh)
       state, metrics = plan.learner.program(carry.train, batch)
+
     behind = sum(update - item.version for item in items) / len(items)
     cgd = plan.learner.mean_cgd(behind * plan.learner.gradient_steps)
     fresh = Stamped(state.params, update + 1)
     report = Stamped(Report(metrics, 1, (cgd,), (0.0,)), update + 1)
     return State(state, update + 1), [*[fresh] * len(params), report]
 
-  learner = Worker('learner', fire, State(begin.state, begin.update), [Port(h) for h in made],
+  learner = Worker('learner', fire, State(begin.state, begin.update), [Port(h) for h in queues],
                    [Port(h) for h in (*params, reports)], begin.updates,
                    lambda carry: begin.ended(carry.train))
   workers = [wiring.actor(plan, i, actor, begin, *ends, rollouts)
-             for i, (actor, *ends) in enumerate(zip(actors, params, made, strict=True))]
-  return [*workers, learner], wiring.waits(params, made)
+             for i, (actor, *ends) in enumerate(zip(actors, params, queues, strict=True))]
+  return [*workers, learner], wiring.waits(params, queues)
 
 
 IN_ORDER = Graph(wire_in_order, several_processes=True)

@@ -1,4 +1,7 @@
-"""The table of schemes: which graph each has, and how old what flows in it may be."""
+"""The table of schemes: the graph of each, and the lag and order of values in it.
+
+R is the rollout, G the gradient and U the update; see ARCHITECTURE.md.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,27 @@ from podracer_jit.schemes.scheme import Scheme
 SCHEMES = {
     # R waits for U, U for R: on-policy (CleanRL's PPO; Cleanba's sync mode).
     'sync': Scheme(split.IN_ORDER),
-    # R works with the parameters of one update ago while G and U make the next (Cleanba).
+    # R uses the parameters of one update ago while G and U compute the next (Cleanba).
     'cleanba': Scheme(split.IN_ORDER, lag=1),
-    # The arithmetic of `sync`, with no Python and no hand-off between updates (Anakin's shape).
+    # The arithmetic of `sync` in one program, without Python between updates (Anakin).
     'fused': Scheme(fused.GRAPH, alone=True),
-    # NAPPO (2007.02622), figure 1. A single worker:
+    # The schemes of NAPPO (2007.02622, figure 1) begin here. A single worker on one device.
     'ppo': Scheme(split.IN_ORDER, alone=True),
-    # No centre: every worker makes rollouts and gradients and, after an all-reduce, the update.
+    # Every worker runs R and G and, after an all-reduce, U.
     'ddppo': Scheme(split.IN_ORDER, colocated=True),
-    # Workers make rollouts and gradients, the centre makes the update of all of them ...
+    # Workers run R and G, a central worker runs U on the sum of their gradients.
     'dppo': Scheme(central.GRAPH, colocated=True, replay=False),
-    # ... or of one at a time, as they come (A3C).
+    # Like `dppo`, but U takes one gradient at a time, as they arrive (A3C).
     'dppo_async': Scheme(central.GRAPH, colocated=True, each=True, replay=False),
-    # Workers of their own make rollouts, one update ahead, for those that make gradients ...
+    # Like `dppo`, but R runs in workers of its own, one update ahead of G.
     'rapid': Scheme(central.GRAPH, lag=1, replay=False),
-    # ... or with no order between any of them.
+    # Like `rapid`, but R takes the latest parameters, and U one gradient at a time.
     'rapid_async': Scheme(central.GRAPH, lag=None, each=True, replay=False),
-    # Many make rollouts with the latest parameters; one place takes them as they come (IMPALA).
+    # Actors use the latest parameters; the learner takes rollouts as they arrive (IMPALA).
     'impala': Scheme(split.AS_THEY_COME, lag=None, replay=False),
-    # Many make rollouts with the latest parameters, for a replay that G draws from at its own rate
-    # (Ape-X, 1803.00933) ...
+    # Actors use the latest parameters and fill a replay; G draws from it at its own rate (Ape-X,
+    # 1803.00933).
     'apex': Scheme(free.GRAPH, lag=None, replay=True),
-    # ... or, one update ahead, for so many gradient steps a round: `cleanba` with a replay.
+    # `cleanba` with a replay: a fixed number of gradient steps for each round of rollouts.
     'apex_lockstep': Scheme(split.IN_ORDER, lag=1, replay=True),
 }

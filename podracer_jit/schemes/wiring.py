@@ -1,4 +1,4 @@
-"""What the graphs of schemes are made of: a plan, actors, and the hand-offs at their two ends."""
+"""Building blocks of graphs: the plan, actors, and the hand-offs between actors and learner."""
 
 from __future__ import annotations
 
@@ -20,53 +20,64 @@ from podracer_jit.types import TrainState
 
 
 class Plan(NamedTuple):
-  """What stays the same over all segments of a run."""
+  """Components of a run that all its segments share."""
 
   scheme: Scheme
   place: placement.Placement
   learner: Learner
   acting: Acting
   num_envs: int  # of all actors, in all processes
-  total_steps: int
-  updates_per_call: int  # at most, of a graph that is one program
+  total_steps: int  # valid agent steps after which the run ends
+  updates_per_call: int  # most updates in one call, for a graph of one program
 
 
 class Actor(NamedTuple):
-  """One actor of a segment, before it is wired."""
+  """Actor of a segment, before it is wired."""
 
   pools: Pools
   state: ActorState
   device: jax.Device
-  first_env: int
+  first_env: int  # index of its first environment among all
 
 
 class Begin(NamedTuple):
-  """What a segment begins with."""
+  """Start of a segment."""
 
   state: TrainState
-  update: int
-  updates: int
-  ended: Callable[[TrainState], bool]
+  update: int  # updates done before
+  updates: int  # most updates of the segment
+  ended: Callable[[TrainState], bool]  # whether the segment ends after this state
 
 
 class Segment(NamedTuple):
-  """The graph of one segment, ready to run."""
+  """Graph of one segment, ready to run."""
 
-  workers: list[Worker]  # the state of the one called 'learner' has the TrainState, `train`
-  waits: Callable[[], Waits]
+  workers: list[Worker]  # the state of the worker 'learner' has the TrainState as `train`
+  waits: Callable[[], Waits]  # returns the waiting times so far
 
 
 def number(x: jax.Array) -> int:
-  """A count that steers the run: four bytes to the host, and no other transfer in a loop."""
+  """Returns a scalar count on the device as an int; blocks until it is computed."""
   return int(jax.device_get(x))
 
 
 def parameters(plan: Plan, actors: Sequence[Actor], begin: Begin, version: int) -> list[HandOff]:
-  """Hand-offs of parameters to actors, primed."""
+  """Creates the hand-offs of parameters to actors, and primes them.
+
+  Args:
+    plan: of the run.
+    actors: of the segment.
+    begin: the segment's first state.
+    version: of the first parameters.
+
+  Returns:
+    One hand-off for each actor.
+  """
   def make(name, transfer):
     if plan.scheme.lag is None:
       return Latest(name, transfer)
     return DoubleBuffer(name, begin.updates, plan.scheme.lag, transfer)
+
   params = [make(f'parameters for actor {i}',
                  lambda p, to=actor.device: placement.put_params(p, to))
             for i, actor in enumerate(actors)]
@@ -77,14 +88,35 @@ def parameters(plan: Plan, actors: Sequence[Actor], begin: Begin, version: int) 
 
 def rollouts_of(i: int, first_env: int, firings: int, num_envs: int,
                 mesh: jax.sharding.Mesh) -> DoubleBuffer:
-  """Hand-off of an actor's rollouts, whose place in the learner's num_envs is `first_env`."""
+  """Creates the hand-off of an actor's rollouts to a learner.
+
+  Args:
+    i: the actor's number.
+    first_env: index of the actor's first environment among those of the learner.
+    firings: rollouts that the learner takes.
+    num_envs: environments of the learner.
+    mesh: of the learner.
+
+  Returns:
+    A hand-off without a lag, which sends rollouts to the devices of the mesh.
+  """
   return DoubleBuffer(f'rollouts of actor {i}', firings,
                       transfer=lambda r: placement.scatter(r, first_env, num_envs, mesh))
 
 
 def waits(params: Sequence[HandOff], made: Sequence[HandOff],
           learners: int = 1) -> Callable[[], Waits]:
-  """Sums over an actor's two hand-offs, and over those of one of the learners."""
+  """Builds the function that returns waiting times.
+
+  Args:
+    params: hand-off of parameters to each actor.
+    made: hand-off of each actor's rollouts; may be one and the same.
+    learners: number of learners that share these hand-offs.
+
+  Returns:
+    A function that returns mean seconds waited by an actor, and by a learner.
+  """
+  # Actors may share a queue, which counts once.
   queues = list(dict.fromkeys(made))
 
   def waits() -> Waits:
@@ -97,7 +129,18 @@ def waits(params: Sequence[HandOff], made: Sequence[HandOff],
 
 def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Stamped],
               unit: int = 1) -> None:
-  """Asserts the scheme's lag of rollouts; versions count `unit` for each update."""
+  """Checks that rollouts have exactly the lag of a deterministic scheme.
+
+  Args:
+    scheme: of the run.
+    update: the update that takes the rollouts.
+    first: the segment's first update.
+    items: the rollouts, with the versions of their parameters.
+    unit: versions in an update.
+
+  Raises:
+    AssertionError: a rollout has another lag.
+  """
   if not scheme.repeats:
     return
   lag = min(update - first, scheme.lag)
@@ -109,28 +152,32 @@ def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Stamped],
 
 def actor(plan: Plan, i: int, actor: Actor, begin: Begin, params: HandOff, made: HandOff,
           firings: int, rollouts_per_params: int = 1) -> Worker:
-  """Returns R: a worker that makes rollouts with the parameters that it is given.
+  """Returns a worker that makes rollouts with the parameters that it receives.
 
   Args:
     plan: of the run.
     i: the actor's number.
-    actor: its environments and state.
-    begin: what the segment begins with.
-    params: where its parameters come from.
-    made: where its rollouts go.
-    firings: rollouts at most.
-    rollouts_per_params: rollouts that it makes with the same parameters.
+    actor: the actor's environments and state.
+    begin: the segment's first state.
+    params: hand-off of parameters to the actor.
+    made: hand-off of the actor's rollouts.
+    firings: most rollouts.
+    rollouts_per_params: rollouts made with the same parameters.
+
+  Returns:
+    The worker, with its program compiled.
   """
   like = placement.put_params(begin.state.params, actor.device)
-  # As a learner on this device alone has its batch: to make that anew takes 8 us an array.
+  # Rollouts get the sharding that a learner on this device uses, so `gather` need not rewrap them,
+  # which takes 8 us an array.
   shardings = None, placement.by_env(placement.mesh_of([actor.device]))
   program = actor.pools.load(plan.acting.rollout(actor.pools.shards), (like, actor.state),
                              donate=(1,), out_shardings=shardings)
 
   def fire(state: ActorState, params: Stamped):
     with jax.profiler.TraceAnnotation('rollout'):
-      state, made = program(params.value, state)
-    return state, [Stamped(made, params.version)]
+      state, rollouts = program(params.value, state)
+    return state, [Stamped(rollouts, params.version)]
 
   return Worker(f'actor {i}', fire, actor.state, [Port(params, rollouts_per_params)],
                 [Port(made)], firings)
