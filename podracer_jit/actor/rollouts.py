@@ -110,8 +110,8 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
 
   The shards take turns: recv a; infer a; send a; recv b; infer b; send b; ... So EnvPool steps one
   shard while the policy works on another. The token that passes through all calls keeps them in
-  this order; XLA drops an `optimization_barrier` before it schedules. At the end of a rollout every
-  shard receives its last step, so the turns overlap again only in the next rollout.
+  this order; XLA drops an `optimization_barrier` before it schedules. The overlap ends only with a
+  rollout, when every shard receives its last step.
 
   Args:
     shards: the environments.
