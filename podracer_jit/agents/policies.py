@@ -119,7 +119,7 @@ def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
   weights = (weights / weights.sum()).astype(np.float32)
 
   def entropy(dist):
-    chex.assert_axis_dimension(dist, -1, 2 * len(low))
+    chex.assert_is_divisible(dist.shape[-1], 2)
     mean, log_std = jnp.split(dist, 2, axis=-1)
     u = mean[..., None] + jnp.exp(log_std)[..., None] * nodes
     # log(1 - tanh(u)^2) in a form that is finite for large |u|.
