@@ -160,7 +160,7 @@ class NatureCNN(ConvTorso):
   dense_init = staticmethod(orthogonal(np.sqrt(2)))
 
   def problems(self) -> Iterator[str]:
-    """Yields what is wrong with the options together, in a line each."""
+    """Yields problems of the combination of options, one line each."""
     if not len(self.channels) == len(self.kernels) == len(self.strides):
       yield ('channels: channels, kernels and strides must be of equal length, got '
              f'{shown(tuple(self.channels))}, {shown(tuple(self.kernels))}, '
@@ -288,7 +288,7 @@ class TorsoOptions:
     return self.core != 'none'
 
   def problems(self) -> Iterator[str]:
-    """Yields what is wrong with the options together, in a line each."""
+    """Yields problems of the combination of options, one line each."""
     if self.recurrent and self.separate_critic:
       yield (f'separate_critic: the critic would not remember; must be False with core = '
              f'{self.core}')

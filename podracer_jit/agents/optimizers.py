@@ -50,7 +50,7 @@ class Optimizer(abc.ABC):
     return lambda steps: start * jnp.maximum(0.0, 1.0 - steps.astype(jnp.float32) / total_steps)
 
   def problems(self) -> Iterator[str]:
-    """Yields what is wrong with the options together, in a line each."""
+    """Yields problems of the combination of options, one line each."""
     if self.kl_target and self.anneal:
       yield 'kl_target: the rate either adapts or anneals; set optimizer.anneal = False'
     if self.kl_target and not SLOWEST <= self.learning_rate <= FASTEST:

@@ -43,7 +43,7 @@ class Algorithm(abc.ABC):
   discount: float = option(0.99, 'discount of future rewards', at_least=0, at_most=1)
 
   def problems(self) -> Iterator[str]:
-    """Yields what is wrong with the options together, in a line each."""
+    """Yields problems of the combination of options, one line each."""
     yield from ()
 
 

@@ -41,7 +41,7 @@ class ReplayOptions:
       at_least=0, at_most=INT32_MAX)
 
   def problems(self) -> Iterator[str]:
-    """Yields what is wrong with the options together, in a line each."""
+    """Yields problems of the combination of options, one line each."""
     if self.capacity < self.min_size:
       yield (f'capacity: must be at least replay.min_size = {self.min_size}, got '
              f'{self.capacity}')
