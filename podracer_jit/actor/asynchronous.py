@@ -158,7 +158,8 @@ def _arrive(state: Sequences, step: TimeStep, unroll_length: int) -> tuple[Seque
 @jax.named_scope('storing')
 def _take(state: Sequences, columns: int) -> tuple[Sequences, Rollout]:
   """Returns the oldest complete sequences as a rollout and frees their slots."""
-  filling = state.slots[:columns]  # a rollout has as many columns as the shard has environments
+  # A rollout has as many columns as the shard has environments.
+  filling = state.slots[:columns]
   rest = state.slots[columns:]
   sequences = jax.tree.map(lambda x: x[:, rest[:columns]], state.buffer)
   return state._replace(

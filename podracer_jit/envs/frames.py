@@ -35,10 +35,9 @@ def begin(obs: jax.Array, steps: int, stack: int) -> Observations:
 
   Row 0 may be any S frames.
   """
-  if stack > 1:
-    chex.assert_is_divisible(obs.shape[1], stack)
   if stack == 1:
     return jnp.zeros((steps + 1, *obs.shape), obs.dtype).at[0].set(obs)
+  chex.assert_is_divisible(obs.shape[1], stack)
   first = jnp.stack(jnp.split(obs, stack, axis=1))
   rest = jnp.zeros((steps, *first.shape[1:]), obs.dtype)
   return Frames(jnp.concatenate([first, rest]), jnp.zeros((steps, len(obs)), bool))
