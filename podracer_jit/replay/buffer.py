@@ -79,18 +79,18 @@ class Replay(NamedTuple):
     """Allocates empty replays for `groups` groups, shaped like `like`, one group's experience."""
     frames = ring.init(groups, self.rows, like)
     places = self.rows * self.envs
-    held = ()
+    slot_state = ()
     if not self.fifo:
       places = self.capacity + self.unroll_length * self.envs
-      # The shapes of one transition: the shapes of [1, ...] transitions without their first axis.
-      one = jax.eval_shape(lambda: self._read(frames, jnp.zeros(1, int), jnp.zeros(1, int)))
-      one = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), one)
-      held = slots.init(groups, places, one)
+      # The shapes of one transition are those of a batch [1, ...] without its first axis.
+      batch = jax.eval_shape(lambda: self._read(frames, jnp.zeros(1, int), jnp.zeros(1, int)))
+      transition = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), batch)
+      slot_state = slots.init(groups, places, transition)
 
     # Each counter gets a buffer of its own, since states are donated.
     def zeros():
       return jnp.zeros(groups, jnp.int32)
-    return State(ring=frames, slots=held, priorities=tree.init(groups, places), size=zeros(),
+    return State(ring=frames, slots=slot_state, priorities=tree.init(groups, places), size=zeros(),
                  inserted=zeros())
 
   def add(self, state: State, group: jax.Array, new: Experience, keys: jax.Array,
@@ -138,13 +138,15 @@ class Replay(NamedTuple):
     `place`, `error` and `starts` are [k, T * B].
     """
     transitions = self._read(state.ring, jnp.broadcast_to(group[:, None], place.shape), place)
-    held, which = slots.write(state.slots, group, transitions, starts)
-    held = held._replace(eviction=tree.put(
-        held.eviction, group, which, _mass(error, self.eviction_exponent)))
+    slot_state, which = slots.write(state.slots, group, transitions, starts)
+    slot_state = slot_state._replace(eviction=tree.put(
+        slot_state.eviction, group, which, _mass(error, self.eviction_exponent)))
     priorities = tree.put(state.priorities, group, which, _mass(error, self.priority_exponent))
-    held, priorities = slots.evict(held, priorities, keys, self.capacity, place.shape[1])
-    return state._replace(slots=held, priorities=priorities,
-                          size=held.free.shape[1] - held.room)
+
+    slot_state, priorities = slots.evict(slot_state, priorities, keys, self.capacity,
+                                         place.shape[1])
+    return state._replace(slots=slot_state, priorities=priorities,
+                          size=slot_state.free.shape[1] - slot_state.room)
 
   def _read(self, frames: ring.Ring, group: jax.Array, place: jax.Array) -> Transition:
     """Reads the transitions that begin in places of the ring."""
