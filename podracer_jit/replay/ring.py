@@ -39,9 +39,16 @@ def init(groups: int, rows: int, like: Experience) -> Ring:
   """
   def zeros(x):
     return jnp.zeros((groups, rows, *x.shape[1:]), x.dtype)
-  return Ring(zeros(like.obs), zeros(like.fresh), zeros(like.action), zeros(like.reward),
-              zeros(like.terminated), zeros(like.truncated), jnp.zeros((groups, rows), jnp.int32),
-              jnp.zeros(groups, jnp.int32))
+
+  return Ring(
+      frame=zeros(like.obs),
+      fresh=zeros(like.fresh),
+      action=zeros(like.action),
+      reward=zeros(like.reward),
+      terminated=zeros(like.terminated),
+      truncated=zeros(like.truncated),
+      added=jnp.zeros((groups, rows), jnp.int32),
+      head=jnp.zeros(groups, jnp.int32))
 
 
 def write(ring: Ring, group: jax.Array, new: Experience, now: jax.Array
@@ -66,6 +73,7 @@ def write(ring: Ring, group: jax.Array, new: Experience, now: jax.Array
 
   rows = ring.fresh.shape[1]
   k = group[:, None]
+
   began = new.began[:, 0, 0]
   start = (ring.head.at[group].get(mode='fill', fill_value=0) + began) % rows
   steps = new.reward.shape[1]
@@ -79,6 +87,7 @@ def write(ring: Ring, group: jax.Array, new: Experience, now: jax.Array
 
   def put(old, value, where=target[:, :steps]):
     return old.at[k, where].set(value, mode='drop')
+
   written = Ring(
       frame=put(ring.frame, new.obs, target),
       fresh=put(ring.fresh, fresh, target),

@@ -28,8 +28,11 @@ class Slots(NamedTuple):
 def init(groups: int, slots: int, like: Transition) -> Slots:
   """Allocates free slots for transitions shaped like `like`, one transition [...]."""
   held = jax.tree.map(lambda x: jnp.zeros((groups, slots, *x.shape), x.dtype), like)
-  return Slots(held, jnp.tile(jnp.arange(slots, dtype=jnp.int32), (groups, 1)),
-               jnp.full(groups, slots, jnp.int32), tree.init(groups, slots))
+  return Slots(
+      held=held,
+      free=jnp.tile(jnp.arange(slots, dtype=jnp.int32), (groups, 1)),
+      room=jnp.full(groups, slots, jnp.int32),
+      eviction=tree.init(groups, slots))
 
 
 def write(slots: Slots, group: jax.Array, new: Transition, there: jax.Array
@@ -48,12 +51,14 @@ def write(slots: Slots, group: jax.Array, new: Transition, there: jax.Array
   chex.assert_rank([group, there], [1, 2])
   chex.assert_type(there, bool)
   chex.assert_equal_shape_prefix([there, new.reward], 2)
+
   room = slots.room.at[group].get(mode='fill', fill_value=0)[:, None]
   # Transitions pop free slots from the end of the stack.
   place = room - jnp.cumsum(there, axis=1)
   there &= place >= 0
   which = slots.free.at[group[:, None], jnp.maximum(place, 0)].get(mode='fill', fill_value=0)
   which = jnp.where(there, which, tree.NOWHERE)
+
   held = jax.tree.map(lambda old, x: old.at[group[:, None], which].set(x, mode='drop'),
                       slots.held, new)
   room = jnp.maximum(room[:, 0] - jnp.sum(there, axis=1), 0)
