@@ -1,1 +1,1 @@
-"""R: rollouts, with every environment in step or without, and initial priorities."""
+"""Actors: programs that roll out environments, in lockstep or asynchronously."""

@@ -1,4 +1,4 @@
-"""How actors act: three ways with one interface, each made ready for segments of a run."""
+"""Three ways to act with one interface: in lockstep, asynchronously, and for a replay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from podracer_jit.envs.protocol import Shard
 
 
 class Acting(Protocol):
-  """How the actors of a run make experience."""
+  """Interface of the ways in which the actors of a run collect experience."""
 
   unroll_length: int
 
@@ -24,70 +24,77 @@ class Acting(Protocol):
 
   def initial_state(self, shards: Sequence[Shard], keys: Sequence[jax.Array], first_env: int
                     ) -> rollouts.ActorState:
-    """Returns the state of an actor of fresh shards.
+    """Returns the state of an actor whose shards have just been started.
 
     Args:
-      shards: with the environments, all of one size.
-      keys: of each shard.
-      first_env: the number of its first environment among all of the run.
+      shards: the environments, the same number in each shard.
+      keys: one PRNG key for each shard.
+      first_env: index of the actor's first environment among all environments of the run.
     """
 
 
 class InStep(NamedTuple):
-  """All environments of a shard take each step together; the way without a replay."""
+  """Lockstep acting, used without a replay: a step waits for all environments of a shard."""
 
   network: nn.Module
   unroll_length: int
-  stack: int  # frames of an observation, see `protocol.EnvSpec`
-  discount: float | None  # of the discounted returns that normalised rewards need
+  stack: int  # frames in an observation, see `protocol.EnvSpec`
+  discount: float | None  # gamma of the discounted returns; None if rewards are not normalised
 
   def rollout(self, shards: Sequence[Shard]) -> Callable:
-    """See `Acting`: the experience is one Rollout a shard."""
+    """Returns the rollout of `Acting`; its experience is one Rollout for each shard."""
     return rollouts.make_rollout(shards, self.network.apply, self.network.policy,
                                  self.unroll_length, self.stack, self.discount)
 
   def initial_state(self, shards: Sequence[Shard], keys: Sequence[jax.Array], first_env: int
                     ) -> rollouts.ActorState:
-    """See `Acting`."""
+    """Returns the initial state; see `Acting`."""
     del first_env
     return rollouts.initial_state(shards, keys, self.network.initial_core)
 
 
 class FirstReady(NamedTuple):
-  """Each step is of the first environments that are ready; what is made depends on timing."""
+  """Asynchronous acting: a step waits for the first environments only.
+
+  The experience depends on timing.
+  """
 
   network: nn.Module
   unroll_length: int
-  stack: int
-  obs: jax.ShapeDtypeStruct  # one observation
+  stack: int  # frames in an observation, see `protocol.EnvSpec`
+  obs: jax.ShapeDtypeStruct  # shape and dtype of one observation
 
   def rollout(self, shards: Sequence[Shard]) -> Callable:
-    """See `Acting`: the experience is one Rollout of the only shard."""
+    """Returns the rollout of `Acting`; its experience is one Rollout of the only shard."""
     (shard,) = shards
     return asynchronous.make_rollout(shard, self.network.apply, self.network.policy,
                                      self.unroll_length, self.stack)
 
   def initial_state(self, shards: Sequence[Shard], keys: Sequence[jax.Array], first_env: int
                     ) -> rollouts.ActorState:
-    """See `Acting`."""
+    """Returns the initial state; see `Acting`."""
     del first_env
-    (shard,), (key,) = shards, keys
+    (shard,) = shards
+    (key,) = keys
     return asynchronous.initial_state(shard, key, self.obs, self.network.policy,
                                       self.unroll_length)
 
 
 class ForReplay(NamedTuple):
-  """All environments in step, each exploring by an amount of its own, with initial priorities."""
+  """Lockstep acting for a replay: each environment explores by its own amount.
+
+  The experience carries initial priorities.
+  """
 
   network: nn.Module
   unroll_length: int
-  stack: int
-  n_step: int
-  discount: float
-  exploration: np.ndarray  # [num_envs] f32, of all environments of the run
+  stack: int  # frames in an observation, see `protocol.EnvSpec`
+  n_step: int  # steps of a transition
+  discount: float  # gamma
+  exploration: np.ndarray  # [num_envs] f32, for all environments of the run
 
   def rollout(self, shards: Sequence[Shard]) -> Callable:
-    """See `Acting`: what is made is one Experience a shard."""
+    """Returns the rollout of `Acting`; its experience is one Experience for each shard."""
     def action_value(params: Any, *args: jax.Array) -> jax.Array:
       return self.network.apply(params, *args, method='action_value')
 
@@ -98,9 +105,9 @@ class ForReplay(NamedTuple):
 
   def initial_state(self, shards: Sequence[Shard], keys: Sequence[jax.Array], first_env: int
                     ) -> rollouts.ActorState:
-    """See `Acting`."""
+    """Returns the initial state; see `Acting`."""
     width = shards[0].num_envs
-    ends = range(first_env, first_env + width * len(shards), width)
-    explore = [jnp.array(self.exploration[first:first + width]) for first in ends]
-    state = rollouts.initial_state(shards, keys, self.network.initial_core, explore)
+    first_envs = range(first_env, first_env + width * len(shards), width)
+    exploration = [jnp.array(self.exploration[first:first + width]) for first in first_envs]
+    state = rollouts.initial_state(shards, keys, self.network.initial_core, exploration)
     return priorities.initial_state(state, self.n_step)

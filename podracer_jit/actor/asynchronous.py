@@ -1,12 +1,13 @@
-"""R that does not wait for the slowest: each row is of the first environments that are ready.
+"""Asynchronous rollouts: each step is taken by the first environments that are ready.
 
-Every environment fills a sequence of its own, T rows and the observation after them. The sequence
-that is complete first is the next column of the rollout, whoever made it. So columns depend on
-timing, a fast environment may have two in a rollout and a slow one none, and no run repeats.
+Every environment fills a sequence of its own: T rows and the observation after them. The sequence
+that is complete first becomes the next column of the rollout, whichever environment it comes from.
+So the columns depend on timing: a fast environment may have two columns in a rollout and a slow
+one none, and no run can be reproduced.
 
-What is not complete goes on in the next call: the first rows of a column may have been made with
-parameters of the calls before, older than the version that the rollout carries. What acted is in
-the rows, as behaviour_log_prob and behaviour_value.
+An incomplete sequence is continued in the next call. The first rows of a column may therefore come
+from parameters of earlier calls, older than the version that the rollout carries. The rows hold the
+log-probability and the value of the policy that acted (behaviour_log_prob, behaviour_value).
 """
 
 from __future__ import annotations
@@ -28,39 +29,49 @@ from podracer_jit.types import Params, Rollout
 
 
 class Sequences(NamedTuple):
-  """A shard of N environments between two rollouts, the sequences in S slots of a buffer."""
+  """State of a shard of N environments between two rollouts; its buffer has S slots."""
 
-  env: EnvState  # of all N; its observations are in the buffer
-  buffer: Rollout  # [T, S, ...]
-  slots: jax.Array  # [S] i32: those being filled, of each environment; the complete ones; the free
-  row: jax.Array  # [N] i32: which row waits for its reward; -1: for the first observation of all
-  complete: jax.Array  # i32: how many wait for the next rollout, the oldest first
+  env: EnvState  # of all N; the observations are in the buffer
+  buffer: Rollout  # [T, S, ...], one sequence in each slot
+  # [S] i32, a permutation of the slots: first the slot that each environment fills, then the slots
+  # with complete sequences (the oldest first), then the free slots.
+  slots: jax.Array
+  # [N] i32: the row of the sequence that waits for its reward; -1 before the first observation.
+  row: jax.Array
+  complete: jax.Array  # i32: number of complete sequences that wait for the next rollout
 
 
 def initial_state(shard: Shard, key: jax.Array, obs: jax.ShapeDtypeStruct, policy: Policy,
                   unroll_length: int) -> ActorState:
-  """The state of a fresh asynchronous shard.
+  """Returns the state of an asynchronous shard that has just been started.
 
   Args:
-    shard: with the environments.
-    key: of the shard.
-    obs: one observation, as a shape.
-    policy: that will act.
+    shard: the environments.
+    key: PRNG key of the shard.
+    obs: shape and dtype of one observation.
+    policy: the policy that acts.
     unroll_length: T.
+
+  Returns:
+    The actor's state, with one `Sequences`.
   """
   num_envs = shard.num_envs
-  # Those being filled, those of a rollout, and what the last step can complete beyond it.
+  # N slots being filled, N of a rollout, and at most batch_size - 1 that the last step completes
+  # beyond the rollout.
   size = 2 * num_envs + shard.batch_size - 1
   env = EnvState(
-      # What comes first is an observation with no step before it, as after an episode's end.
+      # No step precedes the first observation, so it is treated like one after an episode's end.
       obs=(), ended=jnp.ones(num_envs, bool),
       episode_return=jnp.zeros(num_envs, jnp.float32),
       episode_length=jnp.zeros(num_envs, jnp.int32),
       key=key, rollouts=jnp.zeros((), jnp.int32), discounted_return=(), core=())
   rows = jnp.zeros((unroll_length + 1, size, *obs.shape), obs.dtype)
-  state = Sequences(env, zeros(rows, size, policy, unroll_length),
-                    jnp.arange(size, dtype=jnp.int32), jnp.full(num_envs, -1, jnp.int32),
-                    jnp.zeros((), jnp.int32))
+  state = Sequences(
+      env=env,
+      buffer=zeros(rows, size, policy, unroll_length),
+      slots=jnp.arange(size, dtype=jnp.int32),
+      row=jnp.full(num_envs, -1, jnp.int32),
+      complete=jnp.zeros((), jnp.int32))
   return ActorState(jnp.array(shard.handle), (state,))
 
 
@@ -68,8 +79,15 @@ def make_rollout(shard: Shard, apply: Apply, policy: Policy, unroll_length: int,
                  ) -> Callable:
   """Returns rollout(params, actor_state) -> (actor_state, (Rollout,)), to be jitted.
 
-  A rollout has as many columns as the shard has environments; observations that are stacks of so
-  many frames (`EnvSpec.stack`) leave as `frames.Frames`. The network remembers nothing.
+  Args:
+    shard: N environments, of which each step takes the first `batch_size` that are ready.
+    apply: the network's forward pass; the network must not be recurrent.
+    policy: the policy that acts.
+    unroll_length: T.
+    stack: frames in an observation (`EnvSpec.stack`). Stacks leave as `frames.Frames`.
+
+  Returns:
+    A function whose Rollout is [T, N, ...]: the N oldest complete sequences.
   """
   act = make_act(apply, policy)
 
@@ -78,9 +96,11 @@ def make_rollout(shard: Shard, apply: Apply, policy: Policy, unroll_length: int,
     with jax.named_scope('environment'):
       token, step = shard.recv(token)
     state, ready = _arrive(state, step, unroll_length)
-    _, sent, row = act(params, t, ready)
+
+    _, env_action, row = act(params, t, ready)
     with jax.named_scope('environment'):
-      token = shard.send(token, sent, step.env_id)
+      token = shard.send(token, env_action, step.env_id)
+
     slot = state.slots[step.env_id]
     return t + 1, token, state._replace(
         buffer=_write(state.buffer, state.row[step.env_id], slot, obs=ready.obs, **row))
@@ -90,48 +110,68 @@ def make_rollout(shard: Shard, apply: Apply, policy: Policy, unroll_length: int,
     _, token, state = lax.while_loop(
         lambda carry: carry[-1].complete < shard.num_envs, functools.partial(turn, params),
         (jnp.int32(0), token, state))
-    state, made = _take(state, shard.num_envs)
-    return ActorState(token, (state,)), (made._replace(obs=frames.of(made.obs, stack)),)
+    state, sequences = _take(state, shard.num_envs)
+    return ActorState(token, (state,)), (
+        sequences._replace(obs=frames.of(sequences.obs, stack)),)
 
   return rollout
 
 
 def _arrive(state: Sequences, step: TimeStep, unroll_length: int) -> tuple[Sequences, EnvState]:
-  """Ends the rows that came back and begins the next; those environments, as they are now."""
-  who, env = step.env_id, state.env
-  books = ('ended', 'episode_return', 'episode_length')
-  ready, back = count(env._replace(**{name: getattr(env, name)[who] for name in books}), step)
+  """Ends the rows whose step came back and begins the next ones.
+
+  Returns:
+    The new state of the shard, and the state of the environments that came back.
+  """
+  who = step.env_id
+  env = state.env
+
+  counters = ('ended', 'episode_return', 'episode_length')
+  ready, fields = count(env._replace(**{name: getattr(env, name)[who] for name in counters}), step)
   env = env._replace(**{
       name: getattr(env, name).at[who].set(getattr(ready, name), unique_indices=True)
-      for name in books})
-  row, slot, num_envs = state.row[who], state.slots[who], len(state.row)
-  # Row -1, of no sequence, is the last one of what is being filled: written anew before its end.
-  buffer = _write(state.buffer, row % unroll_length, slot, **back)
+      for name in counters})
+
+  row = state.row[who]
+  slot = state.slots[who]
+  num_envs = len(state.row)
+  # Row -1 belongs to no sequence. It wraps to the last row of the new sequence, which is written
+  # again before that sequence is complete.
+  buffer = _write(state.buffer, row % unroll_length, slot, **fields)
   buffer = _write(buffer, row + 1, slot, obs=step.obs)
-  # A complete sequence changes places with a free slot.
+
+  # The slot of a complete sequence changes places with a free slot.
   full = row + 1 == unroll_length
   place = num_envs + state.complete + jnp.cumsum(full, dtype=jnp.int32) - 1
   slots = state.slots.at[who].set(jnp.where(full, state.slots[place], slot), unique_indices=True)
   slots = slots.at[jnp.where(full, place, len(slots))].set(slot, mode='drop')
-  return Sequences(env, buffer, slots,
-                   state.row.at[who].set(jnp.where(full, 0, row + 1), unique_indices=True),
-                   state.complete + jnp.sum(full, dtype=jnp.int32)), ready
+
+  new_state = Sequences(
+      env=env,
+      buffer=buffer,
+      slots=slots,
+      row=state.row.at[who].set(jnp.where(full, 0, row + 1), unique_indices=True),
+      complete=state.complete + jnp.sum(full, dtype=jnp.int32))
+  return new_state, ready
 
 
 @jax.named_scope('storing')
 def _take(state: Sequences, columns: int) -> tuple[Sequences, Rollout]:
-  """The oldest complete sequences as a rollout; their slots are free again."""
-  open_, rest = state.slots[:columns], state.slots[columns:]  # as many as there are environments
-  made = jax.tree.map(lambda x: x[:, rest[:columns]], state.buffer)
+  """Returns the oldest complete sequences as a rollout and frees their slots."""
+  # A rollout has as many columns as the shard has environments.
+  filling = state.slots[:columns]
+  rest = state.slots[columns:]
+  sequences = jax.tree.map(lambda x: x[:, rest[:columns]], state.buffer)
   return state._replace(
       env=state.env._replace(rollouts=state.env.rollouts + 1),
-      slots=jnp.concatenate([open_, jnp.roll(rest, -columns)]),
-      complete=state.complete - columns), made
+      # The roll moves the slots just read behind the free ones.
+      slots=jnp.concatenate([filling, jnp.roll(rest, -columns)]),
+      complete=state.complete - columns), sequences
 
 
 @jax.named_scope('storing')
 def _write(buffer: Rollout, row: jax.Array, slot: jax.Array, **fields) -> Rollout:
-  """Sets row[i] of slot[i] of the named fields [n, ...]."""
+  """Sets row[i] of slot[i] of the named fields to field[i], for fields [n, ...]."""
   return buffer._replace(**{
       name: jax.tree.map(lambda b, x: b.at[row, slot].set(x, unique_indices=True),
                          getattr(buffer, name), value)

@@ -1,4 +1,4 @@
-"""Environments with the compiled program that steps them, and the one safe order to end both."""
+"""Environment pools with the compiled program that steps them, closed in a safe order."""
 
 from __future__ import annotations
 
@@ -13,41 +13,58 @@ from podracer_jit.envs.protocol import Shard
 
 
 class Pools:
-  """Shards and the compiled program that contains them: ended in the one order that is safe.
+  """Shards and the compiled program that steps them.
 
-  A program holds bare pointers to its pools and does not keep them alive: a pool closed while its
-  program runs, or before it is called again, is a segmentation fault.
+  A program holds bare pointers to its pools and does not keep them alive. If a pool is closed while
+  its program runs, or before the program is called again, the process ends with a segmentation
+  fault. `close` ends both in the only safe order.
   """
 
   def __init__(self, shards: Sequence[Shard]):
     self.shards = tuple(shards)
-    self._program = self._last = None
+    self._program = None
+    self._last = None
 
   def load(self, function, args, donate: tuple[int, ...], out_shardings: Any = None) -> Callable:
-    """Compiles `function` for `args` and returns it; call it from one thread at a time."""
-    # With its pointers it will never be found again, so it is not to fill the cache of programs.
+    """Compiles a function that steps the shards.
+
+    Args:
+      function: the function to jit.
+      args: its arguments, arrays or shapes, to compile it for.
+      donate: indices of the arguments whose buffers are donated.
+      out_shardings: shardings of the results, as `jax.jit` takes them.
+
+    Returns:
+      The compiled function. Call it from one thread at a time.
+    """
+    # The program contains pointers, so no later process can reuse it: keep it out of the
+    # persistent compilation cache.
     name = 'jax_persistent_cache_min_compile_time_secs'
-    least = getattr(jax.config, name)
+    previous_seconds = getattr(jax.config, name)
     jax.config.update(name, math.inf)
     try:
       self._program = jax.jit(function, donate_argnums=donate,
                               out_shardings=out_shardings).lower(*args).compile()
     finally:
-      jax.config.update(name, least)
+      jax.config.update(name, previous_seconds)
 
     def call(*args):
-      made = self._program(*args)
-      # One output says when all are ready, and keeps no rollout alive; the last is never donated.
-      self._last = jax.tree.leaves(made)[-1]
-      return made
+      results = self._program(*args)
+      # Once one output is ready, all are. Holding one array keeps no whole rollout alive; the last
+      # one belongs to the experience, which is never donated.
+      self._last = jax.tree.leaves(results)[-1]
+      return results
 
     return call
 
   def close(self) -> None:
-    """Waits for the program's last output, drops the program, closes the pools; can be repeated."""
-    with contextlib.suppress(Exception):  # of the program: whoever called it has seen it
+    """Waits for the program's last output, drops the program and closes the pools; idempotent."""
+    # Errors of the program have already been raised to its caller.
+    with contextlib.suppress(Exception):
       jax.block_until_ready(self._last)
-    self._program = self._last = None
-    shards, self.shards = self.shards, ()
+    self._program = None
+    self._last = None
+    shards = self.shards
+    self.shards = ()
     for shard in shards:
       shard.close()

@@ -1,10 +1,11 @@
-"""Rollouts made ready for a replay where they are made: with initial priorities."""
+"""Experience for a replay: rollouts with initial priorities, computed by the actors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -17,40 +18,47 @@ from podracer_jit.types import Experience, Params, Rollout
 
 
 class Rows(NamedTuple):
-  """What initial priorities are made of, [rows, B] each."""
+  """Inputs of initial priorities, each [rows, B]."""
 
-  reward: jax.Array
-  terminated: jax.Array
-  truncated: jax.Array
-  valid: jax.Array
-  action_value: jax.Array
-  value: jax.Array
+  reward: jax.Array  # f32
+  terminated: jax.Array  # bool
+  truncated: jax.Array  # bool
+  valid: jax.Array  # bool
+  action_value: jax.Array  # f32, Q(obs, action) by the acting network
+  value: jax.Array  # f32, V(obs) by the acting network
 
 
 def initial_state(state: ActorState, n_step: int) -> ActorState:
-  """The state of an actor that has seen nothing: no row of before can begin a transition."""
+  """Returns `state` with n_step empty rows before its first row.
+
+  The empty rows are invalid, so no transition begins in them.
+  """
   def blank(env: EnvState) -> Rows:
-    def no():  # each time others: states are donated
-      return jnp.zeros((n_step, *env.ended.shape), bool)
-    def none():
-      return jnp.zeros((n_step, *env.ended.shape))
-    return Rows(none(), no(), no(), no(), none(), none())
+    # Each field gets a buffer of its own, since states are donated.
+    def zeros(dtype=jnp.float32):
+      return jnp.zeros((n_step, *env.ended.shape), dtype)
+    return Rows(reward=zeros(), terminated=zeros(bool), truncated=zeros(bool), valid=zeros(bool),
+                action_value=zeros(), value=zeros())
   return state._replace(envs=tuple(env._replace(recent=blank(env)) for env in state.envs))
 
 
 def with_priorities(rollout: Callable, n_step: int, discount: float) -> Callable:
-  """Returns the same as `rollout` that gives Experience, one a shard.
+  """Returns a rollout function like `rollout` that gives one Experience for each shard.
 
   A priority is the n-step TD error by the values that the network gave while it acted, so nothing
-  is computed twice (1803.00933, appendix F); those of a rollout's last n rows come with the next.
+  is computed twice (1803.00933, appendix F). The transitions that begin in a rollout's last n rows
+  are complete only in the next rollout, which carries their priorities.
   """
 
   @island('initial_priorities')
   def priorities(rows: Rows) -> jax.Array:
-    """|n-step TD error| of all rows but the last n_step."""
+    """Returns |n-step TD error| [T, B] of all rows but the last n_step."""
+    chex.assert_rank(list(rows), 2)
+    chex.assert_equal_shape(list(rows))
     steps = len(rows.reward) - n_step
 
-    def ahead(x, most):  # [most, T, B], by how many rows later
+    def ahead(x, most):
+      """Returns [most, T, B]: entry i holds the rows shifted by i."""
       return jnp.stack([x[i:i + steps] for i in range(most)])
 
     reward, to_next, taken = n_step_return(
@@ -58,28 +66,39 @@ def with_priorities(rollout: Callable, n_step: int, discount: float) -> Callable
     next_value = jnp.take_along_axis(ahead(rows.value, n_step + 1), taken[None], axis=0)[0]
     return jnp.abs(reward + to_next * next_value - rows.action_value[:steps])
 
-  def experience(env: EnvState, made: Rollout) -> tuple[EnvState, Experience]:
-    new = Rows(made.reward, made.terminated, made.truncated, made.valid, made.action_value,
-               made.behaviour_value)
+  def experience(env: EnvState, shard_rollout: Rollout) -> tuple[EnvState, Experience]:
+    """Returns the shard's state with its last n rows, and its experience."""
+    new = Rows(shard_rollout.reward, shard_rollout.terminated, shard_rollout.truncated,
+               shard_rollout.valid, shard_rollout.action_value, shard_rollout.behaviour_value)
     rows = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), env.recent, new)
-    steps = len(made.reward)
-    frame, fresh = _newest(made.obs)
+    steps = len(shard_rollout.reward)
+
+    frame, fresh = _newest(shard_rollout.obs)
+    # The rollout counter was already advanced, so 1 means the first rollout.
     began = env.rollouts == 1
     return env._replace(recent=jax.tree.map(lambda x: x[steps:], rows)), Experience(
-        frame, fresh.at[0].set(began), jnp.broadcast_to(began, (1, *env.ended.shape)), made.action,
-        made.reward, made.terminated, made.truncated, made.valid, priorities(rows),
-        rows.valid[:steps], made.episodes)
+        obs=frame,
+        fresh=fresh.at[0].set(began),
+        began=jnp.broadcast_to(began, (1, *env.ended.shape)),
+        action=shard_rollout.action,
+        reward=shard_rollout.reward,
+        terminated=shard_rollout.terminated,
+        truncated=shard_rollout.truncated,
+        valid=shard_rollout.valid,
+        priority=priorities(rows),
+        starts=rows.valid[:steps],
+        episodes=shard_rollout.episodes)
 
   def rollout_with_priorities(params: Params, state: ActorState):
     state, rollouts = rollout(params, state)
-    envs, made = zip(*map(experience, state.envs, rollouts), strict=True)
-    return state._replace(envs=envs), made
+    envs, experiences = zip(*map(experience, state.envs, rollouts), strict=True)
+    return state._replace(envs=envs), experiences
 
   return rollout_with_priorities
 
 
 def _newest(obs: Observations) -> tuple[jax.Array, jax.Array]:
-  """The newest frames, [T + 1, B, ...], and where a stack holds nothing but that."""
+  """Returns the newest frames [T + 1, B, ...] and whether a stack repeats its newest frame."""
   if not isinstance(obs, Frames):
     return obs, jnp.zeros(obs.shape[:2], bool)
   return obs.frame[obs.stack - 1:], jnp.concatenate([jnp.zeros_like(obs.fresh[:1]), obs.fresh])
@@ -87,10 +106,30 @@ def _newest(obs: Observations) -> tuple[jax.Array, jax.Array]:
 
 def shapes(num_envs: int, obs_shape: tuple[int, ...], obs_dtype: Any, stack: int, policy: Policy
            ) -> Experience:
-  """Experience of one row, [1, num_envs, ...], as shapes."""
+  """Returns the shapes and dtypes of Experience of one row.
+
+  Args:
+    num_envs: B.
+    obs_shape: shape of one observation, with all frames of a stack.
+    obs_dtype: dtype of observations.
+    stack: frames in an observation.
+    policy: the policy that acts, which says the shape and dtype of actions.
+
+  Returns:
+    An Experience of `jax.ShapeDtypeStruct`s, each [1, num_envs, ...], without episodes.
+  """
   def of(dtype, *shape):
     return jax.ShapeDtypeStruct((1, num_envs, *shape), dtype)
   frame = obs_shape if stack == 1 else (obs_shape[0] // stack, *obs_shape[1:])
   return Experience(
-      of(obs_dtype, *frame), of(bool), of(bool), of(policy.action_dtype, *policy.action_shape),
-      of(jnp.float32), of(bool), of(bool), of(bool), of(jnp.float32), of(bool), ())
+      obs=of(obs_dtype, *frame),
+      fresh=of(bool),
+      began=of(bool),
+      action=of(policy.action_dtype, *policy.action_shape),
+      reward=of(jnp.float32),
+      terminated=of(bool),
+      truncated=of(bool),
+      valid=of(bool),
+      priority=of(jnp.float32),
+      starts=of(bool),
+      episodes=())

@@ -1,4 +1,4 @@
-"""R: experience, made inside `lax.fori_loop` with no Python and no GIL."""
+"""Rollouts: experience collected inside `lax.fori_loop`, without Python and its GIL."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,33 +21,40 @@ from podracer_jit.types import Episodes, Params, Rollout
 
 
 class EnvState(NamedTuple):
-  """A shard between two rollouts."""
+  """State of a shard of B environments between two rollouts."""
 
   obs: jax.Array  # [B, ...]
   ended: jax.Array  # [B] bool: obs is the last observation of a finished episode
-  episode_return: jax.Array  # [B] f32, unclipped, of the episode so far
-  episode_length: jax.Array  # [B] i32
-  key: jax.Array  # of the shard; folded with `rollouts` and the row
-  rollouts: jax.Array  # i32: how many were made
+  episode_return: jax.Array  # [B] f32, unclipped rewards of the episode so far
+  episode_length: jax.Array  # [B] i32, valid rows of the episode so far
+  key: jax.Array  # PRNG key of the shard; folded with `rollouts` and the row
+  rollouts: jax.Array  # i32: number of rollouts completed
   discounted_return: jax.Array  # [B] f32, of the rewards so far
-  core: Any  # [B, H] each: the recurrent state; () where there is none
-  exploration: Any = ()  # [B] f32: how much each explores, of policies that do so by an amount
-  recent: Any = ()  # of experience for a replay: the last rows of the rollout before
+  core: Any  # [B, H] each: the recurrent state; () without a recurrent core
+  exploration: Any = ()  # [B] f32: amount of exploration, for policies with `explore`
+  recent: Any = ()  # priorities.Rows: the last n rows of the previous rollout, for a replay
 
 
 class ActorState(NamedTuple):
-  """What a rollout program goes on from; donated to it."""
+  """State that a rollout program carries from call to call; it is donated to the program."""
 
   token: jax.Array  # EnvPool's handle: orders the calls of all shards
-  envs: tuple[EnvState, ...]  # one a shard
+  envs: tuple[EnvState, ...]  # one for each shard
 
 
 def initial_state(shards: Sequence[Shard], keys: Sequence[jax.Array],
                   initial_core: Callable[[int], Any] = lambda num_envs: (),
                   exploration: Sequence[Any] | None = None) -> ActorState:
-  """The state of freshly reset shards, each with its own key; for a recurrent network its core.
+  """Returns the state of shards that have just been reset.
 
-  exploration: for each shard [B], of policies that `explore`.
+  Args:
+    shards: the environments.
+    keys: one PRNG key for each shard.
+    initial_core: number of environments -> their initial recurrent state.
+    exploration: [B] f32 for each shard, for policies with `explore`.
+
+  Returns:
+    The actor's state, with one `EnvState` for each shard.
   """
   exploration = exploration or [()] * len(shards)
   envs = tuple(
@@ -63,17 +71,19 @@ def initial_state(shards: Sequence[Shard], keys: Sequence[jax.Array],
 
 
 def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None) -> Callable:
-  """Returns act(params, t, env) -> (env, what the task is given, fields of the row).
+  """Returns act(params, t, env) -> (env, actions for the environments, fields of the row).
 
-  The row is the one that begins with env.obs. t: i32, the row's number within the rollout: with
-  env.key and env.rollouts it gives the row its own random numbers.
+  The row begins with env.obs. `t` (i32) is its index in the rollout; env.key, env.rollouts and `t`
+  together give each row its own random numbers.
   """
 
   @island('decision')
   def decide(params, obs, core, ended, exploration, key, rollouts, t):
-    """Returns the next recurrent state, what the task is given, and fields of the row."""
+    """Returns the next recurrent state, actions for the environments, and fields of the row."""
     dist, value, core = apply(params, obs[None], core, ~ended[None])
+    chex.assert_rank([dist, value], [3, 2])  # [1, B, K] and [1, B]
     key = jax.random.fold_in(jax.random.fold_in(key, rollouts), t)
+
     row = {}
     if policy.explore is None:
       action = policy.sample(key, dist[0])
@@ -86,9 +96,9 @@ def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None)
 
   @jax.named_scope('policy')
   def act(params: Params, t, env: EnvState):
-    core, sent, row = decide(params, env.obs, env.core, env.ended, env.exploration, env.key,
-                             env.rollouts, t)
-    return env._replace(core=core), sent, dict(row, valid=~env.ended)
+    core, env_action, row = decide(params, env.obs, env.core, env.ended, env.exploration, env.key,
+                                   env.rollouts, t)
+    return env._replace(core=core), env_action, dict(row, valid=~env.ended)
 
   return act
 
@@ -96,16 +106,27 @@ def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None)
 def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_length: int,
                  stack: int = 1, discount: float | None = None,
                  action_value: Callable | None = None):
-  """Returns rollout(params, actor_state) -> (actor_state, one Rollout a shard), to be jitted.
+  """Returns rollout(params, actor_state) -> (actor_state, Rollouts), to be jitted.
 
-  Of observations that are stacks of so many frames (`EnvSpec.stack`: no others can be put together
-  again) each frame is kept once, in `frames.Frames`. With a `discount` rollouts have a
-  discounted_return, for the normalisation of rewards; with action_value(params, obs [B, ...], dist,
-  action) -> [B] they have one, for replays.
+  The shards take turns: recv a; infer a; send a; recv b; infer b; send b; ... So EnvPool steps one
+  shard while the policy works on another. The token that passes through all calls keeps them in
+  this order; XLA drops an `optimization_barrier` before it schedules. The overlap ends only with a
+  rollout, when every shard receives its last step.
 
-  Shards take turns - recv a; infer a; send a; recv b; infer b; send b; ... - so that EnvPool steps
-  one while the policy works on another. One token through all calls is what keeps them in that
-  order (XLA drops `optimization_barrier` before it schedules). Only the last row drains the turns.
+  Args:
+    shards: the environments.
+    apply: the network's forward pass.
+    policy: the policy that acts.
+    unroll_length: T.
+    stack: frames in an observation (`EnvSpec.stack`). With more than one, a rollout holds
+      `frames.Frames`, each frame once.
+    discount: gamma of `Rollout.discounted_return`, which normalised rewards need; None leaves the
+      field empty.
+    action_value: (params, obs [B, ...], dist, action) -> Q [B], for policies with `explore`.
+
+  Returns:
+    A function that gives the actor's next state and a tuple with one Rollout [T, B, ...] for each
+    shard.
   """
 
   act = make_act(apply, policy, action_value)
@@ -113,32 +134,36 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
   def rollout(params: Params, state: ActorState):
     def turn(t, carry):
       token, envs, buffers = carry
-      envs, buffers = list(envs), list(buffers)
+      envs = list(envs)
+      buffers = list(buffers)
       for i, shard in enumerate(shards):
         before = envs[i].obs
-        token, envs[i], back = lax.cond(
+        token, envs[i], fields = lax.cond(
             t > 0, functools.partial(_receive, shard), _nothing_yet, token, envs[i])
-        # At t = 0 this is row 0 for the time being. The buffers stay out of the branches, which
-        # would copy them.
-        buffers[i] = _add(_write(buffers[i], jnp.maximum(t - 1, 0), **back), t, before,
+        # At t = 0 no step came back; row 0 gets placeholders, which turn 1 overwrites. The buffers
+        # stay outside the `cond`, which would copy them.
+        buffers[i] = _add(_write(buffers[i], jnp.maximum(t - 1, 0), **fields), t, before,
                           envs[i].obs)
-        envs[i], sent, row = act(params, t, envs[i])
+
+        envs[i], env_action, row = act(params, t, envs[i])
         with jax.named_scope('environment'):
-          token = shard.send(token, sent)
+          token = shard.send(token, env_action)
         buffers[i] = _write(buffers[i], t, **row)
       return token, tuple(envs), tuple(buffers)
 
-    rows = [frames.begin(env.obs, unroll_length, stack) for env in state.envs]
+    obs_buffers = [frames.begin(env.obs, unroll_length, stack) for env in state.envs]
     buffers = tuple(zeros(obs, len(env.ended), policy, unroll_length)._replace(
         discounted_return=() if discount is None else jnp.zeros((unroll_length, *env.ended.shape)),
         core=jax.tree.map(lambda x: x[None], env.core))
-        for obs, env in zip(rows, state.envs, strict=True))
+        for obs, env in zip(obs_buffers, state.envs, strict=True))
     token, envs, buffers = lax.fori_loop(0, unroll_length, turn, (state.token, state.envs, buffers))
+
+    # The loop has sent the actions of the last row; receive what they led to.
     out = []
     for shard, env, buffer in zip(shards, envs, buffers, strict=True):
       before = env.obs
-      token, env, back = _receive(shard, token, env)
-      buffer = _add(_write(buffer, unroll_length - 1, **back), unroll_length, before, env.obs)
+      token, env, fields = _receive(shard, token, env)
+      buffer = _add(_write(buffer, unroll_length - 1, **fields), unroll_length, before, env.obs)
       if discount is not None:
         env, buffer = _discount(discount, env, buffer)
       out.append((env._replace(rollouts=env.rollouts + 1), buffer))
@@ -150,25 +175,27 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
 
 @jax.named_scope('environment')
 def _receive(shard: Shard, token, env: EnvState):
-  """Takes what came back for the last row sent: (token, state, fields of that row)."""
+  """Receives the step of the row sent last. Returns the token, the state and the row's fields."""
   token, step = shard.recv(token)
   return token, *count(env, step)
 
 
 def _nothing_yet(token, env: EnvState):
-  """What `_receive` returns, before anything was sent."""
-  no, none = jnp.zeros_like(env.ended), jnp.zeros_like(env.episode_return)
-  return token, env, dict(reward=none, terminated=no, truncated=no,
-                          episodes=Episodes(no, env.episode_return, env.episode_length))
+  """Returns placeholders shaped like the results of `_receive`, before anything was sent."""
+  false = jnp.zeros_like(env.ended)
+  zero = jnp.zeros_like(env.episode_return)
+  return token, env, dict(reward=zero, terminated=false, truncated=false,
+                          episodes=Episodes(false, env.episode_return, env.episode_length))
 
 
 def _discount(discount: float, env: EnvState, buffer: Rollout) -> tuple[EnvState, Rollout]:
-  """Adds the discounted returns so far."""
+  """Fills the rollout's discounted returns; the state carries them into the next rollout."""
 
   @island('discounted_returns')
   def returns(before, reward, over):
     def row(before, row):
-      reward, over = row  # the reward is 0 in invalid rows
+      # The reward is 0 in invalid rows.
+      reward, over = row
       now = discount * before + reward
       return jnp.where(over, 0.0, now), now
 
@@ -179,11 +206,18 @@ def _discount(discount: float, env: EnvState, buffer: Rollout) -> tuple[EnvState
 
 
 def count(env: EnvState, step: TimeStep) -> tuple[EnvState, dict[str, Any]]:
-  """Advances environments by a step; invalid rows add nothing to an episode.
+  """Advances the episode counters of B environments by one step.
+
+  Invalid rows add nothing to an episode.
 
   Returns:
-    The state after it, and what came back, as fields of the row that the step ends.
+    The state after the step, and the fields [B] of the row that the step ends.
   """
+  counters = [env.ended, env.episode_return, env.episode_length]
+  returned = [step.reward, step.raw_reward, step.terminated, step.truncated, step.game_over]
+  chex.assert_rank(counters, 1)
+  chex.assert_equal_shape(counters + returned)
+
   valid = ~env.ended
   episode_return = env.episode_return + jnp.where(valid, step.raw_reward, 0.0)
   length = env.episode_length + valid
@@ -198,22 +232,32 @@ def count(env: EnvState, step: TimeStep) -> tuple[EnvState, dict[str, Any]]:
 
 @jax.named_scope('storing')
 def zeros(obs: Observations, num_envs: int, policy: Policy, steps: int) -> Rollout:
-  """A rollout of nothing, [steps, num_envs, ...], with these observations, of steps + 1 rows."""
-  def none(dtype, *shape):
+  """Returns a rollout of zeros around the given observations.
+
+  Args:
+    obs: the observations, of steps + 1 rows.
+    num_envs: B.
+    policy: the policy that acts, which says which fields it has.
+    steps: T.
+
+  Returns:
+    A rollout [T, B, ...] without recurrent state and discounted returns.
+  """
+  def field(dtype, *shape):
     return jnp.zeros((steps, num_envs, *shape), dtype)
   return Rollout(
       obs=obs,
-      action=none(policy.action_dtype, *policy.action_shape),
-      behaviour_log_prob=() if policy.log_prob is None else none(jnp.float32),
-      behaviour_value=none(jnp.float32),
-      reward=none(jnp.float32), terminated=none(bool), truncated=none(bool), valid=none(bool),
-      episodes=Episodes(none(bool), none(jnp.float32), none(jnp.int32)),
-      action_value=() if policy.explore is None else none(jnp.float32))
+      action=field(policy.action_dtype, *policy.action_shape),
+      behaviour_log_prob=() if policy.log_prob is None else field(jnp.float32),
+      behaviour_value=field(jnp.float32),
+      reward=field(jnp.float32), terminated=field(bool), truncated=field(bool), valid=field(bool),
+      episodes=Episodes(field(bool), field(jnp.float32), field(jnp.int32)),
+      action_value=() if policy.explore is None else field(jnp.float32))
 
 
 @jax.named_scope('storing')
 def _add(buffer: Rollout, t, before: jax.Array, obs: jax.Array) -> Rollout:
-  """Sets the observations of row t."""
+  """Sets the observations of row t; `before` holds those of row t - 1."""
   return buffer._replace(obs=frames.add(buffer.obs, t, before, obs))
 
 

@@ -1,1 +1,1 @@
-"""Networks, policies, running moments and optimizers."""
+"""Networks, policies, running statistics and optimizers."""

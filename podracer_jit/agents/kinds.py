@@ -1,4 +1,4 @@
-"""Kinds of networks: what an algorithm calls, made from what the config names."""
+"""Kinds of networks: how the network that an algorithm calls is built from the config's part."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from podracer_jit.agents.policies import Policy
 
 
 class Kind(NamedTuple):
-  """A kind of network."""
+  """A kind of network, which an algorithm asks for by `network_kind`."""
 
   made_from: str  # TORSO or POLICY_AND_CRITIC
-  policy_reads: str  # what it gives the policy: policies.DISTRIBUTION, ACTION_VALUES or ACTION
-  takes_torso_options: bool  # whether it can have a recurrent core and a critic of its own
-  # (the config's network, policy, options of torsos, moments that it keeps) -> the whole network
+  # The network's output for the policy: policies.DISTRIBUTION, ACTION_VALUES or ACTION.
+  policy_reads: str
+  takes_torso_options: bool  # it can have a recurrent core and a separate critic torso
+  # (the config's network, policy, torso options, names of its moments) -> the whole network
   build: Callable[[nn.Module, Policy, TorsoOptions, Sequence[str]], nn.Module]
 
 
 def provides(part: type[nn.Module]) -> str:
-  """Returns the role of a network that the config names: its `provides`, or TORSO."""
+  """Returns the role of the config's network: its attribute `provides`, or TORSO."""
   return getattr(part, 'provides', TORSO)
 
 

@@ -1,7 +1,7 @@
-"""Torsos (flax), and the actor-critic that is built around one.
+"""Torsos (flax), and the actor-critic network built around a torso.
 
 A torso is a flax module [N, *obs] -> [N, features]; its fields are its options. A user's own torso
-needs nothing more.
+needs nothing else.
 """
 
 from __future__ import annotations
@@ -25,30 +25,34 @@ from podracer_jit.numerics import convolution
 from podracer_jit.options import internal, option, shown
 from podracer_jit.types import Params
 
-# Of one layer: more would be terabytes of weights between two such layers. And of layers: each is
-# traced and compiled by itself.
-MAX_UNITS, MAX_LAYERS = 2**20, 100
+# The weights between two larger layers would take terabytes.
+MAX_UNITS = 2**20
 
-# What a network that the config names is; it says so by `provides`.
-TORSO, POLICY_AND_CRITIC = 'a torso', 'a policy with a critic'
+# Each layer is traced and compiled by itself.
+MAX_LAYERS = 100
 
-# (params, obs [T, N, ...], recurrent state before them, valid [T, N])
-#   -> dist [T, N, K], value [T, N], recurrent state after them
+# Roles of a network that the config names; the network declares its role in `provides`.
+TORSO = 'a torso'
+POLICY_AND_CRITIC = 'a policy with a critic'
+
+# (params, obs [T, N, ...], recurrent state before the first row, valid [T, N])
+#   -> dist [T, N, K], value [T, N], recurrent state after the last row
 Apply = Callable[[Params, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array, Any]]
 
 
 class Model(NamedTuple):
-  """A network as losses and actors see it."""
+  """Interface of a network for losses and actors."""
 
   apply: Apply
   policy: Policy
-  recurrent: bool = False
+  recurrent: bool = False  # it carries a state from row to row
 
 
 def orthogonal(scale: float) -> Callable:
-  """flax's orthogonal initializer but for rounding: Gram and Schmidt's method, done twice over.
+  """Returns an orthogonal initializer, computed by the Gram-Schmidt method.
 
-  The usual way is LAPACK's QR, whose last bits depend on the number of cores.
+  It equals flax's initializer up to rounding. flax calls LAPACK's QR, whose last bits depend on the
+  number of cores.
   """
 
   def init(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
@@ -58,7 +62,8 @@ def orthogonal(scale: float) -> Callable:
 
     def row(i, done):
       x = numbers[i]
-      for _ in range(2):  # once leaves rounding errors that matter
+      # One pass would leave rows that are not orthogonal to within rounding.
+      for _ in range(2):
         x -= (done @ x) @ done
       return done.at[i].set(x / jnp.sqrt(jnp.sum(jnp.square(x))))
 
@@ -69,21 +74,22 @@ def orthogonal(scale: float) -> Callable:
 
 
 class Conv(nn.Module):
-  """Square convolution on NHWC, over `conv.conv2d` (fast gradients in CPU loops).
+  """Square convolution on NHWC, by `convolution.conv2d`, whose gradients are fast in CPU loops.
 
-  of: makes the image of what is given, again for the gradient, so that only what is given is kept
-    for it: of bytes a quarter of the memory, and Nature CNN with its gradient 1.1 times as fast.
+  `of` preprocesses the input, and is computed a second time for the gradient. Only the raw input is
+  then kept for the gradient: uint8 takes a quarter of the memory of float32.
   """
 
-  features: int
-  kernel: int
+  features: int  # output channels
+  kernel: int  # width of the square kernel
   stride: int = 1
   padding: str = 'VALID'
   kernel_init: Callable = nn.initializers.lecun_normal()
-  of: Callable | None = None
+  of: Callable | None = None  # input -> image [N, H, W, C] f32
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns the convolution [N, H', W', features] of x."""
     def convolve(x, w):
       return convolution.conv2d(self.of(x) if self.of else x, w, self.stride, self.padding)
 
@@ -94,32 +100,35 @@ class Conv(nn.Module):
 
 
 def _image(obs: jax.Array) -> jax.Array:
-  """[N, C, H, W] uint8 -> [N, H, W, C] f32 in [0, 1]; transposed while still bytes."""
+  """Returns [N, H, W, C] f32 in [0, 1] of images [N, C, H, W] uint8."""
+  # The barrier makes XLA transpose bytes, not floats.
   return lax.optimization_barrier(obs.transpose(0, 2, 3, 1)).astype(jnp.float32) / 255.0
 
 
 def _centred_image(obs: jax.Array) -> jax.Array:
-  """The same less its mean."""
+  """Returns the result of `_image`, from which each image's mean is subtracted."""
   x = _image(obs)
   return x - jnp.mean(x, axis=(1, 2, 3), keepdims=True)
 
 
 class ConvTorso(nn.Module):
-  """Convolutions, on CPUs for a few rows at a time, then one dense layer on all of them.
+  """Convolutions, followed by one dense layer: [N, C, H, W] -> [N, hidden].
 
-  [N, C, H, W] -> [N, hidden].
-
-  hidden: 0 for what the convolutions give, laid out flat.
-  at_once: about how many 84x84x4 observations; see `conv.in_chunks`.
+  On CPUs the convolutions process a few rows at a time, so that their activations fit the cache;
+  the dense layer processes all rows together. With hidden = 0 the result is the flattened output of
+  the convolutions.
   """
 
   needs_images: ClassVar[bool] = True
+  # Rows at a time, for observations of 84x84x4; see `convolution.in_chunks`.
   at_once = 16
   hidden: int = option(256, 'units of the dense layer', at_least=1, at_most=MAX_UNITS)
   chunked: bool = internal(True)
 
   @nn.compact
   def __call__(self, obs: jax.Array) -> jax.Array:
+    """Returns features [N, hidden] of observations [N, C, H, W] uint8."""
+    chex.assert_rank(obs, 4)
     if self.chunked and not self.is_initializing():
       convolutions = self.clone(hidden=0, chunked=False, parent=None)
       apply = functools.partial(convolutions.apply, self.variables)
@@ -134,10 +143,10 @@ class ConvTorso(nn.Module):
 
 
 class NatureCNN(ConvTorso):
-  """Mnih et al. (2015).
+  """Convolutional torso of Mnih et al. (2015).
 
-  A bright background drives a good part of the ReLUs of a small network to zero for good, how many
-  depending on the seed; `centre` prevents that.
+  A bright background drives many ReLUs of a small network to zero permanently; how many depends on
+  the seed. The option `centre` prevents this.
   """
 
   channels: Sequence[int] = option((32, 64, 64), 'output channels of each convolution', at_least=1,
@@ -151,14 +160,14 @@ class NatureCNN(ConvTorso):
   dense_init = staticmethod(orthogonal(np.sqrt(2)))
 
   def problems(self) -> Iterator[str]:
-    """Yields what is wrong with the options together, in a line each."""
+    """Yields problems of the combination of options, one line each."""
     if not len(self.channels) == len(self.kernels) == len(self.strides):
       yield ('channels: channels, kernels and strides must be of equal length, got '
              f'{shown(tuple(self.channels))}, {shown(tuple(self.kernels))}, '
              f'{shown(tuple(self.strides))}')
 
   def convolve(self, x: jax.Array) -> jax.Array:
-    """Of observations."""
+    """Returns the last convolution's activations [N, H', W', C'] of x [N, C, H, W] uint8."""
     of = _centred_image if self.centre else _image
     for features, kernel, stride in zip(self.channels, self.kernels, self.strides, strict=True):
       x = nn.relu(Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)), of=of)(x))
@@ -167,10 +176,11 @@ class NatureCNN(ConvTorso):
 
 
 class ResidualBlock(nn.Module):
-  """Two 3x3 convolutions beside the identity."""
+  """Residual block: the sum of its input and two 3x3 convolutions."""
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns an array shaped like x [N, H, W, C]."""
     y = Conv(x.shape[-1], 3, padding='SAME')(nn.relu(x))
     return x + Conv(x.shape[-1], 3, padding='SAME')(nn.relu(y))
 
@@ -181,11 +191,13 @@ class ImpalaResNet(ConvTorso):
   channels: Sequence[int] = option((16, 32, 32), 'output channels of each section', at_least=1,
                                    at_most=MAX_UNITS, max_length=MAX_LAYERS)
   blocks: int = option(2, 'residual blocks of a section', at_least=1, at_most=MAX_LAYERS)
-  at_once = 24  # more than conv.VECTOR, which counts of kernel gradients of 16 channels
+  # The rows are the input channels of a kernel gradient. XLA uses its faster convolution for more
+  # than `convolution.VECTOR` of them, although the layers have only 16 channels.
+  at_once = 24
   dense_init = staticmethod(nn.initializers.lecun_normal())
 
   def convolve(self, x: jax.Array) -> jax.Array:
-    """Of observations."""
+    """Returns the last section's activations [N, H', W', C'] of x [N, C, H, W] uint8."""
     of = _image
     for features in self.channels:
       x = convolution.max_pool(Conv(features, 3, padding='SAME', of=of)(x), window=3, stride=2)
@@ -195,23 +207,25 @@ class ImpalaResNet(ConvTorso):
     return nn.relu(x)
 
   def block(self) -> nn.Module:
-    """One of the residual blocks."""
+    """Returns a new residual block."""
     return ResidualBlock()
 
 
 class FixupBlock(nn.Module):
-  """A residual block without normalisation that begins as the identity (1901.09321, section 3).
+  """Residual block without normalisation, initially the identity (1901.09321, section 3).
 
-  branches: how many such blocks the network has, L; a branch has two convolutions (m = 2), so the
-  first is scaled by L^(-1/2). The last is zero; scalars stand before each convolution and ReLU.
+  A branch has two convolutions (m = 2), so the first is initialised with a scale of L^(-1/2), and
+  the last with zeros. A scalar bias precedes each convolution and ReLU.
   """
 
-  branches: int
+  branches: int  # L, the number of residual blocks in the network
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns an array shaped like x [N, H, W, C]."""
     def scalar(name, value=0.0):
       return self.param(name, nn.initializers.constant(value), ())
+
     he = nn.initializers.variance_scaling(2.0 / self.branches, 'fan_in', 'truncated_normal')
     features = x.shape[-1]
     y = nn.relu(x + scalar('bias_0')) + scalar('bias_1')
@@ -222,21 +236,22 @@ class FixupBlock(nn.Module):
 
 
 class FixupResNet(ImpalaResNet):
-  """IMPALA's network of Fixup's blocks, as NAPPO has it for Obstacle Tower (2007.02622)."""
+  """IMPALA's network with Fixup blocks, as in NAPPO for Obstacle Tower (2007.02622)."""
 
   def block(self) -> nn.Module:
-    """Likewise."""
+    """Returns a new Fixup block."""
     return FixupBlock(len(self.channels) * self.blocks)
 
 
 class MLP(nn.Module):
-  """Dense layers over the flattened observation, as floats."""
+  """Multilayer perceptron with tanh activations, on flattened observations."""
 
   hidden: Sequence[int] = option((64, 64), 'units of each layer', at_least=1, at_most=MAX_UNITS,
                                  max_length=MAX_LAYERS)
 
   @nn.compact
   def __call__(self, obs: jax.Array) -> jax.Array:
+    """Returns the last layer's activations [N, hidden[-1]] of observations [N, ...]."""
     x = obs.reshape(obs.shape[0], -1).astype(jnp.float32)
     for size in self.hidden:
       x = nn.tanh(nn.Dense(size, kernel_init=orthogonal(np.sqrt(2)))(x))
@@ -246,7 +261,7 @@ class MLP(nn.Module):
     """Returns the torso without its last layer, and the units of that layer.
 
     Raises:
-      ValueError: it has no layer.
+      ValueError: the torso has no layer.
     """
     if not self.hidden:
       raise ValueError('hidden: must have at least one layer, got ()')
@@ -260,7 +275,7 @@ CORES = {'gru': nn.GRUCell, 'lstm': nn.OptimizedLSTMCell}
 
 @dataclasses.dataclass(frozen=True)
 class TorsoOptions:
-  """What is built around a torso, whichever it is."""
+  """Options of the network that is built around any torso."""
 
   core: str = option('none', 'recurrent layer between torso and heads: none, gru or lstm',
                      choices=('none', *CORES))
@@ -269,64 +284,71 @@ class TorsoOptions:
 
   @property
   def recurrent(self) -> bool:
-    """Whether there is a recurrent layer."""
+    """True if the network has a recurrent layer."""
     return self.core != 'none'
 
   def problems(self) -> Iterator[str]:
-    """Yields what is wrong with the options together, in a line each."""
+    """Yields problems of the combination of options, one line each."""
     if self.recurrent and self.separate_critic:
       yield (f'separate_critic: the critic would not remember; must be False with core = '
              f'{self.core}')
 
 
 class ActorCritic(nn.Module):
-  """A torso, by option a recurrent core, and heads for policy and value.
+  """Actor-critic network: a torso, an optional recurrent core, and heads for policy and value.
 
-  Of a continuous policy the log standard deviations are parameters that no observation changes.
+  The log standard deviations of a continuous policy are parameters; they do not depend on the
+  observation.
   """
 
   torso: nn.Module
   policy: Policy
-  critic: nn.Module | None = None  # a torso of the value's own
-  moments: Sequence[str] = ()  # what is normalised: 'obs', 'returns', 'values'
-  core: str = ''  # '' or one of CORES
-  core_size: int = 0
+  critic: nn.Module | None = None  # separate torso of the value; None: the two share `torso`
+  moments: Sequence[str] = ()  # normalised quantities: 'obs', 'returns', 'values'
+  core: str = ''  # recurrent core, one of CORES; '' for none
+  core_size: int = 0  # H, units of the core
 
   @nn.compact
   def __call__(self, obs: jax.Array, core: Any = (), valid: jax.Array | None = None):
-    """The network on T rows of N environments: (dist [T, N, K], value [T, N], core).
+    """Returns (dist [T, N, K], value [T, N], core) of T rows of N environments.
 
     Args:
-      obs: [T, N, ...].
-      core: the core's state before the first row, as of `initial_core`.
-      valid: [T, N] bool, of recurrent networks: the row after an invalid one begins an episode, so
-        it has an initial state.
+      obs: [T, N, ...], observations.
+      core: the recurrent state before the first row, shaped like that of `initial_core`.
+      valid: [T, N] bool, used by recurrent networks only. The row after an invalid row begins an
+        episode, so its recurrent state is the initial one.
     """
+    if self.core:
+      chex.assert_shape(valid, obs.shape[:2])
     rows = obs.shape[:2]
     obs = obs.reshape(-1, *obs.shape[2:])
+
     moments = {name: self.variable('moments', name, running_moments.initial, shape).value
                for name, shape in (('obs', obs.shape[1:]), ('returns', ()), ('values', ()))
                if name in self.moments}
     if 'obs' in moments:
       obs = running_moments.standardise(moments['obs'], obs.astype(jnp.float32))
+
     x = self.torso(obs)
     chex.assert_rank(x, 2)  # [N, features]
     if self.core:
       x, core = self._remember(x.reshape(*rows, -1), core, valid)
       x = x.reshape(-1, x.shape[-1])
     y = x if self.critic is None else self.critic(obs)
+
     outputs = self.policy.action_shape[0] if self.policy.action_shape else self.policy.dist_size
     dist = nn.Dense(outputs, kernel_init=orthogonal(0.01), name='policy')(x)
     if self.policy.action_shape:
       log_std = self.param('log_std', nn.initializers.zeros, (outputs,))
       dist = jnp.concatenate([dist, jnp.broadcast_to(log_std, dist.shape)], axis=-1)
+
     value = nn.Dense(1, kernel_init=orthogonal(1.0), name='value')(y)[:, 0]
     if 'values' in moments:
       value = running_moments.restore(moments['values'], value)
     return dist.reshape(*rows, -1), value.reshape(rows), core
 
   def _remember(self, x: jax.Array, core: Any, valid: jax.Array):
-    """The core on x [T, N, F]: its outputs [T, N, H] and the state after the last row."""
+    """Returns the core's outputs [T, N, H] on x [T, N, F] and the state after the last row."""
     cell = CORES[self.core](self.core_size, recurrent_kernel_init=orthogonal(1.0), name='core')
 
     def row(cell, state, inputs):
@@ -339,8 +361,9 @@ class ActorCritic(nn.Module):
     return y, core
 
   def initial_core(self, num_envs: int) -> Any:
-    """The core's state where an episode starts, [N, H] each array; () without a core."""
-    def zeros():  # each time others: states are donated
+    """Returns the recurrent state at an episode's start, arrays [N, H]; () without a core."""
+    # Each array gets a buffer of its own, since states are donated.
+    def zeros():
       return jnp.zeros((num_envs, self.core_size))
     return {'': (), 'gru': zeros(), 'lstm': (zeros(), zeros())}[self.core]
 
@@ -350,13 +373,16 @@ PLAIN = TorsoOptions()
 
 def actor_critic(torso: nn.Module, policy: Policy, options: TorsoOptions = PLAIN,
                  moments: Sequence[str] = ()) -> ActorCritic:
-  """Returns the actor-critic around a torso.
+  """Returns the actor-critic network around a torso.
 
   Args:
-    torso: [N, *obs] -> [N, features].
-    policy: the policy whose distribution the network gives.
-    options: the recurrent core, and whether the critic has a torso of its own.
-    moments: what is normalised: 'obs', 'returns', 'values'.
+    torso: a module [N, *obs] -> [N, features].
+    policy: the policy that reads the network's `dist`.
+    options: the recurrent core, and whether the critic has a separate torso.
+    moments: normalised quantities, of 'obs', 'returns' and 'values'.
+
+  Returns:
+    The network, a flax module.
   """
   critic = torso.clone() if options.separate_critic else None
   core = options.core if options.recurrent else ''
@@ -365,13 +391,16 @@ def actor_critic(torso: nn.Module, policy: Policy, options: TorsoOptions = PLAIN
 
 def init_params(network: nn.Module, key: jax.Array, obs_shape: Sequence[int], obs_dtype: Any
                 ) -> Params:
-  """Returns the network's first variables; traceable.
+  """Initialises the network's variables; traceable.
 
   Args:
-    network: an `ActorCritic`, or a network that is called as one.
-    key: what they are drawn with.
-    obs_shape: of one observation.
-    obs_dtype: of observations.
+    network: an `ActorCritic`, or a network with the same call and `initial_core`.
+    key: PRNG key.
+    obs_shape: shape of one observation.
+    obs_dtype: dtype of observations.
+
+  Returns:
+    The variables, a pytree.
   """
   obs = jnp.zeros((1, 1, *obs_shape), obs_dtype)
   return network.init(key, obs, network.initial_core(1), jnp.ones((1, 1), bool))

@@ -1,4 +1,4 @@
-"""Optimizers (optax), their learning rates, and a rate that follows the policy's change."""
+"""Optimizers (optax), learning rate schedules, and a rate that adapts to the policy's change."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 
 from podracer_jit.options import option
 
-SLOWEST, FASTEST = 1e-6, 1e-2  # the rates that kl_target moves between
+# Bounds of the learning rate with kl_target.
+SLOWEST = 1e-6
+FASTEST = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer(abc.ABC):
-  """What all optimizers have; a user's own is a subclass with its `scale`."""
+  """Base class of optimizers with their common options; a subclass defines `scale`."""
 
   learning_rate: float = option(1e-3, 'step size, at the first step', above=0)
   anneal: bool = option(False, 'the rate falls linearly to 0 at total_steps')
@@ -29,10 +32,10 @@ class Optimizer(abc.ABC):
 
   @abc.abstractmethod
   def scale(self) -> optax.GradientTransformation:
-    """Returns the step's direction and scale, without clipping and learning rate."""
+    """Returns the transformation of clipped gradients to steps, without the learning rate."""
 
   def transformation(self) -> optax.GradientTransformation:
-    """Returns clipping, then `scale`, then the rate that adapts, without the learning rate."""
+    """Returns clipping, `scale` and the adaptive factor, without the learning rate."""
     steps = [optax.clip_by_global_norm(self.max_grad_norm), self.scale()]
     if self.kl_target:
       steps.append(scale_by_kl(self.kl_target, SLOWEST / self.learning_rate,
@@ -40,14 +43,14 @@ class Optimizer(abc.ABC):
     return optax.chain(*steps)
 
   def schedule(self, total_steps: int) -> Callable[[jax.Array], jax.Array]:
-    """Returns the rate by valid steps learned from: constant, or linear to 0 at total_steps."""
+    """Returns a function (valid steps learned from -> learning rate): constant or linear to 0."""
     start = self.learning_rate
     if not self.anneal:
       return lambda steps: jnp.float32(start)
     return lambda steps: start * jnp.maximum(0.0, 1.0 - steps.astype(jnp.float32) / total_steps)
 
   def problems(self) -> Iterator[str]:
-    """Yields what is wrong with the options together, in a line each."""
+    """Yields problems of the combination of options, one line each."""
     if self.kl_target and self.anneal:
       yield 'kl_target: the rate either adapts or anneals; set optimizer.anneal = False'
     if self.kl_target and not SLOWEST <= self.learning_rate <= FASTEST:
@@ -57,7 +60,7 @@ class Optimizer(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class RMSProp(Optimizer):
-  """RMSProp as PyTorch has it: epsilon outside the square root."""
+  """RMSProp as in PyTorch, with epsilon outside the square root."""
 
   learning_rate: float = option(6e-4, 'step size, at the first step', above=0)
   anneal: bool = option(True, 'the rate falls linearly to 0 at total_steps')
@@ -65,13 +68,13 @@ class RMSProp(Optimizer):
   eps: float = option(0.01, 'added to the root', at_least=0, above=0)
 
   def scale(self) -> optax.GradientTransformation:
-    """Returns the scaling by the root of the mean square."""
+    """Returns the scaling by the inverse root of the mean of squared gradients."""
     return optax.scale_by_rms(self.decay, self.eps, eps_in_sqrt=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Adam(Optimizer):
-  """Adam (1412.6980)."""
+  """Adam (Kingma and Ba, 1412.6980)."""
 
   learning_rate: float = option(2.5e-4, 'step size, at the first step', above=0)
   anneal: bool = option(True, 'the rate falls linearly to 0 at total_steps')
@@ -87,7 +90,7 @@ class Adam(Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class CentredRMSProp(Optimizer):
-  """RMSProp by the deviation of gradients, epsilon inside the root, as TensorFlow has it."""
+  """RMSProp by the gradients' deviation, with epsilon inside the root, as in TensorFlow."""
 
   learning_rate: float = option(6.25e-5, 'step size, at the first step', above=0)
   decay: float = option(0.95, 'decay of the means of gradients and of their squares', at_least=0,
@@ -95,7 +98,7 @@ class CentredRMSProp(Optimizer):
   eps: float = option(1.5e-7, 'added under the root', at_least=0, above=0)
 
   def scale(self) -> optax.GradientTransformation:
-    """Returns the scaling by the deviation."""
+    """Returns the scaling by the inverse standard deviation of gradients."""
     return optax.scale_by_stddev(self.decay, self.eps)
 
 
@@ -103,20 +106,22 @@ OPTIMIZERS = {'rmsprop': RMSProp, 'adam': Adam, 'centred_rmsprop': CentredRMSPro
 
 
 class KLState(NamedTuple):
-  """The state of `scale_by_kl`."""
+  """State of `scale_by_kl`."""
 
-  kl_factor: jax.Array  # f32
+  kl_factor: jax.Array  # f32, the factor of steps
 
 
 def scale_by_kl(target: float, low: float, high: float) -> optax.GradientTransformationExtraArgs:
-  """Makes steps shorter where the policy moves too far, longer where it hardly does (rl_games).
+  """Scales steps by a factor that keeps the policy's change near a target (rl_games).
 
-  The factor, from `low` to `high`, is divided by 1.5 where `kl`, the divergence of the policy from
-  the acting one over the minibatch, is above 2 * target, and multiplied by it below target / 2.
+  The update takes `kl`, the mean divergence of the policy from the acting policy on the minibatch.
+  The factor is divided by 1.5 if kl > 2 * target, multiplied by 1.5 if kl < target / 2, and clipped
+  to [low, high].
   """
 
   def update(steps, state, params=None, *, kl, **others):
     del params, others
+    chex.assert_rank(kl, 0)
     change = jnp.where(kl > 2 * target, 1 / 1.5, jnp.where(kl < target / 2, 1.5, 1.0))
     factor = jnp.clip(state.kl_factor * change, low, high)
     return jax.tree.map(lambda x: x * factor, steps), KLState(factor)

@@ -1,6 +1,6 @@
-"""Policies: distributions over actions, as actors and losses need them.
+"""Policies: distributions over actions, as actors and losses use them.
 
-A network's policy head gives `dist`, the numbers [..., K] that say which distribution it is.
+`dist` [..., K] holds the parameters of the distribution, which the network's policy head gives.
 """
 
 from __future__ import annotations
@@ -8,33 +8,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 
 class Policy(NamedTuple):
-  """A family of distributions. Actions are [...] i32, or [..., A] f32 where they are continuous."""
+  """Family of distributions over actions: [...] i32 if discrete, [..., A] f32 if continuous."""
 
   dist_size: int  # K
-  action_shape: tuple[int, ...]  # of one action
-  action_dtype: np.dtype
+  action_shape: tuple[int, ...]  # of one action: () or (A,)
+  action_dtype: np.dtype  # int32 or float32
   sample: Callable[[jax.Array, jax.Array], jax.Array]  # (key, dist) -> action
-  mode: Callable[[jax.Array], jax.Array]  # dist -> the likeliest action
+  mode: Callable[[jax.Array], jax.Array]  # dist -> the most likely action
   log_prob: Callable[[jax.Array, jax.Array], jax.Array] | None  # (dist, action) -> [...], nats
   entropy: Callable[[jax.Array], jax.Array] | None  # dist -> [...], nats
-  to_env: Callable[[jax.Array], jax.Array]  # action -> what the task is given
-  # (key, dist, exploration [...]) -> action, of policies that explore by an amount given them
+  to_env: Callable[[jax.Array], jax.Array]  # action -> the action sent to the task
+  # (key, dist, exploration [...]) -> action; replaces `sample` in policies whose amount of
+  # exploration is an input
   explore: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
 
 
 def categorical(num_actions: int) -> Policy:
-  """One of `num_actions`; dist: logits."""
+  """Returns the categorical policy over `num_actions` actions; dist holds logits."""
 
   def log_prob(logits, action):
+    chex.assert_type(action, int)
+    chex.assert_equal_shape_prefix([logits, action], action.ndim)
     return jnp.take_along_axis(jax.nn.log_softmax(logits), action[..., None], axis=-1)[..., 0]
 
   def entropy(logits):
+    chex.assert_type(logits, float)
     log_pi = jax.nn.log_softmax(logits)
     return -jnp.sum(jnp.exp(log_pi) * log_pi, axis=-1)
 
@@ -46,27 +51,33 @@ def categorical(num_actions: int) -> Policy:
 
 
 def _normal_log_prob(dist: jax.Array, action: jax.Array) -> jax.Array:
+  """Returns the log density [...] of a diagonal Gaussian at action [..., A]."""
+  chex.assert_shape(dist, (..., 2 * action.shape[-1]))
   mean, log_std = jnp.split(dist, 2, axis=-1)
   z = (action - mean) * jnp.exp(-log_std)
   return -jnp.sum(0.5 * jnp.square(z) + log_std + 0.5 * np.log(2 * np.pi), axis=-1)
 
 
 def _normal_sample(key: jax.Array, dist: jax.Array) -> jax.Array:
+  """Draws actions [..., A] from diagonal Gaussians."""
   mean, log_std = jnp.split(dist, 2, axis=-1)
   return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
 
 
 def _normal_entropy(dist: jax.Array) -> jax.Array:
+  """Returns the entropy [...] of diagonal Gaussians, in nats."""
   log_std = jnp.split(dist, 2, axis=-1)[1]
   return jnp.sum(log_std + 0.5 * np.log(2 * np.pi * np.e), axis=-1)
 
 
 def gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
-  """A diagonal Gaussian; dist: means, then log standard deviations. Tasks see it clipped.
+  """Returns a diagonal Gaussian policy whose actions are clipped to the task's bounds.
+
+  dist [..., 2 A] holds the means, followed by the log standard deviations.
 
   Args:
-    low: [A], the least that the task takes.
-    high: [A], the most.
+    low: [A], lower bounds of the task's actions.
+    high: [A], upper bounds of the task's actions.
   """
   size = len(low)
   return Policy(2 * size, (size,), np.dtype(np.float32), _normal_sample,
@@ -75,31 +86,44 @@ def gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
 
 
 def scaled_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
-  """The same clipped to [-1, 1], which is then stretched to the task's bounds; they are finite."""
-  middle, half = (high + low) / 2, (high - low) / 2
+  """Returns a diagonal Gaussian policy whose actions are clipped and scaled to the task's bounds.
+
+  Actions are clipped to [-1, 1], then scaled. dist is that of `gaussian`.
+
+  Args:
+    low: [A], finite lower bounds of the task's actions.
+    high: [A], finite upper bounds of the task's actions.
+  """
+  middle = (high + low) / 2
+  half = (high - low) / 2
   return gaussian(low, high)._replace(
       to_env=lambda action: middle + half * jnp.clip(action, -1.0, 1.0))
 
 
 def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
-  """A Gaussian squashed by tanh to the task's bounds; dist as of `gaussian`.
+  """Returns a diagonal Gaussian policy whose actions are squashed by tanh to the task's bounds.
 
-  An action is what is squashed and log_prob its density, which has the ratios of the squashed
-  one's. The entropy is that of tanh's output: the Gaussian's and E[log(1 - tanh(u)^2)], by
-  Gauss-Hermite quadrature of 16 nodes.
+  dist is that of `gaussian`. An action u is stored before tanh, and log_prob is the Gaussian's
+  density of u: importance ratios are the same before and after tanh. The entropy is that of
+  tanh(u): the Gaussian's entropy plus E[log(1 - tanh(u)^2)], by Gauss-Hermite quadrature with 16
+  nodes.
 
   Args:
-    low: [A], the least that the task takes; finite.
-    high: [A], the most; finite.
+    low: [A], finite lower bounds of the task's actions.
+    high: [A], finite upper bounds of the task's actions.
   """
-  middle, half = (high + low) / 2, (high - low) / 2
+  middle = (high + low) / 2
+  half = (high - low) / 2
   nodes, weights = np.polynomial.hermite_e.hermegauss(16)
-  nodes, weights = nodes.astype(np.float32), (weights / weights.sum()).astype(np.float32)
+  nodes = nodes.astype(np.float32)
+  weights = (weights / weights.sum()).astype(np.float32)
 
   def entropy(dist):
+    chex.assert_is_divisible(dist.shape[-1], 2)
     mean, log_std = jnp.split(dist, 2, axis=-1)
     u = mean[..., None] + jnp.exp(log_std)[..., None] * nodes
-    log_slope = 2 * (np.log(2) - u - jax.nn.softplus(-2 * u))  # log(1 - tanh(u)^2), never -inf
+    # log(1 - tanh(u)^2) in a form that is finite for large |u|.
+    log_slope = 2 * (np.log(2) - u - jax.nn.softplus(-2 * u))
     return _normal_entropy(dist) + jnp.sum(log_slope * weights, axis=(-2, -1))
 
   return gaussian(low, high)._replace(
@@ -107,12 +131,16 @@ def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
 
 
 def epsilon_greedy(num_actions: int) -> Policy:
-  """The best of `num_actions`; dist: their values. Explores at random, epsilon of the time."""
+  """Returns a greedy policy over `num_actions` action values.
+
+  dist holds the action values. `explore` takes a uniformly random action with probability epsilon.
+  """
 
   def best(values):
     return jnp.argmax(values, axis=-1).astype(jnp.int32)
 
   def explore(key, values, epsilon):
+    chex.assert_shape(values, (*epsilon.shape, num_actions))
     coin, dice = jax.random.split(key)
     other = jax.random.randint(dice, values.shape[:-1], 0, num_actions, jnp.int32)
     return jnp.where(jax.random.uniform(coin, epsilon.shape) < epsilon, other, best(values))
@@ -122,13 +150,21 @@ def epsilon_greedy(num_actions: int) -> Policy:
 
 
 def deterministic(low: np.ndarray, high: np.ndarray) -> Policy:
-  """The action that dist is, in [-1, 1], stretched to the task's bounds, which are finite.
+  """Returns a deterministic policy; dist [..., A] is the action, in [-1, 1].
 
-  Explores by Gaussian noise of the deviation given, in those units (1803.00933, appendix D).
+  Actions are scaled to the task's bounds. `explore` adds Gaussian noise to the action before it is
+  scaled, and clips the sum to [-1, 1]; its input is the noise's standard deviation (1803.00933,
+  appendix D).
+
+  Args:
+    low: [A], finite lower bounds of the task's actions.
+    high: [A], finite upper bounds of the task's actions.
   """
-  middle, half = (high + low) / 2, (high - low) / 2
+  middle = (high + low) / 2
+  half = (high - low) / 2
 
   def explore(key, dist, deviation):
+    chex.assert_shape(dist, (*deviation.shape, len(low)))
     noise = deviation[..., None] * jax.random.normal(key, dist.shape)
     return jnp.clip(dist + noise, -1.0, 1.0)
 
@@ -137,20 +173,22 @@ def deterministic(low: np.ndarray, high: np.ndarray) -> Policy:
                 explore)
 
 
-# What the network gives a policy, and so which networks and algorithms it goes with.
-DISTRIBUTION, ACTION_VALUES, ACTION = 'a distribution', 'action values', 'an action'
+# Kinds of `dist`. A policy fits the networks that give its kind, and the algorithms of those.
+DISTRIBUTION = 'a distribution'
+ACTION_VALUES = 'action values'
+ACTION = 'an action'
 
 
 class Family(NamedTuple):
-  """A kind of policy before a task is known."""
+  """Constructor of policies, independent of the task."""
 
-  # discrete: (number of actions); continuous: (lowest [A], highest [A])
+  # (number of actions) if discrete, else (lower bounds [A], upper bounds [A]) -> the policy
   make: Callable[..., Policy]
-  discrete: bool
-  reads: str  # DISTRIBUTION, ACTION_VALUES or ACTION
+  discrete: bool  # actions are discrete
+  reads: str  # kind of `dist`: DISTRIBUTION, ACTION_VALUES or ACTION
 
 
-# The first that fits an algorithm and a task is what 'auto' means.
+# 'auto' selects the first family that fits the algorithm and the task.
 FAMILIES = {
     'categorical': Family(categorical, discrete=True, reads=DISTRIBUTION),
     'gaussian': Family(gaussian, discrete=False, reads=DISTRIBUTION),

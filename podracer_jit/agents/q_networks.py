@@ -1,6 +1,6 @@
-"""Networks of value-based agents (flax): Q-values of choices, or of an action that they choose.
+"""Networks of value-based agents (flax): a dueling Q-network, and a policy with a Q critic.
 
-They are called as `networks.ActorCritic` is: dist is what their `Policy` reads.
+They have the call of `networks.ActorCritic`; their `dist` holds action values, or an action.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -18,19 +19,21 @@ from podracer_jit.options import internal, option
 
 
 class Dueling(nn.Module):
-  """A torso with a stream for the state's value and one for advantages (1511.06581, equation 9)."""
+  """Dueling network: a torso, a value stream and an advantage stream (1511.06581, equation 9)."""
 
   torso: nn.Module
   policy: Policy
   hidden: int  # units of each stream; 0: as many as the torso has features
-  core: str = ''
+  core: str = ''  # always '': no recurrent core
 
   @nn.compact
   def __call__(self, obs: jax.Array, core: Any = (), valid: jax.Array | None = None):
-    """On T rows of N environments: (Q-values [T, N, A], the largest [T, N], core)."""
+    """Returns (Q-values [T, N, A], the largest of them [T, N], core) of obs [T, N, ...]."""
     del valid
     x = self.torso(obs.reshape(-1, *obs.shape[2:]))
-    # Two gradients meet here (section 4.2).
+    chex.assert_rank(x, 2)  # [N, features]
+    # The gradients of both streams add up in the torso, so they are scaled by 1 / sqrt(2)
+    # (section 4.2).
     x = _scale_gradient(x, 2 ** -0.5)
     value, advantage = (
         nn.Dense(size, kernel_init=networks.orthogonal(1.0), name=name)(
@@ -41,17 +44,20 @@ class Dueling(nn.Module):
     return q, jnp.max(q, axis=-1), core
 
   def action_value(self, obs: jax.Array, dist: jax.Array, action: jax.Array) -> jax.Array:
-    """Q of actions [N], of which dist [N, A] has the values."""
+    """Returns Q [N] of actions [N] i32, from the action values dist [N, A]."""
     del obs
+    chex.assert_rank([dist, action], [2, 1])
+    chex.assert_equal_shape_prefix([dist, action], 1)
     return jnp.take_along_axis(dist, action[..., None], axis=-1)[..., 0]
 
   def initial_core(self, num_envs: int) -> tuple[()]:
-    """It remembers nothing."""
+    """Returns (): the network is not recurrent."""
     return ()
 
 
 @jax.custom_vjp
 def _scale_gradient(x: jax.Array, scale: float) -> jax.Array:
+  """Returns x; the gradient is multiplied by `scale`."""
   return x
 
 
@@ -59,10 +65,10 @@ _scale_gradient.defvjp(lambda x, scale: (x, scale), lambda scale, g: (g * scale,
 
 
 class Deterministic(nn.Module):
-  """A policy that is an action in [-1, 1], and its critic (1803.00933, appendix D).
+  """Deterministic policy with actions in [-1, 1], and its critic (1803.00933, appendix D).
 
-  The paper does not say where the action joins the critic (here after its first layer) nor what
-  follows the second layers (here tanh, as after the first).
+  The paper leaves two choices open. Here the action joins the critic after its first layer, and
+  tanh follows every hidden layer.
   """
 
   provides: ClassVar[str] = networks.POLICY_AND_CRITIC
@@ -76,31 +82,36 @@ class Deterministic(nn.Module):
   core: str = internal('')
 
   def setup(self):
-    """Makes the layers, which two methods share."""
+    """Creates the layers, which several methods share."""
     self._actor = [nn.Dense(size) for size in self.actor_hidden]
+
+    # Output layers begin with weights uniform in [-3e-3, 3e-3].
     small = nn.initializers.uniform(3e-3)
     def centred(*args):
       return 2 * small(*args) - 3e-3
+
     self._action = nn.Dense(self.policy.action_shape[0], kernel_init=centred)
     self._critic = [nn.Dense(size) for size in self.critic_hidden]
     self._value = nn.Dense(1, kernel_init=centred)
 
   def __call__(self, obs: jax.Array, core: Any = (), valid: jax.Array | None = None):
-    """On T rows of N environments: (actions [T, N, A], their values [T, N], core)."""
+    """Returns (actions [T, N, A], their values [T, N], core) of obs [T, N, ...]."""
     del valid
     action = self.act(obs.reshape(-1, *obs.shape[2:]))
     value = self.criticise(obs.reshape(-1, *obs.shape[2:]), action)
     return action.reshape(*obs.shape[:2], -1), value.reshape(obs.shape[:2]), core
 
   def act(self, obs: jax.Array) -> jax.Array:
-    """The policy's action [N, A] on [N, ...]."""
+    """Returns the policy's actions [N, A] for obs [N, ...]."""
     x = obs.reshape(len(obs), -1)
     for layer in self._actor:
       x = jnp.tanh(layer(x))
     return jnp.tanh(self._action(x))
 
   def criticise(self, obs: jax.Array, action: jax.Array) -> jax.Array:
-    """The critic's value [N] of actions [N, A] on [N, ...]."""
+    """Returns the critic's values [N] of actions [N, A] for obs [N, ...]."""
+    chex.assert_rank(action, 2)
+    chex.assert_equal_shape_prefix([obs, action], 1)
     first, *rest = self._critic
     x = jnp.concatenate([jnp.tanh(first(obs.reshape(len(obs), -1))), action], axis=-1)
     for layer in rest:
@@ -108,23 +119,23 @@ class Deterministic(nn.Module):
     return self._value(x)[:, 0]
 
   def action_value(self, obs: jax.Array, dist: jax.Array, action: jax.Array) -> jax.Array:
-    """Q of actions [N, A], whatever the policy would do."""
+    """Returns Q [N] of actions [N, A] for obs [N, ...]; the policy's own actions are ignored."""
     del dist
     return self.criticise(obs, action)
 
   def initial_core(self, num_envs: int) -> tuple[()]:
-    """It remembers nothing."""
+    """Returns (): the network is not recurrent."""
     return ()
 
 
 def dueling(torso: nn.Module, policy: Policy) -> Dueling:
-  """Returns the dueling network around a torso, whose last layer becomes that of the two streams.
+  """Returns the dueling network around a torso.
 
-  A torso says by `split_last_layer` which layer that is; of one that does not, all layers stay and
-  the streams have as many units as it has features.
+  If the torso has `split_last_layer`, its last layer is replaced by the hidden layers of the two
+  streams. Otherwise all its layers stay, and the streams have as many units as it has features.
 
   Raises:
-    ValueError: the torso has no layer, in a line that begins with the field.
+    ValueError: the torso has no layer; the message begins with the field's name.
   """
   if not hasattr(torso, 'split_last_layer'):
     return Dueling(torso, policy, 0)

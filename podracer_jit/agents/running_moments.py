@@ -1,7 +1,7 @@
-"""Running means and deviations of observations, returns and values, the same bits on any mesh.
+"""Running means and deviations of observations, returns and values, bitwise equal on any mesh.
 
-They live among the network's variables, in the collection `moments`: so they travel with the
-parameters, to actors, checkpoints and evaluation, and the actors of an update all use the same.
+They are variables of the network, in the collection `moments`. So they go with the parameters to
+actors, checkpoints and evaluation, and all actors of an update use the same statistics.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,12 +22,12 @@ from podracer_jit.numerics.islands import island
 from podracer_jit.options import option
 from podracer_jit.types import Params, Rollout
 
-CLIP = 10.0  # deviations: what is farther out is taken for this far
+CLIP = 10.0  # bound of normalised numbers, in standard deviations
 
 
 @dataclasses.dataclass(frozen=True)
 class NormaliseOptions:
-  """What is normalised by its running mean and deviation."""
+  """Options of normalisation by running means and deviations."""
 
   obs: bool = option(False, 'observations')
   reward: bool = option(False, 'rewards, by the deviation of discounted returns')
@@ -34,56 +35,65 @@ class NormaliseOptions:
 
   @property
   def moments(self) -> tuple[str, ...]:
-    """The names of the moments that the network keeps."""
+    """Names of the moments that the network keeps."""
     wanted = {'obs': self.obs, 'returns': self.reward, 'values': self.value}
     return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
 
 class Moments(NamedTuple):
-  """Of everything seen so far."""
+  """Count, mean and squared deviations of all numbers added so far."""
 
-  count: jax.Array  # f32
-  mean: jax.Array  # [...]
-  m2: jax.Array  # [...], the sum of squared distances from the mean
+  count: jax.Array  # f32, number of rows
+  mean: jax.Array  # [*shape] f32
+  m2: jax.Array  # [*shape] f32, the sum of squared distances from the mean
 
 
 def initial(shape: tuple[int, ...]) -> Moments:
-  """Of nothing; the deviation counts as 1."""
+  """Returns the moments of an empty sample; their deviation is 1."""
   return Moments(jnp.zeros(()), jnp.zeros(shape), jnp.zeros(shape))
 
 
 def deviation(moments: Moments) -> jax.Array:
-  """The standard deviation, [...]."""
+  """Returns the standard deviation [*shape]; 1 for an empty sample."""
+  chex.assert_rank(moments.count, 0)
+  chex.assert_equal_shape([moments.mean, moments.m2])
   variance = moments.m2 / jnp.maximum(moments.count, 1.0)
   return jnp.where(moments.count > 0, jnp.sqrt(variance + 1e-8), 1.0)
 
 
 def standardise(moments: Moments, x: jax.Array) -> jax.Array:
-  """[..., *shape] in deviations from the mean, clipped."""
+  """Returns x [..., *shape] in standard deviations from the mean, clipped to [-CLIP, CLIP]."""
+  chex.assert_shape(x, (..., *moments.mean.shape))
   return jnp.clip((x - moments.mean) / deviation(moments), -CLIP, CLIP)
 
 
 def restore(moments: Moments, x: jax.Array) -> jax.Array:
-  """What `standardise` made x [..., *shape] of, but for its clipping."""
+  """Returns the inverse of `standardise`, without its clipping, for x [..., *shape]."""
+  chex.assert_shape(x, (..., *moments.mean.shape))
   return moments.mean + deviation(moments) * x
 
 
 def merge(a: Moments, b: Moments) -> Moments:
-  """Moments of the union of two samples (Chan, Golub and LeVeque 1979, equation 2.1)."""
-  count, apart = a.count + b.count, b.mean - a.mean
+  """Returns moments of the union of two samples (Chan, Golub and LeVeque 1979, equation 2.1)."""
+  chex.assert_equal_shape([a.mean, a.m2, b.mean, b.m2])
+  count = a.count + b.count
+  delta = b.mean - a.mean
   share = b.count / jnp.maximum(count, 1.0)
-  return Moments(count, a.mean + apart * share,
-                 a.m2 + b.m2 + jnp.square(apart) * a.count * share)
+  return Moments(count, a.mean + delta * share,
+                 a.m2 + b.m2 + jnp.square(delta) * a.count * share)
 
 
 def measure(x: jax.Array, valid: jax.Array, groups: Groups) -> Moments:
   """Returns the moments of the valid rows of all devices.
 
   Args:
-    x: [T, B, *shape], of the environments of this device.
+    x: [T, B, *shape], numbers of this device's environments.
     valid: [T, B] bool.
-    groups: of the environments.
+    groups: the groups of environments, and how to sum over them.
   """
+  chex.assert_rank(valid, 2)
+  chex.assert_type(valid, bool)
+  chex.assert_equal_shape_prefix([x, valid], 2)
   rows = groups.split((x, valid))
   count, total = groups.total(groups.map(_sum_of_group, *rows))
   mean = _mean(total, count)
@@ -92,34 +102,45 @@ def measure(x: jax.Array, valid: jax.Array, groups: Groups) -> Moments:
 
 
 def _sum_of_rows(x: jax.Array) -> jax.Array:
-  """[T, B, ...] -> [...]."""
+  """Returns the sum [...] of x [T, B, ...] over rows and environments, in a fixed order."""
   return pairwise_sum(x.reshape(-1, *x.shape[2:]))
 
 
 def _where(valid: jax.Array, x: jax.Array) -> jax.Array:
-  """x [T, B, ...] in valid rows [T, B], else 0."""
+  """Returns x [T, B, ...] with zeros in invalid rows; valid is [T, B]."""
   return jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0.0)
 
 
 @island('sum_of_rows')
 def _sum_of_group(x: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The number of valid rows and their sum."""
+  """Returns the number of valid rows and their sum."""
   return _sum_of_rows(valid.astype(jnp.float32)), _sum_of_rows(_where(valid, x.astype(jnp.float32)))
 
 
 @island('mean_of_rows')
 def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
+  """Returns the mean, or 0 for an empty sample."""
   return total / jnp.maximum(count, 1.0)
 
 
 @island('squares_of_rows')
 def _squares_of_group(x: jax.Array, valid: jax.Array, mean: jax.Array) -> jax.Array:
-  """The sum of squared distances of valid rows from the mean."""
+  """Returns the sum of squared distances of valid rows from the mean."""
   return _sum_of_rows(_where(valid, jnp.square(x.astype(jnp.float32) - mean)))
 
 
 def observe(params: Params, rollout: Rollout, targets: Any, groups: Groups) -> dict[str, Moments]:
-  """The moments of an update's observations and value targets, where `params` has such."""
+  """Returns the moments of an update's observations and value targets.
+
+  Args:
+    params: the network's variables; their collection `moments` says which moments are kept.
+    rollout: [T, B, ...], the rollout of this device's environments.
+    targets: the algorithm's targets, with 'value_target' [T, B] if moments of values are kept.
+    groups: the groups of environments.
+
+  Returns:
+    Moments by name, for those of 'obs' and 'values' that `params` keeps.
+  """
   rows = {'obs': lambda: frames.stacks(rollout.obs)[:-1], 'values': lambda: targets['value_target']}
   return {name: measure(rows[name](), rollout.valid, groups)
           for name in of(params) if name in rows}
@@ -130,8 +151,8 @@ def scale_rewards(params: Params, rollout: Rollout,
   """Divides rewards by the deviation of the discounted returns, this rollout's included.
 
   Returns:
-    The rollout with scaled rewards, and the moments of its returns; where `params` has no moments
-    of returns, the rollout as it is and none.
+    The rollout with scaled rewards, and {'returns': moments of its returns}. If `params` keeps no
+    moments of returns, the unchanged rollout and an empty dict.
   """
   if 'returns' not in of(params):
     return rollout, {}
@@ -143,26 +164,27 @@ def scale_rewards(params: Params, rollout: Rollout,
 
 @island('scaled_rewards')
 def _scaled_rewards(reward: jax.Array, before: Moments, new: Moments) -> jax.Array:
+  """Returns rewards [T, B] in deviations of all returns so far, clipped."""
   return jnp.clip(reward / deviation(merge(before, new)), -CLIP, CLIP)
 
 
 def of(params: Params) -> Mapping[str, Moments]:
-  """The moments among a network's variables; empty where nothing is normalised."""
+  """Returns the moments in a network's variables; empty if nothing is normalised."""
   return params.get('moments', {}) if isinstance(params, Mapping) else {}
 
 
 def frozen(params: Params) -> Params:
-  """params with moments that no gradient reaches."""
+  """Returns params with a stop_gradient on the moments."""
   return {**params, 'moments': lax.stop_gradient(of(params))} if of(params) else params
 
 
 def weights(params: Params) -> Params:
-  """params without the moments."""
+  """Returns params without the moments."""
   return {k: v for k, v in params.items() if k != 'moments'} if of(params) else params
 
 
 def add(params: Params, moments: Mapping[str, Moments]) -> Params:
-  """params with these merged into their moments."""
+  """Returns params with `moments` merged into theirs."""
   if not moments:
     return params
   merged = {name: _merge(old, moments[name]) for name, old in of(params).items()}

@@ -1,1 +1,1 @@
-"""Environments: the protocol, EnvPool behind it, and stacks of frames."""
+"""Environments: their protocol, its implementation by EnvPool, and stacks of frames."""

@@ -1,7 +1,7 @@
-"""EnvPool behind two types: what a task is, and a shard of its environments.
+"""EnvPool's environment family: specs of tasks and shards of environments.
 
-The only module that imports envpool. What its callers may rely on: float64 never leaves here, seeds
-never overlap, nothing that would kill the process reaches EnvPool, and a pool outlives its program.
+Only this module imports envpool. It guarantees that no float64 array leaves it, and that no option
+which would kill the process reaches EnvPool.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,40 +20,45 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 with warnings.catch_warnings():
-  warnings.simplefilter('ignore')  # EnvPool's imports warn about spaces we do not use
+  # EnvPool's imports warn about spaces that are not used here.
+  warnings.simplefilter('ignore')
   import envpool
 
 from podracer_jit.envs.protocol import EnvSpec, TimeStep
 from podracer_jit.options import LARGEST_FLOAT, shown
 
-# Set by us: the experiment says how many to wait for, seeds are explicit, threads are placement.
+# Options that are not the user's: other fields of the config, or this package, set them.
 _OURS = ('num_envs', 'batch_size', 'num_threads', 'seed', 'env_seed', 'base_path', 'task',
          'gym_reset_return_info', 'max_num_players', 'thread_affinity_offset')
 
-# A reset makes up to noop_max steps, a step frame_skip frames; programs have an operation for each
-# frame of a stack.
+# A reset takes up to noop_max steps and a step frame_skip frames, so large values take for ever. A
+# program has operations for each frame of a stack.
 _AT_MOST = {'noop_max': 100_000, 'frame_skip': 1000, 'stack_num': 128, 'frame_stack': 128}
-_TIMES = ('step', 'time', 'duration', 'frequency')  # in names of options that make nothing larger
-_LARGEST_SIZE = 10_000  # of an option that may be a length, unless its default is larger
-_LARGEST_OBS = 2**26  # bytes of an observation
+# Words in the names of options that do not change the size of anything.
+_TIMES = ('step', 'time', 'duration', 'frequency')
+# Bound of an option that may be a length; 100 times its default if that is larger.
+_LARGEST_SIZE = 10_000
+_LARGEST_OBS = 2**26  # bytes of one observation
 
 
 def _quiet_spec(task: str, options: Mapping[str, Any]):
+  """Returns EnvPool's spec of a task without its warnings."""
   with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     return envpool.make_spec(task, **options)
 
 
 def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
-  """The spec of `task` with EnvPool's own `options`, checked before EnvPool could act on them.
+  """Returns the spec of `task` with EnvPool's `options`, which are checked first.
 
   Raises:
-    ValueError: an unknown task, option or value, or a kind of task that cannot be trained yet.
+    ValueError: the task, an option or a value is unknown, or the task's kind is not supported.
   """
   if task not in envpool.list_all_envs():
     near = difflib.get_close_matches(task, envpool.list_all_envs(), n=3, cutoff=0.4)
     raise ValueError(f'env.task: EnvPool has no task {shown(task)}'
                      + (f'; did you mean {" or ".join(near)}?' if near else ''))
+
   usual = _quiet_spec(task, {})
   default = usual.config._asdict()
   for name, value in options.items():
@@ -70,6 +76,8 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
                              'img_width') else None
     if smallest is not None and value < smallest:
       raise ValueError(f'env.{name}: must be at least {smallest}, got {value}')
+
+  # Each option alone, so that the error can name the option that EnvPool refuses.
   for name, value in options.items():
     try:
       alone = _quiet_spec(task, {name: value})
@@ -78,11 +86,15 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
       raise ValueError(f'env.{name}: EnvPool refuses {shown(value)} for {task} ({why})') from None
     for problem in _problems_of_obs(alone, usual):
       raise ValueError(f'env.{name}: with {shown(value)} {problem}')
+
+  # The options together; the error names the option with the largest observation.
   spec = _quiet_spec(task, options)
-  for problem in _problems_of_obs(spec, usual):  # of the options together
+  for problem in _problems_of_obs(spec, usual):
     raise ValueError(f'env.{max(options, key=lambda name: _obs_bytes(_alone(task, name, options)))}'
                      f': with the other options of {task} {problem}')
-  obs, action = spec.observation_space, spec.action_space
+
+  obs = spec.observation_space
+  action = spec.action_space
   if spec.config._asdict().get('max_num_players', 1) != 1:
     raise ValueError(f'env.task: {task} has several players; single-player tasks only for now')
   discrete = type(action).__name__ == 'Discrete'
@@ -90,6 +102,7 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
   if not discrete and not (floats and len(action.shape) == 1):
     raise ValueError(f'env.task: the actions of {task} are {action}; only one choice (Discrete) '
                      'and a vector of floats (Box) can be learned for now')
+
   shape, dtype = _flat_obs(task, obs)
   return EnvSpec(
       task=task,
@@ -104,11 +117,12 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
 
 
 def _problems_of_number(name: str, value: Any, default: Any) -> Iterator[str]:
-  """Yields what is wrong with an option that is a number, of any task."""
+  """Yields problems of a numeric option, by bounds that hold for any task."""
   if isinstance(value, bool) or not isinstance(value, int | float):
     return
   if isinstance(default, float):
-    if not -LARGEST_FLOAT <= value <= LARGEST_FLOAT:  # nan is not, either
+    # The comparison is false for nan, too.
+    if not -LARGEST_FLOAT <= value <= LARGEST_FLOAT:
       yield 'must be a finite number'
     return
   most = _AT_MOST.get(name, max(_LARGEST_SIZE, 100 * default))
@@ -121,8 +135,11 @@ def _problems_of_number(name: str, value: Any, default: Any) -> Iterator[str]:
 
 
 def _problems_of_obs(spec: Any, usual: Any) -> Iterator[str]:
-  """Yields why observations cannot be had; asks for no space, which would allocate two of them."""
-  # The usual shapes have -1 for the number of players.
+  """Yields problems of a spec's observations; `usual` is the spec with default options.
+
+  It reads array specs only, since a space would allocate two arrays of an observation's size.
+  """
+  # Default shapes may have -1 for the number of players, so only additional sizes below 1 count.
   if _not_positive(spec) > _not_positive(usual):
     shapes = [tuple(part.shape) for part in _obs_parts(spec)]
     yield f'observations have the shape {shown(shapes[0] if len(shapes) == 1 else shapes)}'
@@ -132,41 +149,46 @@ def _problems_of_obs(spec: Any, usual: Any) -> Iterator[str]:
 
 
 def _obs_parts(spec: Any) -> list[Any]:
+  """Returns the array specs of an observation's parts."""
   return [part for name, part in spec.state_array_spec.items() if name.startswith('obs')]
 
 
 def _not_positive(spec: Any) -> int:
+  """Returns the number of axes with a size below 1."""
   return sum(size < 1 for part in _obs_parts(spec) for size in part.shape)
 
 
 def _obs_bytes(spec: Any) -> int:
+  """Returns the bytes of one observation."""
   return sum(abs(math.prod(part.shape)) * np.dtype(part.dtype).itemsize
              for part in _obs_parts(spec))
 
 
 def _alone(task: str, name: str, options: Mapping[str, Any]) -> Any:
+  """Returns the spec of a task with one of the options."""
   return _quiet_spec(task, {name: options[name]})
 
 
 def families() -> dict[str, list[str]]:
-  """Returns the names of all tasks by family, such as `atari` or `mujoco.dmc`; both are sorted."""
-  found: dict[str, list[str]] = {}
+  """Returns the sorted names of all tasks by family, for example `atari` or `mujoco.dmc`."""
+  tasks: dict[str, list[str]] = {}
   for task in sorted(envpool.list_all_envs()):
     module = envpool.registration.registry.specs[task][0]
-    found.setdefault(module.removeprefix('envpool.'), []).append(task)
-  return dict(sorted(found.items()))
+    tasks.setdefault(module.removeprefix('envpool.'), []).append(task)
+  return dict(sorted(tasks.items()))
 
 
 def _stack(spec: Any) -> int:
-  """How many frames an observation has, of tasks whose stacks go on, or are filled with one frame.
+  """Returns the frames in an observation if `frames.Frames` can hold its stacks, else 1.
 
-  Those of Atari do. ViZDoom's, at an episode's end, do neither.
+  Atari's stacks continue the previous stack or repeat one frame. ViZDoom's last stack of an episode
+  does neither.
   """
   return int(spec.config.stack_num) if type(spec).__name__ == 'AtariEnvSpec' else 1
 
 
 def _flat_obs(task: str, space: Any) -> tuple[tuple[int, ...], np.dtype]:
-  """Shape and dtype of an observation as `_observe` makes it."""
+  """Returns shape and dtype of one observation of `_observe`."""
   kind = type(space).__name__
   if kind == 'Box':
     return tuple(space.shape), _narrowed(space.dtype)
@@ -177,7 +199,10 @@ def _flat_obs(task: str, space: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _observe(obs: Any) -> Any:
-  """[B, ...]; of a dict one row of f32 each, its parts in the order of their names."""
+  """Returns observations [B, ...].
+
+  A dict becomes an array [B, features] f32, with its parts in the order of their names.
+  """
   obs = _narrow(obs)
   if not isinstance(obs, Mapping):
     return obs
@@ -189,19 +214,30 @@ def _observe(obs: Any) -> Any:
 
 def make_shard(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_threads: int = 0,
                batch_size: int = 0) -> Shard:
-  """Starts the environments of one EnvPool; see `Shard` and `protocol.Family`."""
+  """Starts the environments of one EnvPool; see `protocol.Family`.
+
+  Args:
+    task: name of the task.
+    options: EnvPool's options.
+    seeds: one for each environment, all different.
+    num_threads: threads of the pool; 0 lets EnvPool choose.
+    batch_size: environments that a step waits for; 0 for all of them, in lockstep.
+
+  Returns:
+    The shard, already reset.
+  """
   return Shard(task, options, seeds, num_threads, batch_size)
 
 
 def make_pool(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_threads: int = 0,
               batch_size: int = 0) -> Any:
-  """Starts an EnvPool, which is stepped from Python by the gymnasium API.
+  """Starts an EnvPool with the gymnasium API, which Python steps.
 
   Args:
     task: name of the task.
-    options: of EnvPool's own.
+    options: EnvPool's options.
     seeds: one for each environment.
-    num_threads: of the pool; 0 lets EnvPool choose.
+    num_threads: threads of the pool; 0 lets EnvPool choose.
     batch_size: environments that a step waits for; 0 for all.
 
   Returns:
@@ -215,37 +251,48 @@ def make_pool(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_t
 
 
 class Shard:
-  """One EnvPool and its jittable `send` and `recv`.
+  """EnvPool with traceable `send` and `recv`.
 
-  Synchronous: each call is for all environments, in their order. Asynchronous: for the first B that
-  are ready, and those are to be sent actions; an environment is first received with its first
-  observation, there is no `first_obs`.
+  In a synchronous shard each call is for all environments, in their order. In an asynchronous shard
+  `recv` returns the first B environments that are ready, and `send` takes actions for these. It has
+  no `first_obs`; the first `recv` of an environment returns its first observation.
 
-  The handle the two thread is an ordering token only: each call finds its pool by an attribute, so
-  several shards of one program may share one token, which fixes the order of all their calls. It is
-  also what keeps them: a call whose handle leads to nothing may be dropped.
+  The handle that `send` and `recv` take and return is only a token. Each call finds its pool by an
+  attribute of the call, so the shards of a program may share one token, which orders all their
+  calls. The token also keeps the calls: XLA may drop a call whose handle is not used.
+
   The pool must outlive every program that contains it: close it after the last output is ready.
   """
 
   def __init__(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
                num_threads: int = 0, batch_size: int = 0):
-    """Starts the environments and resets them; num_threads 0 lets EnvPool choose.
+    """Starts the environments and resets them.
 
-    With a batch_size the shard is asynchronous; it is below the number of environments.
+    Args:
+      task: name of the task.
+      options: EnvPool's options.
+      seeds: one for each environment, all different.
+      num_threads: threads of the pool; 0 lets EnvPool choose.
+      batch_size: 0 for a synchronous shard; otherwise the shard is asynchronous, and batch_size is
+        less than the number of environments.
     """
-    self.task, self.num_envs = task, len(seeds)
+    self.task = task
+    self.num_envs = len(seeds)
     self.batch_size = batch_size or self.num_envs
     self._pool = make_pool(task, options, seeds, num_threads, self.batch_size)
-    # MuJoCo and DM Control are float64 throughout; with x64 off their recv aborts the process.
+
+    # MuJoCo and DM Control use float64; with x64 off their recv aborts the process.
     spaces = (self._pool.observation_space, self._pool.action_space)
     leaves = [leaf for s in spaces for leaf in getattr(s, 'values', lambda s=s: [s])()]
     self._x64 = np.dtype(np.float64) in [leaf.dtype for leaf in leaves]
     with jax.enable_x64(self._x64):
       self._handle, self._recv, self._send, _ = self._pool.xla()
-    # EnvPool's discrete actions are int32, whatever its spaces say.
+
+    # EnvPool's discrete actions are int32, even if its action space has another dtype.
     discrete = hasattr(self._pool.action_space, 'n')
     self._action_dtype = np.int32 if discrete else self._pool.action_space.dtype
-    # A pool that was never reset would spend its first step on it.
+
+    # Without a reset here the first step would be a reset.
     if batch_size:
       self._pool.async_reset()
     else:
@@ -254,20 +301,23 @@ class Shard:
 
   @property
   def handle(self) -> np.ndarray:
-    """A token to thread through `send` and `recv`."""
+    """Token for the first call of `send` or `recv`."""
     return np.array(self._handle)
 
   def send(self, handle: jax.Array, action: jax.Array, env_id: jax.Array | None = None
            ) -> jax.Array:
-    """Hands B actions to EnvPool's threads and does not wait; traceable.
+    """Hands actions [B, ...] to EnvPool's threads and does not wait; traceable.
 
-    env_id: [B] i32, whose actions these are, of an asynchronous shard.
+    An asynchronous shard needs env_id [B] i32, the environments that take the actions. Returns the
+    next handle.
     """
-    with jax.enable_x64(self._x64):  # nothing but the call: x64 changes what other code means
+    chex.assert_axis_dimension(action, 0, self.batch_size)
+    # Only the call is inside, since x64 changes the dtypes of other code.
+    with jax.enable_x64(self._x64):
       return _call(self._send, handle, action.astype(self._action_dtype), env_id)
 
   def recv(self, handle: jax.Array) -> tuple[jax.Array, TimeStep]:
-    """Waits for B environments; traceable."""
+    """Waits for B environments. Returns the next handle and their results; traceable."""
     with jax.enable_x64(self._x64):
       handle, (obs, reward, terminated, truncated, info) = _call(self._recv, handle)
       obs, reward, raw = _narrow((obs, reward, info.get('reward', reward)))
@@ -277,11 +327,13 @@ class Shard:
 
   @property
   def pool_config(self) -> dict[str, Any]:
-    """All of EnvPool's options for this pool, as it understood them."""
+    """All options of this pool, with the values that EnvPool uses."""
     return self._pool.spec.config._asdict()
 
   def render(self) -> np.ndarray:
-    """The first environment as EnvPool draws it, [H, W, 3] u8; wants render_mode='rgb_array'.
+    """Returns EnvPool's image of the first environment, [H, W, 3] u8.
+
+    The pool needs the option render_mode='rgb_array'.
 
     Raises:
       RuntimeError: EnvPool cannot draw this task.
@@ -289,37 +341,41 @@ class Shard:
     return self._pool.render()[0]
 
   def close(self) -> None:
-    """Ends the pool's threads; nothing that contains it may run any more."""
+    """Ends the pool's threads. No program that contains the pool may run afterwards."""
     self._pool.close()
-    self._pool = self._recv = self._send = None
+    self._pool = None
+    self._recv = None
+    self._send = None
 
 
-def _made(*args: jax.Array, call: core.ClosedJaxpr) -> list[jax.Array]:
+def _evaluate(*args: jax.Array, call: core.ClosedJaxpr) -> list[jax.Array]:
+  """Returns the results of EnvPool's call."""
   return core.jaxpr_as_fun(call)(*args)
 
 
-# A call of EnvPool's as JAX is to see it: without effects, since programs that have some are called
-# by Python, not by C++, which takes 0.3 ms. That each call is made, once and in its turn, is what
-# the handle does; and to XLA it is still one with side effects.
+# This primitive hides the effects of EnvPool's calls from JAX. JAX calls programs with effects from
+# Python instead of C++, which takes 0.3 ms more. The handle ensures that each call is made once and
+# in order, and XLA still sees a custom call with side effects.
 _call_p = core.Primitive('envpool')
 _call_p.multiple_results = True
-_call_p.def_impl(_made)
+_call_p.def_impl(_evaluate)
 _call_p.def_abstract_eval(lambda *args, call: call.out_avals)
-mlir.register_lowering(_call_p, mlir.lower_fun(_made))
+mlir.register_lowering(_call_p, mlir.lower_fun(_evaluate))
 
 
 def _call(function: Callable, *args: jax.Array | None) -> Any:
-  """function(*args), which EnvPool made, in the program that is being traced."""
+  """Binds function(*args), a function of EnvPool, into the program that is being traced."""
   call, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-  made = _call_p.bind(*jax.tree.leaves(args), call=call)
-  return jax.tree.unflatten(jax.tree.structure(shapes), made)
+  results = _call_p.bind(*jax.tree.leaves(args), call=call)
+  return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 def _narrow(tree):
-  """float64 -> float32, at once where it arises."""
+  """Converts float64 arrays of a tree to float32."""
   return jax.tree.map(lambda x: x.astype(_narrowed(x.dtype)), tree)
 
 
 def _narrowed(dtype: Any) -> np.dtype:
+  """Returns float32 for float64, and any other dtype unchanged."""
   return np.dtype(np.float32) if dtype == np.float64 else np.dtype(dtype)
 

@@ -1,4 +1,4 @@
-"""The environment family that a task belongs to."""
+"""Lookup of the environment family of a task."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from podracer_jit.envs.protocol import Family
 
 
 def family_of(task: str) -> Family:
-  """EnvPool's family, or a user's own where the task is `module:attribute`.
+  """Returns EnvPool's family, or a user's family if the task is `module:attribute`.
 
   Raises:
-    ValueError: there is no such family, in one line.
+    ValueError: the family does not exist or lacks a function; the message is one line.
   """
   if ':' not in task:
-    from podracer_jit.envs import envpool_envs  # only here: it takes a second to import
+    # Imported here because the import takes a second.
+    from podracer_jit.envs import envpool_envs
     return envpool_envs
   family = parts.find('env.task', task, {})
   missing = [name for name in ('make_spec', 'make_shard') if not hasattr(family, name)]

@@ -1,7 +1,7 @@
-"""What environments are to the rest: a spec, and shards that a program steps.
+"""Interface of environments: a spec, and shards that a compiled program steps.
 
-An environment family makes both. EnvPool's is the module `envpool_envs`; a user's own is given as
-`env.task = 'module:attribute'`, an object with the functions of `Family`.
+An environment family creates both. EnvPool's family is the module `envpool_envs`. A user's family
+is an object with the functions of `Family`, given as `env.task = 'module:attribute'`.
 """
 
 from __future__ import annotations
@@ -14,78 +14,84 @@ import numpy as np
 
 
 class EnvSpec(NamedTuple):
-  """What a task is, known without starting an environment."""
+  """Specification of a task, known without starting an environment."""
 
   task: str
-  obs_shape: tuple[int, ...]
-  obs_dtype: np.dtype  # as the learner sees it: float64 arrives as float32
-  num_actions: int  # 0 where actions are continuous
-  action_low: tuple[float, ...]  # the least and the most of each number of an action; empty where
-  action_high: tuple[float, ...]  # actions are discrete
-  frame_skip: int
+  obs_shape: tuple[int, ...]  # of one observation
+  obs_dtype: np.dtype  # as the learner sees it: float64 is converted to float32
+  num_actions: int  # 0 if actions are continuous
+  action_low: tuple[float, ...]  # lower bound of each element of an action; () if discrete
+  action_high: tuple[float, ...]  # upper bound of each element of an action; () if discrete
+  frame_skip: int  # frames of one step
   max_episode_steps: int
-  stack: int = 1  # frames of an observation, if `frames.Frames` can hold them; else 1
+  stack: int = 1  # frames in an observation if `frames.Frames` can hold them, else 1
 
 
 class TimeStep(NamedTuple):
-  """What one step of B environments gave back; of an asynchronous shard, of the first B ready."""
+  """Results of one step of B environments; in an asynchronous shard, the first B that are ready."""
 
   obs: jax.Array  # [B, ...]
   reward: jax.Array  # [B] f32
-  terminated: jax.Array  # [B] bool; with episodic_life also where a life was lost
+  terminated: jax.Array  # [B] bool; with episodic_life also true when a life was lost
   truncated: jax.Array  # [B] bool
   raw_reward: jax.Array  # [B] f32: before any clipping
-  game_over: jax.Array  # [B] bool: terminated, lives aside
-  env_id: jax.Array  # [B] i32: which environments of the shard these are
+  game_over: jax.Array  # [B] bool: terminated, but not by the loss of a life
+  env_id: jax.Array  # [B] i32: indices of the environments within the shard
 
 
 class Shard(Protocol):
-  """Environments that are stepped together, by traceable calls.
+  """Vector of environments that are stepped together, by traceable calls.
 
-  `send` and `recv` thread a token, which orders the calls of all shards of a program.
+  `send` and `recv` take and return a token, which orders the calls of all shards of a program.
   """
 
   num_envs: int
-  batch_size: int  # environments of one step: all of them, unless the shard is asynchronous
-  first_obs: Any  # [num_envs, ...], of a shard that is not asynchronous
+  batch_size: int  # environments in one step: num_envs, or fewer in an asynchronous shard
+  first_obs: Any  # [num_envs, ...]; absent in an asynchronous shard
 
   @property
   def handle(self) -> np.ndarray:
-    """The first token."""
+    """Token for the first call."""
 
   def send(self, handle: jax.Array, action: jax.Array, env_id: jax.Array | None = None
            ) -> jax.Array:
-    """Hands actions [batch_size, ...] to the environments and does not wait."""
+    """Starts a step with actions [batch_size, ...] and does not wait; returns the next token.
+
+    An asynchronous shard needs env_id [batch_size] i32, the environments that take the actions.
+    """
 
   def recv(self, handle: jax.Array) -> tuple[jax.Array, TimeStep]:
-    """Waits for what came back."""
+    """Waits for batch_size environments. Returns the next token and their results."""
 
   def close(self) -> None:
-    """Ends the environments; nothing that contains them may run any more."""
+    """Ends the environments. No program that contains them may run afterwards."""
 
 
 class Family(Protocol):
-  """A kind of environments."""
+  """Interface of environment families."""
 
   def make_spec(self, task: str, options: Mapping[str, Any]) -> EnvSpec:
-    """What a task is, known without starting an environment.
+    """Returns the spec of a task without starting an environment.
 
     Args:
       task: `env.task` of the config.
-      options: the other fields of `env` but num_envs.
+      options: the other fields of the config's `env`, without num_envs.
 
     Raises:
-      ValueError: one line that names the field, its value and what would be right.
+      ValueError: one line that names the field, its value and a valid value.
     """
 
   def make_shard(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
                  num_threads: int, batch_size: int) -> Shard:
-    """Starts environments.
+    """Starts a shard of environments.
 
     Args:
-      task: as of `make_spec`.
-      options: as of `make_spec`.
-      seeds: one an environment, all different.
-      num_threads: of the environments' own; 0: as many as the family likes.
-      batch_size: 0: a step is of all environments; else of the first so many that are ready.
+      task: `env.task` of the config.
+      options: the other fields of the config's `env`, without num_envs.
+      seeds: one for each environment, all different.
+      num_threads: threads that step the environments; 0 lets the family choose.
+      batch_size: 0 for lockstep; otherwise a step waits for this many environments only.
+
+    Returns:
+      The shard, already reset.
     """

@@ -1,4 +1,4 @@
-"""Seeds of environments."""
+"""Seeds of environments, the same however the environments are split into pools."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import numpy as np
 
 
 def env_seeds(seed: int, segment: int, first_env: int, num_envs: int) -> list[int]:
-  """One EnvPool seed an environment: distinct, a function of (seed, segment, environment) alone.
+  """Returns distinct EnvPool seeds, one for each environment.
 
-  Explicit, because EnvPool seeds environment i of a pool with `seed + i`: neighbouring pools would
-  share nearly all their streams.
+  A seed depends on (seed, segment, environment) only. With a single seed for a pool EnvPool would
+  seed its environment i with `seed + i`, so neighbouring pools would share nearly all streams.
+
+  Args:
+    seed: seed of the run.
+    segment: index of the segment.
+    first_env: index of the first environment among all environments of the run.
+    num_envs: number of environments.
+
+  Returns:
+    num_envs integers in [0, 2^31).
   """
   start = int(np.random.SeedSequence([seed, segment]).generate_state(1)[0])
-  # An odd stride visits every 31-bit number once.
+  # An odd stride visits every 31-bit number once, so seeds are distinct.
   return [(start + env * 0x9E3779B1) % 2**31 for env in range(first_env, first_env + num_envs)]

@@ -1,4 +1,4 @@
-"""Algorithms, one a file, and their losses: pure functions of one sequence, row or transition."""
+"""Algorithms, one in each file, with losses that are pure functions of arrays."""
 
 from podracer_jit.losses.dpg import DPG as DPG
 from podracer_jit.losses.dpg import critic_td_error as critic_td_error

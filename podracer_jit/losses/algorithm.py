@@ -1,8 +1,8 @@
-"""What an algorithm declares, and all that the machinery asks of it.
+"""Interface of algorithms: options, requirements and losses.
 
 An algorithm is one frozen dataclass in one file. Its fields are its options (`options.option`), its
-class attributes say what it needs, and its methods are pure functions. Nothing else in the package
-knows an algorithm by name: a user's own, given as `module:Class`, is as good as a shipped one.
+class attributes declare its requirements, and its methods are pure functions. No other code refers
+to an algorithm by name, so a user's algorithm, given as `module:Class`, equals a shipped one.
 
 T is the unroll length, N a number of environments or transitions.
 """
@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -27,68 +28,70 @@ from podracer_jit.losses.minibatches import ENVIRONMENTS, Unit
 from podracer_jit.options import INT32_MAX, option
 from podracer_jit.types import Metrics, Params, Rollout, Transition
 
-MAX_N_STEP = 256  # programs have an operation for each step
+MAX_N_STEP = 256  # a program has operations for each step
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(abc.ABC):
-  """What algorithms of both kinds declare."""
+  """Base class of algorithms that learn from rollouts or from a replay."""
 
   network_kind: ClassVar[kinds.Kind] = kinds.ACTOR_CRITIC
   learns_from_replay: ClassVar[bool]
-  measures_kl: ClassVar[bool] = False  # its loss terms have approx_kl
-  normalises_values: ClassVar[bool] = False  # it supports normalise.value
+  measures_kl: ClassVar[bool] = False  # its loss terms include 'approx_kl'
+  normalises_values: ClassVar[bool] = False  # it supports the option normalise.value
 
   discount: float = option(0.99, 'discount of future rewards', at_least=0, at_most=1)
 
   def problems(self) -> Iterator[str]:
-    """Yields what is wrong with the options together, in a line each."""
+    """Yields problems of the combination of options, one line each."""
     yield from ()
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutAlgorithm(Algorithm):
-  """An algorithm that learns from each rollout once it is made, and then drops it.
+  """Base class of algorithms that learn from a rollout in one update and then drop it.
 
-  A minibatch is (rollout, targets) of some environments or rows, as `minibatch_unit` says: arrays
-  [T, N, ...], or [1, N, ...] of rows. Each method is an island (`numerics.islands`): it is compiled
-  by itself, in shapes that do not depend on how many groups share a device, so no method has to
-  think of rounding.
+  A minibatch is (rollout, targets) of some environments [T, N, ...] or of some rows [1, N, ...];
+  `minibatch_unit` decides which. Each method is compiled as an island (`numerics.islands`): by
+  itself, with shapes that do not depend on how many groups share a device. So a method needs no
+  care about rounding.
   """
 
   learns_from_replay: ClassVar[bool] = False
-  shuffles: ClassVar[bool] = False  # an epoch draws its minibatches at random
+  shuffles: ClassVar[bool] = False  # each epoch shuffles the elements of its minibatches
 
   def minibatch_unit(self, recurrent: bool) -> Unit:
-    """Returns what minibatches are made of: `minibatches.ENVIRONMENTS` or `minibatches.ROWS`."""
+    """Returns the elements of minibatches: `minibatches.ENVIRONMENTS` or `minibatches.ROWS`."""
     del recurrent
     return ENVIRONMENTS
 
   def target_inputs(self, rollout: Rollout, recurrent: bool) -> Rollout:
-    """Returns what `targets` needs of a rollout: by default the last observations only.
+    """Returns the part of a rollout that `targets` reads: by default the last observations only.
 
-    Fewer frames are then put together for it.
+    Fewer stacks of frames must then be rebuilt.
     """
     del recurrent
     return rollout._replace(obs=frames.last(rollout.obs))
 
   def targets(self, model: Model, params: Params, rollout: Rollout) -> Any:
-    """Returns targets [T, N] of a group, once an update; by default none.
+    """Returns targets [T, N] of one group, computed once in an update; by default none.
 
     Args:
       model: the network.
-      params: those that the update begins with.
-      rollout: of one group, with the observations that `target_inputs` leaves.
+      params: the parameters at the beginning of the update.
+      rollout: the group's rollout, as `target_inputs` returns it.
     """
     del model, params, rollout
     return ()
 
   def batch_statistics(self, valid: jax.Array, targets: Any) -> Any:
-    """Returns what all rows of a minibatch share, such as their number; by default nothing.
+    """Returns statistics of a whole minibatch, for example its number of valid rows.
+
+    By default it returns no statistics, ().
 
     Args:
-      valid: [groups, T, N] bool, of the minibatches of all groups.
-      targets: of `targets`, likewise.
+      valid: [groups, T, N] bool, the minibatch's rows in all groups.
+      targets: [groups, T, N] each, the results of `targets` for the same rows.
     """
     del valid, targets
     return ()
@@ -96,23 +99,23 @@ class RolloutAlgorithm(Algorithm):
   @abc.abstractmethod
   def loss(self, model: Model, params: Params, minibatch: tuple[Rollout, Any], statistics: Any
            ) -> tuple[jax.Array, Metrics]:
-    """Returns the loss to descend, and sums of terms over valid rows.
+    """Returns the loss of a part of a minibatch, and sums of terms over its valid rows.
 
     Args:
       model: the network.
       params: the parameters to differentiate.
-      minibatch: a piece of one group's.
-      statistics: of `batch_statistics`.
+      minibatch: (rollout, targets), a part of one group's share of the minibatch.
+      statistics: the result of `batch_statistics`.
 
     Returns:
-      The scalar loss, summed so that the losses of pieces and groups add up; and scalar sums to
-      show, of which 'valid' counts the valid rows.
+      The scalar loss, scaled so that the minibatch's loss is the sum over all parts and groups; and
+      scalar sums to report, of which 'valid' is the number of valid rows.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplayAlgorithm(Algorithm):
-  """An algorithm that learns from transitions drawn from a replay, with a target network."""
+  """Base class of algorithms that learn from a replay's transitions, with a target network."""
 
   learns_from_replay: ClassVar[bool] = True
   network_kind: ClassVar[kinds.Kind] = kinds.DUELING
@@ -124,46 +127,56 @@ class ReplayAlgorithm(Algorithm):
 
   @abc.abstractmethod
   def exploration(self, num_envs: int) -> np.ndarray:
-    """Returns how much each environment explores, [num_envs] f32, as the policy takes it."""
+    """Returns each environment's amount of exploration [num_envs] f32, for `Policy.explore`."""
 
   @abc.abstractmethod
   def loss(self, network: nn.Module, params: Params, target_params: Params, batch: Transition,
            weight: jax.Array) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-    """Returns the loss to descend, its terms and the TD errors; see `weighted_loss`.
+    """Returns the loss of a batch, its terms and its TD errors; see `weighted_loss`.
 
     Args:
       network: the flax module.
       params: the parameters to differentiate.
-      target_params: those of the target network.
+      target_params: parameters of the target network.
       batch: transitions [N, ...].
-      weight: [N], importance weights.
+      weight: [N] f32, importance weights.
 
     Returns:
-      The scalar loss, and (sums of terms over the transitions, |TD error| [N]). 'valid' counts
-      the transitions.
+      The scalar loss, and (sums of terms over the transitions, |TD error| [N]). The term 'valid' is
+      the number of transitions.
     """
 
 
 def unroll(model: Model, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
-  """The network on all rows of a rollout: dist [T + 1, N, K] and value [T + 1, N].
+  """Applies the network to all rows of a rollout.
 
-  A recurrent network goes on from the state that the rollout carries.
+  A recurrent network starts from the state that the rollout carries.
+
+  Returns:
+    dist [T + 1, N, K] and value [T + 1, N].
   """
+  chex.assert_rank(rollout.valid, 2)
   state = jax.tree.map(lambda x: x[0], rollout.core)
-  # The recurrent state after the last row is never asked for.
+  # The network takes T + 1 masks. The last one affects only the recurrent state after the last
+  # row, which is dropped.
   valid = jnp.concatenate([rollout.valid, rollout.valid[-1:]])
   return model.apply(params, frames.stacks(rollout.obs), state, valid)[:2]
 
 
 def weighted_loss(error: jax.Array, weight: jax.Array, terms: Metrics
                   ) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-  """Half the squared TD errors by importance, as `ReplayAlgorithm.loss` returns them.
+  """Returns half the sum of squared TD errors, weighted by importance.
 
   Args:
-    error: [N], TD errors; the gradient goes through them.
-    weight: [N].
-    terms: [N] each, more to show.
+    error: [N] f32, TD errors; the gradient flows through them.
+    weight: [N] f32, importance weights.
+    terms: [N] each, further terms to report.
+
+  Returns:
+    The results of `ReplayAlgorithm.loss`.
   """
+  chex.assert_rank(error, 1)
+  chex.assert_equal_shape([error, weight, *terms.values()])
   size = jnp.abs(lax.stop_gradient(error))
   each = 0.5 * weight * jnp.square(error)
   terms = terms | dict(loss=each, abs_td_error=size, importance_weight=weight,

@@ -20,10 +20,10 @@ from podracer_jit.types import Metrics, Params, Transition
 
 @dataclasses.dataclass(frozen=True)
 class DPG(ReplayAlgorithm):
-  """A policy that is an action, and its critic; continuous actions.
+  """Deterministic policy gradients for continuous actions.
 
-  Policy and critic have weights of their own, so one gradient of the sum is that of each (but
-  max_grad_norm is of both together). Both losses are weighted by importance.
+  Policy and critic have separate weights, so the gradient of the summed loss contains the gradient
+  of each; max_grad_norm clips both together. Both losses are weighted by importance.
   """
 
   network_kind: ClassVar[kinds.Kind] = kinds.DETERMINISTIC
@@ -38,12 +38,23 @@ class DPG(ReplayAlgorithm):
                             at_least=0)
 
   def exploration(self, num_envs: int) -> np.ndarray:
-    """Returns the deviation of each environment's noise."""
+    """Returns the standard deviation of each environment's noise, [num_envs] f32."""
     return np.full(num_envs, self.noise, np.float32)
 
   def loss(self, network: nn.Module, params: Params, target_params: Params, batch: Transition,
            weight: jax.Array) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-    """Returns the weighted losses of critic and policy; see `ReplayAlgorithm.loss`."""
+    """Returns the sum of the weighted losses of critic and policy; see `ReplayAlgorithm.loss`.
+
+    Args:
+      network: the flax module.
+      params: the parameters to differentiate.
+      target_params: parameters of the target network.
+      batch: transitions [N, ...].
+      weight: [N] f32, importance weights.
+
+    Returns:
+      The scalar loss, and (sums of terms over the transitions, |TD error| [N]).
+    """
 
     def q(params, obs, action):
       return network.apply(params, obs, action, method='criticise')
@@ -51,44 +62,53 @@ class DPG(ReplayAlgorithm):
     error = jax.vmap(critic_td_error)(
         q(params, batch.obs, batch.action), batch.reward, batch.discount,
         network.apply(target_params, batch.next_obs[None])[1][0])
+
+    # The policy's loss must not change the critic, so its gradient stops at the critic's weights.
     action = network.apply(params, batch.obs, method='act')
     fixed = lax.stop_gradient(params)
     value, slope = jax.vjp(lambda a: q(fixed, batch.obs, a), lax.stop_gradient(action))
-    of_policy = jax.vmap(lambda *a: policy_loss(*a, self.dqda_clip))(
+    actor_loss = jax.vmap(lambda *a: policy_loss(*a, self.dqda_clip))(
         action, slope(jnp.ones_like(value))[0])
-    total, shown = weighted_loss(error, weight, dict(q=value))
-    return total + jnp.sum(weight * of_policy), shown
+
+    critic_loss, reported = weighted_loss(error, weight, dict(q=value))
+    return critic_loss + jnp.sum(weight * actor_loss), reported
 
 
 def critic_td_error(q_tm1: jax.Array, r_t: jax.Array, discount_t: jax.Array, q_t: jax.Array
                     ) -> jax.Array:
-  """G_t - q(S_t, A_t), []; the gradient reaches q_tm1 alone. The critic's loss is half its square.
+  """Returns the critic's n-step TD error, r_t + discount_t * q_t - q_tm1.
+
+  The gradient flows through q_tm1 only. The critic's loss is half the squared error.
 
   Args:
-    q_tm1: [], the critic's value of the transition's first observation and what was done there.
-    r_t: [], the n-step return.
-    discount_t: [], gamma^n, or zero after a termination.
-    q_t: [], the target critic's value of the last observation and the target policy's action.
+    q_tm1: [] f32, the critic's value of the transition's first observation and action.
+    r_t: [] f32, the discounted sum of rewards of the n steps.
+    discount_t: [] f32, gamma^n, or zero after a termination.
+    q_t: [] f32, the target critic's value of the last observation and the target policy's action.
+
+  Returns:
+    The TD error [].
 
   Raises:
-    AssertionError: where the shapes are not as above (chex).
+    AssertionError: the shapes differ from those above (chex).
   """
+  chex.assert_type([q_tm1, r_t, discount_t, q_t], float)
   chex.assert_equal_shape([q_tm1, r_t, discount_t, q_t])
   return jax.lax.stop_gradient(r_t + discount_t * q_t) - q_tm1
 
 
 def policy_loss(a_t: jax.Array, dqda_t: jax.Array, clip: float) -> jax.Array:
-  """The loss whose gradient by a_t is -dqda_t, each element of it clipped to [-clip, clip].
+  """Returns the loss [] whose gradient by a_t is -dqda_t, clipped elementwise to [-clip, clip].
 
-  (`rlax.dpg_loss` clips its norm, which is something else.)
+  `rlax.dpg_loss` clips the norm of dqda_t instead.
 
   Args:
-    a_t: [A], the policy's action.
-    dqda_t: [A], the gradient of the critic's value by the action, there.
-    clip: of appendix D, 1.
+    a_t: [A] f32, the policy's action.
+    dqda_t: [A] f32, the gradient of the critic's value by the action at a_t.
+    clip: bound of each element; 1 in appendix D of the paper.
 
   Raises:
-    AssertionError: where the shapes are not as above (chex).
+    AssertionError: the shapes differ from those above (chex).
   """
   chex.assert_rank(a_t, 1)
   chex.assert_equal_shape([a_t, dqda_t])

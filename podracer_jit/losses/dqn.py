@@ -18,7 +18,7 @@ from podracer_jit.types import Metrics, Params, Transition
 
 @dataclasses.dataclass(frozen=True)
 class DQN(ReplayAlgorithm):
-  """Double Q-learning on a dueling network; discrete actions."""
+  """Double Q-learning with a dueling network, for discrete actions."""
 
   epsilon: float = option(0.4, 'exploration of the first environment', at_least=0, at_most=1)
   epsilon_alpha: float = option(
@@ -26,13 +26,24 @@ class DQN(ReplayAlgorithm):
       at_least=0)
 
   def exploration(self, num_envs: int) -> np.ndarray:
-    """Returns the probability of a random action of each environment (section 4.1)."""
+    """Returns each environment's probability of a random action, [num_envs] f32 (section 4.1)."""
     place = np.arange(num_envs) / max(num_envs - 1, 1)
     return np.power(self.epsilon, 1 + self.epsilon_alpha * place).astype(np.float32)
 
   def loss(self, network: nn.Module, params: Params, target_params: Params, batch: Transition,
            weight: jax.Array) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-    """Returns the weighted loss; see `ReplayAlgorithm.loss`."""
+    """Returns the weighted loss of the Q-network; see `ReplayAlgorithm.loss`.
+
+    Args:
+      network: the flax module.
+      params: the parameters to differentiate.
+      target_params: parameters of the target network.
+      batch: transitions [N, ...].
+      weight: [N] f32, importance weights.
+
+    Returns:
+      The scalar loss, and (sums of terms over the transitions, |TD error| [N]).
+    """
 
     def values(params, obs):
       return network.apply(params, obs[None])[0][0]
@@ -52,18 +63,25 @@ def dqn_td_error(
     q_t_value: jax.Array,
     q_t_selector: jax.Array,
 ) -> jax.Array:
-  """G_t - q(S_t, A_t), []; the gradient reaches q_tm1 alone. The loss is half its square.
+  """Returns the n-step TD error of double Q-learning.
+
+  The gradient flows through q_tm1 only. The loss is half the squared error.
 
   Args:
-    q_tm1: [A], the network's values of the transition's first observation.
-    a_tm1: [], what was done there.
-    r_t: [], the n-step return.
-    discount_t: [], gamma^n, or zero after a termination.
-    q_t_value: [A], the target network's values of the last observation.
-    q_t_selector: [A], the network's: they choose whose value counts.
+    q_tm1: [A] f32, the network's action values of the transition's first observation.
+    a_tm1: [] i32, the action taken there.
+    r_t: [] f32, the discounted sum of rewards of the n steps.
+    discount_t: [] f32, gamma^n, or zero after a termination.
+    q_t_value: [A] f32, the target network's action values of the last observation.
+    q_t_selector: [A] f32, the network's action values of the last observation; their argmax
+      selects the element of q_t_value to bootstrap from.
+
+  Returns:
+    The TD error [].
 
   Raises:
-    AssertionError: where the shapes are not as above (chex).
+    AssertionError: the shapes differ from those above (chex).
   """
+  chex.assert_rank([q_tm1, a_tm1, r_t, discount_t], [1, 0, 0, 0])
   chex.assert_equal_shape([q_tm1, q_t_value, q_t_selector])
   return rlax.double_q_learning(q_tm1, a_tm1, r_t, discount_t, q_t_value, q_t_selector)

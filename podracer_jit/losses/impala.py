@@ -1,4 +1,4 @@
-"""IMPALA (1802.01561): V-trace on whole sequences."""
+"""IMPALA (1802.01561): V-trace actor-critic on whole sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from podracer_jit.types import Metrics, Params, discounts
 
 @dataclasses.dataclass(frozen=True)
 class IMPALA(RolloutAlgorithm):
-  """V-trace actor-critic (1802.01561, section 4); the options are explained at `impala_loss`."""
+  """V-trace actor-critic (1802.01561, section 4); `impala_loss` explains the options."""
 
   vtrace_lambda: float = option(1.0, "the mixing parameter of V-trace's remark 2", at_least=0,
                                 at_most=1)
@@ -32,7 +32,17 @@ class IMPALA(RolloutAlgorithm):
 
   def loss(self, model: Model, params: Params, minibatch: Minibatch, statistics: Any
            ) -> tuple[jax.Array, Metrics]:
-    """Returns the sum over sequences; see `RolloutAlgorithm.loss`."""
+    """Returns the loss summed over sequences; see `RolloutAlgorithm.loss`.
+
+    Args:
+      model: the network.
+      params: the parameters to differentiate.
+      minibatch: (rollout [T, N, ...], no targets).
+      statistics: unused.
+
+    Returns:
+      The scalar loss, and sums of terms over valid rows.
+    """
     del statistics
     rollout, _ = minibatch
     dist, value = unroll(model, params, rollout)
@@ -63,41 +73,43 @@ def impala_loss(
     baseline_coef: float = 0.5,
     entropy_coef: float = 0.01,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """The sum of the loss over one sequence's valid rows, as Cleanba and monobeast sum it.
+  """Returns the loss summed over one sequence's valid rows, as in Cleanba and monobeast.
 
   Args:
-    dist: [T, K], the learner's policy on obs[:-1], as the `policy` reads it.
-    value: [T + 1], the learner's baseline; the last row is bootstrapped from.
-    action: [T, ...], what the behaviour policy did.
-    behaviour_log_prob: [T], log mu(action).
-    r_t: [T], rewards that came back with obs[1:].
-    discount_t: [T], gamma, or zero after a termination.
-    valid: [T] bool. An invalid row has importance weight zero, which ends the traces of the rows
-      before it in V(obs) there: the true last observation of a truncated episode.
-    policy: the family of distributions.
+    dist: [T, K] f32, the learner's distribution parameters for obs[:-1].
+    value: [T + 1] f32, the learner's baseline; the last row is used for bootstrapping only.
+    action: [T, ...], the behaviour policy's actions.
+    behaviour_log_prob: [T] f32, log mu(action) in nats.
+    r_t: [T] f32, rewards that came back with obs[1:].
+    discount_t: [T] f32, gamma, or zero after a termination.
+    valid: [T] bool. An invalid row has importance weight zero, so the traces of earlier rows end
+      there with V(obs), the value of the true last observation of a truncated episode.
+    policy: the policy whose parameters `dist` holds.
     vtrace_lambda: the mixing parameter of V-trace's remark 2.
     clip_rho: rho-bar of equation 1.
-    clip_pg_rho: the clipping of the importance weight of the policy gradient.
-    baseline_coef: weight of the squared V-trace error (which is halved).
+    clip_pg_rho: bound of the importance weight of the policy gradient.
+    baseline_coef: weight of half the squared V-trace error.
     entropy_coef: weight of the entropy bonus.
 
   Returns:
     The scalar loss, and sums over valid rows: policy_loss, baseline_loss, entropy, rho.
 
   Raises:
-    AssertionError: where the shapes are not as above (chex).
+    AssertionError: the shapes differ from those above (chex).
   """
+  chex.assert_type(valid, bool)
   chex.assert_shape(dist, (len(r_t), policy.dist_size))
   chex.assert_shape(action, (len(r_t), *policy.action_shape))
   chex.assert_equal_shape([behaviour_log_prob, r_t, discount_t, valid, value[1:]])
+
   mask = valid.astype(jnp.float32)
   target_log_prob = policy.log_prob(dist, action)
   rho = mask * jnp.exp(jax.lax.stop_gradient(target_log_prob) - behaviour_log_prob)
   vtrace = rlax.vtrace_td_error_and_advantage(
       value[:-1], value[1:], r_t, discount_t, rho, vtrace_lambda, clip_rho, clip_pg_rho)
-  # The errors carry the gradient of -V(obs[t]) alone, their targets are constants; the advantages
-  # would carry one too.
+  # rlax stops the gradient of the targets in `errors`, but not of the values in `pg_advantage`.
   advantage = jax.lax.stop_gradient(vtrace.pg_advantage)
+
   terms = {
       'policy_loss': -jnp.sum(mask * target_log_prob * advantage),
       'baseline_loss': 0.5 * jnp.sum(mask * jnp.square(vtrace.errors)),

@@ -1,39 +1,48 @@
-"""What minibatches are made of: rows, or whole environments."""
+"""Elements of minibatches: single rows, or the whole rollouts of environments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
 from podracer_jit.envs import frames
 from podracer_jit.types import Rollout
 
-Minibatch = tuple[Rollout, Any]  # with its targets
+Minibatch = tuple[Rollout, Any]  # (rollout, targets)
 
 
 class Unit(NamedTuple):
-  """The smallest thing that a minibatch is made of; its elements are counted group by group."""
+  """Kind of element that minibatches consist of. Elements are numbered within each group."""
 
-  elements: Callable[[int], int]  # unroll length -> elements of one environment's rollout
-  network_rows: Callable[[int], int]  # unroll length -> rows of the network for one element
-  # (rollout, targets, first environment of the group, its size, elements [n]) -> minibatch
+  elements: Callable[[int], int]  # unroll length -> number of elements of one environment
+  network_rows: Callable[[int], int]  # unroll length -> network input rows of one element
+  # (rollout, targets, first environment of the group, environments of the group, elements [n])
+  #   -> minibatch
   gather: Callable[[Rollout, Any, jax.Array, int, jax.Array], Minibatch]
 
 
 def _gather_environments(rollout: Rollout, targets: Any, first_env: jax.Array, group_envs: int,
                          elements: jax.Array) -> Minibatch:
-  """Elements are environments: [T, n, ...] of each."""
+  """Returns [T, n, ...] of the rollout and its targets; an element is an environment."""
+  chex.assert_rank(elements, 1)
   del group_envs
   return jax.tree.map(lambda x: jnp.take(x, first_env + elements, axis=1), (rollout, targets))
 
 
 def _gather_rows(rollout: Rollout, targets: Any, first_env: jax.Array, group_envs: int,
                  elements: jax.Array) -> Minibatch:
-  """Elements are rows, counted environment by environment within a step: [1, n, ...] of them."""
-  step, env = elements // group_envs, first_env + elements % group_envs
+  """Returns [1, n, ...] of the rollout and its targets; an element is a row.
+
+  Rows are numbered step by step, and within a step environment by environment.
+  """
+  chex.assert_rank(elements, 1)
+  step = elements // group_envs
+  env = first_env + elements % group_envs
+  # Observations may be `Frames`, which plain indexing cannot read.
   obs = frames.pick(rollout.obs, step, env)[None]
   rollout, targets = jax.tree.map(lambda x: x[step, env][None],
                                   (rollout._replace(obs=()), targets))

@@ -1,4 +1,4 @@
-"""An algorithm with its network: the pure functions that gradients are made of."""
+"""Objectives: an algorithm with its network, as pure functions for the learner."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from podracer_jit.types import Metrics, Params, Rollout
 
 
 class Objective(NamedTuple):
-  """What a learner optimises."""
+  """Objective of a learner: an algorithm bound to a network and an unroll length."""
 
   algorithm: RolloutAlgorithm
   model: Model
-  unroll_length: int
+  unroll_length: int  # T
 
   @property
   def unit(self) -> Unit:
-    """What its minibatches are made of."""
+    """Kind of elements in its minibatches."""
     return self.algorithm.minibatch_unit(self.model.recurrent)
 
   @property
   def elements_per_env(self) -> int:
-    """Elements of minibatches that one environment's rollout holds."""
+    """Number of minibatch elements in one environment's rollout."""
     return self.unit.elements(self.unroll_length)
 
   @property
   def rows_per_element(self) -> int:
-    """Rows of the network for one element."""
+    """Number of network input rows for one element."""
     return self.unit.network_rows(self.unroll_length)
 
   def target_inputs(self, rollout: Rollout) -> Rollout:
-    """See `RolloutAlgorithm.target_inputs`."""
+    """Returns the part of a rollout that `targets` reads; see `RolloutAlgorithm`."""
     return self.algorithm.target_inputs(rollout, self.model.recurrent)
 
   def targets(self, params: Params, rollout: Rollout) -> Any:
-    """See `RolloutAlgorithm.targets`."""
+    """Returns targets [T, N] of one group; see `RolloutAlgorithm`."""
     return self.algorithm.targets(self.model, params, rollout)
 
   def batch_statistics(self, valid: jax.Array, targets: Any) -> Any:
-    """See `RolloutAlgorithm.batch_statistics`."""
+    """Returns statistics of a whole minibatch; see `RolloutAlgorithm`."""
     return self.algorithm.batch_statistics(valid, targets)
 
   def loss(self, params: Params, minibatch: Minibatch, statistics: Any
            ) -> tuple[jax.Array, Metrics]:
-    """See `RolloutAlgorithm.loss`."""
+    """Returns the loss and sums of terms; see `RolloutAlgorithm`."""
     return self.algorithm.loss(self.model, params, minibatch, statistics)

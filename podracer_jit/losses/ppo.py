@@ -1,4 +1,4 @@
-"""PPO (1707.06347) on shuffled rows, or on shuffled environments of a recurrent network."""
+"""PPO (1707.06347) on shuffled rows, or on shuffled environments with a recurrent network."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from podracer_jit.types import Metrics, Params, Rollout, discounts
 class PPO(RolloutAlgorithm):
   """Proximal policy optimisation (1707.06347).
 
-  Advantages are made once an update, from the acting network's values; what follows the last row
-  is valued by the parameters that the update begins with. With `vtrace` they are V-trace's, all by
-  those parameters, as NAPPO corrects late rollouts (2007.02622).
+  Advantages are computed once in an update, by GAE from the acting network's values; the value
+  after the last row comes from the parameters at the beginning of the update. With `vtrace` they
+  are V-trace advantages, and all values come from those parameters, as NAPPO corrects late rollouts
+  (2007.02622).
   """
 
   shuffles: ClassVar[bool] = True
@@ -42,20 +43,21 @@ class PPO(RolloutAlgorithm):
   vtrace: bool = option(False, 'advantages and value targets are corrected by V-trace')
 
   def minibatch_unit(self, recurrent: bool) -> Unit:
-    """Returns rows; of a recurrent network environments, whose rows have an order."""
+    """Returns ROWS, or ENVIRONMENTS for a recurrent network, which needs rows in order."""
     return ENVIRONMENTS if recurrent else ROWS
 
   def target_inputs(self, rollout: Rollout, recurrent: bool) -> Rollout:
-    """Returns the whole rollout where all its rows are valued anew."""
-    whole = recurrent or self.vtrace
-    return rollout if whole else super().target_inputs(rollout, recurrent)
+    """Returns the whole rollout if `targets` computes the values of all its rows."""
+    values_all_rows = recurrent or self.vtrace
+    return rollout if values_all_rows else super().target_inputs(rollout, recurrent)
 
   def targets(self, model: Model, params: Params, rollout: Rollout) -> dict[str, jax.Array]:
     """Returns 'advantage' and 'value_target', [T, N] each."""
-    make = self._targets_by_vtrace if self.vtrace else self._targets_by_gae
-    return make(model, params, rollout)
+    compute = self._targets_by_vtrace if self.vtrace else self._targets_by_gae
+    return compute(model, params, rollout)
 
   def _targets_by_gae(self, model, params, rollout):
+    """Returns GAE targets from the acting network's values."""
     if model.recurrent:
       last_value = unroll(model, params, rollout)[1][-1]
     else:
@@ -67,6 +69,7 @@ class PPO(RolloutAlgorithm):
     return {'advantage': advantage, 'value_target': advantage + rollout.behaviour_value}
 
   def _targets_by_vtrace(self, model, params, rollout):
+    """Returns V-trace targets from the values and probabilities of `params`."""
     dist, value = unroll(model, params, rollout)
     log_rho = model.policy.log_prob(dist[:-1], rollout.action) - rollout.behaviour_log_prob
     rho = jnp.where(rollout.valid, jnp.exp(log_rho), 0.0)
@@ -77,7 +80,12 @@ class PPO(RolloutAlgorithm):
 
   def batch_statistics(self, valid: jax.Array, targets: Any
                        ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the number of valid rows, and mean and deviation of their advantages."""
+    """Returns the number of valid rows, and the mean and deviation of their advantages.
+
+    Mean and deviation are 0 and 1 if advantages are not normalised.
+    """
+    chex.assert_type(valid, bool)
+    chex.assert_equal_shape([valid, targets['advantage']])
     count = jnp.maximum(jnp.sum(valid.astype(jnp.float32)), 1.0)
     if not self.normalise_advantage:
       return count, jnp.zeros(()), jnp.ones(())
@@ -91,15 +99,29 @@ class PPO(RolloutAlgorithm):
 
   def loss(self, model: Model, params: Params, minibatch: Minibatch, statistics: Any
            ) -> tuple[jax.Array, Metrics]:
-    """Returns the clipped loss, as a share of the minibatch's mean; see `RolloutAlgorithm.loss`."""
+    """Returns this part's share of the minibatch's mean loss; see `RolloutAlgorithm.loss`.
+
+    Args:
+      model: the network.
+      params: the parameters to differentiate.
+      minibatch: (rollout, targets) of rows [1, N, ...] or environments [T, N, ...].
+      statistics: the result of `batch_statistics`.
+
+    Returns:
+      The scalar loss, and sums of terms over valid rows.
+    """
     rollout, targets = minibatch
     count, mean, std = statistics
+
     if model.recurrent:
       dist, value = (x[:-1] for x in unroll(model, params, rollout))
     else:
       dist, value, _ = model.apply(params, rollout.obs, (), rollout.valid)
+
+    # The value loss is measured in standard deviations of values if they are normalised.
     moments = running_moments.of(params)
     unit = 1.0 / running_moments.deviation(moments['values']) if 'values' in moments else 1.0
+
     rows = (dist, value * unit, rollout.action, rollout.behaviour_log_prob,
             rollout.behaviour_value * unit, (targets['advantage'] - mean) / std,
             targets['value_target'] * unit, rollout.valid)
@@ -117,16 +139,23 @@ def gae(
     done: jax.Array,
     gae_lambda: float,
 ) -> jax.Array:
-  """Generalised advantage estimates (1506.02438, equation 16) of one sequence, [T].
+  """Returns generalised advantage estimates (1506.02438, equation 16) of one sequence.
 
   Args:
-    value: [T + 1], V(obs[t]); the last row is bootstrapped from.
-    r_t: [T], rewards that came back with obs[1:].
-    discount_t: [T], gamma, or zero after a termination.
-    done: [T] bool, the episode ended (terminated or truncated) with this row, so that the next one
-      is invalid and no trace may run through it.
+    value: [T + 1] f32, V(obs[t]); the last row is used for bootstrapping only.
+    r_t: [T] f32, rewards that came back with obs[1:].
+    discount_t: [T] f32, gamma, or zero after a termination.
+    done: [T] bool, the episode ended with this row (terminated or truncated). The next row is
+      invalid, so the trace is cut here.
     gae_lambda: the exponential weight.
+
+  Returns:
+    Advantages [T].
+
+  Raises:
+    AssertionError: the shapes differ from those above (chex).
   """
+  chex.assert_rank(value, 1)
   chex.assert_equal_shape([r_t, discount_t, done, value[1:]])
   lambda_t = gae_lambda * (1.0 - done.astype(jnp.float32))
   return rlax.truncated_generalized_advantage_estimation(r_t, discount_t, lambda_t, value)
@@ -139,20 +168,28 @@ def vtrace(
     rho: jax.Array,
     trace_lambda: float,
 ) -> tuple[jax.Array, jax.Array]:
-  """Advantages and value targets by V-trace (1802.01561, section 4.1) of one sequence, each [T].
+  """Returns advantages and value targets of one sequence by V-trace (1802.01561, section 4.1).
 
   Args:
-    value: [T + 1], V(obs[t]); the last row is bootstrapped from.
-    r_t: [T], rewards that came back with obs[1:].
-    discount_t: [T], gamma, or zero after a termination.
-    rho: [T], the importance weight of the policy that is trained; zero on invalid rows.
+    value: [T + 1] f32, V(obs[t]); the last row is used for bootstrapping only.
+    r_t: [T] f32, rewards that came back with obs[1:].
+    discount_t: [T] f32, gamma, or zero after a termination.
+    rho: [T] f32, importance weight of the trained policy; zero on invalid rows.
     trace_lambda: the mixing parameter of remark 2.
+
+  Returns:
+    Advantages [T] and value targets [T].
+
+  Raises:
+    AssertionError: the shapes differ from those above (chex).
   """
+  chex.assert_rank(value, 1)
   chex.assert_equal_shape([r_t, discount_t, rho, value[1:]])
-  made = rlax.vtrace_td_error_and_advantage(value[:-1], value[1:], r_t, discount_t, rho,
-                                            trace_lambda)
-  # The importance weight is PPO's own ratio, so it is not in the advantage a second time.
-  return made.q_estimate - value[:-1], made.errors + value[:-1]
+  vtrace_output = rlax.vtrace_td_error_and_advantage(value[:-1], value[1:], r_t, discount_t, rho,
+                                                     trace_lambda)
+  # `pg_advantage` contains the importance weight. PPO's loss multiplies by its own ratio, so the
+  # advantage must not contain the weight a second time.
+  return vtrace_output.q_estimate - value[:-1], vtrace_output.errors + value[:-1]
 
 
 def ppo_loss(
@@ -171,20 +208,20 @@ def ppo_loss(
     value_coef: float = 0.5,
     entropy_coef: float = 0.01,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """The sum of the loss over the valid of N rows (divide by their number for PPO's mean).
+  """Returns PPO's loss summed over valid rows; divide by their number for the paper's mean.
 
   Args:
-    dist: [N, K] of the policy that is trained, as the `policy` reads it.
-    value: [N] of the critic that is trained.
-    action: [N, ...].
-    behaviour_log_prob: [N], log of the acting policy's probability.
-    behaviour_value: [N], the acting network's value, what clip_value clips around.
-    advantage: [N], normalised where that is wanted.
-    value_target: [N].
+    dist: [N, K] f32, the trained policy's distribution parameters.
+    value: [N] f32, the trained critic's values.
+    action: [N, ...], the acting policy's actions.
+    behaviour_log_prob: [N] f32, the acting policy's log-probabilities in nats.
+    behaviour_value: [N] f32, the acting network's values, around which clip_value clips.
+    advantage: [N] f32, normalised or not.
+    value_target: [N] f32.
     valid: [N] bool.
-    policy: the family of distributions.
+    policy: the policy whose parameters `dist` holds.
     clip: epsilon of equation 7.
-    clip_value: clip the value's change too, as openai/baselines does.
+    clip_value: clip the value's change too, as in openai/baselines.
     value_coef: c1 of equation 9; the squared error is halved.
     entropy_coef: c2 of equation 9.
 
@@ -193,20 +230,24 @@ def ppo_loss(
     (Schulman's k3 estimate), clip_fraction.
 
   Raises:
-    AssertionError: where the shapes are not as above (chex).
+    AssertionError: the shapes differ from those above (chex).
   """
+  chex.assert_type(valid, bool)
   chex.assert_shape(dist, (len(value), policy.dist_size))
   chex.assert_shape(action, (len(value), *policy.action_shape))
   chex.assert_equal_shape(
       [value, behaviour_log_prob, behaviour_value, advantage, value_target, valid])
+
   mask = valid.astype(jnp.float32)
   log_ratio = policy.log_prob(dist, action) - behaviour_log_prob
   ratio = jnp.exp(log_ratio)
   surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
+
   error = jnp.square(value - value_target)
   if clip_value:
-    near = behaviour_value + jnp.clip(value - behaviour_value, -clip, clip)
-    error = jnp.maximum(error, jnp.square(near - value_target))
+    clipped_value = behaviour_value + jnp.clip(value - behaviour_value, -clip, clip)
+    error = jnp.maximum(error, jnp.square(clipped_value - value_target))
+
   terms = {
       'policy_loss': -jnp.sum(mask * surrogate),
       'value_loss': 0.5 * jnp.sum(mask * error),

@@ -1,1 +1,1 @@
-"""Prioritised replay on the learner's devices."""
+"""Prioritised replay, stored on the learner's devices."""

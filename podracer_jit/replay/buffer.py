@@ -1,15 +1,16 @@
 """Prioritised replay on the learner's devices: `init`, `add`, `sample`, `set_priorities`.
 
-Ape-X (1803.00933) for jitted programs. The environments are split into groups (those that gradients
-are taken of) and each group has a replay of its own, from which an equal share of every batch is
-drawn: so nothing depends on how many devices share the groups. There are two ways to make room:
-'fifo' stores each frame once, in a ring; 'prioritised' whole transitions in slots.
+It implements Ape-X (1803.00933) for jitted programs. The environments are split into groups, the
+same as for gradients. Each group has a replay of its own and gives an equal share of every batch.
+So results do not depend on how many devices share the groups. Two kinds of eviction are possible:
+'fifo' stores each frame once, in a ring; 'prioritised' stores whole transitions, in slots.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,93 +20,110 @@ from podracer_jit.replay import ring, slots, tree
 from podracer_jit.replay.ring import n_step_return as n_step_return
 from podracer_jit.types import Experience, Transition
 
-LEAST = 1e-6  # added to a TD error: what had none can still be drawn
+LEAST = 1e-6  # added to TD errors, so that a transition without one can still be drawn
 
 
 class State(NamedTuple):
-  """A replay, of the groups of one device; leading axis [groups]."""
+  """State of the replays of one device's groups; leading axis [groups]."""
 
   ring: ring.Ring
-  slots: Any  # slots.Slots, or () where the ring itself is the memory
-  priorities: tree.Tree  # |TD error|^exponent by place: a ring's row * B + environment, or a slot
+  slots: Any  # slots.Slots for 'prioritised'; () for 'fifo', which draws from the ring
+  # |TD error|^exponent of each place. A place is row * B + environment in the ring, or a slot.
+  priorities: tree.Tree
   size: jax.Array  # [groups] i32: transitions that can be drawn
-  inserted: jax.Array  # [groups] i32: that ever could
+  inserted: jax.Array  # [groups] i32: transitions added since the beginning
 
 
 class Sample(NamedTuple):
-  """What was drawn; leading axes [groups, count]."""
+  """Drawn transitions; leading axes [groups, count]."""
 
-  place: jax.Array  # i32, within the group
-  probability: jax.Array  # f32, within the group
+  place: jax.Array  # i32, place within the group
+  probability: jax.Array  # f32, probability of each draw within the group
   transition: Transition
 
 
 class Replay(NamedTuple):
-  """The replay of each group, as functions of its state.
+  """Replay of each group, as functions of a `State`.
 
-  'fifo' keeps rows for as many transitions as fit the capacity, were all valid, and n_step + stack
-  rows more, which cannot be drawn; 'prioritised' as many, and during an `add` those of one rollout
-  more.
+  'fifo' has rows for `capacity` transitions, counting invalid ones, and n_step + stack further rows
+  that cannot be drawn. 'prioritised' has slots for `capacity` transitions, and for those of one
+  rollout, which an `add` fills before it evicts.
   """
 
-  capacity: int  # transitions of a group that are kept
-  envs: int  # of a group, B
-  unroll_length: int  # T of the experience that is added
-  stack: int  # frames of an observation
-  n_step: int  # of transitions
+  capacity: int  # transitions that a group keeps
+  envs: int  # environments of a group, B
+  unroll_length: int  # rows of the experience that is added, T
+  stack: int  # frames in an observation
+  n_step: int  # steps of a transition
   discount: float  # gamma
   eviction: str  # 'fifo' or 'prioritised'
   priority_exponent: float
-  eviction_exponent: float  # of 'prioritised'
+  eviction_exponent: float  # exponent of priorities in draws for eviction, with 'prioritised'
 
   @property
   def fifo(self) -> bool:
-    """Whether the ring itself is the memory."""
+    """True if transitions are drawn from the ring."""
     return self.eviction == 'fifo'
 
   @property
   def margin(self) -> int:
-    """Rows of the ring whose end, or whose frames, are not there."""
+    """Number of rows that cannot be drawn: their end or their stack's frames are missing."""
     return self.n_step + self.stack
 
   @property
   def rows(self) -> int:
-    """Of the ring."""
+    """Number of rows of the ring."""
     return (-(-self.capacity // self.envs) if self.fifo else self.unroll_length) + self.margin
 
   def init(self, groups: int, like: Experience) -> State:
-    """The state of `groups` empty replays, for experience of the shapes of `like`, of one group."""
-    frames, held, places = ring.init(groups, self.rows, like), (), self.rows * self.envs
+    """Allocates empty replays for `groups` groups, shaped like `like`, one group's experience."""
+    frames = ring.init(groups, self.rows, like)
+    places = self.rows * self.envs
+    slot_state = ()
     if not self.fifo:
       places = self.capacity + self.unroll_length * self.envs
-      one = jax.eval_shape(lambda: self._read(frames, jnp.zeros(1, int), jnp.zeros(1, int)))
-      one = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), one)
-      held = slots.init(groups, places, one)
-    def none():  # each time others: states are donated
+      # The shapes of one transition are those of a batch [1, ...] without its first axis.
+      batch = jax.eval_shape(lambda: self._read(frames, jnp.zeros(1, int), jnp.zeros(1, int)))
+      transition = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), batch)
+      slot_state = slots.init(groups, places, transition)
+
+    # Each counter gets a buffer of its own, since states are donated.
+    def zeros():
       return jnp.zeros(groups, jnp.int32)
-    return State(frames, held, tree.init(groups, places), none(), none())
+    return State(ring=frames, slots=slot_state, priorities=tree.init(groups, places), size=zeros(),
+                 inserted=zeros())
 
   def add(self, state: State, group: jax.Array, new: Experience, keys: jax.Array,
           now: jax.Array) -> State:
-    """Adds experience.
+    """Adds experience and evicts transitions beyond the capacity.
 
     Args:
-      state: of all groups here.
-      group: [k], whose experience it is; that of a group which is not here is dropped.
-      new: [k, ...] of each field.
-      keys: [groups], for evictions.
-      now: kept with the rows, by whatever clock.
+      state: the state of all groups of the device.
+      group: [k] i32, the groups of the experience, all different; out-of-range groups are ignored.
+      new: experience [k, T, B, ...].
+      keys: [groups], one PRNG key for each group, for evictions.
+      now: [] i32, time stored with the rows, on the caller's clock.
+
+    Returns:
+      The new state.
     """
+    chex.assert_shape([new.priority, new.starts], (len(group), self.unroll_length, self.envs))
+    chex.assert_type(new.starts, bool)
     frames, start = ring.write(state.ring, group, new, now)
+
+    # Row t of the experience has the priority of the transition that began n_step rows before.
     steps = self.unroll_length + (self.margin if self.fifo else 0)
     row = (start[:, None] - self.n_step + jnp.arange(steps)) % self.rows
     place = (row[..., None] * self.envs + jnp.arange(self.envs)).reshape(len(group), -1)
     error, starts = (x.reshape(len(group), -1) for x in (new.priority, new.starts))
+
     inserted = state.inserted.at[group].add(jnp.sum(starts, axis=1), mode='drop')
     state = state._replace(ring=frames, inserted=inserted)
     if not self.fifo:
       return self._to_slots(state, group, place, error, starts, keys)
-    # After those that are complete now come rows that are not, and old ones with frames lost.
+
+    # The rows behind the new transitions get priority 0: the next n_step rows are incomplete, and
+    # the oldest rows have lost frames of their stacks.
     value = jnp.where(starts, _mass(error, self.priority_exponent), 0.0)
     value = jnp.pad(value, ((0, 0), (0, self.margin * self.envs)))
     before = tree.get(state.priorities, group, place) > 0
@@ -115,22 +133,35 @@ class Replay(NamedTuple):
 
   def _to_slots(self, state: State, group: jax.Array, place: jax.Array, error: jax.Array,
                 starts: jax.Array, keys: jax.Array) -> State:
-    """Stores the transitions that begin in these places of the ring, and evicts as many."""
-    made = self._read(state.ring, jnp.broadcast_to(group[:, None], place.shape), place)
-    held, which = slots.write(state.slots, group, made, starts)
-    held = held._replace(eviction=tree.put(
-        held.eviction, group, which, _mass(error, self.eviction_exponent)))
+    """Stores the transitions that begin in the given places of the ring, then evicts.
+
+    `place`, `error` and `starts` are [k, T * B].
+    """
+    transitions = self._read(state.ring, jnp.broadcast_to(group[:, None], place.shape), place)
+    slot_state, which = slots.write(state.slots, group, transitions, starts)
+    slot_state = slot_state._replace(eviction=tree.put(
+        slot_state.eviction, group, which, _mass(error, self.eviction_exponent)))
     priorities = tree.put(state.priorities, group, which, _mass(error, self.priority_exponent))
-    held, priorities = slots.evict(held, priorities, keys, self.capacity, place.shape[1])
-    return state._replace(slots=held, priorities=priorities,
-                          size=held.free.shape[1] - held.room)
+
+    slot_state, priorities = slots.evict(slot_state, priorities, keys, self.capacity,
+                                         place.shape[1])
+    return state._replace(slots=slot_state, priorities=priorities,
+                          size=slot_state.free.shape[1] - slot_state.room)
 
   def _read(self, frames: ring.Ring, group: jax.Array, place: jax.Array) -> Transition:
+    """Reads the transitions that begin in places of the ring."""
     return ring.read(frames, group, place // self.envs, place % self.envs, self.stack, self.n_step,
                      self.discount)
 
   def sample(self, state: State, keys: jax.Array, count: int) -> Sample:
-    """Draws `count` transitions of each group in proportion to priorities; `keys` [groups]."""
+    """Draws `count` transitions of each group in proportion to their priorities.
+
+    Args:
+      state: the state of all groups of the device.
+      keys: [groups], one PRNG key for each group.
+      count: transitions to draw in each group.
+    """
+    chex.assert_axis_dimension(state.size, 0, len(keys))
     place, probability = tree.draw(state.priorities, keys, count)
     group = jnp.broadcast_to(jnp.arange(len(keys))[:, None], place.shape)
     if self.fifo:
@@ -138,11 +169,18 @@ class Replay(NamedTuple):
     return Sample(place, probability, jax.tree.map(lambda x: x[group, place], state.slots.held))
 
   def set_priorities(self, state: State, place: jax.Array, error: jax.Array) -> State:
-    """Sets those of what was drawn, [groups, count], by their absolute TD errors.
+    """Sets the priorities of drawn transitions.
 
-    `place` is as `sample` gave it, in ascending order; of one drawn twice the first counts.
+    Args:
+      state: the state of all groups of the device.
+      place: [groups, count] i32, places that `sample` returned, in ascending order. If a place
+        occurs several times, its first error counts.
+      error: [groups, count] f32, absolute TD errors.
     """
+    chex.assert_rank(place, 2)
+    chex.assert_equal_shape([place, error])
     groups = jnp.arange(len(place))
+    # `tree.put` must not get a place twice; equal places are neighbours.
     place = jnp.where(place == jnp.pad(place, ((0, 0), (1, 0)), constant_values=-1)[:, :-1],
                       tree.NOWHERE, place)
     if not self.fifo:
@@ -153,6 +191,6 @@ class Replay(NamedTuple):
 
 
 def _mass(error: jax.Array, exponent: float) -> jax.Array:
-  """Returns the weight by which each transition is drawn, [groups, n], from its TD error."""
+  """Returns the weight of each transition in draws, [groups, n], from its TD error."""
   of_group = island('priorities')(lambda error: jnp.power(error + LEAST, exponent))
   return lax.map(of_group, error)

@@ -1,4 +1,4 @@
-"""The options of a replay, and of how fast it is filled and drawn from."""
+"""Options of a replay and of its rates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from podracer_jit.options import INT32_MAX, option
 
 @dataclasses.dataclass(frozen=True)
 class ReplayOptions:
-  """A prioritised replay, and the rates of acting and learning from it."""
+  """Options of a prioritised replay, and of the rates of acting and learning."""
 
   capacity: int = option(2_000_000, 'transitions that are kept', at_least=1,
                          at_most=INT32_MAX)
@@ -20,7 +20,7 @@ class ReplayOptions:
   gradient_steps: int = option(
       1, 'gradient steps of an update; of free rates: between two looks at what came in',
       at_least=1, at_most=INT32_MAX)
-  # Powers of small errors beyond an exponent of 2 would be no numbers any more.
+  # Powers of small errors would underflow or overflow float32 with large exponents.
   priority_exponent: float = option(0.6, 'priorities are |TD error| to this power; 0: uniform',
                                     at_least=0, at_most=2)
   importance_exponent: float = option(0.4, 'importance weights are (N P) to minus this power',
@@ -41,7 +41,7 @@ class ReplayOptions:
       at_least=0, at_most=INT32_MAX)
 
   def problems(self) -> Iterator[str]:
-    """Yields what is wrong with the options together, in a line each."""
+    """Yields problems of the combination of options, one line each."""
     if self.capacity < self.min_size:
       yield (f'capacity: must be at least replay.min_size = {self.min_size}, got '
              f'{self.capacity}')

@@ -1,34 +1,42 @@
-"""How far acting and learning from a replay may run ahead of each other."""
+"""Rate limiter between acting and learning from a replay."""
 
 from __future__ import annotations
 
 
 class Rate:
-  """Holds transitions drawn and added to a ratio, within a tolerance (as Reverb's rate limiter).
+  """Limiter of the ratio of drawn to added transitions, within a tolerance (as in Reverb).
 
-  Counted from after the first draw: `drawn` stays within `tolerance` of `samples_per_insert *
-  added`. Neither side waits for ever where the tolerance is at least half of a batch and of what a
-  rollout allows together. Used by one thread.
+  Counting begins after the first draw: `drawn` stays within `tolerance` of `samples_per_insert *
+  added`. Neither side waits for ever if the tolerance is at least half the sum of a batch and the
+  draws that one rollout allows. It must be used by one thread.
   """
 
   def __init__(self, samples_per_insert: float, tolerance: float, batch: int, most_added: int,
                capacity: int):
-    """Nothing was added yet.
+    """Creates a limiter before any transition is added.
 
     Args:
-      samples_per_insert: the ratio; 0 for none: neither side ever waits.
-      tolerance: in transitions drawn.
+      samples_per_insert: transitions drawn for each one added; with 0 neither side ever waits.
+      tolerance: allowed deviation, in transitions drawn.
       batch: transitions that one firing of the learner draws.
-      most_added: transitions that one rollout adds at most.
+      most_added: the largest number of transitions that one rollout adds.
       capacity: rollouts that may wait to be added.
     """
-    self._ratio, self._tolerance = samples_per_insert, tolerance
-    self._batch, self._most_added, self._capacity = batch, most_added, capacity
-    self._ahead = 0.0  # of what was added, in transitions drawn
+    self._ratio = samples_per_insert
+    self._tolerance = tolerance
+    self._batch = batch
+    self._most_added = most_added
+    self._capacity = capacity
+    # drawn - ratio * added: how far learning is ahead of acting, in transitions drawn.
+    self._ahead = 0.0
     self._ready = False
 
   def wants(self) -> tuple[int, int]:
-    """How many rollouts the learner must have now, and how many it takes at most."""
+    """Returns the least and the largest number of rollouts that the learner takes now.
+
+    The learner waits for the least number.
+    """
+    # Before the first draw the learner can only wait for rollouts.
     if not self._ready:
       return 1, self._capacity
     if not self._ratio:
@@ -37,12 +45,12 @@ class Rate:
     return 0 if self.may_draw() else 1, min(max(room, 0), self._capacity)
 
   def may_draw(self) -> bool:
-    """Whether the learner may draw a batch; of whether there is enough it knows nothing."""
-    held = self._ratio and self._ready
-    return not held or self._ahead + self._batch <= self._tolerance
+    """Returns True if the ratio allows a batch; it ignores the replay's minimal size."""
+    limited = self._ratio and self._ready
+    return not limited or self._ahead + self._batch <= self._tolerance
 
   def count(self, added: int, drawn: int) -> None:
-    """Transitions added, and then drawn: none as long as there is not enough."""
+    """Counts transitions added and drawn; drawn is 0 until the replay has its minimal size."""
     if self._ready:
       self._ahead += drawn - self._ratio * added
     self._ready = self._ready or drawn > 0

@@ -1,15 +1,16 @@
-"""The newest rows of a group's environments, each frame stored once.
+"""Ring buffer of the newest rows of each group's environments, which stores each frame once.
 
-A row is a step of all environments of a group. Where observations are stacks of frames only the
-newest frame of each is stored; stacks are put together again when they are read. Row r of the ring
-holds what was seen at one step, what was done, and what came back; the observation that came back
-is row r + 1.
+A row is one step of all environments of a group. If observations are stacks of frames, only the
+newest frame of each stack is stored, and stacks are rebuilt when they are read. A row holds the
+observation, the action, and the reward and flags that came back. The next row holds the observation
+that came back.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,62 +20,109 @@ from podracer_jit.types import Experience, Transition
 
 
 class Ring(NamedTuple):
-  """Rows of all groups of a device; rows go round."""
+  """Ring of rows for each group of a device."""
 
-  frame: jax.Array  # [groups, rows, B, c, ...] the newest frame; of other tasks the observation
-  fresh: jax.Array  # [groups, rows, B] bool: the stack held nothing but this frame
+  frame: jax.Array  # [groups, rows, B, c, ...]: newest frame; the whole observation if not stacked
+  fresh: jax.Array  # [groups, rows, B] bool: the stack repeats this frame
   action: jax.Array  # [groups, rows, B, ...]
   reward: jax.Array  # [groups, rows, B] f32
   terminated: jax.Array  # [groups, rows, B] bool
   truncated: jax.Array  # [groups, rows, B] bool
-  added: jax.Array  # [groups, rows] i32: when the row was added, by whatever clock
-  head: jax.Array  # [groups] i32: where the newest frame is
+  added: jax.Array  # [groups, rows] i32: time at which the row was added, on the caller's clock
+  head: jax.Array  # [groups] i32: index of the row with the newest frame
 
 
 def init(groups: int, rows: int, like: Experience) -> Ring:
-  """Of `rows` empty rows for experience of the shapes of `like`, [T, B, ...] of one group."""
+  """Allocates an empty ring of `rows` rows per group, shaped like `like`.
+
+  `like` is one group's experience [T, B, ...]; arrays or shapes.
+  """
   def zeros(x):
     return jnp.zeros((groups, rows, *x.shape[1:]), x.dtype)
-  return Ring(zeros(like.obs), zeros(like.fresh), zeros(like.action), zeros(like.reward),
-              zeros(like.terminated), zeros(like.truncated), jnp.zeros((groups, rows), jnp.int32),
-              jnp.zeros(groups, jnp.int32))
+
+  return Ring(
+      frame=zeros(like.obs),
+      fresh=zeros(like.fresh),
+      action=zeros(like.action),
+      reward=zeros(like.reward),
+      terminated=zeros(like.terminated),
+      truncated=zeros(like.truncated),
+      added=jnp.zeros((groups, rows), jnp.int32),
+      head=jnp.zeros(groups, jnp.int32))
 
 
 def write(ring: Ring, group: jax.Array, new: Experience, now: jax.Array
           ) -> tuple[Ring, jax.Array]:
-  """Adds T rows to groups [k] (others than there are do nothing): (ring, where row 0 stands [k]).
+  """Writes T rows per group; out-of-range groups are ignored.
 
-  `new` has a leading axis [k]. Where it began with fresh environments its row 0 is a new row; else
-  that is the last one of before, whose frame is there already.
+  If the experience began with a reset, its row 0 becomes a new row. Otherwise row 0 is the row at
+  the head, whose frame the previous call wrote.
+
+  Args:
+    ring: the ring of all groups of the device.
+    group: [k] i32, the groups to write to, all different.
+    new: experience [k, T, B, ...].
+    now: [] i32, time stored with the rows, on the caller's clock.
+
+  Returns:
+    The ring, and the index of row 0 in each group [k] i32.
   """
-  rows, k = ring.fresh.shape[1], group[:, None]
+  chex.assert_rank([group, new.reward, new.fresh], [1, 3, 3])
+  chex.assert_equal_shape_prefix([group, new.reward, new.fresh, new.action, new.obs], 1)
+  chex.assert_equal_shape([new.reward, new.terminated, new.truncated])
+
+  rows = ring.fresh.shape[1]
+  k = group[:, None]
+
   began = new.began[:, 0, 0]
   start = (ring.head.at[group].get(mode='fill', fill_value=0) + began) % rows
   steps = new.reward.shape[1]
-  here = (start[:, None] + jnp.arange(steps + 1)) % rows
-  # Of an old row 0 it is not known here whether its stack was fresh: what is there stands.
+  target = (start[:, None] + jnp.arange(steps + 1)) % rows
+
+  # The experience does not say whether the stack of a continued row 0 was fresh, so the flag that
+  # the ring holds is kept.
   fresh = new.fresh.at[:, 0].set(
       new.fresh[:, 0] | ~began[:, None] & ring.fresh.at[group, start].get(mode='fill',
                                                                           fill_value=False))
 
-  def to(old, value, where=here[:, :steps]):
+  def put(old, value, where=target[:, :steps]):
     return old.at[k, where].set(value, mode='drop')
-  return Ring(
-      to(ring.frame, new.obs, here), to(ring.fresh, fresh, here), to(ring.action, new.action),
-      to(ring.reward, new.reward), to(ring.terminated, new.terminated),
-      to(ring.truncated, new.truncated), to(ring.added, jnp.broadcast_to(now, (len(group), steps))),
-      ring.head.at[group].set(here[:, -1], mode='drop')), start
+
+  written = Ring(
+      frame=put(ring.frame, new.obs, target),
+      fresh=put(ring.fresh, fresh, target),
+      action=put(ring.action, new.action),
+      reward=put(ring.reward, new.reward),
+      terminated=put(ring.terminated, new.terminated),
+      truncated=put(ring.truncated, new.truncated),
+      added=put(ring.added, jnp.broadcast_to(now, (len(group), steps))),
+      head=ring.head.at[group].set(target[:, -1], mode='drop'))
+  return written, start
 
 
 def read(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: int, n_step: int,
          discount: float) -> Transition:
-  """The transitions that begin in these rows of these environments (index arrays of one shape).
+  """Reads the transitions that begin in the given rows.
 
-  What is computed of them is an island for each entry of the first axis, that of groups.
+  The n-step returns are computed in an island, once for each entry of the first axis.
+
+  Args:
+    ring: the ring of all groups of the device.
+    group: [k, ...] i32, group of each transition.
+    row: [k, ...] i32, row in which each transition begins.
+    env: [k, ...] i32, environment of each transition within its group.
+    stack: frames in an observation.
+    n_step: steps of a transition.
+    discount: gamma.
+
+  Returns:
+    Transitions, with the leading axes of the indices.
   """
+  chex.assert_equal_shape([group, row, env])
   rows = ring.fresh.shape[1]
   ahead = (row[..., None] + jnp.arange(n_step)) % rows
-  g, e = group[..., None], env[..., None]
+  g = group[..., None]
+  e = env[..., None]
 
   @island('n_step_return')
   def of_group(*steps):
@@ -89,30 +137,45 @@ def read(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: in
 
 
 def _obs(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: int) -> jax.Array:
-  """Observations, [*row.shape, ...]; of stacks the frames back to the one that filled it."""
+  """Returns the observations [*row.shape, ...] of rows, with stacks rebuilt.
+
+  A stack reaches back to the newest row that was fresh; that row's frame fills the older places.
+  """
   if stack == 1:
     return ring.frame[group, row, env]
-  rows, back = ring.fresh.shape[1], jnp.arange(stack)
-  g, e = group[..., None], env[..., None]
+  rows = ring.fresh.shape[1]
+  back = jnp.arange(stack)
+  g = group[..., None]
+  e = env[..., None]
+
+  # The first fresh row, going back; at most stack - 1 rows.
   filled = ring.fresh[g, (row[..., None] - back) % rows, e]
   oldest = jnp.argmax(filled.at[..., -1].set(True), axis=-1)[..., None]
-  age = jnp.minimum(back[::-1], oldest)  # the oldest frame comes first
+  # The oldest frame comes first in a stack.
+  age = jnp.minimum(back[::-1], oldest)
   frames = ring.frame[g, (row[..., None] - age) % rows, e]  # [..., stack, c, H, W]
   return frames.reshape(*row.shape, -1, *frames.shape[row.ndim + 2:])
 
 
 def n_step_return(reward: jax.Array, terminated: jax.Array, truncated: jax.Array, discount: float
                   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """n steps, or those to the end of the episode: (their return, discount of what follows, steps).
+  """Returns n-step returns, which stop at the end of the episode if that comes first.
 
   Args:
-    reward: [n, ...], of the n steps.
+    reward: [n, ...] f32, rewards of the n steps.
     terminated: [n, ...] bool.
-    truncated: [n, ...] bool: what follows is the last observation, with its value.
+    truncated: [n, ...] bool; the value of the last observation follows a truncation.
     discount: gamma.
+
+  Returns:
+    The discounted sum of rewards [...] f32; the discount of the value that follows [...] f32, zero
+    after a termination; and the number of steps taken [...] i32.
   """
-  goes_on, gamma = jnp.ones(reward.shape[1:], bool), jnp.ones(reward.shape[1:])
-  total, steps = jnp.zeros(reward.shape[1:]), jnp.zeros(reward.shape[1:], jnp.int32)
+  chex.assert_equal_shape([reward, terminated, truncated])
+  goes_on = jnp.ones(reward.shape[1:], bool)
+  gamma = jnp.ones(reward.shape[1:])
+  total = jnp.zeros(reward.shape[1:])
+  steps = jnp.zeros(reward.shape[1:], jnp.int32)
   for r, over, cut in zip(reward, terminated, truncated, strict=True):
     total = total + jnp.where(goes_on, gamma * r, 0.0)
     steps = steps + goes_on

@@ -1,12 +1,13 @@
-"""Whole transitions in any order, the least important ones evicted first.
+"""Slots that hold whole transitions, in any order; unimportant transitions are evicted first.
 
-For tasks whose observations are small: what begins and what ends a transition are both stored.
+Both observations of a transition are stored, so this suits tasks with small observations.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,32 +17,48 @@ from podracer_jit.types import Transition
 
 
 class Slots(NamedTuple):
-  """Of all groups of a device."""
+  """Slots of all groups of a device."""
 
   held: Transition  # [groups, slots, ...]
-  free: jax.Array  # [groups, slots] i32: a stack, the first `room` of which are free
-  room: jax.Array  # [groups] i32
-  eviction: tree.Tree  # by slot: what it is drawn by to be evicted; 0 of one that is free
+  free: jax.Array  # [groups, slots] i32: a stack of slots; the first `room` entries are free slots
+  room: jax.Array  # [groups] i32: number of free slots
+  eviction: tree.Tree  # weight of each slot in draws for eviction; 0 for a free slot
 
 
 def init(groups: int, slots: int, like: Transition) -> Slots:
-  """Of free slots for transitions of the shapes of `like`, [...] of one."""
+  """Allocates free slots for transitions shaped like `like`, one transition [...]."""
   held = jax.tree.map(lambda x: jnp.zeros((groups, slots, *x.shape), x.dtype), like)
-  return Slots(held, jnp.tile(jnp.arange(slots, dtype=jnp.int32), (groups, 1)),
-               jnp.full(groups, slots, jnp.int32), tree.init(groups, slots))
+  return Slots(
+      held=held,
+      free=jnp.tile(jnp.arange(slots, dtype=jnp.int32), (groups, 1)),
+      room=jnp.full(groups, slots, jnp.int32),
+      eviction=tree.init(groups, slots))
 
 
 def write(slots: Slots, group: jax.Array, new: Transition, there: jax.Array
           ) -> tuple[Slots, jax.Array]:
-  """Stores those of new [k, m, ...] that are `there` [k, m] in free slots: (slots, which [k, m]).
+  """Stores transitions in free slots.
 
-  Which of one that is not there, or has no room, is tree.NOWHERE.
+  Args:
+    slots: the slots of all groups of the device.
+    group: [k] i32, the groups to write to, all different; out-of-range groups are ignored.
+    new: transitions [k, m, ...].
+    there: [k, m] bool, the transitions to store.
+
+  Returns:
+    The slots, and each transition's slot [k, m] i32; tree.NOWHERE if it is not stored.
   """
+  chex.assert_rank([group, there], [1, 2])
+  chex.assert_type(there, bool)
+  chex.assert_equal_shape_prefix([there, new.reward], 2)
+
   room = slots.room.at[group].get(mode='fill', fill_value=0)[:, None]
-  place = room - jnp.cumsum(there, axis=1)  # on the stack
+  # Transitions pop free slots from the end of the stack.
+  place = room - jnp.cumsum(there, axis=1)
   there &= place >= 0
   which = slots.free.at[group[:, None], jnp.maximum(place, 0)].get(mode='fill', fill_value=0)
   which = jnp.where(there, which, tree.NOWHERE)
+
   held = jax.tree.map(lambda old, x: old.at[group[:, None], which].set(x, mode='drop'),
                       slots.held, new)
   room = jnp.maximum(room[:, 0] - jnp.sum(there, axis=1), 0)
@@ -50,29 +67,50 @@ def write(slots: Slots, group: jax.Array, new: Transition, there: jax.Array
 
 def evict(slots: Slots, priorities: tree.Tree, keys: jax.Array, most: int, count: int
           ) -> tuple[Slots, tree.Tree]:
-  """Frees slots until each group holds at most `most`, and takes them out of the priorities.
+  """Evicts transitions until each group holds at most `most`.
 
-  Drawn in proportion to the eviction tree, at most `count` at a time; `keys` [groups].
+  They are drawn in proportion to the eviction tree.
+
+  Args:
+    slots: the slots of all groups of the device.
+    priorities: priorities of all slots, in which evicted transitions get zero.
+    keys: [groups], one PRNG key for each group.
+    most: transitions that a group may hold.
+    count: transitions drawn at a time.
+
+  Returns:
+    The slots and the priorities.
   """
-  size, groups = slots.free.shape[1], jnp.arange(len(keys))
+  chex.assert_axis_dimension(slots.room, 0, len(keys))
+  size = slots.free.shape[1]
+  groups = jnp.arange(len(keys))
 
   def excess(slots):
+    """Returns how many transitions each group must still evict, [groups] i32."""
     return jnp.maximum(size - slots.room - most, 0)
 
   def once(carry):
     slots, priorities, turn = carry
     now = jax.vmap(lambda key: jax.random.fold_in(key, turn))(keys)
     leaf = jnp.sort(tree.draw(slots.eviction, now, count)[0], axis=1)
+
+    # A slot may be drawn several times; only the first draw counts.
     first = jnp.concatenate([jnp.ones((len(keys), 1), bool), leaf[:, 1:] != leaf[:, :-1]], axis=1)
-    # Of more than are too many those that go are drawn too, lest low slots go first.
+
+    # If more slots were drawn than must be freed, pick among them at random; otherwise low indices
+    # would be evicted first.
     order = jnp.argsort(jnp.where(first, jax.vmap(
         lambda key: jax.random.uniform(jax.random.fold_in(key, 1), (count,)))(now), 2.0), axis=1)
     leaf, first = (jnp.take_along_axis(x, order, axis=1) for x in (leaf, first))
-    gone = first & (jnp.arange(count) < excess(slots)[:, None])
-    leaf, zero = jnp.where(gone, leaf, tree.NOWHERE), jnp.zeros(leaf.shape)
-    place = jnp.where(gone, slots.room[:, None] + jnp.cumsum(gone, axis=1) - 1, tree.NOWHERE)
+    evicted = first & (jnp.arange(count) < excess(slots)[:, None])
+    leaf = jnp.where(evicted, leaf, tree.NOWHERE)
+    zero = jnp.zeros(leaf.shape)
+
+    # Push the freed slots onto the stack.
+    place = jnp.where(evicted, slots.room[:, None] + jnp.cumsum(evicted, axis=1) - 1,
+                      tree.NOWHERE)
     free = slots.free.at[groups[:, None], place].set(leaf, mode='drop')
-    slots = Slots(slots.held, free, slots.room + jnp.sum(gone, axis=1),
+    slots = Slots(slots.held, free, slots.room + jnp.sum(evicted, axis=1),
                   tree.put(slots.eviction, groups, leaf, zero))
     return slots, tree.put(priorities, groups, leaf, zero), turn + 1
 
