@@ -81,9 +81,9 @@ def main(argv: Sequence[str]) -> int:
   except ValueError as error:
     print(f'podracer_jit benchmark: {error}', file=sys.stderr)
     return 2
-  found, memory = measure(names, run, values.seconds, values.rounds)
+  measurements, memory = measure(names, run, values.seconds, values.rounds)
   result = dict(config=run.experiment.fields, machine=describe(run)) | summarise(
-      found, run.experiment.unroll_length)
+      measurements, run.experiment.unroll_length)
   for name, row in result['parts'].items():
     row |= memory[name]
   show(result)
@@ -181,9 +181,9 @@ def show(result: Mapping[str, Any]) -> None:
 def take_apart(run: build.Run, scheme: str, path: str | None) -> dict[str, Any]:
   """Prints a round of the scheme, split into parts, and draws it to `path`; returns its figures."""
   say(f'taking a round of {scheme} apart')
-  found = rounds.measure(with_scheme(run, scheme))
-  print('\n'.join(picture.table(found)))
+  measured = rounds.measure(with_scheme(run, scheme))
+  print('\n'.join(picture.table(measured)))
   if path:
-    picture.draw(found, path)
-  return dict(scheme=scheme, seconds=found.seconds, traced_seconds=found.traced_seconds,
-              lanes=found.lanes, memory=found.memory)
+    picture.draw(measured, path)
+  return dict(scheme=scheme, seconds=measured.seconds, traced_seconds=measured.traced_seconds,
+              lanes=measured.lanes, memory=measured.memory)

@@ -166,8 +166,8 @@ def replace_actor(worker: Worker, pools: Sequence[PoolArgs], device: jax.Device,
              for args, env in zip(pools, worker.state.envs, strict=True)]
 
   def fire(state, params: Stamped):
-    made = tuple(pool.rollout(policy, params.value, unroll_length) for pool in stepped)
-    return state, [Stamped(jax.block_until_ready(made), params.version)]
+    rollouts = tuple(pool.rollout(policy, params.value, unroll_length) for pool in stepped)
+    return state, [Stamped(jax.block_until_ready(rollouts), params.version)]
 
   def close() -> None:
     for pool in stepped:

@@ -57,7 +57,7 @@ def far(least_ns: float) -> float:
   return 2 * least_ns
 
 
-def comparable(found: Mapping[str, Sequence[tuple[T, tuple[float, float]]]]
+def comparable(measurements: Mapping[str, Sequence[tuple[T, tuple[float, float]]]]
                ) -> tuple[dict[str, list[T]], float]:
   """Returns the measurements made at one distance, near or far, whichever has more of each name.
 
@@ -65,20 +65,20 @@ def comparable(found: Mapping[str, Sequence[tuple[T, tuple[float, float]]]]
   either distance, all measurements are returned.
 
   Args:
-    found: measurements by name, each with `apart_ns` before and after it.
+    measurements: by name, each with `apart_ns` before and after it.
 
   Returns:
     The measurements by name, and the median of their distances.
   """
-  limit = far(min(ns for all_of in found.values() for _, both in all_of for ns in both))
+  limit = far(min(ns for all_of in measurements.values() for _, both in all_of for ns in both))
 
   def of(kind: Callable[[tuple[float, float]], bool]):
-    return {name: [x for x in all_of if kind(x[1])] for name, all_of in found.items()}
+    return {name: [x for x in all_of if kind(x[1])] for name, all_of in measurements.items()}
 
   chosen = max(of(lambda both: max(both) <= limit), of(lambda both: min(both) > limit),
-               key=lambda some: min(map(len, some.values())))
+               key=lambda by_name: min(map(len, by_name.values())))
   if not all(chosen.values()):
-    chosen = found
+    chosen = measurements
   distances = [ns for all_of in chosen.values() for _, both in all_of for ns in both]
-  return ({name: [made for made, _ in all_of] for name, all_of in chosen.items()},
+  return ({name: [figures for figures, _ in all_of] for name, all_of in chosen.items()},
           statistics.median(distances))

@@ -37,8 +37,8 @@ def in_use() -> float:
     (line,) = (x for x in Path('/proc/self/status').read_text().splitlines() if 'VmRSS' in x)
     return int(line.split()[1]) / 1e3
   mallinfo.restype = _Mallinfo
-  found = mallinfo()
-  return (found.uordblks + found.hblkhd) / 1e6
+  heap = mallinfo()
+  return (heap.uordblks + heap.hblkhd) / 1e6
 
 
 def most_in_use(call: Callable[[], Any]) -> float:

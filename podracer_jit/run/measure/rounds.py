@@ -65,7 +65,7 @@ def operations(text: str, scopes: Sequence[str]) -> dict[str, str]:
 
   An operation that the compiler made, and gave no name, belongs to the part most around it have.
   """
-  found: dict[str, str] = {}
+  part_by_name: dict[str, str] = {}
   for computation in re.split(r'\n(?=\S)', text):
     lines = re.findall(r'^ +(?:ROOT )?%?([\w.-]+) = .*?\b([\w-]+)\(.*$', computation, re.MULTILINE)
     named = dict(re.findall(r'^ +(?:ROOT )?%?([\w.-]+) = .*op_name="([^"]*)"', computation,
@@ -74,8 +74,8 @@ def operations(text: str, scopes: Sequence[str]) -> dict[str, str]:
     usual = parts.most_common(1)[0][0] if parts else 'other arithmetic'
     for name, opcode in lines:
       if opcode not in CONTAINERS:
-        found[name] = part_of(named[name], scopes) if name in named else usual
-  return found
+        part_by_name[name] = part_of(named[name], scopes) if name in named else usual
+  return part_by_name
 
 
 def shares(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
@@ -114,11 +114,11 @@ def lane(own: Sequence[Span], ops: Sequence[Span], start: float, end: float
       spans.append((a, b, 'transfer'))
       continue
     inside = [x for x in ops if x[0] < b and x[1] > a]
-    found = shares(inside, a, b)
+    spent = shares(inside, a, b)
     if region.startswith('wait'):  # until its thread wakes, but its program may be running by then
-      found['waiting'] = found.pop('between', 0.0)
+      spent['waiting'] = spent.pop('between', 0.0)
       spans.append((a, min([b, *(x[0] for x in inside)]), 'waiting'))
-    seconds.update(found)
+    seconds.update(spent)
     spans += inside
   seconds['other'] = end - start - sum(seconds.values())
   return dict(seconds), spans
@@ -242,7 +242,7 @@ def read(events: Sequence[Mapping[str, Any]], operations: Mapping[str, Mapping[s
   for name, regions in sorted(lanes.items()):
     devices = [None, actor_devices[int(name.split()[1])]] if name != 'learner' else None
     kind = 'rollout' if devices else 'learner'
-    mine = [span for (module, device), found in ops.items() for span in found
+    mine = [span for (module, device), spans in ops.items() for span in spans
             if kind in module and (devices is None or device in devices)]
     parts, spans[name] = lane(regions, mine, start, end)
     scale = seconds / (end - start)

@@ -33,7 +33,7 @@ def measure(names: Sequence[str], run: build.Run, seconds: float, rounds: int
   Returns:
     The measurements of each part, and its memory: the largest heap and the computed bytes, in MB.
   """
-  found, memory, state = {name: [] for name in names}, {}, run.initial_state()
+  measurements, memory, state = {name: [] for name in names}, {}, run.initial_state()
   with contextlib.ExitStack() as stack:
     measures = {}
     for name in names:
@@ -49,21 +49,21 @@ def measure(names: Sequence[str], run: build.Run, seconds: float, rounds: int
     for k in range(rounds):
       say(f'round {k + 1} of {rounds}')
       for name in names:
-        made, after = measures[name](seconds / rounds), core_distance.apart_ns()
-        found[name].append((made, (before, after)))
+        figures, after = measures[name](seconds / rounds), core_distance.apart_ns()
+        measurements[name].append((figures, (before, after)))
         before = after
-  return found, memory
+  return measurements, memory
 
 
-def summarise(found: Found, unroll_length: int) -> dict[str, Any]:
+def summarise(measurements: Found, unroll_length: int) -> dict[str, Any]:
   """Returns the medians of each part and the ratios between parts."""
-  counted, apart_ns = core_distance.comparable(found)
+  counted, apart_ns = core_distance.comparable(measurements)
   sps = {name: statistics.median(x.sps for x in figures) for name, figures in counted.items()}
   period = {name: statistics.median(x.seconds_per_update for x in figures)
             for name, figures in counted.items()}
   table = {
       name: dict(sps=sps[name], seconds_per_update=period[name],
-                 rounds=[x.sps for x in figures], left_out=len(found[name]) - len(figures),
+                 rounds=[x.sps for x in figures], left_out=len(measurements[name]) - len(figures),
                  **{f'to_{base}': sps[name] / sps[base] if base in sps else None
                     for base in BASES})
       for name, figures in counted.items()}
@@ -76,19 +76,19 @@ def ratios(period: Mapping[str, float], unroll_length: int) -> dict[str, float]:
 
   period: seconds an update, by part.
   """
-  found = {}
+  by_name = {}
 
   def compare(name, halves, allowed=1.0):
     if {name, *halves} <= period.keys():
       times = [period[half] for half in halves]
-      found[f'{name}_to_slower_of_{"_and_".join(halves)}'] = period[name] / (allowed * max(times))
-      found[f'{name}_to_sum_of_{"_and_".join(halves)}'] = period[name] / sum(times)
+      by_name[f'{name}_to_slower_of_{"_and_".join(halves)}'] = period[name] / (allowed * max(times))
+      by_name[f'{name}_to_sum_of_{"_and_".join(halves)}'] = period[name] / sum(times)
 
   # Two shards that take turns drain once a rollout.
   compare('rollout', ('environment', 'policy'), 1 + 1 / unroll_length)
   for scheme in ('fused', 'sync', 'cleanba'):
     compare(scheme, ('rollout', 'learner'))
-  return found
+  return by_name
 
 
 def shares(sps: Mapping[str, float]) -> dict[str, float]:

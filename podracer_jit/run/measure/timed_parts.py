@@ -193,7 +193,14 @@ def acting(run: build.Run, state: TrainState, by_python: bool, stack: contextlib
 
 def rollout(run: build.Run, state: TrainState, by_python: bool, stack: contextlib.ExitStack
             ) -> Measure:
-  """Returns a measurement of actors without a learner; see `acting` for the arguments."""
+  """Returns a measurement of actors without a learner.
+
+  Args:
+    run: that the actors belong to.
+    state: whose parameters they use.
+    by_python: whether Python steps the environments.
+    stack: closes the environments.
+  """
   def counted(fire):
     return lambda: sum(int(np.sum(rollout.valid)) for rollout in fire())
   fires = [counted(fire) for fire in acting(run, state, by_python, stack)]

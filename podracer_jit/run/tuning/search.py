@@ -46,8 +46,8 @@ def search(first: Sequence[Candidate], vary: Callable[[Candidate], Sequence[Cand
     nonlocal left
     alive, figures = dict.fromkeys((*alive, *own)), {}
     for candidate in alive:
-      made = measure(candidate, seconds / count / len(alive))
-      figures[candidate], left = made.sps, left - made.seconds
+      one_figure = measure(candidate, seconds / count / len(alive))
+      figures[candidate], left = one_figure.sps, left - one_figure.seconds
     rounds.append(figures)
 
   for widen in (False, True):

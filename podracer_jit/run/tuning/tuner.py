@@ -79,22 +79,22 @@ def warm_up(run: build.Run) -> int:
 
 def train(run: build.Run, state: TrainState, seconds: float) -> Figures:
   """Trains from a copy of the state, which has no replay, until `seconds` were counted."""
-  first, seen = warm_up(run), []  # (time, steps)
+  first, times = warm_up(run), []  # (time, steps)
 
   def report(item: Report) -> None:
     *_, (record, _) = meter.records(item)  # the statistics are part of training
     if record.get('sampled', 1):  # not while a replay is filled
-      seen.append((time.perf_counter(), record['steps']))
+      times.append((time.perf_counter(), record['steps']))
 
   def stop() -> bool:
-    return len(seen) > first + 1 and seen[-1][0] - seen[first][0] >= seconds
+    return len(times) > first + 1 and times[-1][0] - times[first][0] >= seconds
 
   state = copy_of(state, run)
   with build.segment(run, state, 0, 10**9, report, stop) as segment:
     experiment = run.experiment
     meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, {})
     loops.run(segment.workers)
-  (start, before), (end, after) = seen[first], seen[-1]
+  (start, before), (end, after) = times[first], times[-1]
   return Figures((after - before) / (end - start), end - start)
 
 
@@ -184,9 +184,9 @@ def run(tuner: Tuner, own: Candidate, machine: Machine, first: Sequence[Candidat
 
   def measure(candidate: Candidate, seconds: float) -> Figures:
     apart.append(core_distance.apart_ns())
-    made = tuner.measure(candidate, seconds)
-    say(f'{made.sps:10,.0f} SPS  {as_text(own, candidate)}')
-    return made
+    figures = tuner.measure(candidate, seconds)
+    say(f'{figures.sps:10,.0f} SPS  {as_text(own, candidate)}')
+    return figures
 
   def others(candidate: Candidate) -> list[Candidate]:
     return vary(experiment, machine, candidate)
@@ -196,11 +196,11 @@ def run(tuner: Tuner, own: Candidate, machine: Machine, first: Sequence[Candidat
   if not experiment.deterministic:
     say(f'{experiment.non_deterministic_setting} takes things as they come: the result depends on '
         'their speed, and so on the placement')
-  found = search(first, others, [own] if own in first else [], measure, seconds)
-  if len(found.last) < LAST_ROUNDS:
+  outcome = search(first, others, [own] if own in first else [], measure, seconds)
+  if len(outcome.last) < LAST_ROUNDS:
     say('--seconds were spent before the last rounds: give more for a surer result')
   apart.append(core_distance.apart_ns())
   if max(apart) > core_distance.far(min(apart)):
     say(f'this machine moved its cores meanwhile, between {min(apart):.0f} and {max(apart):.0f} ns '
         'of each other: figures that are close do not tell which is faster')
-  return found
+  return outcome
