@@ -77,7 +77,7 @@ def variants(config: Mapping[str, Any], lag: int) -> list[Variant]:
   here, there = tuple(range(both)), tuple(range(both, 2 * both))
   ways = []
   for name, scheme in SCHEMES.items():
-    if not scheme.repeats or scheme.lag != lag or scheme.replay not in (None, replay):
+    if not scheme.deterministic or scheme.lag != lag or scheme.replay not in (None, replay):
       continue
     if scheme.graph.one_program:
       ways.append(Variant(name, (0,), (0,), 7))

@@ -37,7 +37,7 @@ from absl import flags, logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.common import refuse_replay, with_default
-from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum, sliced
+from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum, use_reduce_scatter
 from podracer_jit.run import build, command_line, workdirs
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import timed_parts
@@ -74,7 +74,7 @@ def bytes_by_shapes(parameters: int, groups: int, devices: int) -> dict[str, flo
   rows = 1 if here.bit_count() == 1 else here  # as `exact.branches` adds them up
   share = (devices - 1) / devices
   padded = -(-parameters // devices) * devices
-  exact = (share * (rows + 2) * padded if sliced(rows, parameters, devices)
+  exact = (share * (rows + 2) * padded if use_reduce_scatter(rows, parameters, devices)
            else (devices - 1) * rows * parameters)
   return dict(exact=exact * 4, plain=2 * share * parameters * 4)
 

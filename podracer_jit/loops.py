@@ -11,34 +11,34 @@ from typing import Any, NamedTuple
 
 import jax
 
-from podracer_jit.runtime.channels import Closed, HandOff, Stamped
+from podracer_jit.runtime.channels import Channel, Closed, Versioned
 
 
-class Port(NamedTuple):
-  """One end of a hand-off, and the number of firings between its uses.
+class Endpoint(NamedTuple):
+  """One end of a channel, and the number of firings between its uses.
 
   A reader takes a value at the first of `every` firings and reuses it at the others. A writer puts
   a value at the last of them.
   """
 
-  handoff: HandOff
+  channel: Channel
   every: int = 1
 
 
 class Worker(NamedTuple):
   """An operation that one thread fires repeatedly.
 
-  `fire(state, *inputs)` returns `(state, outputs)`. The outputs have a Stamped for each port of
+  `fire(state, *inputs)` returns `(state, outputs)`. The outputs have a Versioned for each port of
   `writes`, or None to put nothing. Inputs and outputs need not be computed yet, so `fire` must not
   donate inputs. The worker ends after `firings` firings, or once `until(state)` is true. Then it
-  closes its hand-offs, so that its neighbours end too.
+  closes its channels, so that its neighbours end too.
   """
 
   name: str
-  fire: Callable[..., tuple[Any, Sequence[Stamped | None]]]
+  fire: Callable[..., tuple[Any, Sequence[Versioned | None]]]
   state: Any
-  reads: Sequence[Port]
-  writes: Sequence[Port]
+  reads: Sequence[Endpoint]
+  writes: Sequence[Endpoint]
   firings: int
   until: Callable[[Any], bool] = lambda state: False
 
@@ -55,32 +55,32 @@ def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool
     states: receives the worker's newest state under its name.
 
   Yields:
-    Before each get, settle and put: a function that returns whether this would not block.
+    Before each get, wait and put: a function that returns whether this would not block.
   """
   state = worker.state
   inputs = [None] * len(worker.reads)
   for k in range(worker.firings):
-    for i, port in enumerate(worker.reads):
-      if k % port.every == 0:
-        yield port.handoff.can_get
-        inputs[i] = port.handoff.get()
+    for i, endpoint in enumerate(worker.reads):
+      if k % endpoint.every == 0:
+        yield endpoint.channel.can_get
+        inputs[i] = endpoint.channel.get()
 
     since = time.perf_counter()
     state, outputs = worker.fire(state, *inputs)
     states[worker.name] = state
 
     try:
-      for i, port in enumerate(worker.reads):
-        yield functools.partial(port.handoff.can_settle, inputs[i])
-        since = port.handoff.settle(inputs[i], since)
-        if k % port.every == port.every - 1:
+      for i, endpoint in enumerate(worker.reads):
+        yield functools.partial(endpoint.channel.can_wait_ready, inputs[i])
+        since = endpoint.channel.wait_ready(inputs[i], since)
+        if k % endpoint.every == endpoint.every - 1:
           # Frees the memory of a large value while the worker waits for the next.
           inputs[i] = None
       yield from _hand_over(worker, k, outputs)
     except Closed:
       # Another neighbour may have taken an output of this firing, and waits until it is computed.
-      for port in worker.writes:
-        port.handoff.finish()
+      for endpoint in worker.writes:
+        endpoint.channel.flush()
       # Waits here for the started computations: `run` notices threads that do not end.
       jax.block_until_ready(outputs)
       raise
@@ -91,25 +91,26 @@ def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool
       return
 
 
-def _hand_over(worker: Worker, k: int, outputs: Sequence[Stamped | None]
+def _hand_over(worker: Worker, k: int, outputs: Sequence[Versioned | None]
                ) -> Iterator[Callable[[], bool]]:
   """Puts the outputs that are due after firing k, then blocks until they are computed.
 
-  Hand-offs that take values before they are computed come first, so that their consumers can start.
+  Channels that take values before they are computed come first, so that their consumers can start.
   """
-  for early in (True, False):
-    for port, item in zip(worker.writes, outputs, strict=True):
-      if item is not None and port.handoff.early == early and k % port.every == port.every - 1:
-        yield port.handoff.can_put
-        port.handoff.put(item)
-    for port in worker.writes:
-      port.handoff.finish()
+  for uncomputed in (True, False):
+    for endpoint, item in zip(worker.writes, outputs, strict=True):
+      is_due = item is not None and k % endpoint.every == endpoint.every - 1
+      if is_due and endpoint.channel.allows_async_dispatch == uncomputed:
+        yield endpoint.channel.can_put
+        endpoint.channel.put(item)
+    for endpoint in worker.writes:
+      endpoint.channel.flush()
 
 
 def _end(worker: Worker) -> None:
-  """Closes all hand-offs of a worker."""
-  for port in (*worker.reads, *worker.writes):
-    port.handoff.close()
+  """Closes all channels of a worker."""
+  for endpoint in (*worker.reads, *worker.writes):
+    endpoint.channel.close()
 
 
 def _no_worker_can_go_on(names: Iterable[str]) -> RuntimeError:
@@ -119,21 +120,21 @@ def _no_worker_can_go_on(names: Iterable[str]) -> RuntimeError:
 def _wait_for_each_other(threads: Iterable[threading.Thread], workers: Sequence[Worker]) -> bool:
   """Returns whether all of these threads wait for each other, which is a deadlock.
 
-  It holds the locks of all hand-offs at the same time, so no thread can wake up meanwhile. Waits on
-  hand-offs with one end outside of the graph do not count.
+  It holds the locks of all channels at the same time, so no thread can wake up meanwhile. Waits on
+  channels with one end outside of the graph do not count.
   """
-  written = {port.handoff for worker in workers for port in worker.writes}
+  written = {endpoint.channel for worker in workers for endpoint in worker.writes}
   with contextlib.ExitStack() as locks:
     blocked: set[threading.Thread] = set()
-    for handoff in {port.handoff for worker in workers for port in worker.reads} & written:
-      blocked |= locks.enter_context(handoff.locked())
+    for channel in {endpoint.channel for worker in workers for endpoint in worker.reads} & written:
+      blocked |= locks.enter_context(channel.locked())
     return blocked.issuperset(threads)
 
 
 def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
   """Runs each worker on its own thread until all have ended.
 
-  No other thread may use a hand-off that joins two of the workers.
+  No other thread may use a channel that joins two of the workers.
 
   Args:
     workers: the graph.
@@ -143,7 +144,7 @@ def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
     The last state of each worker, by name.
 
   Raises:
-    Exception: the first one that a worker raised, after all hand-offs have failed.
+    Exception: the first one that a worker raised, after all channels have failed.
     RuntimeError: all workers that have not ended wait for each other.
     Stuck: threads did not end within `grace_s`; raised from the first exception.
   """
@@ -153,8 +154,8 @@ def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
   def fail(error: BaseException) -> None:
     errors.append(error)
     for worker in workers:
-      for port in (*worker.reads, *worker.writes):
-        port.handoff.fail()
+      for endpoint in (*worker.reads, *worker.writes):
+        endpoint.channel.fail()
 
   def work(worker: Worker) -> None:
     try:

@@ -39,7 +39,7 @@ class Rollout(NamedTuple):
   valid: jax.Array  # [T, B] bool
   episodes: Episodes
   discounted_return: Any = ()  # [T, B] f32: discounted rewards up to this row, to normalise rewards
-  core: Any = ()  # [1, B, H] f32 each: a recurrent network's state before row 0
+  recurrent_state: Any = ()  # [1, B, H] f32 each: a recurrent network's state before row 0
   action_value: Any = ()  # [T, B] f32, for replays: the acting network's estimate of Q(obs, action)
 
 

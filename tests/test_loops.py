@@ -13,8 +13,8 @@ import weakref
 import pytest
 
 from podracer_jit import loops
-from podracer_jit.loops import Port, Worker, run, run_serial
-from podracer_jit.runtime.channels import Arrival, Closed, DoubleBuffer, Stamped
+from podracer_jit.loops import Endpoint, Worker, run, run_serial
+from podracer_jit.runtime.channels import Closed, DoubleBuffer, FifoQueue, Versioned
 from tests.workers import not_writer, wrap
 
 HANG_S = 60  # a guard: nothing here takes so long
@@ -50,14 +50,14 @@ def graph(lag=0, actors=2, firings=20, nap=lambda: None, every=1, until=lambda s
   params = [DoubleBuffer(f'parameters {i}', gets, lag) for i in range(actors)]
   made = [DoubleBuffer(f'rollouts {i}', firings) for i in range(actors)]
   reports = DoubleBuffer('reports', firings // every)
-  for handoff in params:
-    handoff.prime(Stamped(1, 0))
+  for channel in params:
+    channel.prime(Versioned(1, 0))
 
   def actor(i):
     def fire(seen, params):
       nap()
       made = (params.value * 31 + len(seen) * 7 + i) % 10007
-      return (*seen, (made, params.version)), [Stamped(made, params.version)]
+      return (*seen, (made, params.version)), [Versioned(made, params.version)]
     return fire
 
   def learner(seen, *batch):
@@ -65,7 +65,7 @@ def graph(lag=0, actors=2, firings=20, nap=lambda: None, every=1, until=lambda s
     value = 17
     for item in batch:
       value = (value * 13 + item.value) % 10007
-    item = Stamped(value, len(seen) + 1)
+    item = Versioned(value, len(seen) + 1)
     return (*seen, (value, *(len(seen) - b.version for b in batch))), [item] * (actors + 1)
 
   def writer(seen, report):
@@ -76,11 +76,12 @@ def graph(lag=0, actors=2, firings=20, nap=lambda: None, every=1, until=lambda s
     return Worker(name, fire, (), reads, writes, firings, **more)
 
   return tamper([
-      *(worker(f'actor {i}', actor(i), [Port(params[i], every)], [Port(made[i])], firings)
+      *(worker(f'actor {i}', actor(i), [Endpoint(params[i], every)], [Endpoint(made[i])], firings)
         for i in range(actors)),
-      worker('learner', learner, [Port(m) for m in made],
-             [*(Port(p, every) for p in params), Port(reports, every)], firings, until=until),
-      worker('writer', writer, [Port(reports)], [], firings // every)])
+      worker('learner', learner, [Endpoint(m) for m in made],
+             [*(Endpoint(p, every) for p in params), Endpoint(reports, every)], firings,
+             until=until),
+      worker('writer', writer, [Endpoint(reports)], [], firings // every)])
 
 
 def random_naps(seed):
@@ -115,21 +116,21 @@ def test_a_port_is_used_once_in_every_firings():
   """A reader gets at the first of them and keeps the value, a writer puts at the last."""
   source, sink = DoubleBuffer('source', 3), DoubleBuffer('sink', 3)
   workers = [
-      Worker('maker', lambda n: (n + 1, [Stamped(n, n)]), 0, [], [Port(source)], 3),
-      Worker('user', lambda seen, item: ((*seen, item.value), [Stamped(len(seen), 0)]), (),
-             [Port(source, 4)], [Port(sink, 4)], 12),
-      Worker('end', lambda seen, item: ((*seen, item.value), []), (), [Port(sink)], [], 3)]
+      Worker('maker', lambda n: (n + 1, [Versioned(n, n)]), 0, [], [Endpoint(source)], 3),
+      Worker('user', lambda seen, item: ((*seen, item.value), [Versioned(len(seen), 0)]), (),
+             [Endpoint(source, 4)], [Endpoint(sink, 4)], 12),
+      Worker('end', lambda seen, item: ((*seen, item.value), []), (), [Endpoint(sink)], [], 3)]
   states = ended(lambda: run(workers))
   assert states['user'] == (0,) * 4 + (1,) * 4 + (2,) * 4
   assert states['end'] == (3, 7, 11)
 
 
 def test_none_is_not_put():
-  handoff = DoubleBuffer('odd numbers', 3)
+  channel = DoubleBuffer('odd numbers', 3)
   workers = [
-      Worker('maker', lambda n: (n + 1, [Stamped(n, n) if n % 2 else None]), 0, [],
-             [Port(handoff)], 6),
-      Worker('taker', lambda seen, item: ((*seen, item.value), []), (), [Port(handoff)], [], 3)]
+      Worker('maker', lambda n: (n + 1, [Versioned(n, n) if n % 2 else None]), 0, [],
+             [Endpoint(channel)], 6),
+      Worker('taker', lambda seen, item: ((*seen, item.value), []), (), [Endpoint(channel)], [], 3)]
   assert ended(lambda: run(workers))['taker'] == (1, 3, 5)
 
 
@@ -160,7 +161,7 @@ def test_a_worker_fires_on_what_is_not_computed_and_again_once_its_own_is():
     return seen, [item._replace(value=(item.value, Computed(ready))), *others]
 
   workers = graph(actors=1, firings=5, tamper=wrap(not_writer, instead=firing))
-  workers[0].reads[0].handoff.prime(Stamped((1,), 0))
+  workers[0].reads[0].channel.prime(Versioned((1,), 0))
   states = ended(lambda: run(workers))
   assert states == ended(lambda: run_serial(graph(actors=1, firings=5)))
   assert computed.count('actor 0') == 5
@@ -176,17 +177,17 @@ def test_who_needs_a_value_waits_for_it_and_who_computes_it_does_not(call):
     def slow():  # computed 0.1 s after its user has begun to wait, however late that is
       assert begun[n].wait(HANG_S)
       time.sleep(0.1)
-    return n + 1, [Stamped(Computed(slow), n)]
+    return n + 1, [Versioned(Computed(slow), n)]
 
   def use(n, item):
     begun[n].set()
     call(item.value)
-    return n + 1, [Stamped(n, n)]
+    return n + 1, [Versioned(n, n)]
 
   ended(lambda: run([
-      Worker('maker', make, 0, [], [Port(first)], 3),
-      Worker('user', use, 0, [Port(first)], [Port(second)], 3),
-      Worker('end', lambda n, item: (n + 1, []), 0, [Port(second)], [], 3)]))
+      Worker('maker', make, 0, [], [Endpoint(first)], 3),
+      Worker('user', use, 0, [Endpoint(first)], [Endpoint(second)], 3),
+      Worker('end', lambda n, item: (n + 1, []), 0, [Endpoint(second)], [], 3)]))
   assert first.get_wait_s >= 0.3
   assert first.put_wait_s < first.get_wait_s / 2
 
@@ -228,18 +229,19 @@ def reader_of_one_and_reader_of_all(value):
 
   lasting, ending = DoubleBuffer('lasting', 9), ClosingBuffer('ending', 9)
   turns = DoubleBuffer('turns', 9, 0)  # so that run_serial, too, ends the reader of one in time
-  turns.prime(Stamped(None, 0))
+  turns.prime(Versioned(None, 0))
 
   def produce(k, turn):
     assert k == 0 or closed.wait(HANG_S)
-    return k + 1, [Stamped(value(k), k)] * 2
+    return k + 1, [Versioned(value(k), k)] * 2
 
   def read(versions, item):
-    return (*versions, item.version), [Stamped(None, 0)]
+    return (*versions, item.version), [Versioned(None, 0)]
 
-  return [Worker('reader of one', lambda n, item: (n + 1, []), 0, [Port(ending)], [], 1),
-          Worker('reader of all', read, (), [Port(lasting)], [Port(turns)], 9),
-          Worker('producer', produce, 0, [Port(turns)], [Port(lasting), Port(ending)], 9)]
+  return [Worker('reader of one', lambda n, item: (n + 1, []), 0, [Endpoint(ending)], [], 1),
+          Worker('reader of all', read, (), [Endpoint(lasting)], [Endpoint(turns)], 9),
+          Worker('producer', produce, 0, [Endpoint(turns)],
+                 [Endpoint(lasting), Endpoint(ending)], 9)]
 
 
 @pytest.mark.parametrize('runner', [run, run_serial])
@@ -258,13 +260,13 @@ def test_a_computation_that_fails_after_another_reader_has_ended_is_raised(runne
   def ready():
     raise Boom('found out later')
 
-  settled = []  # `until` is asked once the inputs are settled
-  workers = [worker._replace(until=lambda versions: settled.append(versions))
+  waited = []  # `until` is asked once the inputs are waited
+  workers = [worker._replace(until=lambda versions: waited.append(versions))
              if worker.name == 'reader of all' else worker
              for worker in reader_of_one_and_reader_of_all(lambda k: Computed(ready) if k else k)]
   with pytest.raises(Boom, match='found out later'):
     ended(lambda: runner(workers))
-  assert settled == [(0,)]
+  assert waited == [(0,)]
 
 
 def fails(who, at=6):
@@ -290,8 +292,8 @@ def test_an_exception_while_others_wait_is_raised_and_not_their_closing():
     time.sleep(0.1)
     raise Boom('alone')
 
-  workers = [Worker('waits', lambda seen, item: (seen, []), None, [Port(waiting)], [], 1),
-             Worker('fails', fire, None, [], [Port(waiting)], 1)]
+  workers = [Worker('waits', lambda seen, item: (seen, []), None, [Endpoint(waiting)], [], 1),
+             Worker('fails', fire, None, [], [Endpoint(waiting)], 1)]
   with pytest.raises(Boom, match='alone'):
     ended(lambda: run(workers))
   with pytest.raises(Closed):
@@ -320,7 +322,7 @@ def test_an_error_of_what_was_started_is_raised(runner):
     return seen, [item._replace(value=Computed(ready)) if len(seen) == 5 else item]
 
   def learner(call, seen, *batch):
-    return (*seen, 0), [Stamped(0, len(seen) + 1)] * 3
+    return (*seen, 0), [Versioned(0, len(seen) + 1)] * 3
 
   workers = wrap('learner', instead=learner)(graph(tamper=wrap('actor 1', instead=starts)))
   with pytest.raises(Boom, match='found out later'):
@@ -348,24 +350,25 @@ def test_threads_that_do_not_end_are_named():
     let_go(release, 'actor 1')
 
 
-@pytest.mark.parametrize('where', ['settle', 'put'])
+@pytest.mark.parametrize('where', ['wait_ready', 'put'])
 def test_a_program_that_does_not_end_is_its_workers(where):
   """Whoever started it does not leave before it, so that the run knows."""
   release, begun = threading.Event(), threading.Event()
   never, slot = DoubleBuffer('never computed', 1), DoubleBuffer('slot', 2)
-  never.put(Stamped(Computed(lambda: release.wait(HANG_S)), 0))
-  slot.put(Stamped(0, 0))  # and never taken
+  never.put(Versioned(Computed(lambda: release.wait(HANG_S)), 0))
+  slot.put(Versioned(0, 0))  # and never taken
 
   def start(state, *inputs):
     begun.set()
-    return state, [Stamped(Computed(lambda: release.wait(HANG_S)), 0)]
+    return state, [Versioned(Computed(lambda: release.wait(HANG_S)), 0)]
 
   def fail(state):
     assert begun.wait(HANG_S)
     raise Boom('after it was started')
 
-  reads, writes = ([Port(never)], [Port(DoubleBuffer('made', 1))]) if where == 'settle' else (
-      [], [Port(slot)])
+  reads, writes = [], [Endpoint(slot)]
+  if where == 'wait_ready':
+    reads, writes = [Endpoint(never)], [Endpoint(DoubleBuffer('made', 1))]
   try:
     with pytest.raises(loops.Stuck, match='^starts did not end within 0') as stuck:
       ended(lambda: run([Worker('starts', start, None, reads, writes, 1),
@@ -375,11 +378,11 @@ def test_a_program_that_does_not_end_is_its_workers(where):
     let_go(release, 'starts')
 
 
-def test_what_must_be_computed_goes_after_what_is_settled_by_then():
-  """A reader of computed values that is slow keeps nobody who has others to settle."""
-  early, computed = DoubleBuffer('early', 3), Arrival('computed', 1)
-  maker = Worker('maker', lambda n: (n + 1, [Stamped(n, n)] * 2), 0, [],
-                 [Port(computed), Port(early)], 3)
+def test_what_must_be_computed_goes_after_what_is_ready_by_then():
+  """A reader of computed values that is slow keeps nobody who has others to wait for."""
+  uncomputed, computed = DoubleBuffer('early', 3), FifoQueue('computed', 1)
+  maker = Worker('maker', lambda n: (n + 1, [Versioned(n, n)] * 2), 0, [],
+                 [Endpoint(computed), Endpoint(uncomputed)], 3)
   third = threading.Event()
   def take(n, item):
     if n == 2:
@@ -389,8 +392,8 @@ def test_what_must_be_computed_goes_after_what_is_settled_by_then():
   def slow(state, item):  # one in its hands and one waiting: a third cannot be put
     return (*state, third.wait(HANG_S)), []
 
-  states = ended(lambda: run([maker, Worker('taker', take, 0, [Port(early)], [], 3),
-                              Worker('slow', slow, (), [Port(computed)], [], 3)]))
+  states = ended(lambda: run([maker, Worker('taker', take, 0, [Endpoint(uncomputed)], [], 3),
+                              Worker('slow', slow, (), [Endpoint(computed)], [], 3)]))
   assert states['slow'] == (True,) * 3
 
 
@@ -398,9 +401,9 @@ def test_what_must_be_computed_goes_after_what_is_settled_by_then():
 @pytest.mark.parametrize('reads', [(0, 1), (1, 0)])
 def test_a_deadlock_is_reported(runner, reads):
   """Two that wait for each other, with nothing primed."""
-  handoffs = [DoubleBuffer(f'handoff {i}', 1) for i in range(2)]
-  workers = [Worker(f'worker {i}', lambda seen, item: (seen, [item]), None, [Port(handoffs[i])],
-                    [Port(handoffs[1 - i])], 1) for i in reads]
+  channels = [DoubleBuffer(f'handoff {i}', 1) for i in range(2)]
+  workers = [Worker(f'worker {i}', lambda seen, item: (seen, [item]), None, [Endpoint(channels[i])],
+                    [Endpoint(channels[1 - i])], 1) for i in reads]
   said = f'^no worker can go on; still running: worker {reads[0]}, worker {reads[1]}$'
   with pytest.raises(RuntimeError, match=said):
     ended(lambda: runner(workers))
@@ -409,11 +412,11 @@ def test_a_deadlock_is_reported(runner, reads):
 
 @pytest.mark.parametrize('side', ['get', 'put'])
 def test_who_waits_for_somebody_outside_the_graph_is_not_in_a_deadlock(side):
-  handoff = Arrival('handoff', 1)
-  use = handoff.get if side == 'put' else lambda: handoff.put(Stamped('from outside', 0))
-  worker = (Worker('writer', lambda n: (n + 1, [Stamped(n, n)]), 0, [], [Port(handoff)], 2)
+  channel = FifoQueue('handoff', 1)
+  use = channel.get if side == 'put' else lambda: channel.put(Versioned('from outside', 0))
+  worker = (Worker('writer', lambda n: (n + 1, [Versioned(n, n)]), 0, [], [Endpoint(channel)], 2)
             if side == 'put' else
-            Worker('reader', lambda n, item: (n + 1, []), 0, [Port(handoff)], [], 1))
+            Worker('reader', lambda n, item: (n + 1, []), 0, [Endpoint(channel)], [], 1))
   outside = threading.Timer(0.5, use)  # `run` has looked several times by then
   outside.start()
   assert ended(lambda: run([worker]))[worker.name] == worker.firings
@@ -427,16 +430,16 @@ def test_what_goes_round_while_run_looks_is_no_deadlock():
     def locked(self):
       with super().locked() as blocked:
         yield blocked
-      time.sleep(0.02)  # whoever looks at one hand-off after another finds the other one waiting
+      time.sleep(0.02)  # whoever looks at one channel after another finds the other one waiting
 
   def fire(n, item):
     time.sleep(0.02)
     return n + 1, [item]
 
   there, back = SlowlyUnlocked('there', 40, 0), SlowlyUnlocked('back', 40)
-  there.prime(Stamped(0, 0))
-  states = ended(lambda: run([Worker('one', fire, 0, [Port(there)], [Port(back)], 40),
-                              Worker('other', fire, 0, [Port(back)], [Port(there)], 40)]))
+  there.prime(Versioned(0, 0))
+  states = ended(lambda: run([Worker('one', fire, 0, [Endpoint(there)], [Endpoint(back)], 40),
+                              Worker('other', fire, 0, [Endpoint(back)], [Endpoint(there)], 40)]))
   assert states == {'one': 40, 'other': 40}
 
 
@@ -451,13 +454,13 @@ def test_a_value_that_was_used_is_not_kept():
     alive.append(sum(value() is not None for value in made))
     value = Large()
     made.append(weakref.ref(value))
-    return state, [Stamped(value, 0)]
+    return state, [Versioned(value, 0)]
 
   slot, turns = DoubleBuffer('values', 5), DoubleBuffer('turns', 5, 0)
-  turns.prime(Stamped(None, 0))
-  run_serial([Worker('maker', make, None, [Port(turns)], [Port(slot)], 5),
-              Worker('user', lambda state, item: (state, [Stamped(None, 0)]), None, [Port(slot)],
-                     [Port(turns)], 5)])
+  turns.prime(Versioned(None, 0))
+  run_serial([Worker('maker', make, None, [Endpoint(turns)], [Endpoint(slot)], 5),
+              Worker('user', lambda state, item: (state, [Versioned(None, 0)]), None,
+                     [Endpoint(slot)], [Endpoint(turns)], 5)])
   assert alive == [0] * 5
 
 

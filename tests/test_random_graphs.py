@@ -10,8 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 
-from podracer_jit.loops import Port, Worker, run, run_serial
-from podracer_jit.runtime.channels import Arrival, Closed, DoubleBuffer, Inbox, Latest, Stamped
+from podracer_jit.loops import Endpoint, Worker, run, run_serial
+from podracer_jit.runtime.channels import (
+  Closed,
+  DoubleBuffer,
+  DrainQueue,
+  FifoQueue,
+  LatestValue,
+  Versioned,
+)
 from tests.test_loops import ended
 
 PRIME = 10007
@@ -46,13 +53,13 @@ class Label(NamedTuple):
 
 
 class Recorded:
-  """What a hand-off took and gave, by label; mixed into each kind of hand-off.
+  """What a channel took and gave, by label; mixed into each kind of channel.
 
   Attributes:
     accepted: labels of the items that were put, by producer.
     taken: labels of the items that were got, the primed ones not counted.
-    drained: whether a get has found the hand-off closed.
-    unsettled: labels of the items whose reader was never told that they are computed.
+    drained: whether a get has found the channel closed.
+    unawaited: labels of the items whose reader was never told that they are computed.
     most: how many items it takes; what is put beyond that is dropped.
   """
 
@@ -63,7 +70,7 @@ class Recorded:
     self.accepted: dict[str, list[Label]] = {}
     self.taken: list[Label] = []
     self.drained = False
-    self.unsettled: list[Label] = []
+    self.unawaited: list[Label] = []
 
   def put(self, item):
     super().put(item)
@@ -77,18 +84,18 @@ class Recorded:
     except Closed:
       self.drained = True
       raise
-    items = item.value if isinstance(self, Inbox) else [item]
+    items = item.value if isinstance(self, DrainQueue) else [item]
     self.taken += [x.value[0] for x in items if x.value[0].number >= 0]
     return item
 
-  def settle(self, item, since):
+  def wait_ready(self, item, since):
     try:
-      until = super().settle(item, since)
+      until = super().wait_ready(item, since)
     except Closed:
-      self.unsettled.append(item.value[0])
+      self.unawaited.append(item.value[0])
       raise
     value = item.value[1] if not isinstance(item.value, list) else None
-    assert not isinstance(value, Value) or value.computed, f'{self.name}: settled too soon'
+    assert not isinstance(value, Value) or value.computed, f'{self.name}: ready too soon'
     return until
 
 
@@ -96,15 +103,15 @@ class RecordedBuffer(Recorded, DoubleBuffer):
   pass
 
 
-class RecordedArrival(Recorded, Arrival):
+class RecordedArrival(Recorded, FifoQueue):
   pass
 
 
-class RecordedInbox(Recorded, Inbox):
+class RecordedInbox(Recorded, DrainQueue):
   pass
 
 
-class RecordedLatest(Recorded, Latest):
+class RecordedLatest(Recorded, LatestValue):
   pass
 
 
@@ -125,7 +132,7 @@ class Graph(NamedTuple):
   """
 
   workers: Sequence[Worker]
-  handoffs: Sequence[Any]
+  channels: Sequence[Any]
   made: dict[str, list[Any]]
   fails: bool
 
@@ -139,20 +146,20 @@ def draw(seed: int, ends: bool, as_they_come: bool, naps: random.Random | None =
 
   Args:
     seed: of the graph.
-    ends: whether workers may end before their neighbours do, and close hand-offs. If not, of
-      every hand-off as many values are got as are put.
-    as_they_come: whether hand-offs may be other than DoubleBuffers.
+    ends: whether workers may end before their neighbours do, and close channels. If not, of
+      every channel as many values are got as are put.
+    as_they_come: whether channels may be other than DoubleBuffers.
     naps: how long programs and firings take; None for no time.
   """
   rng = random.Random(f'{seed} {ends} {as_they_come}')
   names = [f'worker {i}' for i in range(rng.randint(2, 6))]
   firings = {name: rng.choice([4, 8, 12]) for name in names}
-  reads: dict[str, list[Port]] = {name: [] for name in names}
-  writes: dict[str, list[Port]] = {name: [] for name in names}
+  reads: dict[str, list[Endpoint]] = {name: [] for name in names}
+  writes: dict[str, list[Endpoint]] = {name: [] for name in names}
   failing = rng.choice(['', '', '', '', 'fire', 'program', 'transfer', 'until'])
   victim, failing_at = rng.choice(names), rng.randrange(6)
   made: dict[str, list[Any]] = {name: [] for name in names}
-  handoffs = []
+  channels = []
 
   def transfer(name, item):
     if failing == 'transfer' and name == victim and item[0] == Label(name, failing_at):
@@ -160,30 +167,30 @@ def draw(seed: int, ends: bool, as_they_come: bool, naps: random.Random | None =
     return item
 
   def connect(producers, consumer, kind):
-    label = f'{kind} {len(handoffs)}: {", ".join(producers)} to {consumer}'
+    label = f'{kind} {len(channels)}: {", ".join(producers)} to {consumer}'
     move = functools.partial(transfer, producers[0])
     gets = math.gcd(firings[consumer], *(firings[name] for name in producers))
     gets //= rng.choice([1, 1, 1, 2])
     if kind == 'latest':
-      handoff = RecordedLatest(label, move)
+      channel = RecordedLatest(label, move)
     elif kind == 'arrival':
-      handoff = RecordedArrival(label, rng.randint(1, 3), move)
+      channel = RecordedArrival(label, rng.randint(1, 3), move)
     elif kind == 'inbox':
       least, wants = rng.randint(0, 2), random.Random(seed)
-      handoff = RecordedInbox(label, rng.randint(2, 4), lambda: (least, wants.randint(2, 4)), move)
+      channel = RecordedInbox(label, rng.randint(2, 4), lambda: (least, wants.randint(2, 4)), move)
     else:
-      handoff = RecordedBuffer(label, gets, kind, move)
-      handoff.most = max(0, gets - (0 if kind is None else kind + 1))
+      channel = RecordedBuffer(label, gets, kind, move)
+      channel.most = max(0, gets - (0 if kind is None else kind + 1))
     if kind in (0, 1) or kind == 'latest' and rng.random() < 0.8:
-      handoff.prime(Stamped((Label(producers[0], -1), rng.randrange(PRIME)), 0))
-    handoffs.append(handoff)
+      channel.prime(Versioned((Label(producers[0], -1), rng.randrange(PRIME)), 0))
+    channels.append(channel)
 
     def rate(name):
       return rng.randint(1, 4) if ends and rng.random() < 0.2 else firings[name] // gets
 
     for name in producers:
-      writes[name].insert(rng.randint(0, len(writes[name])), Port(handoff, rate(name)))
-    reads[consumer].insert(rng.randint(0, len(reads[consumer])), Port(handoff, rate(consumer)))
+      writes[name].insert(rng.randint(0, len(writes[name])), Endpoint(channel, rate(name)))
+    reads[consumer].insert(rng.randint(0, len(reads[consumer])), Endpoint(channel, rate(consumer)))
 
   for _ in range(rng.randint(len(names) - 1, len(names) + 3)):
     first, second = sorted(rng.choices(range(len(names)), k=2))
@@ -212,7 +219,7 @@ def draw(seed: int, ends: bool, as_they_come: bool, naps: random.Random | None =
       if name == victim and k == failing_at and failing == 'fire':
         raise Boom(name)
       if k == closes_at:
-        rng_of_worker.choice([*reads[name], *writes[name]]).handoff.close()
+        rng_of_worker.choice([*reads[name], *writes[name]]).channel.close()
       total = salt + k
       for i, item in enumerate(inputs):
         total = (total * 31 + (i + 3) * number(item.value)) % PRIME
@@ -220,7 +227,7 @@ def draw(seed: int, ends: bool, as_they_come: bool, naps: random.Random | None =
       broken = Boom(name) if failing == 'program' and name == victim and k == failing_at else None
       value = total if on_device and not broken else Value(
           total, nap_lengths(naps) if naps else 0, broken)
-      return k + 1, [Stamped((Label(name, k), value), k)] * len(writes[name])
+      return k + 1, [Versioned((Label(name, k), value), k)] * len(writes[name])
 
     def until(k):
       if failing == 'until' and name == victim and k == failing_at:
@@ -232,13 +239,13 @@ def draw(seed: int, ends: bool, as_they_come: bool, naps: random.Random | None =
 
   workers = []
   for name in names:
-    early = ends and rng.random() < 0.4
+    ends_early = ends and rng.random() < 0.4
     closes = ends and rng.random() < 0.15 and (reads[name] or writes[name])
-    last = rng.randint(1, 6) if early else firings[name]
+    last = rng.randint(1, 6) if ends_early else firings[name]
     closes_at = rng.randint(0, 5) if closes else None
     workers.append(worker(name, rng.randrange(PRIME), rng.random() < 0.3, last, closes_at))
   rng.shuffle(workers)
-  return Graph(workers, handoffs, made, bool(failing))
+  return Graph(workers, channels, made, bool(failing))
 
 
 def outcome(runner, graph: Graph) -> tuple[str, dict[str, list[int]]]:
@@ -268,22 +275,22 @@ def check_hand_offs(graph: Graph, how: str) -> None:
   A reader that waits until an item is computed does not wait for a producer that has ended.
   """
   failed = how != 'ended'
-  for handoff in graph.handoffs:
+  for channel in graph.channels:
     if how.startswith(NO_WORKER):
       running = how.removeprefix(NO_WORKER).split(', ')
-      assert all(label.producer in running for label in handoff.unsettled), handoff.name
-    for producer in {label.producer for label in handoff.taken}:
-      taken = [label for label in handoff.taken if label.producer == producer]
-      accepted = handoff.accepted.get(producer, [])
-      if isinstance(handoff, Latest):  # some are overwritten, some given again
-        assert taken == sorted(taken, key=accepted.index), handoff.name
+      assert all(label.producer in running for label in channel.unawaited), channel.name
+    for producer in {label.producer for label in channel.taken}:
+      taken = [label for label in channel.taken if label.producer == producer]
+      accepted = channel.accepted.get(producer, [])
+      if isinstance(channel, LatestValue):  # some are overwritten, some given again
+        assert taken == sorted(taken, key=accepted.index), channel.name
       else:
-        assert is_prefix(taken, accepted), handoff.name
-    # The reader of an Inbox leaves at once, and that of a Latest leaves out what is overwritten.
-    keeps_all = isinstance(handoff, DoubleBuffer) or type(handoff) is RecordedArrival
-    if handoff.drained and keeps_all and not failed:
-      accepted = sum(map(len, handoff.accepted.values()))
-      assert len(handoff.taken) == min(accepted, handoff.most), handoff.name
+        assert is_prefix(taken, accepted), channel.name
+    # The reader of a DrainQueue leaves at once, and a LatestValue's reader misses overwritten ones.
+    keeps_all = isinstance(channel, DoubleBuffer) or type(channel) is RecordedArrival
+    if channel.drained and keeps_all and not failed:
+      accepted = sum(map(len, channel.accepted.values()))
+      assert len(channel.taken) == min(accepted, channel.most), channel.name
 
 
 @pytest.mark.parametrize('seed', range(150))

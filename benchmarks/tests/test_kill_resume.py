@@ -155,7 +155,7 @@ def test_every_scheme_has_an_experiment_that_can_be():
   rows = kill_resume.rows(64)
   assert rows.keys() == {*SCHEMES, 'launch_process', 'launch_launcher'}
   for name, row in rows.items():
-    expected = SCHEMES[name].repeats if name in SCHEMES else True
+    expected = SCHEMES[name].deterministic if name in SCHEMES else True
     assert kill_resume.is_deterministic(row) == expected, name
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podracer_jit.actor import asynchronous, priorities, rollouts
-from podracer_jit.envs.protocol import Shard
+from podracer_jit.envs.protocol import VectorEnv
 
 
 class Acting(Protocol):
@@ -19,38 +19,38 @@ class Acting(Protocol):
 
   unroll_length: int
 
-  def rollout(self, shards: Sequence[Shard]) -> Callable:
+  def rollout(self, vector_envs: Sequence[VectorEnv]) -> Callable:
     """Returns rollout(params, actor_state) -> (actor_state, experience), to be jitted."""
 
-  def initial_state(self, shards: Sequence[Shard], keys: Sequence[jax.Array], first_env: int
-                    ) -> rollouts.ActorState:
-    """Returns the state of an actor whose shards have just been started.
+  def initial_state(self, vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
+                    first_env: int) -> rollouts.ActorState:
+    """Returns the state of an actor whose vector environments have just been started.
 
     Args:
-      shards: the environments, the same number in each shard.
-      keys: one PRNG key for each shard.
+      vector_envs: the environments, the same number in each vector environment.
+      keys: one PRNG key for each vector environment.
       first_env: index of the actor's first environment among all environments of the run.
     """
 
 
 class InStep(NamedTuple):
-  """Lockstep acting, used without a replay: a step waits for all environments of a shard."""
+  """Lockstep acting, used without a replay: a step waits for all its environments."""
 
   network: nn.Module
   unroll_length: int
   stack: int  # frames in an observation, see `protocol.EnvSpec`
   discount: float | None  # gamma of the discounted returns; None if rewards are not normalised
 
-  def rollout(self, shards: Sequence[Shard]) -> Callable:
-    """Returns the rollout of `Acting`; its experience is one Rollout for each shard."""
-    return rollouts.make_rollout(shards, self.network.apply, self.network.policy,
+  def rollout(self, vector_envs: Sequence[VectorEnv]) -> Callable:
+    """Returns the rollout of `Acting`; its experience is one Rollout a vector environment."""
+    return rollouts.make_rollout(vector_envs, self.network.apply, self.network.policy,
                                  self.unroll_length, self.stack, self.discount)
 
-  def initial_state(self, shards: Sequence[Shard], keys: Sequence[jax.Array], first_env: int
-                    ) -> rollouts.ActorState:
+  def initial_state(self, vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
+                    first_env: int) -> rollouts.ActorState:
     """Returns the initial state; see `Acting`."""
     del first_env
-    return rollouts.initial_state(shards, keys, self.network.initial_core)
+    return rollouts.initial_state(vector_envs, keys, self.network.initial_recurrent_state)
 
 
 class FirstReady(NamedTuple):
@@ -64,19 +64,19 @@ class FirstReady(NamedTuple):
   stack: int  # frames in an observation, see `protocol.EnvSpec`
   obs: jax.ShapeDtypeStruct  # shape and dtype of one observation
 
-  def rollout(self, shards: Sequence[Shard]) -> Callable:
-    """Returns the rollout of `Acting`; its experience is one Rollout of the only shard."""
-    (shard,) = shards
-    return asynchronous.make_rollout(shard, self.network.apply, self.network.policy,
+  def rollout(self, vector_envs: Sequence[VectorEnv]) -> Callable:
+    """Returns the rollout of `Acting`; its experience is one Rollout."""
+    (vector_env,) = vector_envs
+    return asynchronous.make_rollout(vector_env, self.network.apply, self.network.policy,
                                      self.unroll_length, self.stack)
 
-  def initial_state(self, shards: Sequence[Shard], keys: Sequence[jax.Array], first_env: int
-                    ) -> rollouts.ActorState:
+  def initial_state(self, vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
+                    first_env: int) -> rollouts.ActorState:
     """Returns the initial state; see `Acting`."""
     del first_env
-    (shard,) = shards
+    (vector_env,) = vector_envs
     (key,) = keys
-    return asynchronous.initial_state(shard, key, self.obs, self.network.policy,
+    return asynchronous.initial_state(vector_env, key, self.obs, self.network.policy,
                                       self.unroll_length)
 
 
@@ -93,21 +93,22 @@ class ForReplay(NamedTuple):
   discount: float  # gamma
   exploration: np.ndarray  # [num_envs] f32, for all environments of the run
 
-  def rollout(self, shards: Sequence[Shard]) -> Callable:
-    """Returns the rollout of `Acting`; its experience is one Experience for each shard."""
+  def rollout(self, vector_envs: Sequence[VectorEnv]) -> Callable:
+    """Returns the rollout of `Acting`; it gives one Experience for each vector environment."""
     def action_value(params: Any, *args: jax.Array) -> jax.Array:
       return self.network.apply(params, *args, method='action_value')
 
     plain = rollouts.make_rollout(
-        shards, self.network.apply, self.network.policy, self.unroll_length, self.stack,
+        vector_envs, self.network.apply, self.network.policy, self.unroll_length, self.stack,
         action_value=action_value)
     return priorities.with_priorities(plain, self.n_step, self.discount)
 
-  def initial_state(self, shards: Sequence[Shard], keys: Sequence[jax.Array], first_env: int
-                    ) -> rollouts.ActorState:
+  def initial_state(self, vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
+                    first_env: int) -> rollouts.ActorState:
     """Returns the initial state; see `Acting`."""
-    width = shards[0].num_envs
-    first_envs = range(first_env, first_env + width * len(shards), width)
+    width = vector_envs[0].num_envs
+    first_envs = range(first_env, first_env + width * len(vector_envs), width)
     exploration = [jnp.array(self.exploration[first:first + width]) for first in first_envs]
-    state = rollouts.initial_state(shards, keys, self.network.initial_core, exploration)
+    state = rollouts.initial_state(vector_envs, keys, self.network.initial_recurrent_state,
+                                   exploration)
     return priorities.initial_state(state, self.n_step)

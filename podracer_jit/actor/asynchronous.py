@@ -24,12 +24,12 @@ from podracer_jit.actor.rollouts import ActorState, EnvState, count, make_act, z
 from podracer_jit.agents.networks import Apply
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
-from podracer_jit.envs.protocol import Shard, TimeStep
+from podracer_jit.envs.protocol import TimeStep, VectorEnv
 from podracer_jit.types import Params, Rollout
 
 
 class Sequences(NamedTuple):
-  """State of a shard of N environments between two rollouts; its buffer has S slots."""
+  """State of N environments between two rollouts; the buffer has S slots."""
 
   env: EnvState  # of all N; the observations are in the buffer
   buffer: Rollout  # [T, S, ...], one sequence in each slot
@@ -41,13 +41,13 @@ class Sequences(NamedTuple):
   complete: jax.Array  # i32: number of complete sequences that wait for the next rollout
 
 
-def initial_state(shard: Shard, key: jax.Array, obs: jax.ShapeDtypeStruct, policy: Policy,
+def initial_state(vector_env: VectorEnv, key: jax.Array, obs: jax.ShapeDtypeStruct, policy: Policy,
                   unroll_length: int) -> ActorState:
-  """Returns the state of an asynchronous shard that has just been started.
+  """Returns the state of an asynchronous vector environment that has just been started.
 
   Args:
-    shard: the environments.
-    key: PRNG key of the shard.
+    vector_env: the environments.
+    key: PRNG key of the vector environment.
     obs: shape and dtype of one observation.
     policy: the policy that acts.
     unroll_length: T.
@@ -55,16 +55,16 @@ def initial_state(shard: Shard, key: jax.Array, obs: jax.ShapeDtypeStruct, polic
   Returns:
     The actor's state, with one `Sequences`.
   """
-  num_envs = shard.num_envs
+  num_envs = vector_env.num_envs
   # N slots being filled, N of a rollout, and at most batch_size - 1 that the last step completes
   # beyond the rollout.
-  size = 2 * num_envs + shard.batch_size - 1
+  size = 2 * num_envs + vector_env.batch_size - 1
   env = EnvState(
       # No step precedes the first observation, so it is treated like one after an episode's end.
       obs=(), ended=jnp.ones(num_envs, bool),
       episode_return=jnp.zeros(num_envs, jnp.float32),
       episode_length=jnp.zeros(num_envs, jnp.int32),
-      key=key, rollouts=jnp.zeros((), jnp.int32), discounted_return=(), core=())
+      key=key, rollouts=jnp.zeros((), jnp.int32), discounted_return=(), recurrent_state=())
   rows = jnp.zeros((unroll_length + 1, size, *obs.shape), obs.dtype)
   state = Sequences(
       env=env,
@@ -72,15 +72,15 @@ def initial_state(shard: Shard, key: jax.Array, obs: jax.ShapeDtypeStruct, polic
       slots=jnp.arange(size, dtype=jnp.int32),
       row=jnp.full(num_envs, -1, jnp.int32),
       complete=jnp.zeros((), jnp.int32))
-  return ActorState(jnp.array(shard.handle), (state,))
+  return ActorState(jnp.array(vector_env.handle), (state,))
 
 
-def make_rollout(shard: Shard, apply: Apply, policy: Policy, unroll_length: int, stack: int = 1
-                 ) -> Callable:
+def make_rollout(vector_env: VectorEnv, apply: Apply, policy: Policy, unroll_length: int,
+                 stack: int = 1) -> Callable:
   """Returns rollout(params, actor_state) -> (actor_state, (Rollout,)), to be jitted.
 
   Args:
-    shard: N environments, of which each step takes the first `batch_size` that are ready.
+    vector_env: N environments, of which each step takes the first `batch_size` that are ready.
     apply: the network's forward pass; the network must not be recurrent.
     policy: the policy that acts.
     unroll_length: T.
@@ -94,12 +94,12 @@ def make_rollout(shard: Shard, apply: Apply, policy: Policy, unroll_length: int,
   def turn(params: Params, carry):
     t, token, state = carry
     with jax.named_scope('environment'):
-      token, step = shard.recv(token)
+      token, step = vector_env.recv(token)
     state, ready = _arrive(state, step, unroll_length)
 
     _, env_action, row = act(params, t, ready)
     with jax.named_scope('environment'):
-      token = shard.send(token, env_action, step.env_id)
+      token = vector_env.send(token, env_action, step.env_id)
 
     slot = state.slots[step.env_id]
     return t + 1, token, state._replace(
@@ -108,9 +108,9 @@ def make_rollout(shard: Shard, apply: Apply, policy: Policy, unroll_length: int,
   def rollout(params: Params, actor_state: ActorState):
     token, (state,) = actor_state
     _, token, state = lax.while_loop(
-        lambda carry: carry[-1].complete < shard.num_envs, functools.partial(turn, params),
+        lambda carry: carry[-1].complete < vector_env.num_envs, functools.partial(turn, params),
         (jnp.int32(0), token, state))
-    state, sequences = _take(state, shard.num_envs)
+    state, sequences = _take(state, vector_env.num_envs)
     return ActorState(token, (state,)), (
         sequences._replace(obs=frames.of(sequences.obs, stack)),)
 
@@ -121,7 +121,7 @@ def _arrive(state: Sequences, step: TimeStep, unroll_length: int) -> tuple[Seque
   """Ends the rows whose step came back and begins the next ones.
 
   Returns:
-    The new state of the shard, and the state of the environments that came back.
+    The new state of all environments, and the state of the environments that came back.
   """
   who = step.env_id
   env = state.env
@@ -158,7 +158,7 @@ def _arrive(state: Sequences, step: TimeStep, unroll_length: int) -> tuple[Seque
 @jax.named_scope('storing')
 def _take(state: Sequences, columns: int) -> tuple[Sequences, Rollout]:
   """Returns the oldest complete sequences as a rollout and frees their slots."""
-  # A rollout has as many columns as the shard has environments.
+  # A rollout has a column for each environment.
   filling = state.slots[:columns]
   rest = state.slots[columns:]
   sequences = jax.tree.map(lambda x: x[:, rest[:columns]], state.buffer)

@@ -43,7 +43,7 @@ def initial_state(state: ActorState, n_step: int) -> ActorState:
 
 
 def with_priorities(rollout: Callable, n_step: int, discount: float) -> Callable:
-  """Returns a rollout function like `rollout` that gives one Experience for each shard.
+  """Wraps `rollout` so that it gives one Experience for each vector environment.
 
   A priority is the n-step TD error by the values that the network gave while it acted, so nothing
   is computed twice (1803.00933, appendix F). The transitions that begin in a rollout's last n rows
@@ -66,28 +66,28 @@ def with_priorities(rollout: Callable, n_step: int, discount: float) -> Callable
     next_value = jnp.take_along_axis(ahead(rows.value, n_step + 1), taken[None], axis=0)[0]
     return jnp.abs(reward + to_next * next_value - rows.action_value[:steps])
 
-  def experience(env: EnvState, shard_rollout: Rollout) -> tuple[EnvState, Experience]:
-    """Returns the shard's state with its last n rows, and its experience."""
-    new = Rows(shard_rollout.reward, shard_rollout.terminated, shard_rollout.truncated,
-               shard_rollout.valid, shard_rollout.action_value, shard_rollout.behaviour_value)
+  def experience(env: EnvState, env_rollout: Rollout) -> tuple[EnvState, Experience]:
+    """Returns the vector environment's state with its last n rows, and its experience."""
+    new = Rows(env_rollout.reward, env_rollout.terminated, env_rollout.truncated,
+               env_rollout.valid, env_rollout.action_value, env_rollout.behaviour_value)
     rows = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), env.recent, new)
-    steps = len(shard_rollout.reward)
+    steps = len(env_rollout.reward)
 
-    frame, fresh = _newest(shard_rollout.obs)
+    frame, fresh = _newest(env_rollout.obs)
     # The rollout counter was already advanced, so 1 means the first rollout.
     began = env.rollouts == 1
     return env._replace(recent=jax.tree.map(lambda x: x[steps:], rows)), Experience(
         obs=frame,
         fresh=fresh.at[0].set(began),
         began=jnp.broadcast_to(began, (1, *env.ended.shape)),
-        action=shard_rollout.action,
-        reward=shard_rollout.reward,
-        terminated=shard_rollout.terminated,
-        truncated=shard_rollout.truncated,
-        valid=shard_rollout.valid,
+        action=env_rollout.action,
+        reward=env_rollout.reward,
+        terminated=env_rollout.terminated,
+        truncated=env_rollout.truncated,
+        valid=env_rollout.valid,
         priority=priorities(rows),
         starts=rows.valid[:steps],
-        episodes=shard_rollout.episodes)
+        episodes=env_rollout.episodes)
 
   def rollout_with_priorities(params: Params, state: ActorState):
     state, rollouts = rollout(params, state)

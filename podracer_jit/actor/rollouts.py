@@ -15,22 +15,22 @@ from podracer_jit.agents.networks import Apply
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
 from podracer_jit.envs.frames import Observations
-from podracer_jit.envs.protocol import Shard, TimeStep
+from podracer_jit.envs.protocol import TimeStep, VectorEnv
 from podracer_jit.numerics.islands import island
 from podracer_jit.types import Episodes, Params, Rollout
 
 
 class EnvState(NamedTuple):
-  """State of a shard of B environments between two rollouts."""
+  """State of B environments between two rollouts."""
 
   obs: jax.Array  # [B, ...]
   ended: jax.Array  # [B] bool: obs is the last observation of a finished episode
   episode_return: jax.Array  # [B] f32, unclipped rewards of the episode so far
   episode_length: jax.Array  # [B] i32, valid rows of the episode so far
-  key: jax.Array  # PRNG key of the shard; folded with `rollouts` and the row
+  key: jax.Array  # PRNG key of the vector environment; folded with `rollouts` and the row
   rollouts: jax.Array  # i32: number of rollouts completed
   discounted_return: jax.Array  # [B] f32, of the rewards so far
-  core: Any  # [B, H] each: the recurrent state; () without a recurrent core
+  recurrent_state: Any  # [B, H] each: the recurrent state; () without a recurrent core
   exploration: Any = ()  # [B] f32: amount of exploration, for policies with `explore`
   recent: Any = ()  # priorities.Rows: the last n rows of the previous rollout, for a replay
 
@@ -38,36 +38,36 @@ class EnvState(NamedTuple):
 class ActorState(NamedTuple):
   """State that a rollout program carries from call to call; it is donated to the program."""
 
-  token: jax.Array  # EnvPool's handle: orders the calls of all shards
-  envs: tuple[EnvState, ...]  # one for each shard
+  token: jax.Array  # EnvPool's handle: orders the calls of all vector environments
+  envs: tuple[EnvState, ...]  # one for each vector environment
 
 
-def initial_state(shards: Sequence[Shard], keys: Sequence[jax.Array],
-                  initial_core: Callable[[int], Any] = lambda num_envs: (),
+def initial_state(vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
+                  initial_recurrent_state: Callable[[int], Any] = lambda num_envs: (),
                   exploration: Sequence[Any] | None = None) -> ActorState:
-  """Returns the state of shards that have just been reset.
+  """Returns the state of vector environments that have just been reset.
 
   Args:
-    shards: the environments.
-    keys: one PRNG key for each shard.
+    vector_envs: the environments.
+    keys: one PRNG key for each vector environment.
     initial_core: number of environments -> their initial recurrent state.
-    exploration: [B] f32 for each shard, for policies with `explore`.
+    exploration: [B] f32 for each vector environment, for policies with `explore`.
 
   Returns:
-    The actor's state, with one `EnvState` for each shard.
+    The actor's state, with one `EnvState` for each vector environment.
   """
-  exploration = exploration or [()] * len(shards)
+  exploration = exploration or [()] * len(vector_envs)
   envs = tuple(
       EnvState(
-          obs=jnp.array(shard.first_obs),
-          ended=jnp.zeros(shard.num_envs, bool),
-          episode_return=jnp.zeros(shard.num_envs, jnp.float32),
-          episode_length=jnp.zeros(shard.num_envs, jnp.int32),
+          obs=jnp.array(vector_env.first_obs),
+          ended=jnp.zeros(vector_env.num_envs, bool),
+          episode_return=jnp.zeros(vector_env.num_envs, jnp.float32),
+          episode_length=jnp.zeros(vector_env.num_envs, jnp.int32),
           key=key, rollouts=jnp.zeros((), jnp.int32),
-          discounted_return=jnp.zeros(shard.num_envs, jnp.float32),
-          core=initial_core(shard.num_envs), exploration=explores)
-      for shard, key, explores in zip(shards, keys, exploration, strict=True))
-  return ActorState(jnp.array(shards[0].handle), envs)
+          discounted_return=jnp.zeros(vector_env.num_envs, jnp.float32),
+          recurrent_state=initial_recurrent_state(vector_env.num_envs), exploration=explores)
+      for vector_env, key, explores in zip(vector_envs, keys, exploration, strict=True))
+  return ActorState(jnp.array(vector_envs[0].handle), envs)
 
 
 def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None) -> Callable:
@@ -78,43 +78,44 @@ def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None)
   """
 
   @island('decision')
-  def decide(params, obs, core, ended, exploration, key, rollouts, t):
+  def decide(params, obs, recurrent_state, ended, exploration, key, rollouts, t):
     """Returns the next recurrent state, actions for the environments, and fields of the row."""
-    dist, value, core = apply(params, obs[None], core, ~ended[None])
-    chex.assert_rank([dist, value], [3, 2])  # [1, B, K] and [1, B]
+    dist_params, value, recurrent_state = apply(params, obs[None], recurrent_state, ~ended[None])
+    chex.assert_rank([dist_params, value], [3, 2])  # [1, B, K] and [1, B]
     key = jax.random.fold_in(jax.random.fold_in(key, rollouts), t)
 
     row = {}
     if policy.explore is None:
-      action = policy.sample(key, dist[0])
+      action = policy.sample(key, dist_params[0])
     else:
-      action = policy.explore(key, dist[0], exploration)
-      row['action_value'] = action_value(params, obs, dist[0], action)
+      action = policy.explore(key, dist_params[0], exploration)
+      row['action_value'] = action_value(params, obs, dist_params[0], action)
     if policy.log_prob is not None:
-      row['behaviour_log_prob'] = policy.log_prob(dist[0], action)
-    return core, policy.to_env(action), dict(row, action=action, behaviour_value=value[0])
+      row['behaviour_log_prob'] = policy.log_prob(dist_params[0], action)
+    row = dict(row, action=action, behaviour_value=value[0])
+    return recurrent_state, policy.to_env(action), row
 
   @jax.named_scope('policy')
   def act(params: Params, t, env: EnvState):
-    core, env_action, row = decide(params, env.obs, env.core, env.ended, env.exploration, env.key,
-                                   env.rollouts, t)
-    return env._replace(core=core), env_action, dict(row, valid=~env.ended)
+    recurrent_state, env_action, row = decide(params, env.obs, env.recurrent_state, env.ended,
+                                              env.exploration, env.key, env.rollouts, t)
+    return env._replace(recurrent_state=recurrent_state), env_action, dict(row, valid=~env.ended)
 
   return act
 
 
-def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_length: int,
+def make_rollout(vector_envs: Sequence[VectorEnv], apply: Apply, policy: Policy, unroll_length: int,
                  stack: int = 1, discount: float | None = None,
                  action_value: Callable | None = None):
   """Returns rollout(params, actor_state) -> (actor_state, Rollouts), to be jitted.
 
-  The shards take turns: recv a; infer a; send a; recv b; infer b; send b; ... So EnvPool steps one
-  shard while the policy works on another. The token that passes through all calls keeps them in
-  this order; XLA drops an `optimization_barrier` before it schedules. The overlap ends only with a
-  rollout, when every shard receives its last step.
+  The vector environments take turns: recv a; infer a; send a; recv b; infer b; send b; ... So one
+  of them steps while the policy works on another. The token that passes through all calls keeps
+  them in this order; XLA drops an `optimization_barrier` before it schedules. The overlap ends only
+  with a rollout, when each of them receives its last step.
 
   Args:
-    shards: the environments.
+    vector_envs: the environments.
     apply: the network's forward pass.
     policy: the policy that acts.
     unroll_length: T.
@@ -122,11 +123,11 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
       `frames.Frames`, each frame once.
     discount: gamma of `Rollout.discounted_return`, which normalised rewards need; None leaves the
       field empty.
-    action_value: (params, obs [B, ...], dist, action) -> Q [B], for policies with `explore`.
+    action_value: (params, obs [B, ...], dist_params, action) -> Q [B], for policies with `explore`.
 
   Returns:
     A function that gives the actor's next state and a tuple with one Rollout [T, B, ...] for each
-    shard.
+    vector environment.
   """
 
   act = make_act(apply, policy, action_value)
@@ -136,10 +137,10 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
       token, envs, buffers = carry
       envs = list(envs)
       buffers = list(buffers)
-      for i, shard in enumerate(shards):
+      for i, vector_env in enumerate(vector_envs):
         before = envs[i].obs
         token, envs[i], fields = lax.cond(
-            t > 0, functools.partial(_receive, shard), _nothing_yet, token, envs[i])
+            t > 0, functools.partial(_receive, vector_env), _nothing_yet, token, envs[i])
         # At t = 0 no step came back; row 0 gets placeholders, which turn 1 overwrites. The buffers
         # stay outside the `cond`, which would copy them.
         buffers[i] = _add(_write(buffers[i], jnp.maximum(t - 1, 0), **fields), t, before,
@@ -147,22 +148,22 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
 
         envs[i], env_action, row = act(params, t, envs[i])
         with jax.named_scope('environment'):
-          token = shard.send(token, env_action)
+          token = vector_env.send(token, env_action)
         buffers[i] = _write(buffers[i], t, **row)
       return token, tuple(envs), tuple(buffers)
 
     obs_buffers = [frames.begin(env.obs, unroll_length, stack) for env in state.envs]
     buffers = tuple(zeros(obs, len(env.ended), policy, unroll_length)._replace(
         discounted_return=() if discount is None else jnp.zeros((unroll_length, *env.ended.shape)),
-        core=jax.tree.map(lambda x: x[None], env.core))
-        for obs, env in zip(obs_buffers, state.envs, strict=True))
+        recurrent_state=jax.tree.map(lambda x: x[None], env.recurrent_state))
+                    for obs, env in zip(obs_buffers, state.envs, strict=True))
     token, envs, buffers = lax.fori_loop(0, unroll_length, turn, (state.token, state.envs, buffers))
 
     # The loop has sent the actions of the last row; receive what they led to.
     out = []
-    for shard, env, buffer in zip(shards, envs, buffers, strict=True):
+    for vector_env, env, buffer in zip(vector_envs, envs, buffers, strict=True):
       before = env.obs
-      token, env, fields = _receive(shard, token, env)
+      token, env, fields = _receive(vector_env, token, env)
       buffer = _add(_write(buffer, unroll_length - 1, **fields), unroll_length, before, env.obs)
       if discount is not None:
         env, buffer = _discount(discount, env, buffer)
@@ -174,9 +175,9 @@ def make_rollout(shards: Sequence[Shard], apply: Apply, policy: Policy, unroll_l
 
 
 @jax.named_scope('environment')
-def _receive(shard: Shard, token, env: EnvState):
+def _receive(vector_env: VectorEnv, token, env: EnvState):
   """Receives the step of the row sent last. Returns the token, the state and the row's fields."""
-  token, step = shard.recv(token)
+  token, step = vector_env.recv(token)
   return token, *count(env, step)
 
 

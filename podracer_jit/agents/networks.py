@@ -36,7 +36,7 @@ TORSO = 'a torso'
 POLICY_AND_CRITIC = 'a policy with a critic'
 
 # (params, obs [T, N, ...], recurrent state before the first row, valid [T, N])
-#   -> dist [T, N, K], value [T, N], recurrent state after the last row
+#   -> dist_params [T, N, K], value [T, N], recurrent state after the last row
 Apply = Callable[[Params, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array, Any]]
 
 
@@ -309,12 +309,13 @@ class ActorCritic(nn.Module):
   core_size: int = 0  # H, units of the core
 
   @nn.compact
-  def __call__(self, obs: jax.Array, core: Any = (), valid: jax.Array | None = None):
-    """Returns (dist [T, N, K], value [T, N], core) of T rows of N environments.
+  def __call__(self, obs: jax.Array, recurrent_state: Any = (),
+               valid: jax.Array | None = None):
+    """Returns (dist_params [T, N, K], value [T, N], recurrent state) of T rows of N environments.
 
     Args:
       obs: [T, N, ...], observations.
-      core: the recurrent state before the first row, shaped like that of `initial_core`.
+      recurrent_state: before the first row, shaped like that of `initial_recurrent_state`.
       valid: [T, N] bool, used by recurrent networks only. The row after an invalid row begins an
         episode, so its recurrent state is the initial one.
     """
@@ -332,22 +333,23 @@ class ActorCritic(nn.Module):
     x = self.torso(obs)
     chex.assert_rank(x, 2)  # [N, features]
     if self.core:
-      x, core = self._remember(x.reshape(*rows, -1), core, valid)
+      x, recurrent_state = self._remember(x.reshape(*rows, -1), recurrent_state, valid)
       x = x.reshape(-1, x.shape[-1])
     y = x if self.critic is None else self.critic(obs)
 
     outputs = self.policy.action_shape[0] if self.policy.action_shape else self.policy.dist_size
-    dist = nn.Dense(outputs, kernel_init=orthogonal(0.01), name='policy')(x)
+    dist_params = nn.Dense(outputs, kernel_init=orthogonal(0.01), name='policy')(x)
     if self.policy.action_shape:
       log_std = self.param('log_std', nn.initializers.zeros, (outputs,))
-      dist = jnp.concatenate([dist, jnp.broadcast_to(log_std, dist.shape)], axis=-1)
+      log_std = jnp.broadcast_to(log_std, dist_params.shape)
+      dist_params = jnp.concatenate([dist_params, log_std], axis=-1)
 
     value = nn.Dense(1, kernel_init=orthogonal(1.0), name='value')(y)[:, 0]
     if 'values' in moments:
       value = running_moments.restore(moments['values'], value)
-    return dist.reshape(*rows, -1), value.reshape(rows), core
+    return dist_params.reshape(*rows, -1), value.reshape(rows), recurrent_state
 
-  def _remember(self, x: jax.Array, core: Any, valid: jax.Array):
+  def _remember(self, x: jax.Array, recurrent_state: Any, valid: jax.Array):
     """Returns the core's outputs [T, N, H] on x [T, N, F] and the state after the last row."""
     cell = CORES[self.core](self.core_size, recurrent_kernel_init=orthogonal(1.0), name='core')
 
@@ -357,10 +359,10 @@ class ActorCritic(nn.Module):
       return jax.tree.map(lambda s: jnp.where(valid[:, None], s, 0.0), state), y
 
     scan = nn.scan(row, variable_broadcast='params', split_rngs={'params': False})
-    core, y = scan(cell, core, (x, valid))
-    return y, core
+    recurrent_state, y = scan(cell, recurrent_state, (x, valid))
+    return y, recurrent_state
 
-  def initial_core(self, num_envs: int) -> Any:
+  def initial_recurrent_state(self, num_envs: int) -> Any:
     """Returns the recurrent state at an episode's start, arrays [N, H]; () without a core."""
     # Each array gets a buffer of its own, since states are donated.
     def zeros():
@@ -377,7 +379,7 @@ def actor_critic(torso: nn.Module, policy: Policy, options: TorsoOptions = PLAIN
 
   Args:
     torso: a module [N, *obs] -> [N, features].
-    policy: the policy that reads the network's `dist`.
+    policy: the policy that reads the network's `dist_params`.
     options: the recurrent core, and whether the critic has a separate torso.
     moments: normalised quantities, of 'obs', 'returns' and 'values'.
 
@@ -403,4 +405,4 @@ def init_params(network: nn.Module, key: jax.Array, obs_shape: Sequence[int], ob
     The variables, a pytree.
   """
   obs = jnp.zeros((1, 1, *obs_shape), obs_dtype)
-  return network.init(key, obs, network.initial_core(1), jnp.ones((1, 1), bool))
+  return network.init(key, obs, network.initial_recurrent_state(1), jnp.ones((1, 1), bool))

@@ -1,6 +1,7 @@
 """Policies: distributions over actions, as actors and losses use them.
 
-`dist` [..., K] holds the parameters of the distribution, which the network's policy head gives.
+`dist_params` [..., K] holds the parameters of the distribution. The network's policy head gives
+them.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ class Policy(NamedTuple):
   dist_size: int  # K
   action_shape: tuple[int, ...]  # of one action: () or (A,)
   action_dtype: np.dtype  # int32 or float32
-  sample: Callable[[jax.Array, jax.Array], jax.Array]  # (key, dist) -> action
-  mode: Callable[[jax.Array], jax.Array]  # dist -> the most likely action
-  log_prob: Callable[[jax.Array, jax.Array], jax.Array] | None  # (dist, action) -> [...], nats
-  entropy: Callable[[jax.Array], jax.Array] | None  # dist -> [...], nats
+  sample: Callable[[jax.Array, jax.Array], jax.Array]  # (key, dist_params) -> action
+  mode: Callable[[jax.Array], jax.Array]  # dist_params -> the most likely action
+  # (dist_params, action) -> [...], nats
+  log_prob: Callable[[jax.Array, jax.Array], jax.Array] | None
+  entropy: Callable[[jax.Array], jax.Array] | None  # dist_params -> [...], nats
   to_env: Callable[[jax.Array], jax.Array]  # action -> the action sent to the task
-  # (key, dist, exploration [...]) -> action; replaces `sample` in policies whose amount of
+  # (key, dist_params, exploration [...]) -> action; replaces `sample` in policies whose amount of
   # exploration is an input
   explore: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
 
 
 def categorical(num_actions: int) -> Policy:
-  """Returns the categorical policy over `num_actions` actions; dist holds logits."""
+  """Returns the categorical policy over `num_actions` actions; dist_params holds logits."""
 
   def log_prob(logits, action):
     chex.assert_type(action, int)
@@ -50,30 +52,30 @@ def categorical(num_actions: int) -> Policy:
       log_prob, entropy, lambda action: action)
 
 
-def _normal_log_prob(dist: jax.Array, action: jax.Array) -> jax.Array:
+def _normal_log_prob(dist_params: jax.Array, action: jax.Array) -> jax.Array:
   """Returns the log density [...] of a diagonal Gaussian at action [..., A]."""
-  chex.assert_shape(dist, (..., 2 * action.shape[-1]))
-  mean, log_std = jnp.split(dist, 2, axis=-1)
+  chex.assert_shape(dist_params, (..., 2 * action.shape[-1]))
+  mean, log_std = jnp.split(dist_params, 2, axis=-1)
   z = (action - mean) * jnp.exp(-log_std)
   return -jnp.sum(0.5 * jnp.square(z) + log_std + 0.5 * np.log(2 * np.pi), axis=-1)
 
 
-def _normal_sample(key: jax.Array, dist: jax.Array) -> jax.Array:
+def _normal_sample(key: jax.Array, dist_params: jax.Array) -> jax.Array:
   """Draws actions [..., A] from diagonal Gaussians."""
-  mean, log_std = jnp.split(dist, 2, axis=-1)
+  mean, log_std = jnp.split(dist_params, 2, axis=-1)
   return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
 
 
-def _normal_entropy(dist: jax.Array) -> jax.Array:
+def _normal_entropy(dist_params: jax.Array) -> jax.Array:
   """Returns the entropy [...] of diagonal Gaussians, in nats."""
-  log_std = jnp.split(dist, 2, axis=-1)[1]
+  log_std = jnp.split(dist_params, 2, axis=-1)[1]
   return jnp.sum(log_std + 0.5 * np.log(2 * np.pi * np.e), axis=-1)
 
 
 def gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
   """Returns a diagonal Gaussian policy whose actions are clipped to the task's bounds.
 
-  dist [..., 2 A] holds the means, followed by the log standard deviations.
+  dist_params [..., 2 A] holds the means, followed by the log standard deviations.
 
   Args:
     low: [A], lower bounds of the task's actions.
@@ -81,14 +83,15 @@ def gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
   """
   size = len(low)
   return Policy(2 * size, (size,), np.dtype(np.float32), _normal_sample,
-                lambda dist: jnp.split(dist, 2, axis=-1)[0], _normal_log_prob, _normal_entropy,
+                lambda dist_params: jnp.split(dist_params, 2, axis=-1)[0], _normal_log_prob,
+                _normal_entropy,
                 lambda action: jnp.clip(action, low, high))
 
 
 def scaled_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
   """Returns a diagonal Gaussian policy whose actions are clipped and scaled to the task's bounds.
 
-  Actions are clipped to [-1, 1], then scaled. dist is that of `gaussian`.
+  Actions are clipped to [-1, 1], then scaled. dist_params is that of `gaussian`.
 
   Args:
     low: [A], finite lower bounds of the task's actions.
@@ -103,10 +106,10 @@ def scaled_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
 def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
   """Returns a diagonal Gaussian policy whose actions are squashed by tanh to the task's bounds.
 
-  dist is that of `gaussian`. An action u is stored before tanh, and log_prob is the Gaussian's
-  density of u: importance ratios are the same before and after tanh. The entropy is that of
-  tanh(u): the Gaussian's entropy plus E[log(1 - tanh(u)^2)], by Gauss-Hermite quadrature with 16
-  nodes.
+  dist_params is that of `gaussian`. An action u is stored before tanh, and log_prob is the
+  Gaussian's density of u: importance ratios are the same before and after tanh. The
+  entropy is that of tanh(u): the Gaussian's entropy plus E[log(1 - tanh(u)^2)], by Gauss-Hermite
+  quadrature with 16 nodes.
 
   Args:
     low: [A], finite lower bounds of the task's actions.
@@ -118,13 +121,13 @@ def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
   nodes = nodes.astype(np.float32)
   weights = (weights / weights.sum()).astype(np.float32)
 
-  def entropy(dist):
-    chex.assert_is_divisible(dist.shape[-1], 2)
-    mean, log_std = jnp.split(dist, 2, axis=-1)
+  def entropy(dist_params):
+    chex.assert_is_divisible(dist_params.shape[-1], 2)
+    mean, log_std = jnp.split(dist_params, 2, axis=-1)
     u = mean[..., None] + jnp.exp(log_std)[..., None] * nodes
     # log(1 - tanh(u)^2) in a form that is finite for large |u|.
     log_slope = 2 * (np.log(2) - u - jax.nn.softplus(-2 * u))
-    return _normal_entropy(dist) + jnp.sum(log_slope * weights, axis=(-2, -1))
+    return _normal_entropy(dist_params) + jnp.sum(log_slope * weights, axis=(-2, -1))
 
   return gaussian(low, high)._replace(
       entropy=entropy, to_env=lambda action: middle + half * jnp.tanh(action))
@@ -133,7 +136,8 @@ def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
 def epsilon_greedy(num_actions: int) -> Policy:
   """Returns a greedy policy over `num_actions` action values.
 
-  dist holds the action values. `explore` takes a uniformly random action with probability epsilon.
+  dist_params holds the action values. `explore` takes a uniformly random action with probability
+  epsilon.
   """
 
   def best(values):
@@ -150,7 +154,7 @@ def epsilon_greedy(num_actions: int) -> Policy:
 
 
 def deterministic(low: np.ndarray, high: np.ndarray) -> Policy:
-  """Returns a deterministic policy; dist [..., A] is the action, in [-1, 1].
+  """Returns a deterministic policy; dist_params [..., A] is the action, in [-1, 1].
 
   Actions are scaled to the task's bounds. `explore` adds Gaussian noise to the action before it is
   scaled, and clips the sum to [-1, 1]; its input is the noise's standard deviation (1803.00933,
@@ -163,17 +167,18 @@ def deterministic(low: np.ndarray, high: np.ndarray) -> Policy:
   middle = (high + low) / 2
   half = (high - low) / 2
 
-  def explore(key, dist, deviation):
-    chex.assert_shape(dist, (*deviation.shape, len(low)))
-    noise = deviation[..., None] * jax.random.normal(key, dist.shape)
-    return jnp.clip(dist + noise, -1.0, 1.0)
+  def explore(key, dist_params, deviation):
+    chex.assert_shape(dist_params, (*deviation.shape, len(low)))
+    noise = deviation[..., None] * jax.random.normal(key, dist_params.shape)
+    return jnp.clip(dist_params + noise, -1.0, 1.0)
 
-  return Policy(len(low), (len(low),), np.dtype(np.float32), lambda key, dist: dist,
-                lambda dist: dist, None, None, lambda action: middle + half * action,
+  return Policy(len(low), (len(low),), np.dtype(np.float32), lambda key, dist_params: dist_params,
+                lambda dist_params: dist_params, None, None, lambda action: middle + half * action,
                 explore)
 
 
-# Kinds of `dist`. A policy fits the networks that give its kind, and the algorithms of those.
+# Kinds of `dist_params`. A policy fits the networks that give its kind, and the algorithms of
+# those.
 DISTRIBUTION = 'a distribution'
 ACTION_VALUES = 'action values'
 ACTION = 'an action'
@@ -185,7 +190,7 @@ class Family(NamedTuple):
   # (number of actions) if discrete, else (lower bounds [A], upper bounds [A]) -> the policy
   make: Callable[..., Policy]
   discrete: bool  # actions are discrete
-  reads: str  # kind of `dist`: DISTRIBUTION, ACTION_VALUES or ACTION
+  reads: str  # kind of `dist_params`: DISTRIBUTION, ACTION_VALUES or ACTION
 
 
 # 'auto' selects the first family that fits the algorithm and the task.

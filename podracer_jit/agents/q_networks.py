@@ -1,6 +1,6 @@
 """Networks of value-based agents (flax): a dueling Q-network, and a policy with a Q critic.
 
-They have the call of `networks.ActorCritic`; their `dist` holds action values, or an action.
+They have the call of `networks.ActorCritic`; their `dist_params` holds action values, or an action.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Dueling(nn.Module):
   core: str = ''  # always '': no recurrent core
 
   @nn.compact
-  def __call__(self, obs: jax.Array, core: Any = (), valid: jax.Array | None = None):
-    """Returns (Q-values [T, N, A], the largest of them [T, N], core) of obs [T, N, ...]."""
+  def __call__(self, obs: jax.Array, recurrent_state: Any = (),
+               valid: jax.Array | None = None):
+    """Returns (Q-values [T, N, A], the largest [T, N], recurrent_state) of obs [T, N, ...]."""
     del valid
     x = self.torso(obs.reshape(-1, *obs.shape[2:]))
     chex.assert_rank(x, 2)  # [N, features]
@@ -41,16 +42,16 @@ class Dueling(nn.Module):
         for name, size in (('value', 1), ('advantage', self.policy.dist_size)))
     advantage = advantage - jnp.mean(advantage, axis=-1, keepdims=True)
     q = (value + advantage).reshape(*obs.shape[:2], -1)
-    return q, jnp.max(q, axis=-1), core
+    return q, jnp.max(q, axis=-1), recurrent_state
 
-  def action_value(self, obs: jax.Array, dist: jax.Array, action: jax.Array) -> jax.Array:
-    """Returns Q [N] of actions [N] i32, from the action values dist [N, A]."""
+  def action_value(self, obs: jax.Array, dist_params: jax.Array, action: jax.Array) -> jax.Array:
+    """Returns Q [N] of actions [N] i32, from the action values dist_params [N, A]."""
     del obs
-    chex.assert_rank([dist, action], [2, 1])
-    chex.assert_equal_shape_prefix([dist, action], 1)
-    return jnp.take_along_axis(dist, action[..., None], axis=-1)[..., 0]
+    chex.assert_rank([dist_params, action], [2, 1])
+    chex.assert_equal_shape_prefix([dist_params, action], 1)
+    return jnp.take_along_axis(dist_params, action[..., None], axis=-1)[..., 0]
 
-  def initial_core(self, num_envs: int) -> tuple[()]:
+  def initial_recurrent_state(self, num_envs: int) -> tuple[()]:
     """Returns (): the network is not recurrent."""
     return ()
 
@@ -94,12 +95,13 @@ class Deterministic(nn.Module):
     self._critic = [nn.Dense(size) for size in self.critic_hidden]
     self._value = nn.Dense(1, kernel_init=centred)
 
-  def __call__(self, obs: jax.Array, core: Any = (), valid: jax.Array | None = None):
-    """Returns (actions [T, N, A], their values [T, N], core) of obs [T, N, ...]."""
+  def __call__(self, obs: jax.Array, recurrent_state: Any = (),
+               valid: jax.Array | None = None):
+    """Returns (actions [T, N, A], their values [T, N], recurrent_state) of obs [T, N, ...]."""
     del valid
     action = self.act(obs.reshape(-1, *obs.shape[2:]))
     value = self.criticise(obs.reshape(-1, *obs.shape[2:]), action)
-    return action.reshape(*obs.shape[:2], -1), value.reshape(obs.shape[:2]), core
+    return action.reshape(*obs.shape[:2], -1), value.reshape(obs.shape[:2]), recurrent_state
 
   def act(self, obs: jax.Array) -> jax.Array:
     """Returns the policy's actions [N, A] for obs [N, ...]."""
@@ -118,12 +120,12 @@ class Deterministic(nn.Module):
       x = jnp.tanh(layer(x))
     return self._value(x)[:, 0]
 
-  def action_value(self, obs: jax.Array, dist: jax.Array, action: jax.Array) -> jax.Array:
+  def action_value(self, obs: jax.Array, dist_params: jax.Array, action: jax.Array) -> jax.Array:
     """Returns Q [N] of actions [N, A] for obs [N, ...]; the policy's own actions are ignored."""
-    del dist
+    del dist_params
     return self.criticise(obs, action)
 
-  def initial_core(self, num_envs: int) -> tuple[()]:
+  def initial_recurrent_state(self, num_envs: int) -> tuple[()]:
     """Returns (): the network is not recurrent."""
     return ()
 

@@ -1,4 +1,4 @@
-"""EnvPool's environment family: specs of tasks and shards of environments.
+"""EnvPool's environment family: specs of tasks, and vector environments.
 
 Only this module imports envpool. It guarantees that no float64 array leaves it, and that no option
 which would kill the process reaches EnvPool.
@@ -212,8 +212,8 @@ def _observe(obs: Any) -> Any:
                          axis=1)
 
 
-def make_shard(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_threads: int = 0,
-               batch_size: int = 0) -> Shard:
+def make_vector_env(task: str, options: Mapping[str, Any], seeds: Sequence[int],
+                    num_threads: int = 0, batch_size: int = 0) -> EnvPoolVectorEnv:
   """Starts the environments of one EnvPool; see `protocol.Family`.
 
   Args:
@@ -224,9 +224,9 @@ def make_shard(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_
     batch_size: environments that a step waits for; 0 for all of them, in lockstep.
 
   Returns:
-    The shard, already reset.
+    The vector environment, already reset.
   """
-  return Shard(task, options, seeds, num_threads, batch_size)
+  return EnvPoolVectorEnv(task, options, seeds, num_threads, batch_size)
 
 
 def make_pool(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_threads: int = 0,
@@ -250,16 +250,17 @@ def make_pool(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_t
         seed=list(seeds), num_threads=num_threads, **options)
 
 
-class Shard:
+class EnvPoolVectorEnv:
   """EnvPool with traceable `send` and `recv`.
 
-  In a synchronous shard each call is for all environments, in their order. In an asynchronous shard
-  `recv` returns the first B environments that are ready, and `send` takes actions for these. It has
-  no `first_obs`; the first `recv` of an environment returns its first observation.
+  If it is synchronous, each call is for all environments, in their order. If it is asynchronous,
+  `recv` returns the first B environments that are ready, and `send` takes actions for these; there
+  is no `first_obs`, and the first `recv` of an environment returns its first observation.
 
   The handle that `send` and `recv` take and return is only a token. Each call finds its pool by an
-  attribute of the call, so the shards of a program may share one token, which orders all their
-  calls. The token also keeps the calls: XLA may drop a call whose handle is not used.
+  attribute of the call, so several vector environments in a program may share one token, which
+  orders all their calls. The token also keeps the calls: XLA may drop a call whose handle is
+  unused.
 
   The pool must outlive every program that contains it: close it after the last output is ready.
   """
@@ -273,8 +274,8 @@ class Shard:
       options: EnvPool's options.
       seeds: one for each environment, all different.
       num_threads: threads of the pool; 0 lets EnvPool choose.
-      batch_size: 0 for a synchronous shard; otherwise the shard is asynchronous, and batch_size is
-        less than the number of environments.
+      batch_size: 0 for synchronous steps of all environments; otherwise the number of environments
+        in an asynchronous step, less than all.
     """
     self.task = task
     self.num_envs = len(seeds)
@@ -308,8 +309,8 @@ class Shard:
            ) -> jax.Array:
     """Hands actions [B, ...] to EnvPool's threads and does not wait; traceable.
 
-    An asynchronous shard needs env_id [B] i32, the environments that take the actions. Returns the
-    next handle.
+    If asynchronous, env_id [B] i32 are the environments that take the actions. Returns the next
+    handle.
     """
     chex.assert_axis_dimension(action, 0, self.batch_size)
     # Only the call is inside, since x64 changes the dtypes of other code.

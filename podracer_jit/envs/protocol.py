@@ -1,4 +1,4 @@
-"""Interface of environments: a spec, and shards that a compiled program steps.
+"""Interface of environments: a spec, and vector environments that a compiled program steps.
 
 An environment family creates both. EnvPool's family is the module `envpool_envs`. A user's family
 is an object with the functions of `Family`, given as `env.task = 'module:attribute'`.
@@ -28,7 +28,7 @@ class EnvSpec(NamedTuple):
 
 
 class TimeStep(NamedTuple):
-  """Results of one step of B environments; in an asynchronous shard, the first B that are ready."""
+  """Results of one step of B environments: all of them, or the first B that are ready."""
 
   obs: jax.Array  # [B, ...]
   reward: jax.Array  # [B] f32
@@ -36,18 +36,18 @@ class TimeStep(NamedTuple):
   truncated: jax.Array  # [B] bool
   raw_reward: jax.Array  # [B] f32: before any clipping
   game_over: jax.Array  # [B] bool: terminated, but not by the loss of a life
-  env_id: jax.Array  # [B] i32: indices of the environments within the shard
+  env_id: jax.Array  # [B] i32: indices of the environments within the vector environment
 
 
-class Shard(Protocol):
+class VectorEnv(Protocol):
   """Vector of environments that are stepped together, by traceable calls.
 
-  `send` and `recv` take and return a token, which orders the calls of all shards of a program.
+  `send` and `recv` take and return a token, which orders all calls in a program.
   """
 
   num_envs: int
-  batch_size: int  # environments in one step: num_envs, or fewer in an asynchronous shard
-  first_obs: Any  # [num_envs, ...]; absent in an asynchronous shard
+  batch_size: int  # environments in one step: num_envs, or fewer if asynchronous
+  first_obs: Any  # [num_envs, ...]; absent if asynchronous
 
   @property
   def handle(self) -> np.ndarray:
@@ -57,7 +57,7 @@ class Shard(Protocol):
            ) -> jax.Array:
     """Starts a step with actions [batch_size, ...] and does not wait; returns the next token.
 
-    An asynchronous shard needs env_id [batch_size] i32, the environments that take the actions.
+    If asynchronous, env_id [batch_size] i32 are the environments that take the actions.
     """
 
   def recv(self, handle: jax.Array) -> tuple[jax.Array, TimeStep]:
@@ -81,9 +81,9 @@ class Family(Protocol):
       ValueError: one line that names the field, its value and a valid value.
     """
 
-  def make_shard(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
-                 num_threads: int, batch_size: int) -> Shard:
-    """Starts a shard of environments.
+  def make_vector_env(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
+                      num_threads: int, batch_size: int) -> VectorEnv:
+    """Starts a vector environment.
 
     Args:
       task: `env.task` of the config.
@@ -93,5 +93,5 @@ class Family(Protocol):
       batch_size: 0 for lockstep; otherwise a step waits for this many environments only.
 
     Returns:
-      The shard, already reset.
+      The vector environment, already reset.
     """

@@ -15,7 +15,7 @@ from podracer_jit.losses.algorithm import ReplayAlgorithm
 from podracer_jit.numerics.deterministic import AXIS
 from podracer_jit.replay import buffer
 from podracer_jit.replay.options import ReplayOptions
-from podracer_jit.replay.rate_limiter import Rate
+from podracer_jit.replay.rate_limiter import RateLimiter
 from podracer_jit.types import Experience, Params, Target, TrainState
 
 
@@ -91,7 +91,7 @@ class ReplayLearner(Learner):
     return sharding.replay_programs(self._insert, self._steps, self._finish, self.sizes,
                                     self.parts.mesh)
 
-  def rate_limiter(self, rows: int, actors: int) -> Rate:
+  def rate_limiter(self, rows: int, actors: int) -> RateLimiter:
     """Returns the rate limiter that ties acting and learning together.
 
     Args:
@@ -99,5 +99,5 @@ class ReplayLearner(Learner):
       actors: number of actors.
     """
     options = self.options
-    return Rate(options.samples_per_insert, options.tolerance,
-                options.gradient_steps * options.batch_size, rows // actors, actors)
+    return RateLimiter(options.samples_per_insert, options.tolerance,
+                       options.gradient_steps * options.batch_size, rows // actors, actors)

@@ -75,25 +75,25 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
   @island('gradient')
   def of_batch(params, target_params, batch, weight):
     def mean_loss(params):
-      total, (terms, error) = loss(params, target_params, batch, weight)
+      total, (loss_terms, error) = loss(params, target_params, batch, weight)
       # By the batch of all groups: the sum over groups is then the mean.
-      return total / sizes.batch_size, (terms, error)
+      return total / sizes.batch_size, (loss_terms, error)
 
-    gradient, (terms, error) = jax.grad(mean_loss, has_aux=True)(params)
-    return (gradient, terms), error
+    gradient, (loss_terms, error) = jax.grad(mean_loss, has_aux=True)(params)
+    return (gradient, loss_terms), error
 
   def of_group(params, target_params, batch, weight):
     # A group's batch is cut into microbatches, whose gradients are added in order.
-    count = rollout_updates.pieces(share, 1, sizes.microbatch_rows)
-    pieces = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (batch, weight))
+    count = rollout_updates.num_microbatches(share, 1, sizes.microbatch_rows)
+    microbatches = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (batch, weight))
 
     def add(total, piece):
       sums, error = of_batch(params, target_params, *piece)
       return jax.tree.map(jnp.add, total, sums), error
 
-    first = jax.tree.map(lambda x: x[0], pieces)
+    first = jax.tree.map(lambda x: x[0], microbatches)
     zeros = _zeros(jax.eval_shape(of_batch, params, target_params, *first)[0])
-    total, error = lax.scan(add, zeros, pieces)
+    total, error = lax.scan(add, zeros, microbatches)
     return total, error.reshape(-1)
 
   @island('sampled_age')
@@ -111,13 +111,13 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
       sums, error = groups.map(
           lambda *group: of_group(state.params, state.target.params, *group),
           drawn.transition, weight)
-      grads, terms = groups.total(sums)
+      grads, loss_terms = groups.total(sums)
 
     now = state.target.gradient_steps
     age = groups.total(groups.map(lambda added: sum_of_ages(added, now), drawn.transition.added))
 
     with jax.named_scope('update'):
-      state, grad_norm = update(state, grads, terms)
+      state, grad_norm = update(state, grads, loss_terms)
       target = lax.cond((now + 1) % sizes.target_every == 0,
                         lambda new, old: new, lambda new, old: old,
                         state.params, state.target.params)
@@ -125,7 +125,7 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
     with jax.named_scope('storing'):
       replay = memory.set_priorities(state.replay, drawn.place, error)
     return (state._replace(target=Target(target, now + 1), replay=replay),
-            dict(terms=terms, grad_norm=grad_norm, sampled_age=age))
+            dict(loss_terms=loss_terms, grad_norm=grad_norm, sampled_age=age))
 
   def steps(state: TrainState, count: jax.Array):
     chex.assert_rank(count, 0)
@@ -224,10 +224,10 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
   @island('metrics')
   def means(sums, count, params, steps_before, steps, gradient_steps):
     drawn = jnp.maximum(count * sizes.batch_size, 1)
-    terms = dict(sums['terms'], sampled_age=sums['sampled_age'])
+    loss_terms = dict(sums['terms'], sampled_age=sums['sampled_age'])
     # It counts the drawn transitions, which is `drawn`.
-    terms.pop('valid')
-    return {name: total / drawn for name, total in terms.items()} | dict(
+    loss_terms.pop('valid')
+    return {name: total / drawn for name, total in loss_terms.items()} | dict(
         grad_norm=sums['grad_norm'] / jnp.maximum(count, 1), param_norm=optax.tree.norm(params),
         learning_rate=learning_rate(steps_before),
         replay_ratio=gradient_steps * float(sizes.batch_size) / jnp.maximum(steps, 1))

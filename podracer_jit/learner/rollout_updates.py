@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
     return Groups(self.num_grad_shards, self.num_envs // self.num_grad_shards, mesh_size, exact)
 
 
-def pieces(items: int, item_rows: int, microbatch_rows: int) -> int:
+def num_microbatches(items: int, item_rows: int, microbatch_rows: int) -> int:
   """Returns the least number of equal pieces that keeps a piece within `microbatch_rows` rows.
 
   Args:
@@ -73,7 +73,7 @@ def make_group_gradients(objective: Objective, sizes: Sizes, groups: Groups) -> 
     first_envs = jnp.arange(groups.local) * groups.envs
 
     def of_group(first_env, elements, statistics):
-      count = pieces(elements.size, objective.rows_per_element, sizes.microbatch_rows)
+      count = num_microbatches(elements.size, objective.rows_per_element, sizes.microbatch_rows)
 
       def of_piece(piece):
         minibatch = objective.unit.gather(rollout, targets, first_env, groups.envs, piece)
@@ -82,7 +82,7 @@ def make_group_gradients(objective: Objective, sizes: Sizes, groups: Groups) -> 
       return _sum_in_order(of_piece, elements.reshape(count, -1))
 
     # Observations are large to gather, and statistics do not use them.
-    without_obs = rollout._replace(obs=rollout.reward[..., None], core=())
+    without_obs = rollout._replace(obs=rollout.reward[..., None], recurrent_state=())
     minibatches = jax.vmap(lambda first_env, chosen: objective.unit.gather(
         without_obs, targets, first_env, groups.envs, chosen))(first_envs, elements)
     # Every device computes the statistics from the minibatches of all groups.
@@ -134,20 +134,20 @@ def make_update(optimizer: optax.GradientTransformation, learning_rate: Callable
   """
   optimizer = optax.with_extra_args_support(optimizer)
 
-  def as_they_are(params, opt_state, steps, grads, terms):
+  def as_they_are(params, opt_state, steps, grads, loss_terms):
     return params, opt_state, jnp.zeros(())
 
   @island('update', skipped=as_they_are)
-  def step(params, opt_state, steps, grads, terms):
-    kl = terms.get('approx_kl', 0.0) / jnp.maximum(terms['valid'], 1.0)
+  def step(params, opt_state, steps, grads, loss_terms):
+    kl = loss_terms.get('approx_kl', 0.0) / jnp.maximum(loss_terms['valid'], 1.0)
     change, opt_state = optimizer.update(grads, opt_state, params, kl=kl)
     rate = learning_rate(steps)
     params = jax.tree.map(lambda p, c: p - rate * c, params, change)
     return params, opt_state, optax.tree.norm(grads)
 
-  def update(state: TrainState, grads: Params, terms: Metrics) -> tuple[TrainState, jax.Array]:
+  def update(state: TrainState, grads: Params, loss_terms: Metrics) -> tuple[TrainState, jax.Array]:
     chex.assert_trees_all_equal_shapes(state.params, grads)
-    params, opt_state, norm = step(state.params, state.opt_state, state.steps, grads, terms)
+    params, opt_state, norm = step(state.params, state.opt_state, state.steps, grads, loss_terms)
     return state._replace(params=params, opt_state=opt_state), norm
 
   return update
@@ -165,10 +165,10 @@ def _orders(key: jax.Array, sizes: Sizes, objective: Objective, groups: Groups) 
       return jnp.arange(count)
     return jax.random.permutation(jax.random.fold_in(jax.random.fold_in(key, epoch), group), count)
 
-  orders = jax.vmap(lambda e: jax.vmap(lambda g: order(e, g))(groups.numbers()))(
+  indices = jax.vmap(lambda e: jax.vmap(lambda g: order(e, g))(groups.numbers()))(
       jnp.arange(sizes.num_epochs))
-  orders = orders.reshape(sizes.num_epochs, groups.local, sizes.num_minibatches, -1)
-  return orders.transpose(0, 2, 1, 3).reshape(-1, groups.local, orders.shape[-1])
+  indices = indices.reshape(sizes.num_epochs, groups.local, sizes.num_minibatches, -1)
+  return indices.transpose(0, 2, 1, 3).reshape(-1, groups.local, indices.shape[-1])
 
 
 class Prepared(NamedTuple):
@@ -176,8 +176,8 @@ class Prepared(NamedTuple):
 
   rollout: Rollout  # [T, B], with scaled rewards if the experiment normalises them; no episodes
   targets: Any  # targets of the objective, [T, B]
-  orders: jax.Array  # [steps, local groups, n] i32: the elements of each minibatch
-  seen: Metrics  # statistics of the batch: 'batch' (fingerprint), 'valid', 'moments', 'episodes'
+  minibatch_indices: jax.Array  # [steps, local groups, n] i32: the elements of each minibatch
+  batch_stats: Metrics  # 'batch' (fingerprint), 'valid', 'moments' and 'episodes'
 
 
 def make_prepare(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact: bool = True
@@ -231,7 +231,7 @@ def update_key(state: TrainState) -> jax.Array:
   return jax.random.fold_in(state.key, state.update)
 
 
-def finish(state: TrainState, seen: Metrics, steps: tuple[Metrics, jax.Array],
+def finish(state: TrainState, batch_stats: Metrics, steps: tuple[Metrics, jax.Array],
            learning_rate: Callable) -> tuple[TrainState, Metrics]:
   """Ends an update: counts it, merges running moments and computes metrics.
 
@@ -250,21 +250,22 @@ def finish(state: TrainState, seen: Metrics, steps: tuple[Metrics, jax.Array],
   chex.assert_equal_shape_prefix([*jax.tree.leaves(steps[0]), steps[1]], 1)
 
   @island('metrics')
-  def means(terms, grad_norm, weights, kl_factor, steps):
-    terms = jax.tree.map(jnp.sum, terms)
-    rows = jnp.maximum(terms.pop('valid'), 1.0)
-    return {name: total / rows for name, total in terms.items()} | dict(
+  def means(loss_terms, grad_norm, weights, kl_factor, steps):
+    loss_terms = jax.tree.map(jnp.sum, loss_terms)
+    rows = jnp.maximum(loss_terms.pop('valid'), 1.0)
+    return {name: total / rows for name, total in loss_terms.items()} | dict(
         grad_norm=jnp.mean(grad_norm), param_norm=optax.tree.norm(weights),
         learning_rate=learning_rate(steps) * kl_factor)
 
   metrics = means(*steps, running_moments.weights(state.params),
                   optax.tree.get(state.opt_state, 'kl_factor', jnp.float32(1.0)), state.steps)
   # Moments change at the end: all steps of an update normalise by the statistics before it.
-  state = state._replace(params=running_moments.add(state.params, seen['moments']),
-                         update=state.update + 1, steps=state.steps + seen['valid'])
+  state = state._replace(params=running_moments.add(state.params, batch_stats['moments']),
+                         update=state.update + 1, steps=state.steps + batch_stats['valid'])
   return state, metrics | dict(
-      valid=seen['valid'], update=state.update, steps=state.steps, batch=seen['batch'],
-      params=fingerprint(state.params), episodes=seen['episodes'])
+      valid=batch_stats['valid'], update=state.update, steps=state.steps,
+      batch=batch_stats['batch'], params=fingerprint(state.params),
+      episodes=batch_stats['episodes'])
 
 
 def fuse(prepare: Callable, gradient: Callable, update: Callable, learning_rate: Callable):
@@ -286,13 +287,13 @@ def fuse(prepare: Callable, gradient: Callable, update: Callable, learning_rate:
 
     def step(state, elements):
       with jax.named_scope('gradient'):
-        grads, terms = gradient(state.params, prepared.rollout, prepared.targets, elements)
+        grads, loss_terms = gradient(state.params, prepared.rollout, prepared.targets, elements)
       with jax.named_scope('update'):
-        state, grad_norm = update(state, grads, terms)
-      return state, (terms, grad_norm)
+        state, grad_norm = update(state, grads, loss_terms)
+      return state, (loss_terms, grad_norm)
 
-    state, steps = lax.scan(step, state, prepared.orders)
-    return finish(state, prepared.seen, steps, learning_rate)
+    state, steps = lax.scan(step, state, prepared.minibatch_indices)
+    return finish(state, prepared.batch_stats, steps, learning_rate)
 
   return learn
 
@@ -360,7 +361,7 @@ def make_fused(rollout, learn, calls: int):
 
 
 def concatenate(rollouts: tuple[Rollout, ...]) -> Rollout:
-  """Returns the rollouts [T, B_i] of several shards side by side, [T, B_1 + B_2 + ...]."""
+  """Concatenates rollouts [T, B_i] of vector environments to one [T, B_1 + B_2 + ...]."""
   chex.assert_equal_shape([rollout.reward for rollout in rollouts], dims=0)
   if len(rollouts) == 1:
     return rollouts[0]

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from podracer_jit.learner import replay_updates, rollout_updates
 from podracer_jit.losses.objective import Objective
-from podracer_jit.numerics.deterministic import AXIS, branches, pairwise_sum
+from podracer_jit.numerics.deterministic import AXIS, pairwise_sum, partial_sums
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.types import Experience, Metrics, Params, Rollout, TrainState
 
@@ -24,9 +24,10 @@ BY_GROUP = PartitionSpec(AXIS)
 STATE = TrainState(*[EVERYWHERE] * len(TrainState._fields))._replace(replay=BY_GROUP)
 
 
-def _all_episodes(seen: Metrics) -> Metrics:
+def _all_episodes(batch_stats: Metrics) -> Metrics:
   """Returns the metrics with the episodes [T, B] of all devices' environments."""
-  return seen | dict(episodes=jax.lax.all_gather(seen['episodes'], AXIS, axis=1, tiled=True))
+  episodes = jax.lax.all_gather(batch_stats['episodes'], AXIS, axis=1, tiled=True)
+  return batch_stats | dict(episodes=episodes)
 
 
 def fused_learner(learn: Callable, mesh: Mesh) -> Callable:
@@ -85,12 +86,13 @@ def gradient_programs(objective: Objective, sizes: rollout_updates.Sizes, mesh: 
 
   def prepare_all(params: Params, key: jax.Array, rollout: Rollout):
     prepared = prepare(params, key, rollout)
-    return prepared._replace(seen=_all_episodes(prepared.seen))
+    return prepared._replace(batch_stats=_all_episodes(prepared.batch_stats))
 
   def gradient_of(params: Params, prepared: rollout_updates.Prepared, step: jax.Array):
     chex.assert_rank(step, 0)
     # Partial sums are smaller to send to the centre than the gradients of all groups.
-    return branches(gradients(params, prepared.rollout, prepared.targets, prepared.orders[step]))
+    indices = prepared.minibatch_indices[step]
+    return partial_sums(gradients(params, prepared.rollout, prepared.targets, indices))
 
   def compiled(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
@@ -126,13 +128,13 @@ def update_programs(optimizer: optax.GradientTransformation,
 
   def step(state: TrainState, groups: Any):
     chex.assert_equal_shape(jax.tree.leaves(groups), dims=0)
-    grads, terms = jax.tree.map(pairwise_sum, groups)
-    state, grad_norm = update(state, grads, terms)
-    return state, (terms, grad_norm)
+    grads, loss_terms = jax.tree.map(pairwise_sum, groups)
+    state, grad_norm = update(state, grads, loss_terms)
+    return state, (loss_terms, grad_norm)
 
-  def finish(state: TrainState, seen: Metrics, steps: list):
+  def finish(state: TrainState, batch_stats: Metrics, steps: list):
     steps = jax.tree.map(lambda *x: jnp.stack(x), *steps)
-    state, metrics = rollout_updates.finish(state, seen, steps, learning_rate)
+    state, metrics = rollout_updates.finish(state, batch_stats, steps, learning_rate)
     return state, _report_of_one(metrics)
 
   return UpdatePrograms(jax.jit(step, donate_argnums=0), jax.jit(finish, donate_argnums=0))

@@ -153,17 +153,17 @@ def unroll(model: Model, params: Params, rollout: Rollout) -> tuple[jax.Array, j
   A recurrent network starts from the state that the rollout carries.
 
   Returns:
-    dist [T + 1, N, K] and value [T + 1, N].
+    dist_params [T + 1, N, K] and value [T + 1, N].
   """
   chex.assert_rank(rollout.valid, 2)
-  state = jax.tree.map(lambda x: x[0], rollout.core)
+  state = jax.tree.map(lambda x: x[0], rollout.recurrent_state)
   # The network takes T + 1 masks. The last one affects only the recurrent state after the last
   # row, which is dropped.
   valid = jnp.concatenate([rollout.valid, rollout.valid[-1:]])
   return model.apply(params, frames.stacks(rollout.obs), state, valid)[:2]
 
 
-def weighted_loss(error: jax.Array, weight: jax.Array, terms: Metrics
+def weighted_loss(error: jax.Array, weight: jax.Array, loss_terms: Metrics
                   ) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
   """Returns half the sum of squared TD errors, weighted by importance.
 
@@ -176,9 +176,9 @@ def weighted_loss(error: jax.Array, weight: jax.Array, terms: Metrics
     The results of `ReplayAlgorithm.loss`.
   """
   chex.assert_rank(error, 1)
-  chex.assert_equal_shape([error, weight, *terms.values()])
+  chex.assert_equal_shape([error, weight, *loss_terms.values()])
   size = jnp.abs(lax.stop_gradient(error))
   each = 0.5 * weight * jnp.square(error)
-  terms = terms | dict(loss=each, abs_td_error=size, importance_weight=weight,
-                       valid=jnp.ones_like(size))
-  return jnp.sum(each), (jax.tree.map(jnp.sum, terms), size)
+  loss_terms = loss_terms | dict(loss=each, abs_td_error=size, importance_weight=weight,
+                                 valid=jnp.ones_like(size))
+  return jnp.sum(each), (jax.tree.map(jnp.sum, loss_terms), size)

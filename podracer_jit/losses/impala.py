@@ -45,20 +45,20 @@ class IMPALA(RolloutAlgorithm):
     """
     del statistics
     rollout, _ = minibatch
-    dist, value = unroll(model, params, rollout)
+    dist_params, value = unroll(model, params, rollout)
     per_sequence = jax.vmap(lambda *a: impala_loss(
         *a, model.policy, vtrace_lambda=self.vtrace_lambda, clip_rho=self.clip_rho,
         clip_pg_rho=self.clip_pg_rho, baseline_coef=self.baseline_coef,
         entropy_coef=self.entropy_coef), in_axes=1)
-    loss, terms = per_sequence(
-        dist[:-1], value, rollout.action, rollout.behaviour_log_prob, rollout.reward,
+    loss, loss_terms = per_sequence(
+        dist_params[:-1], value, rollout.action, rollout.behaviour_log_prob, rollout.reward,
         discounts(rollout, self.discount), rollout.valid)
-    terms['valid'] = rollout.valid.astype(jnp.float32)
-    return jnp.sum(loss), jax.tree.map(jnp.sum, terms)
+    loss_terms['valid'] = rollout.valid.astype(jnp.float32)
+    return jnp.sum(loss), jax.tree.map(jnp.sum, loss_terms)
 
 
 def impala_loss(
-    dist: jax.Array,
+    dist_params: jax.Array,
     value: jax.Array,
     action: jax.Array,
     behaviour_log_prob: jax.Array,
@@ -84,7 +84,7 @@ def impala_loss(
     discount_t: [T] f32, gamma, or zero after a termination.
     valid: [T] bool. An invalid row has importance weight zero, so the traces of earlier rows end
       there with V(obs), the value of the true last observation of a truncated episode.
-    policy: the policy whose parameters `dist` holds.
+    policy: the policy whose parameters `dist_params` holds.
     vtrace_lambda: the mixing parameter of V-trace's remark 2.
     clip_rho: rho-bar of equation 1.
     clip_pg_rho: bound of the importance weight of the policy gradient.
@@ -98,23 +98,23 @@ def impala_loss(
     AssertionError: the shapes differ from those above (chex).
   """
   chex.assert_type(valid, bool)
-  chex.assert_shape(dist, (len(r_t), policy.dist_size))
+  chex.assert_shape(dist_params, (len(r_t), policy.dist_size))
   chex.assert_shape(action, (len(r_t), *policy.action_shape))
   chex.assert_equal_shape([behaviour_log_prob, r_t, discount_t, valid, value[1:]])
 
   mask = valid.astype(jnp.float32)
-  target_log_prob = policy.log_prob(dist, action)
+  target_log_prob = policy.log_prob(dist_params, action)
   rho = mask * jnp.exp(jax.lax.stop_gradient(target_log_prob) - behaviour_log_prob)
   vtrace = rlax.vtrace_td_error_and_advantage(
       value[:-1], value[1:], r_t, discount_t, rho, vtrace_lambda, clip_rho, clip_pg_rho)
   # rlax stops the gradient of the targets in `errors`, but not of the values in `pg_advantage`.
   advantage = jax.lax.stop_gradient(vtrace.pg_advantage)
 
-  terms = {
+  loss_terms = {
       'policy_loss': -jnp.sum(mask * target_log_prob * advantage),
       'baseline_loss': 0.5 * jnp.sum(mask * jnp.square(vtrace.errors)),
-      'entropy': jnp.sum(mask * policy.entropy(dist)),
+      'entropy': jnp.sum(mask * policy.entropy(dist_params)),
       'rho': jnp.sum(rho)}
-  loss = (terms['policy_loss'] + baseline_coef * terms['baseline_loss']
-          - entropy_coef * terms['entropy'])
-  return loss, terms
+  loss = (loss_terms['policy_loss'] + baseline_coef * loss_terms['baseline_loss']
+          - entropy_coef * loss_terms['entropy'])
+  return loss, loss_terms

@@ -70,8 +70,8 @@ class PPO(RolloutAlgorithm):
 
   def _targets_by_vtrace(self, model, params, rollout):
     """Returns V-trace targets from the values and probabilities of `params`."""
-    dist, value = unroll(model, params, rollout)
-    log_rho = model.policy.log_prob(dist[:-1], rollout.action) - rollout.behaviour_log_prob
+    dist_params, value = unroll(model, params, rollout)
+    log_rho = model.policy.log_prob(dist_params[:-1], rollout.action) - rollout.behaviour_log_prob
     rho = jnp.where(rollout.valid, jnp.exp(log_rho), 0.0)
     advantage, value_target = jax.vmap(
         lambda *a: vtrace(*a, self.gae_lambda), in_axes=1, out_axes=1)(
@@ -114,22 +114,22 @@ class PPO(RolloutAlgorithm):
     count, mean, std = statistics
 
     if model.recurrent:
-      dist, value = (x[:-1] for x in unroll(model, params, rollout))
+      dist_params, value = (x[:-1] for x in unroll(model, params, rollout))
     else:
-      dist, value, _ = model.apply(params, rollout.obs, (), rollout.valid)
+      dist_params, value, _ = model.apply(params, rollout.obs, (), rollout.valid)
 
     # The value loss is measured in standard deviations of values if they are normalised.
     moments = running_moments.of(params)
     unit = 1.0 / running_moments.deviation(moments['values']) if 'values' in moments else 1.0
 
-    rows = (dist, value * unit, rollout.action, rollout.behaviour_log_prob,
+    rows = (dist_params, value * unit, rollout.action, rollout.behaviour_log_prob,
             rollout.behaviour_value * unit, (targets['advantage'] - mean) / std,
             targets['value_target'] * unit, rollout.valid)
-    loss, terms = ppo_loss(
+    loss, loss_terms = ppo_loss(
         *(x.reshape(-1, *x.shape[2:]) for x in rows), model.policy, clip=self.clip,
         clip_value=self.clip_value, value_coef=self.value_coef, entropy_coef=self.entropy_coef)
-    terms['valid'] = jnp.sum(rollout.valid.astype(jnp.float32))
-    return loss / count, terms
+    loss_terms['valid'] = jnp.sum(rollout.valid.astype(jnp.float32))
+    return loss / count, loss_terms
 
 
 def gae(
@@ -193,7 +193,7 @@ def vtrace(
 
 
 def ppo_loss(
-    dist: jax.Array,
+    dist_params: jax.Array,
     value: jax.Array,
     action: jax.Array,
     behaviour_log_prob: jax.Array,
@@ -219,7 +219,7 @@ def ppo_loss(
     advantage: [N] f32, normalised or not.
     value_target: [N] f32.
     valid: [N] bool.
-    policy: the policy whose parameters `dist` holds.
+    policy: the policy whose parameters `dist_params` holds.
     clip: epsilon of equation 7.
     clip_value: clip the value's change too, as in openai/baselines.
     value_coef: c1 of equation 9; the squared error is halved.
@@ -233,13 +233,13 @@ def ppo_loss(
     AssertionError: the shapes differ from those above (chex).
   """
   chex.assert_type(valid, bool)
-  chex.assert_shape(dist, (len(value), policy.dist_size))
+  chex.assert_shape(dist_params, (len(value), policy.dist_size))
   chex.assert_shape(action, (len(value), *policy.action_shape))
   chex.assert_equal_shape(
       [value, behaviour_log_prob, behaviour_value, advantage, value_target, valid])
 
   mask = valid.astype(jnp.float32)
-  log_ratio = policy.log_prob(dist, action) - behaviour_log_prob
+  log_ratio = policy.log_prob(dist_params, action) - behaviour_log_prob
   ratio = jnp.exp(log_ratio)
   surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
 
@@ -248,12 +248,12 @@ def ppo_loss(
     clipped_value = behaviour_value + jnp.clip(value - behaviour_value, -clip, clip)
     error = jnp.maximum(error, jnp.square(clipped_value - value_target))
 
-  terms = {
+  loss_terms = {
       'policy_loss': -jnp.sum(mask * surrogate),
       'value_loss': 0.5 * jnp.sum(mask * error),
-      'entropy': jnp.sum(mask * policy.entropy(dist)),
+      'entropy': jnp.sum(mask * policy.entropy(dist_params)),
       'approx_kl': jnp.sum(mask * (ratio - 1.0 - log_ratio)),
       'clip_fraction': jnp.sum(mask * (jnp.abs(ratio - 1.0) > clip))}
-  loss = (terms['policy_loss'] + value_coef * terms['value_loss']
-          - entropy_coef * terms['entropy'])
-  return loss, terms
+  loss = (loss_terms['policy_loss'] + value_coef * loss_terms['value_loss']
+          - entropy_coef * loss_terms['entropy'])
+  return loss, loss_terms

@@ -44,7 +44,7 @@ def _add_neighbours(x: jax.Array, left: int) -> jax.Array:
   return x
 
 
-def branches(tree: Any) -> Any:
+def partial_sums(tree: Any) -> Any:
   """Adds as many local groups as the order of `exact_sum` allows.
 
   Args:
@@ -74,7 +74,7 @@ def exact_sum(tree: Any, mesh_size: int) -> Any:
   if mesh_size == 1:
     return jax.tree.map(pairwise_sum, tree)
 
-  leaves, treedef = jax.tree.flatten(branches(tree))
+  leaves, treedef = jax.tree.flatten(partial_sums(tree))
   # Small arrays of one type share a collective; each large array has its own.
   together = collections.defaultdict(list)
   for i, x in enumerate(leaves):
@@ -85,7 +85,7 @@ def exact_sum(tree: Any, mesh_size: int) -> Any:
   return treedef.unflatten(leaves)
 
 
-def sliced(rows: int, numbers: int, mesh_size: int) -> bool:
+def use_reduce_scatter(rows: int, numbers: int, mesh_size: int) -> bool:
   """Returns whether `exact_sum` lets each device add one slice of the numbers.
 
   With D devices, a device then receives (D - 1) / D * (rows + 2) values for each number. If every
@@ -109,7 +109,7 @@ def _sum_rows(leaves: Sequence[jax.Array], mesh_size: int) -> list[jax.Array]:
   chex.assert_type(leaves, leaves[0].dtype)
   flat = jnp.concatenate([x.reshape(len(x), -1) for x in leaves], axis=1)
   rows, size = flat.shape
-  if sliced(rows, size, mesh_size):
+  if use_reduce_scatter(rows, size, mesh_size):
     flat = jnp.pad(flat, ((0, 0), (0, -size % mesh_size)))
     own_slice = lax.all_to_all(flat, AXIS, split_axis=1, concat_axis=0, tiled=True)
     # Two partial sums of each slice remain, which every device adds below.

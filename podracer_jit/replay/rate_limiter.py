@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Rate:
+class RateLimiter:
   """Limiter of the ratio of drawn to added transitions, within a tolerance (as in Reverb).
 
   Counting begins after the first draw: `drawn` stays within `tolerance` of `samples_per_insert *

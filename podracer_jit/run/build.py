@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from podracer_jit import options
 from podracer_jit.actor import priorities
 from podracer_jit.actor.acting import Acting, FirstReady, ForReplay, InStep
-from podracer_jit.actor.pools import Pools
+from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents import networks
 from podracer_jit.agents.networks import Model
 from podracer_jit.envs.families import family_of
@@ -27,7 +27,7 @@ from podracer_jit.losses.objective import Objective
 from podracer_jit.replay import buffer
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.runtime import placement
-from podracer_jit.runtime.channels import Arrival, Stamped
+from podracer_jit.runtime.channels import FifoQueue, Versioned
 from podracer_jit.schemes import wiring
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
@@ -125,7 +125,7 @@ def make_network(experiment: Experiment) -> nn.Module:
   obs = jax.ShapeDtypeStruct((1, 1, *spec.obs_shape), spec.obs_dtype)
 
   def init(obs):
-    return network.init_with_output(jax.random.key(0), obs, network.initial_core(1),
+    return network.init_with_output(jax.random.key(0), obs, network.initial_recurrent_state(1),
                                     jnp.ones((1, 1), bool))
 
   sizes = ', '.join(f'{option} = {options.shown(getattr(experiment.network, option))}'
@@ -134,7 +134,7 @@ def make_network(experiment: Experiment) -> nn.Module:
   nothing_left = (f'network.name: of {described} nothing is left of observations of '
                   f'{spec.obs_shape}; take smaller layers or larger frames')
   try:
-    (dist, *_), variables = jax.eval_shape(init, obs)
+    (dist_params, *_), variables = jax.eval_shape(init, obs)
   except Exception as error:  # noqa: BLE001 - a user's own network may raise anything
     if type(experiment.network).__module__ == networks.__name__:
       # The output size of a shipped layer became zero or negative.
@@ -147,9 +147,9 @@ def make_network(experiment: Experiment) -> nn.Module:
   if set(variables) - {'params', 'moments'}:
     raise ValueError(f'network.name: {name} has the variables {", ".join(variables)}; only params '
                      'can be trained')
-  if dist.shape[-1] != experiment.policy.dist_size:
+  if dist_params.shape[-1] != experiment.policy.dist_size:
     raise ValueError(f'policy: it reads {experiment.policy.dist_size} numbers, and {name} gives '
-                     f'{dist.shape[-1]}')
+                     f'{dist_params.shape[-1]}')
   return network
 
 
@@ -211,16 +211,16 @@ def make_actors(run: Run, index: int, stack: contextlib.ExitStack) -> list[wirin
   actors = []
   for number, device in enumerate(devices, place.process * len(devices)):
     ids = range(number * per_actor, (number + 1) * per_actor)
-    pools = Pools([
-        family.make_shard(experiment.env.task, experiment.env_options,
-                          env_seeds(experiment.seed, index, i * width, width),
-                          place.env_threads, experiment.env_batch)
+    rollout_program = RolloutProgram([
+        family.make_vector_env(experiment.env.task, experiment.env_options,
+                               env_seeds(experiment.seed, index, i * width, width),
+                               place.env_threads, experiment.env_batch)
         for i in ids])
-    stack.callback(pools.close)
+    stack.callback(rollout_program.close)
     keys = [jax.random.fold_in(key, i) for i in ids]
     first_env = ids[0] * width
-    state = run.acting.initial_state(pools.shards, keys, first_env)
-    actors.append(wiring.Actor(pools, jax.device_put(state, device), device, first_env))
+    state = run.acting.initial_state(rollout_program.vector_envs, keys, first_env)
+    actors.append(wiring.Actor(rollout_program, jax.device_put(state, device), device, first_env))
   return actors
 
 
@@ -228,7 +228,7 @@ def make_actors(run: Run, index: int, stack: contextlib.ExitStack) -> list[wirin
 def segment(run: Run, state: TrainState, index: int, updates: int,
             report: Callable[[Report], None],
             stop: Callable[[], bool] = lambda: False) -> Iterator[wiring.Segment]:
-  """Builds segment `index`: fresh environments, hand-offs primed with `state`.
+  """Builds segment `index`: fresh environments, channels primed with `state`.
 
   Args:
     run: what the segment belongs to.
@@ -247,14 +247,14 @@ def segment(run: Run, state: TrainState, index: int, updates: int,
     stopped = placement.any_process(stop(), mesh)
     return stopped or wiring.number(state.steps) >= total_steps
 
-  def write(state: None, item: Stamped):
+  def write(state: None, item: Versioned):
     report(item.value)
     return state, ()
 
   with contextlib.ExitStack() as stack:
     actors = make_actors(run, index, stack)
-    begin = wiring.Begin(state, int(state.update), updates, ended)
-    reports = Arrival('reports', 1)  # computed, as the waits of their updates are then known
-    workers, waits = run.experiment.scheme.graph.wire(run.plan, actors, begin, reports)
-    writer = Worker('writer', write, None, [wiring.Port(reports)], [], 2**62)
+    start = wiring.SegmentStart(state, int(state.update), updates, ended)
+    reports = FifoQueue('reports', 1)  # computed, as the waits of their updates are then known
+    workers, waits = run.experiment.scheme.graph.wire(run.plan, actors, start, reports)
+    writer = Worker('writer', write, None, [wiring.Endpoint(reports)], [], 2**62)
     yield wiring.Segment([*workers, writer], waits)

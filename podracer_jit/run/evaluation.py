@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from podracer_jit.actor import rollouts
-from podracer_jit.actor.pools import Pools
+from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents.networks import Apply
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.families import family_of
-from podracer_jit.envs.protocol import Shard
+from podracer_jit.envs.protocol import VectorEnv
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.run import build, checkpoint, config, safe_files, workdirs
 from podracer_jit.run.experiment import Experiment
@@ -36,7 +36,7 @@ class Agent(NamedTuple):
   task: str
   options: Mapping[str, Any]  # EnvPool's, as in training but for episodic_life
   apply: Apply
-  initial_core: Callable[[int], Any]
+  initial_recurrent_state: Callable[[int], Any]
   policy: Policy
   params: Params
   device: jax.Device
@@ -89,7 +89,7 @@ def restore(workdir: Path, experiment: Experiment) -> Agent:
   if 'episodic_life' in options:
     options['episodic_life'] = False  # a whole game
   device, network = run.place.actors[0], run.network
-  return Agent(experiment.env.task, options, network.apply, network.initial_core,
+  return Agent(experiment.env.task, options, network.apply, network.initial_recurrent_state,
                network.policy._replace(explore=None),
                placement.put_params(state.params, device), device, run.place.env_threads,
                int(state.update), int(state.steps))
@@ -129,12 +129,12 @@ def seeds(seed: int, num_envs: int) -> list[int]:
 def greedy(agent: Agent) -> Agent:
   """Returns the agent with the likeliest action in place of a drawn one."""
   return agent._replace(
-      policy=agent.policy._replace(sample=lambda key, dist: agent.policy.mode(dist)))
+      policy=agent.policy._replace(sample=lambda key, dist_params: agent.policy.mode(dist_params)))
 
 
 @contextlib.contextmanager
 def game(agent: Agent, seeds: Sequence[int], key: jax.Array, steps: int,
-         **options: Any) -> Iterator[tuple[Shard, Callable, rollouts.ActorState]]:
+         **options: Any) -> Iterator[tuple[VectorEnv, Callable, rollouts.ActorState]]:
   """Starts environments and compiles a program that plays them.
 
   Args:
@@ -148,18 +148,18 @@ def game(agent: Agent, seeds: Sequence[int], key: jax.Array, steps: int,
     The environments, the program (params, state) -> (state, Episodes [steps, num_envs]), and its
     first state, which is donated.
   """
-  shard = family_of(agent.task).make_shard(
+  vector_env = family_of(agent.task).make_vector_env(
       agent.task, dict(agent.options) | options, seeds, min(agent.threads, len(seeds)), 0)
-  with contextlib.closing(Pools([shard])) as pools:
-    rollout = rollouts.make_rollout(pools.shards, agent.apply, agent.policy, steps)
+  with contextlib.closing(RolloutProgram([vector_env])) as rollout_program:
+    rollout = rollouts.make_rollout(rollout_program.vector_envs, agent.apply, agent.policy, steps)
 
     def play(params, state):
       state, (experience,) = rollout(params, state)
       return state, experience.episodes
 
-    state = jax.device_put(rollouts.initial_state([shard], [key], agent.initial_core),
-                           agent.device)
-    yield shard, pools.load(play, (agent.params, state), donate=(1,)), state
+    state = rollouts.initial_state([vector_env], [key], agent.initial_recurrent_state)
+    state = jax.device_put(state, agent.device)
+    yield vector_env, rollout_program.load(play, (agent.params, state), donate=(1,)), state
 
 
 def play(agent: Agent, num_episodes: int, num_envs: int, seed: int, max_steps: int,

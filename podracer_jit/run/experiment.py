@@ -63,4 +63,4 @@ class Experiment(TrainingOptions):
     """The setting that makes the run non-deterministic, for error messages; '' without one."""
     if self.env_batch:
       return f'env_batch = {self.env_batch}'
-    return '' if self.scheme.repeats else self.scheme_name
+    return '' if self.scheme.deterministic else self.scheme_name

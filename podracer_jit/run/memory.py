@@ -198,13 +198,13 @@ def _actor_bytes(run: build.Run) -> tuple[int, int, int]:
   """Returns the bytes of an actor's state, of its rollout, and of a rollout's episodes."""
   experiment = run.experiment
   # All pools of an actor are alike: one is enough.
-  shard = _ShardOfShapes(experiment.spec, experiment.env.num_envs // experiment.num_shards,
-                         experiment.env_batch)
+  vector_env = _VectorEnvOfShapes(experiment.spec, experiment.env.num_envs // experiment.num_shards,
+                                  experiment.env_batch)
   # To trace the network itself would take seconds of every start.
   acting = run.acting._replace(network=_NetworkOfShapes(run.network))
-  state = jax.eval_shape(lambda key: acting.initial_state([shard], [key], 0),
+  state = jax.eval_shape(lambda key: acting.initial_state([vector_env], [key], 0),
                          jax.eval_shape(jax.random.key, 0))
-  _, experience = jax.eval_shape(acting.rollout([shard]), (), state)
+  _, experience = jax.eval_shape(acting.rollout([vector_env]), (), state)
   actors = len(_actor_devices(run)) * run.place.processes
   pools = experiment.num_shards // actors
   return (nbytes(state.envs) * pools, nbytes(experience) * pools,
@@ -321,19 +321,20 @@ class _NetworkOfShapes:
   """Stands in for a network that actors call, while shapes are computed."""
 
   def __init__(self, network: nn.Module):
-    self.policy, self.initial_core = network.policy, network.initial_core
+    self.policy, self.initial_recurrent_state = network.policy, network.initial_recurrent_state
 
   def apply(self, params: Any, obs: jax.Array, *args: jax.Array, method: str = '__call__') -> Any:
     """Returns zeros for rows [1, B], or for `method` 'action_value' for environments [B]."""
     del params
     if method == 'action_value':
       return jnp.zeros(len(obs))
-    core, _ = args
-    return jnp.zeros((*obs.shape[:2], self.policy.dist_size)), jnp.zeros(obs.shape[:2]), core
+    recurrent_state, _ = args
+    dist_params = jnp.zeros((*obs.shape[:2], self.policy.dist_size))
+    return dist_params, jnp.zeros(obs.shape[:2]), recurrent_state
 
 
-class _ShardOfShapes:
-  """Stands in for a shard while shapes are computed: it starts no environments."""
+class _VectorEnvOfShapes:
+  """Stands in for a vector environment while shapes are computed: it starts no environments."""
 
   def __init__(self, spec: EnvSpec, num_envs: int, batch_size: int):
     self._spec = spec
@@ -342,17 +343,17 @@ class _ShardOfShapes:
 
   @property
   def first_obs(self) -> jax.Array:
-    """See `protocol.Shard`; only to be asked for while shapes are computed."""
+    """See `protocol.VectorEnv`; only to be asked for while shapes are computed."""
     return self._zeros(self.num_envs, self._spec.obs_dtype, *self._spec.obs_shape)
 
   def send(self, handle: jax.Array, action: jax.Array, env_id: jax.Array | None = None
            ) -> jax.Array:
-    """See `protocol.Shard`."""
+    """See `protocol.VectorEnv`."""
     del action, env_id
     return handle
 
   def recv(self, handle: jax.Array) -> tuple[jax.Array, TimeStep]:
-    """See `protocol.Shard`."""
+    """See `protocol.VectorEnv`."""
     size, no = self.batch_size, self._zeros(self.batch_size, bool)
     reward = self._zeros(size, jnp.float32)
     obs = self._zeros(size, self._spec.obs_dtype, *self._spec.obs_shape)

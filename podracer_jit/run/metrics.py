@@ -55,7 +55,7 @@ class Meter:
       episodes = one.pop('episodes')
       ended = np.asarray(episodes.ended)
       self._episodes += int(ended.sum())
-      # Row by row, so that the order does not depend on which shard ran where.
+      # Row by row, so that the order does not depend on which environments ran where.
       self._window.extend(zip(episodes.episode_return[ended].tolist(),
                               episodes.length[ended].tolist(), strict=True))
       self._elapsed += seconds

@@ -101,7 +101,7 @@ def _step_by_step(learner: RolloutLearner, state: TrainState, rollout: Rollout) 
   key = placement.replicate(update_key(state), mesh)
   state = placement.replicate(state, centre)
   prepared = programs.prepare(placement.replicate(state.params, mesh), key, batch)
-  arrays = _named('targets', prepared.targets) | _named('moments', prepared.seen['moments'])
+  arrays = _named('targets', prepared.targets) | _named('moments', prepared.batch_stats['moments'])
   for step in range(learner.gradient_steps):
     groups = programs.gradient(placement.replicate(state.params, mesh), prepared, step)
     groups = placement.replicate(groups, centre)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from podracer_jit.actor import rollouts
-from podracer_jit.envs.envpool_envs import Shard
+from podracer_jit.envs.envpool_envs import EnvPoolVectorEnv
 from podracer_jit.run import evaluation
 
 SUFFIXES = ('.mp4', '.gif')
@@ -47,9 +47,9 @@ def film(agent: evaluation.Agent, path: Path, seed: int, env: int, max_steps: in
   env_seeds = evaluation.seeds(seed, env + 1)[env:]
   # A step a call: the picture is to be taken between two steps.
   with evaluation.game(agent, env_seeds, key, 1, render_mode='rgb_array') as (
-      shard, program, state):
-    look, shown = _camera(agent, shard)
-    first, rate, ended, frames = look(state), _frame_rate(shard), False, 1
+      vector_env, program, state):
+    look, shown = _camera(agent, vector_env)
+    first, rate, ended, frames = look(state), _frame_rate(vector_env), False, 1
     with _encoder(path, (first.shape[1], first.shape[0]), rate) as out:
       out.write(first)
       while not ended:
@@ -81,13 +81,13 @@ def write(path: Path, observations: np.ndarray, colour: bool, frame_rate: float)
       out.write(frame)
 
 
-def _camera(agent: evaluation.Agent, shard: Shard) -> tuple[Look, str]:
+def _camera(agent: evaluation.Agent, vector_env: EnvPoolVectorEnv) -> tuple[Look, str]:
   """Returns a function that takes a frame between two steps, and in words what the frame shows."""
   try:
-    shard.render()
-    return lambda state: _enlarge(shard.render()), 'rendered by EnvPool'
+    vector_env.render()
+    return lambda state: _enlarge(vector_env.render()), 'rendered by EnvPool'
   except RuntimeError as error:
-    shape = shard.first_obs.shape[1:]
+    shape = vector_env.first_obs.shape[1:]
     if len(shape) not in (2, 3):
       raise ValueError(f'no video: EnvPool cannot show {agent.task} ({error}), and its '
                       f'observations, {shape}, are no pictures') from None
@@ -112,11 +112,11 @@ def _enlarge(frame: np.ndarray) -> np.ndarray:
   return np.ascontiguousarray(frame[:frame.shape[0] // 2 * 2, :frame.shape[1] // 2 * 2])
 
 
-def _frame_rate(shard: Shard) -> float:
+def _frame_rate(vector_env: EnvPoolVectorEnv) -> float:
   """Returns the frames a second at the task's own speed; 10 where it has no clock."""
-  if 'full_action_space' in shard.pool_config:  # Atari, at the console's 60 Hz
-    return 60 / shard.pool_config['frame_skip']
-  return 50 if shard.task.startswith('CartPole') else 10
+  if 'full_action_space' in vector_env.pool_config:  # Atari, at the console's 60 Hz
+    return 60 / vector_env.pool_config['frame_skip']
+  return 50 if vector_env.task.startswith('CartPole') else 10
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Channels between threads, called hand-offs: blocking, lag of values, transfer to devices."""
+"""Channels between threads, called channels: blocking, lag of values, transfer to devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 from absl import logging
 
 
-class Stamped(NamedTuple):
+class Versioned(NamedTuple):
   """A value with a version: that of the parameters in it, or of the parameters that made it."""
 
   value: Any
@@ -21,21 +21,21 @@ class Stamped(NamedTuple):
 
 
 class Closed(Exception):
-  """Raised if the other side of a hand-off has ended, so that no value can pass."""
+  """Raised if the other side of a channel has ended, so that no value can pass."""
 
 
-class HandOff:
-  """Base class of hand-offs: values, end, failure, and waiting times.
+class Channel:
+  """Base class of channels: values, end, failure, and waiting times.
 
-  Every wait ends: with a value, or once the other side closes or fails the hand-off.
+  Every wait ends: with a value, or once the other side closes or fails the channel.
   """
 
   # True if a value may be put, and taken, before it is computed.
-  early = False
+  allows_async_dispatch = False
 
   def __init__(self, name: str, transfer: Callable[[Any], Any] = lambda value: value,
                patience_s: float = 60.0):
-    """Creates an empty hand-off.
+    """Creates an empty channel.
 
     Args:
       name: of the values, for messages, such as 'rollouts of actor 0'.
@@ -47,7 +47,7 @@ class HandOff:
     self.put_wait_s = 0.0
     # Seconds that the consumer waited.
     self.get_wait_s = 0.0
-    self._slots: collections.deque[Stamped] = collections.deque()
+    self._slots: collections.deque[Versioned] = collections.deque()
     self._transfer = transfer
     self._patience_s = patience_s
     self._changed = threading.Condition()
@@ -56,7 +56,7 @@ class HandOff:
     # the lock that it woke with. So the holder of the lock sees exactly the threads that wait.
     self._waiting: dict[threading.Thread, Callable[[], Any]] = {}
 
-  def get(self) -> Stamped:
+  def get(self) -> Versioned:
     """Takes the next value; blocks while there is none.
 
     Raises:
@@ -74,10 +74,10 @@ class HandOff:
     """Returns whether `get` would return without blocking."""
     return bool(self._slots or self._ended)
 
-  def finish(self) -> None:
+  def flush(self) -> None:
     """Blocks until the values that the producer has put are computed; the producer calls it."""
 
-  def settle(self, item: Stamped, since: float) -> float:
+  def wait_ready(self, item: Versioned, since: float) -> float:
     """Blocks until `item` is computed; the consumer calls it with a value that it took.
 
     Args:
@@ -91,18 +91,18 @@ class HandOff:
     """
     return since
 
-  def can_settle(self, item: Stamped) -> bool:
-    """Returns whether `settle` would return without blocking."""
+  def can_wait_ready(self, item: Versioned) -> bool:
+    """Returns whether `wait_ready` would return without blocking."""
     return True
 
   def close(self) -> None:
-    """Ends the hand-off: further puts raise `Closed`, but values in it can still be taken."""
+    """Ends the transfer: further puts raise `Closed`, but values in it can still be taken."""
     with self._changed:
       self._ended = True
       self._changed.notify_all()
 
   def fail(self) -> None:
-    """Ends the hand-off and drops its values: further puts and gets raise `Closed`."""
+    """Ends the channel and drops its values: further puts and gets raise `Closed`."""
     with self._changed:
       self._ended = self._failed = True
       self._slots.clear()
@@ -110,25 +110,25 @@ class HandOff:
 
   @contextlib.contextmanager
   def locked(self) -> Iterator[set[threading.Thread]]:
-    """Holds the hand-off's lock; yields the threads that wait for another thread to change it."""
+    """Holds the channel's lock; yields the threads that wait for another thread to change it."""
     with self._changed:
       yield {thread for thread, ready in self._waiting.items() if not ready()}
 
-  def _moved(self, item: Stamped) -> Stamped:
+  def _moved(self, item: Versioned) -> Versioned:
     """Starts the transfer of the value to the consumer's devices."""
-    with jax.profiler.TraceAnnotation(f'hand-off: {self.name}'):
+    with jax.profiler.TraceAnnotation(f'transfer: {self.name}'):
       return item._replace(value=self._transfer(item.value))
 
-  def _computed(self, item: Stamped) -> Stamped:
+  def _computed(self, item: Versioned) -> Versioned:
     """Blocks until the value is computed."""
     with jax.profiler.TraceAnnotation(f'make: {self.name}'):
       return jax.block_until_ready(item)
 
-  def _ready(self, item: Stamped) -> Stamped:
-    """Blocks until the value is computed and transferred, for hand-offs that are not `early`."""
+  def _ready(self, item: Versioned) -> Versioned:
+    """Blocks until the value is computed and transferred, for channels that are not `early`."""
     return self._computed(self._moved(self._computed(item)))
 
-  def _append(self, item: Stamped, capacity: int) -> None:
+  def _append(self, item: Versioned, capacity: int) -> None:
     """Adds an item; blocks while there are `capacity` items."""
     with self._changed:
       self.put_wait_s += self._wait(
@@ -153,33 +153,33 @@ class HandOff:
     return time.perf_counter() - start
 
 
-class DoubleBuffer(HandOff):
-  """Hand-off with one slot between one producer and one consumer, with an exact lag.
+class DoubleBuffer(Channel):
+  """Channel with one slot between one producer and one consumer, with an exact lag.
 
   `put` blocks while the slot is full, `get` while it is empty. With a lag, the consumer first gets
   the primed value lag + 1 times, so its k-th value (from 0) is min(k, lag) versions behind the
   producer. A lag of 0 is synchronous. With a lag of 1 the consumer works on one value while the
-  producer makes the next (Cleanba). Without a lag nothing is primed, and the hand-off is a queue of
+  producer makes the next (Cleanba). Without a lag nothing is primed, and the channel is a queue of
   length one. The sequence of values does not depend on timing.
 
   A value may be handed over before it is computed. The consumer then starts its own program, which
-  waits for the value on the device, and waits itself in `settle`. So no thread has to wake up
+  waits for the value on the device, and waits itself in `wait_ready`. So no thread has to wake up
   between the two programs. The consumer must not donate the value, since the producer waits for it,
   too.
   """
 
-  early = True
+  allows_async_dispatch = True
 
   def __init__(self, name: str, firings: int, lag: int | None = None,
                transfer: Callable[[Any], Any] = lambda value: value, patience_s: float = 60.0):
-    """Creates an empty hand-off.
+    """Creates an empty channel.
 
     Args:
-      name: see `HandOff`.
+      name: see `Channel`.
       firings: number of gets; values that no get would take are not put.
       lag: 0 or 1, or None for a queue without a primed value.
-      transfer: see `HandOff`.
-      patience_s: see `HandOff`.
+      transfer: see `Channel`.
+      patience_s: see `Channel`.
 
     Raises:
       ValueError: `lag` is not None, 0 or 1.
@@ -189,21 +189,21 @@ class DoubleBuffer(HandOff):
     super().__init__(name, transfer, patience_s)
     self._primed_gets = 0 if lag is None else lag + 1
     self._puts_left = firings - self._primed_gets
-    self._primed: Stamped | None = None
+    self._primed: Versioned | None = None
     # Values are numbered from 1 in the order of puts; the primed value is number 0. These are the
     # numbers of the newest value that was put, that is known to be computed, and that was taken.
     self._put = self._finished = self._taken = 0
     # The value that was put, and maybe taken, but is not known to be computed.
-    self._unfinished: Stamped | None = None
-    # Times at which values became ready, by number, until the consumer settles them.
+    self._unfinished: Versioned | None = None
+    # Times at which values became ready, by number, until the consumer has waited for them.
     self._finished_at: dict[int, float] = {}
 
-  def prime(self, item: Stamped) -> None:
+  def prime(self, item: Versioned) -> None:
     """Transfers `item` and sets it as the value of the first gets."""
     if self._primed_gets:
       self._primed = self._computed(self._moved(item))
 
-  def put(self, item: Stamped) -> None:
+  def put(self, item: Versioned) -> None:
     """Starts the transfer of `item` and hands it over; blocks while the slot is full.
 
     Raises:
@@ -216,10 +216,10 @@ class DoubleBuffer(HandOff):
     self._unfinished = item = self._moved(item)
     self._append(item, 1)
 
-  def finish(self) -> None:
+  def flush(self) -> None:
     """Blocks until the last value put is computed and transferred; then wakes the consumer.
 
-    If the computation fails, the hand-off fails too, so that the consumer does not go on with the
+    If the computation fails, the channel fails too, so that the consumer does not go on with the
     value.
     """
     if self._unfinished is not None:
@@ -234,7 +234,7 @@ class DoubleBuffer(HandOff):
         self._unfinished = None
         self._changed.notify_all()
 
-  def settle(self, item: Stamped, since: float) -> float:
+  def wait_ready(self, item: Versioned, since: float) -> float:
     """Blocks until the producer has finished `item`, the value that was taken last.
 
     Args:
@@ -246,10 +246,10 @@ class DoubleBuffer(HandOff):
       time.
 
     Raises:
-      Closed: the hand-off has failed.
+      Closed: the channel has failed.
     """
     with self._changed:
-      self._wait(lambda: self.can_settle(item), 'to be made')
+      self._wait(lambda: self.can_wait_ready(item), 'to be made')
       if self._failed:
         raise Closed(self.name)
       # Time between readiness and this thread's wake-up does not count as waiting.
@@ -257,11 +257,11 @@ class DoubleBuffer(HandOff):
       self.get_wait_s += until - since
       return until
 
-  def can_settle(self, item: Stamped) -> bool:
-    """Returns whether `settle` would return without blocking."""
+  def can_wait_ready(self, item: Versioned) -> bool:
+    """Returns whether `wait_ready` would return without blocking."""
     return self._taken <= self._finished or self._failed
 
-  def get(self) -> Stamped:
+  def get(self) -> Versioned:
     """Takes the next value; blocks while there is none.
 
     Raises:
@@ -288,7 +288,7 @@ class DoubleBuffer(HandOff):
     return bool(self._primed_gets) or super().can_get()
 
 
-class Arrival(HandOff):
+class FifoQueue(Channel):
   """First-in-first-out queue of several producers; the order of values depends on timing."""
 
   def __init__(self, name: str, capacity: int, transfer: Callable[[Any], Any] = lambda value: value,
@@ -296,15 +296,15 @@ class Arrival(HandOff):
     """Creates an empty queue.
 
     Args:
-      name: see `HandOff`.
+      name: see `Channel`.
       capacity: most values in the queue.
-      transfer: see `HandOff`.
-      patience_s: see `HandOff`.
+      transfer: see `Channel`.
+      patience_s: see `Channel`.
     """
     super().__init__(name, transfer, patience_s)
     self._capacity = capacity
 
-  def put(self, item: Stamped) -> None:
+  def put(self, item: Versioned) -> None:
     """Adds `item` once it is computed and transferred; blocks while the queue is full.
 
     Raises:
@@ -317,7 +317,7 @@ class Arrival(HandOff):
     return len(self._slots) < self._capacity or self._ended
 
 
-class Inbox(Arrival):
+class DrainQueue(FifoQueue):
   """Queue of several producers whose consumer takes many values at once."""
 
   def __init__(self, name: str, capacity: int, wants: Callable[[], tuple[int, int]],
@@ -325,21 +325,21 @@ class Inbox(Arrival):
     """Creates an empty queue.
 
     Args:
-      name: see `HandOff`.
+      name: see `Channel`.
       capacity: most values in the queue.
       wants: returns the least and the most values that the next get takes; called before each get.
         With (0, 0) the get takes none, and producers wait once the queue is full.
-      transfer: see `HandOff`.
-      patience_s: see `HandOff`.
+      transfer: see `Channel`.
+      patience_s: see `Channel`.
     """
     super().__init__(name, capacity, transfer, patience_s)
     self._wants = wants
 
-  def get(self) -> Stamped:
+  def get(self) -> Versioned:
     """Takes up to the wanted number of values; blocks while fewer than the least are there.
 
     Returns:
-      A Stamped whose value is a list of Stamped, with the version of the first (0 if empty).
+      A Versioned whose value is a list of Versioned, with the version of the first (0 if empty).
 
     Raises:
       Closed: the consumer, or a producer, has ended.
@@ -351,21 +351,21 @@ class Inbox(Arrival):
         raise Closed(self.name)
       items = [self._slots.popleft() for _ in range(min(most, len(self._slots)))]
       self._changed.notify_all()
-      return Stamped(items, items[0].version if items else 0)
+      return Versioned(items, items[0].version if items else 0)
 
   def can_get(self) -> bool:
     """Returns whether `get` would return without blocking."""
     return len(self._slots) >= self._wants()[0] or self._ended
 
 
-class Latest(HandOff):
-  """Hand-off of the newest value: a put overwrites it, a get returns it without removing it."""
+class LatestValue(Channel):
+  """Channel of the newest value: a put overwrites it, a get returns it without removing it."""
 
-  def prime(self, item: Stamped) -> None:
+  def prime(self, item: Versioned) -> None:
     """Sets the first value."""
     self.put(item)
 
-  def put(self, item: Stamped) -> None:
+  def put(self, item: Versioned) -> None:
     """Replaces the value once `item` is computed and transferred; ignored after the end."""
     item = self._ready(item)
     with self._changed:
@@ -374,7 +374,7 @@ class Latest(HandOff):
         self._slots.append(item)
         self._changed.notify_all()
 
-  def get(self) -> Stamped:
+  def get(self) -> Versioned:
     """Returns the newest value; blocks only before the first put.
 
     Raises:

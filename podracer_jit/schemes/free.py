@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from podracer_jit.learner import rollout_updates
-from podracer_jit.loops import Port, Worker
+from podracer_jit.loops import Endpoint, Worker
 from podracer_jit.runtime import placement
-from podracer_jit.runtime.channels import HandOff, Inbox, Stamped
+from podracer_jit.runtime.channels import Channel, DrainQueue, Versioned
 from podracer_jit.schemes import wiring
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.scheme import Graph
-from podracer_jit.schemes.wiring import Actor, Begin, Plan, number
+from podracer_jit.schemes.wiring import Actor, Plan, SegmentStart, number
 from podracer_jit.types import Episodes, TrainState
 
 
@@ -27,14 +27,14 @@ class State(NamedTuple):
   late: float = 0.0  # mean age of the last rollouts when they arrived, in gradient steps
 
 
-def wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
+def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
   """Wires the graph; the plan's learner must be a learner from a replay.
 
   Args:
     plan: of the run.
     actors: of the segment.
     begin: the segment's first state.
-    reports: hand-off of the learner's reports.
+    reports: channel of the learner's reports.
 
   Returns:
     The workers, and a function that returns their waiting times.
@@ -42,14 +42,14 @@ def wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
   mesh = plan.place.mesh
   learner = plan.learner
   group_envs = learner.sizes.num_envs // learner.sizes.num_grad_shards
-  params = wiring.parameters(plan, actors, begin, number(begin.state.target.gradient_steps))
+  params = wiring.parameters(plan, actors, start, number(start.state.target.gradient_steps))
   side_by_side = jax.jit(rollout_updates.concatenate)
   rate = learner.rate_limiter(plan.num_envs * plan.acting.unroll_length, len(actors))
-  inbox = Inbox('rollouts', len(actors), rate.wants, lambda item: (
+  inbox = DrainQueue('rollouts', len(actors), rate.wants, lambda item: (
       item[0], placement.everywhere(side_by_side(item[1]), mesh)))
   nothing = placement.everywhere((jnp.int32(0), jnp.zeros(2, jnp.uint32)), mesh)
 
-  def fire(carry: State, arrived: Stamped):
+  def fire(carry: State, arrived: Versioned):
     state = carry.train
     # Valid rows, and the fingerprint, of all experience that this firing adds.
     added = nothing
@@ -71,9 +71,9 @@ def wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
     version = number(state.target.gradient_steps)
     episodes = [new.episodes for _, new in (item.value for item in arrived.value)]
     metrics['episodes'] = _end_to_end(jax.device_get(episodes))
-    fresh = Stamped(state.params, version)
-    report = Stamped(Report(metrics, 1, (learner.mean_cgd(late),), (0.0,)), version)
-    return State(state, late), [*[fresh] * len(params), report]
+    new_params = Versioned(state.params, version)
+    report = Versioned(Report(metrics, 1, (learner.mean_cgd(late),), (0.0,)), version)
+    return State(state, late), [*[new_params] * len(params), report]
 
   def tagged(worker: Worker, first_env: int) -> Worker:
     """Returns an actor whose rollouts carry the index of its first environment."""
@@ -83,10 +83,10 @@ def wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
     return worker._replace(fire=fire)
 
   # The learner ends the run; actors go on until then.
-  draws = Worker('learner', fire, State(begin.state), [Port(inbox)],
-                 [Port(h) for h in (*params, reports)], begin.updates,
-                 lambda carry: begin.ended(carry.train))
-  acts = [wiring.actor(plan, i, actor, begin, p, inbox, 2**62, learner.options.params_every)
+  draws = Worker('learner', fire, State(start.state), [Endpoint(inbox)],
+                 [Endpoint(h) for h in (*params, reports)], start.updates,
+                 lambda carry: start.ended(carry.train))
+  acts = [wiring.actor(plan, i, actor, start, p, inbox, 2**62, learner.options.params_every)
           for i, (actor, p) in enumerate(zip(actors, params, strict=True))]
   acts = [tagged(worker, actor.first_env) for worker, actor in zip(acts, actors, strict=True)]
   return [*acts, draws], wiring.waits(params, [inbox] * len(actors))

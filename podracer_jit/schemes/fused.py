@@ -9,11 +9,11 @@ import jax
 
 from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.learner import rollout_updates
-from podracer_jit.loops import Port, Worker
-from podracer_jit.runtime.channels import HandOff, Stamped
+from podracer_jit.loops import Endpoint, Worker
+from podracer_jit.runtime.channels import Channel, Versioned
 from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.schemes.scheme import Graph
-from podracer_jit.schemes.wiring import Actor, Begin, Plan, number
+from podracer_jit.schemes.wiring import Actor, Plan, SegmentStart, number
 from podracer_jit.types import TrainState
 
 
@@ -25,39 +25,39 @@ class State(NamedTuple):
   actor: ActorState
 
 
-def wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
+def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
   """Wires the graph of one worker, whose program makes several updates in a call.
 
   Args:
     plan: of the run.
     actors: of the segment.
     begin: the segment's first state.
-    reports: hand-off of the learner's reports.
+    reports: channel of the learner's reports.
 
   Returns:
     The workers, and a function that returns their waiting times.
   """
   (actor,) = actors
   total = plan.total_steps
-  calls = min(plan.updates_per_call, begin.updates)
-  rollout = plan.acting.rollout(actor.pools.shards)
+  calls = min(plan.updates_per_call, start.updates)
+  rollout = plan.acting.rollout(actor.rollout_program.vector_envs)
   fused = rollout_updates.make_fused(rollout, plan.learner.learn, calls)
   # The program donates the state itself, so it gets no copy.
-  state = jax.tree.map(lambda x: x.addressable_data(0), begin.state)
-  program = actor.pools.load(fused, (state, actor.state, calls, total), donate=(0, 1))
+  state = jax.tree.map(lambda x: x.addressable_data(0), start.state)
+  program = actor.rollout_program.load(fused, (state, actor.state, calls, total), donate=(0, 1))
 
   def fire(carry: State):
-    limit = min(calls, begin.update + begin.updates - carry.update)
+    limit = min(calls, start.update + start.updates - carry.update)
     state, actor_state, count, metrics = program(carry.train, carry.actor, limit, total)
     # Blocks until the call has ended.
     count = number(count)
     report = Report(metrics, count, (plan.learner.mean_cgd(0),) * count, (0.0,) * count)
     update = carry.update + count
-    return State(state, update, actor_state), [Stamped(report, update)]
+    return State(state, update, actor_state), [Versioned(report, update)]
 
-  learner = Worker('learner', fire, State(state, begin.update, actor.state), [],
-                   [Port(reports)], -(-begin.updates // calls),
-                   lambda carry: begin.ended(carry.train))
+  learner = Worker('learner', fire, State(state, start.update, actor.state), [],
+                   [Endpoint(reports)], -(-start.updates // calls),
+                   lambda carry: start.ended(carry.train))
   return [learner], lambda: Waits(0.0, 0.0)
 
 

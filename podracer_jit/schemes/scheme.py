@@ -15,7 +15,7 @@ class Graph(NamedTuple):
 
   # (plan, actors, segment start, reports) -> (workers, waits); see `wiring`
   wire: Callable[..., Any]
-  one_program: bool = False  # R, G and U are one program, without hand-offs
+  one_program: bool = False  # R, G and U are one program, without channels
   separate_updates: bool = False  # U runs in a central worker that has the optimizer
   free_rates: bool = False  # actors and learner run at independent rates
   several_processes: bool = False  # the learner may span processes
@@ -37,6 +37,6 @@ class Scheme:
   replay: bool | None = None
 
   @property
-  def repeats(self) -> bool:
-    """True if the same experiment always gives the same bits, since all hand-offs block."""
+  def deterministic(self) -> bool:
+    """True if the same experiment always gives the same bits, since all channels block."""
     return self.lag is not None and not self.each

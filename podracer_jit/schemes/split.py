@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from podracer_jit.loops import Port, Worker
+from podracer_jit.loops import Endpoint, Worker
 from podracer_jit.runtime import placement
-from podracer_jit.runtime.channels import Arrival, HandOff, Stamped
+from podracer_jit.runtime.channels import Channel, FifoQueue, Versioned
 from podracer_jit.schemes import wiring
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.scheme import Graph
-from podracer_jit.schemes.wiring import Actor, Begin, Plan
+from podracer_jit.schemes.wiring import Actor, Plan, SegmentStart
 from podracer_jit.types import TrainState
 
 
@@ -24,67 +24,67 @@ class State(NamedTuple):
   update: int  # equal to `train.update`; a copy on the host needs no transfer
 
 
-def wire_in_order(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
+def wire_in_order(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
   """Wires the graph in which an update takes one rollout of each actor, in order.
 
   Args:
     plan: of the run.
     actors: of the segment.
     begin: the segment's first state.
-    reports: hand-off of the learner's reports.
+    reports: channel of the learner's reports.
 
   Returns:
     The workers, and a function that returns their waiting times.
   """
-  queues = [wiring.rollouts_of(i, actor.first_env, begin.updates, plan.num_envs, plan.place.mesh)
+  queues = [wiring.rollouts_of(i, actor.first_env, start.updates, plan.num_envs, plan.place.mesh)
             for i, actor in enumerate(actors)]
-  return _wire(plan, actors, begin, reports, queues, begin.updates, lambda values: values)
+  return _wire(plan, actors, start, reports, queues, start.updates, lambda values: values)
 
 
-def wire_as_they_come(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff):
+def wire_as_they_come(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
   """Wires the graph in which an update takes rollouts as they arrive, from any actors.
 
   Args:
     plan: of the run.
     actors: of the segment.
     begin: the segment's first state.
-    reports: hand-off of the learner's reports.
+    reports: channel of the learner's reports.
 
   Returns:
     The workers, and a function that returns their waiting times.
   """
   # All actors put their rollouts into one queue.
-  queues: list[HandOff] = [Arrival('rollouts', len(actors))] * len(actors)
+  queues: list[Channel] = [FifoQueue('rollouts', len(actors))] * len(actors)
 
   def scatter(values: Sequence[Any]) -> list[Any]:
     # The place in the batch follows the order of arrival, not the actor.
     return [placement.scatter(x, i * plan.num_envs // len(values), plan.num_envs, plan.place.mesh)
             for i, x in enumerate(values)]
 
-  return _wire(plan, actors, begin, reports, queues, begin.updates * len(actors), scatter)
+  return _wire(plan, actors, start, reports, queues, start.updates * len(actors), scatter)
 
 
-def _wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff,
-          queues: Sequence[HandOff], rollouts: int, scatter: Callable):
+def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel,
+          queues: Sequence[Channel], rollouts: int, scatter: Callable):
   """Wires a graph of actors and a learner.
 
   Args:
     plan: of the run.
     actors: of the segment.
     begin: the segment's first state.
-    reports: hand-off of the learner's reports.
-    queues: hand-off of each actor's rollouts.
+    reports: channel of the learner's reports.
+    queues: channel of each actor's rollouts.
     rollouts: most rollouts of an actor.
     scatter: sends the values taken from `queues` to the devices of the learner.
 
   Returns:
     The workers, and a function that returns their waiting times.
   """
-  params = wiring.parameters(plan, actors, begin, begin.update)
+  params = wiring.parameters(plan, actors, start, start.update)
 
-  def fire(carry: State, *items: Stamped):
+  def fire(carry: State, *items: Versioned):
     update = carry.update
-    wiring.check_lag(plan.scheme, update, begin.update, items)
+    wiring.check_lag(plan.scheme, update, start.update, items)
 
     values = scatter([item.value for item in items])
     with jax.profiler.TraceAnnotation('learn'):
@@ -93,14 +93,14 @@ def _wire(plan: Plan, actors: Sequence[Actor], begin: Begin, reports: HandOff,
 
     behind = sum(update - item.version for item in items) / len(items)
     cgd = plan.learner.mean_cgd(behind * plan.learner.gradient_steps)
-    fresh = Stamped(state.params, update + 1)
-    report = Stamped(Report(metrics, 1, (cgd,), (0.0,)), update + 1)
-    return State(state, update + 1), [*[fresh] * len(params), report]
+    new_params = Versioned(state.params, update + 1)
+    report = Versioned(Report(metrics, 1, (cgd,), (0.0,)), update + 1)
+    return State(state, update + 1), [*[new_params] * len(params), report]
 
-  learner = Worker('learner', fire, State(begin.state, begin.update), [Port(h) for h in queues],
-                   [Port(h) for h in (*params, reports)], begin.updates,
-                   lambda carry: begin.ended(carry.train))
-  workers = [wiring.actor(plan, i, actor, begin, *ends, rollouts)
+  learner = Worker('learner', fire, State(start.state, start.update), [Endpoint(h) for h in queues],
+                   [Endpoint(h) for h in (*params, reports)], start.updates,
+                   lambda carry: start.ended(carry.train))
+  workers = [wiring.actor(plan, i, actor, start, *ends, rollouts)
              for i, (actor, *ends) in enumerate(zip(actors, params, queues, strict=True))]
   return [*workers, learner], wiring.waits(params, queues)
 

@@ -1,4 +1,4 @@
-"""Building blocks of graphs: the plan, actors, and the hand-offs between actors and learner."""
+"""Building blocks of graphs: the plan, actors, and the channels between actors and learner."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 import jax
 
 from podracer_jit.actor.acting import Acting
-from podracer_jit.actor.pools import Pools
+from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.learner.learner import Learner
-from podracer_jit.loops import Port, Worker
+from podracer_jit.loops import Endpoint, Worker
 from podracer_jit.runtime import placement
-from podracer_jit.runtime.channels import DoubleBuffer, HandOff, Latest, Stamped
+from podracer_jit.runtime.channels import Channel, DoubleBuffer, LatestValue, Versioned
 from podracer_jit.schemes.reports import Waits
 from podracer_jit.schemes.scheme import Scheme
 from podracer_jit.types import TrainState
@@ -34,13 +34,13 @@ class Plan(NamedTuple):
 class Actor(NamedTuple):
   """Actor of a segment, before it is wired."""
 
-  pools: Pools
+  rollout_program: RolloutProgram
   state: ActorState
   device: jax.Device
   first_env: int  # index of its first environment among all
 
 
-class Begin(NamedTuple):
+class SegmentStart(NamedTuple):
   """Start of a segment."""
 
   state: TrainState
@@ -61,8 +61,9 @@ def number(x: jax.Array) -> int:
   return int(jax.device_get(x))
 
 
-def parameters(plan: Plan, actors: Sequence[Actor], begin: Begin, version: int) -> list[HandOff]:
-  """Creates the hand-offs of parameters to actors, and primes them.
+def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version: int
+               ) -> list[Channel]:
+  """Creates the channels of parameters to actors, and primes them.
 
   Args:
     plan: of the run.
@@ -71,24 +72,24 @@ def parameters(plan: Plan, actors: Sequence[Actor], begin: Begin, version: int) 
     version: of the first parameters.
 
   Returns:
-    One hand-off for each actor.
+    One channel for each actor.
   """
   def make(name, transfer):
     if plan.scheme.lag is None:
-      return Latest(name, transfer)
-    return DoubleBuffer(name, begin.updates, plan.scheme.lag, transfer)
+      return LatestValue(name, transfer)
+    return DoubleBuffer(name, start.updates, plan.scheme.lag, transfer)
 
   params = [make(f'parameters for actor {i}',
                  lambda p, to=actor.device: placement.put_params(p, to))
             for i, actor in enumerate(actors)]
-  for handoff in params:
-    handoff.prime(Stamped(begin.state.params, version))
+  for channel in params:
+    channel.prime(Versioned(start.state.params, version))
   return params
 
 
 def rollouts_of(i: int, first_env: int, firings: int, num_envs: int,
                 mesh: jax.sharding.Mesh) -> DoubleBuffer:
-  """Creates the hand-off of an actor's rollouts to a learner.
+  """Creates the channel of an actor's rollouts to a learner.
 
   Args:
     i: the actor's number.
@@ -98,20 +99,20 @@ def rollouts_of(i: int, first_env: int, firings: int, num_envs: int,
     mesh: of the learner.
 
   Returns:
-    A hand-off without a lag, which sends rollouts to the devices of the mesh.
+    A channel without a lag, which sends rollouts to the devices of the mesh.
   """
   return DoubleBuffer(f'rollouts of actor {i}', firings,
                       transfer=lambda r: placement.scatter(r, first_env, num_envs, mesh))
 
 
-def waits(params: Sequence[HandOff], made: Sequence[HandOff],
+def waits(params: Sequence[Channel], made: Sequence[Channel],
           learners: int = 1) -> Callable[[], Waits]:
   """Builds the function that returns waiting times.
 
   Args:
-    params: hand-off of parameters to each actor.
-    made: hand-off of each actor's rollouts; may be one and the same.
-    learners: number of learners that share these hand-offs.
+    params: channel of parameters to each actor.
+    made: channel of each actor's rollouts; may be one and the same.
+    learners: number of learners that share these channels.
 
   Returns:
     A function that returns mean seconds waited by an actor, and by a learner.
@@ -127,7 +128,7 @@ def waits(params: Sequence[HandOff], made: Sequence[HandOff],
   return waits
 
 
-def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Stamped],
+def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Versioned],
               unit: int = 1) -> None:
   """Checks that rollouts have exactly the lag of a deterministic scheme.
 
@@ -141,7 +142,7 @@ def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Stamped],
   Raises:
     AssertionError: a rollout has another lag.
   """
-  if not scheme.repeats:
+  if not scheme.deterministic:
     return
   lag = min(update - first, scheme.lag)
   for item in items:
@@ -150,7 +151,7 @@ def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Stamped],
                            f'{item.version / unit:g}: its lag should be {lag}')
 
 
-def actor(plan: Plan, i: int, actor: Actor, begin: Begin, params: HandOff, made: HandOff,
+def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel, made: Channel,
           firings: int, rollouts_per_params: int = 1) -> Worker:
   """Returns a worker that makes rollouts with the parameters that it receives.
 
@@ -159,25 +160,26 @@ def actor(plan: Plan, i: int, actor: Actor, begin: Begin, params: HandOff, made:
     i: the actor's number.
     actor: the actor's environments and state.
     begin: the segment's first state.
-    params: hand-off of parameters to the actor.
-    made: hand-off of the actor's rollouts.
+    params: channel of parameters to the actor.
+    made: channel of the actor's rollouts.
     firings: most rollouts.
     rollouts_per_params: rollouts made with the same parameters.
 
   Returns:
     The worker, with its program compiled.
   """
-  like = placement.put_params(begin.state.params, actor.device)
+  like = placement.put_params(start.state.params, actor.device)
   # Rollouts get the sharding that a learner on this device uses, so `gather` need not rewrap them,
   # which takes 8 us an array.
   shardings = None, placement.by_env(placement.mesh_of([actor.device]))
-  program = actor.pools.load(plan.acting.rollout(actor.pools.shards), (like, actor.state),
-                             donate=(1,), out_shardings=shardings)
+  rollout = plan.acting.rollout(actor.rollout_program.vector_envs)
+  program = actor.rollout_program.load(rollout, (like, actor.state), donate=(1,),
+                                       out_shardings=shardings)
 
-  def fire(state: ActorState, params: Stamped):
+  def fire(state: ActorState, params: Versioned):
     with jax.profiler.TraceAnnotation('rollout'):
       state, rollouts = program(params.value, state)
-    return state, [Stamped(rollouts, params.version)]
+    return state, [Versioned(rollouts, params.version)]
 
-  return Worker(f'actor {i}', fire, actor.state, [Port(params, rollouts_per_params)],
-                [Port(made)], firings)
+  return Worker(f'actor {i}', fire, actor.state, [Endpoint(params, rollouts_per_params)],
+                [Endpoint(made)], firings)

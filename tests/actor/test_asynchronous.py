@@ -7,7 +7,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.actor import asynchronous
-from podracer_jit.actor.pools import Pools
+from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.protocol import TimeStep
@@ -26,7 +26,7 @@ def tagged(step):
   return step._replace(obs=jnp.concatenate([step.obs, tag], axis=1))
 
 
-class Tagged(envpool_envs.Shard):
+class Tagged(envpool_envs.EnvPoolVectorEnv):
   """A shard of EnvPool's environments."""
 
   def recv(self, handle):
@@ -113,19 +113,19 @@ class Made:
     seeds = env_seeds(4, 0, 0, num_envs)
     if scripted:
       weights = np.array([5, 4, 1, 1, 1, 0.2]) / 12.2
-      shard, self.policy = Scripted(num_envs, batch, weights), policies.categorical(3)
+      vector_env, self.policy = Scripted(num_envs, batch, weights), policies.categorical(3)
       shape, dtype = (2,), np.dtype(np.float32)
     else:
       spec = envpool_envs.make_spec(task, options)
-      shard, (shape, dtype) = Tagged(task, options, seeds, 2, batch), spec[1:3]
+      vector_env, (shape, dtype) = Tagged(task, options, seeds, 2, batch), spec[1:3]
       self.policy = (policies.categorical(spec.num_actions) if spec.num_actions else
                      policies.gaussian(np.array(spec.action_low), np.array(spec.action_high)))
     obs = jax.ShapeDtypeStruct((shape[0] + 1, *shape[1:]), dtype)
     self.params = jax.random.normal(
         jax.random.key(0), (int(np.prod(obs.shape)), 1 + self.policy.dist_size)) / 10
-    state = asynchronous.initial_state(shard, jax.random.key(3), obs, self.policy, steps)
-    pools, self.rollouts, self.left = Pools([shard]), [], []
-    program = pools.load(asynchronous.make_rollout(shard, by_rows(linear), self.policy, steps),
+    state = asynchronous.initial_state(vector_env, jax.random.key(3), obs, self.policy, steps)
+    pools, self.rollouts, self.left = RolloutProgram([vector_env]), [], []
+    program = pools.load(asynchronous.make_rollout(vector_env, by_rows(linear), self.policy, steps),
                          (self.params, state), (1,))
     for _ in range(count):
       state, (made,) = program(self.params, state)

@@ -17,7 +17,7 @@ def test_frames_of_an_asynchronous_pool_are_kept_once(monkeypatch):
   state, filled_anew = initial_state(whole_run), 0
   with build.segment(whole_run, state, 0, 3, print) as segment:
     worker = segment.workers[0]
-    acting, params = worker.state, worker.reads[0].handoff.get()
+    acting, params = worker.state, worker.reads[0].channel.get()
     for _ in range(3):
       acting, (rollouts,) = worker.fire(acting, params)
       whole, once = rollouts.value[0].obs

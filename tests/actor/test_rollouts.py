@@ -14,7 +14,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.actor import rollouts
-from podracer_jit.actor.pools import Pools
+from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs, frames
 from podracer_jit.envs.seeds import env_seeds
@@ -36,13 +36,13 @@ class Actor:
   def __init__(self, task, seeds, unroll_length, apply=linear, keys=(3,), **options):
     """A list of `seeds` and a number for its key a shard."""
     spec = envpool_envs.make_spec(task, options)
-    shards = [envpool_envs.Shard(task, options, some, 1) for some in seeds]
-    self.pools = Pools(shards)
+    vector_envs = [envpool_envs.EnvPoolVectorEnv(task, options, some, 1) for some in seeds]
+    self.pools = RolloutProgram(vector_envs)
     self.params = jax.random.normal(
         jax.random.key(0), (int(np.prod(spec.obs_shape)), 1 + spec.num_actions))
-    self.state = rollouts.initial_state(shards, [jax.random.key(k) for k in keys])
-    rollout = rollouts.make_rollout(
-        shards, by_rows(apply), policies.categorical(spec.num_actions), unroll_length, spec.stack)
+    self.state = rollouts.initial_state(vector_envs, [jax.random.key(k) for k in keys])
+    policy = policies.categorical(spec.num_actions)
+    rollout = rollouts.make_rollout(vector_envs, by_rows(apply), policy, unroll_length, spec.stack)
 
     def whole(params, state):  # with observations as EnvPool gave them
       state, made = rollout(params, state)
@@ -306,7 +306,7 @@ def test_an_actor_that_steps_in_python_stands_still_meanwhile():
   assert len(actor.beats) > 2
 
 
-# Pools end in an order that is safe, whatever happens.
+# RolloutProgram end in an order that is safe, whatever happens.
 
 POOLS = """
 import contextlib, threading

@@ -7,7 +7,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.actor import rollouts
-from podracer_jit.actor.pools import Pools
+from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.seeds import env_seeds
@@ -46,10 +46,11 @@ def network_of(core, moments=()):
 
 def start(network, obs, valid, seed=0):
   """Parameters and a state that are nowhere near zero."""
-  shapes = jax.eval_shape(network.init, jax.random.key(0), obs, network.initial_core(ENVS), valid)
+  shapes = jax.eval_shape(network.init, jax.random.key(0), obs,
+                          network.initial_recurrent_state(ENVS), valid)
   rng = np.random.default_rng(seed)
   params, core = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32),
-                              (shapes, network.initial_core(ENVS)))
+                              (shapes, network.initial_recurrent_state(ENVS)))
   return params, core
 
 
@@ -77,15 +78,16 @@ def test_a_core_goes_on_from_its_state_and_begins_anew_after_an_invalid_row(core
 @pytest.mark.parametrize('core', ['gru', 'lstm'])
 def test_rollouts_carry_the_state_and_store_it_at_their_first_row(core):
   """What the actor thought, row by row, is what a learner makes of the stored state."""
-  shards = [envpool_envs.Shard('CartPole-v1', {'max_episode_steps': 9},
-                               env_seeds(1, 0, 0, ENVS), 1)]
+  vector_envs = [envpool_envs.EnvPoolVectorEnv('CartPole-v1', {'max_episode_steps': 9},
+                                               env_seeds(1, 0, 0, ENVS), 1)]
   network = network_of(core)
-  pools = Pools(shards)
+  pools = RolloutProgram(vector_envs)
   try:
     obs = np.zeros((1, ENVS, 4), np.float32)
     params, _ = start(network, obs, np.ones((1, ENVS), bool))
-    state = rollouts.initial_state(shards, [jax.random.key(0)], network.initial_core)
-    program = pools.load(rollouts.make_rollout(shards, network.apply, network.policy, STEPS),
+    state = rollouts.initial_state(vector_envs, [jax.random.key(0)],
+                                   network.initial_recurrent_state)
+    program = pools.load(rollouts.make_rollout(vector_envs, network.apply, network.policy, STEPS),
                          (params, state), (1,))
     made = []
     for _ in range(4):
@@ -94,15 +96,17 @@ def test_rollouts_carry_the_state_and_store_it_at_their_first_row(core):
   finally:
     pools.close()
   for rollout in made:
-    core_state = jax.tree.map(lambda x: x[0], rollout.core)
+    core_state = jax.tree.map(lambda x: x[0], rollout.recurrent_state)
     dist, value, after = network.apply(params, rollout.obs[:-1], core_state, rollout.valid)
     assert_allclose(rollout.behaviour_value, value, rtol=1e-4, atol=1e-4)
     assert_allclose(rollout.behaviour_log_prob, network.policy.log_prob(dist, rollout.action),
                     rtol=1e-4, atol=1e-4)
-  assert_allclose(jax.tree.leaves(made[-1].core)[0][0], jax.tree.leaves(
-      network.apply(params, made[-2].obs[:-1], jax.tree.map(lambda x: x[0], made[-2].core),
-                    made[-2].valid)[2])[0], rtol=1e-4, atol=1e-5)
-  forgot = network.apply(params, made[1].obs[:-1], network.initial_core(ENVS), made[1].valid)[1]
+  state_before = jax.tree.map(lambda x: x[0], made[-2].recurrent_state)
+  state_after = network.apply(params, made[-2].obs[:-1], state_before, made[-2].valid)[2]
+  assert_allclose(jax.tree.leaves(made[-1].recurrent_state)[0][0],
+                  jax.tree.leaves(state_after)[0], rtol=1e-4, atol=1e-5)
+  forgot = network.apply(params, made[1].obs[:-1], network.initial_recurrent_state(ENVS),
+                         made[1].valid)[1]
   assert abs(forgot - made[1].behaviour_value).max() > 0.01
   assert (~np.concatenate([rollout.valid for rollout in made])).any()
 

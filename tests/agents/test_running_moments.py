@@ -56,7 +56,7 @@ def test_the_state_holds_the_moments_of_what_was_seen():
   seen = []
 
   def watch(call, carry, *batch):
-    seen.extend(jax.device_get(shard) for item in batch for shard in item.value.parts[0])
+    seen.extend(jax.device_get(vector_env) for item in batch for vector_env in item.value.parts[0])
 
   state = run(config(), tamper=wrap('learner', before=watch))[2]
   moments = jax.device_get(state.params['moments'])

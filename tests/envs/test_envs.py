@@ -81,22 +81,22 @@ def test_a_seed_depends_on_nothing_but_seed_segment_and_environment():
 @pytest.mark.quick
 def test_a_shard_gives_each_environment_its_seed():
   seeds = env_seeds(1, 0, 0, 6)
-  shard = envpool_envs.Shard('CartPole-v1', {}, seeds, ONE_THREAD)
-  assert_array_equal(shard.first_obs, first_obs('CartPole-v1', seeds))
-  assert_array_equal(shard.first_obs[4], first_obs('CartPole-v1', seeds[4:5])[0])
-  shard.close()
+  vector_env = envpool_envs.EnvPoolVectorEnv('CartPole-v1', {}, seeds, ONE_THREAD)
+  assert_array_equal(vector_env.first_obs, first_obs('CartPole-v1', seeds))
+  assert_array_equal(vector_env.first_obs[4], first_obs('CartPole-v1', seeds[4:5])[0])
+  vector_env.close()
 
 
 # Steps.
 
 
 def test_the_first_step_is_no_reset():
-  shard = envpool_envs.Shard('CartPole-v1', {}, [1, 2, 3], ONE_THREAD)
-  handle = shard.send(shard.handle, jnp.zeros(3, jnp.int32))
-  _, step = shard.recv(handle)
+  vector_env = envpool_envs.EnvPoolVectorEnv('CartPole-v1', {}, [1, 2, 3], ONE_THREAD)
+  handle = vector_env.send(vector_env.handle, jnp.zeros(3, jnp.int32))
+  _, step = vector_env.recv(handle)
   assert_array_equal(step.reward, [1, 1, 1])  # a reset gives 0
-  assert not np.any(np.all(step.obs == shard.first_obs, axis=1))
-  shard.close()
+  assert not np.any(np.all(step.obs == vector_env.first_obs, axis=1))
+  vector_env.close()
 
 
 MUJOCO_IN_A_LOOP = f"""
@@ -106,7 +106,7 @@ from podracer_jit.envs import envpool_envs
 assert not jax.config.jax_enable_x64
 
 seeds, T = [11, 22, 33], 40
-shard = envpool_envs.Shard('{MUJOCO}', {{}}, seeds, 1)
+shard = envpool_envs.EnvPoolVectorEnv('{MUJOCO}', {{}}, seeds, 1)
 actions = np.random.default_rng(0).uniform(-1, 1, (T, 3, 6)).astype(np.float32)
 
 def steps(handle, actions):
@@ -149,22 +149,22 @@ def test_a_draw_next_to_a_float64_environment_is_the_draw_outside():
             jax.random.normal(key, (8,)), jnp.arange(3), jnp.zeros(2))
 
   outside = draws(key)
-  shard = envpool_envs.Shard(MUJOCO, {}, [1, 2], ONE_THREAD)
+  vector_env = envpool_envs.EnvPoolVectorEnv(MUJOCO, {}, [1, 2], ONE_THREAD)
 
   def beside(handle, key):
     def step(t, carry):
       handle, _ = carry
-      handle = shard.send(handle, jnp.zeros((2, 6)))
+      handle = vector_env.send(handle, jnp.zeros((2, 6)))
       between = draws(key)
-      handle, step = shard.recv(handle)
+      handle, step = vector_env.recv(handle)
       after = draws(key)
       assert step.obs.dtype == np.float32
       return handle, (between, after)
     zeros = jax.tree.map(jnp.zeros_like, (outside, outside))
     return lax.fori_loop(0, 2, step, (handle, zeros))
 
-  _, (between, after) = jax.block_until_ready(jax.jit(beside)(shard.handle, key))
-  shard.close()
+  _, (between, after) = jax.block_until_ready(jax.jit(beside)(vector_env.handle, key))
+  vector_env.close()
   for drawn in (between, after):
     for here, there in zip(drawn, outside, strict=True):
       assert here.dtype == there.dtype
@@ -182,9 +182,9 @@ def threads():
 def test_a_shard_starts_the_threads_it_is_given_and_ends_them():
   def started(num_threads):
     before = threads()
-    shard = envpool_envs.Shard('CartPole-v1', {}, range(8), num_threads)
+    vector_env = envpool_envs.EnvPoolVectorEnv('CartPole-v1', {}, range(8), num_threads)
     new = threads() - before
-    shard.close()
+    vector_env.close()
     assert not threads() & new
     return len(new)
 
@@ -195,7 +195,7 @@ def test_a_shard_starts_the_threads_it_is_given_and_ends_them():
 def test_all_pools_together_have_the_threads_that_the_placement_grants(monkeypatch):
   monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(12))
   options = placement.PlacementOptions(actor_platform='cpu', env_threads=0)
-  granted = [placement.resolve(options, shards).env_threads for shards in (1, 3, 5, 24)]
+  granted = [placement.resolve(options, vector_envs).env_threads for vector_envs in (1, 3, 5, 24)]
   assert granted == [12, 4, 2, 1]
   assert placement.resolve(dataclasses.replace(options, env_threads=7), 3).env_threads == 7
 
@@ -295,21 +295,21 @@ def test_a_policy_that_does_not_fit_the_actions_is_refused(task, policy):
 def test_dicts_are_laid_end_to_end_by_name():
   spec = envpool_envs.make_spec('WalkerWalk-v1', {})
   assert spec.obs_shape == (24,) and spec.obs_dtype == np.float32
-  shard = envpool_envs.Shard('WalkerWalk-v1', {}, [3, 9])
+  vector_env = envpool_envs.EnvPoolVectorEnv('WalkerWalk-v1', {}, [3, 9])
   pool = python_pool('WalkerWalk-v1', [3, 9])
 
   def flat(obs):
     parts = [np.reshape(obs[name], (2, -1)) for name in ('height', 'orientations', 'velocity')]
     return np.concatenate(parts, axis=1).astype(np.float32)
 
-  assert np.array_equal(shard.first_obs, flat(pool.reset()[0]))
+  assert np.array_equal(vector_env.first_obs, flat(pool.reset()[0]))
   action = np.random.default_rng(0).uniform(-1, 1, (2, 6))
-  step = jax.jit(lambda handle, a: shard.recv(shard.send(handle, a))[1])
-  made = step(shard.handle, action.astype(np.float32))
+  step = jax.jit(lambda handle, a: vector_env.recv(vector_env.send(handle, a))[1])
+  made = step(vector_env.handle, action.astype(np.float32))
   expected, reward, *_ = pool.step(action.astype(np.float32).astype(np.float64))
   assert made.obs.dtype == np.float32 and np.array_equal(made.obs, flat(expected))
   assert np.array_equal(made.reward, reward.astype(np.float32))
-  shard.close()
+  vector_env.close()
 
 
 def test_a_spec_starts_no_environment():

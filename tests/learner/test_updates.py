@@ -89,7 +89,7 @@ NETWORK = make_network(hidden=(6,))
     (7, 1, 3, 7),  # a prime cannot be cut into threes
     (1, 21, 100, 1)])
 def test_pieces(items, item_rows, microbatch_rows, expected):
-  assert rollout_updates.pieces(items, item_rows, microbatch_rows) == expected
+  assert rollout_updates.num_microbatches(items, item_rows, microbatch_rows) == expected
 
 
 def _items(groups, group_envs, objective, minibatches=2, seed=5):

@@ -35,7 +35,7 @@ def test_a_sum_by_slices_is_the_pairwise_one_on_any_mesh(groups, sizes):
   expected, ways = jax.jit(lambda tree: jax.tree.map(deterministic.pairwise_sum, tree))(tree), set()
   for size in sizes:
     rows = 1 if (groups // size).bit_count() == 1 else groups // size
-    ways.add(deterministic.sliced(rows, 4974, size))
+    ways.add(deterministic.use_reduce_scatter(rows, 4974, size))
     by_group = PartitionSpec(deterministic.AXIS)
     total = on_mesh(lambda tree, size=size: deterministic.exact_sum(tree, size), size, (by_group,),
                     PartitionSpec())(tree)

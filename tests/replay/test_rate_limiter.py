@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from podracer_jit.replay.rate_limiter import Rate
+from podracer_jit.replay.rate_limiter import RateLimiter
 
 
 def test_the_learner_waits_for_the_first_rollouts():
   for ratio in (0.0, 2.0):
-    rate = Rate(ratio, 100, 10, 20, 3)
+    rate = RateLimiter(ratio, 100, 10, 20, 3)
     assert rate.wants() == (1, 3)
     rate.count(added=20, drawn=0)
     assert rate.wants() == (1, 3)
@@ -18,7 +18,7 @@ def test_the_learner_waits_for_the_first_rollouts():
 
 
 def test_without_a_ratio_neither_side_waits():
-  rate = Rate(0.0, 0, 10, 20, 3)
+  rate = RateLimiter(0.0, 0, 10, 20, 3)
   for drawn in (10, 10**6):
     rate.count(0, drawn)
     assert rate.wants() == (0, 3) and rate.may_draw()
@@ -27,7 +27,7 @@ def test_without_a_ratio_neither_side_waits():
 @pytest.mark.quick
 def test_by_hand():
   """2 drawn for each added, 10 at a time; rollouts of 5 allow 10; at most 15 ahead either way."""
-  rate = Rate(2.0, 15, 10, 5, 4)
+  rate = RateLimiter(2.0, 15, 10, 5, 4)
   rate.count(0, 10)  # the first
   rate.count(0, 10)  # 10 ahead
   assert rate.wants() == (1, 2) and not rate.may_draw()  # 20 would be too many
@@ -44,7 +44,7 @@ def test_any_order_of_events_stays_within_the_tolerance_and_goes_on():
     rng = random.Random(seed)
     ratio, batch, most = rng.uniform(0.1, 9), rng.randint(1, 99), rng.randint(1, 99)
     tolerance = (batch + ratio * most) / 2 + rng.choice([0, 0, 50])
-    rate, ahead = Rate(ratio, tolerance, batch, most, 3), 0.0
+    rate, ahead = RateLimiter(ratio, tolerance, batch, most, 3), 0.0
     rate.count(9 * most, 0)
     assert rate.may_draw()  # the first time, however small the tolerance
     rate.count(0, batch)

@@ -11,7 +11,7 @@ import scipy.stats
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.actor import priorities, rollouts
-from podracer_jit.actor.pools import Pools
+from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs, frames
 from podracer_jit.envs.seeds import env_seeds
@@ -375,9 +375,9 @@ def played(task):
   The rewards are made up: so few steps earn hardly any.
   """
   spec = envpool_envs.make_spec(task, PLAYED[task])
-  shards = [envpool_envs.Shard(task, PLAYED[task], env_seeds(0, i, 0, 5), 1)
+  shards = [envpool_envs.EnvPoolVectorEnv(task, PLAYED[task], env_seeds(0, i, 0, 5), 1)
             for i in range(2)]
-  pools, policy = Pools(shards), policies.epsilon_greedy(spec.num_actions)
+  pools, policy = RolloutProgram(shards), policies.epsilon_greedy(spec.num_actions)
   state = priorities.initial_state(rollouts.initial_state(
       shards, list(keys(7)), exploration=[jnp.linspace(0.4, 1.0, 5) for _ in range(2)]), N)
   rollout = rollouts.make_rollout(

@@ -24,7 +24,7 @@ from podracer_jit.run.measure import (
     training,
 )
 from podracer_jit.run.resolve import changed, resolve
-from podracer_jit.runtime.channels import Stamped
+from podracer_jit.runtime.channels import Versioned
 from tests.runs import QUICK, fresh
 
 
@@ -46,7 +46,7 @@ def _pong():
 def _two_rollouts(worker, params):
   made, state = [], worker.state
   for version in range(2):
-    state, (item,) = worker.fire(state, Stamped(params, version))
+    state, (item,) = worker.fire(state, Versioned(params, version))
     assert item.version == version
     made.append(jax.device_get(item.value))
   return made
@@ -266,7 +266,7 @@ def test_shares_of_what_overlaps_add_up():
 
 def test_a_program_runs_before_its_thread_wakes():
   own = [(0, 1, 'rollout'), (1, 5, 'wait: parameters for actor 0 to be made'),
-         (5, 6, 'hand-off: rollouts of actor 0'), (6, 9, 'make: rollouts of actor 0')]
+         (5, 6, 'transfer: rollouts of actor 0'), (6, 9, 'make: rollouts of actor 0')]
   ops = [(4, 7, 'policy'), (7, 8, 'environment')]
   parts, spans = rounds.lane(own, ops, 0, 10)
   assert parts == pytest.approx(dict(
@@ -276,7 +276,7 @@ def test_a_program_runs_before_its_thread_wakes():
 
 def test_an_update_ends_once():
   regions = [(0, 1, 'learn'), (1, 2, 'make: parameters for actor 0'), (2, 3, 'make: reports'),
-             (3, 4, 'hand-off: reports'), (4, 5, 'make: reports')]
+             (3, 4, 'transfer: reports'), (4, 5, 'make: reports')]
   assert rounds._workers({7: regions}) == ({'learner': regions}, [4])
 
 

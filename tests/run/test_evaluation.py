@@ -167,7 +167,7 @@ def test_a_recurrent_policy_remembers_until_the_episode_ends():
     return push, jnp.zeros(obs.shape[:2]), jnp.where(valid[0][:, None], core + 1, 0)
 
   agent = _agent('CartPole-v1', None)._replace(
-      apply=apply, initial_core=lambda num_envs: jnp.zeros((num_envs, 1)))
+      apply=apply, initial_recurrent_state=lambda num_envs: jnp.zeros((num_envs, 1)))
   played = evaluation.play(agent, 12, 4, seed=3, max_steps=500)
   expected = [episode for seed in evaluation.seeds(3, 4)
               for episode in _episodes('CartPole-v1', seed, 3, lambda obs, t: t % 2)]

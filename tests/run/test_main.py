@@ -344,7 +344,7 @@ def test_profile_dir_gets_a_trace_with_named_regions(tmp_path):
   assert result.returncode == 0, result.stderr
   (trace,) = tmp_path.glob('trace/plugins/profile/*/*.xplane.pb')
   content = trace.read_bytes()
-  for region in (b'rollout', b'learn', b'hand-off'):
+  for region in (b'rollout', b'learn', b'channel'):
     assert region in content
 
 
@@ -352,10 +352,10 @@ def test_a_thread_that_cannot_be_ended_does_not_keep_the_process(tmp_path):
   """The learner fails while an actor hangs in its program, as in EnvPool's receive."""
   script = ("""import dataclasses, functools, sys, time
 from podracer_jit import loops
-from podracer_jit.actor.pools import Pools
+from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.run import train
 from podracer_jit.schemes.table import SCHEMES
-load, scheme = Pools.load, SCHEMES['cleanba']
+load, scheme = RolloutProgram.load, SCHEMES['cleanba']
 def hanging(self, *a, **k):
   program, calls = load(self, *a, **k), []
   def call(*args):
@@ -373,7 +373,7 @@ def failing(*a):
       raise ValueError("the learner has failed")
     return worker.fire(*args)
   return [*actors, worker._replace(fire=fire)], waits
-Pools.load = hanging
+RolloutProgram.load = hanging
 SCHEMES['cleanba'] = dataclasses.replace(scheme, graph=scheme.graph._replace(wire=failing))
 loops.run = functools.partial(loops.run, grace_s=1.0)
 sys.exit(train.main(sys.argv))""")

@@ -1,4 +1,4 @@
-"""Hand-offs: exact lags, who waits, how it ends; and the moves of placement.py between devices."""
+"""Channels: exact lags, who waits, how it ends; and the moves of placement.py between devices."""
 
 import threading
 import time
@@ -13,20 +13,20 @@ from numpy.testing import assert_array_equal
 
 from podracer_jit.runtime import placement
 from podracer_jit.runtime.channels import (
-  Arrival,
+  Channel,
   Closed,
   DoubleBuffer,
-  HandOff,
-  Inbox,
-  Latest,
-  Stamped,
+  DrainQueue,
+  FifoQueue,
+  LatestValue,
+  Versioned,
 )
 
 HANG_S = 60  # a guard: nothing here takes so long
 
 
 class Side(threading.Thread):
-  """One side of a hand-off on a thread of its own, and what it returned or raised."""
+  """One side of a channel on a thread of its own, and what it returned or raised."""
 
   def __init__(self, function):
     super().__init__(daemon=True)
@@ -51,13 +51,13 @@ class Side(threading.Thread):
     return self.is_alive()
 
 
-def numbers(handoff, count, first=1):
+def numbers(channel, count, first=1):
   for version in range(first, first + count):
-    handoff.put(Stamped(10 * version, version))
+    channel.put(Versioned(10 * version, version))
 
 
-def versions(handoff, count):
-  return Side(lambda: [handoff.get().version for _ in range(count)]).end()
+def versions(channel, count):
+  return Side(lambda: [channel.get().version for _ in range(count)]).end()
 
 
 # Lags.
@@ -66,31 +66,31 @@ def versions(handoff, count):
 @pytest.mark.quick
 @pytest.mark.parametrize('lag, lags', [(0, [0, 0, 0, 0, 0, 0]), (1, [0, 1, 1, 1, 1, 1])])
 def test_the_kth_value_is_min_k_lag_behind(lag, lags):
-  handoff = DoubleBuffer('parameters', 6, lag)
-  handoff.prime(Stamped(0, 0))
-  learner = Side(lambda: numbers(handoff, 5))  # update k ends once value k was used
-  assert [k - seen for k, seen in enumerate(versions(handoff, 6))] == lags
+  channel = DoubleBuffer('parameters', 6, lag)
+  channel.prime(Versioned(0, 0))
+  learner = Side(lambda: numbers(channel, 5))  # update k ends once value k was used
+  assert [k - seen for k, seen in enumerate(versions(channel, 6))] == lags
   learner.end()
 
 
 @pytest.mark.parametrize('lag', [0, 1])
 def test_the_primed_value_is_given_lag_plus_1_times(lag):
-  handoff = DoubleBuffer('parameters', 5, lag)
-  handoff.prime(Stamped('primed', 7))
+  channel = DoubleBuffer('parameters', 5, lag)
+  channel.prime(Versioned('primed', 7))
   for _ in range(lag + 1):
-    assert handoff.can_get()
-    assert handoff.get() == Stamped('primed', 7)
-  assert not handoff.can_get()
-  assert Side(handoff.get).blocks()
-  handoff.close()
+    assert channel.can_get()
+    assert channel.get() == Versioned('primed', 7)
+  assert not channel.can_get()
+  assert Side(channel.get).blocks()
+  channel.close()
 
 
 def test_without_a_lag_nothing_is_primed():
-  handoff = DoubleBuffer('rollouts', 3)
-  handoff.prime(Stamped('primed', 0))
-  assert not handoff.can_get()
-  numbers(handoff, 1)
-  assert handoff.get() == Stamped(10, 1)
+  channel = DoubleBuffer('rollouts', 3)
+  channel.prime(Versioned('primed', 0))
+  assert not channel.can_get()
+  numbers(channel, 1)
+  assert channel.get() == Versioned(10, 1)
 
 
 @pytest.mark.parametrize('lag', [-1, 2, 0.5, 'one'])
@@ -102,56 +102,56 @@ def test_no_other_lag(lag):
 @pytest.mark.parametrize('lag', [0, 1, None])
 def test_a_value_nobody_will_read_is_not_put_nor_moved(lag):
   moved = []
-  handoff = DoubleBuffer('parameters', 4, lag, transfer=lambda value: moved.append(value) or value)
-  handoff.prime(Stamped(0, 0))
-  producer = Side(lambda: numbers(handoff, 9))  # more than will be read: it does not block
-  seen = versions(handoff, 4)
+  channel = DoubleBuffer('parameters', 4, lag, transfer=lambda value: moved.append(value) or value)
+  channel.prime(Versioned(0, 0))
+  producer = Side(lambda: numbers(channel, 9))  # more than will be read: it does not block
+  seen = versions(channel, 4)
   producer.end()
   primed = [] if lag is None else [0]
   assert moved == primed + [10 * v for v in sorted(set(seen)) if v]
-  assert handoff.can_put() and not handoff.can_get()
+  assert channel.can_put() and not channel.can_get()
 
 
 # Who waits for whom.
 
 
 def test_values_come_in_the_order_they_were_put():
-  handoff = DoubleBuffer('rollouts', 200)
-  producer = Side(lambda: numbers(handoff, 200))
-  assert versions(handoff, 200) == list(range(1, 201))
+  channel = DoubleBuffer('rollouts', 200)
+  producer = Side(lambda: numbers(channel, 200))
+  assert versions(channel, 200) == list(range(1, 201))
   producer.end()
 
 
 def test_put_blocks_while_the_slot_is_full():
-  handoff = DoubleBuffer('rollouts', 3)
-  assert handoff.can_put()
-  numbers(handoff, 1)
-  assert not handoff.can_put()
-  producer = Side(lambda: numbers(handoff, 1, first=2))
+  channel = DoubleBuffer('rollouts', 3)
+  assert channel.can_put()
+  numbers(channel, 1)
+  assert not channel.can_put()
+  producer = Side(lambda: numbers(channel, 1, first=2))
   assert producer.blocks()
-  assert handoff.get().version == 1
+  assert channel.get().version == 1
   producer.end()
-  assert handoff.get().version == 2
+  assert channel.get().version == 2
 
 
 def test_get_blocks_while_the_slot_is_empty():
-  handoff = DoubleBuffer('rollouts', 3)
-  assert not handoff.can_get()
-  consumer = Side(handoff.get)
+  channel = DoubleBuffer('rollouts', 3)
+  assert not channel.can_get()
+  consumer = Side(channel.get)
   assert consumer.blocks()
-  numbers(handoff, 1)
-  assert consumer.end() == Stamped(10, 1)
+  numbers(channel, 1)
+  assert consumer.end() == Versioned(10, 1)
 
 
 def test_waits_are_measured_on_the_side_that_waited(monkeypatch):
   def waited(first, then):
-    handoff, long = DoubleBuffer('rollouts', 2, patience_s=0.5), threading.Event()
+    channel, long = DoubleBuffer('rollouts', 2, patience_s=0.5), threading.Event()
     monkeypatch.setattr(logging, 'warning', lambda *args: long.set())
-    side = Side(lambda: first(handoff))
+    side = Side(lambda: first(channel))
     assert long.wait(HANG_S)
-    then(handoff)
+    then(channel)
     side.end()
-    return handoff.put_wait_s, handoff.get_wait_s
+    return channel.put_wait_s, channel.get_wait_s
 
   put_wait, get_wait = waited(lambda h: h.get(), lambda h: numbers(h, 1))
   assert get_wait >= 0.5 and get_wait > put_wait
@@ -161,9 +161,9 @@ def test_waits_are_measured_on_the_side_that_waited(monkeypatch):
 
 @pytest.mark.parametrize('make', [
     lambda transfer: DoubleBuffer('rollouts', 2, transfer=transfer),
-    lambda transfer: Arrival('rollouts', 2, transfer),
-    lambda transfer: Inbox('rollouts', 2, lambda: (1, 1), transfer),
-    lambda transfer: Latest('rollouts', transfer)])
+    lambda transfer: FifoQueue('rollouts', 2, transfer),
+    lambda transfer: DrainQueue('rollouts', 2, lambda: (1, 1), transfer),
+    lambda transfer: LatestValue('rollouts', transfer)])
 def test_the_producer_moves_the_value_and_waits_until_it_is_ready(make):
   movers, moved = [], []
   def transfer(value):
@@ -171,15 +171,15 @@ def test_the_producer_moves_the_value_and_waits_until_it_is_ready(make):
     moved.append(jnp.sin(value))
     return moved[-1]
 
-  handoff = make(transfer)
+  channel = make(transfer)
   def produce():
-    handoff.put(Stamped(jnp.ones(1 << 20), 0))
-    handoff.finish()
+    channel.put(Versioned(jnp.ones(1 << 20), 0))
+    channel.flush()
     assert moved[0].is_ready()
 
   producer = Side(produce)
-  item = handoff.get()
-  handoff.settle(item, time.perf_counter())
+  item = channel.get()
+  channel.wait_ready(item, time.perf_counter())
   assert moved[0].is_ready()
   producer.end()
   assert movers == [producer]
@@ -200,65 +200,66 @@ class Slow:
 
 
 def test_a_value_is_handed_over_before_it_is_computed(monkeypatch):
-  handoff, value, long = DoubleBuffer('rollouts', 2, patience_s=0.5), Slow(), threading.Event()
+  channel, value, long = DoubleBuffer('rollouts', 2, patience_s=0.5), Slow(), threading.Event()
   monkeypatch.setattr(logging, 'warning', lambda *args: long.set())
-  handoff.put(Stamped(value, 3))  # does not block
-  item = Side(handoff.get).end()
-  assert item == Stamped(value, 3) and not handoff.can_settle(item)
-  producer, consumer = Side(handoff.finish), Side(lambda: handoff.settle(item, time.perf_counter()))
+  channel.put(Versioned(value, 3))  # does not block
+  item = Side(channel.get).end()
+  assert item == Versioned(value, 3) and not channel.can_wait_ready(item)
+  producer = Side(channel.flush)
+  consumer = Side(lambda: channel.wait_ready(item, time.perf_counter()))
   assert producer.blocks() and consumer.blocks() and long.wait(HANG_S)
   value.done.set()
   producer.end()
   consumer.end()
-  assert handoff.can_settle(item)
-  assert handoff.get_wait_s >= 0.5 and handoff.get_wait_s > handoff.put_wait_s
+  assert channel.can_wait_ready(item)
+  assert channel.get_wait_s >= 0.5 and channel.get_wait_s > channel.put_wait_s
 
 
 @pytest.mark.parametrize('make', [
-    lambda: Arrival('rollouts', 2), lambda: Inbox('rollouts', 2, lambda: (1, 1)),
-    lambda: Latest('rollouts')])
+    lambda: FifoQueue('rollouts', 2), lambda: DrainQueue('rollouts', 2, lambda: (1, 1)),
+    lambda: LatestValue('rollouts')])
 def test_what_is_taken_as_it_comes_has_come_when_it_is_computed(make):
-  handoff, value = make(), Slow()
-  producer = Side(lambda: handoff.put(Stamped(value, 0)))
+  channel, value = make(), Slow()
+  producer = Side(lambda: channel.put(Versioned(value, 0)))
   assert value.begun.wait(HANG_S)
-  assert producer.blocks() and not handoff.can_get()
+  assert producer.blocks() and not channel.can_get()
   value.done.set()
   producer.end()
-  assert handoff.can_get() and handoff.can_settle(handoff.get())
+  assert channel.can_get() and channel.can_wait_ready(channel.get())
 
 
-def test_the_primed_value_is_settled():
-  handoff = DoubleBuffer('parameters', 3, lag=0)
-  handoff.prime(Stamped(0, 0))
-  item = handoff.get()
-  handoff.put(Stamped(Slow(), 1))
-  assert handoff.can_settle(item)
-  Side(lambda: handoff.settle(item, time.perf_counter())).end()
+def test_the_primed_value_is_ready():
+  channel = DoubleBuffer('parameters', 3, lag=0)
+  channel.prime(Versioned(0, 0))
+  item = channel.get()
+  channel.put(Versioned(Slow(), 1))
+  assert channel.can_wait_ready(item)
+  Side(lambda: channel.wait_ready(item, time.perf_counter())).end()
 
 
 def test_a_failure_ends_the_wait_for_a_value_and_a_close_does_not():
   """A producer closes after its last value is computed; when it failed that may never be."""
-  handoff = DoubleBuffer('rollouts', 2)
-  handoff.put(Stamped(Slow(), 0))
-  item = handoff.get()
-  consumer = Side(lambda: handoff.settle(item, time.perf_counter()))
-  handoff.close()
+  channel = DoubleBuffer('rollouts', 2)
+  channel.put(Versioned(Slow(), 0))
+  item = channel.get()
+  consumer = Side(lambda: channel.wait_ready(item, time.perf_counter()))
+  channel.close()
   assert consumer.blocks()
-  handoff.fail()
+  channel.fail()
   with pytest.raises(Closed):
     consumer.end()
 
 
 def test_a_value_that_cannot_be_computed_fails_the_hand_off():
   """Its consumer waits neither for ever nor goes on with it."""
-  handoff, value = DoubleBuffer('rollouts', 2), Slow(error=ZeroDivisionError())
-  handoff.put(Stamped(value, 0))
-  item = handoff.get()
-  consumer = Side(lambda: handoff.settle(item, time.perf_counter()))
+  channel, value = DoubleBuffer('rollouts', 2), Slow(error=ZeroDivisionError())
+  channel.put(Versioned(value, 0))
+  item = channel.get()
+  consumer = Side(lambda: channel.wait_ready(item, time.perf_counter()))
   assert consumer.blocks()
   value.done.set()
   with pytest.raises(ZeroDivisionError):
-    handoff.finish()
+    channel.flush()
   with pytest.raises(Closed):
     consumer.end()
 
@@ -267,54 +268,54 @@ def test_a_value_that_cannot_be_computed_fails_the_hand_off():
 
 
 def test_arrivals_are_taken_in_the_order_they_came_whoever_made_them():
-  handoff = Arrival('gradients', 3)
+  channel = FifoQueue('gradients', 3)
   for producer, version in ((1, 10), (0, 20), (1, 11)):
-    Side(lambda p=producer, v=version: handoff.put(Stamped(p, v))).end()
-  assert not handoff.can_put()
-  late = Side(lambda: numbers(handoff, 1))
+    Side(lambda p=producer, v=version: channel.put(Versioned(p, v))).end()
+  assert not channel.can_put()
+  late = Side(lambda: numbers(channel, 1))
   assert late.blocks()
-  taken = [Side(handoff.get).end() for _ in range(4)]
+  taken = [Side(channel.get).end() for _ in range(4)]
   late.end()
   assert taken == [(1, 10), (0, 20), (1, 11), (10, 1)]
-  assert Side(handoff.get).blocks()
+  assert Side(channel.get).blocks()
 
 
 def test_arrivals_that_were_put_survive_a_close_and_not_a_failure():
-  handoff = Arrival('gradients', 2)
-  numbers(handoff, 1)
-  handoff.close()
-  assert handoff.can_get() and handoff.can_put()
-  assert versions(handoff, 1) == [1]
+  channel = FifoQueue('gradients', 2)
+  numbers(channel, 1)
+  channel.close()
+  assert channel.can_get() and channel.can_put()
+  assert versions(channel, 1) == [1]
   with pytest.raises(Closed, match='gradients'):
-    versions(handoff, 1)
+    versions(channel, 1)
   with pytest.raises(Closed):
-    numbers(handoff, 1)
-  handoff = Arrival('gradients', 2)
-  numbers(handoff, 1)
-  handoff.fail()
+    numbers(channel, 1)
+  channel = FifoQueue('gradients', 2)
+  numbers(channel, 1)
+  channel.fail()
   with pytest.raises(Closed):
-    versions(handoff, 1)
+    versions(channel, 1)
 
 
 def test_an_inbox_gives_all_there_is_and_waits_for_no_more_than_it_must():
   wants = [(0, 9), (0, 9), (1, 9), (0, 1), (0, 0), (0, 9)]
-  handoff = Inbox('rollouts', 3, lambda: wants[0])
+  channel = DrainQueue('rollouts', 3, lambda: wants[0])
 
   def taken():
-    item = handoff.get()
+    item = channel.get()
     wants.pop(0)
     return [x.version for x in item.value], item.version
 
   assert taken() == ([], 0)  # none is there, and none is needed
-  numbers(handoff, 3)
+  numbers(channel, 3)
   assert taken() == ([1, 2, 3], 1)
   getter = Side(taken)
-  assert not handoff.can_get() and getter.blocks()
-  numbers(handoff, 1, first=4)
+  assert not channel.can_get() and getter.blocks()
+  numbers(channel, 1, first=4)
   assert getter.end() == ([4], 4)
-  numbers(handoff, 3, first=5)
-  assert not handoff.can_put()
-  putter = Side(lambda: numbers(handoff, 1, first=8))
+  numbers(channel, 3, first=5)
+  assert not channel.can_put()
+  putter = Side(lambda: numbers(channel, 1, first=8))
   assert putter.blocks()
   assert taken() == ([5], 5)  # no more than it wants, and there is room for one more
   putter.end()
@@ -324,77 +325,77 @@ def test_an_inbox_gives_all_there_is_and_waits_for_no_more_than_it_must():
 
 def test_the_latest_is_given_again_and_again_and_never_waited_for():
   moved = []
-  handoff = Latest('parameters', transfer=lambda value: moved.append(value) or value)
-  early = Side(handoff.get)
-  assert early.blocks() and not handoff.can_get()
-  handoff.prime(Stamped(0, 0))
-  early.end()
-  assert versions(handoff, 2) == [0, 0]
-  numbers(handoff, 3)
-  assert handoff.can_put() and moved == [0, 10, 20, 30]
-  assert versions(handoff, 3) == [3, 3, 3]
-  handoff.close()
-  numbers(handoff, 1, first=4)  # nobody will read it: that is no error of the producer's
+  channel = LatestValue('parameters', transfer=lambda value: moved.append(value) or value)
+  waiting = Side(channel.get)
+  assert waiting.blocks() and not channel.can_get()
+  channel.prime(Versioned(0, 0))
+  waiting.end()
+  assert versions(channel, 2) == [0, 0]
+  numbers(channel, 3)
+  assert channel.can_put() and moved == [0, 10, 20, 30]
+  assert versions(channel, 3) == [3, 3, 3]
+  channel.close()
+  numbers(channel, 1, first=4)  # nobody will read it: that is no error of the producer's
   with pytest.raises(Closed, match='parameters'):
-    versions(handoff, 1)
+    versions(channel, 1)
 
 
 # How it ends.
 
 
 def test_close_lets_what_was_put_be_taken():
-  handoff = DoubleBuffer('rollouts', 5)
-  numbers(handoff, 1)
-  handoff.close()
-  assert handoff.can_get() and handoff.get().version == 1
+  channel = DoubleBuffer('rollouts', 5)
+  numbers(channel, 1)
+  channel.close()
+  assert channel.can_get() and channel.get().version == 1
   with pytest.raises(Closed, match='rollouts'):
-    versions(handoff, 1)
+    versions(channel, 1)
   with pytest.raises(Closed, match='rollouts'):
-    Side(lambda: numbers(handoff, 1)).end()
+    Side(lambda: numbers(channel, 1)).end()
 
 
 def test_close_lets_the_primed_value_be_taken():
-  handoff = DoubleBuffer('parameters', 5, lag=1)
-  handoff.prime(Stamped(0, 0))
-  handoff.close()
-  assert versions(handoff, 2) == [0, 0]
+  channel = DoubleBuffer('parameters', 5, lag=1)
+  channel.prime(Versioned(0, 0))
+  channel.close()
+  assert versions(channel, 2) == [0, 0]
   with pytest.raises(Closed):
-    versions(handoff, 1)
+    versions(channel, 1)
 
 
 @pytest.mark.parametrize('lag', [None, 0])
 def test_fail_does_not(lag):
-  handoff = DoubleBuffer('rollouts', 5, lag)
-  handoff.prime(Stamped(0, 0))
-  numbers(handoff, 1)
-  handoff.fail()
+  channel = DoubleBuffer('rollouts', 5, lag)
+  channel.prime(Versioned(0, 0))
+  numbers(channel, 1)
+  channel.fail()
   with pytest.raises(Closed):
-    versions(handoff, 1)
+    versions(channel, 1)
   with pytest.raises(Closed):
-    Side(lambda: numbers(handoff, 1)).end()
+    Side(lambda: numbers(channel, 1)).end()
 
 
-@pytest.mark.parametrize('end', [HandOff.close, HandOff.fail])
+@pytest.mark.parametrize('end', [Channel.close, Channel.fail])
 @pytest.mark.parametrize('make, side', [
     (lambda: DoubleBuffer('rollouts', 5), 'get'), (lambda: DoubleBuffer('rollouts', 5), 'put'),
-    (lambda: Arrival('rollouts', 1), 'get'), (lambda: Arrival('rollouts', 1), 'put'),
-    (lambda: Inbox('rollouts', 1, lambda: (1, 1)), 'get'),
-    (lambda: Inbox('rollouts', 1, lambda: (1, 1)), 'put'),
-    (lambda: Latest('rollouts'), 'get')])
+    (lambda: FifoQueue('rollouts', 1), 'get'), (lambda: FifoQueue('rollouts', 1), 'put'),
+    (lambda: DrainQueue('rollouts', 1, lambda: (1, 1)), 'get'),
+    (lambda: DrainQueue('rollouts', 1, lambda: (1, 1)), 'put'),
+    (lambda: LatestValue('rollouts'), 'get')])
 def test_a_blocked_wait_ends_from_another_thread(end, make, side):
-  handoff = make()
+  channel = make()
   if side == 'get':
-    waiting = Side(handoff.get)
+    waiting = Side(channel.get)
   else:
-    waiting = Side(lambda: numbers(handoff, 2))
+    waiting = Side(lambda: numbers(channel, 2))
   assert waiting.blocks()
-  end(handoff)
+  end(channel)
   with pytest.raises(Closed):
     waiting.end()
 
 
 @pytest.mark.parametrize('side, what', [
-    ('get', 'to be made'), ('put', 'to be taken'), ('settle', 'to be made')])
+    ('get', 'to be made'), ('put', 'to be taken'), ('wait_ready', 'to be made')])
 def test_the_watchdog_names_the_hand_off_and_the_thread_that_waits(side, what, monkeypatch):
   said, enough = [], threading.Event()
   def warning(message, *args):
@@ -402,55 +403,55 @@ def test_the_watchdog_names_the_hand_off_and_the_thread_that_waits(side, what, m
     if len(said) == 2:
       enough.set()
   monkeypatch.setattr(logging, 'warning', warning)
-  handoff = DoubleBuffer('rollouts of actor 3', 5, patience_s=0.02)
+  channel = DoubleBuffer('rollouts of actor 3', 5, patience_s=0.02)
   waiting = Side(dict(
-      get=handoff.get, put=lambda: numbers(handoff, 2),
-      settle=lambda: (numbers(handoff, 1), handoff.settle(handoff.get(), 0.0)))[side])
+      get=channel.get, put=lambda: numbers(channel, 2),
+      wait_ready=lambda: (numbers(channel, 1), channel.wait_ready(channel.get(), 0.0)))[side])
   assert enough.wait(HANG_S)  # it goes on saying so
-  handoff.fail()
+  channel.fail()
   with pytest.raises(Closed):
     waiting.end()
   assert all(text.startswith(f'{waiting.name}: waiting for ') for text in said)
   assert all(text.endswith(f' s for the rollouts of actor 3 {what}') for text in said)
 
 
-@pytest.mark.parametrize('side', ['get', 'put', 'settle'])
+@pytest.mark.parametrize('side', ['get', 'put', 'wait_ready'])
 def test_who_waits_is_known_until_the_wait_can_end(side):
-  handoff = DoubleBuffer('rollouts', 3)
+  channel = DoubleBuffer('rollouts', 3)
   if side != 'get':
-    numbers(handoff, 1)
-  item = handoff.get() if side == 'settle' else None
-  waiting = Side(dict(get=handoff.get, put=lambda: numbers(handoff, 1, first=2),
-                      settle=lambda: handoff.settle(item, 0.0))[side])
+    numbers(channel, 1)
+  item = channel.get() if side == 'wait_ready' else None
+  waiting = Side(dict(get=channel.get, put=lambda: numbers(channel, 1, first=2),
+                      wait_ready=lambda: channel.wait_ready(item, 0.0))[side])
   assert waiting.blocks()
-  with handoff.locked() as blocked:
+  with channel.locked() as blocked:
     assert blocked == {waiting}
-    closing = Side(handoff.close)
+    closing = Side(channel.close)
     assert closing.blocks()
   closing.end()
-  handoff.fail()
+  channel.fail()
   with pytest.raises(Closed):
     waiting.end()
-  with handoff.locked() as blocked:
+  with channel.locked() as blocked:
     assert blocked == set()
 
 
 def test_who_may_go_on_but_has_not_woken_does_not_wait():
-  handoff = DoubleBuffer('rollouts', 3)
-  consumer = Side(handoff.get)
+  channel = DoubleBuffer('rollouts', 3)
+  consumer = Side(channel.get)
   assert consumer.blocks()
-  with handoff.locked() as blocked:
+  with channel.locked() as blocked:
     assert blocked == {consumer}
-    numbers(handoff, 1)  # this thread has the lock, so the consumer does not wake yet
-    with handoff.locked() as blocked_now:
+    numbers(channel, 1)  # this thread has the lock, so the consumer does not wake yet
+    with channel.locked() as blocked_now:
       assert blocked_now == set()
-  assert consumer.end() == Stamped(10, 1)
+  assert consumer.end() == Versioned(10, 1)
 
 
 def test_a_failed_transfer_is_the_producers_error():
-  handoff = DoubleBuffer('rollouts', 2, transfer=lambda value: 1 / 0)
+  channel = DoubleBuffer('rollouts', 2, transfer=lambda value: 1 / 0)
   with pytest.raises(ZeroDivisionError):
-    numbers(handoff, 1)
+    numbers(channel, 1)
 
 
 # Placement: what transfers do.

@@ -1,8 +1,8 @@
-"""What hand-offs keep inside."""
+"""What channels keep inside."""
 
 import pytest
 
-from podracer_jit.runtime.channels import DoubleBuffer, Stamped
+from podracer_jit.runtime.channels import DoubleBuffer, Versioned
 
 pytestmark = pytest.mark.implementation
 
@@ -12,8 +12,8 @@ def test_a_value_is_dropped_once_it_was_given():
   class Large:
     pass
 
-  handoff = DoubleBuffer('parameters', 3, lag=0)
+  channel = DoubleBuffer('parameters', 3, lag=0)
   primed = Large()
-  handoff.prime(Stamped(primed, 0))
-  handoff.get()
-  assert handoff._primed is None and not handoff._slots
+  channel.prime(Versioned(primed, 0))
+  channel.get()
+  assert channel._primed is None and not channel._slots

@@ -57,7 +57,7 @@ def test_every_scheme_that_repeats_is_among_the_ways(loss):
   ways = {way.scheme for lag in (0, 1) for way in agreement.variants(config, lag)}
   other = loss == 'ppo'
   assert ways == {name for name, scheme in SCHEMES.items()
-                  if scheme.repeats and scheme.replay is not other}
+                  if scheme.deterministic and scheme.replay is not other}
 
 
 @pytest.mark.as_shipped

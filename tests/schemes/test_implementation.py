@@ -9,7 +9,7 @@ import jax.export
 import pytest
 
 from podracer_jit import loops
-from podracer_jit.actor.pools import Pools
+from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari, apex_dqn_catch, impala_atari
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.seeds import env_seeds
@@ -77,9 +77,9 @@ def test_programs_can_be_made_for_gpus(module):
   config['env']['num_envs'], config['num_grad_shards'] = 16, 4
   whole, shards = fresh(config), config['num_shards']
   experiment = whole.experiment
-  pools = Pools([
-      envpool_envs.Shard(experiment.env.task, experiment.env_options,
-                         env_seeds(1, 0, i, 16 // shards)) for i in range(shards)])
+  pools = RolloutProgram([
+      envpool_envs.EnvPoolVectorEnv(experiment.env.task, experiment.env_options,
+                                    env_seeds(1, 0, i, 16 // shards)) for i in range(shards)])
   keys = [jax.random.key(i) for i in range(shards)]
   state = initial_state(whole), whole.acting.initial_state(pools.shards, keys, 0)
   traced = jax.jit(whole.acting.rollout(pools.shards)).trace(state[0].params, state[1])
@@ -95,7 +95,7 @@ def test_programs_can_be_made_for_gpus(module):
 
 
 def test_transfers_happen_in_hand_offs_alone(monkeypatch):
-  """Every device_put of a running loop is made by a hand-off, one for each value it carries."""
+  """Every device_put of a running loop is made by a channel, one for each value it carries."""
   inside, outside, values = [], [], []
   real_put, real_moved = jax.device_put, channels.DoubleBuffer._moved
   depth = []

@@ -18,7 +18,7 @@ PLACES = {
     'sync': ((0,), (0,)), 'fused': ((0,), (0,)), 'ppo': ((0,), (0,)), 'ddppo': ((0, 1), (0, 1)),
     'dppo': ((0, 1), (0, 1)), 'dppo_async': ((0, 1), (0, 1)), 'cleanba': ((0, 1), (2,)),
     'rapid': ((0, 1), (2, 3)), 'rapid_async': ((0, 1), (2, 3)), 'impala': ((0, 1), (2, 3))}
-BLOCKING = [name for name, scheme in SCHEMES.items() if scheme.repeats and not scheme.replay]
+BLOCKING = [name for name, scheme in SCHEMES.items() if scheme.deterministic and not scheme.replay]
 LAG = {'cleanba': 1, 'rapid': 1}
 UPDATES = 4
 

@@ -29,7 +29,7 @@ and the memory its programs need. --picture draws it, for which matplotlib is ne
 
 Peak memory is the largest heap during a call of the part, beyond the heap before it was built:
 arrays and emulators (twice for a conventional part), but no machine code, no stacks and no GPU
-memory. Computed memory is that of its programs and hand-offs by their shapes.
+memory. Computed memory is that of its programs and channels by their shapes.
 
 All parts are built first and stay alive. Each is then measured for seconds / rounds in every
 round, while the others are at rest, so a machine that gets slower does so for all. Figures are

@@ -17,7 +17,7 @@ results and are never touched. num_shards belongs to the experiment and is tried
 Each round divides its share of --seconds among the placements still in it and drops the slower
 half. The last three rounds are of the two best. The config's own placement takes part in every
 round. All placements train from the same first state. Figures are SPS (valid agent steps a second)
-of at least two whole updates, after the updates that fill the hand-offs; for `fused`, of two
+of at least two whole updates, after the updates that fill the channels; for `fused`, of two
 calls, which a lower --config.placement.updates_per_call makes shorter. No new round begins once
 --seconds are spent, so give more of them where an update takes many seconds. Compiling and warming
 up are not counted and take longer than the measurements. A replay is made small.

@@ -3,7 +3,7 @@
 It works as Cleanba's actor threads do: each step is one call of a jitted policy and one `env.step`
 of EnvPool's gymnasium API. Rows are kept in lists and stacked at the end. Keys, seeds, the meaning
 of rows and episode statistics are those of the jitted actor, so both make the same rollouts, and
-the learner and the hand-offs need not know the difference. Training never uses it.
+the learner and the channels need not know the difference. Training never uses it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 from podracer_jit.agents.networks import ActorCritic
 from podracer_jit.envs import envpool_envs, frames
 from podracer_jit.loops import Worker
-from podracer_jit.runtime.channels import Stamped
+from podracer_jit.runtime.channels import Versioned
 from podracer_jit.types import Episodes, Params, Rollout
 
 
 class PoolArgs(NamedTuple):
-  """The arguments of a pool, in the order of `envpool_envs.Shard`."""
+  """The arguments of a pool, in the order of `envpool_envs.EnvPoolVectorEnv`."""
 
   task: str
   options: Mapping[str, Any]
@@ -54,18 +54,18 @@ def make_policy(network: ActorCritic) -> Callable:
 
   @jax.jit
   def policy(params: Params, obs: jax.Array, key: jax.Array, rollouts, t):
-    dist, value, _ = network.apply(params, obs[None])
-    dist, value = dist[0], value[0]
+    dist_params, value, _ = network.apply(params, obs[None])
+    dist_params, value = dist_params[0], value[0]
     key = jax.random.fold_in(jax.random.fold_in(key, rollouts), t)
-    action = network.policy.sample(key, dist)
-    return (Acted(action, network.policy.log_prob(dist, action), value),
+    action = network.policy.sample(key, dist_params)
+    return (Acted(action, network.policy.log_prob(dist_params, action), value),
             network.policy.to_env(action))
 
   return policy
 
 
 class Pool:
-  """An EnvPool stepped from Python; it begins as a Shard with the same arguments does."""
+  """An EnvPool stepped from Python. It starts as an `EnvPoolVectorEnv` with these arguments."""
 
   def __init__(self, args: PoolArgs, key: jax.Array, device: jax.Device, stack: int,
                on_host: bool):
@@ -73,7 +73,7 @@ class Pool:
 
     Args:
       args: of the pool.
-      key: of the shard.
+      key: of the vector environment.
       device: where the policy runs and rollouts lie.
       stack: of the task's EnvSpec.
       on_host: pile observations up with NumPy, which is faster where the device is the CPU;
@@ -165,9 +165,9 @@ def replace_actor(worker: Worker, pools: Sequence[PoolArgs], device: jax.Device,
   stepped = [Pool(args, env.key, device, stack, on_host)
              for args, env in zip(pools, worker.state.envs, strict=True)]
 
-  def fire(state, params: Stamped):
+  def fire(state, params: Versioned):
     rollouts = tuple(pool.rollout(policy, params.value, unroll_length) for pool in stepped)
-    return state, [Stamped(jax.block_until_ready(rollouts), params.version)]
+    return state, [Versioned(jax.block_until_ready(rollouts), params.version)]
 
   def close() -> None:
     for pool in stepped:

@@ -16,7 +16,7 @@ from unittest import mock
 
 import jax
 
-from podracer_jit.actor.pools import Pools
+from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.run import build
 from podracer_jit.run.measure.segments import with_program
 from podracer_jit.schemes.table import SCHEMES
@@ -92,7 +92,7 @@ class Needs:
 
     A rollout is counted with the actor's program and with the learner's. With lag 0 the actor waits
     while its rollout is learned from, so one of the two is subtracted. With lag 1 there are three:
-    one is learned from, one waits in the hand-off, one is being made. If an actor has several
+    one is learned from, one waits in the channel, one is being made. If an actor has several
     pools, or the learner has other devices, the batch is a copy.
 
     Returns:
@@ -114,14 +114,14 @@ class Needs:
 @contextlib.contextmanager
 def loading(note: Callable[[Any], None]) -> Iterator[None]:
   """Calls `note`, inside the context, with every program that pools compile."""
-  load = Pools.load
+  load = RolloutProgram.load
 
-  def load_and_note(pools, *args, **kwargs):
-    call = load(pools, *args, **kwargs)
-    note(pools._program)  # noqa: SLF001 - for its text and its memory
+  def load_and_note(rollout_program, *args, **kwargs):
+    call = load(rollout_program, *args, **kwargs)
+    note(rollout_program._program)  # noqa: SLF001 - for its text and its memory
     return call
 
-  with mock.patch.object(Pools, 'load', load_and_note):
+  with mock.patch.object(RolloutProgram, 'load', load_and_note):
     yield
 
 

@@ -109,7 +109,7 @@ def lane(own: Sequence[Span], ops: Sequence[Span], start: float, end: float
     a, b = max(a, start), min(b, end)
     if a >= b:
       continue
-    if region.startswith('hand-off'):
+    if region.startswith('transfer'):
       seconds['transfer'] += b - a
       spans.append((a, b, 'transfer'))
       continue
@@ -234,7 +234,7 @@ def read(events: Sequence[Mapping[str, Any]], operations: Mapping[str, Mapping[s
       ops[args['hlo_module'], device].append((*span, part))
     elif name == 'envpool':
       busy.append((start, int(args['busy_ns']) / 1e9))
-    elif re.match('rollout$|learn$|make: |hand-off: |wait: ', name):
+    elif re.match('rollout$|learn$|make: |transfer: |wait: ', name):
       own[event['tid']].append((*span, name))
   lanes, ends = _workers(own)
   rounds, start, end = len(ends) - 1, ends[0], ends[-1]
@@ -260,7 +260,7 @@ def _workers(own: Mapping[int, Sequence[Span]]) -> tuple[dict[str, Sequence[Span
     names = {region for _, _, region in regions}
     if 'learn' in names:
       lanes['learner'] = regions
-      ends = sorted(b for _, b, region in regions if region == 'hand-off: reports')
+      ends = sorted(b for _, b, region in regions if region == 'transfer: reports')
     elif 'rollout' in names:
       (number,) = {m[1] for m in (re.search(r'actor (\d+)', name) for name in names) if m}
       lanes[f'actor {number}'] = regions

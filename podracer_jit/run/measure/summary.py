@@ -84,7 +84,7 @@ def ratios(period: Mapping[str, float], unroll_length: int) -> dict[str, float]:
       by_name[f'{name}_to_slower_of_{"_and_".join(halves)}'] = period[name] / (allowed * max(times))
       by_name[f'{name}_to_sum_of_{"_and_".join(halves)}'] = period[name] / sum(times)
 
-  # Two shards that take turns drain once a rollout.
+  # Two vector environments that take turns are drained once a rollout.
   compare('rollout', ('environment', 'policy'), 1 + 1 / unroll_length)
   for scheme in ('fused', 'sync', 'cleanba'):
     compare(scheme, ('rollout', 'learner'))

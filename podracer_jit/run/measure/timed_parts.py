@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from podracer_jit import loops
-from podracer_jit.actor.pools import Pools
-from podracer_jit.envs.protocol import EnvSpec, Shard, TimeStep
+from podracer_jit.actor.rollout_program import RolloutProgram
+from podracer_jit.envs.protocol import EnvSpec, TimeStep, VectorEnv
 from podracer_jit.run import build
 from podracer_jit.run.measure.segments import Figures, Measure, begin, copy_of
 from podracer_jit.run.measure.training import Training
@@ -51,33 +51,34 @@ def repeat(fires: Sequence[Callable[[], int]], seconds: float) -> Figures:
   return Figures(sum(rates), max(periods))
 
 
-def make_steps(shards: Sequence[Shard], to_env: Callable, steps: int) -> Callable:
+def make_steps(vector_envs: Sequence[VectorEnv], to_env: Callable, steps: int) -> Callable:
   """Returns run(token, ended, actions) -> (token, ended, valid steps): nothing but steps.
 
-  actions: of each shard [steps, B, ...], as its policy has them. Shards take turns as in the
-  rollout program.
+  actions: [steps, B, ...] of each vector environment, as its policy has them. Vector environments
+  take turns as in the rollout program.
   """
 
   def run(token: jax.Array, ended: Sequence[jax.Array], actions: Sequence[jax.Array]):
     def send(token, t, i):
-      return shards[i].send(token, to_env(lax.dynamic_index_in_dim(actions[i], t, keepdims=False)))
+      action = lax.dynamic_index_in_dim(actions[i], t, keepdims=False)
+      return vector_envs[i].send(token, to_env(action))
 
     def receive(i, token, ended, valid):
-      token, step = shards[i].recv(token)
+      token, step = vector_envs[i].recv(token)
       ended, valid = list(ended), valid + jnp.sum(~ended[i], dtype=jnp.int32)
       ended[i] = step.terminated | step.truncated
       return token, tuple(ended), valid
 
     def turn(t, carry):
-      for i in range(len(shards)):
+      for i in range(len(vector_envs)):
         token, *rest = receive(i, *carry)
         carry = send(token, t, i), *rest
       return carry
 
-    for i in range(len(shards)):
+    for i in range(len(vector_envs)):
       token = send(token, 0, i)
     carry = lax.fori_loop(1, steps, turn, (token, tuple(ended), jnp.int32(0)))
-    for i in range(len(shards)):
+    for i in range(len(vector_envs)):
       carry = receive(i, *carry)
     return carry
 
@@ -95,11 +96,12 @@ def environment(run: build.Run, state: TrainState, stack: contextlib.ExitStack) 
                for fire in acting(run, state, False, at_first)]
 
   def prepare(actor: wiring.Actor, actions: Sequence[jax.Array]) -> Callable[[], int]:
-    pools = actor.pools
-    ended = tuple(jnp.zeros(shard.num_envs, bool) for shard in pools.shards)
-    token, ended = jax.device_put((jnp.array(pools.shards[0].handle), ended), actor.device)
-    steps = make_steps(pools.shards, run.network.policy.to_env, run.experiment.unroll_length)
-    program = pools.load(steps, (token, ended, actions), donate=(0, 1))
+    rollout_program = actor.rollout_program
+    vector_envs = rollout_program.vector_envs
+    ended = tuple(jnp.zeros(env.num_envs, bool) for env in vector_envs)
+    token, ended = jax.device_put((jnp.array(vector_envs[0].handle), ended), actor.device)
+    steps = make_steps(vector_envs, run.network.policy.to_env, run.experiment.unroll_length)
+    program = rollout_program.load(steps, (token, ended, actions), donate=(0, 1))
 
     def fire() -> int:
       nonlocal token, ended
@@ -114,7 +116,7 @@ def environment(run: build.Run, state: TrainState, stack: contextlib.ExitStack) 
 
 
 class Still:
-  """A stand-in for a shard, whose observations are there at once and whose episodes never end.
+  """A vector environment that does nothing: results are ready at once, and no episode ends.
 
   The token counts the calls, so that no observation is known before its turn.
   """
@@ -148,12 +150,14 @@ def policy(run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Me
   width = experiment.env.num_envs // experiment.num_shards
 
   def prepare(device: jax.Device) -> Callable[[], int]:
-    pools = Pools([Still(experiment.spec, width)] * (experiment.num_shards // count))
-    stack.callback(pools.close)
-    keys = [jax.random.key(i) for i in range(len(pools.shards))]
-    actor_state = jax.device_put(run.acting.initial_state(pools.shards, keys, 0), device)
+    vector_envs = [Still(experiment.spec, width)] * (experiment.num_shards // count)
+    rollout_program = RolloutProgram(vector_envs)
+    stack.callback(rollout_program.close)
+    keys = [jax.random.key(i) for i in range(len(vector_envs))]
+    actor_state = jax.device_put(run.acting.initial_state(vector_envs, keys, 0), device)
     params = placement.put_params(state.params, device)
-    program = pools.load(run.acting.rollout(pools.shards), (params, actor_state), donate=(1,))
+    program = rollout_program.load(run.acting.rollout(vector_envs), (params, actor_state),
+                                   donate=(1,))
 
     def fire() -> int:
       nonlocal actor_state
@@ -179,7 +183,7 @@ def acting(run: build.Run, state: TrainState, by_python: bool, stack: contextlib
   segment = begin(run, state, 'sync', by_python, stack, lambda report: None, lambda: False)
 
   def prepare(worker: loops.Worker):
-    state, params = worker.state, worker.reads[0].handoff.get()
+    state, params = worker.state, worker.reads[0].channel.get()
 
     def fire() -> tuple:
       nonlocal state

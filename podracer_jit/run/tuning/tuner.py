@@ -68,7 +68,7 @@ class Tuner:
 
 
 def warm_up(run: build.Run) -> int:
-  """Returns how many reports after the first are skipped, until the hand-offs are full."""
+  """Returns how many reports after the first are skipped, until the channels are full."""
   scheme = run.experiment.scheme
   if scheme.each:
     return 2 * len(run.place.workers)

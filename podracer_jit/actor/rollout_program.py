@@ -9,24 +9,24 @@ from typing import Any
 
 import jax
 
-from podracer_jit.envs.protocol import Shard
+from podracer_jit.envs.protocol import VectorEnv
 
 
-class Pools:
-  """Shards and the compiled program that steps them.
+class RolloutProgram:
+  """Vector environments and the compiled program that steps them.
 
   A program holds bare pointers to its pools and does not keep them alive. If a pool is closed while
   its program runs, or before the program is called again, the process ends with a segmentation
   fault. `close` ends both in the only safe order.
   """
 
-  def __init__(self, shards: Sequence[Shard]):
-    self.shards = tuple(shards)
+  def __init__(self, vector_envs: Sequence[VectorEnv]):
+    self.vector_envs = tuple(vector_envs)
     self._program = None
     self._last = None
 
   def load(self, function, args, donate: tuple[int, ...], out_shardings: Any = None) -> Callable:
-    """Compiles a function that steps the shards.
+    """Compiles a function that steps the vector environments.
 
     Args:
       function: the function to jit.
@@ -64,7 +64,7 @@ class Pools:
       jax.block_until_ready(self._last)
     self._program = None
     self._last = None
-    shards = self.shards
-    self.shards = ()
-    for shard in shards:
-      shard.close()
+    vector_envs = self.vector_envs
+    self.vector_envs = ()
+    for vector_env in vector_envs:
+      vector_env.close()
