@@ -50,7 +50,7 @@ def initial_state(vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
   Args:
     vector_envs: the environments.
     keys: one PRNG key for each vector environment.
-    initial_core: number of environments -> their initial recurrent state.
+    initial_recurrent_state: number of environments -> their initial recurrent state.
     exploration: [B] f32 for each vector environment, for policies with `explore`.
 
   Returns:

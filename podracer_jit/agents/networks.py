@@ -396,7 +396,7 @@ def init_params(network: nn.Module, key: jax.Array, obs_shape: Sequence[int], ob
   """Initialises the network's variables; traceable.
 
   Args:
-    network: an `ActorCritic`, or a network with the same call and `initial_core`.
+    network: an `ActorCritic`, or a network with the same call and `initial_recurrent_state`.
     key: PRNG key.
     obs_shape: shape of one observation.
     obs_dtype: dtype of observations.

@@ -17,7 +17,7 @@ def family_of(task: str) -> Family:
     from podracer_jit.envs import envpool_envs
     return envpool_envs
   family = parts.find('env.task', task, {})
-  missing = [name for name in ('make_spec', 'make_shard') if not hasattr(family, name)]
+  missing = [name for name in ('make_spec', 'make_vector_env') if not hasattr(family, name)]
   if missing:
     raise ValueError(f'env.task: {task} is no environment family, it has no {missing[0]}; see '
                      'envs/protocol.py')

@@ -205,7 +205,7 @@ class Guess:
     return EnvSpec(task, (1,), np.dtype(np.float32), 2, (), (), 1, 1)
 
   @staticmethod
-  def make_shard(task, options, seeds, num_threads, batch_size):
+  def make_vector_env(task, options, seeds, num_threads, batch_size):
     return Shard(options.get('reward', 1.0), seeds)
 
 
