@@ -260,10 +260,12 @@ class EnvPoolVectorEnv:
   The handle that `send` and `recv` take and return is only a token. Each call finds its pool by an
   attribute of the call, so several vector environments in a program may share one token, which
   orders all their calls. The token also keeps the calls: XLA may drop a call whose handle is
-  unused.
+  unused. EnvPool keeps the environments' state itself, so the state of `VectorEnv` is ().
 
   The pool must outlive every program that contains it: close it after the last output is ready.
   """
+
+  first_state = ()
 
   def __init__(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
                num_threads: int = 0, batch_size: int = 0):
@@ -305,26 +307,24 @@ class EnvPoolVectorEnv:
     """Token for the first call of `send` or `recv`."""
     return np.array(self._handle)
 
-  def send(self, handle: jax.Array, action: jax.Array, env_id: jax.Array | None = None
-           ) -> jax.Array:
-    """Hands actions [B, ...] to EnvPool's threads and does not wait; traceable.
-
-    If asynchronous, env_id [B] i32 are the environments that take the actions. Returns the next
-    handle.
-    """
+  def send(self, token: jax.Array, state: tuple[()], action: jax.Array,
+           env_id: jax.Array | None = None) -> tuple[jax.Array, tuple[()]]:
+    """Hands actions [B, ...] to EnvPool's threads and does not wait; see `VectorEnv`."""
     chex.assert_axis_dimension(action, 0, self.batch_size)
     # Only the call is inside, since x64 changes the dtypes of other code.
     with jax.enable_x64(self._x64):
-      return _call(self._send, handle, action.astype(self._action_dtype), env_id)
+      return _call(self._send, token, action.astype(self._action_dtype), env_id), state
 
-  def recv(self, handle: jax.Array) -> tuple[jax.Array, TimeStep]:
-    """Waits for B environments. Returns the next handle and their results; traceable."""
+  def recv(self, token: jax.Array, state: tuple[()]
+           ) -> tuple[jax.Array, tuple[()], TimeStep]:
+    """Waits for B environments and returns their results; see `VectorEnv`."""
     with jax.enable_x64(self._x64):
-      handle, (obs, reward, terminated, truncated, info) = _call(self._recv, handle)
+      token, (obs, reward, terminated, truncated, info) = _call(self._recv, token)
       obs, reward, raw = _narrow((obs, reward, info.get('reward', reward)))
     obs = _observe(obs)
     game_over = info['terminated'].astype(bool) if 'lives' in info else terminated
-    return handle, TimeStep(obs, reward, terminated, truncated, raw, game_over, info['env_id'])
+    step = TimeStep(obs, reward, terminated, truncated, raw, game_over, info['env_id'])
+    return token, state, step
 
   @property
   def pool_config(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from podracer_jit.types import Experience, Metrics, Params, Rollout, TrainState
 EVERYWHERE = PartitionSpec()
 BY_ENV = PartitionSpec(None, AXIS)
 BY_GROUP = PartitionSpec(AXIS)
+BY_DEVICE = PartitionSpec(AXIS)
 # The train state is replicated, except for the replay.
 STATE = TrainState(*[EVERYWHERE] * len(TrainState._fields))._replace(replay=BY_GROUP)
 
@@ -54,6 +55,35 @@ def fused_learner(learn: Callable, mesh: Mesh) -> Callable:
     return state, _report_of_one(metrics)
 
   return jax.jit(learner, donate_argnums=0)
+
+
+def fused_program(rollout: Callable, learn: Callable, calls: int, mesh: Mesh) -> Callable:
+  """Returns `rollout_updates.make_fused` of a whole mesh, to be jitted.
+
+  Args:
+    rollout: (params, actor_state) -> (actor_state, rollouts), of one device's environments.
+    learn: (state, rollout) -> (state, metrics), on one device of the mesh.
+    calls: updates that the arrays of metrics have room for.
+    mesh: of the learner.
+
+  Returns:
+    The function of `make_fused`. Its train state is replicated; its actor state has a leading axis
+    of devices, which is sharded.
+  """
+  def learn_whole(state, rollouts):
+    state, metrics = learn(state, rollouts)
+    return state, _all_episodes(metrics)
+
+  fused = rollout_updates.make_fused(rollout, learn_whole, calls)
+
+  def on_device(state, actor_state, limit, total_steps):
+    own = jax.tree.map(lambda x: x[0], actor_state)
+    state, own, count, metrics = fused(state, own, limit, total_steps)
+    return state, jax.tree.map(lambda x: x[None], own), count, metrics
+
+  return jax.shard_map(
+      on_device, mesh=mesh, in_specs=(STATE, BY_DEVICE, EVERYWHERE, EVERYWHERE),
+      out_specs=(STATE, BY_DEVICE, EVERYWHERE, EVERYWHERE), check_vma=False)
 
 
 def _report_of_one(metrics: Metrics) -> Metrics:

@@ -109,7 +109,11 @@ def _placement(experiment: Experiment) -> Iterator[str]:
   changed = [f'placement.{field}: scheme = ' for field in fields if place.differs(field)]
   start = changed[0] if len(changed) == 1 else 'scheme: '
   same = place.actor_devices == learners
-  if scheme.alone and not (same and place.num_actors == 1):
+  if scheme.graph.one_program and experiment.spec.is_function:
+    if not (same and place.actors_per_device == 1):
+      yield (f'{start}{name} acts where it learns, so the actor devices are the learner devices, '
+             f'with an actor each; placement has {where}')
+  elif scheme.alone and not (same and place.num_actors == 1):
     yield f'{start}{name} is on one device, with one actor; placement has {where}'
   if scheme.colocated and not (same and place.actors_per_device == 1):
     yield (f'{start}{name} makes rollouts where it makes gradients, so the actor devices are the '

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podracer_jit import options
+from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import EnvSpec, TimeStep
 from podracer_jit.replay import buffer
 from podracer_jit.run import build
@@ -198,8 +199,11 @@ def _actor_bytes(run: build.Run) -> tuple[int, int, int]:
   """Returns the bytes of an actor's state, of its rollout, and of a rollout's episodes."""
   experiment = run.experiment
   # All pools of an actor are alike: one is enough.
-  vector_env = _VectorEnvOfShapes(experiment.spec, experiment.env.num_envs // experiment.num_shards,
-                                  experiment.env_batch)
+  num_envs = experiment.env.num_envs // experiment.num_shards
+  vector_env = _VectorEnvOfShapes(experiment.spec, num_envs, experiment.env_batch)
+  if experiment.spec.is_function:
+    task = experiment.env.task
+    vector_env.state_shapes = family_of(task).state_shapes(task, experiment.env_options, num_envs)
   # To trace the network itself would take seconds of every start.
   acting = run.acting._replace(network=_NetworkOfShapes(run.network))
   state = jax.eval_shape(lambda key: acting.initial_state([vector_env], [key], 0),
@@ -333,6 +337,13 @@ class _NetworkOfShapes:
     return dist_params, jnp.zeros(obs.shape[:2]), recurrent_state
 
 
+def _empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
+  """Returns an array, or PRNG keys, of a shape and dtype."""
+  if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+    return jax.random.split(jax.random.key(0), shape.shape)
+  return jnp.zeros(shape.shape, shape.dtype)
+
+
 class _VectorEnvOfShapes:
   """Stands in for a vector environment while shapes are computed: it starts no environments."""
 
@@ -340,24 +351,31 @@ class _VectorEnvOfShapes:
     self._spec = spec
     self.num_envs, self.batch_size = num_envs, batch_size or num_envs
     self.handle = np.zeros(8, np.uint8)
+    self.state_shapes: Any = ()
+
+  @property
+  def first_state(self) -> Any:
+    """See `protocol.VectorEnv`; only to be asked for while shapes are computed."""
+    return jax.tree.map(_empty, self.state_shapes)
 
   @property
   def first_obs(self) -> jax.Array:
     """See `protocol.VectorEnv`; only to be asked for while shapes are computed."""
     return self._zeros(self.num_envs, self._spec.obs_dtype, *self._spec.obs_shape)
 
-  def send(self, handle: jax.Array, action: jax.Array, env_id: jax.Array | None = None
-           ) -> jax.Array:
+  def send(self, token: jax.Array, state: Any, action: jax.Array,
+           env_id: jax.Array | None = None) -> tuple[jax.Array, Any]:
     """See `protocol.VectorEnv`."""
     del action, env_id
-    return handle
+    return token, state
 
-  def recv(self, handle: jax.Array) -> tuple[jax.Array, TimeStep]:
+  def recv(self, token: jax.Array, state: Any) -> tuple[jax.Array, Any, TimeStep]:
     """See `protocol.VectorEnv`."""
     size, no = self.batch_size, self._zeros(self.batch_size, bool)
     reward = self._zeros(size, jnp.float32)
     obs = self._zeros(size, self._spec.obs_dtype, *self._spec.obs_shape)
-    return handle, TimeStep(obs, reward, no, no, reward, no, self._zeros(size, jnp.int32))
+    step = TimeStep(obs, reward, no, no, reward, no, self._zeros(size, jnp.int32))
+    return token, state, step
 
   def _zeros(self, size: int, dtype: Any, *shape: int) -> jax.Array:
     return jnp.zeros((size, *shape), dtype)

@@ -183,6 +183,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
   experiment, learner = run.experiment, run.learner
   stop = stop or stopping.Stopping()
   state = run.initial_state()
+  envs: Any = ()
   saved = checkpoint.Checkpoints(workdir, experiment.checkpoint.keep)
   meta: Mapping[str, Any] = {'segment': 0}
   title = f'{experiment.env.task}  {experiment.scheme_name} {experiment.loss_name}  {workdir}'
@@ -198,6 +199,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       # Into shapes: two replays would not fit beside each other.
       like = state._replace(replay=learner.replay_shapes())
       state, meta = _restore(run, saved, workdir, like, update, progress.note)
+      envs = saved.restore_envs(build.kept_env_shapes(run), int(state.update))
       progress.note(f'going on from update {int(state.update)} ({int(state.steps):,} steps)')
     else:
       progress.note(f'{title}: starting')
@@ -218,14 +220,14 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       if not length:
         break
       state = learner.allocate(state)
-      state, meta = _segment(run, state, meta, length, workdir, files, progress, profiler,
-                             stop.asked)
+      state, meta, envs = _segment(run, state, meta, envs, length, workdir, files, progress,
+                                   profiler, stop.asked)
       if not experiment.checkpoint.replay:  # then a run that goes on has none either
         state = state._replace(replay=())
       with stop.saving():
         if files:
           files.flush()
-        saved.save(state, meta | {'run': record})
+        saved.save(state, meta | {'run': record}, envs)
     profiler.close()
     if profile_dir and not profiler.traced:
       progress.note(f'no trace: it begins with the third report, and there were '
@@ -264,15 +266,16 @@ def _restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like:
       update = earlier[-1]
 
 
-def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], length: int, workdir: Path,
-             files: Files | None, progress: Progress, profiler: Profiler,
-             asked_to_stop: Callable[[], bool]) -> tuple[TrainState, dict[str, Any]]:
+def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: Any, length: int,
+             workdir: Path, files: Files | None, progress: Progress, profiler: Profiler,
+             asked_to_stop: Callable[[], bool]) -> tuple[TrainState, dict[str, Any], Any]:
   """Runs a segment.
 
   Args:
     run: that it belongs to.
     state: to begin from; donated.
     meta: of the checkpoint that it begins from.
+    envs: of the checkpoint that it begins from; () if the environments begin anew.
     length: in updates.
     workdir: of the run.
     files: to write to, in process 0.
@@ -281,7 +284,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], length:
     asked_to_stop: asked after every update.
 
   Returns:
-    The state after it, and what its checkpoint holds.
+    The state after it, the `meta` of its checkpoint, and the environments' state.
   """
   experiment, place = run.experiment, run.place
   index, saved = meta['segment'], int(state.update)
@@ -308,7 +311,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], length:
         files.begin_segment(dict(segment=index, first_update=saved + 1,
                                  versions=workdirs.versions(), canary=canary()))
     segment = stack.enter_context(build.segment(
-        run, state, index, length, report, asked_to_stop))
+        run, state, index, length, report, asked_to_stop, envs))
     meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, meta)
     try:
       states = loops.run(segment.workers)
@@ -317,7 +320,8 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], length:
       # anything on the way out waits for them.
       complain(f'podracer_jit: {error.__cause__!r}; {error}')
       os._exit(exit_codes.FAILED)
-  return states['learner'].train, meter.meta() | {'segment': index + 1}
+    envs = build.envs_after(run, states, saved)
+  return states['learner'].train, meter.meta() | {'segment': index + 1}, envs
 
 
 class Profiler:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,32 +53,36 @@ def repeat(fires: Sequence[Callable[[], int]], seconds: float) -> Figures:
 
 
 def make_steps(vector_envs: Sequence[VectorEnv], to_env: Callable, steps: int) -> Callable:
-  """Returns run(token, ended, actions) -> (token, ended, valid steps): nothing but steps.
+  """Returns run(token, envs, actions) -> (token, envs, valid steps): nothing but steps.
 
-  actions: [steps, B, ...] of each vector environment, as its policy has them. Vector environments
-  take turns as in the rollout program.
+  `envs` has (simulator state, [B] bool: the episode has ended) of each vector environment, and
+  `actions` [steps, B, ...] of each, as its policy has them. Vector environments take turns as in
+  the rollout program.
   """
 
-  def run(token: jax.Array, ended: Sequence[jax.Array], actions: Sequence[jax.Array]):
-    def send(token, t, i):
+  def run(token: jax.Array, envs: Sequence[tuple[Any, jax.Array]], actions: Sequence[jax.Array]):
+    def send(i, t, token, envs, valid):
+      simulator, ended = envs[i]
       action = lax.dynamic_index_in_dim(actions[i], t, keepdims=False)
-      return vector_envs[i].send(token, to_env(action))
+      token, simulator = vector_envs[i].send(token, simulator, to_env(action))
+      return token, (*envs[:i], (simulator, ended), *envs[i + 1:]), valid
 
-    def receive(i, token, ended, valid):
-      token, step = vector_envs[i].recv(token)
-      ended, valid = list(ended), valid + jnp.sum(~ended[i], dtype=jnp.int32)
-      ended[i] = step.terminated | step.truncated
-      return token, tuple(ended), valid
+    def receive(i, token, envs, valid):
+      simulator, ended = envs[i]
+      valid = valid + jnp.sum(~ended, dtype=jnp.int32)
+      token, simulator, step = vector_envs[i].recv(token, simulator)
+      ended = step.terminated | step.truncated
+      return token, (*envs[:i], (simulator, ended), *envs[i + 1:]), valid
 
     def turn(t, carry):
       for i in range(len(vector_envs)):
-        token, *rest = receive(i, *carry)
-        carry = send(token, t, i), *rest
+        carry = send(i, t, *receive(i, *carry))
       return carry
 
+    carry = token, tuple(envs), jnp.int32(0)
     for i in range(len(vector_envs)):
-      token = send(token, 0, i)
-    carry = lax.fori_loop(1, steps, turn, (token, tuple(ended), jnp.int32(0)))
+      carry = send(i, 0, *carry)
+    carry = lax.fori_loop(1, steps, turn, carry)
     for i in range(len(vector_envs)):
       carry = receive(i, *carry)
     return carry
@@ -98,14 +103,15 @@ def environment(run: build.Run, state: TrainState, stack: contextlib.ExitStack) 
   def prepare(actor: wiring.Actor, actions: Sequence[jax.Array]) -> Callable[[], int]:
     rollout_program = actor.rollout_program
     vector_envs = rollout_program.vector_envs
-    ended = tuple(jnp.zeros(env.num_envs, bool) for env in vector_envs)
-    token, ended = jax.device_put((jnp.array(vector_envs[0].handle), ended), actor.device)
+    envs = tuple((jax.tree.map(jnp.array, env.first_state), jnp.zeros(env.num_envs, bool))
+                 for env in vector_envs)
+    token, envs = jax.device_put((jnp.array(vector_envs[0].handle), envs), actor.device)
     steps = make_steps(vector_envs, run.network.policy.to_env, run.experiment.unroll_length)
-    program = rollout_program.load(steps, (token, ended, actions), donate=(0, 1))
+    program = rollout_program.load(steps, (token, envs, actions), donate=(0, 1))
 
     def fire() -> int:
-      nonlocal token, ended
-      token, ended, valid = program(token, ended, actions)
+      nonlocal token, envs
+      token, envs, valid = program(token, envs, actions)
       return int(valid)
 
     return fire
@@ -123,22 +129,26 @@ class Still:
 
   def __init__(self, spec: EnvSpec, num_envs: int):
     """Makes two different observations of each environment."""
-    self.num_envs, self.handle = num_envs, np.zeros((), np.int32)
+    self.num_envs = num_envs
+    self.handle = np.zeros((), np.int32)
+    self.first_state = ()
     numbers = np.random.default_rng(0).integers(0, 2, (2, num_envs, *spec.obs_shape))
     self._obs = numbers.astype(spec.obs_dtype)
     self.first_obs = self._obs[0]
 
-  def send(self, token: jax.Array, action: jax.Array) -> jax.Array:
+  def send(self, token: jax.Array, state: tuple[()], action: jax.Array
+           ) -> tuple[jax.Array, tuple[()]]:
     """Waits for the action, and does nothing with it."""
-    return token + 1 + jnp.sum(action != action, dtype=jnp.int32)
+    return token + 1 + jnp.sum(action != action, dtype=jnp.int32), state
 
-  def recv(self, token: jax.Array) -> tuple[jax.Array, TimeStep]:
+  def recv(self, token: jax.Array, state: tuple[()]) -> tuple[jax.Array, tuple[()], TimeStep]:
     """Returns the next observations, without rewards."""
     no = jnp.zeros(self.num_envs, bool)
     none = jnp.zeros(self.num_envs)
     obs = jnp.asarray(self._obs)[token % 2]
-    return token, TimeStep(obs=obs, reward=none, terminated=no, truncated=no, raw_reward=none,
-                           game_over=no, env_id=jnp.arange(self.num_envs))
+    step = TimeStep(obs=obs, reward=none, terminated=no, truncated=no, raw_reward=none,
+                    game_over=no, env_id=jnp.arange(self.num_envs))
+    return token, state, step
 
   def close(self) -> None:
     """Does nothing: there are no threads to end."""
