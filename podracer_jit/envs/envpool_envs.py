@@ -40,6 +40,8 @@ _TIMES = ('step', 'time', 'duration', 'frequency')
 _LARGEST_SIZE = 10_000
 _LARGEST_OBS = 2**26  # bytes of one observation
 
+render_options = {'render_mode': 'rgb_array'}
+
 
 def _quiet_spec(task: str, options: Mapping[str, Any]):
   """Returns EnvPool's spec of a task without its warnings."""
@@ -326,20 +328,24 @@ class EnvPoolVectorEnv:
     step = TimeStep(obs, reward, terminated, truncated, raw, game_over, info['env_id'])
     return token, state, step
 
-  @property
-  def pool_config(self) -> dict[str, Any]:
-    """All options of this pool, with the values that EnvPool uses."""
-    return self._pool.spec.config._asdict()
-
-  def render(self) -> np.ndarray:
+  def render(self, state: tuple[()]) -> np.ndarray:
     """Returns EnvPool's image of the first environment, [H, W, 3] u8.
 
-    The pool needs the option render_mode='rgb_array'.
+    The pool needs `render_options`.
 
     Raises:
       RuntimeError: EnvPool cannot draw this task.
     """
+    del state
     return self._pool.render()[0]
+
+  @property
+  def frame_rate(self) -> float:
+    """Steps a second at the task's own speed; 10 if it has no clock."""
+    config = self._pool.spec.config._asdict()
+    if 'full_action_space' in config:  # Atari, at the console's 60 Hz
+      return 60 / config['frame_skip']
+    return 50 if self.task.startswith('CartPole') else 10
 
   def close(self) -> None:
     """Ends the pool's threads. No program that contains the pool may run afterwards."""

@@ -32,6 +32,9 @@ class JaxEnv(Protocol):
   action_space: Any  # a Discrete, or a Box with one axis
   max_episode_steps: int  # steps after which an episode is truncated; 0 or absent: no limit
 
+  # It may have two things more, for videos: `render(state)` -> [H, W, 3] u8, and `frame_rate`,
+  # steps a second.
+
   def reset(self, key: jax.Array) -> tuple[jax.Array, Any]:
     """Begins an episode. Returns its first observation, and a state: a pytree of arrays."""
 
@@ -61,6 +64,8 @@ class FunctionState(NamedTuple):
 
 class JaxFamily:
   """Family of environments that are JAX functions; see `protocol.Family`."""
+
+  render_options: Mapping[str, Any] = {}
 
   def __init__(self, make: Callable[[str, Mapping[str, Any]], JaxEnv]):
     """Makes a family.
@@ -156,6 +161,21 @@ class JaxVectorEnv:
     step = TimeStep(obs, reward, terminated, truncated, raw_reward=reward, game_over=terminated,
                     env_id=jnp.arange(self.num_envs, dtype=jnp.int32))
     return token, state, step
+
+  def render(self, state: FunctionState) -> np.ndarray:
+    """Returns the image that `render(state)` of a user's class draws, [H, W, 3] u8.
+
+    Raises:
+      RuntimeError: the class has no such function.
+    """
+    if not hasattr(self._env, 'render'):
+      raise RuntimeError('it has no function render(state)')
+    return np.asarray(self._env.render(jax.tree.map(lambda x: x[0], state.env)))
+
+  @property
+  def frame_rate(self) -> float:
+    """The attribute `frame_rate` of the class, 10 without one; see `VectorEnv`."""
+    return float(getattr(self._env, 'frame_rate', 10))
 
   def close(self) -> None:
     """Does nothing: the program that steps the environments is all there is of them."""

@@ -78,12 +78,25 @@ class VectorEnv(Protocol):
   def recv(self, token: jax.Array, state: Any) -> tuple[jax.Array, Any, TimeStep]:
     """Waits for batch_size environments. Returns the next token and state, and their results."""
 
+  def render(self, state: Any) -> np.ndarray:
+    """Returns an image [H, W, 3] u8 of the first environment, whose `state` is passed on.
+
+    Raises:
+      RuntimeError: the task cannot be drawn.
+    """
+
+  @property
+  def frame_rate(self) -> float:
+    """Steps a second at the task's own speed, for videos; 10 if it has no clock."""
+
   def close(self) -> None:
     """Ends the environments. No program that contains them may run afterwards."""
 
 
 class Family(Protocol):
   """Interface of environment families."""
+
+  render_options: Mapping[str, Any]  # options with which `render` works
 
   def make_spec(self, task: str, options: Mapping[str, Any]) -> EnvSpec:
     """Returns the spec of a task without starting an environment.

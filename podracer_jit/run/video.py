@@ -1,4 +1,4 @@
-"""A video of one whole episode, as EnvPool renders it."""
+"""A video of one whole episode, as the environment renders it, or of its observations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from podracer_jit.actor import rollouts
-from podracer_jit.envs.envpool_envs import EnvPoolVectorEnv
+from podracer_jit.envs.families import family_of
+from podracer_jit.envs.protocol import VectorEnv
 from podracer_jit.run import evaluation
 
 SUFFIXES = ('.mp4', '.gif')
@@ -40,16 +41,19 @@ def film(agent: evaluation.Agent, path: Path, seed: int, env: int, max_steps: in
     max_steps: length of the longest episode that is waited for.
 
   Raises:
-    ValueError: EnvPool does not render the task, and its observations are no pictures either.
+    ValueError: the task is not rendered, and its observations are no pictures either.
     RuntimeError: the episode is longer than max_steps.
   """
   key = jax.random.fold_in(jax.random.key(seed), 1)
   env_seeds = evaluation.seeds(seed, env + 1)[env:]
   # A step a call: the picture is to be taken between two steps.
-  with evaluation.game(agent, env_seeds, key, 1, render_mode='rgb_array') as (
-      vector_env, program, state):
-    look, shown = _camera(agent, vector_env)
-    first, rate, ended, frames = look(state), _frame_rate(vector_env), False, 1
+  render_options = getattr(family_of(agent.task), 'render_options', {})
+  with evaluation.game(agent, env_seeds, key, 1, **render_options) as (vector_env, program, state):
+    look, shown = _camera(agent, vector_env, state)
+    first = look(state)
+    rate = getattr(vector_env, 'frame_rate', 10.0)
+    ended = False
+    frames = 1
     with _encoder(path, (first.shape[1], first.shape[0]), rate) as out:
       out.write(first)
       while not ended:
@@ -81,19 +85,25 @@ def write(path: Path, observations: np.ndarray, colour: bool, frame_rate: float)
       out.write(frame)
 
 
-def _camera(agent: evaluation.Agent, vector_env: EnvPoolVectorEnv) -> tuple[Look, str]:
+def _camera(agent: evaluation.Agent, vector_env: VectorEnv, state: rollouts.ActorState
+            ) -> tuple[Look, str]:
   """Returns a function that takes a frame between two steps, and in words what the frame shows."""
+  def render(state: rollouts.ActorState) -> np.ndarray:
+    return _enlarge(vector_env.render(state.envs[0].simulator))
+
   try:
-    vector_env.render()
-    return lambda state: _enlarge(vector_env.render()), 'rendered by EnvPool'
+    if not hasattr(vector_env, 'render'):
+      raise RuntimeError('it has no function render(state)')
+    render(state)
+    return render, 'rendered by the environment'
   except RuntimeError as error:
     shape = vector_env.first_obs.shape[1:]
     if len(shape) not in (2, 3):
-      raise ValueError(f'no video: EnvPool cannot show {agent.task} ({error}), and its '
+      raise ValueError(f'no video: {agent.task} cannot be rendered ({error}), and its '
                       f'observations, {shape}, are no pictures') from None
   colour = shape[0] == 3 or agent.options.get('gray_scale') is False
   return (lambda state: _enlarge(_picture(np.asarray(state.envs[0].obs)[0], colour)),
-          'the observations, as EnvPool does not render this task')
+          'the observations, as the task is not rendered')
 
 
 def _picture(obs: np.ndarray, colour: bool) -> np.ndarray:
@@ -110,13 +120,6 @@ def _enlarge(frame: np.ndarray) -> np.ndarray:
   factor = -(-480 // max(frame.shape[:2]))
   frame = frame.repeat(factor, axis=0).repeat(factor, axis=1)
   return np.ascontiguousarray(frame[:frame.shape[0] // 2 * 2, :frame.shape[1] // 2 * 2])
-
-
-def _frame_rate(vector_env: EnvPoolVectorEnv) -> float:
-  """Returns the frames a second at the task's own speed; 10 where it has no clock."""
-  if 'full_action_space' in vector_env.pool_config:  # Atari, at the console's 60 Hz
-    return 60 / vector_env.pool_config['frame_skip']
-  return 50 if vector_env.task.startswith('CartPole') else 10
 
 
 @contextlib.contextmanager
