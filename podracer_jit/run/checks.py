@@ -155,6 +155,9 @@ def _asynchronous(experiment: Experiment) -> Iterator[str]:
   size, shard = experiment.env_batch, experiment.env.num_envs // experiment.num_shards
   if not size:
     return
+  if experiment.spec.is_function:
+    yield (f'env_batch: all environments of {experiment.spec.task} step together; must be 0, got '
+           f'{size}')
   if shard % size or size >= shard:
     yield (f'env_batch: must be 0 or a part of the {shard} environments of a shard that divides '
            f'them, got {size}')

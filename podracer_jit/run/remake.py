@@ -66,11 +66,12 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
 
   def state_after(last: int) -> TrainState:
     """Returns the state after update `last`, made as the run made it."""
-    state = rerun.state_before(run, workdir, header)
+    state, envs = rerun.state_before(run, workdir, header)
     count = last - header['first_update'] + 1
     if count == 0:
       return state
-    with build.segment(run, state, header['segment'], count, lambda report: None) as segment:
+    with build.segment(run, state, header['segment'], count, lambda report: None,
+                       envs=envs) as segment:
       return loops.run(segment.workers)['learner'].train
 
   before = jax.device_get(_to_compare(state_after(update - 1)))
@@ -80,7 +81,7 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
     earlier = {number: line for number, line in receipts.items() if number < update}
     on_one = build.make_run(changed(on_one_device, placement=config.ONE_DEVICE | {
         'actor_platform': experiment.placement.actor_platform}))
-    rollout = rerun.rerun(on_one, rerun.state_before(on_one, workdir, header), header['segment'],
+    rollout = rerun.rerun(on_one, *rerun.state_before(on_one, workdir, header), header['segment'],
                           update, earlier)
     arrays |= _named('rollout', rollout._asdict())
     arrays |= _step_by_step(run.learner, state_after(update - 1), rollout)

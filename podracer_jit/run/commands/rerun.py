@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     header = header_of(headers, receipts, values.update)
     host.prepare_host(experiment.placement)
     run = build.make_run(experiment)
-    state = state_before(run, workdir, header)
+    state, envs = state_before(run, workdir, header)
   except (ValueError, OSError, flags.Error) as error:
     print(f'podracer_jit rerun: {" ".join(str(error).split())}', file=sys.stderr)
     return 2
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     if header['canary'] != canary():
       print('podracer_jit rerun: the arithmetic here is not that of the run: expect other bits',
             file=sys.stderr)
-    rollout = rerun(run, state, header['segment'], values.update, receipts)
+    rollout = rerun(run, state, envs, header['segment'], values.update, receipts)
     _write(rollout, workdir / f'update_{values.update}', values.env, run)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
     print(f'podracer_jit rerun: {type(error).__name__}: {error}', file=sys.stderr)
@@ -125,15 +126,17 @@ def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int
   return max((h for h in headers if h['first_update'] <= update), key=lambda h: h['first_update'])
 
 
-def state_before(run: build.Run, workdir: Path, header: dict) -> TrainState:
-  """Returns the train state that a segment began with.
+def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainState, Any]:
+  """Returns the train state that a segment began with, and the state of its environments.
+
+  The latter is () if they began anew.
 
   Raises:
     ValueError: its checkpoint is gone, or broken.
   """
   before, first = header['first_update'] - 1, run.initial_state()
   if before == 0:
-    return run.learner.allocate(first)
+    return run.learner.allocate(first), ()
   existing = checkpoint.saved_updates(workdir)
   if before not in existing:
     raise ValueError(f'--update: the checkpoint of update {before}, from which it would be made, '
@@ -142,18 +145,20 @@ def state_before(run: build.Run, workdir: Path, header: dict) -> TrainState:
   with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
     try:
       state, _ = saved.restore(first._replace(replay=run.learner.replay_shapes()), before)
+      envs = saved.restore_envs(build.kept_env_shapes(run), before)
     except checkpoint.Broken as error:
       raise ValueError(f'--update: {error}') from None
-  return run.learner.allocate(state)
+  return run.learner.allocate(state), envs
 
 
-def rerun(run: build.Run, state: TrainState, index: int, update: int,
+def rerun(run: build.Run, state: TrainState, envs: Any, index: int, update: int,
           receipts: Mapping[int, dict]) -> Rollout:
   """Runs segment `index` from its state up to the update; returns what that one learned from.
 
   Args:
     run: that the segment belongs to.
     state: the train state that the segment began with; donated.
+    envs: the state of the environments that the segment began with; () if they began anew.
     index: of the segment.
     update: the last one to make.
     receipts: of the run, by update; an update without one is not checked.
@@ -181,7 +186,8 @@ def rerun(run: build.Run, state: TrainState, index: int, update: int,
       return worker.fire(carry, *batch)
     return worker._replace(fire=fire) if worker.name == 'learner' else worker
 
-  with build.segment(run, state, index, update - int(state.update), check) as segment:
+  with build.segment(run, state, index, update - int(state.update), check,
+                     envs=envs) as segment:
     loops.run([watched(worker) for worker in segment.workers])
   return rollouts[0]
 
