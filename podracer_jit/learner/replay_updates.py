@@ -57,7 +57,7 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
 
   Returns:
     steps(state, count) -> (state, sums), which takes `count` gradient steps. `sums` over the steps
-    are 'terms' (loss terms), 'grad_norm' and 'sampled_age' (gradient steps between a transition's
+    are 'loss_terms', 'grad_norm' and 'sampled_age' (gradient steps between a transition's
     addition and its use).
   """
   groups = sizes.groups(mesh_size, exact)
@@ -224,7 +224,7 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
   @island('metrics')
   def means(sums, count, params, steps_before, steps, gradient_steps):
     drawn = jnp.maximum(count * sizes.batch_size, 1)
-    loss_terms = dict(sums['terms'], sampled_age=sums['sampled_age'])
+    loss_terms = dict(sums['loss_terms'], sampled_age=sums['sampled_age'])
     # It counts the drawn transitions, which is `drawn`.
     loss_terms.pop('valid')
     return {name: total / drawn for name, total in loss_terms.items()} | dict(
