@@ -35,7 +35,7 @@ Arrays = dict[str, np.ndarray]
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   workdir, update, out = Path(argv[1]), int(argv[2]), Path(argv[3])
   try:
     allowed = config.allowed_modules(argv[4:])

@@ -37,7 +37,7 @@ from podracer_jit.types import TrainState
 
 def main(argv: Sequence[str]) -> int:
   """Trains; returns one of `exit_codes`."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   values = flags.FlagValues()  # not the global ones: main may be called again, and by others
   flags.DEFINE_string('workdir', None, 'Where checkpoints and metrics go; runs/ and the '
                       'name of the config by default.', flag_values=values)

@@ -67,7 +67,7 @@ from podracer_jit.runtime import host
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   logging.set_verbosity(logging.ERROR)  # who is held waits long, and would say so
   values = define_flags()
   try:

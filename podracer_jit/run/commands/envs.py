@@ -26,7 +26,7 @@ LONGEST_REASON = 80  # characters
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   if set(argv[1:]) & {'-h', '--help'}:
     print(__doc__)
     return 0

@@ -26,7 +26,7 @@ from podracer_jit.runtime import host
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   values = _flags()
   try:
     rest = values(list(argv))

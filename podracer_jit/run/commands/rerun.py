@@ -38,7 +38,7 @@ class Differs(RuntimeError):
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   values = flags.FlagValues()
   flags.DEFINE_string('workdir', None, 'Where the run is.', flag_values=values)
   flags.DEFINE_integer('update', None, 'The update to repeat.', flag_values=values)

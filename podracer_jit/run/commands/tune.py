@@ -44,7 +44,7 @@ from podracer_jit.run.tuning.tuner import Tuner, accept, find_machine, prepare, 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   logging.set_verbosity(logging.ERROR)
   values = define_flags()
   try:
