@@ -62,7 +62,7 @@ def matching(families: Mapping[str, Sequence[str]], word: str) -> list[tuple[str
 
 
 def describe(task: str) -> str:
-  """Returns what a task's observations and actions are, or why it cannot be trained."""
+  """Returns a task's observations and actions in words, or why it cannot be trained."""
   try:
     spec = envpool_envs.make_spec(task, {})
   except Exception as error:  # noqa: BLE001 - EnvPool raises whatever a family's library does
