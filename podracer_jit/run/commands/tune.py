@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
       return 0
     shards = whole_numbers(values.num_shards)
     experiment, own = prepare(config)
-    machine, tuner = find_machine(own, experiment.placement), Tuner(experiment)
+    machine = find_machine(own, experiment.placement)
+    tuner = Tuner(experiment)
     first = accept(tuner, places(experiment, own, machine, shards))
   except ValueError as error:
     print(f'podracer_jit tune: {error}', file=sys.stderr)
