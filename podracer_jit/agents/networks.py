@@ -60,14 +60,14 @@ def orthogonal(scale: float) -> Callable:
     rows = math.prod(shape) // columns
     numbers = jax.random.normal(key, (max(rows, columns), min(rows, columns)), dtype).T
 
-    def row(i, done):
+    def add_row(i, basis):
       x = numbers[i]
       # One pass would leave rows that are not orthogonal to within rounding.
       for _ in range(2):
-        x -= (done @ x) @ done
-      return done.at[i].set(x / jnp.sqrt(jnp.sum(jnp.square(x))))
+        x -= (basis @ x) @ basis
+      return basis.at[i].set(x / jnp.sqrt(jnp.sum(jnp.square(x))))
 
-    basis = lax.fori_loop(0, len(numbers), row, jnp.zeros_like(numbers))
+    basis = lax.fori_loop(0, len(numbers), add_row, jnp.zeros_like(numbers))
     return scale * (basis if rows < columns else basis.T).reshape(shape)
 
   return init

@@ -38,7 +38,7 @@ def film(agent: evaluation.Agent, path: Path, seed: int, env: int, max_steps: in
     path: of the video; its suffix, .mp4 or .gif, says which kind.
     seed: of an evaluation.
     env: the environment of that evaluation whose first episode is filmed.
-    max_steps: length of the longest episode that is waited for.
+    max_steps: limit of the episode's length.
 
   Raises:
     ValueError: the task is not rendered, and its observations are no pictures either.
@@ -46,7 +46,7 @@ def film(agent: evaluation.Agent, path: Path, seed: int, env: int, max_steps: in
   """
   key = jax.random.fold_in(jax.random.key(seed), 1)
   env_seeds = evaluation.seeds(seed, env + 1)[env:]
-  # A step a call: the picture is to be taken between two steps.
+  # Each call of the program makes one step, so that a frame can be taken between two steps.
   render_options = getattr(family_of(agent.task), 'render_options', {})
   with evaluation.game(agent, env_seeds, key, 1, **render_options) as (vector_env, program, state):
     look, shown = _camera(agent, vector_env, state)
@@ -124,15 +124,24 @@ def _enlarge(frame: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def _encoder(path: Path, size: tuple[int, int], frame_rate: float) -> Iterator[IO[bytes]]:
-  """Yields ffmpeg's input, for raw frames: an episode of thousands never lies in memory whole.
+  """Yields ffmpeg's input, for raw frames; so a long episode is never in memory as a whole.
 
-  Started here and not by imageio_ffmpeg, which forks with Python code to run in the child: in a
-  process with JAX's threads that can deadlock.
+  imageio_ffmpeg's own writer forks and runs Python code in the child, which can deadlock in a
+  process with JAX's threads. So ffmpeg is started here.
+
+  Args:
+    path: of the video.
+    size: width and height of a frame, in pixels.
+    frame_rate: frames a second.
+
+  Raises:
+    OSError: ffmpeg failed; the message has its output.
   """
   source = ['-f', 'rawvideo', '-pix_fmt', 'rgb24', '-s', f'{size[0]}x{size[1]}',
             '-r', f'{frame_rate:.6f}', '-i', '-']
   coding = ['-pix_fmt', 'yuv420p', '-crf', '20', '-movflags', '+faststart']
-  if path.suffix == '.gif':  # a palette for each frame, so that the colours are the game's
+  if path.suffix == '.gif':
+    # A palette for each frame keeps the colours of the game.
     coding = ['-filter_complex', 'split[a][b];[a]palettegen=stats_mode=single[p];'
                                  '[b][p]paletteuse=new=1:dither=none']
   command = [imageio_ffmpeg.get_ffmpeg_exe(), '-y', '-loglevel', 'error', *source, *coding, path]
@@ -140,7 +149,7 @@ def _encoder(path: Path, size: tuple[int, int], frame_rate: float) -> Iterator[I
     try:
       yield process.stdin
     except BrokenPipeError:
-      pass  # its exit code and words say more
+      pass  # the exit code and the output, read below, say more
     _, words = process.communicate()
   if process.returncode:
     raise OSError(f'ffmpeg could not write {path}: {words.decode().strip()}')

@@ -1,4 +1,4 @@
-"""The parts that `podracer_jit benchmark` measures. Each is built once and called often."""
+"""Parts that `podracer_jit benchmark` measures. A part is built once and called many times."""
 
 from __future__ import annotations
 
@@ -34,16 +34,22 @@ ALL = (*NAMES, *(f'{variant}_{name}' for variant in VARIANTS
 
 
 def repeat(fires: Sequence[Callable[[], int]], seconds: float) -> Figures:
-  """Calls each function again and again, on a thread of its own, for `seconds`.
+  """Calls each function again and again, on a thread of its own.
 
-  fires: each returns its number of valid steps.
+  Args:
+    fires: functions that return their number of valid steps.
+    seconds: for how long; a function is called at least once.
+
+  Returns:
+    The valid steps a second of all functions, and the longest mean time of a call.
   """
 
   def work(fire):
     steps = calls = 0
     start = time.perf_counter()
     while not calls or time.perf_counter() - start < seconds:
-      steps, calls = steps + fire(), calls + 1
+      steps += fire()
+      calls += 1
     elapsed = time.perf_counter() - start
     return steps / elapsed, elapsed / calls
 
@@ -53,11 +59,17 @@ def repeat(fires: Sequence[Callable[[], int]], seconds: float) -> Figures:
 
 
 def make_steps(vector_envs: Sequence[VectorEnv], to_env: Callable, steps: int) -> Callable:
-  """Returns run(token, envs, actions) -> (token, envs, valid steps): nothing but steps.
+  """Builds a function that only steps environments.
 
-  `envs` has (simulator state, [B] bool: the episode has ended) of each vector environment, and
-  `actions` [steps, B, ...] of each, as its policy has them. Vector environments take turns as in
-  the rollout program.
+  Args:
+    vector_envs: take turns as in the rollout program.
+    to_env: (the policy's action) -> the environments' action.
+    steps: steps of each vector environment in a call.
+
+  Returns:
+    run(token, envs, actions) -> (token, envs, valid steps [] i32). `envs` has for each vector
+    environment the simulator's state, and a [B] bool: its episodes ended in the step before.
+    `actions` has [steps, B, ...] for each.
   """
 
   def run(token: jax.Array, envs: Sequence[tuple[Any, jax.Array]], actions: Sequence[jax.Array]):
@@ -68,7 +80,19 @@ def make_steps(vector_envs: Sequence[VectorEnv], to_env: Callable, steps: int) -
       return token, (*envs[:i], (simulator, ended), *envs[i + 1:]), valid
 
     def receive(i, token, envs, valid):
+      """Receives a step of vector environment i.
+
+      Args:
+        i: index of the vector environment.
+        token: orders the calls of environments.
+        envs: of `run`.
+        valid: [] i32, valid steps so far.
+
+      Returns:
+        The new `token`, `envs` and `valid`.
+      """
       simulator, ended = envs[i]
+      # The step after the end of an episode is a reset, which does not count.
       valid = valid + jnp.sum(~ended, dtype=jnp.int32)
       token, simulator, step = vector_envs[i].recv(token, simulator)
       ended = step.terminated | step.truncated
@@ -124,11 +148,11 @@ def environment(run: build.Run, state: TrainState, stack: contextlib.ExitStack) 
 class Still:
   """A vector environment that does nothing: results are ready at once, and no episode ends.
 
-  The token counts the calls, so that no observation is known before its turn.
+  The token counts the calls, so that XLA cannot compute an observation before its step.
   """
 
   def __init__(self, spec: EnvSpec, num_envs: int):
-    """Makes two different observations of each environment."""
+    """Draws two observations of each environment, which alternate."""
     self.num_envs = num_envs
     self.handle = np.zeros((), np.int32)
     self.first_state = ()
@@ -138,7 +162,7 @@ class Still:
 
   def send(self, token: jax.Array, state: tuple[()], action: jax.Array
            ) -> tuple[jax.Array, tuple[()]]:
-    """Waits for the action, and does nothing with it."""
+    """Counts a call; the result depends on the action, so that XLA computes the action."""
     return token + 1 + jnp.sum(action != action, dtype=jnp.int32), state
 
   def recv(self, token: jax.Array, state: tuple[()]) -> tuple[jax.Array, tuple[()], TimeStep]:
@@ -156,7 +180,8 @@ class Still:
 
 def policy(run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Measure:
   """Returns a measurement of the rollout program without environments: policy, draws, storage."""
-  experiment, count = run.experiment, len(run.place.actors)
+  experiment = run.experiment
+  count = len(run.place.actors)
   width = experiment.env.num_envs // experiment.num_shards
 
   def prepare(device: jax.Device) -> Callable[[], int]:
@@ -193,7 +218,8 @@ def acting(run: build.Run, state: TrainState, by_python: bool, stack: contextlib
   segment = begin(run, state, 'sync', by_python, stack, lambda report: None, lambda: False)
 
   def prepare(worker: loops.Worker):
-    state, params = worker.state, worker.reads[0].channel.get()
+    state = worker.state
+    params = worker.reads[0].channel.get()
 
     def fire() -> tuple:
       nonlocal state
@@ -223,7 +249,8 @@ def rollout(run: build.Run, state: TrainState, by_python: bool, stack: contextli
 
 def learner(run: build.Run, state: TrainState) -> Measure:
   """Returns a measurement of the learner without actors."""
-  num_envs, mesh = run.experiment.env.num_envs, run.place.mesh
+  num_envs = run.experiment.env.num_envs
+  mesh = run.place.mesh
   with contextlib.ExitStack() as stack:
     fires = acting(run, state, False, stack)
     batch = placement.gather([
@@ -242,10 +269,10 @@ def learner(run: build.Run, state: TrainState) -> Measure:
 
 def of_variant(name: str, run: build.Run) -> tuple[str, build.Run]:
   """Returns the part's name without its variant, and the run of that variant."""
-  variant, _, rest = name.partition('_')
+  variant, _, part = name.partition('_')
   if variant not in VARIANTS:
     return name, run
-  return rest, build.make_run(changed(run.experiment, **VARIANTS[variant]))
+  return part, build.make_run(changed(run.experiment, **VARIANTS[variant]))
 
 
 def make(name: str, run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Measure:
@@ -257,7 +284,8 @@ def make(name: str, run: build.Run, state: TrainState, stack: contextlib.ExitSta
     state: the part begins with a copy of it.
     stack: closes its environments.
   """
-  base, by_python = name.removeprefix('conventional_'), name.startswith('conventional_')
+  base = name.removeprefix('conventional_')
+  by_python = name.startswith('conventional_')
   if base == 'environment':
     return environment(run, state, stack)
   if base == 'policy':
