@@ -25,6 +25,11 @@ def is_shipped(task: str) -> bool:
   return not colon or kind in EXTRAS
 
 
+def may_start_jax(task: str) -> bool:
+  """Returns whether `family_of`, or its `make_spec`, may make arrays: of any task but EnvPool's."""
+  return ':' in task
+
+
 def family_of(task: str) -> Family:
   """Returns the family of a task.
 

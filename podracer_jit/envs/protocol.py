@@ -96,7 +96,7 @@ class VectorEnv(Protocol):
 class Family(Protocol):
   """Interface of environment families."""
 
-  render_options: Mapping[str, Any]  # options with which `render` works
+  render_options: Mapping[str, Any]  # options with which `render` works; {} if absent
 
   def make_spec(self, task: str, options: Mapping[str, Any]) -> EnvSpec:
     """Returns the spec of a task without starting an environment.

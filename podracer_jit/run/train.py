@@ -29,7 +29,7 @@ from podracer_jit.run import (
 from podracer_jit.run.metrics import Diverged, Files, Meter, check_finite
 from podracer_jit.run.output import complain, give_up_lost_streams
 from podracer_jit.run.progress import Progress
-from podracer_jit.run.resolve import resolve
+from podracer_jit.run.resolve import placement_of, resolve
 from podracer_jit.runtime import host, placement
 from podracer_jit.schemes.reports import Report
 from podracer_jit.types import TrainState
@@ -71,11 +71,14 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       if config is None:
         print(f'{__doc__}\n{values.get_help()}')
         return exit_codes.FINISHED
-      experiment = resolve(config)
-      host.prepare_host(experiment.placement)
       joining = (values.coordinator_address, values.num_processes, values.process_id)
       if values.distributed or joining != (None, None, None):
-        host.join(experiment.placement, *joining, values.coordinator_timeout_s)
+        # Processes join before JAX starts, and to make some environments starts JAX.
+        place = placement_of(config)
+        host.prepare_host(place)
+        host.join(place, *joining, values.coordinator_timeout_s)
+      experiment = resolve(config)
+      host.prepare_host(experiment.placement)
       run = build.make_run(experiment)
       for warning in memory.check(run):
         complain(f'podracer_jit: warning: {warning}')
