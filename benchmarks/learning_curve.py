@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,6 +63,13 @@ def read_csv(path: Path) -> dict[str, list[Point]]:
   return curves
 
 
+def ticks(low: float, high: float) -> list[float]:
+  """Returns about five round numbers from low to high: multiples of 1, 2 or 5 times 10^n."""
+  power = 10.0 ** math.floor(math.log10((high - low) / 4))
+  step = max(power * factor for factor in (1, 2, 5) if power * factor <= (high - low) / 4)
+  return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
 def draw(curves: Curves, title: str, low: float, high: float) -> str:
   """Returns a picture of the curves as SVG.
 
@@ -84,11 +92,10 @@ def draw(curves: Curves, title: str, low: float, high: float) -> str:
       f'height="{HEIGHT}" font-family="sans-serif" font-size="12">',
       f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
       f'<text x="{LEFT}" y="22" font-size="14">{escape(title)}</text>']
-  for i in range(5):
-    value = low + (high - low) * i / 4
+  for value in ticks(low, high):
     lines += [f'<line x1="{LEFT}" y1="{y(value)}" x2="{RIGHT}" y2="{y(value)}" stroke="#ddd"/>',
               f'<text x="{LEFT - 8}" y="{y(value) + 4}" text-anchor="end">{value:g}</text>']
-    steps = most * i / 4
+  for steps in ticks(0, most):
     lines.append(f'<text x="{x(steps)}" y="{BOTTOM + 18}" text-anchor="middle">'
                  f'{steps:,.0f}</text>')
   lines.append(f'<text x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 38}" text-anchor="middle">'

@@ -165,7 +165,7 @@ def _shapes_of(name: str) -> Iterator[str]:
          'stroke="#555"/>')
   is_folder = (PACKAGE / name).is_dir()
   middle = (box.left + box.right) / 2
-  lines = textwrap.wrap(_sentence(name), int((box.right - box.left) / 7))
+  lines = textwrap.wrap(_sentence(name), int((box.right - box.left) / 6.6))
   y = (box.top + box.bottom) / 2 - TEXT * len(lines) / 2 + 5
   yield (f'<text x="{middle}" y="{y}" class="name">'
          f'{escape(name)}{"/" if is_folder else ".py"}</text>')
