@@ -22,7 +22,7 @@ from xml.sax.saxutils import escape
 POINTS = 120  # most points of a curve
 COLOURS = ('#1f77b4', '#d95f02', '#2ca02c', '#9467bd', '#8c564b')
 WIDTH, HEIGHT = 720, 320
-LEFT, RIGHT, TOP, BOTTOM = 60, 700, 40, 270  # edges of the plot
+LEFT, RIGHT, TOP, BOTTOM = 60, 680, 40, 270  # edges of the plot
 
 
 class Point(NamedTuple):
