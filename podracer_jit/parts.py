@@ -46,7 +46,7 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
     raise ValueError(f'{field}: must be a name or module:attribute, got {shown(name)}')
   if not colon:
     raise ValueError(f'{field}: there is no {shown(name)}; known are {", ".join(shipped)}, and '
-                     'module:attribute of your own')
+                     'your own parts as module:attribute')
 
   try:
     part = _module(module)
@@ -111,8 +111,9 @@ def load(path: Path, name: str, again: bool = False) -> ModuleType:
   known = sys.modules.get(name)
   where = getattr(known, '__file__', None)
   if known is None:
-    other = importlib.util.find_spec(name)
-    where = other and other.origin
+    # A module that is not imported yet may have the name, too.
+    spec = importlib.util.find_spec(name)
+    where = spec and spec.origin
   if (known is not None or where) and (where is None or Path(where).resolve() != path):
     raise NameTaken(f'{path} cannot be called {name}: that is the name of '
                     f'{where or "a built-in module"}')

@@ -33,12 +33,13 @@ class EnvState(NamedTuple):
   recurrent_state: Any  # [B, H] each: the recurrent state; () without a recurrent core
   exploration: Any = ()  # [B] f32: amount of exploration, for policies with `explore`
   recent: Any = ()  # priorities.Rows: the last n rows of the previous rollout, for a replay
+  simulator: Any = ()  # [B, ...] each: the state of environments that are functions
 
 
 class ActorState(NamedTuple):
   """State that a rollout program carries from call to call; it is donated to the program."""
 
-  token: jax.Array  # EnvPool's handle: orders the calls of all vector environments
+  token: jax.Array  # orders the calls of all vector environments
   envs: tuple[EnvState, ...]  # one for each vector environment
 
 
@@ -50,7 +51,7 @@ def initial_state(vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
   Args:
     vector_envs: the environments.
     keys: one PRNG key for each vector environment.
-    initial_core: number of environments -> their initial recurrent state.
+    initial_recurrent_state: number of environments -> their initial recurrent state.
     exploration: [B] f32 for each vector environment, for policies with `explore`.
 
   Returns:
@@ -65,7 +66,8 @@ def initial_state(vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
           episode_length=jnp.zeros(vector_env.num_envs, jnp.int32),
           key=key, rollouts=jnp.zeros((), jnp.int32),
           discounted_return=jnp.zeros(vector_env.num_envs, jnp.float32),
-          recurrent_state=initial_recurrent_state(vector_env.num_envs), exploration=explores)
+          recurrent_state=initial_recurrent_state(vector_env.num_envs), exploration=explores,
+          simulator=jax.tree.map(jnp.array, vector_env.first_state))
       for vector_env, key, explores in zip(vector_envs, keys, exploration, strict=True))
   return ActorState(jnp.array(vector_envs[0].handle), envs)
 
@@ -148,7 +150,8 @@ def make_rollout(vector_envs: Sequence[VectorEnv], apply: Apply, policy: Policy,
 
         envs[i], env_action, row = act(params, t, envs[i])
         with jax.named_scope('environment'):
-          token = vector_env.send(token, env_action)
+          token, simulator = vector_env.send(token, envs[i].simulator, env_action)
+        envs[i] = envs[i]._replace(simulator=simulator)
         buffers[i] = _write(buffers[i], t, **row)
       return token, tuple(envs), tuple(buffers)
 
@@ -177,8 +180,8 @@ def make_rollout(vector_envs: Sequence[VectorEnv], apply: Apply, policy: Policy,
 @jax.named_scope('environment')
 def _receive(vector_env: VectorEnv, token, env: EnvState):
   """Receives the step of the row sent last. Returns the token, the state and the row's fields."""
-  token, step = vector_env.recv(token)
-  return token, *count(env, step)
+  token, simulator, step = vector_env.recv(token, env.simulator)
+  return token, *count(env._replace(simulator=simulator), step)
 
 
 def _nothing_yet(token, env: EnvState):

@@ -60,14 +60,14 @@ def orthogonal(scale: float) -> Callable:
     rows = math.prod(shape) // columns
     numbers = jax.random.normal(key, (max(rows, columns), min(rows, columns)), dtype).T
 
-    def row(i, done):
+    def add_row(i, basis):
       x = numbers[i]
       # One pass would leave rows that are not orthogonal to within rounding.
       for _ in range(2):
-        x -= (done @ x) @ done
-      return done.at[i].set(x / jnp.sqrt(jnp.sum(jnp.square(x))))
+        x -= (basis @ x) @ basis
+      return basis.at[i].set(x / jnp.sqrt(jnp.sum(jnp.square(x))))
 
-    basis = lax.fori_loop(0, len(numbers), row, jnp.zeros_like(numbers))
+    basis = lax.fori_loop(0, len(numbers), add_row, jnp.zeros_like(numbers))
     return scale * (basis if rows < columns else basis.T).reshape(shape)
 
   return init
@@ -396,7 +396,7 @@ def init_params(network: nn.Module, key: jax.Array, obs_shape: Sequence[int], ob
   """Initialises the network's variables; traceable.
 
   Args:
-    network: an `ActorCritic`, or a network with the same call and `initial_core`.
+    network: an `ActorCritic`, or a network with the same call and `initial_recurrent_state`.
     key: PRNG key.
     obs_shape: shape of one observation.
     obs_dtype: dtype of observations.

@@ -40,6 +40,8 @@ _TIMES = ('step', 'time', 'duration', 'frequency')
 _LARGEST_SIZE = 10_000
 _LARGEST_OBS = 2**26  # bytes of one observation
 
+render_options = {'render_mode': 'rgb_array'}
+
 
 def _quiet_spec(task: str, options: Mapping[str, Any]):
   """Returns EnvPool's spec of a task without its warnings."""
@@ -260,10 +262,12 @@ class EnvPoolVectorEnv:
   The handle that `send` and `recv` take and return is only a token. Each call finds its pool by an
   attribute of the call, so several vector environments in a program may share one token, which
   orders all their calls. The token also keeps the calls: XLA may drop a call whose handle is
-  unused.
+  unused. EnvPool keeps the environments' state itself, so the state of `VectorEnv` is ().
 
   The pool must outlive every program that contains it: close it after the last output is ready.
   """
+
+  first_state = ()
 
   def __init__(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
                num_threads: int = 0, batch_size: int = 0):
@@ -305,41 +309,43 @@ class EnvPoolVectorEnv:
     """Token for the first call of `send` or `recv`."""
     return np.array(self._handle)
 
-  def send(self, handle: jax.Array, action: jax.Array, env_id: jax.Array | None = None
-           ) -> jax.Array:
-    """Hands actions [B, ...] to EnvPool's threads and does not wait; traceable.
-
-    If asynchronous, env_id [B] i32 are the environments that take the actions. Returns the next
-    handle.
-    """
+  def send(self, token: jax.Array, state: tuple[()], action: jax.Array,
+           env_id: jax.Array | None = None) -> tuple[jax.Array, tuple[()]]:
+    """Hands actions [B, ...] to EnvPool's threads and does not wait; see `VectorEnv`."""
     chex.assert_axis_dimension(action, 0, self.batch_size)
     # Only the call is inside, since x64 changes the dtypes of other code.
     with jax.enable_x64(self._x64):
-      return _call(self._send, handle, action.astype(self._action_dtype), env_id)
+      return _call(self._send, token, action.astype(self._action_dtype), env_id), state
 
-  def recv(self, handle: jax.Array) -> tuple[jax.Array, TimeStep]:
-    """Waits for B environments. Returns the next handle and their results; traceable."""
+  def recv(self, token: jax.Array, state: tuple[()]
+           ) -> tuple[jax.Array, tuple[()], TimeStep]:
+    """Waits for B environments and returns their results; see `VectorEnv`."""
     with jax.enable_x64(self._x64):
-      handle, (obs, reward, terminated, truncated, info) = _call(self._recv, handle)
+      token, (obs, reward, terminated, truncated, info) = _call(self._recv, token)
       obs, reward, raw = _narrow((obs, reward, info.get('reward', reward)))
     obs = _observe(obs)
     game_over = info['terminated'].astype(bool) if 'lives' in info else terminated
-    return handle, TimeStep(obs, reward, terminated, truncated, raw, game_over, info['env_id'])
+    step = TimeStep(obs, reward, terminated, truncated, raw, game_over, info['env_id'])
+    return token, state, step
 
-  @property
-  def pool_config(self) -> dict[str, Any]:
-    """All options of this pool, with the values that EnvPool uses."""
-    return self._pool.spec.config._asdict()
-
-  def render(self) -> np.ndarray:
+  def render(self, state: tuple[()]) -> np.ndarray:
     """Returns EnvPool's image of the first environment, [H, W, 3] u8.
 
-    The pool needs the option render_mode='rgb_array'.
+    The pool needs `render_options`.
 
     Raises:
       RuntimeError: EnvPool cannot draw this task.
     """
+    del state
     return self._pool.render()[0]
+
+  @property
+  def frame_rate(self) -> float:
+    """Steps a second at the task's own speed; 10 if it has no clock."""
+    config = self._pool.spec.config._asdict()
+    if 'full_action_space' in config:  # Atari, at the console's 60 Hz
+      return 60 / config['frame_skip']
+    return 50 if self.task.startswith('CartPole') else 10
 
   def close(self) -> None:
     """Ends the pool's threads. No program that contains the pool may run afterwards."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from podracer_jit import options
-from podracer_jit.actor import priorities
+from podracer_jit.actor import kept_envs, priorities
 from podracer_jit.actor.acting import Acting, FirstReady, ForReplay, InStep
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents import networks
@@ -52,7 +53,16 @@ class Run:
     experiment = self.experiment
     return wiring.Plan(
         experiment.scheme, self.place, self.learner, self.acting, experiment.env.num_envs,
-        experiment.total_steps, experiment.placement.updates_per_call)
+        experiment.num_shards, experiment.total_steps, experiment.placement.updates_per_call,
+        self.keeps_envs)
+
+  @property
+  def keeps_envs(self) -> bool:
+    """True if environments go on from one segment to the next, and checkpoints hold their state.
+
+    This needs environments whose state is arrays, and a scheme in which all rollouts are counted.
+    """
+    return self.experiment.spec.is_function and self.experiment.deterministic
 
   def initial_state(self) -> TrainState:
     """Returns the train state of update 0, without the replay, which `learner.allocate` adds."""
@@ -65,7 +75,8 @@ def make_run(experiment: Experiment) -> Run:
   Raises:
     ValueError: naming the field, its value and what would be right.
   """
-  place = placement.resolve(experiment.placement, experiment.num_shards)
+  place = placement.resolve(experiment.placement, experiment.num_shards,
+                            experiment.spec.is_function)
   for problem in _problems_of_devices(experiment, place):
     raise ValueError(problem)
   network = make_network(experiment)
@@ -194,13 +205,18 @@ def _make_acting(experiment: Experiment, network: nn.Module) -> Acting:
   return InStep(network, steps, spec.stack, discount)
 
 
-def make_actors(run: Run, index: int, stack: contextlib.ExitStack) -> list[wiring.Actor]:
+def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any = ()
+                ) -> list[wiring.Actor]:
   """Starts the environments of this process's actors for a segment.
 
   Args:
     run: what the segment belongs to.
     index: of the segment, from 0: the streams of its environments depend on it.
     stack: closes the environments, once the programs that contain them have finished.
+    envs: the state that the environments go on from, as in `kept_envs`; () if they begin anew.
+
+  Returns:
+    The actors, in order.
   """
   experiment, place = run.experiment, run.place
   devices = [place.actors[0]] if experiment.scheme.graph.one_program else place.actors
@@ -220,15 +236,46 @@ def make_actors(run: Run, index: int, stack: contextlib.ExitStack) -> list[wirin
     keys = [jax.random.fold_in(key, i) for i in ids]
     first_env = ids[0] * width
     state = run.acting.initial_state(rollout_program.vector_envs, keys, first_env)
+    if envs:
+      state = state._replace(envs=tuple(
+          kept_envs.pick(envs, i, like) for i, like in zip(ids, state.envs, strict=True)))
     actors.append(wiring.Actor(rollout_program, jax.device_put(state, device), device, first_env))
   return actors
+
+
+def kept_env_shapes(run: Run) -> Any:
+  """Returns the shapes of the environments' state in checkpoints; () if they do not have it."""
+  if not run.keeps_envs:
+    return ()
+  with contextlib.ExitStack() as stack:
+    actor, *_ = make_actors(run, 0, stack)
+    return kept_envs.shapes(actor.state, run.experiment.num_shards)
+
+
+def envs_after(run: Run, states: Mapping[str, Any], first_update: int) -> Any:
+  """Returns the environments' state after the last update of a segment.
+
+  Args:
+    run: that the segment belongs to.
+    states: the workers' last states, by name.
+    first_update: updates done before the segment.
+
+  Returns:
+    The state as in `kept_envs`; () if the next segment's environments begin anew.
+  """
+  if not run.keeps_envs:
+    return ()
+  updates = int(states['learner'].train.update) - first_update
+  graph = run.experiment.scheme.graph
+  return kept_envs.gather(graph.actors_after(run.plan, states, updates))
 
 
 @contextlib.contextmanager
 def segment(run: Run, state: TrainState, index: int, updates: int,
             report: Callable[[Report], None],
-            stop: Callable[[], bool] = lambda: False) -> Iterator[wiring.Segment]:
-  """Builds segment `index`: fresh environments, channels primed with `state`.
+            stop: Callable[[], bool] = lambda: False, envs: Any = ()
+            ) -> Iterator[wiring.Segment]:
+  """Builds segment `index`: environments, and channels primed with `state`.
 
   Args:
     run: what the segment belongs to.
@@ -237,6 +284,7 @@ def segment(run: Run, state: TrainState, index: int, updates: int,
     updates: how many it has, unless total_steps are reached or `stop` says so.
     report: called with each Report by a thread of its own.
     stop: asked after every update (of a scheme that is one program: after every call).
+    envs: see `make_actors`.
 
   Yields:
     The segment. Its environments are closed on the way out, once their programs have finished.
@@ -252,7 +300,7 @@ def segment(run: Run, state: TrainState, index: int, updates: int,
     return state, ()
 
   with contextlib.ExitStack() as stack:
-    actors = make_actors(run, index, stack)
+    actors = make_actors(run, index, stack, envs)
     start = wiring.SegmentStart(state, int(state.update), updates, ended)
     reports = FifoQueue('reports', 1)  # computed, as the waits of their updates are then known
     workers, waits = run.experiment.scheme.graph.wire(run.plan, actors, start, reports)

@@ -84,7 +84,7 @@ def join(options: PlacementOptions, coordinator_address: str | None, num_process
       the missing arguments, or not all processes joined in time.
   """
   _check_numbers(num_processes, process_id, timeout_s)
-  given = (coordinator_address, num_processes, process_id)
+  arguments = (coordinator_address, num_processes, process_id)
   coordinator_address = coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS')
   deadline = time.monotonic() + timeout_s
   bind_address = None
@@ -110,11 +110,11 @@ def join(options: PlacementOptions, coordinator_address: str | None, num_process
     _call_until(deadline, initialize)
   except TimeoutError:
     count = 'all' if num_processes is None else f'all {num_processes}'
-    where = '' if coordinator_address is None else f' to {coordinator_address}'
-    raise ValueError(f'--distributed: not {count} processes came{where} within {timeout_s} s '
+    where = '' if coordinator_address is None else f' at {coordinator_address}'
+    raise ValueError(f'--distributed: not {count} processes joined{where} within {timeout_s} s '
                      '(--coordinator_timeout_s)') from None
   except (ValueError, RuntimeError) as error:
-    hint = '' if None not in given else (
+    hint = '' if None not in arguments else (
         '; without SLURM, Open MPI, Kubernetes or a TPU pod give --coordinator_address, '
         '--num_processes and --process_id')
     raise ValueError(f'--distributed: {" ".join(str(error).split())}{hint}') from None

@@ -174,4 +174,4 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
   return fire
 
 
-GRAPH = Graph(wire, separate_updates=True, replay=False)
+GRAPH = Graph(wire, wiring.actors_after, separate_updates=True, replay=False)

@@ -105,5 +105,5 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
   return [*workers, learner], wiring.waits(params, queues)
 
 
-IN_ORDER = Graph(wire_in_order, several_processes=True)
-AS_THEY_COME = Graph(wire_as_they_come)
+IN_ORDER = Graph(wire_in_order, wiring.actors_after, several_processes=True)
+AS_THEY_COME = Graph(wire_as_they_come, wiring.actors_after)

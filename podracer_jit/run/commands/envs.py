@@ -26,7 +26,7 @@ LONGEST_REASON = 80  # characters
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   if set(argv[1:]) & {'-h', '--help'}:
     print(__doc__)
     return 0
@@ -62,7 +62,7 @@ def matching(families: Mapping[str, Sequence[str]], word: str) -> list[tuple[str
 
 
 def describe(task: str) -> str:
-  """Returns what a task's observations and actions are, or why it cannot be trained."""
+  """Returns a task's observations and actions in words, or why it cannot be trained."""
   try:
     spec = envpool_envs.make_spec(task, {})
   except Exception as error:  # noqa: BLE001 - EnvPool raises whatever a family's library does
