@@ -102,13 +102,13 @@ class Box(NamedTuple):
 
 # Left and right edge of each room, and its floor, counted from the bottom.
 PLAN = {
-    'options': (20, 980, 0), 'parts': (285, 520, 1), 'types': (530, 900, 1),
-    'runtime': (20, 262, 2), 'envs': (285, 520, 2), 'numerics': (560, 860, 2),
-    'agents': (285, 680, 3), 'replay': (720, 980, 3),
-    'loops': (20, 226, 4), 'losses': (285, 520, 4),
-    'learner': (220, 560, 5), 'actor': (600, 980, 5),
-    'schemes': (20, 980, 6), 'run': (20, 980, 7),
-    'experiment': (20, 700, 8), '__main__': (720, 980, 8), 'configs': (20, 700, 9),
+    'options': (20, 980, 0), 'parts': (285, 520, 1), 'types': (560, 930, 1),
+    'numerics': (420, 650, 2), 'runtime': (20, 262, 3), 'envs': (285, 520, 3),
+    'agents': (285, 700, 4), 'replay': (740, 980, 4),
+    'loops': (20, 226, 5), 'losses': (285, 520, 5),
+    'learner': (220, 560, 6), 'actor': (600, 980, 6),
+    'schemes': (20, 980, 7), 'run': (20, 980, 8),
+    'experiment': (20, 700, 9), '__main__': (740, 980, 9), 'configs': (20, 700, 10),
 }
 COLOURS = {'ground': '#e8e4da', 'numerics': '#dcebd8', 'plumbing': '#d6e4f2', 'world': '#f4ead0',
            'maths': '#dcebd8', 'operations': '#f6ddd4', 'schemes': '#d6e4f2', 'assembly': '#e6deef'}

@@ -58,6 +58,14 @@ def test_what_the_docs_name_is_there(path):
       part = part[key]
 
 
+def test_all_islands_are_explained():
+  text = (ROOT / 'ARCHITECTURE.md').read_text()
+  files = [path.read_text() for path in (ROOT / 'podracer_jit').rglob('*.py')]
+  names = {name for file in files for name in re.findall(r"\bisland\('(\w+)'", file)}
+  assert names
+  assert {name for name in names if f'`{name}`' not in text} == set()
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize('path', [path for path in TEXTS if path.suffix == '.md'],
                          ids=lambda path: path.name)
