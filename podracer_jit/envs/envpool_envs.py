@@ -342,9 +342,9 @@ class EnvPoolVectorEnv:
   @property
   def frame_rate(self) -> float:
     """Steps a second at the task's own speed; 10 if it has no clock."""
-    config = self._pool.spec.config._asdict()
-    if 'full_action_space' in config:  # Atari, at the console's 60 Hz
-      return 60 / config['frame_skip']
+    options = self._pool.spec.config
+    if hasattr(options, 'full_action_space'):  # Atari, at the console's 60 Hz
+      return 60 / options.frame_skip
     return 50 if self.task.startswith('CartPole') else 10
 
   def close(self) -> None:

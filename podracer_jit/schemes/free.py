@@ -33,7 +33,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   Args:
     plan: of the run.
     actors: of the segment.
-    begin: the segment's first state.
+    start: the segment's first state.
     reports: channel of the learner's reports.
 
   Returns:

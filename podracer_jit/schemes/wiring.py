@@ -97,7 +97,7 @@ def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version
   Args:
     plan: of the run.
     actors: of the segment.
-    begin: the segment's first state.
+    start: the segment's first state.
     version: of the first parameters.
 
   Returns:
@@ -188,7 +188,7 @@ def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel
     plan: of the run.
     i: the actor's number.
     actor: the actor's environments and state.
-    begin: the segment's first state.
+    start: the segment's first state.
     params: channel of parameters to the actor.
     made: channel of the actor's rollouts.
     firings: most rollouts.
