@@ -1,5 +1,6 @@
 """The server of `tests.processes`: imports everything once, then forks a child for each command."""
 
+import gc
 import importlib
 import json
 import os
@@ -61,11 +62,14 @@ def main() -> None:
   server = socket.socket(fileno=int(sys.argv[1]))
   for number in (signal.SIGINT, signal.SIGCHLD):  # an end of the server's own children is no news
     signal.signal(number, signal.SIG_IGN)
+  gc.disable()
   for name in MODULES:
     importlib.import_module(name)
   from jax._src import xla_bridge
   assert not xla_bridge.backends_are_initialized()  # its threads would not be in the children
+  gc.freeze()  # so that collections in the children do not copy the server's pages
   kind, what, arguments = serve(server)
+  gc.enable()
   if kind == '-m':
     sys.argv = [what, *arguments]
     runpy.run_module(what, run_name='__main__', alter_sys=True)
