@@ -10,7 +10,7 @@ import pytest
 
 from podracer_jit import experiment
 from podracer_jit.run import main
-from tests.runs import QUICK
+from tests import processes
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [ROOT / 'README.md', ROOT / 'ARCHITECTURE.md', *sorted((ROOT / 'docs').glob('*.md')),
@@ -85,10 +85,8 @@ def test_links_lead_to_files_and_headings(path):
 @pytest.mark.parametrize('name', sorted(
     p.stem for p in (ROOT / 'podracer_jit' / 'configs').glob('[!_]*.py')))
 def test_every_config_makes_its_smoke_run(name, tmp_path):
-  result = subprocess.run(
-      [sys.executable, '-m', 'podracer_jit', f'--config=configs/{name}.py:smoke',
-       f'--workdir={tmp_path}/run'], capture_output=True, text=True, timeout=300, env=QUICK,
-      check=False)
+  result = processes.run([sys.executable, '-P', '-m', 'podracer_jit',
+                          f'--config=configs/{name}.py:smoke', f'--workdir={tmp_path}/run'])
   assert result.returncode == 0, result.stderr
   assert 'finished at update' in result.stdout
 

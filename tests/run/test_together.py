@@ -17,6 +17,7 @@ import pytest
 from podracer_jit.run import checkpoint, workdirs
 from podracer_jit.run.commands import compare, launch, rerun
 from podracer_jit.run.resolve import resolve
+from tests import processes
 from tests.runs import QUICK, small
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.checkpoint.every_updates=4',
@@ -26,14 +27,12 @@ CATCH = ['--config=configs/impala_catch.py:smoke', '--config.checkpoint.every_up
 
 def verb(name, *args, timeout=300):
   command = [sys.executable, '-P', '-m', 'podracer_jit', name, *args]
-  return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=QUICK,
-                        check=False)
+  return processes.run(command, timeout=timeout)
 
 
 def train(workdir, *args, experiment=CATCH):
   command = [sys.executable, '-P', '-m', 'podracer_jit', *experiment, f'--workdir={workdir}', *args]
-  return subprocess.run(command, capture_output=True, text=True, timeout=300, env=QUICK,
-                        check=False)
+  return processes.run(command)
 
 
 def lines(path):
