@@ -46,7 +46,7 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
     raise ValueError(f'{field}: must be a name or module:attribute, got {shown(name)}')
   if not colon:
     raise ValueError(f'{field}: there is no {shown(name)}; known are {", ".join(shipped)}, and '
-                     'your own parts as module:attribute')
+                     'module:attribute for a part of your own')
 
   try:
     part = _module(module)
