@@ -1,4 +1,4 @@
-"""From an experiment to what a run is made of, and from that to segments with environments."""
+"""Builds the components of a run from its experiment, and the segments of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a config to an Experiment: names to parts, values to types, and all checks on the way."""
+"""Turns a config into an Experiment: looks up parts, converts values, and makes all checks."""
 
 from __future__ import annotations
 
