@@ -81,7 +81,21 @@ def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None)
 
   @island('decision')
   def decide(params, obs, recurrent_state, ended, exploration, key, rollouts, t):
-    """Returns the next recurrent state, actions for the environments, and fields of the row."""
+    """Computes the policy's decisions for B environments.
+
+    Args:
+      params: of the network.
+      obs: [B, ...].
+      recurrent_state: before this row.
+      ended: [B] bool, the row before was the last of its episode.
+      exploration: [B] f32; () if the policy has no `explore`.
+      key: PRNG key of the vector environment.
+      rollouts: [] i32, rollouts made before.
+      t: [] i32, index of the row.
+
+    Returns:
+      The next recurrent state, actions for the environments, and fields of the row.
+    """
     dist_params, value, recurrent_state = apply(params, obs[None], recurrent_state, ~ended[None])
     chex.assert_rank([dist_params, value], [3, 2])  # [1, B, K] and [1, B]
     key = jax.random.fold_in(jax.random.fold_in(key, rollouts), t)
@@ -261,7 +275,17 @@ def zeros(obs: Observations, num_envs: int, policy: Policy, steps: int) -> Rollo
 
 @jax.named_scope('storing')
 def _add(buffer: Rollout, t, before: jax.Array, obs: jax.Array) -> Rollout:
-  """Sets the observations of row t; `before` holds those of row t - 1."""
+  """Sets the observations of a row.
+
+  Args:
+    buffer: the rollout.
+    t: index of the row.
+    before: [B, ...], observations of row t - 1.
+    obs: [B, ...], observations of row t.
+
+  Returns:
+    The rollout with the row set.
+  """
   return buffer._replace(obs=frames.add(buffer.obs, t, before, obs))
 
 

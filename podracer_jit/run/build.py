@@ -93,8 +93,10 @@ def make_run(experiment: Experiment) -> Run:
 
 def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> Iterator[str]:
   """Yields what cannot be on the devices that were found."""
-  scheme, name = experiment.scheme, experiment.scheme_name
-  groups, mesh_size = experiment.num_grad_shards, place.mesh.size
+  scheme = experiment.scheme
+  name = experiment.scheme_name
+  groups = experiment.num_grad_shards
+  mesh_size = place.mesh.size
   if groups % mesh_size:
     yield options.uneven(
         options.Count('num_grad_shards', groups, experiment.differs('num_grad_shards'),
@@ -132,7 +134,8 @@ def make_network(experiment: Experiment) -> nn.Module:
         experiment.normalise.moments)
   except ValueError as error:
     raise ValueError(f'network.{error}') from None
-  name, spec = experiment.network_name, experiment.spec
+  name = experiment.network_name
+  spec = experiment.spec
   obs = jax.ShapeDtypeStruct((1, 1, *spec.obs_shape), spec.obs_dtype)
 
   def init(obs):
@@ -176,7 +179,9 @@ def _rollout_learner(experiment: Experiment, parts: Parts) -> RolloutLearner:
 
 def _replay_learner(experiment: Experiment, parts: Parts) -> ReplayLearner:
   """Returns the learner of an algorithm that learns from a replay."""
-  algorithm, replay, spec = experiment.algorithm, experiment.replay, experiment.spec
+  algorithm = experiment.algorithm
+  replay = experiment.replay
+  spec = experiment.spec
   groups = experiment.num_grad_shards
   group_envs = experiment.env.num_envs // groups
   sizes = replay_updates.Sizes(
@@ -194,7 +199,9 @@ def _replay_learner(experiment: Experiment, parts: Parts) -> ReplayLearner:
 
 def _make_acting(experiment: Experiment, network: nn.Module) -> Acting:
   """Returns the way in which the actors of an experiment act."""
-  algorithm, spec, steps = experiment.algorithm, experiment.spec, experiment.unroll_length
+  algorithm = experiment.algorithm
+  spec = experiment.spec
+  steps = experiment.unroll_length
   if experiment.env_batch:
     obs = jax.ShapeDtypeStruct(spec.obs_shape, spec.obs_dtype)
     return FirstReady(network, steps, spec.stack, obs)
@@ -218,7 +225,8 @@ def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any = (
   Returns:
     The actors, in order.
   """
-  experiment, place = run.experiment, run.place
+  experiment = run.experiment
+  place = run.place
   devices = [place.actors[0]] if experiment.scheme.graph.one_program else place.actors
   per_actor = experiment.num_shards // (len(devices) * place.processes)
   width = experiment.env.num_envs // experiment.num_shards
@@ -289,7 +297,8 @@ def segment(run: Run, state: TrainState, index: int, updates: int,
   Yields:
     The segment. Its environments are closed on the way out, once their programs have finished.
   """
-  total_steps, mesh = run.experiment.total_steps, run.place.mesh
+  total_steps = run.experiment.total_steps
+  mesh = run.place.mesh
 
   def ended(state: TrainState) -> bool:
     stopped = placement.any_process(stop(), mesh)

@@ -29,7 +29,8 @@ class Broken(RuntimeError):
 
   def __init__(self, update: int, words: str):
     super().__init__(f'the checkpoint of update {update} is broken: {words}')
-    self.update, self.words = update, words
+    self.update = update
+    self.words = words
 
 
 class NotSaved(OSError):
@@ -77,7 +78,8 @@ class Checkpoints:
     state_digest = manifest.digest(without_replay)
     folder = path_of(self._workdir, update)
     safe = f'that of update {before[-1]} is safe' if before else 'there was none before it'
-    free, needed = shutil.disk_usage(self._workdir).free, _local_bytes(state)
+    free = shutil.disk_usage(self._workdir).free
+    needed = _local_bytes(state)
     if free < needed:  # sooner said than found out by Orbax, whose threads then print much
       raise NotSaved(f'cannot save the checkpoint of update {update} in {folder} (it needs at '
                      f'least {needed:,} bytes, and {free:,} are free); {safe}')
@@ -194,7 +196,8 @@ def recover(workdir: Path) -> tuple[int | None, list[str]]:
     ValueError: there are checkpoints, and none is whole. All stay where they are.
   """
   existing = updates_in(workdir)
-  whole, problems = None, {}
+  whole = None
+  problems = {}
   for update in reversed(existing):
     words = problem(workdir, update)
     if not words:

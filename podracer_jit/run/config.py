@@ -50,7 +50,8 @@ SECTIONS = {
     'checkpoint': CheckpointOptions,
     'log': LogOptions,
 }
-SCHEME, POLICY = 'cleanba', 'auto'  # by default
+SCHEME = 'cleanba'  # by default
+POLICY = 'auto'
 ALLOW_MODULES = (  # the help of a flag
     'Modules, or .py files, of your own parts that may be imported if the config in the workdir '
     'names them; by comma. Importing a module runs it.')
@@ -62,7 +63,8 @@ def find_part(section: str, name: str) -> type:
   Raises:
     ValueError: there is none, or it is of another kind, in one line.
   """
-  choice, field = CHOICES[section], f'{section}.name'
+  choice = CHOICES[section]
+  field = f'{section}.name'
   part = parts.find(field, name, choice.shipped)
   if not (isinstance(part, type) and issubclass(part, choice.base)):
     raise ValueError(f'{field}: {name} must be {choice.wanted}')

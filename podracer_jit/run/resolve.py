@@ -188,7 +188,8 @@ def _find_scheme(name: Any) -> Scheme:
 
 def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec) -> Policy:
   """Returns the policy of the config that fits the algorithm and the actions of the task."""
-  discrete, reads = bool(spec.num_actions), algorithm.network_kind.policy_reads
+  discrete = bool(spec.num_actions)
+  reads = algorithm.network_kind.policy_reads
   fitting = {name: family for name, family in FAMILIES.items()
              if family.discrete == discrete and family.reads == reads}
   if not fitting:
