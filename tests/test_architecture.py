@@ -31,7 +31,7 @@ OUTSIDE = {
     'ground': {'jax', 'numpy'},
     'numerics': {'jax', 'numpy', 'chex'},
     'maths': {'jax', 'numpy', 'chex', 'rlax', 'flax', 'optax'},
-    'world': {'jax', 'numpy', 'chex', 'envpool'},
+    'world': {'jax', 'numpy', 'chex', 'envpool', 'gymnasium', 'gymnax'},
     'operations': {'jax', 'numpy', 'chex', 'flax', 'optax'},
     'plumbing': {'jax', 'numpy', 'absl'},
     'schemes': {'jax', 'numpy'},
