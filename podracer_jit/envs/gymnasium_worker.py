@@ -8,7 +8,6 @@ tells either process that the other one is gone.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import mmap
 import os
@@ -161,21 +160,15 @@ def _construct(task: str, options: Mapping[str, Any]) -> Any:
       raise ValueError(f'env.task: {task}: {shorten(str(error))}') from None
 
   own = parts.find('env.task', task, {})
-  options = dict(options)
-  limit = None
-  if 'max_episode_steps' in options and not _takes(own, 'max_episode_steps'):
-    limit = options.pop('max_episode_steps')
-  env = own(**options)
-  return env if limit is None else TimeLimit(env, limit)
-
-
-def _takes(function: Any, argument: str) -> bool:
-  """Returns whether a function or class has this argument."""
   try:
-    arguments = inspect.signature(function).parameters.values()
-  except (TypeError, ValueError):
-    return False
-  return any(x.name == argument or x.kind is inspect.Parameter.VAR_KEYWORD for x in arguments)
+    return own(**options)
+  except TypeError as error:
+    if not (_refuses_arguments(error) and "'max_episode_steps'" in str(error)):
+      raise
+  # Every environment has this option, also one whose code does not know it.
+  options = dict(options)
+  limit = options.pop('max_episode_steps')
+  return TimeLimit(own(**options), limit)
 
 
 def _refuses_arguments(error: TypeError) -> bool:
