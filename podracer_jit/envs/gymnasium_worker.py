@@ -185,6 +185,7 @@ class _Environments:
     rows = slice(setup.first_env, setup.first_env + len(setup.seeds))
     self._arrays = Arrays(*(view[rows] for view in arrays(memory, setup.layout)))
     self._envs: list[gymnasium.Env] = []
+    self._obs_shape = setup.layout.obs_shape
     self._ended = [False] * len(setup.seeds)
     # For error messages: what is being done, by which environment.
     self._doing = ('constructor', 0)
@@ -199,10 +200,16 @@ class _Environments:
     for i, (env, seed) in enumerate(zip(self._envs, self._setup.seeds, strict=True)):
       self._doing = ('reset', i)
       obs, _ = env.reset(seed=seed)
-      self._store(i, obs)
+      self._arrays.obs[i] = self._checked(obs)
 
   def step(self) -> None:
     """Takes the actions in the shared memory; resets environments whose episode has ended."""
+    all_obs = self._arrays.obs
+    actions = self._actions()
+    # Arrays are written as a whole, since NumPy takes longer for single numbers.
+    rewards = []
+    ends = []
+    cuts = []
     for i, env in enumerate(self._envs):
       if self._ended[i]:
         self._doing = ('reset', i)
@@ -211,14 +218,16 @@ class _Environments:
         terminated = truncated = False
       else:
         self._doing = ('step', i)
-        obs, reward, terminated, truncated, _ = env.step(self._action(i))
-        # An episode ends in one way: a terminated one has no value to bootstrap from.
-        truncated = bool(truncated) and not terminated
-      self._store(i, obs)
-      self._arrays.reward[i] = float(reward)
-      self._arrays.terminated[i] = terminated
-      self._arrays.truncated[i] = truncated
-      self._ended[i] = bool(terminated) or truncated
+        obs, reward, terminated, truncated, _ = env.step(actions[i])
+      all_obs[i] = self._checked(obs)
+      rewards.append(float(reward))
+      ends.append(bool(terminated))
+      # An episode ends in one way: a terminated one has no value to bootstrap from.
+      cuts.append(bool(truncated) and not terminated)
+    self._arrays.reward[:] = rewards
+    self._arrays.terminated[:] = ends
+    self._arrays.truncated[:] = cuts
+    self._ended = [end or cut for end, cut in zip(ends, cuts, strict=True)]
 
   def render(self) -> np.ndarray:
     """Returns the picture of the first environment.
@@ -249,20 +258,19 @@ class _Environments:
             f'raised {type(error).__name__}: {shorten(str(error), 400)} '
             f'({frame.filename}, line {frame.lineno}, in {frame.name})')
 
-  def _action(self, i: int) -> Any:
-    """Returns the action of environment i, as its action space has them."""
-    action = self._arrays.action[i]
+  def _actions(self) -> Sequence[Any]:
+    """Returns the actions as the action space has them: numbers, or arrays."""
     if self._first_action is not None:
-      return int(action) + int(self._first_action)
+      return (self._arrays.action + self._first_action).tolist()
     # A copy: an environment may keep its action.
-    return np.array(action, self._action_dtype)
+    return np.array(self._arrays.action, self._action_dtype)
 
-  def _store(self, i: int, obs: Any) -> None:
+  def _checked(self, obs: Any) -> np.ndarray:
     obs = np.asarray(obs)
-    if obs.shape != self._setup.layout.obs_shape:
+    if obs.shape != self._obs_shape:
       raise ValueError(f'the observation has the shape {obs.shape}, that of the space is '
-                       f'{self._setup.layout.obs_shape}')
-    self._arrays.obs[i] = obs
+                       f'{self._obs_shape}')
+    return obs
 
 
 def main(parent: socket.socket, setup: Setup) -> None:
