@@ -28,6 +28,11 @@ def look_beside(path: Path) -> None:
     _folders.insert(0, folder)
 
 
+def folders() -> list[Path]:
+  """Returns the folders that `look_beside` has added, the first to be searched first."""
+  return list(_folders)
+
+
 def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
   """Returns the part with a name; imports its module if it is a user's own.
 

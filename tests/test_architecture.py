@@ -18,7 +18,7 @@ OUTSIDE = {
     'ground': {'jax', 'numpy'},
     'numerics': {'jax', 'numpy', 'chex'},
     'maths': {'jax', 'numpy', 'chex', 'rlax', 'flax', 'optax'},
-    'world': {'jax', 'numpy', 'chex', 'envpool', 'gymnax'},
+    'world': {'jax', 'numpy', 'chex', 'envpool', 'gymnasium', 'gymnax'},
     'operations': {'jax', 'numpy', 'chex', 'flax', 'optax'},
     'plumbing': {'jax', 'numpy', 'absl'},
     'schemes': {'jax', 'numpy'},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,14 +16,20 @@ from podracer_jit.options import shorten, shown
 # has their FAMILY.
 EXTRAS = {'gymnax': 'podracer_jit.envs.gymnax_envs'}
 
+# Tasks of Gymnasium, as 'gymnasium:ID'.
+GYMNASIUM = 'gymnasium'
+
 # Families of users' environments, by task: what they have compiled is used again.
 _own: dict[str, JaxFamily] = {}
 
 
-def is_shipped(task: str) -> bool:
-  """Returns whether a task is one of this package's kinds, so that no user's module is imported."""
-  kind, colon, _ = task.partition(':')
-  return not colon or kind in EXTRAS
+def own_module(task: str) -> str:
+  """Returns the user's module that a task names, or '' if it names none."""
+  kind, colon, name = task.partition(':')
+  if not colon or kind in EXTRAS:
+    return ''
+  # 'gymnasium:module:ID' names the module that registers an environment.
+  return name.rpartition(':')[0] if kind == GYMNASIUM else kind
 
 
 def may_start_jax(task: str) -> bool:
@@ -34,8 +41,9 @@ def family_of(task: str) -> Family:
   """Returns the family of a task.
 
   Args:
-    task: a task of EnvPool, 'gymnax:TASK', or 'module:attribute' of a user's own: a class like
-      `jax_envs.JaxEnv`, or a `protocol.Family`.
+    task: a task of EnvPool, 'gymnax:TASK', 'gymnasium:ID', or 'module:attribute' of a user's own: a
+      subclass of gymnasium.Env or a function that returns one, a class like `jax_envs.JaxEnv`, or a
+      `protocol.Family`.
 
   Raises:
     ValueError: there is no such family, or it lacks a function; the message is one line.
@@ -48,17 +56,32 @@ def family_of(task: str) -> Family:
   if kind in EXTRAS:
     return _extra(kind, task)
 
+  if kind == GYMNASIUM:
+    return _gymnasium_family()
+
   own = parts.find('env.task', task, {})
   if all(hasattr(own, name) for name in ('make_spec', 'make_vector_env')):
     return own
+  # A module that has a subclass of gymnasium.Env has imported gymnasium.
+  gymnasium = sys.modules.get('gymnasium')
+  is_gymnasium = gymnasium and isinstance(own, type) and issubclass(own, gymnasium.Env)
+  if is_gymnasium or callable(own) and not isinstance(own, type):
+    return _gymnasium_family()
   required = ('reset', 'step', 'observation_space', 'action_space')
   if isinstance(own, type) and hasattr(own, 'reset') and hasattr(own, 'step'):
     if task not in _own or _own[task].made_of is not own:
       _own[task] = _OwnFamily(own)
     return _own[task]
   raise ValueError(f'env.task: {task} is no environment: neither a class with '
-                   f'{", ".join(required)} (see envs/jax_envs.py), nor a family with make_spec '
-                   'and make_vector_env (see envs/protocol.py)')
+                   f'{", ".join(required)} (see envs/jax_envs.py), nor a subclass of gymnasium.Env '
+                   'or a function that returns one (see envs/gymnasium_envs.py), nor a family with '
+                   'make_spec and make_vector_env (see envs/protocol.py)')
+
+
+def _gymnasium_family() -> Family:
+  # Imported here because other tasks do not need it.
+  from podracer_jit.envs import gymnasium_envs
+  return gymnasium_envs
 
 
 def _extra(kind: str, task: str) -> Family:

@@ -1,12 +1,13 @@
 """Interface of environments: a spec, and vector environments that a compiled program steps.
 
 An environment family creates both: `envpool_envs` for tasks of EnvPool, `jax_envs` for environments
-that are JAX functions. A user's family is an object with the functions of `Family`, given as
-`env.task = 'module:attribute'`.
+that are JAX functions, `gymnasium_envs` for environments that Python steps. A user's family is an
+object with the functions of `Family`, given as `env.task = 'module:attribute'`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +28,24 @@ class EnvSpec(NamedTuple):
   max_episode_steps: int  # 0 if unknown or unlimited
   stack: int = 1  # frames in an observation if `frames.Frames` can hold them, else 1
   is_function: bool = False  # the environments are JAX functions, see `jax_envs`
+  calls_python: bool = False  # Python steps the environments, see `gymnasium_envs`
+
+
+class EnvironmentFailed(RuntimeError):
+  """Raised if an environment raises an exception or its process ends; the message is one line."""
+
+
+def environment_failure(error: BaseException) -> str:
+  """Returns the message of the `EnvironmentFailed` behind an error; empty if there is none.
+
+  XLA turns an exception of a callback into an error with the exception's traceback as its text.
+  """
+  if isinstance(error, EnvironmentFailed):
+    return str(error)
+  match = re.search(rf'\b{EnvironmentFailed.__name__}: (.*)', str(error))
+  if match:
+    return match[1].strip()
+  return environment_failure(error.__cause__) if error.__cause__ else ''
 
 
 class TimeStep(NamedTuple):

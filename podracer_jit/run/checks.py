@@ -181,6 +181,9 @@ def _asynchronous(experiment: Experiment) -> Iterator[str]:
   if experiment.normalise.reward:
     yield ('env_batch: normalise.reward wants the returns of all environments in order; must be '
            f'0, got {size}')
+  if experiment.spec.is_function or experiment.spec.calls_python:
+    yield (f'env_batch: all environments of {experiment.env.task} step together; must be 0, got '
+           f'{size}')
 
 
 def _replay(experiment: Experiment) -> Iterator[str]:

@@ -16,7 +16,7 @@ from podracer_jit.agents.networks import TorsoOptions
 from podracer_jit.agents.optimizers import OPTIMIZERS, Optimizer
 from podracer_jit.agents.policies import FAMILIES
 from podracer_jit.agents.running_moments import NormaliseOptions
-from podracer_jit.envs.families import is_shipped
+from podracer_jit.envs.families import own_module
 from podracer_jit.losses.algorithm import ReplayAlgorithm, RolloutAlgorithm
 from podracer_jit.replay.options import ReplayOptions
 from podracer_jit.run.settings import (
@@ -164,9 +164,10 @@ def modules(fields: Mapping[str, Any]) -> dict[str, str]:
   for section, field in (('env', 'task'), *((section, 'name') for section in CHOICES)):
     values = fields.get(section)
     named[f'{section}.{field}'] = values.get(field) if isinstance(values, Mapping) else None
-  if is_shipped(str(named['env.task'])):
-    del named['env.task']
-  return {field: str(name).partition(':')[0] for field, name in named.items() if ':' in str(name)}
+  own = {field: str(name).partition(':')[0] for field, name in named.items() if ':' in str(name)}
+  if 'env.task' in own:
+    own['env.task'] = own_module(str(named['env.task']))
+  return {field: module for field, module in own.items() if module or field != 'env.task'}
 
 
 def check_modules(fields: Mapping[str, Any], allowed: Collection[str], where: str) -> None:

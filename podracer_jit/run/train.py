@@ -14,6 +14,7 @@ import jax
 from absl import flags, logging
 
 from podracer_jit import loops
+from podracer_jit.envs.protocol import environment_failure
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.run import (
     build,
@@ -103,6 +104,9 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       complain(f'podracer_jit: {error}')
       return _leave(exit_codes.FAILED)
     except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message
+      if environment_failure(error):
+        complain(f'podracer_jit: {environment_failure(error)}')
+        return _leave(exit_codes.FAILED)
       logging.exception('the run failed')
       complain(f'podracer_jit: {type(error).__name__}: {error}')
       return _leave(exit_codes.FAILED)
@@ -231,6 +235,9 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       progress.note(f'going on from update {int(state.update)} ({int(state.steps):,} steps)')
     else:
       progress.note(f'{title}: starting')
+    if experiment.spec.calls_python:
+      progress.note(f'slow environments: Python steps {experiment.env.task}, in worker processes; '
+                    'EnvPool or JAX functions would be faster')
     if int(state.steps) < experiment.total_steps:
       progress.compiling()
     files = None
@@ -355,7 +362,8 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
     except loops.Stuck as error:
       # EnvPool's receive cannot be interrupted, so nothing else ends those threads. A normal exit
       # would wait for them.
-      complain(f'podracer_jit: {error.__cause__!r}; {error}')
+      cause = environment_failure(error) or repr(error.__cause__)
+      complain(f'podracer_jit: {cause}; {error}')
       os._exit(exit_codes.FAILED)
     envs = build.envs_after(run, states, saved)
   return states['learner'].train, meter.meta() | {'segment': index + 1}, envs

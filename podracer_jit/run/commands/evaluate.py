@@ -20,6 +20,7 @@ from pathlib import Path
 
 from absl import flags
 
+from podracer_jit.envs.protocol import environment_failure
 from podracer_jit.run import config, evaluation, video
 from podracer_jit.runtime import host
 
@@ -47,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
   try:
     _evaluate(agent, workdir, values, movie)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
-    said = ' '.join(str(error).split())
-    print(f'podracer_jit evaluate: {type(error).__name__}: {said}', file=sys.stderr)
+    said = environment_failure(error) or f'{type(error).__name__}: {" ".join(str(error).split())}'
+    print(f'podracer_jit evaluate: {said}', file=sys.stderr)
     return 1
   return 0
 

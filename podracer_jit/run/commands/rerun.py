@@ -25,6 +25,7 @@ from absl import flags
 
 from podracer_jit import loops
 from podracer_jit.envs import frames
+from podracer_jit.envs.protocol import environment_failure
 from podracer_jit.numerics.fingerprints import as_hex, canary
 from podracer_jit.run import build, checkpoint, config, journal, video, workdirs
 from podracer_jit.run.experiment import Experiment
@@ -69,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
     rollout = rerun(run, state, envs, header['segment'], values.update, receipts)
     _write(rollout, workdir / f'update_{values.update}', values.env, run)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
-    print(f'podracer_jit rerun: {type(error).__name__}: {error}', file=sys.stderr)
+    said = environment_failure(error) or f'{type(error).__name__}: {error}'
+    print(f'podracer_jit rerun: {said}', file=sys.stderr)
     return 1
   return 0
 
