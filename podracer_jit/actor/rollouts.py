@@ -226,7 +226,8 @@ def _discount(discount: float, env: EnvState, buffer: Rollout) -> tuple[EnvState
 def count(env: EnvState, step: TimeStep) -> tuple[EnvState, dict[str, Any]]:
   """Advances the episode counters of B environments by one step.
 
-  Invalid rows add nothing to an episode.
+  Invalid rows add nothing to an episode, and their reward is 0: some tasks, such as those of
+  MetaWorld, give one for a reset.
 
   Returns:
     The state after the step, and the fields [B] of the row that the step ends.
@@ -244,7 +245,8 @@ def count(env: EnvState, step: TimeStep) -> tuple[EnvState, dict[str, Any]]:
       obs=step.obs, ended=step.terminated | step.truncated,
       episode_return=jnp.where(over, 0.0, episode_return),
       episode_length=jnp.where(over, 0, length))
-  return env, dict(reward=step.reward, terminated=step.terminated, truncated=step.truncated,
+  reward = jnp.where(valid, step.reward, 0.0)
+  return env, dict(reward=reward, terminated=step.terminated, truncated=step.truncated,
                    episodes=Episodes(over, episode_return, length))
 
 

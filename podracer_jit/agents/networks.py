@@ -21,6 +21,7 @@ from jax import lax
 
 from podracer_jit.agents import running_moments
 from podracer_jit.agents.policies import Policy
+from podracer_jit.envs.protocol import EnvSpec, ObsPart, take_apart
 from podracer_jit.numerics import convolution
 from podracer_jit.options import internal, option, shown
 from podracer_jit.types import Params
@@ -99,20 +100,25 @@ class Conv(nn.Module):
     return (jax.checkpoint(convolve) if self.of else convolve)(x, w) + b
 
 
-def _image(obs: jax.Array) -> jax.Array:
-  """Returns [N, H, W, C] f32 in [0, 1] of images [N, C, H, W] uint8."""
-  # The barrier makes XLA transpose bytes, not floats.
-  return lax.optimization_barrier(obs.transpose(0, 2, 3, 1)).astype(jnp.float32) / 255.0
+def _image(obs: jax.Array, channels_last: bool = False) -> jax.Array:
+  """Returns [N, H, W, C] f32 of images [N, C, H, W], or [N, H, W, C]; bytes become 0 to 1."""
+  if not channels_last:
+    # The barrier makes XLA transpose bytes, not floats.
+    obs = lax.optimization_barrier(obs.transpose(0, 2, 3, 1))
+  image = obs.astype(jnp.float32)
+  return image / 255.0 if obs.dtype == np.uint8 else image
 
 
-def _centred_image(obs: jax.Array) -> jax.Array:
+def _centred_image(obs: jax.Array, channels_last: bool = False) -> jax.Array:
   """Returns the result of `_image`, from which each image's mean is subtracted."""
-  x = _image(obs)
+  x = _image(obs, channels_last)
   return x - jnp.mean(x, axis=(1, 2, 3), keepdims=True)
 
 
 class ConvTorso(nn.Module):
   """Convolutions, followed by one dense layer: [N, C, H, W] -> [N, hidden].
+
+  The task says whether its images are [N, C, H, W] or [N, H, W, C]; see `fit_to_task`.
 
   On CPUs the convolutions process a few rows at a time, so that their activations fit the cache;
   the dense layer processes all rows together. With hidden = 0 the result is the flattened output of
@@ -124,10 +130,11 @@ class ConvTorso(nn.Module):
   at_once = 16
   hidden: int = option(256, 'units of the dense layer', at_least=1, at_most=MAX_UNITS)
   chunked: bool = internal(True)
+  channels_last: bool = internal(False)  # observations are [N, H, W, C]
 
   @nn.compact
   def __call__(self, obs: jax.Array) -> jax.Array:
-    """Returns features [N, hidden] of observations [N, C, H, W] uint8."""
+    """Returns features [N, hidden] of observations [N, C, H, W], or [N, H, W, C]."""
     chex.assert_rank(obs, 4)
     if self.chunked and not self.is_initializing():
       convolutions = self.clone(hidden=0, chunked=False, parent=None)
@@ -167,8 +174,9 @@ class NatureCNN(ConvTorso):
              f'{shown(tuple(self.strides))}')
 
   def convolve(self, x: jax.Array) -> jax.Array:
-    """Returns the last convolution's activations [N, H', W', C'] of x [N, C, H, W] uint8."""
-    of = _centred_image if self.centre else _image
+    """Returns the last convolution's activations [N, H', W', C'] of observations x."""
+    of = functools.partial(_centred_image if self.centre else _image,
+                           channels_last=self.channels_last)
     for features, kernel, stride in zip(self.channels, self.kernels, self.strides, strict=True):
       x = nn.relu(Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)), of=of)(x))
       of = None
@@ -197,8 +205,8 @@ class ImpalaResNet(ConvTorso):
   dense_init = staticmethod(nn.initializers.lecun_normal())
 
   def convolve(self, x: jax.Array) -> jax.Array:
-    """Returns the last section's activations [N, H', W', C'] of x [N, C, H, W] uint8."""
-    of = _image
+    """Returns the last section's activations [N, H', W', C'] of observations x."""
+    of = functools.partial(_image, channels_last=self.channels_last)
     for features in self.channels:
       x = convolution.max_pool(Conv(features, 3, padding='SAME', of=of)(x), window=3, stride=2)
       of = None
@@ -268,8 +276,67 @@ class MLP(nn.Module):
     return self.clone(hidden=tuple(self.hidden[:-1])), self.hidden[-1]
 
 
+class ImageAndVector(nn.Module):
+  """Convolutions on the images among an observation's parts, and an MLP on all other parts.
+
+  It is for tasks whose observations are dicts, such as MiniGrid's image, direction and mission. The
+  features of each image and of the vector are concatenated.
+  """
+
+  needs_parts: ClassVar[bool] = True
+
+  channels: Sequence[int] = option((16, 32), 'output channels of each convolution', at_least=1,
+                                   at_most=MAX_UNITS, max_length=MAX_LAYERS)
+  kernel: int = option(3, 'width of each square kernel', at_least=1, at_most=1000)
+  largest: float = option(255.0, 'value of an image that becomes 1, such as 10 for MiniGrid',
+                          above=0)
+  image_hidden: int = option(128, 'features of each image', at_least=1, at_most=MAX_UNITS)
+  vector_hidden: Sequence[int] = option((64,), 'units of each layer on the other parts',
+                                        at_least=1, at_most=MAX_UNITS, max_length=MAX_LAYERS)
+  parts: Sequence[ObsPart] = internal(())  # see `fit_to_task`
+
+  @nn.compact
+  def __call__(self, obs: jax.Array) -> jax.Array:
+    """Returns features [N, F] of flat observations [N, D]."""
+    chex.assert_rank(obs, 2)
+    arrays = take_apart(obs, self.parts)
+    features, vectors = [], []
+    for part in self.parts:
+      x = arrays[part.name]
+      if part.is_image:
+        features.append(self._look(x if part.channels_last else x.transpose(0, 2, 3, 1)))
+      else:
+        # Bytes, such as the letters of a text, become numbers from 0 to 1.
+        x = x / 255.0 if x.dtype == np.uint8 else x.astype(jnp.float32)
+        vectors.append(x.reshape(len(obs), -1))
+    if vectors:
+      features.append(MLP(self.vector_hidden)(jnp.concatenate(vectors, axis=1)))
+    return jnp.concatenate(features, axis=1)
+
+  def _look(self, image: jax.Array) -> jax.Array:
+    """Returns features [N, image_hidden] of an image [N, H, W, C]."""
+    x = image.astype(jnp.float32) / self.largest
+    for channels in self.channels:
+      x = nn.relu(Conv(channels, self.kernel, kernel_init=orthogonal(np.sqrt(2)))(x))
+    x = x.reshape(len(x), -1)
+    return nn.relu(nn.Dense(self.image_hidden, kernel_init=orthogonal(np.sqrt(2)))(x))
+
+
+def fit_to_task(network: nn.Module, spec: EnvSpec) -> nn.Module:
+  """Returns the network with what it asks to know about a task's observations.
+
+  A network asks by a field that is no option: `channels_last: bool = internal(False)` says whether
+  images are (H, W, C), and `parts: Sequence[ObsPart] = internal(())` what a flat observation
+  consists of. A network without these fields gets observations just the same.
+  """
+  known = {'channels_last': spec.channels_last, 'parts': spec.parts}
+  names = {field.name for field in dataclasses.fields(network)}
+  asked = {name: value for name, value in known.items() if value and name in names}
+  return network.clone(**asked) if asked else network
+
+
 TORSOS = {'impala_resnet': ImpalaResNet, 'fixup_resnet': FixupResNet, 'nature_cnn': NatureCNN,
-          'mlp': MLP}
+          'mlp': MLP, 'image_and_vector': ImageAndVector}
 CORES = {'gru': nn.GRUCell, 'lstm': nn.OptimizedLSTMCell}
 
 
@@ -337,9 +404,10 @@ class ActorCritic(nn.Module):
       x = x.reshape(-1, x.shape[-1])
     y = x if self.critic is None else self.critic(obs)
 
-    outputs = self.policy.action_shape[0] if self.policy.action_shape else self.policy.dist_size
+    continuous = np.issubdtype(self.policy.action_dtype, np.floating)
+    outputs = self.policy.action_shape[0] if continuous else self.policy.dist_size
     dist_params = nn.Dense(outputs, kernel_init=orthogonal(0.01), name='policy')(x)
-    if self.policy.action_shape:
+    if continuous:
       log_std = self.param('log_std', nn.initializers.zeros, (outputs,))
       log_std = jnp.broadcast_to(log_std, dist_params.shape)
       dist_params = jnp.concatenate([dist_params, log_std], axis=-1)

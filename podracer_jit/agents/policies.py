@@ -6,7 +6,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import chex
@@ -16,7 +16,11 @@ import numpy as np
 
 
 class Policy(NamedTuple):
-  """Family of distributions over actions: [...] i32 if discrete, [..., A] f32 if continuous."""
+  """Family of distributions over actions.
+
+  An action is [...] i32 if it is one choice, [..., A] i32 if it is A choices, and [..., A] f32 if
+  it is continuous.
+  """
 
   dist_size: int  # K
   action_shape: tuple[int, ...]  # of one action: () or (A,)
@@ -50,6 +54,46 @@ def categorical(num_actions: int) -> Policy:
       lambda key, logits: jax.random.categorical(key, logits).astype(jnp.int32),
       lambda logits: jnp.argmax(logits, axis=-1).astype(jnp.int32),
       log_prob, entropy, lambda action: action)
+
+
+def product_of_categoricals(choices: Sequence[int]) -> Policy:
+  """Returns the policy over vectors of choices, which are independent given the observation.
+
+  dist_params [..., sum(choices)] holds the logits of the first element's choices, then those of the
+  second, and so on.
+
+  Args:
+    choices: number of choices of each element of an action.
+  """
+  choices = tuple(choices)
+  ends = tuple(int(end) for end in np.cumsum(choices))
+  elements = [categorical(number) for number in choices]
+
+  def split(logits):
+    chex.assert_axis_dimension(logits, -1, ends[-1])
+    return jnp.split(logits, ends[:-1], axis=-1)
+
+  def sample(key, logits):
+    keys = jax.random.split(key, len(choices))
+    return jnp.stack([element.sample(key, part) for element, key, part in
+                      zip(elements, keys, split(logits), strict=True)], axis=-1)
+
+  def mode(logits):
+    return jnp.stack([element.mode(part) for element, part in
+                      zip(elements, split(logits), strict=True)], axis=-1)
+
+  def log_prob(logits, action):
+    chex.assert_type(action, int)
+    chex.assert_shape(action, (*logits.shape[:-1], len(choices)))
+    return sum(element.log_prob(part, action[..., i])
+               for i, (element, part) in enumerate(zip(elements, split(logits), strict=True)))
+
+  def entropy(logits):
+    return sum(element.entropy(part)
+               for element, part in zip(elements, split(logits), strict=True))
+
+  return Policy(ends[-1], (len(choices),), np.dtype(np.int32), sample, mode, log_prob, entropy,
+                lambda action: action)
 
 
 def _normal_log_prob(dist_params: jax.Array, action: jax.Array) -> jax.Array:
@@ -188,15 +232,19 @@ ACTION = 'an action'
 class Family(NamedTuple):
   """Constructor of policies, independent of the task."""
 
-  # (number of actions) if discrete, else (lower bounds [A], upper bounds [A]) -> the policy
+  # (number of actions) if an action is one choice, (number of choices of each element) if it is
+  # several, else (lower bounds [A], upper bounds [A]) -> the policy
   make: Callable[..., Policy]
-  discrete: bool  # actions are discrete
+  discrete: bool  # actions are choices
   reads: str  # kind of `dist_params`: DISTRIBUTION, ACTION_VALUES or ACTION
+  several: bool = False  # an action is a vector of choices
 
 
 # 'auto' selects the first family that fits the algorithm and the task.
 FAMILIES = {
     'categorical': Family(categorical, discrete=True, reads=DISTRIBUTION),
+    'product_of_categoricals': Family(product_of_categoricals, discrete=True, reads=DISTRIBUTION,
+                                      several=True),
     'gaussian': Family(gaussian, discrete=False, reads=DISTRIBUTION),
     'scaled_gaussian': Family(scaled_gaussian, discrete=False, reads=DISTRIBUTION),
     'tanh_gaussian': Family(tanh_gaussian, discrete=False, reads=DISTRIBUTION),

@@ -6,11 +6,12 @@ which would kill the process reaches EnvPool.
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -24,7 +25,7 @@ with warnings.catch_warnings():
   warnings.simplefilter('ignore')
   import envpool
 
-from podracer_jit.envs.protocol import EnvSpec, TimeStep
+from podracer_jit.envs.protocol import EnvSpec, ObsPart, TimeStep
 from podracer_jit.options import LARGEST_FLOAT, shown
 
 # Options that are not the user's: other fields of the config, or this package, set them.
@@ -39,6 +40,9 @@ _TIMES = ('step', 'time', 'duration', 'frequency')
 # Bound of an option that may be a length; 100 times its default if that is larger.
 _LARGEST_SIZE = 10_000
 _LARGEST_OBS = 2**26  # bytes of one observation
+_MOST_CHOICES = 10_000  # of one element of an integer action
+# A larger Discrete part of a dict is a counter, not a category: it stays one number.
+_LARGEST_ONE_HOT = 128
 
 render_options = {'render_mode': 'rgb_array'}
 
@@ -61,7 +65,7 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
     raise ValueError(f'env.task: EnvPool has no task {shown(task)}'
                      + (f'; did you mean {" or ".join(near)}?' if near else ''))
 
-  usual = _quiet_spec(task, {})
+  usual = _usual_spec(task)
   default = usual.config._asdict()
   for name, value in options.items():
     if name in _OURS or name not in default:
@@ -95,27 +99,78 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
     raise ValueError(f'env.{max(options, key=lambda name: _obs_bytes(_alone(task, name, options)))}'
                      f': with the other options of {task} {problem}')
 
-  obs = spec.observation_space
-  action = spec.action_space
   if spec.config._asdict().get('max_num_players', 1) != 1:
     raise ValueError(f'env.task: {task} has several players; single-player tasks only for now')
+  action = spec.action_space
   discrete = type(action).__name__ == 'Discrete'
-  floats = type(action).__name__ == 'Box' and np.issubdtype(action.dtype, np.floating)
-  if not discrete and not (floats and len(action.shape) == 1):
-    raise ValueError(f'env.task: the actions of {task} are {action}; only one choice (Discrete) '
-                     'and a vector of floats (Box) can be learned for now')
+  choices = () if discrete else _choices(action)
+  if not (discrete or choices):
+    _check_continuous(task, action, default)
+  continuous = not (discrete or choices)
 
-  shape, dtype = _flat_obs(task, obs)
+  shape, dtype, parts = _layout(task, spec.observation_space)
   return EnvSpec(
       task=task,
       obs_shape=shape,
       obs_dtype=dtype,
       num_actions=int(action.n) if discrete else 0,
-      action_low=() if discrete else tuple(map(float, action.low)),
-      action_high=() if discrete else tuple(map(float, action.high)),
+      action_low=tuple(map(float, np.ravel(action.low))) if continuous else (),
+      action_high=tuple(map(float, np.ravel(action.high))) if continuous else (),
       frame_skip=int(spec.config._asdict().get('frame_skip', 1)),
       max_episode_steps=int(spec.config.max_episode_steps),
-      stack=_stack(spec))
+      stack=_stack(spec),
+      channels_last='stack_num' not in default and _channels_last(shape),
+      parts=parts,
+      action_choices=choices)
+
+
+def _usual_spec(task: str) -> Any:
+  """Returns EnvPool's spec of a task with default options.
+
+  Raises:
+    ValueError: the task's library or one of its files is missing; one line that says what to do.
+  """
+  try:
+    return _quiet_spec(task, {})
+  except ImportError as error:
+    # EnvPool's message names the packages to install.
+    raise ValueError(f'env.task: {task} cannot be made here: {" ".join(str(error).split())}'
+                     ) from None
+  except Exception as error:  # noqa: BLE001 - EnvPool raises whatever a family's library does
+    why = ' '.join(str(error).split())[:150]
+    hint = ('it needs a game of your own (cfg_path, wad_path), which is not supported'
+            if task.startswith('VizdoomCustom') else 'EnvPool fails')
+    raise ValueError(f'env.task: {task} cannot be made here: {hint} ({why})') from None
+
+
+def _choices(action: Any) -> tuple[int, ...]:
+  """Returns the number of choices of each element of an integer action, else ()."""
+  kind = type(action).__name__
+  if kind == 'MultiDiscrete':
+    return tuple(map(int, np.ravel(action.nvec)))
+  if kind == 'MultiBinary':
+    return (2,) * math.prod(action.shape)
+  if _is_integer_box(action):
+    sizes = np.ravel(action.high).astype(np.int64) - np.ravel(action.low) + 1
+    return tuple(map(int, sizes)) if sizes.size and sizes.max() <= _MOST_CHOICES else ()
+  return ()
+
+
+def _is_integer_box(space: Any) -> bool:
+  """Returns whether a space is of arrays of integers between bounds."""
+  return type(space).__name__ == 'Box' and np.issubdtype(space.dtype, np.integer)
+
+
+def _check_continuous(task: str, action: Any, default: Mapping[str, Any]) -> None:
+  """Raises ValueError unless `action` is the space of bounded arrays of floats."""
+  if type(action).__name__ != 'Box' or not np.issubdtype(action.dtype, np.floating) \
+      or not action.shape:
+    raise ValueError(f'env.task: the actions of {task} are {action}; only one choice (Discrete), '
+                     'choices (MultiDiscrete, integers) and floats (Box) can be learned')
+  # ViZDoom's bounds are the smallest and the largest float64.
+  if 'use_combined_action' in default and np.max(np.abs(action.high)) > LARGEST_FLOAT:
+    raise ValueError(f'env.task: the actions of {task} have no bounds; set '
+                     'env.use_combined_action = True for one choice among its buttons')
 
 
 def _problems_of_number(name: str, value: Any, default: Any) -> Iterator[str]:
@@ -189,29 +244,135 @@ def _stack(spec: Any) -> int:
   return int(spec.config.stack_num) if type(spec).__name__ == 'AtariEnvSpec' else 1
 
 
-def _flat_obs(task: str, space: Any) -> tuple[tuple[int, ...], np.dtype]:
-  """Returns shape and dtype of one observation of `_observe`."""
-  kind = type(space).__name__
-  if kind == 'Box':
-    return tuple(space.shape), _narrowed(space.dtype)
-  if kind == 'Dict' and {type(part).__name__ for part in space.values()} <= {'Box', 'Discrete'}:
-    return (sum(math.prod(part.shape) for part in space.values()),), np.dtype(np.float32)
-  raise ValueError(f'env.task: the observations of {task} are {kind}; only arrays (Box), and flat '
-                   'dicts of them and of numbers, can be learned from for now')
+def _channels_last(shape: tuple[int, ...]) -> bool:
+  """Returns whether images of a shape are (H, W, C) and not (C, H, W).
 
-
-def _observe(obs: Any) -> Any:
-  """Returns observations [B, ...].
-
-  A dict becomes an array [B, features] f32, with its parts in the order of their names.
+  The other two axes of a square image are equal; of other images the smaller outer axis is the
+  channels.
   """
-  obs = _narrow(obs)
-  if not isinstance(obs, Mapping):
-    return obs
-  size = len(next(iter(obs.values())))
-  xnp = np if isinstance(next(iter(obs.values())), np.ndarray) else jnp
-  return xnp.concatenate([obs[name].reshape(size, -1).astype(np.float32) for name in sorted(obs)],
-                         axis=1)
+  if len(shape) != 3:
+    return False
+  first, middle, last = shape
+  if (first == middle) != (middle == last):
+    return first == middle
+  return last < first
+
+
+class _Leaf(NamedTuple):
+  """Array of an observation, and its place in a flat observation."""
+
+  part: ObsPart
+  one_hot_from: int | None  # the smallest value of a number that becomes a one-hot, else None
+
+
+def _layout(task: str, space: Any) -> tuple[tuple[int, ...], np.dtype, tuple[ObsPart, ...]]:
+  """Returns shape, dtype and parts of one observation of `_observe`."""
+  leaves = _leaves(task, space)
+  if _is_array(space):
+    return leaves[0].part.shape, _stored(leaves[0].part.dtype), ()
+  parts = tuple(leaf.part for leaf in leaves)
+  size = sum(part.size for part in parts)
+  return (size,), _dtype(leaves), parts if len(parts) > 1 else ()
+
+
+def _is_array(space: Any) -> bool:
+  """Returns whether observations of a space are one array, which keeps its shape."""
+  return type(space).__name__ in ('Box', 'MultiBinary')
+
+
+def _stored(dtype: Any) -> np.dtype:
+  """Returns the dtype in which an array of an observation is stored."""
+  return np.dtype(np.uint8) if dtype == np.bool_ else _narrowed(dtype)
+
+
+def _dtype(leaves: Sequence[_Leaf]) -> np.dtype:
+  """Returns the dtype of a flat observation: uint8 if all its parts fit, else float32."""
+  small = all(_stored(leaf.part.dtype) == np.uint8 for leaf in leaves)
+  return np.dtype(np.uint8 if small else np.float32)
+
+
+def _leaves(task: str, space: Any, name: str = '', start: int = 0) -> list[_Leaf]:
+  """Returns the arrays of an observation in the order of their names.
+
+  Args:
+    task: name of the task, for error messages.
+    space: EnvPool's space of observations, or of a part.
+    name: of the part; '' for the whole observation.
+    start: index of the part's first element in the flat observation.
+
+  Raises:
+    ValueError: the space, or a part, is of another kind.
+  """
+  kind = type(space).__name__
+  inner = None
+  if kind == 'Dict':
+    inner = sorted(space.items())
+  elif kind == 'Tuple':
+    inner = [(str(i), part) for i, part in enumerate(space)]
+  if inner is not None:
+    leaves: list[_Leaf] = []
+    for key, part in inner:
+      here = start + sum(leaf.part.size for leaf in leaves)
+      leaves += _leaves(task, part, f'{name}/{key}' if name else key, here)
+    return leaves
+
+  if kind == 'Box':
+    shape, dtype = tuple(space.shape), _narrowed(space.dtype)
+    return [_Leaf(ObsPart(name, shape, dtype, start, _channels_last(shape)), None)]
+  if kind == 'MultiBinary':
+    shape = tuple(np.atleast_1d(space.n)) if not space.shape else tuple(space.shape)
+    return [_Leaf(ObsPart(name, shape, np.dtype(bool), start, _channels_last(shape)), None)]
+  if kind == 'Discrete':
+    if name and space.n > _LARGEST_ONE_HOT:
+      return [_Leaf(ObsPart(name, (), np.dtype(np.int32), start), None)]
+    return [_Leaf(ObsPart(name, (int(space.n),), np.dtype(bool), start), int(space.start))]
+  if kind == 'MultiDiscrete':
+    sizes = [int(n) for n in np.ravel(space.nvec)]
+    return [_Leaf(ObsPart(f'{name}/{i}' if name else str(i), (n,), np.dtype(bool),
+                          start + sum(sizes[:i])), 0) for i, n in enumerate(sizes)]
+  raise ValueError(f'env.task: the observations of {task} are {kind}; only arrays (Box, '
+                   'MultiBinary), numbers (Discrete, MultiDiscrete), and dicts and tuples of them '
+                   'can be learned from')
+
+
+def _arrays(obs: Any, space: Any) -> list[Any]:
+  """Returns the arrays [B, ...] of EnvPool's observations in the order of `_leaves`."""
+  kind = type(space).__name__
+  if kind == 'Dict':
+    return [x for name in sorted(space) for x in _arrays(obs[name], space[name])]
+  if kind == 'Tuple':
+    return [x for part, inner in zip(obs, space, strict=True) for x in _arrays(part, inner)]
+  if kind == 'MultiDiscrete':
+    flat = obs.reshape(len(obs), -1)
+    return [flat[:, i] for i in range(flat.shape[1])]
+  return [obs]
+
+
+def _observe(obs: Any, space: Any, leaves: Sequence[_Leaf]) -> Any:
+  """Returns observations [B, ...], of NumPy if `obs` is, of JAX otherwise.
+
+  An array keeps its shape. Numbers become one-hots, and dicts and tuples one flat vector with the
+  parts in the order of their names.
+
+  Args:
+    obs: what EnvPool returns for B environments.
+    space: EnvPool's space of one observation.
+    leaves: `_leaves` of the space.
+  """
+  arrays = [_narrow(x) for x in _arrays(obs, space)]
+  xnp = np if isinstance(arrays[0], np.ndarray) else jnp
+  if _is_array(space):
+    # A cast to the same dtype is left out: it would be an operation of every Atari program.
+    stored = _stored(arrays[0].dtype)
+    return arrays[0] if arrays[0].dtype == stored else arrays[0].astype(stored)
+  size, dtype = len(arrays[0]), _dtype(leaves)
+  columns = []
+  for x, leaf in zip(arrays, leaves, strict=True):
+    if leaf.one_hot_from is not None:
+      values = leaf.one_hot_from + np.arange(leaf.part.size, dtype=np.int32)
+      x = x.reshape(size, 1) == values
+    columns.append(x.reshape(size, -1).astype(dtype))
+  return xnp.concatenate(columns, axis=1)
 
 
 def make_vector_env(task: str, options: Mapping[str, Any], seeds: Sequence[int],
@@ -245,11 +406,27 @@ def make_pool(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_t
   Returns:
     EnvPool's object.
   """
+  if envpool.registration.registry.specs[task][0] == 'envpool.vizdoom':
+    _end_blas_threads()
   with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     return envpool.make(
         task, env_type='gymnasium', num_envs=len(seeds), batch_size=batch_size or len(seeds),
         seed=list(seeds), num_threads=num_threads, **options)
+
+
+def _end_blas_threads() -> None:
+  """Ends the threads of OpenBLAS, which NumPy and SciPy bring; it starts them again if it must.
+
+  Each ViZDoom game is a process, and EnvPool forks several at a time. Before a fork OpenBLAS joins
+  its threads. Two forks at once may join a thread twice, and then the pool's start hangs for ever.
+  """
+  with open('/proc/self/maps') as maps:
+    libraries = {line.split()[-1] for line in maps if 'openblas' in line}
+  for library in libraries:
+    shutdown = getattr(ctypes.CDLL(library), 'blas_thread_shutdown_', None)
+    if shutdown is not None:
+      shutdown()
 
 
 class EnvPoolVectorEnv:
@@ -287,22 +464,29 @@ class EnvPoolVectorEnv:
     self._pool = make_pool(task, options, seeds, num_threads, self.batch_size)
 
     # MuJoCo and DM Control use float64; with x64 off their recv aborts the process.
-    spaces = (self._pool.observation_space, self._pool.action_space)
-    leaves = [leaf for s in spaces for leaf in getattr(s, 'values', lambda s=s: [s])()]
-    self._x64 = np.dtype(np.float64) in [leaf.dtype for leaf in leaves]
+    self._obs_space = self._pool.observation_space
+    self._leaves = _leaves(task, self._obs_space)
+    arrays = [*self._pool.spec.state_array_spec.values(),
+              *self._pool.spec.action_array_spec.values()]
+    self._x64 = np.dtype(np.float64) in [np.dtype(array.dtype) for array in arrays]
     with jax.enable_x64(self._x64):
       self._handle, self._recv, self._send, _ = self._pool.xla()
 
-    # EnvPool's discrete actions are int32, even if its action space has another dtype.
-    discrete = hasattr(self._pool.action_space, 'n')
-    self._action_dtype = np.int32 if discrete else self._pool.action_space.dtype
+    action_space = self._pool.action_space
+    discrete = type(action_space).__name__ == 'Discrete'
+    # Not that of the space: discrete actions are int32 for most tasks, and float64 for ViZDoom.
+    self._action_dtype = np.dtype(self._pool.spec.action_array_spec['action'].dtype)
+    # Actions of policies are vectors; those of the task may have more axes.
+    self._action_shape = () if discrete else action_space.shape
+    # Policies count choices from 0.
+    self._first_choice = np.ravel(action_space.low) if _is_integer_box(action_space) else 0
 
     # Without a reset here the first step would be a reset.
     if batch_size:
       self._pool.async_reset()
     else:
       obs, _ = self._pool.reset()
-      self.first_obs = _observe(obs)
+      self.first_obs = _observe(obs, self._obs_space, self._leaves)
 
   @property
   def handle(self) -> np.ndarray:
@@ -313,6 +497,10 @@ class EnvPoolVectorEnv:
            env_id: jax.Array | None = None) -> tuple[jax.Array, tuple[()]]:
     """Hands actions [B, ...] to EnvPool's threads and does not wait; see `VectorEnv`."""
     chex.assert_axis_dimension(action, 0, self.batch_size)
+    if np.any(self._first_choice):
+      action += self._first_choice
+    if len(self._action_shape) > 1:
+      action = action.reshape(-1, *self._action_shape)
     # Only the call is inside, since x64 changes the dtypes of other code.
     with jax.enable_x64(self._x64):
       return _call(self._send, token, action.astype(self._action_dtype), env_id), state
@@ -323,7 +511,7 @@ class EnvPoolVectorEnv:
     with jax.enable_x64(self._x64):
       token, (obs, reward, terminated, truncated, info) = _call(self._recv, token)
       obs, reward, raw = _narrow((obs, reward, info.get('reward', reward)))
-    obs = _observe(obs)
+    obs = _observe(obs, self._obs_space, self._leaves)
     game_over = info['terminated'].astype(bool) if 'lives' in info else terminated
     step = TimeStep(obs, reward, terminated, truncated, raw, game_over, info['env_id'])
     return token, state, step

@@ -7,12 +7,51 @@ object with the functions of `Family`, given as `env.task = 'module:attribute'`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import chex
 import jax
 import numpy as np
+
+
+class ObsPart(NamedTuple):
+  """Part of an observation that is a flat vector of several arrays; see `take_apart`."""
+
+  name: str  # names of nested dicts are joined by '/'
+  shape: tuple[int, ...]  # of the part in one observation
+  dtype: np.dtype  # bool for a one-hot or a mask; float64 is converted to float32
+  start: int  # index of the part's first element in the flat observation
+  channels_last: bool = False  # the part is an image (H, W, C)
+
+  @property
+  def size(self) -> int:
+    """Number of elements."""
+    return math.prod(self.shape)
+
+  @property
+  def is_image(self) -> bool:
+    """True if the part is an image, in which neighbouring elements belong together."""
+    return len(self.shape) == 3
+
+
+def take_apart(obs: jax.Array, parts: Sequence[ObsPart]) -> dict[str, jax.Array]:
+  """Returns the parts of flat observations by name.
+
+  Args:
+    obs: [..., D], flat observations.
+    parts: `EnvSpec.parts`, which cover all D elements.
+
+  Returns:
+    An array [..., *part.shape] of the part's dtype for each part.
+  """
+  chex.assert_axis_dimension(obs, -1, sum(part.size for part in parts))
+  return {
+      part.name: obs[..., part.start:part.start + part.size]
+      .reshape(*obs.shape[:-1], *part.shape).astype(part.dtype)
+      for part in parts}
 
 
 class EnvSpec(NamedTuple):
@@ -21,14 +60,18 @@ class EnvSpec(NamedTuple):
   task: str
   obs_shape: tuple[int, ...]  # of one observation
   obs_dtype: np.dtype  # as the learner sees it: float64 is converted to float32
-  num_actions: int  # 0 if actions are continuous
-  action_low: tuple[float, ...]  # lower bound of each element of an action; () if discrete
-  action_high: tuple[float, ...]  # upper bound of each element of an action; () if discrete
+  num_actions: int  # 0 if an action is a vector
+  action_low: tuple[float, ...]  # lower bound of each element of an action; () if not continuous
+  action_high: tuple[float, ...]  # upper bound of each element of an action; () if not continuous
   frame_skip: int  # frames of one step
   max_episode_steps: int  # 0 if unknown or unlimited
   stack: int = 1  # frames in an observation if `frames.Frames` can hold them, else 1
   is_function: bool = False  # the environments are JAX functions, see `jax_envs`
   calls_python: bool = False  # Python steps the environments, see `gymnasium_envs`
+  channels_last: bool = False  # observations are images (H, W, C), not (C, H, W)
+  parts: tuple[ObsPart, ...] = ()  # of a flat observation; () if it is a single array
+  # An action is a vector of integers; element i is from 0 to action_choices[i] - 1. () for others.
+  action_choices: tuple[int, ...] = ()
 
 
 class EnvironmentFailed(RuntimeError):

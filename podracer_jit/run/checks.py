@@ -82,12 +82,19 @@ def _network(experiment: Experiment) -> Iterator[str]:
     for field, only in (('core', 'none'), ('separate_critic', False)):
       if getattr(torso, field) != only:
         yield f'network.{field}: {experiment.loss_name} has no use for it; must be {only}'
+  if getattr(experiment.network, 'needs_parts', False):
+    if not any(part.is_image for part in spec.parts):
+      yield (f'network.name: {name} wants observations of several parts with an image among them; '
+             f'{spec.task} gives {spec.obs_shape}')
+    if experiment.normalise.obs:
+      yield f'normalise.obs: {name} scales images itself; must be False'
   if getattr(experiment.network, 'needs_images', False):
     if len(spec.obs_shape) != 3:
       any_shape = [network for network, part in kinds.NETWORKS.items()
                    if kinds.provides(part) == made_from
-                   and not getattr(part, 'needs_images', False)]
-      yield (f'network.name: {name} wants images (C, H, W), {spec.task} gives {spec.obs_shape}; '
+                   and not getattr(part, 'needs_images', False)
+                   and not getattr(part, 'needs_parts', False)]
+      yield (f'network.name: {name} wants images, {spec.task} gives {spec.obs_shape}; '
              f'{", ".join(any_shape)} takes any shape')
     if experiment.normalise.obs:
       yield f'normalise.obs: {name} scales images itself; must be False'

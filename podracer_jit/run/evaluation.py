@@ -43,6 +43,7 @@ class Agent(NamedTuple):
   threads: int  # EnvPool's
   update: int
   steps: int
+  channels_last: bool = False  # observations are images (H, W, C)
 
 
 class Episodes(NamedTuple):
@@ -93,7 +94,7 @@ def restore(workdir: Path, experiment: Experiment) -> Agent:
   return Agent(experiment.env.task, options, network.apply, network.initial_recurrent_state,
                network.policy._replace(explore=None),
                placement.put_params(state.params, device), device, run.place.env_threads,
-               int(state.update), int(state.steps))
+               int(state.update), int(state.steps), experiment.spec.channels_last)
 
 
 def _newest_state(workdir: Path, run: build.Run) -> TrainState:

@@ -11,7 +11,7 @@ import numpy as np
 
 from podracer_jit import options, parts
 from podracer_jit.agents import kinds
-from podracer_jit.agents.networks import TorsoOptions
+from podracer_jit.agents.networks import TorsoOptions, fit_to_task
 from podracer_jit.agents.policies import FAMILIES, Family, Policy
 from podracer_jit.envs.families import family_of, may_start_jax
 from podracer_jit.envs.protocol import EnvSpec
@@ -66,7 +66,7 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
       scheme_name=fields['scheme'], scheme=_find_scheme(fields['scheme']),
       env=env, env_options=own, spec=spec,
       loss_name=fields['loss']['name'], algorithm=algorithm,
-      network_name=fields['network']['name'], network=chosen['network'],
+      network_name=fields['network']['name'], network=fit_to_task(chosen['network'], spec),
       torso_options=torso_options,
       policy=_make_policy(fields, algorithm, spec),
       optimizer=chosen['optimizer'], replay=replay, fields=fields, **sections)
@@ -188,14 +188,14 @@ def _find_scheme(name: Any) -> Scheme:
 
 def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec) -> Policy:
   """Returns the policy of the config that fits the algorithm and the actions of the task."""
-  discrete = bool(spec.num_actions)
-  reads = algorithm.network_kind.policy_reads
-  fitting = {name: family for name, family in FAMILIES.items()
-             if family.discrete == discrete and family.reads == reads}
+  several = bool(spec.action_choices)
+  discrete = bool(spec.num_actions) or several
+  kind = (discrete, several, algorithm.network_kind.policy_reads)
+  fitting = {name: family for name, family in FAMILIES.items() if _kind(family) == kind}
   if not fitting:
-    kind = 'continuous' if discrete else 'discrete'
-    raise ValueError(f'loss.name: {fields["loss"]["name"]} wants {kind} actions, which those of '
-                     f'{spec.task} are not')
+    able = [_words(family) for family in FAMILIES.values() if family.reads == kind[-1]]
+    raise ValueError(f'loss.name: {fields["loss"]["name"]} wants {able[0]}; those of {spec.task} '
+                     f'are {_words(Family(None, *kind[::2], several))}')
   name = fields['policy']
   if name == config_lib.POLICY:
     family = next(iter(fitting.values()))
@@ -203,12 +203,24 @@ def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec)
     family = parts.find('policy', name, {})
   else:
     family = FAMILIES.get(str(name))
-  if not isinstance(family, Family) or (family.discrete, family.reads) != (discrete, reads):
+  if not isinstance(family, Family) or _kind(family) != kind:
     known = ', '.join((config_lib.POLICY, *fitting))
     raise ValueError(f'policy: must be one of {known} for the actions of {spec.task}, got '
                      f'{options.shown(name)}')
   if discrete:
-    return family.make(spec.num_actions)
+    return family.make(spec.action_choices or spec.num_actions)
   if not np.isfinite([*spec.action_low, *spec.action_high]).all():
     raise ValueError(f'env.task: the actions of {spec.task} have no bounds')
   return family.make(np.array(spec.action_low, np.float32), np.array(spec.action_high, np.float32))
+
+
+def _kind(family: Family) -> tuple[bool, bool, str]:
+  """Returns what must agree between a policy, an algorithm and a task."""
+  return family.discrete, family.several, family.reads
+
+
+def _words(family: Family) -> str:
+  """Returns the kind of actions of a policy, for error messages."""
+  if not family.discrete:
+    return 'continuous actions'
+  return 'vectors of choices' if family.several else 'discrete actions'

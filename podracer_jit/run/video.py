@@ -101,14 +101,24 @@ def _camera(agent: evaluation.Agent, vector_env: VectorEnv, state: rollouts.Acto
     if len(shape) not in (2, 3):
       raise ValueError(f'no video: {agent.task} cannot be rendered ({error}), and its '
                       f'observations, {shape}, are no pictures') from None
-  colour = shape[0] == 3 or agent.options.get('gray_scale') is False
-  return (lambda state: _enlarge(_picture(np.asarray(state.envs[0].obs)[0], colour)),
+  channels_last = agent.channels_last
+  colour = shape[-1 if channels_last else 0] == 3 or agent.options.get('gray_scale') is False
+  return (lambda state: _enlarge(_picture(np.asarray(state.envs[0].obs)[0], colour,
+                                          channels_last)),
           'the observations, as the task is not rendered')
 
 
-def _picture(obs: np.ndarray, colour: bool) -> np.ndarray:
-  """Returns the newest frame of an observation, [planes, H, W] or [H, W] of 0 to 1, as RGB."""
+def _picture(obs: np.ndarray, colour: bool, channels_last: bool = False) -> np.ndarray:
+  """Returns the newest frame of an observation of bytes, or of numbers from 0 to 1, as RGB.
+
+  Args:
+    obs: [planes, H, W], [H, W, planes] or [H, W].
+    colour: whether the last three planes are one frame in colour.
+    channels_last: whether a third axis is the planes.
+  """
   if obs.ndim == 3:
+    if channels_last:
+      obs = obs.transpose(2, 0, 1)
     obs = obs[-3:].transpose(1, 2, 0) if colour else obs[-1]
   if obs.dtype != np.uint8:
     obs = (255 * np.clip(obs, 0, 1)).astype(np.uint8)

@@ -15,6 +15,7 @@ Exit code: 0, or 2 if nothing matches.
 from __future__ import annotations
 
 import difflib
+import itertools
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -69,12 +70,23 @@ def describe(task: str) -> str:
     return f'- {_reason(error, task)}'
   if spec.num_actions:
     actions = f'{spec.num_actions} actions'
+  elif spec.action_choices:
+    actions = f'{_sizes(spec.action_choices)} choices'
   else:
     size = len(spec.action_low)
     actions = (f'{size} {"number" if size == 1 else "numbers"} from {min(spec.action_low):g} to '
                f'{max(spec.action_high):g}')
   shape = ' x '.join(map(str, spec.obs_shape))
-  return f'{shape} {spec.obs_dtype.name}  {actions}'
+  images = [f'{part.name} {" x ".join(map(str, part.shape))}'
+            for part in spec.parts if part.is_image]
+  inside = f' (image{"s" if len(images) > 1 else ""}: {", ".join(images)})' if images else ''
+  return f'{shape} {spec.obs_dtype.name}{inside}  {actions}'
+
+
+def _sizes(choices: Sequence[int]) -> str:
+  """Returns the number of choices of each element, such as 4 x 3 x 10^2."""
+  runs = [(size, len(list(run))) for size, run in itertools.groupby(choices)]
+  return ' x '.join(f'{size}^{count}' if count > 1 else f'{size}' for size, count in runs)
 
 
 def _reason(error: Exception, task: str) -> str:

@@ -1,0 +1,15 @@
+"""A torso that asks what a task's observations are; see `networks.fit_to_task`."""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+
+from podracer_jit.envs.protocol import ObsPart
+from podracer_jit.options import internal
+
+
+class Asks(nn.Module):
+  """Torso with the two fields that `fit_to_task` sets."""
+
+  channels_last: bool = internal(False)
+  parts: Sequence[ObsPart] = internal(())

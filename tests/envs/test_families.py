@@ -1,0 +1,354 @@
+"""One task of every EnvPool family that installs here, through real rollouts."""
+
+import subprocess
+
+import envpool
+import jax
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from podracer_jit.actor import rollouts
+from podracer_jit.actor.rollout_program import RolloutProgram
+from podracer_jit.agents import networks
+from podracer_jit.envs import envpool_envs
+from podracer_jit.envs.protocol import ObsPart, take_apart
+from podracer_jit.run import build
+from podracer_jit.run.commands import envs as envs_command
+from podracer_jit.run.resolve import resolve
+from tests.envs.test_envs import in_a_process_of_its_own
+from tests.runs import small
+
+NUM_ENVS, STEPS, SEEDS = 2, 5, [3, 9]
+
+# Family, task, options and network.
+TASKS = [
+    ('atari', 'Pong-v5', dict(img_height=42, img_width=42), 'nature_cnn'),
+    ('box2d', 'CarRacing-v2', {}, 'nature_cnn'),
+    ('classic_control', 'Acrobot-v1', {}, 'mlp'),
+    ('gfootball', 'gfootball/academy_empty_goal_close-v1', {}, 'nature_cnn'),
+    ('highway', 'Highway-v0', {}, 'mlp'),
+    ('jumanji', 'Cleaner-v0', {}, 'mlp'),
+    ('minigrid', 'MiniGrid-Empty-5x5-v0', {}, 'image_and_vector'),
+    ('mujoco.dmc', 'CartpoleBalance-v1', {}, 'mlp'),
+    ('mujoco.gym', 'InvertedPendulum-v4', {}, 'mlp'),
+    ('mujoco.metaworld', 'MetaWorld/Assembly-v3', {}, 'mlp'),
+    ('mujoco.myosuite', 'MyoSuite/motorFingerPoseFixed-v0', {}, 'mlp'),
+    ('mujoco.playground', 'Go1Footstand-v1', {}, 'mlp'),
+    ('mujoco.robotics', 'FrankaKitchen-v1', {}, 'mlp'),
+    ('pgx', 'Play2048-v1', {}, 'mlp'),
+    ('toy_text', 'Taxi-v3', {}, 'mlp'),
+    ('vizdoom', 'D1Basic-v1', dict(use_combined_action=True), 'nature_cnn'),
+]
+
+
+def config_of(task, network, options):
+  config = small('ppo', task, network)
+  config['env'] = {'task': task, 'num_envs': NUM_ENVS, **options}
+  if network == 'nature_cnn':
+    config['network'] |= {'channels': (4,), 'kernels': (8,), 'strides': (8,), 'hidden': 8}
+  return config
+
+
+def roll(task, options=None, network='mlp', steps=STEPS):
+  """Returns the spec of a task, and a rollout of it by an untrained network."""
+  config = config_of(task, network, options or {})
+  experiment = resolve(config | {'num_grad_shards': 1, 'num_shards': 1})
+  spec, whole = experiment.spec, build.make_network(experiment)
+  vector_env = envpool_envs.make_vector_env(task, options or {}, SEEDS, 1)
+  program = RolloutProgram([vector_env])
+  try:
+    params = networks.init_params(whole, jax.random.key(0), spec.obs_shape, spec.obs_dtype)
+    state = rollouts.initial_state([vector_env], [jax.random.key(1)])
+    function = rollouts.make_rollout([vector_env], whole.apply, whole.policy, steps, spec.stack)
+    _, (rollout,) = program.load(function, (params, state), (1,))(params, state)
+    return spec, jax.device_get(rollout)
+  finally:
+    program.close()
+
+
+def as_python_has_it(task, options, actions):
+  """Yields what EnvPool's own Python API observes and rewards for the same actions."""
+  pool = envpool.make(task, env_type='gymnasium', num_envs=NUM_ENVS, batch_size=NUM_ENVS,
+                      seed=SEEDS, num_threads=1, **options)
+  yield pool.reset()[0], None
+  for action in actions:
+    obs, reward, *_ = pool.step(action)
+    yield obs, reward
+  pool.close()
+
+
+def test_the_list_has_every_family_that_can_be_made_here():
+  missing = set(envpool_envs.families()) - {family for family, *_ in TASKS}
+  assert missing <= {'procgen'}  # needs a library of the system
+
+
+@pytest.mark.parametrize('family, task, options, network', TASKS)
+def test_a_task_of_each_family_is_rolled_out(family, task, options, network):
+  assert task in envpool_envs.families()[family]
+  spec, rollout = roll(task, options, network)
+  obs = rollout.obs.frame if spec.stack > 1 else rollout.obs
+  assert obs.dtype == spec.obs_dtype and np.isfinite(obs.astype(np.float64)).all()
+  if spec.stack == 1:
+    assert obs.shape == (STEPS + 1, NUM_ENVS, *spec.obs_shape)
+  if spec.action_choices:
+    assert rollout.action.shape == (STEPS, NUM_ENVS, len(spec.action_choices))
+    assert (rollout.action >= 0).all() and (rollout.action < spec.action_choices).all()
+  assert np.isfinite(rollout.reward).all() and np.isfinite(rollout.behaviour_log_prob).all()
+  assert (rollout.reward[~rollout.valid] == 0).all()
+
+
+# Layout of images.
+
+
+@pytest.mark.parametrize('task, options, shape, channels_last', [
+    ('CarRacing-v2', {}, (96, 96, 3), True),
+    ('CarRacing-v3', {}, (96, 96, 3), True),
+    ('gfootball/11_vs_11_competition-v1', {}, (72, 96, 4), True),
+    ('Play2048-v1', {}, (4, 4, 31), True),
+    ('Racetrack-v0', {}, (2, 12, 12), False),
+    ('Pong-v5', {}, (4, 84, 84), False),
+    # Frames are always stacked along the first axis, whatever the size of the picture.
+    ('Pong-v5', dict(img_width=3), (4, 84, 3), False),
+    ('D1Basic-v1', dict(use_combined_action=True), (4, 84, 84), False),
+])
+def test_a_spec_says_where_an_image_has_its_channels(task, options, shape, channels_last):
+  spec = envpool_envs.make_spec(task, options)
+  assert spec.obs_shape == shape and spec.channels_last == channels_last
+
+
+def test_every_football_task_has_its_channels_last():
+  tasks = envpool_envs.families()['gfootball']
+  assert len(tasks) == 18
+  assert all(envpool_envs.make_spec(task, {}).channels_last for task in tasks)
+
+
+@pytest.mark.parametrize('name', ['nature_cnn', 'impala_resnet', 'fixup_resnet'])
+def test_a_torso_sees_the_same_picture_in_either_layout(name):
+  spec = envpool_envs.make_spec('CarRacing-v2', {})
+  torso = networks.TORSOS[name](channels=(4,), hidden=5, **(
+      dict(kernels=(8,), strides=(4,)) if name == 'nature_cnn' else {}))
+  last = networks.fit_to_task(torso, spec)
+  images = np.random.default_rng(0).integers(256, size=(3, 24, 32, 3)).astype(np.uint8)
+  params = torso.init(jax.random.key(0), images.transpose(0, 3, 1, 2))
+  assert params['params']['Conv_0']['kernel'].shape[2] == 3  # channels, not rows of pixels
+  assert_array_equal(last.apply(params, images), torso.apply(params, images.transpose(0, 3, 1, 2)))
+
+
+def test_a_torso_with_channels_first_is_left_as_it_was():
+  torso = networks.NatureCNN()
+  assert networks.fit_to_task(torso, envpool_envs.make_spec('Pong-v5', {})) is torso
+
+
+def test_numbers_are_no_bytes():
+  """Images of floats keep their values; only bytes are divided by 255."""
+  torso = networks.NatureCNN(channels=(1,), kernels=(1,), strides=(1,), hidden=1)
+  params = {'params': {
+      'Conv_0': {'kernel': np.ones((1, 1, 1, 1), np.float32), 'bias': np.zeros(1, np.float32)},
+      'Dense_0': {'kernel': np.ones((1, 1), np.float32), 'bias': np.zeros(1, np.float32)}}}
+  assert torso.apply(params, np.full((1, 1, 1, 1), 0.5, np.float32)) == 0.5
+  assert torso.apply(params, np.full((1, 1, 1, 1), 51, np.uint8)) == np.float32(51) / 255
+
+
+# Observations.
+
+
+def one_hot(values, size):
+  return np.eye(size, dtype=np.uint8)[values]
+
+
+@pytest.mark.parametrize('task, size', [('FrozenLake-v1', 16), ('Taxi-v3', 500), ('NChain-v0', 5)])
+def test_a_number_is_observed_as_a_one_hot(task, size):
+  spec, rollout = roll(task)
+  assert spec.obs_shape == (size,) and spec.obs_dtype == np.uint8
+  expected = [one_hot(obs, size) for obs, _ in as_python_has_it(task, {}, rollout.action)]
+  assert_array_equal(rollout.obs, expected)
+
+
+def test_minigrid_is_a_vector_of_bytes_that_comes_apart_again():
+  task = 'MiniGrid-Empty-5x5-v0'
+  spec, rollout = roll(task, network='image_and_vector')
+  assert spec.obs_dtype == np.uint8 and spec.obs_shape == (4 + 7 * 7 * 3 + 96,)
+  assert spec.parts == (
+      ObsPart('direction', (4,), np.dtype(bool), 0),
+      ObsPart('image', (7, 7, 3), np.dtype(np.uint8), 4, True),
+      ObsPart('mission', (96,), np.dtype(np.uint8), 151))
+  parts = take_apart(rollout.obs, spec.parts)
+  for t, (obs, reward) in enumerate(as_python_has_it(task, {}, rollout.action)):
+    assert_array_equal(parts['image'][t], obs['image'])
+    assert_array_equal(parts['mission'][t], obs['mission'])
+    assert_array_equal(parts['direction'][t], one_hot(obs['direction'], 4))
+    if t and rollout.valid[t - 1].all():
+      assert_array_equal(rollout.reward[t - 1], reward)
+
+
+def test_nested_dicts_have_names_with_slashes():
+  spec, rollout = roll('FrankaKitchen-v1')
+  names = [part.name for part in spec.parts]
+  assert names[0] == 'achieved_goal/bottom burner' and names[-1] == 'observation'
+  assert names == sorted(names) and sum(part.size for part in spec.parts) == 93
+  first = envpool.make('FrankaKitchen-v1', env_type='gymnasium', num_envs=NUM_ENVS, seed=SEEDS,
+                       num_threads=1).reset()[0]
+  parts = take_apart(rollout.obs[0], spec.parts)
+  assert_array_equal(parts['desired_goal/kettle'], first['desired_goal']['kettle'].astype('f4'))
+  assert_array_equal(parts['observation'], first['observation'].astype('f4'))
+
+
+def test_take_apart_gives_shapes_and_dtypes():
+  parts = (ObsPart('b', (2,), np.dtype(bool), 0), ObsPart('a', (1, 2, 2), np.dtype(np.uint8), 2),
+           ObsPart('c', (), np.dtype(np.int32), 6))
+  obs = np.float32([[[0, 1, 5, 6, 7, 255, -3]]])
+  for made in (take_apart(obs, parts), jax.jit(lambda obs: take_apart(obs, parts))(obs)):
+    assert_array_equal(made['b'], [[[False, True]]])
+    assert_array_equal(made['a'], [[[[[5, 6], [7, 255]]]]])
+    assert_array_equal(made['c'], [[-3]])
+    assert [made[name].dtype for name in 'bac'] == [bool, np.uint8, np.int32]
+  with pytest.raises(AssertionError):
+    take_apart(obs[..., 1:], parts)
+
+
+def test_a_torso_of_images_and_vectors_by_hand():
+  """A 1x1 kernel on a 1 x 2 image with one channel, whose largest value is 10, and two numbers."""
+  parts = (ObsPart('image', (1, 2, 1), np.dtype(np.uint8), 0, True),
+           ObsPart('flags', (2,), np.dtype(bool), 2), ObsPart('text', (1,), np.dtype(np.uint8), 4))
+  torso = networks.ImageAndVector(channels=(1,), kernel=1, largest=10.0, image_hidden=1,
+                                  vector_hidden=(1,), parts=parts)
+  params = {'params': {
+      'Conv_0': {'kernel': np.full((1, 1, 1, 1), 2, np.float32), 'bias': np.float32([0])},
+      'Dense_0': {'kernel': np.float32([[1], [10]]), 'bias': np.float32([0.5])},
+      'MLP_0': {'Dense_0': {'kernel': np.float32([[1], [2], [0.5]]), 'bias': np.float32([0])}}}}
+  out = torso.apply(params, np.uint8([[1, 3, 0, 1, 51]]))
+  np.testing.assert_allclose(out, [[0.2 + 6 + 0.5, np.tanh(2 + 0.5 * 0.2)]], rtol=1e-6)
+
+
+def test_a_torso_of_ones_own_may_ask_for_parts_and_layout():
+  from tests.envs.own_torso import Asks
+  minigrid = envpool_envs.make_spec('MiniGrid-Empty-5x5-v0', {})
+  assert networks.fit_to_task(Asks(), minigrid).parts == minigrid.parts
+  assert networks.fit_to_task(Asks(), envpool_envs.make_spec('CarRacing-v2', {})).channels_last
+  assert networks.fit_to_task(networks.MLP(), minigrid).hidden == (64, 64)
+
+
+@pytest.mark.parametrize('task, message', [
+    ('CartPole-v1', r'network\.name: image_and_vector wants observations of several parts'),
+    ('CarRacing-v2', r'network\.name: image_and_vector wants observations of several parts')])
+def test_a_torso_of_parts_needs_an_image_among_them(task, message):
+  with pytest.raises(ValueError, match=message):
+    resolve(config_of(task, 'image_and_vector', {}))
+
+
+# Actions.
+
+
+@pytest.mark.parametrize('task, choices', [
+    ('Cleaner-v0', (4, 4, 4)), ('FlatPack-v0', (25, 4, 9, 9)), ('Jumanji/Tetris-v0', (4, 10)),
+    ('Jumanji/MultiCVRP-v0', (21, 21))])
+def test_vectors_of_integers_are_choices(task, choices):
+  spec = envpool_envs.make_spec(task, {})
+  assert (spec.num_actions, spec.action_low, spec.action_choices) == (0, (), choices)
+  assert resolve(config_of(task, 'mlp', {})).policy.dist_size == sum(choices)
+
+
+@pytest.mark.parametrize('task', ['Cleaner-v0', 'Jumanji/Minesweeper-v0', 'Jumanji/MultiCVRP-v0'])
+def test_choices_reach_the_task(task):
+  spec, rollout = roll(task)
+  first = {part.name: part for part in spec.parts}['action_mask']
+  dtype = envpool.make_spec(task).action_space.dtype
+  made = take_apart(rollout.obs, spec.parts)
+  steps = as_python_has_it(task, {}, rollout.action.astype(dtype))
+  for t, (obs, reward) in enumerate(steps):
+    assert_array_equal(made['action_mask'][t], obs['action_mask'], first.name)
+    if t and rollout.valid[t - 1].all():
+      assert_array_equal(rollout.reward[t - 1], reward)
+
+
+def test_actions_of_two_axes_are_sent_in_their_shape():
+  task = 'Jumanji/SearchAndRescue-v0'
+  spec, rollout = roll(task)
+  shape = envpool.make_spec(task).action_space.shape
+  assert len(shape) == 2 and len(spec.action_low) == np.prod(shape)
+  policy = resolve(config_of(task, 'mlp', {})).policy
+  actions = np.asarray(policy.to_env(rollout.action)).reshape(STEPS, NUM_ENVS, *shape)
+  made = take_apart(rollout.obs, spec.parts)
+  for t, (obs, _) in enumerate(as_python_has_it(task, {}, actions)):
+    assert_array_equal(made['positions'][t], obs['positions'])
+
+
+@pytest.mark.parametrize('loss, message', [
+    ('dqn', r'loss\.name: .* wants discrete actions; those of Cleaner-v0 are vectors of choices'),
+    ('dpg', r'loss\.name: .* wants continuous actions; those of Cleaner-v0 are vectors of')])
+def test_a_loss_that_cannot_learn_vectors_of_choices_says_so(loss, message):
+  from podracer_jit.losses import ALGORITHMS
+  name = next(name for name in ALGORITHMS if loss in name)
+  config = small(name, 'Cleaner-v0', 'mlp' if loss == 'dqn' else 'deterministic')
+  with pytest.raises(ValueError, match=message):
+    resolve(config)
+
+
+# Rewards of resets.
+
+
+def test_a_reset_has_no_reward():
+  """MetaWorld gives one, here 1.3."""
+  task = 'MetaWorld/Assembly-v3'
+  options = dict(max_episode_steps=3)
+  _, rollout = roll(task, options, steps=9)
+  assert (~rollout.valid).any() and (rollout.reward[rollout.valid] != 0).all()
+  assert_array_equal(rollout.reward[~rollout.valid], 0)
+  policy = resolve(config_of(task, 'mlp', options)).policy
+  raw = [reward for _, reward in as_python_has_it(
+      task, options, np.asarray(policy.to_env(rollout.action)))][1:]
+  assert np.stack(raw)[~rollout.valid].max() > 0.1  # else this test would show nothing
+
+
+# What cannot be made.
+
+
+@pytest.mark.parametrize('task, message', [
+    ('BigfishEasy-v0', r'cannot be made here: .*Qt ?5.*[Ii]nstall'),
+    ('VizdoomCustom-v1', r'cannot be made here: .*cfg_path, wad_path.*not supported')])
+def test_what_a_task_lacks_is_said_in_one_line(task, message):
+  try:
+    envpool.make_spec(task)
+  except Exception:  # noqa: BLE001 - an error of any kind
+    with pytest.raises(ValueError, match=rf'env\.task: {task} {message}') as error:
+      resolve(config_of(task, 'mlp', {}))
+    assert '\n' not in str(error.value) and len(str(error.value)) < 400
+  else:
+    pytest.skip('it can be made here')
+
+
+@pytest.mark.parametrize('task', ['Basic-v1', 'D1Basic-v1'])
+def test_buttons_without_bounds_are_refused(task):
+  with pytest.raises(ValueError, match='no bounds; set env.use_combined_action = True'):
+    envpool_envs.make_spec(task, {})
+
+
+START_GAMES = """
+import scipy.linalg  # its OpenBLAS has threads
+import numpy as np
+from podracer_jit.envs import envpool_envs
+for attempt in range(4):
+  scipy.linalg.blas.sgemm(1.0, np.ones((512, 512), 'f'), np.ones((512, 512), 'f'))
+  pool = envpool_envs.make_pool('D1Basic-v1', {'use_combined_action': True}, list(range(8)), 1)
+  pool.reset()
+  pool.close()
+print('started')
+"""
+
+
+def test_games_of_vizdoom_start_beside_the_threads_of_openblas():
+  """Two forks at a time used to join a thread of OpenBLAS twice, and never came back."""
+  try:
+    assert in_a_process_of_its_own(START_GAMES, timeout=60).split() == ['started']
+  except subprocess.TimeoutExpired:
+    pytest.fail('the games do not start')
+
+
+@pytest.mark.parametrize('task, words', [
+    ('Cleaner-v0', '219 float32  4^3 choices'), ('FlatPack-v0', '25 x 4 x 9^2 choices'),
+    ('Taxi-v3', '500 uint8  6 actions'),
+    ('MiniGrid-Empty-5x5-v0', '247 uint8 (image: image 7 x 7 x 3)  7 actions'),
+    ('CarRacing-v2', '96 x 96 x 3 uint8  3 numbers from -1 to 1')])
+def test_the_list_of_tasks_tells_the_kinds(task, words):
+  assert envs_command.describe(task).endswith(words)
