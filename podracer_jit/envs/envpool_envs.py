@@ -25,7 +25,7 @@ with warnings.catch_warnings():
   warnings.simplefilter('ignore')
   import envpool
 
-from podracer_jit.envs.protocol import EnvSpec, ObsPart, TimeStep
+from podracer_jit.envs.protocol import EnvSpec, ObsPart, TimeStep, is_channels_last
 from podracer_jit.options import LARGEST_FLOAT, shown
 
 # Options that are not the user's: other fields of the config, or this package, set them.
@@ -119,7 +119,7 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
       frame_skip=int(spec.config._asdict().get('frame_skip', 1)),
       max_episode_steps=int(spec.config.max_episode_steps),
       stack=_stack(spec),
-      channels_last='stack_num' not in default and _channels_last(shape),
+      channels_last='stack_num' not in default and is_channels_last(shape),
       parts=parts,
       action_choices=choices)
 
@@ -244,20 +244,6 @@ def _stack(spec: Any) -> int:
   return int(spec.config.stack_num) if type(spec).__name__ == 'AtariEnvSpec' else 1
 
 
-def _channels_last(shape: tuple[int, ...]) -> bool:
-  """Returns whether images of a shape are (H, W, C) and not (C, H, W).
-
-  The other two axes of a square image are equal; of other images the smaller outer axis is the
-  channels.
-  """
-  if len(shape) != 3:
-    return False
-  first, middle, last = shape
-  if (first == middle) != (middle == last):
-    return first == middle
-  return last < first
-
-
 class _Leaf(NamedTuple):
   """Array of an observation, and its place in a flat observation."""
 
@@ -318,10 +304,10 @@ def _leaves(task: str, space: Any, name: str = '', start: int = 0) -> list[_Leaf
 
   if kind == 'Box':
     shape, dtype = tuple(space.shape), _narrowed(space.dtype)
-    return [_Leaf(ObsPart(name, shape, dtype, start, _channels_last(shape)), None)]
+    return [_Leaf(ObsPart(name, shape, dtype, start, is_channels_last(shape)), None)]
   if kind == 'MultiBinary':
     shape = tuple(np.atleast_1d(space.n)) if not space.shape else tuple(space.shape)
-    return [_Leaf(ObsPart(name, shape, np.dtype(bool), start, _channels_last(shape)), None)]
+    return [_Leaf(ObsPart(name, shape, np.dtype(bool), start, is_channels_last(shape)), None)]
   if kind == 'Discrete':
     if name and space.n > _LARGEST_ONE_HOT:
       return [_Leaf(ObsPart(name, (), np.dtype(np.int32), start), None)]

@@ -35,7 +35,12 @@ from jax.interpreters import mlir
 
 from podracer_jit import parts
 from podracer_jit.envs import gymnasium_worker as worker
-from podracer_jit.envs.protocol import EnvironmentFailed, EnvSpec, TimeStep
+from podracer_jit.envs.protocol import (
+    EnvironmentFailed,
+    EnvSpec,
+    TimeStep,
+    is_channels_last,
+)
 from podracer_jit.options import shorten
 
 render_options = {'render_mode': 'rgb_array'}
@@ -117,7 +122,8 @@ def _spec(task: str, env: gymnasium.Env) -> EnvSpec:
       action_high=() if discrete else tuple(map(float, action.high)),
       frame_skip=1,
       max_episode_steps=_limit(env),
-      calls_python=True)
+      calls_python=True,
+      channels_last=is_channels_last(tuple(obs.shape)))
 
 
 def _limit(env: gymnasium.Env) -> int:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer_jit.envs.protocol import EnvSpec, TimeStep
+from podracer_jit.envs.protocol import EnvSpec, TimeStep, is_channels_last
 from podracer_jit.numerics.islands import island
 from podracer_jit.options import shorten, shown
 
@@ -102,7 +102,8 @@ class JaxFamily:
         action_high=() if discrete else _bound(action, action.high),
         frame_skip=1,
         max_episode_steps=_limit(env),
-        is_function=True)
+        is_function=True,
+        channels_last=is_channels_last(obs.shape))
 
   def make_vector_env(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
                       num_threads: int = 0, batch_size: int = 0) -> JaxVectorEnv:

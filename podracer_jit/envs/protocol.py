@@ -37,6 +37,11 @@ class ObsPart(NamedTuple):
     return len(self.shape) == 3
 
 
+def is_channels_last(shape: tuple[int, ...]) -> bool:
+  """Returns whether images of a shape are (H, W, C): the smaller outer axis is the channels."""
+  return len(shape) == 3 and shape[-1] < shape[0]
+
+
 def take_apart(obs: jax.Array, parts: Sequence[ObsPart]) -> dict[str, jax.Array]:
   """Returns the parts of flat observations by name.
 
