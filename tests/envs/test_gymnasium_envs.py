@@ -279,7 +279,7 @@ def test_actors_that_do_not_wait_for_all_environments_are_refused():
 
 
 def test_sending_does_not_wait(own, make):
-  one, other = (make(f'{own}:Own', dict(seconds=0.4, length=99), [0]) for _ in range(2))
+  one, other = (make(f'{own}:Own', dict(seconds=1.0, length=99), [0]) for _ in range(2))
 
   @jax.jit
   def step(token):
@@ -293,7 +293,7 @@ def test_sending_does_not_wait(own, make):
   program = step.lower(one.handle).compile()
   since = time.monotonic()
   jax.block_until_ready(program(one.handle))
-  assert 0.4 <= time.monotonic() - since < 0.75
+  assert 1.0 <= time.monotonic() - since < 1.8
 
 
 # Failures.
