@@ -78,6 +78,24 @@ def family_of(task: str) -> Family:
                    'make_spec and make_vector_env (see envs/protocol.py)')
 
 
+def tasks() -> dict[str, list[str]]:
+  """Returns the tasks that can be named here, by family, in the form that `env.task` takes.
+
+  The families are EnvPool's, such as `atari` or `mujoco.dmc`, and the other kinds that are
+  installed.
+  """
+  from podracer_jit.envs import envpool_envs
+  found = dict(envpool_envs.families())
+  for kind in EXTRAS:
+    try:
+      module = importlib.import_module(EXTRAS[kind])
+    except ImportError:
+      continue
+    found[kind] = [f'{kind}:{name}' for name in module.tasks()]
+  found[GYMNASIUM] = [f'{GYMNASIUM}:{name}' for name in _gymnasium_family().tasks()]
+  return found
+
+
 def _gymnasium_family() -> Family:
   # Imported here because other tasks do not need it.
   from podracer_jit.envs import gymnasium_envs

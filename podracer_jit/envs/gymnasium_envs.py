@@ -59,6 +59,12 @@ gymnasium_worker.main(parent, pickle.load(setup))
 """
 
 
+def tasks() -> list[str]:
+  """Returns the ids of Gymnasium's registry, without those that only wrap other libraries."""
+  return sorted(name for name, spec in gymnasium.registry.items()
+                if spec.namespace is None and not name.startswith('GymV'))
+
+
 def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
   """Returns the spec of a task; makes one environment and closes it.
 

@@ -8,7 +8,7 @@ from gymnasium import spaces
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.envs import gymnax_envs, jax_envs
-from podracer_jit.envs.families import family_of, is_shipped
+from podracer_jit.envs.families import family_of, own_module
 
 CARTPOLE = 'gymnax:CartPole-v1'
 
@@ -202,4 +202,4 @@ def test_a_missing_library_is_named_with_what_installs_it(monkeypatch):
 
 
 def test_shipped_kinds_import_no_module_of_a_user():
-  assert is_shipped('Pong-v5') and is_shipped(CARTPOLE) and not is_shipped('mine:Env')
+  assert own_module('Pong-v5') == own_module(CARTPOLE) == '' and own_module('mine:Env') == 'mine'
