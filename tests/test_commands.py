@@ -70,7 +70,7 @@ def test_without_a_verb_it_trains(args, monkeypatch):
     (['launch', '-n', '0', '--', '--config=x'], 'the number of processes'),
     (['launch', '-n', '2', '--config=x'], 'the number of processes'),
     (['configs', 'atari'], 'no arguments'),
-    (['envs', 'brekout'], 'brekout: EnvPool has no such family or task; did you mean Breakout-v5?'),
+    (['envs', 'brekout'], 'brekout: there is no such family or task; did you mean Breakout-v5?'),
     (['envs', 'a', 'b'], 'one word'),
     (['envs', '--all'], 'one word')])
 def test_bad_arguments_of_a_verb_are_one_line_and_exit_2(args, said, capsys, monkeypatch):
@@ -140,7 +140,7 @@ def test_envs_counts_the_tasks_of_each_family(capsys):
     ('gymnax', 'gymnax:Breakout-MinAtar', 'gymnax 10 x 10 x 4 float32 3 actions'),
     ('CartPole', 'gymnasium:CartPole-v1', 'gymnasium 4 float32 2 actions'),
     ('toy_text', 'FrozenLake-v1', 'toy_text 16 uint8 4 actions'),
-    ('jumanji', 'BinPack-v2', 'jumanji ')])
+    ('jumanji', 'BinPack-v2', 'jumanji 1180 float32 40 x 20 choices')])
 def test_envs_tells_observations_and_actions_or_why_not(word, task, line, capsys):
   assert main.main(['podracer_jit', 'envs', word]) == 0
   lines = [' '.join(x.split()) for x in capsys.readouterr().out.splitlines()]

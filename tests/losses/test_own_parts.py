@@ -256,7 +256,7 @@ def test_an_own_environment_is_learned(own, scheme):
 
 @pytest.mark.parametrize('field, said', [
     ('env.task={}:Nothing', 'env.task: environment_of_my_own has no .Nothing'),
-    ('env.task={}:Shard', 'env.task: environment_of_my_own:Shard is no environment family'),
+    ('env.task={}:Shard', 'env.task: environment_of_my_own:Shard is no environment'),
     ('loss.name={}:Guess', 'loss.name: environment_of_my_own:Guess must be a class derived from'),
     ('network.name={}:Guess', 'network.name: environment_of_my_own:Guess must be a flax module'),
     ('optimizer.name={}:Guess', 'optimizer.name: environment_of_my_own:Guess must be a class'),
