@@ -23,6 +23,7 @@ class ObsPart(NamedTuple):
   dtype: np.dtype  # bool for a one-hot or a mask; float64 is converted to float32
   start: int  # index of the part's first element in the flat observation
   channels_last: bool = False  # the part is an image (H, W, C)
+  num_values: int = 0  # the part is one number from 0 to num_values - 1; 0 for other parts
 
   @property
   def size(self) -> int:
