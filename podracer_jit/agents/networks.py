@@ -29,6 +29,9 @@ from podracer_jit.types import Params
 # The weights between two larger layers would take terabytes.
 MAX_UNITS = 2**20
 
+# Of the values of a number that `ImageAndVector` takes for a category.
+LARGEST_ONE_HOT = 128
+
 # Each layer is traced and compiled by itself.
 MAX_LAYERS = 100
 
@@ -306,12 +309,21 @@ class ImageAndVector(nn.Module):
       if part.is_image:
         features.append(self._look(x if part.channels_last else x.transpose(0, 2, 3, 1)))
       else:
-        # Bytes, such as the letters of a text, become numbers from 0 to 1.
-        x = x / 255.0 if x.dtype == np.uint8 else x.astype(jnp.float32)
-        vectors.append(x.reshape(len(obs), -1))
+        vectors.append(self._vector(part, x))
     if vectors:
       features.append(MLP(self.vector_hidden)(jnp.concatenate(vectors, axis=1)))
     return jnp.concatenate(features, axis=1)
+
+  def _vector(self, part: ObsPart, x: jax.Array) -> jax.Array:
+    """Returns a part [N, ...] as features [N, D].
+
+    Bytes, such as the letters of a text, become numbers from 0 to 1. A number of few values, such
+    as a direction, becomes a one-hot; one of many is a counter.
+    """
+    if 0 < part.num_values <= LARGEST_ONE_HOT:
+      return jax.nn.one_hot(x, part.num_values)
+    x = x / 255.0 if x.dtype == np.uint8 else x.astype(jnp.float32)
+    return x.reshape(len(x), -1)
 
   def _look(self, image: jax.Array) -> jax.Array:
     """Returns features [N, image_hidden] of an image [N, H, W, C]."""

@@ -41,8 +41,6 @@ _TIMES = ('step', 'time', 'duration', 'frequency')
 _LARGEST_SIZE = 10_000
 _LARGEST_OBS = 2**26  # bytes of one observation
 _MOST_CHOICES = 10_000  # of one element of an integer action
-# A larger Discrete part of a dict is a counter, not a category: it stays one number.
-_LARGEST_ONE_HOT = 128
 
 render_options = {'render_mode': 'rgb_array'}
 
@@ -150,15 +148,10 @@ def _choices(action: Any) -> tuple[int, ...]:
     return tuple(map(int, np.ravel(action.nvec)))
   if kind == 'MultiBinary':
     return (2,) * math.prod(action.shape)
-  if _is_integer_box(action):
-    sizes = np.ravel(action.high).astype(np.int64) - np.ravel(action.low) + 1
+  if kind == 'Box' and np.issubdtype(action.dtype, np.integer) and not np.any(action.low):
+    sizes = np.ravel(action.high).astype(np.int64) + 1
     return tuple(map(int, sizes)) if sizes.size and sizes.max() <= _MOST_CHOICES else ()
   return ()
-
-
-def _is_integer_box(space: Any) -> bool:
-  """Returns whether a space is of arrays of integers between bounds."""
-  return type(space).__name__ == 'Box' and np.issubdtype(space.dtype, np.integer)
 
 
 def _check_continuous(task: str, action: Any, default: Mapping[str, Any]) -> None:
@@ -166,7 +159,7 @@ def _check_continuous(task: str, action: Any, default: Mapping[str, Any]) -> Non
   if type(action).__name__ != 'Box' or not np.issubdtype(action.dtype, np.floating) \
       or not action.shape:
     raise ValueError(f'env.task: the actions of {task} are {action}; only one choice (Discrete), '
-                     'choices (MultiDiscrete, integers) and floats (Box) can be learned')
+                     'choices from 0 on (MultiDiscrete, integers) and floats (Box) can be learned')
   # ViZDoom's bounds are the smallest and the largest float64.
   if 'use_combined_action' in default and np.max(np.abs(action.high)) > LARGEST_FLOAT:
     raise ValueError(f'env.task: the actions of {task} have no bounds; set '
@@ -277,14 +270,18 @@ def _dtype(leaves: Sequence[_Leaf]) -> np.dtype:
   return np.dtype(np.uint8 if small else np.float32)
 
 
-def _leaves(task: str, space: Any, name: str = '', start: int = 0) -> list[_Leaf]:
+def _leaves(task: str, space: Any, name: str = '', start: int = 0, one_hot: bool = True
+            ) -> list[_Leaf]:
   """Returns the arrays of an observation in the order of their names.
+
+  A number (Discrete) becomes a one-hot, but in a dict it stays a number: some are counters.
 
   Args:
     task: name of the task, for error messages.
     space: EnvPool's space of observations, or of a part.
     name: of the part; '' for the whole observation.
     start: index of the part's first element in the flat observation.
+    one_hot: whether a Discrete space becomes a one-hot.
 
   Raises:
     ValueError: the space, or a part, is of another kind.
@@ -299,7 +296,7 @@ def _leaves(task: str, space: Any, name: str = '', start: int = 0) -> list[_Leaf
     leaves: list[_Leaf] = []
     for key, part in inner:
       here = start + sum(leaf.part.size for leaf in leaves)
-      leaves += _leaves(task, part, f'{name}/{key}' if name else key, here)
+      leaves += _leaves(task, part, f'{name}/{key}' if name else key, here, kind == 'Tuple')
     return leaves
 
   if kind == 'Box':
@@ -309,8 +306,10 @@ def _leaves(task: str, space: Any, name: str = '', start: int = 0) -> list[_Leaf
     shape = tuple(np.atleast_1d(space.n)) if not space.shape else tuple(space.shape)
     return [_Leaf(ObsPart(name, shape, np.dtype(bool), start, is_channels_last(shape)), None)]
   if kind == 'Discrete':
-    if name and space.n > _LARGEST_ONE_HOT:
-      return [_Leaf(ObsPart(name, (), np.dtype(np.int32), start), None)]
+    if not one_hot:
+      # Only numbers from 0 on can be told apart by their number of values.
+      values = 0 if space.start else int(space.n)
+      return [_Leaf(ObsPart(name, (), np.dtype(np.int32), start, num_values=values), None)]
     return [_Leaf(ObsPart(name, (int(space.n),), np.dtype(bool), start), int(space.start))]
   if kind == 'MultiDiscrete':
     sizes = [int(n) for n in np.ravel(space.nvec)]
@@ -464,8 +463,6 @@ class EnvPoolVectorEnv:
     self._action_dtype = np.dtype(self._pool.spec.action_array_spec['action'].dtype)
     # Actions of policies are vectors; those of the task may have more axes.
     self._action_shape = () if discrete else action_space.shape
-    # Policies count choices from 0.
-    self._first_choice = np.ravel(action_space.low) if _is_integer_box(action_space) else 0
 
     # Without a reset here the first step would be a reset.
     if batch_size:
@@ -483,8 +480,6 @@ class EnvPoolVectorEnv:
            env_id: jax.Array | None = None) -> tuple[jax.Array, tuple[()]]:
     """Hands actions [B, ...] to EnvPool's threads and does not wait; see `VectorEnv`."""
     chex.assert_axis_dimension(action, 0, self.batch_size)
-    if np.any(self._first_choice):
-      action += self._first_choice
     if len(self._action_shape) > 1:
       action = action.reshape(-1, *self._action_shape)
     # Only the call is inside, since x64 changes the dtypes of other code.

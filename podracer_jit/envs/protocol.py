@@ -25,6 +25,7 @@ class ObsPart(NamedTuple):
   dtype: np.dtype  # bool for a one-hot or a mask; float64 is converted to float32
   start: int  # index of the part's first element in the flat observation
   channels_last: bool = False  # the part is an image (H, W, C)
+  num_values: int = 0  # the part is one number from 0 to num_values - 1; 0 for other parts
 
   @property
   def size(self) -> int:
@@ -38,8 +39,17 @@ class ObsPart(NamedTuple):
 
 
 def is_channels_last(shape: tuple[int, ...]) -> bool:
-  """Returns whether images of a shape are (H, W, C): the smaller outer axis is the channels."""
-  return len(shape) == 3 and shape[-1] < shape[0]
+  """Returns whether images of a shape are (H, W, C) and not (C, H, W).
+
+  The other two axes of a square image are equal; of other images the smaller outer axis is the
+  channels.
+  """
+  if len(shape) != 3:
+    return False
+  first, middle, last = shape
+  if (first == middle) != (middle == last):
+    return first == middle
+  return last < first
 
 
 def take_apart(obs: jax.Array, parts: Sequence[ObsPart]) -> dict[str, jax.Array]:

@@ -65,3 +65,54 @@ def test_a_categorical_mode_is_the_likeliest():
   logits = jnp.float32([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 0.0, 0.0]])
   assert_array_equal(policy.mode(logits), [1, 0])
   assert policy.mode(logits).dtype == policy.action_dtype == np.int32
+
+
+CHOICES = (2, 4, 1, 3)
+LOGITS = np.random.default_rng(5).normal(size=(3, 2, sum(CHOICES))).astype(np.float32)
+
+
+def probabilities():
+  """[3, 2, choices] of each element, in float64."""
+  parts = np.split(np.exp(LOGITS.astype(np.float64)), np.cumsum(CHOICES)[:-1], axis=-1)
+  return [part / part.sum(axis=-1, keepdims=True) for part in parts]
+
+
+def test_a_product_of_categoricals_is_independent_choices():
+  """Against a table of the probabilities of all 24 actions."""
+  policy = policies.product_of_categoricals(CHOICES)
+  assert (policy.dist_size, policy.action_shape, policy.action_dtype) == (10, (4,), np.int32)
+  chances = probabilities()
+  total, entropy = 0.0, 0.0
+  for action in np.ndindex(CHOICES):
+    chance = np.prod([p[..., a] for p, a in zip(chances, action, strict=True)], axis=0)
+    actions = np.broadcast_to(np.int32(action), (3, 2, 4))
+    assert_allclose(policy.log_prob(LOGITS, actions), np.log(chance), rtol=1e-5, atol=1e-6)
+    total += chance
+    entropy -= chance * np.log(chance)
+  assert_allclose(total, 1, rtol=1e-9)
+  assert_allclose(policy.entropy(LOGITS), entropy, rtol=1e-5)
+
+
+def test_samples_of_a_product_have_its_frequencies_and_its_mode_is_the_likeliest():
+  policy = policies.product_of_categoricals(CHOICES)
+  chances = probabilities()
+  drawn = jax.vmap(lambda key: policy.sample(key, LOGITS))(
+      jax.random.split(jax.random.key(0), 20000))
+  assert drawn.shape == (20000, 3, 2, 4) and drawn.dtype == np.int32
+  for i, chance in enumerate(chances):
+    for choice in range(CHOICES[i]):
+      assert_allclose((drawn[..., i] == choice).mean(axis=0), chance[..., choice], atol=0.02)
+  # The elements are drawn with numbers of their own.
+  both = ((drawn[..., 0] == 0) & (drawn[..., 1] == 0)).mean(axis=0)
+  assert_allclose(both, chances[0][..., 0] * chances[1][..., 0], atol=0.02)
+  mode = policy.mode(LOGITS)
+  assert mode.dtype == np.int32
+  assert_array_equal(mode, np.stack([p.argmax(axis=-1) for p in chances], axis=-1))
+
+
+@pytest.mark.quick
+def test_a_product_of_one_is_the_categorical():
+  one, alone = policies.product_of_categoricals((5,)), policies.categorical(5)
+  logits, action = LOGITS[..., :5], np.full((3, 2), 3, np.int32)
+  assert_allclose(one.log_prob(logits, action[..., None]), alone.log_prob(logits, action))
+  assert_allclose(one.entropy(logits), alone.entropy(logits))

@@ -4,6 +4,7 @@ import subprocess
 
 import envpool
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
@@ -17,7 +18,8 @@ from podracer_jit.run import build
 from podracer_jit.run.commands import envs as envs_command
 from podracer_jit.run.resolve import resolve
 from tests.envs.test_envs import in_a_process_of_its_own
-from tests.runs import small
+from tests.runs import run, small
+from tests.workers import wrap
 
 NUM_ENVS, STEPS, SEEDS = 2, 5, [3, 9]
 
@@ -165,19 +167,19 @@ def test_a_number_is_observed_as_a_one_hot(task, size):
   assert_array_equal(rollout.obs, expected)
 
 
-def test_minigrid_is_a_vector_of_bytes_that_comes_apart_again():
+def test_minigrid_is_a_vector_that_comes_apart_again():
   task = 'MiniGrid-Empty-5x5-v0'
   spec, rollout = roll(task, network='image_and_vector')
-  assert spec.obs_dtype == np.uint8 and spec.obs_shape == (4 + 7 * 7 * 3 + 96,)
+  assert spec.obs_dtype == np.float32 and spec.obs_shape == (1 + 7 * 7 * 3 + 96,)
   assert spec.parts == (
-      ObsPart('direction', (4,), np.dtype(bool), 0),
-      ObsPart('image', (7, 7, 3), np.dtype(np.uint8), 4, True),
-      ObsPart('mission', (96,), np.dtype(np.uint8), 151))
+      ObsPart('direction', (), np.dtype(np.int32), 0, num_values=4),
+      ObsPart('image', (7, 7, 3), np.dtype(np.uint8), 1, True),
+      ObsPart('mission', (96,), np.dtype(np.uint8), 148))
   parts = take_apart(rollout.obs, spec.parts)
   for t, (obs, reward) in enumerate(as_python_has_it(task, {}, rollout.action)):
     assert_array_equal(parts['image'][t], obs['image'])
     assert_array_equal(parts['mission'][t], obs['mission'])
-    assert_array_equal(parts['direction'][t], one_hot(obs['direction'], 4))
+    assert_array_equal(parts['direction'][t], obs['direction'])
     if t and rollout.valid[t - 1].all():
       assert_array_equal(rollout.reward[t - 1], reward)
 
@@ -210,15 +212,19 @@ def test_take_apart_gives_shapes_and_dtypes():
 def test_a_torso_of_images_and_vectors_by_hand():
   """A 1x1 kernel on a 1 x 2 image with one channel, whose largest value is 10, and two numbers."""
   parts = (ObsPart('image', (1, 2, 1), np.dtype(np.uint8), 0, True),
-           ObsPart('flags', (2,), np.dtype(bool), 2), ObsPart('text', (1,), np.dtype(np.uint8), 4))
+           ObsPart('flags', (2,), np.dtype(bool), 2), ObsPart('text', (1,), np.dtype(np.uint8), 4),
+           ObsPart('facing', (), np.dtype(np.int32), 5, num_values=3),
+           ObsPart('clock', (), np.dtype(np.int32), 6, num_values=4000))
   torso = networks.ImageAndVector(channels=(1,), kernel=1, largest=10.0, image_hidden=1,
                                   vector_hidden=(1,), parts=parts)
   params = {'params': {
       'Conv_0': {'kernel': np.full((1, 1, 1, 1), 2, np.float32), 'bias': np.float32([0])},
       'Dense_0': {'kernel': np.float32([[1], [10]]), 'bias': np.float32([0.5])},
-      'MLP_0': {'Dense_0': {'kernel': np.float32([[1], [2], [0.5]]), 'bias': np.float32([0])}}}}
-  out = torso.apply(params, np.uint8([[1, 3, 0, 1, 51]]))
-  np.testing.assert_allclose(out, [[0.2 + 6 + 0.5, np.tanh(2 + 0.5 * 0.2)]], rtol=1e-6)
+      'MLP_0': {'Dense_0': {
+          'kernel': np.float32([[1], [2], [0.5], [7], [8], [-1.1], [0.125]]),
+          'bias': np.float32([0])}}}}
+  out = torso.apply(params, np.float32([[1, 3, 0, 1, 51, 2, 4]]))
+  np.testing.assert_allclose(out, [[0.2 + 6 + 0.5, np.tanh(2 + 0.5 * 0.2 - 1.1 + 0.5)]], rtol=1e-6)
 
 
 def test_a_torso_of_ones_own_may_ask_for_parts_and_layout():
@@ -346,9 +352,76 @@ def test_games_of_vizdoom_start_beside_the_threads_of_openblas():
 
 
 @pytest.mark.parametrize('task, words', [
-    ('Cleaner-v0', '219 float32  4^3 choices'), ('FlatPack-v0', '25 x 4 x 9^2 choices'),
+    ('Cleaner-v0', '119 float32  4^3 choices'), ('FlatPack-v0', '25 x 4 x 9^2 choices'),
     ('Taxi-v3', '500 uint8  6 actions'),
-    ('MiniGrid-Empty-5x5-v0', '247 uint8 (image: image 7 x 7 x 3)  7 actions'),
+    ('MiniGrid-Empty-5x5-v0', '244 float32 (image: image 7 x 7 x 3)  7 actions'),
     ('CarRacing-v2', '96 x 96 x 3 uint8  3 numbers from -1 to 1')])
 def test_the_list_of_tasks_tells_the_kinds(task, words):
   assert envs_command.describe(task).endswith(words)
+
+
+# Whole updates, in step and as environments are ready.
+
+
+@pytest.mark.parametrize('task, network, options, fields', [
+    ('Cleaner-v0', 'mlp', {}, {}),
+    ('Cleaner-v0', 'mlp', dict(max_episode_steps=6), dict(env_batch=4, scheme='cleanba')),
+    ('MiniGrid-Empty-5x5-v0', 'image_and_vector', {}, {}),
+    ('MetaWorld/Assembly-v3', 'mlp', dict(max_episode_steps=5),
+     dict(env_batch=4, scheme='cleanba')),
+])
+def test_a_learner_learns_from_it(task, network, options, fields):
+  """Rows of rewards, log-probabilities and gradients are finite, in either mode."""
+  seen = []
+
+  def watch(call, carry, *batch):
+    del call, carry
+    seen.extend(jax.device_get(rollout) for item in batch for rollout in item.value.parts[0])
+
+  config = small('impala' if fields else 'ppo', task, network, **{
+      'num_shards': 1, 'num_grad_shards': 1} | {k: v for k, v in fields.items() if k != 'scheme'})
+  config |= {name: fields[name] for name in ('scheme',) if name in fields}
+  config['env'] |= options
+  _, reports, state = run(config, updates=3, tamper=wrap('learner', before=watch))
+  assert len(reports) >= 1
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state.params)))
+  rewards = np.concatenate([rollout.reward[~rollout.valid] for rollout in seen])
+  assert_array_equal(rewards, 0)
+  if options:
+    assert len(rewards)
+
+
+def test_products_of_numbers_are_one_hots_end_to_end():
+  """No task of EnvPool 1.2.5 has them; the spaces are gymnasium's."""
+  from gymnasium import spaces
+  numbers = np.int32([[2, 0, 4], [1, 1, 5]])
+  expected = np.concatenate([one_hot(numbers[:, 0], 3), one_hot(numbers[:, 1], 2),
+                             one_hot(numbers[:, 2] - 4, 2)], axis=1)
+  pair = spaces.Tuple([spaces.Discrete(3), spaces.Discrete(2), spaces.Discrete(2, start=4)])
+  vector = spaces.MultiDiscrete([3, 2, 2])
+  for space, obs in ((pair, tuple(numbers.T)), (vector, numbers - np.int32([0, 0, 4]))):
+    leaves = envpool_envs._leaves('X-v0', space)
+    shape, dtype, parts = envpool_envs._layout('X-v0', space)
+    assert (shape, dtype) == ((7,), np.uint8)
+    assert [part.name for part in parts] == ['0', '1', '2']
+    assert_array_equal(envpool_envs._observe(obs, space, leaves), expected)
+    on_device = jax.jit(lambda obs, space=space, leaves=leaves: envpool_envs._observe(
+        obs, space, leaves))(jax.tree.map(jnp.asarray, obs))
+    assert_array_equal(on_device, expected)
+
+
+def test_a_dict_of_bytes_stays_bytes():
+  from gymnasium import spaces
+  box = spaces.Box(0, 255, (2,), np.uint8)
+  space = spaces.Dict({'a': box, 'b': spaces.Dict({'c': spaces.MultiBinary(3)})})
+  assert envpool_envs._layout('X-v0', space)[:2] == ((5,), np.uint8)
+  obs = {'a': np.uint8([[200, 1]]), 'b': {'c': np.array([[True, False, True]])}}
+  made = envpool_envs._observe(obs, space, envpool_envs._leaves('X-v0', space))
+  assert made.dtype == np.uint8
+  assert_array_equal(made, [[200, 1, 1, 0, 1]])
+
+
+def test_other_observations_are_refused_in_one_line():
+  from gymnasium import spaces
+  with pytest.raises(ValueError, match=r'env\.task: the observations of X-v0 are Text; only'):
+    envpool_envs._layout('X-v0', spaces.Dict({'a': spaces.Text(5)}))

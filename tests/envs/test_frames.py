@@ -70,4 +70,4 @@ def test_stacks_are_known_of_atari_alone():
   """ViZDoom's last observation of an episode neither goes on nor is one frame S times."""
   assert envpool_envs.make_spec('Pong-v5', {}).stack == 4
   assert envpool_envs.make_spec('Pong-v5', dict(stack_num=3)).stack == 3
-  assert envpool_envs.make_spec('TakeCover-v1', {}).stack == 1
+  assert envpool_envs.make_spec('TakeCover-v1', dict(use_combined_action=True)).stack == 1

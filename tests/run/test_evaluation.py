@@ -389,6 +389,10 @@ def test_newest_frame_of_observations_that_nothing_renders():
   planes = np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3)
   np.testing.assert_array_equal(video._picture(planes, colour=False)[..., 1], planes[3])
   np.testing.assert_array_equal(video._picture(planes, colour=True)[..., 0], planes[1])
+  last = planes.transpose(1, 2, 0)
+  for colour in (False, True):
+    np.testing.assert_array_equal(video._picture(last, colour, channels_last=True),
+                                  video._picture(planes, colour))
   board = np.array([[0.0, 1.0], [0.5, 0.0]], np.float32)
   np.testing.assert_array_equal(video._picture(board, colour=False)[..., 2], [[0, 255], [127, 0]])
 

@@ -63,7 +63,7 @@ def receipts(workdir):
     ([CATCH, '--config.num_grad_shards=3'], '32 environments cannot be split evenly'),
     ([CATCH, '--config.num_minibatches=5'], '5 minibatches'),
     ([CATCH, '--config.network.name=nature_cnn'],
-     'network.name: nature_cnn wants images (C, H, W), Catch-v0 gives (10, 5)'),
+     'network.name: nature_cnn wants images, Catch-v0 gives (10, 5)'),
     ([CATCH, '--config.scheme=impala', '--repeat=x'], '--repeat: impala is not deterministic'),
     ([CATCH, '--config.network.core=rnn'], "network.core: must be none, gru or lstm, got 'rnn'"),
     ([CATCH, '--config.network.core=gru', '--config.network.separate_critic=True'],
