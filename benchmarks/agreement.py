@@ -2,13 +2,12 @@
 
 .venv/bin/python -m benchmarks.agreement [--configs=ppo_cartpole,impala_catch] [--updates=100]
 
-Runs each shipped config as it is, under every scheme without a lag, or of its replay, and under
-every scheme with the same lag, on one device and on several, and compares the fingerprints of each
-update's batch and parameters. Where two runs part it names the update and the islands
-(`numerics.islands`) whose compiled bodies differ. A config whose updates take long makes fewer of
-them, as --seconds says.
+Runs each shipped config under all schemes with the same lag (0 or 1 update), on one device and on
+several. Compares the fingerprints of each update's batch and parameters. If two runs differ, it
+prints the first different update and the islands (`numerics.islands`) whose compiled bodies differ.
+A config with slow updates makes a tenth of them; see --seconds.
 
-Exit code: 0 all identical, 1 some differ, 2 nothing could be started.
+Exit code: 0 all are identical, 1 some differ, 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ DEVICES = 8
 
 
 class Variant(NamedTuple):
-  """One way to run an experiment."""
+  """A scheme and a placement to run an experiment with."""
 
   scheme: str
   actors: tuple[int, ...]
@@ -52,7 +51,7 @@ class Variant(NamedTuple):
 
 
 class Run(NamedTuple):
-  """Receipts and compiled islands of a run."""
+  """The receipts and compiled islands of a run."""
 
   receipts: list[tuple[str, str]]  # fingerprints of batch and parameters of each update
   bodies: dict[str, set[str]]  # the compiled arithmetic of each island
@@ -60,21 +59,23 @@ class Run(NamedTuple):
 
 
 def variants(config: Mapping[str, Any], lag: int) -> list[Variant]:
-  """Returns the ways to run an experiment that have this lag, and so the same bits.
+  """Returns the schemes and placements with this lag; all of them must give the same bits.
 
   Args:
-    config: nested dicts; its own scheme and placement do not matter.
-    lag: of the parameters of rollouts, in updates.
+    config: nested dicts; its own scheme and placement are ignored.
+    lag: the age of the parameters that make the rollouts, in updates.
   """
   replay = resolve(copy.deepcopy(dict(config) | dict(scheme='sync'))).algorithm.learns_from_replay
 
   def devices(*sizes: int) -> int:
-    """The most devices, up to four, that share each of these numbers evenly."""
+    """Returns the largest number of devices, up to four, that divides every size."""
     return max(n for n in (1, 2, 3, 4) if all(size % n == 0 for size in sizes))
 
-  shards, groups = config['num_shards'], config['num_grad_shards']
-  both = devices(shards, groups)
-  here, there = tuple(range(both)), tuple(range(both, 2 * both))
+  shards = config['num_shards']
+  groups = config['num_grad_shards']
+  num_workers = devices(shards, groups)
+  first_devices = tuple(range(num_workers))
+  next_devices = tuple(range(num_workers, 2 * num_workers))
   ways = []
   for name, scheme in SCHEMES.items():
     if not scheme.deterministic or scheme.lag != lag or scheme.replay not in (None, replay):
@@ -84,11 +85,12 @@ def variants(config: Mapping[str, Any], lag: int) -> list[Variant]:
     elif scheme.alone:
       ways.append(Variant(name, (0,), (0,)))
     elif scheme.colocated:
-      ways.append(Variant(name, here, here))
+      ways.append(Variant(name, first_devices, first_devices))
     elif scheme.graph.separate_updates:
-      ways.append(Variant(name, here, there))
+      ways.append(Variant(name, first_devices, next_devices))
     else:
       ways.append(Variant(name, (0,), (0,)))
+      # The learner's devices are in descending order, to show that their order does not matter.
       ways.append(Variant(name, tuple(range(devices(shards))),
                            tuple(range(7, 7 - devices(groups), -1))))
   return ways
@@ -98,7 +100,7 @@ def run(config: Mapping[str, Any], variant: Variant, updates: int) -> Run:
   """Runs the first updates of an experiment in this process.
 
   Raises:
-    ValueError: the experiment, or the variant of it, cannot be.
+    ValueError: the config is invalid with this scheme and placement.
   """
   config = copy.deepcopy(dict(config)) | dict(scheme=variant.scheme)
   config['placement'] = dict(config['placement']) | dict(
@@ -106,43 +108,52 @@ def run(config: Mapping[str, Any], variant: Variant, updates: int) -> Run:
       updates_per_call=variant.updates_per_call)
   config['checkpoint'] = dict(config['checkpoint']) | dict(every_updates=max(
       updates, config['checkpoint']['every_updates']))
-  start, reports = time.monotonic(), []
+  start = time.monotonic()
+  reports = []
   with recorded() as texts:
-    whole = build.make_run(resolve(config))
-    state = whole.learner.allocate(whole.initial_state())
-    with build.segment(whole, state, 0, updates, reports.append) as segment:
+    training = build.make_run(resolve(config))
+    state = training.learner.allocate(training.initial_state())
+    with build.segment(training, state, 0, updates, reports.append) as segment:
       loops.run(segment.workers)
+
   receipts = []
   for report in reports:
     metrics = jax.device_get(report.metrics)
     receipts += [(as_hex(metrics['batch'][i]), as_hex(metrics['params'][i]))
                  for i in range(report.count)]
+
   bodies: dict[str, set[str]] = {}
   for text in texts:
     for name, compiled in islands(text).items():
       bodies.setdefault(name, set()).update(compiled)
+  # The next run must compile its own programs, even those that are equal, to be recorded.
   jax.clear_caches()
   return Run(receipts, bodies, time.monotonic() - start)
 
 
-def first_difference(one: Run, other: Run) -> str:
-  """Returns where two runs part and what may be to blame, in words; '' where they do not."""
-  for update, (a, b) in enumerate(zip(one.receipts, other.receipts, strict=False), 1):
-    if a != b:
-      what = 'parameters' if a[0] == b[0] else 'batch'
-      both = one.bodies.keys() & other.bodies.keys()
-      names = sorted(name for name in both if one.bodies[name] != other.bodies[name])
-      blame = f'islands with other bodies: {", ".join(names)}' if names else \
-          'no island has another body, so it arises between islands'
-      return f'differ at update {update} ({what}); {blame}'
-  if len(one.receipts) != len(other.receipts):
-    return f'{len(one.receipts)} and {len(other.receipts)} updates'
+def first_difference(run_a: Run, run_b: Run) -> str:
+  """Returns the first difference of two runs and its possible cause; '' if there is none."""
+  for update, (a, b) in enumerate(zip(run_a.receipts, run_b.receipts, strict=False), 1):
+    if a == b:
+      continue
+
+    # Equal batches mean that the rollout was the same and the learner's update was not.
+    field = 'parameters' if a[0] == b[0] else 'batch'
+    common = run_a.bodies.keys() & run_b.bodies.keys()
+    names = sorted(name for name in common if run_a.bodies[name] != run_b.bodies[name])
+    if names:
+      cause = f'compiled differently: islands {", ".join(names)}'
+    else:
+      cause = 'all islands are compiled alike, so the difference arises between islands'
+    return f'differ at update {update} ({field}); {cause}'
+  if len(run_a.receipts) != len(run_b.receipts):
+    return f'{len(run_a.receipts)} and {len(run_b.receipts)} updates'
   return ''
 
 
 def disagreements(config: Mapping[str, Any], ways: list[Variant], updates: int
                   ) -> Iterator[tuple[Variant, str]]:
-  """Yields each variant but the first with how it differs from the first; '' where it does not."""
+  """Yields each later variant with its `first_difference` from the first variant."""
   first = run(config, ways[0], updates)
   for way in ways[1:]:
     yield way, first_difference(first, run(config, way, updates))
@@ -154,11 +165,11 @@ def shipped() -> list[str]:
 
 
 def shipped_config(name: str) -> dict[str, Any]:
-  """Returns a shipped config as nested dicts; of several tasks, Pong."""
+  """Returns a shipped config as nested dicts; if it names no task, the task is Pong."""
   config = importlib.import_module(f'podracer_jit.configs.{name}').get_config().to_dict()
   config['env']['task'] = config['env']['task'] or 'Pong-v5'
   if 'replay' in config:
-    config['replay']['params_every'] = 1  # others are for schemes that do not repeat
+    config['replay']['params_every'] = 1  # deterministic schemes allow no other value
   return config
 
 
@@ -166,28 +177,34 @@ def main() -> int:
   """Runs the script; returns its exit code."""
   parser = argparse.ArgumentParser(description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--configs', default=','.join(shipped()), help='shipped configs, by comma')
-  parser.add_argument('--updates', type=int, default=100, help='of each run')
+  parser.add_argument('--configs', default=','.join(shipped()),
+                      help='names of shipped configs, separated by commas')
+  parser.add_argument('--updates', type=int, default=100, help='updates of each run')
   parser.add_argument('--seconds', type=float, default=300.0,
-                      help='a config whose updates would take longer makes a tenth of them')
+                      help='if a run would take longer, it makes a tenth of its updates')
   args = parser.parse_args()
   unknown = sorted(set(args.configs.split(',')) - set(shipped()))
   if unknown:
-    print(f'--configs: there is no {unknown[0]}; there are {", ".join(shipped())}', file=sys.stderr)
+    print(f'--configs: unknown config {unknown[0]}; shipped are {", ".join(shipped())}',
+          file=sys.stderr)
     return 2
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   jax.config.update('jax_num_cpu_devices', DEVICES)
   all_same = True
   for name in args.configs.split(','):
     config = shipped_config(name)
     for lag in (0, 1):
-      ways, updates = variants(config, lag), args.updates
+      ways = variants(config, lag)
+      updates = args.updates
+
+      # A tenth of the updates tells how long all of them would take.
       few = max(1, updates // 10)
       first = run(config, ways[0], few)
       if first.seconds * updates / few <= args.seconds:
         first = run(config, ways[0], updates)
       else:
         updates = few
+
       for way in ways[1:]:
         words = first_difference(first, run(config, way, updates))
         all_same &= not words

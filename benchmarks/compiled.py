@@ -1,4 +1,4 @@
-"""Looks into compiled programs: which islands they have, and what arithmetic is in each."""
+"""Reads compiled programs (HLO text): the islands of a program and the arithmetic of each."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from jax._src import compiler
 
 from podracer_jit.numerics.islands import PREFIX
 
-# They move numbers and compute none, and where XLA puts them depends on who reads the results.
+# These opcodes move numbers without computing any. XLA places them according to the readers of a
+# result, so two programs with the same arithmetic may differ in them.
 MOVES = {'parameter', 'get-tuple-element', 'tuple', 'copy', 'bitcast', 'transpose', 'constant'}
+
 CALLED = re.compile(r'(calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%[\w.-]+)')
 NAMES = re.compile(r', (metadata|backend_config|sharding|frontend_attributes)='
                    r'(\{(?:[^{}]|\{[^{}]*\})*\})')
 
 
 class Instruction(NamedTuple):
-  """A line of a computation."""
+  """An HLO instruction: one line of a computation."""
 
   name: str
   shape: str
@@ -32,8 +34,9 @@ class Instruction(NamedTuple):
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[str]]:
-  """Collects the text of each program that is compiled, or loaded from the cache, inside."""
-  texts, real = [], compiler.compile_or_get_cached
+  """Collects the HLO text of each program that is compiled or loaded from the cache meanwhile."""
+  texts = []
+  real = compiler.compile_or_get_cached
 
   def compile_and_record(*args, **kwargs):
     executable = real(*args, **kwargs)
@@ -50,7 +53,7 @@ def recorded() -> Iterator[list[str]]:
 def islands(text: str) -> dict[str, set[str]]:
   """Returns the arithmetic of each island of a program, by the name of the island.
 
-  An island that the program has several times has an entry for each that differs.
+  If the program contains an island several times, the set has one entry per different body.
   """
   computations = _parse(text)
   bodies = collections.defaultdict(set)
@@ -66,7 +69,7 @@ def islands(text: str) -> dict[str, set[str]]:
 
 
 def _name(computations: dict[str, list[Instruction]], branch: str) -> str | None:
-  """The island that a branch of a cond is; None of another branch."""
+  """Returns the name of the island that a branch of a cond holds; None if it holds none."""
   for line in computations[branch]:
     scopes = re.findall(PREFIX + r'(\w+)', line.attributes)
     if scopes:
@@ -75,7 +78,9 @@ def _name(computations: dict[str, list[Instruction]], branch: str) -> str | None
 
 
 def _parse(text: str) -> dict[str, list[Instruction]]:
-  computations, lines = {}, []
+  """Returns the instructions of each computation of an HLO text, by the computation's name."""
+  computations = {}
+  lines = []
   for line in text.splitlines():
     begins = re.match(r'(?:ENTRY )?%([\w.-]+) \(.*\{$', line)
     if begins:
@@ -86,16 +91,20 @@ def _parse(text: str) -> dict[str, list[Instruction]]:
 
 
 def _instruction(line: str) -> Instruction:
-  name, rest = re.match(r'  (?:ROOT )?%([\w.-]+) = (.*)', line).groups()
-  end = _closing(rest) + 1 if rest.startswith('(') else rest.index(' ')
-  shape, rest = rest[:end], rest[end:].strip()
-  opcode, rest = rest.split('(', 1)
-  end = _closing('(' + rest) - 1
-  return Instruction(name, shape, opcode, rest[:end], rest[end + 1:])
+  """Splits a line `%name = shape opcode(operands), attributes`."""
+  name, definition = re.match(r'  (?:ROOT )?%([\w.-]+) = (.*)', line).groups()
+
+  # The shape of a tuple is in parentheses and has spaces.
+  end = _closing(definition) + 1 if definition.startswith('(') else definition.index(' ')
+  shape = definition[:end]
+
+  opcode, arguments = definition[end:].strip().split('(', 1)
+  end = _closing('(' + arguments) - 1
+  return Instruction(name, shape, opcode, arguments[:end], arguments[end + 1:])
 
 
 def _closing(text: str) -> int:
-  """Where the parenthesis closes that text begins with."""
+  """Returns the index of the parenthesis that closes the one at the start of `text`."""
   depth = 0
   for i, letter in enumerate(text):
     depth += {'(': 1, ')': -1}.get(letter, 0)
@@ -105,13 +114,13 @@ def _closing(text: str) -> int:
 
 
 def _arithmetic(computations: dict[str, list[Instruction]], name: str) -> str:
-  """The instructions of a computation, and of those it calls, without names and in one order."""
+  """Returns the instructions of a computation and its callees, without names and sorted."""
   return '\n'.join(sorted(_formula(computations, line) for line in computations[name]
                           if not _moves(computations, line)))
 
 
 def _moves(computations: dict[str, list[Instruction]], line: Instruction) -> bool:
-  """Whether an instruction computes nothing."""
+  """Returns whether an instruction only moves numbers."""
   if line.opcode != 'fusion':
     return line.opcode in MOVES
   (called,) = re.findall(r'calls=%([\w.-]+)', line.attributes)
@@ -119,15 +128,15 @@ def _moves(computations: dict[str, list[Instruction]], line: Instruction) -> boo
 
 
 def _formula(computations: dict[str, list[Instruction]], line: Instruction) -> str:
-  """An instruction with what it calls; of its operands the shapes."""
+  """Returns an instruction's opcode, shape and attributes, and the computations it calls."""
   attributes, inner = _called(computations, line)
-  # The order in which a loop carries its arrays is no arithmetic.
+  # A loop may carry the same arrays in another order.
   shape = '' if line.opcode in ('while', 'call') else line.shape
   return f'{line.opcode} {shape}{attributes} {inner}'
 
 
 def _called(computations: dict[str, list[Instruction]], line: Instruction) -> tuple[str, list[str]]:
-  """The attributes of an instruction without names, and the computations that it calls."""
+  """Returns an instruction's attributes without names, and the computations that it calls."""
   attributes = NAMES.sub('', line.attributes)
   names = [name for _, names in CALLED.findall(attributes)
            for name in re.findall(r'%([\w.-]+)', names)]
@@ -135,9 +144,9 @@ def _called(computations: dict[str, list[Instruction]], line: Instruction) -> tu
 
 
 def _body(computations: dict[str, list[Instruction]], name: str, opcode: str) -> str:
-  """A called computation: of a fusion as the expressions it is, of others their instructions.
+  """Returns a called computation: a fusion as expressions, another as sorted instructions.
 
-  Equal expressions have one number, since XLA computes some of them twice.
+  Equal expressions of a fusion get one number, since XLA may compute an expression twice.
   """
   if opcode != 'fusion':
     return _arithmetic(computations, name)
@@ -151,7 +160,7 @@ def _body(computations: dict[str, list[Instruction]], name: str, opcode: str) ->
       return numbers.setdefault(f'{line.shape} parameter {len(numbers)}', len(numbers))
     attributes, inner = _called(computations, line)
     operands = [f'#{number(operand)}' for operand in re.findall(r'%([\w.-]+)', line.operands)]
-    values = ', '.join(operands) or line.operands  # of a constant
+    values = ', '.join(operands) or line.operands  # a constant has a literal instead of operands
     return numbers.setdefault(
         f'{line.shape} {line.opcode}({values}){attributes}{inner}', len(numbers))
 

@@ -2,15 +2,15 @@
 
 .venv/bin/python -m benchmarks.fuzz_bits --first=1 --count=100 [--updates=60] [--isa=AVX2]
 
-Experiment n is drawn at random from n: algorithm, network, core, normalisers, optimizer, odd sizes,
-1 to 4 groups. It is run in three ways, drawn from the schemes and placements that must agree
-(`benchmarks.agreement`); their receipts must be equal. If they differ, the experiment is made
-smaller for as long as it still differs, and the smallest is printed with its first differing update
-and the islands to blame.
+The random seed n gives experiment n: algorithm, network, core, normalisers, optimizer, odd sizes,
+1 to 4 groups. The script runs each experiment with three random ones of the schemes and placements
+that must agree (`benchmarks.agreement`), and compares their receipts. If they differ, it simplifies
+the experiment as long as the receipts still differ. Then it prints the smallest experiment, its
+first different update and the islands that may be the cause.
 
---isa: the most that XLA may use of the CPU's instructions: SSE4_2, AVX, AVX2 or AVX512.
+--isa: the newest CPU instructions that XLA may use: SSE4_2, AVX, AVX2 or AVX512.
 --xla_threads: the size of XLA's thread pool.
-Exit code: 0 no difference, 1 some.
+Exit code: 0 no difference, 1 some experiments differ.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from benchmarks import agreement
 from podracer_jit import experiment
 from podracer_jit.run.resolve import resolve
 
-DISCRETE, CONTINUOUS = ('CartPole-v1', 'Catch-v0', 'Acrobot-v1'), ('Pendulum-v1',)
+DISCRETE = ('CartPole-v1', 'Catch-v0', 'Acrobot-v1')
+CONTINUOUS = ('Pendulum-v1',)
 PIXELS = dict(task='Pong-v5', img_height=42, img_width=42, max_episode_steps=12, noop_max=4)
 
 
@@ -47,10 +48,11 @@ def draw(number: int) -> dict[str, Any]:
           resolve(copy.deepcopy(config) | dict(scheme=way.scheme))
       return config
     except ValueError:
-      continue  # such parts do not go together
+      continue  # these parts cannot be combined
 
 
 def _draw(rng: random.Random) -> dict[str, Any]:
+  """Draws an experiment, which may be invalid."""
   loss = rng.choice(['ppo', 'ppo', 'impala', 'impala', 'dqn', 'dpg'])
   pixels = loss != 'dpg' and rng.random() < 0.1
   network = 'deterministic' if loss == 'dpg' else (
@@ -59,10 +61,11 @@ def _draw(rng: random.Random) -> dict[str, Any]:
                              ).to_dict()
   groups = rng.choice([1, 2, 3, 4])
   num_shards = rng.choice([n for n in (1, 2, 3, 4) if groups % n == 0 or n % groups == 0])
-  both = math.lcm(groups, num_shards)
+  # The number of environments must be a multiple of both.
+  divisor = math.lcm(groups, num_shards)
   config['env'] |= PIXELS if pixels else dict(
       task=rng.choice(CONTINUOUS if loss == 'dpg' else DISCRETE + CONTINUOUS))
-  config['env']['num_envs'] = both * rng.choice([1, 2, 3, 5] if pixels else [2, 3, 5, 7, 16])
+  config['env']['num_envs'] = divisor * rng.choice([1, 2, 3, 5] if pixels else [2, 3, 5, 7, 16])
   config |= dict(
       seed=rng.randrange(1000), num_shards=num_shards, num_grad_shards=groups,
       unroll_length=rng.choice([4, 7] if pixels else [5, 8, 13, 32]), total_steps=10**6,
@@ -110,11 +113,11 @@ def _draw_replay(rng: random.Random, config: dict[str, Any], groups: int) -> Non
 
 
 def smaller(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-  """Yields simpler experiments, each with one thing less."""
+  """Yields simpler experiments; each lacks one part or has one smaller size."""
   def with_(section: str | None, **fields: Any) -> dict[str, Any]:
-    other = copy.deepcopy(config)
-    (other[section] if section else other).update(fields)
-    return other
+    simpler = copy.deepcopy(config)
+    (simpler[section] if section else simpler).update(fields)
+    return simpler
 
   for name, on in config['normalise'].items():
     if on:
@@ -143,14 +146,14 @@ def smaller(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def draw_ways(config: dict[str, Any], number: int) -> list[agreement.Variant]:
-  """Returns three ways to run experiment `number` that must agree, or as many as there are."""
+  """Returns up to three variants of experiment `number` that must agree."""
   rng = random.Random(f'ways of {number}')
-  first, *others = agreement.variants(config, rng.choice([0, 0, 1]))
-  return [first, *rng.sample(others, min(2, len(others)))]
+  first, *later = agreement.variants(config, rng.choice([0, 0, 1]))
+  return [first, *rng.sample(later, min(2, len(later)))]
 
 
 def disagreement(config: dict[str, Any], number: int, updates: int) -> str:
-  """Returns how the first run differs that does; '' if none."""
+  """Returns the first difference between the variants of an experiment; '' if there is none."""
   ways = draw_ways(config, number)
   for way, words in agreement.disagreements(config, ways, updates):
     if words:
@@ -160,14 +163,24 @@ def disagreement(config: dict[str, Any], number: int, updates: int) -> str:
 
 def shrink(config: dict[str, Any], number: int, words: str, updates: int
            ) -> tuple[dict[str, Any], str]:
-  """Returns the smallest experiment found that still differs, and how it does."""
-  for other in smaller(config):
+  """Simplifies an experiment as long as its variants differ.
+
+  Args:
+    config: the experiment, whose variants differ.
+    number: of the experiment; it determines the variants.
+    words: the difference.
+    updates: of each run.
+
+  Returns:
+    The smallest experiment and its difference.
+  """
+  for simpler in smaller(config):
     try:
-      still_differs = disagreement(other, number, updates)
+      difference = disagreement(simpler, number, updates)
     except ValueError:
-      continue  # it cannot be that small
-    if still_differs:
-      return shrink(other, number, still_differs, updates)
+      continue  # the simpler experiment is invalid
+    if difference:
+      return shrink(simpler, number, difference, updates)
   return config, words
 
 
@@ -187,19 +200,21 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--first', type=int, default=1, help='number of the first experiment')
-  parser.add_argument('--count', type=int, default=100, help='how many')
-  parser.add_argument('--updates', type=int, default=60, help='of each run')
-  parser.add_argument('--isa', choices=['SSE4_2', 'AVX', 'AVX2', 'AVX512'])
-  parser.add_argument('--xla_threads', type=int, default=16)
+  parser.add_argument('--count', type=int, default=100, help='number of experiments')
+  parser.add_argument('--updates', type=int, default=60, help='updates of each run')
+  parser.add_argument('--isa', choices=['SSE4_2', 'AVX', 'AVX2', 'AVX512'],
+                      help='the newest CPU instructions that XLA may use')
+  parser.add_argument('--xla_threads', type=int, default=16, help="size of XLA's thread pool")
   args = parser.parse_args()
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   os.environ['NPROC'] = str(args.xla_threads)
   if args.isa:
     os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_cpu_max_isa={args.isa}'
   jax.config.update('jax_num_cpu_devices', agreement.DEVICES)
   different = 0
   for number in range(args.first, args.first + args.count):
-    config, start = draw(number), time.monotonic()
+    config = draw(number)
+    start = time.monotonic()
     words = disagreement(config, number, args.updates)
     ways = ' '.join(map(str, draw_ways(config, number)))
     print(f'{"DIFFERENT" if words else "identical"} {number:5}  {describe(config)}: {ways} '

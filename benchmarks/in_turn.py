@@ -1,12 +1,14 @@
-"""Says how fast the code here is beside that of an older commit, one after the other in turn.
+"""Compares the speed of the working tree with that of an older commit.
 
 .venv/bin/python -m benchmarks.in_turn --old=main~1 --configs=impala_catch,ppo_cartpole --pairs=5
 
-Each pair measures a config once with each commit's `podracer_jit benchmark`, and the older goes
-first in every second pair only. The table has, for each part, the new speed over the old: the
-median of the pairs, the lowest and the highest. It counts the pairs in which the machine's cores
-were as far apart in both measurements, for a virtual machine moves them (`cores_apart_ns` of the
-benchmark), unless there is none.
+A pair is two measurements of a config by `podracer_jit benchmark`, one with each code. The order
+alternates from pair to pair. For each part, the table has the ratio of the new speed to the old:
+the median of the pairs, the lowest and the highest.
+
+A virtual machine may move to cores that are farther apart (`cores_apart_ns` of the benchmark). The
+table therefore uses only pairs whose two measurements had about the same distance; if there is no
+such pair, it uses all.
 """
 
 from __future__ import annotations
@@ -29,35 +31,44 @@ SAME_DISTANCE = 1.5  # near cores are about 90 ns apart, far ones 250 to 520
 
 
 def measure(tree: Path, config: str, parts: str, seconds: float, figures: Path) -> dict:
-  """Returns the figures of one benchmark with the code of `tree`, as its --json has them.
+  """Runs one benchmark with the code of `tree`; returns the figures of its --json.
+
+  Args:
+    tree: a folder with the code.
+    config: the name of a shipped config.
+    parts: the benchmark's parts, separated by commas.
+    seconds: measured time of each part.
+    figures: the file for --json.
 
   Raises:
-    RuntimeError: with its last line, where it failed.
+    RuntimeError: the benchmark failed; the message has the last line of its output.
   """
-  script = tree / 'scripts' / 'benchmark.py'  # before it was a verb of the command
+  script = tree / 'scripts' / 'benchmark.py'  # older commits have this script, not the command
   start = [str(script)] if script.exists() else ['-m', 'podracer_jit', 'benchmark']
   flags = [f'--config=configs/{config}.py', f'--parts={parts}', f'--seconds={seconds}',
            '--rounds_of=', f'--json={figures}']
-  done = subprocess.run([sys.executable, *start, *flags], cwd=tree, check=False, text=True,
-                        env=os.environ | {'PYTHONPATH': str(tree), 'JAX_PLATFORMS': 'cpu'},
-                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-  if done.returncode:
-    raise RuntimeError(f'{tree.name}, {config}: {done.stdout.strip().splitlines()[-1]}')
+  process = subprocess.run([sys.executable, *start, *flags], cwd=tree, check=False, text=True,
+                           env=os.environ | {'PYTHONPATH': str(tree), 'JAX_PLATFORMS': 'cpu'},
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+  if process.returncode:
+    raise RuntimeError(f'{tree.name}, {config}: {process.stdout.strip().splitlines()[-1]}')
   return json.loads(figures.read_text())
 
 
-def same_distance(old: dict, new: dict) -> bool:
-  """Whether both were measured with cores as far apart; true where that is not known."""
-  distances = sorted(figures['derived']['cores_apart_ns'] or 0 for figures in (old, new))
+def same_distance(old_figures: dict, new_figures: dict) -> bool:
+  """Returns whether the cores were about equally far apart in both; true if it is not known."""
+  distances = sorted(figures['derived']['cores_apart_ns'] or 0
+                     for figures in (old_figures, new_figures))
   return distances[1] <= SAME_DISTANCE * distances[0]
 
 
 def table(config: str, pairs: Sequence[tuple[dict, dict]]) -> list[str]:
-  """The lines of one config: new over old of each part, and how many pairs they count."""
+  """Returns the lines of one config: new over old speed of each part, and the pairs used."""
   counted = [pair for pair in pairs if same_distance(*pair)] or pairs
   lines = []
   for part in counted[0][0]['parts']:
-    ratios = [new['parts'][part]['sps'] / old['parts'][part]['sps'] for old, new in counted]
+    ratios = [new_figures['parts'][part]['sps'] / old_figures['parts'][part]['sps']
+              for old_figures, new_figures in counted]
     lines.append(f'{config:20} {part:10} {statistics.median(ratios):6.3f} {min(ratios):8.3f} '
                  f'{max(ratios):8.3f}   {len(counted)} of {len(pairs)}')
   return lines
@@ -68,9 +79,12 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--old', required=True, help='the commit to compare with')
-  parser.add_argument('--configs', default=CONFIGS, help='shipped configs, by comma')
-  parser.add_argument('--parts', default=PARTS, help="the benchmark's parts, by comma")
-  parser.add_argument('--pairs', type=int, default=4, help='an even number is fair to both')
+  parser.add_argument('--configs', default=CONFIGS,
+                      help='names of shipped configs, separated by commas')
+  parser.add_argument('--parts', default=PARTS,
+                      help='parts of `podracer_jit benchmark`, separated by commas')
+  parser.add_argument('--pairs', type=int, default=4,
+                      help='measurements of each code; with an even number each is first as often')
   parser.add_argument('--seconds', type=float, default=5.0, help='measured time of each part')
   args = parser.parse_args()
   try:
@@ -80,9 +94,12 @@ def main() -> int:
         for config in args.configs.split(','):
           pairs = []
           for i in range(args.pairs):
-            figures = [measure(trees[which], config, args.parts, args.seconds,
-                               Path(folder) / 'figures.json') for which in (i % 2, 1 - i % 2)]
-            pairs.append((figures[i % 2], figures[1 - i % 2]))
+            first = i % 2
+            # By index in `trees`: 0 is the older code.
+            figures = {index: measure(trees[index], config, args.parts, args.seconds,
+                                      Path(folder) / 'figures.json')
+                       for index in (first, 1 - first)}
+            pairs.append((figures[0], figures[1]))
           print(*table(config, pairs), sep='\n', flush=True)
   except (ValueError, RuntimeError) as error:
     print(error, file=sys.stderr)

@@ -6,18 +6,18 @@ Each scheme trains a small experiment with short segments. An uninterrupted run 
 receipts and the length of a whole run. A second run, by the same command, is killed at moments
 drawn from --seed and started again until it has finished. Half of the moments are uniform in time,
 from the start of the process. The others follow a write to the workdir (a checkpoint that begins, a
-new checkpoint, a new line) by 0 to 20 ms. If a run finishes before it was killed often enough,
-another one begins in a new workdir.
+new checkpoint, a new line) by 0 to 20 ms. If a run finishes before all its kills were made, another
+run begins in a new workdir.
 
 After each kill, the newest checkpoint must still be in the workdir, and the updates of
-metrics.jsonl and receipts.jsonl must be gapless. The next process must go on from that checkpoint.
-A finished run must have each update once, in order; a deterministic scheme must have the receipts
-and the metrics (but for times) of the uninterrupted run.
+metrics.jsonl and receipts.jsonl must be gapless. The next process must resume from that checkpoint.
+A finished run must have each update once, in order. With a deterministic scheme, its receipts and
+metrics (except times) must equal those of the uninterrupted run.
 
-`launch_process` and `launch_launcher` are runs of two processes, of which a process or the launcher
-is killed. Processes that lose their launcher must save and end.
+`launch_process` and `launch_launcher` are runs of two processes. A kill hits one of the processes
+or the launcher. Processes without their launcher must save a checkpoint and end.
 
-Exit code: 0 all right, 1 something differs (the workdirs are kept then), 2 wrong arguments.
+Exit code: 0 all rows passed, 1 a row failed (its workdirs are kept), 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from tests.flags import COMPILED_SOON
 EVERY_UPDATES = 8  # of a segment
 POLL_S = 0.002
 MAX_DELAY_S = 0.02  # between a write and the kill
-ORPHAN_GRACE_S = 60.0  # processes may outlive their launcher by this, as they save first
+ORPHAN_GRACE_S = 60.0  # processes may outlive their launcher by this, since they save first
 PHASES = ('starting', 'compiling', 'training', 'writing')
 EVENTS = ('draft', 'checkpoint', 'line')  # the writes that a kill may follow
 TIMES = {'sps', 'elapsed_s', 'actor_wait_s', 'learner_wait_s', 'samples_per_s'}  # in metrics.jsonl
 
 
 class Row(NamedTuple):
-  """An experiment, and how it is run."""
+  """An experiment and the processes that run it: a row of the result table."""
 
   name: str
   args: list[str]  # the flags of training, without --workdir
@@ -65,30 +65,30 @@ class Row(NamedTuple):
   kills_launcher: bool = False
 
   def command(self, workdir: Path) -> list[str]:
-    """Returns the command that starts the run and the one that resumes it: they are the same."""
+    """Returns the command that starts the run; the same command resumes it."""
     launch = ['launch', '-n', str(self.processes), '--'] if self.processes > 1 else []
     return [sys.executable, '-m', 'podracer_jit', *launch, *self.args, f'--workdir={workdir}']
 
 
 class Moment(NamedTuple):
-  """When to kill: after some seconds, or after a write."""
+  """The time of a kill: a delay after the start of the process, or after a write."""
 
   event: str  # of EVENTS, or 'time'
-  count: int  # kill after this many such events
-  delay_s: float  # after the event; of 'time', after the start of the process
+  count: int  # the delay begins after this many events; unused for 'time'
+  delay_s: float
 
 
 class Files(NamedTuple):
-  """What a workdir holds."""
+  """The contents of a workdir."""
 
-  metrics: str
-  receipts: str
-  checkpoints: list[int]  # whole ones, ascending
-  drafts: set[str]  # checkpoints and files that are not whole
+  metrics: str  # text of metrics.jsonl
+  receipts: str  # text of receipts.jsonl
+  checkpoints: list[int]  # updates of the complete checkpoints, ascending
+  drafts: set[str]  # names of incomplete checkpoints and files
 
 
 class Life(NamedTuple):
-  """How a process ended."""
+  """The end of a process."""
 
   code: int | None  # its exit code; None if it was killed
   phase: str  # of PHASES, when it was killed
@@ -99,25 +99,28 @@ class Life(NamedTuple):
 
 
 class Result(NamedTuple):
-  """What became of a row."""
+  """The result of a row."""
 
   row: Row
-  phases: list[str]  # of each kill
-  resumed_from: list[int]  # the update of each resumed process; 0: from the beginning
+  phases: list[str]  # the phase of each kill
+  resumed_from: list[int]  # for each resumed process, the update of its checkpoint; 0: none
   verdict: str
   failed: bool
   notes: list[str]
 
 
-# Checks of a workdir's files: functions of their text.
+# Checks of a workdir's files. They are functions of the files' text.
 
 
 def parse(text: str) -> tuple[list[dict[str, Any]], list[int]]:
-  """Returns the JSON objects of a file, and the numbers of the lines that are none, from 1.
+  """Parses a file of JSON lines.
 
-  A last line that has no end counts as garbled, even if it can be read.
+  Returns:
+    The JSON objects, and the numbers (from 1) of the garbled lines. A last line without a newline
+    is garbled, even if it is JSON: the process may have been killed while it wrote a number.
   """
-  entries, garbled = [], []
+  entries = []
+  garbled = []
   lines = text.split('\n')
   for number, line in enumerate(lines, 1):
     if number == len(lines):
@@ -136,11 +139,14 @@ def parse(text: str) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def order_problem(text: str, may_be_cut: bool) -> str:
-  """Returns why the updates of a file are not 1, 2, 3 and so on; '' if they are.
+  """Checks that the updates of a file are 1, 2, 3 and so on.
 
   Args:
     text: of metrics.jsonl or receipts.jsonl.
-    may_be_cut: whether the last line may be half a line, as a kill leaves it.
+    may_be_cut: whether the last line may be incomplete, as after a kill.
+
+  Returns:
+    The problem; '' if there is none.
   """
   entries, garbled = parse(text)
   lines = text.count('\n') + 1
@@ -152,7 +158,7 @@ def order_problem(text: str, may_be_cut: bool) -> str:
     if 'segment' in entry:
       if entry.get('first_update') != expected:
         return (f'a segment begins with update {entry.get("first_update")} where update {expected} '
-                'follows')
+                'was expected')
       continue
     if entry.get('update') != expected:
       return f'update {entry.get("update")} stands where update {expected} was expected'
@@ -166,11 +172,14 @@ def last_update(text: str) -> int:
 
 
 def problem_after_kill(files: Files, newest_before: int) -> str:
-  """Returns what is wrong with a workdir whose process was just killed; '' if nothing.
+  """Checks a workdir whose process was just killed.
 
   Args:
     files: of the workdir after the kill.
     newest_before: update of the newest checkpoint just before the kill; 0: none.
+
+  Returns:
+    The problem; '' if there is none.
   """
   newest = max(files.checkpoints, default=0)
   if newest < newest_before:
@@ -186,7 +195,7 @@ def problem_after_kill(files: Files, newest_before: int) -> str:
 
 
 def problem_at_end(files: Files) -> str:
-  """Returns what is wrong with the workdir of a finished run; '' if nothing."""
+  """Checks the workdir of a finished run; returns the problem, '' if there is none."""
   last = last_update(files.metrics)
   if not last:
     return 'metrics.jsonl has no update'
@@ -202,42 +211,47 @@ def problem_at_end(files: Files) -> str:
     return f'the newest checkpoint is that of update {newest}, the last update is {last}'
   steps = [entry['steps'] for entry in parse(files.metrics)[0]]
   if any(a >= b for a, b in zip(steps, steps[1:], strict=False)):
-    return 'metrics.jsonl: steps do not grow with each update'
+    return 'metrics.jsonl: steps do not increase with each update'
   return ''
 
 
 def difference(expected: Files, files: Files) -> str:
-  """Returns the first update of a run that is not as the uninterrupted run has it; '' if none."""
+  """Returns the first difference of a run from the uninterrupted run; '' if there is none."""
   def updates(text: str) -> list[dict[str, Any]]:
     return [entry for entry in parse(text)[0] if 'update' in entry]
 
   for name in ('receipts', 'metrics'):
-    pair = [updates(getattr(f, name)) for f in (expected, files)]
-    for one, two in zip(*pair, strict=False):
-      fields = sorted(field for field in (one.keys() | two.keys()) - TIMES
-                      if one.get(field) != two.get(field))
+    expected_entries = updates(getattr(expected, name))
+    entries = updates(getattr(files, name))
+    for wanted, entry in zip(expected_entries, entries, strict=False):
+      fields = sorted(field for field in (wanted.keys() | entry.keys()) - TIMES
+                      if wanted.get(field) != entry.get(field))
       if fields:
-        return f'{name}.jsonl differs at update {one["update"]}: {", ".join(fields)}'
-    if len(pair[0]) != len(pair[1]):
-      return f'{name}.jsonl has {len(pair[1])} updates, {len(pair[0])} if nothing is killed'
+        return f'{name}.jsonl differs at update {wanted["update"]}: {", ".join(fields)}'
+    if len(expected_entries) != len(entries):
+      return (f'{name}.jsonl has {len(entries)} updates, {len(expected_entries)} in the '
+              'uninterrupted run')
   return ''
 
 
 def resume_problem(output: str, newest: int) -> str:
-  """Returns how a process went on from another update than that of the newest checkpoint.
+  """Checks that a process resumed from the newest checkpoint.
 
   Args:
-    output: of the process; it may have been killed before it said anything.
+    output: of the process. If it was killed before it printed its start, there is no problem.
     newest: update of the newest checkpoint before it started; 0: none.
+
+  Returns:
+    The problem; '' if there is none.
   """
   resumed = going_on_from(output)
   if resumed is not None and resumed != newest:
-    return f'it went on from update {resumed}, the newest checkpoint was that of {newest}'
+    return f'it resumed from update {resumed}, the newest checkpoint was that of {newest}'
   return ''
 
 
 def going_on_from(output: str) -> int | None:
-  """Returns the update that a process says it goes on from; 0: the first; None: it says nothing."""
+  """Returns the update that a process resumed from; 0 for a new run; None if it printed neither."""
   match = re.search(r'going on from update (\d+)', output)
   if match:
     return int(match[1])
@@ -245,12 +259,12 @@ def going_on_from(output: str) -> int | None:
 
 
 def phase_of_kill(output: str, before: Files, after: Files) -> str:
-  """Returns what a process was at when it was killed.
+  """Returns the phase of PHASES in which a process was killed.
 
   Args:
     output: of the process.
     before: the workdir's files when it started.
-    after: and when it was dead.
+    after: the workdir's files after the kill.
   """
   texts = (after.metrics, after.receipts)
   half_line = any(text and not text.endswith('\n') for text in texts)
@@ -258,26 +272,27 @@ def phase_of_kill(output: str, before: Files, after: Files) -> str:
     return 'writing'
   if going_on_from(output) is None:
     return 'starting'
-  # Until its first update, a segment compiles the program of its rollouts. What an earlier process
-  # wrote after the checkpoint is in the files until then.
+  # Until its first update, a segment compiles the rollout program. Until then, the files also keep
+  # the lines that an earlier process wrote after the checkpoint.
   if texts == (before.metrics, before.receipts):
     return 'compiling'
   return 'training' if last_update(texts[0]) > max(after.checkpoints, default=0) else 'compiling'
 
 
 def draw_moment(rng: random.Random, number: int, first_update_s: float, whole_s: float) -> Moment:
-  """Draws when to kill.
+  """Draws the moment of a kill.
 
   Args:
     rng: the generator to draw from.
-    number: of the kill; even ones are uniform in time, odd ones follow a write.
-    first_update_s: from the start of an uninterrupted process to its first update.
-    whole_s: from its start to its end.
+    number: of the kill; even kills are uniform in time, odd kills follow a write.
+    first_update_s: seconds from the start of an uninterrupted process to its first update.
+    whole_s: seconds from its start to its end.
   """
   if number % 2 == 0:
-    # Half of the training, so that the run goes on over several kills.
+    # The moment is in the first half of the training, so that a run lives through several kills.
     return Moment('time', 0, rng.uniform(0, (first_update_s + whole_s) / 2))
-  event = rng.choice((*EVENTS, 'line'))  # most of the time is not training but compiling
+  # 'line' is twice as likely: kills uniform in time mostly hit the compilation, not the training.
+  event = rng.choice((*EVENTS, 'line'))
   count = rng.randint(1, 2 * EVERY_UPDATES if event == 'line' else 2)
   return Moment(event, count, rng.uniform(0, MAX_DELAY_S))
 
@@ -289,15 +304,16 @@ class Workdir(NamedTuple):
   """A workdir, which need not exist yet."""
 
   path: Path
-  needs_manifest: bool  # whether a whole checkpoint has a manifest.json, which is written last
+  needs_manifest: bool  # whether a complete checkpoint has a manifest.json, which is written last
 
   @property
   def folder(self) -> Path:
-    """The folder of its checkpoints."""
+    """Folder of the checkpoints."""
     return self.path / 'checkpoints'
 
   def whole_checkpoints(self) -> list[int]:
-    """Returns the updates of the whole checkpoints, ascending; Orbax renames whole folders."""
+    """Returns the updates of the complete checkpoints, ascending."""
+    # Orbax writes to a temporary name and renames the folder when it is complete.
     names = os.listdir(self.folder) if self.folder.is_dir() else []
     updates = sorted(int(name) for name in names if name.isdigit())
     if not self.needs_manifest:
@@ -305,7 +321,7 @@ class Workdir(NamedTuple):
     return [n for n in updates if (self.folder / str(n) / 'manifest.json').exists()]
 
   def newest(self) -> int:
-    """Returns the update of the newest whole checkpoint; 0 if there is none."""
+    """Returns the update of the newest complete checkpoint; 0 if there is none."""
     return max(self.whole_checkpoints(), default=0)
 
   def files(self) -> Files:
@@ -322,13 +338,13 @@ class Workdir(NamedTuple):
 
 
 def children_of(pid: int) -> list[int]:
-  """Returns the processes that process `pid` started and that have not ended."""
+  """Returns the ids of the running children of process `pid`, ascending."""
   children = []
   for path in Path('/proc').glob('[0-9]*/stat'):
     try:
       state, parent = path.read_text().rpartition(') ')[2].split()[:2]
     except OSError:
-      continue  # it has ended meanwhile
+      continue  # the process has ended meanwhile
     if int(parent) == pid and state != 'Z':
       children.append(int(path.parent.name))
   return sorted(children)
@@ -351,14 +367,15 @@ def kill(pid: int) -> None:
 
 
 class Watch:
-  """Counts the writes to a workdir since it was made."""
+  """Counts the writes to a workdir since the watch began."""
 
   def __init__(self, workdir: Path):
     self._workdir = workdir
-    self._seen = {event: self._state(event) for event in EVENTS}
+    self._last_states = {event: self._state(event) for event in EVENTS}
     self.counts = collections.Counter()
 
   def _state(self, event: str) -> Any:
+    """Returns the file sizes of 'line', or the folder names of 'draft' and 'checkpoint'."""
     folder = self._workdir / 'checkpoints'
     if event == 'line':
       paths = [self._workdir / name for name in ('metrics.jsonl', 'receipts.jsonl')]
@@ -367,13 +384,14 @@ class Watch:
     return {name for name in names if name.isdigit() == (event == 'checkpoint')}
 
   def look(self) -> None:
-    """Looks at the workdir and counts what is new since the last look."""
+    """Counts the writes since the last look."""
     for event in EVENTS:
       try:
         state = self._state(event)
-      except FileNotFoundError:  # it was replaced between two calls
+      except FileNotFoundError:  # the file was replaced between two system calls
         continue
-      before, self._seen[event] = self._seen[event], state
+      before = self._last_states[event]
+      self._last_states[event] = state
       if event == 'line':
         self.counts[event] += any(a > b for a, b in zip(state, before, strict=True))
       else:
@@ -382,19 +400,25 @@ class Watch:
 
 def live(row: Row, workdir: Workdir, log: Path, env: dict[str, str], moment: Moment | None,
          rng: random.Random, limit_s: float) -> Life:
-  """Starts a run or resumes it; kills it at the moment, or waits until it ends.
+  """Starts or resumes a run; kills it at the moment, or waits until it ends.
 
   Args:
-    row: what to run.
+    row: the row to run.
     workdir: of the run.
-    log: a file for what the process prints.
-    env: its environment.
+    log: a file for the output of the process.
+    env: the environment of the process.
     moment: when to kill it; None: never.
     rng: draws which of several processes is killed.
-    limit_s: a process that takes longer hangs, which is a problem.
+    limit_s: a process that takes longer counts as hanging, which is a problem.
+
+  Returns:
+    The end of the process, with the problem if there is one.
   """
-  before, watch, start = workdir.files(), Watch(workdir.path), time.monotonic()
-  first_update_s, due_s = 0.0, None
+  before = workdir.files()
+  watch = Watch(workdir.path)
+  start = time.monotonic()
+  first_update_s = 0.0
+  due_s = None  # seconds after the start; known once the event of the moment has happened
   with log.open('w') as file:
     process = subprocess.Popen(row.command(workdir.path), stdin=subprocess.DEVNULL, stdout=file,
                                stderr=subprocess.STDOUT, env=env)
@@ -408,16 +432,20 @@ def live(row: Row, workdir: Workdir, log: Path, env: dict[str, str], moment: Mom
         first_update_s = passed_s
       if moment and due_s is None and watch.counts[moment.event] >= moment.count:
         due_s = passed_s + moment.delay_s
+
       if due_s is not None and passed_s >= due_s:
         newest_before = workdir.newest()
         problem = kill_run(row, process, rng)
-        after, output = workdir.files(), log.read_text(errors='replace')
+        after = workdir.files()
+        output = log.read_text(errors='replace')
         problem = problem or problem_after_kill(after, newest_before)
         return Life(None, phase_of_kill(output, before, after), output, problem, passed_s,
                     first_update_s)
       if passed_s > limit_s:
         return Life(None, 'training', log.read_text(errors='replace'),
                     f'it had not ended after {limit_s:.0f} s', passed_s, first_update_s)
+
+      # Delays are as short as MAX_DELAY_S, so shortly before a kill the loop turns faster.
       near = due_s is not None and due_s - passed_s < 10 * POLL_S
       time.sleep(POLL_S / 4 if near else POLL_S)
   finally:
@@ -432,13 +460,20 @@ def live(row: Row, workdir: Workdir, log: Path, env: dict[str, str], moment: Mom
 def kill_run(row: Row, process: subprocess.Popen, rng: random.Random) -> str:
   """Kills a run, or one of its processes; returns once all of them have ended.
 
+  Args:
+    row: of the run.
+    process: the run's process, or its launcher.
+    rng: draws which process of several is killed.
+
   Returns:
-    What went wrong; '' if nothing.
+    The problem; '' if there is none.
   """
   if row.processes == 1:
     kill(process.pid)
     process.wait()
     return ''
+
+  # Wait until the launcher has started all of its processes, then kill one or the launcher.
   deadline = time.monotonic() + 30
   children = children_of(process.pid)
   while len(children) < row.processes and process.poll() is None:
@@ -450,7 +485,10 @@ def kill_run(row: Row, process: subprocess.Popen, rng: random.Random) -> str:
   try:
     process.wait(60)
   except subprocess.TimeoutExpired:
-    return 'the launcher goes on 60 s after one of its processes was killed'
+    return 'the launcher still runs 60 s after one of its processes was killed'
+
+  # Processes that lost their launcher may save first. Those that take too long are a problem, but
+  # must not disturb the next run.
   deadline = time.monotonic() + ORPHAN_GRACE_S
   while any(map(alive, children)) and time.monotonic() < deadline:
     time.sleep(0.05)
@@ -466,7 +504,7 @@ def kill_run(row: Row, process: subprocess.Popen, rng: random.Random) -> str:
 
 
 def last_line(output: str) -> str:
-  """Returns the last line of an output that is not empty."""
+  """Returns the last line of an output that has text; 'no output' if there is none."""
   return next((line for line in reversed(output.splitlines()) if line.strip()), 'no output')
 
 
@@ -474,10 +512,10 @@ def last_line(output: str) -> str:
 
 
 def rows(updates: int) -> dict[str, Row]:
-  """Returns an experiment for each scheme, and for runs of two processes.
+  """Returns the rows by name: one for each scheme, and two for runs of two processes.
 
   Args:
-    updates: of a whole run, about.
+    updates: approximate length of a run.
   """
   all_rows = {name: Row(name, scheme_args(name, scheme, updates))
               for name, scheme in SCHEMES.items()}
@@ -488,7 +526,13 @@ def rows(updates: int) -> dict[str, Row]:
 
 
 def scheme_args(name: str, scheme: Scheme, updates: int) -> list[str]:
-  """Returns the flags of a small experiment with a scheme, on two devices where it takes them."""
+  """Returns the flags of a small experiment, on two devices if the scheme supports them.
+
+  Args:
+    name: of the scheme.
+    scheme: its entry in SCHEMES.
+    updates: approximate length of a run.
+  """
   if scheme.replay:
     args = rollout_args('apex_dqn_catch', updates)
     args += ['--config.replay.capacity=400', '--config.replay.min_size=80',
@@ -508,8 +552,9 @@ def scheme_args(name: str, scheme: Scheme, updates: int) -> list[str]:
 
 
 def rollout_args(config: str, updates: int) -> list[str]:
-  """Returns the flags of a shipped config that make its updates short and about so many."""
-  num_envs, unroll_length = 8, 5
+  """Returns the flags of a shipped config with short updates, about so many of them."""
+  num_envs = 8
+  unroll_length = 5
   return [f'--config={config}', f'--config.env.num_envs={num_envs}',
           f'--config.unroll_length={unroll_length}', '--config.num_shards=2',
           '--config.num_grad_shards=2', '--config.placement.env_threads=1',
@@ -518,22 +563,24 @@ def rollout_args(config: str, updates: int) -> list[str]:
 
 
 def is_deterministic(row: Row) -> bool:
-  """Returns whether all runs of a row's experiment have the same bits."""
+  """Returns whether all runs of a row's experiment give the same bits."""
   return resolve(command_line.parse(['', *row.args], flags.FlagValues())).deterministic
 
 
 def check(row: Row, kills: int, seed: int, root: Path, env: dict[str, str]) -> Result:
-  """Runs a row uninterrupted and killed, and compares.
+  """Runs a row once uninterrupted and then with kills, and compares the runs.
 
   Args:
-    row: what to run.
-    kills: how many processes to kill.
+    row: the row to run.
+    kills: number of processes to kill.
     seed: of the moments.
     root: a folder for workdirs and logs.
     env: the environment of all processes.
   """
   rng = random.Random(f'{seed} {row.name}')
-  phases, resumed_from, notes = [], [], []
+  phases = []
+  resumed_from = []
+  notes = []
 
   def result(verdict: str, failed: bool) -> Result:
     return Result(row, phases, resumed_from, verdict, failed, notes)
@@ -547,11 +594,14 @@ def check(row: Row, kills: int, seed: int, root: Path, env: dict[str, str]) -> R
   print(f'{row.name}: uninterrupted, {last_update(expected.metrics)} updates in '
         f'{whole.seconds:.1f} s, the first after {whole.first_update_s:.1f} s', flush=True)
   manifests = any(reference.folder.glob('*/manifest.json'))
-  # Processes that lose their launcher save at their next update, where other segments then end.
+  # Processes that lose their launcher save at their next update. A segment then ends at an update
+  # where it would not end otherwise, and the receipts differ.
   deterministic = is_deterministic(row) and not row.kills_launcher
-  run, left_over = 0, 0
+  run = 0
+  left_over = 0
   while len(phases) < kills:
-    workdir, processes = Workdir(root / f'killed{run}', manifests), 0
+    workdir = Workdir(root / f'killed{run}', manifests)
+    processes = 0
     while True:
       moment = None
       if len(phases) < kills:
@@ -568,13 +618,14 @@ def check(row: Row, kills: int, seed: int, root: Path, env: dict[str, str]) -> R
         print(f'{row.name}: kill {len(phases)} of {kills} ({moment.event if moment else "hangs"}) '
               f'after {life.seconds:.2f} s while {life.phase}; update '
               f'{last_update(files.metrics)}, checkpoint {max(files.checkpoints, default=0)}'
-              + (f', went on from {resumed}' if resumed else ''), flush=True)
+              + (f', resumed from {resumed}' if resumed else ''), flush=True)
       problem = life.problem or resume_problem(life.output, newest)
       if problem:
         return result(f'{workdir.path.name}, process {processes}: {problem}', True)
       processes += 1
       if life.code == 0:
         break
+
     files = workdir.files()
     left_over += len(files.drafts)
     problem = problem_at_end(files) or (difference(expected, files) if deterministic else '')
@@ -582,12 +633,12 @@ def check(row: Row, kills: int, seed: int, root: Path, env: dict[str, str]) -> R
       return result(f'{workdir.path.name}: {problem}', True)
     run += 1
   if left_over:
-    notes.append(f'{left_over} interrupted checkpoints or files stayed in {run} finished workdirs')
+    notes.append(f'{run} finished workdirs still have {left_over} incomplete checkpoints or files')
   return result('identical' if deterministic else 'checkpoints kept', False)
 
 
 def print_table(results: Sequence[Result]) -> None:
-  """Prints a line for each row, its notes below it."""
+  """Prints a line for each row, with its notes below."""
   print(f'{"":16}{"kills":>6}' + ''.join(f'{phase:>10}' for phase in PHASES)
         + '  verdict; updates resumed from')
   for result in results:
@@ -599,11 +650,16 @@ def print_table(results: Sequence[Result]) -> None:
       print(f'{"":16}note: {note}' + (f' ({count} times)' if count > 1 else ''))
   failed = sum(result.failed for result in results)
   kills = sum(len(result.phases) for result in results)
-  print(f'{kills} kills, {len(results) - failed} of {len(results)} rows are as they must be')
+  print(f'{kills} kills, {len(results) - failed} of {len(results)} rows passed')
 
 
 def environment(cache: Path, compile_soon: bool) -> dict[str, str]:
-  """Returns the environment of all processes; they share compiled programs under `cache`."""
+  """Returns the environment of all processes.
+
+  Args:
+    cache: a folder for compiled programs, which the processes share.
+    compile_soon: whether XLA compiles faster, to slower programs.
+  """
   env = os.environ | {'JAX_PLATFORMS': 'cpu', 'PYTHONUNBUFFERED': '1',
                       'XDG_CACHE_HOME': str(cache)}
   if compile_soon:
@@ -616,22 +672,25 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the script; returns its exit code."""
   parser = argparse.ArgumentParser(description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--schemes', default=','.join(rows(1)), help='by comma')
-  parser.add_argument('--kills', type=int, default=8, help='of each scheme')
-  parser.add_argument('--seed', type=int, default=1, help='of the moments of the kills')
-  parser.add_argument('--updates', type=int, default=64, help='of a whole run, about')
+  parser.add_argument('--schemes', default=','.join(rows(1)), help='rows, separated by commas')
+  parser.add_argument('--kills', type=int, default=8, help='kills of each row')
+  parser.add_argument('--seed', type=int, default=1, help='seed of the moments of the kills')
+  parser.add_argument('--updates', type=int, default=64, help='approximate length of a run')
   parser.add_argument('--workdirs', type=Path, help='a folder for workdirs and logs')
-  parser.add_argument('--keep_workdirs', action='store_true', help='also if nothing differs')
+  parser.add_argument('--keep_workdirs', action='store_true',
+                      help='keeps the workdirs even if all rows passed')
   parser.add_argument('--compile_soon', action='store_true',
-                      help='with the flags of tests/flags.py, which halve the time to compile')
+                      help='uses the XLA flags of tests/flags.py, which halve the compile time')
   args = parser.parse_args(argv)
-  names, all_rows = args.schemes.split(','), rows(args.updates)
+  names = args.schemes.split(',')
+  all_rows = rows(args.updates)
   unknown = [name for name in names if name not in all_rows]
   if unknown:
-    print(f'--schemes: there is no {unknown[0]}; there are {", ".join(all_rows)}', file=sys.stderr)
+    print(f'--schemes: unknown row {unknown[0]}; known are {", ".join(all_rows)}', file=sys.stderr)
     return 2
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the processes
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  # SIGTERM must unwind the stack, so that `finally` ends the training processes.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   if args.workdirs:
     args.workdirs.mkdir(parents=True, exist_ok=True)
   root = Path(tempfile.mkdtemp(prefix='kill_resume-', dir=args.workdirs))

@@ -1,11 +1,11 @@
-"""What each formulation of podracer_jit/numerics/convolution.py does to networks.
+"""Measures what each formulation of podracer_jit/numerics/convolution.py gains in a network.
 
 .venv/bin/python -m benchmarks.networks --network=impala_resnet --rows=160,640 --rounds=3
 
-Rows a second, forward and with the gradient of all parameters, of a torso on 84x84x4 frames. The
-variants begin with flax's own layers and add one thing after another; each is measured in processes
-of its own, in turn, pinned to one core. Medians. With --groups=4 four batches of so many rows go
-through one after the other, in a loop, as a learner's gradient groups do.
+The figures are rows a second of a torso on 84x84x4 frames: forward, and with the gradient of all
+parameters. The first variant has flax's own layers; each later variant adds one formulation. The
+variants take turns, each in its own process on one core; figures are medians. With --groups=4, a
+loop takes four batches one after the other, like the gradient groups of a learner.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from podracer_jit.runtime import host, placement
 
 IMAGE_TORSOS = [name for name, torso in networks.TORSOS.items()
                 if getattr(torso, 'needs_images', False)]
-# In this order; each has what those before it have.
+# Each variant adds the formulation that it is named after to the variant before it.
 VARIANTS = ('flax', 'formulations', 'max_pool', 'chunks')
 
 
 def take_out(missing: Sequence[str]) -> None:
-  """Puts JAX's and flax's own in the place of what a variant does not have."""
+  """Replaces the formulations that a variant lacks by those of JAX and flax."""
   if 'formulations' in missing:
     convolution.conv2d = lambda x, w, stride, padding='VALID': lax.conv_general_dilated(
         x, w, (stride, stride), padding, dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
@@ -49,7 +49,18 @@ def take_out(missing: Sequence[str]) -> None:
 
 def measure(network: str, rows: int, groups: int, variant: str, seconds: float
             ) -> tuple[float, float]:
-  """Rows a second of one variant, forward and with the gradient."""
+  """Measures one variant in this process, which must measure no other.
+
+  Args:
+    network: the name of a torso.
+    rows: frames of a batch.
+    groups: number of batches that a loop takes; 0: one batch without a loop.
+    variant: of VARIANTS.
+    seconds: measured time of each direction.
+
+  Returns:
+    Rows a second, forward and with the gradient.
+  """
   take_out(VARIANTS[VARIANTS.index(variant) + 1:])
   host.prepare_host(placement.PlacementOptions())
   torso = networks.TORSOS[network]()
@@ -62,17 +73,19 @@ def measure(network: str, rows: int, groups: int, variant: str, seconds: float
 
   def rate(function):
     @jax.jit
-    def of_all(params, obs):
+    def run_batches(params, obs):
       if not groups:
         return function(params, obs[0])
-      return lax.map(lambda one: function(params, one), obs)
+      return lax.map(lambda batch: function(params, batch), obs)
+
+    # The first call compiles; the second one fills caches and memory pools.
+    for _ in range(2):
+      jax.block_until_ready(run_batches(params, obs))
 
     times = []
-    for _ in range(2):
-      jax.block_until_ready(of_all(params, obs))
     while sum(times) < seconds or len(times) < 3:
       start = time.perf_counter()
-      jax.block_until_ready(of_all(params, obs))
+      jax.block_until_ready(run_batches(params, obs))
       times.append(time.perf_counter() - start)
     return batches * rows / statistics.median(times)
 
@@ -82,15 +95,18 @@ def measure(network: str, rows: int, groups: int, variant: str, seconds: float
 def main(argv: Sequence[str]) -> int:
   """Measures and prints; returns the exit code."""
   values = flags.FlagValues()
-  flags.DEFINE_enum('network', 'nature_cnn', IMAGE_TORSOS, 'Which.', flag_values=values)
-  flags.DEFINE_list('rows', ['160', '640'], 'Rows of a batch; several.', flag_values=values)
-  flags.DEFINE_integer('groups', 0, 'Batches one after the other in a loop; 0: one, without.',
-                       lower_bound=0, flag_values=values)
-  flags.DEFINE_float('seconds', 3.0, 'Measured time of each.', flag_values=values)
-  flags.DEFINE_integer('rounds', 3, 'Times that each is measured.', flag_values=values)
-  flags.DEFINE_enum('only', None, VARIANTS, 'Of the first of rows, measured in this process.',
+  flags.DEFINE_enum('network', 'nature_cnn', IMAGE_TORSOS, 'The torso to measure.',
                     flag_values=values)
-  flags.DEFINE_string('json', None, 'Write all figures here.', flag_values=values)
+  flags.DEFINE_list('rows', ['160', '640'], 'Batch sizes to measure.', flag_values=values)
+  flags.DEFINE_integer('groups', 0, 'Batches in a loop; 0: one batch without a loop.',
+                       lower_bound=0, flag_values=values)
+  flags.DEFINE_float('seconds', 3.0, 'Measured time of each variant and direction.',
+                     flag_values=values)
+  flags.DEFINE_integer('rounds', 3, 'Measurements of each variant.', flag_values=values)
+  flags.DEFINE_enum('only', None, VARIANTS,
+                    'Measures this variant in this process, with the first of --rows.',
+                    flag_values=values)
+  flags.DEFINE_string('json', None, 'A file for all figures.', flag_values=values)
   try:
     values(argv)
     sizes = [int(x) for x in values.rows]
@@ -101,26 +117,30 @@ def main(argv: Sequence[str]) -> int:
     print(json.dumps(measure(values.network, sizes[0], values.groups, values.only,
                              values.seconds)))
     return 0
+
   core = min(os.sched_getaffinity(0))
-  found = {(rows, variant): [] for rows in sizes for variant in VARIANTS}
+  rounds = {(rows, variant): [] for rows in sizes for variant in VARIANTS}
   for _ in range(values.rounds):
-    for (rows, variant), figures in found.items():
-      out = subprocess.run(
-          [sys.executable, '-m', 'benchmarks.networks', f'--network={values.network}',
-           f'--rows={rows}', f'--groups={values.groups}', f'--seconds={values.seconds}',
-           f'--only={variant}'],
-          check=True, capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(
-              0, {core})).stdout
+    for (rows, variant), figures in rounds.items():
+      command = [sys.executable, '-m', 'benchmarks.networks', f'--network={values.network}',
+                 f'--rows={rows}', f'--groups={values.groups}', f'--seconds={values.seconds}',
+                 f'--only={variant}']
+      out = subprocess.run(command, check=True, capture_output=True, text=True,
+                           preexec_fn=lambda: os.sched_setaffinity(0, {core})).stdout
       figures.append(json.loads(out.splitlines()[-1]))
-  table = {key: [statistics.median(x) for x in zip(*figures, strict=True)]
-           for key, figures in found.items()}
-  for (rows, variant), (forward, gradient) in table.items():
+
+  medians = {key: [statistics.median(direction) for direction in zip(*figures, strict=True)]
+             for key, figures in rounds.items()}
+  for (rows, variant), (forward, gradient) in medians.items():
+    speedup = gradient / medians[rows, VARIANTS[0]][1]
     print(f'{values.network} {rows:5} rows  {variant:14} forward {forward:7,.0f}  gradient '
-          f'{gradient:7,.0f}  {gradient / table[rows, VARIANTS[0]][1]:5.2f} times')
+          f'{gradient:7,.0f}  {speedup:5.2f} times')
   if values.json:
+    table = [dict(rows=rows, variant=variant, forward=forward, gradient=gradient,
+                  rounds=rounds[rows, variant])
+             for (rows, variant), (forward, gradient) in medians.items()]
     with open(values.json, 'w') as file:
-      json.dump([dict(rows=rows, variant=variant, forward=x[0], gradient=x[1], rounds=found[
-          rows, variant]) for (rows, variant), x in table.items()], file, indent=2)
+      json.dump(table, file, indent=2)
   return 0
 
 

@@ -1,19 +1,24 @@
-"""What a replay costs beside the learner's gradient step, and the memory it takes.
+"""Measures the time of a replay's operations beside a gradient step, and its memory.
 
 .venv/bin/python -m benchmarks.replay --config=configs/apex_dqn_atari.py --seconds=3
 
-For each capacity, in a process of its own and on one device, a replay is filled with random
-experience and then measured: adding one rollout of all environments; sampling one batch, its stacks
-put together again; setting the priorities of a batch. Each is a program of its own, and a call of
-it is timed from start to end. A gradient step is that of the learner's program with as many as
-replay.gradient_steps, which samples and sets priorities too: of its time, the share of both.
+Each capacity is measured in its own process, on one device. The process fills a replay with random
+experience and times three operations: adding one rollout of all environments, sampling one batch
+(its frame stacks included), and setting the priorities of a batch. Each operation is a compiled
+program of its own; its time is that of a whole call. `step ms` is the time of a gradient step in
+the learner's program, which takes replay.gradient_steps of them and also samples and sets
+priorities. `share` is the share of sampling and setting priorities in that time.
 
-`replay` is the memory of the replay by its shapes, `temp` what XLA says that the hungriest of the
-programs needs for a while beside it (were the ring copied, that would be as large), `peak` the most
-that the process ever had (of an accelerator: in use on the device), `before` what it had when the
-replay was not there yet but programs and the rollout were. MB are 10^6 bytes. A capacity that does
-not fit is skipped. Takes --config and its overrides as training does; --json writes all
-figures.
+Memory, in MB of 10^6 bytes:
+
+- `replay`: the replay, by its shapes;
+- `temp`: the temporary memory of the program that needs most of it, by XLA; a program that copied
+  the ring would need as much as the ring;
+- `peak`: the highest memory of the process (of an accelerator: in use on the device);
+- `before`: the memory before the replay was allocated, with the programs and the rollout.
+
+A capacity that does not fit into memory is skipped. Takes --config and its overrides as training
+does; --json writes all figures.
 """
 
 from __future__ import annotations
@@ -45,9 +50,11 @@ from podracer_jit.runtime import host
 from podracer_jit.types import Experience, TrainState
 
 DEFAULT = '--config=configs/apex_dqn_atari.py'
-SPARE = 2**31  # bytes that must be left for all that is not the replay
-LEAST_CALLS = 3  # of a median
-NOTHING = np.int32(0), np.zeros(2, np.uint32)  # valid rows and fingerprint of what was not added
+SPARE = 2**31  # bytes that must be free beside the replay, for everything else
+LEAST_CALLS = 3  # a median needs at least so many
+# The learner's program takes the number of valid rows and the fingerprint of the experience that
+# was just added. None is added here.
+NOTHING = np.int32(0), np.zeros(2, np.uint32)
 COLUMNS = {  # of the table: head -> (field, its format)
     'capacity': ('capacity', '12,.0f'), 'add ms': ('add_ms', '9.2f'),
     'added/s': ('added_per_s', '11,.0f'), 'sample ms': ('sample_ms', '9.3f'),
@@ -58,38 +65,40 @@ COLUMNS = {  # of the table: head -> (field, its format)
 
 
 class Figures(NamedTuple):
-  """Of one capacity; times are medians of calls."""
+  """The figures of one capacity; times are medians of calls."""
 
   capacity: int
-  held: int  # transitions that could be drawn meanwhile
+  held: int  # transitions in the replay that can be sampled
   add_ms: float  # one rollout of all environments
   added_per_s: float  # transitions
   sample_ms: float
   update_ms: float
-  step_ms: float  # a gradient step, with both
-  share: float  # of a gradient step that sampling and setting priorities take
+  step_ms: float  # a gradient step, sampling and setting priorities included
+  share: float  # of sampling and setting priorities in a gradient step
   replay_bytes: int  # by its shapes
   bytes_per_transition: float
-  temporary_bytes: int  # the most of a program, by XLA
+  temporary_bytes: int  # of the program that needs most, by XLA
   peak_bytes: int
   before_bytes: int
   device: str
 
 
 class Programs(NamedTuple):
-  """Compiled; all but `sample` donate what they are given first."""
+  """Compiled programs; all except `sample` donate their first argument."""
 
   add: Callable  # (replay, experience [groups, T, B, ...], turn) -> replay
   sample: Callable  # (replay, turn) -> replay.Sample
   update: Callable  # (replay, places [groups, n], TD errors [groups, n]) -> replay
-  learn: Callable  # (state, gradient steps, valid rows and fingerprint: of none) -> state, metrics
+  learn: Callable  # (state, gradient steps, *NOTHING) -> state, metrics
 
 
 def of_capacity(experiment: Experiment, capacity: int) -> Experiment:
-  """The experiment with a replay of this capacity, on one device, drawn from at once, never done.
+  """Returns the experiment on one device, with a replay of this capacity and no end.
+
+  The replay can be sampled from its first transition on, at any rate.
 
   Raises:
-    ValueError: it cannot have such a replay.
+    ValueError: the experiment does not allow this capacity.
   """
   return changed(
       experiment,
@@ -99,234 +108,292 @@ def of_capacity(experiment: Experiment, capacity: int) -> Experiment:
 
 
 def random_experience(experiment: Experiment) -> Experience:
-  """A rollout of all environments, [groups, T, B, ...]: no episode ends, any row can be drawn."""
-  spec, rng = experiment.spec, np.random.default_rng(0)
-  groups, steps = experiment.num_grad_shards, experiment.unroll_length
-  one = priorities.shapes(experiment.env.num_envs // groups, spec.obs_shape, spec.obs_dtype,
-                          spec.stack, experiment.policy)
+  """Returns a random rollout of all environments, [groups, T, B, ...].
 
-  def random(like, rows, most):
-    shape = groups, rows, *like.shape[1:]
-    if np.issubdtype(like.dtype, np.integer):
-      return rng.integers(0, most, shape, like.dtype)
-    return rng.random(shape, np.float32).astype(like.dtype)
+  No episode ends in it, and every row may start a transition.
+  """
+  spec = experiment.spec
+  groups = experiment.num_grad_shards
+  steps = experiment.unroll_length
+  rng = np.random.default_rng(0)
+  like = priorities.shapes(experiment.env.num_envs // groups, spec.obs_shape, spec.obs_dtype,
+                           spec.stack, experiment.policy)
 
-  def always(like, value):
-    return np.full((groups, steps, *like.shape[1:]), value)
-  return one._replace(
-      obs=random(one.obs, steps + 1, 256),
-      fresh=np.zeros((groups, steps + 1, *one.fresh.shape[1:]), bool),
-      began=np.zeros((groups, *one.began.shape), bool),
-      action=random(one.action, steps, spec.num_actions), reward=random(one.reward, steps, 1),
-      terminated=always(one.terminated, False), truncated=always(one.truncated, False),
-      valid=always(one.valid, True), priority=random(one.priority, steps, 1),
-      starts=always(one.starts, True))
+  def random(field, rows, limit):
+    shape = (groups, rows, *field.shape[1:])
+    if np.issubdtype(field.dtype, np.integer):
+      return rng.integers(0, limit, shape, field.dtype)
+    return rng.random(shape, np.float32).astype(field.dtype)
+
+  def constant(field, value):
+    return np.full((groups, steps, *field.shape[1:]), value)
+
+  # A rollout of T steps has T + 1 observations.
+  return like._replace(
+      obs=random(like.obs, steps + 1, 256),
+      fresh=np.zeros((groups, steps + 1, *like.fresh.shape[1:]), bool),
+      began=np.zeros((groups, *like.began.shape), bool),
+      action=random(like.action, steps, spec.num_actions),
+      reward=random(like.reward, steps, 1),
+      terminated=constant(like.terminated, False),
+      truncated=constant(like.truncated, False),
+      valid=constant(like.valid, True),
+      priority=random(like.priority, steps, 1),
+      starts=constant(like.starts, True))
 
 
-def compiled(run: build.Run, state: TrainState, made: Experience) -> Programs:
-  """All programs, for a replay that is not there yet."""
-  memory, shapes = run.learner.memory, run.learner.replay_shapes()
-  groups, share = batch_of(run.experiment)
+def compiled(run: build.Run, state: TrainState, experience: Experience) -> Programs:
+  """Compiles all programs by shapes, without allocating the replay."""
+  memory = run.learner.memory
+  shapes = run.learner.replay_shapes()
+  groups, group_size = batch_sizes(run.experiment)
 
   def keys(turn):
     return jax.random.split(jax.random.fold_in(jax.random.key(0), turn), groups)
 
-  def add(state, new, turn):
-    return memory.add(state, jnp.arange(groups), new, keys(turn), turn)
+  def add(state, experience, turn):
+    return memory.add(state, jnp.arange(groups), experience, keys(turn), turn)
 
   def sample(state, turn):
-    return memory.sample(state, keys(turn), share)
+    return memory.sample(state, keys(turn), group_size)
 
-  turn, error = np.int32(0), np.zeros((groups, share), np.float32)
-  update = jax.jit(memory.set_priorities, donate_argnums=0)
-  return Programs(*(program.compile() for program in (
-      jax.jit(add, donate_argnums=0).lower(shapes, made, turn),
-      jax.jit(sample).lower(shapes, turn),
-      update.lower(shapes, error.astype(np.int32), error),
-      run.learner.programs.learn.lower(state._replace(replay=shapes), turn, *NOTHING))))
+  turn = np.int32(0)
+  error = np.zeros((groups, group_size), np.float32)
+  place = error.astype(np.int32)
+  learn = run.learner.programs.learn
+  return Programs(
+      add=jax.jit(add, donate_argnums=0).lower(shapes, experience, turn).compile(),
+      sample=jax.jit(sample).lower(shapes, turn).compile(),
+      update=jax.jit(memory.set_priorities, donate_argnums=0).lower(
+          shapes, place, error).compile(),
+      learn=learn.lower(state._replace(replay=shapes), turn, *NOTHING).compile())
 
 
-def batch_of(experiment: Experiment) -> tuple[int, int]:
-  """(groups, how much of a batch is drawn from each)."""
+def batch_sizes(experiment: Experiment) -> tuple[int, int]:
+  """Returns the number of groups and the elements that a batch has of each."""
   groups = experiment.num_grad_shards
   return groups, experiment.replay.batch_size // groups
 
 
 def timed(call: Callable, *args: Any) -> tuple[float, Any]:
-  """The seconds that a call took until all it made was there, and that."""
+  """Returns the seconds of a call until its results are computed, and the results."""
   start = time.perf_counter()
-  made = jax.block_until_ready(call(*args))
-  return time.perf_counter() - start, made
+  results = jax.block_until_ready(call(*args))
+  return time.perf_counter() - start, results
 
 
 def repeat(call: Callable, state: Any, seconds: float) -> tuple[list[float], Any]:
-  """Medians of what call(state, turn) -> ([seconds of each part], state) says, and the last state.
+  """Repeats a call on its own state.
 
-  The first call is not counted.
+  Args:
+    call: (state, turn) -> ([seconds of each part], state).
+    state: the first state.
+    seconds: for how long, divided by the number of parts. The first call is not counted.
+
+  Returns:
+    The median seconds of each part, and the last state.
   """
-  found, turn = [], 0
-  while len(found) <= LEAST_CALLS or np.sum(found[1:]) < seconds * len(found[0]):
-    times, state = call(state, np.int32(turn))
-    found, turn = [*found, times], turn + 1
-  return [statistics.median(column) for column in zip(*found[1:], strict=True)], state
+  calls = []
+  while len(calls) <= LEAST_CALLS or np.sum(calls[1:]) < seconds * len(calls[0]):
+    times, state = call(state, np.int32(len(calls)))
+    calls.append(times)
+  return [statistics.median(part) for part in zip(*calls[1:], strict=True)], state
 
 
 def measure(experiment: Experiment, seconds: float) -> Figures:
-  """Fills a replay and measures it; for a process that has done nothing else.
+  """Fills a replay and measures it.
+
+  The figures of memory are those of the process, so it should have done nothing else before.
 
   Raises:
-    MemoryError: it does not fit; in one line.
+    MemoryError: the replay does not fit into memory; the message is one line.
   """
   quieten()
   host.prepare_host(experiment.placement)
   run = build.make_run(experiment)
-  (device,), capacity = run.place.mesh.devices.flat, experiment.replay.capacity
+  (device,) = run.place.mesh.devices.flat
   size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run.learner.replay_shapes()))
   check_fits(size, device)
+
   state = run.initial_state()
   sharding = NamedSharding(run.place.mesh, PartitionSpec(AXIS))
-  made = jax.device_put(random_experience(experiment), sharding)
-  programs = compiled(run, state, made)
+  experience = jax.device_put(random_experience(experiment), sharding)
+  programs = compiled(run, state, experience)
   before = memory_now(device)
-  state = filled(run, programs, state, made)
+  state = filled(run, programs, state, experience)
   count = int(jnp.sum(state.replay.size))
-  add, sample, update, step = measured(experiment, programs, state, made, seconds)
-  return Figures(capacity, count, add * 1e3, experiment.batch_rows / add, sample * 1e3,
-                 update * 1e3, step * 1e3, (sample + update) / step, size, size / capacity,
-                 max(x.memory_analysis().temp_size_in_bytes for x in programs),
-                 memory_peak(device), before, device.device_kind)
+  add, sample, update, step = measured(experiment, programs, state, experience, seconds)
+
+  capacity = experiment.replay.capacity
+  return Figures(
+      capacity=capacity,
+      held=count,
+      add_ms=add * 1e3,
+      added_per_s=experiment.batch_rows / add,
+      sample_ms=sample * 1e3,
+      update_ms=update * 1e3,
+      step_ms=step * 1e3,
+      share=(sample + update) / step,
+      replay_bytes=size,
+      bytes_per_transition=size / capacity,
+      temporary_bytes=max(x.memory_analysis().temp_size_in_bytes for x in programs),
+      peak_bytes=memory_peak(device),
+      before_bytes=before,
+      device=device.device_kind)
 
 
-def filled(run: build.Run, programs: Programs, state: TrainState, made: Experience
+def filled(run: build.Run, programs: Programs, state: TrainState, experience: Experience
            ) -> TrainState:
-  """The state with a replay to which was added until it was full."""
-  experiment, replay = run.experiment, run.learner.allocate(state).replay
-  rows, steps = replay.ring.fresh.shape[1], experiment.unroll_length
-  for turn in range(1 + max(-(-rows // steps),
-                            -(-experiment.replay.capacity // experiment.batch_rows))):
-    replay = jax.block_until_ready(programs.add(replay, made, np.int32(turn)))
+  """Returns the state with a full replay.
+
+  Args:
+    run: the experiment and its learner.
+    programs: from `compiled`.
+    state: without a replay.
+    experience: [groups, T, B, ...], added again and again.
+  """
+  replay = run.learner.allocate(state).replay
+  rows = replay.ring.fresh.shape[1]
+  # The ring's rows and the capacity fill after different numbers of rollouts.
+  fills_rows = -(-rows // run.experiment.unroll_length)
+  fills_capacity = -(-run.experiment.replay.capacity // run.experiment.batch_rows)
+  for turn in range(1 + max(fills_rows, fills_capacity)):
+    replay = jax.block_until_ready(programs.add(replay, experience, np.int32(turn)))
   return state._replace(replay=replay)
 
 
-def measured(experiment: Experiment, programs: Programs, state: TrainState, made: Experience,
+def measured(experiment: Experiment, programs: Programs, state: TrainState, experience: Experience,
              seconds: float) -> list[float]:
   """Returns seconds of adding, of sampling, of setting priorities, and of a gradient step.
 
   Args:
     experiment: with the sizes of batches.
-    programs: of `compiled`.
+    programs: from `compiled`.
     state: with a full replay; donated.
-    made: what is added.
-    seconds: for each part.
+    experience: [groups, T, B, ...], the rollout to add.
+    seconds: measured time of each part.
   """
-  error = np.random.default_rng(1).random(batch_of(experiment), np.float32)
+  error = np.random.default_rng(1).random(batch_sizes(experiment), np.float32)
   steps = np.int32(experiment.replay.gradient_steps)
 
-  def add(held, turn):
-    took, held = timed(programs.add, held, made, turn)
-    return [took], held
+  def add(replay, turn):
+    add_s, replay = timed(programs.add, replay, experience, turn)
+    return [add_s], replay
 
-  def draw(held, turn):
-    sampling, drawn = timed(programs.sample, held, turn)
-    updating, held = timed(programs.update, held, drawn.place, error)
-    return [sampling, updating], held
+  def draw(replay, turn):
+    sample_s, drawn = timed(programs.sample, replay, turn)
+    update_s, replay = timed(programs.update, replay, drawn.place, error)
+    return [sample_s, update_s], replay
 
   def learn(state, turn):
     del turn
-    took, (state, metrics) = timed(programs.learn, state, steps, *NOTHING)
+    learn_s, (state, metrics) = timed(programs.learn, state, steps, *NOTHING)
     if int(metrics['sampled'][0]) != steps * experiment.replay.batch_size:
-      raise AssertionError('the learner found nothing to draw')
-    return [took / steps], state
+      raise AssertionError('the learner sampled fewer transitions than its gradient steps need')
+    return [learn_s / steps], state
 
-  adding, held = repeat(add, state.replay, seconds)
-  drawing, held = repeat(draw, held, seconds)
-  learning, _ = repeat(learn, state._replace(replay=held), seconds)
+  # All programs donate their state, so each part goes on with the state that the last one returned.
+  adding, replay = repeat(add, state.replay, seconds)
+  drawing, replay = repeat(draw, replay, seconds)
+  learning, _ = repeat(learn, state._replace(replay=replay), seconds)
   return [*adding, *drawing, *learning]
 
 
 def check_fits(size: int, device: jax.Device) -> None:
-  """Refuses a replay of so many bytes if there is no room for it.
+  """Checks that a replay of so many bytes fits into the free memory.
 
   Raises:
-    MemoryError: saying how much there is.
+    MemoryError: it does not; the message says how much is free.
   """
   stats = device.memory_stats()
-  room = (stats['bytes_limit'] - stats['bytes_in_use'] if stats else
-          1024 * proc('/proc/meminfo', 'MemAvailable'))
+  if stats:
+    room = stats['bytes_limit'] - stats['bytes_in_use']
+  else:  # the CPU has no such figures
+    room = 1024 * proc('/proc/meminfo', 'MemAvailable')
   if size + SPARE > room:
     raise MemoryError(f'does not fit: it takes {size / 1e6:,.1f} MB, and {SPARE / 1e6:,.1f} MB '
                       f'are for the rest; {room / 1e6:,.1f} MB are available')
 
 
 def memory_now(device: jax.Device) -> int:
-  """Bytes in use on an accelerator; of the CPU, those of this process."""
+  """Returns the bytes in use on an accelerator; for a CPU, the resident bytes of this process."""
   stats = device.memory_stats()
   return stats['bytes_in_use'] if stats else 1024 * proc('/proc/self/status', 'VmRSS')
 
 
 def memory_peak(device: jax.Device) -> int:
-  """The most that `memory_now` ever was."""
+  """Returns the highest `memory_now` so far."""
   stats = device.memory_stats()
   return stats['peak_bytes_in_use'] if stats else 1024 * proc('/proc/self/status', 'VmHWM')
 
 
 def proc(path: str, name: str) -> int:
-  """A number of kB that Linux gives."""
+  """Returns the number of kB of a line `name: 123 kB` in a file of /proc."""
   return int(re.search(rf'^{name}:\s*(\d+) kB', Path(path).read_text(), re.MULTILINE)[1])
 
 
 def quieten() -> None:
-  """Leaves out what would disturb the table."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  """Silences warnings and log lines, which would disturb the table."""
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   logging.set_verbosity(logging.ERROR)
 
 
 def prepare(experiment: Experiment, capacities: Sequence[str]) -> list[Experiment]:
-  """An experiment for each capacity, checked.
+  """Returns an experiment for each capacity, checked.
 
   Raises:
-    ValueError: in one line.
+    ValueError: the config has no replay, or a capacity is invalid; the message is one line.
   """
   if not experiment.algorithm.learns_from_replay:
     raise ValueError(f'--config: loss.name is {experiment.loss_name}, which has no replay')
   for text in capacities:
     if not re.fullmatch(r'\d+', text):
-      raise ValueError(f'--capacities: must be whole numbers, such as 100000,1000000; got {text!r}')
+      raise ValueError('--capacities: must be whole numbers, for example 100000,1000000; '
+                       f'got {text!r}')
   return [of_capacity(experiment, int(text)) for text in capacities]
 
 
 def work(results: Connection, config: Mapping[str, Any], seconds: float) -> None:
-  """`measure`, in a process of its own: sends what was found, or what is wrong."""
+  """Runs `measure` in a child process; sends its figures, or why there are none."""
   try:
     results.send(measure(resolve(config), seconds)._asdict())
   except MemoryError as error:
     results.send(dict(skipped=str(error)))
-  except jax.errors.JaxRuntimeError as error:  # of an accelerator, that there is no memory
+  except jax.errors.JaxRuntimeError as error:  # an accelerator is out of memory
     results.send(dict(failed=str(error).splitlines()[0]))
   except ValueError as error:
     results.send(error)
 
 
 def row(experiment: Experiment, seconds: float) -> dict[str, Any]:
-  """What is found of one capacity; or why it is 'skipped', or 'failed'."""
+  """Measures one capacity in a process of its own.
+
+  Returns:
+    Its capacity and figures, or its capacity and why it was 'skipped' or has 'failed'.
+
+  Raises:
+    ValueError: the config is invalid.
+  """
   spawn = multiprocessing.get_context('spawn')
-  here, there = spawn.Pipe(duplex=False)
-  process = spawn.Process(target=work, args=(there, experiment.fields, seconds), daemon=True)
+  receiver, sender = spawn.Pipe(duplex=False)
+  process = spawn.Process(target=work, args=(sender, experiment.fields, seconds), daemon=True)
   process.start()
-  there.close()  # the process has the only one: where it dies there is an end to what it sends
+  # Only the child may hold the sending end: then `recv` raises EOFError if the child dies.
+  sender.close()
   try:
-    found = here.recv()
+    message = receiver.recv()
   except EOFError:
     process.join()
-    found = dict(failed=f'its process died, exit code {process.exitcode}; of too little memory?')
+    message = dict(failed=f'its process died with exit code {process.exitcode}, '
+                          'perhaps because memory ran out')
   process.join()
-  if isinstance(found, ValueError):
-    raise found
-  return dict(capacity=experiment.replay.capacity) | found
+  if isinstance(message, ValueError):
+    raise message
+  return dict(capacity=experiment.replay.capacity) | message
 
 
 def headline(experiment: Experiment) -> str:
-  """What is measured."""
+  """Returns the line above the table: the sizes that are the same for all capacities."""
   options = experiment.replay
   return (f'{experiment.env.task}, {experiment.loss_name}: {experiment.env.num_envs} '
           f'environments x {experiment.unroll_length} rows at once, batches of '
@@ -334,30 +401,31 @@ def headline(experiment: Experiment) -> str:
           f'{options.eviction}')
 
 
-def line(found: Mapping[str, Any]) -> str:
-  """A row as a line of the table."""
-  for why in ('skipped', 'failed'):
-    if why in found:
-      return f'{found["capacity"]:12,}  {why}: {found[why]}'
-  return '  '.join(f'{found[field] / (1e6 if "MB" in head else 1):{form}}'
+def line(figures: Mapping[str, Any]) -> str:
+  """Returns a row as a line of the table."""
+  for reason in ('skipped', 'failed'):
+    if reason in figures:
+      return f'{figures["capacity"]:12,}  {reason}: {figures[reason]}'
+  return '  '.join(f'{figures[field] / (1e6 if "MB" in head else 1):{form}}'
                    for head, (field, form) in COLUMNS.items())
 
 
 def define_flags() -> flags.FlagValues:
   """Defines the script's own flags, beside those of a config."""
   values = flags.FlagValues()
-  flags.DEFINE_list('capacities', ['100000', '1000000', '2000000'], 'Transitions.',
-                    flag_values=values)
-  flags.DEFINE_float('seconds', 3.0, 'For each part that is measured.', lower_bound=0.0,
+  flags.DEFINE_list('capacities', ['100000', '1000000', '2000000'],
+                    'Capacities to measure, in transitions.', flag_values=values)
+  flags.DEFINE_float('seconds', 3.0, 'Measured time of each operation.', lower_bound=0.0,
                      flag_values=values)
-  flags.DEFINE_string('json', None, 'Write all figures here.', flag_values=values)
+  flags.DEFINE_string('json', None, 'A file for all figures.', flag_values=values)
   return values
 
 
 def benchmark(argv: Sequence[str]) -> int:
   """Measures and prints; returns the exit code."""
   quieten()
-  values, found = define_flags(), []
+  values = define_flags()
+  rows = []
   if not any(re.match(r'--?config(=|$)', arg) for arg in argv[1:]):
     argv = [argv[0], DEFAULT, *argv[1:]]
   try:
@@ -371,14 +439,14 @@ def benchmark(argv: Sequence[str]) -> int:
     print('  '.join(f'{head:>{form[:form.index(".")].strip(",")}}'
                     for head, (_, form) in COLUMNS.items()), flush=True)
     for item in experiments:
-      found.append(row(item, values.seconds))
-      print(line(found[-1]), flush=True)
+      rows.append(row(item, values.seconds))
+      print(line(rows[-1]), flush=True)
   except ValueError as error:
     print(f'replay: {error}', file=sys.stderr)
     return 2
   if values.json:
-    Path(values.json).write_text(json.dumps(found, indent=2) + '\n')
-  return int(any('failed' in item for item in found))
+    Path(values.json).write_text(json.dumps(rows, indent=2) + '\n')
+  return int(any('failed' in figures for figures in rows))
 
 
 if __name__ == '__main__':

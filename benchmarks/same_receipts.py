@@ -1,14 +1,14 @@
-"""Says whether two commits train to the same bits: the gate for a refactoring.
+"""Checks that two commits train to the same bits: the gate for a refactoring.
 
 .venv/bin/python -m benchmarks.same_receipts --old=main~1 [--only=ppo] [--jobs=2] [--keep=DIR]
 
-Runs short trainings with the code of the commit --old and with the code here, and compares the
+Runs short trainings with the code of the commit --old and with the working tree, and compares the
 receipts of every update. The runs cover every scheme, loss, network, recurrent core, normaliser and
-replay, several devices, two processes, and a run of the old code that the new code resumes.
-Schemes that depend on timing are compared at their first update, which does not.
+replay, several devices, two processes, and a run of the old code that the new code resumes. In
+schemes that depend on timing only the first update is compared, since it does not depend on timing.
 
---keep=DIR keeps the old commit's runs there, so that a second call runs the new code only.
-Exit code: 0 all identical, 1 some differ or fail, 2 nothing could be started.
+--keep=DIR keeps the old commit's runs in DIR, so that a second call runs the new code only.
+Exit code: 0 all are identical, 1 some differ or fail, 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SMALL_FRAMES = ('env.task=Pong-v5', 'env.img_height=42', 'env.img_width=42')
 
 
 class Case(NamedTuple):
-  """One training, as the command line has it."""
+  """A training, by the flags of its command line."""
 
   name: str
   config: str  # below configs/, with its argument
@@ -83,76 +83,105 @@ CASES = (
     Case('two-processes', 'impala_catch.py:smoke', ('num_shards=2', 'num_grad_shards=2'),
          processes=2),
 )
-RESUMED = ('segments', 'replay-segments')  # of these the new code makes the last segment again
+# In these cases the new code also repeats the last segment of the old code's run.
+RESUMED = ('segments', 'replay-segments')
 
 
 def command(case: Case, tree: Path, workdir: Path) -> list[str]:
-  """The command line of a training with the code of `tree`."""
+  """Returns the command line of a training with the code of `tree`."""
   flags = [f'--config=configs/{case.config}', f'--workdir={workdir}',
            *(f'--config.{field}' for field in case.fields)]
   if case.processes == 1:
     return [sys.executable, '-m', 'podracer_jit', *flags]
   count = ['-n', str(case.processes), '--']
-  script = tree / 'scripts' / 'launch_local.py'  # before there was a verb for it
+  script = tree / 'scripts' / 'launch_local.py'  # older commits have this script, not the command
   if script.exists():
     return [sys.executable, str(script), *count, *flags]
   return [sys.executable, '-m', 'podracer_jit', 'launch', *count, *flags]
 
 
 def train(case: Case, tree: Path, workdir: Path) -> str:
-  """Trains; returns an empty string, or how it failed."""
-  where = os.environ | {'PYTHONPATH': str(tree), 'JAX_PLATFORMS': 'cpu'}
-  done = subprocess.run(command(case, tree, workdir), cwd=tree, env=where, text=True, check=False,
-                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=900)
-  return '' if done.returncode == 0 else (done.stdout.strip().splitlines() or ['no output'])[-1]
+  """Trains; returns the last line of the output if it failed, otherwise ''."""
+  env = os.environ | {'PYTHONPATH': str(tree), 'JAX_PLATFORMS': 'cpu'}
+  process = subprocess.run(command(case, tree, workdir), cwd=tree, env=env, text=True, check=False,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=900)
+  if process.returncode == 0:
+    return ''
+  lines = process.stdout.strip().splitlines() or ['no output']
+  return lines[-1]
 
 
 def receipts(workdir: Path) -> dict[int, tuple[str, str]]:
-  """The fingerprints of batch and parameters by update."""
+  """Returns the fingerprints of batch and parameters by update."""
   lines = map(json.loads, (workdir / 'receipts.jsonl').read_text().splitlines())
   return {line['update']: (line['batch'], line['params']) for line in lines if 'update' in line}
 
 
-def verdict(case: Case, old: Path, new: Path) -> tuple[bool, str]:
-  """Whether two runs of the case are the same, and what to say of it."""
-  one, two = receipts(old), receipts(new)
+def verdict(case: Case, old_workdir: Path, new_workdir: Path) -> tuple[bool, str]:
+  """Compares two runs of a case; returns whether they are equal, and words for the report."""
+  expected = receipts(old_workdir)
+  actual = receipts(new_workdir)
   if case.only_first:
-    return one[1] == two[1], 'first update'
-  if one.keys() != two.keys():
-    return False, f'{len(one)} and {len(two)} updates'
-  different = [update for update in sorted(one) if one[update] != two[update]]
+    return expected[1] == actual[1], 'first update'
+  if expected.keys() != actual.keys():
+    return False, f'{len(expected)} and {len(actual)} updates'
+  different = [update for update in sorted(expected) if expected[update] != actual[update]]
   if different:
-    return False, f'differ at update {different[0]} of {len(one)}'
-  return True, f'{len(one)} updates'
+    return False, f'differ at update {different[0]} of {len(expected)}'
+  return True, f'{len(expected)} updates'
 
 
-def resume(case: Case, new_tree: Path, old: Path, workdir: Path) -> str:
-  """Trains on in a copy of the old run from which the last checkpoint is gone."""
-  shutil.copytree(old, workdir)
+def resume(case: Case, new_tree: Path, old_workdir: Path, workdir: Path) -> str:
+  """Resumes a copy of the old run without its last checkpoint; returns as `train`.
+
+  Args:
+    case: the training.
+    new_tree: the code that resumes.
+    old_workdir: the finished run of the old code.
+    workdir: a new folder for the copy.
+  """
+  shutil.copytree(old_workdir, workdir)
   checkpoints = sorted((workdir / 'checkpoints').iterdir(), key=lambda path: int(path.name))
   shutil.rmtree(checkpoints[-1])
   return train(case, new_tree, workdir)
 
 
-def compare(case: Case, trees: tuple[Path, Path], folder: Path, kept: Path) -> bool:
-  """Runs the case with both codes, as far as it must, and prints a line."""
+def compare(case: Case, trees: tuple[Path, Path], old_runs: Path, new_runs: Path) -> bool:
+  """Runs a case with both codes and prints a line of the report.
+
+  Args:
+    case: the training.
+    trees: folders with the old and the new code.
+    old_runs: a folder for workdirs of the old code; a run that is in it is not repeated.
+    new_runs: a folder for workdirs of the new code.
+
+  Returns:
+    Whether the receipts are identical.
+  """
   old_tree, new_tree = trees
-  start, results = time.monotonic(), []
-  old, new = kept / case.name, folder / case.name
-  problem = '' if (old / 'receipts.jsonl').exists() else train(case, old_tree, old)
-  problem = problem or train(case, new_tree, new)
+  start = time.monotonic()
+  verdicts = []
+  old_workdir = old_runs / case.name
+  new_workdir = new_runs / case.name
+  problem = ''
+  if not (old_workdir / 'receipts.jsonl').exists():
+    problem = train(case, old_tree, old_workdir)
+  problem = problem or train(case, new_tree, new_workdir)
   if not problem:
-    results.append(verdict(case, old, new))
-    if case.name in RESUMED:
-      problem = resume(case, new_tree, old, folder / f'{case.name}-resumed')
-      if not problem:
-        same, what = verdict(case, old, folder / f'{case.name}-resumed')
-        results.append((same, f'resumed: {what}'))
-  good = not problem and all(same for same, _ in results)
-  words = problem or '; '.join(what for _, what in results)
-  print(f'{"identical" if good else "DIFFERENT":9}  {case.name:28} {words}  '
+    verdicts.append(verdict(case, old_workdir, new_workdir))
+
+  if not problem and case.name in RESUMED:
+    resumed = new_runs / f'{case.name}-resumed'
+    problem = resume(case, new_tree, old_workdir, resumed)
+    if not problem:
+      same, words = verdict(case, old_workdir, resumed)
+      verdicts.append((same, f'resumed: {words}'))
+
+  identical = not problem and all(same for same, _ in verdicts)
+  words = problem or '; '.join(words for _, words in verdicts)
+  print(f'{"identical" if identical else "DIFFERENT":9}  {case.name:28} {words}  '
         f'({time.monotonic() - start:.0f} s)', flush=True)
-  return good
+  return identical
 
 
 def main() -> int:
@@ -160,28 +189,30 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--old', required=True, help='the commit to compare with')
-  parser.add_argument('--only', default='', help='cases whose name contains one of these, by comma')
+  parser.add_argument('--only', default='',
+                      help='runs only cases whose name contains one of these, separated by commas')
   parser.add_argument('--jobs', type=int, default=2, help='trainings at a time')
-  parser.add_argument('--keep', type=Path, help="where the old commit's runs are kept")
+  parser.add_argument('--keep', type=Path, help="a folder to keep the old commit's runs")
   args = parser.parse_args()
   cases = [case for case in CASES if any(part in case.name for part in args.only.split(','))]
   if not cases:
-    print(f'--only: known are {", ".join(case.name for case in CASES)}', file=sys.stderr)
+    print(f'--only: no case matches {args.only!r}; known are '
+          f'{", ".join(case.name for case in CASES)}', file=sys.stderr)
     return 2
   with tempfile.TemporaryDirectory(prefix='same-receipts-') as temporary:
     folder = Path(temporary)
-    kept = args.keep or folder / 'old'
-    new = folder / 'new'
+    old_runs = args.keep or folder / 'old'
+    new_runs = folder / 'new'
     try:
       with old_and_new(args.old, folder) as trees, ThreadPoolExecutor(args.jobs) as pool:
-        kept.mkdir(parents=True, exist_ok=True)
-        new.mkdir()
-        good = list(pool.map(lambda case: compare(case, trees, new, kept), cases))
+        old_runs.mkdir(parents=True, exist_ok=True)
+        new_runs.mkdir()
+        identical = list(pool.map(lambda case: compare(case, trees, old_runs, new_runs), cases))
     except ValueError as error:
       print(error, file=sys.stderr)
       return 2
-  print(f'{sum(good)} of {len(good)} identical')
-  return 0 if all(good) else 1
+  print(f'{sum(identical)} of {len(identical)} identical')
+  return 0 if all(identical) else 1
 
 
 if __name__ == '__main__':

@@ -1,19 +1,20 @@
-"""What a second process adds: weak scaling, each process pinned to a core of its own.
+"""Measures weak scaling over processes, each pinned to its own core.
 
 .venv/bin/python -m benchmarks.scaling --rounds=3 --updates=8 --json=figures.json
 
-Three layouts, in turn, round after round:
+Three layouts take turns, round after round:
 
-  together  --processes of one run, with that many times the environments, num_shards and
-            num_grad_shards, so that each has the work that the config says
-  apart     as many runs of the config at the same time, which know nothing of each other: what
-            the cores of this machine take from each other, whatever the program does
+  together  one run of --processes processes, with that many times the environments, num_shards and
+            num_grad_shards, so that each process has the work of the config
+  apart     as many separate runs of the config at the same time: the control, which shows how much
+            the cores of this machine slow each other down without any communication
   one       one run of the config, the other cores idle; each round on the next core
 
-SPS is that of metrics.jsonl: of each process the median over --updates, counted from when all of a
-layout are warm; then the median over the rounds. Efficiency is SPS(together) / (n SPS(one)), and
-against the control SPS(together) / SPS(apart), where apart is the sum. Takes --config and its
-overrides as training does; by default Nature CNN on Pong. CPUs only.
+SPS is that of metrics.jsonl. For each process it is the median over --updates, which begin when all
+processes of a layout are warm; the table has medians over the rounds. Efficiency is
+SPS(together) / (n SPS(one)). Efficiency against the control is SPS(together) / SPS(apart), where
+SPS(apart) is the sum of the runs. Takes --config and its overrides as training does; the default is
+Nature CNN on Pong. CPUs only.
 """
 
 from __future__ import annotations
@@ -41,16 +42,18 @@ from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import changed, resolve
 
 PUBLISHED = 'Cleanba (2310.00036) has 0.93 of 1 at 128 GPUs'
-LAYOUTS = ('together', 'apart', 'one')  # first what a config may not be able to do
-WARM = 3  # updates of each process that are never counted
+LAYOUTS = ('together', 'apart', 'one')  # 'together' is first, since a config may not support it
+WARM = 3  # updates of each process that are a warm-up
 POLL_S = 0.1
 
 
 def scaled(experiment: Experiment, processes: int) -> Experiment:
-  """The experiment for so many processes, without an end: a run must not leave the others alone.
+  """Returns the experiment for so many processes, with the same work for each.
+
+  It has no end: if one run ended before the others, they would have more of the machine.
 
   Raises:
-    ValueError: it cannot be so large.
+    ValueError: the experiment does not support so many processes.
   """
   return changed(
       experiment,
@@ -62,7 +65,7 @@ def scaled(experiment: Experiment, processes: int) -> Experiment:
 
 @contextlib.contextmanager
 def pinned(core: int) -> Iterator[None]:
-  """Whatever is started meanwhile has this core alone."""
+  """Pins this process to a core; processes started meanwhile inherit it."""
   before = os.sched_getaffinity(0)
   os.sched_setaffinity(0, {core})
   try:
@@ -72,7 +75,7 @@ def pinned(core: int) -> Iterator[None]:
 
 
 class Runs:
-  """Processes of the binary, each on a core; a context manager that ends them."""
+  """Training processes, each pinned to a core; a context manager that kills them at its end."""
 
   def __init__(self):
     self._processes: list[subprocess.Popen] = []
@@ -83,12 +86,18 @@ class Runs:
 
   def __exit__(self, *exc: Any) -> None:
     for process in self._processes:
-      process.kill()  # nothing of theirs is kept
+      process.kill()  # a clean end would take longer, and their checkpoints are not needed
     for process in self._processes:
       process.wait()
 
   def start(self, core: int, log: Path, *args: str) -> None:
-    """Starts the binary with `args` on the core; what it says goes to `log`."""
+    """Starts a training with `args` on the core.
+
+    Args:
+      core: the core to pin it to.
+      log: a file for the process's stderr.
+      *args: flags of training.
+    """
     command = [sys.executable, '-m', 'podracer_jit', *args]
     with pinned(core), log.open('w') as file:
       self._processes.append(subprocess.Popen(
@@ -97,7 +106,7 @@ class Runs:
     self._logs.append(log)
 
   def wait(self, goals: Mapping[Path, int]) -> None:
-    """Waits until each file has so many lines.
+    """Waits until each file has so many whole lines.
 
     Raises:
       Failed: a process ended before.
@@ -111,13 +120,16 @@ class Runs:
 
 def measure(layout: str, experiment: Experiment, cores: Sequence[int], updates: int
             ) -> list[float]:
-  """SPS of each run of a layout: of one process on each core.
+  """Measures a layout with one process on each core.
 
   Args:
     layout: one of LAYOUTS.
     experiment: of one process.
-    cores: to pin processes to.
-    updates: to count of each process.
+    cores: the cores to pin the processes to.
+    updates: number of updates to measure of each process.
+
+  Returns:
+    The SPS of each run; 'together' has one run, the others one per core.
 
   Raises:
     Failed: a process ended too early.
@@ -127,27 +139,40 @@ def measure(layout: str, experiment: Experiment, cores: Sequence[int], updates: 
     root = Path(directory)
     file = write_config(root / 'config.py', scaled(experiment, count).fields)
     workdirs = [root / 'run'] if layout == 'together' else [root / f'run{c}' for c in cores]
+
+    # The operating system chooses a free port for the coordinator.
     with socket.socket() as probe:
       probe.bind(('localhost', 0))
       port = probe.getsockname()[1]
+
     for i, core in enumerate(cores):
       joining = [] if count == 1 else [
           '--distributed', f'--coordinator_address=localhost:{port}', f'--num_processes={count}',
           f'--process_id={i}']
       runs.start(core, root / f'log{i}', f'--config={file}',
                  f'--workdir={workdirs[i % len(workdirs)]}', *joining)
+
     paths = [workdir / 'metrics.jsonl' for workdir in workdirs]
     runs.wait(dict.fromkeys(paths, WARM))
-    firsts = {path: count_lines(path) + 1 for path in paths}  # 1: it began before all were warm
+    # One more update is skipped, since it began before all processes were warm.
+    firsts = {path: count_lines(path) + 1 for path in paths}
     runs.wait({path: first + updates for path, first in firsts.items()})
-    return [statistics.median(json.loads(line)['sps'] for line in
-                              path.read_text().splitlines()[first:first + updates])
-            for path, first in firsts.items()]
+
+    medians = []
+    for path, first in firsts.items():
+      lines = path.read_text().splitlines()[first:first + updates]
+      medians.append(statistics.median(json.loads(line)['sps'] for line in lines))
+    return medians
 
 
 def efficiencies(rounds: Mapping[str, Sequence[Sequence[float]]], processes: int
                  ) -> dict[str, Any]:
-  """SPS of each layout and their ratios, from the SPS of each layout's rounds and runs."""
+  """Returns the SPS of each layout and the efficiencies.
+
+  Args:
+    rounds: for each layout the rounds; each round has the SPS of its runs.
+    processes: of 'together'.
+  """
   sums = {layout: [sum(runs) for runs in rounds[layout]] for layout in LAYOUTS}
   sps = {layout: statistics.median(values) for layout, values in sums.items()}
   return dict(
@@ -169,33 +194,35 @@ def show(result: Mapping[str, Any]) -> None:
     print(f'{names[layout]:24}' + ''.join(f'{value:10,.0f}' for value in (
         row['sps'], min(row['rounds']), max(row['rounds']))))
   print(f'efficiency: {result["efficiency"]:.3f} of {count} times one process, '
-        f'{result["efficiency_to_control"]:.3f} of {count} runs that share nothing but the machine')
-  print(f'those runs make {result["control"]:.3f} of {count} times one process; {PUBLISHED}')
+        f'{result["efficiency_to_control"]:.3f} of {count} separate runs on the same machine')
+  print(f'the separate runs reach {result["control"]:.3f} of {count} times one process; '
+        f'{PUBLISHED}')
 
 
 def define_flags() -> flags.FlagValues:
   """Defines the script's own flags, beside those of a config."""
   values = flags.FlagValues()
-  flags.DEFINE_integer('processes', 2, 'How many, and cores to pin them to.', lower_bound=2,
+  flags.DEFINE_integer('processes', 2, 'Number of processes; each needs a core.', lower_bound=2,
                        flag_values=values)
-  flags.DEFINE_integer('updates', 8, 'To count of each process.', lower_bound=1,
+  flags.DEFINE_integer('updates', 8, 'Measured updates of each process.', lower_bound=1,
                        flag_values=values)
-  flags.DEFINE_integer('rounds', 3, 'How often each layout is measured.', lower_bound=1,
+  flags.DEFINE_integer('rounds', 3, 'Measurements of each layout.', lower_bound=1,
                        flag_values=values)
-  flags.DEFINE_string('json', None, 'Write all figures here.', flag_values=values)
+  flags.DEFINE_string('json', None, 'A file for all figures.', flag_values=values)
   return values
 
 
 def prepare(experiment: Experiment, processes: int) -> list[int]:
-  """Checks the experiment for either number of processes; returns the cores.
+  """Checks the experiment for one process and for all; returns the cores to use.
 
   Raises:
-    ValueError: in one line.
+    ValueError: the experiment or the machine does not support it; the message is one line.
   """
   refuse_replay(experiment)
   cores = sorted(os.sched_getaffinity(0))
   if len(cores) < processes:
-    raise ValueError(f'--processes: {processes} need a core each, there are {len(cores)}')
+    raise ValueError(f'--processes: {processes} processes need a core each; this machine has '
+                     f'{len(cores)}')
   for count in (1, processes):
     scaled(experiment, count)
   return cores[:processes]
@@ -203,8 +230,9 @@ def prepare(experiment: Experiment, processes: int) -> list[int]:
 
 def benchmark(argv: Sequence[str]) -> int:
   """Measures and prints; returns the exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the processes
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
+  # SIGTERM must unwind the stack, so that `Runs` ends its processes.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   values = define_flags()
   try:
     config = command_line.parse(with_default(argv), values)
@@ -216,17 +244,16 @@ def benchmark(argv: Sequence[str]) -> int:
     rounds = {layout: [] for layout in LAYOUTS}
     for k in range(values.rounds):
       for layout in LAYOUTS:
-        where = [cores[k % len(cores)]] if layout == 'one' else cores
-        rounds[layout].append(measure(layout, experiment, where, values.updates))
+        used_cores = [cores[k % len(cores)]] if layout == 'one' else cores
+        rounds[layout].append(measure(layout, experiment, used_cores, values.updates))
         print(f'round {k + 1} of {values.rounds}: {layout} '
               f'{sum(rounds[layout][-1]):,.0f} SPS', file=sys.stderr, flush=True)
   except (ValueError, Failed) as error:
     print(f'scaling: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)
-  result = dict(config=experiment.fields, processes=values.processes, updates=values.updates,
-                cores=cores,
-                versions=workdirs.versions(), published=PUBLISHED
-                ) | efficiencies(rounds, values.processes)
+  settings = dict(config=experiment.fields, processes=values.processes, updates=values.updates,
+                  cores=cores, versions=workdirs.versions(), published=PUBLISHED)
+  result = settings | efficiencies(rounds, values.processes)
   show(result)
   if values.json:
     Path(values.json).write_text(json.dumps(result, indent=2) + '\n')

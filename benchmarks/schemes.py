@@ -1,12 +1,13 @@
-"""What each scheme does to speed and to the age of the data, by the number of workers.
+"""Measures the speed of each scheme and the age of its data, for several numbers of workers.
 
 .venv/bin/python -m benchmarks.schemes --config=configs/ppo_cartpole.py --workers=1,2,4 --seconds=10
 
-As figure 4 of NAPPO (2007.02622): frames a second, CGD and GUD. Takes --config and its overrides as
-the main binary does; env.num_envs, num_shards and num_grad_shards are those of one worker, and each
-worker is a device of its own: makes rollouts (impala, sync, cleanba), or those and gradients (the
-others). rapid and rapid_async have as many of either. The first two updates of each worker (of
-`fused`: calls) are not counted. --json writes all figures.
+Like figure 4 of NAPPO (arXiv:2007.02622), the table has frames a second, CGD and GUD. The script
+takes --config and its overrides as training does; env.num_envs, num_shards and num_grad_shards are
+those of one worker. Each worker has its own device. It makes rollouts only (schemes with a separate
+learner), or rollouts and gradients. Schemes with gradient workers of their own (rapid and
+rapid_async) have as many of these as actors. The first two updates of each worker are a warm-up and
+are not counted; for `fused`, the first two calls. --json writes all figures.
 """
 
 from __future__ import annotations
@@ -33,18 +34,28 @@ from podracer_jit.schemes.table import SCHEMES
 
 
 class Figures(NamedTuple):
-  """Of one scheme with so many workers."""
+  """The figures of one scheme with one number of workers."""
 
   scheme: str
   workers: int
   fps: float  # frames a second: valid steps, times the frame skip
   cgd: float  # mean over gradient steps
   gud: float
-  updates: int  # that were counted
+  updates: int  # the number of counted updates
+
+
+class _Measured(NamedTuple):
+  """A report of an update (or of the updates of one call) of a training."""
+
+  seconds: float  # when it came
+  steps: int  # valid steps since the beginning
+  cgd: float  # mean over the gradient steps
+  gud: float
+  updates: int
 
 
 def placed(experiment: Experiment, scheme: str, workers: int) -> Experiment:
-  """The experiment with this scheme for `workers` of them."""
+  """Returns the experiment with this scheme, made larger for so many workers."""
   devices = tuple(range(workers))
   apart = SCHEMES[scheme].graph.separate_updates or SCHEMES[scheme].colocated
   return changed(
@@ -58,7 +69,7 @@ def placed(experiment: Experiment, scheme: str, workers: int) -> Experiment:
 
 
 def prepare_host(experiment: Experiment, workers: int) -> None:
-  """Starts JAX with a device for each of so many workers."""
+  """Starts JAX with a device for each worker."""
   options = experiment.placement
   host.prepare_host(dataclasses.replace(
       options, actor_devices=tuple(range(workers)), learner_devices=(0,),
@@ -66,39 +77,50 @@ def prepare_host(experiment: Experiment, workers: int) -> None:
 
 
 def measure(experiment: Experiment, seconds: float) -> Figures:
-  """Trains for so long and says how it went."""
+  """Trains for so many seconds after a warm-up; returns the figures."""
   run = build.make_run(experiment)
-  workers, seen = len(experiment.placement.actor_devices), []
+  workers = len(experiment.placement.actor_devices)
+  warm_up = 2 * workers
+  measured: list[_Measured] = []
 
-  def report(item: Report) -> None:  # of `fused`: of a whole call
+  def report(item: Report) -> None:  # `fused` reports a whole call, of several updates
     if not jax.device_get(item.metrics.get('sampled', [1]))[item.count - 1]:
-      return  # a replay that is being filled
+      return  # the replay is still being filled
     steps = int(jax.device_get(item.metrics['steps'])[item.count - 1])
-    seen.append((time.perf_counter(), steps, *(sum(x) / item.count for x in (item.cgd, item.gud)),
-                 item.count))
+    measured.append(_Measured(time.perf_counter(), steps, sum(item.cgd) / item.count,
+                              sum(item.gud) / item.count, item.count))
 
   def stop() -> bool:
-    return len(seen) > 2 * workers + 1 and seen[-1][0] - seen[2 * workers][0] >= seconds
+    if len(measured) <= warm_up + 1:
+      return False
+    return measured[-1].seconds - measured[warm_up].seconds >= seconds
 
   state = run.learner.allocate(run.initial_state())
   with build.segment(run, state, 0, 10**9, report, stop) as segment:
     loops.run(segment.workers)
-  (start, first, *_), *counted = seen[2 * workers:]
-  fps = (counted[-1][1] - first) / (counted[-1][0] - start) * experiment.spec.frame_skip
-  cgd, gud = (sum(row[i] for row in counted) / len(counted) for i in (2, 3))
-  return Figures(experiment.scheme_name, workers, fps, cgd, gud, sum(row[-1] for row in counted))
+
+  # The last report of the warm-up only starts the clock.
+  start, *counted = measured[warm_up:]
+  steps_per_s = (counted[-1].steps - start.steps) / (counted[-1].seconds - start.seconds)
+  return Figures(
+      experiment.scheme_name, workers,
+      fps=steps_per_s * experiment.spec.frame_skip,
+      cgd=sum(row.cgd for row in counted) / len(counted),
+      gud=sum(row.gud for row in counted) / len(counted),
+      updates=sum(row.updates for row in counted))
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the script; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   logging.set_verbosity(logging.ERROR)
   values = flags.FlagValues()
-  flags.DEFINE_list('schemes', None, 'Which to measure; all that can learn the loss by default.',
+  flags.DEFINE_list('schemes', None, 'Schemes to measure; default: all that support the loss.',
                     flag_values=values)
-  flags.DEFINE_list('workers', ['1', '2', '4'], 'How many of them.', flag_values=values)
-  flags.DEFINE_float('seconds', 10.0, 'For each.', lower_bound=0.0, flag_values=values)
-  flags.DEFINE_string('json', None, 'Write all figures here.', flag_values=values)
+  flags.DEFINE_list('workers', ['1', '2', '4'], 'Numbers of workers.', flag_values=values)
+  flags.DEFINE_float('seconds', 10.0, 'Measured time of each scheme and number of workers.',
+                     lower_bound=0.0, flag_values=values)
+  flags.DEFINE_string('json', None, 'A file for all figures.', flag_values=values)
   try:
     config = command_line.parse(argv, values)
     if config is None:
@@ -109,20 +131,20 @@ def main(argv: Sequence[str]) -> int:
     schemes = values.schemes or [name for name, scheme in SCHEMES.items()
                                  if scheme.replay in (None, with_replay)]
     for name in set(schemes) - set(SCHEMES):
-      raise ValueError(f'--schemes: there is no {name!r}; known are {", ".join(SCHEMES)}')
+      raise ValueError(f'--schemes: unknown scheme {name!r}; known are {", ".join(SCHEMES)}')
     counts = [int(count) for count in values.workers]
     prepare_host(experiment, max(counts))
-    found = []
+    rows = []
     print(f'{"scheme":12} workers        FPS      CGD    GUD  updates')
     for scheme in schemes:
       for count in [1] if SCHEMES[scheme].alone else counts:
-        found.append(measure(placed(experiment, scheme, count), values.seconds))
-        print('{:12} {:7} {:10,.0f} {:8.2f} {:6.2f} {:8}'.format(*found[-1]), flush=True)
+        rows.append(measure(placed(experiment, scheme, count), values.seconds))
+        print('{:12} {:7} {:10,.0f} {:8.2f} {:6.2f} {:8}'.format(*rows[-1]), flush=True)
   except ValueError as error:
     print(f'schemes: {error}', file=sys.stderr)
     return 2
   if values.json:
-    Path(values.json).write_text(json.dumps([x._asdict() for x in found], indent=2) + '\n')
+    Path(values.json).write_text(json.dumps([row._asdict() for row in rows], indent=2) + '\n')
   return 0
 
 

@@ -1,22 +1,22 @@
-"""Trains for long with short segments and says whether memory, threads and open files grow.
+"""Checks in a long training that memory, threads and open files do not grow.
 
 .venv/bin/python -m benchmarks.soak [--config=impala_catch] [--minutes=20] [--every_updates=200]
 
-Starts a real training as a child process, without an end, and samples it: resident memory and its
-parts, threads, open files, memory mappings, and the update. After --minutes, or --segments, it ends
-the training by SIGTERM. Then it prints
+Starts an endless training with short segments as a child process and samples its resident memory
+and the parts of it, its threads, open files, memory mappings, and update. After --minutes, or
+--segments, it ends the training by SIGTERM. Then it prints
 
 - a table of ten rows over the segments;
 - the growth of each kind of memory for each segment and each update, by least squares over the
   second half of the samples;
 - threads, open files and mappings in the second half;
-- the seconds of a segment in the first tenth and in the last, by which a cost that grows with the
-  length of a run can be seen;
+- the seconds of a segment in the first tenth and in the last, which show a cost that grows with
+  the length of a run;
 - the sizes of the files in the workdir.
 
 Other flags of training (--config.NAME=VALUE) are passed on.
 
-Exit code: 0 all right; 1 threads, open files or mappings grow, memory grows by more than
+Exit code: 0 no problem; 1 threads, open files or mappings grow, memory grows by more than
 --max_growth_kb a segment, segments take more than --max_slowdown times as long at the end, or the
 training failed; 2 wrong arguments.
 """
@@ -44,19 +44,19 @@ COUNTS = ('threads', 'fds', 'mappings')
 # Medians of two quarters may differ by this without a leak: threads of a segment come and go. Each
 # compiled program has a few mappings, and several are alive at a segment's boundary.
 SLACK = dict(threads=2, fds=2, mappings=40)
-MIN_SEGMENTS = 10  # fewer say nothing of growth
+MIN_SEGMENTS = 10  # fewer do not show whether memory grows
 STOPPED = (0, 3)  # exit codes of a training that a signal stopped
 
 
 class Sample(NamedTuple):
-  """A process at a moment. Memory is in bytes."""
+  """Measurements of a process at one time. Memory is in bytes."""
 
   seconds: float  # since the process was started
   update: int
   rss: int  # all resident memory
-  anonymous: int  # of that, without a file: heap, arrays, compiled programs
-  heap: int  # of that, the C library's main heap
-  code: int  # of that, executable: compiled programs
+  anonymous: int  # the part of `rss` without a file: heap, arrays, compiled programs
+  heap: int  # the part of `anonymous` in the C library's main heap
+  code: int  # the part of `anonymous` that is executable: compiled programs
   files: int  # resident pages of files, such as shared libraries
   threads: int
   fds: int
@@ -75,7 +75,8 @@ def read_sample(pid: int, seconds: float, update: int) -> Sample:
   status = read_fields(Path(f'/proc/{pid}/status').read_text())
   rollup = read_fields(Path(f'/proc/{pid}/smaps_rollup').read_text())
   heap, code, mappings = read_mappings(Path(f'/proc/{pid}/smaps').read_text())
-  rss, anonymous = rollup['Rss'] * 1024, rollup['Anonymous'] * 1024
+  rss = rollup['Rss'] * 1024
+  anonymous = rollup['Anonymous'] * 1024
   return Sample(seconds, update, rss, anonymous, heap, code, rss - anonymous, status['Threads'],
                 len(os.listdir(f'/proc/{pid}/fd')), mappings)
 
@@ -122,11 +123,11 @@ def read_update(path: Path) -> int:
     try:
       return int(json.loads(line)['update'])
     except ValueError:
-      continue  # the read began in the middle of it
+      continue  # the read began in the middle of this line
   return 0
 
 
-# What samples say.
+# Statistics of the samples.
 
 
 def slope(samples: Sequence[Sample], name: str, every_updates: int) -> float:
@@ -139,10 +140,10 @@ def slope(samples: Sequence[Sample], name: str, every_updates: int) -> float:
 
 
 def count_growth(samples: Sequence[Sample], name: str) -> float:
-  """Returns the least of a count in the last quarter, less that in the quarter before.
+  """Returns the minimum of a count in the last quarter, minus the minimum in the third quarter.
 
-  A leak raises the least. The median also follows how often samples fall into a save, or just
-  before garbage is collected.
+  A leak raises the minimum. The median also depends on how many samples fall into a save, or just
+  before a garbage collection.
   """
   quarter = len(samples) // 4
   if not quarter:
@@ -155,29 +156,30 @@ def count_growth(samples: Sequence[Sample], name: str) -> float:
 def segment_seconds(samples: Sequence[Sample], every_updates: int) -> tuple[float, float]:
   """Returns the seconds of a segment in the first tenth of the updates and in the last.
 
-  What came before the first update is not counted. Times between samples are interpolated.
+  The time before the first update is not counted. Times between samples are interpolated.
   """
-  begun = [sample for sample in samples if sample.update]
-  if len(begun) < 2 or begun[-1].update == begun[0].update:
+  training = [sample for sample in samples if sample.update]
+  if len(training) < 2 or training[-1].update == training[0].update:
     return 0.0, 0.0
-  updates = [sample.update for sample in begun]
+  updates = [sample.update for sample in training]
   first, last = updates[0], updates[-1]
   tenth = (last - first) / 10
   times = np.interp([first, first + tenth, last - tenth, last], updates,
-                    [sample.seconds for sample in begun])
-  scale = every_updates / tenth
-  return float(times[1] - times[0]) * scale, float(times[3] - times[2]) * scale
+                    [sample.seconds for sample in training])
+  segments_per_tenth = tenth / every_updates
+  return (float(times[1] - times[0]) / segments_per_tenth,
+          float(times[3] - times[2]) / segments_per_tenth)
 
 
 def problems(samples: Sequence[Sample], every_updates: int, max_growth_kb: float,
              max_slowdown: float) -> list[str]:
-  """Returns what grows that must not, a line each.
+  """Returns a line for each figure that grows beyond its limit.
 
   Args:
     samples: of a whole run.
-    every_updates: of a segment.
-    max_growth_kb: resident memory may grow by this for each segment.
-    max_slowdown: a segment may take so many times as long at the end.
+    every_updates: updates of a segment.
+    max_growth_kb: resident memory may grow by this in each segment.
+    max_slowdown: limit of the seconds of a segment at the end over those at the beginning.
   """
   lines = []
   for name in COUNTS:
@@ -186,8 +188,8 @@ def problems(samples: Sequence[Sample], every_updates: int, max_growth_kb: float
       lines.append(f'{name} grow: by {growth:g} from the third quarter of the run to the last')
   segments = samples[-1].update / every_updates
   if segments < MIN_SEGMENTS:
-    return [*lines, f'the training made {segments:.1f} segments; {MIN_SEGMENTS} are needed to see '
-            'whether memory grows']
+    return [*lines, f'the training made {segments:.1f} segments; {MIN_SEGMENTS} are needed to '
+            'measure the growth of memory']
   growth = slope(samples, 'rss', every_updates) / 1024
   if growth > max_growth_kb:
     lines.append(f'memory grows by {growth:,.0f} KB a segment, more than {max_growth_kb:,.0f}')
@@ -224,7 +226,7 @@ def print_report(samples: Sequence[Sample], every_updates: int, sizes: dict[str,
 
 
 def file_sizes(workdir: Path) -> dict[str, int]:
-  """Returns the bytes of each file in a workdir, and of each folder with all that is in it."""
+  """Returns the bytes of each file in a workdir, and of each folder with its contents."""
   def size(path: Path) -> int:
     return sum(p.stat().st_size for p in [path, *path.rglob('*')] if p.is_file())
 
@@ -235,17 +237,25 @@ def file_sizes(workdir: Path) -> dict[str, int]:
 
 
 class Failed(RuntimeError):
-  """The training ended by itself, or did not end when it was asked to."""
+  """The training ended by itself, or did not end after SIGTERM."""
 
 
 def watch(process: subprocess.Popen, workdir: Path, max_seconds: float, max_updates: float,
           interval_s: float) -> list[Sample]:
-  """Samples a training until its time or its updates are over.
+  """Samples a training until it has run for long enough.
+
+  Args:
+    process: the training.
+    workdir: of the training.
+    max_seconds: the samples end after so many seconds.
+    max_updates: the samples end after so many updates.
+    interval_s: seconds between two samples.
 
   Raises:
-    Failed: it ended before.
+    Failed: the training ended before.
   """
-  start, samples = time.monotonic(), []
+  start = time.monotonic()
+  samples = []
   while not samples or (samples[-1].seconds < max_seconds and samples[-1].update < max_updates):
     time.sleep(interval_s)
     if process.poll() is not None:
@@ -253,20 +263,21 @@ def watch(process: subprocess.Popen, workdir: Path, max_seconds: float, max_upda
     update = read_update(workdir / 'metrics.jsonl')
     try:
       samples.append(read_sample(process.pid, time.monotonic() - start, update))
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has ended meanwhile
       raise Failed(f'the training ended with exit code {process.wait(60)}') from None
   return samples
 
 
 def soak(args: argparse.Namespace, passed_on: Sequence[str], root: Path) -> list[str]:
-  """Trains in `root` and prints the report; returns what is wrong, a line each.
+  """Trains in `root` and prints the report; returns a line for each problem.
 
   Args:
     args: the parsed arguments of the script.
     passed_on: flags of training.
     root: a folder for the workdir and the log.
   """
-  workdir, log = root / 'run', root / 'log'
+  workdir = root / 'run'
+  log = root / 'log'
   command = [sys.executable, '-m', 'podracer_jit', f'--config={args.config}',
              f'--config.checkpoint.every_updates={args.every_updates}',
              f'--config.total_steps={2**30}', *passed_on, f'--workdir={workdir}']
@@ -281,7 +292,7 @@ def soak(args: argparse.Namespace, passed_on: Sequence[str], root: Path) -> list
     if code not in STOPPED:
       raise Failed(f'the training ended with exit code {code} after SIGTERM')
   except subprocess.TimeoutExpired:
-    return ['the training goes on 120 s after SIGTERM']
+    return ['the training still runs 120 s after SIGTERM']
   except (Failed, OSError) as error:
     tail = '\n  '.join(log.read_text(errors='replace').splitlines()[-5:])
     return [f'{error}\n  {tail}']
@@ -301,29 +312,33 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the script; returns its exit code."""
   parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--config', default='impala_catch', help='as training takes it')
-  parser.add_argument('--minutes', type=float, default=20.0)
-  parser.add_argument('--segments', type=int, default=0, help='ends after so many; 0: no limit')
-  parser.add_argument('--every_updates', type=int, default=200, help='of a segment')
-  parser.add_argument('--interval_s', type=float, default=2.0, help='between two samples')
-  parser.add_argument('--max_growth_kb', type=float, default=1024.0, help='of memory, a segment')
-  parser.add_argument('--max_slowdown', type=float, default=2.0, help='of a segment at the end')
-  parser.add_argument('--json', type=Path, help='write all samples to this file')
-  parser.add_argument('--keep_workdir', action='store_true')
+  parser.add_argument('--config', default='impala_catch', help='the --config of the training')
+  parser.add_argument('--minutes', type=float, default=20.0, help='length of the training')
+  parser.add_argument('--segments', type=int, default=0,
+                      help='ends the training after so many segments; 0: no limit')
+  parser.add_argument('--every_updates', type=int, default=200, help='updates of a segment')
+  parser.add_argument('--interval_s', type=float, default=2.0, help='seconds between two samples')
+  parser.add_argument('--max_growth_kb', type=float, default=1024.0,
+                      help='limit of the growth of memory in a segment')
+  parser.add_argument('--max_slowdown', type=float, default=2.0,
+                      help='limit of the time of a segment at the end over that at the beginning')
+  parser.add_argument('--json', type=Path, help='a file for all samples')
+  parser.add_argument('--keep_workdir', action='store_true', help='does not delete the workdir')
   args, passed_on = parser.parse_known_args(argv)
   unknown = [flag for flag in passed_on if not flag.startswith('--config.')]
   if unknown:
-    print(f'soak: {unknown[0]}: there is no such flag', file=sys.stderr)
+    print(f'soak: {unknown[0]}: unknown flag', file=sys.stderr)
     return 2
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the training
+  # SIGTERM must unwind the stack, so that `finally` ends the training.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   root = Path(tempfile.mkdtemp(prefix='soak-'))
   try:
-    wrong = soak(args, passed_on, root)
-    for line in wrong:
+    lines = soak(args, passed_on, root)
+    for line in lines:
       print(f'WRONG: {line}')
-    if not wrong:
+    if not lines:
       print('memory, threads and open files are bounded')
-    return 1 if wrong else 0
+    return 1 if lines else 0
   finally:
     if args.keep_workdir:
       print(f'the workdir is {root / "run"}')

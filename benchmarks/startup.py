@@ -1,14 +1,15 @@
-"""How long a run takes from the command to its first update, with nothing compiled and with it.
+"""Measures the time from the command to the first update, with an empty and a full compile cache.
 
 .venv/bin/python -m benchmarks.startup --rounds=3 --updates=3 --json=figures.json
 
-`cold` begins with an empty compilation cache (JAX_COMPILATION_CACHE_DIR is a new directory), `warm`
-is the same command again with what `cold` left there; in turn, round after round, medians. Seconds
-are from the start of `python -m podracer_jit` to the first line of metrics.jsonl, and to its end
-after about --updates (a checkpoint included). What contains pointers, such as the rollout program,
-is compiled anew in any case, and JAX keeps only what took it long enough
-(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS). The first round may also read Python's packages from a
-disk. Takes --config and its overrides as training does.
+`cold` begins with an empty compilation cache (JAX_COMPILATION_CACHE_DIR is a new directory). `warm`
+is the same command again, with the cache that `cold` filled. The two alternate; figures are medians
+over the rounds. Seconds are from the start of `python -m podracer_jit` to the first line of
+metrics.jsonl, and to the end of the process after about --updates (a checkpoint included).
+
+Programs that contain pointers, such as the rollout program, are never cached. Neither are programs
+that compile quickly (JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS). In the first round, Python's
+packages may also be read from disk. Takes --config and its overrides as training does.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ POLL_S = 0.02
 
 
 class Figures(NamedTuple):
-  """Of one run."""
+  """The figures of one training process."""
 
   first_update_s: float
   total_s: float
@@ -46,14 +47,20 @@ class Figures(NamedTuple):
 
 
 def measure(config_file: Path, workdir: Path, cache: Path) -> Figures:
-  """Runs the binary to its end.
+  """Runs a training process to its end and measures it.
+
+  Args:
+    config_file: the config to train.
+    workdir: a new workdir; the log is written beside it.
+    cache: the folder of JAX's compilation cache.
 
   Raises:
-    Failed: it did not get there.
+    Failed: the process failed or made no update.
   """
   command = [sys.executable, '-m', 'podracer_jit', f'--config={config_file}',
              f'--workdir={workdir}']
-  log, metrics = workdir.with_suffix('.log'), workdir / 'metrics.jsonl'
+  log = workdir.with_suffix('.log')
+  metrics = workdir / 'metrics.jsonl'
   with log.open('w') as file:
     start = time.perf_counter()
     process = subprocess.Popen(
@@ -74,7 +81,7 @@ def measure(config_file: Path, workdir: Path, cache: Path) -> Figures:
 
 
 def one_round(experiment: Experiment) -> list[Figures]:
-  """Figures of each of KINDS."""
+  """Returns the figures of each kind of KINDS, in order."""
   with tempfile.TemporaryDirectory() as directory:
     root = Path(directory)
     (root / 'cache').mkdir()
@@ -83,7 +90,7 @@ def one_round(experiment: Experiment) -> list[Figures]:
 
 
 def summarise(rounds: Sequence[Sequence[Figures]]) -> dict[str, Any]:
-  """Medians over the rounds, and what the cache saves of each."""
+  """Returns the medians over the rounds of each kind, and the seconds that the cache saves."""
   table = {}
   for kind, figures in zip(KINDS, zip(*rounds, strict=True), strict=True):
     columns = {name: [getattr(x, name) for x in figures] for name in Figures._fields}
@@ -101,26 +108,27 @@ def show(result: Mapping[str, Any]) -> None:
     first = row['rounds']['first_update_s']
     print(f'{kind:8}{row["first_update_s"]:16.2f}{min(first):9.2f}{max(first):9.2f}'
           f'{row["total_s"]:9.2f}{row["cached"]:8.0f}')
-  print(f'saved: {result["saved"]["first_update_s"]:.2f} s of the first update, '
-        f'{result["saved"]["total_s"]:.2f} s of the whole')
+  print(f'saved: {result["saved"]["first_update_s"]:.2f} s until the first update, '
+        f'{result["saved"]["total_s"]:.2f} s of the whole run')
   if not result['kinds']['cold']['cached']:
-    print('nothing was cached: no program took JAX long enough to keep it')
+    print('nothing was cached: every program compiled faster than JAX\'s threshold for caching')
 
 
 def define_flags() -> flags.FlagValues:
   """Defines the script's own flags, beside those of a config."""
   values = flags.FlagValues()
-  flags.DEFINE_integer('updates', 3, 'Of each run.', lower_bound=1, flag_values=values)
-  flags.DEFINE_integer('rounds', 3, 'How often each is measured.', lower_bound=1,
+  flags.DEFINE_integer('updates', 3, 'Updates of each run.', lower_bound=1, flag_values=values)
+  flags.DEFINE_integer('rounds', 3, 'Measurements of each kind.', lower_bound=1,
                        flag_values=values)
-  flags.DEFINE_string('json', None, 'Write all figures here.', flag_values=values)
+  flags.DEFINE_string('json', None, 'A file for all figures.', flag_values=values)
   return values
 
 
 def benchmark(argv: Sequence[str]) -> int:
   """Measures and prints; returns the exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the run
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
+  # SIGTERM must unwind the stack, so that `finally` ends the training process.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   values = define_flags()
   try:
     config = command_line.parse(with_default(argv), values)
@@ -134,9 +142,9 @@ def benchmark(argv: Sequence[str]) -> int:
     rounds = []
     for k in range(values.rounds):
       rounds.append(one_round(experiment))
-      print(f'round {k + 1} of {values.rounds}: ' + ', '.join(
-          f'{kind} {x.first_update_s:.2f} s' for kind, x in zip(KINDS, rounds[-1], strict=True)),
-            file=sys.stderr, flush=True)
+      words = ', '.join(f'{kind} {figures.first_update_s:.2f} s'
+                        for kind, figures in zip(KINDS, rounds[-1], strict=True))
+      print(f'round {k + 1} of {values.rounds}: {words}', file=sys.stderr, flush=True)
   except (ValueError, Failed) as error:
     print(f'startup: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)

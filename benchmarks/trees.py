@@ -1,4 +1,4 @@
-"""The code of two commits side by side, for the scripts that compare them."""
+"""Checks out an older commit beside the working tree, for scripts that compare the two."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @contextlib.contextmanager
 def old_and_new(commit: str, folder: Path) -> Iterator[tuple[Path, Path]]:
-  """Two folders that hold `podracer_jit`: as the commit has it, and a copy of how it is here.
+  """Yields two folders that hold `podracer_jit`: that of the commit, and the working tree's.
 
-  The second is a copy so that the code here may change meanwhile.
+  The second is a copy, so that the working tree may be edited while a comparison runs.
 
   Args:
-    commit: what git knows the older code by.
-    folder: where both are put, until the end of the `with`.
+    commit: a name or hash that git resolves.
+    folder: both folders are created in it and exist until the end of the `with`.
 
   Raises:
-    ValueError: where git has no such commit.
+    ValueError: git has no such commit.
   """
-  old, new = folder / 'old-tree', folder / 'new-tree'
-  added = subprocess.run(['git', '-C', str(ROOT), 'worktree', 'add', '--detach', str(old), commit],
-                         capture_output=True, text=True, check=False)
+  old_tree = folder / 'old-tree'
+  new_tree = folder / 'new-tree'
+  git = ['git', '-C', str(ROOT), 'worktree']
+  added = subprocess.run([*git, 'add', '--detach', str(old_tree), commit], capture_output=True,
+                         text=True, check=False)
   if added.returncode:
     raise ValueError(f'--old: {added.stderr.strip()}')
   try:
-    shutil.copytree(ROOT / 'podracer_jit', new / 'podracer_jit')
-    yield old, new
+    shutil.copytree(ROOT / 'podracer_jit', new_tree / 'podracer_jit')
+    yield old_tree, new_tree
   finally:
-    subprocess.run(['git', '-C', str(ROOT), 'worktree', 'remove', '--force', str(old)], check=False)
+    subprocess.run([*git, 'remove', '--force', str(old_tree)], check=False)

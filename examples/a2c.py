@@ -29,7 +29,7 @@ class A2C(RolloutAlgorithm):
            ) -> tuple[jax.Array, Metrics]:
     """Returns the sum over valid rows; see `RolloutAlgorithm.loss`."""
     rollout, _ = minibatch
-    dist, value = unroll(model, params, rollout)
+    dist_params, value = unroll(model, params, rollout)
 
     # Returns are bootstrapped from the last row, and from the last observation of an episode.
     goes_on = 1.0 - (rollout.terminated | rollout.truncated).astype(jnp.float32)
@@ -38,15 +38,15 @@ class A2C(RolloutAlgorithm):
     advantage = jax.lax.stop_gradient(returns) - value[:-1]
 
     valid = rollout.valid.astype(jnp.float32)
-    log_prob = model.policy.log_prob(dist[:-1], rollout.action)
-    terms = {
+    log_prob = model.policy.log_prob(dist_params[:-1], rollout.action)
+    loss_terms = {
         'policy_loss': -jnp.sum(valid * log_prob * jax.lax.stop_gradient(advantage)),
         'value_loss': 0.5 * jnp.sum(valid * jnp.square(advantage)),
-        'entropy': jnp.sum(valid * model.policy.entropy(dist[:-1])),
+        'entropy': jnp.sum(valid * model.policy.entropy(dist_params[:-1])),
         'valid': jnp.sum(valid)}
-    loss = (terms['policy_loss'] + self.value_coef * terms['value_loss']
-            - self.entropy_coef * terms['entropy'])
-    return loss, terms
+    loss = (loss_terms['policy_loss'] + self.value_coef * loss_terms['value_loss']
+            - self.entropy_coef * loss_terms['entropy'])
+    return loss, loss_terms
 
 
 def get_config(arg: str = ''):

@@ -15,7 +15,7 @@ from podracer_jit.runtime.channels import Channel, Closed, Versioned
 
 
 class Endpoint(NamedTuple):
-  """One end of a channel, and the number of firings between its uses.
+  """A worker's end of a channel, and the number of firings between its uses.
 
   A reader takes a value at the first of `every` firings and reuses it at the others. A writer puts
   a value at the last of them.
@@ -28,10 +28,10 @@ class Endpoint(NamedTuple):
 class Worker(NamedTuple):
   """An operation that one thread fires repeatedly.
 
-  `fire(state, *inputs)` returns `(state, outputs)`. The outputs have a Versioned for each port of
-  `writes`, or None to put nothing. Inputs and outputs need not be computed yet, so `fire` must not
-  donate inputs. The worker ends after `firings` firings, or once `until(state)` is true. Then it
-  closes its channels, so that its neighbours end too.
+  `fire(state, *inputs)` returns `(state, outputs)`. The outputs have a Versioned for each endpoint
+  of `writes`, or None to put nothing. Inputs and outputs need not be computed yet, so `fire` must
+  not donate inputs. The worker ends after `firings` firings, or once `until(state)` is true. Then
+  it closes its channels, so that its neighbours end too.
   """
 
   name: str

@@ -70,9 +70,10 @@ class Count(NamedTuple):
   where: str = ''  # the fields that determine the number, if it is not the field's own value
 
   def __str__(self) -> str:
-    name, _, rest = self.unit.partition(' with ')
+    # The plural of 'device with x' is 'devices with x'.
+    noun, preposition, attribute = self.unit.partition(' with ')
     plural = '' if self.number == 1 else 's'
-    return f'{self.number} {name}{plural}{" with " if rest else ""}{rest}'
+    return f'{self.number} {noun}{plural}{preposition}{attribute}'
 
 
 def uneven(whole: Count, divisor: Count) -> str:

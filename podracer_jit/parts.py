@@ -28,6 +28,11 @@ def look_beside(path: Path) -> None:
     _folders.insert(0, folder)
 
 
+def folders() -> list[Path]:
+  """Returns the folders that `look_beside` has added, the first to be searched first."""
+  return list(_folders)
+
+
 def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
   """Returns the part with a name; imports its module if it is a user's own.
 
@@ -46,7 +51,7 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
     raise ValueError(f'{field}: must be a name or module:attribute, got {shown(name)}')
   if not colon:
     raise ValueError(f'{field}: there is no {shown(name)}; known are {", ".join(shipped)}, and '
-                     'module:attribute of your own')
+                     'module:attribute for a part of your own')
 
   try:
     part = _module(module)
@@ -111,8 +116,9 @@ def load(path: Path, name: str, again: bool = False) -> ModuleType:
   known = sys.modules.get(name)
   where = getattr(known, '__file__', None)
   if known is None:
-    other = importlib.util.find_spec(name)
-    where = other and other.origin
+    # A module that is not imported yet may have the name, too.
+    spec = importlib.util.find_spec(name)
+    where = spec and spec.origin
   if (known is not None or where) and (where is None or Path(where).resolve() != path):
     raise NameTaken(f'{path} cannot be called {name}: that is the name of '
                     f'{where or "a built-in module"}')

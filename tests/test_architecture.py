@@ -10,66 +10,20 @@ import pytest
 
 from podracer_jit.losses import ALGORITHMS
 from podracer_jit.schemes.table import SCHEMES
+from tests import rooms
+from tests.rooms import ORDER, PACKAGE, TIER_OF, TIERS, TREES, imported, inside, room
 
-PACKAGE = pathlib.Path(__file__).resolve().parents[1] / 'podracer_jit'
-
-# From the bottom up. A room imports from the rooms below its own, and from its own.
-TIERS = {
-    'ground': ['types', 'options', 'parts'],
-    'numerics': ['numerics'],
-    'plumbing': ['runtime', 'loops'],
-    'world': ['envs'],
-    'maths': ['agents', 'losses', 'replay'],
-    'operations': ['learner', 'actor'],
-    'schemes': ['schemes'],
-    'assembly': ['run', '__main__', '__init__', 'experiment', 'configs'],
-}
-ORDER = list(TIERS)
-TIER_OF = {name: tier for tier, names in TIERS.items() for name in names}
 # Packages from elsewhere that each tier may use, beside Python's own; None: any.
 OUTSIDE = {
     'ground': {'jax', 'numpy'},
     'numerics': {'jax', 'numpy', 'chex'},
     'maths': {'jax', 'numpy', 'chex', 'rlax', 'flax', 'optax'},
-    'world': {'jax', 'numpy', 'chex', 'envpool'},
+    'world': {'jax', 'numpy', 'chex', 'envpool', 'gymnasium', 'gymnax'},
     'operations': {'jax', 'numpy', 'chex', 'flax', 'optax'},
     'plumbing': {'jax', 'numpy', 'absl'},
     'schemes': {'jax', 'numpy'},
     'assembly': None,
 }
-
-
-def module_name(path):
-  """podracer_jit/losses/ppo.py -> losses.ppo"""
-  parts = path.relative_to(PACKAGE).with_suffix('').parts
-  return '.'.join(parts[:-1] if len(parts) > 1 and parts[-1] == '__init__' else parts)
-
-
-TREES = {module_name(path): ast.parse(path.read_text()) for path in PACKAGE.rglob('*.py')}
-
-
-def room(module):
-  """The module or folder that TIERS lists for a module."""
-  return module.split('.')[0]
-
-
-def imported(tree):
-  """Full names of whatever a module imports, anywhere in it."""
-  for node in ast.walk(tree):
-    if isinstance(node, ast.Import):
-      yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-      assert node.level == 0, 'imports are absolute'
-      yield from (f'{node.module}.{alias.name}' for alias in node.names)
-
-
-def inside(tree):
-  """The package's own modules that a module imports."""
-  for name in imported(tree):
-    parts = name.split('.')[1:]
-    if name.split('.')[0] == PACKAGE.name:
-      yield next('.'.join(parts[:n]) for n in range(len(parts), 0, -1)
-                 if '.'.join(parts[:n]) in TREES)
 
 
 def test_every_module_has_its_place():
@@ -83,6 +37,25 @@ def test_imports_point_down(module):
   above = [name for name in inside(TREES[module])
            if ORDER.index(TIER_OF[room(name)]) > ORDER.index(tier)]
   assert not above, f'{module} is {tier}'
+
+
+@pytest.mark.quick
+def test_the_picture_of_the_rooms_is_up_to_date():
+  """`python -m tests.rooms` draws it."""
+  assert rooms.PICTURE.read_text() == rooms.draw()
+
+
+def test_all_arrows_of_the_picture_point_down():
+  graph = rooms.imports_between_rooms()
+  assert {name for name in graph if name != '__init__'} == set(rooms.PLAN)
+  for upper, lowers in graph.items():
+    for lower in lowers:
+      assert rooms.box_of(upper).bottom < rooms.box_of(lower).top, f'{upper} imports {lower}'
+
+
+def test_the_picture_leaves_out_only_imports_that_its_arrows_imply():
+  graph = {'a': {'b', 'c', 'd'}, 'b': {'c'}, 'c': {'d'}, 'd': set()}
+  assert rooms.arrows(graph) == [('a', 'b'), ('b', 'c'), ('c', 'd')]
 
 
 def test_tests_lie_in_folders_as_the_rooms_do():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from podracer_jit.envs import envpool_envs
+from podracer_jit.envs.families import tasks as tasks_by_family
 from podracer_jit.run import main, train
 from podracer_jit.run.commands import configs, envs
 from tests.runs import QUICK
@@ -122,10 +123,11 @@ def test_configs_lists_each_with_its_first_line(capsys):
 def test_envs_counts_the_tasks_of_each_family(capsys):
   assert main.main(['podracer_jit', 'envs']) == 0
   counts = {line.split()[0]: int(line.split()[1]) for line in capsys.readouterr().out.splitlines()}
-  families = envpool_envs.families()
+  families = tasks_by_family()
   assert counts == {family: len(tasks) for family, tasks in families.items()}
   tasks = [task for names in families.values() for task in names]
   assert len(tasks) == len(set(tasks)) == sum(counts.values())
+  assert set(envpool_envs.families()) | {'gymnax', 'gymnasium'} == set(families)
   assert 'Pong-v5' in families['atari'] and 'Ant-v4' in families['mujoco.gym']
 
 
@@ -134,13 +136,16 @@ def test_envs_counts_the_tasks_of_each_family(capsys):
     ('Pendulum-v1', 'Pendulum-v1', 'classic_control 3 float32 1 number from -2 to 2'),
     ('gym', 'HalfCheetah-v4', 'mujoco.gym 17 float32 6 numbers from -1 to 1'),
     ('pgx', 'Chess-v1', 'pgx - has several players'),
-    ('toy_text', 'FrozenLake-v1', 'toy_text - the observations are Discrete'),
-    ('jumanji', 'BinPack-v2', 'jumanji - the actions are Box(0, [39 19], (2,), int32)')])
+    ('gymnax', 'gymnax:Pendulum-v1', 'gymnax 3 float32 1 number from -2 to 2'),
+    ('gymnax', 'gymnax:Breakout-MinAtar', 'gymnax 10 x 10 x 4 float32 3 actions'),
+    ('CartPole', 'gymnasium:CartPole-v1', 'gymnasium 4 float32 2 actions'),
+    ('toy_text', 'FrozenLake-v1', 'toy_text 16 uint8 4 actions'),
+    ('jumanji', 'BinPack-v2', 'jumanji ')])
 def test_envs_tells_observations_and_actions_or_why_not(word, task, line, capsys):
   assert main.main(['podracer_jit', 'envs', word]) == 0
   lines = [' '.join(x.split()) for x in capsys.readouterr().out.splitlines()]
   assert f'{task} {line}' in lines
-  families = envpool_envs.families()
+  families = tasks_by_family()
   shown = [x.split()[0] for x in lines]
   if word in families:
     assert shown == families[word]
@@ -151,7 +156,7 @@ def test_envs_tells_observations_and_actions_or_why_not(word, task, line, capsys
 
 
 def test_a_family_of_several_rooms_is_listed_whole():
-  families = envpool_envs.families()
+  families = tasks_by_family()
   found = {family for _, family in envs.matching(families, 'MuJoCo')}
   assert found == {family for family in families if family.startswith('mujoco.')}
 

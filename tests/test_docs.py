@@ -10,7 +10,7 @@ import pytest
 
 from podracer_jit import experiment
 from podracer_jit.run import main
-from tests.runs import QUICK
+from tests import processes
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [ROOT / 'README.md', ROOT / 'ARCHITECTURE.md', *sorted((ROOT / 'docs').glob('*.md')),
@@ -58,13 +58,35 @@ def test_what_the_docs_name_is_there(path):
       part = part[key]
 
 
+def test_all_islands_are_explained():
+  text = (ROOT / 'ARCHITECTURE.md').read_text()
+  files = [path.read_text() for path in (ROOT / 'podracer_jit').rglob('*.py')]
+  names = {name for file in files for name in re.findall(r"\bisland\('(\w+)'", file)}
+  assert names
+  assert {name for name in names if f'`{name}`' not in text} == set()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize('path', [path for path in TEXTS if path.suffix == '.md'],
+                         ids=lambda path: path.name)
+def test_links_lead_to_files_and_headings(path):
+  for target in re.findall(r'\]\(([^)]+)\)', path.read_text()):
+    if target.startswith('http'):
+      continue
+    name, _, anchor = target.partition('#')
+    file = path.parent / name if name else path
+    assert file.exists(), target
+    if anchor:
+      headings = re.findall(r'^#+ (.*)', file.read_text(), re.MULTILINE)
+      anchors = [re.sub(r'[^\w -]', '', heading).lower().replace(' ', '-') for heading in headings]
+      assert anchor in anchors, target
+
+
 @pytest.mark.parametrize('name', sorted(
     p.stem for p in (ROOT / 'podracer_jit' / 'configs').glob('[!_]*.py')))
 def test_every_config_makes_its_smoke_run(name, tmp_path):
-  result = subprocess.run(
-      [sys.executable, '-m', 'podracer_jit', f'--config=configs/{name}.py:smoke',
-       f'--workdir={tmp_path}/run'], capture_output=True, text=True, timeout=300, env=QUICK,
-      check=False)
+  result = processes.run([sys.executable, '-P', '-m', 'podracer_jit',
+                          f'--config=configs/{name}.py:smoke', f'--workdir={tmp_path}/run'])
   assert result.returncode == 0, result.stderr
   assert 'finished at update' in result.stdout
 

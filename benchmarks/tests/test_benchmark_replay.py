@@ -10,8 +10,8 @@ TOO_MUCH = 10**9
 
 
 def run(*args):
-  done = run_benchmark('replay', '--seconds=0.05', *args)
-  return done.returncode, done.stdout, done.stderr
+  process = run_benchmark('replay', '--seconds=0.05', *args)
+  return process.returncode, process.stdout, process.stderr
 
 
 @pytest.fixture(scope='module')
@@ -60,7 +60,8 @@ def frames_bytes(capacity, envs=8, n_step=3, stack=4):
 
 def slots_bytes(capacity, envs=16, unroll=16, n_step=5, obs=24, action=6):
   """Whole transitions, with room for a rollout more and a ring that they are made in; two trees."""
-  slots, rows = capacity + unroll * envs, unroll + n_step + 1
+  slots = capacity + unroll * envs
+  rows = unroll + n_step + 1
   ring = rows * (envs * (4 * obs + 1 + 4 * action + 4 + 2) + 4)
   transition = 4 * (2 * obs + action + 3)
   return ring + slots * (transition + 4) + 2 * tree_bytes(slots) + 4 * 4
@@ -93,8 +94,8 @@ def test_whole_transitions(tmp_path):
   code, out, err = run('--config=configs/apex_dpg_walker_walk.py:smoke', '--capacities=4000',
                        '--config.replay.gradient_steps=2', f'--json={path}')
   assert code == 0, err
-  (row,), lines = json.loads(path.read_text()), out.splitlines()
-  check(row, lines[2], 4000)
+  (row,) = json.loads(path.read_text())
+  check(row, out.splitlines()[2], 4000)
   assert row['replay_bytes'] == slots_bytes(4000)
 
 

@@ -25,13 +25,13 @@ def figures(path, name, *args):
 
 
 def test_efficiency_is_of_the_medians():
-  found = scaling.efficiencies(dict(
+  result = scaling.efficiencies(dict(
       one=[[90.0], [100.0], [500.0]], together=[[120.0], [1.0], [150.0]],
       apart=[[70.0, 80.0], [10.0, 20.0], [90.0, 110.0]]), 2)
-  assert found['efficiency'] == 120 / 200
-  assert found['efficiency_to_control'] == 120 / 150
-  assert found['control'] == 150 / 200
-  assert found['layouts']['apart']['rounds'] == [150, 30, 200]
+  assert result['efficiency'] == 120 / 200
+  assert result['efficiency_to_control'] == 120 / 150
+  assert result['control'] == 150 / 200
+  assert result['layouts']['apart']['rounds'] == [150, 30, 200]
 
 
 def test_each_process_has_the_work_that_the_config_says():
@@ -46,16 +46,16 @@ def test_each_process_has_the_work_that_the_config_says():
 def test_processes_are_measured_and_each_has_its_core(tmp_path):
   if len(scaling.os.sched_getaffinity(0)) < 2:
     pytest.skip('two processes need a core each')
-  found, out = figures(tmp_path / 'f.json', 'scaling', '--rounds=1', '--updates=2')
-  layouts = found['layouts']
+  result, out = figures(tmp_path / 'f.json', 'scaling', '--rounds=1', '--updates=2')
+  layouts = result['layouts']
   runs = {layout: [len(runs) for runs in row['runs']] for layout, row in layouts.items()}
   assert runs == dict(together=[1], apart=[2], one=[1])
   for row in layouts.values():
     assert row['rounds'] == [sum(runs) for runs in row['runs']] and min(row['rounds']) > 0
     assert row['sps'] == pytest.approx(np.median(row['rounds'])) and f'{row["sps"]:,.0f}' in out
-  assert found['efficiency'] == pytest.approx(
+  assert result['efficiency'] == pytest.approx(
       layouts['together']['sps'] / (2 * layouts['one']['sps']))
-  assert f'{found["efficiency_to_control"]:.3f}' in out and '0.93' in out
+  assert f'{result["efficiency_to_control"]:.3f}' in out and '0.93' in out
 
 
 def test_a_process_is_pinned_to_its_core_and_its_parent_is_not(tmp_path, monkeypatch):
@@ -96,23 +96,24 @@ MANY = dict(a=jnp.zeros((5, 1000)), b=jnp.zeros(1))  # 5001 floats: cut in four 
     # Of eight devices each gets an eighth, then both halves of the others'.
     (MANY, 4, (60_012, 30_006)), (MANY, 8, (7 / 8 * 3 * 20_032, 7 / 4 * 20_004))])
 def test_bytes_by_hand_by_shapes_and_in_the_program_agree(tree, devices, by_hand):
-  by_hand, numbers = dict(zip(('exact', 'plain'), by_hand, strict=True)), sum(
-      x.size for x in jax.tree.leaves(tree))
+  by_hand = dict(zip(('exact', 'plain'), by_hand, strict=True))
+  numbers = sum(x.size for x in jax.tree.leaves(tree))
   assert reduction.bytes_by_shapes(numbers, 8, devices) == pytest.approx(by_hand)
   for name, sum_groups in (('exact', exact_sum), ('plain', plain_sum)):
-    made = reduction.make_reduction(sum_groups, tree, 8, jax.devices()[:devices])
-    counted = reduction.bytes_in_program(made.program.as_text(), devices)
+    reduced = reduction.make_reduction(sum_groups, tree, 8, jax.devices()[:devices])
+    counted = reduction.bytes_in_program(reduced.program.as_text(), devices)
     assert counted == pytest.approx(by_hand[name])
+    sums = reduced.program(reduced.trees)
     jax.tree.map(lambda total, groups: np.testing.assert_allclose(
-        total, np.sum(groups, axis=0), rtol=1e-4, atol=1e-5), made.program(made.trees), made.trees)
+        total, np.sum(groups, axis=0), rtol=1e-4, atol=1e-5), sums, reduced.trees)
 
 
 def test_groups_that_cannot_be_added_before_all_travel():
   for tree, numbers, devices, floats in (
       (TREE, 10, 2, 3 * 10), (MANY, 5001, 2, 3 * 5001), (MANY, 5001, 4, 3 / 4 * (3 + 2) * 5004)):
     groups = 3 * devices
-    made = reduction.make_reduction(exact_sum, tree, groups, jax.devices()[:devices])
-    counted = reduction.bytes_in_program(made.program.as_text(), devices)
+    reduced = reduction.make_reduction(exact_sum, tree, groups, jax.devices()[:devices])
+    counted = reduction.bytes_in_program(reduced.program.as_text(), devices)
     expected = reduction.bytes_by_shapes(numbers, groups, devices)['exact']
     assert counted == 4 * floats == expected
 
@@ -138,36 +139,36 @@ def test_the_fit_finds_the_line_and_what_is_left():
 
 
 def test_reductions_are_measured_on_every_mesh(tmp_path):
-  found, out = figures(tmp_path / 'f.json', 'reduction', '--seconds=0')
-  assert [row['devices'] for row in found['rows']] == [1, 2, 4, 8]
+  result, out = figures(tmp_path / 'f.json', 'reduction', '--seconds=0')
+  assert [row['devices'] for row in result['rows']] == [1, 2, 4, 8]
   # 7,684 parameters; cut in eight they are 7,688.
   received = {1: 0, 2: 7_684, 4: 3 * 7_684, 8: 7 / 8 * 3 * 7_688}
-  for row in found['rows']:
+  for row in result['rows']:
     assert row['parameters'] == 7_684
     assert row['exact_mb'] == pytest.approx(row['exact_mb_by_shapes']) == pytest.approx(
         received[row['devices']] * 4 / 1e6)
     assert row['plain_mb'] == pytest.approx(row['plain_mb_by_shapes'])
-    steps = found['config']['num_epochs'] * found['config']['num_minibatches']
+    steps = result['config']['num_epochs'] * result['config']['num_minibatches']
     assert row['share'] == pytest.approx(steps * row['exact_ms'] / row['learner_ms'])
     assert row['extra'] == pytest.approx(
         row['share'] - steps * row['plain_ms'] / row['learner_ms'])
-  assert set(found['fit']) == {'a_s', 'b_s_per_gb', 'residual_s'}
-  assert 's/GB' in out and f'share {found["cores"]} cores' in out
+  assert set(result['fit']) == {'a_s', 'b_s_per_gb', 'residual_s'}
+  assert 's/GB' in out and f'share {result["cores"]} cores' in out
   assert 'by the shapes' not in out
 
 
 def test_start_up_is_measured_cold_and_warm(tmp_path):
-  found, out = figures(tmp_path / 'f.json', 'startup', '--rounds=1', '--updates=2')
-  assert list(found['kinds']) == ['cold', 'warm']
-  for name, row in found['kinds'].items():
+  result, out = figures(tmp_path / 'f.json', 'startup', '--rounds=1', '--updates=2')
+  assert list(result['kinds']) == ['cold', 'warm']
+  for name, row in result['kinds'].items():
     rounds = row['rounds']
     for field in ('first_update_s', 'total_s'):
       assert len(rounds[field]) == 1 and row[field] == pytest.approx(np.median(rounds[field]))
     assert all(0 < a <= b for a, b in zip(rounds['first_update_s'], rounds['total_s'],
                                           strict=True))
     assert f'\n{name} ' in out
-  assert found['saved']['total_s'] == pytest.approx(
-      found['kinds']['cold']['total_s'] - found['kinds']['warm']['total_s'])
+  assert result['saved']['total_s'] == pytest.approx(
+      result['kinds']['cold']['total_s'] - result['kinds']['warm']['total_s'])
 
 
 def test_only_the_first_of_a_round_begins_with_nothing(tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ def test_gaps_repetitions_and_garbled_lines_are_problems(changed, words):
     (dict(metrics=[*metrics_lines(1, 2, 3, 4), '{"update"']), 'line 5 is garbled'),
     (dict(checkpoints=[2]), 'the newest checkpoint is that of update 2, the last update is 4'),
     (dict(metrics=['{"update": 1, "steps": 9}\n', '{"update": 2, "steps": 9}\n'],
-          receipts=receipt_lines(1, 2), checkpoints=[2]), 'steps do not grow'),
+          receipts=receipt_lines(1, 2), checkpoints=[2]), 'steps do not increase'),
     (dict(metrics=['\n']), 'no update')])
 def test_a_run_that_is_not_whole_is_a_problem_at_its_end(changed, words):
   assert words in kill_resume.problem_at_end(files(**changed))
@@ -75,11 +75,11 @@ def test_a_lost_checkpoint_is_a_problem():
 
 
 def test_other_bits_and_other_episodes_differ():
-  other = [line.replace('p3', 'p9') for line in files().receipts.splitlines(keepends=True)]
-  words = kill_resume.difference(files(), files(receipts=other))
+  receipts = [line.replace('p3', 'p9') for line in files().receipts.splitlines(keepends=True)]
+  words = kill_resume.difference(files(), files(receipts=receipts))
   assert words == 'receipts.jsonl differs at update 3: params'
-  other = [line.replace('"steps": 20', '"steps": 21') for line in metrics_lines(1, 2, 3, 4)]
-  words = kill_resume.difference(files(), files(metrics=other))
+  metrics = [line.replace('"steps": 20', '"steps": 21') for line in metrics_lines(1, 2, 3, 4)]
+  words = kill_resume.difference(files(), files(metrics=metrics))
   assert words == 'metrics.jsonl differs at update 2: steps'
   shorter = files(receipts=receipt_lines(1, 2, 3))
   assert 'has 3 updates, 4' in kill_resume.difference(files(), shorter)
@@ -98,7 +98,8 @@ def test_a_run_goes_on_from_its_newest_checkpoint(output, newest, words):
 
 
 def test_phases():
-  started, two = 'x: starting\n', receipt_lines(1, 2)
+  started = 'x: starting\n'
+  two = receipt_lines(1, 2)
   before = Files('', '', [], set())
 
   def phase(output, *args):
@@ -160,13 +161,13 @@ def test_every_scheme_has_an_experiment_that_can_be():
 
 
 def test_a_real_run_is_killed_and_resumed():
-  done = run_benchmark('kill_resume', '--schemes=sync', '--kills=2', '--updates=24',
-                       '--compile_soon')
-  assert done.returncode == 0, done.stdout + done.stderr
-  assert '2 kills, 1 of 1 rows are as they must be' in done.stdout
-  assert 'identical; ' in done.stdout
+  process = run_benchmark('kill_resume', '--schemes=sync', '--kills=2', '--updates=24',
+                          '--compile_soon')
+  assert process.returncode == 0, process.stdout + process.stderr
+  assert '2 kills, 1 of 1 rows passed' in process.stdout
+  assert 'identical; ' in process.stdout
 
 
 def test_an_unknown_scheme_is_refused(capsys):
   assert kill_resume.main(['--schemes=sink']) == 2
-  assert 'there is no sink; there are sync, cleanba' in capsys.readouterr().err
+  assert 'unknown row sink; known are sync, cleanba' in capsys.readouterr().err

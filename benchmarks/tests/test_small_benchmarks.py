@@ -10,9 +10,9 @@ from benchmarks.tests.run import run_benchmark
 
 def test_schemes_are_measured(tmp_path):
   path = tmp_path / 'x.json'
-  done = run_benchmark('schemes', '--config=configs/ppo_cartpole.py:smoke', '--schemes=sync,impala',
-                       '--workers=1', '--seconds=0', f'--json={path}')
-  assert done.returncode == 0, done.stderr
+  process = run_benchmark('schemes', '--config=configs/ppo_cartpole.py:smoke',
+                          '--schemes=sync,impala', '--workers=1', '--seconds=0', f'--json={path}')
+  assert process.returncode == 0, process.stderr
   rows = json.loads(path.read_text())
   assert [(row['scheme'], row['workers']) for row in rows] == [('sync', 1), ('impala', 1)]
   assert all(row['fps'] > 0 for row in rows)
@@ -20,8 +20,8 @@ def test_schemes_are_measured(tmp_path):
 
 def test_networks_are_measured(tmp_path):
   path = tmp_path / 'x.json'
-  done = run_benchmark('networks', '--rows=4', '--rounds=1', '--seconds=0', f'--json={path}')
-  assert done.returncode == 0, done.stderr
+  process = run_benchmark('networks', '--rows=4', '--rounds=1', '--seconds=0', f'--json={path}')
+  assert process.returncode == 0, process.stderr
   rows = json.loads(path.read_text())
   assert [row['variant'] for row in rows] == ['flax', 'formulations', 'max_pool', 'chunks']
   assert all(row['forward'] > row['gradient'] > 0 for row in rows)
@@ -30,8 +30,8 @@ def test_networks_are_measured(tmp_path):
 @pytest.mark.parametrize('name', ['async_actors', 'in_turn', 'reduction', 'replay',
                                   'same_receipts', 'scaling', 'schemes', 'startup'])
 def test_help_names_the_command(name):
-  done = run_benchmark(name, '--help')
-  assert done.returncode == 0 and f'python -m benchmarks.{name}' in done.stdout
+  process = run_benchmark(name, '--help')
+  assert process.returncode == 0 and f'python -m benchmarks.{name}' in process.stdout
 
 
 def _figures(sps, apart):

@@ -20,8 +20,8 @@ def samples(count=100, **growth):
           for n in range(count)]
 
 
-def problems(taken):
-  return soak.problems(taken, EVERY, max_growth_kb=100, max_slowdown=2)
+def problems(run):
+  return soak.problems(run, EVERY, max_growth_kb=100, max_slowdown=2)
 
 
 @pytest.mark.parametrize('growth, words', [
@@ -38,23 +38,23 @@ def test_a_few_segments_say_nothing():
 
 
 def test_threads_that_come_and_go_do_not_grow():
-  taken = [sample._replace(threads=20 + n % 3 * 10) for n, sample in enumerate(samples())]
-  assert problems(taken) == []
+  run = [sample._replace(threads=20 + n % 3 * 10) for n, sample in enumerate(samples())]
+  assert problems(run) == []
 
 
 def test_a_segment_that_takes_longer_and_longer_is_told():
-  taken = [sample._replace(seconds=(sample.seconds / 10)**2) for sample in samples()]
-  first, last = soak.segment_seconds(taken, EVERY)
+  run = [sample._replace(seconds=(sample.seconds / 10)**2) for sample in samples()]
+  first, last = soak.segment_seconds(run, EVERY)
   assert last > 5 * first
-  assert 'a segment takes' in problems(taken)[0]
+  assert 'a segment takes' in problems(run)[0]
   assert soak.segment_seconds(samples(), EVERY) == pytest.approx((1.0, 1.0))
 
 
 def test_the_slope_is_that_of_the_second_half():
-  taken = samples(rss=1000)
-  taken = [sample._replace(rss=10**9) for sample in taken[:40]] + taken[40:]
-  assert soak.slope(taken, 'rss', EVERY) == pytest.approx(1000)
-  assert soak.slope(taken[:1], 'rss', EVERY) == 0
+  run = samples(rss=1000)
+  run = [sample._replace(rss=10**9) for sample in run[:40]] + run[40:]
+  assert soak.slope(run, 'rss', EVERY) == pytest.approx(1000)
+  assert soak.slope(run[:1], 'rss', EVERY) == 0
 
 
 SMAPS = """\
@@ -96,21 +96,21 @@ def test_the_last_whole_line_has_the_update(tmp_path):
 def test_threads_and_open_files_of_a_real_training_are_flat(tmp_path):
   """Twenty segments; times are not asserted, since others use the machine too."""
   path = tmp_path / 'samples.json'
-  done = run_benchmark('soak', '--segments=20', '--every_updates=10', '--interval_s=0.1',
+  process = run_benchmark('soak', '--segments=20', '--every_updates=10', '--interval_s=0.1',
                        '--max_slowdown=100', '--max_growth_kb=20000', f'--json={path}',
                        '--config.env.num_envs=8', '--config.unroll_length=5')
-  assert done.returncode == 0, done.stdout + done.stderr
-  assert 'memory, threads and open files are bounded' in done.stdout
-  taken = [Sample(**row) for row in json.loads(path.read_text())]
-  assert taken[-1].update >= 200 and taken[-1].rss > 50 * 2**20
+  assert process.returncode == 0, process.stdout + process.stderr
+  assert 'memory, threads and open files are bounded' in process.stdout
+  run = [Sample(**row) for row in json.loads(path.read_text())]
+  assert run[-1].update >= 200 and run[-1].rss > 50 * 2**20
   for name in ('threads', 'fds'):
-    assert abs(soak.count_growth(taken, name)) <= soak.SLACK[name]
+    assert abs(soak.count_growth(run, name)) <= soak.SLACK[name]
 
 
 def test_a_training_that_cannot_start_is_told():
-  done = run_benchmark('soak', '--segments=1', '--interval_s=0.1', '--config.scheme=sink')
-  assert done.returncode == 1
-  assert 'WRONG: the training ended with exit code 2' in done.stdout and 'sink' in done.stdout
+  process = run_benchmark('soak', '--segments=1', '--interval_s=0.1', '--config.scheme=sink')
+  assert process.returncode == 1
+  assert 'WRONG: the training ended with exit code 2' in process.stdout and 'sink' in process.stdout
 
 
 def test_unknown_flags_are_refused(capsys):

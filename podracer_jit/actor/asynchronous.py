@@ -64,7 +64,8 @@ def initial_state(vector_env: VectorEnv, key: jax.Array, obs: jax.ShapeDtypeStru
       obs=(), ended=jnp.ones(num_envs, bool),
       episode_return=jnp.zeros(num_envs, jnp.float32),
       episode_length=jnp.zeros(num_envs, jnp.int32),
-      key=key, rollouts=jnp.zeros((), jnp.int32), discounted_return=(), recurrent_state=())
+      key=key, rollouts=jnp.zeros((), jnp.int32), discounted_return=(), recurrent_state=(),
+      simulator=jax.tree.map(jnp.array, vector_env.first_state))
   rows = jnp.zeros((unroll_length + 1, size, *obs.shape), obs.dtype)
   state = Sequences(
       env=env,
@@ -94,15 +95,16 @@ def make_rollout(vector_env: VectorEnv, apply: Apply, policy: Policy, unroll_len
   def turn(params: Params, carry):
     t, token, state = carry
     with jax.named_scope('environment'):
-      token, step = vector_env.recv(token)
+      token, simulator, step = vector_env.recv(token, state.env.simulator)
     state, ready = _arrive(state, step, unroll_length)
 
     _, env_action, row = act(params, t, ready)
     with jax.named_scope('environment'):
-      token = vector_env.send(token, env_action, step.env_id)
+      token, simulator = vector_env.send(token, simulator, env_action, step.env_id)
 
     slot = state.slots[step.env_id]
     return t + 1, token, state._replace(
+        env=state.env._replace(simulator=simulator),
         buffer=_write(state.buffer, state.row[step.env_id], slot, obs=ready.obs, **row))
 
   def rollout(params: Params, actor_state: ActorState):

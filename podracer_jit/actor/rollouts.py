@@ -33,12 +33,13 @@ class EnvState(NamedTuple):
   recurrent_state: Any  # [B, H] each: the recurrent state; () without a recurrent core
   exploration: Any = ()  # [B] f32: amount of exploration, for policies with `explore`
   recent: Any = ()  # priorities.Rows: the last n rows of the previous rollout, for a replay
+  simulator: Any = ()  # [B, ...] each: the state of environments that are functions
 
 
 class ActorState(NamedTuple):
   """State that a rollout program carries from call to call; it is donated to the program."""
 
-  token: jax.Array  # EnvPool's handle: orders the calls of all vector environments
+  token: jax.Array  # orders the calls of all vector environments
   envs: tuple[EnvState, ...]  # one for each vector environment
 
 
@@ -65,7 +66,8 @@ def initial_state(vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
           episode_length=jnp.zeros(vector_env.num_envs, jnp.int32),
           key=key, rollouts=jnp.zeros((), jnp.int32),
           discounted_return=jnp.zeros(vector_env.num_envs, jnp.float32),
-          recurrent_state=initial_recurrent_state(vector_env.num_envs), exploration=explores)
+          recurrent_state=initial_recurrent_state(vector_env.num_envs), exploration=explores,
+          simulator=jax.tree.map(jnp.array, vector_env.first_state))
       for vector_env, key, explores in zip(vector_envs, keys, exploration, strict=True))
   return ActorState(jnp.array(vector_envs[0].handle), envs)
 
@@ -79,7 +81,21 @@ def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None)
 
   @island('decision')
   def decide(params, obs, recurrent_state, ended, exploration, key, rollouts, t):
-    """Returns the next recurrent state, actions for the environments, and fields of the row."""
+    """Computes the policy's decisions for B environments.
+
+    Args:
+      params: of the network.
+      obs: [B, ...].
+      recurrent_state: before this row.
+      ended: [B] bool, the row before was the last of its episode.
+      exploration: [B] f32; () if the policy has no `explore`.
+      key: PRNG key of the vector environment.
+      rollouts: [] i32, rollouts made before.
+      t: [] i32, index of the row.
+
+    Returns:
+      The next recurrent state, actions for the environments, and fields of the row.
+    """
     dist_params, value, recurrent_state = apply(params, obs[None], recurrent_state, ~ended[None])
     chex.assert_rank([dist_params, value], [3, 2])  # [1, B, K] and [1, B]
     key = jax.random.fold_in(jax.random.fold_in(key, rollouts), t)
@@ -148,7 +164,8 @@ def make_rollout(vector_envs: Sequence[VectorEnv], apply: Apply, policy: Policy,
 
         envs[i], env_action, row = act(params, t, envs[i])
         with jax.named_scope('environment'):
-          token = vector_env.send(token, env_action)
+          token, simulator = vector_env.send(token, envs[i].simulator, env_action)
+        envs[i] = envs[i]._replace(simulator=simulator)
         buffers[i] = _write(buffers[i], t, **row)
       return token, tuple(envs), tuple(buffers)
 
@@ -177,8 +194,8 @@ def make_rollout(vector_envs: Sequence[VectorEnv], apply: Apply, policy: Policy,
 @jax.named_scope('environment')
 def _receive(vector_env: VectorEnv, token, env: EnvState):
   """Receives the step of the row sent last. Returns the token, the state and the row's fields."""
-  token, step = vector_env.recv(token)
-  return token, *count(env, step)
+  token, simulator, step = vector_env.recv(token, env.simulator)
+  return token, *count(env._replace(simulator=simulator), step)
 
 
 def _nothing_yet(token, env: EnvState):
@@ -260,7 +277,17 @@ def zeros(obs: Observations, num_envs: int, policy: Policy, steps: int) -> Rollo
 
 @jax.named_scope('storing')
 def _add(buffer: Rollout, t, before: jax.Array, obs: jax.Array) -> Rollout:
-  """Sets the observations of row t; `before` holds those of row t - 1."""
+  """Sets the observations of a row.
+
+  Args:
+    buffer: the rollout.
+    t: index of the row.
+    before: [B, ...], observations of row t - 1.
+    obs: [B, ...], observations of row t.
+
+  Returns:
+    The rollout with the row set.
+  """
   return buffer._replace(obs=frames.add(buffer.obs, t, before, obs))
 
 

@@ -64,14 +64,14 @@ def orthogonal(scale: float) -> Callable:
     rows = math.prod(shape) // columns
     numbers = jax.random.normal(key, (max(rows, columns), min(rows, columns)), dtype).T
 
-    def row(i, done):
+    def add_row(i, basis):
       x = numbers[i]
       # One pass would leave rows that are not orthogonal to within rounding.
       for _ in range(2):
-        x -= (done @ x) @ done
-      return done.at[i].set(x / jnp.sqrt(jnp.sum(jnp.square(x))))
+        x -= (basis @ x) @ basis
+      return basis.at[i].set(x / jnp.sqrt(jnp.sum(jnp.square(x))))
 
-    basis = lax.fori_loop(0, len(numbers), row, jnp.zeros_like(numbers))
+    basis = lax.fori_loop(0, len(numbers), add_row, jnp.zeros_like(numbers))
     return scale * (basis if rows < columns else basis.T).reshape(shape)
 
   return init
@@ -291,7 +291,7 @@ class ImageAndVector(nn.Module):
   channels: Sequence[int] = option((16, 32), 'output channels of each convolution', at_least=1,
                                    at_most=MAX_UNITS, max_length=MAX_LAYERS)
   kernel: int = option(3, 'width of each square kernel', at_least=1, at_most=1000)
-  largest: float = option(255.0, 'value of an image that becomes 1, such as 10 for MiniGrid',
+  largest: float = option(255.0, 'whole number in an image that becomes 1, such as 10 for MiniGrid',
                           above=0)
   image_hidden: int = option(128, 'features of each image', at_least=1, at_most=MAX_UNITS)
   vector_hidden: Sequence[int] = option((64,), 'units of each layer on the other parts',
@@ -327,7 +327,9 @@ class ImageAndVector(nn.Module):
 
   def _look(self, image: jax.Array) -> jax.Array:
     """Returns features [N, image_hidden] of an image [N, H, W, C]."""
-    x = image.astype(jnp.float32) / self.largest
+    x = image.astype(jnp.float32)
+    if jnp.issubdtype(image.dtype, jnp.integer):
+      x = x / self.largest
     for channels in self.channels:
       x = nn.relu(Conv(channels, self.kernel, kernel_init=orthogonal(np.sqrt(2)))(x))
     x = x.reshape(len(x), -1)

@@ -119,8 +119,20 @@ def scale_by_kl(target: float, low: float, high: float) -> optax.GradientTransfo
   to [low, high].
   """
 
-  def update(steps, state, params=None, *, kl, **others):
-    del params, others
+  def update(steps, state, params=None, *, kl, **extra_args):
+    """Scales the steps; the signature is that of optax.
+
+    Args:
+      steps: the steps to scale.
+      state: a `KLState`.
+      params: unused.
+      kl: [] f32, mean divergence of the policy from the acting policy.
+      **extra_args: unused.
+
+    Returns:
+      The scaled steps and the next `KLState`.
+    """
+    del params, extra_args
     chex.assert_rank(kl, 0)
     change = jnp.where(kl > 2 * target, 1 / 1.5, jnp.where(kl < target / 2, 1.5, 1.0))
     factor = jnp.clip(state.kl_factor * change, low, high)

@@ -189,9 +189,10 @@ def epsilon_greedy(num_actions: int) -> Policy:
 
   def explore(key, values, epsilon):
     chex.assert_shape(values, (*epsilon.shape, num_actions))
-    coin, dice = jax.random.split(key)
-    other = jax.random.randint(dice, values.shape[:-1], 0, num_actions, jnp.int32)
-    return jnp.where(jax.random.uniform(coin, epsilon.shape) < epsilon, other, best(values))
+    explore_key, action_key = jax.random.split(key)
+    explores = jax.random.uniform(explore_key, epsilon.shape) < epsilon
+    action = jax.random.randint(action_key, values.shape[:-1], 0, num_actions, jnp.int32)
+    return jnp.where(explores, action, best(values))
 
   return Policy(num_actions, (), np.dtype(np.int32), lambda key, values: best(values), best,
                 None, None, lambda action: action, explore)

@@ -114,9 +114,11 @@ class Deterministic(nn.Module):
     """Returns the critic's values [N] of actions [N, A] for obs [N, ...]."""
     chex.assert_rank(action, 2)
     chex.assert_equal_shape_prefix([obs, action], 1)
-    first, *rest = self._critic
-    x = jnp.concatenate([jnp.tanh(first(obs.reshape(len(obs), -1))), action], axis=-1)
-    for layer in rest:
+    first_layer, *later_layers = self._critic
+    # The action enters after the first layer, as in DDPG (1509.02971, section 7).
+    features = jnp.tanh(first_layer(obs.reshape(len(obs), -1)))
+    x = jnp.concatenate([features, action], axis=-1)
+    for layer in later_layers:
       x = jnp.tanh(layer(x))
     return self._value(x)[:, 0]
 

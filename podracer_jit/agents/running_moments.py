@@ -141,6 +141,7 @@ def observe(params: Params, rollout: Rollout, targets: Any, groups: Groups) -> d
   Returns:
     Moments by name, for those of 'obs' and 'values' that `params` keeps.
   """
+  # Functions, since rebuilding the stacks of observations is expensive and often not needed.
   rows = {'obs': lambda: frames.stacks(rollout.obs)[:-1], 'values': lambda: targets['value_target']}
   return {name: measure(rows[name](), rollout.valid, groups)
           for name in of(params) if name in rows}
@@ -156,16 +157,17 @@ def scale_rewards(params: Params, rollout: Rollout,
   """
   if 'returns' not in of(params):
     return rollout, {}
-  new = measure(rollout.discounted_return, rollout.valid, groups)
-  scaled = groups.map(lambda reward: _scaled_rewards(reward, of(params)['returns'], new),
+  before = of(params)['returns']
+  moments = measure(rollout.discounted_return, rollout.valid, groups)
+  scaled = groups.map(lambda reward: _scaled_rewards(reward, before, moments),
                       groups.split(rollout.reward))
-  return rollout._replace(reward=groups.join(scaled)), {'returns': new}
+  return rollout._replace(reward=groups.join(scaled)), {'returns': moments}
 
 
 @island('scaled_rewards')
-def _scaled_rewards(reward: jax.Array, before: Moments, new: Moments) -> jax.Array:
+def _scaled_rewards(reward: jax.Array, before: Moments, moments: Moments) -> jax.Array:
   """Returns rewards [T, B] in deviations of all returns so far, clipped."""
-  return jnp.clip(reward / deviation(merge(before, new)), -CLIP, CLIP)
+  return jnp.clip(reward / deviation(merge(before, moments)), -CLIP, CLIP)
 
 
 def of(params: Params) -> Mapping[str, Moments]:
@@ -187,7 +189,7 @@ def add(params: Params, moments: Mapping[str, Moments]) -> Params:
   """Returns params with `moments` merged into theirs."""
   if not moments:
     return params
-  merged = {name: _merge(old, moments[name]) for name, old in of(params).items()}
+  merged = {name: _merge(before, moments[name]) for name, before in of(params).items()}
   return {**params, 'moments': merged}
 
 

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
   warnings.simplefilter('ignore')
   import envpool
 
-from podracer_jit.envs.protocol import EnvSpec, ObsPart, TimeStep
+from podracer_jit.envs.protocol import EnvSpec, ObsPart, TimeStep, is_channels_last
 from podracer_jit.options import LARGEST_FLOAT, shown
 
 # Options that are not the user's: other fields of the config, or this package, set them.
@@ -41,6 +41,8 @@ _TIMES = ('step', 'time', 'duration', 'frequency')
 _LARGEST_SIZE = 10_000
 _LARGEST_OBS = 2**26  # bytes of one observation
 _MOST_CHOICES = 10_000  # of one element of an integer action
+
+render_options = {'render_mode': 'rgb_array'}
 
 
 def _quiet_spec(task: str, options: Mapping[str, Any]):
@@ -115,7 +117,7 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
       frame_skip=int(spec.config._asdict().get('frame_skip', 1)),
       max_episode_steps=int(spec.config.max_episode_steps),
       stack=_stack(spec),
-      channels_last='stack_num' not in default and _channels_last(shape),
+      channels_last='stack_num' not in default and is_channels_last(shape),
       parts=parts,
       action_choices=choices)
 
@@ -235,20 +237,6 @@ def _stack(spec: Any) -> int:
   return int(spec.config.stack_num) if type(spec).__name__ == 'AtariEnvSpec' else 1
 
 
-def _channels_last(shape: tuple[int, ...]) -> bool:
-  """Returns whether images of a shape are (H, W, C) and not (C, H, W).
-
-  The other two axes of a square image are equal; of other images the smaller outer axis is the
-  channels.
-  """
-  if len(shape) != 3:
-    return False
-  first, middle, last = shape
-  if (first == middle) != (middle == last):
-    return first == middle
-  return last < first
-
-
 class _Leaf(NamedTuple):
   """Array of an observation, and its place in a flat observation."""
 
@@ -313,10 +301,10 @@ def _leaves(task: str, space: Any, name: str = '', start: int = 0, one_hot: bool
 
   if kind == 'Box':
     shape, dtype = tuple(space.shape), _narrowed(space.dtype)
-    return [_Leaf(ObsPart(name, shape, dtype, start, _channels_last(shape)), None)]
+    return [_Leaf(ObsPart(name, shape, dtype, start, is_channels_last(shape)), None)]
   if kind == 'MultiBinary':
     shape = tuple(np.atleast_1d(space.n)) if not space.shape else tuple(space.shape)
-    return [_Leaf(ObsPart(name, shape, np.dtype(bool), start, _channels_last(shape)), None)]
+    return [_Leaf(ObsPart(name, shape, np.dtype(bool), start, is_channels_last(shape)), None)]
   if kind == 'Discrete':
     if not one_hot:
       # Only numbers from 0 on can be told apart by their number of values.
@@ -436,10 +424,12 @@ class EnvPoolVectorEnv:
   The handle that `send` and `recv` take and return is only a token. Each call finds its pool by an
   attribute of the call, so several vector environments in a program may share one token, which
   orders all their calls. The token also keeps the calls: XLA may drop a call whose handle is
-  unused.
+  unused. EnvPool keeps the environments' state itself, so the state of `VectorEnv` is ().
 
   The pool must outlive every program that contains it: close it after the last output is ready.
   """
+
+  first_state = ()
 
   def __init__(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
                num_threads: int = 0, batch_size: int = 0):
@@ -486,43 +476,45 @@ class EnvPoolVectorEnv:
     """Token for the first call of `send` or `recv`."""
     return np.array(self._handle)
 
-  def send(self, handle: jax.Array, action: jax.Array, env_id: jax.Array | None = None
-           ) -> jax.Array:
-    """Hands actions [B, ...] to EnvPool's threads and does not wait; traceable.
-
-    If asynchronous, env_id [B] i32 are the environments that take the actions. Returns the next
-    handle.
-    """
+  def send(self, token: jax.Array, state: tuple[()], action: jax.Array,
+           env_id: jax.Array | None = None) -> tuple[jax.Array, tuple[()]]:
+    """Hands actions [B, ...] to EnvPool's threads and does not wait; see `VectorEnv`."""
     chex.assert_axis_dimension(action, 0, self.batch_size)
     if len(self._action_shape) > 1:
       action = action.reshape(-1, *self._action_shape)
     # Only the call is inside, since x64 changes the dtypes of other code.
     with jax.enable_x64(self._x64):
-      return _call(self._send, handle, action.astype(self._action_dtype), env_id)
+      return _call(self._send, token, action.astype(self._action_dtype), env_id), state
 
-  def recv(self, handle: jax.Array) -> tuple[jax.Array, TimeStep]:
-    """Waits for B environments. Returns the next handle and their results; traceable."""
+  def recv(self, token: jax.Array, state: tuple[()]
+           ) -> tuple[jax.Array, tuple[()], TimeStep]:
+    """Waits for B environments and returns their results; see `VectorEnv`."""
     with jax.enable_x64(self._x64):
-      handle, (obs, reward, terminated, truncated, info) = _call(self._recv, handle)
+      token, (obs, reward, terminated, truncated, info) = _call(self._recv, token)
       obs, reward, raw = _narrow((obs, reward, info.get('reward', reward)))
     obs = _observe(obs, self._obs_space, self._leaves)
     game_over = info['terminated'].astype(bool) if 'lives' in info else terminated
-    return handle, TimeStep(obs, reward, terminated, truncated, raw, game_over, info['env_id'])
+    step = TimeStep(obs, reward, terminated, truncated, raw, game_over, info['env_id'])
+    return token, state, step
 
-  @property
-  def pool_config(self) -> dict[str, Any]:
-    """All options of this pool, with the values that EnvPool uses."""
-    return self._pool.spec.config._asdict()
-
-  def render(self) -> np.ndarray:
+  def render(self, state: tuple[()]) -> np.ndarray:
     """Returns EnvPool's image of the first environment, [H, W, 3] u8.
 
-    The pool needs the option render_mode='rgb_array'.
+    The pool needs `render_options`.
 
     Raises:
       RuntimeError: EnvPool cannot draw this task.
     """
+    del state
     return self._pool.render()[0]
+
+  @property
+  def frame_rate(self) -> float:
+    """Steps a second at the task's own speed; 10 if it has no clock."""
+    options = self._pool.spec.config
+    if hasattr(options, 'full_action_space'):  # Atari, at the console's 60 Hz
+      return 60 / options.frame_skip
+    return 50 if self.task.startswith('CartPole') else 10
 
   def close(self) -> None:
     """Ends the pool's threads. No program that contains the pool may run afterwards."""

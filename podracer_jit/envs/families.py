@@ -2,23 +2,131 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
 from podracer_jit import parts
+from podracer_jit.envs.jax_envs import JaxEnv, JaxFamily
 from podracer_jit.envs.protocol import Family
+from podracer_jit.options import shorten, shown
+
+# Kinds of tasks that need an extra: the word before the colon of `env.task`, and the module that
+# has their FAMILY.
+EXTRAS = {'gymnax': 'podracer_jit.envs.gymnax_envs'}
+
+# Tasks of Gymnasium, as 'gymnasium:ID'.
+GYMNASIUM = 'gymnasium'
+
+# Families of users' environments, by task: what they have compiled is used again.
+_own: dict[str, JaxFamily] = {}
+
+
+def own_module(task: str) -> str:
+  """Returns the user's module that a task names, or '' if it names none."""
+  kind, colon, name = task.partition(':')
+  if not colon or kind in EXTRAS:
+    return ''
+  # 'gymnasium:module:ID' names the module that registers an environment.
+  return name.rpartition(':')[0] if kind == GYMNASIUM else kind
+
+
+def may_start_jax(task: str) -> bool:
+  """Returns whether `family_of`, or its `make_spec`, may make arrays: of any task but EnvPool's."""
+  return ':' in task
 
 
 def family_of(task: str) -> Family:
-  """Returns EnvPool's family, or a user's family if the task is `module:attribute`.
+  """Returns the family of a task.
+
+  Args:
+    task: a task of EnvPool, 'gymnax:TASK', 'gymnasium:ID', or 'module:attribute' of a user's own: a
+      subclass of gymnasium.Env or a function that returns one, a class like `jax_envs.JaxEnv`, or a
+      `protocol.Family`.
 
   Raises:
-    ValueError: the family does not exist or lacks a function; the message is one line.
+    ValueError: there is no such family, or it lacks a function; the message is one line.
   """
-  if ':' not in task:
+  kind, colon, _ = task.partition(':')
+  if not colon:
     # Imported here because the import takes a second.
     from podracer_jit.envs import envpool_envs
     return envpool_envs
-  family = parts.find('env.task', task, {})
-  missing = [name for name in ('make_spec', 'make_vector_env') if not hasattr(family, name)]
-  if missing:
-    raise ValueError(f'env.task: {task} is no environment family, it has no {missing[0]}; see '
-                     'envs/protocol.py')
-  return family
+  if kind in EXTRAS:
+    return _extra(kind, task)
+
+  if kind == GYMNASIUM:
+    return _gymnasium_family()
+
+  own = parts.find('env.task', task, {})
+  if all(hasattr(own, name) for name in ('make_spec', 'make_vector_env')):
+    return own
+  # A module that has a subclass of gymnasium.Env has imported gymnasium.
+  gymnasium = sys.modules.get('gymnasium')
+  is_gymnasium = gymnasium and isinstance(own, type) and issubclass(own, gymnasium.Env)
+  if is_gymnasium or callable(own) and not isinstance(own, type):
+    return _gymnasium_family()
+  required = ('reset', 'step', 'observation_space', 'action_space')
+  if isinstance(own, type) and hasattr(own, 'reset') and hasattr(own, 'step'):
+    if task not in _own or _own[task].made_of is not own:
+      _own[task] = _OwnFamily(own)
+    return _own[task]
+  raise ValueError(f'env.task: {task} is no environment: neither a class with '
+                   f'{", ".join(required)} (see envs/jax_envs.py), nor a subclass of gymnasium.Env '
+                   'or a function that returns one (see envs/gymnasium_envs.py), nor a family with '
+                   'make_spec and make_vector_env (see envs/protocol.py)')
+
+
+def tasks() -> dict[str, list[str]]:
+  """Returns the tasks that can be named here, by family, in the form that `env.task` takes.
+
+  The families are EnvPool's, such as `atari` or `mujoco.dmc`, and the other kinds that are
+  installed.
+  """
+  from podracer_jit.envs import envpool_envs
+  found = dict(envpool_envs.families())
+  for kind in EXTRAS:
+    try:
+      module = importlib.import_module(EXTRAS[kind])
+    except ImportError:
+      continue
+    found[kind] = [f'{kind}:{name}' for name in module.tasks()]
+  found[GYMNASIUM] = [f'{GYMNASIUM}:{name}' for name in _gymnasium_family().tasks()]
+  return found
+
+
+def _gymnasium_family() -> Family:
+  # Imported here because other tasks do not need it.
+  from podracer_jit.envs import gymnasium_envs
+  return gymnasium_envs
+
+
+def _extra(kind: str, task: str) -> Family:
+  """Returns the family of a kind of tasks whose library is optional."""
+  try:
+    return importlib.import_module(EXTRAS[kind]).FAMILY
+  except ImportError as error:
+    raise ValueError(f'env.task: {shown(task)} needs {kind}, which cannot be imported '
+                     f"({shorten(str(error))}): pip install 'podracer_jit[{kind}]'") from None
+
+
+class _OwnFamily(JaxFamily):
+  """Family of a user's class of JAX functions."""
+
+  def __init__(self, made_of: type):
+    super().__init__(self._construct)
+    self.made_of = made_of
+
+  def _construct(self, task: str, options: Mapping[str, Any]) -> JaxEnv:
+    """Returns the environment whose constructor gets the options as arguments."""
+    try:
+      env = self.made_of(**options)
+    except TypeError as error:
+      named = ', '.join(f'env.{name}' for name in options) or 'env.task'
+      raise ValueError(f'{named}: {task} does not take these options: '
+                       f'{shorten(str(error))}') from None
+    for name in ('observation_space', 'action_space'):
+      if not hasattr(env, name):
+        raise ValueError(f'env.task: {task} has no {name}; see envs/jax_envs.py')
+    return env

@@ -1,12 +1,14 @@
 """Interface of environments: a spec, and vector environments that a compiled program steps.
 
-An environment family creates both. EnvPool's family is the module `envpool_envs`. A user's family
-is an object with the functions of `Family`, given as `env.task = 'module:attribute'`.
+An environment family creates both: `envpool_envs` for tasks of EnvPool, `jax_envs` for environments
+that are JAX functions, `gymnasium_envs` for environments that Python steps. A user's family is an
+object with the functions of `Family`, given as `env.task = 'module:attribute'`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -36,6 +38,20 @@ class ObsPart(NamedTuple):
     return len(self.shape) == 3
 
 
+def is_channels_last(shape: tuple[int, ...]) -> bool:
+  """Returns whether images of a shape are (H, W, C) and not (C, H, W).
+
+  The other two axes of a square image are equal: (4, 4, 31) has 31 channels. Of other images the
+  smaller outer axis is the channels.
+  """
+  if len(shape) != 3:
+    return False
+  first, middle, last = shape
+  if (first == middle) != (middle == last):
+    return first == middle
+  return last < first
+
+
 def take_apart(obs: jax.Array, parts: Sequence[ObsPart]) -> dict[str, jax.Array]:
   """Returns the parts of flat observations by name.
 
@@ -63,12 +79,31 @@ class EnvSpec(NamedTuple):
   action_low: tuple[float, ...]  # lower bound of each element of an action; () if not continuous
   action_high: tuple[float, ...]  # upper bound of each element of an action; () if not continuous
   frame_skip: int  # frames of one step
-  max_episode_steps: int
+  max_episode_steps: int  # 0 if unknown or unlimited
   stack: int = 1  # frames in an observation if `frames.Frames` can hold them, else 1
+  is_function: bool = False  # the environments are JAX functions, see `jax_envs`
+  calls_python: bool = False  # Python steps the environments, see `gymnasium_envs`
   channels_last: bool = False  # observations are images (H, W, C), not (C, H, W)
   parts: tuple[ObsPart, ...] = ()  # of a flat observation; () if it is a single array
   # An action is a vector of integers; element i is from 0 to action_choices[i] - 1. () for others.
   action_choices: tuple[int, ...] = ()
+
+
+class EnvironmentFailed(RuntimeError):
+  """Raised if an environment raises an exception or its process ends; the message is one line."""
+
+
+def environment_failure(error: BaseException) -> str:
+  """Returns the message of the `EnvironmentFailed` behind an error; empty if there is none.
+
+  XLA turns an exception of a callback into an error with the exception's traceback as its text.
+  """
+  if isinstance(error, EnvironmentFailed):
+    return str(error)
+  match = re.search(rf'\b{EnvironmentFailed.__name__}: (.*)', str(error))
+  if match:
+    return match[1].strip()
+  return environment_failure(error.__cause__) if error.__cause__ else ''
 
 
 class TimeStep(NamedTuple):
@@ -86,26 +121,50 @@ class TimeStep(NamedTuple):
 class VectorEnv(Protocol):
   """Vector of environments that are stepped together, by traceable calls.
 
-  `send` and `recv` take and return a token, which orders all calls in a program.
+  `send` and `recv` take and return a token and a state. All vector environments of a program pass
+  on one token, which orders their calls: a simulator outside of the program needs this. The state
+  belongs to one vector environment: if the environments are functions, it is all there is of them.
+
+  After the step that ends an episode, the next step is a reset: it ignores the action, and its
+  reward is 0.
   """
 
   num_envs: int
   batch_size: int  # environments in one step: num_envs, or fewer if asynchronous
   first_obs: Any  # [num_envs, ...]; absent if asynchronous
+  first_state: Any  # pytree of arrays [num_envs, ...]; () if the simulator keeps the state
 
   @property
   def handle(self) -> np.ndarray:
     """Token for the first call."""
 
-  def send(self, handle: jax.Array, action: jax.Array, env_id: jax.Array | None = None
-           ) -> jax.Array:
-    """Starts a step with actions [batch_size, ...] and does not wait; returns the next token.
+  def send(self, token: jax.Array, state: Any, action: jax.Array,
+           env_id: jax.Array | None = None) -> tuple[jax.Array, Any]:
+    """Starts a step and does not wait for its results.
 
-    If asynchronous, env_id [batch_size] i32 are the environments that take the actions.
+    Args:
+      token: of the call before, whichever vector environment's it was.
+      state: of this vector environment.
+      action: [batch_size, ...].
+      env_id: [batch_size] i32, the environments that take the actions; None unless asynchronous.
+
+    Returns:
+      The next token, and the next state.
     """
 
-  def recv(self, handle: jax.Array) -> tuple[jax.Array, TimeStep]:
-    """Waits for batch_size environments. Returns the next token and their results."""
+  def recv(self, token: jax.Array, state: Any) -> tuple[jax.Array, Any, TimeStep]:
+    """Waits for batch_size environments. Returns the next token and state, and their results."""
+
+  def render(self, state: Any) -> np.ndarray:
+    """Returns an image [H, W, 3] u8 of the first environment, whose `state` is passed on.
+
+    Raises:
+      RuntimeError: the task cannot be drawn.
+    """
+
+  @property
+  def frame_rate(self) -> float:
+    """Steps a second at the task's own speed, for videos; 10 if it has no clock."""
 
   def close(self) -> None:
     """Ends the environments. No program that contains them may run afterwards."""
@@ -113,6 +172,8 @@ class VectorEnv(Protocol):
 
 class Family(Protocol):
   """Interface of environment families."""
+
+  render_options: Mapping[str, Any]  # options with which `render` works; {} if absent
 
   def make_spec(self, task: str, options: Mapping[str, Any]) -> EnvSpec:
     """Returns the spec of a task without starting an environment.

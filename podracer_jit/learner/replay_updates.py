@@ -57,12 +57,12 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
 
   Returns:
     steps(state, count) -> (state, sums), which takes `count` gradient steps. `sums` over the steps
-    are 'terms' (loss terms), 'grad_norm' and 'sampled_age' (gradient steps between a transition's
+    are 'loss_terms', 'grad_norm' and 'sampled_age' (gradient steps between a transition's
     addition and its use).
   """
   groups = sizes.groups(mesh_size, exact)
-  # Transitions that each group draws.
-  share = sizes.batch_size // sizes.num_grad_shards
+  # Every group draws an equal part of the batch.
+  group_batch = sizes.batch_size // sizes.num_grad_shards
 
   @island('importance_weights')
   def weights(probability, least):
@@ -70,29 +70,50 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
 
     N and the number of groups cancel.
     """
+    # An empty replay has probabilities of zero; its draws are not learned from.
     return jnp.power(least / jnp.maximum(probability, 1e-30), sizes.importance_exponent)
 
   @island('gradient')
-  def of_batch(params, target_params, batch, weight):
+  def microbatch_gradient(params, target_params, batch, weight):
+    """Returns the gradient of a microbatch's part of the mean loss.
+
+    Args:
+      params: the parameters to differentiate.
+      target_params: parameters of the target network.
+      batch: transitions [n, ...].
+      weight: [n] f32, importance weights.
+
+    Returns:
+      (gradient, sums of loss terms), and |TD error| [n] f32.
+    """
     def mean_loss(params):
       total, (loss_terms, error) = loss(params, target_params, batch, weight)
-      # By the batch of all groups: the sum over groups is then the mean.
+      # Divided by the batch size of all groups, so that the sum over groups is the mean.
       return total / sizes.batch_size, (loss_terms, error)
 
     gradient, (loss_terms, error) = jax.grad(mean_loss, has_aux=True)(params)
     return (gradient, loss_terms), error
 
-  def of_group(params, target_params, batch, weight):
-    # A group's batch is cut into microbatches, whose gradients are added in order.
-    count = rollout_updates.num_microbatches(share, 1, sizes.microbatch_rows)
+  def group_gradient(params, target_params, batch, weight):
+    """Returns the gradient of a group's part of the batch, see `microbatch_gradient`.
+
+    The batch is split into microbatches, whose gradients are added in order.
+
+    Args:
+      params: the parameters to differentiate.
+      target_params: parameters of the target network.
+      batch: transitions [group_batch, ...].
+      weight: [group_batch] f32, importance weights.
+    """
+    count = rollout_updates.num_microbatches(group_batch, 1, sizes.microbatch_rows)
     microbatches = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (batch, weight))
 
-    def add(total, piece):
-      sums, error = of_batch(params, target_params, *piece)
+    def add(total, microbatch):
+      sums, error = microbatch_gradient(params, target_params, *microbatch)
       return jax.tree.map(jnp.add, total, sums), error
 
     first = jax.tree.map(lambda x: x[0], microbatches)
-    zeros = _zeros(jax.eval_shape(of_batch, params, target_params, *first)[0])
+    zeros = _zeros(jax.eval_shape(microbatch_gradient, params, target_params, *first)[0])
     total, error = lax.scan(add, zeros, microbatches)
     return total, error.reshape(-1)
 
@@ -102,25 +123,26 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
 
   def step(state, key):
     with jax.named_scope('storing'):
-      drawn = memory.sample(state.replay, _group_keys(key, groups), share)
+      drawn = memory.sample(state.replay, _group_keys(key, groups), group_batch)
       # The largest weight of the whole batch belongs to the smallest probability.
       least = groups.smallest(drawn.probability)
       weight = groups.map(lambda p: weights(p, least), drawn.probability)
 
     with jax.named_scope('gradient'):
       sums, error = groups.map(
-          lambda *group: of_group(state.params, state.target.params, *group),
+          lambda *group: group_gradient(state.params, state.target.params, *group),
           drawn.transition, weight)
       grads, loss_terms = groups.total(sums)
 
+    # The clock of a replay is the number of gradient steps so far.
     now = state.target.gradient_steps
     age = groups.total(groups.map(lambda added: sum_of_ages(added, now), drawn.transition.added))
 
     with jax.named_scope('update'):
       state, grad_norm = update(state, grads, loss_terms)
-      target = lax.cond((now + 1) % sizes.target_every == 0,
-                        lambda new, old: new, lambda new, old: old,
-                        state.params, state.target.params)
+      copies_target = (now + 1) % sizes.target_every == 0
+      target = lax.cond(copies_target, lambda params, target: params,
+                        lambda params, target: target, state.params, state.target.params)
 
     with jax.named_scope('storing'):
       replay = memory.set_priorities(state.replay, drawn.place, error)
@@ -131,13 +153,14 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
     chex.assert_rank(count, 0)
     key = _key(state, 0)
 
-    def turn(i, carry):
+    def body(i, carry):
       state, sums = carry
-      state, new = step(state, jax.random.fold_in(key, i))
-      return state, jax.tree.map(jnp.add, sums, new)
+      state, terms = step(state, jax.random.fold_in(key, i))
+      return state, jax.tree.map(jnp.add, sums, terms)
 
+    sums = _zeros(jax.eval_shape(step, state, key)[1])
     # The number of steps is data: it is 0 until the replay has enough transitions.
-    return lax.fori_loop(0, count, turn, (state, _zeros(jax.eval_shape(step, state, key)[1])))
+    return lax.fori_loop(0, count, body, (state, sums))
 
   return steps
 
@@ -223,9 +246,20 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
 
   @island('metrics')
   def means(sums, count, params, steps_before, steps, gradient_steps):
+    """Returns the metrics that need arithmetic with rounding.
+
+    Args:
+      sums: of `make_steps`.
+      count: [] i32, gradient steps of this update.
+      params: after the update.
+      steps_before: [] i32, valid steps added before this update.
+      steps: [] i32, valid steps added, with those of this update.
+      gradient_steps: [] i32, gradient steps since the beginning.
+    """
+    # Without gradient steps all sums are 0, and so must be the means.
     drawn = jnp.maximum(count * sizes.batch_size, 1)
-    loss_terms = dict(sums['terms'], sampled_age=sums['sampled_age'])
-    # It counts the drawn transitions, which is `drawn`.
+    loss_terms = dict(sums['loss_terms'], sampled_age=sums['sampled_age'])
+    # 'valid' is the number of drawn transitions, which is `drawn`.
     loss_terms.pop('valid')
     return {name: total / drawn for name, total in loss_terms.items()} | dict(
         grad_norm=sums['grad_norm'] / jnp.maximum(count, 1), param_norm=optax.tree.norm(params),
@@ -233,6 +267,18 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
         replay_ratio=gradient_steps * float(sizes.batch_size) / jnp.maximum(steps, 1))
 
   def finish(state, count, sums, valid, batch):
+    """Ends an update: counts it and computes metrics.
+
+    Args:
+      state: after the last gradient step.
+      count: [] i32, gradient steps of this update.
+      sums: of `make_steps`.
+      valid: [] i32, valid rows that were added.
+      batch: [2] u32, the fingerprint of the experience that was added.
+
+    Returns:
+      The next state, and metrics.
+    """
     chex.assert_rank([count, valid], 0)
     chex.assert_shape(batch, (2,))
     steps = state.steps + valid

@@ -33,16 +33,19 @@ class Sizes(NamedTuple):
     return Groups(self.num_grad_shards, self.num_envs // self.num_grad_shards, mesh_size, exact)
 
 
-def num_microbatches(items: int, item_rows: int, microbatch_rows: int) -> int:
-  """Returns the least number of equal pieces that keeps a piece within `microbatch_rows` rows.
+def num_microbatches(elements: int, rows_per_element: int, microbatch_rows: int) -> int:
+  """Returns the number of equal microbatches that a group's share of a minibatch is split into.
+
+  It is the smallest divisor of `elements` that keeps a microbatch within `microbatch_rows` rows.
 
   Args:
-    items: to be split; the result divides it.
-    item_rows: rows of the network for one item.
-    microbatch_rows: most rows in a piece; 0: no limit. A piece has at least one item.
+    elements: minibatch elements to split.
+    rows_per_element: network input rows of one element.
+    microbatch_rows: most rows in a microbatch; 0: no limit. A microbatch has at least one element.
   """
-  most = max(1, microbatch_rows // item_rows) if microbatch_rows else items
-  return next(n for n in range(1, items + 1) if items % n == 0 and items // n <= most)
+  most = max(1, microbatch_rows // rows_per_element) if microbatch_rows else elements
+  return next(count for count in range(1, elements + 1)
+              if elements % count == 0 and elements // count <= most)
 
 
 def make_group_gradients(objective: Objective, sizes: Sizes, groups: Groups) -> Callable:
@@ -54,49 +57,64 @@ def make_group_gradients(objective: Objective, sizes: Sizes, groups: Groups) -> 
     groups: of environments, seen from this device.
 
   Returns:
-    gradients(params, rollout, targets, elements) -> (grads, terms). `rollout` and `targets` [T, B]
-    are those of this device's environments; `elements` [local, n] i32 are the minibatch elements of
-    each group. Both results have a leading axis [local].
+    gradients(params, rollout, targets, elements) -> (grads, loss_terms). `rollout` and `targets`
+    [T, B] are those of this device's environments; `elements` [local, n] i32 are the minibatch
+    elements of each group. Both results have a leading axis [local].
   """
   batch_statistics = island('batch_statistics')(objective.batch_statistics)
 
   @island('gradient')
-  def of_minibatch(params: Params, minibatch: Any, statistics: Any) -> tuple[Params, Metrics]:
+  def microbatch_gradient(params: Params, minibatch: Any, statistics: Any
+                          ) -> tuple[Params, Metrics]:
     def loss(params):
+      # Running moments are in `params`, but no gradient may flow into them.
       return objective.loss(running_moments.frozen(params), minibatch, statistics)
     return jax.grad(loss, has_aux=True)(params)
 
   def gradients(params: Params, rollout: Rollout, targets: Any, elements: jax.Array):
+    """Returns the gradient and loss terms of each group of this device.
+
+    Args:
+      params: the parameters to differentiate.
+      rollout: [T, B], of this device's environments.
+      targets: [T, B] each, the objective's targets of `rollout`.
+      elements: [local, n] i32, the minibatch elements of each group.
+    """
     chex.assert_shape(elements, (groups.local, None))
     chex.assert_shape(rollout.reward, (None, groups.local * groups.envs))
     chex.assert_equal_shape([rollout.reward, rollout.valid])
     first_envs = jnp.arange(groups.local) * groups.envs
 
-    def of_group(first_env, elements, statistics):
+    def group_gradient(first_env, elements, statistics):
       count = num_microbatches(elements.size, objective.rows_per_element, sizes.microbatch_rows)
 
-      def of_piece(piece):
-        minibatch = objective.unit.gather(rollout, targets, first_env, groups.envs, piece)
-        return of_minibatch(params, minibatch, statistics)
+      def gradient(microbatch):
+        minibatch = objective.unit.gather(rollout, targets, first_env, groups.envs, microbatch)
+        return microbatch_gradient(params, minibatch, statistics)
 
-      return _sum_in_order(of_piece, elements.reshape(count, -1))
+      return _sum_in_order(gradient, elements.reshape(count, -1))
 
     # Observations are large to gather, and statistics do not use them.
     without_obs = rollout._replace(obs=rollout.reward[..., None], recurrent_state=())
-    minibatches = jax.vmap(lambda first_env, chosen: objective.unit.gather(
-        without_obs, targets, first_env, groups.envs, chosen))(first_envs, elements)
+
+    def gather(first_env, elements):
+      return objective.unit.gather(without_obs, targets, first_env, groups.envs, elements)
+
+    small_rollout, minibatch_targets = jax.vmap(gather)(first_envs, elements)
     # Every device computes the statistics from the minibatches of all groups.
-    statistics = batch_statistics(
-        *groups.gather((minibatches[0].valid, minibatches[1])))
-    return groups.map(lambda *group: of_group(*group, statistics), first_envs, elements)
+    statistics = batch_statistics(*groups.gather((small_rollout.valid, minibatch_targets)))
+    return groups.map(lambda *group: group_gradient(*group, statistics), first_envs, elements)
 
   return gradients
 
 
 def _sum_in_order(function: Callable, xs: jax.Array) -> Any:
   """Returns the sum of function(x) over the rows x of `xs`, added from the first to the last."""
+  def add(total, x):
+    return jax.tree.map(jnp.add, total, function(x)), None
+
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(function, xs[0]))
-  return lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, function(x)), None), zeros, xs)[0]
+  return lax.scan(add, zeros, xs)[0]
 
 
 def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact: bool = True
@@ -113,8 +131,8 @@ def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact:
     exact: True: groups are added in one fixed order; False: by XLA's all-reduce.
 
   Returns:
-    gradient(params, rollout, targets, elements) -> (grads, terms), summed over the groups of all
-    devices. See `make_group_gradients` for the arguments.
+    gradient(params, rollout, targets, elements) -> (grads, loss_terms), summed over the groups of
+    all devices. See `make_group_gradients` for the arguments.
   """
   groups = sizes.groups(mesh_size, exact)
   gradients = make_group_gradients(objective, sizes, groups)
@@ -130,15 +148,38 @@ def make_update(optimizer: optax.GradientTransformation, learning_rate: Callable
     learning_rate: valid steps learned from so far -> factor of the changes.
 
   Returns:
-    update(state, grads, terms) -> (state, norm of the gradient before clipping).
+    update(state, grads, loss_terms) -> (state, norm of the gradient before clipping).
   """
   optimizer = optax.with_extra_args_support(optimizer)
 
-  def as_they_are(params, opt_state, steps, grads, loss_terms):
+  def unchanged(params, opt_state, steps, grads, loss_terms):
+    """Takes no step; see `islands.island` for why this branch returns its arguments.
+
+    Args:
+      params: returned.
+      opt_state: returned.
+      steps: unused.
+      grads: unused.
+      loss_terms: unused.
+    """
+    del steps, grads, loss_terms
     return params, opt_state, jnp.zeros(())
 
-  @island('update', skipped=as_they_are)
+  @island('update', skipped=unchanged)
   def step(params, opt_state, steps, grads, loss_terms):
+    """Takes one step of the optimizer.
+
+    Args:
+      params: the parameters.
+      opt_state: the optimizer's state.
+      steps: [] i32, valid steps learned from so far.
+      grads: the gradient by `params`.
+      loss_terms: sums over the minibatch; 'valid' is the number of valid rows.
+
+    Returns:
+      The parameters, the optimizer's state, and the norm of the gradient before clipping [] f32.
+    """
+    # Loss terms are sums. A minibatch without valid rows must not divide by zero.
     kl = loss_terms.get('approx_kl', 0.0) / jnp.maximum(loss_terms['valid'], 1.0)
     change, opt_state = optimizer.update(grads, opt_state, params, kl=kl)
     rate = learning_rate(steps)
@@ -153,22 +194,37 @@ def make_update(optimizer: optax.GradientTransformation, learning_rate: Callable
   return update
 
 
-def _orders(key: jax.Array, sizes: Sizes, objective: Objective, groups: Groups) -> jax.Array:
-  """Returns the elements of each minibatch and group, [epochs * minibatches, local, n] i32.
+def _minibatch_indices(key: jax.Array, sizes: Sizes, objective: Objective, groups: Groups
+                       ) -> jax.Array:
+  """Returns the elements of each minibatch and group.
 
   The permutation of a group depends on the group's index among all groups, not on the mesh.
+
+  Args:
+    key: the update's key.
+    sizes: numbers that the arithmetic of an update depends on.
+    objective: says whether an epoch shuffles, and how many elements an environment has.
+    groups: of environments, seen from this device.
+
+  Returns:
+    [epochs * minibatches, local, n] i32.
   """
   count = sizes.num_envs // sizes.num_grad_shards * objective.elements_per_env
 
-  def order(epoch, group):
+  def permutation(epoch, group):
     if not objective.algorithm.shuffles:
       return jnp.arange(count)
-    return jax.random.permutation(jax.random.fold_in(jax.random.fold_in(key, epoch), group), count)
+    group_key = jax.random.fold_in(jax.random.fold_in(key, epoch), group)
+    return jax.random.permutation(group_key, count)
 
-  indices = jax.vmap(lambda e: jax.vmap(lambda g: order(e, g))(groups.numbers()))(
-      jnp.arange(sizes.num_epochs))
+  by_group = jax.vmap(permutation, in_axes=(None, 0))
+  by_epoch = jax.vmap(by_group, in_axes=(0, None))
+  indices = by_epoch(jnp.arange(sizes.num_epochs), groups.numbers())
+
+  # [epochs, local, elements] -> [epochs, minibatches, local, n]
   indices = indices.reshape(sizes.num_epochs, groups.local, sizes.num_minibatches, -1)
-  return indices.transpose(0, 2, 1, 3).reshape(-1, groups.local, indices.shape[-1])
+  indices = indices.transpose(0, 2, 1, 3)
+  return indices.reshape(-1, groups.local, indices.shape[-1])
 
 
 class Prepared(NamedTuple):
@@ -201,26 +257,33 @@ def make_prepare(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact: 
     inputs = objective.target_inputs(rollout)
 
     # One group at a time, since an island's shapes must not depend on the mesh.
-    def of_group(first_env):
+    def group_targets(first_env):
       envs = first_env + jnp.arange(groups.envs)
-      return targets_of_group(params, jax.tree.map(lambda x: jnp.take(x, envs, axis=1), inputs))
+      group_inputs = jax.tree.map(lambda x: jnp.take(x, envs, axis=1), inputs)
+      return targets_of_group(params, group_inputs)
 
-    return groups.join(groups.map(of_group, jnp.arange(groups.local) * groups.envs))
+    first_envs = jnp.arange(groups.local) * groups.envs
+    return groups.join(groups.map(group_targets, first_envs))
 
   def prepare(params: Params, key: jax.Array, rollout: Rollout) -> Prepared:
     chex.assert_shape(rollout.reward, (None, groups.local * groups.envs))
     chex.assert_equal_shape([rollout.reward, rollout.terminated, rollout.truncated, rollout.valid])
     chex.assert_type([rollout.terminated, rollout.truncated, rollout.valid], bool)
     batch = rollout._replace(episodes=())
-    batch_print, valid = groups.total_of_integers((
+
+    # The fingerprint is that of the data as the actors made it, before any scaling.
+    batch_fingerprint, valid = groups.total_of_integers((
         fingerprint(batch, 1, groups.first_env(), sizes.num_envs),
         jnp.sum(batch.valid, dtype=jnp.int32)))
 
     scaled, return_moments = running_moments.scale_rewards(params, batch, groups)
     targets = make_targets(params, scaled)
     moments = running_moments.observe(params, batch, targets, groups) | return_moments
-    return Prepared(scaled, targets, _orders(key, sizes, objective, groups),
-                    dict(batch=batch_print, valid=valid, moments=moments,
+    return Prepared(
+        rollout=scaled,
+        targets=targets,
+        minibatch_indices=_minibatch_indices(key, sizes, objective, groups),
+        batch_stats=dict(batch=batch_fingerprint, valid=valid, moments=moments,
                          episodes=rollout.episodes))
 
   return prepare
@@ -237,7 +300,7 @@ def finish(state: TrainState, batch_stats: Metrics, steps: tuple[Metrics, jax.Ar
 
   Args:
     state: after the last gradient step.
-    seen: statistics of the batch, from `Prepared`.
+    batch_stats: of the update's rollout, see `Prepared`.
     steps: loss terms, each [steps], and gradient norms [steps] f32.
     learning_rate: the schedule; see `make_learn`.
 
@@ -251,6 +314,15 @@ def finish(state: TrainState, batch_stats: Metrics, steps: tuple[Metrics, jax.Ar
 
   @island('metrics')
   def means(loss_terms, grad_norm, weights, kl_factor, steps):
+    """Returns the metrics that need arithmetic with rounding.
+
+    Args:
+      loss_terms: [gradient steps] each, sums over the valid rows of a minibatch.
+      grad_norm: [gradient steps] f32.
+      weights: the parameters without running moments.
+      kl_factor: [] f32, the optimizer's adaptive factor of the learning rate.
+      steps: [] i32, valid steps learned from before this update.
+    """
     loss_terms = jax.tree.map(jnp.sum, loss_terms)
     rows = jnp.maximum(loss_terms.pop('valid'), 1.0)
     return {name: total / rows for name, total in loss_terms.items()} | dict(
@@ -340,6 +412,17 @@ def make_fused(rollout, learn, calls: int):
     return state, actor_state, metrics
 
   def fused(state, actor_state, limit, total_steps):
+    """Makes up to `limit` updates.
+
+    Args:
+      state: the train state.
+      actor_state: the actor's state.
+      limit: [] i32, most updates, at most `calls`.
+      total_steps: [] i32, valid steps after which no update begins.
+
+    Returns:
+      The train state, the actor's state, the number of updates [] i32, and metrics [calls, ...].
+    """
     shapes = jax.eval_shape(once, state, actor_state)[2]
     # A while_loop cannot stack results, so metrics are written into arrays allocated before it.
     buffers = jax.tree.map(lambda s: jnp.zeros((calls, *s.shape), s.dtype), shapes)
@@ -352,7 +435,7 @@ def make_fused(rollout, learn, calls: int):
       state, actor_state, count, buffers = carry
       state, actor_state, metrics = once(state, actor_state)
       buffers = jax.tree.map(
-          lambda b, x: lax.dynamic_update_index_in_dim(b, x, count, 0), buffers, metrics)
+          lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, count, 0), buffers, metrics)
       return state, actor_state, count + 1, buffers
 
     return lax.while_loop(goes_on, body, (state, actor_state, jnp.int32(0), buffers))

@@ -20,6 +20,7 @@ from podracer_jit.types import Experience, Metrics, Params, Rollout, TrainState
 EVERYWHERE = PartitionSpec()
 BY_ENV = PartitionSpec(None, AXIS)
 BY_GROUP = PartitionSpec(AXIS)
+BY_DEVICE = PartitionSpec(AXIS)
 # The train state is replicated, except for the replay.
 STATE = TrainState(*[EVERYWHERE] * len(TrainState._fields))._replace(replay=BY_GROUP)
 
@@ -51,12 +52,41 @@ def fused_learner(learn: Callable, mesh: Mesh) -> Callable:
     state, metrics = jax.shard_map(
         whole, mesh=mesh, in_specs=(STATE, BY_ENV), out_specs=(STATE, EVERYWHERE),
         check_vma=False)(state, rollout)
-    return state, _report_of_one(metrics)
+    return state, _add_update_axis(metrics)
 
   return jax.jit(learner, donate_argnums=0)
 
 
-def _report_of_one(metrics: Metrics) -> Metrics:
+def fused_program(rollout: Callable, learn: Callable, calls: int, mesh: Mesh) -> Callable:
+  """Returns `rollout_updates.make_fused` of a whole mesh, to be jitted.
+
+  Args:
+    rollout: (params, actor_state) -> (actor_state, rollouts), of one device's environments.
+    learn: (state, rollout) -> (state, metrics), on one device of the mesh.
+    calls: updates that the arrays of metrics have room for.
+    mesh: of the learner.
+
+  Returns:
+    The function of `make_fused`. Its train state is replicated; its actor state has a leading axis
+    of devices, which is sharded.
+  """
+  def learn_whole(state, rollouts):
+    state, metrics = learn(state, rollouts)
+    return state, _all_episodes(metrics)
+
+  fused = rollout_updates.make_fused(rollout, learn_whole, calls)
+
+  def on_device(state, actor_state, limit, total_steps):
+    own = jax.tree.map(lambda x: x[0], actor_state)
+    state, own, count, metrics = fused(state, own, limit, total_steps)
+    return state, jax.tree.map(lambda x: x[None], own), count, metrics
+
+  return jax.shard_map(
+      on_device, mesh=mesh, in_specs=(STATE, BY_DEVICE, EVERYWHERE, EVERYWHERE),
+      out_specs=(STATE, BY_DEVICE, EVERYWHERE, EVERYWHERE), check_vma=False)
+
+
+def _add_update_axis(metrics: Metrics) -> Metrics:
   """Returns the metrics with a leading axis [1] of updates, as a report has them."""
   return jax.tree.map(lambda x: x[None], metrics)
 
@@ -66,7 +96,7 @@ class GradientPrograms(NamedTuple):
 
   mesh: Mesh
   prepare: Callable  # (params, key, rollout) -> Prepared, once an update
-  gradient: Callable  # (params, Prepared, step) -> (grads, terms) by partial sum, [n, ...] each
+  gradient: Callable  # (params, Prepared, step) -> (grads, loss_terms), partial sums [n, ...]
 
 
 def gradient_programs(objective: Objective, sizes: rollout_updates.Sizes, mesh: Mesh
@@ -90,7 +120,7 @@ def gradient_programs(objective: Objective, sizes: rollout_updates.Sizes, mesh: 
 
   def gradient_of(params: Params, prepared: rollout_updates.Prepared, step: jax.Array):
     chex.assert_rank(step, 0)
-    # Partial sums are smaller to send to the centre than the gradients of all groups.
+    # Partial sums are fewer bytes to send to the parameter server than the gradients of all groups.
     indices = prepared.minibatch_indices[step]
     return partial_sums(gradients(params, prepared.rollout, prepared.targets, indices))
 
@@ -98,8 +128,9 @@ def gradient_programs(objective: Objective, sizes: rollout_updates.Sizes, mesh: 
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
                                  check_vma=False))
 
-  # `orders` has its groups on the second axis, like the environments of arrays [T, B].
-  prepared_specs = rollout_updates.Prepared(BY_ENV, BY_ENV, BY_ENV, EVERYWHERE)
+  # `minibatch_indices` has its groups on the second axis, like the environments of arrays [T, B].
+  prepared_specs = rollout_updates.Prepared(
+      rollout=BY_ENV, targets=BY_ENV, minibatch_indices=BY_ENV, batch_stats=EVERYWHERE)
   return GradientPrograms(
       mesh,
       prepare=compiled(prepare_all, (EVERYWHERE, EVERYWHERE, BY_ENV), prepared_specs),
@@ -109,8 +140,10 @@ def gradient_programs(objective: Objective, sizes: rollout_updates.Sizes, mesh: 
 class UpdatePrograms(NamedTuple):
   """Compiled update functions of one device that computes no gradients; both donate the state."""
 
-  step: Callable  # (state, (grads, terms) by partial sum) -> (state, (terms, norm of the gradient))
-  finish: Callable  # (state, `seen` of Prepared, [second result of each step]) -> (state, metrics)
+  # (state, partial sums of (grads, loss_terms)) -> (state, (loss_terms, grad_norm))
+  step: Callable
+  # (state, Prepared.batch_stats, [second result of each step]) -> (state, metrics)
+  finish: Callable
 
 
 def update_programs(optimizer: optax.GradientTransformation,
@@ -135,7 +168,7 @@ def update_programs(optimizer: optax.GradientTransformation,
   def finish(state: TrainState, batch_stats: Metrics, steps: list):
     steps = jax.tree.map(lambda *x: jnp.stack(x), *steps)
     state, metrics = rollout_updates.finish(state, batch_stats, steps, learning_rate)
-    return state, _report_of_one(metrics)
+    return state, _add_update_axis(metrics)
 
   return UpdatePrograms(jax.jit(step, donate_argnums=0), jax.jit(finish, donate_argnums=0))
 
@@ -179,16 +212,27 @@ def replay_programs(insert: Callable, steps: Callable, finish: Callable,
     return state, (valid, batch)
 
   def learn(state: TrainState, count: jax.Array, valid: jax.Array, batch: jax.Array):
+    """Takes gradient steps and ends the update.
+
+    Args:
+      state: with a replay.
+      count: [] i32, gradient steps.
+      valid: [] i32, valid rows added since the previous call.
+      batch: [2] u32, sum of the fingerprints of what was added.
+    """
     chex.assert_rank([count, valid], 0)
     chex.assert_shape(batch, (2,))
     count = jnp.where(replay_updates.ready(state, sizes, mesh.size), count, 0)
     state, sums = steps(state, count)
     state, metrics = finish(state, count, sums, valid, batch)
-    return state, _report_of_one(metrics)
+    return state, _add_update_axis(metrics)
 
-  def compiled(function: Callable, others: int) -> Callable:
-    sharded = jax.shard_map(function, mesh=mesh, in_specs=(STATE, *[EVERYWHERE] * others),
-                            out_specs=(STATE, EVERYWHERE), check_vma=False)
+  def compiled(function: Callable, replicated_args: int) -> Callable:
+    in_specs = (STATE, *[EVERYWHERE] * replicated_args)
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=(STATE, EVERYWHERE),
+                            check_vma=False)
+    # Without donation every call would copy the replay.
     return jax.jit(sharded, donate_argnums=0)
 
-  return ReplayPrograms(insert=compiled(insert_here, others=2), learn=compiled(learn, others=3))
+  return ReplayPrograms(insert=compiled(insert_here, replicated_args=2),
+                        learn=compiled(learn, replicated_args=3))

@@ -170,15 +170,16 @@ def weighted_loss(error: jax.Array, weight: jax.Array, loss_terms: Metrics
   Args:
     error: [N] f32, TD errors; the gradient flows through them.
     weight: [N] f32, importance weights.
-    terms: [N] each, further terms to report.
+    loss_terms: [N] each, further terms to report.
 
   Returns:
     The results of `ReplayAlgorithm.loss`.
   """
   chex.assert_rank(error, 1)
   chex.assert_equal_shape([error, weight, *loss_terms.values()])
-  size = jnp.abs(lax.stop_gradient(error))
-  each = 0.5 * weight * jnp.square(error)
-  loss_terms = loss_terms | dict(loss=each, abs_td_error=size, importance_weight=weight,
-                                 valid=jnp.ones_like(size))
-  return jnp.sum(each), (jax.tree.map(jnp.sum, loss_terms), size)
+  # |TD error| becomes the transition's priority, which must not be differentiated.
+  abs_td_error = jnp.abs(lax.stop_gradient(error))
+  losses = 0.5 * weight * jnp.square(error)
+  loss_terms = loss_terms | dict(loss=losses, abs_td_error=abs_td_error, importance_weight=weight,
+                                 valid=jnp.ones_like(abs_td_error))
+  return jnp.sum(losses), (jax.tree.map(jnp.sum, loss_terms), abs_td_error)

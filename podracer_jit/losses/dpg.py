@@ -43,17 +43,9 @@ class DPG(ReplayAlgorithm):
 
   def loss(self, network: nn.Module, params: Params, target_params: Params, batch: Transition,
            weight: jax.Array) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-    """Returns the sum of the weighted losses of critic and policy; see `ReplayAlgorithm.loss`.
+    """Returns the sum of the weighted losses of critic and policy.
 
-    Args:
-      network: the flax module.
-      params: the parameters to differentiate.
-      target_params: parameters of the target network.
-      batch: transitions [N, ...].
-      weight: [N] f32, importance weights.
-
-    Returns:
-      The scalar loss, and (sums of terms over the transitions, |TD error| [N]).
+    Args and results: see `ReplayAlgorithm.loss`. The TD errors are the critic's.
     """
 
     def q(params, obs, action):
@@ -65,13 +57,13 @@ class DPG(ReplayAlgorithm):
 
     # The policy's loss must not change the critic, so its gradient stops at the critic's weights.
     action = network.apply(params, batch.obs, method='act')
-    fixed = lax.stop_gradient(params)
-    value, slope = jax.vjp(lambda a: q(fixed, batch.obs, a), lax.stop_gradient(action))
-    actor_loss = jax.vmap(lambda *a: policy_loss(*a, self.dqda_clip))(
-        action, slope(jnp.ones_like(value))[0])
+    critic_params = lax.stop_gradient(params)
+    value, vjp = jax.vjp(lambda a: q(critic_params, batch.obs, a), lax.stop_gradient(action))
+    (dqda,) = vjp(jnp.ones_like(value))
+    actor_loss = jax.vmap(lambda a, dqda: policy_loss(a, dqda, self.dqda_clip))(action, dqda)
 
-    critic_loss, reported = weighted_loss(error, weight, dict(q=value))
-    return critic_loss + jnp.sum(weight * actor_loss), reported
+    critic_loss, aux = weighted_loss(error, weight, dict(q=value))
+    return critic_loss + jnp.sum(weight * actor_loss), aux
 
 
 def critic_td_error(q_tm1: jax.Array, r_t: jax.Array, discount_t: jax.Array, q_t: jax.Array

@@ -32,20 +32,13 @@ class DQN(ReplayAlgorithm):
 
   def loss(self, network: nn.Module, params: Params, target_params: Params, batch: Transition,
            weight: jax.Array) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-    """Returns the weighted loss of the Q-network; see `ReplayAlgorithm.loss`.
+    """Returns the weighted loss of the Q-network.
 
-    Args:
-      network: the flax module.
-      params: the parameters to differentiate.
-      target_params: parameters of the target network.
-      batch: transitions [N, ...].
-      weight: [N] f32, importance weights.
-
-    Returns:
-      The scalar loss, and (sums of terms over the transitions, |TD error| [N]).
+    Args and results: see `ReplayAlgorithm.loss`.
     """
 
     def values(params, obs):
+      # Networks take [T, N, ...]; transitions are a single step.
       return network.apply(params, obs[None])[0][0]
 
     q_tm1 = values(params, batch.obs)

@@ -32,16 +32,9 @@ class IMPALA(RolloutAlgorithm):
 
   def loss(self, model: Model, params: Params, minibatch: Minibatch, statistics: Any
            ) -> tuple[jax.Array, Metrics]:
-    """Returns the loss summed over sequences; see `RolloutAlgorithm.loss`.
+    """Returns the loss summed over sequences.
 
-    Args:
-      model: the network.
-      params: the parameters to differentiate.
-      minibatch: (rollout [T, N, ...], no targets).
-      statistics: unused.
-
-    Returns:
-      The scalar loss, and sums of terms over valid rows.
+    Args and results: see `RolloutAlgorithm.loss`. There are no targets, and `statistics` is unused.
     """
     del statistics
     rollout, _ = minibatch
@@ -76,7 +69,7 @@ def impala_loss(
   """Returns the loss summed over one sequence's valid rows, as in Cleanba and monobeast.
 
   Args:
-    dist: [T, K] f32, the learner's distribution parameters for obs[:-1].
+    dist_params: [T, K] f32, the learner's distribution parameters for obs[:-1].
     value: [T + 1] f32, the learner's baseline; the last row is used for bootstrapping only.
     action: [T, ...], the behaviour policy's actions.
     behaviour_log_prob: [T] f32, log mu(action) in nats.

@@ -27,7 +27,18 @@ class Unit(NamedTuple):
 
 def _gather_environments(rollout: Rollout, targets: Any, first_env: jax.Array, group_envs: int,
                          elements: jax.Array) -> Minibatch:
-  """Returns [T, n, ...] of the rollout and its targets; an element is an environment."""
+  """Gathers a minibatch whose elements are the environments of a group; see `Unit.gather`.
+
+  Args:
+    rollout: [T, B, ...], of all groups of a device.
+    targets: [T, B] each.
+    first_env: [] i32, index of the group's first environment in the rollout.
+    group_envs: unused.
+    elements: [n] i32, environments of the group.
+
+  Returns:
+    The rollout and targets, [T, n, ...].
+  """
   chex.assert_rank(elements, 1)
   del group_envs
   return jax.tree.map(lambda x: jnp.take(x, first_env + elements, axis=1), (rollout, targets))
@@ -35,9 +46,19 @@ def _gather_environments(rollout: Rollout, targets: Any, first_env: jax.Array, g
 
 def _gather_rows(rollout: Rollout, targets: Any, first_env: jax.Array, group_envs: int,
                  elements: jax.Array) -> Minibatch:
-  """Returns [1, n, ...] of the rollout and its targets; an element is a row.
+  """Gathers a minibatch whose elements are the rows of a group; see `Unit.gather`.
 
   Rows are numbered step by step, and within a step environment by environment.
+
+  Args:
+    rollout: [T, B, ...], of all groups of a device.
+    targets: [T, B] each.
+    first_env: [] i32, index of the group's first environment in the rollout.
+    group_envs: environments of a group.
+    elements: [n] i32, rows of the group.
+
+  Returns:
+    The rollout and targets, [1, n, ...].
   """
   chex.assert_rank(elements, 1)
   step = elements // group_envs

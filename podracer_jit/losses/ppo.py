@@ -95,20 +95,15 @@ class PPO(RolloutAlgorithm):
 
     mean = mean_over_valid(targets['advantage'])
     variance = mean_over_valid(jnp.square(targets['advantage'] - mean))
+    # A minibatch may have equal advantages, whose deviation is 0.
     return count, mean, jnp.sqrt(variance) + 1e-8
 
   def loss(self, model: Model, params: Params, minibatch: Minibatch, statistics: Any
            ) -> tuple[jax.Array, Metrics]:
-    """Returns this part's share of the minibatch's mean loss; see `RolloutAlgorithm.loss`.
+    """Returns this part's share of the minibatch's mean loss.
 
-    Args:
-      model: the network.
-      params: the parameters to differentiate.
-      minibatch: (rollout, targets) of rows [1, N, ...] or environments [T, N, ...].
-      statistics: the result of `batch_statistics`.
-
-    Returns:
-      The scalar loss, and sums of terms over valid rows.
+    Args and results: see `RolloutAlgorithm.loss`. The minibatch is of rows [1, N, ...] or of
+    environments [T, N, ...].
     """
     rollout, targets = minibatch
     count, mean, std = statistics
@@ -211,7 +206,7 @@ def ppo_loss(
   """Returns PPO's loss summed over valid rows; divide by their number for the paper's mean.
 
   Args:
-    dist: [N, K] f32, the trained policy's distribution parameters.
+    dist_params: [N, K] f32, the trained policy's distribution parameters.
     value: [N] f32, the trained critic's values.
     action: [N, ...], the acting policy's actions.
     behaviour_log_prob: [N] f32, the acting policy's log-probabilities in nats.

@@ -82,14 +82,38 @@ def rows_at_once(count: int, shape: Sequence[int], near: int) -> int:
 
 
 def _pads(size: int, kernel: int, stride: int, padding: str) -> tuple[int, int]:
-  """Returns the rows of padding before and after an axis, as XLA and TensorFlow place them."""
+  """Returns the padding before and after an axis, as XLA and TensorFlow place it.
+
+  Args:
+    size: pixels along the axis.
+    kernel: pixels of a window.
+    stride: pixels between windows.
+    padding: 'VALID' or 'SAME'.
+  """
   if padding == 'VALID':
     return 0, 0
   total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
   return total // 2, total - total // 2
 
 
+# The private functions below share these arguments:
+#   x: [N, H, W, C] images.
+#   w: [KH, KW, C, O] kernel.
+#   dy: [N, OH, OW, O], gradient of the loss by the convolution's result.
+#   stride: pixels between windows, along both axes.
+#   pads: ((top, bottom), (left, right)), pixels of padding with zeros; may be negative.
+
+
 def _conv(x, w, strides, pads, **dilation):
+  """Returns XLA's convolution.
+
+  Args:
+    x: see above.
+    w: see above.
+    strides: along both axes.
+    pads: see above.
+    **dilation: `lhs_dilation` or `rhs_dilation`.
+  """
   return lax.conv_general_dilated(x, w, strides, pads, dimension_numbers=_LAYOUT, **dilation)
 
 
@@ -136,15 +160,39 @@ def _as_product(x, w, stride):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _conv2d(x, w, stride, pads):
+  """Returns the convolution, with gradients of its own.
+
+  Args:
+    x: images.
+    w: kernel.
+    stride: pixels between windows.
+    pads: of each axis.
+  """
   return _forward(x, w, stride, pads)
 
 
 def _conv2d_fwd(x, w, stride, pads):
+  """Returns the convolution and the residuals of its gradient; see `_conv2d`.
+
+  Args:
+    x: images.
+    w: kernel.
+    stride: pixels between windows.
+    pads: of each axis.
+  """
   return _forward(x, w, stride, pads), (x, w)
 
 
-def _conv2d_bwd(stride, pads, saved, dy):
-  x, w = saved
+def _conv2d_bwd(stride, pads, residuals, dy):
+  """Returns the gradients of images and kernel; see `_conv2d`.
+
+  Args:
+    stride: pixels between windows.
+    pads: of each axis.
+    residuals: (images, kernel).
+    dy: gradient of the result.
+  """
+  x, w = residuals
   return _input_gradient(x, w, dy, stride, pads), _kernel_gradient(x, w, dy, stride, pads)
 
 
@@ -152,7 +200,14 @@ _conv2d.defvjp(_conv2d_fwd, _conv2d_bwd)
 
 
 def _forward(x, w, stride, pads):
-  """Returns the convolution, in the faster of two formulations."""
+  """Returns the convolution, in the faster of two formulations.
+
+  Args:
+    x: images.
+    w: kernel.
+    stride: pixels between windows.
+    pads: of each axis.
+  """
   # Doubled output channels exceed VECTOR, single ones do not.
   doubling_helps = VECTOR // 2 < w.shape[3] <= VECTOR and w.shape[2] <= VECTOR
   if doubling_helps and stride == 1 and w.shape[1] == 3:
@@ -180,7 +235,15 @@ def _two_columns(x, w, pads):
 
 
 def _kernel_gradient(x, w, dy, stride, pads):
-  """Returns the gradient of the kernel: a convolution that contracts the batch as channels."""
+  """Returns the gradient of the kernel: a convolution that contracts the batch as channels.
+
+  Args:
+    x: images.
+    w: kernel, of which only the shape counts.
+    dy: gradient of the result.
+    stride: pixels between windows.
+    pads: of each axis.
+  """
   # Without barriers XLA folds the transposes back into a slow layout.
   barrier = lax.optimization_barrier
   dw = _conv(barrier(x.transpose(3, 1, 2, 0)), barrier(dy.transpose(1, 2, 0, 3)), (1, 1), pads,
@@ -189,7 +252,15 @@ def _kernel_gradient(x, w, dy, stride, pads):
 
 
 def _input_gradient(x, w, dy, stride, pads):
-  """Returns the gradient of the images: a convolution of dy with the flipped kernel."""
+  """Returns the gradient of the images: a convolution of dy with the flipped kernel.
+
+  Args:
+    x: images, of which only the shape counts.
+    w: kernel.
+    dy: gradient of the result.
+    stride: pixels between windows.
+    pads: of each axis.
+  """
   kernel = w.shape[:2]
   size = x.shape[1:3]
   out = dy.shape[1:3]
@@ -221,6 +292,12 @@ def _input_gradient_in_blocks(x, w, dy, stride):
 
   The stride x stride phases of dx are channels of one convolution, which replaces a convolution of
   a dilated dy full of zeros. 20x20x32, 4x4 stride 2 -> 64 channels: 78 us a row instead of 114.
+
+  Args:
+    x: images, of which only the shape counts.
+    w: kernel.
+    dy: gradient of the result.
+    stride: pixels between windows; divides the height and width of the kernel.
   """
   batch, height, width, channels = x.shape
   # Blocks of stride x stride pixels in a window.
@@ -259,42 +336,64 @@ def max_pool(x: jax.Array, window: int, stride: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _max_pool(x, window, stride, size):
+  """Returns the maxima [N, OH, OW, C].
+
+  Args:
+    x: images.
+    window: height and width of a window.
+    stride: pixels between windows.
+    size: height and width of x, which the gradient needs as static numbers.
+  """
   return _max_pool_fwd(x, window, stride, size)[0]
 
 
 def _max_pool_fwd(x, window, stride, size):
-  """Returns the maxima, and the position of each in its window in row order, as uint8.
+  """Returns the maxima and their positions, which are saved for the gradient.
 
-  Both are [N, OH, OW, C]; the positions are saved for the gradient.
+  Args:
+    x: images.
+    window: height and width of a window.
+    stride: pixels between windows.
+    size: height and width of x.
+
+  Returns:
+    The maxima [N, OH, OW, C], and the position of each in its window in row order, as uint8.
   """
   pads = [_pads(s, window, stride, 'SAME') for s in size]
   # A strided slice up to here has one row for each window.
   ends = [(-(-s // stride) - 1) * stride + 1 for s in size]
   x = jnp.pad(x, ((0, 0), *pads, (0, 0)), constant_values=-jnp.inf)
   best = x[:, :ends[0]:stride, :ends[1]:stride]
-  which = jnp.zeros(best.shape, jnp.uint8)
+  position = jnp.zeros(best.shape, jnp.uint8)
   for place in range(1, window * window):
     i, j = divmod(place, window)
-    new = x[:, i:i + ends[0]:stride, j:j + ends[1]:stride]
+    candidate = x[:, i:i + ends[0]:stride, j:j + ends[1]:stride]
     # `>=` lets the first of equal maxima win.
-    keep = best >= new
-    best = jnp.where(keep, best, new)
-    which = jnp.where(keep, which, jnp.uint8(place))
-  return best, which
+    keep = best >= candidate
+    best = jnp.where(keep, best, candidate)
+    position = jnp.where(keep, position, jnp.uint8(place))
+  return best, position
 
 
-def _max_pool_bwd(window, stride, size, which, dy):
+def _max_pool_bwd(window, stride, size, position, dy):
   """Returns the gradient of the images.
 
   Each pixel adds up dy of the windows whose maximum it is. A gather by pixel is faster than a
   scatter by window.
+
+  Args:
+    window: height and width of a window.
+    stride: pixels between windows.
+    size: height and width of the images.
+    position: [N, OH, OW, C] uint8, the positions of the maxima in their windows.
+    dy: [N, OH, OW, C], gradient of the maxima.
   """
   batch, *out, channels = dy.shape
   # Windows along an axis that may cover a pixel.
   reach = -(-window // stride)
   around = ((0, 0), (reach - 1,) * 2, (reach - 1,) * 2, (0, 0))
   # -1 is the position of no pixel.
-  which = jnp.pad(which.astype(jnp.int32), around, constant_values=-1)
+  position = jnp.pad(position.astype(jnp.int32), around, constant_values=-1)
   dy = jnp.pad(dy, around)
 
   # Pixels are taken in blocks of stride x stride, which the same windows may cover.
@@ -307,11 +406,12 @@ def _max_pool_bwd(window, stride, size, which, dy):
       return x[:, i:i + rows, None, j:j + columns, None]
 
     # Positions of a block's pixels in the window that begins (i, j) blocks before; -2 outside it.
-    down, right = (jnp.arange(stride) + steps * stride for steps in (i, j))
-    place = jnp.where((down < window)[:, None] & (right < window), down[:, None] * window + right,
-                      -2)[:, None, :, None]
+    down = jnp.arange(stride) + i * stride
+    right = jnp.arange(stride) + j * stride
+    inside = (down < window)[:, None] & (right < window)
+    place = jnp.where(inside, down[:, None] * window + right, -2)[:, None, :, None]
 
-    dx += jnp.where(windows(which) == place, windows(dy), 0.0)
+    dx += jnp.where(windows(position) == place, windows(dy), 0.0)
 
   dx = dx.reshape(batch, rows * stride, columns * stride, channels)
   (top, _), (left, _) = (_pads(s, window, stride, 'SAME') for s in size)

@@ -19,7 +19,7 @@ from jax import lax
 
 # Name of the learner mesh's axis.
 AXIS = 'learner'
-# Numbers from which an array may be summed by slices; see `sliced`.
+# Numbers from which an array may be summed by slices; see `use_reduce_scatter`.
 FEW = 4096
 # Numbers from which an array is sent by a collective of its own.
 MANY = 1 << 18

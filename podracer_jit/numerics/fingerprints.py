@@ -77,9 +77,9 @@ def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
 
     # Tells leaves apart: a multiple of 2^32 divided by the golden ratio.
     salt = jnp.uint32((i + 1) * 0x9E3779B9 & 0xFFFFFFFF)
-    for which, mix in enumerate(_MIXES):
+    for half, mix in enumerate(_MIXES):
       mixed = _mix(words ^ _mix(index + salt, mix), mix)
-      total = total.at[which].add(jnp.sum(mixed, dtype=jnp.uint32))
+      total = total.at[half].add(jnp.sum(mixed, dtype=jnp.uint32))
   return total
 
 

@@ -64,6 +64,7 @@ def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], C
 
 
 def _in_a_branch(function: Callable, skipped: Callable, *args: Any) -> Any:
+  """Calls `function` in a branch of a `cond` that is always taken."""
   # XLA would remove a `cond` whose predicate it knows.
   hidden_true = lax.optimization_barrier(jnp.bool_(True))
   return lax.cond(hidden_true, function, skipped, *args)

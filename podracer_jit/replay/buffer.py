@@ -20,7 +20,7 @@ from podracer_jit.replay import ring, slots, tree
 from podracer_jit.replay.ring import n_step_return as n_step_return
 from podracer_jit.types import Experience, Transition
 
-LEAST = 1e-6  # added to TD errors, so that a transition without one can still be drawn
+LEAST = 1e-6  # added to TD errors, so that a transition with a TD error of 0 can still be drawn
 
 
 class State(NamedTuple):
@@ -93,29 +93,31 @@ class Replay(NamedTuple):
     return State(ring=frames, slots=slot_state, priorities=tree.init(groups, places), size=zeros(),
                  inserted=zeros())
 
-  def add(self, state: State, group: jax.Array, new: Experience, keys: jax.Array,
+  def add(self, state: State, group: jax.Array, experience: Experience, keys: jax.Array,
           now: jax.Array) -> State:
     """Adds experience and evicts transitions beyond the capacity.
 
     Args:
       state: the state of all groups of the device.
       group: [k] i32, the groups of the experience, all different; out-of-range groups are ignored.
-      new: experience [k, T, B, ...].
+      experience: [k, T, B, ...].
       keys: [groups], one PRNG key for each group, for evictions.
       now: [] i32, time stored with the rows, on the caller's clock.
 
     Returns:
       The new state.
     """
-    chex.assert_shape([new.priority, new.starts], (len(group), self.unroll_length, self.envs))
-    chex.assert_type(new.starts, bool)
-    frames, start = ring.write(state.ring, group, new, now)
+    chex.assert_shape([experience.priority, experience.starts],
+                      (len(group), self.unroll_length, self.envs))
+    chex.assert_type(experience.starts, bool)
+    frames, start = ring.write(state.ring, group, experience, now)
 
     # Row t of the experience has the priority of the transition that began n_step rows before.
     steps = self.unroll_length + (self.margin if self.fifo else 0)
     row = (start[:, None] - self.n_step + jnp.arange(steps)) % self.rows
     place = (row[..., None] * self.envs + jnp.arange(self.envs)).reshape(len(group), -1)
-    error, starts = (x.reshape(len(group), -1) for x in (new.priority, new.starts))
+    error = experience.priority.reshape(len(group), -1)
+    starts = experience.starts.reshape(len(group), -1)
 
     inserted = state.inserted.at[group].add(jnp.sum(starts, axis=1), mode='drop')
     state = state._replace(ring=frames, inserted=inserted)
@@ -135,13 +137,19 @@ class Replay(NamedTuple):
                 starts: jax.Array, keys: jax.Array) -> State:
     """Stores the transitions that begin in the given places of the ring, then evicts.
 
-    `place`, `error` and `starts` are [k, T * B].
+    Args:
+      state: the state of all groups of the device.
+      group: [k] i32, the groups to write to.
+      place: [k, T * B] i32, places in the ring.
+      error: [k, T * B] f32, absolute TD errors.
+      starts: [k, T * B] bool, whether a transition begins in the place.
+      keys: [groups], one PRNG key for each group, for evictions.
     """
     transitions = self._read(state.ring, jnp.broadcast_to(group[:, None], place.shape), place)
-    slot_state, which = slots.write(state.slots, group, transitions, starts)
+    slot_state, slot = slots.write(state.slots, group, transitions, starts)
     slot_state = slot_state._replace(eviction=tree.put(
-        slot_state.eviction, group, which, _mass(error, self.eviction_exponent)))
-    priorities = tree.put(state.priorities, group, which, _mass(error, self.priority_exponent))
+        slot_state.eviction, group, slot, _mass(error, self.eviction_exponent)))
+    priorities = tree.put(state.priorities, group, slot, _mass(error, self.priority_exponent))
 
     slot_state, priorities = slots.evict(slot_state, priorities, keys, self.capacity,
                                          place.shape[1])
@@ -181,8 +189,8 @@ class Replay(NamedTuple):
     chex.assert_equal_shape([place, error])
     groups = jnp.arange(len(place))
     # `tree.put` must not get a place twice; equal places are neighbours.
-    place = jnp.where(place == jnp.pad(place, ((0, 0), (1, 0)), constant_values=-1)[:, :-1],
-                      tree.NOWHERE, place)
+    previous = jnp.pad(place, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    place = jnp.where(place == previous, tree.NOWHERE, place)
     if not self.fifo:
       state = state._replace(slots=state.slots._replace(eviction=tree.put(
           state.slots.eviction, groups, place, _mass(error, self.eviction_exponent))))

@@ -51,7 +51,7 @@ def init(groups: int, rows: int, like: Experience) -> Ring:
       head=jnp.zeros(groups, jnp.int32))
 
 
-def write(ring: Ring, group: jax.Array, new: Experience, now: jax.Array
+def write(ring: Ring, group: jax.Array, experience: Experience, now: jax.Array
           ) -> tuple[Ring, jax.Array]:
   """Writes T rows per group; out-of-range groups are ignored.
 
@@ -61,40 +61,42 @@ def write(ring: Ring, group: jax.Array, new: Experience, now: jax.Array
   Args:
     ring: the ring of all groups of the device.
     group: [k] i32, the groups to write to, all different.
-    new: experience [k, T, B, ...].
+    experience: [k, T, B, ...].
     now: [] i32, time stored with the rows, on the caller's clock.
 
   Returns:
     The ring, and the index of row 0 in each group [k] i32.
   """
-  chex.assert_rank([group, new.reward, new.fresh], [1, 3, 3])
-  chex.assert_equal_shape_prefix([group, new.reward, new.fresh, new.action, new.obs], 1)
-  chex.assert_equal_shape([new.reward, new.terminated, new.truncated])
+  chex.assert_rank([group, experience.reward, experience.fresh], [1, 3, 3])
+  chex.assert_equal_shape_prefix(
+      [group, experience.reward, experience.fresh, experience.action, experience.obs], 1)
+  chex.assert_equal_shape([experience.reward, experience.terminated, experience.truncated])
 
   rows = ring.fresh.shape[1]
   k = group[:, None]
 
-  began = new.began[:, 0, 0]
+  # All environments of a rollout are reset at once, so the first flag stands for all.
+  began = experience.began[:, 0, 0]
   start = (ring.head.at[group].get(mode='fill', fill_value=0) + began) % rows
-  steps = new.reward.shape[1]
+  steps = experience.reward.shape[1]
+  # A rollout of T steps has T + 1 observations.
   target = (start[:, None] + jnp.arange(steps + 1)) % rows
 
   # The experience does not say whether the stack of a continued row 0 was fresh, so the flag that
   # the ring holds is kept.
-  fresh = new.fresh.at[:, 0].set(
-      new.fresh[:, 0] | ~began[:, None] & ring.fresh.at[group, start].get(mode='fill',
-                                                                          fill_value=False))
+  kept_fresh = ring.fresh.at[group, start].get(mode='fill', fill_value=False)
+  fresh = experience.fresh.at[:, 0].set(experience.fresh[:, 0] | ~began[:, None] & kept_fresh)
 
-  def put(old, value, where=target[:, :steps]):
-    return old.at[k, where].set(value, mode='drop')
+  def put(field, value, row=target[:, :steps]):
+    return field.at[k, row].set(value, mode='drop')
 
   written = Ring(
-      frame=put(ring.frame, new.obs, target),
+      frame=put(ring.frame, experience.obs, target),
       fresh=put(ring.fresh, fresh, target),
-      action=put(ring.action, new.action),
-      reward=put(ring.reward, new.reward),
-      terminated=put(ring.terminated, new.terminated),
-      truncated=put(ring.truncated, new.truncated),
+      action=put(ring.action, experience.action),
+      reward=put(ring.reward, experience.reward),
+      terminated=put(ring.terminated, experience.terminated),
+      truncated=put(ring.truncated, experience.truncated),
       added=put(ring.added, jnp.broadcast_to(now, (len(group), steps))),
       head=ring.head.at[group].set(target[:, -1], mode='drop'))
   return written, start
@@ -137,9 +139,19 @@ def read(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: in
 
 
 def _obs(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: int) -> jax.Array:
-  """Returns the observations [*row.shape, ...] of rows, with stacks rebuilt.
+  """Returns the observations of rows, with stacks rebuilt.
 
   A stack reaches back to the newest row that was fresh; that row's frame fills the older places.
+
+  Args:
+    ring: the ring of all groups of the device.
+    group: [k, ...] i32.
+    row: [k, ...] i32.
+    env: [k, ...] i32, environment within its group.
+    stack: frames in an observation.
+
+  Returns:
+    [k, ..., stack * c, H, W], or [k, ..., *observation] without stacks.
   """
   if stack == 1:
     return ring.frame[group, row, env]

@@ -27,42 +27,45 @@ class Slots(NamedTuple):
 
 def init(groups: int, slots: int, like: Transition) -> Slots:
   """Allocates free slots for transitions shaped like `like`, one transition [...]."""
-  held = jax.tree.map(lambda x: jnp.zeros((groups, slots, *x.shape), x.dtype), like)
+  transitions = jax.tree.map(lambda x: jnp.zeros((groups, slots, *x.shape), x.dtype), like)
   return Slots(
-      held=held,
+      held=transitions,
       free=jnp.tile(jnp.arange(slots, dtype=jnp.int32), (groups, 1)),
       room=jnp.full(groups, slots, jnp.int32),
       eviction=tree.init(groups, slots))
 
 
-def write(slots: Slots, group: jax.Array, new: Transition, there: jax.Array
+def write(slots: Slots, group: jax.Array, transitions: Transition, stored: jax.Array
           ) -> tuple[Slots, jax.Array]:
   """Stores transitions in free slots.
 
   Args:
     slots: the slots of all groups of the device.
     group: [k] i32, the groups to write to, all different; out-of-range groups are ignored.
-    new: transitions [k, m, ...].
-    there: [k, m] bool, the transitions to store.
+    transitions: [k, m, ...].
+    stored: [k, m] bool, the transitions to store.
 
   Returns:
     The slots, and each transition's slot [k, m] i32; tree.NOWHERE if it is not stored.
   """
-  chex.assert_rank([group, there], [1, 2])
-  chex.assert_type(there, bool)
-  chex.assert_equal_shape_prefix([there, new.reward], 2)
+  chex.assert_rank([group, stored], [1, 2])
+  chex.assert_type(stored, bool)
+  chex.assert_equal_shape_prefix([stored, transitions.reward], 2)
 
-  room = slots.room.at[group].get(mode='fill', fill_value=0)[:, None]
   # Transitions pop free slots from the end of the stack.
-  place = room - jnp.cumsum(there, axis=1)
-  there &= place >= 0
-  which = slots.free.at[group[:, None], jnp.maximum(place, 0)].get(mode='fill', fill_value=0)
-  which = jnp.where(there, which, tree.NOWHERE)
+  room = slots.room.at[group].get(mode='fill', fill_value=0)[:, None]
+  top = room - jnp.cumsum(stored, axis=1)
+  stored &= top >= 0
+  slot = slots.free.at[group[:, None], jnp.maximum(top, 0)].get(mode='fill', fill_value=0)
+  slot = jnp.where(stored, slot, tree.NOWHERE)
 
-  held = jax.tree.map(lambda old, x: old.at[group[:, None], which].set(x, mode='drop'),
-                      slots.held, new)
-  room = jnp.maximum(room[:, 0] - jnp.sum(there, axis=1), 0)
-  return slots._replace(held=held, room=slots.room.at[group].set(room, mode='drop')), which
+  def put(field, x):
+    return field.at[group[:, None], slot].set(x, mode='drop')
+
+  room = jnp.maximum(room[:, 0] - jnp.sum(stored, axis=1), 0)
+  slots = slots._replace(held=jax.tree.map(put, slots.held, transitions),
+                         room=slots.room.at[group].set(room, mode='drop'))
+  return slots, slot
 
 
 def evict(slots: Slots, priorities: tree.Tree, keys: jax.Array, most: int, count: int
@@ -91,17 +94,20 @@ def evict(slots: Slots, priorities: tree.Tree, keys: jax.Array, most: int, count
 
   def once(carry):
     slots, priorities, turn = carry
-    now = jax.vmap(lambda key: jax.random.fold_in(key, turn))(keys)
-    leaf = jnp.sort(tree.draw(slots.eviction, now, count)[0], axis=1)
+    turn_keys = jax.vmap(lambda key: jax.random.fold_in(key, turn))(keys)
+    leaf = jnp.sort(tree.draw(slots.eviction, turn_keys, count)[0], axis=1)
 
     # A slot may be drawn several times; only the first draw counts.
     first = jnp.concatenate([jnp.ones((len(keys), 1), bool), leaf[:, 1:] != leaf[:, :-1]], axis=1)
 
     # If more slots were drawn than must be freed, pick among them at random; otherwise low indices
     # would be evicted first.
-    order = jnp.argsort(jnp.where(first, jax.vmap(
-        lambda key: jax.random.uniform(jax.random.fold_in(key, 1), (count,)))(now), 2.0), axis=1)
-    leaf, first = (jnp.take_along_axis(x, order, axis=1) for x in (leaf, first))
+    random = jax.vmap(
+        lambda key: jax.random.uniform(jax.random.fold_in(key, 1), (count,)))(turn_keys)
+    # Repeated draws go to the end: 2 is above all random numbers.
+    order = jnp.argsort(jnp.where(first, random, 2.0), axis=1)
+    leaf = jnp.take_along_axis(leaf, order, axis=1)
+    first = jnp.take_along_axis(first, order, axis=1)
     evicted = first & (jnp.arange(count) < excess(slots)[:, None])
     leaf = jnp.where(evicted, leaf, tree.NOWHERE)
     zero = jnp.zeros(leaf.shape)

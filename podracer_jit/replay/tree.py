@@ -165,4 +165,5 @@ def _share(uniform: jax.Array, node: jax.Array) -> jax.Array:
 @island('probability')
 def _probability(leaf: jax.Array, whole: jax.Array) -> jax.Array:
   """Returns the probabilities [count] of leaves with these values; 0 in an empty tree."""
+  # The smallest mass of a leaf is about 1e-6^exponent, so 1e-30 only matters for an empty tree.
   return leaf / jnp.maximum(whole, 1e-30)

@@ -1,17 +1,18 @@
-"""From an experiment to what a run is made of, and from that to segments with environments."""
+"""Builds the components of a run from its experiment, and the segments of the run."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from podracer_jit import options
-from podracer_jit.actor import priorities
+from podracer_jit.actor import kept_envs, priorities
 from podracer_jit.actor.acting import Acting, FirstReady, ForReplay, InStep
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents import networks
@@ -52,7 +53,16 @@ class Run:
     experiment = self.experiment
     return wiring.Plan(
         experiment.scheme, self.place, self.learner, self.acting, experiment.env.num_envs,
-        experiment.total_steps, experiment.placement.updates_per_call)
+        experiment.num_shards, experiment.total_steps, experiment.placement.updates_per_call,
+        self.keeps_envs)
+
+  @property
+  def keeps_envs(self) -> bool:
+    """True if environments go on from one segment to the next, and checkpoints hold their state.
+
+    This needs environments whose state is arrays, and a scheme in which all rollouts are counted.
+    """
+    return self.experiment.spec.is_function and self.experiment.deterministic
 
   def initial_state(self) -> TrainState:
     """Returns the train state of update 0, without the replay, which `learner.allocate` adds."""
@@ -65,7 +75,8 @@ def make_run(experiment: Experiment) -> Run:
   Raises:
     ValueError: naming the field, its value and what would be right.
   """
-  place = placement.resolve(experiment.placement, experiment.num_shards)
+  place = placement.resolve(experiment.placement, experiment.num_shards,
+                            experiment.spec.is_function)
   for problem in _problems_of_devices(experiment, place):
     raise ValueError(problem)
   network = make_network(experiment)
@@ -82,8 +93,10 @@ def make_run(experiment: Experiment) -> Run:
 
 def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> Iterator[str]:
   """Yields what cannot be on the devices that were found."""
-  scheme, name = experiment.scheme, experiment.scheme_name
-  groups, mesh_size = experiment.num_grad_shards, place.mesh.size
+  scheme = experiment.scheme
+  name = experiment.scheme_name
+  groups = experiment.num_grad_shards
+  mesh_size = place.mesh.size
   if groups % mesh_size:
     yield options.uneven(
         options.Count('num_grad_shards', groups, experiment.differs('num_grad_shards'),
@@ -121,7 +134,8 @@ def make_network(experiment: Experiment) -> nn.Module:
         experiment.normalise.moments)
   except ValueError as error:
     raise ValueError(f'network.{error}') from None
-  name, spec = experiment.network_name, experiment.spec
+  name = experiment.network_name
+  spec = experiment.spec
   obs = jax.ShapeDtypeStruct((1, 1, *spec.obs_shape), spec.obs_dtype)
 
   def init(obs):
@@ -165,7 +179,9 @@ def _rollout_learner(experiment: Experiment, parts: Parts) -> RolloutLearner:
 
 def _replay_learner(experiment: Experiment, parts: Parts) -> ReplayLearner:
   """Returns the learner of an algorithm that learns from a replay."""
-  algorithm, replay, spec = experiment.algorithm, experiment.replay, experiment.spec
+  algorithm = experiment.algorithm
+  replay = experiment.replay
+  spec = experiment.spec
   groups = experiment.num_grad_shards
   group_envs = experiment.env.num_envs // groups
   sizes = replay_updates.Sizes(
@@ -183,7 +199,9 @@ def _replay_learner(experiment: Experiment, parts: Parts) -> ReplayLearner:
 
 def _make_acting(experiment: Experiment, network: nn.Module) -> Acting:
   """Returns the way in which the actors of an experiment act."""
-  algorithm, spec, steps = experiment.algorithm, experiment.spec, experiment.unroll_length
+  algorithm = experiment.algorithm
+  spec = experiment.spec
+  steps = experiment.unroll_length
   if experiment.env_batch:
     obs = jax.ShapeDtypeStruct(spec.obs_shape, spec.obs_dtype)
     return FirstReady(network, steps, spec.stack, obs)
@@ -194,15 +212,21 @@ def _make_acting(experiment: Experiment, network: nn.Module) -> Acting:
   return InStep(network, steps, spec.stack, discount)
 
 
-def make_actors(run: Run, index: int, stack: contextlib.ExitStack) -> list[wiring.Actor]:
+def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any = ()
+                ) -> list[wiring.Actor]:
   """Starts the environments of this process's actors for a segment.
 
   Args:
     run: what the segment belongs to.
     index: of the segment, from 0: the streams of its environments depend on it.
     stack: closes the environments, once the programs that contain them have finished.
+    envs: the state that the environments go on from, as in `kept_envs`; () if they begin anew.
+
+  Returns:
+    The actors, in order.
   """
-  experiment, place = run.experiment, run.place
+  experiment = run.experiment
+  place = run.place
   devices = [place.actors[0]] if experiment.scheme.graph.one_program else place.actors
   per_actor = experiment.num_shards // (len(devices) * place.processes)
   width = experiment.env.num_envs // experiment.num_shards
@@ -220,15 +244,46 @@ def make_actors(run: Run, index: int, stack: contextlib.ExitStack) -> list[wirin
     keys = [jax.random.fold_in(key, i) for i in ids]
     first_env = ids[0] * width
     state = run.acting.initial_state(rollout_program.vector_envs, keys, first_env)
+    if envs:
+      state = state._replace(envs=tuple(
+          kept_envs.pick(envs, i, like) for i, like in zip(ids, state.envs, strict=True)))
     actors.append(wiring.Actor(rollout_program, jax.device_put(state, device), device, first_env))
   return actors
+
+
+def kept_env_shapes(run: Run) -> Any:
+  """Returns the shapes of the environments' state in checkpoints; () if they do not have it."""
+  if not run.keeps_envs:
+    return ()
+  with contextlib.ExitStack() as stack:
+    actor, *_ = make_actors(run, 0, stack)
+    return kept_envs.shapes(actor.state, run.experiment.num_shards)
+
+
+def envs_after(run: Run, states: Mapping[str, Any], first_update: int) -> Any:
+  """Returns the environments' state after the last update of a segment.
+
+  Args:
+    run: that the segment belongs to.
+    states: the workers' last states, by name.
+    first_update: updates done before the segment.
+
+  Returns:
+    The state as in `kept_envs`; () if the next segment's environments begin anew.
+  """
+  if not run.keeps_envs:
+    return ()
+  updates = int(states['learner'].train.update) - first_update
+  graph = run.experiment.scheme.graph
+  return kept_envs.gather(graph.actors_after(run.plan, states, updates))
 
 
 @contextlib.contextmanager
 def segment(run: Run, state: TrainState, index: int, updates: int,
             report: Callable[[Report], None],
-            stop: Callable[[], bool] = lambda: False) -> Iterator[wiring.Segment]:
-  """Builds segment `index`: fresh environments, channels primed with `state`.
+            stop: Callable[[], bool] = lambda: False, envs: Any = ()
+            ) -> Iterator[wiring.Segment]:
+  """Builds segment `index`: environments, and channels primed with `state`.
 
   Args:
     run: what the segment belongs to.
@@ -237,11 +292,13 @@ def segment(run: Run, state: TrainState, index: int, updates: int,
     updates: how many it has, unless total_steps are reached or `stop` says so.
     report: called with each Report by a thread of its own.
     stop: asked after every update (of a scheme that is one program: after every call).
+    envs: see `make_actors`.
 
   Yields:
     The segment. Its environments are closed on the way out, once their programs have finished.
   """
-  total_steps, mesh = run.experiment.total_steps, run.place.mesh
+  total_steps = run.experiment.total_steps
+  mesh = run.place.mesh
 
   def ended(state: TrainState) -> bool:
     stopped = placement.any_process(stop(), mesh)
@@ -252,7 +309,7 @@ def segment(run: Run, state: TrainState, index: int, updates: int,
     return state, ()
 
   with contextlib.ExitStack() as stack:
-    actors = make_actors(run, index, stack)
+    actors = make_actors(run, index, stack, envs)
     start = wiring.SegmentStart(state, int(state.update), updates, ended)
     reports = FifoQueue('reports', 1)  # computed, as the waits of their updates are then known
     workers, waits = run.experiment.scheme.graph.wire(run.plan, actors, start, reports)

@@ -29,7 +29,8 @@ class Broken(RuntimeError):
 
   def __init__(self, update: int, words: str):
     super().__init__(f'the checkpoint of update {update} is broken: {words}')
-    self.update, self.words = update, words
+    self.update = update
+    self.words = words
 
 
 class NotSaved(OSError):
@@ -49,11 +50,16 @@ class Checkpoints:
     options = ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=False)
     self._manager = ocp.CheckpointManager((workdir / FOLDER).absolute(), options=options)
 
-  def save(self, state: TrainState, meta: Mapping[str, Any]) -> None:
+  def save(self, state: TrainState, meta: Mapping[str, Any], envs: Any = ()) -> None:
     """Saves the state with `meta` (JSON) under its update, unless that is there already.
 
-    Its replay, if it has one, is an item of its own. The manifest is written last, and only then
-    old checkpoints are deleted.
+    Its replay, if it has one, is an item of its own, and so are environments. The manifest is
+    written last, and only then old checkpoints are deleted.
+
+    Args:
+      state: of the learner.
+      meta: what JSON can hold.
+      envs: the environments' state, as in `actor.kept_envs`; () if it is not kept.
 
     Raises:
       NotSaved: naming the folder and the checkpoint that is safe. Nothing of this one is left.
@@ -67,10 +73,13 @@ class Checkpoints:
                  meta=ocp.args.JsonSave(dict(meta) | {_HAS_MANIFEST: True}))
     if jax.tree.leaves(state.replay):
       items['replay'] = ocp.args.StandardSave(state.replay)
+    if jax.tree.leaves(envs):
+      items['envs'] = ocp.args.StandardSave(envs)
     state_digest = manifest.digest(without_replay)
     folder = path_of(self._workdir, update)
     safe = f'that of update {before[-1]} is safe' if before else 'there was none before it'
-    free, needed = shutil.disk_usage(self._workdir).free, _local_bytes(state)
+    free = shutil.disk_usage(self._workdir).free
+    needed = _local_bytes(state)
     if free < needed:  # sooner said than found out by Orbax, whose threads then print much
       raise NotSaved(f'cannot save the checkpoint of update {update} in {folder} (it needs at '
                      f'least {needed:,} bytes, and {free:,} are free); {safe}')
@@ -88,6 +97,18 @@ class Checkpoints:
       for old in saved_updates(self._workdir)[:-self._keep]:
         _delete(path_of(self._workdir, old))
     host.barrier(f'manifest {update}')
+
+  def restore_envs(self, like: Any, update: int) -> Any:
+    """Returns the environments' state of a checkpoint; () if it has none.
+
+    Args:
+      like: the shapes, from `kept_envs.shapes`, or () if environments begin anew.
+      update: of the checkpoint, whose files were checked.
+    """
+    if not jax.tree.leaves(like) or not (path_of(self._workdir, update) / 'envs').is_dir():
+      return ()
+    item = ocp.args.Composite(envs=ocp.args.StandardRestore(like))
+    return self._manager.restore(update, args=item)['envs']
 
   def restore(self, like: TrainState, update: int, files_checked: bool = False
               ) -> tuple[TrainState, dict[str, Any]]:
@@ -175,7 +196,8 @@ def recover(workdir: Path) -> tuple[int | None, list[str]]:
     ValueError: there are checkpoints, and none is whole. All stay where they are.
   """
   existing = updates_in(workdir)
-  whole, problems = None, {}
+  whole = None
+  problems = {}
   for update in reversed(existing):
     words = problem(workdir, update)
     if not words:

@@ -1,6 +1,6 @@
-"""The checks that need more than one part; they ask what parts declare, never their names.
+"""Checks that involve more than one part. They use what parts declare, never the parts' names.
 
-All other checks stand beside the fields that they are of (`options.option`, `problems` of a part).
+All other checks are beside their fields (`options.option`, `problems` of a part).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_ACTORS = 4096  # of a process, each with a thread
 
 
 def problems(experiment: Experiment) -> Iterator[str]:
-  """Yields what is wrong with an experiment, in a line each, that names the field."""
+  """Yields a line for each problem of an experiment; it begins with the field."""
   yield from _too_large(experiment)
   yield from _network(experiment)
   yield from _algorithm(experiment)
@@ -33,8 +33,9 @@ def problems(experiment: Experiment) -> Iterator[str]:
 
 
 def _too_large(experiment: Experiment) -> Iterator[str]:
-  """Products that programs count in 32 bits, and threads."""
-  num_envs, steps = experiment.env.num_envs, experiment.unroll_length
+  """Yields products that programs cannot count in 32 bits, and too large a number of threads."""
+  num_envs = experiment.env.num_envs
+  steps = experiment.unroll_length
   rows = num_envs * (steps + 1)
   if rows > INT32_MAX:
     yield (f'unroll_length: the {steps} rows of env.num_envs = {num_envs} environments, and the '
@@ -58,7 +59,8 @@ def _too_large(experiment: Experiment) -> Iterator[str]:
   if drawn > INT32_MAX:
     yield (f'replay.gradient_steps: {replay.gradient_steps} with replay.batch_size = '
            f'{replay.batch_size} draw {drawn:,} transitions; must be below 2^31')
-  # Beyond its capacity a replay has rows whose end, or whose frames, are not there.
+  # Beyond its capacity a replay has rows that cannot be drawn: their end, or frames of their
+  # stacks, are missing.
   margin = steps + experiment.algorithm.n_step + experiment.spec.stack + 1
   places = replay.capacity + num_envs * margin
   if places > INT32_MAX:
@@ -68,8 +70,10 @@ def _too_large(experiment: Experiment) -> Iterator[str]:
 
 def _network(experiment: Experiment) -> Iterator[str]:
   """Yields problems of the network with the algorithm and the task's observations."""
-  name, spec = experiment.network_name, experiment.spec
-  kind, torso = experiment.algorithm.network_kind, experiment.torso_options
+  name = experiment.network_name
+  spec = experiment.spec
+  kind = experiment.algorithm.network_kind
+  torso = experiment.torso_options
   made_from = kinds.provides(type(experiment.network))
   if made_from != kind.made_from:
     yield f'network.name: {experiment.loss_name} wants {kind.made_from}, {name} is {made_from}'
@@ -86,17 +90,18 @@ def _network(experiment: Experiment) -> Iterator[str]:
       yield f'normalise.obs: {name} scales images itself; must be False'
   if getattr(experiment.network, 'needs_images', False):
     if len(spec.obs_shape) != 3:
-      others = [other for other, part in kinds.NETWORKS.items()
-                if kinds.provides(part) == made_from and not getattr(part, 'needs_images', False)
-                and not getattr(part, 'needs_parts', False)]
+      any_shape = [network for network, part in kinds.NETWORKS.items()
+                   if kinds.provides(part) == made_from
+                   and not getattr(part, 'needs_images', False)
+                   and not getattr(part, 'needs_parts', False)]
       yield (f'network.name: {name} wants images, {spec.task} gives {spec.obs_shape}; '
-             f'{", ".join(others)} takes any shape')
+             f'{", ".join(any_shape)} takes any shape')
     if experiment.normalise.obs:
       yield f'normalise.obs: {name} scales images itself; must be False'
 
 
 def _algorithm(experiment: Experiment) -> Iterator[str]:
-  """Yields problems of the algorithm with the optimizer and with what is normalised."""
+  """Yields problems of the algorithm with the optimizer and with the normalised quantities."""
   name = experiment.loss_name
   if experiment.optimizer.kl_target and not experiment.algorithm.measures_kl:
     yield f'optimizer.kl_target: {name} does not measure how far the policy moves; must be 0'
@@ -106,17 +111,23 @@ def _algorithm(experiment: Experiment) -> Iterator[str]:
 
 def _placement(experiment: Experiment) -> Iterator[str]:
   """Yields problems of the scheme with the devices."""
-  place, scheme, name = experiment.placement, experiment.scheme, experiment.scheme_name
+  place = experiment.placement
+  scheme = experiment.scheme
+  name = experiment.scheme_name
   learners = place.learner_devices
   if len(set(learners)) < len(learners) and not scheme.each:
     yield f'placement.learner_devices: names a device twice, got {shown(learners)}'
   fields = ('actor_devices', 'learner_devices', 'actors_per_device')
   where = ', '.join(f'{field} = {shown(getattr(place, field))}' for field in fields)
-  # The field that somebody has set, if only one of them is not the default.
+  # The message begins with the field that the user set, if only one differs from its default.
   changed = [f'placement.{field}: scheme = ' for field in fields if place.differs(field)]
   start = changed[0] if len(changed) == 1 else 'scheme: '
   same = place.actor_devices == learners
-  if scheme.alone and not (same and place.num_actors == 1):
+  if scheme.graph.one_program and experiment.spec.is_function:
+    if not (same and place.actors_per_device == 1):
+      yield (f'{start}{name} acts where it learns, so the actor devices are the learner devices, '
+             f'with an actor each; placement has {where}')
+  elif scheme.alone and not (same and place.num_actors == 1):
     yield f'{start}{name} is on one device, with one actor; placement has {where}'
   if scheme.colocated and not (same and place.actors_per_device == 1):
     yield (f'{start}{name} makes rollouts where it makes gradients, so the actor devices are the '
@@ -133,8 +144,9 @@ def _gradient_groups(experiment: Experiment) -> Count:
 
 
 def _indivisible(experiment: Experiment) -> Iterator[str]:
-  """Yields the numbers that cannot be shared out evenly."""
-  num_envs, groups = experiment.env.num_envs, experiment.num_grad_shards
+  """Yields the numbers that cannot be split evenly."""
+  num_envs = experiment.env.num_envs
+  groups = experiment.num_grad_shards
   learners = len(experiment.placement.learner_devices)
   envs_set = num_envs != defaults(EnvOptions)['num_envs']
   envs = Count('env.num_envs', num_envs, envs_set, 'environment')
@@ -154,10 +166,14 @@ def _indivisible(experiment: Experiment) -> Iterator[str]:
 
 
 def _asynchronous(experiment: Experiment) -> Iterator[str]:
-  """Yields the fields that exclude actors which do not wait for all environments."""
-  size, shard = experiment.env_batch, experiment.env.num_envs // experiment.num_shards
+  """Yields the fields that exclude asynchronous actors, which do not wait for all environments."""
+  size = experiment.env_batch
+  shard = experiment.env.num_envs // experiment.num_shards
   if not size:
     return
+  if experiment.spec.is_function:
+    yield (f'env_batch: all environments of {experiment.spec.task} step together; must be 0, got '
+           f'{size}')
   if shard % size or size >= shard:
     yield (f'env_batch: must be 0 or a part of the {shard} environments of a shard that divides '
            f'them, got {size}')
@@ -172,11 +188,16 @@ def _asynchronous(experiment: Experiment) -> Iterator[str]:
   if experiment.normalise.reward:
     yield ('env_batch: normalise.reward wants the returns of all environments in order; must be '
            f'0, got {size}')
+  if experiment.spec.is_function or experiment.spec.calls_python:
+    yield (f'env_batch: all environments of {experiment.env.task} step together; must be 0, got '
+           f'{size}')
 
 
 def _replay(experiment: Experiment) -> Iterator[str]:
   """Yields problems of the replay with the scheme, and fields that need rollouts."""
-  options, scheme, name = experiment.replay, experiment.scheme, experiment.loss_name
+  options = experiment.replay
+  scheme = experiment.scheme
+  name = experiment.loss_name
   normalise = experiment.normalise
   for field, value, only in (
       ('num_epochs', experiment.num_epochs, 1),
@@ -191,7 +212,8 @@ def _replay(experiment: Experiment) -> Iterator[str]:
   if options.capacity < experiment.batch_rows:
     yield (f'replay.capacity: must be at least env.num_envs * unroll_length = '
            f'{experiment.batch_rows}, got {options.capacity}')
-  groups, actors = experiment.num_grad_shards, experiment.placement.num_actors
+  groups = experiment.num_grad_shards
+  actors = experiment.placement.num_actors
   gradient_groups = _gradient_groups(experiment)
   for field in ('batch_size', 'capacity'):
     number = getattr(options, field)
@@ -205,7 +227,9 @@ def _replay(experiment: Experiment) -> Iterator[str]:
                f'{experiment.scheme_name} it must be {only}, got {getattr(options, field)}')
     return
   drawn = options.gradient_steps * options.batch_size
-  ratio, added = options.samples_per_insert, experiment.batch_rows // actors
+  ratio = options.samples_per_insert
+  added = experiment.batch_rows // actors
+  # With a smaller tolerance actors and learner could wait for each other for ever.
   if ratio and 2 * options.tolerance < drawn + ratio * added:
     yield (f'replay.tolerance: must be at least {math.ceil((drawn + ratio * added) / 2)}, half of '
            f'what a call draws ({drawn}) and a rollout allows ({ratio:g} x {added}), got '

@@ -26,17 +26,20 @@ _EXAMPLE = 'podracer_jit --config=pong_laptop --workdir=runs/pong'
 
 
 def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | None:
-  """Parses --config with its overrides, and whatever flags are defined in `values`.
+  """Parses --config with its overrides, and the flags that are defined in `values`.
 
   A field that chooses a part (`--config.network.name`) is read first: the config then has that
   part's fields, with their defaults, which other flags can override.
 
+  Args:
+    argv: the command line.
+    values: the command's own flags; receives their values.
+
   Returns:
-    The config as plain values, or None where --help was asked for; the fields of the config, if
-    there is one, were then printed.
+    The config as plain values; None with --help, after printing the config's fields.
 
   Raises:
-    ValueError: a wrong flag, file, field or type, in one line.
+    ValueError: a wrong flag, file, field or type; the message is one line.
   """
   flags.DEFINE_bool('help', False, 'Show this.', short_name='h', flag_values=values)
   argv, env_options = _take_env_options(_joined(argv))
@@ -90,8 +93,8 @@ def load_config(location: str) -> ml_collections.ConfigDict:
     location: the path of a file, or the name of a shipped config; with its argument after a colon.
 
   Raises:
-    ValueError: there is no such config, or it is none.
-    Exception: whatever the file raises.
+    ValueError: there is no such config, or the file does not define one.
+    Exception: any error of the file itself.
   """
   path, colon, argument = location.partition(':')
   file = find_config(path)
@@ -107,16 +110,16 @@ def load_config(location: str) -> ml_collections.ConfigDict:
   if isinstance(config, Mapping | ml_collections.FrozenConfigDict):
     config = ml_collections.ConfigDict(config)
   if not isinstance(config, ml_collections.ConfigDict):
-    raise ValueError(f'get_config of {file} must return what experiment.config makes, got '
+    raise ValueError(f'get_config of {file} must return the result of experiment.config, got '
                      f'{type(config).__name__}')
   return config
 
 
 def find_config(path: str) -> Path:
-  """Returns the file that --config means: an existing file, else a shipped config by its name.
+  """Returns the file of --config: an existing file, or a shipped config by its name.
 
   Raises:
-    ValueError: there is none.
+    ValueError: there is no such file or config.
   """
   candidates = [Path(path), _PACKAGE / path, _PACKAGE / 'configs' / path,
                 _PACKAGE / 'configs' / f'{path}.py']
@@ -155,7 +158,7 @@ def _one_line_errors() -> Iterator[None]:
 def _parse_flags(argv: Sequence[str], values: flags.FlagValues, fields: Sequence[str]) -> None:
   """Parses argv; `fields` are those of the config, for hints."""
   try:
-    rest = values(list(argv))
+    arguments = values(list(argv))
   except flags.UnrecognizedFlagError as error:
     last = {field.rpartition('.')[2]: field for field in fields[::-1]} | {f: f for f in fields}
     near = [last[name] for name in difflib.get_close_matches(error.flagname, last, n=1, cutoff=0.8)]
@@ -165,8 +168,8 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues, fields: Sequence
                      f'--config.{near[0]}?') from None
   except flags.Error as error:
     raise ValueError(_one_line(error)) from None
-  if rest[1:]:
-    raise ValueError(f'{rest[1]}: not a flag; flags begin with --')
+  if arguments[1:]:
+    raise ValueError(f'{arguments[1]}: not a flag; flags begin with --')
 
 
 def _fields(config: Mapping[str, Any], prefix: str = '') -> list[str]:
@@ -206,11 +209,12 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 
 def _one_line(error: Exception) -> str:
+  """Returns an error's message on one line."""
   return shorten(str(error), 600)
 
 
 def _no_field(error: Exception, argv: Sequence[str]) -> str:
-  """Says which override names a field that the config does not have."""
+  """Returns the error message for an override of a field that the config does not have."""
   text = str(error.args[0])
   field = re.search(r'\w+', text)[0]
   hint = re.search(r'Did you mean "(\w+)"', text)
@@ -220,29 +224,35 @@ def _no_field(error: Exception, argv: Sequence[str]) -> str:
 
 
 def _take_config(argv: Sequence[str]) -> tuple[list[str], str | None]:
-  """Takes --config out of argv; of several the last counts."""
-  rest, location = [], None
+  """Removes --config from argv; returns the other arguments, and the last --config's value."""
+  remaining = []
+  location = None
   for arg in argv:
     if arg.startswith('--config='):
       location = arg.partition('=')[2]
     elif arg == '--config':
       raise ValueError(f'--config has no value: {_EXAMPLE}')
     else:
-      rest.append(arg)
-  return rest, location
+      remaining.append(arg)
+  return remaining, location
 
 
 def _take_env_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-  """Takes the task's own options out of argv: a config need not list them all to have them."""
-  rest, options = [], {}
+  """Removes the task's own options from argv; returns the other arguments, and the options.
+
+  ml_collections would refuse them, since a config need not list all options of its task.
+  """
+  remaining = []
+  options = {}
   for arg in argv:
     name, equals, value = arg.partition('=')
     field = name.removeprefix(_ENV)
     if not name.startswith(_ENV) or field in ('task', 'num_envs') or not equals:
-      rest.append(arg)
+      remaining.append(arg)
       continue
     try:
       options[field] = ast.literal_eval(value)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: too deep
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+      # Not a Python literal, or nested too deeply (the last two errors).
       options[field] = {'true': True, 'false': False}.get(value.lower(), value)
-  return rest, options
+  return remaining, options

@@ -16,6 +16,7 @@ from podracer_jit.agents.networks import TorsoOptions
 from podracer_jit.agents.optimizers import OPTIMIZERS, Optimizer
 from podracer_jit.agents.policies import FAMILIES
 from podracer_jit.agents.running_moments import NormaliseOptions
+from podracer_jit.envs.families import own_module
 from podracer_jit.losses.algorithm import ReplayAlgorithm, RolloutAlgorithm
 from podracer_jit.replay.options import ReplayOptions
 from podracer_jit.run.settings import (
@@ -49,7 +50,8 @@ SECTIONS = {
     'checkpoint': CheckpointOptions,
     'log': LogOptions,
 }
-SCHEME, POLICY = 'cleanba', 'auto'  # by default
+SCHEME = 'cleanba'  # by default
+POLICY = 'auto'
 ALLOW_MODULES = (  # the help of a flag
     'Modules, or .py files, of your own parts that may be imported if the config in the workdir '
     'names them; by comma. Importing a module runs it.')
@@ -61,7 +63,8 @@ def find_part(section: str, name: str) -> type:
   Raises:
     ValueError: there is none, or it is of another kind, in one line.
   """
-  choice, field = CHOICES[section], f'{section}.name'
+  choice = CHOICES[section]
+  field = f'{section}.name'
   part = parts.find(field, name, choice.shipped)
   if not (isinstance(part, type) and issubclass(part, choice.base)):
     raise ValueError(f'{field}: {name} must be {choice.wanted}')
@@ -161,7 +164,10 @@ def modules(fields: Mapping[str, Any]) -> dict[str, str]:
   for section, field in (('env', 'task'), *((section, 'name') for section in CHOICES)):
     values = fields.get(section)
     named[f'{section}.{field}'] = values.get(field) if isinstance(values, Mapping) else None
-  return {field: str(name).partition(':')[0] for field, name in named.items() if ':' in str(name)}
+  own = {field: str(name).partition(':')[0] for field, name in named.items() if ':' in str(name)}
+  if 'env.task' in own:
+    own['env.task'] = own_module(str(named['env.task']))
+  return {field: module for field, module in own.items() if module or field != 'env.task'}
 
 
 def check_modules(fields: Mapping[str, Any], allowed: Collection[str], where: str) -> None:

@@ -89,7 +89,8 @@ def restore(workdir: Path, experiment: Experiment) -> Agent:
   options = dict(experiment.env_options)
   if 'episodic_life' in options:
     options['episodic_life'] = False  # a whole game
-  device, network = run.place.actors[0], run.network
+  device = run.place.actors[0]
+  network = run.network
   return Agent(experiment.env.task, options, network.apply, network.initial_recurrent_state,
                network.policy._replace(explore=None),
                placement.put_params(state.params, device), device, run.place.env_threads,

@@ -1,4 +1,4 @@
-"""The config as one frozen, typed object; nothing behind it sees a string key."""
+"""The config as one frozen, typed object, so that other code needs no string keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from podracer_jit.schemes.scheme import Scheme
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment(TrainingOptions):
-  """Everything that a config says: the computation, and in `placement` the devices."""
+  """The contents of a config: the computation, and in `placement` the devices."""
 
   scheme_name: str
   scheme: Scheme
@@ -33,7 +33,7 @@ class Experiment(TrainingOptions):
   loss_name: str
   algorithm: Algorithm
   network_name: str
-  network: nn.Module  # what the config names: a torso, or a policy with its critic
+  network: nn.Module  # the config's network: a torso, or a policy with its critic
   torso_options: TorsoOptions
   policy: Policy
   normalise: NormaliseOptions
@@ -42,7 +42,7 @@ class Experiment(TrainingOptions):
   placement: PlacementOptions
   checkpoint: CheckpointOptions
   log: LogOptions
-  fields: Mapping[str, Any]  # the config that this is, as plain values, for files and messages
+  fields: Mapping[str, Any]  # the config as plain values, for files and messages
 
   def differs(self, name: str) -> bool:
     """Returns whether a field of the top level has another value than by default."""

@@ -1,4 +1,4 @@
-"""The files of a run that have a line for each update: receipts.jsonl and metrics.jsonl."""
+"""Reads and repairs the files with a line for each update: receipts.jsonl and metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from podracer_jit.run import safe_files
 
-RECEIPTS, METRICS = 'receipts.jsonl', 'metrics.jsonl'
+RECEIPTS = 'receipts.jsonl'
+METRICS = 'metrics.jsonl'
 _FINGERPRINTS = ('batch', 'params')  # of a receipt
 _SPANS_SHOWN = 5
 
@@ -23,14 +24,14 @@ class Line(NamedTuple):
 
 
 class Gaps:
-  """Which updates are missing, of a file that has them in order."""
+  """Collects the updates that are missing in a file with updates in order."""
 
   def __init__(self):
     self.last = 0
     self.missing: list[tuple[int, int]] = []  # first and last update of each gap
 
   def add(self, update: int) -> None:
-    """Takes in the next update of the file; one that was there before does not matter."""
+    """Adds the next update of the file; repeated updates do not matter."""
     if update > self.last + 1:
       self.missing.append((self.last + 1, update - 1))
     self.last = max(self.last, update)
@@ -43,11 +44,11 @@ class Gaps:
 
 
 class Receipts(NamedTuple):
-  """The content of receipts.jsonl."""
+  """The contents of receipts.jsonl."""
 
   headers: list[dict[str, Any]]  # of the segments, in order
   by_update: dict[int, dict[str, Any]]
-  problems: list[str]  # what is missing or garbled, in words
+  problems: list[str]  # lines about missing or garbled receipts
 
 
 def read_receipts(workdir: Path) -> Receipts:
@@ -56,11 +57,14 @@ def read_receipts(workdir: Path) -> Receipts:
   Raises:
     OSError: there are none.
   """
-  headers, by_update, garbled = [], {}, 0
+  headers = []
+  by_update = {}
+  garbled = 0
   gaps = Gaps()
   for line in _lines(workdir / RECEIPTS):
     if line.entry is None:
-      garbled += line.raw.endswith(b'\n')  # else the line is being written, or was, at a kill
+      # A line without an end is being written now, or was when the process was killed.
+      garbled += line.raw.endswith(b'\n')
     elif _is_header(line.entry):
       headers.append(line.entry)
     elif _is_receipt(line.entry):
@@ -88,25 +92,28 @@ def segment_ends(workdir: Path) -> list[int]:
 
 
 def cut(workdir: Path, path: Path, last_update: int) -> list[str]:
-  """Drops what a run wrote after the checkpoint it now goes on from, and half a last line.
+  """Removes the lines after the checkpoint that a run resumes from, and an incomplete last line.
 
-  A file that has garbled lines is set aside, and one without them takes its place. The file is read
-  line by line, so its length does not matter for memory.
+  A file with garbled lines is set aside and replaced by one without them. The file is read line by
+  line, so a long one needs no more memory.
 
   Args:
-    workdir: that the file belongs to.
+    workdir: of the run.
     path: of the file; it need not exist.
     last_update: of the checkpoint.
 
   Returns:
-    A line for what is garbled or missing up to that update.
+    A line about garbled and missing lines up to that update, if there are any.
 
   Raises:
     OSError: naming the file.
   """
   if not path.exists():
     return [f'{path} is missing, with all updates up to {last_update}'] if last_update else []
-  garbled, kept_bytes, ended, in_order = 0, 0, False, True
+  garbled = 0
+  kept_bytes = 0
+  ended = False  # whether a line after the checkpoint was read
+  in_order = True  # whether all lines to keep come before all others
   gaps = Gaps()
   for line in _lines(path):
     if line.entry is None:
@@ -119,6 +126,7 @@ def cut(workdir: Path, path: Path, last_update: int) -> list[str]:
     kept_bytes += len(line.raw)
     if 'update' in line.entry:
       gaps.add(line.entry['update'])
+  # The next update ends a gap at the end of the file.
   gaps.add(last_update + 1)
   problems = _problems(garbled, gaps)
   aside = ''
@@ -131,7 +139,7 @@ def cut(workdir: Path, path: Path, last_update: int) -> list[str]:
 
 
 def _rewrite(workdir: Path, path: Path, last_update: int) -> Path:
-  """Replaces a file by its good lines; returns where the file as it was is."""
+  """Replaces a file by its good lines; returns the new path of the original."""
   draft = path.with_name(f'{path.name}.tmp')
   with safe_files.naming(path):
     try:
@@ -146,6 +154,7 @@ def _rewrite(workdir: Path, path: Path, last_update: int) -> Path:
 
 
 def _lines(path: Path) -> Iterator[Line]:
+  """Yields the lines of a file, parsed."""
   with path.open('rb') as file:
     for raw in file:
       try:
@@ -166,11 +175,12 @@ def _is_receipt(entry: dict[str, Any]) -> bool:
 
 
 def _is_later(entry: dict[str, Any], last_update: int) -> bool:
-  """Returns whether a line belongs to what comes after an update, as its segment's header does."""
+  """Returns whether a line comes after an update; the header of a later segment does, too."""
   return entry.get('update', 0) > last_update or entry.get('first_update', 0) > last_update
 
 
 def _problems(garbled: int, gaps: Gaps) -> list[str]:
+  """Returns lines about garbled and missing lines."""
   words = []
   if garbled:
     words.append(f'{garbled} garbled {"line" if garbled == 1 else "lines"}')

@@ -1,4 +1,4 @@
-"""One run in one workdir: a lock that ends with the process that holds it."""
+"""Locks workdirs, so that each has one run at a time; a lock ends with its process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 NAME = 'lock'
-HELD = 'lock.held'  # in its place where the file system has no locks
-# What file systems that cannot lock answer.
+HELD = 'lock.held'  # replaces the lock if the file system has no locks
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-# Locks of a process do not exclude the process itself; and closing any descriptor of a locked file
-# unlocks it, so the file of a workdir in here must not be opened again.
+# Workdirs that this process has locked. A record lock does not exclude its own process. Closing any
+# descriptor of a locked file unlocks it, so the file of such a workdir must not be opened again.
 _held: set[Path] = set()
 
 
@@ -26,19 +26,19 @@ class InUse(ValueError):
 
 
 class WorkdirLock:
-  """The right to write to a workdir, for one process at a time.
+  """Lock of a workdir for one process at a time.
 
-  The kernel's record lock on WORKDIR/lock: it belongs to the process alone, not to its children,
-  and ends with it, however it ends. The file says who holds the lock, for people. Where the file
-  system has no locks, the existence of WORKDIR/lock.held is the lock, and one that a dead process
-  of this host left is taken over.
+  It is the kernel's record lock on WORKDIR/lock. It belongs to the process, not to its children,
+  and ends with the process in any case. The file says which process holds the lock. On a file
+  system without locks, the file WORKDIR/lock.held is the lock. If a dead process of this host left
+  that file, the lock is taken over.
   """
 
   def __init__(self, workdir: Path):
     """Takes the lock.
 
     Raises:
-      InUse: naming the process and the host that have it, or the file to remove.
+      InUse: another process has the lock; the message names it and its host, or the file to remove.
       OSError: the file cannot be written.
     """
     self._path = workdir.resolve() / NAME
@@ -55,9 +55,9 @@ class WorkdirLock:
     _held.add(self._path)
 
   def close(self) -> None:
-    """Lets another run have the workdir."""
+    """Releases the lock."""
     _held.discard(self._path)
-    # Before it is unlocked: who gets the lock then makes a file of its own.
+    # The file is removed before it is unlocked: the next holder creates its own file.
     if self._descriptor is None:
       self._path.with_name(HELD).unlink(missing_ok=True)
       return
@@ -85,7 +85,7 @@ class WorkdirLock:
 
   def _create(self) -> None:
     path = self._path.with_name(HELD)
-    self._path.unlink(missing_ok=True)  # which `_lock` made in vain
+    self._path.unlink(missing_ok=True)  # `_lock` created it
     for _ in range(2):
       try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -124,7 +124,7 @@ def _this_process() -> bytes:
 
 
 def _read(path: Path) -> dict[str, Any]:
-  """Returns who holds a lock; empty if the file does not say."""
+  """Returns the holder of a lock; empty if the file does not name it."""
   try:
     holder = json.loads(path.read_text())
   except (OSError, ValueError):
@@ -137,7 +137,8 @@ def _is_dead(holder: dict[str, Any]) -> bool:
   if holder.get('host') != socket.gethostname() or not isinstance(holder.get('pid'), int):
     return False
   begun = _begun(holder['pid'])
-  return begun is None or begun != holder.get('begun')  # its number may be another's by now
+  # The kernel reuses process numbers, so the number alone does not identify the holder.
+  return begun is None or begun != holder.get('begun')
 
 
 def _begun(pid: int) -> str | None:

@@ -1,4 +1,4 @@
-"""The command: `podracer_jit VERB ...` runs a verb, `podracer_jit --config=...` trains."""
+"""The program `podracer_jit`: `podracer_jit VERB ...` runs a verb, `--config=...` alone trains."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def run() -> None:
     code = exit_codes.INTERRUPTED
   give_up_lost_streams()
   if code == exit_codes.FAILED:
-    # What libraries had open would complain at Python's end, below the message that matters.
+    # A normal exit would let libraries print errors about open resources below the message.
     os._exit(code)
   sys.exit(code)
 
 
 def _no_command(word: str) -> str:
-  """Says that the word is no verb, and what may have been meant."""
+  """Returns the error message for an unknown verb, with a similar one if there is one."""
   if Path(word.partition(':')[0]).suffix == '.py':
     return f'{word}: no such command; to train with this config: podracer_jit --config={word}'
   near = difflib.get_close_matches(word, VERBS, n=1)

@@ -1,4 +1,4 @@
-"""What a checkpoint must contain: the SHA-256 of each of its files, and of the state in it."""
+"""Manifests of checkpoints: the SHA-256 of each file, and of the state."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _BLOCK = 2**20  # bytes read at a time
 
 
 def write(folder: Path, state_digest: str) -> None:
-  """Writes the manifest of a checkpoint whose files are all there.
+  """Writes the manifest of a checkpoint, whose files must be complete.
 
   Args:
     folder: of the checkpoint.
-    state_digest: what `digest` says of the state in it.
+    state_digest: the `digest` of its state.
 
   Raises:
-    OSError: naming the file that cannot be read or written.
+    OSError: a file cannot be read or written; the error names it.
   """
   paths = _files(folder)
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -39,9 +39,12 @@ def write(folder: Path, state_digest: str) -> None:
 
 
 def problem(folder: Path) -> str:
-  """Returns what is wrong with the files of a checkpoint; '' if they are as they were saved.
+  """Reads the files of a checkpoint and compares them with its manifest.
 
-  Every file is read. Files that the manifest does not name do no harm.
+  Files that the manifest does not name are ignored.
+
+  Returns:
+    The first problem in words; '' if all files are as they were saved.
   """
   try:
     record = read(folder)
@@ -50,30 +53,30 @@ def problem(folder: Path) -> str:
   except ValueError:
     return f'{NAME} is garbled'
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-    said = threads.map(lambda item: _problem_of_file(folder, *item), record['files'].items())
-    return next((words for words in said if words), '')
+    problems = threads.map(lambda item: _problem_of_file(folder, *item), record['files'].items())
+    return next((words for words in problems if words), '')
 
 
 def read(folder: Path) -> dict[str, Any]:
   """Returns the manifest of a checkpoint.
 
   Raises:
-    FileNotFoundError: there is none.
-    ValueError: it is none.
+    FileNotFoundError: the checkpoint has no manifest.
+    ValueError: the file is not a manifest.
   """
   record = json.loads((folder / NAME).read_bytes())
   files = record.get('files') if isinstance(record, dict) else None
   is_manifest = isinstance(files, dict) and 'state_sha256' in record and all(
       isinstance(entry, dict) and {'bytes', 'sha256'} <= entry.keys() for entry in files.values())
   if not is_manifest:
-    raise ValueError(f'{folder / NAME} is no manifest')
+    raise ValueError(f'{folder / NAME} is not a manifest')
   return record
 
 
 def digest(tree: Any) -> str:
   """Returns the SHA-256 of a pytree of arrays: of their places, shapes, types and bytes.
 
-  Of arrays that are on several devices one copy counts.
+  If an array has copies on several devices, one of them counts.
   """
   total = hashlib.sha256()
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -88,10 +91,12 @@ def digest(tree: Any) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
+  """Returns the files of a checkpoint, except for its manifest."""
   return sorted(path for path in folder.rglob('*') if path.is_file() and path.name != NAME)
 
 
 def _sha256(path: Path) -> str:
+  """Returns the SHA-256 of a file, which may be larger than the memory."""
   total = hashlib.sha256()
   with path.open('rb') as file:
     for block in _blocks(file):
@@ -105,6 +110,13 @@ def _blocks(file: Any) -> Iterator[bytes]:
 
 
 def _problem_of_file(folder: Path, name: str, expected: dict[str, Any]) -> str:
+  """Returns the problem of a file in words; '' if it is as it was saved.
+
+  Args:
+    folder: of the checkpoint.
+    name: of the file.
+    expected: its entry in the manifest, 'bytes' and 'sha256'.
+  """
   path = folder / name
   try:
     size = path.stat().st_size

@@ -1,8 +1,9 @@
-"""How much memory a run needs at least, by the shapes of its arrays, and how much there is.
+"""Estimates the memory of a run by the shapes of its arrays, and compares it with the machine's.
 
-A lower bound: what it counts is there at one and the same time, whatever else is. Left out is what
-shapes do not tell: the environments themselves, activations of the network, copies between devices,
-Python and the libraries. So a run that is refused would not fit; one that is not may still fail.
+The estimate is a lower bound: it adds arrays that exist at the same time. It leaves out memory that
+shapes do not determine: the environments, activations of the network, copies between devices,
+Python and the libraries. So a run that is refused would not fit, but a run that is accepted may
+still run out of memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podracer_jit import options
+from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import EnvSpec, TimeStep
 from podracer_jit.replay import buffer
 from podracer_jit.run import build
@@ -26,7 +28,7 @@ from podracer_jit.run.settings import EnvOptions, TrainingOptions
 
 HOST = 'this machine'
 _USUAL_OBS = 4 * 84 * 84  # bytes of an observation of Atari
-NEAR = 0.8  # of the memory that there is; above it a run is warned of
+NEAR = 0.8  # share of the memory above which a run gets a warning
 
 _Place = jax.Device | str  # a device with memory of its own, or HOST
 
@@ -37,14 +39,14 @@ class Part(NamedTuple):
   name: str
   nbytes: int
   place: _Place
-  fields: tuple[str, ...]  # of the config, that its size depends on
+  fields: tuple[str, ...]  # the config's fields that determine its size
 
 
 def estimate(run: build.Run) -> list[Part]:
   """Returns the parts of the memory that this process needs at least; allocates nothing.
 
-  Of each place they are those of the moment that needs most: while actors act, or while the learner
-  takes a gradient. All CPU devices are one place, the host.
+  There are two moments: while actors act, and while the learner computes a gradient. For each
+  place, the parts are those of the moment that needs more. All CPU devices are one place, the host.
   """
   acting, learning = _moments(run)
   totals = [_total_by_place(parts) for parts in (acting, learning)]
@@ -54,15 +56,17 @@ def estimate(run: build.Run) -> list[Part]:
 
 
 def check(run: build.Run) -> list[str]:
-  """Compares the estimate with the memory that there is.
+  """Compares the estimate with the memory of each place.
 
   Returns:
     One line for each place whose memory is nearly used up.
 
   Raises:
-    ValueError: a run cannot fit; one line, that begins with the field which its size is owed to.
+    ValueError: the run does not fit; the message is one line and begins with the field that is the
+      likely cause.
   """
-  parts, warnings = estimate(run), []
+  parts = estimate(run)
+  warnings = []
   for place, needed in _total_by_place(parts).items():
     limit = capacity(place)
     if limit is None or needed <= NEAR * limit:
@@ -75,23 +79,24 @@ def check(run: build.Run) -> list[str]:
 
 
 def capacity(place: _Place) -> int | None:
-  """Returns the bytes that a place has; None if it does not tell."""
+  """Returns the bytes of a place's memory; None if they are unknown."""
   if place == HOST:
     return host_memory()
   return (place.memory_stats() or {}).get('bytes_limit')
 
 
 def host_memory(root: Path = Path('/')) -> int | None:
-  """Returns the bytes that this process may use: the machine's, or fewer by a limit of cgroups.
+  """Returns the bytes that this process may use: the machine's memory, or a cgroup's lower limit.
 
   Args:
-    root: where the system's files are, /proc and /sys.
+    root: the folder of /proc and /sys.
   """
   limits = [*_cgroup_limits(root), *_machine_memory(root)]
   return min(limits, default=None)
 
 
 def _machine_memory(root: Path) -> Iterator[int]:
+  """Yields the bytes of the machine's memory, if they are known."""
   for line in _lines(root / 'proc/meminfo'):
     name, _, value = line.partition(':')
     if name == 'MemTotal':
@@ -99,17 +104,19 @@ def _machine_memory(root: Path) -> Iterator[int]:
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
-  """Yields the limits of this process's cgroup and of those above it, of versions 2 and 1."""
+  """Yields the limits of this process's cgroup and of its parents, for versions 2 and 1."""
   mount = root / 'sys/fs/cgroup'
   for line in _lines(root / 'proc/self/cgroup'):
     _, controllers, path = line.split(':', 2)
     if controllers == '':
-      folders, file = [mount, mount / 'unified'], 'memory.max'
+      folders = [mount, mount / 'unified']
+      file = 'memory.max'
     elif 'memory' in controllers.split(','):
-      folders, file = [mount / 'memory'], 'memory.limit_in_bytes'
+      folders = [mount / 'memory']
+      file = 'memory.limit_in_bytes'
     else:
       continue
-    # In a container the path may be that of the machine outside; what is not there is passed over.
+    # In a container, the path may be that of the machine outside. Missing files are skipped.
     steps = [step for step in path.split('/') if step not in ('', '..')]
     for folder in folders:
       for depth in range(len(steps) + 1):
@@ -119,6 +126,7 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
 
 
 def _lines(path: Path) -> list[str]:
+  """Returns the lines of a file; none if it cannot be read."""
   try:
     return path.read_text().split('\n')[:-1]
   except OSError:
@@ -126,14 +134,16 @@ def _lines(path: Path) -> list[str]:
 
 
 def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
-  """Returns the parts that are there while actors act, and while a gradient is taken."""
+  """Returns the parts that exist while actors act, and while a gradient is computed."""
   train_state = run.learner.state_shapes()
   params = train_state.params
   always = _learner_parts(run, nbytes(train_state))
   state, experience, episodes = _actor_bytes(run)
-  experiment, place = run.experiment, run.place
+  experiment = run.experiment
+  place = run.place
   rollout_fields = ('env.num_envs', 'unroll_length', 'env.task')
-  acting, learning = [], []
+  acting = []
+  learning = []
 
   for device in _actor_devices(run):
     always.append(Part("environments' observations and states", state, _place(device),
@@ -166,7 +176,7 @@ def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
 
 
 def _learner_parts(run: build.Run, state_bytes: int) -> list[Part]:
-  """Returns the parts of the train state: each device has one, and its groups of the replay."""
+  """Returns the parts of the train state: every device has a copy, and its groups of the replay."""
   replay = run.learner.replay_shapes()
   parts = [Part('parameters and optimizer state', state_bytes, _place(device),
                 _network_fields(run)) for device in _optimizer_devices(run)]
@@ -181,15 +191,15 @@ def _actor_devices(run: build.Run) -> tuple[jax.Device, ...]:
 
 
 def _optimizer_devices(run: build.Run) -> Sequence[jax.Device]:
-  """Returns this process's devices that have an optimizer: one, where updates are made apart."""
+  """Returns this process's devices with an optimizer: a single one with separate updates."""
   learners = run.place.learners
   return learners[:1] if run.experiment.scheme.graph.separate_updates else learners
 
 
 def _rollouts_at_once(run: build.Run) -> int:
-  """Returns how many rollouts of an actor are there while it acts.
+  """Returns the number of an actor's rollouts that exist while it acts.
 
-  With a lag it makes the second while the first is learned from.
+  With a lag, the actor makes the second rollout while the learner uses the first.
   """
   return 2 if run.experiment.scheme.lag and run.experiment.checkpoint.every_updates > 1 else 1
 
@@ -197,10 +207,13 @@ def _rollouts_at_once(run: build.Run) -> int:
 def _actor_bytes(run: build.Run) -> tuple[int, int, int]:
   """Returns the bytes of an actor's state, of its rollout, and of a rollout's episodes."""
   experiment = run.experiment
-  # All pools of an actor are alike: one is enough.
-  vector_env = _VectorEnvOfShapes(experiment.spec, experiment.env.num_envs // experiment.num_shards,
-                                  experiment.env_batch)
-  # To trace the network itself would take seconds of every start.
+  # All vector environments of an actor have the same shapes, so one is enough.
+  num_envs = experiment.env.num_envs // experiment.num_shards
+  vector_env = _VectorEnvOfShapes(experiment.spec, num_envs, experiment.env_batch)
+  if experiment.spec.is_function:
+    task = experiment.env.task
+    vector_env.state_shapes = family_of(task).state_shapes(task, experiment.env_options, num_envs)
+  # Tracing the network itself would take seconds at every start.
   acting = run.acting._replace(network=_NetworkOfShapes(run.network))
   state = jax.eval_shape(lambda key: acting.initial_state([vector_env], [key], 0),
                          jax.eval_shape(jax.random.key, 0))
@@ -212,7 +225,7 @@ def _actor_bytes(run: build.Run) -> tuple[int, int, int]:
 
 
 def _index_bytes(run: build.Run) -> int:
-  """Returns the bytes of the order of a round's elements in each epoch, where it is drawn."""
+  """Returns the bytes of an update's minibatch indices; 0 if epochs do not shuffle."""
   experiment = run.experiment
   algorithm = experiment.algorithm
   if algorithm.learns_from_replay or not algorithm.shuffles:
@@ -227,7 +240,8 @@ def _drawn_bytes(run: build.Run) -> int:
   if not run.experiment.algorithm.learns_from_replay:
     return 0
   # The shapes do not depend on n_step, but the time to trace does.
-  memory, sizes = run.learner.memory._replace(n_step=1), run.learner.sizes
+  memory = run.learner.memory._replace(n_step=1)
+  sizes = run.learner.sizes
   replay: buffer.State = run.learner.replay_shapes()
   share = sizes.batch_size // sizes.num_grad_shards
 
@@ -240,7 +254,7 @@ def _drawn_bytes(run: build.Run) -> int:
 
 
 def _network_fields(run: build.Run) -> tuple[str, ...]:
-  """Returns the fields that the sizes of layers are."""
+  """Returns the config's fields that determine the sizes of layers."""
   experiment = run.experiment
   names = [f'network.{name}' for name, default in options.defaults(
       type(experiment.network)).items() if isinstance(default, tuple | int)
@@ -250,7 +264,13 @@ def _network_fields(run: build.Run) -> tuple[str, ...]:
 
 
 def _describe(run: build.Run, parts: Sequence[Part], limit: int) -> str:
-  """Returns the line that says what is needed, of what, and how much there is."""
+  """Returns the error message of a place whose memory does not suffice.
+
+  Args:
+    run: of the experiment.
+    parts: in this place.
+    limit: bytes of the place.
+  """
   by_name: collections.Counter[str] = collections.Counter()
   for part in parts:
     by_name[part.name] += part.nbytes
@@ -268,7 +288,7 @@ def _describe(run: build.Run, parts: Sequence[Part], limit: int) -> str:
 
 
 def _largest_field(run: build.Run, fields: Sequence[str]) -> str:
-  """Returns the field that is the largest multiple of its default: it is likely to be the cause."""
+  """Returns the field that is the largest multiple of its default, which is the likely cause."""
   experiment = run.experiment
   sections = {'network': (experiment.network, experiment.torso_options),
               'replay': (experiment.replay,), 'placement': (experiment.placement,),
@@ -295,12 +315,13 @@ def obs_bytes(spec: EnvSpec) -> int:
 
 
 def _gigabytes(size: int) -> str:
-  """Returns a number of bytes for people, with two digits at least."""
+  """Returns a number of bytes in gigabytes, with two digits or more."""
   gigabytes = size / 1e9
   return f'{gigabytes:,.0f} GB' if gigabytes >= 10 else f'{gigabytes:.2g} GB'
 
 
 def _total_by_place(parts: Sequence[Part]) -> collections.Counter:
+  """Returns the bytes that the parts need in each place."""
   totals: collections.Counter = collections.Counter()
   for part in parts:
     totals[part.place] += part.nbytes
@@ -308,7 +329,7 @@ def _total_by_place(parts: Sequence[Part]) -> collections.Counter:
 
 
 def _place(device: jax.Device) -> _Place:
-  """Returns where a device has its memory: CPU devices share the host's."""
+  """Returns the place of a device's memory; CPU devices share the host's."""
   return HOST if device.platform == 'cpu' else device
 
 
@@ -318,10 +339,11 @@ def nbytes(tree: Any) -> int:
 
 
 class _NetworkOfShapes:
-  """Stands in for a network that actors call, while shapes are computed."""
+  """Replaces the network of actors while shapes are computed."""
 
   def __init__(self, network: nn.Module):
-    self.policy, self.initial_recurrent_state = network.policy, network.initial_recurrent_state
+    self.policy = network.policy
+    self.initial_recurrent_state = network.initial_recurrent_state
 
   def apply(self, params: Any, obs: jax.Array, *args: jax.Array, method: str = '__call__') -> Any:
     """Returns zeros for rows [1, B], or for `method` 'action_value' for environments [B]."""
@@ -333,31 +355,48 @@ class _NetworkOfShapes:
     return dist_params, jnp.zeros(obs.shape[:2]), recurrent_state
 
 
+def _empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
+  """Returns an array, or PRNG keys, of a shape and dtype."""
+  if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+    return jax.random.split(jax.random.key(0), shape.shape)
+  return jnp.zeros(shape.shape, shape.dtype)
+
+
 class _VectorEnvOfShapes:
-  """Stands in for a vector environment while shapes are computed: it starts no environments."""
+  """Replaces a vector environment while shapes are computed; it starts no environments."""
 
   def __init__(self, spec: EnvSpec, num_envs: int, batch_size: int):
     self._spec = spec
-    self.num_envs, self.batch_size = num_envs, batch_size or num_envs
+    self.num_envs = num_envs
+    self.batch_size = batch_size or num_envs
     self.handle = np.zeros(8, np.uint8)
+    self.state_shapes: Any = ()
+
+  @property
+  def first_state(self) -> Any:
+    """See `protocol.VectorEnv`; only to be asked for while shapes are computed."""
+    return jax.tree.map(_empty, self.state_shapes)
 
   @property
   def first_obs(self) -> jax.Array:
-    """See `protocol.VectorEnv`; only to be asked for while shapes are computed."""
+    """See `protocol.VectorEnv`; use it inside of `jax.eval_shape` only."""
     return self._zeros(self.num_envs, self._spec.obs_dtype, *self._spec.obs_shape)
 
-  def send(self, handle: jax.Array, action: jax.Array, env_id: jax.Array | None = None
-           ) -> jax.Array:
+  def send(self, token: jax.Array, state: Any, action: jax.Array,
+           env_id: jax.Array | None = None) -> tuple[jax.Array, Any]:
     """See `protocol.VectorEnv`."""
     del action, env_id
-    return handle
+    return token, state
 
-  def recv(self, handle: jax.Array) -> tuple[jax.Array, TimeStep]:
+  def recv(self, token: jax.Array, state: Any) -> tuple[jax.Array, Any, TimeStep]:
     """See `protocol.VectorEnv`."""
-    size, no = self.batch_size, self._zeros(self.batch_size, bool)
+    size = self.batch_size
+    flag = self._zeros(size, bool)
     reward = self._zeros(size, jnp.float32)
-    obs = self._zeros(size, self._spec.obs_dtype, *self._spec.obs_shape)
-    return handle, TimeStep(obs, reward, no, no, reward, no, self._zeros(size, jnp.int32))
+    step = TimeStep(obs=self._zeros(size, self._spec.obs_dtype, *self._spec.obs_shape),
+                    reward=reward, terminated=flag, truncated=flag, raw_reward=reward,
+                    game_over=flag, env_id=self._zeros(size, jnp.int32))
+    return token, state, step
 
   def _zeros(self, size: int, dtype: Any, *shape: int) -> jax.Array:
     return jnp.zeros((size, *shape), dtype)

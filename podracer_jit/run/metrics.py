@@ -1,4 +1,4 @@
-"""What a run tells: episode statistics, throughput, delays, and the files they go to."""
+"""Computes the metrics of a run (episodes, throughput, delays) and writes its files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.run import journal, safe_files
 from podracer_jit.schemes.reports import Report, Waits
 
-Record = dict[str, Any]  # one update, as metrics.jsonl has it
-EVENTS_S = 0.1  # at least between two points in TensorBoard: each costs as much as a short update
+Record = dict[str, Any]  # an update's line of metrics.jsonl
+# Least seconds between two points in TensorBoard: a point takes as long as a short update.
+EVENTS_S = 0.1
 
 
 class Meter:
@@ -28,31 +29,46 @@ class Meter:
 
   def __init__(self, window: int, frame_skip: int, waits: Callable[[], Waits],
                past: Mapping[str, Any]):
-    """Goes on from `past`, the `meta` of a checkpoint (or nothing)."""
+    """Creates a meter.
+
+    Args:
+      window: number of episodes that mean returns and lengths are over.
+      frame_skip: frames of a step.
+      waits: returns the seconds that actors and learner have waited since the segment began.
+      past: the `meta` of the checkpoint that the run resumes from; empty for a new run.
+    """
     self._window = collections.deque(map(tuple, past.get('window', [])), maxlen=window)
     self._episodes = past.get('episodes', 0)
     self._elapsed = past.get('elapsed_s', 0.0)
     self._frame_skip = frame_skip
-    self._waits, self._waited = waits, Waits(0.0, 0.0)
-    self._last = time.perf_counter()
+    self._waits = waits
+    self._last_waits = Waits(0.0, 0.0)
+    self._last_s = time.perf_counter()
 
   def meta(self) -> dict[str, Any]:
-    """Returns the part of a checkpoint's `meta` from which the statistics go on."""
+    """Returns the part of a checkpoint's `meta` from which another meter can continue."""
     return dict(window=list(self._window), episodes=self._episodes, elapsed_s=self._elapsed)
 
   def records(self, report: Report) -> Iterator[tuple[Record, Record]]:
     """Yields (metrics, receipt) of each update of the report."""
-    # Of ready arrays a fifth of the time that device_get takes, beside which the next rollout runs.
+    # For arrays that are ready, this takes a fifth of the time of `jax.device_get`. The next
+    # rollout runs meanwhile, on the same cores.
     metrics = jax.tree.map(np.asarray, report.metrics)
-    now, waited = time.perf_counter(), self._waits()
-    seconds = (now - self._last) / report.count  # a call's updates share its time evenly
-    spent = [(new - old) / report.count for new, old in zip(waited, self._waited, strict=True)]
-    self._last, self._waited = now, waited
+
+    # The updates of a call share its time evenly.
+    now_s = time.perf_counter()
+    waits = self._waits()
+    seconds = (now_s - self._last_s) / report.count
+    actor_wait_s = (waits.actor - self._last_waits.actor) / report.count
+    learner_wait_s = (waits.learner - self._last_waits.learner) / report.count
+    self._last_s = now_s
+    self._last_waits = waits
+
     for i in range(report.count):
-      one = jax.tree.map(lambda x, i=i: x[i], metrics)
-      receipt = dict(update=int(one['update']), batch=as_hex(one.pop('batch')),
-                     params=as_hex(one.pop('params')))
-      episodes = one.pop('episodes')
+      update = jax.tree.map(lambda x, i=i: x[i], metrics)
+      receipt = dict(update=int(update['update']), batch=as_hex(update.pop('batch')),
+                     params=as_hex(update.pop('params')))
+      episodes = update.pop('episodes')
       ended = np.asarray(episodes.ended)
       self._episodes += int(ended.sum())
       # Row by row, so that the order does not depend on which environments ran where.
@@ -60,20 +76,23 @@ class Meter:
                               episodes.length[ended].tolist(), strict=True))
       self._elapsed += seconds
       returns, lengths = zip(*self._window, strict=True) if self._window else ((), ())
-      valid, steps = int(one.pop('valid')), int(one.pop('steps'))
+      valid = int(update.pop('valid'))
+      steps = int(update.pop('steps'))
       record = dict(
-          update=int(one.pop('update')), steps=steps, frames=steps * self._frame_skip,
+          update=int(update.pop('update')), steps=steps, frames=steps * self._frame_skip,
           sps=valid / seconds, elapsed_s=self._elapsed,
           episode_return=_mean(returns), episode_length=_mean(lengths), episodes=self._episodes,
-          actor_wait_s=spent[0], learner_wait_s=spent[1],
-          # From a replay: what rollouts were late when they came, and the age of what was drawn.
-          cgd=float(report.cgd[i] + one.get('sampled_age', 0.0)), gud=float(report.gud[i]))
-      if 'sampled' in one:
-        record['samples_per_s'] = int(one['sampled']) / seconds
-      yield record | {name: float(value) for name, value in one.items()}, receipt
+          actor_wait_s=actor_wait_s, learner_wait_s=learner_wait_s,
+          # With a replay, CGD is the delay of a rollout until it is added, plus the age of the
+          # drawn transitions.
+          cgd=float(report.cgd[i] + update.get('sampled_age', 0.0)), gud=float(report.gud[i]))
+      if 'sampled' in update:
+        record['samples_per_s'] = int(update['sampled']) / seconds
+      yield record | {name: float(value) for name, value in update.items()}, receipt
 
 
 def _mean(values) -> float | None:
+  """Returns the mean; None if there are no values."""
   return float(np.mean(values)) if values else None
 
 
@@ -81,25 +100,27 @@ class Files:
   """metrics.jsonl, receipts.jsonl and TensorBoard events of a workdir, open for a whole run."""
 
   def __init__(self, workdir: Path, update: int, steps: int, tensorboard: bool):
-    """Opens them to go on after `update` and its steps: what was lost with a crash goes.
+    """Opens the files to append to them; removes the lines after the checkpoint.
 
     Args:
       workdir: of the run.
-      update: of the checkpoint that the run goes on from; 0 at its beginning.
-      steps: of that checkpoint.
+      update: of the checkpoint that the run resumes from; 0 for a new run.
+      steps: valid steps of that checkpoint.
       tensorboard: whether to write events.
 
     Raises:
-      OSError: naming the file.
+      OSError: a file cannot be read or written; the error names it.
     """
     self._paths = [workdir / journal.METRICS, workdir / journal.RECEIPTS]
     self.problems = [words for path in self._paths for words in journal.cut(workdir, path, update)]
     self._metrics, self._receipts = (path.open('a', buffering=1) for path in self._paths)
-    # The name of a file has whole seconds; that of a run stopped at once would be written over.
+    # TensorBoard's file names have whole seconds. Without the suffix, a run that is resumed within
+    # a second would overwrite the file.
     self._events = SummaryWriter(
         str(workdir / 'tensorboard'), purge_step=steps + 1, flush_secs=10,
         filename_suffix=f'.{update}') if tensorboard else None
-    self._shown_s, self._not_shown = -math.inf, None  # in TensorBoard
+    self._shown_s = -math.inf  # time of the newest point in TensorBoard
+    self._not_shown = None  # the newest record, if TensorBoard does not have it
 
   def begin_segment(self, header: Mapping[str, Any]) -> None:
     """Writes the header of a segment to the receipts."""
@@ -107,10 +128,10 @@ class Files:
       self._receipts.write(json.dumps(dict(header)) + '\n')
 
   def write(self, record: Record, receipt: Record) -> None:
-    """Appends one update; to TensorBoard's events only now and then, and the last of a segment.
+    """Appends an update; TensorBoard gets one every EVENTS_S, and the last one of a segment.
 
     Raises:
-      OSError: naming the file.
+      OSError: a file cannot be written; the error names it.
     """
     with safe_files.naming(self._paths[0]):
       self._metrics.write(json.dumps(_finite(record)) + '\n')
@@ -122,21 +143,23 @@ class Files:
       self._show()
 
   def flush(self) -> None:
-    """Writes what is not written yet: what comes next may be the end."""
+    """Writes buffered events, since the process may end during the save that follows."""
     if self._events:
       if self._not_shown:
         self._show()
       self._events.flush()
 
   def _show(self) -> None:
-    record, self._not_shown = self._not_shown, None
+    """Adds the newest record to TensorBoard's events."""
+    record = self._not_shown
+    self._not_shown = None
     for name, value in record.items():
       if value is not None and name not in ('update', 'steps', 'frames'):
         self._events.add_scalar(name, value, record['steps'])
 
   def close(self) -> None:
-    """Flushes everything."""
-    # A file that cannot be written to says so again; nothing more is to be lost by that.
+    """Flushes and closes all files."""
+    # A file that could not be written fails again here. That error was raised before.
     for file in (self._metrics, self._receipts):
       with contextlib.suppress(OSError):
         file.close()
@@ -146,22 +169,24 @@ class Files:
 
 
 class Diverged(RuntimeError):
-  """A loss or a gradient is not a finite number any more."""
+  """Raised if a loss or a gradient is not finite."""
 
 
 def check_finite(record: Record) -> None:
-  """Looks at the numbers that were fetched anyway, so nothing waits for it.
+  """Checks that all metrics are finite; they are on the host already, so this waits for nothing.
 
   Raises:
-    Diverged: naming the update and every term.
+    Diverged: the message has the update and every loss term.
   """
   terms = {k: v for k, v in record.items() if isinstance(v, float)}
   broken = [name for name, value in terms.items() if not math.isfinite(value)]
   if broken:
-    last = list(record)[list(record).index('gud') + 1:]  # what the learner says, after the delays
+    # The learner's metrics come after the delays, of which 'gud' is the last.
+    names = list(record)
+    learner_names = names[names.index('gud') + 1:]
     raise Diverged(f'update {record["update"]} ({record["steps"]:,} steps): '
                    f'{", ".join(broken)} not finite ('
-                   + ', '.join(f'{name} {record[name]:g}' for name in last) + ')')
+                   + ', '.join(f'{name} {record[name]:g}' for name in learner_names) + ')')
 
 
 def _finite(record: Record) -> Record:

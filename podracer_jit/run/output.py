@@ -1,4 +1,4 @@
-"""Printing that never ends a run: a terminal may be closed, and a pipe's reader gone."""
+"""Prints without ever ending a run, even if the terminal is closed or a pipe has no reader."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 
 class LastingStream:
-  """A text stream that becomes silent when nobody can read it any more."""
+  """A text stream that drops its text once nobody can read it."""
 
   def __init__(self, stream: TextIO):
     self._stream = stream
@@ -35,7 +35,7 @@ class LastingStream:
   def _losing(self):
     try:
       yield
-    except (OSError, ValueError):  # a ValueError: it was closed
+    except (OSError, ValueError):  # a ValueError means that the stream is closed
       self._lost = True
 
 
@@ -52,7 +52,7 @@ def say(line: str) -> None:
 
 
 def give_up_lost_streams() -> None:
-  """Keeps Python from failing at its end to write what a lost stream still has."""
+  """Redirects lost streams to /dev/null, since Python flushes all streams when it ends."""
   for stream in (sys.stdout, sys.stderr):
     try:
       stream.flush()

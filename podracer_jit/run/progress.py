@@ -1,4 +1,4 @@
-"""What a person sees while it trains: one live block, or plain lines where there is no terminal."""
+"""Shows the progress of a training: a live block in a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from podracer_jit.run.output import LastingStream
 
 
 def bottleneck(actor_wait_s: float, learner_wait_s: float, seconds: float) -> str:
-  """Returns in words which side the other waits for.
+  """Returns in words which side limits the speed, actors or learner.
 
   Args:
-    actor_wait_s: time that actors have waited in a period.
-    learner_wait_s: time that the learner has waited in it.
+    actor_wait_s: seconds that actors waited in a period.
+    learner_wait_s: seconds that the learner waited in the period.
     seconds: length of the period.
   """
   actor, learner = (min(100, 100 * wait / seconds) for wait in (actor_wait_s, learner_wait_s))
   if max(actor, learner) < 5:
     return 'none (neither side waits)'
-  if min(actor, learner) > 20:  # with a lag of 0 each side waits while the other works
+  if min(actor, learner) > 20:
+    # With lag 0, each side waits while the other works.
     return f'both take turns (acting {learner:.0f}% of the time, learning {actor:.0f}%)'
   if actor > learner:
     return f'learner (the actors wait {actor:.0f}% of the time)'
@@ -46,11 +47,19 @@ class Progress:
 
   def __init__(self, experiment: Experiment, title: str, console: Console | None = None,
                quiet: bool = False):
+    """Creates a display; shows nothing.
+
+    Args:
+      experiment: has the number of steps and the interval of lines.
+      title: of the block.
+      console: to print to; default: stdout.
+      quiet: shows nothing at all, as in processes other than 0.
+    """
     self._total = experiment.total_steps
     self._every_s = experiment.log.every_seconds
     self._title = title
     self._split = not experiment.scheme.graph.one_program
-    # Training goes on when nobody can read its output any more.
+    # Training must continue if its terminal is closed.
     self._console = console or Console(file=LastingStream(sys.stdout), highlight=False,
                                        soft_wrap=True, quiet=quiet)
     self._recent: collections.deque[tuple[float, Record]] = collections.deque()
@@ -74,12 +83,12 @@ class Progress:
     self._console.print(line, markup=False)
 
   def compiling(self) -> None:
-    """Says that programs are compiled until the first update is made."""
-    if not self._live:  # the block says so itself
+    """Prints that programs are compiled until the first update."""
+    if not self._live:  # the block shows it already
       self.note('compiling ...')
 
   def finish(self, line: str) -> None:
-    """Shows the last update, and prints a line below it, the last of all."""
+    """Shows the last update, and prints the last line below it."""
     if self._live:
       self._live.__exit__(None, None, None)
       self._live = None
@@ -88,11 +97,12 @@ class Progress:
     self.note(line)
 
   def show(self, record: Record) -> None:
-    """Takes in one update."""
+    """Adds an update; prints a line every `log.every_seconds` if there is no block."""
     now = time.monotonic()
     self._recent.append((now, record))
+    # Rates are over the last half minute.
     while len(self._recent) > 2 and now - self._recent[0][0] > 30:
-      self._recent.popleft()  # rates are those of the last half minute
+      self._recent.popleft()
     self._shown = False
     if not self._live and (now - self._printed >= self._every_s
                            or record['steps'] >= self._total):
@@ -101,11 +111,13 @@ class Progress:
       self._console.print(self._line(), markup=False)
 
   def _rates(self) -> tuple[float | None, str]:
-    """Returns valid steps a second, if enough was seen to say, and the bottleneck in words."""
-    recent = list(self._recent)  # a copy, as the block is made by another thread
-    (start, first), (end, last) = recent[0], recent[-1]
+    """Returns valid steps a second, None if not known yet, and the bottleneck in words."""
+    # A copy, since the block is drawn by another thread.
+    recent = list(self._recent)
+    start, first = recent[0]
+    end, last = recent[-1]
     if end - start < 1.0:
-      # The first update has the time of compiling in it.
+      # The time of the first update includes compiling.
       return (last['sps'] if len(recent) > 1 else None), ''
     sps = (last['steps'] - first['steps']) / (end - start)
     if not self._split:
@@ -115,7 +127,9 @@ class Progress:
     return sps, bottleneck(*waits, end - start)
 
   def _numbers(self) -> dict[str, str]:
-    record, (sps, words) = self._recent[-1][1], self._rates()
+    """Returns the numbers of the newest record as text, by their labels."""
+    _, record = self._recent[-1]
+    sps, words = self._rates()
     numbers = {
         'steps': f'{record["steps"]:,} of {self._total:,}',
         'frames': f'{record["frames"]:,}',

@@ -1,11 +1,11 @@
-"""Makes one update of a run again, where the run made it, and writes every array on the way.
+"""Repeats an update of a run, on the run's devices, and writes every array on the way.
 
 python -m podracer_jit.run.remake WORKDIR UPDATE OUT.npz [MODULE ...]
 
-A process of its own for each side of `podracer_jit compare --deep`, since the size of XLA's thread
-pool and the number of devices are fixed when JAX starts. The arrays of OUT.npz are named
-'stage|leaf' and are in the order in which an update makes them. MODULEs may be imported if the
-run's config names them.
+`podracer_jit compare --deep` starts this process for each of the two runs, since the size of XLA's
+thread pool and the number of devices are fixed when JAX starts. The arrays of OUT.npz are named
+'stage|leaf', in the order in which an update makes them. MODULEs may be imported if the run's
+config names them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ Arrays = dict[str, np.ndarray]
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
-  workdir, update, out = Path(argv[1]), int(argv[2]), Path(argv[3])
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
+  workdir = Path(argv[1])
+  update = int(argv[2])
+  out = Path(argv[3])
   try:
     allowed = config.allowed_modules(argv[4:])
     np.savez(out, **remake(workdir, update, allowed))
@@ -50,14 +52,15 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
   """Returns the arrays of an update by 'stage|leaf'.
 
   Args:
-    workdir: of the run; its config says where the update is made.
+    workdir: of the run; its config has the placement.
     update: the number of the update.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
 
   Raises:
-    ValueError: it cannot be made again.
+    ValueError: the update cannot be repeated.
   """
-  on_one_device = rerun.one_device_experiment(workdir, allow_modules)  # checks that it can be
+  # This also checks that the run is deterministic.
+  on_one_device = rerun.one_device_experiment(workdir, allow_modules)
   experiment = resolve(workdirs.read_config(workdir, allow_modules))
   headers, receipts, _ = journal.read_receipts(workdir)
   header = rerun.header_of(headers, receipts, update)
@@ -66,21 +69,23 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
 
   def state_after(last: int) -> TrainState:
     """Returns the state after update `last`, made as the run made it."""
-    state = rerun.state_before(run, workdir, header)
+    state, envs = rerun.state_before(run, workdir, header)
     count = last - header['first_update'] + 1
     if count == 0:
       return state
-    with build.segment(run, state, header['segment'], count, lambda report: None) as segment:
+    with build.segment(run, state, header['segment'], count, lambda report: None,
+                       envs=envs) as segment:
       return loops.run(segment.workers)['learner'].train
 
   before = jax.device_get(_to_compare(state_after(update - 1)))
   arrays = _named('state before the update', before)
   if isinstance(run.learner, RolloutLearner):
-    # This update may differ from its receipt: that is what somebody wants to understand.
+    # Only earlier updates are checked: this update may differ from its receipt, which is why
+    # somebody compares the runs.
     earlier = {number: line for number, line in receipts.items() if number < update}
     on_one = build.make_run(changed(on_one_device, placement=config.ONE_DEVICE | {
         'actor_platform': experiment.placement.actor_platform}))
-    rollout = rerun.rerun(on_one, rerun.state_before(on_one, workdir, header), header['segment'],
+    rollout = rerun.rerun(on_one, *rerun.state_before(on_one, workdir, header), header['segment'],
                           update, earlier)
     arrays |= _named('rollout', rollout._asdict())
     arrays |= _step_by_step(run.learner, state_after(update - 1), rollout)
@@ -88,6 +93,7 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
 
 
 def _to_compare(state: TrainState) -> dict[str, Any]:
+  """Returns the arrays of a train state that two runs are compared by."""
   return {'params': state.params, 'opt_state': state.opt_state, 'target': state.target,
           'replay': state.replay}
 
@@ -95,16 +101,18 @@ def _to_compare(state: TrainState) -> dict[str, Any]:
 def _step_by_step(learner: RolloutLearner, state: TrainState, rollout: Rollout) -> Arrays:
   """Returns the arrays of each gradient step, made by separate programs on the run's devices."""
   mesh = learner.parts.mesh
-  (programs,), updates = learner.gradient_programs([mesh]), learner.update_programs
+  (programs,) = learner.gradient_programs([mesh])
+  updates = learner.update_programs
   batch = jax.device_put(rollout, NamedSharding(mesh, PartitionSpec(None, AXIS)))
-  centre = placement.mesh_of([mesh.devices.flat[0]])
+  # Updates are made on the first device only.
+  update_mesh = placement.mesh_of([mesh.devices.flat[0]])
   key = placement.replicate(update_key(state), mesh)
-  state = placement.replicate(state, centre)
+  state = placement.replicate(state, update_mesh)
   prepared = programs.prepare(placement.replicate(state.params, mesh), key, batch)
   arrays = _named('targets', prepared.targets) | _named('moments', prepared.batch_stats['moments'])
   for step in range(learner.gradient_steps):
     groups = programs.gradient(placement.replicate(state.params, mesh), prepared, step)
-    groups = placement.replicate(groups, centre)
+    groups = placement.replicate(groups, update_mesh)
     stage = f'gradient step {step + 1}'
     gradient, _ = jax.tree.map(pairwise_sum, groups)
     arrays |= _named(f'{stage}: gradient', gradient)
@@ -115,6 +123,7 @@ def _step_by_step(learner: RolloutLearner, state: TrainState, rollout: Rollout) 
 
 
 def _named(stage: str, tree: Any) -> Arrays:
+  """Returns the leaves of a tree by 'stage|leaf'."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {f'{stage}|{jax.tree_util.keystr(path, simple=True, separator="/")}': np.asarray(leaf)
           for path, leaf in leaves}

@@ -1,4 +1,4 @@
-"""From a config to an Experiment: names to parts, values to types, and all checks on the way."""
+"""Turns a config into an Experiment: looks up parts, converts values, and makes all checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from podracer_jit import options, parts
 from podracer_jit.agents import kinds
 from podracer_jit.agents.networks import TorsoOptions, fit_to_task
 from podracer_jit.agents.policies import FAMILIES, Family, Policy
-from podracer_jit.envs.families import family_of
+from podracer_jit.envs.families import family_of, may_start_jax
 from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.losses.algorithm import Algorithm
 from podracer_jit.replay.options import ReplayOptions
@@ -21,6 +21,7 @@ from podracer_jit.run import checks
 from podracer_jit.run import config as config_lib
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.settings import EnvOptions, TrainingOptions
+from podracer_jit.runtime import host
 from podracer_jit.runtime.placement import PlacementOptions
 from podracer_jit.schemes.scheme import Scheme
 from podracer_jit.schemes.table import SCHEMES
@@ -57,6 +58,8 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
   own = {name: value for name, value in fields['env'].items()
          if name not in options.meanings(EnvOptions)}
   with _own_errors('env.task', env.task):
+    if may_start_jax(env.task):
+      host.prepare_host_for_any(sections['placement'])
     spec = family_of(env.task).make_spec(env.task, own)
   experiment = Experiment(
       **{name: fields[name] for name in options.meanings(TrainingOptions)},
@@ -70,6 +73,19 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
   for problem in checks.problems(experiment):
     raise ValueError(problem)
   return experiment
+
+
+def placement_of(config: Mapping[str, Any]) -> PlacementOptions:
+  """Returns the placement of a config, which is all that is needed to join other processes.
+
+  Raises:
+    ValueError: one line that names the field, its value and what would be right.
+  """
+  fields = _plain(config).get('placement', {})
+  for problem in (*options.check_names('placement.', fields, options.defaults(PlacementOptions)),
+                  *options.check_values('placement.', fields, PlacementOptions)):
+    raise ValueError(problem)
+  return options.make(PlacementOptions, options.defaults(PlacementOptions) | dict(fields))
 
 
 def changed(experiment: Experiment, **changes: Any) -> Experiment:

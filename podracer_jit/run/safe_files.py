@@ -1,4 +1,4 @@
-"""Files that are never half written and never deleted: replaced in one step, or set aside."""
+"""Replaces files in one step, and sets broken files aside instead of deleting them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-BROKEN = 'broken'  # the folder of a workdir for files that cannot be used
+BROKEN = 'broken'  # folder of a workdir for broken files
 
 
 def write_text(path: Path, text: str) -> None:
   """Writes a whole file in one step: a reader sees the old content or the new, never a part.
 
   Raises:
-    OSError: naming the file. The old content is still there, and no draft is left.
+    OSError: the file cannot be written; the error names it. The old content is unchanged.
   """
   draft = path.with_name(f'{path.name}.tmp')
   with naming(path):
@@ -22,6 +22,7 @@ def write_text(path: Path, text: str) -> None:
       with draft.open('w') as file:
         file.write(text)
         file.flush()
+        # Without fsync, a power failure could leave an empty file under the new name.
         os.fsync(file.fileno())
       os.replace(draft, path)
     finally:
@@ -29,14 +30,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def set_aside(workdir: Path, path: Path) -> Path:
-  """Moves a file or folder that cannot be used into the workdir's folder of broken things.
+  """Moves a broken file or folder to WORKDIR/broken/NAME, with a number if that exists.
 
   Returns:
-    Where it is now: WORKDIR/broken/NAME, with a number where that is taken.
+    The new path.
   """
   folder = workdir / BROKEN
   folder.mkdir(exist_ok=True)
-  target, number = folder / path.name, 1
+  target = folder / path.name
+  number = 1
   while target.exists():
     number += 1
     target = folder / f'{path.name}.{number}'

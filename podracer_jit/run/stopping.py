@@ -1,4 +1,4 @@
-"""Signals that stop a command: what they do depends on what would be lost."""
+"""Handles the signals that stop a command, so that no finished work is lost."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ ONE_S = 0.5
 
 
 def leave() -> None:
-  """Ends the process at once, with a line.
+  """Prints a line and ends the process at once.
 
-  An exception would not do: raised while libraries are imported, it was seen to end in a
-  segmentation fault.
+  An exception is not safe here: raised while libraries were imported, it has led to a segmentation
+  fault.
   """
   complain('podracer_jit: interrupted before there was anything to save')
   os._exit(exit_codes.INTERRUPTED)
 
 
 class Stopping:
-  """Handles SIGINT, SIGTERM and SIGHUP in the course of a command.
+  """Handler of SIGINT, SIGTERM and SIGHUP.
 
-  Before training they end the process, since nothing can be lost. While it trains, the first one
-  asks for an end, and a second one interrupts. While something is being saved, none interrupts: the
-  end comes when all is saved.
+  Before training, a signal ends the process at once, since nothing can be lost. During training,
+  the first signal requests an end, and a second one interrupts. During a save, no signal
+  interrupts; the process ends after the save.
   """
 
   def __init__(self, leave: Callable[[], None] = leave,
@@ -51,11 +51,11 @@ class Stopping:
     return self._asked.is_set()
 
   def begin_training(self) -> None:
-    """Makes the first signal from now on ask for an end, in place of ending the process."""
+    """Lets the first signal from now on request an end, instead of ending the process."""
     self._training = True
 
   def end(self) -> None:
-    """Makes signals do nothing from now on, as the command ends and its exit code says how."""
+    """Ignores signals from now on: the command ends, and they must not change its exit code."""
     self._ended = True
 
   @contextlib.contextmanager
@@ -86,9 +86,9 @@ class Stopping:
 
 
 def numbers() -> list[signal.Signals]:
-  """Returns the signals to handle: a SIGHUP that was ignored from the start stays ignored.
+  """Returns the signals to handle.
 
-  That is what nohup asks for.
+  A SIGHUP that was ignored when the process started stays ignored, as nohup requires.
   """
   return [number for number in SIGNALS
           if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
@@ -97,7 +97,7 @@ def numbers() -> list[signal.Signals]:
 @contextlib.contextmanager
 def handled(leave: Callable[[], None] = leave, clock: Callable[[], float] = time.monotonic
             ) -> Iterator[Stopping]:
-  """Handles the signals for the time of the block; outside of the main thread it cannot.
+  """Handles the signals during the block; in another thread than the main one, it does nothing.
 
   Args:
     leave: called by a signal that comes before training.

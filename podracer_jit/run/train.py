@@ -14,6 +14,7 @@ import jax
 from absl import flags, logging
 
 from podracer_jit import loops
+from podracer_jit.envs.protocol import environment_failure
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.run import (
     build,
@@ -29,7 +30,7 @@ from podracer_jit.run import (
 from podracer_jit.run.metrics import Diverged, Files, Meter, check_finite
 from podracer_jit.run.output import complain, give_up_lost_streams
 from podracer_jit.run.progress import Progress
-from podracer_jit.run.resolve import resolve
+from podracer_jit.run.resolve import placement_of, resolve
 from podracer_jit.runtime import host, placement
 from podracer_jit.schemes.reports import Report
 from podracer_jit.types import TrainState
@@ -37,22 +38,25 @@ from podracer_jit.types import TrainState
 
 def main(argv: Sequence[str]) -> int:
   """Trains; returns one of `exit_codes`."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
-  values = flags.FlagValues()  # not the global ones: main may be called again, and by others
-  flags.DEFINE_string('workdir', None, 'Where checkpoints and metrics go; runs/ and the '
-                      'name of the config by default.', flag_values=values)
-  flags.DEFINE_string('profile_dir', None, 'Write a jax.profiler trace of a few updates here.',
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
+  # absl's global flags belong to the importing program, and main may be called again.
+  values = flags.FlagValues()
+  flags.DEFINE_string('workdir', None, 'A folder for checkpoints and metrics; default: runs/ and '
+                      'the name of the config.', flag_values=values)
+  flags.DEFINE_string('profile_dir', None, 'A folder for a jax.profiler trace of a few updates.',
                       flag_values=values)
-  flags.DEFINE_string('repeat', None, 'A workdir whose segments, as its receipts have them, this '
-                      'run makes again: also those that a signal ended.', flag_values=values)
+  flags.DEFINE_string('repeat', None, 'A workdir. This run has the segments of that run, also '
+                      'those that a signal ended, and so the same bits.', flag_values=values)
   flags.DEFINE_bool('distributed', False, 'This is one of several processes of the run.',
                     flag_values=values)
-  flags.DEFINE_string('coordinator_address', None, 'host:port of process 0; asked of SLURM, Open '
-                      'MPI, Kubernetes or the TPU pod where not given.', flag_values=values)
-  flags.DEFINE_integer('num_processes', None, 'How many there are; likewise.', flag_values=values)
-  flags.DEFINE_integer('process_id', None, 'Which this is, from 0; likewise.', flag_values=values)
-  flags.DEFINE_integer('coordinator_timeout_s', 60, 'How long a process waits until process 0 '
-                       'listens and all the others have come, in seconds.', flag_values=values)
+  flags.DEFINE_string('coordinator_address', None, 'host:port of process 0; default: that of '
+                      'SLURM, Open MPI, Kubernetes or the TPU pod.', flag_values=values)
+  flags.DEFINE_integer('num_processes', None, 'Number of processes; default: that of SLURM, Open '
+                       'MPI, Kubernetes or the TPU pod.', flag_values=values)
+  flags.DEFINE_integer('process_id', None, 'Index of this process, from 0; default: that of SLURM, '
+                       'Open MPI, Kubernetes or the TPU pod.', flag_values=values)
+  flags.DEFINE_integer('coordinator_timeout_s', 60, 'Seconds that a process waits until process 0 '
+                       'listens and all other processes have joined.', flag_values=values)
   with stopping.handled() as stop:
     try:
       return _main(argv, values, stop)
@@ -68,18 +72,21 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       if config is None:
         print(f'{__doc__}\n{values.get_help()}')
         return exit_codes.FINISHED
-      experiment = resolve(config)
-      host.prepare_host(experiment.placement)
       joining = (values.coordinator_address, values.num_processes, values.process_id)
       if values.distributed or joining != (None, None, None):
-        host.join(experiment.placement, *joining, values.coordinator_timeout_s)
+        # Processes join before JAX starts, and to make some environments starts JAX.
+        place = placement_of(config)
+        host.prepare_host(place)
+        host.join(place, *joining, values.coordinator_timeout_s)
+      experiment = resolve(config)
+      host.prepare_host(experiment.placement)
       run = build.make_run(experiment)
       for warning in memory.check(run):
         complain(f'podracer_jit: warning: {warning}')
       workdir = Path(values.workdir or command_line.default_workdir(argv))
       if values.repeat and not experiment.deterministic:
-        raise ValueError(f'--repeat: {experiment.non_deterministic_setting} takes things as they '
-                         'come, so no run of it can be run again')
+        raise ValueError(f'--repeat: {experiment.non_deterministic_setting} is not deterministic, '
+                         'so a run cannot be repeated')
       ends = _ends_of(Path(values.repeat)) if values.repeat else None
       update, notes = stack.enter_context(_opened(workdir, experiment.fields, run.place))
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
@@ -97,6 +104,9 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       complain(f'podracer_jit: {error}')
       return _leave(exit_codes.FAILED)
     except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message
+      if environment_failure(error):
+        complain(f'podracer_jit: {environment_failure(error)}')
+        return _leave(exit_codes.FAILED)
       logging.exception('the run failed')
       complain(f'podracer_jit: {type(error).__name__}: {error}')
       return _leave(exit_codes.FAILED)
@@ -106,22 +116,33 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
 
 
 def _code_of_a_stop(workdir: Path) -> int:
+  """Returns the exit code after a signal, which depends on whether there is a checkpoint."""
   return exit_codes.STOPPED if checkpoint.updates_in(workdir) else exit_codes.INTERRUPTED
 
 
 def _ends_of(repeated: Path) -> list[int]:
+  """Returns the last update of each segment of a run.
+
+  Raises:
+    ValueError: the run has no readable receipts.
+  """
   try:
     return journal.segment_ends(repeated)
   except OSError as error:
-    raise ValueError(f'--repeat: {repeated} has no receipts that can be read: '
+    raise ValueError(f'--repeat: the receipts of {repeated} cannot be read: '
                      f'{error.strerror}') from None
 
 
 def _leave(code: int) -> int:
-  """Returns the exit code of a failure, or exits: JAX would wait for the other processes first."""
+  """Returns the exit code of a failure; with several processes, ends this process at once.
+
+  JAX would wait for the other processes at a normal exit.
+  """
   if jax.distributed.is_initialized():
-    if code == exit_codes.REFUSED:  # the others are to say so too; without process 0 JAX would
-      time.sleep(3)                 # abort them
+    if code == exit_codes.REFUSED:
+      # The other processes refuse, too, and need time to print why: JAX aborts them if process 0
+      # is gone.
+      time.sleep(3)
     give_up_lost_streams()
     os._exit(code)
   return code
@@ -130,17 +151,25 @@ def _leave(code: int) -> int:
 @contextlib.contextmanager
 def _opened(workdir: Path, config: Mapping[str, Any], place: placement.Placement
             ) -> Iterator[tuple[int | None, list[str]]]:
-  """Process 0 makes and locks the workdir; the others find it, and compare their config with its.
+  """Opens the workdir in all processes.
+
+  Process 0 creates and locks it. The other processes compare their config with that of process 0.
+
+  Args:
+    workdir: of the run.
+    config: plain values.
+    place: says which process this is.
 
   Yields:
-    The update of the checkpoint to go on from, None without one, and what was repaired.
+    The update of the checkpoint to resume from, None without one, and lines about repairs.
 
   Raises:
     ValueError: the workdir is in use, of another experiment, or cannot be repaired.
     OSError: it cannot be written to.
   """
   with contextlib.ExitStack() as stack:
-    update, notes = None, []
+    update = None
+    notes = []
     if place.process == 0:
       workdirs.make(workdir)
       stack.enter_context(contextlib.closing(lock.WorkdirLock(workdir)))
@@ -151,7 +180,7 @@ def _opened(workdir: Path, config: Mapping[str, Any], place: placement.Placement
     host.barrier('workdir')
     if place.process:
       if not (workdir / workdirs.CONFIG).exists():
-        raise ValueError(f'--workdir: what process 0 wrote to {workdir} is not to be seen here; '
+        raise ValueError(f'--workdir: this process does not see what process 0 wrote to {workdir}; '
                          'all processes need one file system')
       workdirs.check_same(workdir, config)
     yield host.of_process_0(update), notes
@@ -160,29 +189,33 @@ def _opened(workdir: Path, config: Mapping[str, Any], place: placement.Placement
 def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
           ends: Sequence[int] | None = None, stop: stopping.Stopping | None = None,
           update: int | None = None) -> bool:
-  """Trains from a checkpoint of the workdir, segment by segment, to total_steps.
+  """Trains segment by segment until total_steps, from a checkpoint of the workdir if it has one.
 
-  A signal ends the segment at its next update (of `fused`: after its call), and saves.
+  A signal ends the segment at its next update (with `fused`, after the current call), and the run
+  is saved.
 
   Args:
-    run: what to train.
-    workdir: has the config of the run.
-    profile_dir: where to write a trace of a few updates.
-    ends: the last updates of the segments, where another run has them otherwise than the config.
-    stop: handles signals; without it they do what they did.
-    update: of the checkpoint to go on from, whose files were checked; by default the newest that
-      is whole.
+    run: the run to train.
+    workdir: of the run; it has the config.
+    profile_dir: a folder for a trace of a few updates; None: no trace.
+    ends: the last update of each segment; None: as the config says.
+    stop: handles signals; by default, signals keep their handlers.
+    update: of the checkpoint to resume from, whose files were checked; by default the newest
+      complete checkpoint.
 
   Returns:
-    Whether all is done; else a signal has stopped it.
+    True if total_steps are reached, False if a signal stopped the training.
 
   Raises:
     checkpoint.Broken: the checkpoint is not what was saved.
-    checkpoint.NotSaved: naming a file that cannot be written, and the checkpoint that is safe.
+    checkpoint.NotSaved: a file cannot be written; the message names it and the newest good
+      checkpoint.
   """
-  experiment, learner = run.experiment, run.learner
+  experiment = run.experiment
+  learner = run.learner
   stop = stop or stopping.Stopping()
   state = run.initial_state()
+  envs: Any = ()
   saved = checkpoint.Checkpoints(workdir, experiment.checkpoint.keep)
   meta: Mapping[str, Any] = {'segment': 0}
   title = f'{experiment.env.task}  {experiment.scheme_name} {experiment.loss_name}  {workdir}'
@@ -195,12 +228,16 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     progress = stack.enter_context(Progress(experiment, title, quiet=run.place.process > 0))
     update = checkpoint.newest_whole(workdir) if update is None else update
     if update is not None:
-      # Into shapes: two replays would not fit beside each other.
+      # The replay is restored into shapes: memory need not hold a second, empty replay.
       like = state._replace(replay=learner.replay_shapes())
       state, meta = _restore(run, saved, workdir, like, update, progress.note)
+      envs = saved.restore_envs(build.kept_env_shapes(run), int(state.update))
       progress.note(f'going on from update {int(state.update)} ({int(state.steps):,} steps)')
     else:
       progress.note(f'{title}: starting')
+    if experiment.spec.calls_python:
+      progress.note(f'slow environments: Python steps {experiment.env.task}, in worker processes; '
+                    'EnvPool or JAX functions would be faster')
     if int(state.steps) < experiment.total_steps:
       progress.compiling()
     files = None
@@ -218,39 +255,41 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       if not length:
         break
       state = learner.allocate(state)
-      state, meta = _segment(run, state, meta, length, workdir, files, progress, profiler,
-                             stop.asked)
-      if not experiment.checkpoint.replay:  # then a run that goes on has none either
+      state, meta, envs = _segment(run, state, meta, envs, length, workdir, files, progress,
+                                   profiler, stop.asked)
+      if not experiment.checkpoint.replay:
+        # A resumed run has no replay either, so that both have the same bits.
         state = state._replace(replay=())
       with stop.saving():
         if files:
           files.flush()
-        saved.save(state, meta | {'run': record})
+        saved.save(state, meta | {'run': record}, envs)
     profiler.close()
     if profile_dir and not profiler.traced:
       progress.note(f'no trace: it begins with the third report, and there were '
                     f'{profiler.reports}')
-    done = int(state.steps) >= experiment.total_steps
-    progress.finish(f'{"finished" if done else "stopped"} at update {int(state.update)} '
+    finished = int(state.steps) >= experiment.total_steps
+    progress.finish(f'{"finished" if finished else "stopped"} at update {int(state.update)} '
                     f'({int(state.steps):,} steps); {workdir} has it all'
-                    + ('' if done else '; the same command goes on'))
-  return done or not stop.asked()
+                    + ('' if finished else '; the same command goes on'))
+  return finished or not stop.asked()
 
 
 def _restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like: TrainState,
              update: int, note: Callable[[str], None]) -> tuple[TrainState, dict[str, Any]]:
-  """Returns a checkpoint's state and `meta`; if it turns out to be broken, those of the one before.
+  """Returns the state and `meta` of a checkpoint, or of an earlier one if it is broken.
 
   Args:
-    run: that it belongs to.
+    run: of the experiment.
     saved: the checkpoints of the workdir.
     workdir: of the run.
     like: the shapes of the state.
     update: of the checkpoint, whose files were checked.
-    note: is told what was set aside.
+    note: called with a line about each broken checkpoint.
 
   Raises:
-    checkpoint.Broken: and there is none before it, or other processes may have read it well.
+    checkpoint.Broken: no earlier checkpoint is good, or there are other processes, which may have
+      restored this one.
   """
   while True:
     try:
@@ -264,27 +303,35 @@ def _restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like:
       update = earlier[-1]
 
 
-def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], length: int, workdir: Path,
-             files: Files | None, progress: Progress, profiler: Profiler,
-             asked_to_stop: Callable[[], bool]) -> tuple[TrainState, dict[str, Any]]:
+def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: Any, length: int,
+             workdir: Path, files: Files | None, progress: Progress, profiler: Profiler,
+             asked_to_stop: Callable[[], bool]) -> tuple[TrainState, dict[str, Any], Any]:
   """Runs a segment.
 
   Args:
-    run: that it belongs to.
-    state: to begin from; donated.
-    meta: of the checkpoint that it begins from.
-    length: in updates.
+    run: of the experiment.
+    state: the train state to begin with; donated.
+    meta: of the checkpoint that the segment begins with.
+    envs: the state of environments that go on from that checkpoint; () if they begin anew.
+    length: number of updates.
     workdir: of the run.
-    files: to write to, in process 0.
+    files: metrics and receipts, in process 0; None in other processes.
     progress: shows each update.
     profiler: counts reports.
-    asked_to_stop: asked after every update.
+    asked_to_stop: called after every update; the segment ends if it returns True.
 
   Returns:
-    The state after it, and what its checkpoint holds.
+    The state after the segment, the `meta` of its checkpoint, and the state of environments that
+    go on.
+
+  Raises:
+    checkpoint.NotSaved: metrics or receipts cannot be written.
+    Diverged: a loss or a gradient is not finite.
   """
-  experiment, place = run.experiment, run.place
-  index, saved = meta['segment'], int(state.update)
+  experiment = run.experiment
+  place = run.place
+  index = meta['segment']
+  saved = int(state.update)
   safe = f'that of update {saved}' if saved else 'none: the run had just begun'
 
   def report(item: Report) -> None:
@@ -308,26 +355,31 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], length:
         files.begin_segment(dict(segment=index, first_update=saved + 1,
                                  versions=workdirs.versions(), canary=canary()))
     segment = stack.enter_context(build.segment(
-        run, state, index, length, report, asked_to_stop))
+        run, state, index, length, report, asked_to_stop, envs))
     meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, meta)
     try:
       states = loops.run(segment.workers)
     except loops.Stuck as error:
-      # EnvPool's receive cannot be interrupted, so nothing else ends those threads; leave before
-      # anything on the way out waits for them.
-      complain(f'podracer_jit: {error.__cause__!r}; {error}')
+      # EnvPool's receive cannot be interrupted, so nothing else ends those threads. A normal exit
+      # would wait for them.
+      cause = environment_failure(error) or repr(error.__cause__)
+      complain(f'podracer_jit: {cause}; {error}')
       os._exit(exit_codes.FAILED)
-  return states['learner'].train, meter.meta() | {'segment': index + 1}
+    envs = build.envs_after(run, states, saved)
+  return states['learner'].train, meter.meta() | {'segment': index + 1}, envs
 
 
 class Profiler:
-  """Traces a few reports, from the third on: by then everything is compiled and warm."""
+  """Traces the reports from FIRST to LAST; before FIRST, programs are compiled and warm up."""
 
-  FIRST, LAST = 3, 6
+  FIRST = 3
+  LAST = 6
 
   def __init__(self, directory: str | None):
-    self._directory, self.reports = directory, 0
-    self.traced = self._tracing = False
+    self._directory = directory
+    self._tracing = False
+    self.reports = 0
+    self.traced = False
 
   def reported(self) -> None:
     """Counts a report; starts or ends the trace."""

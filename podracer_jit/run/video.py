@@ -1,4 +1,4 @@
-"""A video of one whole episode, as EnvPool renders it."""
+"""A video of one whole episode, as the environment renders it, or of its observations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from podracer_jit.actor import rollouts
-from podracer_jit.envs.envpool_envs import EnvPoolVectorEnv
+from podracer_jit.envs.families import family_of
+from podracer_jit.envs.protocol import VectorEnv
 from podracer_jit.run import evaluation
 
 SUFFIXES = ('.mp4', '.gif')
@@ -37,19 +38,22 @@ def film(agent: evaluation.Agent, path: Path, seed: int, env: int, max_steps: in
     path: of the video; its suffix, .mp4 or .gif, says which kind.
     seed: of an evaluation.
     env: the environment of that evaluation whose first episode is filmed.
-    max_steps: length of the longest episode that is waited for.
+    max_steps: limit of the episode's length.
 
   Raises:
-    ValueError: EnvPool does not render the task, and its observations are no pictures either.
+    ValueError: the task is not rendered, and its observations are no pictures either.
     RuntimeError: the episode is longer than max_steps.
   """
   key = jax.random.fold_in(jax.random.key(seed), 1)
   env_seeds = evaluation.seeds(seed, env + 1)[env:]
-  # A step a call: the picture is to be taken between two steps.
-  with evaluation.game(agent, env_seeds, key, 1, render_mode='rgb_array') as (
-      vector_env, program, state):
-    look, shown = _camera(agent, vector_env)
-    first, rate, ended, frames = look(state), _frame_rate(vector_env), False, 1
+  # Each call of the program makes one step, so that a frame can be taken between two steps.
+  render_options = getattr(family_of(agent.task), 'render_options', {})
+  with evaluation.game(agent, env_seeds, key, 1, **render_options) as (vector_env, program, state):
+    look, shown = _camera(agent, vector_env, state)
+    first = look(state)
+    rate = getattr(vector_env, 'frame_rate', 10.0)
+    ended = False
+    frames = 1
     with _encoder(path, (first.shape[1], first.shape[0]), rate) as out:
       out.write(first)
       while not ended:
@@ -81,21 +85,27 @@ def write(path: Path, observations: np.ndarray, colour: bool, frame_rate: float)
       out.write(frame)
 
 
-def _camera(agent: evaluation.Agent, vector_env: EnvPoolVectorEnv) -> tuple[Look, str]:
+def _camera(agent: evaluation.Agent, vector_env: VectorEnv, state: rollouts.ActorState
+            ) -> tuple[Look, str]:
   """Returns a function that takes a frame between two steps, and in words what the frame shows."""
+  def render(state: rollouts.ActorState) -> np.ndarray:
+    return _enlarge(vector_env.render(state.envs[0].simulator))
+
   try:
-    vector_env.render()
-    return lambda state: _enlarge(vector_env.render()), 'rendered by EnvPool'
+    if not hasattr(vector_env, 'render'):
+      raise RuntimeError('it has no function render(state)')
+    render(state)
+    return render, 'rendered by the environment'
   except RuntimeError as error:
     shape = vector_env.first_obs.shape[1:]
     if len(shape) not in (2, 3):
-      raise ValueError(f'no video: EnvPool cannot show {agent.task} ({error}), and its '
+      raise ValueError(f'no video: {agent.task} cannot be rendered ({error}), and its '
                       f'observations, {shape}, are no pictures') from None
   channels_last = agent.channels_last
   colour = shape[-1 if channels_last else 0] == 3 or agent.options.get('gray_scale') is False
   return (lambda state: _enlarge(_picture(np.asarray(state.envs[0].obs)[0], colour,
                                           channels_last)),
-          'the observations, as EnvPool does not render this task')
+          'the observations, as the task is not rendered')
 
 
 def _picture(obs: np.ndarray, colour: bool, channels_last: bool = False) -> np.ndarray:
@@ -122,24 +132,26 @@ def _enlarge(frame: np.ndarray) -> np.ndarray:
   return np.ascontiguousarray(frame[:frame.shape[0] // 2 * 2, :frame.shape[1] // 2 * 2])
 
 
-def _frame_rate(vector_env: EnvPoolVectorEnv) -> float:
-  """Returns the frames a second at the task's own speed; 10 where it has no clock."""
-  if 'full_action_space' in vector_env.pool_config:  # Atari, at the console's 60 Hz
-    return 60 / vector_env.pool_config['frame_skip']
-  return 50 if vector_env.task.startswith('CartPole') else 10
-
-
 @contextlib.contextmanager
 def _encoder(path: Path, size: tuple[int, int], frame_rate: float) -> Iterator[IO[bytes]]:
-  """Yields ffmpeg's input, for raw frames: an episode of thousands never lies in memory whole.
+  """Yields ffmpeg's input, for raw frames; so a long episode is never in memory as a whole.
 
-  Started here and not by imageio_ffmpeg, which forks with Python code to run in the child: in a
-  process with JAX's threads that can deadlock.
+  imageio_ffmpeg's own writer forks and runs Python code in the child, which can deadlock in a
+  process with JAX's threads. So ffmpeg is started here.
+
+  Args:
+    path: of the video.
+    size: width and height of a frame, in pixels.
+    frame_rate: frames a second.
+
+  Raises:
+    OSError: ffmpeg failed; the message has its output.
   """
   source = ['-f', 'rawvideo', '-pix_fmt', 'rgb24', '-s', f'{size[0]}x{size[1]}',
             '-r', f'{frame_rate:.6f}', '-i', '-']
   coding = ['-pix_fmt', 'yuv420p', '-crf', '20', '-movflags', '+faststart']
-  if path.suffix == '.gif':  # a palette for each frame, so that the colours are the game's
+  if path.suffix == '.gif':
+    # A palette for each frame keeps the colours of the game.
     coding = ['-filter_complex', 'split[a][b];[a]palettegen=stats_mode=single[p];'
                                  '[b][p]paletteuse=new=1:dither=none']
   command = [imageio_ffmpeg.get_ffmpeg_exe(), '-y', '-loglevel', 'error', *source, *coding, path]
@@ -147,7 +159,7 @@ def _encoder(path: Path, size: tuple[int, int], frame_rate: float) -> Iterator[I
     try:
       yield process.stdin
     except BrokenPipeError:
-      pass  # its exit code and words say more
+      pass  # the exit code and the output, read below, say more
     _, words = process.communicate()
   if process.returncode:
     raise OSError(f'ffmpeg could not write {path}: {words.decode().strip()}')

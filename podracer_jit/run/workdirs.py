@@ -1,4 +1,4 @@
-"""The config of a run in its workdir, and whether a command goes on with the same experiment."""
+"""Writes and reads the config of a run in its workdir; a resumed run must have the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from podracer_jit.run import config as config_lib
 
 PACKAGES = ('podracer_jit', 'jax', 'jaxlib', 'flax', 'optax', 'rlax', 'envpool', 'numpy')
 CONFIG = 'config.json'
-# What may differ between two runs of the same experiment.
+# Fields that may differ between two runs of the same experiment, and exceptions among them.
 _FREE = ('placement.', 'log.', 'checkpoint.keep')
 _BOUND = ('placement.xla_threads', 'placement.actor_platform')
 
@@ -25,7 +25,7 @@ class ConfigChanged(ValueError):
 
 
 def versions() -> dict[str, str]:
-  """Returns the version of everything whose arithmetic or randomness a result depends on."""
+  """Returns the versions of Python and of the packages that results depend on."""
   by_package = {'python': platform.python_version()}
   for name in PACKAGES:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
 
 
 def record_of(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns what config.json holds of a config of plain values; checkpoints have a copy."""
+  """Returns the contents of config.json for a config of plain values; checkpoints have a copy."""
   as_read = json.loads(json.dumps(config))  # tuples become lists, as in the file
   return {'config': as_read, 'versions': versions()}
 
@@ -67,41 +67,44 @@ def open_workdir(workdir: Path, config: Mapping[str, Any]) -> list[str]:
     Lines about what has changed and what was repaired.
 
   Raises:
-    ConfigChanged: naming each field that differs, with both values.
-    ValueError: config.json is of something else, or lost.
+    ConfigChanged: fields differ; the message has each of them with both values.
+    ValueError: config.json is not that of a run, or is lost.
     OSError: it cannot be written.
   """
-  path, new = workdir / CONFIG, record_of(config)
+  path = workdir / CONFIG
+  record = record_of(config)
   if not path.exists() and not checkpoint.updates_in(workdir):
-    safe_files.write_text(path, json.dumps(new, indent=2) + '\n')
+    safe_files.write_text(path, json.dumps(record, indent=2) + '\n')
     return []
-  old, notes = _restored_record(workdir)
-  changed = differences(_completed(old, new), new['config'], ('there', 'now'))
+
+  stored, notes = _restored_record(workdir)
+  changed = differences(_completed(stored, record), record['config'], ('there', 'now'))
   if changed:
     raise ConfigChanged(f'{workdir} holds another experiment ({"; ".join(changed)}); '
                         'choose another --workdir or set the fields back')
-  before = old.get('versions', {})
+  before = stored.get('versions', {})
   return notes + [
       f'{name} was {before.get(name)} when this run began and is {version} now: results go on, but '
       'not to the last bit'
-      for name, version in new['versions'].items() if before.get(name) != version]
+      for name, version in record['versions'].items() if before.get(name) != version]
 
 
 def check_same(workdir: Path, config: Mapping[str, Any]) -> None:
   """Checks that config.json, which another process has written, holds this experiment.
 
   Raises:
-    ConfigChanged: naming each field that differs, with both values.
-    ValueError: there is no config.json, or it is of something else.
+    ConfigChanged: fields differ; the message has each of them with both values.
+    ValueError: there is no config.json, or it is not that of a run.
   """
-  old, new = _read(workdir / CONFIG), record_of(config)
-  changed = differences(_completed(old, new), new['config'], ('of process 0', 'here'))
+  stored = _read(workdir / CONFIG)
+  record = record_of(config)
+  changed = differences(_completed(stored, record), record['config'], ('of process 0', 'here'))
   if changed:
     raise ConfigChanged(f'the processes have different experiments ({"; ".join(changed)})')
 
 
 def _restored_record(workdir: Path) -> tuple[dict[str, Any], list[str]]:
-  """Returns the record of config.json, and lines about how it was restored, if it was."""
+  """Returns the record of config.json, and a line if it was restored from a checkpoint."""
   path = workdir / CONFIG
   problem = 'is missing'
   if path.exists():
@@ -138,7 +141,8 @@ def read_config(workdir: Path, allow_modules: Collection[str] = ()) -> dict[str,
   path = workdir / CONFIG
   _check_exists(path)
 
-  def tuples(fields):  # which JSON has as lists
+  def tuples(fields):
+    # JSON has lists in place of tuples.
     return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
 
   fields = _read(path, tuples)['config']
@@ -150,7 +154,7 @@ def read_config(workdir: Path, allow_modules: Collection[str] = ()) -> dict[str,
 
 
 def read_fields(workdir: Path) -> dict[str, Any]:
-  """Returns the config of the run in workdir for looking at: no module is imported for it.
+  """Returns the config of the run in workdir for display; imports none of its modules.
 
   Raises:
     ValueError: there is no run.
@@ -163,23 +167,27 @@ def read_fields(workdir: Path) -> dict[str, Any]:
 
 def _check_exists(path: Path) -> None:
   if not path.is_file():
-    what = f'holds no run (no {CONFIG})' if path.parent.is_dir() else (
+    problem = f'holds no run (no {CONFIG})' if path.parent.is_dir() else (
         'is no folder' if path.parent.exists() else 'does not exist')
-    raise ValueError(f'--workdir: {path.parent} {what}')
+    raise ValueError(f'--workdir: {path.parent} {problem}')
 
 
-def _completed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the config of an old record with the options that came later.
+def _completed(stored: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the config of a stored record, with defaults for options that it does not have yet.
 
-  Where it chooses other parts than the new config, it is returned as it is: no module is imported
+  If it names other modules than `record`, it is returned unchanged: no module may be imported only
   because a workdir names it.
+
+  Args:
+    stored: from a workdir.
+    record: of the current config.
   """
-  allowed = config_lib.modules(new['config']).values()
+  allowed = config_lib.modules(record['config']).values()
   try:
-    config_lib.check_modules(old['config'], allowed, CONFIG)
-    completed = config_lib.complete(old['config'])
+    config_lib.check_modules(stored['config'], allowed, CONFIG)
+    completed = config_lib.complete(stored['config'])
   except ValueError:
-    return dict(old['config'])
+    return dict(stored['config'])
   return json.loads(json.dumps(completed))
 
 
@@ -202,17 +210,25 @@ def _is_record(record: Any) -> bool:
       isinstance(config.get(section, {}), dict) for section in sections)
 
 
-def differences(one: Mapping[str, Any], two: Mapping[str, Any], where: tuple[str, str]
+def differences(config_a: Mapping[str, Any], config_b: Mapping[str, Any], where: tuple[str, str]
                 ) -> list[str]:
-  """Returns the fields that make two configs two experiments, with both values."""
-  one, two = _flat(one), _flat(two)
-  return [f'{name}: {one.get(name)!r} {where[0]}, {two.get(name)!r} {where[1]}'
-          for name in sorted(one.keys() | two.keys())
-          if one.get(name) != two.get(name)
+  """Returns the fields in which two configs are different experiments, with both values.
+
+  Args:
+    config_a: nested dicts.
+    config_b: nested dicts.
+    where: words after the value of each config.
+  """
+  a = _flat(config_a)
+  b = _flat(config_b)
+  return [f'{name}: {a.get(name)!r} {where[0]}, {b.get(name)!r} {where[1]}'
+          for name in sorted(a.keys() | b.keys())
+          if a.get(name) != b.get(name)
           and (name in _BOUND or not name.startswith(_FREE))]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+  """Returns nested dicts as one dict with dotted names."""
   flat = {}
   for name, value in tree.items():
     flat |= _flat(value, f'{prefix}{name}.') if isinstance(value, dict) else {prefix + name: value}

@@ -1,4 +1,4 @@
-"""Channels between threads, called channels: blocking, lag of values, transfer to devices."""
+"""Channels between threads: blocking, lag of values, transfer to devices."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Channel:
       return jax.block_until_ready(item)
 
   def _ready(self, item: Versioned) -> Versioned:
-    """Blocks until the value is computed and transferred, for channels that are not `early`."""
+    """Blocks until the value is computed and transferred, unless early dispatch is allowed."""
     return self._computed(self._moved(self._computed(item)))
 
   def _append(self, item: Versioned, capacity: int) -> None:

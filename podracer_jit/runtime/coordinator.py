@@ -121,9 +121,11 @@ def _by_process(port: int) -> str:
   for table in ('/proc/net/tcp', '/proc/net/tcp6'):
     with contextlib.suppress(OSError):
       for line in Path(table).read_text().splitlines()[1:]:
-        _, local, _, state, *others = line.split()
-        if state == _LISTENING and int(local.rpartition(':')[2], 16) == port:
-          inodes.add(f'socket:[{others[5]}]')
+        # The columns of `man 5 proc`: sl, local address, remote address, state, ..., inode.
+        columns = line.split()
+        local_address = columns[1]
+        if columns[3] == _LISTENING and int(local_address.rpartition(':')[2], 16) == port:
+          inodes.add(f'socket:[{columns[9]}]')
 
   for descriptor in Path('/proc').glob('[0-9]*/fd/*'):
     # The process may belong to another user, or end meanwhile.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -43,10 +44,43 @@ def prepare_host(options: PlacementOptions) -> None:
                      f'{devices} devices in a process, xla_threads = {threads} allows {threads}; '
                      f'take device indices below {threads}, or xla_threads = {devices}')
 
+  if not _is_prepared(threads, devices):
+    _set_sizes(threads, devices)
+
+
+def prepare_host_for_any(options: PlacementOptions) -> None:
+  """Does the work of `prepare_host` for any placement with these `xla_threads`.
+
+  Environments that are JAX functions are made before the whole placement is known, and making them
+  may start JAX. So there are as many CPU devices as the placement can have; those that are not used
+  cost nothing. Does nothing if JAX has started already.
+  """
+  threads = options.xla_threads
+  if not _is_prepared(threads, threads):
+    with contextlib.suppress(RuntimeError):
+      _set_sizes(threads, threads)
+
+
+def _is_prepared(threads: int, devices: int) -> bool:
+  """Returns whether the sizes were set, with at least this number of devices."""
+  return _sizes.get('threads') == threads and _sizes['devices'] >= devices
+
+
+def _set_sizes(threads: int, devices: int) -> None:
+  """Sets the sizes of XLA's thread pool and the number of CPU devices.
+
+  Raises:
+    RuntimeError: JAX has started already.
+  """
+  jax.config.update('jax_num_cpu_devices', devices)
   # XLA takes the size of its CPU thread pool from here.
   os.environ['NPROC'] = str(threads)
-  jax.config.update('jax_num_cpu_devices', devices)
+  _sizes.update(threads=threads, devices=devices)
   _keep_programs()
+
+
+# What this process has set; empty before.
+_sizes: dict[str, int] = {}
 
 
 def _keep_programs() -> None:
@@ -84,7 +118,7 @@ def join(options: PlacementOptions, coordinator_address: str | None, num_process
       the missing arguments, or not all processes joined in time.
   """
   _check_numbers(num_processes, process_id, timeout_s)
-  given = (coordinator_address, num_processes, process_id)
+  arguments = (coordinator_address, num_processes, process_id)
   coordinator_address = coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS')
   deadline = time.monotonic() + timeout_s
   bind_address = None
@@ -110,11 +144,11 @@ def join(options: PlacementOptions, coordinator_address: str | None, num_process
     _call_until(deadline, initialize)
   except TimeoutError:
     count = 'all' if num_processes is None else f'all {num_processes}'
-    where = '' if coordinator_address is None else f' to {coordinator_address}'
-    raise ValueError(f'--distributed: not {count} processes came{where} within {timeout_s} s '
+    where = '' if coordinator_address is None else f' at {coordinator_address}'
+    raise ValueError(f'--distributed: not {count} processes joined{where} within {timeout_s} s '
                      '(--coordinator_timeout_s)') from None
   except (ValueError, RuntimeError) as error:
-    hint = '' if None not in given else (
+    hint = '' if None not in arguments else (
         '; without SLURM, Open MPI, Kubernetes or a TPU pod give --coordinator_address, '
         '--num_processes and --process_id')
     raise ValueError(f'--distributed: {" ".join(str(error).split())}{hint}') from None

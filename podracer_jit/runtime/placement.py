@@ -127,20 +127,23 @@ def _sum(flags):
   return jnp.sum(flags)
 
 
-def resolve(options: PlacementOptions, num_shards: int) -> Placement:
+def resolve(options: PlacementOptions, num_shards: int, any_platform: bool = False) -> Placement:
   """Returns the placement that the options describe.
 
   Args:
     options: with device indices that count the devices of each process from 0.
     num_shards: of the environments, in all processes.
+    any_platform: actors can be on any kind of device; otherwise on CPUs and GPUs only, since
+      simulators outside of the program have no calls for others.
 
   Raises:
     ValueError: a device does not exist, or the actors cannot share the shards evenly.
   """
   platform = options.actor_platform
   if platform == 'auto':
-    # EnvPool's calls exist for CPUs and GPUs only.
-    platform = jax.default_backend() if jax.default_backend() in ('cpu', 'gpu') else 'cpu'
+    platform = jax.default_backend()
+    if not any_platform and platform not in ('cpu', 'gpu'):
+      platform = 'cpu'
   try:
     actor_kind = jax.local_devices(backend=platform)
   except RuntimeError:

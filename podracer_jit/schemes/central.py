@@ -47,7 +47,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   Args:
     plan: of the run.
     actors: of the segment.
-    begin: the segment's first state.
+    start: the segment's first state.
     reports: channel of the learner's reports.
 
   Returns:
@@ -102,7 +102,20 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
 
 def _gradient_worker(plan: Plan, gradients: Sequence[GradientPrograms], i: int, start: SegmentStart,
                      rollouts: Sequence[Channel], answer: Channel, messages: Channel) -> Worker:
-  """Returns G: gradient worker i, which with the channels that it reads and writes."""
+  """Returns a worker that computes gradients (G).
+
+  Args:
+    plan: of the run.
+    gradients: the programs of all gradient workers.
+    i: index of this worker.
+    start: the segment's first state.
+    rollouts: channels of the rollouts of this worker's actors.
+    answer: channel of the parameters with which the centre answers a gradient.
+    messages: channel of the gradients to the centre.
+
+  Returns:
+    The worker. Its state is the number of gradient steps made, and the prepared batch.
+  """
   mesh, prepare, gradient = gradients[i]
   count = len(gradients)
   steps = plan.learner.gradient_steps
@@ -136,6 +149,15 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
 
   It applies a gradient and answers its worker. With the last gradient of an update it ends the
   update, sends parameters to actors and reports.
+
+  Args:
+    plan: of the run.
+    start: the segment's first state.
+    workers: number of gradient workers.
+    actors: number of actors.
+
+  Returns:
+    The `fire` of the worker: (ParameterServerState, message) -> (state, outputs).
   """
   scheme = plan.scheme
   programs = plan.learner.update_programs
@@ -174,4 +196,4 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
   return fire
 
 
-GRAPH = Graph(wire, separate_updates=True, replay=False)
+GRAPH = Graph(wire, wiring.actors_after, separate_updates=True, replay=False)

@@ -33,7 +33,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   Args:
     plan: of the run.
     actors: of the segment.
-    begin: the segment's first state.
+    start: the segment's first state.
     reports: channel of the learner's reports.
 
   Returns:
@@ -99,4 +99,4 @@ def _end_to_end(episodes: Sequence[Episodes]) -> Episodes:
   return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[None], *episodes)
 
 
-GRAPH = Graph(wire, free_rates=True, replay=True)
+GRAPH = Graph(wire, wiring.actors_after, free_rates=True, replay=True)

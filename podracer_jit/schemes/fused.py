@@ -1,14 +1,20 @@
-"""Graph of one program that alternates rollouts and updates, without Python between (Anakin)."""
+"""Graph of one program that alternates rollouts and updates, without Python between.
+
+If the environments are JAX functions, too, the program spans the learner's mesh, and each device
+steps its own environments: Podracer's Anakin (2104.06272, section 2).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 from podracer_jit.actor.rollouts import ActorState
-from podracer_jit.learner import rollout_updates
+from podracer_jit.learner import rollout_updates, sharding
 from podracer_jit.loops import Endpoint, Worker
 from podracer_jit.runtime.channels import Channel, Versioned
 from podracer_jit.schemes.reports import Report, Waits
@@ -22,7 +28,7 @@ class State(NamedTuple):
 
   train: TrainState
   update: int
-  actor: ActorState
+  actor: ActorState  # on a mesh with a leading axis of devices
 
 
 def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
@@ -31,20 +37,29 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   Args:
     plan: of the run.
     actors: of the segment.
-    begin: the segment's first state.
+    start: the segment's first state.
     reports: channel of the learner's reports.
 
   Returns:
     The workers, and a function that returns their waiting times.
   """
   (actor,) = actors
+  mesh = plan.place.mesh
   total = plan.total_steps
   calls = min(plan.updates_per_call, start.updates)
-  rollout = plan.acting.rollout(actor.rollout_program.vector_envs)
-  fused = rollout_updates.make_fused(rollout, plan.learner.learn, calls)
-  # The program donates the state itself, so it gets no copy.
-  state = jax.tree.map(lambda x: x.addressable_data(0), start.state)
-  program = actor.rollout_program.load(fused, (state, actor.state, calls, total), donate=(0, 1))
+  # The vector environments of each device are alike, so their program is the same.
+  vector_envs = actor.rollout_program.vector_envs[:plan.num_shards // mesh.size]
+  rollout = plan.acting.rollout(vector_envs)
+  if mesh.size > 1:
+    fused = sharding.fused_program(rollout, plan.learner.learn, calls, mesh)
+    state = start.state
+    actor_state = split(actor.state, mesh)
+  else:
+    fused = rollout_updates.make_fused(rollout, plan.learner.learn, calls)
+    # The program donates the state itself, so it gets no copy.
+    state = jax.tree.map(lambda x: x.addressable_data(0), start.state)
+    actor_state = actor.state
+  program = actor.rollout_program.load(fused, (state, actor_state, calls, total), donate=(0, 1))
 
   def fire(carry: State):
     limit = min(calls, start.update + start.updates - carry.update)
@@ -55,10 +70,41 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     update = carry.update + count
     return State(state, update, actor_state), [Versioned(report, update)]
 
-  learner = Worker('learner', fire, State(state, start.update, actor.state), [],
+  learner = Worker('learner', fire, State(state, start.update, actor_state), [],
                    [Endpoint(reports)], -(-start.updates // calls),
                    lambda carry: start.ended(carry.train))
   return [learner], lambda: Waits(0.0, 0.0)
 
 
-GRAPH = Graph(wire, one_program=True)
+def split(state: ActorState, mesh: Mesh) -> ActorState:
+  """Shares out an actor's vector environments to the devices of a mesh, in order.
+
+  Args:
+    state: of all vector environments.
+    mesh: of D devices, which divides their number.
+
+  Returns:
+    A state with num_shards / D vector environments, whose arrays have a leading axis [D].
+  """
+  envs = [state.envs[i::len(state.envs) // mesh.size]
+          for i in range(len(state.envs) // mesh.size)]
+  stacked = ActorState(
+      jnp.stack([state.token] * mesh.size),
+      tuple(jax.tree.map(lambda *x: jnp.stack(x), *of_devices) for of_devices in envs))
+  return jax.device_put(stacked, NamedSharding(mesh, sharding.BY_DEVICE))
+
+
+def join(state: ActorState, devices: int) -> ActorState:
+  """Returns the state of all vector environments: the inverse of `split`."""
+  envs = [jax.tree.map(lambda x, d=d: x[d], env) for d in range(devices) for env in state.envs]
+  return ActorState(state.token[0], tuple(envs))
+
+
+def actors_after(plan: Plan, states: Mapping[str, Any], updates: int) -> list[ActorState]:
+  """Returns the actor's state at the end of a segment; see `Graph`."""
+  del updates
+  state = states['learner'].actor
+  return [state if plan.place.mesh.size == 1 else join(state, plan.place.mesh.size)]
+
+
+GRAPH = Graph(wire, actors_after, one_program=True)

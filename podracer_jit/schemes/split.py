@@ -30,7 +30,7 @@ def wire_in_order(plan: Plan, actors: Sequence[Actor], start: SegmentStart, repo
   Args:
     plan: of the run.
     actors: of the segment.
-    begin: the segment's first state.
+    start: the segment's first state.
     reports: channel of the learner's reports.
 
   Returns:
@@ -47,7 +47,7 @@ def wire_as_they_come(plan: Plan, actors: Sequence[Actor], start: SegmentStart, 
   Args:
     plan: of the run.
     actors: of the segment.
-    begin: the segment's first state.
+    start: the segment's first state.
     reports: channel of the learner's reports.
 
   Returns:
@@ -71,7 +71,7 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
   Args:
     plan: of the run.
     actors: of the segment.
-    begin: the segment's first state.
+    start: the segment's first state.
     reports: channel of the learner's reports.
     queues: channel of each actor's rollouts.
     rollouts: most rollouts of an actor.
@@ -105,5 +105,5 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
   return [*workers, learner], wiring.waits(params, queues)
 
 
-IN_ORDER = Graph(wire_in_order, several_processes=True)
-AS_THEY_COME = Graph(wire_as_they_come)
+IN_ORDER = Graph(wire_in_order, wiring.actors_after, several_processes=True)
+AS_THEY_COME = Graph(wire_as_they_come, wiring.actors_after)

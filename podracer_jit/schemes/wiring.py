@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -27,8 +27,10 @@ class Plan(NamedTuple):
   learner: Learner
   acting: Acting
   num_envs: int  # of all actors, in all processes
+  num_shards: int  # vector environments of all actors
   total_steps: int  # valid agent steps after which the run ends
   updates_per_call: int  # most updates in one call, for a graph of one program
+  keeps_envs: bool  # environments go on in the next segment, see `ActorHistory`
 
 
 class Actor(NamedTuple):
@@ -38,6 +40,33 @@ class Actor(NamedTuple):
   state: ActorState
   device: jax.Device
   first_env: int  # index of its first environment among all
+
+
+class ActorHistory(NamedTuple):
+  """State of an actor's worker whose environments go on in the next segment.
+
+  An actor may be some rollouts ahead of the last update of a segment. Those rollouts are not
+  learned from, so the next segment begins from the state before them.
+  """
+
+  states: tuple[ActorState, ...]  # after the last few rollouts, the newest last
+  rollouts: int  # made in this segment
+
+  def after(self, rollouts: int) -> ActorState:
+    """Returns the state after so many rollouts of the segment."""
+    return self.states[-1 - (self.rollouts - rollouts)]
+
+
+def actors_after(plan: Plan, states: Mapping[str, Any], updates: int) -> list[ActorState]:
+  """Returns the states of actors, in order, if each update took one rollout of each actor.
+
+  Args:
+    plan: of the run.
+    states: the workers' last states, by name.
+    updates: made in the segment.
+  """
+  actors = len(plan.place.actors)
+  return [states[f'actor {i}'].after(updates) for i in range(actors)]
 
 
 class SegmentStart(NamedTuple):
@@ -68,7 +97,7 @@ def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version
   Args:
     plan: of the run.
     actors: of the segment.
-    begin: the segment's first state.
+    start: the segment's first state.
     version: of the first parameters.
 
   Returns:
@@ -159,7 +188,7 @@ def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel
     plan: of the run.
     i: the actor's number.
     actor: the actor's environments and state.
-    begin: the segment's first state.
+    start: the segment's first state.
     params: channel of parameters to the actor.
     made: channel of the actor's rollouts.
     firings: most rollouts.
@@ -173,7 +202,9 @@ def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel
   # which takes 8 us an array.
   shardings = None, placement.by_env(placement.mesh_of([actor.device]))
   rollout = plan.acting.rollout(actor.rollout_program.vector_envs)
-  program = actor.rollout_program.load(rollout, (like, actor.state), donate=(1,),
+  # A state that may be needed again must not be donated.
+  program = actor.rollout_program.load(rollout, (like, actor.state),
+                                       donate=() if plan.keeps_envs else (1,),
                                        out_shardings=shardings)
 
   def fire(state: ActorState, params: Versioned):
@@ -181,5 +212,13 @@ def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel
       state, rollouts = program(params.value, state)
     return state, [Versioned(rollouts, params.version)]
 
-  return Worker(f'actor {i}', fire, actor.state, [Endpoint(params, rollouts_per_params)],
-                [Endpoint(made)], firings)
+  def fire_and_keep(history: ActorHistory, params: Versioned):
+    state, outputs = fire(history.states[-1], params)
+    # After the segment's last update an actor may have made lag + 1 rollouts more.
+    states = (*history.states, state)[-plan.scheme.lag - 2:]
+    return ActorHistory(states, history.rollouts + 1), outputs
+
+  ends = [Endpoint(params, rollouts_per_params)], [Endpoint(made)]
+  if plan.keeps_envs:
+    return Worker(f'actor {i}', fire_and_keep, ActorHistory((actor.state,), 0), *ends, firings)
+  return Worker(f'actor {i}', fire, actor.state, *ends, firings)

@@ -29,9 +29,9 @@ def tagged(step):
 class Tagged(envpool_envs.EnvPoolVectorEnv):
   """A shard of EnvPool's environments."""
 
-  def recv(self, handle):
-    handle, step = super().recv(handle)
-    return handle, tagged(step)
+  def recv(self, token, state):
+    token, state, step = super().recv(token, state)
+    return token, state, tagged(step)
 
 
 def steps_of(who, seen, age, over, action):
@@ -51,20 +51,21 @@ class Scripted:
     draws = np.random.default_rng(0)
     self._order = jnp.array([draws.choice(num_envs, batch_size, replace=False, p=weights)
                              for _ in range(2000)], jnp.int32)
+    self.first_state = ()
     self.handle = np.zeros((5, num_envs), np.int32)  # steps seen, age, over, action; turn
 
-  def recv(self, token):
+  def recv(self, token, state):
     who = self._order[token[4, 0]]
     seen, age, over, action, _ = token[:, who]
     age, over, reward, terminated, truncated = steps_of(who, seen, age, over > 0, action)
     obs = jnp.stack([who + 0.5, seen.astype(jnp.float32)], axis=1)
     token = token.at[:3, who].set(jnp.stack([seen + 1, age, over.astype(jnp.int32)]))
     reward = reward.astype(jnp.float32)
-    return token.at[4].add(1), tagged(
+    return token.at[4].add(1), state, tagged(
         TimeStep(obs, reward, terminated, truncated, 2 * reward, terminated, who))
 
-  def send(self, token, action, env_id):
-    return token.at[3, env_id].set(action)
+  def send(self, token, state, action, env_id):
+    return token.at[3, env_id].set(action), state
 
   def close(self):
     pass

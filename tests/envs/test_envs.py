@@ -92,8 +92,7 @@ def test_a_shard_gives_each_environment_its_seed():
 
 def test_the_first_step_is_no_reset():
   vector_env = envpool_envs.EnvPoolVectorEnv('CartPole-v1', {}, [1, 2, 3], ONE_THREAD)
-  handle = vector_env.send(vector_env.handle, jnp.zeros(3, jnp.int32))
-  _, step = vector_env.recv(handle)
+  _, _, step = vector_env.recv(*vector_env.send(vector_env.handle, (), jnp.zeros(3, jnp.int32)))
   assert_array_equal(step.reward, [1, 1, 1])  # a reset gives 0
   assert not np.any(np.all(step.obs == vector_env.first_obs, axis=1))
   vector_env.close()
@@ -112,8 +111,7 @@ actions = np.random.default_rng(0).uniform(-1, 1, (T, 3, 6)).astype(np.float32)
 def steps(handle, actions):
   def step(t, carry):
     handle, obs, reward = carry
-    handle = shard.send(handle, actions[t])
-    handle, step = shard.recv(handle)
+    handle, _, step = shard.recv(*shard.send(handle, (), actions[t]))
     assert step.obs.dtype == step.reward.dtype == step.raw_reward.dtype == np.float32
     return handle, obs.at[t].set(step.obs), reward.at[t].set(step.reward)
   return lax.fori_loop(0, T, step, (handle, jnp.zeros((T, 3, 17)), jnp.zeros((T, 3))))
@@ -154,9 +152,9 @@ def test_a_draw_next_to_a_float64_environment_is_the_draw_outside():
   def beside(handle, key):
     def step(t, carry):
       handle, _ = carry
-      handle = vector_env.send(handle, jnp.zeros((2, 6)))
+      handle, _ = vector_env.send(handle, (), jnp.zeros((2, 6)))
       between = draws(key)
-      handle, step = vector_env.recv(handle)
+      handle, _, step = vector_env.recv(handle, ())
       after = draws(key)
       assert step.obs.dtype == np.float32
       return handle, (between, after)
@@ -302,7 +300,7 @@ def test_dicts_are_laid_end_to_end_by_name():
 
   assert np.array_equal(vector_env.first_obs, flat(pool.reset()[0]))
   action = np.random.default_rng(0).uniform(-1, 1, (2, 6))
-  step = jax.jit(lambda handle, a: vector_env.recv(vector_env.send(handle, a))[1])
+  step = jax.jit(lambda handle, a: vector_env.recv(*vector_env.send(handle, (), a))[2])
   made = step(vector_env.handle, action.astype(np.float32))
   expected, reward, *_ = pool.step(action.astype(np.float32).astype(np.float64))
   assert made.obs.dtype == np.float32 and np.array_equal(made.obs, flat(expected))

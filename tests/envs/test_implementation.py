@@ -14,7 +14,7 @@ pytestmark = pytest.mark.implementation
 def test_a_call_has_side_effects_for_xla_and_no_effects_for_jax():
   """XLA must keep each; JAX would call a program that has effects by Python, each time."""
   vector_env = envpool_envs.EnvPoolVectorEnv('CartPole-v1', {}, env_seeds(1, 0, 0, 2), ONE_THREAD)
-  step = jax.jit(lambda handle, action: vector_env.recv(vector_env.send(handle, action)))
+  step = jax.jit(lambda token, action: vector_env.recv(*vector_env.send(token, (), action)))
   traced = step.trace(jnp.array(vector_env.handle), jnp.zeros(2, jnp.int32))
   assert not traced.jaxpr.effects
   assert traced.lower().as_text().count('has_side_effect = true') == 2

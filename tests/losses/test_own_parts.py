@@ -210,30 +210,31 @@ class Guess:
 
 
 class Shard:
-  """The token counts the steps; odd ones are the resets."""
+  """The state has the steps and the last action of each; even steps are the resets."""
 
   def __init__(self, reward, seeds):
     self.reward, self.num_envs = reward, len(seeds)
     self.batch_size = len(seeds)
     self.seeds = np.array(seeds, np.uint32)
-    self.first_obs = np.asarray(self._obs(jnp.int32(0)))
-    self.handle = np.zeros(1 + len(seeds), np.int32)
+    self.first_obs = np.asarray(self._obs(jnp.zeros(len(seeds), jnp.int32)))
+    self.handle = np.zeros((), np.int32)
+    self.first_state = jnp.zeros(len(seeds), jnp.int32), jnp.zeros(len(seeds), jnp.int32)
 
   def _obs(self, step):
     mixed = (jnp.asarray(self.seeds) + step.astype(jnp.uint32)) * jnp.uint32(2654435761)
     return (mixed >> 31).astype(jnp.float32)[:, None]
 
-  def send(self, token, action, env_id=None):
-    return token.at[0].add(1).at[1:].set(action)
+  def send(self, token, state, action, env_id=None):
+    return token, (state[0] + 1, action)
 
-  def recv(self, token):
-    step, action = token[0], token[1:]
-    resets = jnp.broadcast_to(step % 2 == 0, (self.num_envs,))
+  def recv(self, token, state):
+    step, action = state
+    resets = step % 2 == 0
     right = action == self._obs(step - 1)[:, 0].astype(jnp.int32)
     reward = jnp.where(resets | ~right, 0.0, self.reward).astype(jnp.float32)
     no = jnp.zeros(self.num_envs, bool)
-    return token, TimeStep(self._obs(step), reward, ~resets, no, reward, ~resets,
-                           jnp.arange(self.num_envs))
+    return token, state, TimeStep(self._obs(step), reward, ~resets, no, reward,
+                                  ~resets, jnp.arange(self.num_envs))
 
   def close(self):
     pass

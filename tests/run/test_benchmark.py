@@ -4,7 +4,6 @@ import contextlib
 import gc
 import importlib
 import json
-import subprocess
 import sys
 import time
 
@@ -25,7 +24,8 @@ from podracer_jit.run.measure import (
 )
 from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime.channels import Versioned
-from tests.runs import QUICK, fresh
+from tests import processes
+from tests.runs import fresh
 
 
 def _cartpole():
@@ -95,10 +95,10 @@ def test_failure_of_a_worker_is_not_waited_for(monkeypatch):
 
 
 def _run(*args, config='impala_catch'):
-  done = subprocess.run(
-      [sys.executable, '-m', 'podracer_jit', 'benchmark', f'--config=configs/{config}.py:smoke',
-       '--config.env.num_envs=8', '--config.unroll_length=5', *args],
-      env=QUICK | {'JAX_PLATFORMS': 'cpu'}, capture_output=True, text=True, timeout=300)
+  done = processes.run(
+      [sys.executable, '-P', '-m', 'podracer_jit', 'benchmark',
+       f'--config=configs/{config}.py:smoke', '--config.env.num_envs=8',
+       '--config.unroll_length=5', *args])
   return done.returncode, done.stdout, done.stderr
 
 

@@ -196,7 +196,7 @@ def test_help_shows_what_flags_set(file, capsys):
 
 
 @pytest.mark.parametrize('text, said', [
-    ('def get_config():\n  return 3\n', 'must return what experiment.config makes, got int'),
+    ('def get_config():\n  return 3\n', 'must return the result of experiment.config, got int'),
     ('x = 1\n', 'has no function get_config'),
     ('import nowhere_to_be_seen\n', 'ModuleNotFoundError'),
     ('def get_config(:\n', 'SyntaxError'),

@@ -21,7 +21,8 @@ from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.run import checkpoint, evaluation, video, workdirs
 from podracer_jit.run.commands import evaluate as command
 from podracer_jit.runtime import host
-from tests.runs import QUICK, by_rows, fresh
+from tests import processes
+from tests.runs import by_rows, fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDLESS = 2**31 - 1
@@ -114,11 +115,9 @@ def evaluate(monkeypatch, capsys):
 def trained(tmp_path_factory):
   """A run of the real binary, evaluated by the real command, each in a process of its own."""
   tmp = tmp_path_factory.mktemp('trained')
-  env = QUICK | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
 
   def run(*command):
-    return subprocess.run([sys.executable, *command], cwd=tmp, env=env, capture_output=True,
-                          text=True, timeout=300)
+    return processes.run([sys.executable, '-P', *command], cwd=tmp)
 
   train = run('-m', 'podracer_jit', '--config=configs/impala_catch.py:smoke', '--workdir=run',
               '--config.log.tensorboard=false')

@@ -20,6 +20,8 @@ for _name in ('replay', 'whole transitions'):
   CASES[_name] |= dict(num_minibatches=1)
   CASES[_name]['replay'] |= dict(capacity=640, min_size=64, batch_size=32)
 CASES['whole transitions']['replay'] |= dict(eviction='prioritised')
+CASES['functions'] = small()
+CASES['functions']['env']['task'] = 'gymnax:CartPole-v1'
 
 
 def real_bytes(run):
@@ -29,8 +31,9 @@ def real_bytes(run):
   with contextlib.ExitStack() as stack:
     (actor,) = build.make_actors(run, 0, stack)
     actor_state = memory.nbytes(actor.state.envs)
-    rollout = actor.pools.load(run.acting.rollout(actor.pools.shards), (params, actor.state),
-                               donate=())
+    program = actor.rollout_program
+    rollout = program.load(run.acting.rollout(program.vector_envs), (params, actor.state),
+                           donate=())
     _, experience = jax.block_until_ready(rollout(params, actor.state))
     made = memory.nbytes(experience)
   return {'parameters and optimizer state': memory.nbytes(state._replace(replay=())),

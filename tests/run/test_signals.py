@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from podracer_jit.run import checkpoint, evaluation, exit_codes, journal, stopping
+from tests import processes
 from tests.runs import QUICK
 
 ENDLESS = ['--config=configs/impala_catch.py:smoke', '--config.total_steps=100000000',
@@ -32,17 +33,15 @@ def default_signals():
 @pytest.fixture
 def start():
   """Returns a function that starts a training, which ends with the test at the latest."""
-  processes = []
+  running = []
 
-  def started(workdir, *args, **kwargs):
-    kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=QUICK,
-                  preexec_fn=default_signals) | kwargs
-    processes.append(
-        subprocess.Popen(command(*ENDLESS, f'--workdir={workdir}', *args), **kwargs))
-    return processes[-1]
+  def started(workdir, *args, popen=processes.Popen, **kwargs):
+    kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | kwargs
+    running.append(popen(command(*ENDLESS, f'--workdir={workdir}', *args), **kwargs))
+    return running[-1]
 
   yield started
-  for process in processes:
+  for process in running:
     process.kill()
     process.wait()
     for pipe in (process.stdout, process.stderr):
@@ -72,8 +71,7 @@ def check_saved(workdir):
 def test_two_runs_in_one_workdir_and_a_hangup(start, tmp_path):
   first = start(tmp_path, stdin=subprocess.DEVNULL)
   wait_for(first, lambda: count(tmp_path) > 3)
-  second = subprocess.run(command(*ENDLESS, f'--workdir={tmp_path}'), capture_output=True,
-                          text=True, timeout=120, env=QUICK, check=False)
+  second = processes.run(command(*ENDLESS, f'--workdir={tmp_path}'), timeout=120)
   assert second.returncode == exit_codes.REFUSED
   (line,) = second.stderr.splitlines()
   assert line.startswith(f'podracer_jit: --workdir: {tmp_path} is in use by process {first.pid} on '
@@ -96,7 +94,8 @@ def test_a_closed_terminal_saves(start, tmp_path):
     os.setsid()
     fcntl.ioctl(end, termios.TIOCSCTTY, 0)
 
-  process = start(tmp_path, stdin=end, stdout=end, stderr=end, preexec_fn=in_terminal)
+  process = start(tmp_path, stdin=end, stdout=end, stderr=end, env=QUICK,
+                  preexec_fn=in_terminal, popen=subprocess.Popen)
   os.close(end)
   os.set_blocking(terminal, False)
 
@@ -152,7 +151,8 @@ def test_signals_while_it_saves_harm_nothing(start, tmp_path):
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_start_is_one_line(number, start, tmp_path):
-  process = start(tmp_path / 'run')
+  process = start(tmp_path / 'run', popen=subprocess.Popen, env=QUICK,
+                  preexec_fn=default_signals)
   # It imports; most of what a start takes is still to come.
   maps = Path(f'/proc/{process.pid}/maps')
   wait_for(process, lambda: 'jaxlib' in maps.read_text())

@@ -17,6 +17,7 @@ import pytest
 from podracer_jit.run import checkpoint, workdirs
 from podracer_jit.run.commands import compare, launch, rerun
 from podracer_jit.run.resolve import resolve
+from tests import processes
 from tests.runs import QUICK, small
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.checkpoint.every_updates=4',
@@ -26,14 +27,12 @@ CATCH = ['--config=configs/impala_catch.py:smoke', '--config.checkpoint.every_up
 
 def verb(name, *args, timeout=300):
   command = [sys.executable, '-P', '-m', 'podracer_jit', name, *args]
-  return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=QUICK,
-                        check=False)
+  return processes.run(command, timeout=timeout)
 
 
 def train(workdir, *args, experiment=CATCH):
   command = [sys.executable, '-P', '-m', 'podracer_jit', *experiment, f'--workdir={workdir}', *args]
-  return subprocess.run(command, capture_output=True, text=True, timeout=300, env=QUICK,
-                        check=False)
+  return processes.run(command)
 
 
 def lines(path):
@@ -201,7 +200,8 @@ def test_without_a_surrounding_the_others_must_be_named(tmp_path):
 @pytest.mark.parametrize('process_id, said', [
     (1, '--coordinator_address: ADDRESS did not answer within 2 s (Connection refused); is process '
         '0 running there, and is the port open?'),
-    (0, '--distributed: not all 2 processes came to ADDRESS within 2 s (--coordinator_timeout_s)')])
+    (0, '--distributed: not all 2 processes joined at ADDRESS within 2 s '
+        '(--coordinator_timeout_s)')])
 def test_who_waits_for_the_others_in_vain_says_so_in_a_line(process_id, said, tmp_path):
   """JAX would abort the process, with a C++ stack trace."""
   with socket.socket() as probe:
@@ -300,7 +300,7 @@ def test_a_comparison_whose_output_is_cut_says_so(whole):
   done = subprocess.run(['bash', '-o', 'pipefail', '-c', line], capture_output=True, text=True,
                         env=QUICK, timeout=300, check=False)
   assert done.returncode == 141
-  assert done.stderr == ('podracer_jit compare: its output was cut; identical: 11 updates, batches '
+  assert done.stderr == ('podracer_jit compare: the output was cut; identical: 11 updates, batches '
                          'and parameters\n')
 
 
@@ -323,7 +323,7 @@ def _side(folder, updates, garbled=()):
     ((range(1, 9),), (range(1, 5),), 0, [
         'identical as far as both go: 4 updates, batches and parameters; A goes on to update 8\n']),
     ((range(2, 9, 2),), (range(1, 9),), 2, [
-        'A: ', 'no line of 1, 3, 5, 7\n', 'cannot say, as receipts are missing']),
+        'A: ', 'no line of 1, 3, 5, 7\n', 'unknown, since receipts are missing']),
     ((range(1, 9),), (range(1, 9), (2, 3)), 2, [
         'B: ', '2 garbled lines\n', 'no line of 2 to 3\n', 'cannot say']),
 ])
@@ -357,7 +357,7 @@ def test_rerun_makes_an_update_again(whole, tmp_path):
   assert wrong != receipts.read_text()
   receipts.write_text(wrong)
   result = verb('rerun', f'--workdir={workdir}', '--update=7')
-  assert result.returncode == 1 and 'is not what it was' in result.stderr
+  assert result.returncode == 1 and 'differs from its receipt' in result.stderr
   shutil.rmtree(workdir / 'checkpoints' / '4')
   result = verb('rerun', f'--workdir={workdir}', '--update=7')
   assert result.returncode == 2 and 'the checkpoint of update 4' in result.stderr

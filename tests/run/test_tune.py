@@ -15,7 +15,8 @@ from podracer_jit.run.measure import segments
 from podracer_jit.run.resolve import resolve
 from podracer_jit.run.tuning import candidates, search, tuner
 from podracer_jit.schemes.table import SCHEMES
-from tests.runs import QUICK, changed, small
+from tests import processes
+from tests.runs import changed, small
 
 OWN = ((0,), (0,))
 
@@ -255,8 +256,7 @@ def test_a_candidate_is_run_by_its_own_scheme():
 
 
 def _run(*args):
-  done = subprocess.run([sys.executable, '-m', 'podracer_jit', 'tune', *args], capture_output=True,
-                        env=QUICK | {'JAX_PLATFORMS': 'cpu'}, text=True, timeout=300)
+  done = processes.run([sys.executable, '-P', '-m', 'podracer_jit', 'tune', *args])
   return done.returncode, done.stdout, done.stderr
 
 
@@ -269,7 +269,7 @@ def test_cores_that_moved_are_told(distances, said, monkeypatch, capsys):
   experiment, own = tuner.prepare(_catch())
   first = candidates.places(experiment, own, _cores(2))
   tuner.run(tuner.Tuner(experiment), own, _cores(2), first, 20.0)
-  assert ('moved its cores' in capsys.readouterr().err) == said
+  assert ('distance of two cores changed' in capsys.readouterr().err) == said
 
 
 def test_a_real_run_ends_with_flags():

@@ -225,7 +225,7 @@ def test_others_that_do_not_come_are_said_before_jax_aborts(monkeypatch):
     host.join(PlacementOptions(), address, 2, 0, 1)
   assert time.monotonic() - start < 10
   never.set()
-  assert str(error.value) == (f'--distributed: not all 2 processes came to {address} within 1 s '
+  assert str(error.value) == (f'--distributed: not all 2 processes joined at {address} within 1 s '
                               '(--coordinator_timeout_s)')
 
 

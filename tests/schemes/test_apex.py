@@ -101,7 +101,7 @@ def test_the_rate_that_is_told_is_that_of_the_updates_own_steps():
   state = TrainState(params, (), jnp.int32(0), jnp.int32(50), jax.random.key(0),
                      Target(params, jnp.int32(3)), types.SimpleNamespace(size=jnp.array([5])))
   sizes = replay_updates.Sizes(4, 1, 2, 1, 1, 1, 0.4, 0)
-  sums = dict(terms=dict(valid=2.0, loss=1.0), sampled_age=0.0, grad_norm=1.0)
+  sums = dict(loss_terms=dict(valid=2.0, loss=1.0), sampled_age=0.0, grad_norm=1.0)
   finish = replay_updates.make_finish(sizes, lambda steps: 1.0 - steps / 100)
   after, metrics = finish(state, jnp.int32(1), sums, jnp.int32(25), jnp.zeros(2, jnp.uint32))
   assert metrics['learning_rate'] == 0.5 and metrics['steps'] == after.steps == 75

@@ -67,8 +67,9 @@ from podracer_jit.runtime import host
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
-  logging.set_verbosity(logging.ERROR)  # who is held waits long, and would say so
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
+  # Paused workers wait for long, and would log that.
+  logging.set_verbosity(logging.ERROR)
   values = define_flags()
   try:
     config = command_line.parse(argv, values)
@@ -88,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     row |= memory[name]
   show(result)
   if values.rounds_of:
-    result['round'] = take_apart(run, values.rounds_of, values.picture)
+    result['round'] = split_round(run, values.rounds_of, values.picture)
   if values.json:
     Path(values.json).write_text(json.dumps(result, indent=2) + '\n')
   return 0
@@ -97,16 +98,17 @@ def main(argv: Sequence[str]) -> int:
 def define_flags() -> flags.FlagValues:
   """Defines the command's own flags, beside those of a config."""
   values = flags.FlagValues()
-  flags.DEFINE_list('parts', None, 'What to measure; if not given, all that the config has.',
+  flags.DEFINE_list('parts', None, 'Parts to measure; default: all parts of the config.',
                     flag_values=values)
   flags.DEFINE_float('seconds', 60.0, 'Measured time of each part, all rounds together.',
                      lower_bound=0.0, flag_values=values)
   flags.DEFINE_integer('rounds', 5, 'Rounds that this time is spread over.', lower_bound=1,
                        flag_values=values)
   flags.DEFINE_enum('rounds_of', 'cleanba', ['', 'sync', 'cleanba'],
-                    'The scheme of which a round is taken apart.', flag_values=values)
-  flags.DEFINE_string('picture', None, 'Draw that round here (.png, .svg).', flag_values=values)
-  flags.DEFINE_string('json', None, 'Write all figures here.', flag_values=values)
+                    'The scheme whose round is split into parts; empty: none.', flag_values=values)
+  flags.DEFINE_string('picture', None, 'A file for a picture of that round (.png, .svg).',
+                      flag_values=values)
+  flags.DEFINE_string('json', None, 'A file for all figures.', flag_values=values)
   return values
 
 
@@ -128,7 +130,11 @@ def left_out(experiment: Experiment) -> dict[str, str]:
 
 def prepare(experiment: Experiment, asked: Sequence[str] | None
             ) -> tuple[build.Run, list[str]]:
-  """Returns what all parts share, and the names of the parts to measure.
+  """Returns the run that all parts share, and the names of the parts to measure.
+
+  Args:
+    experiment: of the config.
+    asked: names of --parts; None for all.
 
   Raises:
     ValueError: the config or a part cannot be measured.
@@ -136,7 +142,7 @@ def prepare(experiment: Experiment, asked: Sequence[str] | None
   for name in set(asked or ()) - set(timed_parts.ALL):
     raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(timed_parts.ALL)}')
   host.prepare_host(experiment.placement)
-  # Whatever the config says, training must not end while it is measured.
+  # Training must not end while it is measured.
   experiment = changed(experiment, scheme='sync', total_steps=2**30,
                        **small_replay(experiment))
   run = build.make_run(experiment)
@@ -149,8 +155,8 @@ def prepare(experiment: Experiment, asked: Sequence[str] | None
     if name in without:
       raise ValueError(f'--parts: there is no {name} here, {without[name]}')
   names = [name for name in names if name not in without]
-  actors, learners = run.place.actors, run.place.learners
-  if 'fused' in names and (len(actors) > 1 or actors != learners):
+  actors = run.place.actors
+  if 'fused' in names and (len(actors) > 1 or actors != run.place.learners):
     say('fused: left out, the placement is more than one device')
     names.remove('fused')
   if not names:
@@ -161,7 +167,7 @@ def prepare(experiment: Experiment, asked: Sequence[str] | None
 
 
 def show(result: Mapping[str, Any]) -> None:
-  """Prints the table and what belongs to it."""
+  """Prints the table, the figures derived from it, and the machine."""
   heads = ('part', 'SPS', 'lowest', 'highest', 's/update', 'peak MB', 'computed',
            *('/ ' + base for base in BASES))
   print('  '.join(f'{head:>{max(9, len(head))}}' if i else f'{head:20}'
@@ -178,9 +184,18 @@ def show(result: Mapping[str, Any]) -> None:
     print(f'{name}: {value}')
 
 
-def take_apart(run: build.Run, scheme: str, path: str | None) -> dict[str, Any]:
-  """Prints a round of the scheme, split into parts, and draws it to `path`; returns its figures."""
-  say(f'taking a round of {scheme} apart')
+def split_round(run: build.Run, scheme: str, path: str | None) -> dict[str, Any]:
+  """Splits a round into parts, prints them and draws them.
+
+  Args:
+    run: of the experiment.
+    scheme: whose round is split.
+    path: a file for the picture, or None.
+
+  Returns:
+    The figures of the round.
+  """
+  say(f'splitting a round of {scheme} into parts')
   measured = rounds.measure(with_scheme(run, scheme))
   print('\n'.join(picture.table(measured)))
   if path:

@@ -1,4 +1,4 @@
-"""Says whether two runs are the same to the last bit, and if not, where they first differ.
+"""Compares two runs bit by bit and shows their first difference.
 
   podracer_jit compare runs/a runs/b
   podracer_jit compare --deep runs/a runs/b
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
                 for name, folder, side in zip('AB', folders, receipts, strict=True)
                 for words in [*side.problems, *_missing_at_the_end(folder, side)]]
   if incomplete and different is None:
-    verdict = f'cannot say, as receipts are missing; of those that are there: {verdict}'
+    verdict = f'unknown, since receipts are missing; the existing receipts: {verdict}'
   try:
     for line in [*config_differences(*configs),
                  *header_differences(*(side.headers for side in receipts)), *incomplete]:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     print(f'podracer_jit compare: {error}', file=sys.stderr)
     return 2
   except BrokenPipeError:  # as in `podracer_jit compare a b | head`
-    print(f'podracer_jit compare: its output was cut; {verdict}', file=sys.stderr)
+    print(f'podracer_jit compare: the output was cut; {verdict}', file=sys.stderr)
     raise
   if different is not None:
     return 1
@@ -79,20 +79,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _missing_at_the_end(workdir: Path, receipts: journal.Receipts) -> list[str]:
-  """Returns a line if there is a checkpoint of an update that has no receipt any more."""
-  last, saved = max(receipts.by_update), max(checkpoint.saved_updates(workdir), default=0)
+  """Returns a line if a checkpoint has an update after the last receipt."""
+  last = max(receipts.by_update)
+  saved = max(checkpoint.saved_updates(workdir), default=0)
   return [f'no line of {last + 1} to {saved}'] if saved > last else []
 
 
-def config_differences(one: dict, two: dict) -> list[str]:
-  """Returns a line for each field that differs; placement and logs do not count."""
-  return [f'config: {line}' for line in workdirs.differences(one, two, ('in A', 'in B'))]
+def config_differences(config_a: dict, config_b: dict) -> list[str]:
+  """Returns a line for each different field, except for those of placement and logs."""
+  differences = workdirs.differences(config_a, config_b, ('in A', 'in B'))
+  return [f'config: {line}' for line in differences]
 
 
-def header_differences(one: Sequence[dict], two: Sequence[dict]) -> list[str]:
+def header_differences(headers_a: Sequence[dict], headers_b: Sequence[dict]) -> list[str]:
   """Returns other possible causes of a difference: arithmetic, versions, bounds of segments."""
   lines = []
-  for a, b in zip(one, two, strict=False):
+  for a, b in zip(headers_a, headers_b, strict=False):
     where = f'segment {a["segment"]}: '
     if a.get('canary') != b.get('canary'):
       lines.append(f'{where}different arithmetic: the same gradient has the fingerprint '
@@ -107,32 +109,42 @@ def header_differences(one: Sequence[dict], two: Sequence[dict]) -> list[str]:
   return lines
 
 
-def compare(one: dict[int, dict], two: dict[int, dict]) -> tuple[str, int | None]:
-  """Returns the verdict in words, and the first update that differs, if one does."""
-  common = sorted(one.keys() & two.keys())
+def compare(receipts_a: dict[int, dict], receipts_b: dict[int, dict]) -> tuple[str, int | None]:
+  """Compares the receipts of two runs, by update.
+
+  Returns:
+    The verdict in words, and the first update that differs; None if there is none.
+  """
+  common = sorted(receipts_a.keys() & receipts_b.keys())
   for update in common:
-    differ = [name for name in ('batch', 'params') if one[update][name] != two[update][name]]
+    a = receipts_a[update]
+    b = receipts_b[update]
+    differ = [name for name in ('batch', 'params') if a[name] != b[name]]
     if differ:
-      what = {('batch', 'params'): 'the batch differs first, that is what the actors made (and so '
-                                   'the parameters learned from it)',
-              ('params',): 'the batch is the same and the parameters differ: it is the learner',
-              ('batch',): 'the batch differs; the parameters do not'}[tuple(differ)]
-      values = ', '.join(f'{name} {one[update][name]} in A, {two[update][name]} in B'
-                         for name in differ)
-      return f'differ at update {update}: {what}\n  {values}', update
-  words = 'identical' if len(common) == len(one) == len(two) else 'identical as far as both go'
+      cause = {('batch', 'params'): 'the batch differs first, that is what the actors made (and so '
+                                    'the parameters learned from it)',
+               ('params',): 'the batch is the same and the parameters differ: it is the learner',
+               ('batch',): 'the batch differs; the parameters do not'}[tuple(differ)]
+      values = ', '.join(f'{name} {a[name]} in A, {b[name]} in B' for name in differ)
+      return f'differ at update {update}: {cause}\n  {values}', update
+
+  same_length = len(common) == len(receipts_a) == len(receipts_b)
+  words = 'identical' if same_length else 'identical as far as both go'
   longer = [f'{name} goes on to update {max(receipts)}'
-            for name, receipts in (('A', one), ('B', two)) if max(receipts) > common[-1]]
+            for name, receipts in (('A', receipts_a), ('B', receipts_b))
+            if max(receipts) > common[-1]]
   return '; '.join([f'{words}: {len(common)} updates, batches and parameters', *longer]), None
 
 
-def print_curves(one: Sequence[dict], two: Sequence[dict]) -> None:
-  """Prints mean returns side by side, at updates that both runs have."""
-  by_update = {x['update']: x for x in two}
-  both = [(x, by_update[x['update']]) for x in one if x['update'] in by_update]
-  step = max(1, -(-len(both) // ROWS))
+def print_curves(metrics_a: Sequence[dict], metrics_b: Sequence[dict]) -> None:
+  """Prints the mean returns side by side, at updates that both runs have."""
+  by_update = {record['update']: record for record in metrics_b}
+  pairs = [(record, by_update[record['update']]) for record in metrics_a
+           if record['update'] in by_update]
+  step = max(1, -(-len(pairs) // ROWS))
   print(f'{"update":>8} {"steps":>12} {"return A":>10} {"return B":>10}')
-  for a, b in both[::-1][::step][::-1]:
+  # Counted from the end, so that the last update is among the rows.
+  for a, b in pairs[::-1][::step][::-1]:
     values = (f'{"-" if x is None else f"{x:.2f}":>10}'
               for x in (a['episode_return'], b['episode_return']))
     print(f'{a["update"]:>8} {a["steps"]:>12,}', *values)

@@ -1,8 +1,10 @@
-"""Lists the tasks of EnvPool that this machine has.
+"""Lists the tasks that can be trained on this machine: of EnvPool, gymnax and Gymnasium.
 
   podracer_jit envs               the families, each with its number of tasks
   podracer_jit envs atari         the tasks of a family
   podracer_jit envs mujoco        the tasks of all families of that kind, such as mujoco.gym
+  podracer_jit envs gymnax        environments that are JAX functions
+  podracer_jit envs gymnasium     environments that Python steps
   podracer_jit envs breakout      the tasks with this in their names
 
 The line of a task has its family, the shape and dtype of an observation as networks see it, and
@@ -20,32 +22,32 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 
-from podracer_jit.envs import envpool_envs
+from podracer_jit.envs import families
 
 LONGEST_REASON = 80  # characters
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   if set(argv[1:]) & {'-h', '--help'}:
     print(__doc__)
     return 0
   if len(argv) > 2 or any(arg.startswith('-') for arg in argv[1:]):
     print('podracer_jit envs: one word is enough: podracer_jit envs atari', file=sys.stderr)
     return 2
-  families = envpool_envs.families()
+  by_family = families.tasks()
   if not argv[1:]:
-    for family, tasks in families.items():
+    for family, tasks in by_family.items():
       print(f'{family:20} {len(tasks):5} {"task" if len(tasks) == 1 else "tasks"}, '
             f'such as {tasks[0]}')
     return 0
-  matches = matching(families, argv[1])
+  matches = matching(by_family, argv[1])
   if not matches:
-    names = {name.lower(): name for family, tasks in families.items() for name in (family, *tasks)}
+    names = {name.lower(): name for family, tasks in by_family.items() for name in (family, *tasks)}
     near = difflib.get_close_matches(argv[1].lower(), names, n=1, cutoff=0.5)
     hint = f'; did you mean {names[near[0]]}?' if near else ''
-    print(f'podracer_jit envs: {argv[1]}: EnvPool has no such family or task{hint}',
+    print(f'podracer_jit envs: {argv[1]}: there is no such family or task{hint}',
           file=sys.stderr)
     return 2
   width = max(len(task) for task, _ in matches)
@@ -54,19 +56,19 @@ def main(argv: Sequence[str]) -> int:
   return 0
 
 
-def matching(families: Mapping[str, Sequence[str]], word: str) -> list[tuple[str, str]]:
+def matching(by_family: Mapping[str, Sequence[str]], word: str) -> list[tuple[str, str]]:
   """Returns (task, family) of the families that the word names, or of all tasks that contain it."""
   word = word.lower()
-  named = [family for family in families if word in (family, *family.split('.'))]
-  return [(task, family) for family, tasks in families.items() for task in tasks
+  named = [family for family in by_family if word in (family, *family.split('.'))]
+  return [(task, family) for family, tasks in by_family.items() for task in tasks
           if (family in named if named else word in task.lower())]
 
 
 def describe(task: str) -> str:
-  """Returns what a task's observations and actions are, or why it cannot be trained."""
+  """Returns a task's observations and actions in words, or why it cannot be trained."""
   try:
-    spec = envpool_envs.make_spec(task, {})
-  except Exception as error:  # noqa: BLE001 - EnvPool raises whatever a family's library does
+    spec = families.family_of(task).make_spec(task, {})
+  except Exception as error:  # noqa: BLE001 - a family raises whatever its library does
     return f'- {_reason(error, task)}'
   if spec.num_actions:
     actions = f'{spec.num_actions} actions'
@@ -93,5 +95,5 @@ def _reason(error: Exception, task: str) -> str:
   """Returns the first clause of an error, without the task's name."""
   text = ' '.join(str(error).split()) or type(error).__name__
   text = text.removeprefix('env.task: ').partition(';')[0].partition('. ')[0].rstrip('.')
-  text = text.removeprefix(f'{task} ').replace(f' of {task}', '')
+  text = text.removeprefix(f'{task}: ').removeprefix(f'{task} ').replace(f' of {task}', '')
   return text if len(text) <= LONGEST_REASON else f'{text[:LONGEST_REASON - 3].rstrip()}...'

@@ -20,20 +20,21 @@ from pathlib import Path
 
 from absl import flags
 
+from podracer_jit.envs.protocol import environment_failure
 from podracer_jit.run import config, evaluation, video
 from podracer_jit.runtime import host
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   values = _flags()
   try:
-    rest = values(list(argv))
+    arguments = values(list(argv))
     if values.help:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
-    movie = _check(values, rest)
+    movie = _check(values, arguments)
     workdir = Path(values.workdir)
     allowed = config.allowed_modules(values.allow_modules)
     experiment = evaluation.read_experiment(workdir, allowed)
@@ -47,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
   try:
     _evaluate(agent, workdir, values, movie)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
-    said = ' '.join(str(error).split())
-    print(f'podracer_jit evaluate: {type(error).__name__}: {said}', file=sys.stderr)
+    said = environment_failure(error) or f'{type(error).__name__}: {" ".join(str(error).split())}'
+    print(f'podracer_jit evaluate: {said}', file=sys.stderr)
     return 1
   return 0
 
@@ -57,12 +58,12 @@ def _flags() -> flags.FlagValues:
   """Defines the flags apart from absl's global ones, which belong to the importing program."""
   values = flags.FlagValues()
   text = dict(flag_values=values)
-  flags.DEFINE_string('workdir', None, 'Where the run is.', **text)
+  flags.DEFINE_string('workdir', None, 'The workdir of the run.', **text)
   flags.DEFINE_integer('num_episodes', 100, 'Whole episodes to count.', **text)
   flags.DEFINE_integer('num_envs', 16, 'Environments that play them, at most one for each episode. '
                        'Each plays the same number of episodes.', **text)
-  flags.DEFINE_integer('seed', 1, 'Of the environments and the sampled actions. No seed repeats '
-                       'an episode of training.', **text)
+  flags.DEFINE_integer('seed', 1, 'Seed of the environments and the sampled actions. No seed '
+                       'repeats an episode of training.', **text)
   flags.DEFINE_bool('greedy', False, 'Take the likeliest action instead of sampling.', **text)
   flags.DEFINE_integer('max_steps', 108_000, 'Fail if an episode gets longer than this; some '
                        'tasks have no limit of their own.', **text)
@@ -73,10 +74,10 @@ def _flags() -> flags.FlagValues:
   return values
 
 
-def _check(values: flags.FlagValues, rest: Sequence[str]) -> Path | None:
-  """Refuses bad values; returns the path of the video."""
-  if rest[1:]:
-    raise ValueError(f'{rest[1]}: not a flag; flags begin with --')
+def _check(values: flags.FlagValues, arguments: Sequence[str]) -> Path | None:
+  """Checks the flags and that there are no other arguments; returns the path of the video."""
+  if arguments[1:]:
+    raise ValueError(f'{arguments[1]}: not a flag; flags begin with --')
   if not values.workdir:
     raise ValueError('--workdir is missing: podracer_jit evaluate --workdir=runs/pong')
   for name in ('num_episodes', 'num_envs', 'max_steps'):
@@ -96,23 +97,31 @@ def _check(values: flags.FlagValues, rest: Sequence[str]) -> Path | None:
 
 def _evaluate(agent: evaluation.Agent, workdir: Path, values: flags.FlagValues,
               movie: Path | None) -> None:
+  """Plays, writes and prints the evaluation, and films an episode.
+
+  Args:
+    agent: plays.
+    workdir: of the run.
+    values: the command's flags.
+    movie: the path of the video, or None.
+  """
   if values.greedy:
     agent = evaluation.greedy(agent)
   started = printed = time.monotonic()
 
-  def progress(done: int) -> None:
+  def progress(episodes: int) -> None:
     nonlocal printed
     if time.monotonic() - printed > 10:
       printed = time.monotonic()
-      print(f'{done} of {values.num_episodes} episodes after {printed - started:.0f} s',
+      print(f'{episodes} of {values.num_episodes} episodes after {printed - started:.0f} s',
             file=sys.stderr, flush=True)
 
   num_envs = min(values.num_envs, values.num_episodes)
   greedy = values.greedy or agent.policy.log_prob is None  # a policy that draws nothing
-  how = dict(seed=values.seed, greedy=greedy, num_envs=num_envs)
+  settings = dict(seed=values.seed, greedy=greedy, num_envs=num_envs)
   episodes = evaluation.play(agent, values.num_episodes, num_envs, values.seed, values.max_steps,
                              progress)
-  record = evaluation.write(workdir, agent, episodes, **how)
+  record = evaluation.write(workdir, agent, episodes, **settings)
   print(_summary(record), flush=True)
   if movie:  # an environment beyond those that were counted
     film = video.film(agent, movie, values.seed, num_envs, values.max_steps)

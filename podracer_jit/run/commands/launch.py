@@ -27,9 +27,11 @@ from typing import IO
 from podracer_jit.run import exit_codes, stopping
 from podracer_jit.run.output import say
 
-_LIBC = ctypes.CDLL(None)  # loaded here, as little may be done between fork and exec
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-GRACE_S = 25.0  # the others find out themselves, and say so; after this they are killed
+# Loaded here, since little may be done between fork and exec, where it is used.
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+# The other processes notice a failure themselves and print it. After this time they are killed.
+GRACE_S = 25.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,9 +45,11 @@ def main(argv: Sequence[str]) -> int:
           'podracer_jit launch -n 2 -- --config=... --workdir=...', file=sys.stderr)
     return 2
   safe = ['-P'] if sys.flags.safe_path else []  # as this process was started
-  count, command = int(argv[2]), [sys.executable, *safe, '-m', 'podracer_jit', *argv[4:]]
-  # Bound until the end, so that no other launch gets this port. Process 0 listens beside it, as
-  # gRPC sets SO_REUSEPORT.
+  count = int(argv[2])
+  command = [sys.executable, *safe, '-m', 'podracer_jit', *argv[4:]]
+
+  # Bound until the end, so that no other launch gets this port. Process 0 can listen at it
+  # nevertheless, since gRPC sets SO_REUSEPORT.
   reserved = socket.socket()
   reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
   reserved.bind(('127.0.0.1', 0))
@@ -60,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
       for i in range(count)]
   for number in stopping.numbers():
     signal.signal(number, lambda number, frame: _send(processes, number))
-  readers = [threading.Thread(target=_tell, args=(i, p.stdout), daemon=True)
+  readers = [threading.Thread(target=_print_lines, args=(i, p.stdout), daemon=True)
              for i, p in enumerate(processes)]
   for reader in readers:
     reader.start()
@@ -76,27 +80,36 @@ def _stop_with_parent() -> None:
   _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
-def _tell(i: int, lines: IO[str]) -> None:
+def _print_lines(i: int, lines: IO[str]) -> None:
+  """Prints the lines of process i, with its index before each."""
   for line in lines:
     say(f'[{i}] {line.rstrip()}')
 
 
 def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
+  """Sends a signal to the processes that still run."""
   for process in processes:
     if process.poll() is None:
       process.send_signal(number)
 
 
 def _wait(processes: Sequence[subprocess.Popen]) -> int:
-  """Waits for all; the exit code of the first that failed, which the others survive by GRACE_S."""
-  code, deadline = 0, float('inf')
+  """Waits for all processes; kills the others GRACE_S after one has failed.
+
+  Returns:
+    The exit code of the process that failed first; if none failed, that of one that was stopped.
+  """
+  code = 0
+  deadline = float('inf')
   while any(process.poll() is None for process in processes):
     time.sleep(0.1)
     failed = {i: p.returncode for i, p in enumerate(processes)
               if p.poll() not in (None, exit_codes.FINISHED, exit_codes.STOPPED)}
     if failed and not code:
-      i = min(failed, key=failed.get)  # one that a signal ended, before those that noticed
-      code, deadline = failed[i], time.monotonic() + GRACE_S
+      # Exit codes of signals are negative. A killed process comes before those that noticed it.
+      i = min(failed, key=failed.get)
+      code = failed[i]
+      deadline = time.monotonic() + GRACE_S
       say(f'[{i}] ended with exit code {code}; the others cannot go on')
     if time.monotonic() > deadline:
       _send(processes, signal.SIGKILL)

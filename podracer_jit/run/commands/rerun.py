@@ -1,4 +1,4 @@
-"""Repeats one update of a run from the checkpoint before it, and writes what it learned from.
+"""Repeats one update of a run from the checkpoint before it, and writes its rollout.
 
   podracer_jit rerun --workdir=runs/pong --update=1234
   podracer_jit rerun --workdir=runs/pong --update=1234 --env=3
@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from absl import flags
 
 from podracer_jit import loops
 from podracer_jit.envs import frames
+from podracer_jit.envs.protocol import environment_failure
 from podracer_jit.numerics.fingerprints import as_hex, canary
 from podracer_jit.run import build, checkpoint, config, journal, video, workdirs
 from podracer_jit.run.experiment import Experiment
@@ -38,26 +40,26 @@ class Differs(RuntimeError):
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   values = flags.FlagValues()
-  flags.DEFINE_string('workdir', None, 'Where the run is.', flag_values=values)
+  flags.DEFINE_string('workdir', None, 'The workdir of the run.', flag_values=values)
   flags.DEFINE_integer('update', None, 'The update to repeat.', flag_values=values)
   flags.DEFINE_integer('env', 0, 'The environment whose observations to film.', flag_values=values)
   flags.DEFINE_list('allow_modules', [], config.ALLOW_MODULES, flag_values=values)
   flags.DEFINE_bool('help', False, 'Show this.', short_name='h', flag_values=values)
   try:
-    rest = values(list(argv))
+    arguments = values(list(argv))
     if values.help:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
-    workdir = _check(values, rest)
+    workdir = _check(values, arguments)
     experiment = one_device_experiment(workdir, config.allowed_modules(values.allow_modules))
     _check_env(values.env, experiment)
     headers, receipts, _ = journal.read_receipts(workdir)
     header = header_of(headers, receipts, values.update)
     host.prepare_host(experiment.placement)
     run = build.make_run(experiment)
-    state = state_before(run, workdir, header)
+    state, envs = state_before(run, workdir, header)
   except (ValueError, OSError, flags.Error) as error:
     print(f'podracer_jit rerun: {" ".join(str(error).split())}', file=sys.stderr)
     return 2
@@ -65,17 +67,19 @@ def main(argv: Sequence[str]) -> int:
     if header['canary'] != canary():
       print('podracer_jit rerun: the arithmetic here is not that of the run: expect other bits',
             file=sys.stderr)
-    rollout = rerun(run, state, header['segment'], values.update, receipts)
+    rollout = rerun(run, state, envs, header['segment'], values.update, receipts)
     _write(rollout, workdir / f'update_{values.update}', values.env, run)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
-    print(f'podracer_jit rerun: {type(error).__name__}: {error}', file=sys.stderr)
+    said = environment_failure(error) or f'{type(error).__name__}: {error}'
+    print(f'podracer_jit rerun: {said}', file=sys.stderr)
     return 1
   return 0
 
 
-def _check(values: flags.FlagValues, rest: Sequence[str]) -> Path:
-  if rest[1:]:
-    raise ValueError(f'{rest[1]}: not a flag; flags begin with --')
+def _check(values: flags.FlagValues, arguments: Sequence[str]) -> Path:
+  """Checks the flags and that there are no other arguments; returns the workdir."""
+  if arguments[1:]:
+    raise ValueError(f'{arguments[1]}: not a flag; flags begin with --')
   if not values.workdir or values.update is None:
     raise ValueError('--workdir and --update are needed: '
                      'podracer_jit rerun --workdir=runs/pong --update=10')
@@ -83,14 +87,16 @@ def _check(values: flags.FlagValues, rest: Sequence[str]) -> Path:
 
 
 def one_device_experiment(workdir: Path, allow_modules: Collection[str] = ()) -> Experiment:
-  """Returns the experiment of a run on one device, with a scheme whose rollouts are in sight.
+  """Returns the experiment of a run on one device, with a scheme that has a separate learner.
+
+  The learner's inputs are then the rollouts.
 
   Args:
     workdir: of the run.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
 
   Raises:
-    ValueError: there is no run, or it cannot be made again here.
+    ValueError: there is no run, or it cannot be repeated on one device.
   """
   fields = workdirs.read_config(workdir, allow_modules)
   try:
@@ -98,10 +104,10 @@ def one_device_experiment(workdir: Path, allow_modules: Collection[str] = ()) ->
   except ValueError as error:
     raise ValueError(f'--workdir: config.json of {workdir}: {error}') from None
   if not experiment.exact_reduce:
-    raise ValueError('the run has exact_reduce = False: its bits are those of its own devices')
+    raise ValueError('the run has exact_reduce = False, so its bits depend on its devices')
   if not experiment.deterministic:
-    raise ValueError(f'{experiment.non_deterministic_setting} takes things as they come, so '
-                     'updates of the run cannot be made again')
+    raise ValueError(f'{experiment.non_deterministic_setting} is not deterministic, so updates of '
+                     'the run cannot be repeated')
   one_device = config.ONE_DEVICE | {'actor_platform': experiment.placement.actor_platform}
   # These two schemes give the bits of all others with the same lag.
   return changed(experiment, scheme='cleanba' if experiment.scheme.lag else 'sync',
@@ -109,6 +115,7 @@ def one_device_experiment(workdir: Path, allow_modules: Collection[str] = ()) ->
 
 
 def _check_env(env: int, experiment: Experiment) -> None:
+  """Raises ValueError if there is no such environment."""
   if not 0 <= env < experiment.env.num_envs:
     raise ValueError(f'--env: must be from 0 to {experiment.env.num_envs - 1}, got {env}')
 
@@ -125,15 +132,18 @@ def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int
   return max((h for h in headers if h['first_update'] <= update), key=lambda h: h['first_update'])
 
 
-def state_before(run: build.Run, workdir: Path, header: dict) -> TrainState:
-  """Returns the train state that a segment began with.
+def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainState, Any]:
+  """Returns the train state that a segment began with, and the state of its environments.
+
+  The latter is () if they began anew.
 
   Raises:
-    ValueError: its checkpoint is gone, or broken.
+    ValueError: its checkpoint is missing or broken.
   """
-  before, first = header['first_update'] - 1, run.initial_state()
+  before = header['first_update'] - 1
+  initial = run.initial_state()
   if before == 0:
-    return run.learner.allocate(first)
+    return run.learner.allocate(initial), ()
   existing = checkpoint.saved_updates(workdir)
   if before not in existing:
     raise ValueError(f'--update: the checkpoint of update {before}, from which it would be made, '
@@ -141,25 +151,27 @@ def state_before(run: build.Run, workdir: Path, header: dict) -> TrainState:
                      '(checkpoint.keep says how many stay), and the first segment needs none')
   with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
     try:
-      state, _ = saved.restore(first._replace(replay=run.learner.replay_shapes()), before)
+      state, _ = saved.restore(initial._replace(replay=run.learner.replay_shapes()), before)
+      envs = saved.restore_envs(build.kept_env_shapes(run), before)
     except checkpoint.Broken as error:
       raise ValueError(f'--update: {error}') from None
-  return run.learner.allocate(state)
+  return run.learner.allocate(state), envs
 
 
-def rerun(run: build.Run, state: TrainState, index: int, update: int,
+def rerun(run: build.Run, state: TrainState, envs: Any, index: int, update: int,
           receipts: Mapping[int, dict]) -> Rollout:
-  """Runs segment `index` from its state up to the update; returns what that one learned from.
+  """Runs segment `index` from its state up to the update; returns the rollout of that update.
 
   Args:
     run: that the segment belongs to.
     state: the train state that the segment began with; donated.
+    envs: the state of the environments that the segment began with; () if they began anew.
     index: of the segment.
     update: the last one to make.
     receipts: of the run, by update; an update without one is not checked.
 
   Raises:
-    Differs: an update on the way is not as its receipt says.
+    Differs: an update on the way differs from its receipt.
   """
   rollouts = []
 
@@ -167,11 +179,11 @@ def rerun(run: build.Run, state: TrainState, index: int, update: int,
     metrics = jax.device_get(report.metrics)
     for i in range(report.count):
       receipt = dict(update=int(metrics['update'][i]), batch=as_hex(metrics['batch'][i]),
-                  params=as_hex(metrics['params'][i]))
+                     params=as_hex(metrics['params'][i]))
       expected = receipts.get(receipt['update'], receipt)
       if receipt != expected:
-        raise Differs(f'update {receipt["update"]} is not what it was: {receipt}, its receipt '
-                      f'{expected}')
+        raise Differs(f'update {receipt["update"]} differs from its receipt: {receipt}, the '
+                      f'receipt is {expected}')
 
   def watched(worker: loops.Worker) -> loops.Worker:
     def fire(carry, *batch):
@@ -181,12 +193,21 @@ def rerun(run: build.Run, state: TrainState, index: int, update: int,
       return worker.fire(carry, *batch)
     return worker._replace(fire=fire) if worker.name == 'learner' else worker
 
-  with build.segment(run, state, index, update - int(state.update), check) as segment:
+  with build.segment(run, state, index, update - int(state.update), check,
+                     envs=envs) as segment:
     loops.run([watched(worker) for worker in segment.workers])
   return rollouts[0]
 
 
 def _write(rollout: Rollout, path: Path, env: int, run: build.Run) -> None:
+  """Writes a rollout as arrays and as a video.
+
+  Args:
+    rollout: to write.
+    path: of both files, without a suffix.
+    env: the environment to film.
+    run: of the experiment.
+  """
   rollout = rollout._replace(obs=np.asarray(frames.stacks(rollout.obs)))
   arrays = rollout._asdict() | rollout.episodes._asdict()
   del arrays['episodes']

@@ -44,7 +44,7 @@ from podracer_jit.run.tuning.tuner import Tuner, accept, find_machine, prepare, 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # precision of bounds we do not use
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   logging.set_verbosity(logging.ERROR)
   values = define_flags()
   try:
@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
       return 0
     shards = whole_numbers(values.num_shards)
     experiment, own = prepare(config)
-    machine, tuner = find_machine(own, experiment.placement), Tuner(experiment)
+    machine = find_machine(own, experiment.placement)
+    tuner = Tuner(experiment)
     first = accept(tuner, places(experiment, own, machine, shards))
   except ValueError as error:
     print(f'podracer_jit tune: {error}', file=sys.stderr)

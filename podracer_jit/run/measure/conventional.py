@@ -54,12 +54,24 @@ def make_policy(network: ActorCritic) -> Callable:
 
   @jax.jit
   def policy(params: Params, obs: jax.Array, key: jax.Array, rollouts, t):
+    """Draws the actions of one step.
+
+    Args:
+      params: of the network.
+      obs: [B, ...].
+      key: of the vector environment.
+      rollouts: [] i32, rollouts made before this one.
+      t: [] i32, step of the rollout.
+
+    Returns:
+      A row of outputs [B, ...], and the actions for EnvPool [B, ...].
+    """
+    # Networks take [T, N, ...]; here T is 1.
     dist_params, value, _ = network.apply(params, obs[None])
-    dist_params, value = dist_params[0], value[0]
     key = jax.random.fold_in(jax.random.fold_in(key, rollouts), t)
-    action = network.policy.sample(key, dist_params)
-    return (Acted(action, network.policy.log_prob(dist_params, action), value),
-            network.policy.to_env(action))
+    action = network.policy.sample(key, dist_params[0])
+    log_prob = network.policy.log_prob(dist_params[0], action)
+    return Acted(action, log_prob, value[0]), network.policy.to_env(action)
 
   return policy
 
@@ -74,10 +86,10 @@ class Pool:
     Args:
       args: of the pool.
       key: of the vector environment.
-      device: where the policy runs and rollouts lie.
+      device: runs the policy and holds the rollouts.
       stack: of the task's EnvSpec.
-      on_host: pile observations up with NumPy, which is faster where the device is the CPU;
-        elsewhere each goes to the device once, for the policy, and is piled up there.
+      on_host: True: NumPy stacks the observations, which is faster if the device is the CPU. False:
+        each observation is sent to the device once, for the policy, and the device stacks them.
     """
     size = len(args.seeds)
     self._pool = envpool_envs.make_pool(*args)
@@ -85,39 +97,48 @@ class Pool:
     self._ended = np.zeros(size, bool)
     self._episode_return = np.zeros(size, np.float32)
     self._episode_length = np.zeros(size, np.int32)
-    self._key, self._device, self._on_host = key, device, on_host
-    self._rollouts, self._stack = 0, stack
+    self._key = key
+    self._device = device
+    self._on_host = on_host
+    self._stack = stack
+    self._rollouts = 0
 
   def rollout(self, policy: Callable, params: Params, unroll_length: int) -> Rollout:
     """Makes the next `unroll_length` steps; the rollout is on the device."""
-    obs, acted, returned = [self._frame()], [], []
+    obs = [self._frame()]
+    acted = []
+    returned = []
     for t in range(unroll_length):
       row, action = policy(params, obs[-1], self._key, self._rollouts, t)
       acted.append(row)
       returned.append(self._step(np.asarray(action)))
       obs.append(self._frame())
     self._rollouts += 1
-    pile = self._pile_on_host if self._on_host else _pile_on_device
-    return Rollout(obs=_frames_once(pile(obs), self._stack), **pile(acted)._asdict(),
-                   **self._pile_on_host(returned)._asdict())
+    stack_rows = self._stack_on_host if self._on_host else _stack_on_device
+    return Rollout(obs=_frames_once(stack_rows(obs), self._stack), **stack_rows(acted)._asdict(),
+                   **self._stack_on_host(returned)._asdict())
 
   def _frame(self) -> Any:
     return self._obs if self._on_host else jax.device_put(self._obs, self._device)
 
-  def _pile_on_host(self, rows: Sequence[Any]) -> Any:
+  def _stack_on_host(self, rows: Sequence[Any]) -> Any:
+    """Stacks rows along a new leading axis with NumPy, and sends the result to the device."""
     return jax.device_put(jax.tree.map(lambda *x: np.stack(x), *rows), self._device)
 
   def _step(self, action: np.ndarray) -> Returned:
-    if action.dtype == np.float32:  # MuJoCo and DM Control want float64
+    """Steps all environments; returns a row of their outputs."""
+    if action.dtype == np.float32:  # MuJoCo and DM Control take float64
       action = action.astype(self._pool.action_space.dtype)
     obs, reward, terminated, truncated, info = self._pool.step(action)
+    # EnvPool resets an environment in the step after its episode ended, and ignores the action.
     valid = ~self._ended
     raw = _narrow(info.get('reward', reward))
     game_over = info['terminated'].astype(bool) if 'lives' in info else terminated
     episode_return = self._episode_return + np.where(valid, raw, np.float32(0))
     length = self._episode_length + valid.astype(np.int32)
     over = valid & (game_over | truncated)
-    self._obs, self._ended = _narrow(obs), terminated | truncated
+    self._obs = _narrow(obs)
+    self._ended = terminated | truncated
     self._episode_return = np.where(over, np.float32(0), episode_return)
     self._episode_length = np.where(over, np.int32(0), length)
     return Returned(_narrow(reward), terminated, truncated, valid,
@@ -129,7 +150,8 @@ class Pool:
 
 
 @jax.jit
-def _pile_on_device(rows: Sequence[Any]) -> Any:
+def _stack_on_device(rows: Sequence[Any]) -> Any:
+  """Stacks rows along a new leading axis on the device."""
   return jax.tree.map(lambda *x: jnp.stack(x), *rows)
 
 

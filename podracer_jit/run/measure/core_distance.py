@@ -1,8 +1,8 @@
-"""Measures how far apart two cores are, which changes on virtual machines while they run.
+"""Measures the distance of two cores, which changes while a virtual machine runs.
 
-Cores that share a cache hand a line to each other in 50 ns, others in 250. The host of a virtual
-machine moves its cores without notice. Work that several threads share, EnvPool's queues above all,
-then takes up to twice as long. So speeds are compared at one distance only.
+A cache line goes from one core to another in 50 ns if the two share a cache, otherwise in 250. The
+host of a virtual machine moves its cores without notice. Work that several threads share, above all
+EnvPool's queues, then takes up to twice as long. So speeds are compared at one distance only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-# Two of them hand one byte to and fro; prints the least mean time of a turn of both.
+# Two processes pass a byte back and forth; each prints the least mean time of a round trip in ns.
 _PLAYER = """
 import mmap, os, sys, time
 core, mine = map(int, sys.argv[1:3])
@@ -70,15 +70,22 @@ def comparable(measurements: Mapping[str, Sequence[tuple[T, tuple[float, float]]
   Returns:
     The measurements by name, and the median of their distances.
   """
-  limit = far(min(ns for all_of in measurements.values() for _, both in all_of for ns in both))
+  limit = far(min(_distances(measurements)))
 
-  def of(kind: Callable[[tuple[float, float]], bool]):
-    return {name: [x for x in all_of if kind(x[1])] for name, all_of in measurements.items()}
+  def select(condition: Callable[[tuple[float, float]], bool]):
+    return {name: [x for x in rounds if condition(x[1])] for name, rounds in measurements.items()}
 
-  chosen = max(of(lambda both: max(both) <= limit), of(lambda both: min(both) > limit),
-               key=lambda by_name: min(map(len, by_name.values())))
+  near_rounds = select(lambda distances: max(distances) <= limit)
+  far_rounds = select(lambda distances: min(distances) > limit)
+  # The smallest number of rounds of any name decides, since all names are compared.
+  chosen = max(near_rounds, far_rounds, key=lambda by_name: min(map(len, by_name.values())))
   if not all(chosen.values()):
     chosen = measurements
-  distances = [ns for all_of in chosen.values() for _, both in all_of for ns in both]
-  return ({name: [figures for figures, _ in all_of] for name, all_of in chosen.items()},
-          statistics.median(distances))
+  figures = {name: [x[0] for x in rounds] for name, rounds in chosen.items()}
+  return figures, statistics.median(_distances(chosen))
+
+
+def _distances(measurements: Mapping[str, Sequence[tuple[T, tuple[float, float]]]]
+               ) -> list[float]:
+  """Returns all distances of measurements, those before and those after."""
+  return [ns for rounds in measurements.values() for _, distances in rounds for ns in distances]

@@ -1,4 +1,4 @@
-"""The memory of a part: its largest heap, and the bytes its programs need by their shapes.
+"""Measures the memory of a part: its largest heap, and the bytes of its programs by their shapes.
 
 The heap is the memory that the C library has given out on the host, sampled while the part runs.
 Resident pages would say less, since most of them are left over from compiling.
@@ -43,11 +43,12 @@ def in_use() -> float:
 
 def most_in_use(call: Callable[[], Any]) -> float:
   """Returns the largest `in_use` while `call` runs."""
-  ended, most = threading.Event(), [in_use()]
+  ended = threading.Event()
+  samples = [in_use()]
 
   def sample():
     while not ended.wait(EVERY_S):
-      most.append(in_use())
+      samples.append(in_use())
 
   thread = threading.Thread(target=sample)
   thread.start()
@@ -56,26 +57,28 @@ def most_in_use(call: Callable[[], Any]) -> float:
   finally:
     ended.set()
     thread.join()
-  return max(most)
+  return max(samples)
 
 
 class Needs:
-  """Notes the programs of a part while it is built and makes its first call."""
+  """Records the programs of a part while it is built and makes its first call."""
 
   def __init__(self, run: build.Run):
-    """Prepares `self.run`, from which the part must be built: its learner is watched."""
+    """Prepares `self.run`, a run whose learner records its calls; build the part from it."""
     self._program = run.learner.program
     self.run = with_program(run, self._noting(self._program))
     self._devices = run.place.mesh.size // run.place.processes
-    self._taken, self._bytes, self._batch = None, [], 0
+    self._learner_args = None  # shapes of the learner's arguments, once it was called
+    self._bytes = []  # of each rollout program
+    self._batch = 0  # bytes of a batch
     self._place = place = run.place
     self._copied = (place.actors != place.learners
                     or run.experiment.num_shards != len(place.actors) * place.processes)
 
   def _noting(self, program: Callable) -> Callable:
     def call(*args):
-      if self._taken is None:
-        self._taken = jax.tree.map(
+      if self._learner_args is None:
+        self._learner_args = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), args)
         self._batch = sum(x.nbytes for x in jax.tree.leaves(args[1]))
       return program(*args)
@@ -103,8 +106,8 @@ class Needs:
     # The actors that made the learner's batch, or the actions of `environment`, are closed by then.
     own_bytes = {'learner': [], 'environment': self._bytes[-len(self._place.actors):]}
     total = sum(own_bytes.get(name, self._bytes))
-    if self._taken is not None:
-      learner = self._program.lower(*self._taken).compile()
+    if self._learner_args is not None:
+      learner = self._program.lower(*self._learner_args).compile()
       total += sum(program_memory(learner).values()) * self._devices
       if name in SCHEMES:
         total += (2 * SCHEMES[name].lag - 1 + self._copied) * self._batch

@@ -1,4 +1,4 @@
-"""Shows a round that `rounds.py` split up, as a table and as a picture."""
+"""Shows the parts of a round (`rounds.py`) as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def can_draw() -> bool:
   """Returns whether matplotlib is installed."""
   try:
     return importlib.util.find_spec('matplotlib') is not None
-  except ValueError:  # it is blocked
+  except ValueError:  # `sys.modules` has None for it, which blocks its import
     return False
 
 
@@ -32,7 +32,7 @@ def table(measured: Round) -> list[str]:
             f'results, {sizes["temporaries"] / 1e6:,.1f} MB in between'
             for name, sizes in measured.memory.items()]
   return [*lines, f'traced {1e3 * measured.traced_seconds:.2f} ms a round, '
-          f'untraced {1e3 * measured.seconds:.2f} ms: what is above is scaled to that']
+          f'untraced {1e3 * measured.seconds:.2f} ms: the parts are scaled to the untraced time']
 
 
 def draw(measured: Round, path: str, bins: int = 1500) -> None:
@@ -41,13 +41,18 @@ def draw(measured: Round, path: str, bins: int = 1500) -> None:
   matplotlib.use('agg')
   from matplotlib import pyplot
 
-  start, end = measured.ends[-min(3, len(measured.ends))], measured.ends[-1]
+  # The last two rounds lie between the last three ends.
+  start = measured.ends[-min(3, len(measured.ends))]
+  end = measured.ends[-1]
   figure, (top, below) = pyplot.subplots(
       2, 1, sharex=True, figsize=(13, 1.2 + 0.6 * len(measured.lanes) + 1.5), layout='constrained',
       height_ratios=[len(measured.lanes), 1.5])
   colours = dict(zip(PARTS, pyplot.get_cmap('tab10').colors, strict=True))
-  width, in_legend = (end - start) / bins, set()
+  width = (end - start) / bins
+  in_legend = set()
   for y, name in enumerate(measured.lanes):
+    # A bin gets the colour of the part that has the most of its time: drawing each of many
+    # thousands of operations would take minutes.
     longest: list[collections.Counter] = [collections.Counter() for _ in range(bins)]
     for a, b, part in measured.spans[name]:
       for k in range(max(0, int((a - start) / width)), min(bins, int((b - start) / width) + 1)):

@@ -1,8 +1,8 @@
-"""Splits a round into what each worker did, from a trace of the profiler.
+"""Splits the time of a round into parts for each worker, by a trace of the profiler.
 
-The trace says when each XLA operation ran, and the text of its program says which part of the round
-it belongs to. Where several operations run at once, each counts for its share. Time in which none
-runs is `between`. So the parts of a worker add up to the round.
+The trace says when each XLA operation ran. The text of its program says which part of the round the
+operation belongs to. If several operations run at once, they share the time equally. Time without
+an operation counts as `between`. So the parts of a worker add up to the round.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from podracer_jit.run.measure import memory_use
 from podracer_jit.run.measure.segments import with_program
 from podracer_jit.schemes.reports import Report
 
-# What a worker does, in the order in which it is shown.
+# The parts of a round, in the order of the table.
 PARTS = ('environment', 'policy', 'storing', 'gradient', 'update', 'other arithmetic', 'between',
          'transfer', 'waiting', 'other')
+# Named scopes of each program; a learner stores into its replay.
 SCOPES = dict(rollout=('storing', 'environment', 'policy'),
-              learner=('gradient', 'update', 'storing'))  # it stores in a replay
-SKIPPED, TRACED = 2, 3  # rounds: not looked at, and looked at
-CONTAINERS = ('while', 'conditional', 'call')  # whose operations have events of their own
+              learner=('gradient', 'update', 'storing'))
+SKIPPED = 2  # rounds that are a warm-up
+TRACED = 3  # rounds that are measured without a trace, and again with one
+# The operations inside of these have events of their own.
+CONTAINERS = ('while', 'conditional', 'call')
 Span = tuple[float, float, str]  # start and end in seconds, part
 
 
 class Round(NamedTuple):
-  """A round that was split up. A lane is a worker; actors come before the learner."""
+  """A round, split into parts. A lane is a worker; actors come before the learner."""
 
   seconds: float  # of a round without a trace: the median
   traced_seconds: float
@@ -61,9 +64,8 @@ def part_of(op_name: str, scopes: Sequence[str]) -> str:
 def operations(text: str, scopes: Sequence[str]) -> dict[str, str]:
   """Returns the part of each operation of a compiled program, by the operation's name.
 
-  Operations that contain others are left out.
-
-  An operation that the compiler made, and gave no name, belongs to the part most around it have.
+  Operations that contain others are left out. An operation without an `op_name` was made by the
+  compiler; it gets the most frequent part of its computation.
   """
   part_by_name: dict[str, str] = {}
   for computation in re.split(r'\n(?=\S)', text):
@@ -80,9 +82,13 @@ def operations(text: str, scopes: Sequence[str]) -> dict[str, str]:
 
 def shares(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
   """Returns the seconds of each part between start and end; spans that overlap share the time."""
-  edges = sorted([(max(a, start), 1, part) for a, b, part in spans if a < end and b > start]
-                 + [(min(b, end), -1, part) for a, b, part in spans if a < end and b > start])
-  total, active, last = collections.Counter(), collections.Counter(), start
+  inside = [(max(a, start), min(b, end), part) for a, b, part in spans if a < end and b > start]
+  # A sweep over the times at which an operation begins (+1) or ends (-1).
+  edges = sorted([(a, 1, part) for a, _, part in inside]
+                 + [(b, -1, part) for _, b, part in inside])
+  total = collections.Counter()
+  active = collections.Counter()
+  last = start
   for at, step, part in [*edges, (end, 0, 'between')]:
     running = active.total()
     if not running:
@@ -101,12 +107,14 @@ def lane(own: Sequence[Span], ops: Sequence[Span], start: float, end: float
   Args:
     own: the regions that the worker's thread was in.
     ops: the operations of its programs.
-    start: of the time to look at, in seconds.
-    end: of that time.
+    start: of the rounds, in seconds.
+    end: of the rounds, in seconds.
   """
-  seconds, spans = collections.Counter(), []
+  seconds = collections.Counter()
+  spans = []
   for a, b, region in own:
-    a, b = max(a, start), min(b, end)
+    a = max(a, start)
+    b = min(b, end)
     if a >= b:
       continue
     if region.startswith('transfer'):
@@ -115,7 +123,8 @@ def lane(own: Sequence[Span], ops: Sequence[Span], start: float, end: float
       continue
     inside = [x for x in ops if x[0] < b and x[1] > a]
     spent = shares(inside, a, b)
-    if region.startswith('wait'):  # until its thread wakes, but its program may be running by then
+    if region.startswith('wait'):
+      # The region ends when the thread wakes; its program may already run by then.
       spent['waiting'] = spent.pop('between', 0.0)
       spans.append((a, min([b, *(x[0] for x in inside)]), 'waiting'))
     seconds.update(spent)
@@ -126,7 +135,7 @@ def lane(own: Sequence[Span], ops: Sequence[Span], start: float, end: float
 
 @contextlib.contextmanager
 def _sampling(tids: Sequence[int]) -> Iterator[None]:
-  """Notes in the trace, every few milliseconds, how long EnvPool's threads have run."""
+  """Adds the run time of EnvPool's threads to the trace every few milliseconds."""
   stop = threading.Event()
 
   def sample():
@@ -148,6 +157,7 @@ def _sampling(tids: Sequence[int]) -> Iterator[None]:
 
 
 def _threads() -> set[int]:
+  """Returns the ids of this process's threads, except for those of XLA's pool."""
   return {int(x) for x in os.listdir('/proc/self/task')
           if not Path(f'/proc/self/task/{x}/comm').read_text().startswith('tf_')}
 
@@ -160,7 +170,7 @@ class _Programs:
     self.memory: dict[str, dict[str, int]] = {}
 
   def add(self, compiled: Any) -> None:
-    """Notes a program."""
+    """Records a program."""
     text = compiled.as_text()
     name = re.match(r'HloModule ([\w.-]+)', text)[1]
     self.operations[name] = operations(text, SCOPES['rollout' if 'rollout' in name else 'learner'])
@@ -180,8 +190,13 @@ class _Programs:
 
 
 def measure(run: build.Run) -> Round:
-  """Trains for some rounds with sync or cleanba, then for a few more under the profiler."""
-  programs, times = _Programs(), []
+  """Trains for some rounds, then for a few more under the profiler.
+
+  Args:
+    run: with the scheme `sync` or `cleanba`.
+  """
+  programs = _Programs()
+  times = []  # when each update was reported
   run = with_program(run, programs.learner(run.learner.program))
   state = run.learner.allocate(run.initial_state())
   count = SKIPPED + 2 * TRACED + 3
@@ -191,6 +206,7 @@ def measure(run: build.Run) -> Round:
     def report(item: Report) -> None:
       jax.block_until_ready(item.metrics)
       times.append(time.perf_counter())
+      # One more round lies between the two measurements: starting the trace takes time.
       if len(times) == SKIPPED + TRACED + 1:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
@@ -207,9 +223,10 @@ def measure(run: build.Run) -> Round:
     loops.run(segment.workers)
     (path,) = Path(directory).rglob('*.trace.json.gz')
     events = json.loads(gzip.decompress(path.read_bytes()))['traceEvents']
-  plain = [b - a for a, b in itertools.pairwise(times[SKIPPED - 1:SKIPPED + TRACED])]
-  return read(events, programs.operations, statistics.median(plain),
-              [d.id for d in run.place.actors])._replace(memory=programs.memory)
+  untraced = [b - a for a, b in itertools.pairwise(times[SKIPPED - 1:SKIPPED + TRACED])]
+  actor_devices = [device.id for device in run.place.actors]
+  result = read(events, programs.operations, statistics.median(untraced), actor_devices)
+  return result._replace(memory=programs.memory)
 
 
 def read(events: Sequence[Mapping[str, Any]], operations: Mapping[str, Mapping[str, str]],
@@ -222,12 +239,16 @@ def read(events: Sequence[Mapping[str, Any]], operations: Mapping[str, Mapping[s
     seconds: of a round without a trace, to which the parts are scaled.
     actor_devices: ids of the devices of the actors.
   """
-  own, ops, busy = collections.defaultdict(list), collections.defaultdict(list), []
+  own = collections.defaultdict(list)  # regions by thread
+  ops = collections.defaultdict(list)  # operations by (module, device)
+  busy = []  # (time, run time of EnvPool's threads), in seconds
   for event in events:
     if event.get('ph') != 'X':
       continue
-    start, name, args = event['ts'] / 1e6, event['name'], event.get('args', {})
-    span = start, start + event['dur'] / 1e6
+    name = event['name']
+    args = event.get('args', {})
+    start = event['ts'] / 1e6
+    span = (start, start + event['dur'] / 1e6)
     part = operations.get(args.get('hlo_module'), {}).get(args.get('hlo_op'))
     if part:
       device = int(args['device_ordinal']) if 'device_ordinal' in args else None
@@ -236,26 +257,38 @@ def read(events: Sequence[Mapping[str, Any]], operations: Mapping[str, Mapping[s
       busy.append((start, int(args['busy_ns']) / 1e9))
     elif re.match('rollout$|learn$|make: |transfer: |wait: ', name):
       own[event['tid']].append((*span, name))
+
   lanes, ends = _workers(own)
-  rounds, start, end = len(ends) - 1, ends[0], ends[-1]
-  result, spans = {}, {}
+  start, end = ends[0], ends[-1]
+  parts_by_lane = {}
+  spans_by_lane = {}
   for name, regions in sorted(lanes.items()):
+    # Events of CPU devices have no device.
     devices = [None, actor_devices[int(name.split()[1])]] if name != 'learner' else None
     kind = 'rollout' if devices else 'learner'
-    mine = [span for (module, device), spans in ops.items() for span in spans
-            if kind in module and (devices is None or device in devices)]
-    parts, spans[name] = lane(regions, mine, start, end)
+    own_ops = [span for (module, device), spans in ops.items() for span in spans
+               if kind in module and (devices is None or device in devices)]
+    parts, spans_by_lane[name] = lane(regions, own_ops, start, end)
+    # The profiler slows a round down, so the parts are scaled to a round without it.
     scale = seconds / (end - start)
-    result[name] = {part: parts[part] * scale for part in PARTS if part in parts}
-  cores = [(at, (done - before) / (at - last))
-           for (last, before), (at, done) in itertools.pairwise(busy) if at > last]
-  return Round(seconds, (end - start) / rounds, result, spans,
-               [x for x in cores if start <= x[0] <= end], ends, {})
+    parts_by_lane[name] = {part: parts[part] * scale for part in PARTS if part in parts}
+
+  env_threads = [(at, (busy_s - last_busy_s) / (at - last))
+                 for (last, last_busy_s), (at, busy_s) in itertools.pairwise(busy) if at > last]
+  return Round(
+      seconds=seconds,
+      traced_seconds=(end - start) / (len(ends) - 1),
+      lanes=parts_by_lane,
+      spans=spans_by_lane,
+      env_threads=[x for x in env_threads if start <= x[0] <= end],
+      ends=ends,
+      memory={})
 
 
 def _workers(own: Mapping[int, Sequence[Span]]) -> tuple[dict[str, Sequence[Span]], list[float]]:
   """Returns the regions of each worker by name, and the times when updates ended."""
-  lanes, ends = {}, []
+  lanes = {}
+  ends = []
   for regions in own.values():
     names = {region for _, _, region in regions}
     if 'learn' in names:

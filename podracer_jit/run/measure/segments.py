@@ -1,4 +1,4 @@
-"""Shared by the parts of a benchmark: an endless segment, pools, and a small replay."""
+"""Helpers of the parts of a benchmark: an endless segment, pools, and a small replay."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ Measure = Callable[[float], Figures]  # runs a part for so many seconds
 
 def pools_of(run: build.Run, actor: int) -> list[conventional.PoolArgs]:
   """Returns the arguments of an actor's pools, as `build.segment` has them."""
-  experiment, place = run.experiment, run.place
+  experiment = run.experiment
+  place = run.place
   width = experiment.env.num_envs // experiment.num_shards
   per_actor = experiment.num_shards // len(place.actors)
   return [conventional.PoolArgs(experiment.env.task, experiment.env_options,
@@ -51,7 +52,9 @@ def small_replay(experiment: Experiment) -> dict[str, Any]:
   options = experiment.replay
   if options is None:
     return {}
-  rows, groups = experiment.batch_rows, experiment.num_grad_shards
+  rows = experiment.batch_rows
+  groups = experiment.num_grad_shards
+  # The capacity must be a multiple of the number of groups.
   enough = -(-max(CAPACITY, rows) // groups) * groups
   return dict(replay=dict(
       capacity=min(options.capacity, enough), min_size=min(options.min_size, rows),
@@ -88,7 +91,7 @@ def begin(run: build.Run, state: TrainState, scheme: str, by_python: bool,
     run: of the experiment.
     state: the train state to begin with; it is copied.
     scheme: name of the scheme to run.
-    by_python: replace the actors by conventional ones.
+    by_python: whether Python steps the environments.
     stack: closes the segment and its pools.
     report: called with the report of each update.
     stop: the segment ends at the next update after this returned True.
@@ -101,8 +104,10 @@ def begin(run: build.Run, state: TrainState, scheme: str, by_python: bool,
                                               stop))
   if not by_python:
     return segment
-  policy, workers = conventional.make_policy(run.network), list(segment.workers)
-  for a, device in enumerate(run.place.actors):  # they come first among the workers
+  policy = conventional.make_policy(run.network)
+  workers = list(segment.workers)
+  # Actors are the first workers of a segment.
+  for a, device in enumerate(run.place.actors):
     workers[a], close = conventional.replace_actor(
         workers[a], pools_of(run, a), device, policy, run.experiment.unroll_length,
         run.experiment.spec.stack)

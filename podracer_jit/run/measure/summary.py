@@ -1,4 +1,4 @@
-"""Measures all parts of an experiment in turn, and summarises what was measured."""
+"""Measures all parts of an experiment in turn, and summarises the measurements."""
 
 from __future__ import annotations
 
@@ -16,46 +16,51 @@ from podracer_jit.run.measure import core_distance, memory_use, timed_parts
 from podracer_jit.run.measure.segments import Figures
 
 BASES = ('environment', 'sync', 'conventional_sync', 'conventional_cleanba')  # to divide by
-# The figures of each round by part, with the distance of the cores before and after.
-Found = Mapping[str, Sequence[tuple[Figures, tuple[float, float]]]]
+# By part, the figures of each round, with the distance of two cores before and after it.
+Measurements = Mapping[str, Sequence[tuple[Figures, tuple[float, float]]]]
 
 
 def measure(names: Sequence[str], run: build.Run, seconds: float, rounds: int
-            ) -> tuple[Found, dict[str, dict[str, float]]]:
+            ) -> tuple[Measurements, dict[str, dict[str, float]]]:
   """Builds all parts, then measures each in every round.
 
   Args:
     names: of the parts.
     run: of the experiment.
     seconds: measured time of each part, all rounds together.
-    rounds: how many.
+    rounds: number of rounds.
 
   Returns:
     The measurements of each part, and its memory: the largest heap and the computed bytes, in MB.
   """
-  measurements, memory, state = {name: [] for name in names}, {}, run.initial_state()
+  measurements = {name: [] for name in names}
+  memory = {}
+  state = run.initial_state()
   with contextlib.ExitStack() as stack:
     measures = {}
     for name in names:
       say(f'building {name}')
-      base, own = timed_parts.of_variant(name, run)
-      before, needs = memory_use.in_use(), memory_use.Needs(own)
+      base, own_run = timed_parts.of_variant(name, run)
+      before_mb = memory_use.in_use()
+      needs = memory_use.Needs(own_run)
       with needs.noting():
         measures[name] = timed_parts.make(base, needs.run, state, stack)
-        measures[name](0.0)  # compiles what is left to compile, and warms up
-      most = memory_use.most_in_use(functools.partial(measures[name], 0.0))
-      memory[name] = dict(peak_mb=most - before, computed_mb=needs.mb(base))
-    before = core_distance.apart_ns()
+        measures[name](0.0)  # compiles and warms up
+      peak_mb = memory_use.most_in_use(functools.partial(measures[name], 0.0))
+      memory[name] = dict(peak_mb=peak_mb - before_mb, computed_mb=needs.mb(base))
+
+    before_ns = core_distance.apart_ns()
     for k in range(rounds):
       say(f'round {k + 1} of {rounds}')
       for name in names:
-        figures, after = measures[name](seconds / rounds), core_distance.apart_ns()
-        measurements[name].append((figures, (before, after)))
-        before = after
+        figures = measures[name](seconds / rounds)
+        after_ns = core_distance.apart_ns()
+        measurements[name].append((figures, (before_ns, after_ns)))
+        before_ns = after_ns
   return measurements, memory
 
 
-def summarise(measurements: Found, unroll_length: int) -> dict[str, Any]:
+def summarise(measurements: Measurements, unroll_length: int) -> dict[str, Any]:
   """Returns the medians of each part and the ratios between parts."""
   counted, apart_ns = core_distance.comparable(measurements)
   sps = {name: statistics.median(x.sps for x in figures) for name, figures in counted.items()}
@@ -74,7 +79,9 @@ def summarise(measurements: Found, unroll_length: int) -> dict[str, Any]:
 def ratios(period: Mapping[str, float], unroll_length: int) -> dict[str, float]:
   """Returns the time of each part over that of its slower half, and over the sum of its halves.
 
-  period: seconds an update, by part.
+  Args:
+    period: seconds an update, by part.
+    unroll_length: T.
   """
   by_name = {}
 
@@ -103,7 +110,7 @@ def shares(sps: Mapping[str, float]) -> dict[str, float]:
 
 
 def describe(run: build.Run) -> dict[str, Any]:
-  """Returns what is to be known of the machine and the placement."""
+  """Returns facts about the machine and the placement, for the figures' file."""
   place = run.place
   return dict(cores=len(os.sched_getaffinity(0)), versions=workdirs.versions(),
               actors=[str(d) for d in place.actors], learners=[str(d) for d in place.learners],
@@ -113,5 +120,5 @@ def describe(run: build.Run) -> dict[str, Any]:
 
 
 def say(line: str) -> None:
-  """Tells how far it is."""
+  """Prints a line about the progress."""
   print(line, file=sys.stderr, flush=True)

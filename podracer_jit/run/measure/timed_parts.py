@@ -1,4 +1,4 @@
-"""The parts that `podracer_jit benchmark` measures. Each is built once and called often."""
+"""Parts that `podracer_jit benchmark` measures. A part is built once and called many times."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +34,22 @@ ALL = (*NAMES, *(f'{variant}_{name}' for variant in VARIANTS
 
 
 def repeat(fires: Sequence[Callable[[], int]], seconds: float) -> Figures:
-  """Calls each function again and again, on a thread of its own, for `seconds`.
+  """Calls each function again and again, on a thread of its own.
 
-  fires: each returns its number of valid steps.
+  Args:
+    fires: functions that return their number of valid steps.
+    seconds: for how long; a function is called at least once.
+
+  Returns:
+    The valid steps a second of all functions, and the longest mean time of a call.
   """
 
   def work(fire):
     steps = calls = 0
     start = time.perf_counter()
     while not calls or time.perf_counter() - start < seconds:
-      steps, calls = steps + fire(), calls + 1
+      steps += fire()
+      calls += 1
     elapsed = time.perf_counter() - start
     return steps / elapsed, elapsed / calls
 
@@ -52,32 +59,54 @@ def repeat(fires: Sequence[Callable[[], int]], seconds: float) -> Figures:
 
 
 def make_steps(vector_envs: Sequence[VectorEnv], to_env: Callable, steps: int) -> Callable:
-  """Returns run(token, ended, actions) -> (token, ended, valid steps): nothing but steps.
+  """Builds a function that only steps environments.
 
-  actions: [steps, B, ...] of each vector environment, as its policy has them. Vector environments
-  take turns as in the rollout program.
+  Args:
+    vector_envs: take turns as in the rollout program.
+    to_env: (the policy's action) -> the environments' action.
+    steps: steps of each vector environment in a call.
+
+  Returns:
+    run(token, envs, actions) -> (token, envs, valid steps [] i32). `envs` has for each vector
+    environment the simulator's state, and a [B] bool: its episodes ended in the step before.
+    `actions` has [steps, B, ...] for each.
   """
 
-  def run(token: jax.Array, ended: Sequence[jax.Array], actions: Sequence[jax.Array]):
-    def send(token, t, i):
+  def run(token: jax.Array, envs: Sequence[tuple[Any, jax.Array]], actions: Sequence[jax.Array]):
+    def send(i, t, token, envs, valid):
+      simulator, ended = envs[i]
       action = lax.dynamic_index_in_dim(actions[i], t, keepdims=False)
-      return vector_envs[i].send(token, to_env(action))
+      token, simulator = vector_envs[i].send(token, simulator, to_env(action))
+      return token, (*envs[:i], (simulator, ended), *envs[i + 1:]), valid
 
-    def receive(i, token, ended, valid):
-      token, step = vector_envs[i].recv(token)
-      ended, valid = list(ended), valid + jnp.sum(~ended[i], dtype=jnp.int32)
-      ended[i] = step.terminated | step.truncated
-      return token, tuple(ended), valid
+    def receive(i, token, envs, valid):
+      """Receives a step of vector environment i.
+
+      Args:
+        i: index of the vector environment.
+        token: orders the calls of environments.
+        envs: of `run`.
+        valid: [] i32, valid steps so far.
+
+      Returns:
+        The new `token`, `envs` and `valid`.
+      """
+      simulator, ended = envs[i]
+      # The step after the end of an episode is a reset, which does not count.
+      valid = valid + jnp.sum(~ended, dtype=jnp.int32)
+      token, simulator, step = vector_envs[i].recv(token, simulator)
+      ended = step.terminated | step.truncated
+      return token, (*envs[:i], (simulator, ended), *envs[i + 1:]), valid
 
     def turn(t, carry):
       for i in range(len(vector_envs)):
-        token, *rest = receive(i, *carry)
-        carry = send(token, t, i), *rest
+        carry = send(i, t, *receive(i, *carry))
       return carry
 
+    carry = token, tuple(envs), jnp.int32(0)
     for i in range(len(vector_envs)):
-      token = send(token, 0, i)
-    carry = lax.fori_loop(1, steps, turn, (token, tuple(ended), jnp.int32(0)))
+      carry = send(i, 0, *carry)
+    carry = lax.fori_loop(1, steps, turn, carry)
     for i in range(len(vector_envs)):
       carry = receive(i, *carry)
     return carry
@@ -98,14 +127,15 @@ def environment(run: build.Run, state: TrainState, stack: contextlib.ExitStack) 
   def prepare(actor: wiring.Actor, actions: Sequence[jax.Array]) -> Callable[[], int]:
     rollout_program = actor.rollout_program
     vector_envs = rollout_program.vector_envs
-    ended = tuple(jnp.zeros(env.num_envs, bool) for env in vector_envs)
-    token, ended = jax.device_put((jnp.array(vector_envs[0].handle), ended), actor.device)
+    envs = tuple((jax.tree.map(jnp.array, env.first_state), jnp.zeros(env.num_envs, bool))
+                 for env in vector_envs)
+    token, envs = jax.device_put((jnp.array(vector_envs[0].handle), envs), actor.device)
     steps = make_steps(vector_envs, run.network.policy.to_env, run.experiment.unroll_length)
-    program = rollout_program.load(steps, (token, ended, actions), donate=(0, 1))
+    program = rollout_program.load(steps, (token, envs, actions), donate=(0, 1))
 
     def fire() -> int:
-      nonlocal token, ended
-      token, ended, valid = program(token, ended, actions)
+      nonlocal token, envs
+      token, envs, valid = program(token, envs, actions)
       return int(valid)
 
     return fire
@@ -118,27 +148,31 @@ def environment(run: build.Run, state: TrainState, stack: contextlib.ExitStack) 
 class Still:
   """A vector environment that does nothing: results are ready at once, and no episode ends.
 
-  The token counts the calls, so that no observation is known before its turn.
+  The token counts the calls, so that XLA cannot compute an observation before its step.
   """
 
   def __init__(self, spec: EnvSpec, num_envs: int):
-    """Makes two different observations of each environment."""
-    self.num_envs, self.handle = num_envs, np.zeros((), np.int32)
+    """Draws two observations of each environment, which alternate."""
+    self.num_envs = num_envs
+    self.handle = np.zeros((), np.int32)
+    self.first_state = ()
     numbers = np.random.default_rng(0).integers(0, 2, (2, num_envs, *spec.obs_shape))
     self._obs = numbers.astype(spec.obs_dtype)
     self.first_obs = self._obs[0]
 
-  def send(self, token: jax.Array, action: jax.Array) -> jax.Array:
-    """Waits for the action, and does nothing with it."""
-    return token + 1 + jnp.sum(action != action, dtype=jnp.int32)
+  def send(self, token: jax.Array, state: tuple[()], action: jax.Array
+           ) -> tuple[jax.Array, tuple[()]]:
+    """Counts a call; the result depends on the action, so that XLA computes the action."""
+    return token + 1 + jnp.sum(action != action, dtype=jnp.int32), state
 
-  def recv(self, token: jax.Array) -> tuple[jax.Array, TimeStep]:
+  def recv(self, token: jax.Array, state: tuple[()]) -> tuple[jax.Array, tuple[()], TimeStep]:
     """Returns the next observations, without rewards."""
     no = jnp.zeros(self.num_envs, bool)
     none = jnp.zeros(self.num_envs)
     obs = jnp.asarray(self._obs)[token % 2]
-    return token, TimeStep(obs=obs, reward=none, terminated=no, truncated=no, raw_reward=none,
-                           game_over=no, env_id=jnp.arange(self.num_envs))
+    step = TimeStep(obs=obs, reward=none, terminated=no, truncated=no, raw_reward=none,
+                    game_over=no, env_id=jnp.arange(self.num_envs))
+    return token, state, step
 
   def close(self) -> None:
     """Does nothing: there are no threads to end."""
@@ -146,7 +180,8 @@ class Still:
 
 def policy(run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Measure:
   """Returns a measurement of the rollout program without environments: policy, draws, storage."""
-  experiment, count = run.experiment, len(run.place.actors)
+  experiment = run.experiment
+  count = len(run.place.actors)
   width = experiment.env.num_envs // experiment.num_shards
 
   def prepare(device: jax.Device) -> Callable[[], int]:
@@ -183,7 +218,8 @@ def acting(run: build.Run, state: TrainState, by_python: bool, stack: contextlib
   segment = begin(run, state, 'sync', by_python, stack, lambda report: None, lambda: False)
 
   def prepare(worker: loops.Worker):
-    state, params = worker.state, worker.reads[0].channel.get()
+    state = worker.state
+    params = worker.reads[0].channel.get()
 
     def fire() -> tuple:
       nonlocal state
@@ -213,7 +249,8 @@ def rollout(run: build.Run, state: TrainState, by_python: bool, stack: contextli
 
 def learner(run: build.Run, state: TrainState) -> Measure:
   """Returns a measurement of the learner without actors."""
-  num_envs, mesh = run.experiment.env.num_envs, run.place.mesh
+  num_envs = run.experiment.env.num_envs
+  mesh = run.place.mesh
   with contextlib.ExitStack() as stack:
     fires = acting(run, state, False, stack)
     batch = placement.gather([
@@ -232,10 +269,10 @@ def learner(run: build.Run, state: TrainState) -> Measure:
 
 def of_variant(name: str, run: build.Run) -> tuple[str, build.Run]:
   """Returns the part's name without its variant, and the run of that variant."""
-  variant, _, rest = name.partition('_')
+  variant, _, part = name.partition('_')
   if variant not in VARIANTS:
     return name, run
-  return rest, build.make_run(changed(run.experiment, **VARIANTS[variant]))
+  return part, build.make_run(changed(run.experiment, **VARIANTS[variant]))
 
 
 def make(name: str, run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Measure:
@@ -247,7 +284,8 @@ def make(name: str, run: build.Run, state: TrainState, stack: contextlib.ExitSta
     state: the part begins with a copy of it.
     stack: closes its environments.
   """
-  base, by_python = name.removeprefix('conventional_'), name.startswith('conventional_')
+  base = name.removeprefix('conventional_')
+  by_python = name.startswith('conventional_')
   if base == 'environment':
     return environment(run, state, stack)
   if base == 'policy':

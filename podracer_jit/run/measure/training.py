@@ -1,4 +1,4 @@
-"""Training as a part of a benchmark: it runs while it is measured and is held otherwise."""
+"""Training as a part of a benchmark: it runs while it is measured and is paused otherwise."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ from podracer_jit.types import TrainState
 
 
 class Training:
-  """A segment on its own threads, which is held between two firings while others are measured."""
+  """A segment on its own threads, paused between two firings while other parts are measured."""
 
   def __init__(self, run: build.Run, state: TrainState, scheme: str, by_python: bool,
                stack: contextlib.ExitStack):
-    """Starts the threads, held.
+    """Starts the threads, paused.
 
     Args:
       run: of the experiment.
       state: the train state to begin with; it is copied.
       scheme: name of the scheme to train with.
-      by_python: use conventional actors.
+      by_python: whether Python steps the environments.
       stack: ends the threads.
     """
     self._changed = threading.Condition()
-    # With a lag, two rollouts may be ready by the time of a hold: the updates that learn from them
-    # would come too soon after it.
+    # With a lag, two rollouts may be ready before a pause. The updates that learn from them come
+    # too soon after it and are not counted.
     self._skipped = 2 * SCHEMES[scheme].lag
-    self._open, self._firing = False, 0
-    self._made: dict[str, jax.Array] = {}  # by worker, of its last firing
+    self._open = False
+    self._firing = 0
+    self._last_outputs: dict[str, jax.Array] = {}  # by worker
     self._enough: Callable[[], bool] = lambda: False
-    self._stopping, self._reports = threading.Event(), []  # (time, steps, updates)
+    self._stopping = threading.Event()
+    self._reports = []  # (time, steps, updates)
     segment = begin(run, state, scheme, by_python, stack, self._report,
                     self._stopping.is_set)
     experiment = run.experiment
@@ -53,7 +55,7 @@ class Training:
     stack.callback(lambda: (self._stopping.set(), self._set(_open=True)))
 
   def __call__(self, seconds: float) -> Figures:
-    """Trains for `seconds`; returns when all workers are at rest again."""
+    """Trains for `seconds`; returns when all workers are paused again."""
     first = len(self._reports) + self._skipped
     # The reporting thread checks this: waking this thread for each report would slow down rounds of
     # a millisecond.
@@ -61,12 +63,16 @@ class Training:
         len(self._reports) >= first + 2
         and self._reports[-1][0] - self._reports[first][0] >= seconds))
     self._wait(self._enough)
-    (start, steps, update), (end, *last) = self._reports[first], self._reports[-1]
+    start_s, start_steps, start_update = self._reports[first]
+    end_s, end_steps, end_update = self._reports[-1]
+
+    # Started computations must end before another part is measured.
     self._set(_open=False)
     self._wait(lambda: not self._firing)
-    jax.block_until_ready(self._made)
-    elapsed = end - start
-    return Figures((last[0] - steps) / elapsed, elapsed / (last[1] - update))
+    jax.block_until_ready(self._last_outputs)
+
+    elapsed = end_s - start_s
+    return Figures((end_steps - start_steps) / elapsed, elapsed / (end_update - start_update))
 
   def _report(self, report: Report) -> None:
     *_, (record, _) = self._meter.records(report)  # the statistics are part of training
@@ -85,7 +91,7 @@ class Training:
     with self._changed:
       self._changed.wait_for(lambda: ready() or self._future.done())
     if self._future.done():
-      raise RuntimeError('training ended too early') from self._future.exception()
+      raise RuntimeError('the training ended during a measurement') from self._future.exception()
 
   def _gated(self, worker: loops.Worker) -> loops.Worker:
     def fire(state, *inputs):
@@ -97,7 +103,7 @@ class Training:
         arrays = [x for x in jax.tree.leaves([item.value for item in outputs])
                   if isinstance(x, jax.Array)]
         # The last is ready after all others, and it keeps no rollout alive.
-        self._made[worker.name] = arrays[-1]
+        self._last_outputs[worker.name] = arrays[-1]
         return state, outputs
       finally:
         with self._changed:

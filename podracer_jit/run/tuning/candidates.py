@@ -1,4 +1,4 @@
-"""The placements that `podracer_jit tune` tries, and how they are written as flags."""
+"""Placements that `podracer_jit tune` tries, and their flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from podracer_jit.schemes.table import SCHEMES
 
 
 class Candidate(NamedTuple):
-  """A placement, with the two fields of the experiment that limit which ones are possible."""
+  """A placement, with the two other fields that `tune` varies: num_shards and scheme."""
 
   actor_devices: tuple[int, ...]
   learner_devices: tuple[int, ...]
@@ -49,20 +49,20 @@ def placed(experiment: Experiment, candidate: Candidate) -> Experiment:
   """Returns the experiment with this placement.
 
   Raises:
-    ValueError: it cannot have it.
+    ValueError: the experiment does not allow this placement.
   """
-  fields = candidate._asdict()
-  rest = {name: fields.pop(name) for name in NOT_PLACEMENT}
-  return changed(experiment, **rest, placement=fields)
+  place = candidate._asdict()
+  fields = {name: place.pop(name) for name in NOT_PLACEMENT}
+  return changed(experiment, **fields, placement=place)
 
 
 def places(experiment: Experiment, own: Candidate, machine: Machine,
            num_shards: Sequence[int] = ()) -> list[Candidate]:
-  """Returns the devices worth trying, the config's own first; `accept` drops impossible ones.
+  """Returns the placements to try, the config's own first; `accept` drops impossible ones.
 
-  Where learners have devices of their own, these are the first devices. So all placements with the
-  same number of learners share the learner program, which takes longest to compile. `sync`
-  and `fused`, which give the same bits, are tried in place of each other.
+  Learners get the first devices. So all placements with the same number of learners share the
+  learner program, which takes longest to compile. `sync` and `fused` give the same bits, so both
+  are tried if the config has one of them.
 
   Args:
     experiment: whose results must stay the same, whatever its placement.
@@ -79,7 +79,8 @@ def places(experiment: Experiment, own: Candidate, machine: Machine,
             own._replace(actor_devices=actors, learner_devices=learners, num_shards=shards,
                          actors_per_device=per_device)
             for actors in _actors(scheme, machine, learners, shards / per_device)]
-  if own.scheme == 'sync':  # one update a call to begin with: some configs' takes many seconds
+  if own.scheme == 'sync':
+    # A call begins with one update, since an update of some configs takes many seconds.
     candidates += [candidate._replace(scheme='fused', updates_per_call=1)
                    for candidate in candidates]
   elif own.scheme == 'fused':
@@ -89,14 +90,22 @@ def places(experiment: Experiment, own: Candidate, machine: Machine,
 
 def _actors(scheme: Scheme, machine: Machine, learners: tuple[int, ...], shares: float
             ) -> Iterator[tuple[int, ...]]:
-  """Yields actor devices for these learners; their number divides `shares`."""
+  """Yields actor devices for these learners.
+
+  Args:
+    scheme: of the candidate.
+    machine: the devices to choose from.
+    learners: the candidate's learner devices.
+    shares: environment shards, divided by the actors of a device; the number of actor devices
+      divides it.
+  """
   if scheme.colocated:
     yield learners
     return
   first = max(learners) + 1
   for count in _divisors(shares, machine.actors):
     yield tuple(range(count))
-    # With lag 0 one always waits for the other, so devices of their own would gain nothing.
+    # With lag 0 actors and learner take turns, so separate devices would gain nothing.
     if machine.shared and scheme.lag != 0 and first + count <= machine.actors:
       yield tuple(range(first, first + count))
 
@@ -105,27 +114,31 @@ def _learners(experiment: Experiment, own: Candidate, machine: Machine
               ) -> list[tuple[int, ...]]:
   """Returns the learner devices that give the same result as the config's own."""
   workers = len(own.learner_devices)
-  if experiment.scheme.each:  # an update is of one worker, so their number stays
+  if experiment.scheme.each:
+    # Each worker makes updates of its own, so the result depends on their number.
     return [tuple(i for i in range(n) for _ in range(workers // n))
             for n in _divisors(workers, machine.learners)]
-  if not experiment.exact_reduce:  # a gradient group for each device
+  if not experiment.exact_reduce:
+    # Each device has one gradient group, so the result depends on their number.
     return [tuple(range(workers))] if 0 < workers <= machine.learners else []
   return [tuple(range(n)) for n in _divisors(experiment.num_grad_shards, machine.learners)]
 
 
 def _divisors(whole: float, most: int) -> list[int]:
+  """Returns the numbers from 1 to `most` that divide `whole`; none if it is not an integer."""
   return [n for n in range(1, most + 1) if n <= whole and whole % n == 0]
 
 
 def vary(experiment: Experiment, machine: Machine, candidate: Candidate) -> list[Candidate]:
   """Returns the same devices with other env_threads and, for `fused`, other updates_per_call."""
-  pools, calls = candidate.num_shards, candidate.updates_per_call
-  shared = max(1, machine.cores // pools)  # what env_threads = 0 stands for
+  pools = candidate.num_shards
+  calls = candidate.updates_per_call
+  shared = max(1, machine.cores // pools)  # env_threads = 0 means this number
   most = experiment.env.num_envs // pools
   threads = {min(n, most) for n in (1, shared, machine.cores, 2 * machine.cores)}
   threads -= {candidate.env_threads or shared}
   variants = [candidate._replace(env_threads=n) for n in sorted(threads)]
-  # Of the schemes that are tried, only the experiment's own may be one of a user.
+  # A user's own scheme is not in SCHEMES, but only the experiment's scheme can be one.
   own = candidate.scheme == experiment.scheme_name
   scheme = experiment.scheme if own else SCHEMES[candidate.scheme]
   if scheme.graph.one_program:
@@ -135,6 +148,7 @@ def vary(experiment: Experiment, machine: Machine, candidate: Candidate) -> list
 
 
 def _differing(own: Candidate, chosen: Candidate) -> dict[str, str]:
+  """Returns the fields in which a candidate differs from the config's own, as flags' values."""
   return {name: str(value).replace(' ', '') for name, value in chosen._asdict().items()
           if value != getattr(own, name)}
 

@@ -20,53 +20,62 @@ class Figures(NamedTuple):
 
 
 class Search(NamedTuple):
-  """All rounds, as SPS by candidate, and the rounds that decide."""
+  """The result of a search: the SPS of each candidate in each round."""
 
-  rounds: list[dict[Candidate, float]]
-  last: list[dict[Candidate, float]]
+  rounds: list[dict[Candidate, float]]  # all rounds
+  last: list[dict[Candidate, float]]  # the rounds that decide
 
 
 def search(first: Sequence[Candidate], vary: Callable[[Candidate], Sequence[Candidate]],
            own: Sequence[Candidate], measure: Callable[[Candidate, float], Figures],
            seconds: float) -> Search:
-  """Halves the candidates `first` again and again, then the best two with variants of the best.
+  """Searches by successive halving: first among `first`, then among the best and its variants.
 
   Args:
-    first: where it begins.
-    vary: (candidate) -> others like it.
-    own: takes part in every round: the config's own, or nothing.
-    measure: (candidate, seconds) -> Figures, of a second or of many.
-    seconds: in all. Once they are spent, the round that is on is the last.
+    first: the candidates to begin with.
+    vary: (candidate) -> variants of it.
+    own: candidates that take part in every round: the config's own, or none.
+    measure: (candidate, seconds) -> Figures.
+    seconds: measured time of the whole search. Once it is spent, the current round is the last.
   """
-  rounds, left, alive = [], seconds, list(first)
-  count = LAST_ROUNDS + sum(map(_rounds, (
-      len(alive), min(len(alive), FINALISTS) + len(vary(alive[0])))))
+  rounds = []
+  left_s = seconds
+  alive = list(first)
+  halvings = _rounds(len(alive))
+  halvings_of_variants = _rounds(min(len(alive), FINALISTS) + len(vary(alive[0])))
+  num_rounds = halvings + halvings_of_variants + LAST_ROUNDS
 
-  def go(alive: Sequence[Candidate]) -> None:
-    nonlocal left
-    alive, figures = dict.fromkeys((*alive, *own)), {}
-    for candidate in alive:
-      one_figure = measure(candidate, seconds / count / len(alive))
-      figures[candidate], left = one_figure.sps, left - one_figure.seconds
-    rounds.append(figures)
+  def measure_round(alive: Sequence[Candidate]) -> None:
+    nonlocal left_s
+    # Without duplicates, in order: `own` may be alive by itself.
+    candidates = dict.fromkeys((*alive, *own))
+    sps = {}
+    for candidate in candidates:
+      figures = measure(candidate, seconds / num_rounds / len(candidates))
+      sps[candidate] = figures.sps
+      left_s -= figures.seconds
+    rounds.append(sps)
 
   for widen in (False, True):
     if widen:
       alive += vary(alive[0])
     for _ in range(_rounds(len(alive))):
-      go(alive)
-      # By this round alone: its figures were made one after the other.
+      measure_round(alive)
+      # Only figures of one round are compared: the machine's speed may change between rounds.
       alive = sorted(alive, key=rounds[-1].get, reverse=True)[:max(FINALISTS, len(alive) // 2)]
-      if left <= 0:
+      if left_s <= 0:
         return Search(rounds, rounds[-1:])
   before = len(rounds)
-  while len(rounds) < before + LAST_ROUNDS and (left > 0 or len(rounds) == before):
-    go(alive)
+  while len(rounds) < before + LAST_ROUNDS and (left_s > 0 or len(rounds) == before):
+    measure_round(alive)
   return Search(rounds, rounds[before:])
 
 
 def _rounds(count: int) -> int:
-  """Returns the rounds that halve `count` to FINALISTS; at least one, to rank two."""
+  """Returns the number of rounds that halve `count` candidates to FINALISTS.
+
+  It is at least 1 for two candidates or more, which a round ranks.
+  """
   if count < 2:
     return 0
   return 1 if count // 2 <= FINALISTS else 1 + _rounds(count // 2)

@@ -30,7 +30,11 @@ class Tuner:
   """Trains with one placement after the other; placements share programs where they can."""
 
   def __init__(self, experiment: Experiment):
-    """Takes an experiment that `prepare` returned."""
+    """Creates a tuner; measures nothing.
+
+    Args:
+      experiment: the one that `prepare` returned.
+    """
     self.experiment = experiment
     self._runs: dict[Candidate, build.Run] = {}
     self._shared: dict[tuple[int, ...], build.Run] = {}  # by learner devices
@@ -59,7 +63,8 @@ class Tuner:
       self._state = run.initial_state()
     try:
       return train(run, self._state, seconds)
-    except loops.Stuck as error:  # nothing can end those threads, and close() would wait for them
+    except loops.Stuck as error:
+      # Nothing can end those threads, and a normal exit would wait for them.
       say(f'{error.__cause__!r}; {error}')
       os._exit(1)
     except jax.errors.JaxRuntimeError as error:
@@ -68,18 +73,19 @@ class Tuner:
 
 
 def warm_up(run: build.Run) -> int:
-  """Returns how many reports after the first are skipped, until the channels are full."""
+  """Returns the number of first reports to skip, until the channels are full."""
   scheme = run.experiment.scheme
   if scheme.each:
     return 2 * len(run.place.workers)
-  # While the first update is compiled, actors get as far ahead as they can: by the lag, or by a
-  # round in the queue and one in their hands.
+  # While the first update is compiled, actors get ahead by as many rollouts as they can: the lag,
+  # or one in the queue and one that they have just made.
   return 2 if scheme.lag is None else scheme.lag
 
 
 def train(run: build.Run, state: TrainState, seconds: float) -> Figures:
   """Trains from a copy of the state, which has no replay, until `seconds` were counted."""
-  first, times = warm_up(run), []  # (time, steps)
+  first = warm_up(run)
+  times = []  # (time, steps) of each report
 
   def report(item: Report) -> None:
     *_, (record, _) = meter.records(item)  # the statistics are part of training
@@ -94,8 +100,10 @@ def train(run: build.Run, state: TrainState, seconds: float) -> Figures:
     experiment = run.experiment
     meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, {})
     loops.run(segment.workers)
-  (start, before), (end, after) = times[first], times[-1]
-  return Figures((after - before) / (end - start), end - start)
+  start_s, start_steps = times[first]
+  end_s, end_steps = times[-1]
+  elapsed = end_s - start_s
+  return Figures((end_steps - start_steps) / elapsed, elapsed)
 
 
 def say(line: str) -> None:
@@ -113,8 +121,8 @@ def prepare(config: Mapping[str, Any]) -> tuple[Experiment, Candidate]:
   """
   experiment, asked = resolve_on_one_device(config)
   if experiment.scheme.graph.free_rates:
-    raise ValueError(f'scheme: {experiment.scheme_name} acts and learns at rates of their own, so '
-                     'no one figure says which placement is better; apex_lockstep has one')
+    raise ValueError(f'scheme: {experiment.scheme_name} acts and learns at separate rates, so no '
+                     'single figure says which placement is better; tune apex_lockstep instead')
   experiment = changed(experiment, total_steps=2**30, **small_replay(experiment))
   return experiment, own_of(experiment, asked)
 
@@ -131,7 +139,7 @@ def find_machine(own: Candidate, options: PlacementOptions) -> Machine:
   """
   cores = len(os.sched_getaffinity(0))
   cpus = min(cores, options.xla_threads)
-  # Where the thread pool is the same, devices that are not used cost nothing.
+  # Unused CPU devices cost nothing, since all devices share one thread pool.
   host.prepare_host(dataclasses.replace(
       options, actor_devices=(*own.actor_devices, cpus - 1), learner_devices=own.learner_devices))
   kind = jax.default_backend()
@@ -144,12 +152,15 @@ def find_machine(own: Candidate, options: PlacementOptions) -> Machine:
 def accept(tuner: Tuner, candidates: Sequence[Candidate]) -> list[Candidate]:
   """Returns the candidates that the config allows.
 
-  The first is the config's own placement; if it is refused, a line says why.
+  Args:
+    tuner: builds the runs.
+    candidates: the first is the config's own placement; if it is refused, a line says why.
 
   Raises:
-    ValueError: all candidates are refused; it has the reason of the first.
+    ValueError: all candidates are refused; the message is that of the first.
   """
-  accepted, refusals = [], {}
+  accepted = []
+  refusals = {}
   for candidate in candidates:
     try:
       tuner.run(candidate)
@@ -159,7 +170,7 @@ def accept(tuner: Tuner, candidates: Sequence[Candidate]) -> list[Candidate]:
   if not accepted:
     raise refusals[candidates[0]]
   if candidates[0] in refusals:
-    say(f"the config's own placement cannot be here: {refusals[candidates[0]]}")
+    say(f"the config's own placement is impossible on this machine: {refusals[candidates[0]]}")
   for shards in {c.num_shards for c in candidates} - {c.num_shards for c in accepted}:
     say(next(f'num_shards = {shards}: {error}' for c, error in refusals.items()
              if c.num_shards == shards))
@@ -180,7 +191,8 @@ def run(tuner: Tuner, own: Candidate, machine: Machine, first: Sequence[Candidat
   Returns:
     All rounds of the search.
   """
-  experiment, apart = tuner.experiment, []
+  experiment = tuner.experiment
+  apart = []  # distances of two cores, before each measurement and after the last
 
   def measure(candidate: Candidate, seconds: float) -> Figures:
     apart.append(core_distance.apart_ns())
@@ -188,19 +200,19 @@ def run(tuner: Tuner, own: Candidate, machine: Machine, first: Sequence[Candidat
     say(f'{figures.sps:10,.0f} SPS  {as_text(own, candidate)}')
     return figures
 
-  def others(candidate: Candidate) -> list[Candidate]:
+  def variants(candidate: Candidate) -> list[Candidate]:
     return vary(experiment, machine, candidate)
 
-  say(f'{len(first)} placements, then {len(others(first[0]))} more like the best of them; '
+  say(f'{len(first)} placements, then {len(variants(first[0]))} variants of the best; '
       'compiling takes longer than measuring')
   if not experiment.deterministic:
-    say(f'{experiment.non_deterministic_setting} takes things as they come: the result depends on '
-        'their speed, and so on the placement')
-  outcome = search(first, others, [own] if own in first else [], measure, seconds)
+    say(f'{experiment.non_deterministic_setting} is not deterministic: the result depends on the '
+        'speed of actors and learner, and so on the placement')
+  outcome = search(first, variants, [own] if own in first else [], measure, seconds)
   if len(outcome.last) < LAST_ROUNDS:
-    say('--seconds were spent before the last rounds: give more for a surer result')
+    say('--seconds were spent before the last rounds; take more seconds for a more certain result')
   apart.append(core_distance.apart_ns())
   if max(apart) > core_distance.far(min(apart)):
-    say(f'this machine moved its cores meanwhile, between {min(apart):.0f} and {max(apart):.0f} ns '
-        'of each other: figures that are close do not tell which is faster')
+    say(f'the distance of two cores changed meanwhile, between {min(apart):.0f} and '
+        f'{max(apart):.0f} ns: close figures do not tell which placement is faster')
   return outcome

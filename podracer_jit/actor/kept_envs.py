@@ -1,0 +1,74 @@
+"""The state of environments that go on in the next segment, as checkpoints hold it.
+
+It does not depend on the placement: one axis counts the vector environments of all actors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from podracer_jit.actor.rollouts import ActorState, EnvState
+
+
+def gather(actors: Sequence[ActorState]) -> Any:
+  """Copies the states of all vector environments to the host; all processes must call it.
+
+  Args:
+    actors: states of this process's actors, in order.
+
+  Returns:
+    An EnvState of NumPy arrays [num_shards, ...], equal in all processes. PRNG keys are their data.
+  """
+  envs = jax.device_get([jax.tree.map(_key_data, env) for actor in actors for env in actor.envs])
+  stacked = jax.tree.map(lambda *x: np.stack(x), *envs)
+  if jax.process_count() > 1:
+    # [processes, vector environments of each, ...]; the order of processes is that of environments.
+    stacked = multihost_utils.process_allgather(stacked)
+    stacked = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), stacked)
+  return stacked
+
+
+def pick(kept: Any, index: int, like: EnvState) -> EnvState:
+  """Returns the state of one vector environment.
+
+  Args:
+    kept: as `gather` returns it.
+    index: of the vector environment among all of the run.
+    like: a state of the same shapes, which says which leaves are PRNG keys.
+  """
+  def leaf(like: jax.Array, x: np.ndarray) -> jax.Array:
+    x = jax.numpy.asarray(x[index])
+    if _is_key(like):
+      x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
+    chex.assert_equal_shape([like, x])
+    return x
+
+  return jax.tree.map(leaf, like, kept)
+
+
+def shapes(actor: ActorState, num_shards: int) -> Any:
+  """Returns the shapes of what `gather` returns.
+
+  Args:
+    actor: state, or shapes of a state, of any actor.
+    num_shards: vector environments of all actors.
+  """
+  def leaf(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((num_shards, *x.shape), x.dtype)
+
+  env = jax.eval_shape(lambda env: jax.tree.map(_key_data, env), actor.envs[0])
+  return jax.tree.map(leaf, env)
+
+
+def _is_key(x: jax.Array) -> bool:
+  return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _key_data(x: jax.Array) -> jax.Array:
+  return jax.random.key_data(x) if _is_key(x) else x

@@ -1,0 +1,334 @@
+"""Worker process that steps Gymnasium environments; it does not import JAX.
+
+A worker has some of the environments of a vector environment. Actions and results are in memory
+that it shares with the parent. A socket carries one byte in each direction a step, and its end
+tells either process that the other one is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+from gymnasium.wrappers import TimeLimit
+
+from podracer_jit import parts
+from podracer_jit.options import shorten, shown
+
+KIND = 'gymnasium'
+# What the parent asks for.
+STEP = b's'
+RENDER = b'r'
+# What the worker answers. All but DONE are followed by a length and as many bytes.
+DONE = b'd'
+FAILED = b'f'
+PICTURE = b'p'
+NO_PICTURE = b'n'
+LENGTH = struct.Struct('<I')
+
+# Seconds that environments have to close once the parent is gone; then the worker ends.
+GRACE_S = 3.0
+# Arguments of gymnasium.make that are not the user's.
+_OURS = ('id', 'disable_env_checker')
+
+
+class Layout(NamedTuple):
+  """Shapes and dtypes of the memory that a vector environment shares with its workers."""
+
+  num_envs: int
+  obs_shape: tuple[int, ...]
+  obs_dtype: str
+  action_shape: tuple[int, ...]
+  action_dtype: str
+
+
+class Arrays(NamedTuple):
+  """Views of the shared memory."""
+
+  obs: np.ndarray  # [N, ...]
+  action: np.ndarray  # [N, ...]
+  reward: np.ndarray  # [N] f32
+  terminated: np.ndarray  # [N] bool
+  truncated: np.ndarray  # [N] bool
+
+
+class Setup(NamedTuple):
+  """Everything that a worker needs to begin."""
+
+  task: str
+  options: dict[str, Any]
+  folders: list[str]  # of config files, in which `parts` looks for a user's modules
+  first_env: int  # index of the worker's first environment
+  seeds: list[int]  # of the worker's environments
+  layout: Layout
+  memory: int  # descriptor of the shared memory
+
+
+def num_bytes(layout: Layout) -> int:
+  """Returns the bytes of the shared memory."""
+  return sum(size for _, _, size in _places(layout))
+
+
+def arrays(memory: mmap.mmap, layout: Layout) -> Arrays:
+  """Returns the views of the shared memory."""
+  views = []
+  start = 0
+  for shape, dtype, size in _places(layout):
+    view = np.frombuffer(memory, dtype, math.prod(shape), start)
+    views.append(view.reshape(shape))
+    start += size
+  return Arrays(*views)
+
+
+def _places(layout: Layout) -> list[tuple[tuple[int, ...], np.dtype, int]]:
+  """Returns shape, dtype and reserved bytes of each array, in the order of `Arrays`."""
+  num_envs = layout.num_envs
+  fields = [((num_envs, *layout.obs_shape), layout.obs_dtype),
+            ((num_envs, *layout.action_shape), layout.action_dtype),
+            ((num_envs,), 'float32'), ((num_envs,), 'bool'), ((num_envs,), 'bool')]
+  places = []
+  for shape, dtype in fields:
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    # Each array begins at a multiple of 64 bytes, and none is empty.
+    places.append((shape, np.dtype(dtype), -(-max(size, 1) // 64) * 64))
+  return places
+
+
+def make(task: str, options: Mapping[str, Any]) -> gymnasium.Env:
+  """Makes an environment.
+
+  Args:
+    task: 'gymnasium:ID', 'gymnasium:module:ID' with the module that registers it, or
+      'module:attribute' of a user's subclass of gymnasium.Env or function that returns one.
+    options: arguments of `gymnasium.make`, of the class or of the function.
+
+  Raises:
+    ValueError: the task or an option is wrong, in one line that names the field.
+    Exception: whatever the environment raises.
+  """
+  limit = options.get('max_episode_steps', 1)
+  if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+    raise ValueError('env.max_episode_steps: must be a whole number, at least 1, got '
+                     f'{shown(limit)}')
+  try:
+    env = _construct(task, options)
+  except TypeError as error:
+    # Videos ask for pictures; not every environment has an argument for it.
+    if options.get('render_mode') == 'rgb_array':
+      return make(task, {name: value for name, value in options.items() if name != 'render_mode'})
+    if not _refuses_arguments(error):
+      raise
+    named = ', '.join(f'env.{name}' for name in options) or 'env.task'
+    raise ValueError(f'{named}: {task} does not take these options: '
+                     f'{shorten(str(error))}') from None
+  if not isinstance(env, gymnasium.Env):
+    raise ValueError(f'env.task: {task} must make a gymnasium.Env, got '
+                     f'{shown(type(env).__name__)}')
+  return env
+
+
+def _construct(task: str, options: Mapping[str, Any]) -> Any:
+  """Returns what `gymnasium.make` or the user's class or function returns."""
+  kind, _, name = task.partition(':')
+  if kind == KIND:
+    for option in _OURS:
+      if option in options:
+        raise ValueError(f'env.{option}: not an option of {task}')
+    module, _, name = name.rpartition(':')
+    if module:
+      # Every module has a __name__; the import registers the environment.
+      parts.find('env.task', f'{module}:__name__', {})
+    try:
+      return gymnasium.make(name, disable_env_checker=True, **options)
+    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DependencyNotInstalled,
+            gymnasium.error.DeprecatedEnv) as error:
+      raise ValueError(f'env.task: {task}: {shorten(str(error))}') from None
+
+  own = parts.find('env.task', task, {})
+  try:
+    return own(**options)
+  except TypeError as error:
+    if not (_refuses_arguments(error) and "'max_episode_steps'" in str(error)):
+      raise
+  # Every environment has this option, also one whose code does not know it.
+  options = dict(options)
+  limit = options.pop('max_episode_steps')
+  return TimeLimit(own(**options), limit)
+
+
+def _refuses_arguments(error: TypeError) -> bool:
+  """Returns whether a call was refused, so that the error is not one of the environment's code."""
+  return ' argument' in str(error)
+
+
+class _Environments:
+  """The environments of a worker."""
+
+  def __init__(self, setup: Setup):
+    self._setup = setup
+    memory = mmap.mmap(setup.memory, num_bytes(setup.layout))
+    rows = slice(setup.first_env, setup.first_env + len(setup.seeds))
+    self._arrays = Arrays(*(view[rows] for view in arrays(memory, setup.layout)))
+    self._envs: list[gymnasium.Env] = []
+    self._obs_shape = setup.layout.obs_shape
+    self._ended = [False] * len(setup.seeds)
+    # For error messages: what is being done, by which environment.
+    self._doing = ('constructor', 0)
+
+  def begin(self) -> None:
+    """Makes and resets all environments."""
+    for i in range(len(self._setup.seeds)):
+      self._doing = ('constructor', i)
+      self._envs.append(make(self._setup.task, self._setup.options))
+    self._action_dtype = getattr(self._envs[0].action_space, 'dtype', None)
+    self._first_action = getattr(self._envs[0].action_space, 'start', None)
+    for i, (env, seed) in enumerate(zip(self._envs, self._setup.seeds, strict=True)):
+      self._doing = ('reset', i)
+      obs, _ = env.reset(seed=seed)
+      self._arrays.obs[i] = self._checked(obs)
+
+  def step(self) -> None:
+    """Takes the actions in the shared memory; resets environments whose episode has ended."""
+    all_obs = self._arrays.obs
+    actions = self._actions()
+    # Arrays are written as a whole, since NumPy takes longer for single numbers.
+    rewards = []
+    ends = []
+    cuts = []
+    for i, env in enumerate(self._envs):
+      if self._ended[i]:
+        self._doing = ('reset', i)
+        obs, _ = env.reset()
+        reward = 0.0
+        terminated = truncated = False
+      else:
+        self._doing = ('step', i)
+        obs, reward, terminated, truncated, _ = env.step(actions[i])
+      all_obs[i] = self._checked(obs)
+      rewards.append(float(reward))
+      ends.append(bool(terminated))
+      # An episode ends in one way: a terminated one has no value to bootstrap from.
+      cuts.append(bool(truncated) and not terminated)
+    self._arrays.reward[:] = rewards
+    self._arrays.terminated[:] = ends
+    self._arrays.truncated[:] = cuts
+    self._ended = [end or cut for end, cut in zip(ends, cuts, strict=True)]
+
+  def render(self) -> np.ndarray:
+    """Returns the picture of the first environment.
+
+    Raises:
+      RuntimeError: it has none.
+    """
+    try:
+      picture = self._envs[0].render()
+    except Exception as error:  # noqa: BLE001 - an environment may raise anything
+      raise RuntimeError(shorten(f'{type(error).__name__}: {error}')) from None
+    picture = np.asarray(picture)
+    if picture.ndim != 3 or picture.dtype != np.uint8:
+      raise RuntimeError('its render() returns no picture')
+    return picture
+
+  def close(self) -> None:
+    """Closes all environments."""
+    for env in self._envs:
+      with contextlib.suppress(Exception):
+        env.close()
+
+  def words(self, error: BaseException) -> str:
+    """Returns the message about an exception of an environment, in one line."""
+    doing, i = self._doing
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return (f'{self._setup.task}: {doing} of the environment with seed {self._setup.seeds[i]} '
+            f'raised {type(error).__name__}: {shorten(str(error), 400)} '
+            f'({frame.filename}, line {frame.lineno}, in {frame.name})')
+
+  def _actions(self) -> Sequence[Any]:
+    """Returns the actions as the action space has them: numbers, or arrays."""
+    if self._first_action is not None:
+      return (self._arrays.action + self._first_action).tolist()
+    # A copy: an environment may keep its action.
+    return np.array(self._arrays.action, self._action_dtype)
+
+  def _checked(self, obs: Any) -> np.ndarray:
+    obs = np.asarray(obs)
+    if obs.shape != self._obs_shape:
+      raise ValueError(f'the observation has the shape {obs.shape}, that of the space is '
+                       f'{self._obs_shape}')
+    return obs
+
+
+def main(parent: socket.socket, setup: Setup) -> None:
+  """Serves the parent until it closes its end of the socket."""
+  # The parent decides when its environments end. Handlers are not inherited by other programs that
+  # an environment starts, as ignored signals would be.
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda *_: None)
+  threading.Thread(target=_end_after_parent, args=(parent,), daemon=True).start()
+  warnings.filterwarnings('ignore', module='gymnasium')
+  for folder in reversed(setup.folders):
+    parts.look_beside(Path(folder) / 'config')
+
+  environments = _Environments(setup)
+  try:
+    environments.begin()
+    parent.sendall(DONE)
+    while True:
+      command = parent.recv(1)
+      if command == STEP:
+        environments.step()
+        parent.sendall(DONE)
+      elif command == RENDER:
+        _answer_render(parent, environments)
+      else:
+        break
+  except OSError as error:
+    # The parent may have ended meanwhile; then nobody reads the message.
+    _tell(parent, FAILED, environments.words(error).encode())
+  except BaseException as error:  # noqa: BLE001 - an environment may raise anything
+    _tell(parent, FAILED, environments.words(error).encode())
+  environments.close()
+
+
+def _answer_render(parent: socket.socket, environments: _Environments) -> None:
+  try:
+    picture = environments.render()
+  except RuntimeError as error:
+    _tell(parent, NO_PICTURE, str(error).encode())
+  else:
+    _tell(parent, PICTURE, pickle.dumps(picture))
+
+
+def _tell(parent: socket.socket, kind: bytes, content: bytes) -> None:
+  with contextlib.suppress(OSError):
+    parent.sendall(kind + LENGTH.pack(len(content)) + content)
+
+
+def _end_after_parent(parent: socket.socket) -> None:
+  """Ends this process some seconds after the parent closed its end, whatever it is doing."""
+  ended = select.poll()
+  # No event is asked for: poll reports the hang-up of the other end in any case.
+  ended.register(parent.fileno(), 0)
+  ended.poll()
+  threading.Event().wait(GRACE_S)
+  os._exit(1)
+
+
+def seeds_of(seeds: Sequence[int]) -> list[int]:
+  """Returns seeds that Gymnasium takes: a negative one is mapped to [2^31, 2^32)."""
+  return [int(seed) % 2**32 for seed in seeds]

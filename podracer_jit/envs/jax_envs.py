@@ -1,0 +1,282 @@
+"""Environments that are JAX functions: a rollout of them is one program, without a simulator.
+
+A user's environment is a class like `JaxEnv`, given as `env.task = 'module:Class'`; the other
+fields of the config's `env` are the arguments of its constructor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podracer_jit.envs.protocol import EnvSpec, TimeStep, is_channels_last
+from podracer_jit.numerics.islands import island
+from podracer_jit.options import shorten, shown
+
+
+class JaxEnv(Protocol):
+  """One environment. `reset` and `step` are traceable, and pure: they depend on arguments only.
+
+  They are those of gymnax (https://github.com/RobertTLange/gymnax), but `step` never resets: the
+  vector environment does.
+  """
+
+  observation_space: Any  # a Box of Gymnasium or gymnax, or what has its shape and dtype
+  action_space: Any  # a Discrete, or a Box with one axis
+  max_episode_steps: int  # steps after which an episode is truncated; 0 or absent: no limit
+
+  # It may have two things more, for videos: `render(state)` -> [H, W, 3] u8, and `frame_rate`,
+  # steps a second.
+
+  def reset(self, key: jax.Array) -> tuple[jax.Array, Any]:
+    """Begins an episode. Returns its first observation, and a state: a pytree of arrays."""
+
+  def step(self, key: jax.Array, state: Any, action: jax.Array
+           ) -> tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array, Any]:
+    """Takes an action.
+
+    Args:
+      key: PRNG key of this step.
+      state: of `reset`, or of the last step.
+      action: [] i32, or [A] f32.
+
+    Returns:
+      Observation, state, reward [], terminated [], truncated [], and anything, which is ignored.
+    """
+
+
+class FunctionState(NamedTuple):
+  """State of B environments that are functions, between two steps."""
+
+  env: Any  # [B, ...] each: the environments' own states
+  key: jax.Array  # [B]: PRNG key of each environment
+  action: jax.Array  # [B, ...]: the actions of the step that comes next
+  ended: jax.Array  # [B] bool: the episode has ended, so the next step is a reset
+  length: jax.Array  # [B] i32: steps of the episode so far
+
+
+class JaxFamily:
+  """Family of environments that are JAX functions; see `protocol.Family`."""
+
+  render_options: Mapping[str, Any] = {}
+
+  def __init__(self, make: Callable[[str, Mapping[str, Any]], JaxEnv]):
+    """Makes a family.
+
+    Args:
+      make: (task, options) -> environment. It raises ValueError, in one line that names the field,
+        if there is no such task or option.
+    """
+    self._make = make
+    self._made: dict[tuple[str, str], JaxEnv] = {}
+
+  def _env(self, task: str, options: Mapping[str, Any]) -> JaxEnv:
+    """Returns the environment of a task, the same object each time: it is compiled once."""
+    key = task, repr(sorted(options.items()))
+    if key not in self._made:
+      self._made[key] = self._make(task, options)
+    return self._made[key]
+
+  def make_spec(self, task: str, options: Mapping[str, Any]) -> EnvSpec:
+    """Returns the spec of a task; see `protocol.Family`."""
+    env = self._env(task, options)
+    action = env.action_space
+    discrete = hasattr(action, 'n')
+    if not discrete and len(action.shape) > 1:
+      raise ValueError(f'env.task: the actions of {task} are {action}; only one choice (Discrete) '
+                       'and a vector of floats (Box) can be learned for now')
+    obs = _check_functions(task, env)
+    return EnvSpec(
+        task=task,
+        obs_shape=obs.shape,
+        obs_dtype=np.dtype(obs.dtype),
+        num_actions=int(action.n) if discrete else 0,
+        action_low=() if discrete else _bound(action, action.low),
+        action_high=() if discrete else _bound(action, action.high),
+        frame_skip=1,
+        max_episode_steps=_limit(env),
+        is_function=True,
+        channels_last=is_channels_last(obs.shape))
+
+  def make_vector_env(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
+                      num_threads: int = 0, batch_size: int = 0) -> JaxVectorEnv:
+    """Resets environments.
+
+    Args:
+      task: `env.task` of the config.
+      options: the task's own options.
+      seeds: one for each environment.
+      num_threads: ignored, since XLA's threads do all work.
+      batch_size: must be 0, since all environments step together.
+
+    Returns:
+      The vector environment.
+    """
+    del num_threads
+    if batch_size:
+      raise ValueError(f'env_batch: all environments of {task} step together; must be 0')
+    return JaxVectorEnv(self._env(task, options), seeds)
+
+  def state_shapes(self, task: str, options: Mapping[str, Any], num_envs: int) -> FunctionState:
+    """Returns the shapes of `num_envs` environments' state; computes nothing."""
+    keys = jax.eval_shape(_keys, jax.ShapeDtypeStruct((num_envs,), np.int32))
+    return jax.eval_shape(functools.partial(_reset_all, self._env(task, options)), keys)[1]
+
+
+class JaxVectorEnv:
+  """Environments that are JAX functions, as a `protocol.VectorEnv`.
+
+  Each environment has a PRNG key of its own, from its seed. So its episodes do not depend on how
+  environments are split into vector environments.
+  """
+
+  handle = np.zeros((), np.int32)  # nothing outside of the program needs an order
+
+  def __init__(self, env: JaxEnv, seeds: Sequence[int]):
+    """Resets one environment for each seed."""
+    self._env = env
+    self.num_envs = len(seeds)
+    self.batch_size = len(seeds)
+    self.first_obs, self.first_state = _compiled_reset(env)(_keys(np.array(seeds, np.int32)))
+
+  def send(self, token: jax.Array, state: FunctionState, action: jax.Array,
+           env_id: jax.Array | None = None) -> tuple[jax.Array, FunctionState]:
+    """Stores the actions [B, ...] for `recv`, which takes the step; see `VectorEnv`."""
+    del env_id
+    chex.assert_axis_dimension(action, 0, self.num_envs)
+    action = action.astype(state.action.dtype).reshape(state.action.shape)
+    return token, state._replace(action=action)
+
+  def recv(self, token: jax.Array, state: FunctionState
+           ) -> tuple[jax.Array, FunctionState, TimeStep]:
+    """Steps all environments; see `VectorEnv`."""
+    step_all = island('environment')(jax.vmap(functools.partial(_step, self._env)))
+    state, obs, reward, terminated, truncated = step_all(state)
+    step = TimeStep(obs, reward, terminated, truncated, raw_reward=reward, game_over=terminated,
+                    env_id=jnp.arange(self.num_envs, dtype=jnp.int32))
+    return token, state, step
+
+  def render(self, state: FunctionState) -> np.ndarray:
+    """Returns the image that `render(state)` of a user's class draws, [H, W, 3] u8.
+
+    Raises:
+      RuntimeError: the class has no such function.
+    """
+    if not hasattr(self._env, 'render'):
+      raise RuntimeError('it has no function render(state)')
+    return np.asarray(self._env.render(jax.tree.map(lambda x: x[0], state.env)))
+
+  @property
+  def frame_rate(self) -> float:
+    """The attribute `frame_rate` of the class, 10 without one; see `VectorEnv`."""
+    return float(getattr(self._env, 'frame_rate', 10))
+
+  def close(self) -> None:
+    """Does nothing: the program that steps the environments is all there is of them."""
+
+
+def _step(env: JaxEnv, state: FunctionState
+          ) -> tuple[FunctionState, jax.Array, jax.Array, jax.Array, jax.Array]:
+  """Steps one environment, or resets it if its episode has ended.
+
+  Args:
+    env: the environment's functions.
+    state: without the axis [B].
+
+  Returns:
+    The next state, the observation, and the scalars reward, terminated and truncated.
+  """
+  key, now = jax.random.split(state.key)
+  first_obs, first = env.reset(now)
+  obs, after, reward, terminated, truncated, *_ = env.step(now, state.env, state.action)
+
+  limit = _limit(env)
+  if limit:
+    truncated = truncated | (state.length + 1 >= limit)
+  continues = ~state.ended
+  terminated = continues & (jnp.asarray(terminated) != 0)
+  # An episode ends in one way: a terminated one has no value to bootstrap from.
+  truncated = continues & (jnp.asarray(truncated) != 0) & ~terminated
+
+  def choose(if_continues: jax.Array, if_reset: jax.Array) -> jax.Array:
+    return jnp.where(continues, if_continues, if_reset)
+
+  state = FunctionState(
+      env=jax.tree.map(choose, after, first), key=key, action=state.action,
+      ended=terminated | truncated, length=choose(state.length + 1, 0))
+  reward = choose(jnp.asarray(reward, jnp.float32), 0.0)
+  return state, choose(obs, first_obs), reward, terminated, truncated
+
+
+def _keys(seeds: jax.Array) -> jax.Array:
+  """Returns PRNG keys [B] of seeds [B]."""
+  return jax.vmap(jax.random.key)(seeds)
+
+
+@functools.cache
+def _compiled_reset(env: JaxEnv) -> Callable:
+  """Returns `_reset_all` of these functions, compiled once for all segments of a run."""
+  return jax.jit(functools.partial(_reset_all, env))
+
+
+def _reset_all(env: JaxEnv, keys: jax.Array) -> tuple[jax.Array, FunctionState]:
+  """Returns the first observations [B, ...] and the state of environments with `keys` [B]."""
+  keys, now = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
+  obs, first = jax.vmap(env.reset)(now)
+  action = env.action_space
+  dtype = jnp.int32 if hasattr(action, 'n') else jnp.float32
+  state = FunctionState(
+      env=first, key=keys, action=jnp.zeros((len(keys), *action.shape), dtype),
+      ended=jnp.zeros(len(keys), bool), length=jnp.zeros(len(keys), jnp.int32))
+  return obs, state
+
+
+def _limit(env: JaxEnv) -> int:
+  """Returns the steps after which an episode is truncated; 0 for no limit."""
+  return int(getattr(env, 'max_episode_steps', 0))
+
+
+def _bound(action: Any, bound: Any) -> tuple[float, ...]:
+  """Returns a Box's lower or upper bound of each number; gymnax has one for all."""
+  return tuple(map(float, np.broadcast_to(np.asarray(bound), (math.prod(action.shape),))))
+
+
+def _check_functions(task: str, env: JaxEnv) -> jax.ShapeDtypeStruct:
+  """Returns the shape and dtype of an observation.
+
+  Raises:
+    ValueError: `reset` or `step` fails, or their results do not fit each other.
+  """
+  key = jax.eval_shape(jax.random.key, 0)
+  dtype = jnp.int32 if hasattr(env.action_space, 'n') else jnp.float32
+  action = jax.ShapeDtypeStruct(env.action_space.shape, dtype)
+  try:
+    obs, state = jax.eval_shape(env.reset, key)
+    next_obs, next_state, reward, terminated, truncated, *_ = jax.eval_shape(
+        env.step, key, state, action)
+  except Exception as error:  # noqa: BLE001 - a user's functions may raise anything
+    raise ValueError(f'env.task: {task} cannot be traced: {type(error).__name__}: '
+                     f'{shorten(str(error))}') from error
+  if not isinstance(obs, jax.ShapeDtypeStruct):
+    raise ValueError(f'env.task: the observations of {task} are {shown(type(obs).__name__)}; only '
+                     'arrays can be learned from for now')
+  for name, first, later in (('observation', obs, next_obs), ('state', state, next_state)):
+    if jax.tree.map(_described, first) != jax.tree.map(_described, later):
+      raise ValueError(f'env.task: reset and step of {task} give different shapes or dtypes of '
+                       f'the {name}: {shown(jax.tree.leaves(jax.tree.map(_described, first)))} '
+                       f'and {shown(jax.tree.leaves(jax.tree.map(_described, later)))}')
+  for name, value in (('reward', reward), ('terminated', terminated), ('truncated', truncated)):
+    if value.shape:
+      raise ValueError(f'env.task: the {name} of {task} must be a scalar, got {value.shape}')
+  return obs
+
+
+def _described(x: jax.ShapeDtypeStruct) -> str:
+  return f'{x.dtype} {x.shape}'

@@ -1,0 +1,491 @@
+"""Gymnasium's environments against plain Python loops, and what happens when they fail."""
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import weakref
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from numpy.testing import assert_array_equal
+
+from podracer_jit import parts
+from podracer_jit.envs import gymnasium_envs
+from podracer_jit.envs.families import family_of, own_module
+from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
+from podracer_jit.run import build, evaluation, exit_codes, video
+from podracer_jit.runtime import placement
+from tests.runs import QUICK, changed, fresh, small
+
+CARTPOLE = 'gymnasium:CartPole-v1'
+
+OWN = '''
+import os, sys, time
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+class Own(gymnasium.Env):
+  """Counts its steps; `fails` says where it fails after `after` steps."""
+
+  observation_space = spaces.Box(-1000, 1000, (2,), np.float64)
+  action_space = spaces.Discrete(3, start=5)
+  metadata = {'render_modes': ['rgb_array'], 'render_fps': 7}
+  made = 0
+
+  def __init__(self, fails='', after=0, length=5, seconds=0.0, render_mode=None):
+    Own.made += 1
+    self.fails, self.after, self.length, self.seconds = fails, after, length, seconds
+    self.steps = self.age = 0
+    if fails == 'constructor' and Own.made > after:
+      raise KeyError('no level')
+
+  def reset(self, seed=None, options=None):
+    super().reset(seed=seed)
+    if self.fails == 'reset' and self.steps > self.after:
+      raise OSError(5, 'disk gone')
+    self.age = 0
+    return np.array([float('jax' in sys.modules), os.getpid() % 1000]), {}
+
+  def step(self, action):
+    assert action in (5, 6, 7) and type(action) is int
+    time.sleep(self.seconds)
+    self.steps += 1
+    self.age += 1
+    if self.steps > self.after:
+      if self.fails == 'step':
+        raise ValueError('boom\\nin two lines')
+      if self.fails == 'exit':
+        sys.exit(3)
+      if self.fails == 'kill':
+        os.kill(os.getpid(), 9)
+      if self.fails == 'shape':
+        return np.zeros(3), 0, False, False, {}
+    over = self.age == self.length
+    return np.array([action, self.age]), np.float64(action), over, over, {}
+
+  def render(self):
+    return np.full((4, 6, 3), self.age, np.uint8)
+
+def factory(length=3, **options):
+  return Own(length=length, **options)
+
+def bare(length=10):
+  return Own(length=length)
+
+def no_env():
+  return 3
+
+def needs_argument(level):
+  return Own()
+
+def fails():
+  raise RuntimeError('mine')
+
+class Dicts(Own):
+  observation_space = spaces.Dict(a=spaces.Discrete(3))
+
+class Several(Own):
+  action_space = spaces.MultiDiscrete([2, 3])
+'''
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+  """The name of a user's module beside a config file, which is not on sys.path."""
+  monkeypatch.setattr(parts, '_folders', [])
+  (tmp_path / 'envs_of_my_own.py').write_text(OWN)
+  parts.look_beside(tmp_path / 'config.py')
+  yield 'envs_of_my_own'
+  sys.modules.pop('envs_of_my_own', None)
+
+
+@pytest.fixture
+def make():
+  """Returns make_vector_env of a task; closes what it has made."""
+  made = []
+
+  def make(task, options=None, seeds=(3, 1, 4, 1, 5), processes=2):
+    made.append(gymnasium_envs.make_vector_env(task, options or {}, list(seeds), processes))
+    return made[-1]
+
+  yield make
+  for vector_env in made:
+    vector_env.close()
+
+
+def play(vector_env, actions):
+  """Returns obs, reward, terminated and truncated [T, B, ...] of a compiled loop."""
+  like = jax.eval_shape(lambda token: vector_env.recv(token, ())[2], vector_env.handle)
+  like = like.obs, like.reward, like.terminated, like.truncated
+  rows = [jnp.zeros((len(actions), *x.shape), x.dtype) for x in like]
+
+  @jax.jit
+  def steps(token, actions, rows):
+    def step(t, carry):
+      token, rows = carry
+      token, state = vector_env.send(token, (), actions[t])
+      token, _, step = vector_env.recv(token, state)
+      fields = step.obs, step.reward, step.terminated, step.truncated
+      return token, [row.at[t].set(x) for row, x in zip(rows, fields, strict=True)]
+    return lax.fori_loop(0, len(actions), step, (token, rows))[1]
+
+  return jax.device_get(steps(vector_env.handle, actions, rows))
+
+
+def play_in_python(name, options, seeds, actions):
+  """Returns the first observations, and what `play` returns, of Gymnasium's own environments."""
+  columns = []
+  first = []
+  for seed, acts in zip(seeds, np.moveaxis(actions, 1, 0), strict=True):
+    env = gymnasium.make(name, **options)
+    first.append(env.reset(seed=seed)[0])
+    rows, over = [], False
+    for action in acts:
+      if over:
+        rows.append((env.reset()[0], 0.0, False, False))
+        over = False
+        continue
+      obs, reward, terminated, truncated, _ = env.step(action)
+      rows.append((obs, reward, terminated, truncated and not terminated))
+      over = terminated or truncated
+    env.close()
+    columns.append([np.stack(x) for x in zip(*rows, strict=True)])
+  fields = [np.stack(x, axis=1) for x in zip(*columns, strict=True)]
+  return np.stack(first), [x.astype(np.float32) if x.dtype == np.float64 else x for x in fields]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize('name, options', [
+    ('CartPole-v1', {}), ('CartPole-v1', dict(max_episode_steps=9)),
+    ('MountainCar-v0', dict(max_episode_steps=11)), ('Acrobot-v1', {}),
+    ('Pendulum-v1', dict(max_episode_steps=7, g=3.0))])
+def test_a_compiled_loop_equals_a_python_loop(make, name, options):
+  seeds = [3, 1, 4, 15, 9]
+  vector_env = make(f'gymnasium:{name}', options, seeds)
+  rng = np.random.default_rng(0)
+  spec = gymnasium_envs.make_spec(f'gymnasium:{name}', options)
+  actions = (rng.integers(0, spec.num_actions, (60, 5)).astype(np.int32) if spec.num_actions
+             else rng.uniform(-2, 2, (60, 5, 1)).astype(np.float32))
+  first, expected = play_in_python(name, options, seeds, actions)
+  assert_array_equal(vector_env.first_obs, first)
+  made = play(vector_env, actions)
+  for here, there in zip(made, expected, strict=True):
+    assert here.dtype == there.dtype
+    assert_array_equal(here, there)
+  if name != 'Acrobot-v1':
+    assert made[2].any() if not options else made[3].any()  # episodes have ended in it
+
+
+def test_the_step_after_an_episode_is_a_reset_and_a_time_limit_has_the_last_observation(make):
+  vector_env = make('gymnasium:Pendulum-v1', dict(max_episode_steps=4), [7])
+  obs, reward, terminated, truncated = play(vector_env, np.ones((10, 1, 1), np.float32))
+  assert_array_equal(truncated[:, 0].nonzero()[0], [3, 8])
+  assert not terminated.any()
+  assert_array_equal(reward[:, 0] == 0, [t == 4 or t == 9 for t in range(10)])
+  env = gymnasium.make('Pendulum-v1').unwrapped
+  env.reset(seed=7)
+  assert_array_equal(obs[:4, 0], [env.step(np.ones(1, np.float32))[0] for _ in range(4)])
+  assert_array_equal(obs[4, 0], env.reset()[0])
+
+
+def test_an_environment_does_not_depend_on_its_neighbours_or_workers(make):
+  actions = np.random.default_rng(1).integers(0, 2, (40, 4)).astype(np.int32)
+  together = play(make(CARTPOLE, seeds=[1, 2, 3, 4], processes=3), actions)
+  for i, seed in enumerate([1, 2, 3, 4]):
+    alone = play(make(CARTPOLE, seeds=[seed], processes=9), actions[:, i:i + 1])
+    for a, b in zip(alone, together, strict=True):
+      assert_array_equal(a[:, 0], b[:, i])
+
+
+def test_negative_seeds_of_evaluations_are_seeds_of_their_own(make):
+  seeds = [-2, -3, -2**31, 2**31 - 1, 2]
+  first = make(CARTPOLE, seeds=seeds).first_obs
+  assert len(np.unique(first, axis=0)) == 5
+  assert_array_equal(first[0], gymnasium.make('CartPole-v1').reset(seed=2**32 - 2)[0])
+
+
+def test_a_users_class_and_functions_run_in_workers_without_jax(own, make):
+  vector_env = make(f'{own}:Own', dict(length=2), seeds=range(6), processes=3)
+  assert not vector_env.first_obs[:, 0].any()  # jax is not imported
+  pids = vector_env.first_obs[:, 1]
+  assert os.getpid() % 1000 not in pids and len(set(pids)) == 3
+  obs, reward, terminated, truncated = play(vector_env, np.ones((5, 6), np.int32))
+  assert_array_equal(obs[[0, 1, 3, 4], 0], [[6, 1], [6, 2]] * 2)  # its actions begin at 5
+  assert_array_equal(reward[:, 0], [6, 6, 0, 6, 6])
+  # It says that its episodes are truncated, too: they end in one way.
+  assert_array_equal(terminated[:, 0], [False, True, False, False, True])
+  assert not truncated.any()
+  spec = gymnasium_envs.make_spec(f'{own}:bare', dict(max_episode_steps=4))
+  assert spec.max_episode_steps == 4 and spec.obs_dtype == np.float32 and spec.calls_python
+  assert gymnasium_envs.make_spec(f'{own}:factory', {}).max_episode_steps == 0
+
+
+def test_the_family_of_a_task():
+  assert family_of('gymnasium:Any-v0') is gymnasium_envs
+  assert own_module('gymnasium:Any-v0') == own_module('Pong-v5') == ''
+  assert own_module('gymnasium:mine.envs:Any-v0') == 'mine.envs'
+  assert own_module('mine:Class') == 'mine'
+
+
+def test_a_users_own_are_of_the_family(own):
+  assert family_of(f'{own}:Own') is family_of(f'{own}:factory') is gymnasium_envs
+
+
+@pytest.mark.parametrize('task, options, said', [
+    ('gymnasium:CartPoll-v1', {}, r'env\.task: .*CartPoll.*CartPole'),
+    ('gymnasium:CartPole-v99', {}, r'env\.task: .*v99'),
+    ('gymnasium:nowhere:CartPole-v1', {}, r"env\.task: cannot import 'nowhere'"),
+    (CARTPOLE, dict(lenght=3), r'env\.lenght: gymnasium:CartPole-v1 does not take.*lenght'),
+    (CARTPOLE, dict(id='x'), r'env\.id: not an option'),
+    (CARTPOLE, dict(max_episode_steps=0), r'env\.max_episode_steps: .* at least 1, got 0'),
+    (CARTPOLE, dict(max_episode_steps=True), r'env\.max_episode_steps: .*got True'),
+    ('gymnasium:FrozenLake-v1', {}, r'env\.task: the observations of .* are Discrete; only'),
+    ('{}:Dicts', {}, r'env\.task: the observations of .* are Dict; only'),
+    ('{}:Several', {}, r'env\.task: the actions of .* are MultiDiscrete.*; only'),
+    ('{}:no_env', {}, r"env\.task: .*no_env must make a gymnasium.Env, got 'int'"),
+    ('{}:needs_argument', {}, r'env\.task: .*needs_argument does not take these options.*level'),
+    ('{}:fails', {}, r'env\.task: .*:fails fails: RuntimeError: mine'),
+    ('{}:factory', dict(depth=2), r'env\.depth: .*factory does not take these options.*depth')])
+def test_an_error_names_the_field_in_one_line(own, task, options, said):
+  with pytest.raises(ValueError, match=said) as error:
+    gymnasium_envs.make_spec(task.format(own), options)
+  assert '\n' not in str(error.value)
+
+
+def test_what_is_not_installed_is_said_with_the_command_that_installs_it():
+  try:
+    import Box2D  # noqa: F401
+  except ImportError:
+    with pytest.raises(ValueError, match=r'env\.task: .*LunarLander.*pip install'):
+      gymnasium_envs.make_spec('gymnasium:LunarLander-v3', {})
+
+
+def test_actors_that_do_not_wait_for_all_environments_are_refused():
+  config = changed(small(task=CARTPOLE), scheme='cleanba', env_batch=4)
+  with pytest.raises(ValueError, match=r'env_batch: all environments of gymnasium:CartPole-v1'):
+    fresh(config)
+
+
+# Steps of several vector environments overlap.
+
+
+def test_sending_does_not_wait(own, make):
+  one, other = (make(f'{own}:Own', dict(seconds=1.0, length=99), [0]) for _ in range(2))
+
+  @jax.jit
+  def step(token):
+    action = jnp.zeros(1, jnp.int32)
+    for vector_env in (one, other):
+      token, _ = vector_env.send(token, (), action)
+    for vector_env in (one, other):
+      token, _, step = vector_env.recv(token, ())
+    return step.obs
+
+  program = step.lower(one.handle).compile()
+  since = time.monotonic()
+  jax.block_until_ready(program(one.handle))
+  assert 1.0 <= time.monotonic() - since < 1.8
+
+
+# Failures.
+
+
+FAILURES = [
+    ('constructor', r"constructor of the environment with seed 11 raised KeyError: 'no level' "
+                    r'\(.*envs_of_my_own\.py, line \d+, in __init__\)'),
+    ('reset', r'reset of the environment with seed 1. raised OSError: \[Errno 5\] disk gone \(.*'),
+    ('step', r'step of the environment with seed 1. raised ValueError: boom in two lines \(.*'),
+    ('exit', r'step of .* raised SystemExit: 3 \(.*'),
+    ('shape', r'step of .* raised ValueError: the observation has the shape \(3,\), that of .*'),
+    ('kill', r'worker process \d+ of the environments was ended by SIGKILL .*')]
+
+
+@pytest.mark.parametrize('fails, said', FAILURES)
+def test_a_failure_is_one_line_with_the_environments_own_words(own, make, fails, said):
+  task = f'{own}:Own'
+  gymnasium_envs.make_spec(task, dict(fails=fails, after=1))
+  vector_env = make(task, dict(fails=fails, after=1), seeds=[10, 11], processes=1)
+  with pytest.raises(Exception) as error:  # noqa: PT011 - XLA has several types for it
+    play(vector_env, np.zeros((12, 2), np.int32))
+  line = environment_failure(error.value)
+  assert line.startswith(f'{task}: ') and '\n' not in line
+  assert re.fullmatch(
+      said, line.removeprefix(f'{task}: ')), line
+  # Nothing waits for the failed workers, and later calls say the same.
+  with pytest.raises(EnvironmentFailed, match='.*'):
+    vector_env._workers.wait()  # noqa: SLF001
+  vector_env.close()
+
+
+def test_a_closed_environment_raises_and_does_not_wait(make):
+  vector_env = make(CARTPOLE)
+  step = jax.jit(lambda token: vector_env.recv(*vector_env.send(token, (), jnp.zeros(5, int)))[2])
+  step(vector_env.handle)
+  vector_env.close()
+  with pytest.raises(Exception) as error:  # noqa: PT011 - XLA has several types for it
+    jax.block_until_ready(step(vector_env.handle))
+  assert environment_failure(error.value) == f'{CARTPOLE}: the environments were closed'
+
+
+def alive(pids):
+  """The processes that have not ended; a zombie counts as alive."""
+  return [pid for pid in pids if os.path.exists(f'/proc/{pid}')]
+
+
+def wait_until(condition, seconds=20):
+  deadline = time.monotonic() + seconds
+  while not condition() and time.monotonic() < deadline:
+    time.sleep(0.05)
+  return condition()
+
+
+def pids_of(vector_env):
+  return [process.pid for process in vector_env._workers._processes]  # noqa: SLF001
+
+
+def test_closing_ends_the_workers_also_while_they_step(own, make):
+  busy = make(f'{own}:Own', dict(seconds=60.0), [0, 1])
+  busy.first_obs  # noqa: B018 - waits until they have started
+  descriptors = len(os.listdir('/proc/self/fd'))
+  idle = make(CARTPOLE)
+  play(idle, np.zeros((3, 5), np.int32))
+  jax.jit(lambda token: busy.send(token, (), jnp.zeros(2, int)))(busy.handle)
+  pids = pids_of(idle) + pids_of(busy)
+  assert len(alive(pids)) == 4
+  idle.close()
+  assert len(alive(pids)) == 2
+  assert len(os.listdir('/proc/self/fd')) <= descriptors + 1  # the memory, until it is dropped
+  since = time.monotonic()
+  busy.close()
+  busy.close()
+  assert not alive(pids) and time.monotonic() - since < 10
+
+
+def test_a_dropped_vector_environment_and_its_program_keep_nothing_alive():
+  vector_env = gymnasium_envs.make_vector_env(CARTPOLE, {}, [1, 2], 2)
+  play(vector_env, np.zeros((3, 2), np.int32))
+  pids = pids_of(vector_env)
+  workers = weakref.ref(vector_env._workers)  # noqa: SLF001
+  program = jax.jit(lambda token, env=vector_env: env.recv(token, ())[2].obs).lower(
+      vector_env.handle).compile()
+  del vector_env
+  jax.clear_caches()
+  gc.collect()
+  assert workers() is None and not alive(pids)
+  del program
+
+
+KILLED = '''
+import os, signal, sys
+from podracer_jit.envs import gymnasium_envs
+from podracer_jit import parts
+from pathlib import Path
+parts.look_beside(Path(sys.argv[1]))
+vector_envs = [gymnasium_envs.make_vector_env('envs_of_my_own:Own', dict(seconds=s), [1, 2], 2)
+               for s in (0.0, 600.0)]
+for vector_env in vector_envs:
+  vector_env.first_obs
+  vector_env._workers.step(0)
+print(*(p.pid for v in vector_envs for p in v._workers._processes), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+'''
+
+
+def test_workers_end_with_a_parent_that_is_killed(own, tmp_path):
+  memory = set(os.listdir('/dev/shm'))
+  done = subprocess.run([sys.executable, '-c', KILLED, tmp_path / 'config.py'], text=True,
+                        env=QUICK | {'PYTHONPATH': os.pathsep.join(sys.path)}, timeout=100,
+                        stdout=subprocess.PIPE)
+  pids = list(map(int, done.stdout.split()))
+  assert done.returncode == -signal.SIGKILL and len(pids) == 4
+
+  def running():
+    states = [open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0]
+              for pid in alive(pids)]
+    return [state for state in states if state != 'Z']  # init reaps them
+
+  assert wait_until(lambda: not running())
+  assert set(os.listdir('/dev/shm')) <= memory
+
+
+CONFIG = '''
+from podracer_jit import experiment
+
+def get_config():
+  config = experiment.config('impala', 'mlp', 'adam', scheme='cleanba')
+  config.env.task = 'envs_of_my_own:factory'
+  config.env.num_envs = 8
+  config.total_steps = 100_000_000
+  config.unroll_length = 10
+  config.num_shards = 2
+  config.placement.actors_per_device = 2
+  config.placement.xla_threads = 2
+  return config
+'''
+
+
+@pytest.mark.parametrize('fails', ['step', 'kill'])
+def test_a_run_ends_with_one_line_when_an_environment_fails(own, tmp_path, fails):
+  """Two actors: the other one waits for nothing."""
+  (tmp_path / 'config.py').write_text(CONFIG)
+  since = time.monotonic()
+  done = subprocess.run(
+      [sys.executable, '-m', 'podracer_jit', f'--config={tmp_path / "config.py"}',
+       f'--config.env.fails={fails}', '--config.env.after=100', f'--workdir={tmp_path / "run"}'],
+      env=QUICK | {'PYTHONPATH': os.getcwd()}, capture_output=True, text=True, timeout=200)
+  assert done.returncode == exit_codes.FAILED
+  assert time.monotonic() - since < 120
+  last = done.stderr.splitlines()[-1]
+  said = {'step': 'raised ValueError: boom in two lines (', 'kill': 'was ended by SIGKILL'}[fails]
+  assert last.startswith('podracer_jit: envs_of_my_own:factory: ') and said in last
+  assert 'Traceback' not in done.stderr
+  assert 'slow environments: Python steps envs_of_my_own:factory' in done.stdout
+  found = subprocess.run(['ps', '-eo', 'ppid,args'], capture_output=True, text=True).stdout
+  assert not [line for line in found.splitlines()
+              if line.split()[0] == '1' and 'gymnasium_worker' in line]
+
+
+# Evaluations and videos.
+
+
+def agent_of(config):
+  made = build.make_run(fresh(config).experiment)
+  experiment, network = made.experiment, made.network
+  return evaluation.Agent(
+      experiment.env.task, experiment.env_options, network.apply, network.initial_recurrent_state,
+      network.policy, placement.put_params(made.initial_state().params, jax.devices()[0]),
+      jax.devices()[0], 2, 0, 0)
+
+
+def test_an_evaluation_counts_whole_episodes(own):
+  config = small(task=f'{own}:factory')
+  config['env']['max_episode_steps'] = 4
+  config['env']['length'] = 99
+  episodes = evaluation.play(agent_of(config), 5, 3, 1, 100)
+  assert episodes.lengths == [4] * 5
+
+
+def test_a_video_shows_what_the_environment_renders(own, tmp_path):
+  film = video.film(agent_of(small(task=f'{own}:factory')), tmp_path / 'x.gif', 1, 0, 100)
+  assert film.shown == 'rendered by the environment' and film.frame_rate == 7
+  film = tmp_path / 'x.gif'
+  assert film.stat().st_size > 0
+
+
+def test_a_task_that_draws_nothing_says_why(own, make):
+  vector_env = make(f'{own}:bare', gymnasium_envs.render_options, [1])
+  assert vector_env.first_obs.shape == (1, 2)
+  assert vector_env.render(()).shape == (4, 6, 3)
+  vector_env = make(CARTPOLE, {}, [1])
+  vector_env.first_obs  # noqa: B018
+  with pytest.raises(RuntimeError, match='render'):
+    vector_env.render(())

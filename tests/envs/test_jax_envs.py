@@ -1,0 +1,205 @@
+"""Environments that are JAX functions: rows, streams, and what is said of those that do not fit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+from numpy.testing import assert_allclose, assert_array_equal
+
+from podracer_jit.envs import gymnax_envs, jax_envs
+from podracer_jit.envs.families import family_of, own_module
+
+CARTPOLE = 'gymnax:CartPole-v1'
+
+
+class Counter:
+  """Counts its steps. An even seed terminates after 3 steps, an odd one goes on."""
+
+  observation_space = spaces.Box(0, np.inf, (2,), np.float32)
+  action_space = spaces.Discrete(4)
+  max_episode_steps = 5
+
+  def reset(self, key):
+    odd = jax.random.key_data(key)[..., -1] % 2
+    state = jnp.zeros((), jnp.int32), odd.astype(jnp.int32)
+    return self._observe(state), state
+
+  def step(self, key, state, action):
+    state = state[0] + 1, state[1]
+    terminated = (state[0] == 3) & (state[1] == 0)
+    return self._observe(state), state, 10.0 + action, terminated, False, None
+
+  def _observe(self, state):
+    return jnp.stack(state).astype(jnp.float32)
+
+
+def counters(**changes):
+  """A family of counters with other attributes."""
+  env = type('Changed', (Counter,), changes)()
+  return jax_envs.JaxFamily(lambda task, options: env)
+
+
+def steps_of(vector_env, actions):
+  """TimeSteps [T, B, ...] of a vector environment whose actions [T, B] are given."""
+  def step(state, action):
+    _, state, step = vector_env.recv(*vector_env.send(jnp.int32(0), state, action))
+    return state, step
+  return jax.jit(lambda state: jax.lax.scan(step, state, actions))(vector_env.first_state)[1]
+
+
+@pytest.mark.quick
+def test_an_episode_ends_and_the_next_step_is_a_reset():
+  vector_env = counters().make_vector_env('counter', {}, range(8))
+  steps = jax.device_get(steps_of(vector_env, jnp.ones((12, 8), jnp.int32)))
+  kinds = vector_env.first_obs[:, 1]
+  assert set(np.asarray(kinds)) == {0, 1}
+  for env in range(8):
+    count, kind = 0, int(kinds[env])
+    ended = False
+    for t in range(12):
+      if ended:  # this step is a reset: it draws the kind of the next episode
+        count, kind = 0, int(steps.obs[t, env, 1])
+        expected = (0.0, False, False)
+      else:
+        count += 1
+        terminated = kind == 0 and count == 3
+        expected = (11.0, terminated, count == 5 and not terminated)
+      assert (steps.reward[t, env], steps.terminated[t, env], steps.truncated[t, env]) == expected
+      assert_array_equal(steps.obs[t, env], [count, kind])
+      ended = expected[1] or expected[2]
+  assert_array_equal(steps.raw_reward, steps.reward)
+  assert_array_equal(steps.game_over, steps.terminated)
+  assert steps.truncated.any() and steps.terminated.any()
+
+
+def test_a_step_that_terminates_at_the_time_limit_is_not_truncated():
+  vector_env = counters(max_episode_steps=3).make_vector_env('counter', {}, range(8))
+  steps = jax.device_get(steps_of(vector_env, jnp.zeros((3, 8), jnp.int32)))
+  even = np.asarray(vector_env.first_obs[:, 1]) == 0
+  assert_array_equal(steps.terminated[2], even)
+  assert_array_equal(steps.truncated[2], ~even)
+
+
+def test_gymnax_gives_what_its_own_functions_give():
+  """Each environment alone, step by step, with gymnax's functions and no vmap."""
+  import gymnax
+  env, params = gymnax.make('CartPole-v1')
+  params = params.replace(max_steps_in_episode=12)
+  vector_env = gymnax_envs.FAMILY.make_vector_env(CARTPOLE, {'max_steps_in_episode': 12}, [3, -7])
+  actions = np.random.default_rng(0).integers(0, 2, (60, 2)).astype(np.int32)
+  actions[:, 1] = 1  # falls over before the time limit
+  steps = jax.device_get(steps_of(vector_env, jnp.array(actions)))
+  assert steps.truncated.any() and steps.terminated.any()
+  step_env, reset_env = jax.jit(env.step_env), jax.jit(env.reset_env)
+  for i, seed in enumerate((3, -7)):
+    key, now = jax.random.split(jax.random.key(seed))
+    obs, state = reset_env(now, params)
+    assert_allclose(vector_env.first_obs[i], obs, rtol=1e-6)
+    ended = False
+    for t in range(60):
+      key, now = jax.random.split(key)
+      if ended:
+        obs, state = reset_env(now, params)
+        expected = (0.0, False, False)
+      else:
+        obs, state, reward, terminated, _ = step_env(now, state, actions[t, i], params)
+        truncated = bool(state.time >= 12) and not terminated
+        expected = (float(reward), bool(terminated), truncated)
+      assert (steps.reward[t, i], steps.terminated[t, i], steps.truncated[t, i]) == expected, t
+      assert_allclose(steps.obs[t, i], obs, rtol=1e-4, atol=1e-6)
+      ended = expected[1] or expected[2]
+
+
+def test_episodes_do_not_depend_on_how_environments_are_split():
+  actions = jnp.array(np.random.default_rng(1).integers(0, 2, (40, 6)), jnp.int32)
+  make = gymnax_envs.FAMILY.make_vector_env
+  together = steps_of(make(CARTPOLE, {}, range(6)), actions)
+  for first, last in ((0, 2), (2, 6)):
+    apart = steps_of(make(CARTPOLE, {}, range(first, last)), actions[:, first:last])
+    assert_array_equal(apart.obs, together.obs[:, first:last])
+
+
+@pytest.mark.parametrize('task, obs, num_actions, low', [
+    ('CartPole-v1', (4,), 2, ()),
+    ('Pendulum-v1', (3,), 0, (-2.0,)),
+    ('MountainCarContinuous-v0', (2,), 0, (-1.0,)),
+    ('Breakout-MinAtar', (10, 10, 4), 3, ()),
+    ('Catch-bsuite', (10, 5), 3, ()),
+    ('Reacher-misc', (8,), 0, (-1.0, -1.0)),
+    ('FourRooms-misc', (4,), 4, ()),
+])
+def test_tasks_of_gymnax_are_described_and_step(task, obs, num_actions, low):
+  family = gymnax_envs.FAMILY
+  spec = family.make_spec(f'gymnax:{task}', {})
+  assert (spec.obs_shape, spec.num_actions, spec.action_low) == (obs, num_actions, low)
+  assert spec.is_function
+  vector_env = family.make_vector_env(f'gymnax:{task}', {}, [1, 2, 3])
+  action = jnp.zeros((4, 3), jnp.int32) if num_actions else jnp.zeros((4, 3, len(low)))
+  steps = steps_of(vector_env, action)
+  assert steps.obs.shape == (4, 3, *obs) and steps.obs.dtype == spec.obs_dtype
+  assert np.isfinite(steps.reward).all()
+
+
+def test_the_shapes_of_the_state_are_those_of_the_state():
+  state = gymnax_envs.FAMILY.make_vector_env(CARTPOLE, {}, range(5)).first_state
+  expected = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+  shapes = gymnax_envs.FAMILY.state_shapes(CARTPOLE, {}, 5)
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == expected
+
+
+@pytest.mark.parametrize('task, options, words', [
+    ('gymnax:CartPole-v9', {}, 'env.task: gymnax has no task .*CartPole-v9.*gymnax:CartPole-v1'),
+    (CARTPOLE, {'gravty': 1.0}, 'env.gravty: not an option of gymnax:CartPole-v1; .*gravity'),
+    (CARTPOLE, {'gravity': 'up'}, "env.gravity: must be of type float, got 'up'"),
+])
+def test_what_gymnax_does_not_have_is_said_in_one_line(task, options, words):
+  with pytest.raises(ValueError, match=words) as error:
+    family_of(task).make_spec(task, options)
+  assert '\n' not in str(error.value)
+
+
+def fails(self, *args):
+  raise RuntimeError('no such luck')
+
+
+@pytest.mark.parametrize('changes, words', [
+    (dict(step=fails), 'counter cannot be traced: RuntimeError: no such luck'),
+    (dict(reset=lambda self, key: (jnp.zeros(3), Counter.reset(self, key)[1])),
+     'reset and step of counter give different shapes or dtypes of the observation'),
+    (dict(reset=lambda self, key: (jnp.zeros(2), jnp.zeros((2,)))),
+     'reset and step of counter give different shapes or dtypes of the state'),
+    (dict(reset=lambda self, key: ({'x': jnp.zeros(2)}, jnp.zeros(()))), 'cannot be traced'),
+    (dict(action_space=spaces.Box(-1, 1, (2, 2))), 'the actions of counter are Box'),
+    (dict(step=lambda self, key, state, action: (
+        *Counter.step(self, key, state, action)[:2], jnp.zeros(2), False, False, None)),
+     'cannot be traced|the reward of counter must be a scalar'),
+])
+def test_functions_that_do_not_fit_are_said_in_one_line(changes, words):
+  with pytest.raises(ValueError, match=words) as error:
+    counters(**changes).make_spec('counter', {})
+  assert '\n' not in str(error.value)
+
+
+def test_python_flags_and_rewards_of_a_class_are_taken():
+  """`False`, 1 and 0.5 in place of arrays."""
+  def step(self, key, state, action):
+    return self._observe(state), state, 1, False, False, {}
+
+  family = counters(step=step)
+  assert family.make_spec('counter', {}).num_actions == 4
+  steps = steps_of(family.make_vector_env('counter', {}, [1]), jnp.zeros((7, 1), jnp.int32))
+  assert_array_equal(steps.reward[:, 0], [1, 1, 1, 1, 1, 0, 1])
+  assert_array_equal(steps.truncated[:, 0], [0, 0, 0, 0, 1, 0, 0])
+
+
+def test_a_missing_library_is_named_with_what_installs_it(monkeypatch):
+  import sys
+  monkeypatch.setitem(sys.modules, 'gymnax', None)
+  monkeypatch.delitem(sys.modules, 'podracer_jit.envs.gymnax_envs', raising=False)
+  with pytest.raises(ValueError, match=r"needs gymnax.*pip install 'podracer_jit\[gymnax\]'"):
+    family_of(CARTPOLE)
+
+
+def test_shipped_kinds_import_no_module_of_a_user():
+  assert own_module('Pong-v5') == own_module(CARTPOLE) == '' and own_module('mine:Env') == 'mine'

@@ -1,0 +1,103 @@
+"""Starts commands of the package without the seconds that Python takes to import everything.
+
+A server process imports everything once and then waits. For each command it forks: the child has
+its own process id, files, signals and exit code, as `subprocess.Popen` would give it. Tests of what
+happens at start-up, or of other environment variables, start Python itself.
+"""
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+
+from tests.runs import QUICK
+
+
+class Popen(subprocess.Popen):
+  """A `subprocess.Popen` of `python -m MODULE ...` or `python -c PROGRAM ...`.
+
+  It runs with the environment QUICK and with Python's own signal handlers, as a terminal would
+  start it.
+  """
+
+  def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
+    del executable, close_fds
+    # The pipes follow `startupinfo, creationflags, shell`; each is a pair (child's or parent's).
+    _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_ = rest
+    assert env in (None, QUICK) and not shell and not preexec_fn and not pass_fds
+    python, *words = [os.fspath(arg) for arg in args]
+    assert python == sys.executable
+    words = [word for word in words if word != '-P'] if words[0] == '-P' else words
+    kind, what, *arguments = words
+    assert kind in ('-m', '-c')
+
+    status, status_of_child = os.pipe()
+    files = [own if given == -1 else given
+             for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+    request = json.dumps([kind, what, arguments, str(cwd or os.getcwd())]).encode()
+    server = _server()
+    socket.send_fds(server, [len(request).to_bytes(8, 'little')], [*files, status_of_child])
+    server.sendall(request)
+    os.close(status_of_child)
+
+    self._status = os.fdopen(status)
+    self.pid = int(self._status.readline())
+    self._child_created = True
+    self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+  def _internal_poll(self, *_, **__):
+    if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+      self._ended()
+    return self.returncode
+
+  def _wait(self, timeout):
+    if self.returncode is None:
+      if not select.select([self._status], [], [], timeout)[0]:
+        raise subprocess.TimeoutExpired(self.args, timeout)
+      self._ended()
+    return self.returncode
+
+  def _ended(self):
+    self.returncode = int(self._status.readline())
+    self._status.close()
+
+
+def run(command, timeout=300, **kwargs):
+  """Returns what `subprocess.run` would, with the output as text."""
+  kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | kwargs
+  with Popen(command, **kwargs) as process:
+    try:
+      out, errors = process.communicate(timeout=timeout)
+    except BaseException:
+      process.kill()
+      raise
+  return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+_servers = {}
+
+
+def _server():
+  """Returns the socket of this process's server, which ends with this process."""
+  if os.getpid() not in _servers:
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen([sys.executable, '-P', '-m', 'tests.fork_server',
+                                str(theirs.fileno())],
+                               env=QUICK | {'PYTHONPATH': os.pathsep.join(sys.path)},
+                               pass_fds=[theirs.fileno()], start_new_session=False)
+    theirs.close()
+    _servers[os.getpid()] = ours
+    atexit.register(_end, ours, process)
+  return _servers[os.getpid()]
+
+
+def _end(server, process):
+  server.close()
+  try:
+    process.wait(timeout=10)
+  except subprocess.TimeoutExpired:
+    process.send_signal(signal.SIGKILL)

@@ -1,0 +1,205 @@
+"""The rooms of the package and who imports whom; draws docs/images/rooms.svg.
+
+python -m tests.rooms            # writes the picture
+python -m tests.rooms --check    # exit code 1 if the committed picture is out of date
+
+The arrows come from the import statements, and the sentences from the first lines of docstrings.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / 'podracer_jit'
+PICTURE = ROOT / 'docs' / 'images' / 'rooms.svg'
+
+# From the bottom up. A room imports from rooms of its own tier and of the tiers below.
+TIERS = {
+    'ground': ['types', 'options', 'parts'],
+    'numerics': ['numerics'],
+    'plumbing': ['runtime', 'loops'],
+    'world': ['envs'],
+    'maths': ['agents', 'losses', 'replay'],
+    'operations': ['learner', 'actor'],
+    'schemes': ['schemes'],
+    'assembly': ['run', '__main__', '__init__', 'experiment', 'configs'],
+}
+ORDER = list(TIERS)
+TIER_OF = {name: tier for tier, names in TIERS.items() for name in names}
+
+
+def module_name(path: pathlib.Path) -> str:
+  """Returns the name of a file's module: podracer_jit/losses/ppo.py -> losses.ppo"""
+  parts = path.relative_to(PACKAGE).with_suffix('').parts
+  return '.'.join(parts[:-1] if len(parts) > 1 and parts[-1] == '__init__' else parts)
+
+
+TREES = {module_name(path): ast.parse(path.read_text()) for path in PACKAGE.rglob('*.py')}
+
+
+def room(module: str) -> str:
+  """Returns the module or folder that TIERS lists for a module."""
+  return module.split('.')[0]
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+  """Yields the full names of everything that a module imports, anywhere in it."""
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0, 'imports are absolute'
+      yield from (f'{node.module}.{alias.name}' for alias in node.names)
+
+
+def inside(tree: ast.AST) -> Iterator[str]:
+  """Yields the package's own modules that a module imports."""
+  for name in imported(tree):
+    parts = name.split('.')[1:]
+    if name.split('.')[0] == PACKAGE.name:
+      yield next('.'.join(parts[:n]) for n in range(len(parts), 0, -1)
+                 if '.'.join(parts[:n]) in TREES)
+
+
+def imports_between_rooms() -> dict[str, set[str]]:
+  """Returns for each room the other rooms that it imports."""
+  graph: dict[str, set[str]] = {room(module): set() for module in TREES}
+  for module, tree in TREES.items():
+    graph[room(module)] |= {room(name) for name in inside(tree)} - {room(module)}
+  return graph
+
+
+def arrows(graph: Mapping[str, set[str]]) -> list[tuple[str, str]]:
+  """Returns the imports that no chain of other imports implies, so that the picture stays clear."""
+  def below(start: str) -> set[str]:
+    seen, left = set(), [*graph[start]]
+    while left:
+      name = left.pop()
+      if name not in seen:
+        seen.add(name)
+        left += graph[name]
+    return seen
+
+  return sorted((upper, lower) for upper, lowers in graph.items() for lower in lowers
+                if not any(lower in below(other) for other in lowers - {lower}))
+
+
+class Box(NamedTuple):
+  """A room in the picture, in pixels."""
+
+  left: float
+  top: float
+  right: float
+  bottom: float
+
+
+# Left and right edge of each room, and its floor, counted from the bottom.
+PLAN = {
+    'options': (20, 980, 0), 'parts': (285, 520, 1), 'types': (560, 930, 1),
+    'numerics': (420, 650, 2), 'runtime': (20, 262, 3), 'envs': (285, 520, 3),
+    'agents': (285, 700, 4), 'replay': (740, 980, 4),
+    'loops': (20, 226, 5), 'losses': (285, 520, 5),
+    'learner': (220, 560, 6), 'actor': (600, 980, 6),
+    'schemes': (20, 980, 7), 'run': (20, 980, 8),
+    'experiment': (20, 700, 9), '__main__': (740, 980, 9), 'configs': (20, 700, 10),
+}
+COLOURS = {'ground': '#e8e4da', 'numerics': '#dcebd8', 'plumbing': '#d6e4f2', 'world': '#f4ead0',
+           'maths': '#dcebd8', 'operations': '#f6ddd4', 'schemes': '#d6e4f2', 'assembly': '#e6deef'}
+WIDTH = 1000
+FLOOR, GAP, TEXT = 100, 32, 15  # height of a floor, with the gap below it; of a line of text
+FLOORS = 1 + max(floor for _, _, floor in PLAN.values())
+HEIGHT = FLOORS * FLOOR - GAP + 20
+
+
+def box_of(name: str) -> Box:
+  """Returns where a room is in the picture."""
+  left, right, floor = PLAN[name]
+  top = HEIGHT - 10 - (floor + 1) * FLOOR + GAP
+  return Box(left, top, right, top + FLOOR - GAP)
+
+
+def line_of(upper: str, lower: str, taken: list[tuple[float, float, float]]
+            ) -> tuple[float, float, float, float]:
+  """Returns the ends of an arrow: vertical if there is a free way down between two rooms.
+
+  Args:
+    upper: the room that imports.
+    lower: the room that is imported.
+    taken: (x, top, bottom) of the vertical arrows so far.
+  """
+  a, b = box_of(upper), box_of(lower)
+  between = [box for box in map(box_of, PLAN) if box.top > a.top and box.bottom < b.bottom]
+
+  def clearance(x: float) -> float:
+    """Returns the distance to the nearest obstacle; negative inside a room."""
+    edges = [x - a.left, a.right - x, x - b.left, b.right - x]
+    edges += [max(box.left - x, x - box.right) for box in between]
+    edges += [abs(x - other) for other, top, bottom in taken if top < b.top and bottom > a.bottom]
+    return min(edges)
+
+  best = max(range(0, WIDTH, 2), key=clearance)
+  if clearance(best) >= 4:
+    taken.append((best, a.bottom, b.top))
+    return best, a.bottom, best, b.top
+  # No way straight down: from the end of one room to the near end of the other.
+  start, end = (a.right - 30, b.left + 30) if a.left < b.left else (a.left + 30, b.right - 30)
+  return start, a.bottom, end, b.top
+
+
+def _sentence(name: str) -> str:
+  """Returns the first line of the docstring of a room."""
+  return (ast.get_docstring(TREES[name]) or '').partition('\n')[0].replace('`', '')
+
+
+def _shapes_of(name: str) -> Iterator[str]:
+  box = box_of(name)
+  yield (f'<rect x="{box.left}" y="{box.top}" width="{box.right - box.left}" '
+         f'height="{box.bottom - box.top}" rx="6" fill="{COLOURS[TIER_OF[name]]}" '
+         'stroke="#555"/>')
+  is_folder = (PACKAGE / name).is_dir()
+  middle = (box.left + box.right) / 2
+  lines = textwrap.wrap(_sentence(name), int((box.right - box.left) / 6.6))
+  y = (box.top + box.bottom) / 2 - TEXT * len(lines) / 2 + 5
+  yield (f'<text x="{middle}" y="{y}" class="name">'
+         f'{escape(name)}{"/" if is_folder else ".py"}</text>')
+  for i, line in enumerate(lines, 1):
+    yield f'<text x="{middle}" y="{y + TEXT * i}">{escape(line)}</text>'
+
+
+def draw() -> str:
+  """Returns the picture as SVG."""
+  lines = [
+      f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+      f'height="{HEIGHT}" font-family="sans-serif" font-size="12" text-anchor="middle">',
+      '<style>.name { font-weight: bold; font-size: 14px }</style>',
+      f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>']
+  taken: list[tuple[float, float, float]] = []
+  # Short arrows choose their way first.
+  for upper, lower in sorted(arrows(imports_between_rooms()),
+                             key=lambda pair: PLAN[pair[0]][2] - PLAN[pair[1]][2]):
+    x1, y1, x2, y2 = line_of(upper, lower, taken)
+    lines.append(f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2 - 8}" stroke="#333" '
+                 'stroke-width="1.4"/>')
+    lines.append(f'<path d="M{x2 - 4},{y2 - 9} L{x2},{y2 - 1} L{x2 + 4},{y2 - 9} Z" fill="#333"/>')
+  for name in PLAN:
+    lines += _shapes_of(name)
+  return '\n'.join([*lines, '</svg>', ''])
+
+
+def main(argv: list[str]) -> int:
+  """Writes or checks the picture; returns the exit code."""
+  if argv[1:] == ['--check']:
+    return int(PICTURE.read_text() != draw())
+  PICTURE.write_text(draw())
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv))

@@ -1,0 +1,78 @@
+"""A stranger's environment, `examples/gridworld.py`, with every command; and two processes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from podracer_jit.run import checkpoint, workdirs
+from podracer_jit.run.commands import compare
+from tests.runs import QUICK
+
+GRIDWORLD = Path(__file__).parents[2] / 'examples' / 'gridworld.py'
+CARTPOLE = ['--config=configs/ppo_cartpole.py', '--config.env.task=gymnax:CartPole-v1',
+            '--config.env.num_envs=8', '--config.num_shards=2', '--config.num_grad_shards=2',
+            '--config.scheme=sync', '--config.unroll_length=16', '--config.total_steps=1100',
+            '--config.log.tensorboard=False']
+
+
+def binary(*args):
+  """Runs `podracer_jit`; returns its output, and fails with it if the exit code is not 0."""
+  result = subprocess.run([sys.executable, '-P', '-m', 'podracer_jit', *map(str, args)],
+                          capture_output=True, text=True, timeout=300, env=QUICK, check=False)
+  assert result.returncode == 0, result.stdout + result.stderr
+  return result.stdout
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+  """Two workdirs of one experiment, with other checkpoints."""
+  workdirs = [tmp_path_factory.mktemp(name) for name in ('often', 'once')]
+  for workdir, every in zip(workdirs, (2, 1000), strict=True):
+    binary(f'--config={GRIDWORLD}:smoke', f'--workdir={workdir}',
+           f'--config.checkpoint.every_updates={every}', '--config.log.tensorboard=False')
+  return workdirs
+
+
+def test_checkpoints_do_not_change_what_is_learned(trained, capsys):
+  often, once = trained
+  assert len(checkpoint.saved_updates(often)) == 3 and len(checkpoint.saved_updates(once)) == 1
+  assert compare.main(['compare', str(often), str(once)]) == 0
+  assert 'identical: 6 updates' in capsys.readouterr().out
+
+
+def test_an_update_of_a_later_segment_is_made_again(trained):
+  out = binary('rerun', f'--workdir={trained[0]}', '--update=4', f'--allow_modules={GRIDWORLD}')
+  assert 'as its receipt says' in out
+
+
+def test_it_is_played_and_filmed(trained):
+  workdir = trained[0]
+  out = binary('evaluate', f'--workdir={workdir}', '--num_episodes=4', '--video=gif',
+               f'--allow_modules={GRIDWORLD}')
+  assert 'rendered by the environment' in out and (workdir / 'video.gif').stat().st_size > 1000
+  record = json.loads((workdir / 'evaluation.json').read_text())
+  assert len(record['returns']) == 4 and max(record['lengths']) <= 24
+
+
+def test_options_are_arguments_of_the_class(tmp_path):
+  args = [f'--config={GRIDWORLD}:smoke', f'--workdir={tmp_path}']
+  command = [sys.executable, '-P', '-m', 'podracer_jit', *args, '--config.env.sise=8']
+  result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=QUICK,
+                          check=False)
+  assert result.returncode == 2 and 'env.sise' in result.stderr
+  assert len(result.stderr.strip().splitlines()) == 1
+  binary(*args, '--config.env.size=5', '--config.total_steps=2000')
+  assert workdirs.read_config(tmp_path, {'gridworld'})['env']['size'] == 5
+
+
+@pytest.mark.same_bits('2 processes and 1, JAX environments', 'PPO: MLP (`sync`)')
+def test_two_processes_keep_the_environments_of_both(tmp_path, capsys):
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  binary(*CARTPOLE, f'--workdir={one}')
+  binary('launch', '-n', 2, '--', *CARTPOLE, f'--workdir={two}',
+         '--config.checkpoint.every_updates=3')
+  assert compare.main(['compare', str(one), str(two)]) == 0
+  assert 'identical: ' in capsys.readouterr().out

@@ -1,0 +1,147 @@
+"""Environments that are functions: one program on a mesh, and environments that go on."""
+
+import jax
+import pytest
+from numpy.testing import assert_array_equal
+
+from podracer_jit import loops
+from podracer_jit.actor import kept_envs
+from podracer_jit.numerics.fingerprints import as_hex
+from podracer_jit.run import build
+from podracer_jit.schemes import fused
+from tests.runs import changed, fresh, initial_state, prepared, small
+
+UPDATES = 7
+TWO = dict(placement__actor_devices=(0, 1), placement__learner_devices=(0, 1))
+FOUR = dict(placement__actor_devices=(0, 1, 2, 3), placement__learner_devices=(0, 1, 2, 3))
+
+
+def experiment(loss='ppo', **fields):
+  """A config on CartPole of gymnax: 4 vector environments, 4 gradient groups."""
+  config = small(loss, num_shards=4, num_grad_shards=4, seed=3)
+  config['env'] = {'task': 'gymnax:CartPole-v1', 'num_envs': 16, 'max_steps_in_episode': 30}
+  config['placement']['updates_per_call'] = 3
+  if loss == 'dqn':
+    config['num_minibatches'] = 1
+    config['replay'] |= dict(capacity=4 * 200, min_size=4 * 20, batch_size=32, gradient_steps=2)
+  return changed(config, **fields)
+
+
+def receipts(config, segments=(UPDATES,), stop_at=None):
+  """(batch, parameters) of each update of a run in segments; `stop_at` ends one early."""
+  run = prepared(config)
+  state, envs, out = initial_state(run), (), []
+
+  def report(item):
+    metrics = jax.device_get(item.metrics)
+    out.extend((as_hex(metrics['batch'][i]), as_hex(metrics['params'][i]))
+               for i in range(item.count))
+
+  for index, updates in enumerate(segments):
+    first = int(state.update)
+    with build.segment(run, state, index, updates, report, lambda: len(out) == stop_at,
+                       envs) as segment:
+      states = loops.run(segment.workers)
+      envs = build.envs_after(run, states, first)
+    state = states['learner'].train
+  return out
+
+
+@pytest.fixture(scope='module')
+def expected():
+  return receipts(experiment(scheme='fused'))
+
+
+@pytest.mark.quick
+@pytest.mark.same_bits('JAX environments: one program on 1, 2, 4 devices, other schemes, segments',
+                       'PPO: MLP (`fused`, `sync`, `ddppo`, `dppo`)')
+@pytest.mark.parametrize('fields, segments', [
+    (dict(scheme='fused'), (2, 4, 1)),
+    (dict(scheme='fused', **TWO), (3, 4)),
+    (dict(scheme='fused', **FOUR), (7,)),
+    (dict(scheme='sync'), (1, 6)),
+    (dict(scheme='ddppo', **TWO), (4, 3)),
+    (dict(scheme='dppo', **TWO), (5, 2)),
+])
+def test_placements_schemes_and_segments_do_not_change_a_bit(expected, fields, segments):
+  assert len(expected) == UPDATES
+  assert receipts(experiment(**fields), segments) == expected
+
+
+@pytest.mark.parametrize('scheme', ['sync', 'dppo'])
+def test_a_run_that_was_stopped_goes_on_from_the_last_rollout_that_counts(expected, scheme):
+  """Where it stops the actor has made one rollout more, which must be made again."""
+  out = receipts(experiment(scheme=scheme), (UPDATES, 2), stop_at=5)
+  assert 5 <= len(out) <= 9
+  assert out[:UPDATES] == expected[:len(out)]
+
+
+@pytest.mark.same_bits('JAX environments: one program on 1 and 2 devices, `sync`, segments',
+                       'DQN: MLP; PPO: GRU, moments')
+@pytest.mark.parametrize('loss, fields', [
+    ('dqn', {}),
+    ('ppo', dict(network__core='gru', network__core_size=8, normalise__reward=True,
+                 normalise__obs=True)),
+])
+def test_what_else_an_actor_carries_goes_on_too(loss, fields):
+  """Recent rows for a replay, discounted returns, and a recurrent state."""
+  whole = receipts(experiment(loss, scheme='fused', **fields))
+  assert receipts(experiment(loss, scheme='fused', **fields, **TWO), (3, 4)) == whole
+  assert receipts(experiment(loss, scheme='sync', **fields), (2, 5)) == whole
+
+
+def test_with_a_lag_no_episode_is_cut():
+  """The rollouts of a new segment continue those of the last one, whatever had been made."""
+  run = prepared(experiment(scheme='cleanba'))
+  state, envs = initial_state(run), ()
+  for index, updates in enumerate((3, 4)):
+    first = int(state.update)
+    with build.segment(run, state, index, updates, lambda report: None, envs=envs) as segment:
+      states = loops.run(segment.workers)
+      envs = build.envs_after(run, states, first)
+    state = states['learner'].train
+    assert_array_equal(envs.rollouts, [int(state.update)] * 4)
+  # 7 rollouts of 8 rows, and no more episodes ended than 30 steps allow.
+  assert envs.episode_length.max() <= 30 and (envs.simulator.length <= 30).all()
+  # An episode's length is counted by the environment and by the actor.
+  running = ~envs.ended
+  assert_array_equal(envs.simulator.length[running], envs.episode_length[running])
+
+
+def test_kept_environments_are_those_of_all_actors_in_order():
+  with_one, with_two = experiment(scheme='sync'), experiment(scheme='sync', **TWO)
+  kept = []
+  for config in (with_one, with_two):
+    run = prepared(config)
+    with build.segment(run, initial_state(run), 0, 2, lambda report: None) as segment:
+      kept.append(build.envs_after(run, loops.run(segment.workers), 0))
+    shapes = build.kept_env_shapes(run)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), kept[-1]) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), shapes)
+  jax.tree.map(assert_array_equal, *kept)
+
+
+def test_a_split_state_is_joined_in_order():
+  run = fresh(experiment(scheme='fused', **TWO))
+  with build.segment(run, initial_state(run), 0, 1, lambda report: None) as segment:
+    state = segment.workers[0].state.actor
+  whole = fused.join(state, 2)
+  again = fused.split(whole, run.place.mesh)
+  equal = jax.tree.map(assert_array_equal, kept_envs.gather([fused.join(again, 2)]),
+                       kept_envs.gather([whole]))
+  assert len(whole.envs) == 4 and jax.tree.leaves(equal) == []
+
+
+def test_a_mesh_is_refused_where_the_simulator_is_outside():
+  config = experiment(scheme='fused', **TWO)
+  config['env'] = {'task': 'CartPole-v1', 'num_envs': 16}
+  with pytest.raises(ValueError, match='fused is on one device, with one actor'):
+    fresh(config)
+  with pytest.raises(ValueError, match='fused acts where it learns'):
+    fresh(experiment(scheme='fused', placement__actor_devices=(0,),
+                     placement__learner_devices=(0, 1)))
+
+
+def test_environments_that_step_together_have_no_env_batch():
+  with pytest.raises(ValueError, match='env_batch.*step together'):
+    fresh(experiment(scheme='sync', num_shards=1, num_grad_shards=1, env_batch=4))

@@ -1,0 +1,56 @@
+"""Environments that Python steps, in whole schemes: equal bits wherever they are."""
+
+import functools
+
+import pytest
+
+from podracer_jit import loops
+from tests.runs import changed, prepared, run, small
+
+
+def config_of(loss='impala', **fields):
+  config = small(loss, 'gymnasium:CartPole-v1', num_shards=2, num_grad_shards=2)
+  return changed(config, **fields)
+
+
+@functools.cache
+def receipts(scheme, actors=(0,), learners=(0,), threads=1, serial=False):
+  config = config_of(scheme=scheme, placement__actor_devices=actors,
+                     placement__learner_devices=learners, placement__env_threads=threads)
+  return run(config, loops.run_serial if serial else loops.run, updates=4)[0]
+
+
+def test_a_run_repeats_and_learns():
+  assert len(set(receipts('sync'))) == 4
+  again = run(config_of(scheme='sync', placement__env_threads=1), updates=4)[0]
+  assert receipts('sync') == again
+
+
+@pytest.mark.parametrize('scheme, place', [
+    ('fused', {}), ('sync', dict(actors=(0, 1), learners=(2, 3))), ('sync', dict(threads=4)),
+    ('ddppo', dict(actors=(0, 1), learners=(0, 1))), ('sync', dict(serial=True))])
+def test_schemes_without_a_lag_have_equal_bits(scheme, place):
+  assert receipts(scheme, **place) == receipts('sync')
+
+
+@pytest.mark.parametrize('place', [
+    dict(actors=(0, 1), learners=(2,)), dict(actors=(0, 0), learners=(1,)), dict(threads=3)])
+def test_cleanba_has_equal_bits_in_every_place(place):
+  assert receipts('cleanba', **place) == receipts('cleanba')
+  assert receipts('cleanba') != receipts('sync')
+
+
+def test_a_replay_scheme_repeats():
+  def config(**place):
+    config = config_of('dqn', scheme='apex_lockstep', num_minibatches=1, **place)
+    config['replay'] |= dict(capacity=512, min_size=64, batch_size=32)
+    return config
+
+  alone = run(config())[0]
+  assert alone == run(config(placement__actor_devices=(0, 1), placement__learner_devices=(2,)))[0]
+  assert len(set(alone)) == 6
+
+
+def test_segments_begin_with_other_environments():
+  of = prepared(config_of(scheme='sync'))
+  assert run(None, of=of, updates=2)[0] != run(None, of=of, updates=2, index=1)[0]
