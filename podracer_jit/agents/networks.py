@@ -291,7 +291,7 @@ class ImageAndVector(nn.Module):
   channels: Sequence[int] = option((16, 32), 'output channels of each convolution', at_least=1,
                                    at_most=MAX_UNITS, max_length=MAX_LAYERS)
   kernel: int = option(3, 'width of each square kernel', at_least=1, at_most=1000)
-  largest: float = option(255.0, 'value of an image that becomes 1, such as 10 for MiniGrid',
+  largest: float = option(255.0, 'whole number in an image that becomes 1, such as 10 for MiniGrid',
                           above=0)
   image_hidden: int = option(128, 'features of each image', at_least=1, at_most=MAX_UNITS)
   vector_hidden: Sequence[int] = option((64,), 'units of each layer on the other parts',
@@ -327,7 +327,9 @@ class ImageAndVector(nn.Module):
 
   def _look(self, image: jax.Array) -> jax.Array:
     """Returns features [N, image_hidden] of an image [N, H, W, C]."""
-    x = image.astype(jnp.float32) / self.largest
+    x = image.astype(jnp.float32)
+    if jnp.issubdtype(image.dtype, jnp.integer):
+      x = x / self.largest
     for channels in self.channels:
       x = nn.relu(Conv(channels, self.kernel, kernel_init=orthogonal(np.sqrt(2)))(x))
     x = x.reshape(len(x), -1)

@@ -41,8 +41,8 @@ class ObsPart(NamedTuple):
 def is_channels_last(shape: tuple[int, ...]) -> bool:
   """Returns whether images of a shape are (H, W, C) and not (C, H, W).
 
-  The other two axes of a square image are equal; of other images the smaller outer axis is the
-  channels.
+  The other two axes of a square image are equal: (4, 4, 31) has 31 channels. Of other images the
+  smaller outer axis is the channels.
   """
   if len(shape) != 3:
     return False
