@@ -81,8 +81,8 @@ def test_programs_can_be_made_for_gpus(module):
       envpool_envs.EnvPoolVectorEnv(experiment.env.task, experiment.env_options,
                                     env_seeds(1, 0, i, 16 // shards)) for i in range(shards)])
   keys = [jax.random.key(i) for i in range(shards)]
-  state = initial_state(whole), whole.acting.initial_state(pools.shards, keys, 0)
-  traced = jax.jit(whole.acting.rollout(pools.shards)).trace(state[0].params, state[1])
+  state = initial_state(whole), whole.acting.initial_state(pools.vector_envs, keys, 0)
+  traced = jax.jit(whole.acting.rollout(pools.vector_envs)).trace(state[0].params, state[1])
   text = traced.lower(lowering_platforms=('cuda',)).as_text()
   pools.close()
   calls = re.findall(r'custom_call @(\w+)_(\w+)\(.*has_side_effect = (\w+)', text)
