@@ -285,9 +285,9 @@ def test_at_rest_a_training_computes_nothing():
   with contextlib.ExitStack() as stack:
     part = training.Training(run, run.initial_state(), 'cleanba', False, stack)
     part(0.0)
-    made = dict(part._made)
-    assert set(made) == {'actor 0', 'learner'}
-    assert all(isinstance(x, jax.Array) and x.is_ready() for x in made.values())
+    outputs = dict(part._last_outputs)
+    assert set(outputs) == {'actor 0', 'learner'}
+    assert all(isinstance(x, jax.Array) and x.is_ready() for x in outputs.values())
 
 
 def test_parts_can_be_chosen_and_two_devices_leave_out_fused(tmp_path):

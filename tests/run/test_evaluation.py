@@ -5,6 +5,7 @@ import json
 import random
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import envpool
@@ -365,7 +366,7 @@ def test_gif_shows_what_envpool_renders(tmp_path):
     rewards += pool.step(np.array([2], np.int32))[1][0]
     expected.append(pool.render()[0])
   frames, rate = _decode(tmp_path / 'pong.gif', 480, 630)
-  assert film == video.Film(rewards, 21, 15.0, 'rendered by EnvPool')
+  assert film == video.Film(rewards, 21, 15.0, 'rendered by the environment')
   assert len(frames) == 21
   np.testing.assert_array_equal(frames[:, 1::3, 1::3], np.stack(expected))
   assert len({frame.tobytes() for frame in expected}) > 5  # it moves
@@ -400,13 +401,13 @@ def test_newest_frame_of_observations_that_nothing_renders():
 def test_no_video_where_there_is_nothing_to_see():
   class Blind:
     first_obs = np.zeros((1, 4), np.float32)
-    _pool = property(lambda self: self)
 
-    def render(self):
+    def render(self, state):
       raise RuntimeError('render not implemented for this environment')
 
-  with pytest.raises(ValueError, match='no video: EnvPool cannot show Odd-v0'):
-    video._camera(_agent('Odd-v0', _lean), Blind())
+  one_env = types.SimpleNamespace(envs=[types.SimpleNamespace(simulator=None)])
+  with pytest.raises(ValueError, match='no video: Odd-v0 cannot be rendered'):
+    video._camera(_agent('Odd-v0', _lean), Blind(), one_env)
 
 
 def test_a_video_that_cannot_be_written_says_so(tmp_path):
