@@ -11,11 +11,10 @@ import difflib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.interpreters import mlir
@@ -25,7 +24,8 @@ with warnings.catch_warnings():
   warnings.simplefilter('ignore')
   import envpool
 
-from podracer_jit.envs.protocol import EnvSpec, ObsPart, TimeStep, is_channels_last
+from podracer_jit.envs import spaces
+from podracer_jit.envs.protocol import EnvSpec, TimeStep
 from podracer_jit.options import LARGEST_FLOAT, shown
 
 # Options that are not the user's: other fields of the config, or this package, set them.
@@ -40,7 +40,6 @@ _TIMES = ('step', 'time', 'duration', 'frequency')
 # Bound of an option that may be a length; 100 times its default if that is larger.
 _LARGEST_SIZE = 10_000
 _LARGEST_OBS = 2**26  # bytes of one observation
-_MOST_CHOICES = 10_000  # of one element of an integer action
 
 render_options = {'render_mode': 'rgb_array'}
 
@@ -101,12 +100,12 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
     raise ValueError(f'env.task: {task} has several players; single-player tasks only for now')
   action = spec.action_space
   discrete = type(action).__name__ == 'Discrete'
-  choices = () if discrete else _choices(action)
+  choices = () if discrete else spaces.choices(action)
   if not (discrete or choices):
     _check_continuous(task, action, default)
   continuous = not (discrete or choices)
 
-  shape, dtype, parts = _layout(task, spec.observation_space)
+  shape, dtype, parts = spaces.layout(task, spec.observation_space)
   return EnvSpec(
       task=task,
       obs_shape=shape,
@@ -117,7 +116,7 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
       frame_skip=int(spec.config._asdict().get('frame_skip', 1)),
       max_episode_steps=int(spec.config.max_episode_steps),
       stack=_stack(spec),
-      channels_last='stack_num' not in default and is_channels_last(shape),
+      channels_last='stack_num' not in default and spaces.is_channels_last(shape),
       parts=parts,
       action_choices=choices)
 
@@ -139,19 +138,6 @@ def _usual_spec(task: str) -> Any:
     hint = ('it needs a game of your own (cfg_path, wad_path), which is not supported'
             if task.startswith('VizdoomCustom') else 'EnvPool fails')
     raise ValueError(f'env.task: {task} cannot be made here: {hint} ({why})') from None
-
-
-def _choices(action: Any) -> tuple[int, ...]:
-  """Returns the number of choices of each element of an integer action, else ()."""
-  kind = type(action).__name__
-  if kind == 'MultiDiscrete':
-    return tuple(map(int, np.ravel(action.nvec)))
-  if kind == 'MultiBinary':
-    return (2,) * math.prod(action.shape)
-  if kind == 'Box' and np.issubdtype(action.dtype, np.integer) and not np.any(action.low):
-    sizes = np.ravel(action.high).astype(np.int64) + 1
-    return tuple(map(int, sizes)) if sizes.size and sizes.max() <= _MOST_CHOICES else ()
-  return ()
 
 
 def _check_continuous(task: str, action: Any, default: Mapping[str, Any]) -> None:
@@ -235,129 +221,6 @@ def _stack(spec: Any) -> int:
   does neither.
   """
   return int(spec.config.stack_num) if type(spec).__name__ == 'AtariEnvSpec' else 1
-
-
-class _Leaf(NamedTuple):
-  """Array of an observation, and its place in a flat observation."""
-
-  part: ObsPart
-  one_hot_from: int | None  # the smallest value of a number that becomes a one-hot, else None
-
-
-def _layout(task: str, space: Any) -> tuple[tuple[int, ...], np.dtype, tuple[ObsPart, ...]]:
-  """Returns shape, dtype and parts of one observation of `_observe`."""
-  leaves = _leaves(task, space)
-  if _is_array(space):
-    return leaves[0].part.shape, _stored(leaves[0].part.dtype), ()
-  parts = tuple(leaf.part for leaf in leaves)
-  size = sum(part.size for part in parts)
-  return (size,), _dtype(leaves), parts if len(parts) > 1 else ()
-
-
-def _is_array(space: Any) -> bool:
-  """Returns whether observations of a space are one array, which keeps its shape."""
-  return type(space).__name__ in ('Box', 'MultiBinary')
-
-
-def _stored(dtype: Any) -> np.dtype:
-  """Returns the dtype in which an array of an observation is stored."""
-  return np.dtype(np.uint8) if dtype == np.bool_ else _narrowed(dtype)
-
-
-def _dtype(leaves: Sequence[_Leaf]) -> np.dtype:
-  """Returns the dtype of a flat observation: uint8 if all its parts fit, else float32."""
-  small = all(_stored(leaf.part.dtype) == np.uint8 for leaf in leaves)
-  return np.dtype(np.uint8 if small else np.float32)
-
-
-def _leaves(task: str, space: Any, name: str = '', start: int = 0, one_hot: bool = True
-            ) -> list[_Leaf]:
-  """Returns the arrays of an observation in the order of their names.
-
-  A number (Discrete) becomes a one-hot, but in a dict it stays a number: some are counters.
-
-  Args:
-    task: name of the task, for error messages.
-    space: EnvPool's space of observations, or of a part.
-    name: of the part; '' for the whole observation.
-    start: index of the part's first element in the flat observation.
-    one_hot: whether a Discrete space becomes a one-hot.
-
-  Raises:
-    ValueError: the space, or a part, is of another kind.
-  """
-  kind = type(space).__name__
-  inner = None
-  if kind == 'Dict':
-    inner = sorted(space.items())
-  elif kind == 'Tuple':
-    inner = [(str(i), part) for i, part in enumerate(space)]
-  if inner is not None:
-    leaves: list[_Leaf] = []
-    for key, part in inner:
-      here = start + sum(leaf.part.size for leaf in leaves)
-      leaves += _leaves(task, part, f'{name}/{key}' if name else key, here, kind == 'Tuple')
-    return leaves
-
-  if kind == 'Box':
-    shape, dtype = tuple(space.shape), _narrowed(space.dtype)
-    return [_Leaf(ObsPart(name, shape, dtype, start, is_channels_last(shape)), None)]
-  if kind == 'MultiBinary':
-    shape = tuple(np.atleast_1d(space.n)) if not space.shape else tuple(space.shape)
-    return [_Leaf(ObsPart(name, shape, np.dtype(bool), start, is_channels_last(shape)), None)]
-  if kind == 'Discrete':
-    if not one_hot:
-      # Only numbers from 0 on can be told apart by their number of values.
-      values = 0 if space.start else int(space.n)
-      return [_Leaf(ObsPart(name, (), np.dtype(np.int32), start, num_values=values), None)]
-    return [_Leaf(ObsPart(name, (int(space.n),), np.dtype(bool), start), int(space.start))]
-  if kind == 'MultiDiscrete':
-    sizes = [int(n) for n in np.ravel(space.nvec)]
-    return [_Leaf(ObsPart(f'{name}/{i}' if name else str(i), (n,), np.dtype(bool),
-                          start + sum(sizes[:i])), 0) for i, n in enumerate(sizes)]
-  raise ValueError(f'env.task: the observations of {task} are {kind}; only arrays (Box, '
-                   'MultiBinary), numbers (Discrete, MultiDiscrete), and dicts and tuples of them '
-                   'can be learned from')
-
-
-def _arrays(obs: Any, space: Any) -> list[Any]:
-  """Returns the arrays [B, ...] of EnvPool's observations in the order of `_leaves`."""
-  kind = type(space).__name__
-  if kind == 'Dict':
-    return [x for name in sorted(space) for x in _arrays(obs[name], space[name])]
-  if kind == 'Tuple':
-    return [x for part, inner in zip(obs, space, strict=True) for x in _arrays(part, inner)]
-  if kind == 'MultiDiscrete':
-    flat = obs.reshape(len(obs), -1)
-    return [flat[:, i] for i in range(flat.shape[1])]
-  return [obs]
-
-
-def _observe(obs: Any, space: Any, leaves: Sequence[_Leaf]) -> Any:
-  """Returns observations [B, ...], of NumPy if `obs` is, of JAX otherwise.
-
-  An array keeps its shape. Numbers become one-hots, and dicts and tuples one flat vector with the
-  parts in the order of their names.
-
-  Args:
-    obs: what EnvPool returns for B environments.
-    space: EnvPool's space of one observation.
-    leaves: `_leaves` of the space.
-  """
-  arrays = [_narrow(x) for x in _arrays(obs, space)]
-  xnp = np if isinstance(arrays[0], np.ndarray) else jnp
-  if _is_array(space):
-    # A cast to the same dtype is left out: it would be an operation of every Atari program.
-    stored = _stored(arrays[0].dtype)
-    return arrays[0] if arrays[0].dtype == stored else arrays[0].astype(stored)
-  size, dtype = len(arrays[0]), _dtype(leaves)
-  columns = []
-  for x, leaf in zip(arrays, leaves, strict=True):
-    if leaf.one_hot_from is not None:
-      values = leaf.one_hot_from + np.arange(leaf.part.size, dtype=np.int32)
-      x = x.reshape(size, 1) == values
-    columns.append(x.reshape(size, -1).astype(dtype))
-  return xnp.concatenate(columns, axis=1)
 
 
 def make_vector_env(task: str, options: Mapping[str, Any], seeds: Sequence[int],
@@ -450,7 +313,7 @@ class EnvPoolVectorEnv:
 
     # MuJoCo and DM Control use float64; with x64 off their recv aborts the process.
     self._obs_space = self._pool.observation_space
-    self._leaves = _leaves(task, self._obs_space)
+    self._leaves = spaces.leaves_of(task, self._obs_space)
     arrays = [*self._pool.spec.state_array_spec.values(),
               *self._pool.spec.action_array_spec.values()]
     self._x64 = np.dtype(np.float64) in [np.dtype(array.dtype) for array in arrays]
@@ -469,7 +332,7 @@ class EnvPoolVectorEnv:
       self._pool.async_reset()
     else:
       obs, _ = self._pool.reset()
-      self.first_obs = _observe(obs, self._obs_space, self._leaves)
+      self.first_obs = spaces.observe(obs, self._obs_space, self._leaves)
 
   @property
   def handle(self) -> np.ndarray:
@@ -492,7 +355,7 @@ class EnvPoolVectorEnv:
     with jax.enable_x64(self._x64):
       token, (obs, reward, terminated, truncated, info) = _call(self._recv, token)
       obs, reward, raw = _narrow((obs, reward, info.get('reward', reward)))
-    obs = _observe(obs, self._obs_space, self._leaves)
+    obs = spaces.observe(obs, self._obs_space, self._leaves)
     game_over = info['terminated'].astype(bool) if 'lives' in info else terminated
     step = TimeStep(obs, reward, terminated, truncated, raw, game_over, info['env_id'])
     return token, state, step
@@ -548,10 +411,4 @@ def _call(function: Callable, *args: jax.Array | None) -> Any:
 
 def _narrow(tree):
   """Converts float64 arrays of a tree to float32."""
-  return jax.tree.map(lambda x: x.astype(_narrowed(x.dtype)), tree)
-
-
-def _narrowed(dtype: Any) -> np.dtype:
-  """Returns float32 for float64, and any other dtype unchanged."""
-  return np.dtype(np.float32) if dtype == np.float64 else np.dtype(dtype)
-
+  return jax.tree.map(lambda x: x.astype(spaces.narrowed(x.dtype)), tree)

@@ -35,11 +35,11 @@ from jax.interpreters import mlir
 
 from podracer_jit import parts
 from podracer_jit.envs import gymnasium_worker as worker
+from podracer_jit.envs import spaces
 from podracer_jit.envs.protocol import (
     EnvironmentFailed,
     EnvSpec,
     TimeStep,
-    is_channels_last,
 )
 from podracer_jit.options import shorten
 
@@ -110,26 +110,30 @@ def _fails(task: str, error: Exception) -> str:
 def _spec(task: str, env: gymnasium.Env) -> EnvSpec:
   obs = env.observation_space
   action = env.action_space
-  if not isinstance(obs, gymnasium.spaces.Box):
-    raise ValueError(f'env.task: the observations of {task} are {type(obs).__name__}; only arrays '
-                     '(Box) can be learned from for now')
   discrete = isinstance(action, gymnasium.spaces.Discrete)
+  choices = () if discrete else spaces.choices(action)
   floats = (isinstance(action, gymnasium.spaces.Box) and len(action.shape) == 1
             and np.issubdtype(action.dtype, np.floating))
-  if not discrete and not floats:
-    raise ValueError(f'env.task: the actions of {task} are {action}; only one choice (Discrete) '
-                     'and a vector of floats (Box) can be learned for now')
+  if not (discrete or choices or floats):
+    raise ValueError(f'env.task: the actions of {task} are {action}; only one choice (Discrete), '
+                     'several (MultiDiscrete, integers from 0 on) and a vector of floats (Box) '
+                     'can be learned')
+  shape, dtype, obs_parts = spaces.layout(task, obs)
+  if isinstance(obs, gymnasium.spaces.Box):
+    dtype = np.dtype(_NARROWED.get(obs.dtype.name, obs.dtype))
   return EnvSpec(
       task=task,
-      obs_shape=tuple(obs.shape),
-      obs_dtype=np.dtype(_NARROWED.get(obs.dtype.name, obs.dtype)),
+      obs_shape=shape,
+      obs_dtype=dtype,
       num_actions=int(action.n) if discrete else 0,
-      action_low=() if discrete else tuple(map(float, action.low)),
-      action_high=() if discrete else tuple(map(float, action.high)),
+      action_low=tuple(map(float, action.low)) if floats else (),
+      action_high=tuple(map(float, action.high)) if floats else (),
       frame_skip=1,
       max_episode_steps=_limit(env),
       calls_python=True,
-      channels_last=is_channels_last(tuple(obs.shape)))
+      channels_last=spaces.is_channels_last(shape),
+      parts=obs_parts,
+      action_choices=choices)
 
 
 def _limit(env: gymnasium.Env) -> int:
@@ -268,8 +272,8 @@ class _Workers:
 
     layout = worker.Layout(
         len(seeds), spec.obs_shape, spec.obs_dtype.name,
-        () if spec.num_actions else (len(spec.action_low),),
-        'int32' if spec.num_actions else 'float32')
+        () if spec.num_actions else (len(spec.action_choices or spec.action_low),),
+        'float32' if spec.action_low else 'int32')
     with _shared_memory(worker.num_bytes(layout)) as memory:
       self.arrays = worker.arrays(mmap.mmap(memory, worker.num_bytes(layout)), layout)
       try:

@@ -28,6 +28,7 @@ import numpy as np
 from gymnasium.wrappers import TimeLimit
 
 from podracer_jit import parts
+from podracer_jit.envs import spaces
 from podracer_jit.options import shorten, shown
 
 KIND = 'gymnasium'
@@ -195,8 +196,12 @@ class _Environments:
     for i in range(len(self._setup.seeds)):
       self._doing = ('constructor', i)
       self._envs.append(make(self._setup.task, self._setup.options))
-    self._action_dtype = getattr(self._envs[0].action_space, 'dtype', None)
-    self._first_action = getattr(self._envs[0].action_space, 'start', None)
+    space = self._envs[0].action_space
+    self._action_dtype = getattr(space, 'dtype', None)
+    self._action_shape = space.shape
+    self._first_action = getattr(space, 'start', None)
+    self._obs_space = self._envs[0].observation_space
+    self._leaves = spaces.leaves_of(self._setup.task, self._obs_space)
     for i, (env, seed) in enumerate(zip(self._envs, self._setup.seeds, strict=True)):
       self._doing = ('reset', i)
       obs, _ = env.reset(seed=seed)
@@ -260,13 +265,18 @@ class _Environments:
 
   def _actions(self) -> Sequence[Any]:
     """Returns the actions as the action space has them: numbers, or arrays."""
-    if self._first_action is not None:
-      return (self._arrays.action + self._first_action).tolist()
+    actions = self._arrays.action
+    if self._first_action is not None and not self._action_shape:
+      return (actions + self._first_action).tolist()
     # A copy: an environment may keep its action.
-    return np.array(self._arrays.action, self._action_dtype)
+    actions = np.array(actions, self._action_dtype).reshape(len(actions), *self._action_shape)
+    return actions if self._first_action is None else actions + self._first_action
 
   def _checked(self, obs: Any) -> np.ndarray:
-    obs = np.asarray(obs)
+    if spaces.is_array(self._obs_space):
+      obs = np.asarray(obs)
+    else:
+      obs = spaces.observe_one(obs, self._obs_space, self._leaves)
     if obs.shape != self._obs_shape:
       raise ValueError(f'the observation has the shape {obs.shape}, that of the space is '
                        f'{self._obs_shape}')

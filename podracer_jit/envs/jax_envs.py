@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer_jit.envs.protocol import EnvSpec, TimeStep, is_channels_last
+from podracer_jit.envs import spaces
+from podracer_jit.envs.protocol import EnvSpec, TimeStep
 from podracer_jit.numerics.islands import island
 from podracer_jit.options import shorten, shown
 
@@ -28,8 +29,11 @@ class JaxEnv(Protocol):
   vector environment does.
   """
 
-  observation_space: Any  # a Box of Gymnasium or gymnax, or what has its shape and dtype
-  action_space: Any  # a Discrete, or a Box with one axis
+  # Spaces of Gymnasium or gymnax. Observations may be nested dicts and tuples; in place of a Box
+  # anything with its shape and dtype will do. An action is a Discrete, a MultiDiscrete, or a Box
+  # with one axis.
+  observation_space: Any
+  action_space: Any
   max_episode_steps: int  # steps after which an episode is truncated; 0 or absent: no limit
 
   # It may have two things more, for videos: `render(state)` -> [H, W, 3] u8, and `frame_rate`,
@@ -45,7 +49,7 @@ class JaxEnv(Protocol):
     Args:
       key: PRNG key of this step.
       state: of `reset`, or of the last step.
-      action: [] i32, or [A] f32.
+      action: [] i32, [A] i32 for several choices, or [A] f32.
 
     Returns:
       Observation, state, reward [], terminated [], truncated [], and anything, which is ignored.
@@ -88,22 +92,29 @@ class JaxFamily:
     """Returns the spec of a task; see `protocol.Family`."""
     env = self._env(task, options)
     action = env.action_space
-    discrete = hasattr(action, 'n')
-    if not discrete and len(action.shape) > 1:
-      raise ValueError(f'env.task: the actions of {task} are {action}; only one choice (Discrete) '
-                       'and a vector of floats (Box) can be learned for now')
+    discrete = hasattr(action, 'n') and not action.shape
+    choices = () if discrete else spaces.choices(action)
+    continuous = not (discrete or choices)
+    if continuous and len(action.shape) > 1:
+      raise ValueError(f'env.task: the actions of {task} are {action}; only one choice (Discrete), '
+                       'several (MultiDiscrete) and a vector of floats (Box) can be learned')
+    parts = ()
+    if not spaces.is_array(env.observation_space):
+      *_, parts = spaces.layout(task, env.observation_space)
     obs = _check_functions(task, env)
     return EnvSpec(
         task=task,
         obs_shape=obs.shape,
         obs_dtype=np.dtype(obs.dtype),
         num_actions=int(action.n) if discrete else 0,
-        action_low=() if discrete else _bound(action, action.low),
-        action_high=() if discrete else _bound(action, action.high),
+        action_low=_bound(action, action.low) if continuous else (),
+        action_high=_bound(action, action.high) if continuous else (),
         frame_skip=1,
         max_episode_steps=_limit(env),
         is_function=True,
-        channels_last=is_channels_last(obs.shape))
+        channels_last=spaces.is_channels_last(obs.shape),
+        parts=parts,
+        action_choices=choices)
 
   def make_vector_env(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
                       num_threads: int = 0, batch_size: int = 0) -> JaxVectorEnv:
@@ -159,7 +170,8 @@ class JaxVectorEnv:
     """Steps all environments; see `VectorEnv`."""
     step_all = island('environment')(jax.vmap(functools.partial(_step, self._env)))
     state, obs, reward, terminated, truncated = step_all(state)
-    step = TimeStep(obs, reward, terminated, truncated, raw_reward=reward, game_over=terminated,
+    step = TimeStep(_as_arrays(self._env, obs), reward, terminated, truncated, raw_reward=reward,
+                    game_over=terminated,
                     env_id=jnp.arange(self.num_envs, dtype=jnp.int32))
     return token, state, step
 
@@ -183,7 +195,7 @@ class JaxVectorEnv:
 
 
 def _step(env: JaxEnv, state: FunctionState
-          ) -> tuple[FunctionState, jax.Array, jax.Array, jax.Array, jax.Array]:
+          ) -> tuple[FunctionState, Any, jax.Array, jax.Array, jax.Array]:
   """Steps one environment, or resets it if its episode has ended.
 
   Args:
@@ -212,7 +224,8 @@ def _step(env: JaxEnv, state: FunctionState
       env=jax.tree.map(choose, after, first), key=key, action=state.action,
       ended=terminated | truncated, length=choose(state.length + 1, 0))
   reward = choose(jnp.asarray(reward, jnp.float32), 0.0)
-  return state, choose(obs, first_obs), reward, terminated, truncated
+  obs = jax.tree.map(choose, obs, first_obs)
+  return state, obs, reward, terminated, truncated
 
 
 def _keys(seeds: jax.Array) -> jax.Array:
@@ -230,12 +243,26 @@ def _reset_all(env: JaxEnv, keys: jax.Array) -> tuple[jax.Array, FunctionState]:
   """Returns the first observations [B, ...] and the state of environments with `keys` [B]."""
   keys, now = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
   obs, first = jax.vmap(env.reset)(now)
-  action = env.action_space
-  dtype = jnp.int32 if hasattr(action, 'n') else jnp.float32
+  action = _action(env)
   state = FunctionState(
-      env=first, key=keys, action=jnp.zeros((len(keys), *action.shape), dtype),
+      env=first, key=keys, action=jnp.zeros((len(keys), *action.shape), action.dtype),
       ended=jnp.zeros(len(keys), bool), length=jnp.zeros(len(keys), jnp.int32))
-  return obs, state
+  return _as_arrays(env, obs), state
+
+
+def _action(env: JaxEnv) -> jax.ShapeDtypeStruct:
+  """Returns the shape and dtype of one environment's action."""
+  space = env.action_space
+  integers = hasattr(space, 'n') or spaces.choices(space)
+  return jax.ShapeDtypeStruct(space.shape, jnp.int32 if integers else jnp.float32)
+
+
+def _as_arrays(env: JaxEnv, obs: Any) -> jax.Array:
+  """Returns observations of B environments as one array [B, ...]; see `spaces.observe`."""
+  space = env.observation_space
+  if spaces.is_array(space):
+    return obs
+  return spaces.observe(obs, space, spaces.leaves_of('', space))
 
 
 def _limit(env: JaxEnv) -> int:
@@ -255,18 +282,16 @@ def _check_functions(task: str, env: JaxEnv) -> jax.ShapeDtypeStruct:
     ValueError: `reset` or `step` fails, or their results do not fit each other.
   """
   key = jax.eval_shape(jax.random.key, 0)
-  dtype = jnp.int32 if hasattr(env.action_space, 'n') else jnp.float32
-  action = jax.ShapeDtypeStruct(env.action_space.shape, dtype)
   try:
     obs, state = jax.eval_shape(env.reset, key)
     next_obs, next_state, reward, terminated, truncated, *_ = jax.eval_shape(
-        env.step, key, state, action)
+        env.step, key, state, _action(env))
   except Exception as error:  # noqa: BLE001 - a user's functions may raise anything
     raise ValueError(f'env.task: {task} cannot be traced: {type(error).__name__}: '
                      f'{shorten(str(error))}') from error
-  if not isinstance(obs, jax.ShapeDtypeStruct):
-    raise ValueError(f'env.task: the observations of {task} are {shown(type(obs).__name__)}; only '
-                     'arrays can be learned from for now')
+  if spaces.is_array(env.observation_space) and not isinstance(obs, jax.ShapeDtypeStruct):
+    raise ValueError(f'env.task: the observations of {task} are {shown(type(obs).__name__)}, and '
+                     'its observation_space is that of one array')
   for name, first, later in (('observation', obs, next_obs), ('state', state, next_state)):
     if jax.tree.map(_described, first) != jax.tree.map(_described, later):
       raise ValueError(f'env.task: reset and step of {task} give different shapes or dtypes of '
@@ -275,7 +300,13 @@ def _check_functions(task: str, env: JaxEnv) -> jax.ShapeDtypeStruct:
   for name, value in (('reward', reward), ('terminated', terminated), ('truncated', truncated)):
     if value.shape:
       raise ValueError(f'env.task: the {name} of {task} must be a scalar, got {value.shape}')
-  return obs
+  try:
+    all_obs = jax.eval_shape(lambda: jax.vmap(env.reset)(_keys(np.zeros(1, np.int32)))[0])
+    all_obs = jax.eval_shape(functools.partial(_as_arrays, env), all_obs)
+  except Exception as error:
+    raise ValueError(f'env.task: the observations of {task} do not fit its observation_space: '
+                     f'{type(error).__name__}: {shorten(str(error))}') from error
+  return jax.ShapeDtypeStruct(all_obs.shape[1:], all_obs.dtype)
 
 
 def _described(x: jax.ShapeDtypeStruct) -> str:

@@ -7,7 +7,6 @@ object with the functions of `Family`, given as `env.task = 'module:attribute'`.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -16,40 +15,7 @@ import chex
 import jax
 import numpy as np
 
-
-class ObsPart(NamedTuple):
-  """Part of an observation that is a flat vector of several arrays; see `take_apart`."""
-
-  name: str  # names of nested dicts are joined by '/'
-  shape: tuple[int, ...]  # of the part in one observation
-  dtype: np.dtype  # bool for a one-hot or a mask; float64 is converted to float32
-  start: int  # index of the part's first element in the flat observation
-  channels_last: bool = False  # the part is an image (H, W, C)
-  num_values: int = 0  # the part is one number from 0 to num_values - 1; 0 for other parts
-
-  @property
-  def size(self) -> int:
-    """Number of elements."""
-    return math.prod(self.shape)
-
-  @property
-  def is_image(self) -> bool:
-    """True if the part is an image, in which neighbouring elements belong together."""
-    return len(self.shape) == 3
-
-
-def is_channels_last(shape: tuple[int, ...]) -> bool:
-  """Returns whether images of a shape are (H, W, C) and not (C, H, W).
-
-  The other two axes of a square image are equal: (4, 4, 31) has 31 channels. Of other images the
-  smaller outer axis is the channels.
-  """
-  if len(shape) != 3:
-    return False
-  first, middle, last = shape
-  if (first == middle) != (middle == last):
-    return first == middle
-  return last < first
+from podracer_jit.envs.spaces import ObsPart
 
 
 def take_apart(obs: jax.Array, parts: Sequence[ObsPart]) -> dict[str, jax.Array]:

@@ -13,6 +13,7 @@ from podracer_jit.actor import rollouts
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents import networks
 from podracer_jit.envs import envpool_envs
+from podracer_jit.envs import spaces as env_spaces
 from podracer_jit.envs.protocol import ObsPart, take_apart
 from podracer_jit.run import build
 from podracer_jit.run.commands import envs as envs_command
@@ -400,12 +401,12 @@ def test_products_of_numbers_are_one_hots_end_to_end():
   pair = spaces.Tuple([spaces.Discrete(3), spaces.Discrete(2), spaces.Discrete(2, start=4)])
   vector = spaces.MultiDiscrete([3, 2, 2])
   for space, obs in ((pair, tuple(numbers.T)), (vector, numbers - np.int32([0, 0, 4]))):
-    leaves = envpool_envs._leaves('X-v0', space)
-    shape, dtype, parts = envpool_envs._layout('X-v0', space)
+    leaves = env_spaces.leaves_of('X-v0', space)
+    shape, dtype, parts = env_spaces.layout('X-v0', space)
     assert (shape, dtype) == ((7,), np.uint8)
     assert [part.name for part in parts] == ['0', '1', '2']
-    assert_array_equal(envpool_envs._observe(obs, space, leaves), expected)
-    on_device = jax.jit(lambda obs, space=space, leaves=leaves: envpool_envs._observe(
+    assert_array_equal(env_spaces.observe(obs, space, leaves), expected)
+    on_device = jax.jit(lambda obs, space=space, leaves=leaves: env_spaces.observe(
         obs, space, leaves))(jax.tree.map(jnp.asarray, obs))
     assert_array_equal(on_device, expected)
 
@@ -414,9 +415,9 @@ def test_a_dict_of_bytes_stays_bytes():
   from gymnasium import spaces
   box = spaces.Box(0, 255, (2,), np.uint8)
   space = spaces.Dict({'a': box, 'b': spaces.Dict({'c': spaces.MultiBinary(3)})})
-  assert envpool_envs._layout('X-v0', space)[:2] == ((5,), np.uint8)
+  assert env_spaces.layout('X-v0', space)[:2] == ((5,), np.uint8)
   obs = {'a': np.uint8([[200, 1]]), 'b': {'c': np.array([[True, False, True]])}}
-  made = envpool_envs._observe(obs, space, envpool_envs._leaves('X-v0', space))
+  made = env_spaces.observe(obs, space, env_spaces.leaves_of('X-v0', space))
   assert made.dtype == np.uint8
   assert_array_equal(made, [[200, 1, 1, 0, 1]])
 
@@ -424,4 +425,4 @@ def test_a_dict_of_bytes_stays_bytes():
 def test_other_observations_are_refused_in_one_line():
   from gymnasium import spaces
   with pytest.raises(ValueError, match=r'env\.task: the observations of X-v0 are Text; only'):
-    envpool_envs._layout('X-v0', spaces.Dict({'a': spaces.Text(5)}))
+    env_spaces.layout('X-v0', spaces.Dict({'a': spaces.Text(5)}))

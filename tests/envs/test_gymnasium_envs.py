@@ -90,11 +90,32 @@ def needs_argument(level):
 def fails():
   raise RuntimeError('mine')
 
-class Dicts(Own):
-  observation_space = spaces.Dict(a=spaces.Discrete(3))
+class Texts(Own):
+  observation_space = spaces.Dict(a=spaces.Text(3))
 
-class Several(Own):
-  action_space = spaces.MultiDiscrete([2, 3])
+class Several(gymnasium.Env):
+  """Observes the last action in a dict, and what has been done so far."""
+
+  observation_space = spaces.Dict(
+      last=spaces.MultiDiscrete([2, 3], start=[0, 7]),
+      inner=spaces.Tuple([spaces.Box(-9, 9, (2, 1), np.float64), spaces.Discrete(4, start=1)]))
+  action_space = spaces.MultiDiscrete([2, 3], start=[0, 7])
+
+  def reset(self, seed=None, options=None):
+    super().reset(seed=seed)
+    self.age = 0
+    return self.observe(np.array([1, 8])), {}
+
+  def step(self, action):
+    assert self.action_space.contains(action), action
+    self.age += 1
+    return self.observe(action), float(action[1]), self.age == 3, False, {}
+
+  def observe(self, action):
+    return {'last': action, 'inner': (np.array([[self.age], [0.5]]), 1 + self.age)}
+
+class Actions(Own):
+  action_space = spaces.Dict(a=spaces.Discrete(2))
 '''
 
 
@@ -229,6 +250,34 @@ def test_a_users_class_and_functions_run_in_workers_without_jax(own, make):
   assert gymnasium_envs.make_spec(f'{own}:factory', {}).max_episode_steps == 0
 
 
+def test_nested_observations_are_a_flat_vector_and_several_choices_an_array(own, make):
+  task = f'{own}:Several'
+  spec = gymnasium_envs.make_spec(task, {})
+  assert (spec.obs_shape, spec.obs_dtype) == ((11,), np.float32)
+  assert [part.name for part in spec.parts] == ['inner/0', 'inner/1', 'last/0', 'last/1']
+  assert (spec.num_actions, spec.action_choices, spec.action_low) == (0, (2, 3), ())
+
+  vector_env = make(task, seeds=[5, 6])
+  #                          age, 0.5 | one of 4    | 2    | 3
+  assert_array_equal(vector_env.first_obs, [[0, .5, 1, 0, 0, 0, 0, 1, 0, 1, 0]] * 2)
+  actions = np.array([[[1, 2], [0, 0]], [[0, 1], [1, 1]]], np.int32)
+  obs, reward, *_ = play(vector_env, actions)
+  assert_array_equal(obs[0], [[1, .5, 0, 1, 0, 0, 0, 1, 0, 0, 1],
+                              [1, .5, 0, 1, 0, 0, 1, 0, 1, 0, 0]])
+  assert_array_equal(obs[1, 0], [2, .5, 0, 0, 1, 0, 1, 0, 0, 1, 0])
+  assert_array_equal(reward, [[9, 7], [8, 8]])
+
+
+def test_a_number_is_observed_as_a_one_hot(make):
+  actions = np.random.default_rng(0).integers(0, 4, (40, 3)).astype(np.int32)
+  _, (numbers, *expected) = play_in_python('FrozenLake-v1', {}, [1, 2, 3], actions)
+  obs, *fields = play(make('gymnasium:FrozenLake-v1', seeds=[1, 2, 3]), actions)
+  assert_array_equal(obs, np.eye(16)[numbers])
+  for field, other in zip(fields, expected, strict=True):
+    assert_array_equal(field, other)
+  assert len(set(numbers.ravel())) > 4
+
+
 def test_the_family_of_a_task():
   assert family_of('gymnasium:Any-v0') is gymnasium_envs
   assert own_module('gymnasium:Any-v0') == own_module('Pong-v5') == ''
@@ -248,9 +297,8 @@ def test_a_users_own_are_of_the_family(own):
     (CARTPOLE, dict(id='x'), r'env\.id: not an option'),
     (CARTPOLE, dict(max_episode_steps=0), r'env\.max_episode_steps: .* at least 1, got 0'),
     (CARTPOLE, dict(max_episode_steps=True), r'env\.max_episode_steps: .*got True'),
-    ('gymnasium:FrozenLake-v1', {}, r'env\.task: the observations of .* are Discrete; only'),
-    ('{}:Dicts', {}, r'env\.task: the observations of .* are Dict; only'),
-    ('{}:Several', {}, r'env\.task: the actions of .* are MultiDiscrete.*; only'),
+    ('{}:Texts', {}, r'env\.task: the observations of .* are Text; only'),
+    ('{}:Actions', {}, r'env\.task: the actions of .* are Dict.*; only'),
     ('{}:no_env', {}, r"env\.task: .*no_env must make a gymnasium.Env, got 'int'"),
     ('{}:needs_argument', {}, r'env\.task: .*needs_argument does not take these options.*level'),
     ('{}:fails', {}, r'env\.task: .*:fails fails: RuntimeError: mine'),

@@ -170,6 +170,8 @@ def fails(self, *args):
     (dict(reset=lambda self, key: (jnp.zeros(2), jnp.zeros((2,)))),
      'reset and step of counter give different shapes or dtypes of the state'),
     (dict(reset=lambda self, key: ({'x': jnp.zeros(2)}, jnp.zeros(()))), 'cannot be traced'),
+    (dict(observation_space=spaces.Dict(a=spaces.Discrete(2))),
+     'the observations of counter do not fit its observation_space'),
     (dict(action_space=spaces.Box(-1, 1, (2, 2))), 'the actions of counter are Box'),
     (dict(step=lambda self, key, state, action: (
         *Counter.step(self, key, state, action)[:2], jnp.zeros(2), False, False, None)),
@@ -179,6 +181,52 @@ def test_functions_that_do_not_fit_are_said_in_one_line(changes, words):
   with pytest.raises(ValueError, match=words) as error:
     counters(**changes).make_spec('counter', {})
   assert '\n' not in str(error.value)
+
+
+class Several(Counter):
+  """Observes a dict of its last action and its count; takes two choices at a time."""
+
+  observation_space = spaces.Dict(
+      last=spaces.MultiDiscrete([2, 3]), count=spaces.Box(0, 9, (1,), np.int32),
+      of_6=spaces.Tuple([spaces.Discrete(6)]))
+  action_space = spaces.MultiDiscrete([2, 3])
+
+  def reset(self, key):
+    return self._seen(jnp.zeros(2, jnp.int32), jnp.int32(0)), super().reset(key)[1]
+
+  def step(self, key, state, action):
+    _, state, _, terminated, truncated, _ = super().step(key, state, 0)
+    return self._seen(action, state[0]), state, action[1], terminated, truncated, None
+
+  def _seen(self, action, count):
+    return {'last': action, 'count': count[None], 'of_6': (count,)}
+
+
+def test_nested_observations_are_a_flat_vector_and_several_choices_an_array():
+  family = jax_envs.JaxFamily(lambda task, options: Several())
+  spec = family.make_spec('several', {})
+  assert (spec.obs_shape, spec.obs_dtype) == ((12,), np.float32)
+  assert [part.name for part in spec.parts] == ['count', 'last/0', 'last/1', 'of_6/0']
+  assert (spec.num_actions, spec.action_choices) == (0, (2, 3))
+
+  vector_env = family.make_vector_env('several', {}, [4, 5])
+  #                         count | 2    | 3      | 6
+  assert_array_equal(vector_env.first_obs, [[0, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0]] * 2)
+  actions = jnp.array([[[1, 2], [0, 1]], [[0, 0], [1, 1]]], jnp.int32)
+  steps = jax.device_get(steps_of(vector_env, actions))
+  assert_array_equal(steps.obs[0], [[1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0],
+                                    [1, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0]])
+  assert_array_equal(steps.obs[1, 1], [2, 0, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0])
+  assert_array_equal(steps.reward, [[2, 1], [0, 1]])
+
+
+def test_gymnax_frozen_lake_is_observed_as_a_one_hot():
+  task = 'gymnax:FrozenLake-misc'
+  assert family_of(task).make_spec(task, {}).obs_shape == (16,)
+  vector_env = family_of(task).make_vector_env(task, {}, [1, 2])
+  assert_array_equal(vector_env.first_obs, [np.eye(16)[0]] * 2)
+  steps = jax.device_get(steps_of(vector_env, jnp.ones((30, 2), jnp.int32)))
+  assert_array_equal(steps.obs.sum(axis=-1), 1)
 
 
 def test_python_flags_and_rewards_of_a_class_are_taken():

@@ -1,6 +1,7 @@
-"""A stranger's environment, `examples/gridworld.py`, with every command; and two processes."""
+"""A stranger's environments, the examples, with every command; and two processes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ from podracer_jit.run import checkpoint, workdirs
 from podracer_jit.run.commands import compare
 from tests.runs import QUICK
 
-GRIDWORLD = Path(__file__).parents[2] / 'examples' / 'gridworld.py'
+EXAMPLES = Path(__file__).parents[2] / 'examples'
+GRIDWORLD = EXAMPLES / 'gridworld.py'
+THERMOSTAT = EXAMPLES / 'thermostat.py'
 CARTPOLE = ['--config=configs/ppo_cartpole.py', '--config.env.task=gymnax:CartPole-v1',
             '--config.env.num_envs=8', '--config.num_shards=2', '--config.num_grad_shards=2',
             '--config.scheme=sync', '--config.unroll_length=16', '--config.total_steps=1100',
@@ -76,3 +79,33 @@ def test_two_processes_keep_the_environments_of_both(tmp_path, capsys):
          '--config.checkpoint.every_updates=3')
   assert compare.main(['compare', str(one), str(two)]) == 0
   assert 'identical: ' in capsys.readouterr().out
+
+
+@pytest.fixture(scope='module')
+def heated(tmp_path_factory):
+  """A workdir of the Gymnasium example."""
+  workdir = tmp_path_factory.mktemp('heated')
+  binary(f'--config={THERMOSTAT}:smoke', f'--workdir={workdir}',
+         '--config.checkpoint.every_updates=2', '--config.log.tensorboard=False')
+  return workdir
+
+
+def test_a_gymnasium_run_resumes_with_the_same_bits(heated, tmp_path, capsys):
+  resumed = tmp_path / 'resumed'
+  shutil.copytree(heated, resumed)
+  updates = checkpoint.saved_updates(resumed)
+  for update in updates[1:]:
+    shutil.rmtree(resumed / 'checkpoints' / str(update))
+  binary(f'--config={THERMOSTAT}:smoke', f'--workdir={resumed}',
+         '--config.checkpoint.every_updates=2', '--config.log.tensorboard=False')
+  assert checkpoint.saved_updates(resumed) == updates
+  assert compare.main(['compare', str(heated), str(resumed)]) == 0
+  assert 'identical: 5 updates' in capsys.readouterr().out
+
+
+def test_a_gymnasium_environment_is_played_and_filmed(heated):
+  out = binary('evaluate', f'--workdir={heated}', '--num_episodes=4', '--video=gif',
+               f'--allow_modules={THERMOSTAT}')
+  assert 'rendered by the environment' in out and (heated / 'video.gif').stat().st_size > 1000
+  record = json.loads((heated / 'evaluation.json').read_text())
+  assert record['lengths'] == [100] * 4
