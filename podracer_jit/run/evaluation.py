@@ -82,9 +82,11 @@ def restore(workdir: Path, experiment: Experiment) -> Agent:
     try:
       state = _newest_state(workdir, run)
       break
-    except ValueError:
-      # A run that is still training may have replaced the checkpoint while it was read.
-      if attempt == ATTEMPTS - 1 or checkpoint.saved_updates(workdir) == existing:
+    except (ValueError, FileNotFoundError) as error:
+      # A run that is still training may have replaced the checkpoint while it was read. Orbax also
+      # looks at checkpoints that are being deleted, which may no longer be among `existing`.
+      changed = checkpoint.saved_updates(workdir) != existing
+      if attempt == ATTEMPTS - 1 or not (changed or isinstance(error, FileNotFoundError)):
         raise
   options = dict(experiment.env_options)
   if 'episodic_life' in options:

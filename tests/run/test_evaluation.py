@@ -354,6 +354,23 @@ def _decode(path, width, height):
   return np.frombuffer(raw, np.uint8).reshape(frames, height, width, 3), frames / seconds
 
 
+def test_a_checkpoint_that_vanishes_while_it_is_listed_is_no_error(tmp_path, monkeypatch):
+  """As Orbax meets it, when a training run deletes an old checkpoint at that moment."""
+  _save(tmp_path, _catch_config(), 1)
+  opened = []
+
+  class Vanishing(checkpoint.Checkpoints):
+    def __init__(self, *args, **kwargs):
+      opened.append(self)
+      if len(opened) == 1:
+        raise FileNotFoundError(2, 'No such file or directory', 'checkpoints/5')
+      super().__init__(*args, **kwargs)
+
+  monkeypatch.setattr(checkpoint, 'Checkpoints', Vanishing)
+  assert evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path)).update == 1
+  assert len(opened) == 2
+
+
 def test_gif_shows_what_envpool_renders(tmp_path):
   """Frame by frame against a pool in Python; a GIF of few colours is exact."""
   agent = _agent('Pong-v5', _always(2, 6), max_episode_steps=20, frame_skip=4)
