@@ -14,7 +14,8 @@ from podracer_jit.options import shorten, shown
 
 # Kinds of tasks that need an extra: the word before the colon of `env.task`, and the module that
 # has their FAMILY.
-EXTRAS = {'gymnax': 'podracer_jit.envs.gymnax_envs'}
+EXTRAS = {'gymnax': 'podracer_jit.envs.gymnax_envs',
+          'playground': 'podracer_jit.envs.playground_envs'}
 
 # Tasks of Gymnasium, as 'gymnasium:ID'.
 GYMNASIUM = 'gymnasium'
@@ -41,9 +42,9 @@ def family_of(task: str) -> Family:
   """Returns the family of a task.
 
   Args:
-    task: a task of EnvPool, 'gymnax:TASK', 'gymnasium:ID', or 'module:attribute' of a user's own: a
-      subclass of gymnasium.Env or a function that returns one, a class like `jax_envs.JaxEnv`, or a
-      `protocol.Family`.
+    task: a task of EnvPool, 'gymnax:TASK', 'playground:TASK', 'gymnasium:ID', or
+      'module:attribute' of a user's own: a subclass of gymnasium.Env or a function that returns
+      one, a class like `jax_envs.JaxEnv`, or a `protocol.Family`.
 
   Raises:
     ValueError: there is no such family, or it lacks a function; the message is one line.

@@ -1,0 +1,208 @@
+"""Tasks of MuJoCo Playground, as `env.task = 'playground:CartpoleBalance'`; needs the extra.
+
+Options are the fields of the task's configuration in Playground, such as `env.episode_length`;
+those of a group have dots, such as `env.noise_config.level`.
+
+The physics are MJX's JAX implementation, not MuJoCo Warp, which is Playground's default: Warp keeps
+the contacts of all environments in one array, so an environment has no state of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+
+def _can_draw_without_display() -> bool:
+  """Returns whether this machine has EGL, which draws without a display."""
+  try:
+    for library in ('libEGL.so.1', 'libGL.so.1'):
+      ctypes.CDLL(library)
+  except OSError:
+    return False
+  return True
+
+
+# MuJoCo reads this once, when it is imported, and would open a window by default.
+if 'MUJOCO_GL' not in os.environ and _can_draw_without_display():
+  os.environ['MUJOCO_GL'] = 'egl'
+
+# ruff: noqa: E402 - after MUJOCO_GL is set
+import jax
+import jax.numpy as jnp
+import mujoco
+import numpy as np
+from gymnasium import spaces
+from jax import lax
+from mujoco_playground import dm_control_suite, registry
+from mujoco_playground._src import mjx_env
+
+from podracer_jit.envs.jax_envs import JaxFamily
+from podracer_jit.options import shorten, shown
+
+_WIDTH, _HEIGHT = 320, 240  # of a picture, in pixels
+
+
+class PlaygroundEnv:
+  """A task of Playground, as a `jax_envs.JaxEnv`."""
+
+  def __init__(self, env: mjx_env.MjxEnv, episode_length: int, action_repeat: int):
+    """Wraps an environment.
+
+    Args:
+      env: of `registry.load`.
+      episode_length: steps of `env` after which an episode is truncated.
+      action_repeat: steps of `env` that take the same action, as one step here.
+    """
+    self._env = env
+    self._action_repeat = action_repeat
+    self._camera: _Camera | None = None
+    key = jax.eval_shape(jax.random.key, 0)
+    self.observation_space = _space(jax.eval_shape(self.reset, key)[0])
+    # Tasks scale actions themselves; the policies that Playground trains are bounded so.
+    self.action_space = spaces.Box(-1.0, 1.0, (env.action_size,), np.float32)
+    self.max_episode_steps = -(-episode_length // action_repeat)
+    self.frame_rate = 1 / (env.dt * action_repeat)
+
+  def reset(self, key: jax.Array) -> tuple[Any, mjx_env.State]:
+    """Begins an episode; see `JaxEnv`."""
+    state = self._env.reset(jax.random.key_data(key))
+    return state.obs, state
+
+  def step(self, key: jax.Array, state: mjx_env.State, action: jax.Array
+           ) -> tuple[Any, mjx_env.State, jax.Array, jax.Array, jax.Array, Any]:
+    """Takes an action as often as the task repeats it; see `JaxEnv`.
+
+    The state has a key of its own. Time limits are `max_episode_steps`.
+    """
+    del key
+
+    def once(state: mjx_env.State, _: None) -> tuple[mjx_env.State, tuple[jax.Array, jax.Array]]:
+      state = self._env.step(state, action)
+      return state, (state.reward, state.done)
+
+    state, (reward, done) = lax.scan(once, state, length=self._action_repeat)
+    return state.obs, state, jnp.sum(reward), jnp.any(done != 0), jnp.bool_(False), {}
+
+  def render(self, state: mjx_env.State) -> np.ndarray:
+    """Returns a picture [H, W, 3] u8, from the model's first camera if it has one.
+
+    Raises:
+      RuntimeError: this machine cannot draw.
+    """
+    if self._camera is None:
+      self._camera = _Camera(self._env.mj_model)
+    return self._camera.picture(state.data)
+
+
+class _Camera:
+  """Draws states of a model."""
+
+  def __init__(self, model: mujoco.MjModel):
+    """Prepares to draw.
+
+    Raises:
+      RuntimeError: this machine cannot draw.
+    """
+    self._model = model
+    self._data = mujoco.MjData(model)
+    height = min(_HEIGHT, model.vis.global_.offheight)
+    width = min(_WIDTH, model.vis.global_.offwidth)
+    try:
+      self._renderer = mujoco.Renderer(model, height, width)
+    except Exception as error:  # noqa: BLE001 - depends on how the machine cannot draw
+      raise RuntimeError(f'MuJoCo cannot draw here, with MUJOCO_GL='
+                         f'{os.environ.get("MUJOCO_GL", "")}: {shorten(str(error))}') from error
+    # When Python ends, the renderer's own destructor comes too late for OpenGL.
+    weakref.finalize(self, self._renderer.close)
+
+  def picture(self, data: Any) -> np.ndarray:
+    """Returns a picture [H, W, 3] u8 of one environment's `mjx.Data`."""
+    for name in ('qpos', 'qvel', 'mocap_pos', 'mocap_quat', 'xfrc_applied'):
+      getattr(self._data, name)[:] = getattr(data, name)
+    mujoco.mj_forward(self._model, self._data)
+    self._renderer.update_scene(self._data, camera=0 if self._model.ncam else -1)
+    return self._renderer.render().copy()
+
+
+def tasks() -> list[str]:
+  """Returns the names of Playground's tasks."""
+  return sorted(registry.ALL_ENVS)
+
+
+def make(task: str, options: Mapping[str, Any]) -> PlaygroundEnv:
+  """Returns an environment of Playground.
+
+  Args:
+    task: 'playground:' and its name.
+    options: fields of its configuration, nested or with dots.
+
+  Raises:
+    ValueError: there is no such task or option, or it cannot be made here, in one line.
+  """
+  name = task.partition(':')[2]
+  if name not in registry.ALL_ENVS:
+    near = difflib.get_close_matches(name, registry.ALL_ENVS, n=3, cutoff=0.4)
+    raise ValueError(f'env.task: MuJoCo Playground has no task {shown(name)}'
+                     + (f'; did you mean {" or ".join(f"playground:{n}" for n in near)}?'
+                        if near else ''))
+  config = registry.get_default_config(name)
+  known = _flat(config.to_dict())
+  options = _flat(options)
+  _check_options(task, options, known)
+  # Loading a robot would clone its models from GitHub.
+  if name not in dm_control_suite.ALL_ENVS and not mjx_env.MENAGERIE_PATH.exists():
+    raise ValueError(f"env.task: {task} needs the robots of MuJoCo Menagerie, which Playground "
+                     "downloads once: python -c 'from mujoco_playground import registry; "
+                     f'registry.load("{name}")\'')
+  config.update_from_flattened_dict({'impl': 'jax'} | options)
+  try:
+    env = registry.load(name, config)
+    return PlaygroundEnv(env, config.episode_length, config.action_repeat)
+  except Exception as error:  # noqa: BLE001 - a task raises whatever its options lead to
+    raise ValueError(f'env.task: {task} cannot be made with these options: '
+                     f'{type(error).__name__}: {shorten(str(error))}') from error
+
+
+def _check_options(task: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+  """Raises ValueError if an option does not exist, or its value is of another type."""
+  for option, value in options.items():
+    if option not in known:
+      near = difflib.get_close_matches(option, known, n=3, cutoff=0.5)
+      raise ValueError(f'env.{option}: not an option of {task}; '
+                       + (f'did you mean {" or ".join(near)}?' if near
+                          else f'its options are {", ".join(known)}'))
+    kind = type(known[option])
+    if type(value) is not kind and not (kind is float and type(value) is int):
+      raise ValueError(f'env.{option}: must be of type {kind.__name__}, got {shown(value)}')
+  for option in ('episode_length', 'action_repeat'):
+    if options.get(option, 1) < 1:
+      raise ValueError(f'env.{option}: must be at least 1, got {options[option]}')
+  if options.get('impl', 'jax') != 'jax':
+    raise ValueError(f"env.impl: must be 'jax', got {shown(options['impl'])}: MuJoCo Warp keeps "
+                     'the contacts of all environments in one array')
+
+
+def _flat(fields: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+  """Returns nested fields by their names with dots."""
+  flat = {}
+  for name, value in fields.items():
+    if isinstance(value, Mapping):
+      flat |= _flat(value, f'{prefix}{name}.')
+    else:
+      flat[prefix + name] = value
+  return flat
+
+
+def _space(obs: Any) -> spaces.Space:
+  """Returns the space of observations: a Box, or a Dict of Boxes if a task has several parts."""
+  if isinstance(obs, Mapping):
+    return spaces.Dict({name: _space(part) for name, part in obs.items()})
+  return spaces.Box(-np.inf, np.inf, obs.shape, obs.dtype)
+
+
+FAMILY = JaxFamily(make)
