@@ -23,12 +23,10 @@ def gather(actors: Sequence[ActorState]) -> Any:
     actors: states of this process's actors, in order.
 
   Returns:
-    An EnvState of NumPy arrays [num_shards, ...], equal in all processes. PRNG keys are their data,
-    and arrays without elements are [num_shards] bool, since Orbax cannot save them.
+    An EnvState of NumPy arrays [num_shards, ...], equal in all processes. PRNG keys are their data.
   """
   envs = jax.device_get([jax.tree.map(_key_data, env) for actor in actors for env in actor.envs])
   stacked = jax.tree.map(lambda *x: np.stack(x), *envs)
-  stacked = jax.tree.map(lambda x: x if x.size else np.zeros(len(x), bool), stacked)
   if jax.process_count() > 1:
     # [processes, vector environments of each, ...]; the order of processes is that of environments.
     stacked = multihost_utils.process_allgather(stacked)
@@ -45,8 +43,6 @@ def pick(kept: Any, index: int, like: EnvState) -> EnvState:
     like: a state of the same shapes, which says which leaves are PRNG keys.
   """
   def leaf(like: jax.Array, x: np.ndarray) -> jax.Array:
-    if not like.size:
-      return like
     x = jax.numpy.asarray(x[index])
     if _is_key(like):
       x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
@@ -64,8 +60,6 @@ def shapes(actor: ActorState, num_shards: int) -> Any:
     num_shards: vector environments of all actors.
   """
   def leaf(x: Any) -> jax.ShapeDtypeStruct:
-    if not x.size:
-      return jax.ShapeDtypeStruct((num_shards,), bool)
     return jax.ShapeDtypeStruct((num_shards, *x.shape), x.dtype)
 
   env = jax.eval_shape(lambda env: jax.tree.map(_key_data, env), actor.envs[0])

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from podracer_jit.envs.protocol import VectorEnv
+
+
+@contextlib.contextmanager
+def _out_of_the_cache() -> Iterator[None]:
+  """Keeps what is compiled inside out of the persistent compilation cache.
+
+  A program with pointers is of no use to a later process.
+  """
+  name = 'jax_persistent_cache_min_compile_time_secs'
+  previous_seconds = getattr(jax.config, name)
+  jax.config.update(name, math.inf)
+  try:
+    yield
+  finally:
+    jax.config.update(name, previous_seconds)
 
 
 class RolloutProgram:
@@ -37,16 +52,12 @@ class RolloutProgram:
     Returns:
       The compiled function. Call it from one thread at a time.
     """
-    # The program contains pointers, so no later process can reuse it: keep it out of the
-    # persistent compilation cache.
-    name = 'jax_persistent_cache_min_compile_time_secs'
-    previous_seconds = getattr(jax.config, name)
-    jax.config.update(name, math.inf)
-    try:
-      self._program = jax.jit(function, donate_argnums=donate,
-                              out_shardings=out_shardings).lower(*args).compile()
-    finally:
-      jax.config.update(name, previous_seconds)
+    lowered = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
+    if all(getattr(env, 'is_function', False) for env in self.vector_envs):
+      self._program = lowered.compile()
+    else:
+      with _out_of_the_cache():
+        self._program = lowered.compile()
 
     def call(*args):
       results = self._program(*args)

@@ -59,7 +59,7 @@ class JaxEnv(Protocol):
 class FunctionState(NamedTuple):
   """State of B environments that are functions, between two steps."""
 
-  env: Any  # [B, ...] each: the environments' own states
+  env: Any  # [B, ...] each: the environments' own states, with None for arrays without elements
   key: jax.Array  # [B]: PRNG key of each environment
   action: jax.Array  # [B, ...]: the actions of the step that comes next
   ended: jax.Array  # [B] bool: the episode has ended, so the next step is a reset
@@ -149,6 +149,7 @@ class JaxVectorEnv:
   """
 
   handle = np.zeros((), np.int32)  # nothing outside of the program needs an order
+  is_function = True
 
   def __init__(self, env: JaxEnv, seeds: Sequence[int]):
     """Resets one environment for each seed."""
@@ -183,7 +184,9 @@ class JaxVectorEnv:
     """
     if not hasattr(self._env, 'render'):
       raise RuntimeError('it has no function render(state)')
-    return np.asarray(self._env.render(jax.tree.map(lambda x: x[0], state.env)))
+    shapes = jax.eval_shape(self._env.reset, state.key[0])[1]
+    first = _with_empty(jax.tree.map(lambda x: x[0], state.env), shapes)
+    return np.asarray(self._env.render(first))
 
   @property
   def frame_rate(self) -> float:
@@ -207,7 +210,8 @@ def _step(env: JaxEnv, state: FunctionState
   """
   key, now = jax.random.split(state.key)
   first_obs, first = env.reset(now)
-  obs, after, reward, terminated, truncated, *_ = env.step(now, state.env, state.action)
+  before = _with_empty(state.env, jax.eval_shape(env.reset, now)[1])
+  obs, after, reward, terminated, truncated, *_ = env.step(now, before, state.action)
 
   limit = _limit(env)
   if limit:
@@ -221,11 +225,24 @@ def _step(env: JaxEnv, state: FunctionState
     return jnp.where(continues, if_continues, if_reset)
 
   state = FunctionState(
-      env=jax.tree.map(choose, after, first), key=key, action=state.action,
+      env=_without_empty(jax.tree.map(choose, after, first)), key=key, action=state.action,
       ended=terminated | truncated, length=choose(state.length + 1, 0))
   reward = choose(jnp.asarray(reward, jnp.float32), 0.0)
   obs = jax.tree.map(choose, obs, first_obs)
   return state, obs, reward, terminated, truncated
+
+
+def _without_empty(state: Any) -> Any:
+  """Returns a state with None in place of arrays without elements.
+
+  MJX has many of these. Orbax cannot save them, and XLA does not shard them over a mesh.
+  """
+  return jax.tree.map(lambda x: x if x.size else None, state)
+
+
+def _with_empty(state: Any, shapes: Any) -> Any:
+  """Returns a state with arrays of these shapes in place of None; undoes `_without_empty`."""
+  return jax.tree.map(lambda s, x: jnp.zeros(s.shape, s.dtype) if x is None else x, shapes, state)
 
 
 def _keys(seeds: jax.Array) -> jax.Array:
@@ -245,7 +262,7 @@ def _reset_all(env: JaxEnv, keys: jax.Array) -> tuple[jax.Array, FunctionState]:
   obs, first = jax.vmap(env.reset)(now)
   action = _action(env)
   state = FunctionState(
-      env=first, key=keys, action=jnp.zeros((len(keys), *action.shape), action.dtype),
+      env=_without_empty(first), key=keys, action=jnp.zeros((len(keys), *action.shape), action.dtype),
       ended=jnp.zeros(len(keys), bool), length=jnp.zeros(len(keys), jnp.int32))
   return _as_arrays(env, obs), state
 

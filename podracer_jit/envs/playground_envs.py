@@ -60,6 +60,9 @@ class PlaygroundEnv:
     """
     self._env = env
     self._action_repeat = action_repeat
+    # Traced once: tracing takes seconds, and each program contains these more than once.
+    self._reset = jax.jit(env.reset)
+    self._step = jax.jit(env.step)
     self._camera: _Camera | None = None
     key = jax.eval_shape(jax.random.key, 0)
     self.observation_space = _space(jax.eval_shape(self.reset, key)[0])
@@ -70,7 +73,7 @@ class PlaygroundEnv:
 
   def reset(self, key: jax.Array) -> tuple[Any, mjx_env.State]:
     """Begins an episode; see `JaxEnv`."""
-    state = self._env.reset(jax.random.key_data(key))
+    state = self._reset(jax.random.key_data(key))
     return state.obs, state
 
   def step(self, key: jax.Array, state: mjx_env.State, action: jax.Array
@@ -82,7 +85,7 @@ class PlaygroundEnv:
     del key
 
     def once(state: mjx_env.State, _: None) -> tuple[mjx_env.State, tuple[jax.Array, jax.Array]]:
-      state = self._env.step(state, action)
+      state = self._step(state, action)
       return state, (state.reward, state.done)
 
     state, (reward, done) = lax.scan(once, state, length=self._action_repeat)
