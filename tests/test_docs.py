@@ -10,7 +10,7 @@ import pytest
 
 from podracer_jit import experiment
 from podracer_jit.run import main
-from tests import processes
+from tests import extras, processes
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [ROOT / 'README.md', ROOT / 'ARCHITECTURE.md', *sorted((ROOT / 'docs').glob('*.md')),
@@ -85,6 +85,7 @@ def test_links_lead_to_files_and_headings(path):
 @pytest.mark.parametrize('name', sorted(
     p.stem for p in (ROOT / 'podracer_jit' / 'configs').glob('[!_]*.py')))
 def test_every_config_makes_its_smoke_run(name, tmp_path):
+  extras.skip_without(name)
   result = processes.run([sys.executable, '-P', '-m', 'podracer_jit',
                           f'--config=configs/{name}.py:smoke', f'--workdir={tmp_path}/run'])
   assert result.returncode == 0, result.stderr

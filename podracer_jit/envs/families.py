@@ -90,7 +90,7 @@ def tasks() -> dict[str, list[str]]:
   for kind in EXTRAS:
     try:
       module = importlib.import_module(EXTRAS[kind])
-    except ImportError:
+    except Exception:  # noqa: BLE001 - a library of another release may raise anything
       continue
     found[kind] = [f'{kind}:{name}' for name in module.tasks()]
   found[GYMNASIUM] = [f'{GYMNASIUM}:{name}' for name in _gymnasium_family().tasks()]
@@ -107,7 +107,7 @@ def _extra(kind: str, task: str) -> Family:
   """Returns the family of a kind of tasks whose library is optional."""
   try:
     return importlib.import_module(EXTRAS[kind]).FAMILY
-  except ImportError as error:
+  except Exception as error:  # noqa: BLE001 - a library of another release may raise anything
     raise ValueError(f'env.task: {shown(task)} needs {kind}, which cannot be imported '
                      f"({shorten(str(error))}): pip install 'podracer_jit[{kind}]'") from None
 

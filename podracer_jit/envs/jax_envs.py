@@ -262,7 +262,8 @@ def _reset_all(env: JaxEnv, keys: jax.Array) -> tuple[jax.Array, FunctionState]:
   obs, first = jax.vmap(env.reset)(now)
   action = _action(env)
   state = FunctionState(
-      env=_without_empty(first), key=keys, action=jnp.zeros((len(keys), *action.shape), action.dtype),
+      env=_without_empty(first), key=keys,
+      action=jnp.zeros((len(keys), *action.shape), action.dtype),
       ended=jnp.zeros(len(keys), bool), length=jnp.zeros(len(keys), jnp.int32))
   return _as_arrays(env, obs), state
 

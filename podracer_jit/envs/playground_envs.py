@@ -38,7 +38,7 @@ import mujoco
 import numpy as np
 from gymnasium import spaces
 from jax import lax
-from mujoco_playground import dm_control_suite, registry
+from mujoco_playground import dm_control_suite, locomotion, manipulation, registry
 from mujoco_playground._src import mjx_env
 
 from podracer_jit.envs.jax_envs import JaxFamily
@@ -133,8 +133,8 @@ class _Camera:
 
 
 def tasks() -> list[str]:
-  """Returns the names of Playground's tasks."""
-  return sorted(registry.ALL_ENVS)
+  """Returns the names of Playground's tasks, with those that were registered since its import."""
+  return sorted(dm_control_suite.ALL_ENVS + locomotion.ALL_ENVS + manipulation.ALL_ENVS)
 
 
 def make(task: str, options: Mapping[str, Any]) -> PlaygroundEnv:
@@ -148,8 +148,8 @@ def make(task: str, options: Mapping[str, Any]) -> PlaygroundEnv:
     ValueError: there is no such task or option, or it cannot be made here, in one line.
   """
   name = task.partition(':')[2]
-  if name not in registry.ALL_ENVS:
-    near = difflib.get_close_matches(name, registry.ALL_ENVS, n=3, cutoff=0.4)
+  if name not in tasks():
+    near = difflib.get_close_matches(name, tasks(), n=3, cutoff=0.4)
     raise ValueError(f'env.task: MuJoCo Playground has no task {shown(name)}'
                      + (f'; did you mean {" or ".join(f"playground:{n}" for n in near)}?'
                         if near else ''))
@@ -159,8 +159,8 @@ def make(task: str, options: Mapping[str, Any]) -> PlaygroundEnv:
   _check_options(task, options, known)
   # Loading a robot would clone its models from GitHub.
   if name not in dm_control_suite.ALL_ENVS and not mjx_env.MENAGERIE_PATH.exists():
-    raise ValueError(f"env.task: {task} needs the robots of MuJoCo Menagerie, which Playground "
-                     "downloads once: python -c 'from mujoco_playground import registry; "
+    raise ValueError(f"env.task: {task} needs the robots of MuJoCo Menagerie; Playground "
+                     "downloads them once, by python -c 'from mujoco_playground import registry; "
                      f'registry.load("{name}")\'')
   config.update_from_flattened_dict({'impl': 'jax'} | options)
   try:

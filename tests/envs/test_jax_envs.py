@@ -1,5 +1,7 @@
 """Environments that are JAX functions: rows, streams, and what is said of those that do not fit."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -241,13 +243,56 @@ def test_python_flags_and_rewards_of_a_class_are_taken():
   assert_array_equal(steps.truncated[:, 0], [0, 0, 0, 0, 1, 0, 0])
 
 
-def test_a_missing_library_is_named_with_what_installs_it(monkeypatch):
-  import sys
-  monkeypatch.setitem(sys.modules, 'gymnax', None)
+class WithNothing(Counter):
+  """Its state has an array without elements, as MJX's have; `step` and `render` get it whole."""
+
+  def reset(self, key):
+    obs, state = super().reset(key)
+    return obs, {'count': state, 'nothing': jnp.zeros((3, 0))}
+
+  def step(self, key, state, action):
+    assert state['nothing'].shape == (3, 0)
+    obs, count, *rest = super().step(key, state['count'], action)
+    return obs, {'count': count, 'nothing': state['nothing']}, *rest
+
+  def render(self, state):
+    return np.full((4, 4, 3), state['nothing'].size + state['count'][0], np.uint8)
+
+
+def test_arrays_without_elements_are_not_part_of_what_is_kept():
+  """Orbax cannot save them, and XLA does not shard them."""
+  family = jax_envs.JaxFamily(lambda task, options: WithNothing())
+  vector_env = family.make_vector_env('counter', {}, range(4))
+  assert family.make_spec('counter', {}).is_function
+  actions = jnp.ones((12, 4), jnp.int32)
+  plain = steps_of(counters().make_vector_env('counter', {}, range(4)), actions)
+  assert_array_equal(steps_of(vector_env, actions).obs, plain.obs)
+  _, state, _ = vector_env.recv(*vector_env.send(jnp.int32(0), vector_env.first_state, actions[0]))
+  for kept in (vector_env.first_state, state):
+    assert all(x.size for x in jax.tree.leaves(kept))
+  assert_array_equal(vector_env.render(state), np.ones((4, 4, 3)))
+  shapes = family.state_shapes('counter', {}, 4)
+  assert jax.tree.structure(shapes) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize('kind, library', [
+    ('gymnax', 'gymnax'), ('playground', 'mujoco_playground')])
+def test_a_missing_library_is_named_with_what_installs_it(kind, library, monkeypatch):
+  monkeypatch.setitem(sys.modules, library, None)
+  monkeypatch.delitem(sys.modules, f'podracer_jit.envs.{kind}_envs', raising=False)
+  with pytest.raises(ValueError, match=rf"needs {kind}.*pip install 'podracer_jit\[{kind}\]'"):
+    family_of(f'{kind}:Any')
+
+
+def test_a_library_of_another_release_is_said_in_one_line(monkeypatch, tmp_path):
+  (tmp_path / 'gymnax.py').write_text('import jax\njax.no_such_attribute\n')
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.delitem(sys.modules, 'gymnax', raising=False)
   monkeypatch.delitem(sys.modules, 'podracer_jit.envs.gymnax_envs', raising=False)
-  with pytest.raises(ValueError, match=r"needs gymnax.*pip install 'podracer_jit\[gymnax\]'"):
+  with pytest.raises(ValueError, match='cannot be imported .*no_such_attribute'):
     family_of(CARTPOLE)
 
 
 def test_shipped_kinds_import_no_module_of_a_user():
   assert own_module('Pong-v5') == own_module(CARTPOLE) == '' and own_module('mine:Env') == 'mine'
+  assert own_module('playground:CartpoleBalance') == ''

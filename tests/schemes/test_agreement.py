@@ -8,6 +8,7 @@ import pytest
 from benchmarks import agreement, fuzz_bits
 from podracer_jit.numerics import islands
 from podracer_jit.schemes.table import SCHEMES
+from tests import extras
 from tests.runs import changed, small
 
 SMALL_FRAMES = {'img_height': 42, 'img_width': 42, 'max_episode_steps': 24, 'noop_max': 4}
@@ -33,6 +34,7 @@ def _smaller(config):
                        'all shipped configs, at smaller sizes')
 def test_shipped_configs_agree(name):
   """One device in one program for G and U, and the way that is most unlike it."""
+  extras.skip_without(name)
   config = _smaller(agreement.shipped_config(name))
   first, *others = agreement.variants(config, 0)
   other = next((way for way in others if way.scheme == 'dppo'), others[-1])

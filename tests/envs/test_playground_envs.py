@@ -1,0 +1,207 @@
+"""MuJoCo Playground's tasks: rows beside its own step, options, pictures, and what is refused."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from podracer_jit.envs.families import family_of
+from podracer_jit.envs.protocol import take_apart
+from podracer_jit.run.commands import envs
+from tests.envs.test_jax_envs import steps_of
+
+if importlib.util.find_spec('mujoco_playground') is None:
+  pytest.skip('needs the extra playground', allow_module_level=True)
+
+from podracer_jit.envs import playground_envs  # first: it tells MuJoCo how to draw
+
+# isort: split
+from mujoco_playground import dm_control_suite, registry
+from mujoco_playground._src import mjx_env
+from mujoco_playground._src.dm_control_suite import cartpole
+
+BALANCE = 'playground:CartpoleBalance'
+SEEDS = (3, 8)
+
+
+class Falling(cartpole.Balance):
+  """Ends when the pole has fallen; observes a dict."""
+
+  def __init__(self, config, config_overrides=None):
+    super().__init__(False, False, config, config_overrides)
+
+  def reset(self, rng):
+    return self._changed(super().reset(rng))
+
+  def step(self, state, action):
+    return self._changed(super().step(state, action))
+
+  def _changed(self, state):
+    fallen = jnp.abs(state.data.qpos[1]) > 0.05
+    obs = {'state': state.obs[:3], 'privileged_state': state.obs}
+    return state.replace(obs=obs, done=fallen.astype(jnp.float32))
+
+
+@pytest.fixture(scope='module')
+def falling():
+  """A task that somebody registered with Playground."""
+  dm_control_suite.register_environment('Falling', Falling, cartpole.default_config)
+  yield 'playground:Falling'
+  dm_control_suite._envs.pop('Falling')
+  dm_control_suite._cfgs.pop('Falling')
+
+
+def flat(obs):
+  """A dict's parts end to end, in the order of their names."""
+  return np.concatenate([obs[name] for name in sorted(obs)]) if isinstance(obs, dict) else obs
+
+
+def expected_rows(env, seed, actions, limit, repeat):
+  """Rows of one environment, one step at a time with Playground's functions and no vmap.
+
+  Returns:
+    (observation, reward, terminated, truncated) of the first observation and of each step.
+  """
+  reset, step = jax.jit(env.reset), jax.jit(env.step)
+  key, now = jax.random.split(jax.random.key(seed))
+  state = reset(jax.random.key_data(now))
+  rows = [(flat(state.obs), 0.0, False, False)]
+  length = 0
+  for action in actions:
+    key, now = jax.random.split(key)
+    if rows[-1][2] or rows[-1][3]:
+      state, length = reset(jax.random.key_data(now)), 0
+      rows.append((flat(state.obs), 0.0, False, False))
+      continue
+    reward, terminated = 0.0, False
+    for _ in range(repeat):
+      state = step(state, action)
+      reward += float(state.reward)
+      terminated |= bool(state.done)
+    length += 1
+    rows.append((flat(state.obs), reward, terminated, length == limit and not terminated))
+  return rows
+
+
+def check_rows(task, options, limit, repeat=1):
+  """Compares the rows of two environments with those of Playground; returns their steps."""
+  family = family_of(task)
+  vector_env = family.make_vector_env(task, options, SEEDS)
+  actions = np.random.default_rng(0).uniform(-1, 1, (30, len(SEEDS), 1)).astype(np.float32)
+  actions[:, 1] = 1.0  # drives to one side
+  steps = jax.device_get(steps_of(vector_env, jnp.array(actions)))
+  env = registry.load(task.partition(':')[2], config_overrides={'impl': 'jax'})
+  for i, seed in enumerate(SEEDS):
+    first, *rows = expected_rows(env, seed, actions[:, i], limit, repeat)
+    assert_allclose(vector_env.first_obs[i], first[0], rtol=1e-5, atol=1e-6)
+    obs, reward, terminated, truncated = map(np.array, zip(*rows, strict=True))
+    assert_array_equal(steps.terminated[:, i], terminated)
+    assert_array_equal(steps.truncated[:, i], truncated)
+    assert_allclose(steps.reward[:, i], reward, rtol=1e-4)
+    assert_allclose(steps.obs[:, i], obs, rtol=1e-3, atol=1e-5)
+  return steps
+
+
+def test_rows_are_those_of_playgrounds_own_step():
+  steps = check_rows(BALANCE, {'episode_length': 12}, limit=12)
+  # Two episodes of 12 steps, each followed by a reset, and 4 steps of a third.
+  assert_array_equal(np.flatnonzero(steps.truncated[:, 0]), [11, 24])
+  assert_array_equal(np.flatnonzero(steps.reward[:, 0] == 0), [12, 25])
+  assert not steps.terminated.any()
+
+
+def test_an_episode_that_fails_is_terminated_and_actions_are_repeated(falling):
+  options = {'episode_length': 25, 'action_repeat': 3}
+  steps = check_rows(falling, options, limit=9, repeat=3)
+  assert steps.terminated.any() and steps.truncated.any()
+
+  spec = family_of(falling).make_spec(falling, options)
+  assert (spec.obs_shape, spec.max_episode_steps) == ((8,), 9)
+  parts = take_apart(steps.obs, spec.parts)
+  assert {name: x.shape[2:] for name, x in parts.items()} == {
+      'privileged_state': (5,), 'state': (3,)}
+  assert_array_equal(parts['state'], parts['privileged_state'][..., :3])
+
+
+@pytest.mark.parametrize('task, obs, actions', [
+    ('CartpoleBalance', 5, 1), ('PendulumSwingup', 3, 1), ('WalkerRun', 24, 6),
+    ('HumanoidWalk', 67, 21)])
+def test_tasks_are_described(task, obs, actions):
+  spec = family_of(BALANCE).make_spec(f'playground:{task}', {})
+  assert (spec.obs_shape, spec.obs_dtype) == ((obs,), np.float32)
+  assert (spec.action_low, spec.action_high) == ((-1.0,) * actions, (1.0,) * actions)
+  assert (spec.num_actions, spec.max_episode_steps, spec.is_function) == (0, 1000, True)
+
+
+def test_options_are_fields_of_the_tasks_configuration():
+  spec = family_of(BALANCE).make_spec(BALANCE, {'episode_length': 7, 'action_repeat': 2})
+  assert spec.max_episode_steps == 4
+  by_dots = playground_envs.make(BALANCE, {'vision_config.nworld': 3, 'ctrl_dt': 0.05})
+  nested = playground_envs.make(BALANCE, {'vision_config': {'nworld': 3}, 'ctrl_dt': 0.05})
+  assert by_dots.frame_rate == nested.frame_rate == 20
+  assert by_dots._env._config.vision_config.nworld == 3
+  assert by_dots._env._config == nested._env._config
+
+
+@pytest.mark.parametrize('task, options, words', [
+    ('Cartpole', {}, 'env.task: MuJoCo Playground has no task .*Cartpole.*playground:CartpoleSw'),
+    ('CartpoleBalance', {'gravity': 1.0}, 'env.gravity: not an option of playground:Cartpole'),
+    ('CartpoleBalance', {'vision_config': {'nworlds': 1}},
+     'env.vision_config.nworlds: not an option of .*did you mean vision_config.nworld'),
+    ('CartpoleBalance', {'sim_dt': 'low'}, "env.sim_dt: must be of type float, got 'low'"),
+    ('CartpoleBalance', {'episode_length': 0}, 'env.episode_length: must be at least 1, got 0'),
+    ('CartpoleBalance', {'impl': 'warp'}, "env.impl: must be 'jax', got 'warp'"),
+    ('CartpoleBalanceSparse', {'vision': True}, 'env.task: .*cannot be made with these options: '
+     'NotImplementedError: Sparse reward not implemented for vision'),
+])
+def test_what_playground_does_not_have_is_said_in_one_line(task, options, words):
+  with pytest.raises(ValueError, match=words) as error:
+    family_of(BALANCE).make_spec(f'playground:{task}', options)
+  assert '\n' not in str(error.value)
+
+
+def test_nothing_is_downloaded_without_being_asked_for(monkeypatch, tmp_path):
+  def download():
+    raise AssertionError('Playground was about to clone its robots')
+
+  monkeypatch.setattr(mjx_env, 'MENAGERIE_PATH', tmp_path / 'missing')
+  monkeypatch.setattr(mjx_env, 'ensure_menagerie_exists', download)
+  for task in ('Go1JoystickFlatTerrain', 'PandaPickCube'):
+    with pytest.raises(ValueError, match='needs the robots of MuJoCo Menagerie; Playground'):
+      family_of(BALANCE).make_spec(f'playground:{task}', {})
+  assert envs.describe('playground:LeapCubeReorient') == '- needs the robots of MuJoCo Menagerie'
+
+
+def test_a_picture_is_the_one_that_playground_draws():
+  vector_env = family_of(BALANCE).make_vector_env(BALANCE, {}, SEEDS)
+  try:
+    picture = vector_env.render(vector_env.first_state)
+  except RuntimeError as error:
+    pytest.skip(str(error))
+  env = registry.load('CartpoleBalance', config_overrides={'impl': 'jax'})
+  _, now = jax.random.split(jax.random.key(SEEDS[0]))
+  expected = env.render(jax.jit(env.reset)(jax.random.key_data(now)), camera=0)
+  assert picture.shape == (240, 320, 3) and picture.dtype == np.uint8
+  # Positions differ in their last bits.
+  assert np.mean(picture != expected) < 0.01 and picture.std() > 10
+  assert vector_env.frame_rate == 100
+
+
+def test_a_machine_that_cannot_draw_says_so_in_one_line():
+  program = ('from podracer_jit.envs import playground_envs\n'
+             'env = playground_envs.make("playground:CartpoleBalance", {})\n'
+             'try:\n'
+             '  env.render(None)\n'
+             'except RuntimeError as error:\n'
+             '  print(error)\n')
+  done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True,
+                        timeout=300, env=os.environ | {'MUJOCO_GL': 'disable'}, check=False)
+  assert done.returncode == 0, done.stderr
+  (line,) = done.stdout.splitlines()
+  assert line.startswith('MuJoCo cannot draw here, with MUJOCO_GL=disable: ')

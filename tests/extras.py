@@ -1,0 +1,12 @@
+"""Skips tests of what needs an extra where it is missing; `scripts/test` installs all extras."""
+
+import pytest
+
+# Modules that a shipped config needs beyond those of every installation.
+_MODULES = {'ppo_playground': 'mujoco_playground'}
+
+
+def skip_without(config: str) -> None:
+  """Skips the test if a shipped config needs a module that is not installed."""
+  if config in _MODULES:
+    pytest.importorskip(_MODULES[config])
