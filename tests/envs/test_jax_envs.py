@@ -9,6 +9,7 @@ import pytest
 from gymnasium import spaces
 from numpy.testing import assert_allclose, assert_array_equal
 
+from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.envs import gymnax_envs, jax_envs
 from podracer_jit.envs.families import family_of, own_module
 
@@ -273,6 +274,36 @@ def test_arrays_without_elements_are_not_part_of_what_is_kept():
   assert_array_equal(vector_env.render(state), np.ones((4, 4, 3)))
   shapes = family.state_shapes('counter', {}, 4)
   assert jax.tree.structure(shapes) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize('is_function, hits', [(True, 1), (False, 0)])
+def test_programs_without_pointers_are_loaded_from_the_cache(is_function, hits):
+  vector_env = counters().make_vector_env('counter', {}, range(4))
+  vector_env.is_function = is_function
+
+  def load():
+    def program(state, action):  # has another token in each test, so that none finds the other's
+      return vector_env.recv(*vector_env.send(jnp.int32(hits), state, action))
+
+    args = vector_env.first_state, jnp.ones(4, jnp.int32)
+    RolloutProgram([vector_env]).load(program, args, ())
+
+  events = []
+
+  def listen(event, **kwargs):
+    events.append(event)
+
+  seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+  jax.monitoring.register_event_listener(listen)
+  try:
+    load()
+    events.clear()
+    load()
+  finally:
+    jax.monitoring.unregister_event_listener(listen)
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', seconds)
+  assert events.count('/jax/compilation_cache/cache_hits') == hits
 
 
 @pytest.mark.parametrize('kind, library', [

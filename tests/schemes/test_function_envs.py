@@ -1,11 +1,14 @@
 """Environments that are functions: one program on a mesh, and environments that go on."""
 
+import gymnax
 import jax
+import jax.numpy as jnp
 import pytest
 from numpy.testing import assert_array_equal
 
 from podracer_jit import loops
 from podracer_jit.actor import kept_envs
+from podracer_jit.envs import gymnax_envs
 from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.run import build
 from podracer_jit.schemes import fused
@@ -66,6 +69,31 @@ def expected():
 def test_placements_schemes_and_segments_do_not_change_a_bit(expected, fields, segments):
   assert len(expected) == UPDATES
   assert receipts(experiment(**fields), segments) == expected
+
+
+class EmptyArrays(gymnax_envs.GymnaxEnv):
+  """CartPole whose state has an array without elements too, as the physics of MJX have."""
+
+  def __init__(self, max_steps_in_episode=30):
+    env, params = gymnax.make('CartPole-v1')
+    super().__init__(env, params.replace(max_steps_in_episode=max_steps_in_episode))
+
+  def reset(self, key):
+    obs, state = super().reset(key)
+    return obs, (state, jnp.zeros((2, 0)))
+
+  def step(self, key, state, action):
+    obs, after, *rest = super().step(key, state[0], action)
+    return obs, (after, state[1]), *rest
+
+
+def test_arrays_without_elements_change_nothing_on_a_mesh_or_in_a_checkpoint(expected):
+  config = experiment(scheme='fused', **TWO)
+  config['env']['task'] = f'{__name__}:EmptyArrays'
+  assert receipts(config, (3, 4)) == expected
+  run = prepared(config)
+  shapes = jax.tree.leaves(build.kept_env_shapes(run))
+  assert shapes and all(x.size for x in shapes)
 
 
 @pytest.mark.parametrize('scheme', ['sync', 'dppo'])
