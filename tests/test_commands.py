@@ -1,5 +1,6 @@
 """The command: which verb it runs, what each verb's help says, and the verbs that only list."""
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.families import tasks as tasks_by_family
 from podracer_jit.run import main, train
 from podracer_jit.run.commands import configs, envs
+from tests import extras
 from tests.runs import QUICK
 
 ROOT = next(path for path in Path(__file__).resolve().parents if (path / 'setup.cfg').exists())
@@ -127,7 +129,10 @@ def test_envs_counts_the_tasks_of_each_family(capsys):
   assert counts == {family: len(tasks) for family, tasks in families.items()}
   tasks = [task for names in families.values() for task in names]
   assert len(tasks) == len(set(tasks)) == sum(counts.values())
-  assert set(envpool_envs.families()) | {'gymnax', 'gymnasium'} == set(families)
+  kinds = {'gymnax', 'gymnasium'}
+  if importlib.util.find_spec('mujoco_playground'):
+    kinds.add('playground')
+  assert set(envpool_envs.families()) | kinds == set(families)
   assert 'Pong-v5' in families['atari'] and 'Ant-v4' in families['mujoco.gym']
 
 
@@ -159,6 +164,16 @@ def test_a_family_of_several_rooms_is_listed_whole():
   families = tasks_by_family()
   found = {family for _, family in envs.matching(families, 'MuJoCo')}
   assert found == {family for family in families if family.startswith('mujoco.')}
+
+
+def test_a_playground_task_is_listed_beside_those_of_envpool(capsys):
+  extras.skip_without('ppo_playground')
+  assert main.main(['podracer_jit', 'envs', 'CartpoleBalance']) == 0
+  lines = [' '.join(x.split()) for x in capsys.readouterr().out.splitlines()]
+  described = 'playground 5 float32 1 number from -1 to 1'
+  assert f'playground:CartpoleBalance {described}' in lines
+  assert f'playground:CartpoleBalanceSparse {described}' in lines
+  assert 'CartpoleBalance-v1 mujoco.dmc 5 float32 1 number from -1 to 1' in lines
 
 
 @pytest.mark.parametrize('error, said', [
