@@ -40,8 +40,8 @@ class TrainingOptions:
 class EnvOptions:
   """The section `env`; beside these fields it has any options of the task's own."""
 
-  task: str = option('', "an EnvPool task, 'gymnasium:ID', 'gymnax:TASK', or 'module:attribute' of "
-                     'your own environments')
+  task: str = option('', "an EnvPool task, 'gymnasium:ID', 'gymnax:TASK', 'playground:TASK', or "
+                     "'module:attribute' of your own environments")
   num_envs: int = option(128, 'environments of all actors together', at_least=1,
                         at_most=MAX_ENVS)
 

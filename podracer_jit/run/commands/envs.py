@@ -1,9 +1,10 @@
-"""Lists the tasks that can be trained on this machine: of EnvPool, gymnax and Gymnasium.
+"""Lists the tasks that can be trained here: of EnvPool, gymnax, MuJoCo Playground and Gymnasium.
 
   podracer_jit envs               the families, each with its number of tasks
   podracer_jit envs atari         the tasks of a family
   podracer_jit envs mujoco        the tasks of all families of that kind, such as mujoco.gym
   podracer_jit envs gymnax        environments that are JAX functions
+  podracer_jit envs playground    MuJoCo Playground's, as JAX functions and those that EnvPool has
   podracer_jit envs gymnasium     environments that Python steps
   podracer_jit envs breakout      the tasks with this in their names
 
