@@ -155,15 +155,16 @@ def make(task: str, options: Mapping[str, Any]) -> PlaygroundEnv:
                         if near else ''))
   config = registry.get_default_config(name)
   known = _flat(config.to_dict())
-  options = _flat(options)
-  _check_options(task, options, known)
+  options = _checked(task, _flat(options), known)
   # Loading a robot would clone its models from GitHub.
   if name not in dm_control_suite.ALL_ENVS and not mjx_env.MENAGERIE_PATH.exists():
     raise ValueError(f"env.task: {task} needs the robots of MuJoCo Menagerie; Playground "
                      "downloads them once, by python -c 'from mujoco_playground import registry; "
                      f'registry.load("{name}")\'')
-  config.update_from_flattened_dict({'impl': 'jax'} | options)
+  if 'impl' in known:
+    options['impl'] = 'jax'
   try:
+    config.update_from_flattened_dict(options)
     env = registry.load(name, config)
     return PlaygroundEnv(env, config.episode_length, config.action_repeat)
   except Exception as error:  # noqa: BLE001 - a task raises whatever its options lead to
@@ -171,8 +172,18 @@ def make(task: str, options: Mapping[str, Any]) -> PlaygroundEnv:
                      f'{type(error).__name__}: {shorten(str(error))}') from error
 
 
-def _check_options(task: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-  """Raises ValueError if an option does not exist, or its value is of another type."""
+def _checked(task: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns options with the types of the task's own values.
+
+  Args:
+    task: for error messages.
+    options: by their names with dots.
+    known: all options that the task has, with its own values.
+
+  Raises:
+    ValueError: there is no such option, or its value does not fit.
+  """
+  checked = {}
   for option, value in options.items():
     if option not in known:
       near = difflib.get_close_matches(option, known, n=3, cutoff=0.5)
@@ -180,14 +191,19 @@ def _check_options(task: str, options: Mapping[str, Any], known: Mapping[str, An
                        + (f'did you mean {" or ".join(near)}?' if near
                           else f'its options are {", ".join(known)}'))
     kind = type(known[option])
-    if type(value) is not kind and not (kind is float and type(value) is int):
+    if isinstance(value, list | tuple) and kind in (list, tuple):
+      value = kind(value)  # files of configs have lists only
+    fits = type(value) is kind or kind is float and type(value) is int or known[option] is None
+    if not fits:
       raise ValueError(f'env.{option}: must be of type {kind.__name__}, got {shown(value)}')
+    checked[option] = value
   for option in ('episode_length', 'action_repeat'):
-    if options.get(option, 1) < 1:
-      raise ValueError(f'env.{option}: must be at least 1, got {options[option]}')
-  if options.get('impl', 'jax') != 'jax':
-    raise ValueError(f"env.impl: must be 'jax', got {shown(options['impl'])}: MuJoCo Warp keeps "
+    if checked.get(option, 1) < 1:
+      raise ValueError(f'env.{option}: must be at least 1, got {checked[option]}')
+  if checked.get('impl', 'jax') != 'jax':
+    raise ValueError(f"env.impl: must be 'jax', got {shown(checked['impl'])}: MuJoCo Warp keeps "
                      'the contacts of all environments in one array')
+  return checked
 
 
 def _flat(fields: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:

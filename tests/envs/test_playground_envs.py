@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -141,8 +142,11 @@ def test_tasks_are_described(task, obs, actions):
 def test_options_are_fields_of_the_tasks_configuration():
   spec = family_of(BALANCE).make_spec(BALANCE, {'episode_length': 7, 'action_repeat': 2})
   assert spec.max_episode_steps == 4
-  by_dots = playground_envs.make(BALANCE, {'vision_config.nworld': 3, 'ctrl_dt': 0.05})
-  nested = playground_envs.make(BALANCE, {'vision_config': {'nworld': 3}, 'ctrl_dt': 0.05})
+  by_dots = playground_envs.make(BALANCE, {
+      'vision_config.nworld': 3, 'vision_config.cam_res': (8, 8), 'ctrl_dt': 0.05})
+  # config.json of a workdir has lists in place of tuples.
+  nested = playground_envs.make(BALANCE, {
+      'vision_config': {'nworld': 3, 'cam_res': [8, 8]}, 'ctrl_dt': 0.05})
   assert by_dots.frame_rate == nested.frame_rate == 20
   assert by_dots._env._config.vision_config.nworld == 3
   assert by_dots._env._config == nested._env._config
@@ -163,6 +167,23 @@ def test_what_playground_does_not_have_is_said_in_one_line(task, options, words)
   with pytest.raises(ValueError, match=words) as error:
     family_of(BALANCE).make_spec(f'playground:{task}', options)
   assert '\n' not in str(error.value)
+
+
+def test_no_task_fails_because_of_its_default_options(monkeypatch):
+  """Of all tasks, the robots' too, but none is loaded."""
+  loaded = []
+
+  def load(name, config):
+    loaded.append(name)
+    assert config.get('impl', 'jax') == 'jax' and config.episode_length >= 1
+    raise NotImplementedError
+
+  monkeypatch.setattr(mjx_env, 'MENAGERIE_PATH', pathlib.Path(__file__))
+  monkeypatch.setattr(registry, 'load', load)
+  for name in playground_envs.tasks():
+    with pytest.raises(ValueError, match='NotImplementedError'):
+      playground_envs.make(f'playground:{name}', {'action_repeat': 1})
+  assert loaded == playground_envs.tasks() and len(loaded) >= 54
 
 
 def test_nothing_is_downloaded_without_being_asked_for(monkeypatch, tmp_path):
