@@ -22,7 +22,7 @@ class Origin(NamedTuple):
   workdir: str  # of the other run, as an absolute path
   update: int  # of its checkpoint
   taken: tuple[str, ...]  # parts, as in `inherit.PARTS`
-  fresh: tuple[str, ...]  # arrays of these parts that the other run could not give
+  fresh: tuple[str, ...]  # other parts, and arrays of these, that did not fit
   unused: tuple[str, ...]  # arrays of these parts that have no place in this run
   state_sha256: str  # of this run's first state, without its replay
 
@@ -76,10 +76,10 @@ def _entry(item: Mapping[str, Any]) -> Entry:
              for name, change in item.get('changes', {}).items()}
   origin = None
   if 'init_from' in item:
-    fields = item['init_from']
-    lists = {name: tuple(map(str, fields[name])) for name in ('taken', 'fresh', 'unused')}
-    origin = Origin(workdir=str(fields['workdir']), update=int(fields['update']),
-                    state_sha256=str(fields['state_sha256']), **lists)
+    began = item['init_from']
+    lists = {name: tuple(map(str, began[name])) for name in ('taken', 'fresh', 'unused')}
+    origin = Origin(workdir=str(began['workdir']), update=int(began['update']),
+                    state_sha256=str(began['state_sha256']), **lists)
   return Entry(int(item['first_update']), changes, origin)
 
 

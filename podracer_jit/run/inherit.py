@@ -59,6 +59,7 @@ def read(run: build.Run, request: Request) -> Inherited:
   there = checkpoint.saved_leaves(source, update)
   asked = request.parts or BY_DEFAULT
   taken = []
+  fresh_parts = []
   problems = {}
   for part in (part for part in asked if part != 'replay'):
     own = {name: leaf for name, leaf in here.items() if _part_of(name) == part}
@@ -66,7 +67,7 @@ def read(run: build.Run, request: Request) -> Inherited:
     misfits = _misfits(other, own)
     if part == 'optimizer' and misfits and request.parts is None and not (
         request.partly and _same_kind(own, other)):
-      problems |= dict.fromkeys(own, 'another optimizer')
+      fresh_parts.append(part)
       continue
     if part == 'optimizer' and not _same_kind(own, other):
       raise ValueError(f'--init_parts: the optimizer of {source} keeps other statistics; leave '
@@ -98,8 +99,8 @@ def read(run: build.Run, request: Request) -> Inherited:
   state = placement.replicate(state, run.place.mesh)
   origin = Origin(
       str(source), update, tuple(taken),
-      fresh=tuple(sorted(here.keys() & problems.keys())),
-      unused=tuple(sorted(problems.keys() - here.keys())),
+      fresh=(*fresh_parts, *(name for name in here if name in problems)),
+      unused=tuple(name for name in there if name in problems and name not in here),
       state_sha256=manifest.digest(state))
   return Inherited(state._replace(replay=replay), origin)
 

@@ -10,7 +10,8 @@ states of other runs that they began with (--init_from).
 
 With --deep it makes the first differing update of both runs again, each where the run made it, and
 says which array differs first (a leaf of the rollout, of a gradient, of the optimizer's state or of
-the parameters) and by how many units in the last place. That needs the checkpoint before the update's segment.
+the parameters) and by how many units in the last place. That needs the checkpoint before the
+update's segment.
 
 If the config of a run names modules of its own, --deep needs --allow_modules=mine, as it runs them.
 
