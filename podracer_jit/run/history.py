@@ -30,7 +30,9 @@ class Origin(NamedTuple):
     """Returns what was taken from where."""
     lists = [('began fresh', self.fresh), ('not used', self.unused)]
     rest = [f'; {meaning}: {_listed(names)}' for meaning, names in lists if names]
-    return f'{", ".join(self.taken)} of {self.workdir} after update {self.update}' + ''.join(rest)
+    # A stranger's workdir may have names that would control a terminal.
+    whole = f'{", ".join(self.taken)} of {self.workdir} after update {self.update}{"".join(rest)}'
+    return whole if whole.isprintable() else ascii(whole)
 
 
 class Entry(NamedTuple):
@@ -54,7 +56,7 @@ class Entry(NamedTuple):
     """Returns the entry in words."""
     if self.init_from:
       return f'began with {self.init_from.words()}'
-    changed = [f'{name}: {_value(change, "was")} before, {_value(change, "now")} since'
+    changed = [f'{ascii(name)[1:-1]}: {_value(change, "was")} before, {_value(change, "now")} since'
                for name, change in sorted(self.changes.items())]
     return f'changed before update {self.first_update}: {"; ".join(changed)}'
 

@@ -257,9 +257,10 @@ def _check_stages(experiment: Experiment, entries: Sequence[history.Entry], upda
     if first_update - 1 > update:
       earlier = _experiment_at(experiment.fields, entries, first_update - 1)
       for field in ('xla_threads', 'actor_platform'):
-        if getattr(earlier.placement, field) != getattr(experiment.placement, field):
-          raise ValueError(f'placement.{field}: changes before update {first_update}, and one '
-                           'process cannot make the updates before and after')
+        was, now = (getattr(each.placement, field) for each in (earlier, experiment))
+        if was != now:
+          raise ValueError(f'placement.{field}: it was {was} before update {first_update}, and '
+                           f'{now} at the end; one process cannot make all these updates')
 
 
 def _experiment_at(fields: Mapping[str, Any], entries: Sequence[history.Entry], update: int
@@ -271,21 +272,28 @@ def _experiment_at(fields: Mapping[str, Any], entries: Sequence[history.Entry], 
 
 
 def _check_repeats(experiment: Experiment, repeated: Path) -> None:
-  """Checks that a run can repeat the changes of another run's config.
+  """Checks that a run can have the history of the run that it repeats.
 
   Raises:
-    ValueError: the other run has changed its config, and its newest is not this one.
+    ValueError: the other run has a history, and its newest config is another one.
   """
-  if not _has_config(repeated):
-    return
-  if not history.change_points(workdirs.read_history(repeated)):
+  entries = workdirs.read_history(repeated) if _has_config(repeated) else []
+  if not entries:
     return
   own = workdirs.record_of(experiment.fields)['config']
   differing = workdirs.differences(workdirs.read_fields(repeated), own,
                                    ('there', 'here'))
   if differing:
-    raise ValueError(f'--repeat: {repeated} has changed its config on the way, and only its newest '
-                     f'config can repeat that ({"; ".join(differing)})')
+    raise ValueError(f'--repeat: the run in {repeated} began with another run, or has changed its '
+                     'config on the way, and only its newest config can repeat that '
+                     f'({"; ".join(differing)})')
+  _check_stages(experiment, entries, 0)
+  for first_update in history.change_points(entries):
+    earlier = _experiment_at(experiment.fields, entries, first_update - 1)
+    if not earlier.deterministic:
+      raise ValueError(f'--repeat: before update {first_update} the run in {repeated} had '
+                       f'{earlier.non_deterministic_setting}, which is not deterministic, so it '
+                       'cannot be repeated')
 
 
 def _has_config(workdir: Path) -> bool:

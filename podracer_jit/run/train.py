@@ -181,21 +181,28 @@ def _opened(workdir: Path, run: build.Run, options: life.Life
   with contextlib.ExitStack() as stack:
     update = None
     notes = []
+    problem = None
     if is_first:
-      workdirs.make(workdir)
-      stack.enter_context(contextlib.closing(lock.WorkdirLock(workdir)))
-      checkpoint.remove_unfinished(workdir)
-      if beginning.has_begun:
-        update, notes = life.resume_workdir(run, workdir, options)
-      else:
-        checkpoint.set_all_aside(workdir)
+      try:
+        workdirs.make(workdir)
+        stack.enter_context(contextlib.closing(lock.WorkdirLock(workdir)))
+        checkpoint.remove_unfinished(workdir)
+        if beginning.has_begun:
+          update, notes = life.resume_workdir(run, workdir, options)
+        else:
+          checkpoint.set_all_aside(workdir)
+      except (ValueError, OSError) as error:
+        problem = error
+    _raise_everywhere(problem)
     if inherited:
-      host.barrier('first state')
       life.write_first_state(run, workdir, inherited)
     if is_first and not beginning.has_begun:
-      notes = life.start_workdir(run, workdir, options, inherited)
-      update = checkpoint.newest_whole(workdir)
-    host.barrier('workdir')
+      try:
+        notes = life.start_workdir(run, workdir, options, inherited)
+        update = checkpoint.newest_whole(workdir)
+      except (ValueError, OSError) as error:
+        problem = error
+    _raise_everywhere(problem)
     if not is_first:
       if not (workdir / workdirs.CONFIG).exists():
         raise ValueError(f'--workdir: this process does not see what process 0 wrote to {workdir}; '
@@ -203,6 +210,16 @@ def _opened(workdir: Path, run: build.Run, options: life.Life
       workdirs.check_same(workdir, run.experiment.fields)
     del beginning, inherited  # else its state would stay in memory while the run trains
     yield host.of_process_0(update), notes
+
+
+def _raise_everywhere(problem: Exception | None) -> None:
+  """Waits for process 0, and raises its error, if it has one, in all processes.
+
+  Args:
+    problem: the error of this process, which only process 0 may have.
+  """
+  if not host.of_process_0(int(problem is None)):
+    raise problem or ValueError('process 0 refuses the workdir; its message says why')
 
 
 def _train_stages(run: build.Run, workdir: Path, entries: Sequence[history.Entry],
@@ -224,7 +241,8 @@ def _train_stages(run: build.Run, workdir: Path, entries: Sequence[history.Entry
   """
   for stage, last in life.stages(run, entries, update or 0):
     finished = train(stage, workdir, profile_dir, ends, stop, update, entries, last)
-    if last is None or not finished:
+    # A repeated run may end before its config has changed; then this one does so, too.
+    if last is None or not finished or last not in checkpoint.saved_updates(workdir):
       return finished
     update = last
   raise AssertionError('the last stage has no last update')

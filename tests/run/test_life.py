@@ -145,6 +145,18 @@ def test_an_extended_run_is_the_longer_run(extended, twelve):
                          '\nidentical: 12 updates')
 
 
+@pytest.mark.same_bits('extended within a segment, JAX environments', 'PPO: MLP (`sync`)')
+def test_where_environments_go_on_a_run_may_be_extended_anywhere(tmp_path):
+  args = [*CARTPOLE, '--config.env.task=gymnax:CartPole-v1', '--config.scheme=sync',
+          '--config.optimizer.anneal=False', '--config.checkpoint.every_updates=4']
+  binary(*args, f'--workdir={tmp_path}/a')
+  ended = len(receipts(tmp_path / 'a'))
+  binary(*args, f'--workdir={tmp_path}/a', '--config.total_steps=9000', '--extend')
+  binary(*args, f'--workdir={tmp_path}/b', '--config.total_steps=9000')
+  assert ended % 4 and len(receipts(tmp_path / 'a')) > ended
+  assert receipts(tmp_path / 'a') == receipts(tmp_path / 'b')
+
+
 def test_a_finished_run_says_what_would_go_on_and_the_same_command_changes_nothing(extended):
   before = (extended / 'config.json').read_text()
   said = binary(*CONSTANT, updates(12), f'--workdir={extended}', '--extend')
