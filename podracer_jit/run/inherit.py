@@ -58,28 +58,13 @@ def read(run: build.Run, request: Request) -> Inherited:
   here = checkpoint.leaves(fresh_state)
   there = checkpoint.saved_leaves(source, update)
   asked = request.parts or BY_DEFAULT
-  taken = []
-  fresh_parts = []
-  problems = {}
-  for part in (part for part in asked if part != 'replay'):
-    own = {name: leaf for name, leaf in here.items() if _part_of(name) == part}
-    other = {name: leaf for name, leaf in there.items() if _part_of(name) == part}
-    misfits = _misfits(other, own)
-    if part == 'optimizer' and misfits and request.parts is None and not (
-        request.partly and _same_kind(own, other)):
-      fresh_parts.append(part)
-      continue
-    if part == 'optimizer' and not _same_kind(own, other):
-      raise ValueError(f'--init_parts: the optimizer of {source} keeps other statistics; leave '
-                       'optimizer out')
-    if misfits and not request.partly:
-      raise ValueError(f'--init_from: {_words(next(iter(misfits.items())), source)}; {_PARTLY}')
-    problems |= misfits
-    if own.keys() - misfits.keys():
-      taken.append(part)
+  if asked == PARTS and not jax.tree.leaves(run.learner.replay_shapes()):
+    asked = BY_DEFAULT  # all that this run has
+  fit = _fit(here, there, request._replace(parts=asked), request.parts is None)
+  taken = fit.taken
   if 'replay' in asked:
     _check_replay(run, source, update)
-    taken.append('replay')
+    taken = (*taken, 'replay')
   if not taken:
     raise ValueError(f'--init_from: nothing of {source} fits this run')
 
@@ -93,16 +78,61 @@ def read(run: build.Run, request: Request) -> Inherited:
       raise ValueError(f'--init_from: cannot read the checkpoint of update {update} in {source}: '
                        f'{" ".join(str(error).split())[:200]}') from error
   state = _replaced(fresh_state, {name: array for name, array in arrays.items()
-                                  if name in here and name not in problems
+                                  if name in here and name not in fit.problems
                                   and _part_of(name) in taken})
   state = _with_target(state, arrays, taken)
   state = placement.replicate(state, run.place.mesh)
   origin = Origin(
-      str(source), update, tuple(taken),
-      fresh=(*fresh_parts, *(name for name in here if name in problems)),
-      unused=tuple(name for name in there if name in problems and name not in here),
+      str(source), update, taken,
+      fresh=(*fit.fresh, *(name for name in here if name in fit.problems)),
+      unused=tuple(name for name in there if name in fit.problems and name not in here),
       state_sha256=manifest.digest(state))
   return Inherited(state._replace(replay=replay), origin)
+
+
+class _Fit(NamedTuple):
+  """What fits of another run's state."""
+
+  taken: tuple[str, ...]  # parts of which at least something fits
+  fresh: tuple[str, ...]  # parts that are left out
+  problems: dict[str, str]  # what is wrong with arrays of the parts that are taken, by name
+
+
+def _fit(here: Mapping[str, Any], there: Mapping[str, Any], request: Request,
+         is_default: bool) -> _Fit:
+  """Returns what fits of the state without the replay.
+
+  Args:
+    here: the arrays of the run that begins, by name.
+    there: those of the other run, or their shapes.
+    request: with its parts.
+    is_default: True if nobody has named the parts, so that the optimizer need not fit.
+
+  Raises:
+    ValueError: something does not fit, and the request does not allow that.
+  """
+  source = request.workdir.resolve()
+  taken = []
+  fresh = []
+  problems = {}
+  for part in request.parts:
+    own = {name: leaf for name, leaf in here.items() if _part_of(name) == part}
+    other = {name: leaf for name, leaf in there.items() if _part_of(name) == part}
+    misfits = _misfits(other, own)
+    if part == 'optimizer' and misfits:
+      same_kind = _same_kind(own, other)
+      if is_default and not (same_kind and request.partly):
+        fresh.append(part)
+        continue
+      if not same_kind:
+        raise ValueError(f'--init_parts: the optimizer of {source} keeps other statistics; leave '
+                         'optimizer out')
+    if misfits and not request.partly:
+      raise ValueError(f'--init_from: {_words(next(iter(misfits.items())), source)}; {_PARTLY}')
+    problems |= misfits
+    if own.keys() - misfits.keys():
+      taken.append(part)
+  return _Fit(tuple(taken), tuple(fresh), problems)
 
 
 def problem_of_shapes(run: build.Run, workdir: Path, update: int) -> str:

@@ -406,6 +406,9 @@ def test_another_optimizer_is_fresh_unless_it_was_asked_for(cartpole, tmp_path):
           f'--init_from={cartpole}']
   said = refused(*args, '--init_parts=optimizer', f'--workdir={tmp_path}/a')
   assert 'keeps other statistics; leave optimizer out' in said
+  said = binary(*CARTPOLE, '--config.normalise.obs=True', f'--init_from={cartpole}',
+                '--init_parts=all', f'--workdir={tmp_path}/all')  # PPO has no replay
+  assert 'begins with parameters, normalisation, optimizer of' in said
   for flags in ([], ['--init_partly']):
     workdir = tmp_path / f'b{len(flags)}'
     said = binary(*args, *flags, f'--workdir={workdir}')
@@ -419,7 +422,7 @@ def test_another_optimizer_is_fresh_unless_it_was_asked_for(cartpole, tmp_path):
 def test_everything_with_the_replay(tmp_path):
   args = ['--config=configs/apex_dqn_catch.py:smoke', '--config.log.tensorboard=False',
           '--config.scheme=apex_lockstep', '--config.checkpoint.every_updates=11',
-          '--config.checkpoint.keep=9']
+          '--config.checkpoint.keep=4']  # and that of update 0
   source = tmp_path / 'source'
   heir = tmp_path / 'heir'
   binary(*args, f'--workdir={source}')
