@@ -35,11 +35,12 @@ def binary(*args, code=0):
   return result.stdout + result.stderr
 
 
-def launched(count, *args):
-  """Runs the command as several processes."""
+def launched(count, *args, code=0):
+  """Runs the command as several processes; returns their output."""
   result = subprocess.run(command('launch', '-n', count, '--', *args), capture_output=True,
                           text=True, timeout=300, env=QUICK, check=False)
-  assert result.returncode == 0, result.stdout + result.stderr
+  assert result.returncode == code, result.stdout + result.stderr
+  return result.stdout
 
 
 def refused(*args):
@@ -484,6 +485,9 @@ def test_two_processes_know_it_all(six, tmp_path):
   launched(2, *shards, updates(6), '--config.loss.entropy_coef=0.1',
            f'--workdir={tmp_path}/three', f'--repeat={tmp_path}/one')
   assert receipts(tmp_path / 'three') == receipts(tmp_path / 'one')
+  said = launched(2, *shards, two, updates(6), code=2)
+  assert '[0] podracer_jit: ' in said and '--change=loss.entropy_coef allows it' in said
+  assert '[1] podracer_jit: process 0 refuses the workdir' in said
 
 
 def test_a_history_gives_the_config_of_each_update():
