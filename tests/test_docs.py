@@ -11,6 +11,7 @@ import pytest
 from podracer_jit import experiment
 from podracer_jit.run import main
 from tests import extras, processes
+from tests.runs import QUICK
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [ROOT / 'README.md', ROOT / 'ARCHITECTURE.md', *sorted((ROOT / 'docs').glob('*.md')),
@@ -27,6 +28,22 @@ def test_the_readmes_program_learns_catch(tmp_path):
                           timeout=300, cwd=tmp_path, check=False)
   assert result.returncode == 0, result.stderr
   assert float(result.stdout.split()[-1]) > 0  # random play: -0.6
+
+
+def test_the_life_of_a_run(tmp_path):
+  """The commands of the README, one after another, as written."""
+  text = (ROOT / 'README.md').read_text().partition('## The life of a run')[2]
+  block = re.search(r'```sh\n(.*?)```', text, re.DOTALL)[1]
+  script = block.replace('scripts/train', f'{sys.executable} -m podracer_jit')
+  path = os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])
+  result = subprocess.run(['bash', '-euc', script], capture_output=True, text=True, timeout=300,
+                          cwd=tmp_path, env=QUICK | {'PYTHONPATH': path}, check=False)
+  assert result.returncode == 0, result.stderr
+  for said in ('changed before update 10: total_steps: 5000 before, 8000 since',
+               'the learning rate is that of a run of 8,000 steps from here on',
+               'changed before update 15: optimizer.learning_rate: 0.001 before, 0.0001 since',
+               'the run begins with parameters, optimizer of', 'history: B began with'):
+    assert said in result.stdout + result.stderr, said
 
 
 @pytest.mark.parametrize('path', TEXTS, ids=lambda path: path.name)

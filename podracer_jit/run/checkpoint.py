@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podracer_jit.run import manifest, safe_files
 from podracer_jit.runtime import host
@@ -41,7 +42,7 @@ class Checkpoints:
   """Saves and restores checkpoints under `workdir/checkpoints`, by update."""
 
   def __init__(self, workdir: Path, keep: int = 3):
-    """Opens the folder; the newest `keep` checkpoints stay."""
+    """Opens the folder; the newest `keep` checkpoints stay, and one of update 0 stays, too."""
     std_logging.getLogger('absl').addFilter(_no_orbax_chatter)
     self._workdir = workdir
     self._keep = keep
@@ -95,7 +96,8 @@ class Checkpoints:
                      f'({_root_cause(error)}); {safe}') from error
     if jax.process_index() == 0:
       for old in saved_updates(self._workdir)[:-self._keep]:
-        _delete(path_of(self._workdir, old))
+        if old:  # that of update 0 is what a run of another run's state begins with
+          _delete(path_of(self._workdir, old))
     host.barrier(f'manifest {update}')
 
   def restore_envs(self, like: Any, update: int) -> Any:
@@ -148,9 +150,65 @@ class Checkpoints:
     replay = restored['replay'] if 'replay' in items else ()
     return state._replace(replay=replay), restored['meta']
 
+  def restore_leaves(self, update: int, mesh: Mesh) -> dict[str, jax.Array]:
+    """Returns the arrays of a checkpoint's state by name, without knowing its experiment.
+
+    Args:
+      update: of the checkpoint, whose files were checked.
+      mesh: the arrays are replicated on it.
+    """
+    whole = NamedSharding(mesh, PartitionSpec())
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+                        _metadata(self._workdir, update, 'state'))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    like['key'] = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
+    restored = self._manager.restore(
+        update, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))
+    return leaves(restored['state'])
+
+  def restore_replay(self, like: Any, update: int) -> Any:
+    """Returns the replay of a checkpoint.
+
+    Args:
+      like: the shapes and shardings, which must be those of the checkpoint.
+      update: of the checkpoint, whose files were checked.
+    """
+    item = ocp.args.Composite(replay=ocp.args.StandardRestore(like))
+    return self._manager.restore(update, args=item)['replay']
+
   def close(self) -> None:
     """Lets go of the folder."""
     self._manager.close()
+
+
+def leaves(tree: Any) -> dict[str, Any]:
+  """Returns the leaves of a tree by name: 'params/params/policy/bias'.
+
+  A checkpoint that is read without its types has dicts and lists in place of them, with the same
+  names.
+  """
+  return {jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+          for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def saved_leaves(workdir: Path, update: int, item: str = 'state') -> dict[str, Any]:
+  """Returns the shapes and types of the arrays in a checkpoint, by name.
+
+  Args:
+    workdir: of the run.
+    update: of the checkpoint.
+    item: 'state', 'replay' or 'envs'; one that the checkpoint does not have has no arrays.
+  """
+  if not (path_of(workdir, update) / item).is_dir():
+    return {}
+  return leaves(_metadata(workdir, update, item))
+
+
+def _metadata(workdir: Path, update: int, item: str) -> Any:
+  """Returns the shapes and types of an item as nested dicts and lists."""
+  folder = path_of(workdir, update) / item
+  metadata = ocp.StandardCheckpointHandler().metadata(folder)
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), metadata.tree)
 
 
 def path_of(workdir: Path, update: int) -> Path:
@@ -209,6 +267,12 @@ def recover(workdir: Path) -> tuple[int | None, list[str]]:
     raise ValueError(f'--workdir: none of the checkpoints in {workdir / FOLDER} is whole '
                      f'({listed}); put one back, or choose another --workdir to begin anew')
   return whole, [set_aside(workdir, update, problems[update]) for update in sorted(problems)]
+
+
+def set_all_aside(workdir: Path) -> None:
+  """Moves all checkpoints out of the way, before a new run begins in the workdir."""
+  for update in updates_in(workdir):
+    safe_files.set_aside(workdir, path_of(workdir, update))
 
 
 def set_aside(workdir: Path, update: int, words: str) -> str:

@@ -21,7 +21,7 @@ from podracer_jit.run import config as config_lib
 
 _PACKAGE = Path(__file__).parents[1]
 _ENV = '--config.env.'
-_SWITCHES = ('--help', '--distributed')  # take no value
+_SWITCHES = ('--help', '--distributed', '--extend', '--init_partly')  # take no value
 _EXAMPLE = 'podracer_jit --config=pong_laptop --workdir=runs/pong'
 
 

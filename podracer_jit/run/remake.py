@@ -60,8 +60,8 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
     ValueError: the update cannot be repeated.
   """
   # This also checks that the run is deterministic.
-  on_one_device = rerun.one_device_experiment(workdir, allow_modules)
-  experiment = resolve(workdirs.read_config(workdir, allow_modules))
+  on_one_device = rerun.one_device_experiment(workdir, allow_modules, update)
+  experiment = resolve(workdirs.read_config(workdir, allow_modules, update))
   headers, receipts, _ = journal.read_receipts(workdir)
   header = rerun.header_of(headers, receipts, update)
   host.prepare_host(experiment.placement)

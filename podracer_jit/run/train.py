@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from absl import flags, logging
 
 from podracer_jit import loops
@@ -18,10 +19,13 @@ from podracer_jit.envs.protocol import environment_failure
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.run import (
     build,
+    changes,
     checkpoint,
     command_line,
     exit_codes,
+    history,
     journal,
+    life,
     lock,
     memory,
     stopping,
@@ -47,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
                       flag_values=values)
   flags.DEFINE_string('repeat', None, 'A workdir. This run has the segments of that run, also '
                       'those that a signal ended, and so the same bits.', flag_values=values)
+  life.define_flags(values)
   flags.DEFINE_bool('distributed', False, 'This is one of several processes of the run.',
                     flag_values=values)
   flags.DEFINE_string('coordinator_address', None, 'host:port of process 0; default: that of '
@@ -72,6 +77,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       if config is None:
         print(f'{__doc__}\n{values.get_help()}')
         return exit_codes.FINISHED
+      options = life.of_flags(values)
       joining = (values.coordinator_address, values.num_processes, values.process_id)
       if values.distributed or joining != (None, None, None):
         # Processes join before JAX starts, and to make some environments starts JAX.
@@ -88,7 +94,8 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
         raise ValueError(f'--repeat: {experiment.non_deterministic_setting} is not deterministic, '
                          'so a run cannot be repeated')
       ends = _ends_of(Path(values.repeat)) if values.repeat else None
-      update, notes = stack.enter_context(_opened(workdir, experiment.fields, run.place))
+      update, notes = stack.enter_context(_opened(workdir, run, options))
+      entries = workdirs.read_history(workdir)
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
       complain(f'podracer_jit: {error}')
       return _leave(exit_codes.REFUSED)
@@ -96,7 +103,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       complain(f'podracer_jit: {note}')
     stop.begin_training()
     try:
-      finished = train(run, workdir, values.profile_dir, ends, stop, update)
+      finished = _train_stages(run, workdir, entries, update, values.profile_dir, ends, stop)
     except KeyboardInterrupt:
       complain('podracer_jit: interrupted; what was made since the newest checkpoint is not saved')
       return _leave(_code_of_a_stop(workdir))
@@ -149,7 +156,7 @@ def _leave(code: int) -> int:
 
 
 @contextlib.contextmanager
-def _opened(workdir: Path, config: Mapping[str, Any], place: placement.Placement
+def _opened(workdir: Path, run: build.Run, options: life.Life
             ) -> Iterator[tuple[int | None, list[str]]]:
   """Opens the workdir in all processes.
 
@@ -157,38 +164,94 @@ def _opened(workdir: Path, config: Mapping[str, Any], place: placement.Placement
 
   Args:
     workdir: of the run.
-    config: plain values.
-    place: says which process this is.
+    run: that begins or goes on.
+    options: where it begins, and what may differ if it goes on.
 
   Yields:
-    The update of the checkpoint to resume from, None without one, and lines about repairs.
+    The update of the checkpoint to resume from, None without one, and lines about repairs and
+    changes.
 
   Raises:
     ValueError: the workdir is in use, of another experiment, or cannot be repaired.
     OSError: it cannot be written to.
   """
+  beginning = life.begin(run, workdir, options)
+  inherited = beginning.inherited
+  is_first = run.place.process == 0
   with contextlib.ExitStack() as stack:
     update = None
     notes = []
-    if place.process == 0:
-      workdirs.make(workdir)
-      stack.enter_context(contextlib.closing(lock.WorkdirLock(workdir)))
-      checkpoint.remove_unfinished(workdir)
-      notes = workdirs.open_workdir(workdir, config)
-      update, repaired = checkpoint.recover(workdir)
-      notes += repaired
-    host.barrier('workdir')
-    if place.process:
+    problem = None
+    if is_first:
+      try:
+        workdirs.make(workdir)
+        stack.enter_context(contextlib.closing(lock.WorkdirLock(workdir)))
+        checkpoint.remove_unfinished(workdir)
+        if beginning.has_begun:
+          update, notes = life.resume_workdir(run, workdir, options)
+        else:
+          checkpoint.set_all_aside(workdir)
+      except (ValueError, OSError) as error:
+        problem = error
+    _raise_everywhere(problem)
+    if inherited:
+      life.write_first_state(run, workdir, inherited)
+    if is_first and not beginning.has_begun:
+      try:
+        notes = life.start_workdir(run, workdir, options, inherited)
+        update = checkpoint.newest_whole(workdir)
+      except (ValueError, OSError) as error:
+        problem = error
+    _raise_everywhere(problem)
+    if not is_first:
       if not (workdir / workdirs.CONFIG).exists():
         raise ValueError(f'--workdir: this process does not see what process 0 wrote to {workdir}; '
                          'all processes need one file system')
-      workdirs.check_same(workdir, config)
+      workdirs.check_same(workdir, run.experiment.fields)
+    del beginning, inherited  # else its state would stay in memory while the run trains
     yield host.of_process_0(update), notes
+
+
+def _raise_everywhere(problem: Exception | None) -> None:
+  """Waits for process 0, and raises its error, if it has one, in all processes.
+
+  Args:
+    problem: the error of this process, which only process 0 may have.
+  """
+  if not host.of_process_0(int(problem is None)):
+    raise problem or ValueError('process 0 refuses the workdir; its message says why')
+
+
+def _train_stages(run: build.Run, workdir: Path, entries: Sequence[history.Entry],
+                  update: int | None, profile_dir: str | None, ends: Sequence[int] | None,
+                  stop: stopping.Stopping) -> bool:
+  """Trains with each config that updates are still to be made with; usually there is one.
+
+  Args:
+    run: of the newest config.
+    workdir: of the run.
+    entries: the history of the run.
+    update: of the checkpoint to resume from, None without one.
+    profile_dir: as in `train`.
+    ends: as in `train`.
+    stop: as in `train`.
+
+  Returns:
+    As `train`.
+  """
+  for stage, last in life.stages(run, entries, update or 0):
+    finished = train(stage, workdir, profile_dir, ends, stop, update, entries, last)
+    # A repeated run may end before its config has changed; then this one does so, too.
+    if last is None or not finished or last not in checkpoint.saved_updates(workdir):
+      return finished
+    update = last
+  raise AssertionError('the last stage has no last update')
 
 
 def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
           ends: Sequence[int] | None = None, stop: stopping.Stopping | None = None,
-          update: int | None = None) -> bool:
+          update: int | None = None, entries: Sequence[history.Entry] = (),
+          last: int | None = None) -> bool:
   """Trains segment by segment until total_steps, from a checkpoint of the workdir if it has one.
 
   A signal ends the segment at its next update (with `fused`, after the current call), and the run
@@ -202,9 +265,11 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     stop: handles signals; by default, signals keep their handlers.
     update: of the checkpoint to resume from, whose files were checked; by default the newest
       complete checkpoint.
+    entries: the history of the run.
+    last: the last update; None: as many as total_steps say.
 
   Returns:
-    True if total_steps are reached, False if a signal stopped the training.
+    True if total_steps or `last` are reached, False if a signal stopped the training.
 
   Raises:
     checkpoint.Broken: the checkpoint is not what was saved.
@@ -230,9 +295,12 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     if update is not None:
       # The replay is restored into shapes: memory need not hold a second, empty replay.
       like = state._replace(replay=learner.replay_shapes())
-      state, meta = _restore(run, saved, workdir, like, update, progress.note)
+      state, meta = _restore(run, saved, workdir, like, update, entries, progress.note)
       envs = saved.restore_envs(build.kept_env_shapes(run), int(state.update))
+    if update:
       progress.note(f'going on from update {int(state.update)} ({int(state.steps):,} steps)')
+      for words in _changed_rate(run, _entry_before(entries, int(state.update)), int(state.steps)):
+        progress.note(words)
     else:
       progress.note(f'{title}: starting')
     if experiment.spec.calls_python:
@@ -246,17 +314,23 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
           workdir, int(state.update), int(state.steps), experiment.log.tensorboard)))
       for problem in files.problems:
         progress.note(problem)
-    record = workdirs.record_of(experiment.fields)
+    newest = history.newest_config(experiment.fields, entries, int(state.update) + 1)
+    record = workdirs.record_of(newest, entries)
+    began = int(state.update)
     profiler = Profiler(profile_dir)
-    while int(state.steps) < experiment.total_steps and not stopped():
+    while (int(state.steps) < experiment.total_steps and int(state.update) != last
+           and not stopped()):
       length = experiment.checkpoint.every_updates
       if ends is not None:
         length = next((end - int(state.update) for end in ends if end > int(state.update)), 0)
+      if last is not None:
+        length = min(length, last - int(state.update))
       if not length:
         break
       state = learner.allocate(state)
-      state, meta, envs = _segment(run, state, meta, envs, length, workdir, files, progress,
-                                   profiler, stop.asked)
+      state, meta, envs = _segment(
+          run, state, meta, envs, length, workdir, files, progress, profiler, stop.asked,
+          _entry_before(entries, int(state.update)))
       if not experiment.checkpoint.replay:
         # A resumed run has no replay either, so that both have the same bits.
         state = state._replace(replay=())
@@ -268,15 +342,45 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     if profile_dir and not profiler.traced:
       progress.note(f'no trace: it begins with the third report, and there were '
                     f'{profiler.reports}')
+    done = int(state.update)
     finished = int(state.steps) >= experiment.total_steps
-    progress.finish(f'{"finished" if finished else "stopped"} at update {int(state.update)} '
-                    f'({int(state.steps):,} steps); {workdir} has it all'
-                    + ('' if finished else '; the same command goes on'))
+    if done == last:
+      progress.finish(f'update {done}: the config changes after it, as the history says')
+      return True
+    hint = '' if finished else '; the same command goes on'
+    if finished and done == began:
+      hint = '; to go on: --extend with a larger --config.total_steps'
+    progress.finish(f'{"finished" if finished else "stopped"} at update {done} '
+                    f'({int(state.steps):,} steps); {workdir} has it all{hint}')
   return finished or not stop.asked()
 
 
+def _entry_before(entries: Sequence[history.Entry], update: int) -> history.Entry | None:
+  """Returns the entry of the history that holds from the update after this one on, if any."""
+  return next((entry for entry in entries if entry.first_update == update + 1), None)
+
+
+def _changed_rate(run: build.Run, entry: history.Entry | None, steps: int) -> Iterator[str]:
+  """Yields what a new total_steps does to an annealed learning rate.
+
+  Args:
+    run: with the new config.
+    entry: of the history, with the changes; None without any.
+    steps: valid steps learned from so far.
+  """
+  change = entry.changes.get(changes.TOTAL) if entry else None
+  if change is None:
+    return
+  before, after = (float(run.experiment.optimizer.schedule(change[key])(np.int32(steps)))
+                   for key in ('was', 'now'))
+  if before != after:
+    yield (f'the learning rate is that of a run of {change["now"]:,} steps from here on: '
+           f'{after:.3g}; with {change["was"]:,} steps it was {before:.3g}')
+
+
 def _restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like: TrainState,
-             update: int, note: Callable[[str], None]) -> tuple[TrainState, dict[str, Any]]:
+             update: int, entries: Sequence[history.Entry], note: Callable[[str], None]
+             ) -> tuple[TrainState, dict[str, Any]]:
   """Returns the state and `meta` of a checkpoint, or of an earlier one if it is broken.
 
   Args:
@@ -285,12 +389,15 @@ def _restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like:
     workdir: of the run.
     like: the shapes of the state.
     update: of the checkpoint, whose files were checked.
+    entries: the history of the run.
     note: called with a line about each broken checkpoint.
 
   Raises:
-    checkpoint.Broken: no earlier checkpoint is good, or there are other processes, which may have
-      restored this one.
+    checkpoint.Broken: no earlier checkpoint is good or was made with this config, or there are
+      other processes, which may have restored this one.
   """
+  points = history.change_points(entries)
+  since = max((number - 1 for number in points if number <= update + 1), default=0)
   while True:
     try:
       return saved.restore(like, update, files_checked=True)
@@ -301,11 +408,14 @@ def _restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like:
         raise
       note(checkpoint.set_aside(workdir, update, error.words))
       update = earlier[-1]
+      if update < since:  # the same command then begins with the config that was before
+        raise
 
 
 def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: Any, length: int,
              workdir: Path, files: Files | None, progress: Progress, profiler: Profiler,
-             asked_to_stop: Callable[[], bool]) -> tuple[TrainState, dict[str, Any], Any]:
+             asked_to_stop: Callable[[], bool], entry: history.Entry | None
+             ) -> tuple[TrainState, dict[str, Any], Any]:
   """Runs a segment.
 
   Args:
@@ -319,6 +429,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
     progress: shows each update.
     profiler: counts reports.
     asked_to_stop: called after every update; the segment ends if it returns True.
+    entry: of the history, if it begins with this segment.
 
   Returns:
     The state after the segment, the `meta` of its checkpoint, and the state of environments that
@@ -332,6 +443,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
   place = run.place
   index = meta['segment']
   saved = int(state.update)
+  noted = {history.KEY: entry.as_json()} if entry else {}
   safe = f'that of update {saved}' if saved else 'none: the run had just begun'
 
   def report(item: Report) -> None:
@@ -353,7 +465,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
     if files:
       with jax.default_device(place.learners[0]):
         files.begin_segment(dict(segment=index, first_update=saved + 1,
-                                 versions=workdirs.versions(), canary=canary()))
+                                 versions=workdirs.versions(), canary=canary(), **noted))
     segment = stack.enter_context(build.segment(
         run, state, index, length, report, asked_to_stop, envs))
     meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, meta)

@@ -1,4 +1,7 @@
-"""Writes and reads the config of a run in its workdir; a resumed run must have the same."""
+"""Writes and reads the config of a run in its workdir, and its history.
+
+A resumed run must have the same config, but for fields that the command line allows to change.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ import contextlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from podracer_jit.run import checkpoint, safe_files
+from podracer_jit.run import changes, checkpoint, history, safe_files
 from podracer_jit.run import config as config_lib
 
 PACKAGES = ('podracer_jit', 'jax', 'jaxlib', 'flax', 'optax', 'rlax', 'envpool', 'numpy')
@@ -33,10 +36,17 @@ def versions() -> dict[str, str]:
   return by_package
 
 
-def record_of(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the contents of config.json for a config of plain values; checkpoints have a copy."""
-  as_read = json.loads(json.dumps(config))  # tuples become lists, as in the file
-  return {'config': as_read, 'versions': versions()}
+def record_of(config: Mapping[str, Any], entries: Sequence[history.Entry] = ()) -> dict[str, Any]:
+  """Returns the contents of config.json; checkpoints have a copy.
+
+  Args:
+    config: plain values.
+    entries: the history of the run.
+  """
+  record = {'config': config, 'versions': versions()}
+  if entries:
+    record[history.KEY] = [entry.as_json() for entry in entries]
+  return json.loads(json.dumps(record))  # tuples become lists, as in the file
 
 
 def make(workdir: Path) -> None:
@@ -54,14 +64,19 @@ def make(workdir: Path) -> None:
     raise ValueError(f'--workdir: {workdir} cannot be written to: {error.strerror}') from None
 
 
-def open_workdir(workdir: Path, config: Mapping[str, Any]) -> list[str]:
+def open_workdir(workdir: Path, config: Mapping[str, Any],
+                 allowed: changes.Allowed = changes.NOTHING,
+                 entries: Sequence[history.Entry] = ()) -> list[str]:
   """Writes config.json, or checks that it holds this experiment.
 
-  If there are checkpoints and config.json is missing or garbled, it is restored from them.
+  If there are checkpoints and config.json is missing or garbled, it is restored from them. Allowed
+  changes are written by `write_changes`, once it is known that they fit the checkpoint.
 
   Args:
     workdir: exists, and is this process's to write to.
     config: plain values.
+    allowed: what may differ.
+    entries: the history that a new run begins with.
 
   Returns:
     Lines about what has changed and what was repaired.
@@ -72,21 +87,59 @@ def open_workdir(workdir: Path, config: Mapping[str, Any]) -> list[str]:
     OSError: it cannot be written.
   """
   path = workdir / CONFIG
-  record = record_of(config)
-  if not path.exists() and not checkpoint.updates_in(workdir):
+  record = record_of(config, entries)
+  if not path.exists() and (entries or not checkpoint.updates_in(workdir)):
     safe_files.write_text(path, json.dumps(record, indent=2) + '\n')
     return []
 
   stored, notes = _restored_record(workdir)
-  changed = differences(_completed(stored, record), record['config'], ('there', 'now'))
-  if changed:
-    raise ConfigChanged(f'{workdir} holds another experiment ({"; ".join(changed)}); '
-                        'choose another --workdir or set the fields back')
+  refused = changes.refusals(
+      changed_fields(_completed(stored, record), record['config']), allowed)
+  if refused:
+    raise ConfigChanged(f'{workdir} holds another experiment ({"; ".join(refused)}); set the '
+                        'fields back, or choose another --workdir, where --init_from='
+                        f'{workdir} begins with what this run has learned')
   before = stored.get('versions', {})
   return notes + [
       f'{name} was {before.get(name)} when this run began and is {version} now: results go on, but '
       'not to the last bit'
       for name, version in record['versions'].items() if before.get(name) != version]
+
+
+def write_changes(workdir: Path, config: Mapping[str, Any], update: int,
+                  problem: Callable[[], str]) -> list[str]:
+  """Writes a config with allowed changes to config.json, and the changes to its history.
+
+  Args:
+    workdir: `open_workdir` was called for it, with what is allowed.
+    config: plain values.
+    update: of the checkpoint that the run goes on from; 0 without one.
+    problem: returns why the changed config does not fit that checkpoint, '' if it does.
+
+  Returns:
+    A line about the changes, if there are any.
+
+  Raises:
+    ConfigChanged: the changes do not fit the checkpoint, or come before later ones.
+    OSError: config.json cannot be written.
+  """
+  stored = _read(workdir / CONFIG)
+  record = record_of(config)
+  changed = changed_fields(_completed(stored, record), record['config'])
+  if not changed:
+    return []
+  names = ', '.join(sorted(changed))
+  words = problem()
+  if words:
+    raise ConfigChanged(f'{names}: cannot change in {workdir}: {words}')
+  try:
+    entries = history.with_changes(history.read(stored), update + 1, changed)
+  except ValueError as error:
+    raise ConfigChanged(f'{names}: cannot change now: {error}') from None
+  record = record_of(config, entries)
+  record['versions'] = stored.get('versions', {})  # of the beginning
+  safe_files.write_text(workdir / CONFIG, json.dumps(record, indent=2) + '\n')
+  return [history.Entry(update + 1, changed).words()]
 
 
 def check_same(workdir: Path, config: Mapping[str, Any]) -> None:
@@ -128,12 +181,14 @@ def _restored_record(workdir: Path) -> tuple[dict[str, Any], list[str]]:
                    'or choose another --workdir')
 
 
-def read_config(workdir: Path, allow_modules: Collection[str] = ()) -> dict[str, Any]:
+def read_config(workdir: Path, allow_modules: Collection[str] = (), update: int | None = None
+                ) -> dict[str, Any]:
   """Returns the config of the run in workdir, as plain values.
 
   Args:
     workdir: of the run. It may be a stranger's: it is data, and nothing in it is executed.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
+    update: the config is the one with which this update was made; None: the newest.
 
   Raises:
     ValueError: there is no run, or its config names modules that are not allowed.
@@ -141,16 +196,25 @@ def read_config(workdir: Path, allow_modules: Collection[str] = ()) -> dict[str,
   path = workdir / CONFIG
   _check_exists(path)
 
-  def tuples(fields):
-    # JSON has lists in place of tuples.
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-
-  fields = _read(path, tuples)['config']
+  record = _read(path, _tuples)
+  fields = record['config']
+  if update is not None:
+    fields = history.config_at(fields, history.read(record), update)
   config_lib.check_modules(fields, allow_modules, str(path))
   try:
     return config_lib.complete(fields)
   except ValueError as error:
     raise ValueError(f'--workdir: {CONFIG} of {workdir}: {error}') from None
+
+
+def read_history(workdir: Path) -> list[history.Entry]:
+  """Returns the history of the run in workdir; empty for one that began with its seed.
+
+  Raises:
+    ValueError: there is no run.
+  """
+  _check_exists(workdir / CONFIG)
+  return history.read(_read(workdir / CONFIG, _tuples))
 
 
 def read_fields(workdir: Path) -> dict[str, Any]:
@@ -201,8 +265,17 @@ def _read(path: Path, hook: Callable[[dict], dict] | None = None) -> dict[str, A
   return record
 
 
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+  """Returns an object of JSON with tuples in place of its lists."""
+  return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+
+
 def _is_record(record: Any) -> bool:
   if not isinstance(record, dict) or not isinstance(record.get('config'), dict):
+    return False
+  try:
+    history.read(record)
+  except ValueError:
     return False
   config = record['config']
   sections = ('env', 'replay', *config_lib.CHOICES, *config_lib.SECTIONS)
@@ -219,17 +292,30 @@ def differences(config_a: Mapping[str, Any], config_b: Mapping[str, Any], where:
     config_b: nested dicts.
     where: words after the value of each config.
   """
-  a = _flat(config_a)
-  b = _flat(config_b)
-  return [f'{name}: {a.get(name)!r} {where[0]}, {b.get(name)!r} {where[1]}'
+  return [f'{name}: {change.get("was")!r} {where[0]}, {change.get("now")!r} {where[1]}'
+          for name, change in changed_fields(config_a, config_b).items()]
+
+
+def changed_fields(config_a: Mapping[str, Any], config_b: Mapping[str, Any]
+                   ) -> dict[str, dict[str, Any]]:
+  """Returns the fields in which two configs are different experiments, as in `history.Entry`.
+
+  Args:
+    config_a: nested dicts.
+    config_b: nested dicts.
+  """
+  a = flat(config_a)
+  b = flat(config_b)
+  return {name: {key: values[name] for key, values in (('was', a), ('now', b)) if name in values}
           for name in sorted(a.keys() | b.keys())
           if a.get(name) != b.get(name)
-          and (name in _BOUND or not name.startswith(_FREE))]
+          and (name in _BOUND or not name.startswith(_FREE))}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+def flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
   """Returns nested dicts as one dict with dotted names."""
-  flat = {}
+  flat_fields = {}
   for name, value in tree.items():
-    flat |= _flat(value, f'{prefix}{name}.') if isinstance(value, dict) else {prefix + name: value}
-  return flat
+    full = prefix + name
+    flat_fields |= flat(value, f'{full}.') if isinstance(value, dict) else {full: value}
+  return flat_fields

@@ -337,7 +337,8 @@ def test_a_changed_config_is_refused_and_a_changed_placement_is_not(whole, capsy
   args = ['podracer_jit', *RUNS['cleanba impala'], f'--workdir={whole("cleanba impala")}']
   assert train.main([*args, '--config.seed=2', '--config.loss.discount=0.9']) == 2
   error = capsys.readouterr().err
-  assert 'loss.discount: 0.99 there, 0.9 now; seed: 1 there, 2 now' in error
+  assert 'loss.discount: 0.99 there, 0.9 now: --change=loss.discount allows it; ' in error
+  assert 'seed: 1 there, 2 now: it cannot change' in error
   assert train.main([*args, '--config.placement.xla_threads=9']) == 2
   assert train.main([*args, '--config.placement.env_threads=2', '--config.log.window=5']) == 0
 

@@ -4,10 +4,14 @@
   podracer_jit compare --deep runs/a runs/b
 
 It reads the receipts of both runs, which have a fingerprint of every update's batch and parameters,
-and then prints the two learning curves side by side. With --deep it makes the first differing
-update of both runs again, each where the run made it, and says which array differs first (a leaf of
-the rollout, of a gradient, of the optimizer's state or of the parameters) and by how many units in
-the last place. That needs the checkpoint before the update's segment.
+and then prints the two learning curves side by side. It names the fields in which the configs
+differ, changes of the config that only one run has made on its way (--extend, --change), and the
+states of other runs that they began with (--init_from).
+
+With --deep it makes the first differing update of both runs again, each where the run made it, and
+says which array differs first (a leaf of the rollout, of a gradient, of the optimizer's state or of
+the parameters) and by how many units in the last place. That needs the checkpoint before the
+update's segment.
 
 If the config of a run names modules of its own, --deep needs --allow_modules=mine, as it runs them.
 
@@ -21,7 +25,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from podracer_jit.run import checkpoint, journal, workdirs
+from podracer_jit.run import checkpoint, history, journal, workdirs
 
 ROWS = 10  # of the learning curves
 
@@ -42,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
   folders = [Path(arg) for arg in args]
   try:
     configs = [workdirs.read_fields(folder) for folder in folders]
+    histories = [workdirs.read_history(folder) for folder in folders]
     receipts = [journal.read_receipts(folder) for folder in folders]
     curves = [journal.read_lines(folder / journal.METRICS) for folder in folders]
     if not receipts[0].by_update.keys() & receipts[1].by_update.keys():
@@ -56,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
   if incomplete and different is None:
     verdict = f'unknown, since receipts are missing; the existing receipts: {verdict}'
   try:
-    for line in [*config_differences(*configs),
+    for line in [*config_differences(*configs), *history.differences(*histories),
                  *header_differences(*(side.headers for side in receipts)), *incomplete]:
       print(line)
     print(verdict)

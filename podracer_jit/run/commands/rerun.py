@@ -27,7 +27,16 @@ from podracer_jit import loops
 from podracer_jit.envs import frames
 from podracer_jit.envs.protocol import environment_failure
 from podracer_jit.numerics.fingerprints import as_hex, canary
-from podracer_jit.run import build, checkpoint, config, journal, video, workdirs
+from podracer_jit.run import (
+    build,
+    checkpoint,
+    config,
+    history,
+    journal,
+    manifest,
+    video,
+    workdirs,
+)
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import host, placement
@@ -53,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
     workdir = _check(values, arguments)
-    experiment = one_device_experiment(workdir, config.allowed_modules(values.allow_modules))
+    experiment = one_device_experiment(workdir, config.allowed_modules(values.allow_modules),
+                                       values.update)
     _check_env(values.env, experiment)
     headers, receipts, _ = journal.read_receipts(workdir)
     header = header_of(headers, receipts, values.update)
@@ -86,7 +96,8 @@ def _check(values: flags.FlagValues, arguments: Sequence[str]) -> Path:
   return Path(values.workdir)
 
 
-def one_device_experiment(workdir: Path, allow_modules: Collection[str] = ()) -> Experiment:
+def one_device_experiment(workdir: Path, allow_modules: Collection[str] = (),
+                          update: int | None = None) -> Experiment:
   """Returns the experiment of a run on one device, with a scheme that has a separate learner.
 
   The learner's inputs are then the rollouts.
@@ -94,11 +105,12 @@ def one_device_experiment(workdir: Path, allow_modules: Collection[str] = ()) ->
   Args:
     workdir: of the run.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
+    update: to repeat; the config may have changed on the way. None: the newest config.
 
   Raises:
     ValueError: there is no run, or it cannot be repeated on one device.
   """
-  fields = workdirs.read_config(workdir, allow_modules)
+  fields = workdirs.read_config(workdir, allow_modules, update)
   try:
     experiment = resolve(fields)
   except ValueError as error:
@@ -142,9 +154,13 @@ def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainStat
   """
   before = header['first_update'] - 1
   initial = run.initial_state()
-  if before == 0:
+  origin = history.origin_of(workdirs.read_history(workdir))
+  if before == 0 and origin is None:
     return run.learner.allocate(initial), ()
   existing = checkpoint.saved_updates(workdir)
+  if before == 0 and before not in existing:
+    raise ValueError(f'--update: the run began with the state of another run, and its checkpoint '
+                     f'of update 0 is gone from {workdir}')
   if before not in existing:
     raise ValueError(f'--update: the checkpoint of update {before}, from which it would be made, '
                      f'is gone; there are those of {", ".join(map(str, existing))} '
@@ -155,6 +171,9 @@ def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainStat
       envs = saved.restore_envs(build.kept_env_shapes(run), before)
     except checkpoint.Broken as error:
       raise ValueError(f'--update: {error}') from None
+  if before == 0 and manifest.digest(state._replace(replay=())) != origin.state_sha256:
+    raise ValueError(f'--update: the checkpoint of update 0 in {workdir} is not the state that the '
+                     'run began with')
   return run.learner.allocate(state), envs
 
 

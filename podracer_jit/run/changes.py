@@ -1,0 +1,87 @@
+"""Which fields of its config may change when a run goes on, and what allows it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+TOTAL = 'total_steps'
+# Fields, and beginnings of fields, that stay, with the reason. Other fields may turn out not to fit
+# the checkpoint (`inherit.problem_of_shapes`).
+_STAYS = {
+    'seed': 'the random numbers of the run depend on it',
+    'env.task': 'a run has one task',
+    'env.num_envs': 'the batch and the random numbers depend on it',
+    'num_shards': 'the random numbers of the environments depend on it',
+    'num_grad_shards': 'the state is split by it',
+    'network.': 'the checkpoint has the parameters of the network',
+    'policy': 'the checkpoint has the parameters of the network',
+    'normalise.': 'the checkpoint has the statistics',
+    'loss.name': 'a run has one algorithm',
+    'optimizer.name': 'the checkpoint has the state of the optimizer',
+}
+
+
+class Allowed(NamedTuple):
+  """What the command line allows to differ from the workdir's config."""
+
+  extend: bool = False  # a larger total_steps
+  fields: tuple[str, ...] = ()  # with dots
+
+  def __bool__(self) -> bool:
+    return self.extend or bool(self.fields)
+
+
+NOTHING = Allowed()
+
+
+def refusals(changes: Mapping[str, Mapping[str, Any]], allowed: Allowed) -> list[str]:
+  """Returns why changed fields are refused, a line each; empty if all are allowed.
+
+  Args:
+    changes: as in `history.Entry`.
+    allowed: what may differ.
+  """
+  return [line for name, change in sorted(changes.items())
+          for line in _refusals(name, change, allowed)]
+
+
+def _refusals(name: str, change: Mapping[str, Any], allowed: Allowed) -> Iterator[str]:
+  values = f'{name}: {change.get("was")!r} there, {change.get("now")!r} now'
+  reason = why_it_stays(name)
+  if name == TOTAL:
+    if change['now'] < change['was']:
+      yield f'{values}: it can only grow; a signal ends a run earlier'
+    elif not allowed.extend:
+      yield f'{values}: --extend allows it'
+  elif reason:
+    yield f'{values}: it cannot change, as {reason}'
+  elif name not in allowed.fields:
+    yield f'{values}: --change={name} allows it'
+
+
+def why_it_stays(name: str) -> str:
+  """Returns why a field cannot change in a run; '' if it may."""
+  return next((reason for field, reason in _STAYS.items()
+               if name == field or field.endswith('.') and name.startswith(field)), '')
+
+
+def problems_of_flags(allowed: Allowed, known: Collection[str]) -> Iterator[str]:
+  """Yields what is wrong with the fields that --change names, one line each.
+
+  Args:
+    allowed: from the command line.
+    known: all fields of the config, with dots.
+  """
+  for name in allowed.fields:
+    reason = why_it_stays(name)
+    if name == TOTAL:
+      yield f'--change: {TOTAL} has a flag of its own, --extend'
+    elif reason:
+      yield (f'--change: {name} cannot change, as {reason}; a new run can begin from this one: '
+             '--init_from')
+    elif name not in known and not name.startswith('env.'):
+      near = difflib.get_close_matches(name, known, n=1)
+      hint = f'; did you mean {near[0]}?' if near else ''
+      yield f'--change: the config has no field {name}{hint}'

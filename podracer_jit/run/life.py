@@ -1,0 +1,300 @@
+"""The life of a run: where it begins, what may change when it goes on, and what it repeats."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from podracer_jit.run import build, changes, checkpoint, history, inherit, workdirs
+from podracer_jit.run import config as config_lib
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import resolve
+from podracer_jit.runtime import host
+
+_COPYING = '.copying'  # in the name of a checkpoint while it is copied
+
+
+class Life(NamedTuple):
+  """The options of a run's life."""
+
+  init_from: inherit.Request | None = None
+  allowed: changes.Allowed = changes.NOTHING
+  repeat: Path | None = None  # of a run that this one repeats
+
+
+def define_flags(values: flags.FlagValues) -> None:
+  """Defines the flags of a run's life."""
+  flags.DEFINE_string('init_from', None, 'A workdir. A new run begins with the newest state of '
+                      'that run, instead of random parameters.', flag_values=values)
+  flags.DEFINE_list('init_parts', None, 'What --init_from takes, by comma: '
+                    f'{", ".join(inherit.PARTS)}; or all. Default: '
+                    f'{", ".join(inherit.BY_DEFAULT)}, but the optimizer only if it fits.',
+                    flag_values=values)
+  flags.DEFINE_bool('init_partly', False, 'With --init_from, what does not fit is fresh. Without '
+                    'it, such a run is refused.', flag_values=values)
+  flags.DEFINE_bool('extend', False, 'Goes on in the workdir with a larger total_steps.',
+                    flag_values=values)
+  flags.DEFINE_list('change', [], 'Fields of the config, by comma, that may differ from those of '
+                    'the workdir: the run goes on with the new values.', flag_values=values)
+
+
+def of_flags(values: flags.FlagValues) -> Life:
+  """Returns the options that the flags set.
+
+  Raises:
+    ValueError: a flag has a wrong value, in one line.
+  """
+  repeat = Path(values.repeat) if values.repeat else None
+  allowed = changes.Allowed(values.extend, tuple(values.change))
+  if not values.init_from:
+    if values.init_parts is not None or values.init_partly:
+      raise ValueError('--init_parts and --init_partly are for --init_from')
+    return Life(None, allowed, repeat)
+  for flag, is_set in (('--repeat', repeat), ('--extend or --change', allowed)):
+    if is_set:
+      raise ValueError(f'--init_from: begins a new run; it cannot be combined with {flag}')
+  given = values.init_parts
+  unknown = [part for part in given or () if part not in (*inherit.PARTS, 'all')]
+  if unknown or given == []:
+    raise ValueError(f'--init_parts: known are {", ".join(inherit.PARTS)}, all; got '
+                     f'{",".join(given)!r}')
+  parts = None
+  if given:
+    parts = tuple(part for part in inherit.PARTS if part in given or 'all' in given)
+  return Life(inherit.Request(Path(values.init_from), parts, values.init_partly), allowed, repeat)
+
+
+class Beginning(NamedTuple):
+  """How a command begins."""
+
+  has_begun: bool  # the workdir has a run to go on with
+  inherited: inherit.Inherited | None  # the state of another run to begin with
+
+
+def begin(run: build.Run, workdir: Path, life: Life) -> Beginning:
+  """Checks the options of a run's life, before anything is written.
+
+  All processes call it.
+
+  Args:
+    run: that begins or goes on.
+    workdir: of the run; it need not exist.
+    life: the options.
+
+  Raises:
+    ValueError: an option does not fit the run or its workdir.
+  """
+  known = workdirs.flat(run.experiment.fields).keys()
+  for problem in changes.problems_of_flags(life.allowed, known):
+    raise ValueError(problem)
+  # A run that was killed while it wrote its first state has not begun. Only process 0 is asked: a
+  # process that looks later could find what process 0 has written by then.
+  has_begun = bool(host.of_process_0(int(
+      _has_config(workdir) or any(checkpoint.updates_in(workdir)))))
+  if has_begun:
+    return Beginning(True, None)
+  if life.allowed:
+    flag = '--extend' if life.allowed.extend else '--change'
+    raise ValueError(f'{flag}: there is no run in {workdir} to go on with')
+  if life.repeat:
+    _check_repeats(run.experiment, life.repeat)
+  if not life.init_from:
+    return Beginning(False, None)
+  return Beginning(False, inherit.read(run, life.init_from))
+
+
+def write_first_state(run: build.Run, workdir: Path, inherited: inherit.Inherited) -> None:
+  """Saves the state that a run begins with as its checkpoint of update 0. All processes call it.
+
+  Args:
+    run: that begins.
+    workdir: of the run; exists.
+    inherited: the state.
+
+  Raises:
+    checkpoint.NotSaved: it cannot be written.
+  """
+  entries = [history.Entry(1, init_from=inherited.origin)]
+  record = workdirs.record_of(run.experiment.fields, entries)
+  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
+    saved.save(inherited.state, {'segment': 0, 'run': record})
+
+
+def start_workdir(run: build.Run, workdir: Path, life: Life,
+                  inherited: inherit.Inherited | None) -> list[str]:
+  """Writes the config and the history of a new run, after which it has begun.
+
+  A run that repeats another one has its history, and gets a copy of its first state.
+
+  Args:
+    run: that begins.
+    workdir: of the run; exists. With `inherited` it has the first state.
+    life: the options.
+    inherited: the state of another run to begin with, if there is one.
+
+  Returns:
+    A line about the state that it begins with.
+
+  Raises:
+    ValueError: the first state of the repeated run is missing or broken.
+    OSError: a file cannot be written.
+  """
+  entries = []
+  if inherited:
+    entries = [history.Entry(1, init_from=inherited.origin)]
+  elif life.repeat and _has_config(life.repeat):
+    entries = workdirs.read_history(life.repeat)
+    if history.origin_of(entries):
+      _copy_first_state(life.repeat, workdir)
+  workdirs.open_workdir(workdir, run.experiment.fields, entries=entries)
+  origin = history.origin_of(entries)
+  return [f'the run begins with {origin.words()}'] if origin else []
+
+
+def _copy_first_state(repeated: Path, workdir: Path) -> None:
+  """Copies the checkpoint of update 0 of another run."""
+  words = checkpoint.problem(repeated, 0)
+  if words:
+    raise ValueError(f'--repeat: the first state of the run in {repeated} is lost: {words}')
+  target = checkpoint.path_of(workdir, 0)
+  draft = target.with_name(target.name + _COPYING)
+  shutil.rmtree(draft, ignore_errors=True)
+  shutil.copytree(checkpoint.path_of(repeated, 0), draft)
+  os.rename(draft, target)
+
+
+def resume_workdir(run: build.Run, workdir: Path, life: Life) -> tuple[int | None, list[str]]:
+  """Checks and repairs the workdir of a run that goes on, and notes changes of its config.
+
+  Args:
+    run: that goes on.
+    workdir: of the run; this process may write to it.
+    life: the options.
+
+  Returns:
+    The update of the checkpoint to go on from, None without one, and lines about repairs and
+    changes.
+
+  Raises:
+    ValueError: the workdir is of another experiment, or cannot be repaired.
+    OSError: it cannot be written to.
+  """
+  fields = run.experiment.fields
+  notes = workdirs.open_workdir(workdir, fields, life.allowed)
+  _check_origin(workdir, life)
+  update, repairs = checkpoint.recover(workdir)
+
+  def misfit() -> str:
+    return '' if update is None else inherit.problem_of_shapes(run, workdir, update)
+
+  changed = workdirs.write_changes(workdir, fields, update or 0, misfit)
+  _check_stages(run.experiment, workdirs.read_history(workdir), update or 0)
+  return update, [*notes, *repairs, *changed]
+
+
+def _check_origin(workdir: Path, life: Life) -> None:
+  """Checks that a run that has begun did so as --init_from says, and still has its first state.
+
+  Args:
+    workdir: of the run; it has a config.json.
+    life: the options.
+
+  Raises:
+    ValueError: it began otherwise, or its first state is lost and no checkpoint is left.
+  """
+  origin = history.origin_of(workdirs.read_history(workdir))
+  if life.init_from:
+    asked = str(life.init_from.workdir.resolve())
+    if origin is None or origin.workdir != asked:
+      began = f'began with {origin.words()}' if origin else 'began with its seed'
+      raise ValueError(f'--init_from: {workdir} has a run already, which {began}; choose another '
+                       '--workdir for a new run')
+  if origin and not checkpoint.saved_updates(workdir):
+    raise ValueError(f'--workdir: the run in {workdir} began with the state of another run, and '
+                     'has no checkpoint left; choose another --workdir to begin anew')
+
+
+def stages(run: build.Run, entries: Sequence[history.Entry], update: int
+           ) -> Iterator[tuple[build.Run, int | None]]:
+  """Yields the runs of the configs that updates are still to be made with, in order.
+
+  Usually there is one. There are more if a run is repeated, or lost checkpoints, so that updates
+  from before a change of the config must be made.
+
+  Args:
+    run: of the newest config.
+    entries: the history of the run.
+    update: the last one that is done.
+
+  Yields:
+    A run, and the last update to make with it; None: as many as its config says.
+  """
+  fields = run.experiment.fields
+  for first_update in history.change_points(entries):
+    if first_update - 1 > update:
+      yield build.make_run(_experiment_at(fields, entries, first_update - 1)), first_update - 1
+  yield run, None
+
+
+def _check_stages(experiment: Experiment, entries: Sequence[history.Entry], update: int) -> None:
+  """Checks that one process can make the updates of all stages.
+
+  Args:
+    experiment: of the newest config.
+    entries: the history of the run.
+    update: the last one that is done.
+
+  Raises:
+    ValueError: fields differ that are fixed when JAX starts, or an earlier config is wrong.
+  """
+  for first_update in history.change_points(entries):
+    if first_update - 1 > update:
+      earlier = _experiment_at(experiment.fields, entries, first_update - 1)
+      for field in ('xla_threads', 'actor_platform'):
+        was, now = (getattr(each.placement, field) for each in (earlier, experiment))
+        if was != now:
+          raise ValueError(f'placement.{field}: it was {was} before update {first_update}, and '
+                           f'{now} at the end; one process cannot make all these updates')
+
+
+def _experiment_at(fields: Mapping[str, Any], entries: Sequence[history.Entry], update: int
+                   ) -> Experiment:
+  """Returns the experiment of an earlier config; imports no module that only the workdir names."""
+  earlier = history.config_at(fields, entries, update)
+  config_lib.check_modules(earlier, config_lib.modules(fields).values(), workdirs.CONFIG)
+  return resolve(earlier)
+
+
+def _check_repeats(experiment: Experiment, repeated: Path) -> None:
+  """Checks that a run can have the history of the run that it repeats.
+
+  Raises:
+    ValueError: the other run has a history, and its newest config is another one.
+  """
+  entries = workdirs.read_history(repeated) if _has_config(repeated) else []
+  if not entries:
+    return
+  own = workdirs.record_of(experiment.fields)['config']
+  differing = workdirs.differences(workdirs.read_fields(repeated), own,
+                                   ('there', 'here'))
+  if differing:
+    raise ValueError(f'--repeat: the run in {repeated} began with another run, or has changed its '
+                     'config on the way, and only its newest config can repeat that '
+                     f'({"; ".join(differing)})')
+  _check_stages(experiment, entries, 0)
+  for first_update in history.change_points(entries):
+    earlier = _experiment_at(experiment.fields, entries, first_update - 1)
+    if not earlier.deterministic:
+      raise ValueError(f'--repeat: before update {first_update} the run in {repeated} had '
+                       f'{earlier.non_deterministic_setting}, which is not deterministic, so it '
+                       'cannot be repeated')
+
+
+def _has_config(workdir: Path) -> bool:
+  return (workdir / workdirs.CONFIG).is_file()

@@ -1,0 +1,529 @@
+"""Runs that begin with another run's state, go on longer, or go on with other fields."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from podracer_jit import experiment
+from podracer_jit.run import changes, checkpoint, history, workdirs
+from tests import processes
+from tests.runs import QUICK
+
+CATCH = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=False',
+         '--config.checkpoint.every_updates=3', '--config.checkpoint.keep=9']
+CONSTANT = [*CATCH, '--config.optimizer.anneal=False']
+CARTPOLE = ['--config=configs/ppo_cartpole.py:smoke', '--config.log.tensorboard=False']
+STEPS = 576  # of an update of CATCH: 32 environments, 20 rows, of which every tenth is invalid
+
+
+def command(*args):
+  return [sys.executable, '-P', '-m', 'podracer_jit', *map(str, args)]
+
+
+def binary(*args, code=0):
+  """Runs the command; returns its output and error messages."""
+  result = processes.run(command(*args))
+  assert result.returncode == code, result.stdout + result.stderr
+  return result.stdout + result.stderr
+
+
+def launched(count, *args, code=0):
+  """Runs the command as several processes; returns their output."""
+  result = subprocess.run(command('launch', '-n', count, '--', *args), capture_output=True,
+                          text=True, timeout=300, env=QUICK, check=False)
+  assert result.returncode == code, result.stdout + result.stderr
+  return result.stdout
+
+
+def refused(*args):
+  """Returns the one line with which the command is refused."""
+  said = binary(*args, code=2)
+  assert said.startswith('podracer_jit: ') and said.count('\n') == 1, said
+  return said
+
+
+def updates(count):
+  return f'--config.total_steps={count * STEPS}'
+
+
+def lines(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def receipts(workdir):
+  return [line for line in lines(workdir / 'receipts.jsonl') if 'segment' not in line]
+
+
+def headers(workdir):
+  return [line for line in lines(workdir / 'receipts.jsonl') if 'segment' in line]
+
+
+def metric(workdir, name):
+  return [line[name] for line in lines(workdir / 'metrics.jsonl')]
+
+
+def arrays(workdir, update, item='state'):
+  """Returns the arrays of a checkpoint, as Orbax reads them without knowing what they are."""
+  tree = ocp.StandardCheckpointer().restore(workdir / 'checkpoints' / str(update) / item)
+  tree.pop('key', None)
+  return {jax.tree_util.keystr(path): np.asarray(leaf)
+          for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def copied(workdir, target):
+  return shutil.copytree(workdir, target, dirs_exist_ok=True)
+
+
+def break_checkpoints(workdir, *numbers):
+  for number in numbers:
+    (workdir / 'checkpoints' / str(number) / 'manifest.json').write_text('{')
+
+
+@pytest.fixture(scope='module')
+def six(tmp_path_factory):
+  """Six updates at a constant rate."""
+  workdir = tmp_path_factory.mktemp('six')
+  binary(*CONSTANT, updates(6), f'--workdir={workdir}')
+  return workdir
+
+
+@pytest.fixture(scope='module')
+def twelve(tmp_path_factory):
+  """Twelve updates at a constant rate, at once."""
+  workdir = tmp_path_factory.mktemp('twelve')
+  binary(*CONSTANT, updates(12), f'--workdir={workdir}')
+  return workdir
+
+
+@pytest.fixture(scope='module')
+def extended(six, tmp_path_factory):
+  """Six updates, and six more, at a constant rate."""
+  workdir = copied(six, tmp_path_factory.mktemp('extended'))
+  said = binary(*CONSTANT, updates(12), f'--workdir={workdir}', '--extend')
+  assert 'changed before update 7: total_steps: 3456 before, 6912 since' in said
+  assert 'the learning rate' not in said  # it is constant
+  return workdir
+
+
+@pytest.fixture(scope='module')
+def faster(six, tmp_path_factory):
+  """Six updates, and six more at ten times the rate."""
+  workdir = copied(six, tmp_path_factory.mktemp('faster'))
+  binary(*CONSTANT, updates(12), '--config.optimizer.learning_rate=0.01', f'--workdir={workdir}',
+         '--extend', '--change=optimizer.learning_rate')
+  return workdir
+
+
+@pytest.fixture(scope='module')
+def heir(six, tmp_path_factory):
+  """Six updates that begin with the state of `six`, whose workdir has gone since."""
+  source = copied(six, tmp_path_factory.mktemp('source'))
+  workdir = tmp_path_factory.mktemp('heir')
+  said = binary(*CONSTANT, updates(6), f'--workdir={workdir}', f'--init_from={source}',
+                '--config.seed=2')
+  assert f'begins with parameters, optimizer of {source} after update 6\n' in said
+  shutil.rmtree(source)
+  return workdir
+
+
+@pytest.mark.same_bits('total_steps raised with --extend', 'IMPALA: MLP (`cleanba`)')
+def test_an_extended_run_is_the_longer_run(extended, twelve):
+  assert receipts(extended) == receipts(twelve) and len(receipts(twelve)) == 12
+  assert metric(extended, 'learning_rate') == metric(twelve, 'learning_rate')
+  assert [header.get('history') for header in headers(extended)] == [
+      None, None, {'first_update': 7, 'changes': {'total_steps': {'was': 3456, 'now': 6912}}}, None]
+  assert 'history' not in json.loads((twelve / 'config.json').read_text())
+  said = binary('compare', extended, twelve)
+  assert said.startswith('history: A changed before update 7: total_steps: 3456 before, 6912 since'
+                         '\nidentical: 12 updates')
+
+
+@pytest.mark.same_bits('extended within a segment, JAX environments', 'PPO: MLP (`sync`)')
+def test_where_environments_go_on_a_run_may_be_extended_anywhere(tmp_path):
+  args = [*CARTPOLE, '--config.env.task=gymnax:CartPole-v1', '--config.scheme=sync',
+          '--config.optimizer.anneal=False', '--config.checkpoint.every_updates=4']
+  binary(*args, f'--workdir={tmp_path}/a')
+  ended = len(receipts(tmp_path / 'a'))
+  binary(*args, f'--workdir={tmp_path}/a', '--config.total_steps=9000', '--extend')
+  binary(*args, f'--workdir={tmp_path}/b', '--config.total_steps=9000')
+  assert ended % 4 and len(receipts(tmp_path / 'a')) > ended
+  assert receipts(tmp_path / 'a') == receipts(tmp_path / 'b')
+
+
+def test_a_finished_run_says_what_would_go_on_and_the_same_command_changes_nothing(extended):
+  before = (extended / 'config.json').read_text()
+  said = binary(*CONSTANT, updates(12), f'--workdir={extended}', '--extend')
+  assert 'to go on: --extend with a larger --config.total_steps' in said
+  assert (extended / 'config.json').read_text() == before
+
+
+def test_refusals_name_the_flag_that_would_allow_it(extended, six, tmp_path):
+  here = f'--workdir={extended}'
+  said = refused(*CONSTANT, updates(13), '--config.loss.entropy_coef=0.1', here)
+  assert 'loss.entropy_coef: 0.01 there, 0.1 now: --change=loss.entropy_coef allows it' in said
+  assert 'total_steps: 6912 there, 7488 now: --extend allows it' in said
+  assert f'--init_from={extended} begins with what this run has learned' in said
+  assert 'it can only grow' in refused(*CONSTANT, updates(11), here, '--extend')
+  assert '--extend allows it' in refused(*CONSTANT, updates(13), here, '--change=loss.entropy_coef')
+  assert 'loss.entropy_coef: 0.01 there' in refused(
+      *CONSTANT, updates(12), '--config.loss.entropy_coef=0.1', here, '--change=loss.discount')
+  assert 'seed: 1 there, 2 now: it cannot change, as' in refused(
+      *CONSTANT, updates(12), '--config.seed=2', here)
+  new = f'--workdir={tmp_path}/new'
+  for flag in ('--extend', '--change=loss.discount'):
+    assert 'there is no run in' in refused(*CONSTANT, new, flag)
+  source = f'--init_from={six}'
+  for args, words in [
+      (['--change=total_steps'], '--change: total_steps has a flag of its own, --extend'),
+      (['--change=los.discount'], 'no field los.discount; did you mean loss.discount?'),
+      (['--change=network.hidden'], 'network.hidden cannot change, as the checkpoint has the'),
+      (['--change=env.num_envs'], 'env.num_envs cannot change, as the batch'),
+      (['--init_partly'], '--init_parts and --init_partly are for --init_from'),
+      ([source, '--init_parts=moments'], 'known are parameters, normalisation, optimizer, replay'),
+      ([source, '--init_parts='], "known are parameters, normalisation, optimizer, replay, all"),
+      ([source, '--init_parts=replay'], '--init_parts: impala has no replay'),
+      ([source, '--extend'], '--init_from: begins a new run; it cannot be combined with --extend'),
+      ([f'{source}/none'], 'none does not exist'),
+      ([f'--init_from={tmp_path}'], 'has no whole checkpoint'),
+      ([f'--init_from={tmp_path}/new', '--init_parts=all'], 'new does not exist')]:
+    assert words in refused(*CONSTANT, new, *args)
+  assert not (tmp_path / 'new').exists()
+
+
+@pytest.fixture(scope='module')
+def annealed(tmp_path_factory):
+  """Six updates at a falling rate, and six more."""
+  workdir = tmp_path_factory.mktemp('annealed')
+  binary(*CATCH, updates(6), f'--workdir={workdir}')
+  said = binary(*CATCH, updates(12), f'--workdir={workdir}', '--extend')
+  assert ('the learning rate is that of a run of 6,912 steps from here on: 0.0005; with 3,456 '
+          'steps it was 0\n') in said
+  return workdir
+
+
+def test_an_extended_rate_anneals_to_the_new_end(annealed):
+  first = [1e-3 * (1 - i / 6) for i in range(6)]
+  second = [1e-3 * (1 - i / 12) for i in range(6, 12)]
+  np.testing.assert_allclose(metric(annealed, 'learning_rate'), first + second, rtol=1e-5)
+
+
+def test_a_run_that_repeats_another_has_its_phases(annealed, tmp_path):
+  said = binary(*CATCH, updates(12), f'--workdir={tmp_path}', f'--repeat={annealed}')
+  assert 'update 6: the config changes after it' in said
+  assert receipts(tmp_path) == receipts(annealed)
+  assert workdirs.read_history(tmp_path) == workdirs.read_history(annealed)
+  assert binary('compare', annealed, tmp_path).startswith('identical: 12 updates')
+  said = refused(*CATCH, updates(13), f'--workdir={tmp_path}/other', f'--repeat={annealed}')
+  assert 'only its newest config can repeat that (total_steps: 6912 there, 7488 here)' in said
+
+
+@pytest.mark.parametrize('name, update', [
+    ('annealed', 5), ('annealed', 8), ('faster', 5), ('faster', 11), ('heir', 2), ('heir', 5)])
+def test_rerun_uses_the_config_and_the_state_of_the_time(name, update, request):
+  workdir = request.getfixturevalue(name)
+  said = binary('rerun', f'--workdir={workdir}', f'--update={update}')
+  assert f'the rollout of update_{update}, as its receipt says' in said
+
+
+def test_a_changed_rate_holds_from_its_update_on(faster, six, twelve):
+  assert receipts(faster)[:6] == receipts(six) == receipts(twelve)[:6]
+  np.testing.assert_allclose(metric(faster, 'learning_rate'), [1e-3] * 6 + [1e-2] * 6, rtol=1e-6)
+  assert receipts(faster)[6]['batch'] == receipts(twelve)[6]['batch']
+  assert receipts(faster)[6]['params'] != receipts(twelve)[6]['params']
+  said = binary('compare', faster, twelve, code=1)
+  assert ('history: A changed before update 7: optimizer.learning_rate: 0.001 before, 0.01 since; '
+          'total_steps: 3456 before, 6912 since\ndiffer at update 7: ') in said
+
+
+def test_a_deep_comparison_uses_the_configs_of_the_time(faster, twelve):
+  said = binary('compare', '--deep', faster, twelve, code=1)
+  assert 'the first to differ: gradient step 1: parameters' in said
+
+
+def test_a_run_killed_after_its_change_goes_on_to_the_same_bits(six, tmp_path):
+  args = [*CONSTANT, updates(300), '--config.optimizer.learning_rate=0.01']
+  flags = ['--extend', '--change=optimizer.learning_rate']
+  killed = copied(six, tmp_path / 'killed')
+  process = processes.Popen(command(*args, *flags, f'--workdir={killed}'),
+                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+  while len((killed / 'metrics.jsonl').read_text().splitlines()) < 20:
+    assert process.poll() is None
+    time.sleep(0.01)
+  process.send_signal(signal.SIGKILL)
+  process.wait()
+  done = max(int(path.name) for path in killed.glob('checkpoints/*') if path.name.isdigit())
+  assert done < 300
+  # The flags are no longer needed, and do no harm: config.json has the changes.
+  said = binary(*args, *flags[:1], f'--workdir={killed}')
+  assert f'going on from update {done} ' in said and 'changed before' not in said
+  whole = copied(six, tmp_path / 'whole')
+  binary(*args, *flags, f'--workdir={whole}')
+  assert receipts(killed) == receipts(whole) and len(receipts(whole)) == 300
+  assert headers(killed) == headers(whole)
+
+
+def test_updates_before_a_change_are_made_again_with_the_config_of_the_time(faster, tmp_path):
+  copied(faster, tmp_path)
+  break_checkpoints(tmp_path, 6, 9, 12)
+  args = [*CONSTANT, updates(12), '--config.optimizer.learning_rate=0.01', f'--workdir={tmp_path}']
+  said = refused(*args, '--config.loss.entropy_coef=0.1', '--change=loss.entropy_coef')
+  assert 'cannot change now: the config changes before update 7, which must be made again' in said
+  said = binary(*args)
+  assert 'going on from update 3 ' in said and 'update 6: the config changes after it' in said
+  assert receipts(tmp_path) == receipts(faster)
+  assert headers(tmp_path) == headers(faster)
+
+
+def test_what_does_not_fit_the_checkpoint_cannot_change(tmp_path):
+  """Fields whose effect on the state only the shapes show."""
+  args = ['--config=configs/apex_dqn_catch.py:smoke', '--config.log.tensorboard=False',
+          f'--workdir={tmp_path}']
+  binary(*args)
+  before = (tmp_path / 'config.json').read_text()
+  said = refused(*args, '--config.replay.capacity=9984', '--change=replay.capacity')
+  assert 'replay.capacity: cannot change in' in said and ' has the shape ' in said
+  said = refused(*args, '--config.optimizer.anneal=False', '--config.optimizer.kl_target=0.0',
+                 '--config.env.num_envs=32', '--change=optimizer.anneal')
+  assert 'env.num_envs: 16 there, 32 now: it cannot change' in said
+  assert (tmp_path / 'config.json').read_text() == before
+
+
+def test_a_run_begins_with_another_runs_parameters_and_moments(heir, six):
+  first = arrays(heir, 0)
+  source = arrays(six, 6)
+  assert first.keys() == source.keys()
+  for name, value in first.items():
+    if name in ("['update']", "['steps']"):
+      assert value == 0
+    else:
+      np.testing.assert_array_equal(value, source[name])
+  assert headers(heir)[0]['history']['init_from']['taken'] == ['parameters', 'optimizer']
+  assert metric(heir, 'update') == [1, 2, 3, 4, 5, 6]
+  said = binary('compare', heir, six, code=1)
+  assert 'history: A began with parameters, optimizer of ' in said
+  assert 'history: B began with its seed' in said
+
+
+@pytest.mark.same_bits('begun with another run, then killed, repeated', 'IMPALA: MLP (`cleanba`)')
+def test_a_run_that_began_elsewhere_is_resumed_and_repeated_without_the_other(heir, tmp_path):
+  args = [*CONSTANT, updates(6), '--config.seed=2']
+  resumed = copied(heir, tmp_path / 'resumed')
+  for number in (3, 6):  # as if it had been killed before its first checkpoint
+    shutil.rmtree(resumed / 'checkpoints' / str(number))
+  source = workdirs.read_history(heir)[0].init_from.workdir
+  said = binary(*args, f'--workdir={resumed}', f'--init_from={source}')
+  assert 'starting' in said
+  repeated = tmp_path / 'repeated'
+  binary(*args, f'--workdir={repeated}', f'--repeat={heir}')
+  assert receipts(heir) == receipts(resumed) == receipts(repeated)
+  assert binary('compare', heir, repeated).startswith('identical: 6 updates')
+  assert 'has a run already, which began with parameters, optimizer of' in refused(
+      *args, f'--workdir={resumed}', f'--init_from={tmp_path}')
+
+
+def test_a_lost_first_state_is_no_fresh_beginning(heir, tmp_path):
+  copied(heir, tmp_path)
+  shutil.rmtree(tmp_path / 'checkpoints')
+  args = [*CONSTANT, updates(6), '--config.seed=2']
+  assert 'has no checkpoint left' in refused(*args, f'--workdir={tmp_path}')
+  said = binary('rerun', f'--workdir={tmp_path}', '--update=2', code=2)
+  assert 'its checkpoint of update 0 is gone' in said
+
+
+def test_a_start_that_was_killed_begins_again(heir, six, tmp_path):
+  """The first state is saved, and config.json, which comes after it, is not."""
+  copied(heir, tmp_path)
+  for path in tmp_path.iterdir():
+    if path.name != 'checkpoints':
+      shutil.rmtree(path) if path.is_dir() else path.unlink()
+  for number in (3, 6):
+    shutil.rmtree(tmp_path / 'checkpoints' / str(number))
+  binary(*CONSTANT, updates(6), '--config.seed=2', f'--workdir={tmp_path}', f'--init_from={six}')
+  assert receipts(tmp_path) == receipts(heir)
+
+
+@pytest.fixture(scope='module')
+def cartpole(tmp_path_factory):
+  """PPO on CartPole with running statistics of observations."""
+  workdir = tmp_path_factory.mktemp('cartpole')
+  binary(*CARTPOLE, '--config.normalise.obs=True', f'--workdir={workdir}')
+  return workdir
+
+
+def newest(workdir):
+  return checkpoint.saved_updates(workdir)[-1]
+
+
+def test_another_task_whose_shapes_fit(cartpole, tmp_path):
+  args = [*CARTPOLE, '--config.env.task=gymnax:CartPole-v1', '--config.normalise.obs=True',
+          f'--workdir={tmp_path}']
+  said = binary(*args, f'--init_from={cartpole}')
+  assert 'begins with parameters, normalisation, optimizer of' in said
+  first = arrays(tmp_path, 0)
+  source = arrays(cartpole, newest(cartpole))
+  moments = [name for name in first if 'moments' in name]
+  assert moments and all((first[name] == source[name]).all() for name in first
+                         if name.startswith("['params']"))
+  binary('rerun', f'--workdir={tmp_path}', '--update=2')
+  binary(*args, '--extend', '--config.total_steps=9000')
+  said = binary('evaluate', f'--workdir={tmp_path}', '--num_episodes=2')
+  assert 'gymnax:CartPole-v1 after update' in said
+
+
+def test_another_task_that_fits_partly(cartpole, tmp_path):
+  """Acrobot has six numbers to see and three actions; CartPole has four, and two."""
+  args = [*CARTPOLE, '--config.env.task=Acrobot-v1', '--config.normalise.obs=True',
+          f'--workdir={tmp_path}', f'--init_from={cartpole}']
+  said = refused(*args, '--init_parts=parameters')
+  assert ('--init_from: params/params/policy/bias has the shape (3,) here, (2,) in '
+          f'{cartpole}; --init_partly begins with fresh values') in said
+  assert not list(tmp_path.iterdir())
+  said = binary(*args, '--init_partly')
+  origin = workdirs.read_history(tmp_path)[0].init_from
+  assert 'began fresh: params/' in said and not origin.unused
+  layers = {name for name in origin.fresh if name.startswith('params/params/')}
+  assert layers == {'params/params/policy/bias', 'params/params/policy/kernel',
+                    'params/params/torso/Dense_0/kernel'}
+  first = arrays(tmp_path, 0)
+  source = arrays(cartpole, newest(cartpole))
+  taken = {name for name, value in first.items() if name in source
+           and np.array_equal(value, source[name]) and value.any()}
+  kernel = "['params']['torso']['Dense_1']['kernel']"
+  assert {f"['params']{kernel}", f"['opt_state'][1]['mu']{kernel}"} <= taken
+  assert not any('policy' in name for name in taken)
+  binary('rerun', f'--workdir={tmp_path}', '--update=3')
+
+
+def test_another_optimizer_is_fresh_unless_it_was_asked_for(cartpole, tmp_path):
+  args = [*CARTPOLE, '--config.normalise.obs=True', '--config.optimizer.name=rmsprop',
+          f'--init_from={cartpole}']
+  said = refused(*args, '--init_parts=optimizer', f'--workdir={tmp_path}/a')
+  assert 'keeps other statistics; leave optimizer out' in said
+  said = binary(*CARTPOLE, '--config.normalise.obs=True', f'--init_from={cartpole}',
+                '--init_parts=all', f'--workdir={tmp_path}/all')  # PPO has no replay
+  assert 'begins with parameters, normalisation, optimizer of' in said
+  for flags in ([], ['--init_partly']):
+    workdir = tmp_path / f'b{len(flags)}'
+    said = binary(*args, *flags, f'--workdir={workdir}')
+    assert 'begins with parameters, normalisation of' in said and 'fresh: optimizer\n' in said
+    assert not any(value.any() for name, value in arrays(workdir, 0).items()
+                   if name.startswith("['opt_state']"))
+  said = refused(*CARTPOLE, f'--init_from={cartpole}', f'--workdir={tmp_path}/c')
+  assert 'params/moments/' in said and 'is not here, only in' in said
+
+
+def test_everything_with_the_replay(tmp_path):
+  args = ['--config=configs/apex_dqn_catch.py:smoke', '--config.log.tensorboard=False',
+          '--config.scheme=apex_lockstep', '--config.checkpoint.every_updates=11',
+          '--config.checkpoint.keep=4']  # and that of update 0
+  source = tmp_path / 'source'
+  heir = tmp_path / 'heir'
+  binary(*args, f'--workdir={source}')
+  binary(*args, f'--workdir={heir}', f'--init_from={source}', '--init_parts=all')
+  last = newest(source)
+  replays = [arrays(source, last, 'replay'), arrays(heir, 0, 'replay')]
+  assert replays[0].keys() == replays[1].keys()
+  for name, value in replays[0].items():
+    np.testing.assert_array_equal(value, replays[1][name])
+  first = arrays(heir, 0)
+  own = arrays(source, last)
+  assert {name for name in own if not np.array_equal(own[name], first[name])} == {
+      "['update']", "['steps']"}
+  assert any("['target']" in name for name in own)
+  # It learns from its first update on, and knows how old the transitions are.
+  ages = metric(heir, 'sampled_age')
+  assert metric(heir, 'sampled')[0] > 0 == metric(source, 'sampled')[0]
+  assert 0 < metric(source, 'sampled_age')[-1] < ages[0] < own["['target']['gradient_steps']"] + 3
+  for update in (2, 14):
+    binary('rerun', f'--workdir={heir}', f'--update={update}')
+  said = refused(*args, f'--workdir={tmp_path}/x', f'--init_from={source}', '--init_parts=replay',
+                 '--config.replay.capacity=9984')
+  assert '--init_parts: the replay does not fit: ' in said
+  copy = tmp_path / 'copy'  # without the replay the target network is taken, its counter is not
+  binary(*args, f'--workdir={copy}', f'--init_from={source}')
+  first = arrays(copy, 0)
+  assert first["['target']['gradient_steps']"] == 0
+  assert all((own[name] == first[name]).all() for name in own
+             if name.startswith("['target']['params']"))
+  assert metric(copy, 'sampled')[0] == 0
+
+
+@pytest.mark.parametrize('scheme', ['impala', 'fused'])
+def test_schemes_with_and_without_an_order(scheme, cartpole, tmp_path):
+  args = [*CARTPOLE, f'--config.scheme={scheme}', '--config.normalise.obs=True',
+          '--config.checkpoint.every_updates=2', f'--workdir={tmp_path}']
+  binary(*args, f'--init_from={cartpole}')
+  done = len(receipts(tmp_path))
+  binary(*args, '--config.total_steps=9000', '--config.loss.entropy_coef=0.02', '--extend',
+         '--change=loss.entropy_coef')
+  assert metric(tmp_path, 'update') == list(range(1, len(receipts(tmp_path)) + 1))
+  first, second = workdirs.read_history(tmp_path)
+  assert first.init_from and second.first_update == done + 1
+
+
+@pytest.mark.same_bits('2 processes and 1, begun with another run and extended',
+                       'IMPALA: MLP (`cleanba`)')
+def test_two_processes_know_it_all(six, tmp_path):
+  shards = [*CATCH, '--config.num_shards=2', '--config.num_grad_shards=2']
+  two = f'--workdir={tmp_path}/two'
+  one = f'--workdir={tmp_path}/one'
+  for args in ([updates(3), f'--init_from={six}'],
+               [updates(6), '--extend', '--config.loss.entropy_coef=0.1',
+                '--change=loss.entropy_coef']):
+    launched(2, *shards, two, *args)
+    binary(*shards, one, *args)
+  assert len(receipts(tmp_path / 'two')) == 6
+  assert binary('compare', tmp_path / 'one', tmp_path / 'two').startswith('identical: 6 updates')
+  launched(2, *shards, updates(6), '--config.loss.entropy_coef=0.1',
+           f'--workdir={tmp_path}/three', f'--repeat={tmp_path}/one')
+  assert receipts(tmp_path / 'three') == receipts(tmp_path / 'one')
+  said = launched(2, *shards, two, updates(6), code=2)
+  assert '[0] podracer_jit: ' in said and '--change=loss.entropy_coef allows it' in said
+  assert '[1] podracer_jit: process 0 refuses the workdir' in said
+
+
+def test_a_history_gives_the_config_of_each_update():
+  entries = history.with_changes([], 5, {'a.b': {'was': 1, 'now': 2}, 'c': {'now': (3, 4)}})
+  entries = history.with_changes(entries, 9, {'a.b': {'was': 2, 'now': 3}})
+  entries = history.with_changes(entries, 9, {'a.b': {'was': 3, 'now': 4}, 'd': {'was': 5}})
+  assert history.change_points(entries) == [5, 9]
+  config = {'a': {'b': 4, 'x': 0}, 'c': (3, 4)}
+  by_update = {1: {'a': {'b': 1, 'x': 0}, 'd': 5}, 4: {'a': {'b': 1, 'x': 0}, 'd': 5},
+               5: {'a': {'b': 2, 'x': 0}, 'c': (3, 4), 'd': 5}, 9: config, 99: config}
+  for update, expected in by_update.items():
+    assert history.config_at(config, entries, update) == expected
+    assert history.newest_config(expected, entries, update) == config
+  assert config == {'a': {'b': 4, 'x': 0}, 'c': (3, 4)}
+  record = json.loads(json.dumps({'history': [entry.as_json() for entry in entries]}))
+  assert [entry.first_update for entry in history.read(record)] == [5, 9]
+  # Back to the old value before anything was made with the new one: nothing has changed.
+  assert history.with_changes(entries, 9, {'a.b': {'was': 4, 'now': 2}, 'd': {'now': 5}}
+                              ) == entries[:1]
+  with pytest.raises(ValueError, match='changes before update 9'):
+    history.with_changes(entries, 7, {'a.b': {'was': 4, 'now': 2}})
+
+
+@pytest.mark.parametrize('garbled', [
+    3, [3], [{}], [{'first_update': 'x'}], [{'first_update': 1, 'changes': 3}],
+    [{'first_update': 1, 'changes': {'a': 3}}], [{'first_update': 1, 'init_from': {}}]])
+def test_a_garbled_history_is_no_history(garbled, six, tmp_path):
+  record = json.loads((six / 'config.json').read_text()) | {'history': garbled}
+  (tmp_path / 'config.json').write_text(json.dumps(record))
+  with pytest.raises(ValueError, match='is not of a run of podracer_jit'):
+    workdirs.read_config(tmp_path)
+
+
+def test_fields_that_stay_are_fields():
+  """A field that was renamed would silently be free to change."""
+  for loss in ('ppo', 'dqn'):
+    known = workdirs.flat(experiment.config(loss, 'mlp', 'adam').to_dict())
+    for field in changes._STAYS:
+      assert any(name == field or name.startswith(field) for name in known), field
