@@ -9,9 +9,9 @@ import signal
 import socket
 import sys
 
-MODULES = ('envpool', 'tensorboardX', 'podracer_jit.run.train', *(
-    f'podracer_jit.run.commands.{verb}' for verb in ('benchmark', 'compare', 'evaluate', 'rerun',
-                                                     'tune')))
+MODULES = ('envpool', 'tensorboardX', *(
+    f'podracer_jit.run.commands.{verb}' for verb in (
+        'benchmark', 'compare', 'evaluate', 'rerun', 'train', 'tune')))
 
 
 def serve(server: socket.socket) -> tuple[str, str, list[str]]:

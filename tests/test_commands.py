@@ -10,8 +10,8 @@ import pytest
 
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.families import tasks as tasks_by_family
-from podracer_jit.run import main, train
-from podracer_jit.run.commands import configs, envs
+from podracer_jit.run import main
+from podracer_jit.run.commands import configs, envs, train
 from tests import extras
 from tests.runs import QUICK
 
@@ -47,8 +47,8 @@ def test_every_verb_has_a_module_and_every_module_a_verb():
 @pytest.mark.parametrize('word, said', [
     ('evalute', 'evalute: no such command; did you mean evaluate?'),
     ('Tune', 'Tune: no such command; did you mean tune?'),
-    ('zzz', 'zzz: no such command; there are evaluate, compare, rerun, tune, benchmark, launch, '
-            'configs, envs'),
+    ('zzz', 'zzz: no such command; there are train, evaluate, compare, rerun, tune, benchmark, '
+            'launch, configs, envs'),
     ('configs/impala_catch.py', 'configs/impala_catch.py: no such command; to train with this '
                                 'config: podracer_jit --config=configs/impala_catch.py')])
 def test_an_unknown_verb_is_one_line_and_exit_2(word, said, capsys):

@@ -14,6 +14,7 @@ from podracer_jit.run import exit_codes, stopping
 from podracer_jit.run.output import complain, give_up_lost_streams
 
 VERBS = {
+    'train': 'train, as without a verb',
     'evaluate': 'play whole episodes with the newest checkpoint of a run',
     'compare': 'say whether two runs are the same to the last bit',
     'rerun': 'repeat one update of a run and write what it learned from',
@@ -47,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
   if names & {'-h', '-help', '--help'} and not names & {'-config', '--config'}:
     print(f'{HELP}\n')
   with stopping.handled():
-    from podracer_jit.run import train  # here, since verbs need not wait until JAX is imported
+    # Here, since verbs need not wait until JAX is imported.
+    from podracer_jit.run.commands import train
   return train.main(argv)
 
 

@@ -8,8 +8,8 @@ import ml_collections
 import pytest
 from absl import flags
 
-from podracer_jit.run import command_line, config, evaluation, train, workdirs
-from podracer_jit.run.commands import evaluate
+from podracer_jit.run import command_line, config, evaluation, workdirs
+from podracer_jit.run.commands import evaluate, train
 from podracer_jit.run.resolve import resolve
 from tests.runs import QUICK, small
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from podracer_jit.run import command_line, train
+from podracer_jit.run import command_line, session
+from podracer_jit.run.commands import train
 from tests import processes
 from tests.runs import QUICK
 
@@ -126,7 +127,7 @@ def receipts(workdir):
 def test_bad_input_is_one_line_and_exit_2(args, said, tmp_path, capsys, monkeypatch):
   """In this process, which saves the seconds that Python takes to start."""
   monkeypatch.setattr(train.host, 'prepare_host', _only_checks(train.host.prepare_host))
-  monkeypatch.setattr(train.memory, 'host_memory', lambda: 24 * 10**9)  # whatever is here
+  monkeypatch.setattr(session.memory, 'host_memory', lambda: 24 * 10**9)  # whatever is here
   workdir = tmp_path / 'run'
   assert train.main(['podracer_jit', *args, *([f'--workdir={workdir}'] if args else [])]) == 2
   error = capsys.readouterr().err
@@ -357,7 +358,7 @@ def test_a_thread_that_cannot_be_ended_does_not_keep_the_process(tmp_path):
   script = ("""import dataclasses, functools, sys, time
 from podracer_jit import loops
 from podracer_jit.actor.rollout_program import RolloutProgram
-from podracer_jit.run import train
+from podracer_jit.run.commands import train
 from podracer_jit.schemes.table import SCHEMES
 load, scheme = RolloutProgram.load, SCHEMES['cleanba']
 def hanging(self, *a, **k):
@@ -391,7 +392,7 @@ sys.exit(train.main(sys.argv))""")
 def test_an_error_while_writing_ends_the_run(tmp_path):
   """A full disk: the message, exit code 1, and what was saved stays."""
   script = ('import sys\nfrom podracer_jit.run import metrics\n'
-            'from podracer_jit.run import train as main\n'
+            'from podracer_jit.run.commands import train as main\n'
             'def full(self, *a): raise OSError(28, "No space left on device")\n'
             'metrics.Files.write = full\n'
             'sys.exit(main.main(sys.argv))')

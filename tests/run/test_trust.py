@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from podracer_jit.run import checkpoint, config, train, workdirs
-from podracer_jit.run.commands import compare, evaluate, rerun
+from podracer_jit.run import checkpoint, config, workdirs
+from podracer_jit.run.commands import compare, evaluate, rerun, train
 from podracer_jit.runtime import host
 from tests.runs import QUICK, prepared, small
 

@@ -1,0 +1,118 @@
+"""Trains an experiment in a workdir, or goes on with the run there.
+
+  podracer_jit --config=configs/impala_atari.py --workdir=runs/x
+  podracer_jit train --config=configs/impala_atari.py --workdir=runs/x
+
+Exit code: 0 finished, 1 failed, 2 refused, 3 stopped by a signal and saved, 130 interrupted before
+there was anything to save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from absl import flags, logging
+
+from podracer_jit.envs.protocol import environment_failure
+from podracer_jit.run import checkpoint, command_line, exit_codes, life, session, stopping
+from podracer_jit.run.output import complain, give_up_lost_streams
+from podracer_jit.run.resolve import placement_of, resolve
+from podracer_jit.runtime import host
+
+
+def main(argv: Sequence[str]) -> int:
+  """Trains; returns one of `exit_codes`."""
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
+  # absl's global flags belong to the importing program, and main may be called again.
+  values = flags.FlagValues()
+  flags.DEFINE_string('workdir', None, 'A folder for checkpoints and metrics; default: runs/ and '
+                      'the name of the config.', flag_values=values)
+  flags.DEFINE_string('profile_dir', None, 'A folder for a jax.profiler trace of a few updates.',
+                      flag_values=values)
+  flags.DEFINE_string('repeat', None, 'A workdir. This run has the segments of that run, also '
+                      'those that a signal ended, and so the same bits.', flag_values=values)
+  life.define_flags(values)
+  flags.DEFINE_bool('distributed', False, 'This is one of several processes of the run.',
+                    flag_values=values)
+  flags.DEFINE_string('coordinator_address', None, 'host:port of process 0; default: that of '
+                      'SLURM, Open MPI, Kubernetes or the TPU pod.', flag_values=values)
+  flags.DEFINE_integer('num_processes', None, 'Number of processes; default: that of SLURM, Open '
+                       'MPI, Kubernetes or the TPU pod.', flag_values=values)
+  flags.DEFINE_integer('process_id', None, 'Index of this process, from 0; default: that of SLURM, '
+                       'Open MPI, Kubernetes or the TPU pod.', flag_values=values)
+  flags.DEFINE_integer('coordinator_timeout_s', 60, 'Seconds that a process waits until process 0 '
+                       'listens and all other processes have joined.', flag_values=values)
+  with stopping.handled() as stop:
+    try:
+      return _main(argv, values, stop)
+    finally:
+      give_up_lost_streams()
+
+
+def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping) -> int:
+  """Trains as the flags say; returns the exit code."""
+  with contextlib.ExitStack() as stack:
+    try:
+      config = command_line.parse(argv, values)
+      if config is None:
+        print(f'{__doc__}\n{values.get_help()}')
+        return exit_codes.FINISHED
+      options = life.of_flags(values)
+      joining = (values.coordinator_address, values.num_processes, values.process_id)
+      if values.distributed or joining != (None, None, None):
+        # Processes join before JAX starts, and to make some environments starts JAX.
+        place = placement_of(config)
+        host.prepare_host(place)
+        host.join(place, *joining, values.coordinator_timeout_s)
+      workdir = Path(values.workdir or command_line.default_workdir(argv))
+      opened = stack.enter_context(session.opened(resolve(config), workdir, options))
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+      complain(f'podracer_jit: {error}')
+      return _leave(exit_codes.REFUSED)
+    for note in opened.notes:
+      complain(f'podracer_jit: {note}')
+    stop.begin_training()
+    try:
+      finished = opened.train(stop, values.profile_dir)
+    except KeyboardInterrupt:
+      complain('podracer_jit: interrupted; what was made since the newest checkpoint is not saved')
+      return _leave(_code_of_a_stop(workdir))
+    except checkpoint.NotSaved as error:
+      complain(f'podracer_jit: {error}')
+      return _leave(exit_codes.FAILED)
+    except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message
+      if environment_failure(error):
+        complain(f'podracer_jit: {environment_failure(error)}')
+        return _leave(exit_codes.FAILED)
+      logging.exception('the run failed')
+      complain(f'podracer_jit: {type(error).__name__}: {error}')
+      return _leave(exit_codes.FAILED)
+    finally:
+      stop.end()
+    return exit_codes.FINISHED if finished else _code_of_a_stop(workdir)
+
+
+def _code_of_a_stop(workdir: Path) -> int:
+  """Returns the exit code after a signal, which depends on whether there is a checkpoint."""
+  return exit_codes.STOPPED if checkpoint.updates_in(workdir) else exit_codes.INTERRUPTED
+
+
+def _leave(code: int) -> int:
+  """Returns the exit code of a failure; with several processes, ends this process at once.
+
+  JAX would wait for the other processes at a normal exit.
+  """
+  if jax.distributed.is_initialized():
+    if code == exit_codes.REFUSED:
+      # The other processes refuse, too, and need time to print why: JAX aborts them if process 0
+      # is gone.
+      time.sleep(3)
+    give_up_lost_streams()
+    os._exit(code)
+  return code

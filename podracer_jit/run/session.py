@@ -1,0 +1,173 @@
+"""A run in its workdir, ready to train: for the command line and for Python."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from podracer_jit.run import (
+    build,
+    checkpoint,
+    history,
+    journal,
+    life,
+    lock,
+    memory,
+    stopping,
+    workdirs,
+)
+from podracer_jit.run import train as train_lib
+from podracer_jit.run.callbacks import Callbacks
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.runtime import host
+
+
+class Session(NamedTuple):
+  """A run whose workdir this process has opened."""
+
+  run: build.Run
+  workdir: Path
+  entries: Sequence[history.Entry]  # the history of the run
+  update: int | None  # of the checkpoint to go on from; None without one
+  ends: Sequence[int] | None  # the last update of each segment; None: as the config says
+  notes: Sequence[str]  # lines about memory, repairs and changes
+
+  def train(self, stop: stopping.Stopping, profile_dir: str | None = None,
+            callbacks: Callbacks | None = None, quiet: bool = False) -> bool:
+    """Trains with each config that updates are still to be made with; usually there is one.
+
+    Args:
+      stop: handles signals.
+      profile_dir: as in `train.train`.
+      callbacks: as in `train.train`.
+      quiet: as in `train.train`.
+
+    Returns:
+      As `train.train`.
+
+    Raises:
+      Exception: as `train.train`.
+    """
+    update = self.update
+    for stage, last in life.stages(self.run, self.entries, update or 0):
+      finished = train_lib.train(
+          stage, self.workdir, profile_dir, self.ends, stop, update, self.entries, last,
+          callbacks, quiet)
+      # A repeated run may end before its config has changed; then this one does so, too.
+      if last is None or not finished or last not in checkpoint.saved_updates(self.workdir):
+        return finished
+      update = last
+    raise AssertionError('the last stage has no last update')
+
+
+@contextlib.contextmanager
+def opened(experiment: Experiment, workdir: Path, options: life.Life) -> Iterator[Session]:
+  """Builds a run and opens its workdir, in all processes; closes the workdir on the way out.
+
+  Args:
+    experiment: to run.
+    workdir: of the run.
+    options: where it begins, and what may differ if it goes on.
+
+  Yields:
+    The run, ready to train.
+
+  Raises:
+    ValueError: the run cannot be, or the workdir is in use, of another experiment, or cannot be
+      repaired.
+    OSError: the workdir cannot be written to.
+  """
+  host.prepare_host(experiment.placement)
+  run = build.make_run(experiment)
+  warnings = [f'warning: {warning}' for warning in memory.check(run)]
+  ends = None
+  if options.repeat:
+    if not experiment.deterministic:
+      raise ValueError(f'--repeat: {experiment.non_deterministic_setting} is not deterministic, '
+                       'so a run cannot be repeated')
+    ends = _ends_of(options.repeat)
+  with _opened_workdir(workdir, run, options) as (update, notes):
+    entries = workdirs.read_history(workdir)
+    yield Session(run, workdir, entries, update, ends, [*warnings, *notes])
+
+
+def _ends_of(repeated: Path) -> list[int]:
+  """Returns the last update of each segment of a run.
+
+  Raises:
+    ValueError: the run has no readable receipts.
+  """
+  try:
+    return journal.segment_ends(repeated)
+  except OSError as error:
+    raise ValueError(f'--repeat: the receipts of {repeated} cannot be read: '
+                     f'{error.strerror}') from None
+
+
+@contextlib.contextmanager
+def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
+                    ) -> Iterator[tuple[int | None, list[str]]]:
+  """Opens the workdir in all processes.
+
+  Process 0 creates and locks it. The other processes compare their config with that of process 0.
+
+  Args:
+    workdir: of the run.
+    run: that begins or goes on.
+    options: where it begins, and what may differ if it goes on.
+
+  Yields:
+    The update of the checkpoint to resume from, None without one, and lines about repairs and
+    changes.
+
+  Raises:
+    ValueError: the workdir is in use, of another experiment, or cannot be repaired.
+    OSError: it cannot be written to.
+  """
+  beginning = life.begin(run, workdir, options)
+  inherited = beginning.inherited
+  is_first = run.place.process == 0
+  with contextlib.ExitStack() as stack:
+    update = None
+    notes = []
+    problem = None
+    if is_first:
+      try:
+        workdirs.make(workdir)
+        stack.enter_context(contextlib.closing(lock.WorkdirLock(workdir)))
+        checkpoint.remove_unfinished(workdir)
+        if beginning.has_begun:
+          update, notes = life.resume_workdir(run, workdir, options)
+        else:
+          checkpoint.set_all_aside(workdir)
+      except (ValueError, OSError) as error:
+        problem = error
+    _raise_everywhere(problem)
+    if inherited:
+      life.write_first_state(run, workdir, inherited)
+    if is_first and not beginning.has_begun:
+      try:
+        notes = life.start_workdir(run, workdir, options, inherited)
+        update = checkpoint.newest_whole(workdir)
+      except (ValueError, OSError) as error:
+        problem = error
+    _raise_everywhere(problem)
+    if not is_first:
+      if not (workdir / workdirs.CONFIG).exists():
+        raise ValueError(f'--workdir: this process does not see what process 0 wrote to {workdir}; '
+                         'all processes need one file system')
+      workdirs.check_same(workdir, run.experiment.fields)
+    del beginning, inherited  # else its state would stay in memory while the run trains
+    yield host.of_process_0(update), notes
+
+
+def _raise_everywhere(problem: Exception | None) -> None:
+  """Waits for process 0, and raises its error, if it has one, in all processes.
+
+  Args:
+    problem: the error of this process, which only process 0 may have.
+  """
+  if not host.of_process_0(int(problem is None)):
+    raise problem or ValueError('process 0 refuses the workdir; its message says why')
