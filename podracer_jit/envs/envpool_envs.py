@@ -121,6 +121,12 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
       action_choices=choices)
 
 
+def spaces_of(task: str, options: Mapping[str, Any]) -> spaces.Spaces:
+  """Returns the spaces of a task; see `protocol.Family`. `make_spec` has checked the options."""
+  spec = _quiet_spec(task, options)
+  return spaces.Spaces(spec.observation_space, spec.action_space)
+
+
 def _usual_spec(task: str) -> Any:
   """Returns EnvPool's spec of a task with default options.
 

@@ -81,15 +81,25 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
   except Exception as error:  # noqa: BLE001 - an environment may raise anything
     raise ValueError(_fails(task, error)) from error
   with contextlib.closing(env):
-    made = _Made(_spec(task, env), float(env.metadata.get('render_fps') or 10))
+    made = _Made(_spec(task, env), spaces.Spaces(env.observation_space, env.action_space),
+                 float(env.metadata.get('render_fps') or 10))
   _made[_key(task, options)] = made
   return made.spec
+
+
+def spaces_of(task: str, options: Mapping[str, Any]) -> spaces.Spaces:
+  """Returns the spaces of a task; see `protocol.Family`."""
+  key = _key(task, options)
+  if key not in _made:
+    make_spec(task, options)
+  return _made[key].spaces
 
 
 class _Made(NamedTuple):
   """Facts about the environment that `make_spec` has made."""
 
   spec: EnvSpec
+  spaces: spaces.Spaces
   frame_rate: float
 
 

@@ -196,10 +196,7 @@ class _Environments:
     for i in range(len(self._setup.seeds)):
       self._doing = ('constructor', i)
       self._envs.append(make(self._setup.task, self._setup.options))
-    space = self._envs[0].action_space
-    self._action_dtype = getattr(space, 'dtype', None)
-    self._action_shape = space.shape
-    self._first_action = getattr(space, 'start', None)
+    self._action_space = self._envs[0].action_space
     self._obs_space = self._envs[0].observation_space
     self._leaves = spaces.leaves_of(self._setup.task, self._obs_space)
     for i, (env, seed) in enumerate(zip(self._envs, self._setup.seeds, strict=True)):
@@ -265,12 +262,8 @@ class _Environments:
 
   def _actions(self) -> Sequence[Any]:
     """Returns the actions as the action space has them: numbers, or arrays."""
-    actions = self._arrays.action
-    if self._first_action is not None and not self._action_shape:
-      return (actions + self._first_action).tolist()
-    # A copy: an environment may keep its action.
-    actions = np.array(actions, self._action_dtype).reshape(len(actions), *self._action_shape)
-    return actions if self._first_action is None else actions + self._first_action
+    actions = spaces.task_actions(self._arrays.action, self._action_space)
+    return actions if self._action_space.shape else actions.tolist()
 
   def _checked(self, obs: Any) -> np.ndarray:
     if spaces.is_array(self._obs_space):

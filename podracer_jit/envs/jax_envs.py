@@ -116,6 +116,11 @@ class JaxFamily:
         parts=parts,
         action_choices=choices)
 
+  def spaces_of(self, task: str, options: Mapping[str, Any]) -> spaces.Spaces:
+    """Returns the spaces of a task; see `protocol.Family`."""
+    env = self._env(task, options)
+    return spaces.Spaces(env.observation_space, env.action_space)
+
   def make_vector_env(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
                       num_threads: int = 0, batch_size: int = 0) -> JaxVectorEnv:
     """Resets environments.

@@ -15,7 +15,7 @@ import chex
 import jax
 import numpy as np
 
-from podracer_jit.envs.spaces import ObsPart
+from podracer_jit.envs.spaces import ObsPart, Spaces
 
 
 def take_apart(obs: jax.Array, parts: Sequence[ObsPart]) -> dict[str, jax.Array]:
@@ -153,6 +153,16 @@ class Family(Protocol):
 
     Raises:
       ValueError: one line that names the field, its value and a valid value.
+    """
+
+  def spaces_of(self, task: str, options: Mapping[str, Any]) -> Spaces:
+    """Returns the spaces of a task, for agents that act outside of a run.
+
+    A family may lack it; observations and actions of such agents are flat arrays.
+
+    Args:
+      task: `env.task` of the config.
+      options: the other fields of the config's `env`, without num_envs.
     """
 
   def make_vector_env(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],

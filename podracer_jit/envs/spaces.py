@@ -64,6 +64,13 @@ def choices(action: Any) -> tuple[int, ...]:
   return ()
 
 
+class Spaces(NamedTuple):
+  """The spaces of a task, of Gymnasium or gymnax."""
+
+  observation: Any
+  action: Any
+
+
 class Leaf(NamedTuple):
   """Array of an observation, and its place in a flat observation."""
 
@@ -209,6 +216,48 @@ def _with_axis(obs: Any, space: Any) -> Any:
   if kind == 'Tuple':
     return tuple(_with_axis(part, inner) for part, inner in zip(obs, space.spaces, strict=True))
   return np.asarray(obs)[None]
+
+
+def batch_axes(obs: Any, space: Any) -> int:
+  """Returns the number of axes that observations have before those of one observation.
+
+  Args:
+    obs: an array, or dicts and tuples of them.
+    space: the space of one observation.
+
+  Raises:
+    KeyError, IndexError, TypeError: it is not of this structure.
+  """
+  kind = type(space).__name__
+  if kind == 'Dict':
+    name, inner = min(space.spaces.items())
+    return batch_axes(obs[name], inner)
+  if kind == 'Tuple':
+    return batch_axes(obs[0], space.spaces[0])
+  return np.ndim(obs) - len(space.shape or ())
+
+
+def arrays_of(obs: Any, space: Any) -> Any:
+  """Returns observations with a NumPy array in place of each leaf, in the space's structure."""
+  kind = type(space).__name__
+  if kind == 'Dict':
+    return {name: arrays_of(obs[name], inner) for name, inner in space.spaces.items()}
+  if kind == 'Tuple':
+    return tuple(arrays_of(part, inner) for part, inner in zip(obs, space.spaces, strict=True))
+  return np.asarray(obs)
+
+
+def task_actions(actions: np.ndarray, space: Any) -> np.ndarray:
+  """Returns actions as a task takes them.
+
+  Args:
+    actions: [B, ...], as policies give them: choices count from 0, and a vector has one axis.
+    space: the space of one action.
+  """
+  # A copy: an environment may keep its action.
+  actions = np.array(actions, getattr(space, 'dtype', None)).reshape(len(actions), *space.shape)
+  first = getattr(space, 'start', None)
+  return actions if first is None else actions + first
 
 
 def narrowed(dtype: Any) -> np.dtype:

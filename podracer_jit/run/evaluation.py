@@ -30,7 +30,7 @@ ATTEMPTS = 10  # to read a checkpoint of a run that goes on saving
 CHUNK = 128  # steps of a program call; drawn actions depend on it
 
 
-class Agent(NamedTuple):
+class Player(NamedTuple):
   """A policy and the task that it was trained for."""
 
   task: str
@@ -53,25 +53,32 @@ class Episodes(NamedTuple):
   lengths: list[int]
 
 
-def read_experiment(workdir: Path, allow_modules: Collection[str] = ()) -> Experiment:
+def read_experiment(workdir: Path, allow_modules: Collection[str] = (),
+                    update: int | None = None) -> Experiment:
   """Returns the experiment of a run, placed on one device: that is all that playing needs.
 
   Args:
     workdir: of the run.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
+    update: the config is the one with which this update was made; None: the newest.
 
   Raises:
     ValueError: there is no run, or its config is none.
   """
-  fields = workdirs.read_config(workdir, allow_modules)
+  fields = workdirs.read_config(workdir, allow_modules, update)
   try:
     return resolve(config.on_one_device(fields))
   except ValueError as error:
     raise ValueError(f'--workdir: config.json of {workdir}: {error}') from None
 
 
-def restore(workdir: Path, experiment: Experiment) -> Agent:
-  """Returns the policy of the newest whole checkpoint of the run in workdir.
+def restore(workdir: Path, experiment: Experiment, update: int | None = None) -> Player:
+  """Returns the policy of a checkpoint of the run in workdir.
+
+  Args:
+    workdir: of the run.
+    experiment: of the run, as `read_experiment` returns it.
+    update: of the checkpoint; None: the newest whole one.
 
   Raises:
     ValueError: a checkpoint is missing, or is not of such a run.
@@ -80,7 +87,7 @@ def restore(workdir: Path, experiment: Experiment) -> Agent:
   for attempt in range(ATTEMPTS):
     existing = checkpoint.saved_updates(workdir)
     try:
-      state = _newest_state(workdir, run)
+      state = _state(workdir, run, update)
       break
     except (ValueError, FileNotFoundError) as error:
       # A run that is still training may have replaced the checkpoint while it was read. Orbax also
@@ -88,19 +95,32 @@ def restore(workdir: Path, experiment: Experiment) -> Agent:
       changed = checkpoint.saved_updates(workdir) != existing
       if attempt == ATTEMPTS - 1 or not (changed or isinstance(error, FileNotFoundError)):
         raise
+  return make_player(run, state.params, int(state.update), int(state.steps))
+
+
+def make_player(run: build.Run, params: Params, update: int, steps: int) -> Player:
+  """Returns the player of a run's network with these parameters.
+
+  Args:
+    run: of the experiment.
+    params: of the network.
+    update: updates that made the parameters.
+    steps: valid steps that they were learned from.
+  """
+  experiment = run.experiment
   options = dict(experiment.env_options)
   if 'episodic_life' in options:
     options['episodic_life'] = False  # a whole game
   device = run.place.actors[0]
   network = run.network
-  return Agent(experiment.env.task, options, network.apply, network.initial_recurrent_state,
-               network.policy._replace(explore=None),
-               placement.put_params(state.params, device), device, run.place.env_threads,
-               int(state.update), int(state.steps), experiment.spec.channels_last)
+  return Player(experiment.env.task, options, network.apply, network.initial_recurrent_state,
+                network.policy._replace(explore=None),
+                placement.put_params(params, device), device, run.place.env_threads,
+                update, steps, experiment.spec.channels_last)
 
 
-def _newest_state(workdir: Path, run: build.Run) -> TrainState:
-  """Returns the state in the newest whole checkpoint.
+def _state(workdir: Path, run: build.Run, update: int | None) -> TrainState:
+  """Returns the state in a checkpoint; see `restore`.
 
   Raises:
     ValueError: there is none, or it is not of such a run.
@@ -109,7 +129,16 @@ def _newest_state(workdir: Path, run: build.Run) -> TrainState:
   if not existing:
     raise ValueError(f'--workdir: {workdir} has no checkpoint yet; a run saves one every '
                      f'{run.experiment.checkpoint.every_updates} updates and at its end')
-  update = checkpoint.newest_whole(workdir)
+  if update is not None:
+    if update not in existing:
+      raise ValueError(f'--workdir: {workdir} has no checkpoint of update {update}; it has those '
+                       f'of {", ".join(map(str, existing))}')
+    words = checkpoint.problem(workdir, update)
+    if words:
+      raise ValueError(f'--workdir: the checkpoint of update {update} in {workdir} is broken: '
+                       f'{words}')
+  else:
+    update = checkpoint.newest_whole(workdir)
   if update is None:
     raise ValueError(f'--workdir: no checkpoint in {workdir} is whole; of the newest, '
                      f'{existing[-1]}, {checkpoint.problem(workdir, existing[-1])}')
@@ -130,43 +159,44 @@ def seeds(seed: int, num_envs: int) -> list[int]:
   return [max(-2 - s, -2**31) for s in env_seeds(seed, 0, 0, num_envs)]
 
 
-def greedy(agent: Agent) -> Agent:
-  """Returns the agent with the likeliest action in place of a drawn one."""
-  return agent._replace(
-      policy=agent.policy._replace(sample=lambda key, dist_params: agent.policy.mode(dist_params)))
+def greedy(player: Player) -> Player:
+  """Returns the player with the likeliest action in place of a drawn one."""
+  policy = player.policy
+  return player._replace(
+      policy=policy._replace(sample=lambda key, dist_params: policy.mode(dist_params)))
 
 
 @contextlib.contextmanager
-def game(agent: Agent, seeds: Sequence[int], key: jax.Array, steps: int,
+def game(player: Player, seeds: Sequence[int], key: jax.Array, steps: int,
          **options: Any) -> Iterator[tuple[VectorEnv, Callable, rollouts.ActorState]]:
   """Starts environments and compiles a program that plays them.
 
   Args:
-    agent: who plays.
+    player: who plays.
     seeds: of the environments, one each.
     key: of the drawn actions.
     steps: rows of a call of the program.
-    **options: of EnvPool's, over those of the agent.
+    **options: of EnvPool's, over those of the player.
 
   Yields:
     The environments, the program (params, state) -> (state, Episodes [steps, num_envs]), and its
     first state, which is donated.
   """
-  vector_env = family_of(agent.task).make_vector_env(
-      agent.task, dict(agent.options) | options, seeds, min(agent.threads, len(seeds)), 0)
+  vector_env = family_of(player.task).make_vector_env(
+      player.task, dict(player.options) | options, seeds, min(player.threads, len(seeds)), 0)
   with contextlib.closing(RolloutProgram([vector_env])) as rollout_program:
-    rollout = rollouts.make_rollout(rollout_program.vector_envs, agent.apply, agent.policy, steps)
+    rollout = rollouts.make_rollout(rollout_program.vector_envs, player.apply, player.policy, steps)
 
     def play(params, state):
       state, (experience,) = rollout(params, state)
       return state, experience.episodes
 
-    state = rollouts.initial_state([vector_env], [key], agent.initial_recurrent_state)
-    state = jax.device_put(state, agent.device)
-    yield vector_env, rollout_program.load(play, (agent.params, state), donate=(1,)), state
+    state = rollouts.initial_state([vector_env], [key], player.initial_recurrent_state)
+    state = jax.device_put(state, player.device)
+    yield vector_env, rollout_program.load(play, (player.params, state), donate=(1,)), state
 
 
-def play(agent: Agent, num_episodes: int, num_envs: int, seed: int, max_steps: int,
+def play(player: Player, num_episodes: int, num_envs: int, seed: int, max_steps: int,
          progress: Callable[[int], None] = lambda done: None) -> Episodes:
   """Plays num_episodes whole games and counts exactly those.
 
@@ -176,7 +206,7 @@ def play(agent: Agent, num_episodes: int, num_envs: int, seed: int, max_steps: i
   short ones.
 
   Args:
-    agent: who plays.
+    player: who plays.
     num_episodes: games to count.
     num_envs: environments that play them; at most num_episodes are used.
     seed: of the environments and of the drawn actions.
@@ -194,9 +224,9 @@ def play(agent: Agent, num_episodes: int, num_envs: int, seed: int, max_steps: i
   counted: list[list[tuple[float, int]]] = [[] for _ in wanted]  # (return, length), by environment
   key = jax.random.fold_in(jax.random.key(seed), 0)
 
-  with game(agent, seeds(seed, num_envs), key, CHUNK) as (_, program, state):
+  with game(player, seeds(seed, num_envs), key, CHUNK) as (_, program, state):
     while any(len(games) < want for games, want in zip(counted, wanted, strict=True)):
-      state, ended = program(agent.params, state)
+      state, ended = program(player.params, state)
       ended, running = jax.device_get((ended, state.envs[0].episode_length))
       for i, games in enumerate(counted):
         rows = np.flatnonzero(ended.ended[:, i])[:wanted[i] - len(games)]
@@ -242,20 +272,20 @@ def statistics(task: str, episodes: Episodes) -> dict[str, float | None]:
   return summary
 
 
-def write(workdir: Path, agent: Agent, episodes: Episodes, **how: Any) -> Record:
+def write(workdir: Path, player: Player, episodes: Episodes, **how: Any) -> Record:
   """Writes evaluation.json in one step.
 
   Args:
     workdir: of the run.
-    agent: who played.
+    player: who played.
     episodes: what was played.
     **how: other facts about it, for the file.
 
   Returns:
     What the file holds.
   """
-  record = dict(task=agent.task, update=agent.update, steps=agent.steps, **how,
-                statistics=statistics(agent.task, episodes), returns=episodes.returns,
+  record = dict(task=player.task, update=player.update, steps=player.steps, **how,
+                statistics=statistics(player.task, episodes), returns=episodes.returns,
                 lengths=episodes.lengths, versions=workdirs.versions())
   # A field a line: lists of returns stay short.
   fields = (f'{json.dumps(name)}: {json.dumps(value)}' for name, value in record.items())

@@ -30,11 +30,11 @@ class Film(NamedTuple):
   shown: str  # in words
 
 
-def film(agent: evaluation.Agent, path: Path, seed: int, env: int, max_steps: int) -> Film:
+def film(player: evaluation.Player, path: Path, seed: int, env: int, max_steps: int) -> Film:
   """Films an episode.
 
   Args:
-    agent: who plays.
+    player: who plays.
     path: of the video; its suffix, .mp4 or .gif, says which kind.
     seed: of an evaluation.
     env: the environment of that evaluation whose first episode is filmed.
@@ -47,9 +47,9 @@ def film(agent: evaluation.Agent, path: Path, seed: int, env: int, max_steps: in
   key = jax.random.fold_in(jax.random.key(seed), 1)
   env_seeds = evaluation.seeds(seed, env + 1)[env:]
   # Each call of the program makes one step, so that a frame can be taken between two steps.
-  render_options = getattr(family_of(agent.task), 'render_options', {})
-  with evaluation.game(agent, env_seeds, key, 1, **render_options) as (vector_env, program, state):
-    look, shown = _camera(agent, vector_env, state)
+  render_options = getattr(family_of(player.task), 'render_options', {})
+  with evaluation.game(player, env_seeds, key, 1, **render_options) as (vector_env, program, state):
+    look, shown = _camera(player, vector_env, state)
     first = look(state)
     rate = getattr(vector_env, 'frame_rate', 10.0)
     ended = False
@@ -57,7 +57,7 @@ def film(agent: evaluation.Agent, path: Path, seed: int, env: int, max_steps: in
     with _encoder(path, (first.shape[1], first.shape[0]), rate) as out:
       out.write(first)
       while not ended:
-        state, episodes = program(agent.params, state)
+        state, episodes = program(player.params, state)
         ended, episode_return, length = (x.item() for x in jax.device_get(episodes))
         evaluation.bound(length, max_steps)
         out.write(look(state))
@@ -85,7 +85,7 @@ def write(path: Path, observations: np.ndarray, colour: bool, frame_rate: float)
       out.write(frame)
 
 
-def _camera(agent: evaluation.Agent, vector_env: VectorEnv, state: rollouts.ActorState
+def _camera(player: evaluation.Player, vector_env: VectorEnv, state: rollouts.ActorState
             ) -> tuple[Look, str]:
   """Returns a function that takes a frame between two steps, and in words what the frame shows."""
   def render(state: rollouts.ActorState) -> np.ndarray:
@@ -99,10 +99,10 @@ def _camera(agent: evaluation.Agent, vector_env: VectorEnv, state: rollouts.Acto
   except RuntimeError as error:
     shape = vector_env.first_obs.shape[1:]
     if len(shape) not in (2, 3):
-      raise ValueError(f'no video: {agent.task} cannot be rendered ({error}), and its '
+      raise ValueError(f'no video: {player.task} cannot be rendered ({error}), and its '
                       f'observations, {shape}, are no pictures') from None
-  channels_last = agent.channels_last
-  colour = shape[-1 if channels_last else 0] == 3 or agent.options.get('gray_scale') is False
+  channels_last = player.channels_last
+  colour = shape[-1 if channels_last else 0] == 3 or player.options.get('gray_scale') is False
   return (lambda state: _enlarge(_picture(np.asarray(state.envs[0].obs)[0], colour,
                                           channels_last)),
           'the observations, as the task is not rendered')

@@ -508,7 +508,7 @@ def test_a_run_ends_with_one_line_when_an_environment_fails(own, tmp_path, fails
 def agent_of(config):
   made = build.make_run(fresh(config).experiment)
   experiment, network = made.experiment, made.network
-  return evaluation.Agent(
+  return evaluation.Player(
       experiment.env.task, experiment.env_options, network.apply, network.initial_recurrent_state,
       network.policy, placement.put_params(made.initial_state().params, jax.devices()[0]),
       jax.devices()[0], 2, 0, 0)

@@ -44,7 +44,7 @@ def _always(action, num_actions):
 
 def _agent(task, apply, **options):
   actions = envpool_envs.make_spec(task, options).num_actions if task != 'Odd-v0' else 2
-  return evaluation.greedy(evaluation.Agent(
+  return evaluation.greedy(evaluation.Player(
       task, options, by_rows(apply), lambda num_envs: (), policies.categorical(actions), (),
       jax.devices()[0], threads=2, update=0, steps=0))
 

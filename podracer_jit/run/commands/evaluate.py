@@ -39,14 +39,14 @@ def main(argv: Sequence[str]) -> int:
     allowed = config.allowed_modules(values.allow_modules)
     experiment = evaluation.read_experiment(workdir, allowed)
     host.prepare_host(experiment.placement)
-    agent = evaluation.restore(workdir, experiment)
+    player = evaluation.restore(workdir, experiment)
     if movie:
       movie.parent.mkdir(parents=True, exist_ok=True)
   except (ValueError, OSError, flags.Error) as error:
     print(f'podracer_jit evaluate: {" ".join(str(error).split())}', file=sys.stderr)
     return 2
   try:
-    _evaluate(agent, workdir, values, movie)
+    _evaluate(player, workdir, values, movie)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
     said = environment_failure(error) or f'{type(error).__name__}: {" ".join(str(error).split())}'
     print(f'podracer_jit evaluate: {said}', file=sys.stderr)
@@ -95,18 +95,18 @@ def _check(values: flags.FlagValues, arguments: Sequence[str]) -> Path | None:
   return Path(values.video)
 
 
-def _evaluate(agent: evaluation.Agent, workdir: Path, values: flags.FlagValues,
+def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues,
               movie: Path | None) -> None:
   """Plays, writes and prints the evaluation, and films an episode.
 
   Args:
-    agent: plays.
+    player: plays.
     workdir: of the run.
     values: the command's flags.
     movie: the path of the video, or None.
   """
   if values.greedy:
-    agent = evaluation.greedy(agent)
+    player = evaluation.greedy(player)
   started = printed = time.monotonic()
 
   def progress(episodes: int) -> None:
@@ -117,14 +117,14 @@ def _evaluate(agent: evaluation.Agent, workdir: Path, values: flags.FlagValues,
             file=sys.stderr, flush=True)
 
   num_envs = min(values.num_envs, values.num_episodes)
-  greedy = values.greedy or agent.policy.log_prob is None  # a policy that draws nothing
+  greedy = values.greedy or player.policy.log_prob is None  # a policy that draws nothing
   settings = dict(seed=values.seed, greedy=greedy, num_envs=num_envs)
-  episodes = evaluation.play(agent, values.num_episodes, num_envs, values.seed, values.max_steps,
+  episodes = evaluation.play(player, values.num_episodes, num_envs, values.seed, values.max_steps,
                              progress)
-  record = evaluation.write(workdir, agent, episodes, **settings)
+  record = evaluation.write(workdir, player, episodes, **settings)
   print(_summary(record), flush=True)
   if movie:  # an environment beyond those that were counted
-    film = video.film(agent, movie, values.seed, num_envs, values.max_steps)
+    film = video.film(player, movie, values.seed, num_envs, values.max_steps)
     print(f'{movie}: an episode of return {film.episode_return:g}, {film.frames} frames at '
           f'{film.frame_rate:g} a second ({film.shown})')
 
