@@ -1,1 +1,52 @@
-"""Deep reinforcement learning at the speed of the simulator."""
+"""Deep reinforcement learning at the speed of the simulator.
+
+  import podracer_jit as pj
+  run = pj.train(pj.load_config('ppo_cartpole'), 'runs/cartpole')
+  action, state = run.agent.act(obs)
+
+`run/api.py` explains the functions.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from podracer_jit.run.agent import Agent as Agent
+  from podracer_jit.run.api import Evaluation as Evaluation
+  from podracer_jit.run.api import Trained as Trained
+  from podracer_jit.run.api import choose as choose
+  from podracer_jit.run.api import evaluate as evaluate
+  from podracer_jit.run.api import load as load
+  from podracer_jit.run.api import load_config as load_config
+  from podracer_jit.run.api import prepare as prepare
+  from podracer_jit.run.api import train as train
+  from podracer_jit.run.callbacks import STOP as STOP
+  from podracer_jit.run.callbacks import Callback as Callback
+  from podracer_jit.run.callbacks import CallbackFailed as CallbackFailed
+  from podracer_jit.run.callbacks import SegmentEnd as SegmentEnd
+  from podracer_jit.run.config import config as config
+
+# Imported on first use: workers of environments import this package without JAX.
+_MODULES = {
+    'podracer_jit.run.agent': ('Agent',),
+    'podracer_jit.run.api': ('Evaluation', 'Trained', 'choose', 'evaluate', 'load', 'load_config',
+                             'prepare', 'train'),
+    'podracer_jit.run.callbacks': ('STOP', 'Callback', 'CallbackFailed', 'SegmentEnd'),
+    'podracer_jit.run.config': ('config',),
+}
+__all__ = sorted(name for names in _MODULES.values() for name in names)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+  """Returns a name of the Python API."""
+  for module, names in _MODULES.items():
+    if name in names:
+      return getattr(importlib.import_module(module), name)
+  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+def __dir__() -> list[str]:
+  """Returns the names of the Python API, for completion."""
+  return sorted({*globals(), *__all__})

@@ -49,7 +49,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
     if values.help:
       return None
     raise ValueError(f'--config is missing: {_EXAMPLE}')
-  with _one_line_errors():
+  with one_line_errors():
     config = load_config(location)
   for field in _required_fields(config):
     raise ValueError(f'--config: {field} is a required_placeholder, which ml_collections lets no '
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
   for section in config_lib.CHOICES:
     for arg in argv:
       if arg.startswith(f'--config.{section}.name='):
-        with _one_line_errors(), config.unlocked():
+        with one_line_errors(), config.unlocked():
           config_lib.choose(config, section, arg.partition('=')[2])
   try:
     config_flags.DEFINE_config_dict(
@@ -143,7 +143,7 @@ def default_workdir(argv: Sequence[str]) -> Path:
 
 
 @contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
   """Turns any exception of a config file, which is a program, into a ValueError of one line."""
   try:
     yield

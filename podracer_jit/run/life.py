@@ -50,24 +50,34 @@ def of_flags(values: flags.FlagValues) -> Life:
   Raises:
     ValueError: a flag has a wrong value, in one line.
   """
-  repeat = Path(values.repeat) if values.repeat else None
-  allowed = changes.Allowed(values.extend, tuple(values.change))
-  if not values.init_from:
-    if values.init_parts is not None or values.init_partly:
+  return of(values.init_from, values.init_parts, values.init_partly, values.extend, values.change,
+            values.repeat)
+
+
+def of(init_from: str | Path | None = None, init_parts: Sequence[str] | None = None,
+       init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
+       repeat: str | Path | None = None) -> Life:
+  """Returns checked options; the arguments are the flags of the same names.
+
+  Raises:
+    ValueError: a value is wrong, or two do not go together, in one line.
+  """
+  repeated = Path(repeat) if repeat else None
+  allowed = changes.Allowed(extend, tuple(change))
+  if not init_from:
+    if init_parts is not None or init_partly:
       raise ValueError('--init_parts and --init_partly are for --init_from')
-    return Life(None, allowed, repeat)
-  for flag, is_set in (('--repeat', repeat), ('--extend or --change', allowed)):
+    return Life(None, allowed, repeated)
+  for flag, is_set in (('--repeat', repeated), ('--extend or --change', allowed)):
     if is_set:
       raise ValueError(f'--init_from: begins a new run; it cannot be combined with {flag}')
-  given = values.init_parts
-  unknown = [part for part in given or () if part not in (*inherit.PARTS, 'all')]
-  if unknown or given == []:
-    raise ValueError(f'--init_parts: known are {", ".join(inherit.PARTS)}, all; got '
-                     f'{",".join(given)!r}')
   parts = None
-  if given:
-    parts = tuple(part for part in inherit.PARTS if part in given or 'all' in given)
-  return Life(inherit.Request(Path(values.init_from), parts, values.init_partly), allowed, repeat)
+  if init_parts is not None:
+    known = (*inherit.PARTS, 'all')
+    if not init_parts or any(part not in known for part in init_parts):
+      raise ValueError(f'--init_parts: known are {", ".join(known)}; got {",".join(init_parts)!r}')
+    parts = tuple(part for part in inherit.PARTS if part in init_parts or 'all' in init_parts)
+  return Life(inherit.Request(Path(init_from), parts, init_partly), allowed, repeated)
 
 
 class Beginning(NamedTuple):

@@ -43,6 +43,7 @@ class Stopping:
     self._leave = leave
     self._clock = clock
     self._last_s = -math.inf  # when the last signal came
+    self.signal: int | None = None  # its number
     self._asked = threading.Event()
     self._training = self._saving = self._ended = False
 
@@ -76,6 +77,7 @@ class Stopping:
     is_new = self._clock() - self._last_s >= ONE_S
     asked_before = self._asked.is_set()
     self._last_s = self._clock()
+    self.signal = number
     self._asked.set()
     if self._ended:
       return

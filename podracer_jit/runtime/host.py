@@ -30,7 +30,8 @@ def prepare_host(options: PlacementOptions) -> None:
     options: of the placement.
 
   Raises:
-    ValueError: the placement has more devices than `placement.xla_threads`.
+    ValueError: the placement has more devices than `placement.xla_threads`, or JAX has started
+      with other sizes.
   """
   devices = options.num_devices
   threads = options.xla_threads
@@ -45,7 +46,13 @@ def prepare_host(options: PlacementOptions) -> None:
                      f'take device indices below {threads}, or xla_threads = {devices}')
 
   if not _is_prepared(threads, devices):
-    _set_sizes(threads, devices)
+    try:
+      _set_sizes(threads, devices)
+    except RuntimeError:
+      raise ValueError(
+          f'placement.xla_threads: is {threads}, and JAX has started in this process without it; '
+          'call podracer_jit.prepare(config) before anything that uses JAX, or train in a new '
+          'process') from None
 
 
 def prepare_host_for_any(options: PlacementOptions) -> None:

@@ -1,0 +1,247 @@
+"""Training, loading and evaluating from Python, without flags: `import podracer_jit as pj`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import signal
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+
+from podracer_jit.run import command_line, evaluation, journal, life, session, stopping
+from podracer_jit.run import config as config_lib
+from podracer_jit.run.agent import PARAMETERS, Agent, load_saved
+from podracer_jit.run.callbacks import Callback, Callbacks
+from podracer_jit.run.output import complain
+from podracer_jit.run.resolve import placement_of, resolve
+from podracer_jit.runtime import host
+
+Config = ml_collections.ConfigDict | ml_collections.FrozenConfigDict | Mapping[str, Any] | str
+
+
+def load_config(location: str) -> ml_collections.ConfigDict:
+  """Returns the config that --config=LOCATION names, to change and to train.
+
+  Args:
+    location: the path of a config file, or the name of a shipped one, with its argument after a
+      colon: 'ppo_cartpole', 'mine.py', 'ppo_cartpole:smoke'.
+
+  Raises:
+    ValueError: there is none, or its file fails.
+  """
+  with command_line.one_line_errors():
+    return command_line.load_config(location)
+
+
+def choose(config: ml_collections.ConfigDict, section: str, name: str) -> None:
+  """Changes a config to have another part, with that part's options and their defaults.
+
+  Args:
+    config: to change.
+    section: 'loss', 'network' or 'optimizer'.
+    name: of a shipped part, or 'module:Class' of your own.
+
+  Raises:
+    ValueError: there is no such section or part.
+  """
+  if section not in config_lib.CHOICES:
+    raise ValueError(f'section: must be one of {", ".join(config_lib.CHOICES)}, got {section!r}')
+  with config.unlocked():
+    config_lib.choose(config, section, name)
+
+
+def prepare(config: Config) -> None:
+  """Sets what JAX reads when it starts; for programs that use JAX before they train.
+
+  `train` does the same. JAX's number of threads is part of an experiment, as it changes rounding.
+
+  Args:
+    config: of the run; its `placement.xla_threads` counts.
+
+  Raises:
+    ValueError: JAX has started with other sizes, or the placement is wrong.
+  """
+  place = placement_of(_mapping(config))
+  host.prepare_host_for_any(place)
+  host.prepare_host(place)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+  """The result of `train`."""
+
+  workdir: Path
+  finished: bool  # total_steps are reached; False if a callback has stopped the run
+  _modules: Collection[str] = dataclasses.field(default=(), repr=False)  # of the user's own parts
+
+  @property
+  def update(self) -> int:
+    """Updates done."""
+    return self.metrics[-1]['update']
+
+  @property
+  def steps(self) -> int:
+    """Valid agent steps learned from."""
+    return self.metrics[-1]['steps']
+
+  @functools.cached_property
+  def metrics(self) -> list[dict[str, Any]]:
+    """The metrics of all updates of the run, in order, as in metrics.jsonl."""
+    return journal.read_lines(self.workdir / journal.METRICS)
+
+  @functools.cached_property
+  def agent(self) -> Agent:
+    """The agent of the newest checkpoint."""
+    return load(self.workdir, allow_modules=self._modules)
+
+
+def train(config: Config, workdir: str | Path, *,
+          callbacks: Sequence[Callback | Callable[[Mapping[str, Any]], Any]] = (),
+          init_from: str | Path | None = None, init_parts: Sequence[str] | None = None,
+          init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
+          repeat: str | Path | None = None, profile_dir: str | Path | None = None,
+          quiet: bool = False) -> Trained:
+  """Trains in this process, to the same bits as the command; goes on with a run in the workdir.
+
+  Ctrl-C ends the run at its next update, saves it, and then raises KeyboardInterrupt; the same call
+  goes on. Other signals that end a process are treated likewise. It is for one process;
+  `podracer_jit launch` starts several.
+
+  Args:
+    config: a whole config, from `load_config` or `config`, or a name for `load_config`.
+    workdir: a folder for checkpoints and metrics.
+    callbacks: functions, called with the metrics of each update, and instances of `Callback`.
+    init_from: a workdir; a new run begins with the newest state of that run.
+    init_parts: what it takes from there; see --init_parts.
+    init_partly: what does not fit is fresh.
+    extend: goes on in the workdir with a larger total_steps.
+    change: fields that may differ from those of the workdir.
+    repeat: a workdir, whose segments this run has, too.
+    profile_dir: a folder for a jax.profiler trace of a few updates.
+    quiet: prints nothing but warnings.
+
+  Returns:
+    The result; its `agent` and `metrics` are read from the workdir when they are asked for.
+
+  Raises:
+    ValueError: the config, the workdir or another argument is wrong; nothing was started.
+    OSError: the workdir cannot be written to.
+    CallbackFailed: a callback has raised an exception, which is the cause.
+    KeyboardInterrupt: Ctrl-C.
+    Exception: the run has failed; the message names the newest checkpoint.
+  """
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
+  if jax.distributed.is_initialized():
+    raise ValueError('train: is for one process; podracer_jit launch, or --distributed, starts a '
+                     'run of several')
+  called = Callbacks(callbacks)
+  fields = _mapping(config)
+  options = life.of(init_from, init_parts, init_partly, extend, change, repeat)
+  workdir = Path(workdir)
+  prepare(fields)
+  experiment = resolve(fields)
+  with contextlib.ExitStack() as stack:
+    stop = stack.enter_context(stopping.handled(leave=_interrupt))
+    opened = stack.enter_context(session.opened(experiment, workdir, options))
+    if not quiet:
+      for note in opened.notes:
+        complain(f'podracer_jit: {note}')
+    stop.begin_training()
+    finished = opened.train(stop, profile_dir and str(profile_dir), called, quiet)
+  if stop.signal is not None:
+    # With the handlers of before: Python's own raises KeyboardInterrupt for Ctrl-C.
+    signal.raise_signal(stop.signal)
+  return Trained(workdir, finished, tuple(config_lib.modules(experiment.fields).values()))
+
+
+def load(path: str | Path, *, update: int | None = None, seed: int = 0,
+         allow_modules: Collection[str] = ()) -> Agent:
+  """Returns the agent of a run, or one that `Agent.save` has written.
+
+  Args:
+    path: a workdir, or the folder of a saved agent.
+    update: of the checkpoint in the workdir; None: the newest whole one.
+    seed: of the actions that the agent draws.
+    allow_modules: modules, or .py files, of your own parts that may be imported if the config
+      there names them. Importing a module runs it.
+
+  Raises:
+    ValueError: there is no such agent, or its config names modules that are not allowed.
+  """
+  path = Path(path)
+  allowed = config_lib.allowed_modules(allow_modules)
+  if (path / PARAMETERS).exists():
+    if update is not None:
+      raise ValueError(f'update: is for workdirs; {path} is a saved agent')
+    return load_saved(path, seed, allowed)
+  experiment = evaluation.read_experiment(path, allowed, update)
+  host.prepare_host_for_any(experiment.placement)
+  return Agent(experiment, evaluation.restore(path, experiment, update), seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """Whole episodes of an agent."""
+
+  task: str
+  returns: list[float]  # of the episodes
+  lengths: list[int]  # in steps
+  # Of the returns 'mean', 'standard_error' (None with one episode), 'min', 'median', 'max',
+  # 'mean_length', and for Atari 'human_normalised'.
+  statistics: dict[str, float | None]
+
+
+def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed: int = 1,
+             greedy: bool = False, max_steps: int = 108_000) -> Evaluation:
+  """Plays whole episodes, as the verb `evaluate` does, to the same numbers.
+
+  Args:
+    agent: who plays.
+    num_episodes: to play.
+    num_envs: environments that play them; each plays the same number of episodes.
+    seed: of the environments and the drawn actions. No seed repeats an episode of training.
+    greedy: takes the most likely action instead of drawing one.
+    max_steps: of an episode; some tasks have no limit of their own.
+
+  Raises:
+    ValueError: an argument is out of range.
+    RuntimeError: an episode is longer than max_steps, or an environment has failed.
+  """
+  counts = dict(num_episodes=num_episodes, num_envs=num_envs, max_steps=max_steps)
+  for name, value in counts.items():
+    if value < 1:
+      raise ValueError(f'{name}: must be at least 1, got {value}')
+  if not 0 <= seed < 2**31:
+    raise ValueError(f'seed: must be from 0 to 2^31 - 1, got {seed}')
+  player = evaluation.greedy(agent.player) if greedy else agent.player
+  episodes = evaluation.play(player, num_episodes, num_envs, seed, max_steps)
+  return Evaluation(agent.task, episodes.returns, episodes.lengths,
+                    evaluation.statistics(agent.task, episodes))
+
+
+def _mapping(config: Config) -> dict[str, Any]:
+  """Returns a config as plain values.
+
+  Raises:
+    ValueError: it is none, or there is no config of that name.
+  """
+  if isinstance(config, str):
+    config = load_config(config)
+  if isinstance(config, ml_collections.FrozenConfigDict):
+    config = ml_collections.ConfigDict(config)
+  if isinstance(config, ml_collections.ConfigDict):
+    return config_lib.plain(config)
+  if isinstance(config, Mapping):
+    return dict(config)
+  raise ValueError(f'config: must be a ConfigDict, a mapping or a name, got {config!r}')
+
+
+def _interrupt() -> None:
+  """What a signal does before there is anything to save."""
+  raise KeyboardInterrupt
