@@ -113,7 +113,7 @@ class Agent:
     record = workdirs.record_of(self.experiment.fields)
     safe_files.write_text(draft / workdirs.CONFIG, json.dumps(record, indent=2) + '\n')
     safetensors_numpy.save_file(
-        {name: np.ascontiguousarray(array) for name, array in checkpoint.leaves(params).items()},
+        {name: np.asarray(array, order='C') for name, array in checkpoint.leaves(params).items()},
         draft / PARAMETERS, {'update': str(self.update), 'steps': str(self.steps)})
     manifest.write(draft, manifest.digest(params))
     with contextlib.suppress(FileNotFoundError):
