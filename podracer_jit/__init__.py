@@ -1,4 +1,4 @@
-"""Deep reinforcement learning at the speed of the simulator.
+"""Deep reinforcement learning at the speed of the simulator; names of the Python API.
 
   import podracer_jit as pj
   run = pj.train(pj.load_config('ppo_cartpole'), 'runs/cartpole')
@@ -36,7 +36,7 @@ _MODULES = {
     'podracer_jit.run.callbacks': ('STOP', 'Callback', 'CallbackFailed', 'SegmentEnd'),
     'podracer_jit.run.config': ('config',),
 }
-__all__ = sorted(name for names in _MODULES.values() for name in names)  # noqa: PLE0605
+__all__ = sorted(name for names in _MODULES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:

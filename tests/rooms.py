@@ -108,7 +108,8 @@ PLAN = {
     'loops': (20, 226, 5), 'losses': (285, 520, 5),
     'learner': (220, 560, 6), 'actor': (600, 980, 6),
     'schemes': (20, 980, 7), 'run': (20, 980, 8),
-    'experiment': (20, 700, 9), '__main__': (740, 980, 9), 'configs': (20, 700, 10),
+    'experiment': (20, 330, 9), '__init__': (360, 700, 9), '__main__': (740, 980, 9),
+    'configs': (20, 330, 10),
 }
 COLOURS = {'ground': '#e8e4da', 'numerics': '#dcebd8', 'plumbing': '#d6e4f2', 'world': '#f4ead0',
            'maths': '#dcebd8', 'operations': '#f6ddd4', 'schemes': '#d6e4f2', 'assembly': '#e6deef'}

@@ -23,11 +23,21 @@ def blocks(path, language):
 
 
 def test_the_readmes_program_learns_catch(tmp_path):
-  (program,) = blocks(ROOT / 'README.md', 'python')
+  _, program = blocks(ROOT / 'README.md', 'python')
   result = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True,
                           timeout=300, cwd=tmp_path, check=False)
   assert result.returncode == 0, result.stderr
   assert float(result.stdout.split()[-1]) > 0  # random play: -0.6
+
+
+def test_the_program_that_trains_from_python(tmp_path):
+  program, _ = blocks(ROOT / 'README.md', 'python')
+  result = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True,
+                          timeout=300, cwd=tmp_path, check=False)
+  assert result.returncode == 0, result.stderr
+  assert 'stopped at update' in result.stdout  # by the callback
+  assert float(result.stdout.split()[-1]) > 100  # random play: 22
+  assert (tmp_path / 'runs' / 'agent' / 'parameters.safetensors').is_file()
 
 
 def test_the_life_of_a_run(tmp_path):
