@@ -10,6 +10,7 @@ os.environ['NPROC'] = '16'  # the size of XLA's thread pool changes the bits of 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from podracer_jit import parts  # noqa: E402
 from tests.flags import COMPILED_SOON  # noqa: E402
 
 jax.config.update('jax_num_cpu_devices', 8)
@@ -40,3 +41,9 @@ def pytest_configure(config):
 def pytest_configure_node(node):
   node.workerinput['compiled'] = node.config.compiled
 
+
+
+@pytest.fixture(autouse=True)
+def _folders_of_one_test(monkeypatch):
+  """What one test adds to the folders of users' modules, the next one does not search."""
+  monkeypatch.setattr(parts, '_folders', parts.folders())

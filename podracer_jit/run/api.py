@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from podracer_jit.run import command_line, evaluation, journal, life, session, stopping
+from podracer_jit.run import command_line, evaluation, journal, life, periodic, session, stopping
 from podracer_jit.run import config as config_lib
 from podracer_jit.run.agent import PARAMETERS, Agent, load_saved
 from podracer_jit.run.callbacks import Callback, Callbacks
@@ -160,13 +160,14 @@ def train(config: Config, workdir: str | Path, *,
   return Trained(workdir, finished, tuple(config_lib.modules(experiment.fields).values()))
 
 
-def load(path: str | Path, *, update: int | None = None, seed: int = 0,
+def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,
          allow_modules: Collection[str] = ()) -> Agent:
   """Returns the agent of a run, or one that `Agent.save` has written.
 
   Args:
     path: a workdir, or the folder of a saved agent.
-    update: of the checkpoint in the workdir; None: the newest whole one.
+    update: of the checkpoint in the workdir; 'best': the one with the best evaluation
+      (`eval.every_updates`); None: the newest whole one.
     seed: of the actions that the agent draws.
     allow_modules: modules, or .py files, of your own parts that may be imported if the config
       there names them. Importing a module runs it.
@@ -180,6 +181,10 @@ def load(path: str | Path, *, update: int | None = None, seed: int = 0,
     if update is not None:
       raise ValueError(f'update: is for workdirs; {path} is a saved agent')
     return load_saved(path, seed, allowed)
+  if update == 'best':
+    update = periodic.best_update(path)
+  if not (update is None or isinstance(update, int)):
+    raise ValueError(f"update: must be a number or 'best', got {update!r}")
   experiment = evaluation.read_experiment(path, allowed, update)
   host.prepare_host_for_any(experiment.placement)
   return Agent(experiment, evaluation.restore(path, experiment, update), seed)

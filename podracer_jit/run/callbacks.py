@@ -55,6 +55,15 @@ class Callback:
     """
 
 
+  def on_evaluation(self, record: Mapping[str, Any]) -> Any:
+    """Called after each evaluation (`eval.every_updates`), from the thread that trains.
+
+    Args:
+      record: as in evaluations.jsonl: 'update', 'steps', 'num_episodes', 'mean', 'standard_error'
+        and so on; or an 'error'.
+    """
+
+
 class Callbacks:
   """Calls the callbacks of a run."""
 
@@ -90,6 +99,16 @@ class Callbacks:
     for callback in self._callbacks:
       if isinstance(callback, Callback):
         self._call(callback.on_segment_end, end, end.update)
+
+  def evaluated(self, record: Mapping[str, Any]) -> None:
+    """Calls all callbacks that want to know of evaluations.
+
+    Raises:
+      CallbackFailed: one has failed.
+    """
+    for callback in self._callbacks:
+      if isinstance(callback, Callback):
+        self._call(callback.on_evaluation, dict(record), record['update'])
 
   def _call(self, call: Callable[[Any], Any], argument: Any, update: int) -> None:
     name = getattr(call, '__qualname__', type(call).__name__)

@@ -7,7 +7,7 @@ import logging as std_logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ class Checkpoints:
     options = ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=False)
     self._manager = ocp.CheckpointManager((workdir / FOLDER).absolute(), options=options)
 
-  def save(self, state: TrainState, meta: Mapping[str, Any], envs: Any = ()) -> None:
+  def save(self, state: TrainState, meta: Mapping[str, Any], envs: Any = (),
+           keep_also: Collection[int] = ()) -> None:
     """Saves the state with `meta` (JSON) under its update, unless that is there already.
 
     Its replay, if it has one, is an item of its own, and so are environments. The manifest is
@@ -61,6 +62,7 @@ class Checkpoints:
       state: of the learner.
       meta: what JSON can hold.
       envs: the environments' state, as in `actor.kept_envs`; () if it is not kept.
+      keep_also: updates of checkpoints that stay in any case.
 
     Raises:
       NotSaved: naming the folder and the checkpoint that is safe. Nothing of this one is left.
@@ -96,7 +98,8 @@ class Checkpoints:
                      f'({_root_cause(error)}); {safe}') from error
     if jax.process_index() == 0:
       for old in saved_updates(self._workdir)[:-self._keep]:
-        if old:  # that of update 0 is what a run of another run's state begins with
+        # That of update 0 is what a run of another run's state begins with.
+        if old and old not in keep_also:
           _delete(path_of(self._workdir, old))
     host.barrier(f'manifest {update}')
 

@@ -22,6 +22,7 @@ from podracer_jit.replay.options import ReplayOptions
 from podracer_jit.run.settings import (
     CheckpointOptions,
     EnvOptions,
+    EvalOptions,
     LogOptions,
     TrainingOptions,
 )
@@ -48,6 +49,7 @@ SECTIONS = {
     'normalise': NormaliseOptions,
     'placement': PlacementOptions,
     'checkpoint': CheckpointOptions,
+    'eval': EvalOptions,
     'log': LogOptions,
 }
 SCHEME = 'cleanba'  # by default

@@ -151,12 +151,12 @@ def _state(workdir: Path, run: build.Run, update: int | None) -> TrainState:
   return state
 
 
-def seeds(seed: int, num_envs: int) -> list[int]:
-  """Returns environment seeds that no training uses: negative ones.
+def seeds(seed: int, num_envs: int, index: int = 0) -> list[int]:
+  """Returns environment seeds that no training uses: negative ones; others for each index.
 
   From -2 down, since the Arcade Learning Environment takes -1 to mean the time of day.
   """
-  return [max(-2 - s, -2**31) for s in env_seeds(seed, 0, 0, num_envs)]
+  return [max(-2 - s, -2**31) for s in env_seeds(seed, index, 0, num_envs)]
 
 
 def greedy(player: Player) -> Player:
@@ -197,7 +197,7 @@ def game(player: Player, seeds: Sequence[int], key: jax.Array, steps: int,
 
 
 def play(player: Player, num_episodes: int, num_envs: int, seed: int, max_steps: int,
-         progress: Callable[[int], None] = lambda done: None) -> Episodes:
+         progress: Callable[[int], None] = lambda done: None, index: int = 0) -> Episodes:
   """Plays num_episodes whole games and counts exactly those.
 
   How many episodes of an environment count is fixed before any is played: its first num_episodes /
@@ -211,7 +211,9 @@ def play(player: Player, num_episodes: int, num_envs: int, seed: int, max_steps:
     num_envs: environments that play them; at most num_episodes are used.
     seed: of the environments and of the drawn actions.
     max_steps: length of the longest game that is waited for.
-    progress: called with the number of games counted so far.
+    progress: called with the number of games counted so far, after each call of the program; what
+      it raises ends the evaluation.
+    index: of the evaluation; each has other seeds.
 
   Returns:
     The counted games.
@@ -222,9 +224,9 @@ def play(player: Player, num_episodes: int, num_envs: int, seed: int, max_steps:
   num_envs = min(num_envs, num_episodes)
   wanted = [num_episodes // num_envs + (i < num_episodes % num_envs) for i in range(num_envs)]
   counted: list[list[tuple[float, int]]] = [[] for _ in wanted]  # (return, length), by environment
-  key = jax.random.fold_in(jax.random.key(seed), 0)
+  key = jax.random.fold_in(jax.random.key(seed), index)
 
-  with game(player, seeds(seed, num_envs), key, CHUNK) as (_, program, state):
+  with game(player, seeds(seed, num_envs, index), key, CHUNK) as (_, program, state):
     while any(len(games) < want for games, want in zip(counted, wanted, strict=True)):
       state, ended = program(player.params, state)
       ended, running = jax.device_get((ended, state.envs[0].episode_length))

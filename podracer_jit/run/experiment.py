@@ -16,7 +16,13 @@ from podracer_jit.agents.running_moments import NormaliseOptions
 from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.losses.algorithm import Algorithm
 from podracer_jit.replay.options import ReplayOptions
-from podracer_jit.run.settings import CheckpointOptions, EnvOptions, LogOptions, TrainingOptions
+from podracer_jit.run.settings import (
+    CheckpointOptions,
+    EnvOptions,
+    EvalOptions,
+    LogOptions,
+    TrainingOptions,
+)
 from podracer_jit.runtime.placement import PlacementOptions
 from podracer_jit.schemes.scheme import Scheme
 
@@ -41,6 +47,7 @@ class Experiment(TrainingOptions):
   replay: ReplayOptions | None  # of an algorithm that learns from one
   placement: PlacementOptions
   checkpoint: CheckpointOptions
+  eval: EvalOptions
   log: LogOptions
   fields: Mapping[str, Any]  # the config as plain values, for files and messages
 

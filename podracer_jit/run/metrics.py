@@ -142,6 +142,13 @@ class Files:
       self._shown_s = time.perf_counter()
       self._show()
 
+  def show_evaluation(self, record: Mapping[str, Any]) -> None:
+    """Adds an evaluation to TensorBoard's events."""
+    if self._events:
+      for name, value in record.items():
+        if isinstance(value, float):
+          self._events.add_scalar(f'eval/{name}', value, record['steps'])
+
   def flush(self) -> None:
     """Writes buffered events, since the process may end during the save that follows."""
     if self._events:

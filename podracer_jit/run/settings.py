@@ -58,6 +58,20 @@ class CheckpointOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class EvalOptions:
+  """The section `eval`: evaluations while a run trains."""
+
+  every_updates: int = option(
+      0, '0: none; n: the first checkpoint after n more updates is evaluated, and the last one',
+      at_least=0, at_most=INT32_MAX)
+  num_episodes: int = option(20, 'whole episodes of an evaluation', at_least=1, at_most=1_000_000)
+  num_envs: int = option(8, 'environments that play them', at_least=1, at_most=MAX_ENVS)
+  greedy: bool = option(False, 'take the most likely action instead of drawing one')
+  max_steps: int = option(108_000, 'of an episode; an evaluation with a longer one fails',
+                         at_least=1, at_most=INT32_MAX)
+
+
+@dataclasses.dataclass(frozen=True)
 class LogOptions:
   """The section `log`."""
 

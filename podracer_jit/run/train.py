@@ -26,6 +26,7 @@ from podracer_jit.run import (
 from podracer_jit.run.callbacks import CallbackFailed, Callbacks, SegmentEnd
 from podracer_jit.run.metrics import Diverged, Files, Meter, check_finite
 from podracer_jit.run.output import complain
+from podracer_jit.run.periodic import Evaluator
 from podracer_jit.run.progress import Progress
 from podracer_jit.runtime import placement
 from podracer_jit.schemes.reports import Report
@@ -77,6 +78,11 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
   def asked() -> bool:
     return stop.asked() or callbacks.ask_to_stop
 
+  def evaluated(record: Mapping[str, Any]) -> None:
+    if files:
+      files.show_evaluation(record)
+    callbacks.evaluated(record)
+
   def stopped() -> bool:
     return placement.any_process(asked(), run.place.mesh)
 
@@ -110,6 +116,11 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     newest = history.newest_config(experiment.fields, entries, int(state.update) + 1)
     record = workdirs.record_of(newest, entries)
     began = int(state.update)
+    evaluator = None
+    if run.place.process == 0:
+      evaluator = stack.enter_context(contextlib.closing(
+          Evaluator(run, workdir, saved, progress.note, evaluated)))
+      evaluator.resume(state, int(state.steps) >= experiment.total_steps)
     profiler = Profiler(profile_dir)
     while (int(state.steps) < experiment.total_steps and int(state.update) != last
            and not stopped()):
@@ -127,11 +138,17 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       if not experiment.checkpoint.replay:
         # A resumed run has no replay either, so that both have the same bits.
         state = state._replace(replay=())
+      if evaluator:
+        evaluator.wait(asked)
       with stop.saving():
         if files:
           files.flush()
-        saved.save(state, meta | {'run': record}, envs)
+        saved.save(state, meta | {'run': record}, envs, evaluator.keeps if evaluator else ())
+      if evaluator:
+        evaluator.offer(state, int(state.steps) >= experiment.total_steps)
       callbacks.end_segment(SegmentEnd(int(state.update), int(state.steps), workdir))
+    if evaluator:
+      evaluator.wait(asked)
     profiler.close()
     if profile_dir and not profiler.traced:
       progress.note(f'no trace: it begins with the third report, and there were '

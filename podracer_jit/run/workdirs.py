@@ -19,7 +19,7 @@ from podracer_jit.run import config as config_lib
 PACKAGES = ('podracer_jit', 'jax', 'jaxlib', 'flax', 'optax', 'rlax', 'envpool', 'numpy')
 CONFIG = 'config.json'
 # Fields that may differ between two runs of the same experiment, and exceptions among them.
-_FREE = ('placement.', 'log.', 'checkpoint.keep')
+_FREE = ('placement.', 'log.', 'eval.', 'checkpoint.keep')
 _BOUND = ('placement.xla_threads', 'placement.actor_platform')
 
 

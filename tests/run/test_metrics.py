@@ -106,17 +106,18 @@ def test_tensorboard_keeps_what_came_before_a_segment(tmp_path):
   """From the step that a segment's events begin with on, what is there already is dropped."""
   for update, steps in ((0, 0), (2, 60)):
     Files(tmp_path, update, steps, tensorboard=True).close()
-  begins = [event.step for event in _events(tmp_path / 'tensorboard')
+  begins = [event.step for event in tensorboard_events(tmp_path / 'tensorboard')
             if event.session_log.status == event_pb2.SessionLog.START]
   assert sorted(begins) == [1, 61]
 
 
 def _points(directory):
   """(name, step) of the scalars."""
-  return [(value.tag, event.step) for event in _events(directory) for value in event.summary.value]
+  return [(value.tag, event.step) for event in tensorboard_events(directory)
+          for value in event.summary.value]
 
 
-def _events(directory):
+def tensorboard_events(directory):
   """Those of TFRecord files: length, check, event, check."""
   for path in directory.iterdir():
     data = path.read_bytes()

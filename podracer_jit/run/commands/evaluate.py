@@ -1,4 +1,4 @@
-"""Plays whole episodes with the newest checkpoint of a run and prints how well it plays.
+"""Plays whole episodes with a checkpoint of a run, the newest one, and prints how well it plays.
 
   podracer_jit evaluate --workdir=runs/pong
   podracer_jit evaluate --workdir=runs/pong --num_episodes=20 --greedy --video=mp4
@@ -21,7 +21,7 @@ from pathlib import Path
 from absl import flags
 
 from podracer_jit.envs.protocol import environment_failure
-from podracer_jit.run import config, evaluation, video
+from podracer_jit.run import config, evaluation, periodic, video
 from podracer_jit.runtime import host
 
 
@@ -37,9 +37,10 @@ def main(argv: Sequence[str]) -> int:
     movie = _check(values, arguments)
     workdir = Path(values.workdir)
     allowed = config.allowed_modules(values.allow_modules)
-    experiment = evaluation.read_experiment(workdir, allowed)
+    update = _update(values.update, workdir)
+    experiment = evaluation.read_experiment(workdir, allowed, update)
     host.prepare_host(experiment.placement)
-    player = evaluation.restore(workdir, experiment)
+    player = evaluation.restore(workdir, experiment, update)
     if movie:
       movie.parent.mkdir(parents=True, exist_ok=True)
   except (ValueError, OSError, flags.Error) as error:
@@ -59,6 +60,8 @@ def _flags() -> flags.FlagValues:
   values = flags.FlagValues()
   text = dict(flag_values=values)
   flags.DEFINE_string('workdir', None, 'The workdir of the run.', **text)
+  flags.DEFINE_string('update', None, 'The checkpoint: a number, or best, the one with the best '
+                      'evaluation while the run trained. Default: the newest whole one.', **text)
   flags.DEFINE_integer('num_episodes', 100, 'Whole episodes to count.', **text)
   flags.DEFINE_integer('num_envs', 16, 'Environments that play them, at most one for each episode. '
                        'Each plays the same number of episodes.', **text)
@@ -72,6 +75,17 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_list('allow_modules', [], config.ALLOW_MODULES, **text)
   flags.DEFINE_bool('help', False, 'Show this.', short_name='h', **text)
   return values
+
+
+def _update(text: str | None, workdir: Path) -> int | None:
+  """Returns the update that --update means; None for the newest."""
+  if text is None:
+    return None
+  if text == 'best':
+    return periodic.best_update(workdir)
+  if not text.isdecimal():
+    raise ValueError(f'--update: must be a number or best, got {text!r}')
+  return int(text)
 
 
 def _check(values: flags.FlagValues, arguments: Sequence[str]) -> Path | None:

@@ -1,0 +1,194 @@
+"""Evaluations while a run trains: they change no bit, survive crashes, and keep the best."""
+
+import contextlib
+import json
+import threading
+import time
+
+import pytest
+
+from podracer_jit.run import checkpoint, evaluation, journal, periodic, train, workdirs
+from podracer_jit.run.callbacks import STOP, Callback, CallbackFailed, Callbacks
+from tests.run.test_metrics import tensorboard_events
+from tests.runs import changed, prepared, small
+
+EVAL = dict(eval__every_updates=2, eval__num_episodes=5, eval__num_envs=2)
+STEPS = 700  # 11 updates
+CONFIG = changed(small(), total_steps=STEPS, checkpoint__every_updates=2, checkpoint__keep=1)
+
+
+def train_in(workdir, config=CONFIG, *callbacks):
+  """Trains as the command does, in a workdir that has checkpoints or none."""
+  run = prepared(config)
+  workdirs.open_workdir(workdir, run.experiment.fields)
+  update, _ = checkpoint.recover(workdir)
+  return train.train(run, workdir, update=update, callbacks=Callbacks(callbacks))
+
+
+def curve(workdir):
+  return [{name: value for name, value in record.items() if name != 'seconds'}
+          for record in periodic.read(workdir)]
+
+
+def receipts(workdir):
+  return journal.read_receipts(workdir).by_update
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+  """A run with evaluations from beginning to end, and what its callback was told."""
+  workdir = tmp_path_factory.mktemp('whole')
+  told = []
+
+  class Tell(Callback):
+    def on_evaluation(self, record):
+      told.append(dict(record))
+
+  assert train_in(workdir, changed(CONFIG, **EVAL), Tell())
+  return workdir, told
+
+
+def test_training_has_the_same_bits_with_evaluations(whole, tmp_path):
+  train_in(tmp_path)
+  assert receipts(tmp_path) == receipts(whole[0])
+  assert not (tmp_path / periodic.NAME).exists()
+
+
+def test_the_curve_is_in_the_file_in_tensorboard_and_told_to_callbacks(whole):
+  workdir, told = whole
+  records = periodic.read(workdir)
+  last = max(receipts(workdir))
+  assert [record['update'] for record in records] == [2, 4, 6, 8, 10, last]
+  steps = {line['update']: line['steps'] for line in journal.read_lines(workdir / journal.METRICS)}
+  for record in records:
+    assert record['steps'] == steps[record['update']]
+    assert record['num_episodes'] == 5 and record['seconds'] > 0
+    assert record['min'] <= record['median'] <= record['max']
+  assert told == records
+  shown = {event.step: value.simple_value for event in tensorboard_events(workdir / 'tensorboard')
+           for value in event.summary.value if value.tag == 'eval/mean'}
+  assert shown == pytest.approx({record['steps']: record['mean'] for record in records})
+
+
+def test_the_best_checkpoint_is_kept(whole):
+  """Beside the newest one; a run of another task has the curve that the file says."""
+  workdir, _ = whole
+  records = periodic.read(workdir)
+  best = max(records, key=lambda record: record['mean'])['update']
+  assert periodic.best_update(workdir) == best
+  assert set(checkpoint.saved_updates(workdir)) == {best, records[-1]['update']}
+  # What the best checkpoint plays with the seeds of its update is what the file says.
+  experiment = evaluation.read_experiment(workdir)
+  player = evaluation.restore(workdir, experiment, best)
+  episodes = evaluation.play(player, 5, 2, experiment.seed, 10**6, index=best)
+  said = next(record for record in records if record['update'] == best)
+  assert evaluation.statistics(player.task, episodes)['mean'] == said['mean']
+  other = evaluation.play(player, 5, 2, experiment.seed, 10**6, index=best + 1)
+  assert episodes != other  # each evaluation has seeds of its own
+
+
+@pytest.mark.parametrize('means, best', [
+    ([1.0, 3.0, 2.0], 2), ([3.0, 3.0], 1), ([-5.0], 1), ([None, -1.0, None], 2), ([None], None),
+    ([], None)])
+def test_which_is_best(means, best):
+  records = [{'update': i, 'error': 'x'} if mean is None else {'update': i, 'mean': mean}
+             for i, mean in enumerate(means, 1)]
+  assert periodic.best_of(records) == best
+
+
+@pytest.mark.parametrize('crash', [3, 5, 6, 9])
+def test_a_run_that_crashed_has_the_same_curve(crash, whole, tmp_path):
+  """Also if an evaluation was running, or done and not told."""
+
+  def crashes(record):
+    if record['update'] == crash:
+      raise RuntimeError('crash')
+
+  config = changed(CONFIG, **EVAL)
+  with pytest.raises(CallbackFailed):
+    train_in(tmp_path, config, crashes)
+  train_in(tmp_path, config)
+  assert receipts(tmp_path) == receipts(whole[0])
+  assert curve(tmp_path) == curve(whole[0])
+  assert checkpoint.saved_updates(tmp_path) == checkpoint.saved_updates(whole[0])
+
+
+def test_what_was_not_evaluated_before_a_stop_is_evaluated_later(whole, tmp_path, monkeypatch):
+  """A stop does not wait for a long evaluation, keeps its checkpoint, and makes up for it."""
+  play = evaluation.play
+  playing = threading.Event()
+
+  def slow(player, num_episodes, num_envs, seed, max_steps, progress, index):
+    if index < 4:
+      return play(player, num_episodes, num_envs, seed, max_steps, progress, index)
+    playing.set()
+    while True:
+      progress(0)
+      time.sleep(0.01)
+
+  def stops(record):
+    if record['update'] == 5 and playing.wait(60):
+      return STOP
+    return None
+
+  config = changed(CONFIG, **EVAL)
+  monkeypatch.setattr(evaluation, 'play', slow)
+  assert not train_in(tmp_path, config, stops)
+  assert [record['update'] for record in periodic.read(tmp_path)] == [2]
+  stopped = max(receipts(tmp_path))
+  assert set(checkpoint.saved_updates(tmp_path)) == {2, 4, stopped}
+  monkeypatch.setattr(evaluation, 'play', play)
+  assert train_in(tmp_path, config)
+  assert curve(tmp_path)[:2] == curve(whole[0])[:2]
+  assert 4 not in set(checkpoint.saved_updates(tmp_path)) - {periodic.best_update(tmp_path)}
+
+
+def test_evaluations_after_a_broken_checkpoint_are_dropped(whole, tmp_path):
+  def crashes(record):
+    if record['update'] == 8:
+      raise RuntimeError('crash')
+
+  config = changed(CONFIG, checkpoint__keep=3, **EVAL)
+  with pytest.raises(CallbackFailed):
+    train_in(tmp_path, config, crashes)
+  (tmp_path / 'checkpoints' / '6' / 'manifest.json').write_text('{')
+  train_in(tmp_path, config)
+  assert curve(tmp_path) == curve(whole[0])
+
+
+def test_an_evaluation_that_fails_ends_no_training(tmp_path, monkeypatch):
+  monkeypatch.setattr(evaluation, 'CHUNK', 3)  # no episode of CartPole ends in three steps
+  told = []
+
+  class Tell(Callback):
+    def on_evaluation(self, record):
+      told.append(record)
+
+  assert train_in(tmp_path, changed(CONFIG, eval__max_steps=2, **EVAL), Tell())
+  records = periodic.read(tmp_path)
+  assert len(records) == len(told) == 6
+  assert all('max_steps is 2' in record['error'] and 'mean' not in record for record in records)
+  with pytest.raises(ValueError, match='no checkpoint in .* was evaluated'):
+    periodic.best_update(tmp_path)
+
+
+def test_a_file_that_cannot_be_written_ends_the_run(tmp_path):
+  (tmp_path / periodic.NAME).mkdir()
+  with contextlib.suppress(OSError):
+    periodic.read(tmp_path)
+  with pytest.raises(OSError, match='evaluations.jsonl'):
+    train_in(tmp_path, changed(CONFIG, **EVAL))
+
+
+def test_a_run_may_begin_to_evaluate_when_it_goes_on(tmp_path):
+  """And at other intervals; the fields of `eval` are no part of the experiment."""
+  def stops(record):
+    return STOP if record['update'] == 3 else None
+
+  train_in(tmp_path, CONFIG, stops)
+  assert train_in(tmp_path, changed(CONFIG, eval__every_updates=5, eval__num_episodes=2))
+  updates = [record['update'] for record in periodic.read(tmp_path)]
+  assert updates[-1] == max(receipts(tmp_path))
+  assert all(after - before >= 5 for before, after in zip(updates[:-1], updates[1:-1],
+                                                          strict=False))
+  assert json.loads((tmp_path / 'config.json').read_text())['config']['eval']['every_updates'] == 0
