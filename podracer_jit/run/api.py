@@ -14,7 +14,16 @@ from typing import Any
 import jax
 import ml_collections
 
-from podracer_jit.run import command_line, evaluation, journal, life, periodic, session, stopping
+from podracer_jit.run import (
+    command_line,
+    evaluation,
+    journal,
+    life,
+    periodic,
+    seeds,
+    session,
+    stopping,
+)
 from podracer_jit.run import config as config_lib
 from podracer_jit.run.agent import PARAMETERS, Agent, load_saved
 from podracer_jit.run.callbacks import Callback, Callbacks
@@ -136,28 +145,92 @@ def train(config: Config, workdir: str | Path, *,
     KeyboardInterrupt: Ctrl-C.
     Exception: the run has failed; the message names the newest checkpoint.
   """
+  called = Callbacks(callbacks)
+  fields = _start(config)
+  options = life.of(init_from, init_parts, init_partly, extend, change, repeat)
+  opening = session.opened(resolve(fields), Path(workdir), options)
+  opened, finished = _train(opening, quiet, callbacks=called,
+                            profile_dir=profile_dir and str(profile_dir))
+  return _trained(opened, finished)
+
+
+def train_seeds(config: Config, workdir: str | Path, num_seeds: int, *,
+                init_from: str | Path | None = None, init_parts: Sequence[str] | None = None,
+                init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
+                profile_dir: str | Path | None = None, quiet: bool = False) -> list[Trained]:
+  """Trains several seeds at once, in one vmapped program; goes on with those in the workdir.
+
+  It is for environments that are JAX functions and a scheme that is one program, on one device.
+  The last bits of a seed are not those of its run alone. Signals are treated as by `train`.
+
+  Args:
+    config: as of `train`; the seeds are its seed and those that follow.
+    workdir: a folder; each seed has a workdir in it, such as seed1.
+    num_seeds: number of seeds.
+    init_from: as of `train`; all seeds begin with this state.
+    init_parts: as of `train`.
+    init_partly: as of `train`.
+    extend: as of `train`.
+    change: as of `train`.
+    profile_dir: as of `train`.
+    quiet: as of `train`.
+
+  Returns:
+    The result of each seed, in order.
+
+  Raises:
+    ValueError: as of `train`; or these seeds cannot be trained at once.
+    OSError: a workdir cannot be written to.
+    KeyboardInterrupt: Ctrl-C.
+    Exception: the run has failed; the message says where the checkpoints are.
+  """
+  fields = _start(config)
+  options = life.of(init_from, init_parts, init_partly, extend, change)
+  opening = seeds.opened(fields, num_seeds, Path(workdir), options)
+  opened, finished = _train(opening, quiet, profile_dir=profile_dir and str(profile_dir))
+  return [_trained(each, finished) for each in opened.sessions]
+
+
+def _start(config: Config) -> dict[str, Any]:
+  """Prepares JAX for a training; returns the config as plain values."""
   warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   if jax.distributed.is_initialized():
     raise ValueError('train: is for one process; podracer_jit launch, or --distributed, starts a '
                      'run of several')
-  called = Callbacks(callbacks)
   fields = _mapping(config)
-  options = life.of(init_from, init_parts, init_partly, extend, change, repeat)
-  workdir = Path(workdir)
   prepare(fields)
-  experiment = resolve(fields)
+  return fields
+
+
+def _train(opening: contextlib.AbstractContextManager, quiet: bool, **options: Any
+           ) -> tuple[Any, bool]:
+  """Opens a session and trains it.
+
+  Args:
+    opening: enters a `session.Session`, or `seeds.Seeds`.
+    quiet: prints nothing but warnings.
+    **options: of its `train`.
+
+  Returns:
+    The session, whose workdir is closed again, and whether total_steps are reached.
+  """
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(stopping.handled(leave=_interrupt))
-    opened = stack.enter_context(session.opened(experiment, workdir, options))
+    opened = stack.enter_context(opening)
     if not quiet:
       for note in opened.notes:
         complain(f'podracer_jit: {note}')
     stop.begin_training()
-    finished = opened.train(stop, profile_dir and str(profile_dir), called, quiet)
+    finished = opened.train(stop, quiet=quiet, **options)
   if stop.signal is not None:
     # With the handlers of before: Python's own raises KeyboardInterrupt for Ctrl-C.
     signal.raise_signal(stop.signal)
-  return Trained(workdir, finished, tuple(config_lib.modules(experiment.fields).values()))
+  return opened, finished
+
+
+def _trained(opened: session.Session, finished: bool) -> Trained:
+  modules = config_lib.modules(opened.run.experiment.fields)
+  return Trained(opened.workdir, finished, tuple(modules.values()))
 
 
 def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,

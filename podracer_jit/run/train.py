@@ -94,7 +94,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     if update is not None:
       # The replay is restored into shapes: memory need not hold a second, empty replay.
       like = state._replace(replay=learner.replay_shapes())
-      state, meta = _restore(run, saved, workdir, like, update, entries, progress.note)
+      state, meta = restore(run, saved, workdir, like, update, entries, progress.note)
       envs = saved.restore_envs(build.kept_env_shapes(run), int(state.update))
     if update:
       progress.note(f'going on from update {int(state.update)} ({int(state.steps):,} steps)')
@@ -189,7 +189,7 @@ def _changed_rate(run: build.Run, entry: history.Entry | None, steps: int) -> It
            f'{after:.3g}; with {change["was"]:,} steps it was {before:.3g}')
 
 
-def _restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like: TrainState,
+def restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like: TrainState,
              update: int, entries: Sequence[history.Entry], note: Callable[[str], None]
              ) -> tuple[TrainState, dict[str, Any]]:
   """Returns the state and `meta` of a checkpoint, or of an earlier one if it is broken.

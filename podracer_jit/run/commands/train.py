@@ -20,7 +20,7 @@ import jax
 from absl import flags, logging
 
 from podracer_jit.envs.protocol import environment_failure
-from podracer_jit.run import checkpoint, command_line, exit_codes, life, session, stopping
+from podracer_jit.run import checkpoint, command_line, exit_codes, life, seeds, session, stopping
 from podracer_jit.run.output import complain, give_up_lost_streams
 from podracer_jit.run.resolve import placement_of, resolve
 from podracer_jit.runtime import host
@@ -38,6 +38,9 @@ def main(argv: Sequence[str]) -> int:
   flags.DEFINE_string('repeat', None, 'A workdir. This run has the segments of that run, also '
                       'those that a signal ended, and so the same bits.', flag_values=values)
   life.define_flags(values)
+  flags.DEFINE_integer('num_seeds', None, 'Trains so many seeds at once, from --config.seed on, in '
+                       'one program; each has a workdir in the workdir. For JAX environments and '
+                       'scheme=fused.', flag_values=values)
   flags.DEFINE_bool('distributed', False, 'This is one of several processes of the run.',
                     flag_values=values)
   flags.DEFINE_string('coordinator_address', None, 'host:port of process 0; default: that of '
@@ -71,7 +74,12 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
         host.prepare_host(place)
         host.join(place, *joining, values.coordinator_timeout_s)
       workdir = Path(values.workdir or command_line.default_workdir(argv))
-      opened = stack.enter_context(session.opened(resolve(config), workdir, options))
+      if values.num_seeds is None:
+        opened = stack.enter_context(session.opened(resolve(config), workdir, options))
+      else:
+        if values.distributed or joining != (None, None, None):
+          raise ValueError('--num_seeds: is for one process')
+        opened = stack.enter_context(seeds.opened(config, values.num_seeds, workdir, options))
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
       complain(f'podracer_jit: {error}')
       return _leave(exit_codes.REFUSED)
@@ -82,7 +90,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       finished = opened.train(stop, values.profile_dir)
     except KeyboardInterrupt:
       complain('podracer_jit: interrupted; what was made since the newest checkpoint is not saved')
-      return _leave(_code_of_a_stop(workdir))
+      return _leave(_code_of_a_stop(opened.workdir))
     except checkpoint.NotSaved as error:
       complain(f'podracer_jit: {error}')
       return _leave(exit_codes.FAILED)
@@ -95,7 +103,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       return _leave(exit_codes.FAILED)
     finally:
       stop.end()
-    return exit_codes.FINISHED if finished else _code_of_a_stop(workdir)
+    return exit_codes.FINISHED if finished else _code_of_a_stop(opened.workdir)
 
 
 def _code_of_a_stop(workdir: Path) -> int:
