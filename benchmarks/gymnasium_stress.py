@@ -5,15 +5,19 @@
 The compiled rollouts of Gymnasium's environments call back to Python. A callback that waits for a
 thread of XLA's pool can wait for ever, above all if the pool is small, arrays are large and several
 actors call at once. So the trainings have a pool of two threads, pictures of 240 x 320 x 3, and one
-to four actors in turn, each with `sync`, `cleanba` and `impala`. Each training is a process, which
-gets SIGTERM after --each minutes; --minutes are those of all trainings together.
+to four actors in turn (--actors), each with `sync`, `cleanba` and `impala`. Each training is a
+process, which gets SIGTERM after --each minutes, but not in its first minute of updates; --minutes
+are those of all trainings together.
 
 Prints a line for each training: its updates, the steps a second, and the longest time without an
 update.
 
-Exit code: 0 no problem; 1 a training stood still for --patience_s (its log then has the stacks of
-all threads), failed, did not save and end after SIGTERM, or left a process behind; 2 wrong
-arguments.
+A training stands still if for --patience_s it makes no update and uses less than a hundredth of a
+core, so a training that only waits for a busy machine does not. Its log then has the stacks of all
+threads.
+
+Exit code: 0 no problem; 1 a training stood still, failed, did not save and end after SIGTERM, or
+left a process behind; 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ NUM_ENVS, STEPS = 12, 16
 SCHEMES = ('sync', 'cleanba', 'impala')
 # Devices and actors of each for so many actors. A pool of two threads allows two devices.
 PLACES = {1: ((0,), 1), 2: ((0, 1), 1), 3: ((0,), 3), 4: ((0, 1), 2)}
-END_S = 120  # a training has so long to save and end after SIGTERM
+END_S = 300  # a training has so long to save and end after SIGTERM
+LEAST_S = 60  # of updates in each training
 STOPPED = (0, 3)  # exit codes of a training that a signal stopped
 
 
@@ -121,6 +126,18 @@ def descendants(pid: int) -> set[int]:
     family |= more
 
 
+def cpu_seconds(pid: int) -> float:
+  """Returns the seconds of a core that a process and its descendants have used."""
+  ticks = 0
+  for each in {pid, *descendants(pid)}:
+    try:
+      fields = Path(f'/proc/{each}/stat').read_text().rpartition(')')[2].split()
+    except OSError:
+      continue  # it has ended
+    ticks += int(fields[11]) + int(fields[12])  # of the user and of the system
+  return ticks / os.sysconf('SC_CLK_TCK')
+
+
 def watch(process: subprocess.Popen, workdir: Path, seconds: float, patience_s: float) -> Outcome:
   """Watches a training, and ends it.
 
@@ -128,13 +145,14 @@ def watch(process: subprocess.Popen, workdir: Path, seconds: float, patience_s: 
     process: the training.
     workdir: of the training.
     seconds: the training gets SIGTERM after so many seconds.
-    patience_s: a training without an update for so long stands still.
+    patience_s: a training without an update or work for so long stands still.
   """
   start = time.monotonic()
   first = last = start
   update = 0
   longest_s = 0.0
-  while time.monotonic() < start + seconds:
+  cpu_s = 0.0  # used by the training before its newest update
+  while time.monotonic() < max(start + seconds, first + LEAST_S) or not update:
     time.sleep(0.2)
     now = time.monotonic()
     if process.poll() is not None:
@@ -147,11 +165,15 @@ def watch(process: subprocess.Popen, workdir: Path, seconds: float, patience_s: 
         first = now
       update = newest
       last = now
+      cpu_s = cpu_seconds(process.pid)
     elif now - last > patience_s:
-      process.send_signal(signal.SIGABRT)  # faulthandler writes the stacks of all threads
-      process.wait()
-      return Outcome(update, now - first, now - last, f'no update for {patience_s:g} s')
-  outcome = Outcome(update, time.monotonic() - first, longest_s, '' if update else 'no update')
+      used_s = cpu_seconds(process.pid) - cpu_s
+      if used_s < (now - last) / 100:
+        process.send_signal(signal.SIGABRT)  # faulthandler writes the stacks of all threads
+        process.wait()
+        return Outcome(update, now - first, now - last,
+                       f'no update for {now - last:.0f} s, and {used_s:.1f} s of work')
+  outcome = Outcome(update, time.monotonic() - first, longest_s, '')
   workers = descendants(process.pid)
   process.send_signal(signal.SIGTERM)
   try:
@@ -197,14 +219,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--minutes', type=float, default=60.0, help='of all trainings together')
   parser.add_argument('--each', type=float, default=5.0, help='minutes of one training')
-  parser.add_argument('--patience_s', type=float, default=300.0,
-                      help='a training without an update for so long stands still')
+  parser.add_argument('--actors', default='1,2,3,4',
+                      help='numbers of actors, from 1 to 4, separated by commas')
+  parser.add_argument('--patience_s', type=float, default=120.0,
+                      help='a training without an update or work for so long stands still')
   args = parser.parse_args(argv)
+  names = args.actors.split(',')
+  numbers = [number for number in PLACES if str(number) in names]
+  if len(numbers) != len(names):
+    parser.error(f'--actors: must be numbers from 1 to 4, got {args.actors}')
   # SIGTERM must unwind the stack, so that `finally` ends the training.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   folder = Path(tempfile.mkdtemp(prefix='gymnasium-stress-'))
   print(f'{"scheme":10}{"actors":>7}{"updates":>9}{"steps/s":>9}{"longest s":>11}', flush=True)
-  combinations = itertools.cycle(itertools.product(PLACES, SCHEMES))
+  combinations = itertools.cycle(itertools.product(numbers, SCHEMES))
   for actors, scheme in itertools.islice(combinations, max(1, round(args.minutes / args.each))):
     folder.mkdir(exist_ok=True)
     outcome = train(scheme, actors, folder, args.each * 60, args.patience_s)

@@ -1,10 +1,12 @@
 """Benchmarks without tests of their own: each measures something and writes it down."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from benchmarks import in_turn
+from benchmarks import gymnasium_stress, in_turn, stable_baselines
 from benchmarks.tests.run import run_benchmark
 
 
@@ -27,8 +29,9 @@ def test_networks_are_measured(tmp_path):
   assert all(row['forward'] > row['gradient'] > 0 for row in rows)
 
 
-@pytest.mark.parametrize('name', ['async_actors', 'in_turn', 'reduction', 'replay',
-                                  'same_receipts', 'scaling', 'schemes', 'startup'])
+@pytest.mark.parametrize('name', ['async_actors', 'gymnasium_stress', 'in_turn', 'reduction',
+                                  'replay', 'same_receipts', 'scaling', 'schemes',
+                                  'stable_baselines', 'startup'])
 def test_help_names_the_command(name):
   process = run_benchmark(name, '--help')
   assert process.returncode == 0 and f'python -m benchmarks.{name}' in process.stdout
@@ -48,3 +51,42 @@ def test_in_turn_counts_the_pairs_whose_cores_were_as_far_apart():
 def test_in_turn_counts_every_pair_where_no_cores_were_as_far_apart_or_nobody_knows():
   assert in_turn.table('catch', [(_figures(100, 90), _figures(50, 300))])[0].endswith('1 of 1')
   assert in_turn.table('catch', [(_figures(100, None), _figures(50, None))])[0].endswith('1 of 1')
+
+
+def test_ratios_are_those_of_pairs():
+  rates = {'podracer_jit': [100, 300, 200], 'dummy': [100, 150, 50]}
+  assert stable_baselines.table(rates) == [
+      'podracer_jit         200 steps/s (100 to 300)',
+      'dummy                100 steps/s (50 to 150); ours to it 2.00 (1.00 to 4.00)']
+
+
+def test_a_python_without_stable_baselines_is_said_in_one_line(capsys):
+  assert stable_baselines.main([f'--sb3={sys.executable}']) == 2
+  error = capsys.readouterr().err
+  assert error.startswith('--sb3: ') and 'stable_baselines3' in error and error.count('\n') == 1
+
+
+@pytest.mark.parametrize('program, problem', [
+    ('import time; time.sleep(60)', 'no update for'), ('import sys; sys.exit(7)', 'exit code 7')])
+def test_a_training_that_stands_still_or_fails_is_seen(tmp_path, program, problem):
+  with subprocess.Popen([sys.executable, '-S', '-c', program]) as process:
+    outcome = gymnasium_stress.watch(process, tmp_path, seconds=60, patience_s=4)
+  assert outcome.problem.startswith(problem) and outcome.updates == 0
+
+
+def test_a_training_that_works_does_not_stand_still(tmp_path):
+  """A process that a process has started counts, too."""
+  child = f"import subprocess, sys; subprocess.run([{sys.executable!r}, '-c', 'while True: pass'])"
+  with subprocess.Popen([sys.executable, '-c', child]) as process:
+    while gymnasium_stress.cpu_seconds(process.pid) < 0.5:
+      assert process.poll() is None
+    workers = gymnasium_stress.descendants(process.pid)
+    process.kill()
+  assert len(workers) == 1
+  subprocess.run(['kill', *map(str, workers)], check=True)
+
+
+def test_numbers_of_actors_are_checked(capsys):
+  with pytest.raises(SystemExit):
+    gymnasium_stress.main(['--actors=2,5'])
+  assert 'must be numbers from 1 to 4, got 2,5' in capsys.readouterr().err

@@ -24,6 +24,7 @@ from podracer_jit.run import (
     workdirs,
 )
 from podracer_jit.run.callbacks import CallbackFailed, Callbacks, SegmentEnd
+from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.metrics import Diverged, Files, Meter, check_finite
 from podracer_jit.run.output import complain
 from podracer_jit.run.periodic import Evaluator
@@ -105,6 +106,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     if experiment.spec.calls_python:
       progress.note(f'slow environments: Python steps {experiment.env.task}, in worker processes; '
                     'EnvPool or JAX functions would be faster')
+      progress.note(_repetition(experiment))
     if int(state.steps) < experiment.total_steps:
       progress.compiling()
     files = None
@@ -164,6 +166,13 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     progress.finish(f'{"finished" if finished else "stopped"} at update {done} '
                     f'({int(state.steps):,} steps); {workdir} has it all{hint}')
   return finished or not asked()
+
+
+def _repetition(experiment: Experiment) -> str:
+  """Returns a line that says whether a run of environments that Python steps can be repeated."""
+  if not experiment.deterministic:
+    return f'results do not repeat: {experiment.non_deterministic_setting} is not deterministic'
+  return 'results repeat, if all that the environments draw follows from the seed of their reset'
 
 
 def _entry_before(entries: Sequence[history.Entry], update: int) -> history.Entry | None:

@@ -116,6 +116,8 @@ class Several(gymnasium.Env):
 
 class Actions(Own):
   action_space = spaces.Dict(a=spaces.Discrete(2))
+
+gymnasium.register('Noisy-v0', 'envs_of_my_own:Own', nondeterministic=True)
 '''
 
 
@@ -317,6 +319,15 @@ def test_what_is_not_installed_is_said_with_the_command_that_installs_it():
       gymnasium_envs.make_spec('gymnasium:LunarLander-v3', {})
 
 
+def test_a_task_that_gymnasium_calls_nondeterministic_does_not_repeat(own):
+  config = small(task=f'gymnasium:{own}:Noisy-v0')
+  experiment = fresh(config).experiment
+  assert not experiment.spec.repeats and not experiment.deterministic
+  assert experiment.non_deterministic_setting == f'env.task = gymnasium:{own}:Noisy-v0'
+  same = fresh(changed(config, env__task=f'{own}:Own')).experiment
+  assert same.spec.repeats and same.deterministic
+
+
 def test_actors_that_do_not_wait_for_all_environments_are_refused():
   config = changed(small(task=CARTPOLE), scheme='cleanba', env_batch=4)
   with pytest.raises(ValueError, match=r'env_batch: all environments of gymnasium:CartPole-v1'):
@@ -497,6 +508,7 @@ def test_a_run_ends_with_one_line_when_an_environment_fails(own, tmp_path, fails
   assert last.startswith('podracer_jit: envs_of_my_own:factory: ') and said in last
   assert 'Traceback' not in done.stderr
   assert 'slow environments: Python steps envs_of_my_own:factory' in done.stdout
+  assert 'results repeat, if all that the environments draw follows from the seed' in done.stdout
   found = subprocess.run(['ps', '-eo', 'ppid,args'], capture_output=True, text=True).stdout
   assert not [line for line in found.splitlines()
               if line.split()[0] == '1' and 'gymnasium_worker' in line]
