@@ -33,7 +33,7 @@ def compiled(task: str, actions: np.ndarray, processes: int) -> Callable[[], Non
   def steps(token, actions):
     def step(t, carry):
       token, rewards = carry
-      token, state = vector_env.send(token, (), actions[t])
+      token, state = vector_env.send(token, None, actions[t])
       token, _, step = vector_env.recv(token, state)
       return token, rewards + step.reward
     return lax.fori_loop(0, len(actions), step, (token, jnp.zeros(actions.shape[1])))[1]

@@ -131,7 +131,7 @@ def random_experience(experiment: Experiment) -> Experience:
   # A rollout of T steps has T + 1 observations.
   return like._replace(
       obs=random(like.obs, steps + 1, 256),
-      fresh=np.zeros((groups, steps + 1, *like.fresh.shape[1:]), bool),
+      is_reset_stack=np.zeros((groups, steps + 1, *like.is_reset_stack.shape[1:]), bool),
       began=np.zeros((groups, *like.began.shape), bool),
       action=random(like.action, steps, spec.num_actions),
       reward=random(like.reward, steps, 1),
@@ -253,7 +253,7 @@ def filled(run: build.Run, programs: Programs, state: TrainState, experience: Ex
     experience: [groups, T, B, ...], added again and again.
   """
   replay = run.learner.allocate(state).replay
-  rows = replay.ring.fresh.shape[1]
+  rows = replay.ring.is_reset_stack.shape[1]
   # The ring's rows and the capacity fill after different numbers of rollouts.
   fills_rows = -(-rows // run.experiment.unroll_length)
   fills_capacity = -(-run.experiment.replay.capacity // run.experiment.batch_rows)

@@ -61,10 +61,10 @@ def initial_state(vector_env: VectorEnv, key: jax.Array, obs: jax.ShapeDtypeStru
   size = 2 * num_envs + vector_env.batch_size - 1
   env = EnvState(
       # No step precedes the first observation, so it is treated like one after an episode's end.
-      obs=(), ended=jnp.ones(num_envs, bool),
+      obs=None, ended=jnp.ones(num_envs, bool),
       episode_return=jnp.zeros(num_envs, jnp.float32),
       episode_length=jnp.zeros(num_envs, jnp.int32),
-      key=key, rollouts=jnp.zeros((), jnp.int32), discounted_return=(), recurrent_state=(),
+      key=key, rollouts=jnp.zeros((), jnp.int32), discounted_return=None, recurrent_state=None,
       simulator=jax.tree.map(jnp.array, vector_env.first_state))
   rows = jnp.zeros((unroll_length + 1, size, *obs.shape), obs.dtype)
   state = Sequences(

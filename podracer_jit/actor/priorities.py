@@ -73,12 +73,12 @@ def with_priorities(rollout: Callable, n_step: int, discount: float) -> Callable
     rows = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), env.recent, new)
     steps = len(env_rollout.reward)
 
-    frame, fresh = _newest(env_rollout.obs)
+    frame, is_reset_stack = _newest(env_rollout.obs)
     # The rollout counter was already advanced, so 1 means the first rollout.
     began = env.rollouts == 1
     return env._replace(recent=jax.tree.map(lambda x: x[steps:], rows)), Experience(
         obs=frame,
-        fresh=fresh.at[0].set(began),
+        is_reset_stack=is_reset_stack.at[0].set(began),
         began=jnp.broadcast_to(began, (1, *env.ended.shape)),
         action=env_rollout.action,
         reward=env_rollout.reward,
@@ -101,7 +101,8 @@ def _newest(obs: Observations) -> tuple[jax.Array, jax.Array]:
   """Returns the newest frames [T + 1, B, ...] and whether a stack repeats its newest frame."""
   if not isinstance(obs, Frames):
     return obs, jnp.zeros(obs.shape[:2], bool)
-  return obs.frame[obs.stack - 1:], jnp.concatenate([jnp.zeros_like(obs.fresh[:1]), obs.fresh])
+  row_0 = jnp.zeros_like(obs.is_reset_stack[:1])
+  return obs.frame[obs.stack - 1:], jnp.concatenate([row_0, obs.is_reset_stack])
 
 
 def shapes(num_envs: int, obs_shape: tuple[int, ...], obs_dtype: Any, stack: int, policy: Policy
@@ -123,7 +124,7 @@ def shapes(num_envs: int, obs_shape: tuple[int, ...], obs_dtype: Any, stack: int
   frame = obs_shape if stack == 1 else (obs_shape[0] // stack, *obs_shape[1:])
   return Experience(
       obs=of(obs_dtype, *frame),
-      fresh=of(bool),
+      is_reset_stack=of(bool),
       began=of(bool),
       action=of(policy.action_dtype, *policy.action_shape),
       reward=of(jnp.float32),
@@ -132,4 +133,4 @@ def shapes(num_envs: int, obs_shape: tuple[int, ...], obs_dtype: Any, stack: int
       valid=of(bool),
       priority=of(jnp.float32),
       starts=of(bool),
-      episodes=())
+      episodes=None)

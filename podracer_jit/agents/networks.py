@@ -24,7 +24,7 @@ from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.protocol import EnvSpec, ObsPart, take_apart
 from podracer_jit.numerics import convolution
 from podracer_jit.options import internal, option, shown
-from podracer_jit.types import Params
+from podracer_jit.types import Params, RecurrentState
 
 # The weights between two larger layers would take terabytes.
 MAX_UNITS = 2**20
@@ -41,7 +41,8 @@ POLICY_AND_CRITIC = 'a policy with a critic'
 
 # (params, obs [T, N, ...], recurrent state before the first row, valid [T, N])
 #   -> dist_params [T, N, K], value [T, N], recurrent state after the last row
-Apply = Callable[[Params, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array, Any]]
+Apply = Callable[[Params, jax.Array, RecurrentState, jax.Array],
+                 tuple[jax.Array, jax.Array, RecurrentState]]
 
 
 class Model(NamedTuple):
@@ -390,7 +391,7 @@ class ActorCritic(nn.Module):
   core_size: int = 0  # H, units of the core
 
   @nn.compact
-  def __call__(self, obs: jax.Array, recurrent_state: Any = (),
+  def __call__(self, obs: jax.Array, recurrent_state: RecurrentState = None,
                valid: jax.Array | None = None):
     """Returns (dist_params [T, N, K], value [T, N], recurrent state) of T rows of N environments.
 
@@ -444,12 +445,12 @@ class ActorCritic(nn.Module):
     recurrent_state, y = scan(cell, recurrent_state, (x, valid))
     return y, recurrent_state
 
-  def initial_recurrent_state(self, num_envs: int) -> Any:
-    """Returns the recurrent state at an episode's start, arrays [N, H]; () without a core."""
+  def initial_recurrent_state(self, num_envs: int) -> RecurrentState:
+    """Returns the recurrent state at an episode's start, arrays [N, H]; None without a core."""
     # Each array gets a buffer of its own, since states are donated.
     def zeros():
       return jnp.zeros((num_envs, self.core_size))
-    return {'': (), 'gru': zeros(), 'lstm': (zeros(), zeros())}[self.core]
+    return {'': None, 'gru': zeros(), 'lstm': (zeros(), zeros())}[self.core]
 
 
 PLAIN = TorsoOptions()

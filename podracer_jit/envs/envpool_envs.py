@@ -293,12 +293,12 @@ class EnvPoolVectorEnv:
   The handle that `send` and `recv` take and return is only a token. Each call finds its pool by an
   attribute of the call, so several vector environments in a program may share one token, which
   orders all their calls. The token also keeps the calls: XLA may drop a call whose handle is
-  unused. EnvPool keeps the environments' state itself, so the state of `VectorEnv` is ().
+  unused. EnvPool keeps the environments' state itself, so the state of `VectorEnv` is None.
 
   The pool must outlive every program that contains it: close it after the last output is ready.
   """
 
-  first_state = ()
+  first_state = None
 
   def __init__(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
                num_threads: int = 0, batch_size: int = 0):
@@ -345,8 +345,8 @@ class EnvPoolVectorEnv:
     """Token for the first call of `send` or `recv`."""
     return np.array(self._handle)
 
-  def send(self, token: jax.Array, state: tuple[()], action: jax.Array,
-           env_id: jax.Array | None = None) -> tuple[jax.Array, tuple[()]]:
+  def send(self, token: jax.Array, state: None, action: jax.Array,
+           env_id: jax.Array | None = None) -> tuple[jax.Array, None]:
     """Hands actions [B, ...] to EnvPool's threads and does not wait; see `VectorEnv`."""
     chex.assert_axis_dimension(action, 0, self.batch_size)
     if len(self._action_shape) > 1:
@@ -355,8 +355,8 @@ class EnvPoolVectorEnv:
     with jax.enable_x64(self._x64):
       return _call(self._send, token, action.astype(self._action_dtype), env_id), state
 
-  def recv(self, token: jax.Array, state: tuple[()]
-           ) -> tuple[jax.Array, tuple[()], TimeStep]:
+  def recv(self, token: jax.Array, state: None
+           ) -> tuple[jax.Array, None, TimeStep]:
     """Waits for B environments and returns their results; see `VectorEnv`."""
     with jax.enable_x64(self._x64):
       token, (obs, reward, terminated, truncated, info) = _call(self._recv, token)
@@ -366,7 +366,7 @@ class EnvPoolVectorEnv:
     step = TimeStep(obs, reward, terminated, truncated, raw, game_over, info['env_id'])
     return token, state, step
 
-  def render(self, state: tuple[()]) -> np.ndarray:
+  def render(self, state: None) -> np.ndarray:
     """Returns EnvPool's image of the first environment, [H, W, 3] u8.
 
     The pool needs `render_options`.

@@ -184,7 +184,7 @@ class GymnasiumVectorEnv:
   that JAX caches do not keep processes alive.
   """
 
-  first_state = ()
+  first_state = None
   handle = np.zeros((), np.int32)
 
   def __init__(self, spec: EnvSpec, options: Mapping[str, Any], seeds: Sequence[int],
@@ -214,8 +214,8 @@ class GymnasiumVectorEnv:
     self._workers.wait()
     return np.array(self._workers.arrays.obs)
 
-  def send(self, token: jax.Array, state: tuple[()], action: jax.Array,
-           env_id: jax.Array | None = None) -> tuple[jax.Array, tuple[()]]:
+  def send(self, token: jax.Array, state: None, action: jax.Array,
+           env_id: jax.Array | None = None) -> tuple[jax.Array, None]:
     """Hands actions [B, ...] to the workers and does not wait; see `VectorEnv`."""
     del env_id
     chex.assert_axis_dimension(action, 0, self.num_envs)
@@ -226,8 +226,8 @@ class GymnasiumVectorEnv:
                           operation='send', number=self._workers.number, results=_shapes(token))
     return token, state
 
-  def recv(self, token: jax.Array, state: tuple[()]
-           ) -> tuple[jax.Array, tuple[()], TimeStep]:
+  def recv(self, token: jax.Array, state: None
+           ) -> tuple[jax.Array, None, TimeStep]:
     """Waits for the workers and returns the results; see `VectorEnv`."""
     arrays = self._workers.arrays
     token, obs, reward, terminated, truncated = _call_p.bind(
@@ -237,7 +237,7 @@ class GymnasiumVectorEnv:
                     env_id=jnp.arange(self.num_envs, dtype=jnp.int32))
     return token, state, step
 
-  def render(self, state: tuple[()]) -> np.ndarray:
+  def render(self, state: None) -> np.ndarray:
     """Returns the picture of the first environment, [H, W, 3] u8.
 
     Raises:

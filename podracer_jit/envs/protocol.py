@@ -98,7 +98,7 @@ class VectorEnv(Protocol):
   num_envs: int
   batch_size: int  # environments in one step: num_envs, or fewer if asynchronous
   first_obs: Any  # [num_envs, ...]; absent if asynchronous
-  first_state: Any  # pytree of arrays [num_envs, ...]; () if the simulator keeps the state
+  first_state: Any | None  # arrays [num_envs, ...]; None if the simulator keeps the state
   # True if a program that steps them contains no pointers to a simulator; absent otherwise. Such a
   # program is cached for later processes and segments.
   is_function: bool

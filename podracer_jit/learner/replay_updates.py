@@ -199,7 +199,7 @@ def make_insert(memory: buffer.Replay, sizes: Sizes, mesh_size: int = 1):
   def insert(state: TrainState, experience: Experience, first_group: jax.Array):
     chex.assert_rank(first_group, 0)
     chex.assert_equal_shape([experience.reward, experience.valid, experience.priority])
-    experience = experience._replace(episodes=())
+    experience = experience._replace(episodes=None)
     count = experience.reward.shape[1] // groups.envs
     group = first_group + jnp.arange(count)
     # `add` drops groups with an index out of range. A negative index would count from the end.
@@ -311,7 +311,7 @@ def make_learn(insert: Callable, steps: Callable, finish: Callable, sizes: Sizes
   """
   def learn(state: TrainState, experience: Experience):
     groups = sizes.groups(mesh_size)
-    batch = fingerprint(experience._replace(episodes=()), 1, groups.first_env(), sizes.num_envs)
+    batch = fingerprint(experience._replace(episodes=None), 1, groups.first_env(), sizes.num_envs)
     state, valid = insert(state, experience, jnp.int32(0))
     batch, valid = groups.total_of_integers((batch, valid))
     count = jnp.where(ready(state, sizes, mesh_size), sizes.gradient_steps, 0)

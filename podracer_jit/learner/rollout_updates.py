@@ -95,7 +95,7 @@ def make_group_gradients(objective: Objective, sizes: Sizes, groups: Groups) -> 
       return _sum_in_order(gradient, elements.reshape(count, -1))
 
     # Observations are large to gather, and statistics do not use them.
-    without_obs = rollout._replace(obs=rollout.reward[..., None], recurrent_state=())
+    without_obs = rollout._replace(obs=rollout.reward[..., None], recurrent_state=None)
 
     def gather(first_env, elements):
       return objective.unit.gather(without_obs, targets, first_env, groups.envs, elements)
@@ -269,7 +269,7 @@ def make_prepare(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact: 
     chex.assert_shape(rollout.reward, (None, groups.local * groups.envs))
     chex.assert_equal_shape([rollout.reward, rollout.terminated, rollout.truncated, rollout.valid])
     chex.assert_type([rollout.terminated, rollout.truncated, rollout.valid], bool)
-    batch = rollout._replace(episodes=())
+    batch = rollout._replace(episodes=None)
 
     # The fingerprint is that of the data as the actors made it, before any scaling.
     batch_fingerprint, valid = groups.total_of_integers((

@@ -208,7 +208,7 @@ def replay_programs(insert: Callable, steps: Callable, finish: Callable,
     # Relative to the groups of this device; `insert` ignores groups outside of [0, groups).
     relative = first_group - jax.lax.axis_index(AXIS) * groups
     state, valid = insert(state, experience, relative)
-    batch = fingerprint(experience._replace(episodes=()), 1, first_group * envs, sizes.num_envs)
+    batch = fingerprint(experience._replace(episodes=None), 1, first_group * envs, sizes.num_envs)
     return state, (valid, batch)
 
   def learn(state: TrainState, count: jax.Array, valid: jax.Array, batch: jax.Array):

@@ -82,19 +82,19 @@ class RolloutAlgorithm(Algorithm):
       rollout: the group's rollout, as `target_inputs` returns it.
     """
     del model, params, rollout
-    return ()
+    return None
 
   def batch_statistics(self, valid: jax.Array, targets: Any) -> Any:
     """Returns statistics of a whole minibatch, for example its number of valid rows.
 
-    By default it returns no statistics, ().
+    By default it returns no statistics, None.
 
     Args:
       valid: [groups, T, N] bool, the minibatch's rows in all groups.
       targets: [groups, T, N] each, the results of `targets` for the same rows.
     """
     del valid, targets
-    return ()
+    return None
 
   @abc.abstractmethod
   def loss(self, model: Model, params: Params, minibatch: tuple[Rollout, Any], statistics: Any

@@ -71,7 +71,7 @@ class Agent:
 
     Returns:
       The action as the task takes it, [B, ...] for a batch, and the state for the next call: that
-      of a recurrent network, NumPy arrays [B, ...]; () of other networks.
+      of a recurrent network, NumPy arrays [B, ...]; None for other networks.
 
     Raises:
       ValueError: an argument has another structure, shape or type.

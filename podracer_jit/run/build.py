@@ -212,7 +212,7 @@ def _make_acting(experiment: Experiment, network: nn.Module) -> Acting:
   return InStep(network, steps, spec.stack, discount)
 
 
-def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any = ()
+def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any | None = None
                 ) -> list[wiring.Actor]:
   """Starts the environments of this process's actors for a segment.
 
@@ -220,7 +220,7 @@ def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any = (
     run: what the segment belongs to.
     index: of the segment, from 0: the streams of its environments depend on it.
     stack: closes the environments, once the programs that contain them have finished.
-    envs: the state that the environments go on from, as in `kept_envs`; () if they begin anew.
+    envs: the state that the environments go on from, as in `kept_envs`; None if they begin anew.
 
   Returns:
     The actors, in order.
@@ -251,10 +251,10 @@ def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any = (
   return actors
 
 
-def kept_env_shapes(run: Run) -> Any:
-  """Returns the shapes of the environments' state in checkpoints; () if they do not have it."""
+def kept_env_shapes(run: Run) -> Any | None:
+  """Returns the shapes of the environments' state in checkpoints; None if they do not have it."""
   if not run.keeps_envs:
-    return ()
+    return None
   with contextlib.ExitStack() as stack:
     actor, *_ = make_actors(run, 0, stack)
     return kept_envs.shapes(actor.state, run.experiment.num_shards)
@@ -269,10 +269,10 @@ def envs_after(run: Run, states: Mapping[str, Any], first_update: int) -> Any:
     first_update: updates done before the segment.
 
   Returns:
-    The state as in `kept_envs`; () if the next segment's environments begin anew.
+    The state as in `kept_envs`; None if the next segment's environments begin anew.
   """
   if not run.keeps_envs:
-    return ()
+    return None
   updates = int(states['learner'].train.update) - first_update
   graph = run.experiment.scheme.graph
   return kept_envs.gather(graph.actors_after(run.plan, states, updates))
@@ -281,7 +281,7 @@ def envs_after(run: Run, states: Mapping[str, Any], first_update: int) -> Any:
 @contextlib.contextmanager
 def segment(run: Run, state: TrainState, index: int, updates: int,
             report: Callable[[Report], None],
-            stop: Callable[[], bool] = lambda: False, envs: Any = ()
+            stop: Callable[[], bool] = lambda: False, envs: Any | None = None
             ) -> Iterator[wiring.Segment]:
   """Builds segment `index`: environments, and channels primed with `state`.
 

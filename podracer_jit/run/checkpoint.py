@@ -23,6 +23,8 @@ FOLDER = 'checkpoints'  # of a workdir
 _HAS_MANIFEST = 'has_manifest'  # in `meta`, since checkpoints of before 0.5 have none
 _WRITING = '.orbax-checkpoint-tmp'  # in the name that Orbax gives a checkpoint while it writes it
 _DELETING = '.deleted'  # in the name of a checkpoint while it is deleted
+# Beginnings of names of arrays that earlier versions saved, and the names of today.
+_RENAMED = {'ring/fresh': 'ring/is_reset_stack', 'slots/held/': 'slots/transitions/'}
 
 
 class Broken(RuntimeError):
@@ -51,7 +53,7 @@ class Checkpoints:
     options = ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=False)
     self._manager = ocp.CheckpointManager((workdir / FOLDER).absolute(), options=options)
 
-  def save(self, state: TrainState, meta: Mapping[str, Any], envs: Any = (),
+  def save(self, state: TrainState, meta: Mapping[str, Any], envs: Any | None = None,
            keep_also: Collection[int] = ()) -> None:
     """Saves the state with `meta` (JSON) under its update, unless that is there already.
 
@@ -61,7 +63,7 @@ class Checkpoints:
     Args:
       state: of the learner.
       meta: what JSON can hold.
-      envs: the environments' state, as in `actor.kept_envs`; () if it is not kept.
+      envs: the environments' state, as in `actor.kept_envs`; None if it is not kept.
       keep_also: updates of checkpoints that stay in any case.
 
     Raises:
@@ -71,7 +73,7 @@ class Checkpoints:
     before = saved_updates(self._workdir)
     if update in before:
       return
-    without_replay = state._replace(replay=())
+    without_replay = state._replace(replay=None)
     items = dict(state=ocp.args.StandardSave(without_replay),
                  meta=ocp.args.JsonSave(dict(meta) | {_HAS_MANIFEST: True}))
     if jax.tree.leaves(state.replay):
@@ -104,22 +106,21 @@ class Checkpoints:
     host.barrier(f'manifest {update}')
 
   def restore_envs(self, like: Any, update: int) -> Any:
-    """Returns the environments' state of a checkpoint; () if it has none.
+    """Returns the environments' state of a checkpoint; None if it has none.
 
     Args:
-      like: the shapes, from `kept_envs.shapes`, or () if environments begin anew.
+      like: the shapes, from `kept_envs.shapes`, or None if environments begin anew.
       update: of the checkpoint, whose files were checked.
     """
     if not jax.tree.leaves(like) or not (path_of(self._workdir, update) / 'envs').is_dir():
-      return ()
-    item = ocp.args.Composite(envs=ocp.args.StandardRestore(like))
-    return self._manager.restore(update, args=item)['envs']
+      return None
+    return self._restore_items(update, envs=like)['envs']
 
   def restore(self, like: TrainState, update: int, files_checked: bool = False
               ) -> tuple[TrainState, dict[str, Any]]:
     """Returns a checkpoint in the shapes and shardings of `like`, and its `meta`.
 
-    A replay that was not saved is (); one that `like` has not is not read.
+    A replay that was not saved is None; one that `like` has not is not read.
 
     Args:
       like: arrays or shapes.
@@ -128,21 +129,18 @@ class Checkpoints:
 
     Raises:
       Broken: it is not what was saved.
-      Exception: Orbax's, if `like` has other shapes.
+      Exception: `like` has other arrays or shapes.
     """
     words = '' if files_checked else problem(self._workdir, update)
     if words:
       raise Broken(update, words)
     folder = path_of(self._workdir, update)
-
-    def shapes(tree):
-      return ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, tree))
-    items = dict(state=shapes(like._replace(replay=())), meta=ocp.args.JsonRestore())
+    items = {'state': like._replace(replay=None)}
     if jax.tree.leaves(like.replay) and (folder / 'replay').is_dir():
-      items['replay'] = shapes(like.replay)
+      items['replay'] = like.replay
     is_old = _is_old(self._workdir, update)
     try:
-      restored = self._manager.restore(update, args=ocp.args.Composite(**items))
+      restored = self._restore_items(update, **items)
     except Exception as error:  # noqa: BLE001 - Orbax has no type for "something else is there"
       if is_old:  # then nothing else would find out
         raise Broken(update, _root_cause(error)) from error
@@ -150,8 +148,10 @@ class Checkpoints:
     state = restored['state']
     if not is_old and manifest.digest(state) != manifest.read(folder)['state_sha256']:
       raise Broken(update, 'what was read is not what was saved')
-    replay = restored['replay'] if 'replay' in items else ()
-    return state._replace(replay=replay), restored['meta']
+    meta = read_meta(self._workdir, update)
+    if meta is None:
+      raise Broken(update, 'its meta cannot be read')
+    return state._replace(replay=restored.get('replay')), meta
 
   def restore_leaves(self, update: int, mesh: Mesh) -> dict[str, jax.Array]:
     """Returns the arrays of a checkpoint's state by name, without knowing its experiment.
@@ -176,8 +176,48 @@ class Checkpoints:
       like: the shapes and shardings, which must be those of the checkpoint.
       update: of the checkpoint, whose files were checked.
     """
-    item = ocp.args.Composite(replay=ocp.args.StandardRestore(like))
-    return self._manager.restore(update, args=item)['replay']
+    return self._restore_items(update, replay=like)['replay']
+
+  def _restore_items(self, update: int, **likes: Any) -> dict[str, Any]:
+    """Returns items of a checkpoint by name.
+
+    Arrays are found by their names, not by the structure of the tree that was saved: earlier
+    versions gave fields other names, and stored other values for absent ones.
+
+    Args:
+      update: of the checkpoint, whose files were checked.
+      **likes: for each item, a tree of arrays or shapes with the structure to return.
+
+    Raises:
+      ValueError: an item has other arrays than its tree.
+      Exception: Orbax's, for other shapes, and for files that cannot be read.
+    """
+    args = {item: ocp.args.StandardRestore(self._as_saved(update, item, like))
+            for item, like in likes.items()}
+    restored = self._manager.restore(update, args=ocp.args.Composite(**args))
+
+    trees = {}
+    for item, like in likes.items():
+      arrays = _with_present_names(leaves(restored[item]))
+      trees[item] = jax.tree.unflatten(jax.tree.structure(like),
+                                       [arrays[name] for name in leaves(like)])
+    return trees
+
+  def _as_saved(self, update: int, item: str, like: Any) -> Any:
+    """Returns the shapes and shardings of `like` in the structure in which an item was saved.
+
+    Raises:
+      ValueError: the item has other arrays.
+    """
+    wanted = leaves(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
+    saved = _metadata(self._workdir, update, item)
+    differing = _with_present_names(leaves(saved)).keys() ^ wanted.keys()
+    if differing:
+      name = min(differing)
+      where = 'is only in this run' if name in wanted else 'is only in the checkpoint'
+      raise ValueError(f'{item}: {name} {where}')
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: wanted[_present_name(_name_of(path))], saved)
 
   def close(self) -> None:
     """Lets go of the folder."""
@@ -190,8 +230,24 @@ def leaves(tree: Any) -> dict[str, Any]:
   A checkpoint that is read without its types has dicts and lists in place of them, with the same
   names.
   """
-  return {jax.tree_util.keystr(path, simple=True, separator='/'): leaf
-          for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+  return {_name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _name_of(path: Any) -> str:
+  """Returns the name of a leaf from its path in a tree."""
+  return jax.tree_util.keystr(path, simple=True, separator='/')
+
+
+def _present_name(name: str) -> str:
+  """Returns the name that an array of a checkpoint has today."""
+  for earlier, present in _RENAMED.items():
+    if name.startswith(earlier):
+      return present + name.removeprefix(earlier)
+  return name
+
+
+def _with_present_names(arrays: Mapping[str, Any]) -> dict[str, Any]:
+  return {_present_name(name): array for name, array in arrays.items()}
 
 
 def saved_leaves(workdir: Path, update: int, item: str = 'state') -> dict[str, Any]:
@@ -204,7 +260,7 @@ def saved_leaves(workdir: Path, update: int, item: str = 'state') -> dict[str, A
   """
   if not (path_of(workdir, update) / item).is_dir():
     return {}
-  return leaves(_metadata(workdir, update, item))
+  return _with_present_names(leaves(_metadata(workdir, update, item)))
 
 
 def _metadata(workdir: Path, update: int, item: str) -> Any:

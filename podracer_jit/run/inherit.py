@@ -71,7 +71,7 @@ def read(run: build.Run, request: Request) -> Inherited:
   with contextlib.closing(checkpoint.Checkpoints(source)) as saved:
     try:
       arrays = saved.restore_leaves(update, run.place.mesh)
-      replay = ()
+      replay = None
       if 'replay' in taken:
         replay = saved.restore_replay(run.learner.replay_shapes(), update)
     except Exception as error:  # noqa: BLE001 - Orbax has many; a run may have deleted it meanwhile
@@ -146,7 +146,7 @@ def problem_of_shapes(run: build.Run, workdir: Path, update: int) -> str:
   items = {'state': run.learner.state_shapes(), 'replay': run.learner.replay_shapes(),
            'envs': build.kept_env_shapes(run)}
   if not run.experiment.checkpoint.replay:
-    items['replay'] = ()
+    items['replay'] = None
   for item, shapes in items.items():
     saved = checkpoint.saved_leaves(workdir, update, item)
     own = checkpoint.leaves(shapes)

@@ -217,7 +217,7 @@ def _actor_bytes(run: build.Run) -> tuple[int, int, int]:
   acting = run.acting._replace(network=_NetworkOfShapes(run.network))
   state = jax.eval_shape(lambda key: acting.initial_state([vector_env], [key], 0),
                          jax.eval_shape(jax.random.key, 0))
-  _, experience = jax.eval_shape(acting.rollout([vector_env]), (), state)
+  _, experience = jax.eval_shape(acting.rollout([vector_env]), None, state)
   actors = len(_actor_devices(run)) * run.place.processes
   pools = experiment.num_shards // actors
   return (nbytes(state.envs) * pools, nbytes(experience) * pools,
@@ -370,7 +370,7 @@ class _VectorEnvOfShapes:
     self.num_envs = num_envs
     self.batch_size = batch_size or num_envs
     self.handle = np.zeros(8, np.uint8)
-    self.state_shapes: Any = ()
+    self.state_shapes: Any | None = None
 
   @property
   def first_state(self) -> Any:

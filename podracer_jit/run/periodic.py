@@ -127,7 +127,7 @@ class Evaluator:
     for number in earlier:
       if 0 < number < update and self._is_due(number) \
           and not checkpoint.problem(self._workdir, number):
-        restored, _ = self._saved.restore(state._replace(replay=()), number, files_checked=True)
+        restored, _ = self._saved.restore(state._replace(replay=None), number, files_checked=True)
         self._begin(restored)
     if update:
       self.offer(state, is_final)

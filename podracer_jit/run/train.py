@@ -70,7 +70,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
   stop = stop or stopping.Stopping()
   callbacks = callbacks or Callbacks()
   state = run.initial_state()
-  envs: Any = ()
+  envs: Any | None = None
   saved = checkpoint.Checkpoints(workdir, experiment.checkpoint.keep)
   meta: Mapping[str, Any] = {'segment': 0}
   title = f'{experiment.env.task}  {experiment.scheme_name} {experiment.loss_name}  {workdir}'
@@ -137,7 +137,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
           callbacks, _entry_before(entries, int(state.update)))
       if not experiment.checkpoint.replay:
         # A resumed run has no replay either, so that both have the same bits.
-        state = state._replace(replay=())
+        state = state._replace(replay=None)
       if evaluator:
         evaluator.wait(asked)
       with stop.saving():
@@ -233,7 +233,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
     run: of the experiment.
     state: the train state to begin with; donated.
     meta: of the checkpoint that the segment begins with.
-    envs: the state of environments that go on from that checkpoint; () if they begin anew.
+    envs: the state of environments that go on from that checkpoint; None if they begin anew.
     length: number of updates.
     workdir: of the run.
     files: metrics and receipts, in process 0; None in other processes.

@@ -23,5 +23,5 @@ def test_frames_of_an_asynchronous_pool_are_kept_once(monkeypatch):
       whole, once = rollouts.value[0].obs
       assert once.frame.shape == (8 + 4, 8, 1, 42, 42)
       assert_array_equal(frames.stacks(once), whole)
-      filled_anew += once.fresh.sum()
+      filled_anew += once.is_reset_stack.sum()
   assert filled_anew

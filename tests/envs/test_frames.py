@@ -41,8 +41,9 @@ def in_turn(obs, stack):
 def test_stacks_are_what_they_were(stack, channels, steps, make):
   obs = jnp.asarray(make_stacks(stack, channels, steps))
   rows = jax.jit(make, static_argnums=1)(obs, stack)
-  assert rows.frame.shape == (steps + stack, 6, channels, 3, 2) and rows.fresh.shape == (steps, 6)
-  assert rows.fresh.any() and not rows.fresh.all()
+  assert rows.frame.shape == (steps + stack, 6, channels, 3, 2)
+  assert rows.is_reset_stack.shape == (steps, 6)
+  assert rows.is_reset_stack.any() and not rows.is_reset_stack.all()
   assert_array_equal(jax.jit(frames.stacks)(rows), obs)
   assert_array_equal(jax.jit(frames.last)(rows), obs[-1:])
   step, env = (x.reshape(-1) for x in np.indices((steps + 1, 6)))

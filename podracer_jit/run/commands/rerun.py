@@ -144,10 +144,10 @@ def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int
   return max((h for h in headers if h['first_update'] <= update), key=lambda h: h['first_update'])
 
 
-def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainState, Any]:
+def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainState, Any | None]:
   """Returns the train state that a segment began with, and the state of its environments.
 
-  The latter is () if they began anew.
+  The latter is None if they began anew.
 
   Raises:
     ValueError: its checkpoint is missing or broken.
@@ -156,7 +156,7 @@ def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainStat
   initial = run.initial_state()
   origin = history.origin_of(workdirs.read_history(workdir))
   if before == 0 and origin is None:
-    return run.learner.allocate(initial), ()
+    return run.learner.allocate(initial), None
   existing = checkpoint.saved_updates(workdir)
   if before == 0 and before not in existing:
     raise ValueError(f'--update: the run began with the state of another run, and its checkpoint '
@@ -171,7 +171,7 @@ def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainStat
       envs = saved.restore_envs(build.kept_env_shapes(run), before)
     except checkpoint.Broken as error:
       raise ValueError(f'--update: {error}') from None
-  if before == 0 and manifest.digest(state._replace(replay=())) != origin.state_sha256:
+  if before == 0 and manifest.digest(state._replace(replay=None)) != origin.state_sha256:
     raise ValueError(f'--update: the checkpoint of update 0 in {workdir} is not the state that the '
                      'run began with')
   return run.learner.allocate(state), envs
@@ -184,7 +184,7 @@ def rerun(run: build.Run, state: TrainState, envs: Any, index: int, update: int,
   Args:
     run: that the segment belongs to.
     state: the train state that the segment began with; donated.
-    envs: the state of the environments that the segment began with; () if they began anew.
+    envs: the state of the environments that the segment began with; None if they began anew.
     index: of the segment.
     update: the last one to make.
     receipts: of the run, by update; an update without one is not checked.

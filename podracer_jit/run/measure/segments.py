@@ -79,7 +79,7 @@ def with_program(run: build.Run, program: Callable) -> build.Run:
 
 def copy_of(state: TrainState, run: build.Run) -> TrainState:
   """Returns a copy of the state, which may be donated; its replay is empty."""
-  return run.learner.allocate(placement.replicate(state._replace(replay=()), run.place.mesh))
+  return run.learner.allocate(placement.replicate(state._replace(replay=None), run.place.mesh))
 
 
 def begin(run: build.Run, state: TrainState, scheme: str, by_python: bool,

@@ -155,17 +155,17 @@ class Still:
     """Draws two observations of each environment, which alternate."""
     self.num_envs = num_envs
     self.handle = np.zeros((), np.int32)
-    self.first_state = ()
+    self.first_state = None
     numbers = np.random.default_rng(0).integers(0, 2, (2, num_envs, *spec.obs_shape))
     self._obs = numbers.astype(spec.obs_dtype)
     self.first_obs = self._obs[0]
 
-  def send(self, token: jax.Array, state: tuple[()], action: jax.Array
-           ) -> tuple[jax.Array, tuple[()]]:
+  def send(self, token: jax.Array, state: None, action: jax.Array
+           ) -> tuple[jax.Array, None]:
     """Counts a call; the result depends on the action, so that XLA computes the action."""
     return token + 1 + jnp.sum(action != action, dtype=jnp.int32), state
 
-  def recv(self, token: jax.Array, state: tuple[()]) -> tuple[jax.Array, tuple[()], TimeStep]:
+  def recv(self, token: jax.Array, state: None) -> tuple[jax.Array, None, TimeStep]:
     """Returns the next observations, without rewards."""
     no = jnp.zeros(self.num_envs, bool)
     none = jnp.zeros(self.num_envs)
