@@ -167,9 +167,9 @@ def shrink(config: dict[str, Any], number: int, words: str, updates: int
 
   Args:
     config: the experiment, whose variants differ.
-    number: of the experiment; it determines the variants.
+    number: the number of the experiment; it determines the variants.
     words: the difference.
-    updates: of each run.
+    updates: the updates of each run.
 
   Returns:
     The smallest experiment and its difference.

@@ -74,7 +74,7 @@ def draw(curves: Curves, title: str, low: float, high: float) -> str:
   """Returns a picture of the curves as SVG.
 
   Args:
-    curves: to draw.
+    curves: the curves to draw.
     title: text above the picture.
     low: return at the lower edge.
     high: return at the upper edge.

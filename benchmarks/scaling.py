@@ -124,7 +124,7 @@ def measure(layout: str, experiment: Experiment, cores: Sequence[int], updates: 
 
   Args:
     layout: one of LAYOUTS.
-    experiment: of one process.
+    experiment: the experiment of one process.
     cores: the cores to pin the processes to.
     updates: number of updates to measure of each process.
 

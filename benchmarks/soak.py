@@ -176,7 +176,7 @@ def problems(samples: Sequence[Sample], every_updates: int, max_growth_kb: float
   """Returns a line for each figure that grows beyond its limit.
 
   Args:
-    samples: of a whole run.
+    samples: the samples of a whole run.
     every_updates: updates of a segment.
     max_growth_kb: resident memory may grow by this in each segment.
     max_slowdown: limit of the seconds of a segment at the end over those at the beginning.
@@ -246,7 +246,7 @@ def watch(process: subprocess.Popen, workdir: Path, max_seconds: float, max_upda
 
   Args:
     process: the training.
-    workdir: of the training.
+    workdir: the workdir of the training.
     max_seconds: the samples end after so many seconds.
     max_updates: the samples end after so many updates.
     interval_s: seconds between two samples.

@@ -51,7 +51,7 @@ def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool
   """Runs a worker step by step.
 
   Args:
-    worker: to run.
+    worker: the worker to run.
     states: receives the worker's newest state under its name.
 
   Yields:

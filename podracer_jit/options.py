@@ -157,7 +157,7 @@ def check_names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any] 
   """Yields one error message for each field that is unknown or missing.
 
   Args:
-    prefix: of the fields' names, with its dot, such as 'placement.'.
+    prefix: beginning of the fields' names, with its dot, such as 'placement.'.
     given: fields that a config has.
     known: fields that the config should have.
     of: the part that the fields belong to, for the message; if empty, the message suggests a
@@ -180,7 +180,7 @@ def check_values(prefix: str, given: Mapping[str, Any], part: type) -> Iterator[
   """Yields one error message for each option with a wrong type or a value outside its limits.
 
   Args:
-    prefix: of the fields' names, with its dot, such as 'placement.'.
+    prefix: beginning of the fields' names, with its dot, such as 'placement.'.
     given: values by name; options without a value are skipped.
     part: a dataclass or a flax module class.
 

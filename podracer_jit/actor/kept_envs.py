@@ -38,8 +38,8 @@ def pick(kept: Any, index: int, like: EnvState) -> EnvState:
   """Returns the state of one vector environment.
 
   Args:
-    kept: as `gather` returns it.
-    index: of the vector environment among all of the run.
+    kept: the result of `gather`.
+    index: index of the vector environment among all of the run.
     like: a state of the same shapes, which says which leaves are PRNG keys.
   """
   def leaf(like: jax.Array, x: np.ndarray) -> jax.Array:

@@ -85,7 +85,7 @@ def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None)
     """Computes the policy's decisions for B environments.
 
     Args:
-      params: of the network.
+      params: parameters of the network.
       obs: [B, ...].
       recurrent_state: before this row.
       ended: [B] bool, the row before was the last of its episode.

@@ -192,7 +192,7 @@ class GymnasiumVectorEnv:
     """Starts worker processes, which make and reset the environments.
 
     Args:
-      spec: of the task.
+      spec: the spec of the task.
       options: arguments of the environment.
       seeds: one for each environment.
       num_processes: at most the number of environments is used; 0 for one a core.
@@ -267,7 +267,7 @@ class _Workers:
     """Starts processes.
 
     Args:
-      spec: of the task.
+      spec: the spec of the task.
       options: arguments of the environment.
       seeds: one for each environment.
       num_processes: at most the number of environments is used.

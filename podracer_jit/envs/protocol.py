@@ -112,8 +112,8 @@ class VectorEnv(Protocol):
     """Starts a step and does not wait for its results.
 
     Args:
-      token: of the call before, whichever vector environment's it was.
-      state: of this vector environment.
+      token: the token of the last call, whichever vector environment it was for.
+      state: the state of this vector environment.
       action: [batch_size, ...].
       env_id: [batch_size] i32, the environments that take the actions; None unless asynchronous.
 

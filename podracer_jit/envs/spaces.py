@@ -116,7 +116,7 @@ def leaves_of(task: str, space: Any, name: str = '', start: int = 0, one_hot: bo
   Args:
     task: name of the task, for error messages.
     space: the space of observations, or of a part.
-    name: of the part; '' for the whole observation.
+    name: the name of the part; '' for the whole observation.
     start: index of the part's first element in the flat observation.
     one_hot: whether a Discrete space becomes a one-hot.
 

@@ -50,7 +50,7 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
   Args:
     loss: see `Loss`.
     memory: functions of the replay of each group.
-    update: of `rollout_updates.make_update`.
+    update: the function that `rollout_updates.make_update` returned.
     sizes: numbers that the arithmetic of an update depends on.
     mesh_size: devices of the mesh.
     exact: True: gradients are added in one fixed order; False: by XLA's all-reduce.
@@ -249,7 +249,7 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
     """Returns the metrics that need arithmetic with rounding.
 
     Args:
-      sums: of `make_steps`.
+      sums: the sums that the function of `make_steps` returned.
       count: [] i32, gradient steps of this update.
       params: after the update.
       steps_before: [] i32, valid steps added before this update.
@@ -272,7 +272,7 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
     Args:
       state: after the last gradient step.
       count: [] i32, gradient steps of this update.
-      sums: of `make_steps`.
+      sums: the sums that the function of `make_steps` returned.
       valid: [] i32, valid rows that were added.
       batch: [2] u32, the fingerprint of the experience that was added.
 
@@ -298,9 +298,9 @@ def make_learn(insert: Callable, steps: Callable, finish: Callable, sizes: Sizes
   """Builds the function of a whole update, on one device of a mesh.
 
   Args:
-    insert: of `make_insert`.
-    steps: of `make_steps`.
-    finish: of `make_finish`.
+    insert: the function that `make_insert` returned.
+    steps: the function that `make_steps` returned.
+    finish: the function that `make_finish` returned.
     sizes: numbers that the arithmetic of an update depends on.
     mesh_size: devices of the mesh.
 

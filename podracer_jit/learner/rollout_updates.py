@@ -54,7 +54,7 @@ def make_group_gradients(objective: Objective, sizes: Sizes, groups: Groups) -> 
   Args:
     objective: the algorithm with its network.
     sizes: numbers that the arithmetic of an update depends on.
-    groups: of environments, seen from this device.
+    groups: the groups of environments, seen from this device.
 
   Returns:
     gradients(params, rollout, targets, elements) -> (grads, loss_terms). `rollout` and `targets`
@@ -204,7 +204,7 @@ def _minibatch_indices(key: jax.Array, sizes: Sizes, objective: Objective, group
     key: the update's key.
     sizes: numbers that the arithmetic of an update depends on.
     objective: says whether an epoch shuffles, and how many elements an environment has.
-    groups: of environments, seen from this device.
+    groups: the groups of environments, seen from this device.
 
   Returns:
     [epochs * minibatches, local, n] i32.
@@ -300,7 +300,7 @@ def finish(state: TrainState, batch_stats: Metrics, steps: tuple[Metrics, jax.Ar
 
   Args:
     state: after the last gradient step.
-    batch_stats: of the update's rollout, see `Prepared`.
+    batch_stats: statistics of the update's rollout, see `Prepared`.
     steps: loss terms, each [steps], and gradient norms [steps] f32.
     learning_rate: the schedule; see `make_learn`.
 
@@ -344,9 +344,9 @@ def fuse(prepare: Callable, gradient: Callable, update: Callable, learning_rate:
   """Builds the function of a whole update, all epochs and minibatches in one scan.
 
   Args:
-    prepare: of `make_prepare`.
-    gradient: of `make_gradient`.
-    update: of `make_update`.
+    prepare: the function that `make_prepare` returned.
+    gradient: the function that `make_gradient` returned.
+    update: the function that `make_update` returned.
     learning_rate: the schedule; see `make_learn`.
 
   Returns:

@@ -36,7 +36,7 @@ def fused_learner(learn: Callable, mesh: Mesh) -> Callable:
 
   Args:
     learn: (state, rollout) -> (state, metrics), on one device of the mesh.
-    mesh: of the learner.
+    mesh: the mesh of the learner.
 
   Returns:
     learner(state, rollout) -> (state, metrics). The state is replicated (its replay sharded by
@@ -64,7 +64,7 @@ def fused_program(rollout: Callable, learn: Callable, calls: int, mesh: Mesh) ->
     rollout: (params, actor_state) -> (actor_state, rollouts), of one device's environments.
     learn: (state, rollout) -> (state, metrics), on one device of the mesh.
     calls: updates that the arrays of metrics have room for.
-    mesh: of the learner.
+    mesh: the mesh of the learner.
 
   Returns:
     The function of `make_fused`. Its train state is replicated; its actor state has a leading axis
@@ -105,8 +105,8 @@ def gradient_programs(objective: Objective, sizes: rollout_updates.Sizes, mesh: 
 
   Args:
     objective: the algorithm with its network.
-    sizes: of the worker's share of the experiment.
-    mesh: of the worker.
+    sizes: sizes of the worker's share of the experiment.
+    mesh: the mesh of the worker.
 
   Returns:
     The programs of `GradientPrograms`.
@@ -191,11 +191,11 @@ def replay_programs(insert: Callable, steps: Callable, finish: Callable,
   Every device of the mesh gets all experience, and keeps that of its own groups.
 
   Args:
-    insert: of `replay_updates.make_insert`.
-    steps: of `replay_updates.make_steps`.
-    finish: of `replay_updates.make_finish`.
+    insert: the function that `replay_updates.make_insert` returned.
+    steps: the function that `replay_updates.make_steps` returned.
+    finish: the function that `replay_updates.make_finish` returned.
     sizes: numbers that the arithmetic of an update depends on.
-    mesh: of the learner.
+    mesh: the mesh of the learner.
 
   Returns:
     The programs of `ReplayPrograms`.

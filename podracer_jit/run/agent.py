@@ -32,7 +32,7 @@ class Agent:
     task: `env.task` of the run.
     update: updates that made its parameters.
     steps: valid agent steps that they were learned from.
-    experiment: of the run, placed on one device.
+    experiment: the experiment of the run, placed on one device.
     player: the policy as evaluations use it.
   """
 
@@ -42,7 +42,7 @@ class Agent:
     Args:
       experiment: that it was trained by.
       player: the policy.
-      seed: of the actions that `act` draws.
+      seed: seeds the actions that `act` draws.
     """
     self.task = player.task
     self.update = player.update
@@ -196,8 +196,8 @@ def load_saved(folder: Path, seed: int = 0, allow_modules: Collection[str] = ())
   """Returns an agent that `Agent.save` has written.
 
   Args:
-    folder: of the agent.
-    seed: of the actions that it draws.
+    folder: the folder of the agent.
+    seed: seeds the actions that it draws.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
 
   Raises:

@@ -43,9 +43,9 @@ def choose(config: ml_collections.ConfigDict, section: str, name: str) -> None:
   """Changes a config to have another part, with that part's options and their defaults.
 
   Args:
-    config: to change.
+    config: the config to change.
     section: 'loss', 'network' or 'optimizer'.
-    name: of a shipped part, or 'module:Class' of your own.
+    name: the name of a shipped part, or 'module:Class' of your own.
 
   Raises:
     ValueError: there is no such section or part.
@@ -62,7 +62,7 @@ def prepare(config: Config) -> None:
   `train` does the same. JAX's number of threads is part of an experiment, as it changes rounding.
 
   Args:
-    config: of the run; its `placement.xla_threads` counts.
+    config: the config of the run; its `placement.xla_threads` counts.
 
   Raises:
     ValueError: JAX has started with other sizes, or the placement is wrong.
@@ -166,9 +166,9 @@ def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,
 
   Args:
     path: a workdir, or the folder of a saved agent.
-    update: of the checkpoint in the workdir; 'best': the one with the best evaluation
+    update: the update of the checkpoint in the workdir; 'best': the one with the best evaluation
       (`eval.every_updates`); None: the newest whole one.
-    seed: of the actions that the agent draws.
+    seed: seeds the actions that the agent draws.
     allow_modules: modules, or .py files, of your own parts that may be imported if the config
       there names them. Importing a module runs it.
 
@@ -208,11 +208,11 @@ def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed:
 
   Args:
     agent: who plays.
-    num_episodes: to play.
+    num_episodes: number of episodes to play.
     num_envs: environments that play them; each plays the same number of episodes.
-    seed: of the environments and the drawn actions. No seed repeats an episode of training.
+    seed: seeds the environments and the drawn actions. No seed repeats an episode of training.
     greedy: takes the most likely action instead of drawing one.
-    max_steps: of an episode; some tasks have no limit of their own.
+    max_steps: most steps of an episode; some tasks have no limit of their own.
 
   Raises:
     ValueError: an argument is out of range.

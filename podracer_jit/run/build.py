@@ -217,8 +217,8 @@ def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any | N
   """Starts the environments of this process's actors for a segment.
 
   Args:
-    run: what the segment belongs to.
-    index: of the segment, from 0: the streams of its environments depend on it.
+    run: the run that the segment belongs to.
+    index: index of the segment, from 0: the streams of its environments depend on it.
     stack: closes the environments, once the programs that contain them have finished.
     envs: the state that the environments go on from, as in `kept_envs`; None if they begin anew.
 
@@ -264,7 +264,7 @@ def envs_after(run: Run, states: Mapping[str, Any], first_update: int) -> Any:
   """Returns the environments' state after the last update of a segment.
 
   Args:
-    run: that the segment belongs to.
+    run: the run that the segment belongs to.
     states: the workers' last states, by name.
     first_update: updates done before the segment.
 
@@ -286,10 +286,10 @@ def segment(run: Run, state: TrainState, index: int, updates: int,
   """Builds segment `index`: environments, and channels primed with `state`.
 
   Args:
-    run: what the segment belongs to.
+    run: the run that the segment belongs to.
     state: the train state to begin from; donated.
-    index: of the segment, from 0: the streams of its environments depend on it.
-    updates: how many it has, unless total_steps are reached or `stop` says so.
+    index: index of the segment, from 0: the streams of its environments depend on it.
+    updates: number of updates, unless total_steps are reached or `stop` says so.
     report: called with each Report by a thread of its own.
     stop: asked after every update (of a scheme that is one program: after every call).
     envs: see `make_actors`.

@@ -40,8 +40,8 @@ def refusals(changes: Mapping[str, Mapping[str, Any]], allowed: Allowed) -> list
   """Returns why changed fields are refused, a line each; empty if all are allowed.
 
   Args:
-    changes: as in `history.Entry`.
-    allowed: what may differ.
+    changes: the changed fields, as in `history.Entry`.
+    allowed: the fields that may differ.
   """
   return [line for name, change in sorted(changes.items())
           for line in _refusals(name, change, allowed)]

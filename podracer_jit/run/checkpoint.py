@@ -61,7 +61,7 @@ class Checkpoints:
     written last, and only then old checkpoints are deleted.
 
     Args:
-      state: of the learner.
+      state: the state of the learner.
       meta: what JSON can hold.
       envs: the environments' state, as in `actor.kept_envs`; None if it is not kept.
       keep_also: updates of checkpoints that stay in any case.
@@ -110,7 +110,7 @@ class Checkpoints:
 
     Args:
       like: the shapes, from `kept_envs.shapes`, or None if environments begin anew.
-      update: of the checkpoint, whose files were checked.
+      update: the update of the checkpoint, whose files were checked.
     """
     if not jax.tree.leaves(like) or not (path_of(self._workdir, update) / 'envs').is_dir():
       return None
@@ -124,7 +124,7 @@ class Checkpoints:
 
     Args:
       like: arrays or shapes.
-      update: of the checkpoint.
+      update: the update of the checkpoint.
       files_checked: that `problem` was asked already; it reads all files.
 
     Raises:
@@ -157,7 +157,7 @@ class Checkpoints:
     """Returns the arrays of a checkpoint's state by name, without knowing its experiment.
 
     Args:
-      update: of the checkpoint, whose files were checked.
+      update: the update of the checkpoint, whose files were checked.
       mesh: the arrays are replicated on it.
     """
     whole = NamedSharding(mesh, PartitionSpec())
@@ -174,7 +174,7 @@ class Checkpoints:
 
     Args:
       like: the shapes and shardings, which must be those of the checkpoint.
-      update: of the checkpoint, whose files were checked.
+      update: the update of the checkpoint, whose files were checked.
     """
     return self._restore_items(update, replay=like)['replay']
 
@@ -185,7 +185,7 @@ class Checkpoints:
     versions gave fields other names, and stored other values for absent ones.
 
     Args:
-      update: of the checkpoint, whose files were checked.
+      update: the update of the checkpoint, whose files were checked.
       **likes: for each item, a tree of arrays or shapes with the structure to return.
 
     Raises:
@@ -254,8 +254,8 @@ def saved_leaves(workdir: Path, update: int, item: str = 'state') -> dict[str, A
   """Returns the shapes and types of the arrays in a checkpoint, by name.
 
   Args:
-    workdir: of the run.
-    update: of the checkpoint.
+    workdir: the workdir of the run.
+    update: the update of the checkpoint.
     item: 'state', 'replay' or 'envs'; one that the checkpoint does not have has no arrays.
   """
   if not (path_of(workdir, update) / item).is_dir():
@@ -339,8 +339,8 @@ def set_aside(workdir: Path, update: int, words: str) -> str:
 
   Args:
     workdir: that it belongs to.
-    update: of the checkpoint.
-    words: what is wrong with it.
+    update: the update of the checkpoint.
+    words: the problem, in words.
   """
   path = safe_files.set_aside(workdir, path_of(workdir, update))
   return f'the checkpoint of update {update} is broken ({words}); it is now {path}'

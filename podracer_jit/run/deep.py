@@ -18,7 +18,7 @@ def differences(workdirs: Sequence[Path], update: int, allow_modules: Sequence[s
   """Repeats an update of both runs; returns lines about the first arrays that differ.
 
   Args:
-    workdirs: of the two runs.
+    workdirs: the workdirs of the two runs.
     update: the first update that differs.
     allow_modules: modules, or files, of a user's own parts that may be imported.
 

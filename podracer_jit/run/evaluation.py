@@ -58,7 +58,7 @@ def read_experiment(workdir: Path, allow_modules: Collection[str] = (),
   """Returns the experiment of a run, placed on one device: that is all that playing needs.
 
   Args:
-    workdir: of the run.
+    workdir: the workdir of the run.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
     update: the config is the one with which this update was made; None: the newest.
 
@@ -76,9 +76,9 @@ def restore(workdir: Path, experiment: Experiment, update: int | None = None) ->
   """Returns the policy of a checkpoint of the run in workdir.
 
   Args:
-    workdir: of the run.
-    experiment: of the run, as `read_experiment` returns it.
-    update: of the checkpoint; None: the newest whole one.
+    workdir: the workdir of the run.
+    experiment: the experiment of the run, as `read_experiment` returns it.
+    update: the update of the checkpoint; None: the newest whole one.
 
   Raises:
     ValueError: a checkpoint is missing, or is not of such a run.
@@ -102,8 +102,8 @@ def make_player(run: build.Run, params: Params, update: int, steps: int) -> Play
   """Returns the player of a run's network with these parameters.
 
   Args:
-    run: of the experiment.
-    params: of the network.
+    run: the run of the experiment.
+    params: parameters of the network.
     update: updates that made the parameters.
     steps: valid steps that they were learned from.
   """
@@ -172,9 +172,9 @@ def game(player: Player, seeds: Sequence[int], key: jax.Array, steps: int,
   """Starts environments and compiles a program that plays them.
 
   Args:
-    player: who plays.
-    seeds: of the environments, one each.
-    key: of the drawn actions.
+    player: the policy that plays, and its task.
+    seeds: one seed for each environment.
+    key: PRNG key of the drawn actions.
     steps: rows of a call of the program.
     **options: of EnvPool's, over those of the player.
 
@@ -206,14 +206,14 @@ def play(player: Player, num_episodes: int, num_envs: int, seed: int, max_steps:
   short ones.
 
   Args:
-    player: who plays.
+    player: the policy that plays, and its task.
     num_episodes: games to count.
     num_envs: environments that play them; at most num_episodes are used.
-    seed: of the environments and of the drawn actions.
+    seed: seeds the environments and the drawn actions.
     max_steps: length of the longest game that is waited for.
     progress: called with the number of games counted so far, after each call of the program; what
       it raises ends the evaluation.
-    index: of the evaluation; each has other seeds.
+    index: the index of the evaluation; each has other seeds.
 
   Returns:
     The counted games.
@@ -278,8 +278,8 @@ def write(workdir: Path, player: Player, episodes: Episodes, **how: Any) -> Reco
   """Writes evaluation.json in one step.
 
   Args:
-    workdir: of the run.
-    player: who played.
+    workdir: the workdir of the run.
+    player: the policy that played, and its task.
     episodes: what was played.
     **how: other facts about it, for the file.
 

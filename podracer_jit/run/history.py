@@ -103,9 +103,9 @@ def with_changes(history: Sequence[Entry], first_update: int,
   another config, so that is no change.
 
   Args:
-    history: of the run.
+    history: the history of the run.
     first_update: the next update of the run.
-    changes: as in `Entry`.
+    changes: the changed fields, as in `Entry`.
 
   Raises:
     ValueError: the history has changes before later updates.
@@ -133,7 +133,7 @@ def config_at(config: Mapping[str, Any], history: Sequence[Entry], update: int) 
 
   Args:
     config: the newest config, plain values.
-    history: of the run.
+    history: the history of the run.
     update: from 1.
   """
   config = copy.deepcopy(dict(config))
@@ -149,7 +149,7 @@ def newest_config(config: Mapping[str, Any], history: Sequence[Entry], update: i
 
   Args:
     config: the config with which an update was made, plain values.
-    history: of the run.
+    history: the history of the run.
     update: from 1.
   """
   config = copy.deepcopy(dict(config))

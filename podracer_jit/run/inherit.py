@@ -45,7 +45,7 @@ def read(run: build.Run, request: Request) -> Inherited:
   processes call this.
 
   Args:
-    run: that begins.
+    run: the run that begins.
     request: from the command line.
 
   Raises:
@@ -139,9 +139,9 @@ def problem_of_shapes(run: build.Run, workdir: Path, update: int) -> str:
   """Returns why a run cannot go on from a checkpoint, '' if it can.
 
   Args:
-    run: of the config that the run would go on with.
-    workdir: of the run.
-    update: of the checkpoint.
+    run: the run of the config that the run would go on with.
+    workdir: the workdir of the run.
+    update: the update of the checkpoint.
   """
   items = {'state': run.learner.state_shapes(), 'replay': run.learner.replay_shapes(),
            'envs': build.kept_env_shapes(run)}
@@ -244,7 +244,7 @@ def _with_target(state: TrainState, arrays: Mapping[str, jax.Array], taken: Sequ
 
   Args:
     state: with its parameters.
-    arrays: of the other run, by name.
+    arrays: the arrays of the other run, by name.
     taken: parts.
   """
   if not jax.tree.leaves(state.target) or 'parameters' not in taken:

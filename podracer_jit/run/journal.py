@@ -98,9 +98,9 @@ def cut(workdir: Path, path: Path, last_update: int) -> list[str]:
   line, so a long one needs no more memory.
 
   Args:
-    workdir: of the run.
-    path: of the file; it need not exist.
-    last_update: of the checkpoint.
+    workdir: the workdir of the run.
+    path: the path of the file; it need not exist.
+    last_update: the update of the checkpoint.
 
   Returns:
     A line about garbled and missing lines up to that update, if there are any.

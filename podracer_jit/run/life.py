@@ -93,8 +93,8 @@ def begin(run: build.Run, workdir: Path, life: Life) -> Beginning:
   All processes call it.
 
   Args:
-    run: that begins or goes on.
-    workdir: of the run; it need not exist.
+    run: the run that begins or goes on.
+    workdir: the workdir of the run; it need not exist.
     life: the options.
 
   Raises:
@@ -123,8 +123,8 @@ def write_first_state(run: build.Run, workdir: Path, inherited: inherit.Inherite
   """Saves the state that a run begins with as its checkpoint of update 0. All processes call it.
 
   Args:
-    run: that begins.
-    workdir: of the run; exists.
+    run: the run that begins.
+    workdir: the workdir of the run; exists.
     inherited: the state.
 
   Raises:
@@ -143,8 +143,8 @@ def start_workdir(run: build.Run, workdir: Path, life: Life,
   A run that repeats another one has its history, and gets a copy of its first state.
 
   Args:
-    run: that begins.
-    workdir: of the run; exists. With `inherited` it has the first state.
+    run: the run that begins.
+    workdir: the workdir of the run; exists. With `inherited` it has the first state.
     life: the options.
     inherited: the state of another run to begin with, if there is one.
 
@@ -183,8 +183,8 @@ def resume_workdir(run: build.Run, workdir: Path, life: Life) -> tuple[int | Non
   """Checks and repairs the workdir of a run that goes on, and notes changes of its config.
 
   Args:
-    run: that goes on.
-    workdir: of the run; this process may write to it.
+    run: the run that goes on.
+    workdir: the workdir of the run; this process may write to it.
     life: the options.
 
   Returns:
@@ -212,7 +212,7 @@ def _check_origin(workdir: Path, life: Life) -> None:
   """Checks that a run that has begun did so as --init_from says, and still has its first state.
 
   Args:
-    workdir: of the run; it has a config.json.
+    workdir: the workdir of the run; it has a config.json.
     life: the options.
 
   Raises:
@@ -238,9 +238,9 @@ def stages(run: build.Run, entries: Sequence[history.Entry], update: int
   from before a change of the config must be made.
 
   Args:
-    run: of the newest config.
+    run: the run of the newest config.
     entries: the history of the run.
-    update: the last one that is done.
+    update: the last update that is done.
 
   Yields:
     A run, and the last update to make with it; None: as many as its config says.
@@ -256,9 +256,9 @@ def _check_stages(experiment: Experiment, entries: Sequence[history.Entry], upda
   """Checks that one process can make the updates of all stages.
 
   Args:
-    experiment: of the newest config.
+    experiment: the experiment of the newest config.
     entries: the history of the run.
-    update: the last one that is done.
+    update: the last update that is done.
 
   Raises:
     ValueError: fields differ that are fixed when JAX starts, or an earlier config is wrong.

@@ -267,8 +267,8 @@ def _describe(run: build.Run, parts: Sequence[Part], limit: int) -> str:
   """Returns the error message of a place whose memory does not suffice.
 
   Args:
-    run: of the experiment.
-    parts: in this place.
+    run: the run of the experiment.
+    parts: the parts in this place.
     limit: bytes of the place.
   """
   by_name: collections.Counter[str] = collections.Counter()

@@ -103,8 +103,8 @@ class Files:
     """Opens the files to append to them; removes the lines after the checkpoint.
 
     Args:
-      workdir: of the run.
-      update: of the checkpoint that the run resumes from; 0 for a new run.
+      workdir: the workdir of the run.
+      update: the update of the checkpoint that the run resumes from; 0 for a new run.
       steps: valid steps of that checkpoint.
       tensorboard: whether to write events.
 

@@ -77,8 +77,8 @@ class Evaluator:
     """Creates an evaluator; begins nothing.
 
     Args:
-      run: of the experiment.
-      workdir: of the run.
+      run: the run of the experiment.
+      workdir: the workdir of the run.
       saved: its checkpoints.
       note: called with a line about each evaluation, by the evaluator's thread.
       show: called with each evaluation, by the thread that calls `wait`.
@@ -108,7 +108,7 @@ class Evaluator:
     """Drops evaluations after a checkpoint, and begins those of checkpoints that are missing.
 
     Args:
-      state: of the checkpoint that the run goes on from.
+      state: the state in the checkpoint that the run goes on from.
       is_final: the run is finished.
 
     Raises:
@@ -136,7 +136,7 @@ class Evaluator:
     """Begins to evaluate a checkpoint that was just saved, if it is time.
 
     Args:
-      state: of the checkpoint; its parameters are copied.
+      state: the state in the checkpoint; its parameters are copied.
       is_final: the run is finished, and its last checkpoint is evaluated in any case.
     """
     update = int(state.update)

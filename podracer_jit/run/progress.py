@@ -51,7 +51,7 @@ class Progress:
 
     Args:
       experiment: has the number of steps and the interval of lines.
-      title: of the block.
+      title: title of the block.
       console: to print to; default: stdout.
       quiet: shows nothing at all, as in processes other than 0.
     """

@@ -52,7 +52,7 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
   """Returns the arrays of an update by 'stage|leaf'.
 
   Args:
-    workdir: of the run; its config has the placement.
+    workdir: the workdir of the run; its config has the placement.
     update: the number of the update.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
 

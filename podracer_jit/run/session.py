@@ -40,9 +40,9 @@ class Session(NamedTuple):
 
     Args:
       stop: handles signals.
-      profile_dir: as in `train.train`.
-      callbacks: as in `train.train`.
-      quiet: as in `train.train`.
+      profile_dir: see `train.train`.
+      callbacks: see `train.train`.
+      quiet: see `train.train`.
 
     Returns:
       As `train.train`.
@@ -67,9 +67,9 @@ def opened(experiment: Experiment, workdir: Path, options: life.Life) -> Iterato
   """Builds a run and opens its workdir, in all processes; closes the workdir on the way out.
 
   Args:
-    experiment: to run.
-    workdir: of the run.
-    options: where it begins, and what may differ if it goes on.
+    experiment: the experiment to run.
+    workdir: the workdir of the run.
+    options: where the run begins, and which fields may differ if it goes on.
 
   Yields:
     The run, ready to train.
@@ -114,9 +114,9 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
   Process 0 creates and locks it. The other processes compare their config with that of process 0.
 
   Args:
-    workdir: of the run.
-    run: that begins or goes on.
-    options: where it begins, and what may differ if it goes on.
+    workdir: the workdir of the run.
+    run: the run that begins or goes on.
+    options: where the run begins, and which fields may differ if it goes on.
 
   Yields:
     The update of the checkpoint to resume from, None without one, and lines about repairs and

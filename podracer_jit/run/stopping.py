@@ -103,7 +103,7 @@ def handled(leave: Callable[[], None] = leave, clock: Callable[[], float] = time
 
   Args:
     leave: called by a signal that comes before training.
-    clock: in seconds.
+    clock: returns the time in seconds.
   """
   stopping = Stopping(leave, clock)
   before = {}

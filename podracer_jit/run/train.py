@@ -45,12 +45,12 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
 
   Args:
     run: the run to train.
-    workdir: of the run; it has the config.
+    workdir: the workdir of the run; it has the config.
     profile_dir: a folder for a trace of a few updates; None: no trace.
     ends: the last update of each segment; None: as the config says.
     stop: handles signals; by default, signals keep their handlers.
-    update: of the checkpoint to resume from, whose files were checked; by default the newest
-      complete checkpoint.
+    update: the update of the checkpoint to resume from, whose files were checked; by default the
+      newest complete checkpoint.
     entries: the history of the run.
     last: the last update; None: as many as total_steps say.
     callbacks: called with each update and at the end of each segment.
@@ -176,7 +176,7 @@ def _changed_rate(run: build.Run, entry: history.Entry | None, steps: int) -> It
 
   Args:
     run: with the new config.
-    entry: of the history, with the changes; None without any.
+    entry: the entry of the history, with the changes; None without any.
     steps: valid steps learned from so far.
   """
   change = entry.changes.get(changes.TOTAL) if entry else None
@@ -195,11 +195,11 @@ def _restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like:
   """Returns the state and `meta` of a checkpoint, or of an earlier one if it is broken.
 
   Args:
-    run: of the experiment.
+    run: the run of the experiment.
     saved: the checkpoints of the workdir.
-    workdir: of the run.
+    workdir: the workdir of the run.
     like: the shapes of the state.
-    update: of the checkpoint, whose files were checked.
+    update: the update of the checkpoint, whose files were checked.
     entries: the history of the run.
     note: called with a line about each broken checkpoint.
 
@@ -230,18 +230,18 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
   """Runs a segment.
 
   Args:
-    run: of the experiment.
+    run: the run of the experiment.
     state: the train state to begin with; donated.
-    meta: of the checkpoint that the segment begins with.
+    meta: the `meta` of the checkpoint that the segment begins with.
     envs: the state of environments that go on from that checkpoint; None if they begin anew.
     length: number of updates.
-    workdir: of the run.
+    workdir: the workdir of the run.
     files: metrics and receipts, in process 0; None in other processes.
     progress: shows each update.
     profiler: counts reports.
     asked_to_stop: called after every update; the segment ends if it returns True.
     callbacks: called with each update.
-    entry: of the history, if it begins with this segment.
+    entry: the entry of the history, if it begins with this segment.
 
   Returns:
     The state after the segment, the `meta` of its checkpoint, and the state of environments that

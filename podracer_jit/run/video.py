@@ -34,9 +34,9 @@ def film(player: evaluation.Player, path: Path, seed: int, env: int, max_steps: 
   """Films an episode.
 
   Args:
-    player: who plays.
-    path: of the video; its suffix, .mp4 or .gif, says which kind.
-    seed: of an evaluation.
+    player: the policy that plays, and its task.
+    path: the path of the video; its suffix, .mp4 or .gif, says which kind.
+    seed: the seed of an evaluation.
     env: the environment of that evaluation whose first episode is filmed.
     max_steps: limit of the episode's length.
 
@@ -69,7 +69,7 @@ def write(path: Path, observations: np.ndarray, colour: bool, frame_rate: float)
   """Writes the newest frame of each observation as a video.
 
   Args:
-    path: of the video; its suffix, .mp4 or .gif, says which kind.
+    path: the path of the video; its suffix, .mp4 or .gif, says which kind.
     observations: [T, planes, H, W] or [T, H, W].
     colour: whether the last three planes are one frame in colour.
     frame_rate: frames a second.
@@ -140,7 +140,7 @@ def _encoder(path: Path, size: tuple[int, int], frame_rate: float) -> Iterator[I
   process with JAX's threads. So ffmpeg is started here.
 
   Args:
-    path: of the video.
+    path: the path of the video.
     size: width and height of a frame, in pixels.
     frame_rate: frames a second.
 

@@ -75,7 +75,7 @@ def open_workdir(workdir: Path, config: Mapping[str, Any],
   Args:
     workdir: exists, and is this process's to write to.
     config: plain values.
-    allowed: what may differ.
+    allowed: the fields that may differ.
     entries: the history that a new run begins with.
 
   Returns:
@@ -113,7 +113,7 @@ def write_changes(workdir: Path, config: Mapping[str, Any], update: int,
   Args:
     workdir: `open_workdir` was called for it, with what is allowed.
     config: plain values.
-    update: of the checkpoint that the run goes on from; 0 without one.
+    update: the update of the checkpoint that the run goes on from; 0 without one.
     problem: returns why the changed config does not fit that checkpoint, '' if it does.
 
   Returns:
@@ -186,7 +186,7 @@ def read_config(workdir: Path, allow_modules: Collection[str] = (), update: int 
   """Returns the config of the run in workdir, as plain values.
 
   Args:
-    workdir: of the run. It may be a stranger's: it is data, and nothing in it is executed.
+    workdir: the workdir of the run. It may be a stranger's, so nothing in it is executed.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
     update: the config is the one with which this update was made; None: the newest.
 
@@ -244,7 +244,7 @@ def _completed(stored: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str
 
   Args:
     stored: from a workdir.
-    record: of the current config.
+    record: the record of the current config.
   """
   allowed = config_lib.modules(record['config']).values()
   try:

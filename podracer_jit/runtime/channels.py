@@ -38,7 +38,7 @@ class Channel:
     """Creates an empty channel.
 
     Args:
-      name: of the values, for messages, such as 'rollouts of actor 0'.
+      name: name of the values, for messages, such as 'rollouts of actor 0'.
       transfer: moves a value to the consumer's devices; called by the producer.
       patience_s: seconds of waiting between two warnings that say which side is stuck.
     """

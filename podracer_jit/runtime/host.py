@@ -27,7 +27,7 @@ def prepare_host(options: PlacementOptions) -> None:
   experiment and does not follow the number of cores or virtual devices.
 
   Args:
-    options: of the placement.
+    options: the options of the placement.
 
   Raises:
     ValueError: the placement has more devices than `placement.xla_threads`, or JAX has started
@@ -114,7 +114,7 @@ def join(options: PlacementOptions, coordinator_address: str | None, num_process
   that is None or JAX_COORDINATOR_BIND_ADDRESS is set, JAX decides where it listens.
 
   Args:
-    options: of the placement.
+    options: the options of the placement.
     coordinator_address: HOST:PORT of process 0, or None.
     num_processes: number of processes, or None.
     process_id: index of this process, from 0, or None.
@@ -179,7 +179,7 @@ def _call_until(deadline: float, function: Callable[[], None]) -> None:
 
   Args:
     deadline: time (`time.monotonic`) until which to wait.
-    function: to call.
+    function: the function to call.
 
   Raises:
     TimeoutError: the function has not returned by `deadline`; its thread continues.

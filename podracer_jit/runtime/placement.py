@@ -111,8 +111,8 @@ def any_process(flag: bool, mesh: Mesh) -> bool:
   This is a collective: all processes must call it in the same order, each from one thread.
 
   Args:
-    flag: of this process.
-    mesh: of the learner, over all processes.
+    flag: the flag of this process.
+    mesh: the mesh of the learner, over all processes.
   """
   if jax.process_count() == 1:
     return flag
@@ -132,7 +132,7 @@ def resolve(options: PlacementOptions, num_shards: int, any_platform: bool = Fal
 
   Args:
     options: with device indices that count the devices of each process from 0.
-    num_shards: of the environments, in all processes.
+    num_shards: vector environments in all processes.
     any_platform: actors can be on any kind of device; otherwise on CPUs and GPUs only, since
       simulators outside of the program have no calls for others.
 
@@ -190,7 +190,7 @@ def put_params(params: Any, device: jax.Device) -> Any:
 
   Args:
     params: arrays replicated on the learner mesh.
-    device: of the actor.
+    device: the device of the actor.
   """
   local = jax.tree.map(lambda x: x.addressable_data(0), params)
   return _copy(local) if _is_on(local, device) else jax.device_put(local, device, may_alias=False)
@@ -247,10 +247,10 @@ def scatter(trees: Sequence[Any], first_env: int, num_envs: int, mesh: Mesh) -> 
   device that uses it, for any number of actors and learners, and never to another process.
 
   Args:
-    trees: of arrays [T, B_i, ...], side by side in the batch.
+    trees: trees of arrays [T, B_i, ...], side by side in the batch.
     first_env: index of their first environment in the batch.
     num_envs: environments of the batch.
-    mesh: of the learner.
+    mesh: the mesh of the learner.
 
   Returns:
     The slices on this process's devices of the mesh.
@@ -283,7 +283,7 @@ def gather(slices: Sequence[Slices], mesh: Mesh) -> Any:
 
   Args:
     slices: of `scatter`, in the order of their environments.
-    mesh: of the learner.
+    mesh: the mesh of the learner.
 
   Returns:
     A tree of global arrays [T, num_envs, ...], sharded over environments.

@@ -45,8 +45,8 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   under way. It sends parameters to actors after the last gradient of a rollout.
 
   Args:
-    plan: of the run.
-    actors: of the segment.
+    plan: the plan of the run.
+    actors: the actors of the segment.
     start: the segment's first state.
     reports: channel of the learner's reports.
 
@@ -105,7 +105,7 @@ def _gradient_worker(plan: Plan, gradients: Sequence[GradientPrograms], i: int, 
   """Returns a worker that computes gradients (G).
 
   Args:
-    plan: of the run.
+    plan: the plan of the run.
     gradients: the programs of all gradient workers.
     i: index of this worker.
     start: the segment's first state.
@@ -151,7 +151,7 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
   update, sends parameters to actors and reports.
 
   Args:
-    plan: of the run.
+    plan: the plan of the run.
     start: the segment's first state.
     workers: number of gradient workers.
     actors: number of actors.

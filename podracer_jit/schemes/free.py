@@ -31,8 +31,8 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   """Wires the graph; the plan's learner must be a learner from a replay.
 
   Args:
-    plan: of the run.
-    actors: of the segment.
+    plan: the plan of the run.
+    actors: the actors of the segment.
     start: the segment's first state.
     reports: channel of the learner's reports.
 

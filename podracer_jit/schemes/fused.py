@@ -35,8 +35,8 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   """Wires the graph of one worker, whose program makes several updates in a call.
 
   Args:
-    plan: of the run.
-    actors: of the segment.
+    plan: the plan of the run.
+    actors: the actors of the segment.
     start: the segment's first state.
     reports: channel of the learner's reports.
 
@@ -80,7 +80,7 @@ def split(state: ActorState, mesh: Mesh) -> ActorState:
   """Shares out an actor's vector environments to the devices of a mesh, in order.
 
   Args:
-    state: of all vector environments.
+    state: the state of all vector environments.
     mesh: of D devices, which divides their number.
 
   Returns:

@@ -28,8 +28,8 @@ def wire_in_order(plan: Plan, actors: Sequence[Actor], start: SegmentStart, repo
   """Wires the graph in which an update takes one rollout of each actor, in order.
 
   Args:
-    plan: of the run.
-    actors: of the segment.
+    plan: the plan of the run.
+    actors: the actors of the segment.
     start: the segment's first state.
     reports: channel of the learner's reports.
 
@@ -45,8 +45,8 @@ def wire_as_they_come(plan: Plan, actors: Sequence[Actor], start: SegmentStart, 
   """Wires the graph in which an update takes rollouts as they arrive, from any actors.
 
   Args:
-    plan: of the run.
-    actors: of the segment.
+    plan: the plan of the run.
+    actors: the actors of the segment.
     start: the segment's first state.
     reports: channel of the learner's reports.
 
@@ -69,8 +69,8 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
   """Wires a graph of actors and a learner.
 
   Args:
-    plan: of the run.
-    actors: of the segment.
+    plan: the plan of the run.
+    actors: the actors of the segment.
     start: the segment's first state.
     reports: channel of the learner's reports.
     queues: channel of each actor's rollouts.

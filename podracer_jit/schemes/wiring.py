@@ -61,7 +61,7 @@ def actors_after(plan: Plan, states: Mapping[str, Any], updates: int) -> list[Ac
   """Returns the states of actors, in order, if each update took one rollout of each actor.
 
   Args:
-    plan: of the run.
+    plan: the plan of the run.
     states: the workers' last states, by name.
     updates: made in the segment.
   """
@@ -95,10 +95,10 @@ def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version
   """Creates the channels of parameters to actors, and primes them.
 
   Args:
-    plan: of the run.
-    actors: of the segment.
+    plan: the plan of the run.
+    actors: the actors of the segment.
     start: the segment's first state.
-    version: of the first parameters.
+    version: version of the first parameters.
 
   Returns:
     One channel for each actor.
@@ -125,7 +125,7 @@ def rollouts_of(i: int, first_env: int, firings: int, num_envs: int,
     first_env: index of the actor's first environment among those of the learner.
     firings: rollouts that the learner takes.
     num_envs: environments of the learner.
-    mesh: of the learner.
+    mesh: the mesh of the learner.
 
   Returns:
     A channel without a lag, which sends rollouts to the devices of the mesh.
@@ -162,7 +162,7 @@ def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Versioned
   """Checks that rollouts have exactly the lag of a deterministic scheme.
 
   Args:
-    scheme: of the run.
+    scheme: the scheme of the run.
     update: the update that takes the rollouts.
     first: the segment's first update.
     items: the rollouts, with the versions of their parameters.
@@ -185,7 +185,7 @@ def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel
   """Returns a worker that makes rollouts with the parameters that it receives.
 
   Args:
-    plan: of the run.
+    plan: the plan of the run.
     i: the actor's number.
     actor: the actor's environments and state.
     start: the segment's first state.

@@ -133,7 +133,7 @@ def prepare(experiment: Experiment, asked: Sequence[str] | None
   """Returns the run that all parts share, and the names of the parts to measure.
 
   Args:
-    experiment: of the config.
+    experiment: the experiment of the config.
     asked: names of --parts; None for all.
 
   Raises:
@@ -188,7 +188,7 @@ def split_round(run: build.Run, scheme: str, path: str | None) -> dict[str, Any]
   """Splits a round into parts, prints them and draws them.
 
   Args:
-    run: of the experiment.
+    run: the run of the experiment.
     scheme: whose round is split.
     path: a file for the picture, or None.
 

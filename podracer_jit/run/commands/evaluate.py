@@ -115,7 +115,7 @@ def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues
 
   Args:
     player: plays.
-    workdir: of the run.
+    workdir: the workdir of the run.
     values: the command's flags.
     movie: the path of the video, or None.
   """

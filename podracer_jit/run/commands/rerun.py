@@ -103,7 +103,7 @@ def one_device_experiment(workdir: Path, allow_modules: Collection[str] = (),
   The learner's inputs are then the rollouts.
 
   Args:
-    workdir: of the run.
+    workdir: the workdir of the run.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
     update: to repeat; the config may have changed on the way. None: the newest config.
 
@@ -182,12 +182,12 @@ def rerun(run: build.Run, state: TrainState, envs: Any, index: int, update: int,
   """Runs segment `index` from its state up to the update; returns the rollout of that update.
 
   Args:
-    run: that the segment belongs to.
+    run: the run that the segment belongs to.
     state: the train state that the segment began with; donated.
     envs: the state of the environments that the segment began with; None if they began anew.
-    index: of the segment.
+    index: index of the segment.
     update: the last one to make.
-    receipts: of the run, by update; an update without one is not checked.
+    receipts: receipts of the run, by update; an update without one is not checked.
 
   Raises:
     Differs: an update on the way differs from its receipt.
@@ -222,10 +222,10 @@ def _write(rollout: Rollout, path: Path, env: int, run: build.Run) -> None:
   """Writes a rollout as arrays and as a video.
 
   Args:
-    rollout: to write.
-    path: of both files, without a suffix.
+    rollout: the rollout to write.
+    path: the path of both files, without a suffix.
     env: the environment to film.
-    run: of the experiment.
+    run: the run of the experiment.
   """
   rollout = rollout._replace(obs=np.asarray(frames.stacks(rollout.obs)))
   arrays = rollout._asdict() | rollout.episodes._asdict()

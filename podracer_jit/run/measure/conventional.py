@@ -57,9 +57,9 @@ def make_policy(network: ActorCritic) -> Callable:
     """Draws the actions of one step.
 
     Args:
-      params: of the network.
+      params: parameters of the network.
       obs: [B, ...].
-      key: of the vector environment.
+      key: PRNG key of the vector environment.
       rollouts: [] i32, rollouts made before this one.
       t: [] i32, step of the rollout.
 
@@ -84,10 +84,10 @@ class Pool:
     """Starts and resets the environments.
 
     Args:
-      args: of the pool.
-      key: of the vector environment.
+      args: the arguments of the pool.
+      key: PRNG key of the vector environment.
       device: runs the policy and holds the rollouts.
-      stack: of the task's EnvSpec.
+      stack: `stack` of the task's EnvSpec.
       on_host: True: NumPy stacks the observations, which is faster if the device is the CPU. False:
         each observation is sent to the device once, for the policy, and the device stacks them.
     """
@@ -175,9 +175,9 @@ def replace_actor(worker: Worker, pools: Sequence[PoolArgs], device: jax.Device,
     worker: an actor of a segment.
     pools: arguments of its pools.
     device: the actor's.
-    policy: of `make_policy`.
+    policy: the function that `make_policy` returned.
     unroll_length: steps of a rollout.
-    stack: of the task's EnvSpec.
+    stack: `stack` of the task's EnvSpec.
     on_host: see Pool; by default the faster way.
 
   Returns:

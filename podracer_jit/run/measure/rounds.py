@@ -107,8 +107,8 @@ def lane(own: Sequence[Span], ops: Sequence[Span], start: float, end: float
   Args:
     own: the regions that the worker's thread was in.
     ops: the operations of its programs.
-    start: of the rounds, in seconds.
-    end: of the rounds, in seconds.
+    start: when the rounds start, in seconds.
+    end: when the rounds end, in seconds.
   """
   seconds = collections.Counter()
   spans = []
@@ -234,9 +234,9 @@ def read(events: Sequence[Mapping[str, Any]], operations: Mapping[str, Mapping[s
   """Splits the rounds of a trace.
 
   Args:
-    events: of the trace.
+    events: the events of the trace.
     operations: the part of each operation, by module and by operation.
-    seconds: of a round without a trace, to which the parts are scaled.
+    seconds: duration of a round without a trace, to which the parts are scaled.
     actor_devices: ids of the devices of the actors.
   """
   own = collections.defaultdict(list)  # regions by thread

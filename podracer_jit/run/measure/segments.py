@@ -88,7 +88,7 @@ def begin(run: build.Run, state: TrainState, scheme: str, by_python: bool,
   """Starts a segment that does not end by itself.
 
   Args:
-    run: of the experiment.
+    run: the run of the experiment.
     state: the train state to begin with; it is copied.
     scheme: name of the scheme to run.
     by_python: whether Python steps the environments.

@@ -25,8 +25,8 @@ def measure(names: Sequence[str], run: build.Run, seconds: float, rounds: int
   """Builds all parts, then measures each in every round.
 
   Args:
-    names: of the parts.
-    run: of the experiment.
+    names: the names of the parts.
+    run: the run of the experiment.
     seconds: measured time of each part, all rounds together.
     rounds: number of rounds.
 

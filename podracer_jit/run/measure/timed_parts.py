@@ -210,7 +210,7 @@ def acting(run: build.Run, state: TrainState, by_python: bool, stack: contextlib
   """Returns a function for each actor, which makes its next rollouts with the first parameters.
 
   Args:
-    run: that the actors belong to.
+    run: the run that the actors belong to.
     state: whose parameters they use.
     by_python: whether Python steps the environments.
     stack: closes the environments.
@@ -236,7 +236,7 @@ def rollout(run: build.Run, state: TrainState, by_python: bool, stack: contextli
   """Returns a measurement of actors without a learner.
 
   Args:
-    run: that the actors belong to.
+    run: the run that the actors belong to.
     state: whose parameters they use.
     by_python: whether Python steps the environments.
     stack: closes the environments.
@@ -279,8 +279,8 @@ def make(name: str, run: build.Run, state: TrainState, stack: contextlib.ExitSta
   """Builds a part.
 
   Args:
-    name: of the part, without a variant.
-    run: that it is a part of.
+    name: the name of the part, without a variant.
+    run: the run that the part belongs to.
     state: the part begins with a copy of it.
     stack: closes its environments.
   """

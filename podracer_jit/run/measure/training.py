@@ -28,7 +28,7 @@ class Training:
     """Starts the threads, paused.
 
     Args:
-      run: of the experiment.
+      run: the run of the experiment.
       state: the train state to begin with; it is copied.
       scheme: name of the scheme to train with.
       by_python: whether Python steps the environments.
