@@ -83,7 +83,7 @@ def file_of(name: str) -> str:
     path = folder.joinpath(*name.split('.')).with_suffix('.py')
     if path.is_file():
       return str(path)
-  # A submodule cannot be looked up without importing its package, so only the first name is.
+  # Looking up a submodule would import its package, so only the first name is looked up.
   top = name.partition('.')[0]
   spec = importlib.machinery.PathFinder.find_spec(top)
   return spec.origin if spec and spec.origin else f'a module {top} that is not here'

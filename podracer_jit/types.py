@@ -25,7 +25,7 @@ class Episodes(NamedTuple):
 
 
 class Rollout(NamedTuple):
-  """Rows of experience: obs[t] was seen, action[t] taken, then the rest came with obs[t + 1].
+  """Rows of experience: the policy saw obs[t] and took action[t]; the rest came with obs[t + 1].
 
   A row is invalid if obs[t] is the last observation of a finished episode: EnvPool resets in that
   step and ignores the action. The observation itself is real; a truncation bootstraps from it.
@@ -48,7 +48,7 @@ class Rollout(NamedTuple):
 
 
 class Experience(NamedTuple):
-  """Rollout in the form in which it is added to a replay; rows are those of Rollout.
+  """Rollout in the form in which it is added to a replay; it has the rows of Rollout.
 
   Row t has the priority of the transition that began n rows before, since its n-step return is
   complete only at row t.
@@ -70,7 +70,7 @@ class Experience(NamedTuple):
 class Transition(NamedTuple):
   """Transitions over n steps, or fewer if the episode ends before.
 
-  All arrays have the same leading axes, those of the draw.
+  All arrays have the leading axes of the draw.
   """
 
   obs: jax.Array  # [...]: observation before the first step

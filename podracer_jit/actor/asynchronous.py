@@ -114,13 +114,13 @@ def make_rollout(vector_env: VectorEnv, apply: Apply, policy: Policy, unroll_len
         (jnp.int32(0), token, state))
     state, sequences = _take(state, vector_env.num_envs)
     return ActorState(token, (state,)), (
-        sequences._replace(obs=frames.of(sequences.obs, stack)),)
+        sequences._replace(obs=frames.from_stacks(sequences.obs, stack)),)
 
   return rollout
 
 
 def _arrive(state: Sequences, step: TimeStep, unroll_length: int) -> tuple[Sequences, EnvState]:
-  """Ends the rows whose step came back and begins the next ones.
+  """Ends the rows whose step came back, and begins the next rows of these environments.
 
   Returns:
     The new state of all environments, and the state of the environments that came back.
@@ -162,12 +162,12 @@ def _take(state: Sequences, columns: int) -> tuple[Sequences, Rollout]:
   """Returns the oldest complete sequences as a rollout and frees their slots."""
   # A rollout has a column for each environment.
   filling = state.slots[:columns]
-  rest = state.slots[columns:]
-  sequences = jax.tree.map(lambda x: x[:, rest[:columns]], state.buffer)
+  not_filling = state.slots[columns:]  # with complete sequences, then free
+  sequences = jax.tree.map(lambda x: x[:, not_filling[:columns]], state.buffer)
   return state._replace(
       env=state.env._replace(rollouts=state.env.rollouts + 1),
-      # The roll moves the slots just read behind the free ones.
-      slots=jnp.concatenate([filling, jnp.roll(rest, -columns)]),
+      # The roll moves the slots just read behind the free slots.
+      slots=jnp.concatenate([filling, jnp.roll(not_filling, -columns)]),
       complete=state.complete - columns), sequences
 
 

@@ -180,7 +180,7 @@ def make_rollout(vector_envs: Sequence[VectorEnv], apply: Apply, policy: Policy,
     buffers = tuple(map(empty_buffer, obs_buffers, state.envs))
     token, envs, buffers = lax.fori_loop(0, unroll_length, turn, (state.token, state.envs, buffers))
 
-    # The loop has sent the actions of the last row; receive what they led to.
+    # The loop has sent the actions of the last row; their results are still to be received.
     out = []
     for vector_env, env, buffer in zip(vector_envs, envs, buffers, strict=True):
       before = env.obs
@@ -218,8 +218,8 @@ def _discount(discount: float, env: EnvState, buffer: Rollout) -> tuple[EnvState
     def row(before, row):
       # The reward is 0 in invalid rows.
       reward, over = row
-      now = discount * before + reward
-      return jnp.where(over, 0.0, now), now
+      discounted = discount * before + reward
+      return jnp.where(over, 0.0, discounted), discounted
 
     return lax.scan(row, before, (reward, over))
 
@@ -230,8 +230,8 @@ def _discount(discount: float, env: EnvState, buffer: Rollout) -> tuple[EnvState
 def count(env: EnvState, step: TimeStep) -> tuple[EnvState, dict[str, Any]]:
   """Advances the episode counters of B environments by one step.
 
-  Invalid rows add nothing to an episode, and their reward is 0: some tasks, such as those of
-  MetaWorld, give one for a reset.
+  Invalid rows add nothing to an episode, and their reward is set to 0: some tasks (MetaWorld) give
+  a reward for a reset.
 
   Returns:
     The state after the step, and the fields [B] of the row that the step ends.
@@ -261,7 +261,7 @@ def zeros(obs: Observations, num_envs: int, policy: Policy, steps: int) -> Rollo
   Args:
     obs: the observations, of steps + 1 rows.
     num_envs: B.
-    policy: the policy that acts, which says which fields it has.
+    policy: the policy that acts; it decides which fields the rollout has.
     steps: T.
 
   Returns:

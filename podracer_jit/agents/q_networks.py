@@ -1,6 +1,6 @@
 """Networks of value-based agents (flax): a dueling Q-network, and a policy with a Q critic.
 
-They have the call of `networks.ActorCritic`; their `dist_params` holds action values, or an action.
+They are called like `networks.ActorCritic`; their `dist_params` holds action values, or an action.
 """
 
 from __future__ import annotations

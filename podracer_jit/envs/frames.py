@@ -39,8 +39,8 @@ def begin(obs: jax.Array, steps: int, stack: int) -> Observations:
     return jnp.zeros((steps + 1, *obs.shape), obs.dtype).at[0].set(obs)
   chex.assert_is_divisible(obs.shape[1], stack)
   first = jnp.stack(jnp.split(obs, stack, axis=1))
-  rest = jnp.zeros((steps, *first.shape[1:]), obs.dtype)
-  return Frames(jnp.concatenate([first, rest]), jnp.zeros((steps, len(obs)), bool))
+  later = jnp.zeros((steps, *first.shape[1:]), obs.dtype)
+  return Frames(jnp.concatenate([first, later]), jnp.zeros((steps, len(obs)), bool))
 
 
 def add(rows: Observations, t: jax.Array, before: jax.Array, obs: jax.Array) -> Observations:
@@ -65,7 +65,7 @@ def add(rows: Observations, t: jax.Array, before: jax.Array, obs: jax.Array) -> 
                 put(rows.is_reset_stack, is_reset_stack, jnp.maximum(t - 1, 0), 0))
 
 
-def of(obs: jax.Array, stack: int) -> Observations:
+def from_stacks(obs: jax.Array, stack: int) -> Observations:
   """Returns complete observations [T + 1, B, stack * C, ...] in the stored form."""
   if stack == 1:
     return obs
@@ -82,8 +82,8 @@ def _difference(before: jax.Array, obs: jax.Array, stack: int) -> tuple[jax.Arra
   """
   chex.assert_equal_shape([before, obs])
   channels = obs.shape[1] // stack
-  others = obs[:, :-channels] != before[:, channels:]
-  return obs[:, -channels:], jnp.any(others, axis=tuple(range(1, obs.ndim)))
+  differs = obs[:, :-channels] != before[:, channels:]
+  return obs[:, -channels:], jnp.any(differs, axis=tuple(range(1, obs.ndim)))
 
 
 def _goes_back(rows: Frames) -> list[jax.Array]:

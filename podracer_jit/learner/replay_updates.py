@@ -19,7 +19,8 @@ from podracer_jit.replay import buffer
 from podracer_jit.types import Experience, Metrics, Params, Target, TrainState, Transition
 
 # `losses.algorithm.ReplayAlgorithm.loss` of a network:
-# (params, target params, batch [n, ...], weight [n]) -> (loss, (sums of terms, |TD error| [n]))
+# (params, target params, batch [n, ...], weight [n])
+#   -> (loss, (sums of loss terms, |TD error| [n]))
 Loss = Callable[[Params, Params, Transition, jax.Array],
                 tuple[jax.Array, tuple[Metrics, jax.Array]]]
 
@@ -135,18 +136,18 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
       grads, loss_terms = groups.total(sums)
 
     # The clock of a replay is the number of gradient steps so far.
-    now = state.target.gradient_steps
-    age = groups.total(groups.map(lambda added: sum_of_ages(added, now), drawn.transition.added))
+    clock = state.target.gradient_steps
+    age = groups.total(groups.map(lambda added: sum_of_ages(added, clock), drawn.transition.added))
 
     with jax.named_scope('update'):
       state, grad_norm = update(state, grads, loss_terms)
-      copies_target = (now + 1) % sizes.target_every == 0
+      copies_target = (clock + 1) % sizes.target_every == 0
       target = lax.cond(copies_target, lambda params, target: params,
                         lambda params, target: target, state.params, state.target.params)
 
     with jax.named_scope('storing'):
       replay = memory.set_priorities(state.replay, drawn.place, error)
-    return (state._replace(target=Target(target, now + 1), replay=replay),
+    return (state._replace(target=Target(target, clock + 1), replay=replay),
             dict(loss_terms=loss_terms, grad_norm=grad_norm, sampled_age=age))
 
   def steps(state: TrainState, count: jax.Array):
@@ -155,8 +156,8 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
 
     def body(i, carry):
       state, sums = carry
-      state, terms = step(state, jax.random.fold_in(key, i))
-      return state, jax.tree.map(jnp.add, sums, terms)
+      state, results = step(state, jax.random.fold_in(key, i))
+      return state, jax.tree.map(jnp.add, sums, results)
 
     sums = _zeros(jax.eval_shape(step, state, key)[1])
     # The number of steps is data: it is 0 until the replay has enough transitions.
@@ -253,7 +254,7 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
       count: [] i32, gradient steps of this update.
       params: after the update.
       steps_before: [] i32, valid steps added before this update.
-      steps: [] i32, valid steps added, with those of this update.
+      steps: [] i32, valid steps added until the end of this update.
       gradient_steps: [] i32, gradient steps since the beginning.
     """
     # Without gradient steps all sums are 0, and so must be the means.

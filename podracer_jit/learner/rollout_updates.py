@@ -203,7 +203,7 @@ def _minibatch_indices(key: jax.Array, sizes: Sizes, objective: Objective, group
   Args:
     key: the update's key.
     sizes: numbers that the arithmetic of an update depends on.
-    objective: says whether an epoch shuffles, and how many elements an environment has.
+    objective: decides whether an epoch shuffles, and how many elements an environment has.
     groups: the groups of environments, seen from this device.
 
   Returns:
@@ -271,7 +271,7 @@ def make_prepare(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact: 
     chex.assert_type([rollout.terminated, rollout.truncated, rollout.valid], bool)
     batch = rollout._replace(episodes=None)
 
-    # The fingerprint is that of the data as the actors made it, before any scaling.
+    # The fingerprint is computed before rewards are scaled, so it identifies the actors' data.
     batch_fingerprint, valid = groups.total_of_integers((
         fingerprint(batch, 1, groups.first_env(), sizes.num_envs),
         jnp.sum(batch.valid, dtype=jnp.int32)))
@@ -305,7 +305,7 @@ def finish(state: TrainState, batch_stats: Metrics, steps: tuple[Metrics, jax.Ar
     learning_rate: the schedule; see `make_learn`.
 
   Returns:
-    The next state, and metrics: means of the terms over valid rows of all gradient steps,
+    The next state, and metrics: means of the loss terms over valid rows of all gradient steps,
     `grad_norm` before clipping, `param_norm`, `learning_rate`, `valid` rows, the `batch` and
     `params` fingerprints, and the rollout's episodes.
   """

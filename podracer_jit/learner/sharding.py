@@ -77,9 +77,17 @@ def fused_program(rollout: Callable, learn: Callable, calls: int, mesh: Mesh) ->
   fused = rollout_updates.make_fused(rollout, learn_whole, calls)
 
   def on_device(state, actor_state, limit, total_steps):
-    own = jax.tree.map(lambda x: x[0], actor_state)
-    state, own, count, metrics = fused(state, own, limit, total_steps)
-    return state, jax.tree.map(lambda x: x[None], own), count, metrics
+    """Runs `fused` on one device, whose actor state has a leading axis [1]; see `make_fused`.
+
+    Args:
+      state: the train state.
+      actor_state: the state of this device's environments, [1, ...] each.
+      limit: [] i32, most updates.
+      total_steps: [] i32, valid steps after which no update begins.
+    """
+    actor_state = jax.tree.map(lambda x: x[0], actor_state)
+    state, actor_state, count, metrics = fused(state, actor_state, limit, total_steps)
+    return state, jax.tree.map(lambda x: x[None], actor_state), count, metrics
 
   return jax.shard_map(
       on_device, mesh=mesh, in_specs=(STATE, BY_DEVICE, EVERYWHERE, EVERYWHERE),
@@ -188,7 +196,7 @@ def replay_programs(insert: Callable, steps: Callable, finish: Callable,
                     sizes: replay_updates.Sizes, mesh: Mesh) -> ReplayPrograms:
   """Compiles adding and learning as separate programs.
 
-  Every device of the mesh gets all experience, and keeps that of its own groups.
+  Every device of the mesh gets all experience, and keeps the part of its own groups.
 
   Args:
     insert: the function that `replay_updates.make_insert` returned.
@@ -203,7 +211,7 @@ def replay_programs(insert: Callable, steps: Callable, finish: Callable,
   groups = sizes.num_grad_shards // mesh.size
   envs = sizes.num_envs // sizes.num_grad_shards
 
-  def insert_here(state: TrainState, experience: Experience, first_group: jax.Array):
+  def insert_own(state: TrainState, experience: Experience, first_group: jax.Array):
     chex.assert_rank(first_group, 0)
     # Relative to the groups of this device; `insert` ignores groups outside of [0, groups).
     relative = first_group - jax.lax.axis_index(AXIS) * groups
@@ -218,7 +226,7 @@ def replay_programs(insert: Callable, steps: Callable, finish: Callable,
       state: with a replay.
       count: [] i32, gradient steps.
       valid: [] i32, valid rows added since the previous call.
-      batch: [2] u32, sum of the fingerprints of what was added.
+      batch: [2] u32, sum of the fingerprints of the experience that was added.
     """
     chex.assert_rank([count, valid], 0)
     chex.assert_shape(batch, (2,))
@@ -234,5 +242,5 @@ def replay_programs(insert: Callable, steps: Callable, finish: Callable,
     # Without donation every call would copy the replay.
     return jax.jit(sharded, donate_argnums=0)
 
-  return ReplayPrograms(insert=compiled(insert_here, replicated_args=2),
+  return ReplayPrograms(insert=compiled(insert_own, replicated_args=2),
                         learn=compiled(learn, replicated_args=3))

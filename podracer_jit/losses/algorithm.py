@@ -132,7 +132,7 @@ class ReplayAlgorithm(Algorithm):
   @abc.abstractmethod
   def loss(self, network: nn.Module, params: Params, target_params: Params, batch: Transition,
            weight: jax.Array) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-    """Returns the loss of a batch, its terms and its TD errors; see `weighted_loss`.
+    """Returns the loss of a batch, its loss terms and its TD errors; see `weighted_loss`.
 
     Args:
       network: the flax module.
@@ -142,8 +142,8 @@ class ReplayAlgorithm(Algorithm):
       weight: [N] f32, importance weights.
 
     Returns:
-      The scalar loss, and (sums of terms over the transitions, |TD error| [N]). The term 'valid' is
-      the number of transitions.
+      The scalar loss, and (sums of loss terms over the transitions, |TD error| [N]). The loss term
+      'valid' is the number of transitions.
     """
 
 

@@ -114,7 +114,7 @@ class PPO(RolloutAlgorithm):
       dist_params, value, _ = model.apply(params, rollout.obs, None, rollout.valid)
 
     # The value loss is measured in standard deviations of values if they are normalised.
-    moments = running_moments.of(params)
+    moments = running_moments.moments_of(params)
     unit = 1.0 / running_moments.deviation(moments['values']) if 'values' in moments else 1.0
 
     rows = (dist_params, value * unit, rollout.action, rollout.behaviour_log_prob,

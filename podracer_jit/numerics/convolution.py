@@ -208,7 +208,7 @@ def _forward(x, w, stride, pads):
     stride: pixels between windows.
     pads: padding of each axis.
   """
-  # Doubled output channels exceed VECTOR, single ones do not.
+  # Output channels exceed VECTOR only if they are doubled.
   doubling_helps = VECTOR // 2 < w.shape[3] <= VECTOR and w.shape[2] <= VECTOR
   if doubling_helps and stride == 1 and w.shape[1] == 3:
     outputs = x.shape[2] + sum(pads[1]) - w.shape[1] + 1
@@ -317,8 +317,8 @@ def _input_gradient_in_blocks(x, w, dy, stride):
 def max_pool(x: jax.Array, window: int, stride: int) -> jax.Array:
   """Returns the max-pooling of x with SAME padding.
 
-  Values and gradients equal those of `flax.linen.max_pool`: among equal maxima the first in row
-  order gets the gradient. The gradient avoids XLA's select-and-scatter. 84x84x16 by 3x3 stride 2,
+  Values and gradients equal `flax.linen.max_pool`: among equal maxima the first in row order gets
+  the gradient. The gradient avoids XLA's select-and-scatter. 84x84x16 by 3x3 stride 2,
   with the gradient: 170 us a row instead of 1,637.
 
   Args:

@@ -45,8 +45,8 @@ class Sample(NamedTuple):
 class Replay(NamedTuple):
   """Replay of each group, as functions of a `State`.
 
-  'fifo' has rows for `capacity` transitions, counting invalid ones, and n_step + stack further rows
-  that cannot be drawn. 'prioritised' has slots for `capacity` transitions, and for those of one
+  'fifo' has rows for `capacity` transitions, valid or not, and n_step + stack further rows that
+  cannot be drawn. 'prioritised' has slots for `capacity` transitions, and further slots for one
   rollout, which an `add` fills before it evicts.
   """
 
@@ -82,7 +82,7 @@ class Replay(NamedTuple):
     slot_state = None
     if not self.fifo:
       places = self.capacity + self.unroll_length * self.envs
-      # The shapes of one transition are those of a batch [1, ...] without its first axis.
+      # One transition has the shapes of a batch [1, ...] without its first axis.
       batch = jax.eval_shape(lambda: self._read(frames, jnp.zeros(1, int), jnp.zeros(1, int)))
       transition = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), batch)
       slot_state = slots.init(groups, places, transition)

@@ -131,11 +131,11 @@ def read(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: in
   def of_group(*steps):
     return n_step_return(*(jnp.moveaxis(x, -1, 0) for x in steps), discount)
 
-  reward, to_next, steps = lax.map(
+  reward, discount_after, steps = lax.map(
       lambda steps: of_group(*steps),
       tuple(x[g, ahead, e] for x in (ring.reward, ring.terminated, ring.truncated)))
   return Transition(
-      _obs(ring, group, row, env, stack), ring.action[group, row, env], reward, to_next,
+      _obs(ring, group, row, env, stack), ring.action[group, row, env], reward, discount_after,
       _obs(ring, group, (row + steps) % rows, env, stack), ring.added[group, row])
 
 

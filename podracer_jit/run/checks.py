@@ -74,9 +74,9 @@ def _network(experiment: Experiment) -> Iterator[str]:
   spec = experiment.spec
   kind = experiment.algorithm.network_kind
   torso = experiment.torso_options
-  made_from = kinds.provides(type(experiment.network))
-  if made_from != kind.made_from:
-    yield f'network.name: {experiment.loss_name} wants {kind.made_from}, {name} is {made_from}'
+  role = kinds.provides(type(experiment.network))
+  if role != kind.role:
+    yield f'network.name: {experiment.loss_name} wants {kind.role}, {name} is {role}'
     return
   if not kind.takes_torso_options:
     for field, only in (('core', 'none'), ('separate_critic', False)):
@@ -91,7 +91,7 @@ def _network(experiment: Experiment) -> Iterator[str]:
   if getattr(experiment.network, 'needs_images', False):
     if len(spec.obs_shape) != 3:
       any_shape = [network for network, part in kinds.NETWORKS.items()
-                   if kinds.provides(part) == made_from
+                   if kinds.provides(part) == role
                    and not getattr(part, 'needs_images', False)
                    and not getattr(part, 'needs_parts', False)]
       yield (f'network.name: {name} wants images, {spec.task} gives {spec.obs_shape}; '

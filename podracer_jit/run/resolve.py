@@ -150,7 +150,7 @@ def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
   for section, part in chosen.items():
     given = {name: value for name, value in fields[section].items() if name != 'name'}
     known = [name for name in whole[section] if name != 'name']
-    yield from options.check_names(f'{section}.', given, known, of=fields[section]['name'])
+    yield from options.check_names(f'{section}.', given, known, owner=fields[section]['name'])
     for cls in config_lib.option_classes(section, part):
       yield from options.check_values(f'{section}.', given, cls)
   if 'replay' in whole:

@@ -1,4 +1,4 @@
-"""Graph of one program that alternates rollouts and updates, without Python between.
+"""Graph of one program that alternates rollouts and updates, without Python between them.
 
 If the environments are JAX functions, too, the program spans the learner's mesh, and each device
 steps its own environments: Podracer's Anakin (2104.06272, section 2).
@@ -81,7 +81,7 @@ def split(state: ActorState, mesh: Mesh) -> ActorState:
 
   Args:
     state: the state of all vector environments.
-    mesh: of D devices, which divides their number.
+    mesh: D devices; D divides the number of vector environments.
 
   Returns:
     A state with num_shards / D vector environments, whose arrays have a leading axis [D].

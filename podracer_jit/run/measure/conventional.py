@@ -155,7 +155,7 @@ def _stack_on_device(rows: Sequence[Any]) -> Any:
   return jax.tree.map(lambda *x: jnp.stack(x), *rows)
 
 
-_frames_once = jax.jit(frames.of, static_argnums=1)
+_frames_once = jax.jit(frames.from_stacks, static_argnums=1)
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:
