@@ -46,7 +46,8 @@ def estimate(run: build.Run) -> list[Part]:
   """Returns the parts of the memory that this process needs at least; allocates nothing.
 
   There are two moments: while actors act, and while the learner computes a gradient. For each
-  place, the parts are those of the moment that needs more. All CPU devices are one place, the host.
+  place, the result has the parts of the moment that needs more. All CPU devices are one place, the
+  host.
   """
   acting, learning = _moments(run)
   totals = [_total_by_place(parts) for parts in (acting, learning)]
@@ -116,7 +117,7 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
       file = 'memory.limit_in_bytes'
     else:
       continue
-    # In a container, the path may be that of the machine outside. Missing files are skipped.
+    # In a container, the path may belong to the machine outside. Missing files are skipped.
     steps = [step for step in path.split('/') if step not in ('', '..')]
     for folder in folders:
       for depth in range(len(steps) + 1):
@@ -176,7 +177,7 @@ def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
 
 
 def _learner_parts(run: build.Run, state_bytes: int) -> list[Part]:
-  """Returns the parts of the train state: every device has a copy, and its groups of the replay."""
+  """Returns the parts of the train state: a copy on each device, and each device's replay."""
   replay = run.learner.replay_shapes()
   parts = [Part('parameters and optimizer state', state_bytes, _place(device),
                 _network_fields(run)) for device in _optimizer_devices(run)]
@@ -296,7 +297,8 @@ def _largest_field(run: build.Run, fields: Sequence[str]) -> str:
   of_experiment = options.defaults(TrainingOptions) | options.defaults(EnvOptions)
 
   def ratio(field: str) -> float:
-    if field == 'env.task':  # whose observations may be large
+    # A task has no default; the size of its observations is compared with Atari's.
+    if field == 'env.task':
       return obs_bytes(experiment.spec) / _USUAL_OBS
     section, _, name = field.rpartition('.')
     for part in sections[section]:
@@ -374,7 +376,7 @@ class _VectorEnvOfShapes:
 
   @property
   def first_state(self) -> Any:
-    """See `protocol.VectorEnv`; only to be asked for while shapes are computed."""
+    """See `protocol.VectorEnv`; use it inside of `jax.eval_shape` only."""
     return jax.tree.map(_empty, self.state_shapes)
 
   @property

@@ -64,7 +64,7 @@ class Progress:
                                        soft_wrap=True, quiet=quiet)
     self._recent: collections.deque[tuple[float, Record]] = collections.deque()
     self._live: Live | None = None
-    self._printed = time.monotonic()
+    self._printed_s = time.monotonic()  # when the last line was printed
     self._shown = False  # whether the newest record was printed
 
   def __enter__(self) -> Progress:
@@ -83,8 +83,8 @@ class Progress:
     self._console.print(line, markup=False)
 
   def compiling(self) -> None:
-    """Prints that programs are compiled until the first update."""
-    if not self._live:  # the block shows it already
+    """Prints that the programs are being compiled; the block shows this until the first update."""
+    if not self._live:
       self.note('compiling ...')
 
   def finish(self, line: str) -> None:
@@ -98,20 +98,20 @@ class Progress:
 
   def show(self, record: Record) -> None:
     """Adds an update; prints a line every `log.every_seconds` if there is no block."""
-    now = time.monotonic()
-    self._recent.append((now, record))
+    now_s = time.monotonic()
+    self._recent.append((now_s, record))
     # Rates are over the last half minute.
-    while len(self._recent) > 2 and now - self._recent[0][0] > 30:
+    while len(self._recent) > 2 and now_s - self._recent[0][0] > 30:
       self._recent.popleft()
     self._shown = False
-    if not self._live and (now - self._printed >= self._every_s
+    if not self._live and (now_s - self._printed_s >= self._every_s
                            or record['steps'] >= self._total):
-      self._printed = now
+      self._printed_s = now_s
       self._shown = True
       self._console.print(self._line(), markup=False)
 
   def _rates(self) -> tuple[float | None, str]:
-    """Returns valid steps a second, None if not known yet, and the bottleneck in words."""
+    """Returns valid steps a second (None if not yet known), and the bottleneck in words."""
     # A copy, since the block is drawn by another thread.
     recent = list(self._recent)
     start, first = recent[0]
@@ -129,7 +129,7 @@ class Progress:
   def _numbers(self) -> dict[str, str]:
     """Returns the numbers of the newest record as text, by their labels."""
     _, record = self._recent[-1]
-    sps, words = self._rates()
+    sps, limit = self._rates()
     numbers = {
         'steps': f'{record["steps"]:,} of {self._total:,}',
         'frames': f'{record["frames"]:,}',
@@ -150,7 +150,7 @@ class Progress:
           f'{record["replay_size"]:,.0f} transitions, {record["samples_per_s"]:,.0f} drawn a '
           f'second, {record["replay_ratio"]:.2f} for each added, '
           f'{record["sampled_age"]:,.0f} gradient steps old')
-    return numbers | ({'bottleneck': words} if words else {})
+    return numbers | ({'bottleneck': limit} if limit else {})
 
   def _line(self) -> str:
     return '  '.join(f'{name} {value}' for name, value in self._numbers().items())

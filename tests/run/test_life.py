@@ -204,8 +204,8 @@ def annealed(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('annealed')
   binary(*CATCH, updates(6), f'--workdir={workdir}')
   said = binary(*CATCH, updates(12), f'--workdir={workdir}', '--extend')
-  assert ('the learning rate changes from 0 to 0.0005 here: it is annealed over 6,912 steps instead '
-          'of 3,456\n') in said
+  assert ('the learning rate changes from 0 to 0.0005 here: it is annealed over 6,912 steps '
+          'instead of 3,456\n') in said
   return workdir
 
 
