@@ -2,7 +2,7 @@
 
   podracer_jit envs               the families, each with its number of tasks
   podracer_jit envs atari         the tasks of a family
-  podracer_jit envs mujoco        the tasks of all families of this kind: mujoco.gym, mujoco.dmc, ...
+  podracer_jit envs mujoco        the tasks of families of this kind: mujoco.gym, mujoco.dmc, ...
   podracer_jit envs gymnax        environments that are JAX functions
   podracer_jit envs playground    MuJoCo Playground's tasks: JAX functions, and EnvPool's versions
   podracer_jit envs gymnasium     environments that Python steps
