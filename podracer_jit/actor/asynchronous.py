@@ -173,7 +173,14 @@ def _take(state: Sequences, columns: int) -> tuple[Sequences, Rollout]:
 
 @jax.named_scope('storing')
 def _write(buffer: Rollout, row: jax.Array, slot: jax.Array, **fields) -> Rollout:
-  """Sets row[i] of slot[i] of the named fields to field[i], for fields [n, ...]."""
+  """Sets rows of slots of the named fields.
+
+  Args:
+    buffer: [T, S, ...].
+    row: [n] i32, the row to set in each slot.
+    slot: [n] i32, the slots, all different.
+    **fields: values [n, ...] by field.
+  """
   return buffer._replace(**{
       name: jax.tree.map(lambda b, x: b.at[row, slot].set(x, unique_indices=True),
                          getattr(buffer, name), value)

@@ -89,7 +89,8 @@ class VectorEnv(Protocol):
 
   `send` and `recv` take and return a token and a state. All vector environments of a program pass
   on one token, which orders their calls: a simulator outside of the program needs this. The state
-  belongs to one vector environment: if the environments are functions, it is all there is of them.
+  belongs to one vector environment. JAX functions keep everything in it; a simulator outside of the
+  program needs none.
 
   After the step that ends an episode, the next step is a reset: it ignores the action, and its
   reward is 0.

@@ -177,6 +177,16 @@ class Agent:
     player = self.player
 
     def decide(params, obs, state, is_first, key, greedy):
+      """Returns actions and the next state; see `act`.
+
+      Args:
+        params: parameters of the network.
+        obs: [B, ...].
+        state: the recurrent state.
+        is_first: [B] bool, these rows begin an episode.
+        key: PRNG key.
+        greedy: takes the most likely action instead of drawing one.
+      """
       def begin(x, initial):
         rows = is_first.reshape(-1, *(1,) * (x.ndim - 1))
         return jnp.where(rows, initial, x)

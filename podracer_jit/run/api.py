@@ -143,7 +143,7 @@ def train(config: Config, workdir: str | Path, *,
                      'run of several')
   all_callbacks = Callbacks(callbacks)
   fields = _mapping(config)
-  options = life.of(init_from, init_parts, init_partly, extend, change, repeat)
+  options = life.make_life(init_from, init_parts, init_partly, extend, change, repeat)
   workdir = Path(workdir)
   prepare(fields)
   experiment = resolve(fields)

@@ -50,14 +50,22 @@ def of_flags(values: flags.FlagValues) -> Life:
   Raises:
     ValueError: a flag has a wrong value, in one line.
   """
-  return of(values.init_from, values.init_parts, values.init_partly, values.extend, values.change,
-            values.repeat)
+  return make_life(values.init_from, values.init_parts, values.init_partly, values.extend,
+                   values.change, values.repeat)
 
 
-def of(init_from: str | Path | None = None, init_parts: Sequence[str] | None = None,
-       init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
-       repeat: str | Path | None = None) -> Life:
-  """Returns checked options; the arguments are the flags of the same names.
+def make_life(init_from: str | Path | None = None, init_parts: Sequence[str] | None = None,
+              init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
+              repeat: str | Path | None = None) -> Life:
+  """Checks the options of a run's life and returns them.
+
+  Args:
+    init_from: see the flag --init_from, and so on for the other arguments.
+    init_parts: the parts to take, or 'all'.
+    init_partly: arrays that do not fit begin anew.
+    extend: total_steps may be larger.
+    change: fields that may differ.
+    repeat: the workdir of the run to repeat.
 
   Raises:
     ValueError: a value is wrong, or two do not go together, in one line.

@@ -348,7 +348,14 @@ class _NetworkOfShapes:
     self.initial_recurrent_state = network.initial_recurrent_state
 
   def apply(self, params: Any, obs: jax.Array, *args: jax.Array, method: str = '__call__') -> Any:
-    """Returns zeros for rows [1, B], or for `method` 'action_value' for environments [B]."""
+    """Returns zeros of the network's shapes.
+
+    Args:
+      params: unused.
+      obs: [1, B, ...]; [B, ...] for the method 'action_value'.
+      *args: further arguments of the network's method.
+      method: '__call__' or 'action_value'.
+    """
     del params
     if method == 'action_value':
       return jnp.zeros(len(obs))
@@ -386,7 +393,7 @@ class _VectorEnvOfShapes:
 
   def send(self, token: jax.Array, state: Any, action: jax.Array,
            env_id: jax.Array | None = None) -> tuple[jax.Array, Any]:
-    """See `protocol.VectorEnv`."""
+    """Does nothing. Args and results: see `protocol.VectorEnv.send`."""
     del action, env_id
     return token, state
 

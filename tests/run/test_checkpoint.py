@@ -174,7 +174,7 @@ def test_the_state_that_is_read_must_be_the_one_that_was_saved(copy):
   record = json.loads(path.read_text())
   path.write_text(json.dumps(record | {'state_sha256': '0' * 64}))
   with contextlib.closing(checkpoint.Checkpoints(copy)) as saved:
-    with pytest.raises(checkpoint.Broken, match='the state that was read is not the state that was saved'):
+    with pytest.raises(checkpoint.Broken, match='read is not the state that was saved'):
       saved.restore(prepared(CONFIG).initial_state(), 6)
 
 

@@ -74,6 +74,18 @@ def make_steps(vector_envs: Sequence[VectorEnv], to_env: Callable, steps: int) -
 
   def run(token: jax.Array, envs: Sequence[tuple[Any, jax.Array]], actions: Sequence[jax.Array]):
     def send(i, t, token, envs, valid):
+      """Sends the actions of step t to vector environment i.
+
+      Args:
+        i: index of the vector environment.
+        t: [] i32, the step.
+        token: orders the calls of environments.
+        envs: see `run`.
+        valid: [] i32, valid steps so far.
+
+      Returns:
+        The new `token` and `envs`, and `valid`.
+      """
       simulator, ended = envs[i]
       action = lax.dynamic_index_in_dim(actions[i], t, keepdims=False)
       token, simulator = vector_envs[i].send(token, simulator, to_env(action))
