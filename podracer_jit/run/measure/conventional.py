@@ -1,9 +1,9 @@
-"""The conventional actor, with Python between any two steps, to compare the jitted rollout with.
+"""A conventional actor, with Python between any two steps, as a baseline for the jitted rollout.
 
-It works as Cleanba's actor threads do: each step is one call of a jitted policy and one `env.step`
-of EnvPool's gymnasium API. Rows are kept in lists and stacked at the end. Keys, seeds, the meaning
-of rows and episode statistics are those of the jitted actor, so both make the same rollouts, and
-the learner and the channels need not know the difference. Training never uses it.
+The actor works like Cleanba's actor threads: each step is one call of a jitted policy and one
+`env.step` of EnvPool's gymnasium API. Rows are collected in lists and stacked at the end. The actor
+uses the keys, seeds, rows and episode statistics of the jitted actor, so both make the same
+rollouts for the same learner. Training never uses this actor.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def make_policy(network: ActorCritic) -> Callable:
 
 
 class Pool:
-  """An EnvPool stepped from Python. It starts as an `EnvPoolVectorEnv` with these arguments."""
+  """An EnvPool stepped from Python; starts like an `EnvPoolVectorEnv` with the same arguments."""
 
   def __init__(self, args: PoolArgs, key: jax.Array, device: jax.Device, stack: int,
                on_host: bool):
@@ -89,7 +89,7 @@ class Pool:
       device: runs the policy and holds the rollouts.
       stack: `stack` of the task's EnvSpec.
       on_host: True: NumPy stacks the observations, which is faster if the device is the CPU. False:
-        each observation is sent to the device once, for the policy, and the device stacks them.
+        the device stacks the observations that were sent to it for the policy.
     """
     size = len(args.seeds)
     self._pool = envpool_envs.make_pool(*args)
@@ -166,15 +166,15 @@ def _narrow(x: np.ndarray) -> np.ndarray:
 def replace_actor(worker: Worker, pools: Sequence[PoolArgs], device: jax.Device, policy: Callable,
                   unroll_length: int, stack: int, on_host: bool | None = None
                   ) -> tuple[Worker, Callable[[], None]]:
-  """Replaces the rollout of an actor by one that is stepped from Python.
+  """Replaces the rollout of an actor by a rollout that Python steps.
 
-  Several pools are stepped one after another. Nothing overlaps within one actor, as in Cleanba,
+  Several pools are stepped one after another. Within an actor nothing overlaps, as in Cleanba,
   which has several actor threads instead.
 
   Args:
     worker: an actor of a segment.
     pools: arguments of its pools.
-    device: the actor's.
+    device: the device of the actor.
     policy: the function that `make_policy` returned.
     unroll_length: steps of a rollout.
     stack: `stack` of the task's EnvSpec.
