@@ -185,7 +185,7 @@ def shrink(config: dict[str, Any], number: int, words: str, updates: int
 
 
 def describe(config: dict[str, Any]) -> str:
-  """Returns an experiment in a few words."""
+  """Returns a short description of an experiment."""
   network = config['network']
   on = [name for name, value in config['normalise'].items() if value]
   return ' '.join([
