@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -34,6 +35,26 @@ def bottleneck(actor_wait_s: float, learner_wait_s: float, seconds: float) -> st
   if actor > learner:
     return f'learner (the actors wait {actor:.0f}% of the time)'
   return f'actors (the learner waits {learner:.0f}% of the time)'
+
+
+def waited(records: Sequence[tuple[float, Record]], side: str) -> float:
+  """Returns the seconds that a side waited since the first record.
+
+  A wait counts in the update in which it ends. So the second record may contain a wait that began
+  long before the first, while programs were compiled. Up to each record, a side cannot have waited
+  longer than the time since the first record; the excess is subtracted.
+
+  Args:
+    records: (time in seconds, record) of updates, in order.
+    side: 'actor_wait_s' or 'learner_wait_s'.
+  """
+  start_s = records[0][0]
+  total = 0.0
+  excess = 0.0
+  for time_s, record in records[1:]:
+    total += record[side]
+    excess = max(excess, total - (time_s - start_s))
+  return total - excess
 
 
 def _duration(seconds: float) -> str:
@@ -122,8 +143,7 @@ class Progress:
     sps = (last['steps'] - first['steps']) / (end - start)
     if not self._split:
       return sps, 'one program (rollout and learning take turns)'
-    waits = [sum(record[side] for _, record in recent[1:])
-             for side in ('actor_wait_s', 'learner_wait_s')]
+    waits = [waited(recent, side) for side in ('actor_wait_s', 'learner_wait_s')]
     return sps, bottleneck(*waits, end - start)
 
   def _numbers(self) -> dict[str, str]:
