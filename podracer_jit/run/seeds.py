@@ -155,7 +155,7 @@ class _Seed:
         checkpoint.Checkpoints(self.workdir, self.run.experiment.checkpoint.keep)))
     self._meta: Mapping[str, Any] = {'segment': 0}
     state = self.run.initial_state()
-    envs: Any = ()
+    envs: Any | None = None
     if opened_session.update is not None:
       like = state._replace(replay=self.run.learner.replay_shapes())
       state, self._meta = train_lib.restore(
@@ -217,11 +217,11 @@ class _Seed:
     """
     experiment = self.run.experiment
     if not experiment.checkpoint.replay:
-      state = state._replace(replay=())
+      state = state._replace(replay=None)
     newest = history.newest_config(experiment.fields, self._entries, self.update + 1)
     self._meta = self._meter.meta() | {'segment': self._meta['segment'] + 1}
     self._files.flush()
-    envs = kept_envs.gather([actor_state]) if self.run.keeps_envs else ()
+    envs = kept_envs.gather([actor_state]) if self.run.keeps_envs else None
     self._saved.save(state, self._meta | {'run': workdirs.record_of(newest, self._entries)}, envs)
     self.update = int(state.update)
     self.steps = int(state.steps)
@@ -343,7 +343,7 @@ def _segment(runs: Sequence[_Seed], program: Any, states: TrainState, actor_stat
 
 def _with_empty_replays(runs: Sequence[_Seed], states: TrainState) -> TrainState:
   """Returns the states with a new replay in place of the old one, if there is one."""
-  single = jax.tree.map(lambda x: x[0], states._replace(replay=()))
+  single = jax.tree.map(lambda x: x[0], states._replace(replay=None))
   replay = runs[0].run.learner.allocate(single).replay
   if not jax.tree.leaves(replay):
     return states

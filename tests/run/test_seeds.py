@@ -12,7 +12,7 @@ from podracer_jit.run.metrics import Diverged
 from tests import processes
 from tests.runs import changed, prepared, run, small
 
-NOTHING = life.of()
+NOTHING = life.make_life()
 
 
 def config_of(loss='ppo', **fields):
@@ -130,7 +130,7 @@ def test_a_workdir_of_another_experiment_is_refused(tmp_path):
   with pytest.raises(ValueError, match='total_steps'):
     train(config_of(total_steps=70), tmp_path, 2)
   finished, by_seed = train(config_of(total_steps=130), tmp_path, 2,
-                            options=life.of(extend=True))
+                            options=life.make_life(extend=True))
   assert finished and all(metrics[-1]['steps'] >= 130 for metrics, _ in by_seed)
 
 
@@ -152,7 +152,7 @@ def test_other_experiments_are_refused_before_anything_is_written(
 
 def test_a_repeated_run_is_refused(tmp_path):
   with pytest.raises(ValueError, match='--repeat: a run of one seed'):
-    train(config_of(), tmp_path / 'new', 2, options=life.of(repeat=tmp_path))
+    train(config_of(), tmp_path / 'new', 2, options=life.make_life(repeat=tmp_path))
 
 
 def test_the_memory_of_all_seeds_is_added():
