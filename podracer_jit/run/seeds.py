@@ -9,6 +9,7 @@ single runs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.metrics import Diverged, Files, Meter, Record, check_finite
 from podracer_jit.run.progress import Progress
 from podracer_jit.run.resolve import resolve
+from podracer_jit.runtime import host
 from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.types import TrainState
@@ -87,16 +89,19 @@ def opened(config: Mapping[str, Any], num_seeds: int, workdir: Path, options: li
   first = resolve(config)
   for problem in _problems(first, num_seeds, options):
     raise ValueError(problem)
-  seeds = range(first.seed, first.seed + num_seeds)
+  host.prepare_host(first.placement)
+  run = build.make_run(first)
+  notes = [f'warning: {line}' for line in memory.check(run, num_seeds)]
   sessions = []
   with contextlib.ExitStack() as stack:
-    for seed in seeds:
-      sessions.append(stack.enter_context(session.opened(
-          resolve({**config, 'seed': seed}), workdir / f'seed{seed}', options)))
+    for seed in range(first.seed, first.seed + num_seeds):
+      # Nothing but the experiment depends on the seed, so the seeds share what is compiled.
+      run_of_seed = dataclasses.replace(run, experiment=dataclasses.replace(
+          first, seed=seed, fields={**first.fields, 'seed': seed}))
+      sessions.append(stack.enter_context(session.opened_run(
+          run_of_seed, workdir / f'seed{seed}', options)))
       _check_session(sessions[-1], seed)
-    notes = [f'warning: {line}' for line in memory.check(sessions[0].run, num_seeds)]
-    notes += [f'seed {seed}: {note}' for seed, each in zip(seeds, sessions, strict=True)
-              for note in each.notes]
+      notes += [f'seed {seed}: {note}' for note in sessions[-1].notes]
     yield Seeds(sessions, notes)
 
 
@@ -167,10 +172,11 @@ class _Seed:
     self.state: TrainState | None = state
     self.actor, = build.make_actors(self.run, self._meta['segment'], stack, envs)
     self.finished = self.steps >= self.run.experiment.total_steps
-    self._files = stack.enter_context(contextlib.closing(Files(
-        self.workdir, self.update, self.steps, self.run.experiment.log.tensorboard)))
-    for problem in self._files.problems:
-      note(f'seed {self.seed}: {problem}')
+    if not self.finished:
+      self._files = stack.enter_context(contextlib.closing(Files(
+          self.workdir, self.update, self.steps, self.run.experiment.log.tensorboard)))
+      for problem in self._files.problems:
+        note(f'seed {self.seed}: {problem}')
 
   def begin_segment(self, num_seeds: int) -> None:
     """Writes the header of a segment to the receipts."""
