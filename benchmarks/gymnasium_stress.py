@@ -12,9 +12,9 @@ are those of all trainings together.
 Prints a line for each training: its updates, the steps a second, and the longest time without an
 update.
 
-A training stands still if for --patience_s it makes no update and uses less than a hundredth of a
-core, so a training that only waits for a busy machine does not. Its log then has the stacks of all
-threads.
+A training stands still if it makes no update for --patience_s and hardly ever has a thread that
+wants a core, so a training that only waits for a busy machine does not. Its log then has the stacks
+of all threads.
 
 Exit code: 0 no problem; 1 a training stood still, failed, did not save and end after SIGTERM, or
 left a process behind; 2 wrong arguments.
@@ -23,6 +23,7 @@ left a process behind; 2 wrong arguments.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import shutil
@@ -48,6 +49,7 @@ SCHEMES = ('sync', 'cleanba', 'impala')
 PLACES = {1: ((0,), 1), 2: ((0, 1), 1), 3: ((0,), 3), 4: ((0, 1), 2)}
 END_S = 300  # a training has so long to save and end after SIGTERM
 LEAST_S = 60  # of updates in each training
+WORKING = 0.2  # share of samples in which a training that works wants a core
 STOPPED = (0, 3)  # exit codes of a training that a signal stopped
 
 
@@ -126,16 +128,14 @@ def descendants(pid: int) -> set[int]:
     family |= more
 
 
-def cpu_seconds(pid: int) -> float:
-  """Returns the seconds of a core that a process and its descendants have used."""
-  ticks = 0
+def wants_core(pid: int) -> bool:
+  """Returns whether a thread of a process, or of its descendants, runs or could run."""
   for each in {pid, *descendants(pid)}:
-    try:
-      fields = Path(f'/proc/{each}/stat').read_text().rpartition(')')[2].split()
-    except OSError:
-      continue  # it has ended
-    ticks += int(fields[11]) + int(fields[12])  # of the user and of the system
-  return ticks / os.sysconf('SC_CLK_TCK')
+    for thread in Path(f'/proc/{each}/task').glob('*/stat'):
+      with contextlib.suppress(OSError):  # it has ended
+        if thread.read_text().rpartition(')')[2].split()[0] in 'RD':
+          return True
+  return False
 
 
 def watch(process: subprocess.Popen, workdir: Path, seconds: float, patience_s: float) -> Outcome:
@@ -151,9 +151,9 @@ def watch(process: subprocess.Popen, workdir: Path, seconds: float, patience_s: 
   first = last = start
   update = 0
   longest_s = 0.0
-  cpu_s = 0.0  # used by the training before its newest update
+  samples: list[bool] = []  # since the newest update: whether a thread wanted a core
   while time.monotonic() < max(start + seconds, first + LEAST_S) or not update:
-    time.sleep(0.2)
+    time.sleep(0.5)
     now = time.monotonic()
     if process.poll() is not None:
       return Outcome(update, now - first, longest_s, f'exit code {process.returncode}')
@@ -165,14 +165,14 @@ def watch(process: subprocess.Popen, workdir: Path, seconds: float, patience_s: 
         first = now
       update = newest
       last = now
-      cpu_s = cpu_seconds(process.pid)
-    elif now - last > patience_s:
-      used_s = cpu_seconds(process.pid) - cpu_s
-      if used_s < (now - last) / 100:
-        process.send_signal(signal.SIGABRT)  # faulthandler writes the stacks of all threads
-        process.wait()
-        return Outcome(update, now - first, now - last,
-                       f'no update for {now - last:.0f} s, and {used_s:.1f} s of work')
+      samples.clear()
+      continue
+    samples.append(wants_core(process.pid))
+    if now - last > patience_s and sum(samples) < WORKING * len(samples):
+      process.send_signal(signal.SIGABRT)  # faulthandler writes the stacks of all threads
+      process.wait()
+      return Outcome(update, now - first, now - last, f'no update for {now - last:.0f} s, and '
+                     f'work in {sum(samples)} of {len(samples)} samples')
   outcome = Outcome(update, time.monotonic() - first, longest_s, '')
   workers = descendants(process.pid)
   process.send_signal(signal.SIGTERM)
