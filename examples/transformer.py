@@ -92,8 +92,8 @@ class PredictiveA2C(RolloutAlgorithm):
 def get_config(arg: str = ''):
   """`smoke` makes a few updates only."""
   config = experiment.config('transformer:PredictiveA2C', 'transformer:Cells', 'adam')
-  config.env = dict(task='MiniGrid-DoorKey-5x5-v0', num_envs=32)
+  config.env = dict(task='MiniGrid-Empty-Random-6x6-v0', num_envs=32)
   config.unroll_length = 16
-  config.total_steps = 5_000 if 'smoke' in experiment.arguments(arg, 'smoke') else 600_000
+  config.total_steps = 5_000 if 'smoke' in experiment.arguments(arg, 'smoke') else 200_000
   config.optimizer.learning_rate = 1e-3
   return config
