@@ -25,8 +25,10 @@ from podracer_jit.run import (
     export,
     manifest,
     safe_files,
+    sources,
     workdirs,
 )
+from podracer_jit.run import config as config_lib
 from podracer_jit.run.experiment import Experiment
 
 PARAMETERS = 'parameters.safetensors'
@@ -105,7 +107,8 @@ class Agent:
     """Writes the agent to a new folder, which `load` reads.
 
     It has the config (config.json), the parameters (parameters.safetensors) and their checksums
-    (manifest.json). Nothing in it is executed when it is read.
+    (manifest.json), and copies of your own modules (sources/). Nothing in it is executed when it is
+    read.
 
     Raises:
       ValueError: there is something of that name already.
@@ -125,12 +128,12 @@ class Agent:
       OSError: it cannot be written.
     """
     folder = Path(folder)
-    _check_new(folder)  # before the programs are compiled
+    check_new(folder)  # before the programs are compiled
     self._write(folder, export.files(self.player, self.experiment, self._spaces))
 
   def _write(self, folder: Path, files: Mapping[str, bytes]) -> None:
     """Writes the files that every saved agent has, and `files`, to a new folder in one step."""
-    _check_new(folder)
+    check_new(folder)
     draft = folder.with_name(folder.name + _DRAFT)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -142,6 +145,7 @@ class Agent:
         draft / PARAMETERS, {'update': str(self.update), 'steps': str(self.steps)})
     for name, content in files.items():
       safe_files.write_bytes(draft / name, content)
+    sources.keep(draft, config_lib.sources(self.experiment.fields), 1)
     manifest.write(draft, manifest.digest(params))
     with contextlib.suppress(FileNotFoundError):
       folder.rmdir()  # an empty one
@@ -219,7 +223,12 @@ class Agent:
     return jax.jit(decide, static_argnums=5)
 
 
-def _check_new(folder: Path) -> None:
+def check_new(folder: Path) -> None:
+  """Checks that an agent may be written to a folder.
+
+  Raises:
+    ValueError: there is something of that name already.
+  """
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise ValueError(f'{folder} exists; choose another name, as nothing saved is overwritten')
 

@@ -5,8 +5,9 @@
 
 It reads the receipts of both runs, which have a fingerprint of every update's batch and parameters,
 and then prints the two learning curves side by side. It names the fields in which the configs
-differ, changes of the config that only one run has made on its way (--extend, --change), and the
-states of other runs that they began with (--init_from).
+differ, changes of the config that only one run has made on its way (--extend, --change), the
+states of other runs that they began with (--init_from), and files of your own modules that differ
+or have changed on the way.
 
 With --deep it makes the first differing update of both runs again, each where the run made it, and
 says which array differs first (a leaf of the rollout, of a gradient, of the optimizer's state or of
@@ -25,7 +26,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from podracer_jit.run import checkpoint, history, journal, workdirs
+from podracer_jit.run import checkpoint, history, journal, sources, workdirs
 
 ROWS = 10  # of the learning curves
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
   try:
     configs = [workdirs.read_fields(folder) for folder in folders]
     histories = [workdirs.read_history(folder) for folder in folders]
+    kept = [sources.read(folder) for folder in folders]
     receipts = [journal.read_receipts(folder) for folder in folders]
     curves = [journal.read_lines(folder / journal.METRICS) for folder in folders]
     if not receipts[0].by_update.keys() & receipts[1].by_update.keys():
@@ -62,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     verdict = f'unknown, since receipts are missing; the existing receipts: {verdict}'
   try:
     for line in [*config_differences(*configs), *history.differences(*histories),
-                 *header_differences(*(side.headers for side in receipts)), *incomplete]:
+                 *sources.differences(*kept), *header_differences(*(side.headers for side in receipts)), *incomplete]:
       print(line)
     print(verdict)
     if wants_deep and different is not None:
