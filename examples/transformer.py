@@ -62,7 +62,7 @@ class PredictiveA2C(RolloutAlgorithm):
   """Policy gradients with n-step returns, and an auxiliary loss."""
 
   value_coef: float = option(0.5, 'weight of the value loss', at_least=0)
-  entropy_coef: float = option(0.01, 'weight of the entropy bonus')
+  entropy_coef: float = option(0.003, 'weight of the entropy bonus')
   prediction_coef: float = option(0.05, 'weight of the auxiliary loss', at_least=0)
 
   def heads(self, spec):
@@ -94,6 +94,6 @@ def get_config(arg: str = ''):
   config = experiment.config('transformer:PredictiveA2C', 'transformer:Cells', 'adam')
   config.env = dict(task='MiniGrid-Empty-Random-6x6-v0', num_envs=32)
   config.unroll_length = 16
-  config.total_steps = 5_000 if 'smoke' in experiment.arguments(arg, 'smoke') else 200_000
-  config.optimizer.learning_rate = 1e-3
+  config.total_steps = 5_000 if 'smoke' in experiment.arguments(arg, 'smoke') else 300_000
+  config.optimizer.learning_rate = 2e-3
   return config

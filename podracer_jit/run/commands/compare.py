@@ -64,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
     verdict = f'unknown, since receipts are missing; the existing receipts: {verdict}'
   try:
     for line in [*config_differences(*configs), *history.differences(*histories),
-                 *sources.differences(*kept), *header_differences(*(side.headers for side in receipts)), *incomplete]:
+                 *sources.differences(*kept),
+                 *header_differences(*(side.headers for side in receipts)), *incomplete]:
       print(line)
     print(verdict)
     if wants_deep and different is not None:
