@@ -94,6 +94,6 @@ def get_config(arg: str = ''):
   config = experiment.config('transformer:PredictiveA2C', 'transformer:Cells', 'adam')
   config.env = dict(task='MiniGrid-Empty-Random-6x6-v0', num_envs=32)
   config.unroll_length = 16
-  config.total_steps = 5_000 if 'smoke' in experiment.arguments(arg, 'smoke') else 300_000
+  config.total_steps = 5_000 if 'smoke' in experiment.arguments(arg, 'smoke') else 150_000
   config.optimizer.learning_rate = 2e-3
   return config
