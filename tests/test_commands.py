@@ -47,8 +47,8 @@ def test_every_verb_has_a_module_and_every_module_a_verb():
 @pytest.mark.parametrize('word, said', [
     ('evalute', 'evalute: no such command; did you mean evaluate?'),
     ('Tune', 'Tune: no such command; did you mean tune?'),
-    ('zzz', 'zzz: no such command; there are train, evaluate, compare, rerun, tune, benchmark, '
-            'launch, configs, envs'),
+    ('zzz', 'zzz: no such command; there are train, evaluate, export, compare, rerun, tune, '
+            'benchmark, launch, configs, envs'),
     ('configs/impala_catch.py', 'configs/impala_catch.py: no such command; to train with this '
                                 'config: podracer_jit --config=configs/impala_catch.py')])
 def test_an_unknown_verb_is_one_line_and_exit_2(word, said, capsys):
@@ -65,6 +65,7 @@ def test_without_a_verb_it_trains(args, monkeypatch):
 
 @pytest.mark.parametrize('args, said', [
     (['evaluate'], '--workdir is missing'),
+    (['export', '--workdir=x'], '--workdir and --out are needed'),
     (['compare', 'runs/a'], 'two workdirs are needed'),
     (['rerun', '--workdir=x'], '--workdir and --update are needed'),
     (['tune'], '--config is missing'),

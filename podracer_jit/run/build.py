@@ -164,6 +164,29 @@ def make_network(experiment: Experiment) -> nn.Module:
   if dist_params.shape[-1] != experiment.policy.dist_size:
     raise ValueError(f'policy: it reads {experiment.policy.dist_size} numbers, and {name} gives '
                      f'{dist_params.shape[-1]}')
+  return _with_heads(network, experiment)
+
+
+def _with_heads(network: nn.Module, experiment: Experiment) -> nn.Module:
+  """Returns the network with the auxiliary heads of its algorithm, if it has any.
+
+  Raises:
+    ValueError: the network has no place for heads, or a head fails.
+  """
+  name = experiment.loss_name
+  spec = experiment.spec
+  try:
+    heads = dict(experiment.algorithm.heads(spec))
+    if not heads:
+      return network
+    if 'heads' not in {field.name for field in dataclasses.fields(network)}:
+      raise TypeError(f'{type(network).__name__} takes no heads')
+    network = network.clone(heads=heads)
+    jax.eval_shape(lambda key: networks.init_params(network, key, spec.obs_shape, spec.obs_dtype),
+                   jax.random.key(0))
+  except Exception as error:  # noqa: BLE001 - a user's own heads may raise anything
+    raise ValueError(f'loss.name: the heads of {name} fail on {spec.task}: '
+                     f'{type(error).__name__}: {options.shorten(str(error))}') from error
   return network
 
 
