@@ -128,6 +128,7 @@ class Replay(NamedTuple):
     # the oldest rows have lost frames of their stacks.
     value = jnp.where(starts, _mass(error, self.priority_exponent), 0.0)
     value = jnp.pad(value, ((0, 0), (0, self.margin * self.envs)))
+    # The size changes by the new transitions, minus the overwritten ones.
     before = tree.get(state.priorities, group, place) > 0
     change = jnp.sum(value > 0, axis=1) - jnp.sum(before, axis=1)
     return state._replace(priorities=tree.put(state.priorities, group, place, value),

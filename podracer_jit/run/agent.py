@@ -106,6 +106,7 @@ class Agent:
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
       raise ValueError(f'{folder} exists; choose another name, as nothing saved is overwritten')
+    # The folder gets its name in one step, once it is complete.
     draft = folder.with_name(folder.name + _DRAFT)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)

@@ -167,6 +167,7 @@ class Checkpoints:
     whole = NamedSharding(mesh, PartitionSpec())
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
                         _metadata(self._workdir, update, 'state'))
+    # Orbax's metadata has the numbers of a PRNG key, but it restores keys by their own dtype.
     key = jax.eval_shape(lambda: jax.random.key(0))
     like['key'] = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
     restored = self._manager.restore(

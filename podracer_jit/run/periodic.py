@@ -156,6 +156,7 @@ class Evaluator:
     """
     while self._pending and not asked_to_stop():
       try:
+        # Short waits, so that a signal is noticed soon.
         record = self._pending[0].result.result(_POLL_S)
       except TimeoutError:
         continue
