@@ -32,7 +32,8 @@ def read(workdir: Path) -> list[Record]:
   """Returns the evaluations of a run, in order; empty if there are none.
 
   An evaluation has 'update', 'steps', 'num_episodes', its duration in 'seconds', and either the
-  statistics of `evaluation.statistics` or an 'error'.
+  statistics of `evaluation.statistics` or an 'error'. 'waited_s' is how long training waited for it
+  in seconds; it is missing while training may still have to wait.
   """
   path = workdir / NAME
   return journal.read_lines(path) if path.exists() else []
@@ -61,7 +62,7 @@ class _Task(NamedTuple):
   """A checkpoint to evaluate."""
 
   player: evaluation.Player  # with a copy of the parameters
-  result: futures.Future[Record]
+  result: futures.Future[None]  # done when the record is written
 
 
 class Evaluator:
@@ -70,7 +71,7 @@ class Evaluator:
   The evaluator's environments, seeds and random numbers depend only on the seed of the run and on
   the update. So its results do not depend on timing, and training does not depend on its results. A
   checkpoint that waits for its evaluation is not deleted, so a killed run can make up for a missing
-  evaluation when it resumes.
+  evaluation when it resumes. Training waits only in `wait`, and each record says for how long.
   """
 
   def __init__(self, run: build.Run, workdir: Path, saved: checkpoint.Checkpoints,
@@ -95,6 +96,7 @@ class Evaluator:
     self._pending: list[_Task] = []
     self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
     self._cancelled = threading.Event()
+    self._writing = threading.Lock()
     # A daemon, because an environment that never answers must not keep the process alive.
     self._thread = threading.Thread(target=self._work, name='evaluator', daemon=True)
     self._thread.start()
@@ -154,16 +156,13 @@ class Evaluator:
     Raises:
       checkpoint.NotSaved: the file cannot be written.
     """
-    while self._pending and not asked_to_stop():
-      try:
-        # Short waits, so that a signal is noticed soon.
-        record = self._pending[0].result.result(_POLL_S)
-      except TimeoutError:
-        continue
-      except OSError as error:
-        raise checkpoint.NotSaved(str(error)) from error
+    while self._pending:
+      task = self._pending[0]
+      began_s = time.monotonic()
+      if not self._is_done(task, asked_to_stop):
+        return
       del self._pending[0]
-      self._show(record)
+      self._show(self._add_waiting_time(task.player.update, time.monotonic() - began_s))
 
   def close(self) -> None:
     """Ends the thread; drops an unfinished evaluation."""
@@ -188,13 +187,14 @@ class Evaluator:
     """Evaluates one checkpoint after another."""
     while (task := self._tasks.get()) and not self._cancelled.is_set():
       try:
-        task.result.set_result(self._evaluate(task.player))
+        self._evaluate(task.player)
+        task.result.set_result(None)
       except _Cancelled:
         return
       except BaseException as error:  # noqa: BLE001 - raised again by `wait`
         task.result.set_exception(error)
 
-  def _evaluate(self, player: evaluation.Player) -> Record:
+  def _evaluate(self, player: evaluation.Player) -> None:
     """Plays the episodes of an evaluation; writes and prints the result.
 
     Raises:
@@ -219,12 +219,43 @@ class Evaluator:
       best = best_of([*self._records, record]) == player.update
       outcome = f'return {record["mean"]:.2f}' + (', the best so far' if best else '')
     record['seconds'] = time.monotonic() - began_s
-    # A new list, because another thread may be reading the old one.
-    self._records = [*self._records, record]
-    self._write()
+    with self._writing:
+      # A new list, because another thread may be reading the old one.
+      self._records = [*self._records, record]
+      self._write()
     self._note(f'evaluation of update {player.update:,} ({options.num_episodes} episodes): '
                f'{outcome}')
-    return record
+
+  def _is_done(self, task: _Task, asked_to_stop: Callable[[], bool]) -> bool:
+    """Waits for an evaluation; returns False if `asked_to_stop` ends the wait.
+
+    Raises:
+      checkpoint.NotSaved: the file cannot be written.
+    """
+    while not asked_to_stop():
+      try:
+        task.result.result(_POLL_S)
+        return True
+      except TimeoutError:
+        continue
+      except OSError as error:
+        raise checkpoint.NotSaved(str(error)) from error
+    return False
+
+  def _add_waiting_time(self, update: int, waited_s: float) -> Record:
+    """Notes how long training waited for an evaluation; returns its whole record.
+
+    Raises:
+      checkpoint.NotSaved: the file cannot be written.
+    """
+    with self._writing:
+      self._records = [record | {'waited_s': waited_s} if record['update'] == update else record
+                       for record in self._records]
+      try:
+        self._write()
+      except OSError as error:
+        raise checkpoint.NotSaved(str(error)) from error
+    return next(record for record in self._records if record['update'] == update)
 
   def _check_cancelled(self, count: int) -> None:
     del count
