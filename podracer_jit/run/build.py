@@ -250,12 +250,14 @@ def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any | N
   """
   experiment = run.experiment
   place = run.place
+  # One program has one actor, which steps the environments of all devices.
   devices = [place.actors[0]] if experiment.scheme.graph.one_program else place.actors
   per_actor = experiment.num_shards // (len(devices) * place.processes)
   width = experiment.env.num_envs // experiment.num_shards
   key = jax.random.fold_in(keys_of(experiment.seed).act, index)
   family = family_of(experiment.env.task)
   actors = []
+  # Actors are numbered over all processes, so that seeds and keys do not depend on the processes.
   for number, device in enumerate(devices, place.process * len(devices)):
     ids = range(number * per_actor, (number + 1) * per_actor)
     rollout_program = RolloutProgram([
@@ -296,6 +298,7 @@ def envs_after(run: Run, states: Mapping[str, Any], first_update: int) -> Any:
   """
   if not run.keeps_envs:
     return None
+  # The learner's state counts the updates; actors may have made more rollouts.
   updates = int(states['learner'].train.update) - first_update
   graph = run.experiment.scheme.graph
   return kept_envs.gather(graph.actors_after(run.plan, states, updates))

@@ -84,6 +84,7 @@ def make_life(init_from: str | Path | None = None, init_parts: Sequence[str] | N
     known = (*inherit.PARTS, 'all')
     if not init_parts or any(part not in known for part in init_parts):
       raise ValueError(f'--init_parts: known are {", ".join(known)}; got {",".join(init_parts)!r}')
+    # In the order of PARTS, whatever the order of the flag.
     parts = tuple(part for part in inherit.PARTS if part in init_parts or 'all' in init_parts)
   return Life(inherit.Request(Path(init_from), parts, init_partly), allowed, repeated)
 
