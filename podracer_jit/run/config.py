@@ -231,7 +231,7 @@ def complete(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 # The placement of what looks at a run without being part of it.
 ONE_DEVICE = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1,
-                  actor_platform='auto', env_threads=0)
+                  actor_platform='auto', env_threads=0, cluster='none')
 
 
 def on_one_device(fields: Mapping[str, Any]) -> dict[str, Any]:
