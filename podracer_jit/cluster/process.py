@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ray
+
 # Packages whose versions must be those of the learner.
 PACKAGES = ('jax', 'jaxlib', 'envpool')
 
@@ -56,6 +58,14 @@ def _processor() -> str:
     lines = []
   names = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
   return names[0] if names else platform.machine()
+
+
+def fetch(references: Sequence[ray.ObjectRef]) -> list[Any] | None:
+  """Returns the values of references; None if one of them was lost with its machine."""
+  try:
+    return ray.get(list(references))
+  except ray.exceptions.ObjectLostError:
+    return None
 
 
 class Process:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import ray
 
+from podracer_jit.cluster.process import fetch
 from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
 from podracer_jit.learner import sharding
 from podracer_jit.run import build
@@ -105,10 +105,10 @@ class Service:
     programs = self._gradients = self._gradients or self._run.learner.worker_programs(
         self._run.place.mesh, self._role.workers)
     if self._prepared is None or self._prepared[0] != update or step == 0:
-      try:
-        first, *rollouts = ray.get(list(references))
-      except ray.exceptions.ObjectLostError:
+      values = fetch(references)
+      if values is None:
         return 0, None
+      first, *rollouts = values
       batch = placement.gather([placement.scatter(
           [each for rollout in rollouts for each in rollout], 0,
           self._run.experiment.env.num_envs // self._role.workers, programs.mesh)], programs.mesh)
