@@ -209,10 +209,22 @@ def connected(cpus: float, gpus: float, most_deaths: int, processes: int, store_
       if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
     try:
+      if address:
+        _compare_store(store_bytes)
       with _watched(Cluster(cpus, gpus, most_deaths, spill)) as cluster:
         yield cluster
     finally:
       ray.shutdown()
+
+
+def _compare_store(nbytes: int) -> None:
+  """Warns if Ray's memory on this machine is smaller than the bytes that will be under way."""
+  here = ray.get_runtime_context().get_node_id()
+  store = next((node['Resources'].get('object_store_memory', 0) for node in ray.nodes()
+                if node['NodeID'] == here), 0)
+  if store < nbytes:
+    logging.warning("Ray's memory on this machine has %.2g GB, and up to %.2g GB may be under way: "
+                    'start Ray with --object-store-memory=%d', store / 1e9, nbytes / 1e9, nbytes)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the imports of Ray take a second
   from podracer_jit.cluster.ray_cluster import Cluster
 
 _SERVICE = 'podracer_jit.run.service:Service'
-_COPIES = 4  # of each rollout in Ray's memory: on its way, waiting, learned from, about to be freed
+_COPIES = 6  # of each rollout in Ray's memory: under way twice, waiting twice, learned from, freed
 
 
 @contextlib.contextmanager
