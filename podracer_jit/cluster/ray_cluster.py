@@ -202,7 +202,7 @@ def connected(cpus: float, gpus: float, most_deaths: int, processes: int, store_
     except Exception as error:  # noqa: BLE001 - Ray raises errors of many kinds
       ray.shutdown()
       words = ' '.join(str(error).split())[:300]
-      where = f'RAY_ADDRESS={address}' if address else 'on this machine'
+      where = f'at RAY_ADDRESS={address}' if address else 'on this machine'
       raise ValueError(f'placement.cluster: no Ray cluster {where}: {words}') from None
     finally:
       # Ray's own handler would end the process at once.

@@ -57,7 +57,7 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
   from podracer_jit.cluster import ray_cluster
 
   def files(folder: Path) -> None:
-    ray_cluster.copy_code(_code(config), folder)
+    ray_cluster.copy_code(code(config), folder)
 
   with ray_cluster.connected(options.actor_cpus, options.actor_gpus, options.actor_lives,
                              processes, store_bytes, files) as cluster:
@@ -88,7 +88,7 @@ def bytes_under_way(experiment: Experiment) -> int:
   return messages
 
 
-def _code(config: Mapping[str, Any]) -> list[Path]:
+def code(config: Mapping[str, Any]) -> list[Path]:
   """Returns the files that processes import: the package, and the user's modules with all beside.
 
   Installed packages are not among them: each machine has its own.
