@@ -189,9 +189,12 @@ def test_gradients_elsewhere_survive_a_process_and_a_machine(nodes, start, schem
                  and run.records()[-1]['actors_alive'] == 2 * cpus)
   run.wait_for_updates()
   nodes.remove(second)
-  run.wait_until(lambda: run.records()[-1]['actors_alive'] == cpus)
+  run.wait_until(lambda: run.records()[-1]['actors_pending'] > 0)
+  run.wait_for_updates()
   third = nodes.add(cpus)
-  run.wait_until(lambda: run.records()[-1]['actors_alive'] == 2 * cpus)
+  # The death of a process that has nothing to do is noticed with its next call.
+  run.wait_until(lambda: run.records()[-1]['actors_alive'] == 2 * cpus
+                 and run.records()[-1]['actor_restarts'] == 1 + cpus)
   run.wait_for_updates()
   # A killed driver leaves no process behind.
   running = nodes.processes(first) + nodes.processes(third)
