@@ -22,8 +22,9 @@ from typing import Any
 import jax
 import numpy as np
 
-# Ray would print a paragraph about each dead process; `remote.Remote` says it in a line.
-os.environ.setdefault('RAY_DEDUP_LOGS_SKIP_REGEX', 'A worker died or was killed')
+# Ray would print paragraphs about dead processes and machines; `remote.Remote` says it in a line.
+os.environ.setdefault('RAY_DEDUP_LOGS_SKIP_REGEX',
+                      'A worker died or was killed|Raylet is terminated|has been marked dead')
 os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
 
 import ray  # noqa: E402 - it reads the environment

@@ -281,6 +281,8 @@ def _one_line(error: exceptions.RayTaskError) -> str:
 def _cause(error: Exception) -> str:
   """Returns why a process has died, in a few words."""
   words = str(error)
+  if isinstance(error, exceptions.ActorUnavailableError):
+    return 'the connection to it broke'
   if isinstance(error, exceptions.OutOfMemoryError) or 'memory monitor' in words:
     return 'the memory of its machine was used up'
   if re.search('node (has died|is dead|was terminated)|node failure', words, re.IGNORECASE):
