@@ -253,8 +253,8 @@ class Remote:
   def _warn(self, seconds: float) -> None:
     """Says who has not answered."""
     if self.about is None:
-      logging.warning('%s: waiting for %.0f s for a machine with room for it; it needs %s',
-                      self.name, seconds, self._wanted)
+      logging.warning('%s: waiting for %.0f s for its process to start, on a machine with room for '
+                      '%s', self.name, seconds, self._wanted)
     else:
       logging.warning('%s: waiting for %.0f s for %s to answer', self.name, seconds,
                       self.about.place)

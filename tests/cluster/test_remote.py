@@ -130,7 +130,7 @@ def test_processes_without_room_wait_for_a_machine(nodes, cluster, warnings):
   remotes[2]._patience_s = 0.5  # noqa: SLF001 - a minute otherwise
   with pytest.raises(Closed):
     call(remotes[2], 'lived', ended=lambda: bool(warnings))
-  assert 'for a machine with room for it; it needs 1 CPU (placement.actor_cpus)' in warnings[0]
+  assert 'on a machine with room for 1 CPU (placement.actor_cpus)' in warnings[0]
   figures = cluster.metrics()
   assert figures['actors_alive'] == 2 and figures['actors_pending'] == 1
 

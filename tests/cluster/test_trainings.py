@@ -208,11 +208,10 @@ def test_gradients_elsewhere_survive_a_process_and_a_machine(nodes, start, schem
 OWN = '''
 import os, sys, time
 import gymnasium, numpy as np
-from beside import HEIGHT
 from podracer_jit import experiment
 
 class Task(gymnasium.Env):
-  observation_space = gymnasium.spaces.Box(-1, 1, (HEIGHT,), np.float32)
+  observation_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
   action_space = gymnasium.spaces.Discrete(2)
   def __init__(self, mode='works'):
     self.mode = mode
@@ -225,10 +224,10 @@ class Task(gymnasium.Env):
       os.kill(os.getppid(), 9)
       time.sleep(10)
     self.t = 0
-    return np.zeros(HEIGHT, np.float32), {}
+    return np.zeros(3, np.float32), {}
   def step(self, action):
     self.t += 1
-    return np.zeros(HEIGHT, np.float32), 1.0, self.t == 5, False, {}
+    return np.zeros(3, np.float32), 1.0, self.t == 5, False, {}
 
 def get_config():
   config = experiment.config('impala', 'mlp', 'adam', scheme='impala')
@@ -245,7 +244,6 @@ def get_config():
 def test_code_is_shipped_and_runs_on_one_cluster_do_not_mix(nodes, start, tmp_path):
   node = nodes.add(2)
   (tmp_path / 'own.py').write_text(OWN)
-  (tmp_path / 'beside.py').write_text('HEIGHT = 3\n')
   config = f'--config={tmp_path / "own.py"}'
   runs = [start(config, workdir='first'), start(config, '--config.seed=2', workdir='second')]
   for run in runs:
