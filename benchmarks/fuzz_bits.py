@@ -6,7 +6,7 @@ The random seed n gives experiment n: algorithm, network, core, normalisers, opt
 1 to 4 groups. The script runs each experiment with three random ones of the schemes and placements
 that must agree (`benchmarks.agreement`), and compares their receipts. If they differ, it simplifies
 the experiment as long as the receipts still differ. Then it prints the smallest experiment, its
-first different update and the islands that may be the cause.
+first different update and the islands that had other results for equal arguments.
 
 --isa: the newest CPU instructions that XLA may use: SSE4_2, AVX, AVX2 or AVX512.
 --xla_threads: the size of XLA's thread pool.
@@ -167,9 +167,9 @@ def shrink(config: dict[str, Any], number: int, words: str, updates: int
 
   Args:
     config: the experiment, whose variants differ.
-    number: of the experiment; it determines the variants.
+    number: the number of the experiment; it determines the variants.
     words: the difference.
-    updates: of each run.
+    updates: the updates of each run.
 
   Returns:
     The smallest experiment and its difference.
@@ -185,7 +185,7 @@ def shrink(config: dict[str, Any], number: int, words: str, updates: int
 
 
 def describe(config: dict[str, Any]) -> str:
-  """Returns an experiment in a few words."""
+  """Returns a short description of an experiment."""
   network = config['network']
   on = [name for name, value in config['normalise'].items() if value]
   return ' '.join([

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.implementation
 
 
 def test_frames_of_an_asynchronous_pool_are_kept_once(monkeypatch):
-  of = frames.of
+  of = frames.from_stacks
   monkeypatch.setattr(frames, 'of', lambda obs, stack: (obs, of(obs, stack)))
   whole_run = fresh(small('impala', 'Pong-v5', 'nature_cnn', env_batch=4))
   state, filled_anew = initial_state(whole_run), 0
@@ -23,5 +23,5 @@ def test_frames_of_an_asynchronous_pool_are_kept_once(monkeypatch):
       whole, once = rollouts.value[0].obs
       assert once.frame.shape == (8 + 4, 8, 1, 42, 42)
       assert_array_equal(frames.stacks(once), whole)
-      filled_anew += once.fresh.sum()
+      filled_anew += once.is_reset_stack.sum()
   assert filled_anew

@@ -36,13 +36,14 @@ def in_turn(obs, stack):
   return jax.lax.fori_loop(0, len(obs), turn, frames.begin(obs[0], len(obs) - 1, stack))
 
 
-@pytest.mark.parametrize('make', [in_turn, frames.of])
+@pytest.mark.parametrize('make', [in_turn, frames.from_stacks])
 @pytest.mark.parametrize('stack, channels, steps', SHAPES)
 def test_stacks_are_what_they_were(stack, channels, steps, make):
   obs = jnp.asarray(make_stacks(stack, channels, steps))
   rows = jax.jit(make, static_argnums=1)(obs, stack)
-  assert rows.frame.shape == (steps + stack, 6, channels, 3, 2) and rows.fresh.shape == (steps, 6)
-  assert rows.fresh.any() and not rows.fresh.all()
+  assert rows.frame.shape == (steps + stack, 6, channels, 3, 2)
+  assert rows.is_reset_stack.shape == (steps, 6)
+  assert rows.is_reset_stack.any() and not rows.is_reset_stack.all()
   assert_array_equal(jax.jit(frames.stacks)(rows), obs)
   assert_array_equal(jax.jit(frames.last)(rows), obs[-1:])
   step, env = (x.reshape(-1) for x in np.indices((steps + 1, 6)))
@@ -54,7 +55,7 @@ def test_stacks_are_what_they_were(stack, channels, steps, make):
 @pytest.mark.quick
 def test_what_is_no_stack_is_kept_as_it_is():
   obs = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 7)))
-  assert frames.of(obs, 1) is obs is frames.stacks(obs)
+  assert frames.from_stacks(obs, 1) is obs is frames.stacks(obs)
   assert_array_equal(in_turn(obs, 1), obs)
   assert_array_equal(frames.last(obs), obs[4:])
   assert_array_equal(frames.pick(obs, jnp.array([4, 1]), jnp.array([0, 2])),

@@ -282,7 +282,7 @@ def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
 def test_frames_kept_once_give_the_gradient_of_whole_stacks(name, vtrace):
   stacks = make_stacks(4, 1, STEPS, NUM_ENVS)
   whole = make_rollout(3, STEPS, NUM_ENVS)._replace(obs=stacks)
-  once = whole._replace(obs=frames.of(stacks, 4))
+  once = whole._replace(obs=frames.from_stacks(stacks, 4))
   assert once.obs.frame.size < stacks.size / 2
   params = make_params(NETWORK, stacks)
   options = dict(vtrace=vtrace) if name == 'ppo' else {}

@@ -270,7 +270,7 @@ def consistent(state, g, known, errors, capacity):
   free = np.asarray(state.slots.free[g, :room])
   assert sorted([*free, *np.flatnonzero(there)]) == list(range(len(there)))
   assert int(state.size[g]) == there.sum() <= capacity
-  held = jax.tree.map(lambda x: np.asarray(x[g])[there], state.slots.held)
+  held = jax.tree.map(lambda x: np.asarray(x[g])[there], state.slots.transitions)
   numbers = held.obs[:, 0].astype(int)
   expected = [known[k] for k in numbers]
   assert_array_equal(held.action, [walked[1] for walked, *_ in expected])
@@ -318,7 +318,7 @@ def evicted(made, state, new):
   def held(key):
     after = made.add(state, jnp.arange(1), together(new), key[None], jnp.int32(0)).slots
     there = after.eviction[0][0, :after.free.shape[1]] > 0
-    return jnp.where(there, after.held.obs[0, :, 0], -1.0)
+    return jnp.where(there, after.transitions.obs[0, :, 0], -1.0)
   after = np.asarray(jax.jit(lambda keys: jax.lax.map(held, keys))(keys(4, 4000))).astype(int)
   return 4000 - np.bincount(after[after >= 0])
 
@@ -349,7 +349,7 @@ def test_several_too_many_are_evicted_alike_wherever_they_are():
   new.starts[:, 1] = False
   counts = evicted(made, state, new)
   there = np.flatnonzero(state.slots.eviction[0][0])
-  number = np.asarray(state.slots.held.obs[0, there, 0]).astype(int)
+  number = np.asarray(state.slots.transitions.obs[0, there, 0]).astype(int)
   assert len(there) == state.size[0] == 50
   columns = np.stack([np.ones(50), np.log(error[number]), there / 58], axis=1)
   power, place = np.linalg.lstsq(columns, np.log(counts[number]))[0][1:]

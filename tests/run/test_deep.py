@@ -43,10 +43,10 @@ def test_programs_of_whole_updates_may_be_to_blame():
   same = {'gradient step 1: gradient|params/w': ONE}
   after = 'state after the update|params/w'
   lines = deep.first_stage(same | {after: ONE}, same | {after: ONE + 1})
-  assert lines[0].startswith('step by step, in separate programs, all gradients')
+  assert lines[0].startswith('in separate programs, step by step, all gradients')
   assert lines[1] == 'the first to differ: state after the update'
   (line,) = deep.first_stage(same, same)
-  assert line.startswith('made again, the update is the same on both sides')
+  assert line.startswith('repeated here, the update is the same on both sides')
 
 
 def test_many_leaves_are_not_all_named():

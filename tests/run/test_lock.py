@@ -12,7 +12,7 @@ import textwrap
 
 import pytest
 
-from podracer_jit.run.lock import HELD, NAME, InUse, WorkdirLock
+from podracer_jit.run.lock import FALLBACK_NAME, NAME, InUse, WorkdirLock
 
 # Takes the lock, says so, and waits; with a second argument its child does, too.
 HOLDER = textwrap.dedent('''
@@ -88,7 +88,7 @@ def no_locks(monkeypatch):
 
 def test_without_locks_the_file_is_the_lock(tmp_path, no_locks):
   lock = WorkdirLock(tmp_path)
-  assert [path.name for path in tmp_path.iterdir()] == [HELD]
+  assert [path.name for path in tmp_path.iterdir()] == [FALLBACK_NAME]
   lock.close()
   assert list(tmp_path.iterdir()) == []
 
@@ -96,7 +96,7 @@ def test_without_locks_the_file_is_the_lock(tmp_path, no_locks):
 def _leave_file(workdir, **fields):
   """Leaves the file of a lock that this process had, changed."""
   lock = WorkdirLock(workdir)
-  path = workdir / HELD
+  path = workdir / FALLBACK_NAME
   holder = json.loads(path.read_text()) | fields
   lock.close()
   path.write_text(json.dumps(holder))
@@ -119,5 +119,5 @@ def test_without_locks_a_living_process_or_another_host_keeps_it(tmp_path, no_lo
   _leave_file(tmp_path, **fields)
   with pytest.raises(InUse) as refused:
     WorkdirLock(tmp_path)
-  assert f'remove {tmp_path.resolve() / HELD}' in str(refused.value)
-  assert (tmp_path / HELD).exists() and not (tmp_path / NAME).exists()
+  assert f'remove {tmp_path.resolve() / FALLBACK_NAME}' in str(refused.value)
+  assert (tmp_path / FALLBACK_NAME).exists() and not (tmp_path / NAME).exists()

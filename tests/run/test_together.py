@@ -82,7 +82,7 @@ def test_two_processes_make_the_bits_of_one(whole, tmp_path):
   assert '[0] finished at update' in out and '[1] finished' not in out
   result = verb('compare', whole, tmp_path)
   assert result.returncode == 0, result.stdout
-  assert 'identical: ' in result.stdout and 'different arithmetic' not in result.stdout
+  assert 'identical: ' in result.stdout and 'round differently' not in result.stdout
   assert [m['episode_return'] for m in lines(tmp_path / 'metrics.jsonl')] == [
       m['episode_return'] for m in lines(whole / 'metrics.jsonl')]
 
@@ -99,7 +99,7 @@ def test_two_processes_share_a_replay_and_make_the_bits_of_one(tmp_path):
   out, _ = start(two, experiment=apex).communicate(timeout=300)
   assert 'finished at update' in out, out
   result = verb('compare', one, two)
-  assert 'identical: ' in result.stdout and 'different arithmetic' not in result.stdout
+  assert 'identical: ' in result.stdout and 'round differently' not in result.stdout
   result = verb('rerun', f'--workdir={two}', '--update=20')
   assert result.returncode == 0 and 'as its receipt says' in result.stdout, result.stderr
 
