@@ -75,7 +75,10 @@ def is_ours(process):
 def main() -> None:
   from ray.cluster_utils import Cluster
   cluster = Cluster(initialize_head=True, head_node_args=dict(
-      num_cpus=0, include_dashboard=False, object_store_memory=STORE))
+      num_cpus=0, include_dashboard=False, object_store_memory=STORE,
+      # A lost node is noticed within seconds.
+      _system_config={'health_check_initial_delay_ms': 1000, 'health_check_period_ms': 500,
+                      'health_check_failure_threshold': 3}))
   print(cluster.address, flush=True)
   nodes = []
   for line in sys.stdin:

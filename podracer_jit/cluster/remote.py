@@ -25,6 +25,7 @@ _LAST_WORDS_S = 1.5
 _GONE = (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError,
          exceptions.OutOfMemoryError, exceptions.RaySystemError)
 _LOST = (exceptions.ObjectLostError,)
+_NO_MACHINE = 'its machine is gone'
 
 
 class Answer(NamedTuple):
@@ -136,12 +137,27 @@ class Remote:
       Failed: the call has raised an exception, or processes died again and again.
     """
     warned = call.since
+    broken: float | None = None  # since when the connection is broken
     while True:
       try:
         answer = self._answer(call, fetch)
       except exceptions.RayTaskError as error:
         raise Failed(f'{self._who()}: {_one_line(error)}') from None
+      except exceptions.ActorUnavailableError as error:
+        # Ray does not know yet whether the process, or its machine, is dead. A new process now
+        # could begin on a machine that is gone.
+        if broken is None:
+          broken = time.perf_counter()
+        if time.perf_counter() - broken > self._patience_s:
+          self._replace(call.life, error)
+        elif ended():
+          raise Closed(self.name) from None
+        else:
+          time.sleep(_POLL_S)
+        self._again(call)
+        continue
       except _GONE as error:
+        broken = None
         self._replace(call.life, error)
         self._again(call)
         continue
@@ -200,16 +216,17 @@ class Remote:
       if life != self.life:
         return
       pid, place = self._process(error)
-      self._deaths += 1
+      cause = _cause(error)
+      # Machines may come and go as often as they like.
+      self._deaths += cause != _NO_MACHINE
       if self._deaths >= self._most_deaths:
         time.sleep(_LAST_WORDS_S)
         lines = ' | '.join(self._last_words(pid)) or 'nothing'
         raise Failed(f'{self.name}: its process died {self._deaths} times in a row without an '
-                     f'answer, the last time {place} ({_cause(error)}); it printed last: {lines}')
+                     f'answer, the last time {place} ({cause}); it printed last: {lines}')
       self.life += 1
       self._counters.add(restarts=1)
-      logging.warning('%s: %s died (%s); life %d begins', self.name, place, _cause(error),
-                      self.life)
+      logging.warning('%s: %s died (%s); life %d begins', self.name, place, cause, self.life)
       self._start()
 
   def _process(self, error: Exception) -> tuple[str, str]:
@@ -286,6 +303,6 @@ def _cause(error: Exception) -> str:
   if isinstance(error, exceptions.OutOfMemoryError) or 'memory monitor' in words:
     return 'the memory of its machine was used up'
   if re.search('node (has died|is dead|was terminated)|node failure', words, re.IGNORECASE):
-    return 'its machine is gone'
+    return _NO_MACHINE
   detail = re.search(r'Worker exit detail: (.*?)(?: Some common|$)', words, re.DOTALL)
   return shorten(detail[1] if detail else words, 200)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,11 +80,13 @@ def bytes_under_way(experiment: Experiment) -> int:
   spec = experiment.spec
   params = memory.nbytes(jax.eval_shape(
       lambda: networks.init_params(network, jax.random.key(0), spec.obs_shape, spec.obs_dtype)))
-  messages = _COPIES * (rollouts + params)
+  gradients = 0
   if experiment.scheme.graph.separate_updates:
-    messages += _COPIES * params * len(experiment.placement.learner_devices) * math.ceil(
-        experiment.num_grad_shards ** 0.5)
-  return messages
+    workers = len(experiment.placement.learner_devices)
+    groups = experiment.num_grad_shards // workers
+    # A power of two of groups is added before it is sent; see `deterministic.partial_sums`.
+    gradients = params * workers * (1 if groups.bit_count() == 1 else groups)
+  return _COPIES * (rollouts + params + gradients)
 
 
 def code(config: Mapping[str, Any]) -> list[Path]:

@@ -125,7 +125,7 @@ def test_impala_goes_on_while_processes_and_machines_die_and_come(nodes, start):
   third = nodes.add(1)
   run.wait_until(lambda: run.records()[-1]['actors_alive'] == 2)
   assert len(nodes.processes(third)) == 1
-  assert run.records()[-1]['actor_restarts'] == 2
+  assert run.records()[-1]['actor_restarts'] == 2, run.text()
 
   # Ctrl-C, while calls are under way.
   running = nodes.processes(first) + nodes.processes(third)
