@@ -25,6 +25,8 @@ import numpy as np
 # Ray would print paragraphs about dead processes and machines; `remote.Remote` says it in a line.
 os.environ.setdefault('RAY_DEDUP_LOGS_SKIP_REGEX',
                       'A worker died or was killed|Raylet is terminated|has been marked dead')
+# The results of a call that has failed are not asked for.
+os.environ.setdefault('RAY_IGNORE_UNHANDLED_ERRORS', '1')
 os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
 
 import ray  # noqa: E402 - it reads the environment
