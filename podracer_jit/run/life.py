@@ -257,7 +257,9 @@ def stages(run: build.Run, entries: Sequence[history.Entry], update: int
   fields = run.experiment.fields
   for first_update in history.change_points(entries):
     if first_update - 1 > update:
-      yield build.make_run(_experiment_at(fields, entries, first_update - 1)), first_update - 1
+      experiment = _experiment_at(fields, entries, first_update - 1)
+      machines = run.machines.of(experiment) if run.machines else None
+      yield build.make_run(experiment, machines), first_update - 1
   yield run, None
 
 
