@@ -26,7 +26,8 @@ class Popen(subprocess.Popen):
 
   def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
     del executable, close_fds
-    # The pipes follow `startupinfo, creationflags, shell`; each is a pair (child's or parent's).
+    # After `startupinfo, creationflags, shell` come pairs of pipe ends: p2c is parent to child, c2p
+    # is child to parent.
     _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_ = rest
     assert env in (None, QUICK) and not shell and not preexec_fn and not pass_fds
     python, *words = [os.fspath(arg) for arg in args]

@@ -1,6 +1,6 @@
 """Prints the table of docs/exactness.md, "What was checked where": python -m tests.same_bits
 
-A row is a test that is marked same_bits(what_varies, of_what).
+Each row is a test with the mark same_bits(what_varies, of_what).
 """
 
 import contextlib
@@ -10,8 +10,8 @@ import sys
 import pytest
 
 
-class _Collected:
-  """What pytest finds."""
+class _Collector:
+  """Keeps the tests that pytest collects."""
 
   def __init__(self):
     self.items = []
@@ -22,12 +22,13 @@ class _Collected:
 
 def table() -> list[str]:
   """Returns the lines of the table."""
-  found, silence = _Collected(), io.StringIO()
-  with contextlib.redirect_stdout(silence):
-    if pytest.main(['--collect-only', '-q', 'tests'], plugins=[found]):
-      raise RuntimeError(silence.getvalue())
+  collector = _Collector()
+  output = io.StringIO()
+  with contextlib.redirect_stdout(output):
+    if pytest.main(['--collect-only', '-q', 'tests'], plugins=[collector]):
+      raise RuntimeError(output.getvalue())
   rows = {}
-  for item in found.items:
+  for item in collector.items:
     mark = item.get_closest_marker('same_bits')
     if mark:
       as_shipped = any(item.get_closest_marker(name) for name in ('as_shipped', 'implementation'))
