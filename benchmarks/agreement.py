@@ -4,7 +4,7 @@
 
 Runs each shipped config under all schemes with the same lag (0 or 1 update), on one device and on
 several. Compares the fingerprints of each update's batch and parameters. If two runs differ, it
-prints the first different update and the islands (`numerics.islands`) whose compiled bodies differ.
+prints the first different update and the islands (`numerics.islands`) that are the cause.
 A config with slow updates makes a tenth of them; see --seconds.
 
 Exit code: 0 all are identical, 1 some differ, 2 wrong arguments.
@@ -29,6 +29,7 @@ os.environ.setdefault('NPROC', '16')  # the size of XLA's thread pool belongs to
 import jax  # noqa: E402
 
 from benchmarks.compiled import islands, recorded  # noqa: E402
+from benchmarks.island_outputs import causes, recorded_outputs  # noqa: E402
 from podracer_jit import configs, loops  # noqa: E402
 from podracer_jit.numerics.fingerprints import as_hex  # noqa: E402
 from podracer_jit.run import build  # noqa: E402
@@ -131,32 +132,70 @@ def run(config: Mapping[str, Any], variant: Variant, updates: int) -> Run:
   return Run(receipts, bodies, time.monotonic() - start)
 
 
-def first_difference(run_a: Run, run_b: Run) -> str:
-  """Returns the first difference of two runs and its possible cause; '' if there is none."""
+def first_difference(run_a: Run, run_b: Run) -> tuple[int, str] | None:
+  """Returns the first update in which two runs differ and what differs; None if they are equal."""
   for update, (a, b) in enumerate(zip(run_a.receipts, run_b.receipts, strict=False), 1):
-    if a == b:
-      continue
-
-    # Equal batches mean that the rollout was the same and the learner's update was not.
-    field = 'parameters' if a[0] == b[0] else 'batch'
-    common = run_a.bodies.keys() & run_b.bodies.keys()
-    names = sorted(name for name in common if run_a.bodies[name] != run_b.bodies[name])
-    if names:
-      cause = f'compiled differently: islands {", ".join(names)}'
-    else:
-      cause = 'all islands are compiled alike, so the difference arises between islands'
-    return f'differ at update {update} ({field}); {cause}'
+    if a != b:
+      # Equal batches mean that the rollout was the same and the learner's update was not.
+      return update, 'parameters' if a[0] == b[0] else 'batch'
   if len(run_a.receipts) != len(run_b.receipts):
-    return f'{len(run_a.receipts)} and {len(run_b.receipts)} updates'
-  return ''
+    fewer, more = sorted([len(run_a.receipts), len(run_b.receipts)])
+    return fewer + 1, f'{fewer} and {more} updates'
+  return None
+
+
+def cause(config: Mapping[str, Any], ways: tuple[Variant, Variant], update: int) -> str:
+  """Runs an experiment in two ways again to find out which islands differ.
+
+  Args:
+    config: of the experiment, as nested dicts.
+    ways: two variants whose runs differ.
+    update: the first one that differs.
+
+  Returns:
+    The islands that had equal arguments and different results. If there is none, the islands that
+    are compiled differently in the two programs.
+  """
+  with recorded_outputs() as outputs_a:
+    run_a = run(config, ways[0], update)
+  with recorded_outputs() as outputs_b:
+    run_b = run(config, ways[1], update)
+  names = causes(outputs_a, outputs_b)
+  if names:
+    return f'equal arguments and different results: islands {", ".join(names)}'
+
+  names = sorted(name for name in run_a.bodies.keys() & run_b.bodies.keys()
+                 if run_a.bodies[name] != run_b.bodies[name])
+  if names:
+    return f'compiled differently: islands {", ".join(names)}'
+  if first_difference(run_a, run_b) is None:
+    return 'the runs are equal while the results of islands are recorded'
+  return 'all islands agree, so the difference arises between islands'
+
+
+def disagreement(config: Mapping[str, Any], ways: tuple[Variant, Variant], run_a: Run, run_b: Run
+                 ) -> str:
+  """Returns the first difference of two runs and its cause; '' if they are equal.
+
+  Args:
+    config: of both runs, as nested dicts.
+    ways: their variants.
+    run_a: the run in the first way.
+    run_b: the run in the second way.
+  """
+  difference = first_difference(run_a, run_b)
+  if difference is None:
+    return ''
+  update, words = difference
+  return f'differ at update {update} ({words}); {cause(config, ways, update)}'
 
 
 def disagreements(config: Mapping[str, Any], ways: list[Variant], updates: int
                   ) -> Iterator[tuple[Variant, str]]:
-  """Yields each later variant with its `first_difference` from the first variant."""
+  """Yields each later variant with its `disagreement` with the first variant."""
   first = run(config, ways[0], updates)
   for way in ways[1:]:
-    yield way, first_difference(first, run(config, way, updates))
+    yield way, disagreement(config, (ways[0], way), first, run(config, way, updates))
 
 
 def shipped() -> list[str]:
@@ -206,7 +245,7 @@ def main() -> int:
         updates = few
 
       for way in ways[1:]:
-        words = first_difference(first, run(config, way, updates))
+        words = disagreement(config, (ways[0], way), first, run(config, way, updates))
         all_same &= not words
         print(f'{"DIFFERENT" if words else "identical":9}  {name:26} {ways[0]!s:18} {way!s:24} '
               f'{words or f"{updates} updates"}', flush=True)

@@ -6,7 +6,7 @@ The random seed n gives experiment n: algorithm, network, core, normalisers, opt
 1 to 4 groups. The script runs each experiment with three random ones of the schemes and placements
 that must agree (`benchmarks.agreement`), and compares their receipts. If they differ, it simplifies
 the experiment as long as the receipts still differ. Then it prints the smallest experiment, its
-first different update and the islands that may be the cause.
+first different update and the islands that had other results for equal arguments.
 
 --isa: the newest CPU instructions that XLA may use: SSE4_2, AVX, AVX2 or AVX512.
 --xla_threads: the size of XLA's thread pool.

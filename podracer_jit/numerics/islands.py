@@ -25,8 +25,9 @@ each island in all programs that contain it. `tests/numerics/test_islands.py` fa
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -35,6 +36,27 @@ from jax import lax
 
 # Prefix of the scopes that name islands in compiled programs.
 PREFIX = 'island_'
+
+# Called with the name, the arguments and the results of an island, all traced.
+Observer = Callable[[str, tuple[Any, ...], Any], None]
+_observers: list[Observer] = []
+
+
+@contextlib.contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+  """Adds what `observer` computes to the programs that are traced meanwhile, at each island.
+
+  It is for scripts that search for an island whose results differ between two programs. Programs
+  that were traced before have no observer; `jax.clear_caches()` has them traced again.
+
+  Args:
+    observer: may read the arrays that it gets, for example with `jax.debug.callback`.
+  """
+  _observers.append(observer)
+  try:
+    yield
+  finally:
+    _observers.remove(observer)
 
 
 def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], Callable]:
@@ -56,7 +78,10 @@ def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], C
       results = lax.platform_dependent(
           *args, cpu=functools.partial(_in_a_branch, named, skipped or _zeros_of(function)),
           default=named)
-      return lax.optimization_barrier(results)
+      results = lax.optimization_barrier(results)
+      for observer in _observers:
+        observer(name, args, results)
+      return results
 
     return isolated
 

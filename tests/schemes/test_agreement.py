@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from benchmarks import agreement, fuzz_bits
+from podracer_jit.losses.objective import Objective
 from podracer_jit.numerics import islands
 from podracer_jit.schemes.table import SCHEMES
 from tests import extras
@@ -73,7 +74,26 @@ def test_without_islands_the_search_finds_a_difference(monkeypatch):
   jax.clear_caches()
   (_, difference), = agreement.disagreements(config, [first, second], 6)
   jax.clear_caches()
-  assert re.match(r'differ at update \d \(parameters\)', difference)
+  assert re.match(r'differ at update \d \(parameters\); ', difference)
+
+
+def test_the_search_names_the_island_that_differs(monkeypatch):
+  """One island computes something else with two learner devices; others follow from it."""
+  config = small('ppo', num_shards=2, num_grad_shards=2)
+  first, *variants = agreement.variants(config, 0)
+  second = next(variant for variant in variants if variant.scheme == 'ddppo')
+  real_run = agreement.run
+  real_targets = Objective.targets
+
+  def run(config, variant, updates):
+    factor = 1.000001 if variant == second else 1.0
+    monkeypatch.setattr(Objective, 'targets', lambda *args: jax.tree.map(
+        lambda x: x * factor, real_targets(*args)))
+    return real_run(config, variant, updates)
+
+  monkeypatch.setattr(agreement, 'run', run)
+  (_, difference), = agreement.disagreements(config, [first, second], 3)
+  assert difference.endswith('different results: islands targets')
 
 
 def test_a_difference_is_reduced_to_a_small_experiment(monkeypatch):
