@@ -1,4 +1,4 @@
-"""Says whether an experiment has the same bits under every scheme and placement that must agree.
+"""Checks that an experiment has the same bits under all schemes and placements that must agree.
 
 .venv/bin/python -m benchmarks.agreement [--configs=ppo_cartpole,impala_catch] [--updates=100]
 
@@ -63,7 +63,7 @@ def variants(config: Mapping[str, Any], lag: int) -> list[Variant]:
   """Returns the schemes and placements with this lag; all of them must give the same bits.
 
   Args:
-    config: nested dicts; its own scheme and placement are ignored.
+    config: nested dicts; the scheme and placement in it are ignored.
     lag: the age of the parameters that make the rollouts, in updates.
   """
   replay = resolve(copy.deepcopy(dict(config) | dict(scheme='sync'))).algorithm.learns_from_replay
@@ -145,12 +145,12 @@ def first_difference(run_a: Run, run_b: Run) -> tuple[int, str] | None:
 
 
 def cause(config: Mapping[str, Any], ways: tuple[Variant, Variant], update: int) -> str:
-  """Runs an experiment in two ways again to find out which islands differ.
+  """Repeats an experiment in two ways to find the islands that differ.
 
   Args:
-    config: of the experiment, as nested dicts.
+    config: the config of the experiment, as nested dicts.
     ways: two variants whose runs differ.
-    update: the first one that differs.
+    update: the first update that differs.
 
   Returns:
     The islands that had equal arguments and different results. If there is none, the islands that
@@ -178,8 +178,8 @@ def disagreement(config: Mapping[str, Any], ways: tuple[Variant, Variant], run_a
   """Returns the first difference of two runs and its cause; '' if they are equal.
 
   Args:
-    config: of both runs, as nested dicts.
-    ways: their variants.
+    config: the config of both runs, as nested dicts.
+    ways: the variants of the runs.
     run_a: the run in the first way.
     run_b: the run in the second way.
   """

@@ -2,12 +2,12 @@
 
 .venv/bin/python -m benchmarks.anakin [--num_envs=4] [--pairs=7] [--updates=100]
 
-The other program is PPO as PureJaxRL writes it (https://github.com/luchris429/purejaxrl): one
-`lax.scan` over updates, which contains a scan over steps and scans over epochs and minibatches;
-environments reset themselves in their step, and two networks of two layers of 64 units act and
-judge. It is written for this comparison and keeps no receipts. Both make the same number of
-updates of the same size in a call. Prints steps a second and their ratio: the median of the pairs,
-the lowest and the highest.
+The other program is PPO in the style of PureJaxRL (https://github.com/luchris429/purejaxrl): one
+`lax.scan` over updates contains a scan over steps, and scans over epochs and minibatches.
+Environments reset themselves in their step. Actor and critic are two networks of two layers of 64
+units. The program was written for this comparison and keeps no receipts. Both programs make the
+same number of updates of the same size in a call. The script prints steps a second and their ratio:
+the median of the pairs, the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -31,8 +31,14 @@ from podracer_jit import experiment
 from podracer_jit.run import build
 from podracer_jit.run.resolve import resolve
 
-STEPS, EPOCHS, MINIBATCHES = 128, 4, 4
-DISCOUNT, GAE_LAMBDA, CLIP, VALUE_COEF, ENTROPY_COEF = 0.99, 0.95, 0.2, 0.5, 0.01
+STEPS = 128
+EPOCHS = 4
+MINIBATCHES = 4
+DISCOUNT = 0.99
+GAE_LAMBDA = 0.95
+CLIP = 0.2
+VALUE_COEF = 0.5
+ENTROPY_COEF = 0.01
 
 
 class Transition(NamedTuple):
@@ -96,6 +102,14 @@ def scanned_program(num_envs: int, updates: int) -> tuple[Callable, Any]:
     return lax.scan(step, start, rows, reverse=True, unroll=16)[1]
 
   def loss(params, rows: Transition, gae: jax.Array, target: jax.Array) -> jax.Array:
+    """Returns PPO's loss of a minibatch.
+
+    Args:
+      params: parameters of the network.
+      rows: [n, ...] each.
+      gae: [n], advantages.
+      target: [n], value targets.
+    """
     logits, value = network.apply(params, rows.obs)
     ratio = jnp.exp(log_prob_of(logits, rows.action) - rows.log_prob)
     gae = (gae - gae.mean()) / (gae.std() + 1e-8)
@@ -136,7 +150,7 @@ def scanned_program(num_envs: int, updates: int) -> tuple[Callable, Any]:
 
 
 def our_experiment(num_envs: int, updates: int) -> Any:
-  """Returns the same experiment as a config of ours; a call makes `updates` updates."""
+  """Returns the same experiment for this package; a call makes `updates` updates."""
   config = experiment.config('ppo', 'mlp', 'adam', scheme='fused', unroll_length=STEPS,
                              num_epochs=EPOCHS, num_minibatches=MINIBATCHES)
   config.env.task = 'gymnax:CartPole-v1'
@@ -158,7 +172,7 @@ def main() -> None:
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--num_envs', type=int, default=4)
   parser.add_argument('--pairs', type=int, default=7)
-  parser.add_argument('--updates', type=int, default=100, help='in a call')
+  parser.add_argument('--updates', type=int, default=100, help='updates of a call')
   args = parser.parse_args()
   run = build.make_run(our_experiment(args.num_envs, args.updates))
   train, state = scanned_program(args.num_envs, args.updates)

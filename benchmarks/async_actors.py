@@ -1,10 +1,10 @@
-"""Compares the speed of asynchronous rollouts with that of rollouts by shards in turn.
+"""Compares the speed of asynchronous rollouts with rollouts of shards that take turns.
 
 .venv/bin/python -m benchmarks.async_actors --config=configs/pong_laptop.py \
     --config.env.noop_max=30 --config.env.max_episode_steps=20 --config.env.num_envs=32 \
     --batches=4,8,16 --shards=1,2,4
 
-Takes --config and its overrides as training does. One actor makes rollouts, and nothing learns.
+Takes --config and its overrides, like training. One actor makes rollouts, and nothing learns.
 Each env_batch of --batches is an asynchronous case, which takes the first environments that are
 ready. Each number of --shards is a case that takes the shards in turn. Environments, network and
 unroll length are the same in all cases. EnvPool has a thread for each visible core, shared by the
@@ -95,8 +95,8 @@ def measure(experiments: Mapping[str, Experiment], seconds: float, rounds: int
     for name, experiment in experiments.items():
       run = build.make_run(experiment)
       measures[name] = timed_parts.rollout(run, run.initial_state(), False, stack)
-      # The first call compiles. It also leaves an asynchronous case with unfinished sequences, as
-      # it has them between all later calls.
+      # The first call compiles. It also leaves unfinished sequences in an asynchronous case, like
+      # every later call.
       measures[name](0.0)
     for _ in range(rounds):
       for name in experiments:

@@ -167,9 +167,9 @@ def shrink(config: dict[str, Any], number: int, words: str, updates: int
 
   Args:
     config: the experiment, whose variants differ.
-    number: of the experiment; it determines the variants.
+    number: the number of the experiment; it determines the variants.
     words: the difference.
-    updates: of each run.
+    updates: the updates of each run.
 
   Returns:
     The smallest experiment and its difference.
@@ -185,7 +185,7 @@ def shrink(config: dict[str, Any], number: int, words: str, updates: int
 
 
 def describe(config: dict[str, Any]) -> str:
-  """Returns an experiment in a few words."""
+  """Returns a short description of an experiment."""
   network = config['network']
   on = [name for name, value in config['normalise'].items() if value]
   return ' '.join([

@@ -1,9 +1,10 @@
-"""Steps a second of Gymnasium environments: our compiled rollout, and Gymnasium's vector classes.
+"""Measures Gymnasium environments: this package's compiled rollout, and Gymnasium's vector classes.
 
   python benchmarks/gymnasium_envs.py [TASK] [NUM_ENVS] [STEPS]
 
 The policy is a fixed random sequence of actions, so that only stepping is measured. The variants
-take turns; printed is the median of five turns, with the least and the most.
+take turns. The script prints the steps a second of each: the median of five turns, the lowest and
+the highest.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def compiled(task: str, actions: np.ndarray, processes: int) -> Callable[[], Non
   def steps(token, actions):
     def step(t, carry):
       token, rewards = carry
-      token, state = vector_env.send(token, (), actions[t])
+      token, state = vector_env.send(token, None, actions[t])
       token, _, step = vector_env.recv(token, state)
       return token, rewards + step.reward
     return lax.fori_loop(0, len(actions), step, (token, jnp.zeros(actions.shape[1])))[1]
@@ -73,9 +74,9 @@ def main(task: str = 'CartPole-v1', num_envs: int = 64, num_steps: int = 1000) -
         rates[name].append(num_envs * num_steps / (time.perf_counter() - since))
 
   print(f'{task}, {num_envs} environments, {num_steps} steps, {cores} cores')
-  for name, each in rates.items():
-    print(f'{name:32} {statistics.median(each):10,.0f} steps/s ({min(each):,.0f} to '
-          f'{max(each):,.0f})')
+  for name, turns in rates.items():
+    print(f'{name:32} {statistics.median(turns):10,.0f} steps/s ({min(turns):,.0f} to '
+          f'{max(turns):,.0f})')
 
 
 if __name__ == '__main__':

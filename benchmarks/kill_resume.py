@@ -175,7 +175,7 @@ def problem_after_kill(files: Files, newest_before: int) -> str:
   """Checks a workdir whose process was just killed.
 
   Args:
-    files: of the workdir after the kill.
+    files: the files of the workdir after the kill.
     newest_before: update of the newest checkpoint just before the kill; 0: none.
 
   Returns:
@@ -238,7 +238,8 @@ def resume_problem(output: str, newest: int) -> str:
   """Checks that a process resumed from the newest checkpoint.
 
   Args:
-    output: of the process. If it was killed before it printed its start, there is no problem.
+    output: the output of the process. A process that was killed before it printed its start has no
+      problem.
     newest: update of the newest checkpoint before it started; 0: none.
 
   Returns:
@@ -262,7 +263,7 @@ def phase_of_kill(output: str, before: Files, after: Files) -> str:
   """Returns the phase of PHASES in which a process was killed.
 
   Args:
-    output: of the process.
+    output: the output of the process.
     before: the workdir's files when it started.
     after: the workdir's files after the kill.
   """
@@ -284,7 +285,7 @@ def draw_moment(rng: random.Random, number: int, first_update_s: float, whole_s:
 
   Args:
     rng: the generator to draw from.
-    number: of the kill; even kills are uniform in time, odd kills follow a write.
+    number: the number of the kill; even kills are uniform in time, odd kills follow a write.
     first_update_s: seconds from the start of an uninterrupted process to its first update.
     whole_s: seconds from its start to its end.
   """
@@ -404,7 +405,7 @@ def live(row: Row, workdir: Workdir, log: Path, env: dict[str, str], moment: Mom
 
   Args:
     row: the row to run.
-    workdir: of the run.
+    workdir: the workdir of the run.
     log: a file for the output of the process.
     env: the environment of the process.
     moment: when to kill it; None: never.
@@ -461,7 +462,7 @@ def kill_run(row: Row, process: subprocess.Popen, rng: random.Random) -> str:
   """Kills a run, or one of its processes; returns once all of them have ended.
 
   Args:
-    row: of the run.
+    row: the row of the run.
     process: the run's process, or its launcher.
     rng: draws which process of several is killed.
 
@@ -529,7 +530,7 @@ def scheme_args(name: str, scheme: Scheme, updates: int) -> list[str]:
   """Returns the flags of a small experiment, on two devices if the scheme supports them.
 
   Args:
-    name: of the scheme.
+    name: the name of the scheme.
     scheme: its entry in SCHEMES.
     updates: approximate length of a run.
   """
@@ -573,7 +574,7 @@ def check(row: Row, kills: int, seed: int, root: Path, env: dict[str, str]) -> R
   Args:
     row: the row to run.
     kills: number of processes to kill.
-    seed: of the moments.
+    seed: the seed of the moments.
     root: a folder for workdirs and logs.
     env: the environment of all processes.
   """

@@ -21,8 +21,13 @@ from xml.sax.saxutils import escape
 
 POINTS = 120  # most points of a curve
 COLOURS = ('#1f77b4', '#d95f02', '#2ca02c', '#9467bd', '#8c564b')
-WIDTH, HEIGHT = 720, 320
-LEFT, RIGHT, TOP, BOTTOM = 60, 680, 40, 270  # edges of the plot
+WIDTH = 720
+HEIGHT = 320
+# Edges of the plot.
+LEFT = 60
+RIGHT = 680
+TOP = 40
+BOTTOM = 270
 
 
 class Point(NamedTuple):
@@ -42,7 +47,7 @@ def read_workdir(workdir: Path) -> list[Point]:
   points = [Point(r['steps'], round(r['elapsed_s'], 1), round(r['episode_return'], 3))
             for r in records if r['episode_return'] is not None]
   every = -(-len(points) // POINTS)
-  # Counted from the end, so that the last point is among them.
+  # The points are counted from the end, so that the last one is included.
   return points[::-1][::every][::-1]
 
 
@@ -74,7 +79,7 @@ def draw(curves: Curves, title: str, low: float, high: float) -> str:
   """Returns a picture of the curves as SVG.
 
   Args:
-    curves: to draw.
+    curves: the curves to draw.
     title: text above the picture.
     low: return at the lower edge.
     high: return at the upper edge.

@@ -55,7 +55,7 @@ def measure(network: str, rows: int, groups: int, variant: str, seconds: float
     network: the name of a torso.
     rows: frames of a batch.
     groups: number of batches that a loop takes; 0: one batch without a loop.
-    variant: of VARIANTS.
+    variant: a name in VARIANTS.
     seconds: measured time of each direction.
 
   Returns:

@@ -1,4 +1,4 @@
-"""Measures the time of a replay's operations beside a gradient step, and its memory.
+"""Measures the memory of a replay, and the time of its operations compared with a gradient step.
 
 .venv/bin/python -m benchmarks.replay --config=configs/apex_dqn_atari.py --seconds=3
 
@@ -68,7 +68,7 @@ class Figures(NamedTuple):
   """The figures of one capacity; times are medians of calls."""
 
   capacity: int
-  held: int  # transitions in the replay that can be sampled
+  stored: int  # transitions in the replay that can be sampled
   add_ms: float  # one rollout of all environments
   added_per_s: float  # transitions
   sample_ms: float
@@ -131,7 +131,7 @@ def random_experience(experiment: Experiment) -> Experience:
   # A rollout of T steps has T + 1 observations.
   return like._replace(
       obs=random(like.obs, steps + 1, 256),
-      fresh=np.zeros((groups, steps + 1, *like.fresh.shape[1:]), bool),
+      is_reset_stack=np.zeros((groups, steps + 1, *like.is_reset_stack.shape[1:]), bool),
       began=np.zeros((groups, *like.began.shape), bool),
       action=random(like.action, steps, spec.num_actions),
       reward=random(like.reward, steps, 1),
@@ -188,7 +188,7 @@ def repeat(call: Callable, state: Any, seconds: float) -> tuple[list[float], Any
   Args:
     call: (state, turn) -> ([seconds of each part], state).
     state: the first state.
-    seconds: for how long, divided by the number of parts. The first call is not counted.
+    seconds: measured time of each part. The first call is not counted.
 
   Returns:
     The median seconds of each part, and the last state.
@@ -203,7 +203,7 @@ def repeat(call: Callable, state: Any, seconds: float) -> tuple[list[float], Any
 def measure(experiment: Experiment, seconds: float) -> Figures:
   """Fills a replay and measures it.
 
-  The figures of memory are those of the process, so it should have done nothing else before.
+  The figures of memory belong to the whole process, so it should do nothing else.
 
   Raises:
     MemoryError: the replay does not fit into memory; the message is one line.
@@ -227,7 +227,7 @@ def measure(experiment: Experiment, seconds: float) -> Figures:
   capacity = experiment.replay.capacity
   return Figures(
       capacity=capacity,
-      held=count,
+      stored=count,
       add_ms=add * 1e3,
       added_per_s=experiment.batch_rows / add,
       sample_ms=sample * 1e3,
@@ -249,11 +249,11 @@ def filled(run: build.Run, programs: Programs, state: TrainState, experience: Ex
   Args:
     run: the experiment and its learner.
     programs: from `compiled`.
-    state: without a replay.
-    experience: [groups, T, B, ...], added again and again.
+    state: the train state without a replay.
+    experience: [groups, T, B, ...], added repeatedly.
   """
   replay = run.learner.allocate(state).replay
-  rows = replay.ring.fresh.shape[1]
+  rows = replay.ring.is_reset_stack.shape[1]
   # The ring's rows and the capacity fill after different numbers of rollouts.
   fills_rows = -(-rows // run.experiment.unroll_length)
   fills_capacity = -(-run.experiment.replay.capacity // run.experiment.batch_rows)
@@ -267,9 +267,9 @@ def measured(experiment: Experiment, programs: Programs, state: TrainState, expe
   """Returns seconds of adding, of sampling, of setting priorities, and of a gradient step.
 
   Args:
-    experiment: with the sizes of batches.
-    programs: from `compiled`.
-    state: with a full replay; donated.
+    experiment: has the sizes of batches.
+    programs: the result of `compiled`.
+    state: the train state with a full replay; donated.
     experience: [groups, T, B, ...], the rollout to add.
     seconds: measured time of each part.
   """

@@ -10,8 +10,8 @@ Three layouts take turns, round after round:
             the cores of this machine slow each other down without any communication
   one       one run of the config, the other cores idle; each round on the next core
 
-SPS is that of metrics.jsonl. For each process it is the median over --updates, which begin when all
-processes of a layout are warm; the table has medians over the rounds. Efficiency is
+SPS comes from metrics.jsonl. Its value for a process is the median over --updates, which begin when
+all processes of a layout are warm; the table has medians over the rounds. Efficiency is
 SPS(together) / (n SPS(one)). Efficiency against the control is SPS(together) / SPS(apart), where
 SPS(apart) is the sum of the runs. Takes --config and its overrides as training does; the default is
 Nature CNN on Pong. CPUs only.
@@ -124,7 +124,7 @@ def measure(layout: str, experiment: Experiment, cores: Sequence[int], updates: 
 
   Args:
     layout: one of LAYOUTS.
-    experiment: of one process.
+    experiment: the experiment of one process.
     cores: the cores to pin the processes to.
     updates: number of updates to measure of each process.
 
@@ -171,7 +171,7 @@ def efficiencies(rounds: Mapping[str, Sequence[Sequence[float]]], processes: int
 
   Args:
     rounds: for each layout the rounds; each round has the SPS of its runs.
-    processes: of 'together'.
+    processes: number of processes of 'together'.
   """
   sums = {layout: [sum(runs) for runs in rounds[layout]] for layout in LAYOUTS}
   sps = {layout: statistics.median(values) for layout, values in sums.items()}

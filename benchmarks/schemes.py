@@ -47,7 +47,7 @@ class Figures(NamedTuple):
 class _Measured(NamedTuple):
   """A report of an update (or of the updates of one call) of a training."""
 
-  seconds: float  # when it came
+  seconds: float  # time of the report
   steps: int  # valid steps since the beginning
   cgd: float  # mean over the gradient steps
   gud: float

@@ -162,7 +162,8 @@ def segment_seconds(samples: Sequence[Sample], every_updates: int) -> tuple[floa
   if len(training) < 2 or training[-1].update == training[0].update:
     return 0.0, 0.0
   updates = [sample.update for sample in training]
-  first, last = updates[0], updates[-1]
+  first = updates[0]
+  last = updates[-1]
   tenth = (last - first) / 10
   times = np.interp([first, first + tenth, last - tenth, last], updates,
                     [sample.seconds for sample in training])
@@ -176,7 +177,7 @@ def problems(samples: Sequence[Sample], every_updates: int, max_growth_kb: float
   """Returns a line for each figure that grows beyond its limit.
 
   Args:
-    samples: of a whole run.
+    samples: the samples of a whole run.
     every_updates: updates of a segment.
     max_growth_kb: resident memory may grow by this in each segment.
     max_slowdown: limit of the seconds of a segment at the end over those at the beginning.
@@ -246,9 +247,9 @@ def watch(process: subprocess.Popen, workdir: Path, max_seconds: float, max_upda
 
   Args:
     process: the training.
-    workdir: of the training.
-    max_seconds: the samples end after so many seconds.
-    max_updates: the samples end after so many updates.
+    workdir: the workdir of the training.
+    max_seconds: the samples end after this many seconds.
+    max_updates: the samples end after this many updates.
     interval_s: seconds between two samples.
 
   Raises:
@@ -321,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--max_growth_kb', type=float, default=1024.0,
                       help='limit of the growth of memory in a segment')
   parser.add_argument('--max_slowdown', type=float, default=2.0,
-                      help='limit of the time of a segment at the end over that at the beginning')
+                      help="limit of a segment's time at the end over its time at the beginning")
   parser.add_argument('--json', type=Path, help='a file for all samples')
   parser.add_argument('--keep_workdir', action='store_true', help='does not delete the workdir')
   args, passed_on = parser.parse_known_args(argv)

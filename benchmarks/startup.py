@@ -1,4 +1,4 @@
-"""Measures the time from the command to the first update, with an empty and a full compile cache.
+"""Measures the time from the command to the first update, with an empty and with a full cache.
 
 .venv/bin/python -m benchmarks.startup --rounds=3 --updates=3 --json=figures.json
 
@@ -80,7 +80,7 @@ def measure(config_file: Path, workdir: Path, cache: Path) -> Figures:
   return Figures(first, total, len(list(cache.glob('*-cache'))))
 
 
-def one_round(experiment: Experiment) -> list[Figures]:
+def measure_round(experiment: Experiment) -> list[Figures]:
   """Returns the figures of each kind of KINDS, in order."""
   with tempfile.TemporaryDirectory() as directory:
     root = Path(directory)
@@ -141,10 +141,10 @@ def benchmark(argv: Sequence[str]) -> int:
     experiment = changed(experiment, total_steps=min(2**30, steps))
     rounds = []
     for k in range(values.rounds):
-      rounds.append(one_round(experiment))
-      words = ', '.join(f'{kind} {figures.first_update_s:.2f} s'
+      rounds.append(measure_round(experiment))
+      times = ', '.join(f'{kind} {figures.first_update_s:.2f} s'
                         for kind, figures in zip(KINDS, rounds[-1], strict=True))
-      print(f'round {k + 1} of {values.rounds}: {words}', file=sys.stderr, flush=True)
+      print(f'round {k + 1} of {values.rounds}: {times}', file=sys.stderr, flush=True)
   except (ValueError, Failed) as error:
     print(f'startup: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)

@@ -27,7 +27,10 @@ class A2C(RolloutAlgorithm):
 
   def loss(self, model: Model, params: Params, minibatch: Minibatch, statistics: Any
            ) -> tuple[jax.Array, Metrics]:
-    """Returns the sum over valid rows; see `RolloutAlgorithm.loss`."""
+    """Returns the loss summed over valid rows.
+
+    Args and results: see `RolloutAlgorithm.loss`.
+    """
     rollout, _ = minibatch
     dist_params, value = unroll(model, params, rollout)
 
@@ -50,7 +53,7 @@ class A2C(RolloutAlgorithm):
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   config = experiment.config('a2c:A2C', 'mlp', 'adam', scheme='fused')
   config.env.task = 'CartPole-v1'
   config.env.num_envs = 32

@@ -51,7 +51,7 @@ def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool
   """Runs a worker step by step.
 
   Args:
-    worker: to run.
+    worker: the worker to run.
     states: receives the worker's newest state under its name.
 
   Yields:
@@ -120,8 +120,8 @@ def _no_worker_can_go_on(names: Iterable[str]) -> RuntimeError:
 def _wait_for_each_other(threads: Iterable[threading.Thread], workers: Sequence[Worker]) -> bool:
   """Returns whether all of these threads wait for each other, which is a deadlock.
 
-  It holds the locks of all channels at the same time, so no thread can wake up meanwhile. Waits on
-  channels with one end outside of the graph do not count.
+  The function holds the locks of all channels at the same time, so no thread can wake up meanwhile.
+  Waits on channels with one end outside of the graph do not count.
   """
   written = {endpoint.channel for worker in workers for endpoint in worker.writes}
   with contextlib.ExitStack() as locks:

@@ -18,7 +18,7 @@ import numpy as np
 # Key of a `Meaning` in a field's metadata.
 _KEY = 'podracer_jit.option'
 # Fields that flax adds to every module.
-_OF_FLAX = ('name', 'parent')
+_FLAX_FIELDS = ('name', 'parent')
 # Types that an option may have.
 _KINDS = (bool, int, float, str, tuple)
 # Most characters of a value in an error message.
@@ -40,7 +40,7 @@ class Meaning(NamedTuple):
   choices: tuple[str, ...] = ()  # of a string option; () for any string
   not_empty: bool = False  # a tuple must have elements
   max_length: int = 1024  # most elements of a tuple
-  words: str = ''  # error message that replaces the one made from the limits
+  message: str = ''  # error message that replaces the one made from the limits
 
 
 def shown(value: Any) -> str:
@@ -135,7 +135,7 @@ def meanings(part: type) -> dict[str, Meaning]:
   by_name = {}
   for field in dataclasses.fields(part):
     meaning = field.metadata.get(_KEY, Meaning())
-    if field.name in _OF_FLAX or not field.init or meaning is None:
+    if field.name in _FLAX_FIELDS or not field.init or meaning is None:
       continue
     if field.default is dataclasses.MISSING:
       if field.default_factory is dataclasses.MISSING:
@@ -153,23 +153,23 @@ def defaults(part: type) -> dict[str, Any]:
 
 
 def check_names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any] | list[str],
-                of: str = '') -> Iterator[str]:
+                owner: str = '') -> Iterator[str]:
   """Yields one error message for each field that is unknown or missing.
 
   Args:
-    prefix: of the fields' names, with its dot, such as 'placement.'.
+    prefix: beginning of the fields' names, with its dot, such as 'placement.'.
     given: fields that a config has.
     known: fields that the config should have.
-    of: the part that the fields belong to, for the message; if empty, the message suggests a
+    owner: the part that the fields belong to, for the message; if empty, the message suggests a
       similar name.
 
   Yields:
     Lines of text.
   """
   for name in sorted(set(given) ^ set(known)):
-    if of:
+    if owner:
       has = 'does not have it' if name in given else 'needs it'
-      yield f'{prefix}{name}: {of} {has}; its fields are {", ".join(known)}'
+      yield f'{prefix}{name}: {owner} {has}; its fields are {", ".join(known)}'
       continue
     near = difflib.get_close_matches(name, known, n=1) if name in given else ()
     yield (f'{prefix}{name}: {"there is no such field" if name in given else "is missing"}'
@@ -180,7 +180,7 @@ def check_values(prefix: str, given: Mapping[str, Any], part: type) -> Iterator[
   """Yields one error message for each option with a wrong type or a value outside its limits.
 
   Args:
-    prefix: of the fields' names, with its dot, such as 'placement.'.
+    prefix: beginning of the fields' names, with its dot, such as 'placement.'.
     given: values by name; options without a value are skipped.
     part: a dataclass or a flax module class.
 
@@ -195,7 +195,7 @@ def check_values(prefix: str, given: Mapping[str, Any], part: type) -> Iterator[
     if given[name] is None:
       yield f'{prefix}{name}: has no value yet; set it, for example by --config.{prefix}{name}='
     elif problem:
-      yield f'{prefix}{name}: {meaning.words or problem}, got {shown(given[name])}'
+      yield f'{prefix}{name}: {meaning.message or problem}, got {shown(given[name])}'
 
 
 def make(part: type, given: Mapping[str, Any]) -> Any:

@@ -74,7 +74,7 @@ def file_of(name: str) -> str:
   """Returns the file that the import of a user's module would run first; runs nothing.
 
   Args:
-    name: of the module, possibly dotted.
+    name: the name of the module, possibly dotted.
 
   Returns:
     The path, or a phrase that says that the module is missing.
@@ -83,7 +83,7 @@ def file_of(name: str) -> str:
     path = folder.joinpath(*name.split('.')).with_suffix('.py')
     if path.is_file():
       return str(path)
-  # A submodule cannot be looked up without importing its package, so only the first name is.
+  # Looking up a submodule would import its package, so only the first name is looked up.
   top = name.partition('.')[0]
   spec = importlib.machinery.PathFinder.find_spec(top)
   return spec.origin if spec and spec.origin else f'a module {top} that is not here'
@@ -102,8 +102,8 @@ def load(path: Path, name: str, again: bool = False) -> ModuleType:
   """Loads a file as a module and registers it in `sys.modules`.
 
   Args:
-    path: of the file.
-    name: of the module, by which other code can import it.
+    path: the path of the file.
+    name: the name of the module, by which other code can import it.
     again: whether to run the file even if it was loaded before.
 
   Returns:

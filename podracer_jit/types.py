@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 Params = Any  # the network's variables, a pytree
+# Arrays [B, H] f32 of a network's core; None for networks without one.
+RecurrentState = jax.Array | tuple[jax.Array, ...] | None
 Metrics = dict[str, jax.Array]
 
 
@@ -23,7 +25,7 @@ class Episodes(NamedTuple):
 
 
 class Rollout(NamedTuple):
-  """Rows of experience: obs[t] was seen, action[t] taken, then the rest came with obs[t + 1].
+  """Rows of experience: the policy saw obs[t] and took action[t]; the rest came with obs[t + 1].
 
   A row is invalid if obs[t] is the last observation of a finished episode: EnvPool resets in that
   step and ignores the action. The observation itself is real; a truncation bootstraps from it.
@@ -31,28 +33,30 @@ class Rollout(NamedTuple):
 
   obs: Any  # [T + 1, B, ...] in the environment's dtype; or frames.Frames of these
   action: jax.Array  # [T, B] i32; or [T, B, A] f32 as the policy drew it
-  behaviour_log_prob: Any  # [T, B] f32: log mu(action | obs); () if the policy has none
+  behaviour_log_prob: jax.Array | None  # [T, B] f32: log mu(action | obs), if the policy has one
   behaviour_value: jax.Array  # [T, B] f32: the acting network's estimate of V(obs)
   reward: jax.Array  # [T, B] f32, as the environment gives it
   terminated: jax.Array  # [T, B] bool: no state follows (or, by option, a life was lost)
   truncated: jax.Array  # [T, B] bool: cut by the time limit; obs[t + 1] is the true last frame
   valid: jax.Array  # [T, B] bool
-  episodes: Episodes
-  discounted_return: Any = ()  # [T, B] f32: discounted rewards up to this row, to normalise rewards
-  recurrent_state: Any = ()  # [1, B, H] f32 each: a recurrent network's state before row 0
-  action_value: Any = ()  # [T, B] f32, for replays: the acting network's estimate of Q(obs, action)
+  episodes: Episodes | None  # None once the learner has set them aside
+  # [T, B] f32: discounted rewards up to this row, if rewards are normalised.
+  discounted_return: jax.Array | None = None
+  recurrent_state: RecurrentState = None  # [1, B, H] f32 each: a core's state before row 0
+  # [T, B] f32: the acting network's estimate of Q(obs, action), for a replay.
+  action_value: jax.Array | None = None
 
 
 class Experience(NamedTuple):
-  """Rollout in the form in which it is added to a replay; rows are those of Rollout.
+  """Rollout in the form in which it is added to a replay; it has the rows of Rollout.
 
   Row t has the priority of the transition that began n rows before, since its n-step return is
   complete only at row t.
   """
 
   obs: jax.Array  # [T + 1, B, ...]: the newest frame of each observation
-  fresh: jax.Array  # [T + 1, B] bool: all frames of the stack equal this frame
-  began: jax.Array  # [1, B] bool: the environments are fresh, so no row precedes row 0
+  is_reset_stack: jax.Array  # [T + 1, B] bool: all frames of the stack are this frame
+  began: jax.Array  # [1, B] bool: the environments were just started: no row precedes row 0
   action: jax.Array  # [T, B, ...]
   reward: jax.Array  # [T, B] f32
   terminated: jax.Array  # [T, B] bool
@@ -60,13 +64,13 @@ class Experience(NamedTuple):
   valid: jax.Array  # [T, B] bool
   priority: jax.Array  # [T, B] f32: |n-step TD error| by the acting network
   starts: jax.Array  # [T, B] bool: this transition exists, and its first row was valid
-  episodes: Any  # Episodes
+  episodes: Episodes | None  # None once the learner has set them aside
 
 
 class Transition(NamedTuple):
   """Transitions over n steps, or fewer if the episode ends before.
 
-  All arrays have the same leading axes, those of the draw.
+  All arrays have the leading axes of the draw.
   """
 
   obs: jax.Array  # [...]: observation before the first step
@@ -85,8 +89,9 @@ class TrainState(NamedTuple):
   update: jax.Array  # i32: updates done
   steps: jax.Array  # i32: valid agent steps learned from
   key: jax.Array  # PRNG key of the run; each update folds in its number, the key never changes
-  target: Any = ()  # Target, if the algorithm has one
-  replay: Any = ()  # replay, if the algorithm has one: sharded, each device has its own groups
+  target: Target | None = None  # None if the algorithm has no target network
+  # `replay.buffer.State`, sharded: each device has its own groups. None without a replay.
+  replay: Any | None = None
 
 
 class Target(NamedTuple):

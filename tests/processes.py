@@ -79,6 +79,17 @@ def run(command, timeout=300, **kwargs):
   return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
+def command(*args):
+  """Returns the command line of `podracer_jit ARGS`, with this Python."""
+  return [sys.executable, '-P', '-m', 'podracer_jit', *map(str, args)]
+
+
+def default_signals():
+  """Sets the signal handlers of a program in a terminal; background jobs have signals ignored."""
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+
+
 _servers = {}
 
 

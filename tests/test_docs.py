@@ -50,7 +50,7 @@ def test_the_readmes_commands_for_the_life_of_a_run(tmp_path):
                           cwd=tmp_path, env=QUICK | {'PYTHONPATH': path}, check=False)
   assert result.returncode == 0, result.stderr
   for message in ('changed before update 10: total_steps: 5000 before, 8000 since',
-                  'the learning rate is that of a run of 8,000 steps from here on',
+                  'it is annealed over 8,000 steps instead of 5,000',
                   'changed before update 15: optimizer.learning_rate: 0.001 before, 0.0001 since',
                   'the run begins with parameters, optimizer of', 'history: B began with'):
     assert message in result.stdout + result.stderr, message

@@ -90,7 +90,7 @@ def test_unknown_and_missing_names_are_reported():
   assert list(options.check_names('part.', values, defaults)) == [
       'part.count: is missing',
       'part.coutn: there is no such field; did you mean part.count?']
-  assert list(options.check_names('part.', dict(a=1), ['b'], of='x')) == [
+  assert list(options.check_names('part.', dict(a=1), ['b'], owner='x')) == [
       'part.a: x does not have it; its fields are b', 'part.b: x needs it; its fields are b']
 
 

@@ -25,7 +25,7 @@ def atari(tmp_path_factory):
 
 
 def check(row, line, capacity):
-  assert row['capacity'] == row['held'] == capacity
+  assert row['capacity'] == row['stored'] == capacity
   for name, value in row.items():
     assert name == 'device' or value > 0, name
   assert row['share'] < 1.5  # parts and whole step are timed in different runs

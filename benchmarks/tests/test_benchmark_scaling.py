@@ -182,7 +182,7 @@ def test_only_the_first_run_of_a_round_has_an_empty_cache(tmp_path, monkeypatch)
       '(cache / f"{uuid.uuid4()}-cache").touch()\n')
   monkeypatch.chdir(tmp_path)
   for _ in range(2):
-    cold, warm = startup.one_round(resolve(small()))
+    cold, warm = startup.measure_round(resolve(small()))
     assert (cold.cached, warm.cached) == (1, 2)
     assert 0 < cold.first_update_s <= cold.total_s
 

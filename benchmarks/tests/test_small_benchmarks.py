@@ -27,7 +27,14 @@ def test_networks_are_measured(tmp_path):
   assert all(row['forward'] > row['gradient'] > 0 for row in rows)
 
 
-@pytest.mark.parametrize('name', ['async_actors', 'in_turn', 'reduction', 'replay',
+def test_the_cost_of_evaluations_is_measured():
+  process = run_benchmark('evaluations', '--every_updates=2', '--episodes=2', '--pairs=1',
+                          '--config=ppo_cartpole:smoke')
+  assert process.returncode == 0, process.stderr
+  assert 'evaluations of' in process.stdout and 'equal receipts' in process.stdout
+
+
+@pytest.mark.parametrize('name', ['async_actors', 'evaluations', 'in_turn', 'reduction', 'replay',
                                   'same_receipts', 'scaling', 'schemes', 'startup'])
 def test_help_names_the_command(name):
   process = run_benchmark(name, '--help')

@@ -61,10 +61,10 @@ def initial_state(vector_env: VectorEnv, key: jax.Array, obs: jax.ShapeDtypeStru
   size = 2 * num_envs + vector_env.batch_size - 1
   env = EnvState(
       # No step precedes the first observation, so it is treated like one after an episode's end.
-      obs=(), ended=jnp.ones(num_envs, bool),
+      obs=None, ended=jnp.ones(num_envs, bool),
       episode_return=jnp.zeros(num_envs, jnp.float32),
       episode_length=jnp.zeros(num_envs, jnp.int32),
-      key=key, rollouts=jnp.zeros((), jnp.int32), discounted_return=(), recurrent_state=(),
+      key=key, rollouts=jnp.zeros((), jnp.int32), discounted_return=None, recurrent_state=None,
       simulator=jax.tree.map(jnp.array, vector_env.first_state))
   rows = jnp.zeros((unroll_length + 1, size, *obs.shape), obs.dtype)
   state = Sequences(
@@ -114,13 +114,13 @@ def make_rollout(vector_env: VectorEnv, apply: Apply, policy: Policy, unroll_len
         (jnp.int32(0), token, state))
     state, sequences = _take(state, vector_env.num_envs)
     return ActorState(token, (state,)), (
-        sequences._replace(obs=frames.of(sequences.obs, stack)),)
+        sequences._replace(obs=frames.from_stacks(sequences.obs, stack)),)
 
   return rollout
 
 
 def _arrive(state: Sequences, step: TimeStep, unroll_length: int) -> tuple[Sequences, EnvState]:
-  """Ends the rows whose step came back and begins the next ones.
+  """Ends the rows whose step came back, and begins the next rows of these environments.
 
   Returns:
     The new state of all environments, and the state of the environments that came back.
@@ -162,18 +162,25 @@ def _take(state: Sequences, columns: int) -> tuple[Sequences, Rollout]:
   """Returns the oldest complete sequences as a rollout and frees their slots."""
   # A rollout has a column for each environment.
   filling = state.slots[:columns]
-  rest = state.slots[columns:]
-  sequences = jax.tree.map(lambda x: x[:, rest[:columns]], state.buffer)
+  not_filling = state.slots[columns:]  # with complete sequences, then free
+  sequences = jax.tree.map(lambda x: x[:, not_filling[:columns]], state.buffer)
   return state._replace(
       env=state.env._replace(rollouts=state.env.rollouts + 1),
-      # The roll moves the slots just read behind the free ones.
-      slots=jnp.concatenate([filling, jnp.roll(rest, -columns)]),
+      # The roll moves the slots just read behind the free slots.
+      slots=jnp.concatenate([filling, jnp.roll(not_filling, -columns)]),
       complete=state.complete - columns), sequences
 
 
 @jax.named_scope('storing')
 def _write(buffer: Rollout, row: jax.Array, slot: jax.Array, **fields) -> Rollout:
-  """Sets row[i] of slot[i] of the named fields to field[i], for fields [n, ...]."""
+  """Sets rows of slots of the named fields.
+
+  Args:
+    buffer: [T, S, ...].
+    row: [n] i32, the row to set in each slot.
+    slot: [n] i32, the slots, all different.
+    **fields: values [n, ...] by field.
+  """
   return buffer._replace(**{
       name: jax.tree.map(lambda b, x: b.at[row, slot].set(x, unique_indices=True),
                          getattr(buffer, name), value)

@@ -1,6 +1,7 @@
-"""The state of environments that go on in the next segment, as checkpoints hold it.
+"""The state of environments that go on in the next segment, in the form that checkpoints hold.
 
-It does not depend on the placement: one axis counts the vector environments of all actors.
+This form does not depend on the placement: its first axis counts the vector environments of all
+actors.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def gather(actors: Sequence[ActorState]) -> Any:
   envs = jax.device_get([jax.tree.map(_key_data, env) for actor in actors for env in actor.envs])
   stacked = jax.tree.map(lambda *x: np.stack(x), *envs)
   if jax.process_count() > 1:
-    # [processes, vector environments of each, ...]; the order of processes is that of environments.
+    # [processes, vector environments of each, ...]; processes are in the order of environments.
     stacked = multihost_utils.process_allgather(stacked)
     stacked = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), stacked)
   return stacked
@@ -38,9 +39,9 @@ def pick(kept: Any, index: int, like: EnvState) -> EnvState:
   """Returns the state of one vector environment.
 
   Args:
-    kept: as `gather` returns it.
-    index: of the vector environment among all of the run.
-    like: a state of the same shapes, which says which leaves are PRNG keys.
+    kept: the result of `gather`.
+    index: index of the vector environment among all of the run.
+    like: a state of the same shapes, to tell which leaves are PRNG keys.
   """
   def leaf(like: jax.Array, x: np.ndarray) -> jax.Array:
     x = jax.numpy.asarray(x[index])
@@ -53,10 +54,10 @@ def pick(kept: Any, index: int, like: EnvState) -> EnvState:
 
 
 def shapes(actor: ActorState, num_shards: int) -> Any:
-  """Returns the shapes of what `gather` returns.
+  """Returns the shapes of the result of `gather`.
 
   Args:
-    actor: state, or shapes of a state, of any actor.
+    actor: the state of any actor, or its shapes.
     num_shards: vector environments of all actors.
   """
   def leaf(x: Any) -> jax.ShapeDtypeStruct:

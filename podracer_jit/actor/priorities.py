@@ -61,10 +61,10 @@ def with_priorities(rollout: Callable, n_step: int, discount: float) -> Callable
       """Returns [most, T, B]: entry i holds the rows shifted by i."""
       return jnp.stack([x[i:i + steps] for i in range(most)])
 
-    reward, to_next, taken = n_step_return(
+    reward, discount_after, steps_taken = n_step_return(
         *(ahead(x, n_step) for x in (rows.reward, rows.terminated, rows.truncated)), discount)
-    next_value = jnp.take_along_axis(ahead(rows.value, n_step + 1), taken[None], axis=0)[0]
-    return jnp.abs(reward + to_next * next_value - rows.action_value[:steps])
+    next_value = jnp.take_along_axis(ahead(rows.value, n_step + 1), steps_taken[None], axis=0)[0]
+    return jnp.abs(reward + discount_after * next_value - rows.action_value[:steps])
 
   def experience(env: EnvState, env_rollout: Rollout) -> tuple[EnvState, Experience]:
     """Returns the vector environment's state with its last n rows, and its experience."""
@@ -73,12 +73,12 @@ def with_priorities(rollout: Callable, n_step: int, discount: float) -> Callable
     rows = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), env.recent, new)
     steps = len(env_rollout.reward)
 
-    frame, fresh = _newest(env_rollout.obs)
+    frame, is_reset_stack = _newest(env_rollout.obs)
     # The rollout counter was already advanced, so 1 means the first rollout.
     began = env.rollouts == 1
     return env._replace(recent=jax.tree.map(lambda x: x[steps:], rows)), Experience(
         obs=frame,
-        fresh=fresh.at[0].set(began),
+        is_reset_stack=is_reset_stack.at[0].set(began),
         began=jnp.broadcast_to(began, (1, *env.ended.shape)),
         action=env_rollout.action,
         reward=env_rollout.reward,
@@ -101,7 +101,8 @@ def _newest(obs: Observations) -> tuple[jax.Array, jax.Array]:
   """Returns the newest frames [T + 1, B, ...] and whether a stack repeats its newest frame."""
   if not isinstance(obs, Frames):
     return obs, jnp.zeros(obs.shape[:2], bool)
-  return obs.frame[obs.stack - 1:], jnp.concatenate([jnp.zeros_like(obs.fresh[:1]), obs.fresh])
+  row_0 = jnp.zeros_like(obs.is_reset_stack[:1])
+  return obs.frame[obs.stack - 1:], jnp.concatenate([row_0, obs.is_reset_stack])
 
 
 def shapes(num_envs: int, obs_shape: tuple[int, ...], obs_dtype: Any, stack: int, policy: Policy
@@ -113,23 +114,23 @@ def shapes(num_envs: int, obs_shape: tuple[int, ...], obs_dtype: Any, stack: int
     obs_shape: shape of one observation, with all frames of a stack.
     obs_dtype: dtype of observations.
     stack: frames in an observation.
-    policy: the policy that acts, which says the shape and dtype of actions.
+    policy: the policy that acts; its actions have this shape and dtype.
 
   Returns:
     An Experience of `jax.ShapeDtypeStruct`s, each [1, num_envs, ...], without episodes.
   """
-  def of(dtype, *shape):
+  def row(dtype, *shape):
     return jax.ShapeDtypeStruct((1, num_envs, *shape), dtype)
   frame = obs_shape if stack == 1 else (obs_shape[0] // stack, *obs_shape[1:])
   return Experience(
-      obs=of(obs_dtype, *frame),
-      fresh=of(bool),
-      began=of(bool),
-      action=of(policy.action_dtype, *policy.action_shape),
-      reward=of(jnp.float32),
-      terminated=of(bool),
-      truncated=of(bool),
-      valid=of(bool),
-      priority=of(jnp.float32),
-      starts=of(bool),
-      episodes=())
+      obs=row(obs_dtype, *frame),
+      is_reset_stack=row(bool),
+      began=row(bool),
+      action=row(policy.action_dtype, *policy.action_shape),
+      reward=row(jnp.float32),
+      terminated=row(bool),
+      truncated=row(bool),
+      valid=row(bool),
+      priority=row(jnp.float32),
+      starts=row(bool),
+      episodes=None)

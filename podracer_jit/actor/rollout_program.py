@@ -14,9 +14,9 @@ from podracer_jit.envs.protocol import VectorEnv
 
 @contextlib.contextmanager
 def _out_of_the_cache() -> Iterator[None]:
-  """Keeps what is compiled inside out of the persistent compilation cache.
+  """Keeps programs that are compiled in the block out of the persistent compilation cache.
 
-  A program with pointers is of no use to a later process.
+  A program with pointers is useless to a later process.
   """
   name = 'jax_persistent_cache_min_compile_time_secs'
   previous_seconds = getattr(jax.config, name)

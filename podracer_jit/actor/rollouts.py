@@ -17,23 +17,24 @@ from podracer_jit.envs import frames
 from podracer_jit.envs.frames import Observations
 from podracer_jit.envs.protocol import TimeStep, VectorEnv
 from podracer_jit.numerics.islands import island
-from podracer_jit.types import Episodes, Params, Rollout
+from podracer_jit.types import Episodes, Params, RecurrentState, Rollout
 
 
 class EnvState(NamedTuple):
   """State of B environments between two rollouts."""
 
-  obs: jax.Array  # [B, ...]
+  obs: jax.Array | None  # [B, ...]; None if asynchronous, as buffers hold the observations
   ended: jax.Array  # [B] bool: obs is the last observation of a finished episode
   episode_return: jax.Array  # [B] f32, unclipped rewards of the episode so far
   episode_length: jax.Array  # [B] i32, valid rows of the episode so far
   key: jax.Array  # PRNG key of the vector environment; folded with `rollouts` and the row
   rollouts: jax.Array  # i32: number of rollouts completed
-  discounted_return: jax.Array  # [B] f32, of the rewards so far
-  recurrent_state: Any  # [B, H] each: the recurrent state; () without a recurrent core
-  exploration: Any = ()  # [B] f32: amount of exploration, for policies with `explore`
-  recent: Any = ()  # priorities.Rows: the last n rows of the previous rollout, for a replay
-  simulator: Any = ()  # [B, ...] each: the state of environments that are functions
+  discounted_return: jax.Array | None  # [B] f32, of the rewards so far; None if asynchronous
+  recurrent_state: RecurrentState
+  exploration: jax.Array | None = None  # [B] f32, for policies with `explore`
+  # `priorities.Rows`: the last n rows of the previous rollout, for a replay.
+  recent: Any | None = None
+  simulator: Any | None = None  # [B, ...] each: the state of environments that are functions
 
 
 class ActorState(NamedTuple):
@@ -44,8 +45,8 @@ class ActorState(NamedTuple):
 
 
 def initial_state(vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
-                  initial_recurrent_state: Callable[[int], Any] = lambda num_envs: (),
-                  exploration: Sequence[Any] | None = None) -> ActorState:
+                  initial_recurrent_state: Callable[[int], RecurrentState] = lambda num_envs: None,
+                  exploration: Sequence[jax.Array] | None = None) -> ActorState:
   """Returns the state of vector environments that have just been reset.
 
   Args:
@@ -57,7 +58,7 @@ def initial_state(vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
   Returns:
     The actor's state, with one `EnvState` for each vector environment.
   """
-  exploration = exploration or [()] * len(vector_envs)
+  exploration = exploration or [None] * len(vector_envs)
   envs = tuple(
       EnvState(
           obs=jnp.array(vector_env.first_obs),
@@ -84,11 +85,11 @@ def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None)
     """Computes the policy's decisions for B environments.
 
     Args:
-      params: of the network.
+      params: parameters of the network.
       obs: [B, ...].
       recurrent_state: before this row.
       ended: [B] bool, the row before was the last of its episode.
-      exploration: [B] f32; () if the policy has no `explore`.
+      exploration: [B] f32; None if the policy has no `explore`.
       key: PRNG key of the vector environment.
       rollouts: [] i32, rollouts made before.
       t: [] i32, index of the row.
@@ -148,6 +149,12 @@ def make_rollout(vector_envs: Sequence[VectorEnv], apply: Apply, policy: Policy,
 
   act = make_act(apply, policy, action_value)
 
+  def empty_buffer(obs: Observations, env: EnvState) -> Rollout:
+    returns = None if discount is None else jnp.zeros((unroll_length, *env.ended.shape))
+    return zeros(obs, len(env.ended), policy, unroll_length)._replace(
+        discounted_return=returns,
+        recurrent_state=jax.tree.map(lambda x: x[None], env.recurrent_state))
+
   def rollout(params: Params, state: ActorState):
     def turn(t, carry):
       token, envs, buffers = carry
@@ -170,13 +177,10 @@ def make_rollout(vector_envs: Sequence[VectorEnv], apply: Apply, policy: Policy,
       return token, tuple(envs), tuple(buffers)
 
     obs_buffers = [frames.begin(env.obs, unroll_length, stack) for env in state.envs]
-    buffers = tuple(zeros(obs, len(env.ended), policy, unroll_length)._replace(
-        discounted_return=() if discount is None else jnp.zeros((unroll_length, *env.ended.shape)),
-        recurrent_state=jax.tree.map(lambda x: x[None], env.recurrent_state))
-                    for obs, env in zip(obs_buffers, state.envs, strict=True))
+    buffers = tuple(map(empty_buffer, obs_buffers, state.envs))
     token, envs, buffers = lax.fori_loop(0, unroll_length, turn, (state.token, state.envs, buffers))
 
-    # The loop has sent the actions of the last row; receive what they led to.
+    # The loop has sent the actions of the last row; their results are still to be received.
     out = []
     for vector_env, env, buffer in zip(vector_envs, envs, buffers, strict=True):
       before = env.obs
@@ -214,8 +218,8 @@ def _discount(discount: float, env: EnvState, buffer: Rollout) -> tuple[EnvState
     def row(before, row):
       # The reward is 0 in invalid rows.
       reward, over = row
-      now = discount * before + reward
-      return jnp.where(over, 0.0, now), now
+      discounted = discount * before + reward
+      return jnp.where(over, 0.0, discounted), discounted
 
     return lax.scan(row, before, (reward, over))
 
@@ -226,8 +230,8 @@ def _discount(discount: float, env: EnvState, buffer: Rollout) -> tuple[EnvState
 def count(env: EnvState, step: TimeStep) -> tuple[EnvState, dict[str, Any]]:
   """Advances the episode counters of B environments by one step.
 
-  Invalid rows add nothing to an episode, and their reward is 0: some tasks, such as those of
-  MetaWorld, give one for a reset.
+  Invalid rows add nothing to an episode, and their reward is set to 0: some tasks (MetaWorld) give
+  a reward for a reset.
 
   Returns:
     The state after the step, and the fields [B] of the row that the step ends.
@@ -257,7 +261,7 @@ def zeros(obs: Observations, num_envs: int, policy: Policy, steps: int) -> Rollo
   Args:
     obs: the observations, of steps + 1 rows.
     num_envs: B.
-    policy: the policy that acts, which says which fields it has.
+    policy: the policy that acts; it decides which fields the rollout has.
     steps: T.
 
   Returns:
@@ -268,11 +272,11 @@ def zeros(obs: Observations, num_envs: int, policy: Policy, steps: int) -> Rollo
   return Rollout(
       obs=obs,
       action=field(policy.action_dtype, *policy.action_shape),
-      behaviour_log_prob=() if policy.log_prob is None else field(jnp.float32),
+      behaviour_log_prob=None if policy.log_prob is None else field(jnp.float32),
       behaviour_value=field(jnp.float32),
       reward=field(jnp.float32), terminated=field(bool), truncated=field(bool), valid=field(bool),
       episodes=Episodes(field(bool), field(jnp.float32), field(jnp.int32)),
-      action_value=() if policy.explore is None else field(jnp.float32))
+      action_value=None if policy.explore is None else field(jnp.float32))
 
 
 @jax.named_scope('storing')

@@ -15,7 +15,7 @@ from podracer_jit.agents.policies import Policy
 class Kind(NamedTuple):
   """A kind of network, which an algorithm asks for by `network_kind`."""
 
-  made_from: str  # TORSO or POLICY_AND_CRITIC
+  role: str  # of the config's network that it is built from: TORSO or POLICY_AND_CRITIC
   # The network's output for the policy: policies.DISTRIBUTION, ACTION_VALUES or ACTION.
   policy_reads: str
   takes_torso_options: bool  # it can have a recurrent core and a separate critic torso

@@ -24,13 +24,13 @@ from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.protocol import EnvSpec, ObsPart, take_apart
 from podracer_jit.numerics import convolution
 from podracer_jit.options import internal, option, shown
-from podracer_jit.types import Params
+from podracer_jit.types import Params, RecurrentState
 
 # The weights between two larger layers would take terabytes.
 MAX_UNITS = 2**20
 
-# Of the values of a number that `ImageAndVector` takes for a category.
-LARGEST_ONE_HOT = 128
+# `ImageAndVector` treats an integer with at most this many values as a category.
+MAX_CATEGORIES = 128
 
 # Each layer is traced and compiled by itself.
 MAX_LAYERS = 100
@@ -41,7 +41,8 @@ POLICY_AND_CRITIC = 'a policy with a critic'
 
 # (params, obs [T, N, ...], recurrent state before the first row, valid [T, N])
 #   -> dist_params [T, N, K], value [T, N], recurrent state after the last row
-Apply = Callable[[Params, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array, Any]]
+Apply = Callable[[Params, jax.Array, RecurrentState, jax.Array],
+                 tuple[jax.Array, jax.Array, RecurrentState]]
 
 
 class Model(NamedTuple):
@@ -80,8 +81,8 @@ def orthogonal(scale: float) -> Callable:
 class Conv(nn.Module):
   """Square convolution on NHWC, by `convolution.conv2d`, whose gradients are fast in CPU loops.
 
-  `of` preprocesses the input, and is computed a second time for the gradient. Only the raw input is
-  then kept for the gradient: uint8 takes a quarter of the memory of float32.
+  `preprocess` is computed a second time for the gradient. So only the raw input is kept until then,
+  and uint8 takes a quarter of the memory of float32.
   """
 
   features: int  # output channels
@@ -89,18 +90,19 @@ class Conv(nn.Module):
   stride: int = 1
   padding: str = 'VALID'
   kernel_init: Callable = nn.initializers.lecun_normal()
-  of: Callable | None = None  # input -> image [N, H, W, C] f32
+  preprocess: Callable | None = None  # input -> image [N, H, W, C] f32
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns the convolution [N, H', W', features] of x."""
     def convolve(x, w):
-      return convolution.conv2d(self.of(x) if self.of else x, w, self.stride, self.padding)
+      image = self.preprocess(x) if self.preprocess else x
+      return convolution.conv2d(image, w, self.stride, self.padding)
 
-    channels = (jax.eval_shape(self.of, x) if self.of else x).shape[-1]
+    channels = (jax.eval_shape(self.preprocess, x) if self.preprocess else x).shape[-1]
     w = self.param('kernel', self.kernel_init, (self.kernel, self.kernel, channels, self.features))
     b = self.param('bias', nn.initializers.zeros, (self.features,))
-    return (jax.checkpoint(convolve) if self.of else convolve)(x, w) + b
+    return (jax.checkpoint(convolve) if self.preprocess else convolve)(x, w) + b
 
 
 def _image(obs: jax.Array, channels_last: bool = False) -> jax.Array:
@@ -129,7 +131,7 @@ class ConvTorso(nn.Module):
   """
 
   needs_images: ClassVar[bool] = True
-  # Rows at a time, for observations of 84x84x4; see `convolution.in_chunks`.
+  # Rows in a chunk, for observations of 84x84x4; see `convolution.in_chunks`.
   at_once = 16
   hidden: int = option(256, 'units of the dense layer', at_least=1, at_most=MAX_UNITS)
   chunked: bool = internal(True)
@@ -178,11 +180,13 @@ class NatureCNN(ConvTorso):
 
   def convolve(self, x: jax.Array) -> jax.Array:
     """Returns the last convolution's activations [N, H', W', C'] of observations x."""
-    of = functools.partial(_centred_image if self.centre else _image,
-                           channels_last=self.channels_last)
+    # The first convolution makes images of the observations.
+    preprocess = functools.partial(_centred_image if self.centre else _image,
+                                   channels_last=self.channels_last)
     for features, kernel, stride in zip(self.channels, self.kernels, self.strides, strict=True):
-      x = nn.relu(Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)), of=of)(x))
-      of = None
+      x = nn.relu(Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)),
+                       preprocess=preprocess)(x))
+      preprocess = None
     return x
 
 
@@ -209,10 +213,12 @@ class ImpalaResNet(ConvTorso):
 
   def convolve(self, x: jax.Array) -> jax.Array:
     """Returns the last section's activations [N, H', W', C'] of observations x."""
-    of = functools.partial(_image, channels_last=self.channels_last)
+    # The first convolution makes images of the observations.
+    preprocess = functools.partial(_image, channels_last=self.channels_last)
     for features in self.channels:
-      x = convolution.max_pool(Conv(features, 3, padding='SAME', of=of)(x), window=3, stride=2)
-      of = None
+      x = Conv(features, 3, padding='SAME', preprocess=preprocess)(x)
+      x = convolution.max_pool(x, window=3, stride=2)
+      preprocess = None
       for _ in range(self.blocks):
         x = self.block()(x)
     return nn.relu(x)
@@ -282,8 +288,8 @@ class MLP(nn.Module):
 class ImageAndVector(nn.Module):
   """Convolutions on the images among an observation's parts, and an MLP on all other parts.
 
-  It is for tasks whose observations are dicts, such as MiniGrid's image, direction and mission. The
-  features of each image and of the vector are concatenated.
+  Use it for tasks whose observations are dicts, such as MiniGrid's image, direction and mission.
+  The features of all images and of the other parts are concatenated.
   """
 
   needs_parts: ClassVar[bool] = True
@@ -291,7 +297,7 @@ class ImageAndVector(nn.Module):
   channels: Sequence[int] = option((16, 32), 'output channels of each convolution', at_least=1,
                                    at_most=MAX_UNITS, max_length=MAX_LAYERS)
   kernel: int = option(3, 'width of each square kernel', at_least=1, at_most=1000)
-  largest: float = option(255.0, 'whole number in an image that becomes 1, such as 10 for MiniGrid',
+  largest: float = option(255.0, 'integers in images are divided by this number; 10 for MiniGrid',
                           above=0)
   image_hidden: int = option(128, 'features of each image', at_least=1, at_most=MAX_UNITS)
   vector_hidden: Sequence[int] = option((64,), 'units of each layer on the other parts',
@@ -303,7 +309,8 @@ class ImageAndVector(nn.Module):
     """Returns features [N, F] of flat observations [N, D]."""
     chex.assert_rank(obs, 2)
     arrays = take_apart(obs, self.parts)
-    features, vectors = [], []
+    features = []
+    vectors = []
     for part in self.parts:
       x = arrays[part.name]
       if part.is_image:
@@ -317,10 +324,10 @@ class ImageAndVector(nn.Module):
   def _vector(self, part: ObsPart, x: jax.Array) -> jax.Array:
     """Returns a part [N, ...] as features [N, D].
 
-    Bytes, such as the letters of a text, become numbers from 0 to 1. A number of few values, such
-    as a direction, becomes a one-hot; one of many is a counter.
+    Bytes, such as the letters of a text, become numbers from 0 to 1. An integer with few values,
+    such as a direction, becomes a one-hot vector. Other integers count something and stay numbers.
     """
-    if 0 < part.num_values <= LARGEST_ONE_HOT:
+    if 0 < part.num_values <= MAX_CATEGORIES:
       return jax.nn.one_hot(x, part.num_values)
     x = x / 255.0 if x.dtype == np.uint8 else x.astype(jnp.float32)
     return x.reshape(len(x), -1)
@@ -337,16 +344,16 @@ class ImageAndVector(nn.Module):
 
 
 def fit_to_task(network: nn.Module, spec: EnvSpec) -> nn.Module:
-  """Returns the network with what it asks to know about a task's observations.
+  """Returns the network, told the facts about a task's observations that it has fields for.
 
-  A network asks by a field that is no option: `channels_last: bool = internal(False)` says whether
-  images are (H, W, C), and `parts: Sequence[ObsPart] = internal(())` what a flat observation
-  consists of. A network without these fields gets observations just the same.
+  These fields are no options. `channels_last: bool = internal(False)` says whether images are
+  (H, W, C). `parts: Sequence[ObsPart] = internal(())` lists the parts of a flat observation. A
+  network may have none of these fields.
   """
-  known = {'channels_last': spec.channels_last, 'parts': spec.parts}
-  names = {field.name for field in dataclasses.fields(network)}
-  asked = {name: value for name, value in known.items() if value and name in names}
-  return network.clone(**asked) if asked else network
+  facts = {'channels_last': spec.channels_last, 'parts': spec.parts}
+  fields = {field.name for field in dataclasses.fields(network)}
+  used = {name: value for name, value in facts.items() if value and name in fields}
+  return network.clone(**used) if used else network
 
 
 TORSOS = {'impala_resnet': ImpalaResNet, 'fixup_resnet': FixupResNet, 'nature_cnn': NatureCNN,
@@ -390,13 +397,13 @@ class ActorCritic(nn.Module):
   core_size: int = 0  # H, units of the core
 
   @nn.compact
-  def __call__(self, obs: jax.Array, recurrent_state: Any = (),
+  def __call__(self, obs: jax.Array, recurrent_state: RecurrentState = None,
                valid: jax.Array | None = None):
     """Returns (dist_params [T, N, K], value [T, N], recurrent state) of T rows of N environments.
 
     Args:
       obs: [T, N, ...], observations.
-      recurrent_state: before the first row, shaped like that of `initial_recurrent_state`.
+      recurrent_state: state before the first row, shaped like `initial_recurrent_state`.
       valid: [T, N] bool, used by recurrent networks only. The row after an invalid row begins an
         episode, so its recurrent state is the initial one.
     """
@@ -444,12 +451,12 @@ class ActorCritic(nn.Module):
     recurrent_state, y = scan(cell, recurrent_state, (x, valid))
     return y, recurrent_state
 
-  def initial_recurrent_state(self, num_envs: int) -> Any:
-    """Returns the recurrent state at an episode's start, arrays [N, H]; () without a core."""
+  def initial_recurrent_state(self, num_envs: int) -> RecurrentState:
+    """Returns the recurrent state at an episode's start, arrays [N, H]; None without a core."""
     # Each array gets a buffer of its own, since states are donated.
     def zeros():
       return jnp.zeros((num_envs, self.core_size))
-    return {'': (), 'gru': zeros(), 'lstm': (zeros(), zeros())}[self.core]
+    return {'': None, 'gru': zeros(), 'lstm': (zeros(), zeros())}[self.core]
 
 
 PLAIN = TorsoOptions()

@@ -59,8 +59,7 @@ def categorical(num_actions: int) -> Policy:
 def product_of_categoricals(choices: Sequence[int]) -> Policy:
   """Returns the policy over vectors of choices, which are independent given the observation.
 
-  dist_params [..., sum(choices)] holds the logits of the first element's choices, then those of the
-  second, and so on.
+  dist_params [..., sum(choices)] holds the logits of all elements' choices, element after element.
 
   Args:
     choices: number of choices of each element of an action.
@@ -135,7 +134,7 @@ def gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
 def scaled_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
   """Returns a diagonal Gaussian policy whose actions are clipped and scaled to the task's bounds.
 
-  Actions are clipped to [-1, 1], then scaled. dist_params is that of `gaussian`.
+  Actions are clipped to [-1, 1], then scaled. dist_params has the layout of `gaussian`.
 
   Args:
     low: [A], finite lower bounds of the task's actions.
@@ -150,10 +149,10 @@ def scaled_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
 def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
   """Returns a diagonal Gaussian policy whose actions are squashed by tanh to the task's bounds.
 
-  dist_params is that of `gaussian`. An action u is stored before tanh, and log_prob is the
-  Gaussian's density of u: importance ratios are the same before and after tanh. The
-  entropy is that of tanh(u): the Gaussian's entropy plus E[log(1 - tanh(u)^2)], by Gauss-Hermite
-  quadrature with 16 nodes.
+  dist_params has the layout of `gaussian`. The stored action u is the draw before tanh, and
+  log_prob is the Gaussian's log density of u; importance ratios are the same before and after tanh.
+  The entropy belongs to tanh(u): the Gaussian's entropy plus E[log(1 - tanh(u)^2)], by
+  Gauss-Hermite quadrature with 16 nodes.
 
   Args:
     low: [A], finite lower bounds of the task's actions.
@@ -222,8 +221,8 @@ def deterministic(low: np.ndarray, high: np.ndarray) -> Policy:
                 explore)
 
 
-# Kinds of `dist_params`. A policy fits the networks that give its kind, and the algorithms of
-# those.
+# Kinds of `dist_params`. A policy fits networks whose output has its kind, and algorithms that use
+# such networks.
 DISTRIBUTION = 'a distribution'
 ACTION_VALUES = 'action values'
 ACTION = 'an action'

@@ -1,12 +1,12 @@
 """Networks of value-based agents (flax): a dueling Q-network, and a policy with a Q critic.
 
-They have the call of `networks.ActorCritic`; their `dist_params` holds action values, or an action.
+They are called like `networks.ActorCritic`; their `dist_params` holds action values, or an action.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import chex
 import flax.linen as nn
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from podracer_jit.agents import networks
 from podracer_jit.agents.policies import Policy
 from podracer_jit.options import internal, option
+from podracer_jit.types import RecurrentState
 
 
 class Dueling(nn.Module):
@@ -27,7 +28,7 @@ class Dueling(nn.Module):
   core: str = ''  # always '': no recurrent core
 
   @nn.compact
-  def __call__(self, obs: jax.Array, recurrent_state: Any = (),
+  def __call__(self, obs: jax.Array, recurrent_state: RecurrentState = None,
                valid: jax.Array | None = None):
     """Returns (Q-values [T, N, A], the largest [T, N], recurrent_state) of obs [T, N, ...]."""
     del valid
@@ -51,9 +52,8 @@ class Dueling(nn.Module):
     chex.assert_equal_shape_prefix([dist_params, action], 1)
     return jnp.take_along_axis(dist_params, action[..., None], axis=-1)[..., 0]
 
-  def initial_recurrent_state(self, num_envs: int) -> tuple[()]:
-    """Returns (): the network is not recurrent."""
-    return ()
+  def initial_recurrent_state(self, num_envs: int) -> None:
+    """Returns None: the network is not recurrent."""
 
 
 @jax.custom_vjp
@@ -95,7 +95,7 @@ class Deterministic(nn.Module):
     self._critic = [nn.Dense(size) for size in self.critic_hidden]
     self._value = nn.Dense(1, kernel_init=centred)
 
-  def __call__(self, obs: jax.Array, recurrent_state: Any = (),
+  def __call__(self, obs: jax.Array, recurrent_state: RecurrentState = None,
                valid: jax.Array | None = None):
     """Returns (actions [T, N, A], their values [T, N], recurrent_state) of obs [T, N, ...]."""
     del valid
@@ -127,9 +127,8 @@ class Deterministic(nn.Module):
     del dist_params
     return self.criticise(obs, action)
 
-  def initial_recurrent_state(self, num_envs: int) -> tuple[()]:
-    """Returns (): the network is not recurrent."""
-    return ()
+  def initial_recurrent_state(self, num_envs: int) -> None:
+    """Returns None: the network is not recurrent."""
 
 
 def dueling(torso: nn.Module, policy: Policy) -> Dueling:

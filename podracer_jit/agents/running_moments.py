@@ -36,8 +36,8 @@ class NormaliseOptions:
   @property
   def moments(self) -> tuple[str, ...]:
     """Names of the moments that the network keeps."""
-    wanted = {'obs': self.obs, 'returns': self.reward, 'values': self.value}
-    return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+    is_kept = {'obs': self.obs, 'returns': self.reward, 'values': self.value}
+    return tuple(name for name in is_kept if is_kept[name])
 
 
 class Moments(NamedTuple):
@@ -139,12 +139,12 @@ def observe(params: Params, rollout: Rollout, targets: Any, groups: Groups) -> d
     groups: the groups of environments.
 
   Returns:
-    Moments by name, for those of 'obs' and 'values' that `params` keeps.
+    Moments by name: 'obs' and 'values', if `params` keeps them.
   """
   # Functions, since rebuilding the stacks of observations is expensive and often not needed.
   rows = {'obs': lambda: frames.stacks(rollout.obs)[:-1], 'values': lambda: targets['value_target']}
   return {name: measure(rows[name](), rollout.valid, groups)
-          for name in of(params) if name in rows}
+          for name in moments_of(params) if name in rows}
 
 
 def scale_rewards(params: Params, rollout: Rollout,
@@ -155,9 +155,9 @@ def scale_rewards(params: Params, rollout: Rollout,
     The rollout with scaled rewards, and {'returns': moments of its returns}. If `params` keeps no
     moments of returns, the unchanged rollout and an empty dict.
   """
-  if 'returns' not in of(params):
+  if 'returns' not in moments_of(params):
     return rollout, {}
-  before = of(params)['returns']
+  before = moments_of(params)['returns']
   moments = measure(rollout.discounted_return, rollout.valid, groups)
   scaled = groups.map(lambda reward: _scaled_rewards(reward, before, moments),
                       groups.split(rollout.reward))
@@ -170,26 +170,27 @@ def _scaled_rewards(reward: jax.Array, before: Moments, moments: Moments) -> jax
   return jnp.clip(reward / deviation(merge(before, moments)), -CLIP, CLIP)
 
 
-def of(params: Params) -> Mapping[str, Moments]:
+def moments_of(params: Params) -> Mapping[str, Moments]:
   """Returns the moments in a network's variables; empty if nothing is normalised."""
   return params.get('moments', {}) if isinstance(params, Mapping) else {}
 
 
 def frozen(params: Params) -> Params:
   """Returns params with a stop_gradient on the moments."""
-  return {**params, 'moments': lax.stop_gradient(of(params))} if of(params) else params
+  moments = moments_of(params)
+  return {**params, 'moments': lax.stop_gradient(moments)} if moments else params
 
 
 def weights(params: Params) -> Params:
   """Returns params without the moments."""
-  return {k: v for k, v in params.items() if k != 'moments'} if of(params) else params
+  return {k: v for k, v in params.items() if k != 'moments'} if moments_of(params) else params
 
 
 def add(params: Params, moments: Mapping[str, Moments]) -> Params:
   """Returns params with `moments` merged into theirs."""
   if not moments:
     return params
-  merged = {name: _merge(before, moments[name]) for name, before in of(params).items()}
+  merged = {name: _merge(before, moments[name]) for name, before in moments_of(params).items()}
   return {**params, 'moments': merged}
 
 

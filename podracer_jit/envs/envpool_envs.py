@@ -1,7 +1,7 @@
 """EnvPool's environment family: specs of tasks, and vector environments.
 
-Only this module imports envpool. It guarantees that no float64 array leaves it, and that no option
-which would kill the process reaches EnvPool.
+Only this module imports envpool. It converts all float64 arrays to float32, and refuses options
+with which EnvPool would kill the process.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from podracer_jit.envs import spaces
 from podracer_jit.envs.protocol import EnvSpec, TimeStep
 from podracer_jit.options import LARGEST_FLOAT, shown
 
-# Options that are not the user's: other fields of the config, or this package, set them.
+# Options that users cannot set: other fields of the config, or this package, set them.
 _OURS = ('num_envs', 'batch_size', 'num_threads', 'seed', 'env_seed', 'base_path', 'task',
          'gym_reset_return_info', 'max_num_players', 'thread_affinity_offset')
 
-# A reset takes up to noop_max steps and a step frame_skip frames, so large values take for ever. A
-# program has operations for each frame of a stack.
+# A reset takes up to noop_max steps, and a step takes frame_skip frames, so large values take for
+# ever. A program has operations for each frame of a stack.
 _AT_MOST = {'noop_max': 100_000, 'frame_skip': 1000, 'stack_num': 128, 'frame_stack': 128}
-# Words in the names of options that do not change the size of anything.
+# Words in the names of options that are times; these change no size.
 _TIMES = ('step', 'time', 'duration', 'frequency')
-# Bound of an option that may be a length; 100 times its default if that is larger.
+# Bound of an option that may be a size; the bound is 100 times the default if that is larger.
 _LARGEST_SIZE = 10_000
 _LARGEST_OBS = 2**26  # bytes of one observation
 
@@ -66,8 +66,8 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
   default = usual.config._asdict()
   for name, value in options.items():
     if name in _OURS or name not in default:
-      known = ', '.join(sorted(set(default) - set(_OURS)))
-      raise ValueError(f'env.{name}: not an option of {task}; its options are {known}')
+      names = ', '.join(sorted(set(default) - set(_OURS)))
+      raise ValueError(f'env.{name}: not an option of {task}; its options are {names}')
     kind = type(default[name])
     if type(value) is not kind and not (kind is float and type(value) is int):
       raise ValueError(f'env.{name}: must be of type {kind.__name__}, got {shown(value)}')
@@ -131,7 +131,7 @@ def _usual_spec(task: str) -> Any:
   """Returns EnvPool's spec of a task with default options.
 
   Raises:
-    ValueError: the task's library or one of its files is missing; one line that says what to do.
+    ValueError: the task's library or one of its files is missing; the message says what to do.
   """
   try:
     return _quiet_spec(task, {})
@@ -179,7 +179,7 @@ def _problems_of_number(name: str, value: Any, default: Any) -> Iterator[str]:
 def _problems_of_obs(spec: Any, usual: Any) -> Iterator[str]:
   """Yields problems of a spec's observations; `usual` is the spec with default options.
 
-  It reads array specs only, since a space would allocate two arrays of an observation's size.
+  Only array specs are read, since a space would allocate two arrays of an observation's size.
   """
   # Default shapes may have -1 for the number of players, so only additional sizes below 1 count.
   if _not_positive(spec) > _not_positive(usual):
@@ -270,7 +270,7 @@ def make_pool(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_t
 
 
 def _end_blas_threads() -> None:
-  """Ends the threads of OpenBLAS, which NumPy and SciPy bring; it starts them again if it must.
+  """Ends the threads of OpenBLAS, which NumPy and SciPy use; OpenBLAS restarts them on demand.
 
   Each ViZDoom game is a process, and EnvPool forks several at a time. Before a fork OpenBLAS joins
   its threads. Two forks at once may join a thread twice, and then the pool's start hangs for ever.
@@ -293,12 +293,12 @@ class EnvPoolVectorEnv:
   The handle that `send` and `recv` take and return is only a token. Each call finds its pool by an
   attribute of the call, so several vector environments in a program may share one token, which
   orders all their calls. The token also keeps the calls: XLA may drop a call whose handle is
-  unused. EnvPool keeps the environments' state itself, so the state of `VectorEnv` is ().
+  unused. EnvPool keeps the environments' state itself, so the state of `VectorEnv` is None.
 
   The pool must outlive every program that contains it: close it after the last output is ready.
   """
 
-  first_state = ()
+  first_state = None
 
   def __init__(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
                num_threads: int = 0, batch_size: int = 0):
@@ -328,12 +328,12 @@ class EnvPoolVectorEnv:
 
     action_space = self._pool.action_space
     discrete = type(action_space).__name__ == 'Discrete'
-    # Not that of the space: discrete actions are int32 for most tasks, and float64 for ViZDoom.
+    # The space has another dtype: discrete actions are int32 for most tasks, float64 for ViZDoom.
     self._action_dtype = np.dtype(self._pool.spec.action_array_spec['action'].dtype)
-    # Actions of policies are vectors; those of the task may have more axes.
+    # Actions of policies are vectors; actions of the task may have more axes.
     self._action_shape = () if discrete else action_space.shape
 
-    # Without a reset here the first step would be a reset.
+    # Without this reset, the first step would be one.
     if batch_size:
       self._pool.async_reset()
     else:
@@ -345,18 +345,21 @@ class EnvPoolVectorEnv:
     """Token for the first call of `send` or `recv`."""
     return np.array(self._handle)
 
-  def send(self, token: jax.Array, state: tuple[()], action: jax.Array,
-           env_id: jax.Array | None = None) -> tuple[jax.Array, tuple[()]]:
-    """Hands actions [B, ...] to EnvPool's threads and does not wait; see `VectorEnv`."""
+  def send(self, token: jax.Array, state: None, action: jax.Array,
+           env_id: jax.Array | None = None) -> tuple[jax.Array, None]:
+    """Hands actions [B, ...] to EnvPool's threads and does not wait.
+
+    Args and results: see `VectorEnv.send`.
+    """
     chex.assert_axis_dimension(action, 0, self.batch_size)
     if len(self._action_shape) > 1:
       action = action.reshape(-1, *self._action_shape)
-    # Only the call is inside, since x64 changes the dtypes of other code.
+    # Only the call is inside of the block, since x64 changes the dtypes of other code.
     with jax.enable_x64(self._x64):
       return _call(self._send, token, action.astype(self._action_dtype), env_id), state
 
-  def recv(self, token: jax.Array, state: tuple[()]
-           ) -> tuple[jax.Array, tuple[()], TimeStep]:
+  def recv(self, token: jax.Array, state: None
+           ) -> tuple[jax.Array, None, TimeStep]:
     """Waits for B environments and returns their results; see `VectorEnv`."""
     with jax.enable_x64(self._x64):
       token, (obs, reward, terminated, truncated, info) = _call(self._recv, token)
@@ -366,7 +369,7 @@ class EnvPoolVectorEnv:
     step = TimeStep(obs, reward, terminated, truncated, raw, game_over, info['env_id'])
     return token, state, step
 
-  def render(self, state: tuple[()]) -> np.ndarray:
+  def render(self, state: None) -> np.ndarray:
     """Returns EnvPool's image of the first environment, [H, W, 3] u8.
 
     The pool needs `render_options`.

@@ -20,8 +20,8 @@ EXTRAS = {'gymnax': 'podracer_jit.envs.gymnax_envs',
 # Tasks of Gymnasium, as 'gymnasium:ID'.
 GYMNASIUM = 'gymnasium'
 
-# Families of users' environments, by task: what they have compiled is used again.
-_own: dict[str, JaxFamily] = {}
+# Families of users' environments, by task, so that compiled functions are used again.
+_user_families: dict[str, JaxFamily] = {}
 
 
 def own_module(task: str) -> str:
@@ -34,7 +34,7 @@ def own_module(task: str) -> str:
 
 
 def may_start_jax(task: str) -> bool:
-  """Returns whether `family_of`, or its `make_spec`, may make arrays: of any task but EnvPool's."""
+  """Returns whether the family of a task may start JAX; EnvPool's tasks never do."""
   return ':' in task
 
 
@@ -60,19 +60,19 @@ def family_of(task: str) -> Family:
   if kind == GYMNASIUM:
     return _gymnasium_family()
 
-  own = parts.find('env.task', task, {})
-  if all(hasattr(own, name) for name in ('make_spec', 'make_vector_env')):
-    return own
+  part = parts.find('env.task', task, {})
+  if all(hasattr(part, name) for name in ('make_spec', 'make_vector_env')):
+    return part
   # A module that has a subclass of gymnasium.Env has imported gymnasium.
   gymnasium = sys.modules.get('gymnasium')
-  is_gymnasium = gymnasium and isinstance(own, type) and issubclass(own, gymnasium.Env)
-  if is_gymnasium or callable(own) and not isinstance(own, type):
+  is_gymnasium = gymnasium and isinstance(part, type) and issubclass(part, gymnasium.Env)
+  if is_gymnasium or callable(part) and not isinstance(part, type):
     return _gymnasium_family()
   required = ('reset', 'step', 'observation_space', 'action_space')
-  if isinstance(own, type) and hasattr(own, 'reset') and hasattr(own, 'step'):
-    if task not in _own or _own[task].made_of is not own:
-      _own[task] = _OwnFamily(own)
-    return _own[task]
+  if isinstance(part, type) and hasattr(part, 'reset') and hasattr(part, 'step'):
+    if task not in _user_families or _user_families[task].env_class is not part:
+      _user_families[task] = _UserFamily(part)
+    return _user_families[task]
   raise ValueError(f'env.task: {task} is no environment: neither a class with '
                    f'{", ".join(required)} (see envs/jax_envs.py), nor a subclass of gymnasium.Env '
                    'or a function that returns one (see envs/gymnasium_envs.py), nor a family with '
@@ -80,21 +80,21 @@ def family_of(task: str) -> Family:
 
 
 def tasks() -> dict[str, list[str]]:
-  """Returns the tasks that can be named here, by family, in the form that `env.task` takes.
+  """Returns the tasks of this installation by family, in the form that `env.task` takes.
 
-  The families are EnvPool's, such as `atari` or `mujoco.dmc`, and the other kinds that are
-  installed.
+  The families are EnvPool's, such as `atari` or `mujoco.dmc`, and the other kinds whose libraries
+  are installed.
   """
   from podracer_jit.envs import envpool_envs
-  found = dict(envpool_envs.families())
+  by_family = dict(envpool_envs.families())
   for kind in EXTRAS:
     try:
       module = importlib.import_module(EXTRAS[kind])
     except Exception:  # noqa: BLE001 - a library of another release may raise anything
       continue
-    found[kind] = [f'{kind}:{name}' for name in module.tasks()]
-  found[GYMNASIUM] = [f'{GYMNASIUM}:{name}' for name in _gymnasium_family().tasks()]
-  return found
+    by_family[kind] = [f'{kind}:{name}' for name in module.tasks()]
+  by_family[GYMNASIUM] = [f'{GYMNASIUM}:{name}' for name in _gymnasium_family().tasks()]
+  return by_family
 
 
 def _gymnasium_family() -> Family:
@@ -112,17 +112,17 @@ def _extra(kind: str, task: str) -> Family:
                      f"({shorten(str(error))}): pip install 'podracer_jit[{kind}]'") from None
 
 
-class _OwnFamily(JaxFamily):
+class _UserFamily(JaxFamily):
   """Family of a user's class of JAX functions."""
 
-  def __init__(self, made_of: type):
+  def __init__(self, env_class: type):
     super().__init__(self._construct)
-    self.made_of = made_of
+    self.env_class = env_class
 
   def _construct(self, task: str, options: Mapping[str, Any]) -> JaxEnv:
     """Returns the environment whose constructor gets the options as arguments."""
     try:
-      env = self.made_of(**options)
+      env = self.env_class(**options)
     except TypeError as error:
       named = ', '.join(f'env.{name}' for name in options) or 'env.task'
       raise ValueError(f'{named}: {task} does not take these options: '

@@ -19,12 +19,12 @@ class Frames(NamedTuple):
 
   # [T + S, B, C, ...]: the S frames of row 0, the oldest first, then each row's newest frame.
   frame: jax.Array
-  fresh: jax.Array  # [T, B] bool: the stack of row t + 1 repeats its newest frame
+  is_reset_stack: jax.Array  # [T, B] bool: the stack of row t + 1 repeats its newest frame
 
   @property
   def stack(self) -> int:
     """Number of frames in a stack, S."""
-    return len(self.frame) - len(self.fresh)
+    return len(self.frame) - len(self.is_reset_stack)
 
 
 Observations = Any  # Frames, or an array [T + 1, B, ...] if observations are not stacks
@@ -39,8 +39,8 @@ def begin(obs: jax.Array, steps: int, stack: int) -> Observations:
     return jnp.zeros((steps + 1, *obs.shape), obs.dtype).at[0].set(obs)
   chex.assert_is_divisible(obs.shape[1], stack)
   first = jnp.stack(jnp.split(obs, stack, axis=1))
-  rest = jnp.zeros((steps, *first.shape[1:]), obs.dtype)
-  return Frames(jnp.concatenate([first, rest]), jnp.zeros((steps, len(obs)), bool))
+  later = jnp.zeros((steps, *first.shape[1:]), obs.dtype)
+  return Frames(jnp.concatenate([first, later]), jnp.zeros((steps, len(obs)), bool))
 
 
 def add(rows: Observations, t: jax.Array, before: jax.Array, obs: jax.Array) -> Observations:
@@ -59,18 +59,19 @@ def add(rows: Observations, t: jax.Array, before: jax.Array, obs: jax.Array) -> 
   put = lax.dynamic_update_index_in_dim
   if not isinstance(rows, Frames):
     return put(rows, obs, t, 0)
-  newest, fresh = _difference(before, obs, rows.stack)
+  newest, is_reset_stack = _difference(before, obs, rows.stack)
   # At t = 0 this sets a placeholder for row 1, which the call for row 1 overwrites.
   return Frames(put(rows.frame, newest, t + rows.stack - 1, 0),
-                put(rows.fresh, fresh, jnp.maximum(t - 1, 0), 0))
+                put(rows.is_reset_stack, is_reset_stack, jnp.maximum(t - 1, 0), 0))
 
 
-def of(obs: jax.Array, stack: int) -> Observations:
+def from_stacks(obs: jax.Array, stack: int) -> Observations:
   """Returns complete observations [T + 1, B, stack * C, ...] in the stored form."""
   if stack == 1:
     return obs
-  newest, fresh = jax.vmap(lambda *pair: _difference(*pair, stack))(obs[:-1], obs[1:])
-  return Frames(jnp.concatenate([jnp.stack(jnp.split(obs[0], stack, axis=1)), newest]), fresh)
+  newest, is_reset_stack = jax.vmap(lambda *pair: _difference(*pair, stack))(obs[:-1], obs[1:])
+  first = jnp.stack(jnp.split(obs[0], stack, axis=1))
+  return Frames(jnp.concatenate([first, newest]), is_reset_stack)
 
 
 def _difference(before: jax.Array, obs: jax.Array, stack: int) -> tuple[jax.Array, jax.Array]:
@@ -81,8 +82,8 @@ def _difference(before: jax.Array, obs: jax.Array, stack: int) -> tuple[jax.Arra
   """
   chex.assert_equal_shape([before, obs])
   channels = obs.shape[1] // stack
-  others = obs[:, :-channels] != before[:, channels:]
-  return obs[:, -channels:], jnp.any(others, axis=tuple(range(1, obs.ndim)))
+  differs = obs[:, :-channels] != before[:, channels:]
+  return obs[:, -channels:], jnp.any(differs, axis=tuple(range(1, obs.ndim)))
 
 
 def _goes_back(rows: Frames) -> list[jax.Array]:
@@ -91,11 +92,12 @@ def _goes_back(rows: Frames) -> list[jax.Array]:
   A mask is true if the stack of a row contains the frame that came so many rows before. Row 0 is
   treated as a continued stack, since all its frames are stored.
   """
-  steps, num_envs = rows.fresh.shape
+  steps, num_envs = rows.is_reset_stack.shape
   masks = []
   continued = jnp.ones((steps + 1, num_envs), bool)
   for back in range(1, rows.stack):
-    continued &= ~jnp.concatenate([jnp.zeros((back, num_envs), bool), rows.fresh])[:steps + 1]
+    shifted = jnp.concatenate([jnp.zeros((back, num_envs), bool), rows.is_reset_stack])
+    continued &= ~shifted[:steps + 1]
     masks.append(continued)
   return masks
 
@@ -104,12 +106,12 @@ def stacks(rows: Observations) -> jax.Array:
   """Returns the complete observations of all rows, [T + 1, B, stack * C, ...]."""
   if not isinstance(rows, Frames):
     return rows
-  chex.assert_rank(rows.fresh, 2)
+  chex.assert_rank(rows.is_reset_stack, 2)
 
   first = rows.stack - 1
   channels = rows.frame.shape[2]
   frame = rows.frame[first:]
-  num_rows = len(rows.fresh) + 1
+  num_rows = len(rows.is_reset_stack) + 1
 
   # The result is filled frame by frame: inside a loop XLA's CPU compiler makes a concatenation slow
   # (2 ns a byte).
@@ -143,5 +145,5 @@ def last(rows: Observations) -> jax.Array:
   """Returns the observations of row T, [1, B, ...]."""
   if not isinstance(rows, Frames):
     return rows[-1:]
-  steps, num_envs = rows.fresh.shape
+  steps, num_envs = rows.is_reset_stack.shape
   return pick(rows, jnp.full(num_envs, steps), jnp.arange(num_envs))[None]

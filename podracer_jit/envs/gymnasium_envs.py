@@ -60,7 +60,7 @@ gymnasium_worker.main(parent, pickle.load(setup))
 
 
 def tasks() -> list[str]:
-  """Returns the ids of Gymnasium's registry, without those that only wrap other libraries."""
+  """Returns the ids of Gymnasium's registry; omits ids that only wrap other libraries."""
   return sorted(name for name, spec in gymnasium.registry.items()
                 if spec.namespace is None and not name.startswith('GymV'))
 
@@ -74,29 +74,29 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
   try:
     env = worker.make(task, options)
   except ValueError as error:
-    # A message of ours names a field; an environment's own does not.
+    # Messages of this package name a field; messages of an environment do not.
     if str(error).startswith('env.'):
       raise
     raise ValueError(_fails(task, error)) from error
   except Exception as error:  # noqa: BLE001 - an environment may raise anything
     raise ValueError(_fails(task, error)) from error
   with contextlib.closing(env):
-    made = _Made(_spec(task, env), spaces.Spaces(env.observation_space, env.action_space),
-                 float(env.metadata.get('render_fps') or 10))
-  _made[_key(task, options)] = made
-  return made.spec
+    facts = _Facts(_spec(task, env), spaces.Spaces(env.observation_space, env.action_space),
+                   float(env.metadata.get('render_fps') or 10))
+  _facts[_key(task, options)] = facts
+  return facts.spec
 
 
 def spaces_of(task: str, options: Mapping[str, Any]) -> spaces.Spaces:
   """Returns the spaces of a task; see `protocol.Family`."""
   key = _key(task, options)
-  if key not in _made:
+  if key not in _facts:
     make_spec(task, options)
-  return _made[key].spaces
+  return _facts[key].spaces
 
 
-class _Made(NamedTuple):
-  """Facts about the environment that `make_spec` has made."""
+class _Facts(NamedTuple):
+  """Facts about a task with its options, from an environment that was closed again."""
 
   spec: EnvSpec
   spaces: spaces.Spaces
@@ -104,7 +104,7 @@ class _Made(NamedTuple):
 
 
 # By task and options, so that a segment makes no environments in this process.
-_made: dict[tuple[str, str], _Made] = {}
+_facts: dict[tuple[str, str], _Facts] = {}
 
 
 def _key(task: str, options: Mapping[str, Any]) -> tuple[str, str]:
@@ -163,7 +163,7 @@ def make_vector_env(task: str, options: Mapping[str, Any], seeds: Sequence[int],
     task: `env.task` of the config.
     options: arguments of the environment.
     seeds: one for each environment.
-    num_threads: worker processes, of which none is without an environment; 0 for one a core.
+    num_threads: worker processes, at most one for each environment; 0: one for each core.
     batch_size: must be 0, since all environments step together.
 
   Returns:
@@ -172,19 +172,19 @@ def make_vector_env(task: str, options: Mapping[str, Any], seeds: Sequence[int],
   if batch_size:
     raise ValueError(f'env_batch: all environments of {task} step together; must be 0')
   key = _key(task, options)
-  if key not in _made:
+  if key not in _facts:
     make_spec(task, options)
-  return GymnasiumVectorEnv(_made[key].spec, options, seeds, num_threads, _made[key].frame_rate)
+  return GymnasiumVectorEnv(_facts[key].spec, options, seeds, num_threads, _facts[key].frame_rate)
 
 
 class GymnasiumVectorEnv:
   """Gymnasium environments with traceable `send` and `recv`; see `protocol.VectorEnv`.
 
-  A program that contains it has the number of its workers, and no reference to them. So programs
-  that JAX caches do not keep processes alive.
+  A program that contains it holds a number instead of a reference to the workers. So programs that
+  JAX caches do not keep processes alive.
   """
 
-  first_state = ()
+  first_state = None
   handle = np.zeros((), np.int32)
 
   def __init__(self, spec: EnvSpec, options: Mapping[str, Any], seeds: Sequence[int],
@@ -192,10 +192,10 @@ class GymnasiumVectorEnv:
     """Starts worker processes, which make and reset the environments.
 
     Args:
-      spec: of the task.
+      spec: the spec of the task.
       options: arguments of the environment.
       seeds: one for each environment.
-      num_processes: at most the number of environments is used; 0 for one a core.
+      num_processes: worker processes, at most one for each environment; 0: one for each core.
       frame_rate: steps a second, for videos.
     """
     self._frame_rate = frame_rate
@@ -214,9 +214,12 @@ class GymnasiumVectorEnv:
     self._workers.wait()
     return np.array(self._workers.arrays.obs)
 
-  def send(self, token: jax.Array, state: tuple[()], action: jax.Array,
-           env_id: jax.Array | None = None) -> tuple[jax.Array, tuple[()]]:
-    """Hands actions [B, ...] to the workers and does not wait; see `VectorEnv`."""
+  def send(self, token: jax.Array, state: None, action: jax.Array,
+           env_id: jax.Array | None = None) -> tuple[jax.Array, None]:
+    """Hands actions [B, ...] to the workers and does not wait.
+
+    Args and results: see `VectorEnv.send`.
+    """
     del env_id
     chex.assert_axis_dimension(action, 0, self.num_envs)
     # The workers take no actions before they have started.
@@ -226,8 +229,8 @@ class GymnasiumVectorEnv:
                           operation='send', number=self._workers.number, results=_shapes(token))
     return token, state
 
-  def recv(self, token: jax.Array, state: tuple[()]
-           ) -> tuple[jax.Array, tuple[()], TimeStep]:
+  def recv(self, token: jax.Array, state: None
+           ) -> tuple[jax.Array, None, TimeStep]:
     """Waits for the workers and returns the results; see `VectorEnv`."""
     arrays = self._workers.arrays
     token, obs, reward, terminated, truncated = _call_p.bind(
@@ -237,11 +240,11 @@ class GymnasiumVectorEnv:
                     env_id=jnp.arange(self.num_envs, dtype=jnp.int32))
     return token, state, step
 
-  def render(self, state: tuple[()]) -> np.ndarray:
+  def render(self, state: None) -> np.ndarray:
     """Returns the picture of the first environment, [H, W, 3] u8.
 
     Raises:
-      RuntimeError: it has none.
+      RuntimeError: the environment draws no picture.
     """
     del state
     return self._workers.render()
@@ -259,7 +262,7 @@ class GymnasiumVectorEnv:
 class _Workers:
   """The worker processes of a vector environment.
 
-  Their calls come from one program, in the order of its token, so nothing is locked.
+  All calls come from one program, in the order of its token, so they need no lock.
   """
 
   def __init__(self, spec: EnvSpec, options: Mapping[str, Any], seeds: Sequence[int],
@@ -267,10 +270,10 @@ class _Workers:
     """Starts processes.
 
     Args:
-      spec: of the task.
+      spec: the spec of the task.
       options: arguments of the environment.
       seeds: one for each environment.
-      num_processes: at most the number of environments is used.
+      num_processes: worker processes, at most one for each environment.
     """
     self.task = spec.task
     self.options = dict(options)
@@ -318,7 +321,7 @@ class _Workers:
         connection.sendall(worker.STEP)
 
   def wait(self) -> None:
-    """Waits until all workers have done what they were asked.
+    """Waits until all workers have finished their last command.
 
     Raises:
       EnvironmentFailed: an environment has raised an exception, or a process has ended.
@@ -331,7 +334,7 @@ class _Workers:
     """Returns the picture of the first environment.
 
     Raises:
-      RuntimeError: it has none.
+      RuntimeError: the environment draws no picture.
     """
     self._check()
     with contextlib.suppress(OSError):
@@ -383,10 +386,10 @@ class _Workers:
       code = process.wait(timeout=worker.GRACE_S + 2)
     except subprocess.TimeoutExpired:
       return f'{self.task}: worker process {process.pid} of the environments does not answer'
-    how = f'with exit code {code}' if code >= 0 else f'by {signal.Signals(-code).name}'
+    cause = f'with exit code {code}' if code >= 0 else f'by {signal.Signals(-code).name}'
     if code == -signal.SIGKILL:
-      how += ' (if nobody killed it, memory may have run out)'
-    return f'{self.task}: worker process {process.pid} of the environments was ended {how}'
+      cause += ' (if nobody killed it, memory may have run out)'
+    return f'{self.task}: worker process {process.pid} of the environments was ended {cause}'
 
 
 _numbers = itertools.count()
@@ -395,7 +398,7 @@ _by_number: weakref.WeakValueDictionary[int, _Workers] = weakref.WeakValueDictio
 
 @contextlib.contextmanager
 def _shared_memory(size: int):
-  """Yields a descriptor of shared memory without a name, so that none can be left over."""
+  """Yields a descriptor of shared memory, which has no name and so ends with its last user."""
   if hasattr(os, 'memfd_create'):
     file = os.fdopen(os.memfd_create('podracer_jit'), 'r+b')
   else:
@@ -406,7 +409,7 @@ def _shared_memory(size: int):
 
 
 def _end(sockets: Sequence[socket.socket], processes: Sequence[subprocess.Popen]) -> None:
-  """Asks processes to end by closing the sockets, waits for them and kills those that do not."""
+  """Closes the sockets, which asks the processes to end; kills processes that take too long."""
   for connection in sockets:
     connection.close()
   deadline = time.monotonic() + worker.GRACE_S + 2
@@ -426,7 +429,20 @@ def _shapes(*arrays: Any) -> tuple[jax.core.ShapedArray, ...]:
 
 def _call_back(operation: str, number: int, token: np.ndarray, *action: np.ndarray
                ) -> tuple[np.ndarray, ...]:
-  """Does what the program asks for. It gets and returns NumPy arrays, and must not call JAX."""
+  """Carries out a call of the program, with NumPy arrays; must not call JAX.
+
+  Args:
+    operation: 'send' or 'recv'.
+    number: the number of the workers.
+    token: of the calls.
+    *action: [B, ...], the actions to send.
+
+  Returns:
+    The token, and for 'recv' the results of the step.
+
+  Raises:
+    EnvironmentFailed: an environment has failed, or the workers were closed.
+  """
   workers = _by_number.get(number)
   if workers is None:
     raise EnvironmentFailed('the environments were closed')
@@ -442,7 +458,15 @@ def _call_back(operation: str, number: int, token: np.ndarray, *action: np.ndarr
 
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, operation: str, number: int,
            results: tuple[jax.core.ShapedArray, ...]) -> Sequence[Any]:
-  """Lowers a call to a custom call of XLA, which calls Python."""
+  """Lowers a call to a custom call of XLA, which calls Python.
+
+  Args:
+    ctx: of the lowering.
+    *operands: the token, and the actions to send.
+    operation: 'send' or 'recv'.
+    number: the number of the workers.
+    results: shapes of the results.
+  """
   del results
   values, _, _ = mlir.emit_python_callback(
       ctx, functools.partial(_call_back, operation, number), None, operands, ctx.avals_in,
@@ -452,7 +476,14 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, operation: str, number
 
 def _evaluate(*args: jax.Array, operation: str, number: int,
               results: tuple[jax.core.ShapedArray, ...]) -> list[jax.Array]:
-  """Calls outside of a program."""
+  """Carries out a call outside of a program; see `_call_back`.
+
+  Args:
+    *args: the token, and the actions to send.
+    operation: 'send' or 'recv'.
+    number: the number of the workers.
+    results: shapes of the results.
+  """
   del results
   return [jnp.array(x) for x in _call_back(operation, number, *map(np.asarray, args))]
 

@@ -1,8 +1,8 @@
 """Worker process that steps Gymnasium environments; it does not import JAX.
 
-A worker has some of the environments of a vector environment. Actions and results are in memory
-that it shares with the parent. A socket carries one byte in each direction a step, and its end
-tells either process that the other one is gone.
+A worker steps some of the environments of a vector environment. Actions and results are in memory
+that it shares with the parent. For each step, the socket between the two carries one byte in each
+direction. The end of the socket tells each process that the other process has ended.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from podracer_jit.envs import spaces
 from podracer_jit.options import shorten, shown
 
 KIND = 'gymnasium'
-# What the parent asks for.
+# Commands of the parent.
 STEP = b's'
 RENDER = b'r'
-# What the worker answers. All but DONE are followed by a length and as many bytes.
+# Answers of the worker. All but DONE are followed by a length and as many bytes.
 DONE = b'd'
 FAILED = b'f'
 PICTURE = b'p'
 NO_PICTURE = b'n'
 LENGTH = struct.Struct('<I')
 
-# Seconds that environments have to close once the parent is gone; then the worker ends.
+# Seconds that environments have to close after the parent's end; then the worker ends.
 GRACE_S = 3.0
-# Arguments of gymnasium.make that are not the user's.
+# Arguments of gymnasium.make that users cannot set.
 _OURS = ('id', 'disable_env_checker')
 
 
@@ -129,7 +129,7 @@ def make(task: str, options: Mapping[str, Any]) -> gymnasium.Env:
   try:
     env = _construct(task, options)
   except TypeError as error:
-    # Videos ask for pictures; not every environment has an argument for it.
+    # Videos set render_mode, which not every environment takes.
     if options.get('render_mode') == 'rgb_array':
       return make(task, {name: value for name, value in options.items() if name != 'render_mode'})
     if not _refuses_arguments(error):
@@ -144,7 +144,7 @@ def make(task: str, options: Mapping[str, Any]) -> gymnasium.Env:
 
 
 def _construct(task: str, options: Mapping[str, Any]) -> Any:
-  """Returns what `gymnasium.make` or the user's class or function returns."""
+  """Returns the result of `gymnasium.make`, or of the user's class or function."""
   kind, _, name = task.partition(':')
   if kind == KIND:
     for option in _OURS:
@@ -160,20 +160,20 @@ def _construct(task: str, options: Mapping[str, Any]) -> Any:
             gymnasium.error.DeprecatedEnv) as error:
       raise ValueError(f'env.task: {task}: {shorten(str(error))}') from None
 
-  own = parts.find('env.task', task, {})
+  constructor = parts.find('env.task', task, {})
   try:
-    return own(**options)
+    return constructor(**options)
   except TypeError as error:
     if not (_refuses_arguments(error) and "'max_episode_steps'" in str(error)):
       raise
-  # Every environment has this option, also one whose code does not know it.
+  # Every environment has this option, even if its code has no time limit.
   options = dict(options)
   limit = options.pop('max_episode_steps')
-  return TimeLimit(own(**options), limit)
+  return TimeLimit(constructor(**options), limit)
 
 
 def _refuses_arguments(error: TypeError) -> bool:
-  """Returns whether a call was refused, so that the error is not one of the environment's code."""
+  """Returns whether a call had wrong arguments; otherwise the environment's code has failed."""
   return ' argument' in str(error)
 
 
@@ -188,7 +188,7 @@ class _Environments:
     self._envs: list[gymnasium.Env] = []
     self._obs_shape = setup.layout.obs_shape
     self._ended = [False] * len(setup.seeds)
-    # For error messages: what is being done, by which environment.
+    # For error messages: the call in progress, and the index of its environment.
     self._doing = ('constructor', 0)
 
   def begin(self) -> None:
@@ -235,7 +235,7 @@ class _Environments:
     """Returns the picture of the first environment.
 
     Raises:
-      RuntimeError: it has none.
+      RuntimeError: the environment draws no picture.
     """
     try:
       picture = self._envs[0].render()
@@ -252,7 +252,7 @@ class _Environments:
       with contextlib.suppress(Exception):
         env.close()
 
-  def words(self, error: BaseException) -> str:
+  def describe(self, error: BaseException) -> str:
     """Returns the message about an exception of an environment, in one line."""
     doing, i = self._doing
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -261,7 +261,7 @@ class _Environments:
             f'({frame.filename}, line {frame.lineno}, in {frame.name})')
 
   def _actions(self) -> Sequence[Any]:
-    """Returns the actions as the action space has them: numbers, or arrays."""
+    """Returns the actions in the form of the action space: numbers, or arrays."""
     actions = spaces.task_actions(self._arrays.action, self._action_space)
     return actions if self._action_space.shape else actions.tolist()
 
@@ -271,15 +271,15 @@ class _Environments:
     else:
       obs = spaces.observe_one(obs, self._obs_space, self._leaves)
     if obs.shape != self._obs_shape:
-      raise ValueError(f'the observation has the shape {obs.shape}, that of the space is '
+      raise ValueError(f'the observation has the shape {obs.shape}; the space has the shape '
                        f'{self._obs_shape}')
     return obs
 
 
 def main(parent: socket.socket, setup: Setup) -> None:
   """Serves the parent until it closes its end of the socket."""
-  # The parent decides when its environments end. Handlers are not inherited by other programs that
-  # an environment starts, as ignored signals would be.
+  # The parent decides when its environments end. Programs that an environment starts inherit
+  # ignored signals, but not handlers, so the signals are handled and not ignored.
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda *_: None)
   threading.Thread(target=_end_after_parent, args=(parent,), daemon=True).start()
@@ -301,10 +301,10 @@ def main(parent: socket.socket, setup: Setup) -> None:
       else:
         break
   except OSError as error:
-    # The parent may have ended meanwhile; then nobody reads the message.
-    _tell(parent, FAILED, environments.words(error).encode())
+    # The parent may have ended meanwhile; then no process reads the message.
+    _tell(parent, FAILED, environments.describe(error).encode())
   except BaseException as error:  # noqa: BLE001 - an environment may raise anything
-    _tell(parent, FAILED, environments.words(error).encode())
+    _tell(parent, FAILED, environments.describe(error).encode())
   environments.close()
 
 
@@ -323,9 +323,9 @@ def _tell(parent: socket.socket, kind: bytes, content: bytes) -> None:
 
 
 def _end_after_parent(parent: socket.socket) -> None:
-  """Ends this process some seconds after the parent closed its end, whatever it is doing."""
+  """Ends this process some seconds after the parent has closed its end of the socket."""
   ended = select.poll()
-  # No event is asked for: poll reports the hang-up of the other end in any case.
+  # Without an event to wait for, poll still reports that the other end is closed.
   ended.register(parent.fileno(), 0)
   ended.poll()
   threading.Event().wait(GRACE_S)

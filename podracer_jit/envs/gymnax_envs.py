@@ -48,11 +48,11 @@ def make(task: str, options: Mapping[str, Any]) -> GymnaxEnv:
   """Returns an environment of gymnax.
 
   Args:
-    task: 'gymnax:' and its name.
-    options: fields of its parameters.
+    task: 'gymnax:' and the name of the environment.
+    options: fields of the environment's parameters.
 
   Raises:
-    ValueError: there is no such task or option, in one line.
+    ValueError: there is no such task or option; the message is one line.
   """
   name = task.partition(':')[2]
   if name not in gymnax.registered_envs:
@@ -61,12 +61,12 @@ def make(task: str, options: Mapping[str, Any]) -> GymnaxEnv:
                      + (f'; did you mean {" or ".join(f"gymnax:{n}" for n in near)}?'
                         if near else ''))
   env, params = gymnax.make(name)
-  known = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+  defaults = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
   for option, value in options.items():
-    if option not in known:
+    if option not in defaults:
       raise ValueError(f'env.{option}: not an option of {task}; its options are '
-                       f'{", ".join(known)}')
-    kind = type(known[option])
+                       f'{", ".join(defaults)}')
+    kind = type(defaults[option])
     if type(value) is not kind and not (kind is float and type(value) is int):
       raise ValueError(f'env.{option}: must be of type {kind.__name__}, got {shown(value)}')
   return GymnaxEnv(env, params.replace(**options))

@@ -1,4 +1,4 @@
-"""Environments that are JAX functions: a rollout of them is one program, without a simulator.
+"""Environments that are JAX functions: their rollout is one program, without a simulator.
 
 A user's environment is a class like `JaxEnv`, given as `env.task = 'module:Class'`; the other
 fields of the config's `env` are the arguments of its constructor.
@@ -25,19 +25,19 @@ from podracer_jit.options import shorten, shown
 class JaxEnv(Protocol):
   """One environment. `reset` and `step` are traceable, and pure: they depend on arguments only.
 
-  They are those of gymnax (https://github.com/RobertTLange/gymnax), but `step` never resets: the
-  vector environment does.
+  The interface is gymnax's (https://github.com/RobertTLange/gymnax), except that `step` never
+  resets; the vector environment does.
   """
 
-  # Spaces of Gymnasium or gymnax. Observations may be nested dicts and tuples; in place of a Box
-  # anything with its shape and dtype will do. An action is a Discrete, a MultiDiscrete, or a Box
+  # Spaces of Gymnasium or gymnax. Observations may be nested dicts and tuples; a Box may be any
+  # object with a shape and a dtype. The space of actions is a Discrete, a MultiDiscrete, or a Box
   # with one axis.
   observation_space: Any
   action_space: Any
   max_episode_steps: int  # steps after which an episode is truncated; 0 or absent: no limit
 
-  # It may have two things more, for videos: `render(state)` -> [H, W, 3] u8, and `frame_rate`,
-  # steps a second.
+  # For videos, the class may also have `render(state)` -> [H, W, 3] u8, and `frame_rate`, steps a
+  # second.
 
   def reset(self, key: jax.Array) -> tuple[jax.Array, Any]:
     """Begins an episode. Returns its first observation, and a state: a pytree of arrays."""
@@ -48,11 +48,12 @@ class JaxEnv(Protocol):
 
     Args:
       key: PRNG key of this step.
-      state: of `reset`, or of the last step.
+      state: the state that `reset` or the last step returned.
       action: [] i32, [A] i32 for several choices, or [A] f32.
 
     Returns:
-      Observation, state, reward [], terminated [], truncated [], and anything, which is ignored.
+      Observation, state, reward [], terminated [], truncated [], and a last value, which is
+      ignored.
     """
 
 
@@ -61,7 +62,7 @@ class FunctionState(NamedTuple):
 
   env: Any  # [B, ...] each: the environments' own states, with None for arrays without elements
   key: jax.Array  # [B]: PRNG key of each environment
-  action: jax.Array  # [B, ...]: the actions of the step that comes next
+  action: jax.Array  # [B, ...]: the actions of the next step
   ended: jax.Array  # [B] bool: the episode has ended, so the next step is a reset
   length: jax.Array  # [B] i32: steps of the episode so far
 
@@ -79,14 +80,14 @@ class JaxFamily:
         if there is no such task or option.
     """
     self._make = make
-    self._made: dict[tuple[str, str], JaxEnv] = {}
+    self._envs: dict[tuple[str, str], JaxEnv] = {}
 
   def _env(self, task: str, options: Mapping[str, Any]) -> JaxEnv:
-    """Returns the environment of a task, the same object each time: it is compiled once."""
+    """Returns the environment of a task: always the same object, which is compiled once."""
     key = task, repr(sorted(options.items()))
-    if key not in self._made:
-      self._made[key] = self._make(task, options)
-    return self._made[key]
+    if key not in self._envs:
+      self._envs[key] = self._make(task, options)
+    return self._envs[key]
 
   def make_spec(self, task: str, options: Mapping[str, Any]) -> EnvSpec:
     """Returns the spec of a task; see `protocol.Family`."""
@@ -153,7 +154,8 @@ class JaxVectorEnv:
   environments are split into vector environments.
   """
 
-  handle = np.zeros((), np.int32)  # nothing outside of the program needs an order
+  # No simulator outside of the program needs an order of calls.
+  handle = np.zeros((), np.int32)
   is_function = True
 
   def __init__(self, env: JaxEnv, seeds: Sequence[int]):
@@ -165,7 +167,10 @@ class JaxVectorEnv:
 
   def send(self, token: jax.Array, state: FunctionState, action: jax.Array,
            env_id: jax.Array | None = None) -> tuple[jax.Array, FunctionState]:
-    """Stores the actions [B, ...] for `recv`, which takes the step; see `VectorEnv`."""
+    """Stores the actions [B, ...] for `recv`, which takes the step.
+
+    Args and results: see `VectorEnv.send`.
+    """
     del env_id
     chex.assert_axis_dimension(action, 0, self.num_envs)
     action = action.astype(state.action.dtype).reshape(state.action.shape)
@@ -199,7 +204,7 @@ class JaxVectorEnv:
     return float(getattr(self._env, 'frame_rate', 10))
 
   def close(self) -> None:
-    """Does nothing: the program that steps the environments is all there is of them."""
+    """Does nothing: the environments consist of a program only."""
 
 
 def _step(env: JaxEnv, state: FunctionState
@@ -213,10 +218,10 @@ def _step(env: JaxEnv, state: FunctionState
   Returns:
     The next state, the observation, and the scalars reward, terminated and truncated.
   """
-  key, now = jax.random.split(state.key)
-  first_obs, first = env.reset(now)
-  before = _with_empty(state.env, jax.eval_shape(env.reset, now)[1])
-  obs, after, reward, terminated, truncated, *_ = env.step(now, before, state.action)
+  key, step_key = jax.random.split(state.key)
+  first_obs, first = env.reset(step_key)
+  before = _with_empty(state.env, jax.eval_shape(env.reset, step_key)[1])
+  obs, after, reward, terminated, truncated, *_ = env.step(step_key, before, state.action)
 
   limit = _limit(env)
   if limit:
@@ -263,8 +268,8 @@ def _compiled_reset(env: JaxEnv) -> Callable:
 
 def _reset_all(env: JaxEnv, keys: jax.Array) -> tuple[jax.Array, FunctionState]:
   """Returns the first observations [B, ...] and the state of environments with `keys` [B]."""
-  keys, now = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
-  obs, first = jax.vmap(env.reset)(now)
+  keys, reset_keys = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
+  obs, first = jax.vmap(env.reset)(reset_keys)
   action = _action(env)
   state = FunctionState(
       env=_without_empty(first), key=keys,
@@ -294,7 +299,7 @@ def _limit(env: JaxEnv) -> int:
 
 
 def _bound(action: Any, bound: Any) -> tuple[float, ...]:
-  """Returns a Box's lower or upper bound of each number; gymnax has one for all."""
+  """Returns a Box's lower or upper bound of each number; gymnax has one bound for all numbers."""
   return tuple(map(float, np.broadcast_to(np.asarray(bound), (math.prod(action.shape),))))
 
 
@@ -314,7 +319,7 @@ def _check_functions(task: str, env: JaxEnv) -> jax.ShapeDtypeStruct:
                      f'{shorten(str(error))}') from error
   if spaces.is_array(env.observation_space) and not isinstance(obs, jax.ShapeDtypeStruct):
     raise ValueError(f'env.task: the observations of {task} are {shown(type(obs).__name__)}, and '
-                     'its observation_space is that of one array')
+                     'its observation_space describes one array')
   for name, first, later in (('observation', obs, next_obs), ('state', state, next_state)):
     if jax.tree.map(_described, first) != jax.tree.map(_described, later):
       raise ValueError(f'env.task: reset and step of {task} give different shapes or dtypes of '

@@ -1,7 +1,7 @@
 """Tasks of MuJoCo Playground, as `env.task = 'playground:CartpoleBalance'`; needs the extra.
 
-Options are the fields of the task's configuration in Playground, such as `env.episode_length`;
-those of a group have dots, such as `env.noise_config.level`.
+Options are the fields of the task's configuration in Playground, such as `env.episode_length`.
+Nested fields have dots: `env.noise_config.level`.
 
 The physics are MJX's JAX implementation, not MuJoCo Warp, which is Playground's default: Warp keeps
 the contacts of all environments in one array, so an environment has no state of its own.
@@ -44,7 +44,9 @@ from mujoco_playground._src import mjx_env
 from podracer_jit.envs.jax_envs import JaxFamily
 from podracer_jit.options import shorten, shown
 
-_WIDTH, _HEIGHT = 320, 240  # of a picture, in pixels
+# Size of a picture, in pixels.
+_WIDTH = 320
+_HEIGHT = 240
 
 
 class PlaygroundEnv:
@@ -54,7 +56,7 @@ class PlaygroundEnv:
     """Wraps an environment.
 
     Args:
-      env: of `registry.load`.
+      env: the result of `registry.load`.
       episode_length: steps of `env` after which an episode is truncated.
       action_repeat: steps of `env` that take the same action, as one step here.
     """
@@ -66,7 +68,7 @@ class PlaygroundEnv:
     self._camera: _Camera | None = None
     key = jax.eval_shape(jax.random.key, 0)
     self.observation_space = _space(jax.eval_shape(self.reset, key)[0])
-    # Tasks scale actions themselves; the policies that Playground trains are bounded so.
+    # Tasks scale actions themselves, and Playground's own policies have these bounds.
     self.action_space = spaces.Box(-1.0, 1.0, (env.action_size,), np.float32)
     self.max_episode_steps = -(-episode_length // action_repeat)
     self.frame_rate = 1 / (env.dt * action_repeat)
@@ -133,7 +135,7 @@ class _Camera:
 
 
 def tasks() -> list[str]:
-  """Returns the names of Playground's tasks, with those that were registered since its import."""
+  """Returns the names of Playground's tasks, including tasks registered after its import."""
   return sorted(dm_control_suite.ALL_ENVS + locomotion.ALL_ENVS + manipulation.ALL_ENVS)
 
 
@@ -141,11 +143,12 @@ def make(task: str, options: Mapping[str, Any]) -> PlaygroundEnv:
   """Returns an environment of Playground.
 
   Args:
-    task: 'playground:' and its name.
-    options: fields of its configuration, nested or with dots.
+    task: 'playground:' and the name of the task.
+    options: fields of the task's configuration, nested or with dots.
 
   Raises:
-    ValueError: there is no such task or option, or it cannot be made here, in one line.
+    ValueError: there is no such task or option, or this machine cannot make the task; the message
+      is one line.
   """
   name = task.partition(':')[2]
   if name not in tasks():
@@ -154,14 +157,14 @@ def make(task: str, options: Mapping[str, Any]) -> PlaygroundEnv:
                      + (f'; did you mean {" or ".join(f"playground:{n}" for n in near)}?'
                         if near else ''))
   config = registry.get_default_config(name)
-  known = _flat(config.to_dict())
-  options = _checked(task, _flat(options), known)
+  defaults = _flat(config.to_dict())
+  options = _checked(task, _flat(options), defaults)
   # Loading a robot would clone its models from GitHub.
   if name not in dm_control_suite.ALL_ENVS and not mjx_env.MENAGERIE_PATH.exists():
     raise ValueError(f"env.task: {task} needs the robots of MuJoCo Menagerie; Playground "
                      "downloads them once, by python -c 'from mujoco_playground import registry; "
                      f'registry.load("{name}")\'')
-  if 'impl' in known:
+  if 'impl' in defaults:
     options['impl'] = 'jax'
   try:
     config.update_from_flattened_dict(options)
@@ -172,28 +175,29 @@ def make(task: str, options: Mapping[str, Any]) -> PlaygroundEnv:
                      f'{type(error).__name__}: {shorten(str(error))}') from error
 
 
-def _checked(task: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns options with the types of the task's own values.
+def _checked(task: str, options: Mapping[str, Any], defaults: Mapping[str, Any]
+             ) -> dict[str, Any]:
+  """Returns options with the types of the task's default values.
 
   Args:
-    task: for error messages.
-    options: by their names with dots.
-    known: all options that the task has, with its own values.
+    task: name of the task, for error messages.
+    options: values by names with dots.
+    defaults: all options of the task, with their default values.
 
   Raises:
     ValueError: there is no such option, or its value does not fit.
   """
   checked = {}
   for option, value in options.items():
-    if option not in known:
-      near = difflib.get_close_matches(option, known, n=3, cutoff=0.5)
+    if option not in defaults:
+      near = difflib.get_close_matches(option, defaults, n=3, cutoff=0.5)
       raise ValueError(f'env.{option}: not an option of {task}; '
                        + (f'did you mean {" or ".join(near)}?' if near
-                          else f'its options are {", ".join(known)}'))
-    kind = type(known[option])
+                          else f'its options are {", ".join(defaults)}'))
+    kind = type(defaults[option])
     if isinstance(value, list | tuple) and kind in (list, tuple):
-      value = kind(value)  # files of configs have lists only
-    fits = type(value) is kind or kind is float and type(value) is int or known[option] is None
+      value = kind(value)  # JSON files have lists only.
+    fits = type(value) is kind or kind is float and type(value) is int or defaults[option] is None
     if not fits:
       raise ValueError(f'env.{option}: must be of type {kind.__name__}, got {shown(value)}')
     checked[option] = value

@@ -89,7 +89,8 @@ class VectorEnv(Protocol):
 
   `send` and `recv` take and return a token and a state. All vector environments of a program pass
   on one token, which orders their calls: a simulator outside of the program needs this. The state
-  belongs to one vector environment: if the environments are functions, it is all there is of them.
+  belongs to one vector environment. JAX functions keep everything in it; a simulator outside of the
+  program needs none.
 
   After the step that ends an episode, the next step is a reset: it ignores the action, and its
   reward is 0.
@@ -98,7 +99,7 @@ class VectorEnv(Protocol):
   num_envs: int
   batch_size: int  # environments in one step: num_envs, or fewer if asynchronous
   first_obs: Any  # [num_envs, ...]; absent if asynchronous
-  first_state: Any  # pytree of arrays [num_envs, ...]; () if the simulator keeps the state
+  first_state: Any | None  # arrays [num_envs, ...]; None if the simulator keeps the state
   # True if a program that steps them contains no pointers to a simulator; absent otherwise. Such a
   # program is cached for later processes and segments.
   is_function: bool
@@ -112,8 +113,8 @@ class VectorEnv(Protocol):
     """Starts a step and does not wait for its results.
 
     Args:
-      token: of the call before, whichever vector environment's it was.
-      state: of this vector environment.
+      token: the token of the last call, whichever vector environment it was for.
+      state: the state of this vector environment.
       action: [batch_size, ...].
       env_id: [batch_size] i32, the environments that take the actions; None unless asynchronous.
 

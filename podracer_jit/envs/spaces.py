@@ -40,8 +40,8 @@ class ObsPart(NamedTuple):
 def is_channels_last(shape: tuple[int, ...]) -> bool:
   """Returns whether images of a shape are (H, W, C) and not (C, H, W).
 
-  The other two axes of a square image are equal: (4, 4, 31) has 31 channels. Of other images the
-  smaller outer axis is the channels.
+  A square image has two equal axes, and the third axis is its channels: (4, 4, 31) has 31 channels.
+  In other images the smaller outer axis is the channels.
   """
   if len(shape) != 3:
     return False
@@ -111,12 +111,13 @@ def leaves_of(task: str, space: Any, name: str = '', start: int = 0, one_hot: bo
               ) -> list[Leaf]:
   """Returns the arrays of an observation in the order of their names.
 
-  A number (Discrete) becomes a one-hot, but in a dict it stays a number: some are counters.
+  A number (Discrete) becomes a one-hot vector. In a dict it stays a number, since it may count
+  something.
 
   Args:
     task: name of the task, for error messages.
     space: the space of observations, or of a part.
-    name: of the part; '' for the whole observation.
+    name: the name of the part; '' for the whole observation.
     start: index of the part's first element in the flat observation.
     one_hot: whether a Discrete space becomes a one-hot.
 
@@ -132,19 +133,20 @@ def leaves_of(task: str, space: Any, name: str = '', start: int = 0, one_hot: bo
   if inner is not None:
     leaves: list[Leaf] = []
     for key, part in inner:
-      here = start + sum(leaf.part.size for leaf in leaves)
-      leaves += leaves_of(task, part, f'{name}/{key}' if name else key, here, kind == 'Tuple')
+      part_start = start + sum(leaf.part.size for leaf in leaves)
+      part_name = f'{name}/{key}' if name else key
+      leaves += leaves_of(task, part, part_name, part_start, kind == 'Tuple')
     return leaves
 
   if kind == 'Box':
-    shape, dtype = tuple(space.shape), narrowed(space.dtype)
-    return [Leaf(ObsPart(name, shape, dtype, start, is_channels_last(shape)), None)]
+    shape = tuple(space.shape)
+    return [Leaf(ObsPart(name, shape, narrowed(space.dtype), start, is_channels_last(shape)), None)]
   if kind == 'MultiBinary':
     shape = tuple(np.atleast_1d(space.n)) if not space.shape else tuple(space.shape)
     return [Leaf(ObsPart(name, shape, np.dtype(bool), start, is_channels_last(shape)), None)]
   if kind == 'Discrete':
     if not one_hot:
-      # Only numbers from 0 on can be told apart by their number of values.
+      # `num_values` describes numbers from 0 on only.
       values = 0 if _first(space) else int(space.n)
       return [Leaf(ObsPart(name, (), np.dtype(np.int32), start, num_values=values), None)]
     return [Leaf(ObsPart(name, (int(space.n),), np.dtype(bool), start), _first(space))]
@@ -159,7 +161,7 @@ def leaves_of(task: str, space: Any, name: str = '', start: int = 0, one_hot: bo
 
 
 def _first(space: Any) -> int:
-  """Returns the smallest value of a Discrete space; gymnax's begin with 0."""
+  """Returns the smallest value of a Discrete space; 0 for gymnax's spaces."""
   return int(getattr(space, 'start', 0))
 
 
@@ -192,7 +194,8 @@ def observe(obs: Any, space: Any, leaves: Sequence[Leaf]) -> Any:
     # A cast to the same dtype is left out: it would be an operation of every Atari program.
     stored = _stored(arrays[0].dtype)
     return arrays[0] if arrays[0].dtype == stored else arrays[0].astype(stored)
-  size, dtype = len(arrays[0]), _dtype(leaves)
+  size = len(arrays[0])
+  dtype = _dtype(leaves)
   columns = []
   for x, leaf in zip(arrays, leaves, strict=True):
     if leaf.one_hot_from is not None:
@@ -219,14 +222,14 @@ def _with_axis(obs: Any, space: Any) -> Any:
 
 
 def batch_axes(obs: Any, space: Any) -> int:
-  """Returns the number of axes that observations have before those of one observation.
+  """Returns the number of leading axes of observations: 0 for one observation, 1 for a batch.
 
   Args:
     obs: an array, or dicts and tuples of them.
     space: the space of one observation.
 
   Raises:
-    KeyError, IndexError, TypeError: it is not of this structure.
+    KeyError, IndexError, TypeError: the observations have another structure.
   """
   kind = type(space).__name__
   if kind == 'Dict':
@@ -248,10 +251,10 @@ def arrays_of(obs: Any, space: Any) -> Any:
 
 
 def task_actions(actions: np.ndarray, space: Any) -> np.ndarray:
-  """Returns actions as a task takes them.
+  """Returns actions in the form that a task takes.
 
   Args:
-    actions: [B, ...], as policies give them: choices count from 0, and a vector has one axis.
+    actions: [B, ...], in the form of policies: choices count from 0, and a vector has one axis.
     space: the space of one action.
   """
   # A copy: an environment may keep its action.

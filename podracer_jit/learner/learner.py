@@ -81,16 +81,16 @@ class Learner(abc.ABC):
     return TrainState(params, self.parts.optimizer.init(params), jnp.int32(0), jnp.int32(0),
                       keys.learn, self._initial_target(params))
 
-  def _initial_target(self, params: Params) -> Target | tuple[()]:
-    return ()
+  def _initial_target(self, params: Params) -> Target | None:
+    return None
 
   def allocate(self, state: TrainState) -> TrainState:
     """Returns the state with an empty replay, if the learner needs one and it has none."""
     return state
 
-  def replay_shapes(self) -> Any:
-    """Returns the shapes and shardings of the replay, for restoring it; () without a replay."""
-    return ()
+  def replay_shapes(self) -> Any | None:
+    """Returns the shapes and shardings of the replay, for restoring it; None without a replay."""
+    return None
 
   @abc.abstractmethod
   def mean_cgd(self, behind: float) -> float:

@@ -30,7 +30,7 @@ class ReplayLearner(Learner):
     Args:
       parts: components that every learner needs.
       algorithm: defines the loss of transitions.
-      options: of the replay.
+      options: the options of the replay.
       memory: functions of the replay of each group of environments.
       like: arrays or shapes of one group's experience, [T, B, ...].
       sizes: numbers that the arithmetic of an update depends on.

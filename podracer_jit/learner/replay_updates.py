@@ -19,7 +19,8 @@ from podracer_jit.replay import buffer
 from podracer_jit.types import Experience, Metrics, Params, Target, TrainState, Transition
 
 # `losses.algorithm.ReplayAlgorithm.loss` of a network:
-# (params, target params, batch [n, ...], weight [n]) -> (loss, (sums of terms, |TD error| [n]))
+# (params, target params, batch [n, ...], weight [n])
+#   -> (loss, (sums of loss terms, |TD error| [n]))
 Loss = Callable[[Params, Params, Transition, jax.Array],
                 tuple[jax.Array, tuple[Metrics, jax.Array]]]
 
@@ -50,7 +51,7 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
   Args:
     loss: see `Loss`.
     memory: functions of the replay of each group.
-    update: of `rollout_updates.make_update`.
+    update: the function that `rollout_updates.make_update` returned.
     sizes: numbers that the arithmetic of an update depends on.
     mesh_size: devices of the mesh.
     exact: True: gradients are added in one fixed order; False: by XLA's all-reduce.
@@ -135,18 +136,18 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
       grads, loss_terms = groups.total(sums)
 
     # The clock of a replay is the number of gradient steps so far.
-    now = state.target.gradient_steps
-    age = groups.total(groups.map(lambda added: sum_of_ages(added, now), drawn.transition.added))
+    clock = state.target.gradient_steps
+    age = groups.total(groups.map(lambda added: sum_of_ages(added, clock), drawn.transition.added))
 
     with jax.named_scope('update'):
       state, grad_norm = update(state, grads, loss_terms)
-      copies_target = (now + 1) % sizes.target_every == 0
+      copies_target = (clock + 1) % sizes.target_every == 0
       target = lax.cond(copies_target, lambda params, target: params,
                         lambda params, target: target, state.params, state.target.params)
 
     with jax.named_scope('storing'):
       replay = memory.set_priorities(state.replay, drawn.place, error)
-    return (state._replace(target=Target(target, now + 1), replay=replay),
+    return (state._replace(target=Target(target, clock + 1), replay=replay),
             dict(loss_terms=loss_terms, grad_norm=grad_norm, sampled_age=age))
 
   def steps(state: TrainState, count: jax.Array):
@@ -155,8 +156,8 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
 
     def body(i, carry):
       state, sums = carry
-      state, terms = step(state, jax.random.fold_in(key, i))
-      return state, jax.tree.map(jnp.add, sums, terms)
+      state, results = step(state, jax.random.fold_in(key, i))
+      return state, jax.tree.map(jnp.add, sums, results)
 
     sums = _zeros(jax.eval_shape(step, state, key)[1])
     # The number of steps is data: it is 0 until the replay has enough transitions.
@@ -199,7 +200,7 @@ def make_insert(memory: buffer.Replay, sizes: Sizes, mesh_size: int = 1):
   def insert(state: TrainState, experience: Experience, first_group: jax.Array):
     chex.assert_rank(first_group, 0)
     chex.assert_equal_shape([experience.reward, experience.valid, experience.priority])
-    experience = experience._replace(episodes=())
+    experience = experience._replace(episodes=None)
     count = experience.reward.shape[1] // groups.envs
     group = first_group + jnp.arange(count)
     # `add` drops groups with an index out of range. A negative index would count from the end.
@@ -249,11 +250,11 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
     """Returns the metrics that need arithmetic with rounding.
 
     Args:
-      sums: of `make_steps`.
+      sums: the sums that the function of `make_steps` returned.
       count: [] i32, gradient steps of this update.
       params: after the update.
       steps_before: [] i32, valid steps added before this update.
-      steps: [] i32, valid steps added, with those of this update.
+      steps: [] i32, valid steps added until the end of this update.
       gradient_steps: [] i32, gradient steps since the beginning.
     """
     # Without gradient steps all sums are 0, and so must be the means.
@@ -272,7 +273,7 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
     Args:
       state: after the last gradient step.
       count: [] i32, gradient steps of this update.
-      sums: of `make_steps`.
+      sums: the sums that the function of `make_steps` returned.
       valid: [] i32, valid rows that were added.
       batch: [2] u32, the fingerprint of the experience that was added.
 
@@ -298,9 +299,9 @@ def make_learn(insert: Callable, steps: Callable, finish: Callable, sizes: Sizes
   """Builds the function of a whole update, on one device of a mesh.
 
   Args:
-    insert: of `make_insert`.
-    steps: of `make_steps`.
-    finish: of `make_finish`.
+    insert: the function that `make_insert` returned.
+    steps: the function that `make_steps` returned.
+    finish: the function that `make_finish` returned.
     sizes: numbers that the arithmetic of an update depends on.
     mesh_size: devices of the mesh.
 
@@ -311,7 +312,7 @@ def make_learn(insert: Callable, steps: Callable, finish: Callable, sizes: Sizes
   """
   def learn(state: TrainState, experience: Experience):
     groups = sizes.groups(mesh_size)
-    batch = fingerprint(experience._replace(episodes=()), 1, groups.first_env(), sizes.num_envs)
+    batch = fingerprint(experience._replace(episodes=None), 1, groups.first_env(), sizes.num_envs)
     state, valid = insert(state, experience, jnp.int32(0))
     batch, valid = groups.total_of_integers((batch, valid))
     count = jnp.where(ready(state, sizes, mesh_size), sizes.gradient_steps, 0)

@@ -54,7 +54,7 @@ def make_group_gradients(objective: Objective, sizes: Sizes, groups: Groups) -> 
   Args:
     objective: the algorithm with its network.
     sizes: numbers that the arithmetic of an update depends on.
-    groups: of environments, seen from this device.
+    groups: the groups of environments, seen from this device.
 
   Returns:
     gradients(params, rollout, targets, elements) -> (grads, loss_terms). `rollout` and `targets`
@@ -95,7 +95,7 @@ def make_group_gradients(objective: Objective, sizes: Sizes, groups: Groups) -> 
       return _sum_in_order(gradient, elements.reshape(count, -1))
 
     # Observations are large to gather, and statistics do not use them.
-    without_obs = rollout._replace(obs=rollout.reward[..., None], recurrent_state=())
+    without_obs = rollout._replace(obs=rollout.reward[..., None], recurrent_state=None)
 
     def gather(first_env, elements):
       return objective.unit.gather(without_obs, targets, first_env, groups.envs, elements)
@@ -203,8 +203,8 @@ def _minibatch_indices(key: jax.Array, sizes: Sizes, objective: Objective, group
   Args:
     key: the update's key.
     sizes: numbers that the arithmetic of an update depends on.
-    objective: says whether an epoch shuffles, and how many elements an environment has.
-    groups: of environments, seen from this device.
+    objective: decides whether an epoch shuffles, and how many elements an environment has.
+    groups: the groups of environments, seen from this device.
 
   Returns:
     [epochs * minibatches, local, n] i32.
@@ -269,9 +269,9 @@ def make_prepare(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact: 
     chex.assert_shape(rollout.reward, (None, groups.local * groups.envs))
     chex.assert_equal_shape([rollout.reward, rollout.terminated, rollout.truncated, rollout.valid])
     chex.assert_type([rollout.terminated, rollout.truncated, rollout.valid], bool)
-    batch = rollout._replace(episodes=())
+    batch = rollout._replace(episodes=None)
 
-    # The fingerprint is that of the data as the actors made it, before any scaling.
+    # The fingerprint is computed before rewards are scaled, so it identifies the actors' data.
     batch_fingerprint, valid = groups.total_of_integers((
         fingerprint(batch, 1, groups.first_env(), sizes.num_envs),
         jnp.sum(batch.valid, dtype=jnp.int32)))
@@ -300,12 +300,12 @@ def finish(state: TrainState, batch_stats: Metrics, steps: tuple[Metrics, jax.Ar
 
   Args:
     state: after the last gradient step.
-    batch_stats: of the update's rollout, see `Prepared`.
+    batch_stats: statistics of the update's rollout, see `Prepared`.
     steps: loss terms, each [steps], and gradient norms [steps] f32.
     learning_rate: the schedule; see `make_learn`.
 
   Returns:
-    The next state, and metrics: means of the terms over valid rows of all gradient steps,
+    The next state, and metrics: means of the loss terms over valid rows of all gradient steps,
     `grad_norm` before clipping, `param_norm`, `learning_rate`, `valid` rows, the `batch` and
     `params` fingerprints, and the rollout's episodes.
   """
@@ -344,9 +344,9 @@ def fuse(prepare: Callable, gradient: Callable, update: Callable, learning_rate:
   """Builds the function of a whole update, all epochs and minibatches in one scan.
 
   Args:
-    prepare: of `make_prepare`.
-    gradient: of `make_gradient`.
-    update: of `make_update`.
+    prepare: the function that `make_prepare` returned.
+    gradient: the function that `make_gradient` returned.
+    update: the function that `make_update` returned.
     learning_rate: the schedule; see `make_learn`.
 
   Returns:

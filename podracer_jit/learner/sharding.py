@@ -36,7 +36,7 @@ def fused_learner(learn: Callable, mesh: Mesh) -> Callable:
 
   Args:
     learn: (state, rollout) -> (state, metrics), on one device of the mesh.
-    mesh: of the learner.
+    mesh: the mesh of the learner.
 
   Returns:
     learner(state, rollout) -> (state, metrics). The state is replicated (its replay sharded by
@@ -64,7 +64,7 @@ def fused_program(rollout: Callable, learn: Callable, calls: int, mesh: Mesh) ->
     rollout: (params, actor_state) -> (actor_state, rollouts), of one device's environments.
     learn: (state, rollout) -> (state, metrics), on one device of the mesh.
     calls: updates that the arrays of metrics have room for.
-    mesh: of the learner.
+    mesh: the mesh of the learner.
 
   Returns:
     The function of `make_fused`. Its train state is replicated; its actor state has a leading axis
@@ -77,9 +77,17 @@ def fused_program(rollout: Callable, learn: Callable, calls: int, mesh: Mesh) ->
   fused = rollout_updates.make_fused(rollout, learn_whole, calls)
 
   def on_device(state, actor_state, limit, total_steps):
-    own = jax.tree.map(lambda x: x[0], actor_state)
-    state, own, count, metrics = fused(state, own, limit, total_steps)
-    return state, jax.tree.map(lambda x: x[None], own), count, metrics
+    """Runs `fused` on one device, whose actor state has a leading axis [1]; see `make_fused`.
+
+    Args:
+      state: the train state.
+      actor_state: the state of this device's environments, [1, ...] each.
+      limit: [] i32, most updates.
+      total_steps: [] i32, valid steps after which no update begins.
+    """
+    actor_state = jax.tree.map(lambda x: x[0], actor_state)
+    state, actor_state, count, metrics = fused(state, actor_state, limit, total_steps)
+    return state, jax.tree.map(lambda x: x[None], actor_state), count, metrics
 
   return jax.shard_map(
       on_device, mesh=mesh, in_specs=(STATE, BY_DEVICE, EVERYWHERE, EVERYWHERE),
@@ -105,8 +113,8 @@ def gradient_programs(objective: Objective, sizes: rollout_updates.Sizes, mesh: 
 
   Args:
     objective: the algorithm with its network.
-    sizes: of the worker's share of the experiment.
-    mesh: of the worker.
+    sizes: sizes of the worker's share of the experiment.
+    mesh: the mesh of the worker.
 
   Returns:
     The programs of `GradientPrograms`.
@@ -188,14 +196,14 @@ def replay_programs(insert: Callable, steps: Callable, finish: Callable,
                     sizes: replay_updates.Sizes, mesh: Mesh) -> ReplayPrograms:
   """Compiles adding and learning as separate programs.
 
-  Every device of the mesh gets all experience, and keeps that of its own groups.
+  Every device of the mesh gets all experience, and keeps the part of its own groups.
 
   Args:
-    insert: of `replay_updates.make_insert`.
-    steps: of `replay_updates.make_steps`.
-    finish: of `replay_updates.make_finish`.
+    insert: the function that `replay_updates.make_insert` returned.
+    steps: the function that `replay_updates.make_steps` returned.
+    finish: the function that `replay_updates.make_finish` returned.
     sizes: numbers that the arithmetic of an update depends on.
-    mesh: of the learner.
+    mesh: the mesh of the learner.
 
   Returns:
     The programs of `ReplayPrograms`.
@@ -203,12 +211,12 @@ def replay_programs(insert: Callable, steps: Callable, finish: Callable,
   groups = sizes.num_grad_shards // mesh.size
   envs = sizes.num_envs // sizes.num_grad_shards
 
-  def insert_here(state: TrainState, experience: Experience, first_group: jax.Array):
+  def insert_own(state: TrainState, experience: Experience, first_group: jax.Array):
     chex.assert_rank(first_group, 0)
     # Relative to the groups of this device; `insert` ignores groups outside of [0, groups).
     relative = first_group - jax.lax.axis_index(AXIS) * groups
     state, valid = insert(state, experience, relative)
-    batch = fingerprint(experience._replace(episodes=()), 1, first_group * envs, sizes.num_envs)
+    batch = fingerprint(experience._replace(episodes=None), 1, first_group * envs, sizes.num_envs)
     return state, (valid, batch)
 
   def learn(state: TrainState, count: jax.Array, valid: jax.Array, batch: jax.Array):
@@ -218,7 +226,7 @@ def replay_programs(insert: Callable, steps: Callable, finish: Callable,
       state: with a replay.
       count: [] i32, gradient steps.
       valid: [] i32, valid rows added since the previous call.
-      batch: [2] u32, sum of the fingerprints of what was added.
+      batch: [2] u32, sum of the fingerprints of the experience that was added.
     """
     chex.assert_rank([count, valid], 0)
     chex.assert_shape(batch, (2,))
@@ -234,5 +242,5 @@ def replay_programs(insert: Callable, steps: Callable, finish: Callable,
     # Without donation every call would copy the replay.
     return jax.jit(sharded, donate_argnums=0)
 
-  return ReplayPrograms(insert=compiled(insert_here, replicated_args=2),
+  return ReplayPrograms(insert=compiled(insert_own, replicated_args=2),
                         learn=compiled(learn, replicated_args=3))

@@ -82,19 +82,19 @@ class RolloutAlgorithm(Algorithm):
       rollout: the group's rollout, as `target_inputs` returns it.
     """
     del model, params, rollout
-    return ()
+    return None
 
   def batch_statistics(self, valid: jax.Array, targets: Any) -> Any:
     """Returns statistics of a whole minibatch, for example its number of valid rows.
 
-    By default it returns no statistics, ().
+    By default it returns no statistics, None.
 
     Args:
       valid: [groups, T, N] bool, the minibatch's rows in all groups.
       targets: [groups, T, N] each, the results of `targets` for the same rows.
     """
     del valid, targets
-    return ()
+    return None
 
   @abc.abstractmethod
   def loss(self, model: Model, params: Params, minibatch: tuple[Rollout, Any], statistics: Any
@@ -132,7 +132,7 @@ class ReplayAlgorithm(Algorithm):
   @abc.abstractmethod
   def loss(self, network: nn.Module, params: Params, target_params: Params, batch: Transition,
            weight: jax.Array) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-    """Returns the loss of a batch, its terms and its TD errors; see `weighted_loss`.
+    """Returns the loss of a batch, its loss terms and its TD errors; see `weighted_loss`.
 
     Args:
       network: the flax module.
@@ -142,8 +142,8 @@ class ReplayAlgorithm(Algorithm):
       weight: [N] f32, importance weights.
 
     Returns:
-      The scalar loss, and (sums of terms over the transitions, |TD error| [N]). The term 'valid' is
-      the number of transitions.
+      The scalar loss, and (sums of loss terms over the transitions, |TD error| [N]). The loss term
+      'valid' is the number of transitions.
     """
 
 

@@ -66,7 +66,7 @@ def _gather_rows(rollout: Rollout, targets: Any, first_env: jax.Array, group_env
   # Observations may be `Frames`, which plain indexing cannot read.
   obs = frames.pick(rollout.obs, step, env)[None]
   rollout, targets = jax.tree.map(lambda x: x[step, env][None],
-                                  (rollout._replace(obs=()), targets))
+                                  (rollout._replace(obs=None), targets))
   return rollout._replace(obs=obs), targets
 
 

@@ -48,5 +48,5 @@ class Objective(NamedTuple):
 
   def loss(self, params: Params, minibatch: Minibatch, statistics: Any
            ) -> tuple[jax.Array, Metrics]:
-    """Returns the loss and sums of terms; see `RolloutAlgorithm`."""
+    """Returns the loss and sums of loss terms; see `RolloutAlgorithm`."""
     return self.algorithm.loss(self.model, params, minibatch, statistics)

@@ -61,7 +61,7 @@ class PPO(RolloutAlgorithm):
     if model.recurrent:
       last_value = unroll(model, params, rollout)[1][-1]
     else:
-      last_value = model.apply(params, frames.last(rollout.obs), (), rollout.valid[-1:])[1][0]
+      last_value = model.apply(params, frames.last(rollout.obs), None, rollout.valid[-1:])[1][0]
     value = jnp.concatenate([rollout.behaviour_value, last_value[None]])
     advantage = jax.vmap(lambda *a: gae(*a, self.gae_lambda), in_axes=1, out_axes=1)(
         value, rollout.reward, discounts(rollout, self.discount),
@@ -111,10 +111,10 @@ class PPO(RolloutAlgorithm):
     if model.recurrent:
       dist_params, value = (x[:-1] for x in unroll(model, params, rollout))
     else:
-      dist_params, value, _ = model.apply(params, rollout.obs, (), rollout.valid)
+      dist_params, value, _ = model.apply(params, rollout.obs, None, rollout.valid)
 
     # The value loss is measured in standard deviations of values if they are normalised.
-    moments = running_moments.of(params)
+    moments = running_moments.moments_of(params)
     unit = 1.0 / running_moments.deviation(moments['values']) if 'values' in moments else 1.0
 
     rows = (dist_params, value * unit, rollout.action, rollout.behaviour_log_prob,

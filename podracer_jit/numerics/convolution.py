@@ -65,7 +65,7 @@ def rows_at_once(count: int, shape: Sequence[int], near: int) -> int:
 
   Args:
     count: observations in all.
-    shape: of one observation.
+    shape: the shape of one observation.
     near: target number for observations of 84x84x4. Smaller observations go in larger chunks: four
       times as many of 42x42x4.
 
@@ -166,7 +166,7 @@ def _conv2d(x, w, stride, pads):
     x: images.
     w: kernel.
     stride: pixels between windows.
-    pads: of each axis.
+    pads: padding of each axis.
   """
   return _forward(x, w, stride, pads)
 
@@ -178,7 +178,7 @@ def _conv2d_fwd(x, w, stride, pads):
     x: images.
     w: kernel.
     stride: pixels between windows.
-    pads: of each axis.
+    pads: padding of each axis.
   """
   return _forward(x, w, stride, pads), (x, w)
 
@@ -188,7 +188,7 @@ def _conv2d_bwd(stride, pads, residuals, dy):
 
   Args:
     stride: pixels between windows.
-    pads: of each axis.
+    pads: padding of each axis.
     residuals: (images, kernel).
     dy: gradient of the result.
   """
@@ -206,9 +206,9 @@ def _forward(x, w, stride, pads):
     x: images.
     w: kernel.
     stride: pixels between windows.
-    pads: of each axis.
+    pads: padding of each axis.
   """
-  # Doubled output channels exceed VECTOR, single ones do not.
+  # Output channels exceed VECTOR only if they are doubled.
   doubling_helps = VECTOR // 2 < w.shape[3] <= VECTOR and w.shape[2] <= VECTOR
   if doubling_helps and stride == 1 and w.shape[1] == 3:
     outputs = x.shape[2] + sum(pads[1]) - w.shape[1] + 1
@@ -242,7 +242,7 @@ def _kernel_gradient(x, w, dy, stride, pads):
     w: kernel, of which only the shape counts.
     dy: gradient of the result.
     stride: pixels between windows.
-    pads: of each axis.
+    pads: padding of each axis.
   """
   # Without barriers XLA folds the transposes back into a slow layout.
   barrier = lax.optimization_barrier
@@ -259,7 +259,7 @@ def _input_gradient(x, w, dy, stride, pads):
     w: kernel.
     dy: gradient of the result.
     stride: pixels between windows.
-    pads: of each axis.
+    pads: padding of each axis.
   """
   kernel = w.shape[:2]
   size = x.shape[1:3]
@@ -317,8 +317,8 @@ def _input_gradient_in_blocks(x, w, dy, stride):
 def max_pool(x: jax.Array, window: int, stride: int) -> jax.Array:
   """Returns the max-pooling of x with SAME padding.
 
-  Values and gradients equal those of `flax.linen.max_pool`: among equal maxima the first in row
-  order gets the gradient. The gradient avoids XLA's select-and-scatter. 84x84x16 by 3x3 stride 2,
+  Values and gradients equal `flax.linen.max_pool`: among equal maxima the first in row order gets
+  the gradient. The gradient avoids XLA's select-and-scatter. 84x84x16 by 3x3 stride 2,
   with the gradient: 170 us a row instead of 1,637.
 
   Args:

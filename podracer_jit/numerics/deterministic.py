@@ -94,7 +94,7 @@ def use_reduce_scatter(rows: int, numbers: int, mesh_size: int) -> bool:
 
   Args:
     rows: partial sums on each device.
-    numbers: of each partial sum.
+    numbers: how many numbers each partial sum has.
     mesh_size: D.
   """
   return numbers >= FEW and mesh_size * rows >= 2 * (rows + 2)

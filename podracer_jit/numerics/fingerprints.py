@@ -30,7 +30,7 @@ def _words(x: jax.Array, env_axis: int | None) -> jax.Array:
   """Returns the bits of x as uint32 words, one for each number or one for four bytes.
 
   Bytes are packed along the last axis if its size is a multiple of 4 and it is neither the first
-  axis nor that of the environments.
+  axis nor the axis of environments.
   """
   if x.dtype == jnp.bool_:
     x = x.astype(jnp.uint8)

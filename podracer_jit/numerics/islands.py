@@ -63,7 +63,7 @@ def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], C
   """Returns a decorator that makes an island of a function of pytrees of arrays.
 
   Args:
-    name: of the island in compiled programs and in error messages of tests.
+    name: the name of the island in compiled programs and in error messages of tests.
     skipped: the branch that is never taken: a function with the same arguments and result shapes
       that computes nothing. By default its results are zeros. An island that maps a large state to
       the next one should return its argument: XLA then updates the state in place.

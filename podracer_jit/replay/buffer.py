@@ -8,7 +8,7 @@ So results do not depend on how many devices share the groups. Two kinds of evic
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -27,7 +27,7 @@ class State(NamedTuple):
   """State of the replays of one device's groups; leading axis [groups]."""
 
   ring: ring.Ring
-  slots: Any  # slots.Slots for 'prioritised'; () for 'fifo', which draws from the ring
+  slots: slots.Slots | None  # for 'prioritised'; None for 'fifo', which draws from the ring
   # |TD error|^exponent of each place. A place is row * B + environment in the ring, or a slot.
   priorities: tree.Tree
   size: jax.Array  # [groups] i32: transitions that can be drawn
@@ -45,8 +45,8 @@ class Sample(NamedTuple):
 class Replay(NamedTuple):
   """Replay of each group, as functions of a `State`.
 
-  'fifo' has rows for `capacity` transitions, counting invalid ones, and n_step + stack further rows
-  that cannot be drawn. 'prioritised' has slots for `capacity` transitions, and for those of one
+  'fifo' has rows for `capacity` transitions, valid or not, and n_step + stack further rows that
+  cannot be drawn. 'prioritised' has slots for `capacity` transitions, and further slots for one
   rollout, which an `add` fills before it evicts.
   """
 
@@ -79,10 +79,10 @@ class Replay(NamedTuple):
     """Allocates empty replays for `groups` groups, shaped like `like`, one group's experience."""
     frames = ring.init(groups, self.rows, like)
     places = self.rows * self.envs
-    slot_state = ()
+    slot_state = None
     if not self.fifo:
       places = self.capacity + self.unroll_length * self.envs
-      # The shapes of one transition are those of a batch [1, ...] without its first axis.
+      # One transition has the shapes of a batch [1, ...] without its first axis.
       batch = jax.eval_shape(lambda: self._read(frames, jnp.zeros(1, int), jnp.zeros(1, int)))
       transition = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), batch)
       slot_state = slots.init(groups, places, transition)
@@ -174,7 +174,8 @@ class Replay(NamedTuple):
     group = jnp.broadcast_to(jnp.arange(len(keys))[:, None], place.shape)
     if self.fifo:
       return Sample(place, probability, self._read(state.ring, group, place))
-    return Sample(place, probability, jax.tree.map(lambda x: x[group, place], state.slots.held))
+    transition = jax.tree.map(lambda x: x[group, place], state.slots.transitions)
+    return Sample(place, probability, transition)
 
   def set_priorities(self, state: State, place: jax.Array, error: jax.Array) -> State:
     """Sets the priorities of drawn transitions.

@@ -14,11 +14,11 @@ class ReplayOptions:
 
   capacity: int = option(2_000_000, 'transitions that are kept', at_least=1,
                          at_most=INT32_MAX)
-  min_size: int = option(50_000, 'transitions that there must be before learning begins',
+  min_size: int = option(50_000, 'transitions in the replay before learning begins',
                          at_least=1, at_most=INT32_MAX)
   batch_size: int = option(512, 'transitions of a gradient step', at_least=1, at_most=INT32_MAX)
   gradient_steps: int = option(
-      1, 'gradient steps of an update; of free rates: between two looks at what came in',
+      1, 'gradient steps of an update; with free rates: between two additions to the replay',
       at_least=1, at_most=INT32_MAX)
   # Powers of small errors would underflow or overflow float32 with large exponents.
   priority_exponent: float = option(0.6, 'priorities are |TD error| to this power; 0: uniform',
@@ -34,10 +34,10 @@ class ReplayOptions:
       1, 'with free rates: rollouts that an actor makes with the same parameters', at_least=1,
       at_most=INT32_MAX)
   samples_per_insert: float = option(
-      0.0, 'with free rates: transitions drawn for each that is added; 0: both as fast as they can',
+      0.0, 'with free rates: transitions drawn for each one added; 0: neither side waits',
       at_least=0)
   tolerance: int = option(
-      0, 'with free rates: by how many drawn transitions either side may be ahead of that',
+      0, 'with free rates: drawn transitions by which either side may be ahead of that rate',
       at_least=0, at_most=INT32_MAX)
 
   def problems(self) -> Iterator[str]:

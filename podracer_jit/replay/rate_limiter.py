@@ -8,7 +8,7 @@ class RateLimiter:
 
   Counting begins after the first draw: `drawn` stays within `tolerance` of `samples_per_insert *
   added`. Neither side waits for ever if the tolerance is at least half the sum of a batch and the
-  draws that one rollout allows. It must be used by one thread.
+  draws that one rollout allows. Only one thread may use it.
   """
 
   def __init__(self, samples_per_insert: float, tolerance: float, batch: int, most_added: int,

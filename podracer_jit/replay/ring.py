@@ -23,7 +23,7 @@ class Ring(NamedTuple):
   """Ring of rows for each group of a device."""
 
   frame: jax.Array  # [groups, rows, B, c, ...]: newest frame; the whole observation if not stacked
-  fresh: jax.Array  # [groups, rows, B] bool: the stack repeats this frame
+  is_reset_stack: jax.Array  # [groups, rows, B] bool: all frames of the row's stack are this frame
   action: jax.Array  # [groups, rows, B, ...]
   reward: jax.Array  # [groups, rows, B] f32
   terminated: jax.Array  # [groups, rows, B] bool
@@ -42,7 +42,7 @@ def init(groups: int, rows: int, like: Experience) -> Ring:
 
   return Ring(
       frame=zeros(like.obs),
-      fresh=zeros(like.fresh),
+      is_reset_stack=zeros(like.is_reset_stack),
       action=zeros(like.action),
       reward=zeros(like.reward),
       terminated=zeros(like.terminated),
@@ -67,12 +67,12 @@ def write(ring: Ring, group: jax.Array, experience: Experience, now: jax.Array
   Returns:
     The ring, and the index of row 0 in each group [k] i32.
   """
-  chex.assert_rank([group, experience.reward, experience.fresh], [1, 3, 3])
+  chex.assert_rank([group, experience.reward, experience.is_reset_stack], [1, 3, 3])
   chex.assert_equal_shape_prefix(
-      [group, experience.reward, experience.fresh, experience.action, experience.obs], 1)
+      [group, experience.reward, experience.is_reset_stack, experience.action, experience.obs], 1)
   chex.assert_equal_shape([experience.reward, experience.terminated, experience.truncated])
 
-  rows = ring.fresh.shape[1]
+  rows = ring.is_reset_stack.shape[1]
   k = group[:, None]
 
   # All environments of a rollout are reset at once, so the first flag stands for all.
@@ -82,17 +82,18 @@ def write(ring: Ring, group: jax.Array, experience: Experience, now: jax.Array
   # A rollout of T steps has T + 1 observations.
   target = (start[:, None] + jnp.arange(steps + 1)) % rows
 
-  # The experience does not say whether the stack of a continued row 0 was fresh, so the flag that
-  # the ring holds is kept.
-  kept_fresh = ring.fresh.at[group, start].get(mode='fill', fill_value=False)
-  fresh = experience.fresh.at[:, 0].set(experience.fresh[:, 0] | ~began[:, None] & kept_fresh)
+  # The experience does not say whether a continued row 0 has a reset stack, so it keeps the flag
+  # that the ring has.
+  kept_flag = ring.is_reset_stack.at[group, start].get(mode='fill', fill_value=False)
+  is_reset_stack = experience.is_reset_stack.at[:, 0].set(
+      experience.is_reset_stack[:, 0] | ~began[:, None] & kept_flag)
 
   def put(field, value, row=target[:, :steps]):
     return field.at[k, row].set(value, mode='drop')
 
   written = Ring(
       frame=put(ring.frame, experience.obs, target),
-      fresh=put(ring.fresh, fresh, target),
+      is_reset_stack=put(ring.is_reset_stack, is_reset_stack, target),
       action=put(ring.action, experience.action),
       reward=put(ring.reward, experience.reward),
       terminated=put(ring.terminated, experience.terminated),
@@ -121,7 +122,7 @@ def read(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: in
     Transitions, with the leading axes of the indices.
   """
   chex.assert_equal_shape([group, row, env])
-  rows = ring.fresh.shape[1]
+  rows = ring.is_reset_stack.shape[1]
   ahead = (row[..., None] + jnp.arange(n_step)) % rows
   g = group[..., None]
   e = env[..., None]
@@ -130,18 +131,18 @@ def read(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: in
   def of_group(*steps):
     return n_step_return(*(jnp.moveaxis(x, -1, 0) for x in steps), discount)
 
-  reward, to_next, steps = lax.map(
+  reward, discount_after, steps = lax.map(
       lambda steps: of_group(*steps),
       tuple(x[g, ahead, e] for x in (ring.reward, ring.terminated, ring.truncated)))
   return Transition(
-      _obs(ring, group, row, env, stack), ring.action[group, row, env], reward, to_next,
+      _obs(ring, group, row, env, stack), ring.action[group, row, env], reward, discount_after,
       _obs(ring, group, (row + steps) % rows, env, stack), ring.added[group, row])
 
 
 def _obs(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: int) -> jax.Array:
   """Returns the observations of rows, with stacks rebuilt.
 
-  A stack reaches back to the newest row that was fresh; that row's frame fills the older places.
+  A stack reaches back to the newest row with a reset stack, whose frame fills the older places.
 
   Args:
     ring: the ring of all groups of the device.
@@ -155,13 +156,13 @@ def _obs(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: in
   """
   if stack == 1:
     return ring.frame[group, row, env]
-  rows = ring.fresh.shape[1]
+  rows = ring.is_reset_stack.shape[1]
   back = jnp.arange(stack)
   g = group[..., None]
   e = env[..., None]
 
-  # The first fresh row, going back; at most stack - 1 rows.
-  filled = ring.fresh[g, (row[..., None] - back) % rows, e]
+  # The first row with a reset stack, going back; at most stack - 1 rows.
+  filled = ring.is_reset_stack[g, (row[..., None] - back) % rows, e]
   oldest = jnp.argmax(filled.at[..., -1].set(True), axis=-1)[..., None]
   # The oldest frame comes first in a stack.
   age = jnp.minimum(back[::-1], oldest)

@@ -19,7 +19,7 @@ from podracer_jit.types import Transition
 class Slots(NamedTuple):
   """Slots of all groups of a device."""
 
-  held: Transition  # [groups, slots, ...]
+  transitions: Transition  # [groups, slots, ...], whatever a free slot has
   free: jax.Array  # [groups, slots] i32: a stack of slots; the first `room` entries are free slots
   room: jax.Array  # [groups] i32: number of free slots
   eviction: tree.Tree  # weight of each slot in draws for eviction; 0 for a free slot
@@ -29,7 +29,7 @@ def init(groups: int, slots: int, like: Transition) -> Slots:
   """Allocates free slots for transitions shaped like `like`, one transition [...]."""
   transitions = jax.tree.map(lambda x: jnp.zeros((groups, slots, *x.shape), x.dtype), like)
   return Slots(
-      held=transitions,
+      transitions=transitions,
       free=jnp.tile(jnp.arange(slots, dtype=jnp.int32), (groups, 1)),
       room=jnp.full(groups, slots, jnp.int32),
       eviction=tree.init(groups, slots))
@@ -63,7 +63,7 @@ def write(slots: Slots, group: jax.Array, transitions: Transition, stored: jax.A
     return field.at[group[:, None], slot].set(x, mode='drop')
 
   room = jnp.maximum(room[:, 0] - jnp.sum(stored, axis=1), 0)
-  slots = slots._replace(held=jax.tree.map(put, slots.held, transitions),
+  slots = slots._replace(transitions=jax.tree.map(put, slots.transitions, transitions),
                          room=slots.room.at[group].set(room, mode='drop'))
   return slots, slot
 
@@ -116,7 +116,7 @@ def evict(slots: Slots, priorities: tree.Tree, keys: jax.Array, most: int, count
     place = jnp.where(evicted, slots.room[:, None] + jnp.cumsum(evicted, axis=1) - 1,
                       tree.NOWHERE)
     free = slots.free.at[groups[:, None], place].set(leaf, mode='drop')
-    slots = Slots(slots.held, free, slots.room + jnp.sum(evicted, axis=1),
+    slots = Slots(slots.transitions, free, slots.room + jnp.sum(evicted, axis=1),
                   tree.put(slots.eviction, groups, leaf, zero))
     return slots, tree.put(priorities, groups, leaf, zero), turn + 1
 

@@ -1,4 +1,4 @@
-"""Agents outside of a run: they act on NumPy arrays, and are saved to a folder of their own."""
+"""Agents that act on NumPy arrays outside of a run, and that are saved to a folder of their own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Agent:
     task: `env.task` of the run.
     update: updates that made its parameters.
     steps: valid agent steps that they were learned from.
-    experiment: of the run, placed on one device.
+    experiment: the experiment of the run, placed on one device.
     player: the policy as evaluations use it.
   """
 
@@ -40,9 +40,9 @@ class Agent:
     """Wraps a policy.
 
     Args:
-      experiment: that it was trained by.
+      experiment: the experiment that trained the policy.
       player: the policy.
-      seed: of the actions that `act` draws.
+      seed: seeds the actions that `act` draws.
     """
     self.task = player.task
     self.update = player.update
@@ -59,19 +59,19 @@ class Agent:
           ) -> tuple[Any, Any]:
     """Chooses actions for one observation, or for each of a batch.
 
-    The drawn actions depend on the agent's seed and on how many calls came before.
+    The drawn actions depend on the agent's seed and on the number of earlier calls.
 
     Args:
-      obs: an observation as the task gives it, or a batch of them [B, ...]: an array, or dicts and
-        tuples of arrays.
+      obs: an observation in the form of the task, or a batch of them [B, ...]: an array, or dicts
+        and tuples of arrays.
       state: the state that the last call returned; None where episodes begin.
       greedy: takes the most likely action instead of drawing one.
       is_first: [B] bool, for a batch: these rows begin an episode, and their part of `state` is
         reset.
 
     Returns:
-      The action as the task takes it, [B, ...] for a batch, and the state for the next call: that
-      of a recurrent network, NumPy arrays [B, ...]; () of other networks.
+      The action in the form of the task, [B, ...] for a batch; and the state for the next call:
+      NumPy arrays [B, ...] for a recurrent network, None for others.
 
     Raises:
       ValueError: an argument has another structure, shape or type.
@@ -96,12 +96,12 @@ class Agent:
   def save(self, folder: str | Path) -> None:
     """Writes the agent to a new folder, which `load` reads.
 
-    It has the config (config.json), the parameters (parameters.safetensors) and their checksums
-    (manifest.json). Nothing in it is executed when it is read.
+    The folder has the config (config.json), the parameters (parameters.safetensors) and checksums
+    (manifest.json). Reading it executes none of its content.
 
     Raises:
-      ValueError: there is something of that name already.
-      OSError: it cannot be written.
+      ValueError: the folder exists and is not empty.
+      OSError: a file cannot be written.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -117,12 +117,12 @@ class Agent:
         draft / PARAMETERS, {'update': str(self.update), 'steps': str(self.steps)})
     manifest.write(draft, manifest.digest(params))
     with contextlib.suppress(FileNotFoundError):
-      folder.rmdir()  # an empty one
+      folder.rmdir()  # `rename` needs a free name; an existing folder is empty.
     draft.rename(folder)
 
   @functools.cached_property
   def _spaces(self) -> spaces.Spaces | None:
-    """The task's spaces; None for a user's family that does not tell them."""
+    """The task's spaces; None for a user's family without `spaces_of`."""
     spaces_of = getattr(family_of(self.task), 'spaces_of', None)
     return spaces_of(self.task, self.player.options) if spaces_of else None
 
@@ -132,7 +132,7 @@ class Agent:
     return spaces.leaves_of(self.task, self._spaces.observation)
 
   def _batch(self, obs: Any) -> tuple[np.ndarray, bool]:
-    """Returns observations as the network reads them, [B, ...], and whether they are a batch."""
+    """Returns observations in the form of the network, [B, ...], and whether they are a batch."""
     spec = self.experiment.spec
     try:
       obs, axes = self._array(obs)
@@ -149,7 +149,7 @@ class Agent:
   def _array(self, obs: Any) -> tuple[np.ndarray, int]:
     """Returns observations as an array [B, ...], and the number of axes before one observation."""
     if not self._spaces or spaces.is_array(self._spaces.observation):
-      # EnvPool's and JAX's environments may have other shapes than their spaces.
+      # Observations of EnvPool and of JAX functions may have other shapes than their spaces.
       obs = np.asarray(obs)
       axes = obs.ndim - len(self.experiment.spec.obs_shape)
       return (obs if axes else obs[None]), axes
@@ -165,9 +165,9 @@ class Agent:
   def _check_state(self, state: Any, size: int) -> None:
     def shapes(tree):
       return jax.tree.map(np.shape, tree)
-    wanted = jax.eval_shape(lambda: self.player.initial_recurrent_state(size))
-    same = jax.tree.structure(state) == jax.tree.structure(wanted)
-    if not same or jax.tree.leaves(shapes(state)) != jax.tree.leaves(shapes(wanted)):
+    expected = jax.eval_shape(lambda: self.player.initial_recurrent_state(size))
+    same = jax.tree.structure(state) == jax.tree.structure(expected)
+    if not same or jax.tree.leaves(shapes(state)) != jax.tree.leaves(shapes(expected)):
       raise ValueError(f'state: must be what the last call for {size} '
                        f'observation{"s" if size > 1 else ""} returned, or None')
 
@@ -177,6 +177,16 @@ class Agent:
     player = self.player
 
     def decide(params, obs, state, is_first, key, greedy):
+      """Returns actions and the next state; see `act`.
+
+      Args:
+        params: parameters of the network.
+        obs: [B, ...].
+        state: the recurrent state.
+        is_first: [B] bool, these rows begin an episode.
+        key: PRNG key.
+        greedy: takes the most likely action instead of drawing one.
+      """
       def begin(x, initial):
         rows = is_first.reshape(-1, *(1,) * (x.ndim - 1))
         return jnp.where(rows, initial, x)
@@ -196,31 +206,31 @@ def load_saved(folder: Path, seed: int = 0, allow_modules: Collection[str] = ())
   """Returns an agent that `Agent.save` has written.
 
   Args:
-    folder: of the agent.
-    seed: of the actions that it draws.
+    folder: the folder of the agent.
+    seed: seeds the actions that it draws.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
 
   Raises:
     ValueError: the folder is not as it was saved, or names modules that are not allowed.
   """
-  words = manifest.problem(folder)
-  if words:
-    raise ValueError(f'{folder} is not as it was saved: {words}')
+  damage = manifest.problem(folder)
+  if damage:
+    raise ValueError(f'{folder} is not as it was saved: {damage}')
   experiment = evaluation.read_experiment(folder, allow_modules)
   with safetensors.safe_open(folder / PARAMETERS, 'numpy') as file:
     arrays = {name: file.get_tensor(name) for name in file.keys()}
     about = file.metadata()
   run = build.make_run(experiment)
   like = run.initial_state().params
-  wanted = checkpoint.leaves(like)
-  for name, array in wanted.items():
-    found = arrays.get(name)
-    if found is None or (found.shape, found.dtype) != (array.shape, array.dtype):
-      got = 'nothing' if found is None else f'{found.dtype} {found.shape}'
+  own_arrays = checkpoint.leaves(like)
+  for name, array in own_arrays.items():
+    saved = arrays.get(name)
+    if saved is None or (saved.shape, saved.dtype) != (array.shape, array.dtype):
+      contents = 'nothing' if saved is None else f'{saved.dtype} {saved.shape}'
       raise ValueError(f'{folder}: the network has {name}, {array.dtype} {array.shape}, and '
-                       f'{PARAMETERS} has {got} in its place')
+                       f'{PARAMETERS} has {contents} in its place')
   params = jax.tree.unflatten(
       jax.tree.structure(like), [jax.device_put(arrays[name], run.place.mesh.devices.flat[0])
-                                 for name in wanted])
+                                 for name in own_arrays])
   player = evaluation.make_player(run, params, int(about['update']), int(about['steps']))
   return Agent(experiment, player, seed)

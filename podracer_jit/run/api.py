@@ -40,12 +40,12 @@ def load_config(location: str) -> ml_collections.ConfigDict:
 
 
 def choose(config: ml_collections.ConfigDict, section: str, name: str) -> None:
-  """Changes a config to have another part, with that part's options and their defaults.
+  """Puts another part into a config, with the part's options and their defaults.
 
   Args:
-    config: to change.
+    config: the config to change.
     section: 'loss', 'network' or 'optimizer'.
-    name: of a shipped part, or 'module:Class' of your own.
+    name: the name of a shipped part, or 'module:Class' of your own.
 
   Raises:
     ValueError: there is no such section or part.
@@ -57,15 +57,16 @@ def choose(config: ml_collections.ConfigDict, section: str, name: str) -> None:
 
 
 def prepare(config: Config) -> None:
-  """Sets what JAX reads when it starts; for programs that use JAX before they train.
+  """Makes the settings that JAX reads when it starts; for programs that use JAX before they train.
 
-  `train` does the same. JAX's number of threads is part of an experiment, as it changes rounding.
+  `train` does this itself. The number of JAX's threads belongs to an experiment: it changes
+  rounding.
 
   Args:
-    config: of the run; its `placement.xla_threads` counts.
+    config: the config of the run; its `placement.xla_threads` counts.
 
   Raises:
-    ValueError: JAX has started with other sizes, or the placement is wrong.
+    ValueError: JAX has started with other settings, or the placement is wrong.
   """
   place = placement_of(_mapping(config))
   host.prepare_host_for_any(place)
@@ -107,27 +108,27 @@ def train(config: Config, workdir: str | Path, *,
           init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
           repeat: str | Path | None = None, profile_dir: str | Path | None = None,
           quiet: bool = False) -> Trained:
-  """Trains in this process, to the same bits as the command; goes on with a run in the workdir.
+  """Trains in this process, with the same bits as the command; goes on with a run in the workdir.
 
-  Ctrl-C ends the run at its next update, saves it, and then raises KeyboardInterrupt; the same call
-  goes on. Other signals that end a process are treated likewise. It is for one process;
-  `podracer_jit launch` starts several.
+  Ctrl-C ends the run at its next update, saves it, and then raises KeyboardInterrupt. The same call
+  then goes on with the run. SIGTERM and SIGHUP also end and save the run, and then have their usual
+  effect. To train with several processes, use `podracer_jit launch`.
 
   Args:
     config: a whole config, from `load_config` or `config`, or a name for `load_config`.
     workdir: a folder for checkpoints and metrics.
     callbacks: functions, called with the metrics of each update, and instances of `Callback`.
     init_from: a workdir; a new run begins with the newest state of that run.
-    init_parts: what it takes from there; see --init_parts.
-    init_partly: what does not fit is fresh.
+    init_parts: the parts to take from `init_from`; see --init_parts.
+    init_partly: parameters and other arrays that do not fit begin anew.
     extend: goes on in the workdir with a larger total_steps.
-    change: fields that may differ from those of the workdir.
-    repeat: a workdir, whose segments this run has, too.
+    change: fields that may differ from the workdir's config.
+    repeat: a workdir; this run ends its segments at the same updates as the run there.
     profile_dir: a folder for a jax.profiler trace of a few updates.
     quiet: prints nothing but warnings.
 
   Returns:
-    The result; its `agent` and `metrics` are read from the workdir when they are asked for.
+    The result; its `agent` and `metrics` are read from the workdir on first use.
 
   Raises:
     ValueError: the config, the workdir or another argument is wrong; nothing was started.
@@ -140,9 +141,9 @@ def train(config: Config, workdir: str | Path, *,
   if jax.distributed.is_initialized():
     raise ValueError('train: is for one process; podracer_jit launch, or --distributed, starts a '
                      'run of several')
-  called = Callbacks(callbacks)
+  all_callbacks = Callbacks(callbacks)
   fields = _mapping(config)
-  options = life.of(init_from, init_parts, init_partly, extend, change, repeat)
+  options = life.make_life(init_from, init_parts, init_partly, extend, change, repeat)
   workdir = Path(workdir)
   prepare(fields)
   experiment = resolve(fields)
@@ -153,9 +154,9 @@ def train(config: Config, workdir: str | Path, *,
       for note in opened.notes:
         complain(f'podracer_jit: {note}')
     stop.begin_training()
-    finished = opened.train(stop, profile_dir and str(profile_dir), called, quiet)
+    finished = opened.train(stop, profile_dir and str(profile_dir), all_callbacks, quiet)
   if stop.signal is not None:
-    # With the handlers of before: Python's own raises KeyboardInterrupt for Ctrl-C.
+    # The program's own handlers are in place again; Python's raises KeyboardInterrupt for Ctrl-C.
     signal.raise_signal(stop.signal)
   return Trained(workdir, finished, tuple(config_lib.modules(experiment.fields).values()))
 
@@ -166,9 +167,9 @@ def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,
 
   Args:
     path: a workdir, or the folder of a saved agent.
-    update: of the checkpoint in the workdir; 'best': the one with the best evaluation
-      (`eval.every_updates`); None: the newest whole one.
-    seed: of the actions that the agent draws.
+    update: the update of the checkpoint in the workdir; 'best': the checkpoint with the best
+      evaluation (`eval.every_updates`); None: the newest whole checkpoint.
+    seed: seeds the actions that the agent draws.
     allow_modules: modules, or .py files, of your own parts that may be imported if the config
       there names them. Importing a module runs it.
 
@@ -204,15 +205,15 @@ class Evaluation:
 
 def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed: int = 1,
              greedy: bool = False, max_steps: int = 108_000) -> Evaluation:
-  """Plays whole episodes, as the verb `evaluate` does, to the same numbers.
+  """Plays whole episodes; the results are those of the verb `evaluate`.
 
   Args:
-    agent: who plays.
-    num_episodes: to play.
-    num_envs: environments that play them; each plays the same number of episodes.
-    seed: of the environments and the drawn actions. No seed repeats an episode of training.
+    agent: the agent that plays.
+    num_episodes: number of episodes to play.
+    num_envs: environments of the evaluation; each plays the same number of episodes.
+    seed: seeds the environments and the drawn actions. No seed repeats an episode of training.
     greedy: takes the most likely action instead of drawing one.
-    max_steps: of an episode; some tasks have no limit of their own.
+    max_steps: most steps of an episode; some tasks have no limit of their own.
 
   Raises:
     ValueError: an argument is out of range.
@@ -234,7 +235,7 @@ def _mapping(config: Config) -> dict[str, Any]:
   """Returns a config as plain values.
 
   Raises:
-    ValueError: it is none, or there is no config of that name.
+    ValueError: it is not a config, or there is no config of that name.
   """
   if isinstance(config, str):
     config = load_config(config)
@@ -248,5 +249,5 @@ def _mapping(config: Config) -> dict[str, Any]:
 
 
 def _interrupt() -> None:
-  """What a signal does before there is anything to save."""
+  """Handles a signal that comes before there is anything to save."""
   raise KeyboardInterrupt

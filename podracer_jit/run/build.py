@@ -39,7 +39,7 @@ MAX_THREADS = 16_384  # of environments; Linux lets all processes have 32,768 by
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """Everything of a run that stays the same over its segments."""
+  """The parts of a run that all its segments share."""
 
   experiment: Experiment
   place: placement.Placement
@@ -73,7 +73,7 @@ def make_run(experiment: Experiment) -> Run:
   """Finds the devices of an experiment and builds everything but environments.
 
   Raises:
-    ValueError: naming the field, its value and what would be right.
+    ValueError: the devices do not fit; the message names the field, its value and a right one.
   """
   place = placement.resolve(experiment.placement, experiment.num_shards,
                             experiment.spec.is_function)
@@ -92,7 +92,7 @@ def make_run(experiment: Experiment) -> Run:
 
 
 def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> Iterator[str]:
-  """Yields what cannot be on the devices that were found."""
+  """Yields a line for each part of an experiment that does not fit its devices."""
   scheme = experiment.scheme
   name = experiment.scheme_name
   groups = experiment.num_grad_shards
@@ -112,9 +112,9 @@ def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> 
            f'(num_shards = {experiment.num_shards}) are {threads:,}; must be at most '
            f'{MAX_THREADS:,} in a process')
   if place.processes > 1 and (scheme.alone or not scheme.graph.several_processes):
-    others = [other for other, each in SCHEMES.items()
-              if each.graph.several_processes and not each.alone]
-    yield (f'scheme: {name} is for one process, not {place.processes}; {", ".join(others)} take '
+    able = [other_name for other_name, other in SCHEMES.items()
+            if other.graph.several_processes and not other.alone]
+    yield (f'scheme: {name} is for one process, not {place.processes}; {", ".join(able)} take '
            'several')
   if (scheme.alone or scheme.colocated) and place.actors != place.workers:
     yield (f'scheme: {name} acts where it learns; with actor_platform = '
@@ -126,7 +126,7 @@ def make_network(experiment: Experiment) -> nn.Module:
   """Returns the whole network of an experiment.
 
   Raises:
-    ValueError: its layers leave nothing of an observation.
+    ValueError: the network fails, or its layers shrink an observation to nothing.
   """
   try:
     network = experiment.algorithm.network_kind.build(
@@ -145,17 +145,17 @@ def make_network(experiment: Experiment) -> nn.Module:
   sizes = ', '.join(f'{option} = {options.shown(getattr(experiment.network, option))}'
                     for option in options.meanings(type(experiment.network)))
   described = f'{name} with {sizes}' if sizes else name
-  nothing_left = (f'network.name: of {described} nothing is left of observations of '
-                  f'{spec.obs_shape}; take smaller layers or larger frames')
+  nothing_left = (f'network.name: {described} leaves nothing of observations of '
+                  f'{spec.obs_shape}; take smaller kernels and strides, or larger frames')
   try:
     (dist_params, *_), variables = jax.eval_shape(init, obs)
   except Exception as error:  # noqa: BLE001 - a user's own network may raise anything
     if type(experiment.network).__module__ == networks.__name__:
       # The output size of a shipped layer became zero or negative.
       raise ValueError(nothing_left) from None
-    words = ' '.join(str(error).split())[:200]
     raise ValueError(f'network.name: {described} fails on observations of '
-                     f'{spec.obs_shape}: {type(error).__name__}: {words}') from error
+                     f'{spec.obs_shape}: {type(error).__name__}: '
+                     f'{options.shorten(str(error))}') from error
   if not all(x.size for x in jax.tree.leaves(variables)):
     raise ValueError(nothing_left)
   if set(variables) - {'params', 'moments'}:
@@ -212,15 +212,15 @@ def _make_acting(experiment: Experiment, network: nn.Module) -> Acting:
   return InStep(network, steps, spec.stack, discount)
 
 
-def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any = ()
+def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any | None = None
                 ) -> list[wiring.Actor]:
   """Starts the environments of this process's actors for a segment.
 
   Args:
-    run: what the segment belongs to.
-    index: of the segment, from 0: the streams of its environments depend on it.
-    stack: closes the environments, once the programs that contain them have finished.
-    envs: the state that the environments go on from, as in `kept_envs`; () if they begin anew.
+    run: the run that the segment belongs to.
+    index: index of the segment, from 0: the streams of its environments depend on it.
+    stack: closes the environments on its exit, after the programs that contain them have finished.
+    envs: the state that the environments go on from, as in `kept_envs`; None if they begin anew.
 
   Returns:
     The actors, in order.
@@ -251,10 +251,10 @@ def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any = (
   return actors
 
 
-def kept_env_shapes(run: Run) -> Any:
-  """Returns the shapes of the environments' state in checkpoints; () if they do not have it."""
+def kept_env_shapes(run: Run) -> Any | None:
+  """Returns the shapes of the environments' state in checkpoints; None if they do not have it."""
   if not run.keeps_envs:
-    return ()
+    return None
   with contextlib.ExitStack() as stack:
     actor, *_ = make_actors(run, 0, stack)
     return kept_envs.shapes(actor.state, run.experiment.num_shards)
@@ -264,15 +264,15 @@ def envs_after(run: Run, states: Mapping[str, Any], first_update: int) -> Any:
   """Returns the environments' state after the last update of a segment.
 
   Args:
-    run: that the segment belongs to.
+    run: the run that the segment belongs to.
     states: the workers' last states, by name.
     first_update: updates done before the segment.
 
   Returns:
-    The state as in `kept_envs`; () if the next segment's environments begin anew.
+    The state as in `kept_envs`; None if the next segment's environments begin anew.
   """
   if not run.keeps_envs:
-    return ()
+    return None
   updates = int(states['learner'].train.update) - first_update
   graph = run.experiment.scheme.graph
   return kept_envs.gather(graph.actors_after(run.plan, states, updates))
@@ -281,21 +281,22 @@ def envs_after(run: Run, states: Mapping[str, Any], first_update: int) -> Any:
 @contextlib.contextmanager
 def segment(run: Run, state: TrainState, index: int, updates: int,
             report: Callable[[Report], None],
-            stop: Callable[[], bool] = lambda: False, envs: Any = ()
+            stop: Callable[[], bool] = lambda: False, envs: Any | None = None
             ) -> Iterator[wiring.Segment]:
   """Builds segment `index`: environments, and channels primed with `state`.
 
   Args:
-    run: what the segment belongs to.
+    run: the run that the segment belongs to.
     state: the train state to begin from; donated.
-    index: of the segment, from 0: the streams of its environments depend on it.
-    updates: how many it has, unless total_steps are reached or `stop` says so.
-    report: called with each Report by a thread of its own.
-    stop: asked after every update (of a scheme that is one program: after every call).
+    index: index of the segment, from 0: the streams of its environments depend on it.
+    updates: number of updates, unless total_steps are reached or `stop` says so.
+    report: called with each Report, by a thread of its own.
+    stop: called after every update (with a scheme of one program: after every call of it); True
+      ends the segment.
     envs: see `make_actors`.
 
   Yields:
-    The segment. Its environments are closed on the way out, once their programs have finished.
+    The segment. On exit its environments are closed, after their programs have finished.
   """
   total_steps = run.experiment.total_steps
   mesh = run.place.mesh
@@ -311,7 +312,8 @@ def segment(run: Run, state: TrainState, index: int, updates: int,
   with contextlib.ExitStack() as stack:
     actors = make_actors(run, index, stack, envs)
     start = wiring.SegmentStart(state, int(state.update), updates, ended)
-    reports = FifoQueue('reports', 1)  # computed, as the waits of their updates are then known
+    # A queue passes on computed values only, so the waiting times of an update are known.
+    reports = FifoQueue('reports', 1)
     workers, waits = run.experiment.scheme.graph.wire(run.plan, actors, start, reports)
     writer = Worker('writer', write, None, [wiring.Endpoint(reports)], [], 2**62)
     yield wiring.Segment([*workers, writer], waits)

@@ -12,15 +12,15 @@ class _Stop(enum.Enum):
   STOP = enum.auto()
 
 
-STOP = _Stop.STOP  # a callback returns it to stop the run
+STOP = _Stop.STOP  # a callback returns this to stop the run
 
 
 class CallbackFailed(RuntimeError):
-  """Raised if a callback raises an exception, which is the cause, or returns something else."""
+  """Raised if a callback raises an exception, which is the cause, or returns a wrong value."""
 
 
 class SegmentEnd(NamedTuple):
-  """The end of a segment, whose checkpoint is saved."""
+  """The end of a segment, after its checkpoint was saved."""
 
   update: int  # updates done, and the number of the checkpoint
   steps: int  # valid agent steps learned from
@@ -28,17 +28,17 @@ class SegmentEnd(NamedTuple):
 
 
 class Callback:
-  """Base class of callbacks that want more than each update. By default they do nothing.
+  """Base class of callbacks for several events; its methods do nothing.
 
-  Callbacks do not change the bits of a run. Each method may return `STOP`, which stops it; the run
-  saves everything and can go on later.
+  Callbacks do not change the bits of a run. Each method may return `STOP`: the run then ends, saves
+  everything, and can go on later.
   """
 
   def on_update(self, record: Mapping[str, Any]) -> Any:
-    """Called after each update, from another thread than the one that trains.
+    """Called after each update, in a thread of its own.
 
-    Learning goes on meanwhile, but waits if a callback takes longer than an update. For the same
-    reason a run that is stopped here may make a few more updates.
+    Learning goes on meanwhile, and waits only if a callback takes longer than an update. So a run
+    that is stopped here may make a few more updates.
 
     Args:
       record: the metrics of the update, as in metrics.jsonl: 'update', 'steps', 'episode_return'
@@ -46,21 +46,20 @@ class Callback:
     """
 
   def on_segment_end(self, end: SegmentEnd) -> Any:
-    """Called after each checkpoint, from the thread that trains, which waits.
+    """Called after each checkpoint, in the thread that trains, which waits.
 
-    A run that is stopped here ends with that checkpoint.
+    A run that is stopped here ends with this checkpoint.
 
     Args:
-      end: which update it is.
+      end: the update, the steps and the workdir of the checkpoint.
     """
 
-
   def on_evaluation(self, record: Mapping[str, Any]) -> Any:
-    """Called after each evaluation (`eval.every_updates`), from the thread that trains.
+    """Called after each evaluation (`eval.every_updates`), in the thread that trains.
 
     Args:
-      record: as in evaluations.jsonl: 'update', 'steps', 'num_episodes', 'mean', 'standard_error'
-        and so on; or an 'error'.
+      record: the line of evaluations.jsonl: 'update', 'steps', 'num_episodes', 'mean',
+        'standard_error' and so on; or an 'error'.
     """
 
 
@@ -71,7 +70,7 @@ class Callbacks:
     """Takes instances of `Callback`, and functions, which are called with each update's record.
 
     Raises:
-      ValueError: one of them is neither.
+      ValueError: a callback is neither.
     """
     for callback in callbacks:
       if isinstance(callback, type) or not (isinstance(callback, Callback) or callable(callback)):
@@ -81,30 +80,30 @@ class Callbacks:
     self.ask_to_stop = False  # whether a callback has returned STOP
 
   def update(self, record: Mapping[str, Any]) -> None:
-    """Calls all callbacks with an update's record, of which each gets a copy.
+    """Calls each callback with its own copy of an update's record.
 
     Raises:
-      CallbackFailed: one has failed.
+      CallbackFailed: a callback has failed.
     """
     for callback in self._callbacks:
       call = callback.on_update if isinstance(callback, Callback) else callback
       self._call(call, dict(record), record['update'])
 
   def end_segment(self, end: SegmentEnd) -> None:
-    """Calls all callbacks that want to know of the ends of segments.
+    """Calls `on_segment_end` of all instances of `Callback`.
 
     Raises:
-      CallbackFailed: one has failed.
+      CallbackFailed: a callback has failed.
     """
     for callback in self._callbacks:
       if isinstance(callback, Callback):
         self._call(callback.on_segment_end, end, end.update)
 
   def evaluated(self, record: Mapping[str, Any]) -> None:
-    """Calls all callbacks that want to know of evaluations.
+    """Calls `on_evaluation` of all instances of `Callback`.
 
     Raises:
-      CallbackFailed: one has failed.
+      CallbackFailed: a callback has failed.
     """
     for callback in self._callbacks:
       if isinstance(callback, Callback):

@@ -1,4 +1,4 @@
-"""Which fields of its config may change when a run goes on, and what allows it."""
+"""Rules for the config of a run that goes on: which fields may change, and with which flag."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 TOTAL = 'total_steps'
-# Fields, and beginnings of fields, that stay, with the reason. Other fields may turn out not to fit
-# the checkpoint (`inherit.problem_of_shapes`).
-_STAYS = {
+# Fields that cannot change, with the reason; a name with a dot at its end stands for a section.
+# Changes of other fields may still not fit the checkpoint (`inherit.problem_of_shapes`).
+_FIXED = {
     'seed': 'the random numbers of the run depend on it',
     'env.task': 'a run has one task',
     'env.num_envs': 'the batch and the random numbers depend on it',
@@ -24,7 +24,7 @@ _STAYS = {
 
 
 class Allowed(NamedTuple):
-  """What the command line allows to differ from the workdir's config."""
+  """Changes of the workdir's config that the command line allows."""
 
   extend: bool = False  # a larger total_steps
   fields: tuple[str, ...] = ()  # with dots
@@ -37,11 +37,11 @@ NOTHING = Allowed()
 
 
 def refusals(changes: Mapping[str, Mapping[str, Any]], allowed: Allowed) -> list[str]:
-  """Returns why changed fields are refused, a line each; empty if all are allowed.
+  """Returns a line for each changed field that is refused; empty if all changes are allowed.
 
   Args:
-    changes: as in `history.Entry`.
-    allowed: what may differ.
+    changes: the changed fields, as in `history.Entry`.
+    allowed: the fields that may differ.
   """
   return [line for name, change in sorted(changes.items())
           for line in _refusals(name, change, allowed)]
@@ -49,7 +49,7 @@ def refusals(changes: Mapping[str, Mapping[str, Any]], allowed: Allowed) -> list
 
 def _refusals(name: str, change: Mapping[str, Any], allowed: Allowed) -> Iterator[str]:
   values = f'{name}: {change.get("was")!r} there, {change.get("now")!r} now'
-  reason = why_it_stays(name)
+  reason = why_fixed(name)
   if name == TOTAL:
     if change['now'] < change['was']:
       yield f'{values}: it can only grow; a signal ends a run earlier'
@@ -61,21 +61,21 @@ def _refusals(name: str, change: Mapping[str, Any], allowed: Allowed) -> Iterato
     yield f'{values}: --change={name} allows it'
 
 
-def why_it_stays(name: str) -> str:
-  """Returns why a field cannot change in a run; '' if it may."""
-  return next((reason for field, reason in _STAYS.items()
+def why_fixed(name: str) -> str:
+  """Returns why a field cannot change in a run; '' if it can."""
+  return next((reason for field, reason in _FIXED.items()
                if name == field or field.endswith('.') and name.startswith(field)), '')
 
 
 def problems_of_flags(allowed: Allowed, known: Collection[str]) -> Iterator[str]:
-  """Yields what is wrong with the fields that --change names, one line each.
+  """Yields a line for each wrong field that --change names.
 
   Args:
-    allowed: from the command line.
+    allowed: the changes that the command line allows.
     known: all fields of the config, with dots.
   """
   for name in allowed.fields:
-    reason = why_it_stays(name)
+    reason = why_fixed(name)
     if name == TOTAL:
       yield f'--change: {TOTAL} has a flag of its own, --extend'
     elif reason:

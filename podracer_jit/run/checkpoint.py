@@ -20,58 +20,62 @@ from podracer_jit.runtime import host
 from podracer_jit.types import TrainState
 
 FOLDER = 'checkpoints'  # of a workdir
-_HAS_MANIFEST = 'has_manifest'  # in `meta`, since checkpoints of before 0.5 have none
+# Key in `meta`: checkpoints that were saved by versions before 0.5 have no manifest.
+_HAS_MANIFEST = 'has_manifest'
 _WRITING = '.orbax-checkpoint-tmp'  # in the name that Orbax gives a checkpoint while it writes it
 _DELETING = '.deleted'  # in the name of a checkpoint while it is deleted
+# Beginnings of names of arrays that earlier versions saved, and the names of today.
+_RENAMED = {'ring/fresh': 'ring/is_reset_stack', 'slots/held/': 'slots/transitions/'}
 
 
 class Broken(RuntimeError):
-  """A checkpoint that is not what was saved."""
+  """Raised if the contents of a checkpoint have changed since it was saved."""
 
-  def __init__(self, update: int, words: str):
-    super().__init__(f'the checkpoint of update {update} is broken: {words}')
+  def __init__(self, update: int, problem: str):
+    super().__init__(f'the checkpoint of update {update} is broken: {problem}')
     self.update = update
-    self.words = words
+    self.problem = problem
 
 
 class NotSaved(OSError):
-  """Something could not be written; the message names the file and the checkpoint that is safe."""
+  """Raised if a file cannot be written; the message names it and the newest safe checkpoint."""
 
 
 class Checkpoints:
   """Saves and restores checkpoints under `workdir/checkpoints`, by update."""
 
   def __init__(self, workdir: Path, keep: int = 3):
-    """Opens the folder; the newest `keep` checkpoints stay, and one of update 0 stays, too."""
+    """Opens the folder; the newest `keep` checkpoints, and one of update 0, are never deleted."""
     std_logging.getLogger('absl').addFilter(_no_orbax_chatter)
     self._workdir = workdir
     self._keep = keep
-    # Synchronous: at a boundary there is nothing to overlap with, and saved means saved. Orbax
-    # would delete old checkpoints before the new one has its manifest, so it deletes none.
+    # Synchronous: between two segments nothing could run meanwhile. Orbax would delete old
+    # checkpoints before the new checkpoint has its manifest, so it is told to keep all.
     options = ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=False)
     self._manager = ocp.CheckpointManager((workdir / FOLDER).absolute(), options=options)
 
-  def save(self, state: TrainState, meta: Mapping[str, Any], envs: Any = (),
+  def save(self, state: TrainState, meta: Mapping[str, Any], envs: Any | None = None,
            keep_also: Collection[int] = ()) -> None:
-    """Saves the state with `meta` (JSON) under its update, unless that is there already.
+    """Saves the state with `meta` under its update, unless there is a checkpoint of that update.
 
-    Its replay, if it has one, is an item of its own, and so are environments. The manifest is
-    written last, and only then old checkpoints are deleted.
+    The state, its replay and the environments' state are separate items. The manifest is written
+    last; after it, old checkpoints are deleted.
 
     Args:
-      state: of the learner.
-      meta: what JSON can hold.
-      envs: the environments' state, as in `actor.kept_envs`; () if it is not kept.
-      keep_also: updates of checkpoints that stay in any case.
+      state: the state of the learner.
+      meta: values that JSON can hold.
+      envs: the environments' state, as in `actor.kept_envs`; None if it is not kept.
+      keep_also: updates of further checkpoints that must not be deleted.
 
     Raises:
-      NotSaved: naming the folder and the checkpoint that is safe. Nothing of this one is left.
+      NotSaved: a file cannot be written; the message names the folder and the newest safe
+        checkpoint. Nothing of the new checkpoint is left.
     """
     update = int(state.update)
     before = saved_updates(self._workdir)
     if update in before:
       return
-    without_replay = state._replace(replay=())
+    without_replay = state._replace(replay=None)
     items = dict(state=ocp.args.StandardSave(without_replay),
                  meta=ocp.args.JsonSave(dict(meta) | {_HAS_MANIFEST: True}))
     if jax.tree.leaves(state.replay):
@@ -83,81 +87,81 @@ class Checkpoints:
     safe = f'that of update {before[-1]} is safe' if before else 'there was none before it'
     free = shutil.disk_usage(self._workdir).free
     needed = _local_bytes(state)
-    if free < needed:  # sooner said than found out by Orbax, whose threads then print much
+    # On a full disk, Orbax's threads would print many errors.
+    if free < needed:
       raise NotSaved(f'cannot save the checkpoint of update {update} in {folder} (it needs at '
                      f'least {needed:,} bytes, and {free:,} are free); {safe}')
     try:
-      self._manager.reload()  # a checkpoint that it knows may have been set aside
+      self._manager.reload()  # A checkpoint that Orbax knows may have been set aside.
       self._manager.save(update, args=ocp.args.Composite(**items))
       if jax.process_index() == 0:
         manifest.write(folder, state_digest)
-    except Exception as error:  # noqa: BLE001 - Orbax has many for a file that cannot be written
+    except Exception as error:  # noqa: BLE001 - Orbax raises many types for unwritable files
       remove_unfinished(self._workdir)
       shutil.rmtree(folder, ignore_errors=True)
       raise NotSaved(f'cannot save the checkpoint of update {update} in {folder} '
                      f'({_root_cause(error)}); {safe}') from error
     if jax.process_index() == 0:
       for old in saved_updates(self._workdir)[:-self._keep]:
-        # That of update 0 is what a run of another run's state begins with.
+        # The checkpoint of update 0 is the first state of a run that began with another run.
         if old and old not in keep_also:
           _delete(path_of(self._workdir, old))
     host.barrier(f'manifest {update}')
 
   def restore_envs(self, like: Any, update: int) -> Any:
-    """Returns the environments' state of a checkpoint; () if it has none.
+    """Returns the environments' state of a checkpoint; None if it has none.
 
     Args:
-      like: the shapes, from `kept_envs.shapes`, or () if environments begin anew.
-      update: of the checkpoint, whose files were checked.
+      like: the shapes of `kept_envs.shapes`; None if environments begin anew.
+      update: the update of the checkpoint, whose files were checked.
     """
     if not jax.tree.leaves(like) or not (path_of(self._workdir, update) / 'envs').is_dir():
-      return ()
-    item = ocp.args.Composite(envs=ocp.args.StandardRestore(like))
-    return self._manager.restore(update, args=item)['envs']
+      return None
+    return self._restore_items(update, envs=like)['envs']
 
   def restore(self, like: TrainState, update: int, files_checked: bool = False
               ) -> tuple[TrainState, dict[str, Any]]:
     """Returns a checkpoint in the shapes and shardings of `like`, and its `meta`.
 
-    A replay that was not saved is (); one that `like` has not is not read.
+    The replay is None if it was not saved, or if `like` has none.
 
     Args:
       like: arrays or shapes.
-      update: of the checkpoint.
-      files_checked: that `problem` was asked already; it reads all files.
+      update: the update of the checkpoint.
+      files_checked: True if `problem` has checked the files, which means to read all of them.
 
     Raises:
-      Broken: it is not what was saved.
-      Exception: Orbax's, if `like` has other shapes.
+      Broken: the contents have changed since the checkpoint was saved.
+      Exception: `like` has other arrays or shapes.
     """
-    words = '' if files_checked else problem(self._workdir, update)
-    if words:
-      raise Broken(update, words)
+    damage = '' if files_checked else problem(self._workdir, update)
+    if damage:
+      raise Broken(update, damage)
     folder = path_of(self._workdir, update)
-
-    def shapes(tree):
-      return ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, tree))
-    items = dict(state=shapes(like._replace(replay=())), meta=ocp.args.JsonRestore())
+    items = {'state': like._replace(replay=None)}
     if jax.tree.leaves(like.replay) and (folder / 'replay').is_dir():
-      items['replay'] = shapes(like.replay)
+      items['replay'] = like.replay
     is_old = _is_old(self._workdir, update)
     try:
-      restored = self._manager.restore(update, args=ocp.args.Composite(**items))
-    except Exception as error:  # noqa: BLE001 - Orbax has no type for "something else is there"
-      if is_old:  # then nothing else would find out
+      restored = self._restore_items(update, **items)
+    except Exception as error:  # noqa: BLE001 - Orbax has no type for unexpected contents
+      # Without a manifest, this error is the only sign of a broken file.
+      if is_old:
         raise Broken(update, _root_cause(error)) from error
       raise
     state = restored['state']
     if not is_old and manifest.digest(state) != manifest.read(folder)['state_sha256']:
-      raise Broken(update, 'what was read is not what was saved')
-    replay = restored['replay'] if 'replay' in items else ()
-    return state._replace(replay=replay), restored['meta']
+      raise Broken(update, 'the state that was read is not the state that was saved')
+    meta = read_meta(self._workdir, update)
+    if meta is None:
+      raise Broken(update, 'its meta cannot be read')
+    return state._replace(replay=restored.get('replay')), meta
 
   def restore_leaves(self, update: int, mesh: Mesh) -> dict[str, jax.Array]:
-    """Returns the arrays of a checkpoint's state by name, without knowing its experiment.
+    """Returns the arrays of a checkpoint's state by name; needs no experiment.
 
     Args:
-      update: of the checkpoint, whose files were checked.
+      update: the update of the checkpoint, whose files were checked.
       mesh: the arrays are replicated on it.
     """
     whole = NamedSharding(mesh, PartitionSpec())
@@ -173,38 +177,93 @@ class Checkpoints:
     """Returns the replay of a checkpoint.
 
     Args:
-      like: the shapes and shardings, which must be those of the checkpoint.
-      update: of the checkpoint, whose files were checked.
+      like: the shapes, which must equal those in the checkpoint, and the shardings.
+      update: the update of the checkpoint, whose files were checked.
     """
-    item = ocp.args.Composite(replay=ocp.args.StandardRestore(like))
-    return self._manager.restore(update, args=item)['replay']
+    return self._restore_items(update, replay=like)['replay']
+
+  def _restore_items(self, update: int, **likes: Any) -> dict[str, Any]:
+    """Returns items of a checkpoint by name.
+
+    Arrays are found by their names, not by the structure of the tree that was saved: earlier
+    versions gave fields other names, and stored other values for absent ones.
+
+    Args:
+      update: the update of the checkpoint, whose files were checked.
+      **likes: for each item, a tree of arrays or shapes with the structure to return.
+
+    Raises:
+      ValueError: an item has other arrays than its tree.
+      Exception: Orbax's, for other shapes, and for files that cannot be read.
+    """
+    args = {item: ocp.args.StandardRestore(self._as_saved(update, item, like))
+            for item, like in likes.items()}
+    restored = self._manager.restore(update, args=ocp.args.Composite(**args))
+
+    trees = {}
+    for item, like in likes.items():
+      arrays = _with_present_names(leaves(restored[item]))
+      trees[item] = jax.tree.unflatten(jax.tree.structure(like),
+                                       [arrays[name] for name in leaves(like)])
+    return trees
+
+  def _as_saved(self, update: int, item: str, like: Any) -> Any:
+    """Returns the shapes and shardings of `like` in the structure in which an item was saved.
+
+    Raises:
+      ValueError: the item has other arrays.
+    """
+    wanted = leaves(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
+    saved = _metadata(self._workdir, update, item)
+    differing = _with_present_names(leaves(saved)).keys() ^ wanted.keys()
+    if differing:
+      name = min(differing)
+      where = 'is only in this run' if name in wanted else 'is only in the checkpoint'
+      raise ValueError(f'{item}: {name} {where}')
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: wanted[_present_name(_name_of(path))], saved)
 
   def close(self) -> None:
-    """Lets go of the folder."""
+    """Closes the folder; checkpoints cannot be saved or read afterwards."""
     self._manager.close()
 
 
 def leaves(tree: Any) -> dict[str, Any]:
   """Returns the leaves of a tree by name: 'params/params/policy/bias'.
 
-  A checkpoint that is read without its types has dicts and lists in place of them, with the same
-  names.
+  Dicts and lists in place of a tree's own types, as Orbax reads them, give the same names.
   """
-  return {jax.tree_util.keystr(path, simple=True, separator='/'): leaf
-          for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+  return {_name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _name_of(path: Any) -> str:
+  """Returns the name of a leaf from its path in a tree."""
+  return jax.tree_util.keystr(path, simple=True, separator='/')
+
+
+def _present_name(name: str) -> str:
+  """Returns the name that an array of a checkpoint has today."""
+  for earlier, present in _RENAMED.items():
+    if name.startswith(earlier):
+      return present + name.removeprefix(earlier)
+  return name
+
+
+def _with_present_names(arrays: Mapping[str, Any]) -> dict[str, Any]:
+  return {_present_name(name): array for name, array in arrays.items()}
 
 
 def saved_leaves(workdir: Path, update: int, item: str = 'state') -> dict[str, Any]:
   """Returns the shapes and types of the arrays in a checkpoint, by name.
 
   Args:
-    workdir: of the run.
-    update: of the checkpoint.
-    item: 'state', 'replay' or 'envs'; one that the checkpoint does not have has no arrays.
+    workdir: the workdir of the run.
+    update: the update of the checkpoint.
+    item: 'state', 'replay' or 'envs'; the result is empty if the checkpoint does not have it.
   """
   if not (path_of(workdir, update) / item).is_dir():
     return {}
-  return leaves(_metadata(workdir, update, item))
+  return _with_present_names(leaves(_metadata(workdir, update, item)))
 
 
 def _metadata(workdir: Path, update: int, item: str) -> Any:
@@ -220,7 +279,7 @@ def path_of(workdir: Path, update: int) -> Path:
 
 
 def updates_in(workdir: Path) -> list[int]:
-  """Returns the updates of all checkpoints of a workdir, in order, also of unfinished ones."""
+  """Returns the updates of all checkpoints of a workdir in order, unfinished ones included."""
   folder = workdir / FOLDER
   if not folder.is_dir():
     return []
@@ -234,37 +293,37 @@ def saved_updates(workdir: Path) -> list[int]:
 
 
 def problem(workdir: Path, update: int) -> str:
-  """Returns what is wrong with a checkpoint's files; '' if they are as they were saved."""
+  """Returns the first problem of a checkpoint's files; '' if they are as they were saved."""
   return '' if _is_old(workdir, update) else manifest.problem(path_of(workdir, update))
 
 
 def newest_whole(workdir: Path) -> int | None:
-  """Returns the update of the newest checkpoint that is as it was saved; None if none is."""
+  """Returns the update of the newest checkpoint whose files are as they were saved, or None."""
   return next((update for update in reversed(updates_in(workdir))
                if not problem(workdir, update)), None)
 
 
 def recover(workdir: Path) -> tuple[int | None, list[str]]:
-  """Finds the checkpoint to go on from, and moves newer ones, which are broken, out of the way.
+  """Finds the newest whole checkpoint, and sets newer checkpoints, which are broken, aside.
 
-  Only the process that may write to the workdir calls it.
+  Only the process that may write to the workdir may call this function.
 
   Returns:
-    The update of the newest whole checkpoint, None where the run has not saved one yet; and a line
-    about each that was moved.
+    The update of the newest whole checkpoint, or None if the run has not saved one yet; and a line
+    about each checkpoint that was set aside.
 
   Raises:
-    ValueError: there are checkpoints, and none is whole. All stay where they are.
+    ValueError: there are checkpoints, but none is whole. Nothing is set aside.
   """
   existing = updates_in(workdir)
   whole = None
   problems = {}
   for update in reversed(existing):
-    words = problem(workdir, update)
-    if not words:
+    damage = problem(workdir, update)
+    if not damage:
       whole = update
       break
-    problems[update] = words
+    problems[update] = damage
   if whole is None and not all(_is_interrupted(workdir, update) for update in existing):
     listed = '; '.join(f'{update}: {problems[update]}' for update in existing)
     raise ValueError(f'--workdir: none of the checkpoints in {workdir / FOLDER} is whole '
@@ -273,25 +332,25 @@ def recover(workdir: Path) -> tuple[int | None, list[str]]:
 
 
 def set_all_aside(workdir: Path) -> None:
-  """Moves all checkpoints out of the way, before a new run begins in the workdir."""
+  """Sets all checkpoints aside, before a new run begins in the workdir."""
   for update in updates_in(workdir):
     safe_files.set_aside(workdir, path_of(workdir, update))
 
 
-def set_aside(workdir: Path, update: int, words: str) -> str:
-  """Moves a checkpoint out of the way; returns a line that says so.
+def set_aside(workdir: Path, update: int, problem: str) -> str:
+  """Moves a broken checkpoint to the folder for broken files; returns a line that says so.
 
   Args:
-    workdir: that it belongs to.
-    update: of the checkpoint.
-    words: what is wrong with it.
+    workdir: the workdir of the run.
+    update: the update of the checkpoint.
+    problem: why the checkpoint is broken.
   """
   path = safe_files.set_aside(workdir, path_of(workdir, update))
-  return f'the checkpoint of update {update} is broken ({words}); it is now {path}'
+  return f'the checkpoint of update {update} is broken ({problem}); it is now {path}'
 
 
 def _is_old(workdir: Path, update: int) -> bool:
-  """Returns whether a checkpoint was saved before there were manifests."""
+  """Returns whether a checkpoint was saved by a version without manifests."""
   if (path_of(workdir, update) / manifest.NAME).exists():
     return False
   meta = read_meta(workdir, update)
@@ -299,7 +358,7 @@ def _is_old(workdir: Path, update: int) -> bool:
 
 
 def _is_interrupted(workdir: Path, update: int) -> bool:
-  """Returns whether a checkpoint is complete but for the manifest, which is written last."""
+  """Returns whether a checkpoint lacks only the manifest, which is written last."""
   if (path_of(workdir, update) / manifest.NAME).exists():
     return False
   meta = read_meta(workdir, update)
@@ -316,21 +375,21 @@ def read_meta(workdir: Path, update: int) -> dict[str, Any] | None:
 
 
 def remove_unfinished(workdir: Path) -> None:
-  """Removes what a save or a deletion that was interrupted has left. Nobody else may be saving."""
+  """Removes the remains of interrupted saves and deletions; no process may be saving meanwhile."""
   for pattern in (_WRITING, _DELETING):
     for path in (workdir / FOLDER).glob(f'*{pattern}*'):
       shutil.rmtree(path, ignore_errors=True)
 
 
 def _delete(path: Path) -> None:
-  """Deletes a checkpoint, in one step for all who look for one."""
+  """Deletes a checkpoint. Readers see it whole or not at all."""
   leaving = path.with_name(path.name + _DELETING)
   os.rename(path, leaving)
   shutil.rmtree(leaving, ignore_errors=True)
 
 
 def _local_bytes(tree: Any) -> int:
-  """Returns the bytes of the arrays that this process has; copies of an array count once."""
+  """Returns the bytes of this process's part of the arrays; copies of an array count once."""
   total = 0
   for leaf in jax.tree.leaves(tree):
     copies = {str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards}
@@ -351,5 +410,5 @@ def _root_cause(error: BaseException) -> str:
 
 
 def _no_orbax_chatter(record: std_logging.LogRecord) -> bool:
-  # Its errors are raised, too, and then said in one line.
+  # Orbax also raises its errors, which are then printed in one line.
   return 'orbax' not in record.pathname

@@ -1,4 +1,4 @@
-"""Checks that involve more than one part. They use what parts declare, never the parts' names.
+"""Checks that involve more than one part. They use the declarations of parts, never their names.
 
 All other checks are beside their fields (`options.option`, `problems` of a part).
 """
@@ -24,16 +24,17 @@ def problems(experiment: Experiment) -> Iterator[str]:
   yield from _placement(experiment)
   yield from _indivisible(experiment)
   yield from _asynchronous(experiment)
-  for wanted in (experiment.scheme.replay, experiment.scheme.graph.replay):
-    if wanted not in (None, experiment.algorithm.learns_from_replay):
-      yield (f'scheme: {experiment.scheme_name} is for losses {"with" if wanted else "without"} a '
-             f'replay, loss.name is {experiment.loss_name}')
+  for needs_replay in (experiment.scheme.replay, experiment.scheme.graph.replay):
+    if needs_replay not in (None, experiment.algorithm.learns_from_replay):
+      yield (f'scheme: {experiment.scheme_name} is for losses '
+             f'{"with" if needs_replay else "without"} a replay, loss.name is '
+             f'{experiment.loss_name}')
   if experiment.algorithm.learns_from_replay:
     yield from _replay(experiment)
 
 
 def _too_large(experiment: Experiment) -> Iterator[str]:
-  """Yields products that programs cannot count in 32 bits, and too large a number of threads."""
+  """Yields numbers that programs cannot count in 32 bits, and a number of threads too large."""
   num_envs = experiment.env.num_envs
   steps = experiment.unroll_length
   rows = num_envs * (steps + 1)
@@ -59,8 +60,8 @@ def _too_large(experiment: Experiment) -> Iterator[str]:
   if drawn > INT32_MAX:
     yield (f'replay.gradient_steps: {replay.gradient_steps} with replay.batch_size = '
            f'{replay.batch_size} draw {drawn:,} transitions; must be below 2^31')
-  # Beyond its capacity a replay has rows that cannot be drawn: their end, or frames of their
-  # stacks, are missing.
+  # A replay has rows beyond its capacity that cannot be drawn, because their end or frames of their
+  # stacks are missing.
   margin = steps + experiment.algorithm.n_step + experiment.spec.stack + 1
   places = replay.capacity + num_envs * margin
   if places > INT32_MAX:
@@ -74,9 +75,9 @@ def _network(experiment: Experiment) -> Iterator[str]:
   spec = experiment.spec
   kind = experiment.algorithm.network_kind
   torso = experiment.torso_options
-  made_from = kinds.provides(type(experiment.network))
-  if made_from != kind.made_from:
-    yield f'network.name: {experiment.loss_name} wants {kind.made_from}, {name} is {made_from}'
+  role = kinds.provides(type(experiment.network))
+  if role != kind.role:
+    yield f'network.name: {experiment.loss_name} wants {kind.role}, {name} is {role}'
     return
   if not kind.takes_torso_options:
     for field, only in (('core', 'none'), ('separate_critic', False)):
@@ -91,7 +92,7 @@ def _network(experiment: Experiment) -> Iterator[str]:
   if getattr(experiment.network, 'needs_images', False):
     if len(spec.obs_shape) != 3:
       any_shape = [network for network, part in kinds.NETWORKS.items()
-                   if kinds.provides(part) == made_from
+                   if kinds.provides(part) == role
                    and not getattr(part, 'needs_images', False)
                    and not getattr(part, 'needs_parts', False)]
       yield (f'network.name: {name} wants images, {spec.task} gives {spec.obs_shape}; '
@@ -104,9 +105,9 @@ def _algorithm(experiment: Experiment) -> Iterator[str]:
   """Yields problems of the algorithm with the optimizer and with the normalised quantities."""
   name = experiment.loss_name
   if experiment.optimizer.kl_target and not experiment.algorithm.measures_kl:
-    yield f'optimizer.kl_target: {name} does not measure how far the policy moves; must be 0'
+    yield f'optimizer.kl_target: {name} does not measure the KL divergence; must be 0'
   if experiment.normalise.value and not experiment.algorithm.normalises_values:
-    yield f'normalise.value: {name} does not learn values in deviations; must be False'
+    yield f'normalise.value: {name} cannot learn normalised values; must be False'
 
 
 def _placement(experiment: Experiment) -> Iterator[str]:
@@ -161,8 +162,8 @@ def _indivisible(experiment: Experiment) -> Iterator[str]:
   unit = experiment.algorithm.minibatch_unit(experiment.torso_options.recurrent)
   elements = num_envs // groups * unit.elements(experiment.unroll_length)
   if elements % experiment.num_minibatches:
-    yield (f'num_minibatches: the {elements} items of a gradient group cannot be split into '
-           f'{experiment.num_minibatches} minibatches')
+    yield (f'num_minibatches: the {elements} minibatch elements of a gradient group cannot be '
+           f'split evenly into {experiment.num_minibatches} minibatches')
 
 
 def _asynchronous(experiment: Experiment) -> Iterator[str]:
@@ -171,26 +172,24 @@ def _asynchronous(experiment: Experiment) -> Iterator[str]:
   shard = experiment.env.num_envs // experiment.num_shards
   if not size:
     return
-  if experiment.spec.is_function:
-    yield (f'env_batch: all environments of {experiment.spec.task} step together; must be 0, got '
+  if experiment.spec.is_function or experiment.spec.calls_python:
+    yield (f'env_batch: all environments of {experiment.env.task} step together; must be 0, got '
            f'{size}')
   if shard % size or size >= shard:
-    yield (f'env_batch: must be 0 or a part of the {shard} environments of a shard that divides '
-           f'them, got {size}')
+    yield (f'env_batch: must be 0, or a divisor of the {shard} environments of a shard below '
+           f'{shard}, got {size}')
   if experiment.algorithm.learns_from_replay:
-    yield f'env_batch: {experiment.loss_name} draws from a replay, of rows in time; must be 0'
+    yield (f'env_batch: {experiment.loss_name} draws from a replay, which needs the rows of all '
+           'environments in order; must be 0')
   if experiment.scheme.graph.one_program:
     yield (f'env_batch: {experiment.scheme_name} waits for all environments; must be 0, got '
            f'{size}')
   if experiment.torso_options.recurrent:
     yield (f'env_batch: a recurrent network (network.core = {experiment.torso_options.core}) '
-           f'wants all environments at once; must be 0, got {size}')
+           f'needs all environments at once; must be 0, got {size}')
   if experiment.normalise.reward:
-    yield ('env_batch: normalise.reward wants the returns of all environments in order; must be '
+    yield ('env_batch: normalise.reward needs the returns of all environments in order; must be '
            f'0, got {size}')
-  if experiment.spec.is_function or experiment.spec.calls_python:
-    yield (f'env_batch: all environments of {experiment.env.task} step together; must be 0, got '
-           f'{size}')
 
 
 def _replay(experiment: Experiment) -> Iterator[str]:

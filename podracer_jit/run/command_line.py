@@ -102,7 +102,7 @@ def load_config(location: str) -> ml_collections.ConfigDict:
   try:
     module = parts.load(file, file.stem, again=True)
   except parts.NameTaken:
-    # The name is taken, which matters only if the file also has parts of its own.
+    # Another module has the file's name. This matters only for a file that also has parts.
     module = parts.load(file, f'_config_{zlib.crc32(bytes(file.resolve()))}', again=True)
   if not hasattr(module, 'get_config'):
     raise ValueError(f'{file} has no function get_config')
@@ -136,7 +136,7 @@ def shipped_configs() -> list[str]:
 
 
 def default_workdir(argv: Sequence[str]) -> Path:
-  """Returns runs/impala_catch_smoke for --config=impala_catch:smoke, and so on."""
+  """Returns the workdir that is named after --config: runs/impala_catch_smoke, for example."""
   config = next(a for a in _joined(argv) if a.startswith('--config=')).partition('=')[2]
   path, _, argument = config.partition(':')
   return Path('runs') / re.sub(r'[^A-Za-z0-9._-]', '_', Path(path).stem + f'_{argument}').strip('_')
@@ -144,19 +144,19 @@ def default_workdir(argv: Sequence[str]) -> Path:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-  """Turns any exception of a config file, which is a program, into a ValueError of one line."""
+  """Turns any exception of a config file into a ValueError of one line; the file is a program."""
   try:
     yield
   except ValueError as error:
-    words = _one_line(error)
-    says_where = re.match(r'--config|\w+\.name: ', words)
-    raise ValueError(words if says_where else f'--config: {words}') from None
+    message = _one_line(error)
+    names_field = re.match(r'--config|\w+\.name: ', message)
+    raise ValueError(message if names_field else f'--config: {message}') from None
   except Exception as error:  # noqa: BLE001 - it may raise anything
     raise ValueError(f'--config: {type(error).__name__}: {_one_line(error)}') from None
 
 
 def _parse_flags(argv: Sequence[str], values: flags.FlagValues, fields: Sequence[str]) -> None:
-  """Parses argv; `fields` are those of the config, for hints."""
+  """Parses argv; `fields` are the fields of the config, for hints."""
   try:
     arguments = values(list(argv))
   except flags.UnrecognizedFlagError as error:
@@ -196,7 +196,7 @@ def _required_fields(config: ml_collections.ConfigDict, prefix: str = '') -> Ite
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-  """Returns every flag as --name=value, in whichever way of absl it was given."""
+  """Returns every flag as --name=value; absl also takes -name and a separate value."""
   joined = [argv[0]]
   for arg in argv[1:]:
     before = joined[-1]

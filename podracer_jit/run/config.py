@@ -1,4 +1,4 @@
-"""The config as people write it: an ml_collections.ConfigDict of the options of all parts."""
+"""The config that users write: an ml_collections.ConfigDict with the options of all parts."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from podracer_jit.schemes.table import SCHEMES
 
 
 class Choice(NamedTuple):
-  """A section of the config whose fields are those of the part that its `name` chooses."""
+  """A section of the config whose `name` chooses a part; the other fields are its options."""
 
   shipped: Mapping[str, type]
   base: type | tuple[type, ...]
-  wanted: str  # what a user's own must be, for errors
+  requirement: str  # for a user's own part, in error messages: 'a flax module'
 
 
 CHOICES = {
@@ -63,13 +63,13 @@ def find_part(section: str, name: str) -> type:
   """Returns the part that `name` chooses in a section of CHOICES.
 
   Raises:
-    ValueError: there is none, or it is of another kind, in one line.
+    ValueError: no part has this name, or it is of another kind; the message is one line.
   """
   choice = CHOICES[section]
   field = f'{section}.name'
   part = parts.find(field, name, choice.shipped)
   if not (isinstance(part, type) and issubclass(part, choice.base)):
-    raise ValueError(f'{field}: {name} must be {choice.wanted}')
+    raise ValueError(f'{field}: {name} must be {choice.requirement}')
   if inspect.isabstract(part):
     raise ValueError(f'{field}: {name} lacks {", ".join(sorted(part.__abstractmethods__))}')
   try:
@@ -81,8 +81,8 @@ def find_part(section: str, name: str) -> type:
 
 def option_classes(section: str, part: type) -> tuple[type, ...]:
   """Returns the classes whose options are the fields of a section that has chosen this part."""
-  around = section == 'network' and kinds.provides(part) == kinds.TORSO
-  return (part, TorsoOptions) if around else (part,)
+  is_torso = section == 'network' and kinds.provides(part) == kinds.TORSO
+  return (part, TorsoOptions) if is_torso else (part,)
 
 
 def section_defaults(section: str, name: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def section_defaults(section: str, name: str) -> dict[str, Any]:
 def config(loss: str, network: str, optimizer: str, **fields: Any) -> ml_collections.ConfigDict:
   """Returns a whole config: the named parts with all their options, and `fields`.
 
-  A config file goes on to set what makes its experiment; each field can be overridden by a flag.
+  A config file then sets the fields of its experiment. A flag can override each field.
 
   Args:
     loss: a name in `losses.ALGORITHMS`, or 'module:Class' of your own.
@@ -123,7 +123,7 @@ def config(loss: str, network: str, optimizer: str, **fields: Any) -> ml_collect
 
 
 def plain(fields: ml_collections.ConfigDict) -> dict[str, Any]:
-  """Returns the values of a config; None, which `resolve` refuses, for an empty placeholder."""
+  """Returns the values of a config; an empty placeholder becomes None, which `resolve` refuses."""
   values = {}
   for name, value in fields.items(preserve_field_references=True):
     if isinstance(value, ml_collections.FieldReference):
@@ -142,9 +142,9 @@ def replay_section(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choose(fields: ml_collections.ConfigDict | dict[str, Any], section: str, name: str) -> None:
-  """Changes a config to have another part in a section, with that part's defaults.
+  """Puts another part into a section of a config, with the part's defaults.
 
-  The section `replay` comes and goes with an algorithm that learns from one.
+  The section `replay` is added for an algorithm that learns from a replay, and removed for others.
 
   Raises:
     ValueError: there is no such part.
@@ -166,22 +166,24 @@ def modules(fields: Mapping[str, Any]) -> dict[str, str]:
   for section, field in (('env', 'task'), *((section, 'name') for section in CHOICES)):
     values = fields.get(section)
     named[f'{section}.{field}'] = values.get(field) if isinstance(values, Mapping) else None
-  own = {field: str(name).partition(':')[0] for field, name in named.items() if ':' in str(name)}
-  if 'env.task' in own:
-    own['env.task'] = own_module(str(named['env.task']))
-  return {field: module for field, module in own.items() if module or field != 'env.task'}
+  user_modules = {field: str(name).partition(':')[0]
+                  for field, name in named.items() if ':' in str(name)}
+  if 'env.task' in user_modules:
+    user_modules['env.task'] = own_module(str(named['env.task']))
+  return {field: module for field, module in user_modules.items()
+          if module or field != 'env.task'}
 
 
 def check_modules(fields: Mapping[str, Any], allowed: Collection[str], where: str) -> None:
   """Refuses a config from a workdir that names modules which nobody has allowed.
 
   Args:
-    fields: plain values; nothing is imported.
+    fields: plain values of the config; nothing is imported.
     allowed: names of modules that may be imported.
-    where: the config was read, for the error.
+    where: the file that the config was read from, for the message.
 
   Raises:
-    ValueError: showing the files that would be run.
+    ValueError: a module is not allowed; the message names the files that would be run.
   """
   refused = {field: name for field, name in modules(fields).items() if name not in allowed}
   if refused:
@@ -192,17 +194,18 @@ def check_modules(fields: Mapping[str, Any], allowed: Collection[str], where: st
                      f'--allow_modules={names}')
 
 
-def allowed_modules(given: Iterable[str]) -> frozenset[str]:
+def allowed_modules(entries: Iterable[str]) -> frozenset[str]:
   """Returns the names of the modules that --allow_modules lists.
 
   Args:
-    given: names of modules, or paths of .py files, beside which modules are then found.
+    entries: names of modules, or paths of .py files; modules are then also looked for beside these
+      files.
 
   Raises:
-    ValueError: a file is not there.
+    ValueError: a file does not exist.
   """
   names = set()
-  for entry in given:
+  for entry in entries:
     path = Path(entry)
     if path.suffix == '.py':
       if not path.is_file():
@@ -213,9 +216,10 @@ def allowed_modules(given: Iterable[str]) -> frozenset[str]:
 
 
 def complete(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a config of plain values, with the defaults of options that it does not have.
+  """Returns a config of plain values, completed by the defaults of options that it lacks.
 
-  Configs of old workdirs lack options that came later, whose defaults are what was done before.
+  Configs of old workdirs lack options that were added later. The default of such an option keeps
+  the earlier behaviour.
   """
   whole = options.defaults(TrainingOptions) | {'scheme': SCHEME, 'policy': POLICY} | dict(fields)
   for section in CHOICES:
@@ -229,21 +233,22 @@ def complete(fields: Mapping[str, Any]) -> dict[str, Any]:
   return whole
 
 
-# The placement of what looks at a run without being part of it.
+# The placement of commands that only look at a run: evaluations and repeated updates.
 ONE_DEVICE = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1,
                   actor_platform='auto', env_threads=0)
 
 
 def on_one_device(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a config of plain values with one actor on one device, as playing needs no more."""
+  """Returns a config of plain values with one actor on one device, which is enough to play."""
   changed = dict(fields) | {'num_shards': 1, 'placement': fields['placement'] | ONE_DEVICE}
-  if 'replay' in fields:  # what its tolerance must be depends on the number of actors
+  if 'replay' in fields:
+    # A ratio would need a tolerance that depends on the number of actors.
     changed['replay'] = fields['replay'] | {'samples_per_insert': 0.0}
   return changed
 
 
 def describe(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-  """Yields (field, its value, what it means) of each option that a config of plain values has."""
+  """Yields (field, value, help text) of each option that a config of plain values has."""
   yield 'scheme', fields['scheme'], f'who waits for whom: {", ".join(SCHEMES)}'
   yield from _described('', fields, (TrainingOptions,))
   yield ('policy', fields['policy'],
@@ -275,13 +280,13 @@ def arguments(text: str, *known: str) -> frozenset[str]:
   """Returns the arguments after the colon of --config=configs/x.py:a,b.
 
   Args:
-    text: what `get_config` was given.
-    *known: the arguments that the config has.
+    text: the argument of `get_config`.
+    *known: the arguments that the config takes.
 
   Raises:
-    ValueError: an argument that it does not have.
+    ValueError: the config does not take one of the arguments.
   """
-  given = frozenset(filter(None, text.split(',')))
-  for name in sorted(given - set(known)):
+  names = frozenset(filter(None, text.split(',')))
+  for name in sorted(names - set(known)):
     raise ValueError(f'there is no argument {name!r}; known are {", ".join(known)}')
-  return given
+  return names

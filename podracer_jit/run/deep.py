@@ -18,7 +18,7 @@ def differences(workdirs: Sequence[Path], update: int, allow_modules: Sequence[s
   """Repeats an update of both runs; returns lines about the first arrays that differ.
 
   Args:
-    workdirs: of the two runs.
+    workdirs: the workdirs of the two runs.
     update: the first update that differs.
     allow_modules: modules, or files, of a user's own parts that may be imported.
 
@@ -52,18 +52,18 @@ def first_stage(arrays_a: Mapping[str, np.ndarray], arrays_b: Mapping[str, np.nd
   by_stage: dict[str, list[str]] = {}
   for name in arrays_a:
     stage, leaf = name.split('|')
-    words = difference(arrays_a[name], arrays_b[name])
-    if words:
-      by_stage.setdefault(stage, []).append(f'  {leaf or "value"}: {words}')
+    change = difference(arrays_a[name], arrays_b[name])
+    if change:
+      by_stage.setdefault(stage, []).append(f'  {leaf or "value"}: {change}')
   if not by_stage:
-    return ['made again, the update is the same on both sides: the difference is not due to the '
-            'experiment, but to the machines, versions or times at which the runs were made']
+    return ['repeated here, the update is the same on both sides: the runs do not differ by their '
+            'experiments, but by the machines, versions or times at which they were made']
   stage, lines = next(iter(by_stage.items()))
   more = [f'  and {len(lines) - LEAVES} more'] if len(lines) > LEAVES else []
   note = []
   if stage == 'state after the update' and any(': gradient' in name for name in arrays_a):
-    note = ['step by step, in separate programs, all gradients and updates are the same: the '
-            'difference is in how the programs of a whole update were compiled']
+    note = ['in separate programs, step by step, all gradients and updates are the same: the '
+            'programs of a whole update were compiled differently']
   return [*note, f'the first to differ: {stage}', *lines[:LEAVES], *more]
 
 
@@ -74,11 +74,11 @@ def difference(a: np.ndarray, b: np.ndarray) -> str:
   differ = _bits(a) != _bits(b)
   if not differ.any():
     return ''
-  words = f'{differ.sum():,} of {differ.size:,} numbers differ'
+  count = f'{differ.sum():,} of {differ.size:,} numbers differ'
   if a.dtype != np.float32:
-    return words
+    return count
   apart = np.abs(_rank(a) - _rank(b)).max()
-  return f'{words}, by at most {apart:,} units in the last place'
+  return f'{count}, by at most {apart:,} units in the last place'
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
@@ -89,5 +89,5 @@ def _bits(x: np.ndarray) -> np.ndarray:
 def _rank(x: np.ndarray) -> np.ndarray:
   """Returns the rank of each number among all float32 numbers: neighbours differ by one."""
   bits = np.atleast_1d(np.ascontiguousarray(x)).view(np.int32).astype(np.int64)
-  # The bits of positive numbers are in order, those of negative numbers in reverse order.
+  # Positive numbers have the order of their bits; negative numbers have the reverse order.
   return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)

@@ -1,4 +1,4 @@
-"""Whole episodes by the newest checkpoint of a run, and their statistics."""
+"""Plays whole episodes with a checkpoint of a run, and computes their statistics."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import placement
 from podracer_jit.types import Params, TrainState
 
-Record = dict[str, Any]  # as evaluation.json has it
-ATTEMPTS = 10  # to read a checkpoint of a run that goes on saving
+Record = dict[str, Any]  # the contents of evaluation.json
+ATTEMPTS = 10  # at reading a checkpoint, since a run that still trains may delete it
 CHUNK = 128  # steps of a program call; drawn actions depend on it
 
 
@@ -34,15 +34,15 @@ class Player(NamedTuple):
   """A policy and the task that it was trained for."""
 
   task: str
-  options: Mapping[str, Any]  # EnvPool's, as in training but for episodic_life
+  options: Mapping[str, Any]  # the task's options, as in training, except for episodic_life
   apply: Apply
   initial_recurrent_state: Callable[[int], Any]
   policy: Policy
   params: Params
   device: jax.Device
-  threads: int  # EnvPool's
-  update: int
-  steps: int
+  threads: int  # threads that step the environments
+  update: int  # updates that made the parameters
+  steps: int  # valid agent steps that the parameters were learned from
   channels_last: bool = False  # observations are images (H, W, C)
 
 
@@ -55,15 +55,15 @@ class Episodes(NamedTuple):
 
 def read_experiment(workdir: Path, allow_modules: Collection[str] = (),
                     update: int | None = None) -> Experiment:
-  """Returns the experiment of a run, placed on one device: that is all that playing needs.
+  """Returns the experiment of a run, placed on one device, which is enough to play.
 
   Args:
-    workdir: of the run.
+    workdir: the workdir of the run.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
-    update: the config is the one with which this update was made; None: the newest.
+    update: returns the config with which this update was made; None: the newest config.
 
   Raises:
-    ValueError: there is no run, or its config is none.
+    ValueError: there is no run, or its config is wrong.
   """
   fields = workdirs.read_config(workdir, allow_modules, update)
   try:
@@ -76,12 +76,12 @@ def restore(workdir: Path, experiment: Experiment, update: int | None = None) ->
   """Returns the policy of a checkpoint of the run in workdir.
 
   Args:
-    workdir: of the run.
-    experiment: of the run, as `read_experiment` returns it.
-    update: of the checkpoint; None: the newest whole one.
+    workdir: the workdir of the run.
+    experiment: the experiment of the run, as `read_experiment` returns it.
+    update: the update of the checkpoint; None: the newest whole one.
 
   Raises:
-    ValueError: a checkpoint is missing, or is not of such a run.
+    ValueError: the checkpoint is missing, broken, or of another experiment.
   """
   run = build.make_run(experiment)
   for attempt in range(ATTEMPTS):
@@ -102,15 +102,15 @@ def make_player(run: build.Run, params: Params, update: int, steps: int) -> Play
   """Returns the player of a run's network with these parameters.
 
   Args:
-    run: of the experiment.
-    params: of the network.
+    run: the run of the experiment.
+    params: parameters of the network.
     update: updates that made the parameters.
     steps: valid steps that they were learned from.
   """
   experiment = run.experiment
   options = dict(experiment.env_options)
   if 'episodic_life' in options:
-    options['episodic_life'] = False  # a whole game
+    options['episodic_life'] = False  # The loss of a life must not end an episode.
   device = run.place.actors[0]
   network = run.network
   return Player(experiment.env.task, options, network.apply, network.initial_recurrent_state,
@@ -123,7 +123,7 @@ def _state(workdir: Path, run: build.Run, update: int | None) -> TrainState:
   """Returns the state in a checkpoint; see `restore`.
 
   Raises:
-    ValueError: there is none, or it is not of such a run.
+    ValueError: the checkpoint is missing, broken, or of another experiment.
   """
   existing = checkpoint.saved_updates(workdir)
   if not existing:
@@ -133,34 +133,34 @@ def _state(workdir: Path, run: build.Run, update: int | None) -> TrainState:
     if update not in existing:
       raise ValueError(f'--workdir: {workdir} has no checkpoint of update {update}; it has those '
                        f'of {", ".join(map(str, existing))}')
-    words = checkpoint.problem(workdir, update)
-    if words:
+    damage = checkpoint.problem(workdir, update)
+    if damage:
       raise ValueError(f'--workdir: the checkpoint of update {update} in {workdir} is broken: '
-                       f'{words}')
+                       f'{damage}')
   else:
     update = checkpoint.newest_whole(workdir)
   if update is None:
-    raise ValueError(f'--workdir: no checkpoint in {workdir} is whole; of the newest, '
+    raise ValueError(f'--workdir: no checkpoint in {workdir} is whole; of the newest checkpoint, '
                      f'{existing[-1]}, {checkpoint.problem(workdir, existing[-1])}')
   with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
     try:
       state, _ = saved.restore(run.initial_state(), update, files_checked=True)
-    except Exception as error:  # noqa: BLE001 - orbax has no type for "something else is there"
+    except Exception as error:  # noqa: BLE001 - Orbax has no type for unexpected contents
       raise ValueError(f'--workdir: cannot read the checkpoint of update {update} in {workdir}: '
                        f'{" ".join(str(error).split())[:200]}') from error
   return state
 
 
 def seeds(seed: int, num_envs: int, index: int = 0) -> list[int]:
-  """Returns environment seeds that no training uses: negative ones; others for each index.
+  """Returns seeds of environments for evaluation `index`; they are negative, unlike in training.
 
-  From -2 down, since the Arcade Learning Environment takes -1 to mean the time of day.
+  They begin at -2, because the Arcade Learning Environment takes -1 to mean the time of day.
   """
   return [max(-2 - s, -2**31) for s in env_seeds(seed, index, 0, num_envs)]
 
 
 def greedy(player: Player) -> Player:
-  """Returns the player with the likeliest action in place of a drawn one."""
+  """Returns the player that takes the most likely action instead of drawing one."""
   policy = player.policy
   return player._replace(
       policy=policy._replace(sample=lambda key, dist_params: policy.mode(dist_params)))
@@ -172,11 +172,11 @@ def game(player: Player, seeds: Sequence[int], key: jax.Array, steps: int,
   """Starts environments and compiles a program that plays them.
 
   Args:
-    player: who plays.
-    seeds: of the environments, one each.
-    key: of the drawn actions.
+    player: the policy that plays, and its task.
+    seeds: one seed for each environment.
+    key: PRNG key of the drawn actions.
     steps: rows of a call of the program.
-    **options: of EnvPool's, over those of the player.
+    **options: options of the task that replace the player's.
 
   Yields:
     The environments, the program (params, state) -> (state, Episodes [steps, num_envs]), and its
@@ -197,52 +197,52 @@ def game(player: Player, seeds: Sequence[int], key: jax.Array, steps: int,
 
 
 def play(player: Player, num_episodes: int, num_envs: int, seed: int, max_steps: int,
-         progress: Callable[[int], None] = lambda done: None, index: int = 0) -> Episodes:
-  """Plays num_episodes whole games and counts exactly those.
+         progress: Callable[[int], None] = lambda count: None, index: int = 0) -> Episodes:
+  """Plays `num_episodes` whole episodes.
 
-  How many episodes of an environment count is fixed before any is played: its first num_episodes /
-  num_envs, and one more in the first few where that leaves a remainder. Episodes that are played
-  while other environments finish theirs are dropped. To take episodes as they end would favour
-  short ones.
+  The number of episodes that count is fixed for each environment before any is played: its first
+  num_episodes / num_envs, and one more in the first environments if there is a remainder. Further
+  episodes, played while other environments finish, are dropped. If episodes counted in the order in
+  which they end, short episodes would be too frequent.
 
   Args:
-    player: who plays.
-    num_episodes: games to count.
+    player: the policy that plays, and its task.
+    num_episodes: episodes to count.
     num_envs: environments that play them; at most num_episodes are used.
-    seed: of the environments and of the drawn actions.
-    max_steps: length of the longest game that is waited for.
-    progress: called with the number of games counted so far, after each call of the program; what
-      it raises ends the evaluation.
-    index: of the evaluation; each has other seeds.
+    seed: seeds the environments and the drawn actions.
+    max_steps: most steps of an episode that counts.
+    progress: called with the number of episodes counted so far, after each call of the program; an
+      exception that it raises ends the evaluation.
+    index: the index of the evaluation; each has other seeds.
 
   Returns:
-    The counted games.
+    The counted episodes.
 
   Raises:
     RuntimeError: an episode that counts is longer than max_steps.
   """
   num_envs = min(num_envs, num_episodes)
-  wanted = [num_episodes // num_envs + (i < num_episodes % num_envs) for i in range(num_envs)]
-  counted: list[list[tuple[float, int]]] = [[] for _ in wanted]  # (return, length), by environment
+  quotas = [num_episodes // num_envs + (i < num_episodes % num_envs) for i in range(num_envs)]
+  counted: list[list[tuple[float, int]]] = [[] for _ in quotas]  # (return, length), by environment
   key = jax.random.fold_in(jax.random.key(seed), index)
 
   with game(player, seeds(seed, num_envs, index), key, CHUNK) as (_, program, state):
-    while any(len(games) < want for games, want in zip(counted, wanted, strict=True)):
-      state, ended = program(player.params, state)
-      ended, running = jax.device_get((ended, state.envs[0].episode_length))
-      for i, games in enumerate(counted):
-        rows = np.flatnonzero(ended.ended[:, i])[:wanted[i] - len(games)]
-        games += [(float(ended.episode_return[t, i]), int(ended.length[t, i])) for t in rows]
-        if len(games) < wanted[i]:
+    while any(len(episodes) < quota for episodes, quota in zip(counted, quotas, strict=True)):
+      state, played = program(player.params, state)
+      played, running = jax.device_get((played, state.envs[0].episode_length))
+      for i, episodes in enumerate(counted):
+        rows = np.flatnonzero(played.ended[:, i])[:quotas[i] - len(episodes)]
+        episodes += [(float(played.episode_return[t, i]), int(played.length[t, i])) for t in rows]
+        if len(episodes) < quotas[i]:
           bound(int(running[i]), max_steps)
       progress(sum(map(len, counted)))
 
-  returns, lengths = zip(*[episode for games in counted for episode in games], strict=True)
+  returns, lengths = zip(*[episode for episodes in counted for episode in episodes], strict=True)
   return Episodes(list(returns), list(lengths))
 
 
 def bound(length: int, max_steps: int) -> None:
-  """Refuses to go on with an episode that may have no end, as many tasks set no limit.
+  """Refuses to go on with a long episode; many tasks set no limit, so it may never end.
 
   Raises:
     RuntimeError: the episode is longer than max_steps.
@@ -259,7 +259,7 @@ def atari_scores() -> dict[str, tuple[float, float]]:
 
 
 def statistics(task: str, episodes: Episodes) -> dict[str, float | None]:
-  """Returns statistics of returns and lengths; a single episode has no standard error (None)."""
+  """Returns statistics of returns and lengths; the standard error of one episode is None."""
   returns = np.array(episodes.returns)
   standard_error = None
   if len(returns) > 1:
@@ -278,18 +278,18 @@ def write(workdir: Path, player: Player, episodes: Episodes, **how: Any) -> Reco
   """Writes evaluation.json in one step.
 
   Args:
-    workdir: of the run.
-    player: who played.
-    episodes: what was played.
-    **how: other facts about it, for the file.
+    workdir: the workdir of the run.
+    player: the policy that played, and its task.
+    episodes: the episodes that were played.
+    **how: further facts about the evaluation, for the file.
 
   Returns:
-    What the file holds.
+    The contents of the file.
   """
   record = dict(task=player.task, update=player.update, steps=player.steps, **how,
                 statistics=statistics(player.task, episodes), returns=episodes.returns,
                 lengths=episodes.lengths, versions=workdirs.versions())
-  # A field a line: lists of returns stay short.
+  # One line for each field, so that a list of returns takes one line.
   fields = (f'{json.dumps(name)}: {json.dumps(value)}' for name, value in record.items())
   safe_files.write_text(workdir / 'evaluation.json', '{\n' + ',\n'.join(fields) + '\n}\n')
   return record

@@ -2,8 +2,8 @@
 
 config.json holds the newest config, and under `history` a list of entries in order. An entry with
 `init_from` says that the run began with another run's state; its checkpoint of update 0 has that
-state. An entry with `changes` gives fields of the config other values from an update on. A run
-without either has no history. Training, `rerun` and `compare` read nothing else about it.
+state. An entry with `changes` gives fields of the config other values from an update on. Other runs
+have no history. Training, `rerun` and `compare` learn about earlier configs from here only.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ _SHOWN = 3  # arrays that a line names
 
 
 class Origin(NamedTuple):
-  """What the first state of a run was taken from."""
+  """The run that the first state of a run came from, and the parts that were taken."""
 
   workdir: str  # of the other run, as an absolute path
   update: int  # of its checkpoint
   taken: tuple[str, ...]  # parts, as in `inherit.PARTS`
-  fresh: tuple[str, ...]  # other parts, and arrays of these, that did not fit
-  unused: tuple[str, ...]  # arrays of these parts that have no place in this run
+  fresh: tuple[str, ...]  # parts, and arrays of taken parts, that did not fit and began anew
+  unused: tuple[str, ...]  # arrays of taken parts that have no place in this run
   state_sha256: str  # of this run's first state, without its replay
 
   def words(self) -> str:
-    """Returns what was taken from where."""
-    lists = [('began fresh', self.fresh), ('not used', self.unused)]
-    rest = [f'; {meaning}: {_listed(names)}' for meaning, names in lists if names]
+    """Returns a phrase: the parts that were taken, and the run that they came from."""
+    text = f'{", ".join(self.taken)} of {self.workdir} after update {self.update}'
+    for meaning, names in (('began fresh', self.fresh), ('not used', self.unused)):
+      if names:
+        text += f'; {meaning}: {_listed(names)}'
     # A stranger's workdir may have names that would control a terminal.
-    whole = f'{", ".join(self.taken)} of {self.workdir} after update {self.update}{"".join(rest)}'
-    return whole if whole.isprintable() else ascii(whole)
+    return text if text.isprintable() else ascii(text)
 
 
 class Entry(NamedTuple):
-  """What has changed before an update of the run."""
+  """A change between two updates of a run: the beginning with another run, or other fields."""
 
   first_update: int  # the first update that it holds for
   # By field with dots: 'was' and 'now', the values; a missing key means a field that was not set.
@@ -53,7 +54,7 @@ class Entry(NamedTuple):
     return record
 
   def words(self) -> str:
-    """Returns the entry in words."""
+    """Returns the entry as a phrase."""
     if self.init_from:
       return f'began with {self.init_from.words()}'
     changed = [f'{ascii(name)[1:-1]}: {_value(change, "was")} before, {_value(change, "now")} since'
@@ -99,33 +100,34 @@ def with_changes(history: Sequence[Entry], first_update: int,
                  changes: Mapping[str, Mapping[str, Any]]) -> list[Entry]:
   """Returns the history with fields changed from an update on.
 
-  Changes before the same update become one entry. Before the first update nothing was made with
-  another config, so that is no change.
+  Changes before the same update become one entry. A change before the first update leaves no entry,
+  because no update was made with the earlier config.
 
   Args:
-    history: of the run.
+    history: the history of the run.
     first_update: the next update of the run.
-    changes: as in `Entry`.
+    changes: the changed fields, as in `Entry`.
 
   Raises:
     ValueError: the history has changes before later updates.
   """
   later = [number for number in change_points(history) if number > first_update]
   if later:
-    raise ValueError(f'the config changes before update {later[0]}, which must be made again: its '
-                     'checkpoint was lost; let the run go on to it without --extend and --change')
+    raise ValueError(f'the config changes before update {later[0]}, and the checkpoint before it '
+                     'was lost; first let the run go on to that update, without --extend and '
+                     '--change')
   if first_update == 1:
     return list(history)
   merged = {name: dict(change) for name, change in changes.items()}
-  kept = list(history)
-  if kept and kept[-1].changes and kept[-1].first_update == first_update:
-    for name, earlier in kept.pop().changes.items():
+  entries = list(history)
+  if entries and entries[-1].changes and entries[-1].first_update == first_update:
+    for name, earlier in entries.pop().changes.items():
       change = merged.setdefault(name, dict(earlier))
       change.pop('was', None)
       change |= {key: earlier[key] for key in ('was',) if key in earlier}
   merged = {name: change for name, change in merged.items()
             if _value(change, 'was') != _value(change, 'now')}
-  return [*kept, Entry(first_update, merged)] if merged else kept
+  return [*entries, Entry(first_update, merged)] if merged else entries
 
 
 def config_at(config: Mapping[str, Any], history: Sequence[Entry], update: int) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def config_at(config: Mapping[str, Any], history: Sequence[Entry], update: int) 
 
   Args:
     config: the newest config, plain values.
-    history: of the run.
+    history: the history of the run.
     update: from 1.
   """
   config = copy.deepcopy(dict(config))
@@ -149,7 +151,7 @@ def newest_config(config: Mapping[str, Any], history: Sequence[Entry], update: i
 
   Args:
     config: the config with which an update was made, plain values.
-    history: of the run.
+    history: the history of the run.
     update: from 1.
   """
   config = copy.deepcopy(dict(config))
@@ -175,7 +177,7 @@ def _set(config: dict[str, Any], changes: Mapping[str, Mapping[str, Any]], key: 
 def differences(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
   """Returns a line for each entry that only one of two runs has.
 
-  The path of a run that another began from does not count: the first state does.
+  The path of the run that a run began from does not count; the first state does.
   """
   keys_a = [_identity(entry) for entry in a]
   keys_b = [_identity(entry) for entry in b]
@@ -190,7 +192,7 @@ def differences(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
 
 
 def _identity(entry: Entry) -> tuple[Any, ...]:
-  """Returns what must be equal for two entries to mean the same."""
+  """Returns a value that is equal for entries of the same meaning."""
   origin = entry.init_from and (entry.init_from.taken, entry.init_from.state_sha256)
   return entry.first_update, entry.changes, origin
 

@@ -15,19 +15,19 @@ from podracer_jit.run.history import Origin
 from podracer_jit.runtime import host, placement
 from podracer_jit.types import TrainState
 
-# What can be taken: the network's parameters with the target network, the running statistics of
-# observations, returns and values, the state of the optimizer, and the replay.
+# Parts of a state that a run can take from another run: the network's parameters with the target
+# network, the running statistics, the state of the optimizer, and the replay.
 PARTS = ('parameters', 'normalisation', 'optimizer', 'replay')
 BY_DEFAULT = ('parameters', 'normalisation', 'optimizer')
 _PARTLY = '--init_partly begins with fresh values for what does not fit'
 
 
 class Request(NamedTuple):
-  """What the command line asks to begin with."""
+  """The state to begin with, as the command line asks for it."""
 
   workdir: Path  # of the other run
   parts: tuple[str, ...] | None = None  # of PARTS; None: BY_DEFAULT, the optimizer only if it fits
-  partly: bool = False  # take what fits, and leave the rest fresh
+  partly: bool = False  # take the arrays that fit; the others begin anew
 
 
 class Inherited(NamedTuple):
@@ -45,24 +45,25 @@ def read(run: build.Run, request: Request) -> Inherited:
   processes call this.
 
   Args:
-    run: that begins.
-    request: from the command line.
+    run: the run that begins.
+    request: the other run, and the parts to take.
 
   Raises:
-    ValueError: naming the first array that does not fit, or saying what is wrong with the other
-      run's workdir.
+    ValueError: an array does not fit, or the other run's workdir cannot be used; the message names
+      the array or the problem.
   """
   source = request.workdir.resolve()
   update = _newest(source)
   fresh_state = run.initial_state()
-  here = checkpoint.leaves(fresh_state)
-  there = checkpoint.saved_leaves(source, update)
-  asked = request.parts or BY_DEFAULT
-  if asked == PARTS and not jax.tree.leaves(run.learner.replay_shapes()):
-    asked = BY_DEFAULT  # all that this run has
-  fit = _fit(here, there, request._replace(parts=asked), request.parts is None)
+  own_arrays = checkpoint.leaves(fresh_state)
+  source_arrays = checkpoint.saved_leaves(source, update)
+  parts = request.parts or BY_DEFAULT
+  if parts == PARTS and not jax.tree.leaves(run.learner.replay_shapes()):
+    # 'all' means all parts that this run has.
+    parts = BY_DEFAULT
+  fit = _fit(own_arrays, source_arrays, request._replace(parts=parts), request.parts is None)
   taken = fit.taken
-  if 'replay' in asked:
+  if 'replay' in parts:
     _check_replay(run, source, update)
     taken = (*taken, 'replay')
   if not taken:
@@ -71,41 +72,42 @@ def read(run: build.Run, request: Request) -> Inherited:
   with contextlib.closing(checkpoint.Checkpoints(source)) as saved:
     try:
       arrays = saved.restore_leaves(update, run.place.mesh)
-      replay = ()
+      replay = None
       if 'replay' in taken:
         replay = saved.restore_replay(run.learner.replay_shapes(), update)
     except Exception as error:  # noqa: BLE001 - Orbax has many; a run may have deleted it meanwhile
       raise ValueError(f'--init_from: cannot read the checkpoint of update {update} in {source}: '
                        f'{" ".join(str(error).split())[:200]}') from error
   state = _replaced(fresh_state, {name: array for name, array in arrays.items()
-                                  if name in here and name not in fit.problems
+                                  if name in own_arrays and name not in fit.problems
                                   and _part_of(name) in taken})
   state = _with_target(state, arrays, taken)
   state = placement.replicate(state, run.place.mesh)
   origin = Origin(
       str(source), update, taken,
-      fresh=(*fit.fresh, *(name for name in here if name in fit.problems)),
-      unused=tuple(name for name in there if name in fit.problems and name not in here),
+      fresh=(*fit.fresh, *(name for name in own_arrays if name in fit.problems)),
+      unused=tuple(name for name in source_arrays
+                   if name in fit.problems and name not in own_arrays),
       state_sha256=manifest.digest(state))
   return Inherited(state._replace(replay=replay), origin)
 
 
 class _Fit(NamedTuple):
-  """What fits of another run's state."""
+  """Parts of another run's state that fit a run."""
 
-  taken: tuple[str, ...]  # parts of which at least something fits
-  fresh: tuple[str, ...]  # parts that are left out
-  problems: dict[str, str]  # what is wrong with arrays of the parts that are taken, by name
+  taken: tuple[str, ...]  # parts with at least one array that fits
+  fresh: tuple[str, ...]  # parts that begin anew
+  problems: dict[str, str]  # by name: the problem of each array of a taken part that does not fit
 
 
-def _fit(here: Mapping[str, Any], there: Mapping[str, Any], request: Request,
+def _fit(own_arrays: Mapping[str, Any], source_arrays: Mapping[str, Any], request: Request,
          is_default: bool) -> _Fit:
-  """Returns what fits of the state without the replay.
+  """Finds the parts of another run's state, apart from the replay, that fit a run.
 
   Args:
-    here: the arrays of the run that begins, by name.
-    there: those of the other run, or their shapes.
-    request: with its parts.
+    own_arrays: the arrays of the run that begins, by name.
+    source_arrays: the arrays of the other run, or their shapes, by name.
+    request: the other run, and the parts to take.
     is_default: True if nobody has named the parts, so that the optimizer need not fit.
 
   Raises:
@@ -116,11 +118,11 @@ def _fit(here: Mapping[str, Any], there: Mapping[str, Any], request: Request,
   fresh = []
   problems = {}
   for part in request.parts:
-    own = {name: leaf for name, leaf in here.items() if _part_of(name) == part}
-    other = {name: leaf for name, leaf in there.items() if _part_of(name) == part}
-    misfits = _misfits(other, own)
+    own = {name: leaf for name, leaf in own_arrays.items() if _part_of(name) == part}
+    source_part = {name: leaf for name, leaf in source_arrays.items() if _part_of(name) == part}
+    misfits = _misfits(source_part, own)
     if part == 'optimizer' and misfits:
-      same_kind = _same_kind(own, other)
+      same_kind = _same_kind(own, source_part)
       if is_default and not (same_kind and request.partly):
         fresh.append(part)
         continue
@@ -136,22 +138,23 @@ def _fit(here: Mapping[str, Any], there: Mapping[str, Any], request: Request,
 
 
 def problem_of_shapes(run: build.Run, workdir: Path, update: int) -> str:
-  """Returns why a run cannot go on from a checkpoint, '' if it can.
+  """Returns the reason why a run cannot go on from a checkpoint; '' if it can.
 
   Args:
-    run: of the config that the run would go on with.
-    workdir: of the run.
-    update: of the checkpoint.
+    run: the run with the changed config.
+    workdir: the workdir of the run.
+    update: the update of the checkpoint.
   """
   items = {'state': run.learner.state_shapes(), 'replay': run.learner.replay_shapes(),
            'envs': build.kept_env_shapes(run)}
   if not run.experiment.checkpoint.replay:
-    items['replay'] = ()
+    items['replay'] = None
   for item, shapes in items.items():
     saved = checkpoint.saved_leaves(workdir, update, item)
     own = checkpoint.leaves(shapes)
+    # A replay and environments that only one side has begin anew.
     if item != 'state' and not (saved and own):
-      continue  # then it begins anew
+      continue
     for misfit in _misfits(saved, own).items():
       return _words(misfit, workdir)
   return ''
@@ -178,7 +181,7 @@ def _part_of(name: str) -> str:
 
 
 def _misfits(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]:
-  """Returns what is wrong with each array that does not fit, by name; first those of this run."""
+  """Returns the problem of each array that does not fit, by name; arrays of this run come first."""
   problems = {}
   for name, leaf in own.items():
     if name not in saved:
@@ -191,7 +194,7 @@ def _misfits(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]
 
 
 def _data(leaf: Any) -> Any:
-  """Returns the array, or its shape, as a checkpoint has it: PRNG keys as numbers."""
+  """Returns an array, or its shape, in the form that checkpoints have: PRNG keys are numbers."""
   if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     return jax.eval_shape(jax.random.key_data, leaf)
   return leaf
@@ -203,17 +206,17 @@ def _words(misfit: tuple[str, str], source: Path) -> str:
 
 
 def _same_kind(own: Sequence[str], other: Sequence[str]) -> bool:
-  """Returns whether two optimizers keep the same statistics, of whatever parameters."""
+  """Returns whether two optimizers keep the same kinds of statistics, whatever their parameters."""
   def kinds(names: Sequence[str]) -> set[str]:
     return {re.split('/params/', name)[0] for name in names}
   return kinds(own) == kinds(other)
 
 
 def _check_replay(run: build.Run, source: Path, update: int) -> None:
-  """Checks that the replay of a checkpoint is one of this run.
+  """Checks that the replay of a checkpoint fits this run.
 
   Raises:
-    ValueError: it is not, there is none, or this run has none.
+    ValueError: it does not fit, or the checkpoint or this run has no replay.
   """
   own = checkpoint.leaves(run.learner.replay_shapes())
   saved = checkpoint.saved_leaves(source, update, 'replay')
@@ -239,22 +242,23 @@ def _with_target(state: TrainState, arrays: Mapping[str, jax.Array], taken: Sequ
                  ) -> TrainState:
   """Returns the state with the target network that belongs to its parameters.
 
-  It is the other run's where that fits, and else a copy of the parameters. The age of what is in a
-  replay is counted in gradient steps, so the replay brings this counter along.
+  Arrays of the other run's target network are used if they fit; the others are copies of the
+  parameters. Ages of transitions are counted in gradient steps, so a replay brings the counter of
+  gradient steps along.
 
   Args:
-    state: with its parameters.
-    arrays: of the other run, by name.
-    taken: parts.
+    state: the state, whose parameters are final.
+    arrays: the arrays of the other run, by name.
+    taken: the parts that were taken.
   """
   if not jax.tree.leaves(state.target) or 'parameters' not in taken:
     return _with_count(state, arrays, taken)
   params = checkpoint.leaves(state.params)
   fitting = {}
   for name, own in params.items():
-    other = arrays.get(f'target/params/{name}')
-    fits = other is not None and (other.shape, other.dtype) == (own.shape, own.dtype)
-    fitting[f'params/{name}'] = other if fits else own
+    target = arrays.get(f'target/params/{name}')
+    fits = target is not None and (target.shape, target.dtype) == (own.shape, own.dtype)
+    fitting[f'params/{name}'] = target if fits else own
   return _with_count(state._replace(target=_replaced(state.target, fitting)), arrays, taken)
 
 

@@ -1,4 +1,4 @@
-"""Reads and repairs the files with a line for each update: receipts.jsonl and metrics.jsonl."""
+"""Reads and repairs receipts.jsonl and metrics.jsonl, which have a line for each update."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Gaps:
     self.missing: list[tuple[int, int]] = []  # first and last update of each gap
 
   def add(self, update: int) -> None:
-    """Adds the next update of the file; repeated updates do not matter."""
+    """Adds the next update of the file; repeated updates are ignored."""
     if update > self.last + 1:
       self.missing.append((self.last + 1, update - 1))
     self.last = max(self.last, update)
@@ -55,7 +55,7 @@ def read_receipts(workdir: Path) -> Receipts:
   """Reads the receipts of a run, which may still be running.
 
   Raises:
-    OSError: there are none.
+    OSError: there is no such file, or it cannot be read.
   """
   headers = []
   by_update = {}
@@ -63,7 +63,7 @@ def read_receipts(workdir: Path) -> Receipts:
   gaps = Gaps()
   for line in _lines(workdir / RECEIPTS):
     if line.entry is None:
-      # A line without an end is being written now, or was when the process was killed.
+      # A process is still writing a line without an end, or was killed while it wrote it.
       garbled += line.raw.endswith(b'\n')
     elif _is_header(line.entry):
       headers.append(line.entry)
@@ -76,7 +76,7 @@ def read_receipts(workdir: Path) -> Receipts:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-  """Returns the JSON objects of a file, one a line; garbled lines are left out.
+  """Returns the JSON objects of a file, one for each line; omits garbled lines.
 
   Raises:
     OSError: it cannot be read.
@@ -98,12 +98,12 @@ def cut(workdir: Path, path: Path, last_update: int) -> list[str]:
   line, so a long one needs no more memory.
 
   Args:
-    workdir: of the run.
-    path: of the file; it need not exist.
-    last_update: of the checkpoint.
+    workdir: the workdir of the run.
+    path: the path of the file; it need not exist.
+    last_update: the update of the checkpoint.
 
   Returns:
-    A line about garbled and missing lines up to that update, if there are any.
+    A line about garbled and missing lines up to that update; empty if there are none.
 
   Raises:
     OSError: naming the file.

@@ -1,4 +1,4 @@
-"""The life of a run: where it begins, what may change when it goes on, and what it repeats."""
+"""The life of a run: its first state, the changes when it goes on, and the run that it repeats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Life(NamedTuple):
 
   init_from: inherit.Request | None = None
   allowed: changes.Allowed = changes.NOTHING
-  repeat: Path | None = None  # of a run that this one repeats
+  repeat: Path | None = None  # the workdir of the run that this run repeats
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -36,8 +36,8 @@ def define_flags(values: flags.FlagValues) -> None:
                     f'{", ".join(inherit.PARTS)}; or all. Default: '
                     f'{", ".join(inherit.BY_DEFAULT)}, but the optimizer only if it fits.',
                     flag_values=values)
-  flags.DEFINE_bool('init_partly', False, 'With --init_from, what does not fit is fresh. Without '
-                    'it, such a run is refused.', flag_values=values)
+  flags.DEFINE_bool('init_partly', False, 'With --init_from, arrays that do not fit begin anew. '
+                    'Without it, such a run is refused.', flag_values=values)
   flags.DEFINE_bool('extend', False, 'Goes on in the workdir with a larger total_steps.',
                     flag_values=values)
   flags.DEFINE_list('change', [], 'Fields of the config, by comma, that may differ from those of '
@@ -50,14 +50,22 @@ def of_flags(values: flags.FlagValues) -> Life:
   Raises:
     ValueError: a flag has a wrong value, in one line.
   """
-  return of(values.init_from, values.init_parts, values.init_partly, values.extend, values.change,
-            values.repeat)
+  return make_life(values.init_from, values.init_parts, values.init_partly, values.extend,
+                   values.change, values.repeat)
 
 
-def of(init_from: str | Path | None = None, init_parts: Sequence[str] | None = None,
-       init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
-       repeat: str | Path | None = None) -> Life:
-  """Returns checked options; the arguments are the flags of the same names.
+def make_life(init_from: str | Path | None = None, init_parts: Sequence[str] | None = None,
+              init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
+              repeat: str | Path | None = None) -> Life:
+  """Checks the options of a run's life and returns them.
+
+  Args:
+    init_from: see the flag --init_from, and so on for the other arguments.
+    init_parts: the parts to take, or 'all'.
+    init_partly: arrays that do not fit begin anew.
+    extend: total_steps may be larger.
+    change: fields that may differ.
+    repeat: the workdir of the run to repeat.
 
   Raises:
     ValueError: a value is wrong, or two do not go together, in one line.
@@ -88,13 +96,11 @@ class Beginning(NamedTuple):
 
 
 def begin(run: build.Run, workdir: Path, life: Life) -> Beginning:
-  """Checks the options of a run's life, before anything is written.
-
-  All processes call it.
+  """Checks the options of a run's life, before anything is written; all processes must call it.
 
   Args:
-    run: that begins or goes on.
-    workdir: of the run; it need not exist.
+    run: the run that begins or goes on.
+    workdir: the workdir of the run; it need not exist.
     life: the options.
 
   Raises:
@@ -103,8 +109,8 @@ def begin(run: build.Run, workdir: Path, life: Life) -> Beginning:
   known = workdirs.flat(run.experiment.fields).keys()
   for problem in changes.problems_of_flags(life.allowed, known):
     raise ValueError(problem)
-  # A run that was killed while it wrote its first state has not begun. Only process 0 is asked: a
-  # process that looks later could find what process 0 has written by then.
+  # A run that was killed while it wrote its first state has not begun. Process 0 decides for all: a
+  # process that looks later could find files that process 0 has written meanwhile.
   has_begun = bool(host.of_process_0(int(
       _has_config(workdir) or any(checkpoint.updates_in(workdir)))))
   if has_begun:
@@ -120,11 +126,11 @@ def begin(run: build.Run, workdir: Path, life: Life) -> Beginning:
 
 
 def write_first_state(run: build.Run, workdir: Path, inherited: inherit.Inherited) -> None:
-  """Saves the state that a run begins with as its checkpoint of update 0. All processes call it.
+  """Saves the state that a run begins with as its checkpoint of update 0; all processes call it.
 
   Args:
-    run: that begins.
-    workdir: of the run; exists.
+    run: the run that begins.
+    workdir: the workdir of the run; exists.
     inherited: the state.
 
   Raises:
@@ -138,18 +144,18 @@ def write_first_state(run: build.Run, workdir: Path, inherited: inherit.Inherite
 
 def start_workdir(run: build.Run, workdir: Path, life: Life,
                   inherited: inherit.Inherited | None) -> list[str]:
-  """Writes the config and the history of a new run, after which it has begun.
+  """Writes the config and the history of a new run; afterwards the run has begun.
 
-  A run that repeats another one has its history, and gets a copy of its first state.
+  A run that repeats another run gets its history, and a copy of its first state.
 
   Args:
-    run: that begins.
-    workdir: of the run; exists. With `inherited` it has the first state.
+    run: the run that begins.
+    workdir: the workdir of the run; exists. With `inherited` it has the first state.
     life: the options.
-    inherited: the state of another run to begin with, if there is one.
+    inherited: the state of another run to begin with, or None.
 
   Returns:
-    A line about the state that it begins with.
+    A line about the state of another run, if the run begins with one.
 
   Raises:
     ValueError: the first state of the repeated run is missing or broken.
@@ -169,9 +175,9 @@ def start_workdir(run: build.Run, workdir: Path, life: Life,
 
 def _copy_first_state(repeated: Path, workdir: Path) -> None:
   """Copies the checkpoint of update 0 of another run."""
-  words = checkpoint.problem(repeated, 0)
-  if words:
-    raise ValueError(f'--repeat: the first state of the run in {repeated} is lost: {words}')
+  damage = checkpoint.problem(repeated, 0)
+  if damage:
+    raise ValueError(f'--repeat: the first state of the run in {repeated} is lost: {damage}')
   target = checkpoint.path_of(workdir, 0)
   draft = target.with_name(target.name + _COPYING)
   shutil.rmtree(draft, ignore_errors=True)
@@ -183,8 +189,8 @@ def resume_workdir(run: build.Run, workdir: Path, life: Life) -> tuple[int | Non
   """Checks and repairs the workdir of a run that goes on, and notes changes of its config.
 
   Args:
-    run: that goes on.
-    workdir: of the run; this process may write to it.
+    run: the run that goes on.
+    workdir: the workdir of the run; this process may write to it.
     life: the options.
 
   Returns:
@@ -209,19 +215,19 @@ def resume_workdir(run: build.Run, workdir: Path, life: Life) -> tuple[int | Non
 
 
 def _check_origin(workdir: Path, life: Life) -> None:
-  """Checks that a run that has begun did so as --init_from says, and still has its first state.
+  """Checks that a run in a workdir began as --init_from says, and still has a checkpoint.
 
   Args:
-    workdir: of the run; it has a config.json.
+    workdir: the workdir of the run; it has a config.json.
     life: the options.
 
   Raises:
-    ValueError: it began otherwise, or its first state is lost and no checkpoint is left.
+    ValueError: the run began differently, or with another run's state and has no checkpoint left.
   """
   origin = history.origin_of(workdirs.read_history(workdir))
   if life.init_from:
-    asked = str(life.init_from.workdir.resolve())
-    if origin is None or origin.workdir != asked:
+    source = str(life.init_from.workdir.resolve())
+    if origin is None or origin.workdir != source:
       began = f'began with {origin.words()}' if origin else 'began with its seed'
       raise ValueError(f'--init_from: {workdir} has a run already, which {began}; choose another '
                        '--workdir for a new run')
@@ -232,18 +238,18 @@ def _check_origin(workdir: Path, life: Life) -> None:
 
 def stages(run: build.Run, entries: Sequence[history.Entry], update: int
            ) -> Iterator[tuple[build.Run, int | None]]:
-  """Yields the runs of the configs that updates are still to be made with, in order.
+  """Yields the stages of the rest of a run: one for each config, in order.
 
-  Usually there is one. There are more if a run is repeated, or lost checkpoints, so that updates
-  from before a change of the config must be made.
+  Usually there is one stage. There are more if updates before a change of the config must be made,
+  because the run repeats another run or has lost checkpoints.
 
   Args:
-    run: of the newest config.
+    run: the run of the newest config.
     entries: the history of the run.
-    update: the last one that is done.
+    update: the last update that is done.
 
   Yields:
-    A run, and the last update to make with it; None: as many as its config says.
+    A run, and its last update; None if the run ends at total_steps.
   """
   fields = run.experiment.fields
   for first_update in history.change_points(entries):
@@ -256,9 +262,9 @@ def _check_stages(experiment: Experiment, entries: Sequence[history.Entry], upda
   """Checks that one process can make the updates of all stages.
 
   Args:
-    experiment: of the newest config.
+    experiment: the experiment of the newest config.
     entries: the history of the run.
-    update: the last one that is done.
+    update: the last update that is done.
 
   Raises:
     ValueError: fields differ that are fixed when JAX starts, or an earlier config is wrong.
@@ -267,15 +273,15 @@ def _check_stages(experiment: Experiment, entries: Sequence[history.Entry], upda
     if first_update - 1 > update:
       earlier = _experiment_at(experiment.fields, entries, first_update - 1)
       for field in ('xla_threads', 'actor_platform'):
-        was, now = (getattr(each.placement, field) for each in (earlier, experiment))
-        if was != now:
-          raise ValueError(f'placement.{field}: it was {was} before update {first_update}, and '
-                           f'{now} at the end; one process cannot make all these updates')
+        before, after = (getattr(each.placement, field) for each in (earlier, experiment))
+        if before != after:
+          raise ValueError(f'placement.{field}: it was {before} before update {first_update}, and '
+                           f'{after} at the end; one process cannot make all these updates')
 
 
 def _experiment_at(fields: Mapping[str, Any], entries: Sequence[history.Entry], update: int
                    ) -> Experiment:
-  """Returns the experiment of an earlier config; imports no module that only the workdir names."""
+  """Returns the experiment of an earlier config; refuses modules that only the workdir names."""
   earlier = history.config_at(fields, entries, update)
   config_lib.check_modules(earlier, config_lib.modules(fields).values(), workdirs.CONFIG)
   return resolve(earlier)
@@ -285,14 +291,13 @@ def _check_repeats(experiment: Experiment, repeated: Path) -> None:
   """Checks that a run can have the history of the run that it repeats.
 
   Raises:
-    ValueError: the other run has a history, and its newest config is another one.
+    ValueError: the other run has a history, and its newest config is not this run's.
   """
   entries = workdirs.read_history(repeated) if _has_config(repeated) else []
   if not entries:
     return
-  own = workdirs.record_of(experiment.fields)['config']
-  differing = workdirs.differences(workdirs.read_fields(repeated), own,
-                                   ('there', 'here'))
+  config = workdirs.record_of(experiment.fields)['config']
+  differing = workdirs.differences(workdirs.read_fields(repeated), config, ('there', 'here'))
   if differing:
     raise ValueError(f'--repeat: the run in {repeated} began with another run, or has changed its '
                      'config on the way, and only its newest config can repeat that '

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 NAME = 'lock'
-HELD = 'lock.held'  # replaces the lock if the file system has no locks
+FALLBACK_NAME = 'lock.held'  # replaces the lock if the file system has no locks
 # Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 # Workdirs that this process has locked. A record lock does not exclude its own process. Closing any
 # descriptor of a locked file unlocks it, so the file of such a workdir must not be opened again.
-_held: set[Path] = set()
+_locked: set[Path] = set()
 
 
 class InUse(ValueError):
@@ -28,10 +28,10 @@ class InUse(ValueError):
 class WorkdirLock:
   """Lock of a workdir for one process at a time.
 
-  It is the kernel's record lock on WORKDIR/lock. It belongs to the process, not to its children,
-  and ends with the process in any case. The file says which process holds the lock. On a file
-  system without locks, the file WORKDIR/lock.held is the lock. If a dead process of this host left
-  that file, the lock is taken over.
+  The kernel holds a record lock on WORKDIR/lock. This lock belongs to the process, not to its
+  children, and always ends with the process. The file names the process that holds the lock. On a
+  file system without locks, the file WORKDIR/lock.held is the lock. A file that a dead process of
+  this host has left is removed.
   """
 
   def __init__(self, workdir: Path):
@@ -44,7 +44,7 @@ class WorkdirLock:
     self._path = workdir.resolve() / NAME
     self._workdir = workdir
     self._descriptor: int | None = None
-    if self._path in _held:
+    if self._path in _locked:
       raise InUse(f'--workdir: {workdir} is in use by another run of this process')
     try:
       self._lock()
@@ -52,14 +52,14 @@ class WorkdirLock:
       if error.errno not in _NO_LOCKS:
         raise
       self._create()
-    _held.add(self._path)
+    _locked.add(self._path)
 
   def close(self) -> None:
     """Releases the lock."""
-    _held.discard(self._path)
+    _locked.discard(self._path)
     # The file is removed before it is unlocked: the next holder creates its own file.
     if self._descriptor is None:
-      self._path.with_name(HELD).unlink(missing_ok=True)
+      self._path.with_name(FALLBACK_NAME).unlink(missing_ok=True)
       return
     self._path.unlink(missing_ok=True)
     os.close(self._descriptor)
@@ -84,7 +84,7 @@ class WorkdirLock:
         raise
 
   def _create(self) -> None:
-    path = self._path.with_name(HELD)
+    path = self._path.with_name(FALLBACK_NAME)
     self._path.unlink(missing_ok=True)  # `_lock` created it
     for _ in range(2):
       try:

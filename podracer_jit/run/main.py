@@ -16,15 +16,15 @@ from podracer_jit.run.output import complain, give_up_lost_streams
 VERBS = {
     'train': 'train, as without a verb',
     'evaluate': 'play whole episodes with the newest checkpoint of a run',
-    'compare': 'say whether two runs are the same to the last bit',
-    'rerun': 'repeat one update of a run and write what it learned from',
+    'compare': 'tell whether two runs are the same to the last bit',
+    'rerun': 'repeat one update of a run and write its rollout',
     'tune': 'find the fastest placement on this machine',
     'benchmark': 'measure each part of an experiment, and where the time goes',
     'launch': 'train with several processes on this machine',
     'configs': 'list the configs of the package',
     'envs': 'list the tasks of EnvPool',
 }
-HELP = """Trains, or does what a verb says:
+HELP = """Trains, or runs a verb:
 
   podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong
   podracer_jit evaluate --workdir=runs/pong
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
   if names & {'-h', '-help', '--help'} and not names & {'-config', '--config'}:
     print(f'{HELP}\n')
   with stopping.handled():
-    # Here, since verbs need not wait until JAX is imported.
+    # Imported here because other verbs need not wait for JAX.
     from podracer_jit.run.commands import train
   return train.main(argv)
 

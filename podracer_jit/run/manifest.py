@@ -23,7 +23,7 @@ def write(folder: Path, state_digest: str) -> None:
   """Writes the manifest of a checkpoint, whose files must be complete.
 
   Args:
-    folder: of the checkpoint.
+    folder: the folder of the checkpoint.
     state_digest: the `digest` of its state.
 
   Raises:
@@ -113,8 +113,8 @@ def _problem_of_file(folder: Path, name: str, expected: dict[str, Any]) -> str:
   """Returns the problem of a file in words; '' if it is as it was saved.
 
   Args:
-    folder: of the checkpoint.
-    name: of the file.
+    folder: the folder of the checkpoint.
+    name: the name of the file.
     expected: its entry in the manifest, 'bytes' and 'sha256'.
   """
   path = folder / name

@@ -46,7 +46,8 @@ def estimate(run: build.Run) -> list[Part]:
   """Returns the parts of the memory that this process needs at least; allocates nothing.
 
   There are two moments: while actors act, and while the learner computes a gradient. For each
-  place, the parts are those of the moment that needs more. All CPU devices are one place, the host.
+  place, the result has the parts of the moment that needs more. All CPU devices are one place, the
+  host.
   """
   acting, learning = _moments(run)
   totals = [_total_by_place(parts) for parts in (acting, learning)]
@@ -116,7 +117,7 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
       file = 'memory.limit_in_bytes'
     else:
       continue
-    # In a container, the path may be that of the machine outside. Missing files are skipped.
+    # In a container, the path may belong to the machine outside. Missing files are skipped.
     steps = [step for step in path.split('/') if step not in ('', '..')]
     for folder in folders:
       for depth in range(len(steps) + 1):
@@ -176,7 +177,7 @@ def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
 
 
 def _learner_parts(run: build.Run, state_bytes: int) -> list[Part]:
-  """Returns the parts of the train state: every device has a copy, and its groups of the replay."""
+  """Returns the parts of the train state: a copy on each device, and each device's replay."""
   replay = run.learner.replay_shapes()
   parts = [Part('parameters and optimizer state', state_bytes, _place(device),
                 _network_fields(run)) for device in _optimizer_devices(run)]
@@ -217,7 +218,7 @@ def _actor_bytes(run: build.Run) -> tuple[int, int, int]:
   acting = run.acting._replace(network=_NetworkOfShapes(run.network))
   state = jax.eval_shape(lambda key: acting.initial_state([vector_env], [key], 0),
                          jax.eval_shape(jax.random.key, 0))
-  _, experience = jax.eval_shape(acting.rollout([vector_env]), (), state)
+  _, experience = jax.eval_shape(acting.rollout([vector_env]), None, state)
   actors = len(_actor_devices(run)) * run.place.processes
   pools = experiment.num_shards // actors
   return (nbytes(state.envs) * pools, nbytes(experience) * pools,
@@ -267,8 +268,8 @@ def _describe(run: build.Run, parts: Sequence[Part], limit: int) -> str:
   """Returns the error message of a place whose memory does not suffice.
 
   Args:
-    run: of the experiment.
-    parts: in this place.
+    run: the run of the experiment.
+    parts: the parts in this place.
     limit: bytes of the place.
   """
   by_name: collections.Counter[str] = collections.Counter()
@@ -296,7 +297,8 @@ def _largest_field(run: build.Run, fields: Sequence[str]) -> str:
   of_experiment = options.defaults(TrainingOptions) | options.defaults(EnvOptions)
 
   def ratio(field: str) -> float:
-    if field == 'env.task':  # whose observations may be large
+    # A task has no default; the size of its observations is compared with Atari's.
+    if field == 'env.task':
       return obs_bytes(experiment.spec) / _USUAL_OBS
     section, _, name = field.rpartition('.')
     for part in sections[section]:
@@ -346,7 +348,14 @@ class _NetworkOfShapes:
     self.initial_recurrent_state = network.initial_recurrent_state
 
   def apply(self, params: Any, obs: jax.Array, *args: jax.Array, method: str = '__call__') -> Any:
-    """Returns zeros for rows [1, B], or for `method` 'action_value' for environments [B]."""
+    """Returns zeros of the network's shapes.
+
+    Args:
+      params: unused.
+      obs: [1, B, ...]; [B, ...] for the method 'action_value'.
+      *args: further arguments of the network's method.
+      method: '__call__' or 'action_value'.
+    """
     del params
     if method == 'action_value':
       return jnp.zeros(len(obs))
@@ -370,11 +379,11 @@ class _VectorEnvOfShapes:
     self.num_envs = num_envs
     self.batch_size = batch_size or num_envs
     self.handle = np.zeros(8, np.uint8)
-    self.state_shapes: Any = ()
+    self.state_shapes: Any | None = None
 
   @property
   def first_state(self) -> Any:
-    """See `protocol.VectorEnv`; only to be asked for while shapes are computed."""
+    """See `protocol.VectorEnv`; use it inside of `jax.eval_shape` only."""
     return jax.tree.map(_empty, self.state_shapes)
 
   @property
@@ -384,7 +393,7 @@ class _VectorEnvOfShapes:
 
   def send(self, token: jax.Array, state: Any, action: jax.Array,
            env_id: jax.Array | None = None) -> tuple[jax.Array, Any]:
-    """See `protocol.VectorEnv`."""
+    """Does nothing. Args and results: see `protocol.VectorEnv.send`."""
     del action, env_id
     return token, state
 

@@ -46,7 +46,7 @@ class Meter:
     self._last_s = time.perf_counter()
 
   def meta(self) -> dict[str, Any]:
-    """Returns the part of a checkpoint's `meta` from which another meter can continue."""
+    """Returns the part of a checkpoint's `meta` from which a later meter continues."""
     return dict(window=list(self._window), episodes=self._episodes, elapsed_s=self._elapsed)
 
   def records(self, report: Report) -> Iterator[tuple[Record, Record]]:
@@ -103,8 +103,8 @@ class Files:
     """Opens the files to append to them; removes the lines after the checkpoint.
 
     Args:
-      workdir: of the run.
-      update: of the checkpoint that the run resumes from; 0 for a new run.
+      workdir: the workdir of the run.
+      update: the update of the checkpoint that the run resumes from; 0 for a new run.
       steps: valid steps of that checkpoint.
       tensorboard: whether to write events.
 
@@ -112,7 +112,7 @@ class Files:
       OSError: a file cannot be read or written; the error names it.
     """
     self._paths = [workdir / journal.METRICS, workdir / journal.RECEIPTS]
-    self.problems = [words for path in self._paths for words in journal.cut(workdir, path, update)]
+    self.problems = [line for path in self._paths for line in journal.cut(workdir, path, update)]
     self._metrics, self._receipts = (path.open('a', buffering=1) for path in self._paths)
     # TensorBoard's file names have whole seconds. Without the suffix, a run that is resumed within
     # a second would overwrite the file.
@@ -180,13 +180,13 @@ class Diverged(RuntimeError):
 
 
 def check_finite(record: Record) -> None:
-  """Checks that all metrics are finite; they are on the host already, so this waits for nothing.
+  """Checks that all metrics are finite; they are already on the host, so the check is cheap.
 
   Raises:
     Diverged: the message has the update and every loss term.
   """
-  terms = {k: v for k, v in record.items() if isinstance(v, float)}
-  broken = [name for name, value in terms.items() if not math.isfinite(value)]
+  broken = [name for name, value in record.items()
+            if isinstance(value, float) and not math.isfinite(value)]
   if broken:
     # The learner's metrics come after the delays, of which 'gud' is the last.
     names = list(record)
@@ -197,6 +197,6 @@ def check_finite(record: Record) -> None:
 
 
 def _finite(record: Record) -> Record:
-  """Replaces numbers that are not finite, which JSON does not have, by None."""
+  """Returns the record with None for each number that is not finite, which JSON cannot hold."""
   return {k: None if isinstance(v, float) and not math.isfinite(v) else v
           for k, v in record.items()}

@@ -1,4 +1,4 @@
-"""Evaluations while a run trains: whole episodes by its checkpoints, and which one is the best."""
+"""Evaluates checkpoints of a run while it trains, and finds the best checkpoint."""
 
 from __future__ import annotations
 
@@ -18,41 +18,43 @@ from podracer_jit.run.settings import EvalOptions
 from podracer_jit.types import TrainState
 
 NAME = 'evaluations.jsonl'
-_GRACE_S = 30.0  # that an evaluation has to end in; nothing can interrupt an environment's step
+# Seconds that an evaluation has to end; nothing can interrupt an environment's step.
+_GRACE_S = 30.0
 _POLL_S = 0.1
 Record = dict[str, Any]  # a line of the file
 
 
 class _Cancelled(Exception):  # noqa: N818 - not an error
-  """The run ends before an evaluation does."""
+  """Raised to end an evaluation if the run ends earlier."""
 
 
 def read(workdir: Path) -> list[Record]:
   """Returns the evaluations of a run, in order; empty if there are none.
 
-  Each has 'update', 'steps', 'num_episodes', 'seconds' that it took, and the statistics of
-  `evaluation.statistics`; or an 'error' in their place.
+  An evaluation has 'update', 'steps', 'num_episodes', its duration in 'seconds', and either the
+  statistics of `evaluation.statistics` or an 'error'. 'waited_s' is how long training waited for it
+  in seconds; it is missing while training may still have to wait.
   """
   path = workdir / NAME
   return journal.read_lines(path) if path.exists() else []
 
 
 def best_of(records: Sequence[Mapping[str, Any]]) -> int | None:
-  """Returns the update with the highest mean return, the first one of equals; None without any."""
-  played = [record for record in records if 'error' not in record]
-  return max(played, key=lambda record: record['mean'])['update'] if played else None
+  """Returns the first update with the highest mean return; None if no evaluation succeeded."""
+  succeeded = [record for record in records if 'error' not in record]
+  return max(succeeded, key=lambda record: record['mean'])['update'] if succeeded else None
 
 
 def best_update(workdir: Path) -> int:
   """Returns the update of the best checkpoint of a run.
 
   Raises:
-    ValueError: there is no run, or none of its checkpoints was evaluated.
+    ValueError: there is no run, or no checkpoint of it was evaluated.
   """
   best = best_of(read(workdir))
   if best is None:
-    raise ValueError(f'--workdir: no checkpoint in {workdir} was evaluated while it trained; '
-                     'eval.every_updates would have them evaluated')
+    raise ValueError(f'--workdir: no checkpoint in {workdir} was evaluated during training; set '
+                     'eval.every_updates to evaluate checkpoints')
   return best
 
 
@@ -60,26 +62,26 @@ class _Task(NamedTuple):
   """A checkpoint to evaluate."""
 
   player: evaluation.Player  # with a copy of the parameters
-  result: futures.Future[Record]
+  result: futures.Future[None]  # done when the record is written
 
 
 class Evaluator:
   """Evaluates checkpoints of a run on a thread of its own, one after another.
 
-  It has environments, seeds and random numbers of its own, which depend on the seed of the run and
-  the update alone. So the results do not depend on timing, and training does not depend on them.
-  The next checkpoint is saved only when those from before are evaluated, or must be kept until
-  they are: so a killed run can make up for a missing evaluation when it resumes.
+  The evaluator's environments, seeds and random numbers depend only on the seed of the run and on
+  the update. So its results do not depend on timing, and training does not depend on its results. A
+  checkpoint that waits for its evaluation is not deleted, so a killed run can make up for a missing
+  evaluation when it resumes. Training waits only in `wait`, and each record says for how long.
   """
 
   def __init__(self, run: build.Run, workdir: Path, saved: checkpoint.Checkpoints,
                note: Callable[[str], None], show: Callable[[Record], None]):
-    """Creates an evaluator; begins nothing.
+    """Creates an evaluator; evaluates nothing yet.
 
     Args:
-      run: of the experiment.
-      workdir: of the run.
-      saved: its checkpoints.
+      run: the run of the experiment.
+      workdir: the workdir of the run.
+      saved: the checkpoints of the run.
       note: called with a line about each evaluation, by the evaluator's thread.
       show: called with each evaluation, by the thread that calls `wait`.
     """
@@ -90,25 +92,26 @@ class Evaluator:
     self._note = note
     self._show = show
     self._records: list[Record] = []
-    self._last = 0  # the update that was evaluated, or begun to be, last
+    self._last = 0  # the update whose evaluation began last
     self._pending: list[_Task] = []
     self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
     self._cancelled = threading.Event()
-    # A daemon: an environment that never answers must not keep the process.
+    self._writing = threading.Lock()
+    # A daemon, because an environment that never answers must not keep the process alive.
     self._thread = threading.Thread(target=self._work, name='evaluator', daemon=True)
     self._thread.start()
 
   @property
   def keeps(self) -> set[int]:
-    """The updates of the checkpoints that must stay: the best one, and those not evaluated yet."""
+    """Updates of the checkpoints to keep: the best one, and those that wait for an evaluation."""
     best = best_of(self._records)
     return {task.player.update for task in self._pending} | ({best} if best else set())
 
   def resume(self, state: TrainState, is_final: bool) -> None:
-    """Drops evaluations after a checkpoint, and begins those of checkpoints that are missing.
+    """Drops evaluations of updates after a checkpoint, and begins evaluations that are missing.
 
     Args:
-      state: of the checkpoint that the run goes on from.
+      state: the state in the checkpoint that the run goes on from.
       is_final: the run is finished.
 
     Raises:
@@ -127,17 +130,17 @@ class Evaluator:
     for number in earlier:
       if 0 < number < update and self._is_due(number) \
           and not checkpoint.problem(self._workdir, number):
-        restored, _ = self._saved.restore(state._replace(replay=()), number, files_checked=True)
+        restored, _ = self._saved.restore(state._replace(replay=None), number, files_checked=True)
         self._begin(restored)
     if update:
       self.offer(state, is_final)
 
   def offer(self, state: TrainState, is_final: bool) -> None:
-    """Begins to evaluate a checkpoint that was just saved, if it is time.
+    """Begins to evaluate a checkpoint that was just saved, if an evaluation is due.
 
     Args:
-      state: of the checkpoint; its parameters are copied.
-      is_final: the run is finished, and its last checkpoint is evaluated in any case.
+      state: the state in the checkpoint; its parameters are copied.
+      is_final: True if the run is finished; its last checkpoint is always evaluated.
     """
     update = int(state.update)
     if self._options.every_updates and (
@@ -145,26 +148,24 @@ class Evaluator:
       self._begin(state)
 
   def wait(self, asked_to_stop: Callable[[], bool]) -> None:
-    """Waits for the evaluations that were begun, and shows them.
+    """Waits for the evaluations that have begun, and shows each.
 
     Args:
-      asked_to_stop: if it returns True, the others are left.
+      asked_to_stop: returns True to end the waiting early.
 
     Raises:
       checkpoint.NotSaved: the file cannot be written.
     """
-    while self._pending and not asked_to_stop():
-      try:
-        record = self._pending[0].result.result(_POLL_S)
-      except TimeoutError:
-        continue
-      except OSError as error:
-        raise checkpoint.NotSaved(str(error)) from error
+    while self._pending:
+      task = self._pending[0]
+      began_s = time.monotonic()
+      if not self._is_done(task, asked_to_stop):
+        return
       del self._pending[0]
-      self._show(record)
+      self._show(self._add_waiting_time(task.player.update, time.monotonic() - began_s))
 
   def close(self) -> None:
-    """Ends the thread; an evaluation that is not finished is dropped."""
+    """Ends the thread; drops an unfinished evaluation."""
     self._cancelled.set()
     self._tasks.put(None)
     self._thread.join(_GRACE_S)
@@ -175,7 +176,8 @@ class Evaluator:
   def _begin(self, state: TrainState) -> None:
     self._last = int(state.update)
     player = evaluation.make_player(self._run, state.params, self._last, int(state.steps))
-    player = player._replace(threads=1)  # the actors need the others
+    # One thread only: the actors need the other cores.
+    player = player._replace(threads=1)
     if self._options.greedy:
       player = evaluation.greedy(player)
     self._pending.append(_Task(player, futures.Future()))
@@ -185,14 +187,15 @@ class Evaluator:
     """Evaluates one checkpoint after another."""
     while (task := self._tasks.get()) and not self._cancelled.is_set():
       try:
-        task.result.set_result(self._evaluate(task.player))
+        self._evaluate(task.player)
+        task.result.set_result(None)
       except _Cancelled:
         return
       except BaseException as error:  # noqa: BLE001 - raised again by `wait`
         task.result.set_exception(error)
 
-  def _evaluate(self, player: evaluation.Player) -> Record:
-    """Plays, and writes and notes the result.
+  def _evaluate(self, player: evaluation.Player) -> None:
+    """Plays the episodes of an evaluation; writes and prints the result.
 
     Raises:
       OSError: the file cannot be written.
@@ -208,21 +211,54 @@ class Evaluator:
     except _Cancelled:
       raise
     except Exception as error:  # noqa: BLE001 - an environment may raise anything
-      words = environment_failure(error) or f'{type(error).__name__}: {error}'
-      record['error'] = shorten(words, 400)
-      said = f'failed: {record["error"]}'
+      message = environment_failure(error) or f'{type(error).__name__}: {error}'
+      record['error'] = shorten(message, 400)
+      outcome = f'failed: {record["error"]}'
     else:
       record |= evaluation.statistics(player.task, episodes)
       best = best_of([*self._records, record]) == player.update
-      said = f'return {record["mean"]:.2f}' + (', the best so far' if best else '')
+      outcome = f'return {record["mean"]:.2f}' + (', the best so far' if best else '')
     record['seconds'] = time.monotonic() - began_s
-    self._records = [*self._records, record]  # other threads may be reading the list
-    self._write()
-    self._note(f'evaluation of update {player.update:,} ({options.num_episodes} episodes): {said}')
-    return record
+    with self._writing:
+      # A new list, because another thread may be reading the old one.
+      self._records = [*self._records, record]
+      self._write()
+    self._note(f'evaluation of update {player.update:,} ({options.num_episodes} episodes): '
+               f'{outcome}')
 
-  def _check_cancelled(self, done: int) -> None:
-    del done
+  def _is_done(self, task: _Task, asked_to_stop: Callable[[], bool]) -> bool:
+    """Waits for an evaluation; returns False if `asked_to_stop` ends the wait.
+
+    Raises:
+      checkpoint.NotSaved: the file cannot be written.
+    """
+    while not asked_to_stop():
+      try:
+        task.result.result(_POLL_S)
+        return True
+      except TimeoutError:
+        continue
+      except OSError as error:
+        raise checkpoint.NotSaved(str(error)) from error
+    return False
+
+  def _add_waiting_time(self, update: int, waited_s: float) -> Record:
+    """Notes how long training waited for an evaluation; returns its whole record.
+
+    Raises:
+      checkpoint.NotSaved: the file cannot be written.
+    """
+    with self._writing:
+      self._records = [record | {'waited_s': waited_s} if record['update'] == update else record
+                       for record in self._records]
+      try:
+        self._write()
+      except OSError as error:
+        raise checkpoint.NotSaved(str(error)) from error
+    return next(record for record in self._records if record['update'] == update)
+
+  def _check_cancelled(self, count: int) -> None:
+    del count
     if self._cancelled.is_set():
       raise _Cancelled
 

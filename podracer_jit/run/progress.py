@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -36,6 +37,26 @@ def bottleneck(actor_wait_s: float, learner_wait_s: float, seconds: float) -> st
   return f'actors (the learner waits {learner:.0f}% of the time)'
 
 
+def waited(records: Sequence[tuple[float, Record]], side: str) -> float:
+  """Returns the seconds that a side waited since the first record.
+
+  A wait counts in the update in which it ends. So the second record may contain a wait that began
+  long before the first, while programs were compiled. Up to each record, a side cannot have waited
+  longer than the time since the first record; the excess is subtracted.
+
+  Args:
+    records: (time in seconds, record) of updates, in order.
+    side: 'actor_wait_s' or 'learner_wait_s'.
+  """
+  start_s = records[0][0]
+  total = 0.0
+  excess = 0.0
+  for time_s, record in records[1:]:
+    total += record[side]
+    excess = max(excess, total - (time_s - start_s))
+  return total - excess
+
+
 def _duration(seconds: float) -> str:
   if seconds >= 86400:
     return f'{seconds / 86400:.1f} days'
@@ -51,7 +72,7 @@ class Progress:
 
     Args:
       experiment: has the number of steps and the interval of lines.
-      title: of the block.
+      title: title of the block.
       console: to print to; default: stdout.
       quiet: shows nothing at all, as in processes other than 0.
     """
@@ -64,7 +85,7 @@ class Progress:
                                        soft_wrap=True, quiet=quiet)
     self._recent: collections.deque[tuple[float, Record]] = collections.deque()
     self._live: Live | None = None
-    self._printed = time.monotonic()
+    self._printed_s = time.monotonic()  # when the last line was printed
     self._shown = False  # whether the newest record was printed
 
   def __enter__(self) -> Progress:
@@ -83,8 +104,8 @@ class Progress:
     self._console.print(line, markup=False)
 
   def compiling(self) -> None:
-    """Prints that programs are compiled until the first update."""
-    if not self._live:  # the block shows it already
+    """Prints that the programs are being compiled; the block shows this until the first update."""
+    if not self._live:
       self.note('compiling ...')
 
   def finish(self, line: str) -> None:
@@ -98,20 +119,20 @@ class Progress:
 
   def show(self, record: Record) -> None:
     """Adds an update; prints a line every `log.every_seconds` if there is no block."""
-    now = time.monotonic()
-    self._recent.append((now, record))
+    now_s = time.monotonic()
+    self._recent.append((now_s, record))
     # Rates are over the last half minute.
-    while len(self._recent) > 2 and now - self._recent[0][0] > 30:
+    while len(self._recent) > 2 and now_s - self._recent[0][0] > 30:
       self._recent.popleft()
     self._shown = False
-    if not self._live and (now - self._printed >= self._every_s
+    if not self._live and (now_s - self._printed_s >= self._every_s
                            or record['steps'] >= self._total):
-      self._printed = now
+      self._printed_s = now_s
       self._shown = True
       self._console.print(self._line(), markup=False)
 
   def _rates(self) -> tuple[float | None, str]:
-    """Returns valid steps a second, None if not known yet, and the bottleneck in words."""
+    """Returns valid steps a second (None if not yet known), and the bottleneck in words."""
     # A copy, since the block is drawn by another thread.
     recent = list(self._recent)
     start, first = recent[0]
@@ -122,14 +143,13 @@ class Progress:
     sps = (last['steps'] - first['steps']) / (end - start)
     if not self._split:
       return sps, 'one program (rollout and learning take turns)'
-    waits = [sum(record[side] for _, record in recent[1:])
-             for side in ('actor_wait_s', 'learner_wait_s')]
+    waits = [waited(recent, side) for side in ('actor_wait_s', 'learner_wait_s')]
     return sps, bottleneck(*waits, end - start)
 
   def _numbers(self) -> dict[str, str]:
     """Returns the numbers of the newest record as text, by their labels."""
     _, record = self._recent[-1]
-    sps, words = self._rates()
+    sps, limit = self._rates()
     numbers = {
         'steps': f'{record["steps"]:,} of {self._total:,}',
         'frames': f'{record["frames"]:,}',
@@ -150,7 +170,7 @@ class Progress:
           f'{record["replay_size"]:,.0f} transitions, {record["samples_per_s"]:,.0f} drawn a '
           f'second, {record["replay_ratio"]:.2f} for each added, '
           f'{record["sampled_age"]:,.0f} gradient steps old')
-    return numbers | ({'bottleneck': words} if words else {})
+    return numbers | ({'bottleneck': limit} if limit else {})
 
   def _line(self) -> str:
     return '  '.join(f'{name} {value}' for name, value in self._numbers().items())

@@ -1,4 +1,4 @@
-"""Repeats an update of a run, on the run's devices, and writes every array on the way.
+"""Repeats an update of a run, on the run's devices, and writes all intermediate arrays.
 
 python -m podracer_jit.run.remake WORKDIR UPDATE OUT.npz [MODULE ...]
 
@@ -52,7 +52,7 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
   """Returns the arrays of an update by 'stage|leaf'.
 
   Args:
-    workdir: of the run; its config has the placement.
+    workdir: the workdir of the run; its config has the placement.
     update: the number of the update.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
 
@@ -60,7 +60,7 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
     ValueError: the update cannot be repeated.
   """
   # This also checks that the run is deterministic.
-  on_one_device = rerun.one_device_experiment(workdir, allow_modules, update)
+  rerun_experiment = rerun.one_device_experiment(workdir, allow_modules, update)
   experiment = resolve(workdirs.read_config(workdir, allow_modules, update))
   headers, receipts, _ = journal.read_receipts(workdir)
   header = rerun.header_of(headers, receipts, update)
@@ -68,7 +68,7 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
   run = build.make_run(experiment)
 
   def state_after(last: int) -> TrainState:
-    """Returns the state after update `last`, made as the run made it."""
+    """Returns the state after update `last`, computed by the run's own programs."""
     state, envs = rerun.state_before(run, workdir, header)
     count = last - header['first_update'] + 1
     if count == 0:
@@ -80,26 +80,26 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
   before = jax.device_get(_to_compare(state_after(update - 1)))
   arrays = _named('state before the update', before)
   if isinstance(run.learner, RolloutLearner):
-    # Only earlier updates are checked: this update may differ from its receipt, which is why
-    # somebody compares the runs.
+    # Only earlier updates are checked. This update may differ from its receipt: that is the reason
+    # for comparing the runs.
     earlier = {number: line for number, line in receipts.items() if number < update}
-    on_one = build.make_run(changed(on_one_device, placement=config.ONE_DEVICE | {
+    rerun_run = build.make_run(changed(rerun_experiment, placement=config.ONE_DEVICE | {
         'actor_platform': experiment.placement.actor_platform}))
-    rollout = rerun.rerun(on_one, *rerun.state_before(on_one, workdir, header), header['segment'],
-                          update, earlier)
+    rollout = rerun.rerun(rerun_run, *rerun.state_before(rerun_run, workdir, header),
+                          header['segment'], update, earlier)
     arrays |= _named('rollout', rollout._asdict())
     arrays |= _step_by_step(run.learner, state_after(update - 1), rollout)
   return arrays | _named('state after the update', _to_compare(state_after(update)))
 
 
 def _to_compare(state: TrainState) -> dict[str, Any]:
-  """Returns the arrays of a train state that two runs are compared by."""
+  """Returns the arrays of a train state that are compared between two runs."""
   return {'params': state.params, 'opt_state': state.opt_state, 'target': state.target,
           'replay': state.replay}
 
 
 def _step_by_step(learner: RolloutLearner, state: TrainState, rollout: Rollout) -> Arrays:
-  """Returns the arrays of each gradient step, made by separate programs on the run's devices."""
+  """Returns the arrays of each gradient step, by separate programs on the run's devices."""
   mesh = learner.parts.mesh
   (programs,) = learner.gradient_programs([mesh])
   updates = learner.update_programs

@@ -34,7 +34,7 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
     config: a ConfigDict, or its plain values.
 
   Raises:
-    ValueError: one line that names the field, its value and what would be right.
+    ValueError: the config is wrong; the message names a field, its value and a right value.
   """
   fields = _plain(config)
   for problem in _problems_of_fields(fields):
@@ -55,16 +55,16 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
     for problem in problems:
       raise ValueError(f'{section}.{problem}')
   env = options.make(EnvOptions, fields['env'])
-  own = {name: value for name, value in fields['env'].items()
-         if name not in options.meanings(EnvOptions)}
+  task_options = {name: value for name, value in fields['env'].items()
+                  if name not in options.meanings(EnvOptions)}
   with _own_errors('env.task', env.task):
     if may_start_jax(env.task):
       host.prepare_host_for_any(sections['placement'])
-    spec = family_of(env.task).make_spec(env.task, own)
+    spec = family_of(env.task).make_spec(env.task, task_options)
   experiment = Experiment(
       **{name: fields[name] for name in options.meanings(TrainingOptions)},
       scheme_name=fields['scheme'], scheme=_find_scheme(fields['scheme']),
-      env=env, env_options=own, spec=spec,
+      env=env, env_options=task_options, spec=spec,
       loss_name=fields['loss']['name'], algorithm=algorithm,
       network_name=fields['network']['name'], network=fit_to_task(chosen['network'], spec),
       torso_options=torso_options,
@@ -76,10 +76,10 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
 
 
 def placement_of(config: Mapping[str, Any]) -> PlacementOptions:
-  """Returns the placement of a config, which is all that is needed to join other processes.
+  """Returns the placement of a config, with which a process can join the others of a run.
 
   Raises:
-    ValueError: one line that names the field, its value and what would be right.
+    ValueError: a field is wrong; the message names it, its value and a right value.
   """
   fields = _plain(config).get('placement', {})
   for problem in (*options.check_names('placement.', fields, options.defaults(PlacementOptions)),
@@ -92,11 +92,11 @@ def changed(experiment: Experiment, **changes: Any) -> Experiment:
   """Returns the experiment of a changed config.
 
   Args:
-    experiment: the one to begin with.
-    **changes: fields of the config; of a section a mapping of the fields to change.
+    experiment: the experiment to change.
+    **changes: fields of the config; for a section, a mapping of the fields to change.
 
   Raises:
-    ValueError: as `resolve`.
+    ValueError: see `resolve`.
   """
   fields = dict(experiment.fields)
   for name, value in changes.items():
@@ -108,10 +108,10 @@ def resolve_on_one_device(config: Mapping[str, Any]) -> tuple[Experiment, Placem
   """Resolves a config with one actor and one learner device in place of its own.
 
   Returns:
-    The experiment, and the placement that the config asks for, which it may not be able to have.
+    The experiment, and the placement of the config, which may be impossible on this machine.
 
   Raises:
-    ValueError: as `resolve`.
+    ValueError: see `resolve`.
   """
   fields = _plain(config)
   place = fields.get('placement', {})
@@ -131,7 +131,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
-  """Yields what is wrong with names and values, section by section."""
+  """Yields a line for each wrong name or value, section by section."""
   for section in config_lib.CHOICES:
     if not isinstance(fields.get(section), Mapping) or 'name' not in fields[section]:
       yield f'{section}.name: is missing'
@@ -148,11 +148,12 @@ def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
     yield from options.check_names(f'{section}.', fields[section], whole[section])
     yield from options.check_values(f'{section}.', fields[section], cls)
   for section, part in chosen.items():
-    given = {name: value for name, value in fields[section].items() if name != 'name'}
+    part_options = {name: value for name, value in fields[section].items() if name != 'name'}
     known = [name for name in whole[section] if name != 'name']
-    yield from options.check_names(f'{section}.', given, known, of=fields[section]['name'])
+    yield from options.check_names(f'{section}.', part_options, known,
+                                   owner=fields[section]['name'])
     for cls in config_lib.option_classes(section, part):
-      yield from options.check_values(f'{section}.', given, cls)
+      yield from options.check_values(f'{section}.', part_options, cls)
   if 'replay' in whole:
     yield from options.check_names('replay.', fields['replay'], whole['replay'])
     yield from options.check_values('replay.', fields['replay'], ReplayOptions)
@@ -164,7 +165,7 @@ def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _own_errors(field: str, name: str) -> Iterator[None]:
-  """Turns whatever a user's own part raises into one line; a ValueError is one already."""
+  """Turns any exception of a user's own part into a ValueError of one line."""
   try:
     yield
   except ValueError:
@@ -193,9 +194,9 @@ def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec)
   kind = (discrete, several, algorithm.network_kind.policy_reads)
   fitting = {name: family for name, family in FAMILIES.items() if _kind(family) == kind}
   if not fitting:
-    able = [_words(family) for family in FAMILIES.values() if family.reads == kind[-1]]
+    able = [_actions_of(family) for family in FAMILIES.values() if family.reads == kind[-1]]
     raise ValueError(f'loss.name: {fields["loss"]["name"]} wants {able[0]}; those of {spec.task} '
-                     f'are {_words(Family(None, *kind[::2], several))}')
+                     f'are {_actions_of(Family(None, *kind[::2], several))}')
   name = fields['policy']
   if name == config_lib.POLICY:
     family = next(iter(fitting.values()))
@@ -215,11 +216,11 @@ def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec)
 
 
 def _kind(family: Family) -> tuple[bool, bool, str]:
-  """Returns what must agree between a policy, an algorithm and a task."""
+  """Returns the properties in which a policy must agree with the algorithm and the task."""
   return family.discrete, family.several, family.reads
 
 
-def _words(family: Family) -> str:
+def _actions_of(family: Family) -> str:
   """Returns the kind of actions of a policy, for error messages."""
   if not family.discrete:
     return 'continuous actions'

@@ -1,4 +1,4 @@
-"""Replaces files in one step, and sets broken files aside instead of deleting them."""
+"""Replaces files in one step, and moves broken files to a folder instead of deleting them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BROKEN = 'broken'  # folder of a workdir for broken files
 
 
 def write_text(path: Path, text: str) -> None:
-  """Writes a whole file in one step: a reader sees the old content or the new, never a part.
+  """Writes a whole file in one step: a reader sees either the old or the new content.
 
   Raises:
     OSError: the file cannot be written; the error names it. The old content is unchanged.
@@ -48,7 +48,7 @@ def set_aside(workdir: Path, path: Path) -> Path:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-  """Adds the file to an OSError that does not name one, as those of `write` do not."""
+  """Adds the file's name to an OSError that has none; errors of `write` have none."""
   try:
     yield
   except OSError as error:

@@ -1,4 +1,4 @@
-"""A run in its workdir, ready to train: for the command line and for Python."""
+"""Opens a run in its workdir, ready to train, for the command line and the Python API."""
 
 from __future__ import annotations
 
@@ -31,31 +31,32 @@ class Session(NamedTuple):
   workdir: Path
   entries: Sequence[history.Entry]  # the history of the run
   update: int | None  # of the checkpoint to go on from; None without one
-  ends: Sequence[int] | None  # the last update of each segment; None: as the config says
+  # The last update of each segment of a repeated run; None: the config decides.
+  ends: Sequence[int] | None
   notes: Sequence[str]  # lines about memory, repairs and changes
 
   def train(self, stop: stopping.Stopping, profile_dir: str | None = None,
             callbacks: Callbacks | None = None, quiet: bool = False) -> bool:
-    """Trains with each config that updates are still to be made with; usually there is one.
+    """Trains all stages of the rest of the run; usually there is one, see `life.stages`.
 
     Args:
       stop: handles signals.
-      profile_dir: as in `train.train`.
-      callbacks: as in `train.train`.
-      quiet: as in `train.train`.
+      profile_dir: see `train.train`.
+      callbacks: see `train.train`.
+      quiet: see `train.train`.
 
     Returns:
-      As `train.train`.
+      See `train.train`.
 
     Raises:
-      Exception: as `train.train`.
+      Exception: see `train.train`.
     """
     update = self.update
     for stage, last in life.stages(self.run, self.entries, update or 0):
       finished = train_lib.train(
           stage, self.workdir, profile_dir, self.ends, stop, update, self.entries, last,
           callbacks, quiet)
-      # A repeated run may end before its config has changed; then this one does so, too.
+      # A repeated run may end before its config changes; this run then ends there, too.
       if last is None or not finished or last not in checkpoint.saved_updates(self.workdir):
         return finished
       update = last
@@ -64,19 +65,19 @@ class Session(NamedTuple):
 
 @contextlib.contextmanager
 def opened(experiment: Experiment, workdir: Path, options: life.Life) -> Iterator[Session]:
-  """Builds a run and opens its workdir, in all processes; closes the workdir on the way out.
+  """Builds a run and opens its workdir, in all processes; closes the workdir on exit.
 
   Args:
-    experiment: to run.
-    workdir: of the run.
-    options: where it begins, and what may differ if it goes on.
+    experiment: the experiment to run.
+    workdir: the workdir of the run.
+    options: where the run begins, and which fields may differ if it goes on.
 
   Yields:
     The run, ready to train.
 
   Raises:
-    ValueError: the run cannot be, or the workdir is in use, of another experiment, or cannot be
-      repaired.
+    ValueError: the experiment cannot run on this machine, or the workdir is in use, of another
+      experiment, or cannot be repaired.
     OSError: the workdir cannot be written to.
   """
   host.prepare_host(experiment.placement)
@@ -114,9 +115,9 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
   Process 0 creates and locks it. The other processes compare their config with that of process 0.
 
   Args:
-    workdir: of the run.
-    run: that begins or goes on.
-    options: where it begins, and what may differ if it goes on.
+    workdir: the workdir of the run.
+    run: the run that begins or goes on.
+    options: where the run begins, and which fields may differ if it goes on.
 
   Yields:
     The update of the checkpoint to resume from, None without one, and lines about repairs and
@@ -159,12 +160,13 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
         raise ValueError(f'--workdir: this process does not see what process 0 wrote to {workdir}; '
                          'all processes need one file system')
       workdirs.check_same(workdir, run.experiment.fields)
-    del beginning, inherited  # else its state would stay in memory while the run trains
+    # Otherwise the inherited state would stay in memory while the run trains.
+    del beginning, inherited
     yield host.of_process_0(update), notes
 
 
 def _raise_everywhere(problem: Exception | None) -> None:
-  """Waits for process 0, and raises its error, if it has one, in all processes.
+  """Waits for process 0, and raises an error in all processes if process 0 has one.
 
   Args:
     problem: the error of this process, which only process 0 may have.

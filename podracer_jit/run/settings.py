@@ -1,4 +1,4 @@
-"""The options that belong to no part: of training as a whole, environments, checkpoints, logs."""
+"""Options that belong to no part: training as a whole, environments, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ class TrainingOptions:
   num_minibatches: int = option(1, 'minibatches of an epoch', at_least=1, at_most=INT32_MAX)
   num_epochs: int = option(1, 'passes over a round of rollouts', at_least=1, at_most=10_000)
   num_shards: int = option(
-      1, 'pools that the environments are split into, each with streams of its own', at_least=1,
-      at_most=4096)
+      1, 'vector environments that the environments are split into, each with its own random '
+      'numbers', at_least=1, at_most=4096)
   env_batch: int = option(
-      0, '0: actors wait for all environments; n: for the first n that are ready, and no run '
-      'repeats', at_least=0, at_most=MAX_ENVS)
+      0, '0: actors wait for all environments; n: for the first n that are ready, so runs cannot '
+      'be repeated', at_least=0, at_most=MAX_ENVS)
   num_grad_shards: int = option(
       1, 'groups that a gradient is summed over; also the most learner devices', at_least=1,
       at_most=MAX_ENVS)
   exact_reduce: bool = option(
-      True, 'False: a plain all-reduce of one group a device, with other bits on each mesh')
+      True, "True: gradients are added in one fixed order; False: by XLA's all-reduce, with other "
+      'bits on each mesh')
   microbatch_rows: int = option(
-      0, "network rows to a pass of the gradient; 0: a group's minibatch at once", at_least=0,
-      at_most=INT32_MAX)
+      0, "most rows in a pass of the network for a gradient; 0: a group's whole minibatch",
+      at_least=0, at_most=INT32_MAX)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ class CheckpointOptions:
                               at_least=1, at_most=INT32_MAX)
   keep: int = option(3, 'checkpoints that stay', at_least=1, at_most=1_000_000)
   replay: bool = option(
-      True, 'checkpoints have the replay; without it every segment begins with an empty one')
+      True, 'True: checkpoints have the replay; False: every segment begins with an empty replay')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +66,9 @@ class EvalOptions:
       0, '0: none; n: the first checkpoint after n more updates is evaluated, and the last one',
       at_least=0, at_most=INT32_MAX)
   num_episodes: int = option(20, 'whole episodes of an evaluation', at_least=1, at_most=1_000_000)
-  num_envs: int = option(8, 'environments that play them', at_least=1, at_most=MAX_ENVS)
+  num_envs: int = option(8, 'environments of an evaluation', at_least=1, at_most=MAX_ENVS)
   greedy: bool = option(False, 'take the most likely action instead of drawing one')
-  max_steps: int = option(108_000, 'of an episode; an evaluation with a longer one fails',
+  max_steps: int = option(108_000, 'most steps of an episode; a longer episode ends the evaluation',
                          at_least=1, at_most=INT32_MAX)
 
 

@@ -15,9 +15,9 @@ from podracer_jit.run import exit_codes
 from podracer_jit.run.output import complain
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Signals that come closer together are one: a terminal and a launcher may both send it, and the
-# kernel tells of a parent's end once for each thread that the parent had.
-ONE_S = 0.5
+# Signals that are closer together count as one: a terminal and a launcher may both send a signal,
+# and the kernel reports a parent's end once for each thread of the parent.
+REPEAT_S = 0.5
 
 
 def leave() -> None:
@@ -74,7 +74,7 @@ class Stopping:
     Raises:
       KeyboardInterrupt: an end was asked for before, and nothing is being saved.
     """
-    is_new = self._clock() - self._last_s >= ONE_S
+    is_new = self._clock() - self._last_s >= REPEAT_S
     asked_before = self._asked.is_set()
     self._last_s = self._clock()
     self.signal = number
@@ -103,7 +103,7 @@ def handled(leave: Callable[[], None] = leave, clock: Callable[[], float] = time
 
   Args:
     leave: called by a signal that comes before training.
-    clock: in seconds.
+    clock: returns the time in seconds.
   """
   stopping = Stopping(leave, clock)
   before = {}
@@ -118,6 +118,6 @@ def handled(leave: Callable[[], None] = leave, clock: Callable[[], float] = time
 
 
 def ignore() -> None:
-  """Ignores the signals from now on: the process is about to end, with its exit code."""
+  """Ignores the signals from now on, so that the process ends with its own exit code."""
   for number in SIGNALS:
     signal.signal(number, signal.SIG_IGN)

@@ -45,14 +45,14 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
 
   Args:
     run: the run to train.
-    workdir: of the run; it has the config.
+    workdir: the workdir of the run; it has the config.
     profile_dir: a folder for a trace of a few updates; None: no trace.
-    ends: the last update of each segment; None: as the config says.
+    ends: the last update of each segment; None: the config decides.
     stop: handles signals; by default, signals keep their handlers.
-    update: of the checkpoint to resume from, whose files were checked; by default the newest
-      complete checkpoint.
+    update: the update of the checkpoint to resume from, whose files were checked; by default the
+      newest complete checkpoint.
     entries: the history of the run.
-    last: the last update; None: as many as total_steps say.
+    last: the last update; None: the run ends at total_steps.
     callbacks: called with each update and at the end of each segment.
     quiet: prints nothing.
 
@@ -61,7 +61,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
 
   Raises:
     callbacks.CallbackFailed: a callback has raised an exception.
-    checkpoint.Broken: the checkpoint is not what was saved.
+    checkpoint.Broken: the contents of the checkpoint have changed since it was saved.
     checkpoint.NotSaved: a file cannot be written; the message names it and the newest good
       checkpoint.
   """
@@ -70,12 +70,12 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
   stop = stop or stopping.Stopping()
   callbacks = callbacks or Callbacks()
   state = run.initial_state()
-  envs: Any = ()
+  envs: Any | None = None
   saved = checkpoint.Checkpoints(workdir, experiment.checkpoint.keep)
   meta: Mapping[str, Any] = {'segment': 0}
   title = f'{experiment.env.task}  {experiment.scheme_name} {experiment.loss_name}  {workdir}'
 
-  def asked() -> bool:
+  def asked_to_stop() -> bool:
     return stop.asked() or callbacks.ask_to_stop
 
   def evaluated(record: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     callbacks.evaluated(record)
 
   def stopped() -> bool:
-    return placement.any_process(asked(), run.place.mesh)
+    return placement.any_process(asked_to_stop(), run.place.mesh)
 
   with contextlib.ExitStack() as stack:
     stack.enter_context(contextlib.closing(saved))
@@ -98,8 +98,8 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       envs = saved.restore_envs(build.kept_env_shapes(run), int(state.update))
     if update:
       progress.note(f'going on from update {int(state.update)} ({int(state.steps):,} steps)')
-      for words in _changed_rate(run, _entry_before(entries, int(state.update)), int(state.steps)):
-        progress.note(words)
+      for line in _changed_rate(run, _entry_before(entries, int(state.update)), int(state.steps)):
+        progress.note(line)
     else:
       progress.note(f'{title}: starting')
     if experiment.spec.calls_python:
@@ -115,7 +115,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
         progress.note(problem)
     newest = history.newest_config(experiment.fields, entries, int(state.update) + 1)
     record = workdirs.record_of(newest, entries)
-    began = int(state.update)
+    first_done = int(state.update)
     evaluator = None
     if run.place.process == 0:
       evaluator = stack.enter_context(contextlib.closing(
@@ -133,13 +133,13 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
         break
       state = learner.allocate(state)
       state, meta, envs = _segment(
-          run, state, meta, envs, length, workdir, files, progress, profiler, asked,
+          run, state, meta, envs, length, workdir, files, progress, profiler, asked_to_stop,
           callbacks, _entry_before(entries, int(state.update)))
       if not experiment.checkpoint.replay:
-        # A resumed run has no replay either, so that both have the same bits.
-        state = state._replace(replay=())
+        # A resumed run begins with an empty replay, so this run does, too, for the same bits.
+        state = state._replace(replay=None)
       if evaluator:
-        evaluator.wait(asked)
+        evaluator.wait(asked_to_stop)
       with stop.saving():
         if files:
           files.flush()
@@ -148,35 +148,35 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
         evaluator.offer(state, int(state.steps) >= experiment.total_steps)
       callbacks.end_segment(SegmentEnd(int(state.update), int(state.steps), workdir))
     if evaluator:
-      evaluator.wait(asked)
+      evaluator.wait(asked_to_stop)
     profiler.close()
     if profile_dir and not profiler.traced:
       progress.note(f'no trace: it begins with the third report, and there were '
                     f'{profiler.reports}')
-    done = int(state.update)
+    last_done = int(state.update)
     finished = int(state.steps) >= experiment.total_steps
-    if done == last:
-      progress.finish(f'update {done}: the config changes after it, as the history says')
+    if last_done == last:
+      progress.finish(f'update {last_done}: the config changes after it, as the history says')
       return True
     hint = '' if finished else '; the same command goes on'
-    if finished and done == began:
+    if finished and last_done == first_done:
       hint = '; to go on: --extend with a larger --config.total_steps'
-    progress.finish(f'{"finished" if finished else "stopped"} at update {done} '
+    progress.finish(f'{"finished" if finished else "stopped"} at update {last_done} '
                     f'({int(state.steps):,} steps); {workdir} has it all{hint}')
-  return finished or not asked()
+  return finished or not asked_to_stop()
 
 
 def _entry_before(entries: Sequence[history.Entry], update: int) -> history.Entry | None:
-  """Returns the entry of the history that holds from the update after this one on, if any."""
+  """Returns the entry of the history that begins with the next update, or None."""
   return next((entry for entry in entries if entry.first_update == update + 1), None)
 
 
 def _changed_rate(run: build.Run, entry: history.Entry | None, steps: int) -> Iterator[str]:
-  """Yields what a new total_steps does to an annealed learning rate.
+  """Yields a line if a new total_steps changes an annealed learning rate.
 
   Args:
-    run: with the new config.
-    entry: of the history, with the changes; None without any.
+    run: the run with the new config.
+    entry: the entry of the history, with the changes; None without any.
     steps: valid steps learned from so far.
   """
   change = entry.changes.get(changes.TOTAL) if entry else None
@@ -185,8 +185,8 @@ def _changed_rate(run: build.Run, entry: history.Entry | None, steps: int) -> It
   before, after = (float(run.experiment.optimizer.schedule(change[key])(np.int32(steps)))
                    for key in ('was', 'now'))
   if before != after:
-    yield (f'the learning rate is that of a run of {change["now"]:,} steps from here on: '
-           f'{after:.3g}; with {change["was"]:,} steps it was {before:.3g}')
+    yield (f'the learning rate changes from {before:.3g} to {after:.3g} here: it is annealed over '
+           f'{change["now"]:,} steps instead of {change["was"]:,}')
 
 
 def _restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like: TrainState,
@@ -195,17 +195,17 @@ def _restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like:
   """Returns the state and `meta` of a checkpoint, or of an earlier one if it is broken.
 
   Args:
-    run: of the experiment.
+    run: the run of the experiment.
     saved: the checkpoints of the workdir.
-    workdir: of the run.
+    workdir: the workdir of the run.
     like: the shapes of the state.
-    update: of the checkpoint, whose files were checked.
+    update: the update of the checkpoint, whose files were checked.
     entries: the history of the run.
     note: called with a line about each broken checkpoint.
 
   Raises:
-    checkpoint.Broken: no earlier checkpoint is good or was made with this config, or there are
-      other processes, which may have restored this one.
+    checkpoint.Broken: no earlier checkpoint of this config is whole, or there are other processes,
+      which may have restored the broken checkpoint.
   """
   points = history.change_points(entries)
   since = max((number - 1 for number in points if number <= update + 1), default=0)
@@ -217,9 +217,10 @@ def _restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like:
                  if number < update and not checkpoint.problem(workdir, number)]
       if not earlier or run.place.processes > 1:
         raise
-      note(checkpoint.set_aside(workdir, update, error.words))
+      note(checkpoint.set_aside(workdir, update, error.problem))
       update = earlier[-1]
-      if update < since:  # the same command then begins with the config that was before
+      # An earlier config made that checkpoint; the same command goes on with it, stage by stage.
+      if update < since:
         raise
 
 
@@ -230,18 +231,18 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
   """Runs a segment.
 
   Args:
-    run: of the experiment.
+    run: the run of the experiment.
     state: the train state to begin with; donated.
-    meta: of the checkpoint that the segment begins with.
-    envs: the state of environments that go on from that checkpoint; () if they begin anew.
+    meta: the `meta` of the checkpoint that the segment begins with.
+    envs: the state of environments that go on from that checkpoint; None if they begin anew.
     length: number of updates.
-    workdir: of the run.
+    workdir: the workdir of the run.
     files: metrics and receipts, in process 0; None in other processes.
     progress: shows each update.
     profiler: counts reports.
     asked_to_stop: called after every update; the segment ends if it returns True.
     callbacks: called with each update.
-    entry: of the history, if it begins with this segment.
+    entry: the entry of the history, if it begins with this segment.
 
   Returns:
     The state after the segment, the `meta` of its checkpoint, and the state of environments that
@@ -256,7 +257,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
   place = run.place
   index = meta['segment']
   saved = int(state.update)
-  noted = {history.KEY: entry.as_json()} if entry else {}
+  change = {history.KEY: entry.as_json()} if entry else {}
   safe = f'that of update {saved}' if saved else 'none: the run had just begun'
 
   def report(item: Report) -> None:
@@ -283,7 +284,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
     if files:
       with jax.default_device(place.learners[0]):
         files.begin_segment(dict(segment=index, first_update=saved + 1,
-                                 versions=workdirs.versions(), canary=canary(), **noted))
+                                 versions=workdirs.versions(), canary=canary(), **change))
     segment = stack.enter_context(build.segment(
         run, state, index, length, report, asked_to_stop, envs))
     meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, meta)
@@ -321,7 +322,7 @@ class Profiler:
       self.close()
 
   def close(self) -> None:
-    """Ends a trace that is still on."""
+    """Ends the trace, if it has not ended yet."""
     if self._tracing:
       self._tracing = False
       jax.profiler.stop_trace()

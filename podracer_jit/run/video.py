@@ -1,4 +1,4 @@
-"""A video of one whole episode, as the environment renders it, or of its observations."""
+"""Films a whole episode: the environment's own pictures, or else its observations."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from podracer_jit.envs.protocol import VectorEnv
 from podracer_jit.run import evaluation
 
 SUFFIXES = ('.mp4', '.gif')
-Look = Callable[[rollouts.ActorState], np.ndarray]  # -> frame [H, W, 3]
+TakeFrame = Callable[[rollouts.ActorState], np.ndarray]  # -> frame [H, W, 3] u8
 
 
 class Film(NamedTuple):
   """Facts about an episode that was filmed."""
 
   episode_return: float
-  frames: int  # the first observation's and one a step
+  frames: int  # one for the first observation, and one for each step
   frame_rate: float
-  shown: str  # in words
+  shown: str  # a phrase about the origin of the pictures
 
 
 def film(player: evaluation.Player, path: Path, seed: int, env: int, max_steps: int) -> Film:
   """Films an episode.
 
   Args:
-    player: who plays.
-    path: of the video; its suffix, .mp4 or .gif, says which kind.
-    seed: of an evaluation.
+    player: the policy that plays, and its task.
+    path: the path of the video; its suffix is .mp4 or .gif.
+    seed: the seed of an evaluation.
     env: the environment of that evaluation whose first episode is filmed.
     max_steps: limit of the episode's length.
 
   Raises:
-    ValueError: the task is not rendered, and its observations are no pictures either.
+    ValueError: the task cannot be rendered, and its observations are no pictures either.
     RuntimeError: the episode is longer than max_steps.
   """
   key = jax.random.fold_in(jax.random.key(seed), 1)
@@ -49,8 +49,8 @@ def film(player: evaluation.Player, path: Path, seed: int, env: int, max_steps: 
   # Each call of the program makes one step, so that a frame can be taken between two steps.
   render_options = getattr(family_of(player.task), 'render_options', {})
   with evaluation.game(player, env_seeds, key, 1, **render_options) as (vector_env, program, state):
-    look, shown = _camera(player, vector_env, state)
-    first = look(state)
+    take_frame, shown = _camera(player, vector_env, state)
+    first = take_frame(state)
     rate = getattr(vector_env, 'frame_rate', 10.0)
     ended = False
     frames = 1
@@ -60,7 +60,7 @@ def film(player: evaluation.Player, path: Path, seed: int, env: int, max_steps: 
         state, episodes = program(player.params, state)
         ended, episode_return, length = (x.item() for x in jax.device_get(episodes))
         evaluation.bound(length, max_steps)
-        out.write(look(state))
+        out.write(take_frame(state))
         frames += 1
   return Film(episode_return, frames, rate, shown)
 
@@ -69,13 +69,13 @@ def write(path: Path, observations: np.ndarray, colour: bool, frame_rate: float)
   """Writes the newest frame of each observation as a video.
 
   Args:
-    path: of the video; its suffix, .mp4 or .gif, says which kind.
+    path: the path of the video; its suffix is .mp4 or .gif.
     observations: [T, planes, H, W] or [T, H, W].
     colour: whether the last three planes are one frame in colour.
     frame_rate: frames a second.
 
   Raises:
-    ValueError: they are no pictures.
+    ValueError: the observations are no pictures.
   """
   if observations.ndim not in (3, 4):
     raise ValueError(f'no video: observations {observations.shape[1:]} are no pictures')
@@ -86,8 +86,8 @@ def write(path: Path, observations: np.ndarray, colour: bool, frame_rate: float)
 
 
 def _camera(player: evaluation.Player, vector_env: VectorEnv, state: rollouts.ActorState
-            ) -> tuple[Look, str]:
-  """Returns a function that takes a frame between two steps, and in words what the frame shows."""
+            ) -> tuple[TakeFrame, str]:
+  """Returns a function that takes a frame between two steps, and a phrase about its origin."""
   def render(state: rollouts.ActorState) -> np.ndarray:
     return _enlarge(vector_env.render(state.envs[0].simulator))
 
@@ -105,7 +105,7 @@ def _camera(player: evaluation.Player, vector_env: VectorEnv, state: rollouts.Ac
   colour = shape[-1 if channels_last else 0] == 3 or player.options.get('gray_scale') is False
   return (lambda state: _enlarge(_picture(np.asarray(state.envs[0].obs)[0], colour,
                                           channels_last)),
-          'the observations, as the task is not rendered')
+          'the observations, since the task cannot be rendered')
 
 
 def _picture(obs: np.ndarray, colour: bool, channels_last: bool = False) -> np.ndarray:
@@ -134,13 +134,13 @@ def _enlarge(frame: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def _encoder(path: Path, size: tuple[int, int], frame_rate: float) -> Iterator[IO[bytes]]:
-  """Yields ffmpeg's input, for raw frames; so a long episode is never in memory as a whole.
+  """Yields the input of ffmpeg, which takes raw frames; the video is never in memory as a whole.
 
   imageio_ffmpeg's own writer forks and runs Python code in the child, which can deadlock in a
   process with JAX's threads. So ffmpeg is started here.
 
   Args:
-    path: of the video.
+    path: the path of the video.
     size: width and height of a frame, in pixels.
     frame_rate: frames a second.
 
@@ -159,7 +159,7 @@ def _encoder(path: Path, size: tuple[int, int], frame_rate: float) -> Iterator[I
     try:
       yield process.stdin
     except BrokenPipeError:
-      pass  # the exit code and the output, read below, say more
-    _, words = process.communicate()
+      pass  # The exit code and the output, read below, explain the failure.
+    _, output = process.communicate()
   if process.returncode:
-    raise OSError(f'ffmpeg could not write {path}: {words.decode().strip()}')
+    raise OSError(f'ffmpeg could not write {path}: {output.decode().strip()}')

@@ -1,6 +1,6 @@
 """Writes and reads the config of a run in its workdir, and its history.
 
-A resumed run must have the same config, but for fields that the command line allows to change.
+A resumed run must have the same config, except for fields that the command line allows to change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from podracer_jit.run import config as config_lib
 
 PACKAGES = ('podracer_jit', 'jax', 'jaxlib', 'flax', 'optax', 'rlax', 'envpool', 'numpy')
 CONFIG = 'config.json'
-# Fields that may differ between two runs of the same experiment, and exceptions among them.
+# Fields in which two runs of one experiment may differ, and exceptions among these fields.
 _FREE = ('placement.', 'log.', 'eval.', 'checkpoint.keep')
 _BOUND = ('placement.xla_threads', 'placement.actor_platform')
 
@@ -28,7 +28,7 @@ class ConfigChanged(ValueError):
 
 
 def versions() -> dict[str, str]:
-  """Returns the versions of Python and of the packages that results depend on."""
+  """Returns the versions of Python and of the packages on which results depend."""
   by_package = {'python': platform.python_version()}
   for name in PACKAGES:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -53,7 +53,7 @@ def make(workdir: Path) -> None:
   """Makes the folder.
 
   Raises:
-    ValueError: it cannot be made or written to.
+    ValueError: the folder cannot be made or written to.
   """
   try:
     workdir.mkdir(parents=True, exist_ok=True)
@@ -73,17 +73,17 @@ def open_workdir(workdir: Path, config: Mapping[str, Any],
   changes are written by `write_changes`, once it is known that they fit the checkpoint.
 
   Args:
-    workdir: exists, and is this process's to write to.
+    workdir: the workdir of the run; exists, and only this process writes to it.
     config: plain values.
-    allowed: what may differ.
+    allowed: the fields that may differ.
     entries: the history that a new run begins with.
 
   Returns:
-    Lines about what has changed and what was repaired.
+    Lines about changed versions and repairs.
 
   Raises:
     ConfigChanged: fields differ; the message has each of them with both values.
-    ValueError: config.json is not that of a run, or is lost.
+    ValueError: config.json does not belong to a run, or is lost.
     OSError: it cannot be written.
   """
   path = workdir / CONFIG
@@ -111,9 +111,9 @@ def write_changes(workdir: Path, config: Mapping[str, Any], update: int,
   """Writes a config with allowed changes to config.json, and the changes to its history.
 
   Args:
-    workdir: `open_workdir` was called for it, with what is allowed.
+    workdir: the workdir of the run; `open_workdir` has checked the changes.
     config: plain values.
-    update: of the checkpoint that the run goes on from; 0 without one.
+    update: the update of the checkpoint that the run goes on from; 0 without one.
     problem: returns why the changed config does not fit that checkpoint, '' if it does.
 
   Returns:
@@ -129,15 +129,16 @@ def write_changes(workdir: Path, config: Mapping[str, Any], update: int,
   if not changed:
     return []
   names = ', '.join(sorted(changed))
-  words = problem()
-  if words:
-    raise ConfigChanged(f'{names}: cannot change in {workdir}: {words}')
+  misfit = problem()
+  if misfit:
+    raise ConfigChanged(f'{names}: cannot change in {workdir}: {misfit}')
   try:
     entries = history.with_changes(history.read(stored), update + 1, changed)
   except ValueError as error:
     raise ConfigChanged(f'{names}: cannot change now: {error}') from None
   record = record_of(config, entries)
-  record['versions'] = stored.get('versions', {})  # of the beginning
+  # The versions with which the run began stay.
+  record['versions'] = stored.get('versions', {})
   safe_files.write_text(workdir / CONFIG, json.dumps(record, indent=2) + '\n')
   return [history.Entry(update + 1, changed).words()]
 
@@ -147,7 +148,7 @@ def check_same(workdir: Path, config: Mapping[str, Any]) -> None:
 
   Raises:
     ConfigChanged: fields differ; the message has each of them with both values.
-    ValueError: there is no config.json, or it is not that of a run.
+    ValueError: there is no config.json, or it does not belong to a run.
   """
   stored = _read(workdir / CONFIG)
   record = record_of(config)
@@ -173,7 +174,7 @@ def _restored_record(workdir: Path) -> tuple[dict[str, Any], list[str]]:
       continue
     aside = ''
     if path.exists():
-      aside = f'; what was there is now {safe_files.set_aside(workdir, path)}'
+      aside = f'; the old file is now {safe_files.set_aside(workdir, path)}'
     safe_files.write_text(path, json.dumps(meta['run'], indent=2) + '\n')
     return meta['run'], [f'{path} {problem}; it was restored from the checkpoint of update '
                          f'{update}{aside}']
@@ -186,9 +187,9 @@ def read_config(workdir: Path, allow_modules: Collection[str] = (), update: int 
   """Returns the config of the run in workdir, as plain values.
 
   Args:
-    workdir: of the run. It may be a stranger's: it is data, and nothing in it is executed.
+    workdir: the workdir of the run. It may be a stranger's, so nothing in it is executed.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
-    update: the config is the one with which this update was made; None: the newest.
+    update: returns the config with which this update was made; None: the newest config.
 
   Raises:
     ValueError: there is no run, or its config names modules that are not allowed.
@@ -208,7 +209,7 @@ def read_config(workdir: Path, allow_modules: Collection[str] = (), update: int 
 
 
 def read_history(workdir: Path) -> list[history.Entry]:
-  """Returns the history of the run in workdir; empty for one that began with its seed.
+  """Returns the history of the run in workdir; empty if the run began with its seed.
 
   Raises:
     ValueError: there is no run.
@@ -237,14 +238,14 @@ def _check_exists(path: Path) -> None:
 
 
 def _completed(stored: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the config of a stored record, with defaults for options that it does not have yet.
+  """Returns the config of a stored record, completed by the defaults of options that it lacks.
 
-  If it names other modules than `record`, it is returned unchanged: no module may be imported only
-  because a workdir names it.
+  A config that names other modules than `record` is returned unchanged: a module must not be
+  imported only because a workdir names it.
 
   Args:
-    stored: from a workdir.
-    record: of the current config.
+    stored: the record of a workdir.
+    record: the record of the current config.
   """
   allowed = config_lib.modules(record['config']).values()
   try:
@@ -290,7 +291,7 @@ def differences(config_a: Mapping[str, Any], config_b: Mapping[str, Any], where:
   Args:
     config_a: nested dicts.
     config_b: nested dicts.
-    where: words after the value of each config.
+    where: a phrase after the value of each config, such as 'in A'.
   """
   return [f'{name}: {change.get("was")!r} {where[0]}, {change.get("now")!r} {where[1]}'
           for name, change in changed_fields(config_a, config_b).items()]

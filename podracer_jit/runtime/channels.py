@@ -14,7 +14,7 @@ from absl import logging
 
 
 class Versioned(NamedTuple):
-  """A value with a version: that of the parameters in it, or of the parameters that made it."""
+  """A value with the version of its parameters: those in it, or those that made it."""
 
   value: Any
   version: int
@@ -38,7 +38,7 @@ class Channel:
     """Creates an empty channel.
 
     Args:
-      name: of the values, for messages, such as 'rollouts of actor 0'.
+      name: name of the values, for messages, such as 'rollouts of actor 0'.
       transfer: moves a value to the consumer's devices; called by the producer.
       patience_s: seconds of waiting between two warnings that say which side is stuck.
     """
@@ -190,9 +190,10 @@ class DoubleBuffer(Channel):
     self._primed_gets = 0 if lag is None else lag + 1
     self._puts_left = firings - self._primed_gets
     self._primed: Versioned | None = None
-    # Values are numbered from 1 in the order of puts; the primed value is number 0. These are the
-    # numbers of the newest value that was put, that is known to be computed, and that was taken.
-    self._put = self._finished = self._taken = 0
+    # Values are numbered from 1 in the order of puts; the primed value is number 0.
+    self._put = 0  # number of the newest value that was put
+    self._finished = 0  # number of the newest value that is known to be computed
+    self._taken = 0  # number of the newest value that was taken
     # The value that was put, and maybe taken, but is not known to be computed.
     self._unfinished: Versioned | None = None
     # Times at which values became ready, by number, until the consumer has waited for them.
@@ -272,7 +273,7 @@ class DoubleBuffer(Channel):
         self._primed_gets -= 1
         item = self._primed
         if not self._primed_gets:
-          # Its memory is free once the consumer drops the last one.
+          # Its memory is free once the consumer drops the value.
           self._primed = None
         return item
       item = super().get()
@@ -336,7 +337,7 @@ class DrainQueue(FifoQueue):
     self._wants = wants
 
   def get(self) -> Versioned:
-    """Takes up to the wanted number of values; blocks while fewer than the least are there.
+    """Takes as many values as `wants` says; blocks while the queue has fewer than the least.
 
     Returns:
       A Versioned whose value is a list of Versioned, with the version of the first (0 if empty).

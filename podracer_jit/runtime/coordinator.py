@@ -91,7 +91,7 @@ def _refuse_port_in_use(family: int, sockaddr: tuple) -> None:
   reserves a port by binding it.
 
   Args:
-    family: of the address, such as `socket.AF_INET`.
+    family: the family of the address, such as `socket.AF_INET`.
     sockaddr: (IP, port, ...).
 
   Raises:

@@ -27,7 +27,7 @@ def prepare_host(options: PlacementOptions) -> None:
   experiment and does not follow the number of cores or virtual devices.
 
   Args:
-    options: of the placement.
+    options: the options of the placement.
 
   Raises:
     ValueError: the placement has more devices than `placement.xla_threads`, or JAX has started
@@ -58,9 +58,9 @@ def prepare_host(options: PlacementOptions) -> None:
 def prepare_host_for_any(options: PlacementOptions) -> None:
   """Does the work of `prepare_host` for any placement with these `xla_threads`.
 
-  Environments that are JAX functions are made before the whole placement is known, and making them
-  may start JAX. So there are as many CPU devices as the placement can have; those that are not used
-  cost nothing. Does nothing if JAX has started already.
+  Environments that are JAX functions are created before the whole placement is known, and creating
+  them may start JAX. So JAX gets as many CPU devices as the placement can have; unused devices cost
+  nothing. Does nothing if JAX has started already.
   """
   threads = options.xla_threads
   if not _is_prepared(threads, threads):
@@ -114,7 +114,7 @@ def join(options: PlacementOptions, coordinator_address: str | None, num_process
   that is None or JAX_COORDINATOR_BIND_ADDRESS is set, JAX decides where it listens.
 
   Args:
-    options: of the placement.
+    options: the options of the placement.
     coordinator_address: HOST:PORT of process 0, or None.
     num_processes: number of processes, or None.
     process_id: index of this process, from 0, or None.
@@ -143,7 +143,7 @@ def join(options: PlacementOptions, coordinator_address: str | None, num_process
       # Under SLURM and Open MPI, JAX would give each process of a node one device.
       local_device_ids=list(range(options.num_devices)),
       coordinator_bind_address=bind_address,
-      # JAX aborts the process after this time, so it must exceed that of `join`.
+      # JAX aborts the process after this time, so `join` must give up earlier.
       initialization_timeout=timeout_s + 600,
       heartbeat_timeout_seconds=20, shutdown_timeout_seconds=20)
 
@@ -179,7 +179,7 @@ def _call_until(deadline: float, function: Callable[[], None]) -> None:
 
   Args:
     deadline: time (`time.monotonic`) until which to wait.
-    function: to call.
+    function: the function to call.
 
   Raises:
     TimeoutError: the function has not returned by `deadline`; its thread continues.
@@ -212,7 +212,7 @@ def of_process_0(number: int | None) -> int | None:
   """Broadcasts a non-negative number, or None, from process 0 to all processes.
 
   Args:
-    number: the value; only that of process 0 matters.
+    number: the value; ignored in processes other than 0.
 
   Returns:
     The value of process 0, in every process.

@@ -1,4 +1,4 @@
-"""Devices, meshes, and transfers between them. None of this changes the values of a result."""
+"""Devices, meshes, and transfers between devices, which never change the values of results."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _DEVICES = f'must be a tuple of device indices below {MAX_DEVICES}, such as (0, 
 class Placement(NamedTuple):
   """Devices of actors and learners."""
 
-  actors: tuple[jax.Device, ...]  # of this process's actors, one for each actor
-  mesh: Mesh  # of the learner, over all processes
-  workers: tuple[jax.Device, ...]  # of gradient workers; a device may occur several times
+  actors: tuple[jax.Device, ...]  # the device of each of this process's actors
+  mesh: Mesh  # the learner's mesh, over all processes
+  workers: tuple[jax.Device, ...]  # the device of each gradient worker; may repeat
   env_threads: int  # threads of each environment pool
   process: int = 0  # index of this process
   processes: int = 1  # number of processes
@@ -50,9 +50,9 @@ class PlacementOptions:
   """
 
   actor_devices: tuple = option((0,), 'indices of the devices that act', at_least=0,
-                                at_most=MAX_DEVICES - 1, not_empty=True, words=_DEVICES)
+                                at_most=MAX_DEVICES - 1, not_empty=True, message=_DEVICES)
   learner_devices: tuple = option((0,), 'indices of the devices that learn', at_least=0,
-                                  at_most=MAX_DEVICES - 1, not_empty=True, words=_DEVICES)
+                                  at_most=MAX_DEVICES - 1, not_empty=True, message=_DEVICES)
   actors_per_device: int = option(1, 'actors, each a thread, on each actor device', at_least=1,
                                  at_most=1024)
   env_threads: int = option(
@@ -61,7 +61,7 @@ class PlacementOptions:
   actor_platform: str = option('auto', 'kind of the actor devices',
                                choices=('auto', 'gpu', 'cpu'))
   updates_per_call: int = option(
-      16, 'of a scheme that is one program: updates of a call, between two checks for a stop',
+      16, 'with a scheme of one program: updates of a call; a signal ends the run after a call',
       at_least=1, at_most=1_000_000)
   xla_threads: int = option(
       16, "threads of XLA's CPU pool; they change bits, so they are part of the experiment",
@@ -83,7 +83,7 @@ class PlacementOptions:
     """Returns the number of learner devices for error messages.
 
     Args:
-      number: of learner devices in all processes.
+      number: learner devices in all processes.
       processes: number of processes.
     """
     where = f'learner_devices = {shown(self.learner_devices)}{_in_each(processes)}'
@@ -111,8 +111,8 @@ def any_process(flag: bool, mesh: Mesh) -> bool:
   This is a collective: all processes must call it in the same order, each from one thread.
 
   Args:
-    flag: of this process.
-    mesh: of the learner, over all processes.
+    flag: the flag of this process.
+    mesh: the mesh of the learner, over all processes.
   """
   if jax.process_count() == 1:
     return flag
@@ -132,7 +132,7 @@ def resolve(options: PlacementOptions, num_shards: int, any_platform: bool = Fal
 
   Args:
     options: with device indices that count the devices of each process from 0.
-    num_shards: of the environments, in all processes.
+    num_shards: vector environments in all processes.
     any_platform: actors can be on any kind of device; otherwise on CPUs and GPUs only, since
       simulators outside of the program have no calls for others.
 
@@ -190,7 +190,7 @@ def put_params(params: Any, device: jax.Device) -> Any:
 
   Args:
     params: arrays replicated on the learner mesh.
-    device: of the actor.
+    device: the device of the actor.
   """
   local = jax.tree.map(lambda x: x.addressable_data(0), params)
   return _copy(local) if _is_on(local, device) else jax.device_put(local, device, may_alias=False)
@@ -220,7 +220,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
   sharding = NamedSharding(mesh, PartitionSpec())
 
   def everywhere(x):
-    # Of an array with several copies, `device_put` would take one without copying it.
+    # If an array has several copies, `device_put` would use one of them without copying it.
     x = x.addressable_data(0)
     copies = [jax.device_put(x, device, may_alias=False) for _, device in _local(mesh)]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, copies)
@@ -229,7 +229,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 
 
 def everywhere(tree: Any, mesh: Mesh) -> Any:
-  """Returns the tree on every device of the mesh; does not copy arrays that are there already."""
+  """Returns the tree on every device of the mesh; copies no array that is already on a device."""
   return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
@@ -247,10 +247,10 @@ def scatter(trees: Sequence[Any], first_env: int, num_envs: int, mesh: Mesh) -> 
   device that uses it, for any number of actors and learners, and never to another process.
 
   Args:
-    trees: of arrays [T, B_i, ...], side by side in the batch.
+    trees: trees of arrays [T, B_i, ...], side by side in the batch.
     first_env: index of their first environment in the batch.
     num_envs: environments of the batch.
-    mesh: of the learner.
+    mesh: the mesh of the learner.
 
   Returns:
     The slices on this process's devices of the mesh.
@@ -282,8 +282,8 @@ def gather(slices: Sequence[Slices], mesh: Mesh) -> Any:
   """Joins slices to the whole batch.
 
   Args:
-    slices: of `scatter`, in the order of their environments.
-    mesh: of the learner.
+    slices: results of `scatter`, in the order of their environments.
+    mesh: the mesh of the learner.
 
   Returns:
     A tree of global arrays [T, num_envs, ...], sharded over environments.

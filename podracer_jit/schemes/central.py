@@ -20,10 +20,10 @@ from podracer_jit.types import TrainState
 
 
 class GradientMessage(NamedTuple):
-  """Message of a gradient step to the centre; its version is that of the parameters it used."""
+  """Message of a gradient step to the centre; carries the version of the parameters it used."""
 
   worker: int
-  groups: Any  # (grads, terms) by partial sum, [n, ...] each
+  groups: Any  # (grads, loss_terms) by partial sum, [n, ...] each
   collected: float  # mean version of the parameters that made the rollouts
   batch_stats: Mapping[str, Any] | None  # `batch_stats` of Prepared, in an update's last step only
 
@@ -34,7 +34,7 @@ class ParameterServerState(NamedTuple):
   train: TrainState
   version: int  # gradient steps made, without unfinished updates of earlier segments
   steps: Mapping[int, list]  # by worker: (results, delays) of each gradient step of its update
-  done: int = 0  # updates done in this segment
+  updates: int = 0  # updates done in this segment
   ended: bool = False
 
 
@@ -45,8 +45,8 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   under way. It sends parameters to actors after the last gradient of a rollout.
 
   Args:
-    plan: of the run.
-    actors: of the segment.
+    plan: the plan of the run.
+    actors: the actors of the segment.
     start: the segment's first state.
     reports: channel of the learner's reports.
 
@@ -92,11 +92,11 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     workers.append(_gradient_worker(plan, gradients, i, start, own_rollouts, answer, messages))
   state = ParameterServerState(placement.replicate(start.state, centre), version,
                                {i: [] for i in range(count)})
-  ports = [Endpoint(h) for h in (*params, *answers, reports)]
+  writes = [Endpoint(channel) for channel in (*params, *answers, reports)]
   # At the segment's end each worker may have begun an update that it does not end, so the centre
   # may fire more often than the segment's updates need.
   learner = Worker('learner', _centre(plan, start, count, len(actors)), state, [Endpoint(messages)],
-                   ports, (updates + count) * steps, lambda carry: carry.ended)
+                   writes, (updates + count) * steps, lambda carry: carry.ended)
   return [*workers, learner], wiring.waits(params, rollouts, count)
 
 
@@ -105,7 +105,7 @@ def _gradient_worker(plan: Plan, gradients: Sequence[GradientPrograms], i: int, 
   """Returns a worker that computes gradients (G).
 
   Args:
-    plan: of the run.
+    plan: the plan of the run.
     gradients: the programs of all gradient workers.
     i: index of this worker.
     start: the segment's first state.
@@ -151,7 +151,7 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
   update, sends parameters to actors and reports.
 
   Args:
-    plan: of the run.
+    plan: the plan of the run.
     start: the segment's first state.
     workers: number of gradient workers.
     actors: number of actors.
@@ -177,9 +177,9 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
       train, metrics = programs.finish(train, message.batch_stats, list(results))
       cgd, gud = np.mean(delays, axis=0)
       report = Versioned(Report(metrics, 1, (cgd,), (gud,)), carry.version)
-      done = carry.done + 1
-      ended = start.ended(train) or done == start.updates
-      carry = carry._replace(train=train, done=done, ended=ended)
+      updates = carry.updates + 1
+      ended = start.ended(train) or updates == start.updates
+      carry = carry._replace(train=train, updates=updates, ended=ended)
       steps = []
       # In `dppo_async` an actor has lag 0 to its own worker, so only that worker's updates send it
       # parameters. In other schemes every update sends them to all actors.

@@ -1,4 +1,7 @@
-"""Graph of actors that fill a replay and a learner that draws from it, at own rates (Ape-X)."""
+"""Graph of actors that fill a replay and a learner that draws from it, each at its own rate.
+
+This is Ape-X (1803.00933).
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   """Wires the graph; the plan's learner must be a learner from a replay.
 
   Args:
-    plan: of the run.
-    actors: of the segment.
+    plan: the plan of the run.
+    actors: the actors of the segment.
     start: the segment's first state.
     reports: channel of the learner's reports.
 
@@ -84,7 +87,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
 
   # The learner ends the run; actors go on until then.
   draws = Worker('learner', fire, State(start.state), [Endpoint(inbox)],
-                 [Endpoint(h) for h in (*params, reports)], start.updates,
+                 [Endpoint(channel) for channel in (*params, reports)], start.updates,
                  lambda carry: start.ended(carry.train))
   acts = [wiring.actor(plan, i, actor, start, p, inbox, 2**62, learner.options.params_every)
           for i, (actor, p) in enumerate(zip(actors, params, strict=True))]

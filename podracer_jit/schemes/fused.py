@@ -1,4 +1,4 @@
-"""Graph of one program that alternates rollouts and updates, without Python between.
+"""Graph of one program that alternates rollouts and updates, without Python between them.
 
 If the environments are JAX functions, too, the program spans the learner's mesh, and each device
 steps its own environments: Podracer's Anakin (2104.06272, section 2).
@@ -35,8 +35,8 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   """Wires the graph of one worker, whose program makes several updates in a call.
 
   Args:
-    plan: of the run.
-    actors: of the segment.
+    plan: the plan of the run.
+    actors: the actors of the segment.
     start: the segment's first state.
     reports: channel of the learner's reports.
 
@@ -80,8 +80,8 @@ def split(state: ActorState, mesh: Mesh) -> ActorState:
   """Shares out an actor's vector environments to the devices of a mesh, in order.
 
   Args:
-    state: of all vector environments.
-    mesh: of D devices, which divides their number.
+    state: the state of all vector environments.
+    mesh: D devices; D divides the number of vector environments.
 
   Returns:
     A state with num_shards / D vector environments, whose arrays have a leading axis [D].

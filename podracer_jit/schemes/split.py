@@ -21,15 +21,15 @@ class State(NamedTuple):
   """State of the learner."""
 
   train: TrainState
-  update: int  # equal to `train.update`; a copy on the host needs no transfer
+  update: int  # a copy of `train.update` on the host, which needs no transfer
 
 
 def wire_in_order(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
   """Wires the graph in which an update takes one rollout of each actor, in order.
 
   Args:
-    plan: of the run.
-    actors: of the segment.
+    plan: the plan of the run.
+    actors: the actors of the segment.
     start: the segment's first state.
     reports: channel of the learner's reports.
 
@@ -45,8 +45,8 @@ def wire_as_they_come(plan: Plan, actors: Sequence[Actor], start: SegmentStart, 
   """Wires the graph in which an update takes rollouts as they arrive, from any actors.
 
   Args:
-    plan: of the run.
-    actors: of the segment.
+    plan: the plan of the run.
+    actors: the actors of the segment.
     start: the segment's first state.
     reports: channel of the learner's reports.
 
@@ -69,8 +69,8 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
   """Wires a graph of actors and a learner.
 
   Args:
-    plan: of the run.
-    actors: of the segment.
+    plan: the plan of the run.
+    actors: the actors of the segment.
     start: the segment's first state.
     reports: channel of the learner's reports.
     queues: channel of each actor's rollouts.
@@ -97,8 +97,9 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
     report = Versioned(Report(metrics, 1, (cgd,), (0.0,)), update + 1)
     return State(state, update + 1), [*[new_params] * len(params), report]
 
-  learner = Worker('learner', fire, State(start.state, start.update), [Endpoint(h) for h in queues],
-                   [Endpoint(h) for h in (*params, reports)], start.updates,
+  learner = Worker('learner', fire, State(start.state, start.update),
+                   [Endpoint(channel) for channel in queues],
+                   [Endpoint(channel) for channel in (*params, reports)], start.updates,
                    lambda carry: start.ended(carry.train))
   workers = [wiring.actor(plan, i, actor, start, *ends, rollouts)
              for i, (actor, *ends) in enumerate(zip(actors, params, queues, strict=True))]

@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
 
 class Actor(NamedTuple):
-  """Actor of a segment, before it is wired."""
+  """Actor of a segment: what `actor` needs to make a worker of it."""
 
   rollout_program: RolloutProgram
   state: ActorState
@@ -53,7 +53,7 @@ class ActorHistory(NamedTuple):
   rollouts: int  # made in this segment
 
   def after(self, rollouts: int) -> ActorState:
-    """Returns the state after so many rollouts of the segment."""
+    """Returns the state after this number of rollouts of the segment."""
     return self.states[-1 - (self.rollouts - rollouts)]
 
 
@@ -61,7 +61,7 @@ def actors_after(plan: Plan, states: Mapping[str, Any], updates: int) -> list[Ac
   """Returns the states of actors, in order, if each update took one rollout of each actor.
 
   Args:
-    plan: of the run.
+    plan: the plan of the run.
     states: the workers' last states, by name.
     updates: made in the segment.
   """
@@ -95,10 +95,10 @@ def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version
   """Creates the channels of parameters to actors, and primes them.
 
   Args:
-    plan: of the run.
-    actors: of the segment.
+    plan: the plan of the run.
+    actors: the actors of the segment.
     start: the segment's first state.
-    version: of the first parameters.
+    version: version of the first parameters.
 
   Returns:
     One channel for each actor.
@@ -122,10 +122,10 @@ def rollouts_of(i: int, first_env: int, firings: int, num_envs: int,
 
   Args:
     i: the actor's number.
-    first_env: index of the actor's first environment among those of the learner.
+    first_env: index of the actor's first environment among the learner's environments.
     firings: rollouts that the learner takes.
     num_envs: environments of the learner.
-    mesh: of the learner.
+    mesh: the mesh of the learner.
 
   Returns:
     A channel without a lag, which sends rollouts to the devices of the mesh.
@@ -134,20 +134,20 @@ def rollouts_of(i: int, first_env: int, firings: int, num_envs: int,
                       transfer=lambda r: placement.scatter(r, first_env, num_envs, mesh))
 
 
-def waits(params: Sequence[Channel], made: Sequence[Channel],
+def waits(params: Sequence[Channel], rollouts: Sequence[Channel],
           learners: int = 1) -> Callable[[], Waits]:
   """Builds the function that returns waiting times.
 
   Args:
     params: channel of parameters to each actor.
-    made: channel of each actor's rollouts; may be one and the same.
+    rollouts: channel of each actor's rollouts; actors may share a channel.
     learners: number of learners that share these channels.
 
   Returns:
     A function that returns mean seconds waited by an actor, and by a learner.
   """
   # Actors may share a queue, which counts once.
-  queues = list(dict.fromkeys(made))
+  queues = list(dict.fromkeys(rollouts))
 
   def waits() -> Waits:
     of_actors = sum(p.get_wait_s for p in params) + sum(r.put_wait_s for r in queues)
@@ -162,7 +162,7 @@ def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Versioned
   """Checks that rollouts have exactly the lag of a deterministic scheme.
 
   Args:
-    scheme: of the run.
+    scheme: the scheme of the run.
     update: the update that takes the rollouts.
     first: the segment's first update.
     items: the rollouts, with the versions of their parameters.
@@ -180,17 +180,17 @@ def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Versioned
                            f'{item.version / unit:g}: its lag should be {lag}')
 
 
-def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel, made: Channel,
-          firings: int, rollouts_per_params: int = 1) -> Worker:
+def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel,
+          rollouts: Channel, firings: int, rollouts_per_params: int = 1) -> Worker:
   """Returns a worker that makes rollouts with the parameters that it receives.
 
   Args:
-    plan: of the run.
+    plan: the plan of the run.
     i: the actor's number.
     actor: the actor's environments and state.
     start: the segment's first state.
     params: channel of parameters to the actor.
-    made: channel of the actor's rollouts.
+    rollouts: channel of the actor's rollouts.
     firings: most rollouts.
     rollouts_per_params: rollouts made with the same parameters.
 
@@ -209,8 +209,8 @@ def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel
 
   def fire(state: ActorState, params: Versioned):
     with jax.profiler.TraceAnnotation('rollout'):
-      state, rollouts = program(params.value, state)
-    return state, [Versioned(rollouts, params.version)]
+      state, experience = program(params.value, state)
+    return state, [Versioned(experience, params.version)]
 
   def fire_and_keep(history: ActorHistory, params: Versioned):
     state, outputs = fire(history.states[-1], params)
@@ -218,7 +218,7 @@ def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel
     states = (*history.states, state)[-plan.scheme.lag - 2:]
     return ActorHistory(states, history.rollouts + 1), outputs
 
-  ends = [Endpoint(params, rollouts_per_params)], [Endpoint(made)]
+  ends = [Endpoint(params, rollouts_per_params)], [Endpoint(rollouts)]
   if plan.keeps_envs:
     return Worker(f'actor {i}', fire_and_keep, ActorHistory((actor.state,), 0), *ends, firings)
   return Worker(f'actor {i}', fire, actor.state, *ends, firings)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.implementation
 
 
 def test_frames_of_an_asynchronous_pool_are_kept_once(monkeypatch):
-  deduplicate = frames.of
+  deduplicate = frames.from_stacks
   # Rollouts then have both: the whole stacks, and the frames kept once.
   monkeypatch.setattr(frames, 'of', lambda obs, stack: (obs, deduplicate(obs, stack)))
   prepared_run = fresh(small('impala', 'Pong-v5', 'nature_cnn', env_batch=4))
@@ -25,5 +25,5 @@ def test_frames_of_an_asynchronous_pool_are_kept_once(monkeypatch):
       stacks, single_frames = rollouts.value[0].obs
       assert single_frames.frame.shape == (8 + 4, 8, 1, 42, 42)
       assert_array_equal(frames.stacks(single_frames), stacks)
-      num_reset_stacks += single_frames.fresh.sum()
+      num_reset_stacks += single_frames.is_reset_stack.sum()
   assert num_reset_stacks

@@ -39,13 +39,14 @@ def row_by_row(obs, stack):
   return jax.lax.fori_loop(0, len(obs), add_row, frames.begin(obs[0], len(obs) - 1, stack))
 
 
-@pytest.mark.parametrize('store', [row_by_row, frames.of])
+@pytest.mark.parametrize('store', [row_by_row, frames.from_stacks])
 @pytest.mark.parametrize('stack, channels, steps', SHAPES)
 def test_restored_stacks_equal_the_original(stack, channels, steps, store):
   obs = jnp.asarray(make_stacks(stack, channels, steps))
   rows = jax.jit(store, static_argnums=1)(obs, stack)
-  assert rows.frame.shape == (steps + stack, 6, channels, 3, 2) and rows.fresh.shape == (steps, 6)
-  assert rows.fresh.any() and not rows.fresh.all()
+  assert rows.frame.shape == (steps + stack, 6, channels, 3, 2)
+  assert rows.is_reset_stack.shape == (steps, 6)
+  assert rows.is_reset_stack.any() and not rows.is_reset_stack.all()
   assert_array_equal(jax.jit(frames.stacks)(rows), obs)
   assert_array_equal(jax.jit(frames.last)(rows), obs[-1:])
   step, env = (x.reshape(-1) for x in np.indices((steps + 1, 6)))
@@ -57,7 +58,7 @@ def test_restored_stacks_equal_the_original(stack, channels, steps, store):
 @pytest.mark.quick
 def test_observations_without_a_stack_are_not_changed():
   obs = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 7)))
-  assert frames.of(obs, 1) is obs is frames.stacks(obs)
+  assert frames.from_stacks(obs, 1) is obs is frames.stacks(obs)
   assert_array_equal(row_by_row(obs, 1), obs)
   assert_array_equal(frames.last(obs), obs[4:])
   assert_array_equal(frames.pick(obs, jnp.array([4, 1]), jnp.array([0, 2])),

@@ -291,7 +291,7 @@ def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
 def test_deduplicated_frames_give_the_same_gradient_as_whole_stacks(name, vtrace):
   stacks = make_stacks(4, 1, STEPS, NUM_ENVS)
   with_stacks = make_rollout(3, STEPS, NUM_ENVS)._replace(obs=stacks)
-  with_frames = with_stacks._replace(obs=frames.of(stacks, 4))
+  with_frames = with_stacks._replace(obs=frames.from_stacks(stacks, 4))
   assert with_frames.obs.frame.size < stacks.size / 2
   params = make_params(NETWORK, stacks)
   options = dict(vtrace=vtrace) if name == 'ppo' else {}

@@ -305,7 +305,7 @@ def check_slots(state, g, transitions, errors, capacity):
   free = np.asarray(state.slots.free[g, :room])
   assert sorted([*free, *np.flatnonzero(used)]) == list(range(len(used)))
   assert int(state.size[g]) == used.sum() <= capacity
-  stored = jax.tree.map(lambda x: np.asarray(x[g])[used], state.slots.held)
+  stored = jax.tree.map(lambda x: np.asarray(x[g])[used], state.slots.transitions)
   numbers = stored.obs[:, 0].astype(int)
   expected = [transitions[k] for k in numbers]
   assert_array_equal(stored.action, [transition[1] for transition, *_ in expected])
@@ -359,7 +359,7 @@ def count_evictions(replay, state, new):
   def kept_numbers(key):
     slots = replay.add(state, jnp.arange(1), stack_groups(new), key[None], jnp.int32(0)).slots
     used = slots.eviction[0][0, :slots.free.shape[1]] > 0
-    return jnp.where(used, slots.held.obs[0, :, 0], -1.0)
+    return jnp.where(used, slots.transitions.obs[0, :, 0], -1.0)
   numbers = jax.jit(lambda keys: jax.lax.map(kept_numbers, keys))(keys(4, 4000))
   numbers = np.asarray(numbers).astype(int)
   return 4000 - np.bincount(numbers[numbers >= 0])
@@ -400,7 +400,7 @@ def test_several_evictions_depend_on_the_td_error_and_not_on_the_slot():
   new.starts[:, 1] = False  # more slots are drawn than must be freed
   counts = count_evictions(replay, state, new)
   used = np.flatnonzero(state.slots.eviction[0][0])
-  number = np.asarray(state.slots.held.obs[0, used, 0]).astype(int)
+  number = np.asarray(state.slots.transitions.obs[0, used, 0]).astype(int)
   assert len(used) == state.size[0] == 50
   columns = np.stack([np.ones(50), np.log(error[number]), used / 58], axis=1)
   exponent, by_slot = np.linalg.lstsq(columns, np.log(counts[number]))[0][1:]

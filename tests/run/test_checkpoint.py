@@ -6,10 +6,13 @@ import random
 import shutil
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from podracer_jit.run import checkpoint, evaluation, journal, manifest, train, workdirs
-from tests.runs import changed, prepared, small
+from podracer_jit.run import checkpoint, evaluation, inherit, journal, manifest, train, workdirs
+from tests.runs import changed, initial_state, prepared, small
+from tests.schemes import test_apex
 
 UPDATES = 6
 CONFIG = changed(small(), total_steps=10**6, checkpoint__every_updates=2, log__tensorboard=False)
@@ -174,7 +177,7 @@ def test_a_state_that_differs_from_the_saved_one_is_refused(copy):
   record = json.loads(path.read_text())
   path.write_text(json.dumps(record | {'state_sha256': '0' * 64}))
   with contextlib.closing(checkpoint.Checkpoints(copy)) as saved:
-    with pytest.raises(checkpoint.Broken, match='what was read is not what was saved'):
+    with pytest.raises(checkpoint.Broken, match='read is not the state that was saved'):
       saved.restore(prepared(CONFIG).initial_state(), 6)
 
 
@@ -186,6 +189,56 @@ def test_the_digest_depends_on_names_shapes_dtypes_and_bytes():
   digests = [manifest.digest(x) for x in (tree, *other_trees)]
   assert len(set(digests)) == len(digests)
   assert manifest.digest(dict(tree)) == digests[0]
+
+
+def as_earlier_versions(state):
+  """Returns a state with the names, and the absent fields, that earlier versions saved."""
+  def renamed(fields, **names):
+    return {names.get(name, name): value for name, value in fields._asdict().items()}
+
+  replay = state.replay
+  slots = () if replay.slots is None else renamed(replay.slots, transitions='held')
+  return state._replace(replay=renamed(replay) | dict(
+      ring=renamed(replay.ring, is_reset_stack='fresh'), slots=slots))
+
+
+@pytest.mark.parametrize('eviction', ['fifo', 'prioritised'])
+def test_a_replay_that_an_earlier_version_has_saved_is_read(eviction, tmp_path):
+  run = prepared(test_apex.config('dqn', replay__eviction=eviction))
+  empty = initial_state(run)
+  state = empty._replace(replay=jax.tree.map(
+      lambda x: jnp.arange(x.size).reshape(x.shape).astype(x.dtype), empty.replay))
+  with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as saved:
+    saved.save(as_earlier_versions(state), {})
+    like = state._replace(replay=run.learner.replay_shapes())
+    restored, _ = saved.restore(like, 0)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored.replay, state.replay)
+    inherited = saved.restore_replay(like.replay, 0)
+    jax.tree.map(np.testing.assert_array_equal, inherited, state.replay)
+  assert inherit.problem_of_shapes(run, tmp_path, 0) == ''
+
+
+def test_absent_fields_that_an_earlier_version_has_saved_as_tuples_are_read(tmp_path):
+  run = prepared(CONFIG)
+  state = run.initial_state()
+  with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as saved:
+    saved.save(state._replace(target=()), {})
+    restored, _ = saved.restore(state, 0)
+  assert restored.target is None
+  assert manifest.digest(restored) == manifest.digest(state)
+
+
+def test_a_checkpoint_of_another_network_is_refused_by_the_name_of_an_array(tmp_path):
+  state = prepared(CONFIG).initial_state()
+  weights = {'kernel': jnp.zeros(3)}
+  with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as saved:
+    saved.save(state, {})
+    with pytest.raises(ValueError, match='state: params/extra/kernel is only in this run'):
+      saved.restore(state._replace(params=state.params | {'extra': weights}), 0)
+    lacking = {name: value for name, value in state.params['params'].items() if name != 'value'}
+    with pytest.raises(ValueError, match='state: params/params/value/bias is only in the check'):
+      saved.restore(state._replace(params={'params': lacking}), 0)
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):

@@ -44,10 +44,10 @@ def test_a_difference_only_in_whole_updates_is_reported():
   same = {'gradient step 1: gradient|params/w': NUMBERS}
   after = 'state after the update|params/w'
   lines = deep.first_stage(same | {after: NUMBERS}, same | {after: NUMBERS + 1})
-  assert lines[0].startswith('step by step, in separate programs, all gradients')
+  assert lines[0].startswith('in separate programs, step by step, all gradients')
   assert lines[1] == 'the first to differ: state after the update'
   (line,) = deep.first_stage(same, same)
-  assert line.startswith('made again, the update is the same on both sides')
+  assert line.startswith('repeated here, the update is the same on both sides')
 
 
 def test_only_some_of_many_leaves_are_named():

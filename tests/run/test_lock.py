@@ -12,7 +12,7 @@ import textwrap
 
 import pytest
 
-from podracer_jit.run.lock import HELD, NAME, InUse, WorkdirLock
+from podracer_jit.run.lock import FALLBACK_NAME, NAME, InUse, WorkdirLock
 
 # Takes the lock, prints so, and waits; with a second argument it also has a child that waits.
 HOLDER = textwrap.dedent('''
@@ -88,7 +88,7 @@ def no_locks(monkeypatch):
 
 def test_without_locks_the_file_is_the_lock(tmp_path, no_locks):
   lock = WorkdirLock(tmp_path)
-  assert [path.name for path in tmp_path.iterdir()] == [HELD]
+  assert [path.name for path in tmp_path.iterdir()] == [FALLBACK_NAME]
   lock.close()
   assert list(tmp_path.iterdir()) == []
 
@@ -96,7 +96,7 @@ def test_without_locks_the_file_is_the_lock(tmp_path, no_locks):
 def _leave_file(workdir, **fields):
   """Writes a lock file of this process, with changed fields."""
   lock = WorkdirLock(workdir)
-  path = workdir / HELD
+  path = workdir / FALLBACK_NAME
   holder = json.loads(path.read_text()) | fields
   lock.close()
   path.write_text(json.dumps(holder))
@@ -120,5 +120,5 @@ def test_without_locks_a_living_process_or_another_host_keeps_the_workdir(
   _leave_file(tmp_path, **fields)
   with pytest.raises(InUse) as refused:
     WorkdirLock(tmp_path)
-  assert f'remove {tmp_path.resolve() / HELD}' in str(refused.value)
-  assert (tmp_path / HELD).exists() and not (tmp_path / NAME).exists()
+  assert f'remove {tmp_path.resolve() / FALLBACK_NAME}' in str(refused.value)
+  assert (tmp_path / FALLBACK_NAME).exists() and not (tmp_path / NAME).exists()

@@ -12,7 +12,7 @@ from rich.console import Console
 from tensorboardX.proto import event_pb2
 
 from podracer_jit.run.metrics import Files, Meter, Report, Waits
-from podracer_jit.run.progress import Progress, bottleneck
+from podracer_jit.run.progress import Progress, bottleneck, waited
 from podracer_jit.run.resolve import resolve
 from podracer_jit.types import Episodes
 from tests.runs import changed, small
@@ -139,6 +139,18 @@ def tensorboard_events(directory):
 ])
 def test_bottleneck_in_words(actor, learner, message):
   assert bottleneck(actor, learner, 10.0).startswith(message)
+
+
+def test_waits_from_before_the_first_record_do_not_count():
+  """The actor waited 40 s while the learner was compiled, and 0.1 s of each later second."""
+  records = [(50.0, dict(actor_wait_s=0.0)), (51.0, dict(actor_wait_s=40.1)),
+             (52.0, dict(actor_wait_s=0.1)), (53.0, dict(actor_wait_s=0.1))]
+  assert waited(records, 'actor_wait_s') == pytest.approx(1.2)
+  assert waited(records[1:], 'actor_wait_s') == pytest.approx(0.2)
+  # A wait over several updates that began after the first record counts as a whole.
+  records = [(0.0, dict(actor_wait_s=0.0)), (1.0, dict(actor_wait_s=0.0)),
+             (2.0, dict(actor_wait_s=1.5))]
+  assert waited(records, 'actor_wait_s') == 1.5
 
 
 RECORD = dict(update=1, steps=50, frames=200, sps=10.0, episode_return=3.0, episode_length=9.0,

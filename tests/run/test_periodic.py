@@ -26,7 +26,7 @@ def train_in(workdir, config=CONFIG, *callbacks):
 
 
 def curve(workdir):
-  return [{name: value for name, value in record.items() if name != 'seconds'}
+  return [{name: value for name, value in record.items() if name not in ('seconds', 'waited_s')}
           for record in periodic.read(workdir)]
 
 
@@ -62,7 +62,7 @@ def test_evaluations_are_in_the_file_in_tensorboard_and_in_callbacks(uninterrupt
   steps = {line['update']: line['steps'] for line in journal.read_lines(workdir / journal.METRICS)}
   for record in records:
     assert record['steps'] == steps[record['update']]
-    assert record['num_episodes'] == 5 and record['seconds'] > 0
+    assert record['num_episodes'] == 5 and record['seconds'] > 0 and record['waited_s'] >= 0
     assert record['min'] <= record['median'] <= record['max']
   assert callback_records == records
   points = {event.step: value.simple_value for event in tensorboard_events(workdir / 'tensorboard')
@@ -111,6 +111,30 @@ def test_a_crashed_run_has_the_same_evaluations(crash, uninterrupted, tmp_path):
   assert receipts(tmp_path) == receipts(uninterrupted[0])
   assert curve(tmp_path) == curve(uninterrupted[0])
   assert checkpoint.saved_updates(tmp_path) == checkpoint.saved_updates(uninterrupted[0])
+
+
+def test_an_evaluation_records_how_long_training_waited_for_it(tmp_path, monkeypatch):
+  """The evaluation of update 4 ends 0.3 s after training begins to wait for it."""
+  play = evaluation.play
+  wait = periodic.Evaluator.wait
+  pending = threading.Event()
+
+  def slow(player, *args, index):
+    if index == 4:
+      assert pending.wait(60)
+      time.sleep(0.3)
+    return play(player, *args, index=index)
+
+  def wait_and_tell(evaluator, asked_to_stop):
+    if evaluator.keeps & {4} and 2 in [record['update'] for record in periodic.read(tmp_path)]:
+      pending.set()
+    wait(evaluator, asked_to_stop)
+
+  monkeypatch.setattr(evaluation, 'play', slow)
+  monkeypatch.setattr(periodic.Evaluator, 'wait', wait_and_tell)
+  assert train_in(tmp_path, changed(CONFIG, **EVAL))
+  waited_s = {record['update']: record['waited_s'] for record in periodic.read(tmp_path)}
+  assert 0.2 < waited_s[4] and set(waited_s) == {2, 4, 6, 8, 10, 11}
 
 
 def test_an_evaluation_interrupted_by_a_stop_is_made_later(uninterrupted, tmp_path, monkeypatch):

@@ -140,7 +140,7 @@ def test_signals_during_a_save_do_no_harm(start, tmp_path):
   wait_for(process, lambda: any('tmp' in path.name for path in folder.glob('*')))
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
     process.send_signal(number)
-    time.sleep(stopping.ONE_S)
+    time.sleep(stopping.REPEAT_S)
   _, errors = process.communicate(timeout=120)
   assert process.returncode == exit_codes.STOPPED, errors
   assert 'Traceback' not in errors

@@ -82,7 +82,7 @@ def test_two_processes_make_the_same_bits_as_one(uninterrupted, tmp_path):
   assert '[0] finished at update' in out and '[1] finished' not in out
   result = verb('compare', uninterrupted, tmp_path)
   assert result.returncode == 0, result.stdout
-  assert 'identical: ' in result.stdout and 'different arithmetic' not in result.stdout
+  assert 'identical: ' in result.stdout and 'round differently' not in result.stdout
   assert [m['episode_return'] for m in lines(tmp_path / 'metrics.jsonl')] == [
       m['episode_return'] for m in lines(uninterrupted / 'metrics.jsonl')]
 
@@ -100,7 +100,7 @@ def test_two_processes_with_a_replay_make_the_same_bits_as_one(tmp_path):
   out, _ = start(of_two, experiment=apex).communicate(timeout=300)
   assert 'finished at update' in out, out
   result = verb('compare', of_one, of_two)
-  assert 'identical: ' in result.stdout and 'different arithmetic' not in result.stdout
+  assert 'identical: ' in result.stdout and 'round differently' not in result.stdout
   result = verb('rerun', f'--workdir={of_two}', '--update=20')
   assert result.returncode == 0 and 'as its receipt says' in result.stdout, result.stderr
 

@@ -1,44 +1,43 @@
-"""Measures how fast each part of an experiment is on this machine, and where a round's time goes.
+"""Measures the speed of each part of an experiment on this machine, and splits a round's time.
 
   podracer_jit benchmark --config=configs/impala_catch.py --seconds=10
   podracer_jit benchmark --config=configs/impala_atari.py --parts=sync,cleanba --json=figures.json
   podracer_jit benchmark --config=configs/pong_laptop.py --picture=round.png
 
-It takes --config and its overrides as training does. The config's scheme does not matter, since
-the parts name theirs. The parts are (--parts measures only some):
+The command takes --config and its overrides, like training. It ignores the config's scheme, since
+each part has its own. The parts are (--parts selects some of them):
 
   environment           environments alone, with the actions of one rollout: the ceiling
-  policy                the rollout program without environments: observations are there at once
+  policy                the rollout program without environments; observations need no waiting
   rollout               the rollout program, without learning
-  learner               the learner program on one stored rollout, again and again
+  learner               the learner program, repeatedly on one stored rollout
   fused, sync, cleanba  training with the scheme; fused only if the placement is one device
   conventional_rollout, conventional_sync, conventional_cleanba
                         the same with Python between any two steps of an environment; not with a
                         replay, normalise.reward, env_batch or network.core
 
-These are measured only if --parts names them: plain_learner, plain_sync, ... with a plain
-all-reduce in place of the exact sum; shards1_sync, shards2_rollout, shards4_cleanba, ... with that
-many pools.
+Further parts are measured only if --parts names them: plain_learner, plain_sync, ... with a plain
+all-reduce instead of the exact sum; shards1_sync, shards2_rollout, shards4_cleanba, ... with 1, 2
+or 4 vector environments.
 
-The table ends with ratios, which are 1 where nothing is lost: of a rollout to the slower of
-environment and policy (times 1 + 1/T), and of a round of each scheme to the slower of rollout and
-learner. Where the halves share their cores, as on a CPU, compare with the ratio to their sum.
+Ratios below the table are 1 if nothing is lost: the time of a rollout over the slower of
+environment and policy (times 1 + 1/T), and the time of a scheme's round over the slower of rollout
+and learner. If the halves share their cores, as on a CPU, compare with the ratio to their sum.
 
-Then a round of --rounds_of=cleanba (or sync; empty for none) is split into what each worker did
-and the memory its programs need. --picture draws it, for which matplotlib is needed.
+Then a round of --rounds_of=cleanba (or sync; empty for none) is split into the activities of each
+worker, and the memory that its programs need. --picture draws it, which needs matplotlib.
 
-Peak memory is the largest heap during a call of the part, beyond the heap before it was built:
-arrays and emulators (twice for a conventional part), but no machine code, no stacks and no GPU
-memory. Computed memory is that of its programs and channels by their shapes.
+*Peak memory* is the largest heap during a call of the part, minus the heap before it was built. It
+includes arrays and emulators (twice for a conventional part), but no machine code, no stacks and no
+GPU memory. *Computed memory* is the size of the part's programs and channels, from their shapes.
 
-All parts are built first and stay alive. Each is then measured for seconds / rounds in every
-round, while the others are at rest, so a machine that gets slower does so for all. Figures are
-medians over the rounds. On virtual machines the distance between cores changes; only the rounds of
-one distance count, and cores_apart_ns says which. Compiling and the first updates are not counted.
-SPS counts valid agent steps. A part makes one call at least; training makes two updates, and
-`fused` two calls, which --config.placement.updates_per_call makes shorter. A replay is made small.
-A config with the scheme `apex`, which has two speeds, is measured with `fused`, `sync` and
-`cleanba`.
+All parts are built first and stay alive. In every round each part is measured for seconds / rounds,
+while the others rest, so a change of the machine's speed affects all parts. Figures are medians
+over the rounds. On virtual machines the distance between cores changes; only rounds of one distance
+count, which cores_apart_ns shows. Compiling and the first updates are not counted. SPS counts valid
+agent steps. A part makes at least one call; training makes two updates, and `fused` two calls,
+which --config.placement.updates_per_call makes shorter. A replay is made small. A config with the
+scheme `apex`, which has two speeds, is measured with `fused`, `sync` and `cleanba`.
 
 Exit code: 0, 2 if it could not start.
 """
@@ -100,9 +99,9 @@ def define_flags() -> flags.FlagValues:
   values = flags.FlagValues()
   flags.DEFINE_list('parts', None, 'Parts to measure; default: all parts of the config.',
                     flag_values=values)
-  flags.DEFINE_float('seconds', 60.0, 'Measured time of each part, all rounds together.',
+  flags.DEFINE_float('seconds', 60.0, 'Measured time of each part, in all rounds together.',
                      lower_bound=0.0, flag_values=values)
-  flags.DEFINE_integer('rounds', 5, 'Rounds that this time is spread over.', lower_bound=1,
+  flags.DEFINE_integer('rounds', 5, 'Rounds that share this time.', lower_bound=1,
                        flag_values=values)
   flags.DEFINE_enum('rounds_of', 'cleanba', ['', 'sync', 'cleanba'],
                     'The scheme whose round is split into parts; empty: none.', flag_values=values)
@@ -113,33 +112,32 @@ def define_flags() -> flags.FlagValues:
 
 
 def left_out(experiment: Experiment) -> dict[str, str]:
-  """Returns the parts that this config cannot have, each with the reason."""
-  why = {}
+  """Returns the reason for each part that cannot be measured with this config."""
+  reasons = {}
   if (experiment.algorithm.learns_from_replay or experiment.normalise.reward
       or experiment.env_batch or experiment.torso_options.recurrent
       or family_of(experiment.env.task) is not envpool_envs):
-    why = dict.fromkeys(
+    reasons = dict.fromkeys(
         (name for name in timed_parts.NAMES if 'conventional' in name),
-        'the conventional actor knows no replay, normalise.reward, env_batch, network.core or '
-        'environments of your own')
+        'the conventional actor supports no replay, normalise.reward, env_batch, network.core or '
+        'environments outside of EnvPool')
   if experiment.env_batch:
-    why |= dict.fromkeys(('environment', 'policy', 'fused'),
-                         'with env_batch pools are asynchronous, it wants synchronous ones')
-  return why
+    reasons |= dict.fromkeys(('environment', 'policy', 'fused'),
+                             'env_batch makes pools asynchronous, and it needs synchronous ones')
+  return reasons
 
 
-def prepare(experiment: Experiment, asked: Sequence[str] | None
-            ) -> tuple[build.Run, list[str]]:
+def prepare(experiment: Experiment, parts: Sequence[str] | None) -> tuple[build.Run, list[str]]:
   """Returns the run that all parts share, and the names of the parts to measure.
 
   Args:
-    experiment: of the config.
-    asked: names of --parts; None for all.
+    experiment: the experiment of the config.
+    parts: names of --parts; None for all.
 
   Raises:
     ValueError: the config or a part cannot be measured.
   """
-  for name in set(asked or ()) - set(timed_parts.ALL):
+  for name in set(parts or ()) - set(timed_parts.ALL):
     raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(timed_parts.ALL)}')
   host.prepare_host(experiment.placement)
   # Training must not end while it is measured.
@@ -148,13 +146,13 @@ def prepare(experiment: Experiment, asked: Sequence[str] | None
   run = build.make_run(experiment)
   for warning in memory.check(run):
     say(f'warning: {warning}')
-  wanted = timed_parts.NAMES if asked is None else asked
-  names = [name for name in timed_parts.ALL if name in wanted]
-  without = left_out(experiment)
-  for name in asked or ():
-    if name in without:
-      raise ValueError(f'--parts: there is no {name} here, {without[name]}')
-  names = [name for name in names if name not in without]
+  selected = timed_parts.NAMES if parts is None else parts
+  names = [name for name in timed_parts.ALL if name in selected]
+  reasons = left_out(experiment)
+  for name in parts or ():
+    if name in reasons:
+      raise ValueError(f'--parts: {name} cannot be measured: {reasons[name]}')
+  names = [name for name in names if name not in reasons]
   actors = run.place.actors
   if 'fused' in names and (len(actors) > 1 or actors != run.place.learners):
     say('fused: left out, the placement is more than one device')
@@ -188,8 +186,8 @@ def split_round(run: build.Run, scheme: str, path: str | None) -> dict[str, Any]
   """Splits a round into parts, prints them and draws them.
 
   Args:
-    run: of the experiment.
-    scheme: whose round is split.
+    run: the run of the experiment.
+    scheme: the scheme whose round is split.
     path: a file for the picture, or None.
 
   Returns:

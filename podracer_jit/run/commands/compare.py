@@ -3,19 +3,20 @@
   podracer_jit compare runs/a runs/b
   podracer_jit compare --deep runs/a runs/b
 
-It reads the receipts of both runs, which have a fingerprint of every update's batch and parameters,
-and then prints the two learning curves side by side. It names the fields in which the configs
-differ, changes of the config that only one run has made on its way (--extend, --change), and the
-states of other runs that they began with (--init_from).
+The command compares the receipts of both runs, which have a fingerprint of every update's batch and
+parameters. It prints the fields in which the configs differ, changes of the config that only one
+run made (--extend, --change), other runs that they began with (--init_from), and both learning
+curves side by side.
 
-With --deep it makes the first differing update of both runs again, each where the run made it, and
-says which array differs first (a leaf of the rollout, of a gradient, of the optimizer's state or of
-the parameters) and by how many units in the last place. That needs the checkpoint before the
+With --deep the command repeats the first differing update of both runs, each with its run's
+placement. It prints the array that differs first (of the rollout, a gradient, the optimizer's state
+or the parameters), and by how many units in the last place. This needs the checkpoint before the
 update's segment.
 
-If the config of a run names modules of its own, --deep needs --allow_modules=mine, as it runs them.
+If the config of a run names modules of its own, --deep needs --allow_modules=mine, since it runs
+them.
 
-Exit code: 0 if all updates that both have are identical, 1 if some differ, 2 if there is nothing to
+Exit code: 0 if all common updates are identical, 1 if some differ, 2 if there is nothing to
 compare, or receipts are missing or garbled.
 """
 
@@ -55,9 +56,9 @@ def main(argv: Sequence[str]) -> int:
     print(f'podracer_jit compare: {error}', file=sys.stderr)
     return 2
   verdict, different = compare(*(side.by_update for side in receipts))
-  incomplete = [f'{name}: {folder / journal.RECEIPTS}: {words}'
+  incomplete = [f'{name}: {folder / journal.RECEIPTS}: {problem}'
                 for name, folder, side in zip('AB', folders, receipts, strict=True)
-                for words in [*side.problems, *_missing_at_the_end(folder, side)]]
+                for problem in [*side.problems, *_missing_at_the_end(folder, side)]]
   if incomplete and different is None:
     verdict = f'unknown, since receipts are missing; the existing receipts: {verdict}'
   try:
@@ -67,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
     print(verdict)
     if wants_deep and different is not None:
       sys.stdout.flush()
-      from podracer_jit.run import deep  # here, since reading receipts need not load NumPy
+      # Imported here because reading receipts does not need NumPy.
+      from podracer_jit.run import deep
       modules = [name for names in allowed for name in names.split(',')]
       print(*deep.differences(folders, different, modules), sep='\n')
     print_curves(*curves)
@@ -91,18 +93,18 @@ def _missing_at_the_end(workdir: Path, receipts: journal.Receipts) -> list[str]:
 
 
 def config_differences(config_a: dict, config_b: dict) -> list[str]:
-  """Returns a line for each different field, except for those of placement and logs."""
+  """Returns a line for each different field; placement and logs do not count."""
   differences = workdirs.differences(config_a, config_b, ('in A', 'in B'))
   return [f'config: {line}' for line in differences]
 
 
 def header_differences(headers_a: Sequence[dict], headers_b: Sequence[dict]) -> list[str]:
-  """Returns other possible causes of a difference: arithmetic, versions, bounds of segments."""
+  """Returns lines about other causes of a difference: rounding, versions, ends of segments."""
   lines = []
   for a, b in zip(headers_a, headers_b, strict=False):
     where = f'segment {a["segment"]}: '
     if a.get('canary') != b.get('canary'):
-      lines.append(f'{where}different arithmetic: the same gradient has the fingerprint '
+      lines.append(f'{where}the machines round differently: the same gradient has the fingerprint '
                    f'{a.get("canary")} in A and {b.get("canary")} in B')
     lines += [f'{where}{name} was {a["versions"].get(name)} in A and {b["versions"].get(name)} in B'
               for name in sorted(a['versions'].keys() | b['versions'].keys())
@@ -126,19 +128,20 @@ def compare(receipts_a: dict[int, dict], receipts_b: dict[int, dict]) -> tuple[s
     b = receipts_b[update]
     differ = [name for name in ('batch', 'params') if a[name] != b[name]]
     if differ:
-      cause = {('batch', 'params'): 'the batch differs first, that is what the actors made (and so '
-                                    'the parameters learned from it)',
-               ('params',): 'the batch is the same and the parameters differ: it is the learner',
+      cause = {('batch', 'params'): "the actors' batch differs, and so do the parameters learned "
+                                    'from it',
+               ('params',): 'the batch is the same and the parameters differ: the cause is in the '
+                            'learner',
                ('batch',): 'the batch differs; the parameters do not'}[tuple(differ)]
       values = ', '.join(f'{name} {a[name]} in A, {b[name]} in B' for name in differ)
       return f'differ at update {update}: {cause}\n  {values}', update
 
   same_length = len(common) == len(receipts_a) == len(receipts_b)
-  words = 'identical' if same_length else 'identical as far as both go'
+  verdict = 'identical' if same_length else 'identical as far as both go'
   longer = [f'{name} goes on to update {max(receipts)}'
             for name, receipts in (('A', receipts_a), ('B', receipts_b))
             if max(receipts) > common[-1]]
-  return '; '.join([f'{words}: {len(common)} updates, batches and parameters', *longer]), None
+  return '; '.join([f'{verdict}: {len(common)} updates, batches and parameters', *longer]), None
 
 
 def print_curves(metrics_a: Sequence[dict], metrics_b: Sequence[dict]) -> None:

@@ -2,8 +2,8 @@
 
   podracer_jit configs
 
-Train with one of them, NAME, by `podracer_jit --config=NAME`. NAME:smoke makes a few updates only.
---config.FIELD=VALUE changes a field; with --help all fields are explained.
+To train with one of them: `podracer_jit --config=NAME`. With NAME:smoke a run has a few updates
+only. --config.FIELD=VALUE changes a field; --help explains all fields.
 
 Exit code: 0, or 2 for a wrong argument.
 """

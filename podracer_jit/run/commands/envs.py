@@ -2,15 +2,15 @@
 
   podracer_jit envs               the families, each with its number of tasks
   podracer_jit envs atari         the tasks of a family
-  podracer_jit envs mujoco        the tasks of all families of that kind, such as mujoco.gym
+  podracer_jit envs mujoco        the tasks of families of this kind: mujoco.gym, mujoco.dmc, ...
   podracer_jit envs gymnax        environments that are JAX functions
-  podracer_jit envs playground    MuJoCo Playground's, as JAX functions and those that EnvPool has
+  podracer_jit envs playground    MuJoCo Playground's tasks: JAX functions, and EnvPool's versions
   podracer_jit envs gymnasium     environments that Python steps
   podracer_jit envs breakout      the tasks with this in their names
 
-The line of a task has its family, the shape and dtype of an observation as networks see it, and
-its actions. If a task cannot be trained, or cannot be made here, its line has the reason. Train
-with one of them by --config.env.task=TASK.
+The line of a task has its family, the shape and dtype of the network's observations, and the
+actions. If a task cannot be trained on this machine, the line has the reason. To train on a task,
+set --config.env.task=TASK.
 
 Exit code: 0, or 2 if nothing matches.
 """
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def matching(by_family: Mapping[str, Sequence[str]], word: str) -> list[tuple[str, str]]:
-  """Returns (task, family) of the families that the word names, or of all tasks that contain it."""
+  """Returns (task, family) of all tasks whose family the word names, or whose names contain it."""
   word = word.lower()
   named = [family for family in by_family if word in (family, *family.split('.'))]
   return [(task, family) for family, tasks in by_family.items() for task in tasks
@@ -66,7 +66,7 @@ def matching(by_family: Mapping[str, Sequence[str]], word: str) -> list[tuple[st
 
 
 def describe(task: str) -> str:
-  """Returns a task's observations and actions in words, or why it cannot be trained."""
+  """Returns a phrase about a task's observations and actions, or why it cannot be trained."""
   try:
     spec = families.family_of(task).make_spec(task, {})
   except Exception as error:  # noqa: BLE001 - a family raises whatever its library does

@@ -1,11 +1,11 @@
-"""Plays whole episodes with a checkpoint of a run, the newest one, and prints how well it plays.
+"""Plays whole episodes with the newest checkpoint of a run, and prints statistics of the returns.
 
   podracer_jit evaluate --workdir=runs/pong
   podracer_jit evaluate --workdir=runs/pong --num_episodes=20 --greedy --video=mp4
 
-It plays fresh environments with other seeds than training, prints the mean return, its standard
+The environments have other seeds than in training. The command prints the mean return, its standard
 error and, for Atari, the human-normalised score, and writes evaluation.json into the workdir. The
-run may still be training meanwhile; JAX_PLATFORMS=cpu leaves the GPU to it.
+run may still be training; JAX_PLATFORMS=cpu then leaves the GPU to it.
 
 Exit code: 0, 1 if playing failed, 2 if it could not start.
 """
@@ -49,27 +49,29 @@ def main(argv: Sequence[str]) -> int:
   try:
     _evaluate(player, workdir, values, movie)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
-    said = environment_failure(error) or f'{type(error).__name__}: {" ".join(str(error).split())}'
-    print(f'podracer_jit evaluate: {said}', file=sys.stderr)
+    failure = environment_failure(error)
+    message = failure or f'{type(error).__name__}: {" ".join(str(error).split())}'
+    print(f'podracer_jit evaluate: {message}', file=sys.stderr)
     return 1
   return 0
 
 
 def _flags() -> flags.FlagValues:
-  """Defines the flags apart from absl's global ones, which belong to the importing program."""
+  """Defines the command's flags; absl's global flags belong to the importing program."""
   values = flags.FlagValues()
   text = dict(flag_values=values)
   flags.DEFINE_string('workdir', None, 'The workdir of the run.', **text)
-  flags.DEFINE_string('update', None, 'The checkpoint: a number, or best, the one with the best '
-                      'evaluation while the run trained. Default: the newest whole one.', **text)
+  flags.DEFINE_string('update', None, 'The checkpoint: its update, or best for the checkpoint with '
+                      'the best evaluation during training. Default: the newest whole checkpoint.',
+                      **text)
   flags.DEFINE_integer('num_episodes', 100, 'Whole episodes to count.', **text)
-  flags.DEFINE_integer('num_envs', 16, 'Environments that play them, at most one for each episode. '
-                       'Each plays the same number of episodes.', **text)
+  flags.DEFINE_integer('num_envs', 16, 'Environments; at most one for each episode is used. Each '
+                       'plays the same number of episodes.', **text)
   flags.DEFINE_integer('seed', 1, 'Seed of the environments and the sampled actions. No seed '
                        'repeats an episode of training.', **text)
-  flags.DEFINE_bool('greedy', False, 'Take the likeliest action instead of sampling.', **text)
-  flags.DEFINE_integer('max_steps', 108_000, 'Fail if an episode gets longer than this; some '
-                       'tasks have no limit of their own.', **text)
+  flags.DEFINE_bool('greedy', False, 'Take the most likely action instead of sampling.', **text)
+  flags.DEFINE_integer('max_steps', 108_000, 'Most steps of an episode; a longer episode is an '
+                       'error, since some tasks have no limit of their own.', **text)
   flags.DEFINE_string('video', None, 'Film one more episode. mp4 or gif writes WORKDIR/video.mp4 '
                       'or WORKDIR/video.gif; a path must end in .mp4 or .gif.', **text)
   flags.DEFINE_list('allow_modules', [], config.ALLOW_MODULES, **text)
@@ -78,7 +80,7 @@ def _flags() -> flags.FlagValues:
 
 
 def _update(text: str | None, workdir: Path) -> int | None:
-  """Returns the update that --update means; None for the newest."""
+  """Returns the update that --update names; None for the newest checkpoint."""
   if text is None:
     return None
   if text == 'best':
@@ -114,8 +116,8 @@ def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues
   """Plays, writes and prints the evaluation, and films an episode.
 
   Args:
-    player: plays.
-    workdir: of the run.
+    player: the policy that plays, and its task.
+    workdir: the workdir of the run.
     values: the command's flags.
     movie: the path of the video, or None.
   """
@@ -131,13 +133,15 @@ def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues
             file=sys.stderr, flush=True)
 
   num_envs = min(values.num_envs, values.num_episodes)
-  greedy = values.greedy or player.policy.log_prob is None  # a policy that draws nothing
+  # A policy without probabilities draws nothing, so it always plays greedily.
+  greedy = values.greedy or player.policy.log_prob is None
   settings = dict(seed=values.seed, greedy=greedy, num_envs=num_envs)
   episodes = evaluation.play(player, values.num_episodes, num_envs, values.seed, values.max_steps,
                              progress)
   record = evaluation.write(workdir, player, episodes, **settings)
   print(_summary(record), flush=True)
-  if movie:  # an environment beyond those that were counted
+  if movie:
+    # The filmed environment is one more than the environments of the evaluation.
     film = video.film(player, movie, values.seed, num_envs, values.max_steps)
     print(f'{movie}: an episode of return {film.episode_return:g}, {film.frames} frames at '
           f'{film.frame_rate:g} a second ({film.shown})')

@@ -5,11 +5,12 @@
 
 Each process gets the flags after --. Device indices of the placement count the devices of one
 process: with -n 2 and one learner device, the learner mesh has two devices. SIGINT, SIGTERM and
-SIGHUP are passed on to the processes; if this one is killed, they stop as by SIGTERM. If a process
-fails, the others end too. This is for CPUs, since one process uses all GPUs of a machine.
+SIGHUP are passed on to the processes. If the launcher is killed, its processes get a SIGTERM. If a
+process fails, the others end, too. The command is for CPUs, since one process uses all GPUs of a
+machine.
 
-Exit code: 0 if all have finished, 3 if a signal has stopped them; that of the process that failed
-first; 2 if the arguments are wrong.
+Exit code: 0 if all processes have finished, 3 if a signal has stopped them, 2 if the arguments are
+wrong; else the exit code of the process that failed first.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ def main(argv: Sequence[str]) -> int:
     print('podracer_jit launch: the number of processes and the flags of training are needed: '
           'podracer_jit launch -n 2 -- --config=... --workdir=...', file=sys.stderr)
     return 2
-  safe = ['-P'] if sys.flags.safe_path else []  # as this process was started
+  # The processes get the option -P if this process has it.
+  safe = ['-P'] if sys.flags.safe_path else []
   count = int(argv[2])
   command = [sys.executable, *safe, '-m', 'podracer_jit', *argv[4:]]
 
-  # Bound until the end, so that no other launch gets this port. Process 0 can listen at it
-  # nevertheless, since gRPC sets SO_REUSEPORT.
+  # The port stays bound until the end, so that no other launch gets it. Process 0 can still listen
+  # at it, since gRPC sets SO_REUSEPORT.
   reserved = socket.socket()
   reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
   reserved.bind(('127.0.0.1', 0))
@@ -59,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
   processes = [
       subprocess.Popen([*command, *together, f'--process_id={i}'], stdout=subprocess.PIPE,
                        stderr=subprocess.STDOUT, text=True, errors='replace',
-                       start_new_session=True,  # else Ctrl-C reaches them twice
+                       start_new_session=True,  # Otherwise Ctrl-C would reach them twice.
                        preexec_fn=_stop_with_parent)
       for i in range(count)]
   for number in stopping.numbers():
@@ -97,7 +99,7 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
   """Waits for all processes; kills the others GRACE_S after one has failed.
 
   Returns:
-    The exit code of the process that failed first; if none failed, that of one that was stopped.
+    The exit code of the process that failed first, or else of a process that was stopped, or 0.
   """
   code = 0
   deadline = float('inf')
@@ -106,7 +108,8 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
     failed = {i: p.returncode for i, p in enumerate(processes)
               if p.poll() not in (None, exit_codes.FINISHED, exit_codes.STOPPED)}
     if failed and not code:
-      # Exit codes of signals are negative. A killed process comes before those that noticed it.
+      # Exit codes of signals are negative. A killed process counts before the processes that failed
+      # because of it.
       i = min(failed, key=failed.get)
       code = failed[i]
       deadline = time.monotonic() + GRACE_S

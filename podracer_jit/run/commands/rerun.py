@@ -1,11 +1,11 @@
-"""Repeats one update of a run from the checkpoint before it, and writes its rollout.
+"""Repeats one update of a run, from the checkpoint before its segment, and writes its rollout.
 
   podracer_jit rerun --workdir=runs/pong --update=1234
   podracer_jit rerun --workdir=runs/pong --update=1234 --env=3
 
-It runs on one device, wherever the run was, and checks every update on the way against the run's
-receipts. It writes the rollout to WORKDIR/update_1234.npz (time-major arrays, named as in
-types.Rollout) and the observations of environment --env to WORKDIR/update_1234.mp4.
+The command runs on one device, whatever devices the run had, and checks each update on the way
+against the run's receipts. It writes the rollout to WORKDIR/update_1234.npz (time-major arrays,
+named as in types.Rollout) and the observations of environment --env to WORKDIR/update_1234.mp4.
 
 Exit code: 0, 1 if an update differs from its receipt or something failed, 2 if it could not start.
 """
@@ -44,7 +44,7 @@ from podracer_jit.types import Rollout, TrainState
 
 
 class Differs(RuntimeError):
-  """The bits are not those of the receipts."""
+  """Raised if a repeated update differs from its receipt."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
   values = flags.FlagValues()
   flags.DEFINE_string('workdir', None, 'The workdir of the run.', flag_values=values)
   flags.DEFINE_integer('update', None, 'The update to repeat.', flag_values=values)
-  flags.DEFINE_integer('env', 0, 'The environment whose observations to film.', flag_values=values)
+  flags.DEFINE_integer('env', 0, 'The environment whose observations are filmed.',
+                       flag_values=values)
   flags.DEFINE_list('allow_modules', [], config.ALLOW_MODULES, flag_values=values)
   flags.DEFINE_bool('help', False, 'Show this.', short_name='h', flag_values=values)
   try:
@@ -75,13 +76,13 @@ def main(argv: Sequence[str]) -> int:
     return 2
   try:
     if header['canary'] != canary():
-      print('podracer_jit rerun: the arithmetic here is not that of the run: expect other bits',
-            file=sys.stderr)
+      print('podracer_jit rerun: this machine rounds differently from the machine of the run, so '
+            'updates may differ', file=sys.stderr)
     rollout = rerun(run, state, envs, header['segment'], values.update, receipts)
     _write(rollout, workdir / f'update_{values.update}', values.env, run)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
-    said = environment_failure(error) or f'{type(error).__name__}: {error}'
-    print(f'podracer_jit rerun: {said}', file=sys.stderr)
+    message = environment_failure(error) or f'{type(error).__name__}: {error}'
+    print(f'podracer_jit rerun: {message}', file=sys.stderr)
     return 1
   return 0
 
@@ -103,9 +104,10 @@ def one_device_experiment(workdir: Path, allow_modules: Collection[str] = (),
   The learner's inputs are then the rollouts.
 
   Args:
-    workdir: of the run.
+    workdir: the workdir of the run.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
-    update: to repeat; the config may have changed on the way. None: the newest config.
+    update: the update to repeat, since the config may have changed during the run. None: returns
+      the newest experiment.
 
   Raises:
     ValueError: there is no run, or it cannot be repeated on one device.
@@ -120,14 +122,13 @@ def one_device_experiment(workdir: Path, allow_modules: Collection[str] = (),
   if not experiment.deterministic:
     raise ValueError(f'{experiment.non_deterministic_setting} is not deterministic, so updates of '
                      'the run cannot be repeated')
-  one_device = config.ONE_DEVICE | {'actor_platform': experiment.placement.actor_platform}
-  # These two schemes give the bits of all others with the same lag.
-  return changed(experiment, scheme='cleanba' if experiment.scheme.lag else 'sync',
-                 placement=one_device)
+  place = config.ONE_DEVICE | {'actor_platform': experiment.placement.actor_platform}
+  # These two schemes give the same bits as all others with the same lag.
+  return changed(experiment, scheme='cleanba' if experiment.scheme.lag else 'sync', placement=place)
 
 
 def _check_env(env: int, experiment: Experiment) -> None:
-  """Raises ValueError if there is no such environment."""
+  """Raises ValueError if the run has no environment of this index."""
   if not 0 <= env < experiment.env.num_envs:
     raise ValueError(f'--env: must be from 0 to {experiment.env.num_envs - 1}, got {env}')
 
@@ -139,39 +140,39 @@ def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int
     ValueError: the update has no receipt.
   """
   if update not in receipts:
-    raise ValueError(f'--update: there is no receipt of update {update}; there are those of 1 to '
-                     f'{max(receipts, default=0)}')
+    raise ValueError(f'--update: there is no receipt of update {update}; the receipts are of '
+                     f'updates 1 to {max(receipts, default=0)}')
   return max((h for h in headers if h['first_update'] <= update), key=lambda h: h['first_update'])
 
 
-def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainState, Any]:
+def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainState, Any | None]:
   """Returns the train state that a segment began with, and the state of its environments.
 
-  The latter is () if they began anew.
+  The environments' state is None if they began anew.
 
   Raises:
-    ValueError: its checkpoint is missing or broken.
+    ValueError: the checkpoint before the segment is missing or broken.
   """
   before = header['first_update'] - 1
   initial = run.initial_state()
   origin = history.origin_of(workdirs.read_history(workdir))
   if before == 0 and origin is None:
-    return run.learner.allocate(initial), ()
+    return run.learner.allocate(initial), None
   existing = checkpoint.saved_updates(workdir)
   if before == 0 and before not in existing:
     raise ValueError(f'--update: the run began with the state of another run, and its checkpoint '
                      f'of update 0 is gone from {workdir}')
   if before not in existing:
-    raise ValueError(f'--update: the checkpoint of update {before}, from which it would be made, '
-                     f'is gone; there are those of {", ".join(map(str, existing))} '
-                     '(checkpoint.keep says how many stay), and the first segment needs none')
+    raise ValueError(f'--update: the checkpoint of update {before}, which is needed to repeat it, '
+                     f'is gone; the existing checkpoints are of {", ".join(map(str, existing))} '
+                     '(checkpoint.keep sets their number), and the first segment needs none')
   with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
     try:
       state, _ = saved.restore(initial._replace(replay=run.learner.replay_shapes()), before)
       envs = saved.restore_envs(build.kept_env_shapes(run), before)
     except checkpoint.Broken as error:
       raise ValueError(f'--update: {error}') from None
-  if before == 0 and manifest.digest(state._replace(replay=())) != origin.state_sha256:
+  if before == 0 and manifest.digest(state._replace(replay=None)) != origin.state_sha256:
     raise ValueError(f'--update: the checkpoint of update 0 in {workdir} is not the state that the '
                      'run began with')
   return run.learner.allocate(state), envs
@@ -182,12 +183,12 @@ def rerun(run: build.Run, state: TrainState, envs: Any, index: int, update: int,
   """Runs segment `index` from its state up to the update; returns the rollout of that update.
 
   Args:
-    run: that the segment belongs to.
+    run: the run that the segment belongs to.
     state: the train state that the segment began with; donated.
-    envs: the state of the environments that the segment began with; () if they began anew.
-    index: of the segment.
-    update: the last one to make.
-    receipts: of the run, by update; an update without one is not checked.
+    envs: the state of the environments that the segment began with; None if they began anew.
+    index: index of the segment.
+    update: the last update to make.
+    receipts: receipts of the run, by update; an update without a receipt is not checked.
 
   Raises:
     Differs: an update on the way differs from its receipt.
@@ -222,10 +223,10 @@ def _write(rollout: Rollout, path: Path, env: int, run: build.Run) -> None:
   """Writes a rollout as arrays and as a video.
 
   Args:
-    rollout: to write.
-    path: of both files, without a suffix.
+    rollout: the rollout to write.
+    path: the path of both files, without a suffix.
     env: the environment to film.
-    run: of the experiment.
+    run: the run of the experiment.
   """
   rollout = rollout._replace(obs=np.asarray(frames.stacks(rollout.obs)))
   arrays = rollout._asdict() | rollout.episodes._asdict()

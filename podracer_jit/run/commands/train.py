@@ -3,8 +3,8 @@
   podracer_jit --config=configs/impala_atari.py --workdir=runs/x
   podracer_jit train --config=configs/impala_atari.py --workdir=runs/x
 
-Exit code: 0 finished, 1 failed, 2 refused, 3 stopped by a signal and saved, 130 interrupted before
-there was anything to save.
+Exit code: 0: finished; 1: failed; 2: refused, nothing was started; 3: stopped by a signal, and
+saved; 130: interrupted before there was anything to save.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ def main(argv: Sequence[str]) -> int:
                       'the name of the config.', flag_values=values)
   flags.DEFINE_string('profile_dir', None, 'A folder for a jax.profiler trace of a few updates.',
                       flag_values=values)
-  flags.DEFINE_string('repeat', None, 'A workdir. This run has the segments of that run, also '
-                      'those that a signal ended, and so the same bits.', flag_values=values)
+  flags.DEFINE_string('repeat', None, 'A workdir. This run ends its segments at the same updates '
+                      'as the run there, also where a signal ended one, and so has the same bits.',
+                      flag_values=values)
   life.define_flags(values)
   flags.DEFINE_bool('distributed', False, 'This is one of several processes of the run.',
                     flag_values=values)
-  flags.DEFINE_string('coordinator_address', None, 'host:port of process 0; default: that of '
-                      'SLURM, Open MPI, Kubernetes or the TPU pod.', flag_values=values)
-  flags.DEFINE_integer('num_processes', None, 'Number of processes; default: that of SLURM, Open '
-                       'MPI, Kubernetes or the TPU pod.', flag_values=values)
-  flags.DEFINE_integer('process_id', None, 'Index of this process, from 0; default: that of SLURM, '
-                       'Open MPI, Kubernetes or the TPU pod.', flag_values=values)
+  cluster = 'by default, SLURM, Open MPI, Kubernetes or the TPU pod gives it.'
+  flags.DEFINE_string('coordinator_address', None, f'host:port of process 0; {cluster}',
+                      flag_values=values)
+  flags.DEFINE_integer('num_processes', None, f'Number of processes; {cluster}',
+                       flag_values=values)
+  flags.DEFINE_integer('process_id', None, f'Index of this process, from 0; {cluster}',
+                       flag_values=values)
   flags.DEFINE_integer('coordinator_timeout_s', 60, 'Seconds that a process waits until process 0 '
                        'listens and all other processes have joined.', flag_values=values)
   with stopping.handled() as stop:
@@ -66,7 +68,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       options = life.of_flags(values)
       joining = (values.coordinator_address, values.num_processes, values.process_id)
       if values.distributed or joining != (None, None, None):
-        # Processes join before JAX starts, and to make some environments starts JAX.
+        # Processes must join before JAX starts, and creating some environments starts JAX.
         place = placement_of(config)
         host.prepare_host(place)
         host.join(place, *joining, values.coordinator_timeout_s)
@@ -81,7 +83,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
     try:
       finished = opened.train(stop, values.profile_dir)
     except KeyboardInterrupt:
-      complain('podracer_jit: interrupted; what was made since the newest checkpoint is not saved')
+      complain('podracer_jit: interrupted; updates since the newest checkpoint are not saved')
       return _leave(_code_of_a_stop(workdir))
     except checkpoint.NotSaved as error:
       complain(f'podracer_jit: {error}')
@@ -99,7 +101,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
 
 
 def _code_of_a_stop(workdir: Path) -> int:
-  """Returns the exit code after a signal, which depends on whether there is a checkpoint."""
+  """Returns the exit code after a signal: STOPPED if there is a checkpoint, else INTERRUPTED."""
   return exit_codes.STOPPED if checkpoint.updates_in(workdir) else exit_codes.INTERRUPTED
 
 
@@ -110,8 +112,8 @@ def _leave(code: int) -> int:
   """
   if jax.distributed.is_initialized():
     if code == exit_codes.REFUSED:
-      # The other processes refuse, too, and need time to print why: JAX aborts them if process 0
-      # is gone.
+      # The other processes also refuse, and need time to print their messages: JAX aborts them once
+      # process 0 has ended.
       time.sleep(3)
     give_up_lost_streams()
     os._exit(code)

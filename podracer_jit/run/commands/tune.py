@@ -4,25 +4,26 @@
   podracer_jit tune --config=configs/impala_atari.py --config.env.task=Pong-v5 --seconds=300
   podracer_jit tune --config=configs/ppo_atari.py --num_shards=1,2,4
 
-It takes --config and its overrides as training does. The last line has the fields in which the
-best placement differs from the config's own. Paste it after `podracer_jit` and the same flags.
+The command takes --config and its overrides, like training. Its last line has the fields in which
+the best placement differs from the config's own. Paste this line after `podracer_jit` and the same
+flags.
 
-It first tries devices of actors and learners; on GPUs also actors_per_device. `sync` and `fused`
-are tried in place of each other. For the best of these it tries env_threads, and for `fused` also
-updates_per_call. With a deterministic scheme none of them changes a result; but a workdir keeps
-its scheme, so take a new workdir with another scheme. actor_platform and xla_threads do change
-results and are never touched. num_shards belongs to the experiment and is tried only if
---num_shards lists values.
+The search begins with devices of actors and learners, and on GPUs actors_per_device. `sync` and
+`fused` are tried in place of each other. For the best of these it tries env_threads, and for
+`fused` updates_per_call. With a deterministic scheme none of them changes a result. A workdir keeps
+its scheme, so another scheme needs a new workdir. actor_platform and xla_threads change results and
+stay as they are. num_shards belongs to the experiment, and is tried only if --num_shards lists
+values.
 
-Each round divides its share of --seconds among the placements still in it and drops the slower
-half. The last three rounds are of the two best. The config's own placement takes part in every
-round. All placements train from the same first state. Figures are SPS (valid agent steps a second)
-of at least two whole updates, after the updates that fill the channels; for `fused`, of two
-calls, which a lower --config.placement.updates_per_call makes shorter. No new round begins once
---seconds are spent, so give more of them where an update takes many seconds. Compiling and warming
-up are not counted and take longer than the measurements. A replay is made small.
+Each round divides its share of --seconds among the remaining placements and drops the slower half.
+The last three rounds compare the two best. The config's own placement takes part in every round.
+All placements train from the same first state. Figures are SPS (valid agent steps a second) of at
+least two whole updates, after the updates that fill the channels; for `fused`, of two calls, which
+a lower --config.placement.updates_per_call makes shorter. No new round begins once --seconds are
+spent, so slow updates need more seconds. Compiling and warming up are not counted, and take longer
+than the measurements. A replay is made small.
 
-`apex` is refused, because it has two speeds; so are several processes.
+`apex` is refused, because it has two speeds. Several processes are refused, too.
 
 Exit code: 0, 1 if nothing could be measured, 2 if it could not start.
 """

@@ -1,9 +1,9 @@
-"""The conventional actor, with Python between any two steps, to compare the jitted rollout with.
+"""A conventional actor, with Python between any two steps, as a baseline for the jitted rollout.
 
-It works as Cleanba's actor threads do: each step is one call of a jitted policy and one `env.step`
-of EnvPool's gymnasium API. Rows are kept in lists and stacked at the end. Keys, seeds, the meaning
-of rows and episode statistics are those of the jitted actor, so both make the same rollouts, and
-the learner and the channels need not know the difference. Training never uses it.
+The actor works like Cleanba's actor threads: each step is one call of a jitted policy and one
+`env.step` of EnvPool's gymnasium API. Rows are collected in lists and stacked at the end. The actor
+uses the keys, seeds, rows and episode statistics of the jitted actor, so both make the same
+rollouts for the same learner. Training never uses this actor.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def make_policy(network: ActorCritic) -> Callable:
     """Draws the actions of one step.
 
     Args:
-      params: of the network.
+      params: parameters of the network.
       obs: [B, ...].
-      key: of the vector environment.
+      key: PRNG key of the vector environment.
       rollouts: [] i32, rollouts made before this one.
       t: [] i32, step of the rollout.
 
@@ -77,19 +77,19 @@ def make_policy(network: ActorCritic) -> Callable:
 
 
 class Pool:
-  """An EnvPool stepped from Python. It starts as an `EnvPoolVectorEnv` with these arguments."""
+  """An EnvPool stepped from Python; starts like an `EnvPoolVectorEnv` with the same arguments."""
 
   def __init__(self, args: PoolArgs, key: jax.Array, device: jax.Device, stack: int,
                on_host: bool):
     """Starts and resets the environments.
 
     Args:
-      args: of the pool.
-      key: of the vector environment.
+      args: the arguments of the pool.
+      key: PRNG key of the vector environment.
       device: runs the policy and holds the rollouts.
-      stack: of the task's EnvSpec.
+      stack: `stack` of the task's EnvSpec.
       on_host: True: NumPy stacks the observations, which is faster if the device is the CPU. False:
-        each observation is sent to the device once, for the policy, and the device stacks them.
+        the device stacks the observations that were sent to it for the policy.
     """
     size = len(args.seeds)
     self._pool = envpool_envs.make_pool(*args)
@@ -155,7 +155,7 @@ def _stack_on_device(rows: Sequence[Any]) -> Any:
   return jax.tree.map(lambda *x: jnp.stack(x), *rows)
 
 
-_frames_once = jax.jit(frames.of, static_argnums=1)
+_frames_once = jax.jit(frames.from_stacks, static_argnums=1)
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:
@@ -166,18 +166,18 @@ def _narrow(x: np.ndarray) -> np.ndarray:
 def replace_actor(worker: Worker, pools: Sequence[PoolArgs], device: jax.Device, policy: Callable,
                   unroll_length: int, stack: int, on_host: bool | None = None
                   ) -> tuple[Worker, Callable[[], None]]:
-  """Replaces the rollout of an actor by one that is stepped from Python.
+  """Replaces the rollout of an actor by a rollout that Python steps.
 
-  Several pools are stepped one after another. Nothing overlaps within one actor, as in Cleanba,
+  Several pools are stepped one after another. Within an actor nothing overlaps, as in Cleanba,
   which has several actor threads instead.
 
   Args:
     worker: an actor of a segment.
     pools: arguments of its pools.
-    device: the actor's.
-    policy: of `make_policy`.
+    device: the device of the actor.
+    policy: the function that `make_policy` returned.
     unroll_length: steps of a rollout.
-    stack: of the task's EnvSpec.
+    stack: `stack` of the task's EnvSpec.
     on_host: see Pool; by default the faster way.
 
   Returns:

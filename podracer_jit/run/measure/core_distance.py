@@ -1,8 +1,8 @@
 """Measures the distance of two cores, which changes while a virtual machine runs.
 
-A cache line goes from one core to another in 50 ns if the two share a cache, otherwise in 250. The
-host of a virtual machine moves its cores without notice. Work that several threads share, above all
-EnvPool's queues, then takes up to twice as long. So speeds are compared at one distance only.
+A cache line goes from one core to another in 50 ns if the cores share a cache, otherwise in 250 ns.
+The host of a virtual machine moves its cores without notice. Then work that several threads share,
+above all EnvPool's queues, may take twice as long. So speeds are compared at one distance only.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def far(least_ns: float) -> float:
 
 def comparable(measurements: Mapping[str, Sequence[tuple[T, tuple[float, float]]]]
                ) -> tuple[dict[str, list[T]], float]:
-  """Returns the measurements made at one distance, near or far, whichever has more of each name.
+  """Returns the measurements made at one distance, near or far: the one with more of each name.
 
-  A measurement that began near and ended far counts as neither. If some name has no measurement of
-  either distance, all measurements are returned.
+  A measurement whose distance changed counts as neither near nor far. If a name would have no
+  measurement left, all measurements are returned.
 
   Args:
-    measurements: by name, each with `apart_ns` before and after it.
+    measurements: measurements by name, each with `apart_ns` before and after it.
 
   Returns:
     The measurements by name, and the median of their distances.
@@ -87,5 +87,5 @@ def comparable(measurements: Mapping[str, Sequence[tuple[T, tuple[float, float]]
 
 def _distances(measurements: Mapping[str, Sequence[tuple[T, tuple[float, float]]]]
                ) -> list[float]:
-  """Returns all distances of measurements, those before and those after."""
+  """Returns the distances before and after all measurements."""
   return [ns for rounds in measurements.values() for _, distances in rounds for ns in distances]

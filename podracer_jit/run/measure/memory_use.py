@@ -1,7 +1,7 @@
-"""Measures the memory of a part: its largest heap, and the bytes of its programs by their shapes.
+"""Measures the memory of a part: its largest heap, and the bytes of its programs from shapes.
 
 The heap is the memory that the C library has given out on the host, sampled while the part runs.
-Resident pages would say less, since most of them are left over from compiling.
+Resident pages are no good measure, since most of them remain from compiling.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def in_use() -> float:
-  """Returns the MB that the C library has given out, or the resident pages if it does not tell."""
+  """Returns the MB that the C library has given out; the resident MB if it cannot tell."""
   mallinfo = getattr(ctypes.CDLL(None), 'mallinfo2', None)
   if mallinfo is None:
     (line,) = (x for x in Path('/proc/self/status').read_text().splitlines() if 'VmRSS' in x)

@@ -1,8 +1,8 @@
-"""Splits the time of a round into parts for each worker, by a trace of the profiler.
+"""Splits the time of a round into parts for each worker, with a trace of the profiler.
 
-The trace says when each XLA operation ran. The text of its program says which part of the round the
-operation belongs to. If several operations run at once, they share the time equally. Time without
-an operation counts as `between`. So the parts of a worker add up to the round.
+The trace has the times of each XLA operation. The text of the program assigns each operation to a
+part of the round. Operations that run at once share the time equally. Time without an operation
+counts as `between`. So the parts of a worker add up to the round.
 """
 
 from __future__ import annotations
@@ -100,19 +100,19 @@ def shares(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
   return dict(total)
 
 
-def lane(own: Sequence[Span], ops: Sequence[Span], start: float, end: float
+def lane(regions: Sequence[Span], ops: Sequence[Span], start: float, end: float
          ) -> tuple[dict[str, float], list[Span]]:
   """Returns the seconds of each part of a worker, and its spans.
 
   Args:
-    own: the regions that the worker's thread was in.
-    ops: the operations of its programs.
-    start: of the rounds, in seconds.
-    end: of the rounds, in seconds.
+    regions: the annotated regions of the worker's thread.
+    ops: the operations of the worker's programs.
+    start: when the rounds start, in seconds.
+    end: when the rounds end, in seconds.
   """
   seconds = collections.Counter()
   spans = []
-  for a, b, region in own:
+  for a, b, region in regions:
     a = max(a, start)
     b = min(b, end)
     if a >= b:
@@ -124,7 +124,7 @@ def lane(own: Sequence[Span], ops: Sequence[Span], start: float, end: float
     inside = [x for x in ops if x[0] < b and x[1] > a]
     spent = shares(inside, a, b)
     if region.startswith('wait'):
-      # The region ends when the thread wakes; its program may already run by then.
+      # The region ends when the thread wakes; its program may already be running.
       spent['waiting'] = spent.pop('between', 0.0)
       spans.append((a, min([b, *(x[0] for x in inside)]), 'waiting'))
     seconds.update(spent)
@@ -157,7 +157,7 @@ def _sampling(tids: Sequence[int]) -> Iterator[None]:
 
 
 def _threads() -> set[int]:
-  """Returns the ids of this process's threads, except for those of XLA's pool."""
+  """Returns the ids of this process's threads; omits the threads of XLA's pool."""
   return {int(x) for x in os.listdir('/proc/self/task')
           if not Path(f'/proc/self/task/{x}/comm').read_text().startswith('tf_')}
 
@@ -193,7 +193,7 @@ def measure(run: build.Run) -> Round:
   """Trains for some rounds, then for a few more under the profiler.
 
   Args:
-    run: with the scheme `sync` or `cleanba`.
+    run: a run with the scheme `sync` or `cleanba`.
   """
   programs = _Programs()
   times = []  # when each update was reported
@@ -234,12 +234,12 @@ def read(events: Sequence[Mapping[str, Any]], operations: Mapping[str, Mapping[s
   """Splits the rounds of a trace.
 
   Args:
-    events: of the trace.
+    events: the events of the trace.
     operations: the part of each operation, by module and by operation.
-    seconds: of a round without a trace, to which the parts are scaled.
+    seconds: duration of a round without a trace, to which the parts are scaled.
     actor_devices: ids of the devices of the actors.
   """
-  own = collections.defaultdict(list)  # regions by thread
+  regions_by_thread = collections.defaultdict(list)
   ops = collections.defaultdict(list)  # operations by (module, device)
   busy = []  # (time, run time of EnvPool's threads), in seconds
   for event in events:
@@ -256,19 +256,20 @@ def read(events: Sequence[Mapping[str, Any]], operations: Mapping[str, Mapping[s
     elif name == 'envpool':
       busy.append((start, int(args['busy_ns']) / 1e9))
     elif re.match('rollout$|learn$|make: |transfer: |wait: ', name):
-      own[event['tid']].append((*span, name))
+      regions_by_thread[event['tid']].append((*span, name))
 
-  lanes, ends = _workers(own)
-  start, end = ends[0], ends[-1]
+  lanes, ends = _workers(regions_by_thread)
+  start = ends[0]
+  end = ends[-1]
   parts_by_lane = {}
   spans_by_lane = {}
   for name, regions in sorted(lanes.items()):
     # Events of CPU devices have no device.
     devices = [None, actor_devices[int(name.split()[1])]] if name != 'learner' else None
     kind = 'rollout' if devices else 'learner'
-    own_ops = [span for (module, device), spans in ops.items() for span in spans
-               if kind in module and (devices is None or device in devices)]
-    parts, spans_by_lane[name] = lane(regions, own_ops, start, end)
+    worker_ops = [span for (module, device), spans in ops.items() for span in spans
+                  if kind in module and (devices is None or device in devices)]
+    parts, spans_by_lane[name] = lane(regions, worker_ops, start, end)
     # The profiler slows a round down, so the parts are scaled to a round without it.
     scale = seconds / (end - start)
     parts_by_lane[name] = {part: parts[part] * scale for part in PARTS if part in parts}
@@ -285,11 +286,12 @@ def read(events: Sequence[Mapping[str, Any]], operations: Mapping[str, Mapping[s
       memory={})
 
 
-def _workers(own: Mapping[int, Sequence[Span]]) -> tuple[dict[str, Sequence[Span]], list[float]]:
+def _workers(regions_by_thread: Mapping[int, Sequence[Span]]
+             ) -> tuple[dict[str, Sequence[Span]], list[float]]:
   """Returns the regions of each worker by name, and the times when updates ended."""
   lanes = {}
   ends = []
-  for regions in own.values():
+  for regions in regions_by_thread.values():
     names = {region for _, _, region in regions}
     if 'learn' in names:
       lanes['learner'] = regions

@@ -28,11 +28,11 @@ class Figures(NamedTuple):
   seconds_per_update: float
 
 
-Measure = Callable[[float], Figures]  # runs a part for so many seconds
+Measure = Callable[[float], Figures]  # runs a part for this number of seconds
 
 
 def pools_of(run: build.Run, actor: int) -> list[conventional.PoolArgs]:
-  """Returns the arguments of an actor's pools, as `build.segment` has them."""
+  """Returns the arguments of an actor's pools, the same as in `build.segment`."""
   experiment = run.experiment
   place = run.place
   width = experiment.env.num_envs // experiment.num_shards
@@ -46,8 +46,8 @@ def pools_of(run: build.Run, actor: int) -> list[conventional.PoolArgs]:
 def small_replay(experiment: Experiment) -> dict[str, Any]:
   """Returns the changes of a config that give it a small replay; none if it has no replay.
 
-  A small replay fills soon and fits beside those of other parts. Options that only schemes with
-  free rates of acting and learning accept are turned off.
+  A small replay fills soon, and several parts with a replay fit into memory. Options that only
+  schemes with free rates accept are turned off.
   """
   options = experiment.replay
   if options is None:
@@ -79,7 +79,7 @@ def with_program(run: build.Run, program: Callable) -> build.Run:
 
 def copy_of(state: TrainState, run: build.Run) -> TrainState:
   """Returns a copy of the state, which may be donated; its replay is empty."""
-  return run.learner.allocate(placement.replicate(state._replace(replay=()), run.place.mesh))
+  return run.learner.allocate(placement.replicate(state._replace(replay=None), run.place.mesh))
 
 
 def begin(run: build.Run, state: TrainState, scheme: str, by_python: bool,
@@ -88,7 +88,7 @@ def begin(run: build.Run, state: TrainState, scheme: str, by_python: bool,
   """Starts a segment that does not end by itself.
 
   Args:
-    run: of the experiment.
+    run: the run of the experiment.
     state: the train state to begin with; it is copied.
     scheme: name of the scheme to run.
     by_python: whether Python steps the environments.

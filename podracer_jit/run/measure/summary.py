@@ -22,11 +22,11 @@ Measurements = Mapping[str, Sequence[tuple[Figures, tuple[float, float]]]]
 
 def measure(names: Sequence[str], run: build.Run, seconds: float, rounds: int
             ) -> tuple[Measurements, dict[str, dict[str, float]]]:
-  """Builds all parts, then measures each in every round.
+  """Builds all parts, then measures each part in every round.
 
   Args:
-    names: of the parts.
-    run: of the experiment.
+    names: the names of the parts.
+    run: the run of the experiment.
     seconds: measured time of each part, all rounds together.
     rounds: number of rounds.
 
@@ -40,9 +40,9 @@ def measure(names: Sequence[str], run: build.Run, seconds: float, rounds: int
     measures = {}
     for name in names:
       say(f'building {name}')
-      base, own_run = timed_parts.of_variant(name, run)
+      base, variant_run = timed_parts.of_variant(name, run)
       before_mb = memory_use.in_use()
-      needs = memory_use.Needs(own_run)
+      needs = memory_use.Needs(variant_run)
       with needs.noting():
         measures[name] = timed_parts.make(base, needs.run, state, stack)
         measures[name](0.0)  # compiles and warms up
@@ -77,7 +77,7 @@ def summarise(measurements: Measurements, unroll_length: int) -> dict[str, Any]:
 
 
 def ratios(period: Mapping[str, float], unroll_length: int) -> dict[str, float]:
-  """Returns the time of each part over that of its slower half, and over the sum of its halves.
+  """Returns the time of each part over the time of its slower half, and over both halves' sum.
 
   Args:
     period: seconds an update, by part.

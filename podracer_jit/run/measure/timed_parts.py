@@ -34,11 +34,11 @@ ALL = (*NAMES, *(f'{variant}_{name}' for variant in VARIANTS
 
 
 def repeat(fires: Sequence[Callable[[], int]], seconds: float) -> Figures:
-  """Calls each function again and again, on a thread of its own.
+  """Calls each function repeatedly, on a thread of its own.
 
   Args:
     fires: functions that return their number of valid steps.
-    seconds: for how long; a function is called at least once.
+    seconds: duration; each function is called at least once.
 
   Returns:
     The valid steps a second of all functions, and the longest mean time of a call.
@@ -62,18 +62,30 @@ def make_steps(vector_envs: Sequence[VectorEnv], to_env: Callable, steps: int) -
   """Builds a function that only steps environments.
 
   Args:
-    vector_envs: take turns as in the rollout program.
+    vector_envs: the environments, which take turns as in the rollout program.
     to_env: (the policy's action) -> the environments' action.
     steps: steps of each vector environment in a call.
 
   Returns:
-    run(token, envs, actions) -> (token, envs, valid steps [] i32). `envs` has for each vector
-    environment the simulator's state, and a [B] bool: its episodes ended in the step before.
-    `actions` has [steps, B, ...] for each.
+    run(token, envs, actions) -> (token, envs, valid steps [] i32). For each vector environment,
+    `envs` has the simulator's state and a mask [B] bool of environments whose episode has ended,
+    and `actions` has an array [steps, B, ...].
   """
 
   def run(token: jax.Array, envs: Sequence[tuple[Any, jax.Array]], actions: Sequence[jax.Array]):
     def send(i, t, token, envs, valid):
+      """Sends the actions of step t to vector environment i.
+
+      Args:
+        i: index of the vector environment.
+        t: [] i32, the step.
+        token: orders the calls of environments.
+        envs: see `run`.
+        valid: [] i32, valid steps so far.
+
+      Returns:
+        The new `token` and `envs`, and `valid`.
+      """
       simulator, ended = envs[i]
       action = lax.dynamic_index_in_dim(actions[i], t, keepdims=False)
       token, simulator = vector_envs[i].send(token, simulator, to_env(action))
@@ -85,7 +97,7 @@ def make_steps(vector_envs: Sequence[VectorEnv], to_env: Callable, steps: int) -
       Args:
         i: index of the vector environment.
         token: orders the calls of environments.
-        envs: of `run`.
+        envs: see `run`.
         valid: [] i32, valid steps so far.
 
       Returns:
@@ -117,8 +129,8 @@ def make_steps(vector_envs: Sequence[VectorEnv], to_env: Callable, steps: int) -
 def environment(run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Measure:
   """Returns a measurement of the environments alone, which repeat the actions of one rollout.
 
-  The actions are those of a policy, since the cost of a step depends on them: in MuJoCo a stronger
-  push makes more contacts.
+  A policy chooses the actions, since the cost of a step depends on them: in MuJoCo a stronger push
+  makes more contacts.
   """
   with contextlib.ExitStack() as at_first:
     actions = [tuple(rollout.action for rollout in fire())
@@ -145,7 +157,7 @@ def environment(run: build.Run, state: TrainState, stack: contextlib.ExitStack) 
   return lambda seconds: repeat(fires, seconds)
 
 
-class Still:
+class IdleVectorEnv:
   """A vector environment that does nothing: results are ready at once, and no episode ends.
 
   The token counts the calls, so that XLA cannot compute an observation before its step.
@@ -155,23 +167,23 @@ class Still:
     """Draws two observations of each environment, which alternate."""
     self.num_envs = num_envs
     self.handle = np.zeros((), np.int32)
-    self.first_state = ()
+    self.first_state = None
     numbers = np.random.default_rng(0).integers(0, 2, (2, num_envs, *spec.obs_shape))
     self._obs = numbers.astype(spec.obs_dtype)
     self.first_obs = self._obs[0]
 
-  def send(self, token: jax.Array, state: tuple[()], action: jax.Array
-           ) -> tuple[jax.Array, tuple[()]]:
+  def send(self, token: jax.Array, state: None, action: jax.Array
+           ) -> tuple[jax.Array, None]:
     """Counts a call; the result depends on the action, so that XLA computes the action."""
     return token + 1 + jnp.sum(action != action, dtype=jnp.int32), state
 
-  def recv(self, token: jax.Array, state: tuple[()]) -> tuple[jax.Array, tuple[()], TimeStep]:
+  def recv(self, token: jax.Array, state: None) -> tuple[jax.Array, None, TimeStep]:
     """Returns the next observations, without rewards."""
-    no = jnp.zeros(self.num_envs, bool)
-    none = jnp.zeros(self.num_envs)
+    false = jnp.zeros(self.num_envs, bool)
+    zero = jnp.zeros(self.num_envs)
     obs = jnp.asarray(self._obs)[token % 2]
-    step = TimeStep(obs=obs, reward=none, terminated=no, truncated=no, raw_reward=none,
-                    game_over=no, env_id=jnp.arange(self.num_envs))
+    step = TimeStep(obs=obs, reward=zero, terminated=false, truncated=false, raw_reward=zero,
+                    game_over=false, env_id=jnp.arange(self.num_envs))
     return token, state, step
 
   def close(self) -> None:
@@ -185,7 +197,7 @@ def policy(run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Me
   width = experiment.env.num_envs // experiment.num_shards
 
   def prepare(device: jax.Device) -> Callable[[], int]:
-    vector_envs = [Still(experiment.spec, width)] * (experiment.num_shards // count)
+    vector_envs = [IdleVectorEnv(experiment.spec, width)] * (experiment.num_shards // count)
     rollout_program = RolloutProgram(vector_envs)
     stack.callback(rollout_program.close)
     keys = [jax.random.key(i) for i in range(len(vector_envs))]
@@ -210,7 +222,7 @@ def acting(run: build.Run, state: TrainState, by_python: bool, stack: contextlib
   """Returns a function for each actor, which makes its next rollouts with the first parameters.
 
   Args:
-    run: that the actors belong to.
+    run: the run that the actors belong to.
     state: whose parameters they use.
     by_python: whether Python steps the environments.
     stack: closes the environments.
@@ -236,7 +248,7 @@ def rollout(run: build.Run, state: TrainState, by_python: bool, stack: contextli
   """Returns a measurement of actors without a learner.
 
   Args:
-    run: that the actors belong to.
+    run: the run that the actors belong to.
     state: whose parameters they use.
     by_python: whether Python steps the environments.
     stack: closes the environments.
@@ -279,10 +291,10 @@ def make(name: str, run: build.Run, state: TrainState, stack: contextlib.ExitSta
   """Builds a part.
 
   Args:
-    name: of the part, without a variant.
-    run: that it is a part of.
+    name: the name of the part, without a variant.
+    run: the run that the part belongs to.
     state: the part begins with a copy of it.
-    stack: closes its environments.
+    stack: closes the environments of the part.
   """
   base = name.removeprefix('conventional_')
   by_python = name.startswith('conventional_')

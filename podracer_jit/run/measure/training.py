@@ -28,15 +28,15 @@ class Training:
     """Starts the threads, paused.
 
     Args:
-      run: of the experiment.
+      run: the run of the experiment.
       state: the train state to begin with; it is copied.
       scheme: name of the scheme to train with.
       by_python: whether Python steps the environments.
       stack: ends the threads.
     """
     self._changed = threading.Condition()
-    # With a lag, two rollouts may be ready before a pause. The updates that learn from them come
-    # too soon after it and are not counted.
+    # With a lag, two rollouts may be ready before a pause. The updates that learn from them end too
+    # soon after the pause and are not counted.
     self._skipped = 2 * SCHEMES[scheme].lag
     self._open = False
     self._firing = 0
@@ -50,7 +50,7 @@ class Training:
     self._meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, {})
     threads = stack.enter_context(ThreadPoolExecutor(1))
     self._future = threads.submit(loops.run, [*map(self._gated, segment.workers[:-1]),
-                                              segment.workers[-1]])  # the writer only listens
+                                              segment.workers[-1]])  # The writer needs no pause.
     self._future.add_done_callback(lambda future: self._set())
     stack.callback(lambda: (self._stopping.set(), self._set(_open=True)))
 
@@ -102,7 +102,7 @@ class Training:
         state, outputs = worker.fire(state, *inputs)
         arrays = [x for x in jax.tree.leaves([item.value for item in outputs])
                   if isinstance(x, jax.Array)]
-        # The last is ready after all others, and it keeps no rollout alive.
+        # The last array is ready after all others, and it keeps no rollout alive.
         self._last_outputs[worker.name] = arrays[-1]
         return state, outputs
       finally:

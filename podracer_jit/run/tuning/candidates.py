@@ -93,7 +93,7 @@ def _actors(scheme: Scheme, machine: Machine, learners: tuple[int, ...], shares:
   """Yields actor devices for these learners.
 
   Args:
-    scheme: of the candidate.
+    scheme: the scheme of the candidate.
     machine: the devices to choose from.
     learners: the candidate's learner devices.
     shares: environment shards, divided by the actors of a device; the number of actor devices

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from podracer_jit.run.tuning.candidates import Candidate
 
-FINALISTS = 2  # of the last rounds, beside the config's own
+FINALISTS = 2  # candidates of the last rounds, apart from the config's own
 LAST_ROUNDS = 3
 
 
@@ -16,7 +16,7 @@ class Figures(NamedTuple):
   """The result of one measurement."""
 
   sps: float
-  seconds: float  # that were counted
+  seconds: float  # counted seconds
 
 
 class Search(NamedTuple):
@@ -32,7 +32,7 @@ def search(first: Sequence[Candidate], vary: Callable[[Candidate], Sequence[Cand
   """Searches by successive halving: first among `first`, then among the best and its variants.
 
   Args:
-    first: the candidates to begin with.
+    first: the first candidates.
     vary: (candidate) -> variants of it.
     own: candidates that take part in every round: the config's own, or none.
     measure: (candidate, seconds) -> Figures.

@@ -33,7 +33,7 @@ class Tuner:
     """Creates a tuner; measures nothing.
 
     Args:
-      experiment: the one that `prepare` returned.
+      experiment: the experiment that `prepare` returned.
     """
     self.experiment = experiment
     self._runs: dict[Candidate, build.Run] = {}
@@ -77,8 +77,8 @@ def warm_up(run: build.Run) -> int:
   scheme = run.experiment.scheme
   if scheme.each:
     return 2 * len(run.place.workers)
-  # While the first update is compiled, actors get ahead by as many rollouts as they can: the lag,
-  # or one in the queue and one that they have just made.
+  # While the first update is compiled, actors make as many rollouts as the channels allow: the lag,
+  # or else one in the queue and one that waits to be put.
   return 2 if scheme.lag is None else scheme.lag
 
 
@@ -88,8 +88,10 @@ def train(run: build.Run, state: TrainState, seconds: float) -> Figures:
   times = []  # (time, steps) of each report
 
   def report(item: Report) -> None:
-    *_, (record, _) = meter.records(item)  # the statistics are part of training
-    if record.get('sampled', 1):  # not while a replay is filled
+    # Computing the statistics is a part of training.
+    *_, (record, _) = meter.records(item)
+    # Updates that only fill a replay do not count.
+    if record.get('sampled', 1):
       times.append((time.perf_counter(), record['steps']))
 
   def stop() -> bool:
@@ -112,27 +114,27 @@ def say(line: str) -> None:
 
 
 def prepare(config: Mapping[str, Any]) -> tuple[Experiment, Candidate]:
-  """Returns the experiment to measure, on one device, and the placement that its config asks for.
+  """Returns the experiment to measure, on one device, and the placement of its config.
 
-  Training does not end, and a replay fills soon. The config's own placement may be impossible.
+  The experiment does not end, and its replay is small. The config's placement may be impossible.
 
   Raises:
     ValueError: the config is wrong, or the scheme has no single speed.
   """
-  experiment, asked = resolve_on_one_device(config)
+  experiment, config_place = resolve_on_one_device(config)
   if experiment.scheme.graph.free_rates:
     raise ValueError(f'scheme: {experiment.scheme_name} acts and learns at separate rates, so no '
                      'single figure says which placement is better; tune apex_lockstep instead')
   experiment = changed(experiment, total_steps=2**30, **small_replay(experiment))
-  return experiment, own_of(experiment, asked)
+  return experiment, own_of(experiment, config_place)
 
 
 def find_machine(own: Candidate, options: PlacementOptions) -> Machine:
   """Starts JAX, with a CPU device for each core, and returns the devices to choose from.
 
   Args:
-    own: the placement that the config asks for; its devices are there, too.
-    options: the experiment's placement, for what all candidates share.
+    own: the config's placement, whose devices are included.
+    options: the experiment's placement, for the options that all candidates share.
 
   Raises:
     ValueError: `host.prepare_host` refuses the placement.
@@ -154,10 +156,10 @@ def accept(tuner: Tuner, candidates: Sequence[Candidate]) -> list[Candidate]:
 
   Args:
     tuner: builds the runs.
-    candidates: the first is the config's own placement; if it is refused, a line says why.
+    candidates: placements, the config's own first; if that is refused, a line says why.
 
   Raises:
-    ValueError: all candidates are refused; the message is that of the first.
+    ValueError: all candidates are refused; the message is about the first.
   """
   accepted = []
   refusals = {}
@@ -183,7 +185,7 @@ def run(tuner: Tuner, own: Candidate, machine: Machine, first: Sequence[Candidat
 
   Args:
     tuner: measures a placement.
-    own: the placement that the config asks for.
+    own: the config's own placement.
     machine: the devices to choose from.
     first: the placements to begin with.
     seconds: measured time of the whole search.

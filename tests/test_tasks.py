@@ -1,0 +1,106 @@
+"""A new user's ten tasks, docs/tasks.md, run as they are written there, one after another."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from podracer_jit.run import checkpoint, journal, workdirs
+from tests.runs import QUICK
+
+PAGE = Path(__file__).parent.parent / 'docs' / 'tasks.md'
+SECTIONS = {int(number): text for number, text in re.findall(
+    r'^## (\d+)\. .*?\n(.*?)(?=^## |\Z)', PAGE.read_text(), re.MULTILINE | re.DOTALL)}
+
+# The test stops the run when it has learned a little, and does not train as long as a user would.
+SHORTER = {
+    'sleep 20': 'until [ -s runs/long/metrics.jsonl ]; do sleep 0.1; done',
+    '3_000_000': '150_000', '3_500_000': '180_000', 'total_steps=200_000': 'total_steps=40_000'}
+
+
+def blocks(number, language):
+  return re.findall(rf'```{language}\n(.*?)```', SECTIONS[number], re.DOTALL)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """The folder of all tasks, with the command `podracer_jit` on the path."""
+  folder = tmp_path_factory.mktemp('tasks')
+  command = folder / 'bin' / 'podracer_jit'
+  command.parent.mkdir()
+  command.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m podracer_jit "$@"\n')
+  command.chmod(0o755)
+  return folder
+
+
+@pytest.fixture
+def do(folder):
+  """Runs the commands or the Python lines of a task; returns what they print."""
+  def run(number, language='sh'):
+    text, = blocks(number, language)
+    for written, shorter in SHORTER.items():
+      text = text.replace(written, shorter)
+    args = ['bash', '-euc', text] if language == 'sh' else [sys.executable, '-P', '-c', text]
+    env = QUICK | {'PATH': f'{folder / "bin"}{os.pathsep}{os.environ["PATH"]}'}
+    done = subprocess.run(args, cwd=folder, env=env, capture_output=True, text=True, timeout=400,
+                          check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+  return run
+
+
+def test_a_task_is_at_most_three_commands_or_ten_lines():
+  assert sorted(SECTIONS) == list(range(1, 11))
+  for number in SECTIONS:
+    for text in blocks(number, 'sh'):
+      assert len(text.replace('\\\n', '').splitlines()) <= 3
+    for text in blocks(number, 'python'):
+      lines = [line for line in text.splitlines() if line and not line.startswith('import')]
+      assert len(lines) <= 10
+
+
+def test_the_ten_tasks(do, folder):
+  """Each uses the runs of those before."""
+  assert 'finished at update' in do(1)
+  evaluations = journal.read_lines(folder / 'runs/pole/evaluations.jsonl')
+  assert evaluations[-1]['mean'] > 300  # random play: 22
+
+  watched = do(2).splitlines()
+  assert json.loads(watched[0])['episode_return'] > 300
+  assert json.loads(watched[1]) == evaluations[-1]
+  assert 'runs/pole.mp4: an episode of return' in watched[-1]
+  assert (folder / 'runs/pole.mp4').stat().st_size > 1000
+
+  long = folder / 'runs/long'
+  assert 'stopped with exit code 3' in do(3)
+  stopped = checkpoint.newest_whole(long)
+  assert f'going on from update {stopped} ' in do(4)
+  assert len(journal.read_receipts(long).by_update) > stopped
+
+  assert 'changed before update' in do(5)
+  assert journal.read_lines(long / 'metrics.jsonl')[-1]['steps'] >= 180_000
+  assert workdirs.read_history(long)
+
+  assert re.search(r'begins with parameters, .* of runs/pole after update \d+', do(6))
+
+  said = do(7)
+  first, best = re.findall(r'after update ([\d,]+) ', said)
+  means = {f'{record["update"]:,}': record['mean'] for record in evaluations}
+  assert first == f'{evaluations[-1]["update"]:,}' and means[best] == max(means.values())
+  assert 'greedy actions' in said and 'sampled actions' in said
+
+  assert float(do(8, 'python').split()[-1]) > 100
+
+  do(9)
+  assert {path.suffix for path in (folder / 'runs/exported').iterdir()} >= {
+      '.safetensors', '.json'}
+
+  module, = blocks(10, 'python')
+  (folder / 'mine.py').write_text(module)
+  said = do(10)
+  assert 'finished at update' in said
+  assert float(re.search(r'return  (\S+)', said)[1]) > 100
