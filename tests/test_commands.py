@@ -12,15 +12,16 @@ from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.families import tasks as tasks_by_family
 from podracer_jit.run import main
 from podracer_jit.run.commands import configs, envs, train
-from tests import extras
+from tests import extras, processes
 from tests.runs import QUICK
 
 ROOT = next(path for path in Path(__file__).resolve().parents if (path / 'setup.cfg').exists())
 
 
-def command(*args, **kwargs):
-  return subprocess.run([sys.executable, '-P', '-m', 'podracer_jit', *args], capture_output=True,
-                        text=True, timeout=300, env=QUICK, check=False, **kwargs)
+def run_python(*args, **kwargs):
+  """Runs the command in a new Python, not in a child of the fork server."""
+  return subprocess.run(processes.command(*args), capture_output=True, text=True,
+                        timeout=300, env=QUICK, check=False, **kwargs)
 
 
 @pytest.mark.parametrize('verb', main.VERBS)
@@ -84,7 +85,7 @@ def test_bad_arguments_of_a_verb_give_one_line_and_exit_code_2(args, message, ca
 
 
 def test_the_command_returns_the_exit_code_of_its_verb(tmp_path):
-  done = command('compare', 'a', 'b', cwd=tmp_path)
+  done = run_python('compare', 'a', 'b', cwd=tmp_path)
   assert done.returncode == 2 and done.stderr.startswith('podracer_jit compare: ')
 
 
@@ -228,6 +229,6 @@ def test_the_script_passes_verbs_through(script, args, passed):
 def test_launch_does_not_import_from_the_current_directory(tmp_path):
   """`launch` uses -P, so that processes import nothing from the current directory."""
   (tmp_path / 'podracer_jit.py').write_text('print("not this one")\n')
-  done = command('launch', '-n', '1', '--', '--nonsense', cwd=tmp_path)
+  done = run_python('launch', '-n', '1', '--', '--nonsense', cwd=tmp_path)
   assert done.returncode == 2 and '[0] podracer_jit: Unknown command line flag' in done.stdout
   assert 'not this one' not in done.stdout

@@ -113,8 +113,8 @@ def test_links_lead_to_files_and_headings(path):
     p.stem for p in (ROOT / 'podracer_jit' / 'configs').glob('[!_]*.py')))
 def test_every_config_makes_its_smoke_run(name, tmp_path):
   extras.skip_without(name)
-  result = processes.run([sys.executable, '-P', '-m', 'podracer_jit',
-                          f'--config=configs/{name}.py:smoke', f'--workdir={tmp_path}/run'])
+  result = processes.run(processes.command(
+      f'--config=configs/{name}.py:smoke', f'--workdir={tmp_path}/run'))
   assert result.returncode == 0, result.stderr
   assert 'finished at update' in result.stdout
 

@@ -1,10 +1,7 @@
 """Workers on threads give the same results as one thread, and always end."""
 
 import contextlib
-import os
 import random
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +12,7 @@ import pytest
 from podracer_jit import loops
 from podracer_jit.loops import Endpoint, Worker, run, run_serial
 from podracer_jit.runtime.channels import Closed, DoubleBuffer, FifoQueue, Versioned
+from tests import processes
 from tests.workers import not_writer, wrap
 
 HANG_S = 60  # no run of a test takes so long unless it hangs
@@ -517,9 +515,6 @@ for workers in (make_graph(firings=10**9, tamper=wrap(lambda name: True, before=
 
 
 def test_an_interrupt_of_the_main_thread_ends_the_workers():
-  env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
-  done = subprocess.run([sys.executable, '-c', INTERRUPTED], env=env, capture_output=True,
-                        text=True, timeout=300,
-                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+  done = processes.run([sys.executable, '-c', INTERRUPTED])
   assert done.stdout.split() == ['interrupted', '1'] * 2, done.stderr[-4000:]
   assert done.returncode == 0

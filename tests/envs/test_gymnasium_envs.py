@@ -23,6 +23,7 @@ from podracer_jit.envs.families import family_of, own_module
 from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
 from podracer_jit.run import evaluation, exit_codes, video
 from podracer_jit.runtime import placement
+from tests import processes
 from tests.runs import QUICK, changed, fresh, small
 
 CARTPOLE = 'gymnasium:CartPole-v1'
@@ -492,10 +493,9 @@ def test_a_run_ends_with_one_line_when_an_environment_fails(user_module, tmp_pat
   """The environment of one of two actors fails; the other actor does not keep the run alive."""
   (tmp_path / 'config.py').write_text(CONFIG)
   since = time.monotonic()
-  done = subprocess.run(
-      [sys.executable, '-m', 'podracer_jit', f'--config={tmp_path / "config.py"}',
-       f'--config.env.fails={fails}', '--config.env.after=100', f'--workdir={tmp_path / "run"}'],
-      env=QUICK | {'PYTHONPATH': os.getcwd()}, capture_output=True, text=True, timeout=200)
+  done = processes.run(processes.command(
+      f'--config={tmp_path / "config.py"}', f'--config.env.fails={fails}',
+      '--config.env.after=100', f'--workdir={tmp_path / "run"}'))
   assert done.returncode == exit_codes.FAILED
   assert time.monotonic() - since < 120
   last = done.stderr.splitlines()[-1]
@@ -503,8 +503,8 @@ def test_a_run_ends_with_one_line_when_an_environment_fails(user_module, tmp_pat
   assert last.startswith('podracer_jit: envs_of_my_own:factory: ') and reason in last
   assert 'Traceback' not in done.stderr
   assert 'slow environments: Python steps envs_of_my_own:factory' in done.stdout
-  processes = subprocess.run(['ps', '-eo', 'ppid,args'], capture_output=True, text=True).stdout
-  assert not [line for line in processes.splitlines()
+  running = subprocess.run(['ps', '-eo', 'ppid,args'], capture_output=True, text=True).stdout
+  assert not [line for line in running.splitlines()
               if line.split()[0] == '1' and 'gymnasium_worker' in line]
 
 

@@ -93,7 +93,7 @@ def api_run(tmp_path_factory):
 
 
 def binary(folder, *args):
-  return processes.run([sys.executable, '-P', '-m', 'podracer_jit', *args], cwd=folder)
+  return processes.run(processes.command(*args), cwd=folder)
 
 
 def receipts(workdir):
@@ -238,7 +238,7 @@ def test_a_signal_saves_and_then_has_its_usual_effect(number, code, message, tmp
   """Python itself runs the program, with the signal handlers of a program in a terminal."""
   with subprocess.Popen([sys.executable, '-P', '-c', ENDLESS, '100000000'], cwd=tmp_path,
                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=QUICK,
-                        preexec_fn=default_signals) as process:
+                        preexec_fn=processes.default_signals) as process:
     metrics = tmp_path / 'run' / journal.METRICS
     try:
       while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5):
@@ -254,20 +254,12 @@ def test_a_signal_saves_and_then_has_its_usual_effect(number, code, message, tmp
   assert saved == max(receipts(tmp_path / 'run'))
 
 
-def default_signals():
-  """Sets the handlers of a program in a terminal; background jobs have signals ignored."""
-  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_DFL if number != signal.SIGINT
-                  else signal.default_int_handler)
-
-
 def test_training_after_other_uses_of_jax_fails_with_advice(tmp_path):
   program = ("import podracer_jit as pj, jax.numpy as jnp\n"
              "{0}\njnp.ones(3).block_until_ready()\n"
              "pj.train('ppo_cartpole:smoke', 'run', quiet=True)")
   for line, code in (('', 1), ("pj.prepare('ppo_cartpole:smoke')", 0)):
-    done = subprocess.run([sys.executable, '-P', '-c', program.format(line)], cwd=tmp_path,
-                          capture_output=True, text=True, env=QUICK, timeout=300, check=False)
+    done = processes.run([sys.executable, '-P', '-c', program.format(line)], cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert code == 0 or 'call podracer_jit.prepare(config) before anything' in done.stderr
 

@@ -101,10 +101,9 @@ def test_a_failure_of_a_worker_ends_the_measurement(monkeypatch):
 
 
 def _run(*args, config='impala_catch'):
-  done = processes.run(
-      [sys.executable, '-P', '-m', 'podracer_jit', 'benchmark',
-       f'--config=configs/{config}.py:smoke', '--config.env.num_envs=8',
-       '--config.unroll_length=5', *args])
+  done = processes.run(processes.command(
+      'benchmark', f'--config=configs/{config}.py:smoke', '--config.env.num_envs=8',
+      '--config.unroll_length=5', *args))
   return done.returncode, done.stdout, done.stderr
 
 

@@ -1,8 +1,6 @@
 """The command line: finding the config, setting its fields, and errors."""
 
 import json
-import subprocess
-import sys
 
 import ml_collections
 import pytest
@@ -11,7 +9,8 @@ from absl import flags
 from podracer_jit.run import command_line, config, evaluation, workdirs
 from podracer_jit.run.commands import evaluate, train
 from podracer_jit.run.resolve import resolve
-from tests.runs import QUICK, small
+from tests import processes
+from tests.runs import small
 
 CONFIG = """
 from ml_collections import config_dict
@@ -44,10 +43,8 @@ def file(tmp_path):
 
 @pytest.mark.quick
 def test_an_unknown_field_is_refused_in_one_line(tmp_path):
-  done = subprocess.run(
-      [sys.executable, '-m', 'podracer_jit', '--config=configs/impala_catch.py:smoke',
-       '--config.sede=3', f'--workdir={tmp_path}/run'],
-      capture_output=True, text=True, timeout=300, env=QUICK, check=False)
+  done = processes.run(processes.command(
+      '--config=configs/impala_catch.py:smoke', '--config.sede=3', f'--workdir={tmp_path}/run'))
   assert done.returncode == 2
   (line,) = [line for line in done.stderr.splitlines() if 'podracer_jit: ' in line]
   assert '--config.sede' in line and 'seed' in line

@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import jax
@@ -15,6 +14,7 @@ import pytest
 from podracer_jit import experiment
 from podracer_jit.run import changes, checkpoint, history, workdirs
 from tests import processes
+from tests.processes import command
 from tests.runs import QUICK
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=False',
@@ -22,10 +22,6 @@ CATCH = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=Fal
 CONSTANT = [*CATCH, '--config.optimizer.anneal=False']
 CARTPOLE = ['--config=configs/ppo_cartpole.py:smoke', '--config.log.tensorboard=False']
 STEPS = 576  # steps of an update of CATCH: 32 environments, 20 rows, every tenth row invalid
-
-
-def command(*args):
-  return [sys.executable, '-P', '-m', 'podracer_jit', *map(str, args)]
 
 
 def binary(*args, code=0):

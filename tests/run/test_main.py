@@ -15,13 +15,10 @@ import pytest
 from podracer_jit.run import command_line, session
 from podracer_jit.run.commands import train
 from tests import processes
+from tests.processes import command
 from tests.runs import QUICK
 
 CATCH = '--config=configs/impala_catch.py:smoke'
-
-
-def command(*args):
-  return [sys.executable, '-P', '-m', 'podracer_jit', *args]
 
 
 def binary(*args, cwd=None):

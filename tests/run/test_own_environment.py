@@ -2,16 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from podracer_jit.run import checkpoint, workdirs
 from podracer_jit.run.commands import compare
-from tests import extras
-from tests.runs import QUICK
+from tests import extras, processes
 
 EXAMPLES = Path(__file__).parents[2] / 'examples'
 GRIDWORLD = EXAMPLES / 'gridworld.py'
@@ -24,8 +21,7 @@ CARTPOLE = ['--config=configs/ppo_cartpole.py', '--config.env.task=gymnax:CartPo
 
 def binary(*args):
   """Runs `podracer_jit`; returns its output, and fails with it if the exit code is not 0."""
-  result = subprocess.run([sys.executable, '-P', '-m', 'podracer_jit', *map(str, args)],
-                          capture_output=True, text=True, timeout=300, env=QUICK, check=False)
+  result = processes.run(processes.command(*args))
   if 'MuJoCo cannot draw here' in result.stderr:
     pytest.skip(result.stderr)
   assert result.returncode == 0, result.stdout + result.stderr
@@ -65,9 +61,7 @@ def test_an_own_jax_environment_is_evaluated_with_a_video(trained):
 
 def test_options_are_arguments_of_the_class(tmp_path):
   args = [f'--config={GRIDWORLD}:smoke', f'--workdir={tmp_path}']
-  command = [sys.executable, '-P', '-m', 'podracer_jit', *args, '--config.env.sise=8']
-  result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=QUICK,
-                          check=False)
+  result = processes.run(processes.command(*args, '--config.env.sise=8'))
   assert result.returncode == 2 and 'env.sise' in result.stderr
   assert len(result.stderr.strip().splitlines()) == 1
   binary(*args, '--config.env.size=5', '--config.total_steps=2000')

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import termios
 import time
 from pathlib import Path
@@ -14,20 +13,11 @@ import pytest
 
 from podracer_jit.run import checkpoint, evaluation, exit_codes, journal, stopping
 from tests import processes
+from tests.processes import command, default_signals
 from tests.runs import QUICK
 
 ENDLESS = ['--config=configs/impala_catch.py:smoke', '--config.total_steps=100000000',
            '--config.optimizer.anneal=False', '--config.log.tensorboard=False']
-
-
-def command(*args):
-  return [sys.executable, '-P', '-m', 'podracer_jit', *args]
-
-
-def default_signals():
-  """Sets the handlers of a program in a terminal; background jobs have signals ignored."""
-  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from podracer_jit.run import checkpoint, workdirs
 from podracer_jit.run.commands import compare, launch, rerun
 from podracer_jit.run.resolve import resolve
 from tests import processes
+from tests.processes import command
 from tests.runs import QUICK, small
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.checkpoint.every_updates=4',
@@ -26,13 +27,11 @@ CATCH = ['--config=configs/impala_catch.py:smoke', '--config.checkpoint.every_up
 
 
 def verb(name, *args, timeout=300):
-  command = [sys.executable, '-P', '-m', 'podracer_jit', name, *args]
-  return processes.run(command, timeout=timeout)
+  return processes.run(command(name, *args), timeout=timeout)
 
 
 def train(workdir, *args, experiment=CATCH):
-  command = [sys.executable, '-P', '-m', 'podracer_jit', *experiment, f'--workdir={workdir}', *args]
-  return processes.run(command)
+  return processes.run(command(*experiment, f'--workdir={workdir}', *args))
 
 
 def lines(path):
@@ -48,8 +47,8 @@ def uninterrupted(tmp_path_factory):
 
 
 def start(workdir, *args, count=2, experiment=CATCH):
-  return subprocess.Popen([sys.executable, '-P', '-m', 'podracer_jit', 'launch', '-n', str(count),
-                           '--', *experiment, f'--workdir={workdir}', *args],
+  return subprocess.Popen(command('launch', '-n', count, '--', *experiment,
+                                  f'--workdir={workdir}', *args),
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=QUICK)
 
 
@@ -146,9 +145,8 @@ def test_a_process_that_dies_ends_the_others(victim, tmp_path):
 
 def test_an_exception_in_one_process_ends_the_others(tmp_path):
   """Process 0 writes the files, which may not be larger than 40 KB."""
-  command = [sys.executable, '-P', '-m', 'podracer_jit', 'launch', '-n', '2', '--', *CATCH,
-             f'--workdir={tmp_path}', *LONG]
-  result = subprocess.run(['bash', '-c', 'ulimit -f 40; exec "$@"', 'bash', *command], env=QUICK,
+  launch_two = command('launch', '-n', '2', '--', *CATCH, f'--workdir={tmp_path}', *LONG)
+  result = subprocess.run(['bash', '-c', 'ulimit -f 40; exec "$@"', 'bash', *launch_two], env=QUICK,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
                           check=False)
   assert result.returncode == 1
@@ -225,8 +223,8 @@ def coordinator_addresses(port):
 def test_launch_uses_an_address_that_other_machines_cannot_reach(tmp_path):
   process = start(tmp_path, *LONG)
   wait_for_updates(process, tmp_path, 1)
-  command = Path(f'/proc/{workers_of(process)[0]}/cmdline').read_text()
-  host, port = re.search(r'--coordinator_address=(\S+?):(\d+)\0', command).groups()
+  command_line = Path(f'/proc/{workers_of(process)[0]}/cmdline').read_text()
+  host, port = re.search(r'--coordinator_address=(\S+?):(\d+)\0', command_line).groups()
   addresses = coordinator_addresses(int(port))
   process.send_signal(signal.SIGINT)
   out, _ = process.communicate(timeout=120)
@@ -370,9 +368,9 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(uninterrupted, t
   shutil.copytree(uninterrupted, workdir)
   newest = max(int(path.name) for path in (workdir / 'checkpoints').iterdir())
   shutil.rmtree(workdir / 'checkpoints' / str(newest))
-  command = [sys.executable, '-P', '-m', 'podracer_jit', *CATCH, f'--workdir={workdir}']
+  train_command = command(*CATCH, f'--workdir={workdir}')
   # No file may exceed 12 KB; one array has 16 KB, however Orbax distributes arrays over files.
-  full = subprocess.run(['bash', '-c', 'ulimit -f 12; exec "$@"', 'bash', *command],
+  full = subprocess.run(['bash', '-c', 'ulimit -f 12; exec "$@"', 'bash', *train_command],
                         capture_output=True, text=True, timeout=300, env=QUICK, check=False)
   assert full.returncode == 1
   # Open files of Orbax may print more errors when Python ends.

@@ -4,7 +4,6 @@ import copy
 import itertools
 import shlex
 import subprocess
-import sys
 
 import pytest
 from absl import flags
@@ -259,7 +258,7 @@ def test_a_candidate_runs_with_its_own_scheme():
 
 
 def _run(*args):
-  done = processes.run([sys.executable, '-P', '-m', 'podracer_jit', 'tune', *args])
+  done = processes.run(processes.command('tune', *args))
   return done.returncode, done.stdout, done.stderr
 
 
