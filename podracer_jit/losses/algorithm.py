@@ -170,6 +170,7 @@ def unroll(model: Model, params: Params, rollout: Rollout) -> tuple[jax.Array, j
     dist_params [T + 1, N, K] and value [T + 1, N].
   """
   chex.assert_rank(rollout.valid, 2)
+  # The rollout's state has a leading axis [1], so that all its arrays can be cut by environment.
   state = jax.tree.map(lambda x: x[0], rollout.recurrent_state)
   # The network takes T + 1 masks. The last one affects only the recurrent state after the last
   # row, which is dropped.

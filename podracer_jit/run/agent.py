@@ -134,6 +134,7 @@ class Agent:
   def _write(self, folder: Path, files: Mapping[str, bytes]) -> None:
     """Writes the files that every saved agent has, and `files`, to a new folder in one step."""
     check_new(folder)
+    # The folder gets its name in one step, once it is complete.
     draft = folder.with_name(folder.name + _DRAFT)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)

@@ -250,7 +250,7 @@ def complete(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 # The placement of commands that only look at a run: evaluations and repeated updates.
 ONE_DEVICE = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1,
-                  actor_platform='auto', env_threads=0)
+                  actor_platform='auto', env_threads=0, cluster='none')
 
 
 def on_one_device(fields: Mapping[str, Any]) -> dict[str, Any]:

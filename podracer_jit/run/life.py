@@ -84,6 +84,7 @@ def make_life(init_from: str | Path | None = None, init_parts: Sequence[str] | N
     known = (*inherit.PARTS, 'all')
     if not init_parts or any(part not in known for part in init_parts):
       raise ValueError(f'--init_parts: known are {", ".join(known)}; got {",".join(init_parts)!r}')
+    # In the order of PARTS, whatever the order of the flag.
     parts = tuple(part for part in inherit.PARTS if part in init_parts or 'all' in init_parts)
   return Life(inherit.Request(Path(init_from), parts, init_partly), allowed, repeated)
 
@@ -256,7 +257,9 @@ def stages(run: build.Run, entries: Sequence[history.Entry], update: int
   fields = run.experiment.fields
   for first_update in history.change_points(entries):
     if first_update - 1 > update:
-      yield build.make_run(_experiment_at(fields, entries, first_update - 1)), first_update - 1
+      experiment = _experiment_at(fields, entries, first_update - 1)
+      machines = run.machines.of(experiment) if run.machines else None
+      yield build.make_run(experiment, machines), first_update - 1
   yield run, None
 
 
