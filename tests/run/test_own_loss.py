@@ -69,9 +69,8 @@ def test_a_changed_source_is_said_and_both_are_kept(own, tmp_path):
   shutil.copytree(workdir, resumed)
   shutil.rmtree(resumed / 'checkpoints' / '6')
   out = binary(f'--config={mine}', f'--workdir={resumed}', *FEW)
-  said = [line for line in out.splitlines() if 'source' in line]
-  assert len(said) == 1
-  assert 'the source of transformer.py has changed since update 3: the run goes on' in said[0]
+  (said,) = (line for line in out.splitlines() if 'the source of' in line)
+  assert 'the source of transformer.py has changed since update 3: the run goes on' in said
   assert (resumed / 'sources' / '1' / file.name).read_bytes() == file.read_bytes()
   assert (resumed / 'sources' / '4' / file.name).read_bytes() == mine.read_bytes()
   out = binary('compare', workdir, resumed)  # only a comment has changed
@@ -79,7 +78,7 @@ def test_a_changed_source_is_said_and_both_are_kept(own, tmp_path):
   assert 'identical: 6 updates' in out
 
   # The same command again has nothing to say.
-  assert 'source' not in binary(f'--config={mine}', f'--workdir={resumed}', *FEW)
+  assert 'the source of' not in binary(f'--config={mine}', f'--workdir={resumed}', *FEW)
 
 
 def test_a_copy_runs_only_if_it_is_allowed(own, tmp_path):
