@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ class Service:
       role: of this process.
       life: of this process; it has other random numbers than the ones before.
     """
+    warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
     self._role = role
     self._life = life
     whole = resolve(fields)
