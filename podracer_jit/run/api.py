@@ -19,6 +19,7 @@ from podracer_jit.run import (
     evaluation,
     journal,
     life,
+    machines,
     periodic,
     seeds,
     session,
@@ -149,7 +150,12 @@ def train(config: Config, workdir: str | Path, *,
   all_callbacks = Callbacks(callbacks)
   fields = _start(config)
   options = life.make_life(init_from, init_parts, init_partly, extend, change, repeat)
-  opening = session.opened(resolve(fields), Path(workdir), options)
+
+  def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
+    cluster = stack.enter_context(machines.joined(fields))
+    prepare(fields)
+    return session.opened(resolve(fields), Path(workdir), options, cluster)
+
   opened, finished = _train(opening, quiet, callbacks=all_callbacks,
                             profile_dir=profile_dir and str(profile_dir))
   return _trained(opened, finished)
@@ -187,28 +193,32 @@ def train_seeds(config: Config, workdir: str | Path, num_seeds: int, *,
   """
   fields = _start(config)
   options = life.make_life(init_from, init_parts, init_partly, extend, change)
-  opening = seeds.opened(fields, num_seeds, Path(workdir), options)
+
+  def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
+    del stack
+    prepare(fields)
+    return seeds.opened(fields, num_seeds, Path(workdir), options)
+
   opened, finished = _train(opening, quiet, profile_dir=profile_dir and str(profile_dir))
   return [_trained(each, finished) for each in opened.sessions]
 
 
 def _start(config: Config) -> dict[str, Any]:
-  """Prepares JAX for a training; returns the config as plain values."""
+  """Returns the config of a training in this process as plain values."""
   warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   if jax.distributed.is_initialized():
     raise ValueError('train: is for one process; podracer_jit launch, or --distributed, starts a '
                      'run of several')
-  fields = _mapping(config)
-  prepare(fields)
-  return fields
+  return _mapping(config)
 
 
-def _train(opening: contextlib.AbstractContextManager, quiet: bool, **options: Any
-           ) -> tuple[Any, bool]:
+def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextManager],
+           quiet: bool, **options: Any) -> tuple[Any, bool]:
   """Opens a session and trains it.
 
   Args:
-    opening: enters a `session.Session`, or `seeds.Seeds`.
+    opening: returns a context of a `session.Session`, or of `seeds.Seeds`. What it enters in the
+      stack is left after the training.
     quiet: prints nothing but warnings.
     **options: of its `train`.
 
@@ -217,7 +227,7 @@ def _train(opening: contextlib.AbstractContextManager, quiet: bool, **options: A
   """
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(stopping.handled(leave=_interrupt))
-    opened = stack.enter_context(opening)
+    opened = stack.enter_context(opening(stack))
     if not quiet:
       for note in opened.notes:
         complain(f'podracer_jit: {note}')

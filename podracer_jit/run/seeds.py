@@ -122,6 +122,8 @@ def _problems(experiment: Experiment, num_seeds: int, options: life.Life) -> Ite
   if experiment.placement.learner_devices != experiment.placement.actor_devices or len(
       experiment.placement.learner_devices) > 1:
     yield '--num_seeds: wants one device; placement.learner_devices has several'
+  if experiment.placement.cluster != 'none':
+    yield f'placement.cluster: must be none with --num_seeds, got {experiment.placement.cluster}'
   if experiment.eval.every_updates:
     yield ('eval.every_updates: must be 0 with --num_seeds; evaluate the workdir of a seed '
            'afterwards')
