@@ -23,7 +23,7 @@ from podracer_jit.actor import kept_envs
 from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.learner import rollout_updates
 from podracer_jit.numerics.fingerprints import canary
-from podracer_jit.options import INT32_MAX, shown
+from podracer_jit.options import INT32_MAX
 from podracer_jit.run import build, checkpoint, history, life, memory, session, stopping, workdirs
 from podracer_jit.run import train as train_lib
 from podracer_jit.run.experiment import Experiment
@@ -113,8 +113,8 @@ def _problems(experiment: Experiment, num_seeds: int, options: life.Life) -> Ite
     yield (f'--num_seeds: the last seed would be {experiment.seed + num_seeds - 1}; must be at '
            f'most {INT32_MAX}')
   if not experiment.spec.is_function:
-    yield (f'--num_seeds: wants environments that are JAX functions; {shown(experiment.env.task)} '
-           'is none, so train its seeds one after the other')
+    yield (f'--num_seeds: wants environments that are JAX functions; {experiment.env.task} is '
+           'none, so train its seeds one after the other')
   if not experiment.scheme.graph.one_program:
     names = [name for name, scheme in SCHEMES.items() if scheme.graph.one_program]
     yield (f'--num_seeds: wants a scheme that is one program, scheme = {" or ".join(names)}; got '
@@ -325,20 +325,20 @@ def _segment(runs: Sequence[_Seed], program: Any, states: TrainState, actor_stat
   training = [each for each in runs if not each.finished]
   for each in training:
     each.begin_segment(len(runs))
-  made = 0
-  before = None
-  while made < experiment.checkpoint.every_updates and not stop.asked():
-    limit = min(calls, experiment.checkpoint.every_updates - made)
+  updates = 0
+  previous = None
+  while updates < experiment.checkpoint.every_updates and not stop.asked():
+    limit = min(calls, experiment.checkpoint.every_updates - updates)
     states, actor_states, counts, metrics = program(states, actor_states, limit,
                                                     experiment.total_steps)
-    made += limit
+    updates += limit
     # The files of a call are written while the device makes the next one.
-    if before and not write(*before):
-      before = None
+    if previous and not write(*previous):
+      previous = None
       break
-    before = counts, metrics
-  if before:
-    write(*before)
+    previous = counts, metrics
+  if previous:
+    write(*previous)
   with stop.saving():
     for i, each in enumerate(runs):
       if each in training:
