@@ -2,7 +2,7 @@
 
 The sums consist of additions in one fixed order, and their inputs come out of islands
 (`numerics.islands`), so XLA cannot change their rounding.
-`test_a_sum_by_slices_is_the_pairwise_one_on_any_mesh` fails without the fixed order.
+`test_exact_sum_equals_the_pairwise_sum_on_any_mesh` fails without the fixed order.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import pytest
 from absl import logging
 
 from podracer_jit.cluster.failure import Failed
-from podracer_jit.cluster.process import about
 from podracer_jit.runtime.channels import Closed
 from tests.ray_nodes import Nodes
 
@@ -147,6 +146,7 @@ def test_processes_without_room_wait_for_a_machine(nodes, cluster, warnings):
 
 
 def test_machines_with_other_versions_are_refused():
+  from podracer_jit.cluster.process import about
   from podracer_jit.cluster.remote import problems_of_versions
   own = about()
   assert problems_of_versions(own, own) == []
