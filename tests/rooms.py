@@ -25,6 +25,7 @@ TIERS = {
     'ground': ['types', 'options', 'parts'],
     'numerics': ['numerics'],
     'plumbing': ['runtime', 'loops'],
+    'cluster': ['cluster'],
     'world': ['envs'],
     'maths': ['agents', 'losses', 'replay'],
     'operations': ['learner', 'actor'],
@@ -106,14 +107,15 @@ PLAN = {
     'options': (20, 980, 0), 'parts': (285, 520, 1), 'types': (560, 930, 1),
     'numerics': (420, 650, 2), 'runtime': (20, 262, 3), 'envs': (285, 520, 3),
     'agents': (285, 700, 4), 'replay': (740, 980, 4),
-    'loops': (20, 226, 5), 'losses': (285, 520, 5),
+    'loops': (20, 226, 5), 'losses': (285, 520, 5), 'cluster': (560, 980, 5),
     'learner': (220, 560, 6), 'actor': (600, 980, 6),
     'schemes': (20, 980, 7), 'run': (20, 980, 8),
     'experiment': (20, 330, 9), '__init__': (360, 700, 9), '__main__': (740, 980, 9),
     'configs': (20, 330, 10),
 }
-COLOURS = {'ground': '#e8e4da', 'numerics': '#dcebd8', 'plumbing': '#d6e4f2', 'world': '#f4ead0',
-           'maths': '#dcebd8', 'operations': '#f6ddd4', 'schemes': '#d6e4f2', 'assembly': '#e6deef'}
+COLOURS = {'ground': '#e8e4da', 'numerics': '#dcebd8', 'plumbing': '#d6e4f2',
+           'cluster': '#d6e4f2', 'world': '#f4ead0', 'maths': '#dcebd8', 'operations': '#f6ddd4',
+           'schemes': '#d6e4f2', 'assembly': '#e6deef'}
 WIDTH = 1000
 FLOOR = 100  # height of a floor with the gap below it
 GAP = 32

@@ -22,6 +22,7 @@ OUTSIDE = {
               'mujoco_playground'},
     'operations': {'jax', 'numpy', 'chex', 'flax', 'optax'},
     'plumbing': {'jax', 'numpy', 'absl'},
+    'cluster': {'jax', 'numpy', 'absl', 'ray'},
     'schemes': {'jax', 'numpy'},
     'assembly': None,
 }
@@ -101,6 +102,28 @@ def test_only_envs_imports_envpool():
   users = {module for module, tree in TREES.items()
            if any(name.split('.')[0] == 'envpool' for name in imported(tree))}
   assert users == {'envs.envpool_envs'}
+
+
+def test_only_the_cluster_imports_ray():
+  users = {room(module) for module, tree in TREES.items()
+           if any(name.split('.')[0] == 'ray' for name in imported(tree))}
+  assert users == {'cluster'}
+
+
+def test_a_run_without_a_cluster_does_not_load_ray():
+  script = ('import sys\nfrom podracer_jit.run.commands import train\n'
+            'from podracer_jit.run import api, machines, session\n'
+            'from podracer_jit import configs\nimport podracer_jit as pj\n'
+            'config = pj.load_config("impala_catch")\n'
+            'with machines.joined(config.to_dict()) as cluster: assert cluster is None\n'
+            'assert "ray" not in sys.modules')
+  subprocess.run([sys.executable, '-c', script], check=True)
+
+
+@pytest.mark.parametrize('module', sorted(m for m in TREES if room(m) == 'cluster'))
+def test_the_cluster_knows_nothing_of_reinforcement_learning(module):
+  assert {room(name) for name in inside(TREES[module])} <= {
+      'cluster', *TIERS['ground'], *TIERS['plumbing']}
 
 
 def test_only_families_and_run_import_envpool_envs():

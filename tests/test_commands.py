@@ -48,8 +48,8 @@ def test_every_verb_has_a_module_and_every_module_a_verb():
 @pytest.mark.parametrize('word, message', [
     ('evalute', 'evalute: no such command; did you mean evaluate?'),
     ('Tune', 'Tune: no such command; did you mean tune?'),
-    ('zzz', 'zzz: no such command; there are train, evaluate, compare, rerun, tune, benchmark, '
-            'launch, configs, envs'),
+    ('zzz', 'zzz: no such command; there are train, evaluate, export, compare, rerun, tune, '
+            'benchmark, launch, configs, envs'),
     ('configs/impala_catch.py', 'configs/impala_catch.py: no such command; to train with this '
                                 'config: podracer_jit --config=configs/impala_catch.py')])
 def test_an_unknown_verb_gives_one_line_and_exit_code_2(word, message, capsys):
@@ -66,6 +66,7 @@ def test_without_a_verb_the_command_trains(args, monkeypatch):
 
 @pytest.mark.parametrize('args, message', [
     (['evaluate'], '--workdir is missing'),
+    (['export', '--workdir=x'], '--workdir and --out are needed'),
     (['compare', 'runs/a'], 'two workdirs are needed'),
     (['rerun', '--workdir=x'], '--workdir and --update are needed'),
     (['tune'], '--config is missing'),

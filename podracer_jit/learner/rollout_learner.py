@@ -30,6 +30,7 @@ class RolloutLearner(Learner):
     self.sizes = sizes
     self._gradient_programs: dict[tuple[Mesh, int], sharding.GradientPrograms] = {}
     self.gradient_steps = sizes.num_epochs * sizes.num_minibatches
+    # XLA's all-reduce adds one gradient of each device, so each device is one group.
     if not exact_reduce:
       sizes = sizes._replace(num_grad_shards=parts.mesh.size)
     self.learn = rollout_updates.make_learn(
@@ -52,10 +53,15 @@ class RolloutLearner(Learner):
       meshes: one for each worker. The workers have equal numbers of environments. Workers on the
         same mesh share one program.
     """
-    return [self._gradient_programs_of(mesh, len(meshes)) for mesh in meshes]
+    return [self.worker_programs(mesh, len(meshes)) for mesh in meshes]
 
-  def _gradient_programs_of(self, mesh: Mesh, workers: int) -> sharding.GradientPrograms:
-    """Returns the programs of one of `workers` workers; caches them for all segments of a run."""
+  def worker_programs(self, mesh: Mesh, workers: int) -> sharding.GradientPrograms:
+    """Returns the programs of one of `workers` workers; caches them for all segments of a run.
+
+    Args:
+      mesh: of the worker.
+      workers: of the run.
+    """
     key = mesh, workers
     if key not in self._gradient_programs:
       share = self.sizes._replace(num_envs=self.sizes.num_envs // workers,

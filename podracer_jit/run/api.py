@@ -14,7 +14,16 @@ from typing import Any
 import jax
 import ml_collections
 
-from podracer_jit.run import command_line, evaluation, journal, life, periodic, session, stopping
+from podracer_jit.run import (
+    command_line,
+    evaluation,
+    journal,
+    life,
+    machines,
+    periodic,
+    session,
+    stopping,
+)
 from podracer_jit.run import config as config_lib
 from podracer_jit.run.agent import PARAMETERS, Agent, load_saved
 from podracer_jit.run.callbacks import Callback, Callbacks
@@ -145,11 +154,12 @@ def train(config: Config, workdir: str | Path, *,
   fields = _mapping(config)
   options = life.make_life(init_from, init_parts, init_partly, extend, change, repeat)
   workdir = Path(workdir)
-  prepare(fields)
-  experiment = resolve(fields)
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(stopping.handled(leave=_interrupt))
-    opened = stack.enter_context(session.opened(experiment, workdir, options))
+    cluster = stack.enter_context(machines.joined(fields))
+    prepare(fields)
+    experiment = resolve(fields)
+    opened = stack.enter_context(session.opened(experiment, workdir, options, cluster))
     if not quiet:
       for note in opened.notes:
         complain(f'podracer_jit: {note}')

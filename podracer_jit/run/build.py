@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
@@ -29,7 +29,7 @@ from podracer_jit.replay import buffer
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.runtime import placement
 from podracer_jit.runtime.channels import FifoQueue, Versioned
-from podracer_jit.schemes import wiring
+from podracer_jit.schemes import gradients, wiring
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.types import TrainState
@@ -46,6 +46,7 @@ class Run:
   network: nn.Module
   learner: Learner
   acting: Acting
+  machines: Machines | None = None  # that act elsewhere
 
   @property
   def plan(self) -> wiring.Plan:
@@ -54,7 +55,13 @@ class Run:
     return wiring.Plan(
         experiment.scheme, self.place, self.learner, self.acting, experiment.env.num_envs,
         experiment.num_shards, experiment.total_steps, experiment.placement.updates_per_call,
-        self.keeps_envs)
+        self.keeps_envs, self._gradient_workers)
+
+  def _gradient_workers(self) -> list[gradients.GradientWorker]:
+    """Returns the gradient workers of a scheme with separate updates."""
+    if self.machines:
+      return self.machines.gradient_workers()
+    return gradients.on_devices(self.learner, self.place, self.experiment.scheme.each)
 
   @property
   def keeps_envs(self) -> bool:
@@ -69,16 +76,45 @@ class Run:
     return self.learner.initial_state(self.experiment.seed)
 
 
-def make_run(experiment: Experiment) -> Run:
+class Machines(Protocol):
+  """Interface of what acts, and computes gradients, outside of this process."""
+
+  def of(self, experiment: Experiment) -> Machines:
+    """Returns what does the same for another experiment, instead of for this one."""
+
+  def actors(self, index: int) -> list[wiring.Actor]:
+    """Returns the actors of a segment, in order."""
+
+  def gradient_workers(self) -> list[gradients.GradientWorker]:
+    """Returns the gradient workers, in order."""
+
+  def metrics(self) -> dict[str, float]:
+    """Returns figures since the last call, for the record of an update."""
+
+  def lives(self) -> dict[str, int]:
+    """Returns the lives of the actors that were begun again, by name."""
+
+
+def make_run(experiment: Experiment, machines: Machines | None = None,
+             place: placement.Placement | None = None) -> Run:
   """Finds the devices of an experiment and builds everything but environments.
+
+  Args:
+    experiment: to build.
+    machines: that act, if `placement.cluster` asks for them.
+    place: devices that were found already.
 
   Raises:
     ValueError: the devices do not fit; the message names the field, its value and a right one.
   """
-  place = placement.resolve(experiment.placement, experiment.num_shards,
-                            experiment.spec.is_function)
-  for problem in _problems_of_devices(experiment, place):
-    raise ValueError(problem)
+  if machines is None and experiment.placement.is_remote:
+    raise ValueError(f'placement.cluster: {experiment.placement.cluster} is for training; for all '
+                     'else it must be none')
+  if place is None:
+    place = placement.resolve(experiment.placement, experiment.num_shards,
+                              experiment.spec.is_function)
+    for problem in _problems_of_devices(experiment, place):
+      raise ValueError(problem)
   network = make_network(experiment)
   optimizer = experiment.optimizer
   learner_parts = Parts(network, experiment.spec.obs_shape, experiment.spec.obs_dtype,
@@ -88,7 +124,7 @@ def make_run(experiment: Experiment) -> Run:
     learner = _replay_learner(experiment, learner_parts)
   else:
     learner = _rollout_learner(experiment, learner_parts)
-  return Run(experiment, place, network, learner, _make_acting(experiment, network))
+  return Run(experiment, place, network, learner, make_acting(experiment, network), machines)
 
 
 def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> Iterator[str]:
@@ -107,7 +143,7 @@ def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> 
     yield ('num_shards: must be the number of actors where they are asynchronous '
            f'(env_batch = {experiment.env_batch}), {actors}; got {experiment.num_shards}')
   threads = experiment.num_shards // place.processes * experiment.placement.env_threads
-  if threads > MAX_THREADS:
+  if threads > MAX_THREADS and not experiment.placement.is_remote:
     yield (f'placement.env_threads: {experiment.placement.env_threads} threads of each pool '
            f'(num_shards = {experiment.num_shards}) are {threads:,}; must be at most '
            f'{MAX_THREADS:,} in a process')
@@ -164,6 +200,29 @@ def make_network(experiment: Experiment) -> nn.Module:
   if dist_params.shape[-1] != experiment.policy.dist_size:
     raise ValueError(f'policy: it reads {experiment.policy.dist_size} numbers, and {name} gives '
                      f'{dist_params.shape[-1]}')
+  return _with_heads(network, experiment)
+
+
+def _with_heads(network: nn.Module, experiment: Experiment) -> nn.Module:
+  """Returns the network with the auxiliary heads of its algorithm, if it has any.
+
+  Raises:
+    ValueError: the network has no place for heads, or a head fails.
+  """
+  name = experiment.loss_name
+  spec = experiment.spec
+  try:
+    heads = dict(experiment.algorithm.heads(spec))
+    if not heads:
+      return network
+    if 'heads' not in {field.name for field in dataclasses.fields(network)}:
+      raise TypeError(f'{type(network).__name__} takes no heads')
+    network = network.clone(heads=heads)
+    jax.eval_shape(lambda key: networks.init_params(network, key, spec.obs_shape, spec.obs_dtype),
+                   jax.random.key(0))
+  except Exception as error:  # noqa: BLE001 - a user's own heads may raise anything
+    raise ValueError(f'loss.name: the heads of {name} fail on {spec.task}: '
+                     f'{type(error).__name__}: {options.shorten(str(error))}') from error
   return network
 
 
@@ -197,7 +256,7 @@ def _replay_learner(experiment: Experiment, parts: Parts) -> ReplayLearner:
   return ReplayLearner(parts, algorithm, replay, memory, like, sizes, experiment.exact_reduce)
 
 
-def _make_acting(experiment: Experiment, network: nn.Module) -> Acting:
+def make_acting(experiment: Experiment, network: nn.Module) -> Acting:
   """Returns the way in which the actors of an experiment act."""
   algorithm = experiment.algorithm
   spec = experiment.spec
@@ -213,7 +272,7 @@ def _make_acting(experiment: Experiment, network: nn.Module) -> Acting:
 
 
 def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any | None = None
-                ) -> list[wiring.Actor]:
+                ) -> list[wiring.LocalActor]:
   """Starts the environments of this process's actors for a segment.
 
   Args:
@@ -225,30 +284,60 @@ def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any | N
   Returns:
     The actors, in order.
   """
-  experiment = run.experiment
   place = run.place
-  devices = [place.actors[0]] if experiment.scheme.graph.one_program else place.actors
-  per_actor = experiment.num_shards // (len(devices) * place.processes)
+  # One program has one actor, which steps the environments of all devices.
+  devices = [place.actors[0]] if run.experiment.scheme.graph.one_program else place.actors
+  # Actors are numbered over all processes, so that seeds and keys do not depend on the processes.
+  first = place.process * len(devices)
+  return [make_actor(run, index, shards_of(run.experiment, number, len(devices) * place.processes),
+                     device, stack, envs)
+          for number, device in enumerate(devices, first)]
+
+
+def shards_of(experiment: Experiment, number: int, actors: int) -> range:
+  """Returns the vector environments of an actor.
+
+  Args:
+    experiment: of the run.
+    number: of the actor, from 0.
+    actors: of the run.
+  """
+  per_actor = experiment.num_shards // actors
+  return range(number * per_actor, (number + 1) * per_actor)
+
+
+def make_actor(run: Run, index: int, ids: range, device: jax.Device, stack: contextlib.ExitStack,
+               envs: Any | None = None, life: int = 0) -> wiring.LocalActor:
+  """Starts the environments of an actor for a segment.
+
+  Args:
+    run: what the segment belongs to.
+    index: of the segment, from 0.
+    ids: the actor's vector environments, as `shards_of` returns them.
+    device: of the actor.
+    stack: see `make_actors`.
+    envs: see `make_actors`.
+    life: of the actor; one that was begun again has other random numbers.
+  """
+  experiment = run.experiment
   width = experiment.env.num_envs // experiment.num_shards
   key = jax.random.fold_in(keys_of(experiment.seed).act, index)
+  if life:
+    key = jax.random.fold_in(key, experiment.num_shards + life)
   family = family_of(experiment.env.task)
-  actors = []
-  for number, device in enumerate(devices, place.process * len(devices)):
-    ids = range(number * per_actor, (number + 1) * per_actor)
-    rollout_program = RolloutProgram([
-        family.make_vector_env(experiment.env.task, experiment.env_options,
-                               env_seeds(experiment.seed, index, i * width, width),
-                               place.env_threads, experiment.env_batch)
-        for i in ids])
-    stack.callback(rollout_program.close)
-    keys = [jax.random.fold_in(key, i) for i in ids]
-    first_env = ids[0] * width
-    state = run.acting.initial_state(rollout_program.vector_envs, keys, first_env)
-    if envs:
-      state = state._replace(envs=tuple(
-          kept_envs.pick(envs, i, like) for i, like in zip(ids, state.envs, strict=True)))
-    actors.append(wiring.Actor(rollout_program, jax.device_put(state, device), device, first_env))
-  return actors
+  rollout_program = RolloutProgram([
+      family.make_vector_env(experiment.env.task, experiment.env_options,
+                             env_seeds(experiment.seed, index, i * width, width, life),
+                             run.place.env_threads, experiment.env_batch)
+      for i in ids])
+  stack.callback(rollout_program.close)
+  keys = [jax.random.fold_in(key, i) for i in ids]
+  first_env = ids[0] * width
+  state = run.acting.initial_state(rollout_program.vector_envs, keys, first_env)
+  if envs:
+    state = state._replace(envs=tuple(
+        kept_envs.pick(envs, i, like) for i, like in zip(ids, state.envs, strict=True)))
+  return wiring.LocalActor(rollout_program, jax.device_put(state, device), device, first_env)
 
 
 def kept_env_shapes(run: Run) -> Any | None:
@@ -273,6 +362,7 @@ def envs_after(run: Run, states: Mapping[str, Any], first_update: int) -> Any:
   """
   if not run.keeps_envs:
     return None
+  # The learner's state counts the updates; actors may have made more rollouts.
   updates = int(states['learner'].train.update) - first_update
   graph = run.experiment.scheme.graph
   return kept_envs.gather(graph.actors_after(run.plan, states, updates))
@@ -310,7 +400,7 @@ def segment(run: Run, state: TrainState, index: int, updates: int,
     return state, ()
 
   with contextlib.ExitStack() as stack:
-    actors = make_actors(run, index, stack, envs)
+    actors = run.machines.actors(index) if run.machines else make_actors(run, index, stack, envs)
     start = wiring.SegmentStart(state, int(state.update), updates, ended)
     # A queue passes on computed values only, so the waiting times of an update are known.
     reports = FifoQueue('reports', 1)

@@ -12,6 +12,7 @@ from podracer_jit.agents import kinds
 from podracer_jit.options import INT32_MAX, Count, defaults, shown, uneven
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.settings import EnvOptions
+from podracer_jit.schemes.table import SCHEMES
 
 MAX_ACTORS = 4096  # of a process, each with a thread
 
@@ -22,6 +23,7 @@ def problems(experiment: Experiment) -> Iterator[str]:
   yield from _network(experiment)
   yield from _algorithm(experiment)
   yield from _placement(experiment)
+  yield from _cluster(experiment)
   yield from _indivisible(experiment)
   yield from _asynchronous(experiment)
   for needs_replay in (experiment.scheme.replay, experiment.scheme.graph.replay):
@@ -137,6 +139,23 @@ def _placement(experiment: Experiment) -> Iterator[str]:
     yield uneven(place.actor_count(), place.learner_count(len(learners))._replace(unit='worker'))
   if scheme.graph.separate_updates and not experiment.exact_reduce:
     yield f'exact_reduce: {name} always adds in a fixed order; must be True'
+
+
+def _cluster(experiment: Experiment) -> Iterator[str]:
+  """Yields problems of the scheme with actors on a cluster."""
+  place = experiment.placement
+  scheme = experiment.scheme
+  if not place.is_remote:
+    return
+  if scheme.deterministic or scheme.graph.one_program:
+    able = [name for name, other in SCHEMES.items()
+            if not (other.deterministic or other.graph.one_program)]
+    yield (f'placement.cluster: actors of {experiment.scheme_name} wait for the learner, so it '
+           f'must be none (machines: --distributed); {", ".join(able)} take '
+           f'{place.cluster}')
+  if place.actor_platform != 'auto':
+    yield (f'placement.actor_platform: on a cluster, placement.actor_gpus says where actors are; '
+           f'must be auto, got {place.actor_platform}')
 
 
 def _gradient_groups(experiment: Experiment) -> Count:

@@ -20,10 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from podracer_jit import options
+from podracer_jit.actor.acting import Acting
 from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import EnvSpec, TimeStep
 from podracer_jit.replay import buffer
 from podracer_jit.run import build
+from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.settings import EnvOptions, TrainingOptions
 
 HOST = 'this machine'
@@ -51,6 +53,7 @@ def estimate(run: build.Run) -> list[Part]:
   """
   acting, learning = _moments(run)
   totals = [_total_by_place(parts) for parts in (acting, learning)]
+  # If both moments need the same in a place, the parts of the first count.
   return [part for i, parts in enumerate((acting, learning)) for part in parts
           if part.nbytes and totals[i][part.place] == max(x[part.place] for x in totals)
           and (i == 0 or totals[0][part.place] != totals[1][part.place])]
@@ -163,7 +166,7 @@ def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
   gradient = nbytes(params['params'])
   learning += [Part('gradient', gradient, _place(device), _network_fields(run))
                for device in _optimizer_devices(run)]
-  actors = len(_actor_devices(run)) * place.processes
+  actors = _actors(run)
   shares = place.mesh.size * (len(place.workers) if experiment.scheme.each else 1)
   for device in place.learners:
     if not experiment.scheme.graph.free_rates:
@@ -186,8 +189,16 @@ def _learner_parts(run: build.Run, state_bytes: int) -> list[Part]:
   return parts
 
 
+def _actors(run: build.Run) -> int:
+  """Returns the number of actors of the run, in all processes."""
+  return 1 if run.experiment.scheme.graph.one_program else (
+      len(run.place.actors) * run.place.processes)
+
+
 def _actor_devices(run: build.Run) -> tuple[jax.Device, ...]:
-  """Returns the device of each of this process's actors."""
+  """Returns the device of each of this process's actors; those of a cluster have their own."""
+  if run.experiment.placement.is_remote:
+    return ()
   return run.place.actors[:1] if run.experiment.scheme.graph.one_program else run.place.actors
 
 
@@ -208,21 +219,31 @@ def _rollouts_at_once(run: build.Run) -> int:
 def _actor_bytes(run: build.Run) -> tuple[int, int, int]:
   """Returns the bytes of an actor's state, of its rollout, and of a rollout's episodes."""
   experiment = run.experiment
-  # All vector environments of an actor have the same shapes, so one is enough.
+  pools = experiment.num_shards // _actors(run)
+  return tuple(size * pools for size in bytes_of_pool(experiment, run.network, run.acting))
+
+
+def bytes_of_pool(experiment: Experiment, network: nn.Module, acting: Acting
+                  ) -> tuple[int, int, int]:
+  """Returns the bytes of a vector environment's state, of its rollout, and of its episodes.
+
+  Args:
+    experiment: of the run.
+    network: of the run.
+    acting: of the run.
+  """
+  # All vector environments have the same shapes, so one is enough.
   num_envs = experiment.env.num_envs // experiment.num_shards
   vector_env = _VectorEnvOfShapes(experiment.spec, num_envs, experiment.env_batch)
   if experiment.spec.is_function:
     task = experiment.env.task
     vector_env.state_shapes = family_of(task).state_shapes(task, experiment.env_options, num_envs)
   # Tracing the network itself would take seconds at every start.
-  acting = run.acting._replace(network=_NetworkOfShapes(run.network))
+  acting = acting._replace(network=_NetworkOfShapes(network))
   state = jax.eval_shape(lambda key: acting.initial_state([vector_env], [key], 0),
                          jax.eval_shape(jax.random.key, 0))
   _, experience = jax.eval_shape(acting.rollout([vector_env]), None, state)
-  actors = len(_actor_devices(run)) * run.place.processes
-  pools = experiment.num_shards // actors
-  return (nbytes(state.envs) * pools, nbytes(experience) * pools,
-          nbytes([x.episodes for x in experience]) * pools)
+  return (nbytes(state.envs), nbytes(experience), nbytes([x.episodes for x in experience]))
 
 
 def _index_bytes(run: build.Run) -> int:

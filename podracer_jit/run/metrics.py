@@ -17,18 +17,20 @@ from tensorboardX import SummaryWriter
 
 from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.run import journal, safe_files
+from podracer_jit.run.build import Machines
 from podracer_jit.schemes.reports import Report, Waits
 
 Record = dict[str, Any]  # an update's line of metrics.jsonl
 # Least seconds between two points in TensorBoard: a point takes as long as a short update.
 EVENTS_S = 0.1
+LIVES = 'lives'  # the field of receipts with the lives of actors, by name
 
 
 class Meter:
   """Turns reports into records: one for each update, in order."""
 
   def __init__(self, window: int, frame_skip: int, waits: Callable[[], Waits],
-               past: Mapping[str, Any]):
+               past: Mapping[str, Any], machines: Machines | None = None):
     """Creates a meter.
 
     Args:
@@ -36,7 +38,10 @@ class Meter:
       frame_skip: frames of a step.
       waits: returns the seconds that actors and learner have waited since the segment began.
       past: the `meta` of the checkpoint that the run resumes from; empty for a new run.
+      machines: that act outside of this process, if there are any.
     """
+    self._machines = machines
+    self._lives: Mapping[str, int] = machines.lives() if machines else {}
     self._window = collections.deque(map(tuple, past.get('window', [])), maxlen=window)
     self._episodes = past.get('episodes', 0)
     self._elapsed = past.get('elapsed_s', 0.0)
@@ -63,11 +68,13 @@ class Meter:
     learner_wait_s = (waits.learner - self._last_waits.learner) / report.count
     self._last_s = now_s
     self._last_waits = waits
+    of_machines = self._machines.metrics() if self._machines else {}
 
     for i in range(report.count):
       update = jax.tree.map(lambda x, i=i: x[i], metrics)
       receipt = dict(update=int(update['update']), batch=as_hex(update.pop('batch')),
                      params=as_hex(update.pop('params')))
+      receipt |= self._new_lives()
       episodes = update.pop('episodes')
       ended = np.asarray(episodes.ended)
       self._episodes += int(ended.sum())
@@ -82,13 +89,21 @@ class Meter:
           update=int(update.pop('update')), steps=steps, frames=steps * self._frame_skip,
           sps=valid / seconds, elapsed_s=self._elapsed,
           episode_return=_mean(returns), episode_length=_mean(lengths), episodes=self._episodes,
-          actor_wait_s=actor_wait_s, learner_wait_s=learner_wait_s,
+          actor_wait_s=actor_wait_s, learner_wait_s=learner_wait_s, **of_machines,
           # With a replay, CGD is the delay of a rollout until it is added, plus the age of the
           # drawn transitions.
           cgd=float(report.cgd[i] + update.get('sampled_age', 0.0)), gud=float(report.gud[i]))
       if 'sampled' in update:
         record['samples_per_s'] = int(update['sampled']) / seconds
       yield record | {name: float(value) for name, value in update.items()}, receipt
+
+  def _new_lives(self) -> dict[str, Mapping[str, int]]:
+    """Returns the receipt's field with the lives of actors, if one was begun again since."""
+    lives = self._machines.lives() if self._machines else {}
+    if lives == self._lives:
+      return {}
+    self._lives = lives
+    return {LIVES: lives}
 
 
 def _mean(values) -> float | None:

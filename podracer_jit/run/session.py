@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from podracer_jit.run import (
     build,
@@ -14,6 +14,7 @@ from podracer_jit.run import (
     journal,
     life,
     lock,
+    machines,
     memory,
     stopping,
     workdirs,
@@ -22,6 +23,9 @@ from podracer_jit.run import train as train_lib
 from podracer_jit.run.callbacks import Callbacks
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.runtime import host
+
+if TYPE_CHECKING:
+  from podracer_jit.cluster.ray_cluster import Cluster
 
 
 class Session(NamedTuple):
@@ -64,13 +68,15 @@ class Session(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened(experiment: Experiment, workdir: Path, options: life.Life) -> Iterator[Session]:
+def opened(experiment: Experiment, workdir: Path, options: life.Life,
+           cluster: Cluster | None = None) -> Iterator[Session]:
   """Builds a run and opens its workdir, in all processes; closes the workdir on exit.
 
   Args:
     experiment: the experiment to run.
     workdir: the workdir of the run.
     options: where the run begins, and which fields may differ if it goes on.
+    cluster: where its actors are, if the placement asks for one; see `machines.joined`.
 
   Yields:
     The run, ready to train.
@@ -81,7 +87,8 @@ def opened(experiment: Experiment, workdir: Path, options: life.Life) -> Iterato
     OSError: the workdir cannot be written to.
   """
   host.prepare_host(experiment.placement)
-  run = build.make_run(experiment)
+  team = machines.Team(cluster, experiment) if cluster else None
+  run = build.make_run(experiment, team)
   warnings = [f'warning: {warning}' for warning in memory.check(run)]
   ends = None
   if options.repeat:

@@ -24,7 +24,7 @@ from podracer_jit.run import (
     workdirs,
 )
 from podracer_jit.run.callbacks import CallbackFailed, Callbacks, SegmentEnd
-from podracer_jit.run.metrics import Diverged, Files, Meter, check_finite
+from podracer_jit.run.metrics import LIVES, Diverged, Files, Meter, check_finite
 from podracer_jit.run.output import complain
 from podracer_jit.run.periodic import Evaluator
 from podracer_jit.run.progress import Progress
@@ -284,10 +284,12 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
     if files:
       with jax.default_device(place.learners[0]):
         files.begin_segment(dict(segment=index, first_update=saved + 1,
-                                 versions=workdirs.versions(), canary=canary(), **change))
+                                 versions=workdirs.versions(), canary=canary(), **change,
+                                 **_lives(run)))
     segment = stack.enter_context(build.segment(
         run, state, index, length, report, asked_to_stop, envs))
-    meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, meta)
+    meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, meta,
+                  run.machines)
     try:
       states = loops.run(segment.workers)
     except loops.Stuck as error:
@@ -298,6 +300,12 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
       os._exit(exit_codes.FAILED)
     envs = build.envs_after(run, states, saved)
   return states['learner'].train, meter.meta() | {'segment': index + 1}, envs
+
+
+def _lives(run: build.Run) -> dict[str, dict[str, int]]:
+  """Returns the field of receipts with the lives of actors that were begun again, if there are."""
+  lives = run.machines.lives() if run.machines else {}
+  return {LIVES: lives} if lives else {}
 
 
 class Profiler:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 from absl import logging
 
+PATIENCE_S = 60.0  # seconds of waiting between two warnings that say which side is stuck
+
 
 class Versioned(NamedTuple):
   """A value with the version of its parameters: those in it, or those that made it."""
@@ -34,7 +36,7 @@ class Channel:
   allows_async_dispatch = False
 
   def __init__(self, name: str, transfer: Callable[[Any], Any] = lambda value: value,
-               patience_s: float = 60.0):
+               patience_s: float = PATIENCE_S):
     """Creates an empty channel.
 
     Args:
@@ -55,6 +57,11 @@ class Channel:
     # The condition that each waiting thread waits for. A thread removes itself before it releases
     # the lock that it woke with. So the holder of the lock sees exactly the threads that wait.
     self._waiting: dict[threading.Thread, Callable[[], Any]] = {}
+
+  @property
+  def ended(self) -> bool:
+    """True once a side has closed or failed the channel."""
+    return self._ended
 
   def get(self) -> Versioned:
     """Takes the next value; blocks while there is none.
@@ -171,7 +178,8 @@ class DoubleBuffer(Channel):
   allows_async_dispatch = True
 
   def __init__(self, name: str, firings: int, lag: int | None = None,
-               transfer: Callable[[Any], Any] = lambda value: value, patience_s: float = 60.0):
+               transfer: Callable[[Any], Any] = lambda value: value,
+               patience_s: float = PATIENCE_S):
     """Creates an empty channel.
 
     Args:
@@ -293,7 +301,7 @@ class FifoQueue(Channel):
   """First-in-first-out queue of several producers; the order of values depends on timing."""
 
   def __init__(self, name: str, capacity: int, transfer: Callable[[Any], Any] = lambda value: value,
-               patience_s: float = 60.0):
+               patience_s: float = PATIENCE_S):
     """Creates an empty queue.
 
     Args:
@@ -322,7 +330,8 @@ class DrainQueue(FifoQueue):
   """Queue of several producers whose consumer takes many values at once."""
 
   def __init__(self, name: str, capacity: int, wants: Callable[[], tuple[int, int]],
-               transfer: Callable[[Any], Any] = lambda value: value, patience_s: float = 60.0):
+               transfer: Callable[[Any], Any] = lambda value: value,
+               patience_s: float = PATIENCE_S):
     """Creates an empty queue.
 
     Args:

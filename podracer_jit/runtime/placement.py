@@ -66,6 +66,19 @@ class PlacementOptions:
   xla_threads: int = option(
       16, "threads of XLA's CPU pool; they change bits, so they are part of the experiment",
       at_least=1, at_most=4096)
+  cluster: str = option(
+      'none', "'ray': actors are processes on a Ray cluster, that of RAY_ADDRESS or one begun on "
+      'this machine', choices=('none', 'ray'))
+  actor_cpus: float = option(1.0, 'on a cluster: CPUs that each process reserves', at_least=0,
+                             at_most=4096)
+  actor_gpus: float = option(0.0, 'on a cluster: GPUs that each process reserves', at_least=0,
+                             at_most=64)
+  actor_lives: int = option(
+      3, 'on a cluster: processes of an actor that may die in a row, without a result, before the '
+      'run fails', at_least=1, at_most=1_000_000)
+  store_gb: float = option(
+      0.0, 'on a cluster begun on this machine: memory for arrays under way; 0: as computed',
+      at_least=0, at_most=1e6)
 
   def differs(self, name: str) -> bool:
     """Returns whether a field differs from its default, so that a user must have set it."""
@@ -89,6 +102,11 @@ class PlacementOptions:
     where = f'learner_devices = {shown(self.learner_devices)}{_in_each(processes)}'
     return Count('placement.learner_devices', number, self.differs('learner_devices'),
                  'learner device', where)
+
+  @property
+  def is_remote(self) -> bool:
+    """True if actors are processes of a cluster."""
+    return self.cluster != 'none'
 
   @property
   def num_actors(self) -> int:
@@ -161,7 +179,7 @@ def resolve(options: PlacementOptions, num_shards: int, any_platform: bool = Fal
     raise ValueError(uneven(Count('num_shards', num_shards, num_shards > 1, 'shard'),
                             options.actor_count(processes)))
 
-  # By default the pools of this process, one a shard, share the visible cores.
+  # By default the pools of this process, one for each shard, share the visible cores.
   local_shards = num_shards // processes
   threads = options.env_threads or max(1, len(os.sched_getaffinity(0)) // local_shards)
   # A mesh has each device once, even if several workers compute gradients on it.

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from podracer_jit.learner.sharding import GradientPrograms
 from podracer_jit.loops import Endpoint, Worker
 from podracer_jit.runtime import placement
 from podracer_jit.runtime.channels import Channel, DoubleBuffer, FifoQueue, Versioned
 from podracer_jit.schemes import wiring
+from podracer_jit.schemes.gradients import GradientWorker
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.scheme import Graph
 from podracer_jit.schemes.wiring import Actor, Plan, SegmentStart
@@ -57,24 +57,19 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   steps = plan.learner.gradient_steps
   updates = start.updates
 
-  # If U takes the sum of all gradients, the workers are one program on the mesh of all devices.
-  meshes = [place.mesh]
-  if plan.scheme.each:
-    meshes = [placement.mesh_of([device]) for device in place.workers]
-  gradients = plan.learner.gradient_programs(meshes)
+  gradients = plan.gradient_workers()
   count = len(gradients)
   centre = placement.mesh_of([place.workers[0]])
+  # The version of parameters counts gradient steps.
   version = start.update * steps
   actors_per_worker = len(actors) // count
   envs_per_worker = plan.num_envs // count
 
   params = wiring.parameters(plan, actors, start, version)
-  rollouts = [wiring.rollouts_of(i, actor.first_env % envs_per_worker, updates, envs_per_worker,
-                                 gradients[i // actors_per_worker].mesh)
-              for i, actor in enumerate(actors)]
-  answers = [DoubleBuffer(f'parameters for worker {i}', updates * steps, 0,
-                          lambda p, to=part.mesh: placement.replicate(p, to))
-             for i, part in enumerate(gradients)]
+  rollouts = [wiring.rollouts_of(i, updates, gradients[i // actors_per_worker].take_from(
+      actor.first_env % envs_per_worker)) for i, actor in enumerate(actors)]
+  answers = [DoubleBuffer(f'parameters for worker {i}', updates * steps, 0, worker.receive)
+             for i, worker in enumerate(gradients)]
   for channel in answers:
     channel.prime(Versioned(start.state.params, version))
 
@@ -100,13 +95,13 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   return [*workers, learner], wiring.waits(params, rollouts, count)
 
 
-def _gradient_worker(plan: Plan, gradients: Sequence[GradientPrograms], i: int, start: SegmentStart,
+def _gradient_worker(plan: Plan, gradients: Sequence[GradientWorker], i: int, start: SegmentStart,
                      rollouts: Sequence[Channel], answer: Channel, messages: Channel) -> Worker:
   """Returns a worker that computes gradients (G).
 
   Args:
     plan: the plan of the run.
-    gradients: the programs of all gradient workers.
+    gradients: all gradient workers.
     i: index of this worker.
     start: the segment's first state.
     rollouts: channels of the rollouts of this worker's actors.
@@ -116,10 +111,10 @@ def _gradient_worker(plan: Plan, gradients: Sequence[GradientPrograms], i: int, 
   Returns:
     The worker. Its state is the number of gradient steps made, and the prepared batch.
   """
-  mesh, prepare, gradient = gradients[i]
+  worker = gradients[i]
   count = len(gradients)
   steps = plan.learner.gradient_steps
-  key = placement.replicate(start.state.key, mesh)
+  worker.begin(start.state.key, lambda: messages.ended or answer.ended)
 
   def fire(carry, *inputs: Versioned):
     k, prepared = carry
@@ -128,14 +123,12 @@ def _gradient_worker(plan: Plan, gradients: Sequence[GradientPrograms], i: int, 
     update = start.update + k // steps * count + i
     if k % steps == 0:
       wiring.check_lag(plan.scheme, update, start.update, items, steps)
-      batch = placement.gather([item.value for item in items], mesh)
-      prepared = prepare(params.value, jax.random.fold_in(key, update), batch)
+      prepared = worker.prepare(params.value, update, [item.value for item in items])
 
     with jax.profiler.TraceAnnotation('gradient'):
-      groups = gradient(params.value, prepared, k % steps)
+      groups, batch_stats = worker.gradient(params.value, prepared, k % steps)
 
     collected = sum(item.version for item in items) / len(items)
-    batch_stats = prepared.batch_stats if k % steps == steps - 1 else None
     message = GradientMessage(i, groups, collected, batch_stats)
     return (k + 1, prepared), [Versioned(message, params.version)]
 

@@ -36,8 +36,10 @@ def wire_in_order(plan: Plan, actors: Sequence[Actor], start: SegmentStart, repo
   Returns:
     The workers, and a function that returns their waiting times.
   """
-  queues = [wiring.rollouts_of(i, actor.first_env, start.updates, plan.num_envs, plan.place.mesh)
-            for i, actor in enumerate(actors)]
+  queues = [
+      wiring.rollouts_of(i, start.updates, lambda r, first_env=actor.first_env: placement.scatter(
+          r, first_env, plan.num_envs, plan.place.mesh))
+      for i, actor in enumerate(actors)]
   return _wire(plan, actors, start, reports, queues, start.updates, lambda values: values)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -14,6 +14,7 @@ from podracer_jit.learner.learner import Learner
 from podracer_jit.loops import Endpoint, Worker
 from podracer_jit.runtime import placement
 from podracer_jit.runtime.channels import Channel, DoubleBuffer, LatestValue, Versioned
+from podracer_jit.schemes.gradients import GradientWorker
 from podracer_jit.schemes.reports import Waits
 from podracer_jit.schemes.scheme import Scheme
 from podracer_jit.types import TrainState
@@ -31,15 +32,60 @@ class Plan(NamedTuple):
   total_steps: int  # valid agent steps after which the run ends
   updates_per_call: int  # most updates in one call, for a graph of one program
   keeps_envs: bool  # environments go on in the next segment, see `ActorHistory`
+  gradient_workers: Callable[[], list[GradientWorker]]  # of a scheme with separate updates
 
 
-class Actor(NamedTuple):
-  """Actor of a segment: what `actor` needs to make a worker of it."""
+class Actor(Protocol):
+  """Interface of what makes rollouts (R) in a segment, wherever that is."""
+
+  first_env: int  # index of its first environment among all
+  state: Any  # before the first rollout
+
+  def receive(self, params: Any) -> Any:
+    """Sends parameters to the actor; returns them as its rollout takes them."""
+
+  def begin(self, plan: Plan, start: SegmentStart, ended: Callable[[], bool]) -> Callable:
+    """Begins the segment.
+
+    Args:
+      plan: of the run.
+      start: the segment's first state.
+      ended: whether the segment has ended; a rollout that waits then raises `Closed`.
+
+    Returns:
+      rollout(state, params: Versioned) -> (state, Versioned experience).
+    """
+
+
+class LocalActor(NamedTuple):
+  """Actor on a device of this process."""
 
   rollout_program: RolloutProgram
   state: ActorState
   device: jax.Device
   first_env: int  # index of its first environment among all
+
+  def receive(self, params: Any) -> Any:
+    """See `Actor`."""
+    return placement.put_params(params, self.device)
+
+  def begin(self, plan: Plan, start: SegmentStart, ended: Callable[[], bool]) -> Callable:
+    """See `Actor`; compiles the program."""
+    del ended
+    like = placement.put_params(start.state.params, self.device)
+    # Rollouts get the sharding that a learner on this device uses, so `gather` need not rewrap
+    # them, which takes 8 us an array.
+    shardings = None, placement.by_env(placement.mesh_of([self.device]))
+    # A state that may be needed again must not be donated.
+    program = self.rollout_program.load(
+        plan.acting.rollout(self.rollout_program.vector_envs), (like, self.state),
+        donate=() if plan.keeps_envs else (1,), out_shardings=shardings)
+
+    def rollout(state: ActorState, params: Versioned) -> tuple[ActorState, Versioned]:
+      state, rollouts = program(params.value, state)
+      return state, Versioned(rollouts, params.version)
+
+    return rollout
 
 
 class ActorHistory(NamedTuple):
@@ -108,30 +154,24 @@ def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version
       return LatestValue(name, transfer)
     return DoubleBuffer(name, start.updates, plan.scheme.lag, transfer)
 
-  params = [make(f'parameters for actor {i}',
-                 lambda p, to=actor.device: placement.put_params(p, to))
-            for i, actor in enumerate(actors)]
+  params = [make(f'parameters for actor {i}', actor.receive) for i, actor in enumerate(actors)]
   for channel in params:
     channel.prime(Versioned(start.state.params, version))
   return params
 
 
-def rollouts_of(i: int, first_env: int, firings: int, num_envs: int,
-                mesh: jax.sharding.Mesh) -> DoubleBuffer:
+def rollouts_of(i: int, firings: int, transfer: Callable[[Any], Any]) -> DoubleBuffer:
   """Creates the channel of an actor's rollouts to a learner.
 
   Args:
     i: the actor's number.
-    first_env: index of the actor's first environment among the learner's environments.
     firings: rollouts that the learner takes.
-    num_envs: environments of the learner.
-    mesh: the mesh of the learner.
+    transfer: sends rollouts to the learner.
 
   Returns:
-    A channel without a lag, which sends rollouts to the devices of the mesh.
+    A channel without a lag.
   """
-  return DoubleBuffer(f'rollouts of actor {i}', firings,
-                      transfer=lambda r: placement.scatter(r, first_env, num_envs, mesh))
+  return DoubleBuffer(f'rollouts of actor {i}', firings, transfer=transfer)
 
 
 def waits(params: Sequence[Channel], rollouts: Sequence[Channel],
@@ -187,7 +227,7 @@ def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel
   Args:
     plan: the plan of the run.
     i: the actor's number.
-    actor: the actor's environments and state.
+    actor: makes the rollouts.
     start: the segment's first state.
     params: channel of parameters to the actor.
     rollouts: channel of the actor's rollouts.
@@ -195,22 +235,14 @@ def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel
     rollouts_per_params: rollouts made with the same parameters.
 
   Returns:
-    The worker, with its program compiled.
+    The worker, ready to fire.
   """
-  like = placement.put_params(start.state.params, actor.device)
-  # Rollouts get the sharding that a learner on this device uses, so `gather` need not rewrap them,
-  # which takes 8 us an array.
-  shardings = None, placement.by_env(placement.mesh_of([actor.device]))
-  rollout = plan.acting.rollout(actor.rollout_program.vector_envs)
-  # A state that may be needed again must not be donated.
-  program = actor.rollout_program.load(rollout, (like, actor.state),
-                                       donate=() if plan.keeps_envs else (1,),
-                                       out_shardings=shardings)
+  rollout = actor.begin(plan, start, lambda: params.ended or rollouts.ended)
 
-  def fire(state: ActorState, params: Versioned):
+  def fire(state: Any, params: Versioned):
     with jax.profiler.TraceAnnotation('rollout'):
-      state, experience = program(params.value, state)
-    return state, [Versioned(experience, params.version)]
+      state, experience = rollout(state, params)
+    return state, [experience]
 
   def fire_and_keep(history: ActorHistory, params: Versioned):
     state, outputs = fire(history.states[-1], params)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import subprocess
 import sys
 
 import envpool
@@ -18,7 +19,6 @@ from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import placement
-from tests import processes
 
 MUJOCO = 'HalfCheetah-v4'
 ONE_THREAD = 1
@@ -40,7 +40,9 @@ def first_obs(task, seeds, **options):
 
 def run_in_new_process(code, timeout=300):
   """Runs code that could crash its process; returns what it printed."""
-  done = processes.run([sys.executable, '-c', code], timeout=timeout)
+  env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
+  done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True,
+                        timeout=timeout)
   assert done.returncode == 0, f'exit code {done.returncode}\n{done.stderr[-4000:]}'
   return done.stdout
 

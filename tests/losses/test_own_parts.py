@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import sys
 
+import jax
 import numpy as np
 import pytest
 from absl import flags
@@ -150,6 +151,89 @@ def test_options_of_an_own_torso_are_checked(write_module, field, message):
   with pytest.raises(ValueError, match=message):
     resolve(parse('--config=impala_cartpole', f'--config.network.name={module}:Torso',
                   f'--config.network.{field}'))
+
+
+HEADS = """
+import dataclasses
+import flax.linen as nn
+import jax.numpy as jnp
+from podracer_jit.losses import DQN, PPO
+from podracer_jit.losses.algorithm import unroll_with_heads
+
+
+class Head(nn.Module):
+  @nn.compact
+  def __call__(self, features, action):
+    action = action.astype(jnp.float32).reshape(len(features), -1)
+    return nn.Dense(3)(jnp.concatenate([features, action], axis=1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Idle(PPO):
+  def heads(self, spec):
+    return {'guess': Head(), 'other': Head()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Guess(Idle):
+  weight: float = 1.0
+
+  def minibatch_unit(self, recurrent):
+    return super().minibatch_unit(True)
+
+  def loss(self, model, params, minibatch, statistics):
+    loss, terms = super().loss(model, params, minibatch, statistics)
+    rollout = minibatch[0]
+    guess = unroll_with_heads(model, params, rollout)[2]['guess']
+    assert guess.shape == (*rollout.reward.shape, 3)
+    error = jnp.sum(rollout.valid * jnp.square(guess[..., 0] - rollout.reward))
+    return loss + self.weight * error, terms | {'error': error}
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(PPO):
+  def heads(self, spec):
+    return {'guess': nn.Dense(3)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ForValues(DQN):
+  def heads(self, spec):
+    return {'guess': Head()}
+"""
+
+
+def test_auxiliary_heads_that_no_loss_calls_change_nothing(write_module):
+  module = write_module('heads_of_my_own', HEADS)
+  original = parse('--config=ppo_cartpole:smoke')
+  plain = run(original)[2].params['params']
+  headed = run(parse('--config=ppo_cartpole:smoke', f'--config.loss.name={module}:Idle',
+                     *options_of(original, 'loss')))[2].params['params']
+  assert set(headed) - set(plain) == {'heads_guess', 'heads_other'}
+  for name, tree in plain.items():
+    assert jax.tree.all(jax.tree.map(np.array_equal, tree, headed[name])), name
+
+
+@pytest.mark.parametrize('core', ['none', 'gru'])
+def test_an_auxiliary_head_is_learned(write_module, core):
+  module = write_module('heads_of_my_own', HEADS)
+  fields = parse('--config=ppo_cartpole:smoke', f'--config.loss.name={module}:Guess',
+                 f'--config.network.core={core}', '--config.num_epochs=2')
+  _, reports, state = run(fields)
+  errors = [float(report.metrics['error'][0]) for report in reports]
+  assert errors[-1] < 0.5 * errors[0]  # each reward is 1
+  assert resolve(fields).algorithm.weight == 1.0
+  assert {'heads_guess', 'heads_other'} < set(state.params['params'])
+
+
+@pytest.mark.parametrize('name, config, message', [
+    ('Broken', 'ppo_cartpole', 'loss.name: the heads of heads_of_my_own:Broken fail on CartPole'),
+    ('ForValues', 'apex_dqn_catch', 'fail on Catch-v0: TypeError: Dueling takes no heads')])
+def test_heads_that_do_not_fit_are_refused_in_one_line(write_module, name, config, message):
+  module = write_module('heads_of_my_own', HEADS)
+  with pytest.raises(ValueError, match=message) as error:
+    fresh(parse(f'--config={config}:smoke', f'--config.loss.name={module}:{name}'))
+  assert '\n' not in str(error.value)
 
 
 def test_an_own_optimizer_trains(write_module):

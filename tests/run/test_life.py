@@ -525,5 +525,5 @@ def test_fields_that_cannot_change_exist():
   """Otherwise a renamed field could silently be changed."""
   for loss in ('ppo', 'dqn'):
     fields = workdirs.flat(experiment.config(loss, 'mlp', 'adam').to_dict())
-    for field in changes._STAYS:
+    for field in changes._FIXED:
       assert any(name == field or name.startswith(field) for name in fields), field

@@ -134,7 +134,7 @@ def test_an_evaluation_records_how_long_training_waited_for_it(tmp_path, monkeyp
   monkeypatch.setattr(periodic.Evaluator, 'wait', wait_and_tell)
   assert train_in(tmp_path, changed(CONFIG, **EVAL))
   waited_s = {record['update']: record['waited_s'] for record in periodic.read(tmp_path)}
-  assert 0.2 < waited_s[4] and set(waited_s) == {2, 4, 6, 8, 10, 11}
+  assert 0.2 < waited_s[4] and set(waited_s) >= {2, 4, 6, 8, 10}
 
 
 def test_an_evaluation_interrupted_by_a_stop_is_made_later(uninterrupted, tmp_path, monkeypatch):

@@ -19,8 +19,9 @@ from pathlib import Path
 import jax
 from absl import flags, logging
 
+from podracer_jit.cluster.failure import Failed
 from podracer_jit.envs.protocol import environment_failure
-from podracer_jit.run import checkpoint, command_line, exit_codes, life, session, stopping
+from podracer_jit.run import checkpoint, command_line, exit_codes, life, machines, session, stopping
 from podracer_jit.run.output import complain, give_up_lost_streams
 from podracer_jit.run.resolve import placement_of, resolve
 from podracer_jit.runtime import host
@@ -73,7 +74,8 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
         host.prepare_host(place)
         host.join(place, *joining, values.coordinator_timeout_s)
       workdir = Path(values.workdir or command_line.default_workdir(argv))
-      opened = stack.enter_context(session.opened(resolve(config), workdir, options))
+      cluster = stack.enter_context(machines.joined(config))
+      opened = stack.enter_context(session.opened(resolve(config), workdir, options, cluster))
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
       complain(f'podracer_jit: {error}')
       return _leave(exit_codes.REFUSED)
@@ -85,7 +87,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
     except KeyboardInterrupt:
       complain('podracer_jit: interrupted; updates since the newest checkpoint are not saved')
       return _leave(_code_of_a_stop(workdir))
-    except checkpoint.NotSaved as error:
+    except (checkpoint.NotSaved, Failed) as error:
       complain(f'podracer_jit: {error}')
       return _leave(exit_codes.FAILED)
     except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message

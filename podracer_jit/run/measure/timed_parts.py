@@ -136,7 +136,7 @@ def environment(run: build.Run, state: TrainState, stack: contextlib.ExitStack) 
     actions = [tuple(rollout.action for rollout in fire())
                for fire in acting(run, state, False, at_first)]
 
-  def prepare(actor: wiring.Actor, actions: Sequence[jax.Array]) -> Callable[[], int]:
+  def prepare(actor: wiring.LocalActor, actions: Sequence[jax.Array]) -> Callable[[], int]:
     rollout_program = actor.rollout_program
     vector_envs = rollout_program.vector_envs
     envs = tuple((jax.tree.map(jnp.array, env.first_state), jnp.zeros(env.num_envs, bool))

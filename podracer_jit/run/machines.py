@@ -1,0 +1,174 @@
+"""Actors and gradient workers on a cluster: what a run needs to begin them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from podracer_jit import parts
+from podracer_jit.agents import networks
+from podracer_jit.envs.families import may_start_jax
+from podracer_jit.run import build, memory
+from podracer_jit.run import config as config_lib
+from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.resolve import changed, placement_of, resolve
+
+if TYPE_CHECKING:  # the imports of Ray take a second
+  from podracer_jit.cluster.ray_cluster import Cluster
+
+_SERVICE = 'podracer_jit.run.service:Service'
+_COPIES = 6  # of each rollout in Ray's memory: under way twice, waiting twice, learned from, freed
+
+
+@contextlib.contextmanager
+def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
+  """Connects to the cluster that a config asks for; yields None if it asks for none.
+
+  Ray starts its daemons by forks, so call this before anything that starts JAX.
+
+  Args:
+    config: plain values.
+
+  Raises:
+    ValueError: the config is wrong, or there is no cluster.
+  """
+  place = config.get('placement')
+  if not isinstance(place, Mapping) or place.get('cluster', 'none') == 'none':
+    yield None
+    return
+  options = placement_of(config)
+  if jax.distributed.is_initialized():
+    raise ValueError('placement.cluster: one process learns with all its devices, and the cluster '
+                     'acts; must be none with --distributed')
+  if importlib.util.find_spec('ray') is None:
+    raise ValueError("placement.cluster: ray is not installed: pip install 'podracer_jit[ray]'")
+  processes = 2 * max(options.num_actors, len(options.learner_devices))
+  store_bytes = int(options.store_gb * 1e9)
+  if not may_start_jax(str(config.get('env', {}).get('task', ''))):
+    experiment = resolve(config)  # a wrong config need not wait for Ray
+    processes = num_processes(experiment)
+    store_bytes = store_bytes or bytes_under_way(experiment)
+  from podracer_jit.cluster import ray_cluster
+
+  def files(folder: Path) -> None:
+    ray_cluster.copy_code(code(config), folder)
+
+  with ray_cluster.connected(options.actor_cpus, options.actor_gpus, options.actor_lives,
+                             processes, store_bytes, files) as cluster:
+    yield cluster
+
+
+def num_processes(experiment: Experiment) -> int:
+  """Returns the number of processes that a run has on its cluster."""
+  place = experiment.placement
+  graph = experiment.scheme.graph
+  apart = graph.separate_updates and not experiment.scheme.colocated
+  return place.num_actors + (len(place.learner_devices) if apart else 0)
+
+
+def bytes_under_way(experiment: Experiment) -> int:
+  """Returns the bytes that Ray's memory on the machine of the learner needs; starts nothing."""
+  network = build.make_network(experiment)
+  acting = build.make_acting(experiment, network)
+  _, rollout, _ = memory.bytes_of_pool(experiment, network, acting)
+  rollouts = rollout * experiment.num_shards
+  spec = experiment.spec
+  params = memory.nbytes(jax.eval_shape(
+      lambda: networks.init_params(network, jax.random.key(0), spec.obs_shape, spec.obs_dtype)))
+  gradients = 0
+  if experiment.scheme.graph.separate_updates:
+    workers = len(experiment.placement.learner_devices)
+    groups = experiment.num_grad_shards // workers
+    # A power of two of groups is added before it is sent; see `deterministic.partial_sums`.
+    gradients = params * workers * (1 if groups.bit_count() == 1 else groups)
+  return _COPIES * (rollouts + params + gradients)
+
+
+def code(config: Mapping[str, Any]) -> list[Path]:
+  """Returns the files that processes import: the package, and the user's modules with all beside.
+
+  Installed packages are not among them: each machine has its own.
+  """
+  files = {Path(build.__file__).parents[1]: None}
+  for module in config_lib.modules(config).values():
+    found = Path(parts.file_of(module))
+    package = found.name == '__init__.py'
+    top = found.parents[len(module.split('.')) - 1 + package]
+    if found.is_file() and not {'site-packages', 'dist-packages'} & set(found.parts):
+      files |= dict.fromkeys(top.glob('*.py'))
+      files |= dict.fromkeys(path.parent for path in top.glob('*/__init__.py')
+                             if path.parent.name != 'podracer_jit')
+  return list(files)
+
+
+class Team:
+  """The processes of a run on its cluster."""
+
+  def __init__(self, cluster: Cluster, experiment: Experiment):
+    """Begins the processes; those without room for them wait in Ray's scheduler.
+
+    Args:
+      cluster: of the run.
+      experiment: of the run.
+    """
+    self._experiment = experiment
+    self._cluster = cluster
+    self._actors: list[Any] = []
+    self._paces: list[Any] = []
+    self._workers: list[Any] = []
+    self._begin()
+
+  def _begin(self) -> None:
+    """Begins the processes, unless they run already; those of another team end."""
+    if not self._cluster.takes_over(self):
+      return
+    from podracer_jit.run.service import Role
+    from podracer_jit.schemes import remote
+    experiment = self._experiment
+    place = experiment.placement
+    workers = len(place.learner_devices)
+    fields = changed(experiment, placement={'cluster': 'none'}).fields
+
+    def begin(name: str, number: int) -> Any:
+      role = Role(number, place.num_actors, workers, experiment.num_shards // place.num_actors)
+      return self._cluster.remote(name, _SERVICE, lambda life: (fields, role, life))
+
+    self._actors = [begin(f'actor {i}', i) for i in range(place.num_actors)]
+    # With a lag of None, an actor may be any number of updates behind.
+    self._paces = [remote.Pace(2 if experiment.scheme.lag is None else 1) for _ in self._actors]
+    if experiment.scheme.graph.separate_updates:
+      self._workers = self._actors
+      if not experiment.scheme.colocated:
+        self._workers = [begin(f'worker {i}', 0) for i in range(workers)]
+
+  def of(self, experiment: Experiment) -> Team:
+    """See `build.Machines`."""
+    return Team(self._cluster, experiment)
+
+  def actors(self, index: int) -> list[Any]:
+    """See `build.Machines`."""
+    from podracer_jit.schemes.remote import RemoteActor
+    self._begin()
+    experiment = self._experiment
+    width = experiment.env.num_envs // len(self._actors)
+    return [RemoteActor(actor, pace, index, i * width, self._cluster.publish, bool(self._workers))
+            for i, (actor, pace) in enumerate(zip(self._actors, self._paces, strict=True))]
+
+  def gradient_workers(self) -> list[Any]:
+    """See `build.Machines`."""
+    from podracer_jit.schemes.remote import RemoteGradients
+    self._begin()
+    return [RemoteGradients(worker, self._cluster.publish) for worker in self._workers]
+
+  def metrics(self) -> dict[str, float]:
+    """See `build.Machines`."""
+    return self._cluster.metrics()
+
+  def lives(self) -> dict[str, int]:
+    """See `build.Machines`."""
+    return self._cluster.lives()

@@ -1,0 +1,108 @@
+"""Workers of gradients (G) on devices of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from podracer_jit.learner.rollout_learner import RolloutLearner
+from podracer_jit.learner.sharding import GradientPrograms
+from podracer_jit.runtime import placement
+
+
+class GradientWorker(Protocol):
+  """Interface of what computes the gradients of one worker, wherever that is."""
+
+  def receive(self, params: Any) -> Any:
+    """Sends parameters to the worker; returns them as `prepare` and `gradient` take them."""
+
+  def take_from(self, first_env: int) -> Callable[[Any], Any]:
+    """Returns what sends the rollouts of an actor to the worker.
+
+    Args:
+      first_env: index of the actor's first environment among those of the worker.
+    """
+
+  def begin(self, key: jax.Array, ended: Callable[[], bool]) -> None:
+    """Begins a segment.
+
+    Args:
+      key: PRNG key of the run.
+      ended: whether the segment has ended.
+    """
+
+  def prepare(self, params: Any, update: int, rollouts: Sequence[Any]) -> Any:
+    """Returns what the gradient steps of an update need.
+
+    Args:
+      params: at the beginning of the update.
+      update: its number, which seeds its minibatches.
+      rollouts: of the worker's actors, in order.
+    """
+
+  def gradient(self, params: Any, prepared: Any, step: int) -> tuple[Any, Any]:
+    """Takes a gradient step.
+
+    Returns:
+      (grads, loss_terms) as partial sums [n, ...], and with the last step of an update the
+      `batch_stats` of Prepared; else None.
+    """
+
+
+class LocalGradients:
+  """A worker on devices of this process."""
+
+  def __init__(self, programs: GradientPrograms, num_envs: int, steps: int):
+    """Creates a worker.
+
+    Args:
+      programs: compiled for the worker's mesh.
+      num_envs: environments of the worker.
+      steps: gradient steps of an update.
+    """
+    self._programs = programs
+    self._num_envs = num_envs
+    self._steps = steps
+    self._key: jax.Array | None = None
+
+  def receive(self, params: Any) -> Any:
+    """See `GradientWorker`."""
+    return placement.replicate(params, self._programs.mesh)
+
+  def take_from(self, first_env: int) -> Callable[[Any], Any]:
+    """See `GradientWorker`."""
+    return lambda r: placement.scatter(r, first_env, self._num_envs, self._programs.mesh)
+
+  def begin(self, key: jax.Array, ended: Callable[[], bool]) -> None:
+    """See `GradientWorker`."""
+    del ended
+    self._key = placement.replicate(key, self._programs.mesh)
+
+  def prepare(self, params: Any, update: int, rollouts: Sequence[Any]) -> Any:
+    """See `GradientWorker`."""
+    batch = placement.gather(rollouts, self._programs.mesh)
+    return self._programs.prepare(params, jax.random.fold_in(self._key, update), batch)
+
+  def gradient(self, params: Any, prepared: Any, step: int) -> tuple[Any, Any]:
+    """See `GradientWorker`."""
+    groups = self._programs.gradient(params, prepared, step)
+    return groups, prepared.batch_stats if step == self._steps - 1 else None
+
+
+def on_devices(learner: RolloutLearner, place: placement.Placement, each: bool
+               ) -> list[GradientWorker]:
+  """Returns the gradient workers of a scheme on the devices of its placement.
+
+  Args:
+    learner: of the run.
+    place: of the run.
+    each: U takes the gradient of each worker; otherwise the workers are one program on the mesh of
+      all devices.
+  """
+  meshes = [place.mesh]
+  if each:
+    meshes = [placement.mesh_of([device]) for device in place.workers]
+  return [LocalGradients(programs, learner.sizes.num_envs // len(meshes), learner.gradient_steps)
+          for programs in learner.gradient_programs(meshes)]

@@ -1,0 +1,113 @@
+"""What a run on a cluster is refused for, and what is decided before it begins."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from podracer_jit import parts
+from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.run import build, machines
+from podracer_jit.run.resolve import resolve
+from tests import processes
+from tests.runs import changed, small
+
+
+def remote(scheme='impala', **fields):
+  return changed(small(), scheme=scheme, placement__cluster='ray', **fields)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize('scheme', ['sync', 'cleanba', 'fused'])
+def test_schemes_whose_actors_wait_are_refused(scheme):
+  with pytest.raises(ValueError, match=rf'^placement.cluster: actors of {scheme} wait .* '
+                     'dppo_async, rapid_async, impala, apex take ray$'):
+    resolve(remote(scheme))
+
+
+def test_actor_platform_has_no_meaning_there():
+  with pytest.raises(ValueError, match=r'^placement.actor_platform: .*actor_gpus'):
+    resolve(remote(placement__actor_platform='cpu'))
+
+
+def test_other_verbs_measure_threads():
+  with pytest.raises(ValueError, match=r'^placement.cluster: ray is for training; .* none$'):
+    build.make_run(resolve(remote()))
+
+
+def test_without_ray_the_error_says_how_to_install_it(monkeypatch):
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(ValueError, match=r"pip install 'podracer_jit\[ray\]'"), machines.joined(
+      remote()):
+    pass
+
+
+def test_a_wrong_config_need_not_wait_for_ray():
+  done = processes.run([sys.executable, '-m', 'podracer_jit', '--config=impala_catch',
+                        '--config.placement.cluster=ray', '--config.scheme=sync'])
+  assert done.returncode == 2
+  (line,) = done.stderr.splitlines()
+  assert line.startswith('podracer_jit: placement.cluster: actors of sync wait')
+
+
+def test_no_other_environments_than_with_threads_but_in_later_lives():
+  first = env_seeds(1, 0, 0, 100)
+  assert env_seeds(1, 0, 0, 100, life=0) == first
+  lives = [seed for life in range(20) for seed in env_seeds(1, 0, 0, 100, life)]
+  assert len(set(lives)) > 0.999 * len(lives)
+
+
+def test_the_number_of_processes():
+  both = dict(num_shards=2, placement__actors_per_device=2)
+  assert machines.num_processes(resolve(remote(**both))) == 2
+  workers = dict(num_shards=2, num_grad_shards=2, placement__actor_devices=(0, 0),
+                 placement__learner_devices=(0, 0))
+  config = changed(small('ppo'), placement__cluster='ray', **workers)
+  assert machines.num_processes(resolve(changed(config, scheme='dppo_async'))) == 2
+  assert machines.num_processes(resolve(changed(config, scheme='rapid_async'))) == 4
+
+
+def test_bytes_under_way_follow_the_rollouts_and_start_nothing():
+  small_rollouts = machines.bytes_under_way(resolve(remote()))
+  config = remote()
+  config['unroll_length'] *= 100
+  assert 10 < machines.bytes_under_way(resolve(config)) / small_rollouts < 100
+  script = ('from podracer_jit.run import machines\nfrom podracer_jit.run.resolve import resolve\n'
+            'from jax._src import xla_bridge\nimport podracer_jit as pj\n'
+            'config = pj.load_config("impala_catch")\nconfig.scheme = "impala"\n'
+            'assert machines.bytes_under_way(resolve(config)) > 1000\n'
+            'assert not xla_bridge.backends_are_initialized()')
+  subprocess.run([sys.executable, '-c', script], check=True)
+
+
+def test_users_modules_are_shipped_with_what_is_beside_them(tmp_path, monkeypatch):
+  for name in ('mine.py', 'beside.py', 'package/__init__.py', 'package/deep/part.py',
+               'data/large.py', 'notes.txt'):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('')
+  parts.look_beside(tmp_path / 'mine.py')
+  shipped = machines.code({'network': {'name': 'mine:Torso'}, 'env': {'task': 'Catch-v0'}})
+  assert {path.relative_to(tmp_path).as_posix() for path in shipped
+          if path.is_relative_to(tmp_path)} == {'mine.py', 'beside.py', 'package'}
+  assert [path.name for path in shipped if not path.is_relative_to(tmp_path)] == ['podracer_jit']
+  # An installed package is on each machine.
+  assert len(machines.code({'network': {'name': 'flax.linen:Dense'}})) == 1
+
+
+def test_two_calls_are_under_way_if_the_round_trip_is_long():
+  pytest.importorskip('ray')
+  from podracer_jit.cluster.remote import Answer
+  from podracer_jit.schemes.remote import Pace
+
+  def calls_after(rollout_s, trip_s, most=2):
+    pace = Pace(most)
+    for seconds in (100.0, *[rollout_s] * 5):  # the first one compiles
+      assert pace.calls == 1
+      pace.timed(Answer(None, seconds, seconds + trip_s))
+    return pace.calls
+
+  assert calls_after(0.010, 0.002) == 2
+  assert calls_after(0.100, 0.002) == 1
+  assert calls_after(0.010, 0.002, most=1) == 1
