@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 
@@ -41,10 +42,15 @@ def first_obs(task, seeds, **options):
 def run_in_new_process(code, timeout=300):
   """Runs code that could crash its process; returns what it printed."""
   env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
-  done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True,
-                        timeout=timeout)
-  assert done.returncode == 0, f'exit code {done.returncode}\n{done.stderr[-4000:]}'
-  return done.stdout
+  with subprocess.Popen([sys.executable, '-c', code], env=env, stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    try:
+      out, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+      os.killpg(process.pid, signal.SIGKILL)  # with the games that it started
+      raise
+  assert process.returncode == 0, f'exit code {process.returncode}\n{errors[-4000:]}'
+  return out
 
 
 # Seeds.
