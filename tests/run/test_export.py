@@ -18,7 +18,7 @@ from podracer_jit.run import agent as agent_lib
 from podracer_jit.run import checkpoint, export, periodic, workdirs
 from podracer_jit.run.commands import export as command
 from podracer_jit.runtime import host
-from tests.run.test_agent import OWN, untrained
+from tests.run.test_agent import OWN_ENVS, untrained
 from tests.runs import QUICK, prepared, small
 
 EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / 'examples' / 'load_exported.py'
@@ -70,15 +70,15 @@ def observations(agent, size, rng):
 
 CASES = {
     'categorical': ('CartPole-v1', dict(normalise__obs=True, normalise__value=True)),
-    'product': (OWN['Switches'], {}),
+    'product': (OWN_ENVS['Switches'], {}),
     'gaussian': ('Pendulum-v1', {}),
     'scaled_gaussian': ('Pendulum-v1', dict(policy='scaled_gaussian')),
-    'tanh_gaussian': (OWN['Forces'], dict(policy='tanh_gaussian')),
+    'tanh_gaussian': (OWN_ENVS['Forces'], dict(policy='tanh_gaussian')),
     'dqn': ('CartPole-v1', dict(loss='dqn', num_minibatches=1)),
     'dpg': ('Pendulum-v1', dict(loss='dpg', network='deterministic', num_minibatches=1)),
     'nature_cnn': ('Pong-v5', dict(network='nature_cnn')),
     'resnet': ('Pong-v5', dict(network='impala_resnet', network__blocks=1)),
-    'gru': (OWN['Sizes'], dict(network__core='gru', network__core_size=8)),
+    'gru': (OWN_ENVS['Sizes'], dict(network__core='gru', network__core_size=8)),
     'lstm': ('CartPole-v1', dict(network__core='lstm', network__core_size=8)),
     'image_and_vector': ('MiniGrid-DoorKey-5x5-v0', dict(network='image_and_vector')),
 }

@@ -9,7 +9,7 @@ import pytest
 from podracer_jit import parts
 from podracer_jit.run import agent as agent_lib
 from podracer_jit.run import sources
-from tests.run.test_agent import OWN, untrained
+from tests.run.test_agent import OWN_ENVS, untrained
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_differences_of_the_sources_of_two_runs_are_reported(tmp_path):
 
 
 def test_a_saved_agent_keeps_the_source_of_its_task(tmp_path):
-  untrained(OWN['Sizes']).save(tmp_path / 'agent')
+  untrained(OWN_ENVS['Sizes']).save(tmp_path / 'agent')
   copy = tmp_path / 'agent' / 'sources' / '1' / 'tests' / 'run' / 'test_agent.py'
   assert 'class Sizes(' in copy.read_text()
   files = json.loads((tmp_path / 'agent' / 'manifest.json').read_text())['files']
