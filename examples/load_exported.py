@@ -27,11 +27,15 @@ act = jax.jit(jax.export.deserialize(bytearray((folder / 'drawn.jax').read_bytes
 env = gymnasium.make(about['task'].removeprefix('gymnasium:'))
 obs, _ = env.reset(seed=0)
 state = [np.zeros((1, *part['shape']), part['dtype']) for part in about['state']]
-score, steps, over = 0.0, 0, False
+score = 0.0
+steps = 0
+over = False
 while not over:
   batch = jax.tree.map(lambda x: np.asarray(x)[None], obs)
   key = np.array([0, steps], np.uint32)
   action, state, _ = act(parameters, batch, state, np.array([steps == 0]), key)
   obs, reward, terminated, truncated, _ = env.step(np.asarray(action[0]))
-  score, steps, over = score + reward, steps + 1, terminated or truncated
+  score += reward
+  steps += 1
+  over = terminated or truncated
 print(f'{about["task"]} after update {about["update"]}: return {score:g} in {steps} steps')

@@ -69,6 +69,10 @@ class PredictiveA2C(RolloutAlgorithm):
     return {'change': Prediction(spec.num_actions, *spec.obs_shape)}
 
   def loss(self, model, params, minibatch, statistics):
+    """Returns the loss of a part of a minibatch, and sums of terms over its valid rows.
+
+    Args and results: see `RolloutAlgorithm.loss`.
+    """
     rollout, _ = minibatch
     dist_params, value, heads = unroll_with_heads(model, params, rollout)
     goes_on = 1.0 - (rollout.terminated | rollout.truncated).astype(jnp.float32)

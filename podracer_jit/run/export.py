@@ -39,7 +39,7 @@ _RESULTS = {
     'action': 'as `action` says, [batch, *shape]',
     'state': 'list of arrays, for the next call',
     'distribution': 'float32 [batch, size]: what the policy draws from, see `policy`'}
-# What the numbers that a policy reads are; a user's policy has none of these names.
+# Meaning of the numbers that each policy reads. Policies of users are not listed.
 _NUMBERS = {
     'categorical': 'logits of the choices',
     'product_of_categoricals': "logits of the first element's choices, then of the second's, ...",
@@ -56,13 +56,13 @@ def files(player: evaluation.Player, experiment: Experiment, task_spaces: spaces
           ) -> dict[str, bytes]:
   """Returns the description and the programs of an agent, by the names of their files.
 
-  The programs compute with convolutions of XLA's own and with the whole precision of float32 on
-  every platform. One is run here and compared with the agent.
+  The programs use convolutions of XLA alone and the whole precision of float32 on every platform.
+  The program that draws actions is run once and compared with the agent.
 
   Args:
     player: the policy.
-    experiment: that it was trained by.
-    task_spaces: of the task; None if its family does not tell them.
+    experiment: the experiment that trained it.
+    task_spaces: the spaces of the task; None if its family does not tell them.
 
   Raises:
     ValueError: the network cannot be exported, or the exported one computes something else.
@@ -90,7 +90,7 @@ class _Interface:
     self._spaces = task_spaces
     self._names = list(checkpoint.leaves(player.params))
     self._tree = jax.tree.structure(player.params)
-    # Of one observation and of one row of the state.
+    # Shapes of one observation and of one row of the state.
     self._obs = self._shapes_of_observation()
     self._state = jax.eval_shape(lambda: jax.tree.map(
         lambda x: x[0], player.initial_recurrent_state(1)))
@@ -116,7 +116,18 @@ class _Interface:
   def _act(self, params: Mapping[str, jax.Array], obs: Any, state: list[jax.Array],
            is_first: jax.Array, key: jax.Array | None = None
            ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
-    """Computes what the programs do; see `_ARGUMENTS` and `_RESULTS`."""
+    """Computes what the programs do.
+
+    Args:
+      params: see `_ARGUMENTS`, also for the others.
+      obs: observations of the task.
+      state: arrays of the recurrent state.
+      is_first: whether each observation begins an episode.
+      key: key data; None: greedy actions.
+
+    Returns:
+      Actions, state and distribution; see `_RESULTS`.
+    """
     player = self._player
     params = jax.tree.unflatten(self._tree, [params[name] for name in self._names])
 
@@ -171,7 +182,7 @@ class _Interface:
     return jax.ShapeDtypeStruct(spec.obs_shape, _stored(dtype))
 
   def description(self, programs: Mapping[str, jax_export.Exported]) -> dict[str, Any]:
-    """Returns all that a program needs to know that loads the agent."""
+    """Returns the description of the agent for programs that load it."""
     experiment = self._experiment
     spec = experiment.spec
     policy = self._player.policy
@@ -242,7 +253,8 @@ class _Interface:
     is_first = np.arange(rows) % 2 == 0
     params = checkpoint.leaves(self._player.params)
 
-    def own(params, obs, state, is_first):
+    def expected_results(arguments):
+      params, obs, state, is_first = arguments
       player = self._player
       state = jax.tree.unflatten(jax.tree.structure(self._state), state)
       initial = player.initial_recurrent_state(rows)
@@ -255,11 +267,11 @@ class _Interface:
 
     with jax.default_device(self._player.device):
       with jax.default_matmul_precision('highest'):
-        wanted = jax.jit(own)(params, obs, state, is_first)
+        expected = jax.jit(expected_results)((params, obs, state, is_first))
       # The other program differs only in how it chooses among the same numbers.
-      _, *got = program.call(params, obs, state, is_first, np.zeros(2, np.uint32))
+      _, *actual = program.call(params, obs, state, is_first, np.zeros(2, np.uint32))
     largest = 0.0
-    for x, y in zip(*map(jax.tree.leaves, jax.device_get((got, wanted))), strict=True):
+    for x, y in zip(*map(jax.tree.leaves, jax.device_get((actual, expected))), strict=True):
       differences = np.abs(x - y)
       largest = max(largest, float(np.max(differences, initial=0.0)))
       if not np.all(differences <= TOLERANCE['absolute'] + TOLERANCE['relative'] * np.abs(y)):

@@ -50,8 +50,8 @@ def keep(folder: Path, contents: Mapping[str, bytes], first_update: int) -> list
 
   Args:
     folder: a workdir, or a folder for an agent; this process may write to it.
-    contents: of the files by their relative paths.
-    first_update: the next update, which is made with them.
+    contents: the contents of the source files, by their relative paths.
+    first_update: the next update, which is made with these files.
 
   Returns:
     A line about files that have changed.
@@ -88,7 +88,7 @@ def keep(folder: Path, contents: Mapping[str, bytes], first_update: int) -> list
 
 
 def _copy(folder: Path, contents: Mapping[str, bytes], first_update: int) -> None:
-  """Writes the copies of an entry; sets those aside that were there."""
+  """Writes the copies of an entry; sets an older folder of the same update aside."""
   target = folder / FOLDER / str(first_update)
   if target.exists():
     safe_files.set_aside(folder, target)
@@ -109,7 +109,7 @@ def copy_of(folder: Path, module: str, update: int | None = None) -> str:
 
   Args:
     folder: a workdir, or the folder of a saved agent.
-    module: its name, possibly dotted.
+    module: the name of the module, possibly dotted.
     update: the copy is the one with which this update was made; None: the newest.
   """
   try:
