@@ -1,5 +1,6 @@
 """Calls of processes on simulated machines: errors, deaths, silence, lost results, versions."""
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 from absl import logging
 
+if importlib.util.find_spec('ray') is None:
+  pytest.skip('needs the extra ray', allow_module_level=True)
+
 from podracer_jit.cluster.failure import Failed
 from podracer_jit.cluster.process import about
 from podracer_jit.runtime.channels import Closed
 from tests.ray_nodes import Nodes
 
-pytest.importorskip('ray')
 PROBE = Path(__file__).with_name('probe.py')
 
 
