@@ -7,7 +7,6 @@ changes the observation, which is the task "dynamics" of "Loss is its own reward
 """
 
 import dataclasses
-from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -26,9 +25,8 @@ KINDS = 11  # of objects, of colours and of their states in MiniGrid
 class Cells(nn.Module):
   """A transformer (1706.03762) on the cells of the image in a dict of observations."""
 
-  needs_parts: ClassVar[bool] = True
+  needs_parts = True
   width: int = option(32, 'features of each cell', at_least=1)
-  attention_heads: int = option(2, 'heads of attention, which divide the width', at_least=1)
   layers: int = option(1, 'layers of attention', at_least=1)
   parts: tuple = internal(())
 
@@ -40,7 +38,10 @@ class Cells(nn.Module):
     x = jnp.concatenate([jnp.zeros((len(obs), 1, self.width)), x], axis=1)  # first a summary
     x += self.param('position', nn.initializers.normal(0.5), x.shape[1:])
     for _ in range(self.layers):
-      x += nn.MultiHeadDotProductAttention(self.attention_heads)(nn.LayerNorm()(x))
+      q, k, v = jnp.split(nn.Dense(3 * self.width)(nn.LayerNorm()(x)), 3, axis=-1)
+      # `softmax` divides by a sum, which XLA does not round alike in all programs.
+      weights = jnp.exp(jax.nn.log_softmax(q @ k.mT / self.width**0.5))
+      x += nn.Dense(self.width)(weights @ v)
       x += nn.Dense(self.width)(nn.gelu(nn.Dense(2 * self.width)(nn.LayerNorm()(x))))
     return nn.LayerNorm()(x)[:, 0]
 
@@ -80,8 +81,7 @@ class PredictiveA2C(RolloutAlgorithm):
         rollout.reward, discounts(rollout, self.discount), value[1:], goes_on)
     advantage = jax.lax.stop_gradient(returns) - value[:-1]
     log_prob = model.policy.log_prob(dist_params[:-1], rollout.action)
-    change = rollout.obs[1:] - rollout.obs[:-1]
-
+    change = jnp.diff(rollout.obs, axis=0)
     valid = rollout.valid.astype(jnp.float32)
     terms = {'policy_loss': -log_prob * jax.lax.stop_gradient(advantage),
              'value_loss': 0.5 * jnp.square(advantage),

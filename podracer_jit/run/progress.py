@@ -167,7 +167,7 @@ class Progress:
                           f'{record["learner_wait_s"]:.3f} s an update')
     if 'actors_alive' in record:
       numbers['cluster'] = (
-          f'{record["actors_alive"]} processes, {record["actors_pending"]} wait for room, '
+          f'{record["actors_alive"]} processes, {record["actors_pending"]} pending, '
           f'{record["actor_restarts"]} restarts; {record["cluster_mb_per_s"]:,.1f} MB/s, '
           f'{record["cluster_get_ms"]:.1f} ms to get each')
     if 'replay_size' in record:

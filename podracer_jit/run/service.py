@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ class Service:
       life: the number of processes before this one that had its part and died. Each life has
         random numbers of its own.
     """
+    warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
     self._role = role
     self._life = life
     whole = resolve(fields)

@@ -41,7 +41,7 @@ def test_nothing_outlives_the_run(end, tmp_path):
         stderr=subprocess.STDOUT)
   try:
     metrics = tmp_path / 'run' / journal.METRICS
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 500
     while not metrics.exists() or len(journal.read_lines(metrics)) < 5:
       assert process.poll() is None and time.monotonic() < deadline, (tmp_path / 'log').read_text()
       time.sleep(0.1)

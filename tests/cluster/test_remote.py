@@ -16,7 +16,6 @@ if importlib.util.find_spec('ray') is None:
   pytest.skip('needs the extra ray', allow_module_level=True)
 
 from podracer_jit.cluster.failure import Failed
-from podracer_jit.cluster.process import about
 from podracer_jit.runtime.channels import Closed
 from tests.ray_nodes import Nodes
 
@@ -150,6 +149,7 @@ def test_processes_without_room_wait_for_a_machine(nodes, cluster, warnings):
 
 
 def test_machines_with_other_versions_are_refused():
+  from podracer_jit.cluster.process import about
   from podracer_jit.cluster.remote import problems_of_versions
   own = about()
   assert problems_of_versions(own, own) == []

@@ -34,8 +34,8 @@ def report(updates, cgd=1.5, valid=6):
       entropy=np.full(n, 0.5, np.float32)), n, (cgd,) * n, (0.25,) * n)
 
 
-def meter(window=2, waits=lambda: Waits(0.0, 0.0), past=None):
-  return Meter(window, frame_skip=4, waits=waits, past=past or {})
+def meter(window=2, waits=lambda: Waits(0.0, 0.0), past=None, machines=None):
+  return Meter(window, frame_skip=4, waits=waits, past=past or {}, machines=machines)
 
 
 def test_records_count_episodes_frames_and_delays():
@@ -58,6 +58,20 @@ def test_waits_count_from_the_last_report():
   second = [r for r, _ in m.records(report([2, 3]))]
   assert (first['actor_wait_s'], first['learner_wait_s']) == (1.0, 0.5)
   assert [(r['actor_wait_s'], r['learner_wait_s']) for r in second] == [(1.5, 0.0)] * 2
+
+
+CLUSTER = dict(actors_alive=3, actors_pending=1, actor_restarts=2, cluster_mb_per_s=12.34,
+               cluster_get_ms=0.56)
+
+
+def test_new_lives_are_in_the_next_receipt():
+  lives = [{'actor 1': 1}, {'actor 1': 1}, {'actor 1': 2}, {'actor 1': 2}]
+  machines = types.SimpleNamespace(lives=lambda: lives.pop(0), metrics=lambda: CLUSTER)
+  m = meter(machines=machines)  # it began with a life of 1, which the segment's header has
+  records, receipts = zip(*[next(m.records(report([update]))) for update in (1, 2, 3)],
+                          strict=True)
+  assert [receipt.get('lives') for receipt in receipts] == [None, {'actor 1': 2}, None]
+  assert records[0]['cluster_mb_per_s'] == 12.34 and records[0]['actors_pending'] == 1
 
 
 def test_without_an_episode_the_return_is_null():
@@ -175,6 +189,14 @@ def test_progress_shows_the_main_figures(terminal, monkeypatch):
                'learner (the actors wait 90% of the time)'):
     assert part in text
   assert ('a title' in text) == terminal
+
+
+def test_progress_shows_the_cluster():
+  out = io.StringIO()
+  with Progress(EXPERIMENT, 'a title', Console(file=out, width=120)) as progress:
+    progress.show(dict(RECORD, **CLUSTER))
+  text = ' '.join(out.getvalue().split())
+  assert 'cluster 3 processes, 1 pending, 2 restarts; 12.3 MB/s, 0.6 ms to get each' in text
 
 
 @pytest.mark.parametrize('terminal', [False, True])

@@ -68,7 +68,7 @@ def test_a_changed_source_is_reported_and_both_versions_are_kept(trained, tmp_pa
   shutil.copytree(workdir, resumed)
   shutil.rmtree(resumed / 'checkpoints' / '6')
   out = binary(f'--config={mine}', f'--workdir={resumed}', *FEW)
-  (note,) = [line for line in out.splitlines() if 'source' in line]
+  (note,) = [line for line in out.splitlines() if 'the source of' in line]
   assert 'the source of transformer.py has changed since update 3: the run goes on' in note
   assert (resumed / 'sources' / '1' / file.name).read_bytes() == file.read_bytes()
   assert (resumed / 'sources' / '4' / file.name).read_bytes() == mine.read_bytes()
@@ -77,7 +77,7 @@ def test_a_changed_source_is_reported_and_both_versions_are_kept(trained, tmp_pa
   assert 'identical: 6 updates' in out
 
   # The same command has no more notes.
-  assert 'source' not in binary(f'--config={mine}', f'--workdir={resumed}', *FEW)
+  assert 'the source of' not in binary(f'--config={mine}', f'--workdir={resumed}', *FEW)
 
 
 def test_a_kept_source_runs_only_if_it_is_allowed(trained, tmp_path):
