@@ -95,7 +95,7 @@ def test_an_exported_agent_acts_as_the_agent_does(name, tmp_path):
   task, fields = CASES[name]
   agent = trained(task, **fields)
   agent.export(tmp_path / 'out')
-  # Tasks of a user's own come with their source.
+  # A task of a user's module has a copy of the module, too.
   assert {path.name for path in (tmp_path / 'out').iterdir()} - {'sources'} == {
       'agent.json', 'config.json', 'drawn.jax', 'greedy.jax', 'manifest.json',
       'parameters.safetensors'}
