@@ -325,12 +325,12 @@ def test_a_missing_library_is_reported_with_the_command_that_installs_it():
       gymnasium_envs.make_spec('gymnasium:LunarLander-v3', {})
 
 
-def test_a_task_that_gymnasium_calls_nondeterministic_does_not_repeat(own):
-  config = small(task=f'gymnasium:{own}:Noisy-v0')
+def test_a_task_that_gymnasium_calls_nondeterministic_does_not_repeat(user_module):
+  config = small(task=f'gymnasium:{user_module}:Noisy-v0')
   experiment = fresh(config).experiment
   assert not experiment.spec.repeats and not experiment.deterministic
-  assert experiment.non_deterministic_setting == f'env.task = gymnasium:{own}:Noisy-v0'
-  same = fresh(changed(config, env__task=f'{own}:Own')).experiment
+  assert experiment.non_deterministic_setting == f'env.task = gymnasium:{user_module}:Noisy-v0'
+  same = fresh(changed(config, env__task=f'{user_module}:Own')).experiment
   assert same.spec.repeats and same.deterministic
 
 
