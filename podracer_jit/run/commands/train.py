@@ -80,7 +80,10 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
         return exit_codes.FINISHED
       options = life.of_flags(values)
       joining = (values.coordinator_address, values.num_processes, values.process_id)
-      if values.distributed or joining != (None, None, None):
+      is_distributed = values.distributed or joining != (None, None, None)
+      if is_distributed and values.num_seeds is not None:
+        raise ValueError('--num_seeds: is for one process')
+      if is_distributed:
         # Processes must join before JAX starts, and creating some environments starts JAX.
         place = placement_of(config)
         host.prepare_host(place)
@@ -90,8 +93,6 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
         cluster = stack.enter_context(machines.joined(config))
         opened = stack.enter_context(session.opened(resolve(config), workdir, options, cluster))
       else:
-        if values.distributed or joining != (None, None, None):
-          raise ValueError('--num_seeds: is for one process')
         opened = stack.enter_context(seeds.opened(config, values.num_seeds, workdir, options))
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
       complain(f'podracer_jit: {error}')
