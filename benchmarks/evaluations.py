@@ -3,7 +3,8 @@
 .venv/bin/python -m benchmarks.evaluations --config=ppo_cartpole --every_updates=100 --pairs=5
 
 A pair is two trainings of the same config, one with evaluations and one without, each in a process
-of its own; the order alternates. Seconds are from the first update to the last one, so programs are
+of its own; the order alternates. Both have a checkpoint every --every_updates updates, since only
+checkpoints are evaluated. Seconds are from the first update to the last one, so programs are
 compiled before. The receipts of both must be equal.
 
 `waits` is the time for which training waited at the ends of segments until an earlier evaluation
@@ -27,9 +28,10 @@ PROGRAM = """
 import json, sys, time
 import podracer_jit as pj
 
-name, workdir, every_updates, episodes, total_steps = sys.argv[1:]
+name, workdir, every_updates, segment, episodes, total_steps = sys.argv[1:]
 config = pj.load_config(name)
 config.eval.every_updates = int(every_updates)
+config.checkpoint.every_updates = int(segment)
 config.eval.num_episodes = int(episodes)
 config.log.tensorboard = False
 if int(total_steps):
@@ -58,7 +60,7 @@ def train(args: argparse.Namespace, every_updates: int) -> Training:
     workdir = Path(folder) / 'run'
     done = subprocess.run(
         [sys.executable, '-c', PROGRAM, args.config, workdir, str(every_updates),
-         str(args.episodes), str(args.total_steps)],
+         str(args.every_updates), str(args.episodes), str(args.total_steps)],
         capture_output=True, text=True, check=False)
     if done.returncode:
       raise RuntimeError(done.stderr.strip().splitlines()[-1])
@@ -71,7 +73,7 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--config', default='ppo_cartpole', help='a shipped config or a file')
-  parser.add_argument('--every_updates', type=int, default=100, help='eval.every_updates')
+  parser.add_argument('--every_updates', type=int, default=100, help='eval.every_updates, and checkpoint.every_updates')
   parser.add_argument('--episodes', type=int, default=20, help='episodes of an evaluation')
   parser.add_argument('--total_steps', type=int, default=0, help="0: the config's")
   parser.add_argument('--pairs', type=int, default=5, help='trainings with and without')
