@@ -9,7 +9,7 @@ They are measured with small and with large results of one actor. The check pred
 times and numbers of actors, and compares the predictions with measurements: real processes of Ray
 on this machine, called as `impala` calls them. Then the model is asked about two papers.
 
-What limits the rollouts a second, where `fresh` is the part of rollouts that fetches parameters
+Limits of the rollouts a second, where `fresh` is the part of rollouts that fetches parameters
 which its machine does not have yet (with two calls under way, the round trip costs nothing):
 
   actors            actors / (rollout + bytes * hand-over + round trip)
@@ -41,29 +41,29 @@ class Machine(NamedTuple):
   """Constants of the learner's machine."""
 
   call_s: float  # processor time of the learner's process for a call
-  arrival_s: float  # for each byte of a result, copied once into the batch
-  round_trip_s: float  # of an empty call
-  hand_over_s: float  # for each byte, in the actor's process
+  arrival_s: float  # processor time for each byte of a result, copied once into the batch
+  round_trip_s: float  # duration of an empty call
+  hand_over_s: float  # time for each byte in the actor's process
 
 
 class Load(NamedTuple):
   """An experiment."""
 
   actors: int
-  rollout_s: float  # that an actor acts
-  nbytes: float  # of a rollout, or of a gradient
+  rollout_s: float  # time for which an actor acts
+  nbytes: float  # bytes of a rollout, or of a gradient
   params: float  # bytes of parameters
   fresh: float  # part of the rollouts that fetches parameters over the network
-  two_calls: bool = True  # of an actor, under way
+  two_calls: bool = True  # whether an actor has two calls under way
 
 
 def limits(machine: Machine, load: Load, bandwidth: float) -> dict[str, float]:
   """Returns what each part allows, in rollouts a second.
 
   Args:
-    machine: of the learner.
+    machine: constants of the learner's machine.
     load: the experiment.
-    bandwidth: of the learner's network card, bytes a second in each direction.
+    bandwidth: bandwidth of the learner's network card, bytes a second in each direction.
   """
   period = load.rollout_s + load.nbytes * machine.hand_over_s
   if not load.two_calls:
@@ -83,8 +83,8 @@ def serve(team: Sequence[Any], params: Any, load: Load, seconds: float, windows:
   Args:
     team: `Remote`s of a `Maker`.
     params: reference to parameters.
-    load: what the actors do.
-    seconds: to measure.
+    load: the work of the actors.
+    seconds: duration of the measurement.
     windows: parts of that time; the best one counts, as other programs disturb the others.
 
   Returns:
@@ -165,7 +165,18 @@ CHECKS = (
 
 def check(team: Sequence[Any], params: Any, machine: Machine, cores: int, seconds: float
           ) -> list[float]:
-  """Prints predictions and measurements; returns their ratios."""
+  """Prints predictions and measurements.
+
+  Args:
+    team: `Remote`s of a `Maker`.
+    params: reference to parameters.
+    machine: constants of this machine.
+    cores: cores that actors and learner share.
+    seconds: duration of each measurement.
+
+  Returns:
+    The ratio of measurement and prediction of each load.
+  """
   print(f'{"actors":>6}{"acting":>10}{"result":>10}{"calls":>7}{"predicted":>11}{"measured":>10}'
         f'{"ratio":>7}')
   ratios = []
@@ -205,15 +216,22 @@ def nappo() -> Load:
 
 
 def tell(machine: Machine, name: str, load: Load, bandwidths: Sequence[float]) -> None:
-  """Prints the limits of a load."""
-  wanted = limits(machine, load, np.inf)['actors']
-  print(f'\n{name}: {load.actors} actors make {wanted:,.0f} results a second of '
-        f'{load.nbytes / MB:.2f} MB, {wanted * load.nbytes / MB:,.0f} MB/s')
+  """Prints the limits of a load.
+
+  Args:
+    machine: constants of the learner's machine.
+    name: the name of the load.
+    load: an experiment.
+    bandwidths: bandwidths of the learner's network card, bytes a second.
+  """
+  rate = limits(machine, load, np.inf)['actors']
+  print(f'\n{name}: {load.actors} actors make {rate:,.0f} results a second of '
+        f'{load.nbytes / MB:.2f} MB, {rate * load.nbytes / MB:,.0f} MB/s')
   for bandwidth in bandwidths:
     most = limits(machine, load, bandwidth)
     slowest = min(most, key=most.get)
-    served = load.actors * min(1.0, min(most.values()) / wanted)
-    rest = ', '.join(f'{part} {rate:,.0f}/s' for part, rate in most.items() if part != 'actors')
+    served = load.actors * min(1.0, min(most.values()) / rate)
+    rest = ', '.join(f'{part} {limit:,.0f}/s' for part, limit in most.items() if part != 'actors')
     print(f'  {bandwidth * 8 / 1e9:5.0f} Gbit/s: serves {served:.0f} of them; first limit: '
           f'{slowest} ({rest})')
 
@@ -223,7 +241,7 @@ def main(argv: Sequence[str]) -> int:
   parser = argparse.ArgumentParser(description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--skip', action='store_true', help='measure nothing')
-  parser.add_argument('--seconds', type=float, default=6.0, help='of each measurement')
+  parser.add_argument('--seconds', type=float, default=6.0, help='duration of each measurement')
   parser.add_argument('--tolerance', type=float, default=2.0,
                       help='largest ratio of a measurement and its prediction, or the inverse')
   args = parser.parse_args(argv[1:])

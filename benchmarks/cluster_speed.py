@@ -76,7 +76,8 @@ def measure(task: str, cluster: str, workdir: Path, warm_up: float, seconds: flo
     process.wait(timeout=120)
   start = records[0]['elapsed_s'] + warm_up
   counted = [record for record in records if record['elapsed_s'] >= start]
-  first, last = counted[0], counted[-1]
+  first = counted[0]
+  last = counted[-1]
   speed = (last['steps'] - first['steps']) / (last['elapsed_s'] - first['elapsed_s'])
   return speed, statistics.mean(record['cgd'] for record in counted)
 
@@ -85,7 +86,8 @@ def main(argv: Sequence[str]) -> int:
   """Runs the comparison; returns the exit code."""
   parser = argparse.ArgumentParser(description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--tasks', default='catch,pong', help=f'of {", ".join(TASKS)}, by comma')
+  parser.add_argument('--tasks', default='catch,pong',
+                      help=f'tasks among {", ".join(TASKS)}, separated by commas')
   parser.add_argument('--pairs', type=int, default=3)
   parser.add_argument('--warm_up', type=float, default=5.0, help='seconds that do not count')
   parser.add_argument('--seconds', type=float, default=30.0, help='seconds that count')

@@ -27,10 +27,7 @@ class A2C(RolloutAlgorithm):
 
   def loss(self, model: Model, params: Params, minibatch: Minibatch, statistics: Any
            ) -> tuple[jax.Array, Metrics]:
-    """Returns the loss summed over valid rows.
-
-    Args and results: see `RolloutAlgorithm.loss`.
-    """
+    """Returns the loss summed over valid rows. Args and results: see `RolloutAlgorithm.loss`."""
     rollout, _ = minibatch
     dist_params, value = unroll(model, params, rollout)
 

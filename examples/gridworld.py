@@ -65,11 +65,13 @@ class Gridworld:
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   config = experiment.config('ppo', 'nature_cnn', 'adam', scheme='fused')
   config.env.task = 'gridworld:Gridworld'
   config.env.num_envs = 64
-  config.network.channels, config.network.kernels, config.network.strides = (16, 16), (3, 3), (1, 1)
+  config.network.channels = (16, 16)
+  config.network.kernels = (3, 3)
+  config.network.strides = (1, 1)
   config.network.hidden = 64
   config.unroll_length = 16
   config.num_epochs = config.num_minibatches = 4

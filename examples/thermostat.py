@@ -3,8 +3,8 @@
 podracer_jit --config=examples/thermostat.py --workdir=runs/thermostat
 podracer_jit evaluate --workdir=runs/thermostat --allow_modules=examples/thermostat.py
 
-Python steps the environment, in worker processes. Those import this file, so it imports
-gymnasium and NumPy at the top, and the training package only where the config is made.
+Python steps the environment in worker processes, which import this file. So the top of the file
+imports only gymnasium and NumPy, and `get_config` imports the training package.
 """
 
 import gymnasium
@@ -60,7 +60,7 @@ class Thermostat(gymnasium.Env):
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   from podracer_jit import experiment
   config = experiment.config('ppo', 'mlp', 'adam', scheme='sync')
   config.env.task = 'thermostat:Thermostat'

@@ -166,6 +166,7 @@ def check_names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any] 
   Yields:
     Lines of text.
   """
+  # Sorted, so that the same config always gives the same first message.
   for name in sorted(set(given) ^ set(known)):
     if owner:
       has = 'does not have it' if name in given else 'needs it'

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,11 @@ from podracer_jit.options import shorten, shown
 
 # Folders of config files, which are searched before sys.path.
 _folders: list[Path] = []
+
+# Files of users' modules as they were when they were imported, by module; see `sources_of`.
+_sources: dict[str, dict[str, bytes]] = {}
+_INSTALLED = {'site-packages', 'dist-packages'}  # folders of packages that pip installs
+_OURS = __name__.partition('.')[0]
 
 
 class NameTaken(ImportError):
@@ -55,6 +61,7 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
 
   try:
     part = _module(module)
+    sources_of(module)  # now, as somebody may edit the files while this process runs
   except ImportError as error:
     raise ValueError(f'{field}: cannot import {shown(module)} of {shown(name)} '
                      f'({shorten(str(error))}); it is looked for '
@@ -87,6 +94,79 @@ def file_of(name: str) -> str:
   top = name.partition('.')[0]
   spec = importlib.machinery.PathFinder.find_spec(top)
   return spec.origin if spec and spec.origin else f'a module {top} that is not here'
+
+
+def sources_of(name: str) -> Mapping[str, bytes]:
+  """Returns the source files of a user's module and of the modules beside it that it imports.
+
+  They are read once, when the module is imported, so they are what this process runs. Imports are
+  found in the text; nothing is executed. Of an installed package, only its own modules count.
+
+  Args:
+    name: of the module, possibly dotted.
+
+  Returns:
+    Contents by path, relative to the folder in which the import of `name` looks; empty for a module
+    that is no file of Python.
+  """
+  if name not in _sources:
+    path = Path(getattr(sys.modules.get(name), '__file__', None) or file_of(name))
+    is_source = path.suffix == '.py' and path.is_file()
+    _sources[name] = _read_with_imports(path, name) if is_source else {}
+  return _sources[name]
+
+
+def _read_with_imports(path: Path, name: str) -> dict[str, bytes]:
+  """Returns the contents of a module's file, and of the files that it imports; see `sources_of`."""
+  root = path.resolve().parents[name.count('.') + (path.name == '__init__.py')]
+  top = name.partition('.')[0]
+  is_installed = bool(_INSTALLED & set(root.parts))
+  contents = {}
+  names = [name]
+  visited = set()
+  while names:
+    module = names.pop()
+    first = module.partition('.')[0]
+    if module in visited or first == _OURS or is_installed and first != top:
+      continue
+    visited.add(module)
+    for file, of in _files_beside(root, module):
+      key = str(file.relative_to(root))
+      if key not in contents:
+        contents[key] = file.read_bytes()
+        names += _imports(contents[key], of, file.name == '__init__.py')
+  return contents
+
+
+def _files_beside(root: Path, module: str) -> Iterator[tuple[Path, str]]:
+  """Yields the files under a folder that the import of a module runs, and their modules."""
+  steps = module.split('.')
+  for count in range(1, len(steps) + 1):
+    name = '.'.join(steps[:count])
+    base = root.joinpath(*steps[:count])
+    for file in (base / '__init__.py', base.with_suffix('.py')):
+      known = getattr(sys.modules.get(name), '__file__', None)
+      # The name may stand for another file, such as a package's that is installed.
+      if file.is_file() and (known is None or Path(known).resolve() == file.resolve()):
+        yield file, name
+        break
+
+
+def _imports(content: bytes, module: str, is_package: bool) -> Iterator[str]:
+  """Yields the names that a module may import, by its text; some may be no modules."""
+  try:
+    tree = ast.parse(content)
+  except (SyntaxError, ValueError):
+    return
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      package = module.split('.') + [''] * is_package  # one level is the package itself
+      base = '.'.join(filter(None, package[:-node.level])) if node.level else ''
+      full = '.'.join(filter(None, (base, node.module)))
+      yield full
+      yield from (f'{full}.{alias.name}' if full else alias.name for alias in node.names)
 
 
 def _module(name: str) -> ModuleType:
@@ -125,6 +205,7 @@ def load(path: Path, name: str, again: bool = False) -> ModuleType:
   if known is not None and not again:
     return known
 
+  _sources.pop(name, None)
   spec = importlib.util.spec_from_file_location(name, path)
   module = importlib.util.module_from_spec(spec)
   # Registered before it runs, so that the module can import itself.

@@ -1,8 +1,8 @@
 #!/bin/bash
 # One training on several machines: sbatch --nodes=4 scripts/slurm.sh --config=... --workdir=...
-# A process a machine, with as many of its devices as the placement names; the workdir must be on a file system that all of them see. SLURM's own
-# variables tell the processes of each other. Before the time is up SLURM sends SIGTERM, which saves;
-# the same command goes on.
+# Each machine has one process, with the devices that the placement names. All machines must see the
+# workdir. The processes find each other through SLURM's variables. Before the time limit SLURM sends
+# SIGTERM, at which the run saves; the same command goes on.
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=TERM@120
 #SBATCH --requeue

@@ -1,4 +1,4 @@
-"""Skips tests of what needs an extra where it is missing; `scripts/test` installs all extras."""
+"""Skips tests that need an extra which is not installed; `scripts/test` installs all extras."""
 
 import pytest
 

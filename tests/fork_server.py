@@ -11,7 +11,7 @@ import sys
 
 MODULES = ('envpool', 'tensorboardX', *(
     f'podracer_jit.run.commands.{verb}' for verb in (
-        'benchmark', 'compare', 'evaluate', 'rerun', 'train', 'tune')))
+        'benchmark', 'compare', 'evaluate', 'export', 'rerun', 'train', 'tune')))
 
 
 def serve(server: socket.socket) -> tuple[str, str, list[str]]:

@@ -26,7 +26,8 @@ class Popen(subprocess.Popen):
 
   def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
     del executable, close_fds
-    # The pipes follow `startupinfo, creationflags, shell`; each is a pair (child's or parent's).
+    # After `startupinfo, creationflags, shell` come pairs of pipe ends: p2c is parent to child, c2p
+    # is child to parent.
     _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_ = rest
     assert env in (None, QUICK) and not shell and not preexec_fn and not pass_fds
     python, *words = [os.fspath(arg) for arg in args]
@@ -76,6 +77,17 @@ def run(command, timeout=300, **kwargs):
       process.kill()
       raise
   return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def command(*args):
+  """Returns the command line of `podracer_jit ARGS`, with this Python."""
+  return [sys.executable, '-P', '-m', 'podracer_jit', *map(str, args)]
+
+
+def default_signals():
+  """Sets the signal handlers of a program in a terminal; background jobs have signals ignored."""
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
 
 
 _servers = {}

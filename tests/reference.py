@@ -1,7 +1,7 @@
-"""What the losses must be, in plain NumPy: float64, loops, one equation at a time.
+"""The losses in plain NumPy: float64, loops, one equation at a time.
 
-Written from the papers. Episodes are told apart in another way than by masks: a sequence is cut
-into the segments of its episodes, and each is valued alone, with its own bootstrap.
+They are written from the papers. In place of masks, a sequence is split into the segments of its
+episodes, and each segment is computed alone, with its own bootstrap value.
 """
 
 import math
@@ -10,9 +10,17 @@ import numpy as np
 
 
 def random_ends(rng, steps, carried=False, ends_last=False, probability=0.25):
-  """(terminated, truncated, valid), [steps] each, of one environment.
+  """Draws ends of episodes of one environment.
 
-  carried: the episode ended with the row before the first; ends_last: one ends with the last row.
+  Args:
+    rng: NumPy's generator.
+    steps: number of rows.
+    carried: whether an episode ended just before the first row, so that this row is a reset.
+    ends_last: whether an episode must end with the last row, if it is valid.
+    probability: of an end in any other row.
+
+  Returns:
+    terminated, truncated and valid, each [steps].
   """
   terminated, truncated, valid = (np.zeros(steps, bool) for _ in range(3))
   ended = carried
@@ -28,24 +36,26 @@ def random_ends(rng, steps, carried=False, ends_last=False, probability=0.25):
 
 
 def segments(terminated, truncated, valid):
-  """[(first, stop, terminal)]: rows first to stop - 1 are one episode's, obs[stop] came after them.
+  """Returns a list of (first, stop, terminal), one for each segment of an episode.
 
-  terminal: that observation has no value.
+  Rows first to stop - 1 belong to the episode, and obs[stop] follows them. If terminal, that
+  observation has the value 0.
   """
-  found, first = [], None
+  result = []
+  first = None
   for t in range(len(valid)):
     if not valid[t]:
       assert first is None, 'an invalid row in the middle of an episode'
       continue
     first = t if first is None else first
     if terminated[t] or truncated[t] or t == len(valid) - 1:
-      found.append((first, t + 1, bool(terminated[t])))
+      result.append((first, t + 1, bool(terminated[t])))
       first = None
-  return found
+  return result
 
 
 def segment_values(value, first, stop, terminal):
-  """V of the segment's observations and of the one after them: 0 where terminal."""
+  """Returns V of the segment's observations and of the one after them, which is 0 if terminal."""
   return [float(v) for v in value[first:stop]] + [0.0 if terminal else float(value[stop])]
 
 
@@ -59,7 +69,7 @@ def entropy(logits):
 
 
 def ratios(logits, action, behaviour_log_prob):
-  """pi(a) / mu(a) of every row."""
+  """Returns pi(a) / mu(a) of every row."""
   return np.array([math.exp(log_softmax(logits[t])[action[t]] - behaviour_log_prob[t])
                    for t in range(len(action))])
 
@@ -68,14 +78,17 @@ def vtrace(value, reward, ratio, discount, ends, lambda_=1.0, clip_rho=1.0, clip
   """V-trace targets and policy gradient advantages [T]; NaN in invalid rows.
 
   1802.01561: the targets are equation 1, with c_i = lambda min(1, ratio) of remark 2. The
-  advantage is section 4.2's min(clip, ratio) (r + gamma v_{s+1} - V(s)). With lambda below 1, which
-  the paper does not carry over to it, v_{s+1} is mixed with V(s+1): lambda v_{s+1} +
-  (1 - lambda) V(s+1). On-policy, that makes it the generalised advantage estimate.
+  advantage is section 4.2's min(clip, ratio) (r + gamma v_{s+1} - V(s)). The paper does not say how
+  lambda < 1 changes the advantage. Here v_{s+1} becomes lambda v_{s+1} + (1 - lambda) V(s+1), so
+  that the on-policy advantage is the generalised advantage estimate.
   """
-  targets, advantages = np.full(len(reward), np.nan), np.full(len(reward), np.nan)
+  targets = np.full(len(reward), np.nan)
+  advantages = np.full(len(reward), np.nan)
   for first, stop, terminal in segments(*ends):
     v = segment_values(value, first, stop, terminal)
-    r, w, n = reward[first:stop], ratio[first:stop], stop - first
+    r = reward[first:stop]
+    w = ratio[first:stop]
+    n = stop - first
     delta = [min(clip_rho, w[t]) * (r[t] + discount * v[t + 1] - v[t]) for t in range(n)]
     c = [lambda_ * min(1.0, w[i]) for i in range(n)]
     target = [
@@ -90,7 +103,7 @@ def vtrace(value, reward, ratio, discount, ends, lambda_=1.0, clip_rho=1.0, clip
 
 def impala_objective(logits, value, action, targets, advantages, valid, baseline_coef,
                      entropy_coef):
-  """The loss and its parts, where targets and advantages are constants (1802.01561, 4.2)."""
+  """Returns the loss and its terms for constant targets and advantages (1802.01561, 4.2)."""
   rows = [t for t in range(len(action)) if valid[t]]
   policy = -sum(log_softmax(logits[t])[action[t]] * advantages[t] for t in rows)
   baseline = sum(0.5 * (targets[t] - value[t]) ** 2 for t in rows)
@@ -104,7 +117,8 @@ def gae(value, reward, discount, gae_lambda, ends):
   advantage = np.full(len(reward), np.nan)
   for first, stop, terminal in segments(*ends):
     v = segment_values(value, first, stop, terminal)
-    r, n = reward[first:stop], stop - first
+    r = reward[first:stop]
+    n = stop - first
     for t in range(n):
       advantage[first + t] = sum(
           (discount * gae_lambda) ** (u - t) * (r[u] + discount * v[u + 1] - v[u])
@@ -113,7 +127,7 @@ def gae(value, reward, discount, gae_lambda, ends):
 
 
 def returns(value, reward, discount, ends):
-  """Discounted rewards to the end of the segment, and what the observation there is worth."""
+  """Returns discounted rewards to the end of the segment plus the discounted value there."""
   out = np.full(len(reward), np.nan)
   for first, stop, terminal in segments(*ends):
     for s in range(first, stop):
@@ -124,7 +138,7 @@ def returns(value, reward, discount, ends):
 
 def ppo_objective(logits, value, action, behaviour_log_prob, behaviour_value, advantage,
                   value_target, valid, clip, clip_value, value_coef, entropy_coef):
-  """1707.06347, equations 7 and 9 (signs turned, the squared error halved), over valid rows."""
+  """1707.06347, equations 7 and 9 over valid rows, as a loss, with half the squared error."""
   terms = dict.fromkeys(('policy_loss', 'value_loss', 'entropy', 'approx_kl', 'clip_fraction'), 0.0)
   for n in range(len(action)):
     if not valid[n]:
@@ -147,14 +161,15 @@ def ppo_objective(logits, value, action, behaviour_log_prob, behaviour_value, ad
 
 
 def numeric_gradient(function, x, step=1e-6):
-  """Central differences of a scalar function, one number of x at a time."""
+  """Returns central differences of a scalar function, for each number of x."""
   x = np.array(x, np.float64)
   gradient = np.zeros_like(x)
   for place in np.ndindex(x.shape):
-    at, values = x[place], []
-    for to in (at + step, at - step):
-      x[place] = to
-      values.append(function(x))
-    x[place] = at
-    gradient[place] = (values[0] - values[1]) / (2 * step)
+    original = x[place]
+    x[place] = original + step
+    above = function(x)
+    x[place] = original - step
+    below = function(x)
+    x[place] = original
+    gradient[place] = (above - below) / (2 * step)
   return gradient

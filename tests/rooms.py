@@ -1,4 +1,4 @@
-"""The rooms of the package and who imports whom; draws docs/images/rooms.svg.
+"""The rooms of the package and their imports; draws docs/images/rooms.svg.
 
 python -m tests.rooms            # writes the picture
 python -m tests.rooms --check    # exit code 1 if the committed picture is out of date
@@ -80,16 +80,17 @@ def imports_between_rooms() -> dict[str, set[str]]:
 def arrows(graph: Mapping[str, set[str]]) -> list[tuple[str, str]]:
   """Returns the imports that no chain of other imports implies, so that the picture stays clear."""
   def below(start: str) -> set[str]:
-    seen, left = set(), [*graph[start]]
-    while left:
-      name = left.pop()
-      if name not in seen:
-        seen.add(name)
-        left += graph[name]
-    return seen
+    reached = set()
+    queue = [*graph[start]]
+    while queue:
+      name = queue.pop()
+      if name not in reached:
+        reached.add(name)
+        queue += graph[name]
+    return reached
 
   return sorted((upper, lower) for upper, lowers in graph.items() for lower in lowers
-                if not any(lower in below(other) for other in lowers - {lower}))
+                if not any(lower in below(sibling) for sibling in lowers - {lower}))
 
 
 class Box(NamedTuple):
@@ -116,7 +117,9 @@ COLOURS = {'ground': '#e8e4da', 'numerics': '#dcebd8', 'plumbing': '#d6e4f2',
            'cluster': '#d6e4f2', 'world': '#f4ead0', 'maths': '#dcebd8', 'operations': '#f6ddd4',
            'schemes': '#d6e4f2', 'assembly': '#e6deef'}
 WIDTH = 1000
-FLOOR, GAP, TEXT = 100, 32, 15  # height of a floor, with the gap below it; of a line of text
+FLOOR = 100  # height of a floor with the gap below it
+GAP = 32
+TEXT = 15  # height of a line of text
 FLOORS = 1 + max(floor for _, _, floor in PLAN.values())
 HEIGHT = FLOORS * FLOOR - GAP + 20
 
@@ -128,30 +131,31 @@ def box_of(name: str) -> Box:
   return Box(left, top, right, top + FLOOR - GAP)
 
 
-def line_of(upper: str, lower: str, taken: list[tuple[float, float, float]]
+def line_of(upper: str, lower: str, used: list[tuple[float, float, float]]
             ) -> tuple[float, float, float, float]:
   """Returns the ends of an arrow: vertical if there is a free way down between two rooms.
 
   Args:
     upper: the room that imports.
     lower: the room that is imported.
-    taken: (x, top, bottom) of the vertical arrows so far.
+    used: (x, top, bottom) of the vertical arrows so far; a new one is added.
   """
-  a, b = box_of(upper), box_of(lower)
+  a = box_of(upper)
+  b = box_of(lower)
   between = [box for box in map(box_of, PLAN) if box.top > a.top and box.bottom < b.bottom]
 
   def clearance(x: float) -> float:
     """Returns the distance to the nearest obstacle; negative inside a room."""
     edges = [x - a.left, a.right - x, x - b.left, b.right - x]
     edges += [max(box.left - x, x - box.right) for box in between]
-    edges += [abs(x - other) for other, top, bottom in taken if top < b.top and bottom > a.bottom]
+    edges += [abs(x - used_x) for used_x, top, bottom in used if top < b.top and bottom > a.bottom]
     return min(edges)
 
   best = max(range(0, WIDTH, 2), key=clearance)
   if clearance(best) >= 4:
-    taken.append((best, a.bottom, b.top))
+    used.append((best, a.bottom, b.top))
     return best, a.bottom, best, b.top
-  # No way straight down: from the end of one room to the near end of the other.
+  # Without a free way down, the arrow goes from the end of one room to the near end of the other.
   start, end = (a.right - 30, b.left + 30) if a.left < b.left else (a.left + 30, b.right - 30)
   return start, a.bottom, end, b.top
 
@@ -183,11 +187,11 @@ def draw() -> str:
       f'height="{HEIGHT}" font-family="sans-serif" font-size="12" text-anchor="middle">',
       '<style>.name { font-weight: bold; font-size: 14px }</style>',
       f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>']
-  taken: list[tuple[float, float, float]] = []
+  used: list[tuple[float, float, float]] = []
   # Short arrows choose their way first.
   for upper, lower in sorted(arrows(imports_between_rooms()),
                              key=lambda pair: PLAN[pair[0]][2] - PLAN[pair[1]][2]):
-    x1, y1, x2, y2 = line_of(upper, lower, taken)
+    x1, y1, x2, y2 = line_of(upper, lower, used)
     lines.append(f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2 - 8}" stroke="#333" '
                  'stroke-width="1.4"/>')
     lines.append(f'<path d="M{x2 - 4},{y2 - 9} L{x2},{y2 - 1} L{x2 + 4},{y2 - 9} Z" fill="#333"/>')

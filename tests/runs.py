@@ -1,4 +1,4 @@
-"""Short real runs, in this process, for tests of whole schemes."""
+"""Short real runs in this process, for tests of whole schemes."""
 
 import copy
 import os
@@ -16,13 +16,13 @@ from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import placement
 from tests.flags import COMPILED_SOON
 
-# For processes that run for seconds; they also keep more programs than is done for people.
+# The environment of processes that run for seconds; they cache more compiled programs than usual.
 QUICK = os.environ | {'XLA_FLAGS': COMPILED_SOON,
                       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1'}
 
 
 def small(loss='impala', task='CartPole-v1', network='mlp', **fields):
-  """A config of a few small updates."""
+  """Returns a config of a few small updates."""
   config = experiment.config(loss, network, 'adam', unroll_length=8, num_minibatches=2,
                              scheme='sync', **fields).to_dict()
   config['env'] = {'task': task, 'num_envs': 8}
@@ -36,7 +36,7 @@ def small(loss='impala', task='CartPole-v1', network='mlp', **fields):
 
 
 def by_rows(function):
-  """An Apply of function(params, obs [N, ...]) -> dist, value, for what remembers nothing."""
+  """Returns an Apply of function(params, obs [N, ...]) -> dist, value, without recurrent state."""
   def apply(params, obs, core, valid):
     del valid
     outputs = function(params, obs.reshape(-1, *obs.shape[2:]))
@@ -46,13 +46,13 @@ def by_rows(function):
 
 def make_network(name, policy, moments=(), core='none', core_size=128, separate_critic=False,
                  **sizes):
-  """The actor-critic around the torso called `name`, whose options are `sizes`."""
+  """Returns the actor-critic with the torso called `name`, whose options are `sizes`."""
   options = networks.TorsoOptions(core, core_size, separate_critic)
   return networks.actor_critic(networks.TORSOS[name](**sizes), policy, options, moments)
 
 
 def changed(config, **fields):
-  """A copy with dotted fields replaced: placement__actor_devices=(0, 1)."""
+  """Returns a copy with nested fields replaced, for example placement__actor_devices=(0, 1)."""
   config = copy.deepcopy(config)
   for name, value in fields.items():
     *path, last = name.split('__')
@@ -64,18 +64,18 @@ def changed(config, **fields):
 
 
 def fresh(config):
-  """Returns the `build.Run` of a config (nested dicts): nothing of it is compiled yet."""
+  """Returns the `build.Run` of a config (nested dicts), with nothing compiled yet."""
   return build.make_run(resolve(copy.deepcopy(config)))
 
 
 def prepared(config):
-  """Returns `fresh(config)`, the same for equal configs, so that programs compile once.
+  """Returns `fresh(config)`, shared by equal configs, so that programs compile once.
 
-  The last few are kept: compiled programs are large.
+  Only the last few are kept, since compiled programs are large.
   """
   key = repr(config)
   prepared_run = _prepared.pop(key, None) or fresh(config)
-  _prepared[key] = prepared_run  # as the newest
+  _prepared[key] = prepared_run  # moves it to the end, as the newest
   while len(_prepared) > 8:
     del _prepared[next(iter(_prepared))]
   return prepared_run
@@ -91,7 +91,7 @@ def initial_state(prepared_run):
       'loss', 'seed', 'network', 'policy', 'normalise', 'optimizer'))])
   if key not in _initial:
     _initial[key] = prepared_run.initial_state()
-  # A copy: segments donate theirs.
+  # Segments donate their state, so they get a copy.
   state = placement.replicate(_initial[key], prepared_run.place.mesh)
   return prepared_run.learner.allocate(state)
 
@@ -106,10 +106,10 @@ def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, 
   Args:
     config: a config as nested dicts; not used where `of` is given.
     runner: `loops.run` or `loops.run_serial`.
-    updates: after how many the segment ends; as a checkpoint is made if None.
+    updates: number of updates; checkpoint.every_updates if None.
     tamper: a function from workers to workers, as `tests.workers.wrap` returns.
-    index: the segment's.
-    of: what `prepared` returns, to change a part of it.
+    index: of the segment.
+    of: a Run to use in place of `prepared(config)`.
 
   Returns:
     The receipts (batch, parameters) of all updates, the reports, and the last train state.
@@ -128,7 +128,7 @@ def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, 
 
 
 def on_mesh(function, size, in_specs, out_specs):
-  """Compiles a function for a mesh of the first `size` devices, as learners have it."""
+  """Compiles a function for a mesh of the first `size` devices, with the axis of learners."""
   mesh = Mesh(np.array(jax.devices()[:size]), (deterministic.AXIS,))
   return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
                                check_vma=False))

@@ -1,43 +1,52 @@
 """Prints the table of docs/exactness.md, "What was checked where": python -m tests.same_bits
 
-A row is a test that is marked same_bits(what_varies, of_what).
+Each row is a test with the mark same_bits(what_varies, of_what). The marks are read from the source
+code, since collecting all tests takes long.
 """
 
-import contextlib
-import io
-import sys
+import ast
+import pathlib
+from collections.abc import Iterator
 
-import pytest
+FOLDER = pathlib.Path(__file__).parent
 
 
-class _Collected:
-  """What pytest finds."""
+def _marks(nodes: list[ast.expr]) -> dict[str, list[str]]:
+  """Returns the arguments of each `pytest.mark.NAME` among expressions, by its name."""
+  marks = {}
+  for node in nodes:
+    call = node if isinstance(node, ast.Call) else None
+    function = call.func if call else node
+    if ast.unparse(function).startswith('pytest.mark.'):
+      marks[function.attr] = call.args if call else []
+  return marks
 
-  def __init__(self):
-    self.items = []
 
-  def pytest_collection_modifyitems(self, items):
-    self.items = list(items)
+def _rows(path: pathlib.Path) -> Iterator[tuple[str, ...]]:
+  """Yields the rows of a file of tests."""
+  tree = ast.parse(path.read_text())
+  of_module = {}
+  for node in tree.body:
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == 'pytestmark':
+      values = node.value.elts if isinstance(node.value, ast.List | ast.Tuple) else [node.value]
+      of_module = _marks(values)
+
+  for node in tree.body:
+    if isinstance(node, ast.FunctionDef):
+      marks = _marks(node.decorator_list)
+      if 'same_bits' in marks:
+        what = [ast.literal_eval(argument) for argument in marks['same_bits']]
+        as_shipped = {'as_shipped', 'implementation'} & {*marks, *of_module}
+        yield (*what, 'yes' if as_shipped else '', f'`{path.stem}.{node.name}`')
 
 
 def table() -> list[str]:
   """Returns the lines of the table."""
-  found, silence = _Collected(), io.StringIO()
-  with contextlib.redirect_stdout(silence):
-    if pytest.main(['--collect-only', '-q', 'tests'], plugins=[found]):
-      raise RuntimeError(silence.getvalue())
-  rows = {}
-  for item in found.items:
-    mark = item.get_closest_marker('same_bits')
-    if mark:
-      as_shipped = any(item.get_closest_marker(name) for name in ('as_shipped', 'implementation'))
-      name = f'{item.path.stem}.{item.originalname}'
-      rows[name] = (*mark.args, 'yes' if as_shipped else '', f'`{name}`')
+  rows = sorted(row for path in FOLDER.rglob('test_*.py') for row in _rows(path))
   head = ('what varies', 'of what', 'compiled as shipped', 'test')
-  lines = [head, ('---',) * len(head), *sorted(rows.values())]
+  lines = [head, ('---',) * len(head), *rows]
   return [f'| {" | ".join(line)} |' for line in lines]
 
 
 if __name__ == '__main__':
   print('\n'.join(table()))
-  sys.exit(0)

@@ -1,4 +1,4 @@
-"""The shape of the package: imports point down, public names are explained."""
+"""The structure of the package: imports point down, and public names have docstrings."""
 
 import ast
 import graphlib
@@ -13,7 +13,7 @@ from podracer_jit.schemes.table import SCHEMES
 from tests import rooms
 from tests.rooms import ORDER, PACKAGE, TIER_OF, TIERS, TREES, imported, inside, room
 
-# Packages from elsewhere that each tier may use, beside Python's own; None: any.
+# Third-party packages that each tier may import; None: any.
 OUTSIDE = {
     'ground': {'jax', 'numpy'},
     'numerics': {'jax', 'numpy', 'chex'},
@@ -28,7 +28,7 @@ OUTSIDE = {
 }
 
 
-def test_every_module_has_its_place():
+def test_every_module_belongs_to_a_tier():
   assert {room(module) for module in TREES} <= set(TIER_OF)
 
 
@@ -60,21 +60,21 @@ def test_the_picture_leaves_out_only_imports_that_its_arrows_imply():
   assert rooms.arrows(graph) == [('a', 'b'), ('b', 'c'), ('c', 'd')]
 
 
-def test_tests_lie_in_folders_as_the_rooms_do():
-  """And each has a test that `scripts/test --quick` runs."""
+def test_folders_of_tests_are_those_of_the_package():
+  """Each folder also has a test that `scripts/test --quick` runs."""
   for folder in pathlib.Path(__file__).parent.glob('*/__init__.py'):
     assert (PACKAGE / folder.parent.name / '__init__.py').exists()
     texts = [path.read_text() for path in folder.parent.glob('test_*.py')]
     assert any('mark.quick' in text for text in texts), folder.parent.name
 
 
-def test_no_modules_import_each_other():
+def test_imports_have_no_cycles():
   graph = {module: set(inside(tree)) for module, tree in TREES.items()}
   graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the cycle
 
 
 @pytest.mark.parametrize('module', sorted(TREES))
-def test_a_tier_uses_the_packages_it_may(module):
+def test_a_tier_imports_only_its_allowed_packages(module):
   tier = TIER_OF[room(module)]
   tops = {name.split('.')[0] for name in imported(TREES[module])}
   if OUTSIDE[tier] is not None:
@@ -84,13 +84,13 @@ def test_a_tier_uses_the_packages_it_may(module):
 
 
 @pytest.mark.parametrize('module', [m for m in TREES if TIER_OF[room(m)] == 'plumbing'])
-def test_plumbing_knows_nothing_of_reinforcement_learning(module):
+def test_plumbing_imports_no_room_of_reinforcement_learning(module):
   allowed = {*TIERS['ground'], *TIERS['plumbing']}
   assert {room(name) for name in inside(TREES[module])} <= allowed
 
 
 @pytest.mark.parametrize('module', ['loops', 'runtime.channels'])
-def test_loops_and_hand_offs_name_nothing_of_it(module):
+def test_loops_and_channels_use_no_word_of_reinforcement_learning(module):
   names = {getattr(node, field) for node in ast.walk(TREES[module])
            for field in ('id', 'attr', 'arg', 'name') if isinstance(getattr(node, field, 0), str)}
   words = {word for name in names for word in name.lower().split('_')}
@@ -126,7 +126,7 @@ def test_the_cluster_knows_nothing_of_reinforcement_learning(module):
       'cluster', *TIERS['ground'], *TIERS['plumbing']}
 
 
-def test_only_families_and_the_top_know_envpools_environments():
+def test_only_families_and_run_import_envpool_envs():
   users = {module for module, tree in TREES.items() if 'envs.envpool_envs' in set(inside(tree))}
   assert {module for module in users if room(module) != 'run'} == {'envs.families'}
 
@@ -138,14 +138,14 @@ def test_configs_and_parts_do_not_load_envpool():
 
 
 def texts(tree):
-  """The string constants of a module that are no docstrings, with those inside f-strings."""
+  """Returns the string constants of a module, with parts of f-strings but without docstrings."""
   expressions = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
   return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)
           and isinstance(node.value, str) and id(node) not in expressions}
 
 
 @pytest.mark.parametrize('module', sorted(TREES))
-def test_nothing_else_asks_for_an_algorithm_by_name_or_type(module):
+def test_no_other_module_refers_to_an_algorithm_by_name_or_type(module):
   if room(module) in ('losses', 'configs'):
     return
   keys = set(SCHEMES) if module == 'schemes.table' else set()
@@ -155,7 +155,7 @@ def test_nothing_else_asks_for_an_algorithm_by_name_or_type(module):
 
 
 def looked_up(tree):
-  """What is looked up by string keys in something called config or fields."""
+  """Yields the string keys that a module looks up in variables called config or fields."""
   for node in ast.walk(tree):
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(
         node.slice.value, str):
@@ -166,14 +166,14 @@ def looked_up(tree):
 
 
 @pytest.mark.parametrize('module', sorted(TREES))
-def test_only_the_door_looks_fields_of_a_config_up(module):
-  """Behind `resolve` an experiment is typed."""
-  door = ('run.config', 'run.resolve', 'run.command_line', 'run.checkpoint')
-  assert module in door or not list(looked_up(TREES[module]))
+def test_only_resolve_and_its_neighbours_look_up_fields_of_a_config(module):
+  """Code after `resolve` has a typed experiment."""
+  modules_with_configs = ('run.config', 'run.resolve', 'run.command_line', 'run.checkpoint')
+  assert module in modules_with_configs or not list(looked_up(TREES[module]))
 
 
 @pytest.mark.parametrize('module', sorted(TREES))
-def test_everything_public_is_explained(module):
+def test_everything_public_has_a_docstring(module):
   tree = TREES[module]
   public = [tree]
   for node in tree.body:
@@ -182,5 +182,5 @@ def test_everything_public_is_explained(module):
     if isinstance(node, ast.ClassDef) and not node.name.startswith('_'):
       public += [method for method in node.body if isinstance(method, ast.FunctionDef)
                  and not method.name.startswith('_')]
-  bare = [getattr(node, 'name', module) for node in public if not ast.get_docstring(node)]
-  assert not bare
+  unexplained = [getattr(node, 'name', module) for node in public if not ast.get_docstring(node)]
+  assert not unexplained

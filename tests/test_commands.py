@@ -1,4 +1,4 @@
-"""The command: which verb it runs, what each verb's help says, and the verbs that only list."""
+"""The command line: verbs, their help, and the verbs that only list."""
 
 import importlib.util
 import shutil
@@ -12,20 +12,21 @@ from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.families import tasks as tasks_by_family
 from podracer_jit.run import main
 from podracer_jit.run.commands import configs, envs, train
-from tests import extras
+from tests import extras, processes
 from tests.runs import QUICK
 
 ROOT = next(path for path in Path(__file__).resolve().parents if (path / 'setup.cfg').exists())
 
 
-def command(*args, **kwargs):
-  return subprocess.run([sys.executable, '-P', '-m', 'podracer_jit', *args], capture_output=True,
-                        text=True, timeout=300, env=QUICK, check=False, **kwargs)
+def run_python(*args, **kwargs):
+  """Runs the command in a new Python, not in a child of the fork server."""
+  return subprocess.run(processes.command(*args), capture_output=True, text=True,
+                        timeout=300, env=QUICK, check=False, **kwargs)
 
 
 @pytest.mark.parametrize('verb', main.VERBS)
 @pytest.mark.parametrize('flag', ['--help', '-h'])
-def test_the_help_of_a_verb_has_an_example(verb, flag, capsys):
+def test_the_help_of_each_verb_has_an_example(verb, flag, capsys):
   assert main.main(['podracer_jit', verb, flag]) == 0
   out, err = capsys.readouterr()
   assert f'\n  podracer_jit {verb}' in out and 'Exit code: 0' in out
@@ -44,27 +45,28 @@ def test_every_verb_has_a_module_and_every_module_a_verb():
   assert {path.stem for path in folder.glob('[!_]*.py')} == set(main.VERBS)
 
 
-@pytest.mark.parametrize('word, said', [
+@pytest.mark.parametrize('word, message', [
     ('evalute', 'evalute: no such command; did you mean evaluate?'),
     ('Tune', 'Tune: no such command; did you mean tune?'),
-    ('zzz', 'zzz: no such command; there are train, evaluate, compare, rerun, tune, benchmark, '
-            'launch, configs, envs'),
+    ('zzz', 'zzz: no such command; there are train, evaluate, export, compare, rerun, tune, '
+            'benchmark, launch, configs, envs'),
     ('configs/impala_catch.py', 'configs/impala_catch.py: no such command; to train with this '
                                 'config: podracer_jit --config=configs/impala_catch.py')])
-def test_an_unknown_verb_is_one_line_and_exit_2(word, said, capsys):
+def test_an_unknown_verb_gives_one_line_and_exit_code_2(word, message, capsys):
   assert main.main(['podracer_jit', word, '--workdir=x']) == 2
   out, err = capsys.readouterr()
-  assert not out and err == f'podracer_jit: {said}\n'
+  assert not out and err == f'podracer_jit: {message}\n'
 
 
 @pytest.mark.parametrize('args', [[], ['--config=configs/impala_catch.py'], ['--distributed']])
-def test_without_a_verb_it_trains(args, monkeypatch):
+def test_without_a_verb_the_command_trains(args, monkeypatch):
   monkeypatch.setattr(train, 'main', lambda argv: argv)
   assert main.main(['podracer_jit', *args]) == ['podracer_jit', *args]
 
 
-@pytest.mark.parametrize('args, said', [
+@pytest.mark.parametrize('args, message', [
     (['evaluate'], '--workdir is missing'),
+    (['export', '--workdir=x'], '--workdir and --out are needed'),
     (['compare', 'runs/a'], 'two workdirs are needed'),
     (['rerun', '--workdir=x'], '--workdir and --update are needed'),
     (['tune'], '--config is missing'),
@@ -75,20 +77,20 @@ def test_without_a_verb_it_trains(args, monkeypatch):
     (['envs', 'brekout'], 'brekout: there is no such family or task; did you mean Breakout-v5?'),
     (['envs', 'a', 'b'], 'one word'),
     (['envs', '--all'], 'one word')])
-def test_bad_arguments_of_a_verb_are_one_line_and_exit_2(args, said, capsys, monkeypatch):
+def test_bad_arguments_of_a_verb_give_one_line_and_exit_code_2(args, message, capsys, monkeypatch):
   monkeypatch.setattr(sys, 'argv', sys.argv)  # the parser of configs sets it
   assert main.main(['podracer_jit', *args]) == 2
   out, err = capsys.readouterr()
   assert not out and err.count('\n') == 1
-  assert err.startswith(f'podracer_jit {args[0]}: ') and said in err
+  assert err.startswith(f'podracer_jit {args[0]}: ') and message in err
 
 
-def test_the_command_runs_a_verb_and_gives_its_exit_code(tmp_path):
-  done = command('compare', 'a', 'b', cwd=tmp_path)
+def test_the_command_returns_the_exit_code_of_its_verb(tmp_path):
+  done = run_python('compare', 'a', 'b', cwd=tmp_path)
   assert done.returncode == 2 and done.stderr.startswith('podracer_jit compare: ')
 
 
-def test_a_reader_that_stops_early_sees_no_traceback():
+def test_a_closed_pipe_gives_no_traceback():
   line = f'{sys.executable} -P -m podracer_jit envs atari | head -n 1'
   done = subprocess.run(['bash', '-o', 'pipefail', '-c', line], capture_output=True, text=True,
                         env=QUICK, timeout=300, check=False)
@@ -96,14 +98,14 @@ def test_a_reader_that_stops_early_sees_no_traceback():
   assert done.returncode == 141 and not done.stderr
 
 
-def test_a_verb_loads_what_it_needs_and_no_more():
-  """Parsing a command line must not wait for JAX; only drawing may ask for matplotlib."""
+def test_verbs_do_not_import_more_than_they_need():
+  """Parsing a command line must not wait for JAX, and only drawing may import matplotlib."""
   program = ('import importlib, sys\n'
              'from podracer_jit.run import main\n'
              'for verb in ("configs", "launch"):\n'
              '  importlib.import_module(f"podracer_jit.run.commands.{verb}")\n'
              'assert not {"jax", "envpool", "absl"} & set(sys.modules)\n'
-             'import envpool  # which imports some of matplotlib itself\n'
+             'import envpool  # it imports parts of matplotlib itself\n'
              'sys.modules["matplotlib"] = None  # an import of it fails from here on\n'
              'for verb in main.VERBS:\n'
              '  importlib.import_module(f"podracer_jit.run.commands.{verb}")\n')
@@ -112,7 +114,7 @@ def test_a_verb_loads_what_it_needs_and_no_more():
   assert done.returncode == 0, done.stderr
 
 
-def test_configs_lists_each_with_its_first_line(capsys):
+def test_configs_lists_each_config_with_its_first_line(capsys):
   assert main.main(['podracer_jit', 'configs']) == 0
   lines = capsys.readouterr().out.splitlines()
   folder = Path(main.__file__).parents[1] / 'configs'
@@ -146,24 +148,24 @@ def test_envs_counts_the_tasks_of_each_family(capsys):
     ('CartPole', 'gymnasium:CartPole-v1', 'gymnasium 4 float32 2 actions'),
     ('toy_text', 'FrozenLake-v1', 'toy_text 16 uint8 4 actions'),
     ('jumanji', 'BinPack-v2', 'jumanji 1180 float32 40 x 20 choices')])
-def test_envs_tells_observations_and_actions_or_why_not(word, task, line, capsys):
+def test_envs_describes_tasks_or_gives_the_reason(word, task, line, capsys):
   assert main.main(['podracer_jit', 'envs', word]) == 0
   lines = [' '.join(x.split()) for x in capsys.readouterr().out.splitlines()]
   assert f'{task} {line}' in lines
   families = tasks_by_family()
-  shown = [x.split()[0] for x in lines]
+  listed = [x.split()[0] for x in lines]
   if word in families:
-    assert shown == families[word]
+    assert listed == families[word]
   elif word == 'gym':
-    assert shown == families['mujoco.gym']
+    assert listed == families['mujoco.gym']
   else:
-    assert all(word.lower() in x.lower() for x in shown)
+    assert all(word.lower() in x.lower() for x in listed)
 
 
-def test_a_family_of_several_rooms_is_listed_whole():
+def test_mujoco_matches_all_mujoco_families():
   families = tasks_by_family()
-  found = {family for _, family in envs.matching(families, 'MuJoCo')}
-  assert found == {family for family in families if family.startswith('mujoco.')}
+  matching = {family for _, family in envs.matching(families, 'MuJoCo')}
+  assert matching == {family for family in families if family.startswith('mujoco.')}
 
 
 def test_a_playground_task_is_listed_beside_those_of_envpool(capsys):
@@ -176,21 +178,21 @@ def test_a_playground_task_is_listed_beside_those_of_envpool(capsys):
   assert 'CartpoleBalance-v1 mujoco.dmc 5 float32 1 number from -1 to 1' in lines
 
 
-@pytest.mark.parametrize('error, said', [
+@pytest.mark.parametrize('error, message', [
     (RuntimeError('no such file.\nTry another. Or none.'), '- no such file'),
     (ImportError(), '- ImportError'),
     (ValueError('x' * 200), '- ' + 'x' * 77 + '...')])
-def test_a_task_that_cannot_be_made_has_a_short_reason(error, said, monkeypatch):
+def test_a_task_that_cannot_be_made_has_a_short_reason(error, message, monkeypatch):
   def refuse(task, options):
     raise error
 
   monkeypatch.setattr(envpool_envs, 'make_spec', refuse)
-  assert envs.describe('Any-v0') == said
+  assert envs.describe('Any-v0') == message
 
 
 @pytest.fixture
 def script(tmp_path):
-  """Runs a copy of scripts/train whose Python tells its arguments and does nothing else."""
+  """Returns a function that runs scripts/train with a Python that only prints its arguments."""
   (tmp_path / 'scripts').mkdir()
   shutil.copy(ROOT / 'scripts' / 'train', tmp_path / 'scripts')
   python = tmp_path / 'python'
@@ -201,9 +203,9 @@ def script(tmp_path):
   def run(*args):
     done = subprocess.run([tmp_path / 'scripts' / 'train', *args], capture_output=True, text=True,
                           timeout=30, check=True)
-    first, *rest = done.stdout.splitlines()
-    assert [first, *rest[:2]] == ['-P', '-m', 'podracer_jit']
-    return rest[2:]
+    words = done.stdout.splitlines()
+    assert words[:3] == ['-P', '-m', 'podracer_jit']
+    return words[3:]
 
   return run
 
@@ -225,9 +227,9 @@ def test_the_script_passes_verbs_through(script, args, passed):
   assert script(*args) == passed
 
 
-def test_launch_starts_processes_as_it_was_started_itself(tmp_path):
-  """With -P, so that nothing in the caller's directory is imported in place of a module."""
+def test_launch_does_not_import_from_the_current_directory(tmp_path):
+  """`launch` uses -P, so that processes import nothing from the current directory."""
   (tmp_path / 'podracer_jit.py').write_text('print("not this one")\n')
-  done = command('launch', '-n', '1', '--', '--nonsense', cwd=tmp_path)
+  done = run_python('launch', '-n', '1', '--', '--nonsense', cwd=tmp_path)
   assert done.returncode == 2 and '[0] podracer_jit: Unknown command line flag' in done.stdout
   assert 'not this one' not in done.stdout

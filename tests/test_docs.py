@@ -1,4 +1,4 @@
-"""The docs' program runs, every config makes its smoke run, and what the docs name is there."""
+"""The programs in the docs run, every config runs, and everything that the docs name exists."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def test_the_readmes_program_learns_catch(tmp_path):
   assert float(result.stdout.split()[-1]) > 0  # random play: -0.6
 
 
-def test_the_program_that_trains_from_python(tmp_path):
+def test_the_readmes_program_that_trains_from_python(tmp_path):
   program, _ = blocks(ROOT / 'README.md', 'python')
   result = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True,
                           timeout=300, cwd=tmp_path, check=False)
@@ -40,8 +40,8 @@ def test_the_program_that_trains_from_python(tmp_path):
   assert (tmp_path / 'runs' / 'agent' / 'parameters.safetensors').is_file()
 
 
-def test_the_life_of_a_run(tmp_path):
-  """The commands of the README, one after another, as written."""
+def test_the_readmes_commands_for_the_life_of_a_run(tmp_path):
+  """Runs the commands of the README in their order."""
   text = (ROOT / 'README.md').read_text().partition('## The life of a run')[2]
   block = re.search(r'```sh\n(.*?)```', text, re.DOTALL)[1]
   script = block.replace('scripts/train', f'{sys.executable} -m podracer_jit')
@@ -49,15 +49,15 @@ def test_the_life_of_a_run(tmp_path):
   result = subprocess.run(['bash', '-euc', script], capture_output=True, text=True, timeout=300,
                           cwd=tmp_path, env=QUICK | {'PYTHONPATH': path}, check=False)
   assert result.returncode == 0, result.stderr
-  for said in ('changed before update 10: total_steps: 5000 before, 8000 since',
-               'it is annealed over 8,000 steps instead of 5,000',
-               'changed before update 15: optimizer.learning_rate: 0.001 before, 0.0001 since',
-               'the run begins with parameters, optimizer of', 'history: B began with'):
-    assert said in result.stdout + result.stderr, said
+  for message in ('changed before update 10: total_steps: 5000 before, 8000 since',
+                  'it is annealed over 8,000 steps instead of 5,000',
+                  'changed before update 15: optimizer.learning_rate: 0.001 before, 0.0001 since',
+                  'the run begins with parameters, optimizer of', 'history: B began with'):
+    assert message in result.stdout + result.stderr, message
 
 
 @pytest.mark.parametrize('path', TEXTS, ids=lambda path: path.name)
-def test_what_the_docs_name_is_there(path):
+def test_everything_that_the_docs_name_exists(path):
   text = path.read_text()
   for name in re.findall(r'configs/(\w+\.py)', text):
     assert (ROOT / 'podracer_jit' / 'configs' / name).is_file(), name
@@ -113,13 +113,13 @@ def test_links_lead_to_files_and_headings(path):
     p.stem for p in (ROOT / 'podracer_jit' / 'configs').glob('[!_]*.py')))
 def test_every_config_makes_its_smoke_run(name, tmp_path):
   extras.skip_without(name)
-  result = processes.run([sys.executable, '-P', '-m', 'podracer_jit',
-                          f'--config=configs/{name}.py:smoke', f'--workdir={tmp_path}/run'])
+  result = processes.run(processes.command(
+      f'--config=configs/{name}.py:smoke', f'--workdir={tmp_path}/run'))
   assert result.returncode == 0, result.stderr
   assert 'finished at update' in result.stdout
 
 
-def test_the_table_of_what_was_checked_is_made_of_the_tests():
+def test_the_table_of_same_bits_is_up_to_date():
   done = subprocess.run([sys.executable, '-m', 'tests.same_bits'], capture_output=True, text=True,
                         timeout=300, cwd=ROOT, check=False)
   assert done.returncode == 0, done.stderr

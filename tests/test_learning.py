@@ -1,4 +1,4 @@
-"""Agents learn: real configs, three seeds each, thresholds that a broken agent misses.
+"""Agents learn, with shipped configs and three seeds; a broken agent misses the thresholds.
 
 Random play: Catch -0.6 of 1, CartPole 22 of 500, the pendulum 6 of 1000, the slippery lake 0.015
 of 0.74 (the best policy of all, within its 100 steps).
@@ -24,17 +24,17 @@ from podracer_jit.run import build
 from tests.runs import changed, fresh
 
 TWO_WORKERS = dict(num_shards=2, num_grad_shards=2, placement__actor_devices=(0, 0))
-# A centre that takes gradients as they come makes a step for each worker's: with the config's four
-# epochs one run in fifty forgot what it knew on its way, too late to be there again at the end.
-AS_THEY_COME = dict(TWO_WORKERS, placement__learner_devices=(0, 0), num_epochs=2,
+# An asynchronous parameter server makes a step for the gradient of each worker. With the config's
+# four epochs one run in fifty lost its policy near the end, too late to recover.
+ASYNCHRONOUS = dict(TWO_WORKERS, placement__learner_devices=(0, 0), num_epochs=2,
                     total_steps=300_000)
 CASES = {
     'impala_catch': (impala_catch, {}, 0.8),
     'ppo_cartpole': (ppo_cartpole, {}, 400.0),
     'impala_cartpole': (impala_cartpole, {}, 400.0),
-    'dppo_async_cartpole': (ppo_cartpole, dict(AS_THEY_COME, scheme='dppo_async'), 400.0),
-    'rapid_async_cartpole': (ppo_cartpole, dict(AS_THEY_COME, scheme='rapid_async'), 400.0),
-    'late_ppo_cartpole': (ppo_cartpole, dict(
+    'dppo_async_cartpole': (ppo_cartpole, dict(ASYNCHRONOUS, scheme='dppo_async'), 400.0),
+    'rapid_async_cartpole': (ppo_cartpole, dict(ASYNCHRONOUS, scheme='rapid_async'), 400.0),
+    'lagged_ppo_cartpole': (ppo_cartpole, dict(
         TWO_WORKERS, scheme='impala', loss__vtrace=True), 400.0),
     'apex_catch': (apex_dqn_catch, dict(scheme='apex', total_steps=60_000), 0.7),
     'dpg_pendulum': (apex_dpg_walker_walk, dict(
@@ -49,12 +49,12 @@ CASES = {
 
 @functools.cache
 def _run_of(name):
-  """Compiled once for all seeds."""
+  """Returns the Run of a case, compiled once for all seeds."""
   module, fields, _ = CASES[name]
   return fresh(changed(module.get_config().to_dict(), **fields))
 
 
-pytestmark = pytest.mark.as_shipped  # they run longer than they compile
+pytestmark = pytest.mark.as_shipped  # running takes longer than compiling
 
 RUNS = [(name, seed) for name in CASES for seed in (1, 2, 3)]
 RUNS[0] = pytest.param(*RUNS[0], marks=pytest.mark.quick)
@@ -62,8 +62,9 @@ RUNS[0] = pytest.param(*RUNS[0], marks=pytest.mark.quick)
 
 @pytest.mark.parametrize('name, seed', RUNS)
 def test_learns(name, seed):
-  threshold, whole = CASES[name][-1], _run_of(name)
-  whole = dataclasses.replace(whole, experiment=dataclasses.replace(whole.experiment, seed=seed))
+  threshold = CASES[name][-1]
+  run = _run_of(name)
+  run = dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, seed=seed))
   returns = collections.deque(maxlen=100)
 
   def report(item):
@@ -72,8 +73,8 @@ def test_learns(name, seed):
       episodes = jax.tree.map(lambda x, i=i: x[i], metrics['episodes'])
       returns.extend(episodes.episode_return[episodes.ended])
 
-  state = whole.learner.allocate(whole.initial_state())
-  with build.segment(whole, state, 0, 10**6, report) as segment:
+  state = run.learner.allocate(run.initial_state())
+  with build.segment(run, state, 0, 10**6, report) as segment:
     loops.run(segment.workers)
   assert len(returns) == 100
   mean_return = sum(returns) / 100

@@ -1,10 +1,7 @@
-"""Workers on threads give what the same workers give one by one, and end whatever happens."""
+"""Workers on threads give the same results as one thread, and always end."""
 
 import contextlib
-import os
 import random
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,13 +12,14 @@ import pytest
 from podracer_jit import loops
 from podracer_jit.loops import Endpoint, Worker, run, run_serial
 from podracer_jit.runtime.channels import Closed, DoubleBuffer, FifoQueue, Versioned
+from tests import processes
 from tests.workers import not_writer, wrap
 
-HANG_S = 60  # a guard: nothing here takes so long
+HANG_S = 60  # no run of a test takes so long unless it hangs
 
 
-def ended(function, within_s=HANG_S):
-  """Returns or raises what `function` does; fails where it does not end."""
+def must_end(function, within_s=HANG_S):
+  """Returns or raises what `function` does; fails if it hangs."""
   result = []
   def call():
     try:
@@ -39,46 +37,56 @@ def ended(function, within_s=HANG_S):
   return value
 
 
-def graph(lag=0, actors=2, firings=20, nap=lambda: None, every=1, until=lambda state: False,
+def make_graph(lag=0, actors=2, firings=20, nap=lambda: None, every=1, until=lambda state: False,
           tamper=lambda workers: workers):
-  """Actors, a learner and a writer, as a training run has them; states are what each has seen.
+  """Returns actors, a learner and a writer, connected as in a training run.
 
-  Arithmetic that does not commute, so that another order or lag gives other numbers. An actor gets
-  new parameters, and the writer a report, at every `every`-th firing.
+  The state of a worker is the history of its numbers. The arithmetic does not commute, so that
+  another order or lag gives other numbers.
+
+  Args:
+    lag: updates between parameters and the rollouts made with them.
+    actors: number of actors.
+    firings: of each actor and of the learner.
+    nap: called in each firing.
+    every: actors get parameters, and the writer gets a report, once in so many firings.
+    until: ends the learner when true of its state.
+    tamper: a function from workers to workers.
   """
   gets = -(-firings // every)
   params = [DoubleBuffer(f'parameters {i}', gets, lag) for i in range(actors)]
-  made = [DoubleBuffer(f'rollouts {i}', firings) for i in range(actors)]
+  rollouts = [DoubleBuffer(f'rollouts {i}', firings) for i in range(actors)]
   reports = DoubleBuffer('reports', firings // every)
   for channel in params:
     channel.prime(Versioned(1, 0))
 
   def actor(i):
-    def fire(seen, params):
+    def fire(history, params):
       nap()
-      made = (params.value * 31 + len(seen) * 7 + i) % 10007
-      return (*seen, (made, params.version)), [Versioned(made, params.version)]
+      rollout = (params.value * 31 + len(history) * 7 + i) % 10007
+      return (*history, (rollout, params.version)), [Versioned(rollout, params.version)]
     return fire
 
-  def learner(seen, *batch):
+  def learner(history, *batch):
     nap()
     value = 17
     for item in batch:
       value = (value * 13 + item.value) % 10007
-    item = Versioned(value, len(seen) + 1)
-    return (*seen, (value, *(len(seen) - b.version for b in batch))), [item] * (actors + 1)
+    item = Versioned(value, len(history) + 1)
+    lags = [len(history) - rollout.version for rollout in batch]
+    return (*history, (value, *lags)), [item] * (actors + 1)
 
-  def writer(seen, report):
+  def writer(history, report):
     nap()
-    return (*seen, report), []
+    return (*history, report), []
 
-  def worker(name, fire, reads, writes, firings, **more):
-    return Worker(name, fire, (), reads, writes, firings, **more)
+  def worker(name, fire, reads, writes, firings, **options):
+    return Worker(name, fire, (), reads, writes, firings, **options)
 
   return tamper([
-      *(worker(f'actor {i}', actor(i), [Endpoint(params[i], every)], [Endpoint(made[i])], firings)
-        for i in range(actors)),
-      worker('learner', learner, [Endpoint(m) for m in made],
+      *(worker(f'actor {i}', actor(i), [Endpoint(params[i], every)], [Endpoint(rollouts[i])],
+               firings) for i in range(actors)),
+      worker('learner', learner, [Endpoint(r) for r in rollouts],
              [*(Endpoint(p, every) for p in params), Endpoint(reports, every)], firings,
              until=until),
       worker('writer', writer, [Endpoint(reports)], [], firings // every)])
@@ -95,32 +103,34 @@ def random_naps(seed):
 @pytest.mark.parametrize('lag', [0, 1])
 @pytest.mark.parametrize('actors', [1, 3])
 @pytest.mark.parametrize('every', [1, 4])
-def test_threads_give_what_one_thread_gives(lag, actors, every):
-  serial = ended(lambda: run_serial(graph(lag, actors, every=every)))
-  assert {name: len(seen) for name, seen in serial.items()} == {
+def test_threads_give_the_same_states_as_one_thread(lag, actors, every):
+  serial = must_end(lambda: run_serial(make_graph(lag, actors, every=every)))
+  assert {name: len(history) for name, history in serial.items()} == {
       **{f'actor {i}': 20 for i in range(actors)}, 'learner': 20, 'writer': 20 // every}
   for seed in range(3):
-    threaded = ended(lambda s=seed: run(graph(lag, actors, every=every, nap=random_naps(s))))
+    nap = random_naps(seed)
+    threaded = must_end(lambda nap=nap: run(make_graph(lag, actors, every=every, nap=nap)))
     assert threaded == serial
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize('runner', [run, run_serial])
 @pytest.mark.parametrize('lag', [0, 1])
-def test_lags_are_0_then_exactly_the_schemes(runner, lag):
-  seen = ended(lambda: runner(graph(lag)))['learner']
-  assert [lags for _, *lags in seen] == [[0, 0]] + [[lag, lag]] * 19
+def test_the_first_lag_is_0_and_the_others_are_exact(runner, lag):
+  history = must_end(lambda: runner(make_graph(lag)))['learner']
+  assert [lags for _, *lags in history] == [[0, 0]] + [[lag, lag]] * 19
 
 
-def test_a_port_is_used_once_in_every_firings():
-  """A reader gets at the first of them and keeps the value, a writer puts at the last."""
-  source, sink = DoubleBuffer('source', 3), DoubleBuffer('sink', 3)
+def test_an_endpoint_is_used_once_in_so_many_firings():
+  """A reader gets at the first firing and keeps the value; a writer puts at the last."""
+  source = DoubleBuffer('source', 3)
+  sink = DoubleBuffer('sink', 3)
   workers = [
       Worker('maker', lambda n: (n + 1, [Versioned(n, n)]), 0, [], [Endpoint(source)], 3),
-      Worker('user', lambda seen, item: ((*seen, item.value), [Versioned(len(seen), 0)]), (),
+      Worker('user', lambda values, item: ((*values, item.value), [Versioned(len(values), 0)]), (),
              [Endpoint(source, 4)], [Endpoint(sink, 4)], 12),
-      Worker('end', lambda seen, item: ((*seen, item.value), []), (), [Endpoint(sink)], [], 3)]
-  states = ended(lambda: run(workers))
+      Worker('end', lambda values, item: ((*values, item.value), []), (), [Endpoint(sink)], [], 3)]
+  states = must_end(lambda: run(workers))
   assert states['user'] == (0,) * 4 + (1,) * 4 + (2,) * 4
   assert states['end'] == (3, 7, 11)
 
@@ -130,51 +140,54 @@ def test_none_is_not_put():
   workers = [
       Worker('maker', lambda n: (n + 1, [Versioned(n, n) if n % 2 else None]), 0, [],
              [Endpoint(channel)], 6),
-      Worker('taker', lambda seen, item: ((*seen, item.value), []), (), [Endpoint(channel)], [], 3)]
-  assert ended(lambda: run(workers))['taker'] == (1, 3, 5)
+      Worker('taker', lambda values, item: ((*values, item.value), []), (), [Endpoint(channel)], [],
+             3)]
+  assert must_end(lambda: run(workers))['taker'] == (1, 3, 5)
 
 
 class Computed:
-  """A value as jax.block_until_ready sees it: waits for `ready`."""
+  """A value for which jax.block_until_ready calls `ready`."""
 
   def __init__(self, ready):
     self.block_until_ready = ready
 
 
-def test_a_worker_fires_on_what_is_not_computed_and_again_once_its_own_is():
-  """Values are computed once the next in the ring has fired: whoever waited sooner would hang."""
+def test_a_worker_fires_before_its_inputs_are_computed_and_again_after_its_output_is():
+  """Each value is computed only after the next worker has fired; waiting earlier would hang."""
   fired = {name: [threading.Event() for _ in range(6)] for name in ('actor 0', 'learner')}
   computed = []
 
-  def firing(call, seen, *inputs):
-    name, k = call.worker, len(seen)
-    after = 'learner' if name == 'actor 0' else 'actor 0'
+  def firing(call, history, *inputs):
+    name = call.worker
+    k = len(history)
+    reader = 'learner' if name == 'actor 0' else 'actor 0'
     assert computed.count(name) == k
     fired[name][k].set()
-    at = k if name == 'actor 0' else k + 1  # the learner's k-th is for the actor's next
+    reader_k = k if name == 'actor 0' else k + 1  # the actor uses the parameters in its next firing
 
     def ready():
-      assert at == 5 or fired[after][at].wait(HANG_S)
+      assert reader_k == 5 or fired[reader][reader_k].wait(HANG_S)
       computed.append(name)
 
-    seen, (item, *others) = call.fire(seen, *(x._replace(value=x.value[0]) for x in inputs))
-    return seen, [item._replace(value=(item.value, Computed(ready))), *others]
+    history, (item, *others) = call.fire(history, *(x._replace(value=x.value[0]) for x in inputs))
+    return history, [item._replace(value=(item.value, Computed(ready))), *others]
 
-  workers = graph(actors=1, firings=5, tamper=wrap(not_writer, instead=firing))
+  workers = make_graph(actors=1, firings=5, tamper=wrap(not_writer, instead=firing))
   workers[0].reads[0].channel.prime(Versioned((1,), 0))
-  states = ended(lambda: run(workers))
-  assert states == ended(lambda: run_serial(graph(actors=1, firings=5)))
+  states = must_end(lambda: run(workers))
+  assert states == must_end(lambda: run_serial(make_graph(actors=1, firings=5)))
   assert computed.count('actor 0') == 5
 
 
 @pytest.mark.parametrize('call', [lambda value: None, lambda value: value.block_until_ready()])
-def test_who_needs_a_value_waits_for_it_and_who_computes_it_does_not(call):
-  """Also where it is the call of a program that waits, as of one for several CPU devices."""
-  first, second = DoubleBuffer('first', 3), DoubleBuffer('second', 3)
+def test_the_wait_for_a_value_counts_for_its_reader(call):
+  """The call of a program may wait itself, as programs for several CPU devices do."""
+  first = DoubleBuffer('first', 3)
+  second = DoubleBuffer('second', 3)
   begun = [threading.Event() for _ in range(3)]
 
   def make(n):
-    def slow():  # computed 0.1 s after its user has begun to wait, however late that is
+    def slow():  # ends 0.1 s after the user has begun to wait
       assert begun[n].wait(HANG_S)
       time.sleep(0.1)
     return n + 1, [Versioned(Computed(slow), n)]
@@ -184,7 +197,7 @@ def test_who_needs_a_value_waits_for_it_and_who_computes_it_does_not(call):
     call(item.value)
     return n + 1, [Versioned(n, n)]
 
-  ended(lambda: run([
+  must_end(lambda: run([
       Worker('maker', make, 0, [], [Endpoint(first)], 3),
       Worker('user', use, 0, [Endpoint(first)], [Endpoint(second)], 3),
       Worker('end', lambda n, item: (n + 1, []), 0, [Endpoint(second)], [], 3)]))
@@ -197,28 +210,30 @@ def test_who_needs_a_value_waits_for_it_and_who_computes_it_does_not(call):
 
 @pytest.mark.parametrize('runner', [run, run_serial])
 @pytest.mark.parametrize('lag', [0, 1])
-def test_until_ends_all_and_the_writer_still_drains(runner, lag):
-  def last_goes_on(call, seen, *batch):  # puts no parameters that nobody will use
-    seen, (*params, report) = call.fire(seen, *batch)
-    return seen, [None if len(seen) == 7 else p for p in params] + [report]
+def test_until_ends_all_workers_after_the_writer_has_drained_its_channel(runner, lag):
+  def learner(call, history, *batch):  # its last firing puts no parameters, since none are used
+    history, (*params, report) = call.fire(history, *batch)
+    return history, [None if len(history) == 7 else p for p in params] + [report]
 
   def tamper(workers):
-    workers = wrap('learner', instead=last_goes_on)(workers)
+    workers = wrap('learner', instead=learner)(workers)
     return wrap('writer', before=lambda *_: time.sleep(0.02))(workers)
 
-  whole = ended(lambda: run_serial(graph(lag)))
-  states = ended(lambda: runner(graph(lag, until=lambda seen: len(seen) == 7, tamper=tamper)))
-  assert states['learner'] == whole['learner'][:7]
-  assert states['writer'] == whole['writer'][:7]
+  full = must_end(lambda: run_serial(make_graph(lag)))
+  states = must_end(lambda: runner(make_graph(lag, until=lambda history: len(history) == 7,
+                                      tamper=tamper)))
+  assert states['learner'] == full['learner'][:7]
+  assert states['writer'] == full['writer'][:7]
   for i in range(2):  # an actor may be one rollout ahead
-    made = states[f'actor {i}']
-    assert made == whole[f'actor {i}'][:len(made)] and 7 <= len(made) <= 7 + lag
+    rollouts = states[f'actor {i}']
+    assert rollouts == full[f'actor {i}'][:len(rollouts)] and 7 <= len(rollouts) <= 7 + lag
 
 
 def reader_of_one_and_reader_of_all(value):
-  """Returns a producer of `value(k)` for two readers, one of which ends before the second value.
+  """Returns a producer of `value(k)` and two readers; one of them ends before the second value.
 
-  The producer has then put its second value to the other reader, which waits until it is computed.
+  By then the producer has put its second value for the other reader, which waits until it is
+  computed.
   """
   closed = threading.Event()
 
@@ -227,8 +242,9 @@ def reader_of_one_and_reader_of_all(value):
       super().close()
       closed.set()
 
-  lasting, ending = DoubleBuffer('lasting', 9), ClosingBuffer('ending', 9)
-  turns = DoubleBuffer('turns', 9, 0)  # so that run_serial, too, ends the reader of one in time
+  lasting = DoubleBuffer('lasting', 9)
+  ending = ClosingBuffer('ending', 9)
+  turns = DoubleBuffer('turns', 9, 0)  # makes run_serial end the reader of one in time, too
   turns.prime(Versioned(None, 0))
 
   def produce(k, turn):
@@ -245,8 +261,8 @@ def reader_of_one_and_reader_of_all(value):
 
 
 @pytest.mark.parametrize('runner', [run, run_serial])
-def test_what_was_put_is_said_to_be_computed_though_another_reader_has_ended(runner):
-  states = ended(lambda: runner(reader_of_one_and_reader_of_all(lambda k: k)))
+def test_a_reader_learns_that_a_value_is_computed_though_another_reader_has_ended(runner):
+  states = must_end(lambda: runner(reader_of_one_and_reader_of_all(lambda k: k)))
   assert states == {'producer': 2, 'reader of one': 1, 'reader of all': (0, 1)}
 
 
@@ -256,81 +272,82 @@ class Boom(Exception):
 
 @pytest.mark.parametrize('runner', [run, run_serial])
 def test_a_computation_that_fails_after_another_reader_has_ended_is_raised(runner):
-  """Its reader is not told that it is computed."""
+  """The reader never learns that the value is computed."""
   def ready():
-    raise Boom('found out later')
+    raise Boom('failed later')
 
-  waited = []  # `until` is asked once the inputs are waited
+  waited = []  # `until` is called after the inputs of a firing are computed
   workers = [worker._replace(until=lambda versions: waited.append(versions))
              if worker.name == 'reader of all' else worker
              for worker in reader_of_one_and_reader_of_all(lambda k: Computed(ready) if k else k)]
-  with pytest.raises(Boom, match='found out later'):
-    ended(lambda: runner(workers))
+  with pytest.raises(Boom, match='failed later'):
+    must_end(lambda: runner(workers))
   assert waited == [(0,)]
 
 
-def fails(who, at=6):
+def fails(worker, firing=6):
+  """Returns a `tamper` that makes a worker fail in one of its firings."""
   def fail(call, *_):
-    if call.number == at:
-      raise Boom(f'{who} has failed')
-  return wrap(who, before=fail)
+    if call.number == firing:
+      raise Boom(f'{worker} has failed')
+  return wrap(worker, before=fail)
 
 
 @pytest.mark.parametrize('runner', [run, run_serial])
 @pytest.mark.parametrize('lag', [0, 1])
-@pytest.mark.parametrize('who', ['actor 0', 'actor 1', 'learner', 'writer'])
-def test_the_first_exception_ends_every_thread_and_is_raised(runner, lag, who):
-  with pytest.raises(Boom, match=f'{who} has failed'):
-    ended(lambda: runner(graph(lag, tamper=fails(who))))
-  names = {worker.name for worker in graph()}
+@pytest.mark.parametrize('worker_name', ['actor 0', 'actor 1', 'learner', 'writer'])
+def test_the_first_exception_ends_every_thread_and_is_raised(runner, lag, worker_name):
+  with pytest.raises(Boom, match=f'{worker_name} has failed'):
+    must_end(lambda: runner(make_graph(lag, tamper=fails(worker_name))))
+  names = {worker.name for worker in make_graph()}
   assert not names & {t.name for t in threading.enumerate()}
 
 
-def test_an_exception_while_others_wait_is_raised_and_not_their_closing():
+def test_an_exception_is_raised_instead_of_the_closed_channel_of_a_waiting_worker():
   waiting = DoubleBuffer('never made', 1)
-  def fire(seen):
+  def fire(state):
     time.sleep(0.1)
     raise Boom('alone')
 
-  workers = [Worker('waits', lambda seen, item: (seen, []), None, [Endpoint(waiting)], [], 1),
+  workers = [Worker('waits', lambda state, item: (state, []), None, [Endpoint(waiting)], [], 1),
              Worker('fails', fire, None, [], [Endpoint(waiting)], 1)]
   with pytest.raises(Boom, match='alone'):
-    ended(lambda: run(workers))
+    must_end(lambda: run(workers))
   with pytest.raises(Closed):
     waiting.get()
 
 
-def test_an_exception_ends_workers_that_share_no_hand_off_with_it():
-  def fire(seen):
+def test_an_exception_ends_workers_that_share_no_channel():
+  def fire(state):
     time.sleep(0.1)
     raise Boom('alone')
 
-  endless = graph(firings=10**9, nap=lambda: time.sleep(1e-3))
+  endless = make_graph(firings=10**9, nap=lambda: time.sleep(1e-3))
   with pytest.raises(Boom, match='alone'):
-    ended(lambda: run([*endless, Worker('fails', fire, None, [], [], 1)]))
+    must_end(lambda: run([*endless, Worker('fails', fire, None, [], [], 1)]))
   assert not {worker.name for worker in endless} & {t.name for t in threading.enumerate()}
 
 
 @pytest.mark.parametrize('runner', [run, run_serial])
-def test_an_error_of_what_was_started_is_raised(runner):
-  """And not that somebody waited for it."""
+def test_an_error_of_a_started_program_is_raised(runner):
+  """The error of the program is raised, not that of the worker that waited for it."""
   def ready():
-    raise Boom('found out later')
+    raise Boom('failed later')
 
   def starts(call, *args):
-    seen, (item,) = call.fire(*args)
-    return seen, [item._replace(value=Computed(ready)) if len(seen) == 5 else item]
+    history, (item,) = call.fire(*args)
+    return history, [item._replace(value=Computed(ready)) if len(history) == 5 else item]
 
-  def learner(call, seen, *batch):
-    return (*seen, 0), [Versioned(0, len(seen) + 1)] * 3
+  def learner(call, history, *batch):
+    return (*history, 0), [Versioned(0, len(history) + 1)] * 3
 
-  workers = wrap('learner', instead=learner)(graph(tamper=wrap('actor 1', instead=starts)))
-  with pytest.raises(Boom, match='found out later'):
-    ended(lambda: runner(workers))
+  workers = wrap('learner', instead=learner)(make_graph(tamper=wrap('actor 1', instead=starts)))
+  with pytest.raises(Boom, match='failed later'):
+    must_end(lambda: runner(workers))
 
 
-def let_go(release, name):
-  """Ends what a Stuck run has left behind."""
+def end_thread(release, name):
+  """Ends the thread that a Stuck run has left behind."""
   release.set()
   for thread in threading.enumerate():
     if thread.name == name:
@@ -340,23 +357,25 @@ def let_go(release, name):
 def test_threads_that_do_not_end_are_named():
   release = threading.Event()
   workers = wrap('actor 1', before=lambda *_: release.wait(HANG_S))(
-      graph(tamper=fails('learner', at=1)))
+      make_graph(tamper=fails('learner', firing=1)))
   workers = [w._replace(reads=()) if w.name == 'learner' else w for w in workers]
   try:
     with pytest.raises(loops.Stuck, match=r'^actor 1 did not end within 0') as stuck:
-      ended(lambda: run(workers, grace_s=0.2))
+      must_end(lambda: run(workers, grace_s=0.2))
     assert isinstance(stuck.value.__cause__, Boom)
   finally:
-    let_go(release, 'actor 1')
+    end_thread(release, 'actor 1')
 
 
 @pytest.mark.parametrize('where', ['wait_ready', 'put'])
-def test_a_program_that_does_not_end_is_its_workers(where):
-  """Whoever started it does not leave before it, so that the run knows."""
-  release, begun = threading.Event(), threading.Event()
-  never, slot = DoubleBuffer('never computed', 1), DoubleBuffer('slot', 2)
+def test_a_program_that_does_not_end_is_reported_as_its_worker(where):
+  """A worker does not end before a program that it started, so that the run reports it."""
+  release = threading.Event()
+  begun = threading.Event()
+  never = DoubleBuffer('never computed', 1)
+  slot = DoubleBuffer('slot', 2)
   never.put(Versioned(Computed(lambda: release.wait(HANG_S)), 0))
-  slot.put(Versioned(0, 0))  # and never taken
+  slot.put(Versioned(0, 0))  # nobody takes this value
 
   def start(state, *inputs):
     begun.set()
@@ -366,21 +385,25 @@ def test_a_program_that_does_not_end_is_its_workers(where):
     assert begun.wait(HANG_S)
     raise Boom('after it was started')
 
-  reads, writes = [], [Endpoint(slot)]
   if where == 'wait_ready':
-    reads, writes = [Endpoint(never)], [Endpoint(DoubleBuffer('made', 1))]
+    reads = [Endpoint(never)]
+    writes = [Endpoint(DoubleBuffer('output', 1))]
+  else:
+    reads = []
+    writes = [Endpoint(slot)]
   try:
     with pytest.raises(loops.Stuck, match='^starts did not end within 0') as stuck:
-      ended(lambda: run([Worker('starts', start, None, reads, writes, 1),
+      must_end(lambda: run([Worker('starts', start, None, reads, writes, 1),
                          Worker('fails', fail, None, [], [], 1)], grace_s=0.2))
     assert isinstance(stuck.value.__cause__, Boom)
   finally:
-    let_go(release, 'starts')
+    end_thread(release, 'starts')
 
 
-def test_what_must_be_computed_goes_after_what_is_ready_by_then():
-  """A reader of computed values that is slow keeps nobody who has others to wait for."""
-  uncomputed, computed = DoubleBuffer('early', 3), FifoQueue('computed', 1)
+def test_a_put_of_a_computed_value_does_not_delay_other_puts():
+  """A slow reader of computed values does not hold up readers of values that are not computed."""
+  uncomputed = DoubleBuffer('early', 3)
+  computed = FifoQueue('computed', 1)
   maker = Worker('maker', lambda n: (n + 1, [Versioned(n, n)] * 2), 0, [],
                  [Endpoint(computed), Endpoint(uncomputed)], 3)
   third = threading.Event()
@@ -389,10 +412,10 @@ def test_what_must_be_computed_goes_after_what_is_ready_by_then():
       third.set()
     return n + 1, []
 
-  def slow(state, item):  # one in its hands and one waiting: a third cannot be put
+  def slow(state, item):  # it uses one value and one is queued, so a third cannot be put
     return (*state, third.wait(HANG_S)), []
 
-  states = ended(lambda: run([maker, Worker('taker', take, 0, [Endpoint(uncomputed)], [], 3),
+  states = must_end(lambda: run([maker, Worker('taker', take, 0, [Endpoint(uncomputed)], [], 3),
                               Worker('slow', slow, (), [Endpoint(computed)], [], 3)]))
   assert states['slow'] == (True,) * 3
 
@@ -400,73 +423,76 @@ def test_what_must_be_computed_goes_after_what_is_ready_by_then():
 @pytest.mark.parametrize('runner', [run, run_serial])
 @pytest.mark.parametrize('reads', [(0, 1), (1, 0)])
 def test_a_deadlock_is_reported(runner, reads):
-  """Two that wait for each other, with nothing primed."""
-  channels = [DoubleBuffer(f'handoff {i}', 1) for i in range(2)]
-  workers = [Worker(f'worker {i}', lambda seen, item: (seen, [item]), None, [Endpoint(channels[i])],
-                    [Endpoint(channels[1 - i])], 1) for i in reads]
-  said = f'^no worker can go on; still running: worker {reads[0]}, worker {reads[1]}$'
-  with pytest.raises(RuntimeError, match=said):
-    ended(lambda: runner(workers))
+  """Two workers wait for each other, and no channel is primed."""
+  channels = [DoubleBuffer(f'channel {i}', 1) for i in range(2)]
+  workers = [Worker(f'worker {i}', lambda state, item: (state, [item]), None,
+                    [Endpoint(channels[i])], [Endpoint(channels[1 - i])], 1) for i in reads]
+  message = f'^no worker can go on; still running: worker {reads[0]}, worker {reads[1]}$'
+  with pytest.raises(RuntimeError, match=message):
+    must_end(lambda: runner(workers))
   assert not {'worker 0', 'worker 1'} & {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize('side', ['get', 'put'])
-def test_who_waits_for_somebody_outside_the_graph_is_not_in_a_deadlock(side):
-  channel = FifoQueue('handoff', 1)
+def test_a_wait_for_a_thread_outside_the_graph_is_no_deadlock(side):
+  channel = FifoQueue('channel', 1)
   use = channel.get if side == 'put' else lambda: channel.put(Versioned('from outside', 0))
   worker = (Worker('writer', lambda n: (n + 1, [Versioned(n, n)]), 0, [], [Endpoint(channel)], 2)
             if side == 'put' else
             Worker('reader', lambda n, item: (n + 1, []), 0, [Endpoint(channel)], [], 1))
   outside = threading.Timer(0.5, use)  # `run` has looked several times by then
   outside.start()
-  assert ended(lambda: run([worker]))[worker.name] == worker.firings
+  assert must_end(lambda: run([worker]))[worker.name] == worker.firings
   outside.join(HANG_S)
 
 
-def test_what_goes_round_while_run_looks_is_no_deadlock():
-  """Each of two workers waits most of the time, but never both: `run` looks at one moment."""
+def test_workers_that_wait_in_turn_are_no_deadlock():
+  """Each of two workers waits most of the time, but never both; `run` must check both at once."""
   class SlowlyUnlocked(DoubleBuffer):
     @contextlib.contextmanager
     def locked(self):
       with super().locked() as blocked:
         yield blocked
-      time.sleep(0.02)  # whoever looks at one channel after another finds the other one waiting
+      time.sleep(0.02)  # checking one channel after another would find both workers waiting
 
   def fire(n, item):
     time.sleep(0.02)
     return n + 1, [item]
 
-  there, back = SlowlyUnlocked('there', 40, 0), SlowlyUnlocked('back', 40)
-  there.prime(Versioned(0, 0))
-  states = ended(lambda: run([Worker('one', fire, 0, [Endpoint(there)], [Endpoint(back)], 40),
-                              Worker('other', fire, 0, [Endpoint(back)], [Endpoint(there)], 40)]))
-  assert states == {'one': 40, 'other': 40}
+  a_to_b = SlowlyUnlocked('a to b', 40)
+  b_to_a = SlowlyUnlocked('b to a', 40, 0)
+  b_to_a.prime(Versioned(0, 0))
+  states = must_end(lambda: run([Worker('a', fire, 0, [Endpoint(b_to_a)], [Endpoint(a_to_b)], 40),
+                              Worker('b', fire, 0, [Endpoint(a_to_b)], [Endpoint(b_to_a)], 40)]))
+  assert states == {'a': 40, 'b': 40}
 
 
 class Large:
-  """Something whose memory matters."""
+  """A value that takes much memory."""
 
 
 def test_a_value_that_was_used_is_not_kept():
-  made, alive = [], []
+  references = []
+  num_alive = []
 
   def make(state, turn):
-    alive.append(sum(value() is not None for value in made))
+    num_alive.append(sum(reference() is not None for reference in references))
     value = Large()
-    made.append(weakref.ref(value))
+    references.append(weakref.ref(value))
     return state, [Versioned(value, 0)]
 
-  slot, turns = DoubleBuffer('values', 5), DoubleBuffer('turns', 5, 0)
+  slot = DoubleBuffer('values', 5)
+  turns = DoubleBuffer('turns', 5, 0)
   turns.prime(Versioned(None, 0))
   run_serial([Worker('maker', make, None, [Endpoint(turns)], [Endpoint(slot)], 5),
               Worker('user', lambda state, item: (state, [Versioned(None, 0)]), None,
                      [Endpoint(slot)], [Endpoint(turns)], 5)])
-  assert alive == [0] * 5
+  assert num_alive == [0] * 5
 
 
 INTERRUPTED = """
 import os, signal, threading, time
-from tests.test_loops import Worker, graph, run
+from tests.test_loops import Worker, make_graph, run
 from tests.workers import wrap
 
 def interrupts(call, *_):
@@ -479,7 +505,7 @@ def interrupts_and_goes_on(state, *_):
   time.sleep(1.0)
   return state, []
 
-for workers in (graph(firings=10**9, tamper=wrap(lambda name: True, before=interrupts)),
+for workers in (make_graph(firings=10**9, tamper=wrap(lambda name: True, before=interrupts)),
                 [Worker('alone', interrupts_and_goes_on, None, [], [], 1)]):
   try:
     run(workers)
@@ -489,9 +515,6 @@ for workers in (graph(firings=10**9, tamper=wrap(lambda name: True, before=inter
 
 
 def test_an_interrupt_of_the_main_thread_ends_the_workers():
-  env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
-  done = subprocess.run([sys.executable, '-c', INTERRUPTED], env=env, capture_output=True,
-                        text=True, timeout=300,
-                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+  done = processes.run([sys.executable, '-c', INTERRUPTED])
   assert done.stdout.split() == ['interrupted', '1'] * 2, done.stderr[-4000:]
   assert done.returncode == 0

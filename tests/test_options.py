@@ -1,4 +1,4 @@
-"""Options of parts: limits, types, names, and parts that are found by name."""
+"""Options of parts: limits, types and names; and looking up parts by name."""
 
 import dataclasses
 import sys
@@ -27,18 +27,19 @@ class Part:
   plain: int = 2
 
 
-def check(**given):
-  return list(options.check_values('part.', options.defaults(Part) | given, Part))
+def errors_of(**values):
+  """Returns the errors of a Part with these values."""
+  return list(options.check_values('part.', options.defaults(Part) | values, Part))
 
 
-def test_options_are_the_fields_but_for_internal_ones():
+def test_options_are_the_fields_that_are_not_internal():
   assert options.defaults(Part) == dict(share=0.5, rate=0.1, free=0.0, count=3, index=0, on=False,
                                         kind='a', sizes=(1, 2), plain=2)
   assert options.meanings(Part)['count'].help == 'a count'
-  assert check() == []
+  assert errors_of() == []
 
 
-@pytest.mark.parametrize('given, said', [
+@pytest.mark.parametrize('values, message', [
     (dict(share=1.5), 'part.share: must be between 0 and 1, got 1.5'),
     (dict(share=0.99999999), 'part.share: must be below 1, got 0.99999999'),
     (dict(share=float('nan')), 'part.share: must be between 0 and 1, got nan'),
@@ -58,11 +59,11 @@ def test_options_are_the_fields_but_for_internal_ones():
     (dict(sizes=3), 'part.sizes: must be positive whole numbers, got 3'),
     (dict(count=None), 'part.count: has no value yet; set it, for example by --config.part.count='),
 ])
-def test_a_wrong_value_is_one_line(given, said):
-  assert check(**given) == [said]
+def test_a_wrong_value_is_reported_in_one_line(values, message):
+  assert errors_of(**values) == [message]
 
 
-def test_a_part_is_made_of_what_json_has():
+def test_a_part_can_be_made_from_json_values():
   part = options.make(Part, options.defaults(Part) | dict(sizes=[4, 5], rate=1))
   assert part.sizes == (4, 5) and isinstance(part.rate, float)
 
@@ -83,10 +84,10 @@ def test_a_field_without_a_default_is_refused():
     options.meanings(Torso)
 
 
-def test_unknown_and_missing_names():
-  known = options.defaults(Part)
-  given = {name: value for name, value in known.items() if name != 'count'} | dict(coutn=3)
-  assert list(options.check_names('part.', given, known)) == [
+def test_unknown_and_missing_names_are_reported():
+  defaults = options.defaults(Part)
+  values = {name: value for name, value in defaults.items() if name != 'count'} | dict(coutn=3)
+  assert list(options.check_names('part.', values, defaults)) == [
       'part.count: is missing',
       'part.coutn: there is no such field; did you mean part.count?']
   assert list(options.check_names('part.', dict(a=1), ['b'], owner='x')) == [
@@ -98,13 +99,13 @@ def test_parts_are_found_beside_a_file_and_by_attribute(tmp_path):
   with pytest.raises(ValueError, match="loss.name: cannot import 'beside_the_config'"):
     parts.find('loss.name', 'beside_the_config:Own', {})
   parts.look_beside(tmp_path / 'config.py')
-  found = parts.find('loss.name', 'beside_the_config:Own.Inner', {})
-  assert found is sys.modules['beside_the_config'].Own.Inner
+  part = parts.find('loss.name', 'beside_the_config:Own.Inner', {})
+  assert part is sys.modules['beside_the_config'].Own.Inner
   with pytest.raises(ValueError, match="loss.name: beside_the_config has no 'Other'"):
     parts.find('loss.name', 'beside_the_config:Other', {})
 
 
-def test_a_module_that_fails_says_so_in_one_line(tmp_path):
+def test_a_module_that_fails_is_reported_in_one_line(tmp_path):
   (tmp_path / 'fails_at_once.py').write_text('1 / 0\n')
   parts.look_beside(tmp_path / 'config.py')
   with pytest.raises(ValueError, match='loss.name: fails_at_once.py fails: ZeroDivisionError'):
@@ -112,7 +113,7 @@ def test_a_module_that_fails_says_so_in_one_line(tmp_path):
   assert 'fails_at_once' not in sys.modules
 
 
-def test_a_file_does_not_take_the_name_of_another_module(tmp_path):
+def test_a_file_cannot_have_the_name_of_another_module(tmp_path):
   (tmp_path / 'json.py').write_text('X = 1\n')
   with pytest.raises(ImportError, match='cannot be called json'):
     parts.load(tmp_path / 'json.py', 'json')

@@ -1,4 +1,4 @@
-"""What others install: the wheel on its own, and the lock."""
+"""The wheel without the repository, and requirements.lock."""
 
 import configparser
 import json
@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 def _run(*command, cwd, **kwargs):
   env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
   env |= {"JAX_PLATFORMS": "cpu", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-  # The tests' own settings (say, eight CPU devices) are none that a user would have.
+  # Users do not have the settings of the tests, such as eight CPU devices.
   env.pop("XLA_FLAGS", None)
   done = subprocess.run(
     [str(c) for c in command],
@@ -39,8 +39,8 @@ def _run(*command, cwd, **kwargs):
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
   tmp = tmp_path_factory.mktemp("wheel")
-  # From a copy: setuptools builds in the source tree, and puts into the wheel whatever an earlier
-  # build left there.
+  # Build from a copy: setuptools builds in the source tree, and would add leftovers of earlier
+  # builds to the wheel.
   source = tmp / "source"
   ignore = shutil.ignore_patterns("__pycache__")
   shutil.copytree(ROOT / "podracer_jit", source / "podracer_jit", ignore=ignore)
@@ -54,10 +54,10 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-  """The bin/ of a virtual environment that has the wheel, and nothing of the repository.
+  """Returns the bin/ of a virtual environment with the wheel and nothing of the repository.
 
-  Its third-party packages are those running this test: to install them once more, from the network
-  and into every run of the tests, would take minutes and gigabytes.
+  It uses the third-party packages of the running tests, because installing them again would take
+  minutes and gigabytes.
   """
   home = tmp_path_factory.mktemp("installed") / "venv"
   venv.create(home, with_pip=False, symlinks=True)
@@ -65,11 +65,11 @@ def installed(wheel, tmp_path_factory):
   options = ("--no-deps", "--no-index")
   pip = (sys.executable, "-m", "pip", "--python", python)
   _run(*pip, "install", *options, wheel, cwd=home)
-  # The directories named in a .pth file come after the environment's own, and .pth files inside
-  # them are not read: an editable podracer_jit among the packages there stays out of sight.
+  # Directories in a .pth file come after the environment's own, and Python does not read .pth files
+  # inside them. An editable podracer_jit among the third-party packages therefore stays hidden.
   (site,) = home.glob("lib/python*/site-packages")
-  others = [p for p in sys.path if pathlib.Path(p).name in ("site-packages", "dist-packages")]
-  (site / "third_party.pth").write_text("".join(f"{p}\n" for p in others))
+  third_party = [p for p in sys.path if pathlib.Path(p).name in ("site-packages", "dist-packages")]
+  (site / "third_party.pth").write_text("".join(f"{p}\n" for p in third_party))
   return home / "bin"
 
 
@@ -93,7 +93,7 @@ def test_wheel_trains_away_from_the_repository(installed, tmp_path):
   assert lines
   assert all(isinstance(json.loads(line), dict) for line in lines)
 
-  # Its verbs look at that run, and need nothing of the repository either.
+  # The other verbs do not need the repository either.
   assert "identical: " in _run(installed / "podracer_jit", "compare", "run", "run", cwd=tmp_path)
   args = ("evaluate", "--workdir=run", "--num_episodes=2")
   assert "2 episodes" in _run(installed / "podracer_jit", *args, cwd=tmp_path, timeout=600)
@@ -111,10 +111,10 @@ def _requirements(lines):
 def test_lock_satisfies_setup_cfg():
   setup = configparser.ConfigParser(interpolation=None)
   setup.read(ROOT / "setup.cfg")
-  wanted = _requirements(setup["options"]["install_requires"])
-  wanted += _requirements(setup["options.extras_require"]["test"])
-  wanted += _requirements(setup["options.extras_require"]["cuda"])  # jax once more.
-  assert wanted
+  requirements = _requirements(setup["options"]["install_requires"])
+  requirements += _requirements(setup["options.extras_require"]["test"])
+  requirements += _requirements(setup["options.extras_require"]["cuda"])
+  assert requirements
 
   locked = _requirements((ROOT / "requirements.lock").read_text())
   pins = {}
@@ -123,7 +123,7 @@ def test_lock_satisfies_setup_cfg():
     assert pin.operator == "==" and "*" not in pin.version, f"{line} is not a pin"
     if line.marker is None or line.marker.evaluate():
       assert pins.setdefault(canonicalize_name(line.name), pin.version) == pin.version, line
-  for requirement in wanted:
+  for requirement in requirements:
     version = pins.get(canonicalize_name(requirement.name))
     assert version is not None, f"{requirement} is not in the lock"
     assert requirement.specifier.contains(version, prereleases=True), (requirement, version)

@@ -1,4 +1,4 @@
-"""Children of the fork server are processes as `subprocess` gives them."""
+"""Children of the fork server behave like processes of `subprocess`."""
 
 import os
 import signal
@@ -14,14 +14,14 @@ def python(*args):
   return [sys.executable, '-P', *args]
 
 
-def test_a_child_has_its_arguments_folder_output_and_exit_code(tmp_path):
+def test_a_child_has_its_own_arguments_folder_output_and_exit_code(tmp_path):
   program = ('import os, sys\nprint(os.getpid(), os.getcwd(), sys.argv[1:])\n'
-             'print("said", file=sys.stderr)\nsys.exit(7)')
+             'print("message", file=sys.stderr)\nsys.exit(7)')
   process = processes.Popen(python('-c', program, 'a', 'b'), stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, text=True, cwd=tmp_path)
   out, errors = process.communicate(timeout=60)
   assert process.returncode == 7
-  assert out == f"{process.pid} {tmp_path} ['a', 'b']\n" and errors == 'said\n'
+  assert out == f"{process.pid} {tmp_path} ['a', 'b']\n" and errors == 'message\n'
 
 
 def test_an_exception_is_a_traceback_and_exit_code_1():
@@ -30,7 +30,7 @@ def test_an_exception_is_a_traceback_and_exit_code_1():
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
-def test_a_child_that_a_signal_ends_says_which(number):
+def test_the_exit_code_of_a_killed_child_is_the_signal(number):
   process = processes.Popen(python('-c', 'import time; print(1, flush=True); time.sleep(1000)'),
                             stdout=subprocess.PIPE, text=True)
   assert process.stdout.readline() == '1\n' and process.poll() is None
@@ -39,7 +39,7 @@ def test_a_child_that_a_signal_ends_says_which(number):
   process.stdout.close()
 
 
-def test_children_share_nothing_that_one_of_them_changes():
+def test_children_do_not_share_changes():
   first = processes.run(python('-c', 'import podracer_jit, os; podracer_jit.x = 1; os.environ["X"]'
                                ' = "1"'))
   second = processes.run(python('-c', 'import podracer_jit, os\n'
@@ -53,6 +53,6 @@ def test_a_child_that_is_too_slow_is_killed():
                   timeout=0.5)
 
 
-def test_other_variables_are_refused():
+def test_other_environment_variables_are_refused():
   with pytest.raises(AssertionError):
     processes.run(python('-c', ''), env=dict(os.environ, X='1'))

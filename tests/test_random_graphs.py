@@ -1,4 +1,4 @@
-"""Graphs drawn at random: `run` ends, gives what `run_serial` gives, and loses nothing."""
+"""Random graphs: `run` ends, gives the same as `run_serial`, and loses no value."""
 
 import functools
 import math
@@ -19,10 +19,10 @@ from podracer_jit.runtime.channels import (
   LatestValue,
   Versioned,
 )
-from tests.test_loops import ended
+from tests.test_loops import must_end
 
 PRIME = 10007
-WITHIN_S = 30  # a guard: a graph takes some milliseconds
+WITHIN_S = 30  # a graph takes some milliseconds unless it hangs
 NO_WORKER = 'no worker can go on; still running: '
 
 
@@ -31,11 +31,13 @@ class Boom(Exception):
 
 
 class Value:
-  """A number that is computed after a nap, as `jax.block_until_ready` sees it."""
+  """A number that jax.block_until_ready computes after a nap."""
 
   def __init__(self, number: int, nap_s: float, error: Exception | None = None):
-    self.number, self.computed = number, False
-    self._nap_s, self._error = nap_s, error
+    self.number = number
+    self.computed = False
+    self._nap_s = nap_s
+    self._error = error
 
   def block_until_ready(self):
     time.sleep(self._nap_s)
@@ -46,21 +48,21 @@ class Value:
 
 
 class Label(NamedTuple):
-  """Which item this is: `producer` made it in its firing `number`."""
+  """Identifies an item: `producer` made it in its firing `number`."""
 
   producer: str
   number: int
 
 
 class Recorded:
-  """What a channel took and gave, by label; mixed into each kind of channel.
+  """Records the puts and gets of a channel by label; a base of each recorded kind of channel.
 
   Attributes:
     accepted: labels of the items that were put, by producer.
-    taken: labels of the items that were got, the primed ones not counted.
-    drained: whether a get has found the channel closed.
-    unawaited: labels of the items whose reader was never told that they are computed.
-    most: how many items it takes; what is put beyond that is dropped.
+    received: labels of the items that were got, without primed ones.
+    drained: whether a get found the channel closed.
+    unawaited: labels of the items whose reader never learned that they are computed.
+    most: how many items the channel takes; it drops further ones.
   """
 
   most = math.inf
@@ -68,7 +70,7 @@ class Recorded:
   def __init__(self, *args, **kwargs):
     super().__init__(*args, **kwargs)
     self.accepted: dict[str, list[Label]] = {}
-    self.taken: list[Label] = []
+    self.received: list[Label] = []
     self.drained = False
     self.unawaited: list[Label] = []
 
@@ -85,7 +87,7 @@ class Recorded:
       self.drained = True
       raise
     items = item.value if isinstance(self, DrainQueue) else [item]
-    self.taken += [x.value[0] for x in items if x.value[0].number >= 0]
+    self.received += [x.value[0] for x in items if x.value[0].number >= 0]
     return item
 
   def wait_ready(self, item, since):
@@ -103,11 +105,11 @@ class RecordedBuffer(Recorded, DoubleBuffer):
   pass
 
 
-class RecordedArrival(Recorded, FifoQueue):
+class RecordedFifo(Recorded, FifoQueue):
   pass
 
 
-class RecordedInbox(Recorded, DrainQueue):
+class RecordedDrain(Recorded, DrainQueue):
   pass
 
 
@@ -117,23 +119,23 @@ class RecordedLatest(Recorded, LatestValue):
 
 @jax.jit
 def scramble(number):
-  """Returns another number, after a while: as a program of its own, which is started early."""
+  """Returns another number; a program that takes a while and is dispatched asynchronously."""
   return jax.lax.fori_loop(0, 300, lambda _, x: (x * 31 + 7) % PRIME, number)
 
 
 class Graph(NamedTuple):
-  """Workers that may run once, and what they have done.
+  """Workers that may run once, and a record of their numbers.
 
   Attributes:
     workers: for `run` or `run_serial`.
-    handoffs: all of theirs.
-    made: the numbers that each worker has made, by name.
+    channels: all channels between the workers.
+    numbers: the numbers that each worker has computed, by name.
     fails: whether a worker, a program or a transfer may raise Boom.
   """
 
   workers: Sequence[Worker]
   channels: Sequence[Any]
-  made: dict[str, list[Any]]
+  numbers: dict[str, list[Any]]
   fails: bool
 
 
@@ -142,14 +144,14 @@ def nap_lengths(rng: random.Random) -> float:
 
 
 def draw(seed: int, ends: bool, as_they_come: bool, naps: random.Random | None = None) -> Graph:
-  """Draws a graph; the same seed draws the same one, whatever the naps.
+  """Draws a graph; the same seed gives the same graph with any naps.
 
   Args:
     seed: of the graph.
-    ends: whether workers may end before their neighbours do, and close channels. If not, of
-      every channel as many values are got as are put.
-    as_they_come: whether channels may be other than DoubleBuffers.
-    naps: how long programs and firings take; None for no time.
+    ends: whether workers may end before their neighbours, and close channels. Otherwise each
+      channel has as many gets as puts.
+    as_they_come: whether channels may be of other kinds than DoubleBuffer.
+    naps: draws how long programs and firings take; None for no time.
   """
   rng = random.Random(f'{seed} {ends} {as_they_come}')
   names = [f'worker {i}' for i in range(rng.randint(2, 6))]
@@ -157,8 +159,9 @@ def draw(seed: int, ends: bool, as_they_come: bool, naps: random.Random | None =
   reads: dict[str, list[Endpoint]] = {name: [] for name in names}
   writes: dict[str, list[Endpoint]] = {name: [] for name in names}
   failing = rng.choice(['', '', '', '', 'fire', 'program', 'transfer', 'until'])
-  victim, failing_at = rng.choice(names), rng.randrange(6)
-  made: dict[str, list[Any]] = {name: [] for name in names}
+  victim = rng.choice(names)
+  failing_at = rng.randrange(6)
+  numbers: dict[str, list[Any]] = {name: [] for name in names}
   channels = []
 
   def transfer(name, item):
@@ -174,10 +177,11 @@ def draw(seed: int, ends: bool, as_they_come: bool, naps: random.Random | None =
     if kind == 'latest':
       channel = RecordedLatest(label, move)
     elif kind == 'arrival':
-      channel = RecordedArrival(label, rng.randint(1, 3), move)
+      channel = RecordedFifo(label, rng.randint(1, 3), move)
     elif kind == 'inbox':
-      least, wants = rng.randint(0, 2), random.Random(seed)
-      channel = RecordedInbox(label, rng.randint(2, 4), lambda: (least, wants.randint(2, 4)), move)
+      least = rng.randint(0, 2)
+      wants = random.Random(seed)
+      channel = RecordedDrain(label, rng.randint(2, 4), lambda: (least, wants.randint(2, 4)), move)
     else:
       channel = RecordedBuffer(label, gets, kind, move)
       channel.most = max(0, gets - (0 if kind is None else kind + 1))
@@ -194,14 +198,16 @@ def draw(seed: int, ends: bool, as_they_come: bool, naps: random.Random | None =
 
   for _ in range(rng.randint(len(names) - 1, len(names) + 3)):
     first, second = sorted(rng.choices(range(len(names)), k=2))
-    if first < second and rng.random() < 0.7:  # else back, or to itself: primed but for a few
-      kinds, weights = [None, 0, 1], [6, 1, 1]
-    else:
+    kinds = [None, 0, 1]
+    if first < second and rng.random() < 0.7:
+      weights = [6, 1, 1]
+    else:  # a channel backwards, or from a worker to itself, is nearly always primed
       first, second = second, first
-      # What a worker sends to itself with a lag of 1 fills the slot, which it then waits for.
-      kinds, weights = [None, 0, 1], [0.3, 5, 5 if first > second else 0.3]
+      # A worker that sends to itself with a lag of 1 fills the slot, and then waits for it.
+      weights = [0.3, 5, 5 if first > second else 0.3]
     if as_they_come:
-      kinds, weights = [*kinds, 'latest', 'arrival', 'inbox'], [*weights, 4, 4, 4]
+      kinds += ['latest', 'arrival', 'inbox']
+      weights += [4, 4, 4]
     (kind,) = rng.choices(kinds, weights)
     producers = [names[first]]
     if kind in ('arrival', 'inbox'):
@@ -209,7 +215,7 @@ def draw(seed: int, ends: bool, as_they_come: bool, naps: random.Random | None =
     connect(producers, names[second], kind)
 
   def number(value):
-    if isinstance(value, list):  # of an inbox
+    if isinstance(value, list):  # from a DrainQueue
       return sum(number(item.value) for item in value)
     return value[1].number if isinstance(value[1], Value) else value[1]
 
@@ -223,7 +229,8 @@ def draw(seed: int, ends: bool, as_they_come: bool, naps: random.Random | None =
       total = salt + k
       for i, item in enumerate(inputs):
         total = (total * 31 + (i + 3) * number(item.value)) % PRIME
-      made[name].append(total := scramble(total) if on_device else total)
+      total = scramble(total) if on_device else total
+      numbers[name].append(total)
       broken = Boom(name) if failing == 'program' and name == victim and k == failing_at else None
       value = total if on_device and not broken else Value(
           total, nap_lengths(naps) if naps else 0, broken)
@@ -245,16 +252,16 @@ def draw(seed: int, ends: bool, as_they_come: bool, naps: random.Random | None =
     closes_at = rng.randint(0, 5) if closes else None
     workers.append(worker(name, rng.randrange(PRIME), rng.random() < 0.3, last, closes_at))
   rng.shuffle(workers)
-  return Graph(workers, channels, made, bool(failing))
+  return Graph(workers, channels, numbers, bool(failing))
 
 
 def outcome(runner, graph: Graph) -> tuple[str, dict[str, list[int]]]:
-  """Returns how a run has ended, and the numbers that its workers have made."""
+  """Returns how a run has ended, and the numbers that its workers have computed."""
   try:
-    states = ended(lambda: runner(graph.workers), WITHIN_S)
-    made = {name: len(numbers) for name, numbers in graph.made.items() if numbers}
+    states = must_end(lambda: runner(graph.workers), WITHIN_S)
+    counts = {name: len(numbers) for name, numbers in graph.numbers.items() if numbers}
     # A worker that a failure or an end interrupts in a firing has the state before it.
-    assert all(made[name] - k in (0, 1) for name, k in states.items())
+    assert all(counts[name] - k in (0, 1) for name, k in states.items())
     how = 'ended'
   except Boom as error:
     assert graph.fails
@@ -262,73 +269,75 @@ def outcome(runner, graph: Graph) -> tuple[str, dict[str, list[int]]]:
   except RuntimeError as error:
     assert str(error).startswith(NO_WORKER), error
     how = str(error)
-  return how, {name: [int(x) for x in numbers] for name, numbers in graph.made.items()}
+  return how, {name: [int(x) for x in numbers] for name, numbers in graph.numbers.items()}
 
 
-def is_prefix(some: Sequence[Any], whole: Sequence[Any]) -> bool:
-  return list(whole[:len(some)]) == list(some)
+def is_prefix(prefix: Sequence[Any], full: Sequence[Any]) -> bool:
+  return list(full[:len(prefix)]) == list(prefix)
 
 
-def check_hand_offs(graph: Graph, how: str) -> None:
-  """What was taken was put, in order and once; what was put is taken before an end is met.
+def check_channels(graph: Graph, how: str) -> None:
+  """Checks that channels kept the order, and lost and repeated no item.
 
-  A reader that waits until an item is computed does not wait for a producer that has ended.
+  A reader takes all items before it finds a channel closed. A reader that waits until an item is
+  computed does not wait for a producer that has ended.
   """
   failed = how != 'ended'
   for channel in graph.channels:
     if how.startswith(NO_WORKER):
       running = how.removeprefix(NO_WORKER).split(', ')
       assert all(label.producer in running for label in channel.unawaited), channel.name
-    for producer in {label.producer for label in channel.taken}:
-      taken = [label for label in channel.taken if label.producer == producer]
+    for producer in {label.producer for label in channel.received}:
+      received = [label for label in channel.received if label.producer == producer]
       accepted = channel.accepted.get(producer, [])
-      if isinstance(channel, LatestValue):  # some are overwritten, some given again
-        assert taken == sorted(taken, key=accepted.index), channel.name
+      if isinstance(channel, LatestValue):  # it overwrites some items and gives some repeatedly
+        assert received == sorted(received, key=accepted.index), channel.name
       else:
-        assert is_prefix(taken, accepted), channel.name
-    # The reader of a DrainQueue leaves at once, and a LatestValue's reader misses overwritten ones.
-    keeps_all = isinstance(channel, DoubleBuffer) or type(channel) is RecordedArrival
+        assert is_prefix(received, accepted), channel.name
+    # The reader of a DrainQueue leaves at once, and a LatestValue loses overwritten items.
+    keeps_all = isinstance(channel, DoubleBuffer) or type(channel) is RecordedFifo
     if channel.drained and keeps_all and not failed:
       accepted = sum(map(len, channel.accepted.values()))
-      assert len(channel.taken) == min(accepted, channel.most), channel.name
+      assert len(channel.received) == min(accepted, channel.most), channel.name
 
 
 @pytest.mark.parametrize('seed', range(150))
-def test_graphs_in_lockstep_give_what_one_thread_gives(seed):
-  how, made = outcome(run_serial, draw(seed, ends=False, as_they_come=False))
+def test_graphs_in_lockstep_give_the_same_on_threads_as_on_one(seed):
+  how, numbers = outcome(run_serial, draw(seed, ends=False, as_they_come=False))
   graph = draw(seed, ends=False, as_they_come=False, naps=random.Random(seed))
-  how_on_threads, made_on_threads = outcome(run, graph)
-  check_hand_offs(graph, how_on_threads)
-  if how.startswith(NO_WORKER) and how_on_threads.startswith('raised'):
-    pass  # a thread begins a transfer, which then fails, before it waits until there is room
+  how_on_threads, numbers_on_threads = outcome(run, graph)
+  check_channels(graph, how_on_threads)
+  # On threads a transfer may fail before the put waits for room, which is a deadlock on one thread.
+  fails_before_deadlock = how.startswith(NO_WORKER) and how_on_threads.startswith('raised')
+  assert fails_before_deadlock or how_on_threads == how
+  if how_on_threads.startswith('raised'):  # when the other workers end depends on timing
+    assert all(is_prefix(*sorted([numbers[name], numbers_on_threads[name]], key=len))
+               for name in numbers)
   else:
-    assert how_on_threads == how
-  if how_on_threads.startswith('raised'):  # at what moment the others end depends on timing
-    assert all(is_prefix(*sorted([made[name], made_on_threads[name]], key=len)) for name in made)
-  else:
-    assert made_on_threads == made
+    assert numbers_on_threads == numbers
 
 
 @pytest.mark.parametrize('seed', range(150))
-def test_graphs_with_early_ends_end_and_differ_only_in_how_far_they_come(seed):
-  """A put before the end is accepted and one after it is not, and that depends on timing."""
-  _, made = outcome(run_serial, draw(seed, ends=True, as_they_come=False))
+def test_graphs_with_early_ends_differ_only_in_how_far_they_come(seed):
+  """Timing decides whether a put comes before an end, and is accepted."""
+  _, numbers = outcome(run_serial, draw(seed, ends=True, as_they_come=False))
   graph = draw(seed, ends=True, as_they_come=False, naps=random.Random(seed))
-  how, made_on_threads = outcome(run, graph)
-  check_hand_offs(graph, how)
-  assert all(is_prefix(*sorted([made[name], made_on_threads[name]], key=len)) for name in made)
+  how, numbers_on_threads = outcome(run, graph)
+  check_channels(graph, how)
+  assert all(is_prefix(*sorted([numbers[name], numbers_on_threads[name]], key=len))
+             for name in numbers)
 
 
 @pytest.mark.parametrize('seed', range(150))
-def test_graphs_of_all_kinds_of_hand_offs_end_and_lose_nothing(seed):
+def test_graphs_of_all_kinds_of_channels_end_and_lose_nothing(seed):
   for runner, naps in ((run_serial, None), (run, random.Random(seed))):
     graph = draw(seed, ends=seed % 2 == 0, as_they_come=True, naps=naps)
     how, _ = outcome(runner, graph)
-    check_hand_offs(graph, how)
+    check_channels(graph, how)
 
 
-def test_the_graphs_are_not_all_alike():
-  """Most of them end by themselves, some fail and some cannot go on."""
+def test_the_graphs_end_in_different_ways():
+  """Most graphs end normally, some fail and some deadlock."""
   for ends in (False, True):
     hows = [outcome(run_serial, draw(seed, ends, as_they_come=False))[0] for seed in range(150)]
     kinds = [how.split()[0].rstrip(':') for how in hows]

@@ -1,4 +1,4 @@
-"""Changes what workers do when they fire, for tests of runs that are slow, fail or are watched."""
+"""Wraps workers, for tests of runs that are slow, fail or are watched."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ class Call(NamedTuple):
   Attributes:
     worker: the worker's name.
     number: which of its firings this is; the first is 1.
-    fire: what the worker would have called.
+    fire: the worker's own function.
   """
 
   worker: str
@@ -24,18 +24,18 @@ def wrap(which: str | Callable[[str], bool], *,
          before: Callable[..., Any] | None = None,
          after: Callable[..., Any] | None = None,
          instead: Callable[..., tuple[Any, Sequence[Any]]] | None = None):
-  """Returns a function from workers to workers, some of which fire in another way.
+  """Returns a function from workers to workers that wraps some of them.
 
-  It is what `tests.runs.run` takes as `tamper`. The callbacks run on the worker's thread, and an
-  error of theirs is an error of the worker.
+  `tests.runs.run` takes it as `tamper`. The callbacks run on the worker's thread, and their errors
+  are errors of the worker.
 
   Args:
-    which: the name of a worker; or what several names share before their number, as 'actor' is for
+    which: the name of a worker; or the name of several without their number, such as 'actor' for
       'actor 0' and 'actor 1'; or a predicate of names. At least one worker must match.
     before: called as `before(call, state, *inputs)`, then the worker fires.
-    after: called as `after(call, state, outputs)` with what the worker has made.
-    instead: called as `instead(call, state, *inputs)`; returns what the worker gives. It may call
-      `call.fire(state, *inputs)`.
+    after: called as `after(call, state, outputs)` after the worker fired.
+    instead: called as `instead(call, state, *inputs)` in place of the worker's own function; it may
+      call `call.fire(state, *inputs)`.
   """
   def matches(name):
     return which(name) if callable(which) else name == which or name.startswith(f'{which} ')
@@ -62,5 +62,5 @@ def wrap(which: str | Callable[[str], bool], *,
 
 
 def not_writer(name: str) -> bool:
-  """Whether a worker makes results: the writer only stores them."""
+  """Tells whether a worker computes results; the writer only stores them."""
   return name != 'writer'

@@ -1,4 +1,4 @@
-"""Runs a benchmark in a process of its own, as people do."""
+"""Runs a benchmark in its own process."""
 
 import sys
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""The benchmark of asynchronous actors measures both kinds, and refuses to compare with nothing."""
+"""The benchmark of asynchronous actors measures both kinds of actors."""
 
 import json
 
 from benchmarks.tests.run import run_benchmark
 
 
-def test_the_benchmark_measures_both_ways(tmp_path):
+def test_the_benchmark_measures_both_kinds_of_actors(tmp_path):
   args = ['--config=configs/ppo_cartpole.py', '--config.env.num_envs=4',
           '--config.unroll_length=4', '--config.num_minibatches=1', '--batches=1,2',
           '--shards=1,2', '--rounds=2', '--seconds=0.1', '--steps=200',

@@ -1,4 +1,4 @@
-"""The benchmark of replays: its rows are complete, its bytes are right, too much is skipped."""
+"""The benchmark of replays: complete rows, correct bytes, and skipped capacities."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.tests.run import run_benchmark
 
-TOO_MUCH = 10**9
+TOO_LARGE = 10**9
 
 
 def run(*args):
@@ -18,7 +18,7 @@ def run(*args):
 def atari(tmp_path_factory):
   path = tmp_path_factory.mktemp('figures') / 'figures.json'
   code, out, err = run('--config=configs/apex_dqn_atari.py:smoke', f'--json={path}',
-                       f'--capacities=2000,4000,{TOO_MUCH}', '--config.replay.batch_size=8',
+                       f'--capacities=2000,4000,{TOO_LARGE}', '--config.replay.batch_size=8',
                        '--config.network.hidden=16')
   assert code == 0, err
   return json.loads(path.read_text()), out.splitlines()
@@ -28,7 +28,7 @@ def check(row, line, capacity):
   assert row['capacity'] == row['stored'] == capacity
   for name, value in row.items():
     assert name == 'device' or value > 0, name
-  assert row['share'] < 1.5  # the two are of another run than the whole
+  assert row['share'] < 1.5  # parts and whole step are timed in different runs
   assert row['share'] == pytest.approx((row['sample_ms'] + row['update_ms']) / row['step_ms'])
   assert row['bytes_per_transition'] == row['replay_bytes'] / capacity
   assert row['peak_bytes'] >= row['before_bytes']
@@ -44,7 +44,7 @@ def check(row, line, capacity):
 
 
 def tree_bytes(leaves):
-  """Sixteen children a node, levels padded to whole nodes, one root."""
+  """Returns the bytes of a tree with 16 children a node and one root; levels have whole nodes."""
   total = 1
   while leaves > 1:
     leaves = -(-leaves // 16)
@@ -53,13 +53,19 @@ def tree_bytes(leaves):
 
 
 def frames_bytes(capacity, envs=8, n_step=3, stack=4):
-  """A frame, fresh, an action, a reward and two ends of each environment; when of each row."""
+  """Returns the bytes of a ring of frames.
+
+  A row has a frame, `fresh`, an action, a reward and two ends for each environment, and a time.
+  """
   rows = -(-capacity // envs) + n_step + stack
   return rows * (envs * (84 * 84 + 1 + 4 + 4 + 2) + 4) + tree_bytes(rows * envs) + 3 * 4
 
 
 def slots_bytes(capacity, envs=16, unroll=16, n_step=5, obs=24, action=6):
-  """Whole transitions, with room for a rollout more and a ring that they are made in; two trees."""
+  """Returns the bytes of a replay of whole transitions.
+
+  It has slots for the capacity and one rollout, a ring for incomplete transitions, and two trees.
+  """
   slots = capacity + unroll * envs
   rows = unroll + n_step + 1
   ring = rows * (envs * (4 * obs + 1 + 4 * action + 4 + 2) + 4)
@@ -82,14 +88,14 @@ def test_no_program_copies_the_ring(atari):
   assert large['temporary_bytes'] - small['temporary_bytes'] < grown / 20
 
 
-def test_what_does_not_fit_is_skipped(atari):
+def test_a_capacity_that_does_not_fit_is_skipped(atari):
   rows, lines = atari
-  assert rows[2]['capacity'] == TOO_MUCH and set(rows[2]) == {'capacity', 'skipped'}
-  assert f'{TOO_MUCH:,}  skipped: does not fit' in lines[4]
-  assert f'takes {frames_bytes(TOO_MUCH) / 1e6:,.1f} MB' in lines[4]
+  assert rows[2]['capacity'] == TOO_LARGE and set(rows[2]) == {'capacity', 'skipped'}
+  assert f'{TOO_LARGE:,}  skipped: does not fit' in lines[4]
+  assert f'takes {frames_bytes(TOO_LARGE) / 1e6:,.1f} MB' in lines[4]
 
 
-def test_whole_transitions(tmp_path):
+def test_a_replay_of_whole_transitions_has_the_right_bytes(tmp_path):
   path = tmp_path / 'figures.json'
   code, out, err = run('--config=configs/apex_dpg_walker_walk.py:smoke', '--capacities=4000',
                        '--config.replay.gradient_steps=2', f'--json={path}')
@@ -99,10 +105,10 @@ def test_whole_transitions(tmp_path):
   assert row['replay_bytes'] == slots_bytes(4000)
 
 
-@pytest.mark.parametrize('arg, words', [
+@pytest.mark.parametrize('arg, message', [
     ('--capacities=1e6', ("'1e6'", 'whole numbers')),
     ('--config=configs/impala_catch.py', ('loss.name', 'impala', 'no replay'))])
-def test_what_cannot_be_measured_is_refused(arg, words):
+def test_bad_arguments_of_the_benchmark_are_refused(arg, message):
   code, _, err = run(arg)
   assert code == 2 and err.count('\n') == 1
-  assert all(word in err for word in words)
+  assert all(word in err for word in message)

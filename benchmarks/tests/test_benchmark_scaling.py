@@ -1,4 +1,4 @@
-"""Benchmarks of processes, reductions and start-up: their sums are right, and so is their JSON."""
+"""The benchmarks of processes, reductions and start-up: correct sums and JSON files."""
 
 import json
 
@@ -24,7 +24,7 @@ def figures(path, name, *args):
   return json.loads(path.read_text()), result.stdout
 
 
-def test_efficiency_is_of_the_medians():
+def test_efficiency_is_computed_from_medians():
   result = scaling.efficiencies(dict(
       one=[[90.0], [100.0], [500.0]], together=[[120.0], [1.0], [150.0]],
       apart=[[70.0, 80.0], [10.0, 20.0], [90.0, 110.0]]), 2)
@@ -34,16 +34,16 @@ def test_efficiency_is_of_the_medians():
   assert result['layouts']['apart']['rounds'] == [150, 30, 200]
 
 
-def test_each_process_has_the_work_that_the_config_says():
+def test_each_process_has_the_work_of_the_config():
   config = resolve(small() | dict(num_shards=2, num_grad_shards=4)).fields
-  whole = scaling.scaled(resolve(config), 3).fields
-  assert (whole['env']['num_envs'], whole['num_shards'], whole['num_grad_shards']) == (24, 6, 12)
+  scaled = scaling.scaled(resolve(config), 3).fields
+  assert (scaled['env']['num_envs'], scaled['num_shards'], scaled['num_grad_shards']) == (24, 6, 12)
   assert config['env']['num_envs'] == 8
-  changed = {name for name in whole if whole[name] != config[name]}
+  changed = {name for name in scaled if scaled[name] != config[name]}
   assert changed == {'env', 'num_shards', 'num_grad_shards', 'total_steps', 'checkpoint'}
 
 
-def test_processes_are_measured_and_each_has_its_core(tmp_path):
+def test_processes_are_measured_with_one_core_each(tmp_path):
   if len(scaling.os.sched_getaffinity(0)) < 2:
     pytest.skip('two processes need a core each')
   result, out = figures(tmp_path / 'f.json', 'scaling', '--rounds=1', '--updates=2')
@@ -59,14 +59,14 @@ def test_processes_are_measured_and_each_has_its_core(tmp_path):
 
 
 def test_a_process_is_pinned_to_its_core_and_its_parent_is_not(tmp_path, monkeypatch):
-  """A stand-in for the binary tells where it may run, and in which platform."""
+  """A stand-in for the command prints its cores and its platform."""
   before = scaling.os.sched_getaffinity(0)
   (tmp_path / 'podracer_jit.py').write_text(
       'import os, sys\n'
-      'here = os.sched_getaffinity(0), os.environ["JAX_PLATFORMS"]\n'
-      'print(*here, file=open(sys.argv[1], "w"), flush=True)\n'
+      'place = os.sched_getaffinity(0), os.environ["JAX_PLATFORMS"]\n'
+      'print(*place, file=open(sys.argv[1], "w"), flush=True)\n'
       'import time; time.sleep(100)\n')
-  monkeypatch.chdir(tmp_path)  # where `python -m` looks first
+  monkeypatch.chdir(tmp_path)  # `python -m` looks here first
   with scaling.Runs() as runs:
     for core in before:
       runs.start(core, tmp_path / f'log{core}', f'where{core}')
@@ -77,8 +77,8 @@ def test_a_process_is_pinned_to_its_core_and_its_parent_is_not(tmp_path, monkeyp
   assert all(process.returncode == -9 for process in runs._processes)
 
 
-def test_a_run_that_fails_is_not_waited_for():
-  """dppo is for one process; only the binary knows."""
+def test_a_failed_run_ends_the_benchmark():
+  """dppo is for one process, which only the command itself checks."""
   result = run_benchmark('scaling', *CATCH, '--rounds=1', '--config.scheme=dppo')
   assert result.returncode == 2
   (line,) = result.stderr.strip().splitlines()
@@ -88,14 +88,14 @@ def test_a_run_that_fails_is_not_waited_for():
 TREE = dict(a=jnp.zeros((2, 3)), b=jnp.zeros(4))  # 10 floats
 
 
-MANY = dict(a=jnp.zeros((5, 1000)), b=jnp.zeros(1))  # 5001 floats: cut in four 5004, in eight 5008
+MANY = dict(a=jnp.zeros((5, 1000)), b=jnp.zeros(1))  # 5001 floats, padded to 5004 or 5008
 
 
 @pytest.mark.parametrize('tree, devices, by_hand', [
     (TREE, 1, (0, 0)), (TREE, 2, (40, 40)), (TREE, 4, (120, 60)),
-    # Of eight devices each gets an eighth, then both halves of the others'.
+    # Each of eight devices receives 7 times its eighth of the groups, then 7 eighths of the sum.
     (MANY, 4, (60_012, 30_006)), (MANY, 8, (7 / 8 * 3 * 20_032, 7 / 4 * 20_004))])
-def test_bytes_by_hand_by_shapes_and_in_the_program_agree(tree, devices, by_hand):
+def test_bytes_by_hand_by_shapes_and_in_the_program_are_equal(tree, devices, by_hand):
   by_hand = dict(zip(('exact', 'plain'), by_hand, strict=True))
   numbers = sum(x.size for x in jax.tree.leaves(tree))
   assert reduction.bytes_by_shapes(numbers, 8, devices) == pytest.approx(by_hand)
@@ -108,7 +108,7 @@ def test_bytes_by_hand_by_shapes_and_in_the_program_agree(tree, devices, by_hand
         total, np.sum(groups, axis=0), rtol=1e-4, atol=1e-5), sums, reduced.trees)
 
 
-def test_groups_that_cannot_be_added_before_all_travel():
+def test_all_groups_are_sent_if_they_cannot_be_added_locally():
   for tree, numbers, devices, floats in (
       (TREE, 10, 2, 3 * 10), (MANY, 5001, 2, 3 * 5001), (MANY, 5001, 4, 3 / 4 * (3 + 2) * 5004)):
     groups = 3 * devices
@@ -126,11 +126,11 @@ def test_groups_that_cannot_be_added_before_all_travel():
     ('%x = f64[] all-reduce-start(%p), to_apply=%add', 14),
     ('%x = f32[8,10]{1,0} all-gather-done(%y)', 0),
     ('%x = f32[8,10]{1,0} fusion(%p), calls=%all-gather', 0)])
-def test_collectives_are_found_in_the_text_of_a_program(line, received):
+def test_bytes_of_collectives_are_read_from_the_text_of_a_program(line, received):
   assert reduction.bytes_in_program(line, 8) == pytest.approx(received)
 
 
-def test_the_fit_finds_the_line_and_what_is_left():
+def test_the_fit_finds_the_line_and_the_residual():
   x = [0.0, 0.01, 0.03, 0.07]
   exact = reduction.fit(x, [0.002 + 5 * value for value in x])
   np.testing.assert_allclose(exact, [0.002, 5, 0], atol=1e-12)
@@ -141,7 +141,7 @@ def test_the_fit_finds_the_line_and_what_is_left():
 def test_reductions_are_measured_on_every_mesh(tmp_path):
   result, out = figures(tmp_path / 'f.json', 'reduction', '--seconds=0')
   assert [row['devices'] for row in result['rows']] == [1, 2, 4, 8]
-  # 7,684 parameters; cut in eight they are 7,688.
+  # The network has 7,684 parameters, padded to 7,688 for eight devices.
   received = {1: 0, 2: 7_684, 4: 3 * 7_684, 8: 7 / 8 * 3 * 7_688}
   for row in result['rows']:
     assert row['parameters'] == 7_684
@@ -157,7 +157,7 @@ def test_reductions_are_measured_on_every_mesh(tmp_path):
   assert 'by the shapes' not in out
 
 
-def test_start_up_is_measured_cold_and_warm(tmp_path):
+def test_the_start_is_measured_cold_and_warm(tmp_path):
   result, out = figures(tmp_path / 'f.json', 'startup', '--rounds=1', '--updates=2')
   assert list(result['kinds']) == ['cold', 'warm']
   for name, row in result['kinds'].items():
@@ -171,8 +171,8 @@ def test_start_up_is_measured_cold_and_warm(tmp_path):
       result['kinds']['cold']['total_s'] - result['kinds']['warm']['total_s'])
 
 
-def test_only_the_first_of_a_round_begins_with_nothing(tmp_path, monkeypatch):
-  """A stand-in for the binary leaves a program in the cache that it is given."""
+def test_only_the_first_run_of_a_round_has_an_empty_cache(tmp_path, monkeypatch):
+  """A stand-in for the command writes a program to its cache."""
   (tmp_path / 'podracer_jit.py').write_text(
       'import os, pathlib, sys, uuid\n'
       'workdir = pathlib.Path(sys.argv[2].partition("=")[2])\n'
@@ -187,21 +187,21 @@ def test_only_the_first_of_a_round_begins_with_nothing(tmp_path, monkeypatch):
     assert 0 < cold.first_update_s <= cold.total_s
 
 
-def test_a_config_file_has_the_same_values(tmp_path):
-  path = common.write_config(tmp_path / 'config.py', small(task='Pong-v5',
-                                                                      network='nature_cnn'))
-  there = {}
-  exec(path.read_text(), there)
-  assert there['get_config']().to_dict() == small(task='Pong-v5', network='nature_cnn')
+def test_a_written_config_file_has_the_same_values(tmp_path):
+  config = small(task='Pong-v5', network='nature_cnn')
+  path = common.write_config(tmp_path / 'config.py', config)
+  namespace = {}
+  exec(path.read_text(), namespace)
+  assert namespace['get_config']().to_dict() == config
 
 
 @pytest.mark.parametrize('name', NAMES)
-@pytest.mark.parametrize('args, said', [
+@pytest.mark.parametrize('args, message', [
     (['--config=configs/nothing.py'], 'there is no such file'),
     ([*CATCH, '--config.num_minibatches=3'], 'num_minibatches'),
     (['--config=configs/apex_dqn_catch.py'], 'benchmarks.replay'),
     ([*CATCH, '--rouns=3'], 'rouns')])
-def test_a_bad_command_is_refused_in_one_line(name, args, said, capsys):
+def test_a_bad_command_is_refused_in_one_line(name, args, message, capsys):
   module = dict(scaling=scaling, reduction=reduction, startup=startup)[name]
   before = scaling.signal.getsignal(scaling.signal.SIGTERM)
   try:
@@ -209,7 +209,7 @@ def test_a_bad_command_is_refused_in_one_line(name, args, said, capsys):
   finally:
     scaling.signal.signal(scaling.signal.SIGTERM, before)
   (line,) = capsys.readouterr().err.strip().splitlines()
-  assert line.startswith(f'{name}: ') and said in line
+  assert line.startswith(f'{name}: ') and message in line
 
 
 def test_processes_without_cores_are_refused(capsys):

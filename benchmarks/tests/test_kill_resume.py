@@ -1,4 +1,4 @@
-"""Runs killed at random: the checks find what is lost, and a real run passes them."""
+"""Runs killed at random: the checks find losses, and a real run passes them."""
 
 import json
 import random
@@ -30,13 +30,13 @@ def files(receipts=None, metrics=None, checkpoints=(2, 4), drafts=()):
   return Files(''.join(metrics), ''.join(receipts), list(checkpoints), set(drafts))
 
 
-def test_a_whole_run_has_no_problem():
+def test_a_complete_run_has_no_problem():
   assert kill_resume.problem_at_end(files()) == ''
   assert kill_resume.problem_after_kill(files(), 4) == ''
   assert kill_resume.difference(files(), files()) == ''
 
 
-@pytest.mark.parametrize('changed, words', [
+@pytest.mark.parametrize('changed, message', [
     (dict(receipts=receipt_lines(1, 2, 4)), 'update 4 stands where update 3 was expected'),
     (dict(receipts=receipt_lines(1, 2, 2, 3, 4)), 'update 2 stands where update 3'),
     (dict(receipts=receipt_lines(1, 2, 4, 3)), 'update 4 stands where update 3'),
@@ -45,23 +45,23 @@ def test_a_whole_run_has_no_problem():
      'receipts.jsonl: line 4 is garbled'),
     (dict(metrics=['null\n', *metrics_lines(1, 2, 3, 4)]), 'metrics.jsonl: line 1 is garbled'),
     (dict(metrics=metrics_lines(1, 2, 4)), 'metrics.jsonl: update 4 stands where update 3')])
-def test_gaps_repetitions_and_garbled_lines_are_problems(changed, words):
-  assert words in kill_resume.problem_at_end(files(**changed))
-  assert words in kill_resume.problem_after_kill(files(**changed), 2)
+def test_gaps_repetitions_and_garbled_lines_are_problems(changed, message):
+  assert message in kill_resume.problem_at_end(files(**changed))
+  assert message in kill_resume.problem_after_kill(files(**changed), 2)
 
 
-@pytest.mark.parametrize('changed, words', [
+@pytest.mark.parametrize('changed, message', [
     (dict(receipts=receipt_lines(1, 2, 3)), 'receipts.jsonl with 3'),
     (dict(metrics=[*metrics_lines(1, 2, 3, 4), '{"update"']), 'line 5 is garbled'),
     (dict(checkpoints=[2]), 'the newest checkpoint is that of update 2, the last update is 4'),
     (dict(metrics=['{"update": 1, "steps": 9}\n', '{"update": 2, "steps": 9}\n'],
           receipts=receipt_lines(1, 2), checkpoints=[2]), 'steps do not increase'),
     (dict(metrics=['\n']), 'no update')])
-def test_a_run_that_is_not_whole_is_a_problem_at_its_end(changed, words):
-  assert words in kill_resume.problem_at_end(files(**changed))
+def test_an_incomplete_run_is_a_problem_at_its_end(changed, message):
+  assert message in kill_resume.problem_at_end(files(**changed))
 
 
-def test_a_kill_may_cut_the_last_line_and_nothing_else():
+def test_a_kill_may_only_cut_the_last_line():
   cut = files(receipts=[*receipt_lines(1, 2, 3), '{"update": 4, "ba'])
   assert kill_resume.problem_after_kill(cut, 2).endswith('before the checkpoint of 4')
   assert kill_resume.problem_after_kill(cut._replace(checkpoints=[2]), 2) == ''
@@ -69,12 +69,12 @@ def test_a_kill_may_cut_the_last_line_and_nothing_else():
 
 def test_a_lost_checkpoint_is_a_problem():
   assert 'update 6 is gone; the newest is that of 4' in kill_resume.problem_after_kill(files(), 6)
-  none = files(checkpoints=())
-  assert 'update 2 is gone' in kill_resume.problem_after_kill(none, 2)
-  assert kill_resume.problem_after_kill(none, 0) == ''
+  without_checkpoints = files(checkpoints=())
+  assert 'update 2 is gone' in kill_resume.problem_after_kill(without_checkpoints, 2)
+  assert kill_resume.problem_after_kill(without_checkpoints, 0) == ''
 
 
-def test_other_bits_and_other_episodes_differ():
+def test_differences_of_bits_and_episodes_are_reported():
   receipts = [line.replace('p3', 'p9') for line in files().receipts.splitlines(keepends=True)]
   words = kill_resume.difference(files(), files(receipts=receipts))
   assert words == 'receipts.jsonl differs at update 3: params'
@@ -87,17 +87,17 @@ def test_other_bits_and_other_episodes_differ():
   assert kill_resume.difference(files(), files(receipts=other_header)) == ''
 
 
-@pytest.mark.parametrize('output, newest, words', [
+@pytest.mark.parametrize('output, newest, message', [
     ('going on from update 8 (300 steps)', 8, ''), ('Catch  runs/x: starting\n', 0, ''),
     ('', 8, ''),
     ('[1] warning\n[0] going on from update 8 (300 steps)', 16, 'from update 8, the newest'),
     ('Catch  runs/x: starting\nsteps 1', 8, 'from update 0, the newest checkpoint was that of 8')])
-def test_a_run_goes_on_from_its_newest_checkpoint(output, newest, words):
+def test_a_run_must_resume_from_its_newest_checkpoint(output, newest, message):
   problem = kill_resume.resume_problem(output, newest)
-  assert words in problem and bool(words) == bool(problem)
+  assert message in problem and bool(message) == bool(problem)
 
 
-def test_phases():
+def test_phases_of_a_kill():
   started = 'x: starting\n'
   two = receipt_lines(1, 2)
   before = Files('', '', [], set())
@@ -108,14 +108,16 @@ def test_phases():
   assert kill_resume.phase_of_kill('', before, before) == 'starting'
   assert kill_resume.phase_of_kill(started, before, before) == 'compiling'
   assert phase(started, two, metrics_lines(1, 2), []) == 'training'
-  assert phase(started, two, metrics_lines(1, 2), [2]) == 'compiling'  # of the next segment
+  assert phase(started, two, metrics_lines(1, 2), [2]) == 'compiling'  # the next segment
   assert phase(started, two, metrics_lines(1, 2), [], ['2.orbax-checkpoint-tmp']) == 'writing'
   assert phase(started, two, metrics_lines(1, 2, 3), [2]) == 'writing'
   assert phase(started, [*two, '{"upd'], metrics_lines(1, 2), [2]) == 'writing'
 
 
-def test_checkpoints_with_a_name_and_a_manifest_are_whole(tmp_path):
-  without, with_manifest = (kill_resume.Workdir(tmp_path, needs) for needs in (False, True))
+def test_a_checkpoint_is_complete_with_a_name_and_a_manifest(tmp_path):
+  # Without and with the condition that a checkpoint has a manifest.
+  without, with_manifest = (
+      kill_resume.Workdir(tmp_path, needs_manifest) for needs_manifest in (False, True))
   assert without.whole_checkpoints() == [] and without.newest() == 0
   for name in ('8', '16', '24.orbax-checkpoint-tmp-1', '24'):
     (tmp_path / 'checkpoints' / name).mkdir(parents=True)
@@ -135,12 +137,12 @@ def test_writes_are_counted(tmp_path):
   watch.look()
   assert watch.counts == dict(draft=1, checkpoint=0, line=1)
   (tmp_path / 'checkpoints' / '8.orbax-checkpoint-tmp').rename(tmp_path / 'checkpoints' / '8')
-  (tmp_path / 'metrics.jsonl').write_text('')  # cut by a process that resumes
+  (tmp_path / 'metrics.jsonl').write_text('')  # a process that resumes cuts the file
   watch.look()
   assert watch.counts == dict(draft=1, checkpoint=1, line=1)
 
 
-def test_moments_repeat_and_fall_into_all_of_a_life():
+def test_moments_are_repeatable_and_cover_the_whole_run():
   def draw(seed):
     rng = random.Random(seed)
     return [kill_resume.draw_moment(rng, number, 4.0, 12.0) for number in range(200)]
@@ -152,7 +154,7 @@ def test_moments_repeat_and_fall_into_all_of_a_life():
   assert {moment.event for moment in moments} == {'time', *kill_resume.EVENTS}
 
 
-def test_every_scheme_has_an_experiment_that_can_be():
+def test_every_scheme_has_a_valid_experiment():
   rows = kill_resume.rows(64)
   assert rows.keys() == {*SCHEMES, 'launch_process', 'launch_launcher'}
   for name, row in rows.items():

@@ -1,4 +1,4 @@
-"""The learning curve in README is drawn from the points that are committed beside it."""
+"""The learning curve in README is drawn from the committed points."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ IMAGES = Path(__file__).parents[2] / 'docs' / 'images'
 
 
 @pytest.mark.quick
-def test_a_curve_has_the_points_of_the_metrics_and_a_table_to_draw_it_again(tmp_path):
+def test_a_curve_has_the_points_of_the_metrics_and_a_table(tmp_path):
   workdir = tmp_path / 'run'
   workdir.mkdir()
   returns = [None, *range(1000)]
@@ -31,13 +31,13 @@ def test_a_curve_has_the_points_of_the_metrics_and_a_table_to_draw_it_again(tmp_
   assert out.with_suffix('.svg').read_text() == picture
 
 
-def test_the_committed_picture_is_that_of_the_committed_points(tmp_path):
+def test_the_committed_picture_is_drawn_from_the_committed_points(tmp_path):
   out = tmp_path / 'curve'
   out.with_suffix('.csv').write_text((IMAGES / 'pong_laptop.csv').read_text())
   assert learning_curve.main(['', f'--out={out}']) == 0
   assert out.with_suffix('.svg').read_text() == (IMAGES / 'pong_laptop.svg').read_text()
 
 
-def test_ticks_are_round():
+def test_ticks_are_round_numbers():
   assert learning_curve.ticks(-21, 21) == [-20, -10, 0, 10, 20]
   assert learning_curve.ticks(0, 1_001_000) == [0, 200_000, 400_000, 600_000, 800_000, 1_000_000]

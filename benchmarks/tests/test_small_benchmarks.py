@@ -1,4 +1,4 @@
-"""Benchmarks without tests of their own: each measures something and writes it down."""
+"""Small benchmarks measure something and write a file."""
 
 import json
 
@@ -45,13 +45,13 @@ def _figures(sps, apart):
   return {'parts': {'rollout': {'sps': sps}}, 'derived': {'cores_apart_ns': apart}}
 
 
-def test_in_turn_counts_the_pairs_whose_cores_were_as_far_apart():
+def test_in_turn_counts_pairs_with_the_same_core_distance():
   pairs = [(_figures(100, 90), _figures(90, 95)), (_figures(100, 90), _figures(50, 300)),
            (_figures(100, 300), _figures(110, 280)), (_figures(100, 90), _figures(95, 90))]
   assert in_turn.table('catch', pairs) == [
       'catch                rollout     0.950    0.900    1.100   3 of 4']
 
 
-def test_in_turn_counts_every_pair_where_no_cores_were_as_far_apart_or_nobody_knows():
+def test_in_turn_counts_every_pair_without_a_common_core_distance():
   assert in_turn.table('catch', [(_figures(100, 90), _figures(50, 300))])[0].endswith('1 of 1')
   assert in_turn.table('catch', [(_figures(100, None), _figures(50, None))])[0].endswith('1 of 1')

@@ -1,4 +1,4 @@
-"""The soak: what grows is found in samples written by hand, and a short real run is flat."""
+"""The soak: it detects growth in hand-made samples, and a short real run does not grow."""
 
 import json
 import os
@@ -9,31 +9,31 @@ from benchmarks import soak
 from benchmarks.soak import Sample
 from benchmarks.tests.run import run_benchmark
 
-EVERY = 10  # updates of a segment
+EVERY_UPDATES = 10
 
 
 def samples(count=100, **growth):
-  """Returns a sample for each segment, of a second each; fields grow by so much a segment."""
+  """Returns one sample a segment; a segment takes a second, and fields grow by `growth` in it."""
   flat = Sample(0.0, 0, 500 * 2**20, 300 * 2**20, 2**20, 2**20, 200 * 2**20, 30, 8, 1000)
-  return [flat._replace(seconds=float(n), update=EVERY * n, **{
+  return [flat._replace(seconds=float(n), update=EVERY_UPDATES * n, **{
       name: getattr(flat, name) + int(step * n) for name, step in growth.items()})
           for n in range(count)]
 
 
 def problems(run):
-  return soak.problems(run, EVERY, max_growth_kb=100, max_slowdown=2)
+  return soak.problems(run, EVERY_UPDATES, max_growth_kb=100, max_slowdown=2)
 
 
-@pytest.mark.parametrize('growth, words', [
+@pytest.mark.parametrize('growth, message', [
     (dict(), ''), (dict(rss=90 * 1024), ''), (dict(rss=110 * 1024), 'memory grows by 110 KB'),
     (dict(threads=0.5), 'threads grow: by 12'), (dict(fds=1), 'fds grow: by 25'),
     (dict(mappings=5), 'mappings grow: by 125'), (dict(threads=0.05), '')])
-def test_what_grows_is_told(growth, words):
+def test_growth_is_reported(growth, message):
   lines = problems(samples(**growth))
-  assert words in ' '.join(lines) and bool(words) == bool(lines)
+  assert message in ' '.join(lines) and bool(message) == bool(lines)
 
 
-def test_a_few_segments_say_nothing():
+def test_a_few_segments_are_not_enough():
   assert 'made 4.0 segments; 10 are needed' in problems(samples(5))[0]
 
 
@@ -42,19 +42,19 @@ def test_threads_that_come_and_go_do_not_grow():
   assert problems(run) == []
 
 
-def test_a_segment_that_takes_longer_and_longer_is_told():
+def test_slower_and_slower_segments_are_reported():
   run = [sample._replace(seconds=(sample.seconds / 10)**2) for sample in samples()]
-  first, last = soak.segment_seconds(run, EVERY)
+  first, last = soak.segment_seconds(run, EVERY_UPDATES)
   assert last > 5 * first
   assert 'a segment takes' in problems(run)[0]
-  assert soak.segment_seconds(samples(), EVERY) == pytest.approx((1.0, 1.0))
+  assert soak.segment_seconds(samples(), EVERY_UPDATES) == pytest.approx((1.0, 1.0))
 
 
-def test_the_slope_is_that_of_the_second_half():
+def test_the_slope_is_taken_from_the_second_half():
   run = samples(rss=1000)
   run = [sample._replace(rss=10**9) for sample in run[:40]] + run[40:]
-  assert soak.slope(run, 'rss', EVERY) == pytest.approx(1000)
-  assert soak.slope(run[:1], 'rss', EVERY) == 0
+  assert soak.slope(run, 'rss', EVERY_UPDATES) == pytest.approx(1000)
+  assert soak.slope(run[:1], 'rss', EVERY_UPDATES) == 0
 
 
 SMAPS = """\
@@ -71,20 +71,20 @@ Anonymous:            16 kB
 """
 
 
-def test_mappings_are_told_apart():
+def test_mappings_are_divided_into_heap_anonymous_and_files():
   assert soak.read_mappings(SMAPS) == (6 * 1024, 4 * 1024, 4)
   assert soak.read_fields('Name:\tpython\nVmRSS:\t  12 kB\nThreads:\t3\n') == dict(
       VmRSS=12, Threads=3)
 
 
-def test_this_process_can_be_read():
+def test_a_sample_of_this_process_is_plausible():
   sample = soak.read_sample(os.getpid(), 1.0, 2)
   assert sample.rss == sample.anonymous + sample.files and sample.files > 0
   assert 0 < sample.heap < sample.anonymous
   assert sample.threads >= 1 and sample.fds >= 3 and sample.mappings > 10
 
 
-def test_the_last_whole_line_has_the_update(tmp_path):
+def test_the_update_is_read_from_the_last_complete_line(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   assert soak.read_update(path) == 0
   path.write_text('{"update": 1}\n{"update": 2}\n{"upda')
@@ -94,7 +94,7 @@ def test_the_last_whole_line_has_the_update(tmp_path):
 
 
 def test_threads_and_open_files_of_a_real_training_are_flat(tmp_path):
-  """Twenty segments; times are not asserted, since others use the machine too."""
+  """The test asserts no times, since the machine may be shared."""
   path = tmp_path / 'samples.json'
   process = run_benchmark('soak', '--segments=20', '--every_updates=10', '--interval_s=0.1',
                        '--max_slowdown=100', '--max_growth_kb=20000', f'--json={path}',
@@ -107,7 +107,7 @@ def test_threads_and_open_files_of_a_real_training_are_flat(tmp_path):
     assert abs(soak.count_growth(run, name)) <= soak.SLACK[name]
 
 
-def test_a_training_that_cannot_start_is_told():
+def test_a_training_that_cannot_start_is_reported():
   process = run_benchmark('soak', '--segments=1', '--interval_s=0.1', '--config.scheme=sink')
   assert process.returncode == 1
   assert 'WRONG: the training ended with exit code 2' in process.stdout and 'sink' in process.stdout

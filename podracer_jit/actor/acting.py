@@ -106,6 +106,7 @@ class ForReplay(NamedTuple):
   def initial_state(self, vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
                     first_env: int) -> rollouts.ActorState:
     """Returns the initial state; see `Acting`."""
+    # The actor's vector environments have consecutive environments, `width` each.
     width = vector_envs[0].num_envs
     first_envs = range(first_env, first_env + width * len(vector_envs), width)
     exploration = [jnp.array(self.exploration[first:first + width]) for first in first_envs]

@@ -125,6 +125,7 @@ def _arrive(state: Sequences, step: TimeStep, unroll_length: int) -> tuple[Seque
   Returns:
     The new state of all environments, and the state of the environments that came back.
   """
+  # The environments that came back, at most once each.
   who = step.env_id
   env = state.env
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import chex
@@ -41,8 +41,8 @@ POLICY_AND_CRITIC = 'a policy with a critic'
 
 # (params, obs [T, N, ...], recurrent state before the first row, valid [T, N])
 #   -> dist_params [T, N, K], value [T, N], recurrent state after the last row
-Apply = Callable[[Params, jax.Array, RecurrentState, jax.Array],
-                 tuple[jax.Array, jax.Array, RecurrentState]]
+# With a fifth argument, the actions [T, N, ...], it also returns the outputs of auxiliary heads.
+Apply = Callable[..., tuple[Any, ...]]
 
 
 class Model(NamedTuple):
@@ -395,17 +395,23 @@ class ActorCritic(nn.Module):
   moments: Sequence[str] = ()  # normalised quantities: 'obs', 'returns', 'values'
   core: str = ''  # recurrent core, one of CORES; '' for none
   core_size: int = 0  # H, units of the core
+  # Auxiliary heads by name, which only losses call:
+  # (features [N, F], action [N, *action_shape]) -> [N, ...]
+  heads: Mapping[str, nn.Module] | None = None
 
   @nn.compact
   def __call__(self, obs: jax.Array, recurrent_state: RecurrentState = None,
-               valid: jax.Array | None = None):
+               valid: jax.Array | None = None, action: jax.Array | None = None):
     """Returns (dist_params [T, N, K], value [T, N], recurrent state) of T rows of N environments.
+
+    With actions, it also returns the outputs of the auxiliary heads, {name: [T, N, ...]}.
 
     Args:
       obs: [T, N, ...], observations.
       recurrent_state: state before the first row, shaped like `initial_recurrent_state`.
       valid: [T, N] bool, used by recurrent networks only. The row after an invalid row begins an
         episode, so its recurrent state is the initial one.
+      action: [T, N, ...], the actions that the auxiliary heads read; None: they are not computed.
     """
     if self.core:
       chex.assert_shape(valid, obs.shape[:2])
@@ -436,7 +442,17 @@ class ActorCritic(nn.Module):
     value = nn.Dense(1, kernel_init=orthogonal(1.0), name='value')(y)[:, 0]
     if 'values' in moments:
       value = running_moments.restore(moments['values'], value)
-    return dist_params.reshape(*rows, -1), value.reshape(rows), recurrent_state
+    outputs = dist_params.reshape(*rows, -1), value.reshape(rows), recurrent_state
+    if self.heads and self.is_initializing() and action is None:
+      self._auxiliary(x, jnp.zeros((*rows, *self.policy.action_shape), self.policy.action_dtype))
+    return outputs if action is None else (*outputs, self._auxiliary(x, action))
+
+  def _auxiliary(self, features: jax.Array, action: jax.Array) -> dict[str, jax.Array]:
+    """Returns the heads' outputs on features [T * N, F] and actions [T, N, ...]."""
+    rows = action.shape[:2]
+    flat = action.reshape(-1, *action.shape[2:])
+    by_name = {name: head(features, flat) for name, head in (self.heads or {}).items()}
+    return jax.tree.map(lambda x: x.reshape(*rows, *x.shape[1:]), by_name)
 
   def _remember(self, x: jax.Array, recurrent_state: Any, valid: jax.Array):
     """Returns the core's outputs [T, N, H] on x [T, N, F] and the state after the last row."""

@@ -27,7 +27,7 @@ class Optimizer(abc.ABC):
   anneal: bool = option(False, 'the rate falls linearly to 0 at total_steps')
   max_grad_norm: float = option(40.0, 'gradients are clipped to this global norm', above=0)
   kl_target: float = option(
-      0.0, 'the divergence from the acting policy that the rate adapts to, between 1e-6 and 1e-2; '
+      0.0, 'the rate, from 1e-6 to 1e-2, adapts to this KL divergence from the acting policy; '
       '0: the rate does not adapt', at_least=0)
 
   @abc.abstractmethod
@@ -37,6 +37,7 @@ class Optimizer(abc.ABC):
   def transformation(self) -> optax.GradientTransformation:
     """Returns clipping, `scale` and the adaptive factor, without the learning rate."""
     steps = [optax.clip_by_global_norm(self.max_grad_norm), self.scale()]
+    # The factor multiplies the learning rate later, so its limits are divided by the rate.
     if self.kl_target:
       steps.append(scale_by_kl(self.kl_target, SLOWEST / self.learning_rate,
                                FASTEST / self.learning_rate))
@@ -120,7 +121,7 @@ def scale_by_kl(target: float, low: float, high: float) -> optax.GradientTransfo
   """
 
   def update(steps, state, params=None, *, kl, **extra_args):
-    """Scales the steps; the signature is that of optax.
+    """Scales the steps; a function of `optax.GradientTransformationExtraArgs`.
 
     Args:
       steps: the steps to scale.

@@ -35,8 +35,8 @@ class About(NamedTuple):
 class Header(NamedTuple):
   """The small part of an answer, which travels ahead of the result."""
 
-  seconds: float  # that the call took in the process
-  nbytes: int  # of the arrays of the result
+  seconds: float  # duration of the call in the process
+  nbytes: int  # bytes of the result's arrays
 
 
 def about() -> About:
@@ -76,7 +76,7 @@ class Process:
 
     Args:
       factory: 'module:attribute' of a function or class.
-      args: its arguments.
+      args: arguments of the factory.
     """
     self._factory = factory
     self._args = args
@@ -90,8 +90,8 @@ class Process:
     """Calls a method of the object.
 
     Args:
-      method: its name.
-      *args: its arguments.
+      method: the name of the method.
+      *args: arguments of the method.
 
     Returns:
       The header, and the method's result, which is a pair (bytes of arrays, value).

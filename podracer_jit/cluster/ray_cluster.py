@@ -38,7 +38,7 @@ from podracer_jit.cluster.remote import Counters, Remote  # noqa: E402
 
 MB = 2**20
 _LEAST_STORE = 80 * MB  # Ray refuses less
-_LAST_LINES = 10  # of each process that are kept
+_LAST_LINES = 10  # lines of each process that are kept
 _SPILL_LOOK_S = 5.0  # seconds between two looks at whether Ray has spilled
 
 
@@ -49,10 +49,11 @@ class Cluster:
     """Notes how processes are begun; `connected` has connected this process.
 
     Args:
-      cpus: that each process reserves.
-      gpus: that each process reserves.
-      most_deaths: of a process in a row; see `Remote`.
-      spill_folder: to which Ray writes what does not fit its memory; None if it is not known.
+      cpus: CPUs that each process reserves.
+      gpus: GPUs that each process reserves.
+      most_deaths: deaths of a process in a row after which calls fail; see `Remote`.
+      spill_folder: the folder to which Ray writes arrays that do not fit its memory; None if it is
+        not known.
     """
     self._cpus = cpus
     self._gpus = gpus
@@ -82,7 +83,7 @@ class Cluster:
     """Begins an object in a process of its own, and a new one whenever it dies.
 
     Args:
-      name: for messages.
+      name: the name of the object, for messages.
       factory: 'module:attribute' that makes the object.
       args: life of the process -> arguments of the factory.
     """
@@ -101,7 +102,7 @@ class Cluster:
     """Returns a reference to a copy of the arrays of a tree, which each machine fetches once.
 
     Args:
-      tree: of arrays. The same object gets the same reference, however often it is published.
+      tree: a tree of arrays. The same object always gets the same reference.
     """
     with self._publish_lock:
       if self._published is None or self._published[0] is not tree:
@@ -165,10 +166,10 @@ def connected(cpus: float, gpus: float, most_deaths: int, processes: int, store_
   Ray starts its daemons by forks, so call this before JAX has threads.
 
   Args:
-    cpus: that each process reserves.
-    gpus: that each process reserves.
-    most_deaths: of a process in a row; see `Remote`.
-    processes: that there will be. A cluster of this machine has room for all.
+    cpus: CPUs that each process reserves.
+    gpus: GPUs that each process reserves.
+    most_deaths: deaths of a process in a row after which calls fail; see `Remote`.
+    processes: the number of processes that will begin. A cluster of this machine has room for all.
     store_bytes: memory for arrays under way, of a cluster begun here; 0: Ray decides.
     files: copies the code that all processes need into a folder.
 
@@ -222,9 +223,9 @@ def connected(cpus: float, gpus: float, most_deaths: int, processes: int, store_
 
 def _compare_store(nbytes: int) -> None:
   """Warns if Ray's memory on this machine is smaller than the bytes that will be under way."""
-  here = ray.get_runtime_context().get_node_id()
+  own_node = ray.get_runtime_context().get_node_id()
   store = next((node['Resources'].get('object_store_memory', 0) for node in ray.nodes()
-                if node['NodeID'] == here), 0)
+                if node['NodeID'] == own_node), 0)
   if store < nbytes:
     logging.warning("Ray's memory on this machine has %.2g GB, and up to %.2g GB may be under way: "
                     'start Ray with --object-store-memory=%d', store / 1e9, nbytes / 1e9, nbytes)

@@ -18,9 +18,9 @@ from podracer_jit.cluster.process import About, about
 from podracer_jit.options import shorten
 from podracer_jit.runtime.channels import PATIENCE_S, Closed
 
-# Seconds between two looks at whether the run ends.
+# A waiting call checks so often, in seconds, whether the run ends.
 _POLL_S = 0.2
-# Seconds that the last words of a dead process need to get here.
+# The last output of a dead process arrives within these seconds.
 _LAST_WORDS_S = 1.5
 _GONE = (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError,
          exceptions.OutOfMemoryError, exceptions.RaySystemError)
@@ -32,7 +32,7 @@ class Answer(NamedTuple):
   """The answer to a call."""
 
   value: Any  # the result, or its reference
-  seconds: float  # that the call took in the process
+  seconds: float  # duration of the call in the process
   round_trip_s: float  # from the call until now
 
 
@@ -42,7 +42,7 @@ class Call:
 
   method: str
   args: Sequence[Any]
-  life: int  # of the process that has it
+  life: int  # the life of the process that has the call
   header: ray.ObjectRef
   result: ray.ObjectRef
   since: float  # `time.perf_counter` of the first attempt
@@ -53,7 +53,7 @@ class Counters:
   """Figures of all remote objects of a run; several threads add to them."""
 
   restarts: int = 0
-  nbytes: int = 0  # that came to this process
+  nbytes: int = 0  # bytes that this process has received
   gets: int = 0
   get_s: float = 0.0
   lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -68,22 +68,22 @@ class Counters:
 class Remote:
   """An object in a process of the cluster.
 
-  The process is built by `begin` from the object's life alone, so a new one needs no word of the
-  old one. Its calls are answered in order.
+  `begin` builds the process from the object's life alone, so a new process needs nothing from the
+  dead one. Calls are answered in order.
   """
 
   def __init__(self, name: str, begin: Callable[[int], Any], most_deaths: int,
                counters: Counters, last_words: Callable[[str], Sequence[str]],
-               wanted: str, patience_s: float = PATIENCE_S):
+               needs: str, patience_s: float = PATIENCE_S):
     """Asks the cluster for the first process; returns at once.
 
     Args:
-      name: for messages, such as 'actor 3'.
+      name: the name of the object for messages, such as 'actor 3'.
       begin: life -> handle of an actor of Ray, a `process.Process`.
-      most_deaths: in a row, without an answer between them, after which calls fail.
-      counters: of all remote objects.
-      last_words: process id -> the last lines that it printed.
-      wanted: what the process needs of a machine, in words.
+      most_deaths: deaths in a row, without an answer between them, after which calls fail.
+      counters: the counters of all remote objects.
+      last_words: process id -> the last lines that the process printed.
+      needs: what a machine must have for the process, in words.
       patience_s: seconds of waiting between two warnings.
     """
     self.name = name
@@ -94,7 +94,7 @@ class Remote:
     self._deaths = 0
     self._counters = counters
     self._last_words = last_words
-    self._wanted = wanted
+    self._needs = needs
     self._patience_s = patience_s
     self._lock = threading.RLock()
     self._start()
@@ -112,8 +112,8 @@ class Remote:
     """Begins a call.
 
     Args:
-      method: of the object.
-      *args: its arguments; references among them arrive as values.
+      method: the name of a method of the object.
+      *args: arguments of the method; references among them arrive as values.
 
     Returns:
       The call, for `wait`.
@@ -128,9 +128,9 @@ class Remote:
     A call whose process died, or whose result was lost with a machine, is made again.
 
     Args:
-      call: of this object.
-      ended: asked again and again; if it returns True, this gives up.
-      fetch: whether the result itself is wanted here; otherwise a reference to it.
+      call: a call of this object.
+      ended: called again and again; once it returns True, waiting ends.
+      fetch: whether to return the result itself, or a reference to it.
 
     Raises:
       Closed: `ended` is true.
@@ -206,8 +206,8 @@ class Remote:
     """Begins a new process in place of a dead one.
 
     Args:
-      life: of the dead one; another thread may have replaced it already.
-      error: of Ray.
+      life: the life of the dead process; another thread may have replaced it already.
+      error: the error of Ray that tells of the death.
 
     Raises:
       Failed: too many have died.
@@ -241,7 +241,7 @@ class Remote:
     return pid[1], f'process {pid[1]} on {host[1] if host else "an unknown machine"}'
 
   def _greet(self) -> None:
-    """Notes the process once it runs, and compares its versions with those here.
+    """Notes the process once it runs, and compares its versions with those of this process.
 
     Raises:
       Failed: results would differ, or programs fail.
@@ -268,27 +268,27 @@ class Remote:
     return self.name if self.about is None else f'{self.name} ({self.about.place})'
 
   def _warn(self, seconds: float) -> None:
-    """Says who has not answered."""
+    """Warns that the process has not answered."""
     if self.about is None:
       logging.warning('%s: waiting for %.0f s for its process to start, on a machine with room for '
-                      '%s', self.name, seconds, self._wanted)
+                      '%s', self.name, seconds, self._needs)
     else:
       logging.warning('%s: waiting for %.0f s for %s to answer', self.name, seconds,
                       self.about.place)
 
 
-def problems_of_versions(there: About, own: About) -> list[str]:
+def problems_of_versions(about_remote: About, own: About) -> list[str]:
   """Returns lines about versions of a process that do not fit those of this one."""
   other = [f'{name} {version} ({own.versions.get(name)} here)'
-           for name, version in there.versions.items() if version != own.versions.get(name)]
+           for name, version in about_remote.versions.items() if version != own.versions.get(name)]
   if not other:
     return []
-  return [f'{there.host} has other versions than the learner: {", ".join(other)}; install the same '
-          'on all machines']
+  return [f'{about_remote.host} has other versions than the learner: {", ".join(other)}; install '
+          'the same on all machines']
 
 
 def _one_line(error: exceptions.RayTaskError) -> str:
-  """Returns the exception of the code on the cluster in a line."""
+  """Returns the exception that code on the cluster raised, in one line."""
   cause = error.cause
   words = shorten(str(cause), 400)
   name = type(cause).__name__

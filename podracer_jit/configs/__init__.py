@@ -1,1 +1,1 @@
-"""Experiments, one a file."""
+"""Shipped experiments, one in each file."""

@@ -7,10 +7,10 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   config = experiment.config('dpg', 'deterministic', 'adam', scheme='apex')
   config.total_steps = 1_000_000_000
-  config.unroll_length = 50  # what an actor sends at once
+  config.unroll_length = 50  # rows that an actor sends at once
 
   config.env.task = 'HumanoidStand-v1'
   config.env.num_envs = 64
@@ -29,7 +29,7 @@ def get_config(arg: str = ''):
   config.replay.capacity = 1_000_000
   config.replay.min_size = 50_000
   config.replay.batch_size = 256
-  config.replay.gradient_steps = 16  # between two looks at what came in
+  config.replay.gradient_steps = 16  # between two additions to the replay
   config.replay.eviction = 'prioritised'
   config.replay.params_every = 2  # rollouts, 100 steps of an environment
   config.checkpoint.every_updates = 10_000

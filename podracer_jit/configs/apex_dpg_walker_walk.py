@@ -2,15 +2,15 @@
 
 podracer_jit --config=configs/apex_dpg_walker_walk.py --workdir=runs/walker
 
-Networks and replay smaller than the paper's, a learning rate ten times as large, and two gradient
-steps for every 16 steps of the task.
+The networks and the replay are smaller than the paper's, the learning rate is ten times as large,
+and there are two gradient steps for every 16 steps of the task.
 """
 
 from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   config = experiment.config('dpg', 'deterministic', 'adam', scheme='apex_lockstep')
   config.total_steps = 1_000_000
   config.unroll_length = 16
@@ -34,7 +34,7 @@ def get_config(arg: str = ''):
   config.replay.gradient_steps = 32
   config.replay.eviction = 'prioritised'
   config.checkpoint.every_updates = 1000
-  config.placement.xla_threads = 2  # more than there are cores is slower
+  config.placement.xla_threads = 2  # more threads than cores are slower
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 10_000

@@ -2,18 +2,18 @@
 
 podracer_jit --config=configs/apex_dqn_atari.py --workdir=runs/x --config.env.task=Breakout-v5
 
-The paper's 360 environments, shared by the actors that there are. A replay of 2M transitions takes
-14.2 GB of the learner's memory; `--config.replay.capacity` makes it smaller.
+All actors together have the paper's 360 environments. A replay of 2M transitions takes 14.2 GB of
+the learner's memory; `--config.replay.capacity` makes it smaller.
 """
 
 from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only, from a small replay."""
+  """Returns the config; with `smoke` a run has a few updates only, and a small replay."""
   config = experiment.config('dqn', 'nature_cnn', 'centred_rmsprop', scheme='apex')
   config.total_steps = 2_000_000_000  # 8 of the paper's 22.8 billion frames
-  config.unroll_length = 50  # what an actor sends at once
+  config.unroll_length = 50  # rows that an actor sends at once
 
   config.env.task = 'Pong-v5'
   config.env.num_envs = 360
@@ -32,7 +32,7 @@ def get_config(arg: str = ''):
   config.replay.capacity = 2_000_000
   config.replay.min_size = 50_000
   config.replay.batch_size = 512
-  config.replay.gradient_steps = 16  # between two looks at what came in
+  config.replay.gradient_steps = 16  # between two additions to the replay
   config.replay.params_every = 2  # rollouts: 400 frames of an environment
   config.checkpoint.every_updates = 5_000
 

@@ -7,7 +7,7 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   config = experiment.config('dqn', 'mlp', 'adam', scheme='apex_lockstep')
   config.env.task = 'Catch-v0'
   config.env.num_envs = 16
@@ -21,7 +21,7 @@ def get_config(arg: str = ''):
   config.optimizer.learning_rate = 1e-3
   config.optimizer.anneal = False
   config.optimizer.max_grad_norm = 40.0
-  config.placement.xla_threads = 2  # more than there are cores is slower
+  config.placement.xla_threads = 2  # more threads than cores are slower
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
   return config

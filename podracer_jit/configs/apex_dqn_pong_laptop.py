@@ -2,20 +2,20 @@
 
 podracer_jit --config=configs/apex_dqn_pong_laptop.py --workdir=runs/apex_pong
 
-The frames and convolutions of pong_laptop.py, then two streams of 128; half of the environments and
-of the gradients on each core; a replay of a tenth of the paper's, from which a transition is drawn
-four times.
+Frames and convolutions are those of pong_laptop.py, with two streams of 128 units. Each core has
+half of the environments and of the gradients. The replay has a tenth of the paper's capacity, and a
+transition is drawn four times on average.
 """
 
 from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only, from a small replay."""
+  """Returns the config; with `smoke` a run has a few updates only, and a small replay."""
   config = experiment.config('dqn', 'nature_cnn', 'adam', scheme='apex_lockstep')
   config.total_steps = 2_000_000
   config.unroll_length = 16
-  config.microbatch_rows = 64  # what fits a core's cache is fastest
+  config.microbatch_rows = 64  # activations that fit a core's cache are fastest
 
   config.env.task = 'Pong-v5'
   config.env.num_envs = 16
@@ -28,7 +28,7 @@ def get_config(arg: str = ''):
   config.network.kernels = (3, 3, 3)
   config.network.strides = (3, 2, 1)
   config.network.hidden = 128
-  config.network.centre = True  # else up to half of the ReLUs are dead from the start
+  config.network.centre = True  # otherwise up to half of the ReLUs never become active
 
   config.loss.target_every = 100
   config.replay.capacity = 200_000
@@ -44,7 +44,7 @@ def get_config(arg: str = ''):
   config.placement.actor_devices = (0, 1)
   config.placement.learner_devices = (0, 1)
   config.placement.env_threads = 1
-  config.placement.xla_threads = 2  # more than there are cores is slower
+  config.placement.xla_threads = 2  # more threads than cores are slower
   config.checkpoint.every_updates = 500
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):

@@ -13,7 +13,7 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few small updates only; `nature_cnn` takes that network; or both: `a,b`."""
+  """Returns the config; the arguments are `smoke` (a few small updates) and `nature_cnn`."""
   args = experiment.arguments(arg, 'smoke', 'nature_cnn')
   network = 'nature_cnn' if 'nature_cnn' in args else 'impala_resnet'  # (16, 32, 32), hidden 256
   config = experiment.config('impala', network, 'rmsprop', scheme='cleanba')
@@ -23,7 +23,7 @@ def get_config(arg: str = ''):
 
   config.env.task = 'Breakout-v5'
   config.env.num_envs = 128
-  config.num_shards = 2  # EnvPool steps one while the policy works on the other
+  config.num_shards = 2  # EnvPool steps one shard while the policy works on the other
   # Machado et al. (1709.06009): sticky actions, every action, no hints about lives, 30 minutes;
   # FIRE is pressed at a reset, as in Cleanba (EnvPool's default).
   config.env.repeat_action_probability = 0.25
@@ -46,7 +46,7 @@ def get_config(arg: str = ''):
   config.optimizer.eps = 0.01
   config.optimizer.max_grad_norm = 40.0
 
-  config.num_grad_shards = 4  # up to so many learner devices
+  config.num_grad_shards = 4  # at most 4 learner devices
   config.checkpoint.every_updates = 2_000  # 5M steps
 
   if 'smoke' in args:

@@ -7,7 +7,7 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   config = experiment.config('impala', 'mlp', 'adam', scheme='cleanba')
   config.env.task = 'CartPole-v1'
   config.env.num_envs = 32
@@ -15,12 +15,12 @@ def get_config(arg: str = ''):
   config.unroll_length = 20
   config.num_minibatches = 2
   config.loss.discount = 0.98
-  # Returns of a hundred and a torso that both heads share: the value must not drown the policy.
+  # The heads share a torso and returns are large, so a larger weight would drown the policy loss.
   config.loss.baseline_coef = 0.02
   config.optimizer.learning_rate = 2e-3
   config.optimizer.max_grad_norm = 40.0
-  config.placement.xla_threads = 2  # more than there are cores is slower
-  config.placement.env_threads = 1  # steps so short that threads of far cores are slower together
+  config.placement.xla_threads = 2  # more threads than cores are slower
+  config.placement.env_threads = 1  # several threads make such short steps slower on far cores
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
   return config

@@ -1,4 +1,4 @@
-"""IMPALA on Catch: learns in half a minute: a first look at everything.
+"""IMPALA on Catch, which it learns in half a minute: a first look at the package.
 
 podracer_jit --config=configs/impala_catch.py --workdir=runs/catch
 """
@@ -7,7 +7,7 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   config = experiment.config('impala', 'mlp', 'adam', scheme='cleanba')
   config.env.task = 'Catch-v0'
   config.env.num_envs = 32
@@ -15,7 +15,7 @@ def get_config(arg: str = ''):
   config.unroll_length = 20
   config.num_minibatches = 2
   config.optimizer.learning_rate = 1e-3
-  config.placement.xla_threads = 2  # more than there are cores is slower
+  config.placement.xla_threads = 2  # more threads than cores are slower
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
   return config

@@ -2,16 +2,16 @@
 
 podracer_jit --config=configs/impala_memory.py --workdir=runs/memory
 
-The red door is to be opened, then the blue one across the room; the other order ends the episode
-with nothing. Who faces the blue door does not see whether the red one is open. Without memory:
---config.network.core=none
+The agent must open the red door, then the blue door across the room; the other order ends the
+episode without a reward. An agent that faces the blue door cannot see whether the red door is open.
+Without memory: --config.network.core=none
 """
 
 from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   config = experiment.config('impala', 'mlp', 'adam', scheme='fused')
   config.env.task = 'MiniGrid-RedBlueDoors-6x6-v0'
   config.env.num_envs = 64
@@ -24,8 +24,8 @@ def get_config(arg: str = ''):
   config.loss.entropy_coef = 0.01
   config.optimizer.learning_rate = 1e-3
   config.optimizer.max_grad_norm = 40.0
-  config.placement.xla_threads = 2  # more than there are cores is slower
-  config.placement.env_threads = 1  # steps so short that threads of far cores are slower together
+  config.placement.xla_threads = 2  # more threads than cores are slower
+  config.placement.env_threads = 1  # several threads make such short steps slower on far cores
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 10_000
   return config

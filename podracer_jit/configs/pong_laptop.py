@@ -2,23 +2,22 @@
 
 podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong
 
-PPO with a small network on 42x42 frames. Its first convolution takes 3x3 patches, which is one
-matrix product, and everything is done twice over, once on each core: two virtual CPU devices act
-and learn side by side on half of the environments each, instead of one program that spreads its
-operations over both cores.
+PPO with a small network on 42x42 frames. The first convolution has 3x3 patches that do not overlap,
+so it is one matrix product. Each core is a virtual device that acts and learns with half of the
+environments; this is faster than one program that spreads its operations over both cores.
 """
 
 from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   config = experiment.config('ppo', 'nature_cnn', 'adam', scheme='sync')
   config.total_steps = 2_000_000
   config.unroll_length = 128
   config.num_epochs = 3
   config.num_minibatches = 8
-  config.microbatch_rows = 64  # what fits a core's cache is fastest
+  config.microbatch_rows = 64  # activations that fit a core's cache are fastest
 
   config.env.task = 'Pong-v5'
   config.env.num_envs = 16
@@ -29,7 +28,7 @@ def get_config(arg: str = ''):
   config.network.kernels = (3, 3, 3)
   config.network.strides = (3, 2, 1)
   config.network.hidden = 256
-  config.network.centre = True  # else up to half of the ReLUs are dead from the start
+  config.network.centre = True  # otherwise up to half of the ReLUs never become active
 
   config.loss.clip = 0.1
   config.loss.value_coef = 2.0
@@ -42,7 +41,7 @@ def get_config(arg: str = ''):
   config.placement.actor_devices = (0, 1)
   config.placement.learner_devices = (0, 1)
   config.placement.env_threads = 1
-  config.placement.xla_threads = 2  # more than there are cores is slower
+  config.placement.xla_threads = 2  # more threads than cores are slower
   config.checkpoint.every_updates = 200
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):

@@ -11,7 +11,7 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few small updates only."""
+  """Returns the config; with the argument `smoke` a run has a few small updates only."""
   config = experiment.config('ppo', 'nature_cnn', 'adam', scheme='cleanba')
   config.total_steps = 50_000_000  # 200M frames
   config.unroll_length = 128
@@ -20,7 +20,7 @@ def get_config(arg: str = ''):
 
   config.env.task = 'Breakout-v5'
   config.env.num_envs = 128
-  config.num_shards = 2  # EnvPool steps one while the policy works on the other
+  config.num_shards = 2  # EnvPool steps one shard while the policy works on the other
   # Machado et al. (1709.06009): sticky actions, every action, no hints about lives, 30 minutes;
   # FIRE is pressed at a reset, as in Cleanba (EnvPool's default).
   config.env.repeat_action_probability = 0.25
@@ -43,8 +43,8 @@ def get_config(arg: str = ''):
   config.optimizer.eps = 1e-5
   config.optimizer.max_grad_norm = 0.5
 
-  config.num_grad_shards = 8  # up to 8 learner devices
-  config.microbatch_rows = 64  # what fits a CPU's cache is fastest
+  config.num_grad_shards = 8  # at most 8 learner devices
+  config.microbatch_rows = 64  # activations that fit a CPU's cache are fastest
   config.checkpoint.every_updates = 300  # 5M steps
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):

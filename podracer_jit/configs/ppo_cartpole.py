@@ -7,7 +7,7 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   config = experiment.config('ppo', 'mlp', 'adam', scheme='fused')
   config.env.task = 'CartPole-v1'
   config.env.num_envs = 16
@@ -17,12 +17,12 @@ def get_config(arg: str = ''):
   config.num_epochs = 4
   config.loss.clip = 0.2
   config.loss.discount = 0.98
-  # Returns of a hundred and a torso that both heads share: the value must not drown the policy.
+  # The heads share a torso and returns are large, so a larger weight would drown the policy loss.
   config.loss.value_coef = 0.02
   config.loss.entropy_coef = 0.0
   config.optimizer.learning_rate = 2e-3
-  config.placement.xla_threads = 2  # more than there are cores is slower
-  config.placement.env_threads = 1  # steps so short that threads of far cores are slower together
+  config.placement.xla_threads = 2  # more threads than cores are slower
+  config.placement.env_threads = 1  # several threads make such short steps slower on far cores
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
   return config

@@ -2,14 +2,15 @@
 
 podracer_jit --config=configs/ppo_mujoco.py --workdir=runs/cheetah --config.env.task=Hopper-v4
 
-With what openai/baselines adds: observations and rewards normalised, the rate linearly to 0.
+As in openai/baselines, observations and rewards are normalised, and the learning rate falls
+linearly to 0.
 """
 
 from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   config = experiment.config('ppo', 'mlp', 'adam', scheme='fused')
   config.env.task = 'HalfCheetah-v4'
   config.env.num_envs = 1
@@ -26,7 +27,7 @@ def get_config(arg: str = ''):
   config.loss.value_coef = 0.5
   config.loss.entropy_coef = 0.0
   config.optimizer.learning_rate = 3e-4
-  config.placement.xla_threads = 2  # more than there are cores is slower
+  config.placement.xla_threads = 2  # more threads than cores are slower
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
   return config

@@ -7,7 +7,7 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   config = experiment.config('ppo', 'mlp', 'adam', scheme='fused')
   config.env.task = 'HalfCheetah-v4'
   config.env.num_envs = 64
@@ -24,7 +24,7 @@ def get_config(arg: str = ''):
   config.loss.entropy_coef = 0.0
   config.optimizer.learning_rate = 2.95e-3  # linearly to 0
   config.optimizer.max_grad_norm = 3.5
-  config.placement.xla_threads = 2  # more than there are cores is slower
+  config.placement.xla_threads = 2  # more threads than cores are slower
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 10_000
   return config

@@ -2,15 +2,15 @@
 
 podracer_jit --config=ppo_playground --workdir=runs/balance
 
-Needs the extra `playground`. Normalised observations, the discount and the entropy bonus are those
-of Playground's own PPO; its batches are larger, for a GPU.
+The config needs the extra `playground`. Like Playground's own PPO, it normalises observations, and
+has the same discount and entropy bonus; Playground's batches are larger, for a GPU.
 """
 
 from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   config = experiment.config('ppo', 'mlp', 'adam', scheme='fused')
   config.env.task = 'playground:CartpoleBalance'
   config.env.num_envs = 64
@@ -27,7 +27,7 @@ def get_config(arg: str = ''):
   config.loss.value_coef = 0.5
   config.loss.entropy_coef = 0.01
   config.optimizer.learning_rate = 1e-3  # linearly to 0
-  config.placement.xla_threads = 2  # more than there are cores is slower
+  config.placement.xla_threads = 2  # more threads than cores are slower
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 10_000
   return config

@@ -2,14 +2,14 @@
 
 podracer_jit --config=configs/ppo_pong_envpool.py --workdir=runs/pong_envpool
 
-The environment is that of CleanRL's experiment: no sticky actions, lives end episodes for the loss.
+The environment is CleanRL's: no sticky actions, and for the loss the end of a life ends an episode.
 """
 
 from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """`smoke` makes a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
   config = experiment.config('ppo', 'nature_cnn', 'adam', scheme='sync')
   config.env.task = 'Pong-v5'
   config.env.num_envs = 64
@@ -19,7 +19,7 @@ def get_config(arg: str = ''):
   config.unroll_length = 128
   config.num_minibatches = 4
   config.num_epochs = 4
-  config.microbatch_rows = 64  # what fits a core's cache is fastest
+  config.microbatch_rows = 64  # activations that fit a core's cache are fastest
   config.num_shards = 2
   config.num_grad_shards = 2
   config.loss.clip = 0.1

@@ -413,6 +413,7 @@ mlir.register_lowering(_call_p, mlir.lower_fun(_evaluate))
 
 def _call(function: Callable, *args: jax.Array | None) -> Any:
   """Binds function(*args), a function of EnvPool, into the program that is being traced."""
+  # EnvPool's function becomes a static parameter of the primitive, which is bound in its place.
   call, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
   results = _call_p.bind(*jax.tree.leaves(args), call=call)
   return jax.tree.unflatten(jax.tree.structure(shapes), results)

@@ -202,6 +202,7 @@ def observe(obs: Any, space: Any, leaves: Sequence[Leaf]) -> Any:
       values = leaf.one_hot_from + np.arange(leaf.part.size, dtype=np.int32)
       x = x.reshape(size, 1) == values
     columns.append(x.reshape(size, -1).astype(dtype))
+  # NumPy or jax.numpy, without an import of JAX in worker processes.
   xnp = arrays[0].__array_namespace__()
   return xnp.concatenate(columns, axis=1)
 

@@ -68,6 +68,7 @@ class Learner(abc.ABC):
 
     `allocate` adds the replay.
     """
+    # Jitted, so that the seed is data: all seeds share one program in the cache.
     return placement.replicate(jax.jit(self._first_state)(seed), self.parts.mesh)
 
   def state_shapes(self) -> TrainState:

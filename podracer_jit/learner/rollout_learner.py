@@ -30,6 +30,7 @@ class RolloutLearner(Learner):
     self.sizes = sizes
     self._gradient_programs: dict[tuple[Mesh, int], sharding.GradientPrograms] = {}
     self.gradient_steps = sizes.num_epochs * sizes.num_minibatches
+    # XLA's all-reduce adds one gradient of each device, so each device is one group.
     if not exact_reduce:
       sizes = sizes._replace(num_grad_shards=parts.mesh.size)
     self.learn = rollout_updates.make_learn(

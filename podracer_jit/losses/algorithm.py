@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import chex
@@ -24,6 +24,7 @@ from jax import lax
 from podracer_jit.agents import kinds
 from podracer_jit.agents.networks import Model
 from podracer_jit.envs import frames
+from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.losses.minibatches import ENVIRONMENTS, Unit
 from podracer_jit.options import INT32_MAX, option
 from podracer_jit.types import Metrics, Params, Rollout, Transition
@@ -45,6 +46,19 @@ class Algorithm(abc.ABC):
   def problems(self) -> Iterator[str]:
     """Yields problems of the combination of options, one line each."""
     yield from ()
+
+  def heads(self, spec: EnvSpec) -> Mapping[str, nn.Module]:
+    """Returns auxiliary heads of the network by name; by default none.
+
+    A head is a flax module (features [N, F], action [N, ...]) -> [N, ...]. Its parameters are
+    trained with the network's, and `unroll_with_heads` gives its outputs to the loss. Acting does
+    not compute it.
+
+    Args:
+      spec: of the task.
+    """
+    del spec
+    return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,11 +170,29 @@ def unroll(model: Model, params: Params, rollout: Rollout) -> tuple[jax.Array, j
     dist_params [T + 1, N, K] and value [T + 1, N].
   """
   chex.assert_rank(rollout.valid, 2)
+  # The rollout's state has a leading axis [1], so that all its arrays can be cut by environment.
   state = jax.tree.map(lambda x: x[0], rollout.recurrent_state)
   # The network takes T + 1 masks. The last one affects only the recurrent state after the last
   # row, which is dropped.
   valid = jnp.concatenate([rollout.valid, rollout.valid[-1:]])
   return model.apply(params, frames.stacks(rollout.obs), state, valid)[:2]
+
+
+def unroll_with_heads(model: Model, params: Params, rollout: Rollout
+                      ) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+  """Applies the network, with its auxiliary heads, to all rows of a rollout.
+
+  Returns:
+    dist_params [T + 1, N, K] and value [T + 1, N] as `unroll` does, and the outputs of the heads on
+    each row's observation and action by name, [T, N, ...].
+  """
+  chex.assert_rank(rollout.valid, 2)
+  state = jax.tree.map(lambda x: x[0], rollout.recurrent_state)
+  # As in `unroll`, the last row has no mask of its own, and it has no action; its heads are cut.
+  valid, action = (jnp.concatenate([x, x[-1:]]) for x in (rollout.valid, rollout.action))
+  dist_params, value, _, heads = model.apply(
+      params, frames.stacks(rollout.obs), state, valid, action)
+  return dist_params, value, jax.tree.map(lambda x: x[:-1], heads)
 
 
 def weighted_loss(error: jax.Array, weight: jax.Array, loss_terms: Metrics

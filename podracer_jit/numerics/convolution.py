@@ -1,7 +1,7 @@
 """Convolution and max-pooling in formulations that are fast on CPUs.
 
 Networks use three functions: `conv2d`, `max_pool` and `in_chunks`. On platforms other than CPUs
-they lower to XLA's own operations.
+they lower to XLA's own operations, and inside `plainly` they do so on CPUs, too.
 
 The speed of a convolution in XLA's CPU backend depends on how the convolution is written. Inside a
 loop, the backward convolutions of autodiff are 15 to 50 times slower (jax 0.10.2). This module
@@ -14,9 +14,11 @@ tests/numerics/test_implementation.py checks which formulation each platform get
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import chex
 import jax
@@ -28,6 +30,21 @@ _LAYOUT = ('NHWC', 'HWIO', 'NHWC')
 IMAGE = 4 * 84 * 84
 # YNNPACK handles a convolution only if its input or output channels exceed this.
 VECTOR = 16
+
+_plain = contextvars.ContextVar('plain', default=False)
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+  """Makes this module's functions trace to XLA's own operations on every platform.
+
+  It is for programs that are stored and run by other versions and on other machines.
+  """
+  token = _plain.set(True)
+  try:
+    yield
+  finally:
+    _plain.reset(token)
 
 
 def in_chunks(function: Callable, x: jax.Array, near: int) -> jax.Array:
@@ -45,6 +62,8 @@ def in_chunks(function: Callable, x: jax.Array, near: int) -> jax.Array:
     function(x), [N, ...].
   """
   chex.assert_scalar_positive(near)
+  if _plain.get():
+    return function(x)
   count = x.shape[0]
   rows = rows_at_once(count, x.shape[1:], near)
   if count <= rows:
@@ -142,7 +161,7 @@ def conv2d(x: jax.Array, w: jax.Array, stride: int, padding: str = 'VALID') -> j
       return _as_product(x, w, stride)
     return _conv2d(x, w, stride, pads)
 
-  return lax.platform_dependent(x, w, cpu=fast, default=plain)
+  return plain(x, w) if _plain.get() else lax.platform_dependent(x, w, cpu=fast, default=plain)
 
 
 def _as_product(x, w, stride):
@@ -331,6 +350,9 @@ def max_pool(x: jax.Array, window: int, stride: int) -> jax.Array:
   """
   chex.assert_rank(x, 4)
   chex.assert_type(x, float)
+  if _plain.get():
+    sizes = ((1, window, window, 1), (1, stride, stride, 1))
+    return lax.reduce_window(x, -jnp.inf, lax.max, *sizes, 'SAME')
   return _max_pool(x, window, stride, x.shape[1:3])
 
 

@@ -2,7 +2,7 @@
 
 The sums consist of additions in one fixed order, and their inputs come out of islands
 (`numerics.islands`), so XLA cannot change their rounding.
-`test_a_sum_by_slices_is_the_pairwise_one_on_any_mesh` fails without the fixed order.
+`test_exact_sum_equals_the_pairwise_sum_on_any_mesh` fails without the fixed order.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def pairwise_sum(x: jax.Array) -> jax.Array:
   return _add_neighbours(x, 1)[0]
 
 
-def _add_neighbours(x: jax.Array, left: int) -> jax.Array:
-  """Adds neighbours of x [n, ...] in the order of `pairwise_sum` until at most `left` remain."""
-  while x.shape[0] > left:
+def _add_neighbours(x: jax.Array, most: int) -> jax.Array:
+  """Adds neighbours of x [n, ...] in the order of `pairwise_sum` until at most `most` remain."""
+  while x.shape[0] > most:
     # A last row without a neighbour waits for the next round.
     even = x.shape[0] // 2 * 2
     x = jnp.concatenate([x[:even:2] + x[1:even:2], x[even:]])

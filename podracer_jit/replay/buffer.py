@@ -94,7 +94,7 @@ class Replay(NamedTuple):
                  inserted=zeros())
 
   def add(self, state: State, group: jax.Array, experience: Experience, keys: jax.Array,
-          now: jax.Array) -> State:
+          clock: jax.Array) -> State:
     """Adds experience and evicts transitions beyond the capacity.
 
     Args:
@@ -102,7 +102,7 @@ class Replay(NamedTuple):
       group: [k] i32, the groups of the experience, all different; out-of-range groups are ignored.
       experience: [k, T, B, ...].
       keys: [groups], one PRNG key for each group, for evictions.
-      now: [] i32, time stored with the rows, on the caller's clock.
+      clock: [] i32, the caller's time, which is stored with the rows.
 
     Returns:
       The new state.
@@ -110,7 +110,7 @@ class Replay(NamedTuple):
     chex.assert_shape([experience.priority, experience.starts],
                       (len(group), self.unroll_length, self.envs))
     chex.assert_type(experience.starts, bool)
-    frames, start = ring.write(state.ring, group, experience, now)
+    frames, start = ring.write(state.ring, group, experience, clock)
 
     # Row t of the experience has the priority of the transition that began n_step rows before.
     steps = self.unroll_length + (self.margin if self.fifo else 0)
@@ -128,6 +128,7 @@ class Replay(NamedTuple):
     # the oldest rows have lost frames of their stacks.
     value = jnp.where(starts, _mass(error, self.priority_exponent), 0.0)
     value = jnp.pad(value, ((0, 0), (0, self.margin * self.envs)))
+    # The size changes by the new transitions, minus the overwritten ones.
     before = tree.get(state.priorities, group, place) > 0
     change = jnp.sum(value > 0, axis=1) - jnp.sum(before, axis=1)
     return state._replace(priorities=tree.put(state.priorities, group, place, value),

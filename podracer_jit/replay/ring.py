@@ -51,7 +51,7 @@ def init(groups: int, rows: int, like: Experience) -> Ring:
       head=jnp.zeros(groups, jnp.int32))
 
 
-def write(ring: Ring, group: jax.Array, experience: Experience, now: jax.Array
+def write(ring: Ring, group: jax.Array, experience: Experience, clock: jax.Array
           ) -> tuple[Ring, jax.Array]:
   """Writes T rows per group; out-of-range groups are ignored.
 
@@ -62,7 +62,7 @@ def write(ring: Ring, group: jax.Array, experience: Experience, now: jax.Array
     ring: the ring of all groups of the device.
     group: [k] i32, the groups to write to, all different.
     experience: [k, T, B, ...].
-    now: [] i32, time stored with the rows, on the caller's clock.
+    clock: [] i32, the caller's time, which is stored with the rows.
 
   Returns:
     The ring, and the index of row 0 in each group [k] i32.
@@ -98,7 +98,7 @@ def write(ring: Ring, group: jax.Array, experience: Experience, now: jax.Array
       reward=put(ring.reward, experience.reward),
       terminated=put(ring.terminated, experience.terminated),
       truncated=put(ring.truncated, experience.truncated),
-      added=put(ring.added, jnp.broadcast_to(now, (len(group), steps))),
+      added=put(ring.added, jnp.broadcast_to(clock, (len(group), steps))),
       head=ring.head.at[group].set(target[:, -1], mode='drop'))
   return written, start
 

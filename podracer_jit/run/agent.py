@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,17 @@ from safetensors import numpy as safetensors_numpy
 
 from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
-from podracer_jit.run import build, checkpoint, evaluation, manifest, safe_files, workdirs
+from podracer_jit.run import (
+    build,
+    checkpoint,
+    evaluation,
+    export,
+    manifest,
+    safe_files,
+    sources,
+    workdirs,
+)
+from podracer_jit.run import config as config_lib
 from podracer_jit.run.experiment import Experiment
 
 PARAMETERS = 'parameters.safetensors'
@@ -96,16 +106,35 @@ class Agent:
   def save(self, folder: str | Path) -> None:
     """Writes the agent to a new folder, which `load` reads.
 
-    The folder has the config (config.json), the parameters (parameters.safetensors) and checksums
-    (manifest.json). Reading it executes none of its content.
+    The folder has the config (config.json), the parameters (parameters.safetensors), checksums
+    (manifest.json), and copies of your own modules (sources/). Reading it executes none of its
+    content.
 
     Raises:
       ValueError: the folder exists and is not empty.
       OSError: a file cannot be written.
     """
+    self._write(Path(folder), {})
+
+  def export(self, folder: str | Path) -> None:
+    """Writes the agent to a new folder, for programs that do not have this package.
+
+    Beside the files of `save` it has a description (agent.json) and two programs of `jax.export`,
+    for CPUs, NVIDIA's GPUs and TPUs and for any batch: greedy.jax and drawn.jax. `load` reads it,
+    too. agent.json says how the programs are called, and how much they may differ from `act`.
+
+    Raises:
+      ValueError: there is something of that name already, or the network cannot be exported.
+      OSError: it cannot be written.
+    """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-      raise ValueError(f'{folder} exists; choose another name, as nothing saved is overwritten')
+    check_new(folder)  # before the programs are compiled
+    self._write(folder, export.files(self.player, self.experiment, self._spaces))
+
+  def _write(self, folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes the files that every saved agent has, and `files`, to a new folder in one step."""
+    check_new(folder)
+    # The folder gets its name in one step, once it is complete.
     draft = folder.with_name(folder.name + _DRAFT)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -115,6 +144,9 @@ class Agent:
     safetensors_numpy.save_file(
         {name: np.asarray(array, order='C') for name, array in checkpoint.leaves(params).items()},
         draft / PARAMETERS, {'update': str(self.update), 'steps': str(self.steps)})
+    for name, content in files.items():
+      safe_files.write_bytes(draft / name, content)
+    sources.keep(draft, config_lib.sources(self.experiment.fields), 1)
     manifest.write(draft, manifest.digest(params))
     with contextlib.suppress(FileNotFoundError):
       folder.rmdir()  # `rename` needs a free name; an existing folder is empty.
@@ -200,6 +232,16 @@ class Agent:
       return player.policy.to_env(action), state
 
     return jax.jit(decide, static_argnums=5)
+
+
+def check_new(folder: Path) -> None:
+  """Checks that an agent may be written to a folder.
+
+  Raises:
+    ValueError: there is something of that name already.
+  """
+  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    raise ValueError(f'{folder} exists; choose another name, as nothing saved is overwritten')
 
 
 def load_saved(folder: Path, seed: int = 0, allow_modules: Collection[str] = ()) -> Agent:

@@ -200,6 +200,29 @@ def make_network(experiment: Experiment) -> nn.Module:
   if dist_params.shape[-1] != experiment.policy.dist_size:
     raise ValueError(f'policy: it reads {experiment.policy.dist_size} numbers, and {name} gives '
                      f'{dist_params.shape[-1]}')
+  return _with_heads(network, experiment)
+
+
+def _with_heads(network: nn.Module, experiment: Experiment) -> nn.Module:
+  """Returns the network with the auxiliary heads of its algorithm, if it has any.
+
+  Raises:
+    ValueError: the network has no place for heads, or a head fails.
+  """
+  name = experiment.loss_name
+  spec = experiment.spec
+  try:
+    heads = dict(experiment.algorithm.heads(spec))
+    if not heads:
+      return network
+    if 'heads' not in {field.name for field in dataclasses.fields(network)}:
+      raise TypeError(f'{type(network).__name__} takes no heads')
+    network = network.clone(heads=heads)
+    jax.eval_shape(lambda key: networks.init_params(network, key, spec.obs_shape, spec.obs_dtype),
+                   jax.random.key(0))
+  except Exception as error:  # noqa: BLE001 - a user's own heads may raise anything
+    raise ValueError(f'loss.name: the heads of {name} fail on {spec.task}: '
+                     f'{type(error).__name__}: {options.shorten(str(error))}') from error
   return network
 
 
@@ -262,7 +285,9 @@ def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any | N
     The actors, in order.
   """
   place = run.place
+  # One program has one actor, which steps the environments of all devices.
   devices = [place.actors[0]] if run.experiment.scheme.graph.one_program else place.actors
+  # Actors are numbered over all processes, so that seeds and keys do not depend on the processes.
   first = place.process * len(devices)
   return [make_actor(run, index, shards_of(run.experiment, number, len(devices) * place.processes),
                      device, stack, envs)
@@ -337,6 +362,7 @@ def envs_after(run: Run, states: Mapping[str, Any], first_update: int) -> Any:
   """
   if not run.keeps_envs:
     return None
+  # The learner's state counts the updates; actors may have made more rollouts.
   updates = int(states['learner'].train.update) - first_update
   graph = run.experiment.scheme.graph
   return kept_envs.gather(graph.actors_after(run.plan, states, updates))

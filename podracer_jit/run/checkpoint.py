@@ -167,6 +167,7 @@ class Checkpoints:
     whole = NamedSharding(mesh, PartitionSpec())
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
                         _metadata(self._workdir, update, 'state'))
+    # Orbax's metadata has the numbers of a PRNG key, but it restores keys by their own dtype.
     key = jax.eval_shape(lambda: jax.random.key(0))
     like['key'] = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
     restored = self._manager.restore(
@@ -213,15 +214,15 @@ class Checkpoints:
     Raises:
       ValueError: the item has other arrays.
     """
-    wanted = leaves(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
+    shapes = leaves(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
     saved = _metadata(self._workdir, update, item)
-    differing = _with_present_names(leaves(saved)).keys() ^ wanted.keys()
+    differing = _with_present_names(leaves(saved)).keys() ^ shapes.keys()
     if differing:
       name = min(differing)
-      where = 'is only in this run' if name in wanted else 'is only in the checkpoint'
+      where = 'is only in this run' if name in shapes else 'is only in the checkpoint'
       raise ValueError(f'{item}: {name} {where}')
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: wanted[_present_name(_name_of(path))], saved)
+        lambda path, leaf: shapes[_present_name(_name_of(path))], saved)
 
   def close(self) -> None:
     """Closes the folder; checkpoints cannot be saved or read afterwards."""

@@ -55,6 +55,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
     raise ValueError(f'--config: {field} is a required_placeholder, which ml_collections lets no '
                      'flag set; make it a placeholder')
   for section in config_lib.CHOICES:
+    # In the order of the command line, so that the last flag counts.
     for arg in argv:
       if arg.startswith(f'--config.{section}.name='):
         with one_line_errors(), config.unlocked():
@@ -160,6 +161,7 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues, fields: Sequence
   try:
     arguments = values(list(argv))
   except flags.UnrecognizedFlagError as error:
+    # Users often leave out '--config.' or the section, so a field's last name counts, too.
     last = {field.rpartition('.')[2]: field for field in fields[::-1]} | {f: f for f in fields}
     near = [last[name] for name in difflib.get_close_matches(error.flagname, last, n=1, cutoff=0.8)]
     if not near:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,13 +174,26 @@ def modules(fields: Mapping[str, Any]) -> dict[str, str]:
           if module or field != 'env.task'}
 
 
-def check_modules(fields: Mapping[str, Any], allowed: Collection[str], where: str) -> None:
+def sources(fields: Mapping[str, Any]) -> dict[str, bytes]:
+  """Returns the source files of all modules that a config of plain values names, by their paths.
+
+  They are those that this process has imported; see `parts.sources_of`.
+  """
+  files: dict[str, bytes] = {}
+  for name in sorted(set(modules(fields).values())):
+    files = dict(parts.sources_of(name)) | files
+  return files
+
+
+def check_modules(fields: Mapping[str, Any], allowed: Collection[str], where: str,
+                  copies: Callable[[str], str] = lambda name: '') -> None:
   """Refuses a config from a workdir that names modules which nobody has allowed.
 
   Args:
     fields: plain values of the config; nothing is imported.
     allowed: names of modules that may be imported.
     where: the file that the config was read from, for the message.
+    copies: returns the path of the workdir's copy of a module, '' if it has none.
 
   Raises:
     ValueError: a module is not allowed; the message names the files that would be run.
@@ -190,8 +203,10 @@ def check_modules(fields: Mapping[str, Any], allowed: Collection[str], where: st
     listed = ', '.join(f'{field} = {name}:..., which runs {parts.file_of(name)}'
                        for field, name in refused.items())
     names = ','.join(dict.fromkeys(refused.values()))
+    kept = ','.join(filter(None, map(copies, dict.fromkeys(refused.values()))))
+    or_kept = f', or the copies that are kept with it: --allow_modules={kept}' if kept else ''
     raise ValueError(f'--workdir: {where} names modules of its own ({listed}); if you trust them: '
-                     f'--allow_modules={names}')
+                     f'--allow_modules={names}{or_kept}')
 
 
 def allowed_modules(entries: Iterable[str]) -> frozenset[str]:

@@ -231,6 +231,7 @@ def play(player: Player, num_episodes: int, num_envs: int, seed: int, max_steps:
       state, played = program(player.params, state)
       played, running = jax.device_get((played, state.envs[0].episode_length))
       for i, episodes in enumerate(counted):
+        # Episodes beyond the quota of the environment are dropped.
         rows = np.flatnonzero(played.ended[:, i])[:quotas[i] - len(episodes)]
         episodes += [(float(played.episode_return[t, i]), int(played.length[t, i])) for t in rows]
         if len(episodes) < quotas[i]:

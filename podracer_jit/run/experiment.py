@@ -41,6 +41,7 @@ class Experiment(TrainingOptions):
   network_name: str
   network: nn.Module  # the config's network: a torso, or a policy with its critic
   torso_options: TorsoOptions
+  policy_name: str  # the family's, never 'auto'
   policy: Policy
   normalise: NormaliseOptions
   optimizer: Optimizer

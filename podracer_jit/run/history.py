@@ -118,6 +118,7 @@ def with_changes(history: Sequence[Entry], first_update: int,
                      '--change')
   if first_update == 1:
     return list(history)
+  # A field that was changed twice before the same update keeps its first old value.
   merged = {name: dict(change) for name, change in changes.items()}
   entries = list(history)
   if entries and entries[-1].changes and entries[-1].first_update == first_update:
@@ -125,6 +126,7 @@ def with_changes(history: Sequence[Entry], first_update: int,
       change = merged.setdefault(name, dict(earlier))
       change.pop('was', None)
       change |= {key: earlier[key] for key in ('was',) if key in earlier}
+  # A field that was changed back is no change.
   merged = {name: change for name, change in merged.items()
             if _value(change, 'was') != _value(change, 'now')}
   return [*entries, Entry(first_update, merged)] if merged else entries
@@ -139,6 +141,7 @@ def config_at(config: Mapping[str, Any], history: Sequence[Entry], update: int) 
     update: from 1.
   """
   config = copy.deepcopy(dict(config))
+  # Later changes are undone first.
   for entry in reversed(history):
     if entry.first_update > update:
       _set(config, entry.changes, 'was')

@@ -122,6 +122,7 @@ def _fit(own_arrays: Mapping[str, Any], source_arrays: Mapping[str, Any], reques
     source_part = {name: leaf for name, leaf in source_arrays.items() if _part_of(name) == part}
     misfits = _misfits(source_part, own)
     if part == 'optimizer' and misfits:
+      # Another network has other arrays of the same kinds; another optimizer has other kinds.
       same_kind = _same_kind(own, source_part)
       if is_default and not (same_kind and request.partly):
         fresh.append(part)

@@ -181,9 +181,9 @@ def _is_later(entry: dict[str, Any], last_update: int) -> bool:
 
 def _problems(garbled: int, gaps: Gaps) -> list[str]:
   """Returns lines about garbled and missing lines."""
-  words = []
+  problems = []
   if garbled:
-    words.append(f'{garbled} garbled {"line" if garbled == 1 else "lines"}')
+    problems.append(f'{garbled} garbled {"line" if garbled == 1 else "lines"}')
   if gaps.missing:
-    words.append(f'no line of {gaps.words()}')
-  return words
+    problems.append(f'no line of {gaps.words()}')
+  return problems

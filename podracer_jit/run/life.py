@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from podracer_jit.run import build, changes, checkpoint, history, inherit, workdirs
+from podracer_jit.run import build, changes, checkpoint, history, inherit, sources, workdirs
 from podracer_jit.run import config as config_lib
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import resolve
@@ -84,6 +84,7 @@ def make_life(init_from: str | Path | None = None, init_parts: Sequence[str] | N
     known = (*inherit.PARTS, 'all')
     if not init_parts or any(part not in known for part in init_parts):
       raise ValueError(f'--init_parts: known are {", ".join(known)}; got {",".join(init_parts)!r}')
+    # In the order of PARTS, whatever the order of the flag.
     parts = tuple(part for part in inherit.PARTS if part in init_parts or 'all' in init_parts)
   return Life(inherit.Request(Path(init_from), parts, init_partly), allowed, repeated)
 
@@ -169,8 +170,9 @@ def start_workdir(run: build.Run, workdir: Path, life: Life,
     if history.origin_of(entries):
       _copy_first_state(life.repeat, workdir)
   workdirs.open_workdir(workdir, run.experiment.fields, entries=entries)
+  notes = sources.keep(workdir, config_lib.sources(run.experiment.fields), 1)
   origin = history.origin_of(entries)
-  return [f'the run begins with {origin.words()}'] if origin else []
+  return [*notes, *([f'the run begins with {origin.words()}'] if origin else [])]
 
 
 def _copy_first_state(repeated: Path, workdir: Path) -> None:
@@ -211,7 +213,8 @@ def resume_workdir(run: build.Run, workdir: Path, life: Life) -> tuple[int | Non
 
   changed = workdirs.write_changes(workdir, fields, update or 0, misfit)
   _check_stages(run.experiment, workdirs.read_history(workdir), update or 0)
-  return update, [*notes, *repairs, *changed]
+  sourced = sources.keep(workdir, config_lib.sources(fields), (update or 0) + 1)
+  return update, [*notes, *repairs, *changed, *sourced]
 
 
 def _check_origin(workdir: Path, life: Life) -> None:

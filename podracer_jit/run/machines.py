@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # the imports of Ray take a second
   from podracer_jit.cluster.ray_cluster import Cluster
 
 _SERVICE = 'podracer_jit.run.service:Service'
-_COPIES = 6  # of each rollout in Ray's memory: under way twice, waiting twice, learned from, freed
+# Copies of each rollout in Ray's memory: two under way, two waiting, one learned from, one freed.
+_COPIES = 6
 
 
 @contextlib.contextmanager
@@ -32,7 +33,7 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
   Ray starts its daemons by forks, so call this before anything that starts JAX.
 
   Args:
-    config: plain values.
+    config: the config as plain values.
 
   Raises:
     ValueError: the config is wrong, or there is no cluster.
@@ -96,10 +97,10 @@ def code(config: Mapping[str, Any]) -> list[Path]:
   """
   files = {Path(build.__file__).parents[1]: None}
   for module in config_lib.modules(config).values():
-    found = Path(parts.file_of(module))
-    package = found.name == '__init__.py'
-    top = found.parents[len(module.split('.')) - 1 + package]
-    if found.is_file() and not {'site-packages', 'dist-packages'} & set(found.parts):
+    source = Path(parts.file_of(module))
+    is_package = source.name == '__init__.py'
+    top = source.parents[len(module.split('.')) - 1 + is_package]
+    if source.is_file() and not {'site-packages', 'dist-packages'} & set(source.parts):
       files |= dict.fromkeys(top.glob('*.py'))
       files |= dict.fromkeys(path.parent for path in top.glob('*/__init__.py')
                              if path.parent.name != 'podracer_jit')
@@ -110,11 +111,11 @@ class Team:
   """The processes of a run on its cluster."""
 
   def __init__(self, cluster: Cluster, experiment: Experiment):
-    """Begins the processes; those without room for them wait in Ray's scheduler.
+    """Begins the processes; those that find no room on a machine wait in Ray's scheduler.
 
     Args:
-      cluster: of the run.
-      experiment: of the run.
+      cluster: the cluster of the run.
+      experiment: the run's experiment.
     """
     self._experiment = experiment
     self._cluster = cluster

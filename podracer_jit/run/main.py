@@ -16,6 +16,7 @@ from podracer_jit.run.output import complain, give_up_lost_streams
 VERBS = {
     'train': 'train, as without a verb',
     'evaluate': 'play whole episodes with the newest checkpoint of a run',
+    'export': 'write an agent for programs that do not have this package',
     'compare': 'tell whether two runs are the same to the last bit',
     'rerun': 'repeat one update of a run and write its rollout',
     'tune': 'find the fastest placement on this machine',

@@ -54,7 +54,7 @@ def problem(folder: Path) -> str:
     return f'{NAME} is garbled'
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
     problems = threads.map(lambda item: _problem_of_file(folder, *item), record['files'].items())
-    return next((words for words in problems if words), '')
+    return next(filter(None, problems), '')
 
 
 def read(folder: Path) -> dict[str, Any]:

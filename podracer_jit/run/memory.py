@@ -53,6 +53,7 @@ def estimate(run: build.Run) -> list[Part]:
   """
   acting, learning = _moments(run)
   totals = [_total_by_place(parts) for parts in (acting, learning)]
+  # If both moments need the same in a place, the parts of the first count.
   return [part for i, parts in enumerate((acting, learning)) for part in parts
           if part.nbytes and totals[i][part.place] == max(x[part.place] for x in totals)
           and (i == 0 or totals[0][part.place] != totals[1][part.place])]

@@ -58,6 +58,25 @@ def best_update(workdir: Path) -> int:
   return best
 
 
+def chosen_update(text: str | None, workdir: Path) -> int | None:
+  """Returns the update that a flag --update means; None for the newest.
+
+  Args:
+    text: a number or 'best'; None: the newest.
+    workdir: of the run.
+
+  Raises:
+    ValueError: it is something else, or no checkpoint was evaluated.
+  """
+  if text is None:
+    return None
+  if text == 'best':
+    return best_update(workdir)
+  if not text.isdecimal():
+    raise ValueError(f'--update: must be a number or best, got {text!r}')
+  return int(text)
+
+
 class _Task(NamedTuple):
   """A checkpoint to evaluate."""
 

@@ -61,6 +61,7 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
     if may_start_jax(env.task):
       host.prepare_host_for_any(sections['placement'])
     spec = family_of(env.task).make_spec(env.task, task_options)
+  policy_name, policy = _make_policy(fields, algorithm, spec)
   experiment = Experiment(
       **{name: fields[name] for name in options.meanings(TrainingOptions)},
       scheme_name=fields['scheme'], scheme=_find_scheme(fields['scheme']),
@@ -68,7 +69,7 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
       loss_name=fields['loss']['name'], algorithm=algorithm,
       network_name=fields['network']['name'], network=fit_to_task(chosen['network'], spec),
       torso_options=torso_options,
-      policy=_make_policy(fields, algorithm, spec),
+      policy_name=policy_name, policy=policy,
       optimizer=chosen['optimizer'], replay=replay, fields=fields, **sections)
   for problem in checks.problems(experiment):
     raise ValueError(problem)
@@ -187,8 +188,9 @@ def _find_scheme(name: Any) -> Scheme:
   return scheme
 
 
-def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec) -> Policy:
-  """Returns the policy of the config that fits the algorithm and the actions of the task."""
+def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec
+                 ) -> tuple[str, Policy]:
+  """Returns the policy of the config that fits algorithm and task, after its name."""
   several = bool(spec.action_choices)
   discrete = bool(spec.num_actions) or several
   kind = (discrete, several, algorithm.network_kind.policy_reads)
@@ -199,7 +201,7 @@ def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec)
                      f'are {_actions_of(Family(None, *kind[::2], several))}')
   name = fields['policy']
   if name == config_lib.POLICY:
-    family = next(iter(fitting.values()))
+    name, family = next(iter(fitting.items()))
   elif ':' in str(name):
     family = parts.find('policy', name, {})
   else:
@@ -209,10 +211,11 @@ def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec)
     raise ValueError(f'policy: must be one of {known} for the actions of {spec.task}, got '
                      f'{options.shown(name)}')
   if discrete:
-    return family.make(spec.action_choices or spec.num_actions)
+    return name, family.make(spec.action_choices or spec.num_actions)
   if not np.isfinite([*spec.action_low, *spec.action_high]).all():
     raise ValueError(f'env.task: the actions of {spec.task} have no bounds')
-  return family.make(np.array(spec.action_low, np.float32), np.array(spec.action_high, np.float32))
+  bounds = (np.array(bound, np.float32) for bound in (spec.action_low, spec.action_high))
+  return name, family.make(*bounds)
 
 
 def _kind(family: Family) -> tuple[bool, bool, str]:

@@ -11,6 +11,11 @@ BROKEN = 'broken'  # folder of a workdir for broken files
 
 
 def write_text(path: Path, text: str) -> None:
+  """Writes a whole file in one step, as `write_bytes` does."""
+  write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
   """Writes a whole file in one step: a reader sees either the old or the new content.
 
   Raises:
@@ -19,8 +24,8 @@ def write_text(path: Path, text: str) -> None:
   draft = path.with_name(f'{path.name}.tmp')
   with naming(path):
     try:
-      with draft.open('w') as file:
-        file.write(text)
+      with draft.open('wb') as file:
+        file.write(content)
         file.flush()
         # Without fsync, a power failure could leave an empty file under the new name.
         os.fsync(file.fileno())

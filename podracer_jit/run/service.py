@@ -20,37 +20,39 @@ from podracer_jit.runtime import host, placement
 
 
 class Role(NamedTuple):
-  """What a process does in a run."""
+  """The part of a process in a run."""
 
-  actor: int = 0  # its number
-  actors: int = 1  # of the run
+  actor: int = 0  # number of the process's actor
+  actors: int = 1  # actors of the run
   workers: int = 1  # gradient workers of the run
-  pools: int = 1  # vector environments that one machine's share of cores is for
+  pools: int = 1  # vector environments that share the cores of the process
 
 
 class Service:
-  """R and G of a process. It begins a segment when it is first asked for one."""
+  """R and G of a process. A segment begins with the first call for it."""
 
   def __init__(self, fields: Mapping[str, Any], role: Role, life: int):
     """Builds all but environments and programs.
 
     Args:
       fields: the config as plain values, with the placement of the whole run.
-      role: of this process.
-      life: of this process; it has other random numbers than the ones before.
+      role: the part of this process in the run.
+      life: the number of processes before this one that had its part and died. Each life has
+        random numbers of its own.
     """
     warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
     self._role = role
     self._life = life
     whole = resolve(fields)
     options = whole.placement
-    here = dataclasses.replace(options, actor_devices=(0,), learner_devices=(0,),
-                               actors_per_device=1, cluster='none')
-    host.prepare_host(here)
+    own_options = dataclasses.replace(options, actor_devices=(0,), learner_devices=(0,),
+                                      actors_per_device=1, cluster='none')
+    host.prepare_host(own_options)
     device = jax.local_devices(backend=None if options.actor_gpus else 'cpu')[0]
     threads = options.env_threads or max(1, int(options.actor_cpus) // role.pools)
     place = placement.Placement((device,), placement.mesh_of([device]), (device,), threads)
-    self._run = build.make_run(dataclasses.replace(whole, placement=here), place=place)
+    self._run = build.make_run(dataclasses.replace(whole, placement=own_options),
+                               place=place)
     self._device = device
     self._segment: int | None = None
     self._envs = contextlib.ExitStack()
@@ -63,8 +65,8 @@ class Service:
     """Makes a rollout.
 
     Args:
-      segment: its index. One that was not asked for before begins with fresh environments.
-      params: of the network, arrays.
+      segment: the index of the segment. The first call for a segment starts its environments.
+      params: the parameters of the network, arrays.
 
     Returns:
       The bytes of the experience, and the experience as NumPy arrays.
@@ -93,16 +95,16 @@ class Service:
     """Takes a gradient step of an update.
 
     Args:
-      params: of the network, arrays.
-      update: its number.
-      step: of the update, from 0.
+      params: the parameters of the network, arrays.
+      update: the number of the update.
+      step: the number of the gradient step in the update, from 0.
       key: data of the run's PRNG key.
-      references: to the parameters at the beginning of the update, and to the experience of each of
-        the worker's actors.
+      references: references to the parameters at the beginning of the update, and to the experience
+        of each of the worker's actors.
 
     Returns:
-      The bytes of the answer, and the answer as `GradientWorker.gradient` gives it; None in its
-      place if experience was lost with its machine.
+      The bytes of the answer, and the answer of `GradientWorker.gradient`; None in its place if
+      experience was lost with its machine.
     """
     programs = self._gradients = self._gradients or self._run.learner.worker_programs(
         self._run.place.mesh, self._role.workers)

@@ -79,6 +79,7 @@ class Stopping:
     self._last_s = self._clock()
     self.signal = number
     self._asked.set()
+    # A late signal must not change the exit code of the command.
     if self._ended:
       return
     if not self._training:

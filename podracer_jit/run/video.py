@@ -44,6 +44,7 @@ def film(player: evaluation.Player, path: Path, seed: int, env: int, max_steps: 
     ValueError: the task cannot be rendered, and its observations are no pictures either.
     RuntimeError: the episode is longer than max_steps.
   """
+  # Another key than that of the evaluation's own episodes.
   key = jax.random.fold_in(jax.random.key(seed), 1)
   env_seeds = evaluation.seeds(seed, env + 1)[env:]
   # Each call of the program makes one step, so that a frame can be taken between two steps.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from podracer_jit.run import changes, checkpoint, history, safe_files
+from podracer_jit.run import changes, checkpoint, history, safe_files, sources
 from podracer_jit.run import config as config_lib
 
 PACKAGES = ('podracer_jit', 'jax', 'jaxlib', 'flax', 'optax', 'rlax', 'envpool', 'numpy')
@@ -201,7 +201,8 @@ def read_config(workdir: Path, allow_modules: Collection[str] = (), update: int 
   fields = record['config']
   if update is not None:
     fields = history.config_at(fields, history.read(record), update)
-  config_lib.check_modules(fields, allow_modules, str(path))
+  config_lib.check_modules(fields, allow_modules, str(path),
+                           lambda name: sources.copy_of(workdir, name, update))
   try:
     return config_lib.complete(fields)
   except ValueError as error:

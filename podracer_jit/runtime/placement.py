@@ -179,7 +179,7 @@ def resolve(options: PlacementOptions, num_shards: int, any_platform: bool = Fal
     raise ValueError(uneven(Count('num_shards', num_shards, num_shards > 1, 'shard'),
                             options.actor_count(processes)))
 
-  # By default the pools of this process, one a shard, share the visible cores.
+  # By default the pools of this process, one for each shard, share the visible cores.
   local_shards = num_shards // processes
   threads = options.env_threads or max(1, len(os.sched_getaffinity(0)) // local_shards)
   # A mesh has each device once, even if several workers compute gradients on it.

@@ -60,6 +60,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   gradients = plan.gradient_workers()
   count = len(gradients)
   centre = placement.mesh_of([place.workers[0]])
+  # The version of parameters counts gradient steps.
   version = start.update * steps
   actors_per_worker = len(actors) // count
   envs_per_worker = plan.num_envs // count

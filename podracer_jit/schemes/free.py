@@ -78,6 +78,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     report = Versioned(Report(metrics, 1, (learner.mean_cgd(late),), (0.0,)), version)
     return State(state, late), [*[new_params] * len(params), report]
 
+  # The replay of a group must get the experience of its own environments, whenever it arrives.
   def tagged(worker: Worker, first_env: int) -> Worker:
     """Returns an actor whose rollouts carry the index of its first environment."""
     def fire(state, params):

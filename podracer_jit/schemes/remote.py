@@ -31,14 +31,15 @@ class Pace:
     """Begins with one call.
 
     Args:
-      most: 2 if the actor may act with parameters that are a rollout older, else 1.
+      most: the largest number of calls: 2 if the actor may act with parameters that are a rollout
+        older, else 1.
     """
     self.calls = 1
     self._most = most
     self._answers: list[Answer] = []
 
-  def timed(self, answer: Answer) -> None:
-    """Takes the times of an answer into account."""
+  def take_times(self, answer: Answer) -> None:
+    """Notes the times of an answer; decides the number of calls once there are enough."""
     if len(self._answers) > _TIMED:
       return
     self._answers.append(answer)
@@ -50,7 +51,7 @@ class Pace:
 
 
 class Kept(NamedTuple):
-  """Experience that stays in the cluster, and how to make it again if it is lost."""
+  """Experience that stays in the cluster, and a way to make it again if it is lost."""
 
   reference: Any
   again: Callable[[], Any]  # returns another reference
@@ -66,10 +67,10 @@ class RemoteActor:
     """Creates an actor.
 
     Args:
-      remote: has the method `rollout`.
-      pace: of its calls.
+      remote: an object with the method `rollout`.
+      pace: decides the number of its calls under way.
       segment: index of the segment.
-      first_env: index of its first environment among all.
+      first_env: index of its first environment among those of the run.
       publish: makes parameters known to the cluster.
       keeps: the experience stays in the cluster, as its gradients are computed there.
     """
@@ -97,7 +98,7 @@ class RemoteActor:
         calls.append(submit(params))
       call, used = calls.popleft()
       answer = self._remote.wait(call, ended, fetch=not self._keeps)
-      self._pace.timed(answer)
+      self._pace.take_times(answer)
       value = answer.value
       if self._keeps:
         def again() -> Any:
@@ -112,7 +113,7 @@ class RemoteActor:
 class Prepared(NamedTuple):
   """Inputs of the gradient steps of an update; a process that has not prepared it can do so."""
 
-  params: Any  # reference to those at the beginning of the update
+  params: Any  # reference to the parameters at the beginning of the update
   key: np.ndarray  # data of the update's PRNG key
   update: int
   rollouts: list[Kept]
@@ -125,7 +126,7 @@ class RemoteGradients:
     """Creates a worker.
 
     Args:
-      remote: has the method `gradient`.
+      remote: an object with the method `gradient`.
       publish: makes parameters known to the cluster.
     """
     self._remote = remote

@@ -1,4 +1,4 @@
-"""Rollouts of the first environments that are ready: taken apart by environment, and made again."""
+"""Rollouts that step the first environments that are ready, compared environment by environment."""
 
 import jax
 import jax.numpy as jnp
@@ -13,56 +13,69 @@ from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.protocol import TimeStep
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.run.resolve import resolve
-from tests.actor.test_rollouts import SMALL, Row, linear
+from tests.actor.test_rollouts import SMALL, ExpectedRow, linear
 from tests.envs.test_envs import MUJOCO, python_pool
 from tests.runs import by_rows, changed, prepared, run, small
 from tests.workers import wrap
 
 
 def tagged(step):
-  """The same with whose observation it is as one more of its numbers, or one more frame."""
+  """Appends `env_id` to each observation, as one more number or as one more frame."""
   tag = step.env_id.reshape(-1, *[1] * (step.obs.ndim - 1)).astype(step.obs.dtype)
   tag = jnp.broadcast_to(tag, (len(tag), 1, *step.obs.shape[2:]))
   return step._replace(obs=jnp.concatenate([step.obs, tag], axis=1))
 
 
 class Tagged(envpool_envs.EnvPoolVectorEnv):
-  """A shard of EnvPool's environments."""
+  """EnvPool's environments, with tagged observations."""
 
   def recv(self, token, state):
     token, state, step = super().recv(token, state)
     return token, state, tagged(step)
 
 
-def steps_of(who, seen, age, over, action):
-  """Made up, for NumPy and JAX: (age, over) after a step, and what it gives back."""
-  reset = (seen == 0) | over
+def scripted_step(env, num_steps, age, over, action):
+  """Steps the scripted environment number `env`, in NumPy or JAX.
+
+  Args:
+    env: which environment steps.
+    num_steps: its steps before this one, over all its episodes.
+    age: its steps before this one in its episode.
+    over: whether its episode has ended; then this step is a reset.
+    action: its action.
+
+  Returns:
+    (age, over, reward, terminated, truncated) after the step.
+  """
+  reset = (num_steps == 0) | over
   age = (age + 1) * ~reset
-  over = (age == 2 + who % 4) & ~reset
-  reward = (action + 10 * who + age) * ~reset
-  return age, over, reward, over & (seen % 2 == 0), over & (seen % 2 > 0)
+  over = (age == 2 + env % 4) & ~reset
+  reward = (action + 10 * env + age) * ~reset
+  return age, over, reward, over & (num_steps % 2 == 0), over & (num_steps % 2 > 0)
 
 
 class Scripted:
-  """Made-up environments which are ready in an order that is written down; the token has it all."""
+  """Environments that are ready in an order drawn beforehand; the token holds their state."""
 
   def __init__(self, num_envs, batch_size, weights):
-    self.num_envs, self.batch_size = num_envs, batch_size
+    self.num_envs = num_envs
+    self.batch_size = batch_size
     draws = np.random.default_rng(0)
     self._order = jnp.array([draws.choice(num_envs, batch_size, replace=False, p=weights)
                              for _ in range(2000)], jnp.int32)
     self.first_state = ()
-    self.handle = np.zeros((5, num_envs), np.int32)  # steps seen, age, over, action; turn
+    # Rows: number of steps, age, over, action. The last row counts the calls of recv.
+    self.handle = np.zeros((5, num_envs), np.int32)
 
   def recv(self, token, state):
-    who = self._order[token[4, 0]]
-    seen, age, over, action, _ = token[:, who]
-    age, over, reward, terminated, truncated = steps_of(who, seen, age, over > 0, action)
-    obs = jnp.stack([who + 0.5, seen.astype(jnp.float32)], axis=1)
-    token = token.at[:3, who].set(jnp.stack([seen + 1, age, over.astype(jnp.int32)]))
+    env = self._order[token[4, 0]]
+    num_steps, age, over, action, _ = token[:, env]
+    age, over, reward, terminated, truncated = scripted_step(env, num_steps, age, over > 0, action)
+    obs = jnp.stack([env + 0.5, num_steps.astype(jnp.float32)], axis=1)
+    token = token.at[:3, env].set(jnp.stack([num_steps + 1, age, over.astype(jnp.int32)]))
     reward = reward.astype(jnp.float32)
     return token.at[4].add(1), state, tagged(
-        TimeStep(obs, reward, terminated, truncated, 2 * reward, terminated, who))
+        TimeStep(obs, reward, terminated, truncated, 2 * reward, terminated, env))
 
   def send(self, token, state, action, env_id):
     return token.at[3, env_id].set(action), state
@@ -72,19 +85,22 @@ class Scripted:
 
 
 class ScriptedPool:
-  """One of those, as EnvPool's Python API would have it."""
+  """One scripted environment behind EnvPool's Python API."""
 
-  def __init__(self, who):
-    self._who, self._seen, self._age, self._over = np.array([who]), 1, 0, False
-    self._obs = lambda: np.array([[who + 0.5, self._seen - 1]], np.float32)
+  def __init__(self, env):
+    self._env = np.array([env])
+    self._num_steps = 1
+    self._age = 0
+    self._over = False
+    self._obs = lambda: np.array([[env + 0.5, self._num_steps - 1]], np.float32)
 
   def reset(self):
     return self._obs(), {}
 
   def step(self, action):
-    self._age, self._over, reward, *ends = steps_of(
-        self._who, np.array([self._seen]), self._age, self._over, action)
-    self._seen += 1
+    self._age, self._over, reward, *ends = scripted_step(
+        self._env, np.array([self._num_steps]), self._age, self._over, action)
+    self._num_steps += 1
     return self._obs(), reward, *ends, {'reward': 2 * reward}
 
   def close(self):
@@ -92,7 +108,7 @@ class ScriptedPool:
 
 
 CASES = {
-    # task, environments, of which are waited for, rows, rollouts, options
+    # task, environments, environments that a step waits for, rows, rollouts, options
     'terminations': ('CartPole-v1', 6, 2, 7, 12, {}),
     'both ends': ('CartPole-v1', 6, 3, 5, 12, dict(max_episode_steps=12)),
     'one at a time': ('CartPole-v1', 4, 1, 6, 6, {}),
@@ -106,83 +122,91 @@ CASES = {
 }
 
 
-class Made:
-  """What an asynchronous actor made: rollouts, and the columns of each environment in order."""
+class AsynchronousActor:
+  """Runs an asynchronous actor; keeps its rollouts and the columns of each environment in order."""
 
   def __init__(self, task, num_envs, batch, steps, count, options):
-    self.steps, scripted = steps, task == 'scripted'
+    scripted = task == 'scripted'
     seeds = env_seeds(4, 0, 0, num_envs)
     if scripted:
       weights = np.array([5, 4, 1, 1, 1, 0.2]) / 12.2
-      vector_env, self.policy = Scripted(num_envs, batch, weights), policies.categorical(3)
-      shape, dtype = (2,), np.dtype(np.float32)
+      vector_env = Scripted(num_envs, batch, weights)
+      self.policy = policies.categorical(3)
+      shape = (2,)
+      dtype = np.dtype(np.float32)
     else:
       spec = envpool_envs.make_spec(task, options)
-      vector_env, (shape, dtype) = Tagged(task, options, seeds, 2, batch), spec[1:3]
+      vector_env = Tagged(task, options, seeds, 2, batch)
+      shape, dtype = spec[1:3]
       self.policy = (policies.categorical(spec.num_actions) if spec.num_actions else
                      policies.gaussian(np.array(spec.action_low), np.array(spec.action_high)))
     obs = jax.ShapeDtypeStruct((shape[0] + 1, *shape[1:]), dtype)
     self.params = jax.random.normal(
         jax.random.key(0), (int(np.prod(obs.shape)), 1 + self.policy.dist_size)) / 10
     state = asynchronous.initial_state(vector_env, jax.random.key(3), obs, self.policy, steps)
-    pools, self.rollouts, self.left = RolloutProgram([vector_env]), [], []
-    program = pools.load(asynchronous.make_rollout(vector_env, by_rows(linear), self.policy, steps),
-                         (self.params, state), (1,))
+    self.rollouts = []
+    self.leftover_columns = []
+    rollout_program = RolloutProgram([vector_env])
+    program = rollout_program.load(
+        asynchronous.make_rollout(vector_env, by_rows(linear), self.policy, steps),
+        (self.params, state), (1,))
     for _ in range(count):
-      state, (made,) = program(self.params, state)
-      self.rollouts.append(jax.tree.map(np.asarray, made))
-      self.left.append(int(state.envs[0].complete))
-    pools.close()
-    self.pools = [lambda e=e: ScriptedPool(e) if scripted else
-                  python_pool(task, seeds[e:e + 1], **options) for e in range(num_envs)]
+      state, (rollout,) = program(self.params, state)
+      self.rollouts.append(jax.tree.map(np.asarray, rollout))
+      self.leftover_columns.append(int(state.envs[0].complete))
+    rollout_program.close()
+    self.make_pool = [lambda e=e: ScriptedPool(e) if scripted else
+                      python_pool(task, seeds[e:e + 1], **options) for e in range(num_envs)]
     self.columns = [[] for _ in range(num_envs)]
-    for made in self.rollouts:
-      for b in range(num_envs):
-        self.columns[self.who(made)[0, b]].append(jax.tree.map(lambda x, b=b: x[:, b], made))
+    for rollout in self.rollouts:
+      for b, env in enumerate(self.env_ids(rollout)[0]):
+        self.columns[env].append(jax.tree.map(lambda x, b=b: x[:, b], rollout))
 
   @staticmethod
-  def who(made):
-    """Whose each observation is, [T + 1, B]."""
-    return made.obs.reshape(*made.obs.shape[:3], -1)[:, :, -1, 0].astype(int)
+  def env_ids(rollout):
+    """Returns the tag of each observation: the number of its environment, [T + 1, B]."""
+    return rollout.obs.reshape(*rollout.obs.shape[:3], -1)[:, :, -1, 0].astype(int)
 
-  def stream(self, who):
-    """All rows of an environment one after the other; observations without the tag."""
-    columns = self.columns[who]
-    for one, next_one in zip(columns[:-1], columns[1:], strict=True):
-      assert_array_equal(one.obs[-1], next_one.obs[0])
+  def stream(self, env):
+    """Returns all rows of an environment one after the other, with observations without the tag."""
+    columns = self.columns[env]
+    for column, next_column in zip(columns[:-1], columns[1:], strict=True):
+      assert_array_equal(column.obs[-1], next_column.obs[0])
     rows = jax.tree.map(lambda *x: np.concatenate(x),
                         *(c._replace(obs=c.obs[:-1]) for c in columns))
     return rows._replace(obs=np.concatenate([rows.obs, columns[-1].obs[-1:]])[:, :-1])
 
 
 @pytest.fixture(scope='module', params=CASES)
-def made(request):
-  return Made(*CASES[request.param])
+def actor(request):
+  return AsynchronousActor(*CASES[request.param])
 
 
-def test_a_column_is_of_one_environment(made):
-  for rollout in made.rollouts:
-    who = made.who(rollout)
-    assert (who == who[0]).all()
+def test_a_column_holds_rows_of_one_environment(actor):
+  for rollout in actor.rollouts:
+    env_ids = actor.env_ids(rollout)
+    assert (env_ids == env_ids[0]).all()
 
 
-def test_the_rows_of_an_environment_are_what_the_python_api_gives(made):
-  """Each one of them, none twice, over all rollouts and ends of episodes."""
+def test_the_rows_of_an_environment_equal_those_of_the_python_api(actor):
+  """No row is missing or stored twice, over all rollouts and ends of episodes."""
   ends = 0
-  for who, columns in enumerate(made.columns):
+  for env, columns in enumerate(actor.columns):
     if not columns:
       continue
-    rows, pool, book = made.stream(who), made.pools[who](), Row()
+    rows = actor.stream(env)
+    pool = actor.make_pool[env]()
+    expected_row = ExpectedRow()
     obs, _ = pool.reset()
-    for t, action in enumerate(np.asarray(made.policy.to_env(rows.action))):
+    for t, action in enumerate(np.asarray(actor.policy.to_env(rows.action))):
       assert_array_equal(rows.obs[t], obs[0].astype(rows.obs.dtype))
       obs, reward, terminated, truncated, info = pool.step(
           action[None].astype(np.float64 if action.ndim else np.int32))
       assert rows.reward[t] == reward[0].astype(np.float32)
       assert (rows.terminated[t], rows.truncated[t]) == (terminated[0], truncated[0])
       unclipped = np.float32(info.get('reward', reward)[0])
-      expected = book.step(reward[0], terminated[0], truncated[0], unclipped,
-                           info.get('lives', [0])[0])
+      expected = expected_row.step(reward[0], terminated[0], truncated[0], unclipped,
+                                   info.get('lives', [0])[0])
       assert (rows.valid[t], *(x[t] for x in rows.episodes)) == expected
     assert_array_equal(rows.obs[-1], obs[0].astype(rows.obs.dtype))
     ends += rows.episodes.ended.sum()
@@ -190,35 +214,37 @@ def test_the_rows_of_an_environment_are_what_the_python_api_gives(made):
   assert ends
 
 
-def test_what_the_policy_thought_is_of_the_observation_beside_it(made):
-  for rollout in made.rollouts:
+def test_log_prob_and_value_belong_to_the_observation_of_the_same_row(actor):
+  for rollout in actor.rollouts:
     obs = rollout.obs[:-1]
-    dist, value = linear(made.params, obs.reshape(-1, *obs.shape[2:]))
+    dist, value = linear(actor.params, obs.reshape(-1, *obs.shape[2:]))
     action = rollout.action.reshape(-1, *rollout.action.shape[2:])
-    expected = made.policy.log_prob(dist, action).reshape(rollout.valid.shape)
+    expected = actor.policy.log_prob(dist, action).reshape(rollout.valid.shape)
     assert_allclose(rollout.behaviour_log_prob, expected, rtol=1e-4, atol=1e-5)
     assert_allclose(rollout.behaviour_value, value.reshape(rollout.valid.shape), rtol=1e-4,
                     atol=1e-5)
 
 
-def test_the_fast_give_more_and_what_is_too_many_comes_first_next_time():
-  made = Made(*CASES['scripted'])
-  counts = np.array([np.bincount(made.who(rollout)[0], minlength=6) for rollout in made.rollouts])
+def test_fast_environments_fill_more_columns_and_leftover_columns_come_first_in_the_next_rollout():
+  actor = AsynchronousActor(*CASES['scripted'])
+  env_ids = [actor.env_ids(rollout)[0] for rollout in actor.rollouts]
+  counts = np.array([np.bincount(ids, minlength=6) for ids in env_ids])
   assert counts.max() > 1 and counts.min() == 0
-  assert max(made.left) > 0
+  assert max(actor.leftover_columns) > 0
   order = np.asarray(Scripted(6, 3, np.array([5, 4, 1, 1, 1, 0.2]) / 12.2)._order)
-  seen, complete = np.zeros(6, int), []
-  for who in order.ravel():  # within a batch as well: the order of a batch is that of its columns
-    seen[who] += 1
-    if seen[who] > 1 and (seen[who] - 1) % 5 == 0:
-      complete.append(who)
-  columns = np.concatenate([made.who(rollout)[0] for rollout in made.rollouts])
+  num_obs = np.zeros(6, int)
+  complete = []
+  for env in order.ravel():  # a batch that completes several columns adds them in its own order
+    num_obs[env] += 1
+    if num_obs[env] > 1 and (num_obs[env] - 1) % 5 == 0:
+      complete.append(env)
+  columns = np.concatenate(env_ids)
   assert_array_equal(columns, complete[:len(columns)])
 
 
 def test_actions_differ_between_turns_and_rollouts():
-  made = Made(*CASES['terminations'])
-  actions = np.stack([c.action for columns in made.columns for c in columns])
+  actor = AsynchronousActor(*CASES['terminations'])
+  actions = np.stack([c.action for columns in actor.columns for c in columns])
   assert len(np.unique(actions, axis=0)) > len(actions) // 2
 
 
@@ -227,25 +253,25 @@ def test_actions_differ_between_turns_and_rollouts():
 
 def asynchronous_run(**fields):
   config = changed(small('impala', env_batch=4), scheme='cleanba', **fields)
-  made = []
+  rollouts = []
   _, reports, train = run(config, tamper=wrap('actor 0', after=lambda call, state, outputs: (
-      made.append(jax.device_get(outputs[0].value[0])))))
-  return made, reports, train
+      rollouts.append(jax.device_get(outputs[0].value[0])))))
+  return rollouts, reports, train
 
 
-def test_training_counts_what_the_actor_made():
-  made, reports, train = asynchronous_run(env__max_episode_steps=20)
+def test_training_counts_the_valid_rows_of_the_actor():
+  rollouts, reports, train = asynchronous_run(env__max_episode_steps=20)
   metrics = [jax.device_get(report.metrics) for report in reports]
-  valid = [int(rollout.valid.sum()) for rollout in made]
-  assert len(reports) == len(made) == 6
+  valid = [int(rollout.valid.sum()) for rollout in rollouts]
+  assert len(reports) == len(rollouts) == 6
   assert [m['valid'][0] for m in metrics] == valid
   assert [m['steps'][0] for m in metrics] == np.cumsum(valid).tolist()
-  assert min(valid) < 64 == made[0].valid.size
+  assert min(valid) < 64 == rollouts[0].valid.size
   for tree in (metrics, train.params):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(tree) if x.dtype.kind == 'f')
 
 
-def test_an_asynchronous_actor_repeats_nothing():
+def test_configs_with_asynchronous_actors_are_not_deterministic():
   assert resolve(small()).deterministic
   assert not resolve(small(env_batch=4)).deterministic
   assert not resolve(changed(small(), scheme='impala')).deterministic
@@ -269,7 +295,7 @@ def test_a_config_that_cannot_be_asynchronous_is_refused(loss, fields, message):
     resolve(config)
 
 
-def test_each_asynchronous_actor_has_one_shard():
+def test_an_asynchronous_actor_needs_exactly_one_shard():
   with pytest.raises(ValueError, match=r'num_shards: must be the number of actors .*, 1; got 2'):
     prepared(small(env_batch=2, num_shards=2))
   prepared(changed(small(env_batch=2, num_shards=2), placement__actors_per_device=2))

@@ -1,4 +1,4 @@
-"""Real rollouts, compared step for step with EnvPool's Python API and plain bookkeeping."""
+"""Real rollouts, compared row by row with EnvPool's Python API and plain bookkeeping."""
 
 import ctypes
 import os
@@ -25,62 +25,71 @@ SMALL = dict(img_height=42, img_width=42)
 
 
 def linear(params, obs):
-  """Logits and a value that depend on every pixel."""
+  """Returns logits and a value that depend on every pixel."""
   x = obs.reshape(obs.shape[0], -1).astype(jnp.float32) / 255
   return jnp.tanh(x @ params[:, 1:]) / 2, x @ params[:, 0]
 
 
 class Actor:
-  """A compiled rollout over real shards and its state."""
+  """A compiled rollout over real environments, and its state."""
 
   def __init__(self, task, seeds, unroll_length, apply=linear, keys=(3,), **options):
-    """A list of `seeds` and a number for its key a shard."""
+    """Makes the environments and the first state.
+
+    Args:
+      task: EnvPool's name of the task.
+      seeds: the seeds of the environments, a list for each shard.
+      unroll_length: rows of a rollout.
+      apply: function(params, obs) -> logits, value.
+      keys: the seed of each shard's random key.
+      **options: options of the task.
+    """
     spec = envpool_envs.make_spec(task, options)
-    vector_envs = [envpool_envs.EnvPoolVectorEnv(task, options, some, 1) for some in seeds]
-    self.pools = RolloutProgram(vector_envs)
+    vector_envs = [envpool_envs.EnvPoolVectorEnv(task, options, shard_seeds, 1)
+                   for shard_seeds in seeds]
+    self.rollout_program = RolloutProgram(vector_envs)
     self.params = jax.random.normal(
         jax.random.key(0), (int(np.prod(spec.obs_shape)), 1 + spec.num_actions))
     self.state = rollouts.initial_state(vector_envs, [jax.random.key(k) for k in keys])
     policy = policies.categorical(spec.num_actions)
     rollout = rollouts.make_rollout(vector_envs, by_rows(apply), policy, unroll_length, spec.stack)
 
-    def whole(params, state):  # with observations as EnvPool gave them
-      state, made = rollout(params, state)
-      return state, [m._replace(obs=frames.stacks(m.obs)) for m in made]
-    self.program = self.pools.load(whole, (self.params, self.state), (1,))
+    def rollout_with_stacks(params, state):  # observations as EnvPool gave them
+      state, shard_rollouts = rollout(params, state)
+      return state, [r._replace(obs=frames.stacks(r.obs)) for r in shard_rollouts]
+    self.program = self.rollout_program.load(rollout_with_stacks, (self.params, self.state), (1,))
 
   def __enter__(self):
     return self
 
   def __exit__(self, *error):
-    self.pools.close()
+    self.rollout_program.close()
 
   def roll(self):
-    """The next rollout of every shard."""
-    self.state, made = self.program(self.params, self.state)
-    return made
+    """Returns the next rollout of every shard."""
+    self.state, shard_rollouts = self.program(self.params, self.state)
+    return shard_rollouts
 
 
 def roll(*args, count, **kwargs):
-  """`count` rollouts in a row of one shard, as NumPy."""
+  """Returns the first `count` rollouts of one shard, as NumPy."""
   with Actor(*args, **kwargs) as actor:
     return [jax.tree.map(np.asarray, actor.roll()[0]) for _ in range(count)]
 
 
-def in_a_row(made):
-  """Rollouts one after the other; each begins with the frame that ended the one before."""
-  for one, next_one in zip(made[:-1], made[1:], strict=True):
-    assert_array_equal(one.obs[-1], next_one.obs[0])
-  def rows(*x):
-    return np.concatenate(x)
-  whole = jax.tree.map(rows, *(m._replace(obs=m.obs[:-1]) for m in made))
-  return whole._replace(obs=np.concatenate([whole.obs, made[-1].obs[-1:]]))
+def concatenate(rollout_list):
+  """Returns one long rollout; each rollout must begin with the observation that ended the last."""
+  for rollout, next_rollout in zip(rollout_list[:-1], rollout_list[1:], strict=True):
+    assert_array_equal(rollout.obs[-1], next_rollout.obs[0])
+  long = jax.tree.map(lambda *x: np.concatenate(x),
+                      *(rollout._replace(obs=rollout.obs[:-1]) for rollout in rollout_list))
+  return long._replace(obs=np.concatenate([long.obs, rollout_list[-1].obs[-1:]]))
 
 
 # Rows.
 
 CASES = {
-    # task, environments, rows of a rollout, rollouts, options, what is to be met
+    # task, environments, rows of a rollout, rollouts, options, kinds of rows that must occur
     'terminations': ('CartPole-v1', 5, 7, 20, {}, 'terminated across'),
     'both ends': ('CartPole-v1', 5, 7, 20, dict(max_episode_steps=15),
                   'terminated truncated across'),
@@ -100,71 +109,77 @@ CASES = {
 }
 
 
-def met(made, steps):
-  """The kinds of rows that a test should have seen."""
+def kinds_of_rows(rollout, steps):
+  """Returns the kinds of rows that occur in a rollout concatenated from rollouts of `steps`."""
   kinds = dict(
-      terminated=made.terminated & made.episodes.ended,
-      truncated=made.truncated,
-      across=~made.valid[steps::steps],  # the first row of a rollout is the reset after the last's
-      life=made.terminated & ~made.episodes.ended,
-      clipped=(made.reward == 1) & (made.episodes.episode_return >= 10))
+      terminated=rollout.terminated & rollout.episodes.ended,
+      truncated=rollout.truncated,
+      # an episode ended with the last row of a rollout: the next rollout begins with its reset
+      across=~rollout.valid[steps::steps],
+      life=rollout.terminated & ~rollout.episodes.ended,
+      clipped=(rollout.reward == 1) & (rollout.episodes.episode_return >= 10))
   return {kind for kind, rows in kinds.items() if np.any(rows)}
 
 
-class Row:
-  """What one environment's row should hold, kept in plain Python."""
+class ExpectedRow:
+  """Computes in plain Python what a rollout must store of one environment."""
 
   def __init__(self):
     self.over_before = False  # the episode, or the life, ended with the row before
-    self.sum, self.length = np.float32(0), 0
+    self.sum = np.float32(0)
+    self.length = 0
 
   def step(self, reward, terminated, truncated, unclipped, lives):
     """Returns valid, ended, episode return and length of the row."""
     valid = not self.over_before
     if valid:
-      self.sum, self.length = self.sum + unclipped, self.length + 1
+      self.sum += unclipped
+      self.length += 1
     else:
       assert (reward, unclipped, terminated, truncated) == (0, 0, False, False)
     ended = valid and bool(truncated or (terminated and not lives))
     row = (valid, ended, self.sum, self.length)
     self.over_before = bool(terminated or truncated)
     if ended:
-      self.sum, self.length = np.float32(0), 0
+      self.sum = np.float32(0)
+      self.length = 0
     return row
 
 
 @pytest.mark.parametrize('case', CASES.values(), ids=CASES)
-def test_every_row_is_what_the_python_api_gives(case):
+def test_every_row_equals_the_one_of_the_python_api(case):
   task, num_envs, steps, count, options, kinds = case
   seeds = env_seeds(4, 0, 0, num_envs)
-  made = in_a_row(roll(task, [seeds], steps, count=count, **options))
+  rollout = concatenate(roll(task, [seeds], steps, count=count, **options))
   pool = python_pool(task, seeds, **options)
   obs, _ = pool.reset()
-  books = [Row() for _ in seeds]
+  expected_rows = [ExpectedRow() for _ in seeds]
   for t in range(steps * count):
-    assert_array_equal(made.obs[t], obs)
-    obs, reward, terminated, truncated, info = pool.step(made.action[t])
-    assert_array_equal(made.reward[t], reward)
-    assert_array_equal(made.terminated[t], terminated)
-    assert_array_equal(made.truncated[t], truncated)
-    lives, unclipped = info.get('lives', np.zeros(num_envs)), info.get('reward', reward)
-    rows = [book.step(*row) for book, *row in zip(
-        books, reward, terminated, truncated, unclipped, lives, strict=True)]
-    expected = (made.valid[t], *(x[t] for x in made.episodes))
-    for actual, wanted in zip(expected, zip(*rows, strict=True), strict=True):
-      assert_array_equal(actual, wanted)
-    if not options.get('episodic_life'):  # EnvPool's own count tells resets apart as well
-      assert_array_equal(made.valid[t], info['elapsed_step'] > 0)
-  assert_array_equal(made.obs[-1], obs)
+    assert_array_equal(rollout.obs[t], obs)
+    obs, reward, terminated, truncated, info = pool.step(rollout.action[t])
+    assert_array_equal(rollout.reward[t], reward)
+    assert_array_equal(rollout.terminated[t], terminated)
+    assert_array_equal(rollout.truncated[t], truncated)
+    lives = info.get('lives', np.zeros(num_envs))
+    unclipped = info.get('reward', reward)
+    rows = [row.step(*step) for row, *step in zip(
+        expected_rows, reward, terminated, truncated, unclipped, lives, strict=True)]
+    stored = (rollout.valid[t], *(x[t] for x in rollout.episodes))
+    for actual, expected in zip(stored, zip(*rows, strict=True), strict=True):
+      assert_array_equal(actual, expected)
+    if not options.get('episodic_life'):  # then EnvPool's own count of steps marks resets, too
+      assert_array_equal(rollout.valid[t], info['elapsed_step'] > 0)
+  assert_array_equal(rollout.obs[-1], obs)
   pool.close()
-  assert met(made, steps) >= set(kinds.split())
+  assert kinds_of_rows(rollout, steps) >= set(kinds.split())
 
 
 def test_elapsed_step_misses_the_resets_after_lost_lives():
-  """Why `valid` does not come from it."""
+  """Rollouts therefore cannot compute `valid` from it."""
   pool = python_pool('Breakout-v5', [1, 2], episodic_life=True, **SMALL)
   pool.reset()
-  missed, over = 0, np.zeros(2, bool)
+  missed = 0
+  over = np.zeros(2, bool)
   for _ in range(100):
     _, _, terminated, truncated, info = pool.step(np.ones(2, np.int32))
     missed += np.sum(over & (info['elapsed_step'] > 0))
@@ -173,20 +188,20 @@ def test_elapsed_step_misses_the_resets_after_lost_lives():
   assert missed
 
 
-# Going on, keys and what the policy thought.
+# Consecutive rollouts, random keys, and outputs of the policy.
 
 
-def decided(params, obs):
-  """A policy that leaves nothing to chance."""
+def greedy(params, obs):
+  """Returns logits so large that sampling always takes the best action."""
   logits, value = linear(params, obs)
   return logits * 1e6, value
 
 
 @pytest.mark.quick
-def test_two_rollouts_are_one_twice_as_long():
+def test_two_rollouts_equal_one_of_twice_the_length():
   seeds = [env_seeds(1, 0, 0, 4)]
-  short = in_a_row(roll('CartPole-v1', seeds, 12, count=4, apply=decided))
-  long = in_a_row(roll('CartPole-v1', seeds, 24, count=2, apply=decided))
+  short = concatenate(roll('CartPole-v1', seeds, 12, count=4, apply=greedy))
+  long = concatenate(roll('CartPole-v1', seeds, 24, count=2, apply=greedy))
   jax.tree.map(assert_array_equal, short, long)
   assert short.episodes.ended.any()
 
@@ -197,32 +212,34 @@ def uniform(params, obs):
 
 
 def test_every_rollout_row_and_environment_draws_by_its_own_key():
-  made = roll('CartPole-v1', [list(range(64))], 6, count=3, apply=uniform)
+  rollout_list = roll('CartPole-v1', [list(range(64))], 6, count=3, apply=uniform)
   key = jax.random.key(3)
-  drawn = [[jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, k), t),
-                                   jnp.zeros((64, 2))) for t in range(6)] for k in range(3)]
-  assert_array_equal([m.action for m in made], drawn)
-  assert len(np.unique(np.reshape(drawn, (18, 64)), axis=0)) == 18
+  expected = [[jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, k), t),
+                                      jnp.zeros((64, 2))) for t in range(6)] for k in range(3)]
+  assert_array_equal([rollout.action for rollout in rollout_list], expected)
+  assert len(np.unique(np.reshape(expected, (18, 64)), axis=0)) == 18
 
 
-def test_log_prob_and_value_are_those_of_the_policy_at_the_observation():
+def test_log_prob_and_value_are_the_policys_at_the_observation():
   with Actor('Breakout-v5', [[1, 2, 3]], 16, **SMALL) as actor:
-    made, = actor.roll()
-    logits, value = linear(actor.params, made.obs[:-1].reshape(48, -1))
-    log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), made.action.reshape(48, 1), axis=1)
-    assert_allclose(made.behaviour_log_prob.reshape(48), log_prob[:, 0], rtol=1e-4, atol=1e-5)
-    assert_allclose(made.behaviour_value.reshape(48), value, rtol=1e-4, atol=1e-4)
-    assert np.std(made.behaviour_log_prob) > 0.01
+    rollout, = actor.roll()
+    logits, value = linear(actor.params, rollout.obs[:-1].reshape(48, -1))
+    action = rollout.action.reshape(48, 1)
+    log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), action, axis=1)[:, 0]
+    assert_allclose(rollout.behaviour_log_prob.reshape(48), log_prob, rtol=1e-4, atol=1e-5)
+    assert_allclose(rollout.behaviour_value.reshape(48), value, rtol=1e-4, atol=1e-4)
+    assert np.std(rollout.behaviour_log_prob) > 0.01
 
 
-def test_interleaved_shards_are_what_each_is_alone():
-  seeds, keys = [[1, 2, 3], [4, 5, 6, 7, 8]], [8, 9]
+def test_shards_of_one_program_do_not_affect_each_other():
+  seeds = [[1, 2, 3], [4, 5, 6, 7, 8]]
+  keys = [8, 9]
   options = dict(max_episode_steps=12, **SMALL)
-  with Actor('Breakout-v5', seeds, 10, keys=keys, **options) as both:
-    together = [both.roll() for _ in range(3)]
+  with Actor('Breakout-v5', seeds, 10, keys=keys, **options) as actor:
+    together = [actor.roll() for _ in range(3)]
   for i in range(2):
     alone = roll('Breakout-v5', [seeds[i]], 10, keys=[keys[i]], count=3, **options)
-    jax.tree.map(assert_array_equal, [made[i] for made in together], alone)
+    jax.tree.map(assert_array_equal, [shard_rollouts[i] for shard_rollouts in together], alone)
 
 
 def test_a_second_call_compiles_nothing():
@@ -240,19 +257,21 @@ def test_a_second_call_compiles_nothing():
         jax.block_until_ready(actor.roll())
       assert not compiled
       jax.jit(lambda x: x * 123.5)(1.0)
-      assert compiled  # the listener would have heard
+      assert compiled  # the listener works
     finally:
       jax.monitoring.unregister_event_duration_listener(listen)
 
 
-# No GIL.
+# The interpreter lock (GIL).
 
 
 class Pulse:
-  """A Python thread that notes when it was last alive."""
+  """A Python thread that records when it ran."""
 
   def __init__(self, beat=lambda: time.sleep(1e-3)):
-    self.beats, self._beat, self._stop = [time.monotonic()], beat, threading.Event()
+    self.beats = [time.monotonic()]
+    self._beat = beat
+    self._stop = threading.Event()
     self._thread = threading.Thread(target=self._run, daemon=True)
 
   def __enter__(self):
@@ -273,29 +292,29 @@ class Pulse:
 
 
 def hold_the_interpreter(seconds):
-  """Sleeps without giving up the interpreter lock, as PyDLL does not."""
+  """Sleeps without releasing the interpreter lock: calls through PyDLL keep it."""
   ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
 def test_a_dispatched_rollout_finishes_while_python_stands_still():
-  """The lock is held for longer if the machine was too busy for a second to be enough."""
+  """Holds the lock for longer and longer, since a second may be too short on a busy machine."""
   with Actor('CartPole-v1', [list(range(64))], 3000) as actor:
     jax.block_until_ready(actor.roll())
     for seconds in (1, 4, 16, 64):
       with Pulse() as pulse:
-        made = actor.roll()[0].obs
-        before = made.is_ready()
+        obs = actor.roll()[0].obs
+        ready_before = obs.is_ready()
         hold_the_interpreter(seconds)
-        after = made.is_ready()
+        ready_after = obs.is_ready()
       assert pulse.longest_silence() >= seconds  # nothing in Python ran
-      jax.block_until_ready(made)
-      if after and not before:
+      jax.block_until_ready(obs)
+      if ready_after and not ready_before:
         return
     pytest.fail('the rollout waited for the interpreter')
 
 
-def test_an_actor_that_steps_in_python_stands_still_meanwhile():
-  """What the rollout's test would see if it did need the interpreter."""
+def test_an_actor_that_steps_in_python_stands_still_while_the_lock_is_held():
+  """Checks the test above: it notices an actor that needs the interpreter."""
   pool = python_pool('CartPole-v1', list(range(64)))
   pool.reset()
   with Pulse(lambda: pool.step(np.zeros(64, np.int32))) as actor:
@@ -306,7 +325,7 @@ def test_an_actor_that_steps_in_python_stands_still_meanwhile():
   assert len(actor.beats) > 2
 
 
-# RolloutProgram end in an order that is safe, whatever happens.
+# A RolloutProgram ends in a safe order, whatever happens.
 
 POOLS = """
 import contextlib, threading
@@ -320,15 +339,15 @@ for _ in range(3):  # closed while a call is in flight, and once more
   actor = make()
   actor.roll()
   actor.roll()
-  actor.pools.close()
-  actor.pools.close()
+  actor.rollout_program.close()
+  actor.rollout_program.close()
 
-for _ in range(3):  # called by a thread, closed by this one as soon as it has called
+for _ in range(3):  # called by a thread, closed by the main thread right after the call
   actor, called = make(), threading.Event()
   thread = threading.Thread(target=lambda: (actor.roll(), called.set()))
   thread.start()
   called.wait()
-  actor.pools.close()
+  actor.rollout_program.close()
   thread.join()
 
 for _ in range(3):  # an exception in between
@@ -336,28 +355,28 @@ for _ in range(3):  # an exception in between
     actor.roll()
     1 / 0
 
-actor = make(3)  # a call that fails, and one after the end: exceptions, no more
+actor = make(3)  # a call that fails, and a call after the end, raise an exception and do no harm
 for state in (actor.state._replace(envs=()), None):
   with contextlib.suppress(TypeError, ValueError):
     actor.program(actor.params, state)
-    raise SystemExit('a wrong state was taken')
+    raise SystemExit('a wrong state was accepted')
 actor.roll()
-actor.pools.close()
+actor.rollout_program.close()
 with contextlib.suppress(Exception):
   actor.roll()
   raise SystemExit('a closed program was called')
 
 actor = make(3)  # closed before its first call
-actor.pools.close()
+actor.rollout_program.close()
 
-with make(10) as one, make(10) as other:  # side by side, and what came out outlives them
-  made = one.roll(), other.roll()
-assert all((a == b).all() for a, b in zip(*map(jax.tree.leaves, made)))
+with make(10) as first, make(10) as second:  # side by side; their rollouts outlive them
+  rollouts = first.roll(), second.roll()
+assert all((a == b).all() for a, b in zip(*map(jax.tree.leaves, rollouts)))
 print('alive')
 """
 
 
-def test_closing_failing_and_rebuilding_pools_never_ends_the_process():
+def test_closing_failing_and_rebuilding_programs_never_crash_the_process():
   env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
   done = subprocess.run([sys.executable, '-X', 'faulthandler', '-c', POOLS], env=env, text=True,
                         capture_output=True, timeout=600)

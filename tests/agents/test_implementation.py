@@ -1,4 +1,4 @@
-"""What XLA is given to compile for the networks."""
+"""The programs of the networks that XLA compiles."""
 
 import re
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.implementation
 
 
 @pytest.mark.parametrize('name', IMAGE_TORSOS)
-def test_gradients_stay_in_the_layout_that_loops_run_fast(name):
-  """Autodiff's own gradients are 15 to 50 times slower inside XLA's CPU loops."""
+def test_gradients_use_the_layout_that_is_fast_in_loops(name):
+  """The gradients of autodiff are 15 to 50 times slower inside XLA's CPU loops."""
   network = make_network(name, categorical(6))
   params = jax.eval_shape(lambda key, obs: network.init(key, obs[None]), jax.random.key(0), FRAMES)
 
@@ -24,7 +24,8 @@ def test_gradients_stay_in_the_layout_that_loops_run_fast(name):
 
   program = jax.jit(jax.grad(loss)).trace(params, FRAMES).lower(lowering_platforms=('cpu',))
   layouts = re.findall(r'stablehlo.convolution.*dim_numbers = (.*?->.*?\])', program.as_text())
-  # Each layer's output and the gradients of its kernel and, but for the first layer, its input.
+  # Each layer has three: the output, the gradient of the kernel and the gradient of the input,
+  # which the first layer does not need.
   assert len(layouts) == 3 * (3 if name == 'nature_cnn' else 15) - 1
   assert set(layouts) == {'[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]'}
   assert 'select_and_scatter' not in program.as_text()

@@ -1,5 +1,4 @@
-"""Shapes, sizes and small values of the networks, all worked out by hand."""
-
+"""Shapes, sizes and small values of the networks, all computed by hand."""
 
 import flax.linen as nn
 import jax
@@ -20,7 +19,7 @@ IMAGE_TORSOS = [name for name, torso in networks.TORSOS.items()
 
 
 def of_rows(network, params, obs):
-  """dist and value of rows [N, ...]."""
+  """Applies a network to rows [N, ...]; returns dist and value."""
   dist, value, _ = network.apply(params, obs[None])
   return dist[0], value[0]
 
@@ -54,7 +53,7 @@ def test_shapes_and_parameter_counts(name, sizes, obs, count):
 
 
 def test_published_parameter_counts():
-  """The same sums as plain numbers."""
+  """The sums above, written as plain numbers."""
   assert (NATURE, RESNET, MLP) == (1_687_719, 1_091_031, 3_719)
 
 
@@ -64,8 +63,8 @@ def test_published_parameter_counts():
     (1, [15.6 + 0.5, 13.2 + 0.5]),
     (2, [15.6 + 0.5]),  # windows that do not overlap
 ])
-def test_images_are_scaled_and_convolved(stride, expected):
-  """[N, C, H, W] bytes; each output is doubled by the dense layer and 1 taken away."""
+def test_bytes_of_images_are_divided_by_255_and_convolved(stride, expected):
+  """The dense layer doubles the sum of the convolution's outputs and subtracts 1."""
   obs = np.uint8([[[0, 255, 51], [102, 153, 0]], [[255] * 3] * 2])[None]
   torso = networks.NatureCNN(channels=(1,), kernels=(2,), strides=(stride,), hidden=1)
   kernel = np.zeros((2, 2, 2, 1), np.float32)
@@ -76,7 +75,7 @@ def test_images_are_scaled_and_convolved(stride, expected):
       'Dense_0': {'kernel': np.full((len(expected), 1), 2, np.float32),
                   'bias': np.float32([-1])}}}
   assert_allclose(torso.apply(params, obs), [[2 * sum(expected) - 1]], rtol=1e-6)
-  # The rectifiers: of the convolution, then of the dense layer.
+  # Negative numbers become 0 after the convolution, then after the dense layer.
   params['params']['Conv_0']['bias'] = np.float32([-100])
   params['params']['Dense_0']['bias'] = np.float32([7])
   assert_array_equal(torso.apply(params, obs), [[7]])
@@ -85,7 +84,7 @@ def test_images_are_scaled_and_convolved(stride, expected):
 
 
 def test_centring_subtracts_the_mean_of_each_observation():
-  """Of bytes 0, 51, 102 and 255 the mean is 0.4; of a plain image nothing is left."""
+  """The mean of the bytes 0, 51, 102 and 255 is 0.4; a plain image becomes 0."""
   obs = np.uint8([[[[0, 51], [102, 255]]], [[[9, 9], [9, 9]]]])
   params = {'params': {
       'Conv_0': {'kernel': np.ones((1, 1, 1, 1), np.float32), 'bias': np.float32([0.5])},
@@ -95,9 +94,9 @@ def test_centring_subtracts_the_mean_of_each_observation():
   assert_allclose(torso.apply(params, obs), [[0.1 + 3 + 50 + 1100], [555.5]], rtol=1e-5)
 
 
-@pytest.mark.parametrize('rows', [3, 40])  # at once, and a few at a time
+@pytest.mark.parametrize('rows', [3, 40])  # all rows at once, and in chunks
 @pytest.mark.parametrize('name', IMAGE_TORSOS)
-def test_for_the_gradient_bytes_are_kept_and_not_the_image(name, rows):
+def test_the_gradient_keeps_the_bytes_of_images_not_their_floats(name, rows):
   torso = networks.TORSOS[name]()
   obs = np.zeros((rows, 4, 84, 84), np.uint8)
   params = jax.eval_shape(torso.init, jax.random.key(0), obs[:1])
@@ -108,7 +107,7 @@ def test_for_the_gradient_bytes_are_kept_and_not_the_image(name, rows):
 
 
 def test_residual_block_by_hand():
-  """Kernels with a middle alone: y = 2 relu(x) + 1, then x + 3 relu(y) - 4."""
+  """Kernels with only a centre: y = 2 relu(x) + 1, then x + 3 relu(y) - 4."""
   x = np.random.default_rng(0).integers(-5, 6, size=(2, 4, 5, 1)).astype(np.float32)
   middle = np.zeros((3, 3, 1, 1), np.float32)
   middle[1, 1] = 1
@@ -119,7 +118,7 @@ def test_residual_block_by_hand():
 
 
 def _conv_same(x, w, b):
-  """3x3 on one image [H, W, C], zeros around it; loops."""
+  """Convolves an image [H, W, C], padded with zeros, with a 3x3 kernel, in loops."""
   padded = np.pad(x, ((1, 1), (1, 1), (0, 0)))
   out = np.zeros((*x.shape[:2], w.shape[-1]))
   for i, j in np.ndindex(x.shape[:2]):
@@ -128,14 +127,14 @@ def _conv_same(x, w, b):
 
 
 def _pool_same(x):
-  """3x3 windows, every second one of [H, W, C] with H and W odd: one row around on each side."""
+  """Takes the maximum of every second 3x3 window of [H, W, C], where H and W are odd."""
   padded = np.pad(x, ((1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
   return np.array([[padded[i:i + 3, j:j + 3].max((0, 1)) for j in range(0, x.shape[1], 2)]
                    for i in range(0, x.shape[0], 2)])
 
 
 def test_impala_resnet_as_in_the_paper():
-  """1802.01561, figure 3: convolution, pooling, blocks; at the end a rectifier, a dense layer."""
+  """1802.01561, figure 3: convolution, pooling and blocks, then a rectifier and a dense layer."""
   network = make_network('impala_resnet', categorical(2), channels=(2, 3), blocks=1, hidden=4)
   rng = np.random.default_rng(0)
   obs = rng.integers(256, size=(1, 2, 5, 9)).astype(np.uint8)
@@ -147,7 +146,8 @@ def test_impala_resnet_as_in_the_paper():
   for stage in range(2):
     w = torso[f'Conv_{stage}']
     x = _pool_same(_conv_same(x, w['kernel'], w['bias']))
-    block, y = torso[f'ResidualBlock_{stage}'], x
+    block = torso[f'ResidualBlock_{stage}']
+    y = x
     for w in (block['Conv_0'], block['Conv_1']):
       y = _conv_same(np.maximum(y, 0), w['kernel'], w['bias'])
     x = x + y
@@ -172,7 +172,7 @@ def test_mlp_by_hand():
     assert_allclose(value, [10 * y + 0.5], rtol=1e-6)
 
 
-def test_centred_observations_do_not_tell_how_bright_it_is():
+def test_centring_makes_outputs_independent_of_brightness():
   dark = np.random.default_rng(0).integers(0, 200, (3, 2, 20, 20)).astype(np.uint8)
   sizes = dict(channels=(4, 8), kernels=(4, 3), strides=(2, 1), hidden=16)
   for centre in (True, False):
@@ -184,8 +184,8 @@ def test_centred_observations_do_not_tell_how_bright_it_is():
 
 
 @pytest.mark.parametrize('shape', [(512, 256), (64, 64), (3, 3, 4, 16), (3, 3, 16, 32), (5, 7)])
-def test_orthogonal_weights_are_those_of_qr(shape):
-  """flax's initializer draws the same numbers; its QR is LAPACK's."""
+def test_orthogonal_weights_equal_those_of_lapacks_qr(shape):
+  """flax's initializer draws the same numbers, and uses LAPACK's QR."""
   key = jax.random.key(3)
   ours = np.asarray(networks.orthogonal(1.5)(key, shape))
   np.testing.assert_allclose(ours, nn.initializers.orthogonal(1.5)(key, shape), atol=3e-6)
@@ -194,7 +194,7 @@ def test_orthogonal_weights_are_those_of_qr(shape):
   np.testing.assert_allclose(gram, 2.25 * np.eye(len(gram)), atol=1e-5)
 
 
-def test_a_fixup_block_begins_as_the_identity_and_its_first_weights_are_small():
+def test_a_fixup_block_is_the_identity_at_first_and_its_first_kernel_is_small():
   x = np.random.default_rng(0).normal(size=(2, 9, 9, 32)).astype(np.float32)
   block = networks.FixupBlock(branches=6)
   params = block.init(jax.random.key(0), x)
@@ -208,7 +208,7 @@ def test_a_fixup_block_begins_as_the_identity_and_its_first_weights_are_small():
 
 
 def test_a_fixup_block_by_hand():
-  """One pixel: only the centres of the kernels, 2 and 3, see it."""
+  """On an image of one pixel only the centres of the kernels count: 2 and 3."""
   centre = np.zeros((2, 3, 3, 1, 1), np.float32)
   centre[:, 1, 1] = np.float32([[[2]], [[3]]])
   params = {'params': {
@@ -222,8 +222,8 @@ def test_a_fixup_block_by_hand():
 
 
 @pytest.mark.parametrize('torso', ['impala_resnet', 'fixup_resnet'])
-def test_kernel_gradients_of_16_channels_are_of_more_rows(torso):
-  """The rows of a chunk are what they contract, as other convolutions do the channels in."""
+def test_kernel_gradients_of_16_channels_take_more_than_16_rows_at_a_time(torso):
+  """The rows of a chunk are the input channels of this convolution; YNNPACK needs more than 16."""
   near = networks.TORSOS[torso].at_once
   assert networks.TORSOS[torso].channels[0] == convolution.VECTOR
   for count in range(convolution.VECTOR + 1, 700):

@@ -9,8 +9,10 @@ from scipy import stats
 
 from podracer_jit.agents import policies
 
-LOW, HIGH = np.float32([-1.0, -0.4, 0.0]), np.float32([1.0, 0.4, 3.0])
-MEAN, LOG_STD = np.float32([[0.3, -2.0, 5.0], [0.0, 0.1, -0.2]]), np.float32([0.0, -1.0, 0.7])
+LOW = np.float32([-1.0, -0.4, 0.0])
+HIGH = np.float32([1.0, 0.4, 3.0])
+MEAN = np.float32([[0.3, -2.0, 5.0], [0.0, 0.1, -0.2]])
+LOG_STD = np.float32([0.0, -1.0, 0.7])
 DIST = jnp.concatenate([MEAN, np.broadcast_to(LOG_STD, MEAN.shape)], axis=-1)
 
 
@@ -19,7 +21,7 @@ CONTINUOUS = [name for name, family in policies.FAMILIES.items()
 
 
 @pytest.mark.parametrize('name', CONTINUOUS)
-def test_density_and_samples_are_the_normal_ones(name):
+def test_density_and_samples_are_those_of_a_normal_distribution(name):
   policy = policies.FAMILIES[name].make(LOW, HIGH)
   assert policy.dist_size == 6 and policy.action_shape == (3,)
   action = np.float32([[0.0, -1.9, 7.0], [3.0, 0.1, -0.5]])
@@ -32,16 +34,17 @@ def test_density_and_samples_are_the_normal_ones(name):
 
 
 @pytest.mark.parametrize('name', ['gaussian', 'scaled_gaussian'])
-def test_entropy_is_the_normal_one(name):
+def test_entropy_is_that_of_a_normal_distribution(name):
   policy = policies.FAMILIES[name].make(LOW, HIGH)
   expected = stats.norm(MEAN, np.exp(LOG_STD)).entropy().sum(axis=-1)
   assert_allclose(policy.entropy(DIST), expected, rtol=1e-6)
 
 
-def test_entropy_of_a_squashed_one_is_that_of_its_output():
-  """Against the mean of -log p(tanh(u)) over drawn u, the change of variables written out."""
+def test_entropy_of_tanh_gaussian_is_that_of_the_squashed_action():
+  """Compares with the mean of -log p(tanh(u)) over drawn u; log p has the change of variables."""
   policy = policies.tanh_gaussian(LOW, HIGH)
-  mean, std = np.array([0.4, -1.0]), np.array([0.5, 1.2])
+  mean = np.array([0.4, -1.0])
+  std = np.array([0.5, 1.2])
   dist = jnp.float32([*mean, *np.log(std)])
   u = np.random.default_rng(0).normal(mean, std, size=(400_000, 2))
   log_p = stats.norm(mean, std).logpdf(u) - np.log(1 - np.tanh(u) ** 2)
@@ -50,7 +53,7 @@ def test_entropy_of_a_squashed_one_is_that_of_its_output():
   assert jnp.isfinite(far) and far < -90
 
 
-def test_tasks_get_actions_within_their_bounds():
+def test_actions_for_the_task_are_within_its_bounds():
   action = np.float32([[0.5, -3.0, 0.2], [9.0, 0.1, -0.5]])
   gaussian, scaled, squashed = (make(LOW, HIGH).to_env(action)
                                 for make in (policies.FAMILIES[name].make for name in CONTINUOUS))
@@ -60,7 +63,7 @@ def test_tasks_get_actions_within_their_bounds():
 
 
 @pytest.mark.quick
-def test_a_categorical_mode_is_the_likeliest():
+def test_the_mode_of_a_categorical_is_its_likeliest_action():
   policy = policies.categorical(4)
   logits = jnp.float32([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 0.0, 0.0]])
   assert_array_equal(policy.mode(logits), [1, 0])
@@ -72,17 +75,18 @@ LOGITS = np.random.default_rng(5).normal(size=(3, 2, sum(CHOICES))).astype(np.fl
 
 
 def probabilities():
-  """[3, 2, choices] of each element, in float64."""
+  """Returns the probabilities of each element, [3, 2, choices], in float64."""
   parts = np.split(np.exp(LOGITS.astype(np.float64)), np.cumsum(CHOICES)[:-1], axis=-1)
   return [part / part.sum(axis=-1, keepdims=True) for part in parts]
 
 
-def test_a_product_of_categoricals_is_independent_choices():
-  """Against a table of the probabilities of all 24 actions."""
+def test_a_product_of_categoricals_has_the_probabilities_of_independent_choices():
+  """Compares with a table of the probabilities of all 24 actions."""
   policy = policies.product_of_categoricals(CHOICES)
   assert (policy.dist_size, policy.action_shape, policy.action_dtype) == (10, (4,), np.int32)
   chances = probabilities()
-  total, entropy = 0.0, 0.0
+  total = 0.0
+  entropy = 0.0
   for action in np.ndindex(CHOICES):
     chance = np.prod([p[..., a] for p, a in zip(chances, action, strict=True)], axis=0)
     actions = np.broadcast_to(np.int32(action), (3, 2, 4))
@@ -93,7 +97,7 @@ def test_a_product_of_categoricals_is_independent_choices():
   assert_allclose(policy.entropy(LOGITS), entropy, rtol=1e-5)
 
 
-def test_samples_of_a_product_have_its_frequencies_and_its_mode_is_the_likeliest():
+def test_a_product_samples_with_its_probabilities_and_its_mode_is_the_likeliest():
   policy = policies.product_of_categoricals(CHOICES)
   chances = probabilities()
   drawn = jax.vmap(lambda key: policy.sample(key, LOGITS))(
@@ -102,17 +106,19 @@ def test_samples_of_a_product_have_its_frequencies_and_its_mode_is_the_likeliest
   for i, chance in enumerate(chances):
     for choice in range(CHOICES[i]):
       assert_allclose((drawn[..., i] == choice).mean(axis=0), chance[..., choice], atol=0.02)
-  # The elements are drawn with numbers of their own.
-  both = ((drawn[..., 0] == 0) & (drawn[..., 1] == 0)).mean(axis=0)
-  assert_allclose(both, chances[0][..., 0] * chances[1][..., 0], atol=0.02)
+  # The elements are drawn independently.
+  joint_frequency = ((drawn[..., 0] == 0) & (drawn[..., 1] == 0)).mean(axis=0)
+  assert_allclose(joint_frequency, chances[0][..., 0] * chances[1][..., 0], atol=0.02)
   mode = policy.mode(LOGITS)
   assert mode.dtype == np.int32
   assert_array_equal(mode, np.stack([p.argmax(axis=-1) for p in chances], axis=-1))
 
 
 @pytest.mark.quick
-def test_a_product_of_one_is_the_categorical():
-  one, alone = policies.product_of_categoricals((5,)), policies.categorical(5)
-  logits, action = LOGITS[..., :5], np.full((3, 2), 3, np.int32)
-  assert_allclose(one.log_prob(logits, action[..., None]), alone.log_prob(logits, action))
-  assert_allclose(one.entropy(logits), alone.entropy(logits))
+def test_a_product_of_one_categorical_equals_that_categorical():
+  product = policies.product_of_categoricals((5,))
+  categorical = policies.categorical(5)
+  logits = LOGITS[..., :5]
+  action = np.full((3, 2), 3, np.int32)
+  assert_allclose(product.log_prob(logits, action[..., None]), categorical.log_prob(logits, action))
+  assert_allclose(product.entropy(logits), categorical.entropy(logits))

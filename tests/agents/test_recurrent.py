@@ -13,7 +13,10 @@ from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.seeds import env_seeds
 from tests.runs import changed, make_network, run, small
 
-SIZE, FEATURES, STEPS, ENVS = 5, 3, 7, 4
+SIZE = 5
+FEATURES = 3
+STEPS = 7
+ENVS = 4
 
 
 def sigmoid(x):
@@ -21,7 +24,7 @@ def sigmoid(x):
 
 
 def gru(w, h, x):
-  """1406.1078, section 2.3, with PyTorch's place of the reset gate."""
+  """1406.1078, section 2.3, with the reset gate where PyTorch has it."""
   def dense(name, x):
     return x @ w[name]['kernel'] + w[name].get('bias', 0)
   r, z = (sigmoid(dense(f'i{g}', x) + dense(f'h{g}', h)) for g in 'rz')
@@ -45,7 +48,7 @@ def network_of(core, moments=()):
 
 
 def start(network, obs, valid, seed=0):
-  """Parameters and a state that are nowhere near zero."""
+  """Returns random parameters and a random recurrent state, none of them near zero."""
   shapes = jax.eval_shape(network.init, jax.random.key(0), obs,
                           network.initial_recurrent_state(ENVS), valid)
   rng = np.random.default_rng(seed)
@@ -55,7 +58,7 @@ def start(network, obs, valid, seed=0):
 
 
 @pytest.mark.parametrize('core, step', [('gru', gru), ('lstm', lstm)])
-def test_a_core_goes_on_from_its_state_and_begins_anew_after_an_invalid_row(core, step):
+def test_a_core_continues_from_its_state_and_restarts_after_an_invalid_row(core, step):
   rng = np.random.default_rng(1)
   obs = rng.normal(size=(STEPS, ENVS, FEATURES)).astype(np.float32)
   valid = rng.random((STEPS, ENVS)) < 0.7
@@ -77,38 +80,42 @@ def test_a_core_goes_on_from_its_state_and_begins_anew_after_an_invalid_row(core
 
 @pytest.mark.parametrize('core', ['gru', 'lstm'])
 def test_rollouts_carry_the_state_and_store_it_at_their_first_row(core):
-  """What the actor thought, row by row, is what a learner makes of the stored state."""
+  """From the stored state the network gives the values and log-probabilities of the actor."""
   vector_envs = [envpool_envs.EnvPoolVectorEnv('CartPole-v1', {'max_episode_steps': 9},
                                                env_seeds(1, 0, 0, ENVS), 1)]
   network = network_of(core)
-  pools = RolloutProgram(vector_envs)
+  rollout_program = RolloutProgram(vector_envs)
   try:
     obs = np.zeros((1, ENVS, 4), np.float32)
     params, _ = start(network, obs, np.ones((1, ENVS), bool))
     state = rollouts.initial_state(vector_envs, [jax.random.key(0)],
                                    network.initial_recurrent_state)
-    program = pools.load(rollouts.make_rollout(vector_envs, network.apply, network.policy, STEPS),
-                         (params, state), (1,))
-    made = []
+    program = rollout_program.load(
+        rollouts.make_rollout(vector_envs, network.apply, network.policy, STEPS),
+        (params, state), (1,))
+    rollout_list = []
     for _ in range(4):
       state, (rollout,) = program(params, state)
-      made.append(jax.tree.map(np.asarray, rollout))
+      rollout_list.append(jax.tree.map(np.asarray, rollout))
   finally:
-    pools.close()
-  for rollout in made:
+    rollout_program.close()
+  for rollout in rollout_list:
     core_state = jax.tree.map(lambda x: x[0], rollout.recurrent_state)
-    dist, value, after = network.apply(params, rollout.obs[:-1], core_state, rollout.valid)
+    dist, value, _ = network.apply(params, rollout.obs[:-1], core_state, rollout.valid)
     assert_allclose(rollout.behaviour_value, value, rtol=1e-4, atol=1e-4)
     assert_allclose(rollout.behaviour_log_prob, network.policy.log_prob(dist, rollout.action),
                     rtol=1e-4, atol=1e-4)
-  state_before = jax.tree.map(lambda x: x[0], made[-2].recurrent_state)
-  state_after = network.apply(params, made[-2].obs[:-1], state_before, made[-2].valid)[2]
-  assert_allclose(jax.tree.leaves(made[-1].recurrent_state)[0][0],
+  *_, before_last, last = rollout_list
+  state_before = jax.tree.map(lambda x: x[0], before_last.recurrent_state)
+  state_after = network.apply(params, before_last.obs[:-1], state_before, before_last.valid)[2]
+  assert_allclose(jax.tree.leaves(last.recurrent_state)[0][0],
                   jax.tree.leaves(state_after)[0], rtol=1e-4, atol=1e-5)
-  forgot = network.apply(params, made[1].obs[:-1], network.initial_recurrent_state(ENVS),
-                         made[1].valid)[1]
-  assert abs(forgot - made[1].behaviour_value).max() > 0.01
-  assert (~np.concatenate([rollout.valid for rollout in made])).any()
+  # From an empty state the values would be others, so the stored state matters.
+  second = rollout_list[1]
+  value_from_empty_state = network.apply(
+      params, second.obs[:-1], network.initial_recurrent_state(ENVS), second.valid)[1]
+  assert abs(value_from_empty_state - second.behaviour_value).max() > 0.01
+  assert (~np.concatenate([rollout.valid for rollout in rollout_list])).any()
 
 
 def recurrent(loss, **fields):

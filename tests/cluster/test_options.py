@@ -105,7 +105,7 @@ def test_two_calls_are_under_way_if_the_round_trip_is_long():
     pace = Pace(most)
     for seconds in (100.0, *[rollout_s] * 5):  # the first one compiles
       assert pace.calls == 1
-      pace.timed(Answer(None, seconds, seconds + trip_s))
+      pace.take_times(Answer(None, seconds, seconds + trip_s))
     return pace.calls
 
   assert calls_after(0.010, 0.002) == 2

@@ -1,4 +1,4 @@
-"""A torso that asks what a task's observations are; see `networks.fit_to_task`."""
+"""A torso that asks for the layout of a task's observations; see `networks.fit_to_task`."""
 
 from collections.abc import Sequence
 

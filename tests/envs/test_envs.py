@@ -1,8 +1,7 @@
-"""What EnvPool does that bites, each with the handling that keeps it from biting."""
+"""Surprising behaviour of EnvPool, and how the package handles it."""
 
 import dataclasses
 import os
-import subprocess
 import sys
 
 import envpool
@@ -19,13 +18,14 @@ from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import placement
+from tests import processes
 
 MUJOCO = 'HalfCheetah-v4'
 ONE_THREAD = 1
 
 
 def python_pool(task, seeds, **options):
-  """EnvPool's own Python API; `seeds` is a list, or a number as EnvPool takes it."""
+  """Returns a pool of EnvPool's own Python API; `seeds` is a list, or one number for all."""
   num_envs = options.pop('num_envs', None) or len(seeds)
   return envpool.make(task, env_type='gymnasium', num_envs=num_envs, batch_size=num_envs,
                       seed=seeds, num_threads=ONE_THREAD, **options)
@@ -38,11 +38,9 @@ def first_obs(task, seeds, **options):
   return obs
 
 
-def in_a_process_of_its_own(code, timeout=300):
-  """Runs code that could take the process down with it; returns what it printed."""
-  env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
-  done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True,
-                        timeout=timeout)
+def run_in_new_process(code, timeout=300):
+  """Runs code that could crash its process; returns what it printed."""
+  done = processes.run([sys.executable, '-c', code], timeout=timeout)
   assert done.returncode == 0, f'exit code {done.returncode}\n{done.stderr[-4000:]}'
   return done.stdout
 
@@ -50,36 +48,37 @@ def in_a_process_of_its_own(code, timeout=300):
 # Seeds.
 
 
-def test_envpools_own_neighbouring_seeds_share_nearly_all_streams():
-  """Why seeds are explicit."""
-  one, next_one = (first_obs('CartPole-v1', seed, num_envs=4) for seed in (7, 8))
-  assert_array_equal(one[1:], next_one[:-1])
+def test_neighbouring_seeds_of_envpool_share_nearly_all_streams():
+  """The package therefore gives each environment an explicit seed."""
+  seed_7, seed_8 = (first_obs('CartPole-v1', seed, num_envs=4) for seed in (7, 8))
+  assert_array_equal(seed_7[1:], seed_8[:-1])
 
 
-@pytest.mark.parametrize('other', [dict(seed=2), dict(segment=1), dict(first_env=64)])
-def test_seeds_of_two_pools_are_disjoint_and_their_streams_differ(other):
-  where = dict(seed=1, segment=0, first_env=0, num_envs=64)
-  one, next_one = env_seeds(**where), env_seeds(**where | other)
-  assert len(set(one + next_one)) == 128
-  obs = np.concatenate([first_obs('CartPole-v1', seeds) for seeds in (one, next_one)])
+@pytest.mark.parametrize('change', [dict(seed=2), dict(segment=1), dict(first_env=64)])
+def test_seeds_of_two_pools_are_disjoint_and_their_streams_differ(change):
+  arguments = dict(seed=1, segment=0, first_env=0, num_envs=64)
+  seeds_a = env_seeds(**arguments)
+  seeds_b = env_seeds(**arguments | change)
+  assert len(set(seeds_a + seeds_b)) == 128
+  obs = np.concatenate([first_obs('CartPole-v1', seeds) for seeds in (seeds_a, seeds_b)])
   assert len(np.unique(obs, axis=0)) == 128
 
 
 def test_neighbouring_environments_have_no_neighbouring_seeds():
   seeds = np.sort(env_seeds(3, 0, 0, 4096))
-  assert seeds[0] >= 0 and seeds[-1] < 2**31  # what EnvPool takes
+  assert seeds[0] >= 0 and seeds[-1] < 2**31  # the seeds that EnvPool accepts
   assert np.diff(seeds).min() > 1
 
 
-def test_a_seed_depends_on_nothing_but_seed_segment_and_environment():
-  whole = env_seeds(5, 2, 0, 24)
+def test_an_environments_seed_depends_only_on_seed_segment_and_its_index():
+  expected = env_seeds(5, 2, 0, 24)
   for width in (1, 4, 8):
-    cut = [env_seeds(5, 2, first, width) for first in range(0, 24, width)]
-    assert sum(cut, []) == whole
+    shards = [env_seeds(5, 2, first, width) for first in range(0, 24, width)]
+    assert sum(shards, []) == expected
 
 
 @pytest.mark.quick
-def test_a_shard_gives_each_environment_its_seed():
+def test_each_environment_has_its_own_seed():
   seeds = env_seeds(1, 0, 0, 6)
   vector_env = envpool_envs.EnvPoolVectorEnv('CartPole-v1', {}, seeds, ONE_THREAD)
   assert_array_equal(vector_env.first_obs, first_obs('CartPole-v1', seeds))
@@ -90,7 +89,7 @@ def test_a_shard_gives_each_environment_its_seed():
 # Steps.
 
 
-def test_the_first_step_is_no_reset():
+def test_the_first_step_is_not_a_reset():
   vector_env = envpool_envs.EnvPoolVectorEnv('CartPole-v1', {}, [1, 2, 3], ONE_THREAD)
   _, _, step = vector_env.recv(*vector_env.send(vector_env.handle, (), jnp.zeros(3, jnp.int32)))
   assert_array_equal(step.reward, [1, 1, 1])  # a reset gives 0
@@ -104,42 +103,43 @@ from jax import lax
 from podracer_jit.envs import envpool_envs
 assert not jax.config.jax_enable_x64
 
-seeds, T = [11, 22, 33], 40
-shard = envpool_envs.EnvPoolVectorEnv('{MUJOCO}', {{}}, seeds, 1)
+seeds = [11, 22, 33]
+T = 40
+vector_env = envpool_envs.EnvPoolVectorEnv('{MUJOCO}', {{}}, seeds, 1)
 actions = np.random.default_rng(0).uniform(-1, 1, (T, 3, 6)).astype(np.float32)
 
 def steps(handle, actions):
   def step(t, carry):
     handle, obs, reward = carry
-    handle, _, step = shard.recv(*shard.send(handle, (), actions[t]))
+    handle, _, step = vector_env.recv(*vector_env.send(handle, (), actions[t]))
     assert step.obs.dtype == step.reward.dtype == step.raw_reward.dtype == np.float32
     return handle, obs.at[t].set(step.obs), reward.at[t].set(step.reward)
   return lax.fori_loop(0, T, step, (handle, jnp.zeros((T, 3, 17)), jnp.zeros((T, 3))))
 
-_, obs, reward = jax.block_until_ready(jax.jit(steps)(shard.handle, actions))
-shard.close()
-assert shard.first_obs.dtype == obs.dtype == reward.dtype == np.float32
-assert jnp.ones(1).astype(float).dtype == np.float32  # x64 is off as before
+_, obs, reward = jax.block_until_ready(jax.jit(steps)(vector_env.handle, actions))
+vector_env.close()
+assert vector_env.first_obs.dtype == obs.dtype == reward.dtype == np.float32
+assert jnp.ones(1).astype(float).dtype == np.float32  # x64 is still off
 
 from tests.envs.test_envs import python_pool
 pool = python_pool('{MUJOCO}', seeds)
 first, _ = pool.reset()
 assert first.dtype == np.float64
-assert np.array_equal(shard.first_obs, first.astype(np.float32))
+assert np.array_equal(vector_env.first_obs, first.astype(np.float32))
 for t in range(T):
-  there, paid, *_ = pool.step(actions[t].astype(np.float64))
-  assert np.array_equal(obs[t], there.astype(np.float32)), t
-  assert np.array_equal(reward[t], paid.astype(np.float32)), t
+  expected_obs, expected_reward, *_ = pool.step(actions[t].astype(np.float64))
+  assert np.array_equal(obs[t], expected_obs.astype(np.float32)), t
+  assert np.array_equal(reward[t], expected_reward.astype(np.float32)), t
 print('equal')
 """
 
 
 def test_mujoco_steps_in_a_jitted_loop_with_x64_off_and_equals_the_python_api():
-  assert in_a_process_of_its_own(MUJOCO_IN_A_LOOP).split() == ['equal']
+  assert run_in_new_process(MUJOCO_IN_A_LOOP).split() == ['equal']
 
 
-def test_a_draw_next_to_a_float64_environment_is_the_draw_outside():
-  """x64 on would draw other integers and turn unnamed dtypes to 64 bits."""
+def test_random_numbers_are_the_same_next_to_a_float64_environment():
+  """With x64 enabled, JAX draws other integers, and default dtypes have 64 bits."""
   key = jax.random.key(7)
 
   def draws(key):
@@ -163,21 +163,22 @@ def test_a_draw_next_to_a_float64_environment_is_the_draw_outside():
 
   _, (between, after) = jax.block_until_ready(jax.jit(beside)(vector_env.handle, key))
   vector_env.close()
-  for drawn in (between, after):
-    for here, there in zip(drawn, outside, strict=True):
-      assert here.dtype == there.dtype
-      assert_allclose(here, there, rtol=1e-6)  # normal: jit and no jit may round differently
+  for inside in (between, after):
+    for actual, expected in zip(inside, outside, strict=True):
+      assert actual.dtype == expected.dtype
+      # Normal numbers may be rounded differently with and without jit.
+      assert_allclose(actual, expected, rtol=1e-6)
 
 
 # Threads.
 
 
 def threads():
-  """The ids of this process's threads; EnvPool's are unknown to Python."""
+  """Returns the ids of this process's threads; Python does not know those of EnvPool."""
   return set(os.listdir('/proc/self/task'))
 
 
-def test_a_shard_starts_the_threads_it_is_given_and_ends_them():
+def test_a_pool_starts_the_given_number_of_threads_and_ends_them():
   def started(num_threads):
     before = threads()
     vector_env = envpool_envs.EnvPoolVectorEnv('CartPole-v1', {}, range(8), num_threads)
@@ -186,11 +187,11 @@ def test_a_shard_starts_the_threads_it_is_given_and_ends_them():
     assert not threads() & new
     return len(new)
 
-  started(1)  # whatever the first pool of a process brings with it
+  started(1)  # the first pool of a process starts more threads
   assert started(5) - started(1) == 4
 
 
-def test_all_pools_together_have_the_threads_that_the_placement_grants(monkeypatch):
+def test_the_cores_are_divided_among_all_pools(monkeypatch):
   monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(12))
   options = placement.PlacementOptions(actor_platform='cpu', env_threads=0)
   granted = [placement.resolve(options, vector_envs).env_threads for vector_envs in (1, 3, 5, 24)]
@@ -198,22 +199,22 @@ def test_all_pools_together_have_the_threads_that_the_placement_grants(monkeypat
   assert placement.resolve(dataclasses.replace(options, env_threads=7), 3).env_threads == 7
 
 
-def test_actors_are_on_the_cpu_where_envpool_has_no_call_for_the_accelerator(monkeypatch):
+def test_actors_use_the_cpu_if_envpool_does_not_support_the_accelerator(monkeypatch):
   monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
   options = placement.PlacementOptions(actor_platform='auto', actor_devices=(1,), env_threads=1)
   assert placement.resolve(options, 1).actors == (jax.devices('cpu')[1],)
 
 
-# What is refused, before EnvPool could act on it.
+# Options that are refused before EnvPool gets them.
 
 
 def test_noop_max_0_never_reaches_envpool(monkeypatch):
-  """It would kill the process."""
-  ask = envpool.make_spec
+  """EnvPool would kill the process."""
+  envpool_make_spec = envpool.make_spec
 
   def make_spec(task, **options):
     assert options.get('noop_max') != 0
-    return ask(task, **options)
+    return envpool_make_spec(task, **options)
 
   monkeypatch.setattr(envpool_envs.envpool, 'make_spec', make_spec)
   with pytest.raises(ValueError, match=r'env\.noop_max.*at least 1.*got 0'):
@@ -238,14 +239,14 @@ def test_noop_max_0_never_reaches_envpool(monkeypatch):
     ('CartPole-v1', dict(max_episode_steps=-3), r'env\.max_episode_steps.*at least 1.*-3'),
     ('FetchReach-v1', dict(reward_type=3), r'env\.reward_type.*str.*3'),
 ])
-def test_an_error_names_the_field_the_value_and_what_would_be_right(task, options, message):
+def test_an_error_names_the_field_the_value_and_the_expected_values(task, options, message):
   with pytest.raises(ValueError, match=message):
     envpool_envs.make_spec(task, options)
 
 
 @pytest.mark.parametrize('options', [
     dict(mode=99), dict(difficulty=99), dict(max_episode_steps=10**10)])
-def test_what_envpool_itself_refuses_is_an_error_of_that_field(options):
+def test_an_error_of_envpool_names_the_field(options):
   (name, value), = options.items()
   with pytest.raises(ValueError, match=rf'env\.{name}.*{value}') as error:
     envpool_envs.make_spec('Pong-v5', options)
@@ -261,11 +262,11 @@ def test_tasks_that_cannot_be_trained_are_refused(task, message):
     envpool_envs.make_spec(task, {})
 
 
-def test_integers_are_good_for_a_float():
+def test_an_integer_is_accepted_for_a_float():
   envpool_envs.make_spec('Pong-v5', dict(repeat_action_probability=1))
 
 
-def test_a_spec_says_what_the_learner_will_see():
+def test_a_spec_has_the_shapes_and_dtypes_that_the_learner_gets():
   spec = envpool_envs.make_spec('Pong-v5', dict(img_height=42, stack_num=2, full_action_space=True,
                                         frame_skip=5, max_episode_steps=99))
   assert spec == EnvSpec('Pong-v5', (2, 42, 84), np.uint8, 18, (), (), 5, 99, 2)
@@ -273,7 +274,7 @@ def test_a_spec_says_what_the_learner_will_see():
   assert envpool_envs.make_spec(MUJOCO, {}).obs_dtype == np.float32  # EnvPool says float64
 
 
-def test_continuous_actions_have_bounds_and_no_number():
+def test_continuous_actions_have_bounds_and_no_count():
   spec = envpool_envs.make_spec('Pusher-v4', {})
   assert spec.num_actions == 0
   assert spec.action_low == (-2.0,) * 7 and spec.action_high == (2.0,) * 7
@@ -288,7 +289,7 @@ def test_a_policy_that_does_not_fit_the_actions_is_refused(task, policy):
     resolve(config)
 
 
-def test_dicts_are_laid_end_to_end_by_name():
+def test_parts_of_a_dict_are_concatenated_in_the_order_of_their_names():
   spec = envpool_envs.make_spec('WalkerWalk-v1', {})
   assert spec.obs_shape == (24,) and spec.obs_dtype == np.float32
   vector_env = envpool_envs.EnvPoolVectorEnv('WalkerWalk-v1', {}, [3, 9])
@@ -301,10 +302,10 @@ def test_dicts_are_laid_end_to_end_by_name():
   assert np.array_equal(vector_env.first_obs, flat(pool.reset()[0]))
   action = np.random.default_rng(0).uniform(-1, 1, (2, 6))
   step = jax.jit(lambda handle, a: vector_env.recv(*vector_env.send(handle, (), a))[2])
-  made = step(vector_env.handle, action.astype(np.float32))
+  timestep = step(vector_env.handle, action.astype(np.float32))
   expected, reward, *_ = pool.step(action.astype(np.float32).astype(np.float64))
-  assert made.obs.dtype == np.float32 and np.array_equal(made.obs, flat(expected))
-  assert np.array_equal(made.reward, reward.astype(np.float32))
+  assert timestep.obs.dtype == np.float32 and np.array_equal(timestep.obs, flat(expected))
+  assert np.array_equal(timestep.reward, reward.astype(np.float32))
   vector_env.close()
 
 

@@ -1,4 +1,4 @@
-"""One task of every EnvPool family that installs here, through real rollouts."""
+"""Real rollouts of one task of every EnvPool family that can be installed."""
 
 import subprocess
 
@@ -18,11 +18,13 @@ from podracer_jit.envs.protocol import ObsPart, take_apart
 from podracer_jit.run import build
 from podracer_jit.run.commands import envs as envs_command
 from podracer_jit.run.resolve import resolve
-from tests.envs.test_envs import in_a_process_of_its_own
+from tests.envs.test_envs import run_in_new_process
 from tests.runs import run, small
 from tests.workers import wrap
 
-NUM_ENVS, STEPS, SEEDS = 2, 5, [3, 9]
+NUM_ENVS = 2
+STEPS = 5
+SEEDS = [3, 9]
 
 # Family, task, options and network.
 TASKS = [
@@ -57,21 +59,22 @@ def roll(task, options=None, network='mlp', steps=STEPS):
   """Returns the spec of a task, and a rollout of it by an untrained network."""
   config = config_of(task, network, options or {})
   experiment = resolve(config | {'num_grad_shards': 1, 'num_shards': 1})
-  spec, whole = experiment.spec, build.make_network(experiment)
+  spec = experiment.spec
+  agent = build.make_network(experiment)
   vector_env = envpool_envs.make_vector_env(task, options or {}, SEEDS, 1)
   program = RolloutProgram([vector_env])
   try:
-    params = networks.init_params(whole, jax.random.key(0), spec.obs_shape, spec.obs_dtype)
+    params = networks.init_params(agent, jax.random.key(0), spec.obs_shape, spec.obs_dtype)
     state = rollouts.initial_state([vector_env], [jax.random.key(1)])
-    function = rollouts.make_rollout([vector_env], whole.apply, whole.policy, steps, spec.stack)
+    function = rollouts.make_rollout([vector_env], agent.apply, agent.policy, steps, spec.stack)
     _, (rollout,) = program.load(function, (params, state), (1,))(params, state)
     return spec, jax.device_get(rollout)
   finally:
     program.close()
 
 
-def as_python_has_it(task, options, actions):
-  """Yields what EnvPool's own Python API observes and rewards for the same actions."""
+def steps_of_the_python_api(task, options, actions):
+  """Yields (observation, reward) of EnvPool's own Python API for the same actions."""
   pool = envpool.make(task, env_type='gymnasium', num_envs=NUM_ENVS, batch_size=NUM_ENVS,
                       seed=SEEDS, num_threads=1, **options)
   yield pool.reset()[0], None
@@ -81,9 +84,9 @@ def as_python_has_it(task, options, actions):
   pool.close()
 
 
-def test_the_list_has_every_family_that_can_be_made_here():
+def test_tasks_cover_every_family_that_can_be_installed():
   missing = set(envpool_envs.families()) - {family for family, *_ in TASKS}
-  assert missing <= {'procgen'}  # needs a library of the system
+  assert missing <= {'procgen'}  # procgen needs a system library
 
 
 @pytest.mark.parametrize('family, task, options, network', TASKS)
@@ -115,7 +118,7 @@ def test_a_task_of_each_family_is_rolled_out(family, task, options, network):
     ('Pong-v5', dict(img_width=3), (4, 84, 3), False),
     ('D1Basic-v1', dict(use_combined_action=True), (4, 84, 84), False),
 ])
-def test_a_spec_says_where_an_image_has_its_channels(task, options, shape, channels_last):
+def test_a_spec_tells_which_axis_of_an_image_has_the_channels(task, options, shape, channels_last):
   spec = envpool_envs.make_spec(task, options)
   assert spec.obs_shape == shape and spec.channels_last == channels_last
 
@@ -127,7 +130,7 @@ def test_every_football_task_has_its_channels_last():
 
 
 @pytest.mark.parametrize('name', ['nature_cnn', 'impala_resnet', 'fixup_resnet'])
-def test_a_torso_sees_the_same_picture_in_either_layout(name):
+def test_a_torso_gives_the_same_output_for_either_layout(name):
   spec = envpool_envs.make_spec('CarRacing-v2', {})
   torso = networks.TORSOS[name](channels=(4,), hidden=5, **(
       dict(kernels=(8,), strides=(4,)) if name == 'nature_cnn' else {}))
@@ -138,12 +141,12 @@ def test_a_torso_sees_the_same_picture_in_either_layout(name):
   assert_array_equal(last.apply(params, images), torso.apply(params, images.transpose(0, 3, 1, 2)))
 
 
-def test_a_torso_with_channels_first_is_left_as_it_was():
+def test_a_torso_with_channels_first_is_not_changed():
   torso = networks.NatureCNN()
   assert networks.fit_to_task(torso, envpool_envs.make_spec('Pong-v5', {})) is torso
 
 
-def test_numbers_are_no_bytes():
+def test_only_bytes_are_divided_by_255():
   """Images of floats keep their values; only bytes are divided by 255."""
   torso = networks.NatureCNN(channels=(1,), kernels=(1,), strides=(1,), hidden=1)
   params = {'params': {
@@ -164,7 +167,7 @@ def one_hot(values, size):
 def test_a_number_is_observed_as_a_one_hot(task, size):
   spec, rollout = roll(task)
   assert spec.obs_shape == (size,) and spec.obs_dtype == np.uint8
-  expected = [one_hot(obs, size) for obs, _ in as_python_has_it(task, {}, rollout.action)]
+  expected = [one_hot(obs, size) for obs, _ in steps_of_the_python_api(task, {}, rollout.action)]
   assert_array_equal(rollout.obs, expected)
 
 
@@ -177,7 +180,7 @@ def test_minigrid_is_a_vector_that_comes_apart_again():
       ObsPart('image', (7, 7, 3), np.dtype(np.uint8), 1, True),
       ObsPart('mission', (96,), np.dtype(np.uint8), 148))
   parts = take_apart(rollout.obs, spec.parts)
-  for t, (obs, reward) in enumerate(as_python_has_it(task, {}, rollout.action)):
+  for t, (obs, reward) in enumerate(steps_of_the_python_api(task, {}, rollout.action)):
     assert_array_equal(parts['image'][t], obs['image'])
     assert_array_equal(parts['mission'][t], obs['mission'])
     assert_array_equal(parts['direction'][t], obs['direction'])
@@ -201,17 +204,17 @@ def test_take_apart_gives_shapes_and_dtypes():
   parts = (ObsPart('b', (2,), np.dtype(bool), 0), ObsPart('a', (1, 2, 2), np.dtype(np.uint8), 2),
            ObsPart('c', (), np.dtype(np.int32), 6))
   obs = np.float32([[[0, 1, 5, 6, 7, 255, -3]]])
-  for made in (take_apart(obs, parts), jax.jit(lambda obs: take_apart(obs, parts))(obs)):
-    assert_array_equal(made['b'], [[[False, True]]])
-    assert_array_equal(made['a'], [[[[[5, 6], [7, 255]]]]])
-    assert_array_equal(made['c'], [[-3]])
-    assert [made[name].dtype for name in 'bac'] == [bool, np.uint8, np.int32]
+  for split in (take_apart(obs, parts), jax.jit(lambda obs: take_apart(obs, parts))(obs)):
+    assert_array_equal(split['b'], [[[False, True]]])
+    assert_array_equal(split['a'], [[[[[5, 6], [7, 255]]]]])
+    assert_array_equal(split['c'], [[-3]])
+    assert [split[name].dtype for name in 'bac'] == [bool, np.uint8, np.int32]
   with pytest.raises(AssertionError):
     take_apart(obs[..., 1:], parts)
 
 
 def test_a_torso_of_images_and_vectors_by_hand():
-  """A 1x1 kernel on a 1 x 2 image with one channel, whose largest value is 10, and two numbers."""
+  """The image is 1 x 2 pixels with one channel and values up to 10; the kernel is 1x1."""
   parts = (ObsPart('image', (1, 2, 1), np.dtype(np.uint8), 0, True),
            ObsPart('flags', (2,), np.dtype(bool), 2), ObsPart('text', (1,), np.dtype(np.uint8), 4),
            ObsPart('facing', (), np.dtype(np.int32), 5, num_values=3),
@@ -228,7 +231,7 @@ def test_a_torso_of_images_and_vectors_by_hand():
   np.testing.assert_allclose(out, [[0.2 + 6 + 0.5, np.tanh(2 + 0.5 * 0.2 - 1.1 + 0.5)]], rtol=1e-6)
 
 
-def test_a_torso_of_ones_own_may_ask_for_parts_and_layout():
+def test_an_own_torso_can_ask_for_parts_and_layout():
   from tests.envs.own_torso import Asks
   minigrid = envpool_envs.make_spec('MiniGrid-Empty-5x5-v0', {})
   assert networks.fit_to_task(Asks(), minigrid).parts == minigrid.parts
@@ -259,12 +262,11 @@ def test_vectors_of_integers_are_choices(task, choices):
 @pytest.mark.parametrize('task', ['Cleaner-v0', 'Jumanji/Minesweeper-v0', 'Jumanji/MultiCVRP-v0'])
 def test_choices_reach_the_task(task):
   spec, rollout = roll(task)
-  first = {part.name: part for part in spec.parts}['action_mask']
   dtype = envpool.make_spec(task).action_space.dtype
-  made = take_apart(rollout.obs, spec.parts)
-  steps = as_python_has_it(task, {}, rollout.action.astype(dtype))
+  parts = take_apart(rollout.obs, spec.parts)
+  steps = steps_of_the_python_api(task, {}, rollout.action.astype(dtype))
   for t, (obs, reward) in enumerate(steps):
-    assert_array_equal(made['action_mask'][t], obs['action_mask'], first.name)
+    assert_array_equal(parts['action_mask'][t], obs['action_mask'])
     if t and rollout.valid[t - 1].all():
       assert_array_equal(rollout.reward[t - 1], reward)
 
@@ -276,15 +278,15 @@ def test_actions_of_two_axes_are_sent_in_their_shape():
   assert len(shape) == 2 and len(spec.action_low) == np.prod(shape)
   policy = resolve(config_of(task, 'mlp', {})).policy
   actions = np.asarray(policy.to_env(rollout.action)).reshape(STEPS, NUM_ENVS, *shape)
-  made = take_apart(rollout.obs, spec.parts)
-  for t, (obs, _) in enumerate(as_python_has_it(task, {}, actions)):
-    assert_array_equal(made['positions'][t], obs['positions'])
+  parts = take_apart(rollout.obs, spec.parts)
+  for t, (obs, _) in enumerate(steps_of_the_python_api(task, {}, actions)):
+    assert_array_equal(parts['positions'][t], obs['positions'])
 
 
 @pytest.mark.parametrize('loss, message', [
     ('dqn', r'loss\.name: .* wants discrete actions; those of Cleaner-v0 are vectors of choices'),
     ('dpg', r'loss\.name: .* wants continuous actions; those of Cleaner-v0 are vectors of')])
-def test_a_loss_that_cannot_learn_vectors_of_choices_says_so(loss, message):
+def test_a_loss_that_cannot_learn_vectors_of_choices_is_refused(loss, message):
   from podracer_jit.losses import ALGORITHMS
   name = next(name for name in ALGORITHMS if loss in name)
   config = small(name, 'Cleaner-v0', 'mlp' if loss == 'dqn' else 'deterministic')
@@ -296,25 +298,25 @@ def test_a_loss_that_cannot_learn_vectors_of_choices_says_so(loss, message):
 
 
 def test_a_reset_has_no_reward():
-  """MetaWorld gives one, here 1.3."""
+  """MetaWorld itself gives a reward of 1.3."""
   task = 'MetaWorld/Assembly-v3'
   options = dict(max_episode_steps=3)
   _, rollout = roll(task, options, steps=9)
   assert (~rollout.valid).any() and (rollout.reward[rollout.valid] != 0).all()
   assert_array_equal(rollout.reward[~rollout.valid], 0)
   policy = resolve(config_of(task, 'mlp', options)).policy
-  raw = [reward for _, reward in as_python_has_it(
+  raw = [reward for _, reward in steps_of_the_python_api(
       task, options, np.asarray(policy.to_env(rollout.action)))][1:]
-  assert np.stack(raw)[~rollout.valid].max() > 0.1  # else this test would show nothing
+  assert np.stack(raw)[~rollout.valid].max() > 0.1  # EnvPool rewards resets
 
 
-# What cannot be made.
+# Tasks that cannot be made.
 
 
 @pytest.mark.parametrize('task, message', [
     ('BigfishEasy-v0', r'cannot be made here: .*Qt ?5.*[Ii]nstall'),
     ('VizdoomCustom-v1', r'cannot be made here: .*cfg_path, wad_path.*not supported')])
-def test_what_a_task_lacks_is_said_in_one_line(task, message):
+def test_a_missing_requirement_of_a_task_is_reported_in_one_line(task, message):
   try:
     envpool.make_spec(task)
   except Exception:  # noqa: BLE001 - an error of any kind
@@ -322,7 +324,7 @@ def test_what_a_task_lacks_is_said_in_one_line(task, message):
       resolve(config_of(task, 'mlp', {}))
     assert '\n' not in str(error.value) and len(str(error.value)) < 400
   else:
-    pytest.skip('it can be made here')
+    pytest.skip('this machine can make the task')
 
 
 @pytest.mark.parametrize('task', ['Basic-v1', 'D1Basic-v1'])
@@ -332,7 +334,7 @@ def test_buttons_without_bounds_are_refused(task):
 
 
 START_GAMES = """
-import scipy.linalg  # its OpenBLAS has threads
+import scipy.linalg  # OpenBLAS starts threads
 import numpy as np
 from podracer_jit.envs import envpool_envs
 for attempt in range(4):
@@ -344,24 +346,24 @@ print('started')
 """
 
 
-def test_games_of_vizdoom_start_beside_the_threads_of_openblas():
-  """Two forks at a time used to join a thread of OpenBLAS twice, and never came back."""
+def test_vizdoom_games_start_while_openblas_has_threads():
+  """Two simultaneous forks used to join the same thread of OpenBLAS twice, and hung."""
   try:
-    assert in_a_process_of_its_own(START_GAMES, timeout=60).split() == ['started']
+    assert run_in_new_process(START_GAMES, timeout=60).split() == ['started']
   except subprocess.TimeoutExpired:
     pytest.fail('the games do not start')
 
 
-@pytest.mark.parametrize('task, words', [
+@pytest.mark.parametrize('task, message', [
     ('Cleaner-v0', '119 float32  4^3 choices'), ('FlatPack-v0', '25 x 4 x 9^2 choices'),
     ('Taxi-v3', '500 uint8  6 actions'),
     ('MiniGrid-Empty-5x5-v0', '244 float32 (image: image 7 x 7 x 3)  7 actions'),
     ('CarRacing-v2', '96 x 96 x 3 uint8  3 numbers from -1 to 1')])
-def test_the_list_of_tasks_tells_the_kinds(task, words):
-  assert envs_command.describe(task).endswith(words)
+def test_the_list_of_tasks_describes_observations_and_actions(task, message):
+  assert envs_command.describe(task).endswith(message)
 
 
-# Whole updates, in step and as environments are ready.
+# Whole updates, in lockstep and with asynchronous actors.
 
 
 @pytest.mark.parametrize('task, network, options, fields', [
@@ -371,13 +373,14 @@ def test_the_list_of_tasks_tells_the_kinds(task, words):
     ('MetaWorld/Assembly-v3', 'mlp', dict(max_episode_steps=5),
      dict(env_batch=4, scheme='cleanba')),
 ])
-def test_a_learner_learns_from_it(task, network, options, fields):
-  """Rows of rewards, log-probabilities and gradients are finite, in either mode."""
-  seen = []
+def test_whole_updates_on_tasks_of_other_families(task, network, options, fields):
+  """Parameters stay finite and resets have no reward, in lockstep and with asynchronous actors."""
+  rollout_list = []
 
   def watch(call, carry, *batch):
     del call, carry
-    seen.extend(jax.device_get(rollout) for item in batch for rollout in item.value.parts[0])
+    for item in batch:
+      rollout_list.extend(jax.device_get(item.value.parts[0]))
 
   config = small('impala' if fields else 'ppo', task, network, **{
       'num_shards': 1, 'num_grad_shards': 1} | {k: v for k, v in fields.items() if k != 'scheme'})
@@ -386,14 +389,14 @@ def test_a_learner_learns_from_it(task, network, options, fields):
   _, reports, state = run(config, updates=3, tamper=wrap('learner', before=watch))
   assert len(reports) >= 1
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state.params)))
-  rewards = np.concatenate([rollout.reward[~rollout.valid] for rollout in seen])
+  rewards = np.concatenate([rollout.reward[~rollout.valid] for rollout in rollout_list])
   assert_array_equal(rewards, 0)
   if options:
     assert len(rewards)
 
 
-def test_products_of_numbers_are_one_hots_end_to_end():
-  """No task of EnvPool 1.2.5 has them; the spaces are gymnasium's."""
+def test_products_of_discrete_spaces_are_concatenated_one_hots():
+  """No task of EnvPool 1.2.5 has such a space, so the spaces are made with gymnasium."""
   from gymnasium import spaces
   numbers = np.int32([[2, 0, 4], [1, 1, 5]])
   expected = np.concatenate([one_hot(numbers[:, 0], 3), one_hot(numbers[:, 1], 2),
@@ -411,15 +414,15 @@ def test_products_of_numbers_are_one_hots_end_to_end():
     assert_array_equal(on_device, expected)
 
 
-def test_a_dict_of_bytes_stays_bytes():
+def test_a_dict_of_bytes_is_observed_as_bytes():
   from gymnasium import spaces
   box = spaces.Box(0, 255, (2,), np.uint8)
   space = spaces.Dict({'a': box, 'b': spaces.Dict({'c': spaces.MultiBinary(3)})})
   assert env_spaces.layout('X-v0', space)[:2] == ((5,), np.uint8)
   obs = {'a': np.uint8([[200, 1]]), 'b': {'c': np.array([[True, False, True]])}}
-  made = env_spaces.observe(obs, space, env_spaces.leaves_of('X-v0', space))
-  assert made.dtype == np.uint8
-  assert_array_equal(made, [[200, 1, 1, 0, 1]])
+  observed = env_spaces.observe(obs, space, env_spaces.leaves_of('X-v0', space))
+  assert observed.dtype == np.uint8
+  assert_array_equal(observed, [[200, 1, 1, 0, 1]])
 
 
 def test_other_observations_are_refused_in_one_line():

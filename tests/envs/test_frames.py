@@ -1,4 +1,4 @@
-"""Stacks kept with each frame once, against stacks kept whole."""
+"""Frame stacks that store each frame once, compared with whole stacks."""
 
 import jax
 import jax.numpy as jnp
@@ -10,37 +10,40 @@ from podracer_jit.envs import envpool_envs, frames
 
 
 def make_stacks(stack, channels, steps, num_envs=6, seed=0):
-  """[T + 1, B, stack * channels, 3, 2]: of numbered frames; filled with one now and then.
+  """Returns stacks of random frames, [T + 1, B, stack * channels, 3, 2], with some resets.
 
-  The stack of row 0 has had frames before, which are others than row 0's.
+  A reset fills the stack with its frame. Row 0 is in the middle of an episode.
   """
-  rng, made = np.random.default_rng(seed), []
+  rng = np.random.default_rng(seed)
+  columns = []
   for _ in range(num_envs):
-    held = [rng.integers(256, size=(channels, 3, 2)) for _ in range(stack)]
-    rows = [np.concatenate(held)]
+    newest_frames = [rng.integers(256, size=(channels, 3, 2)) for _ in range(stack)]
+    rows = [np.concatenate(newest_frames)]
     for _ in range(steps):
-      newest = rng.integers(256, size=(channels, 3, 2))
-      held = [newest] * stack if rng.random() < 0.3 else [*held[1:], newest]
-      rows.append(np.concatenate(held))
-    made.append(rows)
-  return np.stack(made, axis=1).astype(np.uint8)
+      frame = rng.integers(256, size=(channels, 3, 2))
+      is_reset = rng.random() < 0.3
+      newest_frames = [frame] * stack if is_reset else [*newest_frames[1:], frame]
+      rows.append(np.concatenate(newest_frames))
+    columns.append(rows)
+  return np.stack(columns, axis=1).astype(np.uint8)
 
 
-SHAPES = [(4, 1, 12), (4, 3, 7), (2, 1, 5), (3, 2, 1), (4, 1, 2)]  # some shorter than a stack
+# stack, channels, steps; the last two rollouts are shorter than a stack
+SHAPES = [(4, 1, 12), (4, 3, 7), (2, 1, 5), (3, 2, 1), (4, 1, 2)]
 
 
-def in_turn(obs, stack):
-  """Row by row, as a rollout does it."""
-  def turn(t, rows):
+def row_by_row(obs, stack):
+  """Stores observations as a rollout does, row by row."""
+  def add_row(t, rows):
     return frames.add(rows, t, obs[jnp.maximum(t - 1, 0)], obs[t])
-  return jax.lax.fori_loop(0, len(obs), turn, frames.begin(obs[0], len(obs) - 1, stack))
+  return jax.lax.fori_loop(0, len(obs), add_row, frames.begin(obs[0], len(obs) - 1, stack))
 
 
-@pytest.mark.parametrize('make', [in_turn, frames.from_stacks])
+@pytest.mark.parametrize('store', [row_by_row, frames.from_stacks])
 @pytest.mark.parametrize('stack, channels, steps', SHAPES)
-def test_stacks_are_what_they_were(stack, channels, steps, make):
+def test_restored_stacks_equal_the_original(stack, channels, steps, store):
   obs = jnp.asarray(make_stacks(stack, channels, steps))
-  rows = jax.jit(make, static_argnums=1)(obs, stack)
+  rows = jax.jit(store, static_argnums=1)(obs, stack)
   assert rows.frame.shape == (steps + stack, 6, channels, 3, 2)
   assert rows.is_reset_stack.shape == (steps, 6)
   assert rows.is_reset_stack.any() and not rows.is_reset_stack.all()
@@ -53,22 +56,22 @@ def test_stacks_are_what_they_were(stack, channels, steps, make):
 
 
 @pytest.mark.quick
-def test_what_is_no_stack_is_kept_as_it_is():
+def test_observations_without_a_stack_are_not_changed():
   obs = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 7)))
   assert frames.from_stacks(obs, 1) is obs is frames.stacks(obs)
-  assert_array_equal(in_turn(obs, 1), obs)
+  assert_array_equal(row_by_row(obs, 1), obs)
   assert_array_equal(frames.last(obs), obs[4:])
   assert_array_equal(frames.pick(obs, jnp.array([4, 1]), jnp.array([0, 2])),
                      obs[jnp.array([4, 1]), jnp.array([0, 2])])
 
 
-def test_the_frames_of_a_rollout_are_kept_in_a_quarter_of_the_bytes():
+def test_frames_take_a_quarter_of_the_bytes_of_stacks():
   rows = jax.eval_shape(lambda: frames.begin(jnp.zeros((64, 4, 84, 84), jnp.uint8), 20, 4))
   assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(rows)) == 64 * (24 * 7056 + 20)
 
 
-def test_stacks_are_known_of_atari_alone():
-  """ViZDoom's last observation of an episode neither goes on nor is one frame S times."""
+def test_only_atari_tasks_have_frame_stacks():
+  """ViZDoom ends an episode with a stack that neither shifts nor repeats one frame."""
   assert envpool_envs.make_spec('Pong-v5', {}).stack == 4
   assert envpool_envs.make_spec('Pong-v5', dict(stack_num=3)).stack == 3
   assert envpool_envs.make_spec('TakeCover-v1', dict(use_combined_action=True)).stack == 1

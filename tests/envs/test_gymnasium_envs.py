@@ -1,4 +1,4 @@
-"""Gymnasium's environments against plain Python loops, and what happens when they fail."""
+"""Gymnasium's environments compared with plain Python loops, and their failures."""
 
 import gc
 import os
@@ -21,8 +21,9 @@ from podracer_jit import parts
 from podracer_jit.envs import gymnasium_envs
 from podracer_jit.envs.families import family_of, own_module
 from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
-from podracer_jit.run import build, evaluation, exit_codes, video
+from podracer_jit.run import evaluation, exit_codes, video
 from podracer_jit.runtime import placement
+from tests import processes
 from tests.runs import QUICK, changed, fresh, small
 
 CARTPOLE = 'gymnasium:CartPole-v1'
@@ -34,18 +35,21 @@ import numpy as np
 from gymnasium import spaces
 
 class Own(gymnasium.Env):
-  """Counts its steps; `fails` says where it fails after `after` steps."""
+  """Counts its steps; `fails` is the place where it fails after `after` steps."""
 
   observation_space = spaces.Box(-1000, 1000, (2,), np.float64)
   action_space = spaces.Discrete(3, start=5)
   metadata = {'render_modes': ['rgb_array'], 'render_fps': 7}
-  made = 0
+  instances = 0
 
   def __init__(self, fails='', after=0, length=5, seconds=0.0, render_mode=None):
-    Own.made += 1
-    self.fails, self.after, self.length, self.seconds = fails, after, length, seconds
+    Own.instances += 1
+    self.fails = fails
+    self.after = after
+    self.length = length
+    self.seconds = seconds
     self.steps = self.age = 0
-    if fails == 'constructor' and Own.made > after:
+    if fails == 'constructor' and Own.instances > after:
       raise KeyError('no level')
 
   def reset(self, seed=None, options=None):
@@ -94,7 +98,7 @@ class Texts(Own):
   observation_space = spaces.Dict(a=spaces.Text(3))
 
 class Several(gymnasium.Env):
-  """Observes the last action in a dict, and what has been done so far."""
+  """Observes a dict of the last action and the number of steps."""
 
   observation_space = spaces.Dict(
       last=spaces.MultiDiscrete([2, 3], start=[0, 7]),
@@ -120,8 +124,8 @@ class Actions(Own):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-  """The name of a user's module beside a config file, which is not on sys.path."""
+def user_module(tmp_path, monkeypatch):
+  """Writes a user's module beside a config file, not on sys.path; returns its name."""
   monkeypatch.setattr(parts, '_folders', [])
   (tmp_path / 'envs_of_my_own.py').write_text(OWN)
   parts.look_beside(tmp_path / 'config.py')
@@ -131,20 +135,20 @@ def own(tmp_path, monkeypatch):
 
 @pytest.fixture
 def make():
-  """Returns make_vector_env of a task; closes what it has made."""
-  made = []
+  """Returns a function that makes vector environments, which are closed after the test."""
+  vector_envs = []
 
   def make(task, options=None, seeds=(3, 1, 4, 1, 5), processes=2):
-    made.append(gymnasium_envs.make_vector_env(task, options or {}, list(seeds), processes))
-    return made[-1]
+    vector_envs.append(gymnasium_envs.make_vector_env(task, options or {}, list(seeds), processes))
+    return vector_envs[-1]
 
   yield make
-  for vector_env in made:
+  for vector_env in vector_envs:
     vector_env.close()
 
 
 def play(vector_env, actions):
-  """Returns obs, reward, terminated and truncated [T, B, ...] of a compiled loop."""
+  """Steps in a compiled loop; returns obs, reward, terminated and truncated [T, B, ...]."""
   like = jax.eval_shape(lambda token: vector_env.recv(token, ())[2], vector_env.handle)
   like = like.obs, like.reward, like.terminated, like.truncated
   rows = [jnp.zeros((len(actions), *x.shape), x.dtype) for x in like]
@@ -163,13 +167,14 @@ def play(vector_env, actions):
 
 
 def play_in_python(name, options, seeds, actions):
-  """Returns the first observations, and what `play` returns, of Gymnasium's own environments."""
+  """Steps Gymnasium's own environments; returns the first observations, and the rows of `play`."""
   columns = []
   first = []
   for seed, acts in zip(seeds, np.moveaxis(actions, 1, 0), strict=True):
     env = gymnasium.make(name, **options)
     first.append(env.reset(seed=seed)[0])
-    rows, over = [], False
+    rows = []
+    over = False
     for action in acts:
       if over:
         rows.append((env.reset()[0], 0.0, False, False))
@@ -198,15 +203,16 @@ def test_a_compiled_loop_equals_a_python_loop(make, name, options):
              else rng.uniform(-2, 2, (60, 5, 1)).astype(np.float32))
   first, expected = play_in_python(name, options, seeds, actions)
   assert_array_equal(vector_env.first_obs, first)
-  made = play(vector_env, actions)
-  for here, there in zip(made, expected, strict=True):
-    assert here.dtype == there.dtype
-    assert_array_equal(here, there)
+  rows = play(vector_env, actions)
+  for field, expected_field in zip(rows, expected, strict=True):
+    assert field.dtype == expected_field.dtype
+    assert_array_equal(field, expected_field)
+  _, _, terminated, truncated = rows
   if name != 'Acrobot-v1':
-    assert made[2].any() if not options else made[3].any()  # episodes have ended in it
+    assert truncated.any() if options else terminated.any()
 
 
-def test_the_step_after_an_episode_is_a_reset_and_a_time_limit_has_the_last_observation(make):
+def test_a_reset_follows_each_episode_and_a_truncation_has_the_last_observation(make):
   vector_env = make('gymnasium:Pendulum-v1', dict(max_episode_steps=4), [7])
   obs, reward, terminated, truncated = play(vector_env, np.ones((10, 1, 1), np.float32))
   assert_array_equal(truncated[:, 0].nonzero()[0], [3, 8])
@@ -227,31 +233,31 @@ def test_an_environment_does_not_depend_on_its_neighbours_or_workers(make):
       assert_array_equal(a[:, 0], b[:, i])
 
 
-def test_negative_seeds_of_evaluations_are_seeds_of_their_own(make):
+def test_negative_seeds_differ_from_positive_seeds(make):
   seeds = [-2, -3, -2**31, 2**31 - 1, 2]
   first = make(CARTPOLE, seeds=seeds).first_obs
   assert len(np.unique(first, axis=0)) == 5
   assert_array_equal(first[0], gymnasium.make('CartPole-v1').reset(seed=2**32 - 2)[0])
 
 
-def test_a_users_class_and_functions_run_in_workers_without_jax(own, make):
-  vector_env = make(f'{own}:Own', dict(length=2), seeds=range(6), processes=3)
+def test_a_users_class_and_functions_run_in_workers_without_jax(user_module, make):
+  vector_env = make(f'{user_module}:Own', dict(length=2), seeds=range(6), processes=3)
   assert not vector_env.first_obs[:, 0].any()  # jax is not imported
   pids = vector_env.first_obs[:, 1]
   assert os.getpid() % 1000 not in pids and len(set(pids)) == 3
   obs, reward, terminated, truncated = play(vector_env, np.ones((5, 6), np.int32))
-  assert_array_equal(obs[[0, 1, 3, 4], 0], [[6, 1], [6, 2]] * 2)  # its actions begin at 5
+  assert_array_equal(obs[[0, 1, 3, 4], 0], [[6, 1], [6, 2]] * 2)  # the actions begin at 5
   assert_array_equal(reward[:, 0], [6, 6, 0, 6, 6])
-  # It says that its episodes are truncated, too: they end in one way.
+  # The environment returns both flags; then the episode counts as terminated.
   assert_array_equal(terminated[:, 0], [False, True, False, False, True])
   assert not truncated.any()
-  spec = gymnasium_envs.make_spec(f'{own}:bare', dict(max_episode_steps=4))
+  spec = gymnasium_envs.make_spec(f'{user_module}:bare', dict(max_episode_steps=4))
   assert spec.max_episode_steps == 4 and spec.obs_dtype == np.float32 and spec.calls_python
-  assert gymnasium_envs.make_spec(f'{own}:factory', {}).max_episode_steps == 0
+  assert gymnasium_envs.make_spec(f'{user_module}:factory', {}).max_episode_steps == 0
 
 
-def test_nested_observations_are_a_flat_vector_and_several_choices_an_array(own, make):
-  task = f'{own}:Several'
+def test_nested_observations_are_a_flat_vector_and_several_choices_an_array(user_module, make):
+  task = f'{user_module}:Several'
   spec = gymnasium_envs.make_spec(task, {})
   assert (spec.obs_shape, spec.obs_dtype) == ((11,), np.float32)
   assert [part.name for part in spec.parts] == ['inner/0', 'inner/1', 'last/0', 'last/1']
@@ -273,8 +279,8 @@ def test_a_number_is_observed_as_a_one_hot(make):
   _, (numbers, *expected) = play_in_python('FrozenLake-v1', {}, [1, 2, 3], actions)
   obs, *fields = play(make('gymnasium:FrozenLake-v1', seeds=[1, 2, 3]), actions)
   assert_array_equal(obs, np.eye(16)[numbers])
-  for field, other in zip(fields, expected, strict=True):
-    assert_array_equal(field, other)
+  for field, expected_field in zip(fields, expected, strict=True):
+    assert_array_equal(field, expected_field)
   assert len(set(numbers.ravel())) > 4
 
 
@@ -285,11 +291,11 @@ def test_the_family_of_a_task():
   assert own_module('mine:Class') == 'mine'
 
 
-def test_a_users_own_are_of_the_family(own):
-  assert family_of(f'{own}:Own') is family_of(f'{own}:factory') is gymnasium_envs
+def test_own_classes_and_functions_belong_to_the_gymnasium_family(user_module):
+  assert family_of(f'{user_module}:Own') is family_of(f'{user_module}:factory') is gymnasium_envs
 
 
-@pytest.mark.parametrize('task, options, said', [
+@pytest.mark.parametrize('task, options, message', [
     ('gymnasium:CartPoll-v1', {}, r'env\.task: .*CartPoll.*CartPole'),
     ('gymnasium:CartPole-v99', {}, r'env\.task: .*v99'),
     ('gymnasium:nowhere:CartPole-v1', {}, r"env\.task: cannot import 'nowhere'"),
@@ -303,13 +309,13 @@ def test_a_users_own_are_of_the_family(own):
     ('{}:needs_argument', {}, r'env\.task: .*needs_argument does not take these options.*level'),
     ('{}:fails', {}, r'env\.task: .*:fails fails: RuntimeError: mine'),
     ('{}:factory', dict(depth=2), r'env\.depth: .*factory does not take these options.*depth')])
-def test_an_error_names_the_field_in_one_line(own, task, options, said):
-  with pytest.raises(ValueError, match=said) as error:
-    gymnasium_envs.make_spec(task.format(own), options)
+def test_an_error_names_the_field_in_one_line(user_module, task, options, message):
+  with pytest.raises(ValueError, match=message) as error:
+    gymnasium_envs.make_spec(task.format(user_module), options)
   assert '\n' not in str(error.value)
 
 
-def test_what_is_not_installed_is_said_with_the_command_that_installs_it():
+def test_a_missing_library_is_reported_with_the_command_that_installs_it():
   try:
     import Box2D  # noqa: F401
   except ImportError:
@@ -326,21 +332,21 @@ def test_actors_that_do_not_wait_for_all_environments_are_refused():
 # Steps of several vector environments overlap.
 
 
-def test_sending_does_not_wait(own, make):
-  one, other = (make(f'{own}:Own', dict(seconds=1.0, length=99), [0]) for _ in range(2))
+def test_send_does_not_wait_for_the_step(user_module, make):
+  first, second = (make(f'{user_module}:Own', dict(seconds=1.0, length=99), [0]) for _ in range(2))
 
   @jax.jit
   def step(token):
     action = jnp.zeros(1, jnp.int32)
-    for vector_env in (one, other):
+    for vector_env in (first, second):
       token, _ = vector_env.send(token, (), action)
-    for vector_env in (one, other):
+    for vector_env in (first, second):
       token, _, step = vector_env.recv(token, ())
     return step.obs
 
-  program = step.lower(one.handle).compile()
+  program = step.lower(first.handle).compile()
   since = time.monotonic()
-  jax.block_until_ready(program(one.handle))
+  jax.block_until_ready(program(first.handle))
   assert 1.0 <= time.monotonic() - since < 1.8
 
 
@@ -357,9 +363,9 @@ FAILURES = [
     ('kill', r'worker process \d+ of the environments was ended by SIGKILL .*')]
 
 
-@pytest.mark.parametrize('fails, said', FAILURES)
-def test_a_failure_is_one_line_with_the_environments_own_words(own, make, fails, said):
-  task = f'{own}:Own'
+@pytest.mark.parametrize('fails, message', FAILURES)
+def test_a_failure_is_one_line_with_the_environments_error(user_module, make, fails, message):
+  task = f'{user_module}:Own'
   gymnasium_envs.make_spec(task, dict(fails=fails, after=1))
   vector_env = make(task, dict(fails=fails, after=1), seeds=[10, 11], processes=1)
   with pytest.raises(Exception) as error:  # noqa: PT011 - XLA has several types for it
@@ -367,8 +373,8 @@ def test_a_failure_is_one_line_with_the_environments_own_words(own, make, fails,
   line = environment_failure(error.value)
   assert line.startswith(f'{task}: ') and '\n' not in line
   assert re.fullmatch(
-      said, line.removeprefix(f'{task}: ')), line
-  # Nothing waits for the failed workers, and later calls say the same.
+      message, line.removeprefix(f'{task}: ')), line
+  # Nothing waits for the failed workers, and later calls fail with the same error.
   with pytest.raises(EnvironmentFailed, match='.*'):
     vector_env._workers.wait()  # noqa: SLF001
   vector_env.close()
@@ -385,7 +391,7 @@ def test_a_closed_environment_raises_and_does_not_wait(make):
 
 
 def alive(pids):
-  """The processes that have not ended; a zombie counts as alive."""
+  """Returns the processes that have not ended; a zombie counts as alive."""
   return [pid for pid in pids if os.path.exists(f'/proc/{pid}')]
 
 
@@ -400,8 +406,8 @@ def pids_of(vector_env):
   return [process.pid for process in vector_env._workers._processes]  # noqa: SLF001
 
 
-def test_closing_ends_the_workers_also_while_they_step(own, make):
-  busy = make(f'{own}:Own', dict(seconds=60.0), [0, 1])
+def test_close_ends_the_workers_even_while_they_step(user_module, make):
+  busy = make(f'{user_module}:Own', dict(seconds=60.0), [0, 1])
   busy.first_obs  # noqa: B018 - waits until they have started
   descriptors = len(os.listdir('/proc/self/fd'))
   idle = make(CARTPOLE)
@@ -411,14 +417,15 @@ def test_closing_ends_the_workers_also_while_they_step(own, make):
   assert len(alive(pids)) == 4
   idle.close()
   assert len(alive(pids)) == 2
-  assert len(os.listdir('/proc/self/fd')) <= descriptors + 1  # the memory, until it is dropped
+  # One descriptor is left: the shared memory, until it is garbage-collected.
+  assert len(os.listdir('/proc/self/fd')) <= descriptors + 1
   since = time.monotonic()
   busy.close()
   busy.close()
   assert not alive(pids) and time.monotonic() - since < 10
 
 
-def test_a_dropped_vector_environment_and_its_program_keep_nothing_alive():
+def test_a_garbage_collected_vector_environment_ends_its_workers():
   vector_env = gymnasium_envs.make_vector_env(CARTPOLE, {}, [1, 2], 2)
   play(vector_env, np.zeros((3, 2), np.int32))
   pids = pids_of(vector_env)
@@ -448,7 +455,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 '''
 
 
-def test_workers_end_with_a_parent_that_is_killed(own, tmp_path):
+def test_workers_end_when_their_parent_is_killed(user_module, tmp_path):
   memory = set(os.listdir('/dev/shm'))
   done = subprocess.run([sys.executable, '-c', KILLED, tmp_path / 'config.py'], text=True,
                         env=QUICK | {'PYTHONPATH': os.pathsep.join(sys.path)}, timeout=100,
@@ -482,23 +489,22 @@ def get_config():
 
 
 @pytest.mark.parametrize('fails', ['step', 'kill'])
-def test_a_run_ends_with_one_line_when_an_environment_fails(own, tmp_path, fails):
-  """Two actors: the other one waits for nothing."""
+def test_a_run_ends_with_one_line_when_an_environment_fails(user_module, tmp_path, fails):
+  """The environment of one of two actors fails; the other actor does not keep the run alive."""
   (tmp_path / 'config.py').write_text(CONFIG)
   since = time.monotonic()
-  done = subprocess.run(
-      [sys.executable, '-m', 'podracer_jit', f'--config={tmp_path / "config.py"}',
-       f'--config.env.fails={fails}', '--config.env.after=100', f'--workdir={tmp_path / "run"}'],
-      env=QUICK | {'PYTHONPATH': os.getcwd()}, capture_output=True, text=True, timeout=200)
+  done = processes.run(processes.command(
+      f'--config={tmp_path / "config.py"}', f'--config.env.fails={fails}',
+      '--config.env.after=100', f'--workdir={tmp_path / "run"}'))
   assert done.returncode == exit_codes.FAILED
   assert time.monotonic() - since < 120
   last = done.stderr.splitlines()[-1]
-  said = {'step': 'raised ValueError: boom in two lines (', 'kill': 'was ended by SIGKILL'}[fails]
-  assert last.startswith('podracer_jit: envs_of_my_own:factory: ') and said in last
+  reason = {'step': 'raised ValueError: boom in two lines (', 'kill': 'was ended by SIGKILL'}[fails]
+  assert last.startswith('podracer_jit: envs_of_my_own:factory: ') and reason in last
   assert 'Traceback' not in done.stderr
   assert 'slow environments: Python steps envs_of_my_own:factory' in done.stdout
-  found = subprocess.run(['ps', '-eo', 'ppid,args'], capture_output=True, text=True).stdout
-  assert not [line for line in found.splitlines()
+  running = subprocess.run(['ps', '-eo', 'ppid,args'], capture_output=True, text=True).stdout
+  assert not [line for line in running.splitlines()
               if line.split()[0] == '1' and 'gymnasium_worker' in line]
 
 
@@ -506,31 +512,32 @@ def test_a_run_ends_with_one_line_when_an_environment_fails(own, tmp_path, fails
 
 
 def agent_of(config):
-  made = build.make_run(fresh(config).experiment)
-  experiment, network = made.experiment, made.network
+  run = fresh(config)
+  experiment = run.experiment
+  network = run.network
   return evaluation.Player(
       experiment.env.task, experiment.env_options, network.apply, network.initial_recurrent_state,
-      network.policy, placement.put_params(made.initial_state().params, jax.devices()[0]),
+      network.policy, placement.put_params(run.initial_state().params, jax.devices()[0]),
       jax.devices()[0], 2, 0, 0)
 
 
-def test_an_evaluation_counts_whole_episodes(own):
-  config = small(task=f'{own}:factory')
+def test_an_evaluation_counts_whole_episodes(user_module):
+  config = small(task=f'{user_module}:factory')
   config['env']['max_episode_steps'] = 4
   config['env']['length'] = 99
   episodes = evaluation.play(agent_of(config), 5, 3, 1, 100)
   assert episodes.lengths == [4] * 5
 
 
-def test_a_video_shows_what_the_environment_renders(own, tmp_path):
-  film = video.film(agent_of(small(task=f'{own}:factory')), tmp_path / 'x.gif', 1, 0, 100)
+def test_a_video_shows_what_the_environment_renders(user_module, tmp_path):
+  film = video.film(agent_of(small(task=f'{user_module}:factory')), tmp_path / 'x.gif', 1, 0, 100)
   assert film.shown == 'rendered by the environment' and film.frame_rate == 7
   film = tmp_path / 'x.gif'
   assert film.stat().st_size > 0
 
 
-def test_a_task_that_draws_nothing_says_why(own, make):
-  vector_env = make(f'{own}:bare', gymnasium_envs.render_options, [1])
+def test_render_fails_if_the_environment_has_no_render_mode(user_module, make):
+  vector_env = make(f'{user_module}:bare', gymnasium_envs.render_options, [1])
   assert vector_env.first_obs.shape == (1, 2)
   assert vector_env.render(()).shape == (4, 6, 3)
   vector_env = make(CARTPOLE, {}, [1])

@@ -1,4 +1,4 @@
-"""What XLA and JAX are told of EnvPool's calls."""
+"""The side effects that EnvPool's calls declare."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.implementation
 
 
 def test_a_call_has_side_effects_for_xla_and_no_effects_for_jax():
-  """XLA must keep each; JAX would call a program that has effects by Python, each time."""
+  """XLA must keep each call. With an effect, JAX would dispatch the program through slow Python."""
   vector_env = envpool_envs.EnvPoolVectorEnv('CartPole-v1', {}, env_seeds(1, 0, 0, 2), ONE_THREAD)
   step = jax.jit(lambda token, action: vector_env.recv(*vector_env.send(token, (), action)))
   traced = step.trace(jnp.array(vector_env.handle), jnp.zeros(2, jnp.int32))

@@ -1,4 +1,4 @@
-"""Environments that are JAX functions: rows, streams, and what is said of those that do not fit."""
+"""Environments that are JAX functions: rows, random streams, and errors in such functions."""
 
 import sys
 
@@ -17,7 +17,7 @@ CARTPOLE = 'gymnax:CartPole-v1'
 
 
 class Counter:
-  """Counts its steps. An even seed terminates after 3 steps, an odd one goes on."""
+  """Counts its steps. Episodes of even seeds terminate after 3 steps, the others do not."""
 
   observation_space = spaces.Box(0, np.inf, (2,), np.float32)
   action_space = spaces.Discrete(4)
@@ -38,13 +38,13 @@ class Counter:
 
 
 def counters(**changes):
-  """A family of counters with other attributes."""
+  """Returns a family of `Counter` with some attributes replaced."""
   env = type('Changed', (Counter,), changes)()
   return jax_envs.JaxFamily(lambda task, options: env)
 
 
 def steps_of(vector_env, actions):
-  """TimeSteps [T, B, ...] of a vector environment whose actions [T, B] are given."""
+  """Returns the TimeSteps [T, B, ...] of a vector environment for actions [T, B]."""
   def step(state, action):
     _, state, step = vector_env.recv(*vector_env.send(jnp.int32(0), state, action))
     return state, step
@@ -52,17 +52,19 @@ def steps_of(vector_env, actions):
 
 
 @pytest.mark.quick
-def test_an_episode_ends_and_the_next_step_is_a_reset():
+def test_the_step_after_an_episode_is_a_reset():
   vector_env = counters().make_vector_env('counter', {}, range(8))
   steps = jax.device_get(steps_of(vector_env, jnp.ones((12, 8), jnp.int32)))
   kinds = vector_env.first_obs[:, 1]
   assert set(np.asarray(kinds)) == {0, 1}
   for env in range(8):
-    count, kind = 0, int(kinds[env])
+    count = 0
+    kind = int(kinds[env])
     ended = False
     for t in range(12):
       if ended:  # this step is a reset: it draws the kind of the next episode
-        count, kind = 0, int(steps.obs[t, env, 1])
+        count = 0
+        kind = int(steps.obs[t, env, 1])
         expected = (0.0, False, False)
       else:
         count += 1
@@ -84,7 +86,7 @@ def test_a_step_that_terminates_at_the_time_limit_is_not_truncated():
   assert_array_equal(steps.truncated[2], ~even)
 
 
-def test_gymnax_gives_what_its_own_functions_give():
+def test_gymnax_tasks_equal_gymnaxs_own_functions():
   """Each environment alone, step by step, with gymnax's functions and no vmap."""
   import gymnax
   env, params = gymnax.make('CartPole-v1')
@@ -96,17 +98,17 @@ def test_gymnax_gives_what_its_own_functions_give():
   assert steps.truncated.any() and steps.terminated.any()
   step_env, reset_env = jax.jit(env.step_env), jax.jit(env.reset_env)
   for i, seed in enumerate((3, -7)):
-    key, now = jax.random.split(jax.random.key(seed))
-    obs, state = reset_env(now, params)
+    key, step_key = jax.random.split(jax.random.key(seed))
+    obs, state = reset_env(step_key, params)
     assert_allclose(vector_env.first_obs[i], obs, rtol=1e-6)
     ended = False
     for t in range(60):
-      key, now = jax.random.split(key)
+      key, step_key = jax.random.split(key)
       if ended:
-        obs, state = reset_env(now, params)
+        obs, state = reset_env(step_key, params)
         expected = (0.0, False, False)
       else:
-        obs, state, reward, terminated, _ = step_env(now, state, actions[t, i], params)
+        obs, state, reward, terminated, _ = step_env(step_key, state, actions[t, i], params)
         truncated = bool(state.time >= 12) and not terminated
         expected = (float(reward), bool(terminated), truncated)
       assert (steps.reward[t, i], steps.terminated[t, i], steps.truncated[t, i]) == expected, t
@@ -144,20 +146,20 @@ def test_tasks_of_gymnax_are_described_and_step(task, obs, num_actions, low):
   assert np.isfinite(steps.reward).all()
 
 
-def test_the_shapes_of_the_state_are_those_of_the_state():
+def test_state_shapes_are_those_of_the_first_state():
   state = gymnax_envs.FAMILY.make_vector_env(CARTPOLE, {}, range(5)).first_state
   expected = jax.tree.map(lambda x: (x.shape, x.dtype), state)
   shapes = gymnax_envs.FAMILY.state_shapes(CARTPOLE, {}, 5)
   assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == expected
 
 
-@pytest.mark.parametrize('task, options, words', [
+@pytest.mark.parametrize('task, options, message', [
     ('gymnax:CartPole-v9', {}, 'env.task: gymnax has no task .*CartPole-v9.*gymnax:CartPole-v1'),
     (CARTPOLE, {'gravty': 1.0}, 'env.gravty: not an option of gymnax:CartPole-v1; .*gravity'),
     (CARTPOLE, {'gravity': 'up'}, "env.gravity: must be of type float, got 'up'"),
 ])
-def test_what_gymnax_does_not_have_is_said_in_one_line(task, options, words):
-  with pytest.raises(ValueError, match=words) as error:
+def test_an_unknown_task_or_option_of_gymnax_is_reported_in_one_line(task, options, message):
+  with pytest.raises(ValueError, match=message) as error:
     family_of(task).make_spec(task, options)
   assert '\n' not in str(error.value)
 
@@ -166,7 +168,7 @@ def fails(self, *args):
   raise RuntimeError('no such luck')
 
 
-@pytest.mark.parametrize('changes, words', [
+@pytest.mark.parametrize('changes, message', [
     (dict(step=fails), 'counter cannot be traced: RuntimeError: no such luck'),
     (dict(reset=lambda self, key: (jnp.zeros(3), Counter.reset(self, key)[1])),
      'reset and step of counter give different shapes or dtypes of the observation'),
@@ -180,14 +182,14 @@ def fails(self, *args):
         *Counter.step(self, key, state, action)[:2], jnp.zeros(2), False, False, None)),
      'cannot be traced|the reward of counter must be a scalar'),
 ])
-def test_functions_that_do_not_fit_are_said_in_one_line(changes, words):
-  with pytest.raises(ValueError, match=words) as error:
+def test_functions_that_do_not_fit_their_spaces_are_reported_in_one_line(changes, message):
+  with pytest.raises(ValueError, match=message) as error:
     counters(**changes).make_spec('counter', {})
   assert '\n' not in str(error.value)
 
 
 class Several(Counter):
-  """Observes a dict of its last action and its count; takes two choices at a time."""
+  """Observes a dict of its last action and its count; an action is two choices."""
 
   observation_space = spaces.Dict(
       last=spaces.MultiDiscrete([2, 3]), count=spaces.Box(0, 9, (1,), np.int32),
@@ -195,13 +197,13 @@ class Several(Counter):
   action_space = spaces.MultiDiscrete([2, 3])
 
   def reset(self, key):
-    return self._seen(jnp.zeros(2, jnp.int32), jnp.int32(0)), super().reset(key)[1]
+    return self._observation(jnp.zeros(2, jnp.int32), jnp.int32(0)), super().reset(key)[1]
 
   def step(self, key, state, action):
     _, state, _, terminated, truncated, _ = super().step(key, state, 0)
-    return self._seen(action, state[0]), state, action[1], terminated, truncated, None
+    return self._observation(action, state[0]), state, action[1], terminated, truncated, None
 
-  def _seen(self, action, count):
+  def _observation(self, action, count):
     return {'last': action, 'count': count[None], 'of_6': (count,)}
 
 
@@ -223,7 +225,7 @@ def test_nested_observations_are_a_flat_vector_and_several_choices_an_array():
   assert_array_equal(steps.reward, [[2, 1], [0, 1]])
 
 
-def test_gymnax_frozen_lake_is_observed_as_a_one_hot():
+def test_frozen_lake_of_gymnax_is_observed_as_a_one_hot():
   task = 'gymnax:FrozenLake-misc'
   assert family_of(task).make_spec(task, {}).obs_shape == (16,)
   vector_env = family_of(task).make_vector_env(task, {}, [1, 2])
@@ -232,8 +234,8 @@ def test_gymnax_frozen_lake_is_observed_as_a_one_hot():
   assert_array_equal(steps.obs.sum(axis=-1), 1)
 
 
-def test_python_flags_and_rewards_of_a_class_are_taken():
-  """`False`, 1 and 0.5 in place of arrays."""
+def test_rewards_and_flags_may_be_plain_python_values():
+  """A step returns `False` and 1 in place of arrays."""
   def step(self, key, state, action):
     return self._observe(state), state, 1, False, False, {}
 
@@ -244,45 +246,45 @@ def test_python_flags_and_rewards_of_a_class_are_taken():
   assert_array_equal(steps.truncated[:, 0], [0, 0, 0, 0, 1, 0, 0])
 
 
-class WithNothing(Counter):
-  """Its state has an array without elements, as MJX's have; `step` and `render` get it whole."""
+class WithEmptyArray(Counter):
+  """The state has an array without elements, like those of MJX; `step` and `render` need it."""
 
   def reset(self, key):
     obs, state = super().reset(key)
-    return obs, {'count': state, 'nothing': jnp.zeros((3, 0))}
+    return obs, {'count': state, 'empty': jnp.zeros((3, 0))}
 
   def step(self, key, state, action):
-    assert state['nothing'].shape == (3, 0)
+    assert state['empty'].shape == (3, 0)
     obs, count, *rest = super().step(key, state['count'], action)
-    return obs, {'count': count, 'nothing': state['nothing']}, *rest
+    return obs, {'count': count, 'empty': state['empty']}, *rest
 
   def render(self, state):
-    return np.full((4, 4, 3), state['nothing'].size + state['count'][0], np.uint8)
+    return np.full((4, 4, 3), state['empty'].size + state['count'][0], np.uint8)
 
 
-def test_arrays_without_elements_are_not_part_of_what_is_kept():
-  """Orbax cannot save them, and XLA does not shard them."""
-  family = jax_envs.JaxFamily(lambda task, options: WithNothing())
+def test_empty_arrays_are_not_part_of_the_stored_state():
+  """Orbax cannot save empty arrays, and XLA does not shard them."""
+  family = jax_envs.JaxFamily(lambda task, options: WithEmptyArray())
   vector_env = family.make_vector_env('counter', {}, range(4))
   assert family.make_spec('counter', {}).is_function
   actions = jnp.ones((12, 4), jnp.int32)
   plain = steps_of(counters().make_vector_env('counter', {}, range(4)), actions)
   assert_array_equal(steps_of(vector_env, actions).obs, plain.obs)
   _, state, _ = vector_env.recv(*vector_env.send(jnp.int32(0), vector_env.first_state, actions[0]))
-  for kept in (vector_env.first_state, state):
-    assert all(x.size for x in jax.tree.leaves(kept))
+  for stored in (vector_env.first_state, state):
+    assert all(x.size for x in jax.tree.leaves(stored))
   assert_array_equal(vector_env.render(state), np.ones((4, 4, 3)))
   shapes = family.state_shapes('counter', {}, 4)
   assert jax.tree.structure(shapes) == jax.tree.structure(state)
 
 
 @pytest.mark.parametrize('is_function, hits', [(True, 1), (False, 0)])
-def test_programs_without_pointers_are_loaded_from_the_cache(is_function, hits):
+def test_only_programs_without_pointers_are_loaded_from_the_cache(is_function, hits):
   vector_env = counters().make_vector_env('counter', {}, range(4))
   vector_env.is_function = is_function
 
   def load():
-    def program(state, action):  # has another token in each test, so that none finds the other's
+    def program(state, action):  # the token differs, so that the two cases do not share a program
       return vector_env.recv(*vector_env.send(jnp.int32(hits), state, action))
 
     args = vector_env.first_state, jnp.ones(4, jnp.int32)
@@ -308,14 +310,14 @@ def test_programs_without_pointers_are_loaded_from_the_cache(is_function, hits):
 
 @pytest.mark.parametrize('kind, library', [
     ('gymnax', 'gymnax'), ('playground', 'mujoco_playground')])
-def test_a_missing_library_is_named_with_what_installs_it(kind, library, monkeypatch):
+def test_a_missing_library_is_named_with_the_command_that_installs_it(kind, library, monkeypatch):
   monkeypatch.setitem(sys.modules, library, None)
   monkeypatch.delitem(sys.modules, f'podracer_jit.envs.{kind}_envs', raising=False)
   with pytest.raises(ValueError, match=rf"needs {kind}.*pip install 'podracer_jit\[{kind}\]'"):
     family_of(f'{kind}:Any')
 
 
-def test_a_library_of_another_release_is_said_in_one_line(monkeypatch, tmp_path):
+def test_an_incompatible_release_of_a_library_is_reported_in_one_line(monkeypatch, tmp_path):
   (tmp_path / 'gymnax.py').write_text('import jax\njax.no_such_attribute\n')
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.delitem(sys.modules, 'gymnax', raising=False)

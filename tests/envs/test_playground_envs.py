@@ -1,4 +1,4 @@
-"""MuJoCo Playground's tasks: rows beside its own step, options, pictures, and what is refused."""
+"""MuJoCo Playground's tasks: rows compared with its own step, options, pictures, and errors."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ from tests.envs.test_jax_envs import steps_of
 if importlib.util.find_spec('mujoco_playground') is None:
   pytest.skip('needs the extra playground', allow_module_level=True)
 
-from podracer_jit.envs import playground_envs  # first: it tells MuJoCo how to draw
+from podracer_jit.envs import playground_envs  # before MuJoCo, because it sets how MuJoCo draws
 
 # isort: split
 from mujoco_playground import dm_control_suite, registry
@@ -51,7 +51,7 @@ class Falling(cartpole.Balance):
 
 @pytest.fixture(scope='module')
 def falling():
-  """A task that somebody registered with Playground."""
+  """Registers a task with Playground, as a user could."""
   dm_control_suite.register_environment('Falling', Falling, cartpole.default_config)
   yield 'playground:Falling'
   dm_control_suite._envs.pop('Falling')
@@ -59,28 +59,30 @@ def falling():
 
 
 def flat(obs):
-  """A dict's parts end to end, in the order of their names."""
+  """Concatenates the parts of a dict in the order of their names."""
   return np.concatenate([obs[name] for name in sorted(obs)]) if isinstance(obs, dict) else obs
 
 
 def expected_rows(env, seed, actions, limit, repeat):
-  """Rows of one environment, one step at a time with Playground's functions and no vmap.
+  """Steps one environment with Playground's functions, without vmap.
 
   Returns:
     (observation, reward, terminated, truncated) of the first observation and of each step.
   """
   reset, step = jax.jit(env.reset), jax.jit(env.step)
-  key, now = jax.random.split(jax.random.key(seed))
-  state = reset(jax.random.key_data(now))
+  key, step_key = jax.random.split(jax.random.key(seed))
+  state = reset(jax.random.key_data(step_key))
   rows = [(flat(state.obs), 0.0, False, False)]
   length = 0
   for action in actions:
-    key, now = jax.random.split(key)
+    key, step_key = jax.random.split(key)
     if rows[-1][2] or rows[-1][3]:
-      state, length = reset(jax.random.key_data(now)), 0
+      state = reset(jax.random.key_data(step_key))
+      length = 0
       rows.append((flat(state.obs), 0.0, False, False))
       continue
-    reward, terminated = 0.0, False
+    reward = 0.0
+    terminated = False
     for _ in range(repeat):
       state = step(state, action)
       reward += float(state.reward)
@@ -109,7 +111,7 @@ def check_rows(task, options, limit, repeat=1):
   return steps
 
 
-def test_rows_are_those_of_playgrounds_own_step():
+def test_rows_equal_those_of_playgrounds_own_step():
   steps = check_rows(BALANCE, {'episode_length': 12}, limit=12)
   # Two episodes of 12 steps, each followed by a reset, and 4 steps of a third.
   assert_array_equal(np.flatnonzero(steps.truncated[:, 0]), [11, 24])
@@ -117,7 +119,7 @@ def test_rows_are_those_of_playgrounds_own_step():
   assert not steps.terminated.any()
 
 
-def test_an_episode_that_fails_is_terminated_and_actions_are_repeated(falling):
+def test_a_failed_episode_is_terminated_and_actions_are_repeated(falling):
   options = {'episode_length': 25, 'action_repeat': 3}
   steps = check_rows(falling, options, limit=9, repeat=3)
   assert steps.terminated.any() and steps.truncated.any()
@@ -152,7 +154,7 @@ def test_options_are_fields_of_the_tasks_configuration():
   assert by_dots._env._config == nested._env._config
 
 
-@pytest.mark.parametrize('task, options, words', [
+@pytest.mark.parametrize('task, options, message', [
     ('Cartpole', {}, 'env.task: MuJoCo Playground has no task .*Cartpole.*playground:CartpoleSw'),
     ('CartpoleBalance', {'gravity': 1.0}, 'env.gravity: not an option of playground:Cartpole'),
     ('CartpoleBalance', {'vision_config': {'nworlds': 1}},
@@ -163,14 +165,14 @@ def test_options_are_fields_of_the_tasks_configuration():
     ('CartpoleBalanceSparse', {'vision': True}, 'env.task: .*cannot be made with these options: '
      'NotImplementedError: Sparse reward not implemented for vision'),
 ])
-def test_what_playground_does_not_have_is_said_in_one_line(task, options, words):
-  with pytest.raises(ValueError, match=words) as error:
+def test_an_unknown_task_or_option_of_playground_is_reported_in_one_line(task, options, message):
+  with pytest.raises(ValueError, match=message) as error:
     family_of(BALANCE).make_spec(f'playground:{task}', options)
   assert '\n' not in str(error.value)
 
 
 def test_no_task_fails_because_of_its_default_options(monkeypatch):
-  """Of all tasks, the robots' too, but none is loaded."""
+  """Checks the options of all tasks, including those of robots, without loading any."""
   loaded = []
 
   def load(name, config):
@@ -186,7 +188,7 @@ def test_no_task_fails_because_of_its_default_options(monkeypatch):
   assert loaded == playground_envs.tasks() and len(loaded) >= 54
 
 
-def test_nothing_is_downloaded_without_being_asked_for(monkeypatch, tmp_path):
+def test_robots_are_not_downloaded_without_being_asked_for(monkeypatch, tmp_path):
   def download():
     raise AssertionError('Playground was about to clone its robots')
 
@@ -198,22 +200,22 @@ def test_nothing_is_downloaded_without_being_asked_for(monkeypatch, tmp_path):
   assert envs.describe('playground:LeapCubeReorient') == '- needs the robots of MuJoCo Menagerie'
 
 
-def test_a_picture_is_the_one_that_playground_draws():
+def test_render_gives_playgrounds_own_picture():
   vector_env = family_of(BALANCE).make_vector_env(BALANCE, {}, SEEDS)
   try:
     picture = vector_env.render(vector_env.first_state)
   except RuntimeError as error:
     pytest.skip(str(error))
   env = registry.load('CartpoleBalance', config_overrides={'impl': 'jax'})
-  _, now = jax.random.split(jax.random.key(SEEDS[0]))
-  expected = env.render(jax.jit(env.reset)(jax.random.key_data(now)), camera=0)
+  _, step_key = jax.random.split(jax.random.key(SEEDS[0]))
+  expected = env.render(jax.jit(env.reset)(jax.random.key_data(step_key)), camera=0)
   assert picture.shape == (240, 320, 3) and picture.dtype == np.uint8
   # Positions differ in their last bits.
   assert np.mean(picture != expected) < 0.01 and picture.std() > 10
   assert vector_env.frame_rate == 100
 
 
-def test_a_machine_that_cannot_draw_says_so_in_one_line():
+def test_render_fails_with_one_line_if_the_machine_cannot_draw():
   program = ('from podracer_jit.envs import playground_envs\n'
              'env = playground_envs.make("playground:CartpoleBalance", {})\n'
              'try:\n'

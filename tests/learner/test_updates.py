@@ -1,5 +1,4 @@
-"""Gradients and updates against plain NumPy, and to the last bit against themselves elsewhere."""
-
+"""Gradients and updates compared with plain NumPy, and bit by bit between meshes."""
 
 import dataclasses
 import types
@@ -40,7 +39,7 @@ BY_ENV = PartitionSpec(None, deterministic.AXIS)
 
 
 def make_rollout(seed, steps, num_envs, obs_shape=(5,), dtype=np.float32):
-  """Random rows with all kinds of ends, as arrays of NumPy."""
+  """Returns random rows with all kinds of ends of episodes, as arrays of NumPy."""
   rng = np.random.default_rng(seed)
   ends = [reference.random_ends(rng, steps, carried=rng.random() < 0.3) for _ in range(num_envs)]
   terminated, truncated, valid = (np.stack(x, axis=1) for x in zip(*ends, strict=True))
@@ -70,7 +69,7 @@ def make_objective(name, network, unroll_length, **options):
 
 
 def make_params(network, obs, seed=0):
-  """Weights large enough to matter in every layer, biases too."""
+  """Returns weights and biases large enough to matter in every layer."""
   shapes = jax.eval_shape(network.init, jax.random.key(0), obs[:1])
   rng = np.random.default_rng(seed)
   return jax.tree.map(
@@ -85,27 +84,30 @@ NETWORK = make_network(hidden=(6,))
     (12, 1, 0, 1),  # no bound
     (12, 1, 12, 1), (12, 1, 11, 2), (12, 1, 5, 3), (12, 1, 1, 12),
     (12, 21, 64, 4),  # three sequences of 21 rows fit
-    (12, 21, 20, 12),  # not even one does: one at a time
-    (7, 1, 3, 7),  # a prime cannot be cut into threes
+    (12, 21, 20, 12),  # not even one sequence fits: one at a time
+    (7, 1, 3, 7),  # 7 has no divisor that leaves at most 3
     (1, 21, 100, 1)])
-def test_pieces(items, item_rows, microbatch_rows, expected):
+def test_number_of_microbatches(items, item_rows, microbatch_rows, expected):
   assert rollout_updates.num_microbatches(items, item_rows, microbatch_rows) == expected
 
 
-def _items(groups, group_envs, objective, minibatches=2, seed=5):
-  """The first of `minibatches` minibatches: elements of each group, [groups, n]."""
-  rng, count = np.random.default_rng(seed), group_envs * objective.elements_per_env
+def _first_minibatch(groups, group_envs, objective, minibatches=2, seed=5):
+  """Returns the elements that each group has in the first of `minibatches`, [groups, n]."""
+  rng = np.random.default_rng(seed)
+  count = group_envs * objective.elements_per_env
   order = rng.permutation if objective.algorithm.shuffles else np.arange
   return np.stack([order(count)[:count // minibatches] for _ in range(groups)]).astype(np.int32)
 
 
 def _impala_expected(params, rollout, items, group_envs):
-  """Gradients by logits and value at all T + 1 rows, and the terms: one environment at a time."""
+  """Returns the gradients by logits and by values of all T + 1 rows, and the loss terms."""
   options = OPTIONS['impala']
   logits, value = _outputs(params, rollout.obs)
-  by_logits, by_value, terms = np.zeros(logits.shape), np.zeros(value.shape), []
-  for group, some in enumerate(items):
-    for b in group * group_envs + some:
+  by_logits = np.zeros(logits.shape)
+  by_value = np.zeros(value.shape)
+  terms = []
+  for group, envs in enumerate(items):
+    for b in group * group_envs + envs:
       ends = rollout.terminated[:, b], rollout.truncated[:, b], rollout.valid[:, b]
       action = rollout.action[:, b]
       ratio = reference.ratios(logits[:-1, b], action, rollout.behaviour_log_prob[:, b])
@@ -136,10 +138,13 @@ def _ppo_targets(params, rollout):
 
 
 def _ppo_expected(params, rollout, items, group_envs, targets):
-  """The same for PPO: means over the minibatch's valid rows, advantages normalised over them."""
+  """Returns what `_impala_expected` returns, for PPO.
+
+  Losses are means over the valid rows of the minibatch, whose advantages are normalised.
+  """
   logits, value = _outputs(params, rollout.obs)
   rows = [(i // group_envs, group * group_envs + i % group_envs)
-          for group, some in enumerate(items) for i in some]
+          for group, elements in enumerate(items) for i in elements]
   rows = tuple(np.array([row for row in rows if rollout.valid[row]]).T)
   advantage = targets['advantage'][rows]
   advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
@@ -152,12 +157,14 @@ def _ppo_expected(params, rollout, items, group_envs, targets):
         rollout.behaviour_value[rows], advantage, targets['value_target'][rows], valid,
         *(OPTIONS['ppo'][name] for name in names))
 
-  by_logits, by_value = np.zeros(logits.shape), np.zeros(value.shape)
-  at_rows = logits[rows], value[rows]
-  by_logits[rows] = reference.numeric_gradient(lambda x: loss(x, at_rows[1])[0], at_rows[0])
-  by_value[rows] = reference.numeric_gradient(lambda x: loss(at_rows[0], x)[0], at_rows[1])
-  return (by_logits / len(valid), by_value / len(valid),
-          loss(*at_rows)[1] | {'valid': len(valid)})
+  row_logits = logits[rows]
+  row_value = value[rows]
+  by_logits = np.zeros(logits.shape)
+  by_value = np.zeros(value.shape)
+  by_logits[rows] = reference.numeric_gradient(lambda x: loss(x, row_value)[0], row_logits)
+  by_value[rows] = reference.numeric_gradient(lambda x: loss(row_logits, x)[0], row_value)
+  terms = loss(row_logits, row_value)[1] | {'valid': len(valid)}
+  return by_logits / len(valid), by_value / len(valid), terms
 
 
 def _outputs(params, obs):
@@ -166,7 +173,7 @@ def _outputs(params, obs):
 
 
 def _pull_back(params, obs, by_logits, by_value):
-  """From the outputs' gradients to the parameters': one pass of autodiff over the network alone."""
+  """Turns gradients by the network's outputs into gradients by its parameters, with autodiff."""
   _, pull_back = jax.vjp(lambda p: NETWORK.apply(p, obs)[:2], params)
   return pull_back((by_logits.astype(np.float32), by_value.astype(np.float32)))[0]
 
@@ -176,7 +183,8 @@ def _gradient(name, sizes, unroll_length):
   return objective, jax.jit(rollout_updates.make_gradient(objective, sizes, 1))
 
 
-STEPS, NUM_ENVS = 5, 8
+STEPS = 5
+NUM_ENVS = 8
 
 
 def _case(name, groups, microbatch_rows):
@@ -184,9 +192,9 @@ def _case(name, groups, microbatch_rows):
   params = make_params(NETWORK, rollout.obs)
   sizes = rollout_updates.Sizes(NUM_ENVS, groups, 2, 1, microbatch_rows)
   objective, gradient = _gradient(name, sizes, STEPS)
-  items = _items(groups, NUM_ENVS // groups, objective)
+  items = _first_minibatch(groups, NUM_ENVS // groups, objective)
   targets = ()
-  if name == 'ppo':  # NaN, as the reference has it in invalid rows, would pass through any mask
+  if name == 'ppo':  # the reference has NaN in invalid rows, which no mask would stop
     targets = {k: np.nan_to_num(v, nan=5.0).astype(np.float32)
                for k, v in _ppo_targets(params, rollout).items()}
   return rollout, params, items, targets, gradient
@@ -194,7 +202,7 @@ def _case(name, groups, microbatch_rows):
 
 @pytest.mark.parametrize('groups, microbatch_rows', [(1, 0), (2, 6), (4, 1)])
 @pytest.mark.parametrize('name', ['impala', 'ppo'])
-def test_gradient_is_that_of_the_whole_minibatch(name, groups, microbatch_rows):
+def test_gradient_is_the_one_of_the_whole_minibatch(name, groups, microbatch_rows):
   rollout, params, items, targets, gradient = _case(name, groups, microbatch_rows)
   group_envs = NUM_ENVS // groups
   grads, terms = gradient(params, rollout, targets, items)
@@ -218,13 +226,13 @@ def test_ppo_prepares_advantages_and_targets():
   expected = _ppo_targets(params, rollout)
   assert set(targets) == set(expected)
   for name, value in expected.items():
-    got = np.array(targets[name])[rollout.valid]
-    assert_allclose(got, value[rollout.valid], rtol=1e-5, atol=1e-5, err_msg=name)
+    computed = np.array(targets[name])[rollout.valid]
+    assert_allclose(computed, value[rollout.valid], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize('name', ['impala', 'ppo'])
 def test_invalid_rows_do_not_matter(name):
-  """All that a truncation's last frame is good for is its value (in PPO, the acting network's)."""
+  """Only the value of an invalid row counts, and only after a truncation."""
   rollout, params, items, _, gradient = _case(name, 2, 6)
   objective, _ = _gradient(name, rollout_updates.Sizes(NUM_ENVS, 2, 2, 1, 6), STEPS)
 
@@ -233,21 +241,21 @@ def test_invalid_rows_do_not_matter(name):
     return gradient(params, rollout, targets, items)
 
   before = run(rollout)
-  odd = jax.tree.map(np.copy, rollout)
-  invalid = ~odd.valid
+  corrupted = jax.tree.map(np.copy, rollout)
+  invalid = ~corrupted.valid
   after_termination = invalid.copy()
-  after_termination[1:] &= odd.terminated[:-1]
+  after_termination[1:] &= corrupted.terminated[:-1]
   assert (invalid & ~after_termination).any() and after_termination.any()
-  odd.action[invalid] = (odd.action[invalid] + 1) % ACTIONS
-  odd.behaviour_log_prob[invalid] -= 1.5
-  odd.reward[invalid] = 1e3
-  odd.behaviour_value[after_termination] = 1e3
-  odd.obs[:-1][after_termination] = 3.0
-  jax.tree.map(assert_array_equal, run(odd), before)
+  corrupted.action[invalid] = (corrupted.action[invalid] + 1) % ACTIONS
+  corrupted.behaviour_log_prob[invalid] -= 1.5
+  corrupted.reward[invalid] = 1e3
+  corrupted.behaviour_value[after_termination] = 1e3
+  corrupted.obs[:-1][after_termination] = 3.0
+  jax.tree.map(assert_array_equal, run(corrupted), before)
 
 
-# 2,048 rows of the MLP and 640 of the convolutional network to a group: with few, sums are not
-# split between threads, and anything is exact.
+# A group has 2,048 rows of the MLP or 640 of the convolutional network. XLA does not split sums of
+# few rows between threads, so that anything would be exact.
 LARGE = {
     'mlp': (make_network(hidden=(64, 64)), 16, 512, (8,)),
     'cnn': (make_network('nature_cnn', channels=(4, 8), kernels=(4, 3), strides=(2, 1), hidden=32),
@@ -264,9 +272,10 @@ def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
   params = make_params(network, rollout.obs)
   sizes = rollout_updates.Sizes(num_envs, 4, 1, 1, microbatch_rows)
   objective = make_objective(name, network, steps)
-  items = _items(4, num_envs // 4, objective, minibatches=1)
+  items = _first_minibatch(4, num_envs // 4, objective, minibatches=1)
   targets = jax.jit(objective.targets)(params, rollout)
-  specs, results = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(deterministic.AXIS)), []
+  specs = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(deterministic.AXIS))
+  results = []
   for devices in (1, 2, 4):
     gradient = rollout_updates.make_gradient(objective, sizes, devices)
     gradient = on_mesh(gradient, devices, specs, PartitionSpec())
@@ -274,34 +283,34 @@ def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
   leaves = jax.tree_util.tree_leaves_with_path(results[0][0])
   assert sum('bias' in jax.tree_util.keystr(path) for path, _ in leaves) >= 4
   assert all(np.any(leaf) for _, leaf in leaves)
-  for other in results[1:]:
-    jax.tree.map(assert_array_equal, other, results[0])
+  for on_several_devices in results[1:]:
+    jax.tree.map(assert_array_equal, on_several_devices, results[0])
 
 
 @pytest.mark.parametrize('name, vtrace', [('impala', False), ('ppo', False), ('ppo', True)])
-def test_frames_kept_once_give_the_gradient_of_whole_stacks(name, vtrace):
+def test_deduplicated_frames_give_the_same_gradient_as_whole_stacks(name, vtrace):
   stacks = make_stacks(4, 1, STEPS, NUM_ENVS)
-  whole = make_rollout(3, STEPS, NUM_ENVS)._replace(obs=stacks)
-  once = whole._replace(obs=frames.from_stacks(stacks, 4))
-  assert once.obs.frame.size < stacks.size / 2
+  with_stacks = make_rollout(3, STEPS, NUM_ENVS)._replace(obs=stacks)
+  with_frames = with_stacks._replace(obs=frames.from_stacks(stacks, 4))
+  assert with_frames.obs.frame.size < stacks.size / 2
   params = make_params(NETWORK, stacks)
   options = dict(vtrace=vtrace) if name == 'ppo' else {}
   objective = make_objective(name, NETWORK, STEPS, **options)
   sizes = rollout_updates.Sizes(NUM_ENVS, 2, 2, 2, 0)
   learn = jax.jit(rollout_updates.make_learn(objective, optax.identity(), lambda steps: 0.1, sizes))
-  made = [learn(_state(params, optax.identity()), rollout) for rollout in (whole, once)]
-  (state, metrics), (other, others) = made
-  jax.tree.map(assert_array_equal, state.params, other.params)
-  assert (metrics.pop('batch') != others.pop('batch')).any()
-  jax.tree.map(assert_array_equal, metrics, others)
+  state, metrics = learn(_state(params, optax.identity()), with_stacks)
+  other_state, other_metrics = learn(_state(params, optax.identity()), with_frames)
+  jax.tree.map(assert_array_equal, state.params, other_state.params)
+  assert (metrics.pop('batch') != other_metrics.pop('batch')).any()
+  jax.tree.map(assert_array_equal, metrics, other_metrics)
 
 
-def test_a_plain_sum_is_the_same_gradient_but_for_rounding():
+def test_a_plain_sum_gives_the_same_gradient_but_for_rounding():
   network, steps, num_envs, obs_shape = LARGE['mlp']
   rollout = make_rollout(3, steps, num_envs, obs_shape)
   params = make_params(network, rollout.obs)
   objective = make_objective('impala', network, steps)
-  items = jnp.arange(num_envs)  # of one group a device, so the same envs in all
+  items = jnp.arange(num_envs)  # each device has one group, so all have the same environments
   specs = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(deterministic.AXIS))
   results = []
   for devices, exact in ((1, True), (1, False), (4, False)):
@@ -310,8 +319,8 @@ def test_a_plain_sum_is_the_same_gradient_but_for_rounding():
                        devices, specs, PartitionSpec())
     local = items.reshape(devices, -1) % (num_envs // devices)
     results.append(gradient(params, rollout, (), local))
-  for other in results[1:]:
-    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-3, atol=1e-3), other, results[0])
+  for result in results[1:]:
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-3, atol=1e-3), result, results[0])
 
 
 def _state(params, optimizer=None, **fields):
@@ -320,10 +329,10 @@ def _state(params, optimizer=None, **fields):
   return state._replace(**fields)
 
 
-@pytest.mark.parametrize('groups', [4, 8])  # of 8 devices sums are made by slices
+@pytest.mark.parametrize('groups', [4, 8])  # 8 devices sum with reduce-scatter
 @pytest.mark.same_bits('a whole update on 1, 4, 8 devices, large batches', 'PPO: MLP')
 def test_learning_is_exact_on_any_mesh(groups):
-  """Two epochs of two minibatches: parameters, receipts and all other metrics."""
+  """Compares parameters, receipts and all other metrics after two epochs of two minibatches."""
   network, steps, num_envs, obs_shape = LARGE['mlp']
   rollout = make_rollout(3, steps, num_envs, obs_shape)
   params = make_params(network, rollout.obs)
@@ -348,16 +357,17 @@ def test_learning_is_exact_on_any_mesh(groups):
   batch = rollout._replace(episodes=())
   assert_array_equal(metrics['batch'], fingerprints.fingerprint(batch, 1, 0, num_envs))
   assert_array_equal(metrics['params'], fingerprints.fingerprint(state.params))
-  seen = rollout.valid.sum()
-  assert (metrics['valid'], metrics['steps'], metrics['update']) == (seen, 25_000 + seen, 4)
-  assert (state.steps, state.update) == (25_000 + seen, 4)
+  num_valid = rollout.valid.sum()
+  assert (metrics['valid'], metrics['steps']) == (num_valid, 25_000 + num_valid)
+  assert metrics['update'] == 4
+  assert (state.steps, state.update) == (25_000 + num_valid, 4)
   assert_allclose(metrics['learning_rate'], 0.75e-3, rtol=1e-6)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize('name', ['impala', 'ppo'])
-def test_learning_descends_the_gradient(name):
-  """One gradient step at a constant rate; metrics are means over valid rows."""
+def test_learning_takes_a_step_against_the_gradient(name):
+  """Takes one gradient step at a constant rate; metrics are means over valid rows."""
   rollout = make_rollout(1, STEPS, NUM_ENVS)
   params = make_params(NETWORK, rollout.obs)
   sizes = rollout_updates.Sizes(NUM_ENVS, 2, 1, 1, 0)
@@ -368,11 +378,10 @@ def test_learning_descends_the_gradient(name):
 
   learn = jax.jit(rollout_updates.make_learn(objective, optax.identity(), rate, sizes))
   state, metrics = learn(_state(params, optax.identity()), rollout)
+  items = _first_minibatch(2, NUM_ENVS // 2, objective, minibatches=1)  # the whole rollout
   if name == 'impala':
-    items = _items(2, NUM_ENVS // 2, objective, minibatches=1)
     *by_outputs, terms = _impala_expected(params, rollout, items, NUM_ENVS // 2)
-  else:  # the whole rollout, in whatever order
-    items = _items(2, NUM_ENVS // 2, objective, minibatches=1)
+  else:
     *by_outputs, terms = _ppo_expected(params, rollout, items, NUM_ENVS // 2,
                                        _ppo_targets(params, rollout))
   grads = _pull_back(params, rollout.obs, *by_outputs)
@@ -385,75 +394,77 @@ def test_learning_descends_the_gradient(name):
     assert_allclose(metrics[term], total / rows, rtol=1e-4, atol=1e-5, err_msg=term)
 
 
-def _orders(name, sizes, steps, mesh_size=1, update=0):
-  """What items `fuse` asks gradients of: [epochs, minibatches, groups, n]."""
+def _minibatch_indices(name, sizes, steps, mesh_size=1, update=0):
+  """Returns the elements of each gradient in `fuse`, [epochs, minibatches, groups, n]."""
   objective = make_objective(name, NETWORK, steps)
-  # Its targets would want parameters of a network.
+  # The targets of the objective itself would need parameters of a network.
   without_targets = types.SimpleNamespace(
       algorithm=objective.algorithm, elements_per_env=objective.elements_per_env,
       target_inputs=objective.target_inputs, targets=lambda params, rollout: ())
   groups = sizes.num_grad_shards
   size = sizes.num_envs * objective.elements_per_env // groups // sizes.num_minibatches
-  rounds = sizes.num_epochs * sizes.num_minibatches
+  num_gradients = sizes.num_epochs * sizes.num_minibatches
 
   def gradient(params, rollout, targets, items):
     return items.astype(jnp.float32), {'valid': jnp.float32(1)}
 
-  def remember(state, items, terms):
-    seen, count = state.params
-    return state._replace(params=(seen.at[count].set(items), count + 1)), jnp.float32(0)
+  def record(state, items, terms):  # stands in for the optimizer's step
+    recorded, count = state.params
+    return state._replace(params=(recorded.at[count].set(items), count + 1)), jnp.float32(0)
 
   learn = rollout_updates.fuse(
-      rollout_updates.make_prepare(without_targets, sizes, mesh_size), gradient, remember,
+      rollout_updates.make_prepare(without_targets, sizes, mesh_size), gradient, record,
       lambda steps: jnp.float32(0))
 
-  def seen(seen, rollout):
-    state = _state((seen, jnp.int32(0)), update=jnp.int32(update))
+  def record_all(empty, rollout):
+    state = _state((empty, jnp.int32(0)), update=jnp.int32(update))
     return learn(state, rollout)[0].params[0]
 
   rollout = make_rollout(0, steps, sizes.num_envs)
-  out = on_mesh(seen, mesh_size, (BY_ENV, BY_ENV), BY_ENV)(
-      np.zeros((rounds, groups, size), np.float32), rollout)
-  return np.array(out).astype(int).reshape(sizes.num_epochs, sizes.num_minibatches, groups, size)
+  recorded = on_mesh(record_all, mesh_size, (BY_ENV, BY_ENV), BY_ENV)(
+      np.zeros((num_gradients, groups, size), np.float32), rollout)
+  shape = (sizes.num_epochs, sizes.num_minibatches, groups, size)
+  return np.array(recorded).astype(int).reshape(shape)
 
 
-def test_an_epoch_visits_every_item_once():
-  sizes, steps = rollout_updates.Sizes(8, 4, 5, 3, 0), 10
-  orders = _orders('ppo', sizes, steps)
-  assert orders.shape == (3, 5, 4, 4)
-  of_groups = [orders[e, :, g].reshape(-1) for e in range(3) for g in range(4)]
-  for order in of_groups:
+def test_an_epoch_visits_every_element_once_and_in_its_own_order():
+  sizes = rollout_updates.Sizes(8, 4, 5, 3, 0)
+  indices = _minibatch_indices('ppo', sizes, steps=10)
+  assert indices.shape == (3, 5, 4, 4)
+  orders = [indices[e, :, g].reshape(-1) for e in range(3) for g in range(4)]
+  for order in orders:
     assert_array_equal(np.sort(order), np.arange(20))
-  other = _orders('ppo', sizes, steps, update=1)
-  of_groups += [other[e, :, g].reshape(-1) for e in range(3) for g in range(4)]
-  # All differ: between epochs, groups and updates.
-  assert len({tuple(order) for order in of_groups}) == 24
+  next_update = _minibatch_indices('ppo', sizes, steps=10, update=1)
+  orders += [next_update[e, :, g].reshape(-1) for e in range(3) for g in range(4)]
+  # The orders of all epochs, groups and updates differ.
+  assert len({tuple(order) for order in orders}) == 24
 
 
-def test_orders_do_not_depend_on_the_mesh():
-  sizes, steps = rollout_updates.Sizes(8, 4, 5, 3, 0), 10
-  expected = _orders('ppo', sizes, steps)
+def test_minibatches_do_not_depend_on_the_mesh():
+  sizes = rollout_updates.Sizes(8, 4, 5, 3, 0)
+  expected = _minibatch_indices('ppo', sizes, steps=10)
   for mesh_size in (2, 4):
-    assert_array_equal(_orders('ppo', sizes, steps, mesh_size), expected)
+    assert_array_equal(_minibatch_indices('ppo', sizes, 10, mesh_size), expected)
 
 
 def test_sequences_are_visited_in_order():
-  orders = _orders('impala', rollout_updates.Sizes(24, 4, 3, 2, 0), 2)
-  assert_array_equal(orders, np.broadcast_to(np.arange(6).reshape(3, 1, 2), (2, 3, 4, 2)))
+  indices = _minibatch_indices('impala', rollout_updates.Sizes(24, 4, 3, 2, 0), steps=2)
+  assert_array_equal(indices, np.broadcast_to(np.arange(6).reshape(3, 1, 2), (2, 3, 4, 2)))
 
 
 def _descend(options, gradients, rate=0.1):
-  """Parameters after each gradient, from zero."""
+  """Returns the parameters after each gradient; they start at zero."""
   optimizer = options.transformation()
   update = jax.jit(rollout_updates.make_update(optimizer, lambda steps: rate))
-  state, path = _state(jnp.zeros(len(gradients[0])), optimizer), []
+  state = _state(jnp.zeros(len(gradients[0])), optimizer)
+  path = []
   for gradient in gradients:
     state, _ = update(state, np.float32(gradient), {'valid': jnp.float32(1)})
     path.append(np.array(state.params))
   return path
 
 
-def test_rmsprop_is_that_of_pytorch():
+def test_rmsprop_equals_pytorchs():
   """v = 0.99 v + 0.01 g^2; step 0.1 g / (sqrt(v) + 0.01): epsilon outside the square root.
 
   g = 3: v = 0.09, step 0.3 / 0.31; then g = -4: v = 0.0891 + 0.16.
@@ -465,7 +476,7 @@ def test_rmsprop_is_that_of_pytorch():
 
 
 def test_gradients_are_clipped_by_their_norm():
-  """(30, 40) has norm 50, above 40: (24, 32) is used; (18, 24) has 30 and stays."""
+  """(30, 40) has norm 50 and is scaled to norm 40: (24, 32); (18, 24) has norm 30 and stays."""
   (path,) = _descend(RMSPROP, [[30, 40]])
   assert_allclose(path, [-2.4 / 2.41, -3.2 / 3.21], rtol=1e-5)
   (path,) = _descend(RMSPROP, [[18, 24]])
@@ -474,22 +485,23 @@ def test_gradients_are_clipped_by_their_norm():
 
 @pytest.mark.quick
 def test_adam_by_hand():
-  """Corrected for their bias, the moments are g and g^2 at first; then as in 1412.6980."""
+  """The first moments, corrected for bias, are g and g^2; the second are those of 1412.6980."""
   path = _descend(ADAM, [[3, -0.02, 1e-5], [-1, -0.02, 1e-5]])
   assert_allclose(path[0], [-0.3 / 3.00001, 0.002 / 0.02001, -1e-6 / 2e-5], rtol=1e-5)
-  m, v = (0.9 * 0.1 * 3 - 0.1) / 0.19, (0.999 * 0.001 * 9 + 0.001) / (1 - 0.999 ** 2)
+  m = (0.9 * 0.1 * 3 - 0.1) / 0.19
+  v = (0.999 * 0.001 * 9 + 0.001) / (1 - 0.999 ** 2)
   assert_allclose(path[1][0], path[0][0] - 0.1 * m / (np.sqrt(v) + 1e-5), rtol=1e-4)
 
 
 def test_learning_rate_falls_to_zero():
   rate = optimizers.Adam(learning_rate=0.5, anneal=True).schedule(1000)
-  got = [float(rate(jnp.int32(steps))) for steps in (0, 250, 500, 999, 1000, 1100)]
-  assert_allclose(got, [0.5, 0.375, 0.25, 0.0005, 0, 0], rtol=1e-4)
+  rates = [float(rate(jnp.int32(steps))) for steps in (0, 250, 500, 999, 1000, 1100)]
+  assert_allclose(rates, [0.5, 0.375, 0.25, 0.0005, 0, 0], rtol=1e-4)
   rate = optimizers.Adam(learning_rate=0.5, anneal=False).schedule(1000)
   assert [float(rate(jnp.int32(steps))) for steps in (0, 1100)] == [0.5, 0.5]
 
 
-def test_update_takes_the_rate_of_its_steps():
+def test_update_uses_the_learning_rate_at_the_states_steps():
   optimizer = optax.identity()
   update = rollout_updates.make_update(optimizer, lambda steps: 1.0 / steps)
   state, norm = update(_state(jnp.float32([1, 2]), optimizer, steps=jnp.int32(4)),
@@ -499,17 +511,19 @@ def test_update_takes_the_rate_of_its_steps():
   assert (state.steps, state.update) == (4, 0)
 
 
-def test_the_rate_follows_the_policys_change():
-  """rl_games: a factor of 1.5 less above twice the target, 1.5 more below half, within bounds."""
+def test_the_learning_rate_adapts_to_the_policys_kl():
+  """rl_games divides the rate by 1.5 above twice the target KL, and multiplies it below half."""
   options = dataclasses.replace(ADAM, kl_target=0.01, learning_rate=1e-3)
   optimizer = options.transformation()
   update = jax.jit(rollout_updates.make_update(optimizer, lambda steps: 1.0))
-  state, factors = _state(jnp.zeros(1), optimizer), []
+  state = _state(jnp.zeros(1), optimizer)
+  factors = []
   for kl in [0.021, 0.019, 0.006, 0.004, 0.004, *[0.0] * 5, *[1.0] * 30]:
     terms = {'valid': jnp.float32(4), 'approx_kl': jnp.float32(4 * kl)}
     before = state.params
     state, _ = update(state, np.float32([0.1]), terms)
     factors.append(float((before - state.params)[0]) / 0.9999)  # Adam's own step is g / (|g| + eps)
   assert_allclose(factors[:5], [1 / 1.5, 1 / 1.5, 1 / 1.5, 1, 1.5], rtol=1e-3)
-  assert_allclose(factors[9], 10.0, rtol=1e-3)  # 1e-2 of a rate of 1e-3
-  assert_allclose(factors[-1], 1e-3, rtol=2e-3)  # 1e-6
+  # The factor is bounded: with the base rate of 1e-3, the rate stays within 1e-6 and 1e-2.
+  assert_allclose(factors[9], 10.0, rtol=1e-3)
+  assert_allclose(factors[-1], 1e-3, rtol=2e-3)

@@ -1,4 +1,4 @@
-"""The losses against the papers' equations in plain NumPy, and against numbers made by hand."""
+"""The losses compared with the papers' equations in plain NumPy, and with numbers by hand."""
 
 import functools
 
@@ -29,7 +29,7 @@ DEFAULTS = dict(vtrace_lambda=1.0, clip_rho=1.0, clip_pg_rho=1.0, baseline_coef=
 
 @functools.cache
 def _impala(**options):
-  """Jitted (logits, value, *rest) -> (loss, terms), gradients; one for each set of options."""
+  """Returns a jitted function (logits, value, *rest) -> (loss, terms), gradients."""
   def loss(logits, *rest):
     return losses.impala_loss(logits, *rest, policies.categorical(logits.shape[-1]), **options)
   return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
@@ -56,7 +56,8 @@ class Sequence:
 
     self.ends = reference.random_ends(rng, steps, carried, ends_last)
     self.terminated, self.truncated, self.valid = self.ends
-    self.logits, self.value = normal(steps, ACTIONS), normal(steps + 1)
+    self.logits = normal(steps, ACTIONS)
+    self.value = normal(steps + 1)
     self.action = rng.integers(ACTIONS, size=steps).astype(np.int32)
     self.behaviour_log_prob = np.array(
         [reference.log_softmax(x)[a] for x, a in zip(normal(steps, ACTIONS), self.action,
@@ -65,7 +66,7 @@ class Sequence:
     self.ratio = reference.ratios(self.logits, self.action, self.behaviour_log_prob)
 
   def impala(self, **options):
-    """(loss, terms), gradients by logits and value."""
+    """Returns (loss, terms), and the gradients by logits and value."""
     return _impala(**options)(
         np.float32(self.logits), np.float32(self.value), self.action,
         np.float32(self.behaviour_log_prob), np.float32(self.reward),
@@ -77,7 +78,7 @@ class Sequence:
     return self
 
 
-def test_the_cases_have_all_kinds_of_ends():
+def test_the_cases_contain_all_kinds_of_ends():
   cases = [Sequence(**case) for case in CASES]
   assert any((x.terminated & ~x.truncated).any() for x in cases)
   assert any((x.truncated & ~x.terminated).any() for x in cases)
@@ -91,7 +92,8 @@ def test_the_cases_have_all_kinds_of_ends():
 @pytest.mark.parametrize('case', CASES)
 @pytest.mark.parametrize('options', OPTIONS)
 def test_impala_loss_and_gradient(case, options):
-  x, o = Sequence(**case), DEFAULTS | options
+  x = Sequence(**case)
+  o = DEFAULTS | options
   targets, advantages = reference.vtrace(
       x.value, x.reward, x.ratio, DISCOUNT, x.ends, o['vtrace_lambda'], o['clip_rho'],
       o['clip_pg_rho'])
@@ -112,7 +114,7 @@ def test_impala_loss_and_gradient(case, options):
         lambda at, which=which: objective(*((at, x.value) if which == 0 else (x.logits, at)))[0],
         (x.logits, x.value)[which])
     assert_allclose(gradient, numeric, rtol=1e-4, atol=1e-5)
-  # Exactly nothing comes from invalid rows, nor from the last value, only bootstrapped from.
+  # The gradient is exactly 0 in invalid rows, and by the last value, which is only bootstrapped.
   assert not np.any(gradients[0][~x.valid])
   assert not np.any(gradients[1][:-1][~x.valid]) and gradients[1][-1] == 0
 
@@ -170,7 +172,7 @@ def test_gae(case, gae_lambda):
 
 @pytest.mark.parametrize('case', CASES)
 def test_on_policy_vtrace_targets_are_returns(case):
-  """Where pi = mu and lambda = 1, V-trace is the n-step return to the sequence's end."""
+  """With pi = mu and lambda = 1, V-trace is the n-step return to the sequence's end."""
   x = Sequence(**case).on_policy()
   _, (_, by_value) = x.impala(baseline_coef=1.0)
   targets = x.value - by_value
@@ -180,22 +182,22 @@ def test_on_policy_vtrace_targets_are_returns(case):
 
 @pytest.mark.parametrize('case', CASES)
 def test_on_policy_vtrace_with_lambda_is_gae(case):
-  """Both the errors of the baseline and, through d loss / d log pi, the advantages."""
+  """Checks the errors of the baseline and, through d loss / d log pi, the advantages."""
   x = Sequence(**case).on_policy()
   _, (by_logits, by_value) = x.impala(vtrace_lambda=0.7, baseline_coef=1.0, entropy_coef=0.0)
   expected = reference.gae(x.value, x.reward, DISCOUNT, 0.7, x.ends)
   assert_allclose(-by_value[:-1][x.valid], expected[x.valid], rtol=1e-5, atol=1e-5)
-  taken = np.array(by_logits)[np.arange(len(x.action)), x.action]
-  advantages = -taken / (1 - np.exp(x.behaviour_log_prob))
+  by_action_logit = np.array(by_logits)[np.arange(len(x.action)), x.action]
+  advantages = -by_action_logit / (1 - np.exp(x.behaviour_log_prob))
   assert_allclose(advantages[x.valid], expected[x.valid], rtol=1e-4, atol=1e-5)
 
 
 # A chain 0 -> 1 -> 2 -> end with rewards 1, 2, 4. With gamma = 1/2 its values are
-# V(2) = 4, V(1) = 2 + 4/2 = 4, V(0) = 1 + 4/2 = 3. What a network says of the end must not matter.
+# V(2) = 4, V(1) = 2 + 4/2 = 4, V(0) = 1 + 4/2 = 3. The network's value of the end must not matter.
 END = 77.0
 CHAIN = dict(
-    # Two rows of an episode that began before; one cut after its first step, by the time limit;
-    # a whole one; the first step of the next, where the rollout ends.
+    # The last two rows of an episode; an episode that the time limit ends after one step; a whole
+    # episode; the first step of an episode that goes on after the rollout.
     value=[4.0, 4.0, END, 3.0, 4.0, 3.0, 4.0, 4.0, END, 3.0, 4.0],
     reward=[2.0, 4.0, 0.0, 1.0, 0.0, 1.0, 2.0, 4.0, 0.0, 1.0],
     terminated=[0, 1, 0, 0, 0, 0, 0, 1, 0, 0],
@@ -204,21 +206,22 @@ CHAIN = dict(
 
 
 def _chain():
-  value, reward = np.float32(CHAIN['value']), np.float32(CHAIN['reward'])
+  value = np.float32(CHAIN['value'])
+  reward = np.float32(CHAIN['reward'])
   flags = [np.array(CHAIN[name], bool) for name in ('terminated', 'truncated', 'valid')]
   return value, reward, np.float32(0.5 * ~flags[0]), *flags
 
 
 @pytest.mark.parametrize('gae_lambda', [0.0, 0.9, 1.0])
-def test_exact_values_leave_no_gae(gae_lambda):
+def test_exact_values_give_zero_gae(gae_lambda):
   value, reward, discount, terminated, truncated, valid = _chain()
   advantage = _gae(value, reward, discount, terminated | truncated, gae_lambda)
   assert_array_equal(np.array(advantage)[valid], 0)
 
 
 @pytest.mark.parametrize('vtrace_lambda', [0.0, 0.9, 1.0])
-def test_exact_values_leave_no_vtrace_error(vtrace_lambda):
-  """Whatever the importance weights."""
+def test_exact_values_give_zero_vtrace_errors(vtrace_lambda):
+  """The errors are 0 for any importance weights."""
   value, reward, discount, _, _, valid = _chain()
   rng = np.random.default_rng(0)
   (_, terms), gradients = _impala(vtrace_lambda=vtrace_lambda, entropy_coef=0.0)(
@@ -233,7 +236,7 @@ def test_exact_values_leave_no_vtrace_error(vtrace_lambda):
 @pytest.mark.parametrize('seed', range(4))
 def test_impala_invalid_rows_do_not_matter(seed):
   x = Sequence(seed, carried=True)
-  # What follows a termination is worth nothing; a truncation bootstraps from the invalid row.
+  # The value after a termination does not count; a truncation bootstraps from the invalid row.
   after_termination = np.append(True, x.terminated)[:-1] & ~x.valid
   assert after_termination.any()
 
@@ -248,13 +251,14 @@ def test_impala_invalid_rows_do_not_matter(seed):
 
 
 def _ppo_rows(seed, rows=36):
-  """Ratios inside the clip and beyond either end, with advantages of both signs."""
+  """Returns rows with ratios inside, above and below the clip, and advantages of both signs."""
   rng = np.random.default_rng(seed)
 
   def normal(*shape, scale=1.0):
     return (scale * rng.normal(size=shape)).astype(np.float32).astype(np.float64)
 
-  logits, action = normal(rows, ACTIONS), rng.integers(ACTIONS, size=rows).astype(np.int32)
+  logits = normal(rows, ACTIONS)
+  action = rng.integers(ACTIONS, size=rows).astype(np.int32)
   log_ratio = np.tile([-0.5, 0.03, 0.6], rows // 3) * rng.uniform(0.8, 1.2, size=rows)
   log_prob = np.array([reference.log_softmax(x)[a] for x, a in zip(logits, action, strict=True)])
   behaviour_value = normal(rows)
@@ -266,7 +270,7 @@ def _ppo_rows(seed, rows=36):
 
 
 def _ppo_on(rows, **options):
-  """(loss, terms), gradients by logits and value."""
+  """Returns (loss, terms), and the gradients by logits and value."""
   return _ppo(**options)(
       *(np.float32(x) if x.dtype == np.float64 else x for x in rows.values()))
 
@@ -279,7 +283,8 @@ PPO_DEFAULTS = dict(clip=0.1, clip_value=False, value_coef=0.5, entropy_coef=0.0
     dict(), dict(clip_value=True),
     dict(clip=0.2, clip_value=True, value_coef=1.5, entropy_coef=0.2)])
 def test_ppo_loss_and_gradient(seed, options):
-  rows, o = _ppo_rows(seed), PPO_DEFAULTS | options
+  rows = _ppo_rows(seed)
+  o = PPO_DEFAULTS | options
   (loss, terms), gradients = _ppo_on(rows, **options)
   expected, expected_terms = reference.ppo_objective(**rows, **o)
   assert_allclose(loss, expected, rtol=1e-5, atol=1e-5)
@@ -339,8 +344,11 @@ def test_categorical():
 
 
 STEPS = 5
-ROW, FLAG, ACTION = np.zeros(STEPS, np.float32), np.ones(STEPS, bool), np.zeros(STEPS, np.int32)
-VALUE, LOGITS = np.zeros(STEPS + 1, np.float32), np.zeros((STEPS, ACTIONS), np.float32)
+ROW = np.zeros(STEPS, np.float32)
+FLAG = np.ones(STEPS, bool)
+ACTION = np.zeros(STEPS, np.int32)
+VALUE = np.zeros(STEPS + 1, np.float32)
+LOGITS = np.zeros((STEPS, ACTIONS), np.float32)
 ARGUMENTS = {
     functools.partial(losses.impala_loss, policy=POLICY): [
         LOGITS, VALUE, ACTION, ROW, ROW, ROW, FLAG],
@@ -357,7 +365,7 @@ def test_wrong_shapes_raise(loss, arguments):
   with pytest.raises(AssertionError):
     jax.eval_shape(loss, *batch)
   for i, right in enumerate(arguments):
-    # One row would broadcast, silently.
+    # A single row would broadcast silently.
     for wrong in (batch[i], right[:-1], right[:1]):
       with pytest.raises(AssertionError):
         jax.eval_shape(loss, *arguments[:i], wrong, *arguments[i + 1:])
@@ -366,7 +374,7 @@ def test_wrong_shapes_raise(loss, arguments):
 @pytest.mark.parametrize('case', CASES)
 @pytest.mark.parametrize('trace_lambda', [1.0, 0.7])
 def test_vtrace_for_ppo(case, trace_lambda):
-  """The advantage has no importance weight of its own: PPO's ratio is that."""
+  """The advantage has no importance weight of its own, because PPO multiplies by the ratio."""
   x = Sequence(**case)
   targets, weighted = reference.vtrace(x.value, x.reward, x.ratio, DISCOUNT, x.ends, trace_lambda)
   rho = np.where(x.valid, x.ratio, 0.0)

@@ -1,4 +1,4 @@
-"""A user's own algorithm, network, optimizer, policy, scheme and environment, in their file."""
+"""A user's own algorithm, network, optimizer, policy, scheme and environment, in own modules."""
 
 import dataclasses
 import importlib
@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import sys
 
+import jax
 import numpy as np
 import pytest
 from absl import flags
@@ -18,11 +19,11 @@ from tests.runs import fresh, prepared, run
 
 PACKAGE = pathlib.Path(podracer_jit.__file__).parent
 EXAMPLES = PACKAGE.parent / 'examples'
-LITTLE = ['--config.checkpoint.every_updates=4', '--config.total_steps=100000']
+SHORT = ['--config.checkpoint.every_updates=4', '--config.total_steps=100000']
 
 
 def parse(*args):
-  return command_line.parse(['podracer_jit', *args, *LITTLE], flags.FlagValues())
+  return command_line.parse(['podracer_jit', *args, *SHORT], flags.FlagValues())
 
 
 def options_of(config, section):
@@ -31,8 +32,8 @@ def options_of(config, section):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-  """Writes a module of the user's own, on PYTHONPATH, and gives its name."""
+def write_module(tmp_path, monkeypatch):
+  """Returns a function that writes a user's module on PYTHONPATH and returns its name."""
   monkeypatch.syspath_prepend(tmp_path)
 
   def write(name, text):
@@ -44,18 +45,20 @@ def own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('config, shipped, attribute', [
     ('ppo_cartpole:smoke', 'ppo', 'PPO'), ('apex_dqn_catch:smoke', 'dqn', 'DQN')])
-def test_a_copy_of_a_shipped_algorithm_gives_its_bits(own, config, shipped, attribute):
-  """With no other file changed: nothing in the package knows an algorithm by its name."""
+def test_a_copy_of_a_shipped_algorithm_gives_the_same_bits(
+    write_module, config, shipped, attribute):
+  """No other file changes, so nothing in the package knows an algorithm by its name."""
   source = (PACKAGE / 'losses' / f'{shipped}.py').read_text()
   copied = source.replace(f'class {attribute}(', f'class {attribute}2(')
   assert copied != source
-  module = own(f'copy_of_{shipped}', copied)
+  module = write_module(f'copy_of_{shipped}', copied)
   original = parse(f'--config={config}')
   copy = parse(f'--config={config}', f'--config.loss.name={module}:{attribute}2',
                *options_of(original, 'loss'))
   assert copy['loss'].pop('name') == f'{module}:{attribute}2'
   assert original['loss'].pop('name') == shipped and copy == original
-  original['loss']['name'], copy['loss']['name'] = shipped, f'{module}:{attribute}2'
+  original['loss']['name'] = shipped
+  copy['loss']['name'] = f'{module}:{attribute}2'
   receipts = run(copy)[0]
   assert receipts == run(original)[0] and len(receipts) == 4
 
@@ -76,21 +79,21 @@ def test_a_run_of_an_own_algorithm_resumes_to_the_same_bits_and_is_evaluated(tmp
     workdir = tmp_path / name
     workdirs.make(workdir)
     workdirs.open_workdir(workdir, config)
-    whole = prepared(config)
-    experiment = dataclasses.replace(whole.experiment, total_steps=10 * 256)
-    train.train(dataclasses.replace(whole, experiment=experiment), workdir)
+    prepared_run = prepared(config)
+    experiment = dataclasses.replace(prepared_run.experiment, total_steps=10 * 256)
+    train.train(dataclasses.replace(prepared_run, experiment=experiment), workdir)
     return journal.read_receipts(workdir).by_update
 
-  at_once = train_in('whole')
-  assert len(at_once) > 8
-  shutil.copytree(tmp_path / 'whole', tmp_path / 'killed')
+  uninterrupted = train_in('uninterrupted')
+  assert len(uninterrupted) > 8
+  shutil.copytree(tmp_path / 'uninterrupted', tmp_path / 'killed')
   newest = max((tmp_path / 'killed' / 'checkpoints').iterdir(), key=lambda path: int(path.name))
   shutil.rmtree(newest)
-  assert train_in('killed') == at_once
+  assert train_in('killed') == uninterrupted
   assert newest.is_dir()
-  experiment = evaluation.read_experiment(tmp_path / 'whole', allow_modules=['a2c'])
+  experiment = evaluation.read_experiment(tmp_path / 'uninterrupted', allow_modules=['a2c'])
   assert experiment.loss_name == 'a2c:A2C'
-  agent = evaluation.restore(tmp_path / 'whole', experiment)
+  agent = evaluation.restore(tmp_path / 'uninterrupted', experiment)
   assert len(evaluation.play(agent, 3, 2, 1, 1000).returns) == 3
 
 
@@ -119,19 +122,19 @@ class Torso(nn.Module):
 @pytest.mark.parametrize('config, heads', [
     ('impala_cartpole', {'policy', 'value'}),
     ('apex_dqn_catch:smoke', {'value', 'advantage', 'value_hidden', 'advantage_hidden'})])
-def test_an_own_torso_gets_heads_around_it(own, config, heads):
-  module = own('torso_of_my_own', TORSO)
+def test_an_own_torso_gets_heads_around_it(write_module, config, heads):
+  module = write_module('torso_of_my_own', TORSO)
   fields = parse(f'--config={config}', f'--config.network.name={module}:Torso',
                  '--config.network.width=16', '--config.network.depth=2')
   params = run(fields)[2].params['params']
   assert set(params) == heads | {'torso'}
   assert params['torso']['Dense_1']['kernel'].shape == (16, 16)
-  if 'value_hidden' in params:  # it does not say which layer is its last: the streams are as wide
+  if 'value_hidden' in params:  # the dueling streams are as wide as the torso's output
     assert params['value_hidden']['kernel'].shape == (16, 16)
 
 
-def test_an_own_torso_remembers_and_has_a_critic_if_asked(own):
-  module = own('torso_of_my_own', TORSO)
+def test_an_own_torso_takes_a_core_or_a_separate_critic(write_module):
+  module = write_module('torso_of_my_own', TORSO)
   choose = ('--config=impala_cartpole', f'--config.network.name={module}:Torso')
   params = run(parse(*choose, '--config.network.core=gru', '--config.network.core_size=8')
                )[2].params['params']
@@ -140,18 +143,100 @@ def test_an_own_torso_remembers_and_has_a_critic_if_asked(own):
   assert {'torso', 'critic'} < set(params)
 
 
-@pytest.mark.parametrize('field, said', [
+@pytest.mark.parametrize('field, message', [
     ('width=0', 'network.width: must be at least 1, got 0'),
     ('hieght=3', '--config.network.hieght: the config has no such field')])
-def test_an_own_torsos_options_are_checked_as_ours_are(own, field, said):
-  module = own('torso_of_my_own', TORSO)
-  with pytest.raises(ValueError, match=said):
+def test_options_of_an_own_torso_are_checked(write_module, field, message):
+  module = write_module('torso_of_my_own', TORSO)
+  with pytest.raises(ValueError, match=message):
     resolve(parse('--config=impala_cartpole', f'--config.network.name={module}:Torso',
                   f'--config.network.{field}'))
 
 
-def test_an_own_optimizer(own):
-  module = own('optimizer_of_my_own', '''
+HEADS = """
+import dataclasses
+import flax.linen as nn
+import jax.numpy as jnp
+from podracer_jit.losses import DQN, IMPALA, PPO
+from podracer_jit.losses.algorithm import unroll_with_heads
+
+
+class Head(nn.Module):
+  @nn.compact
+  def __call__(self, features, action):
+    action = action.astype(jnp.float32).reshape(len(features), -1)
+    return nn.Dense(3)(jnp.concatenate([features, action], axis=1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Idle(PPO):
+  def heads(self, spec):
+    return {'guess': Head(), 'other': Head()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Guess(IMPALA):
+  weight: float = 1.0
+
+  def heads(self, spec):
+    return {'guess': Head()}
+
+  def loss(self, model, params, minibatch, statistics):
+    loss, terms = super().loss(model, params, minibatch, statistics)
+    rollout = minibatch[0]
+    guess = unroll_with_heads(model, params, rollout)[2]['guess']
+    assert guess.shape == (*rollout.reward.shape, 3)
+    error = jnp.sum(rollout.valid * jnp.square(guess[..., 0] - rollout.reward))
+    return loss + self.weight * error, terms | {'error': error}
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(PPO):
+  def heads(self, spec):
+    return {'guess': nn.Dense(3)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ForValues(DQN):
+  def heads(self, spec):
+    return {'guess': Head()}
+"""
+
+
+def test_auxiliary_heads_that_no_loss_calls_change_nothing(write_module):
+  module = write_module('heads_of_my_own', HEADS)
+  original = parse('--config=ppo_cartpole:smoke')
+  plain = run(original)[2].params['params']
+  headed = run(parse('--config=ppo_cartpole:smoke', f'--config.loss.name={module}:Idle',
+                     *options_of(original, 'loss')))[2].params['params']
+  assert set(headed) - set(plain) == {'heads_guess', 'heads_other'}
+  for name, tree in plain.items():
+    assert jax.tree.all(jax.tree.map(np.array_equal, tree, headed[name])), name
+
+
+@pytest.mark.parametrize('core', ['none', 'gru'])
+def test_an_auxiliary_head_is_learned(write_module, core):
+  module = write_module('heads_of_my_own', HEADS)
+  fields = parse('--config=impala_cartpole', f'--config.loss.name={module}:Guess',
+                 f'--config.network.core={core}', '--config.optimizer.learning_rate=0.01')
+  _, reports, state = run(fields)
+  errors = [float(report.metrics['error'][0]) for report in reports]
+  assert errors[-1] < 0.5 * errors[0]  # each reward is 1
+  assert 'heads_guess' in state.params['params']
+
+
+@pytest.mark.parametrize('name, config, message', [
+    ('Broken', 'ppo_cartpole', 'loss.name: the heads of heads_of_my_own:Broken fail on CartPole'),
+    ('ForValues', 'apex_dqn_catch', 'fail on Catch-v0: TypeError: Dueling takes no heads')])
+def test_heads_that_do_not_fit_are_refused_in_one_line(write_module, name, config, message):
+  module = write_module('heads_of_my_own', HEADS)
+  with pytest.raises(ValueError, match=message) as error:
+    fresh(parse(f'--config={config}:smoke', f'--config.loss.name={module}:{name}'))
+  assert '\n' not in str(error.value)
+
+
+def test_an_own_optimizer_trains(write_module):
+  module = write_module('optimizer_of_my_own', '''
 import dataclasses
 import optax
 from podracer_jit.agents.optimizers import Optimizer
@@ -171,11 +256,11 @@ class Momentum(Optimizer):
                  '--config.optimizer.momentum=0.5', '--config.optimizer.learning_rate=0.01')
   receipts, reports, _ = run(fields)
   assert len({params for _, params in receipts}) == 4
-  assert reports[-1].metrics['learning_rate'][0] == np.float32(0.01)  # it does not anneal
+  assert reports[-1].metrics['learning_rate'][0] == np.float32(0.01)  # no annealing
 
 
-def test_an_own_policy_and_scheme_give_the_bits_of_those_they_copy(own):
-  module = own('more_of_my_own', '''
+def test_copies_of_a_policy_and_a_scheme_give_the_same_bits(write_module):
+  module = write_module('more_of_my_own', '''
 from podracer_jit.agents.policies import DISTRIBUTION, Family, categorical
 from podracer_jit.schemes import split
 from podracer_jit.schemes.scheme import Scheme
@@ -196,7 +281,7 @@ from podracer_jit.envs.protocol import EnvSpec, TimeStep
 
 
 class Guess:
-  """Shows a number, 0 or 1, and rewards the action that is the same; a step is an episode."""
+  """Observes a number, 0 or 1, and rewards the action equal to it; each step is an episode."""
 
   @staticmethod
   def make_spec(task, options):
@@ -206,14 +291,15 @@ class Guess:
 
   @staticmethod
   def make_vector_env(task, options, seeds, num_threads, batch_size):
-    return Shard(options.get('reward', 1.0), seeds)
+    return GuessVectorEnv(options.get('reward', 1.0), seeds)
 
 
-class Shard:
-  """The state has the steps and the last action of each; even steps are the resets."""
+class GuessVectorEnv:
+  """The state has each environment's steps and last action; even steps are resets."""
 
   def __init__(self, reward, seeds):
-    self.reward, self.num_envs = reward, len(seeds)
+    self.reward = reward
+    self.num_envs = len(seeds)
     self.batch_size = len(seeds)
     self.seeds = np.array(seeds, np.uint32)
     self.first_obs = np.asarray(self._obs(jnp.zeros(len(seeds), jnp.int32)))
@@ -230,10 +316,10 @@ class Shard:
   def recv(self, token, state):
     step, action = state
     resets = step % 2 == 0
-    right = action == self._obs(step - 1)[:, 0].astype(jnp.int32)
-    reward = jnp.where(resets | ~right, 0.0, self.reward).astype(jnp.float32)
-    no = jnp.zeros(self.num_envs, bool)
-    return token, state, TimeStep(self._obs(step), reward, ~resets, no, reward,
+    correct = action == self._obs(step - 1)[:, 0].astype(jnp.int32)
+    reward = jnp.where(resets | ~correct, 0.0, self.reward).astype(jnp.float32)
+    truncated = jnp.zeros(self.num_envs, bool)
+    return token, state, TimeStep(self._obs(step), reward, ~resets, truncated, reward,
                                   ~resets, jnp.arange(self.num_envs))
 
   def close(self):
@@ -242,8 +328,8 @@ class Shard:
 
 
 @pytest.mark.parametrize('scheme', ['fused', 'cleanba'])
-def test_an_own_environment_is_learned(own, scheme):
-  module = own('environment_of_my_own', ENVIRONMENT)
+def test_an_own_environment_is_learned(write_module, scheme):
+  module = write_module('environment_of_my_own', ENVIRONMENT)
   fields = parse('--config=impala_catch', f'--config.env.task={module}:Guess',
                  '--config.env.reward=2.0', '--config.optimizer.learning_rate=0.01',
                  f'--config.scheme={scheme}')
@@ -254,22 +340,23 @@ def test_an_own_environment_is_learned(own, scheme):
   assert set(returns.tolist()) <= {0.0, 2.0} and returns.mean() > 1.8  # random play: 1
 
 
-@pytest.mark.parametrize('field, said', [
+@pytest.mark.parametrize('field, message', [
     ('env.task={}:Nothing', 'env.task: environment_of_my_own has no .Nothing'),
-    ('env.task={}:Shard', 'env.task: environment_of_my_own:Shard is no environment'),
+    ('env.task={}:GuessVectorEnv',
+     'env.task: environment_of_my_own:GuessVectorEnv is no environment'),
     ('loss.name={}:Guess', 'loss.name: environment_of_my_own:Guess must be a class derived from'),
     ('network.name={}:Guess', 'network.name: environment_of_my_own:Guess must be a flax module'),
     ('optimizer.name={}:Guess', 'optimizer.name: environment_of_my_own:Guess must be a class'),
     ('scheme={}:Guess', 'scheme: environment_of_my_own:Guess must be a Scheme'),
     ('policy={}:Guess', 'policy: must be one of auto, categorical')])
-def test_a_part_of_another_kind_is_refused_in_one_line(own, field, said):
-  module = own('environment_of_my_own', ENVIRONMENT)
-  with pytest.raises(ValueError, match=said) as error:
+def test_a_part_of_another_kind_is_refused_in_one_line(write_module, field, message):
+  module = write_module('environment_of_my_own', ENVIRONMENT)
+  with pytest.raises(ValueError, match=message) as error:
     resolve(parse('--config=impala_catch', f'--config.{field.format(module)}'))
   assert '\n' not in str(error.value)
 
 
-def test_what_is_chosen_by_flag_comes_with_its_own_defaults():
+def test_a_part_chosen_by_flag_has_its_own_defaults():
   fields = parse('--config=impala_atari', '--config.network.centre=True',
                  '--config.network.name=nature_cnn')
   assert fields['network'] == dict(name='nature_cnn', centre=True, core='none', core_size=128,
@@ -292,7 +379,8 @@ from podracer_jit.options import option
 from podracer_jit.schemes import central, free
 from podracer_jit.schemes.scheme import Scheme
 
-CENTRAL, FREE = Scheme(central.GRAPH), Scheme(free.GRAPH, lag=None)
+CENTRAL = Scheme(central.GRAPH)
+FREE = Scheme(free.GRAPH, lag=None)
 
 
 class Undecorated(PPO):
@@ -325,7 +413,7 @@ class Counts(nn.Module):
 '''
 
 
-@pytest.mark.parametrize('fields, said', [
+@pytest.mark.parametrize('fields, message', [
     (['loss.name={}:Undecorated'], 'loss.name: Undecorated.clip is no option yet: the class needs'),
     (['loss.name={}:WithoutLoss'], 'loss.name: parts_with_mistakes:WithoutLoss lacks loss'),
     (['network.name={}:Fails'], 'network.name: parts_with_mistakes:Fails fails on '),
@@ -338,16 +426,16 @@ class Counts(nn.Module):
     (['scheme={}:FREE'], 'scheme: parts_with_mistakes:FREE is for losses with a replay'),
     (['loss.name=./mine.py:PPO'], 'loss.name: must be a name or module:attribute'),
     (['env.task=:'], 'env.task: must be a name or module:attribute')])
-def test_a_mistake_in_an_own_part_is_one_line(own, fields, said):
-  module = own('parts_with_mistakes', BROKEN)
+def test_a_mistake_in_an_own_part_is_reported_in_one_line(write_module, fields, message):
+  module = write_module('parts_with_mistakes', BROKEN)
   with pytest.raises(ValueError) as error:
     fresh(parse('--config=impala_catch', *(
         f'--config.{field.replace("{}", module)}' for field in fields)))
-  assert str(error.value).startswith(said) and '\n' not in str(error.value)
+  assert str(error.value).startswith(message) and '\n' not in str(error.value)
 
 
-def test_a_module_is_not_taken_from_beside_a_config_that_is_called_so_elsewhere(tmp_path):
-  """A config called as a package is does not stand in its place once that is imported."""
+def test_a_config_with_the_name_of_an_imported_package_does_not_replace_it(tmp_path):
+  """EnvPool stays importable although the config file is called envpool.py."""
   (tmp_path / 'envpool.py').write_text(
       'from podracer_jit import experiment\ndef get_config():\n'
       '  env = dict(task="Catch-v0", num_envs=8)\n'

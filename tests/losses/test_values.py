@@ -1,4 +1,4 @@
-"""Losses of transitions, networks of values and the policies on them, against hand and NumPy."""
+"""Losses of transitions, value networks and their policies, by hand and compared with NumPy."""
 
 import functools
 
@@ -18,7 +18,7 @@ from tests.reference import numeric_gradient
 
 @pytest.mark.quick
 def test_double_q_learning_by_hand():
-  """The network prefers the second action afterwards, of which the target network says 5."""
+  """The network prefers the second action of the next state; the target network values it 5."""
   def error(q):
     return losses.dqn_td_error(q, jnp.int32(1), jnp.float32(2.0), jnp.float32(0.5),
                                jnp.array([9.0, 5.0]), jnp.array([0.0, 1.0]))
@@ -42,7 +42,7 @@ def test_critic_and_policy_losses_by_hand():
   assert error == 2.0 + 0.5 * 4.0 - 1.0
   slope = jnp.array([0.5, -3.0, 2.0])
   gradient = jax.grad(losses.policy_loss)(jnp.zeros(3), slope, 1.0)
-  assert_array_equal(gradient, [-0.5, 1.0, -1.0])  # each clipped, not their norm
+  assert_array_equal(gradient, [-0.5, 1.0, -1.0])  # each component is clipped, not the norm
 
 
 @pytest.mark.parametrize('terminated, truncated, expected', [
@@ -52,10 +52,10 @@ def test_critic_and_policy_losses_by_hand():
     ([0, 0, 1], [0, 0, 1], (3.0, 0.0, 3)),
     ([1, 0, 0], [0, 1, 0], (1.0, 0.0, 1))])
 def test_n_step_returns_are_cut_at_the_end_of_the_episode(terminated, truncated, expected):
-  """Rewards 1, 2, 4, gamma 0.5; what follows a termination counts 0, a truncation what it has."""
-  found = buffer.n_step_return(jnp.array([1.0, 2.0, 4.0]), jnp.array(terminated, bool),
-                               jnp.array(truncated, bool), 0.5)
-  assert tuple(float(x) for x in found) == pytest.approx(expected)
+  """Rewards 1, 2, 4 and gamma 0.5; a return bootstraps after a truncation, not a termination."""
+  outputs = buffer.n_step_return(jnp.array([1.0, 2.0, 4.0]), jnp.array(terminated, bool),
+                                 jnp.array(truncated, bool), 0.5)
+  assert tuple(float(x) for x in outputs) == pytest.approx(expected)
 
 
 def _transitions(rng, count, obs, action):
@@ -66,7 +66,7 @@ def _transitions(rng, count, obs, action):
       rng.normal(size=(count, obs)).astype(np.float32), np.zeros(count, np.int32))
 
 
-def test_dqn_gradient_is_that_of_the_weighted_loss():
+def test_dqn_gradient_is_the_one_of_the_weighted_loss():
   rng = np.random.default_rng(0)
   network = q_networks.dueling(networks.MLP((4, 4)), policies.epsilon_greedy(3))
   params, target = (network.init(jax.random.key(i), jnp.zeros((1, 1, 5))) for i in range(2))
@@ -79,28 +79,30 @@ def test_dqn_gradient_is_that_of_the_weighted_loss():
   def q(params, obs):
     return np.asarray(network.apply(params, obs[None])[0][0], np.float64)
   chosen = q(params, batch.next_obs).argmax(axis=1)
-  goal = batch.reward + batch.discount * q(target, batch.next_obs)[np.arange(6), chosen]
+  td_target = batch.reward + batch.discount * q(target, batch.next_obs)[np.arange(6), chosen]
 
   def td_error(params):
-    return goal - q(params, batch.obs)[np.arange(6), batch.action]
+    return td_target - q(params, batch.obs)[np.arange(6), batch.action]
 
   def expected(params):
     return float(np.sum(weight * td_error(params) ** 2) / 2)
   assert float(terms['loss']) == pytest.approx(expected(params), rel=1e-5)
   assert_allclose(error, np.abs(td_error(params)), rtol=1e-5)
-  flat, back = jax.flatten_util.ravel_pytree(params)
-  some = slice(0, None, 7)
-  numeric = numeric_gradient(lambda x: expected(back(flat.at[some].set(x))), flat[some], step=1e-2)
+  flat, unravel = jax.flatten_util.ravel_pytree(params)
+  checked = slice(0, None, 7)  # every seventh parameter
+  numeric = numeric_gradient(lambda x: expected(unravel(flat.at[checked].set(x))), flat[checked],
+                             step=1e-2)
   # The two streams' gradients are scaled where they meet (1511.06581, section 4.2).
   scale = {'params': {name: jax.tree.map(
       lambda x, name=name: jnp.full_like(x, 2 ** -0.5 if name == 'torso' else 1.0), part)
       for name, part in params['params'].items()}}
-  numeric = numeric * jax.flatten_util.ravel_pytree(scale)[0][some]
-  assert_allclose(jax.flatten_util.ravel_pytree(gradient)[0][some], numeric, rtol=0.02, atol=1e-3)
+  numeric = numeric * jax.flatten_util.ravel_pytree(scale)[0][checked]
+  computed = jax.flatten_util.ravel_pytree(gradient)[0][checked]
+  assert_allclose(computed, numeric, rtol=0.02, atol=1e-3)
 
 
-def test_dpg_gradients_are_of_each_network_alone():
-  """The critic's is that of its TD loss; the policy's goes through its action alone, clipped."""
+def test_dpg_losses_train_each_network_alone():
+  """The critic descends its TD loss; the policy's clipped gradient flows through its action."""
   rng = np.random.default_rng(1)
   policy = policies.deterministic(np.full(2, -1, np.float32), np.full(2, 1, np.float32))
   network = q_networks.Deterministic(policy, (8,), (8, 8))
@@ -113,24 +115,25 @@ def test_dpg_gradients_are_of_each_network_alone():
 
   def q(params, obs, action):
     return network.apply(params, obs, action, method='criticise')
-  def of_critic(params):
+  def critic_loss(params):
     next_q = q(target, batch.next_obs, network.apply(target, batch.next_obs, method='act'))
-    goal = batch.reward + batch.discount * next_q
-    return jnp.sum(weight * (goal - q(params, batch.obs, batch.action)) ** 2) / 2
+    td_target = batch.reward + batch.discount * next_q
+    return jnp.sum(weight * (td_target - q(params, batch.obs, batch.action)) ** 2) / 2
   def act(params):
     return network.apply(params, batch.obs, method='act')
   slope = np.array([jax.grad(lambda a, o=o: q(params, o[None], a[None])[0])(a)
                     for o, a in zip(batch.obs, act(params), strict=True)])
   assert (np.abs(slope) > clip).any() and (np.abs(slope) < clip).any()
-  pull = jax.vjp(act, params)[1](-jnp.asarray(weight[:, None] * np.clip(slope, -clip, clip)))[0]
-  expected = jax.grad(of_critic)(params)['params']
+  by_action = -jnp.asarray(weight[:, None] * np.clip(slope, -clip, clip))
+  of_policy = jax.vjp(act, params)[1](by_action)[0]['params']
+  of_critic = jax.grad(critic_loss)(params)['params']
   for name, part in gradient.items():
-    want = expected if name.startswith(('_critic', '_value')) else pull['params']
-    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6), part, want[name])
+    expected = of_critic if name.startswith(('_critic', '_value')) else of_policy
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6), part, expected[name])
 
 
-def test_dueling_adds_advantages_without_their_mean():
-  """1511.06581, equation 9, from the streams' own outputs."""
+def test_dueling_subtracts_the_mean_advantage():
+  """1511.06581, equation 9, computed from the outputs of the two streams."""
   network = q_networks.dueling(networks.MLP((4, 6)), policies.epsilon_greedy(3))
   params = network.init(jax.random.key(0), jnp.zeros((1, 1, 5)))
   obs = np.random.default_rng(2).normal(size=(2, 3, 5)).astype(np.float32)
@@ -146,11 +149,11 @@ def test_dueling_adds_advantages_without_their_mean():
   assert_allclose(best, expected.max(axis=-1), atol=1e-5)
   assert w['value_hidden']['kernel'].shape == (4, 6)
   actions = np.array([0, 2, 1])
-  found = network.apply(params, obs[0], q[0], actions, method='action_value')
-  assert_array_equal(found, q[0][np.arange(3), actions])
+  values = network.apply(params, obs[0], q[0], actions, method='action_value')
+  assert_array_equal(values, q[0][np.arange(3), actions])
 
 
-def test_epsilon_greedy_explores_as_often_as_it_is_told():
+def test_epsilon_greedy_explores_with_the_given_probability():
   policy = policies.epsilon_greedy(4)
   q = jnp.tile(jnp.array([0.0, 3.0, 1.0, 2.0]), (3, 1))
   keys = jax.random.split(jax.random.key(0), 20_000)
@@ -162,7 +165,7 @@ def test_epsilon_greedy_explores_as_often_as_it_is_told():
   assert (policy.sample(keys[0], q) == 1).all()
 
 
-def test_a_deterministic_policy_adds_noise_of_the_deviation_it_is_told():
+def test_a_deterministic_policy_adds_noise_of_the_given_deviation():
   policy = policies.deterministic(np.array([0.0], np.float32), np.array([4.0], np.float32))
   keys = jax.random.split(jax.random.key(0), 20_000)
   drawn = np.asarray(jax.vmap(
@@ -175,7 +178,7 @@ def test_a_deterministic_policy_adds_noise_of_the_deviation_it_is_told():
   assert_array_equal(policy.to_env(jnp.array([-1.0, 0.0, 1.0])), [0.0, 2.0, 4.0])
 
 
-APEX = {  # 1803.00933: section 4.1, appendices C and D, and what its text lost
+APEX = {  # 1803.00933: section 4.1, appendices C and D, and values that are missing in its text
     apex_dqn_atari: {
         'loss.discount': 0.99, 'loss.n_step': 3, 'loss.target_every': 2500, 'loss.epsilon': 0.4,
         'loss.epsilon_alpha': 7.0, 'optimizer.name': 'centred_rmsprop',
@@ -194,13 +197,13 @@ APEX = {  # 1803.00933: section 4.1, appendices C and D, and what its text lost
 
 
 @pytest.mark.parametrize('module', APEX, ids=lambda module: module.__name__.split('.')[-1])
-def test_configs_are_the_papers(module):
+def test_configs_have_the_papers_values(module):
   config = module.get_config()
   for field, value in APEX[module].items():
-    found = config
+    configured = config
     for part in field.split('.'):
-      found = found[part]
-    assert found == value, field
+      configured = configured[part]
+    assert configured == value, field
   # Parameters every 400 frames of an environment (4 a step on Atari).
   steps = config.replay.params_every * config.unroll_length
   assert steps == 100

@@ -1,4 +1,4 @@
-"""The networks' convolution and pooling against those of JAX and flax, with their gradients."""
+"""Convolution, pooling and their gradients, compared with those of JAX and flax."""
 
 import flax.linen as nn
 import jax
@@ -9,7 +9,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.numerics import convolution
 
-LOOPS = 2  # turns of a loop, each on numbers of its own
+TURNS = 2  # turns of the loop around a convolution, with different numbers
 
 
 def _plain(x, w, stride, padding):
@@ -18,18 +18,18 @@ def _plain(x, w, stride, padding):
 
 
 def _with_gradients(function):
-  """(x, w, dy) -> y, dx, dw."""
-  def all_three(x, w, dy):
+  """Returns a function (x, w, dy) -> y, dx, dw."""
+  def with_gradients(x, w, dy):
     y, pull_back = jax.vjp(function, x, w)
     return y, *pull_back(dy)
-  return all_three
+  return with_gradients
 
 
 def normal(seed, *shape):
-  return np.random.default_rng(seed).normal(size=(LOOPS, *shape)).astype(np.float32)
+  return np.random.default_rng(seed).normal(size=(TURNS, *shape)).astype(np.float32)
 
 
-# What is written in another order than XLA's is equal but for rounding.
+# Sums in another order than XLA's are equal but for rounding; then same_bits is False.
 @pytest.mark.parametrize('kernel, stride, padding, channels, features, same_bits', [
     (3, 1, 'VALID', 3, 5, True), (8, 4, 'SAME', 3, 5, True), (3, 1, 'SAME', 3, 5, True),
     (3, 2, 'SAME', 3, 5, True), (4, 3, 'SAME', 3, 5, True), (4, 4, 'SAME', 3, 5, True),
@@ -40,7 +40,7 @@ def normal(seed, *shape):
     (3, 1, 'SAME', 17, 16, True), (3, 1, 'SAME', 16, 12, False), (3, 1, 'SAME', 16, 8, False),
     (3, 1, 'SAME', 17, 20, True), (3, 1, 'SAME', 32, 17, True), (2, 1, 'SAME', 16, 16, True),
     (3, 1, 'SAME', 16, 32, True), (2, 1, 'SAME', 3, 33, True), (3, 1, 'VALID', 5, 40, False)])
-def test_conv2d_is_a_convolution(kernel, stride, padding, channels, features, same_bits):
+def test_conv2d_equals_jaxs_convolution(kernel, stride, padding, channels, features, same_bits):
   x, w = normal(0, 3, 13, 16, channels), normal(1, kernel, kernel, channels, features)
   plain = _with_gradients(lambda *a: _plain(*a, stride, padding))
   ours = _with_gradients(lambda *a: convolution.conv2d(*a, stride, padding))
@@ -49,9 +49,9 @@ def test_conv2d_is_a_convolution(kernel, stride, padding, channels, features, sa
 
   outside, expected = jax.jit(ours), jax.jit(plain)
   inside = jax.jit(lambda *a: lax.map(lambda turn: ours(*turn), a))(x, w, dy)
-  for turn in range(LOOPS):
-    got = outside(x[turn], w[turn], dy[turn])
-    for name, a, b, c in zip(('y', 'dx', 'dw'), got, inside,
+  for turn in range(TURNS):
+    results = outside(x[turn], w[turn], dy[turn])
+    for name, a, b, c in zip(('y', 'dx', 'dw'), results, inside,
                              expected(x[turn], w[turn], dy[turn]), strict=True):
       assert_array_equal(a, b[turn], err_msg=f'{name} in a loop')
       if same_bits:
@@ -62,7 +62,7 @@ def test_conv2d_is_a_convolution(kernel, stride, padding, channels, features, sa
 
 @pytest.mark.parametrize('rows', [7, 8, 12, 13, 16, 17, 23, 40])
 def test_chunks_change_no_result(rows, monkeypatch):
-  """Whatever the number of rows: what is added to fill the last chunk changes nothing."""
+  """The padding of the last chunk changes nothing, for any number of rows."""
   monkeypatch.setattr(convolution, 'IMAGE', 7)
   x, w, dy = (normal(seed, *shape)[0] for seed, shape in enumerate(
       [(rows, 7), (7, 5), (rows, 5)]))
@@ -76,48 +76,49 @@ def test_chunks_change_no_result(rows, monkeypatch):
 
 @pytest.mark.parametrize('count, shape, near, rows', [
     (168, (4, 84, 84), 16, 12), (640, (4, 84, 84), 16, 16), (100, (12, 84, 84), 16, 20),
-    (25, (4, 84, 84), 16, 16),  # seven are left over, of 12 eleven
+    (25, (4, 84, 84), 16, 16),  # chunks of 16 pad seven rows, chunks of 12 eleven
     (24, (4, 84, 84), 16, 24), (5, (4, 84, 84), 16, 5), (70, (4, 60, 60), 16, 12),
     (168, (4, 84, 84), 24, 24), (64, (4, 84, 84), 24, 32), (640, (4, 84, 84), 24, 20),
     (64, (4, 42, 42), 16, 64), (256, (4, 42, 42), 16, 64), (90_000, (7,), 16, 90_000)])
-def test_chunks_fit_the_cache_and_leave_little_over(count, shape, near, rows):
+def test_chunks_fit_the_cache_and_pad_few_rows(count, shape, near, rows):
   assert convolution.rows_at_once(count, shape, near) == rows
 
 
 @pytest.mark.quick
 def test_conv2d_by_hand():
-  """A 3x3 image of 1 to 9 and the kernel (1, 10; 100, 1000)."""
+  """The image has 3x3 pixels from 1 to 9; the kernel is (1, 10; 100, 1000)."""
   x = np.arange(1.0, 10.0, dtype=np.float32).reshape(1, 3, 3, 1)
   w = np.float32([1, 10, 100, 1000]).reshape(2, 2, 1, 1)
   assert_array_equal(convolution.conv2d(x, w, 1)[0, :, :, 0], [[5421, 6532], [8754, 9865]])
   assert_array_equal(convolution.conv2d(x, w, 2)[0, :, :, 0], [[5421]])
-  # SAME pads after the last row and column first: what lies outside is zero.
+  # SAME pads with zeros, first after the last row and column.
   assert_array_equal(convolution.conv2d(x, w, 2, 'SAME')[0, :, :, 0], [[5421, 603], [87, 9]])
 
 
 @pytest.mark.parametrize('height, width, window, stride', [
     (7, 8, 3, 2), (8, 7, 3, 2), (6, 6, 3, 2), (1, 2, 3, 2), (7, 8, 2, 2), (5, 8, 3, 1)])
-def test_max_pool(height, width, window, stride):
-  """Small integers tie often, and their gradients add up to the same bits in any order."""
+def test_max_pool_equals_flaxs(height, width, window, stride):
+  """Small integers have many equal maxima, and their gradients sum exactly in any order."""
   rng = np.random.default_rng(0)
   x = rng.integers(-1, 2, size=(4, height, width, 3)).astype(np.float32)
 
   def plain(x):
     return nn.max_pool(x, (window, window), (stride, stride), 'SAME')
 
-  def both(function, x, dy):
+  def with_gradient(function, x, dy):
     y, pull_back = jax.vjp(function, x)
     return y, *pull_back(dy)
 
+  with_gradient = jax.jit(with_gradient, static_argnums=0)
   dy = rng.integers(1, 100, size=jax.eval_shape(plain, x).shape).astype(np.float32)
-  expected = jax.jit(both, static_argnums=0)(plain, x, dy)
-  got = jax.jit(both, static_argnums=0)(lambda x: convolution.max_pool(x, window, stride), x, dy)
-  for ours, theirs in zip(got, expected, strict=True):
-    assert_array_equal(ours, theirs)
+  expected = with_gradient(plain, x, dy)
+  results = with_gradient(lambda x: convolution.max_pool(x, window, stride), x, dy)
+  for ours, flaxs in zip(results, expected, strict=True):
+    assert_array_equal(ours, flaxs)
 
 
 def test_max_pool_by_hand():
-  """Of equal maxima, the first in row order gets the gradient."""
+  """The first of several equal maxima, in row order, gets the gradient."""
   x = np.float32([[1, 1, 0, 0], [0, 1, 0, 2], [0, 3, 3, 0], [3, 0, 0, 0]]).reshape(1, 4, 4, 1)
   y, pull_back = jax.vjp(lambda x: convolution.max_pool(x, 2, 2), x)
   assert_array_equal(y[0, :, :, 0], [[1, 2], [3, 3]])

@@ -1,4 +1,4 @@
-"""Sums whose order is fixed, on one device and on many."""
+"""Sums in a fixed order, on one device and on many."""
 
 import functools
 
@@ -13,7 +13,7 @@ from tests.runs import on_mesh
 
 
 @pytest.mark.quick
-def test_pairwise_sum_has_one_order():
+def test_pairwise_sum_has_a_fixed_order():
   rng = np.random.default_rng(0)
   x = (rng.normal(size=(7, 50)) * 10.0 ** rng.integers(-3, 4, size=(7, 50))).astype(np.float32)
   a, b, c, d, e, f, g = x
@@ -22,24 +22,26 @@ def test_pairwise_sum_has_one_order():
       6: ((a + b) + (c + d)) + (e + f), 7: ((a + b) + (c + d)) + ((e + f) + g)}
   for count, total in expected.items():
     assert_array_equal(jax.jit(deterministic.pairwise_sum)(x[:count]), total)
-  for other in (functools.reduce(np.add, x), functools.reduce(np.add, x[::-1])):
-    assert (other != expected[7]).any()  # the numbers tell orders apart
+  # Sums of these numbers in other orders have other bits.
+  for other_order in (functools.reduce(np.add, x), functools.reduce(np.add, x[::-1])):
+    assert (other_order != expected[7]).any()
 
 
 @pytest.mark.parametrize('groups, sizes', [(8, (1, 2, 4, 8)), (12, (1, 2, 4))])
-def test_a_sum_by_slices_is_the_pairwise_one_on_any_mesh(groups, sizes):
+def test_exact_sum_equals_the_pairwise_sum_on_any_mesh(groups, sizes):
   rng = np.random.default_rng(1)
   tree = {name: (rng.normal(size=(groups, *shape)) * 10.0 ** rng.integers(-3, 4, size=(groups, 1))
                  .reshape(-1, *[1] * len(shape))).astype(np.float32)
           for name, shape in dict(w=(70, 71), b=(3,), scale=()).items()}
-  expected, ways = jax.jit(lambda tree: jax.tree.map(deterministic.pairwise_sum, tree))(tree), set()
+  expected = jax.jit(lambda tree: jax.tree.map(deterministic.pairwise_sum, tree))(tree)
+  used_reduce_scatter = set()
   for size in sizes:
     rows = 1 if (groups // size).bit_count() == 1 else groups // size
-    ways.add(deterministic.use_reduce_scatter(rows, 4974, size))
+    used_reduce_scatter.add(deterministic.use_reduce_scatter(rows, 4974, size))
     by_group = PartitionSpec(deterministic.AXIS)
     total = on_mesh(lambda tree, size=size: deterministic.exact_sum(tree, size), size, (by_group,),
                     PartitionSpec())(tree)
     jax.tree.map(assert_array_equal, total, expected)
-  assert ways == {True, False}
-  # The order matters to these numbers.
+  assert used_reduce_scatter == {True, False}
+  # The sum of these numbers in another order has other bits.
   assert (sum(tree['w'][::-1]) != expected['w']).any()

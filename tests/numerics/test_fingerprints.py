@@ -1,4 +1,4 @@
-"""Fingerprints: equal however an array is cut, different for whatever differs in it."""
+"""Fingerprints do not depend on how arrays are split, and change with any bit of them."""
 
 import copy
 
@@ -8,7 +8,8 @@ import pytest
 
 from podracer_jit.numerics import fingerprints
 
-T, B = 6, 8
+T = 6
+B = 8
 
 
 def _mix(x, shift_multiply):
@@ -21,7 +22,7 @@ MIXES = (((16, 0x7FEB352D), (15, 0x846CA68B)), ((16, 0x85EBCA6B), (15, 0xC2B2AE3
 
 
 def _bits(leaf, has_trailing):
-  """The leaf as unsigned Python ints, in order; bytes by fours where they can be."""
+  """Returns the leaf's bits as unsigned ints; bytes are packed by fours if the last axis allows."""
   raw = np.ascontiguousarray(leaf).tobytes()
   width = leaf.dtype.itemsize
   if leaf.dtype.itemsize == 1 and has_trailing and leaf.shape[-1] % 4 == 0:
@@ -30,9 +31,10 @@ def _bits(leaf, has_trailing):
 
 
 def _expected(leaves, env_axis=None):
-  """Two sums of mix(bits XOR mix(index + salt of the leaf)) modulo 2^32, in Python's integers.
+  """Computes the fingerprint in Python's integers.
 
-  Without environments the leaves count as one.
+  It is two sums of mix(bits XOR mix(index + salt of the leaf)) modulo 2^32. Without an axis of
+  environments all leaves count as one long leaf.
   """
   numbers = [_bits(leaf, leaf.ndim - 1 > (env_axis or 0)) for leaf in leaves]
   if env_axis is None:
@@ -61,47 +63,52 @@ def _tree():
   }
 
 
-_print = jax.jit(fingerprints.fingerprint, static_argnums=(1, 3))
+_jitted = jax.jit(fingerprints.fingerprint, static_argnums=(1, 3))
 
 
-def _whole(tree):
-  return np.array(_print(tree, 1, 0, B))
+def _fingerprint(tree):
+  return np.array(_jitted(tree, 1, 0, B))
 
 
 @pytest.mark.parametrize('name', list(_tree()))
-def test_each_kind_against_integers(name):
+def test_the_fingerprint_of_each_kind_of_array_equals_that_in_integers(name):
   leaf = _tree()[name]
-  assert _whole([leaf]).tolist() == _expected([leaf], 1)
-  assert np.array(_print([leaf])).tolist() == _expected([leaf])
+  assert _fingerprint([leaf]).tolist() == _expected([leaf], 1)
+  assert np.array(_jitted([leaf])).tolist() == _expected([leaf])
 
 
-def test_tree_against_integers():
+def test_the_fingerprint_of_a_tree_equals_that_in_integers():
   tree = _tree()
   leaves = jax.tree.leaves(tree)
-  assert _whole(tree).tolist() == _expected(leaves, 1)
+  assert _fingerprint(tree).tolist() == _expected(leaves, 1)
   # Without environments: parameters, with a scalar among them.
   params = [np.float32(3.5), np.arange(5, dtype=np.int32), tree['number']]
-  assert np.array(_print(params)).tolist() == _expected([np.asarray(x) for x in params])
+  assert np.array(_jitted(params)).tolist() == _expected([np.asarray(x) for x in params])
 
 
 @pytest.mark.parametrize('cuts', [(4, 8), (2, 4, 6, 8), (1, 2, 3, 4, 5, 6, 7, 8), (3, 8)])
-def test_slices_add_up_to_the_whole(cuts):
-  tree, total, first = _tree(), 0, 0
+def test_fingerprints_of_slices_sum_to_that_of_the_whole(cuts):
+  tree = _tree()
+  total = 0
+  first = 0
   for stop in cuts:
     part = jax.tree.map(lambda x, a=first, b=stop: x[:, a:b], tree)
-    total += np.array(_print(part, 1, first, B)).astype(np.int64)
+    total += np.array(_jitted(part, 1, first, B)).astype(np.int64)
     first = stop
-  assert (total % 2**32).tolist() == _whole(tree).tolist()
+  assert (total % 2**32).tolist() == _fingerprint(tree).tolist()
 
 
 def _flip(leaf, place):
-  """One bit, wherever it lies."""
+  """Flips one bit of an array, in place."""
   flat = leaf.reshape(-1).view(np.uint8)
   flat[place % flat.size] ^= 1 if leaf.dtype == bool else 1 << place % 8
 
 
 def _change(kind, leaf, tree):
-  """A copy of the tree with one thing of that kind changed in one leaf."""
+  """Returns a copy of the tree with one change in one leaf.
+
+  `kind` is 'environments' or 'rows' (swaps two), 'shift' (moves rows), or the number of a bit.
+  """
   tree = copy.deepcopy(tree)
   x = tree[leaf]
   if kind == 'environments':
@@ -117,33 +124,34 @@ def _change(kind, leaf, tree):
 
 @pytest.mark.parametrize('kind', ['environments', 'rows', 'shift', '0', '77', '1001'])
 @pytest.mark.parametrize('leaf', list(_tree()))
-def test_any_change_is_seen(kind, leaf):
+def test_any_change_of_a_leaf_changes_the_fingerprint(kind, leaf):
   tree = _tree()
   changed = _change(kind, leaf, tree)
   assert not np.array_equal(tree[leaf], changed[leaf])
-  before, after = _whole(tree), _whole(changed)
+  before = _fingerprint(tree)
+  after = _fingerprint(changed)
   assert before[0] != after[0] and before[1] != after[1]
 
 
-def test_swapped_wholes_are_seen():
+def test_swaps_across_all_leaves_change_the_fingerprint():
   tree = _tree()
   for leaves in (
       {k: x[:, [0, 1, 5, 3, 4, 2, 6, 7]] for k, x in tree.items()},  # two environments
       {k: np.concatenate([x[[1, 0]], x[2:]]) for k, x in tree.items()},  # two rows
       tree | {'number': tree['other'], 'other': tree['number']}):  # two leaves
-    assert (_whole(leaves) != _whole(tree)).all()
+    assert (_fingerprint(leaves) != _fingerprint(tree)).all()
 
 
-def test_signed_zeros_differ():
+def test_signed_zeros_have_different_fingerprints():
   zeros = np.zeros((T, B), np.float32)
   signed = zeros.copy()
   signed[2, 3] = -0.0
-  assert (_whole([zeros]) != _whole([signed])).all()
+  assert (_fingerprint([zeros]) != _fingerprint([signed])).all()
 
 
-def test_as_hex():
+def test_as_hex_writes_16_digits():
   assert fingerprints.as_hex((0xDEADBEEF, 0x1F)) == 'deadbeef0000001f'
   assert fingerprints.as_hex(np.zeros(2, np.uint32)) == '0' * 16
   ones = np.ones(3, np.float32)
   high, low = _expected([ones])
-  assert int(fingerprints.as_hex(_print([ones])), 16) == high << 32 | low
+  assert int(fingerprints.as_hex(_jitted([ones])), 16) == high << 32 | low

@@ -1,4 +1,4 @@
-"""What XLA is given to compile for convolutions and exact sums."""
+"""The programs of convolutions and exact sums that XLA compiles."""
 
 import jax
 import numpy as np
@@ -13,8 +13,8 @@ from tests.runs import on_mesh
 pytestmark = pytest.mark.implementation
 
 
-def test_chunks_are_for_cpus_alone(monkeypatch):
-  """Lowered for a GPU nothing of it is left, nor of the other formulations."""
+def test_only_programs_for_cpus_have_chunks(monkeypatch):
+  """The program for a GPU has neither chunks nor the other formulations for CPUs."""
   monkeypatch.setattr(convolution, 'IMAGE', 8 * 8 * 4)
   def layers(x, w):
     return convolution.in_chunks(lambda x: convolution.conv2d(x, w, 1, 'SAME'), x, 16)
@@ -22,12 +22,12 @@ def test_chunks_are_for_cpus_alone(monkeypatch):
   x, w = normal(0, 32, 8, 8, 4)[0], normal(1, 3, 3, 4, 16)[0]
   lowered = {platform: jax.jit(layers).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
              for platform in ('cpu', 'cuda')}
-  for cpu in ('while', '3x2x8x32'):  # chunks, and the kernel of two columns
-    assert cpu in lowered['cpu'] and cpu not in lowered['cuda']
+  for text in ('while', '3x2x8x32'):  # the loop over chunks, and the kernel for two columns
+    assert text in lowered['cpu'] and text not in lowered['cuda']
   assert lowered['cuda'].count('stablehlo.convolution') == 1
 
 
-def test_a_sum_is_one_collective_for_each_dtype():
+def test_an_exact_sum_is_one_collective_for_each_dtype():
   tree = dict(w=np.ones((4, 30), np.float32), b=np.ones((4, 2), np.float32),
               n=np.arange(4, dtype=np.int32), m=np.ones((4, 3), np.int32))
   program = on_mesh(lambda tree: deterministic.exact_sum(tree, 2), 2,

@@ -1,4 +1,4 @@
-"""Islands have the same bits whatever stands around them."""
+"""Islands have the same bits in any surrounding program."""
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,17 @@ from benchmarks.compiled import islands
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.islands import island
 
-pytestmark = pytest.mark.as_shipped  # what XLA does without islands it does with all its flags
+pytestmark = pytest.mark.as_shipped  # the tests need XLA's usual optimisations
 
 
-def _numbers(seed, count=10_000):
-  """Floats of all magnitudes, denormal ones too."""
+def _all_magnitudes(seed, count=10_000):
+  """Returns floats of all magnitudes, including denormals."""
   rng = np.random.default_rng(seed)
   exponent = rng.integers(-140, 60, size=count)
   return np.ldexp(rng.normal(size=count), exponent).astype(np.float32)
 
 
-def _near(seed, count=10_000):
+def _normal(seed, count=10_000):
   return np.random.default_rng(seed).normal(size=count).astype(np.float32)
 
 
@@ -35,14 +35,14 @@ def sum_of_products(x, y, z):
   return x * y + z
 
 
-def test_a_product_is_rounded_before_it_is_added_to_something():
-  """Without the island XLA contracts the two, and rounds once."""
-  x, y, z = (_near(seed) for seed in range(3))
-  assert_array_equal(jax.jit(lambda x, y, z: product(x, y) + z)(x, y, z), x * y + z)  # NumPy's
+def test_a_product_in_an_island_is_rounded_before_a_sum():
+  """Without the island, XLA contracts product and sum, and rounds once."""
+  x, y, z = (_normal(seed) for seed in range(3))
+  assert_array_equal(jax.jit(lambda x, y, z: product(x, y) + z)(x, y, z), x * y + z)  # in NumPy
   assert (jax.jit(lambda x, y, z: x * y + z)(x, y, z) != x * y + z).any()
 
 
-@pytest.mark.parametrize('numbers', [_near, _numbers])
+@pytest.mark.parametrize('numbers', [_normal, _all_magnitudes])
 @pytest.mark.parametrize('surroundings', [
     lambda x, y, z: sum_of_products(x * z, y, z) * x,
     lambda x, y, z: lax.fori_loop(0, 1, lambda i, a: sum_of_products(x * z, y, z), x) * x,
@@ -52,39 +52,39 @@ def test_a_product_is_rounded_before_it_is_added_to_something():
     lambda x, y, z: jax.vmap(lambda a: sum_of_products(a * z, y, z))(jnp.stack([x, y, z]))[0] * x,
 ])
 @pytest.mark.same_bits('what stands around an island', '10,000 numbers of all magnitudes')
-def test_an_island_is_the_same_in_any_surroundings(surroundings, numbers):
+def test_an_island_has_the_same_bits_in_any_surroundings(surroundings, numbers):
   x, y, z = (numbers(seed) for seed in range(3))
   alone = np.asarray(jax.jit(sum_of_products)(jax.jit(lambda x, z: x * z)(x, z), y, z))
   expected = jax.jit(lambda a, x: a * x)(alone, x)
   assert_array_equal(jax.jit(surroundings)(x, y, z), expected)
 
 
-def test_known_numbers_are_not_folded_into_an_island():
-  """XLA divides by a number it knows by a product with its reciprocal."""
+def test_constants_are_not_folded_into_an_island():
+  """XLA would replace the division by a constant with a product."""
   quotient = island('quotient')(lambda x, y: x / y)
-  x = _near(0)
+  x = _normal(0)
   assert_array_equal(jax.jit(lambda x: quotient(x, jnp.float32(3.0)))(x),
                      jax.jit(quotient)(x, np.float32(3.0)))
 
 
 @pytest.mark.parametrize('rows', [1, 2, 3])
-def test_a_map_over_groups_has_the_same_bits_for_any_number_of_them(rows):
-  """Seen to fail without the island (jax 0.10.2): XLA takes a loop of one turn apart.
+def test_a_map_over_groups_has_the_same_bits_for_any_number_of_groups(rows):
+  """Failed without the island (jax 0.10.2), because XLA unrolls a loop of one turn.
 
-  The product is the same in all turns, so XLA makes it before a loop of several; in a loop of one
+  The product is the same in all turns. XLA hoists it out of a loop of several turns; in an unrolled
   turn it contracts the product with the sum.
   """
-  xs, p, q = (_near(seed, 4 * 64).reshape(4, 64) for seed in range(3))
+  xs, p, q = (_normal(seed, 4 * 64).reshape(4, 64) for seed in range(3))
 
   def program(xs, p, q):
     groups = Groups(len(xs), 1)
     return groups.map(lambda x: sum_of_products(p, q, x), xs)
 
-  whole = jax.jit(program)(xs, p[0], q[0])
-  assert_array_equal(jax.jit(program)(xs[:rows], p[0], q[0]), whole[:rows])
+  all_groups = jax.jit(program)(xs, p[0], q[0])
+  assert_array_equal(jax.jit(program)(xs[:rows], p[0], q[0]), all_groups[:rows])
 
 
-def test_a_state_that_is_donated_is_changed_in_place():
+def test_an_island_updates_a_donated_state_in_place():
   """`skipped` returns the state, so neither branch needs a copy of it."""
   def next_state(state, change):
     return jax.tree.map(lambda s: 0.9 * s - change, state)
@@ -107,8 +107,8 @@ def test_an_island_can_return_nothing():
 
 
 @pytest.mark.parametrize('platform, barriers', [('cuda', 2), ('tpu', 2), ('cpu', 3)])
-def test_elsewhere_an_island_is_two_barriers(platform, barriers):
-  """On a CPU a third one hides the predicate of its cond."""
+def test_on_accelerators_an_island_is_two_barriers(platform, barriers):
+  """On a CPU a third barrier hides the predicate of the cond."""
   traced = jax.jit(product).trace(*[jnp.ones(3)] * 2)
   text = traced.lower(lowering_platforms=(platform,)).as_text()
   assert text.count('optimization_barrier') == barriers
@@ -119,10 +119,10 @@ def test_the_body_of_an_island_can_be_found_in_a_program():
     x = jnp.ones(8)
     return jax.jit(function).lower(x, x, x).compile().as_text()
 
-  (one,), = islands(text(sum_of_products)).values()
-  other = islands(text(lambda x, y, z: jnp.sin(sum_of_products(jnp.cos(x), y, z) + 2 * y)))
-  assert other == {'sum_of_products': {one}}
-  assert 'multiply' in one and 'add' in one and 'sine' not in one
-  both = islands(text(lambda x, y, z: product(sum_of_products(x, y, z), z)))
-  assert set(both) == {'product', 'sum_of_products'}
-  assert both['product'] != {one}
+  (body,), = islands(text(sum_of_products)).values()
+  surrounded = islands(text(lambda x, y, z: jnp.sin(sum_of_products(jnp.cos(x), y, z) + 2 * y)))
+  assert surrounded == {'sum_of_products': {body}}
+  assert 'multiply' in body and 'add' in body and 'sine' not in body
+  two_islands = islands(text(lambda x, y, z: product(sum_of_products(x, y, z), z)))
+  assert set(two_islands) == {'product', 'sum_of_products'}
+  assert two_islands['product'] != {body}

@@ -1,4 +1,4 @@
-"""The limit between acting and learning, by hand and against any order of events."""
+"""The rate limiter between acting and learning, by hand and for random orders of events."""
 
 import random
 
@@ -26,31 +26,34 @@ def test_without_a_ratio_neither_side_waits():
 
 @pytest.mark.quick
 def test_by_hand():
-  """2 drawn for each added, 10 at a time; rollouts of 5 allow 10; at most 15 ahead either way."""
+  """Draws 2 elements for each added one, 10 at a time, with rollouts of 5 and a tolerance of 15."""
   rate = RateLimiter(2.0, 15, 10, 5, 4)
-  rate.count(0, 10)  # the first
-  rate.count(0, 10)  # 10 ahead
-  assert rate.wants() == (1, 2) and not rate.may_draw()  # 20 would be too many
+  rate.count(0, 10)  # the first batch does not count
+  rate.count(0, 10)  # now the learner is 10 ahead
+  assert rate.wants() == (1, 2) and not rate.may_draw()  # 20 ahead would be too many
   rate.count(5, 0)  # 0 ahead
   assert rate.wants() == (0, 1) and rate.may_draw()
-  rate.count(5, 0)  # 10 behind
-  assert rate.wants() == (0, 0) and rate.may_draw()  # 20 would be too many
+  rate.count(5, 0)  # the learner is 10 behind
+  assert rate.wants() == (0, 0) and rate.may_draw()  # 20 behind would be too many
   rate.count(0, 10)
   assert rate.wants() == (0, 1)
 
 
-def test_any_order_of_events_stays_within_the_tolerance_and_goes_on():
+def test_any_order_of_events_stays_within_the_tolerance_and_never_blocks():
   for seed in range(200):
     rng = random.Random(seed)
-    ratio, batch, most = rng.uniform(0.1, 9), rng.randint(1, 99), rng.randint(1, 99)
+    ratio = rng.uniform(0.1, 9)
+    batch = rng.randint(1, 99)
+    most = rng.randint(1, 99)  # elements of a rollout
     tolerance = (batch + ratio * most) / 2 + rng.choice([0, 0, 50])
-    rate, ahead = RateLimiter(ratio, tolerance, batch, most, 3), 0.0
+    rate = RateLimiter(ratio, tolerance, batch, most, 3)
+    ahead = 0.0
     rate.count(9 * most, 0)
-    assert rate.may_draw()  # the first time, however small the tolerance
+    assert rate.may_draw()  # the first draw is allowed with any tolerance
     rate.count(0, batch)
     for _ in range(100):
       least, room = rate.wants()
-      assert room >= least and (room or rate.may_draw())  # it always goes on
+      assert room >= least and (room or rate.may_draw())  # one side can always go on
       added = sum(rng.randint(0, most) for _ in range(rng.randint(least, room)))
       rate.count(added, 0)
       drawn = batch if rate.may_draw() else 0

@@ -1,4 +1,4 @@
-"""Agents outside of a run: acting on NumPy arrays, for every kind of task; saving and loading."""
+"""Agents outside of a run: acting on NumPy arrays for all kinds of tasks, saving and loading."""
 
 import json
 import shutil
@@ -12,13 +12,13 @@ import pytest
 
 from podracer_jit.envs.families import family_of
 from podracer_jit.run import agent as agent_lib
-from podracer_jit.run import build, checkpoint, config, evaluation, manifest
+from podracer_jit.run import build, config, evaluation, manifest
 from podracer_jit.run.resolve import resolve
 from tests.runs import changed, small
 
 
 class Sizes(gymnasium.Env):
-  """An action that is a whole number from 5 to 7; tuples of observations."""
+  """Actions are whole numbers from 5 to 7, observations are tuples."""
 
   observation_space = gymnasium.spaces.Tuple((
       gymnasium.spaces.Box(-1, 1, (2, 3), np.float32), gymnasium.spaces.Discrete(4, start=2)))
@@ -37,14 +37,14 @@ class Sizes(gymnasium.Env):
 
 
 class Switches(Sizes):
-  """An action that is a matrix of bits, and an observation that is a number."""
+  """Actions are matrices of bits, observations are numbers."""
 
   observation_space = gymnasium.spaces.Discrete(5)
   action_space = gymnasium.spaces.MultiBinary((2, 3))
 
 
 class Forces(Sizes):
-  """An action of float64, and a nested dict of observations."""
+  """Actions are float64, observations are nested dicts."""
 
   observation_space = gymnasium.spaces.Dict(
       b=gymnasium.spaces.Dict(x=gymnasium.spaces.Box(0, 255, (4,), np.uint8)),
@@ -52,25 +52,24 @@ class Forces(Sizes):
   action_space = gymnasium.spaces.Box(-2.0, 1.0, (3,), np.float64)
 
 
-OWN = {name: f'{__name__}:{name}' for name in ('Sizes', 'Switches', 'Forces')}
+OWN_ENVS = {name: f'{__name__}:{name}' for name in ('Sizes', 'Switches', 'Forces')}
 
 
 def untrained(task, loss='ppo', network='mlp', seed=0, **fields):
-  """An agent with its first parameters."""
-  whole = config.on_one_device(changed(small(loss, task, network), **fields))
-  experiment = resolve(whole)
+  """Returns an agent with untrained parameters."""
+  experiment = resolve(config.on_one_device(changed(small(loss, task, network), **fields)))
   run = build.make_run(experiment)
   player = evaluation.make_player(run, run.initial_state().params, 7, 700)
   return agent_lib.Agent(experiment, player, seed)
 
 
 def same(a, b):
-  """Whether two pytrees of arrays are equal."""
+  """Tells whether two pytrees of arrays are equal."""
   return jax.tree.all(jax.tree.map(np.array_equal, a, b))
 
 
 def forward(params, obs):
-  """The logits of an MLP of tanh layers and of its policy head, by NumPy; obs [B, D]."""
+  """Computes the logits of an MLP of tanh layers with NumPy, for observations [B, D]."""
   torso = params['params']['torso']
   x = obs
   for name in sorted(torso):
@@ -79,22 +78,22 @@ def forward(params, obs):
   return x @ np.asarray(head['kernel']) + np.asarray(head['bias'])
 
 
-def test_actions_are_those_of_the_network():
+def test_actions_follow_the_networks_logits():
   agent = untrained('CartPole-v1', seed=3)
   rng = np.random.default_rng(0)
   obs = rng.normal(size=(64, 4)).astype(np.float32) * 10
   params = agent.player.params
-  # The first policy head is nearly 0, and its choice would hang on rounding.
+  # The initial policy head is nearly 0, so that rounding would decide the action.
   params['params']['policy']['kernel'] = rng.normal(size=(64, 2)).astype(np.float32)
   logits = forward(jax.device_get(params), obs)
   greedy, state = agent.act(obs, greedy=True)
   assert state == () and greedy.shape == (64,)
   assert np.array_equal(greedy, logits.argmax(-1)) and len(set(greedy)) == 2
-  # One observation is a batch without its axis.
-  ones = [agent.act(x, greedy=True)[0] for x in obs]
-  assert np.array_equal(ones, greedy) and np.ndim(ones[0]) == 0
+  # A single observation has no batch axis.
+  single_actions = [agent.act(x, greedy=True)[0] for x in obs]
+  assert np.array_equal(single_actions, greedy) and np.ndim(single_actions[0]) == 0
 
-  # Drawn actions: as often as the probabilities say, anew in each call, and repeatable by the seed.
+  # Sampled actions follow the probabilities, differ between calls, and depend on the seed.
   first = obs[np.abs(logits[:, 0] - logits[:, 1]).argmin()]
   gap = np.diff(forward(jax.device_get(params), first[None])[0])[0]
   draws, _ = agent.act(np.tile(first, (4000, 1)))
@@ -125,21 +124,21 @@ def test_a_recurrent_state_is_carried_and_reset(core):
     assert not np.allclose(new[0], began[0], atol=1e-3)
     assert kept.shape == new.shape == (3, 8)
 
-  _, one = agent.act(obs[0][0])
-  assert all(x.shape == (1, 8) for x in jax.tree.leaves(one))
+  _, single_state = agent.act(obs[0][0])
+  assert all(x.shape == (1, 8) for x in jax.tree.leaves(single_state))
   with pytest.raises(ValueError, match='state: must be what the last call for 3 observations'):
-    agent.act(obs[0], one)
+    agent.act(obs[0], single_state)
   with pytest.raises(ValueError, match=r'is_first: must have the shape \(3,\), got \(2,\)'):
     agent.act(obs[0], state, is_first=[True, False])
 
 
 @pytest.mark.parametrize('task', ['gymnasium:CartPole-v1', 'gymnasium:Pendulum-v1',
-                                  'gymnasium:Blackjack-v1', *OWN.values()])
-def test_it_acts_in_gymnasium(task):
-  """The environment takes the actions, and the network sees what it sees in training."""
+                                  'gymnasium:Blackjack-v1', *OWN_ENVS.values()])
+def test_an_agent_acts_in_gymnasium(task):
+  """The environment accepts the actions, and the network gets the same input as in training."""
   agent = untrained(task, policy='auto')
   name = task.partition(':')[2]
-  env = globals()[name]() if name in OWN else gymnasium.make(name)
+  env = globals()[name]() if name in OWN_ENVS else gymnasium.make(name)
   obs, _ = env.reset(seed=5)
   vector_env = family_of(task).make_vector_env(task, {}, [5, 6], 1, 0)
   try:
@@ -154,18 +153,18 @@ def test_it_acts_in_gymnasium(task):
     if terminated or truncated:
       obs, _ = env.reset()
 
-  # A batch, as Gymnasium's vector environments give it.
-  many = gymnasium.vector.SyncVectorEnv([lambda: type(env.unwrapped)()] * 3)
-  obs, _ = many.reset(seed=1)
+  # A batch of Gymnasium's vector environments.
+  gymnasium_envs = gymnasium.vector.SyncVectorEnv([lambda: type(env.unwrapped)()] * 3)
+  obs, _ = gymnasium_envs.reset(seed=1)
   actions, _ = agent.act(obs)
-  assert many.action_space.contains(actions), actions
-  many.step(actions)
+  assert gymnasium_envs.action_space.contains(actions), actions
+  gymnasium_envs.step(actions)
 
 
 @pytest.mark.parametrize('task, network', [
     ('CartPole-v1', 'mlp'), ('Pendulum-v1', 'mlp'), ('CartpoleSwingup-v1', 'mlp'),
     ('Pong-v5', 'nature_cnn')])
-def test_it_acts_in_envpool(task, network):
+def test_an_agent_acts_in_envpool(task, network):
   agent = untrained(task, network=network)
   options = dict(agent.experiment.env_options)
   with warnings.catch_warnings():
@@ -180,8 +179,8 @@ def test_it_acts_in_envpool(task, network):
     obs, *_ = pool.step(actions)
   first = jax.tree.map(lambda x: x[0], obs)
   assert np.array_equal(agent._batch(first)[0][0], agent._batch(obs)[0][0])  # noqa: SLF001
-  one, _ = agent.act(first, greedy=True)
-  assert np.allclose(one, agent.act(obs, greedy=True)[0][0], atol=1e-6)
+  action, _ = agent.act(first, greedy=True)
+  assert np.allclose(action, agent.act(obs, greedy=True)[0][0], atol=1e-6)
   pool.close()
 
 
@@ -193,20 +192,20 @@ def test_agents_of_a_replay_act_without_exploring(loss, task, network):
   assert np.array_equal(agent.act(obs)[0], agent.act(obs, greedy=True)[0])
 
 
-@pytest.mark.parametrize('obs, said', [
+@pytest.mark.parametrize('obs, message', [
     (np.zeros(5, np.float32), r'float32 of shape \(4,\), or a batch of these; got float32 of shape '
                               r'\(5,\)'),
     (np.zeros((2, 2, 4), np.float32), r'got float32 of shape \(2, 2, 4\)'),
     ('x', 'got <U1'), (None, 'got object'), (np.zeros(4, complex), 'got complex128')])
-def test_what_is_no_observation_is_refused(obs, said):
-  with pytest.raises(ValueError, match=f'^obs: .*{said}'):
+def test_a_wrong_observation_is_refused(obs, message):
+  with pytest.raises(ValueError, match=f'^obs: .*{message}'):
     untrained('CartPole-v1').act(obs)
 
 
 @pytest.mark.parametrize('obs', [{'a': np.zeros(2)}, np.zeros(3), {'a': [0, 0], 'b': {'x': 3}}])
-def test_what_is_no_dict_of_observations_is_refused(obs):
+def test_a_wrong_dict_of_observations_is_refused(obs):
   with pytest.raises(ValueError, match='^obs: '):
-    untrained(OWN['Forces']).act(obs)
+    untrained(OWN_ENVS['Forces']).act(obs)
 
 
 def test_an_agent_is_saved_and_loaded(tmp_path):
@@ -222,7 +221,7 @@ def test_an_agent_is_saved_and_loaded(tmp_path):
   assert same(agent.act(obs), loaded.act(obs))
 
 
-def test_a_saved_agent_that_is_damaged_is_refused(tmp_path):
+def test_a_damaged_saved_agent_is_refused(tmp_path):
   good = tmp_path / 'good'
   agent = untrained('CartPole-v1')
   agent.save(good)
@@ -240,21 +239,18 @@ def test_a_saved_agent_that_is_damaged_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f'{name} cannot be read'):
       agent_lib.load_saved(bad)
 
-  # Whole files of a network of another size.
-  other = untrained('CartPole-v1', network__hidden=(8,))
+  # Undamaged files of a network of another size.
   record = json.loads((good / 'config.json').read_text())
   record['config']['network']['hidden'] = [8]
   (good / 'config.json').write_text(json.dumps(record))
   (good / 'manifest.json').unlink()
   manifest.write(good, '')
-  names = list(checkpoint.leaves(other.player.params))
   with pytest.raises(ValueError, match='the network has .* and parameters.safetensors has'):
     agent_lib.load_saved(good)
-  assert names
 
 
-def test_a_saved_agent_imports_only_what_is_allowed(tmp_path):
-  untrained(OWN['Sizes']).save(tmp_path / 'agent')
+def test_a_saved_agent_imports_only_allowed_modules(tmp_path):
+  untrained(OWN_ENVS['Sizes']).save(tmp_path / 'agent')
   with pytest.raises(ValueError, match='names modules of its own'):
     agent_lib.load_saved(tmp_path / 'agent')
   assert agent_lib.load_saved(tmp_path / 'agent', allow_modules=[__name__]).update == 7

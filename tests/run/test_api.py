@@ -1,4 +1,4 @@
-"""The Python API: real trainings in processes of their own, as scripts and notebooks run them."""
+"""The Python API: real trainings, each in its own process."""
 
 import json
 import signal
@@ -13,7 +13,7 @@ from podracer_jit.run import checkpoint, journal
 from tests import processes
 from tests.runs import QUICK
 
-# Several runs in one process, with different tasks, schemes and devices. Prints what happened.
+# Several runs in one process, with different tasks, schemes and devices; writes results to a file.
 PROGRAM = """
 import json, sys
 import numpy as np
@@ -83,25 +83,25 @@ json.dump(out, open('out.json', 'w'))
 
 
 @pytest.fixture(scope='module')
-def ran(tmp_path_factory):
-  """The folder of the program, and what it has written."""
+def api_run(tmp_path_factory):
+  """Runs PROGRAM; returns its folder and its results."""
   folder = tmp_path_factory.mktemp('api')
   done = processes.run([sys.executable, '-P', '-c', PROGRAM], cwd=folder)
   assert done.returncode == 0, done.stderr
-  assert not done.stdout and not done.stderr  # quiet
+  assert not done.stdout and not done.stderr
   return folder, json.loads((folder / 'out.json').read_text())
 
 
 def binary(folder, *args):
-  return processes.run([sys.executable, '-P', '-m', 'podracer_jit', *args], cwd=folder)
+  return processes.run(processes.command(*args), cwd=folder)
 
 
 def receipts(workdir):
   return journal.read_receipts(workdir).by_update
 
 
-def test_training_has_the_bits_of_the_binary(ran):
-  folder, out = ran
+def test_training_has_the_same_bits_as_the_command(api_run):
+  folder, out = api_run
   for name, config, *args in (
       ('cartpole', 'ppo_cartpole', '--config.checkpoint.every_updates=2'),
       ('catch', 'impala_catch', '--config.num_shards=2', '--config.num_grad_shards=2',
@@ -109,20 +109,21 @@ def test_training_has_the_bits_of_the_binary(ran):
     done = binary(folder, f'--config={config}:smoke', f'--workdir={name}-binary',
                   '--config.placement.xla_threads=16', *args)
     assert done.returncode == 0, done.stderr
-    ours, theirs = receipts(folder / name), receipts(folder / f'{name}-binary')
-    assert theirs and {update: ours[update] for update in theirs} == theirs
+    of_api = receipts(folder / name)  # may have more updates, since the run was extended
+    of_command = receipts(folder / f'{name}-binary')
+    assert of_command and {update: of_api[update] for update in of_command} == of_command
   assert out['trained'] == [True, 6, out['metrics'][-1]['steps'], 'cartpole']
   assert out['catch'][0] and out['extended'] == [True, True] and out['tuned']
 
 
-def test_callbacks_get_the_records_of_the_metrics(ran):
-  folder, out = ran
+def test_callbacks_get_the_records_of_the_metrics(api_run):
+  folder, out = api_run
   assert out['records'] == out['metrics'] == journal.read_lines(folder / 'cartpole/metrics.jsonl')
   assert [record['update'] for record in out['records']] == [1, 2, 3, 4, 5, 6]
 
 
-def test_agents_of_a_run_act_are_saved_and_evaluated(ran):
-  folder, out = ran
+def test_the_agent_of_a_run_can_act_be_saved_and_be_evaluated(api_run):
+  folder, out = api_run
   assert out['actions'] == out['saved'] and set(out['actions']) <= {0, 1}
   assert out['checkpoint'] == [4, 6]
   done = binary(folder, 'evaluate', '--workdir=cartpole', '--num_episodes=5', '--greedy')
@@ -131,20 +132,21 @@ def test_agents_of_a_run_act_are_saved_and_evaluated(ran):
       out['evaluation']
 
 
-def test_errors_are_one_line(ran):
-  folder, out = ran
-  said = ['num_minibatches: ', '--config=nothing: there is no such file, and no shipped config',
-          "--config: there is no argument 'smok'; known are smoke",
-          'catch holds another experiment (', '--extend: there is no run in no to go on with',
-          '--init_parts and --init_partly are for --init_from',
-          'callbacks: each must be a function or an instance of Callback, got 5',
-          'config: must be a ConfigDict, a mapping or a name, got 5',
-          'placement.xla_threads: is 3, and JAX has started in this process without it',
-          '--workdir: no does not exist', 'cartpole has no checkpoint of update 3; it has those of',
-          'update: is for workdirs; agent is a saved agent', 'num_episodes: must be at least 1',
-          'section: must be one of loss, network, optimizer, got']
-  for words, error in zip(said, out['errors'], strict=True):
-    assert words in error and '\n' not in error, error
+def test_errors_are_one_line(api_run):
+  folder, out = api_run
+  expected = [
+      'num_minibatches: ', '--config=nothing: there is no such file, and no shipped config',
+      "--config: there is no argument 'smok'; known are smoke",
+      'catch holds another experiment (', '--extend: there is no run in no to go on with',
+      '--init_parts and --init_partly are for --init_from',
+      'callbacks: each must be a function or an instance of Callback, got 5',
+      'config: must be a ConfigDict, a mapping or a name, got 5',
+      'placement.xla_threads: is 3, and JAX has started in this process without it',
+      '--workdir: no does not exist', 'cartpole has no checkpoint of update 3; it has those of',
+      'update: is for workdirs; agent is a saved agent', 'num_episodes: must be at least 1',
+      'section: must be one of loss, network, optimizer, got']
+  for message, error in zip(expected, out['errors'], strict=True):
+    assert message in error and '\n' not in error, error
   assert not (folder / 'no').exists()
 
 
@@ -159,7 +161,7 @@ ends = []
 
 class Watch(pj.Callback):
   def on_update(self, record):
-    record.clear()  # a copy
+    record.clear()  # the record is a copy
 
   def on_segment_end(self, end):
     ends.append([end.update, end.steps, str(end.workdir)])
@@ -176,7 +178,7 @@ def enough(record):
 stopped = pj.train(config, 'run', callbacks=[enough], quiet=True)
 second = [stopped.finished, stopped.update]
 last = pj.train(config, 'run', quiet=True)
-whole = pj.train(config, 'whole', quiet=True, repeat='run')
+pj.train(config, 'repeated', quiet=True, repeat='run')
 
 errors = []
 def fails(record):
@@ -202,13 +204,13 @@ def test_callbacks_stop_and_fail_runs(tmp_path):
   assert out['ends'][1][1:] == [receipt_steps(tmp_path / 'run', 8), 'run']
   assert not out['second'][0] and 10 <= out['second'][1] <= 12
   assert out['last'][0] and out['resumed']
-  # A stop does not change bits, and a run that repeats it has them, too.
-  assert receipts(tmp_path / 'run') == receipts(tmp_path / 'whole')
-  (failed, cause), (wrong, none) = out['errors']
-  assert failed.startswith('callback fails, update 6: ZeroDivisionError: division by zero; the '
-                           'last good checkpoint is that of update 4, in failing')
+  # A run that repeats another run with its stops has the same bits.
+  assert receipts(tmp_path / 'run') == receipts(tmp_path / 'repeated')
+  (error, cause), (wrong_result, no_cause) = out['errors']
+  assert error.startswith('callback fails, update 6: ZeroDivisionError: division by zero; the '
+                          'last good checkpoint is that of update 4, in failing')
   assert cause == 'ZeroDivisionError'
-  assert 'returned 5; it must return nothing, or STOP' in wrong and none == 'NoneType'
+  assert 'returned 5; it must return nothing, or STOP' in wrong_result and no_cause == 'NoneType'
 
 
 def receipt_steps(workdir, update):
@@ -230,13 +232,13 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize('number, code, said', [
+@pytest.mark.parametrize('number, code, message', [
     (signal.SIGINT, 7, 'interrupted'), (signal.SIGTERM, -signal.SIGTERM, '')])
-def test_a_signal_saves_and_then_does_what_it_does(number, code, said, tmp_path):
-  """Python itself runs the program, with the handlers of a program that a terminal starts."""
+def test_a_signal_saves_and_then_has_its_usual_effect(number, code, message, tmp_path):
+  """Python itself runs the program, with the signal handlers of a program in a terminal."""
   with subprocess.Popen([sys.executable, '-P', '-c', ENDLESS, '100000000'], cwd=tmp_path,
                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=QUICK,
-                        preexec_fn=default_signals) as process:
+                        preexec_fn=processes.default_signals) as process:
     metrics = tmp_path / 'run' / journal.METRICS
     try:
       while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5):
@@ -247,30 +249,22 @@ def test_a_signal_saves_and_then_does_what_it_does(number, code, said, tmp_path)
     finally:
       process.kill()
   assert process.returncode == code, errors
-  assert said in out and 'stopped at update' in out
+  assert message in out and 'stopped at update' in out
   saved = checkpoint.newest_whole(tmp_path / 'run')
   assert saved == max(receipts(tmp_path / 'run'))
 
 
-def default_signals():
-  """As a terminal starts a program; a test run in the background has them ignored."""
-  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_DFL if number != signal.SIGINT
-                  else signal.default_int_handler)
-
-
-def test_training_after_other_uses_of_jax_says_what_to_do(tmp_path):
+def test_training_after_other_uses_of_jax_fails_with_advice(tmp_path):
   program = ("import podracer_jit as pj, jax.numpy as jnp\n"
              "{0}\njnp.ones(3).block_until_ready()\n"
              "pj.train('ppo_cartpole:smoke', 'run', quiet=True)")
   for line, code in (('', 1), ("pj.prepare('ppo_cartpole:smoke')", 0)):
-    done = subprocess.run([sys.executable, '-P', '-c', program.format(line)], cwd=tmp_path,
-                          capture_output=True, text=True, env=QUICK, timeout=300, check=False)
+    done = processes.run([sys.executable, '-P', '-c', program.format(line)], cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert code == 0 or 'call podracer_jit.prepare(config) before anything' in done.stderr
 
 
-def test_the_names_of_the_api_are_there_and_load_nothing_before_they_are_used():
+def test_the_names_of_the_api_exist_and_are_imported_on_first_use():
   assert {'train', 'load', 'evaluate', 'Agent', 'Callback', 'STOP'} <= set(dir(pj))
   assert all(getattr(pj, name) is not None for name in pj.__all__)
   with pytest.raises(AttributeError, match="no attribute 'trian'"):

@@ -1,4 +1,4 @@
-"""The benchmark: its usual actor makes what the jitted one makes, and its figures agree."""
+"""The benchmark: its conventional actor makes the jitted actor's rollouts; its figures agree."""
 
 import contextlib
 import gc
@@ -30,58 +30,64 @@ from tests.runs import fresh
 
 def _cartpole():
   config = experiment.config('ppo', 'mlp', 'adam', scheme='sync')
-  config.env.task, config.env.num_envs, config.num_shards = 'CartPole-v1', 8, 2
+  config.env.task = 'CartPole-v1'
+  config.env.num_envs = 8
+  config.num_shards = 2
   config.unroll_length = 64
   return config.to_dict()
 
 
 def _pong():
   config = experiment.config('impala', 'nature_cnn', 'adam', scheme='sync')
-  config.env.task, config.env.num_envs, config.unroll_length = 'Pong-v5', 4, 12
+  config.env.task = 'Pong-v5'
+  config.env.num_envs = 4
   config.env.max_episode_steps = 8
+  config.unroll_length = 12
   config.network.update(channels=(4,), kernels=(8,), strides=(8,), hidden=16)
   return config.to_dict()
 
 
 def _two_rollouts(worker, params):
-  made, state = [], worker.state
+  rollouts = []
+  state = worker.state
   for version in range(2):
     state, (item,) = worker.fire(state, Versioned(params, version))
     assert item.version == version
-    made.append(jax.device_get(item.value))
-  return made
+    rollouts.append(jax.device_get(item.value))
+  return rollouts
 
 
 @pytest.mark.parametrize('config', [_cartpole, _pong])
-def test_usual_actor_makes_the_same_rollouts(config):
+def test_the_conventional_actor_makes_the_same_rollouts(config):
   run = fresh(config())
   state = run.initial_state()
-  policy, pools = conventional.make_policy(run.network), segments.pools_of(run, 0)
+  policy = conventional.make_policy(run.network)
+  pools = segments.pools_of(run, 0)
   with contextlib.ExitStack() as stack:
     segment = segments.begin(run, state, 'sync', False, stack, print, lambda: False)
-    usual = []
+    conventional_rollouts = []
     for on_host in (True, False):
       worker, close = conventional.replace_actor(
           segment.workers[0], pools, run.place.actors[0], policy, run.experiment.unroll_length,
           run.experiment.spec.stack, on_host)
       stack.callback(close)
-      usual.append(_two_rollouts(worker, state.params))
+      conventional_rollouts.append(_two_rollouts(worker, state.params))
     jitted = _two_rollouts(segment.workers[0], state.params)
-  assert any(shard.episodes.ended.any() for made in jitted for shard in made)
-  assert not all(shard.valid.all() for made in jitted for shard in made)
-  for made in usual:
-    jax.tree.map(_assert_same, jitted, made)
+  assert any(shard.episodes.ended.any() for rollout in jitted for shard in rollout)
+  assert not all(shard.valid.all() for rollout in jitted for shard in rollout)
+  for rollouts in conventional_rollouts:
+    jax.tree.map(_assert_same, jitted, rollouts)
 
 
-def _assert_same(jitted, usual):
-  assert jitted.dtype == usual.dtype and jitted.shape == usual.shape
+def _assert_same(jitted, expected):
+  assert jitted.dtype == expected.dtype and jitted.shape == expected.shape
   if jitted.dtype == np.float32:
-    np.testing.assert_allclose(usual, jitted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(expected, jitted, rtol=1e-5, atol=1e-6)
   else:
-    np.testing.assert_array_equal(usual, jitted)
+    np.testing.assert_array_equal(expected, jitted)
 
 
-def test_failure_of_a_worker_is_not_waited_for(monkeypatch):
+def test_a_failure_of_a_worker_ends_the_measurement(monkeypatch):
   def broken(self, action):
     raise OSError('the emulator is gone')
 
@@ -95,10 +101,9 @@ def test_failure_of_a_worker_is_not_waited_for(monkeypatch):
 
 
 def _run(*args, config='impala_catch'):
-  done = processes.run(
-      [sys.executable, '-P', '-m', 'podracer_jit', 'benchmark',
-       f'--config=configs/{config}.py:smoke', '--config.env.num_envs=8',
-       '--config.unroll_length=5', *args])
+  done = processes.run(processes.command(
+      'benchmark', f'--config=configs/{config}.py:smoke', '--config.env.num_envs=8',
+      '--config.unroll_length=5', *args))
   return done.returncode, done.stdout, done.stderr
 
 
@@ -119,8 +124,8 @@ def test_every_part_is_measured(tmp_path):
       assert row[f'to_{base}'] == pytest.approx(row['sps'] / parts[base]['sps'])
     assert any(line.startswith(name + ' ') and f'{row["sps"]:,.0f}' in line
                for line in out.splitlines())
-  both = figures['derived']['one_after_another_sps']
-  assert both < min(parts['rollout']['sps'], parts['learner']['sps'])
+  in_turn = figures['derived']['one_after_another_sps']
+  assert in_turn < min(parts['rollout']['sps'], parts['learner']['sps'])
   _check_ratios(figures, parts)
   _check_round(figures['round'], out)
   _check_memory(parts, figures['round']['memory'])
@@ -129,7 +134,7 @@ def test_every_part_is_measured(tmp_path):
 
 
 def _check_ratios(figures, parts):
-  """By hand, from the seconds of the table; an unroll has 5 steps."""
+  """Computes the ratios from the seconds of the table; an unroll has 5 steps."""
   seconds = {name: row['seconds_per_update'] for name, row in parts.items()}
   derived = figures['derived']
   assert derived['rollout_to_slower_of_environment_and_policy'] == pytest.approx(
@@ -143,41 +148,42 @@ def _check_ratios(figures, parts):
 
 
 def _check_memory(parts, programs):
-  """5 steps of 8 environments: six observations of 50 floats, six numbers, four bits of a byte."""
+  """A rollout has 8 environments and 5 steps of 50 observed floats, 6 numbers and 4 bytes."""
   batch = 8 * (6 * 50 * 4 + 5 * (6 * 4 + 4)) / 1e6
   needs = {name: sum(sizes.values()) / 1e6 for name, sizes in programs.items()}
-  both = needs['rollout'] + needs['learner']
-  computed = dict(rollout=needs['rollout'], learner=needs['learner'], sync=both - batch,
-                  cleanba=both + batch)
+  total = needs['rollout'] + needs['learner']
+  computed = dict(rollout=needs['rollout'], learner=needs['learner'], sync=total - batch,
+                  cleanba=total + batch)
   assert {name: parts[name]['computed_mb'] for name in computed} == pytest.approx(computed)
-  assert parts['environment']['computed_mb'] < needs['rollout'] / 2  # an observation at a time
+  assert parts['environment']['computed_mb'] < needs['rollout'] / 2  # one observation
   assert parts['environment']['peak_mb'] > 0
 
 
-def test_memory_in_use_is_what_was_taken_and_not_given_back():
+def test_memory_in_use_counts_allocated_and_not_freed_memory():
   gc.collect()
   before = memory_use.in_use()
-  held = bytearray(2**26)
+  kept = bytearray(2**26)
   most = memory_use.most_in_use(lambda: (bytearray(2**25), time.sleep(0.05)))
   after = memory_use.in_use() - before
-  assert most - before > 90 and 60 <= after < 75 and len(held)  # of 67 and 33 MB
+  assert most - before > 90 and 60 <= after < 75 and len(kept)  # 67 MB are kept, 33 MB are freed
 
 
-def _check_round(found, out):
-  """What the workers did adds up to the round, and is where it belongs."""
-  assert set(found['lanes']) == {'actor 0', 'learner'}
-  for name, did in found['lanes'].items():
-    assert sum(did.values()) == pytest.approx(found['seconds']) and name in out
-    assert all(seconds >= -1e-9 for seconds in did.values())
-  actor, learner = found['lanes']['actor 0'], found['lanes']['learner']
+def _check_round(measured, out):
+  """Checks that the parts of each worker add up to the round, and belong to the right worker."""
+  assert set(measured['lanes']) == {'actor 0', 'learner'}
+  for name, parts in measured['lanes'].items():
+    assert sum(parts.values()) == pytest.approx(measured['seconds']) and name in out
+    assert all(seconds >= -1e-9 for seconds in parts.values())
+  actor = measured['lanes']['actor 0']
+  learner = measured['lanes']['learner']
   assert all(actor[part] > 0 for part in ('environment', 'policy', 'storing', 'transfer'))
   assert all(learner[part] > 0 for part in ('gradient', 'update', 'transfer', 'waiting'))
   assert not actor.get('gradient') and not learner.get('environment') and not learner.get('policy')
-  for sizes in found['memory'].values():
+  for sizes in measured['memory'].values():
     assert sizes['arguments_and_results'] > 0 and sizes['temporaries'] > 0
 
 
-def test_a_config_with_a_replay_is_measured_and_taken_apart(tmp_path):
+def test_a_config_with_a_replay_is_measured(tmp_path):
   path = tmp_path / 'figures.json'
   code, out, err = _run('--seconds=0', '--rounds=1', f'--json={path}', '--rounds_of=sync',
                         config='apex_dqn_catch')
@@ -193,13 +199,14 @@ def test_a_config_with_a_replay_is_measured_and_taken_apart(tmp_path):
 
 
 @pytest.mark.parametrize('name', configs.shipped())
-def test_no_config_is_refused(name):
-  own = resolve(importlib.import_module(f'podracer_jit.configs.{name}').get_config())
-  found = changed(own, scheme='sync', **segments.small_replay(own))
-  assert found.scheme_name == 'sync' and (found.replay is None) == (own.replay is None)
+def test_every_shipped_config_can_be_measured(name):
+  experiment = resolve(importlib.import_module(f'podracer_jit.configs.{name}').get_config())
+  measured = changed(experiment, scheme='sync', **segments.small_replay(experiment))
+  assert measured.scheme_name == 'sync'
+  assert (measured.replay is None) == (experiment.replay is None)
 
 
-def test_an_asynchronous_actor_is_measured_and_taken_apart(tmp_path):
+def test_an_asynchronous_actor_is_measured(tmp_path):
   path = tmp_path / 'figures.json'
   code, out, err = _run('--seconds=0', '--rounds=1', f'--json={path}', '--config.env_batch=4')
   assert code == 0, err
@@ -211,7 +218,7 @@ def test_an_asynchronous_actor_is_measured_and_taken_apart(tmp_path):
   assert code == 2 and 'environment' in err and 'env_batch' in err
 
 
-def test_operations_belong_to_the_scopes_of_their_names():
+def test_operations_are_assigned_to_named_scopes():
   text = """HloModule jit_rollout, entry
 %body (p: f32[]) -> f32[] {
   %a.1 = f32[2]{0} add(%p, %p), metadata={op_name="jit(rollout)/while/body/policy/Dense/add"}
@@ -230,57 +237,60 @@ ENTRY %main (p: f32[]) -> f32[] {
       'plus': 'other arithmetic'}
 
 
-NEAR, FAR, MOVED = (90.0, 110.0), (510.0, 490.0), (100.0, 500.0)
+# Distances of the cores before and after a measurement.
+NEAR = (90.0, 110.0)
+FAR = (510.0, 490.0)
+MOVED = (100.0, 500.0)
 
 
-@pytest.mark.parametrize('found, expected', [
-    # Near twice and far once, of each part at the least.
+@pytest.mark.parametrize('rounds_of, expected', [
+    # Every part has at least two near rounds and one far round.
     (dict(a=[(1, NEAR), (2, FAR), (3, NEAR)], b=[(4, MOVED), (5, NEAR), (6, NEAR), (7, FAR)]),
      (dict(a=[1, 3], b=[5, 6]), 100.0)),
     (dict(a=[(1, NEAR), (2, FAR), (3, FAR)], b=[(4, FAR), (5, FAR), (6, NEAR)]),
      (dict(a=[2, 3], b=[4, 5]), 500.0)),
-    # As often near as far.
+    # Near and far are equally common.
     (dict(a=[(1, NEAR), (2, FAR)], b=[(3, FAR), (4, NEAR)]), (dict(a=[1], b=[4]), 100.0)),
-    # No distance that all have.
+    # No distance is common to all parts.
     (dict(a=[(1, NEAR)], b=[(2, FAR), (3, MOVED)]), (dict(a=[1], b=[2, 3]), 300.0)),
-    # A core alone, or cores that are where they are.
+    # There is a single core, or the distance never changes.
     (dict(a=[(1, (0.0, 0.0)), (2, (0.0, 0.0))]), (dict(a=[1, 2]), 0.0)),
     (dict(a=[(1, FAR), (2, FAR)]), (dict(a=[1, 2]), 500.0))])
-def test_rounds_of_one_distance_count(found, expected):
-  assert core_distance.comparable(found) == expected
+def test_only_rounds_with_the_most_common_core_distance_count(rounds_of, expected):
+  assert core_distance.comparable(rounds_of) == expected
 
 
-def test_distance_of_cores(monkeypatch):
-  """A turn of two takes at least what light takes for a few metres, and a core alone has none."""
+def test_the_distance_of_two_cores_is_plausible(monkeypatch):
+  """A round trip between two cores takes more than 10 ns; a single core has distance 0."""
   if len(core_distance.os.sched_getaffinity(0)) > 1:
     assert 10 < core_distance.apart_ns() < 1e6
   monkeypatch.setattr(core_distance.os, 'sched_getaffinity', lambda pid: {3})
   assert core_distance.apart_ns() == 0
 
 
-def test_shares_of_what_overlaps_add_up():
+def test_shares_of_overlapping_spans_add_up():
   spans = [(-1, 1, 'policy'), (2, 4, 'policy'), (3, 6, 'environment'), (8, 20, 'update')]
   assert rounds.shares(spans, 0.0, 10.0) == pytest.approx(
       {'policy': 1 + 1 + 0.5, 'environment': 0.5 + 2, 'update': 2, 'between': 1 + 2})
 
 
-def test_a_program_runs_before_its_thread_wakes():
-  own = [(0, 1, 'rollout'), (1, 5, 'wait: parameters for actor 0 to be made'),
-         (5, 6, 'transfer: rollouts of actor 0'), (6, 9, 'make: rollouts of actor 0')]
+def test_time_of_a_program_counts_before_its_thread_wakes():
+  regions = [(0, 1, 'rollout'), (1, 5, 'wait: parameters for actor 0 to be made'),
+             (5, 6, 'transfer: rollouts of actor 0'), (6, 9, 'make: rollouts of actor 0')]
   ops = [(4, 7, 'policy'), (7, 8, 'environment')]
-  parts, spans = rounds.lane(own, ops, 0, 10)
+  parts, spans = rounds.lane(regions, ops, 0, 10)
   assert parts == pytest.approx(dict(
       policy=1 + 1, environment=1, waiting=3, transfer=1, between=1 + 1, other=1))
   assert (1, 4, 'waiting') in spans
 
 
-def test_an_update_ends_once():
+def test_an_update_is_counted_once():
   regions = [(0, 1, 'learn'), (1, 2, 'make: parameters for actor 0'), (2, 3, 'make: reports'),
              (3, 4, 'transfer: reports'), (4, 5, 'make: reports')]
   assert rounds._workers({7: regions}) == ({'learner': regions}, [4])
 
 
-def test_at_rest_a_training_computes_nothing():
+def test_between_measurements_a_training_computes_nothing():
   run = fresh(_cartpole())
   with contextlib.ExitStack() as stack:
     part = training.Training(run, run.initial_state(), 'cleanba', False, stack)
@@ -290,7 +300,7 @@ def test_at_rest_a_training_computes_nothing():
     assert all(isinstance(x, jax.Array) and x.is_ready() for x in outputs.values())
 
 
-def test_parts_can_be_chosen_and_two_devices_leave_out_fused(tmp_path):
+def test_parts_can_be_chosen_and_fused_is_left_out_on_two_devices(tmp_path):
   path = tmp_path / 'figures.json'
   code, _, err = _run('--seconds=0', '--rounds=1', f'--json={path}', '--parts=fused,cleanba',
                       '--rounds_of=',
@@ -301,14 +311,14 @@ def test_parts_can_be_chosen_and_two_devices_leave_out_fused(tmp_path):
   assert list(parts) == ['cleanba'] and parts['cleanba']['to_environment'] is None
 
 
-@pytest.mark.parametrize('part, said', [
+@pytest.mark.parametrize('part, message', [
     ('shards1_sync', 'cannot share num_shards = 1 evenly'), ('fused', 'nothing is left')])
-def test_a_part_that_the_placement_cannot_have_is_refused_at_once(part, said):
+def test_a_part_that_does_not_fit_the_placement_is_refused(part, message):
   code, out, err = _run(f'--parts={part}', '--config.num_minibatches=4', config='pong_laptop')
-  assert code == 2 and not out and said in err.splitlines()[-1]
+  assert code == 2 and not out and message in err.splitlines()[-1]
 
 
-def test_unknown_part_is_refused():
+def test_an_unknown_part_is_refused():
   code, _, err = _run('--parts=rolout')
   assert code == 2
   assert 'rolout' in err and 'rollout' in err
@@ -316,7 +326,7 @@ def test_unknown_part_is_refused():
 
 def test_without_matplotlib_a_picture_is_refused_in_one_line(monkeypatch, capsys):
   monkeypatch.setitem(sys.modules, 'matplotlib', None)
-  monkeypatch.setattr(sys, 'argv', [])  # as it was, afterwards
+  monkeypatch.setattr(sys, 'argv', [])  # restores argv after the test
   argv = ['x', '--config=configs/impala_catch.py:smoke', '--picture=round.png']
   assert benchmark.main(argv) == 2
   assert capsys.readouterr().err == ('podracer_jit benchmark: --picture: drawing needs matplotlib: '

@@ -1,4 +1,4 @@
-"""Checkpoints that rot: found, set aside, and the run goes on from the one before."""
+"""Broken checkpoints are detected and set aside, and the run resumes from the one before."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ CONFIG = changed(small(), total_steps=10**6, checkpoint__every_updates=2, log__t
 
 
 def train_in(workdir, updates=UPDATES):
-  """Trains as the command does, in a workdir that has checkpoints or none."""
+  """Trains as the command does, in a new or a used workdir; returns the notes for the user."""
   run = prepared(CONFIG)
   notes = workdirs.open_workdir(workdir, run.experiment.fields)
   update, repaired = checkpoint.recover(workdir)
@@ -28,17 +28,17 @@ def train_in(workdir, updates=UPDATES):
 
 
 @pytest.fixture(scope='module')
-def whole(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('whole')
   train_in(workdir)
   return workdir
 
 
 @pytest.fixture
-def copy(whole, tmp_path):
+def copy(uninterrupted, tmp_path):
   """A copy of a run with the checkpoints of updates 2, 4 and 6."""
   workdir = tmp_path / 'run'
-  shutil.copytree(whole, workdir)
+  shutil.copytree(uninterrupted, workdir)
   return workdir
 
 
@@ -57,8 +57,8 @@ def largest_file(workdir, update):
   return max(files, key=lambda path: path.stat().st_size)
 
 
-def test_random_flipped_bits_are_all_found(copy):
-  """74 of them, in any file of a checkpoint, its manifest included."""
+def test_every_random_flipped_bit_is_detected(copy):
+  """Flips 74 bits, one at a time, in all files of a checkpoint and in its manifest."""
   rng = random.Random(1)
   run = prepared(CONFIG)
   like = run.initial_state()
@@ -70,7 +70,8 @@ def test_random_flipped_bits_are_all_found(copy):
     for _ in range(74):
       (path,) = rng.choices(files, weights)
       content = bytearray(path.read_bytes())
-      place, bit = rng.randrange(len(content)), rng.randrange(8)
+      place = rng.randrange(len(content))
+      bit = rng.randrange(8)
       content[place] ^= 1 << bit
       path.write_bytes(content)
       with pytest.raises(checkpoint.Broken):
@@ -81,59 +82,61 @@ def test_random_flipped_bits_are_all_found(copy):
 
 
 @pytest.mark.parametrize('how', ['truncated', 'emptied', 'zeroed', 'longer', 'missing'])
-def test_a_broken_newest_checkpoint_is_set_aside_and_the_one_before_goes_on(how, copy, whole):
+def test_a_broken_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
+    how, copy, uninterrupted):
   path = largest_file(copy, 6)
   if how == 'missing':
     path.unlink()
   else:
     break_file(path, how)
-  (said,) = train_in(copy)
-  assert said.startswith('the checkpoint of update 6 is broken (')
-  assert said.endswith(f'); it is now {copy / "broken" / "6"}')
-  assert path.name in said
+  (note,) = train_in(copy)
+  assert note.startswith('the checkpoint of update 6 is broken (')
+  assert note.endswith(f'); it is now {copy / "broken" / "6"}')
+  assert path.name in note
   assert (copy / 'broken' / '6' / 'manifest.json').exists()
-  assert receipts(copy) == receipts(whole) and len(receipts(copy)) == UPDATES
+  assert receipts(copy) == receipts(uninterrupted) and len(receipts(copy)) == UPDATES
   assert checkpoint.newest_whole(copy) == 6
   assert journal.read_receipts(copy).problems == []
 
 
-def test_two_broken_checkpoints_are_set_aside(copy, whole):
+def test_two_broken_checkpoints_are_set_aside(copy, uninterrupted):
   for update in (4, 6):
     break_file(largest_file(copy, update), 'zeroed')
   assert len(train_in(copy)) == 2
-  assert receipts(copy) == receipts(whole)
+  assert receipts(copy) == receipts(uninterrupted)
   assert sorted(path.name for path in (copy / 'broken').iterdir()) == ['4', '6']
 
 
-def test_if_no_checkpoint_is_whole_all_stay_and_one_line_says_so(copy):
+def test_if_all_checkpoints_are_broken_they_stay_and_the_run_is_refused(copy):
   for update in (2, 4, 6):
     break_file(largest_file(copy, update), 'truncated')
   before = sorted(copy.rglob('*'))
   with pytest.raises(ValueError, match='none of the checkpoints in') as refused:
     checkpoint.recover(copy)
-  words = str(refused.value)
-  assert words.startswith('--workdir: ') and '\n' not in words and '2: ' in words and '6: ' in words
+  message = str(refused.value)
+  assert message.startswith('--workdir: ') and '\n' not in message
+  assert '2: ' in message and '6: ' in message
   assert sorted(copy.rglob('*')) == before
 
 
-def test_a_save_that_was_interrupted_before_its_manifest_is_not_read(copy, whole):
+def test_a_checkpoint_without_a_manifest_is_not_read(copy, uninterrupted):
   (copy / 'checkpoints' / '6' / manifest.NAME).unlink()
   assert checkpoint.saved_updates(copy) == [2, 4]
-  (said,) = train_in(copy)
-  assert 'saving it was interrupted' in said
-  assert receipts(copy) == receipts(whole)
+  (note,) = train_in(copy)
+  assert 'saving it was interrupted' in note
+  assert receipts(copy) == receipts(uninterrupted)
 
 
-def test_a_run_whose_first_save_was_interrupted_begins_anew(copy, whole):
+def test_a_run_whose_first_save_was_interrupted_begins_anew(copy, uninterrupted):
   for update in (2, 4):
     shutil.rmtree(copy / 'checkpoints' / str(update))
   (copy / 'checkpoints' / '6' / manifest.NAME).unlink()
   assert len(train_in(copy)) == 1
-  assert receipts(copy) == receipts(whole)
+  assert receipts(copy) == receipts(uninterrupted)
 
 
 def make_old(workdir, update):
-  """Makes a checkpoint as those of before 0.5 were: without a manifest, and without a config."""
+  """Removes what checkpoints before version 0.5 did not have: the manifest and the config."""
   folder = workdir / 'checkpoints' / str(update)
   (folder / manifest.NAME).unlink()
   path = folder / 'meta' / 'metadata'
@@ -142,26 +145,26 @@ def make_old(workdir, update):
       'segment', 'window', 'episodes', 'elapsed_s')}))
 
 
-def test_a_checkpoint_of_before_there_were_manifests_is_read(copy, whole):
+def test_a_checkpoint_from_before_manifests_is_read(copy, uninterrupted):
   shutil.rmtree(copy / 'checkpoints' / '6')
   make_old(copy, 4)
   assert train_in(copy) == []
-  assert receipts(copy) == receipts(whole)
+  assert receipts(copy) == receipts(uninterrupted)
 
 
-def test_an_old_checkpoint_that_cannot_be_read_is_set_aside(copy, whole, capsys):
+def test_an_old_checkpoint_that_cannot_be_read_is_set_aside(copy, uninterrupted, capsys):
   make_old(copy, 6)
   for path in (copy / 'checkpoints' / '6' / 'state').rglob('*'):
     if path.is_file():
       break_file(path, 'emptied')
   train_in(copy)
-  said = capsys.readouterr().out
-  assert 'the checkpoint of update 6 is broken' in said
-  assert 'going on from update 4' in said
-  assert receipts(copy) == receipts(whole)
+  output = capsys.readouterr().out
+  assert 'the checkpoint of update 6 is broken' in output
+  assert 'going on from update 4' in output
+  assert receipts(copy) == receipts(uninterrupted)
 
 
-def test_what_interrupted_saves_and_deletions_left_is_removed(copy):
+def test_leftovers_of_interrupted_saves_and_deletions_are_removed(copy):
   folder = copy / 'checkpoints'
   shutil.copytree(folder / '6', folder / '8.orbax-checkpoint-tmp')
   shutil.copytree(folder / '2', folder / '2.deleted')
@@ -169,7 +172,7 @@ def test_what_interrupted_saves_and_deletions_left_is_removed(copy):
   assert sorted(path.name for path in folder.iterdir()) == ['2', '4', '6']
 
 
-def test_the_state_that_is_read_must_be_the_one_that_was_saved(copy):
+def test_a_state_that_differs_from_the_saved_one_is_refused(copy):
   path = copy / 'checkpoints' / '6' / manifest.NAME
   record = json.loads(path.read_text())
   path.write_text(json.dumps(record | {'state_sha256': '0' * 64}))
@@ -178,12 +181,12 @@ def test_the_state_that_is_read_must_be_the_one_that_was_saved(copy):
       saved.restore(prepared(CONFIG).initial_state(), 6)
 
 
-def test_the_digest_of_a_state_knows_places_shapes_types_and_bytes():
+def test_the_digest_depends_on_names_shapes_dtypes_and_bytes():
   tree = {'a': jax.numpy.arange(4.0), 'b': jax.random.key(1)}
-  others = [{'b': tree['b']}, tree | {'a': jax.numpy.arange(4)},
-            tree | {'a': jax.numpy.arange(4.0).reshape(2, 2)}, tree | {'b': jax.random.key(2)},
-            tree | {'a': -jax.numpy.arange(4.0)}]
-  digests = [manifest.digest(x) for x in (tree, *others)]
+  other_trees = [{'b': tree['b']}, tree | {'a': jax.numpy.arange(4)},
+                 tree | {'a': jax.numpy.arange(4.0).reshape(2, 2)}, tree | {'b': jax.random.key(2)},
+                 tree | {'a': -jax.numpy.arange(4.0)}]
+  digests = [manifest.digest(x) for x in (tree, *other_trees)]
   assert len(set(digests)) == len(digests)
   assert manifest.digest(dict(tree)) == digests[0]
 
@@ -238,7 +241,7 @@ def test_a_checkpoint_of_another_network_is_refused_by_the_name_of_an_array(tmp_
       saved.restore(state._replace(params={'params': lacking}), 0)
 
 
-def test_only_as_many_checkpoints_stay_as_the_config_says(tmp_path):
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
   state = prepared(CONFIG).initial_state()
   with contextlib.closing(checkpoint.Checkpoints(tmp_path, keep=2)) as saved:
     for update in (1, 2, 3):
@@ -246,35 +249,35 @@ def test_only_as_many_checkpoints_stay_as_the_config_says(tmp_path):
   assert checkpoint.updates_in(tmp_path) == [2, 3]
 
 
-def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatch):
   state = prepared(CONFIG).initial_state()
   usage = shutil.disk_usage(tmp_path)
   with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as saved:
     saved.save(state._replace(update=jax.numpy.int32(1)), {})
     parameters = sum(x.nbytes for x in jax.tree.leaves(state.params))
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=parameters))
-    said = f'and {parameters:,} are free.; that of update 1 is safe'
-    with pytest.raises(checkpoint.NotSaved, match=said):
+    message = f'and {parameters:,} are free.; that of update 1 is safe'
+    with pytest.raises(checkpoint.NotSaved, match=message):
       saved.save(state._replace(update=jax.numpy.int32(2)), {})
   assert checkpoint.updates_in(tmp_path) == [1]
 
 
 @pytest.mark.parametrize('content', [None, b'', b'{"config": {"see', b'\x00' * 100, b'[]'])
-def test_a_lost_config_is_restored_from_the_newest_checkpoint(content, copy, whole):
+def test_a_lost_config_is_restored_from_the_newest_checkpoint(content, copy, uninterrupted):
   path = copy / 'config.json'
   before = json.loads(path.read_text())
   path.unlink()
   if content is not None:
     path.write_bytes(content)
-  (said,) = train_in(copy)
-  assert 'it was restored from the checkpoint of update 6' in said
+  (note,) = train_in(copy)
+  assert 'it was restored from the checkpoint of update 6' in note
   assert json.loads(path.read_text()) == before
   if content is not None:
     assert (copy / 'broken' / 'config.json').read_bytes() == content
-  assert receipts(copy) == receipts(whole)
+  assert receipts(copy) == receipts(uninterrupted)
 
 
-def test_a_restored_config_is_that_of_the_run_and_not_that_of_the_flags(copy):
+def test_a_restored_config_comes_from_the_run_and_not_from_the_flags(copy):
   (copy / 'config.json').unlink()
   with pytest.raises(workdirs.ConfigChanged, match='seed: 1 there, 2 now'):
     workdirs.open_workdir(copy, prepared(CONFIG).experiment.fields | {'seed': 2})
@@ -289,7 +292,7 @@ def test_a_lost_config_of_old_checkpoints_is_refused_in_one_line(copy):
   assert not (copy / 'config.json').exists()
 
 
-def test_an_evaluation_reads_the_newest_whole_checkpoint_and_moves_nothing(copy):
+def test_an_evaluation_reads_the_newest_good_checkpoint_and_moves_nothing(copy):
   break_file(largest_file(copy, 6), 'zeroed')
   before = sorted(copy.rglob('*'))
   assert evaluation.restore(copy, evaluation.read_experiment(copy)).update == 4

@@ -1,4 +1,4 @@
-"""Configs are the tables that they name: the Atari ones on the protocol of Machado et al."""
+"""Configs have the values of the papers' tables; Atari configs use Machado et al.'s protocol."""
 
 import re
 
@@ -15,7 +15,7 @@ from podracer_jit.configs import (
 from podracer_jit.replay.options import ReplayOptions
 from tests.runs import changed, prepared, small
 
-# 1709.06009, table 2 and section 3; EnvPool's no-ops: 1 is none.
+# 1709.06009, table 2 and section 3. EnvPool's noop_max of 1 means no no-ops.
 PROTOCOL = {
     'env.num_envs': 128, 'env.repeat_action_probability': 0.25, 'env.full_action_space': True,
     'env.noop_max': 1, 'env.episodic_life': False, 'env.frame_skip': 4,
@@ -38,7 +38,7 @@ CASES = {  # 2310.00036
         'optimizer.learning_rate': 2.5e-4, 'optimizer.eps': 1e-5, 'optimizer.max_grad_norm': 0.5,
         'loss.gae_lambda': 0.95, 'loss.clip': 0.1, 'loss.clip_value': False,
         'loss.value_coef': 0.5, 'loss.normalise_advantage': True}),
-    # 1707.06347, table 3, with what openai/baselines adds to it (CleanRL's ppo_continuous_action).
+    # 1707.06347, table 3, with additions of openai/baselines (CleanRL's ppo_continuous_action).
     'one million steps': (ppo_mujoco, MUJOCO | {
         'total_steps': 1_000_000, 'env.num_envs': 1, 'unroll_length': 2048, 'num_epochs': 10,
         'num_minibatches': 32, 'optimizer.learning_rate': 3e-4, 'loss.clip_value': True,
@@ -57,18 +57,18 @@ CASES = {  # 2310.00036
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_is_the_papers_table(case):
+def test_a_config_has_the_values_of_the_papers_table(case):
   module, expected = CASES[case]
   config = module.get_config()
   protocol = PROTOCOL if module in (impala_atari, ppo_atari) else {}
   for field, value in (protocol | expected).items():
-    found = config
+    configured = config
     for part in field.split('.'):
-      found = found[part]
-    assert found == value, field
+      configured = configured[part]
+    assert configured == value, field
 
 
-@pytest.mark.parametrize('fields, said', [
+@pytest.mark.parametrize('fields, message', [
     (dict(shceme='sync'), 'shceme: there is no such field; did you mean scheme?'),
     (dict(placement__env_thread=1),
      'placement.env_thread: there is no such field; did you mean placement.env_threads?'),
@@ -79,6 +79,6 @@ def test_is_the_papers_table(case):
     (dict(total_steps='many'), "total_steps: must be a whole number, got 'many'"),
     (dict(seed=None), 'seed: has no value yet; set it, for example by --config.seed='),
     (dict(log={'window': 100, 'every_seconds': 1.0}), 'log.tensorboard: is missing')])
-def test_a_field_that_a_config_file_misspells_is_refused(fields, said):
-  with pytest.raises(ValueError, match='^' + re.escape(said)):
+def test_a_misspelled_or_wrong_field_of_a_config_is_refused(fields, message):
+  with pytest.raises(ValueError, match='^' + re.escape(message)):
     prepared(changed(small('ppo'), **fields))

@@ -1,28 +1,28 @@
-"""Where two remade updates part, and by how much."""
+"""Deep comparison of two repeated updates: the first stage that differs, and by how much."""
 
 import numpy as np
 import pytest
 
 from podracer_jit.run import deep
 
-ONE = np.float32([1.0, -2.0, 0.0])
+NUMBERS = np.float32([1.0, -2.0, 0.0])
 
 
-@pytest.mark.parametrize('other, words', [
-    (ONE, ''),
-    (np.nextafter(ONE, np.float32(9)), '3 of 3 numbers differ, by at most 1 units'),
+@pytest.mark.parametrize('changed, message', [
+    (NUMBERS, ''),
+    (np.nextafter(NUMBERS, np.float32(9)), '3 of 3 numbers differ, by at most 1 units'),
     (np.float32([1.0, -2.0, -0.0]), '1 of 3 numbers differ, by at most 0 units'),
-    # The smallest number on either side of zero: two places apart, with zero between.
+    # The smallest positive number is one unit from zero.
     (np.float32([1.0, -2.0, 1e-45]), '1 of 3 numbers differ, by at most 1 units'),
     # 2^23 floats are in [1, 2).
     (np.float32([2.0, -2.0, 0.0]), f'1 of 3 numbers differ, by at most {2**23:,} units'),
     (np.int32([1, -2, 0]), 'float32 (3,) in A, int32 (3,) in B')])
-def test_differences_are_counted_in_units_in_the_last_place(other, words):
-  found = deep.difference(ONE, other)
-  assert found.startswith(words) and bool(found) == bool(words)
+def test_differences_are_counted_in_units_in_the_last_place(changed, message):
+  difference = deep.difference(NUMBERS, changed)
+  assert difference.startswith(message) and bool(difference) == bool(message)
 
 
-def test_across_zero_each_number_counts_once():
+def test_zero_counts_once_between_positive_and_negative_numbers():
   assert '2 units' in deep.difference(np.float32(-1e-45), np.float32(1e-45))
 
 
@@ -31,25 +31,26 @@ def test_nan_is_equal_to_itself():
 
 
 def test_the_first_stage_that_differs_is_named():
-  same = {'rollout|reward': ONE, 'gradient step 1: gradient|params/w': ONE}
-  more = {'gradient step 1: parameters|params/w': ONE, 'state after the update|params/w': ONE}
-  other = {name: ONE * 2 for name in more}
-  lines = deep.first_stage(same | more, same | other)
+  same = {'rollout|reward': NUMBERS, 'gradient step 1: gradient|params/w': NUMBERS}
+  later = {'gradient step 1: parameters|params/w': NUMBERS,
+           'state after the update|params/w': NUMBERS}
+  changed = {name: NUMBERS * 2 for name in later}
+  lines = deep.first_stage(same | later, same | changed)
   assert lines[0] == 'the first to differ: gradient step 1: parameters'
   assert lines[1].startswith('  params/w: 2 of 3 numbers differ') and len(lines) == 2
 
 
-def test_programs_of_whole_updates_may_be_to_blame():
-  same = {'gradient step 1: gradient|params/w': ONE}
+def test_a_difference_only_in_whole_updates_is_reported():
+  same = {'gradient step 1: gradient|params/w': NUMBERS}
   after = 'state after the update|params/w'
-  lines = deep.first_stage(same | {after: ONE}, same | {after: ONE + 1})
+  lines = deep.first_stage(same | {after: NUMBERS}, same | {after: NUMBERS + 1})
   assert lines[0].startswith('in separate programs, step by step, all gradients')
   assert lines[1] == 'the first to differ: state after the update'
   (line,) = deep.first_stage(same, same)
   assert line.startswith('repeated here, the update is the same on both sides')
 
 
-def test_many_leaves_are_not_all_named():
-  one = {f'moments|{i}': ONE for i in range(12)}
-  lines = deep.first_stage(one, {name: -ONE for name in one})
+def test_only_some_of_many_leaves_are_named():
+  leaves = {f'moments|{i}': NUMBERS for i in range(12)}
+  lines = deep.first_stage(leaves, {name: -NUMBERS for name in leaves})
   assert len(lines) == 1 + deep.LEAVES + 1 and lines[-1] == '  and 2 more'

@@ -1,4 +1,4 @@
-"""Evaluation: which episodes count, what is said of them, the video, what the command refuses."""
+"""Evaluation: which episodes count, statistics, videos, and errors of the command."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ ENDLESS = 2**31 - 1
 
 
 def _lean(params, obs):
-  """CartPole: push to where the pole leans. Falls after some dozen steps, sooner or later."""
+  """A policy for CartPole: push to where the pole leans. It falls after some dozen steps."""
   del params
   return jnp.stack([-obs[:, 2], obs[:, 2]], axis=-1), jnp.zeros(len(obs))
 
@@ -55,12 +55,14 @@ def _pool(task, seeds, **options):
 
 
 def _episodes(task, seed, count, act, **options):
-  """(return, length) of the first episodes of one environment, in Python alone."""
+  """Plays one environment in Python; returns (return, length) of its first episodes."""
   pool = _pool(task, [seed], **options)
-  found = []
+  episodes = []
   for _ in range(count):
-    obs, _ = pool.reset() if not found else pool.step(np.zeros(1, np.int32))[::4]
-    episode_return, length, ended = 0.0, 0, False
+    obs, _ = pool.reset() if not episodes else pool.step(np.zeros(1, np.int32))[::4]
+    episode_return = 0.0
+    length = 0
+    ended = False
     while not ended:
       action = np.array([act(obs[0], length)], np.int32)
       obs, reward, terminated, truncated, info = pool.step(action)
@@ -68,13 +70,13 @@ def _episodes(task, seed, count, act, **options):
       ended |= bool(truncated[0])
       episode_return += float(info.get('reward', reward)[0])
       length += 1
-    found.append((episode_return, length))
+    episodes.append((episode_return, length))
   pool.close()
-  return found
+  return episodes
 
 
 def _save(workdir, config, *updates):
-  """A run that learned nothing: a checkpoint for each update, its parameters moved by as much."""
+  """Makes a workdir with a checkpoint for each update; it adds the update to the parameters."""
   config = config.to_dict()
   workdirs.make(workdir)
   workdirs.open_workdir(workdir, config)
@@ -102,7 +104,7 @@ def _catch_config():
 
 @pytest.fixture
 def evaluate(monkeypatch, capsys):
-  """Runs the command's main in this process, whose devices are set up: (exit code, stderr)."""
+  """Returns a function that runs the command in this process: (exit code, stderr)."""
   monkeypatch.setattr(host, 'prepare_host', lambda options: None)
 
   def run(*argv):
@@ -114,7 +116,7 @@ def evaluate(monkeypatch, capsys):
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
-  """A run of the real binary, evaluated by the real command, each in a process of its own."""
+  """Trains and evaluates with the real commands; returns the workdir and the evaluation."""
   tmp = tmp_path_factory.mktemp('trained')
 
   def run(*command):
@@ -127,7 +129,7 @@ def trained(tmp_path_factory):
                           '--num_envs=3', '--video=mp4')
 
 
-def test_the_command_plays_what_was_trained(trained):
+def test_the_command_evaluates_a_trained_run(trained):
   workdir, done = trained
   assert done.returncode == 0, done.stderr
   assert 'Warning' not in done.stderr
@@ -143,8 +145,8 @@ def test_the_command_plays_what_was_trained(trained):
 
 
 @pytest.mark.parametrize('num_episodes, num_envs', [(11, 4), (3, 8), (5, 1)])
-def test_counts_the_first_episodes_of_each_environment(num_episodes, num_envs):
-  """Against one environment at a time in Python. Lengths vary, so that a race would show."""
+def test_the_first_episodes_of_each_environment_count(num_episodes, num_envs):
+  """Compares with one environment at a time in Python; lengths vary, so a race would show."""
   limit = 50
   agent = _agent('CartPole-v1', _lean, max_episode_steps=limit)
   played = evaluation.play(agent, num_episodes, num_envs, seed=3, max_steps=limit)
@@ -160,7 +162,7 @@ def test_counts_the_first_episodes_of_each_environment(num_episodes, num_envs):
 
 
 def test_a_recurrent_policy_remembers_until_the_episode_ends():
-  """It counts its steps and pushes by turns: left first in every episode."""
+  """The policy counts its steps and pushes left and right in turn, left first in each episode."""
   def apply(params, obs, core, valid):
     del params
     push = jax.nn.one_hot(core[None, :, 0].astype(int) % 2, 2)
@@ -175,8 +177,8 @@ def test_a_recurrent_policy_remembers_until_the_episode_ends():
   assert len(set(played.lengths)) > 1
 
 
-def test_games_are_whole_and_rewards_unclipped(tmp_path):
-  """Though training ended episodes at each of three lives and clipped rewards to 1."""
+def test_evaluations_play_whole_games_with_unclipped_rewards(tmp_path):
+  """Training ended episodes at each lost life and clipped rewards."""
   config = experiment.config('impala', 'nature_cnn', 'adam', unroll_length=2)
   config.env.update(task='SpaceInvaders-v5', num_envs=1, episodic_life=True, reward_clip=True,
                     img_height=42, img_width=42, repeat_action_probability=0.25)
@@ -195,7 +197,7 @@ def test_games_are_whole_and_rewards_unclipped(tmp_path):
 
 
 def test_actions_are_sampled_unless_greedy():
-  """Logits 0 and 1: the greedy policy always pushes right and falls in 8 to 10 steps."""
+  """With logits 0 and 1 the greedy policy always pushes right, and falls in 8 to 10 steps."""
   right = _always(1, 2)
   agent = _agent('CartPole-v1', right)
   sampling = agent._replace(policy=policies.categorical(2))
@@ -207,52 +209,52 @@ def test_actions_are_sampled_unless_greedy():
   assert evaluation.play(sampling, 8, 8, seed=1, max_steps=500) != sampled
 
 
-def test_gives_up_on_an_episode_without_end():
+def test_an_episode_without_end_is_an_error():
   agent = _agent('MountainCar-v0', _always(1, 3), max_episode_steps=ENDLESS)
   with pytest.raises(RuntimeError, match='256 steps into an episode, and max_steps is 200'):
     evaluation.play(agent, 1, 1, seed=0, max_steps=200)
 
 
-def test_seeds_are_none_of_training():
+def test_seeds_of_evaluations_are_not_those_of_training():
   for seed in (0, 1, 12345):
-    ours = evaluation.seeds(seed, 2000)
-    assert len(set(ours)) == 2000
-    assert all(-2**31 <= s < -1 for s in ours)
+    seeds = evaluation.seeds(seed, 2000)
+    assert len(set(seeds)) == 2000
+    assert all(-2**31 <= s < -1 for s in seeds)
     for segment in (0, 1, 999):
-      assert not set(ours) & set(env_seeds(seed, segment, 0, 2000))
+      assert not set(seeds) & set(env_seeds(seed, segment, 0, 2000))
   assert evaluation.seeds(0, 9) != evaluation.seeds(1, 9)
 
 
-def test_seeds_spare_minus_one_and_stay_in_32_bits(monkeypatch):
+def test_seeds_are_not_minus_one_and_have_32_bits(monkeypatch):
   monkeypatch.setattr(evaluation, 'env_seeds', lambda *args: [0, 7, 2**31 - 1])
   assert evaluation.seeds(0, 3) == [-2, -9, -2**31]
 
 
 def test_statistics_by_hand():
-  found = evaluation.statistics('CartPole-v1', evaluation.Episodes([1, 2, 3, 6], [1, 1, 1, 2]))
+  statistics = evaluation.statistics('CartPole-v1', evaluation.Episodes([1, 2, 3, 6], [1, 1, 1, 2]))
   # Deviations from 3 are -2, -1, 0, 3: variance 14 / 3, over 4 episodes.
-  assert found == pytest.approx(dict(mean=3, standard_error=(14 / 3 / 4) ** 0.5, min=1, median=2.5,
-                                     max=6, mean_length=1.25))
+  assert statistics == pytest.approx(dict(
+      mean=3, standard_error=(14 / 3 / 4) ** 0.5, min=1, median=2.5, max=6, mean_length=1.25))
   assert evaluation.statistics('CartPole-v1', evaluation.Episodes([5], [1]))[
       'standard_error'] is None
 
 
 def test_human_normalised_score_by_hand():
-  """Breakout: random 1.7, human 30.5, so a point is 1 / 28.8."""
+  """Breakout has a random score of 1.7 and a human score of 30.5, so a point is 1 / 28.8."""
   episodes = evaluation.Episodes([1.7, 30.5, 1.7 + 2 * 28.8], [1, 1, 1])
   assert evaluation.statistics('Breakout-v5', episodes)['human_normalised'] == pytest.approx(1.0)
   episodes = evaluation.Episodes([-20.7 + 35.3 / 2], [1])  # Pong: from -20.7 to 14.6
   assert evaluation.statistics('Pong-v5', episodes)['human_normalised'] == pytest.approx(0.5)
 
 
-def test_atari_scores_are_of_envpools_57_games():
+def test_atari_scores_cover_57_games_of_envpool():
   scores = evaluation.atari_scores()
   assert len(scores) == 57
   assert set(scores) <= set(envpool.list_all_envs())
   assert all(human > random for random, human in scores.values())
 
 
-def test_restores_the_newest_parameters(tmp_path):
+def test_restore_reads_the_newest_parameters(tmp_path):
   params = _save(tmp_path, _catch_config(), 3, 5)
   before = sorted(tmp_path.rglob('*'))
   agent = evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path))
@@ -261,16 +263,17 @@ def test_restores_the_newest_parameters(tmp_path):
   jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 5), agent.params, params)
 
 
-def test_restores_a_run_of_more_devices_than_are_here(tmp_path):
+def test_restore_reads_a_run_of_more_devices_than_this_machine_has(tmp_path):
   config = _catch_config()
   _save(tmp_path, config, 1)
-  there = dict(actor_devices=[30, 31], learner_devices=[28, 29], actor_platform='gpu')
-  _edit(tmp_path, placement=config.placement.to_dict() | there, num_shards=4, num_grad_shards=2)
+  other_machine = dict(actor_devices=[30, 31], learner_devices=[28, 29], actor_platform='gpu')
+  _edit(tmp_path, placement=config.placement.to_dict() | other_machine, num_shards=4,
+        num_grad_shards=2)
   assert evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path)).update == 1
 
 
 def _workdir(tmp, kind):
-  """Makes one that cannot be evaluated."""
+  """Makes a workdir that cannot be evaluated."""
   if kind == 'missing':
     return tmp / 'nowhere'
   if kind == 'not a config':
@@ -288,15 +291,16 @@ def _workdir(tmp, kind):
   return tmp
 
 
-def test_any_change_to_a_config_is_refused_in_one_line_or_harmless(tmp_path):
-  """Fields of a stranger's config.json, set to anything."""
+def test_any_change_of_a_stored_config_is_accepted_or_refused_in_one_line(tmp_path):
+  """Sets fields of a config.json to arbitrary values."""
   rng = random.Random(3)
   text = json.dumps(dict(config=_catch_config().to_dict(), versions={}))
   values = [None, 5, -1, 2**40, 1e300, 'x', 'mine:Y', [], [1], [[1]], {}, {'a': 1}, True, '', 0]
   refused = 0
   for _ in range(150):
     record = json.loads(text)
-    fields, name = record['config'], rng.choice(list(record['config']))
+    fields = record['config']
+    name = rng.choice(list(fields))
     if isinstance(fields[name], dict) and rng.random() < 0.7:
       fields = fields[name]
       name = rng.choice(list(fields))
@@ -310,18 +314,18 @@ def test_any_change_to_a_config_is_refused_in_one_line_or_harmless(tmp_path):
   assert refused > 75
 
 
-@pytest.mark.parametrize('kind, words', [
+@pytest.mark.parametrize('kind, message', [
     ('missing', 'does not exist'), ('empty', 'no config.json'),
     ('not a config', 'not of a run of podracer_jit'), ('lacks a field', 'loss.name: is missing'),
     ('unsaved', 'no checkpoint yet'), ('nothing saved', 'no checkpoint yet'),
     ('of other parameters', 'cannot read the checkpoint of update')])
-def test_a_workdir_without_a_run_is_refused_in_one_line(tmp_path, evaluate, kind, words):
+def test_a_workdir_without_a_run_is_refused_in_one_line(tmp_path, evaluate, kind, message):
   workdir = _workdir(tmp_path, kind)
   before = sorted(tmp_path.rglob('*'))
   code, errors = evaluate(f'--workdir={workdir}')
   assert code == 2
   assert errors.startswith('podracer_jit evaluate: --workdir: ') and errors.count('\n') == 1, errors
-  assert words in errors and 'Traceback' not in errors
+  assert message in errors and 'Traceback' not in errors
   assert sorted(tmp_path.rglob('*')) == before
 
 
@@ -344,8 +348,8 @@ def test_a_failure_while_playing_is_one_line_and_exit_code_1(tmp_path, evaluate)
 
 
 def _decode(path, width, height):
-  """Frames [T, H, W, 3] of a video of that size, and how many it shows a second."""
-  # Not imageio_ffmpeg.read_frames: it forks a process that has JAX's threads.
+  """Returns the frames [T, H, W, 3] of a video, and its frames per second."""
+  # imageio_ffmpeg.read_frames would fork this process, which has JAX's threads.
   ffmpeg = imageio_ffmpeg.get_ffmpeg_exe()
   raw = subprocess.run([ffmpeg, '-loglevel', 'error', '-i', path, '-fps_mode', 'passthrough',
                         '-f', 'rawvideo', '-pix_fmt', 'rgb24', '-'], capture_output=True,
@@ -354,8 +358,8 @@ def _decode(path, width, height):
   return np.frombuffer(raw, np.uint8).reshape(frames, height, width, 3), frames / seconds
 
 
-def test_a_checkpoint_that_vanishes_while_it_is_listed_is_no_error(tmp_path, monkeypatch):
-  """As Orbax meets it, when a training run deletes an old checkpoint at that moment."""
+def test_a_checkpoint_deleted_during_the_listing_is_no_error(tmp_path, monkeypatch):
+  """Orbax raises this error if a training run deletes an old checkpoint at that moment."""
   _save(tmp_path, _catch_config(), 1)
   opened = []
 
@@ -371,14 +375,15 @@ def test_a_checkpoint_that_vanishes_while_it_is_listed_is_no_error(tmp_path, mon
   assert len(opened) == 2
 
 
-def test_gif_shows_what_envpool_renders(tmp_path):
-  """Frame by frame against a pool in Python; a GIF of few colours is exact."""
+def test_a_gif_has_the_frames_that_envpool_renders(tmp_path):
+  """Compares frame by frame with a pool in Python; a GIF of few colours is exact."""
   agent = _agent('Pong-v5', _always(2, 6), max_episode_steps=20, frame_skip=4)
   film = video.film(agent, tmp_path / 'pong.gif', seed=1, env=3, max_steps=100)
   pool = _pool('Pong-v5', evaluation.seeds(1, 4)[3:], max_episode_steps=20,
                render_mode='rgb_array')
   pool.reset()
-  expected, rewards = [pool.render()[0]], 0.0
+  expected = [pool.render()[0]]
+  rewards = 0.0
   for _ in range(20):
     rewards += pool.step(np.array([2], np.int32))[1][0]
     expected.append(pool.render()[0])
@@ -386,7 +391,7 @@ def test_gif_shows_what_envpool_renders(tmp_path):
   assert film == video.Film(rewards, 21, 15.0, 'rendered by the environment')
   assert len(frames) == 21
   np.testing.assert_array_equal(frames[:, 1::3, 1::3], np.stack(expected))
-  assert len({frame.tobytes() for frame in expected}) > 5  # it moves
+  assert len({frame.tobytes() for frame in expected}) > 5  # the picture moves
   assert rate == pytest.approx(15, rel=0.02)
 
 
@@ -395,15 +400,15 @@ def test_gif_shows_what_envpool_renders(tmp_path):
     ('Breakout-v5', _always(1, 4), dict(max_episode_steps=9), 15, (480, 630)),
     ('CartPole-v1', _lean, dict(max_episode_steps=9), 50, (600, 400)),
     ('Catch-v0', _always(1, 3), {}, 10, (240, 480))])
-def test_mp4_of_every_frame_at_the_tasks_speed(tmp_path, task, apply, options, rate, size):
+def test_an_mp4_has_every_frame_at_the_tasks_speed(tmp_path, task, apply, options, rate, size):
   film = video.film(_agent(task, apply, **options), tmp_path / 'x.mp4', 0, 0, 100)
-  frames, shown = _decode(tmp_path / 'x.mp4', *size)
+  frames, decoded_rate = _decode(tmp_path / 'x.mp4', *size)
   assert film.frames == len(frames) == 10
-  assert film.frame_rate == rate == pytest.approx(shown, rel=0.02)
+  assert film.frame_rate == rate == pytest.approx(decoded_rate, rel=0.02)
   assert frames.std() > 1 and (frames[0] != frames[-1]).any()
 
 
-def test_newest_frame_of_observations_that_nothing_renders():
+def test_without_a_renderer_a_picture_is_the_newest_frame():
   planes = np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3)
   np.testing.assert_array_equal(video._picture(planes, colour=False)[..., 1], planes[3])
   np.testing.assert_array_equal(video._picture(planes, colour=True)[..., 0], planes[1])
@@ -415,7 +420,7 @@ def test_newest_frame_of_observations_that_nothing_renders():
   np.testing.assert_array_equal(video._picture(board, colour=False)[..., 2], [[0, 255], [127, 0]])
 
 
-def test_no_video_where_there_is_nothing_to_see():
+def test_a_task_without_pictures_has_no_video():
   class Blind:
     first_obs = np.zeros((1, 4), np.float32)
 
@@ -427,7 +432,7 @@ def test_no_video_where_there_is_nothing_to_see():
     video._camera(_agent('Odd-v0', _lean), Blind(), one_env)
 
 
-def test_a_video_that_cannot_be_written_says_so(tmp_path):
+def test_a_video_that_cannot_be_written_is_an_error(tmp_path):
   agent = _agent('Catch-v0', _always(1, 3))
   with pytest.raises(OSError, match='could not write'):
     video.film(agent, tmp_path / 'nowhere' / 'x.mp4', 0, 0, 100)

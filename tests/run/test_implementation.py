@@ -1,4 +1,4 @@
-"""Which thread draws the live display, seen by a patched method."""
+"""The thread that draws the live display."""
 
 import io
 import threading
@@ -12,12 +12,12 @@ from tests.run.test_metrics import EXPERIMENT, RECORD
 pytestmark = pytest.mark.implementation
 
 
-def test_the_block_is_not_made_by_whoever_reports(monkeypatch):
+def test_the_live_block_is_not_drawn_by_the_reporting_thread(monkeypatch):
   threads = []
   monkeypatch.setattr(Progress, '_block', lambda self: threads.append(threading.get_ident()) or '')
   console = Console(file=io.StringIO(), force_terminal=True)
   with Progress(EXPERIMENT, 'a title', console) as progress:
-    assert threads.pop() == threading.get_ident()  # as it begins
+    assert threads.pop() == threading.get_ident()  # when it begins
     for _ in range(20):
       progress.show(dict(RECORD))
     assert threading.get_ident() not in threads

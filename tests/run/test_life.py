@@ -1,10 +1,9 @@
-"""Runs that begin with another run's state, go on longer, or go on with other fields."""
+"""Runs that begin with another run's state, are extended, or change fields."""
 
 import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import jax
@@ -15,17 +14,14 @@ import pytest
 from podracer_jit import experiment
 from podracer_jit.run import changes, checkpoint, history, workdirs
 from tests import processes
+from tests.processes import command
 from tests.runs import QUICK
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=False',
          '--config.checkpoint.every_updates=3', '--config.checkpoint.keep=9']
 CONSTANT = [*CATCH, '--config.optimizer.anneal=False']
 CARTPOLE = ['--config=configs/ppo_cartpole.py:smoke', '--config.log.tensorboard=False']
-STEPS = 576  # of an update of CATCH: 32 environments, 20 rows, of which every tenth is invalid
-
-
-def command(*args):
-  return [sys.executable, '-P', '-m', 'podracer_jit', *map(str, args)]
+STEPS = 576  # steps of an update of CATCH: 32 environments, 20 rows, every tenth row invalid
 
 
 def binary(*args, code=0):
@@ -44,10 +40,10 @@ def launched(count, *args, code=0):
 
 
 def refused(*args):
-  """Returns the one line with which the command is refused."""
-  said = binary(*args, code=2)
-  assert said.startswith('podracer_jit: ') and said.count('\n') == 1, said
-  return said
+  """Runs a command that must be refused; returns its one line of error."""
+  output = binary(*args, code=2)
+  assert output.startswith('podracer_jit: ') and output.count('\n') == 1, output
+  return output
 
 
 def updates(count):
@@ -71,7 +67,7 @@ def metric(workdir, name):
 
 
 def arrays(workdir, update, item='state'):
-  """Returns the arrays of a checkpoint, as Orbax reads them without knowing what they are."""
+  """Returns the arrays of a checkpoint by name, without the structure of the train state."""
   tree = ocp.StandardCheckpointer().restore(workdir / 'checkpoints' / str(update) / item)
   tree.pop('key', None)
   return {jax.tree_util.keystr(path): np.asarray(leaf)
@@ -79,6 +75,7 @@ def arrays(workdir, update, item='state'):
 
 
 def copied(workdir, target):
+  """Copies a workdir; returns the copy."""
   return shutil.copytree(workdir, target, dirs_exist_ok=True)
 
 
@@ -89,7 +86,7 @@ def break_checkpoints(workdir, *numbers):
 
 @pytest.fixture(scope='module')
 def six(tmp_path_factory):
-  """Six updates at a constant rate."""
+  """A run of six updates at a constant rate."""
   workdir = tmp_path_factory.mktemp('six')
   binary(*CONSTANT, updates(6), f'--workdir={workdir}')
   return workdir
@@ -97,7 +94,7 @@ def six(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def twelve(tmp_path_factory):
-  """Twelve updates at a constant rate, at once."""
+  """A run of twelve updates at a constant rate, in one part."""
   workdir = tmp_path_factory.mktemp('twelve')
   binary(*CONSTANT, updates(12), f'--workdir={workdir}')
   return workdir
@@ -105,17 +102,17 @@ def twelve(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def extended(six, tmp_path_factory):
-  """Six updates, and six more, at a constant rate."""
+  """`six` extended to twelve updates."""
   workdir = copied(six, tmp_path_factory.mktemp('extended'))
-  said = binary(*CONSTANT, updates(12), f'--workdir={workdir}', '--extend')
-  assert 'changed before update 7: total_steps: 3456 before, 6912 since' in said
-  assert 'the learning rate' not in said  # it is constant
+  output = binary(*CONSTANT, updates(12), f'--workdir={workdir}', '--extend')
+  assert 'changed before update 7: total_steps: 3456 before, 6912 since' in output
+  assert 'the learning rate' not in output  # the rate is constant
   return workdir
 
 
 @pytest.fixture(scope='module')
 def faster(six, tmp_path_factory):
-  """Six updates, and six more at ten times the rate."""
+  """`six` extended to twelve updates, with ten times the rate from update 7 on."""
   workdir = copied(six, tmp_path_factory.mktemp('faster'))
   binary(*CONSTANT, updates(12), '--config.optimizer.learning_rate=0.01', f'--workdir={workdir}',
          '--extend', '--change=optimizer.learning_rate')
@@ -124,64 +121,67 @@ def faster(six, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def heir(six, tmp_path_factory):
-  """Six updates that begin with the state of `six`, whose workdir has gone since."""
+  """A run of six updates that began with the state of `six`, whose workdir was then removed."""
   source = copied(six, tmp_path_factory.mktemp('source'))
   workdir = tmp_path_factory.mktemp('heir')
-  said = binary(*CONSTANT, updates(6), f'--workdir={workdir}', f'--init_from={source}',
+  output = binary(*CONSTANT, updates(6), f'--workdir={workdir}', f'--init_from={source}',
                 '--config.seed=2')
-  assert f'begins with parameters, optimizer of {source} after update 6\n' in said
+  assert f'begins with parameters, optimizer of {source} after update 6\n' in output
   shutil.rmtree(source)
   return workdir
 
 
 @pytest.mark.same_bits('total_steps raised with --extend', 'IMPALA: MLP (`cleanba`)')
-def test_an_extended_run_is_the_longer_run(extended, twelve):
+def test_an_extended_run_equals_the_longer_run(extended, twelve):
   assert receipts(extended) == receipts(twelve) and len(receipts(twelve)) == 12
   assert metric(extended, 'learning_rate') == metric(twelve, 'learning_rate')
   assert [header.get('history') for header in headers(extended)] == [
       None, None, {'first_update': 7, 'changes': {'total_steps': {'was': 3456, 'now': 6912}}}, None]
   assert 'history' not in json.loads((twelve / 'config.json').read_text())
-  said = binary('compare', extended, twelve)
-  assert said.startswith('history: A changed before update 7: total_steps: 3456 before, 6912 since'
-                         '\nidentical: 12 updates')
+  output = binary('compare', extended, twelve)
+  assert output.startswith(
+      'history: A changed before update 7: total_steps: 3456 before, 6912 since\n'
+      'identical: 12 updates')
 
 
 @pytest.mark.same_bits('extended within a segment, JAX environments', 'PPO: MLP (`sync`)')
-def test_where_environments_go_on_a_run_may_be_extended_anywhere(tmp_path):
+def test_a_run_with_jax_environments_can_be_extended_within_a_segment(tmp_path):
   args = [*CARTPOLE, '--config.env.task=gymnax:CartPole-v1', '--config.scheme=sync',
           '--config.optimizer.anneal=False', '--config.checkpoint.every_updates=4']
   binary(*args, f'--workdir={tmp_path}/a')
-  ended = len(receipts(tmp_path / 'a'))
+  first_end = len(receipts(tmp_path / 'a'))
   binary(*args, f'--workdir={tmp_path}/a', '--config.total_steps=9000', '--extend')
   binary(*args, f'--workdir={tmp_path}/b', '--config.total_steps=9000')
-  assert ended % 4 and len(receipts(tmp_path / 'a')) > ended
+  assert first_end % 4 and len(receipts(tmp_path / 'a')) > first_end
   assert receipts(tmp_path / 'a') == receipts(tmp_path / 'b')
 
 
-def test_a_finished_run_says_what_would_go_on_and_the_same_command_changes_nothing(extended):
+def test_a_finished_run_tells_how_to_extend_it_and_changes_nothing(extended):
   before = (extended / 'config.json').read_text()
-  said = binary(*CONSTANT, updates(12), f'--workdir={extended}', '--extend')
-  assert 'to go on: --extend with a larger --config.total_steps' in said
+  output = binary(*CONSTANT, updates(12), f'--workdir={extended}', '--extend')
+  assert 'to go on: --extend with a larger --config.total_steps' in output
   assert (extended / 'config.json').read_text() == before
 
 
-def test_refusals_name_the_flag_that_would_allow_it(extended, six, tmp_path):
-  here = f'--workdir={extended}'
-  said = refused(*CONSTANT, updates(13), '--config.loss.entropy_coef=0.1', here)
-  assert 'loss.entropy_coef: 0.01 there, 0.1 now: --change=loss.entropy_coef allows it' in said
-  assert 'total_steps: 6912 there, 7488 now: --extend allows it' in said
-  assert f'--init_from={extended} begins with what this run has learned' in said
-  assert 'it can only grow' in refused(*CONSTANT, updates(11), here, '--extend')
-  assert '--extend allows it' in refused(*CONSTANT, updates(13), here, '--change=loss.entropy_coef')
+def test_refusals_name_the_flag_that_allows_the_change(extended, six, tmp_path):
+  workdir = f'--workdir={extended}'
+  output = refused(*CONSTANT, updates(13), '--config.loss.entropy_coef=0.1', workdir)
+  assert 'loss.entropy_coef: 0.01 there, 0.1 now: --change=loss.entropy_coef allows it' in output
+  assert 'total_steps: 6912 there, 7488 now: --extend allows it' in output
+  assert f'--init_from={extended} begins with what this run has learned' in output
+  assert 'it can only grow' in refused(*CONSTANT, updates(11), workdir, '--extend')
+  assert '--extend allows it' in refused(
+      *CONSTANT, updates(13), workdir, '--change=loss.entropy_coef')
   assert 'loss.entropy_coef: 0.01 there' in refused(
-      *CONSTANT, updates(12), '--config.loss.entropy_coef=0.1', here, '--change=loss.discount')
+      *CONSTANT, updates(12), '--config.loss.entropy_coef=0.1', workdir,
+      '--change=loss.discount')
   assert 'seed: 1 there, 2 now: it cannot change, as' in refused(
-      *CONSTANT, updates(12), '--config.seed=2', here)
+      *CONSTANT, updates(12), '--config.seed=2', workdir)
   new = f'--workdir={tmp_path}/new'
   for flag in ('--extend', '--change=loss.discount'):
     assert 'there is no run in' in refused(*CONSTANT, new, flag)
   source = f'--init_from={six}'
-  for args, words in [
+  for args, message in [
       (['--change=total_steps'], '--change: total_steps has a flag of its own, --extend'),
       (['--change=los.discount'], 'no field los.discount; did you mean loss.discount?'),
       (['--change=network.hidden'], 'network.hidden cannot change, as the checkpoint has the'),
@@ -194,18 +194,18 @@ def test_refusals_name_the_flag_that_would_allow_it(extended, six, tmp_path):
       ([f'{source}/none'], 'none does not exist'),
       ([f'--init_from={tmp_path}'], 'has no whole checkpoint'),
       ([f'--init_from={tmp_path}/new', '--init_parts=all'], 'new does not exist')]:
-    assert words in refused(*CONSTANT, new, *args)
+    assert message in refused(*CONSTANT, new, *args)
   assert not (tmp_path / 'new').exists()
 
 
 @pytest.fixture(scope='module')
 def annealed(tmp_path_factory):
-  """Six updates at a falling rate, and six more."""
+  """A run of six updates at a falling rate, extended to twelve."""
   workdir = tmp_path_factory.mktemp('annealed')
   binary(*CATCH, updates(6), f'--workdir={workdir}')
-  said = binary(*CATCH, updates(12), f'--workdir={workdir}', '--extend')
+  output = binary(*CATCH, updates(12), f'--workdir={workdir}', '--extend')
   assert ('the learning rate changes from 0 to 0.0005 here: it is annealed over 6,912 steps '
-          'instead of 3,456\n') in said
+          'instead of 3,456\n') in output
   return workdir
 
 
@@ -215,40 +215,40 @@ def test_an_extended_rate_anneals_to_the_new_end(annealed):
   np.testing.assert_allclose(metric(annealed, 'learning_rate'), first + second, rtol=1e-5)
 
 
-def test_a_run_that_repeats_another_has_its_phases(annealed, tmp_path):
-  said = binary(*CATCH, updates(12), f'--workdir={tmp_path}', f'--repeat={annealed}')
-  assert 'update 6: the config changes after it' in said
+def test_a_repeated_run_has_the_same_changes(annealed, tmp_path):
+  output = binary(*CATCH, updates(12), f'--workdir={tmp_path}', f'--repeat={annealed}')
+  assert 'update 6: the config changes after it' in output
   assert receipts(tmp_path) == receipts(annealed)
   assert workdirs.read_history(tmp_path) == workdirs.read_history(annealed)
   assert binary('compare', annealed, tmp_path).startswith('identical: 12 updates')
-  said = refused(*CATCH, updates(13), f'--workdir={tmp_path}/other', f'--repeat={annealed}')
-  assert 'only its newest config can repeat that (total_steps: 6912 there, 7488 here)' in said
+  output = refused(*CATCH, updates(13), f'--workdir={tmp_path}/other', f'--repeat={annealed}')
+  assert 'only its newest config can repeat that (total_steps: 6912 there, 7488 here)' in output
 
 
 @pytest.mark.parametrize('name, update', [
     ('annealed', 5), ('annealed', 8), ('faster', 5), ('faster', 11), ('heir', 2), ('heir', 5)])
-def test_rerun_uses_the_config_and_the_state_of_the_time(name, update, request):
+def test_rerun_uses_the_config_and_state_of_that_update(name, update, request):
   workdir = request.getfixturevalue(name)
-  said = binary('rerun', f'--workdir={workdir}', f'--update={update}')
-  assert f'the rollout of update_{update}, as its receipt says' in said
+  output = binary('rerun', f'--workdir={workdir}', f'--update={update}')
+  assert f'the rollout of update_{update}, as its receipt says' in output
 
 
-def test_a_changed_rate_holds_from_its_update_on(faster, six, twelve):
+def test_a_changed_rate_applies_from_its_update_on(faster, six, twelve):
   assert receipts(faster)[:6] == receipts(six) == receipts(twelve)[:6]
   np.testing.assert_allclose(metric(faster, 'learning_rate'), [1e-3] * 6 + [1e-2] * 6, rtol=1e-6)
   assert receipts(faster)[6]['batch'] == receipts(twelve)[6]['batch']
   assert receipts(faster)[6]['params'] != receipts(twelve)[6]['params']
-  said = binary('compare', faster, twelve, code=1)
+  output = binary('compare', faster, twelve, code=1)
   assert ('history: A changed before update 7: optimizer.learning_rate: 0.001 before, 0.01 since; '
-          'total_steps: 3456 before, 6912 since\ndiffer at update 7: ') in said
+          'total_steps: 3456 before, 6912 since\ndiffer at update 7: ') in output
 
 
-def test_a_deep_comparison_uses_the_configs_of_the_time(faster, twelve):
-  said = binary('compare', '--deep', faster, twelve, code=1)
-  assert 'the first to differ: gradient step 1: parameters' in said
+def test_a_deep_comparison_uses_the_configs_of_that_update(faster, twelve):
+  output = binary('compare', '--deep', faster, twelve, code=1)
+  assert 'the first to differ: gradient step 1: parameters' in output
 
 
-def test_a_run_killed_after_its_change_goes_on_to_the_same_bits(six, tmp_path):
+def test_a_run_killed_after_a_change_resumes_to_the_same_bits(six, tmp_path):
   args = [*CONSTANT, updates(300), '--config.optimizer.learning_rate=0.01']
   flags = ['--extend', '--change=optimizer.learning_rate']
   killed = copied(six, tmp_path / 'killed')
@@ -261,38 +261,38 @@ def test_a_run_killed_after_its_change_goes_on_to_the_same_bits(six, tmp_path):
   process.wait()
   done = max(int(path.name) for path in killed.glob('checkpoints/*') if path.name.isdigit())
   assert done < 300
-  # The flags are no longer needed, and do no harm: config.json has the changes.
-  said = binary(*args, *flags[:1], f'--workdir={killed}')
-  assert f'going on from update {done} ' in said and 'changed before' not in said
-  whole = copied(six, tmp_path / 'whole')
-  binary(*args, *flags, f'--workdir={whole}')
-  assert receipts(killed) == receipts(whole) and len(receipts(whole)) == 300
-  assert headers(killed) == headers(whole)
+  # The changes are in config.json: the flags may be left out or given again.
+  output = binary(*args, *flags[:1], f'--workdir={killed}')
+  assert f'going on from update {done} ' in output and 'changed before' not in output
+  uninterrupted = copied(six, tmp_path / 'uninterrupted')
+  binary(*args, *flags, f'--workdir={uninterrupted}')
+  assert receipts(killed) == receipts(uninterrupted) and len(receipts(uninterrupted)) == 300
+  assert headers(killed) == headers(uninterrupted)
 
 
-def test_updates_before_a_change_are_made_again_with_the_config_of_the_time(faster, tmp_path):
+def test_updates_before_a_change_are_repeated_with_their_own_config(faster, tmp_path):
   copied(faster, tmp_path)
   break_checkpoints(tmp_path, 6, 9, 12)
   args = [*CONSTANT, updates(12), '--config.optimizer.learning_rate=0.01', f'--workdir={tmp_path}']
-  said = refused(*args, '--config.loss.entropy_coef=0.1', '--change=loss.entropy_coef')
-  assert 'cannot change now: the config changes before update 7, and the checkpoint' in said
-  said = binary(*args)
-  assert 'going on from update 3 ' in said and 'update 6: the config changes after it' in said
+  output = refused(*args, '--config.loss.entropy_coef=0.1', '--change=loss.entropy_coef')
+  assert 'cannot change now: the config changes before update 7, and the checkpoint' in output
+  output = binary(*args)
+  assert 'going on from update 3 ' in output and 'update 6: the config changes after it' in output
   assert receipts(tmp_path) == receipts(faster)
   assert headers(tmp_path) == headers(faster)
 
 
-def test_what_does_not_fit_the_checkpoint_cannot_change(tmp_path):
-  """Fields whose effect on the state only the shapes show."""
+def test_a_field_that_does_not_fit_the_checkpoint_cannot_change(tmp_path):
+  """Only the shapes of the state show that these fields cannot change."""
   args = ['--config=configs/apex_dqn_catch.py:smoke', '--config.log.tensorboard=False',
           f'--workdir={tmp_path}']
   binary(*args)
   before = (tmp_path / 'config.json').read_text()
-  said = refused(*args, '--config.replay.capacity=9984', '--change=replay.capacity')
-  assert 'replay.capacity: cannot change in' in said and ' has the shape ' in said
-  said = refused(*args, '--config.optimizer.anneal=False', '--config.optimizer.kl_target=0.0',
+  output = refused(*args, '--config.replay.capacity=9984', '--change=replay.capacity')
+  assert 'replay.capacity: cannot change in' in output and ' has the shape ' in output
+  output = refused(*args, '--config.optimizer.anneal=False', '--config.optimizer.kl_target=0.0',
                  '--config.env.num_envs=32', '--change=optimizer.anneal')
-  assert 'env.num_envs: 16 there, 32 now: it cannot change' in said
+  assert 'env.num_envs: 16 there, 32 now: it cannot change' in output
   assert (tmp_path / 'config.json').read_text() == before
 
 
@@ -307,20 +307,20 @@ def test_a_run_begins_with_another_runs_parameters_and_moments(heir, six):
       np.testing.assert_array_equal(value, source[name])
   assert headers(heir)[0]['history']['init_from']['taken'] == ['parameters', 'optimizer']
   assert metric(heir, 'update') == [1, 2, 3, 4, 5, 6]
-  said = binary('compare', heir, six, code=1)
-  assert 'history: A began with parameters, optimizer of ' in said
-  assert 'history: B began with its seed' in said
+  output = binary('compare', heir, six, code=1)
+  assert 'history: A began with parameters, optimizer of ' in output
+  assert 'history: B began with its seed' in output
 
 
 @pytest.mark.same_bits('begun with another run, then killed, repeated', 'IMPALA: MLP (`cleanba`)')
-def test_a_run_that_began_elsewhere_is_resumed_and_repeated_without_the_other(heir, tmp_path):
+def test_a_run_begun_with_another_run_resumes_and_repeats_without_it(heir, tmp_path):
   args = [*CONSTANT, updates(6), '--config.seed=2']
   resumed = copied(heir, tmp_path / 'resumed')
-  for number in (3, 6):  # as if it had been killed before its first checkpoint
+  for number in (3, 6):  # as if the run had been killed before its first checkpoint
     shutil.rmtree(resumed / 'checkpoints' / str(number))
   source = workdirs.read_history(heir)[0].init_from.workdir
-  said = binary(*args, f'--workdir={resumed}', f'--init_from={source}')
-  assert 'starting' in said
+  output = binary(*args, f'--workdir={resumed}', f'--init_from={source}')
+  assert 'starting' in output
   repeated = tmp_path / 'repeated'
   binary(*args, f'--workdir={repeated}', f'--repeat={heir}')
   assert receipts(heir) == receipts(resumed) == receipts(repeated)
@@ -329,17 +329,17 @@ def test_a_run_that_began_elsewhere_is_resumed_and_repeated_without_the_other(he
       *args, f'--workdir={resumed}', f'--init_from={tmp_path}')
 
 
-def test_a_lost_first_state_is_no_fresh_beginning(heir, tmp_path):
+def test_a_run_without_its_first_state_does_not_begin_anew(heir, tmp_path):
   copied(heir, tmp_path)
   shutil.rmtree(tmp_path / 'checkpoints')
   args = [*CONSTANT, updates(6), '--config.seed=2']
   assert 'has no checkpoint left' in refused(*args, f'--workdir={tmp_path}')
-  said = binary('rerun', f'--workdir={tmp_path}', '--update=2', code=2)
-  assert 'its checkpoint of update 0 is gone' in said
+  output = binary('rerun', f'--workdir={tmp_path}', '--update=2', code=2)
+  assert 'its checkpoint of update 0 is gone' in output
 
 
-def test_a_start_that_was_killed_begins_again(heir, six, tmp_path):
-  """The first state is saved, and config.json, which comes after it, is not."""
+def test_a_run_killed_while_starting_begins_anew(heir, six, tmp_path):
+  """The run was killed after saving the first state and before writing config.json."""
   copied(heir, tmp_path)
   for path in tmp_path.iterdir():
     if path.name != 'checkpoints':
@@ -352,7 +352,7 @@ def test_a_start_that_was_killed_begins_again(heir, six, tmp_path):
 
 @pytest.fixture(scope='module')
 def cartpole(tmp_path_factory):
-  """PPO on CartPole with running statistics of observations."""
+  """A run of PPO on CartPole with running statistics of observations."""
   workdir = tmp_path_factory.mktemp('cartpole')
   binary(*CARTPOLE, '--config.normalise.obs=True', f'--workdir={workdir}')
   return workdir
@@ -362,11 +362,11 @@ def newest(workdir):
   return checkpoint.saved_updates(workdir)[-1]
 
 
-def test_another_task_whose_shapes_fit(cartpole, tmp_path):
+def test_init_from_a_task_with_the_same_shapes(cartpole, tmp_path):
   args = [*CARTPOLE, '--config.env.task=gymnax:CartPole-v1', '--config.normalise.obs=True',
           f'--workdir={tmp_path}']
-  said = binary(*args, f'--init_from={cartpole}')
-  assert 'begins with parameters, normalisation, optimizer of' in said
+  output = binary(*args, f'--init_from={cartpole}')
+  assert 'begins with parameters, normalisation, optimizer of' in output
   first = arrays(tmp_path, 0)
   source = arrays(cartpole, newest(cartpole))
   moments = [name for name in first if 'moments' in name]
@@ -374,56 +374,56 @@ def test_another_task_whose_shapes_fit(cartpole, tmp_path):
                          if name.startswith("['params']"))
   binary('rerun', f'--workdir={tmp_path}', '--update=2')
   binary(*args, '--extend', '--config.total_steps=9000')
-  said = binary('evaluate', f'--workdir={tmp_path}', '--num_episodes=2')
-  assert 'gymnax:CartPole-v1 after update' in said
+  output = binary('evaluate', f'--workdir={tmp_path}', '--num_episodes=2')
+  assert 'gymnax:CartPole-v1 after update' in output
 
 
-def test_another_task_that_fits_partly(cartpole, tmp_path):
-  """Acrobot has six numbers to see and three actions; CartPole has four, and two."""
+def test_init_from_a_task_with_some_other_shapes(cartpole, tmp_path):
+  """Acrobot has six observed numbers and three actions; CartPole has four and two."""
   args = [*CARTPOLE, '--config.env.task=Acrobot-v1', '--config.normalise.obs=True',
           f'--workdir={tmp_path}', f'--init_from={cartpole}']
-  said = refused(*args, '--init_parts=parameters')
+  output = refused(*args, '--init_parts=parameters')
   assert ('--init_from: params/params/policy/bias has the shape (3,) here, (2,) in '
-          f'{cartpole}; --init_partly begins with fresh values') in said
+          f'{cartpole}; --init_partly begins with fresh values') in output
   assert not list(tmp_path.iterdir())
-  said = binary(*args, '--init_partly')
+  output = binary(*args, '--init_partly')
   origin = workdirs.read_history(tmp_path)[0].init_from
-  assert 'began fresh: params/' in said and not origin.unused
+  assert 'began fresh: params/' in output and not origin.unused
   layers = {name for name in origin.fresh if name.startswith('params/params/')}
   assert layers == {'params/params/policy/bias', 'params/params/policy/kernel',
                     'params/params/torso/Dense_0/kernel'}
   first = arrays(tmp_path, 0)
   source = arrays(cartpole, newest(cartpole))
-  taken = {name for name, value in first.items() if name in source
-           and np.array_equal(value, source[name]) and value.any()}
+  copied_names = {name for name, value in first.items() if name in source
+                  and np.array_equal(value, source[name]) and value.any()}
   kernel = "['params']['torso']['Dense_1']['kernel']"
-  assert {f"['params']{kernel}", f"['opt_state'][1]['mu']{kernel}"} <= taken
-  assert not any('policy' in name for name in taken)
+  assert {f"['params']{kernel}", f"['opt_state'][1]['mu']{kernel}"} <= copied_names
+  assert not any('policy' in name for name in copied_names)
   binary('rerun', f'--workdir={tmp_path}', '--update=3')
 
 
-def test_another_optimizer_is_fresh_unless_it_was_asked_for(cartpole, tmp_path):
+def test_another_optimizer_starts_fresh_unless_it_was_asked_for(cartpole, tmp_path):
   args = [*CARTPOLE, '--config.normalise.obs=True', '--config.optimizer.name=rmsprop',
           f'--init_from={cartpole}']
-  said = refused(*args, '--init_parts=optimizer', f'--workdir={tmp_path}/a')
-  assert 'keeps other statistics; leave optimizer out' in said
-  said = binary(*CARTPOLE, '--config.normalise.obs=True', f'--init_from={cartpole}',
+  output = refused(*args, '--init_parts=optimizer', f'--workdir={tmp_path}/a')
+  assert 'keeps other statistics; leave optimizer out' in output
+  output = binary(*CARTPOLE, '--config.normalise.obs=True', f'--init_from={cartpole}',
                 '--init_parts=all', f'--workdir={tmp_path}/all')  # PPO has no replay
-  assert 'begins with parameters, normalisation, optimizer of' in said
+  assert 'begins with parameters, normalisation, optimizer of' in output
   for flags in ([], ['--init_partly']):
     workdir = tmp_path / f'b{len(flags)}'
-    said = binary(*args, *flags, f'--workdir={workdir}')
-    assert 'begins with parameters, normalisation of' in said and 'fresh: optimizer\n' in said
+    output = binary(*args, *flags, f'--workdir={workdir}')
+    assert 'begins with parameters, normalisation of' in output and 'fresh: optimizer\n' in output
     assert not any(value.any() for name, value in arrays(workdir, 0).items()
                    if name.startswith("['opt_state']"))
-  said = refused(*CARTPOLE, f'--init_from={cartpole}', f'--workdir={tmp_path}/c')
-  assert 'params/moments/' in said and 'is not here, only in' in said
+  output = refused(*CARTPOLE, f'--init_from={cartpole}', f'--workdir={tmp_path}/c')
+  assert 'params/moments/' in output and 'is not here, only in' in output
 
 
-def test_everything_with_the_replay(tmp_path):
+def test_init_from_with_the_replay(tmp_path):
   args = ['--config=configs/apex_dqn_catch.py:smoke', '--config.log.tensorboard=False',
           '--config.scheme=apex_lockstep', '--config.checkpoint.every_updates=11',
-          '--config.checkpoint.keep=4']  # and that of update 0
+          '--config.checkpoint.keep=4']  # besides the checkpoint of update 0
   source = tmp_path / 'source'
   heir = tmp_path / 'heir'
   binary(*args, f'--workdir={source}')
@@ -434,30 +434,30 @@ def test_everything_with_the_replay(tmp_path):
   for name, value in replays[0].items():
     np.testing.assert_array_equal(value, replays[1][name])
   first = arrays(heir, 0)
-  own = arrays(source, last)
-  assert {name for name in own if not np.array_equal(own[name], first[name])} == {
+  saved = arrays(source, last)
+  assert {name for name in saved if not np.array_equal(saved[name], first[name])} == {
       "['update']", "['steps']"}
-  assert any("['target']" in name for name in own)
-  # It learns from its first update on, and knows how old the transitions are.
+  assert any("['target']" in name for name in saved)
+  # The heir learns from its first update on, and the ages of old transitions are kept.
   ages = metric(heir, 'sampled_age')
   assert metric(heir, 'sampled')[0] > 0 == metric(source, 'sampled')[0]
-  assert 0 < metric(source, 'sampled_age')[-1] < ages[0] < own["['target']['gradient_steps']"] + 3
+  assert 0 < metric(source, 'sampled_age')[-1] < ages[0] < saved["['target']['gradient_steps']"] + 3
   for update in (2, 14):
     binary('rerun', f'--workdir={heir}', f'--update={update}')
-  said = refused(*args, f'--workdir={tmp_path}/x', f'--init_from={source}', '--init_parts=replay',
+  output = refused(*args, f'--workdir={tmp_path}/x', f'--init_from={source}', '--init_parts=replay',
                  '--config.replay.capacity=9984')
-  assert '--init_parts: the replay does not fit: ' in said
-  copy = tmp_path / 'copy'  # without the replay the target network is taken, its counter is not
+  assert '--init_parts: the replay does not fit: ' in output
+  copy = tmp_path / 'copy'  # without the replay, the target network is copied without its counter
   binary(*args, f'--workdir={copy}', f'--init_from={source}')
   first = arrays(copy, 0)
   assert first["['target']['gradient_steps']"] == 0
-  assert all((own[name] == first[name]).all() for name in own
+  assert all((saved[name] == first[name]).all() for name in saved
              if name.startswith("['target']['params']"))
   assert metric(copy, 'sampled')[0] == 0
 
 
 @pytest.mark.parametrize('scheme', ['impala', 'fused'])
-def test_schemes_with_and_without_an_order(scheme, cartpole, tmp_path):
+def test_init_from_and_extend_with_other_schemes(scheme, cartpole, tmp_path):
   args = [*CARTPOLE, f'--config.scheme={scheme}', '--config.normalise.obs=True',
           '--config.checkpoint.every_updates=2', f'--workdir={tmp_path}']
   binary(*args, f'--init_from={cartpole}')
@@ -471,23 +471,23 @@ def test_schemes_with_and_without_an_order(scheme, cartpole, tmp_path):
 
 @pytest.mark.same_bits('2 processes and 1, begun with another run and extended',
                        'IMPALA: MLP (`cleanba`)')
-def test_two_processes_know_it_all(six, tmp_path):
+def test_two_processes_can_init_extend_change_and_repeat(six, tmp_path):
   shards = [*CATCH, '--config.num_shards=2', '--config.num_grad_shards=2']
-  two = f'--workdir={tmp_path}/two'
-  one = f'--workdir={tmp_path}/one'
+  of_two = f'--workdir={tmp_path}/two'
+  of_one = f'--workdir={tmp_path}/one'
   for args in ([updates(3), f'--init_from={six}'],
                [updates(6), '--extend', '--config.loss.entropy_coef=0.1',
                 '--change=loss.entropy_coef']):
-    launched(2, *shards, two, *args)
-    binary(*shards, one, *args)
+    launched(2, *shards, of_two, *args)
+    binary(*shards, of_one, *args)
   assert len(receipts(tmp_path / 'two')) == 6
   assert binary('compare', tmp_path / 'one', tmp_path / 'two').startswith('identical: 6 updates')
   launched(2, *shards, updates(6), '--config.loss.entropy_coef=0.1',
            f'--workdir={tmp_path}/three', f'--repeat={tmp_path}/one')
   assert receipts(tmp_path / 'three') == receipts(tmp_path / 'one')
-  said = launched(2, *shards, two, updates(6), code=2)
-  assert '[0] podracer_jit: ' in said and '--change=loss.entropy_coef allows it' in said
-  assert '[1] podracer_jit: process 0 refuses the workdir' in said
+  output = launched(2, *shards, of_two, updates(6), code=2)
+  assert '[0] podracer_jit: ' in output and '--change=loss.entropy_coef allows it' in output
+  assert '[1] podracer_jit: process 0 refuses the workdir' in output
 
 
 def test_a_history_gives_the_config_of_each_update():
@@ -504,7 +504,7 @@ def test_a_history_gives_the_config_of_each_update():
   assert config == {'a': {'b': 4, 'x': 0}, 'c': (3, 4)}
   record = json.loads(json.dumps({'history': [entry.as_json() for entry in entries]}))
   assert [entry.first_update for entry in history.read(record)] == [5, 9]
-  # Back to the old value before anything was made with the new one: nothing has changed.
+  # Changing back to the old value before any update used the new one is no change.
   assert history.with_changes(entries, 9, {'a.b': {'was': 4, 'now': 2}, 'd': {'now': 5}}
                               ) == entries[:1]
   with pytest.raises(ValueError, match='changes before update 9'):
@@ -514,16 +514,16 @@ def test_a_history_gives_the_config_of_each_update():
 @pytest.mark.parametrize('garbled', [
     3, [3], [{}], [{'first_update': 'x'}], [{'first_update': 1, 'changes': 3}],
     [{'first_update': 1, 'changes': {'a': 3}}], [{'first_update': 1, 'init_from': {}}]])
-def test_a_garbled_history_is_no_history(garbled, six, tmp_path):
+def test_a_garbled_history_is_refused(garbled, six, tmp_path):
   record = json.loads((six / 'config.json').read_text()) | {'history': garbled}
   (tmp_path / 'config.json').write_text(json.dumps(record))
   with pytest.raises(ValueError, match='is not of a run of podracer_jit'):
     workdirs.read_config(tmp_path)
 
 
-def test_fields_that_stay_are_fields():
-  """A field that was renamed would silently be free to change."""
+def test_fields_that_cannot_change_exist():
+  """Otherwise a renamed field could silently be changed."""
   for loss in ('ppo', 'dqn'):
-    known = workdirs.flat(experiment.config(loss, 'mlp', 'adam').to_dict())
-    for field in changes._STAYS:
-      assert any(name == field or name.startswith(field) for name in known), field
+    fields = workdirs.flat(experiment.config(loss, 'mlp', 'adam').to_dict())
+    for field in changes._FIXED:
+      assert any(name == field or name.startswith(field) for name in fields), field

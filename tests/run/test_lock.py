@@ -1,4 +1,4 @@
-"""One run in one workdir: real processes, real kills."""
+"""Only one run can use a workdir; with real processes and kills."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ import pytest
 
 from podracer_jit.run.lock import FALLBACK_NAME, NAME, InUse, WorkdirLock
 
-# Takes the lock, says so, and waits; with a second argument its child does, too.
+# Takes the lock, prints so, and waits; with a second argument it also has a child that waits.
 HOLDER = textwrap.dedent('''
     import os, pathlib, sys, time
     from podracer_jit.run.lock import WorkdirLock
@@ -39,7 +39,7 @@ def end(process):
   process.stdout.close()
 
 
-def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
+def test_a_second_process_is_refused_and_learns_who_holds_the_lock(tmp_path):
   process, _ = hold(tmp_path)
   try:
     with pytest.raises(InUse) as refused:
@@ -47,7 +47,7 @@ def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
     assert str(refused.value).startswith(
         f'--workdir: {tmp_path} is in use by process {process.pid} on {socket.gethostname()}, '
         'since ')
-    # Asking has not freed it.
+    # A refused attempt does not free the lock.
     with pytest.raises(InUse):
       WorkdirLock(tmp_path)
   finally:
@@ -55,14 +55,14 @@ def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
   WorkdirLock(tmp_path).close()
 
 
-def test_a_child_of_a_killed_run_does_not_keep_it(tmp_path):
+def test_a_child_of_a_killed_run_does_not_keep_the_lock(tmp_path):
   process, child = hold(tmp_path, 'with a child')
   with pytest.raises(InUse):
     WorkdirLock(tmp_path)
   process.kill()
   process.wait()
   try:
-    os.kill(int(child), 0)  # it lives
+    os.kill(int(child), 0)  # the child is alive
     WorkdirLock(tmp_path).close()
   finally:
     os.kill(int(child), signal.SIGKILL)
@@ -80,7 +80,7 @@ def test_runs_of_one_process_exclude_each_other(tmp_path):
 
 @pytest.fixture
 def no_locks(monkeypatch):
-  """A file system that cannot lock; there is none to be had here."""
+  """Replaces the file system by one that cannot lock."""
   def refuse(*args):
     raise OSError(errno.ENOLCK, 'No locks available')
   monkeypatch.setattr(fcntl, 'lockf', refuse)
@@ -94,7 +94,7 @@ def test_without_locks_the_file_is_the_lock(tmp_path, no_locks):
 
 
 def _leave_file(workdir, **fields):
-  """Leaves the file of a lock that this process had, changed."""
+  """Writes a lock file of this process, with changed fields."""
   lock = WorkdirLock(workdir)
   path = workdir / FALLBACK_NAME
   holder = json.loads(path.read_text()) | fields
@@ -102,20 +102,21 @@ def _leave_file(workdir, **fields):
   path.write_text(json.dumps(holder))
 
 
-def test_without_locks_a_dead_process_of_this_host_frees_it(tmp_path, no_locks):
+def test_without_locks_a_dead_process_of_this_host_frees_the_workdir(tmp_path, no_locks):
   dead = subprocess.Popen(['true'])
   dead.wait()
   _leave_file(tmp_path, pid=dead.pid)
   WorkdirLock(tmp_path).close()
 
 
-def test_without_locks_the_number_of_a_dead_process_may_be_anothers(tmp_path, no_locks):
+def test_without_locks_a_reused_process_id_frees_the_workdir(tmp_path, no_locks):
   _leave_file(tmp_path, pid=os.getpid(), begun='another boot 12345')
   WorkdirLock(tmp_path).close()
 
 
 @pytest.mark.parametrize('fields', [{}, {'host': 'another', 'pid': 1}])
-def test_without_locks_a_living_process_or_another_host_keeps_it(tmp_path, no_locks, fields):
+def test_without_locks_a_living_process_or_another_host_keeps_the_workdir(
+    tmp_path, no_locks, fields):
   _leave_file(tmp_path, **fields)
   with pytest.raises(InUse) as refused:
     WorkdirLock(tmp_path)

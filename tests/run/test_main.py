@@ -1,4 +1,4 @@
-"""The binary, as a person uses it: real processes, real files, real signals."""
+"""The train command: real processes, files and signals."""
 
 import functools
 import itertools
@@ -15,13 +15,10 @@ import pytest
 from podracer_jit.run import command_line, session
 from podracer_jit.run.commands import train
 from tests import processes
+from tests.processes import command
 from tests.runs import QUICK
 
 CATCH = '--config=configs/impala_catch.py:smoke'
-
-
-def command(*args):
-  return [sys.executable, '-P', '-m', 'podracer_jit', *args]
 
 
 def binary(*args, cwd=None):
@@ -33,11 +30,11 @@ def lines(path):
 
 
 def receipts(workdir):
-  """(update, batch, params), without the segments' headers."""
+  """Returns (update, batch, params) of each update, without the headers of segments."""
   return [tuple(r.values()) for r in lines(workdir / 'receipts.jsonl') if 'segment' not in r]
 
 
-@pytest.mark.parametrize('args,said', [
+@pytest.mark.parametrize('args,message', [
     ([], '--config is missing'),
     (['--config=configs/nope.py', '--workdir=x'],
      '--config=configs/nope.py: there is no such file'),
@@ -124,22 +121,23 @@ def receipts(workdir):
     ([CATCH, '--config.placement.actor_platform=gpu'], 'no gpu here'),
     ([CATCH, '--config.scheme=fused', '--config.placement.learner_devices=(1,)'], 'one device'),
 ])
-def test_bad_input_is_one_line_and_exit_2(args, said, tmp_path, capsys, monkeypatch):
-  """In this process, which saves the seconds that Python takes to start."""
+def test_bad_input_gives_one_line_and_exit_code_2(args, message, tmp_path, capsys, monkeypatch):
+  """Runs the command in this process, since starting Python takes seconds."""
   monkeypatch.setattr(train.host, 'prepare_host', _only_checks(train.host.prepare_host))
-  monkeypatch.setattr(session.memory, 'host_memory', lambda: 24 * 10**9)  # whatever is here
+  monkeypatch.setattr(session.memory, 'host_memory', lambda: 24 * 10**9)
   workdir = tmp_path / 'run'
   assert train.main(['podracer_jit', *args, *([f'--workdir={workdir}'] if args else [])]) == 2
   error = capsys.readouterr().err
   assert error.startswith('podracer_jit: ') and error.count('\n') == 1
-  assert said in error
+  assert message in error
   assert not workdir.exists()
 
 
 def _only_checks(real):
-  """prepare_host without its effects: this process has its backend already."""
+  """Returns prepare_host without its effects, since this process has started its backend."""
   def prepare(options):
-    update, train.jax.config.update = train.jax.config.update, lambda *a: None
+    update = train.jax.config.update
+    train.jax.config.update = lambda *a: None
     try:
       real(options)
     finally:
@@ -147,7 +145,7 @@ def _only_checks(real):
   return prepare
 
 
-def test_overrides_may_come_before_the_config():
+def test_flags_of_fields_may_come_before_the_config():
   values = train.flags.FlagValues()
   config = command_line.parse(['x', '--config.seed=7', '--config.env.frame_skip=2', CATCH], values)
   assert config['seed'] == 7 and config['env']['frame_skip'] == 2
@@ -156,7 +154,7 @@ def test_overrides_may_come_before_the_config():
 @pytest.mark.parametrize('args', [
     [*CATCH.split('='), '--config.seed', '7', '--config.env.frame_skip', '2'],
     ['-config.env.frame_skip=2', '-config.seed', '7', '-' + CATCH.lstrip('-')]])
-def test_flags_may_be_written_in_all_of_absls_ways(args):
+def test_flags_may_have_any_form_that_absl_allows(args):
   config = command_line.parse(['x', *args], train.flags.FlagValues())
   assert config['seed'] == 7 and config['env']['frame_skip'] == 2
 
@@ -176,8 +174,8 @@ def test_a_workdir_of_something_else_is_refused(tmp_path, capsys, monkeypatch):
   assert 'config.json is not of a run of podracer_jit' in capsys.readouterr().err
 
 
-def test_a_process_says_so_too(tmp_path):
-  """Python itself, which imports everything."""
+def test_a_new_process_reports_bad_input(tmp_path):
+  """The test starts Python itself, not the fork server."""
   result = subprocess.run(command(CATCH, '--config.seed=x', f'--workdir={tmp_path}/run'),
                           capture_output=True, text=True, timeout=300, env=QUICK, check=False)
   assert result.returncode == 2
@@ -191,16 +189,16 @@ def test_an_unwritable_workdir_is_refused(tmp_path):
   assert result.returncode == 2 and 'file' in result.stderr
 
 
-def test_a_workdir_that_cannot_be_made_names_the_flag(capsys, monkeypatch):
+def test_a_workdir_that_cannot_be_created_is_reported_with_its_flag(capsys, monkeypatch):
   monkeypatch.setattr(train.host, 'prepare_host', _only_checks(train.host.prepare_host))
   assert train.main(['podracer_jit', CATCH, '--workdir=/proc/x']) == 2
-  said = capsys.readouterr().err
-  assert said == ('podracer_jit: --workdir: /proc/x cannot be written to: No such file or '
-                  'directory\n')
+  error = capsys.readouterr().err
+  assert error == ('podracer_jit: --workdir: /proc/x cannot be written to: No such file or '
+                   'directory\n')
 
 
-def test_trains_and_leaves_a_whole_workdir(tmp_path):
-  """From another directory, by the packaged config."""
+def test_training_writes_a_complete_workdir(tmp_path):
+  """Trains from another directory with a packaged config."""
   result = binary(CATCH, '--workdir=run', '--config.log.every_seconds=0.1', cwd=tmp_path)
   assert result.returncode == 0, result.stderr
   assert 'SPS' in result.stdout and 'finished at update 9' in result.stdout
@@ -224,7 +222,7 @@ def test_trains_and_leaves_a_whole_workdir(tmp_path):
 RUNS = {
     'cleanba impala': [CATCH, '--config.checkpoint.every_updates=3',
                        '--config.log.tensorboard=False'],
-    # With all that a train state can hold: moments, and a rate that follows the policy.
+    # The train state has everything: moments, and a rate that adapts to the KL.
     'fused ppo': ['--config=configs/ppo_mujoco_fast.py', '--config.env.task=InvertedPendulum-v4',
                   '--config.env.num_envs=16', '--config.normalise.value=True',
                   '--config.optimizer.kl_target=0.01', '--config.optimizer.anneal=False',
@@ -233,11 +231,11 @@ RUNS = {
 
 
 @pytest.fixture(scope='module')
-def whole(tmp_path_factory):
-  """Returns the workdir of one of RUNS that nothing stopped."""
+def uninterrupted(tmp_path_factory):
+  """Returns a function that gives the workdir of one of RUNS, trained without a stop."""
   @functools.cache
   def run(name):
-    workdir = tmp_path_factory.mktemp('whole')
+    workdir = tmp_path_factory.mktemp('uninterrupted')
     result = binary(*RUNS[name], f'--workdir={workdir}')
     assert result.returncode == 0, result.stderr
     return workdir
@@ -247,17 +245,18 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize('name', RUNS)
 @pytest.mark.same_bits('killed at random and resumed',
                        'IMPALA: MLP (`cleanba`), PPO: MLP (`fused`)')
-def test_a_killed_run_goes_on_to_the_same_bits(name, whole, tmp_path):
-  """Killed at a random moment, between its start and its end."""
-  written, more = random.randrange(9), random.random() * 0.3
-  print(f'killed {more:.3f} s after {written} updates')
+def test_a_killed_run_resumes_to_the_same_bits(name, uninterrupted, tmp_path):
+  """The run is killed at a random moment between its start and its end."""
+  num_updates = random.randrange(9)
+  delay_s = random.random() * 0.3
+  print(f'killed {delay_s:.3f} s after {num_updates} updates')
   process = processes.Popen(command(*RUNS[name], f'--workdir={tmp_path}'),
                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
   path = tmp_path / 'metrics.jsonl'
-  while written and (not path.exists() or len(path.read_text().splitlines()) < written):
+  while num_updates and (not path.exists() or len(path.read_text().splitlines()) < num_updates):
     assert process.poll() is None
     time.sleep(0.01)
-  time.sleep(more)
+  time.sleep(delay_s)
   process.send_signal(signal.SIGKILL)
   process.wait()
   saved = [int(p.name) for p in tmp_path.glob('checkpoints/*') if p.name.isdigit()]
@@ -267,14 +266,14 @@ def test_a_killed_run_goes_on_to_the_same_bits(name, whole, tmp_path):
   result = binary(*RUNS[name], f'--workdir={tmp_path}')
   assert result.returncode == 0, result.stderr
   assert not saved or f'going on from update {max(saved)} ' in result.stdout
-  assert receipts(tmp_path) == receipts(whole(name)) and len(receipts(tmp_path)) == 9
+  assert receipts(tmp_path) == receipts(uninterrupted(name)) and len(receipts(tmp_path)) == 9
   assert [m['update'] for m in lines(path)] == list(range(1, 10))
-  last = [lines(w / 'metrics.jsonl')[-1] for w in (tmp_path, whole(name))]
+  last = [lines(w / 'metrics.jsonl')[-1] for w in (tmp_path, uninterrupted(name))]
   assert last[0]['episode_return'] == last[1]['episode_return']
   assert last[0]['episodes'] == last[1]['episodes']
 
 
-def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
+def test_a_signal_saves_and_the_same_command_resumes(tmp_path):
   args = [CATCH, '--config.total_steps=400000', '--config.log.tensorboard=False',
           f'--workdir={tmp_path}']
   process = processes.Popen(command(*args), stdout=subprocess.PIPE, text=True)
@@ -301,7 +300,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize('scheme', ['rapid_async', 'impala'])
-def test_a_run_without_an_order_is_saved_and_goes_on(scheme, tmp_path):
+def test_an_asynchronous_run_is_saved_and_resumes(scheme, tmp_path):
   args = ['--config=configs/ppo_cartpole.py', f'--config.scheme={scheme}', f'--workdir={tmp_path}',
           '--config.num_shards=2', '--config.num_grad_shards=2', '--config.log.tensorboard=False',
           '--config.placement.actor_devices=(0,0)', '--config.checkpoint.every_updates=3']
@@ -319,23 +318,24 @@ def test_a_run_without_an_order_is_saved_and_goes_on(scheme, tmp_path):
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 3 and 'the same command goes on' in out, errors
     assert not done or f'going on from update {done} ' in out
-    found = lines(path)
-    done = len(found)
-    assert [x['update'] for x in found] == list(range(1, done + 1))
-    assert all(a['steps'] < b['steps'] for a, b in itertools.pairwise(found))
+    metrics = lines(path)
+    done = len(metrics)
+    assert [x['update'] for x in metrics] == list(range(1, done + 1))
+    assert all(a['steps'] < b['steps'] for a, b in itertools.pairwise(metrics))
 
 
-def test_a_finished_run_only_says_so(whole):
-  workdir = whole('cleanba impala')
+def test_a_finished_run_only_reports_that_it_is_finished(uninterrupted):
+  workdir = uninterrupted('cleanba impala')
   before = (workdir / 'receipts.jsonl').read_text()
   result = binary(*RUNS['cleanba impala'], f'--workdir={workdir}')
   assert result.returncode == 0 and 'finished at update 9' in result.stdout
   assert (workdir / 'receipts.jsonl').read_text() == before
 
 
-def test_a_changed_config_is_refused_and_a_changed_placement_is_not(whole, capsys, monkeypatch):
+def test_a_changed_config_is_refused_and_a_changed_placement_is_not(
+    uninterrupted, capsys, monkeypatch):
   monkeypatch.setattr(train.host, 'prepare_host', _only_checks(train.host.prepare_host))
-  args = ['podracer_jit', *RUNS['cleanba impala'], f'--workdir={whole("cleanba impala")}']
+  args = ['podracer_jit', *RUNS['cleanba impala'], f'--workdir={uninterrupted("cleanba impala")}']
   assert train.main([*args, '--config.seed=2', '--config.loss.discount=0.9']) == 2
   error = capsys.readouterr().err
   assert 'loss.discount: 0.99 there, 0.9 now: --change=loss.discount allows it; ' in error
@@ -344,7 +344,7 @@ def test_a_changed_config_is_refused_and_a_changed_placement_is_not(whole, capsy
   assert train.main([*args, '--config.placement.env_threads=2', '--config.log.window=5']) == 0
 
 
-def test_profile_dir_gets_a_trace_with_named_regions(tmp_path):
+def test_profile_dir_contains_a_trace_with_named_regions(tmp_path):
   result = binary(CATCH, f'--workdir={tmp_path}/run', f'--profile_dir={tmp_path}/trace')
   assert result.returncode == 0, result.stderr
   (trace,) = tmp_path.glob('trace/plugins/profile/*/*.xplane.pb')
@@ -353,8 +353,8 @@ def test_profile_dir_gets_a_trace_with_named_regions(tmp_path):
     assert region in content
 
 
-def test_a_thread_that_cannot_be_ended_does_not_keep_the_process(tmp_path):
-  """The learner fails while an actor hangs in its program, as in EnvPool's receive."""
+def test_a_hanging_thread_does_not_keep_the_process_alive(tmp_path):
+  """The learner fails while an actor hangs in its program, as EnvPool's recv could."""
   script = ("""import dataclasses, functools, sys, time
 from podracer_jit import loops
 from podracer_jit.actor.rollout_program import RolloutProgram
@@ -389,8 +389,8 @@ sys.exit(train.main(sys.argv))""")
   assert 'actor 0 did not end within 1 s' in result.stderr
 
 
-def test_an_error_while_writing_ends_the_run(tmp_path):
-  """A full disk: the message, exit code 1, and what was saved stays."""
+def test_an_error_while_writing_files_ends_the_run(tmp_path):
+  """A full disk gives one message and exit code 1."""
   script = ('import sys\nfrom podracer_jit.run import metrics\n'
             'from podracer_jit.run.commands import train as main\n'
             'def full(self, *a): raise OSError(28, "No space left on device")\n'
@@ -398,6 +398,6 @@ def test_an_error_while_writing_ends_the_run(tmp_path):
             'sys.exit(main.main(sys.argv))')
   result = processes.run([sys.executable, '-P', '-c', script, CATCH, f'--workdir={tmp_path}'])
   assert result.returncode == 1
-  (said,) = [line for line in result.stderr.splitlines() if line.startswith('podracer_jit: ')]
-  assert said.startswith('podracer_jit: [Errno 28] No space left on device; the last good '
-                         'checkpoint is none')
+  (error,) = [line for line in result.stderr.splitlines() if line.startswith('podracer_jit: ')]
+  assert error.startswith('podracer_jit: [Errno 28] No space left on device; the last good '
+                          'checkpoint is none')

@@ -1,5 +1,6 @@
-"""The estimate of memory: against the bytes of real arrays, and what the system says there is."""
+"""The estimate of memory, compared with real arrays; and the memory of the machine."""
 
+import collections
 import contextlib
 import dataclasses
 
@@ -35,10 +36,10 @@ def real_bytes(run):
     rollout = program.load(run.acting.rollout(program.vector_envs), (params, actor.state),
                            donate=())
     _, experience = jax.block_until_ready(rollout(params, actor.state))
-    made = memory.nbytes(experience)
+    rollouts = memory.nbytes(experience)
   return {'parameters and optimizer state': memory.nbytes(state._replace(replay=())),
           'replay': memory.nbytes(state.replay),
-          "environments' observations and states": actor_state, 'rollouts': made}
+          "environments' observations and states": actor_state, 'rollouts': rollouts}
 
 
 @pytest.mark.parametrize('case', CASES)
@@ -50,25 +51,28 @@ def test_each_part_has_the_bytes_of_the_real_arrays(case):
   assert {part.place for part in memory.estimate(run)} == {memory.HOST}
 
 
-def test_a_replay_is_counted_once_whatever_the_mesh():
+def test_a_replay_is_counted_once_on_any_mesh():
   config = changed(CASES['replay'], num_grad_shards=2)
   shared = changed(config, placement__learner_devices=(0, 1))
-  one, two = ({part.name: 0 for part in memory.estimate(fresh(c))} for c in (config, shared))
-  for totals, each in ((one, config), (two, shared)):
+  totals = []
+  for each in (config, shared):
+    totals.append(collections.Counter())
     for part in memory.estimate(fresh(each)):
-      totals[part.name] += part.nbytes
-  assert one['replay'] == two['replay']
-  assert 2 * one['parameters and optimizer state'] == two['parameters and optimizer state']
+      totals[-1][part.name] += part.nbytes
+  one_device, two_devices = totals
+  assert one_device['replay'] == two_devices['replay']
+  state = 'parameters and optimizer state'
+  assert 2 * one_device[state] == two_devices[state]
 
 
-def test_a_lag_has_two_rollouts_at_once():
+def test_with_a_lag_memory_has_two_rollouts():
   def rollouts(scheme):
     parts = memory.estimate(fresh(changed(CASES['rollouts'], scheme=scheme)))
     return sum(part.nbytes for part in parts if part.name == 'rollouts')
   assert rollouts('cleanba') == 2 * rollouts('sync')
 
 
-def test_what_does_not_fit_is_refused_and_what_nearly_fills_the_memory_is_warned_of(monkeypatch):
+def test_a_run_that_does_not_fit_is_refused_and_a_tight_fit_gives_a_warning(monkeypatch):
   run = fresh(changed(CASES['replay'], replay__capacity=64_000))
   needed = sum(part.nbytes for part in memory.estimate(run))
   for has, warnings in ((None, 0), (2 * needed, 0), (needed + 1, 1)):
@@ -80,7 +84,7 @@ def test_what_does_not_fit_is_refused_and_what_nearly_fills_the_memory_is_warned
     memory.check(run)
 
 
-def test_a_device_with_memory_of_its_own_is_asked():
+def test_the_memory_of_an_accelerator_is_respected():
   class Gpu:
     platform = 'gpu'
 
@@ -90,7 +94,8 @@ def test_a_device_with_memory_of_its_own_is_asked():
     def __str__(self):
       return 'gpu:0'
 
-  run, gpu = fresh(CASES['rollouts']), Gpu()
+  run = fresh(CASES['rollouts'])
+  gpu = Gpu()
   with pytest.raises(ValueError, match='; gpu:0 has 1e-06 GB'):
     memory.check(dataclasses.replace(run, place=run.place._replace(actors=(gpu,))))
   assert memory.capacity(gpu) == 1000
@@ -102,7 +107,7 @@ MEMINFO = 'MemTotal:       1000 kB\nMemFree:        10 kB\n'
 @pytest.mark.parametrize('files, limit', [
     ({}, None),
     ({'proc/meminfo': MEMINFO}, 1_024_000),
-    # Version 2: the group's own, or of a group above it; 'max' is no limit.
+    # Version 2: the limit of the group or of a group above it; 'max' is no limit.
     ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '0::/a/b\n',
       'sys/fs/cgroup/a/b/memory.max': '5000\n'}, 5000),
     ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '0::/a/b\n',
@@ -111,7 +116,7 @@ MEMINFO = 'MemTotal:       1000 kB\nMemFree:        10 kB\n'
       'sys/fs/cgroup/memory.max': '3000\n'}, 3000),
     ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '0::/a\n',
       'sys/fs/cgroup/a/memory.max': 'max\n'}, 1_024_000),
-    # Version 1; in a container the path is that of the machine outside.
+    # Version 1; in a container the path is one of the machine outside.
     ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '4:cpu,memory:/a\n3:cpuset:/b\n',
       'sys/fs/cgroup/memory/a/memory.limit_in_bytes': '2000\n',
       'sys/fs/cgroup/memory/b/memory.limit_in_bytes': '1\n'}, 2000),
@@ -119,7 +124,7 @@ MEMINFO = 'MemTotal:       1000 kB\nMemFree:        10 kB\n'
       'sys/fs/cgroup/memory/memory.limit_in_bytes': '2500\n'}, 2500),
     ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '4:memory:/\n',
       'sys/fs/cgroup/memory/memory.limit_in_bytes': '9223372036854771712\n'}, 1_024_000)])
-def test_the_memory_is_the_machines_or_the_least_limit_of_a_cgroup(files, limit, tmp_path):
+def test_the_memory_is_the_least_of_the_machines_and_the_cgroup_limits(files, limit, tmp_path):
   for name, text in files.items():
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Records, files and what a person sees, from hand-made reports."""
+"""Records, files and the live display, from hand-made reports."""
 
 import io
 import json
@@ -19,7 +19,10 @@ from tests.runs import changed, small
 
 
 def report(updates, cgd=1.5, valid=6):
-  """Rows 2 x envs 2 of each update; one episode of return `update` ends in the last row."""
+  """Returns a report of 2 rows and 2 environments an update.
+
+  In the last row of each update one episode ends, whose return is the number of the update.
+  """
   n = len(updates)
   ended = np.zeros((n, 2, 2), bool)
   ended[:, 1, 0] = True
@@ -47,11 +50,11 @@ def test_records_count_episodes_frames_and_delays():
   assert receipt == dict(update=4, batch='0' * 16, params='0000000100000001')
 
 
-def test_waits_are_those_since_the_last_report():
-  now = [Waits(1.0, 0.5)]
-  m = meter(waits=lambda: now[0])
+def test_waits_count_from_the_last_report():
+  waits = Waits(1.0, 0.5)
+  m = meter(waits=lambda: waits)
   first = next(m.records(report([1])))[0]
-  now[0] = Waits(4.0, 0.5)
+  waits = Waits(4.0, 0.5)
   second = [r for r, _ in m.records(report([2, 3]))]
   assert (first['actor_wait_s'], first['learner_wait_s']) == (1.0, 0.5)
   assert [(r['actor_wait_s'], r['learner_wait_s']) for r in second] == [(1.5, 0.0)] * 2
@@ -71,21 +74,21 @@ def test_new_lives_are_in_the_next_receipt():
   assert records[0]['cluster_mb_per_s'] == 12.34 and records[0]['actors_pending'] == 1
 
 
-def test_no_episode_yet_is_null():
+def test_without_an_episode_the_return_is_null():
   item = report([1])
   item.metrics['episodes'].ended[:] = False
   assert next(meter().records(item))[0]['episode_return'] is None
 
 
-def test_meta_goes_on_where_it_ended():
+def test_a_meter_continues_from_its_saved_state():
   m = meter()
   list(m.records(report([1, 2])))
-  again = meter(past=json.loads(json.dumps(m.meta())))
-  record = next(again.records(report([3])))[0]
+  resumed = meter(past=json.loads(json.dumps(m.meta())))
+  record = next(resumed.records(report([3])))[0]
   assert record['episode_return'] == 2.5 and record['episodes'] == 3
 
 
-def test_files_drop_what_was_lost_with_a_crash(tmp_path):
+def test_files_drop_lines_after_the_last_checkpoint(tmp_path):
   files = Files(tmp_path, 0, 0, tensorboard=False)
   files.begin_segment(dict(segment=0, first_update=1))
   for update in (1, 2, 3):
@@ -104,20 +107,20 @@ def test_files_drop_what_was_lost_with_a_crash(tmp_path):
                       dict(segment=1, first_update=3), dict(update=3)]
 
 
-def test_tensorboard_has_points_in_time_and_the_last(tmp_path, monkeypatch):
+def test_tensorboard_has_points_at_intervals_and_the_last_one(tmp_path, monkeypatch):
   clock = types.SimpleNamespace()
   monkeypatch.setattr('podracer_jit.run.metrics.time', clock)
   files = Files(tmp_path, 0, 0, tensorboard=True)
   for update, seconds in enumerate([0.0, 0.05, 0.11, 0.12, 0.3, 0.35], 1):
-    clock.perf_counter = lambda now=seconds: now
+    clock.perf_counter = lambda seconds=seconds: seconds
     files.write(dict(update=update, steps=10 * update, loss=0.5), dict(update=update))
   files.close()
   assert _points(tmp_path / 'tensorboard') == [('loss', s) for s in (10, 30, 50, 60)]
   assert len((tmp_path / 'metrics.jsonl').read_text().splitlines()) == 6
 
 
-def test_tensorboard_keeps_what_came_before_a_segment(tmp_path):
-  """From the step that a segment's events begin with on, what is there already is dropped."""
+def test_tensorboard_keeps_events_before_a_segment(tmp_path):
+  """TensorBoard drops older events from the first step of a segment on."""
   for update, steps in ((0, 0), (2, 60)):
     Files(tmp_path, update, steps, tensorboard=True).close()
   begins = [event.step for event in tensorboard_events(tmp_path / 'tensorboard')
@@ -126,13 +129,13 @@ def test_tensorboard_keeps_what_came_before_a_segment(tmp_path):
 
 
 def _points(directory):
-  """(name, step) of the scalars."""
+  """Returns (name, step) of all scalars."""
   return [(value.tag, event.step) for event in tensorboard_events(directory)
           for value in event.summary.value]
 
 
 def tensorboard_events(directory):
-  """Those of TFRecord files: length, check, event, check."""
+  """Yields the events of TFRecord files; a record is length, checksum, event, checksum."""
   for path in directory.iterdir():
     data = path.read_bytes()
     while data:
@@ -142,14 +145,14 @@ def tensorboard_events(directory):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize('actor,learner,words', [
+@pytest.mark.parametrize('actor,learner,message', [
     (5.0, 0.1, 'learner (the actors wait 50% of the time)'),
     (0.1, 4.0, 'actors (the learner waits 40% of the time)'),
     (0.1, 0.2, 'none (neither side waits)'),
     (6.0, 4.0, 'both take turns (acting 40% of the time, learning 60%)'),
 ])
-def test_bottleneck_in_words(actor, learner, words):
-  assert bottleneck(actor, learner, 10.0).startswith(words)
+def test_bottleneck_in_words(actor, learner, message):
+  assert bottleneck(actor, learner, 10.0).startswith(message)
 
 
 def test_waits_from_before_the_first_record_do_not_count():
@@ -170,8 +173,9 @@ EXPERIMENT = resolve(changed(small(), total_steps=100, log__every_seconds=1e-9))
 
 
 @pytest.mark.parametrize('terminal', [False, True])
-def test_progress_shows_what_matters(terminal, monkeypatch):
-  out, clock = io.StringIO(), iter(range(100))
+def test_progress_shows_the_main_figures(terminal, monkeypatch):
+  out = io.StringIO()
+  clock = iter(range(100))
   monkeypatch.setattr('podracer_jit.run.progress.time', types.SimpleNamespace(
       monotonic=lambda: float(next(clock)), strftime=__import__('time').strftime,
       gmtime=__import__('time').gmtime))
@@ -196,8 +200,8 @@ def test_progress_shows_the_cluster():
 
 
 @pytest.mark.parametrize('terminal', [False, True])
-def test_progress_tells_of_compiling_and_says_nothing_of_time_left_too_soon(terminal):
-  """The first update has the time of compiling in it."""
+def test_progress_shows_compiling_and_no_time_left_before_the_first_update(terminal):
+  """The time left cannot be known yet, since the first update includes compiling."""
   out = io.StringIO()
   console = Console(file=out, force_terminal=terminal, width=120, highlight=False)
   with Progress(EXPERIMENT, 'a title', console) as progress:

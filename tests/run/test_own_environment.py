@@ -1,17 +1,14 @@
-"""A stranger's environments, the examples, with every command; and two processes."""
+"""The example environments with every command, and with two processes."""
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from podracer_jit.run import checkpoint, workdirs
 from podracer_jit.run.commands import compare
-from tests import extras
-from tests.runs import QUICK
+from tests import extras, processes
 
 EXAMPLES = Path(__file__).parents[2] / 'examples'
 GRIDWORLD = EXAMPLES / 'gridworld.py'
@@ -24,8 +21,7 @@ CARTPOLE = ['--config=configs/ppo_cartpole.py', '--config.env.task=gymnax:CartPo
 
 def binary(*args):
   """Runs `podracer_jit`; returns its output, and fails with it if the exit code is not 0."""
-  result = subprocess.run([sys.executable, '-P', '-m', 'podracer_jit', *map(str, args)],
-                          capture_output=True, text=True, timeout=300, env=QUICK, check=False)
+  result = processes.run(processes.command(*args))
   if 'MuJoCo cannot draw here' in result.stderr:
     pytest.skip(result.stderr)
   assert result.returncode == 0, result.stdout + result.stderr
@@ -34,7 +30,7 @@ def binary(*args):
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
-  """Two workdirs of one experiment, with other checkpoints."""
+  """Two workdirs of one experiment, with checkpoints at different updates."""
   workdirs = [tmp_path_factory.mktemp(name) for name in ('often', 'once')]
   for workdir, every in zip(workdirs, (2, 1000), strict=True):
     binary(f'--config={GRIDWORLD}:smoke', f'--workdir={workdir}',
@@ -42,19 +38,19 @@ def trained(tmp_path_factory):
   return workdirs
 
 
-def test_checkpoints_do_not_change_what_is_learned(trained, capsys):
+def test_checkpoints_do_not_change_the_bits(trained, capsys):
   often, once = trained
   assert len(checkpoint.saved_updates(often)) == 3 and len(checkpoint.saved_updates(once)) == 1
   assert compare.main(['compare', str(often), str(once)]) == 0
   assert 'identical: 6 updates' in capsys.readouterr().out
 
 
-def test_an_update_of_a_later_segment_is_made_again(trained):
+def test_rerun_repeats_an_update_of_a_later_segment(trained):
   out = binary('rerun', f'--workdir={trained[0]}', '--update=4', f'--allow_modules={GRIDWORLD}')
   assert 'as its receipt says' in out
 
 
-def test_it_is_played_and_filmed(trained):
+def test_an_own_jax_environment_is_evaluated_with_a_video(trained):
   workdir = trained[0]
   out = binary('evaluate', f'--workdir={workdir}', '--num_episodes=4', '--video=gif',
                f'--allow_modules={GRIDWORLD}')
@@ -65,9 +61,7 @@ def test_it_is_played_and_filmed(trained):
 
 def test_options_are_arguments_of_the_class(tmp_path):
   args = [f'--config={GRIDWORLD}:smoke', f'--workdir={tmp_path}']
-  command = [sys.executable, '-P', '-m', 'podracer_jit', *args, '--config.env.sise=8']
-  result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=QUICK,
-                          check=False)
+  result = processes.run(processes.command(*args, '--config.env.sise=8'))
   assert result.returncode == 2 and 'env.sise' in result.stderr
   assert len(result.stderr.strip().splitlines()) == 1
   binary(*args, '--config.env.size=5', '--config.total_steps=2000')
@@ -76,17 +70,18 @@ def test_options_are_arguments_of_the_class(tmp_path):
 
 @pytest.mark.same_bits('2 processes and 1, JAX environments', 'PPO: MLP (`sync`)')
 def test_two_processes_keep_the_environments_of_both(tmp_path, capsys):
-  one, two = tmp_path / 'one', tmp_path / 'two'
-  binary(*CARTPOLE, f'--workdir={one}')
-  binary('launch', '-n', 2, '--', *CARTPOLE, f'--workdir={two}',
+  of_one = tmp_path / 'one'
+  of_two = tmp_path / 'two'
+  binary(*CARTPOLE, f'--workdir={of_one}')
+  binary('launch', '-n', 2, '--', *CARTPOLE, f'--workdir={of_two}',
          '--config.checkpoint.every_updates=3')
-  assert compare.main(['compare', str(one), str(two)]) == 0
+  assert compare.main(['compare', str(of_one), str(of_two)]) == 0
   assert 'identical: ' in capsys.readouterr().out
 
 
 @pytest.fixture(scope='module')
 def heated(tmp_path_factory):
-  """A workdir of the Gymnasium example."""
+  """A trained workdir of the Gymnasium example."""
   workdir = tmp_path_factory.mktemp('heated')
   binary(f'--config={THERMOSTAT}:smoke', f'--workdir={workdir}',
          '--config.checkpoint.every_updates=2', '--config.log.tensorboard=False')
@@ -106,7 +101,7 @@ def test_a_gymnasium_run_resumes_with_the_same_bits(heated, tmp_path, capsys):
   assert 'identical: 5 updates' in capsys.readouterr().out
 
 
-def test_a_gymnasium_environment_is_played_and_filmed(heated):
+def test_an_own_gymnasium_environment_is_evaluated_with_a_video(heated):
   out = binary('evaluate', f'--workdir={heated}', '--num_episodes=4', '--video=gif',
                f'--allow_modules={THERMOSTAT}')
   assert 'rendered by the environment' in out and (heated / 'video.gif').stat().st_size > 1000
@@ -114,7 +109,7 @@ def test_a_gymnasium_environment_is_played_and_filmed(heated):
   assert record['lengths'] == [100] * 4
 
 
-def test_a_playground_task_is_trained_played_and_filmed(tmp_path):
+def test_a_playground_task_is_trained_and_evaluated_with_a_video(tmp_path):
   extras.skip_without('ppo_playground')
   binary('--config=ppo_playground', f'--workdir={tmp_path}', '--config.env.num_envs=8',
          '--config.env.episode_length=50', '--config.total_steps=1500',
@@ -124,5 +119,5 @@ def test_a_playground_task_is_trained_played_and_filmed(tmp_path):
   assert 'rendered by the environment' in out and (tmp_path / 'video.gif').stat().st_size > 1000
   record = json.loads((tmp_path / 'evaluation.json').read_text())
   assert record['lengths'] == [50] * 4
-  # A reward is from 0 to 1, and the pole begins upright.
+  # Rewards are from 0 to 1, and the pole begins upright.
   assert all(10 < x < 50 for x in record['returns'])

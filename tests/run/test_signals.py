@@ -1,11 +1,10 @@
-"""Signals, closed terminals and lost pipes: real processes, and what they leave in the workdir."""
+"""Signals, closed terminals and lost pipes end real processes with a complete workdir."""
 
 import fcntl
 import os
 import signal
 import socket
 import subprocess
-import sys
 import termios
 import time
 from pathlib import Path
@@ -14,33 +13,24 @@ import pytest
 
 from podracer_jit.run import checkpoint, evaluation, exit_codes, journal, stopping
 from tests import processes
+from tests.processes import command, default_signals
 from tests.runs import QUICK
 
 ENDLESS = ['--config=configs/impala_catch.py:smoke', '--config.total_steps=100000000',
            '--config.optimizer.anneal=False', '--config.log.tensorboard=False']
 
 
-def command(*args):
-  return [sys.executable, '-P', '-m', 'podracer_jit', *args]
-
-
-def default_signals():
-  """As a terminal starts a program; a test run in the background has them ignored."""
-  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_DFL)
-
-
 @pytest.fixture
 def start():
-  """Returns a function that starts a training, which ends with the test at the latest."""
+  """Returns a function that starts a training; the end of the test kills it."""
   running = []
 
-  def started(workdir, *args, popen=processes.Popen, **kwargs):
+  def start(workdir, *args, popen=processes.Popen, **kwargs):
     kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | kwargs
     running.append(popen(command(*ENDLESS, f'--workdir={workdir}', *args), **kwargs))
     return running[-1]
 
-  yield started
+  yield start
   for process in running:
     process.kill()
     process.wait()
@@ -61,7 +51,7 @@ def wait_for(process, condition):
 
 
 def check_saved(workdir):
-  """Everything is there: the newest checkpoint is that of the last update."""
+  """Checks that the newest checkpoint is of the last update, and that no leftovers exist."""
   receipts = journal.read_receipts(workdir)
   assert receipts.problems == []
   assert checkpoint.newest_whole(workdir) == max(receipts.by_update) == count(workdir)
@@ -86,7 +76,7 @@ def test_two_runs_in_one_workdir_and_a_hangup(start, tmp_path):
 
 
 def test_a_closed_terminal_saves(start, tmp_path):
-  """The kernel sends SIGHUP, and nothing can be printed any more."""
+  """The kernel sends SIGHUP, and printing fails from then on."""
   terminal, end = os.openpty()
 
   def in_terminal():
@@ -101,7 +91,7 @@ def test_a_closed_terminal_saves(start, tmp_path):
 
   def writes():
     try:
-      os.read(terminal, 1 << 16)  # else the program would wait for room
+      os.read(terminal, 1 << 16)  # a full terminal would block the program
     except BlockingIOError:
       pass
     return count(tmp_path) > 3
@@ -124,8 +114,8 @@ def test_a_run_outlives_the_reader_of_its_output(start, tmp_path):
   check_saved(tmp_path)
 
 
-def test_a_run_that_saves_all_the_time_can_be_evaluated(start, tmp_path):
-  """Checkpoints come and go while they are read."""
+def test_a_run_that_saves_after_each_update_can_be_evaluated(start, tmp_path):
+  """The run replaces its checkpoints while the evaluation reads them."""
   process = start(tmp_path, '--config.checkpoint.every_updates=1', '--config.checkpoint.keep=1')
   wait_for(process, lambda: checkpoint.saved_updates(tmp_path))
   experiment = evaluation.read_experiment(tmp_path)
@@ -134,7 +124,7 @@ def test_a_run_that_saves_all_the_time_can_be_evaluated(start, tmp_path):
   assert updates == sorted(updates) and updates[-1] > updates[0] > 0
 
 
-def test_signals_while_it_saves_harm_nothing(start, tmp_path):
+def test_signals_during_a_save_do_no_harm(start, tmp_path):
   process = start(tmp_path, '--config.checkpoint.every_updates=1')
   folder = tmp_path / 'checkpoints'
   wait_for(process, lambda: any('tmp' in path.name for path in folder.glob('*')))
@@ -150,10 +140,10 @@ def test_signals_while_it_saves_harm_nothing(start, tmp_path):
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_start_is_one_line(number, start, tmp_path):
+def test_an_interrupted_start_gives_one_line(number, start, tmp_path):
   process = start(tmp_path / 'run', popen=subprocess.Popen, env=QUICK,
                   preexec_fn=default_signals)
-  # It imports; most of what a start takes is still to come.
+  # The process is importing modules, which is the beginning of its start.
   maps = Path(f'/proc/{process.pid}/maps')
   wait_for(process, lambda: 'jaxlib' in maps.read_text())
   process.send_signal(number)

@@ -1,4 +1,4 @@
-"""What signals do before training, in training and while something is saved."""
+"""The effect of signals before training, in training and during a save."""
 
 import signal
 
@@ -9,7 +9,7 @@ from podracer_jit.run import stopping
 
 @pytest.fixture(autouse=True)
 def not_ignored():
-  """Tests that run in the background, or by nohup, have signals that are ignored."""
+  """Restores default handlers, since background jobs and nohup ignore signals."""
   before = {number: signal.signal(number, signal.SIG_DFL) for number in stopping.SIGNALS}
   yield
   for number, handler in before.items():
@@ -18,7 +18,8 @@ def not_ignored():
 
 @pytest.mark.parametrize('number', stopping.SIGNALS)
 def test_before_training_a_signal_ends_the_process(number):
-  before, calls = signal.getsignal(number), []
+  before = signal.getsignal(number)
+  calls = []
   with stopping.handled(leave=lambda: calls.append(1)):
     signal.raise_signal(number)
   assert signal.getsignal(number) == before
@@ -26,47 +27,47 @@ def test_before_training_a_signal_ends_the_process(number):
 
 
 @pytest.mark.parametrize('number', stopping.SIGNALS)
-def test_in_training_the_first_asks_and_the_second_interrupts(number):
-  now = 0.0
-  with stopping.handled(clock=lambda: now) as stop:
+def test_in_training_the_first_signal_asks_for_a_stop_and_the_second_interrupts(number):
+  time_s = 0.0
+  with stopping.handled(clock=lambda: time_s) as stop:
     stop.begin_training()
     assert not stop.asked()
     signal.raise_signal(number)
     assert stop.asked()
-    now = 0.4
-    signal.raise_signal(number)  # the same, from another sender
-    now = 1.0
+    time_s = 0.4
+    signal.raise_signal(number)  # the same request, from another sender
+    time_s = 1.0
     with pytest.raises(KeyboardInterrupt):
       signal.raise_signal(number)
 
 
-def test_nothing_interrupts_while_something_is_saved():
-  now = 0.0
-  with stopping.handled(clock=lambda: now) as stop:
+def test_no_signal_interrupts_a_save():
+  time_s = 0.0
+  with stopping.handled(clock=lambda: time_s) as stop:
     stop.begin_training()
     signal.raise_signal(signal.SIGINT)
     with stop.saving():
-      now = 1.0
+      time_s = 1.0
       signal.raise_signal(signal.SIGTERM)
-      now = 2.0
+      time_s = 2.0
       signal.raise_signal(signal.SIGTERM)
     assert stop.asked()
-    now = 3.0
+    time_s = 3.0
     with pytest.raises(KeyboardInterrupt):
       signal.raise_signal(signal.SIGTERM)
 
 
-def test_at_the_end_signals_do_nothing():
-  now = 0.0
-  with stopping.handled(clock=lambda: now) as stop:
+def test_after_the_end_signals_do_nothing():
+  time_s = 0.0
+  with stopping.handled(clock=lambda: time_s) as stop:
     stop.begin_training()
     stop.end()
-    for now in (1.0, 2.0, 3.0):  # noqa: B007 - the clock reads it
+    for time_s in (1.0, 2.0, 3.0):  # noqa: B007 - the clock reads it
       signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_hangup_that_was_ignored_stays_ignored():
-  """As nohup has it."""
+def test_an_ignored_hangup_stays_ignored():
+  """nohup ignores the signal."""
   before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
   try:
     with stopping.handled() as stop:

@@ -1,4 +1,4 @@
-"""A stranger's workdir is data: nothing that it names is imported, nothing in it is executed."""
+"""A stranger's workdir is data: nothing in it is imported or executed."""
 
 import contextlib
 import json
@@ -18,7 +18,10 @@ FIELDS = [('loss', 'name'), ('network', 'name'), ('optimizer', 'name'), ('env', 
 
 @pytest.fixture
 def strange(tmp_path, monkeypatch):
-  """Returns a function that makes a workdir whose config names a module, which tells if it ran."""
+  """Returns a function that makes a workdir whose config names a module.
+
+  The module creates the file `ran` when it is imported.
+  """
   monkeypatch.setattr(host, 'prepare_host', lambda options: None)
   (tmp_path / 'evil.py').write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
   monkeypatch.syspath_prepend(str(tmp_path))
@@ -49,11 +52,11 @@ def test_a_module_that_a_workdir_names_is_not_imported(verb, section, field, str
                                                        capsys):
   args = [f'--workdir={strange(section, field)}', *(['--update=1'] if verb is rerun else [])]
   assert verb.main(['podracer_jit', *args]) == 2
-  said = capsys.readouterr().err
-  assert said.count('\n') == 1
+  error = capsys.readouterr().err
+  assert error.count('\n') == 1
   name = f'{section}.{field}' if field else section
-  assert f'{name} = evil:..., which runs {tmp_path / "evil.py"}' in said
-  assert '--allow_modules=evil' in said
+  assert f'{name} = evil:..., which runs {tmp_path / "evil.py"}' in error
+  assert '--allow_modules=evil' in error
   assert not (tmp_path / 'ran').exists()
 
 
@@ -76,8 +79,8 @@ def test_a_comparison_imports_nothing(strange, tmp_path, capsys):
 def test_training_in_a_strange_workdir_imports_nothing(strange, tmp_path, capsys):
   workdir = strange('loss', 'name')
   assert train.main(['podracer_jit', '--config=impala_catch:smoke', f'--workdir={workdir}']) == 2
-  said = capsys.readouterr().err
-  assert "loss.name: 'evil:Thing' there, 'impala' now" in said
+  error = capsys.readouterr().err
+  assert "loss.name: 'evil:Thing' there, 'impala' now" in error
   assert not (tmp_path / 'ran').exists()
 
 
@@ -86,13 +89,13 @@ def test_a_file_that_is_allowed_must_exist(tmp_path):
     config.allowed_modules([f'{tmp_path}/mine.py'])
 
 
-# Ends at once if anything is unpickled, or if a module is loaded from the workdir.
+# Exits at once if anything is unpickled, or if a module is loaded from the workdir.
 WATCHED = '''
 import os, sys
 workdir = sys.argv[1]
 def watch(event, args):
   if event == 'pickle.find_class' or event == 'import' and str(args[1] or '').startswith(workdir):
-    print('seen:', event, args, file=sys.stderr, flush=True)
+    print('forbidden:', event, args, file=sys.stderr, flush=True)
     os._exit(99)
 sys.addaudithook(watch)
 from podracer_jit.run.main import main

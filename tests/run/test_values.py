@@ -1,7 +1,7 @@
-"""Whatever a field is set to, the config is accepted or refused in one line that names a field.
+"""With any values of its fields, a config is accepted, or refused in one line that names a field.
 
-Nothing is started, compiled or allocated: an experiment is resolved and built, and its memory
-estimated.
+The tests resolve and build experiments and estimate their memory. They compile nothing, and
+allocate little.
 """
 
 import copy
@@ -59,18 +59,18 @@ def shipped(name):
 @functools.cache
 def values_of(name):
   """Returns the config's fields with their values."""
-  own = {f'env.{option}': 1 for option in CONFIGS[name]}
-  return own | {field: value for field, value, _ in config.describe(shipped(name))}
+  options = {f'env.{option}': 1 for option in CONFIGS[name]}
+  return options | {field: value for field, value, _ in config.describe(shipped(name))}
 
 
 ANY = st.one_of(INTS, FLOATS, TEXTS, TUPLES, OTHERS)
 
 
 def values_like(value):
-  """Returns a strategy of values for a field that has `value`: mostly of its own type."""
+  """Returns a strategy for a field that has `value`; it mostly draws values of the same type."""
   strategies = ((bool, st.booleans()), (int, INTS), (float, FLOATS), (str, TEXTS))
-  own = next((strategy for kind, strategy in strategies if isinstance(value, kind)), TUPLES)
-  return st.integers(0, 7).flatmap(lambda n: own if n else ANY)
+  same_type = next((strategy for kind, strategy in strategies if isinstance(value, kind)), TUPLES)
+  return st.integers(0, 7).flatmap(lambda n: same_type if n else ANY)
 
 
 @st.composite
@@ -83,7 +83,7 @@ def changes(draw):
 
 
 def outcome(name, changed):
-  """Returns the line that refuses a changed config, or '' where it is accepted."""
+  """Returns the line that refuses a changed config, or '' if it is accepted."""
   fields = copy.deepcopy(shipped(name))
   for field, value in changed.items():
     section, _, option = field.rpartition('.')
@@ -108,10 +108,10 @@ def outcome(name, changed):
 @pytest.fixture(scope='module', autouse=True)
 def little_memory():
   """Asserts that no example allocates much."""
-  outcome('pong_laptop', {})  # all libraries are loaded then
+  outcome('pong_laptop', {})  # loads all libraries
   outcome('impala_memory', {})
   before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  with mock.patch.object(memory, 'host_memory', lambda: 24 * 10**9):  # whatever is here
+  with mock.patch.object(memory, 'host_memory', lambda: 24 * 10**9):
     yield
   after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   assert (after - before) * 1024 < MOST_GROWTH
@@ -142,12 +142,12 @@ BOUNDED = {
 @pytest.mark.parametrize('value', [2**31, 10**22])
 @pytest.mark.parametrize('name, field', [(name, field) for name in BOUNDED
                                          for field in BOUNDED[name]])
-def test_a_huge_number_is_refused_by_the_field_it_is_of(name, field, value):
+def test_a_huge_number_is_refused_with_the_name_of_its_field(name, field, value):
   assert re.match(f'{re.escape(field)}: must be (at most|below) .*, got {value}$',
                   outcome(name, {field: value}))
 
 
-def test_every_whole_number_has_a_bound():
+def test_every_integer_option_has_an_upper_bound():
   parts = {part for choice in config.CHOICES.values() for part in choice.shipped.values()}
   sections = {*config.SECTIONS.values(), config.TrainingOptions, config.EnvOptions,
               config.ReplayOptions, config.TorsoOptions}
@@ -158,7 +158,7 @@ def test_every_whole_number_has_a_bound():
         assert meaning.at_most is not None, f'{part.__name__}.{name}'
 
 
-@pytest.mark.parametrize('name, changed, said', [
+@pytest.mark.parametrize('name, changed, message', [
     ('impala_catch:smoke', {'network.hidden': (10**6, 10**6)},
      'network.hidden: the run needs at least 16,001 GB of memory: parameters and'),
     ('impala_memory', {'network.core_size': 10**6}, 'network.core_size: the run needs at least'),
@@ -194,10 +194,10 @@ def test_every_whole_number_has_a_bound():
     ('impala_catch:smoke', {'optimizer.learning_rate': 10**400},
      'optimizer.learning_rate: must be between 0 and inf, got 1000'),
     ('impala_catch:smoke', {'seed': 10**5000}, 'seed: must be below 2^31, got a number of more ')])
-def test_what_is_too_large_together_is_refused(name, changed, said):
-  assert outcome(name, changed).startswith(said)
+def test_values_that_are_too_large_together_are_refused(name, changed, message):
+  assert outcome(name, changed).startswith(message)
 
 
-def test_what_is_large_and_fits_is_accepted():
+def test_large_values_that_fit_are_accepted():
   assert not outcome('impala_catch:smoke', {'env.num_envs': 2**14, 'unroll_length': 2})
   assert not outcome('apex_dqn_catch', {'replay.capacity': 2**24})

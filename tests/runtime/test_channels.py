@@ -1,4 +1,4 @@
-"""Channels: exact lags, who waits, how it ends; and the moves of placement.py between devices."""
+"""Channels: exact lags, waits and ends; and the transfers of placement.py between devices."""
 
 import threading
 import time
@@ -22,24 +22,27 @@ from podracer_jit.runtime.channels import (
   Versioned,
 )
 
-HANG_S = 60  # a guard: nothing here takes so long
+HANG_S = 60  # no step of a test takes so long unless it hangs
 
 
 class Side(threading.Thread):
-  """One side of a channel on a thread of its own, and what it returned or raised."""
+  """Runs one side of a channel on its own thread; keeps its result or its error."""
 
   def __init__(self, function):
     super().__init__(daemon=True)
-    self._function, self.result, self.error = function, None, None
+    self._function = function
+    self.result = None
+    self.error = None
     self.start()
 
   def run(self):
     try:
       self.result = self._function()
-    except BaseException as error:  # noqa: BLE001 - for the test to see
+    except BaseException as error:  # noqa: BLE001 - `end` raises it
       self.error = error
 
   def end(self):
+    """Waits for the function's end; returns its result or raises its error."""
     self.join(HANG_S)
     assert not self.is_alive(), 'hangs'
     if self.error is not None:
@@ -47,16 +50,19 @@ class Side(threading.Thread):
     return self.result
 
   def blocks(self):
+    """Tells whether the function is still running after a moment."""
     self.join(0.1)
     return self.is_alive()
 
 
-def numbers(channel, count, first=1):
+def put_numbers(channel, count, first=1):
+  """Puts values 10 * version with the versions `first`, `first` + 1, ..."""
   for version in range(first, first + count):
     channel.put(Versioned(10 * version, version))
 
 
-def versions(channel, count):
+def get_versions(channel, count):
+  """Gets `count` values on another thread; returns their versions."""
   return Side(lambda: [channel.get().version for _ in range(count)]).end()
 
 
@@ -68,8 +74,8 @@ def versions(channel, count):
 def test_the_kth_value_is_min_k_lag_behind(lag, lags):
   channel = DoubleBuffer('parameters', 6, lag)
   channel.prime(Versioned(0, 0))
-  learner = Side(lambda: numbers(channel, 5))  # update k ends once value k was used
-  assert [k - seen for k, seen in enumerate(versions(channel, 6))] == lags
+  learner = Side(lambda: put_numbers(channel, 5))  # update k ends after value k was used
+  assert [k - version for k, version in enumerate(get_versions(channel, 6))] == lags
   learner.end()
 
 
@@ -89,45 +95,45 @@ def test_without_a_lag_nothing_is_primed():
   channel = DoubleBuffer('rollouts', 3)
   channel.prime(Versioned('primed', 0))
   assert not channel.can_get()
-  numbers(channel, 1)
+  put_numbers(channel, 1)
   assert channel.get() == Versioned(10, 1)
 
 
 @pytest.mark.parametrize('lag', [-1, 2, 0.5, 'one'])
-def test_no_other_lag(lag):
+def test_other_lags_are_refused(lag):
   with pytest.raises(ValueError, match=f'lag must be 0, 1 or None, got {lag}'):
     DoubleBuffer('parameters', 3, lag)
 
 
 @pytest.mark.parametrize('lag', [0, 1, None])
-def test_a_value_nobody_will_read_is_not_put_nor_moved(lag):
+def test_a_value_that_nobody_will_read_is_not_transferred(lag):
   moved = []
   channel = DoubleBuffer('parameters', 4, lag, transfer=lambda value: moved.append(value) or value)
   channel.prime(Versioned(0, 0))
-  producer = Side(lambda: numbers(channel, 9))  # more than will be read: it does not block
-  seen = versions(channel, 4)
+  producer = Side(lambda: put_numbers(channel, 9))  # more than will be read, but it does not block
+  received = get_versions(channel, 4)
   producer.end()
   primed = [] if lag is None else [0]
-  assert moved == primed + [10 * v for v in sorted(set(seen)) if v]
+  assert moved == primed + [10 * v for v in sorted(set(received)) if v]
   assert channel.can_put() and not channel.can_get()
 
 
-# Who waits for whom.
+# Waits.
 
 
-def test_values_come_in_the_order_they_were_put():
+def test_values_are_received_in_the_order_of_put():
   channel = DoubleBuffer('rollouts', 200)
-  producer = Side(lambda: numbers(channel, 200))
-  assert versions(channel, 200) == list(range(1, 201))
+  producer = Side(lambda: put_numbers(channel, 200))
+  assert get_versions(channel, 200) == list(range(1, 201))
   producer.end()
 
 
 def test_put_blocks_while_the_slot_is_full():
   channel = DoubleBuffer('rollouts', 3)
   assert channel.can_put()
-  numbers(channel, 1)
+  put_numbers(channel, 1)
   assert not channel.can_put()
-  producer = Side(lambda: numbers(channel, 1, first=2))
+  producer = Side(lambda: put_numbers(channel, 1, first=2))
   assert producer.blocks()
   assert channel.get().version == 1
   producer.end()
@@ -139,23 +145,24 @@ def test_get_blocks_while_the_slot_is_empty():
   assert not channel.can_get()
   consumer = Side(channel.get)
   assert consumer.blocks()
-  numbers(channel, 1)
+  put_numbers(channel, 1)
   assert consumer.end() == Versioned(10, 1)
 
 
 def test_waits_are_measured_on_the_side_that_waited(monkeypatch):
-  def waited(first, then):
-    channel, long = DoubleBuffer('rollouts', 2, patience_s=0.5), threading.Event()
-    monkeypatch.setattr(logging, 'warning', lambda *args: long.set())
+  def waited(first, second):
+    channel = DoubleBuffer('rollouts', 2, patience_s=0.5)
+    warned = threading.Event()
+    monkeypatch.setattr(logging, 'warning', lambda *args: warned.set())
     side = Side(lambda: first(channel))
-    assert long.wait(HANG_S)
-    then(channel)
+    assert warned.wait(HANG_S)
+    second(channel)
     side.end()
     return channel.put_wait_s, channel.get_wait_s
 
-  put_wait, get_wait = waited(lambda h: h.get(), lambda h: numbers(h, 1))
+  put_wait, get_wait = waited(lambda c: c.get(), lambda c: put_numbers(c, 1))
   assert get_wait >= 0.5 and get_wait > put_wait
-  put_wait, get_wait = waited(lambda h: numbers(h, 2), lambda h: h.get())
+  put_wait, get_wait = waited(lambda c: put_numbers(c, 2), lambda c: c.get())
   assert put_wait >= 0.5 and put_wait > get_wait
 
 
@@ -165,7 +172,8 @@ def test_waits_are_measured_on_the_side_that_waited(monkeypatch):
     lambda transfer: DrainQueue('rollouts', 2, lambda: (1, 1), transfer),
     lambda transfer: LatestValue('rollouts', transfer)])
 def test_the_producer_moves_the_value_and_waits_until_it_is_ready(make):
-  movers, moved = [], []
+  movers = []
+  moved = []
   def transfer(value):
     movers.append(threading.current_thread())
     moved.append(jnp.sin(value))
@@ -186,10 +194,12 @@ def test_the_producer_moves_the_value_and_waits_until_it_is_ready(make):
 
 
 class Slow:
-  """A value that is computed once it is told to be, as jax.block_until_ready sees it."""
+  """A value for jax.block_until_ready, ready when the test sets `done`."""
 
   def __init__(self, error=None):
-    self.begun, self.done, self._error = threading.Event(), threading.Event(), error
+    self.begun = threading.Event()
+    self.done = threading.Event()
+    self._error = error
 
   def block_until_ready(self):
     self.begun.set()
@@ -200,14 +210,16 @@ class Slow:
 
 
 def test_a_value_is_handed_over_before_it_is_computed(monkeypatch):
-  channel, value, long = DoubleBuffer('rollouts', 2, patience_s=0.5), Slow(), threading.Event()
-  monkeypatch.setattr(logging, 'warning', lambda *args: long.set())
+  channel = DoubleBuffer('rollouts', 2, patience_s=0.5)
+  value = Slow()
+  warned = threading.Event()
+  monkeypatch.setattr(logging, 'warning', lambda *args: warned.set())
   channel.put(Versioned(value, 3))  # does not block
   item = Side(channel.get).end()
   assert item == Versioned(value, 3) and not channel.can_wait_ready(item)
   producer = Side(channel.flush)
   consumer = Side(lambda: channel.wait_ready(item, time.perf_counter()))
-  assert producer.blocks() and consumer.blocks() and long.wait(HANG_S)
+  assert producer.blocks() and consumer.blocks() and warned.wait(HANG_S)
   value.done.set()
   producer.end()
   consumer.end()
@@ -218,8 +230,9 @@ def test_a_value_is_handed_over_before_it_is_computed(monkeypatch):
 @pytest.mark.parametrize('make', [
     lambda: FifoQueue('rollouts', 2), lambda: DrainQueue('rollouts', 2, lambda: (1, 1)),
     lambda: LatestValue('rollouts')])
-def test_what_is_taken_as_it_comes_has_come_when_it_is_computed(make):
-  channel, value = make(), Slow()
+def test_channels_without_an_order_give_a_value_only_once_it_is_computed(make):
+  channel = make()
+  value = Slow()
   producer = Side(lambda: channel.put(Versioned(value, 0)))
   assert value.begun.wait(HANG_S)
   assert producer.blocks() and not channel.can_get()
@@ -238,7 +251,7 @@ def test_the_primed_value_is_ready():
 
 
 def test_a_failure_ends_the_wait_for_a_value_and_a_close_does_not():
-  """A producer closes after its last value is computed; when it failed that may never be."""
+  """A producer closes after its last value is computed; a failed producer may never compute it."""
   channel = DoubleBuffer('rollouts', 2)
   channel.put(Versioned(Slow(), 0))
   item = channel.get()
@@ -250,9 +263,10 @@ def test_a_failure_ends_the_wait_for_a_value_and_a_close_does_not():
     consumer.end()
 
 
-def test_a_value_that_cannot_be_computed_fails_the_hand_off():
-  """Its consumer waits neither for ever nor goes on with it."""
-  channel, value = DoubleBuffer('rollouts', 2), Slow(error=ZeroDivisionError())
+def test_a_value_that_cannot_be_computed_fails_the_channel():
+  """The consumer gets an error; it neither waits for ever nor uses the value."""
+  channel = DoubleBuffer('rollouts', 2)
+  value = Slow(error=ZeroDivisionError())
   channel.put(Versioned(value, 0))
   item = channel.get()
   consumer = Side(lambda: channel.wait_ready(item, time.perf_counter()))
@@ -264,115 +278,115 @@ def test_a_value_that_cannot_be_computed_fails_the_hand_off():
     consumer.end()
 
 
-# Without an order.
+# Channels without an order.
 
 
-def test_arrivals_are_taken_in_the_order_they_came_whoever_made_them():
+def test_a_fifo_queue_keeps_the_order_of_all_producers():
   channel = FifoQueue('gradients', 3)
   for producer, version in ((1, 10), (0, 20), (1, 11)):
     Side(lambda p=producer, v=version: channel.put(Versioned(p, v))).end()
   assert not channel.can_put()
-  late = Side(lambda: numbers(channel, 1))
+  late = Side(lambda: put_numbers(channel, 1))
   assert late.blocks()
-  taken = [Side(channel.get).end() for _ in range(4)]
+  received = [Side(channel.get).end() for _ in range(4)]
   late.end()
-  assert taken == [(1, 10), (0, 20), (1, 11), (10, 1)]
+  assert received == [(1, 10), (0, 20), (1, 11), (10, 1)]
   assert Side(channel.get).blocks()
 
 
-def test_arrivals_that_were_put_survive_a_close_and_not_a_failure():
+def test_a_fifo_queue_gives_its_values_after_a_close_but_not_after_a_failure():
   channel = FifoQueue('gradients', 2)
-  numbers(channel, 1)
+  put_numbers(channel, 1)
   channel.close()
   assert channel.can_get() and channel.can_put()
-  assert versions(channel, 1) == [1]
+  assert get_versions(channel, 1) == [1]
   with pytest.raises(Closed, match='gradients'):
-    versions(channel, 1)
+    get_versions(channel, 1)
   with pytest.raises(Closed):
-    numbers(channel, 1)
+    put_numbers(channel, 1)
   channel = FifoQueue('gradients', 2)
-  numbers(channel, 1)
+  put_numbers(channel, 1)
   channel.fail()
   with pytest.raises(Closed):
-    versions(channel, 1)
+    get_versions(channel, 1)
 
 
-def test_an_inbox_gives_all_there_is_and_waits_for_no_more_than_it_must():
+def test_a_drain_queue_gives_all_it_has_and_waits_only_for_what_is_needed():
   wants = [(0, 9), (0, 9), (1, 9), (0, 1), (0, 0), (0, 9)]
   channel = DrainQueue('rollouts', 3, lambda: wants[0])
 
-  def taken():
+  def get():
     item = channel.get()
     wants.pop(0)
     return [x.version for x in item.value], item.version
 
-  assert taken() == ([], 0)  # none is there, and none is needed
-  numbers(channel, 3)
-  assert taken() == ([1, 2, 3], 1)
-  getter = Side(taken)
+  assert get() == ([], 0)  # the queue is empty, and no value is needed
+  put_numbers(channel, 3)
+  assert get() == ([1, 2, 3], 1)
+  getter = Side(get)
   assert not channel.can_get() and getter.blocks()
-  numbers(channel, 1, first=4)
+  put_numbers(channel, 1, first=4)
   assert getter.end() == ([4], 4)
-  numbers(channel, 3, first=5)
+  put_numbers(channel, 3, first=5)
   assert not channel.can_put()
-  putter = Side(lambda: numbers(channel, 1, first=8))
+  putter = Side(lambda: put_numbers(channel, 1, first=8))
   assert putter.blocks()
-  assert taken() == ([5], 5)  # no more than it wants, and there is room for one more
+  assert get() == ([5], 5)  # not more than it wants, which makes room for one put
   putter.end()
-  assert taken() == ([], 0)  # though three are there
-  assert taken() == ([6, 7, 8], 6)
+  assert get() == ([], 0)  # it wants none, although the queue has three
+  assert get() == ([6, 7, 8], 6)
 
 
-def test_the_latest_is_given_again_and_again_and_never_waited_for():
+def test_a_latest_value_is_given_again_and_only_the_first_get_waits():
   moved = []
   channel = LatestValue('parameters', transfer=lambda value: moved.append(value) or value)
   waiting = Side(channel.get)
   assert waiting.blocks() and not channel.can_get()
   channel.prime(Versioned(0, 0))
   waiting.end()
-  assert versions(channel, 2) == [0, 0]
-  numbers(channel, 3)
+  assert get_versions(channel, 2) == [0, 0]
+  put_numbers(channel, 3)
   assert channel.can_put() and moved == [0, 10, 20, 30]
-  assert versions(channel, 3) == [3, 3, 3]
+  assert get_versions(channel, 3) == [3, 3, 3]
   channel.close()
-  numbers(channel, 1, first=4)  # nobody will read it: that is no error of the producer's
+  put_numbers(channel, 1, first=4)  # a value that nobody will read is no error of the producer
   with pytest.raises(Closed, match='parameters'):
-    versions(channel, 1)
+    get_versions(channel, 1)
 
 
-# How it ends.
+# Ends.
 
 
-def test_close_lets_what_was_put_be_taken():
+def test_a_value_can_be_taken_after_close():
   channel = DoubleBuffer('rollouts', 5)
-  numbers(channel, 1)
+  put_numbers(channel, 1)
   channel.close()
   assert channel.can_get() and channel.get().version == 1
   with pytest.raises(Closed, match='rollouts'):
-    versions(channel, 1)
+    get_versions(channel, 1)
   with pytest.raises(Closed, match='rollouts'):
-    Side(lambda: numbers(channel, 1)).end()
+    Side(lambda: put_numbers(channel, 1)).end()
 
 
-def test_close_lets_the_primed_value_be_taken():
+def test_the_primed_value_can_be_taken_after_close():
   channel = DoubleBuffer('parameters', 5, lag=1)
   channel.prime(Versioned(0, 0))
   channel.close()
-  assert versions(channel, 2) == [0, 0]
+  assert get_versions(channel, 2) == [0, 0]
   with pytest.raises(Closed):
-    versions(channel, 1)
+    get_versions(channel, 1)
 
 
 @pytest.mark.parametrize('lag', [None, 0])
-def test_fail_does_not(lag):
+def test_no_value_can_be_taken_after_fail(lag):
   channel = DoubleBuffer('rollouts', 5, lag)
   channel.prime(Versioned(0, 0))
-  numbers(channel, 1)
+  put_numbers(channel, 1)
   channel.fail()
   with pytest.raises(Closed):
-    versions(channel, 1)
+    get_versions(channel, 1)
   with pytest.raises(Closed):
-    Side(lambda: numbers(channel, 1)).end()
+    Side(lambda: put_numbers(channel, 1)).end()
 
 
 @pytest.mark.parametrize('end', [Channel.close, Channel.fail])
@@ -387,41 +401,42 @@ def test_a_blocked_wait_ends_from_another_thread(end, make, side):
   if side == 'get':
     waiting = Side(channel.get)
   else:
-    waiting = Side(lambda: numbers(channel, 2))
+    waiting = Side(lambda: put_numbers(channel, 2))
   assert waiting.blocks()
   end(channel)
   with pytest.raises(Closed):
     waiting.end()
 
 
-@pytest.mark.parametrize('side, what', [
+@pytest.mark.parametrize('side, purpose', [
     ('get', 'to be made'), ('put', 'to be taken'), ('wait_ready', 'to be made')])
-def test_the_watchdog_names_the_hand_off_and_the_thread_that_waits(side, what, monkeypatch):
-  said, enough = [], threading.Event()
+def test_the_watchdog_names_the_channel_and_the_waiting_thread(side, purpose, monkeypatch):
+  warnings = []
+  warned_twice = threading.Event()
   def warning(message, *args):
-    said.append(message % args)
-    if len(said) == 2:
-      enough.set()
+    warnings.append(message % args)
+    if len(warnings) == 2:
+      warned_twice.set()
   monkeypatch.setattr(logging, 'warning', warning)
   channel = DoubleBuffer('rollouts of actor 3', 5, patience_s=0.02)
   waiting = Side(dict(
-      get=channel.get, put=lambda: numbers(channel, 2),
-      wait_ready=lambda: (numbers(channel, 1), channel.wait_ready(channel.get(), 0.0)))[side])
-  assert enough.wait(HANG_S)  # it goes on saying so
+      get=channel.get, put=lambda: put_numbers(channel, 2),
+      wait_ready=lambda: (put_numbers(channel, 1), channel.wait_ready(channel.get(), 0.0)))[side])
+  assert warned_twice.wait(HANG_S)  # the warning is repeated
   channel.fail()
   with pytest.raises(Closed):
     waiting.end()
-  assert all(text.startswith(f'{waiting.name}: waiting for ') for text in said)
-  assert all(text.endswith(f' s for the rollouts of actor 3 {what}') for text in said)
+  assert all(text.startswith(f'{waiting.name}: waiting for ') for text in warnings)
+  assert all(text.endswith(f' s for the rollouts of actor 3 {purpose}') for text in warnings)
 
 
 @pytest.mark.parametrize('side', ['get', 'put', 'wait_ready'])
-def test_who_waits_is_known_until_the_wait_can_end(side):
+def test_locked_lists_the_waiting_thread_until_its_wait_can_end(side):
   channel = DoubleBuffer('rollouts', 3)
   if side != 'get':
-    numbers(channel, 1)
+    put_numbers(channel, 1)
   item = channel.get() if side == 'wait_ready' else None
-  waiting = Side(dict(get=channel.get, put=lambda: numbers(channel, 1, first=2),
+  waiting = Side(dict(get=channel.get, put=lambda: put_numbers(channel, 1, first=2),
                       wait_ready=lambda: channel.wait_ready(item, 0.0))[side])
   assert waiting.blocks()
   with channel.locked() as blocked:
@@ -436,25 +451,25 @@ def test_who_waits_is_known_until_the_wait_can_end(side):
     assert blocked == set()
 
 
-def test_who_may_go_on_but_has_not_woken_does_not_wait():
+def test_a_thread_that_can_go_on_but_has_not_woken_is_not_waiting():
   channel = DoubleBuffer('rollouts', 3)
   consumer = Side(channel.get)
   assert consumer.blocks()
   with channel.locked() as blocked:
     assert blocked == {consumer}
-    numbers(channel, 1)  # this thread has the lock, so the consumer does not wake yet
-    with channel.locked() as blocked_now:
-      assert blocked_now == set()
+    put_numbers(channel, 1)  # this thread has the lock, so the consumer does not wake yet
+    with channel.locked() as blocked_after_put:
+      assert blocked_after_put == set()
   assert consumer.end() == Versioned(10, 1)
 
 
 def test_a_failed_transfer_is_the_producers_error():
   channel = DoubleBuffer('rollouts', 2, transfer=lambda value: 1 / 0)
   with pytest.raises(ZeroDivisionError):
-    numbers(channel, 1)
+    put_numbers(channel, 1)
 
 
-# Placement: what transfers do.
+# Transfers of placement.py.
 
 
 def mesh(devices):
@@ -462,25 +477,25 @@ def mesh(devices):
 
 
 @pytest.mark.parametrize('learners', [1, 2])
-def test_parameters_survive_the_donation_of_the_learners_own(learners):
+def test_an_actors_parameters_survive_donation_by_the_learner(learners):
   devices = jax.devices()
-  for actor in devices[:3]:  # one of the learner's devices, and one that is none
+  for actor in devices[:3]:  # devices of the learner, and others
     params = placement.replicate({'w': jnp.arange(1000.0)}, mesh(devices[:learners]))
-    mine = placement.put_params(params, actor)
+    actor_params = placement.put_params(params, actor)
     jax.block_until_ready(jax.jit(lambda p: jax.tree.map(lambda x: x * 0 - 1, p),
                                   donate_argnums=0)(params))
     assert params['w'].is_deleted()  # it was donated
-    assert mine['w'].devices() == {actor}
-    assert_array_equal(mine['w'], np.arange(1000.0))
+    assert actor_params['w'].devices() == {actor}
+    assert_array_equal(actor_params['w'], np.arange(1000.0))
 
 
 def test_a_replica_survives_the_donation_of_another():
-  """The checkpoint's state may be replicated twice."""
+  """The state of a checkpoint may be replicated twice."""
   state = jnp.arange(1000.0)
-  one, other = (placement.replicate(state, mesh(jax.devices()[:1])) for _ in range(2))
-  jax.block_until_ready(jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(one))
-  assert one.is_deleted()
-  assert_array_equal(other, np.arange(1000.0))
+  donated, kept = (placement.replicate(state, mesh(jax.devices()[:1])) for _ in range(2))
+  jax.block_until_ready(jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(donated))
+  assert donated.is_deleted()
+  assert_array_equal(kept, np.arange(1000.0))
   assert_array_equal(state, np.arange(1000.0))
 
 
@@ -491,48 +506,53 @@ def batch(num_envs, steps=3):
           'count': np.arange(steps * num_envs, dtype=np.int32).reshape(steps, num_envs)}
 
 
-def cut(tree, first, width):
+def columns(tree, first, width):
+  """Returns the columns of environments `first` to `first` + `width` - 1."""
   return jax.tree.map(lambda x: x[:, first:first + width], tree)
 
 
 @pytest.mark.parametrize('actors', [1, 2, 3])
 @pytest.mark.parametrize('learners', [1, 2, 3, 4])
 @pytest.mark.parametrize('shards_per_actor', [1, 2])
-def test_gathered_rollouts_are_plain_concatenation(actors, learners, shards_per_actor):
-  """36 environments to 2 or 4 learners: cuts fall inside the shards of 3 or 1 actors, too."""
-  num_envs, devices = 36, jax.devices()
-  whole, to = batch(num_envs), mesh(devices[-learners:])
+def test_gathered_rollouts_equal_concatenation(actors, learners, shards_per_actor):
+  """With 36 environments and 2 or 4 learners, devices also split the shards of 3 or 1 actors."""
+  num_envs = 36
+  devices = jax.devices()
+  full_batch = batch(num_envs)
+  learner_mesh = mesh(devices[-learners:])
   width = num_envs // actors // shards_per_actor
   slices = []
   for a in range(actors):
     first = a * width * shards_per_actor
-    shards = [jax.device_put(cut(whole, first + s * width, width), devices[a])
+    shards = [jax.device_put(columns(full_batch, first + s * width, width), devices[a])
               for s in range(shards_per_actor)]
-    slices.append(placement.scatter(shards, first, num_envs, to))
-  for made in slices:  # rows go straight to where they are used
-    for device, parts in zip(devices[-learners:], made.parts, strict=True):
+    slices.append(placement.scatter(shards, first, num_envs, learner_mesh))
+  for part_of_batch in slices:  # rows go straight to the device that uses them
+    for device, parts in zip(devices[-learners:], part_of_batch.parts, strict=True):
       assert all(x.devices() == {device} for x in jax.tree.leaves(parts))
-  gathered = placement.gather(slices, to)
-  jax.tree.map(assert_array_equal, gathered, whole)
+  gathered = placement.gather(slices, learner_mesh)
+  jax.tree.map(assert_array_equal, gathered, full_batch)
   for x in jax.tree.leaves(gathered):
-    assert x.sharding == NamedSharding(to, PartitionSpec(None, 'learner'))
+    assert x.sharding == NamedSharding(learner_mesh, PartitionSpec(None, 'learner'))
     assert {s.data.shape[1] for s in x.addressable_shards} == {num_envs // learners}
 
 
-def test_a_batch_that_one_actor_made_for_one_learner_is_what_is_learned_from():
-  to = mesh(jax.devices()[1:2])
-  whole = jax.device_put(batch(6), placement.by_env(to))
-  gathered = placement.gather([placement.scatter([whole], 0, 6, to)], to)
-  assert jax.tree.all(jax.tree.map(lambda x, y: x is y, gathered, whole))
+def test_a_batch_from_one_actor_to_one_learner_is_not_copied():
+  learner_mesh = mesh(jax.devices()[1:2])
+  full_batch = jax.device_put(batch(6), placement.by_env(learner_mesh))
+  scattered = placement.scatter([full_batch], 0, 6, learner_mesh)
+  gathered = placement.gather([scattered], learner_mesh)
+  assert jax.tree.all(jax.tree.map(lambda x, y: x is y, gathered, full_batch))
 
 
-def test_shards_of_unequal_width_are_cut_where_the_devices_meet():
-  """5 + 1 + 2 + 4 environments on 3 devices: 4, 1 of it; the next three; the rest."""
-  widths, devices = [5, 1, 2, 4], jax.devices()
-  whole, to = batch(12), mesh(devices[:3])
+def test_shards_of_unequal_width_are_split_at_device_boundaries():
+  """3 devices get 4 environments each of shards of 5, 1, 2 and 4."""
+  widths = [5, 1, 2, 4]
+  full_batch = batch(12)
+  learner_mesh = mesh(jax.devices()[:3])
   firsts = np.cumsum([0, *widths])
-  slices = [placement.scatter([cut(whole, first, width)], first, 12, to)
+  slices = [placement.scatter([columns(full_batch, first, width)], first, 12, learner_mesh)
             for first, width in zip(firsts, widths, strict=False)]
   assert [[len(parts) for parts in s.parts] for s in slices] == [
       [1, 1, 0], [0, 1, 0], [0, 1, 0], [0, 0, 1]]
-  jax.tree.map(assert_array_equal, placement.gather(slices, to), whole)
+  jax.tree.map(assert_array_equal, placement.gather(slices, learner_mesh), full_batch)

@@ -1,4 +1,4 @@
-"""Where processes meet: addresses, ports in use and waits, each said in one line."""
+"""The coordinator's address: parsing, ports in use and waits, with errors of one line."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from podracer_jit.runtime.placement import PlacementOptions
 
 
 def listening(ip='127.0.0.1', port=0, sharing=None):
-  """Returns a socket that listens, and its port; `sharing` is an option, as SO_REUSEPORT."""
+  """Returns a listening socket and its port; `sharing` is an option such as SO_REUSEPORT."""
   listener = socket.socket()
   if sharing is not None:
     listener.setsockopt(socket.SOL_SOCKET, sharing, 1)
@@ -31,14 +31,15 @@ def closed_port():
 
 @pytest.fixture
 def names(monkeypatch):
-  """Returns a dictionary of addresses by name, which are known beside the machine's own names."""
-  known, getaddrinfo = {}, socket.getaddrinfo
+  """Returns a dictionary of addresses by name; look-ups use it besides the machine's own names."""
+  addresses_of = {}
+  getaddrinfo = socket.getaddrinfo
 
   def look_up(name, *args, **kwargs):
-    addresses = known.get(name, [name])
+    addresses = addresses_of.get(name, [name])
     return [info for address in addresses for info in getaddrinfo(address, *args, **kwargs)]
   monkeypatch.setattr(socket, 'getaddrinfo', look_up)
-  return known
+  return addresses_of
 
 
 # Addresses.
@@ -55,7 +56,7 @@ def test_an_address_is_a_host_and_a_port(address, parsed):
 @pytest.mark.parametrize('address', [
     '', 'node', 'node:', ':1234', 'node:0', 'node:99999', 'node:-1', 'node:port', '::1:1234',
     'a b:1', 'http://node:1234', '[]:1'])
-def test_what_is_no_address_is_refused(address):
+def test_an_invalid_address_is_refused(address):
   with pytest.raises(ValueError) as error:
     coordinator.parse_address(address)
   assert str(error.value) == ('--coordinator_address: must be HOST:PORT with a port from 1 to '
@@ -72,20 +73,21 @@ def test_process_0_listens_at_the_address_given(name):
   assert coordinator.bind_address(f'{name}:{port}') in (f'{expected}:{port}', f'[::1]:{port}')
 
 
-def test_process_0_listens_at_the_address_of_the_name_that_is_its_machines(names):
+def test_process_0_listens_at_the_address_that_belongs_to_its_machine(names):
   names['node'] = ['192.0.2.1', '127.0.0.2']  # the first is reserved for documentation
   port = closed_port()
   assert coordinator.bind_address(f'node:{port}') == f'127.0.0.2:{port}'
 
 
-def test_a_name_that_others_know_by_another_address_is_every_address(names, monkeypatch):
-  said = []
-  monkeypatch.setattr(logging, 'warning', lambda message, *args: said.append(message % args))
+def test_process_0_listens_on_all_addresses_for_a_name_that_means_loopback(names, monkeypatch):
+  warnings = []
+  monkeypatch.setattr(
+      logging, 'warning', lambda message, *args: warnings.append(message % args))
   names['node'] = ['127.0.1.1']
   port = closed_port()
   assert coordinator.bind_address(f'node:{port}') == f'[::]:{port}'
-  assert said == ['--coordinator_address: node is 127.0.1.1 on this machine, so process 0 listens '
-                  'on all its addresses']
+  assert warnings == ['--coordinator_address: node is 127.0.1.1 on this machine, so process 0 '
+                      'listens on all its addresses']
 
 
 def test_an_address_of_another_machine_cannot_be_bound():
@@ -97,16 +99,16 @@ def test_an_address_of_another_machine_cannot_be_bound():
       'JAX_COORDINATOR_BIND_ADDRESS')
 
 
-def test_a_name_that_is_not_known_is_said():
-  said = r'^--coordinator_address: no-such-name\.invalid is not known on this machine \(.+\)$'
-  with pytest.raises(ValueError, match=said):
+def test_an_unknown_name_is_reported():
+  message = r'^--coordinator_address: no-such-name\.invalid is not known on this machine \(.+\)$'
+  with pytest.raises(ValueError, match=message):
     coordinator.bind_address('no-such-name.invalid:1234')
 
 
 @pytest.mark.parametrize('ip, sharing', [
     ('127.0.0.1', None), ('127.0.0.1', socket.SO_REUSEPORT), ('', None)])
-def test_a_port_in_use_is_named_with_who_uses_it(ip, sharing):
-  """Also where gRPC would share it, as it does with another run of the same user."""
+def test_a_port_in_use_is_reported_with_the_process_that_uses_it(ip, sharing):
+  """This includes a port that gRPC would share with another run of the same user."""
   listener, port = listening(ip, sharing=sharing)
   with listener, pytest.raises(ValueError) as error:
     coordinator.bind_address(f'127.0.0.1:{port}')
@@ -118,7 +120,7 @@ def test_a_port_in_use_is_named_with_who_uses_it(ip, sharing):
 
 
 def test_a_port_that_is_only_reserved_is_free():
-  """As `launch` has it, so that no other launch is given the port."""
+  """`launch` reserves its port, so that no other launch gets the same."""
   with socket.socket() as reserved:
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     reserved.bind(('127.0.0.1', 0))
@@ -127,7 +129,7 @@ def test_a_port_that_is_only_reserved_is_free():
 
 
 @pytest.mark.parametrize('sharing', [socket.SO_REUSEADDR, socket.SO_REUSEPORT])
-def test_a_port_whose_last_user_has_just_gone_is_free(sharing):
+def test_a_port_whose_last_process_has_just_ended_is_free(sharing):
   listener, port = listening(sharing=sharing)
   with socket.create_connection(('127.0.0.1', port)):
     listener.accept()[0].close()  # this side closes first, so the kernel keeps the port for a while
@@ -136,11 +138,12 @@ def test_a_port_whose_last_user_has_just_gone_is_free(sharing):
   assert coordinator.bind_address(address) == address
 
 
-# How the others reach it.
+# How the other processes reach it.
 
 
-def test_the_others_wait_until_process_0_listens():
-  port, listeners = closed_port(), []
+def test_other_processes_wait_until_process_0_listens():
+  port = closed_port()
+  listeners = []
   begin = threading.Timer(0.5, lambda: listeners.append(listening(port=port)[0]))
   begin.start()
   coordinator.wait_until_reachable(f'127.0.0.1:{port}', 30)
@@ -148,8 +151,9 @@ def test_the_others_wait_until_process_0_listens():
   listeners[0].close()
 
 
-def test_nobody_at_the_address_is_said_once_the_time_is_over():
-  port, start = closed_port(), time.monotonic()
+def test_an_address_without_a_listener_is_reported_after_the_timeout():
+  port = closed_port()
+  start = time.monotonic()
   with pytest.raises(ValueError) as error:
     coordinator.wait_until_reachable(f'127.0.0.1:{port}', 1)
   assert 0.5 < time.monotonic() - start < 10
@@ -158,8 +162,8 @@ def test_nobody_at_the_address_is_said_once_the_time_is_over():
       'process 0 running there, and is the port open?')
 
 
-def test_who_is_connected_to_itself_has_reached_nobody(monkeypatch):
-  """The kernel connects a socket to itself where it gives it the port that it asks for."""
+def test_a_connection_to_itself_does_not_count_as_reached(monkeypatch):
+  """The kernel may give a socket the port that it connects to; then it connects to itself."""
   def to_itself(address, timeout):
     connection = socket.socket()
     connection.bind(address)
@@ -175,7 +179,7 @@ def test_who_is_connected_to_itself_has_reached_nobody(monkeypatch):
 
 @pytest.fixture
 def initialized(monkeypatch):
-  """Returns the arguments that JAX was called with, which does nothing."""
+  """Replaces jax.distributed.initialize; returns the list of its calls."""
   calls = []
   monkeypatch.setattr(jax.distributed, 'initialize',
                       lambda *args, **kwargs: calls.append((args, kwargs)))
@@ -184,7 +188,7 @@ def initialized(monkeypatch):
   return calls
 
 
-def test_process_0_is_told_where_to_listen_and_jax_would_abort_later(initialized):
+def test_process_0_passes_its_address_to_jax_with_a_longer_timeout(initialized):
   address = f'127.0.0.1:{closed_port()}'
   host.join(PlacementOptions(), address, 2, 0, 7)
   ((args, kwargs),) = initialized
@@ -192,35 +196,36 @@ def test_process_0_is_told_where_to_listen_and_jax_would_abort_later(initialized
   assert kwargs['initialization_timeout'] > 7
 
 
-def test_jax_can_be_told_where_to_listen(initialized, monkeypatch):
+def test_the_bind_address_of_jax_is_respected(initialized, monkeypatch):
   monkeypatch.setenv('JAX_COORDINATOR_BIND_ADDRESS', '10.0.0.1:1234')
   host.join(PlacementOptions(), '192.0.2.1:1234', 2, 0, 7)
   assert initialized[0][1]['coordinator_bind_address'] is None
 
 
-def test_without_an_address_jax_finds_it(initialized):
+def test_without_an_address_jax_detects_the_cluster(initialized):
   host.join(PlacementOptions(), None, None, None, 7)
   ((args, kwargs),) = initialized
   assert args == (None, None, None) and kwargs['coordinator_bind_address'] is None
 
 
-@pytest.mark.parametrize('args, said', [
+@pytest.mark.parametrize('args, message', [
     ((None, 0, None), '--num_processes: must be at least 1, got 0'),
     ((None, None, -1), '--process_id: must be at least 0, got -1'),
     ((None, 2, 2), '--process_id: must be from 0 to 1 with --num_processes=2, got 2'),
     ((None, 2, 0, 0), '--coordinator_timeout_s: must be at least 1, got 0'),
     (('node', 2, 1), "--coordinator_address: must be HOST:PORT with a port from 1 to 65535, or "
                      "[IPV6]:PORT, got 'node'")])
-def test_wrong_values_are_refused(args, said, initialized):
+def test_wrong_values_are_refused(args, message, initialized):
   with pytest.raises(ValueError) as error:
     host.join(PlacementOptions(), *args)
-  assert str(error.value) == said and not initialized
+  assert str(error.value) == message and not initialized
 
 
-def test_others_that_do_not_come_are_said_before_jax_aborts(monkeypatch):
+def test_processes_that_do_not_join_are_reported_before_jax_aborts(monkeypatch):
   never = threading.Event()
   monkeypatch.setattr(jax.distributed, 'initialize', lambda *args, **kwargs: never.wait(60))
-  address, start = f'127.0.0.1:{closed_port()}', time.monotonic()
+  address = f'127.0.0.1:{closed_port()}'
+  start = time.monotonic()
   with pytest.raises(ValueError) as error:
     host.join(PlacementOptions(), address, 2, 0, 1)
   assert time.monotonic() - start < 10
@@ -229,7 +234,7 @@ def test_others_that_do_not_come_are_said_before_jax_aborts(monkeypatch):
                               '(--coordinator_timeout_s)')
 
 
-def test_an_error_of_jax_is_one_line(monkeypatch):
+def test_an_error_of_jax_is_reported_in_one_line(monkeypatch):
   def fail(*args, **kwargs):
     raise RuntimeError('no\n  cluster')
   monkeypatch.setattr(jax.distributed, 'initialize', fail)

@@ -1,4 +1,4 @@
-"""What is set before JAX starts: where compiled programs are kept."""
+"""Settings made before JAX starts: the folder of compiled programs."""
 
 import json
 import pathlib
@@ -9,7 +9,7 @@ from tests.runs import QUICK
 
 
 def _train(workdir: pathlib.Path, cache: pathlib.Path, **env):
-  # Everything compiled goes to the cache, however little time it took.
+  # The cache then also keeps programs that compile quickly.
   env = QUICK | dict(XDG_CACHE_HOME=str(cache), JAX_PLATFORMS='cpu',
                      JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0') | env
   subprocess.run([sys.executable, '-m', 'podracer_jit', '--config=configs/impala_catch.py:smoke',
@@ -17,17 +17,17 @@ def _train(workdir: pathlib.Path, cache: pathlib.Path, **env):
   return [json.loads(line) for line in (workdir / 'receipts.jsonl').read_text().splitlines()]
 
 
-def test_programs_are_compiled_once_and_those_with_pointers_each_time(tmp_path):
+def test_programs_are_cached_unless_they_contain_pointers(tmp_path):
   cache = tmp_path / 'cache'
   first = _train(tmp_path / 'first', cache)
   (folder,) = (cache / 'podracer_jit').iterdir()
-  kept = {path.name for path in folder.iterdir() if path.name.endswith('-cache')}
-  assert any(name.startswith('jit_learner-') for name in kept)
-  assert not any(name.startswith('jit_rollout-') for name in kept)
+  cached = {path.name for path in folder.iterdir() if path.name.endswith('-cache')}
+  assert any(name.startswith('jit_learner-') for name in cached)
+  assert not any(name.startswith('jit_rollout-') for name in cached)
   assert _train(tmp_path / 'second', cache) == first
-  assert {path.name for path in folder.iterdir() if path.name.endswith('-cache')} == kept
+  assert {path.name for path in folder.iterdir() if path.name.endswith('-cache')} == cached
 
 
-def test_jax_can_be_told_where(tmp_path):
+def test_jaxs_own_cache_folder_is_respected(tmp_path):
   _train(tmp_path / 'run', tmp_path / 'unused', JAX_COMPILATION_CACHE_DIR=str(tmp_path / 'told'))
   assert not (tmp_path / 'unused').exists() and any((tmp_path / 'told').iterdir())

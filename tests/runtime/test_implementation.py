@@ -1,4 +1,4 @@
-"""What channels keep inside."""
+"""Private state of channels."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from podracer_jit.runtime.channels import DoubleBuffer, Versioned
 pytestmark = pytest.mark.implementation
 
 
-def test_a_value_is_dropped_once_it_was_given():
-  """Parameters and rollouts are large."""
+def test_a_channel_drops_a_value_after_its_last_get():
+  """Parameters and rollouts are large, so a channel must not keep them alive."""
   class Large:
     pass
 

@@ -1,4 +1,4 @@
-"""Experiments have the same bits under all schemes that must agree; the scripts that search."""
+"""Schemes that must agree give the same bits; the scripts that search for differences work."""
 
 import re
 
@@ -16,7 +16,7 @@ SMALL_FRAMES = {'img_height': 42, 'img_width': 42, 'max_episode_steps': 24, 'noo
 
 
 def _smaller(config):
-  """A shipped config with less to compute, but the same parts."""
+  """Returns a shipped config with smaller sizes and the same parts."""
   config['num_grad_shards'] = min(config['num_grad_shards'], 2)
   config['env']['num_envs'] = 8
   config['unroll_length'] = min(config['unroll_length'], 8)
@@ -34,16 +34,16 @@ def _smaller(config):
 @pytest.mark.same_bits('one program for G and U, and G and U apart; with a replay other schemes',
                        'all shipped configs, at smaller sizes')
 def test_shipped_configs_agree(name):
-  """One device in one program for G and U, and the way that is most unlike it."""
+  """Compares one program for G and U on one device with the variant that differs most from it."""
   extras.skip_without(name)
   config = _smaller(agreement.shipped_config(name))
-  first, *others = agreement.variants(config, 0)
-  other = next((way for way in others if way.scheme == 'dppo'), others[-1])
-  (_, words), = agreement.disagreements(config, [first, other], 4)
-  assert not words, f'{first} and {other} {words}'
+  first, *variants = agreement.variants(config, 0)
+  second = next((variant for variant in variants if variant.scheme == 'dppo'), variants[-1])
+  (_, difference), = agreement.disagreements(config, [first, second], 4)
+  assert not difference, f'{first} and {second} {difference}'
 
 
-# Of the first twenty half of those without images, which take long to compile.
+# Half of the first twenty experiments, without those with images, which take long to compile.
 @pytest.mark.parametrize('number', [1, 4, 6, 8, 11, 13, 15, 16, 18, 20])
 @pytest.mark.same_bits('schemes and placements drawn at random', 'ten experiments drawn at random')
 def test_experiments_drawn_at_random_agree(number):
@@ -55,59 +55,60 @@ def test_an_experiment_is_drawn_from_its_number():
 
 
 @pytest.mark.parametrize('loss', ['ppo', 'dqn'])
-def test_every_scheme_that_repeats_is_among_the_ways(loss):
+def test_variants_have_every_deterministic_scheme(loss):
   config = agreement.shipped_config('ppo_cartpole' if loss == 'ppo' else 'apex_dqn_catch')
-  ways = {way.scheme for lag in (0, 1) for way in agreement.variants(config, lag)}
-  other = loss == 'ppo'
-  assert ways == {name for name, scheme in SCHEMES.items()
-                  if scheme.deterministic and scheme.replay is not other}
+  schemes = {variant.scheme for lag in (0, 1) for variant in agreement.variants(config, lag)}
+  # `Scheme.replay` is True or False if a scheme needs or refuses a replay, else None.
+  refused = loss == 'ppo'
+  assert schemes == {name for name, scheme in SCHEMES.items()
+                     if scheme.deterministic and scheme.replay is not refused}
 
 
 @pytest.mark.as_shipped
 def test_without_islands_the_search_finds_a_difference(monkeypatch):
   config = small('ppo', num_shards=4, num_grad_shards=4)
-  first, *others = agreement.variants(config, 0)
-  other = next(way for way in others if way.scheme == 'ddppo')
+  first, *variants = agreement.variants(config, 0)
+  second = next(variant for variant in variants if variant.scheme == 'ddppo')
   monkeypatch.setattr(islands, '_in_a_branch', lambda function, skipped, *args: function(*args))
   monkeypatch.setattr(islands.lax, 'optimization_barrier', lambda args: args)
   jax.clear_caches()
-  (_, words), = agreement.disagreements(config, [first, other], 6)
+  (_, difference), = agreement.disagreements(config, [first, second], 6)
   jax.clear_caches()
-  assert re.match(r'differ at update \d \(parameters\); ', words)
+  assert re.match(r'differ at update \d \(parameters\); ', difference)
 
 
 def test_the_search_names_the_island_that_differs(monkeypatch):
   """One island computes something else with two learner devices; others follow from it."""
   config = small('ppo', num_shards=2, num_grad_shards=2)
-  first, *others = agreement.variants(config, 0)
-  other = next(way for way in others if way.scheme == 'ddppo')
+  first, *variants = agreement.variants(config, 0)
+  second = next(variant for variant in variants if variant.scheme == 'ddppo')
   real_run = agreement.run
   real_targets = Objective.targets
 
-  def run(config, way, updates):
-    factor = 1.000001 if way == other else 1.0
+  def run(config, variant, updates):
+    factor = 1.000001 if variant == second else 1.0
     monkeypatch.setattr(Objective, 'targets', lambda *args: jax.tree.map(
         lambda x: x * factor, real_targets(*args)))
-    return real_run(config, way, updates)
+    return real_run(config, variant, updates)
 
   monkeypatch.setattr(agreement, 'run', run)
-  (_, words), = agreement.disagreements(config, [first, other], 3)
-  assert words.endswith('different results: islands targets')
+  (_, difference), = agreement.disagreements(config, [first, second], 3)
+  assert difference.endswith('different results: islands targets')
 
 
-def test_a_difference_is_made_smaller(monkeypatch):
-  """Here it is of several epochs with a recurrent core, whatever else there is."""
+def test_a_difference_is_reduced_to_a_small_experiment(monkeypatch):
+  """The made-up difference needs several epochs and a recurrent core, and nothing else."""
   config = changed(small('ppo', num_epochs=3, num_shards=2), network__core='gru',
                    normalise__obs=True, optimizer__anneal=True)
   config.setdefault('microbatch_rows', 0)
 
   def disagreement(config, number, updates):
-    several = config['num_epochs'] > 1 and config['network']['core'] == 'gru'
-    return f'differ with {config["unroll_length"]} rows' if several else ''
+    differs = config['num_epochs'] > 1 and config['network']['core'] == 'gru'
+    return f'differ with {config["unroll_length"]} rows' if differs else ''
 
   monkeypatch.setattr(fuzz_bits, 'disagreement', disagreement)
-  smallest, words = fuzz_bits.shrink(config, 1, disagreement(config, 1, 60), 60)
+  smallest, difference = fuzz_bits.shrink(config, 1, disagreement(config, 1, 60), 60)
   assert smallest['num_epochs'] == 3 and smallest['network']['core'] == 'gru'
   assert not smallest['normalise']['obs'] and not smallest['optimizer']['anneal']
   assert (smallest['num_shards'], smallest['env']['num_envs']) == (1, 1)
-  assert words == 'differ with 2 rows'
+  assert difference == 'differ with 2 rows'

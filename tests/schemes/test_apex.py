@@ -1,4 +1,4 @@
-"""Learning from a replay: exact anywhere, resumed exactly, or free at rates that are kept."""
+"""Learning from a replay: exact on any placement, exact after a resume, or at limited rates."""
 
 import copy
 import dataclasses
@@ -25,35 +25,37 @@ UPDATES = 8
 
 
 def config(kind, **fields):
-  """Updates of 256 rows in two groups; from the 3rd on, rows are overwritten or evicted."""
+  """Returns a config whose updates have 256 rows in two groups; the replay is full in update 3."""
   loss, network, task = {
       'dqn': ('dqn', 'mlp', 'CartPole-v1'), 'dpg': ('dpg', 'deterministic', 'CartpoleSwingup-v1'),
       'pixels': ('dqn', 'nature_cnn', 'Pong-v5')}[kind]
-  whole = experiment.config(
+  result = experiment.config(
       loss, network, 'adam' if kind == 'dpg' else 'centred_rmsprop', scheme='sync',
       unroll_length=16, num_shards=2, num_grad_shards=2)
-  whole.env.task, whole.env.num_envs = task, 16
+  result.env.task = task
+  result.env.num_envs = 16
   if kind == 'pixels':
-    whole.env.update(dict(img_height=42, img_width=42, max_episode_steps=12, noop_max=4))
-    whole.network.update(dict(channels=(8, 16), kernels=(4, 3), strides=(4, 1), hidden=32))
-    whole.microbatch_rows = 64
+    result.env.update(dict(img_height=42, img_width=42, max_episode_steps=12, noop_max=4))
+    result.network.update(dict(channels=(8, 16), kernels=(4, 3), strides=(4, 1), hidden=32))
+    result.microbatch_rows = 64
   if kind == 'dpg':
-    whole.network.update(dict(actor_hidden=(32, 16), critic_hidden=(32, 16)))
-    whole.replay.eviction = 'prioritised'
-  whole.loss.target_every, whole.optimizer.learning_rate = 5, 1e-3
-  # Large, since sums over few rows are not split between threads, and then anything is equal.
-  whole.replay.update(dict(capacity=600, min_size=300, gradient_steps=3,
-                           batch_size=640 if kind == 'pixels' else 4096))
-  whole.checkpoint.every_updates = UPDATES
-  return changed(whole.to_dict(), **fields)
+    result.network.update(dict(actor_hidden=(32, 16), critic_hidden=(32, 16)))
+    result.replay.eviction = 'prioritised'
+  result.loss.target_every = 5
+  result.optimizer.learning_rate = 1e-3
+  # Batches are large, because XLA does not split sums of few rows between threads.
+  result.replay.update(dict(capacity=600, min_size=300, gradient_steps=3,
+                            batch_size=640 if kind == 'pixels' else 4096))
+  result.checkpoint.every_updates = UPDATES
+  return changed(result.to_dict(), **fields)
 
 
 def run_of(kind, **fields):
-  """Compiled once for all tests that run it on the same devices."""
+  """Returns the Run of a config; tests on the same devices share it."""
   return prepared(config(kind, **fields))
 
 
-def made(kind, scheme, runner=loops.run, actors=(0,), learners=(0,)):
+def run_on(kind, scheme, runner=loops.run, actors=(0,), learners=(0,)):
   return run(config(kind, scheme=scheme, placement__actor_devices=actors,
                     placement__learner_devices=learners), runner)
 
@@ -64,26 +66,29 @@ def made(kind, scheme, runner=loops.run, actors=(0,), learners=(0,)):
 @pytest.mark.same_bits('one device and two, `sync`, `fused`, `ddppo`, large batches',
                        'DQN: MLP, CNN; DPG')
 def test_placement_changes_no_bit(kind, scheme, actors, learners):
-  receipts, _, state = made(kind, 'sync')
+  receipts, _, state = run_on(kind, 'sync')
   assert len(set(receipts)) == UPDATES
-  assert int(state.target.gradient_steps) == 3 * (UPDATES - 1)  # the first waits for the minimum
-  assert made(kind, scheme, actors=actors, learners=learners)[0] == receipts
+  # The first update makes no gradient step, since the replay has less than min_size.
+  assert int(state.target.gradient_steps) == 3 * (UPDATES - 1)
+  assert run_on(kind, scheme, actors=actors, learners=learners)[0] == receipts
 
 
 @pytest.mark.parametrize('kind', ['dqn', 'dpg'])
 @pytest.mark.same_bits('`apex_lockstep` and `cleanba`, other devices, large batches', 'DQN, DPG')
-def test_lockstep_is_cleanba_with_a_replay_on_any_placement(kind):
-  receipts, reports, _ = made(kind, 'apex_lockstep')
-  assert made(kind, 'cleanba', actors=(0, 1), learners=(2, 3))[0] == receipts
-  assert made(kind, 'apex_lockstep', loops.run_serial)[0] == receipts
-  assert made(kind, 'sync')[0] != receipts
-  # Rollouts come 3 gradient steps late, after the first; the age of what is drawn adds to it.
+def test_apex_lockstep_equals_cleanba_on_any_placement(kind):
+  receipts, reports, _ = run_on(kind, 'apex_lockstep')
+  assert run_on(kind, 'cleanba', actors=(0, 1), learners=(2, 3))[0] == receipts
+  assert run_on(kind, 'apex_lockstep', loops.run_serial)[0] == receipts
+  assert run_on(kind, 'sync')[0] != receipts
+  # Rollouts after the first come 3 gradient steps late; the age of sampled rows is on top of that.
   assert [report.cgd for report in reports] == [(0.0,)] + [(3.0,)] * (UPDATES - 1)
 
 
-def test_the_age_of_what_is_drawn_is_counted_in_gradient_steps():
-  """Everything ever added can be drawn, so by stratified draws from uniform priorities the mean
-  age is the mean over what is there, but for the length of a stratum."""
+def test_the_age_of_samples_is_counted_in_gradient_steps():
+  """Compares the mean age of samples with the mean age of all rows in the replay.
+
+  All rows can be drawn with equal priorities, so the two differ by the length of a stratum at most.
+  """
   fields = dict(replay__capacity=2048, replay__priority_exponent=0.0, num_grad_shards=1)
   reports = run(config('dqn', **fields))[1]
   ages = [float(jax.device_get(report.metrics['sampled_age'])[0]) for report in reports]
@@ -91,12 +96,13 @@ def test_the_age_of_what_is_drawn_is_counted_in_gradient_steps():
   valid = [int(jax.device_get(report.metrics['valid'])[0]) for report in reports]
   for u in range(1, UPDATES):  # takes gradient steps 3 (u - 1) to 3 u
     count = [*valid[:u], sizes[u] - sum(valid[:u])]  # the newest rows are not complete yet
-    born = 3 * np.maximum(np.arange(u + 1) - 1, 0)
-    assert ages[u] == pytest.approx(np.sum(count * (3 * (u - 1) + 1 - born)) / sizes[u], abs=0.02)
+    added_at = 3 * np.maximum(np.arange(u + 1) - 1, 0)
+    assert ages[u] == pytest.approx(np.sum(count * (3 * (u - 1) + 1 - added_at)) / sizes[u],
+                                    abs=0.02)
 
 
-def test_the_rate_that_is_told_is_that_of_the_updates_own_steps():
-  """As of a loss without a replay: of the steps before what the update adds."""
+def test_the_learning_rate_metric_is_the_rate_of_the_update():
+  """The metric has the rate at the steps before the update, as for losses without a replay."""
   params = {'w': jnp.ones(3)}
   state = TrainState(params, (), jnp.int32(0), jnp.int32(50), jax.random.key(0),
                      Target(params, jnp.int32(3)), types.SimpleNamespace(size=jnp.array([5])))
@@ -108,36 +114,38 @@ def test_the_rate_that_is_told_is_that_of_the_updates_own_steps():
 
 
 def _train(workdir, total, learners=(0,), **fields):
-  whole = config('dpg', total_steps=total, checkpoint__every_updates=4, **fields)
+  fields = config('dpg', total_steps=total, checkpoint__every_updates=4, **fields)
   workdirs.make(workdir)
-  workdirs.open_workdir(workdir, whole | dict(total_steps=10**6))
+  workdirs.open_workdir(workdir, fields | dict(total_steps=10**6))
   placed = run_of('dpg', scheme='sync', placement__actor_devices=(0,),
                   placement__learner_devices=learners)
-  train.train(dataclasses.replace(placed, experiment=resolve(whole)), workdir)
-  found = [json.loads(line) for line in (workdir / 'receipts.jsonl').read_text().splitlines()]
-  return [(x['update'], x['batch'], x['params']) for x in found if 'update' in x]
+  train.train(dataclasses.replace(placed, experiment=resolve(fields)), workdir)
+  receipts = [json.loads(line) for line in (workdir / 'receipts.jsonl').read_text().splitlines()]
+  return [(x['update'], x['batch'], x['params']) for x in receipts if 'update' in x]
 
 
 @pytest.mark.parametrize('replay', [pytest.param(True, marks=pytest.mark.quick), False])
 @pytest.mark.same_bits('resumed on another mesh', 'DPG')
 def test_a_resumed_run_has_the_same_bits_on_another_mesh(replay, tmp_path):
-  """Without its replay in the checkpoint every segment begins with an empty one."""
-  whole = _train(tmp_path / 'one', 8 * 256, checkpoint__replay=replay)
-  assert len(_train(tmp_path / 'two', 4 * 256, checkpoint__replay=replay)) == 4 < len(whole) == 8
-  assert _train(tmp_path / 'two', 8 * 256, (1, 2), checkpoint__replay=replay) == whole
+  """If checkpoints do not store the replay, each segment begins with an empty one."""
+  uninterrupted = _train(tmp_path / 'one', 8 * 256, checkpoint__replay=replay)
+  assert len(uninterrupted) == 8
+  assert len(_train(tmp_path / 'two', 4 * 256, checkpoint__replay=replay)) == 4
+  resumed = _train(tmp_path / 'two', 8 * 256, (1, 2), checkpoint__replay=replay)
+  assert resumed == uninterrupted
 
 
-def test_a_free_run_of_several_actors_can_be_evaluated(tmp_path):
-  """With one actor the tolerance would have to be larger: a rollout of it adds more."""
-  whole = config('dqn', scheme='apex', replay__samples_per_insert=2.0, replay__tolerance=6272,
-                 placement__actor_devices=(0, 1))
-  resolve(whole)
-  workdirs.open_workdir(tmp_path, whole)
+def test_the_workdir_of_an_apex_run_with_several_actors_can_be_read(tmp_path):
+  """One actor would need a larger tolerance, because its rollouts add more rows."""
+  fields = config('dqn', scheme='apex', replay__samples_per_insert=2.0, replay__tolerance=6272,
+                  placement__actor_devices=(0, 1))
+  resolve(fields)
+  workdirs.open_workdir(tmp_path, fields)
   evaluation.read_experiment(tmp_path)
 
 
 def test_evaluation_does_not_explore(tmp_path):
-  """Noise, or its key, changes nothing; the same games with another policy are others."""
+  """Evaluations ignore the key of the noise; a policy that samples depends on the key."""
   _train(tmp_path, 4 * 256)
   agent = evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path))
 
@@ -153,7 +161,7 @@ def test_evaluation_does_not_explore(tmp_path):
   assert (play(noisy, 0) != play(noisy, 1)).any()
 
 
-def test_without_its_replay_learning_waits_until_there_is_enough_again(tmp_path):
+def test_without_a_stored_replay_learning_waits_until_the_replay_is_filled_again(tmp_path):
   _train(tmp_path, 7 * 256, checkpoint__replay=False)
   assert not list(tmp_path.glob('checkpoints/*/replay'))
   rows = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
@@ -163,7 +171,7 @@ def test_without_its_replay_learning_waits_until_there_is_enough_again(tmp_path)
 
 
 def _stalled(name, seconds):
-  """Delays a worker, or several of one kind, from their fourth firing together on."""
+  """Delays a worker, or all workers of one kind, after three firings together."""
   calls = []
 
   def stall(*_):
@@ -173,32 +181,35 @@ def _stalled(name, seconds):
 
 
 def _free(learners=(2,), **fields):
-  """Two actors; fields are such that no program depends on them."""
-  whole = run_of('dqn', scheme='apex', placement__actor_devices=(0, 1), replay__batch_size=128,
-                 placement__learner_devices=learners)
-  assert whole.learner.programs  # made before the copy, which then has the same
-  learner = copy.copy(whole.learner)
-  learner.options = resolve(changed(dict(whole.experiment.fields), **fields)).replay
-  return dict(config=None, of=dataclasses.replace(whole, learner=learner))
+  """Returns arguments of `run` for an apex run with two actors.
+
+  The programs do not depend on `fields`, so that all tests share them.
+  """
+  shared = run_of('dqn', scheme='apex', placement__actor_devices=(0, 1), replay__batch_size=128,
+                  placement__learner_devices=learners)
+  assert shared.learner.programs  # compiled before the copy, so that the copy shares them
+  learner = copy.copy(shared.learner)
+  learner.options = resolve(changed(dict(shared.experiment.fields), **fields)).replay
+  return dict(config=None, of=dataclasses.replace(shared, learner=learner))
 
 
 def test_a_stalled_actor_does_not_stall_the_learner():
   stalls = [_stalled('actor 0', 0.2), _stalled('actor 1', 0.05)]
   _, reports, state = run(**_free(), updates=40, tamper=lambda w: stalls[0](stalls[1](w)))
-  # The second rollout of actor 1 is as late as the first gradient steps made it, or more.
+  # The second rollout of actor 1 comes after the first 3 gradient steps, so it is that late.
   assert reports[0].cgd == (0.0,) and max(report.cgd[0] for report in reports) >= 3
   added = [int(jax.device_get(report.metrics['valid'])[0]) for report in reports]
   assert int(state.update) == 40 and added.count(0) > 0
   drawn = [int(jax.device_get(report.metrics['sampled'])[0]) for report in reports]
   assert set(drawn) == {0, 3 * 128} and drawn[0] == 0
-  # Whatever the learner did meanwhile, both actors' environments are in the replay.
+  # The environments of both actors are in the replay.
   assert (jax.device_get(state.replay.inserted) > 0).all()
 
 
-def test_a_stalled_learner_does_not_lose_what_actors_made():
+def test_a_stalled_learner_loses_no_rollout():
   _, reports, state = run(**_free(), updates=12, tamper=_stalled('learner', 0.1))
   added = [int(jax.device_get(report.metrics['valid'])[0]) for report in reports]
-  assert max(added) > 128  # several rollouts at once
+  assert max(added) > 128  # several rollouts in one update
   assert int(state.steps) == sum(added)
   episodes = sum(int(np.sum(jax.device_get(r.metrics['episodes'].ended))) for r in reports)
   assert episodes > 0
@@ -207,8 +218,8 @@ def test_a_stalled_learner_does_not_lose_what_actors_made():
 @pytest.mark.parametrize('slow, learners, tolerance', [
     ('learner', (2,), 1024), ('learner', (2, 3), 320), ('actor', (2,), 320)])
 def test_samples_per_insert_is_kept_within_its_tolerance(slow, learners, tolerance):
-  """Whoever is slow, after every firing, counted from after the first that drew."""
-  ratio = 2.0  # 384 are drawn at once, a rollout adds up to 128: 320 is the least tolerance
+  """Checks the tolerance after every update, from the second one that draws."""
+  ratio = 2.0  # an update draws 384, a rollout adds up to 128: 320 is the least tolerance
   free = _free(learners, replay__samples_per_insert=ratio, replay__tolerance=tolerance)
   _, reports, _ = run(**free, updates=60, tamper=_stalled(slow, 0.02))
   added, drawn = (np.array([int(jax.device_get(report.metrics[name])[0]) for report in reports])
@@ -216,11 +227,11 @@ def test_samples_per_insert_is_kept_within_its_tolerance(slow, learners, toleran
   start = int(np.argmax(drawn > 0)) + 1
   ahead = np.cumsum(drawn[start:]) - ratio * np.cumsum(added[start:])
   assert len(ahead) > 40 and np.abs(ahead).max() <= tolerance
-  assert np.abs(ahead).max() > tolerance / 4  # it was the limit that kept it
+  assert np.abs(ahead).max() > tolerance / 4  # the limit took effect
 
 
 @pytest.mark.parametrize('name', ['actor 1', 'learner', 'writer'])
-def test_an_error_of_anyone_ends_a_free_run(name):
+def test_an_error_of_any_worker_ends_an_apex_run(name):
   def fail(call, *_):
     if call.number == 4:
       raise ArithmeticError(name)
@@ -230,28 +241,28 @@ def test_an_error_of_anyone_ends_a_free_run(name):
         tamper=wrap(name, before=fail))
 
 
-def test_actors_keep_their_parameters_for_so_many_rollouts():
+def test_actors_keep_their_parameters_for_params_every_rollouts():
   versions = []
   run(**_free(replay__params_every=3), updates=40, tamper=wrap(
       'actor 0', before=lambda call, state, params: versions.append(params.version)))
-  runs = len(versions) // 3 * 3
-  assert np.ptp(np.reshape(versions[:runs], (-1, 3)), axis=1).max() == 0
+  count = len(versions) // 3 * 3
+  assert np.ptp(np.reshape(versions[:count], (-1, 3)), axis=1).max() == 0
   assert len(set(versions)) > 2
 
 
-def test_epsilons_and_noise_are_the_papers():
+def test_epsilons_and_noise_are_those_of_the_paper():
   """1803.00933, section 4.1: epsilon^(1 + alpha i / (N - 1)); by hand for N = 3."""
   dqn = losses.DQN()
   np.testing.assert_allclose(dqn.exploration(3), [0.4, 0.4 ** 4.5, 0.4 ** 8], rtol=1e-6)
   assert dqn.exploration(1) == np.float32(0.4)
   np.testing.assert_array_equal(losses.DPG().exploration(16), np.full(16, np.float32(0.3)))
-  # They reach the actors, in the order of the environments.
+  # The actors get them in the order of the environments.
   acting = run_of('dqn', scheme='sync').acting
   np.testing.assert_array_equal(acting.exploration, dqn.exploration(16))
   assert not hasattr(prepared(small('ppo')).acting, 'exploration')
 
 
-@pytest.mark.parametrize('fields, said', [
+@pytest.mark.parametrize('fields, message', [
     (dict(scheme='dppo'), 'scheme: dppo is for losses without a replay, loss.name is dqn'),
     (dict(scheme='impala'), 'scheme: impala is for losses without a replay'),
     (dict(num_epochs=2), 'num_epochs: dqn draws from a replay; must be 1, got 2'),
@@ -285,14 +296,14 @@ def test_epsilons_and_noise_are_the_papers():
      'share num_grad_shards = 1 evenly; take 1'),
     (dict(policy='categorical'), "policy: must be one of auto, epsilon_greedy for the "
      "actions of CartPole-v1")])
-def test_what_a_replay_cannot_take_is_refused(fields, said):
-  with pytest.raises(ValueError, match=re.escape(said)):
+def test_fields_that_do_not_fit_a_replay_are_refused(fields, message):
+  with pytest.raises(ValueError, match=re.escape(message)):
     prepared(config('dqn', **fields))
 
 
 @pytest.mark.parametrize('scheme', ['apex', 'apex_lockstep'])
-def test_schemes_of_a_replay_want_a_loss_that_draws_from_it(scheme):
-  whole = experiment.config('ppo', 'mlp', 'adam', scheme=scheme).to_dict()
-  whole['env']['task'] = 'CartPole-v1'
+def test_schemes_with_a_replay_need_a_loss_with_a_replay(scheme):
+  fields = experiment.config('ppo', 'mlp', 'adam', scheme=scheme).to_dict()
+  fields['env']['task'] = 'CartPole-v1'
   with pytest.raises(ValueError, match=f'scheme: {scheme} is for losses with a replay'):
-    prepared(whole)
+    prepared(fields)

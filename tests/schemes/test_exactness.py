@@ -1,7 +1,7 @@
-"""The same bits anywhere, at batches large enough for sums to be split between threads.
+"""Whole runs of one or two processes on other cores and devices have the same receipts.
 
-Whole runs of the binary, a process or two each, in different surroundings; their receipts must be
-equal. With small batches anything is.
+Batches are large enough for XLA to split sums between threads. With small batches any two runs
+would be equal.
 """
 
 import functools
@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[2]
 COMMON = ['--config.num_shards=2', '--config.num_grad_shards=4', '--config.log.tensorboard=False',
           '--config.placement.env_threads=1']
 CASES = {
-    # 2,048 rows to a group's minibatch.
+    # The minibatch of a group has 2,048 rows.
     'mlp': ['--config=configs/ppo_cartpole.py', '--config.scheme=sync',
             '--config.env.num_envs=64', '--config.unroll_length=256',
             '--config.num_minibatches=2', '--config.num_epochs=1',
             '--config.total_steps=48000', '--config.placement.xla_threads=16'],
-    # 8 sequences of 81 frames to a group.
+    # A group has 8 sequences of 81 frames.
     'cnn': ['--config=configs/impala_atari.py:nature_cnn', '--config.env.task=Pong-v5',
             '--config.env.img_height=42', '--config.env.img_width=42', '--config.env.num_envs=32',
             '--config.unroll_length=80', '--config.num_minibatches=1',
@@ -38,11 +38,11 @@ PLACES = {
 
 @pytest.fixture(scope='module')
 def receipts(tmp_path_factory):
-  """Returns the receipts of a case in a place, whose run is made once."""
-  return functools.cache(lambda *which: _receipts(tmp_path_factory.mktemp('run'), *which))
+  """Returns a function that gives the receipts of a case in a place; it runs each once."""
+  return functools.cache(lambda *args: _receipts(tmp_path_factory.mktemp('run'), *args))
 
 
-def _receipts(workdir, case, place, *more):
+def _receipts(workdir, case, place, *flags):
   prefix, processes, actors, learners = PLACES[place]
   program = ['-m', 'podracer_jit']
   if processes > 1:
@@ -50,7 +50,7 @@ def _receipts(workdir, case, place, *more):
   result = subprocess.run(
       [*prefix, sys.executable, *program, *CASES[case], *COMMON, f'--workdir={workdir}',
        f'--config.placement.actor_devices={actors}',
-       f'--config.placement.learner_devices={learners}', *more],
+       f'--config.placement.learner_devices={learners}', *flags],
       capture_output=True, text=True, timeout=300, check=False)
   assert result.returncode == 0, result.stdout + result.stderr
   lines = map(json.loads, (workdir / 'receipts.jsonl').read_text().splitlines())
@@ -61,17 +61,17 @@ def _receipts(workdir, case, place, *more):
 @pytest.mark.same_bits('one core or two, 1 to 8 virtual devices, 1 process and 2, large batches',
                        'IMPALA: CNN (`cleanba`), PPO: MLP (`sync`, `fused`)')
 def test_the_same_bits_in_any_surroundings(case, receipts):
-  made = {place: receipts(case, place) for place in PLACES}
+  receipts_of = {place: receipts(case, place) for place in PLACES}
   if 'sync' in CASES[case][1]:
-    made['fused'] = receipts(case, 'one core', '--config.scheme=fused')
-  expected = made['one core']
+    receipts_of['fused'] = receipts(case, 'one core', '--config.scheme=fused')
+  expected = receipts_of['one core']
   assert len(expected) >= 1 + 2  # the canary and two updates
-  for place, found in made.items():
-    assert found == expected, place
+  for place, actual in receipts_of.items():
+    assert actual == expected, place
 
 
-def test_the_thread_pool_belongs_to_the_experiment(receipts):
-  """Another size gives other bits, which is why it is fixed, and the canary tells."""
+def test_another_size_of_the_thread_pool_changes_the_bits(receipts):
+  """The size is therefore fixed, and the canary shows a different one."""
   sixteen = receipts('mlp', 'one core')
   four = receipts('mlp', 'one core', '--config.placement.xla_threads=4')
   assert sixteen[0] != four[0]

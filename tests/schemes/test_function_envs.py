@@ -1,4 +1,4 @@
-"""Environments that are functions: one program on a mesh, and environments that go on."""
+"""JAX environments in whole schemes: one program on a mesh, and episodes across segments."""
 
 import gymnax
 import jax
@@ -20,7 +20,7 @@ FOUR = dict(placement__actor_devices=(0, 1, 2, 3), placement__learner_devices=(0
 
 
 def experiment(loss='ppo', **fields):
-  """A config on CartPole of gymnax: 4 vector environments, 4 gradient groups."""
+  """Returns a config on CartPole of gymnax with 4 vector environments and 4 gradient groups."""
   config = small(loss, num_shards=4, num_grad_shards=4, seed=3)
   config['env'] = {'task': 'gymnax:CartPole-v1', 'num_envs': 16, 'max_steps_in_episode': 30}
   config['placement']['updates_per_call'] = 3
@@ -31,9 +31,17 @@ def experiment(loss='ppo', **fields):
 
 
 def receipts(config, segments=(UPDATES,), stop_at=None):
-  """(batch, parameters) of each update of a run in segments; `stop_at` ends one early."""
+  """Returns (batch, parameters) of each update of a run in segments.
+
+  Args:
+    config: a config as nested dicts.
+    segments: number of updates of each segment.
+    stop_at: ends a segment after this many updates of the run.
+  """
   run = prepared(config)
-  state, envs, out = initial_state(run), (), []
+  state = initial_state(run)
+  envs = ()
+  out = []
 
   def report(item):
     metrics = jax.device_get(item.metrics)
@@ -72,7 +80,7 @@ def test_placements_schemes_and_segments_do_not_change_a_bit(expected, fields, s
 
 
 class EmptyArrays(gymnax_envs.GymnaxEnv):
-  """CartPole whose state has an array without elements too, as the physics of MJX have."""
+  """CartPole with an empty array in its state, like the physics of MJX."""
 
   def __init__(self, max_steps_in_episode=30):
     env, params = gymnax.make('CartPole-v1')
@@ -87,7 +95,7 @@ class EmptyArrays(gymnax_envs.GymnaxEnv):
     return obs, (after, state[1]), *rest
 
 
-def test_arrays_without_elements_change_nothing_on_a_mesh_or_in_a_checkpoint(expected):
+def test_empty_arrays_in_the_state_change_nothing(expected):
   config = experiment(scheme='fused', **TWO)
   config['env']['task'] = f'{__name__}:EmptyArrays'
   assert receipts(config, (3, 4)) == expected
@@ -97,8 +105,8 @@ def test_arrays_without_elements_change_nothing_on_a_mesh_or_in_a_checkpoint(exp
 
 
 @pytest.mark.parametrize('scheme', ['sync', 'dppo'])
-def test_a_run_that_was_stopped_goes_on_from_the_last_rollout_that_counts(expected, scheme):
-  """Where it stops the actor has made one rollout more, which must be made again."""
+def test_a_stopped_run_continues_from_the_last_used_rollout(expected, scheme):
+  """The actor has made one more rollout by then, which must be made again."""
   out = receipts(experiment(scheme=scheme), (UPDATES, 2), stop_at=5)
   assert 5 <= len(out) <= 9
   assert out[:UPDATES] == expected[:len(out)]
@@ -111,17 +119,18 @@ def test_a_run_that_was_stopped_goes_on_from_the_last_rollout_that_counts(expect
     ('ppo', dict(network__core='gru', network__core_size=8, normalise__reward=True,
                  normalise__obs=True)),
 ])
-def test_what_else_an_actor_carries_goes_on_too(loss, fields):
-  """Recent rows for a replay, discounted returns, and a recurrent state."""
-  whole = receipts(experiment(loss, scheme='fused', **fields))
-  assert receipts(experiment(loss, scheme='fused', **fields, **TWO), (3, 4)) == whole
-  assert receipts(experiment(loss, scheme='sync', **fields), (2, 5)) == whole
+def test_all_of_an_actors_state_continues_in_the_next_segment(loss, fields):
+  """An actor also has recent rows for a replay, discounted returns and a recurrent state."""
+  one_segment = receipts(experiment(loss, scheme='fused', **fields))
+  assert receipts(experiment(loss, scheme='fused', **fields, **TWO), (3, 4)) == one_segment
+  assert receipts(experiment(loss, scheme='sync', **fields), (2, 5)) == one_segment
 
 
-def test_with_a_lag_no_episode_is_cut():
-  """The rollouts of a new segment continue those of the last one, whatever had been made."""
+def test_with_a_lag_the_next_segment_continues_the_episodes():
+  """The new segment continues from the last used rollout; later rollouts are dropped."""
   run = prepared(experiment(scheme='cleanba'))
-  state, envs = initial_state(run), ()
+  state = initial_state(run)
+  envs = ()
   for index, updates in enumerate((3, 4)):
     first = int(state.update)
     with build.segment(run, state, index, updates, lambda report: None, envs=envs) as segment:
@@ -136,10 +145,9 @@ def test_with_a_lag_no_episode_is_cut():
   assert_array_equal(envs.simulator.length[running], envs.episode_length[running])
 
 
-def test_kept_environments_are_those_of_all_actors_in_order():
-  with_one, with_two = experiment(scheme='sync'), experiment(scheme='sync', **TWO)
+def test_kept_environments_have_the_order_of_all_actors():
   kept = []
-  for config in (with_one, with_two):
+  for config in (experiment(scheme='sync'), experiment(scheme='sync', **TWO)):
     run = prepared(config)
     with build.segment(run, initial_state(run), 0, 2, lambda report: None) as segment:
       kept.append(build.envs_after(run, loops.run(segment.workers), 0))
@@ -153,14 +161,13 @@ def test_a_split_state_is_joined_in_order():
   run = fresh(experiment(scheme='fused', **TWO))
   with build.segment(run, initial_state(run), 0, 1, lambda report: None) as segment:
     state = segment.workers[0].state.actor
-  whole = fused.join(state, 2)
-  again = fused.split(whole, run.place.mesh)
-  equal = jax.tree.map(assert_array_equal, kept_envs.gather([fused.join(again, 2)]),
-                       kept_envs.gather([whole]))
-  assert len(whole.envs) == 4 and jax.tree.leaves(equal) == []
+  joined = fused.join(state, 2)
+  rejoined = fused.join(fused.split(joined, run.place.mesh), 2)
+  jax.tree.map(assert_array_equal, kept_envs.gather([rejoined]), kept_envs.gather([joined]))
+  assert len(joined.envs) == 4
 
 
-def test_a_mesh_is_refused_where_the_simulator_is_outside():
+def test_fused_on_several_devices_needs_jax_environments():
   config = experiment(scheme='fused', **TWO)
   config['env'] = {'task': 'CartPole-v1', 'num_envs': 16}
   with pytest.raises(ValueError, match='fused is on one device, with one actor'):
@@ -170,6 +177,6 @@ def test_a_mesh_is_refused_where_the_simulator_is_outside():
                      placement__learner_devices=(0, 1)))
 
 
-def test_environments_that_step_together_have_no_env_batch():
+def test_jax_environments_refuse_env_batch():
   with pytest.raises(ValueError, match='env_batch.*step together'):
     fresh(experiment(scheme='sync', num_shards=1, num_grad_shards=1, env_batch=4))

@@ -1,4 +1,4 @@
-"""Environments that Python steps, in whole schemes: equal bits wherever they are."""
+"""Environments stepped by Python in whole schemes: equal bits on any placement."""
 
 import functools
 
@@ -20,10 +20,10 @@ def receipts(scheme, actors=(0,), learners=(0,), threads=1, serial=False):
   return run(config, loops.run_serial if serial else loops.run, updates=4)[0]
 
 
-def test_a_run_repeats_and_learns():
+def test_a_run_is_repeatable():
   assert len(set(receipts('sync'))) == 4
-  again = run(config_of(scheme='sync', placement__env_threads=1), updates=4)[0]
-  assert receipts('sync') == again
+  repeated = run(config_of(scheme='sync', placement__env_threads=1), updates=4)[0]
+  assert receipts('sync') == repeated
 
 
 @pytest.mark.parametrize('scheme, place', [
@@ -35,22 +35,25 @@ def test_schemes_without_a_lag_have_equal_bits(scheme, place):
 
 @pytest.mark.parametrize('place', [
     dict(actors=(0, 1), learners=(2,)), dict(actors=(0, 0), learners=(1,)), dict(threads=3)])
-def test_cleanba_has_equal_bits_in_every_place(place):
+def test_cleanba_has_equal_bits_on_every_placement(place):
   assert receipts('cleanba', **place) == receipts('cleanba')
   assert receipts('cleanba') != receipts('sync')
 
 
-def test_a_replay_scheme_repeats():
+def test_apex_lockstep_has_equal_bits_on_every_placement():
   def config(**place):
     config = config_of('dqn', scheme='apex_lockstep', num_minibatches=1, **place)
     config['replay'] |= dict(capacity=512, min_size=64, batch_size=32)
     return config
 
-  alone = run(config())[0]
-  assert alone == run(config(placement__actor_devices=(0, 1), placement__learner_devices=(2,)))[0]
-  assert len(set(alone)) == 6
+  one_device = run(config())[0]
+  three_devices = run(config(placement__actor_devices=(0, 1), placement__learner_devices=(2,)))[0]
+  assert one_device == three_devices
+  assert len(set(one_device)) == 6
 
 
-def test_segments_begin_with_other_environments():
-  of = prepared(config_of(scheme='sync'))
-  assert run(None, of=of, updates=2)[0] != run(None, of=of, updates=2, index=1)[0]
+def test_the_next_segment_has_other_environments():
+  prepared_run = prepared(config_of(scheme='sync'))
+  first = run(None, of=prepared_run, updates=2)[0]
+  second = run(None, of=prepared_run, updates=2, index=1)[0]
+  assert first != second

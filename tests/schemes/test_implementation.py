@@ -1,4 +1,4 @@
-"""How programs are compiled and called in a running loop, and what they are lowered to."""
+"""Programs in a running loop: compilation, dispatch, transfers, and lowering to accelerators."""
 
 import collections
 import re
@@ -29,7 +29,7 @@ def test_nothing_is_compiled_within_a_segment():
   compiled = []
 
   def watch(call, *_):
-    if call.number == 3:  # by then everything has run once, lag and all
+    if call.number == 3:  # by then every program has run once, in spite of the lag
       jax.monitoring.register_event_duration_secs_listener(listen)
 
   def listen(event, duration, **kwargs):
@@ -39,22 +39,22 @@ def test_nothing_is_compiled_within_a_segment():
   try:
     run(config, updates=8, tamper=wrap('learner', before=watch))
     assert not compiled
-    jax.jit(lambda x: x * 3.25)(1.5)  # the listener does hear
-    assert compiled
+    jax.jit(lambda x: x * 3.25)(1.5)
+    assert compiled  # the listener works
   finally:
     jax.monitoring.clear_event_listeners()
 
 
 @pytest.mark.parametrize('scheme', ['sync', 'cleanba', 'fused', 'apex_lockstep'])
-def test_programs_are_called_without_python(scheme):
-  """After a first call JAX leaves the others to C++, unless a program has effects."""
+def test_programs_are_dispatched_without_python(scheme):
+  """JAX dispatches all but the first calls in C++, unless a program has effects."""
   config = apex_dqn_catch.get_config().to_dict() if scheme == 'apex_lockstep' else small()
   config = changed(config, scheme=scheme, placement__updates_per_call=1)
-  seen = collections.defaultdict(list)
+  calls_of = collections.defaultdict(list)
 
   def profiled(call, *args):
     files = []
-    seen[call.worker].append(files)
+    calls_of[call.worker].append(files)
     sys.setprofile(lambda frame, event, arg: files.append(frame.f_code.co_filename))
     try:
       return call.fire(*args)
@@ -62,43 +62,51 @@ def test_programs_are_called_without_python(scheme):
       sys.setprofile(None)
 
   run(config, updates=8, tamper=wrap(not_writer, instead=profiled), of=fresh(config))
-  assert {name.split()[0] for name in seen} >= ({'learner'} if scheme == 'fused' else
-                                                {'actor', 'learner'})
-  for name, calls in seen.items():
+  assert {name.split()[0] for name in calls_of} >= ({'learner'} if scheme == 'fused' else
+                                                    {'actor', 'learner'})
+  for name, calls in calls_of.items():
     by_python = [sum(file.endswith('interpreters/pxla.py') for file in call) for call in calls]
     assert by_python[0] and len(calls) == 8
     assert not any(by_python[3:]), f'{name}: {by_python}'
 
 
 @pytest.mark.parametrize('module', [impala_atari, apex_dqn_atari, apex_dpg_dmc])
-def test_programs_can_be_made_for_gpus(module):
-  """Lowered for CUDA, R has EnvPool's calls, each with side effects, and learning none of a CPU."""
+def test_programs_can_be_lowered_for_gpus(module):
+  """Rollouts for CUDA contain EnvPool's calls with side effects; learning has no custom call."""
   config = module.get_config('smoke').to_dict()
-  config['env']['num_envs'], config['num_grad_shards'] = 16, 4
-  whole, shards = fresh(config), config['num_shards']
-  experiment = whole.experiment
-  pools = RolloutProgram([
+  config['env']['num_envs'] = 16
+  config['num_grad_shards'] = 4
+  fresh_run = fresh(config)
+  shards = config['num_shards']
+  experiment = fresh_run.experiment
+  rollout_program = RolloutProgram([
       envpool_envs.EnvPoolVectorEnv(experiment.env.task, experiment.env_options,
                                     env_seeds(1, 0, i, 16 // shards)) for i in range(shards)])
   keys = [jax.random.key(i) for i in range(shards)]
-  state = initial_state(whole), whole.acting.initial_state(pools.vector_envs, keys, 0)
-  traced = jax.jit(whole.acting.rollout(pools.vector_envs)).trace(state[0].params, state[1])
+  train_state = initial_state(fresh_run)
+  actor_state = fresh_run.acting.initial_state(rollout_program.vector_envs, keys, 0)
+  traced = jax.jit(fresh_run.acting.rollout(rollout_program.vector_envs)).trace(
+      train_state.params, actor_state)
   text = traced.lower(lowering_platforms=('cuda',)).as_text()
-  pools.close()
+  rollout_program.close()
   calls = re.findall(r'custom_call @(\w+)_(\w+)\(.*has_side_effect = (\w+)', text)
   assert len({pool for pool, _, _ in calls}) == shards
   assert {tuple(kind) for _, *kind in calls} == {('recv', 'true'), ('send', 'true')}
   assert text.count('custom_call') == len(calls)
   rollout = jax.eval_shape(rollout_updates.concatenate, traced.out_info[1])
-  learn = jax.jit(whole.learner.learn).trace(state[0], rollout).lower(lowering_platforms=('cuda',))
+  learn = jax.jit(fresh_run.learner.learn).trace(train_state, rollout).lower(
+      lowering_platforms=('cuda',))
   assert 'stablehlo.while' in learn.as_text() and 'custom_call' not in learn.as_text()
 
 
-def test_transfers_happen_in_hand_offs_alone(monkeypatch):
-  """Every device_put of a running loop is made by a channel, one for each value it carries."""
-  inside, outside, values = [], [], []
-  real_put, real_moved = jax.device_put, channels.DoubleBuffer._moved
+def test_only_channels_transfer_arrays(monkeypatch):
+  """In a running loop only channels call device_put, once for each value."""
+  inside = []
+  outside = []
+  values = []
   depth = []
+  real_put = jax.device_put
+  real_moved = channels.DoubleBuffer._moved
 
   def device_put(*args, **kwargs):
     (inside if depth else outside).append(1)
@@ -113,36 +121,38 @@ def test_transfers_happen_in_hand_offs_alone(monkeypatch):
       depth.pop()
 
   config = changed(small(), placement__learner_devices=(1,))
-  made = prepared(config)
-  with build.segment(made, initial_state(made), 0, 5, lambda report: None) as segment:
+  prepared_run = prepared(config)
+  state = initial_state(prepared_run)
+  with build.segment(prepared_run, state, 0, 5, lambda report: None) as segment:
     monkeypatch.setattr(jax, 'device_put', device_put)
     monkeypatch.setattr(channels.DoubleBuffer, '_moved', moved)
-    with jax.transfer_guard('disallow'):  # silent on CPU; where there is a GPU it speaks
+    with jax.transfer_guard('disallow'):  # it has an effect only on GPUs
       loops.run_serial(segment.workers)
   assert not outside
   assert values.count('rollouts of actor 0') == 5
-  assert values.count('parameters for actor 0') == 4  # the last version nobody would read
+  assert values.count('parameters for actor 0') == 4  # nobody would read the last version
   assert len(inside) == 5 + 4
 
 
-def _arguments(whole):
-  """What the learner is called with, as shapes."""
-  found = []
+def _learner_arguments(prepared_run):
+  """Returns the shapes of the learner's arguments."""
+  arguments = []
 
   def look(call, carry, *batch):
-    rollout = placement.gather([item.value for item in batch], whole.place.mesh)
-    found.append(jax.eval_shape(lambda *args: args, carry.train, rollout))
+    rollout = placement.gather([item.value for item in batch], prepared_run.place.mesh)
+    arguments.append(jax.eval_shape(lambda *args: args, carry.train, rollout))
 
-  run(None, updates=1, of=whole, tamper=wrap('learner', before=look))
-  return found[0]
+  run(None, updates=1, of=prepared_run, tamper=wrap('learner', before=look))
+  return arguments[0]
 
 
 @pytest.mark.parametrize('case', test_islands.CASES)
 def test_learners_are_lowered_for_accelerators(case):
-  """Learning, G and U apart, and acting: for CUDA and TPUs, with nothing in it that is a CPU's."""
-  whole = fresh(test_islands.CASES[case][0]())
-  learner, mesh, platforms = whole.learner, whole.place.mesh, ('cuda', 'tpu')
-  state, rollout = _arguments(whole)
+  """Learning, and G and U apart, can be lowered for CUDA and TPUs, without calls for CPUs."""
+  fresh_run = fresh(test_islands.CASES[case][0]())
+  learner = fresh_run.learner
+  platforms = ('cuda', 'tpu')
+  state, rollout = _learner_arguments(fresh_run)
 
   def text(function, *args):
     exported = jax.export.export(jax.jit(function), platforms=platforms)(*args)
@@ -151,14 +161,15 @@ def test_learners_are_lowered_for_accelerators(case):
 
   texts = [text(learner.learn, state, rollout)]
   if isinstance(learner, RolloutLearner):
-    (programs,), updates = learner.gradient_programs([mesh]), learner.update_programs
+    (programs,) = learner.gradient_programs([fresh_run.place.mesh])
+    updates = learner.update_programs
     prepared = jax.eval_shape(programs.prepare, state.params, state.key, rollout)
     step = jax.ShapeDtypeStruct((), int)
     groups = jax.eval_shape(programs.gradient, state.params, prepared, step)
     texts += [text(programs.gradient, state.params, prepared, step),
               text(updates.step, state, groups),
               text(programs.prepare, state.params, state.key, rollout)]
-  for lowered in texts[:3]:  # IMPALA has no targets, so nothing to compute before gradients
+  for lowered in texts[:3]:  # the fourth program, `prepare`, is empty for IMPALA
     assert 'optimization_barrier' in lowered
   for lowered in texts:
     assert not re.findall(r'custom_call @(?!Sharding|SPMD)\w+', lowered)

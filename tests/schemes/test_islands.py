@@ -1,4 +1,4 @@
-"""The islands of an experiment have the same bodies in all programs of all schemes."""
+"""The islands of an experiment have the same compiled bodies in the programs of all schemes."""
 
 import collections
 
@@ -60,9 +60,9 @@ def test_the_islands_of_all_programs_have_equal_bodies(case):
     for text in texts:
       for name, variants in islands(text).items():
         bodies[place][name] |= variants
-  first, *others = bodies
+  first, *other_places = bodies
   assert set(bodies[first]) == expected
-  for other in others:
-    assert set(bodies[other]) == expected
-    different = [name for name in expected if bodies[other][name] != bodies[first][name]]
-    assert not different, f'{first} and {other}: {different}'
+  for place in other_places:
+    assert set(bodies[place]) == expected
+    different = [name for name in expected if bodies[place][name] != bodies[first][name]]
+    assert not different, f'{first} and {place}: {different}'

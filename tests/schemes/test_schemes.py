@@ -1,4 +1,4 @@
-"""The table of schemes: equal bits where the arithmetic is equal, and delays as NAPPO has them."""
+"""The table of schemes: equal bits for equal lags, and the gradient delays of NAPPO."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ from podracer_jit.schemes.table import SCHEMES
 from tests.runs import changed, prepared, run, small
 from tests.workers import not_writer, wrap
 
-# Device indices of actors and learners, for two workers where a scheme has several.
+# Indices of the devices of actors and learners, with two workers for schemes of several.
 PLACES = {
     'sync': ((0,), (0,)), 'fused': ((0,), (0,)), 'ppo': ((0,), (0,)), 'ddppo': ((0, 1), (0, 1)),
     'dppo': ((0, 1), (0, 1)), 'dppo_async': ((0, 1), (0, 1)), 'cleanba': ((0, 1), (2,)),
@@ -23,8 +23,8 @@ LAG = {'cleanba': 1, 'rapid': 1}
 UPDATES = 4
 
 
-def of(scheme, config, place=None):
-  """The config with the scheme, on its devices."""
+def with_scheme(scheme, config, place=None):
+  """Returns the config with a scheme, on the devices of PLACES or of `place`."""
   actors, learners = place or PLACES[scheme]
   return changed(config, scheme=scheme, placement__actor_devices=actors,
                  placement__learner_devices=learners)
@@ -32,7 +32,7 @@ def of(scheme, config, place=None):
 
 @functools.cache
 def _config(loss):
-  """Groups of 2,048 rows: with few, sums are not split between threads, and anything is equal."""
+  """Returns a config with groups of 2,048 rows; XLA does not split smaller sums between threads."""
   config = small(loss, num_shards=2, num_grad_shards=2)
   config['env']['num_envs'] = 64
   config |= dict(unroll_length=64, num_minibatches=8, num_epochs=2 if loss == 'ppo' else 1)
@@ -40,66 +40,67 @@ def _config(loss):
 
 
 @functools.cache
-def made(scheme, loss, serial=False):
+def run_once(scheme, loss, serial=False):
   runner = loops.run_serial if serial else loops.run
-  return run(of(scheme, _config(loss)), runner, updates=UPDATES)
+  return run(with_scheme(scheme, _config(loss)), runner, updates=UPDATES)
 
 
 @pytest.mark.quick
 def test_every_scheme_is_tested():
-  """Those that draw from a replay by test_apex."""
+  """test_apex.py tests the schemes with a replay."""
   assert set(PLACES) | {'apex', 'apex_lockstep'} == set(SCHEMES)
 
 
 @pytest.mark.parametrize('loss', ['ppo', 'impala'])
 @pytest.mark.parametrize('scheme', BLOCKING)
 @pytest.mark.same_bits('all schemes that repeat, large batches', 'IMPALA, PPO: MLP')
-def test_the_same_arithmetic_gives_the_same_bits_wherever_it_is(scheme, loss):
-  receipts = made(scheme, loss)[0]
-  assert receipts == made('cleanba' if scheme in LAG else 'sync', loss)[0]
+def test_schemes_with_the_same_lag_have_the_same_bits(scheme, loss):
+  receipts = run_once(scheme, loss)[0]
+  assert receipts == run_once('cleanba' if scheme in LAG else 'sync', loss)[0]
   assert len(set(receipts)) == UPDATES
-  assert made('cleanba', loss)[0] != made('sync', loss)[0]
+  assert run_once('cleanba', loss)[0] != run_once('sync', loss)[0]
 
 
 @pytest.mark.parametrize('scheme', BLOCKING)
-def test_delays_of_schemes_that_block_are_exact(scheme):
-  """2 epochs of 8 minibatches: 7.5 is the least, and a lag adds 16 after the first update."""
-  reports = made(scheme, 'ppo')[1]
+def test_delays_of_blocking_schemes_are_exact(scheme):
+  """With 2 epochs of 8 minibatches the least delay is 7.5; a lag adds 16 after update 1."""
+  reports = run_once(scheme, 'ppo')[1]
   cgd = [x for report in reports for x in report.cgd]
   assert cgd == [7.5] + [7.5 + 16 * LAG.get(scheme, 0)] * (UPDATES - 1)
   assert [x for report in reports for x in report.gud] == [0.0] * UPDATES
 
 
 @pytest.mark.parametrize('scheme', ['dppo', 'rapid'])
-def test_one_thread_gives_the_same(scheme):
-  assert made(scheme, 'ppo', serial=True)[0] == made(scheme, 'ppo')[0]
+def test_one_thread_gives_the_same_bits(scheme):
+  assert run_once(scheme, 'ppo', serial=True)[0] == run_once(scheme, 'ppo')[0]
 
 
 def _async(scheme, devices, updates, tamper=lambda workers: workers):
-  """Delays of gradient steps, a mean for each update."""
+  """Returns the mean delays (cgd, gud) of each update's gradient steps."""
   config = small('ppo', num_shards=len(devices), num_grad_shards=len(devices), num_epochs=2)
-  reports = run(of(scheme, config, (devices, devices)), updates=updates, tamper=tamper)[1]
+  reports = run(with_scheme(scheme, config, (devices, devices)), updates=updates, tamper=tamper)[1]
   return np.array([(report.cgd[0], report.gud[0]) for report in reports]).T
 
 
 @pytest.mark.parametrize('scheme, devices', [
     ('dppo_async', (0,)), ('rapid_async', (0, 1)), ('dppo_async', (0, 0, 0, 0))])
-def test_gradients_of_others_come_in_between(scheme, devices):
-  """Each of W workers has one gradient under way, so the others' W - 1 come before it."""
+def test_the_mean_gradient_delay_is_the_number_of_other_workers(scheme, devices):
+  """Each of W workers computes one gradient at a time, so W - 1 gradients come before it."""
   cgd, gud = _async(scheme, devices, updates=40 * len(devices))
-  # Between two of its own gradients are as many of others as its GUD: all have 4 an update.
+  # The GUD of a gradient counts those of other workers since the last one of its worker.
   assert gud.mean() == pytest.approx(len(devices) - 1, rel=0.1)
   assert (gud >= 0).all() and (cgd >= 1.5).all()
   assert len(devices) > 1 or (cgd == 1.5).all()
 
 
-def test_a_slow_worker_has_a_large_delay_and_the_mean_stays():
-  """One gradient of worker 0 to four of worker 1, by their count and no clock."""
-  fired, turn = {0: 0, 1: 0}, threading.Condition()
+def test_a_slow_worker_has_a_large_delay_and_the_mean_is_unchanged():
+  """Worker 1 makes four gradients for one of worker 0; the order depends on no clock."""
+  fired = {0: 0, 1: 0}
+  turn = threading.Condition()
   may_go = {0: lambda: fired[1] >= 4 * (fired[0] + 1), 1: lambda: fired[1] < 4 * (fired[0] + 1)}
 
   def wait(call, *_):
-    with turn:  # at the end nobody is left to wait for
+    with turn:  # the timeout is for the end, when the other worker has finished
       turn.wait_for(may_go[int(call.worker[-1])], timeout=2)
 
   def count(call, *_):
@@ -113,8 +114,8 @@ def test_a_slow_worker_has_a_large_delay_and_the_mean_stays():
 
 
 @pytest.mark.parametrize('vtrace', [False, True])
-def test_impala_takes_rollouts_as_they_come(vtrace):
-  """A stalled actor stalls nobody: the learner goes on with what the other one makes."""
+def test_impala_learns_on_while_an_actor_is_stalled(vtrace):
+  """The learner continues with the rollouts of the other actor."""
   config = changed(_config('ppo'), loss__vtrace=vtrace, num_epochs=1)
   stalled = threading.Event()
 
@@ -123,7 +124,7 @@ def test_impala_takes_rollouts_as_they_come(vtrace):
       stalled.set()
       time.sleep(0.3)
 
-  receipts, reports, state = run(of('impala', config), updates=8,
+  receipts, reports, state = run(with_scheme('impala', config), updates=8,
                                  tamper=wrap('actor 1', before=stall))
   assert stalled.is_set() and int(state.update) == 8 and len(set(receipts)) == 8
   cgd = np.array([report.cgd[0] for report in reports])
@@ -134,25 +135,25 @@ def test_impala_takes_rollouts_as_they_come(vtrace):
 @pytest.mark.parametrize('scheme, name', [
     ('dppo', 'worker 0'), ('rapid', 'actor 1'), ('rapid_async', 'learner'),
     ('dppo_async', 'worker 1'), ('impala', 'actor 0'), ('impala', 'learner')])
-def test_the_first_exception_of_anyone_ends_all(scheme, name):
+def test_the_first_exception_of_any_worker_ends_the_run(scheme, name):
   fired = {}
 
   def fail(call, *_):
     if call.worker == name and call.number == 3:
-      for once in fired.values():  # a worker that still compiles cannot end in time
-        assert once.wait(120)
+      for has_fired in fired.values():  # a worker that still compiles cannot end in time
+        assert has_fired.wait(120)
       raise ArithmeticError(name)
 
   def tamper(workers):
     fired.update({w.name: threading.Event() for w in workers if not_writer(w.name)})
     return wrap(not_writer, before=fail, after=lambda call, *_: fired[call.worker].set())(workers)
 
-  config = of(scheme, small('impala', num_shards=2, num_grad_shards=2))
+  config = with_scheme(scheme, small('impala', num_shards=2, num_grad_shards=2))
   with pytest.raises(ArithmeticError, match=name):
     run(config, functools.partial(loops.run, grace_s=10.0), updates=10**6, tamper=tamper)
 
 
-@pytest.mark.parametrize('fields, said', [
+@pytest.mark.parametrize('fields, message', [
     (dict(scheme='ppo', placement__learner_devices=(1,)),
      'placement.learner_devices: scheme = ppo is on one device'),
     (dict(scheme='fused', placement__actor_devices=(0, 1)),
@@ -167,7 +168,7 @@ def test_the_first_exception_of_anyone_ends_all(scheme, name):
     (dict(scheme='rapid', placement__learner_devices=(1, 1)),
      'placement.learner_devices: names a device twice'),
     (dict(scheme='a3c'), "scheme: there is no 'a3c'; known are sync, cleanba")])
-def test_what_a_scheme_cannot_take_is_refused(fields, said):
+def test_fields_that_do_not_fit_a_scheme_are_refused(fields, message):
   config = changed(small('ppo', num_shards=2, num_grad_shards=2), **fields)
-  with pytest.raises(ValueError, match=re.escape(said)):
+  with pytest.raises(ValueError, match=re.escape(message)):
     prepared(config)

@@ -1,4 +1,4 @@
-"""Whole schemes: exact lags, and the same bits however the same experiment is run."""
+"""Whole schemes: exact lags, and the same bits for the same experiment on any placement."""
 
 import copy
 import dataclasses
@@ -38,8 +38,8 @@ def test_fused_and_sync_give_the_same_bits(case):
 def test_lags_are_exact_and_serial_runs_are_equal(scheme, lags):
   config = changed(small(), scheme=scheme, num_shards=2, placement__actor_devices=(0, 1))
   threads, reports, _ = run(config)
-  steps = 2  # minibatches
-  cgd = [steps * lag + (steps - 1) / 2 for lag in lags]
+  num_minibatches = 2
+  cgd = [num_minibatches * lag + (num_minibatches - 1) / 2 for lag in lags]
   assert [report.cgd for report in reports] == [(x,) for x in cgd]
   serial, reports, _ = run(config, loops.run_serial)
   assert [report.cgd for report in reports] == [(x,) for x in cgd]
@@ -50,16 +50,16 @@ def _config(scheme, loss='impala'):
   return changed(small(loss), scheme=scheme, placement__updates_per_call=2)
 
 
-def _run(*which, **how):
-  return run(_config(*which), **how)
+def _run(scheme, loss='impala', **options):
+  return run(_config(scheme, loss), **options)
 
 
 @functools.cache
-def _receipts(*which):
-  return _run(*which)[0]
+def _receipts(scheme, loss='impala'):
+  return _run(scheme, loss)[0]
 
 
-def test_lag_one_is_not_lag_zero():
+def test_lag_1_differs_from_lag_0():
   assert _receipts('sync') != _receipts('cleanba')
 
 
@@ -67,7 +67,7 @@ def test_lag_one_is_not_lag_zero():
 @pytest.mark.parametrize('scheme', ['sync', 'cleanba'])
 @pytest.mark.parametrize('slow', ['learner', 'actor', 'writer'])
 @pytest.mark.same_bits('a slow learner, actor or writer', 'IMPALA, PPO: MLP (`sync`, `cleanba`)')
-def test_a_slow_side_changes_no_bit(loss, scheme, slow):
+def test_slow_workers_change_no_bit(loss, scheme, slow):
   slowly = wrap(slow, before=lambda *_: time.sleep(random.random() * 0.1))
   assert _run(scheme, loss, tamper=slowly)[0] == _receipts(scheme, loss)
 
@@ -80,13 +80,14 @@ def test_placement_changes_no_bit(case):
   expected, _, _ = run(config)
   assert run(changed(config, scheme='fused', placement__updates_per_call=4))[0] == expected
   for actors, learners, per_device in (((0, 1), (0, 1), 1), ((0,), (2, 3), 2)):
-    other = changed(config, placement__actor_devices=actors, placement__learner_devices=learners,
-                    placement__actors_per_device=per_device, placement__env_threads=1)
-    assert run(other)[0] == expected, (actors, learners, per_device)
+    placed = changed(config, placement__actor_devices=actors, placement__learner_devices=learners,
+                     placement__actors_per_device=per_device, placement__env_threads=1)
+    assert run(placed)[0] == expected, (actors, learners, per_device)
 
 
 @pytest.mark.parametrize('loss, shape, places', [
-    # Four shards on 1, 2 and 4 actors, interleaved or not; 1, 2 and 4 learners, apart or shared.
+    # Four shards on 1, 2 and 4 actors, interleaved or not; 1, 2 and 4 learners, on the same devices
+    # as the actors or on others. A place: actors, learners, actors per device, environment threads.
     ('impala', dict(num_shards=4, num_grad_shards=4),
      [((0, 1, 2, 3), (0, 1, 2, 3), 1, 1), ((0, 1), (2, 3), 2, 2), ((4, 5), (0,), 1, 2)]),
     ('ppo', dict(num_shards=4, num_grad_shards=4, scheme='cleanba'),
@@ -95,7 +96,7 @@ def test_placement_changes_no_bit(case):
         'impala', dict(num_shards=4, num_grad_shards=4, scheme='cleanba'),
         [((0, 1, 2, 3), (0, 1, 2, 3), 1, 1)], marks=pytest.mark.quick),
     ('ppo', dict(num_shards=4, num_grad_shards=4), [((0, 1, 2, 3), (0, 1, 2, 3), 1, 1)]),
-    # Nothing is a power of two.
+    # No number is a power of two.
     ('ppo', dict(num_shards=3, num_grad_shards=3, num_minibatches=1, unroll_length=7,
                  env__num_envs=9),
      [((0, 1, 2), (0, 1, 2), 1, 2), ((3,), (0, 1, 2), 3, 1)])])
@@ -113,13 +114,14 @@ def test_shards_devices_and_threads_change_no_bit(loss, shape, places):
     assert run(changed(config, **place))[0] == expected, place
 
 
-def test_a_plain_reduction_is_the_same_training_but_for_rounding():
-  """`exact_reduce` off: one group a device; the first batch is the same, the parameters nearly."""
+def test_a_plain_reduction_gives_the_same_training_but_for_rounding():
+  """Without `exact_reduce` the first batch is the same and the parameters are nearly equal."""
   config = changed(small(), num_grad_shards=4, num_minibatches=1, placement__learner_devices=(0, 1))
-  (exact,), _, one = run(config, updates=1)
-  (plain,), _, other = run(changed(config, exact_reduce=False), updates=1)
+  (exact,), _, exact_state = run(config, updates=1)
+  (plain,), _, plain_state = run(changed(config, exact_reduce=False), updates=1)
   assert plain[0] == exact[0] and plain[1] != exact[1]
-  jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6), one.params, other.params)
+  jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain_state.params,
+               exact_state.params)
 
 
 def test_another_seed_or_segment_gives_other_bits():
@@ -138,16 +140,17 @@ def test_a_run_ends_at_the_update_that_reaches_total_steps():
 
 
 @pytest.mark.parametrize('scheme', ['sync', 'fused'])
-def test_a_segment_keeps_no_second_train_state(scheme):
-  made = prepared(_config(scheme))
-  state = initial_state(made)
-  with build.segment(made, state, 0, 2, lambda report: None) as segment:
+def test_a_segment_donates_its_train_state(scheme):
+  prepared_run = prepared(_config(scheme))
+  state = initial_state(prepared_run)
+  with build.segment(prepared_run, state, 0, 2, lambda report: None) as segment:
     loops.run(segment.workers)
   assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
 
 
 def test_a_learner_is_started_while_the_rollout_is_made():
-  config, ready = changed(small(), scheme='sync', unroll_length=3000), []
+  config = changed(small(), scheme='sync', unroll_length=3000)
+  ready = []
 
   def look(call, state, item):
     ready.append(jax.tree.leaves(item.value)[-1].is_ready())
@@ -156,20 +159,21 @@ def test_a_learner_is_started_while_the_rollout_is_made():
   assert len(ready) == 4 and not all(ready)
 
 
-def test_a_rollout_is_learned_from_where_it_was_made():
-  """On one device the batch is the actor's own arrays."""
-  made, learned, whole = [], [], prepared(small())
+def test_on_one_device_the_learner_uses_the_actors_arrays():
+  rollouts = []
+  batches = []
+  prepared_run = prepared(small())
 
   def learner(state, batch):
-    learned.append(batch)
+    batches.append(batch)
     return program(state, batch)
 
-  program = whole.learner.program
-  watched = copy.copy(whole.learner)
+  program = prepared_run.learner.program
+  watched = copy.copy(prepared_run.learner)
   watched.program = learner
-  run(None, loops.run_serial, 3, of=dataclasses.replace(whole, learner=watched), tamper=wrap(
-      'actor 0', after=lambda call, state, outputs: made.append(outputs[0].value)))
-  for (rollout,), batch in zip(made, learned, strict=True):
+  run(None, loops.run_serial, 3, of=dataclasses.replace(prepared_run, learner=watched),
+      tamper=wrap('actor 0', after=lambda call, state, outputs: rollouts.append(outputs[0].value)))
+  for (rollout,), batch in zip(rollouts, batches, strict=True):
     assert jax.tree.all(jax.tree.map(lambda x, y: x is y, rollout, batch))
 
 
@@ -179,7 +183,7 @@ class Broken(Exception):
 
 @pytest.mark.parametrize('scheme', ['sync', 'cleanba', 'fused'])
 @pytest.mark.parametrize('name', ['actor 0', 'learner', 'writer'])
-def test_an_error_anywhere_ends_the_run_with_its_message(scheme, name):
+def test_an_error_of_any_worker_ends_the_run(scheme, name):
   if scheme == 'fused' and name == 'actor 0':
     pytest.skip('fused has no actor of its own')
   def breaks(call, *_):
@@ -189,4 +193,4 @@ def test_an_error_anywhere_ends_the_run_with_its_message(scheme, name):
   start = time.monotonic()
   with pytest.raises(Broken, match=f'{name} is broken'):
     _run(scheme, tamper=wrap(name, before=breaks))
-  assert time.monotonic() - start < 60  # compiling included; a hang would be for ever
+  assert time.monotonic() - start < 60  # with compilation

@@ -5,8 +5,8 @@
 
 The command compares the receipts of both runs, which have a fingerprint of every update's batch and
 parameters. It prints the fields in which the configs differ, changes of the config that only one
-run made (--extend, --change), other runs that they began with (--init_from), and both learning
-curves side by side.
+run made (--extend, --change), other runs that they began with (--init_from), files of your own
+modules that differ or have changed on the way, and both learning curves side by side.
 
 With --deep the command repeats the first differing update of both runs, each with its run's
 placement. It prints the array that differs first (of the rollout, a gradient, the optimizer's state
@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from podracer_jit.run import checkpoint, history, journal, workdirs
+from podracer_jit.run import checkpoint, history, journal, sources, workdirs
 
 ROWS = 10  # of the learning curves
 
@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
   try:
     configs = [workdirs.read_fields(folder) for folder in folders]
     histories = [workdirs.read_history(folder) for folder in folders]
+    kept = [sources.read(folder) for folder in folders]
     receipts = [journal.read_receipts(folder) for folder in folders]
     curves = [journal.read_lines(folder / journal.METRICS) for folder in folders]
     if not receipts[0].by_update.keys() & receipts[1].by_update.keys():
@@ -63,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
     verdict = f'unknown, since receipts are missing; the existing receipts: {verdict}'
   try:
     for line in [*config_differences(*configs), *history.differences(*histories),
+                 *sources.differences(*kept),
                  *header_differences(*(side.headers for side in receipts)), *incomplete]:
       print(line)
     print(verdict)

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     movie = _check(values, arguments)
     workdir = Path(values.workdir)
     allowed = config.allowed_modules(values.allow_modules)
-    update = _update(values.update, workdir)
+    update = periodic.chosen_update(values.update, workdir)
     experiment = evaluation.read_experiment(workdir, allowed, update)
     host.prepare_host(experiment.placement)
     player = evaluation.restore(workdir, experiment, update)
@@ -77,17 +77,6 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_list('allow_modules', [], config.ALLOW_MODULES, **text)
   flags.DEFINE_bool('help', False, 'Show this.', short_name='h', **text)
   return values
-
-
-def _update(text: str | None, workdir: Path) -> int | None:
-  """Returns the update that --update names; None for the newest checkpoint."""
-  if text is None:
-    return None
-  if text == 'best':
-    return periodic.best_update(workdir)
-  if not text.isdecimal():
-    raise ValueError(f'--update: must be a number or best, got {text!r}')
-  return int(text)
 
 
 def _check(values: flags.FlagValues, arguments: Sequence[str]) -> Path | None:

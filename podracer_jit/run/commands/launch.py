@@ -71,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
   for reader in readers:
     reader.start()
   code = _wait(processes)
+  # A child of a process may keep the pipe open, so the readers get a limited time to end.
   for reader in readers:
     reader.join(5.0)
   reserved.close()

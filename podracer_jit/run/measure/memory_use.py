@@ -103,7 +103,7 @@ class Needs:
     """
     if name.startswith('conventional'):
       return None
-    # The actors that made the learner's batch, or the actions of `environment`, are closed by then.
+    # The actors that made the batch of `learner`, or the actions of `environment`, are closed.
     own_bytes = {'learner': [], 'environment': self._bytes[-len(self._place.actors):]}
     total = sum(own_bytes.get(name, self._bytes))
     if self._learner_args is not None:
@@ -116,7 +116,7 @@ class Needs:
 
 @contextlib.contextmanager
 def loading(note: Callable[[Any], None]) -> Iterator[None]:
-  """Calls `note`, inside the context, with every program that pools compile."""
+  """Calls `note` with every program that vector environments compile in the block."""
   load = RolloutProgram.load
 
   def load_and_note(rollout_program, *args, **kwargs):

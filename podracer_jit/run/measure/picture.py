@@ -37,7 +37,8 @@ def table(measured: Round) -> list[str]:
 
 def draw(measured: Round, path: str, bins: int = 1500) -> None:
   """Draws the last round or two: workers one above the other, EnvPool's threads below."""
-  import matplotlib  # here, since only drawing needs it
+  # Imported here because only drawing needs it.
+  import matplotlib
   matplotlib.use('agg')
   from matplotlib import pyplot
 
@@ -51,8 +52,8 @@ def draw(measured: Round, path: str, bins: int = 1500) -> None:
   width = (end - start) / bins
   in_legend = set()
   for y, name in enumerate(measured.lanes):
-    # A bin gets the colour of the part that has the most of its time: drawing each of many
-    # thousands of operations would take minutes.
+    # A bin gets the colour of the part that took most of its time. Drawing each of many thousands
+    # of operations would take minutes.
     longest: list[collections.Counter] = [collections.Counter() for _ in range(bins)]
     for a, b, part in measured.spans[name]:
       for k in range(max(0, int((a - start) / width)), min(bins, int((b - start) / width) + 1)):

@@ -38,9 +38,9 @@ class Machine(NamedTuple):
   gpu: bool  # actors run on GPUs
 
 
-def own_of(experiment: Experiment, asked: PlacementOptions | None = None) -> Candidate:
-  """Returns the placement of an experiment, or the one that its config asked for."""
-  place = asked or experiment.placement
+def own_of(experiment: Experiment, config_place: PlacementOptions | None = None) -> Candidate:
+  """Returns the placement of an experiment, or else its config's placement."""
+  place = config_place or experiment.placement
   return Candidate(*(getattr(place, name) for name in Candidate._fields[:-2]),
                    experiment.num_shards, experiment.scheme_name)
 
@@ -65,8 +65,8 @@ def places(experiment: Experiment, own: Candidate, machine: Machine,
   are tried if the config has one of them.
 
   Args:
-    experiment: whose results must stay the same, whatever its placement.
-    own: the placement that its config asks for.
+    experiment: the experiment, whose results must not depend on the placement.
+    own: the config's own placement.
     machine: the devices to choose from.
     num_shards: other values to try.
   """

@@ -1,0 +1,124 @@
+"""The example of an own loss and torso with every command, and the source that workdirs keep."""
+
+import json
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import envpool
+import numpy as np
+import pytest
+
+from podracer_jit.run import checkpoint
+from tests import processes
+from tests.run.test_export import Loaded
+
+EXAMPLE = Path(__file__).parents[2] / 'examples' / 'transformer.py'
+FEW = ['--config.scheme=sync', '--config.env.num_envs=8', '--config.unroll_length=4',
+       '--config.num_shards=2', '--config.num_grad_shards=2', '--config.total_steps=170',
+       '--config.checkpoint.every_updates=3', '--config.log.tensorboard=False']
+
+
+def binary(*args, code=0):
+  """Runs `podracer_jit`; returns its output and errors."""
+  done = processes.run([sys.executable, '-P', '-m', 'podracer_jit', *map(str, args)])
+  assert done.returncode == code, done.stdout + done.stderr
+  return done.stdout + done.stderr
+
+
+@pytest.fixture(scope='module')
+def own(tmp_path_factory):
+  """A user's copy of the example, and a workdir of it."""
+  folder = tmp_path_factory.mktemp('own')
+  shutil.copy(EXAMPLE, folder)
+  binary(f'--config={folder / EXAMPLE.name}', f'--workdir={folder / "run"}', *FEW)
+  return folder / EXAMPLE.name, folder / 'run'
+
+
+def test_it_has_less_than_a_hundred_lines():
+  assert len(EXAMPLE.read_text().splitlines()) < 100
+
+
+def test_it_learns_to_predict(own):
+  records = [json.loads(line) for line in (own[1] / 'metrics.jsonl').read_text().splitlines()]
+  losses = [record['prediction_loss'] for record in records]
+  assert len(losses) == 6 and losses[-1] < losses[0]
+
+
+@pytest.mark.same_bits('2 processes and 1', 'A2C with an auxiliary loss: transformer (`sync`)')
+def test_two_processes_learn_the_same(own, tmp_path):
+  file, workdir = own
+  binary('launch', '-n', 2, '--', f'--config={file}', f'--workdir={tmp_path}', *FEW)
+  assert 'identical: 6 updates' in binary('compare', workdir, tmp_path)
+
+
+def test_an_update_is_made_again_and_it_is_evaluated(own):
+  file, workdir = own
+  allowed = f'--allow_modules={file}'
+  assert 'as its receipt says' in binary('rerun', f'--workdir={workdir}', '--update=5', allowed)
+  out = binary('evaluate', f'--workdir={workdir}', '--num_episodes=2', allowed)
+  assert 'MiniGrid-Empty-Random-6x6-v0 after update 6' in out
+
+
+def test_a_changed_source_is_said_and_both_are_kept(own, tmp_path):
+  file, workdir = own
+  mine = tmp_path / file.name
+  mine.write_text(file.read_text() + '# changed\n')
+  resumed = tmp_path / 'resumed'
+  shutil.copytree(workdir, resumed)
+  shutil.rmtree(resumed / 'checkpoints' / '6')
+  out = binary(f'--config={mine}', f'--workdir={resumed}', *FEW)
+  (said,) = (line for line in out.splitlines() if 'the source of' in line)
+  assert 'the source of transformer.py has changed since update 3: the run goes on' in said
+  assert (resumed / 'sources' / '1' / file.name).read_bytes() == file.read_bytes()
+  assert (resumed / 'sources' / '4' / file.name).read_bytes() == mine.read_bytes()
+  out = binary('compare', workdir, resumed)  # only a comment has changed
+  assert 'source: transformer.py of B changed before update 4' in out
+  assert 'identical: 6 updates' in out
+
+  # The same command again has nothing to say.
+  assert 'the source of' not in binary(f'--config={mine}', f'--workdir={resumed}', *FEW)
+
+
+def test_a_copy_runs_only_if_it_is_allowed(own, tmp_path):
+  workdir = tmp_path / 'run'
+  shutil.copytree(own[1], workdir)
+  copy = workdir / 'sources' / '1' / EXAMPLE.name
+  copy.write_text(copy.read_text() + f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+  command = ['evaluate', f'--workdir={workdir}', '--num_episodes=1']
+  said = binary(*command, code=2)
+  assert said.count('\n') == 1
+  assert f'or the copies that are kept with it: --allow_modules={copy}' in said
+  assert 'cannot import' in binary(*command, '--allow_modules=transformer', code=2)
+  assert not (tmp_path / 'ran').exists()
+  binary(*command, f'--allow_modules={copy}')
+  assert (tmp_path / 'ran').exists()
+
+
+def test_it_is_exported_with_its_source_and_acts_on_dicts(own, tmp_path):
+  file, workdir = own
+  assert '--allow_modules=transformer' in binary(
+      'export', f'--workdir={workdir}', f'--out={tmp_path / "out"}', code=2)
+  binary('export', f'--workdir={workdir}', f'--out={tmp_path / "out"}', '--update=3',
+         f'--allow_modules={file}')
+  assert (tmp_path / 'out' / 'sources' / '1' / file.name).read_bytes() == file.read_bytes()
+  assert 'sources/1/transformer.py' in (tmp_path / 'out' / 'manifest.json').read_text()
+
+  loaded = Loaded(tmp_path / 'out')
+  assert loaded.about['update'] == 3 and loaded.about['network']['name'] == 'transformer:Cells'
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    pool = envpool.make(loaded.about['task'], env_type='gymnasium', num_envs=3, seed=1)
+  obs, _ = pool.reset()
+  first = np.ones(3, bool)
+  for step in range(3):
+    key = np.array([0, step], np.uint32)
+    actions, _, logits = loaded.act('drawn', obs, None, first, key)
+    assert logits.shape == (3, 7)
+    obs, *_ = pool.step(actions)
+  pool.close()
+
+
+def test_checkpoints_are_whole(own):
+  assert checkpoint.saved_updates(own[1]) == [3, 6]

@@ -1,0 +1,134 @@
+"""Copies of users' modules: which files count, when they are kept, and what is said of changes."""
+
+import importlib
+import json
+import sys
+
+import pytest
+
+from podracer_jit import parts
+from podracer_jit.run import agent as agent_lib
+from podracer_jit.run import sources
+from tests.run.test_agent import OWN_ENVS, untrained
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+  """A folder on PYTHONPATH with modules of a user."""
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.setattr(parts, '_sources', {})
+  texts = {
+      'own_part.py': 'import json\nimport own_helper, own_pkg.deep\nfrom own_pkg import near\n'
+                     'from podracer_jit import options\nX = 1\n',
+      'own_helper.py': 'def late():\n  import own_late\n',
+      'own_late.py': 'import own_part\n',
+      'own_unused.py': '',
+      'own_pkg/__init__.py': 'from . import near\n',
+      'own_pkg/near.py': 'Z = 2\n',
+      'own_pkg/deep.py': 'from .sub.leaf import W\nY = W\n',
+      'own_pkg/sub/leaf.py': 'W = 3\n',
+      'json.py': 'raise RuntimeError("another json")\n',
+      'podracer_jit/options.py': '',
+  }
+  for name, text in texts.items():
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+  importlib.invalidate_caches()
+  yield tmp_path
+  for name in list(sys.modules):
+    if name.startswith('own_'):
+      del sys.modules[name]
+
+
+@pytest.mark.quick
+def test_a_module_has_the_files_beside_it_that_it_imports(folder):
+  assert parts.find('x', 'own_part:X', {}) == 1
+  files = parts.sources_of('own_part')
+  assert set(files) == {'own_part.py', 'own_helper.py', 'own_late.py', 'own_pkg/__init__.py',
+                        'own_pkg/near.py', 'own_pkg/deep.py', 'own_pkg/sub/leaf.py'}
+  # They are what was imported, whatever is edited later.
+  (folder / 'own_helper.py').write_text('changed')
+  assert parts.sources_of('own_part')['own_helper.py'].startswith(b'def late')
+  # A module that was not imported is read without running it.
+  (folder / 'own_bad.py').write_text('raise RuntimeError\n')
+  assert parts.sources_of('own_bad') == {'own_bad.py': b'raise RuntimeError\n'}
+  assert parts.sources_of('own_pkg.deep').keys() == {
+      'own_pkg/__init__.py', 'own_pkg/near.py', 'own_pkg/deep.py', 'own_pkg/sub/leaf.py'}
+  assert parts.sources_of('math') == parts.sources_of('nowhere') == {}
+
+
+def test_of_an_installed_package_only_its_own_modules_count(folder, monkeypatch):
+  installed = folder / 'site-packages'
+  (installed / 'own_installed').mkdir(parents=True)
+  (installed / 'own_installed' / '__init__.py').write_text('from own_installed import a\n')
+  (installed / 'own_installed' / 'a.py').write_text('import own_other\n')
+  (installed / 'own_other.py').write_text('')
+  monkeypatch.syspath_prepend(installed)
+  importlib.invalidate_caches()
+  assert parts.sources_of('own_installed').keys() == {
+      'own_installed/__init__.py', 'own_installed/a.py'}
+
+
+def entries(workdir):
+  return [(entry.first_update, sorted(entry.files)) for entry in sources.read(workdir)]
+
+
+def test_sources_are_kept_from_the_update_on_from_which_they_changed(tmp_path):
+  a, b = {'m.py': b'1', 'n/m.py': b'1'}, {'m.py': b'2', 'n/m.py': b'1'}
+  assert sources.keep(tmp_path, {}, 1) == [] and not (tmp_path / 'sources').exists()
+  assert sources.keep(tmp_path, a, 1) == [] == sources.keep(tmp_path, a, 1)
+  assert sources.keep(tmp_path, a, 9) == []
+  (line,) = sources.keep(tmp_path, b, 9)
+  assert line.startswith('the source of m.py has changed since update 8: the run goes on')
+  assert (tmp_path / 'sources' / '9' / 'm.py').read_bytes() == b'2'
+  assert (tmp_path / 'sources' / '1' / 'm.py').read_bytes() == b'1'
+  assert entries(tmp_path) == [(1, ['m.py', 'n/m.py']), (9, ['m.py', 'n/m.py'])]
+  # Until there is a checkpoint after update 8, the same is said again.
+  assert sources.keep(tmp_path, b, 9) == [line]
+  assert sources.keep(tmp_path, b, 12) == []
+  # Other source for the same updates, as those were lost: the copy from before is set aside.
+  sources.keep(tmp_path, {'m.py': b'3'}, 9)
+  assert (tmp_path / 'broken' / '9' / 'm.py').read_bytes() == b'2'
+  assert entries(tmp_path) == [(1, ['m.py', 'n/m.py']), (9, ['m.py'])]
+  assert sources.keep(tmp_path, a, 9) == [] and entries(tmp_path) == [(1, ['m.py', 'n/m.py'])]
+  # Before the first update nothing was made with another source.
+  assert sources.keep(tmp_path, b, 1) == [] and len(entries(tmp_path)) == 1
+  assert sources.copy_of(tmp_path, 'n.m') == str(tmp_path / 'sources' / '1' / 'n' / 'm.py')
+  assert sources.copy_of(tmp_path, 'nothing') == ''
+
+
+@pytest.mark.parametrize('text', ['{', '[1]', '[{"first_update": "x", "files": {}}]',
+                                  '[{"first_update": 1, "files": 3}]'])
+def test_a_garbled_index_is_set_aside(text, tmp_path):
+  sources.keep(tmp_path, {'m.py': b'1'}, 1)
+  (tmp_path / 'sources' / 'index.json').write_text(text)
+  with pytest.raises(ValueError, match='index.json is garbled'):
+    sources.read(tmp_path)
+  (line,) = sources.keep(tmp_path, {'m.py': b'1'}, 4)
+  assert 'is garbled; sources is now' in line and '\n' not in line
+  assert (tmp_path / 'broken' / 'sources' / '1' / 'm.py').exists()
+  assert entries(tmp_path) == [(4, ['m.py'])]
+
+
+def test_two_runs_are_told_apart(tmp_path):
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  sources.keep(one, {'m.py': b'1', 'n.py': b'1'}, 1)
+  sources.keep(two, {'m.py': b'1', 'n.py': b'2'}, 1)
+  assert sources.differences(sources.read(one), sources.read(one)) == []
+  sources.keep(two, {'m.py': b'3', 'n.py': b'2', 'evil\x1b.py': b''}, 5)
+  assert sources.differences(sources.read(one), sources.read(two)) == [
+      'source: n.py differs in A and B, from the first update on',
+      r'source: evil\x1b.py, m.py of B changed before update 5']
+
+
+def test_a_saved_agent_keeps_the_source_of_its_task(tmp_path):
+  untrained(OWN_ENVS['Sizes']).save(tmp_path / 'agent')
+  copy = tmp_path / 'agent' / 'sources' / '1' / 'tests' / 'run' / 'test_agent.py'
+  assert 'class Sizes(' in copy.read_text()
+  files = json.loads((tmp_path / 'agent' / 'manifest.json').read_text())['files']
+  assert 'sources/1/tests/runs.py' in files  # which that file imports
+  assert not any('podracer_jit' in name for name in files)
+  copy.write_text('')
+  with pytest.raises(ValueError, match='sources/1/tests/run/test_agent.py has 0 bytes'):
+    agent_lib.load_saved(tmp_path / 'agent', allow_modules=['tests.run.test_agent'])
