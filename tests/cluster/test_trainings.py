@@ -155,6 +155,15 @@ def test_impala_goes_on_while_processes_and_machines_die_and_come(nodes, start):
     again.wait()
 
 
+def test_a_run_without_a_machine_waits_and_stops(start):
+  run = start(*CATCH, *ENDLESS)
+  run.wait_until(lambda: 'compiling ...' in run.text())
+  time.sleep(2)
+  assert run.end(signal.SIGINT) < 10
+  assert run.process.returncode == exit_codes.INTERRUPTED, run.text()
+  assert 'stopped at update 0 (0 steps)' in run.text()
+
+
 def test_apex_learns_on_while_a_machine_is_gone(nodes, start):
   first = nodes.add(1)
   second = nodes.add(1)
