@@ -19,7 +19,7 @@ from podracer_jit.losses.algorithm import RolloutAlgorithm, unroll_with_heads
 from podracer_jit.options import internal, option
 from podracer_jit.types import discounts
 
-KINDS = 11  # of objects, of colours and of their states in MiniGrid
+KINDS = 11  # MiniGrid has at most so many objects, colours and states of objects
 
 
 class Cells(nn.Module):
@@ -70,10 +70,6 @@ class PredictiveA2C(RolloutAlgorithm):
     return {'change': Prediction(spec.num_actions, *spec.obs_shape)}
 
   def loss(self, model, params, minibatch, statistics):
-    """Returns the loss of a part of a minibatch, and sums of terms over its valid rows.
-
-    Args and results: see `RolloutAlgorithm.loss`.
-    """
     rollout, _ = minibatch
     dist_params, value, heads = unroll_with_heads(model, params, rollout)
     goes_on = 1.0 - (rollout.terminated | rollout.truncated).astype(jnp.float32)

@@ -25,8 +25,8 @@ def pytest_configure(config):
   if config.getoption('--compile-soon'):
     os.environ['XLA_FLAGS'] = f'{COMPILED_SOON} {os.environ.get("XLA_FLAGS", "")}'
   config.addinivalue_line('filterwarnings', 'ignore:::gymnasium')
-  # What one test compiled, another need not: a folder for this run of pytest, which the workers
-  # of xdist share. Processes that tests start keep theirs beside it, and not in the user's cache.
+  # Tests share compiled programs through a folder of this run of pytest, also between the workers
+  # of xdist. Processes that tests start use a subfolder in place of the user's cache.
   if hasattr(config, 'workerinput'):
     folder = config.workerinput['compiled']
   else:
@@ -42,8 +42,7 @@ def pytest_configure_node(node):
   node.workerinput['compiled'] = node.config.compiled
 
 
-
 @pytest.fixture(autouse=True)
 def _folders_of_one_test(monkeypatch):
-  """What one test adds to the folders of users' modules, the next one does not search."""
+  """Keeps folders of users' modules that one test adds from the next test."""
   monkeypatch.setattr(parts, '_folders', parts.folders())

@@ -15,9 +15,9 @@ MODULES = ('envpool', 'tensorboardX', *(
 
 
 def serve(server: socket.socket) -> tuple[str, str, list[str]]:
-  """Forks for each request; returns in the children, with their commands, and never in the server.
+  """Forks for each request; returns only in the children, with their commands.
 
-  A process in between waits for the child and writes its id, then its exit code, to a pipe.
+  An intermediate process waits for the child and writes its id, then its exit code, to a pipe.
   """
   while True:
     head, files, _, _ = socket.recv_fds(server, 8, 4)
@@ -34,7 +34,7 @@ def serve(server: socket.socket) -> tuple[str, str, list[str]]:
         return _become(files, *json.loads(request))
       for file in files:
         os.close(file)
-      for own in range(3):  # else a pipe of the child would not end with it
+      for own in range(3):  # else these copies would keep a pipe of the child open
         os.close(own)
       os.write(status, f'{child}\n'.encode())
       _, code = os.waitpid(child, 0)
@@ -45,7 +45,7 @@ def serve(server: socket.socket) -> tuple[str, str, list[str]]:
 
 
 def _become(files, kind, what, arguments, folder):
-  """Gives this process the files, the signals and the folder of a command that was just started."""
+  """Gives this process the files, signal handlers and folder of a newly started command."""
   for own, given in enumerate(files):
     os.dup2(given, own)
   for given in files:
@@ -60,13 +60,13 @@ def _become(files, kind, what, arguments, folder):
 
 def main() -> None:
   server = socket.socket(fileno=int(sys.argv[1]))
-  for number in (signal.SIGINT, signal.SIGCHLD):  # an end of the server's own children is no news
+  for number in (signal.SIGINT, signal.SIGCHLD):  # ends of its children do not concern the server
     signal.signal(number, signal.SIG_IGN)
   gc.disable()
   for name in MODULES:
     importlib.import_module(name)
   from jax._src import xla_bridge
-  assert not xla_bridge.backends_are_initialized()  # its threads would not be in the children
+  assert not xla_bridge.backends_are_initialized()  # a fork does not copy its threads
   gc.freeze()  # so that collections in the children do not copy the server's pages
   kind, what, arguments = serve(server)
   gc.enable()

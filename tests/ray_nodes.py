@@ -11,17 +11,17 @@ import uuid
 
 import psutil
 
-# A cluster with a password, as people are told to have.
+# The cluster has a password, as the docs advise.
 TOKEN = {'RAY_AUTH_MODE': 'token',
          'RAY_AUTH_TOKEN': os.environ.get('RAY_AUTH_TOKEN') or uuid.uuid4().hex,
          'RAY_USAGE_STATS_ENABLED': '0'}
-# Ray reads them when it is imported.
+# Ray reads these variables when it is imported.
 os.environ |= TOKEN
 STORE = 100 * 2**20  # bytes
 
 
 class Nodes:
-  """A cluster with a head, on which nothing runs but the driver; a context manager."""
+  """A cluster whose head runs only the driver; a context manager."""
 
   def __enter__(self):
     self._process = subprocess.Popen(
@@ -65,7 +65,7 @@ class Nodes:
 
 
 def is_ours(process):
-  """Whether a process is one of a run, and not a daemon."""
+  """Tells whether a process belongs to a run, and is no daemon of Ray."""
   try:
     return any('ray::Process' in word for word in process.cmdline())
   except psutil.Error:

@@ -100,24 +100,25 @@ _initial = {}
 
 
 def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, index=0,
-        of=None):
+        prepared_run=None):
   """Runs one segment from update 0.
 
   Args:
-    config: a config as nested dicts; not used where `of` is given.
+    config: a config as nested dicts; not used if `prepared_run` is given.
     runner: `loops.run` or `loops.run_serial`.
     updates: number of updates; checkpoint.every_updates if None.
     tamper: a function from workers to workers, as `tests.workers.wrap` returns.
     index: of the segment.
-    of: a Run to use in place of `prepared(config)`.
+    prepared_run: a Run to use in place of `prepared(config)`.
 
   Returns:
     The receipts (batch, parameters) of all updates, the reports, and the last train state.
   """
-  of = of or prepared(config)
-  updates = updates or of.experiment.checkpoint.every_updates
+  prepared_run = prepared_run or prepared(config)
+  updates = updates or prepared_run.experiment.checkpoint.every_updates
   reports = []
-  with build.segment(of, initial_state(of), index, updates, reports.append) as segment:
+  state = initial_state(prepared_run)
+  with build.segment(prepared_run, state, index, updates, reports.append) as segment:
     states = runner(tamper(segment.workers))
   receipts = []
   for report in reports:

@@ -1,4 +1,4 @@
-"""A new user's ten tasks, docs/tasks.md, run as they are written there, one after another."""
+"""The ten tasks of docs/tasks.md, run one after another as written."""
 
 import json
 import os
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parent.parent / 'docs' / 'tasks.md'
 SECTIONS = {int(number): text for number, text in re.findall(
     r'^## (\d+)\. .*?\n(.*?)(?=^## |\Z)', PAGE.read_text(), re.MULTILINE | re.DOTALL)}
 
-# The test stops the run when it has learned a little, and does not train as long as a user would.
+# The test trains for less time than a user would.
 SHORTER = {
     'sleep 20': 'until [ -s runs/long/metrics.jsonl ]; do sleep 0.1; done',
     '3_000_000': '150_000', '3_500_000': '180_000', 'total_steps=200_000': 'total_steps=40_000'}
@@ -28,7 +28,7 @@ def blocks(number, language):
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-  """The folder of all tasks, with the command `podracer_jit` on the path."""
+  """Makes the folder of all tasks, with the command `podracer_jit`."""
   folder = tmp_path_factory.mktemp('tasks')
   command = folder / 'bin' / 'podracer_jit'
   command.parent.mkdir()
@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def do(folder):
-  """Runs the commands or the Python lines of a task; returns what they print."""
+  """Returns a function that runs the code of a task and returns its output."""
   def run(number, language='sh'):
     text, = blocks(number, language)
     for written, shorter in SHORTER.items():
@@ -64,7 +64,7 @@ def test_a_task_is_at_most_three_commands_or_ten_lines():
 
 
 def test_the_ten_tasks(do, folder):
-  """Each uses the runs of those before."""
+  """Later tasks use the runs of earlier tasks."""
   assert 'finished at update' in do(1)
   evaluations = journal.read_lines(folder / 'runs/pole/evaluations.jsonl')
   assert evaluations[-1]['mean'] > 300  # random play: 22
@@ -87,11 +87,11 @@ def test_the_ten_tasks(do, folder):
 
   assert re.search(r'begins with parameters, .* of runs/pole after update \d+', do(6))
 
-  said = do(7)
-  first, best = re.findall(r'after update ([\d,]+) ', said)
+  output = do(7)
+  first, best = re.findall(r'after update ([\d,]+) ', output)
   means = {f'{record["update"]:,}': record['mean'] for record in evaluations}
   assert first == f'{evaluations[-1]["update"]:,}' and means[best] == max(means.values())
-  assert 'greedy actions' in said and 'sampled actions' in said
+  assert 'greedy actions' in output and 'sampled actions' in output
 
   assert float(do(8, 'python').split()[-1]) > 100
 
@@ -101,6 +101,6 @@ def test_the_ten_tasks(do, folder):
 
   module, = blocks(10, 'python')
   (folder / 'mine.py').write_text(module)
-  said = do(10)
-  assert 'finished at update' in said
-  assert float(re.search(r'return  (\S+)', said)[1]) > 100
+  output = do(10)
+  assert 'finished at update' in output
+  assert float(re.search(r'return  (\S+)', output)[1]) > 100

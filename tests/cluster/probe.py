@@ -1,4 +1,4 @@
-"""An object for processes of the cluster that does what a test says."""
+"""An object for processes of the cluster, whose methods fail, die or wait as a test needs."""
 
 import os
 import signal

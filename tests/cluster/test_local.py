@@ -17,15 +17,15 @@ pytest.importorskip('ray')
 
 
 def of_session(number):
-  """The living processes of a session."""
-  found = []
+  """Returns the living processes of a session."""
+  alive = []
   for process in psutil.process_iter():
     try:
       if os.getsid(process.pid) == number and process.status() != psutil.STATUS_ZOMBIE:
-        found.append(process)
+        alive.append(process)
     except (ProcessLookupError, psutil.Error):
       pass
-  return found
+  return alive
 
 
 @pytest.mark.parametrize('end', ['ctrl_c', 'kill'])
@@ -46,7 +46,7 @@ def test_nothing_outlives_the_run(end, tmp_path):
       assert process.poll() is None and time.monotonic() < deadline, (tmp_path / 'log').read_text()
       time.sleep(0.1)
     running = of_session(process.pid)
-    # An actor, and Ray's daemons.
+    # One actor, and the daemons of Ray.
     assert sum(map(is_ours, running)) == 1 and len(running) > 3
     since = time.monotonic()
     if end == 'ctrl_c':
@@ -56,9 +56,9 @@ def test_nothing_outlives_the_run(end, tmp_path):
     else:
       process.kill()
       process.wait()
-    ours = [other for other in running if is_ours(other)]
-    assert not psutil.wait_procs(ours, timeout=10)[1]
-    # Two agents of Ray need longer to see that their parent was killed.
+    actors = [child for child in running if is_ours(child)]
+    assert not psutil.wait_procs(actors, timeout=10)[1]
+    # Two agents of Ray need longer to notice that their parent was killed.
     assert not psutil.wait_procs(running, timeout=10 if end == 'ctrl_c' else 120)[1]
   finally:
     for left in of_session(process.pid):
@@ -83,5 +83,5 @@ with ray_cluster.connected(1, 0, 3, 1, 80 * 2**20, lambda folder: None) as clust
 '''
 
 
-def test_a_spill_is_a_warning_that_names_the_option():
+def test_spilling_gives_a_warning_that_names_the_option():
   subprocess.run([sys.executable, '-c', SPILL], check=True, timeout=200)

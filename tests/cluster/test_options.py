@@ -1,4 +1,4 @@
-"""What a run on a cluster is refused for, and what is decided before it begins."""
+"""Options of a run on a cluster: refusals, and decisions before the run begins."""
 
 import importlib.util
 import subprocess
@@ -27,12 +27,12 @@ def test_schemes_whose_actors_wait_are_refused(scheme):
     resolve(remote(scheme))
 
 
-def test_actor_platform_has_no_meaning_there():
+def test_actor_platform_is_refused_with_a_cluster():
   with pytest.raises(ValueError, match=r'^placement.actor_platform: .*actor_gpus'):
     resolve(remote(placement__actor_platform='cpu'))
 
 
-def test_other_verbs_measure_threads():
+def test_only_training_can_use_a_cluster():
   with pytest.raises(ValueError, match=r'^placement.cluster: ray is for training; .* none$'):
     build.make_run(resolve(remote()))
 
@@ -44,7 +44,7 @@ def test_without_ray_the_error_says_how_to_install_it(monkeypatch):
     pass
 
 
-def test_a_wrong_config_need_not_wait_for_ray():
+def test_a_wrong_config_is_refused_before_ray_starts():
   done = processes.run([sys.executable, '-m', 'podracer_jit', '--config=impala_catch',
                         '--config.placement.cluster=ray', '--config.scheme=sync'])
   assert done.returncode == 2
@@ -52,7 +52,7 @@ def test_a_wrong_config_need_not_wait_for_ray():
   assert line.startswith('podracer_jit: placement.cluster: actors of sync wait')
 
 
-def test_no_other_environments_than_with_threads_but_in_later_lives():
+def test_first_lives_have_the_seeds_of_threads_and_later_lives_have_others():
   first = env_seeds(1, 0, 0, 100)
   assert env_seeds(1, 0, 0, 100, life=0) == first
   lives = [seed for life in range(20) for seed in env_seeds(1, 0, 0, 100, life)]
@@ -60,8 +60,8 @@ def test_no_other_environments_than_with_threads_but_in_later_lives():
 
 
 def test_the_number_of_processes():
-  both = dict(num_shards=2, placement__actors_per_device=2)
-  assert machines.num_processes(resolve(remote(**both))) == 2
+  two_actors = dict(num_shards=2, placement__actors_per_device=2)
+  assert machines.num_processes(resolve(remote(**two_actors))) == 2
   workers = dict(num_shards=2, num_grad_shards=2, placement__actor_devices=(0, 0),
                  placement__learner_devices=(0, 0))
   config = changed(small('ppo'), placement__cluster='ray', **workers)
@@ -69,7 +69,7 @@ def test_the_number_of_processes():
   assert machines.num_processes(resolve(changed(config, scheme='rapid_async'))) == 4
 
 
-def test_bytes_under_way_follow_the_rollouts_and_start_nothing():
+def test_bytes_in_flight_depend_on_the_rollouts_and_start_no_backend():
   small_rollouts = machines.bytes_under_way(resolve(remote()))
   config = remote()
   config['unroll_length'] *= 100
@@ -82,7 +82,7 @@ def test_bytes_under_way_follow_the_rollouts_and_start_nothing():
   subprocess.run([sys.executable, '-c', script], check=True)
 
 
-def test_users_modules_are_shipped_with_what_is_beside_them(tmp_path, monkeypatch):
+def test_users_modules_are_shipped_with_the_files_beside_them(tmp_path, monkeypatch):
   for name in ('mine.py', 'beside.py', 'package/__init__.py', 'package/deep/part.py',
                'data/large.py', 'notes.txt'):
     path = tmp_path / name
@@ -93,11 +93,11 @@ def test_users_modules_are_shipped_with_what_is_beside_them(tmp_path, monkeypatc
   assert {path.relative_to(tmp_path).as_posix() for path in shipped
           if path.is_relative_to(tmp_path)} == {'mine.py', 'beside.py', 'package'}
   assert [path.name for path in shipped if not path.is_relative_to(tmp_path)] == ['podracer_jit']
-  # An installed package is on each machine.
+  # An installed package is on each machine already.
   assert len(machines.code({'network': {'name': 'flax.linen:Dense'}})) == 1
 
 
-def test_two_calls_are_under_way_if_the_round_trip_is_long():
+def test_two_calls_are_in_flight_if_the_round_trip_is_long():
   pytest.importorskip('ray')
   from podracer_jit.cluster.remote import Answer
   from podracer_jit.schemes.remote import Pace

@@ -1,5 +1,6 @@
 """Calls of processes on simulated machines: errors, deaths, silence, lost results, versions."""
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 from absl import logging
 
+if importlib.util.find_spec('ray') is None:
+  pytest.skip('needs the extra ray', allow_module_level=True)
+
 from podracer_jit.cluster.failure import Failed
 from podracer_jit.runtime.channels import Closed
 from tests.ray_nodes import Nodes
 
-pytest.importorskip('ray')
 PROBE = Path(__file__).with_name('probe.py')
 
 
@@ -56,7 +59,7 @@ def call(remote, *args, ended=lambda: False):
 
 
 @pytest.mark.quick
-def test_arrays_go_there_and_come_back(cluster, remote):
+def test_arrays_are_sent_and_returned(cluster, remote):
   array = np.arange(300_000.0)
   reference = cluster.publish(array)
   assert cluster.publish(array) is reference
@@ -68,7 +71,7 @@ def test_arrays_go_there_and_come_back(cluster, remote):
   assert figures['cluster_mb_per_s'] > 0 and figures['cluster_get_ms'] > 0
 
 
-def test_an_exception_comes_back_in_one_line_at_once(remote):
+def test_an_exception_is_reported_at_once_in_one_line(remote):
   call(remote, 'lived')
   since = time.monotonic()
   with pytest.raises(Failed, match=rf'^actor 7 \(process {remote.about.pid} on .*\): ValueError: '
@@ -84,11 +87,11 @@ def test_a_new_process_has_the_next_life_and_repeats_the_call(cluster, remote, w
   assert cluster.lives() == {'actor 7': 2}
   assert cluster.metrics()['actor_restarts'] == restarts + 2
   assert any('died' in line and line.endswith('life 1 begins') for line in warnings)
-  # Lives that have ended without an answer count in a row only.
+  # Only lives in a row that end without an answer count.
   assert call(remote, 'die', 4) == 4
 
 
-def test_calls_under_way_are_all_repeated(remote):
+def test_all_calls_in_flight_are_repeated(remote):
   assert call(remote, 'lived') == 0
   first = remote.submit('die', 1)
   second = remote.submit('add', 1, 2)
@@ -96,7 +99,7 @@ def test_calls_under_way_are_all_repeated(remote):
   assert remote.wait(second, bool).value == 3
 
 
-def test_processes_that_die_each_time_are_given_up_with_their_last_words(remote, warnings):
+def test_a_process_that_dies_repeatedly_ends_the_run_with_its_last_output(remote, warnings):
   with pytest.raises(Failed, match=r'actor 7: its process died 3 times in a row .*I was here'):
     call(remote, 'die', 1000)
 
@@ -135,7 +138,7 @@ def test_processes_without_room_wait_for_a_machine(nodes, cluster, warnings):
 
   added = nodes.add(1)
   assert call(remotes[2], 'lived') == 0
-  # A result that was not fetched goes with its machine, and is made again elsewhere.
+  # A result that was not fetched is lost with its machine, and computed again elsewhere.
   array = cluster.publish(np.arange(300_000.0))
   kept = remotes[2].submit('add', array, 5)
   assert remotes[2].wait(kept, bool, fetch=False).seconds >= 0
@@ -150,7 +153,7 @@ def test_machines_with_other_versions_are_refused():
   from podracer_jit.cluster.remote import problems_of_versions
   own = about()
   assert problems_of_versions(own, own) == []
-  other = own._replace(host='far', versions=own.versions | {'jax': '0.0.1'})
-  (line,) = problems_of_versions(other, own)
+  different = own._replace(host='far', versions=own.versions | {'jax': '0.0.1'})
+  (line,) = problems_of_versions(different, own)
   assert line.startswith(f'far has other versions than the learner: jax 0.0.1 '
                          f'({own.versions["jax"]} here)')

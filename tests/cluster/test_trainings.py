@@ -77,18 +77,18 @@ class Run:
 def start(nodes, tmp_path):
   runs = []
 
-  def started(*args, workdir='run', **variables):
+  def start(*args, workdir='run', **variables):
     runs.append(Run(nodes, tmp_path / workdir, *args, **variables))
     return runs[-1]
 
-  yield started
+  yield start
   for run in runs:
     run.process.kill()
     run.process.wait()
 
 
 def all_processes():
-  """The processes of runs on all nodes."""
+  """Returns the processes of runs on all nodes."""
   return [process for process in psutil.process_iter() if is_ours(process)]
 
 
@@ -98,7 +98,7 @@ def wait_until_gone(running):
 
 
 def lives_in(workdir):
-  """The lives of actors by the last receipt that has them."""
+  """Returns the lives of actors in the last receipt that has them."""
   lives = {}
   for line in journal.read_lines(workdir / journal.RECEIPTS):
     lives = line.get('lives', lives)
@@ -106,7 +106,7 @@ def lives_in(workdir):
 
 
 @pytest.mark.quick
-def test_impala_goes_on_while_processes_and_machines_die_and_come(nodes, start):
+def test_impala_continues_while_processes_and_machines_die_and_join(nodes, start):
   first = nodes.add(1)
   second = nodes.add(1)
   run = start(*CATCH, *ENDLESS, '--config.checkpoint.every_updates=50')
@@ -118,7 +118,7 @@ def test_impala_goes_on_while_processes_and_machines_die_and_come(nodes, start):
   victim.kill()
   run.wait_until(lambda: sum(lives_in(run.workdir).values()) == 1)
   run.wait_until(lambda: run.records()[-1]['actors_alive'] == 2)
-  # A machine dies; the other one goes on alone. Then another machine comes.
+  # A machine dies, and the other one continues alone. Then a third machine joins.
   nodes.remove(second)
   run.wait_until(lambda: run.records()[-1]['actors_pending'] == 1)
   run.wait_for_updates()
@@ -139,20 +139,20 @@ def test_impala_goes_on_while_processes_and_machines_die_and_come(nodes, start):
   for node in (first, third):
     nodes.remove(node)
 
-  # The same experiment goes on, with threads in place of processes.
-  again = processes.Popen([sys.executable, '-m', 'podracer_jit', *CATCH, *ENDLESS,
+  # The same experiment resumes with threads in place of processes.
+  resumed = processes.Popen([sys.executable, '-m', 'podracer_jit', *CATCH, *ENDLESS,
                            '--config.checkpoint.every_updates=50', '--config.log.tensorboard=False',
                            f'--workdir={run.workdir}'])
   try:
     deadline = time.monotonic() + 500
     while run.records()[-1]['update'] < done + 5:
-      assert again.poll() is None and time.monotonic() < deadline
+      assert resumed.poll() is None and time.monotonic() < deadline
       time.sleep(0.05)
-    again.send_signal(signal.SIGINT)
-    assert again.wait(timeout=60) == exit_codes.STOPPED
+    resumed.send_signal(signal.SIGINT)
+    assert resumed.wait(timeout=60) == exit_codes.STOPPED
   finally:
-    again.kill()
-    again.wait()
+    resumed.kill()
+    resumed.wait()
 
 
 def test_a_run_without_a_machine_waits_and_stops(start):
@@ -184,7 +184,7 @@ def test_apex_learns_on_while_a_machine_is_gone(nodes, start):
 
 
 @pytest.mark.parametrize('scheme, cpus', [('dppo_async', 1), ('rapid_async', 2)])
-def test_gradients_elsewhere_survive_a_process_and_a_machine(nodes, start, scheme, cpus):
+def test_remote_gradients_survive_the_loss_of_a_process_and_a_machine(nodes, start, scheme, cpus):
   first = nodes.add(cpus)
   second = nodes.add(cpus)
   run = start(*WORKERS, *ENDLESS, f'--config.scheme={scheme}')
@@ -201,7 +201,7 @@ def test_gradients_elsewhere_survive_a_process_and_a_machine(nodes, start, schem
   run.wait_until(lambda: run.records()[-1]['actors_pending'] > 0)
   run.wait_for_updates()
   third = nodes.add(cpus)
-  # The death of a process that has nothing to do is noticed with its next call.
+  # The death of an idle process is noticed with its next call.
   run.wait_until(lambda: run.records()[-1]['actors_alive'] == 2 * cpus
                  and run.records()[-1]['actor_restarts'] == 1 + cpus)
   run.wait_for_updates()
@@ -263,12 +263,12 @@ def test_code_is_shipped_and_runs_on_one_cluster_do_not_mix(nodes, start, tmp_pa
              for run in runs]
   assert not batches[0] & batches[1]
 
-  # An exception there is the run's, and so is the end of processes that die again and again.
+  # An exception in a process ends the run, and so does a process that dies repeatedly.
   runs = [start(config, f'--config.env.mode={mode}', workdir=mode) for mode in ('raises', 'dies')]
-  for run, words in zip(runs, (r'the option mode must be works', 'no memory for the sprites'),
-                        strict=True):
+  for run, message in zip(runs, (r'the option mode must be works', 'no memory for the sprites'),
+                          strict=True):
     assert run.process.wait(timeout=500) == exit_codes.FAILED, run.text()
     last = run.text().splitlines()[-1]
-    assert last.startswith('podracer_jit: actor 0') and words in last, run.text()
+    assert last.startswith('podracer_jit: actor 0') and message in last, run.text()
   assert 'its process died 3 times in a row' in last
   nodes.remove(node)

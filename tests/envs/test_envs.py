@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import signal
+import subprocess
 import sys
 
 import envpool
@@ -18,7 +20,6 @@ from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import placement
-from tests import processes
 
 MUJOCO = 'HalfCheetah-v4'
 ONE_THREAD = 1
@@ -40,9 +41,16 @@ def first_obs(task, seeds, **options):
 
 def run_in_new_process(code, timeout=300):
   """Runs code that could crash its process; returns what it printed."""
-  done = processes.run([sys.executable, '-c', code], timeout=timeout)
-  assert done.returncode == 0, f'exit code {done.returncode}\n{done.stderr[-4000:]}'
-  return done.stdout
+  env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
+  with subprocess.Popen([sys.executable, '-c', code], env=env, stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    try:
+      out, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+      os.killpg(process.pid, signal.SIGKILL)  # with the games that it started
+      raise
+  assert process.returncode == 0, f'exit code {process.returncode}\n{errors[-4000:]}'
+  return out
 
 
 # Seeds.

@@ -87,7 +87,7 @@ def test_actions_follow_the_networks_logits():
   params['params']['policy']['kernel'] = rng.normal(size=(64, 2)).astype(np.float32)
   logits = forward(jax.device_get(params), obs)
   greedy, state = agent.act(obs, greedy=True)
-  assert state == () and greedy.shape == (64,)
+  assert state is None and greedy.shape == (64,)
   assert np.array_equal(greedy, logits.argmax(-1)) and len(set(greedy)) == 2
   # A single observation has no batch axis.
   single_actions = [agent.act(x, greedy=True)[0] for x in obs]

@@ -74,7 +74,7 @@ def test_a_config_has_the_values_of_the_papers_table(case):
      'placement.env_thread: there is no such field; did you mean placement.env_threads?'),
     (dict(normalise__observations=True), 'normalise.observations: there is no such field'),
     (dict(replay=options.defaults(ReplayOptions)), 'replay: there is no such field'),
-    (dict(placement=3), 'placement: must have the fields actor_devices, '),
+    (dict(placement=3), 'placement: must have the fields actor_cpus, actor_devices, '),
     (dict(loss='ppo'), 'loss.name: is missing'),
     (dict(total_steps='many'), "total_steps: must be a whole number, got 'many'"),
     (dict(seed=None), 'seed: has no value yet; set it, for example by --config.seed='),

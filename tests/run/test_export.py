@@ -25,7 +25,7 @@ EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / 'examples' / 'load_expor
 
 
 def trained(task, **fields):
-  """An agent whose parameters are all away from their first values, its statistics too."""
+  """Returns an agent whose parameters and statistics all differ from their initial values."""
   agent = untrained(task, **fields)
   rng = np.random.default_rng(3)
 
@@ -40,7 +40,7 @@ def trained(task, **fields):
 
 
 class Loaded:
-  """An exported agent, from its files alone."""
+  """An exported agent, loaded from its files without the package."""
 
   def __init__(self, folder):
     self.about = json.loads((folder / 'agent.json').read_text())
@@ -56,7 +56,7 @@ class Loaded:
 
 
 def observations(agent, size, rng):
-  """Observations of the task, in its own structure; images are bytes."""
+  """Returns random observations in the structure of the task; images are bytes."""
   spec = agent.experiment.spec
   task_spaces = agent._spaces  # noqa: SLF001
   if type(task_spaces.observation).__name__ in ('Dict', 'Tuple', 'Discrete'):
@@ -84,10 +84,10 @@ CASES = {
 }
 
 
-def close(got, wanted, scale=1.0):
-  """Whether arrays are within the tolerance that an export states."""
-  return np.all(np.abs(got - wanted) <= scale * (
-      export.TOLERANCE['absolute'] + export.TOLERANCE['relative'] * np.abs(wanted)))
+def close(actual, expected, scale=1.0):
+  """Tells whether arrays are within the tolerance that an export states."""
+  return np.all(np.abs(actual - expected) <= scale * (
+      export.TOLERANCE['absolute'] + export.TOLERANCE['relative'] * np.abs(expected)))
 
 
 @pytest.mark.parametrize('name', CASES)
@@ -95,7 +95,8 @@ def test_an_exported_agent_acts_as_the_agent_does(name, tmp_path):
   task, fields = CASES[name]
   agent = trained(task, **fields)
   agent.export(tmp_path / 'out')
-  assert {path.name for path in (tmp_path / 'out').iterdir()} == {
+  # A task of a user's module has a copy of the module, too.
+  assert {path.name for path in (tmp_path / 'out').iterdir()} - {'sources'} == {
       'agent.json', 'config.json', 'drawn.jax', 'greedy.jax', 'manifest.json',
       'parameters.safetensors'}
   loaded = Loaded(tmp_path / 'out')
@@ -105,36 +106,36 @@ def test_an_exported_agent_acts_as_the_agent_does(name, tmp_path):
   player = agent.player
   calls = 0
   for size in (1, 3, 16) if name == 'lstm' else (3,):
-    ours = theirs = None
+    agent_state = exported_state = None
     for is_first in (np.ones(size, bool), np.arange(size) % 2 == 1):
       obs = observations(agent, size, rng)
-      greedy = [agent.act(obs, ours, greedy=True, is_first=is_first)[0],
-                loaded.act('greedy', obs, theirs, is_first)[0]]
+      greedy = [agent.act(obs, agent_state, greedy=True, is_first=is_first)[0],
+                loaded.act('greedy', obs, exported_state, is_first)[0]]
       key = jax.random.fold_in(jax.random.key(5), calls + 1)
-      drawn, after = agent.act(obs, ours, is_first=is_first)
+      drawn, next_agent_state = agent.act(obs, agent_state, is_first=is_first)
       calls += 2
-      action, theirs_after, numbers = loaded.act('drawn', obs, theirs, is_first,
+      action, next_exported_state, numbers = loaded.act('drawn', obs, exported_state, is_first,
                                                  np.asarray(jax.random.key_data(key)))
       batch = agent._batch(obs)[0]  # noqa: SLF001
-      before = ours if ours is not None else player.initial_recurrent_state(size)
+      before = agent_state if agent_state is not None else player.initial_recurrent_state(size)
       before = jax.tree.map(lambda x, first=is_first: np.where(first[:, None], 0, x), before)
-      wanted = player.apply(player.params, batch[None], before, np.ones((1, size), bool))[0][0]
-      assert close(numbers, np.asarray(wanted))
+      expected = player.apply(player.params, batch[None], before, np.ones((1, size), bool))[0][0]
+      assert close(numbers, np.asarray(expected))
       assert np.std(numbers) > 1e-3
       for own, exported in (greedy, (drawn, action)):
         assert exported.shape == own.shape
         same = np.array_equal if np.issubdtype(own.dtype, np.integer) else close
         assert same(exported, own.astype(exported.dtype))
-      if player.policy.log_prob:  # a policy that draws
+      if player.policy.log_prob:  # a policy that samples
         assert not np.array_equal(greedy[1], action) or size == 1 or np.size(action) < 30
-      for x, y in zip(theirs_after, jax.tree.leaves(after), strict=True):
+      for x, y in zip(next_exported_state, jax.tree.leaves(next_agent_state), strict=True):
         assert close(x, y)
-      ours = after
-      theirs = theirs_after
+      agent_state = next_agent_state
+      exported_state = next_exported_state
 
 
 @pytest.mark.parametrize('name, convolutions', [('nature_cnn', 2), ('resnet', 3)])
-def test_the_programs_are_for_three_platforms_and_have_plain_convolutions(name, convolutions,
+def test_exported_programs_are_for_three_platforms_and_have_plain_convolutions(name, convolutions,
                                                                           tmp_path):
   task, fields = CASES[name]
   agent = untrained(task, **fields)
@@ -143,7 +144,7 @@ def test_the_programs_are_for_three_platforms_and_have_plain_convolutions(name, 
     program = jax.export.deserialize(bytearray(files[name]))
     assert program.platforms == ('cpu', 'cuda', 'tpu')
     text = program.mlir_module()
-    # JAX writes an operation once for each platform. In the forms for CPUs there would be more.
+    # JAX writes an operation once for each platform. The forms for CPUs would have more operations.
     assert text.count('stablehlo.convolution(') == 3 * convolutions
     assert text.count('precision HIGHEST>') > 3 * convolutions
   about = json.loads(files['agent.json'])
@@ -156,16 +157,16 @@ def test_plain_convolutions_and_pools_equal_those_of_cpus():
   x = rng.normal(size=(5, 12, 10, 3)).astype(np.float32)
   w = rng.normal(size=(3, 3, 3, 8)).astype(np.float32)
 
-  def both(function):
+  def plain_and_fast(function):
     with convolution.plainly():
       plain = jax.jit(lambda: function())
       text = plain.lower().as_text()
       return text, plain(), jax.jit(lambda: function())()
   for stride, padding in ((1, 'SAME'), (2, 'VALID'), (3, 'VALID')):
-    text, plain, fast = both(lambda s=stride, p=padding: convolution.conv2d(x, w, s, p))
+    text, plain, fast = plain_and_fast(lambda s=stride, p=padding: convolution.conv2d(x, w, s, p))
     assert text.count('stablehlo.convolution') == 1
     assert np.allclose(plain, fast, atol=1e-4)
-  plain = both(lambda: convolution.max_pool(jnp.asarray(x), 3, 2))[1]
+  plain = plain_and_fast(lambda: convolution.max_pool(jnp.asarray(x), 3, 2))[1]
   assert np.array_equal(plain, convolution.max_pool(jnp.asarray(x), 3, 2))
 
 
@@ -198,7 +199,7 @@ def test_the_example_plays_without_the_package(task, fields, tmp_path):
   assert len(EXAMPLE.read_text().split('"""')[2].splitlines()) <= 36
 
 
-def test_a_damaged_export_is_found(tmp_path):
+def test_a_damaged_export_is_refused(tmp_path):
   untrained('CartPole-v1').export(tmp_path / 'good')
   names = [path.name for path in (tmp_path / 'good').iterdir() if path.name != 'manifest.json']
   for name in names:
@@ -212,18 +213,18 @@ def test_a_damaged_export_is_found(tmp_path):
   done = play(tmp_path / 'drawn.jax', tmp_path)
   assert done.returncode == 1 and done.stderr.count('\n') == 1
   assert 'drawn.jax is not what was exported' in done.stderr
-  # It is a saved agent, too, and is not overwritten.
+  # The export is also a saved agent, and cannot be overwritten.
   agent = agent_lib.load_saved(tmp_path / 'good')
   with pytest.raises(ValueError, match='exists; choose another name'):
     agent.export(tmp_path / 'good')
 
 
-def test_a_network_that_would_compute_something_else_is_refused(monkeypatch):
+def test_a_network_that_computes_something_else_when_exported_is_refused(monkeypatch):
   agent = untrained('CartPole-v1')
 
   def forgetful(params, obs, state, valid):
     dist_params, *rest = agent.player.apply(params, obs, state, valid)
-    return dist_params + obs.shape[1], *rest  # the batch of an agent, 1 in the program
+    return dist_params + obs.shape[1], *rest  # the agent's batch size, which is 1 in the program
 
   player = agent.player._replace(apply=forgetful)
   with pytest.raises(ValueError, match='computes something else than the agent') as error:
@@ -252,19 +253,19 @@ def test_the_verb_exports_a_checkpoint(tmp_path, monkeypatch, capsys):
   def call(*args):
     return command.main(['podracer_jit export', f'--workdir={workdir}', *args])
   assert call(f'--out={tmp_path / "out"}') == 0
-  said = capsys.readouterr().out
-  assert f'{tmp_path / "out"}: the agent of CartPole-v1 after update 2 (0 steps), ' in said
+  output = capsys.readouterr().out
+  assert f'{tmp_path / "out"}: the agent of CartPole-v1 after update 2 (0 steps), ' in output
   assert call(f'--out={tmp_path / "best"}', '--update=best') == 0
   assert json.loads((tmp_path / 'best' / 'agent.json').read_text())['update'] == 1
   capsys.readouterr()
-  for args, words in [
+  for args, message in [
       ([f'--out={tmp_path / "out"}'], 'exists; choose another name'),
       ([f'--out={tmp_path / "x"}', '--update=7'], 'has no checkpoint of update 7'),
       ([f'--out={tmp_path / "x"}', '--update=first'], '--update: must be a number or best'),
       ([f'--out={tmp_path / "x"}', 'pong'], 'pong: not a flag')]:
     assert call(*args) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count('\n') == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count('\n') == 1
   assert not (tmp_path / 'x').exists()
   (tmp_path / 'file').touch()
   assert call(f'--out={tmp_path / "file" / "x"}') == 1

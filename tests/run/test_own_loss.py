@@ -1,8 +1,7 @@
-"""The example of an own loss and torso with every command, and the source that workdirs keep."""
+"""The example of an own loss and torso with every command, and the sources in workdirs."""
 
 import json
 import shutil
-import sys
 import warnings
 from pathlib import Path
 
@@ -22,82 +21,82 @@ FEW = ['--config.scheme=sync', '--config.env.num_envs=8', '--config.unroll_lengt
 
 def binary(*args, code=0):
   """Runs `podracer_jit`; returns its output and errors."""
-  done = processes.run([sys.executable, '-P', '-m', 'podracer_jit', *map(str, args)])
+  done = processes.run(processes.command(*args))
   assert done.returncode == code, done.stdout + done.stderr
   return done.stdout + done.stderr
 
 
 @pytest.fixture(scope='module')
-def own(tmp_path_factory):
-  """A user's copy of the example, and a workdir of it."""
+def trained(tmp_path_factory):
+  """Trains with a user's copy of the example; returns the copy and the workdir."""
   folder = tmp_path_factory.mktemp('own')
   shutil.copy(EXAMPLE, folder)
   binary(f'--config={folder / EXAMPLE.name}', f'--workdir={folder / "run"}', *FEW)
   return folder / EXAMPLE.name, folder / 'run'
 
 
-def test_it_has_less_than_a_hundred_lines():
+def test_the_example_has_less_than_a_hundred_lines():
   assert len(EXAMPLE.read_text().splitlines()) < 100
 
 
-def test_it_learns_to_predict(own):
-  records = [json.loads(line) for line in (own[1] / 'metrics.jsonl').read_text().splitlines()]
+def test_the_example_learns_to_predict(trained):
+  records = [json.loads(line) for line in (trained[1] / 'metrics.jsonl').read_text().splitlines()]
   losses = [record['prediction_loss'] for record in records]
   assert len(losses) == 6 and losses[-1] < losses[0]
 
 
 @pytest.mark.same_bits('2 processes and 1', 'A2C with an auxiliary loss: transformer (`sync`)')
-def test_two_processes_learn_the_same(own, tmp_path):
-  file, workdir = own
+def test_two_processes_learn_the_same(trained, tmp_path):
+  file, workdir = trained
   binary('launch', '-n', 2, '--', f'--config={file}', f'--workdir={tmp_path}', *FEW)
   assert 'identical: 6 updates' in binary('compare', workdir, tmp_path)
 
 
-def test_an_update_is_made_again_and_it_is_evaluated(own):
-  file, workdir = own
+def test_rerun_and_evaluate_work_with_an_own_loss(trained):
+  file, workdir = trained
   allowed = f'--allow_modules={file}'
   assert 'as its receipt says' in binary('rerun', f'--workdir={workdir}', '--update=5', allowed)
   out = binary('evaluate', f'--workdir={workdir}', '--num_episodes=2', allowed)
   assert 'MiniGrid-Empty-Random-6x6-v0 after update 6' in out
 
 
-def test_a_changed_source_is_said_and_both_are_kept(own, tmp_path):
-  file, workdir = own
+def test_a_changed_source_is_reported_and_both_versions_are_kept(trained, tmp_path):
+  file, workdir = trained
   mine = tmp_path / file.name
   mine.write_text(file.read_text() + '# changed\n')
   resumed = tmp_path / 'resumed'
   shutil.copytree(workdir, resumed)
   shutil.rmtree(resumed / 'checkpoints' / '6')
   out = binary(f'--config={mine}', f'--workdir={resumed}', *FEW)
-  (said,) = (line for line in out.splitlines() if 'the source of' in line)
-  assert 'the source of transformer.py has changed since update 3: the run goes on' in said
+  (note,) = [line for line in out.splitlines() if 'the source of' in line]
+  assert 'the source of transformer.py has changed since update 3: the run goes on' in note
   assert (resumed / 'sources' / '1' / file.name).read_bytes() == file.read_bytes()
   assert (resumed / 'sources' / '4' / file.name).read_bytes() == mine.read_bytes()
   out = binary('compare', workdir, resumed)  # only a comment has changed
   assert 'source: transformer.py of B changed before update 4' in out
   assert 'identical: 6 updates' in out
 
-  # The same command again has nothing to say.
+  # The same command has no more notes.
   assert 'the source of' not in binary(f'--config={mine}', f'--workdir={resumed}', *FEW)
 
 
-def test_a_copy_runs_only_if_it_is_allowed(own, tmp_path):
+def test_a_kept_source_runs_only_if_it_is_allowed(trained, tmp_path):
   workdir = tmp_path / 'run'
-  shutil.copytree(own[1], workdir)
+  shutil.copytree(trained[1], workdir)
   copy = workdir / 'sources' / '1' / EXAMPLE.name
   copy.write_text(copy.read_text() + f"open({str(tmp_path / 'ran')!r}, 'w')\n")
   command = ['evaluate', f'--workdir={workdir}', '--num_episodes=1']
-  said = binary(*command, code=2)
-  assert said.count('\n') == 1
-  assert f'or the copies that are kept with it: --allow_modules={copy}' in said
+  error = binary(*command, code=2)
+  assert error.count('\n') == 1
+  assert f'or the copies that are kept with it: --allow_modules={copy}' in error
   assert 'cannot import' in binary(*command, '--allow_modules=transformer', code=2)
   assert not (tmp_path / 'ran').exists()
   binary(*command, f'--allow_modules={copy}')
   assert (tmp_path / 'ran').exists()
 
 
-def test_it_is_exported_with_its_source_and_acts_on_dicts(own, tmp_path):
-  file, workdir = own
+def test_the_example_is_exported_with_its_source_and_acts_on_dicts(trained, tmp_path):
+  file, workdir = trained
   assert '--allow_modules=transformer' in binary(
       'export', f'--workdir={workdir}', f'--out={tmp_path / "out"}', code=2)
   binary('export', f'--workdir={workdir}', f'--out={tmp_path / "out"}', '--update=3',
@@ -120,5 +119,5 @@ def test_it_is_exported_with_its_source_and_acts_on_dicts(own, tmp_path):
   pool.close()
 
 
-def test_checkpoints_are_whole(own):
-  assert checkpoint.saved_updates(own[1]) == [3, 6]
+def test_the_example_saves_its_checkpoints(trained):
+  assert checkpoint.saved_updates(trained[1]) == [3, 6]

@@ -1,4 +1,4 @@
-"""Copies of users' modules: which files count, when they are kept, and what is said of changes."""
+"""Copies of users' modules: which files count, when they are kept, and notes about changes."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ from tests.run.test_agent import OWN_ENVS, untrained
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-  """A folder on PYTHONPATH with modules of a user."""
+  """Makes a folder on PYTHONPATH with modules of a user."""
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.setattr(parts, '_sources', {})
   texts = {
@@ -47,7 +47,7 @@ def test_a_module_has_the_files_beside_it_that_it_imports(folder):
   files = parts.sources_of('own_part')
   assert set(files) == {'own_part.py', 'own_helper.py', 'own_late.py', 'own_pkg/__init__.py',
                         'own_pkg/near.py', 'own_pkg/deep.py', 'own_pkg/sub/leaf.py'}
-  # They are what was imported, whatever is edited later.
+  # The files are those that were imported; later edits do not count.
   (folder / 'own_helper.py').write_text('changed')
   assert parts.sources_of('own_part')['own_helper.py'].startswith(b'def late')
   # A module that was not imported is read without running it.
@@ -58,7 +58,7 @@ def test_a_module_has_the_files_beside_it_that_it_imports(folder):
   assert parts.sources_of('math') == parts.sources_of('nowhere') == {}
 
 
-def test_of_an_installed_package_only_its_own_modules_count(folder, monkeypatch):
+def test_only_its_own_modules_count_for_an_installed_package(folder, monkeypatch):
   installed = folder / 'site-packages'
   (installed / 'own_installed').mkdir(parents=True)
   (installed / 'own_installed' / '__init__.py').write_text('from own_installed import a\n')
@@ -74,26 +74,27 @@ def entries(workdir):
   return [(entry.first_update, sorted(entry.files)) for entry in sources.read(workdir)]
 
 
-def test_sources_are_kept_from_the_update_on_from_which_they_changed(tmp_path):
-  a, b = {'m.py': b'1', 'n/m.py': b'1'}, {'m.py': b'2', 'n/m.py': b'1'}
+def test_changed_sources_are_kept_with_their_first_update(tmp_path):
+  before = {'m.py': b'1', 'n/m.py': b'1'}
+  after = {'m.py': b'2', 'n/m.py': b'1'}
   assert sources.keep(tmp_path, {}, 1) == [] and not (tmp_path / 'sources').exists()
-  assert sources.keep(tmp_path, a, 1) == [] == sources.keep(tmp_path, a, 1)
-  assert sources.keep(tmp_path, a, 9) == []
-  (line,) = sources.keep(tmp_path, b, 9)
+  assert sources.keep(tmp_path, before, 1) == [] == sources.keep(tmp_path, before, 1)
+  assert sources.keep(tmp_path, before, 9) == []
+  (line,) = sources.keep(tmp_path, after, 9)
   assert line.startswith('the source of m.py has changed since update 8: the run goes on')
   assert (tmp_path / 'sources' / '9' / 'm.py').read_bytes() == b'2'
   assert (tmp_path / 'sources' / '1' / 'm.py').read_bytes() == b'1'
   assert entries(tmp_path) == [(1, ['m.py', 'n/m.py']), (9, ['m.py', 'n/m.py'])]
-  # Until there is a checkpoint after update 8, the same is said again.
-  assert sources.keep(tmp_path, b, 9) == [line]
-  assert sources.keep(tmp_path, b, 12) == []
-  # Other source for the same updates, as those were lost: the copy from before is set aside.
+  # Without a checkpoint after update 8 the note is repeated.
+  assert sources.keep(tmp_path, after, 9) == [line]
+  assert sources.keep(tmp_path, after, 12) == []
+  # The updates were lost and get other source, so the earlier copy is set aside.
   sources.keep(tmp_path, {'m.py': b'3'}, 9)
   assert (tmp_path / 'broken' / '9' / 'm.py').read_bytes() == b'2'
   assert entries(tmp_path) == [(1, ['m.py', 'n/m.py']), (9, ['m.py'])]
-  assert sources.keep(tmp_path, a, 9) == [] and entries(tmp_path) == [(1, ['m.py', 'n/m.py'])]
-  # Before the first update nothing was made with another source.
-  assert sources.keep(tmp_path, b, 1) == [] and len(entries(tmp_path)) == 1
+  assert sources.keep(tmp_path, before, 9) == [] and entries(tmp_path) == [(1, ['m.py', 'n/m.py'])]
+  # Before update 1 no update used another source.
+  assert sources.keep(tmp_path, after, 1) == [] and len(entries(tmp_path)) == 1
   assert sources.copy_of(tmp_path, 'n.m') == str(tmp_path / 'sources' / '1' / 'n' / 'm.py')
   assert sources.copy_of(tmp_path, 'nothing') == ''
 
@@ -111,13 +112,14 @@ def test_a_garbled_index_is_set_aside(text, tmp_path):
   assert entries(tmp_path) == [(4, ['m.py'])]
 
 
-def test_two_runs_are_told_apart(tmp_path):
-  one, two = tmp_path / 'one', tmp_path / 'two'
-  sources.keep(one, {'m.py': b'1', 'n.py': b'1'}, 1)
-  sources.keep(two, {'m.py': b'1', 'n.py': b'2'}, 1)
-  assert sources.differences(sources.read(one), sources.read(one)) == []
-  sources.keep(two, {'m.py': b'3', 'n.py': b'2', 'evil\x1b.py': b''}, 5)
-  assert sources.differences(sources.read(one), sources.read(two)) == [
+def test_differences_of_the_sources_of_two_runs_are_reported(tmp_path):
+  of_one = tmp_path / 'one'
+  of_two = tmp_path / 'two'
+  sources.keep(of_one, {'m.py': b'1', 'n.py': b'1'}, 1)
+  sources.keep(of_two, {'m.py': b'1', 'n.py': b'2'}, 1)
+  assert sources.differences(sources.read(of_one), sources.read(of_one)) == []
+  sources.keep(of_two, {'m.py': b'3', 'n.py': b'2', 'evil\x1b.py': b''}, 5)
+  assert sources.differences(sources.read(of_one), sources.read(of_two)) == [
       'source: n.py differs in A and B, from the first update on',
       r'source: evil\x1b.py, m.py of B changed before update 5']
 

@@ -190,7 +190,7 @@ def _free(learners=(2,), **fields):
   assert shared.learner.programs  # compiled before the copy, so that the copy shares them
   learner = copy.copy(shared.learner)
   learner.options = resolve(changed(dict(shared.experiment.fields), **fields)).replay
-  return dict(config=None, of=dataclasses.replace(shared, learner=learner))
+  return dict(config=None, prepared_run=dataclasses.replace(shared, learner=learner))
 
 
 def test_a_stalled_actor_does_not_stall_the_learner():

@@ -54,6 +54,6 @@ def test_apex_lockstep_has_equal_bits_on_every_placement():
 
 def test_the_next_segment_has_other_environments():
   prepared_run = prepared(config_of(scheme='sync'))
-  first = run(None, of=prepared_run, updates=2)[0]
-  second = run(None, of=prepared_run, updates=2, index=1)[0]
+  first = run(None, prepared_run=prepared_run, updates=2)[0]
+  second = run(None, prepared_run=prepared_run, updates=2, index=1)[0]
   assert first != second

@@ -61,7 +61,7 @@ def test_programs_are_dispatched_without_python(scheme):
     finally:
       sys.setprofile(None)
 
-  run(config, updates=8, tamper=wrap(not_writer, instead=profiled), of=fresh(config))
+  run(config, updates=8, tamper=wrap(not_writer, instead=profiled), prepared_run=fresh(config))
   assert {name.split()[0] for name in calls_of} >= ({'learner'} if scheme == 'fused' else
                                                     {'actor', 'learner'})
   for name, calls in calls_of.items():
@@ -142,7 +142,7 @@ def _learner_arguments(prepared_run):
     rollout = placement.gather([item.value for item in batch], prepared_run.place.mesh)
     arguments.append(jax.eval_shape(lambda *args: args, carry.train, rollout))
 
-  run(None, updates=1, of=prepared_run, tamper=wrap('learner', before=look))
+  run(None, updates=1, prepared_run=prepared_run, tamper=wrap('learner', before=look))
   return arguments[0]
 
 

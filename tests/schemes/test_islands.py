@@ -55,7 +55,7 @@ def test_the_islands_of_all_programs_have_equal_bodies(case):
     config = changed(make(), **fields)
     jax.clear_caches()
     with recorded() as texts:
-      run(None, updates=2, of=fresh(config))
+      run(None, updates=2, prepared_run=fresh(config))
     bodies[place] = collections.defaultdict(set)
     for text in texts:
       for name, variants in islands(text).items():
