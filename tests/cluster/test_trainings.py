@@ -206,8 +206,9 @@ def test_remote_gradients_survive_the_loss_of_a_process_and_a_machine(nodes, sta
                  and run.records()[-1]['actor_restarts'] == 1 + cpus)
   run.wait_for_updates()
   # A killed driver leaves no process behind.
+  run.wait_until(
+      lambda: len(nodes.processes(first) + nodes.processes(third)) == 2 * cpus)
   running = nodes.processes(first) + nodes.processes(third)
-  assert len(running) == 2 * cpus
   run.process.kill()
   wait_until_gone(running)
   for node in (first, third):
