@@ -22,6 +22,7 @@ if TYPE_CHECKING:
   from podracer_jit.run.api import load_config as load_config
   from podracer_jit.run.api import prepare as prepare
   from podracer_jit.run.api import train as train
+  from podracer_jit.run.api import train_seeds as train_seeds
   from podracer_jit.run.callbacks import STOP as STOP
   from podracer_jit.run.callbacks import Callback as Callback
   from podracer_jit.run.callbacks import CallbackFailed as CallbackFailed
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _MODULES = {
     'podracer_jit.run.agent': ('Agent',),
     'podracer_jit.run.api': ('Evaluation', 'Trained', 'choose', 'evaluate', 'load', 'load_config',
-                             'prepare', 'train'),
+                             'prepare', 'train', 'train_seeds'),
     'podracer_jit.run.callbacks': ('STOP', 'Callback', 'CallbackFailed', 'SegmentEnd'),
     'podracer_jit.run.config': ('config',),
 }

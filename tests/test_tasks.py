@@ -85,7 +85,7 @@ def test_the_ten_tasks(do, folder):
   assert journal.read_lines(long / 'metrics.jsonl')[-1]['steps'] >= 180_000
   assert workdirs.read_history(long)
 
-  assert re.search(r'begins with parameters, .* of runs/pole after update \d+', do(6))
+  assert re.search(r'begins with parameters, .*runs/pole after update \d+', do(6))
 
   output = do(7)
   first, best = re.findall(r'after update ([\d,]+) ', output)

@@ -1,10 +1,13 @@
 """Small benchmarks measure something and write a file."""
 
 import json
+import subprocess
+import sys
+import time
 
 import pytest
 
-from benchmarks import in_turn
+from benchmarks import gymnasium_stress, in_turn, stable_baselines
 from benchmarks.tests.run import run_benchmark
 
 
@@ -34,8 +37,9 @@ def test_the_cost_of_evaluations_is_measured():
   assert 'evaluations of' in process.stdout and 'equal receipts' in process.stdout
 
 
-@pytest.mark.parametrize('name', ['async_actors', 'evaluations', 'in_turn', 'reduction', 'replay',
-                                  'same_receipts', 'scaling', 'schemes', 'startup'])
+@pytest.mark.parametrize('name', ['async_actors', 'evaluations', 'gymnasium_stress', 'in_turn',
+                                  'reduction', 'replay', 'same_receipts', 'scaling', 'schemes',
+                                  'stable_baselines', 'startup'])
 def test_help_names_the_command(name):
   process = run_benchmark(name, '--help')
   assert process.returncode == 0 and f'python -m benchmarks.{name}' in process.stdout
@@ -55,3 +59,43 @@ def test_in_turn_counts_pairs_with_the_same_core_distance():
 def test_in_turn_counts_every_pair_without_a_common_core_distance():
   assert in_turn.table('catch', [(_figures(100, 90), _figures(50, 300))])[0].endswith('1 of 1')
   assert in_turn.table('catch', [(_figures(100, None), _figures(50, None))])[0].endswith('1 of 1')
+
+
+def test_ratios_are_those_of_pairs():
+  rates = {'podracer_jit': [100, 300, 200], 'dummy': [100, 150, 50]}
+  assert stable_baselines.table(rates) == [
+      'podracer_jit         200 steps/s (100 to 300)',
+      'dummy                100 steps/s (50 to 150); ours to it 2.00 (1.00 to 4.00)']
+
+
+def test_a_python_without_stable_baselines_is_said_in_one_line(capsys):
+  assert stable_baselines.main([f'--sb3={sys.executable}']) == 2
+  error = capsys.readouterr().err
+  assert error.startswith('--sb3: ') and 'stable_baselines3' in error and error.count('\n') == 1
+
+
+@pytest.mark.parametrize('program, problem', [
+    ('import time; time.sleep(60)', 'no update for'), ('import sys; sys.exit(7)', 'exit code 7')])
+def test_a_training_that_stands_still_or_fails_is_seen(tmp_path, program, problem):
+  with subprocess.Popen([sys.executable, '-S', '-c', program]) as process:
+    outcome = gymnasium_stress.watch(process, tmp_path, seconds=60, patience_s=4)
+  assert outcome.problem.startswith(problem) and outcome.updates == 0
+
+
+def test_a_process_that_works_wants_a_core():
+  """A process that a process has started counts, too."""
+  child = f"import subprocess, sys; subprocess.run([{sys.executable!r}, '-c', 'while True: pass'])"
+  with subprocess.Popen([sys.executable, '-c', child]) as process:
+    while not (workers := gymnasium_stress.descendants(process.pid)):
+      assert process.poll() is None
+    time.sleep(1)
+    assert all(gymnasium_stress.wants_core(process.pid) for _ in range(20))
+    process.kill()
+  assert len(workers) == 1
+  subprocess.run(['kill', *map(str, workers)], check=True)
+
+
+def test_numbers_of_actors_are_checked(capsys):
+  with pytest.raises(SystemExit):
+    gymnasium_stress.main(['--actors=2,5'])
+  assert 'must be numbers from 1 to 4, got 2,5' in capsys.readouterr().err

@@ -141,6 +141,8 @@ def _spec(task: str, env: gymnasium.Env) -> EnvSpec:
       frame_skip=1,
       max_episode_steps=_limit(env),
       calls_python=True,
+      # An environment that a class or a function makes has no registered spec.
+      repeats=not (env.spec and env.spec.nondeterministic),
       channels_last=spaces.is_channels_last(shape),
       parts=obs_parts,
       action_choices=choices)

@@ -49,6 +49,7 @@ class EnvSpec(NamedTuple):
   stack: int = 1  # frames in an observation if `frames.Frames` can hold them, else 1
   is_function: bool = False  # the environments are JAX functions, see `jax_envs`
   calls_python: bool = False  # Python steps the environments, see `gymnasium_envs`
+  repeats: bool = True  # the same seeds and actions always give the same episodes
   channels_last: bool = False  # observations are images (H, W, C), not (C, H, W)
   parts: tuple[ObsPart, ...] = ()  # of a flat observation; () if it is a single array
   # An action is a vector of integers; element i is from 0 to action_choices[i] - 1. () for others.

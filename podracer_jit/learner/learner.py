@@ -69,7 +69,11 @@ class Learner(abc.ABC):
     `allocate` adds the replay.
     """
     # Jitted, so that the seed is data: all seeds share one program in the cache.
-    return placement.replicate(jax.jit(self._first_state)(seed), self.parts.mesh)
+    return placement.replicate(self._compiled_first_state(seed), self.parts.mesh)
+
+  @functools.cached_property
+  def _compiled_first_state(self) -> Callable[[int], TrainState]:
+    return jax.jit(self._first_state)
 
   def state_shapes(self) -> TrainState:
     """Returns the shapes of `initial_state`; allocates nothing."""

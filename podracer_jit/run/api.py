@@ -21,6 +21,7 @@ from podracer_jit.run import (
     life,
     machines,
     periodic,
+    seeds,
     session,
     stopping,
 )
@@ -146,29 +147,101 @@ def train(config: Config, workdir: str | Path, *,
     KeyboardInterrupt: Ctrl-C.
     Exception: the run has failed; the message names the newest checkpoint.
   """
+  all_callbacks = Callbacks(callbacks)
+  fields = _start(config)
+  options = life.make_life(init_from, init_parts, init_partly, extend, change, repeat)
+
+  def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
+    cluster = stack.enter_context(machines.joined(fields))
+    prepare(fields)
+    return session.opened(resolve(fields), Path(workdir), options, cluster)
+
+  opened, finished = _train(opening, quiet, callbacks=all_callbacks,
+                            profile_dir=profile_dir and str(profile_dir))
+  return _trained(opened, finished)
+
+
+def train_seeds(config: Config, workdir: str | Path, num_seeds: int, *,
+                init_from: str | Path | None = None, init_parts: Sequence[str] | None = None,
+                init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
+                profile_dir: str | Path | None = None, quiet: bool = False) -> list[Trained]:
+  """Trains several seeds at once, in one vmapped program; goes on with those in the workdir.
+
+  It is for environments that are JAX functions and a scheme that is one program, on one device.
+  The last bits of a seed are not those of its run alone. Signals are treated as by `train`.
+
+  Args:
+    config: as of `train`; the seeds are its seed and those that follow.
+    workdir: a folder; each seed has a workdir in it, such as seed1.
+    num_seeds: number of seeds.
+    init_from: as of `train`; all seeds begin with this state.
+    init_parts: as of `train`.
+    init_partly: as of `train`.
+    extend: as of `train`.
+    change: as of `train`.
+    profile_dir: as of `train`.
+    quiet: as of `train`.
+
+  Returns:
+    The result of each seed, in order.
+
+  Raises:
+    ValueError: as of `train`; or these seeds cannot be trained at once.
+    OSError: a workdir cannot be written to.
+    KeyboardInterrupt: Ctrl-C.
+    Exception: the run has failed; the message says where the checkpoints are.
+  """
+  fields = _start(config)
+  options = life.make_life(init_from, init_parts, init_partly, extend, change)
+
+  def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
+    del stack
+    prepare(fields)
+    return seeds.opened(fields, num_seeds, Path(workdir), options)
+
+  opened, finished = _train(opening, quiet, profile_dir=profile_dir and str(profile_dir))
+  return [_trained(each, finished) for each in opened.sessions]
+
+
+def _start(config: Config) -> dict[str, Any]:
+  """Returns the config of a training in this process as plain values."""
   warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   if jax.distributed.is_initialized():
     raise ValueError('train: is for one process; podracer_jit launch, or --distributed, starts a '
                      'run of several')
-  all_callbacks = Callbacks(callbacks)
-  fields = _mapping(config)
-  options = life.make_life(init_from, init_parts, init_partly, extend, change, repeat)
-  workdir = Path(workdir)
+  return _mapping(config)
+
+
+def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextManager],
+           quiet: bool, **options: Any) -> tuple[Any, bool]:
+  """Opens a session and trains it.
+
+  Args:
+    opening: returns a context of a `session.Session`, or of `seeds.Seeds`. What it enters in the
+      stack is left after the training.
+    quiet: prints nothing but warnings.
+    **options: of its `train`.
+
+  Returns:
+    The session, whose workdir is closed again, and whether total_steps are reached.
+  """
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(stopping.handled(leave=_interrupt))
-    cluster = stack.enter_context(machines.joined(fields))
-    prepare(fields)
-    experiment = resolve(fields)
-    opened = stack.enter_context(session.opened(experiment, workdir, options, cluster))
+    opened = stack.enter_context(opening(stack))
     if not quiet:
       for note in opened.notes:
         complain(f'podracer_jit: {note}')
     stop.begin_training()
-    finished = opened.train(stop, profile_dir and str(profile_dir), all_callbacks, quiet)
+    finished = opened.train(stop, quiet=quiet, **options)
   if stop.signal is not None:
     # The program's own handlers are in place again; Python's raises KeyboardInterrupt for Ctrl-C.
     signal.raise_signal(stop.signal)
-  return Trained(workdir, finished, tuple(config_lib.modules(experiment.fields).values()))
+  return opened, finished
+
+
+def _trained(opened: session.Session, finished: bool) -> Trained:
+  modules = config_lib.modules(opened.run.experiment.fields)
+  return Trained(opened.workdir, finished, tuple(modules.values()))
 
 
 def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,

@@ -71,4 +71,6 @@ class Experiment(TrainingOptions):
     """The setting that makes the run non-deterministic, for error messages; '' without one."""
     if self.env_batch:
       return f'env_batch = {self.env_batch}'
+    if not self.spec.repeats:
+      return f'env.task = {self.env.task}'
     return '' if self.scheme.deterministic else self.scheme_name

@@ -23,7 +23,7 @@ VERBS = {
     'benchmark': 'measure each part of an experiment, and where the time goes',
     'launch': 'train with several processes on this machine',
     'configs': 'list the configs of the package',
-    'envs': 'list the tasks of EnvPool',
+    'envs': 'list the tasks of all kinds of environments',
 }
 HELP = """Trains, or runs a verb:
 

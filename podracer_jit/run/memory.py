@@ -59,8 +59,12 @@ def estimate(run: build.Run) -> list[Part]:
           and (i == 0 or totals[0][part.place] != totals[1][part.place])]
 
 
-def check(run: build.Run) -> list[str]:
+def check(run: build.Run, copies: int = 1) -> list[str]:
   """Compares the estimate with the memory of each place.
+
+  Args:
+    run: of the experiment.
+    copies: number of such runs in this process.
 
   Returns:
     One line for each place whose memory is nearly used up.
@@ -69,7 +73,7 @@ def check(run: build.Run) -> list[str]:
     ValueError: the run does not fit; the message is one line and begins with the field that is the
       likely cause.
   """
-  parts = estimate(run)
+  parts = [part._replace(nbytes=part.nbytes * copies) for part in estimate(run)]
   warnings = []
   for place, needed in _total_by_place(parts).items():
     limit = capacity(place)

@@ -80,6 +80,10 @@ class Progress:
     self._every_s = experiment.log.every_seconds
     self._title = title
     self._split = not experiment.scheme.graph.one_program
+    self._environments = ''
+    if experiment.spec.calls_python:
+      how = 'results repeat' if experiment.deterministic else 'results do not repeat'
+      self._environments = f'Python steps them; {how}'
     # Training must continue if its terminal is closed.
     self._console = console or Console(file=LastingStream(sys.stdout), highlight=False,
                                        soft_wrap=True, quiet=quiet)
@@ -183,6 +187,8 @@ class Progress:
   def _block(self) -> Table:
     table = Table.grid(padding=(0, 2))
     table.title = self._title
+    if self._environments:
+      table.add_row('environments', self._environments)
     if not self._recent:
       table.add_row('compiling ...')
       return table

@@ -90,6 +90,14 @@ def opened(experiment: Experiment, workdir: Path, options: life.Life,
   team = machines.Team(cluster, experiment) if cluster else None
   run = build.make_run(experiment, team)
   warnings = [f'warning: {warning}' for warning in memory.check(run)]
+  with opened_run(run, workdir, options) as session:
+    yield session._replace(notes=[*warnings, *session.notes])
+
+
+@contextlib.contextmanager
+def opened_run(run: build.Run, workdir: Path, options: life.Life) -> Iterator[Session]:
+  """Opens the workdir of a run that was built; see `opened`."""
+  experiment = run.experiment
   ends = None
   if options.repeat:
     if not experiment.deterministic:
@@ -98,7 +106,7 @@ def opened(experiment: Experiment, workdir: Path, options: life.Life,
     ends = _ends_of(options.repeat)
   with _opened_workdir(workdir, run, options) as (update, notes):
     entries = workdirs.read_history(workdir)
-    yield Session(run, workdir, entries, update, ends, [*warnings, *notes])
+    yield Session(run, workdir, entries, update, ends, notes)
 
 
 def _ends_of(repeated: Path) -> list[int]:

@@ -24,6 +24,7 @@ from podracer_jit.run import (
     workdirs,
 )
 from podracer_jit.run.callbacks import CallbackFailed, Callbacks, SegmentEnd
+from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.metrics import LIVES, Diverged, Files, Meter, check_finite
 from podracer_jit.run.output import complain
 from podracer_jit.run.periodic import Evaluator
@@ -94,7 +95,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     if update is not None:
       # The replay is restored into shapes: memory need not hold a second, empty replay.
       like = state._replace(replay=learner.replay_shapes())
-      state, meta = _restore(run, saved, workdir, like, update, entries, progress.note)
+      state, meta = restore(run, saved, workdir, like, update, entries, progress.note)
       envs = saved.restore_envs(build.kept_env_shapes(run), int(state.update))
     if update:
       progress.note(f'going on from update {int(state.update)} ({int(state.steps):,} steps)')
@@ -105,6 +106,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     if experiment.spec.calls_python:
       progress.note(f'slow environments: Python steps {experiment.env.task}, in worker processes; '
                     'EnvPool or JAX functions would be faster')
+      progress.note(_repetition(experiment))
     if int(state.steps) < experiment.total_steps:
       progress.compiling()
     files = None
@@ -169,6 +171,13 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
   return finished or not asked_to_stop()
 
 
+def _repetition(experiment: Experiment) -> str:
+  """Returns a line that says whether a run of environments that Python steps can be repeated."""
+  if not experiment.deterministic:
+    return f'results do not repeat: {experiment.non_deterministic_setting} is not deterministic'
+  return 'results repeat, if all that the environments draw follows from the seed of their reset'
+
+
 def _entry_before(entries: Sequence[history.Entry], update: int) -> history.Entry | None:
   """Returns the entry of the history that begins with the next update, or None."""
   return next((entry for entry in entries if entry.first_update == update + 1), None)
@@ -192,7 +201,7 @@ def _changed_rate(run: build.Run, entry: history.Entry | None, steps: int) -> It
            f'{change["now"]:,} steps instead of {change["was"]:,}')
 
 
-def _restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like: TrainState,
+def restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like: TrainState,
              update: int, entries: Sequence[history.Entry], note: Callable[[str], None]
              ) -> tuple[TrainState, dict[str, Any]]:
   """Returns the state and `meta` of a checkpoint, or of an earlier one if it is broken.

@@ -120,6 +120,8 @@ class Several(gymnasium.Env):
 
 class Actions(Own):
   action_space = spaces.Dict(a=spaces.Discrete(2))
+
+gymnasium.register('Noisy-v0', 'envs_of_my_own:Own', nondeterministic=True)
 '''
 
 
@@ -323,6 +325,15 @@ def test_a_missing_library_is_reported_with_the_command_that_installs_it():
       gymnasium_envs.make_spec('gymnasium:LunarLander-v3', {})
 
 
+def test_a_task_that_gymnasium_calls_nondeterministic_does_not_repeat(user_module):
+  config = small(task=f'gymnasium:{user_module}:Noisy-v0')
+  experiment = fresh(config).experiment
+  assert not experiment.spec.repeats and not experiment.deterministic
+  assert experiment.non_deterministic_setting == f'env.task = gymnasium:{user_module}:Noisy-v0'
+  same = fresh(changed(config, env__task=f'{user_module}:Own')).experiment
+  assert same.spec.repeats and same.deterministic
+
+
 def test_actors_that_do_not_wait_for_all_environments_are_refused():
   config = changed(small(task=CARTPOLE), scheme='cleanba', env_batch=4)
   with pytest.raises(ValueError, match=r'env_batch: all environments of gymnasium:CartPole-v1'):
@@ -503,6 +514,7 @@ def test_a_run_ends_with_one_line_when_an_environment_fails(user_module, tmp_pat
   assert last.startswith('podracer_jit: envs_of_my_own:factory: ') and reason in last
   assert 'Traceback' not in done.stderr
   assert 'slow environments: Python steps envs_of_my_own:factory' in done.stdout
+  assert 'results repeat, if all that the environments draw follows from the seed' in done.stdout
   running = subprocess.run(['ps', '-eo', 'ppid,args'], capture_output=True, text=True).stdout
   assert not [line for line in running.splitlines()
               if line.split()[0] == '1' and 'gymnasium_worker' in line]

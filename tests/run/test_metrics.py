@@ -1,5 +1,6 @@
 """Records, files and the live display, from hand-made reports."""
 
+import dataclasses
 import io
 import json
 import struct
@@ -213,6 +214,18 @@ def test_progress_shows_compiling_and_no_time_left_before_the_first_update(termi
   text = out.getvalue()
   assert text.index('compiling ...') < text.index('50 of 100') < text.index('finished')
   assert 'left' not in text and 'SPS' not in text
+
+
+@pytest.mark.parametrize('env_batch, words', [
+    (0, 'Python steps them; results repeat'), (2, 'Python steps them; results do not repeat')])
+def test_the_block_says_that_python_steps_the_environments(env_batch, words):
+  out = io.StringIO()
+  console = Console(file=out, force_terminal=True, width=120, highlight=False)
+  experiment = dataclasses.replace(
+      EXPERIMENT, spec=EXPERIMENT.spec._replace(calls_python=True), env_batch=env_batch)
+  with Progress(experiment, 'a title', console) as progress:
+    progress.show(dict(RECORD))
+  assert words in ' '.join(out.getvalue().split())
 
 
 def test_the_last_update_is_shown_before_the_last_line():

@@ -88,17 +88,20 @@ def heated(tmp_path_factory):
   return workdir
 
 
-def test_a_gymnasium_run_resumes_with_the_same_bits(heated, tmp_path, capsys):
+@pytest.mark.parametrize('example', [GRIDWORLD, THERMOSTAT], ids=lambda path: path.stem)
+def test_a_run_of_an_example_resumes_with_the_same_bits(example, request, tmp_path, capsys):
+  whole = request.getfixturevalue('heated') if example == THERMOSTAT else (
+      request.getfixturevalue('trained')[0])
   resumed = tmp_path / 'resumed'
-  shutil.copytree(heated, resumed)
+  shutil.copytree(whole, resumed)
   updates = checkpoint.saved_updates(resumed)
   for update in updates[1:]:
     shutil.rmtree(resumed / 'checkpoints' / str(update))
-  binary(f'--config={THERMOSTAT}:smoke', f'--workdir={resumed}',
+  binary(f'--config={example}:smoke', f'--workdir={resumed}',
          '--config.checkpoint.every_updates=2', '--config.log.tensorboard=False')
   assert checkpoint.saved_updates(resumed) == updates
-  assert compare.main(['compare', str(heated), str(resumed)]) == 0
-  assert 'identical: 5 updates' in capsys.readouterr().out
+  assert compare.main(['compare', str(whole), str(resumed)]) == 0
+  assert f'identical: {updates[-1]} updates' in capsys.readouterr().out
 
 
 def test_an_own_gymnasium_environment_is_evaluated_with_a_video(heated):

@@ -26,6 +26,8 @@ def test_a_run_is_repeatable():
   assert receipts('sync') == repeated
 
 
+@pytest.mark.same_bits('Gymnasium: devices, worker processes, schemes without a lag',
+                       'IMPALA: MLP (`sync`, `fused`, `ddppo`)')
 @pytest.mark.parametrize('scheme, place', [
     ('fused', {}), ('sync', dict(actors=(0, 1), learners=(2, 3))), ('sync', dict(threads=4)),
     ('ddppo', dict(actors=(0, 1), learners=(0, 1))), ('sync', dict(serial=True))])
@@ -33,6 +35,7 @@ def test_schemes_without_a_lag_have_equal_bits(scheme, place):
   assert receipts(scheme, **place) == receipts('sync')
 
 
+@pytest.mark.same_bits('Gymnasium: devices, actors, worker processes', 'IMPALA: MLP (`cleanba`)')
 @pytest.mark.parametrize('place', [
     dict(actors=(0, 1), learners=(2,)), dict(actors=(0, 0), learners=(1,)), dict(threads=3)])
 def test_cleanba_has_equal_bits_on_every_placement(place):
@@ -40,6 +43,7 @@ def test_cleanba_has_equal_bits_on_every_placement(place):
   assert receipts('cleanba') != receipts('sync')
 
 
+@pytest.mark.same_bits('Gymnasium: one actor and two', 'DQN: MLP (`apex_lockstep`)')
 def test_apex_lockstep_has_equal_bits_on_every_placement():
   def config(**place):
     config = config_of('dqn', scheme='apex_lockstep', num_minibatches=1, **place)

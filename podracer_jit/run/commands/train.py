@@ -21,7 +21,16 @@ from absl import flags, logging
 
 from podracer_jit.cluster.failure import Failed
 from podracer_jit.envs.protocol import environment_failure
-from podracer_jit.run import checkpoint, command_line, exit_codes, life, machines, session, stopping
+from podracer_jit.run import (
+    checkpoint,
+    command_line,
+    exit_codes,
+    life,
+    machines,
+    seeds,
+    session,
+    stopping,
+)
 from podracer_jit.run.output import complain, give_up_lost_streams
 from podracer_jit.run.resolve import placement_of, resolve
 from podracer_jit.runtime import host
@@ -40,6 +49,9 @@ def main(argv: Sequence[str]) -> int:
                       'as the run there, also where a signal ended one, and so has the same bits.',
                       flag_values=values)
   life.define_flags(values)
+  flags.DEFINE_integer('num_seeds', None, 'Trains so many seeds at once, from --config.seed on, in '
+                       'one program; each has a workdir in the workdir. For JAX environments and '
+                       'scheme=fused.', flag_values=values)
   flags.DEFINE_bool('distributed', False, 'This is one of several processes of the run.',
                     flag_values=values)
   cluster = 'by default, SLURM, Open MPI, Kubernetes or the TPU pod gives it.'
@@ -68,14 +80,20 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
         return exit_codes.FINISHED
       options = life.of_flags(values)
       joining = (values.coordinator_address, values.num_processes, values.process_id)
-      if values.distributed or joining != (None, None, None):
+      is_distributed = values.distributed or joining != (None, None, None)
+      if is_distributed and values.num_seeds is not None:
+        raise ValueError('--num_seeds: is for one process')
+      if is_distributed:
         # Processes must join before JAX starts, and creating some environments starts JAX.
         place = placement_of(config)
         host.prepare_host(place)
         host.join(place, *joining, values.coordinator_timeout_s)
       workdir = Path(values.workdir or command_line.default_workdir(argv))
-      cluster = stack.enter_context(machines.joined(config))
-      opened = stack.enter_context(session.opened(resolve(config), workdir, options, cluster))
+      if values.num_seeds is None:
+        cluster = stack.enter_context(machines.joined(config))
+        opened = stack.enter_context(session.opened(resolve(config), workdir, options, cluster))
+      else:
+        opened = stack.enter_context(seeds.opened(config, values.num_seeds, workdir, options))
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
       complain(f'podracer_jit: {error}')
       return _leave(exit_codes.REFUSED)
@@ -86,7 +104,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       finished = opened.train(stop, values.profile_dir)
     except KeyboardInterrupt:
       complain('podracer_jit: interrupted; updates since the newest checkpoint are not saved')
-      return _leave(_code_of_a_stop(workdir))
+      return _leave(_code_of_a_stop(opened.workdir))
     except (checkpoint.NotSaved, Failed) as error:
       complain(f'podracer_jit: {error}')
       return _leave(exit_codes.FAILED)
@@ -99,7 +117,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       return _leave(exit_codes.FAILED)
     finally:
       stop.end()
-    return exit_codes.FINISHED if finished else _code_of_a_stop(workdir)
+    return exit_codes.FINISHED if finished else _code_of_a_stop(opened.workdir)
 
 
 def _code_of_a_stop(workdir: Path) -> int:

@@ -1,0 +1,198 @@
+"""Several seeds in one program: each is the agent that it would be alone, and nothing is lost."""
+
+import sys
+
+import jax
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from podracer_jit.run import checkpoint, journal, life, memory, seeds, stopping, workdirs
+from podracer_jit.run.metrics import Diverged
+from tests import processes
+from tests.runs import changed, prepared, run, small
+
+NOTHING = life.make_life()
+
+
+def config_of(loss='ppo', **fields):
+  """8 updates of a small CartPole in segments of 3, two updates a call; a row has 64 steps."""
+  config = small(loss, 'gymnax:CartPole-v1', num_grad_shards=2, num_shards=2)
+  config['total_steps'] = 8 * 64 - 40
+  config['scheme'] = 'fused'
+  config['checkpoint']['every_updates'] = 3
+  config['placement']['updates_per_call'] = 2
+  config['log']['tensorboard'] = False
+  return changed(config, **fields)
+
+
+def train(config, workdir, num_seeds, stop=None, options=NOTHING):
+  """Trains; returns whether all have finished, and the metrics and receipts by seed."""
+  with seeds.opened(config, num_seeds, workdir, options) as opened:
+    finished = opened.train(stop or stopping.Stopping(), quiet=True)
+  return finished, [lines_of(each.workdir) for each in opened.sessions]
+
+
+def lines_of(workdir):
+  """Returns the metrics of each update, and its receipt."""
+  receipts = [line for line in journal.read_lines(workdir / journal.RECEIPTS) if 'batch' in line]
+  return journal.read_lines(workdir / journal.METRICS), receipts
+
+
+class StopAfter(stopping.Stopping):
+  """Asks for a stop when the last seed has a checkpoint, as a signal may."""
+
+  def __init__(self, workdir):
+    super().__init__()
+    self._workdir = workdir
+
+  def asked(self):
+    return bool(checkpoint.saved_updates(self._workdir))
+
+
+@pytest.fixture(scope='module')
+def three(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('three')
+  finished, by_seed = train(config_of(), folder, 3)
+  assert finished
+  return folder, by_seed
+
+
+def test_each_seed_is_the_agent_that_it_would_be_alone(three):
+  """The last bits may differ; the first rollout, made by the initial parameters, is equal."""
+  _, by_seed = three
+  for i, (metrics, receipts) in enumerate(by_seed):
+    alone, reports, _ = run(config_of(seed=1 + i), updates=4)
+    assert receipts[0]['batch'] == alone[0][0]
+    losses = [float(x) for report in reports
+              for x in np.asarray(jax.device_get(report.metrics['value_loss']))[:report.count]]
+    assert_allclose([record['value_loss'] for record in metrics[:4]], losses, rtol=1e-3)
+
+
+def test_seeds_are_independent(three):
+  _, by_seed = three
+  batches = [receipts[0]['batch'] for _, receipts in by_seed]
+  assert len(set(batches)) == 3
+
+
+def test_each_seed_ends_at_its_own_update(three):
+  """An episode's end makes a row invalid, so seeds need different numbers of updates."""
+  _, by_seed = three
+  config = config_of()
+  for metrics, receipts in by_seed:
+    steps = [record['steps'] for record in metrics]
+    assert steps[-1] >= config['total_steps'] > steps[-2]
+    assert [record['update'] for record in metrics] == list(range(1, len(metrics) + 1))
+    assert len(receipts) == len(metrics)
+
+
+def test_a_workdir_of_a_seed_is_that_of_a_run(three):
+  folder, by_seed = three
+  for seed, (metrics, _) in zip((1, 2, 3), by_seed, strict=True):
+    workdir = folder / f'seed{seed}'
+    assert workdirs.read_fields(workdir)['seed'] == seed
+    assert checkpoint.newest_whole(workdir) == metrics[-1]['update']
+    headers = [line for line in journal.read_lines(workdir / journal.RECEIPTS)
+               if 'segment' in line]
+    assert [header['num_seeds'] for header in headers] == [3] * len(headers)
+    assert [header['first_update'] for header in headers] == [1, 4, 7]
+
+
+@pytest.mark.parametrize('loss, fields', [
+    ('ppo', {}), ('dqn', {}), ('dqn', dict(checkpoint__replay=False))])
+def test_seeds_that_were_stopped_go_on_to_the_same_bits(tmp_path, three, loss, fields):
+  config = config_of(loss, **fields)
+  if loss == 'dqn':
+    config['num_minibatches'] = 1
+    config['replay'] |= dict(capacity=512, min_size=64, batch_size=32, gradient_steps=2)
+    _, whole = train(config, tmp_path / 'whole', 2)
+  else:
+    _, whole = three
+  finished, begun = train(config, tmp_path / 'cut', len(whole),
+                          StopAfter(tmp_path / 'cut' / f'seed{len(whole)}'))
+  assert not finished and [len(metrics) for metrics, _ in begun] == [3] * len(whole)
+  finished, rest = train(config, tmp_path / 'cut', len(whole))
+  assert finished
+  assert [receipts for _, receipts in rest] == [receipts for _, receipts in whole]
+
+
+def test_more_seeds_join_and_finished_ones_stay(tmp_path, three):
+  finished, first = train(config_of(), tmp_path, 2)
+  assert finished
+  _, by_seed = train(config_of(), tmp_path, 3)
+  assert by_seed[:2] == first
+  assert len(by_seed[2][0]) == len(three[1][2][0])
+  assert_allclose(by_seed[2][0][0]['value_loss'], three[1][2][0][0]['value_loss'], rtol=1e-3)
+
+
+def test_a_workdir_of_another_experiment_is_refused(tmp_path):
+  train(config_of(total_steps=60), tmp_path, 2)
+  with pytest.raises(ValueError, match='total_steps'):
+    train(config_of(total_steps=70), tmp_path, 2)
+  finished, by_seed = train(config_of(total_steps=130), tmp_path, 2,
+                            options=life.make_life(extend=True))
+  assert finished and all(metrics[-1]['steps'] >= 130 for metrics, _ in by_seed)
+
+
+@pytest.mark.parametrize('num_seeds, fields, message', [
+    (0, {}, '--num_seeds: must be from 1 to 4096, got 0'),
+    (2, dict(seed=2**31 - 1), '--num_seeds: the last seed would be 2147483648'),
+    (2, dict(scheme='sync'), 'wants a scheme that is one program, scheme = fused; got sync'),
+    (2, dict(env={'task': 'CartPole-v1', 'num_envs': 8}),
+     'wants environments that are JAX functions; CartPole-v1 is none'),
+    (2, dict(placement__actor_devices=(0, 1), placement__learner_devices=(0, 1)),
+     'wants one device'),
+    (2, dict(eval__every_updates=2), 'eval.every_updates: must be 0 with --num_seeds')])
+def test_other_experiments_are_refused_before_anything_is_written(
+    tmp_path, num_seeds, fields, message):
+  with pytest.raises(ValueError, match=message):
+    train(config_of(**fields), tmp_path / 'new', num_seeds)
+  assert not (tmp_path / 'new').exists()
+
+
+def test_a_repeated_run_is_refused(tmp_path):
+  with pytest.raises(ValueError, match='--repeat: a run of one seed'):
+    train(config_of(), tmp_path / 'new', 2, options=life.make_life(repeat=tmp_path))
+
+
+def test_the_memory_of_all_seeds_is_added():
+  one = prepared(config_of())
+  assert memory.check(one) == []
+  needed = sum(part.nbytes for part in memory.estimate(one))
+  with pytest.raises(ValueError, match='the run needs at least'):
+    memory.check(one, copies=2 * memory.host_memory() // needed)
+
+
+def test_a_seed_that_diverges_is_named(tmp_path):
+  with pytest.raises(Diverged, match=r'seed 1, update \d+ .* not finite'):
+    train(config_of(optimizer__learning_rate=1e38), tmp_path, 2)
+
+
+PROGRAM = """
+import podracer_jit as pj
+config = pj.load_config('ppo_cartpole:smoke')
+config.env.task = 'gymnax:CartPole-v1'
+config.placement.xla_threads = 16
+runs = pj.train_seeds(config, 'python', 2, quiet=True)
+print([(run.finished, run.workdir.name, run.agent.task) for run in runs])
+"""
+
+
+def test_the_command_and_python_do_the_same(tmp_path):
+  flags = ['--config=ppo_cartpole:smoke', '--config.env.task=gymnax:CartPole-v1',
+           '--config.placement.xla_threads=16', '--num_seeds=2', '--workdir=command']
+  command = [sys.executable, '-m', 'podracer_jit']
+  trained = processes.run([*command, *flags], cwd=tmp_path)
+  assert trained.returncode == 0, trained.stderr
+  assert '2 seeds, starting' in trained.stdout
+  assert 'command has them all, seed1 to seed2' in trained.stdout
+  python = processes.run([sys.executable, '-c', PROGRAM], cwd=tmp_path)
+  assert python.stdout == ("[(True, 'seed1', 'gymnax:CartPole-v1'), "
+                           "(True, 'seed2', 'gymnax:CartPole-v1')]\n"), python.stderr
+  for seed in ('seed1', 'seed2'):
+    assert lines_of(tmp_path / 'command' / seed)[1] == lines_of(tmp_path / 'python' / seed)[1]
+  evaluated = processes.run([*command, 'evaluate', '--workdir=command/seed2', '--num_episodes=2'],
+                            cwd=tmp_path)
+  assert evaluated.returncode == 0, evaluated.stderr
+  refused = processes.run([*command, *flags, '--num_processes=2'], cwd=tmp_path)
+  assert refused.returncode == 2 and '--num_seeds: is for one process' in refused.stderr
