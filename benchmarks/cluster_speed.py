@@ -6,12 +6,15 @@ A pair is two trainings of the same experiment with the same two actors: one wit
 processes on a Ray cluster of this machine. The order alternates. Speeds are valid steps a second,
 after the first `--warm_up` seconds of updates. Catch is the worst case: its rollouts take about as
 long as a call. The last column has the mean CGD (delay of rollouts, in gradient steps) of both: two
-calls under way make it larger.
+calls under way make it larger. `CPU a step` is the processor time of all processes of the run. Its
+ratio is that of the speeds on a machine whose cores are all busy; other programs disturb it less
+than they disturb the speeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import statistics
@@ -21,6 +24,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
 
 from benchmarks.common import Failed
 from podracer_jit.run import journal
@@ -38,19 +44,34 @@ TASKS = {
 }
 
 
-def measure(task: str, cluster: str, workdir: Path, warm_up: float, seconds: float
-            ) -> tuple[float, float]:
+class Speed(NamedTuple):
+  """Speed of a training."""
+
+  steps_per_s: float  # valid steps a second
+  cpu_per_step: float  # processor seconds of all its processes for a valid step
+  cgd: float  # mean collection-to-gradient delay, in gradient steps
+
+
+def cpu_seconds(session: int) -> float:
+  """Returns the processor time of all processes of a session, which have not ended."""
+  total = 0.0
+  for process in psutil.process_iter():
+    with contextlib.suppress(ProcessLookupError, psutil.Error):
+      if os.getsid(process.pid) == session:
+        times = process.cpu_times()
+        total += times.user + times.system
+  return total
+
+
+def measure(task: str, cluster: str, workdir: Path, warm_up: float, seconds: float) -> Speed:
   """Trains for a while.
 
   Args:
-    task: of TASKS.
+    task: a key of TASKS.
     cluster: 'none' or 'ray'.
-    workdir: of the training.
+    workdir: the workdir of the training.
     warm_up: seconds of updates that do not count.
-    seconds: that count.
-
-  Returns:
-    Valid steps a second, and the mean CGD of updates, in gradient steps.
+    seconds: seconds that count.
 
   Raises:
     Failed: the training ended before.
@@ -60,26 +81,33 @@ def measure(task: str, cluster: str, workdir: Path, warm_up: float, seconds: flo
     process = subprocess.Popen(
         [sys.executable, '-m', 'podracer_jit', *TASKS[task], *ACTORS, f'--workdir={workdir}',
          f'--config.placement.cluster={cluster}'], stdout=output, stderr=subprocess.STDOUT,
-        env=os.environ | {'JAX_PLATFORMS': 'cpu'})
-  records: list[dict] = []
-  try:
-    # The first update includes compiling.
-    while len(records) < 2 or records[-1]['elapsed_s'] - records[0]['elapsed_s'] < (
-        warm_up + seconds):
+        env=os.environ | {'JAX_PLATFORMS': 'cpu'}, start_new_session=True)
+  metrics = workdir / journal.METRICS
+
+  def records_after(least: float) -> list[dict]:
+    """Waits until the updates after the first, which includes compiling, took so many seconds."""
+    while True:
       if process.poll() is not None:
         raise Failed(process, log)
-      time.sleep(0.5)
-      path = workdir / journal.METRICS
-      records = journal.read_lines(path) if path.exists() else []
+      records = journal.read_lines(metrics) if metrics.exists() else []
+      if len(records) > 1 and records[-1]['elapsed_s'] - records[0]['elapsed_s'] >= least:
+        return records
+      time.sleep(0.2)
+
+  try:
+    first = records_after(warm_up)[-1]
+    cpu_start = cpu_seconds(process.pid)
+    records = records_after(first['elapsed_s'] - journal.read_lines(metrics)[0]['elapsed_s']
+                            + seconds)
+    cpu_s = cpu_seconds(process.pid) - cpu_start
   finally:
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=120)
-  start = records[0]['elapsed_s'] + warm_up
-  counted = [record for record in records if record['elapsed_s'] >= start]
-  first = counted[0]
-  last = counted[-1]
-  speed = (last['steps'] - first['steps']) / (last['elapsed_s'] - first['elapsed_s'])
-  return speed, statistics.mean(record['cgd'] for record in counted)
+  last = records[-1]
+  steps = last['steps'] - first['steps']
+  counted = [record['cgd'] for record in records if record['update'] > first['update']]
+  return Speed(steps / (last['elapsed_s'] - first['elapsed_s']), cpu_s / steps,
+               statistics.mean(counted))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -96,26 +124,27 @@ def main(argv: Sequence[str]) -> int:
     if task not in TASKS:
       parser.error(f'--tasks: must be of {", ".join(TASKS)}, got {task}')
   print(f'{"task":8}{"threads":>12}{"Ray":>12}{"Ray / threads":>15}{"lowest":>8}{"highest":>8}'
-        f'{"CGD":>16}')
+        f'{"CPU a step":>20}{"ratio":>7}{"CGD":>14}')
   for task in args.tasks.split(','):
-    speeds: dict[str, list[float]] = {'none': [], 'ray': []}
-    cgds: dict[str, list[float]] = {'none': [], 'ray': []}
+    speeds: dict[str, list[Speed]] = {'none': [], 'ray': []}
     with tempfile.TemporaryDirectory() as folder:
       for pair in range(args.pairs):
         for cluster in (('none', 'ray'), ('ray', 'none'))[pair % 2]:
           try:
-            speed, cgd = measure(task, cluster, Path(folder) / f'{cluster}{pair}', args.warm_up,
-                                 args.seconds)
+            speeds[cluster].append(measure(task, cluster, Path(folder) / f'{cluster}{pair}',
+                                           args.warm_up, args.seconds))
           except Failed as error:
             print(f'cluster_speed: {task}, {cluster}: {error}', file=sys.stderr)
             return error.code
-          speeds[cluster].append(speed)
-          cgds[cluster].append(cgd)
-    ratios = [ray / none for none, ray in zip(speeds['none'], speeds['ray'], strict=True)]
-    medians = [statistics.median(speeds[cluster]) for cluster in ('none', 'ray')]
-    delays = ' to '.join(f'{statistics.mean(cgds[cluster]):.1f}' for cluster in ('none', 'ray'))
-    print(f'{task:8}{medians[0]:12,.0f}{medians[1]:12,.0f}{statistics.median(ratios):15.2f}'
-          f'{min(ratios):8.2f}{max(ratios):8.2f}{delays:>16}', flush=True)
+    ratios = [ray.steps_per_s / none.steps_per_s
+              for none, ray in zip(speeds['none'], speeds['ray'], strict=True)]
+    none, ray = (Speed(*map(statistics.median, zip(*speeds[cluster], strict=True)))
+                 for cluster in ('none', 'ray'))
+    cpu = f'{1e6 * none.cpu_per_step:.0f} to {1e6 * ray.cpu_per_step:.0f} us'
+    print(f'{task:8}{none.steps_per_s:12,.0f}{ray.steps_per_s:12,.0f}'
+          f'{statistics.median(ratios):15.2f}{min(ratios):8.2f}{max(ratios):8.2f}{cpu:>20}'
+          f'{none.cpu_per_step / ray.cpu_per_step:7.2f}{f"{none.cgd:.1f} to {ray.cgd:.1f}":>14}',
+          flush=True)
   return 0
 
 

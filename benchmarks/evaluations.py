@@ -73,7 +73,8 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--config', default='ppo_cartpole', help='a shipped config or a file')
-  parser.add_argument('--every_updates', type=int, default=100, help='eval.every_updates, and checkpoint.every_updates')
+  parser.add_argument('--every_updates', type=int, default=100,
+                      help='eval.every_updates, and checkpoint.every_updates')
   parser.add_argument('--episodes', type=int, default=20, help='episodes of an evaluation')
   parser.add_argument('--total_steps', type=int, default=0, help="0: the config's")
   parser.add_argument('--pairs', type=int, default=5, help='trainings with and without')

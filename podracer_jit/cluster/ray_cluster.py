@@ -63,6 +63,8 @@ class Cluster:
     self._looked_s = -math.inf
     self._counters = Counters()
     self._owner: Any = None
+    # Whether all waits end; the owner sets it.
+    self.gives_up: Callable[[], bool] = bool
     self._remotes: list[Remote] = []
     self._lines: dict[str, collections.deque[str]] = collections.defaultdict(
         lambda: collections.deque(maxlen=_LAST_LINES))
@@ -94,7 +96,8 @@ class Cluster:
     needs = [f'{count:g} {unit}{"s" if count != 1 else ""} (placement.actor_{unit.lower()}s)'
              for count, unit in ((self._cpus, 'CPU'), (self._gpus, 'GPU')) if count]
     new = Remote(name, lambda life: actor.remote(factory, args(life)), self._most_deaths,
-                 self._counters, lambda pid: tuple(self._lines[pid]), ' and '.join(needs) or 'none')
+                 self._counters, lambda pid: tuple(self._lines[pid]), ' and '.join(needs) or 'none',
+                 lambda: self.gives_up())
     self._remotes.append(new)
     return new
 

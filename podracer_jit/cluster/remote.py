@@ -74,7 +74,7 @@ class Remote:
 
   def __init__(self, name: str, begin: Callable[[int], Any], most_deaths: int,
                counters: Counters, last_words: Callable[[str], Sequence[str]],
-               needs: str, patience_s: float = PATIENCE_S):
+               needs: str, gives_up: Callable[[], bool] = bool, patience_s: float = PATIENCE_S):
     """Asks the cluster for the first process; returns at once.
 
     Args:
@@ -84,6 +84,7 @@ class Remote:
       counters: the counters of all remote objects.
       last_words: process id -> the last lines that the process printed.
       needs: what a machine must have for the process, in words.
+      gives_up: asked while a call waits; if it returns True, the wait ends.
       patience_s: seconds of waiting between two warnings.
     """
     self.name = name
@@ -95,6 +96,7 @@ class Remote:
     self._counters = counters
     self._last_words = last_words
     self._needs = needs
+    self._gives_up = gives_up
     self._patience_s = patience_s
     self._lock = threading.RLock()
     self._start()
@@ -133,7 +135,7 @@ class Remote:
       fetch: whether to return the result itself, or a reference to it.
 
     Raises:
-      Closed: `ended` is true.
+      Closed: `ended` is true, or the run gives up.
       Failed: the call has raised an exception, or processes died again and again.
     """
     warned = call.since
@@ -150,7 +152,7 @@ class Remote:
           broken = time.perf_counter()
         if time.perf_counter() - broken > self._patience_s:
           self._replace(call.life, error)
-        elif ended():
+        elif ended() or self._gives_up():
           raise Closed(self.name) from None
         else:
           time.sleep(_POLL_S)
@@ -169,7 +171,7 @@ class Remote:
       if answer is not None:
         self._deaths = 0
         return answer
-      if ended():
+      if ended() or self._gives_up():
         raise Closed(self.name)
       self._greet()
       now = time.perf_counter()

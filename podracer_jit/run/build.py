@@ -82,8 +82,13 @@ class Machines(Protocol):
   def of(self, experiment: Experiment) -> Machines:
     """Returns what does the same for another experiment, instead of for this one."""
 
-  def actors(self, index: int) -> list[wiring.Actor]:
-    """Returns the actors of a segment, in order."""
+  def actors(self, index: int, stop: Callable[[], bool]) -> list[wiring.Actor]:
+    """Returns the actors of a segment, in order.
+
+    Args:
+      index: index of the segment.
+      stop: whether the run shall stop; then nothing waits long for a rollout or a gradient.
+    """
 
   def gradient_workers(self) -> list[gradients.GradientWorker]:
     """Returns the gradient workers, in order."""
@@ -400,7 +405,10 @@ def segment(run: Run, state: TrainState, index: int, updates: int,
     return state, ()
 
   with contextlib.ExitStack() as stack:
-    actors = run.machines.actors(index) if run.machines else make_actors(run, index, stack, envs)
+    if run.machines:
+      actors = run.machines.actors(index, stop)
+    else:
+      actors = make_actors(run, index, stack, envs)
     start = wiring.SegmentStart(state, int(state.update), updates, ended)
     # A queue passes on computed values only, so the waiting times of an update are known.
     reports = FifoQueue('reports', 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:  # the imports of Ray take a second
 _SERVICE = 'podracer_jit.run.service:Service'
 # Copies of each rollout in Ray's memory: two under way, two waiting, one learned from, one freed.
 _COPIES = 6
+
+_GRACE_S = 4.0  # after a signal, until waits for processes end
 
 
 @contextlib.contextmanager
@@ -107,6 +110,23 @@ def code(config: Mapping[str, Any]) -> list[Path]:
   return list(files)
 
 
+def overdue(stop: Callable[[], bool], grace_s: float = _GRACE_S) -> Callable[[], bool]:
+  """Returns a function that tells whether a stop was asked for so many seconds ago.
+
+  Args:
+    stop: whether the run shall stop. Usually its learner then ends with the next update.
+    grace_s: seconds that the learner has. Then no wait for a process goes on.
+  """
+  since: list[float] = []
+
+  def is_overdue() -> bool:
+    if not since and stop():
+      since.append(time.monotonic())
+    return bool(since) and time.monotonic() - since[0] >= grace_s
+
+  return is_overdue
+
+
 class Team:
   """The processes of a run on its cluster."""
 
@@ -151,10 +171,11 @@ class Team:
     """See `build.Machines`."""
     return Team(self._cluster, experiment)
 
-  def actors(self, index: int) -> list[Any]:
+  def actors(self, index: int, stop: Callable[[], bool]) -> list[Any]:
     """See `build.Machines`."""
     from podracer_jit.schemes.remote import RemoteActor
     self._begin()
+    self._cluster.gives_up = overdue(stop)
     experiment = self._experiment
     width = experiment.env.num_envs // len(self._actors)
     return [RemoteActor(actor, pace, index, i * width, self._cluster.publish, bool(self._workers))

@@ -133,10 +133,13 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
         length = min(length, last - int(state.update))
       if not length:
         break
+      before = int(state.update)
       state = learner.allocate(state)
       state, meta, envs = _segment(
           run, state, meta, envs, length, workdir, files, progress, profiler, asked_to_stop,
           callbacks, _entry_before(entries, int(state.update)))
+      if int(state.update) == before:
+        break
       if not experiment.checkpoint.replay:
         # A resumed run begins with an empty replay, so this run does, too, for the same bits.
         state = state._replace(replay=None)
@@ -308,7 +311,9 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
       complain(f'podracer_jit: {cause}; {error}')
       os._exit(exit_codes.FAILED)
     envs = build.envs_after(run, states, saved)
-  return states['learner'].train, meter.meta() | {'segment': index + 1}, envs
+  # A segment that is stopped while it waits for its first rollouts leaves the state as it was.
+  last = states['learner'].train if 'learner' in states else state
+  return last, meter.meta() | {'segment': index + 1}, envs
 
 
 def _lives(run: build.Run) -> dict[str, dict[str, int]]:

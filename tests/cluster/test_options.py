@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -111,3 +112,13 @@ def test_two_calls_are_in_flight_if_the_round_trip_is_long():
   assert calls_after(0.010, 0.002) == 2
   assert calls_after(0.100, 0.002) == 1
   assert calls_after(0.010, 0.002, most=1) == 1
+
+
+def test_waits_end_some_time_after_a_stop():
+  asked = []
+  is_overdue = machines.overdue(lambda: bool(asked), grace_s=0.2)
+  assert not is_overdue()
+  asked.append(1)
+  assert not is_overdue()
+  time.sleep(0.25)
+  assert is_overdue()

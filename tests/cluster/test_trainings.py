@@ -155,6 +155,15 @@ def test_impala_continues_while_processes_and_machines_die_and_join(nodes, start
     resumed.wait()
 
 
+def test_a_run_without_a_machine_waits_and_stops(start):
+  run = start(*CATCH, *ENDLESS)
+  run.wait_until(lambda: 'compiling ...' in run.text())
+  time.sleep(2)
+  assert run.end(signal.SIGINT) < 10
+  assert run.process.returncode == exit_codes.INTERRUPTED, run.text()
+  assert 'stopped at update 0 (0 steps)' in run.text()
+
+
 def test_apex_learns_on_while_a_machine_is_gone(nodes, start):
   first = nodes.add(1)
   second = nodes.add(1)
@@ -197,8 +206,9 @@ def test_remote_gradients_survive_the_loss_of_a_process_and_a_machine(nodes, sta
                  and run.records()[-1]['actor_restarts'] == 1 + cpus)
   run.wait_for_updates()
   # A killed driver leaves no process behind.
+  run.wait_until(
+      lambda: len(nodes.processes(first) + nodes.processes(third)) == 2 * cpus)
   running = nodes.processes(first) + nodes.processes(third)
-  assert len(running) == 2 * cpus
   run.process.kill()
   wait_until_gone(running)
   for node in (first, third):
