@@ -281,7 +281,7 @@ def test_configs_with_asynchronous_actors_are_not_deterministic():
     ('impala', dict(env_batch=-1), 'env_batch: must not be negative, got -1'),
     ('impala', dict(env_batch=8), 'env_batch: must be 0, or a divisor of the 8 .* below 8, got 8'),
     ('impala', dict(env_batch=3), 'env_batch: must be 0, or a divisor of the 8 .* below 8, got 3'),
-    ('impala', dict(num_shards=2), 'env_batch: must be 0 or a part of the 4 .* got 4'),
+    ('impala', dict(num_shards=2), 'env_batch: must be 0, or a divisor of the 4 .* got 4'),
     ('impala', dict(scheme='fused'), 'env_batch: fused waits for all environments'),
     ('impala', dict(network__core='gru'), r'env_batch: .*network\.core = gru'),
     ('ppo', dict(normalise__reward=True), r'env_batch: normalise\.reward'),

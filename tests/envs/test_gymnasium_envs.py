@@ -370,7 +370,8 @@ FAILURES = [
     ('reset', r'reset of the environment with seed 1. raised OSError: \[Errno 5\] disk gone \(.*'),
     ('step', r'step of the environment with seed 1. raised ValueError: boom in two lines \(.*'),
     ('exit', r'step of .* raised SystemExit: 3 \(.*'),
-    ('shape', r'step of .* raised ValueError: the observation has the shape \(3,\), that of .*'),
+    ('shape',
+     r'step of .* raised ValueError: the observation has the shape \(3,\); the space has .*'),
     ('kill', r'worker process \d+ of the environments was ended by SIGKILL .*')]
 
 

@@ -58,7 +58,7 @@ def receipts(workdir):
     ([CATCH, '--config.env.task=HalfCheetah-v4', '--config.policy=categorical'], 'policy: must'),
     ([CATCH, '--config.env.task=FrozenLake-v1', '--config.network.name=nature_cnn'],
      'network.name: nature_cnn wants images, FrozenLake-v1 gives (16,)'),
-    ([CATCH, '--config.env.num_envs=33'], '33 items'),
+    ([CATCH, '--config.env.num_envs=33'], '33 minibatch elements'),
     ([CATCH, '--config.num_grad_shards=3'], '32 environments cannot be split evenly'),
     ([CATCH, '--config.num_minibatches=5'], '5 minibatches'),
     ([CATCH, '--config.network.name=nature_cnn'],

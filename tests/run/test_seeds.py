@@ -9,6 +9,7 @@ from numpy.testing import assert_allclose
 
 from podracer_jit.run import checkpoint, journal, life, memory, seeds, stopping, workdirs
 from podracer_jit.run.metrics import Diverged
+from podracer_jit.runtime import host
 from tests import processes
 from tests.runs import changed, prepared, run, small
 
@@ -48,6 +49,14 @@ class StopAfter(stopping.Stopping):
 
   def asked(self):
     return bool(checkpoint.saved_updates(self._workdir))
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _jax_has_the_sizes_of_all_tests():
+  """conftest.py has set them, and JAX may have started since."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(host, 'prepare_host', lambda options: None)
+    yield
 
 
 @pytest.fixture(scope='module')

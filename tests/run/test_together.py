@@ -268,7 +268,8 @@ def test_a_config_that_two_processes_cannot_share_is_refused(change, message, tm
 
 
 @pytest.mark.parametrize('change, message', [
-    (['--config.seed=2'], ['config: seed: 1 in A, 2 in B', 'differ at update 1: the batch']),
+    (['--config.seed=2'],
+     ['config: seed: 1 in A, 2 in B', "differ at update 1: the actors' batch differs"]),
     (['--config.optimizer.learning_rate=0.5'],
      ['config: optimizer.learning_rate', 'differ at update 1: the batch is the same and the']),
     (['--config.placement.xla_threads=1'],
