@@ -13,7 +13,7 @@ pytestmark = pytest.mark.implementation
 def test_frames_of_an_asynchronous_pool_are_kept_once(monkeypatch):
   deduplicate = frames.from_stacks
   # Rollouts then have both: the whole stacks, and the frames kept once.
-  monkeypatch.setattr(frames, 'of', lambda obs, stack: (obs, deduplicate(obs, stack)))
+  monkeypatch.setattr(frames, 'from_stacks', lambda obs, stack: (obs, deduplicate(obs, stack)))
   prepared_run = fresh(small('impala', 'Pong-v5', 'nature_cnn', env_batch=4))
   num_reset_stacks = 0
   with build.segment(prepared_run, initial_state(prepared_run), 0, 3, print) as segment:
