@@ -39,8 +39,7 @@ class Cells(nn.Module):
     x += self.param('position', nn.initializers.normal(0.5), x.shape[1:])
     for _ in range(self.layers):
       q, k, v = jnp.split(nn.Dense(3 * self.width)(nn.LayerNorm()(x)), 3, axis=-1)
-      # `softmax` divides by a sum, which XLA does not round alike in all programs.
-      weights = jnp.exp(jax.nn.log_softmax(q @ k.mT / self.width**0.5))
+      weights = jax.nn.softmax(q @ k.mT / self.width**0.5)
       x += nn.Dense(self.width)(weights @ v)
       x += nn.Dense(self.width)(nn.gelu(nn.Dense(2 * self.width)(nn.LayerNorm()(x))))
     return nn.LayerNorm()(x)[:, 0]

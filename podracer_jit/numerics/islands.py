@@ -10,12 +10,15 @@ itself, without knowledge of the surrounding program:
   border.
 - On other platforms, an island stands between two barriers, because a `cond` on a GPU may make the
   host wait for the device. This holds by construction; the variant was not run there yet.
+- `without_duplicates` simplifies an island before XLA sees it, because XLA merges equal operations
+  earlier in programs for several devices.
 
 Rules for writing an island:
 
 - Pass traced arrays as arguments; do not close over them.
 - Keep collectives outside.
 - Use every result: XLA drops unused results, and the remaining computation is a different one.
+- Take gradients within the island. An island itself cannot be differentiated with custom rules.
 - Integers, comparisons and copies need no island, since they are exact in any program.
 
 Observed on CPUs with jax 0.10.2. `tests/schemes/test_islands.py` compares the compiled bodies of
@@ -33,6 +36,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from podracer_jit.numerics.common_subexpressions import without_duplicates
 
 # Prefix of the scopes that name islands in compiled programs.
 PREFIX = 'island_'
@@ -74,10 +80,20 @@ def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], C
     @functools.wraps(function)
     def isolated(*args: Any) -> Any:
       args = lax.optimization_barrier(args)
+      closed, shapes = jax.make_jaxpr(named, return_shape=True)(*args)
+      computed = jaxpr_as_fun(without_duplicates(closed))
+      treedef = jax.tree.structure(shapes)
+
+      def simplified(*args: Any) -> Any:
+        return jax.tree.unflatten(treedef, computed(*jax.tree.leaves(args)))
+
+      def zeros(*args: Any) -> Any:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
       # The platform is chosen when the program is lowered, so it contains one variant only.
       results = lax.platform_dependent(
-          *args, cpu=functools.partial(_in_a_branch, named, skipped or _zeros_of(function)),
-          default=named)
+          *args, cpu=functools.partial(_in_a_branch, simplified, skipped or zeros),
+          default=simplified)
       results = lax.optimization_barrier(results)
       for observer in _observers:
         observer(name, args, results)
@@ -93,11 +109,3 @@ def _in_a_branch(function: Callable, skipped: Callable, *args: Any) -> Any:
   # XLA would remove a `cond` whose predicate it knows.
   hidden_true = lax.optimization_barrier(jnp.bool_(True))
   return lax.cond(hidden_true, function, skipped, *args)
-
-
-def _zeros_of(function: Callable) -> Callable:
-  """Returns a function whose results are zeros with the shapes of `function`'s results."""
-  def zeros(*args):
-    shapes = jax.eval_shape(function, *args)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  return zeros
