@@ -15,6 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from podracer_jit.envs import spaces
 from podracer_jit.envs.protocol import EnvSpec, TimeStep
@@ -179,7 +180,7 @@ class JaxVectorEnv:
   def recv(self, token: jax.Array, state: FunctionState
            ) -> tuple[jax.Array, FunctionState, TimeStep]:
     """Steps all environments; see `VectorEnv`."""
-    step_all = island('environment')(jax.vmap(functools.partial(_step, self._env)))
+    step_all = island('environment')(functools.partial(_step_all, self._env))
     state, obs, reward, terminated, truncated = step_all(state)
     step = TimeStep(_as_arrays(self._env, obs), reward, terminated, truncated, raw_reward=reward,
                     game_over=terminated,
@@ -207,21 +208,22 @@ class JaxVectorEnv:
     """Does nothing: the environments consist of a program only."""
 
 
-def _step(env: JaxEnv, state: FunctionState
-          ) -> tuple[FunctionState, Any, jax.Array, jax.Array, jax.Array]:
-  """Steps one environment, or resets it if its episode has ended.
+def _step_all(env: JaxEnv, state: FunctionState
+              ) -> tuple[FunctionState, Any, jax.Array, jax.Array, jax.Array]:
+  """Steps environments, and resets those whose episode has ended.
 
   Args:
     env: the environment's functions.
-    state: without the axis [B].
+    state: of B environments.
 
   Returns:
-    The next state, the observation, and the scalars reward, terminated and truncated.
+    The next state, the observations, and the rewards, terminated and truncated, each [B].
   """
-  key, step_key = jax.random.split(state.key)
-  first_obs, first = env.reset(step_key)
-  before = _with_empty(state.env, jax.eval_shape(env.reset, step_key)[1])
-  obs, after, reward, terminated, truncated, *_ = env.step(step_key, before, state.action)
+  key, step_key = jnp.moveaxis(jax.vmap(jax.random.split)(state.key), 1, 0)
+  first_obs, first = _first_if_needed(env, step_key, state.ended)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first)
+  obs, after, reward, terminated, truncated, *_ = jax.vmap(env.step)(
+      step_key, _with_empty(state.env, shapes), state.action)
 
   limit = _limit(env)
   if limit:
@@ -232,14 +234,37 @@ def _step(env: JaxEnv, state: FunctionState
   truncated = continues & (jnp.asarray(truncated) != 0) & ~terminated
 
   def choose(if_continues: jax.Array, if_reset: jax.Array) -> jax.Array:
-    return jnp.where(continues, if_continues, if_reset)
+    return jax.vmap(jnp.where)(continues, if_continues, if_reset)
 
   state = FunctionState(
       env=_without_empty(jax.tree.map(choose, after, first)), key=key, action=state.action,
-      ended=terminated | truncated, length=choose(state.length + 1, 0))
-  reward = choose(jnp.asarray(reward, jnp.float32), 0.0)
+      ended=terminated | truncated,
+      length=choose(state.length + 1, jnp.zeros_like(state.length)))
+  reward = jnp.asarray(reward, jnp.float32)
+  reward = choose(reward, jnp.zeros_like(reward))
   obs = jax.tree.map(choose, obs, first_obs)
   return state, obs, reward, terminated, truncated
+
+
+def _first_if_needed(env: JaxEnv, key: jax.Array, ended: jax.Array) -> tuple[Any, Any]:
+  """Returns first observations and states of environments, or zeros if no episode has ended.
+
+  On a CPU, steps at which no episode has ended skip the work of a reset. On other platforms the
+  host might wait for such a branch, so every step computes it.
+
+  Args:
+    env: the environment's functions.
+    key: [B] PRNG keys.
+    ended: [B] bool.
+  """
+  reset = jax.jit(jax.vmap(env.reset))  # traced once for both platforms
+
+  def zeros(key: jax.Array) -> tuple[Any, Any]:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(reset, key))
+
+  return lax.platform_dependent(
+      key, ended, cpu=lambda key, ended: lax.cond(jnp.any(ended), reset, zeros, key),
+      default=lambda key, ended: reset(key))
 
 
 def _without_empty(state: Any) -> Any:
