@@ -19,13 +19,14 @@ Observed on CPUs with jax 0.10.2. `tests/numerics/test_common_subexpressions.py`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 Atom = Var | Literal
 
@@ -46,6 +47,9 @@ BROADCASTING = frozenset({
     'add', 'add_any', 'sub', 'mul', 'div', 'rem', 'max', 'min', 'pow', 'atan2', 'nextafter',
     'and', 'or', 'xor', 'eq', 'ne', 'lt', 'le', 'gt', 'ge',
 })
+
+# Primitives that are replaced with other ones.
+SPELLED_OUT = frozenset({'add_any', 'square', 'integer_pow'})
 
 # Primitives whose two operands may change places.
 COMMUTATIVE = frozenset({'add', 'mul', 'max', 'min', 'and', 'or', 'xor', 'eq', 'ne'})
@@ -145,17 +149,34 @@ def _replacement(equation: JaxprEqn) -> ClosedJaxpr | None:
   if name in CALLS:
     called = equation.params[CALLS[name]]
     return called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, ())
-  inputs = [atom.aval for atom in equation.invars]
-  shape = equation.outvars[0].aval.shape if equation.outvars else ()
-  if name in BROADCASTING and any(aval.shape != shape for aval in inputs):
-    return jax.make_jaxpr(lambda *operands: equation.primitive.bind(
-        *(_broadcast(operand, shape) for operand in operands), **equation.params))(*inputs)
-  if name == 'add_any':  # the sum of two gradients
+  if name not in BROADCASTING | SPELLED_OUT:
+    return None
+  inputs = tuple(atom.aval for atom in equation.invars)
+  (result,) = equation.outvars
+  return _spelled_out(equation.primitive, tuple(equation.params.items()), inputs,
+                      result.aval.shape)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _spelled_out(primitive: Primitive, params: tuple[tuple[str, Any], ...],
+                 inputs: tuple[Any, ...], shape: tuple[int, ...]) -> ClosedJaxpr | None:
+  """Returns the jaxpr of what a primitive becomes in XLA, or None if it is one operation.
+
+  Args:
+    primitive: of `BROADCASTING` or `SPELLED_OUT`.
+    params: its parameters.
+    inputs: the shapes and dtypes of its operands.
+    shape: that of its result.
+  """
+  if any(operand.shape != shape for operand in inputs):
+    return jax.make_jaxpr(lambda *operands: primitive.bind(
+        *(_broadcast(operand, shape) for operand in operands), **dict(params)))(*inputs)
+  if primitive.name == 'add_any':  # the sum of two gradients
     return jax.make_jaxpr(lax.add)(*inputs)
-  if name == 'square':
+  if primitive.name == 'square':
     return jax.make_jaxpr(lambda x: lax.mul(x, x))(*inputs)
-  if name == 'integer_pow':
-    return jax.make_jaxpr(lambda x: _power(x, equation.params['y']))(*inputs)
+  if primitive.name == 'integer_pow':
+    return jax.make_jaxpr(lambda x: _power(x, dict(params)['y']))(*inputs)
   return None
 
 
