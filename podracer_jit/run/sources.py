@@ -66,7 +66,7 @@ def keep(folder: Path, contents: Mapping[str, bytes], first_update: int) -> list
     aside = safe_files.set_aside(folder, folder / FOLDER)
     notes.append(f'{str(error).removeprefix("--workdir: ")}; {FOLDER} is now {aside}')
     entries = []
-  files = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+  files = _hashes(contents)
   if entries == [Entry(1, files)]:
     return notes
   # No update that is left was made with later entries.
@@ -102,6 +102,34 @@ def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
   """Returns the files that differ between two entries, as they may be printed."""
   return [ascii(name)[1:-1] for name in sorted(before.keys() | after.keys())
           if before.get(name) != after.get(name)]
+
+
+def change_since(folder: Path, contents: Mapping[str, bytes], update: int) -> str:
+  """Returns a line if source files are not those with which an update was made, '' otherwise.
+
+  Args:
+    folder: a workdir, which may lack copies.
+    contents: the contents of the source files that are used now, by their relative paths.
+    update: of the run.
+  """
+  try:
+    entries = read(folder)
+  except ValueError as error:
+    return str(error).removeprefix('--workdir: ')
+  # Update 0, the initial state, was made with the first source.
+  entries = [entry for entry in entries if entry.first_update <= max(update, 1)]
+  if not entries:
+    return ''
+  names = changed(entries[-1].files, _hashes(contents))
+  if not names:
+    return ''
+  copies = folder / FOLDER / str(entries[-1].first_update)
+  return (f'the source of {", ".join(names)} is not that of update {update}: results may differ; '
+          f'copies of that source are in {copies}')
+
+
+def _hashes(contents: Mapping[str, bytes]) -> dict[str, str]:
+  return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def copy_of(folder: Path, module: str, update: int | None = None) -> str:

@@ -76,6 +76,13 @@ def test_a_changed_source_is_reported_and_both_versions_are_kept(trained, tmp_pa
   assert 'source: transformer.py of B changed before update 4' in out
   assert 'identical: 6 updates' in out
 
+  # Commands that read the run say so if they use another source.
+  for command in (['evaluate', '--num_episodes=1'], ['rerun', '--update=3']):
+    command = [*command, f'--workdir={workdir}']
+    out = binary(*command, f'--allow_modules={mine}')
+    assert 'the source of transformer.py is not that of update' in out
+    assert 'the source of' not in binary(*command, f'--allow_modules={file}')
+
   # The same command has no more notes.
   assert 'the source of' not in binary(f'--config={mine}', f'--workdir={resumed}', *FEW)
 

@@ -99,6 +99,20 @@ def test_changed_sources_are_kept_with_their_first_update(tmp_path):
   assert sources.copy_of(tmp_path, 'nothing') == ''
 
 
+def test_another_source_than_that_of_an_update_is_reported(tmp_path):
+  assert sources.change_since(tmp_path, {'m.py': b'1'}, 3) == ''  # no copies are kept
+  before, after = {'m.py': b'1', 'n/m.py': b'1'}, {'m.py': b'2', 'n/m.py': b'1'}
+  sources.keep(tmp_path, before, 1)
+  sources.keep(tmp_path, after, 9)
+  for update in (0, 1, 8):
+    assert sources.change_since(tmp_path, before, update) == ''
+    line = sources.change_since(tmp_path, after, update)
+    assert line.startswith(f'the source of m.py is not that of update {update}: results may differ')
+    assert line.endswith(str(tmp_path / 'sources' / '1'))
+  assert sources.change_since(tmp_path, after, 9) == ''
+  assert sources.change_since(tmp_path, before, 9).endswith(str(tmp_path / 'sources' / '9'))
+
+
 @pytest.mark.parametrize('text', ['{', '[1]', '[{"first_update": "x", "files": {}}]',
                                   '[{"first_update": 1, "files": 3}]'])
 def test_a_garbled_index_is_set_aside(text, tmp_path):
@@ -106,6 +120,7 @@ def test_a_garbled_index_is_set_aside(text, tmp_path):
   (tmp_path / 'sources' / 'index.json').write_text(text)
   with pytest.raises(ValueError, match='index.json is garbled'):
     sources.read(tmp_path)
+  assert sources.change_since(tmp_path, {'m.py': b'1'}, 1).endswith('index.json is garbled')
   (line,) = sources.keep(tmp_path, {'m.py': b'1'}, 4)
   assert 'is garbled; sources is now' in line and '\n' not in line
   assert (tmp_path / 'broken' / 'sources' / '1' / 'm.py').exists()

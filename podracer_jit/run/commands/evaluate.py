@@ -21,7 +21,7 @@ from pathlib import Path
 from absl import flags
 
 from podracer_jit.envs.protocol import environment_failure
-from podracer_jit.run import config, evaluation, periodic, video
+from podracer_jit.run import config, evaluation, periodic, sources, video
 from podracer_jit.runtime import host
 
 
@@ -41,6 +41,9 @@ def main(argv: Sequence[str]) -> int:
     experiment = evaluation.read_experiment(workdir, allowed, update)
     host.prepare_host(experiment.placement)
     player = evaluation.restore(workdir, experiment, update)
+    note = sources.change_since(workdir, config.sources(experiment.fields), player.update)
+    if note:
+      print(f'podracer_jit evaluate: {note}', file=sys.stderr)
     if movie:
       movie.parent.mkdir(parents=True, exist_ok=True)
   except (ValueError, OSError, flags.Error) as error:

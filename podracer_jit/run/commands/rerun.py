@@ -34,6 +34,7 @@ from podracer_jit.run import (
     history,
     journal,
     manifest,
+    sources,
     video,
     workdirs,
 )
@@ -71,6 +72,9 @@ def main(argv: Sequence[str]) -> int:
     host.prepare_host(experiment.placement)
     run = build.make_run(experiment)
     state, envs = state_before(run, workdir, header)
+    note = sources.change_since(workdir, config.sources(experiment.fields), values.update)
+    if note:
+      print(f'podracer_jit rerun: {note}', file=sys.stderr)
   except (ValueError, OSError, flags.Error) as error:
     print(f'podracer_jit rerun: {" ".join(str(error).split())}', file=sys.stderr)
     return 2
