@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from podracer_jit.actor.rollouts import ActorState, EnvState, count, make_act, zeros
+from podracer_jit.actor.rollouts import ActorState, EnvState, count, make_act, row_key, zeros
 from podracer_jit.agents.networks import Apply
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
@@ -98,7 +98,7 @@ def make_rollout(vector_env: VectorEnv, apply: Apply, policy: Policy, unroll_len
       token, simulator, step = vector_env.recv(token, state.env.simulator)
     state, ready = _arrive(state, step, unroll_length)
 
-    _, env_action, row = act(params, t, ready)
+    _, env_action, row = act(params, row_key(ready, t), ready)
     with jax.named_scope('environment'):
       token, simulator = vector_env.send(token, simulator, env_action, step.env_id)
 

@@ -74,14 +74,13 @@ def initial_state(vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
 
 
 def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None) -> Callable:
-  """Returns act(params, t, env) -> (env, actions for the environments, fields of the row).
+  """Returns act(params, key, env) -> (env, actions for the environments, fields of the row).
 
-  The row begins with env.obs. `t` (i32) is its index in the rollout; env.key, env.rollouts and `t`
-  together give each row its own random numbers.
+  The row begins with env.obs. `key` is its PRNG key (`row_key`).
   """
 
   @island('decision')
-  def decide(params, obs, recurrent_state, ended, exploration, key, rollouts, t):
+  def decide(params, obs, recurrent_state, ended, exploration, key):
     """Computes the policy's decisions for B environments.
 
     Args:
@@ -90,16 +89,13 @@ def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None)
       recurrent_state: before this row.
       ended: [B] bool, the row before was the last of its episode.
       exploration: [B] f32; None if the policy has no `explore`.
-      key: PRNG key of the vector environment.
-      rollouts: [] i32, rollouts made before.
-      t: [] i32, index of the row.
+      key: PRNG key of the row.
 
     Returns:
       The next recurrent state, actions for the environments, and fields of the row.
     """
     dist_params, value, recurrent_state = apply(params, obs[None], recurrent_state, ~ended[None])
     chex.assert_rank([dist_params, value], [3, 2])  # [1, B, K] and [1, B]
-    key = jax.random.fold_in(jax.random.fold_in(key, rollouts), t)
 
     row = {}
     if policy.explore is None:
@@ -113,12 +109,17 @@ def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None)
     return recurrent_state, policy.to_env(action), row
 
   @jax.named_scope('policy')
-  def act(params: Params, t, env: EnvState):
+  def act(params: Params, key: jax.Array, env: EnvState):
     recurrent_state, env_action, row = decide(params, env.obs, env.recurrent_state, env.ended,
-                                              env.exploration, env.key, env.rollouts, t)
+                                              env.exploration, key)
     return env._replace(recurrent_state=recurrent_state), env_action, dict(row, valid=~env.ended)
 
   return act
+
+
+def row_key(env: EnvState, t: jax.Array) -> jax.Array:
+  """Returns the PRNG key of row `t` [] i32 of a vector environment's next rollout."""
+  return jax.random.fold_in(jax.random.fold_in(env.key, env.rollouts), t)
 
 
 def make_rollout(vector_envs: Sequence[VectorEnv], apply: Apply, policy: Policy, unroll_length: int,
@@ -169,13 +170,16 @@ def make_rollout(vector_envs: Sequence[VectorEnv], apply: Apply, policy: Policy,
         buffers[i] = _add(_write(buffers[i], jnp.maximum(t - 1, 0), **fields), t, before,
                           envs[i].obs)
 
-        envs[i], env_action, row = act(params, t, envs[i])
+        envs[i], env_action, row = act(params, keys[i][t], envs[i])
         with jax.named_scope('environment'):
           token, simulator = vector_env.send(token, envs[i].simulator, env_action)
         envs[i] = envs[i]._replace(simulator=simulator)
         buffers[i] = _write(buffers[i], t, **row)
       return token, tuple(envs), tuple(buffers)
 
+    # All at once, because a key alone takes as long as a decision of a small network.
+    keys = [jax.vmap(functools.partial(row_key, env))(jnp.arange(unroll_length, dtype=jnp.int32))
+            for env in state.envs]
     obs_buffers = [frames.begin(env.obs, unroll_length, stack) for env in state.envs]
     buffers = tuple(map(empty_buffer, obs_buffers, state.envs))
     token, envs, buffers = lax.fori_loop(0, unroll_length, turn, (state.token, state.envs, buffers))
