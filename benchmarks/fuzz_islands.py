@@ -20,7 +20,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,10 @@ UNARY: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     'pow': lambda x: jnp.power(_positive(x), 1.7),
     '0.3 * x': lambda x: 0.3 * x, 'x / 0.7': lambda x: x / 0.7, 'x + 0.2': lambda x: x + 0.2,
     'clip': lambda x: jnp.clip(x, -1.0, 1.0),
+    'copy': lambda x: jnp.array(x, copy=True),
+    'checkpoint': lambda x: jax.checkpoint(jnp.sin)(x),
+    'reshape': lambda x: x.reshape(1, -1).reshape(x.shape),
+    'x + integers': lambda x: x + jnp.arange(x.shape[-1]) * 0.1,
 }
 
 BINARY: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -69,8 +73,34 @@ ALONG_AN_AXIS: Mapping[str, Callable[[jax.Array, int], jax.Array]] = {
     'norm': lambda x, axis: jnp.sqrt(jnp.sum(x * x, axis, keepdims=True) + 1e-3),
     'softmax': jax.nn.softmax, 'log_softmax': jax.nn.log_softmax, 'cumsum': jnp.cumsum,
     'x / mean': lambda x, axis: x / jnp.mean(_positive(x), axis, keepdims=True),
+    'x / expanded mean': lambda x, axis: x / jnp.expand_dims(jnp.mean(_positive(x), axis), axis),
+    'x / squeezed mean': lambda x, axis: x / jnp.expand_dims(
+        jnp.squeeze(jnp.mean(_positive(x), axis, keepdims=True), axis), axis),
+    'scan': lambda x, axis: jnp.moveaxis(
+        lax.scan(lambda c, row: (jnp.tanh(c + row), c / _positive(row)),
+                 jnp.moveaxis(x, axis, 0)[0], jnp.moveaxis(x, axis, 0))[1], 0, axis),
+    'unrolled scan': lambda x, axis: jnp.moveaxis(
+        lax.scan(lambda c, row: (jnp.tanh(c + row), c / _positive(row)),
+                 jnp.moveaxis(x, axis, 0)[0], jnp.moveaxis(x, axis, 0), unroll=True)[1], 0, axis),
     'standardize': lambda x, axis: jax.nn.standardize(x, axis, epsilon=1e-3),
 }
+
+
+class Operation(NamedTuple):
+  """A step of a function."""
+
+  name: str
+  function: Callable[..., jax.Array]  # of the weights and the operands
+  operands: Sequence[int]  # arguments, numbered first, and results of earlier steps
+
+
+def _matmul(weights: jax.Array, x: jax.Array) -> jax.Array:
+  return jnp.broadcast_to(x, SHAPES[0]) @ weights
+
+
+def _dense(weights: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns the product as `flax.linen.Dense` computes it."""
+  return lax.dot_general(jnp.broadcast_to(x, SHAPES[0]), weights, (((2,), (0,)), ((), ())))
 
 
 def draw(number: int) -> tuple[str, Callable[..., jax.Array]]:
@@ -79,37 +109,39 @@ def draw(number: int) -> tuple[str, Callable[..., jax.Array]]:
   Its arguments are `arguments(number)`, and its result is a scalar.
   """
   rng = random.Random(number)
-  kinds = ['unary'] * 4 + ['binary'] * 4 + ['axis'] * 3 + ['matmul']
-  operations = []  # a text, a function of arrays, and which earlier results are its arguments
+  operations = []
   for step in range(rng.randint(6, 14)):
-    kind = rng.choice(kinds)
+    kind = rng.choice(['unary'] * 4 + ['binary'] * 4 + ['axis'] * 3 + ['product'])
     # Recent results are drawn more often, so that functions are deep, too.
-    earlier = [rng.choice([rng.randrange(len(SHAPES) + step),
-                           max(0, len(SHAPES) + step - rng.randint(1, 3))]) for _ in range(2)]
+    operands = [rng.choice([rng.randrange(len(SHAPES) + step),
+                            max(0, len(SHAPES) + step - rng.randint(1, 3))]) for _ in range(2)]
     if kind == 'unary':
       name = rng.choice(list(UNARY))
-      operations.append((name, UNARY[name], earlier[:1]))
+      operations.append(Operation(name, _without_weights(UNARY[name]), operands[:1]))
     elif kind == 'binary':
       name = rng.choice(list(BINARY))
-      operations.append((name, BINARY[name], earlier))
+      operations.append(Operation(name, _without_weights(BINARY[name]), operands))
     elif kind == 'axis':
       name, axis = rng.choice(list(ALONG_AN_AXIS)), rng.choice([-1, -1, -2])
-      operations.append((f'{name} of axis {axis}', _along(ALONG_AN_AXIS[name], axis), earlier[:1]))
+      along = _along(ALONG_AN_AXIS[name], axis)
+      operations.append(Operation(f'{name} of axis {axis}', _without_weights(along), operands[:1]))
     else:
-      operations.append(('matmul', None, earlier[:1]))
+      name, function = rng.choice([('matmul', _matmul), ('dense', _dense)])
+      operations.append(Operation(name, function, operands[:1]))
 
   def function(weights: jax.Array, *arrays: jax.Array) -> jax.Array:
     results = list(arrays)
-    for _, operation, earlier in operations:
-      if operation is None:
-        results.append(jnp.broadcast_to(results[earlier[0]], SHAPES[0]) @ weights)
-      else:
-        results.append(operation(*(results[i] for i in earlier)))
+    for operation in operations:
+      results.append(operation.function(weights, *(results[i] for i in operation.operands)))
     return sum(jnp.sum(jnp.sin(result)) for result in results[-3:])
 
-  text = ', '.join(f'{len(SHAPES) + step} = {name} of {earlier}'
-                   for step, (name, _, earlier) in enumerate(operations))
+  text = ', '.join(f'{len(SHAPES) + step} = {operation.name} of {operation.operands}'
+                   for step, operation in enumerate(operations))
   return text, function
+
+
+def _without_weights(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+  return lambda weights, *operands: function(*operands)
 
 
 def _along(operation: Callable[[jax.Array, int], jax.Array], axis: int) -> Callable:
@@ -132,12 +164,17 @@ def different_programs(function: Callable[..., jax.Array], args: Sequence[Any]) 
   Args:
     function: returns a scalar.
     args: its arguments, pytrees of arrays.
+
+  Raises:
+    AssertionError: the function or its gradient is not finite.
   """
   isolated = island('function')(jax.value_and_grad(function, argnums=range(len(args))))
 
   def in_a_loop(*args):
     def turn(i, _):
-      return isolated(*jax.tree.map(lambda x: x + 0 * i, args))
+      # The barrier keeps the island in the loop, although each turn computes the same.
+      in_turn, _ = lax.optimization_barrier((args, i))
+      return isolated(*in_turn)
     return lax.fori_loop(0, 2, turn, jax.tree.map(jnp.zeros_like, isolated(*args)))
 
   def beside_a_copy(*args):
@@ -150,7 +187,10 @@ def different_programs(function: Callable[..., jax.Array], args: Sequence[Any]) 
 
   two_devices = jax.shard_map(on_devices, mesh=Mesh(jax.devices()[:2], 'device'),
                               in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-  expected = _bytes(jax.jit(isolated)(*args))
+  alone = jax.jit(isolated)(*args)
+  for leaf in jax.tree.leaves(alone):
+    np.testing.assert_array_equal(np.isfinite(leaf), True)  # others would hide differences
+  expected = _bytes(alone)
   others = {'in a loop': jax.jit(in_a_loop)(*args),
             'beside a copy': jax.jit(beside_a_copy)(*args)[0],
             'on two devices': jax.jit(two_devices)(*args)[0]}

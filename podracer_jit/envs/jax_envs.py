@@ -225,15 +225,17 @@ def _step_all(env: JaxEnv, state: FunctionState
   obs, after, reward, terminated, truncated, *_ = jax.vmap(env.step)(
       step_key, _with_empty(state.env, shapes), state.action)
 
+  truncated = jnp.asarray(truncated) != 0
   limit = _limit(env)
   if limit:
     truncated = truncated | (state.length + 1 >= limit)
   continues = ~state.ended
   terminated = continues & (jnp.asarray(terminated) != 0)
   # An episode ends in one way: a terminated one has no value to bootstrap from.
-  truncated = continues & (jnp.asarray(truncated) != 0) & ~terminated
+  truncated = continues & truncated & ~terminated
 
   def choose(if_continues: jax.Array, if_reset: jax.Array) -> jax.Array:
+    # `continues` [B] has fewer axes than most values.
     return jax.vmap(jnp.where)(continues, if_continues, if_reset)
 
   state = FunctionState(
@@ -250,7 +252,8 @@ def _first_if_needed(env: JaxEnv, key: jax.Array, ended: jax.Array) -> tuple[Any
   """Returns first observations and states of environments, or zeros if no episode has ended.
 
   On a CPU, steps at which no episode has ended skip the work of a reset. On other platforms the
-  host might wait for such a branch, so every step computes it.
+  host might wait for such a branch, so every step computes it. So does every step of several seeds
+  in one program, since `vmap` turns a branch into a choice between both results.
 
   Args:
     env: the environment's functions.

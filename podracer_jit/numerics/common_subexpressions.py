@@ -7,12 +7,14 @@ program for several devices it merges them before these rewrites, in a program f
 afterwards. So the gradient of a softmax had other bits on two learner devices than on one, also
 within an island. If there is nothing to merge, both kinds of programs start equal.
 
-`without_duplicates` therefore keeps one of several equal equations of a jaxpr. Some duplicates
-arise only when JAX translates a jaxpr to XLA's operations. They are made explicit first:
+`without_duplicates` therefore keeps one of several equal equations of a jaxpr. Some equations are
+equal only to XLA, after JAX has translated them. They are brought into one form first:
 
 - A call of a jitted function is replaced with the equations of that function.
 - Operands that a primitive broadcasts are broadcast by equations of their own.
 - Primitives that become other operations of XLA, such as `square`, are replaced with those.
+- Primitives that compute nothing, such as `copy`, are replaced with their operand.
+- Loops are not unrolled (`unroll` of `lax.scan`), because unrolled turns are copies of the body.
 
 Observed on CPUs with jax 0.10.2. `tests/numerics/test_common_subexpressions.py` fails without it.
 """
@@ -20,8 +22,9 @@ Observed on CPUs with jax 0.10.2. `tests/numerics/test_common_subexpressions.py`
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,8 +33,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 
 Atom = Var | Literal
 
-# Primitives that call a function, with the parameter that has its jaxpr. Rules for its derivative
-# get lost, which is right: an island is not differentiated, but contains its derivatives.
+# These tables have the names of primitives, because JAX does not export all of them.
+
+# Primitives that call a function, with the parameter that has its jaxpr. The function's own rules
+# for derivatives are dropped: an island contains its derivatives and is not differentiated itself.
 CALLS: Mapping[str, str] = {
     'jit': 'jaxpr',
     'closed_call': 'call_jaxpr',
@@ -42,28 +47,33 @@ CALLS: Mapping[str, str] = {
 # Primitives with jaxprs in their parameters that XLA optimises like the rest of the program.
 CONTROL_FLOW = frozenset({'scan', 'while', 'cond', 'remat2'})
 
+# Primitives that become nothing in XLA.
+IDENTITIES = frozenset({'stop_gradient', 'copy', 'copy_p', 'name'})
+
 # Primitives that broadcast operands of shape () or with axes of size 1.
 BROADCASTING = frozenset({
     'add', 'add_any', 'sub', 'mul', 'div', 'rem', 'max', 'min', 'pow', 'atan2', 'nextafter',
-    'and', 'or', 'xor', 'eq', 'ne', 'lt', 'le', 'gt', 'ge',
+    'and', 'or', 'xor', 'eq', 'ne', 'lt', 'le', 'gt', 'ge', 'complex', 'igamma', 'igammac', 'zeta',
+    'polygamma', 'regularized_incomplete_beta',
 })
 
-# Primitives that are replaced with other ones.
-SPELLED_OUT = frozenset({'add_any', 'square', 'integer_pow'})
+# Primitives that are replaced with other ones, at least for some parameters.
+SPELLED_OUT = frozenset({'add_any', 'square', 'integer_pow', 'squeeze', 'broadcast_in_dim'})
 
 # Primitives whose two operands may change places.
 COMMUTATIVE = frozenset({'add', 'mul', 'max', 'min', 'and', 'or', 'xor', 'eq', 'ne'})
 
-# Primitives that must not be merged although they have no effect: two calls of the first give other
-# numbers, and the second is there to keep values apart.
-NEVER_MERGED = frozenset({'rng_uniform', 'optimization_barrier'})
+NEVER_MERGED = frozenset({
+    'rng_uniform',  # each call gives other numbers, although JAX declares no effect
+    'optimization_barrier',  # keeps values apart
+})
 
 
 def without_duplicates(closed: ClosedJaxpr) -> ClosedJaxpr:
-  """Returns a jaxpr with the same results in which no two equations compute the same.
+  """Returns an equivalent jaxpr in which equal equations are merged.
 
-  Equations keep their scopes (`jax.named_scope`), so profiles and compiled programs name them as
-  before.
+  Equations with effects and barriers stay. Named scopes (`jax.named_scope`) are kept, names of
+  inner `jit`s are not.
   """
   body = _Equations(takes_constants=True)
   operands = [*map(body.constant, closed.consts), *closed.jaxpr.invars]
@@ -85,7 +95,8 @@ class _Equations:
     self.equations: list[JaxprEqn] = []
     self._takes_constants = takes_constants
     self._constants: dict[int, tuple[Var, Any]] = {}  # by the identity of the array
-    self._results: dict[Hashable, Sequence[Atom]] = {}  # by what an equation computes
+    self._results: dict[Hashable, Sequence[Atom]] = {}  # by the key of an equation
+    self._reshaped: dict[Var, Atom] = {}  # result of a reshape -> its operand
 
   def constants(self) -> tuple[list[Var], list[Any]]:
     """Returns the variables of the constants, and the arrays that they stand for."""
@@ -97,45 +108,77 @@ class _Equations:
     variable, _ = self._constants.setdefault(id(value), (Var(jax.typeof(value)), value))
     return variable
 
-  def add_all(self, jaxpr: Jaxpr, operands: Sequence[Atom], scope: Any = None) -> list[Atom]:
+  def add_all(self, jaxpr: Jaxpr, operands: Sequence[Atom], scope: Any = None,
+              context: Any = None) -> list[Atom]:
     """Adds the equations of a jaxpr.
 
     Args:
       jaxpr: its variables may occur in other jaxprs, too.
-      operands: what its constants and inputs are, in this order.
-      scope: the scopes around the jaxpr, or None.
+      operands: the values of its constants and inputs, in this order.
+      scope: the named scopes around the jaxpr; None if there are none.
+      context: replaces the context (`JaxprEqn.ctx`) of the equations, unless it is None.
 
     Returns:
-      What its results are.
+      The values of its results.
     """
-    atoms: dict[Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], operands, strict=True))
+    values: dict[Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], operands, strict=True))
 
-    def atom(of: Atom) -> Atom:
-      return of if isinstance(of, Literal) else atoms[of]
+    def value_of(atom: Atom) -> Atom:
+      return atom if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
       scopes = equation.source_info.name_stack
       source_info = equation.source_info.replace(name_stack=scope + scopes if scope else scopes)
-      equation = equation.replace(invars=list(map(atom, equation.invars)), source_info=source_info)
-      atoms.update(zip(equation.outvars, self._add(equation), strict=True))
-    return list(map(atom, jaxpr.outvars))
+      equation = equation.replace(invars=list(map(value_of, equation.invars)),
+                                  source_info=source_info, ctx=context or equation.ctx)
+      values.update(zip(equation.outvars, self._add(equation), strict=True))
+    return list(map(value_of, jaxpr.outvars))
 
   def _add(self, equation: JaxprEqn) -> Sequence[Atom]:
-    """Adds an equation, unless an equal one is there. Returns what its results are."""
-    name = equation.primitive.name
-    if name == 'stop_gradient':
+    """Adds an equation, or what it stands for, unless an equal one was added before.
+
+    Returns:
+      The values of its results.
+    """
+    if _computes_nothing(equation):
       return equation.invars
-    replacement = _replacement(equation)
-    if replacement is not None and (self._takes_constants or not replacement.consts):
-      operands = [*map(self.constant, replacement.consts), *equation.invars]
-      return self.add_all(replacement.jaxpr, operands, equation.source_info.name_stack)
-    key = None if equation.effects or name in NEVER_MERGED else _what_it_computes(equation)
-    if key in self._results:
+    scope = equation.source_info.name_stack
+    called = _called(equation)
+    if called and (self._takes_constants or not called.consts):
+      operands = [*map(self.constant, called.consts), *equation.invars]
+      return self.add_all(called.jaxpr, operands, scope)
+    spelled_out = _spelled_out(equation)
+    if spelled_out:
+      return self.add_all(spelled_out.jaxpr, equation.invars, scope, equation.ctx)
+    if (equation.primitive.name == 'reshape' and equation.params['dimensions'] is None
+        and equation.params['sharding'] is None):
+      return self._add_reshape(equation)
+    return self._add_once(equation)
+
+  def _add_reshape(self, equation: JaxprEqn) -> Sequence[Atom]:
+    """Adds a reshape of the first array, in place of a reshape of reshapes."""
+    (operand,) = equation.invars
+    if isinstance(operand, Var):
+      operand = self._reshaped.get(operand, operand)
+    (result,) = equation.outvars
+    if operand.aval.shape == result.aval.shape:
+      return [operand]
+    (result,) = self._add_once(equation.replace(invars=[operand]))
+    self._reshaped[result] = operand
+    return [result]
+
+  def _add_once(self, equation: JaxprEqn) -> Sequence[Atom]:
+    """Adds an equation, unless an equal one was added before; returns its results."""
+    name = equation.primitive.name
+    may_merge = not equation.effects and name not in NEVER_MERGED
+    key = _equation_key(equation, _operand_key) if may_merge else None
+    if key is not None and key in self._results:
       return self._results[key]
     if name in CONTROL_FLOW:
-      equation = equation.replace(params={option: _each_jaxpr(_simplified, value)
-                                          for option, value in equation.params.items()})
-    # An equation has no variables for results that are not used, but an equal one may use them.
+      params = {option: _with_each_jaxpr(_simplified, value)
+                for option, value in equation.params.items()}
+      equation = equation.replace(params=params | ({'unroll': 1} if name == 'scan' else {}))
+    # Results that nobody uses have no variables in `outvars`. A merged equation may use them.
     results = [Var(variable.aval) for variable in equation.outvars]
     self.equations.append(equation.replace(outvars=results))
     if key is not None:
@@ -143,24 +186,37 @@ class _Equations:
     return results
 
 
-def _replacement(equation: JaxprEqn) -> ClosedJaxpr | None:
-  """Returns the jaxpr of what an equation calls, or of what it becomes in XLA, or None."""
+def _computes_nothing(equation: JaxprEqn) -> bool:
+  """Tells whether the result of an equation is its operand."""
   name = equation.primitive.name
-  if name in CALLS:
-    called = equation.params[CALLS[name]]
-    return called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, ())
-  if name not in BROADCASTING | SPELLED_OUT:
+  if name == 'convert_element_type':  # a conversion that only ends a weak type
+    return (equation.invars[0].aval.dtype == equation.outvars[0].aval.dtype
+            and equation.params.get('sharding') is None)
+  return name in IDENTITIES
+
+
+def _called(equation: JaxprEqn) -> ClosedJaxpr | None:
+  """Returns the jaxpr of the function that an equation calls, or None."""
+  if equation.primitive.name not in CALLS:
+    return None
+  called = equation.params[CALLS[equation.primitive.name]]
+  return called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, ())
+
+
+def _spelled_out(equation: JaxprEqn) -> ClosedJaxpr | None:
+  """Returns the jaxpr of what an equation becomes in XLA; None if it is one operation."""
+  if equation.primitive.name not in BROADCASTING | SPELLED_OUT:
     return None
   inputs = tuple(atom.aval for atom in equation.invars)
   (result,) = equation.outvars
-  return _spelled_out(equation.primitive, tuple(equation.params.items()), inputs,
-                      result.aval.shape)
+  return _spelled_out_primitive(equation.primitive, tuple(equation.params.items()), inputs,
+                                result.aval.shape)
 
 
 @functools.lru_cache(maxsize=10_000)
-def _spelled_out(primitive: Primitive, params: tuple[tuple[str, Any], ...],
-                 inputs: tuple[Any, ...], shape: tuple[int, ...]) -> ClosedJaxpr | None:
-  """Returns the jaxpr of what a primitive becomes in XLA, or None if it is one operation.
+def _spelled_out_primitive(primitive: Primitive, params: tuple[tuple[str, Any], ...],
+                           inputs: tuple[Any, ...], shape: tuple[int, ...]) -> ClosedJaxpr | None:
+  """Returns the jaxpr of what a primitive becomes in XLA; None if it is one operation.
 
   Args:
     primitive: of `BROADCASTING` or `SPELLED_OUT`.
@@ -168,15 +224,22 @@ def _spelled_out(primitive: Primitive, params: tuple[tuple[str, Any], ...],
     inputs: the shapes and dtypes of its operands.
     shape: that of its result.
   """
-  if any(operand.shape != shape for operand in inputs):
+  name = primitive.name
+  if name in BROADCASTING and any(operand.shape != shape for operand in inputs):
     return jax.make_jaxpr(lambda *operands: primitive.bind(
         *(_broadcast(operand, shape) for operand in operands), **dict(params)))(*inputs)
-  if primitive.name == 'add_any':  # the sum of two gradients
+  if name == 'add_any':  # the sum of two gradients
     return jax.make_jaxpr(lax.add)(*inputs)
-  if primitive.name == 'square':
+  if name == 'square':
     return jax.make_jaxpr(lambda x: lax.mul(x, x))(*inputs)
-  if primitive.name == 'integer_pow':
+  if name == 'integer_pow':
     return jax.make_jaxpr(lambda x: _power(x, dict(params)['y']))(*inputs)
+  # A broadcast that only adds axes of size 1 is the same as a reshape.
+  adds_axes = (name == 'broadcast_in_dim' and len(inputs) == 1 and inputs[0].ndim
+               and math.prod(inputs[0].shape) == math.prod(shape)
+               and dict(params).get('sharding') is None)
+  if adds_axes or name == 'squeeze':
+    return jax.make_jaxpr(lambda x: lax.reshape(x, shape))(*inputs)
   return None
 
 
@@ -209,37 +272,32 @@ def _simplified(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr | ClosedJaxpr:
   return jaxpr.replace(eqns=body.equations, outvars=results)
 
 
-def _each_jaxpr(change: Callable[[Jaxpr | ClosedJaxpr], Any], value: Any) -> Any:
+def _with_each_jaxpr(change: Callable[[Jaxpr | ClosedJaxpr], Any], value: Any) -> Any:
   """Returns the value of a parameter with each jaxpr in it changed."""
   if isinstance(value, Jaxpr | ClosedJaxpr):
     return change(value)
   if isinstance(value, tuple | list):
-    return type(value)(_each_jaxpr(change, part) for part in value)
+    return type(value)(_with_each_jaxpr(change, part) for part in value)
   return value
 
 
-class _Text(NamedTuple):
-  """A jaxpr as a key of a dictionary: equal if the texts of the jaxprs are equal."""
+def _equation_key(equation: JaxprEqn, operand_key: Callable[[Atom], Hashable]) -> Hashable | None:
+  """Returns a key that equal equations share, or None if a parameter has none.
 
-  jaxpr: Jaxpr
-  constants: tuple[int, ...]
-
-  def __hash__(self) -> int:
-    return hash((len(self.jaxpr.eqns), self.constants))
-
-  def __eq__(self, other: object) -> bool:
-    return (isinstance(other, _Text) and self.constants == other.constants
-            and str(self.jaxpr) == str(other.jaxpr))
-
-
-def _what_it_computes(equation: JaxprEqn) -> Hashable | None:
-  """Returns a key that equal equations share, or None if the parameters have none."""
-  name = equation.primitive.name
-  operands = tuple(map(_operand_key, equation.invars))
-  if name in COMMUTATIVE:
+  Args:
+    equation: the equation.
+    operand_key: returns the key of an operand.
+  """
+  operands = tuple(map(operand_key, equation.invars))
+  if equation.primitive.name in COMMUTATIVE:
     operands = tuple(sorted(operands, key=hash))
+  params = dict(equation.params)
+  if equation.primitive.name == 'dot_general':  # None stands for these
+    params['preferred_element_type'] = equation.outvars[0].aval.dtype
+    params['precision'] = params['precision'] or (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
+  params.pop('weak_type', None)
+  key = (equation.primitive, operands, _parameter_key(params), equation.ctx)
   try:
-    key = (name, operands, _parameter_key(equation.params))
     hash(key)
   except TypeError:
     return None
@@ -259,5 +317,22 @@ def _parameter_key(value: Any) -> Hashable:
   if isinstance(value, tuple | list):
     return tuple(map(_parameter_key, value))
   if isinstance(value, ClosedJaxpr):
-    return _Text(value.jaxpr, tuple(map(id, value.consts)))
-  return _Text(value, ()) if isinstance(value, Jaxpr) else value
+    return (_jaxpr_key(value.jaxpr), tuple(map(id, value.consts)))
+  return _jaxpr_key(value) if isinstance(value, Jaxpr) else value
+
+
+def _jaxpr_key(jaxpr: Jaxpr) -> Hashable:
+  """Returns a key that jaxprs share if they differ only in their variables."""
+  numbers: dict[Var, int] = {}
+
+  def number(atom: Atom) -> Hashable:
+    return numbers.setdefault(atom, len(numbers)) if isinstance(atom, Var) else _operand_key(atom)
+
+  inputs = [*jaxpr.constvars, *jaxpr.invars]
+  key: list[Hashable] = [(number(variable), str(variable.aval)) for variable in inputs]
+  for equation in jaxpr.eqns:
+    # An equation that is never merged, or has no key, is equal to itself only.
+    never = equation.primitive.name in NEVER_MERGED
+    key.append(id(equation) if never else _equation_key(equation, number) or id(equation))
+    key.append(tuple(map(number, equation.outvars)))
+  return (*key, tuple(map(number, jaxpr.outvars)))

@@ -105,12 +105,12 @@ def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
 
 
 def change_since(folder: Path, contents: Mapping[str, bytes], update: int) -> str:
-  """Returns a line if source files are not those with which an update was made, '' otherwise.
+  """Returns a warning if the source files differ from those of an update, '' otherwise.
 
   Args:
     folder: a workdir, which may lack copies.
     contents: the contents of the source files that are used now, by their relative paths.
-    update: of the run.
+    update: the update that was made with the source to compare with.
   """
   try:
     entries = read(folder)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import jaxpr_as_fun
 from numpy.testing import assert_allclose
 
 from benchmarks.fuzz_islands import arguments, different_programs, draw
@@ -46,7 +48,7 @@ def test_operands_of_a_sum_may_change_places_and_those_of_a_difference_may_not()
 def test_implicit_broadcasts_become_equations_and_are_merged():
   """Two quotients with one denominator, as in the gradient of a softmax."""
   assert _primitives(lambda x, y: lax.div(x, y) + lax.div(x + 1, y), X, Y) == {
-      'broadcast_in_dim': 2, 'div': 2, 'add': 2}  # one is the broadcast of 1
+      'broadcast_in_dim': 2, 'div': 2, 'add': 2}  # of y and of 1
 
 
 def _with_jvp():
@@ -73,14 +75,74 @@ def test_a_square_and_a_product_are_the_same():
   assert _primitives(squares, X) == {'mul': 1}
 
 
-@pytest.mark.parametrize('exponent', [-3, -1, 0, 1, 5, 6])
+def _simplified(function, *args):
+  """Returns the results of a function without duplicates."""
+  return jaxpr_as_fun(without_duplicates(jax.make_jaxpr(function)(*args)))(*args)
+
+
+@pytest.mark.parametrize('exponent', [-3, -1, 0, 1, 5, 6, 11])
 def test_powers_become_the_same_products_as_in_jax(exponent):
   def power(x):
     return lax.integer_pow(x, exponent)
 
-  simplified = jax.extend.core.jaxpr_as_fun(without_duplicates(jax.make_jaxpr(power)(X)))
-  (result,) = jax.jit(simplified)(X)
-  assert np.asarray(result).tobytes() == np.asarray(jax.jit(power)(X)).tobytes()
+  x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+  (result,) = _simplified(power, x)
+  assert np.asarray(result).tobytes() == np.asarray(power(x)).tobytes()
+
+
+def test_what_only_looks_different_is_merged():
+  def reshapes(x):
+    total = jnp.sum(x, 1)
+    return total[:, None], total.reshape(2, 1), jnp.squeeze(total[:, None], 1)[:, None]
+
+  assert _primitives(reshapes, X) == {'reduce_sum': 1, 'reshape': 1}
+
+  def copies(x):
+    return jnp.sin(x), jnp.sin(jnp.array(x, copy=True)), jnp.sin(checkpoint_name(x, 'x'))
+
+  assert _primitives(copies, X) == {'sin': 1}
+
+  def products(x):
+    return x @ x.T, lax.dot_general(x, x.T, (((1,), (0,)), ((), ())))
+
+  assert _primitives(products, X)['dot_general'] == 1
+
+  def conversions(x):
+    whole = x.astype(jnp.int32)
+    return jnp.sin(whole * 1.0), jnp.sin(whole.astype(jnp.float32) * 1.0)
+
+  assert _primitives(conversions, X)['sin'] == 1
+
+
+def test_equal_bodies_with_different_constants_are_not_merged():
+  """The constants are those of jitted functions within the bodies."""
+  tables = np.float32([[1, 2, 3], [10, 20, 30]])
+
+  def with_each(use):
+    return lambda x: [use(jax.jit(lambda c, table=table: c * table), x) for table in tables]
+
+  for use in (lambda inner, x: lax.fori_loop(0, 2, lambda i, c: inner(c), x),
+              lambda inner, x: lax.cond(x[0] > 0, inner, jnp.sin, x),
+              lambda inner, x: jax.checkpoint(lambda c: inner(c) + 1)(x),
+              lambda inner, x: inner(x)):
+    expected = with_each(use)(X[0])
+    assert (np.asarray(expected[0]) != np.asarray(expected[1])).all()
+    for result, value in zip(_simplified(with_each(use), X[0]), expected, strict=True):
+      assert_allclose(result, value, rtol=1e-6)
+
+
+def test_equations_in_different_contexts_are_not_merged():
+  def bits(key):
+    drawn = []
+    for partitionable in (True, False):
+      with jax.threefry_partitionable(partitionable):
+        drawn.append(jax.random.bits(key, (3,)))
+    return drawn
+
+  key = jax.random.key(0)
+  assert (np.asarray(bits(key)[0]) != np.asarray(bits(key)[1])).any()
+  for result, expected in zip(_simplified(bits, key), bits(key), strict=True):
+    assert (np.asarray(result) == np.asarray(expected)).all()
 
 
 def test_loops_and_branches_have_no_duplicates_either():
@@ -123,7 +185,7 @@ def test_results_constants_and_scopes_are_kept():
 
   closed, shapes = jax.make_jaxpr(function, return_shape=True)(X)
   simplified = without_duplicates(closed)
-  results = jax.extend.core.jaxpr_as_fun(simplified)(X)
+  results = jaxpr_as_fun(simplified)(X)
   jax.tree.map(assert_allclose, jax.tree.unflatten(jax.tree.structure(shapes), results),
                function(X))
   product = next(equation for equation in simplified.eqns if equation.primitive.name == 'mul')
@@ -134,7 +196,7 @@ def _norm(x):
   return jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))
 
 
-# Each had other bits on two devices than on one before equal operations were merged.
+# Before equal operations were merged, most had other bits on two devices than on one.
 FUNCTIONS = {
     'softmax': lambda w, x: jax.nn.softmax(x @ w),
     'entropy': lambda w, x: jax.nn.softmax(x @ w) * jax.nn.log_softmax(x @ w),
@@ -145,6 +207,14 @@ FUNCTIONS = {
     'normal density': lambda w, x: jax.scipy.stats.norm.logpdf(x, x @ w, jax.nn.softplus(w[0])),
     'softmax in a loop': lambda w, x: lax.scan(
         lambda c, row: (jax.nn.softmax(c @ w + row), c), x[0], x)[1],
+    'an unrolled loop': lambda w, x: lax.scan(
+        lambda c, row: (jnp.tanh(c + row / _norm(w[:4])), c / _norm(w[:4])), x[0], x,
+        unroll=True)[1],
+    'reshapes': lambda w, x: (x / jnp.squeeze(_norm(x @ w), -1)[..., None]
+                              + jnp.cos(x) / _norm(x @ w).reshape(6, 4).reshape(6, 4, 1)),
+    'copies': lambda w, x: x / _norm(x @ w) + jnp.cos(x) / _norm(jnp.array(x @ w, copy=True)),
+    'kinds of products': lambda w, x: (x / _norm(x @ w) + jnp.cos(x) / _norm(
+        lax.dot_general(x, w, (((2,), (0,)), ((), ()))))),
 }
 
 
