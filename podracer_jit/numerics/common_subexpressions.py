@@ -210,12 +210,13 @@ def _spelled_out(equation: JaxprEqn) -> ClosedJaxpr | None:
   inputs = tuple(atom.aval for atom in equation.invars)
   (result,) = equation.outvars
   return _spelled_out_primitive(equation.primitive, tuple(equation.params.items()), inputs,
-                                result.aval.shape)
+                                result.aval.shape, equation.ctx)
 
 
 @functools.lru_cache(maxsize=10_000)
 def _spelled_out_primitive(primitive: Primitive, params: tuple[tuple[str, Any], ...],
-                           inputs: tuple[Any, ...], shape: tuple[int, ...]) -> ClosedJaxpr | None:
+                           inputs: tuple[Any, ...], shape: tuple[int, ...], context: Any
+                           ) -> ClosedJaxpr | None:
   """Returns the jaxpr of what a primitive becomes in XLA; None if it is one operation.
 
   Args:
@@ -223,7 +224,10 @@ def _spelled_out_primitive(primitive: Primitive, params: tuple[tuple[str, Any], 
     params: its parameters.
     inputs: the shapes and dtypes of its operands.
     shape: that of its result.
+    context: of the equation (`JaxprEqn.ctx`). It is part of the key of this cache, because its mesh
+      is part of the types of the results.
   """
+  del context
   name = primitive.name
   if name in BROADCASTING and any(operand.shape != shape for operand in inputs):
     return jax.make_jaxpr(lambda *operands: primitive.bind(
