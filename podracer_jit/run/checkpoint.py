@@ -7,6 +7,7 @@ import logging as std_logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ FOLDER = 'checkpoints'  # of a workdir
 _HAS_MANIFEST = 'has_manifest'
 _WRITING = '.orbax-checkpoint-tmp'  # in the name that Orbax gives a checkpoint while it writes it
 _DELETING = '.deleted'  # in the name of a checkpoint while it is deleted
+# What is left after a failed save is also removed when a run begins, so the wait has an end.
+_MAX_SECONDS_OF_REMOVAL = 10.0
 # Beginnings of names of arrays that earlier versions saved, and the names of today.
 _RENAMED = {'ring/fresh': 'ring/is_reset_stack', 'slots/held/': 'slots/transitions/'}
 
@@ -97,8 +100,7 @@ class Checkpoints:
       if jax.process_index() == 0:
         manifest.write(folder, state_digest)
     except Exception as error:  # noqa: BLE001 - Orbax raises many types for unwritable files
-      remove_unfinished(self._workdir)
-      shutil.rmtree(folder, ignore_errors=True)
+      _remove_what_is_still_written(self._workdir, folder)
       raise NotSaved(f'cannot save the checkpoint of update {update} in {folder} '
                      f'({_root_cause(error)}); {safe}') from error
     if jax.process_index() == 0:
@@ -380,6 +382,23 @@ def remove_unfinished(workdir: Path) -> None:
   for pattern in (_WRITING, _DELETING):
     for path in (workdir / FOLDER).glob(f'*{pattern}*'):
       shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_what_is_still_written(workdir: Path, folder: Path) -> None:
+  """Removes all of a checkpoint whose save has failed, also files that threads write meanwhile.
+
+  Orbax raises the first error while TensorStore's threads still write other arrays, and they
+  create a folder again that was removed. No function of Orbax waits for them, so the files are
+  removed until none has appeared for half a second.
+  """
+  deadline = time.monotonic() + _MAX_SECONDS_OF_REMOVAL
+  quiet_since = time.monotonic()
+  while time.monotonic() < min(quiet_since + 0.5, deadline):
+    if folder.exists() or any((workdir / FOLDER).glob(f'*{_WRITING}*')):
+      quiet_since = time.monotonic()
+      remove_unfinished(workdir)
+      shutil.rmtree(folder, ignore_errors=True)
+    time.sleep(0.02)
 
 
 def _delete(path: Path) -> None:

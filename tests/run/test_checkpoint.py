@@ -1,9 +1,12 @@
 """Broken checkpoints are detected and set aside, and the run resumes from the one before."""
 
 import contextlib
+import errno
 import json
 import random
 import shutil
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -260,6 +263,31 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatc
     with pytest.raises(checkpoint.NotSaved, match=message):
       saved.save(state._replace(update=jax.numpy.int32(2)), {})
   assert checkpoint.updates_in(tmp_path) == [1]
+
+
+def test_files_that_are_written_while_a_save_fails_are_removed(tmp_path, monkeypatch):
+  # Orbax raises the first error while threads of TensorStore still write other arrays.
+  unfinished = tmp_path / 'checkpoints' / '1.orbax-checkpoint-tmp' / 'state.orbax-checkpoint-tmp'
+  threads = []
+
+  def keep_writing():
+    for number in range(100):
+      unfinished.mkdir(parents=True, exist_ok=True)
+      with contextlib.suppress(FileNotFoundError):
+        (unfinished / str(number)).write_bytes(b'array')
+      time.sleep(0.003)
+
+  def save_and_fail(*args, **kwargs):
+    threads.append(threading.Thread(target=keep_writing))
+    threads[0].start()
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as saved:
+    monkeypatch.setattr(saved._manager, 'save', save_and_fail)
+    with pytest.raises(checkpoint.NotSaved, match='No space left on device'):
+      saved.save(prepared(CONFIG).initial_state()._replace(update=jax.numpy.int32(1)), {})
+    threads[0].join()
+  assert not list((tmp_path / 'checkpoints').iterdir())
 
 
 @pytest.mark.parametrize('content', [None, b'', b'{"config": {"see', b'\x00' * 100, b'[]'])
