@@ -229,6 +229,8 @@ def main() -> int:
     return 2
   warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   jax.config.update('jax_num_cpu_devices', DEVICES)
+  # JAX starts now, since configs whose environments are JAX functions would set the number again.
+  jax.devices()
   all_same = True
   for name in args.configs.split(','):
     config = shipped_config(name)
