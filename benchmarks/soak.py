@@ -41,6 +41,9 @@ import numpy as np
 ROWS = 10  # of the table
 MEMORY = ('rss', 'anonymous', 'heap', 'code', 'files')
 COUNTS = ('threads', 'fds', 'mappings')
+# TensorStore's thread pool, whose size is limited, starts a thread when all others are at work. It
+# may grow for a long time, so its threads are not counted.
+POOL_THREAD = 'ts_pool_worker'
 # Medians of two quarters may differ by this without a leak: threads of a segment come and go. Each
 # compiled program has a few mappings, and several are alive at a segment's boundary.
 SLACK = dict(threads=2, fds=2, mappings=40)
@@ -58,7 +61,7 @@ class Sample(NamedTuple):
   heap: int  # the part of `anonymous` in the C library's main heap
   code: int  # the part of `anonymous` that is executable: compiled programs
   files: int  # resident pages of files, such as shared libraries
-  threads: int
+  threads: int  # without TensorStore's pool
   fds: int
   mappings: int
 
@@ -72,13 +75,27 @@ def read_sample(pid: int, seconds: float, update: int) -> Sample:
   Raises:
     OSError: the process has ended.
   """
-  status = read_fields(Path(f'/proc/{pid}/status').read_text())
   rollup = read_fields(Path(f'/proc/{pid}/smaps_rollup').read_text())
   heap, code, mappings = read_mappings(Path(f'/proc/{pid}/smaps').read_text())
   rss = rollup['Rss'] * 1024
   anonymous = rollup['Anonymous'] * 1024
-  return Sample(seconds, update, rss, anonymous, heap, code, rss - anonymous, status['Threads'],
+  return Sample(seconds, update, rss, anonymous, heap, code, rss - anonymous, count_threads(pid),
                 len(os.listdir(f'/proc/{pid}/fd')), mappings)
+
+
+def count_threads(pid: int) -> int:
+  """Returns the number of threads of a process, without those of TensorStore's pool.
+
+  Raises:
+    OSError: the process has ended.
+  """
+  count = 0
+  for thread in Path(f'/proc/{pid}/task').iterdir():
+    try:
+      count += (thread / 'comm').read_text().strip() != POOL_THREAD
+    except (FileNotFoundError, ProcessLookupError):
+      continue  # the thread has ended
+  return count
 
 
 def read_fields(text: str) -> dict[str, int]:

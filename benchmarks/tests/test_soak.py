@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -82,6 +84,35 @@ def test_a_sample_of_this_process_is_plausible():
   assert sample.rss == sample.anonymous + sample.files and sample.files > 0
   assert 0 < sample.heap < sample.anonymous
   assert sample.threads >= 1 and sample.fds >= 3 and sample.mappings > 10
+
+
+THREADS = f"""
+import threading
+from pathlib import Path
+
+def work(name):
+  Path(f'/proc/self/task/{{threading.get_native_id()}}/comm').write_text(name)
+  named.wait()
+  threading.Event().wait()
+
+named = threading.Barrier(3)
+for name in ('another', {soak.POOL_THREAD!r}):
+  threading.Thread(target=work, args=(name,), daemon=True).start()
+named.wait()
+print('named', flush=True)
+threading.Event().wait()
+"""
+
+
+def test_threads_of_tensorstores_pool_are_not_counted():
+  process = subprocess.Popen([sys.executable, '-c', THREADS], stdout=subprocess.PIPE,
+                             text=True)
+  try:
+    assert process.stdout.readline() == 'named\n'
+    assert soak.count_threads(process.pid) == 2  # the main thread and one of two others
+  finally:
+    process.kill()
+    process.communicate()
 
 
 def test_the_update_is_read_from_the_last_complete_line(tmp_path):
