@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import jax
 
 from podracer_jit.envs.protocol import VectorEnv
+from podracer_jit.runtime import stored_programs
 
-
-@contextlib.contextmanager
-def _out_of_the_cache() -> Iterator[None]:
-  """Keeps programs that are compiled in the block out of the persistent compilation cache.
-
-  A program with pointers is useless to a later process.
-  """
-  name = 'jax_persistent_cache_min_compile_time_secs'
-  previous_seconds = getattr(jax.config, name)
-  jax.config.update(name, math.inf)
-  try:
-    yield
-  finally:
-    jax.config.update(name, previous_seconds)
+# Programs of earlier segments by their keys; see `RolloutProgram.load`.
+KeptPrograms = MutableMapping[Hashable, Any]
 
 
 class RolloutProgram:
@@ -40,7 +28,9 @@ class RolloutProgram:
     self._program = None
     self._last = None
 
-  def load(self, function, args, donate: tuple[int, ...], out_shardings: Any = None) -> Callable:
+  def load(self, function: Callable, args: tuple[Any, ...], donate: tuple[int, ...],
+           out_shardings: Any = None, kept: KeptPrograms | None = None, key: Hashable = None
+           ) -> Callable:
     """Compiles a function that steps the vector environments.
 
     Args:
@@ -48,16 +38,31 @@ class RolloutProgram:
       args: its arguments, arrays or shapes, to compile it for.
       donate: indices of the arguments whose buffers are donated.
       out_shardings: shardings of the results, as `jax.jit` takes them.
+      kept: programs of earlier segments of the run, which need not be traced and compiled again;
+        the new one is added. None: keeps nothing.
+      key: tells functions of a run apart that differ in more than their vector environments.
 
     Returns:
       The compiled function. Call it from one thread at a time.
     """
-    lowered = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
+    device = _device_of(args)
+    kept = {} if kept is None else kept
+    key = (key, device, len(self.vector_envs))
+    jitted = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings)
     if all(getattr(env, 'is_function', False) for env in self.vector_envs):
-      self._program = lowered.compile()
+      if key not in kept:
+        kept[key] = jitted.lower(*args).compile()
+      self._program = kept[key]
+    elif self._have_addresses and stored_programs.is_supported(device):
+      if key not in kept:
+        with _placeholders(self.vector_envs):
+          lowered = jitted.lower(*args)
+        kept[key] = stored_programs.compile_or_read(lowered, device)
+      self._program = kept[key].load([env.address for env in self.vector_envs], device)
     else:
-      with _out_of_the_cache():
-        self._program = lowered.compile()
+      # A program with references to a simulator is useless to a later process.
+      with stored_programs.outside_of_jax_cache():
+        self._program = jitted.lower(*args).compile()
 
     def call(*args):
       results = self._program(*args)
@@ -67,6 +72,11 @@ class RolloutProgram:
       return results
 
     return call
+
+  @property
+  def _have_addresses(self) -> bool:
+    """Whether addresses are the program's only references to the simulators."""
+    return all(getattr(env, 'address', None) is not None for env in self.vector_envs)
 
   def close(self) -> None:
     """Waits for the program's last output, drops the program and closes the pools; idempotent."""
@@ -79,3 +89,24 @@ class RolloutProgram:
     self.vector_envs = ()
     for vector_env in vector_envs:
       vector_env.close()
+
+
+@contextlib.contextmanager
+def _placeholders(vector_envs: Sequence[VectorEnv]) -> Iterator[None]:
+  """Puts placeholders into the programs that are traced in the block, in place of addresses."""
+  addresses = [env.address for env in vector_envs]
+  try:
+    for index, env in enumerate(vector_envs):
+      env.address = stored_programs.placeholder(index)
+    yield
+  finally:
+    for env, address in zip(vector_envs, addresses, strict=True):
+      env.address = address
+
+
+def _device_of(args: Any) -> jax.Device:
+  """Returns the first device of the arrays among a program's arguments; else JAX's first device."""
+  for leaf in jax.tree.leaves(args):
+    if isinstance(leaf, jax.Array):
+      return next(iter(leaf.sharding.device_set))
+  return jax.devices()[0]

@@ -298,10 +298,11 @@ class EnvPoolVectorEnv:
   `recv` returns the first B environments that are ready, and `send` takes actions for these; there
   is no `first_obs`, and the first `recv` of an environment returns its first observation.
 
-  The handle that `send` and `recv` take and return is only a token. Each call finds its pool by an
-  attribute of the call, so several vector environments in a program may share one token, which
-  orders all their calls. The token also keeps the calls: XLA may drop a call whose handle is
-  unused. EnvPool keeps the environments' state itself, so the state of `VectorEnv` is None.
+  The handle that `send` and `recv` take and return is only a token. Each call finds its pool by
+  `address`, a number in the program, so several vector environments in a program may share one
+  token, which orders all their calls. The token also keeps the calls: XLA may drop a call whose
+  handle is unused. EnvPool keeps the environments' state itself, so the state of `VectorEnv` is
+  None.
 
   The pool must outlive every program that contains it: close it after the last output is ready.
   """
@@ -333,6 +334,8 @@ class EnvPoolVectorEnv:
     self._x64 = np.dtype(np.float64) in [np.dtype(array.dtype) for array in arrays]
     with jax.enable_x64(self._x64):
       self._handle, self._recv, self._send, _ = self._pool.xla()
+    self.address = int(self._handle.view(np.uint64)[0])
+    self._names = _register_calls(self._pool, task)
 
     action_space = self._pool.action_space
     discrete = type(action_space).__name__ == 'Discrete'
@@ -364,13 +367,15 @@ class EnvPoolVectorEnv:
       action = action.reshape(-1, *self._action_shape)
     # Only the call is inside of the block, since x64 changes the dtypes of other code.
     with jax.enable_x64(self._x64):
-      return _call(self._send, token, action.astype(self._action_dtype), env_id), state
+      args = token, action.astype(self._action_dtype), env_id
+      return _call(self._send, self._names['send'], self.address, *args), state
 
   def recv(self, token: jax.Array, state: None
            ) -> tuple[jax.Array, None, TimeStep]:
     """Waits for B environments and returns their results; see `VectorEnv`."""
     with jax.enable_x64(self._x64):
-      token, (obs, reward, terminated, truncated, info) = _call(self._recv, token)
+      token, (obs, reward, terminated, truncated, info) = _call(
+          self._recv, self._names['recv'], self.address, token)
       obs, reward, raw = _narrow((obs, reward, info.get('reward', reward)))
     obs = spaces.observe(obs, self._obs_space, self._leaves)
     game_over = info['terminated'].astype(bool) if 'lives' in info else terminated
@@ -419,12 +424,52 @@ _call_p.def_abstract_eval(lambda *args, call: call.out_avals)
 mlir.register_lowering(_call_p, mlir.lower_fun(_evaluate))
 
 
-def _call(function: Callable, *args: jax.Array | None) -> Any:
-  """Binds function(*args), a function of EnvPool, into the program that is being traced."""
+def _call(function: Callable, name: str, address: int, *args: jax.Array | None) -> Any:
+  """Binds function(*args), a function of EnvPool, into the program that is being traced.
+
+  Args:
+    function: `send` or `recv` of a pool.
+    name: that XLA knows the function by.
+    address: of the pool, or a placeholder.
+    *args: of the function.
+  """
   # EnvPool's function becomes a static parameter of the primitive, which is bound in its place.
   call, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+  equations = [
+      equation.replace(params=equation.params | dict(
+          target_name=name, attributes=(('handle', address),)))
+      if equation.primitive.name == 'ffi_call' else equation for equation in call.jaxpr.eqns]
+  call = call.replace(jaxpr=call.jaxpr.replace(eqns=equations))
   results = _call_p.bind(*jax.tree.leaves(args), call=call)
   return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _register_calls(pool: Any, task: str) -> dict[str, str]:
+  """Registers `send` and `recv` of a pool's class with XLA, under names that stay the same.
+
+  EnvPool registers them under a new name for each pool, which would be part of the program.
+
+  Args:
+    pool: EnvPool's object.
+    task: of the pool.
+
+  Returns:
+    The names of `send` and `recv`.
+  """
+  family = envpool.registration.registry.specs[task][0]
+  names = {}
+  for call, (_, _, capsules) in pool._xla():  # noqa: SLF001 - for the functions without a pool
+    name = f'{family}_{type(pool).__name__}_{envpool.__version__}_{call}'.replace('.', '_')
+    if name not in _registered:
+      for platform, capsule in zip(('cpu', 'gpu'), capsules, strict=True):
+        if capsule is not None:
+          jax.ffi.register_ffi_target(name, capsule, platform=platform, api_version=1)
+      _registered.add(name)
+    names[call] = name
+  return names
+
+
+_registered: set[str] = set()  # names of calls that XLA knows
 
 
 def _narrow(tree):

@@ -104,6 +104,10 @@ class VectorEnv(Protocol):
   # True if a program that steps them contains no pointers to a simulator; absent otherwise. Such a
   # program is cached for later processes and segments.
   is_function: bool
+  # The number in a program that stands for the simulator, read when the program is traced; absent
+  # if a program contains other references to the simulator. `RolloutProgram` traces programs with
+  # placeholders and puts in the address afterwards, so such programs are cached, too.
+  address: int
 
   @property
   def handle(self) -> np.ndarray:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from podracer_jit import options
 from podracer_jit.actor import kept_envs, priorities
 from podracer_jit.actor.acting import Acting, FirstReady, ForReplay, InStep
-from podracer_jit.actor.rollout_program import RolloutProgram
+from podracer_jit.actor.rollout_program import KeptPrograms, RolloutProgram
 from podracer_jit.agents import networks
 from podracer_jit.agents.networks import Model
 from podracer_jit.envs.families import family_of
@@ -47,6 +47,8 @@ class Run:
   learner: Learner
   acting: Acting
   machines: Machines | None = None  # that act elsewhere
+  # Programs that step environments, for the next segments.
+  kept_programs: KeptPrograms = dataclasses.field(default_factory=dict)
 
   @property
   def plan(self) -> wiring.Plan:
@@ -55,7 +57,7 @@ class Run:
     return wiring.Plan(
         experiment.scheme, self.place, self.learner, self.acting, experiment.env.num_envs,
         experiment.num_shards, experiment.total_steps, experiment.placement.updates_per_call,
-        self.keeps_envs, self._gradient_workers)
+        self.keeps_envs, self._gradient_workers, self.kept_programs)
 
   def _gradient_workers(self) -> list[gradients.GradientWorker]:
     """Returns the gradient workers of a scheme with separate updates."""

@@ -86,7 +86,8 @@ class Service:
     ids = build.shards_of(run.experiment, self._role.actor, self._role.actors)
     actor = build.make_actor(run, segment, ids, self._device, self._envs, life=self._life)
     rollout = run.acting.rollout(actor.rollout_program.vector_envs)
-    self._program = actor.rollout_program.load(rollout, (params, actor.state), donate=(1,))
+    self._program = actor.rollout_program.load(rollout, (params, actor.state), donate=(1,),
+                                               kept=run.kept_programs)
     self._state = actor.state
     self._segment = segment
 

@@ -59,7 +59,8 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     # The program donates the state itself, so it gets no copy.
     state = jax.tree.map(lambda x: x.addressable_data(0), start.state)
     actor_state = actor.state
-  program = actor.rollout_program.load(fused, (state, actor_state, calls, total), donate=(0, 1))
+  program = actor.rollout_program.load(fused, (state, actor_state, calls, total), donate=(0, 1),
+                                       kept=plan.kept_programs, key=calls)
 
   def fire(carry: State):
     limit = min(calls, start.update + start.updates - carry.update)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from podracer_jit.actor.acting import Acting
-from podracer_jit.actor.rollout_program import RolloutProgram
+from podracer_jit.actor.rollout_program import KeptPrograms, RolloutProgram
 from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.learner.learner import Learner
 from podracer_jit.loops import Endpoint, Worker
@@ -33,6 +33,7 @@ class Plan(NamedTuple):
   updates_per_call: int  # most updates in one call, for a graph of one program
   keeps_envs: bool  # environments go on in the next segment, see `ActorHistory`
   gradient_workers: Callable[[], list[GradientWorker]]  # of a scheme with separate updates
+  kept_programs: KeptPrograms  # that step environments, for the next segments
 
 
 class Actor(Protocol):
@@ -79,7 +80,8 @@ class LocalActor(NamedTuple):
     # A state that may be needed again must not be donated.
     program = self.rollout_program.load(
         plan.acting.rollout(self.rollout_program.vector_envs), (like, self.state),
-        donate=() if plan.keeps_envs else (1,), out_shardings=shardings)
+        donate=() if plan.keeps_envs else (1,), out_shardings=shardings,
+        kept=plan.kept_programs)
 
     def rollout(state: ActorState, params: Versioned) -> tuple[ActorState, Versioned]:
       state, rollouts = program(params.value, state)

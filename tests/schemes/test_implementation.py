@@ -89,9 +89,10 @@ def test_programs_can_be_lowered_for_gpus(module):
       train_state.params, actor_state)
   text = traced.lower(lowering_platforms=('cuda',)).as_text()
   rollout_program.close()
-  calls = re.findall(r'custom_call @(\w+)_(\w+)\(.*has_side_effect = (\w+)', text)
-  assert len({pool for pool, _, _ in calls}) == shards
-  assert {tuple(kind) for _, *kind in calls} == {('recv', 'true'), ('send', 'true')}
+  calls = re.findall(
+      r'custom_call @\w+_(\w+)\(.*has_side_effect = (\w+).*handle = (\d+)', text)
+  assert len({address for _, _, address in calls}) == shards
+  assert {tuple(kind) for *kind, _ in calls} == {('recv', 'true'), ('send', 'true')}
   assert text.count('custom_call') == len(calls)
   rollout = jax.eval_shape(rollout_updates.concatenate, traced.out_info[1])
   learn = jax.jit(fresh_run.learner.learn).trace(train_state, rollout).lower(

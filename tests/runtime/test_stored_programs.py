@@ -1,0 +1,166 @@
+"""Programs with simulators are stored without addresses, and loaded for other simulators."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from podracer_jit.actor.rollout_program import RolloutProgram
+from podracer_jit.envs.envpool_envs import make_vector_env
+from podracer_jit.runtime import stored_programs
+from tests.runs import changed, fresh, run, small
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """Sets a new folder of the compilation cache, which keeps all programs; returns ours in it."""
+  options = dict(jax_compilation_cache_dir=str(tmp_path / 'cache'),
+                 jax_persistent_cache_min_compile_time_secs=0)
+  before = {name: getattr(jax.config, name) for name in options}
+  for name, value in options.items():
+    jax.config.update(name, value)
+  yield tmp_path / 'cache' / 'with_simulators'
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
+@contextlib.contextmanager
+def events():
+  """Collects JAX's events in the block: pairs of the name and the function."""
+  names = []
+
+  def listen(event, duration, **kwargs):
+    names.append((event.rsplit('/', 1)[1], kwargs.get('fun_name')))
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield names
+  finally:
+    jax.monitoring.clear_event_listeners()
+
+
+def compilations(names):
+  return [name for name in names if name[0] == 'backend_compile_duration']
+
+
+def play(*pools, kept=None):
+  """Returns the observations after a step of pools of CartPole, whose seeds are given."""
+  program = RolloutProgram([make_vector_env('CartPole-v1', {}, seeds) for seeds in pools])
+  envs = program.vector_envs
+
+  def step(token):
+    observations = []
+    for env in envs:
+      token, _ = env.send(token, None, jnp.ones(env.num_envs, jnp.int32))
+      token, _, result = env.recv(token, None)
+      observations.append(result.obs)
+    return token, observations
+
+  with contextlib.closing(program):
+    token = jax.device_put(envs[0].handle, jax.devices()[0])
+    return jax.tree.map(np.array, program.load(step, (token,), (), kept=kept)(token)[1])
+
+
+def expected(seeds):
+  """Returns what `play` should return for a pool, by EnvPool's Python API."""
+  pool = make_vector_env('CartPole-v1', {}, seeds)._pool
+  obs, *_ = pool.step(np.ones(len(seeds), np.int32))
+  pool.close()
+  return obs
+
+
+@pytest.mark.quick
+def test_a_kept_program_plays_other_pools():
+  kept = {}
+  first = [1, 2], [3, 4]
+  second = [5, 6], [7, 8]
+  assert_array_equal(play(*first, kept=kept), [expected(seeds) for seeds in first])
+  with events() as names:
+    assert_array_equal(play(*second, kept=kept), [expected(seeds) for seeds in second])
+  assert not compilations(names) and 'jaxpr_trace_duration' not in dict(names)
+
+
+def test_a_program_is_read_from_the_cache(folder):
+  assert_array_equal(play([1, 2]), [expected([1, 2])])
+  with events() as names:
+    assert_array_equal(play([3, 4]), [expected([3, 4])])
+  assert 'jaxpr_trace_duration' in dict(names)  # the listener works
+  assert not compilations(names)
+  assert len(list(folder.iterdir())) == 1
+  play([1, 2, 3])  # another program
+  assert len(list(folder.iterdir())) == 2
+
+
+OTHER_PROCESS = """
+from tests.runtime.test_stored_programs import *
+from pathlib import Path
+import sys
+jax.config.update('jax_compilation_cache_dir', sys.argv[1])
+with events() as names:
+  assert_array_equal(play([3, 4], [5, 6]), [expected([3, 4]), expected([5, 6])])
+print(len(compilations(names)))
+"""
+
+
+def test_another_process_reads_the_program(folder):
+  def compiled():
+    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'JAX_NUM_CPU_DEVICES': '8',
+                        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+    return int(subprocess.run([sys.executable, '-c', OTHER_PROCESS, str(folder.parent)], env=env,
+                              check=True, stdout=subprocess.PIPE).stdout)
+
+  before = compiled()
+  assert len(list(folder.iterdir())) == 1
+  assert compiled() < before
+  assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize('damage', [lambda content: content[:-1], lambda content: b'',
+                                    lambda content: content[:40] + b'x' + content[41:]])
+def test_a_damaged_file_is_replaced(folder, damage):
+  play([1, 2])
+  (file,) = folder.iterdir()
+  file.write_bytes(damage(file.read_bytes()))
+  for times in (1, 0):
+    with events() as names:
+      assert_array_equal(play([3, 4]), [expected([3, 4])])
+    assert len(compilations(names)) == times
+
+
+def test_without_a_cache_folder_nothing_is_written(folder):
+  jax.config.update('jax_compilation_cache_dir', None)
+  assert_array_equal(play([1, 2]), [expected([1, 2])])
+  assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_not_an_error(folder):
+  folder.parent.mkdir()
+  folder.write_text('a file in place of the folder')
+  assert_array_equal(play([1, 2]), [expected([1, 2])])
+
+
+def test_a_program_that_does_not_call_a_simulator_is_refused():
+  device = jax.devices()[0]
+  lowered = jax.jit(lambda x: x + 1).lower(jax.device_put(np.ones(2), device))
+  stored = stored_programs.compile_or_read(lowered, device)
+  assert_array_equal(stored.load([], device)(jax.device_put(np.ones(2), device)), [2, 2])
+  with pytest.raises(ValueError, match='does not call simulator 0 of 1'):
+    stored.load([2**40], device)
+
+
+@pytest.mark.parametrize('scheme', ['cleanba', 'fused'])
+def test_the_next_segment_traces_and_compiles_nothing(scheme):
+  prepared_run = fresh(changed(small(), scheme=scheme))
+  first, *_ = run(None, prepared_run=prepared_run)
+  with events() as names:
+    second, *_ = run(None, prepared_run=prepared_run, index=1)
+  assert not compilations(names)
+  assert not [function for event, function in names if function in ('rollout', 'fused', 'learner')]
+  again, *_ = run(None, prepared_run=fresh(changed(small(), scheme=scheme)), index=1)
+  assert first != second == again
