@@ -7,9 +7,9 @@ is the same command again, with the cache that `cold` filled. The two alternate;
 over the rounds. Seconds are from the start of `python -m podracer_jit` to the first line of
 metrics.jsonl, and to the end of the process after about --updates (a checkpoint included).
 
-Programs that contain pointers, such as the rollout program, are never cached. Neither are programs
-that compile quickly (JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS). In the first round, Python's
-packages may also be read from disk. Takes --config and its overrides as training does.
+Programs that compile quickly (JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS) are not cached. In the
+first round, Python's packages may also be read from disk. Takes --config and its overrides as
+training does.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure(config_file: Path, workdir: Path, cache: Path) -> Figures:
     process.wait()
   if process.returncode or not count_lines(metrics):
     raise Failed(process, log)
-  return Figures(first, total, len(list(cache.glob('*-cache'))))
+  return Figures(first, total, len(list(cache.rglob('*-cache'))))
 
 
 def measure_round(experiment: Experiment) -> list[Figures]:

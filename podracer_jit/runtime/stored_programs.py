@@ -111,7 +111,7 @@ def _file(lowered: jax.stages.Lowered, device: jax.Device) -> Path | None:
   parts = (lowered.as_text(), lowered.args_info, lowered.out_tree, device.id, device.device_kind,
            jax.__version__, importlib.metadata.version('jaxlib'), os.environ.get('XLA_FLAGS'))
   name = hashlib.sha256('\n'.join(map(str, parts)).encode()).hexdigest()
-  return Path(folder) / 'with_simulators' / name
+  return Path(folder) / 'with_simulators' / f'{name}-cache'
 
 
 def _read(file: Path | None) -> bytes | None:
