@@ -12,6 +12,7 @@ from typing import NamedTuple
 from jax._src import compiler
 
 from podracer_jit.numerics.islands import PREFIX
+from podracer_jit.runtime.stored_programs import StoredProgram
 
 # These opcodes move numbers without computing any. XLA places them according to the readers of a
 # result, so two programs with the same arithmetic may differ in them.
@@ -34,20 +35,28 @@ class Instruction(NamedTuple):
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[str]]:
-  """Collects the HLO text of each program that is compiled or loaded from the cache meanwhile."""
+  """Collects the HLO text of each program that is compiled or loaded meanwhile."""
   texts = []
-  real = compiler.compile_or_get_cached
+  real_compile = compiler.compile_or_get_cached
+  real_load = StoredProgram.load
 
   def compile_and_record(*args, **kwargs):
-    executable = real(*args, **kwargs)
+    executable = real_compile(*args, **kwargs)
     texts.extend(module.to_string() for module in executable.hlo_modules())
     return executable
 
+  def load_and_record(*args, **kwargs):
+    program = real_load(*args, **kwargs)
+    texts.append(program.as_text())
+    return program
+
   compiler.compile_or_get_cached = compile_and_record
+  StoredProgram.load = load_and_record
   try:
     yield texts
   finally:
-    compiler.compile_or_get_cached = real
+    compiler.compile_or_get_cached = real_compile
+    StoredProgram.load = real_load
 
 
 def islands(text: str) -> dict[str, set[str]]:

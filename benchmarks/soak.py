@@ -157,17 +157,18 @@ def slope(samples: Sequence[Sample], name: str, every_updates: int) -> float:
 
 
 def count_growth(samples: Sequence[Sample], name: str) -> float:
-  """Returns the minimum of a count in the last quarter, minus the minimum in the third quarter.
+  """Returns how much a count grows from the third quarter to the last.
 
-  A leak raises the minimum. The median also depends on how many samples fall into a save, or just
-  before a garbage collection.
+  It is the growth of the minimum or of the median, whichever is smaller. A leak raises both. The
+  median also depends on how many samples fall into a save, and the minimum on whether a sample
+  falls between two segments, when the programs of neither are loaded.
   """
   quarter = len(samples) // 4
   if not quarter:
     return 0.0
-  before, last = (min(getattr(sample, name) for sample in part)
+  before, last = ([getattr(sample, name) for sample in part]
                   for part in (samples[-2 * quarter:-quarter], samples[-quarter:]))
-  return last - before
+  return min(min(last) - min(before), float(np.median(last) - np.median(before)))
 
 
 def segment_seconds(samples: Sequence[Sample], every_updates: int) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -47,22 +47,18 @@ class RolloutProgram:
     """
     device = _device_of(args)
     kept = {} if kept is None else kept
-    key = (key, device, len(self.vector_envs))
+    key = (key, device, len(self.vector_envs), donate, *map(_kind_of, jax.tree.leaves(args)))
     jitted = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings)
     if all(getattr(env, 'is_function', False) for env in self.vector_envs):
       if key not in kept:
         kept[key] = jitted.lower(*args).compile()
       self._program = kept[key]
-    elif self._have_addresses and stored_programs.is_supported(device):
-      if key not in kept:
-        with _placeholders(self.vector_envs):
-          lowered = jitted.lower(*args)
-        kept[key] = stored_programs.compile_or_read(lowered, device)
-      self._program = kept[key].load([env.address for env in self.vector_envs], device)
     else:
-      # A program with references to a simulator is useless to a later process.
-      with stored_programs.outside_of_jax_cache():
-        self._program = jitted.lower(*args).compile()
+      self._program = self._from_stored(jitted, args, device, kept, key)
+      if self._program is None:
+        # A program with references to a simulator is useless to a later process.
+        with stored_programs.outside_of_jax_cache():
+          self._program = jitted.lower(*args).compile()
 
     def call(*args):
       results = self._program(*args)
@@ -73,10 +69,28 @@ class RolloutProgram:
 
     return call
 
-  @property
-  def _have_addresses(self) -> bool:
-    """Whether addresses are the program's only references to the simulators."""
-    return all(getattr(env, 'address', None) is not None for env in self.vector_envs)
+  def _from_stored(self, jitted: Any, args: tuple[Any, ...], device: jax.Device,
+                   kept: KeptPrograms, key: Hashable) -> jax.stages.Compiled | None:
+    """Returns the program, loaded from a stored one; None if it cannot be stored.
+
+    Args:
+      jitted: the jitted function.
+      args: of the function.
+      device: of the arguments.
+      kept: see `load`; the stored program is added.
+      key: of the program in `kept`.
+    """
+    addresses = [getattr(env, 'address', None) for env in self.vector_envs]
+    # Without an address, a program has other references to its simulators.
+    if None in addresses or not stored_programs.is_supported(device):
+      return None
+    stored = kept.get(key)
+    if stored is None or not stored.fits(addresses):
+      stored = stored_programs.compile_or_read(jitted.lower(*args), addresses, device)
+      if stored is None:
+        return None
+      kept[key] = stored
+    return stored.load(addresses, device)
 
   def close(self) -> None:
     """Waits for the program's last output, drops the program and closes the pools; idempotent."""
@@ -91,17 +105,9 @@ class RolloutProgram:
       vector_env.close()
 
 
-@contextlib.contextmanager
-def _placeholders(vector_envs: Sequence[VectorEnv]) -> Iterator[None]:
-  """Puts placeholders into the programs that are traced in the block, in place of addresses."""
-  addresses = [env.address for env in vector_envs]
-  try:
-    for index, env in enumerate(vector_envs):
-      env.address = stored_programs.placeholder(index)
-    yield
-  finally:
-    for env, address in zip(vector_envs, addresses, strict=True):
-      env.address = address
+def _kind_of(x: Any) -> Hashable:
+  """Returns what a program must know of an argument: its shape and dtype, or its type."""
+  return (x.shape, x.dtype) if hasattr(x, 'shape') else type(x)
 
 
 def _device_of(args: Any) -> jax.Device:

@@ -360,7 +360,14 @@ class EnvPoolVectorEnv:
            env_id: jax.Array | None = None) -> tuple[jax.Array, None]:
     """Hands actions [B, ...] to EnvPool's threads and does not wait.
 
-    Args and results: see `VectorEnv.send`.
+    Args:
+      token: the token of the last call.
+      state: None, as EnvPool keeps the state.
+      action: [B, ...].
+      env_id: [B] i32, the environments that take the actions; None if all do.
+
+    Returns:
+      The next token, and the next state.
     """
     chex.assert_axis_dimension(action, 0, self.batch_size)
     if len(self._action_shape) > 1:
@@ -405,6 +412,7 @@ class EnvPoolVectorEnv:
     """Ends the pool's threads. No program that contains the pool may run afterwards."""
     self._pool.close()
     self._pool = None
+    self.address = None  # a program with the address would end the process
     self._recv = None
     self._send = None
 
@@ -430,7 +438,7 @@ def _call(function: Callable, name: str, address: int, *args: jax.Array | None) 
   Args:
     function: `send` or `recv` of a pool.
     name: that XLA knows the function by.
-    address: of the pool, or a placeholder.
+    address: of the pool.
     *args: of the function.
   """
   # EnvPool's function becomes a static parameter of the primitive, which is bound in its place.

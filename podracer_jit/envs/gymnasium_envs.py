@@ -220,7 +220,14 @@ class GymnasiumVectorEnv:
            env_id: jax.Array | None = None) -> tuple[jax.Array, None]:
     """Hands actions [B, ...] to the workers and does not wait.
 
-    Args and results: see `VectorEnv.send`.
+    Args:
+      token: the token of the last call.
+      state: None, as the workers keep the state.
+      action: [B, ...].
+      env_id: unused, as all environments take an action.
+
+    Returns:
+      The next token, and the next state.
     """
     del env_id
     chex.assert_axis_dimension(action, 0, self.num_envs)

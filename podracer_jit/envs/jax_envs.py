@@ -170,7 +170,14 @@ class JaxVectorEnv:
            env_id: jax.Array | None = None) -> tuple[jax.Array, FunctionState]:
     """Stores the actions [B, ...] for `recv`, which takes the step.
 
-    Args and results: see `VectorEnv.send`.
+    Args:
+      token: the token of the last call.
+      state: of all environments.
+      action: [B, ...].
+      env_id: unused, as all environments take an action.
+
+    Returns:
+      The next token, and the next state.
     """
     del env_id
     chex.assert_axis_dimension(action, 0, self.num_envs)

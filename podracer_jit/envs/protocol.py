@@ -104,10 +104,10 @@ class VectorEnv(Protocol):
   # True if a program that steps them contains no pointers to a simulator; absent otherwise. Such a
   # program is cached for later processes and segments.
   is_function: bool
-  # The number in a program that stands for the simulator, read when the program is traced; absent
-  # if a program contains other references to the simulator. `RolloutProgram` traces programs with
-  # placeholders and puts in the address afterwards, so such programs are cached, too.
-  address: int
+  # The number by which a program finds the simulator, if it has no other reference to it; absent
+  # otherwise, None once the vector environment is closed. `RolloutProgram` loads a compiled program
+  # with the addresses of other simulators, so it is cached, too.
+  address: int | None
 
   @property
   def handle(self) -> np.ndarray:

@@ -47,8 +47,8 @@ class Run:
   learner: Learner
   acting: Acting
   machines: Machines | None = None  # that act elsewhere
-  # Programs that step environments, for the next segments.
-  kept_programs: KeptPrograms = dataclasses.field(default_factory=dict)
+  # Programs that step environments, for the next segments; `dataclasses.replace` copies none.
+  kept_programs: KeptPrograms = dataclasses.field(default_factory=dict, init=False)
 
   @property
   def plan(self) -> wiring.Plan:

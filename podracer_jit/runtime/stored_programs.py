@@ -1,9 +1,9 @@
 """Compiled programs as bytes in which the addresses of simulators can be exchanged.
 
 A program that calls a simulator contains the simulator's address, so it is of no use to another
-simulator. It is compiled with placeholders in place of the addresses here, and stored as bytes.
-Loading them with the addresses of other simulators takes milliseconds instead of the seconds of a
-compilation. The bytes also go to the folder of JAX's compilation cache, for later processes.
+simulator. Here it is stored as bytes, and loaded with the addresses of other simulators in their
+place. That takes milliseconds instead of the seconds of a compilation. The bytes also go to the
+folder of JAX's compilation cache, for later processes.
 
 JAX's own cache cannot do this: a program that it has loaded cannot be serialized again (it fails
 when it is called, jaxlib 0.10.2).
@@ -18,6 +18,7 @@ import hashlib
 import importlib.metadata
 import math
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -27,10 +28,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import serialize_executable
 
-# XLA stores the numbers of a call as decimal text. A placeholder and the address in its place have
-# the same number of digits.
-_DIGITS = 19
-_FIRST_PLACEHOLDER = 9_187_201_950_435_737_000
+# In the names of calls of Python (`jax.debug.print`, `io_callback`), whose addresses are unknown.
+_CALLS_PYTHON = 'python_cpu_callback'
 
 
 def is_supported(device: jax.Device) -> bool:
@@ -38,56 +37,78 @@ def is_supported(device: jax.Device) -> bool:
   return device.platform == 'cpu'
 
 
-def placeholder(index: int) -> int:
-  """Returns the number that stands for the address of simulator `index` of a program."""
-  return _FIRST_PLACEHOLDER + index
-
-
 class StoredProgram(NamedTuple):
-  """A compiled program for one device, as bytes with placeholders."""
+  """A compiled program for one device, as bytes."""
 
   content: bytes
+  addresses: tuple[int, ...]  # of simulators 0, 1, ... in the content, where they are decimal text
   in_tree: Any  # structure of the arguments
   out_tree: Any  # structure of the results
 
+  def fits(self, addresses: Sequence[int]) -> bool:
+    """Returns whether each of these addresses has at most as many digits as the one it replaces."""
+    return all(len(str(new)) <= len(str(old))
+               for new, old in zip(addresses, self.addresses, strict=True))
+
   def load(self, addresses: Sequence[int], device: jax.Device) -> jax.stages.Compiled:
-    """Returns the program with the addresses of simulators in place of the placeholders.
+    """Returns the program with other addresses of simulators.
 
     Args:
-      addresses: of simulators 0, 1, ...
+      addresses: of simulators 0, 1, ...; they must fit (`fits`).
       device: that the program was compiled for.
-
-    Raises:
-      ValueError: the program does not call one of the simulators.
     """
-    content = self.content
-    for index, address in enumerate(addresses):
-      text = str(placeholder(index)).encode()
-      if text not in content:
-        raise ValueError(f'the program does not call simulator {index} of {len(addresses)}')
-      content = content.replace(text, str(address).zfill(_DIGITS).encode())
+    new_texts = {str(old).encode(): str(new).zfill(len(str(old))).encode()
+                 for old, new in zip(self.addresses, addresses, strict=True)}
+    # In one pass, since a new simulator may have the old address of another one.
+    content = _pattern(self.addresses).sub(lambda match: new_texts[match[0]], self.content)
     return serialize_executable.deserialize_and_load(
         content, self.in_tree, self.out_tree, device.client, [device])
 
 
-def compile_or_read(lowered: jax.stages.Lowered, device: jax.Device) -> StoredProgram:
+def compile_or_read(lowered: jax.stages.Lowered, addresses: Sequence[int], device: jax.Device
+                    ) -> StoredProgram | None:
   """Returns a program from the compilation cache, or else compiles it.
 
   Args:
-    lowered: the program, with placeholders.
+    lowered: the program.
+    addresses: of its simulators.
     device: that it was lowered for.
+
+  Returns:
+    The program; None if it cannot be stored, because it calls Python.
+
+  Raises:
+    ValueError: the program does not call one of the simulators.
   """
-  file = _file(lowered, device)
-  content = _read(file)
-  if content is None:
-    start = time.monotonic()
-    with outside_of_jax_cache():
-      compiled = lowered.compile()
-    seconds = time.monotonic() - start
-    content, _, _ = serialize_executable.serialize(compiled)
-    if seconds >= jax.config.jax_persistent_cache_min_compile_time_secs:
-      _write(file, content)
-  return StoredProgram(content, jax.tree.structure(lowered.args_info), lowered.out_tree)
+  text = lowered.as_text()
+  if _CALLS_PYTHON in text:
+    return None
+  for address in addresses:
+    if not _pattern([address]).search(text.encode()):
+      raise ValueError(f'the program calls {len(addresses)} simulators, but not the one at '
+                       f'{address}')
+  file = _file(text, lowered, addresses, device)
+  trees = jax.tree.structure(lowered.args_info), lowered.out_tree
+  stored = _read(file)
+  if stored is not None:
+    program = StoredProgram(*stored, *trees)
+    if program.fits(addresses):
+      return program
+
+  start = time.monotonic()
+  with outside_of_jax_cache():
+    compiled = lowered.compile()
+  seconds = time.monotonic() - start
+  content, _, _ = serialize_executable.serialize(compiled)
+  if seconds >= jax.config.jax_persistent_cache_min_compile_time_secs:
+    _write(file, content, addresses)
+  return StoredProgram(content, tuple(addresses), *trees)
+
+
+def _pattern(addresses: Sequence[int]) -> re.Pattern[bytes]:
+  """Returns the pattern of any of these numbers in text; it matches nothing if there are none."""
+  numbers = '|'.join(map(str, addresses))
+  return re.compile(rf'(?<!\d)(?:{numbers or "(?!)"})(?!\d)'.encode())
 
 
 @contextlib.contextmanager
@@ -102,40 +123,60 @@ def outside_of_jax_cache() -> Iterator[None]:
     jax.config.update(name, previous_seconds)
 
 
-def _file(lowered: jax.stages.Lowered, device: jax.Device) -> Path | None:
-  """Returns the file of a program in the folder of JAX's cache; None if there is no cache."""
+def _file(text: str, lowered: jax.stages.Lowered, addresses: Sequence[int], device: jax.Device
+          ) -> Path | None:
+  """Returns the file of a program in the folder of JAX's cache; None if there is no cache.
+
+  Args:
+    text: of the program.
+    lowered: the program.
+    addresses: of its simulators.
+    device: that it was lowered for.
+  """
   folder = jax.config.jax_compilation_cache_dir
   if folder is None or not jax.config.jax_enable_compilation_cache:
     return None
+  numbers = {str(address).encode(): b'simulator %d' % i for i, address in enumerate(addresses)}
+  without_addresses = _pattern(addresses).sub(lambda match: numbers[match[0]], text.encode())
   # All that the result of the compiler depends on. The folder itself is for one kind of processor.
-  parts = (lowered.as_text(), lowered.args_info, lowered.out_tree, device.id, device.device_kind,
+  parts = (without_addresses, lowered.args_info, lowered.out_tree, device.id, device.device_kind,
            jax.__version__, importlib.metadata.version('jaxlib'), os.environ.get('XLA_FLAGS'))
   name = hashlib.sha256('\n'.join(map(str, parts)).encode()).hexdigest()
   return Path(folder) / 'with_simulators' / f'{name}-cache'
 
 
-def _read(file: Path | None) -> bytes | None:
-  """Returns the content of a stored program; None if there is none, or the file is damaged."""
+def _read(file: Path | None) -> tuple[bytes, tuple[int, ...]] | None:
+  """Returns the content and the addresses of a stored program.
+
+  Returns:
+    The pair; None if there is no such file, or it is damaged.
+  """
   if file is None:
     return None
   try:
     stored = file.read_bytes()
   except OSError:
     return None
-  digest = stored[:32]
-  content = stored[32:]
-  return content if hashlib.sha256(content).digest() == digest else None
+  digest, rest = stored[:32], stored[32:]
+  if hashlib.sha256(rest).digest() != digest:
+    return None
+  addresses, content = rest.split(b'\n', 1)
+  return content, tuple(map(int, addresses.split()))
 
 
-def _write(file: Path | None, content: bytes) -> None:
-  """Stores a program with its digest; does nothing if the disk refuses it."""
+def _write(file: Path | None, content: bytes, addresses: Sequence[int]) -> None:
+  """Stores a program: its digest, its addresses in a line, its content.
+
+  Does nothing if the disk refuses it.
+  """
   if file is None:
     return
+  rest = ' '.join(map(str, addresses)).encode() + b'\n' + content
   with contextlib.suppress(OSError):
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as unfinished:
       try:
-        unfinished.write(hashlib.sha256(content).digest() + content)
+        unfinished.write(hashlib.sha256(rest).digest() + rest)
         unfinished.flush()
         os.replace(unfinished.name, file)
       except OSError:

@@ -1,6 +1,7 @@
-"""Programs with simulators are stored without addresses, and loaded for other simulators."""
+"""Programs with simulators are stored, and loaded for other simulators."""
 
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
@@ -49,8 +50,14 @@ def compilations(names):
   return [name for name in names if name[0] == 'backend_compile_duration']
 
 
-def play(*pools, kept=None):
-  """Returns the observations after a step of pools of CartPole, whose seeds are given."""
+def play(*pools, kept=None, observe=lambda obs: None):
+  """Returns the observations after a step of pools of CartPole, whose seeds are given.
+
+  Args:
+    *pools: the seeds of each pool.
+    kept: see `RolloutProgram.load`.
+    observe: called with the traced observations of each pool.
+  """
   program = RolloutProgram([make_vector_env('CartPole-v1', {}, seeds) for seeds in pools])
   envs = program.vector_envs
 
@@ -59,6 +66,7 @@ def play(*pools, kept=None):
     for env in envs:
       token, _ = env.send(token, None, jnp.ones(env.num_envs, jnp.int32))
       token, _, result = env.recv(token, None)
+      observe(result.obs)
       observations.append(result.obs)
     return token, observations
 
@@ -84,6 +92,14 @@ def test_a_kept_program_plays_other_pools():
   with events() as names:
     assert_array_equal(play(*second, kept=kept), [expected(seeds) for seeds in second])
   assert not compilations(names) and 'jaxpr_trace_duration' not in dict(names)
+
+
+def test_replaced_runs_keep_programs_of_their_own():
+  """The key of a program has no number of steps, for example."""
+  before = fresh(small())
+  run(None, updates=1, prepared_run=before)
+  assert len(before.kept_programs) == 1
+  assert not dataclasses.replace(before).kept_programs
 
 
 def test_a_program_is_read_from_the_cache(folder):
@@ -133,6 +149,17 @@ def test_a_damaged_file_is_replaced(folder, damage):
     assert len(compilations(names)) == times
 
 
+def test_a_program_that_calls_python_is_not_stored(folder):
+  seen = []
+  kept = {}
+  for seeds in ([1, 2], [3, 4]):
+    results = play(seeds, kept=kept, observe=lambda obs: jax.debug.callback(seen.append, obs))
+    jax.effects_barrier()
+    assert_array_equal(results, [expected(seeds)])
+    assert_array_equal(seen.pop(), expected(seeds))
+  assert not folder.exists()
+
+
 def test_without_a_cache_folder_nothing_is_written(folder):
   jax.config.update('jax_compilation_cache_dir', None)
   assert_array_equal(play([1, 2]), [expected([1, 2])])
@@ -145,13 +172,44 @@ def test_a_folder_that_cannot_be_written_is_not_an_error(folder):
   assert_array_equal(play([1, 2]), [expected([1, 2])])
 
 
+def test_two_simulators_may_exchange_their_addresses():
+  """A new pool may have the address that another pool of the program had before."""
+  device = jax.devices()[0]
+  envs = [make_vector_env('CartPole-v1', {}, seeds) for seeds in ([1, 2], [3, 4])]
+
+  def observations(token):
+    results = []
+    for env in envs:
+      token, _ = env.send(token, None, jnp.ones(2, jnp.int32))
+      token, _, result = env.recv(token, None)
+      results.append(result.obs)
+    return results
+
+  token = jax.device_put(envs[0].handle, device)
+  addresses = [env.address for env in envs]
+  stored = stored_programs.compile_or_read(jax.jit(observations).lower(token), addresses, device)
+  results = stored.load(addresses[::-1], device)(token)
+  assert_array_equal(results, [expected([3, 4]), expected([1, 2])])
+  for env in envs:
+    env.close()
+
+
+def test_a_program_is_compiled_again_if_an_address_has_more_digits():
+  kept = {}
+  play([1, 2], kept=kept)
+  (key, stored), = kept.items()
+  kept[key] = stored._replace(addresses=(123,))
+  assert kept[key].fits([99]) and not kept[key].fits([1000])
+  with events() as names:
+    assert_array_equal(play([3, 4], kept=kept), [expected([3, 4])])
+  assert len(compilations(names)) == 1
+
+
 def test_a_program_that_does_not_call_a_simulator_is_refused():
   device = jax.devices()[0]
   lowered = jax.jit(lambda x: x + 1).lower(jax.device_put(np.ones(2), device))
-  stored = stored_programs.compile_or_read(lowered, device)
-  assert_array_equal(stored.load([], device)(jax.device_put(np.ones(2), device)), [2, 2])
-  with pytest.raises(ValueError, match='does not call simulator 0 of 1'):
-    stored.load([2**40], device)
+  with pytest.raises(ValueError, match='calls 1 simulators, but not the one at 1099511627776'):
+    stored_programs.compile_or_read(lowered, [2**40], device)
 
 
 @pytest.mark.parametrize('scheme', ['cleanba', 'fused'])
