@@ -205,11 +205,10 @@ def test_a_program_is_compiled_again_if_an_address_has_more_digits():
   assert len(compilations(names)) == 1
 
 
-def test_a_program_that_does_not_call_a_simulator_is_refused():
+def test_a_program_without_the_address_of_a_simulator_is_not_stored():
   device = jax.devices()[0]
   lowered = jax.jit(lambda x: x + 1).lower(jax.device_put(np.ones(2), device))
-  with pytest.raises(ValueError, match='calls 1 simulators, but not the one at 1099511627776'):
-    stored_programs.compile_or_read(lowered, [2**40], device)
+  assert stored_programs.compile_or_read(lowered, [2**40], device) is None
 
 
 @pytest.mark.parametrize('scheme', ['cleanba', 'fused'])
