@@ -153,8 +153,10 @@ def _file(text: str, lowered: jax.stages.Lowered, addresses: Sequence[int], devi
   numbers = {str(address).encode(): b'simulator %d' % i for i, address in enumerate(addresses)}
   without_addresses = _pattern(addresses).sub(lambda match: numbers[match[0]], text.encode())
   # All that the result of the compiler depends on. The folder itself is for one kind of processor.
+  # XLA splits some loops over as many threads as there are cores and threads of its pool.
   parts = (without_addresses, lowered.args_info, lowered.out_tree, device.id, device.device_kind,
-           jax.__version__, importlib.metadata.version('jaxlib'), os.environ.get('XLA_FLAGS'))
+           jax.__version__, importlib.metadata.version('jaxlib'), os.environ.get('XLA_FLAGS'),
+           len(os.sched_getaffinity(0)), os.environ.get('NPROC'))
   name = hashlib.sha256('\n'.join(map(str, parts)).encode()).hexdigest()
   return Path(folder) / 'with_simulators' / f'{name}-cache'
 

@@ -114,9 +114,8 @@ def test_a_program_is_read_from_the_cache(folder):
 
 
 OTHER_PROCESS = """
-from tests.runtime.test_stored_programs import *
-from pathlib import Path
 import sys
+from tests.runtime.test_stored_programs import *
 jax.config.update('jax_compilation_cache_dir', sys.argv[1])
 with events() as names:
   assert_array_equal(play([3, 4], [5, 6]), [expected([3, 4]), expected([5, 6])])
@@ -150,13 +149,14 @@ def test_a_damaged_file_is_replaced(folder, damage):
 
 
 def test_a_program_that_calls_python_is_not_stored(folder):
-  seen = []
+  called_with = []
   kept = {}
   for seeds in ([1, 2], [3, 4]):
-    results = play(seeds, kept=kept, observe=lambda obs: jax.debug.callback(seen.append, obs))
+    results = play(seeds, kept=kept, observe=lambda obs: jax.debug.callback(
+        called_with.append, obs))
     jax.effects_barrier()
     assert_array_equal(results, [expected(seeds)])
-    assert_array_equal(seen.pop(), expected(seeds))
+    assert_array_equal(called_with.pop(), expected(seeds))
   assert not folder.exists()
 
 
