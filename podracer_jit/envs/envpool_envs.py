@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import difflib
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -267,14 +268,35 @@ def make_pool(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_t
 
   Returns:
     EnvPool's object.
+
+  Raises:
+    ValueError: if the task is a game of ViZDoom, which cannot write into the working directory.
   """
   if envpool.registration.registry.specs[task][0] == 'envpool.vizdoom':
+    _make_folder_of_games(task)
     _end_blas_threads()
   with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     return envpool.make(
         task, env_type='gymnasium', num_envs=len(seeds), batch_size=batch_size or len(seeds),
         seed=list(seeds), num_threads=num_threads, **options)
+
+
+def _make_folder_of_games(task: str) -> None:
+  """Makes the folder that each ViZDoom game looks for in the working directory.
+
+  A game makes the folder if it is missing. If two games try at once, one of them fails and exits,
+  and EnvPool then ends this process with a segmentation fault.
+
+  Raises:
+    ValueError: if the folder cannot be made.
+  """
+  try:
+    os.makedirs('_vizdoom', exist_ok=True)
+  except OSError as error:
+    raise ValueError(
+        f'env.task: {task} keeps a folder _vizdoom in the directory in which it is started, and '
+        f'that cannot be made: {error}. Start in another directory.') from error
 
 
 def _end_blas_threads() -> None:

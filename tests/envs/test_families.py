@@ -354,6 +354,29 @@ def test_vizdoom_games_start_while_openblas_has_threads():
     pytest.fail('the games do not start')
 
 
+def test_vizdoom_games_find_their_folder(monkeypatch, tmp_path):
+  """Two games that both made the folder killed the process: the second one exited."""
+  monkeypatch.chdir(tmp_path)
+  existed = []
+  make = envpool.make
+
+  def watched(*args, **kwargs):
+    existed.append((tmp_path / '_vizdoom').is_dir())
+    return make(*args, **kwargs)
+
+  monkeypatch.setattr(envpool, 'make', watched)
+  pool = envpool_envs.make_pool('D1Basic-v1', {'use_combined_action': True}, SEEDS, 1)
+  pool.close()
+  assert existed == [True]
+
+
+def test_a_directory_in_which_vizdoom_cannot_write_is_reported(monkeypatch, tmp_path):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / '_vizdoom').touch()
+  with pytest.raises(ValueError, match='env.task: D1Basic-v1 keeps a folder _vizdoom in the direc'):
+    envpool_envs.make_pool('D1Basic-v1', {'use_combined_action': True}, SEEDS, 1)
+
+
 @pytest.mark.parametrize('task, message', [
     ('Cleaner-v0', '119 float32  4^3 choices'), ('FlatPack-v0', '25 x 4 x 9^2 choices'),
     ('Taxi-v3', '500 uint8  6 actions'),
