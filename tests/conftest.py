@@ -49,3 +49,10 @@ def pytest_configure_node(node):
 def _folders_of_one_test(monkeypatch):
   """Keeps folders of users' modules that one test adds from the next test."""
   monkeypatch.setattr(parts, '_folders', parts.folders())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish():
+  """Spares this process six collections at its end, which take seconds with JAX's objects."""
+  gc.collect()
+  gc.freeze()

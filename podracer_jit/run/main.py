@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import os
 import signal
@@ -56,6 +57,9 @@ def main(argv: Sequence[str]) -> int:
 
 def run() -> None:
   """Runs the installed command."""
+  # JAX makes a great many small objects while it traces, and nearly all of them stay. Fewer
+  # collections save a tenth of the time of a short command.
+  gc.set_threshold(50_000, 20, 50)
   try:
     code = main(sys.argv)
     stopping.ignore()
@@ -69,6 +73,8 @@ def run() -> None:
   if code == exit_codes.FAILED:
     # A normal exit would let libraries print errors about open resources below the message.
     os._exit(code)
+  # The interpreter looks for unreachable objects as it ends: almost a second with JAX's objects.
+  gc.freeze()
   sys.exit(code)
 
 
