@@ -56,7 +56,7 @@ class Run(NamedTuple):
 
   receipts: list[tuple[str, str]]  # fingerprints of batch and parameters of each update
   bodies: dict[str, set[str]]  # the compiled arithmetic of each island
-  seconds: float
+  seconds_per_update: float  # once everything is compiled
 
 
 def variants(config: Mapping[str, Any], lag: int) -> list[Variant]:
@@ -109,13 +109,22 @@ def run(config: Mapping[str, Any], variant: Variant, updates: int) -> Run:
       updates_per_call=variant.updates_per_call)
   config['checkpoint'] = dict(config['checkpoint']) | dict(every_updates=max(
       updates, config['checkpoint']['every_updates']))
-  start = time.monotonic()
   reports = []
+  times = [time.monotonic()]
+
+  def receive(report: Any) -> None:
+    reports.append(report)
+    times.append(time.monotonic())
+
   with recorded() as texts:
     training = build.make_run(resolve(config))
     state = training.learner.allocate(training.initial_state())
-    with build.segment(training, state, 0, updates, reports.append) as segment:
+    with build.segment(training, state, 0, updates, receive) as segment:
       loops.run(segment.workers)
+
+  # The first report comes after all compilations.
+  later_updates = updates - reports[0].count
+  seconds = (times[-1] - times[1]) / later_updates if later_updates else times[1] - times[0]
 
   receipts = []
   for report in reports:
@@ -129,7 +138,7 @@ def run(config: Mapping[str, Any], variant: Variant, updates: int) -> Run:
       bodies.setdefault(name, set()).update(compiled)
   # The next run must compile its own programs, even those that are equal, to be recorded.
   jax.clear_caches()
-  return Run(receipts, bodies, time.monotonic() - start)
+  return Run(receipts, bodies, seconds)
 
 
 def first_difference(run_a: Run, run_b: Run) -> tuple[int, str] | None:
@@ -241,7 +250,7 @@ def main() -> int:
       # A tenth of the updates tells how long all of them would take.
       few = max(1, updates // 10)
       first = run(config, ways[0], few)
-      if first.seconds * updates / few <= args.seconds:
+      if first.seconds_per_update * updates <= args.seconds:
         first = run(config, ways[0], updates)
       else:
         updates = few
