@@ -44,12 +44,13 @@ class Stopping:
     self._clock = clock
     self._last_s = -math.inf  # when the last signal came
     self.signal: int | None = None  # its number
-    self._asked = threading.Event()
+    # Not an Event, which has a lock: a signal may interrupt the handler of another one.
+    self._asked = False
     self._training = self._saving = self._ended = False
 
   def asked(self) -> bool:
     """Returns whether a signal has asked for an end."""
-    return self._asked.is_set()
+    return self._asked
 
   def begin_training(self) -> None:
     """Lets the first signal from now on request an end, instead of ending the process."""
@@ -74,11 +75,12 @@ class Stopping:
     Raises:
       KeyboardInterrupt: an end was asked for before, and nothing is being saved.
     """
+    # Another signal may interrupt this one at any line; the order makes it count as the same one.
+    asked_before = self._asked
     is_new = self._clock() - self._last_s >= REPEAT_S
-    asked_before = self._asked.is_set()
     self._last_s = self._clock()
     self.signal = number
-    self._asked.set()
+    self._asked = True
     # A late signal must not change the exit code of the command.
     if self._ended:
       return

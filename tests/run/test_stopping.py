@@ -1,6 +1,8 @@
 """The effect of signals before training, in training and during a save."""
 
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -39,6 +41,35 @@ def test_in_training_the_first_signal_asks_for_a_stop_and_the_second_interrupts(
     time_s = 1.0
     with pytest.raises(KeyboardInterrupt):
       signal.raise_signal(number)
+
+
+INTERRUPTED = """
+import signal, sys
+from podracer_jit.run import stopping
+
+def interrupt(frame, event, arg):
+  del frame, arg
+  if event == 'line':
+    signal.raise_signal(signal.SIGTERM)
+  return interrupt
+
+with stopping.handled() as stop:
+  stop.begin_training()
+  sys.settrace(interrupt)
+  stop.handle(signal.SIGTERM, None)
+  sys.settrace(None)
+  print(stop.asked())
+"""
+
+
+def test_signals_that_interrupt_each_other_are_one_request():
+  """The end of a launcher sends several at once; a lock in the handler has made a process hang.
+
+  Here a signal comes before each line that the handler of another one runs, in whatever module.
+  """
+  process = subprocess.run([sys.executable, '-c', INTERRUPTED], capture_output=True, text=True,
+                           timeout=60, check=False)
+  assert (process.stdout, process.stderr) == ('True\n', '')
 
 
 def test_no_signal_interrupts_a_save():
