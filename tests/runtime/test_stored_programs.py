@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 
@@ -194,9 +195,10 @@ def test_two_simulators_may_exchange_their_addresses():
     env.close()
 
 
-def test_a_program_is_compiled_again_if_an_address_has_more_digits():
+def test_a_program_is_compiled_again_if_an_address_has_more_digits(folder):
   kept = {}
   play([1, 2], kept=kept)
+  shutil.rmtree(folder)  # else it would be read from there
   (key, stored), = kept.items()
   kept[key] = stored._replace(addresses=(123,))
   assert kept[key].fits([99]) and not kept[key].fits([1000])
