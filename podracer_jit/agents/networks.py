@@ -53,6 +53,7 @@ class Model(NamedTuple):
   recurrent: bool = False  # it carries a state from row to row
 
 
+@functools.cache
 def orthogonal(scale: float) -> Callable:
   """Returns an orthogonal initializer, computed by the Gram-Schmidt method.
 
@@ -60,6 +61,9 @@ def orthogonal(scale: float) -> Callable:
   number of cores.
   """
 
+  # flax traces the initializer of a weight each time that the weight is used. With `jit` and the
+  # cache above, it is traced once for each shape.
+  @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
   def init(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
     columns = shape[-1]
     rows = math.prod(shape) // columns

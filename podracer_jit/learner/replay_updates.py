@@ -15,6 +15,7 @@ from podracer_jit.learner import rollout_updates
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.islands import island
+from podracer_jit.numerics.tracing import traced
 from podracer_jit.replay import buffer
 from podracer_jit.types import Experience, Metrics, Params, Target, TrainState, Transition
 
@@ -109,13 +110,16 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
     count = rollout_updates.num_microbatches(group_batch, 1, sizes.microbatch_rows)
     microbatches = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (batch, weight))
 
+    def gradient(microbatch):
+      return microbatch_gradient(params, target_params, *microbatch)
+
+    gradient, (shapes, _) = traced(gradient, jax.tree.map(lambda x: x[0], microbatches))
+
     def add(total, microbatch):
-      sums, error = microbatch_gradient(params, target_params, *microbatch)
+      sums, error = gradient(microbatch)
       return jax.tree.map(jnp.add, total, sums), error
 
-    first = jax.tree.map(lambda x: x[0], microbatches)
-    zeros = _zeros(jax.eval_shape(microbatch_gradient, params, target_params, *first)[0])
-    total, error = lax.scan(add, zeros, microbatches)
+    total, error = lax.scan(add, _zeros(shapes), microbatches)
     return total, error.reshape(-1)
 
   @island('sampled_age')
@@ -153,15 +157,15 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
   def steps(state: TrainState, count: jax.Array):
     chex.assert_rank(count, 0)
     key = _key(state, 0)
+    one_step, (_, shapes) = traced(step, state, key)
 
     def body(i, carry):
       state, sums = carry
-      state, results = step(state, jax.random.fold_in(key, i))
+      state, results = one_step(state, jax.random.fold_in(key, i))
       return state, jax.tree.map(jnp.add, sums, results)
 
-    sums = _zeros(jax.eval_shape(step, state, key)[1])
     # The number of steps is data: it is 0 until the replay has enough transitions.
-    return lax.fori_loop(0, count, body, (state, sums))
+    return lax.fori_loop(0, count, body, (state, _zeros(shapes)))
 
   return steps
 

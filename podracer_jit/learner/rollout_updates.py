@@ -16,6 +16,7 @@ from podracer_jit.losses.objective import Objective
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.islands import island
+from podracer_jit.numerics.tracing import traced
 from podracer_jit.types import Metrics, Params, Rollout, TrainState
 
 
@@ -110,10 +111,12 @@ def make_group_gradients(objective: Objective, sizes: Sizes, groups: Groups) -> 
 
 def _sum_in_order(function: Callable, xs: jax.Array) -> Any:
   """Returns the sum of function(x) over the rows x of `xs`, added from the first to the last."""
+  function, shapes = traced(function, xs[0])
+
   def add(total, x):
     return jax.tree.map(jnp.add, total, function(x)), None
 
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(function, xs[0]))
+  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
   return lax.scan(add, zeros, xs)[0]
 
 
@@ -423,7 +426,7 @@ def make_fused(rollout, learn, calls: int):
     Returns:
       The train state, the actor's state, the number of updates [] i32, and metrics [calls, ...].
     """
-    shapes = jax.eval_shape(once, state, actor_state)[2]
+    make_one, (_, _, shapes) = traced(once, state, actor_state)
     # A while_loop cannot stack results, so metrics are written into arrays allocated before it.
     buffers = jax.tree.map(lambda s: jnp.zeros((calls, *s.shape), s.dtype), shapes)
 
@@ -433,7 +436,7 @@ def make_fused(rollout, learn, calls: int):
 
     def body(carry):
       state, actor_state, count, buffers = carry
-      state, actor_state, metrics = once(state, actor_state)
+      state, actor_state, metrics = make_one(state, actor_state)
       buffers = jax.tree.map(
           lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, count, 0), buffers, metrics)
       return state, actor_state, count + 1, buffers

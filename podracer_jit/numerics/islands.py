@@ -36,9 +36,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from podracer_jit.numerics.common_subexpressions import without_duplicates
+from podracer_jit.numerics.tracing import traced
 
 # Prefix of the scopes that name islands in compiled programs.
 PREFIX = 'island_'
@@ -80,12 +80,7 @@ def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], C
     @functools.wraps(function)
     def isolated(*args: Any) -> Any:
       args = lax.optimization_barrier(args)
-      closed, shapes = jax.make_jaxpr(named, return_shape=True)(*args)
-      computed = jaxpr_as_fun(without_duplicates(closed))
-      treedef = jax.tree.structure(shapes)
-
-      def simplified(*args: Any) -> Any:
-        return jax.tree.unflatten(treedef, computed(*jax.tree.leaves(args)))
+      simplified, shapes = traced(named, *args, simplify=without_duplicates)
 
       def zeros(*args: Any) -> Any:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
