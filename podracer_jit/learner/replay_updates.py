@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -15,7 +15,7 @@ from podracer_jit.learner import rollout_updates
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.islands import island
-from podracer_jit.numerics.tracing import traced
+from podracer_jit.numerics.tracing import traced, zeros
 from podracer_jit.replay import buffer
 from podracer_jit.types import Experience, Metrics, Params, Target, TrainState, Transition
 
@@ -119,7 +119,7 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
       sums, error = gradient(microbatch)
       return jax.tree.map(jnp.add, total, sums), error
 
-    total, error = lax.scan(add, _zeros(shapes), microbatches)
+    total, error = lax.scan(add, zeros(shapes), microbatches)
     return total, error.reshape(-1)
 
   @island('sampled_age')
@@ -165,14 +165,9 @@ def make_steps(loss: Loss, memory: buffer.Replay, update: Callable, sizes: Sizes
       return state, jax.tree.map(jnp.add, sums, results)
 
     # The number of steps is data: it is 0 until the replay has enough transitions.
-    return lax.fori_loop(0, count, body, (state, _zeros(shapes)))
+    return lax.fori_loop(0, count, body, (state, zeros(shapes)))
 
   return steps
-
-
-def _zeros(shapes: Any) -> Any:
-  """Returns zeros of these shapes and types."""
-  return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def _key(state: TrainState, stream: int) -> jax.Array:

@@ -16,7 +16,7 @@ from podracer_jit.losses.objective import Objective
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.islands import island
-from podracer_jit.numerics.tracing import traced
+from podracer_jit.numerics.tracing import traced, zeros
 from podracer_jit.types import Metrics, Params, Rollout, TrainState
 
 
@@ -116,8 +116,7 @@ def _sum_in_order(function: Callable, xs: jax.Array) -> Any:
   def add(total, x):
     return jax.tree.map(jnp.add, total, function(x)), None
 
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  return lax.scan(add, zeros, xs)[0]
+  return lax.scan(add, zeros(shapes), xs)[0]
 
 
 def make_gradient(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact: bool = True

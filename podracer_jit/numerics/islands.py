@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from podracer_jit.numerics.common_subexpressions import without_duplicates
-from podracer_jit.numerics.tracing import traced
+from podracer_jit.numerics.tracing import traced, zeros
 
 # Prefix of the scopes that name islands in compiled programs.
 PREFIX = 'island_'
@@ -82,12 +82,12 @@ def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], C
       args = lax.optimization_barrier(args)
       simplified, shapes = traced(named, *args, simplify=without_duplicates)
 
-      def zeros(*args: Any) -> Any:
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+      def nothing(*args: Any) -> Any:
+        return zeros(shapes)
 
       # The platform is chosen when the program is lowered, so it contains one variant only.
       results = lax.platform_dependent(
-          *args, cpu=functools.partial(_in_a_branch, simplified, skipped or zeros),
+          *args, cpu=functools.partial(_in_a_branch, simplified, skipped or nothing),
           default=simplified)
       results = lax.optimization_barrier(results)
       for observer in _observers:

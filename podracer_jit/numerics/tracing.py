@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 
@@ -35,3 +36,8 @@ def traced(function: Callable, *args: Any,
     return jax.tree.unflatten(treedef, compute(*jax.tree.leaves(args)))
 
   return computed, shapes
+
+
+def zeros(shapes: Any) -> Any:
+  """Returns a pytree of zeros of these shapes and types."""
+  return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

@@ -194,6 +194,18 @@ def test_orthogonal_weights_equal_those_of_lapacks_qr(shape):
   np.testing.assert_allclose(gram, 2.25 * np.eye(len(gram)), atol=1e-5)
 
 
+def test_an_orthogonal_initializer_is_traced_once_for_each_shape(monkeypatch):
+  """flax asks it for the shape of a weight at each use of the weight."""
+  calls = []
+  normal = jax.random.normal
+  monkeypatch.setattr(jax.random, 'normal', lambda *args: calls.append(args) or normal(*args))
+  for shape in ((5, 7), (5, 7), (7, 5), (5, 7)):
+    # No network has this scale.
+    jax.eval_shape(lambda key, shape=shape: networks.orthogonal(0.123)(key, shape),
+                   jax.random.key(0))
+  assert len(calls) == 2
+
+
 def test_a_fixup_block_is_the_identity_at_first_and_its_first_kernel_is_small():
   x = np.random.default_rng(0).normal(size=(2, 9, 9, 32)).astype(np.float32)
   block = networks.FixupBlock(branches=6)
