@@ -28,7 +28,6 @@ def check(row, line, capacity):
   assert row['capacity'] == row['stored'] == capacity
   for name, value in row.items():
     assert name == 'device' or value > 0, name
-  assert row['share'] < 1.5  # parts and whole step are timed in different runs
   assert row['share'] == pytest.approx((row['sample_ms'] + row['update_ms']) / row['step_ms'])
   assert row['bytes_per_transition'] == row['replay_bytes'] / capacity
   assert row['peak_bytes'] >= row['before_bytes']
