@@ -25,7 +25,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-  if config.getoption('--compile-soon'):
+  if config.getoption('--compile-soon', False):
     os.environ['XLA_FLAGS'] = f'{COMPILED_SOON} {os.environ.get("XLA_FLAGS", "")}'
   config.addinivalue_line('filterwarnings', 'ignore:::gymnasium')
   # Tests share compiled programs through a folder of this run of pytest, also between the workers
