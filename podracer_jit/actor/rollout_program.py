@@ -47,9 +47,10 @@ class RolloutProgram:
     """
     device = _device_of(args)
     kept = {} if kept is None else kept
-    key = (key, device, len(self.vector_envs), donate, *map(_kind_of, jax.tree.leaves(args)))
+    key = (key, len(self.vector_envs), donate, *map(_kind_of, jax.tree.leaves(args)))
     jitted = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings)
     if all(getattr(env, 'is_function', False) for env in self.vector_envs):
+      key = (*key, device)  # unlike a stored program, it cannot be loaded for another device
       if key not in kept:
         kept[key] = jitted.lower(*args).compile()
       self._program = kept[key]

@@ -1,9 +1,9 @@
-"""Compiled programs as bytes in which the addresses of simulators can be exchanged.
+"""Compiled programs as bytes in which the device and the addresses of simulators can be exchanged.
 
 A program that calls a simulator contains the simulator's address, so it is of no use to another
 simulator. Here it is stored as bytes, and loaded with the addresses of other simulators in their
-place. That takes milliseconds instead of the seconds of a compilation. The bytes also go to the
-folder of JAX's compilation cache, for later processes.
+place, for its device or another one. That takes milliseconds instead of the seconds of a
+compilation. The bytes also go to the folder of JAX's compilation cache, for later processes.
 
 JAX's own cache cannot do this: a program that it has loaded cannot be serialized again (it fails
 when it is called, jaxlib 0.10.2).
@@ -16,8 +16,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import io
 import math
 import os
+import pickle
 import re
 import tempfile
 import time
@@ -27,6 +29,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
+from jax.extend.backend import get_compile_options
 
 # In the names of calls of Python (`jax.debug.print`, `io_callback`), whose addresses are unknown.
 _CALLS_PYTHON = 'python_cpu_callback'
@@ -35,6 +38,30 @@ _CALLS_PYTHON = 'python_cpu_callback'
 def is_supported(device: jax.Device) -> bool:
   """Returns whether addresses can be exchanged in programs for a device."""
   return device.platform == 'cpu'
+
+
+class _Unpickler(pickle.Unpickler):
+  """Reads a serialized program for a device, whichever device it was compiled for.
+
+  The one of `serialize_executable.deserialize_and_load` knows only the device of the compilation.
+  """
+
+  def __init__(self, content: bytes, device: jax.Device):
+    super().__init__(io.BytesIO(content))
+    self._device = device
+
+  def persistent_load(self, pid: tuple[Any, ...]) -> Any:
+    """Returns what stands for an object that is not pickled itself: its kind and a value."""
+    match pid:
+      case 'device', _:
+        return self._device
+      case 'client',:
+        return self._device.client
+      case 'exec', executable:
+        options = get_compile_options(num_replicas=1, num_partitions=1,
+                                      device_assignment=[[self._device.id]])
+        return self._device.client.deserialize_executable(executable, [self._device], options)
+    raise pickle.UnpicklingError(f'unknown kind of object in a program: {pid[0]}')
 
 
 class StoredProgram(NamedTuple):
@@ -55,14 +82,15 @@ class StoredProgram(NamedTuple):
 
     Args:
       addresses: of simulators 0, 1, ...; they must fit (`fits`).
-      device: that the program was compiled for.
+      device: to run it on, of the kind that it was compiled for.
     """
     new_texts = {str(old).encode(): str(new).zfill(len(str(old))).encode()
                  for old, new in zip(self.addresses, addresses, strict=True)}
     # In one pass, since a new simulator may have the old address of another one.
     content = _pattern(self.addresses).sub(lambda match: new_texts[match[0]], self.content)
-    return serialize_executable.deserialize_and_load(
-        content, self.in_tree, self.out_tree, device.client, [device])
+    unloaded, args_info, no_kwargs = _Unpickler(content, device).load()
+    return jax.stages.Compiled(unloaded.load(), [], self.in_tree.unflatten(args_info),
+                               self.out_tree, no_kwargs=no_kwargs)
 
 
 def compile_or_read(lowered: jax.stages.Lowered, addresses: Sequence[int], device: jax.Device
@@ -154,7 +182,7 @@ def _file(text: str, lowered: jax.stages.Lowered, addresses: Sequence[int], devi
   without_addresses = _pattern(addresses).sub(lambda match: numbers[match[0]], text.encode())
   # All that the result of the compiler depends on. The folder itself is for one kind of processor.
   # XLA splits some loops over as many threads as there are cores and threads of its pool.
-  parts = (without_addresses, lowered.args_info, lowered.out_tree, device.id, device.device_kind,
+  parts = (without_addresses, lowered.args_info, lowered.out_tree, device.device_kind,
            jax.__version__, importlib.metadata.version('jaxlib'), os.environ.get('XLA_FLAGS'),
            len(os.sched_getaffinity(0)), os.environ.get('NPROC'))
   name = hashlib.sha256('\n'.join(map(str, parts)).encode()).hexdigest()

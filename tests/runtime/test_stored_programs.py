@@ -51,13 +51,14 @@ def compilations(names):
   return [name for name in names if name[0] == 'backend_compile_duration']
 
 
-def play(*pools, kept=None, observe=lambda obs: None):
+def play(*pools, kept=None, observe=lambda obs: None, device=0):
   """Returns the observations after a step of pools of CartPole, whose seeds are given.
 
   Args:
     *pools: the seeds of each pool.
     kept: see `RolloutProgram.load`.
     observe: called with the traced observations of each pool.
+    device: number of the device that the program runs on.
   """
   program = RolloutProgram([make_vector_env('CartPole-v1', {}, seeds) for seeds in pools])
   envs = program.vector_envs
@@ -72,8 +73,10 @@ def play(*pools, kept=None, observe=lambda obs: None):
     return token, observations
 
   with contextlib.closing(program):
-    token = jax.device_put(envs[0].handle, jax.devices()[0])
-    return jax.tree.map(np.array, program.load(step, (token,), (), kept=kept)(token)[1])
+    token = jax.device_put(envs[0].handle, jax.devices()[device])
+    observations = program.load(step, (token,), (), kept=kept)(token)[1]
+    assert all(obs.devices() == {jax.devices()[device]} for obs in observations)
+    return jax.tree.map(np.array, observations)
 
 
 def expected(seeds):
@@ -95,6 +98,25 @@ def test_a_kept_program_plays_other_pools():
   assert not compilations(names) and 'jaxpr_trace_duration' not in dict(names)
 
 
+@pytest.mark.parametrize('first, second', [(0, 3), (3, 0), (2, 3)])
+def test_a_kept_program_plays_on_another_device(first, second):
+  kept = {}
+  assert_array_equal(play([1, 2], kept=kept, device=first), [expected([1, 2])])
+  with events() as names:
+    assert_array_equal(play([3, 4], kept=kept, device=second), [expected([3, 4])])
+  assert not compilations(names) and 'jaxpr_trace_duration' not in dict(names)
+
+
+@pytest.mark.usefixtures('folder')  # empty, so that the program is compiled
+def test_actors_on_several_devices_compile_one_rollout():
+  config = changed(small(), scheme='cleanba', num_shards=4,
+                   placement__actor_devices=(3, 0, 2, 1), placement__learner_devices=(4,))
+  with events() as names:
+    run(None, updates=2, prepared_run=fresh(config))
+  assert [event for event, function in names if function and 'rollout' in function] == [
+      'jaxpr_trace_duration', 'jaxpr_to_mlir_module_duration', 'backend_compile_duration']
+
+
 def test_replaced_runs_keep_programs_of_their_own():
   """The key of a program has no number of steps, for example."""
   before = fresh(small())
@@ -108,6 +130,9 @@ def test_a_program_is_read_from_the_cache(folder):
   with events() as names:
     assert_array_equal(play([3, 4]), [expected([3, 4])])
   assert 'jaxpr_trace_duration' in dict(names)  # the listener works
+  assert not compilations(names)
+  with events() as names:
+    assert_array_equal(play([5, 6], device=1), [expected([5, 6])])
   assert not compilations(names)
   assert len(list(folder.iterdir())) == 1
   play([1, 2, 3])  # another program
