@@ -53,11 +53,11 @@ class _Unpickler(pickle.Unpickler):
   def persistent_load(self, pid: tuple[Any, ...]) -> Any:
     """Returns what stands for an object that is not pickled itself: its kind and a value."""
     match pid:
-      case 'device', _:
+      case ('device', _):
         return self._device
-      case 'client',:
+      case ('client',):
         return self._device.client
-      case 'exec', executable:
+      case ('exec', executable):
         options = get_compile_options(num_replicas=1, num_partitions=1,
                                       device_assignment=[[self._device.id]])
         return self._device.client.deserialize_executable(executable, [self._device], options)
