@@ -18,8 +18,7 @@ def run(*args):
 def atari(tmp_path_factory):
   path = tmp_path_factory.mktemp('figures') / 'figures.json'
   code, out, err = run('--config=configs/apex_dqn_atari.py:smoke', f'--json={path}',
-                       f'--capacities=2000,4000,{TOO_LARGE}', '--config.replay.batch_size=8',
-                       '--config.network.hidden=16')
+                       f'--capacities=1000,2000,{TOO_LARGE}')
   assert code == 0, err
   return json.loads(path.read_text()), out.splitlines()
 
@@ -51,7 +50,7 @@ def tree_bytes(leaves):
   return 4 * total
 
 
-def frames_bytes(capacity, envs=8, n_step=3, stack=4):
+def frames_bytes(capacity, envs=4, n_step=3, stack=4):
   """Returns the bytes of a ring of frames.
 
   A row has a frame, `fresh`, an action, a reward and two ends for each environment, and a time.
@@ -74,10 +73,10 @@ def slots_bytes(capacity, envs=16, unroll=16, n_step=5, obs=24, action=6):
 
 def test_every_capacity_of_frames_has_its_row(atari):
   rows, lines = atari
-  for row, line, capacity in zip(rows, lines[2:], (2000, 4000), strict=False):
+  for row, line, capacity in zip(rows, lines[2:], (1000, 2000), strict=False):
     check(row, line, capacity)
     assert row['replay_bytes'] == frames_bytes(capacity)
-  assert 'Pong-v5, dqn: 8 environments x 50 rows at once, batches of 8,' in lines[0]
+  assert 'Pong-v5, dqn: 4 environments x 10 rows at once, batches of 8,' in lines[0]
   assert len(rows) == 3 and len(lines) == 5
 
 
