@@ -18,7 +18,7 @@ def run(*args):
 def atari(tmp_path_factory):
   path = tmp_path_factory.mktemp('figures') / 'figures.json'
   code, out, err = run('--config=configs/apex_dqn_atari.py:smoke', f'--json={path}',
-                       f'--capacities=1000,2000,{TOO_LARGE}')
+                       f'--capacities=1000,2000,{TOO_LARGE}', '--config.network.hidden=16')
   assert code == 0, err
   return json.loads(path.read_text()), out.splitlines()
 
