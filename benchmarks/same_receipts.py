@@ -69,14 +69,12 @@ CASES = (
     Case('nature-84', 'impala_atari.py:smoke,nature_cnn', ('env.task=Pong-v5', 'scheme=fused',
                                                            'num_shards=2')),
     Case('ppo-atari', 'ppo_atari.py:smoke', SMALL_FRAMES),
-    Case('pong-laptop', 'pong_laptop.py:smoke', ('total_steps=9000', 'unroll_length=32')),
+    Case('pong-laptop', 'pong_laptop.py:smoke', ('total_steps=2000',)),
     Case('plain-reduce', 'impala_catch.py:smoke', ('exact_reduce=False', *TWO_DEVICES)),
     Case('dqn-lockstep', 'apex_dqn_catch.py:smoke'),
-    Case('dqn-atari-two-devices', 'apex_dqn_pong_laptop.py:smoke', ('total_steps=3000',)),
-    Case('dpg-prioritised', 'apex_dpg_walker_walk.py:smoke', (
-        'replay.capacity=4096', 'replay.min_size=1024', 'replay.gradient_steps=4', *TWO_DEVICES)),
-    Case('dpg-fused', 'apex_dpg_cartpole_swingup.py:smoke', (
-        'scheme=fused', 'replay.min_size=1024', 'replay.gradient_steps=4')),
+    Case('dqn-atari-two-devices', 'apex_dqn_pong_laptop.py:smoke'),
+    Case('dpg-prioritised', 'apex_dpg_walker_walk.py:smoke', TWO_DEVICES),
+    Case('dpg-fused', 'apex_dpg_cartpole_swingup.py:smoke', ('scheme=fused',)),
     Case('apex', 'apex_dqn_catch.py:smoke', ('scheme=apex',), only_first=True),
     Case('segments', 'impala_catch.py:smoke', ('checkpoint.every_updates=3',)),
     Case('replay-segments', 'apex_dqn_catch.py:smoke', ('checkpoint.every_updates=12',)),

@@ -14,16 +14,6 @@ def run(*args):
   return process.returncode, process.stdout, process.stderr
 
 
-@pytest.fixture(scope='module')
-def atari(tmp_path_factory):
-  path = tmp_path_factory.mktemp('figures') / 'figures.json'
-  code, out, err = run('--config=configs/apex_dqn_atari.py:smoke', f'--json={path}',
-                       f'--capacities=2000,4000,{TOO_LARGE}', '--config.replay.batch_size=8',
-                       '--config.network.hidden=16')
-  assert code == 0, err
-  return json.loads(path.read_text()), out.splitlines()
-
-
 def check(row, line, capacity):
   assert row['capacity'] == row['stored'] == capacity
   for name, value in row.items():
@@ -51,7 +41,7 @@ def tree_bytes(leaves):
   return 4 * total
 
 
-def frames_bytes(capacity, envs=8, n_step=3, stack=4):
+def frames_bytes(capacity, envs=4, n_step=3, stack=4):
   """Returns the bytes of a ring of frames.
 
   A row has a frame, `fresh`, an action, a reward and two ends for each environment, and a time.
@@ -72,24 +62,26 @@ def slots_bytes(capacity, envs=16, unroll=16, n_step=5, obs=24, action=6):
   return ring + slots * (transition + 4) + 2 * tree_bytes(slots) + 4 * 4
 
 
-def test_every_capacity_of_frames_has_its_row(atari):
-  rows, lines = atari
-  for row, line, capacity in zip(rows, lines[2:], (2000, 4000), strict=False):
+def test_every_capacity_of_frames_has_its_row(tmp_path):
+  path = tmp_path / 'figures.json'
+  code, out, err = run('--config=configs/apex_dqn_atari.py:smoke', f'--json={path}',
+                       f'--capacities=1000,2000,{TOO_LARGE}', '--config.network.hidden=16')
+  assert code == 0, err
+  rows = json.loads(path.read_text())
+  lines = out.splitlines()
+  for row, line, capacity in zip(rows, lines[2:], (1000, 2000), strict=False):
     check(row, line, capacity)
     assert row['replay_bytes'] == frames_bytes(capacity)
-  assert 'Pong-v5, dqn: 8 environments x 50 rows at once, batches of 8,' in lines[0]
+  assert 'Pong-v5, dqn: 4 environments x 10 rows at once, batches of 8,' in lines[0]
   assert len(rows) == 3 and len(lines) == 5
 
-
-def test_no_program_copies_the_ring(atari):
-  (small, large, _), _ = atari
+  # No program copies the ring.
+  small, large, skipped = rows
   grown = large['replay_bytes'] - small['replay_bytes']
   assert large['temporary_bytes'] - small['temporary_bytes'] < grown / 20
 
-
-def test_a_capacity_that_does_not_fit_is_skipped(atari):
-  rows, lines = atari
-  assert rows[2]['capacity'] == TOO_LARGE and set(rows[2]) == {'capacity', 'skipped'}
+  # A capacity that does not fit is skipped.
+  assert skipped['capacity'] == TOO_LARGE and set(skipped) == {'capacity', 'skipped'}
   assert f'{TOO_LARGE:,}  skipped: does not fit' in lines[4]
   assert f'takes {frames_bytes(TOO_LARGE) / 1e6:,.1f} MB' in lines[4]
 

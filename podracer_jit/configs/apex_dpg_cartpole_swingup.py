@@ -8,7 +8,7 @@ from podracer_jit.configs import apex_dpg_walker_walk
 
 
 def get_config(arg: str = ''):
-  """Returns the config; with the argument `smoke` a run has a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few small updates only."""
   config = apex_dpg_walker_walk.get_config(arg)
   config.env.task = 'CartpoleSwingup-v1'
   if 'smoke' not in experiment.arguments(arg, 'smoke'):

@@ -7,7 +7,7 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """Returns the config; with the argument `smoke` a run has a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few small updates only."""
   config = experiment.config('dpg', 'deterministic', 'adam', scheme='apex')
   config.total_steps = 1_000_000_000
   config.unroll_length = 50  # rows that an actor sends at once
@@ -35,8 +35,10 @@ def get_config(arg: str = ''):
   config.checkpoint.every_updates = 10_000
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):
+    config.total_steps = 800
     config.env.num_envs = 8
-    config.replay.capacity = 5_000
-    config.replay.min_size = 1_000
-    config.total_steps = 5_000
+    config.unroll_length = 10
+    config.replay.capacity = 400
+    config.replay.min_size = 160
+    config.replay.batch_size = 32
   return config

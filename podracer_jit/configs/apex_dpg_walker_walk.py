@@ -10,7 +10,7 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """Returns the config; with the argument `smoke` a run has a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few small updates only."""
   config = experiment.config('dpg', 'deterministic', 'adam', scheme='apex_lockstep')
   config.total_steps = 1_000_000
   config.unroll_length = 16
@@ -37,5 +37,8 @@ def get_config(arg: str = ''):
   config.placement.xla_threads = 2  # more threads than cores are slower
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):
-    config.total_steps = 10_000
+    config.total_steps = 2_000
+    config.replay.capacity = 1_000
+    config.replay.min_size = 500
+    config.replay.batch_size = 32
   return config

@@ -10,7 +10,7 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """Returns the config; with `smoke` a run has a few updates only, and a small replay."""
+  """Returns the config; with `smoke` a run has a few small updates only, and a small replay."""
   config = experiment.config('dqn', 'nature_cnn', 'centred_rmsprop', scheme='apex')
   config.total_steps = 2_000_000_000  # 8 of the paper's 22.8 billion frames
   config.unroll_length = 50  # rows that an actor sends at once
@@ -37,9 +37,12 @@ def get_config(arg: str = ''):
   config.checkpoint.every_updates = 5_000
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):
-    config.env.num_envs = 8
-    config.replay.capacity = 2_000
-    config.replay.min_size = 400
-    config.replay.batch_size = 32
-    config.total_steps = 2_000
+    config.total_steps = 320
+    config.env.num_envs = 4
+    config.unroll_length = 10
+    config.network.hidden = 64
+    config.loss.target_every = 25
+    config.replay.capacity = 200
+    config.replay.min_size = 80
+    config.replay.batch_size = 8
   return config

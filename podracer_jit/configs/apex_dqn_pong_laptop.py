@@ -11,7 +11,7 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """Returns the config; with `smoke` a run has a few updates only, and a small replay."""
+  """Returns the config; with `smoke` a run has a few small updates only, and a small replay."""
   config = experiment.config('dqn', 'nature_cnn', 'adam', scheme='apex_lockstep')
   config.total_steps = 2_000_000
   config.unroll_length = 16
@@ -48,7 +48,11 @@ def get_config(arg: str = ''):
   config.checkpoint.every_updates = 500
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):
-    config.total_steps = 5_000
-    config.replay.capacity = 5_000
-    config.replay.min_size = 1_000
+    config.total_steps = 640
+    config.env.num_envs = 4
+    config.microbatch_rows = 8
+    config.loss.target_every = 25
+    config.replay.capacity = 256
+    config.replay.min_size = 128
+    config.replay.batch_size = 32
   return config

@@ -50,8 +50,8 @@ def get_config(arg: str = ''):
   config.checkpoint.every_updates = 2_000  # 5M steps
 
   if 'smoke' in args:
-    config.total_steps = 200
-    config.env.num_envs = 16
-    config.unroll_length = 5
+    config.total_steps = 72
+    config.env.num_envs = 8
+    config.unroll_length = 3
     config.num_grad_shards = 2
   return config

@@ -11,7 +11,7 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """Returns the config; with the argument `smoke` a run has a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few small updates only."""
   config = experiment.config('ppo', 'nature_cnn', 'adam', scheme='sync')
   config.total_steps = 2_000_000
   config.unroll_length = 128
@@ -45,5 +45,8 @@ def get_config(arg: str = ''):
   config.checkpoint.every_updates = 200
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):
-    config.total_steps = 5_000
+    config.total_steps = 384
+    config.env.num_envs = 4
+    config.unroll_length = 32
+    config.microbatch_rows = 4
   return config

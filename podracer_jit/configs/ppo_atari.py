@@ -48,8 +48,10 @@ def get_config(arg: str = ''):
   config.checkpoint.every_updates = 300  # 5M steps
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):
-    config.total_steps = 500
-    config.env.num_envs = 16
-    config.unroll_length = 16
+    config.total_steps = 192
+    config.env.num_envs = 8
+    config.unroll_length = 8
+    config.network.hidden = 64
     config.num_grad_shards = 2
+    config.microbatch_rows = 4
   return config

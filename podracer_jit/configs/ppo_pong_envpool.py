@@ -9,7 +9,7 @@ from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """Returns the config; with the argument `smoke` a run has a few updates only."""
+  """Returns the config; with the argument `smoke` a run has a few small updates only."""
   config = experiment.config('ppo', 'nature_cnn', 'adam', scheme='sync')
   config.env.task = 'Pong-v5'
   config.env.num_envs = 64
@@ -30,7 +30,9 @@ def get_config(arg: str = ''):
   config.optimizer.max_grad_norm = 1.13
   config.checkpoint.every_updates = 200
   if 'smoke' in experiment.arguments(arg, 'smoke'):
-    config.total_steps = 200
-    config.env.num_envs = 16
+    config.total_steps = 192
+    config.env.num_envs = 8
     config.unroll_length = 8
+    config.network.hidden = 64
+    config.microbatch_rows = 4
   return config
