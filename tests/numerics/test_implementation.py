@@ -10,7 +10,7 @@ from podracer_jit.numerics import convolution, deterministic
 from tests.numerics.test_convolution import normal
 from tests.runs import on_mesh
 
-pytestmark = pytest.mark.implementation
+pytestmark = [pytest.mark.implementation, pytest.mark.as_shipped]
 
 
 def test_only_programs_for_cpus_have_chunks(monkeypatch):

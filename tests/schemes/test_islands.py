@@ -9,7 +9,7 @@ from benchmarks.compiled import islands, recorded
 from tests.runs import changed, fresh, run, small
 from tests.schemes import test_apex
 
-pytestmark = pytest.mark.implementation
+pytestmark = [pytest.mark.implementation, pytest.mark.as_shipped]
 
 TWO = dict(num_shards=2, num_grad_shards=2)
 SPLIT = dict(placement__actor_devices=(0, 1), placement__learner_devices=(0, 1))
