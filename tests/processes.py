@@ -79,6 +79,28 @@ def run(command, timeout=300, **kwargs):
   return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
+def together(count, *args, timeout=300):
+  """Runs one training as several processes, each with the flags `args`; returns what each did.
+
+  `podracer_jit launch` does the same with processes that import everything anew. Tests that are not
+  about `launch` use this function.
+  """
+  with socket.socket() as reserved:  # bound until the end, so that nobody else gets the port
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(('127.0.0.1', 0))
+    flags = ['--distributed', f'--coordinator_address=127.0.0.1:{reserved.getsockname()[1]}',
+             f'--num_processes={count}']
+    processes = [Popen(command(*args, *flags, f'--process_id={i}'), stdout=subprocess.PIPE,
+                       stderr=subprocess.STDOUT, text=True) for i in range(count)]
+    try:
+      outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+      for process in processes:
+        process.kill()
+  return [subprocess.CompletedProcess(process.args, process.returncode, output)
+          for process, output in zip(processes, outputs, strict=True)]
+
+
 def command(*args):
   """Returns the command line of `podracer_jit ARGS`, with this Python."""
   return [sys.executable, '-P', '-m', 'podracer_jit', *map(str, args)]

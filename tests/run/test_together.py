@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from podracer_jit.run import checkpoint, workdirs
+from podracer_jit.run import checkpoint, deep, workdirs
 from podracer_jit.run.commands import compare, launch, rerun
 from podracer_jit.run.resolve import resolve
 from tests import processes
@@ -96,8 +96,8 @@ def test_two_processes_with_a_replay_make_the_same_bits_as_one(tmp_path):
   of_two = tmp_path / 'two'
   result = train(of_one, experiment=apex)
   assert result.returncode == 0, result.stderr
-  out, _ = start(of_two, experiment=apex).communicate(timeout=300)
-  assert 'finished at update' in out, out
+  results = processes.together(2, *apex, f'--workdir={of_two}')
+  assert 'finished at update' in results[0].stdout, results
   result = verb('compare', of_one, of_two)
   assert 'identical: ' in result.stdout and 'round differently' not in result.stdout
   result = verb('rerun', f'--workdir={of_two}', '--update=20')
@@ -282,17 +282,34 @@ def test_compare_names_the_first_difference(uninterrupted, tmp_path, change, mes
   assert result.returncode == ('differ at' in result.stdout)
 
 
+def remade(workdir, update):
+  """Returns the arrays of an update, remade by the process that `compare --deep` starts."""
+  file = workdir / 'remade.npz'
+  done = processes.run([sys.executable, '-P', '-m', 'podracer_jit.run.remake', workdir, update,
+                        file])
+  assert done.returncode == 0, done.stderr
+  return np.load(file)
+
+
+@pytest.fixture(scope='module')
+def first_update(uninterrupted, tmp_path_factory):
+  """The arrays of the first update of `uninterrupted`."""
+  workdir = tmp_path_factory.mktemp('copy') / 'run'
+  shutil.copytree(uninterrupted, workdir)
+  return remade(workdir, 1)
+
+
 @pytest.mark.parametrize('change, stage', [
     ('--config.optimizer.learning_rate=0.5', 'gradient step 1: parameters'),
     ('--config.loss.baseline_coef=0.25', 'gradient step 1: gradient'),
     ('--config.seed=2', 'state before the update')])
-def test_a_deep_comparison_names_the_first_array(change, stage, uninterrupted, tmp_path):
+def test_a_deep_comparison_names_the_first_array(change, stage, first_update, tmp_path):
+  """`compare --deep` remakes the update of both runs; here they share that of the first run."""
   train(tmp_path, '--config.total_steps=1000', change)
-  result = verb('compare', '--deep', uninterrupted, tmp_path)
-  assert result.returncode == 1, result.stderr
-  assert f'\nthe first to differ: {stage}\n' in result.stdout
-  assert re.search(r'\n  params/\S+: [\d,]+ of [\d,]+ numbers differ, by at most [\d,]+ units in '
-                   'the last place\n', result.stdout)
+  first, *arrays = deep.first_stage(first_update, remade(tmp_path, 1))
+  assert first == f'the first to differ: {stage}'
+  assert re.fullmatch(r'  params/\S+: [\d,]+ of [\d,]+ numbers differ, by at most [\d,]+ units in '
+                      'the last place', arrays[0])
 
 
 def test_a_comparison_with_a_closed_output_reports_its_result(uninterrupted):
