@@ -6,6 +6,7 @@ happens at start-up, or of other environment variables, start Python itself.
 """
 
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -79,8 +80,9 @@ def run(command, timeout=300, **kwargs):
   return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
-def together(count, *args, timeout=300):
-  """Runs one training as several processes, each with the flags `args`; returns what each did.
+@contextlib.contextmanager
+def start_together(count, *args):
+  """Starts one training as several processes, each with the flags `args`; kills them at the end.
 
   `podracer_jit launch` does the same with processes that import everything anew. Tests that are not
   about `launch` use this function.
@@ -93,10 +95,17 @@ def together(count, *args, timeout=300):
     processes = [Popen(command(*args, *flags, f'--process_id={i}'), stdout=subprocess.PIPE,
                        stderr=subprocess.STDOUT, text=True) for i in range(count)]
     try:
-      outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+      yield processes
     finally:
       for process in processes:
         process.kill()
+        process.stdout.close()
+
+
+def together(count, *args, timeout=300):
+  """Runs one training as several processes; returns what `subprocess.run` would for each."""
+  with start_together(count, *args) as processes:
+    outputs = [process.communicate(timeout=timeout)[0] for process in processes]
   return [subprocess.CompletedProcess(process.args, process.returncode, output)
           for process, output in zip(processes, outputs, strict=True)]
 
