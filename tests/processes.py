@@ -6,6 +6,7 @@ happens at start-up, or of other environment variables, start Python itself.
 """
 
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -77,6 +78,36 @@ def run(command, timeout=300, **kwargs):
       process.kill()
       raise
   return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+@contextlib.contextmanager
+def start_together(count, *args):
+  """Starts one training as several processes, each with the flags `args`; kills them at the end.
+
+  `podracer_jit launch` does the same with processes that import everything anew. Tests that are not
+  about `launch` use this function.
+  """
+  with socket.socket() as reserved:  # bound until the end, so that nobody else gets the port
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(('127.0.0.1', 0))
+    flags = ['--distributed', f'--coordinator_address=127.0.0.1:{reserved.getsockname()[1]}',
+             f'--num_processes={count}']
+    processes = [Popen(command(*args, *flags, f'--process_id={i}'), stdout=subprocess.PIPE,
+                       stderr=subprocess.STDOUT, text=True) for i in range(count)]
+    try:
+      yield processes
+    finally:
+      for process in processes:
+        process.kill()
+        process.stdout.close()
+
+
+def together(count, *args, timeout=300):
+  """Runs one training as several processes; returns what `subprocess.run` would for each."""
+  with start_together(count, *args) as processes:
+    outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+  return [subprocess.CompletedProcess(process.args, process.returncode, output)
+          for process, output in zip(processes, outputs, strict=True)]
 
 
 def command(*args):

@@ -155,7 +155,7 @@ import json
 import podracer_jit as pj
 
 config = pj.load_config('ppo_cartpole:smoke')
-config.total_steps = 20_000
+config.total_steps = 13_000
 config.checkpoint.every_updates = 4
 ends = []
 

@@ -1,6 +1,7 @@
 """Runs that begin with another run's state, are extended, or change fields."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -13,14 +14,20 @@ import pytest
 
 from podracer_jit import experiment
 from podracer_jit.run import changes, checkpoint, history, workdirs
+from podracer_jit.run.commands import train
 from tests import processes
 from tests.processes import command
-from tests.runs import QUICK
+from tests.run.test_main import only_checks
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=False',
          '--config.checkpoint.every_updates=3', '--config.checkpoint.keep=9']
 CONSTANT = [*CATCH, '--config.optimizer.anneal=False']
-CARTPOLE = ['--config=configs/ppo_cartpole.py:smoke', '--config.log.tensorboard=False']
+CARTPOLE = ['--config=configs/ppo_cartpole.py:smoke', '--config.log.tensorboard=False',
+            '--config.optimizer.anneal=False']
+APEX = ['--config=configs/apex_dqn_catch.py:smoke', '--config.log.tensorboard=False',
+        '--config.scheme=apex_lockstep', '--config.checkpoint.every_updates=11',
+        '--config.checkpoint.keep=4',  # besides the checkpoint of update 0
+        '--config.total_steps=2500']
 STEPS = 576  # steps of an update of CATCH: 32 environments, 20 rows, every tenth row invalid
 
 
@@ -31,12 +38,11 @@ def binary(*args, code=0):
   return result.stdout + result.stderr
 
 
-def launched(count, *args, code=0):
-  """Runs the command as several processes; returns their output."""
-  result = subprocess.run(command('launch', '-n', count, '--', *args), capture_output=True,
-                          text=True, timeout=300, env=QUICK, check=False)
-  assert result.returncode == code, result.stdout + result.stderr
-  return result.stdout
+def together(*args, code=0):
+  """Runs the command as two processes; returns the output of each."""
+  results = processes.together(2, *args)
+  assert [result.returncode for result in results] == [code, code], results
+  return [result.stdout for result in results]
 
 
 def refused(*args):
@@ -147,7 +153,7 @@ def test_an_extended_run_equals_the_longer_run(extended, twelve):
 @pytest.mark.same_bits('extended within a segment, JAX environments', 'PPO: MLP (`sync`)')
 def test_a_run_with_jax_environments_can_be_extended_within_a_segment(tmp_path):
   args = [*CARTPOLE, '--config.env.task=gymnax:CartPole-v1', '--config.scheme=sync',
-          '--config.optimizer.anneal=False', '--config.checkpoint.every_updates=4']
+          '--config.checkpoint.every_updates=4']
   binary(*args, f'--workdir={tmp_path}/a')
   first_end = len(receipts(tmp_path / 'a'))
   binary(*args, f'--workdir={tmp_path}/a', '--config.total_steps=9000', '--extend')
@@ -163,7 +169,17 @@ def test_a_finished_run_tells_how_to_extend_it_and_changes_nothing(extended):
   assert (extended / 'config.json').read_text() == before
 
 
-def test_refusals_name_the_flag_that_allows_the_change(extended, six, tmp_path):
+def test_refusals_name_the_flag_that_allows_the_change(extended, six, tmp_path, capsys,
+                                                       monkeypatch):
+  """Runs the command in this process, since there are twenty refusals."""
+  monkeypatch.setattr(train.host, 'prepare_host', only_checks(train.host.prepare_host))
+
+  def refused(*args):
+    assert train.main(['podracer_jit', *args]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith('podracer_jit: ') and error.count('\n') == 1, error
+    return error
+
   workdir = f'--workdir={extended}'
   output = refused(*CONSTANT, updates(13), '--config.loss.entropy_coef=0.1', workdir)
   assert 'loss.entropy_coef: 0.01 there, 0.1 now: --change=loss.entropy_coef allows it' in output
@@ -245,28 +261,30 @@ def test_a_changed_rate_applies_from_its_update_on(faster, six, twelve):
 
 def test_a_deep_comparison_uses_the_configs_of_that_update(faster, twelve):
   output = binary('compare', '--deep', faster, twelve, code=1)
-  assert 'the first to differ: gradient step 1: parameters' in output
+  assert '\nthe first to differ: gradient step 1: parameters\n' in output
+  assert re.search(r'\n  params/\S+: [\d,]+ of [\d,]+ numbers differ, by at most [\d,]+ units in '
+                   'the last place\n', output)
 
 
 def test_a_run_killed_after_a_change_resumes_to_the_same_bits(six, tmp_path):
-  args = [*CONSTANT, updates(300), '--config.optimizer.learning_rate=0.01']
+  args = [*CONSTANT, updates(60), '--config.optimizer.learning_rate=0.01']
   flags = ['--extend', '--change=optimizer.learning_rate']
   killed = copied(six, tmp_path / 'killed')
   process = processes.Popen(command(*args, *flags, f'--workdir={killed}'),
                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-  while len((killed / 'metrics.jsonl').read_text().splitlines()) < 20:
+  while len((killed / 'metrics.jsonl').read_text().splitlines()) < 12:
     assert process.poll() is None
     time.sleep(0.01)
   process.send_signal(signal.SIGKILL)
   process.wait()
   done = max(int(path.name) for path in killed.glob('checkpoints/*') if path.name.isdigit())
-  assert done < 300
+  assert 9 <= done < 60
   # The changes are in config.json: the flags may be left out or given again.
   output = binary(*args, *flags[:1], f'--workdir={killed}')
   assert f'going on from update {done} ' in output and 'changed before' not in output
   uninterrupted = copied(six, tmp_path / 'uninterrupted')
   binary(*args, *flags, f'--workdir={uninterrupted}')
-  assert receipts(killed) == receipts(uninterrupted) and len(receipts(uninterrupted)) == 300
+  assert receipts(killed) == receipts(uninterrupted) and len(receipts(uninterrupted)) == 60
   assert headers(killed) == headers(uninterrupted)
 
 
@@ -282,18 +300,24 @@ def test_updates_before_a_change_are_repeated_with_their_own_config(faster, tmp_
   assert headers(tmp_path) == headers(faster)
 
 
-def test_a_field_that_does_not_fit_the_checkpoint_cannot_change(tmp_path):
+@pytest.fixture(scope='module')
+def with_replay(tmp_path_factory):
+  """A run of 22 updates with a replay."""
+  workdir = tmp_path_factory.mktemp('with_replay')
+  binary(*APEX, f'--workdir={workdir}')
+  return workdir
+
+
+def test_a_field_that_does_not_fit_the_checkpoint_cannot_change(with_replay):
   """Only the shapes of the state show that these fields cannot change."""
-  args = ['--config=configs/apex_dqn_catch.py:smoke', '--config.log.tensorboard=False',
-          f'--workdir={tmp_path}']
-  binary(*args)
-  before = (tmp_path / 'config.json').read_text()
+  args = [*APEX, f'--workdir={with_replay}']
+  before = (with_replay / 'config.json').read_text()
   output = refused(*args, '--config.replay.capacity=9984', '--change=replay.capacity')
   assert 'replay.capacity: cannot change in' in output and ' has the shape ' in output
   output = refused(*args, '--config.optimizer.anneal=False', '--config.optimizer.kl_target=0.0',
                  '--config.env.num_envs=32', '--change=optimizer.anneal')
   assert 'env.num_envs: 16 there, 32 now: it cannot change' in output
-  assert (tmp_path / 'config.json').read_text() == before
+  assert (with_replay / 'config.json').read_text() == before
 
 
 def test_a_run_begins_with_another_runs_parameters_and_moments(heir, six):
@@ -420,14 +444,10 @@ def test_another_optimizer_starts_fresh_unless_it_was_asked_for(cartpole, tmp_pa
   assert 'params/moments/' in output and 'is not here, only in' in output
 
 
-def test_init_from_with_the_replay(tmp_path):
-  args = ['--config=configs/apex_dqn_catch.py:smoke', '--config.log.tensorboard=False',
-          '--config.scheme=apex_lockstep', '--config.checkpoint.every_updates=11',
-          '--config.checkpoint.keep=4']  # besides the checkpoint of update 0
-  source = tmp_path / 'source'
+def test_init_from_with_the_replay(with_replay, tmp_path):
+  source = with_replay
   heir = tmp_path / 'heir'
-  binary(*args, f'--workdir={source}')
-  binary(*args, f'--workdir={heir}', f'--init_from={source}', '--init_parts=all')
+  binary(*APEX, f'--workdir={heir}', f'--init_from={source}', '--init_parts=all')
   last = newest(source)
   replays = [arrays(source, last, 'replay'), arrays(heir, 0, 'replay')]
   assert replays[0].keys() == replays[1].keys()
@@ -444,11 +464,11 @@ def test_init_from_with_the_replay(tmp_path):
   assert 0 < metric(source, 'sampled_age')[-1] < ages[0] < saved["['target']['gradient_steps']"] + 3
   for update in (2, 14):
     binary('rerun', f'--workdir={heir}', f'--update={update}')
-  output = refused(*args, f'--workdir={tmp_path}/x', f'--init_from={source}', '--init_parts=replay',
+  output = refused(*APEX, f'--workdir={tmp_path}/x', f'--init_from={source}', '--init_parts=replay',
                  '--config.replay.capacity=9984')
   assert '--init_parts: the replay does not fit: ' in output
   copy = tmp_path / 'copy'  # without the replay, the target network is copied without its counter
-  binary(*args, f'--workdir={copy}', f'--init_from={source}')
+  binary(*APEX, f'--workdir={copy}', f'--init_from={source}', '--config.total_steps=200')
   first = arrays(copy, 0)
   assert first["['target']['gradient_steps']"] == 0
   assert all((saved[name] == first[name]).all() for name in saved
@@ -478,16 +498,18 @@ def test_two_processes_can_init_extend_change_and_repeat(six, tmp_path):
   for args in ([updates(3), f'--init_from={six}'],
                [updates(6), '--extend', '--config.loss.entropy_coef=0.1',
                 '--change=loss.entropy_coef']):
-    launched(2, *shards, of_two, *args)
+    together(*shards, of_two, *args)
     binary(*shards, of_one, *args)
   assert len(receipts(tmp_path / 'two')) == 6
   assert binary('compare', tmp_path / 'one', tmp_path / 'two').startswith('identical: 6 updates')
-  launched(2, *shards, updates(6), '--config.loss.entropy_coef=0.1',
+  together(*shards, updates(6), '--config.loss.entropy_coef=0.1',
            f'--workdir={tmp_path}/three', f'--repeat={tmp_path}/one')
   assert receipts(tmp_path / 'three') == receipts(tmp_path / 'one')
-  output = launched(2, *shards, of_two, updates(6), code=2)
-  assert '[0] podracer_jit: ' in output and '--change=loss.entropy_coef allows it' in output
-  assert '[1] podracer_jit: process 0 refuses the workdir' in output
+  outputs = together(*shards, of_two, updates(6), code=2)
+  refusals = [output.splitlines()[-1] for output in outputs]
+  assert refusals[0].startswith('podracer_jit: ')
+  assert '--change=loss.entropy_coef allows it' in refusals[0]
+  assert refusals[1].startswith('podracer_jit: process 0 refuses the workdir')
 
 
 def test_a_history_gives_the_config_of_each_update():

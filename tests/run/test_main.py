@@ -123,7 +123,7 @@ def receipts(workdir):
 ])
 def test_bad_input_gives_one_line_and_exit_code_2(args, message, tmp_path, capsys, monkeypatch):
   """Runs the command in this process, since starting Python takes seconds."""
-  monkeypatch.setattr(train.host, 'prepare_host', _only_checks(train.host.prepare_host))
+  monkeypatch.setattr(train.host, 'prepare_host', only_checks(train.host.prepare_host))
   monkeypatch.setattr(session.memory, 'host_memory', lambda: 24 * 10**9)
   workdir = tmp_path / 'run'
   assert train.main(['podracer_jit', *args, *([f'--workdir={workdir}'] if args else [])]) == 2
@@ -133,7 +133,7 @@ def test_bad_input_gives_one_line_and_exit_code_2(args, message, tmp_path, capsy
   assert not workdir.exists()
 
 
-def _only_checks(real):
+def only_checks(real):
   """Returns prepare_host without its effects, since this process has started its backend."""
   def prepare(options):
     update = train.jax.config.update
@@ -168,7 +168,7 @@ def test_the_workdir_has_the_configs_name(args, path):
 
 
 def test_a_workdir_of_something_else_is_refused(tmp_path, capsys, monkeypatch):
-  monkeypatch.setattr(train.host, 'prepare_host', _only_checks(train.host.prepare_host))
+  monkeypatch.setattr(train.host, 'prepare_host', only_checks(train.host.prepare_host))
   (tmp_path / 'config.json').write_text('{"name": "a web page"}')
   assert train.main(['x', CATCH, f'--workdir={tmp_path}']) == 2
   assert 'config.json is not of a run of podracer_jit' in capsys.readouterr().err
@@ -190,7 +190,7 @@ def test_an_unwritable_workdir_is_refused(tmp_path):
 
 
 def test_a_workdir_that_cannot_be_created_is_reported_with_its_flag(capsys, monkeypatch):
-  monkeypatch.setattr(train.host, 'prepare_host', _only_checks(train.host.prepare_host))
+  monkeypatch.setattr(train.host, 'prepare_host', only_checks(train.host.prepare_host))
   assert train.main(['podracer_jit', CATCH, '--workdir=/proc/x']) == 2
   error = capsys.readouterr().err
   assert error == ('podracer_jit: --workdir: /proc/x cannot be written to: No such file or '
@@ -334,7 +334,7 @@ def test_a_finished_run_only_reports_that_it_is_finished(uninterrupted):
 
 def test_a_changed_config_is_refused_and_a_changed_placement_is_not(
     uninterrupted, capsys, monkeypatch):
-  monkeypatch.setattr(train.host, 'prepare_host', _only_checks(train.host.prepare_host))
+  monkeypatch.setattr(train.host, 'prepare_host', only_checks(train.host.prepare_host))
   args = ['podracer_jit', *RUNS['cleanba impala'], f'--workdir={uninterrupted("cleanba impala")}']
   assert train.main([*args, '--config.seed=2', '--config.loss.discount=0.9']) == 2
   error = capsys.readouterr().err
