@@ -168,7 +168,8 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       hint = '; to go on: --extend with a larger --config.total_steps'
     progress.finish(f'{"finished" if finished else "stopped"} at update {last_done} '
                     f'({int(state.steps):,} steps); {workdir} has it all{hint}')
-  return finished or not asked_to_stop()
+  # A signal to one process has stopped them all, so all have the exit code of a stop.
+  return finished or not stopped()
 
 
 def _repetition(experiment: Experiment) -> str:
