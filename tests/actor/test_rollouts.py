@@ -1,8 +1,6 @@
 """Real rollouts, compared row by row with EnvPool's Python API and plain bookkeeping."""
 
 import ctypes
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +16,7 @@ from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs, frames
 from podracer_jit.envs.seeds import env_seeds
+from tests import processes
 from tests.envs.test_envs import python_pool
 from tests.runs import by_rows
 
@@ -328,13 +327,14 @@ def test_an_actor_that_steps_in_python_stands_still_while_the_lock_is_held():
 # A RolloutProgram ends in a safe order, whatever happens.
 
 POOLS = """
-import contextlib, threading
+import contextlib, faulthandler, threading
 import jax
 from tests.actor.test_rollouts import Actor
 
 def make(steps=2000):  # long enough to be in flight for a while
   return Actor('CartPole-v1', [[1, 2, 3, 4]], steps)
 
+faulthandler.enable()
 for _ in range(3):  # closed while a call is in flight, and once more
   actor = make()
   actor.roll()
@@ -377,7 +377,5 @@ print('alive')
 
 
 def test_closing_failing_and_rebuilding_programs_never_crash_the_process():
-  env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
-  done = subprocess.run([sys.executable, '-X', 'faulthandler', '-c', POOLS], env=env, text=True,
-                        capture_output=True, timeout=600)
+  done = processes.run([sys.executable, '-c', POOLS], timeout=600)
   assert (done.returncode, done.stdout.split()) == (0, ['alive']), done.stderr[-4000:]

@@ -46,12 +46,16 @@ TASKS = [
     ('vizdoom', 'D1Basic-v1', dict(use_combined_action=True), 'nature_cnn'),
 ]
 
+SIZES = {
+    'mlp': {'hidden': (8,)},
+    'nature_cnn': {'channels': (4,), 'kernels': (8,), 'strides': (8,), 'hidden': 8},
+    'image_and_vector': {'channels': (4,), 'image_hidden': 8, 'vector_hidden': (8,)}}
+
 
 def config_of(task, network, options):
   config = small('ppo', task, network)
   config['env'] = {'task': task, 'num_envs': NUM_ENVS, **options}
-  if network == 'nature_cnn':
-    config['network'] |= {'channels': (4,), 'kernels': (8,), 'strides': (8,), 'hidden': 8}
+  config['network'] |= SIZES[network]
   return config
 
 
@@ -409,6 +413,7 @@ def test_whole_updates_on_tasks_of_other_families(task, network, options, fields
       'num_shards': 1, 'num_grad_shards': 1} | {k: v for k, v in fields.items() if k != 'scheme'})
   config |= {name: fields[name] for name in ('scheme',) if name in fields}
   config['env'] |= options
+  config['network'] |= SIZES[network]
   _, reports, state = run(config, updates=3, tamper=wrap('learner', before=watch))
   assert len(reports) >= 1
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state.params)))

@@ -1,5 +1,6 @@
 """MuJoCo Playground's tasks: rows compared with its own step, options, pictures, and errors."""
 
+import functools
 import importlib.util
 import os
 import pathlib
@@ -32,18 +33,19 @@ SEEDS = (3, 8)
 
 
 class Falling(cartpole.Balance):
-  """Ends when the pole has fallen; observes a dict."""
+  """CartpoleBalance that ends when the pole has fallen; observes a dict."""
 
   def __init__(self, config, config_overrides=None):
     super().__init__(False, False, config, config_overrides)
 
   def reset(self, rng):
-    return self._changed(super().reset(rng))
+    return self.change(super().reset(rng))
 
   def step(self, state, action):
-    return self._changed(super().step(state, action))
+    return self.change(super().step(state, action))
 
-  def _changed(self, state):
+  @staticmethod
+  def change(state):
     fallen = jnp.abs(state.data.qpos[1]) > 0.05
     obs = {'state': state.obs[:3], 'privileged_state': state.obs}
     return state.replace(obs=obs, done=fallen.astype(jnp.float32))
@@ -63,32 +65,48 @@ def flat(obs):
   return np.concatenate([obs[name] for name in sorted(obs)]) if isinstance(obs, dict) else obs
 
 
-def expected_rows(env, seed, actions, limit, repeat):
+@functools.cache
+def balance():
+  """Returns Playground's own reset and step of CartpoleBalance, compiled."""
+  env = registry.load('CartpoleBalance', config_overrides={'impl': 'jax'})
+  return jax.jit(env.reset), jax.jit(env.step)
+
+
+def expected_rows(change, seed, actions, limit, repeat):
   """Steps one environment with Playground's functions, without vmap.
+
+  Args:
+    change: a function of a state of CartpoleBalance that returns that of the task.
+    seed: of the environment.
+    actions: [T, 1].
+    limit: the most steps of an episode.
+    repeat: how often each action is taken.
 
   Returns:
     (observation, reward, terminated, truncated) of the first observation and of each step.
   """
-  reset, step = jax.jit(env.reset), jax.jit(env.step)
+  reset_balance, step_balance = balance()
   key, step_key = jax.random.split(jax.random.key(seed))
-  state = reset(jax.random.key_data(step_key))
-  rows = [(flat(state.obs), 0.0, False, False)]
+  state = reset_balance(jax.random.key_data(step_key))
+  shown = change(state)
+  rows = [(flat(shown.obs), 0.0, False, False)]
   length = 0
   for action in actions:
     key, step_key = jax.random.split(key)
     if rows[-1][2] or rows[-1][3]:
-      state = reset(jax.random.key_data(step_key))
+      state = reset_balance(jax.random.key_data(step_key))
       length = 0
-      rows.append((flat(state.obs), 0.0, False, False))
+      rows.append((flat(change(state).obs), 0.0, False, False))
       continue
     reward = 0.0
     terminated = False
     for _ in range(repeat):
-      state = step(state, action)
-      reward += float(state.reward)
-      terminated |= bool(state.done)
+      state = step_balance(state, action)
+      shown = change(state)
+      reward += float(shown.reward)
+      terminated |= bool(shown.done)
     length += 1
-    rows.append((flat(state.obs), reward, terminated, length == limit and not terminated))
+    rows.append((flat(shown.obs), reward, terminated, length == limit and not terminated))
   return rows
 
 
@@ -99,9 +117,9 @@ def check_rows(task, options, limit, repeat=1):
   actions = np.random.default_rng(0).uniform(-1, 1, (30, len(SEEDS), 1)).astype(np.float32)
   actions[:, 1] = 1.0  # drives to one side
   steps = jax.device_get(steps_of(vector_env, jnp.array(actions)))
-  env = registry.load(task.partition(':')[2], config_overrides={'impl': 'jax'})
+  change = Falling.change if task == 'playground:Falling' else lambda state: state
   for i, seed in enumerate(SEEDS):
-    first, *rows = expected_rows(env, seed, actions[:, i], limit, repeat)
+    first, *rows = expected_rows(change, seed, actions[:, i], limit, repeat)
     assert_allclose(vector_env.first_obs[i], first[0], rtol=1e-5, atol=1e-6)
     obs, reward, terminated, truncated = map(np.array, zip(*rows, strict=True))
     assert_array_equal(steps.terminated[:, i], terminated)
@@ -207,8 +225,9 @@ def test_render_gives_playgrounds_own_picture():
   except RuntimeError as error:
     pytest.skip(str(error))
   env = registry.load('CartpoleBalance', config_overrides={'impl': 'jax'})
+  reset, _ = balance()
   _, step_key = jax.random.split(jax.random.key(SEEDS[0]))
-  expected = env.render(jax.jit(env.reset)(jax.random.key_data(step_key)), camera=0)
+  expected = env.render(reset(jax.random.key_data(step_key)), camera=0)
   assert picture.shape == (240, 320, 3) and picture.dtype == np.uint8
   # Positions differ in their last bits.
   assert np.mean(picture != expected) < 0.01 and picture.std() > 10

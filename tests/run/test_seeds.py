@@ -1,10 +1,13 @@
 """Several seeds in one program: each is the agent that it would be alone, and nothing is lost."""
 
+import dataclasses
+import shutil
 import sys
 
 import jax
 import numpy as np
 import pytest
+from gymnasium import spaces
 from numpy.testing import assert_allclose
 
 from podracer_jit.run import checkpoint, journal, life, memory, seeds, stopping, workdirs
@@ -16,14 +19,31 @@ from tests.runs import changed, prepared, run, small
 NOTHING = life.make_life()
 
 
+class Walk:
+  """Walks along a line from a random place; an episode ends at either end of the line."""
+
+  observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+  action_space = spaces.Discrete(2)
+  max_episode_steps = 20
+
+  def reset(self, key):
+    state = jax.random.uniform(key, (1,), minval=-1.0)
+    return state, state
+
+  def step(self, key, state, action):
+    state = state + 0.3 * (2 * action - 1) + jax.random.uniform(key, (1,), maxval=0.1)
+    return state, state, state[0], abs(state[0]) > 1.0, False, None
+
+
 def config_of(loss='ppo', **fields):
-  """8 updates of a small CartPole in segments of 3, two updates a call; a row has 64 steps."""
-  config = small(loss, 'gymnax:CartPole-v1', num_grad_shards=2, num_shards=2)
-  config['total_steps'] = 8 * 64 - 40
+  """8 or 9 updates of a small task in segments of 3, two updates a call; a row has 64 steps."""
+  config = small(loss, f'{__name__}:Walk', num_grad_shards=2, num_shards=2)
+  config['total_steps'] = 464  # seeds need different numbers of updates
   config['scheme'] = 'fused'
   config['checkpoint']['every_updates'] = 3
   config['placement']['updates_per_call'] = 2
   config['log']['tensorboard'] = False
+  config['network']['hidden'] = (16,)
   return changed(config, **fields)
 
 
@@ -70,8 +90,13 @@ def three(tmp_path_factory):
 def test_each_seed_is_the_agent_that_it_would_be_alone(three):
   """The last bits may differ; the first rollout, made by the initial parameters, is equal."""
   _, by_seed = three
+  first = prepared(config_of())
   for i, (metrics, receipts) in enumerate(by_seed):
-    alone, reports, _ = run(config_of(seed=1 + i), updates=4)
+    # Nothing but the experiment depends on the seed, so one program is compiled.
+    fields = {**first.experiment.fields, 'seed': 1 + i}
+    experiment = dataclasses.replace(first.experiment, seed=1 + i, fields=fields)
+    alone, reports, _ = run(
+        None, updates=4, prepared_run=dataclasses.replace(first, experiment=experiment))
     assert receipts[0]['batch'] == alone[0][0]
     losses = [float(x) for report in reports
               for x in np.asarray(jax.device_get(report.metrics['value_loss']))[:report.count]]
@@ -126,21 +151,24 @@ def test_seeds_that_were_stopped_go_on_to_the_same_bits(tmp_path, three, loss, f
 
 
 def test_more_seeds_join_and_finished_ones_stay(tmp_path, three):
-  finished, first = train(config_of(), tmp_path, 2)
+  folder, whole = three
+  for seed in ('seed1', 'seed2'):
+    shutil.copytree(folder / seed, tmp_path / seed)
+  finished, by_seed = train(config_of(), tmp_path, 3)
   assert finished
-  _, by_seed = train(config_of(), tmp_path, 3)
-  assert by_seed[:2] == first
-  assert len(by_seed[2][0]) == len(three[1][2][0])
-  assert_allclose(by_seed[2][0][0]['value_loss'], three[1][2][0][0]['value_loss'], rtol=1e-3)
+  assert by_seed[:2] == whole[:2]
+  assert len(by_seed[2][0]) == len(whole[2][0])
+  assert_allclose(by_seed[2][0][0]['value_loss'], whole[2][0][0]['value_loss'], rtol=1e-3)
 
 
-def test_a_workdir_of_another_experiment_is_refused(tmp_path):
-  train(config_of(total_steps=60), tmp_path, 2)
+def test_a_workdir_of_another_experiment_is_refused(tmp_path, three):
+  for seed in ('seed1', 'seed2'):
+    shutil.copytree(three[0] / seed, tmp_path / seed)
+  config = config_of(total_steps=three[1][0][0][-1]['steps'] + 70)
   with pytest.raises(ValueError, match='total_steps'):
-    train(config_of(total_steps=70), tmp_path, 2)
-  finished, by_seed = train(config_of(total_steps=130), tmp_path, 2,
-                            options=life.make_life(extend=True))
-  assert finished and all(metrics[-1]['steps'] >= 130 for metrics, _ in by_seed)
+    train(config, tmp_path, 2)
+  finished, by_seed = train(config, tmp_path, 2, options=life.make_life(extend=True))
+  assert finished and all(metrics[-1]['steps'] >= config['total_steps'] for metrics, _ in by_seed)
 
 
 @pytest.mark.parametrize('num_seeds, fields, message', [
@@ -180,7 +208,8 @@ def test_a_seed_that_diverges_is_named(tmp_path):
 PROGRAM = """
 import podracer_jit as pj
 config = pj.load_config('ppo_cartpole:smoke')
-config.env.task = 'gymnax:CartPole-v1'
+config.env.task = 'gymnax:Catch-bsuite'
+config.network.hidden = (16,)
 config.placement.xla_threads = 16
 runs = pj.train_seeds(config, 'python', 2, quiet=True)
 print([(run.finished, run.workdir.name, run.agent.task) for run in runs])
@@ -188,16 +217,17 @@ print([(run.finished, run.workdir.name, run.agent.task) for run in runs])
 
 
 def test_the_command_and_python_do_the_same(tmp_path):
-  flags = ['--config=ppo_cartpole:smoke', '--config.env.task=gymnax:CartPole-v1',
-           '--config.placement.xla_threads=16', '--num_seeds=2', '--workdir=command']
+  flags = ['--config=ppo_cartpole:smoke', '--config.env.task=gymnax:Catch-bsuite',
+           '--config.network.hidden=(16,)', '--config.placement.xla_threads=16',
+           '--num_seeds=2', '--workdir=command']
   command = [sys.executable, '-m', 'podracer_jit']
   trained = processes.run([*command, *flags], cwd=tmp_path)
   assert trained.returncode == 0, trained.stderr
   assert '2 seeds, starting' in trained.stdout
   assert 'command has them all, seed1 to seed2' in trained.stdout
   python = processes.run([sys.executable, '-c', PROGRAM], cwd=tmp_path)
-  assert python.stdout == ("[(True, 'seed1', 'gymnax:CartPole-v1'), "
-                           "(True, 'seed2', 'gymnax:CartPole-v1')]\n"), python.stderr
+  assert python.stdout == ("[(True, 'seed1', 'gymnax:Catch-bsuite'), "
+                           "(True, 'seed2', 'gymnax:Catch-bsuite')]\n"), python.stderr
   for seed in ('seed1', 'seed2'):
     assert lines_of(tmp_path / 'command' / seed)[1] == lines_of(tmp_path / 'python' / seed)[1]
   evaluated = processes.run([*command, 'evaluate', '--workdir=command/seed2', '--num_episodes=2'],

@@ -5,15 +5,26 @@ import pathlib
 import subprocess
 import sys
 
+from tests import processes
 from tests.runs import QUICK
 
+TRAIN = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=False']
+# The cache then also keeps programs that compile quickly.
+WITH_CACHE = """
+import os, sys
+import jax
+from podracer_jit.run import main
+os.environ['XDG_CACHE_HOME'] = {cache!r}
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+sys.argv[0] = 'podracer_jit'
+main.run()
+"""
 
-def _train(workdir: pathlib.Path, cache: pathlib.Path, **env):
-  # The cache then also keeps programs that compile quickly.
-  env = QUICK | dict(XDG_CACHE_HOME=str(cache), JAX_PLATFORMS='cpu',
-                     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0') | env
-  subprocess.run([sys.executable, '-m', 'podracer_jit', '--config=configs/impala_catch.py:smoke',
-                  f'--workdir={workdir}'], env=env, check=True, capture_output=True, timeout=300)
+
+def _train(workdir: pathlib.Path, cache: pathlib.Path):
+  program = WITH_CACHE.format(cache=str(cache))
+  done = processes.run([sys.executable, '-c', program, *TRAIN, f'--workdir={workdir}'])
+  assert done.returncode == 0, done.stderr
   return [json.loads(line) for line in (workdir / 'receipts.jsonl').read_text().splitlines()]
 
 
@@ -29,5 +40,9 @@ def test_programs_are_cached_unless_they_contain_pointers(tmp_path):
 
 
 def test_jaxs_own_cache_folder_is_respected(tmp_path):
-  _train(tmp_path / 'run', tmp_path / 'unused', JAX_COMPILATION_CACHE_DIR=str(tmp_path / 'told'))
+  env = QUICK | dict(XDG_CACHE_HOME=str(tmp_path / 'unused'), JAX_PLATFORMS='cpu',
+                     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',
+                     JAX_COMPILATION_CACHE_DIR=str(tmp_path / 'told'))
+  subprocess.run([sys.executable, '-m', 'podracer_jit', *TRAIN, f'--workdir={tmp_path / "run"}'],
+                 env=env, check=True, capture_output=True, timeout=300)
   assert not (tmp_path / 'unused').exists() and any((tmp_path / 'told').iterdir())
