@@ -29,7 +29,7 @@ os.environ.setdefault('NPROC', '16')  # the size of XLA's thread pool belongs to
 import jax  # noqa: E402
 
 from benchmarks.compiled import islands, recorded  # noqa: E402
-from benchmarks.island_outputs import causes, recorded_outputs  # noqa: E402
+from benchmarks.island_outputs import Outputs, causes, recorded_outputs  # noqa: E402
 from podracer_jit import configs, loops  # noqa: E402
 from podracer_jit.numerics.fingerprints import as_hex  # noqa: E402
 from podracer_jit.run import build  # noqa: E402
@@ -52,10 +52,9 @@ class Variant(NamedTuple):
 
 
 class Run(NamedTuple):
-  """The receipts and compiled islands of a run."""
+  """The receipts and the speed of a run."""
 
   receipts: list[tuple[str, str]]  # fingerprints of batch and parameters of each update
-  bodies: dict[str, set[str]]  # the compiled arithmetic of each island
   seconds_per_update: float  # once everything is compiled
 
 
@@ -116,11 +115,10 @@ def run(config: Mapping[str, Any], variant: Variant, updates: int) -> Run:
     reports.append(report)
     times.append(time.monotonic())
 
-  with recorded() as texts:
-    training = build.make_run(resolve(config))
-    state = training.learner.allocate(training.initial_state())
-    with build.segment(training, state, 0, updates, receive) as segment:
-      loops.run(segment.workers)
+  training = build.make_run(resolve(config))
+  state = training.learner.allocate(training.initial_state())
+  with build.segment(training, state, 0, updates, receive) as segment:
+    loops.run(segment.workers)
 
   # The first report comes after all compilations.
   later_updates = updates - reports[0].count
@@ -131,14 +129,30 @@ def run(config: Mapping[str, Any], variant: Variant, updates: int) -> Run:
     metrics = jax.device_get(report.metrics)
     receipts += [(as_hex(metrics['batch'][i]), as_hex(metrics['params'][i]))
                  for i in range(report.count)]
+  return Run(receipts, seconds)
 
+
+class _Record(NamedTuple):
+  """A run with a record of its islands."""
+
+  run: Run
+  outputs: Outputs  # what the islands computed
+  bodies: dict[str, set[str]]  # the compiled arithmetic of each island
+
+
+def _recorded_run(config: Mapping[str, Any], variant: Variant, updates: int) -> _Record:
+  """Does what `run` does, and records the islands."""
+  # Programs that were compiled before would not be recorded.
+  jax.clear_caches()
+  with recorded() as texts, recorded_outputs() as outputs:
+    recorded_run = run(config, variant, updates)
+  # Later runs must not use programs that record.
+  jax.clear_caches()
   bodies: dict[str, set[str]] = {}
   for text in texts:
     for name, compiled in islands(text).items():
       bodies.setdefault(name, set()).update(compiled)
-  # The next run must compile its own programs, even those that are equal, to be recorded.
-  jax.clear_caches()
-  return Run(receipts, bodies, seconds)
+  return _Record(recorded_run, outputs, bodies)
 
 
 def first_difference(run_a: Run, run_b: Run) -> tuple[int, str] | None:
@@ -165,19 +179,16 @@ def cause(config: Mapping[str, Any], ways: tuple[Variant, Variant], update: int)
     The islands that had equal arguments and different results. If there is none, the islands that
     are compiled differently in the two programs.
   """
-  with recorded_outputs() as outputs_a:
-    run_a = run(config, ways[0], update)
-  with recorded_outputs() as outputs_b:
-    run_b = run(config, ways[1], update)
-  names = causes(outputs_a, outputs_b)
+  a, b = (_recorded_run(config, way, update) for way in ways)
+  names = causes(a.outputs, b.outputs)
   if names:
     return f'equal arguments and different results: islands {", ".join(names)}'
 
-  names = sorted(name for name in run_a.bodies.keys() & run_b.bodies.keys()
-                 if run_a.bodies[name] != run_b.bodies[name])
+  names = sorted(name for name in a.bodies.keys() & b.bodies.keys()
+                 if a.bodies[name] != b.bodies[name])
   if names:
     return f'compiled differently: islands {", ".join(names)}'
-  if first_difference(run_a, run_b) is None:
+  if first_difference(a.run, b.run) is None:
     return 'the runs are equal while the results of islands are recorded'
   return 'all islands agree, so the difference arises between islands'
 
@@ -260,6 +271,7 @@ def main() -> int:
         all_same &= not words
         print(f'{"DIFFERENT" if words else "identical":9}  {name:26} {ways[0]!s:18} {way!s:24} '
               f'{words or f"{updates} updates"}', flush=True)
+      jax.clear_caches()  # otherwise the programs of all configs would stay in memory
   return 0 if all_same else 1
 
 

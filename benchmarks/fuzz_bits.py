@@ -223,6 +223,7 @@ def main() -> int:
       different += 1
       smallest, words = shrink(config, number, words, args.updates)
       print(f'  smallest: {words}\n  {smallest}', flush=True)
+    jax.clear_caches()  # otherwise the programs of all experiments would stay in memory
   print(f'{args.count - different} of {args.count} experiments are identical everywhere, '
         f'{args.updates} updates each')
   return 1 if different else 0

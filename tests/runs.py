@@ -28,7 +28,7 @@ def small(loss='impala', task='CartPole-v1', network='mlp', **fields):
   config['env'] = {'task': task, 'num_envs': 8}
   config['checkpoint']['every_updates'] = 6
   if task == 'Pong-v5':
-    config['env'] |= {'img_height': 42, 'img_width': 42, 'max_episode_steps': 12}
+    config['env'] |= {'img_height': 21, 'img_width': 21, 'max_episode_steps': 12}
     config['network'] |= {'channels': (8,), 'hidden': 32}
     if network == 'nature_cnn':
       config['network'] |= {'channels': (8, 16), 'kernels': (4, 3), 'strides': (4, 1)}

@@ -23,7 +23,7 @@ def test_frames_of_an_asynchronous_pool_are_kept_once(monkeypatch):
     for _ in range(3):
       actor_state, (rollouts,) = worker.fire(actor_state, params)
       stacks, single_frames = rollouts.value[0].obs
-      assert single_frames.frame.shape == (8 + 4, 8, 1, 42, 42)
+      assert single_frames.frame.shape == (8 + 4, 8, 1, 21, 21)
       assert_array_equal(frames.stacks(single_frames), stacks)
       num_reset_stacks += single_frames.is_reset_stack.sum()
   assert num_reset_stacks

@@ -35,7 +35,7 @@ def config(kind, **fields):
   result.env.task = task
   result.env.num_envs = 16
   if kind == 'pixels':
-    result.env.update(dict(img_height=42, img_width=42, max_episode_steps=12, noop_max=4))
+    result.env.update(dict(img_height=21, img_width=21, max_episode_steps=12, noop_max=4))
     result.network.update(dict(channels=(8, 16), kernels=(4, 3), strides=(4, 1), hidden=32))
     result.microbatch_rows = 64
   if kind == 'dpg':

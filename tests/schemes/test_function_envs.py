@@ -67,7 +67,7 @@ def expected():
 @pytest.mark.same_bits('JAX environments: one program on 1, 2, 4 devices, other schemes, segments',
                        'PPO: MLP (`fused`, `sync`, `ddppo`, `dppo`)')
 @pytest.mark.parametrize('fields, segments', [
-    (dict(scheme='fused'), (2, 4, 1)),
+    (dict(scheme='fused'), (1, 3, 3)),
     (dict(scheme='fused', **TWO), (3, 4)),
     (dict(scheme='fused', **FOUR), (7,)),
     (dict(scheme='sync'), (1, 6)),
@@ -158,8 +158,8 @@ def test_kept_environments_have_the_order_of_all_actors():
 
 
 def test_a_split_state_is_joined_in_order():
-  run = fresh(experiment(scheme='fused', **TWO))
-  with build.segment(run, initial_state(run), 0, 1, lambda report: None) as segment:
+  run = prepared(experiment(scheme='fused', **TWO))
+  with build.segment(run, initial_state(run), 0, 3, lambda report: None) as segment:
     state = segment.workers[0].state.actor
   joined = fused.join(state, 2)
   rejoined = fused.join(fused.split(joined, run.place.mesh), 2)
