@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -280,8 +279,13 @@ def _stacked(runs: Sequence[_Seed]) -> tuple[TrainState, ActorState]:
     each.state = None
     states.append(jax.tree.map(lambda x: x.addressable_data(0), state))
     actor_states.append(each.actor.state)
-  stack = functools.partial(jax.tree.map, lambda *x: jnp.stack(x))
-  return stack(*states), stack(*actor_states)
+
+  def stack(*leaves: jax.Array) -> jax.Array:
+    # Python numbers in an environment's state have weak types, which the program does not return.
+    # Without the dtype, its second call would compile it again.
+    return jnp.stack(leaves, dtype=leaves[0].dtype)
+
+  return jax.tree.map(stack, *states), jax.tree.map(stack, *actor_states)
 
 
 def _program(first: _Seed):

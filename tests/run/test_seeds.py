@@ -15,6 +15,7 @@ from podracer_jit.run.metrics import Diverged
 from podracer_jit.runtime import host
 from tests import processes
 from tests.runs import changed, prepared, run, small
+from tests.runtime.test_stored_programs import events
 
 NOTHING = life.make_life()
 
@@ -27,12 +28,13 @@ class Walk:
   max_episode_steps = 20
 
   def reset(self, key):
-    state = jax.random.uniform(key, (1,), minval=-1.0)
-    return state, state
+    place = jax.random.uniform(key, (1,), minval=-1.0)
+    return place, (place, 0)
 
   def step(self, key, state, action):
-    state = state + 0.3 * (2 * action - 1) + jax.random.uniform(key, (1,), maxval=0.1)
-    return state, state, state[0], abs(state[0]) > 1.0, False, None
+    place, time = state
+    place = place + 0.3 * (2 * action - 1) + jax.random.uniform(key, (1,), maxval=0.1)
+    return place, (place, time + 1), place[0], abs(place[0]) > 1.0, False, None
 
 
 def config_of(loss='ppo', **fields):
@@ -82,8 +84,13 @@ def _jax_has_the_sizes_of_all_tests():
 @pytest.fixture(scope='module')
 def three(tmp_path_factory):
   folder = tmp_path_factory.mktemp('three')
-  finished, by_seed = train(config_of(), folder, 3)
+  with events() as names:
+    finished, by_seed = train(config_of(), folder, 3)
   assert finished
+  # One program makes all updates, although a state that an environment begins with has a Python
+  # number.
+  assert [event for event, function in names if function and 'fused' in function] == [
+      'jaxpr_trace_duration', 'jaxpr_to_mlir_module_duration', 'backend_compile_duration']
   return folder, by_seed
 
 
