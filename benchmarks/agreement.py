@@ -5,7 +5,8 @@
 Runs each shipped config under all schemes with the same lag (0 or 1 update), on one device and on
 several. Compares the fingerprints of each update's batch and parameters. If two runs differ, it
 prints the first different update and the islands (`numerics.islands`) that are the cause.
-A config with slow updates makes a tenth of them; see --seconds.
+A config with slow updates makes a tenth of them, or a few more if its replay is filled later; see
+--seconds.
 
 Exit code: 0 all are identical, 1 some differ, 2 wrong arguments.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
+import math
 import os
 import pkgutil
 import sys
@@ -232,6 +234,21 @@ def shipped_config(name: str) -> dict[str, Any]:
   return config
 
 
+def fewest_updates(config: Mapping[str, Any], updates: int) -> int:
+  """Returns a tenth of the updates, or more if no parameter changes in so few.
+
+  Args:
+    config: nested dicts.
+    updates: the most to return.
+  """
+  fewest = max(1, updates // 10)
+  if 'replay' in config:
+    rows = config['env']['num_envs'] * config['unroll_length']
+    first_that_learns = math.ceil(config['replay']['min_size'] / rows)
+    fewest = max(fewest, first_that_learns + 4)
+  return min(fewest, updates)
+
+
 def main() -> int:
   """Runs the script; returns its exit code."""
   parser = argparse.ArgumentParser(description=__doc__,
@@ -240,7 +257,7 @@ def main() -> int:
                       help='names of shipped configs, separated by commas')
   parser.add_argument('--updates', type=int, default=100, help='updates of each run')
   parser.add_argument('--seconds', type=float, default=300.0,
-                      help='if a run would take longer, it makes a tenth of its updates')
+                      help='if a run would take longer, it makes about a tenth of its updates')
   args = parser.parse_args()
   unknown = sorted(set(args.configs.split(',')) - set(shipped()))
   if unknown:
@@ -258,8 +275,8 @@ def main() -> int:
       ways = variants(config, lag)
       updates = args.updates
 
-      # A tenth of the updates tells how long all of them would take.
-      few = max(1, updates // 10)
+      # A few updates tell how long all of them would take.
+      few = fewest_updates(config, updates)
       first = run(config, ways[0], few)
       if first.seconds_per_update * updates <= args.seconds:
         first = run(config, ways[0], updates)

@@ -71,6 +71,16 @@ def test_variants_have_every_deterministic_scheme(loss):
                      if scheme.deterministic and scheme.replay is not refused}
 
 
+@pytest.mark.parametrize('name, updates, fewest', [
+    ('ppo_cartpole', 100, 10),
+    ('ppo_cartpole', 5, 1),
+    ('apex_dqn_atari', 100, 10),  # 18,000 rows an update; it learns from 50,000
+    ('apex_dpg_dmc', 100, 20),  # 3,200 rows an update; it learns from 50,000
+    ('apex_dpg_dmc', 15, 15)])
+def test_slow_configs_make_a_few_updates_that_learn(name, updates, fewest):
+  assert agreement.fewest_updates(agreement.shipped_config(name), updates) == fewest
+
+
 @pytest.mark.as_shipped
 def test_without_islands_the_search_finds_a_difference(monkeypatch):
   config = small('ppo', num_shards=4, num_grad_shards=4)
