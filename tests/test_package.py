@@ -14,16 +14,14 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.flags import COMPILED_SOON
-
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def _run(*command, cwd, **kwargs):
   env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
   env |= {"JAX_PLATFORMS": "cpu", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-  # Users do not have other settings of the tests, such as eight CPU devices.
-  env["XLA_FLAGS"] = COMPILED_SOON
+  # Users do not have the settings of the tests, such as eight CPU devices.
+  env.pop("XLA_FLAGS", None)
   done = subprocess.run(
     [str(c) for c in command],
     cwd=cwd,
@@ -90,7 +88,6 @@ def test_wheel_trains_away_from_the_repository(installed, tmp_path):
 
   workdir = tmp_path / "run"
   args = ("--config=configs/impala_catch.py:smoke", f"--workdir={workdir}")
-  args += ("--config.log.tensorboard=False",)
   _run(installed / "podracer_jit", *args, cwd=tmp_path, timeout=600)
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   assert lines

@@ -85,6 +85,7 @@ def test_a_changed_source_is_reported_and_both_versions_are_kept(trained, tmp_pa
     command = [*command, f'--workdir={workdir}']
     out = binary(*command, f'--allow_modules={mine}')
     assert 'the source of transformer.py is not that of update' in out
+    assert 'the source of' not in binary(*command, f'--allow_modules={file}')
 
   # The same command has no more notes.
   assert 'the source of' not in binary(f'--config={mine}', f'--workdir={resumed}', *FEW)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from podracer_jit.run import checkpoint, deep, workdirs
+from podracer_jit.run import checkpoint, workdirs
 from podracer_jit.run.commands import compare, launch, rerun
 from podracer_jit.run.resolve import resolve
 from tests import processes
@@ -127,12 +127,11 @@ LONG = '--config.total_steps=4000000', '--config.checkpoint.every_updates=100000
 @pytest.mark.same_bits('2 processes stopped by SIGTERM and SIGINT, resumed, and repeated by 1',
                        'IMPALA: MLP (`cleanba`)')
 def test_a_signal_to_one_process_stops_all_at_the_same_update(tmp_path):
-  with processes.start_together(2, *CATCH, f'--workdir={tmp_path}', *LONG) as both:
-    wait_for_updates(both[0], tmp_path, 3)
-    both[1].send_signal(signal.SIGTERM)  # process 0 writes files, process 1 does not
-    outputs = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [3, 3], outputs
-    assert 'the same command goes on' in outputs[0], outputs
+  process = start(tmp_path, *LONG)
+  wait_for_updates(process, tmp_path, 3)
+  os.kill(workers_of(process)[1], signal.SIGTERM)  # process 0 writes files, process 1 does not
+  out, _ = process.communicate(timeout=120)
+  assert process.returncode == 3 and 'the same command goes on' in out, out
   done = lines(tmp_path / 'metrics.jsonl')[-1]['update']
   process = start(tmp_path, *LONG)
   wait_for_updates(process, tmp_path, done + 2)
@@ -148,6 +147,14 @@ def test_a_signal_to_one_process_stops_all_at_the_same_update(tmp_path):
   assert result.returncode == 0, result.stderr
   result = verb('compare', tmp_path, repeated)
   assert f'identical: {len(updates)} updates, batches and parameters\n' in result.stdout
+
+
+def test_a_signal_to_one_process_gives_all_the_exit_code_of_a_stop(tmp_path):
+  with processes.start_together(2, *CATCH, f'--workdir={tmp_path}', *LONG) as both:
+    wait_for_updates(both[0], tmp_path, 3)
+    both[1].send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [3, 3], outputs
 
 
 @pytest.mark.parametrize('victim', [0, 1])
@@ -253,22 +260,17 @@ def test_two_launches_never_get_the_same_port(monkeypatch):
   assert len(refused) == 2 and len(set(refused)) == 1
 
 
-def test_launch_refuses_a_config_that_two_processes_cannot_share(tmp_path):
-  process = start(tmp_path, '--config.num_shards=1')
-  out, _ = process.communicate(timeout=60)
-  assert process.returncode == 2, out
-  assert ('num_shards: 1 shard cannot be split evenly by 2 actors (actor_devices = (0,), '
-          'actors_per_device = 1, in each of 2 processes); take a multiple of 2') in out
-
-
 @pytest.mark.parametrize('change, message', [
     (['--config.num_grad_shards=1'],
      'num_grad_shards: 1 gradient group cannot be split evenly by 2 learner devices'),
-    (['--config.scheme=fused', '--config.num_shards=2'],
-     'scheme: fused is for one process, not 2')])
+    (['--config.scheme=fused', '--config.num_shards=2'], 'scheme: fused is for one process, not 2'),
+    (['--config.num_shards=1'],
+     'num_shards: 1 shard cannot be split evenly by 2 actors (actor_devices = (0,), '
+     'actors_per_device = 1, in each of 2 processes); take a multiple of 2')])
 def test_a_config_that_two_processes_cannot_share_is_refused(change, message, tmp_path):
-  for result in processes.together(2, *CATCH, f'--workdir={tmp_path}', *change):
-    assert result.returncode == 2 and message in result.stdout, result
+  process = start(tmp_path, *change)
+  out, _ = process.communicate(timeout=60)
+  assert process.returncode == 2 and message in out, out
 
 
 @pytest.mark.parametrize('change, message', [
@@ -286,34 +288,17 @@ def test_compare_names_the_first_difference(uninterrupted, tmp_path, change, mes
   assert result.returncode == ('differ at' in result.stdout)
 
 
-def remade(workdir, update):
-  """Returns the arrays of an update, remade by the process that `compare --deep` starts."""
-  file = workdir / 'remade.npz'
-  done = processes.run([sys.executable, '-P', '-m', 'podracer_jit.run.remake', workdir, str(update),
-                        file])
-  assert done.returncode == 0, done.stderr
-  return dict(np.load(file))
-
-
-@pytest.fixture(scope='module')
-def first_update(uninterrupted, tmp_path_factory):
-  """The arrays of the first update of `uninterrupted`."""
-  workdir = tmp_path_factory.mktemp('copy') / 'run'
-  shutil.copytree(uninterrupted, workdir)
-  return remade(workdir, 1)
-
-
 @pytest.mark.parametrize('change, stage', [
     ('--config.optimizer.learning_rate=0.5', 'gradient step 1: parameters'),
     ('--config.loss.baseline_coef=0.25', 'gradient step 1: gradient'),
     ('--config.seed=2', 'state before the update')])
-def test_a_deep_comparison_names_the_first_array(change, stage, first_update, tmp_path):
-  """`compare --deep` remakes the update of both runs; here they share that of the first run."""
+def test_a_deep_comparison_names_the_first_array(change, stage, uninterrupted, tmp_path):
   train(tmp_path, '--config.total_steps=1000', change)
-  first, *arrays = deep.first_stage(first_update, remade(tmp_path, 1))
-  assert first == f'the first to differ: {stage}'
-  assert re.fullmatch(r'  params/\S+: [\d,]+ of [\d,]+ numbers differ, by at most [\d,]+ units in '
-                      'the last place', arrays[0])
+  result = verb('compare', '--deep', uninterrupted, tmp_path)
+  assert result.returncode == 1, result.stderr
+  assert f'\nthe first to differ: {stage}\n' in result.stdout
+  assert re.search(r'\n  params/\S+: [\d,]+ of [\d,]+ numbers differ, by at most [\d,]+ units in '
+                   'the last place\n', result.stdout)
 
 
 def test_a_comparison_with_a_closed_output_reports_its_result(uninterrupted):

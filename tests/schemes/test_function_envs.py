@@ -67,7 +67,7 @@ def expected():
 @pytest.mark.same_bits('JAX environments: one program on 1, 2, 4 devices, other schemes, segments',
                        'PPO: MLP (`fused`, `sync`, `ddppo`, `dppo`)')
 @pytest.mark.parametrize('fields, segments', [
-    (dict(scheme='fused'), (1, 3, 3)),
+    (dict(scheme='fused'), (2, 4, 1)),
     (dict(scheme='fused', **TWO), (3, 4)),
     (dict(scheme='fused', **FOUR), (7,)),
     (dict(scheme='sync'), (1, 6)),
