@@ -14,16 +14,25 @@ import numpy as np
 from jax import lax
 
 
-def _mix(x: Any, multipliers: tuple[int, int]) -> Any:
+def _mix(x: Any, multipliers: Any) -> Any:
   """Returns a bijective hash of 32-bit words in which each input bit affects each output bit."""
   x = x ^ (x >> 16)
-  x *= np.uint32(multipliers[0])
+  x *= multipliers[0]
   x ^= x >> 15
-  x *= np.uint32(multipliers[1])
+  x *= multipliers[1]
   return x ^ (x >> 16)
 
 
-_MIXES = ((0x7FEB352D, 0x846CA68B), (0x85EBCA6B, 0xC2B2AE35))
+def _hash(words: jax.Array, indices: jax.Array, multipliers: Any) -> jax.Array:
+  """Returns the hash of each word and its index."""
+  return _mix(words ^ _mix(indices, multipliers), multipliers)
+
+
+# Multipliers of the two hash functions: [hash function, multiplication].
+_MULTIPLIERS = np.array([[0x7FEB352D, 0x846CA68B], [0x85EBCA6B, 0xC2B2AE35]], np.uint32)
+
+# Arrays of fewer words are joined to one, which compiles faster. Larger ones take long to copy.
+FEW = 1 << 16
 
 
 def _words(x: jax.Array, env_axis: int | None) -> jax.Array:
@@ -62,25 +71,52 @@ def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
     chex.assert_equal_shape(jax.tree.leaves(tree), dims=env_axis)
   chex.assert_rank(first_env, 0)
   leaves = [_words(jnp.asarray(leaf), env_axis) for leaf in jax.tree.leaves(tree)]
-  # One long leaf compiles faster than many leaves.
   if env_axis is None:
     leaves = [jnp.concatenate([words.reshape(-1) for words in leaves])]
-  total = jnp.zeros(2, jnp.uint32)
-  for i, words in enumerate(leaves):
-    index = jnp.zeros((), jnp.uint32)
-    for axis, size in enumerate(words.shape):
-      place = jnp.arange(size, dtype=jnp.uint32)
-      if axis == env_axis:
-        place = place + jnp.asarray(first_env, jnp.uint32)
-        size = num_envs
-      index = index[..., None] * jnp.uint32(size) + place
+  indices = {shape: _indices(shape, env_axis, first_env, num_envs)
+             for shape in dict.fromkeys(words.shape for words in leaves)}
+  # A multiple of 2^32 divided by the golden ratio tells leaves apart.
+  pairs = [(words, indices[words.shape] + np.uint32((i + 1) * 0x9E3779B9 % 2**32))
+           for i, words in enumerate(leaves)]
+  long = [pair for pair in pairs if pair[0].size >= FEW]
+  short = [pair for pair in pairs if pair[0].size < FEW]
 
-    # Tells leaves apart: a multiple of 2^32 divided by the golden ratio.
-    salt = jnp.uint32((i + 1) * 0x9E3779B9 & 0xFFFFFFFF)
-    for half, mix in enumerate(_MIXES):
-      mixed = _mix(words ^ _mix(index + salt, mix), mix)
-      total = total.at[half].add(jnp.sum(mixed, dtype=jnp.uint32))
+  total = jnp.zeros(2, jnp.uint32)
+  if short:
+    words, places = (jnp.concatenate([x.reshape(-1) for x in column])
+                     for column in zip(*short, strict=True))
+    total += jnp.sum(_hash(words, places, _MULTIPLIERS.T[..., None]), axis=1, dtype=jnp.uint32)
+  for words, places in long:
+    # XLA takes twice as long for the sums if they are rows of one array.
+    total += jnp.stack([jnp.sum(_hash(words, places, multipliers), dtype=jnp.uint32)
+                        for multipliers in _MULTIPLIERS])
   return total
+
+
+def _indices(shape: Sequence[int], env_axis: int | None, first_env: Any, num_envs: int
+             ) -> jax.Array:
+  """Returns the index of each number of a slice in the whole array, modulo 2^32.
+
+  Args:
+    shape: of the slice.
+    env_axis: the axis along which it is a slice; None if it is the whole array.
+    first_env: index of its first environment among all.
+    num_envs: environments of the whole array.
+
+  Returns:
+    uint32 of this shape.
+  """
+  index = jnp.zeros((), jnp.uint32)
+  stride = 1  # in the whole array
+  for axis in reversed(range(len(shape))):
+    place = lax.broadcasted_iota(jnp.uint32, shape, axis)
+    size = shape[axis]
+    if axis == env_axis:
+      place += jnp.asarray(first_env, jnp.uint32)
+      size = num_envs
+    index += place * np.uint32(stride % 2**32)
+    stride *= size
+  return index
 
 
 @functools.cache
@@ -96,7 +132,7 @@ def canary() -> str:
   """
   def numbers(salt, *shape):
     # NumPy needs no compilation, unlike single operations of JAX.
-    bits = _mix(np.arange(math.prod(shape), dtype=np.uint32) + np.uint32(salt), _MIXES[0])
+    bits = _mix(np.arange(math.prod(shape), dtype=np.uint32) + np.uint32(salt), _MULTIPLIERS[0])
     return (bits >> 8).astype(np.float32).reshape(shape) / np.float32(2**23) - np.float32(1)
 
   def loss(weights, rows, images):

@@ -98,6 +98,18 @@ def test_fingerprints_of_slices_sum_to_that_of_the_whole(cuts):
   assert (total % 2**32).tolist() == _fingerprint(tree).tolist()
 
 
+def test_large_arrays_have_the_fingerprint_in_integers_and_slices_of_them_sum_to_it():
+  """Large arrays are hashed one by one, and small ones, such as the slices here, together."""
+  tree = _tree() | {'video': np.random.default_rng(1).integers(
+      256, size=(T + 1, B, 30, 40, 4)).astype(np.uint8)}
+  whole = _fingerprint(tree).tolist()
+  assert whole == _expected(jax.tree.leaves(tree), 1)
+  parts = [_jitted(jax.tree.map(lambda x, a=first: x[:, a:a + 4], tree), 1, first, B)
+           for first in (0, 4)]
+  assert np.sum(np.array(parts, np.uint32), axis=0, dtype=np.uint32).tolist() == whole
+  assert tree['video'][..., 0].size >= fingerprints.FEW > tree['video'][:, :4, ..., 0].size
+
+
 def _flip(leaf, place):
   """Flips one bit of an array, in place."""
   flat = leaf.reshape(-1).view(np.uint8)
