@@ -16,6 +16,7 @@ from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
 from podracer_jit.envs.frames import Observations
 from podracer_jit.envs.protocol import TimeStep, VectorEnv
+from podracer_jit.numerics import indexing
 from podracer_jit.numerics.islands import island
 from podracer_jit.types import Episodes, Params, RecurrentState, Rollout
 
@@ -303,7 +304,7 @@ def _add(buffer: Rollout, t, before: jax.Array, obs: jax.Array) -> Rollout:
 def _write(buffer: Rollout, t, **rows) -> Rollout:
   """Sets row t of the named fields."""
   written = {
-      name: jax.tree.map(lambda b, x: lax.dynamic_update_index_in_dim(b, x, t, 0),
+      name: jax.tree.map(lambda b, x: indexing.write_row(b, x, t),
                          getattr(buffer, name), value)
       for name, value in rows.items()}
   return buffer._replace(**written)

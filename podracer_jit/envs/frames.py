@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from podracer_jit.numerics import indexing
+
 
 class Frames(NamedTuple):
   """Observations of rows 0 to T, each a stack of S frames.
@@ -56,13 +58,12 @@ def add(rows: Observations, t: jax.Array, before: jax.Array, obs: jax.Array) -> 
     The rows with row t set.
   """
   chex.assert_equal_shape([before, obs])
-  put = lax.dynamic_update_index_in_dim
   if not isinstance(rows, Frames):
-    return put(rows, obs, t, 0)
+    return indexing.write_row(rows, obs, t)
   newest, is_reset_stack = _difference(before, obs, rows.stack)
   # At t = 0 this sets a placeholder for row 1, which the call for row 1 overwrites.
-  return Frames(put(rows.frame, newest, t + rows.stack - 1, 0),
-                put(rows.is_reset_stack, is_reset_stack, jnp.maximum(t - 1, 0), 0))
+  return Frames(indexing.write_row(rows.frame, newest, t + rows.stack - 1),
+                indexing.write_row(rows.is_reset_stack, is_reset_stack, jnp.maximum(t - 1, 0)))
 
 
 def from_stacks(obs: jax.Array, stack: int) -> Observations:
@@ -132,12 +133,13 @@ def pick(rows: Observations, step: jax.Array, env: jax.Array) -> jax.Array:
   chex.assert_rank([step, env], 1)
   chex.assert_equal_shape([step, env])
   if not isinstance(rows, Frames):
-    return rows[step, env]
+    return indexing.read(rows, step, env)
   # [n]: how many rows a stack reaches back.
-  older = sum(x.astype(jnp.int32) for x in _goes_back(rows))[step, env]
+  older = indexing.read(sum(x.astype(jnp.int32) for x in _goes_back(rows)), step, env)
   # [n, S]: how many rows back each frame of a stack came; the oldest frame is repeated.
   back = jnp.minimum(jnp.arange(rows.stack)[::-1], older[:, None])
-  stacked = rows.frame[step[:, None] + rows.stack - 1 - back, env[:, None]]  # [n, S, C, ...]
+  # [n, S, C, ...]
+  stacked = indexing.read(rows.frame, step[:, None] + rows.stack - 1 - back, env[:, None])
   return stacked.reshape(len(step), -1, *stacked.shape[3:])
 
 

@@ -13,6 +13,7 @@ from jax import lax
 
 from podracer_jit.agents import running_moments
 from podracer_jit.losses.objective import Objective
+from podracer_jit.numerics import indexing
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.islands import island
@@ -261,7 +262,7 @@ def make_prepare(objective: Objective, sizes: Sizes, mesh_size: int = 1, exact: 
     # One group at a time, since an island's shapes must not depend on the mesh.
     def group_targets(first_env):
       envs = first_env + jnp.arange(groups.envs)
-      group_inputs = jax.tree.map(lambda x: jnp.take(x, envs, axis=1), inputs)
+      group_inputs = jax.tree.map(lambda x: indexing.read(x, slice(None), envs), inputs)
       return targets_of_group(params, group_inputs)
 
     first_envs = jnp.arange(groups.local) * groups.envs
@@ -437,7 +438,7 @@ def make_fused(rollout, learn, calls: int):
       state, actor_state, count, buffers = carry
       state, actor_state, metrics = make_one(state, actor_state)
       buffers = jax.tree.map(
-          lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, count, 0), buffers, metrics)
+          lambda buffer, x: indexing.write_row(buffer, x, count), buffers, metrics)
       return state, actor_state, count + 1, buffers
 
     return lax.while_loop(goes_on, body, (state, actor_state, jnp.int32(0), buffers))

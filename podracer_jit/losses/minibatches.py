@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
-import jax.numpy as jnp
 
 from podracer_jit.envs import frames
+from podracer_jit.numerics import indexing
 from podracer_jit.types import Rollout
 
 Minibatch = tuple[Rollout, Any]  # (rollout, targets)
@@ -41,7 +41,8 @@ def _gather_environments(rollout: Rollout, targets: Any, first_env: jax.Array, g
   """
   chex.assert_rank(elements, 1)
   del group_envs
-  return jax.tree.map(lambda x: jnp.take(x, first_env + elements, axis=1), (rollout, targets))
+  envs = first_env + elements
+  return jax.tree.map(lambda x: indexing.read(x, slice(None), envs), (rollout, targets))
 
 
 def _gather_rows(rollout: Rollout, targets: Any, first_env: jax.Array, group_envs: int,
@@ -61,11 +62,11 @@ def _gather_rows(rollout: Rollout, targets: Any, first_env: jax.Array, group_env
     The rollout and targets, [1, n, ...].
   """
   chex.assert_rank(elements, 1)
-  step = elements // group_envs
-  env = first_env + elements % group_envs
-  # Observations may be `Frames`, which plain indexing cannot read.
+  step, env = indexing.divide(elements, group_envs)
+  env += first_env
+  # Observations may be `Frames`.
   obs = frames.pick(rollout.obs, step, env)[None]
-  rollout, targets = jax.tree.map(lambda x: x[step, env][None],
+  rollout, targets = jax.tree.map(lambda x: indexing.read(x, step, env)[None],
                                   (rollout._replace(obs=None), targets))
   return rollout._replace(obs=obs), targets
 

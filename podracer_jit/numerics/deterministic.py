@@ -38,9 +38,10 @@ def pairwise_sum(x: jax.Array) -> jax.Array:
 def _add_neighbours(x: jax.Array, most: int) -> jax.Array:
   """Adds neighbours of x [n, ...] in the order of `pairwise_sum` until at most `most` remain."""
   while x.shape[0] > most:
-    # A last row without a neighbour waits for the next round.
     even = x.shape[0] // 2 * 2
-    x = jnp.concatenate([x[:even:2] + x[1:even:2], x[even:]])
+    sums = x[:even:2] + x[1:even:2]
+    # A last row without a neighbour waits for the next round.
+    x = sums if even == x.shape[0] else jnp.concatenate([sums, x[even:]])
   return x
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from podracer_jit.numerics import indexing
 from podracer_jit.numerics.islands import island
 from podracer_jit.replay import ring, slots, tree
 from podracer_jit.replay.ring import n_step_return as n_step_return
@@ -114,7 +115,7 @@ class Replay(NamedTuple):
 
     # Row t of the experience has the priority of the transition that began n_step rows before.
     steps = self.unroll_length + (self.margin if self.fifo else 0)
-    row = (start[:, None] - self.n_step + jnp.arange(steps)) % self.rows
+    row = ring.around(start[:, None] - self.n_step + jnp.arange(steps), self.rows)
     place = (row[..., None] * self.envs + jnp.arange(self.envs)).reshape(len(group), -1)
     error = experience.priority.reshape(len(group), -1)
     starts = experience.starts.reshape(len(group), -1)
@@ -159,8 +160,8 @@ class Replay(NamedTuple):
 
   def _read(self, frames: ring.Ring, group: jax.Array, place: jax.Array) -> Transition:
     """Reads the transitions that begin in places of the ring."""
-    return ring.read(frames, group, place // self.envs, place % self.envs, self.stack, self.n_step,
-                     self.discount)
+    row, env = indexing.divide(place, self.envs)
+    return ring.read(frames, group, row, env, self.stack, self.n_step, self.discount)
 
   def sample(self, state: State, keys: jax.Array, count: int) -> Sample:
     """Draws `count` transitions of each group in proportion to their priorities.
@@ -175,7 +176,7 @@ class Replay(NamedTuple):
     group = jnp.broadcast_to(jnp.arange(len(keys))[:, None], place.shape)
     if self.fifo:
       return Sample(place, probability, self._read(state.ring, group, place))
-    transition = jax.tree.map(lambda x: x[group, place], state.slots.transitions)
+    transition = jax.tree.map(lambda x: indexing.read(x, group, place), state.slots.transitions)
     return Sample(place, probability, transition)
 
   def set_priorities(self, state: State, place: jax.Array, error: jax.Array) -> State:

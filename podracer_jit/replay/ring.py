@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from podracer_jit.numerics import indexing
 from podracer_jit.numerics.islands import island
 from podracer_jit.types import Experience, Transition
 
@@ -51,6 +52,11 @@ def init(groups: int, rows: int, like: Experience) -> Ring:
       head=jnp.zeros(groups, jnp.int32))
 
 
+def around(row: jax.Array, rows: int) -> jax.Array:
+  """Returns row mod `rows`, for a row of at least -rows."""
+  return indexing.divide(row + rows, rows)[1]
+
+
 def write(ring: Ring, group: jax.Array, experience: Experience, clock: jax.Array
           ) -> tuple[Ring, jax.Array]:
   """Writes T rows per group; out-of-range groups are ignored.
@@ -77,19 +83,19 @@ def write(ring: Ring, group: jax.Array, experience: Experience, clock: jax.Array
 
   # All environments of a rollout are reset at once, so the first flag stands for all.
   began = experience.began[:, 0, 0]
-  start = (ring.head.at[group].get(mode='fill', fill_value=0) + began) % rows
+  start = around(indexing.read_or(0, ring.head, group) + began, rows)
   steps = experience.reward.shape[1]
   # A rollout of T steps has T + 1 observations.
-  target = (start[:, None] + jnp.arange(steps + 1)) % rows
+  target = around(start[:, None] + jnp.arange(steps + 1), rows)
 
   # The experience does not say whether a continued row 0 has a reset stack, so it keeps the flag
   # that the ring has.
-  kept_flag = ring.is_reset_stack.at[group, start].get(mode='fill', fill_value=False)
+  kept_flag = indexing.read_or(False, ring.is_reset_stack, group, start)
   is_reset_stack = experience.is_reset_stack.at[:, 0].set(
       experience.is_reset_stack[:, 0] | ~began[:, None] & kept_flag)
 
   def put(field, value, row=target[:, :steps]):
-    return field.at[k, row].set(value, mode='drop')
+    return indexing.write(field, k, row, value=value)
 
   written = Ring(
       frame=put(ring.frame, experience.obs, target),
@@ -99,7 +105,7 @@ def write(ring: Ring, group: jax.Array, experience: Experience, clock: jax.Array
       terminated=put(ring.terminated, experience.terminated),
       truncated=put(ring.truncated, experience.truncated),
       added=put(ring.added, jnp.broadcast_to(clock, (len(group), steps))),
-      head=ring.head.at[group].set(target[:, -1], mode='drop'))
+      head=indexing.write(ring.head, group, value=target[:, -1]))
   return written, start
 
 
@@ -123,7 +129,7 @@ def read(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: in
   """
   chex.assert_equal_shape([group, row, env])
   rows = ring.is_reset_stack.shape[1]
-  ahead = (row[..., None] + jnp.arange(n_step)) % rows
+  ahead = around(row[..., None] + jnp.arange(n_step), rows)
   g = group[..., None]
   e = env[..., None]
 
@@ -133,10 +139,14 @@ def read(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: in
 
   reward, discount_after, steps = lax.map(
       lambda steps: of_group(*steps),
-      tuple(x[g, ahead, e] for x in (ring.reward, ring.terminated, ring.truncated)))
+      tuple(indexing.read(x, g, ahead, e) for x in (ring.reward, ring.terminated, ring.truncated)))
   return Transition(
-      _obs(ring, group, row, env, stack), ring.action[group, row, env], reward, discount_after,
-      _obs(ring, group, (row + steps) % rows, env, stack), ring.added[group, row])
+      obs=_obs(ring, group, row, env, stack),
+      action=indexing.read(ring.action, group, row, env),
+      reward=reward,
+      discount=discount_after,
+      next_obs=_obs(ring, group, around(row + steps, rows), env, stack),
+      added=indexing.read(ring.added, group, row))
 
 
 def _obs(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: int) -> jax.Array:
@@ -155,18 +165,19 @@ def _obs(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: in
     [k, ..., stack * c, H, W], or [k, ..., *observation] without stacks.
   """
   if stack == 1:
-    return ring.frame[group, row, env]
+    return indexing.read(ring.frame, group, row, env)
   rows = ring.is_reset_stack.shape[1]
   back = jnp.arange(stack)
   g = group[..., None]
   e = env[..., None]
 
   # The first row with a reset stack, going back; at most stack - 1 rows.
-  filled = ring.is_reset_stack[g, (row[..., None] - back) % rows, e]
+  filled = indexing.read(ring.is_reset_stack, g, around(row[..., None] - back, rows), e)
   oldest = jnp.argmax(filled.at[..., -1].set(True), axis=-1)[..., None]
   # The oldest frame comes first in a stack.
   age = jnp.minimum(back[::-1], oldest)
-  frames = ring.frame[g, (row[..., None] - age) % rows, e]  # [..., stack, c, H, W]
+  # [..., stack, c, H, W]
+  frames = indexing.read(ring.frame, g, around(row[..., None] - age, rows), e)
   return frames.reshape(*row.shape, -1, *frames.shape[row.ndim + 2:])
 
 

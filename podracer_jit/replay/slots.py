@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from podracer_jit.numerics import indexing
 from podracer_jit.replay import tree
 from podracer_jit.types import Transition
 
@@ -53,18 +54,18 @@ def write(slots: Slots, group: jax.Array, transitions: Transition, stored: jax.A
   chex.assert_equal_shape_prefix([stored, transitions.reward], 2)
 
   # Transitions pop free slots from the end of the stack.
-  room = slots.room.at[group].get(mode='fill', fill_value=0)[:, None]
+  room = indexing.read_or(0, slots.room, group)[:, None]
   top = room - jnp.cumsum(stored, axis=1)
   stored &= top >= 0
-  slot = slots.free.at[group[:, None], jnp.maximum(top, 0)].get(mode='fill', fill_value=0)
+  slot = indexing.read_or(0, slots.free, group[:, None], jnp.maximum(top, 0))
   slot = jnp.where(stored, slot, tree.NOWHERE)
 
   def put(field, x):
-    return field.at[group[:, None], slot].set(x, mode='drop')
+    return indexing.write(field, group[:, None], slot, value=x)
 
   room = jnp.maximum(room[:, 0] - jnp.sum(stored, axis=1), 0)
   slots = slots._replace(transitions=jax.tree.map(put, slots.transitions, transitions),
-                         room=slots.room.at[group].set(room, mode='drop'))
+                         room=indexing.write(slots.room, group, value=room))
   return slots, slot
 
 
@@ -115,7 +116,7 @@ def evict(slots: Slots, priorities: tree.Tree, keys: jax.Array, most: int, count
     # Push the freed slots onto the stack.
     place = jnp.where(evicted, slots.room[:, None] + jnp.cumsum(evicted, axis=1) - 1,
                       tree.NOWHERE)
-    free = slots.free.at[groups[:, None], place].set(leaf, mode='drop')
+    free = indexing.write(slots.free, groups[:, None], place, value=leaf)
     slots = Slots(slots.transitions, free, slots.room + jnp.sum(evicted, axis=1),
                   tree.put(slots.eviction, groups, leaf, zero))
     return slots, tree.put(priorities, groups, leaf, zero), turn + 1

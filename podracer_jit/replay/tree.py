@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from podracer_jit.numerics import indexing
 from podracer_jit.numerics.islands import island
 
 # One array [groups, nodes] f32 for each level, the leaves first and the root last.
@@ -44,7 +45,7 @@ def get(tree: Tree, group: jax.Array, leaf: jax.Array) -> jax.Array:
   """Returns the values [k, m] of leaves [k, m] of groups [k]; 0 for out-of-range groups."""
   chex.assert_rank([group, leaf], [1, 2])
   chex.assert_equal_shape_prefix([group, leaf], 1)
-  return tree[0].at[group[:, None], leaf].get(mode='fill', fill_value=0.0)
+  return indexing.read_or(0.0, tree[0], group[:, None], leaf)
 
 
 def put(tree: Tree, group: jax.Array, leaf: jax.Array, value: jax.Array) -> Tree:
@@ -64,15 +65,15 @@ def put(tree: Tree, group: jax.Array, leaf: jax.Array, value: jax.Array) -> Tree
   chex.assert_equal_shape([leaf, value])
   chex.assert_equal_shape_prefix([group, leaf], 1)
   group = group[:, None]
-  levels = [tree[0].at[group, leaf].set(value, mode='drop')]
+  levels = [indexing.write(tree[0], group, leaf, value=value)]
   for above in tree[1:]:
-    leaf = leaf // FANOUT
+    leaf, _ = indexing.divide(leaf, FANOUT)
     children = leaf[..., None] * FANOUT + jnp.arange(FANOUT)
-    nodes = levels[-1].at[group[..., None], children].get(mode='fill', fill_value=0.0)
+    nodes = indexing.read_or(0.0, levels[-1], group[..., None], children)
     # Pairwise, in a fixed order.
     while nodes.shape[-1] > 1:
       nodes = nodes[..., ::2] + nodes[..., 1::2]
-    levels.append(above.at[group, leaf].set(nodes[..., 0], mode='drop'))
+    levels.append(indexing.write(above, group, leaf, value=nodes[..., 0]))
   return tuple(levels)
 
 
@@ -93,7 +94,7 @@ def find(tree: Tree, mass: jax.Array, node: jax.Array | int = 0) -> jax.Array:
   place = jnp.arange(FANOUT)
   node = jnp.broadcast_to(jnp.int32(node), mass.shape)
   for level in tree[-2::-1]:
-    children = level[groups, node[..., None] * FANOUT + place]
+    children = indexing.read(level, groups, node[..., None] * FANOUT + place)
     # Exclusive prefix sums of the children, in log2(16) additions.
     before = _shifted(children, 1)
     for by in (1, 2, 4, 8):
@@ -141,7 +142,7 @@ def draw(tree: Tree, keys: jax.Array, count: int) -> tuple[jax.Array, jax.Array]
   mass = of_groups(_strata, uniform(0), whole)
   if len(tree) > SMALL + 1:
     node = find(tree[SMALL:], mass)
-    inside = of_groups(_share, uniform(1), tree[SMALL][groups[:, None], node])
+    inside = of_groups(_share, uniform(1), indexing.read(tree[SMALL], groups[:, None], node))
     # The second draw may disorder leaves of the same node.
     leaf = jnp.sort(find(tree[:SMALL + 1], inside, node), axis=1)
   else:
