@@ -17,7 +17,7 @@ from podracer_jit.run import changes, checkpoint, history, workdirs
 from podracer_jit.run.commands import train
 from tests import processes
 from tests.processes import command
-from tests.run.test_main import only_checks
+from tests.run.test_main import only_checks, saved_to_the_end
 from tests.runs import QUICK
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=False',
@@ -278,7 +278,7 @@ def test_a_run_killed_after_a_change_resumes_to_the_same_bits(six, tmp_path):
     time.sleep(0.01)
   process.send_signal(signal.SIGKILL)
   process.wait()
-  done = max(int(path.name) for path in killed.glob('checkpoints/*') if path.name.isdigit())
+  done = max(saved_to_the_end(killed))
   assert 9 <= done < 60
   # The changes are in config.json: the flags may be left out or given again.
   output = binary(*args, *flags[:1], f'--workdir={killed}')

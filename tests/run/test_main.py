@@ -34,6 +34,12 @@ def receipts(workdir):
   return [tuple(r.values()) for r in lines(workdir / 'receipts.jsonl') if 'segment' not in r]
 
 
+def saved_to_the_end(workdir):
+  """Returns the updates of the checkpoints that have a manifest, which is written last."""
+  manifests = workdir.glob('checkpoints/*/manifest.json')
+  return [int(path.parent.name) for path in manifests if path.parent.name.isdigit()]
+
+
 @pytest.mark.parametrize('args,message', [
     ([], '--config is missing'),
     (['--config=configs/nope.py', '--workdir=x'],
@@ -259,7 +265,7 @@ def test_a_killed_run_resumes_to_the_same_bits(name, uninterrupted, tmp_path):
   time.sleep(delay_s)
   process.send_signal(signal.SIGKILL)
   process.wait()
-  saved = [int(p.name) for p in tmp_path.glob('checkpoints/*') if p.name.isdigit()]
+  saved = saved_to_the_end(tmp_path)
   if 9 not in saved:
     with path.open('a') as file:
       file.write('{"update": 8, "half a li')
