@@ -2,9 +2,9 @@
 
 .venv/bin/python -m benchmarks.soak [--config=impala_catch] [--minutes=20] [--every_updates=200]
 
-Starts an endless training with short segments as a child process and samples its resident memory
-and the parts of it, its threads, open files, memory mappings, and update. After --minutes, or
---segments, it ends the training by SIGTERM. Then it prints
+Starts an endless training with short segments as a child process. From the first update it samples
+the resident memory of the process and the parts of it, its threads, open files, memory mappings,
+and update. After --minutes, or --segments, it ends the training by SIGTERM. Then it prints
 
 - a table of ten rows over the segments;
 - the growth of each kind of memory for each segment and each update, by least squares over the
@@ -174,17 +174,16 @@ def count_growth(samples: Sequence[Sample], name: str) -> float:
 def segment_seconds(samples: Sequence[Sample], every_updates: int) -> tuple[float, float]:
   """Returns the seconds of a segment in the first tenth of the updates and in the last.
 
-  The time before the first update is not counted. Times between samples are interpolated.
+  Times between samples are interpolated.
   """
-  training = [sample for sample in samples if sample.update]
-  if len(training) < 2 or training[-1].update == training[0].update:
+  if len(samples) < 2 or samples[-1].update == samples[0].update:
     return 0.0, 0.0
-  updates = [sample.update for sample in training]
+  updates = [sample.update for sample in samples]
   first = updates[0]
   last = updates[-1]
   tenth = (last - first) / 10
   times = np.interp([first, first + tenth, last - tenth, last], updates,
-                    [sample.seconds for sample in training])
+                    [sample.seconds for sample in samples])
   segments_per_tenth = tenth / every_updates
   return (float(times[1] - times[0]) / segments_per_tenth,
           float(times[3] - times[2]) / segments_per_tenth)
@@ -195,7 +194,7 @@ def problems(samples: Sequence[Sample], every_updates: int, max_growth_kb: float
   """Returns a line for each figure that grows beyond its limit.
 
   Args:
-    samples: the samples of a whole run.
+    samples: the samples of a run from its first update.
     every_updates: updates of a segment.
     max_growth_kb: resident memory may grow by this in each segment.
     max_slowdown: limit of the seconds of a segment at the end over those at the beginning.
@@ -261,12 +260,14 @@ class Failed(RuntimeError):
 
 def watch(process: subprocess.Popen, workdir: Path, max_seconds: float, max_updates: float,
           interval_s: float) -> list[Sample]:
-  """Samples a training until it has run for long enough.
+  """Samples a training from its first update until it has run for long enough.
+
+  Before the first update, while it compiles, a training grows in any case.
 
   Args:
     process: the training.
     workdir: the workdir of the training.
-    max_seconds: the samples end after this many seconds.
+    max_seconds: the samples end this many seconds after the call, also before the first update.
     max_updates: the samples end after this many updates.
     interval_s: seconds between two samples.
 
@@ -275,13 +276,18 @@ def watch(process: subprocess.Popen, workdir: Path, max_seconds: float, max_upda
   """
   start = time.monotonic()
   samples = []
-  while not samples or (samples[-1].seconds < max_seconds and samples[-1].update < max_updates):
+  seconds = 0.0
+  update = 0
+  while seconds < max_seconds and update < max_updates:
     time.sleep(interval_s)
     if process.poll() is not None:
       raise Failed(f'the training ended with exit code {process.returncode}')
+    seconds = time.monotonic() - start
     update = read_update(workdir / 'metrics.jsonl')
+    if not update:
+      continue
     try:
-      samples.append(read_sample(process.pid, time.monotonic() - start, update))
+      samples.append(read_sample(process.pid, seconds, update))
     except OSError:  # the process has ended meanwhile
       raise Failed(f'the training ended with exit code {process.wait(60)}') from None
   return samples
@@ -318,7 +324,7 @@ def soak(args: argparse.Namespace, passed_on: Sequence[str], root: Path) -> list
   finally:
     process.kill()
     process.wait()
-  if not samples[-1].update:
+  if not samples:
     return ['the training made no update']
   print_report(samples, args.every_updates, file_sizes(workdir))
   if args.json:

@@ -130,11 +130,34 @@ def test_the_update_is_read_from_the_last_complete_line(tmp_path):
   assert soak.read_update(path) == 1999
 
 
+UPDATES = """
+import sys, time
+
+time.sleep(float(sys.argv[1]))  # as if it compiled
+with open('metrics.jsonl', 'w') as file:
+  for update in (1, 2, 3):
+    print(f'{{"update": {update}}}', file=file, flush=True)
+    time.sleep(0.1)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize('start_s, max_seconds, last', [(0.5, 60, 3), (60, 0.5, None)])
+def test_samples_begin_with_the_first_update(start_s, max_seconds, last, tmp_path):
+  """Until its programs are compiled, a training grows; that is no growth over its segments."""
+  command = [sys.executable, '-c', UPDATES, str(start_s)]
+  with subprocess.Popen(command, cwd=tmp_path) as process:
+    run = soak.watch(process, tmp_path, max_seconds, max_updates=3, interval_s=0.02)
+    process.kill()
+  assert all(sample.update for sample in run)
+  assert (run[-1].update if run else None) == last
+
+
 def test_threads_and_open_files_of_a_real_training_are_flat(tmp_path):
   """The test asserts no times, since the machine may be shared."""
   path = tmp_path / 'samples.json'
   process = run_benchmark('soak', '--segments=20', '--every_updates=10', '--interval_s=0.1',
-                       '--max_slowdown=100', '--max_growth_kb=20000', f'--json={path}',
+                       '--max_slowdown=100', f'--json={path}',
                        '--config.env.num_envs=8', '--config.unroll_length=5')
   assert process.returncode == 0, process.stdout + process.stderr
   assert 'memory, threads and open files are bounded' in process.stdout
