@@ -1,14 +1,14 @@
 """Compares the speed of actors that are threads with that of actors on a Ray cluster, in turn.
 
-.venv/bin/python -m benchmarks.cluster_speed --tasks=catch,pong --pairs=3 --seconds=30
+.venv/bin/python -m benchmarks.cluster_speed --tasks=catch,pong,apex --pairs=3 --seconds=30
 
 A pair is two trainings of the same experiment with the same two actors: one with threads, one with
 processes on a Ray cluster of this machine. The order alternates. Speeds are valid steps a second,
 after the first `--warm_up` seconds of updates. Catch is the worst case: its rollouts take about as
-long as a call. The last column has the mean CGD (delay of rollouts, in gradient steps) of both: two
-calls under way make it larger. `CPU a step` is the processor time of all processes of the run. Its
-ratio is that of the speeds on a machine whose cores are all busy; other programs disturb it less
-than they disturb the speeds.
+long as a call. `CPU a step` is the processor time of all processes of the run. Its ratio is that of
+the speeds on a machine whose cores are all busy; other programs disturb it less than they disturb
+the speeds. `CGD` has the mean delay of rollouts, in gradient steps, of both: two calls under way
+make it larger. `steps an update` differs where the learner does not wait for actors, as in `apex`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ import psutil
 from benchmarks.common import Failed
 from podracer_jit.run import journal
 
-ACTORS = ('--config.scheme=impala', '--config.num_shards=2',
-          '--config.placement.actors_per_device=2',
+ACTORS = ('--config.num_shards=2', '--config.placement.actors_per_device=2',
           '--config.placement.xla_threads=2', '--config.total_steps=1000000000',
           '--config.optimizer.anneal=False', '--config.checkpoint.every_updates=1000000',
           '--config.log.tensorboard=False')
 TASKS = {
-    'catch': ('--config=impala_catch', '--config.num_minibatches=1'),
-    'pong': ('--config=impala_atari:nature_cnn', '--config.env.task=Pong-v5',
-             '--config.env.num_envs=32', '--config.num_minibatches=2',
+    'catch': ('--config=impala_catch', '--config.scheme=impala', '--config.num_minibatches=1'),
+    'pong': ('--config=impala_atari:nature_cnn', '--config.scheme=impala',
+             '--config.env.task=Pong-v5', '--config.env.num_envs=32', '--config.num_minibatches=2',
              '--config.num_grad_shards=1', '--config.microbatch_rows=0'),
+    'apex': ('--config=apex_dqn_catch', '--config.scheme=apex', '--config.num_grad_shards=2'),
 }
 
 
@@ -50,6 +50,7 @@ class Speed(NamedTuple):
   steps_per_s: float  # valid steps a second
   cpu_per_step: float  # processor seconds of all its processes for a valid step
   cgd: float  # mean collection-to-gradient delay, in gradient steps
+  steps_per_update: float  # valid steps that are made during an update
 
 
 def cpu_seconds(session: int) -> float:
@@ -107,14 +108,14 @@ def measure(task: str, cluster: str, workdir: Path, warm_up: float, seconds: flo
   steps = last['steps'] - first['steps']
   counted = [record['cgd'] for record in records if record['update'] > first['update']]
   return Speed(steps / (last['elapsed_s'] - first['elapsed_s']), cpu_s / steps,
-               statistics.mean(counted))
+               statistics.mean(counted), steps / (last['update'] - first['update']))
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the comparison; returns the exit code."""
   parser = argparse.ArgumentParser(description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--tasks', default='catch,pong',
+  parser.add_argument('--tasks', default='catch,pong,apex',
                       help=f'tasks among {", ".join(TASKS)}, separated by commas')
   parser.add_argument('--pairs', type=int, default=3)
   parser.add_argument('--warm_up', type=float, default=5.0, help='seconds that do not count')
@@ -124,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
     if task not in TASKS:
       parser.error(f'--tasks: must be of {", ".join(TASKS)}, got {task}')
   print(f'{"task":8}{"threads":>12}{"Ray":>12}{"Ray / threads":>15}{"lowest":>8}{"highest":>8}'
-        f'{"CPU a step":>20}{"ratio":>7}{"CGD":>14}')
+        f'{"CPU a step":>20}{"ratio":>7}{"CGD":>16}{"steps an update":>18}')
   for task in args.tasks.split(','):
     speeds: dict[str, list[Speed]] = {'none': [], 'ray': []}
     with tempfile.TemporaryDirectory() as folder:
@@ -141,10 +142,11 @@ def main(argv: Sequence[str]) -> int:
     none, ray = (Speed(*map(statistics.median, zip(*speeds[cluster], strict=True)))
                  for cluster in ('none', 'ray'))
     cpu = f'{1e6 * none.cpu_per_step:.0f} to {1e6 * ray.cpu_per_step:.0f} us'
+    cgd = f'{none.cgd:.1f} to {ray.cgd:.1f}'
+    steps = f'{none.steps_per_update:.0f} to {ray.steps_per_update:.0f}'
     print(f'{task:8}{none.steps_per_s:12,.0f}{ray.steps_per_s:12,.0f}'
           f'{statistics.median(ratios):15.2f}{min(ratios):8.2f}{max(ratios):8.2f}{cpu:>20}'
-          f'{none.cpu_per_step / ray.cpu_per_step:7.2f}{f"{none.cgd:.1f} to {ray.cgd:.1f}":>14}',
-          flush=True)
+          f'{none.cpu_per_step / ray.cpu_per_step:7.2f}{cgd:>16}{steps:>18}', flush=True)
   return 0
 
 

@@ -14,7 +14,9 @@ import psutil
 # The cluster has a password, as the docs advise.
 TOKEN = {'RAY_AUTH_MODE': 'token',
          'RAY_AUTH_TOKEN': os.environ.get('RAY_AUTH_TOKEN') or uuid.uuid4().hex,
-         'RAY_USAGE_STATS_ENABLED': '0'}
+         'RAY_USAGE_STATS_ENABLED': '0',
+         # Otherwise the processes of runs would hardly run beside other tests.
+         'RAY_worker_niceness': '0'}
 # Ray reads these variables when it is imported.
 os.environ |= TOKEN
 STORE = 100 * 2**20  # bytes

@@ -47,7 +47,10 @@ def test_nothing_outlives_the_run(end, tmp_path):
       time.sleep(0.1)
     running = of_session(process.pid)
     # One actor, and the daemons of Ray.
-    assert sum(map(is_ours, running)) == 1 and len(running) > 3
+    (actor,) = filter(is_ours, running)
+    assert len(running) > 3
+    # The actor may use a busy processor as much as the learner.
+    assert actor.nice() == psutil.Process(process.pid).nice()
     since = time.monotonic()
     if end == 'ctrl_c':
       os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -56,8 +59,7 @@ def test_nothing_outlives_the_run(end, tmp_path):
     else:
       process.kill()
       process.wait()
-    actors = [child for child in running if is_ours(child)]
-    assert not psutil.wait_procs(actors, timeout=10)[1]
+    assert not psutil.wait_procs([actor], timeout=10)[1]
     # Two agents of Ray need longer to notice that their parent was killed.
     assert not psutil.wait_procs(running, timeout=10 if end == 'ctrl_c' else 120)[1]
   finally:
