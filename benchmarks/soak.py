@@ -262,12 +262,12 @@ def watch(process: subprocess.Popen, workdir: Path, max_seconds: float, max_upda
           interval_s: float) -> list[Sample]:
   """Samples a training from its first update until it has run for long enough.
 
-  Before the first update, while it compiles, a training grows in any case.
+  Samples from before would show growth that is no leak: the training is being compiled.
 
   Args:
     process: the training.
     workdir: the workdir of the training.
-    max_seconds: the samples end this many seconds after the call, also before the first update.
+    max_seconds: the function returns after this many seconds, even if there was no update.
     max_updates: the samples end after this many updates.
     interval_s: seconds between two samples.
 

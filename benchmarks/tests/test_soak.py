@@ -157,8 +157,8 @@ def test_threads_and_open_files_of_a_real_training_are_flat(tmp_path):
   """The test asserts no times, since the machine may be shared."""
   path = tmp_path / 'samples.json'
   process = run_benchmark('soak', '--segments=20', '--every_updates=10', '--interval_s=0.1',
-                       '--max_slowdown=100', f'--json={path}',
-                       '--config.env.num_envs=8', '--config.unroll_length=5')
+                          '--max_slowdown=100', f'--json={path}', '--config.env.num_envs=8',
+                          '--config.unroll_length=5')
   assert process.returncode == 0, process.stdout + process.stderr
   assert 'memory, threads and open files are bounded' in process.stdout
   run = [Sample(**row) for row in json.loads(path.read_text())]

@@ -28,8 +28,8 @@ os.environ.setdefault('RAY_DEDUP_LOGS_SKIP_REGEX',
 # The results of a call that has failed are not asked for.
 os.environ.setdefault('RAY_IGNORE_UNHANDLED_ERRORS', '1')
 os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
-# By default, Ray gives its processes a niceness of 15: a thirtieth of the processor time of others
-# on a busy core. A learner on the same machine would then train on fewer steps than with threads.
+# By default, Ray gives its processes a niceness of 15, so they get little of a busy processor. A
+# learner on the same machine that does not wait for them would have fewer steps than with threads.
 os.environ.setdefault('RAY_worker_niceness', '0')
 
 import ray  # noqa: E402 - it reads the environment
