@@ -22,6 +22,9 @@ class Episodes(NamedTuple):
   ended: jax.Array  # [T, B] bool: the episode ended with this row
   episode_return: jax.Array  # [T, B] f32: sum of the episode's unclipped rewards up to this row
   length: jax.Array  # [T, B] i32: valid rows of the episode up to this row
+  # [1, B, 5] i32: the first value of each environment that cannot be learned from, as
+  # `actor.faults.find` returns it; None if nobody has looked.
+  fault: jax.Array | None = None
 
 
 class Rollout(NamedTuple):

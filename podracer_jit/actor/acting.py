@@ -49,8 +49,8 @@ class InStep(NamedTuple):
   def initial_state(self, vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
                     first_env: int) -> rollouts.ActorState:
     """Returns the initial state; see `Acting`."""
-    del first_env
-    return rollouts.initial_state(vector_envs, keys, self.network.initial_recurrent_state)
+    return rollouts.initial_state(vector_envs, keys, self.network.initial_recurrent_state,
+                                  first_env=first_env)
 
 
 class FirstReady(NamedTuple):
@@ -73,11 +73,10 @@ class FirstReady(NamedTuple):
   def initial_state(self, vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
                     first_env: int) -> rollouts.ActorState:
     """Returns the initial state; see `Acting`."""
-    del first_env
     (vector_env,) = vector_envs
     (key,) = keys
     return asynchronous.initial_state(vector_env, key, self.obs, self.network.policy,
-                                      self.unroll_length)
+                                      self.unroll_length, first_env)
 
 
 class ForReplay(NamedTuple):
@@ -111,5 +110,5 @@ class ForReplay(NamedTuple):
     first_envs = range(first_env, first_env + width * len(vector_envs), width)
     exploration = [jnp.array(self.exploration[first:first + width]) for first in first_envs]
     state = rollouts.initial_state(vector_envs, keys, self.network.initial_recurrent_state,
-                                   exploration)
+                                   exploration, first_env)
     return priorities.initial_state(state, self.n_step)

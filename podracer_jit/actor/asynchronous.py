@@ -20,7 +20,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from podracer_jit.actor.rollouts import ActorState, EnvState, count, make_act, row_key, zeros
+from podracer_jit.actor.rollouts import (
+    ActorState,
+    EnvState,
+    count,
+    make_act,
+    row_key,
+    with_faults,
+    zeros,
+)
 from podracer_jit.agents.networks import Apply
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
@@ -38,11 +46,12 @@ class Sequences(NamedTuple):
   slots: jax.Array
   # [N] i32: the row of the sequence that waits for its reward; -1 before the first observation.
   row: jax.Array
+  env_id: jax.Array  # [S] i32: the environment whose sequence a slot has, as in `EnvState`
   complete: jax.Array  # i32: number of complete sequences that wait for the next rollout
 
 
 def initial_state(vector_env: VectorEnv, key: jax.Array, obs: jax.ShapeDtypeStruct, policy: Policy,
-                  unroll_length: int) -> ActorState:
+                  unroll_length: int, first_env: int = 0) -> ActorState:
   """Returns the state of an asynchronous vector environment that has just been started.
 
   Args:
@@ -51,6 +60,7 @@ def initial_state(vector_env: VectorEnv, key: jax.Array, obs: jax.ShapeDtypeStru
     obs: shape and dtype of one observation.
     policy: the policy that acts.
     unroll_length: T.
+    first_env: index of the first environment among all environments of the run.
 
   Returns:
     The actor's state, with one `Sequences`.
@@ -65,6 +75,7 @@ def initial_state(vector_env: VectorEnv, key: jax.Array, obs: jax.ShapeDtypeStru
       episode_return=jnp.zeros(num_envs, jnp.float32),
       episode_length=jnp.zeros(num_envs, jnp.int32),
       key=key, rollouts=jnp.zeros((), jnp.int32), discounted_return=None, recurrent_state=None,
+      env_id=first_env + jnp.arange(num_envs, dtype=jnp.int32),
       simulator=jax.tree.map(jnp.array, vector_env.first_state))
   rows = jnp.zeros((unroll_length + 1, size, *obs.shape), obs.dtype)
   state = Sequences(
@@ -72,6 +83,7 @@ def initial_state(vector_env: VectorEnv, key: jax.Array, obs: jax.ShapeDtypeStru
       buffer=zeros(rows, size, policy, unroll_length),
       slots=jnp.arange(size, dtype=jnp.int32),
       row=jnp.full(num_envs, -1, jnp.int32),
+      env_id=jnp.zeros(size, jnp.int32),
       complete=jnp.zeros((), jnp.int32))
   return ActorState(jnp.array(vector_env.handle), (state,))
 
@@ -112,9 +124,9 @@ def make_rollout(vector_env: VectorEnv, apply: Apply, policy: Policy, unroll_len
     _, token, state = lax.while_loop(
         lambda carry: carry[-1].complete < vector_env.num_envs, functools.partial(turn, params),
         (jnp.int32(0), token, state))
-    state, sequences = _take(state, vector_env.num_envs)
-    return ActorState(token, (state,)), (
-        sequences._replace(obs=frames.from_stacks(sequences.obs, stack)),)
+    state, sequences, env_id = _take(state, vector_env.num_envs)
+    sequences = sequences._replace(obs=frames.from_stacks(sequences.obs, stack))
+    return ActorState(token, (state,)), (with_faults(sequences, env_id, vector_env),)
 
   return rollout
 
@@ -141,7 +153,7 @@ def _arrive(state: Sequences, step: TimeStep, unroll_length: int) -> tuple[Seque
   # Row -1 belongs to no sequence. It wraps to the last row of the new sequence, which is written
   # again before that sequence is complete.
   buffer = _write(state.buffer, row % unroll_length, slot, **fields)
-  buffer = _write(buffer, row + 1, slot, obs=step.obs)
+  buffer = _write(buffer, row + 1, slot, obs=ready.obs)
 
   # The slot of a complete sequence changes places with a free slot.
   full = row + 1 == unroll_length
@@ -153,23 +165,25 @@ def _arrive(state: Sequences, step: TimeStep, unroll_length: int) -> tuple[Seque
       env=env,
       buffer=buffer,
       slots=slots,
+      env_id=state.env_id.at[slot].set(env.env_id[who], unique_indices=True),
       row=state.row.at[who].set(jnp.where(full, 0, row + 1), unique_indices=True),
       complete=state.complete + jnp.sum(full, dtype=jnp.int32))
   return new_state, ready
 
 
 @jax.named_scope('storing')
-def _take(state: Sequences, columns: int) -> tuple[Sequences, Rollout]:
-  """Returns the oldest complete sequences as a rollout and frees their slots."""
+def _take(state: Sequences, columns: int) -> tuple[Sequences, Rollout, jax.Array]:
+  """Returns the oldest complete sequences as a rollout with its environments; frees their slots."""
   # A rollout has a column for each environment.
   filling = state.slots[:columns]
   not_filling = state.slots[columns:]  # with complete sequences, then free
-  sequences = jax.tree.map(lambda x: x[:, not_filling[:columns]], state.buffer)
+  taken = not_filling[:columns]
+  sequences = jax.tree.map(lambda x: x[:, taken], state.buffer)
   return state._replace(
       env=state.env._replace(rollouts=state.env.rollouts + 1),
       # The roll moves the slots just read behind the free slots.
       slots=jnp.concatenate([filling, jnp.roll(not_filling, -columns)]),
-      complete=state.complete - columns), sequences
+      complete=state.complete - columns), sequences, state.env_id[taken]
 
 
 @jax.named_scope('storing')

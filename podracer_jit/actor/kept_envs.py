@@ -26,7 +26,7 @@ def gather(actors: Sequence[ActorState]) -> Any:
   Returns:
     An EnvState of NumPy arrays [num_shards, ...], equal in all processes. PRNG keys are their data.
   """
-  envs = jax.device_get([jax.tree.map(_key_data, env) for actor in actors for env in actor.envs])
+  envs = jax.device_get([_saved(env) for actor in actors for env in actor.envs])
   stacked = jax.tree.map(lambda *x: np.stack(x), *envs)
   if jax.process_count() > 1:
     # [processes, vector environments of each, ...]; processes are in the order of environments.
@@ -50,7 +50,7 @@ def pick(kept: Any, index: int, like: EnvState) -> EnvState:
     chex.assert_equal_shape([like, x])
     return x
 
-  return jax.tree.map(leaf, like, kept)
+  return jax.tree.map(leaf, like._replace(env_id=None), kept)._replace(env_id=like.env_id)
 
 
 def shapes(actor: ActorState, num_shards: int) -> Any:
@@ -63,8 +63,13 @@ def shapes(actor: ActorState, num_shards: int) -> Any:
   def leaf(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((num_shards, *x.shape), x.dtype)
 
-  env = jax.eval_shape(lambda env: jax.tree.map(_key_data, env), actor.envs[0])
+  env = jax.eval_shape(_saved, actor.envs[0])
   return jax.tree.map(leaf, env)
+
+
+def _saved(env: EnvState) -> EnvState:
+  """Returns the part of a state that is saved: the place says which environments they are."""
+  return jax.tree.map(_key_data, env._replace(env_id=None))
 
 
 def _is_key(x: jax.Array) -> bool:

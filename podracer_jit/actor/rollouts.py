@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from podracer_jit.actor import faults
 from podracer_jit.agents.networks import Apply
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
@@ -32,6 +34,7 @@ class EnvState(NamedTuple):
   rollouts: jax.Array  # i32: number of rollouts completed
   discounted_return: jax.Array | None  # [B] f32, of the rewards so far; None if asynchronous
   recurrent_state: RecurrentState
+  env_id: jax.Array | None  # [B] i32: index of each environment among all of the run
   exploration: jax.Array | None = None  # [B] f32, for policies with `explore`
   # `priorities.Rows`: the last n rows of the previous rollout, for a replay.
   recent: Any | None = None
@@ -47,7 +50,8 @@ class ActorState(NamedTuple):
 
 def initial_state(vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
                   initial_recurrent_state: Callable[[int], RecurrentState] = lambda num_envs: None,
-                  exploration: Sequence[jax.Array] | None = None) -> ActorState:
+                  exploration: Sequence[jax.Array] | None = None, first_env: int = 0
+                  ) -> ActorState:
   """Returns the state of vector environments that have just been reset.
 
   Args:
@@ -55,11 +59,13 @@ def initial_state(vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
     keys: one PRNG key for each vector environment.
     initial_recurrent_state: number of environments -> their initial recurrent state.
     exploration: [B] f32 for each vector environment, for policies with `explore`.
+    first_env: index of the first environment among all environments of the run.
 
   Returns:
     The actor's state, with one `EnvState` for each vector environment.
   """
   exploration = exploration or [None] * len(vector_envs)
+  firsts = itertools.accumulate((env.num_envs for env in vector_envs[:-1]), initial=first_env)
   envs = tuple(
       EnvState(
           obs=jnp.array(vector_env.first_obs),
@@ -68,9 +74,12 @@ def initial_state(vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
           episode_length=jnp.zeros(vector_env.num_envs, jnp.int32),
           key=key, rollouts=jnp.zeros((), jnp.int32),
           discounted_return=jnp.zeros(vector_env.num_envs, jnp.float32),
-          recurrent_state=initial_recurrent_state(vector_env.num_envs), exploration=explores,
+          recurrent_state=initial_recurrent_state(vector_env.num_envs),
+          env_id=first + jnp.arange(vector_env.num_envs, dtype=jnp.int32),
+          exploration=explores,
           simulator=jax.tree.map(jnp.array, vector_env.first_state))
-      for vector_env, key, explores in zip(vector_envs, keys, exploration, strict=True))
+      for vector_env, key, explores, first in zip(vector_envs, keys, exploration, firsts,
+                                                  strict=True))
   return ActorState(jnp.array(vector_envs[0].handle), envs)
 
 
@@ -193,6 +202,7 @@ def make_rollout(vector_envs: Sequence[VectorEnv], apply: Apply, policy: Policy,
       buffer = _add(_write(buffer, unroll_length - 1, **fields), unroll_length, before, env.obs)
       if discount is not None:
         env, buffer = _discount(discount, env, buffer)
+      buffer = with_faults(buffer, env.env_id, vector_env)
       out.append((env._replace(rollouts=env.rollouts + 1), buffer))
     envs, buffers = zip(*out, strict=True)
     return ActorState(token, envs), buffers
@@ -213,6 +223,14 @@ def _nothing_yet(token, env: EnvState):
   zero = jnp.zeros_like(env.episode_return)
   return token, env, dict(reward=zero, terminated=false, truncated=false,
                           episodes=Episodes(false, env.episode_return, env.episode_length))
+
+
+def with_faults(rollout: Rollout, env_id: jax.Array, vector_env: VectorEnv) -> Rollout:
+  """Returns a whole rollout with the faults of its environments [B] i32; see `faults.find`."""
+  episodes = rollout.episodes
+  fault = faults.find(rollout.obs, rollout.reward, episodes.episode_return, env_id,
+                      getattr(vector_env, 'one_hots', ()))
+  return rollout._replace(episodes=episodes._replace(fault=fault))
 
 
 def _discount(discount: float, env: EnvState, buffer: Rollout) -> tuple[EnvState, Rollout]:
@@ -251,7 +269,7 @@ def count(env: EnvState, step: TimeStep) -> tuple[EnvState, dict[str, Any]]:
   length = env.episode_length + valid
   over = valid & (step.game_over | step.truncated)
   env = env._replace(
-      obs=step.obs, ended=step.terminated | step.truncated,
+      obs=faults.without_end(step.obs, step.terminated), ended=step.terminated | step.truncated,
       episode_return=jnp.where(over, 0.0, episode_return),
       episode_length=jnp.where(over, 0, length))
   reward = jnp.where(valid, step.reward, 0.0)

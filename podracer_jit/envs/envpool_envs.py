@@ -351,6 +351,7 @@ class EnvPoolVectorEnv:
     # MuJoCo and DM Control use float64; with x64 off their recv aborts the process.
     self._obs_space = self._pool.observation_space
     self._leaves = spaces.leaves_of(task, self._obs_space)
+    self.one_hots = spaces.one_hots(self._obs_space)
     arrays = [*self._pool.spec.state_array_spec.values(),
               *self._pool.spec.action_array_spec.values()]
     self._x64 = np.dtype(np.float64) in [np.dtype(array.dtype) for array in arrays]

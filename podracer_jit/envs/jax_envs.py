@@ -162,6 +162,7 @@ class JaxVectorEnv:
   def __init__(self, env: JaxEnv, seeds: Sequence[int]):
     """Resets one environment for each seed."""
     self._env = env
+    self.one_hots = spaces.one_hots(env.observation_space)
     self.num_envs = len(seeds)
     self.batch_size = len(seeds)
     self.first_obs, self.first_state = _compiled_reset(env)(_keys(np.array(seeds, np.int32)))

@@ -104,6 +104,9 @@ class VectorEnv(Protocol):
   # True if a program that steps them contains no pointers to a simulator; absent otherwise. Such a
   # program is cached for later processes and segments.
   is_function: bool
+  # Places of one-hots in flat observations, which a rollout checks; absent if there are none, or if
+  # the numbers were checked before.
+  one_hots: Sequence[slice]
   # The number by which a program finds the simulator, if it has no other reference to it; absent
   # otherwise, None once the vector environment is closed. `RolloutProgram` loads a compiled program
   # with the addresses of other simulators, so it is cached, too.

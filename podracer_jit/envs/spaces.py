@@ -222,6 +222,14 @@ def _with_axis(obs: Any, space: Any) -> Any:
   return np.asarray(obs)[None]
 
 
+def one_hots(space: Any) -> tuple[slice, ...]:
+  """Returns the places of one-hots in flat observations of a space."""
+  if is_array(space):
+    return ()
+  return tuple(slice(leaf.part.start, leaf.part.start + leaf.part.size)
+               for leaf in leaves_of('', space) if leaf.one_hot_from is not None)
+
+
 def batch_axes(obs: Any, space: Any) -> int:
   """Returns the number of leading axes of observations: 0 for one observation, 1 for a batch.
 

@@ -16,7 +16,7 @@ from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.islands import island
 from podracer_jit.numerics.tracing import traced, zeros
-from podracer_jit.replay import buffer
+from podracer_jit.replay import buffer, tree
 from podracer_jit.types import Experience, Metrics, Params, Target, TrainState, Transition
 
 # `losses.algorithm.ReplayAlgorithm.loss` of a network:
@@ -284,7 +284,12 @@ def make_finish(sizes: Sizes, learning_rate: Callable, mesh_size: int = 1):
     steps = state.steps + valid
     metrics = means(sums, count, state.params, state.steps, steps, state.target.gradient_steps)
     state = state._replace(update=state.update + 1, steps=steps)
+    # A node of the tree is the sum of its children, so the root is finite only if all of them are.
+    broken = groups.total_of_integers(
+        jnp.sum(~jnp.isfinite(tree.total(state.replay.priorities)), dtype=jnp.int32))
+    finite = rollout_updates.finite_parts(state) | dict(replay=broken == 0)
     return state, metrics | dict(
+        finite=finite,
         valid=valid, update=state.update, steps=steps, sampled=count * sizes.batch_size,
         gradient_steps=state.target.gradient_steps,
         replay_size=groups.total_of_integers(jnp.sum(state.replay.size)), batch=batch,

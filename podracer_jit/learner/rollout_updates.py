@@ -310,7 +310,7 @@ def finish(state: TrainState, batch_stats: Metrics, steps: tuple[Metrics, jax.Ar
   Returns:
     The next state, and metrics: means of the loss terms over valid rows of all gradient steps,
     `grad_norm` before clipping, `param_norm`, `learning_rate`, `valid` rows, the `batch` and
-    `params` fingerprints, and the rollout's episodes.
+    `params` fingerprints, the rollout's episodes, and `finite` (see `finite_parts`).
   """
   chex.assert_rank(steps[1], 1)
   chex.assert_equal_shape_prefix([*jax.tree.leaves(steps[0]), steps[1]], 1)
@@ -340,7 +340,25 @@ def finish(state: TrainState, batch_stats: Metrics, steps: tuple[Metrics, jax.Ar
   return state, metrics | dict(
       valid=batch_stats['valid'], update=state.update, steps=state.steps,
       batch=batch_stats['batch'], params=fingerprint(state.params),
-      episodes=batch_stats['episodes'])
+      episodes=batch_stats['episodes'], finite=finite_parts(state))
+
+
+def finite_parts(state: TrainState) -> Metrics:
+  """Returns whether parts of a train state are finite that no loss shows, as scalar bools by name.
+
+  A number whose square overflows makes running moments, or an optimizer's, infinite. Everything
+  divided by them is 0 then, and the run learns nothing more without a NaN in any loss.
+  """
+  def is_finite(x: jax.Array) -> jax.Array:
+    # A scalar of an optimizer, such as its best loss so far, may begin as infinity.
+    return ~jnp.any(jnp.isnan(x)) if x.ndim == 0 else jnp.all(jnp.isfinite(x))
+
+  def all_finite(tree: Any) -> jax.Array:
+    numbers = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.all(jnp.stack([is_finite(x) for x in numbers])) if numbers else jnp.bool_(True)
+
+  return dict(moments=all_finite(running_moments.moments_of(state.params)),
+              optimizer=all_finite(state.opt_state))
 
 
 def fuse(prepare: Callable, gradient: Callable, update: Callable, learning_rate: Callable):

@@ -15,14 +15,22 @@ import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from podracer_jit.actor import faults
+from podracer_jit.envs.protocol import EnvironmentFailed
+from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.run import journal, safe_files
-from podracer_jit.run.build import Machines
+from podracer_jit.run.build import Machines, Run
 from podracer_jit.schemes.reports import Report, Waits
+from podracer_jit.types import Episodes
 
 Record = dict[str, Any]  # an update's line of metrics.jsonl
 # Least seconds between two points in TensorBoard: a point takes as long as a short update.
 EVENTS_S = 0.1
+# Parts of `rollout_updates.finite_parts`, in words.
+_PARTS = {'moments': 'the running statistics (normalise)',
+          'optimizer': "the optimizer's statistics of gradients",
+          'replay': 'the priorities of the replay'}
 LIVES = 'lives'  # the field of receipts with the lives of actors, by name
 
 
@@ -30,7 +38,8 @@ class Meter:
   """Turns reports into records: one for each update, in order."""
 
   def __init__(self, window: int, frame_skip: int, waits: Callable[[], Waits],
-               past: Mapping[str, Any], machines: Machines | None = None):
+               past: Mapping[str, Any], machines: Machines | None = None,
+               check: Callable[[int, Episodes], None] = lambda update, episodes: None):
     """Creates a meter.
 
     Args:
@@ -39,7 +48,9 @@ class Meter:
       waits: returns the seconds that actors and learner have waited since the segment began.
       past: the `meta` of the checkpoint that the run resumes from; empty for a new run.
       machines: that act outside of this process, if there are any.
+      check: called with each update and its episodes; see `environment_check`.
     """
+    self._check = check
     self._machines = machines
     self._lives: Mapping[str, int] = machines.lives() if machines else {}
     self._window = collections.deque(map(tuple, past.get('window', [])), maxlen=window)
@@ -55,7 +66,12 @@ class Meter:
     return dict(window=list(self._window), episodes=self._episodes, elapsed_s=self._elapsed)
 
   def records(self, report: Report) -> Iterator[tuple[Record, Record]]:
-    """Yields (metrics, receipt) of each update of the report."""
+    """Yields (metrics, receipt) of each update of the report.
+
+    Raises:
+      EnvironmentFailed: an environment of the next update has returned a wrong value.
+      Diverged: the state after the update that was yielded is not finite.
+    """
     # For arrays that are ready, this takes a fifth of the time of `jax.device_get`. The next
     # rollout runs meanwhile, on the same cores.
     metrics = jax.tree.map(np.asarray, report.metrics)
@@ -76,6 +92,8 @@ class Meter:
                      params=as_hex(update.pop('params')))
       receipt |= self._new_lives()
       episodes = update.pop('episodes')
+      finite = update.pop('finite', {})
+      self._check(receipt['update'], episodes)
       ended = np.asarray(episodes.ended)
       self._episodes += int(ended.sum())
       # Row by row, so that the order does not depend on which environments ran where.
@@ -96,6 +114,11 @@ class Meter:
       if 'sampled' in update:
         record['samples_per_s'] = int(update['sampled']) / seconds
       yield record | {name: float(value) for name, value in update.items()}, receipt
+      # After the record, whose losses may show the cause.
+      for name in finite:
+        if not finite[name]:
+          raise Diverged(f'update {record["update"]} ({steps:,} steps): {_PARTS[name]} are not '
+                         'finite, because a number is too large to be squared in 32 bits')
 
   def _new_lives(self) -> dict[str, Mapping[str, int]]:
     """Returns the receipt's field with the lives of actors, if one was begun again since."""
@@ -190,8 +213,31 @@ class Files:
       self._events.close()
 
 
+def environment_check(run: Run, segment: int) -> Callable[[int, Episodes], None]:
+  """Returns the check of the values that environments have returned in an update of a segment.
+
+  It takes the update and its episodes, and raises EnvironmentFailed, in one line, for the first
+  value that cannot be learned from.
+  """
+  experiment = run.experiment
+  # Environments that go on in the next segment have the seeds of the first one.
+  segment = 0 if run.keeps_envs else segment
+
+  def check(update: int, episodes: Episodes) -> None:
+    fault = faults.describe(episodes, experiment.spec)
+    if fault is None:
+      return
+    env_id, what = fault
+    who = f'environment {env_id}'
+    if not (run.machines and run.machines.lives()):
+      who += f', seed {env_seeds(experiment.seed, segment, env_id, 1)[0]}'
+    raise EnvironmentFailed(f'{experiment.env.task}: {what} ({who}), in update {update}')
+
+  return check
+
+
 class Diverged(RuntimeError):
-  """Raised if a loss or a gradient is not finite."""
+  """Raised if a loss, a gradient or a part of the train state is not finite."""
 
 
 def check_finite(record: Record) -> None:

@@ -20,13 +20,21 @@ import numpy as np
 
 from podracer_jit.actor import kept_envs
 from podracer_jit.actor.rollouts import ActorState
+from podracer_jit.envs.protocol import EnvironmentFailed
 from podracer_jit.learner import rollout_updates
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.options import INT32_MAX
 from podracer_jit.run import build, checkpoint, history, life, memory, session, stopping, workdirs
 from podracer_jit.run import train as train_lib
 from podracer_jit.run.experiment import Experiment
-from podracer_jit.run.metrics import Diverged, Files, Meter, Record, check_finite
+from podracer_jit.run.metrics import (
+    Diverged,
+    Files,
+    Meter,
+    Record,
+    check_finite,
+    environment_check,
+)
 from podracer_jit.run.progress import Progress
 from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import host
@@ -188,28 +196,29 @@ class _Seed:
         segment=self._meta['segment'], first_update=self.update + 1, versions=workdirs.versions(),
         canary=canary(), num_seeds=num_seeds, **noted))
     self._meter = Meter(experiment.log.window, experiment.spec.frame_skip,
-                        lambda: Waits(0.0, 0.0), self._meta)
+                        lambda: Waits(0.0, 0.0), self._meta,
+                        check=environment_check(self.run, self._meta['segment']))
 
   def write(self, report: Report) -> Record | None:
     """Writes the updates of a call; returns the last record, None if the seed has finished.
 
     Raises:
       checkpoint.NotSaved: metrics or receipts cannot be written.
-      Diverged: a loss or a gradient is not finite.
+      Diverged: a loss, a gradient or the train state is not finite.
+      EnvironmentFailed: an environment has returned a value that cannot be learned from.
     """
     record = None
     if not report.count:
       return None
-    for record, receipt in self._meter.records(report):
-      try:
+    try:
+      for record, receipt in self._meter.records(report):
         self._files.write(record, receipt)
-      except OSError as error:
-        raise checkpoint.NotSaved(f'{error}; older checkpoints are in {self.workdir}') from error
-      try:
         check_finite(record)
-      except Diverged as error:
-        raise Diverged(f'seed {self.seed}, {error}; older checkpoints are in '
-                       f'{self.workdir}') from None
+    except OSError as error:
+      raise checkpoint.NotSaved(f'{error}; older checkpoints are in {self.workdir}') from error
+    except (Diverged, EnvironmentFailed) as error:
+      raise type(error)(f'seed {self.seed}, {error}; older checkpoints are in '
+                        f'{self.workdir}') from None
     return record
 
   def save(self, state: TrainState, actor_state: ActorState) -> None:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from podracer_jit import loops
-from podracer_jit.envs.protocol import environment_failure
+from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.run import (
     build,
@@ -25,7 +25,15 @@ from podracer_jit.run import (
 )
 from podracer_jit.run.callbacks import CallbackFailed, Callbacks, SegmentEnd
 from podracer_jit.run.experiment import Experiment
-from podracer_jit.run.metrics import LIVES, Diverged, Files, Meter, check_finite
+from podracer_jit.run.metrics import (
+    LIVES,
+    Diverged,
+    Files,
+    Meter,
+    Record,
+    check_finite,
+    environment_check,
+)
 from podracer_jit.run.output import complain
 from podracer_jit.run.periodic import Evaluator
 from podracer_jit.run.progress import Progress
@@ -264,7 +272,8 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
   Raises:
     CallbackFailed: a callback has failed.
     checkpoint.NotSaved: metrics or receipts cannot be written.
-    Diverged: a loss or a gradient is not finite.
+    Diverged: a loss, a gradient or the train state is not finite.
+    EnvironmentFailed: an environment has returned a value that cannot be learned from.
   """
   experiment = run.experiment
   place = run.place
@@ -273,24 +282,26 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
   change = {history.KEY: entry.as_json()} if entry else {}
   safe = f'that of update {saved}' if saved else 'none: the run had just begun'
 
+  def write(record: Record, receipt: Record) -> None:
+    if files:
+      try:
+        files.write(record, receipt)
+      except OSError as error:
+        raise checkpoint.NotSaved(
+            f'{error}; the last good checkpoint is {safe}, in {workdir}') from error
+    progress.show(record)
+    check_finite(record)
+    callbacks.update(record)
+
   def report(item: Report) -> None:
-    for record, receipt in meter.records(item):
-      if files:
-        try:
-          files.write(record, receipt)
-        except OSError as error:
-          raise checkpoint.NotSaved(
-              f'{error}; the last good checkpoint is {safe}, in {workdir}') from error
-      progress.show(record)
-      try:
-        check_finite(record)
-      except Diverged as error:
-        raise Diverged(f'{error}; the last good checkpoint is {safe}, in {workdir}') from None
-      try:
-        callbacks.update(record)
-      except CallbackFailed as error:
-        raise CallbackFailed(
-            f'{error}; the last good checkpoint is {safe}, in {workdir}') from error.__cause__
+    try:
+      for record, receipt in meter.records(item):
+        write(record, receipt)
+    except (Diverged, EnvironmentFailed) as error:
+      raise type(error)(f'{error}; the last good checkpoint is {safe}, in {workdir}') from None
+    except CallbackFailed as error:
+      raise CallbackFailed(
+          f'{error}; the last good checkpoint is {safe}, in {workdir}') from error.__cause__
     profiler.reported()
 
   with contextlib.ExitStack() as stack:
@@ -302,7 +313,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
     segment = stack.enter_context(build.segment(
         run, state, index, length, report, asked_to_stop, envs))
     meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, meta,
-                  run.machines)
+                  run.machines, environment_check(run, index))
     try:
       states = loops.run(segment.workers)
     except loops.Stuck as error:

@@ -59,7 +59,7 @@ def film(player: evaluation.Player, path: Path, seed: int, env: int, max_steps: 
       out.write(first)
       while not ended:
         state, episodes = program(player.params, state)
-        ended, episode_return, length = (x.item() for x in jax.device_get(episodes))
+        ended, episode_return, length = (x.item() for x in jax.device_get(episodes[:3]))
         evaluation.bound(length, max_steps)
         out.write(take_frame(state))
         frames += 1

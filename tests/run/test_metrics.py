@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto import event_pb2
 
-from podracer_jit.run.metrics import Files, Meter, Report, Waits
+from podracer_jit.envs.protocol import EnvironmentFailed
+from podracer_jit.run.metrics import Diverged, Files, Meter, Report, Waits
 from podracer_jit.run.progress import Progress, bottleneck, waited
 from podracer_jit.run.resolve import resolve
 from podracer_jit.types import Episodes
@@ -49,6 +50,27 @@ def test_records_count_episodes_frames_and_delays():
   assert records[0]['entropy'] == 0.5
   (_, receipt), = m.records(report([4]))
   assert receipt == dict(update=4, batch='0' * 16, params='0000000100000001')
+
+
+def test_a_state_that_is_not_finite_ends_the_run_after_its_record():
+  item = report([1, 2, 3])
+  item.metrics['finite'] = dict(moments=np.array([True, True, True]),
+                                replay=np.array([True, False, True]))
+  records = meter().records(item)
+  assert [next(records)[0]['update'] for _ in range(2)] == [1, 2]
+  with pytest.raises(Diverged, match=r'^update 2 \(12 steps\): the priorities of the replay'):
+    next(records)
+
+
+def test_environments_are_checked_before_the_record_of_an_update():
+  def check(update, episodes):
+    if update == 2:
+      raise EnvironmentFailed(f'update {update}, {episodes.ended.shape}')
+
+  records = Meter(2, 4, lambda: Waits(0.0, 0.0), {}, check=check).records(report([1, 2]))
+  assert next(records)[0]['update'] == 1
+  with pytest.raises(EnvironmentFailed, match=r'update 2, \(2, 2\)'):
+    next(records)
 
 
 def test_waits_count_from_the_last_report():
