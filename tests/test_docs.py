@@ -13,7 +13,7 @@ from podracer_jit.run import main
 from tests import extras, processes
 
 ROOT = Path(__file__).parent.parent
-TEXTS = [ROOT / 'README.md', ROOT / 'ARCHITECTURE.md',
+TEXTS = [ROOT / 'README.md', ROOT / 'ARCHITECTURE.md', ROOT / 'CHANGELOG.md',
          ROOT / 'benchmarks' / 'gpu_day' / 'README.md', *sorted((ROOT / 'docs').glob('*.md')),
          *sorted((ROOT / 'podracer_jit' / 'configs').glob('[!_]*.py'))]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from podracer_jit.run import checkpoint
+from podracer_jit.run import checkpoint, workdirs
 from tests import processes
 from tests.workdirs import make
 
@@ -102,6 +102,12 @@ def test_an_old_workdir_is_resumed(tmp_path, name):
   workdir = tmp_path / 'run'
   results = resume(name, workdir)
   assert [result.returncode for result in results] == [0] * len(results), results
+  stored = json.loads((old / 'config.json').read_text())['versions']
+  output = results[0].stdout + (results[0].stderr or '')
+  for package, version in workdirs.versions().items():
+    if stored.get(package) != version:
+      assert (f'{package} was {stored.get(package)} when this run began and is {version} now: '
+              'results go on, but perhaps not to the last bit') in output
   before = lines(old / 'receipts.jsonl')
   after = lines(old.with_suffix('.jsonl'))
   receipts = lines(workdir / 'receipts.jsonl')
