@@ -13,7 +13,8 @@ from podracer_jit.run import main
 from tests import extras, processes
 
 ROOT = Path(__file__).parent.parent
-TEXTS = [ROOT / 'README.md', ROOT / 'ARCHITECTURE.md', *sorted((ROOT / 'docs').glob('*.md')),
+TEXTS = [ROOT / 'README.md', ROOT / 'ARCHITECTURE.md', ROOT / 'CHANGELOG.md',
+         ROOT / 'benchmarks' / 'gpu_day' / 'README.md', *sorted((ROOT / 'docs').glob('*.md')),
          *sorted((ROOT / 'podracer_jit' / 'configs').glob('[!_]*.py'))]
 
 
@@ -58,7 +59,7 @@ def test_the_readmes_commands_for_the_life_of_a_run(tmp_path):
     assert message in output, message
 
 
-@pytest.mark.parametrize('path', TEXTS, ids=lambda path: path.name)
+@pytest.mark.parametrize('path', TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_everything_that_the_docs_name_exists(path):
   text = path.read_text()
   for name in re.findall(r'configs/(\w+\.py)', text):
@@ -68,7 +69,8 @@ def test_everything_that_the_docs_name_exists(path):
   for verb in re.findall(r'(?:^|`)(?:scripts/train|podracer_jit) ([a-z]\w*)', text, re.MULTILINE):
     assert verb in main.VERBS, verb
   for name in re.findall(r'-m (benchmarks\.[\w.]+)', text):
-    assert (ROOT / f'{name.replace(".", "/")}.py').is_file(), name
+    module = ROOT / name.replace('.', '/')
+    assert module.with_suffix('.py').is_file() or (module / '__main__.py').is_file(), name
   for name in re.findall(r'podracer_jit/[\w/]+\.py', text):
     assert (ROOT / name).is_file(), name
   for command in re.findall(r'^(scripts/\S+)', '\n'.join(blocks(path, 'sh')), re.MULTILINE):
@@ -97,7 +99,7 @@ def test_all_islands_are_explained():
 
 @pytest.mark.quick
 @pytest.mark.parametrize('path', [path for path in TEXTS if path.suffix == '.md'],
-                         ids=lambda path: path.name)
+                         ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(path):
   for target in re.findall(r'\]\(([^)]+)\)', path.read_text()):
     if target.startswith('http'):

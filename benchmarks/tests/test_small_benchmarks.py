@@ -37,9 +37,9 @@ def test_the_cost_of_evaluations_is_measured():
   assert 'evaluations of' in process.stdout and 'equal receipts' in process.stdout
 
 
-@pytest.mark.parametrize('name', ['async_actors', 'evaluations', 'gymnasium_stress', 'in_turn',
-                                  'reduction', 'replay', 'same_receipts', 'scaling', 'schemes',
-                                  'stable_baselines', 'startup'])
+@pytest.mark.parametrize('name', ['async_actors', 'evaluations', 'gpu_day', 'gymnasium_stress',
+                                  'in_turn', 'reduction', 'replay', 'same_receipts', 'scaling',
+                                  'schemes', 'stable_baselines', 'startup'])
 def test_help_names_the_command(name):
   process = run_benchmark(name, '--help')
   assert process.returncode == 0 and f'python -m benchmarks.{name}' in process.stdout

@@ -102,7 +102,7 @@ def open_workdir(workdir: Path, config: Mapping[str, Any],
   before = stored.get('versions', {})
   return notes + [
       f'{name} was {before.get(name)} when this run began and is {version} now: results go on, but '
-      'not to the last bit'
+      'perhaps not to the last bit'
       for name, version in record['versions'].items() if before.get(name) != version]
 
 
