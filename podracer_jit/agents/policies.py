@@ -115,6 +115,14 @@ def _normal_entropy(dist_params: jax.Array) -> jax.Array:
   return jnp.sum(log_std + 0.5 * np.log(2 * np.pi * np.e), axis=-1)
 
 
+def _scaling(low: np.ndarray, high: np.ndarray) -> Callable[[jax.Array], jax.Array]:
+  """Returns a function that scales numbers [..., A] from -1 to 1 to the bounds of a task."""
+  middle = (high + low) / 2
+  half = (high - low) / 2
+  # Rounding may exceed a bound by one unit in the last place.
+  return lambda numbers: jnp.clip(middle + half * numbers, low, high)
+
+
 def gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
   """Returns a diagonal Gaussian policy whose actions are clipped to the task's bounds.
 
@@ -140,10 +148,9 @@ def scaled_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
     low: [A], finite lower bounds of the task's actions.
     high: [A], finite upper bounds of the task's actions.
   """
-  middle = (high + low) / 2
-  half = (high - low) / 2
+  to_bounds = _scaling(low, high)
   return gaussian(low, high)._replace(
-      to_env=lambda action: middle + half * jnp.clip(action, -1.0, 1.0))
+      to_env=lambda action: to_bounds(jnp.clip(action, -1.0, 1.0)))
 
 
 def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
@@ -158,8 +165,7 @@ def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
     low: [A], finite lower bounds of the task's actions.
     high: [A], finite upper bounds of the task's actions.
   """
-  middle = (high + low) / 2
-  half = (high - low) / 2
+  to_bounds = _scaling(low, high)
   nodes, weights = np.polynomial.hermite_e.hermegauss(16)
   nodes = nodes.astype(np.float32)
   weights = (weights / weights.sum()).astype(np.float32)
@@ -173,7 +179,7 @@ def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
     return _normal_entropy(dist_params) + jnp.sum(log_slope * weights, axis=(-2, -1))
 
   return gaussian(low, high)._replace(
-      entropy=entropy, to_env=lambda action: middle + half * jnp.tanh(action))
+      entropy=entropy, to_env=lambda action: to_bounds(jnp.tanh(action)))
 
 
 def epsilon_greedy(num_actions: int) -> Policy:
@@ -208,17 +214,13 @@ def deterministic(low: np.ndarray, high: np.ndarray) -> Policy:
     low: [A], finite lower bounds of the task's actions.
     high: [A], finite upper bounds of the task's actions.
   """
-  middle = (high + low) / 2
-  half = (high - low) / 2
-
   def explore(key, dist_params, deviation):
     chex.assert_shape(dist_params, (*deviation.shape, len(low)))
     noise = deviation[..., None] * jax.random.normal(key, dist_params.shape)
     return jnp.clip(dist_params + noise, -1.0, 1.0)
 
   return Policy(len(low), (len(low),), np.dtype(np.float32), lambda key, dist_params: dist_params,
-                lambda dist_params: dist_params, None, None, lambda action: middle + half * action,
-                explore)
+                lambda dist_params: dist_params, None, None, _scaling(low, high), explore)
 
 
 # Kinds of `dist_params`. A policy fits networks whose output has its kind, and algorithms that use

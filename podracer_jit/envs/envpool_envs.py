@@ -360,12 +360,12 @@ class EnvPoolVectorEnv:
     self.address = int(self._handle.view(np.uint64)[0])
     self._names = _register_calls(self._pool, task)
 
-    action_space = self._pool.action_space
-    discrete = type(action_space).__name__ == 'Discrete'
+    self._action_space = self._pool.action_space
+    discrete = type(self._action_space).__name__ == 'Discrete'
     # The space has another dtype: discrete actions are int32 for most tasks, float64 for ViZDoom.
     self._action_dtype = np.dtype(self._pool.spec.action_array_spec['action'].dtype)
     # Actions of policies are vectors; actions of the task may have more axes.
-    self._action_shape = () if discrete else action_space.shape
+    self._action_shape = () if discrete else self._action_space.shape
 
     # Without this reset, the first step would be one.
     if batch_size:
@@ -395,10 +395,10 @@ class EnvPoolVectorEnv:
     chex.assert_axis_dimension(action, 0, self.batch_size)
     if len(self._action_shape) > 1:
       action = action.reshape(-1, *self._action_shape)
-    # Only the call is inside of the block, since x64 changes the dtypes of other code.
+    # Little is inside of the block, since x64 changes the dtypes of other code.
     with jax.enable_x64(self._x64):
-      args = token, action.astype(self._action_dtype), env_id
-      return _call(self._send, self._names['send'], self.address, *args), state
+      action = spaces.within(action.astype(self._action_dtype), self._action_space)
+      return _call(self._send, self._names['send'], self.address, token, action, env_id), state
 
   def recv(self, token: jax.Array, state: None
            ) -> tuple[jax.Array, None, TimeStep]:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import mmap
+import numbers
 import os
 import pickle
 import signal
@@ -44,9 +46,6 @@ from podracer_jit.envs.protocol import (
 from podracer_jit.options import shorten
 
 render_options = {'render_mode': 'rgb_array'}
-
-# Dtypes that programs do not have while x64 is off.
-_NARROWED = {'float64': 'float32', 'int64': 'int32', 'uint64': 'uint32'}
 
 # The program of a worker. It gets the parent's sys.path before it imports anything of the package.
 _PROGRAM = """
@@ -80,9 +79,11 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
     raise ValueError(_fails(task, error)) from error
   except Exception as error:  # noqa: BLE001 - an environment may raise anything
     raise ValueError(_fails(task, error)) from error
-  with contextlib.closing(env):
+  try:
     facts = _Facts(_spec(task, env), spaces.Spaces(env.observation_space, env.action_space),
-                   float(env.metadata.get('render_fps') or 10))
+                   _frame_rate(env))
+  finally:
+    worker.close(env)
   _facts[_key(task, options)] = facts
   return facts.spec
 
@@ -130,7 +131,7 @@ def _spec(task: str, env: gymnasium.Env) -> EnvSpec:
                      'can be learned')
   shape, dtype, obs_parts = spaces.layout(task, obs)
   if isinstance(obs, gymnasium.spaces.Box):
-    dtype = np.dtype(_NARROWED.get(obs.dtype.name, obs.dtype))
+    dtype = spaces.box_dtype(obs)
   return EnvSpec(
       task=task,
       obs_shape=shape,
@@ -146,6 +147,12 @@ def _spec(task: str, env: gymnasium.Env) -> EnvSpec:
       channels_last=spaces.is_channels_last(shape),
       parts=obs_parts,
       action_choices=choices)
+
+
+def _frame_rate(env: gymnasium.Env) -> float:
+  """Returns the steps a second of videos; 10 if the environment does not tell a number."""
+  rate = (env.metadata or {}).get('render_fps')
+  return float(rate) if isinstance(rate, numbers.Real) and 0 < rate < math.inf else 10.0
 
 
 def _limit(env: gymnasium.Env) -> int:

@@ -28,6 +28,7 @@ import numpy as np
 from gymnasium.wrappers import TimeLimit
 
 from podracer_jit import parts
+from podracer_jit.envs import gymnasium_contract as contract
 from podracer_jit.envs import spaces
 from podracer_jit.options import shorten, shown
 
@@ -46,6 +47,10 @@ LENGTH = struct.Struct('<I')
 GRACE_S = 3.0
 # Arguments of gymnasium.make that users cannot set.
 _OURS = ('id', 'disable_env_checker')
+
+# Folders of code that is not the user's, with a separator at the end.
+_PACKAGE = os.path.join(Path(__file__).parents[1], '')
+_GYMNASIUM = os.path.join(Path(gymnasium.__file__).parent, '')
 
 
 class Layout(NamedTuple):
@@ -140,7 +145,18 @@ def make(task: str, options: Mapping[str, Any]) -> gymnasium.Env:
   if not isinstance(env, gymnasium.Env):
     raise ValueError(f'env.task: {task} must make a gymnasium.Env, got '
                      f'{shown(type(env).__name__)}')
+  for name in ('observation_space', 'action_space'):
+    if getattr(env, name, None) is None:
+      close(env)
+      raise ValueError(f'env.task: {task} has no {name}; its class must have one, such as '
+                       'gymnasium.spaces.Box(-1, 1, (3,))')
   return env
+
+
+def close(env: gymnasium.Env) -> None:
+  """Closes an environment; an error of its `close` changes no result."""
+  with contextlib.suppress(Exception, SystemExit):
+    env.close()
 
 
 def _construct(task: str, options: Mapping[str, Any]) -> Any:
@@ -186,28 +202,28 @@ class _Environments:
     rows = slice(setup.first_env, setup.first_env + len(setup.seeds))
     self._arrays = Arrays(*(view[rows] for view in arrays(memory, setup.layout)))
     self._envs: list[gymnasium.Env] = []
-    self._obs_shape = setup.layout.obs_shape
     self._ended = [False] * len(setup.seeds)
-    # For error messages: the call in progress, and the index of its environment.
+    # For error messages: the call in progress, the index of its environment, and the steps of each
+    # environment's episode.
     self._doing = ('constructor', 0)
+    self._lengths = [0] * len(setup.seeds)
 
   def begin(self) -> None:
     """Makes and resets all environments."""
     for i in range(len(self._setup.seeds)):
       self._doing = ('constructor', i)
       self._envs.append(make(self._setup.task, self._setup.options))
+      self._check_space(self._envs[i].observation_space)
     self._action_space = self._envs[0].action_space
-    self._obs_space = self._envs[0].observation_space
-    self._leaves = spaces.leaves_of(self._setup.task, self._obs_space)
+    self._contract = contract.Contract(self._setup.task, self._envs[0].observation_space)
     for i, (env, seed) in enumerate(zip(self._envs, self._setup.seeds, strict=True)):
       self._doing = ('reset', i)
-      obs, _ = env.reset(seed=seed)
-      self._arrays.obs[i] = self._checked(obs)
+      self._arrays.obs[i] = self._contract.after_reset(env.reset(seed=seed))
 
   def step(self) -> None:
     """Takes the actions in the shared memory; resets environments whose episode has ended."""
     all_obs = self._arrays.obs
-    actions = self._actions()
+    actions = spaces.task_actions(self._arrays.action, self._action_space)
     # Arrays are written as a whole, since NumPy takes longer for single numbers.
     rewards = []
     ends = []
@@ -215,65 +231,83 @@ class _Environments:
     for i, env in enumerate(self._envs):
       if self._ended[i]:
         self._doing = ('reset', i)
-        obs, _ = env.reset()
+        self._lengths[i] = 0
+        obs = self._contract.after_reset(env.reset())
         reward = 0.0
         terminated = truncated = False
       else:
         self._doing = ('step', i)
-        obs, reward, terminated, truncated, _ = env.step(actions[i])
-      all_obs[i] = self._checked(obs)
-      rewards.append(float(reward))
-      ends.append(bool(terminated))
+        self._lengths[i] += 1
+        obs, reward, terminated, truncated = self._contract.after_step(env.step(actions[i]))
+      all_obs[i] = obs
+      rewards.append(reward)
+      ends.append(terminated)
       # An episode ends in one way: a terminated one has no value to bootstrap from.
-      cuts.append(bool(truncated) and not terminated)
+      cuts.append(truncated and not terminated)
     self._arrays.reward[:] = rewards
     self._arrays.terminated[:] = ends
     self._arrays.truncated[:] = cuts
     self._ended = [end or cut for end, cut in zip(ends, cuts, strict=True)]
 
   def render(self) -> np.ndarray:
-    """Returns the picture of the first environment.
+    """Returns what `render` of the first environment returns, if it is an array of numbers.
 
     Raises:
       RuntimeError: the environment draws no picture.
     """
     try:
-      picture = self._envs[0].render()
+      returned = self._envs[0].render()
+      picture = np.asarray(returned)
     except Exception as error:  # noqa: BLE001 - an environment may raise anything
       raise RuntimeError(shorten(f'{type(error).__name__}: {error}')) from None
-    picture = np.asarray(picture)
-    if picture.ndim != 3 or picture.dtype != np.uint8:
-      raise RuntimeError('its render() returns no picture')
+    if picture.dtype.kind not in 'biuf':
+      raise RuntimeError(f'its render() returned {shown(returned)}')
     return picture
 
   def close(self) -> None:
     """Closes all environments."""
     for env in self._envs:
-      with contextlib.suppress(Exception):
-        env.close()
+      close(env)
+
+  def _rules(self) -> list[tuple[str, str]]:
+    """Returns texts of errors that a wrong `reset` or `step` causes, with what would be right."""
+    if self._doing[0] == 'reset':
+      return [("unexpected keyword argument 'seed'",
+               'reset must take a seed, as reset(self, *, seed=None, options=None) does'),
+              ("unexpected keyword argument 'options'",
+               'reset must take options, as reset(self, *, seed=None, options=None) does'),
+              ('values to unpack', contract.RESET)]
+    return [('values to unpack', contract.STEP)]
+
+  def _check_space(self, space: Any) -> None:
+    """Raises WrongValue unless a space's observations have the shape of the shared memory."""
+    shape, *_ = spaces.layout(self._setup.task, space)
+    if shape != self._setup.layout.obs_shape:
+      raise contract.WrongValue(
+          f'made the observation_space {shown(space)}, observed as {shape}; all environments of a '
+          f'task must be alike, and others are observed as {self._setup.layout.obs_shape}')
 
   def describe(self, error: BaseException) -> str:
     """Returns the message about an exception of an environment, in one line."""
     doing, i = self._doing
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return (f'{self._setup.task}: {doing} of the environment with seed {self._setup.seeds[i]} '
-            f'raised {type(error).__name__}: {shorten(str(error), 400)} '
-            f'({frame.filename}, line {frame.lineno}, in {frame.name})')
-
-  def _actions(self) -> Sequence[Any]:
-    """Returns the actions in the form of the action space: numbers, or arrays."""
-    actions = spaces.task_actions(self._arrays.action, self._action_space)
-    return actions if self._action_space.shape else actions.tolist()
-
-  def _checked(self, obs: Any) -> np.ndarray:
-    if spaces.is_array(self._obs_space):
-      obs = np.asarray(obs)
-    else:
-      obs = spaces.observe_one(obs, self._obs_space, self._leaves)
-    if obs.shape != self._obs_shape:
-      raise ValueError(f'the observation has the shape {obs.shape}; the space has the shape '
-                       f'{self._obs_shape}')
-    return obs
+    if doing == 'step':
+      doing = f'step {self._lengths[i]} of an episode'
+    where = (f'{self._setup.task}: {doing} of environment {self._setup.first_env + i} '
+             f'(seed {self._setup.seeds[i]})')
+    if isinstance(error, contract.WrongValue):
+      return f'{where} {error}'
+    text = f'{type(error).__name__}: {shorten(str(error), 400)}'
+    # Frames of this package do not help; nor do those of Gymnasium's wrappers in these two cases.
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not frame.filename.startswith(_PACKAGE)]
+    users = [frame for frame in frames if not frame.filename.startswith(_GYMNASIUM)]
+    for cause, rule in self._rules():
+      if cause in text and not users:
+        return f'{where}: {rule}: {text}'
+    if not frames:
+      return f'{where} raised {text}'
+    frame = frames[-1]
+    return f'{where} raised {text} ({frame.filename}, line {frame.lineno}, in {frame.name})'
 
 
 def main(parent: socket.socket, setup: Setup) -> None:
@@ -333,5 +367,18 @@ def _end_after_parent(parent: socket.socket) -> None:
 
 
 def seeds_of(seeds: Sequence[int]) -> list[int]:
-  """Returns seeds that Gymnasium takes: a negative one is mapped to [2^31, 2^32)."""
-  return [int(seed) % 2**32 for seed in seeds]
+  """Returns seeds in [0, 2^31), since simulators often take signed integers of 32 bits.
+
+  The negative seeds of evaluations are mixed one to one. A number may also be a seed of training,
+  but only by chance: neighbours of it are not.
+  """
+  return [int(seed) if seed >= 0 else _mixed(int(seed) + 2**31) for seed in seeds]
+
+
+def _mixed(number: int) -> int:
+  """Returns another number of 31 bits for each number of 31 bits."""
+  # Each step can be undone: shifts keep the upper bits, and odd factors are coprime to 2^31.
+  for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
+    number ^= number >> shift
+    number = number * factor % 2**31
+  return number

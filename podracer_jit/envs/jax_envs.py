@@ -183,7 +183,7 @@ class JaxVectorEnv:
     del env_id
     chex.assert_axis_dimension(action, 0, self.num_envs)
     action = action.astype(state.action.dtype).reshape(state.action.shape)
-    return token, state._replace(action=action)
+    return token, state._replace(action=spaces.within(action, self._env.action_space))
 
   def recv(self, token: jax.Array, state: FunctionState
            ) -> tuple[jax.Array, FunctionState, TimeStep]:
@@ -196,7 +196,7 @@ class JaxVectorEnv:
     return token, state, step
 
   def render(self, state: FunctionState) -> np.ndarray:
-    """Returns the image that `render(state)` of a user's class draws, [H, W, 3] u8.
+    """Returns what `render(state)` of a user's class draws, which should be [H, W, 3] u8.
 
     Raises:
       RuntimeError: the class has no such function.
@@ -205,7 +205,7 @@ class JaxVectorEnv:
       raise RuntimeError('it has no function render(state)')
     shapes = jax.eval_shape(self._env.reset, state.key[0])[1]
     first = _with_empty(jax.tree.map(lambda x: x[0], state.env), shapes)
-    return np.asarray(self._env.render(first))
+    return self._env.render(first)
 
   @property
   def frame_rate(self) -> float:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _MOST_CHOICES = 10_000  # of one element of an integer action
+# Dtypes that programs do not have while x64 is off.
+_NARROWED = {'float64': np.float32, 'int64': np.int32, 'uint64': np.uint32}
 
 
 class ObsPart(NamedTuple):
@@ -140,7 +142,7 @@ def leaves_of(task: str, space: Any, name: str = '', start: int = 0, one_hot: bo
 
   if kind == 'Box':
     shape = tuple(space.shape)
-    return [Leaf(ObsPart(name, shape, narrowed(space.dtype), start, is_channels_last(shape)), None)]
+    return [Leaf(ObsPart(name, shape, box_dtype(space), start, is_channels_last(shape)), None)]
   if kind == 'MultiBinary':
     shape = tuple(np.atleast_1d(space.n)) if not space.shape else tuple(space.shape)
     return [Leaf(ObsPart(name, shape, np.dtype(bool), start, is_channels_last(shape)), None)]
@@ -260,7 +262,7 @@ def arrays_of(obs: Any, space: Any) -> Any:
 
 
 def task_actions(actions: np.ndarray, space: Any) -> np.ndarray:
-  """Returns actions in the form that a task takes.
+  """Returns actions in the form and with the dtype that a task takes, within its bounds.
 
   Args:
     actions: [B, ...], in the form of policies: choices count from 0, and a vector has one axis.
@@ -269,7 +271,100 @@ def task_actions(actions: np.ndarray, space: Any) -> np.ndarray:
   # A copy: an environment may keep its action.
   actions = np.array(actions, getattr(space, 'dtype', None)).reshape(len(actions), *space.shape)
   first = getattr(space, 'start', None)
-  return actions if first is None else actions + first
+  if first is not None:
+    # The sum may have another dtype, as that of int8 and an int64.
+    return (actions + first).astype(actions.dtype, copy=False)
+  return within(actions, space)
+
+
+def within(actions: Any, space: Any) -> Any:
+  """Returns actions of floats clipped to the bounds of a Box, in their own dtype.
+
+  Policies compute with float32, which may round an action to a number just outside of the bounds.
+  Actions of whole numbers are returned unchanged.
+
+  Args:
+    actions: [B, ...] of NumPy or JAX, in the shape and, if it has 64 bits, the dtype of the task.
+    space: the space of one action.
+  """
+  if not hasattr(space, 'low') or not np.issubdtype(actions.dtype, np.floating):
+    return actions
+  low = _inner_bound(space.low, space.dtype, actions.dtype, np.inf)
+  high = _inner_bound(space.high, space.dtype, actions.dtype, -np.inf)
+  xnp = actions.__array_namespace__()
+  return xnp.minimum(xnp.maximum(actions, low), high)
+
+
+def _inner_bound(bound: Any, space_dtype: Any, dtype: Any, inwards: float) -> np.ndarray:
+  """Returns a Box's bound in another dtype, rounded to a number within the Box.
+
+  Args:
+    bound: the lower or upper bound.
+    space_dtype: dtype of the Box.
+    dtype: dtype of the result.
+    inwards: inf for a lower bound, -inf for an upper one.
+  """
+  bound = np.asarray(bound, space_dtype)
+  if bound.dtype == dtype:
+    return bound
+  with np.errstate(over='ignore'):
+    rounded = bound.astype(dtype)
+  outside = rounded < bound if inwards > 0 else rounded > bound
+  return np.where(outside, np.nextafter(rounded, rounded.dtype.type(inwards)), rounded)
+
+
+def box_dtype(space: Any) -> np.dtype:
+  """Returns the dtype in which an array of a Box is stored, since programs have no 64 bits.
+
+  float64 becomes float32. int64 becomes int32, and uint64 uint32, if the bounds of the Box fit;
+  otherwise they become float32, which keeps 24 bits of any number.
+  """
+  dtype = np.dtype(space.dtype)
+  if dtype.kind not in 'iu' or dtype.name not in _NARROWED:
+    return narrowed(dtype)
+  lowest, highest = limits_of(_NARROWED[dtype.name])
+  # A user's own class may have no bounds; JAX has no larger numbers than these.
+  low = getattr(space, 'low', lowest)
+  high = getattr(space, 'high', highest)
+  fits = np.min(low, initial=0) >= lowest and np.max(high, initial=0) <= highest
+  return np.dtype(_NARROWED[dtype.name] if fits else np.float32)
+
+
+def limits_of(dtype: Any) -> tuple[int, int] | None:
+  """Returns the smallest and the largest whole number of a dtype; None for a dtype of floats."""
+  dtype = np.dtype(dtype)
+  if dtype.kind not in 'biu':
+    return None
+  return (0, 1) if dtype.kind == 'b' else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+
+
+def whole_numbers(space: Any) -> tuple[Any, Any] | None:
+  """Returns the smallest and largest number that observations may have; None for floats.
+
+  The bounds of a Box are no limits, but the dtype in which it is stored is.
+
+  Args:
+    space: a space without parts, of Gymnasium.
+  """
+  kind = type(space).__name__
+  if kind == 'Discrete':
+    return int(space.start), int(space.start) + int(space.n) - 1
+  if kind == 'MultiDiscrete':
+    return space.start, space.start + space.nvec - 1
+  if kind == 'MultiBinary':
+    return 0, 1
+  return limits_of(box_dtype(space)) or limits_of(space.dtype)
+
+
+def holds(dtype: Any, array: np.ndarray) -> bool:
+  """Returns whether a dtype holds an array's numbers: floats are rounded, whole numbers equal."""
+  limits = limits_of(dtype)
+  if limits is None:
+    return np.can_cast(array.dtype, dtype, 'same_kind')
+  if array.dtype.kind not in 'biu':
+    return False
+  lowest, highest = limits
+  return np.can_cast(array.dtype, dtype) or not ((array < lowest) | (array > highest)).any()
 
 
 def narrowed(dtype: Any) -> np.dtype:

@@ -172,10 +172,13 @@ class Agent:
       raise ValueError(f'obs: is not an observation of {self.task}, which are '
                        f'{self._spaces and self._spaces.observation}: {error!r}') from None
     fits = obs.shape[1:] == spec.obs_shape and axes in (0, 1)
-    if not fits or not np.can_cast(obs.dtype, spec.obs_dtype, 'same_kind'):
+    # Bits are stored as bytes.
+    bits = self._spaces and type(self._spaces.observation).__name__ == 'MultiBinary'
+    if not fits or not spaces.holds(bool if bits else spec.obs_dtype, obs):
+      numbers = f' from {obs.min()} to {obs.max()}' if obs.dtype.kind in 'iu' and obs.size else ''
       raise ValueError(
           f'obs: must be {spec.obs_dtype} of shape {spec.obs_shape}, or a batch of these; got '
-          f'{obs.dtype} of shape {obs.shape if axes else obs.shape[1:]}')
+          f'{obs.dtype} of shape {obs.shape if axes else obs.shape[1:]}{numbers}')
     return obs.astype(spec.obs_dtype, copy=False), axes == 1
 
   def _array(self, obs: Any) -> tuple[np.ndarray, int]:

@@ -294,7 +294,9 @@ def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed:
     agent: the agent that plays.
     num_episodes: number of episodes to play.
     num_envs: environments of the evaluation; each plays the same number of episodes.
-    seed: seeds the environments and the drawn actions. No seed repeats an episode of training.
+    seed: seeds the environments and the drawn actions, whose streams are not those of training. A
+      seed of EnvPool or of JAX functions is never one of training; one of Gymnasium may be, by
+      chance.
     greedy: takes the most likely action instead of drawing one.
     max_steps: most steps of an episode; some tasks have no limit of their own.
 

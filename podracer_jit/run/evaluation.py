@@ -155,6 +155,7 @@ def seeds(seed: int, num_envs: int, index: int = 0) -> list[int]:
   """Returns seeds of environments for evaluation `index`; they are negative, unlike in training.
 
   They begin at -2, because the Arcade Learning Environment takes -1 to mean the time of day.
+  Gymnasium takes no negative seeds, so `gymnasium_worker.seeds_of` replaces them.
   """
   return [max(-2 - s, -2**31) for s in env_seeds(seed, index, 0, num_envs)]
 

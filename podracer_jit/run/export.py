@@ -166,7 +166,8 @@ class _Interface:
     first = getattr(space, 'start', None)
     if first is not None:
       action = action + first
-    return action.astype(_stored(getattr(space, 'dtype', None) or action.dtype))
+    action = action.astype(_stored(getattr(space, 'dtype', None) or action.dtype))
+    return spaces.within(action, space)
 
   @property
   def _is_array(self) -> bool:
@@ -178,7 +179,7 @@ class _Interface:
     if not self._is_array:
       return _shapes(self._spaces.observation)
     # EnvPool's and JAX's environments may have other shapes than their spaces.
-    dtype = getattr(self._spaces and self._spaces.observation, 'dtype', None) or spec.obs_dtype
+    dtype = (self._spaces and _dtype_of(self._spaces.observation)) or spec.obs_dtype
     return jax.ShapeDtypeStruct(spec.obs_shape, _stored(dtype))
 
   def description(self, programs: Mapping[str, jax_export.Exported]) -> dict[str, Any]:
@@ -297,7 +298,13 @@ def _shapes(space: Any) -> Any:
     return {name: _shapes(inner) for name, inner in space.spaces.items()}
   if kind == 'Tuple':
     return tuple(_shapes(inner) for inner in space.spaces)
-  return jax.ShapeDtypeStruct(tuple(space.shape or ()), _stored(space.dtype))
+  return jax.ShapeDtypeStruct(tuple(space.shape or ()), _stored(_dtype_of(space)))
+
+
+def _dtype_of(space: Any) -> Any:
+  """Returns the dtype of arrays of a space, as `spaces` stores it; None for one without."""
+  is_box = type(space).__name__ == 'Box'
+  return spaces.box_dtype(space) if is_box else getattr(space, 'dtype', None)
 
 
 def _stored(dtype: Any) -> np.dtype:

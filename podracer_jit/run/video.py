@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ import numpy as np
 
 from podracer_jit.actor import rollouts
 from podracer_jit.envs.families import family_of
-from podracer_jit.envs.protocol import VectorEnv
+from podracer_jit.envs.protocol import EnvironmentFailed, VectorEnv
+from podracer_jit.options import shorten
 from podracer_jit.run import evaluation
 
 SUFFIXES = ('.mp4', '.gif')
@@ -41,7 +43,8 @@ def film(player: evaluation.Player, path: Path, seed: int, env: int, max_steps: 
     max_steps: limit of the episode's length.
 
   Raises:
-    ValueError: the task cannot be rendered, and its observations are no pictures either.
+    ValueError: the task cannot be rendered, and its observations are no pictures either; or what
+      it draws is no picture, or not of one size.
     RuntimeError: the episode is longer than max_steps.
   """
   # Another key than that of the evaluation's own episodes.
@@ -89,24 +92,61 @@ def write(path: Path, observations: np.ndarray, colour: bool, frame_rate: float)
 def _camera(player: evaluation.Player, vector_env: VectorEnv, state: rollouts.ActorState
             ) -> tuple[TakeFrame, str]:
   """Returns a function that takes a frame between two steps, and a phrase about its origin."""
-  def render(state: rollouts.ActorState) -> np.ndarray:
-    return _enlarge(vector_env.render(state.envs[0].simulator))
-
   try:
-    if not hasattr(vector_env, 'render'):
-      raise RuntimeError('it has no function render(state)')
-    render(state)
-    return render, 'rendered by the environment'
-  except RuntimeError as error:
+    first = _rendered(player.task, vector_env, state)
+  except _CannotRenderError as error:
     shape = vector_env.first_obs.shape[1:]
     if len(shape) not in (2, 3):
-      raise ValueError(f'no video: {player.task} cannot be rendered ({error}), and its '
-                      f'observations, {shape}, are no pictures') from None
+      raise ValueError(f'{error}, and its observations, {shape}, are no pictures') from None
+  else:
+    return (lambda state: _enlarge(_rendered(player.task, vector_env, state, first.shape)),
+            'rendered by the environment')
+
   channels_last = player.channels_last
   colour = shape[-1 if channels_last else 0] == 3 or player.options.get('gray_scale') is False
   return (lambda state: _enlarge(_picture(np.asarray(state.envs[0].obs)[0], colour,
                                           channels_last)),
           'the observations, since the task cannot be rendered')
+
+
+class _CannotRenderError(ValueError):
+  """Raised if an environment draws nothing, so that a film may show its observations instead."""
+
+
+def _rendered(task: str, vector_env: VectorEnv, state: rollouts.ActorState,
+              shape: tuple[int, ...] | None = None) -> np.ndarray:
+  """Returns the picture of an environment of any family, [H, W, 3] u8.
+
+  Args:
+    task: name of the task, for error messages.
+    vector_env: the environment.
+    state: of the actor.
+    shape: of the film's first picture; None for the first picture.
+
+  Raises:
+    _CannotRenderError: the environment draws nothing.
+    ValueError: it returns something else than a picture, or pictures of several sizes.
+  """
+  cannot = f'no video: {task} cannot be rendered'
+  if not hasattr(vector_env, 'render'):
+    raise _CannotRenderError(f'{cannot} (it has no function render(state))')
+  try:
+    returned = vector_env.render(state.envs[0].simulator)
+    picture = np.asarray(returned)
+  except EnvironmentFailed:
+    raise
+  except Exception as error:  # noqa: BLE001 - an environment may raise anything
+    kind = '' if isinstance(error, RuntimeError) else f'{type(error).__name__}: '
+    raise _CannotRenderError(f'{cannot} ({kind}{shorten(str(error))})') from error
+  if returned is None:
+    raise _CannotRenderError(f'{cannot} (its render() returned None)')
+  if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
+    raise ValueError(f'no video: render() of {task} returned {picture.dtype} of shape '
+                     f'{picture.shape}; a picture must be uint8 of shape (height, width, 3)')
+  if shape is not None and picture.shape != shape:
+    raise ValueError(f'no video: render() of {task} returned a picture of shape {picture.shape} '
+                     f'after one of shape {shape}; all pictures of a film must have one size')
+  return picture
 
 
 def _picture(obs: np.ndarray, colour: bool, channels_last: bool = False) -> np.ndarray:
@@ -130,12 +170,15 @@ def _enlarge(frame: np.ndarray) -> np.ndarray:
   """Enlarges a frame by a whole factor to at least 480 pixels, with even sides for H.264."""
   factor = -(-480 // max(frame.shape[:2]))
   frame = frame.repeat(factor, axis=0).repeat(factor, axis=1)
-  return np.ascontiguousarray(frame[:frame.shape[0] // 2 * 2, :frame.shape[1] // 2 * 2])
+  height, width, _ = frame.shape
+  return np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode='edge')
 
 
 @contextlib.contextmanager
 def _encoder(path: Path, size: tuple[int, int], frame_rate: float) -> Iterator[IO[bytes]]:
   """Yields the input of ffmpeg, which takes raw frames; the video is never in memory as a whole.
+
+  The video gets its name once it is whole; after an error there is none, or the old one.
 
   imageio_ffmpeg's own writer forks and runs Python code in the child, which can deadlock in a
   process with JAX's threads. So ffmpeg is started here.
@@ -155,12 +198,22 @@ def _encoder(path: Path, size: tuple[int, int], frame_rate: float) -> Iterator[I
     # A palette for each frame keeps the colours of the game.
     coding = ['-filter_complex', 'split[a][b];[a]palettegen=stats_mode=single[p];'
                                  '[b][p]paletteuse=new=1:dither=none']
-  command = [imageio_ffmpeg.get_ffmpeg_exe(), '-y', '-loglevel', 'error', *source, *coding, path]
-  with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-    try:
-      yield process.stdin
-    except BrokenPipeError:
-      pass  # The exit code and the output, read below, explain the failure.
-    _, output = process.communicate()
-  if process.returncode:
-    raise OSError(f'ffmpeg could not write {path}: {output.decode().strip()}')
+  draft = path.with_stem(f'{path.stem}.tmp')  # ffmpeg reads the suffix
+  command = [imageio_ffmpeg.get_ffmpeg_exe(), '-y', '-loglevel', 'error', *source, *coding, draft]
+  try:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+      try:
+        yield process.stdin
+      except BrokenPipeError:
+        pass  # The exit code and the output, read below, explain the failure.
+      except BaseException:
+        with contextlib.suppress(OSError):
+          process.stdin.close()
+        process.kill()
+        raise
+      _, output = process.communicate()
+    if process.returncode:
+      raise OSError(f'ffmpeg could not write {path}: {output.decode().strip()}')
+    os.replace(draft, path)
+  finally:
+    draft.unlink(missing_ok=True)

@@ -62,6 +62,20 @@ def test_actions_for_the_task_are_within_its_bounds():
   assert_allclose(squashed, (LOW + HIGH) / 2 + (HIGH - LOW) / 2 * np.tanh(action), rtol=1e-5)
 
 
+@pytest.mark.parametrize('name', [name for name, family in policies.FAMILIES.items()
+                                  if not family.discrete])
+def test_no_action_for_the_task_exceeds_a_bound_by_rounding(name):
+  low, high = np.sort(np.random.default_rng(0).normal(size=(2, 5000)).astype(np.float32), axis=0)
+  policy = policies.FAMILIES[name].make(low, high)
+  ends = np.float32([[-1], [1]]) * (1 if policy.log_prob is None else 9)
+  lowest, highest = np.asarray(policy.to_env(jnp.broadcast_to(ends, (2, 5000))))
+  if name != 'gaussian':
+    assert ((high + low) / 2 + (high - low) / 2 > high).any()
+  assert_array_equal(np.maximum(lowest, low), lowest)
+  assert_array_equal(np.minimum(highest, high), highest)
+  assert_allclose(lowest, np.clip(-9, low, high) if name == 'gaussian' else low, atol=1e-6)
+
+
 @pytest.mark.quick
 def test_the_mode_of_a_categorical_is_its_likeliest_action():
   policy = policies.categorical(4)

@@ -105,6 +105,21 @@ def test_the_first_step_is_not_a_reset():
   vector_env.close()
 
 
+@pytest.mark.parametrize('task', ['Humanoid-v4', 'Pendulum-v1'])
+def test_actions_are_within_the_box_of_the_task(task, monkeypatch):
+  """Humanoid's bound is 0.4 in float64, which float32 rounds up."""
+  space = envpool_envs.spaces_of(task, {}).action
+  vector_env = envpool_envs.EnvPoolVectorEnv(task, {}, [1, 2, 3], ONE_THREAD)
+  sent = []
+  monkeypatch.setattr(envpool_envs, '_call', lambda *args: sent.append(np.asarray(args[4])))
+  high = np.float32(space.high)
+  vector_env.send(vector_env.handle, (), jnp.array([high, -high, np.nextafter(high, 99)]))
+  assert sent[0].dtype == space.dtype
+  assert all(space.contains(action) for action in sent[0])
+  assert_array_equal(sent[0], [space.high, space.low, space.high])
+  vector_env.close()
+
+
 MUJOCO_IN_A_LOOP = f"""
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax

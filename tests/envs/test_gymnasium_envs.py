@@ -1,6 +1,7 @@
 """Gymnasium's environments compared with plain Python loops, and their failures."""
 
 import gc
+import itertools
 import os
 import re
 import signal
@@ -14,13 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium import spaces
 from jax import lax
 from numpy.testing import assert_array_equal
 
 from podracer_jit import parts
-from podracer_jit.envs import gymnasium_envs
+from podracer_jit.envs import gymnasium_contract, gymnasium_envs, gymnasium_worker
+from podracer_jit.envs import spaces as env_spaces
 from podracer_jit.envs.families import family_of, own_module
 from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
+from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.run import evaluation, exit_codes, video
 from podracer_jit.runtime import placement
 from tests import processes
@@ -60,7 +64,7 @@ class Own(gymnasium.Env):
     return np.array([float('jax' in sys.modules), os.getpid() % 1000]), {}
 
   def step(self, action):
-    assert action in (5, 6, 7) and type(action) is int
+    assert action in (5, 6, 7) and type(action) is np.int64
     time.sleep(self.seconds)
     self.steps += 1
     self.age += 1
@@ -95,6 +99,12 @@ class Meets(Own):
         raise TimeoutError('the other environment takes no step')
       time.sleep(0.01)
     return super().step(action)
+
+class Grows(Own):
+  """Draws larger pictures from step to step."""
+
+  def render(self):
+    return np.zeros((4 + self.age, 6, 3), np.uint8)
 
 def factory(length=3, **options):
   return Own(length=length, **options)
@@ -252,11 +262,19 @@ def test_an_environment_does_not_depend_on_its_neighbours_or_workers(make):
       assert_array_equal(a[:, 0], b[:, i])
 
 
-def test_negative_seeds_differ_from_positive_seeds(make):
+def test_seeds_of_training_are_kept_and_those_of_evaluations_have_31_bits(make):
   seeds = [-2, -3, -2**31, 2**31 - 1, 2]
   first = make(CARTPOLE, seeds=seeds).first_obs
   assert len(np.unique(first, axis=0)) == 5
-  assert_array_equal(first[0], gymnasium.make('CartPole-v1').reset(seed=2**32 - 2)[0])
+  assert_array_equal(first[3], gymnasium.make('CartPole-v1').reset(seed=2**31 - 1)[0])
+  assert gymnasium_worker.seeds_of([0, 5, 2**31 - 1]) == [0, 5, 2**31 - 1]
+  for seed in (0, 1, 12345):
+    seeds = gymnasium_worker.seeds_of(evaluation.seeds(seed, 2000, index=3))
+    assert len(set(seeds)) == 2000 and all(0 <= s < 2**31 for s in seeds)
+    # Not one is a seed of training; nor is any of them the neighbour of such a seed in its stream.
+    for segment in range(9):
+      assert not set(seeds) & set(env_seeds(seed, segment, 0, 2000))
+    assert len({(b - a) % 2**31 for a, b in itertools.pairwise(seeds)}) > 1900
 
 
 def test_a_users_class_and_functions_run_in_workers_without_jax(user_module, make):
@@ -379,17 +397,342 @@ def test_send_does_not_wait_for_the_step(user_module, make, tmp_path):
   assert [int(age) for age in step(first.handle)] == [1, 1]
 
 
+# What `reset` and `step` return.
+
+
+class Returns(gymnasium.Env):
+  """Returns the values that a test gives."""
+
+  def __init__(self, space, results_of_reset, results_of_step, action_space=None):
+    self.observation_space = space
+    self.action_space = action_space or spaces.Discrete(2)
+    self.results_of_reset = results_of_reset
+    self.results_of_step = results_of_step
+    self.actions = []
+
+  def reset(self, seed=None, options=None):
+    return self.results_of_reset
+
+  def step(self, action):
+    self.actions.append(action)
+    return self.results_of_step
+
+
+class Takes(Returns):
+  """`reset` takes no seed."""
+
+  def reset(self):
+    return self.results_of_reset
+
+
+class Lacks(gymnasium.Env):
+  """Has only some of its spaces."""
+
+  def __init__(self, **attributes):
+    for name, value in attributes.items():
+      setattr(self, name, value)
+
+
+RETURNS = f'{__name__}:Returns'
+FLOATS = spaces.Box(-1, 1, (2,), np.float32)
+ZEROS = np.zeros(2, np.float32)
+BYTES = spaces.Box(0, 255, (2, 2), np.uint8)
+INT64 = spaces.Box(0, np.iinfo(np.int64).max, (2,), np.int64)
+
+
+def environments(task=RETURNS, num_envs=1, **options):
+  """Returns environments as a worker has them, in this process."""
+  spec = gymnasium_envs.make_spec(task, options)
+  layout = gymnasium_worker.Layout(
+      num_envs, spec.obs_shape, spec.obs_dtype.name,
+      () if spec.num_actions else (len(spec.action_choices or spec.action_low),),
+      'float32' if spec.action_low else 'int32')
+  seeds = list(range(7, 7 + num_envs))
+  with gymnasium_envs._shared_memory(gymnasium_worker.num_bytes(layout)) as memory:  # noqa: SLF001
+    return gymnasium_worker._Environments(  # noqa: SLF001
+        gymnasium_worker.Setup(task, options, [], 0, seeds, layout, memory))
+
+
+def message(task=RETURNS, steps=2, **options):
+  """Returns the message of an environment that fails."""
+  envs = environments(task, **options)
+  with pytest.raises(Exception) as error:  # noqa: PT011 - the test looks at the message
+    envs.begin()
+    for _ in range(steps):
+      envs.step()
+  # As in a worker, no frame of the caller.
+  line = envs.describe(error.value.with_traceback(error.tb.tb_next))
+  assert '\n' not in line and 'podracer_jit' not in line and ', line ' not in line
+  assert line.startswith(f'{task}: ')
+  return line.removeprefix(f'{task}: ')
+
+
+def after_steps(**options):
+  """Returns observation, reward, terminated and truncated of the first step."""
+  envs = environments(**options)
+  envs.begin()
+  envs.step()
+  return [view[0] for view in (envs._arrays.obs, envs._arrays.reward,  # noqa: SLF001
+                               envs._arrays.terminated, envs._arrays.truncated)]  # noqa: SLF001
+
+
+class Lazy:
+  """An observation that becomes an array when it is read."""
+
+  def __init__(self, array):
+    self.array = array
+
+  def __array__(self, dtype=None, copy=None):
+    if self.array is None:
+      raise RuntimeError('on another device')
+    return np.array(self.array, dtype)
+
+
+HALF_MASKED = np.ma.masked_array(ZEROS, [True, False])
+NESTED = spaces.Dict(a=spaces.Tuple((spaces.Discrete(3), FLOATS)), b=spaces.MultiDiscrete([2, 3]))
+
+
+@pytest.mark.parametrize('space, obs, text', [
+    (FLOATS, None, r'the observation as None \(NoneType\); its shape must be \(2,\)'),
+    (FLOATS, 'left', r"as 'left' \(str\); its shape must be"),
+    (FLOATS, np.zeros(3, np.float32), r'\(float32 of shape \(3,\)\); its shape must be \(2,\)'),
+    (FLOATS, np.zeros((1, 2), np.float32), r'its shape must be \(2,\), .* is \(1, 2\)'),
+    (FLOATS, ['a', 'b'], r'its dtype must be float32, as its space has it, and is <U1'),
+    (FLOATS, [None, 1.0], r'its dtype must be float32, .* is object'),
+    (FLOATS, ZEROS.astype(complex), r'its dtype must be float32, .* is complex128'),
+    (FLOATS, ZEROS.astype('m8[s]'), r'its dtype must be float32, .* is timedelta64'),
+    (FLOATS, [[1.0], [1.0, 2.0]], r'it must be an array of float32'),
+    (FLOATS, HALF_MASKED, r'it must be an array of float32'),
+    (FLOATS, Lazy(None), r'it must be an array of float32'),
+    (BYTES, np.full((2, 2), 0.5), r'\(float64 of shape \(2, 2\)\); its space has the dtype uint8'),
+    (BYTES, [[1, 2], [3, 300]], r'from 0 to 255 \(Box\(0, 255, \(2, 2\), uint8\)\)'),
+    (BYTES, np.full((2, 2), -1, np.int8), r'from 0 to 255'),
+    (spaces.Box(0, 9, (2,), np.int64), [0, 2**31], r'from -2147483648 to 2147483647'),
+    (spaces.Box(-1, 9, (2,), np.int32), np.array([0, 2**40]), r'from -2147483648 to 2147483647'),
+    (spaces.Box(0, 9, (2,), np.uint64), [0, -1], r'from 0 to 4294967295'),
+    (INT64, ZEROS, r'its space has the dtype int64, which float32 does not fit'),
+    (INT64, np.array([0, 2**64 - 1], np.uint64), r'from -9223372036854775808 to'),
+    (spaces.Box(0, 1, (2,), bool), [0, 2], r'from 0 to 1'),
+    (spaces.Discrete(3), 3, r'the observation as 3 \(int\); .* 0 to 2 \(Discrete'),
+    (spaces.Discrete(3, start=5), np.int64(4), r'from 5 to 7'),
+    (spaces.Discrete(3), -1, r'from 0 to 2'),
+    (spaces.Discrete(3), 1.0, r'its space has the dtype int64, which float64 does not fit'),
+    (spaces.Discrete(3), np.array([1]), r'its shape must be \(\), .* is \(1,\)'),
+    (spaces.Discrete(3), None, r'which object does not fit'),
+    (spaces.MultiDiscrete([2, 3], start=[0, 7]), [1, 10], r'from \[0, 7\] to \[1, 9\]'),
+    (spaces.MultiBinary(2), np.array([0, 2], np.int8), r'from 0 to 1'),
+    (spaces.MultiBinary(2), ZEROS, r'which float32 does not fit'),
+    (NESTED, ZEROS, r"it must be a dict with the keys \['a', 'b'\]"),
+    (NESTED, {'a': (1, ZEROS)}, r"the key 'b' of its space is missing"),
+    (NESTED, {'a': (1,), 'b': [0, 0]}, r"part 'a' .*it has 1 parts; its space has 2"),
+    (NESTED, {'a': 1, 'b': [0, 0]}, r"part 'a' of the observation .* a tuple of 2 parts"),
+    (NESTED, {'a': (3, ZEROS), 'b': [0, 0]}, r"part 'a/0' of the observation as .* from 0 to 2"),
+    (NESTED, {'a': (1, ZEROS), 'b': [0, 3]}, r"part 'b' of .* from \[0, 0\] to \[1, 2\]"),
+    (NESTED, {'a': (1, ZEROS.astype('U')), 'b': [0, 0]}, r"'a/1' of .* dtype must be float32")])
+def test_a_wrong_observation_is_refused_by_one_line(space, obs, text):
+  right = np.zeros(2, np.int64) if space is INT64 else space.sample()
+  step = message(space=space, results_of_reset=(right, {}),
+                 results_of_step=(obs, 0.0, False, False, {}))
+  start = 'step 1 of an episode of environment 0 (seed 7) returned the '
+  assert step.startswith(start) and re.search(text, step), step
+  reset = message(space=space, results_of_reset=(obs, {}), results_of_step=None)
+  assert reset == step.replace(start, 'reset of environment 0 (seed 7) returned the ')
+
+
+@pytest.mark.parametrize('space, obs, dtype, stored', [
+    (FLOATS, [0.1, 0.2], np.float32, np.float32([0.1, 0.2])),
+    (FLOATS, np.array([0.1, 0.2]), np.float32, np.float32([0.1, 0.2])),
+    (FLOATS, np.array([True, False]), np.float32, [1, 0]),
+    (FLOATS, np.array([3, -2]), np.float32, [3, -2]),
+    (FLOATS, jnp.array([0.5, 0.25]), np.float32, [0.5, 0.25]),
+    (FLOATS, Lazy([0.5, 0.25]), np.float32, [0.5, 0.25]),
+    (FLOATS, np.ma.masked_array(ZEROS), np.float32, ZEROS),
+    (FLOATS, ZEROS.astype('>f4') + 1, np.float32, [1, 1]),
+    (spaces.Box(-1, 1, (), np.float32), 0.5, np.float32, 0.5),
+    (spaces.Box(-1, 1, (2,), np.float64), np.array([0.1, 3.0]), np.float32, np.float32([0.1, 3.0])),
+    (BYTES, [[1, 2], [3, 255]], np.uint8, [[1, 2], [3, 255]]),
+    (spaces.Box(-5, 5, (2,), np.int64), np.array([-2**31, 2**31 - 1]), np.int32,
+     [-2**31, 2**31 - 1]),
+    (spaces.Box(0, 5, (2,), np.uint64), [0, 2**32 - 1], np.uint32, [0, 2**32 - 1]),
+    (INT64, np.array([1_700_000_000_000, 3_000_000_000]), np.float32,
+     np.float32([1_700_000_000_000, 3_000_000_000])),
+    (spaces.Dict(t=INT64, x=FLOATS), {'t': [2**40, -1], 'x': ZEROS}, np.float32, [2**40, -1, 0, 0]),
+    (spaces.Box(0, 1, (2,), bool), [0, 1], np.bool_, [False, True]),
+    (spaces.MultiBinary(2), [True, False], np.uint8, [1, 0]),
+    (spaces.MultiBinary(2), np.array([0, 1]), np.uint8, [0, 1]),
+    (spaces.Discrete(3, start=2), 4, np.uint8, [0, 0, 1]),
+    (spaces.Discrete(3), np.uint8(1), np.uint8, [0, 1, 0]),
+    (spaces.Discrete(3), np.array(2), np.uint8, [0, 0, 1]),
+    (spaces.Discrete(3), True, np.uint8, [0, 1, 0]),
+    (spaces.Tuple((FLOATS, FLOATS)), np.ones((2, 2), np.float32), np.float32, [1, 1, 1, 1]),
+    (spaces.Dict(x=FLOATS), {'x': ZEROS, 'more': 'text'}, np.float32, ZEROS)])
+def test_a_right_observation_keeps_its_values(space, obs, dtype, stored):
+  row, *_ = after_steps(space=space, results_of_reset=(obs, {}),
+                        results_of_step=(obs, 0.0, False, False, {}))
+  assert row.dtype == dtype
+  assert_array_equal(row, stored)
+
+
+@pytest.mark.parametrize('reward, stored', [
+    (1, 1), (True, 1), (0.1, np.float32(0.1)), (np.float32(2), 2), (np.float64(-0.5), -0.5),
+    (np.int64(3), 3), (np.bool_(True), 1), (np.array(4), 4), (np.array(4.5, np.float16), 4.5),
+    (jnp.float32(2), 2), (None, None), ([1.0], None), (np.array([1.0]), None),
+    (np.array([1.0, 2.0]), None), ('1', None), (1j, None), (np.array(1j), None), ({}, None),
+    (np.ma.masked, None), (10**400, None), (Lazy(None), None)])
+def test_a_reward_is_one_real_number(reward, stored):
+  options = dict(space=FLOATS, results_of_reset=(ZEROS, {}),
+                 results_of_step=(ZEROS, reward, False, False, {}))
+  if stored is None:
+    assert re.fullmatch(r'step 1 of an episode of environment 0 \(seed 7\) returned the reward .*; '
+                        r'a reward must be one real number, such as 1\.0', message(**options))
+  else:
+    assert after_steps(**options)[1] == stored
+
+
+@pytest.mark.parametrize('name', ['terminated', 'truncated'])
+@pytest.mark.parametrize('flag, stored', [
+    (True, True), (np.bool_(False), False), (1, True), (0, False), (np.int64(1), True),
+    (np.array(True), True), (1.0, True), (None, None), (2, None), (float('nan'), None), ('', None),
+    ({}, None), (np.array([True]), None), ([False, False], None)])
+def test_the_ends_of_episodes_are_bools(name, flag, stored):
+  flags = {'terminated': False, 'truncated': False, name: flag}
+  options = dict(space=FLOATS, results_of_reset=(ZEROS, {}),
+                 results_of_step=(ZEROS, 0.0, flags['terminated'], flags['truncated'], {}))
+  if stored is None:
+    assert re.search(rf'returned .* as {name}; {name} must be one bool', message(**options))
+  else:
+    assert after_steps(**options)[3 if name == 'truncated' else 2] == stored
+
+
+@pytest.mark.parametrize('options', [{}, dict(max_episode_steps=9)])
+def test_other_numbers_of_values_are_refused_with_the_right_ones(options):
+  """A limit of steps wraps the environment, and then a wrapper of Gymnasium fails."""
+  reset = 'reset must return two values: observation, info'
+  step = 'step must return five values: observation, reward, terminated, truncated, info'
+  good = (ZEROS, {})
+  for results in (ZEROS, [0.1, 0.2], (ZEROS, {}, 3), (ZEROS,), None, (ZEROS, 0.5)):
+    line = message(space=FLOATS, results_of_reset=results, results_of_step=None, **options)
+    assert line.startswith('reset of environment 0 (seed 7)') and reset in line, line
+  for results in ((ZEROS, 0.0, False, {}), (ZEROS, 0.0, False, False, {}, 0), ZEROS):
+    line = message(space=FLOATS, results_of_reset=good, results_of_step=results, **options)
+    assert line.startswith('step 1 of an episode') and step in line, line
+  if not options:
+    four = (ZEROS, 0.0, False, {})
+    assert 'the old gym' in message(space=FLOATS, results_of_reset=good, results_of_step=four)
+    assert step in message(space=FLOATS, results_of_reset=good, results_of_step=None)
+  line = message(f'{__name__}:Takes', space=FLOATS, results_of_reset=good, results_of_step=None,
+                 **options)
+  assert re.search(r'reset must take (a seed|options), as reset\(self, \*, seed=None', line), line
+
+
+def test_a_message_names_environment_seed_and_step():
+  envs = environments(num_envs=3, space=FLOATS, results_of_reset=(ZEROS, {}),
+                      results_of_step=(ZEROS, 0.0, False, False, {}))
+  envs.begin()
+  for _ in range(4):
+    envs.step()
+  second = envs._envs[1]  # noqa: SLF001
+  second.results_of_step = (ZEROS, 0.0, True, False, {})
+  envs.step()
+  envs.step()  # the reset
+  second.results_of_step = (ZEROS, None, False, False, {})
+  with pytest.raises(gymnasium_contract.WrongValue) as error:
+    envs.step()
+  assert envs.describe(error.value) == (
+      f'{RETURNS}: step 1 of an episode of environment 1 (seed 8) returned the reward None '
+      '(NoneType); a reward must be one real number, such as 1.0')
+
+
+def test_all_environments_of_a_task_have_observations_of_one_shape():
+  envs = environments(space=FLOATS, results_of_reset=(ZEROS, {}), results_of_step=None)
+  envs._setup.options['space'] = spaces.Box(-1, 1, (1,), np.float32)  # noqa: SLF001
+  with pytest.raises(gymnasium_contract.WrongValue) as error:
+    envs.begin()
+  assert re.search(r'constructor of .* made the observation_space .* \(1,\); all environments of a '
+                   r'task must be alike, .* \(2,\)', envs.describe(error.value))
+
+
+@pytest.mark.parametrize('attributes, name', [
+    ({}, 'observation_space'), (dict(observation_space=FLOATS), 'action_space'),
+    (dict(observation_space=None, action_space=FLOATS), 'observation_space'),
+    (dict(observation_space=FLOATS, action_space=None), 'action_space')])
+def test_an_environment_without_a_space_is_refused(attributes, name):
+  with pytest.raises(ValueError, match=rf'^env\.task: .*:Lacks has no {name}; '):
+    gymnasium_envs.make_spec(f'{__name__}:Lacks', attributes)
+
+
+@pytest.mark.parametrize('error', [AttributeError('no log'), SystemExit(3)])
+def test_an_error_of_close_is_no_problem(error, monkeypatch):
+  def close(self):
+    raise error
+
+  monkeypatch.setattr(Returns, 'close', close)
+  envs = environments(space=FLOATS, results_of_reset=(ZEROS, {}), results_of_step=None)
+  envs.begin()
+  envs.close()
+  with pytest.raises(ValueError, match='only one choice'):
+    gymnasium_envs.make_spec(RETURNS, dict(space=FLOATS, results_of_reset=0, results_of_step=0,
+                                           action_space=spaces.Dict(a=FLOATS)))
+
+
+# Actions.
+
+
+def actions_of(action_space, actions):
+  """Returns the actions that environments get from actions [B, ...] of a policy."""
+  envs = environments(num_envs=len(actions), space=FLOATS, results_of_reset=(ZEROS, {}),
+                      results_of_step=(ZEROS, 0.0, False, False, {}), action_space=action_space)
+  envs.begin()
+  envs._arrays.action[...] = actions  # noqa: SLF001
+  envs.step()
+  return [env.actions[0] for env in envs._envs]  # noqa: SLF001
+
+
+@pytest.mark.parametrize('space, actions, expected', [
+    (spaces.Discrete(3), [0, 2], [0, 2]),
+    (spaces.Discrete(3, start=-1), [0, 2], [-1, 1]),
+    (spaces.Discrete(3, start=5, dtype=np.int8), [0, 2], [5, 7]),
+    (spaces.Discrete(3, start=5, dtype=np.uint8), [0, 2], [5, 7]),
+    (spaces.MultiDiscrete([2, 3], start=[1, -1]), [[1, 2]], [[2, 1]]),
+    (spaces.MultiDiscrete([2, 3], dtype=np.int32), [[1, 2]], [[1, 2]]),
+    (spaces.MultiBinary([2, 2]), [[1, 0, 0, 1]], [[[1, 0], [0, 1]]]),
+    (spaces.Box(0, 3, (2,), np.int16), [[3, 0]], [[3, 0]])])
+def test_whole_actions_have_the_type_of_a_sample(space, actions, expected):
+  for action, each in zip(actions_of(space, actions), expected, strict=True):
+    assert type(action) is type(space.sample()) and action.dtype == space.dtype
+    assert space.contains(action)
+    assert_array_equal(action, each)
+
+
+@pytest.mark.parametrize('dtype', [np.float64, np.float32, np.float16])
+@pytest.mark.parametrize('low, high', [(-0.1, 0.1), (0.1, 0.7), (-1e-3, 1 / 3), (-2, 2)])
+def test_actions_are_within_a_box_of_any_dtype(dtype, low, high):
+  space = spaces.Box(low, high, (3,), dtype)
+  extremes = np.float32([[low, high, (low + high) / 2]])
+  extremes = np.concatenate([np.nextafter(extremes, np.float32(x)) for x in (-9, 0, 9)])
+  actions = actions_of(space, extremes)
+  assert all(space.contains(action) and action.dtype == dtype for action in actions)
+  assert_array_equal([action[2] for action in actions], extremes[:, 2].astype(dtype))
+  # JAX has only 32 bits: its actions, made wider, are in the space, too.
+  narrow = np.asarray(env_spaces.within(jnp.array(extremes), space))
+  wide = narrow.astype(np.float64)
+  assert narrow.dtype == np.float32
+  assert (space.low <= wide).all() and (wide <= space.high.astype(np.float64)).all()
+
+
 # Failures.
 
 
 FAILURES = [
-    ('constructor', r"constructor of the environment with seed 11 raised KeyError: 'no level' "
+    ('constructor', r"constructor of environment 1 \(seed 11\) raised KeyError: 'no level' "
                     r'\(.*envs_of_my_own\.py, line \d+, in __init__\)'),
-    ('reset', r'reset of the environment with seed 1. raised OSError: \[Errno 5\] disk gone \(.*'),
-    ('step', r'step of the environment with seed 1. raised ValueError: boom in two lines \(.*'),
-    ('exit', r'step of .* raised SystemExit: 3 \(.*'),
+    ('reset', r'reset of environment . \(seed 1.\) raised OSError: \[Errno 5\] disk gone \(.*'),
+    ('step', r'step 2 of an episode of environment . \(seed 1.\) raised ValueError: boom in two '
+             r'lines \(.*'),
+    ('exit', r'step 2 of .* raised SystemExit: 3 \(.*'),
     ('shape',
-     r'step of .* raised ValueError: the observation has the shape \(3,\); the space has .*'),
+     r'step 2 of .* returned the observation as array\(.*\) \(float64 of shape \(3,\)\); '
+     r'its shape must be \(2,\), as its space has it, and is \(3,\)'),
     ('kill', r'worker process \d+ of the environments was ended by SIGKILL .*')]
 
 
@@ -471,7 +814,7 @@ def test_a_garbage_collected_vector_environment_ends_its_workers():
 
 KILLED = '''
 import os, signal, sys
-from podracer_jit.envs import gymnasium_envs
+from podracer_jit.envs import gymnasium_envs, gymnasium_worker
 from podracer_jit import parts
 from pathlib import Path
 parts.look_beside(Path(sys.argv[1]))
@@ -565,6 +908,12 @@ def test_a_video_shows_what_the_environment_renders(user_module, tmp_path):
   assert film.shown == 'rendered by the environment' and film.frame_rate == 7
   film = tmp_path / 'x.gif'
   assert film.stat().st_size > 0
+
+
+def test_a_video_of_pictures_that_grow_is_refused_and_leaves_no_file(user_module, tmp_path):
+  with pytest.raises(ValueError, match=r'no video: render\(\) of .*Grows .* \(5, 6, 3\) after'):
+    video.film(agent_of(small(task=f'{user_module}:Grows')), tmp_path / 'x.mp4', 1, 0, 100)
+  assert not list(tmp_path.glob('*.mp4'))
 
 
 def test_render_fails_if_the_environment_has_no_render_mode(user_module, make):

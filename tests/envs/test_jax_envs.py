@@ -278,6 +278,32 @@ def test_empty_arrays_are_not_part_of_the_stored_state():
   assert jax.tree.structure(shapes) == jax.tree.structure(state)
 
 
+class Echo:
+  """Observes its last action."""
+
+  observation_space = spaces.Box(-9, 9, (2,), np.float32)
+  max_episode_steps = 0
+
+  def __init__(self, dtype):
+    self.action_space = spaces.Box(-0.1, 0.3, (2,), dtype)
+
+  def reset(self, key):
+    return jnp.zeros(2), jnp.int32(0)
+
+  def step(self, key, state, action):
+    return action, state, jnp.float32(0), False, False, {}
+
+
+@pytest.mark.parametrize('dtype', [np.float32, np.float64])
+def test_actions_are_within_the_box_of_the_task(dtype):
+  env = Echo(dtype)
+  vector_env = jax_envs.JaxFamily(lambda task, options: env).make_vector_env('echo', {}, [0, 1])
+  actions = jnp.array([[[-0.1, 0.3], [-5.0, np.nextafter(np.float32(0.3), 9)]]], jnp.float32)
+  obs, = np.asarray(steps_of(vector_env, actions).obs)
+  assert all(env.action_space.contains(action.astype(dtype)) for action in obs)
+  np.testing.assert_allclose(obs, [[-0.1, 0.3]] * 2, rtol=1e-7)
+
+
 @pytest.mark.parametrize('is_function, hits', [(True, 1), (False, 0)])
 def test_only_programs_without_pointers_are_loaded_from_the_cache(is_function, hits):
   vector_env = counters().make_vector_env('counter', {}, range(4))

@@ -52,7 +52,27 @@ class Forces(Sizes):
   action_space = gymnasium.spaces.Box(-2.0, 1.0, (3,), np.float64)
 
 
-OWN_ENVS = {name: f'{__name__}:{name}' for name in ('Sizes', 'Switches', 'Forces')}
+class Slight(Sizes):
+  """Actions have bounds that are no 32-bit floats, observations are bits."""
+
+  observation_space = gymnasium.spaces.MultiBinary((2, 2))
+  action_space = gymnasium.spaces.Box(-0.1, 0.3, (3,), np.float64)
+
+
+class Times(Sizes):
+  """Observes numbers of 64 bits."""
+
+  observation_space = gymnasium.spaces.Box(0, 2**62, (2,), np.int64)
+
+
+class Flags(Sizes):
+  """Observes an array of bools."""
+
+  observation_space = gymnasium.spaces.Box(0, 1, (3,), bool)
+
+
+OWN_ENVS = {name: f'{__name__}:{name}'
+            for name in ('Sizes', 'Switches', 'Forces', 'Slight', 'Times', 'Flags')}
 
 
 def untrained(task, loss='ppo', network='mlp', seed=0, **fields):
@@ -149,6 +169,8 @@ def test_an_agent_acts_in_gymnasium(task):
   for _ in range(5):
     action, state = agent.act(obs, state)
     assert env.action_space.contains(action), action
+    assert type(action) is type(env.action_space.sample())
+    assert action.dtype == env.action_space.dtype
     obs, _, terminated, truncated, _ = env.step(action)
     if terminated or truncated:
       obs, _ = env.reset()
@@ -200,6 +222,24 @@ def test_agents_of_a_replay_act_without_exploring(loss, task, network):
 def test_a_wrong_observation_is_refused(obs, message):
   with pytest.raises(ValueError, match=f'^obs: .*{message}'):
     untrained('CartPole-v1').act(obs)
+
+
+@pytest.mark.parametrize('name, right, wrong', [
+    ('Slight', [1, 0], [0, 2]), ('Flags', [1, 0], [0, 2]), ('Times', [2**40, 0], ['a', 'b'])])
+def test_whole_numbers_are_observed_in_any_dtype_that_holds_them(name, right, wrong):
+  agent = untrained(OWN_ENVS[name])
+  shape = agent.experiment.spec.obs_shape
+  dtypes = (np.int64, np.uint64) if max(right) > 1 else (bool, np.int8, np.uint8, np.int64)
+  # The usual form of the task, for which the network is compiled.
+  expected = agent._batch(np.resize(right, shape).astype(dtypes[0]))[0]  # noqa: SLF001
+  assert expected.dtype == agent.experiment.spec.obs_dtype
+  for dtype in dtypes:
+    obs = np.resize(right, shape).astype(dtype)
+    assert np.array_equal(agent._batch(obs)[0], expected)  # noqa: SLF001
+    assert np.array_equal(agent._batch(np.stack([obs, obs]))[0][1:], expected)  # noqa: SLF001
+  agent.act(np.resize(right, shape))
+  with pytest.raises(ValueError, match='^obs: must be .*; got .*'):
+    agent.act(np.resize(wrong, shape))
 
 
 @pytest.mark.parametrize('obs', [{'a': np.zeros(2)}, np.zeros(3), {'a': [0, 0], 'b': {'x': 3}}])

@@ -432,6 +432,80 @@ def test_a_task_without_pictures_has_no_video():
     video._camera(_agent('Odd-v0', _lean), Blind(), one_env)
 
 
+ONE_ENV = types.SimpleNamespace(envs=[types.SimpleNamespace(simulator=None)])
+GREY = np.full((4, 6, 3), 128, np.uint8)
+
+
+class Draws:
+  """An environment of any family that returns or raises the given values, one after the other."""
+
+  def __init__(self, *values, obs_shape=(4,)):
+    self.values = list(values)
+    self.first_obs = np.zeros((1, *obs_shape), np.uint8)
+
+  def render(self, state):
+    value = self.values.pop(0)
+    if isinstance(value, Exception):
+      raise value
+    return value
+
+
+@pytest.mark.parametrize('value, message', [
+    (np.zeros((4, 6, 4), np.uint8), r'render\(\) of Odd-v0 returned uint8 of shape \(4, 6, 4\); a'),
+    (np.full((4, 6, 3), 0.5), r'returned float64 of shape \(4, 6, 3\); a picture must be uint8'),
+    (GREY.astype(np.int64), r'returned int64 of shape'), (GREY[..., 0], r'of shape \(4, 6\); a'),
+    (GREY[..., :1], r'of shape \(4, 6, 1\); a'), (GREY[None], r'of shape \(1, 4, 6, 3\); a'),
+    ([GREY, GREY], r'of shape \(2, 4, 6, 3\); a'), (GREY[:0], r'of shape \(0, 6, 3\); a'),
+    ('+--+', r'returned <U4 of shape \(\); a'), (None, r'cannot be rendered .*returned None'),
+    (TypeError('bad\nstate'), r'cannot be rendered \(TypeError: bad state\), and its observations'),
+    (RuntimeError('no display'), r'cannot be rendered \(no display\), and its observations')])
+def test_only_pictures_become_a_video(value, message):
+  with pytest.raises(ValueError, match=f'^no video: .*{message}') as error:
+    video._camera(_agent('Odd-v0', _lean), Draws(value), ONE_ENV)
+  assert '\n' not in str(error.value)
+  # The second picture may be the first that is wrong.
+  take_frame, _ = video._camera(_agent('Odd-v0', _lean), Draws(GREY, GREY, value), ONE_ENV)
+  assert take_frame(ONE_ENV).shape == (320, 480, 3)
+  with pytest.raises(ValueError, match='^no video: '):
+    take_frame(ONE_ENV)
+
+
+def test_a_wrong_picture_is_not_replaced_by_the_observation():
+  with pytest.raises(ValueError, match='^no video: render'):
+    video._camera(_agent('Odd-v0', _lean), Draws(GREY / 255, obs_shape=(8, 8)), ONE_ENV)
+  _, shown = video._camera(_agent('Odd-v0', _lean), Draws(None, obs_shape=(8, 8)), ONE_ENV)
+  assert shown == 'the observations, since the task cannot be rendered'
+
+
+def test_pictures_of_other_sizes_are_no_video():
+  take_frame, _ = video._camera(_agent('Odd-v0', _lean), Draws(GREY, GREY[:3]), ONE_ENV)
+  with pytest.raises(ValueError, match=r'^no video: render\(\) of Odd-v0 returned a picture of '
+                                       r'shape \(3, 6, 3\) after one of shape \(4, 6, 3\); all'):
+    take_frame(ONE_ENV)
+
+
+@pytest.mark.parametrize('suffix', video.SUFFIXES)
+def test_a_video_that_fails_leaves_the_old_file(tmp_path, suffix):
+  path = tmp_path / f'x{suffix}'
+  frames = np.zeros((3, 8, 8), np.uint8)
+  video.write(path, frames, False, 10)
+  old = path.read_bytes()
+  with pytest.raises(RuntimeError, match='broken'), video._encoder(path, (480, 480), 10) as out:
+    out.write(bytes(480 * 480 * 3 * 5))
+    raise RuntimeError('broken')
+  assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize('height, width, size', [
+    (101, 51, (506, 256)), (1, 601, (2, 602)), (601, 1, (602, 2)), (1, 1, (480, 480))])
+def test_a_picture_of_any_size_is_a_frame_with_even_sides(tmp_path, height, width, size):
+  picture = np.full((height, width, 3), 99, np.uint8)
+  frame = video._enlarge(picture)
+  assert frame.shape == (*size, 3) and (frame == 99).all()
+  video.write(tmp_path / 'x.mp4', np.full((3, height, width), 99, np.uint8), False, 10)
+  assert len(_decode(tmp_path / 'x.mp4', *size)[0]) == 3
+
+
 def test_a_video_that_cannot_be_written_is_an_error(tmp_path):
   agent = _agent('Catch-v0', _always(1, 3))
   with pytest.raises(OSError, match='could not write'):

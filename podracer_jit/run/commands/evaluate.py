@@ -3,9 +3,10 @@
   podracer_jit evaluate --workdir=runs/pong
   podracer_jit evaluate --workdir=runs/pong --num_episodes=20 --greedy --video=mp4
 
-The environments have other seeds than in training. The command prints the mean return, its standard
-error and, for Atari, the human-normalised score, and writes evaluation.json into the workdir. The
-run may still be training; JAX_PLATFORMS=cpu then leaves the GPU to it.
+The environments have other seeds than in training (of Gymnasium's, one may be equal by chance). The
+command prints the mean return, its standard error and, for Atari, the human-normalised score, and
+writes evaluation.json into the workdir. The run may still be training; JAX_PLATFORMS=cpu then
+leaves the GPU to it.
 
 Exit code: 0, 1 if playing failed, 2 if it could not start.
 """
@@ -70,8 +71,8 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_integer('num_episodes', 100, 'Whole episodes to count.', **text)
   flags.DEFINE_integer('num_envs', 16, 'Environments; at most one for each episode is used. Each '
                        'plays the same number of episodes.', **text)
-  flags.DEFINE_integer('seed', 1, 'Seed of the environments and the sampled actions. No seed '
-                       'repeats an episode of training.', **text)
+  flags.DEFINE_integer('seed', 1, 'Seed of the environments and the sampled actions. Their '
+                       'streams are not those of training.', **text)
   flags.DEFINE_bool('greedy', False, 'Take the most likely action instead of sampling.', **text)
   flags.DEFINE_integer('max_steps', 108_000, 'Most steps of an episode; a longer episode is an '
                        'error, since some tasks have no limit of their own.', **text)
