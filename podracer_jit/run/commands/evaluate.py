@@ -131,6 +131,8 @@ def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues
   episodes = evaluation.play(player, values.num_episodes, num_envs, values.seed, values.max_steps,
                              progress)
   record = evaluation.write(workdir, player, episodes, **settings)
+  if 'error' in record['statistics']:
+    raise RuntimeError(record['statistics']['error'])
   print(_summary(record), flush=True)
   if movie:
     # The filmed environment is one more than the environments of the evaluation.
