@@ -23,7 +23,17 @@ from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.learner import rollout_updates
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.options import INT32_MAX
-from podracer_jit.run import build, checkpoint, history, life, memory, session, stopping, workdirs
+from podracer_jit.run import (
+    build,
+    checkpoint,
+    history,
+    life,
+    memory,
+    session,
+    stopping,
+    trial,
+    workdirs,
+)
 from podracer_jit.run import train as train_lib
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.metrics import Diverged, Files, Meter, Record, check_finite
@@ -90,6 +100,7 @@ def opened(config: Mapping[str, Any], num_seeds: int, workdir: Path, options: li
     raise ValueError(problem)
   host.prepare_host(first.placement)
   run = build.make_run(first)
+  trial.check(run)
   notes = [f'warning: {line}' for line in memory.check(run, num_seeds)]
   sessions = []
   with contextlib.ExitStack() as stack:

@@ -17,6 +17,7 @@ from podracer_jit.run import (
     machines,
     memory,
     stopping,
+    trial,
     workdirs,
 )
 from podracer_jit.run import train as train_lib
@@ -89,6 +90,7 @@ def opened(experiment: Experiment, workdir: Path, options: life.Life,
   host.prepare_host(experiment.placement)
   team = machines.Team(cluster, experiment) if cluster else None
   run = build.make_run(experiment, team)
+  trial.check(run)
   warnings = [f'warning: {warning}' for warning in memory.check(run)]
   with opened_run(run, workdir, options) as session:
     yield session._replace(notes=[*warnings, *session.notes])
@@ -157,7 +159,7 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
         if beginning.has_begun:
           update, notes = life.resume_workdir(run, workdir, options)
         else:
-          checkpoint.set_all_aside(workdir)
+          notes = life.clear_workdir(workdir)
       except (ValueError, OSError) as error:
         problem = error
     _raise_everywhere(problem)
@@ -165,7 +167,7 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
       life.write_first_state(run, workdir, inherited)
     if is_first and not beginning.has_begun:
       try:
-        notes = life.start_workdir(run, workdir, options, inherited)
+        notes += life.start_workdir(run, workdir, options, inherited)
         update = checkpoint.newest_whole(workdir)
       except (ValueError, OSError) as error:
         problem = error

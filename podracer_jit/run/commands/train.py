@@ -31,6 +31,7 @@ from podracer_jit.run import (
     session,
     stopping,
 )
+from podracer_jit.run.metrics import Diverged
 from podracer_jit.run.output import complain, give_up_lost_streams
 from podracer_jit.run.resolve import placement_of, resolve
 from podracer_jit.runtime import host
@@ -107,6 +108,9 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       return _leave(_code_of_a_stop(opened.workdir))
     except (checkpoint.NotSaved, Failed) as error:
       complain(f'podracer_jit: {error}')
+      return _leave(exit_codes.FAILED)
+    except Diverged as error:
+      complain(f'podracer_jit: Diverged: {error}')
       return _leave(exit_codes.FAILED)
     except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message
       if environment_failure(error):
