@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import signal
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -225,6 +226,7 @@ def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextM
   Returns:
     The session, whose workdir is closed again, and whether total_steps are reached.
   """
+  began_s = time.perf_counter()
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(stopping.handled(leave=_interrupt))
     opened = stack.enter_context(opening(stack))
@@ -232,7 +234,7 @@ def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextM
       for note in opened.notes:
         complain(f'podracer_jit: {note}')
     stop.begin_training()
-    finished = opened.train(stop, quiet=quiet, **options)
+    finished = opened.train(stop, quiet=quiet, began_s=began_s, **options)
   if stop.signal is not None:
     # The program's own handlers are in place again; Python's raises KeyboardInterrupt for Ctrl-C.
     signal.raise_signal(stop.signal)

@@ -41,7 +41,8 @@ class Session(NamedTuple):
   notes: Sequence[str]  # lines about memory, repairs and changes
 
   def train(self, stop: stopping.Stopping, profile_dir: str | None = None,
-            callbacks: Callbacks | None = None, quiet: bool = False) -> bool:
+            callbacks: Callbacks | None = None, quiet: bool = False,
+            began_s: float | None = None) -> bool:
     """Trains all stages of the rest of the run; usually there is one, see `life.stages`.
 
     Args:
@@ -49,6 +50,7 @@ class Session(NamedTuple):
       profile_dir: see `train.train`.
       callbacks: see `train.train`.
       quiet: see `train.train`.
+      began_s: see `train.train`.
 
     Returns:
       See `train.train`.
@@ -60,11 +62,12 @@ class Session(NamedTuple):
     for stage, last in life.stages(self.run, self.entries, update or 0):
       finished = train_lib.train(
           stage, self.workdir, profile_dir, self.ends, stop, update, self.entries, last,
-          callbacks, quiet)
+          callbacks, quiet, began_s)
       # A repeated run may end before its config changes; this run then ends there, too.
       if last is None or not finished or last not in checkpoint.saved_updates(self.workdir):
         return finished
       update = last
+      began_s = None  # the checkpoint has the seconds up to now
     raise AssertionError('the last stage has no last update')
 
 

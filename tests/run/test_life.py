@@ -602,7 +602,8 @@ def test_a_run_that_never_made_an_update_gives_way_to_another(tmp_path):
     (lambda workdir: (workdir / 'metrics.jsonl').open('a').write('{"upd'),
      'holds another experiment'),
     (lambda workdir: (workdir / 'config.json').write_text('{}'), 'is not of a run'),
-    (lambda workdir: (workdir / 'checkpoints' / '6').mkdir(parents=True), 'holds another experiment')])
+    (lambda workdir: (workdir / 'checkpoints' / '6').mkdir(parents=True),
+     'holds another experiment')])
 def test_a_run_with_anything_to_lose_does_not_give_way(tmp_path, spoil, message):
   open_without_an_update(NEVER, tmp_path)
   spoil(tmp_path)
