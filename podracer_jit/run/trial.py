@@ -50,7 +50,7 @@ def check(run: build.Run) -> None:
     grads = _try_replay_loss(run, state)
   else:
     grads = _try_rollout_loss(run, state.params)
-  with _one_line(experiment, 'optimizer.name', experiment.fields['optimizer']['name']):
+  with _one_line(experiment, 'optimizer.name', type(experiment.optimizer).__name__):
     _try_optimizer(run, state, grads)
 
 

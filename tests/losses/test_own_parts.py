@@ -663,9 +663,9 @@ REPLAY = ['num_minibatches=1', 'scheme=sync', 'replay.capacity=1000', 'replay.mi
      'terms and the TD errors; got dict'),
     (['loss.name={}:OneForAll', *REPLAY], 'loss.name: exploration of {}:OneForAll must return an '
      'array (32,), a number for each environment; got ()'),
-    (['optimizer.name={}:SumsUp'], 'optimizer.name: {}:SumsUp: its update must keep shapes and '
+    (['optimizer.name={}:SumsUp'], 'optimizer.name: SumsUp: its update must keep shapes and '
      'types: of a step, params/policy/bias is float32 (3,) before and float32 () after'),
-    (['optimizer.name={}:Grows'], "optimizer.name: {}:Grows: its update must keep shapes and types:"
+    (['optimizer.name={}:Grows'], "optimizer.name: Grows: its update must keep shapes and types:"
      " of the optimizer's state, 1 is int32 () before and float32 () after")])
 def test_a_wrong_result_of_an_own_part_is_found_before_the_start(write_module, fields, message):
   module = write_module('parts_with_wrong_results', WRONG_RESULTS)
