@@ -53,7 +53,8 @@ MAX_DELAY_S = 0.02  # between a write and the kill
 ORPHAN_GRACE_S = 60.0  # processes may outlive their launcher by this, since they save first
 PHASES = ('starting', 'compiling', 'training', 'writing')
 EVENTS = ('draft', 'checkpoint', 'line')  # the writes that a kill may follow
-TIMES = {'sps', 'elapsed_s', 'actor_wait_s', 'learner_wait_s', 'samples_per_s'}  # in metrics.jsonl
+# In metrics.jsonl.
+TIMES = {'sps', 'elapsed_s', 'wall_s', 'actor_wait_s', 'learner_wait_s', 'samples_per_s'}
 
 
 class Row(NamedTuple):

@@ -1,6 +1,9 @@
 """The command line: verbs, their help, and the verbs that only list."""
 
 import importlib.util
+import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -233,3 +236,77 @@ def test_launch_does_not_import_from_the_current_directory(tmp_path):
   done = run_python('launch', '-n', '1', '--', '--nonsense', cwd=tmp_path)
   assert done.returncode == 2 and '[0] podracer_jit: Unknown command line flag' in done.stdout
   assert 'not this one' not in done.stdout
+
+
+FAKE_PYTHON = '''#!/usr/bin/env bash
+# Stands for a Python whose pip takes two seconds.
+case "$*" in
+  *sys.version_info*) exit 0 ;;
+  *'import venv'*) exit 0 ;;
+  '-m venv'*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
+  '-m pip'*)
+    echo "$*" >> {calls}
+    echo 'Downloading jaxlib'
+    echo 'WARNING: of no interest'
+    if [[ {fails} == yes ]]; then echo 'ERROR: no wheel'; exit 1; fi
+    sleep 2 ;;
+esac
+'''
+
+
+@pytest.fixture
+def set_up(tmp_path):
+  """Returns a function that sources scripts/_venv with extras, and a Python that installs nothing.
+
+  It returns the completed process, and the last word of each call of pip.
+  """
+  (tmp_path / 'scripts').mkdir()
+  for name in ('scripts/_venv', 'requirements.lock', 'setup.cfg'):
+    shutil.copy(ROOT / name, tmp_path / name)
+  calls = tmp_path / 'calls'
+  python = tmp_path / 'python'
+
+  def run(*extras, fails='no', terminal=False, **variables):
+    calls.write_text('')
+    python.write_text(FAKE_PYTHON.replace('{calls}', str(calls)).replace('{fails}', fails))
+    python.chmod(0o755)
+    command = (f'set -euo pipefail; extras=({" ".join(extras)}); '
+               f'source {tmp_path}/scripts/_venv; echo "python: $python"')
+    command = ['bash', '-c', command]
+    if terminal:
+      command = ['script', '-qec', shlex.join(command), '/dev/null']
+    environment = os.environ | {'PYTHON': str(python), 'JAX_PLATFORMS': 'cpu'} | variables
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return done, [line.split()[-1].removeprefix(str(tmp_path))
+                  for line in calls.read_text().splitlines()]
+
+  return run
+
+
+def test_the_first_training_installs_what_it_needs_and_tests_add_the_rest(set_up):
+  done, installed = set_up('cuda', 'gymnax')
+  assert done.returncode == 0, done.stderr
+  assert installed == ['setuptools', '', '[gymnax]']
+  lines = [line.removeprefix('podracer_jit: ') for line in done.stderr.splitlines()]
+  assert lines[:2] == ['Setting up .venv, once: it takes 1.9 GB, and a minute or more.',
+                       'Adding the extra gymnax to .venv, once: it takes 0.1 GB.']
+  assert [line.partition(' ')[0] for line in lines[2:]] == ['[1/4]', '[2/4]', '[3/4]', '[4/4]']
+  assert set_up('cuda', 'gymnax')[1] == []  # once
+  assert set_up('test')[1] == ['[test]'] and set_up('test')[1] == []
+  assert set_up('cuda')[1] == []
+
+
+@pytest.mark.skipif(not shutil.which('script'), reason='needs a terminal')
+def test_the_installation_shows_its_seconds_and_what_it_does(set_up):
+  done, _ = set_up(terminal=True)
+  assert done.returncode == 0, done.stdout
+  assert '[3/3] installing the package and all that it needs ...' in done.stdout
+  assert re.search(r'1 s  Downloading jaxlib', done.stdout)
+
+
+def test_a_failed_installation_shows_the_error_and_begins_anew(set_up):
+  done, _ = set_up(fails='yes')
+  assert done.returncode == 1
+  assert 'ERROR: no wheel' in done.stderr and 'WARNING' not in done.stderr
+  assert done.stderr.splitlines()[-1] == 'podracer_jit: could not install setuptools'
+  assert set_up()[1] == ['setuptools', '']

@@ -360,6 +360,21 @@ def fit_to_task(network: nn.Module, spec: EnvSpec) -> nn.Module:
   return network.clone(**used) if used else network
 
 
+def features_of(torso: nn.Module, obs: jax.Array) -> jax.Array:
+  """Returns the features [N, F] that a torso gives for observations [N, ...].
+
+  Raises:
+    ValueError: the torso, which may be a user's own, returns something else.
+  """
+  features = torso(obs)
+  shape = getattr(features, 'shape', None)
+  if shape is None or len(shape) != 2 or shape[0] != len(obs):
+    returned = type(features).__name__ if shape is None else f'an array {shape}'
+    raise ValueError(f'a torso must return features [N, F]: one row for each of the {len(obs)} '
+                     f'observations; it returns {returned}')
+  return features
+
+
 TORSOS = {'impala_resnet': ImpalaResNet, 'fixup_resnet': FixupResNet, 'nature_cnn': NatureCNN,
           'mlp': MLP, 'image_and_vector': ImageAndVector}
 CORES = {'gru': nn.GRUCell, 'lstm': nn.OptimizedLSTMCell}
@@ -428,12 +443,11 @@ class ActorCritic(nn.Module):
     if 'obs' in moments:
       obs = running_moments.standardise(moments['obs'], obs.astype(jnp.float32))
 
-    x = self.torso(obs)
-    chex.assert_rank(x, 2)  # [N, features]
+    x = features_of(self.torso, obs)
     if self.core:
       x, recurrent_state = self._remember(x.reshape(*rows, -1), recurrent_state, valid)
       x = x.reshape(-1, x.shape[-1])
-    y = x if self.critic is None else self.critic(obs)
+    y = x if self.critic is None else features_of(self.critic, obs)
 
     continuous = np.issubdtype(self.policy.action_dtype, np.floating)
     outputs = self.policy.action_shape[0] if continuous else self.policy.dist_size

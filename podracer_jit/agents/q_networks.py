@@ -32,8 +32,7 @@ class Dueling(nn.Module):
                valid: jax.Array | None = None):
     """Returns (Q-values [T, N, A], the largest [T, N], recurrent_state) of obs [T, N, ...]."""
     del valid
-    x = self.torso(obs.reshape(-1, *obs.shape[2:]))
-    chex.assert_rank(x, 2)  # [N, features]
+    x = networks.features_of(self.torso, obs.reshape(-1, *obs.shape[2:]))
     # The gradients of both streams add up in the torso, so they are scaled by 1 / sqrt(2)
     # (section 4.2).
     x = _scale_gradient(x, 2 ** -0.5)

@@ -168,14 +168,41 @@ def unroll(model: Model, params: Params, rollout: Rollout) -> tuple[jax.Array, j
 
   Returns:
     dist_params [T + 1, N, K] and value [T + 1, N].
+
+  Raises:
+    ValueError: the rollout is a minibatch of rows.
   """
-  chex.assert_rank(rollout.valid, 2)
+  obs = _whole_obs('unroll', rollout)
   # The rollout's state has a leading axis [1], so that all its arrays can be cut by environment.
   state = jax.tree.map(lambda x: x[0], rollout.recurrent_state)
   # The network takes T + 1 masks. The last one affects only the recurrent state after the last
   # row, which is dropped.
   valid = jnp.concatenate([rollout.valid, rollout.valid[-1:]])
-  return model.apply(params, frames.stacks(rollout.obs), state, valid)[:2]
+  return model.apply(params, obs, state, valid)[:2]
+
+
+def _whole_obs(function: str, rollout: Rollout) -> jax.Array:
+  """Returns the observations [T + 1, N, ...] of a rollout of whole environments.
+
+  A minibatch of rows has one observation for each row, and none after it. A loss that treats it as
+  a rollout would drop its only row.
+
+  Args:
+    function: the name of the function that needs them, for the message.
+    rollout: [T, N, ...].
+
+  Raises:
+    ValueError: the rollout is a minibatch of rows.
+  """
+  chex.assert_rank(rollout.valid, 2)
+  obs = frames.stacks(rollout.obs)
+  if len(obs) != len(rollout.valid) + 1:
+    raise ValueError(
+        f'{function} needs minibatches of environments, with T + 1 observations of T rows; it got '
+        f'{len(obs)} of {len(rollout.valid)}, as minibatches of rows have. Let minibatch_unit '
+        'return minibatches.ENVIRONMENTS, which is its default; or keep the rows, and call '
+        'model.apply(params, rollout.obs, None, rollout.valid) in place of ' + function)
+  return obs
 
 
 def unroll_with_heads(model: Model, params: Params, rollout: Rollout
@@ -185,13 +212,15 @@ def unroll_with_heads(model: Model, params: Params, rollout: Rollout
   Returns:
     dist_params [T + 1, N, K] and value [T + 1, N] as `unroll` does, and the outputs of the heads on
     each row's observation and action by name, [T, N, ...].
+
+  Raises:
+    ValueError: the rollout is a minibatch of rows.
   """
-  chex.assert_rank(rollout.valid, 2)
+  obs = _whole_obs('unroll_with_heads', rollout)
   state = jax.tree.map(lambda x: x[0], rollout.recurrent_state)
   # As in `unroll`, the last row has no mask of its own, and it has no action; its heads are cut.
   valid, action = (jnp.concatenate([x, x[-1:]]) for x in (rollout.valid, rollout.action))
-  dist_params, value, _, heads = model.apply(
-      params, frames.stacks(rollout.obs), state, valid, action)
+  dist_params, value, _, heads = model.apply(params, obs, state, valid, action)
   return dist_params, value, jax.tree.map(lambda x: x[:-1], heads)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import signal
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from podracer_jit.run import (
     stopping,
 )
 from podracer_jit.run import config as config_lib
+from podracer_jit.run import video as video_lib
 from podracer_jit.run.agent import PARAMETERS, Agent, load_saved
 from podracer_jit.run.callbacks import Callback, Callbacks
 from podracer_jit.run.output import complain
@@ -225,6 +227,7 @@ def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextM
   Returns:
     The session, whose workdir is closed again, and whether total_steps are reached.
   """
+  began_s = time.perf_counter()
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(stopping.handled(leave=_interrupt))
     opened = stack.enter_context(opening(stack))
@@ -232,7 +235,7 @@ def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextM
       for note in opened.notes:
         complain(f'podracer_jit: {note}')
     stop.begin_training()
-    finished = opened.train(stop, quiet=quiet, **options)
+    finished = opened.train(stop, quiet=quiet, began_s=began_s, **options)
   if stop.signal is not None:
     # The program's own handlers are in place again; Python's raises KeyboardInterrupt for Ctrl-C.
     signal.raise_signal(stop.signal)
@@ -282,13 +285,16 @@ class Evaluation:
   returns: list[float]  # of the episodes
   lengths: list[int]  # in steps
   # Of the returns 'mean', 'standard_error' (None with one episode), 'min', 'median', 'max',
-  # 'mean_length', and for Atari 'human_normalised'.
-  statistics: dict[str, float | None]
+  # 'mean_length', and for Atari 'human_normalised'. If returns are not finite, the mean is None,
+  # and there is an 'error'.
+  statistics: dict[str, Any]
+  video: Path | None = None  # the video that was written
 
 
 def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed: int = 1,
-             greedy: bool = False, max_steps: int = 108_000) -> Evaluation:
-  """Plays whole episodes; the results are those of the verb `evaluate`.
+             greedy: bool = False, max_steps: int = 108_000, video: str | Path | None = None
+             ) -> Evaluation:
+  """Plays whole episodes; the results, and the video, are those of the verb `evaluate`.
 
   Args:
     agent: the agent that plays.
@@ -299,9 +305,13 @@ def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed:
       chance.
     greedy: takes the most likely action instead of drawing one.
     max_steps: most steps of an episode; some tasks have no limit of their own.
+    video: films one more episode: a path that ends in .mp4 or .gif, relative to the current folder;
+      'mp4' and 'gif' write video.mp4 and video.gif there. Missing folders are made, and an older
+      file is replaced.
 
   Raises:
-    ValueError: an argument is out of range.
+    ValueError: an argument is out of range, or the task has no pictures.
+    OSError: the video cannot be written.
     RuntimeError: an episode is longer than max_steps, or an environment has failed.
   """
   counts = dict(num_episodes=num_episodes, num_envs=num_envs, max_steps=max_steps)
@@ -310,10 +320,16 @@ def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed:
       raise ValueError(f'{name}: must be at least 1, got {value}')
   if not 0 <= seed < 2**31:
     raise ValueError(f'seed: must be from 0 to 2^31 - 1, got {seed}')
+  movie = None if video is None else video_lib.chosen_path('video', video, Path())
   player = evaluation.greedy(agent.player) if greedy else agent.player
+  num_envs = min(num_envs, num_episodes)
+  if movie:
+    # Before the evaluation, whose results an error would lose.
+    movie.parent.mkdir(parents=True, exist_ok=True)
+    video_lib.film(player, movie, seed, num_envs, max_steps)
   episodes = evaluation.play(player, num_episodes, num_envs, seed, max_steps)
   return Evaluation(agent.task, episodes.returns, episodes.lengths,
-                    evaluation.statistics(agent.task, episodes))
+                    evaluation.statistics(agent.task, episodes), movie)
 
 
 def _mapping(config: Config) -> dict[str, Any]:

@@ -7,9 +7,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from podracer_jit import options
 from podracer_jit.actor import kept_envs, priorities
@@ -26,6 +28,7 @@ from podracer_jit.learner.rollout_learner import RolloutLearner
 from podracer_jit.loops import Worker
 from podracer_jit.losses.objective import Objective
 from podracer_jit.replay import buffer
+from podracer_jit.run import config as config_lib
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.runtime import placement
 from podracer_jit.runtime.channels import FifoQueue, Versioned
@@ -204,10 +207,52 @@ def make_network(experiment: Experiment) -> nn.Module:
   if set(variables) - {'params', 'moments'}:
     raise ValueError(f'network.name: {name} has the variables {", ".join(variables)}; only params '
                      'can be trained')
+  # Shipped networks can be called, and to trace a large one takes a second.
+  if config_lib.modules(experiment.fields):
+    _check_calls(experiment, network, variables)
   if dist_params.shape[-1] != experiment.policy.dist_size:
     raise ValueError(f'policy: it reads {experiment.policy.dist_size} numbers, and {name} gives '
                      f'{dist_params.shape[-1]}')
   return _with_heads(network, experiment)
+
+
+def _check_calls(experiment: Experiment, network: nn.Module, variables: Any) -> None:
+  """Traces a call of the network as actors and learner make it: several rows, and nothing random.
+
+  Args:
+    experiment: to build.
+    network: the whole network of the experiment.
+    variables: the shapes of its variables.
+
+  Raises:
+    ValueError: the call fails, changes variables, or returns other shapes.
+  """
+  name = experiment.network_name
+  spec = experiment.spec
+  rows = 2, 3
+
+  def call(variables, obs, valid):
+    return network.apply(variables, obs, network.initial_recurrent_state(rows[1]), valid)
+
+  try:
+    outputs = jax.eval_shape(call, variables,
+                             jax.ShapeDtypeStruct((*rows, *spec.obs_shape), spec.obs_dtype),
+                             jax.ShapeDtypeStruct(rows, bool))
+  except flax.errors.InvalidRngError as error:
+    # The rest of flax's message is a link.
+    cause = str(error).partition(' (http')[0]
+    raise ValueError(f'network.name: {name} draws random numbers in each call ({cause}), but '
+                     'actors and learner must compute the same probabilities; leave dropout out, '
+                     'or make it deterministic=True') from error
+  except Exception as error:  # noqa: BLE001 - a user's own network may raise anything
+    raise ValueError(f'network.name: {name} fails on {rows[0]} rows of {rows[1]} environments with '
+                     f'observations of {spec.obs_shape}, though not on a single one: '
+                     f'{type(error).__name__}: {options.shorten(str(error))}') from error
+  wanted = (*rows, experiment.policy.dist_size), rows
+  shapes = tuple(getattr(output, 'shape', None) for output in outputs[:2])
+  if shapes[0] is None or shapes[0][:2] != rows or shapes[1] != rows:
+    raise ValueError(f'network.name: {name} must return arrays {wanted[0]} and {wanted[1]} for '
+                     f'{rows[0]} rows of {rows[1]} environments, got {shapes[0]} and {shapes[1]}')
 
 
 def _with_heads(network: nn.Module, experiment: Experiment) -> nn.Module:
@@ -272,8 +317,12 @@ def make_acting(experiment: Experiment, network: nn.Module) -> Acting:
     obs = jax.ShapeDtypeStruct(spec.obs_shape, spec.obs_dtype)
     return FirstReady(network, steps, spec.stack, obs)
   if algorithm.learns_from_replay:
-    return ForReplay(network, steps, spec.stack, algorithm.n_step, algorithm.discount,
-                     algorithm.exploration(experiment.env.num_envs))
+    exploration = algorithm.exploration(experiment.env.num_envs)
+    if np.shape(exploration) != (experiment.env.num_envs,):
+      raise ValueError(f'loss.name: exploration of {experiment.loss_name} must return an array '
+                       f'({experiment.env.num_envs},), a number for each environment; got '
+                       f'{np.shape(exploration)}')
+    return ForReplay(network, steps, spec.stack, algorithm.n_step, algorithm.discount, exploration)
   discount = algorithm.discount if experiment.normalise.reward else None
   return InStep(network, steps, spec.stack, discount)
 

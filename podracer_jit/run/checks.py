@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 from podracer_jit.agents import kinds
+from podracer_jit.losses.minibatches import ROWS, Unit
 from podracer_jit.options import INT32_MAX, Count, defaults, shown, uneven
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.settings import EnvOptions
@@ -104,10 +105,19 @@ def _network(experiment: Experiment) -> Iterator[str]:
 
 
 def _algorithm(experiment: Experiment) -> Iterator[str]:
-  """Yields problems of the algorithm with the optimizer and with the normalised quantities."""
+  """Yields problems of the algorithm with optimizer, network and normalised quantities."""
   name = experiment.loss_name
   if experiment.optimizer.kl_target and not experiment.algorithm.measures_kl:
     yield f'optimizer.kl_target: {name} does not measure the KL divergence; must be 0'
+  if not experiment.algorithm.learns_from_replay:
+    recurrent = experiment.torso_options.recurrent
+    unit = experiment.algorithm.minibatch_unit(recurrent)
+    if not isinstance(unit, Unit):
+      yield (f'loss.name: minibatch_unit of {name} must return minibatches.ENVIRONMENTS or '
+             f'minibatches.ROWS, got {shown(unit)}')
+    elif recurrent and unit is ROWS:
+      yield (f'network.core: {name} learns from single rows, and a recurrent network from rows in '
+             f'order; must be none, got {experiment.torso_options.core}')
   if experiment.normalise.value and not experiment.algorithm.normalises_values:
     yield f'normalise.value: {name} cannot learn normalised values; must be False'
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -260,20 +261,35 @@ def atari_scores() -> dict[str, tuple[float, float]]:
   return {row['game']: (float(row['random']), float(row['human'])) for row in rows}
 
 
-def statistics(task: str, episodes: Episodes) -> dict[str, float | None]:
-  """Returns statistics of returns and lengths; the standard error of one episode is None."""
+def statistics(task: str, episodes: Episodes) -> dict[str, Any]:
+  """Returns statistics of returns and lengths; the standard error of one episode is None.
+
+  JSON cannot hold numbers that are not finite, so these are None, too. If the mean is None, there
+  is an 'error', a line that says why.
+  """
   returns = np.array(episodes.returns)
-  standard_error = None
-  if len(returns) > 1:
-    standard_error = float(returns.std(ddof=1) / np.sqrt(len(returns)))
-  summary = dict(
-      mean=float(returns.mean()), standard_error=standard_error, min=float(returns.min()),
-      median=float(np.median(returns)), max=float(returns.max()),
-      mean_length=float(np.mean(episodes.lengths)))
-  if task in (scores := atari_scores()):
-    random, human = scores[task]
-    summary['human_normalised'] = float(np.mean((returns - random) / (human - random)))
+  # Returns that are not finite give no warnings, but the error below.
+  with np.errstate(invalid='ignore'):
+    standard_error = None
+    if len(returns) > 1:
+      standard_error = float(returns.std(ddof=1) / np.sqrt(len(returns)))
+    summary = dict(
+        mean=float(returns.mean()), standard_error=standard_error, min=float(returns.min()),
+        median=float(np.median(returns)), max=float(returns.max()),
+        mean_length=float(np.mean(episodes.lengths)))
+    if task in (scores := atari_scores()):
+      random, human = scores[task]
+      summary['human_normalised'] = float(np.mean((returns - random) / (human - random)))
+  summary = {name: _finite(value) for name, value in summary.items()}
+  if summary['mean'] is None:
+    wrong = returns[~np.isfinite(returns)]
+    summary['error'] = (f'{task}: the returns of {len(wrong)} of {len(returns)} episodes are not '
+                        f'finite, such as {wrong[0]}; all rewards must be finite')
   return summary
+
+
+def _finite(value: float | None) -> float | None:
+  return None if value is None or not math.isfinite(value) else value
 
 
 def write(workdir: Path, player: Player, episodes: Episodes, **how: Any) -> Record:
@@ -289,7 +305,8 @@ def write(workdir: Path, player: Player, episodes: Episodes, **how: Any) -> Reco
     The contents of the file.
   """
   record = dict(task=player.task, update=player.update, steps=player.steps, **how,
-                statistics=statistics(player.task, episodes), returns=episodes.returns,
+                statistics=statistics(player.task, episodes),
+                returns=[_finite(episode_return) for episode_return in episodes.returns],
                 lengths=episodes.lengths, versions=workdirs.versions())
   # One line for each field, so that a list of returns takes one line.
   fields = (f'{json.dumps(name)}: {json.dumps(value)}' for name, value in record.items())

@@ -84,6 +84,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
   return [line.entry for line in _lines(path) if line.entry is not None]
 
 
+def has_updates(workdir: Path) -> bool:
+  """Returns whether receipts or metrics have anything but headers of segments."""
+  paths = [workdir / name for name in (RECEIPTS, METRICS)]
+  return any(line.entry is None or not _is_header(line.entry)
+             for path in paths if path.exists() for line in _lines(path))
+
+
 def segment_ends(workdir: Path) -> list[int]:
   """Returns the last update of each segment of the run in workdir."""
   receipts = read_receipts(workdir)

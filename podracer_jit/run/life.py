@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from podracer_jit.run import build, changes, checkpoint, history, inherit, sources, workdirs
+from podracer_jit.run import (
+    build,
+    changes,
+    checkpoint,
+    history,
+    inherit,
+    journal,
+    safe_files,
+    sources,
+    workdirs,
+)
 from podracer_jit.run import config as config_lib
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import resolve
@@ -113,7 +123,8 @@ def begin(run: build.Run, workdir: Path, life: Life) -> Beginning:
   # A run that was killed while it wrote its first state has not begun. Process 0 decides for all: a
   # process that looks later could find files that process 0 has written meanwhile.
   has_begun = bool(host.of_process_0(int(
-      _has_config(workdir) or any(checkpoint.updates_in(workdir)))))
+      (_has_config(workdir) or any(checkpoint.updates_in(workdir)))
+      and not _gives_way(workdir, run.experiment.fields, life))))
   if has_begun:
     return Beginning(True, None)
   if life.allowed:
@@ -124,6 +135,55 @@ def begin(run: build.Run, workdir: Path, life: Life) -> Beginning:
   if not life.init_from:
     return Beginning(False, None)
   return Beginning(False, inherit.read(run, life.init_from))
+
+
+def _gives_way(workdir: Path, fields: Mapping[str, Any], life: Life) -> bool:
+  """Returns whether a workdir has a run that never made an update, and that does not fit.
+
+  Args:
+    workdir: the workdir of the run.
+    fields: the config of the run that begins or goes on, plain values.
+    life: the options.
+  """
+  if life.allowed or not _has_config(workdir) or _made_updates(workdir):
+    return False
+  try:
+    origin = history.origin_of(workdirs.read_history(workdir))
+    fits = workdirs.fits(workdir, fields)
+  except ValueError:
+    return False  # a file that does not belong to a run stays, and the command is refused
+  if life.init_from:
+    source = str(life.init_from.workdir.resolve())
+    fits = fits and origin is not None and origin.workdir == source
+  return not fits
+
+
+def _made_updates(workdir: Path) -> bool:
+  return any(checkpoint.updates_in(workdir)) or journal.has_updates(workdir)
+
+
+def clear_workdir(workdir: Path) -> list[str]:
+  """Sets the config and the first state aside that a run without any update has left.
+
+  Args:
+    workdir: the workdir of a run that begins; this process has locked it.
+
+  Returns:
+    A line about them, if there are any.
+
+  Raises:
+    ValueError: another process has trained here since `begin`.
+  """
+  if _made_updates(workdir):
+    raise ValueError(f'--workdir: another process has just trained in {workdir}')
+  notes = []
+  # First the config: without it, a first state belongs to no run.
+  if _has_config(workdir):
+    aside = safe_files.set_aside(workdir, workdir / workdirs.CONFIG)
+    notes = [f'the run in {workdir} never made an update, so it begins anew with this config; the '
+             f'config before is now {aside}']
+  checkpoint.set_all_aside(workdir)
+  return notes
 
 
 def write_first_state(run: build.Run, workdir: Path, inherited: inherit.Inherited) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -50,7 +51,8 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
     raise ValueError('placement.cluster: one process learns with all its devices, and the cluster '
                      'acts; must be none with --distributed')
   if importlib.util.find_spec('ray') is None:
-    raise ValueError("placement.cluster: ray is not installed: pip install 'podracer_jit[ray]'")
+    raise ValueError(f'placement.cluster: ray is not installed: {sys.executable} -m pip install '
+                     "'podracer_jit[ray]'")
   processes = 2 * max(options.num_actors, len(options.learner_devices))
   store_bytes = int(options.store_gb * 1e9)
   if not may_start_jax(str(config.get('env', {}).get('task', ''))):

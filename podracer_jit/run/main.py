@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +39,10 @@ Verbs (podracer_jit VERB --help explains each):
 
 def main(argv: Sequence[str]) -> int:
   """Runs the verb that is the first argument, or trains; returns the exit code."""
+  began_s = time.perf_counter()
   first = argv[1] if len(argv) > 1 else ''
+  if first == 'train':
+    return _train([f'podracer_jit {first}', *argv[2:]], began_s)
   if first in VERBS:
     with stopping.handled():
       command = importlib.import_module(f'podracer_jit.run.commands.{first}')
@@ -49,10 +53,15 @@ def main(argv: Sequence[str]) -> int:
   names = {arg.partition('=')[0] for arg in argv[1:]}
   if names & {'-h', '-help', '--help'} and not names & {'-config', '--config'}:
     print(f'{HELP}\n')
+  return _train(argv, began_s)
+
+
+def _train(argv: Sequence[str], began_s: float) -> int:
+  """Trains; see `commands.train.main`."""
   with stopping.handled():
     # Imported here because other verbs need not wait for JAX.
     from podracer_jit.run.commands import train
-  return train.main(argv)
+  return train.main(argv, began_s)
 
 
 def run() -> None:

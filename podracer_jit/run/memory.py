@@ -27,6 +27,7 @@ from podracer_jit.replay import buffer
 from podracer_jit.run import build
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.settings import EnvOptions, TrainingOptions
+from podracer_jit.types import Transition
 
 HOST = 'this machine'
 _USUAL_OBS = 4 * 84 * 84  # bytes of an observation of Atari
@@ -265,6 +266,11 @@ def _drawn_bytes(run: build.Run) -> int:
   """Returns the bytes of the transitions that a gradient step draws, on one device."""
   if not run.experiment.algorithm.learns_from_replay:
     return 0
+  return nbytes(drawn_shapes(run)) // run.place.mesh.size
+
+
+def drawn_shapes(run: build.Run) -> Transition:
+  """Returns the shapes of the transitions that a gradient step draws, [groups, N, ...]."""
   # The shapes do not depend on n_step, but the time to trace does.
   memory = run.learner.memory._replace(n_step=1)
   sizes = run.learner.sizes
@@ -275,8 +281,7 @@ def _drawn_bytes(run: build.Run) -> int:
     keys = jax.random.split(key, sizes.num_grad_shards)
     return memory.sample(replay, keys, share).transition
 
-  drawn = jax.eval_shape(sample, replay, jax.eval_shape(jax.random.key, 0))
-  return nbytes(drawn) // run.place.mesh.size
+  return jax.eval_shape(sample, replay, jax.eval_shape(jax.random.key, 0))
 
 
 def _network_fields(run: build.Run) -> tuple[str, ...]:

@@ -22,7 +22,6 @@ from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.run import journal, safe_files
 from podracer_jit.run.build import Machines, Run
 from podracer_jit.schemes.reports import Report, Waits
-from podracer_jit.types import Episodes
 
 Record = dict[str, Any]  # an update's line of metrics.jsonl
 # Least seconds between two points in TensorBoard: a point takes as long as a short update.
@@ -31,6 +30,10 @@ EVENTS_S = 0.1
 _PARTS = {'moments': 'the running statistics (normalise)',
           'optimizer': "the optimizer's statistics of gradients",
           'replay': 'the priorities of the replay'}
+# Rates are over the updates of so many seconds, so that reports that arrive together, as after a
+# pause of the writer, do not count as the speed of an instant.
+RATE_S = 10.0
+STILL_UPDATES = 10  # updates in a row without any change, after which there is a warning
 LIVES = 'lives'  # the field of receipts with the lives of actors, by name
 
 
@@ -39,7 +42,7 @@ class Meter:
 
   def __init__(self, window: int, frame_skip: int, waits: Callable[[], Waits],
                past: Mapping[str, Any], machines: Machines | None = None,
-               check: Callable[[int, Episodes], None] = lambda update, episodes: None):
+               wall_s: Callable[[], float] = time.perf_counter):
     """Creates a meter.
 
     Args:
@@ -48,9 +51,9 @@ class Meter:
       waits: returns the seconds that actors and learner have waited since the segment began.
       past: the `meta` of the checkpoint that the run resumes from; empty for a new run.
       machines: that act outside of this process, if there are any.
-      check: called with each update and its episodes; see `environment_check`.
+      wall_s: returns the seconds that commands have worked on the run, see `wall_clock`.
     """
-    self._check = check
+    self._wall_s = wall_s
     self._machines = machines
     self._lives: Mapping[str, int] = machines.lives() if machines else {}
     self._window = collections.deque(map(tuple, past.get('window', [])), maxlen=window)
@@ -60,16 +63,18 @@ class Meter:
     self._waits = waits
     self._last_waits = Waits(0.0, 0.0)
     self._last_s = time.perf_counter()
+    # (time, valid steps, drawn transitions) at the ends of reports; the first begins the window.
+    self._totals: collections.deque[tuple[float, int, int]] = collections.deque()
 
   def meta(self) -> dict[str, Any]:
     """Returns the part of a checkpoint's `meta` from which a later meter continues."""
-    return dict(window=list(self._window), episodes=self._episodes, elapsed_s=self._elapsed)
+    return dict(window=list(self._window), episodes=self._episodes, elapsed_s=self._elapsed,
+                wall_s=self._wall_s())
 
   def records(self, report: Report) -> Iterator[tuple[Record, Record]]:
     """Yields (metrics, receipt) of each update of the report.
 
     Raises:
-      EnvironmentFailed: an environment of the next update has returned a wrong value.
       Diverged: the state after the update that was yielded is not finite.
     """
     # For arrays that are ready, this takes a fifth of the time of `jax.device_get`. The next
@@ -82,6 +87,8 @@ class Meter:
     seconds = (now_s - self._last_s) / report.count
     actor_wait_s = (waits.actor - self._last_waits.actor) / report.count
     learner_wait_s = (waits.learner - self._last_waits.learner) / report.count
+    sps, samples_per_s = self._rates(now_s, metrics, report.count)
+    wall_s = self._wall_s()
     self._last_s = now_s
     self._last_waits = waits
     of_machines = self._machines.metrics() if self._machines else {}
@@ -93,7 +100,6 @@ class Meter:
       receipt |= self._new_lives()
       episodes = update.pop('episodes')
       finite = update.pop('finite', {})
-      self._check(receipt['update'], episodes)
       ended = np.asarray(episodes.ended)
       self._episodes += int(ended.sum())
       # Row by row, so that the order does not depend on which environments ran where.
@@ -101,24 +107,48 @@ class Meter:
                               episodes.length[ended].tolist(), strict=True))
       self._elapsed += seconds
       returns, lengths = zip(*self._window, strict=True) if self._window else ((), ())
-      valid = int(update.pop('valid'))
+      del update['valid']
       steps = int(update.pop('steps'))
       record = dict(
           update=int(update.pop('update')), steps=steps, frames=steps * self._frame_skip,
-          sps=valid / seconds, elapsed_s=self._elapsed,
+          sps=sps, elapsed_s=self._elapsed, wall_s=wall_s,
           episode_return=_mean(returns), episode_length=_mean(lengths), episodes=self._episodes,
           actor_wait_s=actor_wait_s, learner_wait_s=learner_wait_s, **of_machines,
           # With a replay, CGD is the delay of a rollout until it is added, plus the age of the
           # drawn transitions.
           cgd=float(report.cgd[i] + update.get('sampled_age', 0.0)), gud=float(report.gud[i]))
       if 'sampled' in update:
-        record['samples_per_s'] = int(update['sampled']) / seconds
+        record['samples_per_s'] = samples_per_s
       yield record | {name: float(value) for name, value in update.items()}, receipt
       # After the record, whose losses may show the cause.
       for name in finite:
         if not finite[name]:
           raise Diverged(f'update {record["update"]} ({steps:,} steps): {_PARTS[name]} are not '
                          'finite, because a number is too large to be squared in 32 bits')
+
+  def _rates(self, now_s: float, metrics: Mapping[str, Any], count: int) -> tuple[float, float]:
+    """Returns valid steps and drawn transitions a second, over the updates of RATE_S seconds.
+
+    Args:
+      now_s: time of the report.
+      metrics: of the report, arrays [count or more, ...].
+      count: updates in the report.
+    """
+    valid = int(metrics['valid'][:count].sum())
+    sampled = int(metrics['sampled'][:count].sum()) if 'sampled' in metrics else 0
+    if not self._totals:
+      # The first update may include the compilation of the learner, so it begins the window.
+      self._totals.append((now_s, 0, 0))
+      seconds = now_s - self._last_s
+      return valid / seconds, sampled / seconds
+    _, valid_before, sampled_before = self._totals[-1]
+    self._totals.append((now_s, valid_before + valid, sampled_before + sampled))
+    while now_s - self._totals[1][0] >= RATE_S:
+      self._totals.popleft()
+    first_s, valid_first, sampled_first = self._totals[0]
+    seconds = now_s - first_s
+    return ((valid_before + valid - valid_first) / seconds,
+            (sampled_before + sampled - sampled_first) / seconds)
 
   def _new_lives(self) -> dict[str, Mapping[str, int]]:
     """Returns the receipt's field with the lives of actors, if one was begun again since."""
@@ -127,6 +157,65 @@ class Meter:
       return {}
     self._lives = lives
     return {LIVES: lives}
+
+
+def wall_clock(past: Mapping[str, Any], began_s: float) -> Callable[[], float]:
+  """Returns a function that gives the seconds that commands have worked on a run.
+
+  These are all seconds since a command began: imports, compilation, environments, saves and pauses.
+  A command that resumes the run adds to the seconds of the checkpoint. Time between commands does
+  not count, nor what a killed command did after its newest checkpoint, as it is done again.
+
+  Args:
+    past: the `meta` of the checkpoint that the run resumes from.
+    began_s: when the command began, by `time.perf_counter`.
+  """
+  # Checkpoints of earlier versions lack it.
+  before_s = past.get('wall_s', past.get('elapsed_s', 0.0))
+  return lambda: before_s + time.perf_counter() - began_s
+
+
+class Standstill:
+  """Notices that nothing is learned: gradients that are exactly 0, or parameters that stay equal.
+
+  It reads what updates report anyway: the norm of the gradient, and the fingerprint of the
+  parameters. Updates that take no gradient step, as before a replay is filled, do not count. Equal
+  parameters do not count at a learning rate of 0, to which annealing leads.
+  """
+
+  def __init__(self):
+    self._zero_gradients = 0
+    self._equal_params = 0
+    self._params = ''
+    self._is_warned = False
+
+  def notice(self, record: Record, receipt: Record) -> str:
+    """Adds a 'warning' to the record if STILL_UPDATES or more updates in a row changed nothing.
+
+    Args:
+      record: the metrics of the next update.
+      receipt: the receipt of the next update.
+
+    Returns:
+      The warning, if the update before had none; otherwise ''.
+    """
+    if record.get('sampled', 1) > 0:
+      self._zero_gradients = self._zero_gradients + 1 if record.get('grad_norm') == 0 else 0
+      is_equal = receipt['params'] == self._params and record.get('learning_rate', 1) > 0
+      self._equal_params = self._equal_params + 1 if is_equal else 0
+    self._params = receipt['params']
+    line = ''
+    if self._zero_gradients >= STILL_UPDATES:
+      line = (f'the gradient was exactly 0 in {self._zero_gradients:,} updates in a row, so '
+              'nothing is learned; does the loss depend on the parameters?')
+    elif self._equal_params >= STILL_UPDATES:
+      line = (f'the parameters did not change in {self._equal_params:,} updates in a row, though '
+              f'the learning rate is {record.get("learning_rate", 0):g}')
+    is_new = bool(line) and not self._is_warned
+    self._is_warned = bool(line)
+    if line:
+      record['warning'] = line
+    return line if is_new else ''
 
 
 def _mean(values) -> float | None:
@@ -199,7 +288,7 @@ class Files:
     record = self._not_shown
     self._not_shown = None
     for name, value in record.items():
-      if value is not None and name not in ('update', 'steps', 'frames'):
+      if isinstance(value, int | float) and name not in ('update', 'steps', 'frames'):
         self._events.add_scalar(name, value, record['steps'])
 
   def close(self) -> None:
@@ -213,25 +302,30 @@ class Files:
       self._events.close()
 
 
-def environment_check(run: Run, segment: int) -> Callable[[int, Episodes], None]:
-  """Returns the check of the values that environments have returned in an update of a segment.
+def environment_check(run: Run, segment: int) -> Callable[[Report], None]:
+  """Returns the check of the values that environments have returned in a segment.
 
-  It takes the update and its episodes, and raises EnvironmentFailed, in one line, for the first
-  value that cannot be learned from.
+  It takes a report, and raises EnvironmentFailed, in one line, for the first value that cannot be
+  learned from.
   """
   experiment = run.experiment
   # Environments that go on in the next segment have the seeds of the first one.
   segment = 0 if run.keeps_envs else segment
 
-  def check(update: int, episodes: Episodes) -> None:
-    fault = faults.describe(episodes, experiment.spec)
-    if fault is None:
+  def check(report: Report) -> None:
+    episodes = report.metrics['episodes']
+    if episodes.fault is None or not np.asarray(episodes.fault)[:report.count, ..., 0].any():
       return
-    env_id, what = fault
-    who = f'environment {env_id}'
-    if not (run.machines and run.machines.lives()):
-      who += f', seed {env_seeds(experiment.seed, segment, env_id, 1)[0]}'
-    raise EnvironmentFailed(f'{experiment.env.task}: {what} ({who}), in update {update}')
+    for i in range(report.count):
+      of_update = jax.tree.map(lambda x, i=i: np.asarray(x)[i], episodes)
+      if not of_update.fault[..., 0].any():
+        continue
+      env_id, what = faults.describe(of_update, experiment.spec)
+      who = f'environment {env_id}'
+      if not (run.machines and run.machines.lives()):
+        who += f', seed {env_seeds(experiment.seed, segment, env_id, 1)[0]}'
+      update = int(np.asarray(report.metrics['update'])[i])
+      raise EnvironmentFailed(f'{experiment.env.task}: {what} ({who}), in update {update}')
 
   return check
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
@@ -31,9 +32,9 @@ class _Cancelled(Exception):  # noqa: N818 - not an error
 def read(workdir: Path) -> list[Record]:
   """Returns the evaluations of a run, in order; empty if there are none.
 
-  An evaluation has 'update', 'steps', 'num_episodes', its duration in 'seconds', and either the
-  statistics of `evaluation.statistics` or an 'error'. 'waited_s' is how long training waited for it
-  in seconds; it is missing while training may still have to wait.
+  An evaluation has 'update', 'steps', 'num_episodes', its duration in 'seconds', and the statistics
+  of `evaluation.statistics`, or an 'error', or both if the returns are not finite. 'waited_s' is
+  how long training waited for it in seconds; it is missing while training may still have to wait.
   """
   path = workdir / NAME
   return journal.read_lines(path) if path.exists() else []
@@ -41,7 +42,9 @@ def read(workdir: Path) -> list[Record]:
 
 def best_of(records: Sequence[Mapping[str, Any]]) -> int | None:
   """Returns the first update with the highest mean return; None if no evaluation succeeded."""
-  succeeded = [record for record in records if 'error' not in record]
+  # Earlier versions wrote means that are NaN, and no error.
+  succeeded = [record for record in records
+               if 'error' not in record and math.isfinite(record['mean'])]
   return max(succeeded, key=lambda record: record['mean'])['update'] if succeeded else None
 
 
@@ -236,7 +239,8 @@ class Evaluator:
     else:
       record |= evaluation.statistics(player.task, episodes)
       best = best_of([*self._records, record]) == player.update
-      outcome = f'return {record["mean"]:.2f}' + (', the best so far' if best else '')
+      outcome = (f'failed: {record["error"]}' if 'error' in record else
+                 f'return {record["mean"]:.2f}' + (', the best so far' if best else ''))
     record['seconds'] = time.monotonic() - began_s
     with self._writing:
       # A new list, because another thread may be reading the old one.

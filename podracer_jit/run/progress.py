@@ -158,14 +158,24 @@ class Progress:
         'steps': f'{record["steps"]:,} of {self._total:,}',
         'frames': f'{record["frames"]:,}',
     }
+    if 'wall_s' in record:
+      numbers['elapsed'] = _duration(record['wall_s'])
     if sps is not None:
       numbers['speed'] = f'{sps:,.0f} SPS'
       numbers['left'] = _duration((self._total - record['steps']) / max(sps, 1e-9))
     numbers['return'] = '-' if record['episode_return'] is None else (
         f'{record["episode_return"]:.2f} (length {record["episode_length"]:.0f}, '
         f'{record["episodes"]} episodes)')
-    numbers['delays'] = (f'rollouts {record["cgd"]:.1f} (CGD), gradients {record["gud"]:.1f} (GUD) '
-                         'gradient steps old')
+    losses = [f'{name.removesuffix("_loss")} {value:.3g}' for name, value in record.items()
+              if name.endswith('_loss')]
+    if 'loss' in record:
+      losses.insert(0, f'{record["loss"]:.3g}')
+    if losses:
+      numbers['loss'] = ', '.join(losses)
+    if 'approx_kl' in record:
+      numbers['KL'] = f'{record["approx_kl"]:.2g}'
+    numbers['delays'] = (f'{record["cgd"]:.1f} gradient steps from collection to gradient (CGD), '
+                         f'{record["gud"]:.1f} from gradient to update (GUD)')
     if self._split:
       numbers['waits'] = (f'actor {record["actor_wait_s"]:.3f} s, learner '
                           f'{record["learner_wait_s"]:.3f} s an update')
@@ -179,7 +189,11 @@ class Progress:
           f'{record["replay_size"]:,.0f} transitions, {record["samples_per_s"]:,.0f} drawn a '
           f'second, {record["replay_ratio"]:.2f} for each added, '
           f'{record["sampled_age"]:,.0f} gradient steps old')
-    return numbers | ({'bottleneck': limit} if limit else {})
+    if limit:
+      numbers['bottleneck'] = limit
+    if 'warning' in record:
+      numbers['warning'] = record['warning']
+    return numbers
 
   def _line(self) -> str:
     return '  '.join(f'{name} {value}' for name, value in self._numbers().items())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,17 @@ from podracer_jit.envs.protocol import EnvironmentFailed
 from podracer_jit.learner import rollout_updates
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.options import INT32_MAX
-from podracer_jit.run import build, checkpoint, history, life, memory, session, stopping, workdirs
+from podracer_jit.run import (
+    build,
+    checkpoint,
+    history,
+    life,
+    memory,
+    session,
+    stopping,
+    trial,
+    workdirs,
+)
 from podracer_jit.run import train as train_lib
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.metrics import (
@@ -32,9 +43,12 @@ from podracer_jit.run.metrics import (
     Files,
     Meter,
     Record,
+    Standstill,
     check_finite,
     environment_check,
+    wall_clock,
 )
+from podracer_jit.run.output import complain
 from podracer_jit.run.progress import Progress
 from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import host
@@ -56,14 +70,15 @@ class Seeds(NamedTuple):
     """The workdir of the last seed, which is saved last."""
     return self.sessions[-1].workdir
 
-  def train(self, stop: stopping.Stopping, profile_dir: str | None = None, quiet: bool = False
-            ) -> bool:
+  def train(self, stop: stopping.Stopping, profile_dir: str | None = None, quiet: bool = False,
+            began_s: float | None = None) -> bool:
     """Trains all seeds segment by segment until each has total_steps.
 
     Args:
       stop: handles signals.
       profile_dir: a folder for a trace of a few calls; None: no trace.
-      quiet: prints nothing.
+      quiet: prints nothing but warnings.
+      began_s: when the command began, by `time.perf_counter`; None: now.
 
     Returns:
       True if all seeds have total_steps, False if a signal stopped them.
@@ -72,7 +87,8 @@ class Seeds(NamedTuple):
       checkpoint.NotSaved: a file cannot be written.
       Diverged: a loss or a gradient of a seed is not finite.
     """
-    return _train(self.sessions, stop, profile_dir, quiet)
+    return _train(self.sessions, stop, profile_dir, quiet,
+                  time.perf_counter() if began_s is None else began_s)
 
 
 @contextlib.contextmanager
@@ -98,6 +114,7 @@ def opened(config: Mapping[str, Any], num_seeds: int, workdir: Path, options: li
     raise ValueError(problem)
   host.prepare_host(first.placement)
   run = build.make_run(first)
+  trial.check(run)
   notes = [f'warning: {line}' for line in memory.check(run, num_seeds)]
   sessions = []
   with contextlib.ExitStack() as stack:
@@ -153,13 +170,15 @@ def _check_session(opened_session: session.Session, seed: int) -> None:
 class _Seed:
   """One seed in training: its files, checkpoints and metrics."""
 
-  def __init__(self, opened_session: session.Session, stack: contextlib.ExitStack, note: Any):
+  def __init__(self, opened_session: session.Session, stack: contextlib.ExitStack, note: Any,
+               began_s: float):
     """Restores the newest checkpoint or begins anew.
 
     Args:
       opened_session: the run and its workdir.
       stack: closes files, checkpoints and environments.
       note: called with lines to print.
+      began_s: see `Seeds.train`.
     """
     self.run = opened_session.run
     self.workdir = opened_session.workdir
@@ -175,6 +194,8 @@ class _Seed:
       state, self._meta = train_lib.restore(
           self.run, self._saved, self.workdir, like, opened_session.update, self._entries, note)
       envs = self._saved.restore_envs(build.kept_env_shapes(self.run), int(state.update))
+    self._wall_s = wall_clock(self._meta, began_s)
+    self._standstill = Standstill()
     self.update = int(state.update)
     self.steps = int(state.steps)
     # The first states, until `_stacked` has copied them.
@@ -196,8 +217,8 @@ class _Seed:
         segment=self._meta['segment'], first_update=self.update + 1, versions=workdirs.versions(),
         canary=canary(), num_seeds=num_seeds, **noted))
     self._meter = Meter(experiment.log.window, experiment.spec.frame_skip,
-                        lambda: Waits(0.0, 0.0), self._meta,
-                        check=environment_check(self.run, self._meta['segment']))
+                        lambda: Waits(0.0, 0.0), self._meta, wall_s=self._wall_s)
+    self._check = environment_check(self.run, self._meta['segment'])
 
   def write(self, report: Report) -> Record | None:
     """Writes the updates of a call; returns the last record, None if the seed has finished.
@@ -211,7 +232,12 @@ class _Seed:
     if not report.count:
       return None
     try:
+      self._check(report)
       for record, receipt in self._meter.records(report):
+        warning = self._standstill.notice(record, receipt)
+        if warning:
+          complain(f'podracer_jit: warning: seed {self.seed}, update {record["update"]:,}: '
+                   f'{warning}')
         self._files.write(record, receipt)
         check_finite(record)
     except OSError as error:
@@ -245,7 +271,7 @@ class _Seed:
 
 
 def _train(sessions: Sequence[session.Session], stop: stopping.Stopping,
-           profile_dir: str | None, quiet: bool) -> bool:
+           profile_dir: str | None, quiet: bool, began_s: float) -> bool:
   """Trains all seeds; see `Seeds.train`."""
   experiment = sessions[0].run.experiment
   seeds = f'{len(sessions)} seeds'
@@ -253,7 +279,7 @@ def _train(sessions: Sequence[session.Session], stop: stopping.Stopping,
   title = f'{experiment.env.task}  {experiment.scheme_name} {experiment.loss_name}  {folder}'
   with contextlib.ExitStack() as stack:
     progress = stack.enter_context(Progress(experiment, f'{title}  means of {seeds}', quiet=quiet))
-    runs = [_Seed(each, stack, progress.note) for each in sessions]
+    runs = [_Seed(each, stack, progress.note, began_s) for each in sessions]
     going_on = sum(each.update > 0 for each in runs)
     how = f'of which {going_on} go on' if going_on else 'starting'
     progress.note(f'{title}: {seeds}, {how}')
@@ -403,7 +429,12 @@ def _means(records: Sequence[Record]) -> Record:
   """Returns a record of the means of all seeds, of what each of them has."""
   means = {}
   for name, value in records[0].items():
+    if name == 'warning':
+      continue
     values = [record[name] for record in records if record[name] is not None]
     mean = np.mean(values) if values else None
     means[name] = int(mean) if isinstance(value, int) else mean
+  warnings = [record['warning'] for record in records if 'warning' in record]
+  if warnings:
+    means['warning'] = f'{len(warnings)} of {len(records)} seeds, such as: {warnings[0]}'
   return means

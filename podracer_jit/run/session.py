@@ -17,6 +17,7 @@ from podracer_jit.run import (
     machines,
     memory,
     stopping,
+    trial,
     workdirs,
 )
 from podracer_jit.run import train as train_lib
@@ -40,7 +41,8 @@ class Session(NamedTuple):
   notes: Sequence[str]  # lines about memory, repairs and changes
 
   def train(self, stop: stopping.Stopping, profile_dir: str | None = None,
-            callbacks: Callbacks | None = None, quiet: bool = False) -> bool:
+            callbacks: Callbacks | None = None, quiet: bool = False,
+            began_s: float | None = None) -> bool:
     """Trains all stages of the rest of the run; usually there is one, see `life.stages`.
 
     Args:
@@ -48,6 +50,7 @@ class Session(NamedTuple):
       profile_dir: see `train.train`.
       callbacks: see `train.train`.
       quiet: see `train.train`.
+      began_s: see `train.train`.
 
     Returns:
       See `train.train`.
@@ -59,11 +62,12 @@ class Session(NamedTuple):
     for stage, last in life.stages(self.run, self.entries, update or 0):
       finished = train_lib.train(
           stage, self.workdir, profile_dir, self.ends, stop, update, self.entries, last,
-          callbacks, quiet)
+          callbacks, quiet, began_s)
       # A repeated run may end before its config changes; this run then ends there, too.
       if last is None or not finished or last not in checkpoint.saved_updates(self.workdir):
         return finished
       update = last
+      began_s = None  # the checkpoint has the seconds up to now
     raise AssertionError('the last stage has no last update')
 
 
@@ -89,6 +93,7 @@ def opened(experiment: Experiment, workdir: Path, options: life.Life,
   host.prepare_host(experiment.placement)
   team = machines.Team(cluster, experiment) if cluster else None
   run = build.make_run(experiment, team)
+  trial.check(run)
   warnings = [f'warning: {warning}' for warning in memory.check(run)]
   with opened_run(run, workdir, options) as session:
     yield session._replace(notes=[*warnings, *session.notes])
@@ -157,7 +162,7 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
         if beginning.has_begun:
           update, notes = life.resume_workdir(run, workdir, options)
         else:
-          checkpoint.set_all_aside(workdir)
+          notes = life.clear_workdir(workdir)
       except (ValueError, OSError) as error:
         problem = error
     _raise_everywhere(problem)
@@ -165,7 +170,7 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
       life.write_first_state(run, workdir, inherited)
     if is_first and not beginning.has_begun:
       try:
-        notes = life.start_workdir(run, workdir, options, inherited)
+        notes += life.start_workdir(run, workdir, options, inherited)
         update = checkpoint.newest_whole(workdir)
       except (ValueError, OSError) as error:
         problem = error

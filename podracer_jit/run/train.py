@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ from podracer_jit.run.metrics import (
     Files,
     Meter,
     Record,
+    Standstill,
     check_finite,
     environment_check,
+    wall_clock,
 )
 from podracer_jit.run.output import complain
 from podracer_jit.run.periodic import Evaluator
@@ -46,7 +49,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
           ends: Sequence[int] | None = None, stop: stopping.Stopping | None = None,
           update: int | None = None, entries: Sequence[history.Entry] = (),
           last: int | None = None, callbacks: Callbacks | None = None,
-          quiet: bool = False) -> bool:
+          quiet: bool = False, began_s: float | None = None) -> bool:
   """Trains segment by segment until total_steps, from a checkpoint of the workdir if it has one.
 
   A signal ends the segment at its next update (with `fused`, after the current call), and the run
@@ -63,7 +66,8 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     entries: the history of the run.
     last: the last update; None: the run ends at total_steps.
     callbacks: called with each update and at the end of each segment.
-    quiet: prints nothing.
+    quiet: prints nothing but warnings.
+    began_s: when the command began, by `time.perf_counter`; None: now.
 
   Returns:
     True if total_steps or `last` are reached, False if a signal or a callback stopped the training.
@@ -74,6 +78,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     checkpoint.NotSaved: a file cannot be written; the message names it and the newest good
       checkpoint.
   """
+  began_s = time.perf_counter() if began_s is None else began_s
   experiment = run.experiment
   learner = run.learner
   stop = stop or stopping.Stopping()
@@ -132,6 +137,8 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
           Evaluator(run, workdir, saved, progress.note, evaluated)))
       evaluator.resume(state, int(state.steps) >= experiment.total_steps)
     profiler = Profiler(profile_dir)
+    wall_s = wall_clock(meta, began_s)
+    standstill = Standstill()
     while (int(state.steps) < experiment.total_steps and int(state.update) != last
            and not stopped()):
       length = experiment.checkpoint.every_updates
@@ -145,7 +152,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       state = learner.allocate(state)
       state, meta, envs = _segment(
           run, state, meta, envs, length, workdir, files, progress, profiler, asked_to_stop,
-          callbacks, _entry_before(entries, int(state.update)))
+          callbacks, _entry_before(entries, int(state.update)), wall_s, standstill)
       if int(state.update) == before:
         break
       if not experiment.checkpoint.replay:
@@ -248,7 +255,8 @@ def restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like: 
 def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: Any, length: int,
              workdir: Path, files: Files | None, progress: Progress, profiler: Profiler,
              asked_to_stop: Callable[[], bool], callbacks: Callbacks,
-             entry: history.Entry | None) -> tuple[TrainState, dict[str, Any], Any]:
+             entry: history.Entry | None, wall_s: Callable[[], float], standstill: Standstill
+             ) -> tuple[TrainState, dict[str, Any], Any]:
   """Runs a segment.
 
   Args:
@@ -264,6 +272,8 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
     asked_to_stop: called after every update; the segment ends if it returns True.
     callbacks: called with each update.
     entry: the entry of the history, if it begins with this segment.
+    wall_s: see `Meter`.
+    standstill: notices that nothing is learned.
 
   Returns:
     The state after the segment, the `meta` of its checkpoint, and the state of environments that
@@ -280,10 +290,14 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
   index = meta['segment']
   saved = int(state.update)
   change = {history.KEY: entry.as_json()} if entry else {}
+  check = environment_check(run, index)
   safe = f'that of update {saved}' if saved else 'none: the run had just begun'
 
   def write(record: Record, receipt: Record) -> None:
+    warning = standstill.notice(record, receipt)
     if files:
+      if warning:
+        complain(f'podracer_jit: warning: update {record["update"]:,}: {warning}')
       try:
         files.write(record, receipt)
       except OSError as error:
@@ -295,6 +309,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
 
   def report(item: Report) -> None:
     try:
+      check(item)
       for record, receipt in meter.records(item):
         write(record, receipt)
     except (Diverged, EnvironmentFailed) as error:
@@ -313,7 +328,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
     segment = stack.enter_context(build.segment(
         run, state, index, length, report, asked_to_stop, envs))
     meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, meta,
-                  run.machines, environment_check(run, index))
+                  run.machines, wall_s)
     try:
       states = loops.run(segment.workers)
     except loops.Stuck as error:

@@ -32,6 +32,26 @@ class Film(NamedTuple):
   shown: str  # a phrase about the origin of the pictures
 
 
+def chosen_path(name: str, video: str | Path, folder: Path) -> Path:
+  """Returns the path of a video that an evaluation is asked for.
+
+  Args:
+    name: the name of the flag or argument, for the message.
+    video: 'mp4' or 'gif' for a file `video` with this suffix in the folder, or a path, relative to
+      the current folder, that ends in .mp4 or .gif.
+    folder: for 'mp4' and 'gif'.
+
+  Raises:
+    ValueError: it is something else.
+  """
+  if f'.{video}' in SUFFIXES:
+    return folder / f'video.{video}'
+  if not isinstance(video, str | Path) or Path(video).suffix not in SUFFIXES:
+    raise ValueError(f'{name}: must be mp4, gif, or a path that ends in .mp4 or .gif, got '
+                     f'{str(video)!r}')
+  return Path(video)
+
+
 def film(player: evaluation.Player, path: Path, seed: int, env: int, max_steps: int) -> Film:
   """Films an episode.
 

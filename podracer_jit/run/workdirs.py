@@ -143,6 +143,17 @@ def write_changes(workdir: Path, config: Mapping[str, Any], update: int,
   return [history.Entry(update + 1, changed).words()]
 
 
+def fits(workdir: Path, config: Mapping[str, Any]) -> bool:
+  """Returns whether the run in workdir has this config, but for fields that runs may differ in.
+
+  Raises:
+    ValueError: there is no config.json, or it does not belong to a run.
+  """
+  stored = _read(workdir / CONFIG)
+  record = record_of(config)
+  return not changed_fields(_completed(stored, record), record['config'])
+
+
 def check_same(workdir: Path, config: Mapping[str, Any]) -> None:
   """Checks that config.json, which another process has written, holds this experiment.
 

@@ -157,7 +157,7 @@ def test_a_wrong_value_is_named(options, sentence):
   env_id, what = faults.describe(episodes, made.experiment.spec)
   assert (env_id, what) == (0, sentence)
   with pytest.raises(EnvironmentFailed) as error:
-    environment_check(made, 0)(1, episodes)
+    environment_check(made, 0)(reports[0])
   assert str(error.value).startswith(f'{made.experiment.env.task}: {sentence} (environment 0, seed')
   assert str(error.value).endswith('in update 1') and '\n' not in str(error.value)
 
@@ -167,6 +167,7 @@ def test_without_a_fault_there_is_no_sentence():
   _, reports, _ = run(None, updates=1, prepared_run=made)
   episodes = jax.tree.map(lambda x: np.asarray(x)[0], reports[0].metrics['episodes'])
   assert faults.describe(episodes, made.experiment.spec) is None
+  environment_check(made, 0)(reports[0])
   flags = np.zeros((2, 3), bool)
   assert faults.describe(Episodes(flags, flags, flags), made.experiment.spec) is None
 

@@ -116,7 +116,7 @@ def test_impala_continues_while_processes_and_machines_die_and_join(nodes, start
   # A process dies.
   (victim,) = nodes.processes(first)
   victim.kill()
-  run.wait_until(lambda: sum(lives_in(run.workdir).values()) == 1)
+  run.wait_until(lambda: sum(lives_in(run.workdir).values()) >= 1)
   run.wait_until(lambda: run.records()[-1]['actors_alive'] == 2)
   # A machine dies, and the other one continues alone. Then a third machine joins.
   nodes.remove(second)
@@ -125,7 +125,12 @@ def test_impala_continues_while_processes_and_machines_die_and_join(nodes, start
   third = nodes.add(1)
   run.wait_until(lambda: run.records()[-1]['actors_alive'] == 2)
   assert len(nodes.processes(third)) == 1
-  assert run.records()[-1]['actor_restarts'] == 2, run.text()
+  # At least one process for each death. Ray may also begin one on the second machine before it
+  # notices the death, which is one more; how often depends on the speed of this machine. Receipts
+  # and metrics agree, whatever the number.
+  run.wait_until(lambda: run.records()[-1]['actor_restarts'] >= 2)
+  run.wait_until(lambda: sum(lives_in(run.workdir).values())
+                 == run.records()[-1]['actor_restarts'])
 
   # Ctrl-C, while calls are under way.
   running = nodes.processes(first) + nodes.processes(third)
@@ -194,7 +199,7 @@ def test_remote_gradients_survive_the_loss_of_a_process_and_a_machine(nodes, sta
   # With two workers, one other gradient is applied while a worker computes its own.
   run.wait_until(lambda: any(record['gud'] > 0 for record in run.records()))
   nodes.processes(first)[-1].kill()
-  run.wait_until(lambda: run.records()[-1]['actor_restarts'] == 1
+  run.wait_until(lambda: run.records()[-1]['actor_restarts'] >= 1
                  and run.records()[-1]['actors_alive'] == 2 * cpus)
   run.wait_for_updates()
   nodes.remove(second)
@@ -203,7 +208,7 @@ def test_remote_gradients_survive_the_loss_of_a_process_and_a_machine(nodes, sta
   third = nodes.add(cpus)
   # The death of an idle process is noticed with its next call.
   run.wait_until(lambda: run.records()[-1]['actors_alive'] == 2 * cpus
-                 and run.records()[-1]['actor_restarts'] == 1 + cpus)
+                 and run.records()[-1]['actor_restarts'] >= 1 + cpus)
   run.wait_for_updates()
   # A killed driver leaves no process behind.
   run.wait_until(

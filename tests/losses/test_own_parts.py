@@ -13,7 +13,7 @@ from absl import flags
 
 import podracer_jit
 from podracer_jit.agents import networks, optimizers
-from podracer_jit.run import command_line, evaluation, journal, train, workdirs
+from podracer_jit.run import command_line, evaluation, journal, train, trial, workdirs
 from podracer_jit.run.resolve import resolve
 from tests.runs import fresh, prepared, run
 
@@ -410,6 +410,40 @@ class Counts(nn.Module):
   def __call__(self, obs):
     self.variable('batch_stats', 'mean', lambda: obs.mean())
     return nn.Dense(3)(obs.reshape(len(obs), -1).astype('float32'))
+
+
+def dense(obs):
+  return nn.Dense(3)(obs.reshape(len(obs), -1).astype('float32'))
+
+
+class Drops(nn.Module):
+  @nn.compact
+  def __call__(self, obs):
+    return nn.Dropout(0.5, deterministic=False)(dense(obs))
+
+
+class Mixes(nn.Module):
+  @nn.compact
+  def __call__(self, obs):
+    return dense(obs).mean(axis=0, keepdims=True)
+
+
+class ForOne(nn.Module):
+  @nn.compact
+  def __call__(self, obs):
+    return nn.Dense(3)(obs.reshape(1, -1).astype('float32'))
+
+
+class Sums(nn.Module):
+  @nn.compact
+  def __call__(self, obs):
+    return dense(obs).sum(axis=-1)
+
+
+class Pairs(nn.Module):
+  @nn.compact
+  def __call__(self, obs):
+    return dense(obs), None
 '''
 
 
@@ -418,6 +452,22 @@ class Counts(nn.Module):
     (['loss.name={}:WithoutLoss'], 'loss.name: parts_with_mistakes:WithoutLoss lacks loss'),
     (['network.name={}:Fails'], 'network.name: parts_with_mistakes:Fails fails on '),
     (['network.name={}:Flat'], 'network.name: parts_with_mistakes:Flat fails on '),
+    (['network.name={}:Drops'],
+     'network.name: parts_with_mistakes:Drops draws random numbers in each call (Dropout_0 needs '
+     'PRNG for "dropout"), but actors and learner must compute the same probabilities; leave '
+     'dropout out, or make it deterministic=True'),
+    (['network.name={}:Mixes'],
+     'network.name: parts_with_mistakes:Mixes fails on 2 rows of 3 environments with observations '
+     'of (10, 5), though not on a single one: ValueError: a torso must return features [N, F]: '
+     'one row for each of the 6 observations; it returns an array (1, 3)'),
+    (['network.name={}:ForOne'], 'network.name: parts_with_mistakes:ForOne fails on 2 rows of 3 '),
+    (['network.name={}:Sums'],
+     'network.name: parts_with_mistakes:Sums fails on observations of (10, 5): ValueError: a '
+     'torso must return features [N, F]: one row for each of the 1 observations; it returns an '
+     'array (1,)'),
+    (['network.name={}:Pairs', 'loss.name=dqn', 'num_minibatches=1', 'scheme=sync'],
+     'network.name: parts_with_mistakes:Pairs fails on observations of (10, 5): ValueError: a '
+     'torso must return features [N, F]: one row for each of the 1 observations; it returns tuple'),
     (['network.name={}:Counts'], 'network.name: parts_with_mistakes:Counts has the variables'),
     (['network.name={}:Counts', 'network.rates=(0.5,)'],
      'network.name: parts_with_mistakes:Counts has the variables'),
@@ -432,6 +482,202 @@ def test_a_mistake_in_an_own_part_is_reported_in_one_line(write_module, fields, 
     fresh(parse('--config=impala_catch', *(
         f'--config.{field.replace("{}", module)}' for field in fields)))
   assert str(error.value).startswith(message) and '\n' not in str(error.value)
+
+
+WRONG_RESULTS = """
+import dataclasses
+import jax, jax.numpy as jnp, numpy as np, optax
+from podracer_jit.agents.optimizers import Optimizer
+from podracer_jit.losses import DQN
+from podracer_jit.losses.algorithm import RolloutAlgorithm, unroll, unroll_with_heads
+from podracer_jit.losses.minibatches import ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class Right(RolloutAlgorithm):
+  def loss(self, model, params, minibatch, statistics):
+    rollout, _ = minibatch
+    _, value = unroll(model, params, rollout)
+    error = rollout.reward - value[:-1]
+    return self.results(jnp.sum(rollout.valid * error ** 2), {'valid': jnp.sum(rollout.valid)})
+
+  def results(self, loss, terms):
+    return loss, terms | {'value_loss': loss, 'one': 1.0}
+
+
+class OnRows(Right):
+  def minibatch_unit(self, recurrent):
+    return ROWS
+
+
+class HeadsOnRows(OnRows):
+  def loss(self, model, params, minibatch, statistics):
+    unroll_with_heads(model, params, minibatch[0])
+
+
+class RightOnRows(OnRows):
+  def loss(self, model, params, minibatch, statistics):
+    rollout, _ = minibatch
+    _, value, _ = model.apply(params, rollout.obs, None, rollout.valid)
+    return self.results(jnp.sum(value), {'valid': jnp.sum(rollout.valid)})
+
+
+class NamedUnit(Right):
+  def minibatch_unit(self, recurrent):
+    return 'rows'
+
+
+class Vector(Right):
+  def results(self, loss, terms):
+    return jnp.stack([loss, loss]), terms
+
+
+class Whole(Right):
+  def results(self, loss, terms):
+    return jnp.int32(loss), terms
+
+
+class Alone(Right):
+  def results(self, loss, terms):
+    return loss
+
+
+class NoDict(Right):
+  def results(self, loss, terms):
+    return loss, loss
+
+
+class NoValid(Right):
+  def results(self, loss, terms):
+    return loss, {'value_loss': loss}
+
+
+class ByRow(Right):
+  def results(self, loss, terms):
+    return loss, terms | {'rows': jnp.zeros(3)}
+
+
+class Taken(Right):
+  def results(self, loss, terms):
+    return loss, terms | {'grad_norm': loss}
+
+
+class Endless(Right):
+  def results(self, loss, terms):
+    return jax.lax.while_loop(lambda x: x < 3, lambda x: x + 1, loss), terms
+
+
+class Missing(Right):
+  def results(self, loss, terms):
+    return loss * self.coef, terms
+
+
+class Summed(Right):
+  def targets(self, model, params, rollout):
+    return rollout.reward.sum(axis=0)
+
+
+class Counted(Right):
+  def batch_statistics(self, valid, targets):
+    return targets['advantage']
+
+
+@dataclasses.dataclass(frozen=True)
+class OneError(DQN):
+  def loss(self, *args):
+    loss, (terms, error) = super().loss(*args)
+    return loss, (terms, jnp.sum(error))
+
+
+@dataclasses.dataclass(frozen=True)
+class NoError(DQN):
+  def loss(self, *args):
+    loss, (terms, error) = super().loss(*args)
+    return loss, terms
+
+
+@dataclasses.dataclass(frozen=True)
+class OneForAll(DQN):
+  def exploration(self, num_envs):
+    return 0.1
+
+
+class Optimizer1(Optimizer):
+  step = staticmethod(lambda g: g)
+  state = staticmethod(lambda s: s)
+
+  def scale(self):
+    return optax.GradientTransformation(
+        lambda params: jnp.int32(0),
+        lambda grads, state, params=None: (jax.tree.map(self.step, grads), self.state(state)))
+
+
+@dataclasses.dataclass(frozen=True)
+class SumsUp(Optimizer1):
+  step = staticmethod(jnp.sum)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grows(Optimizer1):
+  state = staticmethod(lambda s: s * 0.5)
+"""
+REPLAY = ['num_minibatches=1', 'scheme=sync', 'replay.capacity=1000', 'replay.min_size=500']
+
+
+@pytest.mark.parametrize('fields, message', [
+    (['loss.name={}:Right'], ''),
+    (['loss.name={}:RightOnRows'], ''),
+    (['loss.name={}:OnRows'],
+     'loss.name: loss of {}:OnRows ({}.py, line 14): unroll needs minibatches of environments, '
+     'with T + 1 observations of T rows; it got 1 of 1, as minibatches of rows have. Let '
+     'minibatch_unit return minibatches.ENVIRONMENTS, which is its default; or keep the rows, and '
+     'call model.apply(params, rollout.obs, None, rollout.valid) in place of unroll'),
+    (['loss.name={}:HeadsOnRows'],
+     'loss.name: loss of {}:HeadsOnRows ({}.py, line 29): unroll_with_heads needs'),
+    (['loss.name={}:RightOnRows', 'network.core=gru'],
+     'network.core: {}:RightOnRows learns from single rows, and a recurrent network from rows in '
+     'order; must be none, got gru'),
+    (['loss.name={}:NamedUnit'], 'loss.name: minibatch_unit of {}:NamedUnit must return '
+     "minibatches.ENVIRONMENTS or minibatches.ROWS, got 'rows'"),
+    (['loss.name={}:Vector'], 'loss.name: loss of {}:Vector: must return a scalar loss of floats, '
+     'the sum over valid rows; got float32 (2,)'),
+    (['loss.name={}:Whole'], 'loss.name: loss of {}:Whole: must return a scalar loss of floats, '
+     'the sum over valid rows; got int32 ()'),
+    (['loss.name={}:Alone'],
+     'loss.name: loss of {}:Alone: must return a pair, the loss and its terms; got an array'),
+    (['loss.name={}:NoDict'],
+     'loss.name: loss of {}:NoDict: must return a dict of loss terms; got an array'),
+    (['loss.name={}:NoValid'], "loss.name: loss of {}:NoValid: must return the loss term 'valid', "
+     'the number of valid rows; got value_loss'),
+    (['loss.name={}:ByRow'], 'loss.name: loss of {}:ByRow: must return sums over rows as loss '
+     "terms; 'rows' is an array (3,)"),
+    (['loss.name={}:Taken'], "loss.name: loss of {}:Taken: must not return a loss term 'grad_norm'"
+     ': every run has a metric of this name'),
+    (['loss.name={}:Endless'], 'loss.name: loss of {}:Endless: Reverse-mode differentiation does '),
+    (['loss.name={}:Missing'], 'loss.name: loss of {}:Missing ({}.py, line 86): AttributeError: '),
+    (['loss.name={}:Summed'], 'loss.name: targets of {}:Summed: must return arrays [T, N, ...], '),
+    (['loss.name={}:Counted'], 'loss.name: batch_statistics of {}:Counted ({}.py, line 96): Typ'),
+    (['loss.name={}:OneError', *REPLAY],
+     'loss.name: loss of {}:OneError: must return |TD error| [N], here (512,), got ()'),
+    (['loss.name={}:NoError', *REPLAY], 'loss.name: loss of {}:NoError: must return a pair, the '
+     'terms and the TD errors; got dict'),
+    (['loss.name={}:OneForAll', *REPLAY], 'loss.name: exploration of {}:OneForAll must return an '
+     'array (32,), a number for each environment; got ()'),
+    (['optimizer.name={}:SumsUp'], 'optimizer.name: SumsUp: its update must keep shapes and '
+     'types: of a step, params/policy/bias is float32 (3,) before and float32 () after'),
+    (['optimizer.name={}:Grows'], "optimizer.name: Grows: its update must keep shapes and types:"
+     " of the optimizer's state, 1 is int32 () before and float32 () after")])
+def test_a_wrong_result_of_an_own_part_is_found_before_the_start(write_module, fields, message):
+  module = write_module('parts_with_wrong_results', WRONG_RESULTS)
+  config = ['--config=impala_catch', '--config.network.name=mlp', *(
+      f'--config.{field.replace("{}", module)}' for field in fields)]
+  if not message:
+    trial.check(fresh(parse(*config)))
+    return
+  with pytest.raises(ValueError) as error:
+    trial.check(fresh(parse(*config)))
+  assert str(error.value).startswith(message.replace('{}', module))
+  assert '\n' not in str(error.value)
 
 
 def test_a_config_with_the_name_of_an_imported_package_does_not_replace_it(tmp_path):

@@ -77,6 +77,12 @@ refused(pj.load, 'cartpole', update=3)
 refused(pj.load, 'agent', update=3)
 refused(pj.evaluate, pj.load('agent'), 0)
 refused(pj.choose, config, 'nets', 'mlp')
+catch = pj.load('catch')
+film = pj.evaluate(catch, 4, num_envs=2, seed=3, video='films/catch.gif')
+out['film'] = [str(film.video), film.returns]
+out['named'] = str(pj.evaluate(catch, 1, video='gif').video)
+refused(pj.evaluate, catch, 1, video='film.avi')
+refused(pj.evaluate, catch, 1, video=True)
 out['errors'] = errors
 json.dump(out, open('out.json', 'w'))
 """
@@ -122,6 +128,18 @@ def test_callbacks_get_the_records_of_the_metrics(api_run):
   assert [record['update'] for record in out['records']] == [1, 2, 3, 4, 5, 6]
 
 
+def test_an_evaluation_has_the_video_of_the_command(api_run):
+  folder, out = api_run
+  done = binary(folder, 'evaluate', '--workdir=catch', '--num_episodes=4', '--num_envs=2',
+                '--seed=3', '--video=gif')
+  assert done.returncode == 0, done.stderr
+  record = json.loads((folder / 'catch' / 'evaluation.json').read_text())
+  assert out['film'] == ['films/catch.gif', record['returns']]
+  assert (folder / 'films' / 'catch.gif').read_bytes() == (
+      folder / 'catch' / 'video.gif').read_bytes()
+  assert out['named'] == 'video.gif' and (folder / 'video.gif').stat().st_size > 1000
+
+
 def test_the_agent_of_a_run_can_act_be_saved_and_be_evaluated(api_run):
   folder, out = api_run
   assert out['actions'] == out['saved'] and set(out['actions']) <= {0, 1}
@@ -144,7 +162,9 @@ def test_errors_are_one_line(api_run):
       'placement.xla_threads: is 3, and JAX has started in this process without it',
       '--workdir: no does not exist', 'cartpole has no checkpoint of update 3; it has those of',
       'update: is for workdirs; agent is a saved agent', 'num_episodes: must be at least 1',
-      'section: must be one of loss, network, optimizer, got']
+      'section: must be one of loss, network, optimizer, got',
+      "video: must be mp4, gif, or a path that ends in .mp4 or .gif, got 'film.avi'",
+      "video: must be mp4, gif, or a path that ends in .mp4 or .gif, got 'True'"]
   for message, error in zip(expected, out['errors'], strict=True):
     assert message in error and '\n' not in error, error
   assert not (folder / 'no').exists()

@@ -239,6 +239,16 @@ def test_statistics_by_hand():
       'standard_error'] is None
 
 
+@pytest.mark.parametrize('wrong', [float('nan'), float('inf'), float('-inf')])
+def test_returns_that_are_not_finite_have_no_mean_but_an_error(wrong):
+  statistics = evaluation.statistics('Breakout-v5', evaluation.Episodes([1.0, wrong], [1, 3]))
+  assert statistics['mean'] is None and statistics['human_normalised'] is None
+  assert statistics['mean_length'] == 2
+  assert statistics['error'] == ('Breakout-v5: the returns of 1 of 2 episodes are not finite, '
+                                 f'such as {wrong}; all rewards must be finite')
+  assert json.loads(json.dumps(statistics, allow_nan=False)) == statistics
+
+
 def test_human_normalised_score_by_hand():
   """Breakout has a random score of 1.7 and a human score of 30.5, so a point is 1 / 28.8."""
   episodes = evaluation.Episodes([1.7, 30.5, 1.7 + 2 * 28.8], [1, 1, 1])

@@ -1,5 +1,6 @@
 """Runs that begin with another run's state, are extended, or change fields."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -13,12 +14,21 @@ import orbax.checkpoint as ocp
 import pytest
 
 from podracer_jit import experiment
-from podracer_jit.run import changes, checkpoint, history, workdirs
+from podracer_jit.run import (
+    changes,
+    checkpoint,
+    history,
+    life,
+    metrics,
+    session,
+    stopping,
+    workdirs,
+)
 from podracer_jit.run.commands import train
 from tests import processes
 from tests.processes import command
 from tests.run.test_main import only_checks, saved_to_the_end
-from tests.runs import QUICK
+from tests.runs import QUICK, changed, fresh, small
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=False',
          '--config.checkpoint.every_updates=3', '--config.checkpoint.keep=9']
@@ -551,3 +561,75 @@ def test_fields_that_cannot_change_exist():
     fields = workdirs.flat(experiment.config(loss, 'mlp', 'adam').to_dict())
     for field in changes._FIXED:
       assert any(name == field or name.startswith(field) for name in fields), field
+
+
+NEVER = changed(small(), total_steps=300, checkpoint__every_updates=2)
+OTHER = changed(NEVER, network__hidden=(8,), unroll_length=4)
+
+
+def open_without_an_update(config, workdir, **options):
+  """Opens a run that fails before its first update; returns the notes."""
+  with session.opened_run(fresh(config), workdir, life.make_life(**options)) as opened:
+    # The header of the first segment is there, and no update.
+    with contextlib.closing(metrics.Files(workdir, 0, 0, tensorboard=False)) as files:
+      files.begin_segment(dict(segment=0, first_update=1))
+    return opened.notes
+
+
+def config_of(workdir, path=workdirs.CONFIG):
+  return json.loads((workdir / path).read_text())['config']
+
+
+def test_a_run_that_never_made_an_update_gives_way_to_another(tmp_path):
+  assert open_without_an_update(NEVER, tmp_path) == []
+  # The same config goes on as before.
+  assert open_without_an_update(NEVER, tmp_path) == []
+  (note,) = open_without_an_update(OTHER, tmp_path)
+  assert note == (f'the run in {tmp_path} never made an update, so it begins anew with this '
+                  f'config; the config before is now {tmp_path}/broken/config.json')
+  assert config_of(tmp_path)['network']['hidden'] == [8]
+  assert config_of(tmp_path, 'broken/config.json')['network']['hidden'] == [64, 64]
+  assert headers(tmp_path) == [dict(segment=0, first_update=1)]
+  with session.opened_run(fresh(OTHER), tmp_path, life.make_life()) as opened:
+    assert opened.train(stopping.Stopping(), quiet=True)
+  assert len(receipts(tmp_path)) == 10
+
+
+@pytest.mark.parametrize('spoil, message', [
+    # An update that was made, or a line that may be one, belongs to the run.
+    (lambda workdir: (workdir / 'receipts.jsonl').open('a').write(
+        '{"update": 1, "batch": "a", "params": "b"}\n'), 'holds another experiment'),
+    (lambda workdir: (workdir / 'metrics.jsonl').open('a').write('{"upd'),
+     'holds another experiment'),
+    (lambda workdir: (workdir / 'config.json').write_text('{}'), 'is not of a run'),
+    (lambda workdir: (workdir / 'checkpoints' / '6').mkdir(parents=True),
+     'holds another experiment')])
+def test_a_run_with_anything_to_lose_does_not_give_way(tmp_path, spoil, message):
+  open_without_an_update(NEVER, tmp_path)
+  spoil(tmp_path)
+  before = (tmp_path / 'config.json').read_text()
+  with pytest.raises(ValueError, match=message):
+    open_without_an_update(OTHER, tmp_path)
+  assert (tmp_path / 'config.json').read_text() == before
+  assert not (tmp_path / 'broken').exists()
+
+
+def test_a_first_state_of_another_run_is_set_aside_and_taken_anew(tmp_path):
+  source = tmp_path / 'source'
+  with session.opened_run(fresh(NEVER), source, life.make_life()) as opened:
+    opened.train(stopping.Stopping(), quiet=True)
+  workdir = tmp_path / 'run'
+  open_without_an_update(NEVER, workdir, init_from=source)
+  first = (workdir / 'checkpoints' / '0' / 'manifest.json').read_bytes()
+  # The same command, with and without --init_from, keeps the first state.
+  open_without_an_update(NEVER, workdir, init_from=source)
+  open_without_an_update(NEVER, workdir)
+  assert (workdir / 'checkpoints' / '0' / 'manifest.json').read_bytes() == first
+  notes = open_without_an_update(changed(NEVER, seed=5), workdir, init_from=source)
+  assert 'never made an update' in notes[0] and 'the run begins with' in notes[1]
+  assert (workdir / 'broken' / '0' / 'manifest.json').read_bytes() == first
+  assert config_of(workdir)['seed'] == 5 and checkpoint.saved_updates(workdir) == [0]
+  # Without --init_from, the run begins with its seed.
+  open_without_an_update(OTHER, workdir)
+  assert history.origin_of(workdirs.read_history(workdir)) is None
+  assert checkpoint.saved_updates(workdir) == []

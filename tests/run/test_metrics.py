@@ -12,8 +12,15 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto import event_pb2
 
-from podracer_jit.envs.protocol import EnvironmentFailed
-from podracer_jit.run.metrics import Diverged, Files, Meter, Report, Waits
+from podracer_jit.run.metrics import (
+    Diverged,
+    Files,
+    Meter,
+    Report,
+    Standstill,
+    Waits,
+    wall_clock,
+)
 from podracer_jit.run.progress import Progress, bottleneck, waited
 from podracer_jit.run.resolve import resolve
 from podracer_jit.types import Episodes
@@ -62,15 +69,109 @@ def test_a_state_that_is_not_finite_ends_the_run_after_its_record():
     next(records)
 
 
-def test_environments_are_checked_before_the_record_of_an_update():
-  def check(update, episodes):
-    if update == 2:
-      raise EnvironmentFailed(f'update {update}, {episodes.ended.shape}')
+class Clock(types.SimpleNamespace):
+  """Replaces the module `time`: the seconds are set by the test."""
 
-  records = Meter(2, 4, lambda: Waits(0.0, 0.0), {}, check=check).records(report([1, 2]))
-  assert next(records)[0]['update'] == 1
-  with pytest.raises(EnvironmentFailed, match=r'update 2, \(2, 2\)'):
-    next(records)
+  def perf_counter(self):
+    return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  clock = Clock(seconds=100.0)
+  monkeypatch.setattr('podracer_jit.run.metrics.time', clock)
+  return clock
+
+
+def sps_of(m, clock, times, count=1):
+  """Returns the speeds in the records of reports of 6 steps an update at these seconds."""
+  speeds = []
+  for number, seconds in enumerate(times):
+    clock.seconds = seconds
+    updates = list(range(number * count + 1, (number + 1) * count + 1))
+    speeds.append([record['sps'] for record, _ in m.records(report(updates))])
+  return speeds
+
+
+def test_reports_that_arrive_together_do_not_make_a_speed(clock):
+  """An update takes a second. The writer pauses from 104 to 140 s, and finds two reports."""
+  speeds = sps_of(meter(), clock, [101, 102, 103, 104, 140, 140.000001, 141, *range(142, 156)])
+  speeds = [speed for (speed,) in speeds]
+  assert speeds[:4] == [6.0] * 4
+  # The pause counts, for all that was learned since the report before it.
+  assert speeds[4:7] == pytest.approx([6 / 36, 12 / 36, 18 / 37])
+  assert max(speeds) < 1.2 * 6
+  assert speeds[-1] == 6.0
+
+
+def test_the_speed_is_that_of_the_last_seconds_without_the_first_update(clock):
+  """The first update takes 60 s, as it includes compilation; then the speed doubles."""
+  times = [160, *(160 + i for i in range(1, 21)), *(180 + i / 2 for i in range(1, 41))]
+  speeds = [speed for (speed,) in sps_of(meter(), clock, times)]
+  assert speeds[0] == 0.1 and speeds[1:21] == [6.0] * 20
+  assert speeds[21:] == sorted(speeds[21:]) and speeds[-1] == 12.0
+
+
+def test_updates_of_one_call_have_its_speed_and_drawn_transitions_too(clock):
+  m = meter()
+  assert sps_of(m, clock, [101, 103], count=2) == [[12.0] * 2, [6.0] * 2]
+  clock.seconds = 105
+  item = report([5, 6])
+  item.metrics['sampled'] = np.array([0, 40])
+  assert [record['samples_per_s'] for record, _ in m.records(item)] == [10.0] * 2
+
+
+def test_the_wall_clock_goes_on_with_the_run_and_counts_no_time_between_commands(clock):
+  clock.seconds = 107
+  first = Meter(2, 4, lambda: Waits(0.0, 0.0), {}, wall_s=wall_clock({}, began_s=100.0))
+  clock.seconds = 117  # 7 s until the segment began, 10 s of the first update
+  (record, _), = first.records(report([1]))
+  assert record['wall_s'] == 17 and record['elapsed_s'] == 10
+  clock.seconds = 120
+  past = json.loads(json.dumps(first.meta()))
+  clock.seconds = 5005  # the next command began at 5000
+  second = Meter(2, 4, lambda: Waits(0.0, 0.0), past, wall_s=wall_clock(past, began_s=5000.0))
+  clock.seconds = 5009
+  (record, _), = second.records(report([2]))
+  assert record['wall_s'] == 20 + 9 and record['elapsed_s'] == 10 + 4
+  # A checkpoint of an earlier version.
+  assert wall_clock({'elapsed_s': 3.0}, began_s=5000.0)() == 3 + 9
+
+
+def notices(records, params=None):
+  """Returns the lines that are new, and whether each record has a warning."""
+  standstill = Standstill()
+  params = params or range(len(records))  # they move
+  records = [dict(learning_rate=1e-3, grad_norm=1.0) | record for record in records]
+  new = [standstill.notice(record, dict(params=str(each)))
+         for record, each in zip(records, params, strict=True)]
+  return [line for line in new if line], ['warning' in record for record in records]
+
+
+def test_a_gradient_of_zero_is_noticed_after_ten_updates():
+  zero = dict(grad_norm=0.0)
+  line = ('the gradient was exactly 0 in 10 updates in a row, so nothing is learned; does the loss '
+          'depend on the parameters?')
+  assert notices([zero] * 12 + [{}] + [zero] * 10) == (
+      [line] * 2, [False] * 9 + [True] * 3 + [False] * 10 + [True])
+  assert notices([zero] * 9 + [{}] + [zero] * 9) == ([], [False] * 19)
+  # Parameters that do not move either are no second warning.
+  assert notices([zero] * 12, ['a'] * 12)[0] == [line]
+
+
+def test_parameters_that_do_not_move_are_noticed_after_ten_updates():
+  # The first update has none before it to compare with.
+  lines, warned = notices([{}] * 12 + [{}] * 2, ['a'] * 12 + ['b', 'c'])
+  assert lines == ['the parameters did not change in 10 updates in a row, though the learning rate '
+                   'is 0.001']
+  assert warned == [False] * 10 + [True] * 2 + [False] * 2
+
+
+@pytest.mark.parametrize('records', [
+    [dict(learning_rate=0.0)] * 30,  # annealed to the end
+    [dict(grad_norm=0.0, sampled=0.0)] * 30])  # a replay that is still filled
+def test_no_warning_where_nothing_can_be_learned(records):
+  assert notices(records, ['a'] * len(records)) == ([], [False] * len(records))
 
 
 def test_waits_count_from_the_last_report():
@@ -191,7 +292,8 @@ def test_waits_from_before_the_first_record_do_not_count():
 
 
 RECORD = dict(update=1, steps=50, frames=200, sps=10.0, episode_return=3.0, episode_length=9.0,
-              episodes=4, actor_wait_s=0.0, learner_wait_s=0.0, cgd=5.5, gud=0.25)
+              episodes=4, actor_wait_s=0.0, learner_wait_s=0.0, cgd=5.5, gud=0.25, wall_s=3665.0,
+              policy_loss=-0.012345, value_loss=0.5, entropy=0.6, approx_kl=0.00312)
 EXPERIMENT = resolve(changed(small(), total_steps=100, log__every_seconds=1e-9))
 
 
@@ -208,7 +310,9 @@ def test_progress_shows_the_main_figures(terminal, monkeypatch):
     progress.show(dict(RECORD, steps=60, frames=240, actor_wait_s=0.9))
   text = ' '.join(out.getvalue().split())  # lines are cut at the console's width
   for part in ('60 of 100', '240', 'SPS', '3.00 (length 9, 4 episodes)',
-               'rollouts 5.5 (CGD), gradients 0.2 (GUD) gradient steps old',
+               'elapsed 01:01:05', 'loss policy -0.0123, value 0.5', 'KL 0.0031',
+               '5.5 gradient steps from collection to gradient (CGD), 0.2 from gradient to update '
+               '(GUD)',
                'learner (the actors wait 90% of the time)'):
     assert part in text
   assert ('a title' in text) == terminal

@@ -12,6 +12,8 @@ from podracer_jit.run.callbacks import STOP, Callback, CallbackFailed, Callbacks
 from tests.run.test_metrics import tensorboard_events
 from tests.runs import changed, prepared, small
 
+NAN = float('nan')
+INF = float('inf')
 EVAL = dict(eval__every_updates=2, eval__num_episodes=5, eval__num_envs=2)
 STEPS = 700  # 11 updates
 CONFIG = changed(small(), total_steps=STEPS, checkpoint__every_updates=2, checkpoint__keep=1)
@@ -88,6 +90,7 @@ def test_the_best_checkpoint_is_kept(uninterrupted):
 
 
 @pytest.mark.parametrize('means, best', [
+    ([NAN, 3.0, 2.0], 2), ([NAN], None), ([INF, 1.0], 2),
     ([1.0, 3.0, 2.0], 2), ([3.0, 3.0], 1), ([-5.0], 1), ([None, -1.0, None], 2), ([None], None),
     ([], None)])
 def test_the_best_update_has_the_highest_mean(means, best):
@@ -194,6 +197,27 @@ def test_a_failed_evaluation_does_not_end_the_training(tmp_path, monkeypatch):
   assert all('max_steps is 2' in record['error'] and 'mean' not in record for record in records)
   with pytest.raises(ValueError, match='no checkpoint in .* was evaluated'):
     periodic.best_update(tmp_path)
+
+
+def test_an_evaluation_with_a_nan_is_an_error_and_not_the_best(tmp_path, monkeypatch):
+  play = evaluation.play
+
+  def play_with_nan_first(*args, index, **options):
+    episodes = play(*args, index=index, **options)
+    return episodes._replace(returns=[NAN, *episodes.returns[1:]]) if index == 2 else episodes
+
+  monkeypatch.setattr(evaluation, 'play', play_with_nan_first)
+  assert train_in(tmp_path, changed(CONFIG, **EVAL))
+
+  def refuse(constant):
+    raise ValueError(f'{constant} is no JSON')
+
+  lines = (tmp_path / periodic.NAME).read_text().splitlines()
+  first, *others = [json.loads(line, parse_constant=refuse) for line in lines]
+  assert first['mean'] is None and 'the returns of 1 of 5 episodes are not finite' in first['error']
+  assert all('error' not in record for record in others)
+  assert periodic.best_update(tmp_path) != 2
+  assert 2 not in checkpoint.saved_updates(tmp_path)
 
 
 def test_a_file_that_cannot_be_written_ends_the_run(tmp_path):

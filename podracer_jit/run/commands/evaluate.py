@@ -96,12 +96,7 @@ def _check(values: flags.FlagValues, arguments: Sequence[str]) -> Path | None:
     raise ValueError(f'--seed: must be from 0 to 2^31 - 1, got {values.seed}')
   if values.video is None:
     return None
-  if f'.{values.video}' in video.SUFFIXES:
-    return Path(values.workdir) / f'video.{values.video}'
-  if Path(values.video).suffix not in video.SUFFIXES:
-    raise ValueError('--video: must be mp4, gif, or a path that ends in .mp4 or .gif, '
-                     f'got {values.video!r}')
-  return Path(values.video)
+  return video.chosen_path('--video', values.video, Path(values.workdir))
 
 
 def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues,
@@ -132,6 +127,8 @@ def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues
   episodes = evaluation.play(player, values.num_episodes, num_envs, values.seed, values.max_steps,
                              progress)
   record = evaluation.write(workdir, player, episodes, **settings)
+  if 'error' in record['statistics']:
+    raise RuntimeError(record['statistics']['error'])
   print(_summary(record), flush=True)
   if movie:
     # The filmed environment is one more than the environments of the evaluation.

@@ -31,13 +31,20 @@ from podracer_jit.run import (
     session,
     stopping,
 )
+from podracer_jit.run.metrics import Diverged
 from podracer_jit.run.output import complain, give_up_lost_streams
 from podracer_jit.run.resolve import placement_of, resolve
 from podracer_jit.runtime import host
 
 
-def main(argv: Sequence[str]) -> int:
-  """Trains; returns one of `exit_codes`."""
+def main(argv: Sequence[str], began_s: float | None = None) -> int:
+  """Trains; returns one of `exit_codes`.
+
+  Args:
+    argv: the name of the program, and its arguments.
+    began_s: when the command began, by `time.perf_counter`; None: now.
+  """
+  began_s = time.perf_counter() if began_s is None else began_s
   warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   # absl's global flags belong to the importing program, and main may be called again.
   values = flags.FlagValues()
@@ -65,12 +72,13 @@ def main(argv: Sequence[str]) -> int:
                        'listens and all other processes have joined.', flag_values=values)
   with stopping.handled() as stop:
     try:
-      return _main(argv, values, stop)
+      return _main(argv, values, stop, began_s)
     finally:
       give_up_lost_streams()
 
 
-def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping) -> int:
+def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping, began_s: float
+          ) -> int:
   """Trains as the flags say; returns the exit code."""
   with contextlib.ExitStack() as stack:
     try:
@@ -101,12 +109,15 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       complain(f'podracer_jit: {note}')
     stop.begin_training()
     try:
-      finished = opened.train(stop, values.profile_dir)
+      finished = opened.train(stop, values.profile_dir, began_s=began_s)
     except KeyboardInterrupt:
       complain('podracer_jit: interrupted; updates since the newest checkpoint are not saved')
       return _leave(_code_of_a_stop(opened.workdir))
     except (checkpoint.NotSaved, Failed) as error:
       complain(f'podracer_jit: {error}')
+      return _leave(exit_codes.FAILED)
+    except Diverged as error:
+      complain(f'podracer_jit: Diverged: {error}')
       return _leave(exit_codes.FAILED)
     except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message
       if environment_failure(error):
