@@ -129,8 +129,9 @@ def _spec(task: str, env: gymnasium.Env) -> EnvSpec:
                      'several (MultiDiscrete, integers from 0 on) and a vector of floats (Box) '
                      'can be learned')
   shape, dtype, obs_parts = spaces.layout(task, obs)
-  if isinstance(obs, gymnasium.spaces.Box):
-    dtype = np.dtype(_NARROWED.get(obs.dtype.name, obs.dtype))
+  array = spaces.innermost(obs)
+  if isinstance(array, gymnasium.spaces.Box):
+    dtype = np.dtype(_NARROWED.get(array.dtype.name, array.dtype))
   return EnvSpec(
       task=task,
       obs_shape=shape,

@@ -267,7 +267,7 @@ class _Environments:
 
   def _checked(self, obs: Any) -> np.ndarray:
     if spaces.is_array(self._obs_space):
-      obs = np.asarray(obs)
+      obs = np.asarray(spaces.array_in(obs, self._obs_space))
     else:
       obs = spaces.observe_one(obs, self._obs_space, self._leaves)
     if obs.shape != self._obs_shape:

@@ -182,7 +182,7 @@ class Agent:
     """Returns observations as an array [B, ...], and the number of axes before one observation."""
     if not self._spaces or spaces.is_array(self._spaces.observation):
       # Observations of EnvPool and of JAX functions may have other shapes than their spaces.
-      obs = np.asarray(obs)
+      obs = np.asarray(spaces.array_in(obs, self._spaces and self._spaces.observation))
       axes = obs.ndim - len(self.experiment.spec.obs_shape)
       return (obs if axes else obs[None]), axes
     space = self._spaces.observation
