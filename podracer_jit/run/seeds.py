@@ -23,7 +23,17 @@ from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.learner import rollout_updates
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.options import INT32_MAX
-from podracer_jit.run import build, checkpoint, history, life, memory, session, stopping, workdirs
+from podracer_jit.run import (
+    build,
+    checkpoint,
+    checks,
+    history,
+    life,
+    memory,
+    session,
+    stopping,
+    workdirs,
+)
 from podracer_jit.run import train as train_lib
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.metrics import Diverged, Files, Meter, Record, check_finite
@@ -90,7 +100,7 @@ def opened(config: Mapping[str, Any], num_seeds: int, workdir: Path, options: li
     raise ValueError(problem)
   host.prepare_host(first.placement)
   run = build.make_run(first)
-  notes = [f'warning: {line}' for line in memory.check(run, num_seeds)]
+  notes = [*(f'warning: {line}' for line in memory.check(run, num_seeds)), *checks.notes(first)]
   sessions = []
   with contextlib.ExitStack() as stack:
     for seed in range(first.seed, first.seed + num_seeds):
@@ -228,7 +238,7 @@ class _Seed:
     newest = history.newest_config(experiment.fields, self._entries, self.update + 1)
     self._meta = self._meter.meta() | {'segment': self._meta['segment'] + 1}
     self._files.flush()
-    envs = kept_envs.gather([actor_state]) if self.run.keeps_envs else None
+    envs = kept_envs.gather([actor_state]) if self.run.experiment.keeps_envs else None
     self._saved.save(state, self._meta | {'run': workdirs.record_of(newest, self._entries)}, envs)
     self.update = int(state.update)
     self.steps = int(state.steps)
