@@ -141,8 +141,8 @@ def make(task: str, options: Mapping[str, Any]) -> gymnasium.Env:
                      f'{shorten(str(error))}') from None
   if not isinstance(env, gymnasium.Env):
     several = ' with one agent' if hasattr(env, 'possible_agents') else ''
-    raise ValueError(f'env.task: {task} must make a gymnasium.Env{several} (of the package '
-                     f'gymnasium, not gym), got {shown(type(env).__name__)}')
+    raise ValueError(f'env.task: {task} must make a gymnasium.Env{several}, got '
+                     f'{shown(type(env).__name__)}, which is not derived from it')
   return env
 
 

@@ -500,8 +500,8 @@ def _check_functions(task: str, functions: _Functions) -> jax.ShapeDtypeStruct:
       raise ValueError(f'env.task: reset and step of {task} give different shapes or dtypes of '
                        f'the {name}: {shown(first.words())} and {shown(later.words())}')
   for name, value in zip(_VALUES['step'][2:], scalars, strict=False):
-    if not jax.tree_util.treedef_is_leaf(value.tree) or value.shapes[0].shape:
-      got = value.shapes[0].shape if len(value.shapes) == 1 else shown(value.words())
+    if value.names != [()] or value.shapes[0].shape:
+      got = value.shapes[0].shape if value.names == [()] else shown(value.words())
       raise ValueError(f'env.task: the {name} of {task} must be a scalar, got {got}')
   try:
     all_obs = jax.eval_shape(lambda: jax.vmap(functions.reset)(_keys(np.zeros(1, np.int32)))[0])
