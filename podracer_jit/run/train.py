@@ -184,12 +184,12 @@ def _without_end(experiment: Experiment) -> Iterator[str]:
   if not experiment.keeps_envs:
     steps = experiment.segment_steps
     limit = experiment.spec.max_episode_steps
-    length = f'its {limit:,}' if limit > steps else '1,000'
-    least = math.ceil((limit if limit > steps else 1000) / experiment.unroll_length)
+    length = limit if limit > steps else 10 * steps
+    least = math.ceil(length / experiment.unroll_length)
     yield (f'warning: no episode has ended yet: environments begin anew at each checkpoint, after '
            f'{steps:,} steps of each (checkpoint.every_updates = '
-           f'{experiment.checkpoint.every_updates}), and longer episodes never end; an episode of '
-           f'{length} steps wants checkpoint.every_updates of at least {least:,}')
+           f'{experiment.checkpoint.every_updates}), and longer episodes never end; episodes of '
+           f'{length:,} steps need checkpoint.every_updates = {least:,} or more')
 
 
 def _repetition(experiment: Experiment) -> str:
