@@ -29,9 +29,6 @@ from podracer_jit.types import Params, RecurrentState
 # The weights between two larger layers would take terabytes.
 MAX_UNITS = 2**20
 
-# `ImageAndVector` treats an integer with at most this many values as a category.
-MAX_CATEGORIES = 128
-
 # Each layer is traced and compiled by itself.
 MAX_LAYERS = 100
 
@@ -320,19 +317,16 @@ class ImageAndVector(nn.Module):
       if part.is_image:
         features.append(self._look(x if part.channels_last else x.transpose(0, 2, 3, 1)))
       else:
-        vectors.append(self._vector(part, x))
+        vectors.append(self._vector(x))
     if vectors:
       features.append(MLP(self.vector_hidden)(jnp.concatenate(vectors, axis=1)))
     return jnp.concatenate(features, axis=1)
 
-  def _vector(self, part: ObsPart, x: jax.Array) -> jax.Array:
+  def _vector(self, x: jax.Array) -> jax.Array:
     """Returns a part [N, ...] as features [N, D].
 
-    Bytes, such as the letters of a text, become numbers from 0 to 1. An integer with few values,
-    such as a direction, becomes a one-hot vector. Other integers count something and stay numbers.
+    Bytes, such as the letters of a text, become numbers from 0 to 1.
     """
-    if 0 < part.num_values <= MAX_CATEGORIES:
-      return jax.nn.one_hot(x, part.num_values)
     x = x / 255.0 if x.dtype == np.uint8 else x.astype(jnp.float32)
     return x.reshape(len(x), -1)
 

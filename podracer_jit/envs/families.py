@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -69,7 +70,16 @@ def family_of(task: str) -> Family:
   if is_gymnasium or callable(part) and not isinstance(part, type):
     return _gymnasium_family()
   required = ('reset', 'step', 'observation_space', 'action_space')
-  if isinstance(part, type) and hasattr(part, 'reset') and hasattr(part, 'step'):
+  if hasattr(part, 'reset') and hasattr(part, 'step'):
+    if not isinstance(part, type):
+      raise ValueError(f'env.task: {task} is an environment already, of the class '
+                       f'{shown(type(part).__name__)}; must be a class, or a function that returns '
+                       'a new gymnasium.Env at each call')
+    if _is_stepped_by_python(part):
+      several = ' with one agent' if hasattr(part, 'possible_agents') else ''
+      raise ValueError(f'env.task: {task} is no subclass of gymnasium.Env, although its step takes '
+                       f'an action only; derive it from gymnasium.Env{several} (of the package '
+                       'gymnasium, not gym), or name a function that wraps it in one')
     if task not in _user_families or _user_families[task].env_class is not part:
       _user_families[task] = _UserFamily(part)
     return _user_families[task]
@@ -77,6 +87,26 @@ def family_of(task: str) -> Family:
                    f'{", ".join(required)} (see envs/jax_envs.py), nor a subclass of gymnasium.Env '
                    'or a function that returns one (see envs/gymnasium_envs.py), nor a family with '
                    'make_spec and make_vector_env (see envs/protocol.py)')
+
+
+def _is_stepped_by_python(environment: type) -> bool:
+  """Returns whether a class has the `step(action)` of Gymnasium, gym, dm_env or PettingZoo."""
+  try:
+    step, reset = map(inspect.signature, (environment.step, environment.reset))
+  except (TypeError, ValueError):
+    return False
+
+  def takes(*arguments: str) -> bool:
+    try:
+      step.bind('self', *arguments)
+    except TypeError:
+      return False
+    return True
+
+  # Wrappers of gym pass any arguments on, but a key of JAX has no default.
+  seed = reset.parameters.get('seed')
+  has_default_seed = seed is not None and seed.default is not inspect.Parameter.empty
+  return takes('action') and (has_default_seed or not takes('key', 'state', 'action'))
 
 
 def tasks() -> dict[str, list[str]]:

@@ -78,7 +78,7 @@ class Contract:
   def _observation(self, obs: Any) -> np.ndarray:
     arrays = self._check(obs)
     if self._is_array:
-      return arrays
+      return spaces.array_in(arrays, self._space)
     return spaces.observe(arrays, self._space, self._leaves)[0]
 
 

@@ -130,8 +130,9 @@ def _spec(task: str, env: gymnasium.Env) -> EnvSpec:
                      'several (MultiDiscrete, integers from 0 on) and a vector of floats (Box) '
                      'can be learned')
   shape, dtype, obs_parts = spaces.layout(task, obs)
-  if isinstance(obs, gymnasium.spaces.Box):
-    dtype = spaces.box_dtype(obs)
+  array = spaces.innermost(obs)
+  if isinstance(array, gymnasium.spaces.Box):
+    dtype = spaces.box_dtype(array)
   return EnvSpec(
       task=task,
       obs_shape=shape,

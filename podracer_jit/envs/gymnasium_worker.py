@@ -45,6 +45,8 @@ LENGTH = struct.Struct('<I')
 
 # Seconds that environments have to close after the parent's end; then the worker ends.
 GRACE_S = 3.0
+# Modules that register environments, by namespace, where the two have different names.
+_MODULES = {'ALE': 'ale_py'}
 # Arguments of gymnasium.make that users cannot set.
 _OURS = ('id', 'disable_env_checker')
 
@@ -143,8 +145,9 @@ def make(task: str, options: Mapping[str, Any]) -> gymnasium.Env:
     raise ValueError(f'{named}: {task} does not take these options: '
                      f'{shorten(str(error))}') from None
   if not isinstance(env, gymnasium.Env):
-    raise ValueError(f'env.task: {task} must make a gymnasium.Env, got '
-                     f'{shown(type(env).__name__)}')
+    several = ' with one agent' if hasattr(env, 'possible_agents') else ''
+    raise ValueError(f'env.task: {task} must make a gymnasium.Env{several}, got '
+                     f'{shown(type(env).__name__)}, which is not derived from it')
   for name in ('observation_space', 'action_space'):
     if getattr(env, name, None) is None:
       close(env)
@@ -174,7 +177,8 @@ def _construct(task: str, options: Mapping[str, Any]) -> Any:
       return gymnasium.make(name, disable_env_checker=True, **options)
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DependencyNotInstalled,
             gymnasium.error.DeprecatedEnv) as error:
-      raise ValueError(f'env.task: {task}: {shorten(str(error))}') from None
+      raise ValueError(f'env.task: {task}: {shorten(str(error)).rstrip(".")}'
+                       f'{"" if module else _where_to_find(name, error)}') from None
 
   constructor = parts.find('env.task', task, {})
   try:
@@ -186,6 +190,21 @@ def _construct(task: str, options: Mapping[str, Any]) -> Any:
   options = dict(options)
   limit = options.pop('max_episode_steps')
   return TimeLimit(constructor(**options), limit)
+
+
+def _where_to_find(name: str, error: Exception) -> str:
+  """Returns the form of the task that imports the module of an unknown environment.
+
+  Args:
+    name: the id of the environment.
+    error: of Gymnasium.
+  """
+  if not isinstance(error, gymnasium.error.UnregisteredEnv) or isinstance(
+      error, gymnasium.error.VersionNotFound):
+    return ''
+  module = _MODULES.get(name.rpartition('/')[0], 'MODULE')
+  return (f'; if another package registers it, name its module: {KIND}:{module}:{name}'
+          + (' (with the package installed)' if module != 'MODULE' else ''))
 
 
 def _refuses_arguments(error: TypeError) -> bool:

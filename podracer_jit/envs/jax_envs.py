@@ -7,7 +7,9 @@ fields of the config's `env` are the arguments of its constructor.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -35,7 +37,8 @@ class JaxEnv(Protocol):
   # with one axis.
   observation_space: Any
   action_space: Any
-  max_episode_steps: int  # steps after which an episode is truncated; 0 or absent: no limit
+  # Steps after which an episode is truncated; 0, None or absent: no limit.
+  max_episode_steps: int | None
 
   # For videos, the class may also have `render(state)` -> [H, W, 3] u8, and `frame_rate`, steps a
   # second.
@@ -61,7 +64,7 @@ class JaxEnv(Protocol):
 class FunctionState(NamedTuple):
   """State of B environments that are functions, between two steps."""
 
-  env: Any  # [B, ...] each: the environments' own states, with None for arrays without elements
+  env: Any  # [B, ...] each: the arrays of the environments' own states, see `_Functions`
   key: jax.Array  # [B]: PRNG key of each environment
   action: jax.Array  # [B, ...]: the actions of the next step
   ended: jax.Array  # [B] bool: the episode has ended, so the next step is a reset
@@ -81,18 +84,19 @@ class JaxFamily:
         if there is no such task or option.
     """
     self._make = make
-    self._envs: dict[tuple[str, str], JaxEnv] = {}
+    self._all: dict[tuple[str, str], _Functions] = {}
 
-  def _env(self, task: str, options: Mapping[str, Any]) -> JaxEnv:
-    """Returns the environment of a task: always the same object, which is compiled once."""
+  def _functions(self, task: str, options: Mapping[str, Any]) -> _Functions:
+    """Returns the functions of a task: always the same object, which is compiled once."""
     key = task, repr(sorted(options.items()))
-    if key not in self._envs:
-      self._envs[key] = self._make(task, options)
-    return self._envs[key]
+    if key not in self._all:
+      self._all[key] = _Functions(self._make(task, options))
+    return self._all[key]
 
   def make_spec(self, task: str, options: Mapping[str, Any]) -> EnvSpec:
     """Returns the spec of a task; see `protocol.Family`."""
-    env = self._env(task, options)
+    functions = self._functions(task, options)
+    env = functions.env
     action = env.action_space
     discrete = hasattr(action, 'n') and not action.shape
     choices = () if discrete else spaces.choices(action)
@@ -103,7 +107,7 @@ class JaxFamily:
     parts = ()
     if not spaces.is_array(env.observation_space):
       *_, parts = spaces.layout(task, env.observation_space)
-    obs = _check_functions(task, env)
+    obs = _check_functions(task, functions)
     return EnvSpec(
         task=task,
         obs_shape=obs.shape,
@@ -120,7 +124,7 @@ class JaxFamily:
 
   def spaces_of(self, task: str, options: Mapping[str, Any]) -> spaces.Spaces:
     """Returns the spaces of a task; see `protocol.Family`."""
-    env = self._env(task, options)
+    env = self._functions(task, options).env
     return spaces.Spaces(env.observation_space, env.action_space)
 
   def make_vector_env(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
@@ -140,12 +144,12 @@ class JaxFamily:
     del num_threads
     if batch_size:
       raise ValueError(f'env_batch: all environments of {task} step together; must be 0')
-    return JaxVectorEnv(self._env(task, options), seeds)
+    return JaxVectorEnv(self._functions(task, options), seeds)
 
   def state_shapes(self, task: str, options: Mapping[str, Any], num_envs: int) -> FunctionState:
     """Returns the shapes of `num_envs` environments' state; computes nothing."""
     keys = jax.eval_shape(_keys, jax.ShapeDtypeStruct((num_envs,), np.int32))
-    return jax.eval_shape(functools.partial(_reset_all, self._env(task, options)), keys)[1]
+    return jax.eval_shape(self._functions(task, options).reset_all, keys)[1]
 
 
 class JaxVectorEnv:
@@ -159,13 +163,13 @@ class JaxVectorEnv:
   handle = np.zeros((), np.int32)
   is_function = True
 
-  def __init__(self, env: JaxEnv, seeds: Sequence[int]):
+  def __init__(self, functions: _Functions, seeds: Sequence[int]):
     """Resets one environment for each seed."""
-    self._env = env
-    self.one_hots = spaces.one_hots(env.observation_space)
+    self._functions = functions
+    self.one_hots = spaces.one_hots(functions.env.observation_space)
     self.num_envs = len(seeds)
     self.batch_size = len(seeds)
-    self.first_obs, self.first_state = _compiled_reset(env)(_keys(np.array(seeds, np.int32)))
+    self.first_obs, self.first_state = functions.compiled_reset(_keys(np.array(seeds, np.int32)))
 
   def send(self, token: jax.Array, state: FunctionState, action: jax.Array,
            env_id: jax.Array | None = None) -> tuple[jax.Array, FunctionState]:
@@ -183,15 +187,15 @@ class JaxVectorEnv:
     del env_id
     chex.assert_axis_dimension(action, 0, self.num_envs)
     action = action.astype(state.action.dtype).reshape(state.action.shape)
-    return token, state._replace(action=spaces.within(action, self._env.action_space))
+    return token, state._replace(action=spaces.within(action, self._functions.env.action_space))
 
   def recv(self, token: jax.Array, state: FunctionState
            ) -> tuple[jax.Array, FunctionState, TimeStep]:
     """Steps all environments; see `VectorEnv`."""
-    step_all = island('environment')(functools.partial(_step_all, self._env))
+    step_all = island('environment')(functools.partial(_step_all, self._functions))
     state, obs, reward, terminated, truncated = step_all(state)
-    step = TimeStep(_as_arrays(self._env, obs), reward, terminated, truncated, raw_reward=reward,
-                    game_over=terminated,
+    step = TimeStep(_as_arrays(self._functions.env, obs), reward, terminated, truncated,
+                    raw_reward=reward, game_over=terminated,
                     env_id=jnp.arange(self.num_envs, dtype=jnp.int32))
     return token, state, step
 
@@ -201,40 +205,190 @@ class JaxVectorEnv:
     Raises:
       RuntimeError: the class has no such function.
     """
-    if not hasattr(self._env, 'render'):
+    env = self._functions.env
+    if not hasattr(env, 'render'):
       raise RuntimeError('it has no function render(state)')
-    shapes = jax.eval_shape(self._env.reset, state.key[0])[1]
-    first = _with_empty(jax.tree.map(lambda x: x[0], state.env), shapes)
-    return self._env.render(first)
+    first = self._functions.state_of(jax.tree.map(lambda x: x[0], state.env))
+    return env.render(first)
 
   @property
   def frame_rate(self) -> float:
     """The attribute `frame_rate` of the class, 10 without one; see `VectorEnv`."""
-    return float(getattr(self._env, 'frame_rate', 10))
+    return float(getattr(self._functions.env, 'frame_rate', 10))
 
   def close(self) -> None:
     """Does nothing: the environments consist of a program only."""
 
 
-def _step_all(env: JaxEnv, state: FunctionState
+class _Structure(NamedTuple):
+  """Structure of a tree of arrays."""
+
+  tree: Any  # treedef of JAX
+  names: list[tuple[str, ...]]  # of each array: the steps to it
+  shapes: list[jax.ShapeDtypeStruct]  # of each array
+
+  def words(self) -> list[str]:
+    """Returns each array in words."""
+    return [' '.join(filter(None, ('/'.join(name), str(x.dtype), str(x.shape))))
+            for name, x in zip(self.names, self.shapes, strict=True)]
+
+  def differs(self, other: _Structure) -> bool:
+    """Returns whether another tree has another structure."""
+    if (self.names, self.words()) != (other.names, other.words()):
+      return True
+    try:
+      return self.tree != other.tree
+    except Exception:  # noqa: BLE001 - a user's classes may compare themselves in any way
+      return False
+
+
+class _Functions:
+  """The functions of an environment, with states as dicts of their arrays.
+
+  A state may be of a user's class, which may check its arrays when it is made. So it is made only
+  where the arrays are those of one environment: inside of `vmap`. Everywhere else, and in
+  checkpoints, a state is nested dicts with the same names. Arrays without elements, of which MJX
+  has many, are left out: Orbax cannot save them, and XLA does not shard them over a mesh.
+  """
+
+  def __init__(self, env: JaxEnv):
+    """Wraps an environment."""
+    self.env = env
+
+  def reset(self, key: jax.Array) -> tuple[Any, Any]:
+    """Returns the first observation of an episode, and the arrays of its state."""
+    obs, state = self.env.reset(key)
+    return obs, _arrays_of(state)
+
+  def step(self, key: jax.Array, arrays: Any, action: jax.Array) -> tuple[Any, ...]:
+    """Takes a step of an environment; see `JaxEnv.step`.
+
+    Args:
+      key: PRNG key of this step.
+      arrays: of the state.
+      action: as of `JaxEnv.step`.
+
+    Returns:
+      The results of `JaxEnv.step` without the last, with the arrays of the state.
+    """
+    obs, state, reward, terminated, truncated, _ = self.env.step(key, self.state_of(arrays), action)
+    return obs, _arrays_of(state), reward, terminated, truncated
+
+  def state_of(self, arrays: Any) -> Any:
+    """Returns the environment's own state with these arrays."""
+    leaves = []
+    for name, shape in zip(self.state.names, self.state.shapes, strict=True):
+      leaf = arrays
+      if not shape.size:
+        leaf = jnp.zeros(shape.shape, shape.dtype)
+      else:
+        for key in name:
+          leaf = leaf[key]
+      leaves.append(leaf)
+    return self.state.tree.unflatten(leaves)
+
+  @functools.cached_property
+  def state(self) -> _Structure:
+    """Structure of a state."""
+    return _structures('', 'reset', self.env.reset, _key())[1]
+
+  def reset_all(self, keys: jax.Array) -> tuple[jax.Array, FunctionState]:
+    """Returns the first observations [B, ...] and the state of environments with `keys` [B]."""
+    keys, reset_keys = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
+    obs, first = jax.vmap(self.reset)(reset_keys)
+    action = _action(self.env)
+    state = FunctionState(
+        env=first, key=keys,
+        action=jnp.zeros((len(keys), *action.shape), action.dtype),
+        ended=jnp.zeros(len(keys), bool), length=jnp.zeros(len(keys), jnp.int32))
+    return _as_arrays(self.env, obs), state
+
+  @functools.cached_property
+  def compiled_reset(self) -> Callable:
+    """`reset_all`, compiled once for all segments of a run."""
+    return jax.jit(self.reset_all)
+
+
+def _named(state: Any) -> tuple[list[tuple[str, ...]], list[Any], Any]:
+  """Returns the names of a state's arrays, the arrays, and the treedef."""
+  paths, tree = jax.tree_util.tree_flatten_with_path(state)
+  names = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in paths]
+  if len(set(names)) < len(names):  # two parts of a user's class may have one name
+    names = [(str(i),) for i in range(len(names))]
+  return names, [leaf for _, leaf in paths], tree
+
+
+def _arrays_of(state: Any) -> Any:
+  """Returns the arrays of a state, by their names; see `_Functions`."""
+  arrays: dict[str, Any] = {}
+  for name, leaf in zip(*_named(state)[:2], strict=True):
+    if not np.size(leaf):
+      continue
+    if not name:
+      return leaf  # the state is an array
+    inner = arrays
+    for key in name[:-1]:
+      inner = inner.setdefault(key, {})
+    inner[name[-1]] = leaf
+  return arrays
+
+
+def _structures(task: str, name: str, function: Callable, *args: Any) -> list[_Structure]:
+  """Returns the structure of each value of `reset` or `step`; leaves out the last one of `step`.
+
+  Args:
+    task: name of the task, for error messages.
+    name: 'reset' or 'step'.
+    function: the environment's, but the argument `state` is a list of arrays.
+    *args: the shapes of its arguments.
+
+  Raises:
+    ValueError: the function fails, or returns another number of values.
+  """
+  expected = _VALUES[name]
+  number = 0
+  trees = []
+
+  def arrays(*args):
+    nonlocal number
+    values = function(*args)
+    number = len(values) if isinstance(values, tuple | list) else 1
+    if number == len(expected):
+      trees.extend(map(_named, values[:5]))
+    # Not the values: a user's class might refuse shapes in place of arrays.
+    return [leaves for _, leaves, _ in trees]
+
+  try:
+    shapes = jax.eval_shape(arrays, *args)
+  except Exception as error:  # noqa: BLE001 - a user's functions may raise anything
+    raise ValueError(f'env.task: {task} cannot be traced: {type(error).__name__}: '
+                     f'{shorten(str(error))}') from error
+  if number != len(expected):
+    in_words = {2: 'two', 6: 'six'}[len(expected)]
+    raise ValueError(f'env.task: {name} returns {in_words} values: {", ".join(expected)}; that of '
+                     f'{task} returns {number} (see envs/jax_envs.py)')
+  return [_Structure(tree, names, list(of_value))
+          for (names, _, tree), of_value in zip(trees, shapes, strict=True)]
+
+
+def _step_all(functions: _Functions, state: FunctionState
               ) -> tuple[FunctionState, Any, jax.Array, jax.Array, jax.Array]:
   """Steps environments, and resets those whose episode has ended.
 
   Args:
-    env: the environment's functions.
+    functions: of the environments.
     state: of B environments.
 
   Returns:
     The next state, the observations, and the rewards, terminated and truncated, each [B].
   """
   key, step_key = jnp.moveaxis(jax.vmap(jax.random.split)(state.key), 1, 0)
-  first_obs, first = _first_if_needed(env, step_key, state.ended)
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first)
-  obs, after, reward, terminated, truncated, *_ = jax.vmap(env.step)(
-      step_key, _with_empty(state.env, shapes), state.action)
+  first_obs, first = _first_if_needed(functions, step_key, state.ended)
+  obs, after, reward, terminated, truncated = jax.vmap(functions.step)(
+      step_key, state.env, state.action)
 
   truncated = jnp.asarray(truncated) != 0
-  limit = _limit(env)
+  limit = _limit(functions.env)
   if limit:
     truncated = truncated | (state.length + 1 >= limit)
   continues = ~state.ended
@@ -247,7 +401,7 @@ def _step_all(env: JaxEnv, state: FunctionState
     return jax.vmap(jnp.where)(continues, if_continues, if_reset)
 
   state = FunctionState(
-      env=_without_empty(jax.tree.map(choose, after, first)), key=key, action=state.action,
+      env=jax.tree.map(choose, after, first), key=key, action=state.action,
       ended=terminated | truncated,
       length=choose(state.length + 1, jnp.zeros_like(state.length)))
   reward = jnp.asarray(reward, jnp.float32)
@@ -256,7 +410,7 @@ def _step_all(env: JaxEnv, state: FunctionState
   return state, obs, reward, terminated, truncated
 
 
-def _first_if_needed(env: JaxEnv, key: jax.Array, ended: jax.Array) -> tuple[Any, Any]:
+def _first_if_needed(functions: _Functions, key: jax.Array, ended: jax.Array) -> tuple[Any, Any]:
   """Returns first observations and states of environments, or zeros if no episode has ended.
 
   On a CPU, steps at which no episode has ended skip the work of a reset. On other platforms the
@@ -264,11 +418,11 @@ def _first_if_needed(env: JaxEnv, key: jax.Array, ended: jax.Array) -> tuple[Any
   in one program, since `vmap` turns a branch into a choice between both results.
 
   Args:
-    env: the environment's functions.
+    functions: of the environments.
     key: [B] PRNG keys.
     ended: [B] bool.
   """
-  reset = jax.jit(jax.vmap(env.reset))  # traced once for both platforms
+  reset = jax.jit(jax.vmap(functions.reset))  # traced once for both platforms
 
   def zeros(key: jax.Array) -> tuple[Any, Any]:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(reset, key))
@@ -278,40 +432,14 @@ def _first_if_needed(env: JaxEnv, key: jax.Array, ended: jax.Array) -> tuple[Any
       default=lambda key, ended: reset(key))
 
 
-def _without_empty(state: Any) -> Any:
-  """Returns a state with None in place of arrays without elements.
-
-  MJX has many of these. Orbax cannot save them, and XLA does not shard them over a mesh.
-  """
-  return jax.tree.map(lambda x: x if x.size else None, state)
-
-
-def _with_empty(state: Any, shapes: Any) -> Any:
-  """Returns a state with arrays of these shapes in place of None; undoes `_without_empty`."""
-  return jax.tree.map(lambda s, x: jnp.zeros(s.shape, s.dtype) if x is None else x, shapes, state)
+def _key() -> jax.ShapeDtypeStruct:
+  """Returns the shape of a PRNG key."""
+  return jax.eval_shape(jax.random.key, 0)
 
 
 def _keys(seeds: jax.Array) -> jax.Array:
   """Returns PRNG keys [B] of seeds [B]."""
   return jax.vmap(jax.random.key)(seeds)
-
-
-@functools.cache
-def _compiled_reset(env: JaxEnv) -> Callable:
-  """Returns `_reset_all` of these functions, compiled once for all segments of a run."""
-  return jax.jit(functools.partial(_reset_all, env))
-
-
-def _reset_all(env: JaxEnv, keys: jax.Array) -> tuple[jax.Array, FunctionState]:
-  """Returns the first observations [B, ...] and the state of environments with `keys` [B]."""
-  keys, reset_keys = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
-  obs, first = jax.vmap(env.reset)(reset_keys)
-  action = _action(env)
-  state = FunctionState(
-      env=_without_empty(first), key=keys,
-      action=jnp.zeros((len(keys), *action.shape), action.dtype),
-      ended=jnp.zeros(len(keys), bool), length=jnp.zeros(len(keys), jnp.int32))
-  return _as_arrays(env, obs), state
 
 
 def _action(env: JaxEnv) -> jax.ShapeDtypeStruct:
@@ -325,13 +453,17 @@ def _as_arrays(env: JaxEnv, obs: Any) -> jax.Array:
   """Returns observations of B environments as one array [B, ...]; see `spaces.observe`."""
   space = env.observation_space
   if spaces.is_array(space):
-    return obs
+    return spaces.array_in(obs, space)
   return spaces.observe(obs, space, spaces.leaves_of('', space))
 
 
 def _limit(env: JaxEnv) -> int:
-  """Returns the steps after which an episode is truncated; 0 for no limit."""
-  return int(getattr(env, 'max_episode_steps', 0))
+  """Returns the steps after which an episode is truncated; 0 for no limit.
+
+  Raises:
+    TypeError: it is no whole number.
+  """
+  return operator.index(getattr(env, 'max_episode_steps', None) or 0)
 
 
 def _bound(action: Any, bound: Any) -> tuple[float, ...]:
@@ -339,39 +471,71 @@ def _bound(action: Any, bound: Any) -> tuple[float, ...]:
   return tuple(map(float, np.broadcast_to(np.asarray(bound), (math.prod(action.shape),))))
 
 
-def _check_functions(task: str, env: JaxEnv) -> jax.ShapeDtypeStruct:
+# The arguments of an environment's functions, and the values that they return.
+_ARGUMENTS = {'reset': ('key',), 'step': ('key', 'state', 'action')}
+_VALUES = {'reset': ('obs', 'state'),
+           'step': ('obs', 'state', 'reward', 'terminated', 'truncated', 'info')}
+
+
+def _check_functions(task: str, functions: _Functions) -> jax.ShapeDtypeStruct:
   """Returns the shape and dtype of an observation.
 
   Raises:
     ValueError: `reset` or `step` fails, or their results do not fit each other.
   """
-  key = jax.eval_shape(jax.random.key, 0)
-  try:
-    obs, state = jax.eval_shape(env.reset, key)
-    next_obs, next_state, reward, terminated, truncated, *_ = jax.eval_shape(
-        env.step, key, state, _action(env))
-  except Exception as error:  # noqa: BLE001 - a user's functions may raise anything
-    raise ValueError(f'env.task: {task} cannot be traced: {type(error).__name__}: '
-                     f'{shorten(str(error))}') from error
-  if spaces.is_array(env.observation_space) and not isinstance(obs, jax.ShapeDtypeStruct):
-    raise ValueError(f'env.task: the observations of {task} are {shown(type(obs).__name__)}, and '
-                     'its observation_space describes one array')
+  env = functions.env
+  _check_arguments(task, env)
+  obs, state = _structures(task, 'reset', env.reset, _key())
+  functions.state = state
+
+  def step(key, leaves, action):
+    return env.step(key, state.tree.unflatten(leaves), action)
+
+  next_obs, next_state, *scalars = _structures(task, 'step', step, _key(), state.shapes,
+                                               _action(env))
+  if spaces.is_array(env.observation_space) and len(obs.shapes) != 1:
+    raise ValueError(f'env.task: the observations of {task} are {shown(obs.words())}, and its '
+                     'observation_space describes one array')
   for name, first, later in (('observation', obs, next_obs), ('state', state, next_state)):
-    if jax.tree.map(_described, first) != jax.tree.map(_described, later):
+    if first.differs(later):
       raise ValueError(f'env.task: reset and step of {task} give different shapes or dtypes of '
-                       f'the {name}: {shown(jax.tree.leaves(jax.tree.map(_described, first)))} '
-                       f'and {shown(jax.tree.leaves(jax.tree.map(_described, later)))}')
-  for name, value in (('reward', reward), ('terminated', terminated), ('truncated', truncated)):
-    if value.shape:
-      raise ValueError(f'env.task: the {name} of {task} must be a scalar, got {value.shape}')
+                       f'the {name}: {shown(first.words())} and {shown(later.words())}')
+  for name, value in zip(_VALUES['step'][2:], scalars, strict=False):
+    if value.names != [()] or value.shapes[0].shape:
+      got = value.shapes[0].shape if value.names == [()] else shown(value.words())
+      raise ValueError(f'env.task: the {name} of {task} must be a scalar, got {got}')
   try:
-    all_obs = jax.eval_shape(lambda: jax.vmap(env.reset)(_keys(np.zeros(1, np.int32)))[0])
+    all_obs = jax.eval_shape(lambda: jax.vmap(functions.reset)(_keys(np.zeros(1, np.int32)))[0])
     all_obs = jax.eval_shape(functools.partial(_as_arrays, env), all_obs)
+    return jax.ShapeDtypeStruct(all_obs.shape[1:], all_obs.dtype)
   except Exception as error:
     raise ValueError(f'env.task: the observations of {task} do not fit its observation_space: '
                      f'{type(error).__name__}: {shorten(str(error))}') from error
-  return jax.ShapeDtypeStruct(all_obs.shape[1:], all_obs.dtype)
 
 
-def _described(x: jax.ShapeDtypeStruct) -> str:
-  return f'{x.dtype} {x.shape}'
+def _check_arguments(task: str, env: JaxEnv) -> None:
+  """Checks the arguments of an environment's functions, and its limit.
+
+  Raises:
+    ValueError: they are wrong.
+  """
+  for name, arguments in _ARGUMENTS.items():
+    try:
+      signature = inspect.signature(getattr(env, name))
+    except (TypeError, ValueError):
+      continue  # some callables tell no signature
+    try:
+      signature.bind(*arguments)
+    except TypeError:
+      raise ValueError(
+          f'env.task: {name} of {task} takes {signature}; as JAX functions, an environment has '
+          f'{name}({", ".join(arguments)}), and its constructor takes all other parameters (see '
+          'envs/jax_envs.py)') from None
+  limit = getattr(env, 'max_episode_steps', None)
+  try:
+    fits = not isinstance(limit, bool) and _limit(env) >= 0
+  except TypeError:
+    fits = False
+  if not fits:
+    raise ValueError(f'env.task: max_episode_steps of {task} must be a whole number of steps; 0 or '
+                     f'None: no limit; got {shown(limit)}')

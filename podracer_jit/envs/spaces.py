@@ -16,6 +16,12 @@ import numpy as np
 _MOST_CHOICES = 10_000  # of one element of an integer action
 # Dtypes that programs do not have while x64 is off.
 _NARROWED = {'float64': np.float32, 'int64': np.int32, 'uint64': np.uint32}
+MOST_VALUES = 4096  # of a number in an observation, which becomes a one-hot
+
+# Number of the rules by which this module lays out observations. Workdirs record it, since a
+# network fits one layout only; see `change_of_layout`. Those of podracer_jit 0.6 and before, which
+# do not record it, have 1.
+LAYOUT = 2
 
 
 class ObsPart(NamedTuple):
@@ -26,7 +32,6 @@ class ObsPart(NamedTuple):
   dtype: np.dtype  # bool for a one-hot or a mask; float64 is converted to float32
   start: int  # index of the part's first element in the flat observation
   channels_last: bool = False  # the part is an image (H, W, C)
-  num_values: int = 0  # the part is one number from 0 to num_values - 1; 0 for other parts
 
   @property
   def size(self) -> int:
@@ -42,15 +47,29 @@ class ObsPart(NamedTuple):
 def is_channels_last(shape: tuple[int, ...]) -> bool:
   """Returns whether images of a shape are (H, W, C) and not (C, H, W).
 
-  A square image has two equal axes, and the third axis is its channels: (4, 4, 31) has 31 channels.
-  In other images the smaller outer axis is the channels.
+  An image is (C, H, W) if its last two axes are equal and its first is another, or if its first is
+  at most half of each of the others. Any other image is (H, W, C).
   """
   if len(shape) != 3:
     return False
   first, middle, last = shape
-  if (first == middle) != (middle == last):
+  if first == middle or middle == last:
     return first == middle
-  return last < first
+  return not _are_few(first, middle, last)
+
+
+def is_ambiguous(shape: tuple[int, ...]) -> bool:
+  """Returns whether images of a shape may well be (C, H, W), although they count as (H, W, C)."""
+  if not is_channels_last(shape):
+    return False
+  first, middle, last = shape
+  is_square = first == middle != last
+  return not (is_square or _are_few(last, first, middle))
+
+
+def _are_few(channels: int, height: int, width: int) -> bool:
+  """Returns whether an axis is so much shorter than the others that it must be the channels."""
+  return 2 * channels <= min(height, width)
 
 
 def choices(action: Any) -> tuple[int, ...]:
@@ -93,9 +112,32 @@ def layout(task: str, space: Any) -> tuple[tuple[int, ...], np.dtype, tuple[ObsP
 def is_array(space: Any) -> bool:
   """Returns whether observations of a space are one array, which keeps its shape.
 
-  A user's class with a shape and a dtype counts as one.
+  An array that is alone in a dict or a tuple counts as one, too, and so does a user's class with a
+  shape and a dtype.
   """
-  return type(space).__name__ not in ('Discrete', 'MultiDiscrete', 'Dict', 'Tuple')
+  return type(innermost(space)).__name__ not in ('Discrete', 'MultiDiscrete', 'Dict', 'Tuple')
+
+
+def innermost(space: Any) -> Any:
+  """Returns the space that is alone in dicts and tuples; any other space unchanged."""
+  while type(space).__name__ in ('Dict', 'Tuple') and len(space.spaces) == 1:
+    (space,) = space.spaces.values() if type(space).__name__ == 'Dict' else space.spaces
+  return space
+
+
+def array_in(obs: Any, space: Any) -> Any:
+  """Returns the part of an observation that belongs to the `innermost` space."""
+  while type(space).__name__ in ('Dict', 'Tuple') and len(space.spaces) == 1:
+    ((key, space),) = _items(space)
+    obs = obs[key]
+  return obs
+
+
+def _items(space: Any) -> list[tuple[Any, Any]]:
+  """Returns the parts of a Dict, in the order of their names, or of a Tuple, by their keys."""
+  if type(space).__name__ == 'Dict':
+    return sorted(space.spaces.items())
+  return list(enumerate(space.spaces))
 
 
 def _stored(dtype: Any) -> np.dtype:
@@ -109,35 +151,26 @@ def _dtype(leaves: Sequence[Leaf]) -> np.dtype:
   return np.dtype(np.uint8 if small else np.float32)
 
 
-def leaves_of(task: str, space: Any, name: str = '', start: int = 0, one_hot: bool = True
-              ) -> list[Leaf]:
+def leaves_of(task: str, space: Any, name: str = '', start: int = 0) -> list[Leaf]:
   """Returns the arrays of an observation in the order of their names.
 
-  A number (Discrete) becomes a one-hot vector. In a dict it stays a number, since it may count
-  something.
+  A number (Discrete, an element of a MultiDiscrete) becomes a one-hot vector.
 
   Args:
     task: name of the task, for error messages.
     space: the space of observations, or of a part.
     name: the name of the part; '' for the whole observation.
     start: index of the part's first element in the flat observation.
-    one_hot: whether a Discrete space becomes a one-hot.
 
   Raises:
-    ValueError: the space, or a part, is of another kind.
+    ValueError: the space, or a part, is of another kind, or a number has too many values.
   """
   kind = type(space).__name__
-  inner = None
-  if kind == 'Dict':
-    inner = sorted(space.spaces.items())
-  elif kind == 'Tuple':
-    inner = [(str(i), part) for i, part in enumerate(space.spaces)]
-  if inner is not None:
+  if kind in ('Dict', 'Tuple'):
     leaves: list[Leaf] = []
-    for key, part in inner:
+    for key, part in _items(space):
       part_start = start + sum(leaf.part.size for leaf in leaves)
-      part_name = f'{name}/{key}' if name else key
-      leaves += leaves_of(task, part, part_name, part_start, kind == 'Tuple')
+      leaves += leaves_of(task, part, f'{name}/{key}' if name else str(key), part_start)
     return leaves
 
   if kind == 'Box':
@@ -147,19 +180,39 @@ def leaves_of(task: str, space: Any, name: str = '', start: int = 0, one_hot: bo
     shape = tuple(np.atleast_1d(space.n)) if not space.shape else tuple(space.shape)
     return [Leaf(ObsPart(name, shape, np.dtype(bool), start, is_channels_last(shape)), None)]
   if kind == 'Discrete':
-    if not one_hot:
-      # `num_values` describes numbers from 0 on only.
-      values = 0 if _first(space) else int(space.n)
-      return [Leaf(ObsPart(name, (), np.dtype(np.int32), start, num_values=values), None)]
-    return [Leaf(ObsPart(name, (int(space.n),), np.dtype(bool), start), _first(space))]
+    return [_one_hot(task, name, int(space.n), _first(space), start)]
   if kind == 'MultiDiscrete':
     sizes = [int(n) for n in np.ravel(space.nvec)]
     firsts = [int(first) for first in np.ravel(space.start)]
-    return [Leaf(ObsPart(f'{name}/{i}' if name else str(i), (sizes[i],), np.dtype(bool),
-                         start + sum(sizes[:i])), firsts[i]) for i in range(len(sizes))]
+    return [_one_hot(task, f'{name}/{i}' if name else str(i), sizes[i], firsts[i],
+                     start + sum(sizes[:i])) for i in range(len(sizes))]
   raise ValueError(f'env.task: the observations of {task} are {kind}; only arrays (Box, '
                    'MultiBinary), numbers (Discrete, MultiDiscrete), and dicts and tuples of them '
                    'can be learned from')
+
+
+def _one_hot(task: str, name: str, num_values: int, first: int, start: int) -> Leaf:
+  """Returns the leaf of a number.
+
+  Args:
+    task: name of the task, for error messages.
+    name: the name of the part; '' for the whole observation.
+    num_values: values that the number can have.
+    first: the smallest of them.
+    start: index of the one-hot's first element in the flat observation.
+
+  Raises:
+    ValueError: the number has too many values.
+  """
+  if num_values > MOST_VALUES:
+    base = math.isqrt(num_values - 1) + 1
+    digits = (f'two digits, MultiDiscrete([{base}, {base}]), of divmod(number, {base})'
+              if base <= MOST_VALUES else 'several digits, a MultiDiscrete')
+    raise ValueError(f'env.task: the observations of {task} have a number '
+                     f'{f"({name}) " if name else ""}with {num_values:,} values, which would be a '
+                     f'one-hot of as many elements; at most {MOST_VALUES:,} can be learned from: a '
+                     f'wrapper can give {digits}, or, if it counts something, a Box')
+  return Leaf(ObsPart(name, (num_values,), np.dtype(bool), start), first)
 
 
 def _first(space: Any) -> int:
@@ -171,7 +224,7 @@ def _arrays(obs: Any, space: Any) -> list[Any]:
   """Returns the arrays [B, ...] of B environments' observations in the order of `leaves_of`."""
   kind = type(space).__name__
   if kind == 'Dict':
-    return [x for name, inner in sorted(space.spaces.items()) for x in _arrays(obs[name], inner)]
+    return [x for name, inner in _items(space) for x in _arrays(obs[name], inner)]
   if kind == 'Tuple':
     return [x for part, inner in zip(obs, space.spaces, strict=True) for x in _arrays(part, inner)]
   if kind == 'MultiDiscrete':
@@ -183,8 +236,8 @@ def _arrays(obs: Any, space: Any) -> list[Any]:
 def observe(obs: Any, space: Any, leaves: Sequence[Leaf]) -> Any:
   """Returns observations [B, ...], of NumPy if `obs` is, of JAX otherwise.
 
-  An array keeps its shape. Numbers become one-hots, and dicts and tuples one flat vector with the
-  parts in the order of their names.
+  An array keeps its shape, also one that is alone in a dict or a tuple. Numbers become one-hots,
+  and dicts and tuples one flat vector with the parts in the order of their names.
 
   Args:
     obs: observations of B environments: an array [B, ...], or dicts and tuples of them.
@@ -259,6 +312,43 @@ def arrays_of(obs: Any, space: Any) -> Any:
   if kind == 'Tuple':
     return tuple(arrays_of(part, inner) for part, inner in zip(obs, space.spaces, strict=True))
   return np.asarray(obs)
+
+
+def change_of_layout(space: Any, shape: tuple[int, ...], sees_images: bool) -> str:
+  """Returns how the layout of observations differs from layout 1 (`LAYOUT`); '' if it does not.
+
+  Args:
+    space: the space of one observation.
+    shape: of one observation, as the network reads it.
+    sees_images: whether the network asks for the layout of images.
+  """
+  inner = innermost(space)
+  images = [shape]
+  if is_array(space):
+    was_flat = inner is not space
+    if was_flat and (len(shape) != 1 or narrowed(inner.dtype) not in (bool, np.uint8, np.float32)):
+      return 'an array that is alone in a dict keeps its shape and type now'
+  else:
+    if _has_number_in_dict(space):
+      return 'a number (Discrete) in a dict is a one-hot now'
+    images = [leaf.part.shape for leaf in leaves_of('', space)]
+  for image in images:
+    if sees_images and len(image) == 3 and is_channels_last(image):
+      first, middle, last = image
+      was_last = last < first if (first == middle) == (middle == last) else first == middle
+      if not was_last:
+        return f'an image {image} is (H, W, C) now, and was (C, H, W)'
+  return ''
+
+
+def _has_number_in_dict(space: Any) -> bool:
+  """Returns whether a Dict in a space has a Discrete as its part."""
+  kind = type(space).__name__
+  if kind not in ('Dict', 'Tuple'):
+    return False
+  inner = [part for _, part in _items(space)]
+  return (kind == 'Dict' and any(type(part).__name__ == 'Discrete' for part in inner)
+          or any(map(_has_number_in_dict, inner)))
 
 
 def task_actions(actions: np.ndarray, space: Any) -> np.ndarray:

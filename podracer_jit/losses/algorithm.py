@@ -79,6 +79,15 @@ class RolloutAlgorithm(Algorithm):
     del recurrent
     return ENVIRONMENTS
 
+  def problem_of_minibatch(self, rows: int) -> str:
+    """Returns why it cannot learn from minibatches of so few rows in all groups; '' if it can.
+
+    Args:
+      rows: of a minibatch, invalid ones included.
+    """
+    del rows
+    return ''
+
   def target_inputs(self, rollout: Rollout, recurrent: bool) -> Rollout:
     """Returns the part of a rollout that `targets` reads: by default the last observations only.
 

@@ -46,6 +46,11 @@ class PPO(RolloutAlgorithm):
     """Returns ROWS, or ENVIRONMENTS for a recurrent network, which needs rows in order."""
     return ENVIRONMENTS if recurrent else ROWS
 
+  def problem_of_minibatch(self, rows: int) -> str:
+    """Returns a phrase if a minibatch has one row, and advantages are normalised."""
+    return ('loss.normalise_advantage makes its only advantage 0'
+            if self.normalise_advantage and rows < 2 else '')
+
   def target_inputs(self, rollout: Rollout, recurrent: bool) -> Rollout:
     """Returns the whole rollout if `targets` computes the values of all its rows."""
     values_all_rows = recurrent or self.vtrace

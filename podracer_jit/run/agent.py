@@ -173,7 +173,8 @@ class Agent:
                        f'{self._spaces and self._spaces.observation}: {error!r}') from None
     fits = obs.shape[1:] == spec.obs_shape and axes in (0, 1)
     # Bits are stored as bytes.
-    bits = self._spaces and type(self._spaces.observation).__name__ == 'MultiBinary'
+    inner = self._spaces and spaces.innermost(self._spaces.observation)
+    bits = type(inner).__name__ == 'MultiBinary'
     if not fits or not spaces.holds(bool if bits else spec.obs_dtype, obs):
       numbers = f' from {obs.min()} to {obs.max()}' if obs.dtype.kind in 'iu' and obs.size else ''
       raise ValueError(
@@ -185,7 +186,7 @@ class Agent:
     """Returns observations as an array [B, ...], and the number of axes before one observation."""
     if not self._spaces or spaces.is_array(self._spaces.observation):
       # Observations of EnvPool and of JAX functions may have other shapes than their spaces.
-      obs = np.asarray(obs)
+      obs = np.asarray(spaces.array_in(obs, self._spaces and self._spaces.observation))
       axes = obs.ndim - len(self.experiment.spec.obs_shape)
       return (obs if axes else obs[None]), axes
     space = self._spaces.observation

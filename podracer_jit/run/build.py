@@ -60,21 +60,13 @@ class Run:
     return wiring.Plan(
         experiment.scheme, self.place, self.learner, self.acting, experiment.env.num_envs,
         experiment.num_shards, experiment.total_steps, experiment.placement.updates_per_call,
-        self.keeps_envs, self._gradient_workers, self.kept_programs)
+        experiment.keeps_envs, self._gradient_workers, self.kept_programs)
 
   def _gradient_workers(self) -> list[gradients.GradientWorker]:
     """Returns the gradient workers of a scheme with separate updates."""
     if self.machines:
       return self.machines.gradient_workers()
     return gradients.on_devices(self.learner, self.place, self.experiment.scheme.each)
-
-  @property
-  def keeps_envs(self) -> bool:
-    """True if environments go on from one segment to the next, and checkpoints hold their state.
-
-    This needs environments whose state is arrays, and a scheme in which all rollouts are counted.
-    """
-    return self.experiment.spec.is_function and self.experiment.deterministic
 
   def initial_state(self) -> TrainState:
     """Returns the train state of update 0, without the replay, which `learner.allocate` adds."""
@@ -398,7 +390,7 @@ def make_actor(run: Run, index: int, ids: range, device: jax.Device, stack: cont
 
 def kept_env_shapes(run: Run) -> Any | None:
   """Returns the shapes of the environments' state in checkpoints; None if they do not have it."""
-  if not run.keeps_envs:
+  if not run.experiment.keeps_envs:
     return None
   with contextlib.ExitStack() as stack:
     actor, *_ = make_actors(run, 0, stack)
@@ -416,7 +408,7 @@ def envs_after(run: Run, states: Mapping[str, Any], first_update: int) -> Any:
   Returns:
     The state as in `kept_envs`; None if the next segment's environments begin anew.
   """
-  if not run.keeps_envs:
+  if not run.experiment.keeps_envs:
     return None
   # The learner's state counts the updates; actors may have made more rollouts.
   updates = int(states['learner'].train.update) - first_update

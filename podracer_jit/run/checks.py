@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterator
 
 from podracer_jit.agents import kinds
+from podracer_jit.envs import spaces
+from podracer_jit.learner.rollout_updates import num_microbatches
 from podracer_jit.losses.minibatches import ROWS, Unit
 from podracer_jit.options import INT32_MAX, Count, defaults, shown, uneven
 from podracer_jit.run.experiment import Experiment
@@ -193,6 +195,104 @@ def _indivisible(experiment: Experiment) -> Iterator[str]:
   if elements % experiment.num_minibatches:
     yield (f'num_minibatches: the {elements} minibatch elements of a gradient group cannot be '
            f'split evenly into {experiment.num_minibatches} minibatches')
+  elif num_envs % groups == 0:
+    yield from _small_minibatches(experiment, elements)
+
+
+def _small_minibatches(experiment: Experiment, elements: int) -> Iterator[str]:
+  """Yields a line if minibatches have too few rows for the algorithm.
+
+  Args:
+    experiment: of the run.
+    elements: minibatch elements of a gradient group in an epoch.
+  """
+  algorithm = experiment.algorithm
+  unit = algorithm.minibatch_unit(experiment.torso_options.recurrent)
+  # Where each worker has an update of its own, a minibatch is of its groups only.
+  updates = len(experiment.placement.learner_devices) if experiment.scheme.each else 1
+  epoch_rows = (experiment.num_grad_shards // updates * elements
+                * (experiment.unroll_length // unit.elements(experiment.unroll_length)))
+
+  def problem(num_minibatches: int) -> str:
+    return algorithm.problem_of_minibatch(epoch_rows // num_minibatches)
+
+  count = experiment.num_minibatches
+  if not problem(count):
+    return
+  fewer = next((number for number in range(count - 1, 0, -1)
+                if elements % number == 0 and not problem(number)), None)
+  field = 'num_minibatches' if fewer else 'unroll_length'
+  remedy = f'at most {fewer}' if fewer else 'longer, or env.num_envs larger'
+  yield (f'{field}: a minibatch (num_minibatches = {count}) has {epoch_rows // count} of the '
+         f'{epoch_rows} rows of an epoch: {problem(count)}; must be {remedy}')
+
+
+def notes(experiment: Experiment) -> Iterator[str]:
+  """Yields a line for each choice that was made by a rule and may not be what the user wants."""
+  yield from _images(experiment)
+  yield from _short_segments(experiment)
+  yield from _small_microbatches(experiment)
+
+
+def _images(experiment: Experiment) -> Iterator[str]:
+  """Yields a line for each image whose axes could be read in two ways."""
+  spec = experiment.spec
+  shapes = [part.shape for part in spec.parts if part.channels_last]
+  if spec.channels_last:
+    shapes.append(spec.obs_shape)
+  if not hasattr(experiment.network, 'parts' if spec.parts else 'channels_last'):
+    return
+  for shape in shapes:
+    if spaces.is_ambiguous(shape):
+      yield (f'env.task: images {shape} of {spec.task} are read as (height, width, channels), with '
+             f'{shape[-1]} channels last; if the channels are first, a wrapper must move them to '
+             'the end: numpy.moveaxis(obs, 0, -1)')
+
+
+def _short_segments(experiment: Experiment) -> Iterator[str]:
+  """Yields a line if some episodes may be longer than a segment, so that they never end.
+
+  A limit of less than two segments gives no line: most tasks end before their limit, and training
+  says so if no episode ends at all.
+  """
+  limit = experiment.spec.max_episode_steps
+  steps = experiment.segment_steps
+  is_cut = not experiment.keeps_envs and experiment.total_steps > steps * experiment.env.num_envs
+  if is_cut and limit >= 2 * steps:
+    yield (f'checkpoint.every_updates: environments begin anew at each checkpoint, here after '
+           f'{steps:,} steps of each; episodes of {experiment.spec.task} may take {limit:,} steps, '
+           f'and a longer one than {steps:,} never ends; with '
+           f'{math.ceil(limit / experiment.unroll_length):,} or more all of them can end')
+
+
+def _small_microbatches(experiment: Experiment) -> Iterator[str]:
+  """Yields a line if a group's share of a minibatch has no divisor near `microbatch_rows`."""
+  most_rows = experiment.microbatch_rows
+  groups = experiment.num_grad_shards
+  rows = 1
+  if experiment.algorithm.learns_from_replay:
+    elements = experiment.replay.batch_size // groups
+    share = 'replay.batch_size / num_grad_shards'
+  else:
+    unit = experiment.algorithm.minibatch_unit(experiment.torso_options.recurrent)
+    rows = unit.network_rows(experiment.unroll_length)
+    elements = (experiment.env.num_envs // groups * unit.elements(experiment.unroll_length)
+                // experiment.num_minibatches)
+    steps = '' if unit.elements(2) == 1 else ' * unroll_length'
+    share = f'env.num_envs{steps} / num_grad_shards / num_minibatches'
+
+  def size(elements: int) -> int:
+    return elements // num_microbatches(elements, rows, most_rows)
+
+  most = most_rows // rows
+  if most_rows and 2 * size(elements) <= min(most, elements):
+    better = next(number for number in range(elements + 1, elements + most + 1)
+                  if 2 * size(number) > most)
+    yield (f'microbatch_rows: {most_rows} rows allow {most} elements in a pass of the network, but '
+           f'the {elements} elements of a group ({share}) are split evenly, so they take '
+           f'{elements // size(elements)} passes of {size(elements)}, which is slow; {better} '
+           f'elements would take {better // size(better)}, and microbatch_rows = '
+           f'{elements * rows} one')
 
 
 def _asynchronous(experiment: Experiment) -> Iterator[str]:

@@ -64,13 +64,15 @@ def read_experiment(workdir: Path, allow_modules: Collection[str] = (),
     update: returns the config with which this update was made; None: the newest config.
 
   Raises:
-    ValueError: there is no run, or its config is wrong.
+    ValueError: there is no run, its config is wrong, or its observations have changed.
   """
   fields = workdirs.read_config(workdir, allow_modules, update)
   try:
-    return resolve(config.on_one_device(fields))
+    experiment = resolve(config.on_one_device(fields))
   except ValueError as error:
     raise ValueError(f'--workdir: config.json of {workdir}: {error}') from None
+  workdirs.check_layout(workdir, experiment)
+  return experiment
 
 
 def restore(workdir: Path, experiment: Experiment, update: int | None = None) -> Player:

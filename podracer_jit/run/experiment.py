@@ -62,6 +62,19 @@ class Experiment(TrainingOptions):
     return self.env.num_envs * self.unroll_length
 
   @property
+  def keeps_envs(self) -> bool:
+    """True if environments go on from one segment to the next, and checkpoints hold their state.
+
+    This needs environments whose state is arrays, and a scheme in which all rollouts are counted.
+    """
+    return self.spec.is_function and self.deterministic
+
+  @property
+  def segment_steps(self) -> int:
+    """Steps of each environment in a segment, invalid ones included."""
+    return self.checkpoint.every_updates * self.unroll_length
+
+  @property
   def deterministic(self) -> bool:
     """True if the same experiment always gives the same bits."""
     return not self.non_deterministic_setting

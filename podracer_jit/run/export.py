@@ -152,9 +152,9 @@ class _Interface:
   def _observe(self, obs: Any) -> jax.Array:
     """Returns the network's input [1, ...] of an observation of the task, with an axis [1]."""
     spec = self._experiment.spec
+    space = self._spaces and self._spaces.observation
     if self._is_array:
-      return obs.astype(spec.obs_dtype)
-    space = self._spaces.observation
+      return spaces.array_in(obs, space).astype(spec.obs_dtype)
     return spaces.observe(obs, space, spaces.leaves_of(spec.task, space)).astype(spec.obs_dtype)
 
   def _to_task(self, action: jax.Array) -> jax.Array:
@@ -176,11 +176,14 @@ class _Interface:
   def _shapes_of_observation(self) -> Any:
     """Returns the shapes and types of one observation, in the structure of the task's."""
     spec = self._experiment.spec
+    space = self._spaces and self._spaces.observation
     if not self._is_array:
-      return _shapes(self._spaces.observation)
+      return _shapes(space)
     # EnvPool's and JAX's environments may have other shapes than their spaces.
-    dtype = (self._spaces and _dtype_of(self._spaces.observation)) or spec.obs_dtype
-    return jax.ShapeDtypeStruct(spec.obs_shape, _stored(dtype))
+    dtype = (space and _dtype_of(spaces.innermost(space))) or spec.obs_dtype
+    array = jax.ShapeDtypeStruct(spec.obs_shape, _stored(dtype))
+    is_inside = spaces.innermost(space) is not space
+    return jax.tree.map(lambda _: array, _shapes(space)) if is_inside else array
 
   def description(self, programs: Mapping[str, jax_export.Exported]) -> dict[str, Any]:
     """Returns the description of the agent for programs that load it."""

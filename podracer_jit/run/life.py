@@ -134,7 +134,10 @@ def begin(run: build.Run, workdir: Path, life: Life) -> Beginning:
     _check_repeats(run.experiment, life.repeat)
   if not life.init_from:
     return Beginning(False, None)
-  return Beginning(False, inherit.read(run, life.init_from))
+  inherited = inherit.read(run, life.init_from)
+  if _has_config(life.init_from.workdir):
+    workdirs.check_layout(life.init_from.workdir, run.experiment)
+  return Beginning(False, inherited)
 
 
 def _gives_way(workdir: Path, fields: Mapping[str, Any], life: Life) -> bool:
@@ -265,6 +268,7 @@ def resume_workdir(run: build.Run, workdir: Path, life: Life) -> tuple[int | Non
   """
   fields = run.experiment.fields
   notes = workdirs.open_workdir(workdir, fields, life.allowed)
+  workdirs.check_layout(workdir, run.experiment)
   _check_origin(workdir, life)
   update, repairs = checkpoint.recover(workdir)
 
@@ -356,8 +360,11 @@ def _check_repeats(experiment: Experiment, repeated: Path) -> None:
   """Checks that a run can have the history of the run that it repeats.
 
   Raises:
-    ValueError: the other run has a history, and its newest config is not this run's.
+    ValueError: the other run has a history, and its newest config is not this run's; or its
+      observations have changed.
   """
+  if _has_config(repeated):
+    workdirs.check_layout(repeated, experiment)
   entries = workdirs.read_history(repeated) if _has_config(repeated) else []
   if not entries:
     return

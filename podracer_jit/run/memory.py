@@ -23,6 +23,7 @@ from podracer_jit import options
 from podracer_jit.actor.acting import Acting
 from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import EnvSpec, TimeStep
+from podracer_jit.learner.rollout_updates import num_microbatches
 from podracer_jit.replay import buffer
 from podracer_jit.run import build
 from podracer_jit.run.experiment import Experiment
@@ -179,6 +180,8 @@ def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
                            rollout_fields))
     learning.append(Part('minibatch indices', _index_bytes(run) // shares, _place(device),
                          ('num_epochs', *rollout_fields)))
+    learning.append(Part('observations of a pass of the network', _pass_bytes(run),
+                         _place(device), rollout_fields))
     learning.append(Part("a gradient step's batch", _drawn_bytes(run), _place(device),
                          ('replay.batch_size',)))
   return always + acting, always + learning
@@ -260,6 +263,27 @@ def _index_bytes(run: build.Run) -> int:
   unit = algorithm.minibatch_unit(experiment.torso_options.recurrent)
   elements = experiment.env.num_envs * unit.elements(experiment.unroll_length)
   return experiment.num_epochs * elements * np.dtype(np.int32).itemsize
+
+
+def _pass_bytes(run: build.Run) -> int:
+  """Returns the bytes of the observations of a pass of the network for a gradient, on one device.
+
+  They are gathered from the rollout. Vectors of integers, such as one-hots, are also converted to
+  float32 at once, and images a few rows at a time. Stacks of frames are left out.
+  """
+  experiment = run.experiment
+  spec = experiment.spec
+  if experiment.algorithm.learns_from_replay or spec.stack > 1:
+    return 0
+  unit = experiment.algorithm.minibatch_unit(experiment.torso_options.recurrent)
+  rows_per_element = unit.network_rows(experiment.unroll_length)
+  elements = (experiment.env.num_envs // experiment.num_grad_shards
+              * unit.elements(experiment.unroll_length) // experiment.num_minibatches)
+  passes = num_microbatches(elements, rows_per_element, experiment.microbatch_rows)
+  converted = 0
+  if len(spec.obs_shape) == 1 and not np.issubdtype(spec.obs_dtype, np.floating):
+    converted = spec.obs_shape[0] * np.dtype(np.float32).itemsize
+  return elements // passes * rows_per_element * (obs_bytes(spec) + converted)
 
 
 def _drawn_bytes(run: build.Run) -> int:

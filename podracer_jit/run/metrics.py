@@ -310,7 +310,7 @@ def environment_check(run: Run, segment: int) -> Callable[[Report], None]:
   """
   experiment = run.experiment
   # Environments that go on in the next segment have the seeds of the first one.
-  segment = 0 if run.keeps_envs else segment
+  segment = 0 if experiment.keeps_envs else segment
 
   def check(report: Report) -> None:
     episodes = report.metrics['episodes']

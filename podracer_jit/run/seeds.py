@@ -28,6 +28,7 @@ from podracer_jit.options import INT32_MAX
 from podracer_jit.run import (
     build,
     checkpoint,
+    checks,
     history,
     life,
     memory,
@@ -115,7 +116,7 @@ def opened(config: Mapping[str, Any], num_seeds: int, workdir: Path, options: li
   host.prepare_host(first.placement)
   run = build.make_run(first)
   trial.check(run)
-  notes = [f'warning: {line}' for line in memory.check(run, num_seeds)]
+  notes = [*(f'warning: {line}' for line in memory.check(run, num_seeds)), *checks.notes(first)]
   sessions = []
   with contextlib.ExitStack() as stack:
     for seed in range(first.seed, first.seed + num_seeds):
@@ -263,7 +264,7 @@ class _Seed:
     newest = history.newest_config(experiment.fields, self._entries, self.update + 1)
     self._meta = self._meter.meta() | {'segment': self._meta['segment'] + 1}
     self._files.flush()
-    envs = kept_envs.gather([actor_state]) if self.run.keeps_envs else None
+    envs = kept_envs.gather([actor_state]) if self.run.experiment.keeps_envs else None
     self._saved.save(state, self._meta | {'run': workdirs.record_of(newest, self._entries)}, envs)
     self.update = int(state.update)
     self.steps = int(state.steps)

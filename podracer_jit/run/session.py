@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from podracer_jit.run import (
     build,
     checkpoint,
+    checks,
     history,
     journal,
     life,
@@ -38,7 +39,7 @@ class Session(NamedTuple):
   update: int | None  # of the checkpoint to go on from; None without one
   # The last update of each segment of a repeated run; None: the config decides.
   ends: Sequence[int] | None
-  notes: Sequence[str]  # lines about memory, repairs and changes
+  notes: Sequence[str]  # lines about memory, what was decided, repairs and changes
 
   def train(self, stop: stopping.Stopping, profile_dir: str | None = None,
             callbacks: Callbacks | None = None, quiet: bool = False,
@@ -96,7 +97,7 @@ def opened(experiment: Experiment, workdir: Path, options: life.Life,
   trial.check(run)
   warnings = [f'warning: {warning}' for warning in memory.check(run)]
   with opened_run(run, workdir, options) as session:
-    yield session._replace(notes=[*warnings, *session.notes])
+    yield session._replace(notes=[*warnings, *checks.notes(experiment), *session.notes])
 
 
 @contextlib.contextmanager

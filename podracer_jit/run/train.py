@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,9 @@ from podracer_jit.run.progress import Progress
 from podracer_jit.runtime import placement
 from podracer_jit.schemes.reports import Report
 from podracer_jit.types import TrainState
+
+# After so many segments in which no episode has ended, the run says so.
+_SEGMENTS_WITHOUT_END = 2
 
 
 def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
@@ -167,6 +171,9 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       if evaluator:
         evaluator.offer(state, int(state.steps) >= experiment.total_steps)
       callbacks.end_segment(SegmentEnd(int(state.update), int(state.steps), workdir))
+      if meta['segment'] == _SEGMENTS_WITHOUT_END and not meta['episodes']:
+        for line in _without_end(experiment):
+          progress.note(line)
     if evaluator:
       evaluator.wait(asked_to_stop)
     profiler.close()
@@ -185,6 +192,19 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
                     f'({int(state.steps):,} steps); {workdir} has it all{hint}')
   # A signal to one process has stopped them all, so all have the exit code of a stop.
   return finished or not stopped()
+
+
+def _without_end(experiment: Experiment) -> Iterator[str]:
+  """Yields a line if no episode may ever end because environments begin anew at checkpoints."""
+  if not experiment.keeps_envs:
+    steps = experiment.segment_steps
+    limit = experiment.spec.max_episode_steps
+    length = limit if limit > steps else 10 * steps
+    least = math.ceil(length / experiment.unroll_length)
+    yield (f'warning: no episode has ended yet: environments begin anew at each checkpoint, after '
+           f'{steps:,} steps of each (checkpoint.every_updates = '
+           f'{experiment.checkpoint.every_updates}), and longer episodes never end; episodes of '
+           f'{length:,} steps need checkpoint.every_updates = {least:,} or more')
 
 
 def _repetition(experiment: Experiment) -> str:

@@ -13,11 +13,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from podracer_jit.envs import spaces
+from podracer_jit.envs.families import family_of
 from podracer_jit.run import changes, checkpoint, history, safe_files, sources
 from podracer_jit.run import config as config_lib
+from podracer_jit.run.experiment import Experiment
 
 PACKAGES = ('podracer_jit', 'jax', 'jaxlib', 'flax', 'optax', 'rlax', 'envpool', 'numpy')
 CONFIG = 'config.json'
+_LAYOUT = 'layout'  # in config.json: `spaces.LAYOUT`
 # Fields in which two runs of one experiment may differ, and exceptions among these fields.
 _FREE = ('placement.', 'log.', 'eval.', 'checkpoint.keep')
 _BOUND = ('placement.xla_threads', 'placement.actor_platform')
@@ -43,7 +47,7 @@ def record_of(config: Mapping[str, Any], entries: Sequence[history.Entry] = ()) 
     config: plain values.
     entries: the history of the run.
   """
-  record = {'config': config, 'versions': versions()}
+  record = {'config': config, 'versions': versions(), _LAYOUT: spaces.LAYOUT}
   if entries:
     record[history.KEY] = [entry.as_json() for entry in entries]
   return json.loads(json.dumps(record))  # tuples become lists, as in the file
@@ -152,6 +156,35 @@ def fits(workdir: Path, config: Mapping[str, Any]) -> bool:
   stored = _read(workdir / CONFIG)
   record = record_of(config)
   return not changed_fields(_completed(stored, record), record['config'])
+
+
+def check_layout(workdir: Path, experiment: Experiment) -> None:
+  """Checks that the network of a run reads observations as they are laid out today.
+
+  Args:
+    workdir: the workdir of the run, or the folder of a saved agent.
+    experiment: on the task for which the network shall be used.
+
+  Raises:
+    ValueError: the layout has changed since the network was trained on this task.
+  """
+  record = _read(workdir / CONFIG)
+  task = experiment.env.task
+  if record.get(_LAYOUT, 1) == spaces.LAYOUT or record['config']['env'].get('task') != task:
+    return
+  spaces_of = getattr(family_of(task), 'spaces_of', None)
+  if spaces_of is None:
+    return
+  spec = experiment.spec
+  is_asked = hasattr(experiment.network, 'parts' if spec.parts else 'channels_last')
+  change = spaces.change_of_layout(
+      spaces_of(task, experiment.env_options).observation, spec.obs_shape,
+      sees_images=is_asked and (bool(spec.parts) or spec.channels_last))
+  if change:
+    version = record.get('versions', {}).get('podracer_jit', 'of an earlier version')
+    raise ValueError(f'{workdir}: its network was trained with podracer_jit {version}, and the '
+                     f'observations of {task} have another layout since: {change}; train anew, or '
+                     f'go on with podracer_jit {version}')
 
 
 def check_same(workdir: Path, config: Mapping[str, Any]) -> None:

@@ -178,16 +178,16 @@ def test_a_number_is_observed_as_a_one_hot(task, size):
 def test_minigrid_is_a_vector_that_comes_apart_again():
   task = 'MiniGrid-Empty-5x5-v0'
   spec, rollout = roll(task, network='image_and_vector')
-  assert spec.obs_dtype == np.float32 and spec.obs_shape == (1 + 7 * 7 * 3 + 96,)
+  assert spec.obs_dtype == np.uint8 and spec.obs_shape == (4 + 7 * 7 * 3 + 96,)
   assert spec.parts == (
-      ObsPart('direction', (), np.dtype(np.int32), 0, num_values=4),
-      ObsPart('image', (7, 7, 3), np.dtype(np.uint8), 1, True),
-      ObsPart('mission', (96,), np.dtype(np.uint8), 148))
+      ObsPart('direction', (4,), np.dtype(bool), 0),
+      ObsPart('image', (7, 7, 3), np.dtype(np.uint8), 4, True),
+      ObsPart('mission', (96,), np.dtype(np.uint8), 151))
   parts = take_apart(rollout.obs, spec.parts)
   for t, (obs, reward) in enumerate(steps_of_the_python_api(task, {}, rollout.action)):
     assert_array_equal(parts['image'][t], obs['image'])
     assert_array_equal(parts['mission'][t], obs['mission'])
-    assert_array_equal(parts['direction'][t], obs['direction'])
+    assert_array_equal(parts['direction'][t], one_hot(obs['direction'], 4))
     if t and rollout.valid[t - 1].all():
       assert_array_equal(rollout.reward[t - 1], reward)
 
@@ -221,8 +221,7 @@ def test_a_torso_of_images_and_vectors_by_hand():
   """The image is 1 x 2 pixels with one channel and values up to 10; the kernel is 1x1."""
   parts = (ObsPart('image', (1, 2, 1), np.dtype(np.uint8), 0, True),
            ObsPart('flags', (2,), np.dtype(bool), 2), ObsPart('text', (1,), np.dtype(np.uint8), 4),
-           ObsPart('facing', (), np.dtype(np.int32), 5, num_values=3),
-           ObsPart('clock', (), np.dtype(np.int32), 6, num_values=4000))
+           ObsPart('facing', (3,), np.dtype(bool), 5), ObsPart('clock', (), np.dtype(np.int32), 8))
   torso = networks.ImageAndVector(channels=(1,), kernel=1, largest=10.0, image_hidden=1,
                                   vector_hidden=(1,), parts=parts)
   params = {'params': {
@@ -231,7 +230,7 @@ def test_a_torso_of_images_and_vectors_by_hand():
       'MLP_0': {'Dense_0': {
           'kernel': np.float32([[1], [2], [0.5], [7], [8], [-1.1], [0.125]]),
           'bias': np.float32([0])}}}}
-  out = torso.apply(params, np.float32([[1, 3, 0, 1, 51, 2, 4]]))
+  out = torso.apply(params, np.float32([[1, 3, 0, 1, 51, 0, 0, 1, 4]]))
   np.testing.assert_allclose(out, [[0.2 + 6 + 0.5, np.tanh(2 + 0.5 * 0.2 - 1.1 + 0.5)]], rtol=1e-6)
 
 
@@ -382,9 +381,9 @@ def test_a_directory_in_which_vizdoom_cannot_write_is_reported(monkeypatch, tmp_
 
 
 @pytest.mark.parametrize('task, message', [
-    ('Cleaner-v0', '119 float32  4^3 choices'), ('FlatPack-v0', '25 x 4 x 9^2 choices'),
+    ('Cleaner-v0', '219 float32  4^3 choices'), ('FlatPack-v0', '25 x 4 x 9^2 choices'),
     ('Taxi-v3', '500 uint8  6 actions'),
-    ('MiniGrid-Empty-5x5-v0', '244 float32 (image: image 7 x 7 x 3)  7 actions'),
+    ('MiniGrid-Empty-5x5-v0', '247 uint8 (image: image 7 x 7 x 3)  7 actions'),
     ('CarRacing-v2', '96 x 96 x 3 uint8  3 numbers from -1 to 1')])
 def test_the_list_of_tasks_describes_observations_and_actions(task, message):
   assert envs_command.describe(task).endswith(message)
@@ -451,6 +450,110 @@ def test_a_dict_of_bytes_is_observed_as_bytes():
   observed = env_spaces.observe(obs, space, env_spaces.leaves_of('X-v0', space))
   assert observed.dtype == np.uint8
   assert_array_equal(observed, [[200, 1, 1, 0, 1]])
+
+
+# Shapes, whether their channels are last, and whether that is a guess.
+IMAGES = {
+    (84, 84, 4): (True, False), (4, 84, 84): (False, False), (1, 84, 84): (False, False),
+    (4, 4, 31): (True, False), (31, 4, 4): (False, False), (2, 12, 12): (False, False),
+    (10, 10, 10): (True, True), (3, 3, 3): (True, True),
+    (210, 160, 3): (True, False), (3, 210, 160): (False, False), (12, 72, 128): (False, False),
+    (72, 128, 12): (True, False), (3, 64, 96): (False, False), (3, 6, 7): (False, False),
+    (5, 7, 10): (True, True), (9, 13, 16): (True, True), (16, 9, 13): (True, True),
+    (10, 20, 10): (True, True), (4, 7, 9): (True, True)}
+
+
+@pytest.mark.parametrize('shape', IMAGES)
+def test_the_axis_of_an_images_channels_follows_from_its_shape(shape):
+  assert (env_spaces.is_channels_last(shape), env_spaces.is_ambiguous(shape)) == IMAGES[shape]
+
+
+def test_vectors_and_pictures_without_channels_have_no_axis_of_channels():
+  for shape in ((), (3,), (4, 4), (2, 2, 2, 2)):
+    assert not env_spaces.is_channels_last(shape) and not env_spaces.is_ambiguous(shape)
+
+
+def test_a_number_in_a_dict_is_a_one_hot_as_in_a_tuple():
+  from gymnasium import spaces
+  numbers = {'a': spaces.Discrete(3, start=2), 'b': spaces.Dict(c=spaces.Discrete(2))}
+  space = spaces.Dict(numbers | {'d': spaces.Box(-1, 1, (1,), np.float32)})
+  leaves = env_spaces.leaves_of('X-v0', space)
+  obs = {'a': np.int64([4, 2]), 'b': {'c': np.int64([0, 1])}, 'd': np.float32([[0.5], [-1]])}
+  expected = [[0, 0, 1, 1, 0, 0.5], [1, 0, 0, 0, 1, -1]]
+  assert_array_equal(env_spaces.observe(obs, space, leaves), expected)
+  assert_array_equal(env_spaces.observe_one(
+      {'a': 4, 'b': {'c': 0}, 'd': np.float32([0.5])}, space, leaves), expected[0])
+  shape, dtype, parts = env_spaces.layout('X-v0', space)
+  assert (shape, dtype) == ((6,), np.float32)
+  assert [(part.name, part.shape, part.dtype, part.start) for part in parts] == [
+      ('a', (3,), bool, 0), ('b/c', (2,), bool, 3), ('d', (1,), np.float32, 5)]
+
+
+def test_an_array_alone_in_a_dict_or_tuple_keeps_its_shape_and_type():
+  from gymnasium import spaces
+  box = spaces.Box(0, 255, (3, 5, 5), np.uint8)
+  image = np.arange(150).reshape(2, 3, 5, 5).astype(np.uint8)
+  for space, obs in ((spaces.Dict(x=box), {'x': image}), (spaces.Tuple((box,)), (image,)),
+                     (spaces.Dict(a=spaces.Tuple((spaces.Dict(b=box),))), {'a': ({'b': image},)})):
+    assert env_spaces.layout('X-v0', space) == ((3, 5, 5), np.uint8, ())
+    leaves = env_spaces.leaves_of('X-v0', space)
+    assert_array_equal(env_spaces.observe(obs, space, leaves), image)
+    assert_array_equal(env_spaces.observe_one(
+        jax.tree.map(lambda x: x[1], obs), space, leaves), image[1])
+    assert env_spaces.is_array(space) and env_spaces.array_in(obs, space) is image
+  counts = spaces.Dict(x=spaces.Box(-9, 9, (2,), np.int32))
+  assert env_spaces.layout('X-v0', counts) == ((2,), np.int32, ())
+  # A number that is alone is a one-hot, and two arrays are a flat vector.
+  assert env_spaces.layout('X-v0', spaces.Dict(x=spaces.Discrete(4))) == ((4,), np.uint8, ())
+  assert env_spaces.layout('X-v0', spaces.Dict(x=box, y=box))[0] == (150,)
+
+
+@pytest.mark.parametrize('values, remedy', [
+    (40_000, r'two digits, MultiDiscrete\(\[200, 200\]\), of divmod\(number, 200\)'),
+    (4097, r'MultiDiscrete\(\[65, 65\]\)'), (10**9, 'several digits, a MultiDiscrete')])
+def test_a_number_with_too_many_values_is_refused_with_the_way_out(values, remedy):
+  from gymnasium import spaces
+  number = spaces.Discrete(values)
+  for space, name in ((number, ''), (spaces.Dict(a=spaces.Tuple((number,))), r'\(a/0\) '),
+                      (spaces.MultiDiscrete([2, values]), r'\(1\) ')):
+    with pytest.raises(ValueError, match=(
+        rf'^env\.task: the observations of X-v0 have a number {name}with {values:,} values.*; at '
+        rf'most 4,096 .*{remedy}.* a Box$')) as error:
+      env_spaces.layout('X-v0', space)
+    assert '\n' not in str(error.value)
+  assert env_spaces.layout('X-v0', spaces.Discrete(4096))[0] == (4096,)
+
+
+def test_places_of_one_hots():
+  from gymnasium import spaces
+  space = spaces.Dict(a=spaces.Discrete(3, start=2), b=spaces.MultiDiscrete([2, 3]),
+                      c=spaces.Box(-1, 1, (2,), np.float32), d=spaces.MultiBinary(4))
+  assert env_spaces.one_hots(space) == (slice(0, 3), slice(3, 5), slice(5, 8))
+  assert env_spaces.one_hots(spaces.Dict(a=spaces.Discrete(3))) == (slice(0, 3),)
+  assert env_spaces.one_hots(spaces.Dict(a=spaces.Box(-1, 1, (2,), np.float32))) == ()
+
+
+def test_changes_of_the_layout_since_version_0_6():
+  from gymnasium import spaces
+  def change(space, shape, sees_images=True):
+    return env_spaces.change_of_layout(space, shape, sees_images)
+  box = spaces.Box(-1, 1, (2,), np.float32)
+  cube = spaces.Box(0, 255, (10, 10, 10), np.uint8)
+  number = spaces.Discrete(3)
+  assert 'one-hot' in change(spaces.Dict(a=number, b=box), (5,))
+  assert 'one-hot' in change(spaces.Tuple((box, spaces.Dict(a=number))), (5,))
+  assert 'keeps its shape' in change(spaces.Dict(a=spaces.Box(0, 1, (1, 4, 4))), (1, 4, 4))
+  assert 'keeps its shape' in change(spaces.Dict(a=spaces.Box(0, 9, (2,), np.int32)), (2,))
+  assert '(10, 10, 10) is (H, W, C)' in change(cube, (10, 10, 10))
+  assert '(5, 7, 10) is (H, W, C)' in change(spaces.Box(0, 1, (5, 7, 10)), (5, 7, 10))
+  assert '(10, 10, 10)' in change(spaces.Dict(a=cube, b=box), (1002,))
+  for space, shape in ((box, (2,)), (spaces.Dict(a=box), (2,)), (spaces.Dict(a=box, b=box), (4,)),
+                       (spaces.Tuple((number, box)), (5,)), (number, (3,)),
+                       (spaces.Dict(a=spaces.MultiDiscrete([2, 3]), b=box), (7,)),
+                       (spaces.Box(0, 1, (84, 84, 3)), (84, 84, 3)),
+                       (spaces.Box(0, 1, (3, 64, 96)), (3, 64, 96))):
+    assert not change(space, shape)
+  assert not change(cube, (10, 10, 10), sees_images=False)
 
 
 def test_other_observations_are_refused_in_one_line():

@@ -145,6 +145,55 @@ class Several(gymnasium.Env):
   def observe(self, action):
     return {'last': action, 'inner': (np.array([[self.age], [0.5]]), 1 + self.age)}
 
+class Pictures(Own):
+  """Observes a picture, alone in a dict."""
+
+  observation_space = spaces.Dict(pixels=spaces.Box(0, 255, (1, 2, 3), np.uint8))
+
+  def reset(self, seed=None, options=None):
+    super().reset(seed=seed)
+    return {'pixels': np.full((1, 2, 3), 7, np.uint8)}, {}
+
+  def step(self, action):
+    _, *rest = super().step(action)
+    return {'pixels': np.arange(6, dtype=np.uint8).reshape(1, 2, 3) + self.age}, *rest
+
+class Gym:
+  """Stands for gym.Env."""
+
+class Old(Gym):
+  """Has the interface of Gymnasium, and another base class."""
+
+  observation_space = spaces.Box(-1, 1, (3,), np.float32)
+  action_space = spaces.Discrete(2)
+
+  def reset(self, seed=None, options=None):
+    return np.zeros(3, np.float32), {}
+
+  def step(self, action):
+    return np.zeros(3, np.float32), 1.0, False, False, {}
+
+class Oldest(Old):
+  def reset(self):
+    return np.zeros(3, np.float32)
+
+class Wrapped(Old):
+  def step(self, *args, **options):
+    return super().step(*args, **options)
+
+class Agents(Old):
+  possible_agents = ['first', 'second']
+
+old = Old()
+own = gymnasium.Env()
+nothing = None
+
+def makes_old():
+  return Old()
+
+def makes_agents():
+  return Agents()
+
 class Actions(Own):
   action_space = spaces.Dict(a=spaces.Discrete(2))
 
@@ -311,6 +360,15 @@ def test_nested_observations_are_a_flat_vector_and_several_choices_an_array(user
   assert_array_equal(reward, [[9, 7], [8, 8]])
 
 
+def test_a_picture_alone_in_a_dict_keeps_its_shape(user_module, make):
+  spec = gymnasium_envs.make_spec(f'{user_module}:Pictures', {})
+  assert (spec.obs_shape, spec.obs_dtype, spec.parts) == ((1, 2, 3), np.uint8, ())
+  vector_env = make(f'{user_module}:Pictures', seeds=[1, 2])
+  assert_array_equal(vector_env.first_obs, np.full((2, 1, 2, 3), 7))
+  obs, *_ = play(vector_env, np.zeros((2, 2), np.int32))
+  assert_array_equal(obs[1], [np.arange(2, 8).reshape(1, 2, 3)] * 2)
+
+
 def test_a_number_is_observed_as_a_one_hot(make):
   actions = np.random.default_rng(0).integers(0, 4, (40, 3)).astype(np.int32)
   _, (numbers, *expected) = play_in_python('FrozenLake-v1', {}, [1, 2, 3], actions)
@@ -330,6 +388,35 @@ def test_the_family_of_a_task():
 
 def test_own_classes_and_functions_belong_to_the_gymnasium_family(user_module):
   assert family_of(f'{user_module}:Own') is family_of(f'{user_module}:factory') is gymnasium_envs
+
+
+@pytest.mark.parametrize('name, message', [
+    ('Old', 'is no subclass of gymnasium.Env, .* takes an action only; derive it from '
+            r'gymnasium.Env \(of the package gymnasium, not gym\)'),
+    ('Oldest', 'derive it from gymnasium.Env '), ('Wrapped', 'derive it from gymnasium.Env '),
+    ('Agents', 'derive it from gymnasium.Env with one agent'),
+    ('makes_old', "must make a gymnasium.Env, got 'Old', which is not derived from it"),
+    ('makes_agents', "must make a gymnasium.Env with one agent, got 'Agents'"),
+    ('old', "is an environment already, of the class 'Old'; must be a class, or a function that "
+            'returns a new gymnasium.Env'),
+    ('own', "is an environment already, of the class 'Env'"),
+    ('nothing', 'is no environment: .* a subclass of gymnasium.Env'),
+    ('Gym', 'is no environment: .* a subclass of gymnasium.Env')])
+def test_other_environments_are_told_to_derive_from_gymnasium(user_module, name, message):
+  task = f'{user_module}:{name}'
+  with pytest.raises(ValueError, match=rf'^env\.task: {task} .*{message}') as error:
+    family_of(task).make_spec(task, {})
+  assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('name, words', [
+    ('ALE/Nothing-v5', 'name its module: gymnasium:ale_py:ALE/Nothing-v5 '),
+    ('Nowhere/Nothing-v0', 'name its module: gymnasium:MODULE:Nowhere/Nothing-v0'),
+    ('Nothing-v0', 'name its module: gymnasium:MODULE:Nothing-v0')])
+def test_an_unknown_id_names_the_form_with_the_module_that_registers_it(name, words):
+  with pytest.raises(ValueError, match=rf'^env\.task: gymnasium:{name}: .*{words}') as error:
+    gymnasium_envs.make_spec(f'gymnasium:{name}', {})
+  assert '\n' not in str(error.value)
 
 
 @pytest.mark.parametrize('task, options, message', [

@@ -2,6 +2,7 @@
 
 import sys
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.envs import gymnax_envs, jax_envs
 from podracer_jit.envs.families import family_of, own_module
+from podracer_jit.run import checkpoint
 
 CARTPOLE = 'gymnax:CartPole-v1'
 
@@ -302,6 +304,136 @@ def test_actions_are_within_the_box_of_the_task(dtype):
   obs, = np.asarray(steps_of(vector_env, actions).obs)
   assert all(env.action_space.contains(action.astype(dtype)) for action in obs)
   np.testing.assert_allclose(obs, [[-0.1, 0.3]] * 2, rtol=1e-7)
+@flax.struct.dataclass
+class Checked:
+  """State that checks its arrays, and that cannot be compared or printed before it has any."""
+
+  count: jax.Array
+  history: tuple
+  nothing: jax.Array
+
+  def __post_init__(self):
+    assert self.count.shape == () and self.history[0].shape == (3,)
+
+  def __eq__(self, other):
+    raise TypeError('arrays are not compared')
+
+  __hash__ = None
+
+
+class WithOwnState(Counter):
+  """Counts in a state of its own class; cannot be hashed itself."""
+
+  def reset(self, key):
+    obs, state = super().reset(key)
+    return obs, self._state(state)
+
+  def step(self, key, state, action):
+    obs, after, *rest = super().step(key, (state.count, state.history[1]['odd']), action)
+    return obs, self._state(after), *rest
+
+  def _state(self, state):
+    return Checked(state[0], (jnp.full(3, state[0]), {'odd': state[1]}), jnp.zeros((0, 2)))
+
+  def render(self, state):
+    assert isinstance(state, Checked) and state.nothing.shape == (0, 2)
+    return np.full((4, 4, 3), state.count, np.uint8)
+
+  def __eq__(self, other):
+    raise TypeError('environments are not compared')
+
+  __hash__ = None
+
+
+def test_a_users_class_of_states_is_neither_compared_nor_made_of_batches():
+  family = jax_envs.JaxFamily(lambda task, options: WithOwnState())
+  assert family.make_spec('own', {}).obs_shape == (2,)
+  vector_env = family.make_vector_env('own', {}, range(4))
+  actions = jnp.ones((12, 4), jnp.int32)
+  plain = steps_of(counters().make_vector_env('counter', {}, range(4)), actions)
+  steps = steps_of(vector_env, actions)
+  jax.tree.map(assert_array_equal, steps, plain)
+  _, state, _ = vector_env.recv(*vector_env.send(jnp.int32(0), vector_env.first_state, actions[0]))
+  assert_array_equal(vector_env.render(state), np.ones((4, 4, 3)))
+  # Names are those of the class, as checkpoints have had them.
+  assert checkpoint.leaves(vector_env.first_state).keys() == {
+      'env/count', 'env/history/0', 'env/history/1/odd', 'key', 'action', 'ended', 'length'}
+  shapes = family.state_shapes('own', {}, 4)
+  assert jax.tree.structure(shapes) == jax.tree.structure(state)
+
+
+def test_a_state_of_another_structure_is_refused():
+  def reset(self, key):
+    obs, (count, odd) = Counter.reset(self, key)
+    return obs, {'count': count, 'odd': odd}
+
+  def step(self, key, state, action):
+    obs, (count, odd), *rest = Counter.step(self, key, (state['count'], state['odd']), action)
+    return obs, {'count': count, 'even': odd}, *rest
+
+  with pytest.raises(ValueError, match='the state: .*count.*odd.* and .*count.*even'):
+    counters(reset=reset, step=step).make_spec('counter', {})
+
+
+def test_an_array_alone_in_a_dict_keeps_its_shape():
+  def observe(self, state):
+    return {'board': jnp.full((2, 3, 3), state[0], jnp.uint8)}
+
+  family = counters(_observe=observe, observation_space=spaces.Dict(
+      board=spaces.Box(0, 255, (2, 3, 3), np.uint8)))
+  spec = family.make_spec('counter', {})
+  assert (spec.obs_shape, spec.obs_dtype, spec.parts) == ((2, 3, 3), np.uint8, ())
+  steps = steps_of(family.make_vector_env('counter', {}, [2]), jnp.ones((2, 1), jnp.int32))
+  assert_array_equal(steps.obs, np.broadcast_to(
+      np.uint8([1, 2]).reshape(2, 1, 1, 1, 1), (2, 1, 2, 3, 3)))
+
+
+@pytest.mark.parametrize('limit', [None, 0, np.int64(0)])
+def test_an_environment_may_have_no_limit(limit):
+  family = counters(max_episode_steps=limit)
+  assert family.make_spec('counter', {}).max_episode_steps == 0
+  steps = steps_of(family.make_vector_env('counter', {}, range(8)), jnp.ones((20, 8), jnp.int32))
+  assert not steps.truncated.any() and steps.terminated.any()
+
+
+VALUES = 'step returns six values: obs, state, reward, terminated, truncated, info; that of'
+
+
+@pytest.mark.parametrize('changes, message', [
+    (dict(step=lambda self, key, state, action: Counter.step(self, key, state, action)[:5]),
+     f'{VALUES} counter returns 5'),
+    (dict(step=lambda self, key, state, action: (  # gymnax before 1.0: done, info
+        *Counter.step(self, key, state, action)[:4], {'discount': 1.0})), f'{VALUES} .* 5'),
+    (dict(step=lambda self, key, state, action: 3), f'{VALUES} counter returns 1'),
+    (dict(reset=lambda self, key: jnp.zeros(2)),
+     'reset returns two values: obs, state; that of counter returns 1'),
+    (dict(reset=lambda self, key, params: 0),
+     r'reset of counter takes \(key, params\); .* reset\(key\), and its constructor'),
+    (dict(step=lambda self, key, state, action, params: 0),
+     r'step of counter takes \(key, state, action, params\); .* step\(key, state, action\)'),
+    (dict(step=lambda self, key, state, action: (
+        *Counter.step(self, key, state, action)[:2], jnp.ones(1), False, False, {})),
+     r'the reward of counter must be a scalar, got \(1,\)'),
+    (dict(step=lambda self, key, state, action: (
+        *Counter.step(self, key, state, action)[:2], None, False, False, {})),
+     'the reward of counter must be a scalar, got'),
+    (dict(max_episode_steps=-1), 'max_episode_steps of counter must be a whole number.*got -1'),
+    (dict(max_episode_steps=2.5), 'max_episode_steps of counter must be .*got 2.5'),
+    (dict(max_episode_steps=True), 'max_episode_steps of counter must be .*got True'),
+    (dict(observation_space=spaces.Discrete(5000)), 'a number with 5,000 values')])
+def test_functions_with_other_arguments_or_values_are_refused_in_one_line(changes, message):
+  with pytest.raises(ValueError, match=rf'^env\.task: .*{message}') as error:
+    counters(**changes).make_spec('counter', {})
+  assert '\n' not in str(error.value)
+
+
+def test_the_last_value_of_a_step_may_be_anything():
+  def step(self, key, state, action):
+    return *Counter.step(self, key, state, action)[:5], {'text': 'x', 'object': object()}
+
+  family = counters(step=step)
+  assert family.make_spec('counter', {}).num_actions == 4
+  assert steps_of(family.make_vector_env('counter', {}, [1]), jnp.ones((3, 1), int)).reward.all()
 
 
 @pytest.mark.parametrize('is_function, hits', [(True, 1), (False, 0)])

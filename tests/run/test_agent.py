@@ -10,11 +10,13 @@ import jax
 import numpy as np
 import pytest
 
+from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
 from podracer_jit.run import agent as agent_lib
-from podracer_jit.run import build, config, evaluation, manifest
+from podracer_jit.run import build, config, evaluation, life, manifest, workdirs
+from podracer_jit.run.commands import rerun
 from podracer_jit.run.resolve import resolve
-from tests.runs import changed, small
+from tests.runs import changed, fresh, small
 
 
 class Sizes(gymnasium.Env):
@@ -71,8 +73,22 @@ class Flags(Sizes):
   observation_space = gymnasium.spaces.Box(0, 1, (3,), bool)
 
 
+class Counts(Switches):
+  """Observations are dicts with a number."""
+
+  observation_space = gymnasium.spaces.Dict(
+      a=gymnasium.spaces.Discrete(3), b=gymnasium.spaces.Box(-1, 1, (2,), np.float32))
+
+
+class Looks(Switches):
+  """Observations are an image, alone in a dict."""
+
+  observation_space = gymnasium.spaces.Dict(
+      pixels=gymnasium.spaces.Box(0, 255, (3, 8, 8), np.uint8))
+
+
 OWN_ENVS = {name: f'{__name__}:{name}'
-            for name in ('Sizes', 'Switches', 'Forces', 'Slight', 'Times', 'Flags')}
+            for name in ('Sizes', 'Switches', 'Forces', 'Slight', 'Times', 'Flags', 'Looks')}
 
 
 def untrained(task, loss='ppo', network='mlp', seed=0, **fields):
@@ -246,6 +262,61 @@ def test_whole_numbers_are_observed_in_any_dtype_that_holds_them(name, right, wr
 def test_a_wrong_dict_of_observations_is_refused(obs):
   with pytest.raises(ValueError, match='^obs: '):
     untrained(OWN_ENVS['Forces']).act(obs)
+
+
+def test_an_image_alone_in_a_dict_is_an_image():
+  agent = untrained(OWN_ENVS['Looks'], network='nature_cnn', network__kernels=(3,),
+                    network__strides=(2,), network__channels=(4,), network__hidden=8)
+  assert agent.experiment.spec.obs_shape == (3, 8, 8)
+  batch = agent._spaces.observation.sample()['pixels'][None].repeat(2, 0)  # noqa: SLF001
+  assert np.array_equal(agent._batch({'pixels': batch})[0], batch)  # noqa: SLF001
+  with pytest.raises(ValueError, match='^obs: '):
+    agent.act(batch)
+
+
+def without_layout(folder):
+  """Makes config.json one of podracer_jit 0.6, which did not record the layout."""
+  path = folder / 'config.json'
+  record = json.loads(path.read_text())
+  assert record.pop('layout') == spaces.LAYOUT
+  record['versions']['podracer_jit'] = '0.6.0'
+  path.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize('name, has_changed', [
+    ('Counts', True), ('Looks', True), ('Sizes', False), ('Forces', False)])
+def test_a_run_whose_observations_have_another_layout_is_refused(name, has_changed, tmp_path):
+  """Whatever reads the workdir, the message is one line that says why."""
+  task = f'{__name__}:{name}'
+  run = fresh(small('ppo', task))
+  fields = run.experiment.fields
+  workdirs.open_workdir(tmp_path, fields)
+  agent = tmp_path / 'agent'
+  untrained(task).save(agent)
+  module = [__name__]
+  reads = {
+      'evaluate, load, export': lambda: evaluation.read_experiment(tmp_path, module),
+      'rerun': lambda: rerun.one_device_experiment(tmp_path, module),
+      'resume': lambda: life.resume_workdir(run, tmp_path, life.Life()),
+      'repeat': lambda: life.begin(run, tmp_path / 'new', life.Life(repeat=tmp_path)),
+      'load a saved agent': lambda: agent_lib.load_saved(agent, allow_modules=module)}
+  for read in reads.values():
+    read()
+  without_layout(agent)
+  (agent / 'manifest.json').unlink()
+  manifest.write(agent, '')
+  for each, read in reads.items():
+    (tmp_path / 'config.json').unlink()
+    workdirs.open_workdir(tmp_path, fields)
+    without_layout(tmp_path)
+    if not has_changed:
+      read()
+      continue
+    with pytest.raises(ValueError, match=(
+        'its network was trained with podracer_jit 0.6.0, and the observations of .* have another '
+        'layout since: .* now; train anew, or go on with podracer_jit 0.6.0$')) as error:
+      read()
+    assert '\n' not in str(error.value), each
 
 
 def test_an_agent_is_saved_and_loaded(tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from podracer_jit.run import checkpoint, evaluation, inherit, journal, manifest, train, workdirs
-from tests.runs import changed, initial_state, prepared, small
+from tests.runs import changed, fresh, initial_state, prepared, small
 from tests.schemes import test_apex
 
 UPDATES = 6
@@ -58,6 +58,24 @@ def break_file(path, how):
 def largest_file(workdir, update):
   files = (path for path in (workdir / 'checkpoints' / str(update)).rglob('*') if path.is_file())
   return max(files, key=lambda path: path.stat().st_size)
+
+
+def test_a_run_in_which_no_episode_ends_says_so_once(tmp_path, capsys):
+  """An episode of Pendulum has 200 steps, and a segment 16; JAX functions go on over segments."""
+  for task, words in (
+      ('Pendulum-v1', 'after 16 steps of each (checkpoint.every_updates = 2), and longer episodes '
+       'never end; episodes of 200 steps need checkpoint.every_updates = 25 or more'),
+      ('gymnax:Pendulum-v1', '')):
+    run = fresh(changed(small('ppo', task), total_steps=10**6, checkpoint__every_updates=2,
+                        log__tensorboard=False))
+    workdir = tmp_path / task
+    workdirs.make(workdir)
+    workdirs.open_workdir(workdir, run.experiment.fields)
+    train.train(run, workdir, last=2)
+    assert 'no episode' not in capsys.readouterr().out
+    train.train(run, workdir, last=8)
+    out = capsys.readouterr().out
+    assert out.count('warning: no episode has ended yet') == bool(words) and words in out
 
 
 def test_every_random_flipped_bit_is_detected(copy):

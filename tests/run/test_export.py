@@ -78,6 +78,9 @@ CASES = {
     'dpg': ('Pendulum-v1', dict(loss='dpg', network='deterministic', num_minibatches=1)),
     'nature_cnn': ('Pong-v5', dict(network='nature_cnn')),
     'resnet': ('Pong-v5', dict(network='impala_resnet', network__blocks=1)),
+    'image_in_a_dict': (OWN_ENVS['Looks'], dict(
+        network='nature_cnn', network__kernels=(3,), network__strides=(2,),
+        network__channels=(4,), network__hidden=8)),
     'gru': (OWN_ENVS['Sizes'], dict(network__core='gru', network__core_size=8)),
     'lstm': ('CartPole-v1', dict(network__core='lstm', network__core_size=8)),
     'image_and_vector': ('MiniGrid-DoorKey-5x5-v0', dict(network='image_and_vector')),

@@ -51,6 +51,25 @@ def test_each_part_has_the_bytes_of_the_real_arrays(case):
   assert {part.place for part in memory.estimate(run)} == {memory.HOST}
 
 
+@pytest.mark.parametrize('fields, rows', [
+    (dict(num_minibatches=1), 64 * 64), (dict(num_minibatches=4), 16 * 64),
+    (dict(num_minibatches=2, microbatch_rows=256), 256),
+    (dict(num_minibatches=2, network__core='gru'), 32 * 65)])
+def test_the_observations_of_a_pass_are_among_what_a_program_allocates(fields, rows):
+  """One-hots of 500 bytes are gathered, and converted to floats."""
+  run = fresh(changed(small('ppo', 'Taxi-v3'), env__num_envs=64, unroll_length=64, **fields))
+  estimate = {part.name: part.nbytes for part in memory.estimate(run)}
+  needed = estimate['observations of a pass of the network']
+  assert needed == rows * 500 * 5
+  with contextlib.ExitStack() as stack:
+    (actor,) = build.make_actors(run, 0, stack)
+    rollout = run.acting.rollout(actor.rollout_program.vector_envs)
+    state = run.learner.state_shapes()
+    _, (experience,) = jax.eval_shape(rollout, state.params, actor.state)
+    program = jax.jit(run.learner.learn).lower(state, experience).compile()
+  assert program.memory_analysis().temp_size_in_bytes >= needed
+
+
 def test_a_replay_is_counted_once_on_any_mesh():
   config = changed(CASES['replay'], num_grad_shards=2)
   shared = changed(config, placement__learner_devices=(0, 1))

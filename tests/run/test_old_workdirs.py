@@ -27,7 +27,7 @@ class Outcome(NamedTuple):
 OUTCOMES = {
     'v0_6_0/changed': Outcome(),
     'v0_6_0/dict_of_boxes': Outcome(),
-    'v0_6_0/dict_with_discrete': Outcome(),
+    'v0_6_0/dict_with_discrete': Outcome(refused='a number (Discrete) in a dict is a one-hot now'),
     'v0_6_0/fifo_replay': Outcome(),
     'v0_6_0/gymnax': Outcome(),
     'v0_6_0/inherited': Outcome(),

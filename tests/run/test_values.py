@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from podracer_jit import options
-from podracer_jit.run import build, command_line, config, memory
+from podracer_jit.run import build, checks, command_line, config, memory
 from podracer_jit.run.resolve import resolve
+from tests.runs import small
 
 MOST_GROWTH = 500e6  # bytes of memory, by all examples together
 
@@ -196,6 +197,99 @@ def test_every_integer_option_has_an_upper_bound():
     ('impala_catch:smoke', {'seed': 10**5000}, 'seed: must be below 2^31, got a number of more ')])
 def test_values_that_are_too_large_together_are_refused(name, changed, message):
   assert outcome(name, changed).startswith(message)
+
+
+ONE_ROW = r'loss.normalise_advantage makes its only advantage 0; must be '
+
+
+@pytest.mark.parametrize('changed, message', [
+    # A minibatch is over all gradient groups.
+    ({'num_minibatches': 16}, rf'num_minibatches: .* has 1 of the 16 rows .*{ONE_ROW}at most 8$'),
+    ({'num_minibatches': 8}, ''),
+    ({'num_minibatches': 8, 'num_grad_shards': 2}, ''),
+    ({'num_minibatches': 16, 'loss.normalise_advantage': False}, ''),
+    ({'num_minibatches': 15, 'unroll_length': 15, 'env.num_envs': 1},
+     rf'num_minibatches: .* has 1 of the 15 rows .*{ONE_ROW}at most 5$'),
+    ({'num_minibatches': 1, 'unroll_length': 1, 'env.num_envs': 1},
+     rf'unroll_length: .* has 1 of the 1 rows .*{ONE_ROW}longer, or env.num_envs larger$'),
+    # An element of a recurrent network is an environment, with all its rows.
+    ({'num_minibatches': 4, 'network.core': 'gru'}, ''),
+    ({'num_minibatches': 4, 'network.core': 'gru', 'unroll_length': 1},
+     rf'num_minibatches: .* has 1 of the 4 rows .*{ONE_ROW}at most 2$'),
+    # Workers with updates of their own have minibatches of their own.
+    ({'num_minibatches': 8, 'num_grad_shards': 2, 'num_shards': 2, 'scheme': 'dppo_async',
+      'placement.actor_devices': (0, 1), 'placement.learner_devices': (0, 1)},
+     rf'num_minibatches: .* has 1 of the 8 rows .*{ONE_ROW}at most 4$')])
+def test_a_minibatch_of_one_row_cannot_be_normalised(changed, message):
+  changed = {'env.num_envs': 4, 'unroll_length': 4, 'scheme': 'sync'} | changed
+  assert re.match(message or '$', outcome('ppo_cartpole', changed))
+
+
+def notes_of(name, changed):
+  """Returns the notes about a config with some values changed."""
+  fields = copy.deepcopy(shipped(name))
+  for field, value in changed.items():
+    *path, last = field.split('.')
+    part = fields
+    for key in path:
+      part = part[key]
+    part[last] = value
+  return list(checks.notes(resolve(fields)))
+
+
+SEGMENTS = {'env.num_envs': 4, 'unroll_length': 16, 'checkpoint.every_updates': 2,
+            'total_steps': 10_000, 'scheme': 'sync'}
+
+
+@pytest.mark.parametrize('changed, note', [
+    ({}, 'checkpoint.every_updates: .* here after 32 steps of each; episodes of CartPole-v1 may '
+         'take 500 steps, and a longer one than 32 never ends; with 32 or more all of them can'),
+    ({'checkpoint.every_updates': 31}, ''),  # 496 of 500 steps
+    ({'total_steps': 128}, ''),  # one segment
+    ({'env.task': 'gymnasium:CartPole-v1'}, 'checkpoint.every_updates: '),
+    ({'env.task': 'gymnax:CartPole-v1'}, ''),  # goes on over checkpoints
+    ({'env.task': 'gymnax:CartPole-v1', 'scheme': 'impala'}, 'checkpoint.every_updates: ')])
+def test_segments_shorter_than_episodes_are_noted(changed, note):
+  notes = notes_of('ppo_cartpole', SEGMENTS | changed)
+  assert len(notes) == bool(note) and all(re.match(note, line) for line in notes)
+
+
+@pytest.mark.parametrize('rows, elements, note', [
+    (64, 101, 'microbatch_rows: 64 rows allow 64 elements .* the 101 elements of a group '
+              r'\(env.num_envs \* unroll_length / num_grad_shards / num_minibatches\) .* take 101 '
+              'passes of 1, .*; 102 elements would take 2, and microbatch_rows = 101 one'),
+    (64, 95, 'microbatch_rows: .* 5 passes of 19, .*; 96 elements would take 2, '),
+    (64, 96, ''), (64, 67, 'microbatch_rows: .* 67 passes of 1'), (64, 61, ''), (0, 101, ''),
+    (1, 101, ''), (101, 101, '')])
+def test_uneven_microbatches_are_noted(rows, elements, note):
+  notes = notes_of('ppo_cartpole', {
+      'env.num_envs': 1, 'unroll_length': elements, 'num_minibatches': 1, 'num_shards': 1,
+      'num_grad_shards': 1, 'scheme': 'sync', 'microbatch_rows': rows, 'total_steps': 1})
+  assert len(notes) == bool(note) and all(re.match(note, line) for line in notes)
+
+
+def test_uneven_microbatches_of_a_replay_are_noted():
+  (note,) = notes_of('apex_dqn_catch', {'replay.batch_size': 101, 'microbatch_rows': 64,
+                                        'num_grad_shards': 1})
+  assert re.match(r'microbatch_rows: .* \(replay.batch_size / num_grad_shards\) .* 101 passes',
+                  note)
+
+
+def test_no_shipped_config_has_a_note_about_images_or_microbatches():
+  for name in CONFIGS:
+    assert not [line for line in notes_of(name, {}) if not line.startswith('checkpoint.')]
+
+
+@pytest.mark.parametrize('network, note', [
+    ('nature_cnn', r'env.task: images \(10, 10, 10\) of .* are read as \(height, width, channels\)'
+                   r', with 10 channels last; .* numpy.moveaxis\(obs, 0, -1\)'),
+    ('mlp', '')])
+def test_an_image_that_can_be_read_in_two_ways_is_noted(network, note):
+  fields = small('ppo', 'gymnax:Seaquest-MinAtar', network)
+  if network == 'nature_cnn':
+    fields['network'] |= {'kernels': (3,), 'strides': (1,), 'channels': (4,), 'hidden': 8}
+  notes = list(checks.notes(resolve(fields)))
+  assert len(notes) == bool(note) and all(re.match(note, line) for line in notes)
 
 
 def test_large_values_that_fit_are_accepted():

@@ -121,6 +121,7 @@ def one_device_experiment(workdir: Path, allow_modules: Collection[str] = (),
     experiment = resolve(fields)
   except ValueError as error:
     raise ValueError(f'--workdir: config.json of {workdir}: {error}') from None
+  workdirs.check_layout(workdir, experiment)
   if not experiment.exact_reduce:
     raise ValueError('the run has exact_reduce = False, so its bits depend on its devices')
   if not experiment.deterministic:
