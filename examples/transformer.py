@@ -76,7 +76,7 @@ class PredictiveA2C(RolloutAlgorithm):
         rollout.reward, discounts(rollout, self.discount), value[1:], goes_on)
     advantage = jax.lax.stop_gradient(returns) - value[:-1]
     log_prob = model.policy.log_prob(dist_params[:-1], rollout.action)
-    change = jnp.diff(rollout.obs, axis=0)
+    change = jnp.diff(rollout.obs.astype(jnp.float32), axis=0)
     valid = rollout.valid.astype(jnp.float32)
     terms = {'policy_loss': -log_prob * jax.lax.stop_gradient(advantage),
              'value_loss': 0.5 * jnp.square(advantage),
