@@ -9,7 +9,7 @@ import contextlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -257,9 +257,9 @@ def _completed(stored: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str
   return json.loads(json.dumps(completed))
 
 
-def _read(path: Path, hook: Callable[[dict], dict] | None = None) -> dict[str, Any]:
+def _read(path: Path, hook: Callable[[list], dict] | None = None) -> dict[str, Any]:
   try:
-    record = json.loads(path.read_text(), object_hook=hook)
+    record = safe_files.read_json(path, hook)
   except (OSError, ValueError):
     record = None
   if not _is_record(record):
@@ -267,9 +267,9 @@ def _read(path: Path, hook: Callable[[dict], dict] | None = None) -> dict[str, A
   return record
 
 
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+def _tuples(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
   """Returns an object of JSON with tuples in place of its lists."""
-  return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+  return {k: tuple(v) if isinstance(v, list) else v for k, v in fields}
 
 
 def _is_record(record: Any) -> bool:
