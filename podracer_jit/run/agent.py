@@ -64,7 +64,7 @@ class Agent:
     self._calls = 0
 
   def __repr__(self) -> str:
-    return f'<Agent for {self.task} after update {self.update:,} ({self.steps:,} steps)>'
+    return f'<Agent for {shorten(self.task)} after update {self.update:,} ({self.steps:,} steps)>'
 
   def act(self, obs: Any, state: Any = None, *, greedy: bool = False, is_first: Any = None
           ) -> tuple[Any, Any]:

@@ -222,7 +222,7 @@ class Checkpoints:
     if differing:
       name = min(differing)
       where = 'is only in this run' if name in shapes else 'is only in the checkpoint'
-      raise ValueError(f'{item}: {name} {where}')
+      raise ValueError(f'{item}: {shorten(name)} {where}')
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: shapes[_present_name(_name_of(path))], saved)
 
@@ -435,7 +435,7 @@ def _root_cause(error: BaseException) -> str:
     return os.strerror(int(by_tensorstore[1]))
   if isinstance(error, OSError) and error.strerror:
     return f'{error.strerror}: {error.filename}' if error.filename else error.strerror
-  return ' '.join(str(error).split())[:200] or type(error).__name__
+  return shorten(str(error)) or type(error).__name__
 
 
 def _no_orbax_chatter(record: std_logging.LogRecord) -> bool:
