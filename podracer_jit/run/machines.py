@@ -50,7 +50,7 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
     raise ValueError('placement.cluster: one process learns with all its devices, and the cluster '
                      'acts; must be none with --distributed')
   if importlib.util.find_spec('ray') is None:
-    raise ValueError("placement.cluster: ray is not installed: pip install 'podracer_jit[ray]'")
+    raise ValueError('placement.cluster: ray is not installed: pip install ray')
   processes = 2 * max(options.num_actors, len(options.learner_devices))
   store_bytes = int(options.store_gb * 1e9)
   if not may_start_jax(str(config.get('env', {}).get('task', ''))):
