@@ -16,10 +16,27 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file
 
+
+def check(folder):
+  """Ends the program if the folder, which may be a stranger's, is not as it was exported.
+
+  Only regular files inside of the folder are read, no links, pipes or devices; sizes come first.
+  """
+  sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob('*')
+           if path.is_file() and not path.is_symlink()}
+  if sizes.get('manifest.json', 2**20) >= 2**20:
+    sys.exit(f'{folder} is not an exported agent')
+  files = json.loads((folder / 'manifest.json').read_bytes())['files']
+  needed = {'agent.json', 'parameters.safetensors', 'drawn.jax'} - files.keys()
+  wrong = [name for name, entry in files.items() if sizes.get(name) != entry['bytes']]
+  for name in [*needed, *wrong, *files]:
+    if name in needed or name in wrong or files[name]['sha256'] != hashlib.sha256(
+        (folder / name).read_bytes()).hexdigest():
+      sys.exit(f'{folder}: {ascii(name)[1:-1]} is not what was exported')
+
+
 folder = pathlib.Path(sys.argv[1])
-for name, entry in json.loads((folder / 'manifest.json').read_bytes())['files'].items():
-  if hashlib.sha256((folder / name).read_bytes()).hexdigest() != entry['sha256']:
-    sys.exit(f'{folder / name} is not what was exported')
+check(folder)
 about = json.loads((folder / 'agent.json').read_bytes())
 parameters = load_file(folder / 'parameters.safetensors')
 act = jax.jit(jax.export.deserialize(bytearray((folder / 'drawn.jax').read_bytes())).call)
@@ -38,4 +55,5 @@ while not over:
   score += reward
   steps += 1
   over = terminated or truncated
-print(f'{about["task"]} after update {about["update"]}: return {score:g} in {steps} steps')
+print(f'{ascii(about["task"])[1:-1]} after update {ascii(about["update"])}: '
+      f'return {score:g} in {steps} steps')

@@ -54,10 +54,19 @@ def shown(value: Any) -> str:
 
 
 def shorten(text: str, longest: int = 200) -> str:
-  """Returns a text on one line; omits its middle if it has more than `longest` characters."""
-  text = ' '.join(text.split())
+  """Returns a text on one line, escaped; omits its middle if it has more than `longest` characters.
+
+  Names and texts that come from a workdir, a checkpoint or an export are shown by this function.
+  """
+  text = printable(' '.join(text.split()))
   half = longest // 2 - 3
   return text if len(text) <= longest else f'{text[:half]} ... {text[-half:]}'
+
+
+def printable(text: str) -> str:
+  """Returns a text in which characters that could control a terminal are escaped; lines stay."""
+  return ''.join(x if x.isprintable() or x == '\n' else x.encode('unicode_escape').decode()
+                 for x in text)
 
 
 class Count(NamedTuple):

@@ -89,6 +89,16 @@ def test_everything_that_the_docs_name_exists(path):
       part = part[key]
 
 
+def test_no_text_installs_the_package_by_its_name():
+  """Nobody owns that name on PyPI, so somebody else could; `pip install .` is in a checkout."""
+  files = [*TEXTS, *(ROOT / 'podracer_jit').rglob('*.py'), *(ROOT / 'benchmarks').rglob('*.py'),
+           *(ROOT / 'examples').rglob('*.py'), *(path for path in (ROOT / 'scripts').iterdir())]
+  for path in files:
+    for line in path.read_text().splitlines():
+      match = re.search(r'pip install[^;#|]*\bpodracer[-_]jit\b(?![/.])', line)
+      assert match is None, f'{path}: {line}'
+
+
 def test_all_islands_are_explained():
   text = (ROOT / 'ARCHITECTURE.md').read_text()
   files = [path.read_text() for path in (ROOT / 'podracer_jit').rglob('*.py')]

@@ -139,8 +139,7 @@ def _extra(kind: str, task: str) -> Family:
     return importlib.import_module(EXTRAS[kind]).FAMILY
   except Exception as error:  # noqa: BLE001 - a library of another release may raise anything
     raise ValueError(f'env.task: {shown(task)} needs {kind}, which cannot be imported '
-                     f"({shorten(str(error))}): {sys.executable} -m pip install "
-                     f"'podracer_jit[{kind}]'") from None
+                     f'({shorten(str(error))}): {sys.executable} -m pip install {kind}') from None
 
 
 class _UserFamily(JaxFamily):

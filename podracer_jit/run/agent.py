@@ -18,6 +18,7 @@ from safetensors import numpy as safetensors_numpy
 
 from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
+from podracer_jit.options import shorten
 from podracer_jit.run import (
     build,
     checkpoint,
@@ -63,7 +64,7 @@ class Agent:
     self._calls = 0
 
   def __repr__(self) -> str:
-    return f'<Agent for {self.task} after update {self.update:,} ({self.steps:,} steps)>'
+    return f'<Agent for {shorten(self.task)} after update {self.update:,} ({self.steps:,} steps)>'
 
   def act(self, obs: Any, state: Any = None, *, greedy: bool = False, is_first: Any = None
           ) -> tuple[Any, Any]:
@@ -263,9 +264,13 @@ def load_saved(folder: Path, seed: int = 0, allow_modules: Collection[str] = ())
   if damage:
     raise ValueError(f'{folder} is not as it was saved: {damage}')
   experiment = evaluation.read_experiment(folder, allow_modules)
-  with safetensors.safe_open(folder / PARAMETERS, 'numpy') as file:
-    arrays = {name: file.get_tensor(name) for name in file.keys()}
-    about = file.metadata()
+  try:
+    with safetensors.safe_open(folder / PARAMETERS, 'numpy') as file:
+      arrays = {name: file.get_tensor(name) for name in file.keys()}
+      update, steps = (int(file.metadata()[name]) for name in ('update', 'steps'))
+  except (OSError, safetensors.SafetensorError, TypeError, KeyError, ValueError) as error:
+    raise ValueError(f'{folder}: {PARAMETERS} cannot be read: {shorten(repr(error))}'
+                     ) from None
   run = build.make_run(experiment)
   like = run.initial_state().params
   own_arrays = checkpoint.leaves(like)
@@ -278,5 +283,5 @@ def load_saved(folder: Path, seed: int = 0, allow_modules: Collection[str] = ())
   params = jax.tree.unflatten(
       jax.tree.structure(like), [jax.device_put(arrays[name], run.place.mesh.devices.flat[0])
                                  for name in own_arrays])
-  player = evaluation.make_player(run, params, int(about['update']), int(about['steps']))
+  player = evaluation.make_player(run, params, update, steps)
   return Agent(experiment, player, seed)

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from podracer_jit.options import shorten
+
 TOTAL = 'total_steps'
 # Fields that cannot change, with the reason; a name with a dot at its end stands for a section.
 # Changes of other fields may still not fit the checkpoint (`inherit.problem_of_shapes`).
@@ -48,7 +50,8 @@ def refusals(changes: Mapping[str, Mapping[str, Any]], allowed: Allowed) -> list
 
 
 def _refusals(name: str, change: Mapping[str, Any], allowed: Allowed) -> Iterator[str]:
-  values = f'{name}: {change.get("was")!r} there, {change.get("now")!r} now'
+  shown_name = shorten(name)
+  values = f'{shown_name}: {change.get("was")!r} there, {change.get("now")!r} now'
   reason = why_fixed(name)
   if name == TOTAL:
     if change['now'] < change['was']:
@@ -58,7 +61,7 @@ def _refusals(name: str, change: Mapping[str, Any], allowed: Allowed) -> Iterato
   elif reason:
     yield f'{values}: it cannot change, as {reason}'
   elif name not in allowed.fields:
-    yield f'{values}: --change={name} allows it'
+    yield f'{values}: --change={shown_name} allows it'
 
 
 def why_fixed(name: str) -> str:

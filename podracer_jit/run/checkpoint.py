@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging as std_logging
 import os
 import re
@@ -16,6 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from podracer_jit.options import shorten
 from podracer_jit.run import manifest, safe_files
 from podracer_jit.runtime import host
 from podracer_jit.types import TrainState
@@ -222,7 +222,7 @@ class Checkpoints:
     if differing:
       name = min(differing)
       where = 'is only in this run' if name in shapes else 'is only in the checkpoint'
-      raise ValueError(f'{item}: {name} {where}')
+      raise ValueError(f'{item}: {shorten(name)} {where}')
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: shapes[_present_name(_name_of(path))], saved)
 
@@ -286,7 +286,9 @@ def updates_in(workdir: Path) -> list[int]:
   folder = workdir / FOLDER
   if not folder.is_dir():
     return []
-  return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+  names = [path.name for path in folder.iterdir()]
+  # Other digits than those of ASCII are digits, too.
+  return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def saved_updates(workdir: Path) -> list[int]:
@@ -297,7 +299,14 @@ def saved_updates(workdir: Path) -> list[int]:
 
 def problem(workdir: Path, update: int) -> str:
   """Returns the first problem of a checkpoint's files; '' if they are as they were saved."""
-  return '' if _is_old(workdir, update) else manifest.problem(path_of(workdir, update))
+  folder = path_of(workdir, update)
+  if not _is_old(workdir, update):
+    return manifest.problem(folder)
+  try:
+    manifest.sizes_of(folder)
+  except OSError as error:
+    return shorten(f'{error.filename} cannot be read: {error.strerror}')
+  return ''
 
 
 def newest_whole(workdir: Path) -> int | None:
@@ -371,7 +380,7 @@ def _is_interrupted(workdir: Path, update: int) -> bool:
 def read_meta(workdir: Path, update: int) -> dict[str, Any] | None:
   """Returns the `meta` of a checkpoint without loading its state; None if it cannot be read."""
   try:
-    meta = json.loads((workdir / FOLDER / str(update) / 'meta' / 'metadata').read_bytes())
+    meta = safe_files.read_json(workdir / FOLDER / str(update) / 'meta' / 'metadata')
   except (OSError, ValueError):
     return None
   return meta if isinstance(meta, dict) else None
@@ -426,7 +435,7 @@ def _root_cause(error: BaseException) -> str:
     return os.strerror(int(by_tensorstore[1]))
   if isinstance(error, OSError) and error.strerror:
     return f'{error.strerror}: {error.filename}' if error.filename else error.strerror
-  return ' '.join(str(error).split())[:200] or type(error).__name__
+  return shorten(str(error)) or type(error).__name__
 
 
 def _no_orbax_chatter(record: std_logging.LogRecord) -> bool:

@@ -200,9 +200,10 @@ def check_modules(fields: Mapping[str, Any], allowed: Collection[str], where: st
   """
   refused = {field: name for field, name in modules(fields).items() if name not in allowed}
   if refused:
-    listed = ', '.join(f'{field} = {name}:..., which runs {parts.file_of(name)}'
+    listed = ', '.join(f'{field} = {options.shorten(name)}:..., which runs '
+                       f'{options.shorten(parts.file_of(name), 600)}'
                        for field, name in refused.items())
-    names = ','.join(dict.fromkeys(refused.values()))
+    names = ','.join(map(options.shorten, dict.fromkeys(refused.values())))
     kept = ','.join(filter(None, map(copies, dict.fromkeys(refused.values()))))
     or_kept = f', or the copies that are kept with it: --allow_modules={kept}' if kept else ''
     raise ValueError(f'--workdir: {where} names modules of its own ({listed}); if you trust them: '

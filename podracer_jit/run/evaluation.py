@@ -20,6 +20,7 @@ from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import VectorEnv
 from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.options import shorten
 from podracer_jit.run import build, checkpoint, config, safe_files, workdirs
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import resolve
@@ -70,7 +71,7 @@ def read_experiment(workdir: Path, allow_modules: Collection[str] = (),
   try:
     experiment = resolve(config.on_one_device(fields))
   except ValueError as error:
-    raise ValueError(f'--workdir: config.json of {workdir}: {error}') from None
+    raise ValueError(f'--workdir: config.json of {workdir}: {shorten(str(error), 600)}') from None
   workdirs.check_layout(workdir, experiment)
   return experiment
 
@@ -150,7 +151,7 @@ def _state(workdir: Path, run: build.Run, update: int | None) -> TrainState:
       state, _ = saved.restore(run.initial_state(), update, files_checked=True)
     except Exception as error:  # noqa: BLE001 - Orbax has no type for unexpected contents
       raise ValueError(f'--workdir: cannot read the checkpoint of update {update} in {workdir}: '
-                       f'{" ".join(str(error).split())[:200]}') from error
+                       f'{shorten(str(error))}') from error
   return state
 
 

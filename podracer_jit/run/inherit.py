@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from podracer_jit.options import shorten
 from podracer_jit.run import build, checkpoint, manifest
 from podracer_jit.run.history import Origin
 from podracer_jit.runtime import host, placement
@@ -77,7 +78,7 @@ def read(run: build.Run, request: Request) -> Inherited:
         replay = saved.restore_replay(run.learner.replay_shapes(), update)
     except Exception as error:  # noqa: BLE001 - Orbax has many; a run may have deleted it meanwhile
       raise ValueError(f'--init_from: cannot read the checkpoint of update {update} in {source}: '
-                       f'{" ".join(str(error).split())[:200]}') from error
+                       f'{shorten(str(error))}') from error
   state = _replaced(fresh_state, {name: array for name, array in arrays.items()
                                   if name in own_arrays and name not in fit.problems
                                   and _part_of(name) in taken})
@@ -203,7 +204,7 @@ def _data(leaf: Any) -> Any:
 
 def _words(misfit: tuple[str, str], source: Path) -> str:
   name, problem = misfit
-  return f'{name} {problem} {source}'
+  return f'{shorten(name)} {problem} {source}'
 
 
 def _same_kind(own: Sequence[str], other: Sequence[str]) -> bool:

@@ -162,11 +162,11 @@ def _rewrite(workdir: Path, path: Path, last_update: int) -> Path:
 
 def _lines(path: Path) -> Iterator[Line]:
   """Yields the lines of a file, parsed."""
-  with path.open('rb') as file:
+  with safe_files.open_regular(path) as file:
     for raw in file:
       try:
         entry = json.loads(raw)
-      except ValueError:
+      except (ValueError, RecursionError):
         entry = None
       good = isinstance(entry, dict) and raw.endswith(b'\n') and all(
           isinstance(entry.get(name, 0), int) for name in ('update', 'segment', 'first_update'))

@@ -52,7 +52,7 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
                      'acts; must be none with --distributed')
   if importlib.util.find_spec('ray') is None:
     raise ValueError(f'placement.cluster: ray is not installed: {sys.executable} -m pip install '
-                     "'podracer_jit[ray]'")
+                     'ray')
   processes = 2 * max(options.num_actors, len(options.learner_devices))
   store_bytes = int(options.store_gb * 1e9)
   if not may_start_jax(str(config.get('env', {}).get('task', ''))):

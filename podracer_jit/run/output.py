@@ -1,4 +1,7 @@
-"""Prints without ever ending a run, even if the terminal is closed or a pipe has no reader."""
+"""Prints without ever ending a run, and without control characters that texts of files may have.
+
+A terminal may be closed, and a pipe may have no reader.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import contextlib
 import os
 import sys
 from typing import Any, TextIO
+
+from podracer_jit.options import printable
 
 
 class LastingStream:
@@ -42,13 +47,13 @@ class LastingStream:
 def complain(line: str) -> None:
   """Prints a line to stderr, if anybody can read it."""
   with contextlib.suppress(OSError):
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def say(line: str) -> None:
   """Prints a line to stdout, if anybody can read it."""
   with contextlib.suppress(OSError):
-    print(line, flush=True)
+    print(printable(line), flush=True)
 
 
 def give_up_lost_streams() -> None:

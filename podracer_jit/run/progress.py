@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
+from podracer_jit.options import printable
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.metrics import Record
 from podracer_jit.run.output import LastingStream
@@ -78,7 +80,7 @@ class Progress:
     """
     self._total = experiment.total_steps
     self._every_s = experiment.log.every_seconds
-    self._title = title
+    self._title = Text(printable(title))  # `Text`, as a task's name may have Rich's markup
     self._split = not experiment.scheme.graph.one_program
     self._environments = ''
     if experiment.spec.calls_python:
@@ -105,7 +107,7 @@ class Progress:
 
   def note(self, line: str) -> None:
     """Prints a line above the block."""
-    self._console.print(line, markup=False)
+    self._console.print(printable(line), markup=False)
 
   def compiling(self) -> None:
     """Prints that the programs are being compiled; the block shows this until the first update."""

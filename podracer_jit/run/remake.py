@@ -26,6 +26,7 @@ from podracer_jit.learner.rollout_updates import update_key
 from podracer_jit.numerics.deterministic import AXIS, pairwise_sum
 from podracer_jit.run import build, config, journal, workdirs
 from podracer_jit.run.commands import rerun
+from podracer_jit.run.output import complain
 from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import host, placement
 from podracer_jit.types import Rollout, TrainState
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     allowed = config.allowed_modules(argv[4:])
     np.savez(out, **remake(workdir, update, allowed))
   except (ValueError, OSError) as error:
-    print(f'{workdir}: {" ".join(str(error).split())}', file=sys.stderr)
+    complain(f'{workdir}: {" ".join(str(error).split())}')
     return 2
   return 0
 

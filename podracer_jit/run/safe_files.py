@@ -1,13 +1,52 @@
-"""Replaces files in one step, and moves broken files to a folder instead of deleting them."""
+"""Reads regular files only, replaces files in one step, and moves broken files to a folder."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
+_MOST_JSON = 2**26  # bytes of a file of JSON; a manifest of 400,000 files has as many
 BROKEN = 'broken'  # folder of a workdir for broken files
+
+
+def open_regular(path: Path) -> BinaryIO:
+  """Opens a file of a workdir for reading.
+
+  A workdir may be a stranger's: a pipe in it would never answer, and a device would never end.
+
+  Raises:
+    OSError: it cannot be read, or is not a regular file.
+  """
+  if not stat.S_ISREG(path.stat().st_mode):
+    raise OSError(errno.EINVAL, 'it is not a regular file', str(path))
+  return path.open('rb')
+
+
+def read_json(path: Path, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+  """Returns the content of a file of JSON in a workdir.
+
+  Args:
+    path: the path of the file.
+    hook: makes the value of an object from its pairs; default: a dict.
+
+  Raises:
+    OSError: it cannot be read, or is not a regular file.
+    ValueError: it is not JSON, or too large.
+  """
+  with open_regular(path) as file:
+    content = file.read(_MOST_JSON + 1)
+  if len(content) > _MOST_JSON:
+    raise ValueError(f'{path} has more than {_MOST_JSON:,} bytes')
+  try:
+    return json.loads(content, object_pairs_hook=hook)
+  except RecursionError:
+    raise ValueError(f'{path} is nested too deeply') from None
 
 
 def write_text(path: Path, text: str) -> None:

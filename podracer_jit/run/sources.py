@@ -39,7 +39,7 @@ def read(folder: Path) -> list[Entry]:
   try:
     entries = [Entry(int(entry['first_update']),
                      {str(name): str(value) for name, value in entry['files'].items()})
-               for entry in json.loads(path.read_bytes())]
+               for entry in safe_files.read_json(path)]
   except (OSError, ValueError, TypeError, KeyError, AttributeError):
     raise ValueError(f'--workdir: {path} is garbled') from None
   return sorted(entries)

@@ -9,12 +9,13 @@ import contextlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
+from podracer_jit.options import shorten
 from podracer_jit.run import changes, checkpoint, history, safe_files, sources
 from podracer_jit.run import config as config_lib
 from podracer_jit.run.experiment import Experiment
@@ -105,8 +106,8 @@ def open_workdir(workdir: Path, config: Mapping[str, Any],
                         f'{workdir} begins with what this run has learned')
   before = stored.get('versions', {})
   return notes + [
-      f'{name} was {before.get(name)} when this run began and is {version} now: results go on, but '
-      'perhaps not to the last bit'
+      f'{name} was {shorten(str(before.get(name)))} when this run began and is {version} now: '
+      'results go on, but perhaps not to the last bit'
       for name, version in record['versions'].items() if before.get(name) != version]
 
 
@@ -132,7 +133,7 @@ def write_changes(workdir: Path, config: Mapping[str, Any], update: int,
   changed = changed_fields(_completed(stored, record), record['config'])
   if not changed:
     return []
-  names = ', '.join(sorted(changed))
+  names = shorten(', '.join(sorted(changed)), 600)
   misfit = problem()
   if misfit:
     raise ConfigChanged(f'{names}: cannot change in {workdir}: {misfit}')
@@ -250,7 +251,7 @@ def read_config(workdir: Path, allow_modules: Collection[str] = (), update: int 
   try:
     return config_lib.complete(fields)
   except ValueError as error:
-    raise ValueError(f'--workdir: {CONFIG} of {workdir}: {error}') from None
+    raise ValueError(f'--workdir: {CONFIG} of {workdir}: {shorten(str(error), 600)}') from None
 
 
 def read_history(workdir: Path) -> list[history.Entry]:
@@ -301,9 +302,9 @@ def _completed(stored: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str
   return json.loads(json.dumps(completed))
 
 
-def _read(path: Path, hook: Callable[[dict], dict] | None = None) -> dict[str, Any]:
+def _read(path: Path, hook: Callable[[list], dict] | None = None) -> dict[str, Any]:
   try:
-    record = json.loads(path.read_text(), object_hook=hook)
+    record = safe_files.read_json(path, hook)
   except (OSError, ValueError):
     record = None
   if not _is_record(record):
@@ -311,9 +312,9 @@ def _read(path: Path, hook: Callable[[dict], dict] | None = None) -> dict[str, A
   return record
 
 
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+def _tuples(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
   """Returns an object of JSON with tuples in place of its lists."""
-  return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+  return {k: tuple(v) if isinstance(v, list) else v for k, v in fields}
 
 
 def _is_record(record: Any) -> bool:
@@ -338,7 +339,7 @@ def differences(config_a: Mapping[str, Any], config_b: Mapping[str, Any], where:
     config_b: nested dicts.
     where: a phrase after the value of each config, such as 'in A'.
   """
-  return [f'{name}: {change.get("was")!r} {where[0]}, {change.get("now")!r} {where[1]}'
+  return [f'{shorten(name)}: {change.get("was")!r} {where[0]}, {change.get("now")!r} {where[1]}'
           for name, change in changed_fields(config_a, config_b).items()]
 
 

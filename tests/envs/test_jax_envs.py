@@ -471,7 +471,7 @@ def test_only_programs_without_pointers_are_loaded_from_the_cache(is_function, h
 def test_a_missing_library_is_named_with_the_command_that_installs_it(kind, library, monkeypatch):
   monkeypatch.setitem(sys.modules, library, None)
   monkeypatch.delitem(sys.modules, f'podracer_jit.envs.{kind}_envs', raising=False)
-  with pytest.raises(ValueError, match=rf"needs {kind}.*pip install 'podracer_jit\[{kind}\]'"):
+  with pytest.raises(ValueError, match=rf'needs {kind}.*pip install {kind}$'):
     family_of(f'{kind}:Any')
 
 

@@ -3,8 +3,10 @@
 import contextlib
 import errno
 import json
+import os
 import random
 import shutil
+import socket
 import threading
 import time
 
@@ -347,3 +349,109 @@ def test_an_evaluation_reads_the_newest_good_checkpoint_and_moves_nothing(copy):
     break_file(largest_file(copy, update), 'zeroed')
   with pytest.raises(ValueError, match='--workdir: no checkpoint in .* is whole'):
     evaluation.restore(copy, evaluation.read_experiment(copy))
+
+
+def renamed_entry(folder, new):
+  """Gives the first file in the manifest of a checkpoint another name."""
+  path = folder / manifest.NAME
+  record = json.loads(path.read_text())
+  files = record['files']
+  files[new] = files.pop(next(iter(files)))
+  path.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize('name', [
+    '/dev/zero', '/etc/passwd', '../4/manifest.json', '../../config.json', './meta/metadata',
+    'meta/../meta/metadata', 'meta//metadata', 'state', '.', '', 'a\x00b', 'a\nb', 'a\ud800b',
+    'x' * 5000])
+def test_a_manifest_reads_only_files_inside_of_the_checkpoint(name, copy, monkeypatch):
+  renamed_entry(copy / 'checkpoints' / '6', name)
+  read = []
+  monkeypatch.setattr(manifest, '_sha256', read.append)
+  problem = checkpoint.problem(copy, 6)
+  assert 'cannot be read' in problem
+  assert problem.isprintable() and len(problem) < 400
+  assert not read
+
+
+@pytest.mark.parametrize('kind', ['fifo', 'link', 'link_to_device', 'linked_folder', 'socket'])
+@pytest.mark.parametrize('is_named', [True, False])
+def test_a_checkpoint_with_anything_but_files_and_folders_is_broken(kind, is_named, copy, tmp_path):
+  folder = copy / 'checkpoints' / '6'
+  path = folder / 'state' / '_METADATA' if is_named else folder / 'state' / 'more'
+  if kind == 'linked_folder':
+    path = folder / 'state' if is_named else folder / 'state' / 'd'
+    path.rename(tmp_path / 'elsewhere')
+    path.symlink_to(tmp_path / 'elsewhere')
+  else:
+    if is_named:
+      path.rename(tmp_path / 'elsewhere')
+    else:
+      (tmp_path / 'elsewhere').write_bytes(b'')
+    if kind == 'fifo':
+      os.mkfifo(path)
+    elif kind == 'socket':
+      with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+    else:
+      path.symlink_to('/dev/zero' if kind == 'link_to_device' else tmp_path / 'elsewhere')
+  problem = checkpoint.problem(copy, 6)
+  assert 'cannot be read: it is ' in problem and path.name in problem
+  if is_named is False:
+    make_old(copy, 6)
+    assert 'cannot be read: it is ' in checkpoint.problem(copy, 6)
+
+
+@pytest.mark.parametrize('name', [manifest.NAME, 'meta/metadata'])
+@pytest.mark.parametrize('kind', ['fifo', 'device', 'nested', 'huge'])
+def test_a_manifest_or_meta_that_never_ends_is_not_read(name, kind, copy):
+  path = copy / 'checkpoints' / '6' / name
+  path.unlink()
+  match kind:
+    case 'fifo':
+      os.mkfifo(path)
+    case 'device':
+      path.symlink_to('/dev/zero')
+    case 'nested':
+      path.write_text('[' * 10**6)
+    case 'huge':
+      path.touch()
+      os.truncate(path, 2**40)
+  assert checkpoint.problem(copy, 6)
+  if name != manifest.NAME:
+    assert checkpoint.read_meta(copy, 6) is None
+
+
+def test_sizes_are_compared_before_any_file_is_read(copy, monkeypatch):
+  folder = copy / 'checkpoints' / '6'
+  last = sorted(path for path in (folder / 'state').rglob('*') if path.is_file())[-1]
+  break_file(last, 'longer')
+  read = []
+  monkeypatch.setattr(manifest, '_sha256', read.append)
+  assert f'{last.stat().st_size:,} bytes in place of' in checkpoint.problem(copy, 6)
+  assert not read
+
+
+@pytest.mark.parametrize('entry', [
+    {'bytes': '5', 'sha256': ''}, {'bytes': 1.5, 'sha256': ''}, {'bytes': True, 'sha256': ''},
+    {'bytes': None, 'sha256': ''}, {'bytes': 5, 'sha256': 1}, {'bytes': 5}, 5])
+def test_a_manifest_of_other_types_is_garbled(entry, copy):
+  path = copy / 'checkpoints' / '6' / manifest.NAME
+  record = json.loads(path.read_text())
+  record['files']['meta/metadata'] = entry
+  path.write_text(json.dumps(record))
+  assert checkpoint.problem(copy, 6) == 'manifest.json is garbled'
+
+
+def test_a_manifest_with_a_name_twice_is_garbled(copy):
+  path = copy / 'checkpoints' / '6' / manifest.NAME
+  text = path.read_text()
+  assert checkpoint.problem(copy, 6) == ''
+  path.write_text(text.replace('"files": {', '"files": {"meta/metadata": {},', 1))
+  assert checkpoint.problem(copy, 6) == 'manifest.json is garbled'
+
+
+def test_names_that_are_no_updates_are_not_checkpoints(copy):
+  for name in ('²', '٣', '-1', '7.tmp'):
+    (copy / 'checkpoints' / name).mkdir()
+  assert checkpoint.updates_in(copy) == [2, 4, 6]

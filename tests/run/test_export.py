@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -199,7 +200,46 @@ def test_the_example_plays_without_the_package(task, fields, tmp_path):
   done = play(tmp_path / 'out', tmp_path)
   assert done.returncode == 0, done.stderr
   assert done.stdout.startswith(f'{task} after update 7: return ')
-  assert len(EXAMPLE.read_text().split('"""')[2].splitlines()) <= 36
+  assert len(EXAMPLE.read_text().splitlines()) <= 65
+
+
+def of_a_stranger(folder, how):
+  """Damages an export as a stranger could."""
+  path = folder / 'manifest.json'
+  record = json.loads(path.read_text())
+  files = record['files']
+  file = folder / 'drawn.jax'
+  if how in ('pipe', 'link', 'device', 'unnamed_pipe'):
+    file.rename(folder.parent / 'elsewhere')
+    if how == 'unnamed_pipe':
+      del files[file.name]
+    if how.endswith('pipe'):
+      os.mkfifo(file)
+    else:
+      file.symlink_to('/dev/zero' if how == 'device' else folder.parent / 'elsewhere')
+  elif how == 'piped_manifest':
+    path.unlink()
+    os.mkfifo(path)
+    return
+  else:
+    files[how] = files['drawn.jax']
+  path.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize('how', [
+    'pipe', 'link', 'device', 'unnamed_pipe', 'piped_manifest', '/dev/zero', '../elsewhere',
+    '\x1b[31m\nred', 'a\x00b'])
+def test_an_export_of_a_stranger_is_read_only_inside_of_its_folder(how, tmp_path):
+  untrained('CartPole-v1').export(tmp_path / 'out')
+  shutil.copy(tmp_path / 'out' / 'drawn.jax', tmp_path / 'elsewhere')
+  of_a_stranger(tmp_path / 'out', how)
+  with pytest.raises(ValueError, match='is not as it was saved: .*(cannot be read|missing)') as e:
+    agent_lib.load_saved(tmp_path / 'out')
+  assert str(e.value).isprintable()
+  done = play(tmp_path / 'out', tmp_path)
+  assert done.returncode == 1, done.stdout
+  assert done.stderr.count('\n') == 1 and done.stderr[:-1].isprintable()
+  assert 'is not ' in done.stderr
 
 
 def test_a_damaged_export_is_refused(tmp_path):

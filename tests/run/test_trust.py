@@ -1,16 +1,23 @@
 """A stranger's workdir is data: nothing in it is imported or executed."""
 
 import contextlib
+import io
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
-from podracer_jit.run import checkpoint, config, workdirs
-from podracer_jit.run.commands import compare, evaluate, rerun, train
+from podracer_jit import options
+from podracer_jit.run import api, checkpoint, config, manifest, output, workdirs
+from podracer_jit.run import train as training
+from podracer_jit.run.commands import compare, evaluate, export, rerun, train
+from podracer_jit.run.progress import Progress
 from podracer_jit.runtime import host
-from tests.runs import QUICK, prepared, small
+from tests.run.test_agent import untrained
+from tests.runs import QUICK, changed, prepared, small
 
 FIELDS = [('loss', 'name'), ('network', 'name'), ('optimizer', 'name'), ('env', 'task'),
           ('scheme', None), ('policy', None)]
@@ -119,3 +126,143 @@ def test_an_evaluation_unpickles_nothing_of_a_workdir(tmp_path):
                         text=True, timeout=300, env=QUICK, check=False)
   assert done.returncode == 0, done.stderr
   assert '2 episodes' in done.stdout
+
+
+EVIL = '\x1b]0;owned\x07\x1b[2J\r\u202egnp\u2028\x9b31m\x00\nall is well'
+
+
+def set_field(fields, name, value):
+  *path, last = name.split('/')
+  for part in path:
+    fields = fields.setdefault(part, {})
+  fields[last.replace('EVIL', EVIL)] = value
+
+
+def with_evil(workdir, name, value):
+  """Gives a field of config.json, whose name has slashes, a value; and receipts evil texts."""
+  record = json.loads((workdir / 'config.json').read_text())
+  set_field(record, name, value)
+  (workdir / 'config.json').write_text(json.dumps(record))
+  path = workdir / 'receipts.jsonl'
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  for line in lines:
+    if 'update' in line:
+      line |= dict(batch=EVIL, params=EVIL)
+    else:
+      line |= dict(versions={EVIL: EVIL}, canary=EVIL)
+  path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+
+
+@pytest.fixture(scope='module')
+def saved_run(tmp_path_factory):
+  """A workdir with a run and a checkpoint, and an agent of it."""
+  folder = tmp_path_factory.mktemp('saved')
+  workdir = folder / 'run'
+  workdir.mkdir()
+  run = prepared(changed(small(), total_steps=10**6, log__tensorboard=False))
+  workdirs.open_workdir(workdir, run.experiment.fields)
+  training.train(run, workdir, ends=[1], quiet=True)
+  untrained('CartPole-v1').save(folder / 'agent')
+  return folder
+
+
+def check_printed(capsys):
+  """Checks that nothing printed controls a terminal or makes a line of its own."""
+  for text in capsys.readouterr():
+    assert all(line.isprintable() for line in text.split('\n')), ascii(text)
+    assert not any(line.startswith('all is well') for line in text.split('\n')), text
+
+
+FIELDS_WITH_TEXT = [
+    ('config/EVIL', 1), ('config/loss/EVIL', 1), ('config/env/EVIL', 1), ('config/env/EVIL', EVIL),
+    ('config/network/EVIL', EVIL), ('config/placement/EVIL', 1), ('config/log/EVIL', 1),
+    ('config/loss/name', EVIL), ('config/network/name', EVIL), ('config/optimizer/name', EVIL),
+    ('config/env/task', EVIL), ('config/env/task', f'gymnasium:{EVIL}'),
+    ('config/env/task', f'gymnax:{EVIL}'), ('config/env/task', f'{EVIL}:{EVIL}'),
+    ('config/env/task', f'tests.envs:{EVIL}'), ('config/scheme', EVIL), ('config/policy', EVIL),
+    ('config/loss/name', f'{EVIL}:A'), ('config/scheme', f'{EVIL}:A'),
+    ('config/loss/name', f'tests:{EVIL}'), ('config/seed', EVIL),
+    ('config/loss/discount', EVIL), ('config/placement/actor_platform', EVIL),
+    ('versions/EVIL', EVIL), ('history', [dict(first_update=1, changes={EVIL: dict(was=EVIL)})]),
+    ('history', [dict(first_update=1, init_from=dict(
+        workdir=EVIL, update=1, state_sha256=EVIL, taken=[EVIL], fresh=[EVIL], unused=[EVIL]))])]
+
+
+@pytest.mark.parametrize('name, value', FIELDS_WITH_TEXT)
+def test_texts_of_a_workdir_are_printed_escaped(name, value, saved_run, tmp_path, capsys,
+                                                monkeypatch):
+  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
+  workdir = tmp_path / 'run'
+  shutil.copytree(saved_run / 'run', workdir)
+  with_evil(workdir, name, value)
+  allow = '--allow_modules=tests,tests.envs'
+  evaluate.main(['x', f'--workdir={workdir}', '--num_episodes=1', '--num_envs=1', allow])
+  check_printed(capsys)
+  rerun.main(['x', f'--workdir={workdir}', '--update=1'])
+  check_printed(capsys)
+  export.main(['x', f'--workdir={workdir}', f'--out={tmp_path / "out"}'])
+  check_printed(capsys)
+  compare.main(['x', str(workdir), str(saved_run / 'run')])
+  check_printed(capsys)
+  compare.main(['x', str(saved_run / 'run'), str(workdir)])
+  check_printed(capsys)
+  # Training there says what has changed.
+  fields = json.loads((saved_run / 'run' / 'config.json').read_text())['config']
+  try:
+    output.complain('; '.join(workdirs.open_workdir(workdir, fields)))
+  except ValueError as error:
+    assert str(error).isprintable(), ascii(str(error))
+  check_printed(capsys)
+
+
+@pytest.mark.parametrize('name, value', FIELDS_WITH_TEXT)
+def test_errors_about_texts_of_a_workdir_are_escaped(name, value, saved_run, tmp_path,
+                                                      monkeypatch):
+  monkeypatch.setattr(host, 'prepare_host_for_any', lambda options: None)
+  for kind in ('run', 'agent'):
+    folder = tmp_path / kind
+    shutil.copytree(saved_run / kind, folder)
+    record = json.loads((folder / 'config.json').read_text())
+    set_field(record, name, value)
+    (folder / 'config.json').write_text(json.dumps(record))
+    if kind == 'agent':
+      manifest_file = folder / manifest.NAME
+      digest = manifest.read(folder)['state_sha256']
+      manifest_file.unlink()
+      manifest.write(folder, digest)
+    try:
+      assert repr(api.load(folder, allow_modules=['tests', 'tests.envs'])).isprintable()
+    except ValueError as error:
+      assert str(error).isprintable(), ascii(str(error))
+
+
+def test_names_of_arrays_in_a_saved_agent_are_escaped(saved_run, tmp_path):
+  folder = tmp_path / 'agent'
+  shutil.copytree(saved_run / 'agent', folder)
+  digest = manifest.read(folder)['state_sha256']
+  (folder / manifest.NAME).unlink()
+  (folder / 'parameters.safetensors').write_bytes(b'\x05\0\0\0\0\0\0\0{"\x1b[')
+  manifest.write(folder, digest)
+  with pytest.raises(ValueError, match='parameters.safetensors cannot be read') as refused:
+    api.load(folder)
+  assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize('text, expected', [
+    ('a\x1b[31mb', r'a\x1b[31mb'), ('a\rb', r'a\rb'), ('a\u202eb', r'a\u202eb'),
+    ('a\ud800b', r'a\ud800b'), ('a\nb', 'a\nb'), ('Grüße ²', 'Grüße ²')])
+def test_control_characters_are_printed_escaped(text, expected, capsys):
+  output.complain(text)
+  output.say(text)
+  assert capsys.readouterr() == (f'{expected}\n', f'{expected}\n')
+  stream = io.StringIO()
+  console = Console(file=stream, soft_wrap=True)
+  progress = Progress(prepared(small()).experiment, f'[red]{text}', console)
+  progress.note(text)
+  assert stream.getvalue() == f'{expected}\n'
+  assert progress._block().title.plain == f'[red]{expected}'  # noqa: SLF001
+
+
+def test_a_shortened_text_is_escaped_on_one_line():
+  assert options.shorten('a\n\x1b[1m\t b') == r'a \x1b[1m b'
+  assert options.shorten('x' * 300).isprintable()

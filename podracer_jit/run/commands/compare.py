@@ -25,8 +25,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from podracer_jit.options import printable, shorten
 from podracer_jit.run import checkpoint, history, journal, sources, workdirs
+from podracer_jit.run.output import complain
 
 ROWS = 10  # of the learning curves
 
@@ -54,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     if not receipts[0].by_update.keys() & receipts[1].by_update.keys():
       raise ValueError('the runs have no update in common')
   except (ValueError, OSError) as error:
-    print(f'podracer_jit compare: {error}', file=sys.stderr)
+    complain(f'podracer_jit compare: {" ".join(str(error).split())}')
     return 2
   verdict, different = compare(*(side.by_update for side in receipts))
   incomplete = [f'{name}: {folder / journal.RECEIPTS}: {problem}'
@@ -66,21 +69,21 @@ def main(argv: Sequence[str]) -> int:
     for line in [*config_differences(*configs), *history.differences(*histories),
                  *sources.differences(*kept),
                  *header_differences(*(side.headers for side in receipts)), *incomplete]:
-      print(line)
+      print(printable(line))
     print(verdict)
     if wants_deep and different is not None:
       sys.stdout.flush()
       # Imported here because reading receipts does not need NumPy.
       from podracer_jit.run import deep
       modules = [name for names in allowed for name in names.split(',')]
-      print(*deep.differences(folders, different, modules), sep='\n')
+      print(*map(printable, deep.differences(folders, different, modules)), sep='\n')
     print_curves(*curves)
     sys.stdout.flush()
   except ValueError as error:
-    print(f'podracer_jit compare: {error}', file=sys.stderr)
+    complain(f'podracer_jit compare: {" ".join(str(error).split())}')
     return 2
   except BrokenPipeError:  # as in `podracer_jit compare a b | head`
-    print(f'podracer_jit compare: the output was cut; {verdict}', file=sys.stderr)
+    complain(f'podracer_jit compare: the output was cut; {verdict}')
     raise
   if different is not None:
     return 1
@@ -107,15 +110,22 @@ def header_differences(headers_a: Sequence[dict], headers_b: Sequence[dict]) -> 
     where = f'segment {a["segment"]}: '
     if a.get('canary') != b.get('canary'):
       lines.append(f'{where}the machines round differently: the same gradient has the fingerprint '
-                   f'{a.get("canary")} in A and {b.get("canary")} in B')
-    lines += [f'{where}{name} was {a["versions"].get(name)} in A and {b["versions"].get(name)} in B'
-              for name in sorted(a['versions'].keys() | b['versions'].keys())
-              if a['versions'].get(name) != b['versions'].get(name)]
+                   f'{shorten(str(a.get("canary")))} in A and {shorten(str(b.get("canary")))} in B')
+    lines += [f'{where}{shorten(name)} was {shorten(str(was))} in A and {shorten(str(now))} in B'
+              for name, was, now in _version_pairs(a, b) if was != now]
     if a['first_update'] != b['first_update']:
       lines.append(f'{where}begins with update {a["first_update"]} in A and '
                    f'{b["first_update"]} in B: other episodes from there on')
       break
   return lines
+
+
+def _version_pairs(a: dict, b: dict) -> list[tuple[str, Any, Any]]:
+  """Returns the names of packages in either header of a segment, and both versions of each."""
+  versions_a, versions_b = (
+      header['versions'] if isinstance(header.get('versions'), dict) else {} for header in (a, b))
+  return [(name, versions_a.get(name), versions_b.get(name))
+          for name in sorted(versions_a.keys() | versions_b.keys())]
 
 
 def compare(receipts_a: dict[int, dict], receipts_b: dict[int, dict]) -> tuple[str, int | None]:
@@ -135,7 +145,8 @@ def compare(receipts_a: dict[int, dict], receipts_b: dict[int, dict]) -> tuple[s
                ('params',): 'the batch is the same and the parameters differ: the cause is in the '
                             'learner',
                ('batch',): 'the batch differs; the parameters do not'}[tuple(differ)]
-      values = ', '.join(f'{name} {a[name]} in A, {b[name]} in B' for name in differ)
+      values = ', '.join(f'{name} {shorten(a[name])} in A, {shorten(b[name])} in B'
+                         for name in differ)
       return f'differ at update {update}: {cause}\n  {values}', update
 
   same_length = len(common) == len(receipts_a) == len(receipts_b)

@@ -24,6 +24,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from podracer_jit.envs import families
+from podracer_jit.options import printable
+from podracer_jit.run.output import complain
 
 LONGEST_REASON = 80  # characters
 
@@ -48,12 +50,11 @@ def main(argv: Sequence[str]) -> int:
     names = {name.lower(): name for family, tasks in by_family.items() for name in (family, *tasks)}
     near = difflib.get_close_matches(argv[1].lower(), names, n=1, cutoff=0.5)
     hint = f'; did you mean {names[near[0]]}?' if near else ''
-    print(f'podracer_jit envs: {argv[1]}: there is no such family or task{hint}',
-          file=sys.stderr)
+    complain(f'podracer_jit envs: {argv[1]}: there is no such family or task{hint}')
     return 2
   width = max(len(task) for task, _ in matches)
   for task, family in matches:
-    print(f'{task:{width}}  {family:18} {describe(task)}', flush=True)
+    print(printable(f'{task:{width}}  {family:18} {describe(task)}'), flush=True)
   return 0
 
 

@@ -22,7 +22,9 @@ from pathlib import Path
 from absl import flags
 
 from podracer_jit.envs.protocol import environment_failure
+from podracer_jit.options import printable, shorten
 from podracer_jit.run import config, evaluation, periodic, sources, video
+from podracer_jit.run.output import complain
 from podracer_jit.runtime import host
 
 
@@ -44,18 +46,18 @@ def main(argv: Sequence[str]) -> int:
     player = evaluation.restore(workdir, experiment, update)
     note = sources.change_since(workdir, config.sources(experiment.fields), player.update)
     if note:
-      print(f'podracer_jit evaluate: {note}', file=sys.stderr)
+      complain(f'podracer_jit evaluate: {note}')
     if movie:
       movie.parent.mkdir(parents=True, exist_ok=True)
   except (ValueError, OSError, flags.Error) as error:
-    print(f'podracer_jit evaluate: {" ".join(str(error).split())}', file=sys.stderr)
+    complain(f'podracer_jit evaluate: {" ".join(str(error).split())}')
     return 2
   try:
     _evaluate(player, workdir, values, movie)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
     failure = environment_failure(error)
     message = failure or f'{type(error).__name__}: {" ".join(str(error).split())}'
-    print(f'podracer_jit evaluate: {message}', file=sys.stderr)
+    complain(f'podracer_jit evaluate: {message}')
     return 1
   return 0
 
@@ -133,15 +135,15 @@ def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues
   if movie:
     # The filmed environment is one more than the environments of the evaluation.
     film = video.film(player, movie, values.seed, num_envs, values.max_steps)
-    print(f'{movie}: an episode of return {film.episode_return:g}, {film.frames} frames at '
-          f'{film.frame_rate:g} a second ({film.shown})')
+    print(printable(f'{movie}: an episode of return {film.episode_return:g}, {film.frames} frames '
+                    f'at {film.frame_rate:g} a second ({film.shown})'))
 
 
 def _summary(record: evaluation.Record) -> str:
   summary = record['statistics']
   error = '-' if summary['standard_error'] is None else f'{summary["standard_error"]:.2f}'
   lines = [
-      f'{record["task"]} after update {record["update"]:,} ({record["steps"]:,} steps): '
+      f'{shorten(record["task"])} after update {record["update"]:,} ({record["steps"]:,} steps): '
       f'{len(record["returns"])} episodes, {"greedy" if record["greedy"] else "sampled"} actions',
       f'return  {summary["mean"]:.2f} +- {error} (mean, standard error)  min {summary["min"]:g}  '
       f'median {summary["median"]:g}  max {summary["max"]:g}',

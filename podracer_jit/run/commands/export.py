@@ -15,15 +15,16 @@ Exit code: 0, 1 if writing failed, 2 if it could not start, or the network canno
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
 
+from podracer_jit.options import shorten
 from podracer_jit.run import agent as agent_lib
 from podracer_jit.run import config, evaluation, export, periodic
+from podracer_jit.run.output import complain
 from podracer_jit.runtime import host
 
 
@@ -51,15 +52,14 @@ def main(argv: Sequence[str]) -> int:
     agent = agent_lib.Agent(experiment, evaluation.restore(workdir, experiment, update))
     agent.export(out)
   except OSError as error:
-    print(f'podracer_jit export: cannot write {values.out}: {" ".join(str(error).split())}',
-          file=sys.stderr)
+    complain(f'podracer_jit export: cannot write {values.out}: {" ".join(str(error).split())}')
     return 1
   except (ValueError, flags.Error) as error:
-    print(f'podracer_jit export: {" ".join(str(error).split())}', file=sys.stderr)
+    complain(f'podracer_jit export: {" ".join(str(error).split())}')
     return 2
   size = sum(path.stat().st_size for path in out.rglob('*') if path.is_file())
-  print(f'{out}: the agent of {agent.task} after update {agent.update:,} ({agent.steps:,} steps), '
-        f'{size:,} bytes; {export.DESCRIPTION} says how it is called')
+  print(f'{out}: the agent of {shorten(agent.task)} after update {agent.update:,} '
+        f'({agent.steps:,} steps), {size:,} bytes; {export.DESCRIPTION} says how it is called')
   return 0
 
 

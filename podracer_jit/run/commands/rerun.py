@@ -13,7 +13,6 @@ Exit code: 0, 1 if an update differs from its receipt or something failed, 2 if 
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from podracer_jit import loops
 from podracer_jit.envs import frames
 from podracer_jit.envs.protocol import environment_failure
 from podracer_jit.numerics.fingerprints import as_hex, canary
+from podracer_jit.options import printable, shorten
 from podracer_jit.run import (
     build,
     checkpoint,
@@ -39,6 +39,7 @@ from podracer_jit.run import (
     workdirs,
 )
 from podracer_jit.run.experiment import Experiment
+from podracer_jit.run.output import complain
 from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import host, placement
 from podracer_jit.types import Rollout, TrainState
@@ -74,19 +75,19 @@ def main(argv: Sequence[str]) -> int:
     state, envs = state_before(run, workdir, header)
     note = sources.change_since(workdir, config.sources(experiment.fields), values.update)
     if note:
-      print(f'podracer_jit rerun: {note}', file=sys.stderr)
+      complain(f'podracer_jit rerun: {note}')
   except (ValueError, OSError, flags.Error) as error:
-    print(f'podracer_jit rerun: {" ".join(str(error).split())}', file=sys.stderr)
+    complain(f'podracer_jit rerun: {" ".join(str(error).split())}')
     return 2
   try:
     if header['canary'] != canary():
-      print('podracer_jit rerun: this machine rounds differently from the machine of the run, so '
-            'updates may differ', file=sys.stderr)
+      complain('podracer_jit rerun: this machine rounds differently from the machine of the run, '
+               'so updates may differ')
     rollout = rerun(run, state, envs, header['segment'], values.update, receipts)
     _write(rollout, workdir / f'update_{values.update}', values.env, run)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
     message = environment_failure(error) or f'{type(error).__name__}: {error}'
-    print(f'podracer_jit rerun: {message}', file=sys.stderr)
+    complain(f'podracer_jit rerun: {message}')
     return 1
   return 0
 
@@ -120,7 +121,7 @@ def one_device_experiment(workdir: Path, allow_modules: Collection[str] = (),
   try:
     experiment = resolve(fields)
   except ValueError as error:
-    raise ValueError(f'--workdir: config.json of {workdir}: {error}') from None
+    raise ValueError(f'--workdir: config.json of {workdir}: {shorten(str(error), 600)}') from None
   workdirs.check_layout(workdir, experiment)
   if not experiment.exact_reduce:
     raise ValueError('the run has exact_reduce = False, so its bits depend on its devices')
@@ -243,4 +244,4 @@ def _write(rollout: Rollout, path: Path, env: int, run: build.Run) -> None:
                 run.experiment.env_options.get('gray_scale') is False, frame_rate=10)
     print(f'{path.with_suffix(".mp4")}: what environment {env} saw')
   except ValueError as error:
-    print(error)
+    print(printable(str(error)))
