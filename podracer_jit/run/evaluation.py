@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from podracer_jit.actor import rollouts
+from podracer_jit.actor import faults, rollouts
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents.networks import Apply
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.families import family_of
-from podracer_jit.envs.protocol import VectorEnv
+from podracer_jit.envs.protocol import EnvironmentFailed, EnvSpec, VectorEnv
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.options import shorten
 from podracer_jit.run import build, checkpoint, config, safe_files, workdirs
@@ -35,7 +35,7 @@ CHUNK = 128  # steps of a program call; drawn actions depend on it
 class Player(NamedTuple):
   """A policy and the task that it was trained for."""
 
-  task: str
+  spec: EnvSpec  # of the task
   options: Mapping[str, Any]  # the task's options, as in training, except for episodic_life
   apply: Apply
   initial_recurrent_state: Callable[[int], Any]
@@ -45,7 +45,11 @@ class Player(NamedTuple):
   threads: int  # threads that step the environments
   update: int  # updates that made the parameters
   steps: int  # valid agent steps that the parameters were learned from
-  channels_last: bool = False  # observations are images (H, W, C)
+
+  @property
+  def task(self) -> str:
+    """Name of the task, `env.task` of the config."""
+    return self.spec.task
 
 
 class Episodes(NamedTuple):
@@ -117,10 +121,10 @@ def make_player(run: build.Run, params: Params, update: int, steps: int) -> Play
     options['episodic_life'] = False  # The loss of a life must not end an episode.
   device = run.place.actors[0]
   network = run.network
-  return Player(experiment.env.task, options, network.apply, network.initial_recurrent_state,
+  return Player(experiment.spec, options, network.apply, network.initial_recurrent_state,
                 network.policy._replace(explore=None),
                 placement.put_params(params, device), device, run.place.env_threads,
-                update, steps, experiment.spec.channels_last)
+                update, steps)
 
 
 def _state(workdir: Path, run: build.Run, update: int | None) -> TrainState:
@@ -224,6 +228,7 @@ def play(player: Player, num_episodes: int, num_envs: int, seed: int, max_steps:
     The counted episodes.
 
   Raises:
+    EnvironmentFailed: an environment has returned a value that a policy cannot act on.
     RuntimeError: an episode that counts is longer than max_steps.
   """
   num_envs = min(num_envs, num_episodes)
@@ -235,6 +240,11 @@ def play(player: Player, num_episodes: int, num_envs: int, seed: int, max_steps:
     while any(len(episodes) < quota for episodes, quota in zip(counted, quotas, strict=True)):
       state, played = program(player.params, state)
       played, running = jax.device_get((played, state.envs[0].episode_length))
+      fault = faults.describe(played, player.spec)
+      if fault is not None:
+        env_id, what = fault
+        raise EnvironmentFailed(f'{player.task}: {what} (environment {env_id} of the evaluation '
+                                f'with seed {seed})')
       for i, episodes in enumerate(counted):
         # Episodes beyond the quota of the environment are dropped.
         rows = np.flatnonzero(played.ended[:, i])[:quotas[i] - len(episodes)]

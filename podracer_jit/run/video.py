@@ -122,7 +122,7 @@ def _camera(player: evaluation.Player, vector_env: VectorEnv, state: rollouts.Ac
     return (lambda state: _enlarge(_rendered(player.task, vector_env, state, first.shape)),
             'rendered by the environment')
 
-  channels_last = player.channels_last
+  channels_last = player.spec.channels_last
   colour = shape[-1 if channels_last else 0] == 3 or player.options.get('gray_scale') is False
   return (lambda state: _enlarge(_picture(np.asarray(state.envs[0].obs)[0], colour,
                                           channels_last)),

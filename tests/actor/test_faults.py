@@ -8,6 +8,7 @@ import pytest
 
 from podracer_jit.actor import faults
 from podracer_jit.envs.protocol import EnvironmentFailed
+from podracer_jit.run import evaluation
 from podracer_jit.run.metrics import environment_check
 from podracer_jit.types import Episodes
 from tests.runs import changed, fresh, run, small
@@ -180,3 +181,12 @@ def test_statistics_that_overflow_are_reported_in_the_update_in_which_they_do():
   # No loss shows it: divided by an infinite deviation, all observations are 0.
   assert np.isfinite(reports[0].metrics['grad_norm'][0])
   assert not np.isfinite(state.params['moments']['obs'].m2).all()
+
+
+def test_an_evaluation_names_a_wrong_value_too():
+  made = fresh(config(where='second'))
+  player = evaluation.make_player(made, made.initial_state().params, update=0, steps=0)
+  with pytest.raises(EnvironmentFailed, match=(
+      rf'^{HERE}:Sensor: the observation \[1, 0\] that step 2 of an episode returned is nan '
+      r'\(environment 0 of the evaluation with seed 5\)$')):
+    evaluation.play(player, 2, 2, 5, 100)

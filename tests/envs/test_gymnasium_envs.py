@@ -977,7 +977,7 @@ def agent_of(config):
   experiment = run.experiment
   network = run.network
   return evaluation.Player(
-      experiment.env.task, experiment.env_options, network.apply, network.initial_recurrent_state,
+      experiment.spec, experiment.env_options, network.apply, network.initial_recurrent_state,
       network.policy, placement.put_params(run.initial_state().params, jax.devices()[0]),
       jax.devices()[0], 2, 0, 0)
 

@@ -43,9 +43,10 @@ def _always(action, num_actions):
 
 
 def _agent(task, apply, **options):
-  actions = envpool_envs.make_spec(task, options).num_actions if task != 'Odd-v0' else 2
+  spec = envpool_envs.make_spec('CartPole-v1' if task == 'Odd-v0' else task, options)
   return evaluation.greedy(evaluation.Player(
-      task, options, by_rows(apply), lambda num_envs: (), policies.categorical(actions), (),
+      spec._replace(task=task), options, by_rows(apply), lambda num_envs: (),
+      policies.categorical(spec.num_actions), (),
       jax.devices()[0], threads=2, update=0, steps=0))
 
 
