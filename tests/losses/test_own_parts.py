@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import pathlib
 import shutil
 import sys
@@ -13,9 +14,19 @@ from absl import flags
 
 import podracer_jit
 from podracer_jit.agents import networks, optimizers
-from podracer_jit.run import command_line, evaluation, journal, train, trial, workdirs
+from podracer_jit.run import (
+    command_line,
+    evaluation,
+    journal,
+    life,
+    session,
+    stopping,
+    train,
+    trial,
+    workdirs,
+)
 from podracer_jit.run.resolve import resolve
-from tests.runs import fresh, prepared, run
+from tests.runs import changed, fresh, prepared, run, small
 
 PACKAGE = pathlib.Path(podracer_jit.__file__).parent
 EXAMPLES = PACKAGE.parent / 'examples'
@@ -505,6 +516,11 @@ class Right(RolloutAlgorithm):
     return loss, terms | {'value_loss': loss, 'one': 1.0}
 
 
+class Constant(Right):
+  def results(self, loss, terms):
+    return 0.0 * loss, terms
+
+
 class OnRows(Right):
   def minibatch_unit(self, recurrent):
     return ROWS
@@ -633,7 +649,7 @@ REPLAY = ['num_minibatches=1', 'scheme=sync', 'replay.capacity=1000', 'replay.mi
      'minibatch_unit return minibatches.ENVIRONMENTS, which is its default; or keep the rows, and '
      'call model.apply(params, rollout.obs, None, rollout.valid) in place of unroll'),
     (['loss.name={}:HeadsOnRows'],
-     'loss.name: loss of {}:HeadsOnRows ({}.py, line 29): unroll_with_heads needs'),
+     'loss.name: loss of {}:HeadsOnRows ({}.py, line 34): unroll_with_heads needs'),
     (['loss.name={}:RightOnRows', 'network.core=gru'],
      'network.core: {}:RightOnRows learns from single rows, and a recurrent network from rows in '
      'order; must be none, got gru'),
@@ -654,9 +670,9 @@ REPLAY = ['num_minibatches=1', 'scheme=sync', 'replay.capacity=1000', 'replay.mi
     (['loss.name={}:Taken'], "loss.name: loss of {}:Taken: must not return a loss term 'grad_norm'"
      ': every run has a metric of this name'),
     (['loss.name={}:Endless'], 'loss.name: loss of {}:Endless: Reverse-mode differentiation does '),
-    (['loss.name={}:Missing'], 'loss.name: loss of {}:Missing ({}.py, line 86): AttributeError: '),
+    (['loss.name={}:Missing'], 'loss.name: loss of {}:Missing ({}.py, line 91): AttributeError: '),
     (['loss.name={}:Summed'], 'loss.name: targets of {}:Summed: must return arrays [T, N, ...], '),
-    (['loss.name={}:Counted'], 'loss.name: batch_statistics of {}:Counted ({}.py, line 96): Typ'),
+    (['loss.name={}:Counted'], 'loss.name: batch_statistics of {}:Counted ({}.py, line 101): Typ'),
     (['loss.name={}:OneError', *REPLAY],
      'loss.name: loss of {}:OneError: must return |TD error| [N], here (512,), got ()'),
     (['loss.name={}:NoError', *REPLAY], 'loss.name: loss of {}:NoError: must return a pair, the '
@@ -678,6 +694,23 @@ def test_a_wrong_result_of_an_own_part_is_found_before_the_start(write_module, f
     trial.check(fresh(parse(*config)))
   assert str(error.value).startswith(message.replace('{}', module))
   assert '\n' not in str(error.value)
+
+
+def test_a_loss_without_a_gradient_is_a_warning_in_the_log_and_in_the_metrics(
+    write_module, tmp_path, capsys):
+  module = write_module('loss_without_gradient', WRONG_RESULTS)
+  config = changed(small(f'{module}:Constant'), total_steps=700, checkpoint__every_updates=4)
+  workdir = tmp_path / 'run'
+  with session.opened_run(fresh(config), workdir, life.make_life()) as opened:
+    assert opened.train(stopping.Stopping(), quiet=True)
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line == ('podracer_jit: warning: update 10: the gradient was exactly 0 in 10 updates in a '
+                  'row, so nothing is learned; does the loss depend on the parameters?')
+  records = journal.read_lines(workdir / journal.METRICS)
+  assert [record['update'] for record in records if 'warning' in record] == [
+      *range(10, len(records) + 1)]
+  assert all(later['wall_s'] > record['wall_s'] >= record['elapsed_s']
+             for record, later in itertools.pairwise(records))
 
 
 def test_a_config_with_the_name_of_an_imported_package_does_not_replace_it(tmp_path):
