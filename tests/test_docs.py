@@ -95,8 +95,8 @@ def test_no_text_installs_the_package_by_its_name():
            *(ROOT / 'examples').rglob('*.py'), *(path for path in (ROOT / 'scripts').iterdir())]
   for path in files:
     for line in path.read_text().splitlines():
-      match = re.search(r'pip install[^;#|]*\bpodracer[-_]jit\b(?![/.])', line)
-      assert match is None, f'{path}: {line}'
+      named = re.search(r'pip install[^;#|]*\bpodracer[-_]jit\b(?![/.])', line)
+      assert not named, f'{path}: {line}'
 
 
 def test_all_islands_are_explained():

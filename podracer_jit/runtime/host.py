@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import os
 import threading
 import time
@@ -13,10 +14,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from absl import logging
 from jax.experimental import multihost_utils
 
-from podracer_jit.options import shown
-from podracer_jit.runtime import coordinator
+from podracer_jit.options import shorten, shown
+from podracer_jit.runtime import coordinator, stored_programs
 from podracer_jit.runtime.placement import PlacementOptions
 
 
@@ -93,16 +95,43 @@ _sizes: dict[str, int] = {}
 def _keep_programs() -> None:
   """Sets a cache folder for compiled programs, unless JAX has one already.
 
-  The folder is in the user's cache. Each kind of processor has its own, because code for one may
-  not run on another.
+  The cache is not used if others could have put programs there, wherever the folder comes from; a
+  line says so.
   """
-  if jax.config.jax_compilation_cache_dir is not None:
+  if jax.config.jax_compilation_cache_dir is None:
+    _set_own_cache()
+  folder = jax.config.jax_compilation_cache_dir
+  if folder is None or not jax.config.jax_enable_compilation_cache:
     return
+  if '://' not in folder:
+    with contextlib.suppress(OSError):  # JAX reports it
+      stored_programs.make_private(Path(folder).absolute())
+  danger = stored_programs.danger_of(folder)
+  if danger:
+    logging.warning('compiled programs are neither kept nor read: %s; programs in %s would be '
+                    'executed (see Trust in the README)', danger, shorten(folder))
+    jax.config.update('jax_enable_compilation_cache', False)
+
+
+def _set_own_cache() -> None:
+  """Sets a folder in the user's cache as that of compiled programs.
+
+  Each kind of processor has its own, because code for one may not run on another. There is no
+  folder if the user has no home or cannot write there; if it exists all the same, programs are read
+  from it.
+  """
   lines = Path('/proc/cpuinfo').read_text().splitlines()
   features = sorted({x for x in lines if x.startswith(('model name', 'flags', 'Features'))})
   processor = hashlib.sha256('\n'.join(features).encode()).hexdigest()[:12]
-  cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache')
-  jax.config.update('jax_compilation_cache_dir', str(cache / 'podracer_jit' / processor))
+  try:
+    cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache')
+    folder = cache / 'podracer_jit' / processor
+    stored_programs.make_private(folder)
+  except (RuntimeError, OSError):  # a RuntimeError means that the user has no home
+    return
+  jax.config.update('jax_compilation_cache_dir', str(folder))
+  if not os.access(folder, os.W_OK):
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', math.inf)
 
 
 def join(options: PlacementOptions, coordinator_address: str | None, num_processes: int | None,

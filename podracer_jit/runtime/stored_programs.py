@@ -21,6 +21,7 @@ import math
 import os
 import pickle
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,9 @@ import jax
 from jax.experimental import serialize_executable
 from jax.extend.backend import get_compile_options
 
+from podracer_jit.options import shorten
+
+_FOLDER = 'with_simulators'  # in that of JAX's cache
 # In the names of calls of Python (`jax.debug.print`, `io_callback`), whose addresses are unknown.
 _CALLS_PYTHON = 'python_cpu_callback'
 
@@ -165,6 +169,66 @@ def outside_of_jax_cache() -> Iterator[None]:
     jax.config.update(name, previous_seconds)
 
 
+def make_private(folder: Path) -> None:
+  """Makes a folder, and the missing ones above it, in which only the user can write.
+
+  Raises:
+    OSError: it cannot be made.
+  """
+  # Oldest first. `Path.mkdir` would make the ones above with write bits that the umask leaves.
+  for path in (*reversed(folder.parents), folder):
+    if not path.is_dir():
+      path.mkdir(mode=0o700, exist_ok=True)
+
+
+def danger_of(folder: str) -> str:
+  """Returns how others could put programs into a folder from which they are executed.
+
+  The folder must belong to the user, or to root, and nobody else may write to it: the names and
+  digests of programs are no secret. Nobody else may write to the folders above it either, since
+  they could put another folder in its place; in a sticky one, such as /tmp, they cannot if what is
+  in it belongs to the user. The owners of other folders above are trusted: they give the user a
+  place.
+
+  Args:
+    folder: a path; it need not exist. Nothing is known about addresses with '://'.
+
+  Returns:
+    A phrase; '' if only the user can.
+  """
+  if '://' in folder:
+    return ''
+  path = Path(folder).absolute()
+  # Links are in folders of the first path, and lead to folders of the second.
+  return _danger_of_path(path) or _danger_of_path(path.resolve())
+
+
+def _danger_of_path(folder: Path) -> str:
+  """Returns what `danger_of` returns, for a path in which links are followed unseen."""
+  is_shared = False  # the folder above is a sticky one, in which others make folders, too
+  for path in (*reversed(folder.parents), folder):
+    try:
+      info = path.stat()
+    except OSError:  # the user will make a missing folder
+      return ''
+    is_last = path == folder
+    if (is_last or is_shared) and info.st_uid not in (os.geteuid(), 0):
+      return f'{shorten(str(path))} belongs to another user'
+    others_write = bool(info.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    is_shared = others_write and bool(info.st_mode & stat.S_ISVTX)
+    if others_write and is_last:
+      return f'others can write to {shorten(str(path))} (delete it, or empty it and chmod go-w)'
+    if others_write and not is_shared:
+      return f'others can write to {shorten(str(path))} (chmod go-w)'
+  return ''
+
+
+def _only_mine(info: os.stat_result) -> bool:
+  """Returns whether a file belongs to the user, or to root, and nobody else may write to it."""
+  return (info.st_uid in (os.geteuid(), 0)
+          and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
 def _file(text: str, lowered: jax.stages.Lowered, addresses: Sequence[int], device: jax.Device
           ) -> Path | None:
   """Returns the file of a program in the folder of JAX's cache; None if there is no cache.
@@ -176,7 +240,9 @@ def _file(text: str, lowered: jax.stages.Lowered, addresses: Sequence[int], devi
     device: that it was lowered for.
   """
   folder = jax.config.jax_compilation_cache_dir
-  if folder is None or not jax.config.jax_enable_compilation_cache:
+  if folder is None or not jax.config.jax_enable_compilation_cache or '://' in folder:
+    return None
+  if danger_of(folder) or danger_of(os.path.join(folder, _FOLDER)):
     return None
   numbers = {str(address).encode(): b'simulator %d' % i for i, address in enumerate(addresses)}
   without_addresses = _pattern(addresses).sub(lambda match: numbers[match[0]], text.encode())
@@ -186,7 +252,7 @@ def _file(text: str, lowered: jax.stages.Lowered, addresses: Sequence[int], devi
            jax.__version__, importlib.metadata.version('jaxlib'), os.environ.get('XLA_FLAGS'),
            len(os.sched_getaffinity(0)), os.environ.get('NPROC'))
   name = hashlib.sha256('\n'.join(map(str, parts)).encode()).hexdigest()
-  return Path(folder) / 'with_simulators' / f'{name}-cache'
+  return Path(folder) / _FOLDER / f'{name}-cache'
 
 
 def _read(file: Path | None) -> tuple[bytes, tuple[int, ...]] | None:
@@ -198,6 +264,8 @@ def _read(file: Path | None) -> tuple[bytes, tuple[int, ...]] | None:
   if file is None:
     return None
   try:
+    if not _only_mine(file.stat()):
+      return None
     stored = file.read_bytes()
   except OSError:
     return None
@@ -217,7 +285,7 @@ def _write(file: Path | None, content: bytes, addresses: Sequence[int]) -> None:
     return
   rest = ' '.join(map(str, addresses)).encode() + b'\n' + content
   with contextlib.suppress(OSError):
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_private(file.parent)
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as unfinished:
       try:
         unfinished.write(hashlib.sha256(rest).digest() + rest)

@@ -1,10 +1,15 @@
 """Settings made before JAX starts: the folder of compiled programs."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
 
+import jax
+import pytest
+
+from podracer_jit.runtime import host, stored_programs
 from tests import processes
 from tests.runs import QUICK
 
@@ -46,3 +51,98 @@ def test_jaxs_own_cache_folder_is_respected(tmp_path):
   subprocess.run([sys.executable, '-m', 'podracer_jit', *TRAIN, f'--workdir={tmp_path / "run"}'],
                  env=env, check=True, capture_output=True, timeout=300)
   assert not (tmp_path / 'unused').exists() and any((tmp_path / 'told').iterdir())
+
+
+@pytest.fixture
+def cache_settings():
+  """Restores JAX's settings of its cache."""
+  names = ('jax_compilation_cache_dir', 'jax_enable_compilation_cache',
+           'jax_persistent_cache_min_compile_time_secs')
+  before = {name: getattr(jax.config, name) for name in names}
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
+@pytest.mark.parametrize('mode', [0o777, 0o775, 0o757, 0o1777])
+@pytest.mark.parametrize('is_told', [True, False])
+def test_a_cache_that_others_can_write_to_is_not_used(mode, is_told, tmp_path, cache_settings,
+                                                      monkeypatch):
+  warnings = []
+  monkeypatch.setattr(host.logging, 'warning', lambda text, *args: warnings.append(text % args))
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  jax.config.update('jax_compilation_cache_dir', str(tmp_path / 'told') if is_told else None)
+  host._keep_programs()
+  assert jax.config.jax_enable_compilation_cache and not warnings
+  folder = pathlib.Path(jax.config.jax_compilation_cache_dir)
+  assert folder.stat().st_mode & 0o777 == 0o700
+  folder.chmod(mode)
+  for _ in range(2):
+    host._keep_programs()
+  assert not jax.config.jax_enable_compilation_cache
+  (line,) = warnings
+  assert f'others can write to {folder}' in line and '\n' not in line
+
+
+def test_folders_of_a_cache_are_made_for_the_user_only(tmp_path):
+  before = os.umask(0)
+  try:
+    stored_programs.make_private(tmp_path / 'a' / 'b' / 'c')
+  finally:
+    os.umask(before)
+  for path in ('a', 'a/b', 'a/b/c'):
+    assert (tmp_path / path).stat().st_mode & 0o777 == 0o700
+  stored_programs.make_private(tmp_path / 'a' / 'b' / 'c')
+
+
+def test_a_folder_above_that_others_can_write_to_counts_unless_it_is_sticky(tmp_path):
+  folder = tmp_path / 'a' / 'b'
+  stored_programs.make_private(folder)
+  assert stored_programs.danger_of(str(folder)) == ''
+  assert stored_programs.danger_of(str(folder / 'new' / 'one')) == ''
+  folder.parent.chmod(0o777)
+  danger = stored_programs.danger_of(str(folder))
+  assert danger == f'others can write to {folder.parent} (chmod go-w)'
+  assert stored_programs.danger_of(str(folder / 'new')) == danger
+  folder.parent.chmod(0o1777)
+  assert stored_programs.danger_of(str(folder)) == ''
+  # Through a link, both paths count.
+  (tmp_path / 'link').symlink_to(folder)
+  assert stored_programs.danger_of(str(tmp_path / 'link')) == ''
+  folder.parent.chmod(0o777)
+  assert stored_programs.danger_of(str(tmp_path / 'link')) == danger
+  (folder / 'link').symlink_to(tmp_path)
+  assert stored_programs.danger_of(str(folder / 'link')) == danger
+  assert stored_programs.danger_of('gs://bucket/cache') == ''
+
+
+def test_a_cache_of_another_user_is_not_used(tmp_path, monkeypatch):
+  folder = tmp_path / 'a' / 'b'
+  stored_programs.make_private(folder)
+  owners = {folder: 12345}
+  stat = pathlib.Path.stat
+
+  def stat_with_owner(path, **options):
+    values = list(stat(path, **options))
+    values[4] = owners.get(path, values[4])
+    return os.stat_result(values)
+  monkeypatch.setattr(pathlib.Path, 'stat', stat_with_owner)
+  assert stored_programs.danger_of(str(folder)) == f'{folder} belongs to another user'
+  # The owner of a folder above gives the user a place, except for a sticky one.
+  owners |= {folder: os.geteuid(), folder.parent: 12345}
+  assert stored_programs.danger_of(str(folder)) == ''
+  tmp_path.chmod(0o1777)
+  assert stored_programs.danger_of(str(folder)) == f'{folder.parent} belongs to another user'
+
+
+def test_the_command_says_in_one_line_that_the_cache_is_not_used(tmp_path):
+  folder = tmp_path / 'cache'
+  folder.mkdir()
+  folder.chmod(0o777)
+  env = QUICK | dict(JAX_PLATFORMS='cpu', JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',
+                     JAX_COMPILATION_CACHE_DIR=str(folder))
+  done = subprocess.run(
+      [sys.executable, '-m', 'podracer_jit', *TRAIN, f'--workdir={tmp_path / "run"}'], env=env,
+      check=True, capture_output=True, text=True, timeout=300)
+  assert done.stderr.count(f'others can write to {folder}') == 1
+  assert not list(folder.iterdir())

@@ -174,6 +174,16 @@ def test_a_damaged_file_is_replaced(folder, damage):
     assert len(compilations(names)) == times
 
 
+@pytest.mark.parametrize('which', ['file', 'folder', 'cache'])
+def test_a_program_that_others_could_have_written_is_not_read(folder, which):
+  play([1, 2])
+  (file,) = folder.iterdir()
+  {'file': file, 'folder': folder, 'cache': folder.parent}[which].chmod(0o777)
+  with events() as names:
+    assert_array_equal(play([3, 4]), [expected([3, 4])])
+  assert len(compilations(names)) == 1
+
+
 def test_a_program_that_calls_python_is_not_stored(folder):
   called_with = []
   kept = {}
