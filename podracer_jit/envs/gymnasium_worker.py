@@ -20,7 +20,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -73,7 +72,8 @@ class Setup(NamedTuple):
 
   task: str
   options: dict[str, Any]
-  folders: list[str]  # of config files, in which `parts` looks for a user's modules
+  search: parts.Search  # where the parent finds a user's modules
+  registered: bytes  # what the parent's registry has about the task, pickled; may be empty
   first_env: int  # index of the worker's first environment
   seeds: list[int]  # of the worker's environments
   layout: Layout
@@ -156,13 +156,21 @@ def _construct(task: str, options: Mapping[str, Any]) -> Any:
       parts.find('env.task', f'{module}:__name__', {})
     try:
       return gymnasium.make(name, disable_env_checker=True, **options)
-    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DependencyNotInstalled,
-            gymnasium.error.DeprecatedEnv) as error:
+    except gymnasium.error.UnregisteredEnv as error:
+      if parts.run_files():  # a config file may register environments
+        return _construct(task, options)
+      raise ValueError(f'env.task: {task}: {shorten(str(error))}'
+                       f'{"" if module else _hint(name)}') from None
+    except (gymnasium.error.DependencyNotInstalled, gymnasium.error.DeprecatedEnv) as error:
       raise ValueError(f'env.task: {task}: {shorten(str(error))}') from None
 
   constructor = parts.find('env.task', task, {})
   try:
     return constructor(**options)
+  except gymnasium.error.UnregisteredEnv:
+    if not parts.run_files():
+      raise
+    return _construct(task, options)
   except TypeError as error:
     if not (_refuses_arguments(error) and "'max_episode_steps'" in str(error)):
       raise
@@ -170,6 +178,13 @@ def _construct(task: str, options: Mapping[str, Any]) -> Any:
   options = dict(options)
   limit = options.pop('max_episode_steps')
   return TimeLimit(constructor(**options), limit)
+
+
+def _hint(name: str) -> str:
+  """Returns how to name the module that registers an environment, as the end of a message."""
+  library = 'ale_py' if name.startswith('ALE/') else 'MODULE'
+  return (f'; name the module that registers it, too: {KIND}:{library}:{name} (if the config file '
+          'of a workdir does that: --allow_modules=CONFIG.py)')
 
 
 def _refuses_arguments(error: TypeError) -> bool:
@@ -284,8 +299,8 @@ def main(parent: socket.socket, setup: Setup) -> None:
     signal.signal(number, lambda *_: None)
   threading.Thread(target=_end_after_parent, args=(parent,), daemon=True).start()
   warnings.filterwarnings('ignore', module='gymnasium')
-  for folder in reversed(setup.folders):
-    parts.look_beside(Path(folder) / 'config')
+  parts.set_search(setup.search)
+  _register(setup.registered)
 
   environments = _Environments(setup)
   try:
@@ -306,6 +321,27 @@ def main(parent: socket.socket, setup: Setup) -> None:
   except BaseException as error:  # noqa: BLE001 - an environment may raise anything
     _tell(parent, FAILED, environments.describe(error).encode())
   environments.close()
+
+
+def registered(task: str) -> bytes:
+  """Returns the entry of this process's registry for a task 'gymnasium:ID', pickled.
+
+  A program or a config file may have made it, which a worker does not run. Returns nothing for
+  other tasks, and if the entry cannot be pickled.
+  """
+  kind, _, name = task.partition(':')
+  with contextlib.suppress(Exception):  # it may have any objects as its arguments
+    if kind == KIND and name in gymnasium.registry:
+      return pickle.dumps(gymnasium.registry[name])
+  return b''
+
+
+def _register(entry: bytes) -> None:
+  """Adds the entry of the parent's registry to that of this process, if it lacks it."""
+  with contextlib.suppress(Exception):  # its module may be one that only the parent can import
+    if entry:
+      spec = pickle.loads(entry)
+      gymnasium.registry.setdefault(spec.id, spec)
 
 
 def _answer_render(parent: socket.socket, environments: _Environments) -> None:

@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from podracer_jit.run import build, changes, checkpoint, history, inherit, sources, workdirs
+from podracer_jit.run import (
+    build,
+    changes,
+    checkpoint,
+    history,
+    inherit,
+    safe_files,
+    sources,
+    workdirs,
+)
 from podracer_jit.run import config as config_lib
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.resolve import resolve
@@ -70,7 +79,7 @@ def make_life(init_from: str | Path | None = None, init_parts: Sequence[str] | N
   Raises:
     ValueError: a value is wrong, or two do not go together, in one line.
   """
-  repeated = Path(repeat) if repeat else None
+  repeated = safe_files.user_path(repeat) if repeat else None
   allowed = changes.Allowed(extend, tuple(change))
   if not init_from:
     if init_parts is not None or init_partly:
@@ -86,7 +95,8 @@ def make_life(init_from: str | Path | None = None, init_parts: Sequence[str] | N
       raise ValueError(f'--init_parts: known are {", ".join(known)}; got {",".join(init_parts)!r}')
     # In the order of PARTS, whatever the order of the flag.
     parts = tuple(part for part in inherit.PARTS if part in init_parts or 'all' in init_parts)
-  return Life(inherit.Request(Path(init_from), parts, init_partly), allowed, repeated)
+  return Life(inherit.Request(safe_files.user_path(init_from), parts, init_partly), allowed,
+              repeated)
 
 
 class Beginning(NamedTuple):
@@ -171,6 +181,7 @@ def start_workdir(run: build.Run, workdir: Path, life: Life,
       _copy_first_state(life.repeat, workdir)
   workdirs.open_workdir(workdir, run.experiment.fields, entries=entries)
   notes = sources.keep(workdir, config_lib.sources(run.experiment.fields), 1)
+  workdirs.note_start(workdir, 1)
   origin = history.origin_of(entries)
   return [*notes, *([f'the run begins with {origin.words()}'] if origin else [])]
 
@@ -214,6 +225,7 @@ def resume_workdir(run: build.Run, workdir: Path, life: Life) -> tuple[int | Non
   changed = workdirs.write_changes(workdir, fields, update or 0, misfit)
   _check_stages(run.experiment, workdirs.read_history(workdir), update or 0)
   sourced = sources.keep(workdir, config_lib.sources(fields), (update or 0) + 1)
+  workdirs.note_start(workdir, (update or 0) + 1)
   return update, [*notes, *repairs, *changed, *sourced]
 
 

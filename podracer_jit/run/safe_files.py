@@ -1,4 +1,4 @@
-"""Replaces files in one step, and moves broken files to a folder instead of deleting them."""
+"""Paths of users; replaces files in one step, and moves broken files instead of deleting them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BROKEN = 'broken'  # folder of a workdir for broken files
+
+
+def user_path(path: str | Path) -> Path:
+  """Returns a path that a user gave, in which ~ at its beginning means the home folder.
+
+  Raises:
+    ValueError: the user, or the user's home folder, is not known.
+  """
+  try:
+    return Path(path).expanduser()
+  except RuntimeError:
+    raise ValueError(f'{path}: the home folder is not known; give a path without ~') from None
 
 
 def write_text(path: Path, text: str) -> None:

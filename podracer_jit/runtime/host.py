@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import os
 import threading
 import time
@@ -94,15 +95,23 @@ def _keep_programs() -> None:
   """Sets a cache folder for compiled programs, unless JAX has one already.
 
   The folder is in the user's cache. Each kind of processor has its own, because code for one may
-  not run on another.
+  not run on another. There is no folder if the user has no home or cannot write there; if it exists
+  all the same, programs are read from it.
   """
   if jax.config.jax_compilation_cache_dir is not None:
     return
   lines = Path('/proc/cpuinfo').read_text().splitlines()
   features = sorted({x for x in lines if x.startswith(('model name', 'flags', 'Features'))})
   processor = hashlib.sha256('\n'.join(features).encode()).hexdigest()[:12]
-  cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache')
-  jax.config.update('jax_compilation_cache_dir', str(cache / 'podracer_jit' / processor))
+  try:
+    cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache')
+    folder = cache / 'podracer_jit' / processor
+    folder.mkdir(parents=True, exist_ok=True)
+  except (RuntimeError, OSError):  # a RuntimeError means that the user has no home
+    return
+  jax.config.update('jax_compilation_cache_dir', str(folder))
+  if not os.access(folder, os.W_OK):
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', math.inf)
 
 
 def join(options: PlacementOptions, coordinator_address: str | None, num_processes: int | None,

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from podracer_jit import parts
 from podracer_jit.run import checkpoint, config, workdirs
 from podracer_jit.run.commands import compare, evaluate, rerun, train
 from podracer_jit.runtime import host
@@ -119,3 +120,39 @@ def test_an_evaluation_unpickles_nothing_of_a_workdir(tmp_path):
                         text=True, timeout=300, env=QUICK, check=False)
   assert done.returncode == 0, done.stderr
   assert '2 episodes' in done.stdout
+
+
+def test_a_part_of_another_main_program_is_refused_in_one_line(strange, tmp_path):
+  workdir = strange('loss', 'name')
+  record = json.loads((workdir / 'config.json').read_text())
+  record['config']['loss']['name'] = '__main__:Mine'
+  (workdir / 'config.json').write_text(json.dumps(record))
+  with pytest.raises(ValueError, match=r"names loss.name of the program that trained.*allow_mod"):
+    workdirs.read_config(workdir)
+
+
+@pytest.mark.parametrize('allow', [[], ['{folder}/evil.py']])
+def test_a_file_that_registers_environments_is_run_if_it_is_allowed(
+    allow, strange, tmp_path, monkeypatch, capsys):
+  """It lies in the current folder, and beside the workdir."""
+  workdir = strange('env', 'task')
+  record = json.loads((workdir / 'config.json').read_text())
+  record['config']['env']['task'] = 'gymnasium:Evil-v0'
+  (workdir / 'config.json').write_text(json.dumps(record))
+  monkeypatch.chdir(tmp_path)
+  flags = [f'--allow_modules={path.format(folder=tmp_path)}' for path in allow]
+  assert evaluate.main(['podracer_jit', f'--workdir={workdir}', *flags]) == 2
+  error = capsys.readouterr().err
+  assert 'gymnasium:MODULE:Evil-v0' in error and error.count('\n') == 1
+  assert (tmp_path / 'ran').exists() == bool(allow)
+
+
+def test_a_file_of_a_package_is_allowed_by_both_of_its_names(tmp_path):
+  (tmp_path / 'own_package').mkdir()
+  (tmp_path / 'own_package' / '__init__.py').write_text('')
+  (tmp_path / 'own_package' / 'own_net.py').write_text('X = 1\n')
+  assert config.allowed_modules([tmp_path / 'own_package' / 'own_net.py']) == {
+      'own_net', 'own_package.own_net'}
+  assert parts.find('x', 'own_package.own_net:X', {}) == 1
+  for name in ('own_package.own_net', 'own_package'):
+    del sys.modules[name]

@@ -1,10 +1,16 @@
 """Settings made before JAX starts: the folder of compiled programs."""
 
 import json
+import math
+import os
 import pathlib
 import subprocess
 import sys
 
+import jax
+import pytest
+
+from podracer_jit.runtime import host
 from tests import processes
 from tests.runs import QUICK
 
@@ -46,3 +52,35 @@ def test_jaxs_own_cache_folder_is_respected(tmp_path):
   subprocess.run([sys.executable, '-m', 'podracer_jit', *TRAIN, f'--workdir={tmp_path / "run"}'],
                  env=env, check=True, capture_output=True, timeout=300)
   assert not (tmp_path / 'unused').exists() and any((tmp_path / 'told').iterdir())
+
+
+@pytest.fixture
+def no_cache(monkeypatch):
+  """Has JAX without a cache folder, and without a folder that was told; they come back."""
+  folder = jax.config.jax_compilation_cache_dir
+  seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+  jax.config.update('jax_compilation_cache_dir', None)
+  monkeypatch.delenv('XDG_CACHE_HOME', raising=False)
+  yield
+  jax.config.update('jax_compilation_cache_dir', folder)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', seconds)
+
+
+def test_a_user_without_a_home_has_no_cache(no_cache, tmp_path, monkeypatch):
+  def no_home():
+    raise RuntimeError('Could not determine home directory.')
+  monkeypatch.setattr(pathlib.Path, 'home', no_home)
+  host._keep_programs()
+  assert jax.config.jax_compilation_cache_dir is None
+  (tmp_path / 'file').write_text('')
+  monkeypatch.setattr(pathlib.Path, 'home', lambda: tmp_path / 'file' / 'home')
+  host._keep_programs()
+  assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_nothing_is_written_to_a_home_that_is_read_only(no_cache, tmp_path, monkeypatch):
+  monkeypatch.setattr(pathlib.Path, 'home', lambda: tmp_path)
+  monkeypatch.setattr(os, 'access', lambda path, mode: False)
+  host._keep_programs()
+  assert jax.config.jax_compilation_cache_dir.startswith(str(tmp_path))
+  assert jax.config.jax_persistent_cache_min_compile_time_secs == math.inf

@@ -21,7 +21,7 @@ from pathlib import Path
 from absl import flags
 
 from podracer_jit.envs.protocol import environment_failure
-from podracer_jit.run import config, evaluation, periodic, sources, video
+from podracer_jit.run import config, evaluation, periodic, safe_files, sources, video
 from podracer_jit.runtime import host
 
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
     movie = _check(values, arguments)
-    workdir = Path(values.workdir)
+    workdir = safe_files.user_path(values.workdir)
     allowed = config.allowed_modules(values.allow_modules)
     update = periodic.chosen_update(values.update, workdir)
     experiment = evaluation.read_experiment(workdir, allowed, update)
@@ -96,11 +96,11 @@ def _check(values: flags.FlagValues, arguments: Sequence[str]) -> Path | None:
   if values.video is None:
     return None
   if f'.{values.video}' in video.SUFFIXES:
-    return Path(values.workdir) / f'video.{values.video}'
+    return safe_files.user_path(values.workdir) / f'video.{values.video}'
   if Path(values.video).suffix not in video.SUFFIXES:
     raise ValueError('--video: must be mp4, gif, or a path that ends in .mp4 or .gif, '
                      f'got {values.video!r}')
-  return Path(values.video)
+  return safe_files.user_path(values.video)
 
 
 def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues,
