@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import numbers
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,8 @@ _KEY = 'podracer_jit.option'
 _FLAX_FIELDS = ('name', 'parent')
 # Types that an option may have.
 _KINDS = (bool, int, float, str, tuple)
+# Key that marks a list in JSON.
+_LIST = '__list__'
 # Most characters of a value in an error message.
 _LONGEST_SHOWN = 60
 
@@ -67,6 +70,53 @@ def printable(text: str) -> str:
   """Returns a text in which characters that could control a terminal are escaped; lines stay."""
   return ''.join(x if x.isprintable() or x == '\n' else x.encode('unicode_escape').decode()
                  for x in text)
+def plain_value(value: Any) -> Any:
+  """Returns a value of a config with numbers of NumPy and JAX as Python's own.
+
+  Lists, tuples and dicts keep their kind. Other types are returned unchanged.
+  """
+  if isinstance(value, dict):
+    return {key: plain_value(x) for key, x in value.items()}
+  if isinstance(value, list | tuple):
+    return (list if isinstance(value, list) else tuple)(map(plain_value, value))
+  if hasattr(value, 'dtype') and getattr(value, 'shape', None) == () and hasattr(value, 'item'):
+    return value.item()
+  # An enumeration, for example, would be a number once it is read from a file.
+  if isinstance(value, str):
+    return str.__str__(value)
+  for kind in (bool, int, float):
+    if isinstance(value, kind):
+      return kind(value)
+  return value
+
+
+def to_json(value: Any) -> Any:
+  """Returns a value in the form that it has in JSON: tuples are arrays, lists are marked."""
+  if isinstance(value, Mapping):
+    return {key: to_json(x) for key, x in value.items()}
+  if isinstance(value, list):
+    return {_LIST: [to_json(x) for x in value]}
+  return [to_json(x) for x in value] if isinstance(value, tuple) else value
+
+
+def from_json(value: Any) -> Any:
+  """Returns a value that was read from JSON; see `to_json`."""
+  if isinstance(value, Mapping):
+    if value.keys() == {_LIST} and isinstance(value[_LIST], list):
+      return [from_json(x) for x in value[_LIST]]
+    return {key: from_json(x) for key, x in value.items()}
+  return tuple(from_json(x) for x in value) if isinstance(value, list | tuple) else value
+
+
+def problem_of_json(value: Any) -> str:
+  """Returns why JSON would give another value back, or an empty string if it gives the same."""
+  try:
+    text = repr(from_json(json.loads(json.dumps(to_json(value)))))
+  except (TypeError, ValueError, RecursionError):
+    text = ''
+  return '' if text == repr(value) else (
+      'must consist of numbers, texts, True, False, None, lists, tuples, and dicts with texts as '
+      'keys')
 
 
 class Count(NamedTuple):

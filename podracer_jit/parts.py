@@ -4,39 +4,110 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.machinery
 import importlib.util
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from podracer_jit.options import shorten, shown
 
-# Folders of config files, which are searched before sys.path.
+# Folders in which a user's modules are found; see `look_beside`.
 _folders: list[Path] = []
+# Files of a user's that this process may run: config files, and files that somebody has allowed.
+_files: list[Path] = []
 
 # Files of users' modules as they were when they were imported, by module; see `sources_of`.
 _sources: dict[str, dict[str, bytes]] = {}
 _INSTALLED = {'site-packages', 'dist-packages'}  # folders of packages that pip installs
 _OURS = __name__.partition('.')[0]
+MAIN = '__main__'  # the name of a notebook, or of the program that Python runs
 
 
 class NameTaken(ImportError):
   """Raised if a file would be loaded under the name of another module."""
 
 
+class Search(NamedTuple):
+  """Where a process finds a user's modules, to be sent to other processes of this machine."""
+
+  folders: tuple[str, ...]  # the first is searched first
+  files: tuple[str, ...]
+
+
 def look_beside(path: Path) -> None:
-  """Adds the folder of a file to the folders in which `find` looks for a user's modules."""
-  folder = path.resolve().parent
-  if folder not in _folders:
-    _folders.insert(0, folder)
+  """Makes the modules in the folder of a file importable, as `python file.py` does.
+
+  Modules of Python itself and installed ones come first, so a file of the user's cannot take their
+  place. Modules on PYTHONPATH come later, and those in the current folder last. The newest folder
+  comes before older ones.
+  """
+  path = path.resolve()
+  if path.parent not in _folders:
+    _add_folder(path.parent, 0)
+  if path.is_file() and path not in _files:
+    _files.append(path)
 
 
-def folders() -> list[Path]:
-  """Returns the folders that `look_beside` has added, the first to be searched first."""
-  return list(_folders)
+def search() -> Search:
+  """Returns where this process finds a user's modules."""
+  return Search(tuple(map(str, _folders)), tuple(map(str, _files)))
+
+
+def set_search(where: Search) -> None:
+  """Lets this process find a user's modules where another process does."""
+  _files[:] = map(Path, where.files)
+  for folder in where.folders:
+    _add_folder(Path(folder), len(_folders))
+
+
+def _add_folder(folder: Path, index: int) -> None:
+  _folders.insert(index, folder)
+  # New files in it may be younger than what Python has noted about it.
+  importlib.invalidate_caches()
+  if _Beside not in sys.meta_path:
+    sys.meta_path.insert(0, _Beside)
+
+
+def _current_folder() -> list[Path]:
+  """Returns the current folder; empty if it was removed."""
+  try:
+    return [Path.cwd()]
+  except OSError:
+    return []
+
+
+def _add_current_folder() -> None:
+  """Lets Python find modules in the current folder, after all others.
+
+  Only a user's own config or module does this, since the folder may be a stranger's.
+  """
+  sys.path += [str(folder) for folder in _current_folder()
+               if not {'', str(folder)} & set(sys.path)]
+
+
+class _Beside:
+  """Python's import system asks this class first."""
+
+  @staticmethod
+  def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    """Returns the module of this name in `_folders`; None leaves the name to other finders."""
+    del target
+    if path is not None or name in sys.stdlib_module_names or name == _OURS:
+      return None
+    spec = PathFinder.find_spec(name, [str(folder) for folder in _folders])
+    other = spec and PathFinder.find_spec(name)
+    # A folder without __init__.py has no origin; any other module comes before it, as in Python.
+    if other and (spec.origin is None or other.origin and _is_installed(Path(other.origin))):
+      return None
+    return spec
+
+
+def _is_installed(path: Path) -> bool:
+  return bool(_INSTALLED & set(path.parts))
 
 
 def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
@@ -53,7 +124,7 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
   if isinstance(name, str) and name in shipped:
     return shipped[name]
   module, colon, attribute = str(name).partition(':')
-  if colon and not (module.replace('.', '').isidentifier() and attribute):
+  if colon and not (attribute and (_can_be_imported(module) or _file_named(module))):
     raise ValueError(f'{field}: must be a name or module:attribute, got {shown(name)}')
   if not colon:
     raise ValueError(f'{field}: there is no {shown(name)}; known are {", ".join(shipped)}, and '
@@ -65,7 +136,7 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
   except ImportError as error:
     raise ValueError(f'{field}: cannot import {shown(module)} of {shown(name)} '
                      f'({shorten(str(error))}); it is looked for '
-                     'beside the config file and on PYTHONPATH') from None
+                     'beside the config file, on PYTHONPATH and in the current folder') from None
   except Exception as error:  # noqa: BLE001 - a user's module may raise any exception
     raise ValueError(f'{field}: {module}.py fails: {type(error).__name__}: '
                      f'{shorten(str(error))}') from error
@@ -86,14 +157,33 @@ def file_of(name: str) -> str:
   Returns:
     The path, or a phrase that says that the module is missing.
   """
-  for folder in _folders:
-    path = folder.joinpath(*name.split('.')).with_suffix('.py')
-    if path.is_file():
-      return str(path)
+  if name == MAIN:
+    return 'the main program'
+  path = _file_named(name)
+  if path:
+    return str(path)
   # Looking up a submodule would import its package, so only the first name is looked up.
   top = name.partition('.')[0]
-  spec = importlib.machinery.PathFinder.find_spec(top)
+  spec = (_Beside.find_spec(top) or PathFinder.find_spec(top)
+          or PathFinder.find_spec(top, [str(folder) for folder in _current_folder()]))
   return spec.origin if spec and spec.origin else f'a module {top} that is not here'
+
+
+def _can_be_imported(name: str) -> bool:
+  """Returns whether an import statement could have this name of a module."""
+  return all(step.isidentifier() for step in name.split('.'))
+
+
+def _file_named(name: str) -> Path | None:
+  """Returns NAME.py in the first folder that has it; NAME need not be one that Python can import.
+
+  So parts can be in a config file called ppo-v1.2.py.
+  """
+  if Path(name).name != name:
+    return None
+  folders = _folders if _can_be_imported(name) else [*_folders, *_current_folder()]
+  return next((path for path in (folder / f'{name}.py' for folder in folders) if path.is_file()),
+              None)
 
 
 def sources_of(name: str) -> Mapping[str, bytes]:
@@ -118,11 +208,11 @@ def sources_of(name: str) -> Mapping[str, bytes]:
 
 def _read_with_imports(path: Path, name: str) -> dict[str, bytes]:
   """Returns the contents of a module's file, and of the files that it imports; see `sources_of`."""
-  root = path.resolve().parents[name.count('.') + (path.name == '__init__.py')]
+  root = root_of(path, name)
   top = name.partition('.')[0]
-  is_installed = bool(_INSTALLED & set(root.parts))
-  contents = {}
-  names = [name]
+  is_installed = _is_installed(root)
+  contents = {str(path.resolve().relative_to(root)): path.read_bytes()}
+  names = [name, *_imports(path.read_bytes(), name, path.name == '__init__.py')]
   visited = set()
   while names:
     module = names.pop()
@@ -138,18 +228,42 @@ def _read_with_imports(path: Path, name: str) -> dict[str, bytes]:
   return contents
 
 
+def root_of(path: Path, name: str) -> Path:
+  """Returns the folder in which the import of a module looks for its first name.
+
+  Args:
+    path: the file of the module.
+    name: the name of the module, possibly dotted.
+  """
+  if path.stem == name:
+    return path.resolve().parent  # a file like ppo_v1.2.py is in no package
+  return path.resolve().parents[name.count('.') + (path.name == '__init__.py')]
+
+
 def _files_beside(root: Path, module: str) -> Iterator[tuple[Path, str]]:
-  """Yields the files under a folder that the import of a module runs, and their modules."""
+  """Yields the files under a folder that the import of a module runs, and their modules.
+
+  Raises:
+    NameTaken: a file of another folder has the name of one of them in this process.
+  """
+  odd = root / f'{module}.py'
+  if odd.is_file() and ('.' in module or not _can_be_imported(module)):
+    yield odd, module
+    return
   steps = module.split('.')
   for count in range(1, len(steps) + 1):
     name = '.'.join(steps[:count])
     base = root.joinpath(*steps[:count])
     for file in (base / '__init__.py', base.with_suffix('.py')):
+      if not file.is_file():
+        continue
       known = getattr(sys.modules.get(name), '__file__', None)
-      # The name may stand for another file, such as a package's that is installed.
-      if file.is_file() and (known is None or Path(known).resolve() == file.resolve()):
+      if known is None or Path(known).resolve() == file.resolve():
         yield file, name
-        break
+      elif not (_is_installed(Path(known)) or steps[0] in sys.stdlib_module_names):
+        raise NameTaken(f'{name} is {known} in this process, and not {file}: give one of them '
+                        'another name, or use another process')
+      break
 
 
 def _imports(content: bytes, module: str, is_package: bool) -> Iterator[str]:
@@ -171,11 +285,42 @@ def _imports(content: bytes, module: str, is_package: bool) -> Iterator[str]:
 
 def _module(name: str) -> ModuleType:
   """Imports a user's module, from beside the config file if possible, else from sys.path."""
-  for folder in _folders:
-    path = folder.joinpath(*name.split('.')).with_suffix('.py')
-    if path.is_file():
-      return load(path, name)
-  return importlib.import_module(name)
+  _add_current_folder()
+  path = _file_named(name)
+  return load(path, name) if path else importlib.import_module(name)
+
+
+def run_file(path: Path, again: bool = True) -> ModuleType:
+  """Runs a file of the user's, which can import the modules beside it.
+
+  Args:
+    path: the path of the file.
+    again: whether to run the file even if it was run before.
+
+  Returns:
+    The file as a module. It has the file's name, if that is not the name of another module.
+  """
+  if not path.resolve().is_relative_to(Path(__file__).parent):  # no config that is shipped
+    look_beside(path)
+    _add_current_folder()
+  try:
+    module = load(path, path.stem, again)
+  except NameTaken:
+    # This matters only for a file that also has parts.
+    module = load(path, f'_file_{zlib.crc32(bytes(path.resolve()))}', again)
+  _read_with_imports(path, module.__name__)  # refuses modules that it did not mean
+  return module
+
+
+def run_files() -> bool:
+  """Runs the files that this process may run and has not run; returns whether there were any."""
+  # Not `getattr`, which lets some modules import others.
+  imported = {vars(module).get('__file__') for module in list(sys.modules.values())
+              if isinstance(module, ModuleType)}
+  files = [path for path in _files if str(path) not in imported]
+  for path in files:
+    run_file(path, again=False)
+  return bool(files)
 
 
 def load(path: Path, name: str, again: bool = False) -> ModuleType:
@@ -195,7 +340,7 @@ def load(path: Path, name: str, again: bool = False) -> ModuleType:
   path = path.resolve()
   known = sys.modules.get(name)
   where = getattr(known, '__file__', None)
-  if known is None:
+  if known is None and '.' not in name:
     # A module that is not imported yet may have the name, too.
     spec = importlib.util.find_spec(name)
     where = spec and spec.origin

@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import sys
 import tempfile
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -48,7 +49,9 @@ def pytest_configure_node(node):
 @pytest.fixture(autouse=True)
 def _folders_of_one_test(monkeypatch):
   """Keeps folders of users' modules that one test adds from the next test."""
-  monkeypatch.setattr(parts, '_folders', parts.folders())
+  monkeypatch.setattr(parts, '_folders', list(parts._folders))
+  monkeypatch.setattr(parts, '_files', list(parts._files))
+  monkeypatch.setattr(sys, 'path', list(sys.path))
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,9 +1,15 @@
 """Options of parts: limits, types and names; and looking up parts by name."""
 
+import collections
 import dataclasses
+import enum
+import importlib
+import json
+import math
 import sys
 
 import flax.linen as nn
+import numpy as np
 import pytest
 
 from podracer_jit import options, parts
@@ -111,6 +117,124 @@ def test_a_module_that_fails_is_reported_in_one_line(tmp_path):
   with pytest.raises(ValueError, match='loss.name: fails_at_once.py fails: ZeroDivisionError'):
     parts.find('loss.name', 'fails_at_once:X', {})
   assert 'fails_at_once' not in sys.modules
+
+
+@pytest.fixture
+def write(tmp_path):
+  """Returns a function that writes a file in a folder; modules called own_... are forgotten."""
+  def write(name, text):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+  yield write
+  for name in list(sys.modules):
+    if name.startswith('own_'):
+      del sys.modules[name]
+
+
+def test_a_module_can_import_the_files_beside_it(write):
+  write('own_size.py', 'SIZE = 3\n')
+  write('own_near.py', 'from own_size import SIZE as A\n')
+  write('own_pkg/__init__.py', '')
+  write('own_pkg/size.py', 'SIZE = 4\n')
+  write('own_pkg/relative.py', 'from .size import SIZE as A\n')
+  write('own_pkg/absolute.py', 'from own_pkg.size import SIZE as A\nimport own_size\n')
+  parts.look_beside(write('config.py', ''))
+  for module, value in (('own_near', 3), ('own_pkg.relative', 4), ('own_pkg.absolute', 4)):
+    assert parts.find('env.task', f'{module}:A', {}) == value
+  assert set(parts.sources_of('own_near')) == {'own_near.py', 'own_size.py'}
+  assert set(parts.sources_of('own_pkg.absolute')) == {
+      'own_pkg/__init__.py', 'own_pkg/absolute.py', 'own_pkg/size.py', 'own_size.py'}
+
+
+def test_files_beside_a_config_do_not_take_the_place_of_other_modules(write):
+  for name in ('tabnanny', 'rlax', 'podracer_jit'):  # of Python, installed, our own
+    write(f'{name}.py', 'raise RuntimeError\n')
+  config = write('random.py', 'import tabnanny, random, rlax, podracer_jit\nX = 1\n')
+  module = parts.run_file(config)
+  assert module.X == 1 and module.tabnanny.__file__ != str(config.parent / 'tabnanny.py')
+  assert module.random is sys.modules['random'] is not module
+  with pytest.raises(ValueError, match='loss.name: .*random.py cannot be called random'):
+    parts.find('loss.name', 'random:X', {})
+
+
+def test_modules_beside_a_config_come_before_others_of_the_user(write, tmp_path, monkeypatch):
+  for folder in ('path', 'here', 'beside'):
+    write(f'{folder}/own_first.py', f'X = {folder!r}\n')
+  for folder in ('path', 'here'):
+    write(f'{folder}/own_second.py', f'X = {folder!r}\n')
+  write('here/own_third.py', 'import own_third_too\nX = "here"\n')
+  write('here/own_third_too.py', '')
+  monkeypatch.syspath_prepend(tmp_path / 'path')
+  monkeypatch.chdir(tmp_path / 'here')
+  parts.look_beside(write('beside/config.py', ''))
+  where = {'own_first': 'beside', 'own_second': 'path', 'own_third': 'here'}
+  for module, folder in where.items():
+    assert parts.file_of(module) == str(tmp_path / folder / f'{module}.py')
+    assert parts.find('x', f'{module}:X', {}) == folder
+
+
+def test_the_current_folder_is_searched_for_modules_that_are_named_only(write, monkeypatch):
+  monkeypatch.chdir(write('own_tool.py', '').parent)
+  with pytest.raises(ImportError):
+    importlib.import_module('own_tool')
+  parts.find('x', 'own_tool:__name__', {})
+
+
+def test_two_folders_cannot_have_helpers_of_one_name(write):
+  write('a/own_helper.py', 'X = 1\n')
+  write('b/own_helper.py', 'X = 2\n')
+  text = 'from own_helper import X\n'
+  assert parts.run_file(write('a/own_a.py', text)).X == 1
+  with pytest.raises(ImportError, match='own_helper is .*a/own_helper.py in this process, and not'):
+    parts.run_file(write('b/own_b.py', text))
+
+
+@pytest.mark.parametrize('name', ['own_v1.2', 'own-cart', 'own 1 ✓'])
+def test_a_file_can_have_parts_whatever_its_name(name, write):
+  path = write(f'{name}.py', 'import own_helper\nX = __name__\n')
+  write('own_helper.py', '')
+  parts.run_file(path)
+  assert parts.find('x', f'{name}:X', {}) == name
+  del sys.modules[name]  # as in a worker
+  assert parts.find('x', f'{name}:X', {}) == name and parts.file_of(name) == str(path)
+  assert set(parts.sources_of(name)) == {path.name, 'own_helper.py'}
+  with pytest.raises(ValueError, match='must be a name or module:attribute'):
+    parts.find('x', f'../{path.parent.name}/{name}:X', {})
+
+
+class _Colour(enum.IntEnum):
+  RED = 1
+
+
+class _Word(str, enum.Enum):  # noqa: UP042 - as many people have them
+  RED = 'red'
+
+
+@pytest.mark.parametrize('value, plain', [
+    (np.float32(0.5), 0.5), (np.float64(0.1), 0.1), (np.int64(3), 3), (np.bool_(True), True),
+    (np.array(2), 2), (np.str_('x'), 'x'), (_Colour.RED, 1), (_Word.RED, 'red'), (None, None),
+    (True, True), ([np.int8(1), (np.int8(2),)], [1, (2,)]), ({'a': [np.float32(2)]}, {'a': [2.0]}),
+    (collections.OrderedDict(a=1), {'a': 1})])
+def test_numbers_of_other_libraries_become_pythons(value, plain):
+  assert repr(options.plain_value(value)) == repr(plain)
+
+
+@pytest.mark.parametrize('value', [
+    [1, 2], (1, 2), [], (), [(1, [2])], {'x': [5], 'y': (6,), 'z': {'w': [7, (8,)]}}, math.inf,
+    math.nan, -0.0, 1.0, 1, True, None, 'x', 10**30])
+def test_json_gives_the_same_value_back(value):
+  assert not options.problem_of_json(value)
+  assert repr(options.from_json(json.loads(json.dumps(options.to_json(value))))) == repr(value)
+
+
+@pytest.mark.parametrize('value', [
+    np.arange(2), len, object, {1: 'a'}, {1, 2}, b'x', 1j, [len], {'a': (b'',)},
+    {'__list__': (1,)}])
+def test_other_values_are_refused(value):
+  assert options.problem_of_json(value).startswith('must consist of numbers, texts')
 
 
 def test_a_file_cannot_have_the_name_of_another_module(tmp_path):

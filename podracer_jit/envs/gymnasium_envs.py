@@ -70,6 +70,7 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
   Raises:
     ValueError: the task or an option is wrong, or spaces of this kind cannot be learned from.
   """
+  _check_is_elsewhere(task)
   try:
     env = worker.make(task, options)
   except ValueError as error:
@@ -86,6 +87,30 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
     worker.close(env)
   _facts[_key(task, options)] = facts
   return facts.spec
+
+
+def _check_is_elsewhere(task: str) -> None:
+  """Checks that workers can import an environment, before anything starts.
+
+  Raises:
+    ValueError: it is a part of the main program, or was registered by a module that workers do not
+      know; the message says how to name it.
+  """
+  module, _, name = task.partition(':')
+  new_task = f'mine:{name}'
+  if module == worker.KIND:
+    entry = name in gymnasium.registry and gymnasium.registry[name].entry_point
+    module = entry.partition(':')[0] if isinstance(entry, str) else getattr(entry, '__module__', '')
+    new_task = f'{worker.KIND}:mine:{name}'
+  if module == parts.MAIN:
+    raise ValueError(f'env.task: {task} is in the main program ({parts.MAIN}), which the worker '
+                     'processes that step it cannot import; move it into a file of its own, '
+                     f'mine.py, and name it {new_task}')
+  is_registered = task.startswith(f'{worker.KIND}:') and name in gymnasium.registry
+  if is_registered and not (worker.registered(task) or parts.search().files):
+    raise ValueError(f'env.task: {task} was registered with a function that worker processes '
+                     'cannot import; name the module that registers it, too: '
+                     f'{worker.KIND}:{module}:{name}')
 
 
 def spaces_of(task: str, options: Mapping[str, Any]) -> spaces.Spaces:
@@ -309,7 +334,7 @@ class _Workers:
       try:
         for envs in np.array_split(np.arange(len(seeds)), min(num_processes, len(seeds))):
           self._start(worker.Setup(
-              self.task, self.options, [str(folder) for folder in parts.folders()], int(envs[0]),
+              self.task, self.options, parts.search(), worker.registered(self.task), int(envs[0]),
               worker.seeds_of([seeds[i] for i in envs]), layout, memory))
       except BaseException:
         self.close()
@@ -323,7 +348,8 @@ class _Workers:
     with child:
       # A session of its own, so that the signals of a terminal do not reach it.
       self._processes.append(subprocess.Popen(
-          [sys.executable, '-c', _PROGRAM, str(child.fileno())],
+          # -P: the current folder must not come before the modules that the program imports.
+          [sys.executable, '-P', '-c', _PROGRAM, str(child.fileno())],
           pass_fds=(child.fileno(), setup.memory), stdin=subprocess.DEVNULL,
           start_new_session=True))
     with contextlib.suppress(OSError):  # `wait` says why a process has ended

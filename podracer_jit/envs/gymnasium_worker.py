@@ -80,7 +80,8 @@ class Setup(NamedTuple):
 
   task: str
   options: dict[str, Any]
-  folders: list[str]  # of config files, in which `parts` looks for a user's modules
+  search: parts.Search  # where the parent finds a user's modules
+  registered: bytes  # what the parent's registry has about the task, pickled; may be empty
   first_env: int  # index of the worker's first environment
   seeds: list[int]  # of the worker's environments
   layout: Layout
@@ -175,14 +176,21 @@ def _construct(task: str, options: Mapping[str, Any]) -> Any:
       parts.find('env.task', f'{module}:__name__', {})
     try:
       return gymnasium.make(name, disable_env_checker=True, **options)
-    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DependencyNotInstalled,
-            gymnasium.error.DeprecatedEnv) as error:
+    except gymnasium.error.UnregisteredEnv as error:
+      if parts.run_files():  # a config file may register environments
+        return _construct(task, options)
       raise ValueError(f'env.task: {task}: {shorten(str(error)).rstrip(".")}'
                        f'{"" if module else _where_to_find(name, error)}') from None
+    except (gymnasium.error.DependencyNotInstalled, gymnasium.error.DeprecatedEnv) as error:
+      raise ValueError(f'env.task: {task}: {shorten(str(error)).rstrip(".")}') from None
 
   constructor = parts.find('env.task', task, {})
   try:
     return constructor(**options)
+  except gymnasium.error.UnregisteredEnv:
+    if not parts.run_files():
+      raise
+    return _construct(task, options)
   except TypeError as error:
     if not (_refuses_arguments(error) and "'max_episode_steps'" in str(error)):
       raise
@@ -199,12 +207,13 @@ def _where_to_find(name: str, error: Exception) -> str:
     name: the id of the environment.
     error: of Gymnasium.
   """
-  if not isinstance(error, gymnasium.error.UnregisteredEnv) or isinstance(
-      error, gymnasium.error.VersionNotFound):
+  if isinstance(error, gymnasium.error.VersionNotFound):
     return ''
   module = _MODULES.get(name.rpartition('/')[0], 'MODULE')
-  return (f'; if another package registers it, name its module: {KIND}:{module}:{name}'
-          + (' (with the package installed)' if module != 'MODULE' else ''))
+  remedy = f'; if another package registers it, name its module: {KIND}:{module}:{name}'
+  if module != 'MODULE':
+    return f'{remedy} (with the package installed)'
+  return f'{remedy}; if the config file of a workdir does: --allow_modules=CONFIG.py'
 
 
 def _refuses_arguments(error: TypeError) -> bool:
@@ -337,8 +346,8 @@ def main(parent: socket.socket, setup: Setup) -> None:
     signal.signal(number, lambda *_: None)
   threading.Thread(target=_end_after_parent, args=(parent,), daemon=True).start()
   warnings.filterwarnings('ignore', module='gymnasium')
-  for folder in reversed(setup.folders):
-    parts.look_beside(Path(folder) / 'config')
+  parts.set_search(setup.search)
+  _register(setup.registered)
 
   environments = _Environments(setup)
   try:
@@ -359,6 +368,27 @@ def main(parent: socket.socket, setup: Setup) -> None:
   except BaseException as error:  # noqa: BLE001 - an environment may raise anything
     _tell(parent, FAILED, environments.describe(error).encode())
   environments.close()
+
+
+def registered(task: str) -> bytes:
+  """Returns the entry of this process's registry for a task 'gymnasium:ID', pickled.
+
+  A program or a config file may have made it, which a worker does not run. Returns nothing for
+  other tasks, and if the entry cannot be pickled.
+  """
+  kind, _, name = task.partition(':')
+  with contextlib.suppress(Exception):  # it may have any objects as its arguments
+    if kind == KIND and name in gymnasium.registry:
+      return pickle.dumps(gymnasium.registry[name])
+  return b''
+
+
+def _register(entry: bytes) -> None:
+  """Adds the entry of the parent's registry to that of this process, if it lacks it."""
+  with contextlib.suppress(Exception):  # its module may be one that only the parent can import
+    if entry:
+      spec = pickle.loads(entry)
+      gymnasium.registry.setdefault(spec.id, spec)
 
 
 def _answer_render(parent: socket.socket, environments: _Environments) -> None:

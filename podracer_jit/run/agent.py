@@ -115,7 +115,7 @@ class Agent:
       ValueError: the folder exists and is not empty.
       OSError: a file cannot be written.
     """
-    self._write(Path(folder), {})
+    self._write(safe_files.user_path(folder), {})
 
   def export(self, folder: str | Path) -> None:
     """Writes the agent to a new folder, for programs that do not have this package.
@@ -128,7 +128,7 @@ class Agent:
       ValueError: there is something of that name already, or the network cannot be exported.
       OSError: it cannot be written.
     """
-    folder = Path(folder)
+    folder = safe_files.user_path(folder)
     check_new(folder)  # before the programs are compiled
     self._write(folder, export.files(self.player, self.experiment, self._spaces))
 

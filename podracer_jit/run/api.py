@@ -22,6 +22,7 @@ from podracer_jit.run import (
     life,
     machines,
     periodic,
+    safe_files,
     seeds,
     session,
     stopping,
@@ -156,10 +157,10 @@ def train(config: Config, workdir: str | Path, *,
   def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
     cluster = stack.enter_context(machines.joined(fields))
     prepare(fields)
-    return session.opened(resolve(fields), Path(workdir), options, cluster)
+    return session.opened(resolve(fields), safe_files.user_path(workdir), options, cluster)
 
   opened, finished = _train(opening, quiet, callbacks=all_callbacks,
-                            profile_dir=profile_dir and str(profile_dir))
+                            profile_dir=_text(profile_dir))
   return _trained(opened, finished)
 
 
@@ -199,9 +200,9 @@ def train_seeds(config: Config, workdir: str | Path, num_seeds: int, *,
   def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
     del stack
     prepare(fields)
-    return seeds.opened(fields, num_seeds, Path(workdir), options)
+    return seeds.opened(fields, num_seeds, safe_files.user_path(workdir), options)
 
-  opened, finished = _train(opening, quiet, profile_dir=profile_dir and str(profile_dir))
+  opened, finished = _train(opening, quiet, profile_dir=_text(profile_dir))
   return [_trained(each, finished) for each in opened.sessions]
 
 
@@ -242,6 +243,10 @@ def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextM
   return opened, finished
 
 
+def _text(path: str | Path | None) -> str | None:
+  return None if path is None else str(safe_files.user_path(path))
+
+
 def _trained(opened: session.Session, finished: bool) -> Trained:
   modules = config_lib.modules(opened.run.experiment.fields)
   return Trained(opened.workdir, finished, tuple(modules.values()))
@@ -262,7 +267,7 @@ def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,
   Raises:
     ValueError: there is no such agent, or its config names modules that are not allowed.
   """
-  path = Path(path)
+  path = safe_files.user_path(path)
   allowed = config_lib.allowed_modules(allow_modules)
   if (path / PARAMETERS).exists():
     if update is not None:
@@ -340,12 +345,8 @@ def _mapping(config: Config) -> dict[str, Any]:
   """
   if isinstance(config, str):
     config = load_config(config)
-  if isinstance(config, ml_collections.FrozenConfigDict):
-    config = ml_collections.ConfigDict(config)
-  if isinstance(config, ml_collections.ConfigDict):
+  if isinstance(config, Mapping | ml_collections.ConfigDict):
     return config_lib.plain(config)
-  if isinstance(config, Mapping):
-    return dict(config)
   raise ValueError(f'config: must be a ConfigDict, a mapping or a name, got {config!r}')
 
 

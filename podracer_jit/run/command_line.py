@@ -6,7 +6,6 @@ import ast
 import contextlib
 import difflib
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,14 @@ from ml_collections import config_flags
 from podracer_jit import parts
 from podracer_jit.options import shorten
 from podracer_jit.run import config as config_lib
+from podracer_jit.run import safe_files
 
 _PACKAGE = Path(__file__).parents[1]
 _ENV = '--config.env.'
 _SWITCHES = ('--help', '--distributed', '--extend', '--init_partly')  # take no value
+_MEANING = ('The experiment: a file, or the name of a shipped config, with its argument: '
+            'pong_laptop:smoke. Any field is overridden by --config.FIELD=VALUE; '
+            '--config=NAME --help lists the fields.')
 _EXAMPLE = 'podracer_jit --config=pong_laptop --workdir=runs/pong'
 
 
@@ -45,6 +48,8 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
   argv, env_options = _take_env_options(_joined(argv))
   argv, location = _take_config(argv)
   if location is None:
+    # For the help text only.
+    flags.DEFINE_string('config', None, _MEANING, flag_values=values)
     _parse_flags(argv, values, ())
     if values.help:
       return None
@@ -61,10 +66,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
         with one_line_errors(), config.unlocked():
           config_lib.choose(config, section, arg.partition('=')[2])
   try:
-    config_flags.DEFINE_config_dict(
-        'config', config, 'The experiment: a file, or the name of a shipped config, with its '
-        'argument: pong_laptop:smoke. Any field is overridden by --config.FIELD=VALUE.',
-        flag_values=values, sys_argv=argv)
+    config_flags.DEFINE_config_dict('config', config, _MEANING, flag_values=values, sys_argv=argv)
   except (AttributeError, KeyError) as error:
     raise ValueError(_no_field(error, argv)) from None
   except (flags.Error, TypeError, ValueError) as error:
@@ -75,6 +77,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
     fields['env'] = fields.get('env', {}) | env_options
   if values.help:
     print_fields(fields)
+    values['config'].default_as_str = None  # all its fields, once more
     return None
   return fields
 
@@ -87,8 +90,8 @@ def print_fields(fields: Mapping[str, Any]) -> None:
   print("  env.* : any other option of the task's own\n")
 
 
-def load_config(location: str) -> ml_collections.ConfigDict:
-  """Returns the config that a file's `get_config` makes.
+def load_config(location: str) -> config_lib.Fields:
+  """Returns the config that a file's `get_config` makes, locked.
 
   Args:
     location: the path of a file, or the name of a shipped config; with its argument after a colon.
@@ -99,21 +102,14 @@ def load_config(location: str) -> ml_collections.ConfigDict:
   """
   path, colon, argument = location.partition(':')
   file = find_config(path)
-  parts.look_beside(file)
-  try:
-    module = parts.load(file, file.stem, again=True)
-  except parts.NameTaken:
-    # Another module has the file's name. This matters only for a file that also has parts.
-    module = parts.load(file, f'_config_{zlib.crc32(bytes(file.resolve()))}', again=True)
+  module = parts.run_file(file)
   if not hasattr(module, 'get_config'):
     raise ValueError(f'{file} has no function get_config')
   config = module.get_config(*([argument] if colon else []))
-  if isinstance(config, Mapping | ml_collections.FrozenConfigDict):
-    config = ml_collections.ConfigDict(config)
-  if not isinstance(config, ml_collections.ConfigDict):
+  if not isinstance(config, Mapping | ml_collections.ConfigDict):
     raise ValueError(f'get_config of {file} must return the result of experiment.config, got '
                      f'{type(config).__name__}')
-  return config
+  return config_lib.as_fields(config)
 
 
 def find_config(path: str) -> Path:
@@ -122,7 +118,7 @@ def find_config(path: str) -> Path:
   Raises:
     ValueError: there is no such file or config.
   """
-  candidates = [Path(path), _PACKAGE / path, _PACKAGE / 'configs' / path,
+  candidates = [safe_files.user_path(path), _PACKAGE / path, _PACKAGE / 'configs' / path,
                 _PACKAGE / 'configs' / f'{path}.py']
   for candidate in candidates:
     if path and candidate.is_file():
@@ -181,7 +177,7 @@ def _fields(config: Mapping[str, Any], prefix: str = '') -> list[str]:
     if isinstance(value, ml_collections.ConfigDict):
       names += _fields(value, f'{prefix}{name}.')
     else:
-      names.append(prefix + name)
+      names.append(f'{prefix}{name}')
   return names
 
 
@@ -194,7 +190,7 @@ def _required_fields(config: ml_collections.ConfigDict, prefix: str = '') -> Ite
       try:
         value.get()
       except ml_collections.config_dict.RequiredValueError:
-        yield prefix + name
+        yield f'{prefix}{name}'
 
 
 def _joined(argv: Sequence[str]) -> list[str]:

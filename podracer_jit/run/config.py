@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from podracer_jit.agents.running_moments import NormaliseOptions
 from podracer_jit.envs.families import own_module
 from podracer_jit.losses.algorithm import ReplayAlgorithm, RolloutAlgorithm
 from podracer_jit.replay.options import ReplayOptions
+from podracer_jit.run import safe_files
 from podracer_jit.run.settings import (
     CheckpointOptions,
     EnvOptions,
@@ -59,6 +61,99 @@ ALLOW_MODULES = (  # the help of a flag
     'names them; by comma. Importing a module runs it.')
 
 
+class Fields(ml_collections.ConfigDict):
+  """The fields of a config, or of one of its sections; new fields are refused while it is locked.
+
+  Numbers of NumPy and JAX become Python's own.
+  """
+
+  section = ''  # with its dot, for messages
+
+  def __setitem__(self, key: str, value: Any):
+    """Sets a field.
+
+    Raises:
+      KeyError: the config is locked and has no such field; the message is one line.
+      ValueError: the value is a class or a function; a config names it by a text.
+    """
+    value = options.plain_value(value)
+    known = list(self.keys())
+    if self.is_locked and key not in known:
+      near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+      hint = f'did you mean {near[0]}? ' if near else ''
+      raise KeyError(f'{key}: the config has no such field; {hint}There are {", ".join(known)}')
+    own = self._fields.get(key)
+    if isinstance(own, str):
+      refuse_object(f'{self.section}{key}', value)
+    if isinstance(value, Mapping) and not isinstance(value, ml_collections.ConfigDict):
+      value = type(own)(value) if isinstance(own, Fields) else Fields(value)
+    super().__setitem__(key, value)
+
+  def __setattr__(self, name: str, value: Any):
+    try:
+      super().__setattr__(name, value)
+    except AttributeError as error:
+      # Its only argument is the KeyError, whose text would be in quotation marks.
+      raise AttributeError(*error.args[0].args if error.args else ()) from None
+
+
+  def lock(self) -> Fields:
+    """Refuses new fields from now on; returns itself."""
+    return self._set_locked(True)
+
+  def unlock(self) -> Fields:
+    """Allows new fields; returns itself."""
+    return self._set_locked(False)
+
+  def _set_locked(self, is_locked: bool) -> Fields:
+    # The methods of ml_collections also ask for the values, which placeholders may lack.
+    object.__setattr__(self, '_locked', is_locked)
+    for value in self._fields.values():
+      if isinstance(value, ml_collections.ConfigDict):
+        value.lock() if is_locked else value.unlock()
+    return self
+
+
+class EnvFields(Fields):
+  """The section `env`, to which the task's own options can always be added."""
+
+  section = 'env.'
+
+  def lock(self) -> EnvFields:
+    """Does nothing."""
+    return self
+
+
+def refuse_object(field: str, value: Any) -> None:
+  """Refuses a class or a function in a field that names it by a text.
+
+  Raises:
+    ValueError: the value is one; the message says how it is named.
+  """
+  if not (callable(value) and hasattr(value, '__qualname__')):
+    return
+  module = getattr(value, '__module__', None)
+  name = value.__qualname__
+  if module == parts.MAIN:
+    raise ValueError(f"{field}: must be a text such as 'mine:{name}'; {name} is in the main "
+                     f'program, so move it into a file of its own, mine.py')
+  raise ValueError(f"{field}: must be the text '{module}:{name}', not the object itself")
+
+
+def as_fields(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Fields:
+  """Returns a config as `Fields`, locked; references between its fields stay."""
+  if isinstance(config, ml_collections.FrozenConfigDict):
+    config = ml_collections.ConfigDict(config)
+  is_dict = isinstance(config, ml_collections.ConfigDict)
+  items = config.items(preserve_field_references=True) if is_dict else config.items()
+  fields = Fields()
+  for name, value in items:
+    is_section = isinstance(value, Mapping | ml_collections.ConfigDict)
+    kind = EnvFields if name == 'env' else as_fields
+    fields[name] = kind(value) if is_section else value
+  return fields.lock()
+
+
 def find_part(section: str, name: str) -> type:
   """Returns the part that `name` chooses in a section of CHOICES.
 
@@ -97,10 +192,11 @@ def section_defaults(section: str, name: str) -> dict[str, Any]:
   return fields
 
 
-def config(loss: str, network: str, optimizer: str, **fields: Any) -> ml_collections.ConfigDict:
+def config(loss: str, network: str, optimizer: str, **fields: Any) -> Fields:
   """Returns a whole config: the named parts with all their options, and `fields`.
 
-  A config file then sets the fields of its experiment. A flag can override each field.
+  A config file then sets the fields of its experiment. A flag can override each field. Only the
+  section `env` takes new fields: the options of the task.
 
   Args:
     loss: a name in `losses.ALGORITHMS`, or 'module:Class' of your own.
@@ -119,11 +215,19 @@ def config(loss: str, network: str, optimizer: str, **fields: Any) -> ml_collect
     whole[section] = options.defaults(cls)
   whole |= replay_section(whole)
   whole.update(fields)
-  return ml_collections.ConfigDict(whole)
+  return as_fields(whole)
 
 
-def plain(fields: ml_collections.ConfigDict) -> dict[str, Any]:
-  """Returns the values of a config; an empty placeholder becomes None, which `resolve` refuses."""
+def plain(fields: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Any]:
+  """Returns the values of a config in Python's own types; see `options.plain_value`.
+
+  An empty placeholder becomes None, which `resolve` refuses.
+  """
+  if isinstance(fields, ml_collections.FrozenConfigDict):
+    fields = ml_collections.ConfigDict(fields)  # has the lists that are tuples in a frozen one
+  if not isinstance(fields, ml_collections.ConfigDict):
+    return {name: plain(value) if isinstance(value, Mapping | ml_collections.ConfigDict)
+            else options.plain_value(value) for name, value in fields.items()}
   values = {}
   for name, value in fields.items(preserve_field_references=True):
     if isinstance(value, ml_collections.FieldReference):
@@ -131,8 +235,17 @@ def plain(fields: ml_collections.ConfigDict) -> dict[str, Any]:
         value = value.get()
       except ml_collections.config_dict.RequiredValueError:
         value = None
-    values[name] = plain(value) if isinstance(value, ml_collections.ConfigDict) else value
+    is_section = isinstance(value, ml_collections.ConfigDict)
+    values[name] = plain(value) if is_section else options.plain_value(value)
   return values
+
+
+def as_json(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a config of plain values as config.json has it.
+
+  Only the task's own options tell lists and tuples apart; see `options.to_json`.
+  """
+  return dict(fields) | {'env': options.to_json(fields.get('env', {}))}
 
 
 def replay_section(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,6 +264,7 @@ def choose(fields: ml_collections.ConfigDict | dict[str, Any], section: str, nam
   """
   if fields[section]['name'] != name:
     changed = section_defaults(section, name)
+    # Deleted first, since a section of the same name would keep the types of its fields.
     del fields[section]
     fields[section] = changed
   replay = replay_section(fields)
@@ -160,12 +274,18 @@ def choose(fields: ml_collections.ConfigDict | dict[str, Any], section: str, nam
     fields['replay'] = replay['replay']
 
 
-def modules(fields: Mapping[str, Any]) -> dict[str, str]:
-  """Returns the modules of a user's own parts that a config of plain values names, by field."""
+def names(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the names of parts in a config of plain values, by field; None where it has none."""
   named = {'scheme': fields.get('scheme'), 'policy': fields.get('policy')}
   for section, field in (('env', 'task'), *((section, 'name') for section in CHOICES)):
     values = fields.get(section)
     named[f'{section}.{field}'] = values.get(field) if isinstance(values, Mapping) else None
+  return named
+
+
+def modules(fields: Mapping[str, Any]) -> dict[str, str]:
+  """Returns the modules of a user's own parts that a config of plain values names, by field."""
+  named = names(fields)
   user_modules = {field: str(name).partition(':')[0]
                   for field, name in named.items() if ':' in str(name)}
   if 'env.task' in user_modules:
@@ -199,6 +319,11 @@ def check_modules(fields: Mapping[str, Any], allowed: Collection[str], where: st
     ValueError: a module is not allowed; the message names the files that would be run.
   """
   refused = {field: name for field, name in modules(fields).items() if name not in allowed}
+  of_program = [field for field, name in refused.items() if name == parts.MAIN]
+  if of_program:
+    raise ValueError(f'--workdir: {where} names {", ".join(of_program)} of the program that '
+                     f'trained it ({parts.MAIN}), which others cannot import; a program that has '
+                     f"the same can load it with allow_modules=['{parts.MAIN}']")
   if refused:
     listed = ', '.join(f'{field} = {options.shorten(name)}:..., which runs '
                        f'{options.shorten(parts.file_of(name), 600)}'
@@ -210,7 +335,7 @@ def check_modules(fields: Mapping[str, Any], allowed: Collection[str], where: st
                      f'--allow_modules={names}{or_kept}')
 
 
-def allowed_modules(entries: Iterable[str]) -> frozenset[str]:
+def allowed_modules(entries: Iterable[str | Path]) -> frozenset[str]:
   """Returns the names of the modules that --allow_modules lists.
 
   Args:
@@ -222,12 +347,21 @@ def allowed_modules(entries: Iterable[str]) -> frozenset[str]:
   """
   names = set()
   for entry in entries:
-    path = Path(entry)
-    if path.suffix == '.py':
-      if not path.is_file():
-        raise ValueError(f'--allow_modules: there is no file {entry}')
-      parts.look_beside(path)
-    names.add(path.stem if path.suffix == '.py' else entry)
+    if not str(entry).endswith('.py'):
+      names.add(str(entry))
+      continue
+    path = safe_files.user_path(entry)
+    if not path.is_file():
+      raise ValueError(f'--allow_modules: there is no file {entry}')
+    name = path.stem
+    # A file of a package has the package's name before its own.
+    for folder in path.resolve().parents:
+      names.add(name.removesuffix('.__init__'))
+      if not (folder / '__init__.py').is_file():
+        break
+      name = f'{folder.name}.{name}'
+    parts.look_beside(folder / f'{name}.py')
+    parts.look_beside(path)
   return frozenset(names)
 
 

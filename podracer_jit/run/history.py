@@ -12,6 +12,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from podracer_jit import options
+
 KEY = 'history'  # in config.json
 _SHOWN = 3  # arrays that a line names
 
@@ -48,7 +50,8 @@ class Entry(NamedTuple):
     """Returns the entry as config.json and receipts have it."""
     record: dict[str, Any] = {'first_update': self.first_update}
     if self.changes:
-      record['changes'] = {name: dict(change) for name, change in self.changes.items()}
+      record['changes'] = {name: options.to_json(change)
+                           for name, change in self.changes.items()}
     if self.init_from:
       record['init_from'] = self.init_from._asdict()
     return record
@@ -75,7 +78,8 @@ def read(record: Mapping[str, Any]) -> list[Entry]:
 
 
 def _entry(item: Mapping[str, Any]) -> Entry:
-  changes = {str(name): {key: change[key] for key in ('was', 'now') if key in change}
+  changes = {str(name): {key: options.from_json(change[key])
+                         for key in ('was', 'now') if key in change}
              for name, change in item.get('changes', {}).items()}
   origin = None
   if 'init_from' in item:

@@ -80,7 +80,7 @@ def make_life(init_from: str | Path | None = None, init_parts: Sequence[str] | N
   Raises:
     ValueError: a value is wrong, or two do not go together, in one line.
   """
-  repeated = Path(repeat) if repeat else None
+  repeated = safe_files.user_path(repeat) if repeat else None
   allowed = changes.Allowed(extend, tuple(change))
   if not init_from:
     if init_parts is not None or init_partly:
@@ -96,7 +96,8 @@ def make_life(init_from: str | Path | None = None, init_parts: Sequence[str] | N
       raise ValueError(f'--init_parts: known are {", ".join(known)}; got {",".join(init_parts)!r}')
     # In the order of PARTS, whatever the order of the flag.
     parts = tuple(part for part in inherit.PARTS if part in init_parts or 'all' in init_parts)
-  return Life(inherit.Request(Path(init_from), parts, init_partly), allowed, repeated)
+  return Life(inherit.Request(safe_files.user_path(init_from), parts, init_partly), allowed,
+              repeated)
 
 
 class Beginning(NamedTuple):
@@ -234,6 +235,7 @@ def start_workdir(run: build.Run, workdir: Path, life: Life,
       _copy_first_state(life.repeat, workdir)
   workdirs.open_workdir(workdir, run.experiment.fields, entries=entries)
   notes = sources.keep(workdir, config_lib.sources(run.experiment.fields), 1)
+  workdirs.note_start(workdir, 1)
   origin = history.origin_of(entries)
   return [*notes, *([f'the run begins with {origin.words()}'] if origin else [])]
 
@@ -278,6 +280,7 @@ def resume_workdir(run: build.Run, workdir: Path, life: Life) -> tuple[int | Non
   changed = workdirs.write_changes(workdir, fields, update or 0, misfit)
   _check_stages(run.experiment, workdirs.read_history(workdir), update or 0)
   sourced = sources.keep(workdir, config_lib.sources(fields), (update or 0) + 1)
+  workdirs.note_start(workdir, (update or 0) + 1)
   return update, [*notes, *repairs, *changed, *sourced]
 
 

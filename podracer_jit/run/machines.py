@@ -47,6 +47,11 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
     yield None
     return
   options = placement_of(config)
+  for field, module in config_lib.modules(config).items():
+    if module == parts.MAIN:
+      raise ValueError(f'{field}: is in the main program ({module}), which the processes of the '
+                       'cluster cannot import; move it into a file of its own, mine.py, and name '
+                       'it mine:...')
   if jax.distributed.is_initialized():
     raise ValueError('placement.cluster: one process learns with all its devices, and the cluster '
                      'acts; must be none with --distributed')
@@ -60,9 +65,13 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
     processes = num_processes(experiment)
     store_bytes = store_bytes or bytes_under_way(experiment)
   from podracer_jit.cluster import ray_cluster
+  from podracer_jit.run.service import BESIDE
 
   def files(folder: Path) -> None:
-    ray_cluster.copy_code(code(config), folder)
+    ray_cluster.copy_code([Path(build.__file__).parents[1]], folder)
+    # In a folder of their own, as Ray puts the first one before the modules of Python itself.
+    (folder / BESIDE).mkdir()
+    ray_cluster.copy_code(code(config), folder / BESIDE)
 
   with ray_cluster.connected(options.actor_cpus, options.actor_gpus, options.actor_lives,
                              processes, store_bytes, files) as cluster:
@@ -96,19 +105,26 @@ def bytes_under_way(experiment: Experiment) -> int:
 
 
 def code(config: Mapping[str, Any]) -> list[Path]:
-  """Returns the files that processes import: the package, and the user's modules with all beside.
+  """Returns the files that processes import: the user's modules with all beside them.
 
   Installed packages are not among them: each machine has its own.
   """
-  files = {Path(build.__file__).parents[1]: None}
-  for module in config_lib.modules(config).values():
-    source = Path(parts.file_of(module))
-    is_package = source.name == '__init__.py'
-    top = source.parents[len(module.split('.')) - 1 + is_package]
+  # A module that this process has need not be one that an import would find.
+  sources = {module: Path(getattr(sys.modules.get(module), '__file__', None)
+                          or parts.file_of(module))
+             for module in config_lib.modules(config).values()}
+  if may_start_jax(str(config.get('env', {}).get('task', ''))):
+    # A config file may register environments.
+    sources |= {Path(file).stem: Path(file) for file in parts.search().files}
+  files = {}
+  for module, source in sources.items():
     if source.is_file() and not {'site-packages', 'dist-packages'} & set(source.parts):
+      top = parts.root_of(source, module)
       files |= dict.fromkeys(top.glob('*.py'))
       files |= dict.fromkeys(path.parent for path in top.glob('*/__init__.py')
                              if path.parent.name != 'podracer_jit')
+      package = top / module.partition('.')[0]
+      files |= {package: None} if package.is_dir() else {}
   return list(files)
 
 
@@ -158,7 +174,8 @@ class Team:
     fields = changed(experiment, placement={'cluster': 'none'}).fields
 
     def begin(name: str, number: int) -> Any:
-      role = Role(number, place.num_actors, workers, experiment.num_shards // place.num_actors)
+      role = Role(number, place.num_actors, workers, experiment.num_shards // place.num_actors,
+                  tuple(Path(file).name for file in parts.search().files))
       return self._cluster.remote(name, _SERVICE, lambda life: (fields, role, life))
 
     self._actors = [begin(f'actor {i}', i) for i in range(place.num_actors)]

@@ -30,6 +30,7 @@ VERBS = {
 HELP = """Trains, or runs a verb:
 
   podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong
+  podracer_jit --config=pong_laptop --help    lists the fields of a config
   podracer_jit evaluate --workdir=runs/pong
 
 Verbs (podracer_jit VERB --help explains each):

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import ml_collections
 import numpy as np
 
 from podracer_jit import options, parts
@@ -36,7 +35,7 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
   Raises:
     ValueError: the config is wrong; the message names a field, its value and a right value.
   """
-  fields = _plain(config)
+  fields = config_lib.plain(config)
   for problem in _problems_of_fields(fields):
     raise ValueError(problem)
   sections = {section: options.make(cls, fields[section])
@@ -82,7 +81,7 @@ def placement_of(config: Mapping[str, Any]) -> PlacementOptions:
   Raises:
     ValueError: a field is wrong; the message names it, its value and a right value.
   """
-  fields = _plain(config).get('placement', {})
+  fields = config_lib.plain(config).get('placement', {})
   for problem in (*options.check_names('placement.', fields, options.defaults(PlacementOptions)),
                   *options.check_values('placement.', fields, PlacementOptions)):
     raise ValueError(problem)
@@ -114,7 +113,7 @@ def resolve_on_one_device(config: Mapping[str, Any]) -> tuple[Experiment, Placem
   Raises:
     ValueError: see `resolve`.
   """
-  fields = _plain(config)
+  fields = config_lib.plain(config)
   place = fields.get('placement', {})
   one_device = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1)
   experiment = resolve(fields | {'placement': dict(place) | one_device})
@@ -123,19 +122,13 @@ def resolve_on_one_device(config: Mapping[str, Any]) -> tuple[Experiment, Placem
   return experiment, options.make(PlacementOptions, dict(experiment.fields['placement']) | place)
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the values of a config, with references and placeholders resolved."""
-  if not isinstance(config, ml_collections.ConfigDict):
-    return {name: dict(value) if isinstance(value, Mapping) else value
-            for name, value in config.items()}
-  return config_lib.plain(config)
-
-
 def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
   """Yields a line for each wrong name or value, section by section."""
   for section in config_lib.CHOICES:
     if not isinstance(fields.get(section), Mapping) or 'name' not in fields[section]:
       yield f'{section}.name: is missing'
+  for field, name in config_lib.names(fields).items():
+    config_lib.refuse_object(field, name)
   _find_scheme(fields.get('scheme'))
   chosen = {section: config_lib.find_part(section, fields[section]['name'])
             for section in config_lib.CHOICES}
@@ -162,6 +155,11 @@ def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
   missing = set(whole['env']) - set(fields['env'])
   yield from (f'env.{name}: is missing' for name in sorted(missing))
   yield from options.check_values('env.', fields['env'], EnvOptions)
+  for name, value in fields['env'].items():
+    # An evaluation gets the task's own options from config.json.
+    problem = options.problem_of_json(value) or options.problem_of_json({name: 0})
+    if problem:
+      yield f'env.{name}: {problem}, got {options.shown(value)}'
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Reads regular files only, replaces files in one step, and moves broken files to a folder."""
+"""Paths of users; reads regular files only, replaces files in one step, sets broken files aside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,12 +28,8 @@ def open_regular(path: Path) -> BinaryIO:
   return path.open('rb')
 
 
-def read_json(path: Path, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def read_json(path: Path) -> Any:
   """Returns the content of a file of JSON in a workdir.
-
-  Args:
-    path: the path of the file.
-    hook: makes the value of an object from its pairs; default: a dict.
 
   Raises:
     OSError: it cannot be read, or is not a regular file.
@@ -44,9 +40,19 @@ def read_json(path: Path, hook: Callable[[list[tuple[str, Any]]], Any] | None = 
   if len(content) > _MOST_JSON:
     raise ValueError(f'{path} has more than {_MOST_JSON:,} bytes')
   try:
-    return json.loads(content, object_pairs_hook=hook)
+    return json.loads(content)
   except RecursionError:
     raise ValueError(f'{path} is nested too deeply') from None
+def user_path(path: str | Path) -> Path:
+  """Returns a path that a user gave, in which ~ at its beginning means the home folder.
+
+  Raises:
+    ValueError: the user, or the user's home folder, is not known.
+  """
+  try:
+    return Path(path).expanduser()
+  except RuntimeError:
+    raise ValueError(f'{path}: the home folder is not known; give a path without ~') from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -6,17 +6,22 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from podracer_jit import parts
 from podracer_jit.cluster.process import fetch
 from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
 from podracer_jit.learner import sharding
 from podracer_jit.run import build
 from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import host, placement
+
+# The folder of the user's modules in the code that is sent to processes.
+BESIDE = 'beside'
 
 
 class Role(NamedTuple):
@@ -26,6 +31,7 @@ class Role(NamedTuple):
   actors: int = 1  # actors of the run
   workers: int = 1  # gradient workers of the run
   pools: int = 1  # vector environments that share the cores of the process
+  config_files: tuple[str, ...] = ()  # names of config files, which may register environments
 
 
 class Service:
@@ -41,6 +47,9 @@ class Service:
         random numbers of its own.
     """
     warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
+    parts.look_beside(Path(BESIDE) / 'config.py')
+    for name in role.config_files:
+      parts.look_beside(Path(BESIDE) / name)
     self._role = role
     self._life = life
     whole = resolve(fields)

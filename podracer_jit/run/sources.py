@@ -145,9 +145,12 @@ def copy_of(folder: Path, module: str, update: int | None = None) -> str:
   except ValueError:
     return ''
   for entry in reversed(entries):
-    path = folder.joinpath(FOLDER, str(entry.first_update), *module.split('.')).with_suffix('.py')
-    if path.is_file():
-      return str(path)
+    root = folder / FOLDER / str(entry.first_update)
+    # The first is of a file whose name has dots, such as ppo_v1.2.py.
+    for name in (f'{module}.py', f'{module.replace(".", "/")}.py',
+                 f'{module.replace(".", "/")}/__init__.py'):
+      if name in entry.files and (root / name).is_file():
+        return str(root / name)
   return ''
 
 

@@ -9,10 +9,13 @@ import contextlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from podracer_jit import options, parts
 from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
 from podracer_jit.options import shorten
@@ -23,6 +26,7 @@ from podracer_jit.run.experiment import Experiment
 PACKAGES = ('podracer_jit', 'jax', 'jaxlib', 'flax', 'optax', 'rlax', 'envpool', 'numpy')
 CONFIG = 'config.json'
 _LAYOUT = 'layout'  # in config.json: `spaces.LAYOUT`
+STARTS = 'starts'  # in config.json: the commands that have trained the run
 # Fields in which two runs of one experiment may differ, and exceptions among these fields.
 _FREE = ('placement.', 'log.', 'eval.', 'checkpoint.keep')
 _BOUND = ('placement.xla_threads', 'placement.actor_platform')
@@ -48,7 +52,7 @@ def record_of(config: Mapping[str, Any], entries: Sequence[history.Entry] = ()) 
     config: plain values.
     entries: the history of the run.
   """
-  record = {'config': config, 'versions': versions(), _LAYOUT: spaces.LAYOUT}
+  record = {'config': config_lib.as_json(config), 'versions': versions(), _LAYOUT: spaces.LAYOUT}
   if entries:
     record[history.KEY] = [entry.as_json() for entry in entries]
   return json.loads(json.dumps(record))  # tuples become lists, as in the file
@@ -111,6 +115,41 @@ def open_workdir(workdir: Path, config: Mapping[str, Any],
       for name, version in record['versions'].items() if before.get(name) != version]
 
 
+def note_start(workdir: Path, update: int) -> None:
+  """Notes in config.json by which command a run begins or goes on; equal ones in a row only once.
+
+  The commit is that of the folder of the user's config file, or else of the current folder.
+
+  Args:
+    workdir: the workdir of the run; `open_workdir` has written its config.json.
+    update: the next update of the run.
+
+  Raises:
+    OSError: config.json cannot be written.
+  """
+  record = _read(workdir / CONFIG)
+  starts = record.get(STARTS)
+  starts = starts if isinstance(starts, list) else []
+  files = parts.search().files
+  folder = Path(files[-1]).parent if files else Path('.')
+  start = {'host': platform.node(), 'command': sys.argv, 'commit': _commit_of(folder)}
+  if starts and isinstance(starts[-1], dict) and start.items() <= starts[-1].items():
+    return
+  record[STARTS] = [*starts, {'first_update': update} | start]
+  safe_files.write_text(workdir / CONFIG, json.dumps(record, indent=2) + '\n')
+
+
+def _commit_of(folder: Path) -> str | None:
+  """Returns the git commit that a folder is at; None if it is in no repository, or without git."""
+  command = ['git', '-C', str(folder), 'rev-parse', '--verify', 'HEAD']
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=True,
+                          stdin=subprocess.DEVNULL)
+  except (OSError, subprocess.SubprocessError):
+    return None
+  return done.stdout.strip() or None
+
+
 def write_changes(workdir: Path, config: Mapping[str, Any], update: int,
                   problem: Callable[[], str]) -> list[str]:
   """Writes a config with allowed changes to config.json, and the changes to its history.
@@ -141,9 +180,9 @@ def write_changes(workdir: Path, config: Mapping[str, Any], update: int,
     entries = history.with_changes(history.read(stored), update + 1, changed)
   except ValueError as error:
     raise ConfigChanged(f'{names}: cannot change now: {error}') from None
-  record = record_of(config, entries)
-  # The versions with which the run began stay.
-  record['versions'] = stored.get('versions', {})
+  # The versions with which the run began stay, and its starts.
+  record = record_of(config, entries) | {'versions': stored.get('versions', {})}
+  record |= {STARTS: stored[STARTS]} if STARTS in stored else {}
   safe_files.write_text(workdir / CONFIG, json.dumps(record, indent=2) + '\n')
   return [history.Entry(update + 1, changed).words()]
 
@@ -242,8 +281,8 @@ def read_config(workdir: Path, allow_modules: Collection[str] = (), update: int 
   path = workdir / CONFIG
   _check_exists(path)
 
-  record = _read(path, _tuples)
-  fields = record['config']
+  record = _read(path)
+  fields = options.from_json(record['config'])
   if update is not None:
     fields = history.config_at(fields, history.read(record), update)
   config_lib.check_modules(fields, allow_modules, str(path),
@@ -261,7 +300,7 @@ def read_history(workdir: Path) -> list[history.Entry]:
     ValueError: there is no run.
   """
   _check_exists(workdir / CONFIG)
-  return history.read(_read(workdir / CONFIG, _tuples))
+  return history.read(_read(workdir / CONFIG))
 
 
 def read_fields(workdir: Path) -> dict[str, Any]:
@@ -272,7 +311,7 @@ def read_fields(workdir: Path) -> dict[str, Any]:
   """
   path = workdir / CONFIG
   _check_exists(path)
-  fields = _read(path)['config']
+  fields = options.from_json(_read(path)['config'])
   return fields if config_lib.modules(fields) else record_of(config_lib.complete(fields))['config']
 
 
@@ -302,19 +341,14 @@ def _completed(stored: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str
   return json.loads(json.dumps(completed))
 
 
-def _read(path: Path, hook: Callable[[list], dict] | None = None) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
   try:
-    record = safe_files.read_json(path, hook)
+    record = safe_files.read_json(path)
   except (OSError, ValueError):
     record = None
   if not _is_record(record):
     raise ValueError(f'--workdir: {path} is not of a run of podracer_jit')
   return record
-
-
-def _tuples(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-  """Returns an object of JSON with tuples in place of its lists."""
-  return {k: tuple(v) if isinstance(v, list) else v for k, v in fields}
 
 
 def _is_record(record: Any) -> bool:
@@ -348,15 +382,22 @@ def changed_fields(config_a: Mapping[str, Any], config_b: Mapping[str, Any]
   """Returns the fields in which two configs are different experiments, as in `history.Entry`.
 
   Args:
-    config_a: nested dicts.
-    config_b: nested dicts.
+    config_a: nested dicts, from JSON or not.
+    config_b: nested dicts, from JSON or not.
   """
-  a = flat(config_a)
-  b = flat(config_b)
+  a = flat(options.from_json(config_a))
+  b = flat(options.from_json(config_b))
   return {name: {key: values[name] for key, values in (('was', a), ('now', b)) if name in values}
           for name in sorted(a.keys() | b.keys())
-          if a.get(name) != b.get(name)
+          if not _same(a.get(name), b.get(name))
           and (name in _BOUND or not name.startswith(_FREE))}
+
+
+def _same(a: Any, b: Any) -> bool:
+  """Returns whether values are equal; a list equals a tuple, since older files do not tell."""
+  if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+    return len(a) == len(b) and all(map(_same, a, b))
+  return a == b or a != a and b != b  # not a number
 
 
 def flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:

@@ -26,6 +26,7 @@ from podracer_jit.envs.families import family_of, own_module
 from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.run import evaluation, exit_codes, video
+from podracer_jit.run.config import allowed_modules
 from podracer_jit.runtime import placement
 from tests import processes
 from tests.runs import QUICK, changed, fresh, small
@@ -340,6 +341,100 @@ def test_a_users_class_and_functions_run_in_workers_without_jax(user_module, mak
   spec = gymnasium_envs.make_spec(f'{user_module}:bare', dict(max_episode_steps=4))
   assert spec.max_episode_steps == 4 and spec.obs_dtype == np.float32 and spec.calls_python
   assert gymnasium_envs.make_spec(f'{user_module}:factory', {}).max_episode_steps == 0
+
+
+# A config file as users have them: it imports a file beside it, and registers environments.
+REGISTERS = '''
+import gymnasium, sys
+from own_cart import make_cart
+
+gymnasium.register('OwnText-v0', 'own_cart:make_cart')
+gymnasium.register('OwnFunction-v0', lambda **kwargs: make_cart(**kwargs))
+
+def nested(**kwargs):
+  return gymnasium.make('OwnFunction-v0', **kwargs)
+
+def get_config():
+  raise RuntimeError('this is not for workers')
+'''
+CART = '''
+from own_length import LENGTH
+import gymnasium
+
+def make_cart(**kwargs):
+  return gymnasium.make('CartPole-v1', max_episode_steps=LENGTH, **kwargs)
+'''
+
+
+@pytest.fixture
+def registering(tmp_path):
+  """Runs a config file that registers environments, as the command does; returns its path."""
+  path = tmp_path / 'own_v1.2.py'
+  path.write_text(REGISTERS)
+  (tmp_path / 'own_cart.py').write_text(CART)
+  (tmp_path / 'own_length.py').write_text('LENGTH = 7\n')
+  parts.run_file(path)
+  yield path
+  for name in ('OwnText-v0', 'OwnFunction-v0'):
+    gymnasium.registry.pop(name, None)
+  for name in ('own_v1.2', 'own_cart', 'own_length'):
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize('task', [
+    'own_cart:make_cart', 'own_v1.2:nested', 'gymnasium:OwnText-v0', 'gymnasium:OwnFunction-v0'])
+def test_workers_have_the_files_and_registrations_of_a_config_file(registering, make, task):
+  assert gymnasium_envs.make_spec(task, {}).max_episode_steps == 7
+  vector_env = make(task, seeds=(3,), processes=1)
+  _, _, _, truncated = play(vector_env, np.zeros((7, 1), np.int32))
+  assert truncated[:, 0].tolist() == [False] * 6 + [True]
+
+
+def test_an_evaluation_has_registrations_of_a_file_that_is_allowed(registering, make):
+  del gymnasium.registry['OwnFunction-v0']
+  parts._files.clear()
+  with pytest.raises(ValueError, match='gymnasium:MODULE:OwnFunction-v0'):
+    gymnasium_envs.make_spec('gymnasium:OwnFunction-v0', {})
+  del sys.modules['own_v1.2']  # as in another process
+  allowed_modules([registering])
+  assert gymnasium_envs.make_spec('gymnasium:OwnFunction-v0', {}).max_episode_steps == 7
+
+
+def test_a_registration_of_the_program_reaches_the_workers(make):
+  gymnasium.register('OwnProgram-v0', 'gymnasium.envs.classic_control:CartPoleEnv',
+                     max_episode_steps=5)
+  try:
+    vector_env = make('gymnasium:OwnProgram-v0', seeds=(3,), processes=1)
+    assert play(vector_env, np.zeros((5, 1), np.int32))[3][-1, 0]
+  finally:
+    del gymnasium.registry['OwnProgram-v0']
+
+
+@pytest.mark.parametrize('entry', ['__main__:Mine', type('Mine', (), {'__module__': '__main__'})])
+def test_an_environment_of_the_main_program_is_refused_before_the_start(entry):
+  gymnasium.register('OwnMain-v0', entry)
+  try:
+    for task, new in (('gymnasium:OwnMain-v0', 'gymnasium:mine:OwnMain-v0'),
+                      ('__main__:Mine', 'mine:Mine')):
+      message = f'env.task: {task} is in the main program .* mine.py, and name it {new}$'
+      with pytest.raises(ValueError, match=message):
+        gymnasium_envs.make_spec(task, {})
+  finally:
+    del gymnasium.registry['OwnMain-v0']
+
+
+def test_an_entry_that_only_this_process_has_is_refused_before_the_start():
+  gymnasium.register('OwnLocal-v0', lambda: None)
+  try:
+    with pytest.raises(ValueError, match=f'gymnasium:{__name__}:OwnLocal-v0'):
+      gymnasium_envs.make_spec('gymnasium:OwnLocal-v0', {})
+  finally:
+    del gymnasium.registry['OwnLocal-v0']
+
+
+def test_a_task_of_the_arcade_that_nobody_registers_is_named_with_its_module():
+  with pytest.raises(ValueError, match='gymnasium:ale_py:ALE/NoGame-v5'):
+    gymnasium_envs.make_spec('gymnasium:ALE/NoGame-v5', {})
 
 
 def test_nested_observations_are_a_flat_vector_and_several_choices_an_array(user_module, make):

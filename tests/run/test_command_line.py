@@ -1,12 +1,26 @@
 """The command line: finding the config, setting its fields, and errors."""
 
+import copy
 import json
+import subprocess
+import sys
 
+import jax.numpy as jnp
 import ml_collections
+import numpy as np
 import pytest
 from absl import flags
 
-from podracer_jit.run import command_line, config, evaluation, workdirs
+from podracer_jit import parts
+from podracer_jit.run import (
+    changes,
+    command_line,
+    config,
+    evaluation,
+    life,
+    safe_files,
+    workdirs,
+)
 from podracer_jit.run.commands import evaluate, train
 from podracer_jit.run.resolve import resolve
 from tests import processes
@@ -238,3 +252,154 @@ def test_evaluate_refuses_a_workdir_with_an_unknown_field(section, message, tmp_
   error = capsys.readouterr().err
   assert error.startswith(f'podracer_jit evaluate: --workdir: config.json of {tmp_path}: ')
   assert message in error and error.count('\n') == 1
+
+
+def test_a_config_has_no_new_fields_except_for_the_tasks_options(file):
+  fields = command_line.load_config(str(file))
+  for section, name, message in (
+      (fields.optimizer, 'lr', 'lr: the config has no such field; There are anneal, b1'),
+      (fields, 'optimiser', 'optimiser: .* did you mean optimizer?'),
+      (fields.placement, 'actor_device', 'did you mean actor_devices?')):
+    for error in (AttributeError, KeyError):
+      with pytest.raises(error, match=message) as raised:
+        setattr(section, name, 3) if error is AttributeError else section.update({name: 3})
+      assert '\n' not in str(raised.value)
+  fields.env.height = 12
+  with fields.unlocked():
+    fields.env.width = 7
+  fields.env.update(extra=1)
+  fields.loss.discount = 0.5
+  assert config.plain(fields)['env'] == dict(
+      task='Catch-v0', num_envs=128, height=12, width=7, extra=1)
+  copied = copy.deepcopy(fields)
+  copied.env.other = 1
+  with pytest.raises(AttributeError):
+    copied.lost = 1
+
+
+def test_a_config_of_other_kinds_is_locked_too(tmp_path):
+  path = tmp_path / 'own_plain.py'
+  path.write_text('from podracer_jit import experiment\n\ndef get_config():\n'
+                  "  return experiment.config('ppo', 'mlp', 'adam').to_dict()\n")
+  fields = command_line.load_config(str(path))
+  fields.env.height = 1
+  with pytest.raises(AttributeError, match='momentum: the config has no such field'):
+    fields.optimizer.momentum = 1
+
+
+def test_numbers_of_numpy_and_jax_are_pythons_in_a_config(file):
+  fields = command_line.load_config(str(file))
+  fields.total_steps = np.int64(5)
+  fields.optimizer.learning_rate = jnp.float32(0.5)
+  fields.loss.discount = np.float32(0.25)
+  fields.network.hidden = (np.int64(3),)
+  fields.env.goal = [np.float32(1), {'a': np.bool_(True)}]
+  plain = config.plain(fields)
+  assert repr([plain['total_steps'], plain['optimizer']['learning_rate'], plain['loss']['discount'],
+               plain['network']['hidden'], plain['env']['goal']]) == (
+                   "[5, 0.5, 0.25, (3,), [1.0, {'a': True}]]")
+  by_hand = small(seed=np.int64(7)) | {'total_steps': np.int32(3)}
+  assert type(resolve(by_hand).total_steps) is type(resolve(by_hand).seed) is int
+
+
+@pytest.mark.parametrize('value', [np.arange(2), len, {1: 'a'}, {1}, b'x', object()])
+def test_an_option_of_the_task_that_no_file_can_hold_is_refused(value, file):
+  fields = command_line.load_config(str(file))
+  fields.env.goal = value
+  with pytest.raises(ValueError, match=r'^env\.goal: must consist of numbers') as error:
+    resolve(fields)
+  assert '\n' not in str(error.value)
+
+
+def test_classes_are_named_and_not_given(file):
+  fields = command_line.load_config(str(file))
+  with pytest.raises(ValueError, match="env.task: must be the text 'json.decoder:JSONDecoder'"):
+    fields.env.task = json.JSONDecoder
+  mine = type('Mine', (), {'__module__': '__main__'})
+  with pytest.raises(ValueError, match="name: must be a text such as 'mine:Mine'; .* mine.py"):
+    fields.network.name = mine
+  by_hand = small()
+  by_hand['env']['task'] = mine
+  with pytest.raises(ValueError, match="env.task: must be a text such as 'mine:Mine'"):
+    resolve(by_hand)
+
+
+def test_help_names_the_fields_once_and_says_how_to_see_them(capsys):
+  assert train.main(['podracer_jit', '--config=ppo_cartpole', '--help']) == 0
+  out = capsys.readouterr().out
+  assert '!!python' not in out and out.count('learning_rate') == 1
+  assert train.main(['podracer_jit', '--help']) == 0
+  assert '--config=NAME --help' in ' '.join(capsys.readouterr().out.split())
+
+
+def test_a_tilde_is_the_home_folder(file, tmp_path, monkeypatch):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  assert parse(f'--config=~/{file.name}')['seed'] == 7
+  assert config.allowed_modules([f'~/{file.name}']) == {'own_config'}
+  assert safe_files.user_path('~/x') == tmp_path / 'x' != safe_files.user_path('a/~')
+  options = life.make_life(init_from='~/a'), life.make_life(repeat='~/b')
+  assert (options[0].init_from.workdir, options[1].repeat) == (tmp_path / 'a', tmp_path / 'b')
+
+
+def test_an_unknown_home_is_said_in_one_line():
+  with pytest.raises(ValueError, match='~nobody_here/x: the home folder is not known'):
+    safe_files.user_path('~nobody_here/x')
+
+
+def test_a_config_is_called_and_imports_as_python_files_may(tmp_path):
+  text = CONFIG.replace('def get_config', 'from beside_all import SEED\n\ndef get_config').replace(
+      'seed=7', 'seed=SEED')
+  (tmp_path / 'beside_all.py').write_text('SEED = 8\n')
+  for name in ('random.py', 'ppo_v1.2.py', 'ppo-cart.py', '1st.py', 'ünï ✓.py'):
+    (tmp_path / name).write_text('\ufeff' + text)
+    assert parse(f'--config={tmp_path / name}')['seed'] == 8
+  sys.modules.pop('beside_all')
+
+
+def test_lists_and_tuples_of_the_tasks_options_stay_what_they_are(tmp_path):
+  values = {'a': [1, (2,)], 'b': (3, [4]), 'c': {'x': [5], 'y': (6,)}, 'd': float('nan')}
+  fields = small()
+  fields['env'] |= values
+  workdirs.open_workdir(tmp_path, fields)
+  assert workdirs.open_workdir(tmp_path, fields) == []
+  read = workdirs.read_config(tmp_path)
+  assert repr({name: read['env'][name] for name in values}) == repr(values)
+  assert read['network']['hidden'] == (64, 64)
+  # A file of an older version does not tell lists from tuples.
+  record = json.loads((tmp_path / 'config.json').read_text())
+  record['config']['env'] |= json.loads(json.dumps(values))
+  (tmp_path / 'config.json').write_text(json.dumps(record))
+  assert workdirs.open_workdir(tmp_path, fields) == []
+  assert workdirs.read_config(tmp_path)['env']['a'] == (1, (2,))
+  changed = fields | {'env': fields['env'] | {'a': [1, (3,)]}}
+  message = r'env.a: \(1, \(2,\)\) there, \[1, \(3,\)\] now'
+  with pytest.raises(workdirs.ConfigChanged, match=message):
+    workdirs.open_workdir(tmp_path, changed)
+
+
+def test_the_commands_that_train_a_run_are_noted(tmp_path, monkeypatch):
+  monkeypatch.setattr(parts, '_files', [])
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, 'argv', ['podracer_jit', '--config=mine'])
+  workdirs.open_workdir(tmp_path, small())
+  workdirs.note_start(tmp_path, 1)
+  workdirs.note_start(tmp_path, 5)
+  git = ['git', '-c', 'user.name=x', '-c', 'user.email=x']
+  subprocess.run([*git, 'init', '-q'], check=True)
+  subprocess.run([*git, 'commit', '-q', '--allow-empty', '-m', 'x'], check=True)
+  head = subprocess.run([*git, 'rev-parse', 'HEAD'], check=True, capture_output=True, text=True)
+  workdirs.note_start(tmp_path, 7)
+  monkeypatch.setenv('PATH', '')  # no git
+  workdirs.note_start(tmp_path, 9)
+  starts = json.loads((tmp_path / 'config.json').read_text())['starts']
+  assert [(start['first_update'], start['commit']) for start in starts] == [
+      (1, None), (7, head.stdout.strip()), (9, None)]
+  assert starts[0]['command'] == ['podracer_jit', '--config=mine'] and starts[0]['host']
+  # A start is no part of the experiment.
+  assert workdirs.open_workdir(tmp_path, small()) == []
+  allowed = changes.Allowed(fields=('loss.discount',))
+  other = small()
+  other['loss']['discount'] = 0.5
+  workdirs.open_workdir(tmp_path, other, allowed)
+  workdirs.write_changes(tmp_path, other, 3, str)
+  assert json.loads((tmp_path / 'config.json').read_text())['starts'] == starts

@@ -10,7 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from podracer_jit import options
+from podracer_jit import options, parts
 from podracer_jit.run import api, checkpoint, config, manifest, output, workdirs
 from podracer_jit.run import train as training
 from podracer_jit.run.commands import compare, evaluate, export, rerun, train
@@ -266,3 +266,39 @@ def test_control_characters_are_printed_escaped(text, expected, capsys):
 def test_a_shortened_text_is_escaped_on_one_line():
   assert options.shorten('a\n\x1b[1m\t b') == r'a \x1b[1m b'
   assert options.shorten('x' * 300).isprintable()
+
+
+def test_a_part_of_another_main_program_is_refused_in_one_line(strange, tmp_path):
+  workdir = strange('loss', 'name')
+  record = json.loads((workdir / 'config.json').read_text())
+  record['config']['loss']['name'] = '__main__:Mine'
+  (workdir / 'config.json').write_text(json.dumps(record))
+  with pytest.raises(ValueError, match=r"names loss.name of the program that trained.*allow_mod"):
+    workdirs.read_config(workdir)
+
+
+@pytest.mark.parametrize('allow', [[], ['{folder}/evil.py']])
+def test_a_file_that_registers_environments_is_run_if_it_is_allowed(
+    allow, strange, tmp_path, monkeypatch, capsys):
+  """It lies in the current folder, and beside the workdir."""
+  workdir = strange('env', 'task')
+  record = json.loads((workdir / 'config.json').read_text())
+  record['config']['env']['task'] = 'gymnasium:Evil-v0'
+  (workdir / 'config.json').write_text(json.dumps(record))
+  monkeypatch.chdir(tmp_path)
+  flags = [f'--allow_modules={path.format(folder=tmp_path)}' for path in allow]
+  assert evaluate.main(['podracer_jit', f'--workdir={workdir}', *flags]) == 2
+  error = capsys.readouterr().err
+  assert 'gymnasium:MODULE:Evil-v0' in error and error.count('\n') == 1
+  assert (tmp_path / 'ran').exists() == bool(allow)
+
+
+def test_a_file_of_a_package_is_allowed_by_both_of_its_names(tmp_path):
+  (tmp_path / 'own_package').mkdir()
+  (tmp_path / 'own_package' / '__init__.py').write_text('')
+  (tmp_path / 'own_package' / 'own_net.py').write_text('X = 1\n')
+  assert config.allowed_modules([tmp_path / 'own_package' / 'own_net.py']) == {
+      'own_net', 'own_package.own_net'}
+  assert parts.find('x', 'own_package.own_net:X', {}) == 1
+  for name in ('own_package.own_net', 'own_package'):
+    del sys.modules[name]

@@ -1,6 +1,7 @@
 """Settings made before JAX starts: the folder of compiled programs."""
 
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -146,3 +147,35 @@ def test_the_command_says_in_one_line_that_the_cache_is_not_used(tmp_path):
       check=True, capture_output=True, text=True, timeout=300)
   assert done.stderr.count(f'others can write to {folder}') == 1
   assert not list(folder.iterdir())
+
+
+@pytest.fixture
+def no_cache(monkeypatch):
+  """Has JAX without a cache folder, and without a folder that was told; they come back."""
+  folder = jax.config.jax_compilation_cache_dir
+  seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+  jax.config.update('jax_compilation_cache_dir', None)
+  monkeypatch.delenv('XDG_CACHE_HOME', raising=False)
+  yield
+  jax.config.update('jax_compilation_cache_dir', folder)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', seconds)
+
+
+def test_a_user_without_a_home_has_no_cache(no_cache, tmp_path, monkeypatch):
+  def no_home():
+    raise RuntimeError('Could not determine home directory.')
+  monkeypatch.setattr(pathlib.Path, 'home', no_home)
+  host._keep_programs()
+  assert jax.config.jax_compilation_cache_dir is None
+  (tmp_path / 'file').write_text('')
+  monkeypatch.setattr(pathlib.Path, 'home', lambda: tmp_path / 'file' / 'home')
+  host._keep_programs()
+  assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_nothing_is_written_to_a_home_that_is_read_only(no_cache, tmp_path, monkeypatch):
+  monkeypatch.setattr(pathlib.Path, 'home', lambda: tmp_path)
+  monkeypatch.setattr(os, 'access', lambda path, mode: False)
+  host._keep_programs()
+  assert jax.config.jax_compilation_cache_dir.startswith(str(tmp_path))
+  assert jax.config.jax_persistent_cache_min_compile_time_secs == math.inf

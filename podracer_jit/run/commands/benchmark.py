@@ -48,14 +48,13 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import flags, logging
 
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.families import family_of
-from podracer_jit.run import build, command_line, memory
+from podracer_jit.run import build, command_line, memory, safe_files
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.measure import picture, rounds, timed_parts
 from podracer_jit.run.measure.segments import small_replay, with_scheme
@@ -88,9 +87,10 @@ def main(argv: Sequence[str]) -> int:
     row |= memory[name]
   show(result)
   if values.rounds_of:
-    result['round'] = split_round(run, values.rounds_of, values.picture)
+    path = values.picture and str(safe_files.user_path(values.picture))
+    result['round'] = split_round(run, values.rounds_of, path)
   if values.json:
-    Path(values.json).write_text(json.dumps(result, indent=2) + '\n')
+    safe_files.user_path(values.json).write_text(json.dumps(result, indent=2) + '\n')
   return 0
 
 

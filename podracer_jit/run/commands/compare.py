@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from podracer_jit.options import printable, shorten
-from podracer_jit.run import checkpoint, history, journal, sources, workdirs
+from podracer_jit.run import checkpoint, history, journal, safe_files, sources, workdirs
 from podracer_jit.run.output import complain
 
 ROWS = 10  # of the learning curves
@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
     print('podracer_jit compare: two workdirs are needed: podracer_jit compare runs/a runs/b',
           file=sys.stderr)
     return 2
-  folders = [Path(arg) for arg in args]
   try:
+    folders = [safe_files.user_path(arg) for arg in args]
     configs = [workdirs.read_fields(folder) for folder in folders]
     histories = [workdirs.read_history(folder) for folder in folders]
     kept = [sources.read(folder) for folder in folders]

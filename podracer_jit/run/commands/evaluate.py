@@ -23,7 +23,7 @@ from absl import flags
 
 from podracer_jit.envs.protocol import environment_failure
 from podracer_jit.options import printable, shorten
-from podracer_jit.run import config, evaluation, periodic, sources, video
+from podracer_jit.run import config, evaluation, periodic, safe_files, sources, video
 from podracer_jit.run.output import complain
 from podracer_jit.runtime import host
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
     movie = _check(values, arguments)
-    workdir = Path(values.workdir)
+    workdir = safe_files.user_path(values.workdir)
     allowed = config.allowed_modules(values.allow_modules)
     update = periodic.chosen_update(values.update, workdir)
     experiment = evaluation.read_experiment(workdir, allowed, update)
@@ -98,7 +98,7 @@ def _check(values: flags.FlagValues, arguments: Sequence[str]) -> Path | None:
     raise ValueError(f'--seed: must be from 0 to 2^31 - 1, got {values.seed}')
   if values.video is None:
     return None
-  return video.chosen_path('--video', values.video, Path(values.workdir))
+  return video.chosen_path('--video', values.video, safe_files.user_path(values.workdir))
 
 
 def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues,

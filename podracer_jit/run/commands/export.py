@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 from absl import flags
 
 from podracer_jit.options import shorten
 from podracer_jit.run import agent as agent_lib
-from podracer_jit.run import config, evaluation, export, periodic
+from podracer_jit.run import config, evaluation, export, periodic, safe_files
 from podracer_jit.run.output import complain
 from podracer_jit.runtime import host
 
@@ -42,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
     if not (values.workdir and values.out):
       raise ValueError('--workdir and --out are needed: podracer_jit export --workdir=runs/pong '
                        '--out=pong')
-    workdir = Path(values.workdir)
-    out = Path(values.out)
+    workdir = safe_files.user_path(values.workdir)
+    out = safe_files.user_path(values.out)
     agent_lib.check_new(out)
     allowed = config.allowed_modules(values.allow_modules)
     update = periodic.chosen_update(values.update, workdir)

@@ -16,6 +16,7 @@ wrong; else the exit code of the process that failed first.
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import socket
 import subprocess
@@ -45,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
     print('podracer_jit launch: the number of processes and the flags of training are needed: '
           'podracer_jit launch -n 2 -- --config=... --workdir=...', file=sys.stderr)
     return 2
-  # The processes get the option -P if this process has it.
-  safe = ['-P'] if sys.flags.safe_path else []
+  # Without -P, the current folder would come before all other modules in the processes.
+  safe = [] if {'', os.getcwd()} & set(sys.path) else ['-P']
   count = int(argv[2])
   command = [sys.executable, *safe, '-m', 'podracer_jit', *argv[4:]]
 

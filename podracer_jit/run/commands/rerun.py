@@ -34,6 +34,7 @@ from podracer_jit.run import (
     history,
     journal,
     manifest,
+    safe_files,
     sources,
     video,
     workdirs,
@@ -99,7 +100,7 @@ def _check(values: flags.FlagValues, arguments: Sequence[str]) -> Path:
   if not values.workdir or values.update is None:
     raise ValueError('--workdir and --update are needed: '
                      'podracer_jit rerun --workdir=runs/pong --update=10')
-  return Path(values.workdir)
+  return safe_files.user_path(values.workdir)
 
 
 def one_device_experiment(workdir: Path, allow_modules: Collection[str] = (),

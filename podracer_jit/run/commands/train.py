@@ -27,6 +27,7 @@ from podracer_jit.run import (
     exit_codes,
     life,
     machines,
+    safe_files,
     seeds,
     session,
     stopping,
@@ -96,7 +97,8 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
         place = placement_of(config)
         host.prepare_host(place)
         host.join(place, *joining, values.coordinator_timeout_s)
-      workdir = Path(values.workdir or command_line.default_workdir(argv))
+      workdir = safe_files.user_path(values.workdir or command_line.default_workdir(argv))
+      profile_dir = values.profile_dir and str(safe_files.user_path(values.profile_dir))
       if values.num_seeds is None:
         cluster = stack.enter_context(machines.joined(config))
         opened = stack.enter_context(session.opened(resolve(config), workdir, options, cluster))
@@ -109,7 +111,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       complain(f'podracer_jit: {note}')
     stop.begin_training()
     try:
-      finished = opened.train(stop, values.profile_dir, began_s=began_s)
+      finished = opened.train(stop, profile_dir, began_s=began_s)
     except KeyboardInterrupt:
       complain('podracer_jit: interrupted; updates since the newest checkpoint are not saved')
       return _leave(_code_of_a_stop(opened.workdir))
