@@ -42,6 +42,15 @@ def initial_state(state: ActorState, n_step: int) -> ActorState:
   return state._replace(envs=tuple(env._replace(recent=blank(env)) for env in state.envs))
 
 
+def forget(env: EnvState) -> EnvState:
+  """Returns the state of environments that go on, with a replay that begins empty.
+
+  The rows before are not in that replay, so no transition can begin in them any more. All arrays
+  may have further axes before their own.
+  """
+  return env._replace(recent=jax.tree.map(jnp.zeros_like, env.recent))
+
+
 def with_priorities(rollout: Callable, n_step: int, discount: float) -> Callable:
   """Wraps `rollout` so that it gives one Experience for each vector environment.
 

@@ -27,8 +27,8 @@ class Optimizer(abc.ABC):
   anneal: bool = option(False, 'the rate falls linearly to 0 at total_steps')
   max_grad_norm: float = option(40.0, 'gradients are clipped to this global norm', above=0)
   kl_target: float = option(
-      0.0, 'the rate, from 1e-6 to 1e-2, adapts to this KL divergence from the acting policy; '
-      '0: the rate does not adapt', at_least=0)
+      0.0, 'the rate, from 1e-6 to 1e-2, adapts to this KL divergence from the policy that made '
+      'the rollout; 0: the rate does not adapt', at_least=0)
 
   @abc.abstractmethod
   def scale(self) -> optax.GradientTransformation:
@@ -113,10 +113,12 @@ class KLState(NamedTuple):
 
 
 def scale_by_kl(target: float, low: float, high: float) -> optax.GradientTransformationExtraArgs:
-  """Scales steps by a factor that keeps the policy's change near a target (rl_games).
+  """Scales steps by a factor that keeps the policy's change near a target, with rl_games' rule.
 
   The update takes `kl`, the mean divergence of the policy from the acting policy on the minibatch.
-  The factor is divided by 1.5 if kl > 2 * target, multiplied by 1.5 if kl < target / 2, and clipped
+  So it grows over the epochs of an update. rl_games compares with the policy at the minibatch's
+  previous visit instead, whose change is smaller: the same target makes smaller steps here. The
+  factor is divided by 1.5 if kl > 2 * target, multiplied by 1.5 if kl < target / 2, and clipped
   to [low, high].
   """
 

@@ -22,6 +22,10 @@ from podracer_jit.numerics.islands import island
 from podracer_jit.options import option
 from podracer_jit.types import Params, Rollout
 
+# The most that old rows weigh: the larger of this number of rows, up to which float32 counts all,
+# and this multiple of the new rows, of which a smaller share would be lost in rounding.
+_EXACT = 2.0**24
+_MOST_TIMES_NEW = 2.0**18
 CLIP = 10.0  # bound of normalised numbers, in standard deviations
 
 
@@ -41,9 +45,9 @@ class NormaliseOptions:
 
 
 class Moments(NamedTuple):
-  """Count, mean and squared deviations of all numbers added so far."""
+  """Count, mean and squared deviations of the numbers added so far; see `merge`."""
 
-  count: jax.Array  # f32, number of rows
+  count: jax.Array  # f32, number of rows, as far as they still weigh
   mean: jax.Array  # [*shape] f32
   m2: jax.Array  # [*shape] f32, the sum of squared distances from the mean
 
@@ -74,13 +78,24 @@ def restore(moments: Moments, x: jax.Array) -> jax.Array:
 
 
 def merge(a: Moments, b: Moments) -> Moments:
-  """Returns moments of the union of two samples (Chan, Golub and LeVeque 1979, equation 2.1)."""
+  """Returns moments of the union of two samples (Chan, Golub and LeVeque 1979, equation 2.1).
+
+  If `a` has very many rows, they weigh less from then on: float32 could not add a few rows to them.
+
+  Args:
+    a: moments of the rows so far.
+    b: moments of the new rows.
+  """
   chex.assert_equal_shape([a.mean, a.m2, b.mean, b.m2])
-  count = a.count + b.count
+  most = jnp.maximum(_EXACT, _MOST_TIMES_NEW * b.count)
+  old = jnp.where(b.count > 0, jnp.minimum(a.count, most), a.count)
+  # The factor is exactly 1 while all rows weigh the same.
+  old_m2 = a.m2 * (old / jnp.maximum(a.count, 1.0))
+  count = old + b.count
   delta = b.mean - a.mean
   share = b.count / jnp.maximum(count, 1.0)
   return Moments(count, a.mean + delta * share,
-                 a.m2 + b.m2 + jnp.square(delta) * a.count * share)
+                 old_m2 + b.m2 + jnp.square(delta) * old * share)
 
 
 def measure(x: jax.Array, valid: jax.Array, groups: Groups) -> Moments:

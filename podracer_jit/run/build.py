@@ -388,6 +388,19 @@ def make_actor(run: Run, index: int, ids: range, device: jax.Device, stack: cont
   return wiring.LocalActor(rollout_program, jax.device_put(state, device), device, first_env)
 
 
+def allocated(run: Run, state: TrainState, envs: Any | None) -> tuple[TrainState, Any | None]:
+  """Returns what a segment begins with: a state with a replay, and environments that fit it.
+
+  Args:
+    run: the run that the segment belongs to.
+    state: the train state, whose replay may be missing; then it begins empty.
+    envs: as in `kept_envs`; None if the environments begin anew.
+  """
+  if envs is not None and not jax.tree.leaves(state.replay):
+    envs = priorities.forget(envs)
+  return run.learner.allocate(state), envs
+
+
 def kept_env_shapes(run: Run) -> Any | None:
   """Returns the shapes of the environments' state in checkpoints; None if they do not have it."""
   if not run.experiment.keeps_envs:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer_jit.actor import kept_envs
+from podracer_jit.actor import kept_envs, priorities
 from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.envs.protocol import EnvironmentFailed
 from podracer_jit.learner import rollout_updates
@@ -195,6 +195,8 @@ class _Seed:
       state, self._meta = train_lib.restore(
           self.run, self._saved, self.workdir, like, opened_session.update, self._entries, note)
       envs = self._saved.restore_envs(build.kept_env_shapes(self.run), int(state.update))
+      if envs is not None and not jax.tree.leaves(state.replay):
+        envs = priorities.forget(envs)
     self._wall_s = wall_clock(self._meta, began_s)
     self._standstill = Standstill()
     self.update = int(state.update)
@@ -386,6 +388,7 @@ def _segment(runs: Sequence[_Seed], program: Any, states: TrainState, actor_stat
   if not experiment.checkpoint.replay:
     # As in a run that resumes: the replay is empty when a segment begins.
     states = _with_empty_replays(runs, states)
+    actor_states = actor_states._replace(envs=tuple(map(priorities.forget, actor_states.envs)))
   return states, actor_states
 
 

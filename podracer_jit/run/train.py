@@ -153,7 +153,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       if not length:
         break
       before = int(state.update)
-      state = learner.allocate(state)
+      state, envs = build.allocated(run, state, envs)
       state, meta, envs = _segment(
           run, state, meta, envs, length, workdir, files, progress, profiler, asked_to_stop,
           callbacks, _entry_before(entries, int(state.update)), wall_s, standstill)

@@ -39,6 +39,50 @@ def test_merging_a_batch_without_valid_rows_changes_nothing():
   jax.tree.map(assert_array_equal, merged, moments)
 
 
+def merge_all_rows(a, b):
+  """Merges moments whose rows all weigh the same."""
+  count = a.count + b.count
+  delta = b.mean - a.mean
+  share = b.count / jnp.maximum(count, 1.0)
+  return running_moments.Moments(count, a.mean + delta * share,
+                                 a.m2 + b.m2 + jnp.square(delta) * a.count * share)
+
+
+def test_up_to_the_count_that_float32_has_exactly_all_rows_weigh_the_same():
+  rng = np.random.default_rng(1)
+  for count in (0.0, 1.0, 64.0, 12345.0, 2.0**23 + 1, 2.0**24):
+    for rows in (0.0, 1.0, 40.0, 4096.0):
+      a, b = (running_moments.Moments(
+          jnp.float32(n), jnp.float32(rng.normal(size=5)),
+          jnp.float32(n * rng.random(5))) for n in (count, rows))
+      jax.tree.map(assert_array_equal, jax.jit(running_moments.merge)(a, b),
+                   jax.jit(merge_all_rows)(a, b))
+
+
+@pytest.mark.parametrize('rows', [16, 64, 2048])
+@pytest.mark.parametrize('count', [2.0**25, 2.0**29, 2.0**34])
+def test_moments_of_very_many_rows_still_follow_the_new_ones(rows, count):
+  moments = running_moments.Moments(jnp.float32(count), jnp.float32([0.0]), jnp.float32([count]))
+  most = max(2.0**24, 2.0**18 * rows)
+  updates = int(5 * most / rows)
+
+  def add(i, moments):
+    # Squares vary from update to update, as those of real rows do.
+    noise = 1.0 + 0.5 * jnp.sin(i.astype(jnp.float32) ** 2)
+    return running_moments.merge(moments, running_moments.Moments(
+        jnp.float32(rows), jnp.float32([3.0]), jnp.float32([4.0 * rows]) * noise))
+  moments = jax.jit(lambda x: jax.lax.fori_loop(0, updates, add, x))(moments)
+  assert moments.count >= min(count, most) and moments.count <= most + 2 * rows
+  assert_allclose(moments.mean, 3.0, rtol=0.05)
+  assert_allclose(running_moments.deviation(moments), 2.0, rtol=0.05)
+
+
+def test_an_update_without_valid_rows_does_not_make_the_old_ones_weigh_less():
+  many = running_moments.Moments(jnp.float32(2.0**30), jnp.ones(2), jnp.ones(2))
+  empty = running_moments.initial((2,))
+  jax.tree.map(assert_array_equal, running_moments.merge(many, empty), many)
+
+
 def config(**fields):
   result = small('ppo', 'InvertedPendulum-v4', num_epochs=2, **fields)
   result['normalise'] = {'obs': True, 'reward': True, 'value': True}

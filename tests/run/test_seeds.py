@@ -11,6 +11,7 @@ from gymnasium import spaces
 from numpy.testing import assert_allclose
 
 from podracer_jit.run import checkpoint, journal, life, memory, seeds, stopping, workdirs
+from podracer_jit.run import train as train_lib
 from podracer_jit.run.metrics import Diverged
 from podracer_jit.runtime import host
 from tests import processes
@@ -155,6 +156,35 @@ def test_seeds_that_were_stopped_go_on_to_the_same_bits(tmp_path, three, loss, f
   finished, rest = train(config, tmp_path / 'cut', len(whole))
   assert finished
   assert [receipts for _, receipts in rest] == [receipts for _, receipts in whole]
+
+
+@pytest.mark.parametrize('num_seeds', [None, 2])
+@pytest.mark.parametrize('eviction', ['fifo', 'prioritised'])
+def test_an_emptied_replay_gets_no_transitions_of_rows_before(num_seeds, eviction, tmp_path,
+                                                              monkeypatch):
+  """Environments that go on have rows of which the new replay has nothing."""
+  config = config_of('dqn', num_minibatches=1, checkpoint__replay=False, loss__n_step=3)
+  config['replay'] |= dict(capacity=512, min_size=512, batch_size=32, gradient_steps=2,
+                           eviction=eviction)
+  if num_seeds:
+    train(config, tmp_path, num_seeds)
+    resumed = changed(config, total_steps=464 + 192)
+    train(resumed, tmp_path, num_seeds, options=life.make_life(extend=True))
+    folders = [tmp_path / f'seed{1 + i}' for i in range(num_seeds)]
+  else:
+    one = prepared(config)
+    workdirs.open_workdir(tmp_path, one.experiment.fields)
+    train_lib.train(one, tmp_path, ends=[3, 6], quiet=True)
+    train_lib.train(one, tmp_path, ends=[3, 6, 8], quiet=True)
+    folders = [tmp_path]
+  for folder in folders:
+    records, _ = lines_of(folder)
+    headers = journal.read_receipts(folder).headers
+    assert len(headers) > 2
+    for header in headers:
+      record = records[header['first_update'] - 1]
+      # The transitions of the last 3 of 8 rows of 8 environments are not complete yet.
+      assert 0 < record['replay_size'] <= 5 * 8, record['update']
 
 
 def test_more_seeds_join_and_finished_ones_stay(tmp_path, three):

@@ -164,7 +164,7 @@ def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainStat
   initial = run.initial_state()
   origin = history.origin_of(workdirs.read_history(workdir))
   if before == 0 and origin is None:
-    return run.learner.allocate(initial), None
+    return build.allocated(run, initial, None)
   existing = checkpoint.saved_updates(workdir)
   if before == 0 and before not in existing:
     raise ValueError(f'--update: the run began with the state of another run, and its checkpoint '
@@ -182,7 +182,7 @@ def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainStat
   if before == 0 and manifest.digest(state._replace(replay=None)) != origin.state_sha256:
     raise ValueError(f'--update: the checkpoint of update 0 in {workdir} is not the state that the '
                      'run began with')
-  return run.learner.allocate(state), envs
+  return build.allocated(run, state, envs)
 
 
 def rerun(run: build.Run, state: TrainState, envs: Any, index: int, update: int,

@@ -141,7 +141,8 @@ class Pool:
     self._ended = terminated | truncated
     self._episode_return = np.where(over, np.float32(0), episode_return)
     self._episode_length = np.where(over, np.int32(0), length)
-    return Returned(_narrow(reward), terminated, truncated, valid,
+    # The reward of a reset is not the agent's.
+    return Returned(np.where(valid, _narrow(reward), np.float32(0)), terminated, truncated, valid,
                     Episodes(over, episode_return, length))
 
   def close(self) -> None:
