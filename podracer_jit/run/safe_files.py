@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,8 +28,12 @@ def open_regular(path: Path) -> BinaryIO:
   return path.open('rb')
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
   """Returns the content of a file of JSON in a workdir.
+
+  Args:
+    path: the path of the file.
+    hook: makes the value of an object from its pairs; default: a dict.
 
   Raises:
     OSError: it cannot be read, or is not a regular file.
@@ -40,7 +44,7 @@ def read_json(path: Path) -> Any:
   if len(content) > _MOST_JSON:
     raise ValueError(f'{path} has more than {_MOST_JSON:,} bytes')
   try:
-    return json.loads(content)
+    return json.loads(content, object_pairs_hook=hook)
   except RecursionError:
     raise ValueError(f'{path} is nested too deeply') from None
 def user_path(path: str | Path) -> Path:
