@@ -27,7 +27,7 @@ _TAKEN = frozenset((
     'update', 'steps', 'frames', 'sps', 'elapsed_s', 'wall_s', 'episode_return', 'episode_length',
     'episodes', 'actor_wait_s', 'learner_wait_s', 'cgd', 'gud', 'grad_norm', 'param_norm',
     'learning_rate', 'batch', 'params', 'moments', 'warning', 'sampled', 'sampled_age',
-    'samples_per_s', 'gradient_steps', 'replay_size', 'replay_ratio'))
+    'samples_per_s', 'gradient_steps', 'replay_size', 'replay_ratio', 'finite'))
 
 
 def check(run: build.Run) -> None:

@@ -84,7 +84,7 @@ def config(loss='ppo', environment='Sensor', **options):
 
 def slow(obs, reward, episode_return):
   """Returns the first fault of each environment by plain loops: what, value, row, element."""
-  found = []
+  faults_of_envs = []
   for env in range(reward.shape[1]):
     first = (0, 0, -1, 0)
     for row in range(-1, len(reward)):
@@ -97,8 +97,8 @@ def slow(obs, reward, episode_return):
         kind = 1 if np.isnan(value) else 2 if value > 0 else 3
         first = (1, kind, row, wrong[0][1]) if wrong else (2, kind, row, 0)
         break
-    found.append(first)
-  return np.array(found)
+    faults_of_envs.append(first)
+  return np.array(faults_of_envs)
 
 
 @pytest.mark.parametrize('seed', range(4))
@@ -152,25 +152,26 @@ def test_normalised_observations_do_not_see_the_end_of_a_terminated_episode():
      'the observation [0] that step 2 of an episode returned is outside of its space'),
 ])
 def test_a_wrong_value_is_named(options, sentence):
-  made = fresh(config(**options))
-  _, reports, _ = run(None, updates=1, prepared_run=made)
+  fresh_run = fresh(config(**options))
+  _, reports, _ = run(None, updates=1, prepared_run=fresh_run)
   episodes = jax.tree.map(lambda x: np.asarray(x)[0], reports[0].metrics['episodes'])
-  env_id, what = faults.describe(episodes, made.experiment.spec)
+  env_id, what = faults.describe(episodes, fresh_run.experiment.spec)
   assert (env_id, what) == (0, sentence)
   with pytest.raises(EnvironmentFailed) as error:
-    environment_check(made, 0)(reports[0])
-  assert str(error.value).startswith(f'{made.experiment.env.task}: {sentence} (environment 0, seed')
+    environment_check(fresh_run, 0)(reports[0])
+  task = fresh_run.experiment.env.task
+  assert str(error.value).startswith(f'{task}: {sentence} (environment 0, seed')
   assert str(error.value).endswith('in update 1') and '\n' not in str(error.value)
 
 
 def test_without_a_fault_there_is_no_sentence():
-  made = fresh(config())
-  _, reports, _ = run(None, updates=1, prepared_run=made)
+  fresh_run = fresh(config())
+  _, reports, _ = run(None, updates=1, prepared_run=fresh_run)
   episodes = jax.tree.map(lambda x: np.asarray(x)[0], reports[0].metrics['episodes'])
-  assert faults.describe(episodes, made.experiment.spec) is None
-  environment_check(made, 0)(reports[0])
+  assert faults.describe(episodes, fresh_run.experiment.spec) is None
+  environment_check(fresh_run, 0)(reports[0])
   flags = np.zeros((2, 3), bool)
-  assert faults.describe(Episodes(flags, flags, flags), made.experiment.spec) is None
+  assert faults.describe(Episodes(flags, flags, flags), fresh_run.experiment.spec) is None
 
 
 def test_statistics_that_overflow_are_reported_in_the_update_in_which_they_do():
@@ -184,8 +185,8 @@ def test_statistics_that_overflow_are_reported_in_the_update_in_which_they_do():
 
 
 def test_an_evaluation_names_a_wrong_value_too():
-  made = fresh(config(where='second'))
-  player = evaluation.make_player(made, made.initial_state().params, update=0, steps=0)
+  fresh_run = fresh(config(where='second'))
+  player = evaluation.make_player(fresh_run, fresh_run.initial_state().params, update=0, steps=0)
   with pytest.raises(EnvironmentFailed, match=(
       rf'^{HERE}:Sensor: the observation \[1, 0\] that step 2 of an episode returned is nan '
       r'\(environment 0 of the evaluation with seed 5\)$')):

@@ -17,7 +17,7 @@ from tests.workdirs import make
 
 
 class Outcome(NamedTuple):
-  """What becomes of an old workdir: it is resumed, unless `refused` has words of the message."""
+  """Fate of an old workdir: it is resumed, unless `refused` has words of the message."""
 
   refused: str = ''
   same_bits: bool = True  # False if a later version computes differently, as CHANGELOG.md says
@@ -97,7 +97,7 @@ def test_no_workdir_names_a_folder_of_its_maker(name):
     pytest.param(name, marks=pytest.mark.quick if name.endswith('/own_jax') else ())
     for name in RESUMED])
 def test_an_old_workdir_is_resumed(tmp_path, name):
-  """It has the bits of the old version, if this machine and its libraries compute alike."""
+  """Bits are those of the old version, if this machine and its libraries compute alike."""
   old = make.FOLDER / name
   workdir = tmp_path / 'run'
   results = resume(name, workdir)

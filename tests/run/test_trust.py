@@ -280,7 +280,7 @@ def test_a_part_of_another_main_program_is_refused_in_one_line(strange, tmp_path
 @pytest.mark.parametrize('allow', [[], ['{folder}/evil.py']])
 def test_a_file_that_registers_environments_is_run_if_it_is_allowed(
     allow, strange, tmp_path, monkeypatch, capsys):
-  """It lies in the current folder, and beside the workdir."""
+  """The file lies in the current folder, and beside the workdir."""
   workdir = strange('env', 'task')
   record = json.loads((workdir / 'config.json').read_text())
   record['config']['env']['task'] = 'gymnasium:Evil-v0'
