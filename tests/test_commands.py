@@ -63,7 +63,7 @@ def test_an_unknown_verb_gives_one_line_and_exit_code_2(word, message, capsys):
 
 @pytest.mark.parametrize('args', [[], ['--config=configs/impala_catch.py'], ['--distributed']])
 def test_without_a_verb_the_command_trains(args, monkeypatch):
-  monkeypatch.setattr(train, 'main', lambda argv: argv)
+  monkeypatch.setattr(train, 'main', lambda argv, began_s: argv)
   assert main.main(['podracer_jit', *args]) == ['podracer_jit', *args]
 
 

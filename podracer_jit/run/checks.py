@@ -253,9 +253,10 @@ def _short_segments(experiment: Experiment) -> Iterator[str]:
   """Yields a line if some episodes may be longer than a segment, so that they never end.
 
   A limit of less than two segments gives no line: most tasks end before their limit, and training
-  says so if no episode ends at all.
+  says so if no episode ends at all. Neither does the largest limit, which EnvPool's tasks without
+  one have.
   """
-  limit = experiment.spec.max_episode_steps
+  limit = experiment.spec.max_episode_steps % INT32_MAX
   steps = experiment.segment_steps
   is_cut = not experiment.keeps_envs and experiment.total_steps > steps * experiment.env.num_envs
   if is_cut and limit >= 2 * steps:

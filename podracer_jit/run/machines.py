@@ -46,12 +46,12 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
   if not isinstance(place, Mapping) or place.get('cluster', 'none') == 'none':
     yield None
     return
-  options = placement_of(config)
   for field, module in config_lib.modules(config).items():
     if module == parts.MAIN:
       raise ValueError(f'{field}: is in the main program ({module}), which the processes of the '
                        'cluster cannot import; move it into a file of its own, mine.py, and name '
                        'it mine:...')
+  options = placement_of(config)
   if jax.distributed.is_initialized():
     raise ValueError('placement.cluster: one process learns with all its devices, and the cluster '
                      'acts; must be none with --distributed')

@@ -632,7 +632,7 @@ def environments(task=RETURNS, num_envs=1, **options):
   seeds = list(range(7, 7 + num_envs))
   with gymnasium_envs._shared_memory(gymnasium_worker.num_bytes(layout)) as memory:  # noqa: SLF001
     return gymnasium_worker._Environments(  # noqa: SLF001
-        gymnasium_worker.Setup(task, options, [], 0, seeds, layout, memory))
+        gymnasium_worker.Setup(task, options, parts.search(), b'', 0, seeds, layout, memory))
 
 
 def message(task=RETURNS, steps=2, **options):

@@ -15,6 +15,7 @@ import pytest
 
 from podracer_jit import experiment, loops, losses
 from podracer_jit.learner import replay_updates
+from podracer_jit.replay import tree
 from podracer_jit.run import evaluation, train, workdirs
 from podracer_jit.run.resolve import resolve
 from podracer_jit.types import Target, TrainState
@@ -105,7 +106,8 @@ def test_the_learning_rate_metric_is_the_rate_of_the_update():
   """The metric has the rate at the steps before the update, as for losses without a replay."""
   params = {'w': jnp.ones(3)}
   state = TrainState(params, (), jnp.int32(0), jnp.int32(50), jax.random.key(0),
-                     Target(params, jnp.int32(3)), types.SimpleNamespace(size=jnp.array([5])))
+                     Target(params, jnp.int32(3)), types.SimpleNamespace(
+                         size=jnp.array([5]), priorities=tree.init(1, 5)))
   sizes = replay_updates.Sizes(4, 1, 2, 1, 1, 1, 0.4, 0)
   sums = dict(loss_terms=dict(valid=2.0, loss=1.0), sampled_age=0.0, grad_norm=1.0)
   finish = replay_updates.make_finish(sizes, lambda steps: 1.0 - steps / 100)
