@@ -79,8 +79,8 @@ class RolloutAlgorithm(Algorithm):
     del recurrent
     return ENVIRONMENTS
 
-  def problem_of_minibatch(self, rows: int) -> str:
-    """Returns why it cannot learn from minibatches of so few rows in all groups; '' if it can.
+  def note_about_minibatches(self, rows: int) -> str:
+    """Returns what it does otherwise with minibatches of so few rows in all groups; '' if nothing.
 
     Args:
       rows: of a minibatch, invalid ones included.

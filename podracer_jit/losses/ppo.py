@@ -46,9 +46,9 @@ class PPO(RolloutAlgorithm):
     """Returns ROWS, or ENVIRONMENTS for a recurrent network, which needs rows in order."""
     return ENVIRONMENTS if recurrent else ROWS
 
-  def problem_of_minibatch(self, rows: int) -> str:
-    """Returns a phrase if a minibatch has one row, and advantages are normalised."""
-    return ('loss.normalise_advantage makes its only advantage 0'
+  def note_about_minibatches(self, rows: int) -> str:
+    """Returns a phrase if a minibatch has one row, whose advantage cannot be normalised."""
+    return ('its only advantage is not normalised (loss.normalise_advantage), since it would be 0'
             if self.normalise_advantage and rows < 2 else '')
 
   def target_inputs(self, rollout: Rollout, recurrent: bool) -> Rollout:
@@ -87,12 +87,13 @@ class PPO(RolloutAlgorithm):
                        ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the number of valid rows, and the mean and deviation of their advantages.
 
-    Mean and deviation are 0 and 1 if advantages are not normalised.
+    Mean and deviation are 0 and 1 if advantages are not normalised. The advantage of a minibatch of
+    one row would be 0, so it is not normalised.
     """
     chex.assert_type(valid, bool)
     chex.assert_equal_shape([valid, targets['advantage']])
     count = jnp.maximum(jnp.sum(valid.astype(jnp.float32)), 1.0)
-    if not self.normalise_advantage:
+    if not self.normalise_advantage or valid.size == 1:
       return count, jnp.zeros(()), jnp.ones(())
 
     def mean_over_valid(x):

@@ -195,42 +195,40 @@ def _indivisible(experiment: Experiment) -> Iterator[str]:
   if elements % experiment.num_minibatches:
     yield (f'num_minibatches: the {elements} minibatch elements of a gradient group cannot be '
            f'split evenly into {experiment.num_minibatches} minibatches')
-  elif num_envs % groups == 0:
-    yield from _small_minibatches(experiment, elements)
 
 
-def _small_minibatches(experiment: Experiment, elements: int) -> Iterator[str]:
-  """Yields a line if minibatches have too few rows for the algorithm.
-
-  Args:
-    experiment: of the run.
-    elements: minibatch elements of a gradient group in an epoch.
-  """
+def _small_minibatches(experiment: Experiment) -> Iterator[str]:
+  """Yields a line if the algorithm treats minibatches of so few rows in a way of its own."""
   algorithm = experiment.algorithm
+  if algorithm.learns_from_replay:
+    return
   unit = algorithm.minibatch_unit(experiment.torso_options.recurrent)
+  group_envs = experiment.env.num_envs // experiment.num_grad_shards
+  elements = group_envs * unit.elements(experiment.unroll_length)
   # Where each worker has an update of its own, a minibatch is of its groups only.
   updates = len(experiment.placement.learner_devices) if experiment.scheme.each else 1
   epoch_rows = (experiment.num_grad_shards // updates * elements
                 * (experiment.unroll_length // unit.elements(experiment.unroll_length)))
 
-  def problem(num_minibatches: int) -> str:
-    return algorithm.problem_of_minibatch(epoch_rows // num_minibatches)
+  def note(num_minibatches: int) -> str:
+    return algorithm.note_about_minibatches(epoch_rows // num_minibatches)
 
   count = experiment.num_minibatches
-  if not problem(count):
+  if not note(count):
     return
   fewer = next((number for number in range(count - 1, 0, -1)
-                if elements % number == 0 and not problem(number)), None)
+                if elements % number == 0 and not note(number)), None)
   field = 'num_minibatches' if fewer else 'unroll_length'
   remedy = f'at most {fewer}' if fewer else 'longer, or env.num_envs larger'
   yield (f'{field}: a minibatch (num_minibatches = {count}) has {epoch_rows // count} of the '
-         f'{epoch_rows} rows of an epoch: {problem(count)}; must be {remedy}')
+         f'{epoch_rows} rows of an epoch: {note(count)}; for normalised ones it must be {remedy}')
 
 
 def notes(experiment: Experiment) -> Iterator[str]:
   """Yields a line for each choice that was made by a rule and may not be what the user wants."""
   yield from _images(experiment)
   yield from _short_segments(experiment)
+  yield from _small_minibatches(experiment)
   yield from _small_microbatches(experiment)
 
 
