@@ -96,7 +96,6 @@ class Fields(ml_collections.ConfigDict):
       # Its only argument is the KeyError, whose text would be in quotation marks.
       raise AttributeError(*error.args[0].args if error.args else ()) from None
 
-
   def lock(self) -> Fields:
     """Refuses new fields from now on; returns itself."""
     return self._set_locked(True)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from podracer_jit.actor import faults
-from podracer_jit.envs.protocol import EnvironmentFailed
-from podracer_jit.run import evaluation
+from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
+from podracer_jit.run import checkpoint, evaluation, workdirs
+from podracer_jit.run import train as training
 from podracer_jit.run.metrics import environment_check
 from podracer_jit.types import Episodes
 from tests.runs import changed, fresh, run, small
@@ -191,3 +192,14 @@ def test_an_evaluation_names_a_wrong_value_too():
       rf'^{HERE}:Sensor: the observation \[1, 0\] that step 2 of an episode returned is nan '
       r'\(environment 0 of the evaluation with seed 5\)$')):
     evaluation.play(player, 2, 2, 5, 100)
+
+
+def test_a_run_with_a_wrong_value_ends_in_its_update_and_saves_nothing(tmp_path):
+  fresh_run = fresh(config(where='reward') | {'total_steps': 10_000})
+  workdirs.open_workdir(tmp_path, fresh_run.experiment.fields)
+  with pytest.raises(Exception) as error:  # noqa: PT011 - the thread that failed wraps it
+    training.train(fresh_run, tmp_path, quiet=True)
+  message = environment_failure(error.value)
+  assert 'the reward that step 2 of an episode returned is nan' in message
+  assert 'in update 1; the last good checkpoint is none' in message
+  assert not checkpoint.updates_in(tmp_path)
