@@ -53,7 +53,7 @@ def test_a_step_that_does_not_fit_into_the_budget_is_skipped(tmp_path):
   day = processes.Day(tmp_path / 'out', tmp_path / 'work', budget_s=20, only=['anakin', 'bf16'])
   assert gpu_day.run_steps(day)
   skipped = {record['step']: record['skipped'] for record in records_of(tmp_path / 'out')}
-  assert skipped == {'anakin': '20 s left, needs 45', 'bf16': '20 s left, needs 25'}
+  assert skipped == {'anakin': '20 s left, needs 80', 'bf16': '20 s left, needs 25'}
 
 
 @pytest.mark.parametrize('limit_s, budget_s', [(1, 100), (100, 6)])
