@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -89,6 +91,51 @@ def test_training_in_a_strange_workdir_imports_nothing(strange, tmp_path, capsys
   error = capsys.readouterr().err
   assert "loss.name: 'evil:Thing' there, 'impala' now" in error
   assert not (tmp_path / 'ran').exists()
+
+
+ONLY_IMPORTS = """
+import dataclasses, functools, os
+from os import system
+run = functools.partial(os.system)
+"""
+
+
+@pytest.mark.parametrize('attribute, message', [
+    ('dataclasses.inspect.os.system', "leads through 'dataclasses'; .* one name of the module"),
+    ('system', 'leads to posix.system, which mine_only does not define; must be a class'),
+    ('run', 'leads to posix.system, which mine_only does not define; must be a class'),
+    ('os', 'leads to os, which mine_only does not define; must be a class')])
+@pytest.mark.parametrize('field', ['env.task', 'loss.name', 'network.name', 'optimizer.name',
+                                   'scheme', 'policy'])
+def test_what_an_allowed_module_imports_is_not_allowed(
+    field, attribute, message, saved_run, tmp_path, monkeypatch, capsys):
+  """An option of the task would be the argument of the call, here a command for a shell."""
+  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
+  (tmp_path / 'mine_only.py').write_text(ONLY_IMPORTS)
+  workdir = tmp_path / 'run'
+  shutil.copytree(saved_run / 'run', workdir)
+  record = json.loads((workdir / 'config.json').read_text())
+  set_field(record, f'config/{field.replace(".", "/")}', f'mine_only:{attribute}')
+  if field == 'env.task':
+    record['config']['env']['command'] = f'touch {tmp_path / "ran"}'
+  (workdir / 'config.json').write_text(json.dumps(record))
+  allow = f'--allow_modules={tmp_path / "mine_only.py"}'
+  assert evaluate.main(['x', f'--workdir={workdir}', allow]) == 2
+  error = capsys.readouterr().err
+  assert error.count('\n') == 1
+  assert re.search(f"{field}: 'mine_only:{attribute}' {message}", error), error
+  assert not (tmp_path / 'ran').exists()
+  sys.modules.pop('mine_only', None)
+
+
+def test_a_flag_to_copy_is_quoted_for_a_shell(strange, tmp_path, capsys):
+  workdir = strange('loss', 'name')
+  record = json.loads((workdir / 'config.json').read_text())
+  record['config']['loss']['name'] = '$(touch ran);x:Mine'
+  (workdir / 'config.json').write_text(json.dumps(record))
+  assert evaluate.main(['podracer_jit', f'--workdir={workdir}']) == 2
+  flag = capsys.readouterr().err.rpartition('if you trust them: ')[2].strip()
+  assert shlex.split(flag) == ['--allow_modules=$(touch ran);x']
 
 
 def test_a_file_that_is_allowed_must_exist(tmp_path):
