@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from podracer_jit.options import nested_too_deeply
+
 _MOST_JSON = 2**26  # bytes of a file of JSON; a manifest of 400,000 files has as many
 BROKEN = 'broken'  # folder of a workdir for broken files
 
@@ -43,10 +45,31 @@ def read_json(path: Path, hook: Callable[[list[tuple[str, Any]]], Any] | None = 
     content = file.read(_MOST_JSON + 1)
   if len(content) > _MOST_JSON:
     raise ValueError(f'{path} has more than {_MOST_JSON:,} bytes')
+  return parse_json(content, hook)
+
+
+def parse_json(content: bytes, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+  """Returns a value of JSON from a workdir.
+
+  Args:
+    content: the text.
+    hook: see `read_json`.
+
+  Raises:
+    ValueError: it is not JSON, or has so many levels that code for whole trees would fail.
+  """
   try:
-    return json.loads(content, object_pairs_hook=hook)
+    value = json.loads(content, object_pairs_hook=hook)
   except RecursionError:
-    raise ValueError(f'{path} is nested too deeply') from None
+    value = None
+    is_deep = True
+  else:
+    is_deep = nested_too_deeply(value)
+  if is_deep:
+    raise ValueError('it is nested too deeply')
+  return value
+
+
 def user_path(path: str | Path) -> Path:
   """Returns a path that a user gave, in which ~ at its beginning means the home folder.
 

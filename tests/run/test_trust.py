@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from podracer_jit import options, parts
-from podracer_jit.run import api, checkpoint, config, manifest, output, workdirs
+from podracer_jit.run import api, checkpoint, config, manifest, output, periodic, workdirs
 from podracer_jit.run import train as training
 from podracer_jit.run.commands import compare, evaluate, export, rerun, train
 from podracer_jit.run.progress import Progress
@@ -281,6 +281,64 @@ def test_errors_about_texts_of_a_workdir_are_escaped(name, value, saved_run, tmp
       assert repr(api.load(folder, allow_modules=['tests', 'tests.envs'])).isprintable()
     except ValueError as error:
       assert str(error).isprintable(), ascii(str(error))
+
+
+def nested(levels):
+  return json.loads('[' * levels + ']' * levels)
+
+
+@pytest.mark.parametrize('levels', [90, 450, 10**5])
+@pytest.mark.parametrize('name', ['config/env/goal', 'history'])
+def test_a_deeply_nested_config_is_refused_in_one_line(name, levels, saved_run, tmp_path, capsys,
+                                                       monkeypatch):
+  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
+  workdir = tmp_path / 'run'
+  shutil.copytree(saved_run / 'run', workdir)
+  record = json.loads((workdir / 'config.json').read_text())
+  set_field(record, name, 'DEEP')
+  text = json.dumps(record).replace('"DEEP"', '[' * levels + ']' * levels)
+  (workdir / 'config.json').write_text(text)
+  for verb, *args in ([evaluate, '--num_episodes=1'], [rerun, '--update=1'],
+                      [export, f'--out={tmp_path / "out"}']):
+    assert verb.main(['x', f'--workdir={workdir}', *args]) == 2
+    assert capsys.readouterr().err.count('\n') == 1
+  compare.main(['x', str(workdir), str(saved_run / 'run')])
+  check_printed(capsys)
+  fields = json.loads((saved_run / 'run' / 'config.json').read_text())['config']
+  with contextlib.suppress(ValueError):
+    workdirs.open_workdir(workdir, fields)
+
+
+def test_what_a_run_takes_as_an_option_of_a_task_can_be_read_again(tmp_path):
+  for levels in range(30, 130):
+    config = small()
+    config['env']['goal'] = nested(levels)
+    refused = options.problem_of_json(config['env']['goal'])
+    assert bool(refused) == (levels > 40)
+    if not refused:
+      (tmp_path / 'config.json').write_text(json.dumps(workdirs.record_of(config)))
+      assert workdirs.read_config(tmp_path)['env']['goal'] == config['env']['goal']
+
+
+LINES = [{}, {'update': 1}, {'update': 1, 'steps': 3}, {'steps': 3, 'episode_return': 1.0},
+         {'update': 1, 'steps': 3, 'episode_return': 'x'}, {'update': 1, 'steps': 'x', 'mean': 'x'},
+         {'update': 1, 'steps': None, 'mean': None, 'episode_return': [1]},
+         {'update': 1, 'steps': 3, 'episode_return': 10**400, 'mean': 10**400},
+         {'segment': 0}, {'first_update': 1}, {'update': 1, 'batch': 3, 'params': None}]
+
+
+@pytest.mark.parametrize('line', LINES)
+def test_a_line_with_other_fields_is_garbled_and_fails_nothing(line, saved_run, tmp_path, capsys):
+  workdir = tmp_path / 'run'
+  shutil.copytree(saved_run / 'run', workdir)
+  for name in ('metrics', 'receipts', 'evaluations'):
+    with (workdir / f'{name}.jsonl').open('a') as file:
+      file.write(json.dumps(line) + '\n')
+  for sides in ((workdir, saved_run / 'run'), (saved_run / 'run', workdir)):
+    assert compare.main(['x', *map(str, sides)]) == 2
+  assert 'identical: 1 updates' in capsys.readouterr().out
+  with pytest.raises(ValueError, match='no checkpoint in .* was evaluated during training'):
+    periodic.best_update(workdir)
 
 
 def test_names_of_arrays_in_a_saved_agent_are_escaped(saved_run, tmp_path):
