@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,21 +83,28 @@ def user_path(path: str | Path) -> Path:
     raise ValueError(f'{path}: the home folder is not known; give a path without ~') from None
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, is_shared: bool = False) -> None:
   """Writes a whole file in one step, as `write_bytes` does."""
-  write_bytes(path, text.encode())
+  write_bytes(path, text.encode(), is_shared)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes, is_shared: bool = False) -> None:
   """Writes a whole file in one step: a reader sees either the old or the new content.
+
+  Args:
+    path: the path of the file.
+    content: its new content.
+    is_shared: other processes may write the file at the same time.
 
   Raises:
     OSError: the file cannot be written; the error names it. The old content is unchanged.
   """
-  draft = path.with_name(f'{path.name}.tmp')
+  draft = path.with_name(f'{path.name}{f".{secrets.token_hex(8)}" if is_shared else ""}.tmp')
   with naming(path):
+    # One that a killed process has left, or a link of a stranger's workdir.
+    draft.unlink(missing_ok=True)
     try:
-      with draft.open('wb') as file:
+      with draft.open('xb') as file:
         file.write(content)
         file.flush()
         # Without fsync, a power failure could leave an empty file under the new name.
@@ -104,6 +112,34 @@ def write_bytes(path: Path, content: bytes) -> None:
       os.replace(draft, path)
     finally:
       draft.unlink(missing_ok=True)
+
+
+def append_line(path: Path, line: str) -> None:
+  """Appends a line in one write, so that lines which processes append at once do not mix.
+
+  Args:
+    path: the path of the file, which need not exist.
+    line: the line, without its newline.
+
+  Raises:
+    OSError: it cannot be written; the error names the file.
+  """
+  content = line.encode() + b'\n'
+  # A stranger's workdir may have a link to another file of the user's, or a pipe without a reader.
+  how = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+  with naming(path):
+    descriptor = os.open(path, how, 0o666)
+    try:
+      status = os.fstat(descriptor)
+      if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, 'it is not a regular file', str(path))
+      if status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b'\n':
+        content = b'\n' + content  # a full disk has cut the line before
+      if os.write(descriptor, content) < len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+      os.fsync(descriptor)
+    finally:
+      os.close(descriptor)
 
 
 def set_aside(workdir: Path, path: Path) -> Path:

@@ -36,10 +36,14 @@ class ConfigChanged(ValueError):
   """The workdir holds another experiment."""
 
 
-def versions() -> dict[str, str]:
-  """Returns the versions of Python and of the packages on which results depend."""
+def versions(*others: str) -> dict[str, str]:
+  """Returns the versions of Python and of the packages on which results depend.
+
+  Args:
+    *others: further packages; those that are not installed are left out.
+  """
   by_package = {'python': platform.python_version()}
-  for name in PACKAGES:
+  for name in (*PACKAGES, *others):
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
       by_package[name] = importlib.metadata.version(name)
   return by_package
