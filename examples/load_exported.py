@@ -4,8 +4,7 @@ podracer_jit export --workdir=runs/cartpole --out=cartpole
 python examples/load_exported.py cartpole
 
 It needs jax, flatbuffers and safetensors, and here gymnasium. agent.json explains the arguments.
-If the task names a module, such as ale_py in gymnasium:ale_py:ALE/Pong-v5, Gymnasium would run that
-module, so the command needs --allow_modules=ale_py at its end.
+A task like gymnasium:ale_py:ALE/Pong-v5 runs a module, so it needs --allow_modules=ale_py.
 """
 
 import hashlib
@@ -45,10 +44,9 @@ parameters = load_file(folder / 'parameters.safetensors')
 act = jax.jit(jax.export.deserialize(bytearray((folder / 'drawn.jax').read_bytes())).call)
 
 task = about['task'].removeprefix('gymnasium:')
-module = task.rpartition(':')[0]
-if module and sys.argv[2:] != [f'--allow_modules={module}']:
-  sys.exit(f'the task {ascii(task)} of {folder} runs a module of its own; if you trust it: '
-           f'--allow_modules={shlex.quote(ascii(module)[1:-1])}')
+flag = f'--allow_modules={task.rpartition(":")[0]}'
+if ':' in task and flag not in sys.argv:
+  sys.exit(f'{ascii(task)} runs a module; if you trust it: {shlex.quote(ascii(flag)[1:-1])}')
 env = gymnasium.make(task)
 obs, _ = env.reset(seed=0)
 state = [np.zeros((1, *part['shape']), part['dtype']) for part in about['state']]

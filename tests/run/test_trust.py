@@ -309,6 +309,21 @@ def test_a_deeply_nested_config_is_refused_in_one_line(name, levels, saved_run, 
     workdirs.open_workdir(workdir, fields)
 
 
+@pytest.mark.parametrize('first_update, name, was', [
+    (5, 'seed.x', 1), (5, 'env', 1), (5, 'loss', None), (5, 'placement', 3), (1e999, 'seed', 1)])
+def test_a_history_that_does_not_fit_its_config_is_refused_in_one_line(
+    first_update, name, was, saved_run, tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
+  workdir = tmp_path / 'run'
+  shutil.copytree(saved_run / 'run', workdir)
+  record = json.loads((workdir / 'config.json').read_text())
+  record['history'] = [dict(first_update=first_update, changes={name: dict(was=was)})]
+  (workdir / 'config.json').write_text(json.dumps(record))
+  for verb in (evaluate, rerun):
+    assert verb.main(['x', f'--workdir={workdir}', '--update=1']) == 2
+    assert capsys.readouterr().err.count('\n') == 1
+
+
 def test_what_a_run_takes_as_an_option_of_a_task_can_be_read_again(tmp_path):
   for levels in range(30, 130):
     config = small()
