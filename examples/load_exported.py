@@ -4,11 +4,13 @@ podracer_jit export --workdir=runs/cartpole --out=cartpole
 python examples/load_exported.py cartpole
 
 It needs jax, flatbuffers and safetensors, and here gymnasium. agent.json explains the arguments.
+A task like gymnasium:ale_py:ALE/Pong-v5 runs a module, so it needs --allow_modules=ale_py.
 """
 
 import hashlib
 import json
 import pathlib
+import shlex
 import sys
 
 import gymnasium
@@ -41,7 +43,11 @@ about = json.loads((folder / 'agent.json').read_bytes())
 parameters = load_file(folder / 'parameters.safetensors')
 act = jax.jit(jax.export.deserialize(bytearray((folder / 'drawn.jax').read_bytes())).call)
 
-env = gymnasium.make(about['task'].removeprefix('gymnasium:'))
+task = about['task'].removeprefix('gymnasium:')
+flag = f'--allow_modules={task.rpartition(":")[0]}'
+if ':' in task and flag not in sys.argv:
+  sys.exit(f'{ascii(task)} runs a module; if you trust it: {shlex.quote(ascii(flag)[1:-1])}')
+env = gymnasium.make(task)
 obs, _ = env.reset(seed=0)
 state = [np.zeros((1, *part['shape']), part['dtype']) for part in about['state']]
 score = 0.0

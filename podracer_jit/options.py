@@ -24,6 +24,9 @@ _FLAX_FIELDS = ('name', 'parent')
 _KINDS = (bool, int, float, str, tuple)
 # Key that marks a list in JSON.
 _LIST = '__list__'
+# Most levels of arrays and objects in a file of JSON; functions that call themselves stay far from
+# Python's limit.
+_MOST_NESTED = 100
 # Most characters of a value in an error message.
 _LONGEST_SHOWN = 60
 
@@ -66,10 +69,28 @@ def shorten(text: str, longest: int = 200) -> str:
   return text if len(text) <= longest else f'{text[:half]} ... {text[-half:]}'
 
 
+def nested_too_deeply(value: Any, spare: int = 0) -> bool:
+  """Returns whether a value of JSON has more levels than files may have.
+
+  Args:
+    value: dicts, lists and tuples count.
+    spare: levels that the file has around the value.
+  """
+  level = [value]
+  for _ in range(_MOST_NESTED - spare):
+    level = [inner for outer in level if isinstance(outer, dict | list | tuple)
+             for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    if not level:
+      return False
+  return True
+
+
 def printable(text: str) -> str:
   """Returns a text in which characters that could control a terminal are escaped; lines stay."""
   return ''.join(x if x.isprintable() or x == '\n' else x.encode('unicode_escape').decode()
                  for x in text)
+
+
 def plain_value(value: Any) -> Any:
   """Returns a value of a config with numbers of NumPy and JAX as Python's own.
 
@@ -111,7 +132,9 @@ def from_json(value: Any) -> Any:
 def problem_of_json(value: Any) -> str:
   """Returns why JSON would give another value back, or an empty string if it gives the same."""
   try:
-    text = repr(from_json(json.loads(json.dumps(to_json(value)))))
+    stored = to_json(value)
+    text = '' if nested_too_deeply(stored, spare=20) else repr(
+        from_json(json.loads(json.dumps(stored))))
   except (TypeError, ValueError, RecursionError):
     text = ''
   return '' if text == repr(value) else (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
@@ -113,13 +115,18 @@ def _is_installed(path: Path) -> bool:
 def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
   """Returns the part with a name; imports its module if it is a user's own.
 
+  A name may come from a stranger's workdir, and to allow a module must not allow all that it
+  imports. So `attribute` is one name without dots, and what it leads to must come from the module
+  itself, or from its top-level package, whose modules often export each other's names.
+
   Args:
     field: the config's field with the name, for error messages, such as 'loss.name'.
     name: a key of `shipped`, or 'module:attribute' of a user's own part.
     shipped: the package's parts by name.
 
   Raises:
-    ValueError: no part has this name, or its module cannot be imported; the message has one line.
+    ValueError: no part has this name, its module cannot be imported, or the part is another
+      module's; the message has one line.
   """
   if isinstance(name, str) and name in shipped:
     return shipped[name]
@@ -129,9 +136,32 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
   if not colon:
     raise ValueError(f'{field}: there is no {shown(name)}; known are {", ".join(shipped)}, and '
                      'module:attribute for a part of your own')
+  if '.' in attribute:
+    raise ValueError(f'{field}: {shown(name)} leads through {shown(attribute.partition(".")[0])}; '
+                     'must be module:attribute, where attribute is one name of the module, '
+                     'without dots')
 
+  part_module = import_module(field, name, module)
+  if not hasattr(part_module, attribute):
+    raise ValueError(f'{field}: {module} has no {shown(attribute)}')
+  part = getattr(part_module, attribute)
+  _check_origin(field, name, module, part)
+  return part
+
+
+def import_module(field: str, name: str, module: str) -> ModuleType:
+  """Imports a module that the config's field names.
+
+  Args:
+    field: the config's field, for error messages, such as 'env.task'.
+    name: the value of the field, for error messages.
+    module: the name of the module, a part of `name`.
+
+  Raises:
+    ValueError: the module cannot be imported; the message has one line.
+  """
   try:
-    part = _module(module)
+    imported = _module(module)
     sources_of(module)  # now, as somebody may edit the files while this process runs
   except ImportError as error:
     raise ValueError(f'{field}: cannot import {shown(module)} of {shown(name)} '
@@ -140,11 +170,49 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
   except Exception as error:  # noqa: BLE001 - a user's module may raise any exception
     raise ValueError(f'{field}: {module}.py fails: {type(error).__name__}: '
                      f'{shorten(str(error))}') from error
+  return imported
 
-  for step in attribute.split('.'):
-    if not hasattr(part, step):
-      raise ValueError(f'{field}: {module} has no {shown(attribute)}')
-    part = getattr(part, step)
+
+def _check_origin(field: str, name: str, module: str, part: Any) -> None:
+  """Refuses a part that a module has only imported; see `find`.
+
+  An instance is judged by its class, which may also be one of this package, such as `Scheme`. Plain
+  values of Python cannot be executed, so the caller says what they should be.
+
+  Raises:
+    ValueError: the part is of another module; the message has one line.
+  """
+  part = _unwrapped(part)
+  own = {module.partition('.')[0]}
+  if inspect.ismodule(part):
+    origin = words = part.__name__
+  elif isinstance(part, type) or inspect.isroutine(part):
+    origin = part.__module__
+    words = f'{origin}.{part.__qualname__}'
+  else:
+    origin = type(part).__module__
+    words = f'an instance of {origin}.{type(part).__qualname__}'
+    own.add(_OURS)
+    if origin == 'builtins' and not callable(part):
+      return
+  if str(origin).partition('.')[0] not in own:
+    raise ValueError(f'{field}: {shown(name)} leads to {shorten(words)}, which {module} does not '
+                     f'define; must be a class or a function that {module} defines, or be named by '
+                     'the module that does')
+
+
+def _unwrapped(part: Any) -> Any:
+  """Returns what wrappers call in the end, since those of functools and JAX have no own module."""
+  for _ in range(100):  # a wrapper may wrap itself
+    wrapped = None
+    if isinstance(part, functools.partial):
+      wrapped = part.func
+    elif not isinstance(part, type):
+      # Not `getattr`, since a user's object may answer to any name.
+      wrapped = inspect.getattr_static(part, '__wrapped__', None)
+    if wrapped is None:
+      break
+    part = wrapped
   return part
 
 

@@ -101,12 +101,12 @@ def test_unknown_and_missing_names_are_reported():
 
 
 def test_parts_are_found_beside_a_file_and_by_attribute(tmp_path):
-  (tmp_path / 'beside_the_config.py').write_text('class Own:\n  class Inner: pass\n')
+  (tmp_path / 'beside_the_config.py').write_text('class Own: pass\n')
   with pytest.raises(ValueError, match="loss.name: cannot import 'beside_the_config'"):
     parts.find('loss.name', 'beside_the_config:Own', {})
   parts.look_beside(tmp_path / 'config.py')
-  part = parts.find('loss.name', 'beside_the_config:Own.Inner', {})
-  assert part is sys.modules['beside_the_config'].Own.Inner
+  part = parts.find('loss.name', 'beside_the_config:Own', {})
+  assert part is sys.modules['beside_the_config'].Own
   with pytest.raises(ValueError, match="loss.name: beside_the_config has no 'Other'"):
     parts.find('loss.name', 'beside_the_config:Other', {})
 
@@ -181,6 +181,75 @@ def test_the_current_folder_is_searched_for_modules_that_are_named_only(write, m
   with pytest.raises(ImportError):
     importlib.import_module('own_tool')
   parts.find('x', 'own_tool:__name__', {})
+
+
+OWN_AND_IMPORTED = '''
+import collections, functools, os, random
+from os import system
+from random import Random, random as draw
+from subprocess import Popen
+import jax, numpy as np
+from own_pkg.other import Near, near
+from podracer_jit.schemes.scheme import Scheme
+from podracer_jit.schemes.table import SCHEMES
+
+class Own:
+  def __call__(self): pass
+
+  def method(self): pass
+
+def own(): pass
+
+lambda_ = lambda: None
+instance = Own()
+method = Own().method
+partial = functools.partial(functools.partial(own))
+jitted = jax.jit(own)
+cached = functools.lru_cache(own)
+scheme = next(iter(SCHEMES.values()))
+Pair = collections.namedtuple('Pair', 'a b')
+
+run = functools.partial(os.system)
+run_jitted = jax.jit(system)
+pop = [1].pop
+generator = Random(3)
+rules = {'a': 1}
+'''
+
+
+@pytest.mark.parametrize('name', [
+    'Own', 'own', 'lambda_', 'instance', 'method', 'partial', 'jitted', 'cached', 'scheme', 'Pair',
+    'Near', 'near', 'rules', 'SCHEMES', '__name__'])
+def test_a_part_is_of_its_module_or_package(name, write):
+  write('own_pkg/__init__.py', '')
+  write('own_pkg/other.py', 'class Near: pass\ndef near(): pass\n')
+  write('own_pkg/mine.py', OWN_AND_IMPORTED)
+  parts.look_beside(write('config.py', ''))
+  parts.find('x', f'own_pkg.mine:{name}', {})
+
+
+@pytest.mark.parametrize('name, origin', [
+    ('os', 'os'), ('system', 'posix.system'), ('draw', 'None.Random.random'),
+    ('Popen', 'subprocess.Popen'), ('run', 'posix.system'), ('run_jitted', 'posix.system'),
+    ('pop', 'None.list.pop'), ('generator', 'an instance of random.Random'),
+    ('np', 'numpy'), ('Scheme', 'podracer_jit.schemes.scheme.Scheme'),
+    ('__loader__', 'an instance of _frozen_importlib_external.SourceFileLoader')])
+def test_what_a_module_only_imports_is_no_part_of_it(name, origin, write):
+  write('own_pkg/__init__.py', '')
+  write('own_pkg/other.py', 'class Near: pass\ndef near(): pass\n')
+  write('own_pkg/mine.py', OWN_AND_IMPORTED)
+  parts.look_beside(write('config.py', ''))
+  message = rf"x: 'own_pkg.mine:{name}' leads to {origin}, which own_pkg.mine does not define; must"
+  with pytest.raises(ValueError, match=message) as refused:
+    parts.find('x', f'own_pkg.mine:{name}', {})
+  assert '\n' not in str(refused.value)
+
+
+@pytest.mark.parametrize('name', [
+    'optax:adamw', 'flax.linen:Dense', 'jax.nn:relu', 'jax.numpy:tanh',
+    'gymnasium.envs.classic_control:CartPoleEnv', 'gymnasium:make'])
+def test_names_that_a_library_exports_are_its_parts(name):
+  parts.find('x', name, {})
 
 
 def test_two_folders_cannot_have_helpers_of_one_name(write):

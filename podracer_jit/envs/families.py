@@ -34,6 +34,15 @@ def own_module(task: str) -> str:
   return name.rpartition(':')[0] if kind == GYMNASIUM else kind
 
 
+def libraries_of(task: str) -> list[str]:
+  """Returns the names of the modules that a task names, beside EnvPool, without submodules."""
+  kind, *modules = task.split(':')[:-1] or ['']
+  names = [kind, *modules] if kind else []
+  # A user's own environment may be one of Gymnasium.
+  names += [GYMNASIUM] if names and kind not in EXTRAS and GYMNASIUM in sys.modules else []
+  return list(dict.fromkeys(name.partition('.')[0] for name in names))
+
+
 def may_start_jax(task: str) -> bool:
   """Returns whether the family of a task may start JAX; EnvPool's tasks never do."""
   return ':' in task

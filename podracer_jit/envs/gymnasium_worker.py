@@ -172,8 +172,8 @@ def _construct(task: str, options: Mapping[str, Any]) -> Any:
         raise ValueError(f'env.{option}: not an option of {task}')
     module, _, name = name.rpartition(':')
     if module:
-      # Every module has a __name__; the import registers the environment.
-      parts.find('env.task', f'{module}:__name__', {})
+      # The import registers the environment.
+      parts.import_module('env.task', task, module)
     try:
       return gymnasium.make(name, disable_env_checker=True, **options)
     except gymnasium.error.UnregisteredEnv as error:

@@ -279,7 +279,11 @@ def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,
     raise ValueError(f"update: must be a number or 'best', got {update!r}")
   experiment = evaluation.read_experiment(path, allowed, update)
   host.prepare_host_for_any(experiment.placement)
-  return Agent(experiment, evaluation.restore(path, experiment, update), seed)
+  agent = Agent(experiment, evaluation.restore(path, experiment, update), seed)
+  note = evaluation.broken_note(path, agent.update) if update is None else ''
+  if note:
+    complain(f'podracer_jit: {note}')
+  return agent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,9 +301,11 @@ class Evaluation:
 
 
 def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed: int = 1,
-             greedy: bool = False, max_steps: int = 108_000, video: str | Path | None = None
-             ) -> Evaluation:
+             greedy: bool = False, max_steps: int = 108_000, video: str | Path | None = None,
+             env: Mapping[str, Any] | None = None) -> Evaluation:
   """Plays whole episodes; the results, and the video, are those of the verb `evaluate`.
+
+  Nothing but the video is written.
 
   Args:
     agent: the agent that plays.
@@ -313,9 +319,10 @@ def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed:
     video: films one more episode: a path that ends in .mp4 or .gif, relative to the current folder;
       'mp4' and 'gif' write video.mp4 and video.gif there. Missing folders are made, and an older
       file is replaced.
+    env: options of the task that differ from those of the run, such as {'max_episode_steps': 50}.
 
   Raises:
-    ValueError: an argument is out of range, or the task has no pictures.
+    ValueError: an argument is out of range, the task has no pictures, or no such option.
     OSError: the video cannot be written.
     RuntimeError: an episode is longer than max_steps, or an environment has failed.
   """
@@ -326,7 +333,8 @@ def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed:
   if not 0 <= seed < 2**31:
     raise ValueError(f'seed: must be from 0 to 2^31 - 1, got {seed}')
   movie = None if video is None else video_lib.chosen_path('video', video, Path())
-  player = evaluation.greedy(agent.player) if greedy else agent.player
+  player = evaluation.with_options(agent.player, agent.experiment, env or {})
+  player = evaluation.greedy(player) if greedy else player
   num_envs = min(num_envs, num_episodes)
   if movie:
     # Before the evaluation, whose results an error would lose.

@@ -193,12 +193,15 @@ def _required_fields(config: ml_collections.ConfigDict, prefix: str = '') -> Ite
         yield f'{prefix}{name}'
 
 
-def _joined(argv: Sequence[str]) -> list[str]:
-  """Returns every flag as --name=value; absl also takes -name and a separate value."""
+def _joined(argv: Sequence[str], prefix: str = '--') -> list[str]:
+  """Returns every flag that begins with `prefix` as --name=value.
+
+  absl also takes -name, and a separate value.
+  """
   joined = [argv[0]]
   for arg in argv[1:]:
     before = joined[-1]
-    waits = before.startswith('--') and '=' not in before and before not in _SWITCHES
+    waits = before.startswith(prefix) and '=' not in before and before not in _SWITCHES
     if len(joined) > 1 and waits and not arg.startswith('-'):
       joined[-1] = f'{before}={arg}'
     else:
@@ -235,17 +238,37 @@ def _take_config(argv: Sequence[str]) -> tuple[list[str], str | None]:
   return remaining, location
 
 
-def _take_env_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+def take_env_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+  """Removes --env.NAME=VALUE from argv; returns the other arguments, and the options of the task.
+
+  Raises:
+    ValueError: an option has no value, or is no option of the task's own.
+  """
+  remaining, options = _take_env_options(_joined(argv, '--env.'), '--env.')
+  for arg in remaining:
+    if arg.startswith('--env.'):
+      name, equals, _ = arg.partition('=')
+      raise ValueError(f"{name}: {'cannot be changed here' if equals else 'has no value'}; "
+                       "--env.NAME=VALUE sets an option of the run's task")
+  return remaining, options
+
+
+def _take_env_options(argv: Sequence[str], prefix: str = _ENV
+                      ) -> tuple[list[str], dict[str, Any]]:
   """Removes the task's own options from argv; returns the other arguments, and the options.
 
   ml_collections would refuse them, since a config need not list all options of its task.
+
+  Args:
+    argv: the command line, with flags as --name=value.
+    prefix: the flags' names up to that of the option.
   """
   remaining = []
   options = {}
   for arg in argv:
     name, equals, value = arg.partition('=')
-    field = name.removeprefix(_ENV)
-    if not name.startswith(_ENV) or field in ('task', 'num_envs') or not equals:
+    field = name.removeprefix(prefix)
+    if not name.startswith(prefix) or field in ('task', 'num_envs') or not equals:
       remaining.append(arg)
       continue
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,6 +134,9 @@ def refuse_object(field: str, value: Any) -> None:
     return
   module = getattr(value, '__module__', None)
   name = value.__qualname__
+  if '.' in name:
+    raise ValueError(f"{field}: must be a text such as 'mine:Mine', which names a class or a "
+                     f'function at the top level of mine.py; {name} is inside of another')
   if module == parts.MAIN:
     raise ValueError(f"{field}: must be a text such as 'mine:{name}'; {name} is in the main "
                      f'program, so move it into a file of its own, mine.py')
@@ -327,9 +331,11 @@ def check_modules(fields: Mapping[str, Any], allowed: Collection[str], where: st
     listed = ', '.join(f'{field} = {options.shorten(name)}:..., which runs '
                        f'{options.shorten(parts.file_of(name), 600)}'
                        for field, name in refused.items())
-    names = ','.join(map(options.shorten, dict.fromkeys(refused.values())))
+    # Quoted, since people copy the flag into a shell, and names may be a stranger's.
+    names = shlex.quote(','.join(map(options.shorten, dict.fromkeys(refused.values()))))
     kept = ','.join(filter(None, map(copies, dict.fromkeys(refused.values()))))
-    or_kept = f', or the copies that are kept with it: --allow_modules={kept}' if kept else ''
+    or_kept = (', or the copies that are kept with it: '
+               f'--allow_modules={shlex.quote(kept)}' if kept else '')
     raise ValueError(f'--workdir: {where} names modules of its own ({listed}); if you trust them: '
                      f'--allow_modules={names}{or_kept}')
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import datetime
 import json
 import math
+import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,17 +19,24 @@ from podracer_jit.actor import faults, rollouts
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents.networks import Apply
 from podracer_jit.agents.policies import Policy
-from podracer_jit.envs.families import family_of
+from podracer_jit.envs.families import family_of, libraries_of
 from podracer_jit.envs.protocol import EnvironmentFailed, EnvSpec, VectorEnv
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.options import shorten
+from podracer_jit.options import shorten, shown
 from podracer_jit.run import build, checkpoint, config, safe_files, workdirs
+from podracer_jit.run import resolve as resolve_lib
 from podracer_jit.run.experiment import Experiment
-from podracer_jit.run.resolve import resolve
+from podracer_jit.run.settings import EnvOptions
 from podracer_jit.runtime import placement
 from podracer_jit.types import Params, TrainState
 
+NEWEST = 'evaluation.json'  # in a workdir: the newest evaluation by the command
+# In a workdir: a line for each evaluation by the command. Those of training have a file of their
+# own, evaluations.jsonl, since the run rewrites it.
+JOURNAL = 'evaluate.jsonl'
 Record = dict[str, Any]  # the contents of evaluation.json
+# Fields of a task's spec that a policy does not depend on.
+_FREE = ('frame_skip', 'max_episode_steps', 'repeats')
 ATTEMPTS = 10  # at reading a checkpoint, since a run that still trains may delete it
 CHUNK = 128  # steps of a program call; drawn actions depend on it
 
@@ -73,7 +82,7 @@ def read_experiment(workdir: Path, allow_modules: Collection[str] = (),
   """
   fields = workdirs.read_config(workdir, allow_modules, update)
   try:
-    experiment = resolve(config.on_one_device(fields))
+    experiment = resolve_lib.resolve(config.on_one_device(fields))
   except ValueError as error:
     raise ValueError(f'--workdir: config.json of {workdir}: {shorten(str(error), 600)}') from None
   workdirs.check_layout(workdir, experiment)
@@ -125,6 +134,42 @@ def make_player(run: build.Run, params: Params, update: int, steps: int) -> Play
                 network.policy._replace(explore=None),
                 placement.put_params(params, device), device, run.place.env_threads,
                 update, steps)
+
+
+def with_options(player: Player, experiment: Experiment, options: Mapping[str, Any]) -> Player:
+  """Returns the player on its task with other options.
+
+  Args:
+    player: the policy, and its task.
+    experiment: the experiment that trained the policy.
+    options: options of the task by name, checked like `env.NAME` of a config.
+
+  Raises:
+    ValueError: the task has no such option, its value is wrong, or the policy cannot play with it.
+  """
+  if not options:
+    return player
+  for name in EnvOptions.__dataclass_fields__:
+    if name in options:
+      raise ValueError(f'env.{name}: cannot be changed here; an evaluation plays the task of the '
+                       "run, with the task's own options and num_envs environments of its own")
+  changed = resolve_lib.changed(experiment, env=options)
+  for name, was in player.spec._asdict().items():
+    now = getattr(changed.spec, name)
+    if name not in _FREE and was != now:
+      given = ', '.join(f'env.{option}' for option in options)
+      raise ValueError(f'{given}: the policy was trained with {name} = {shown(was)} of '
+                       f'{player.task}, which would be {shown(now)}')
+  changes = {name: changed.env_options[name] for name in options}
+  return player._replace(spec=changed.spec, options=dict(player.options) | changes)
+
+
+def broken_note(workdir: Path, update: int) -> str:
+  """Returns a line about broken checkpoints that are newer than the one of `update`, or ''."""
+  problems = {newer: checkpoint.problem(workdir, newer)
+              for newer in checkpoint.updates_in(workdir) if newer > update}
+  broken = [f'of update {newer:,} ({problem})' for newer, problem in problems.items() if problem]
+  return f'cannot use the checkpoint {" and ".join(broken)}; takes update {update:,}' * bool(broken)
 
 
 def _state(workdir: Path, run: build.Run, update: int | None) -> TrainState:
@@ -305,23 +350,35 @@ def _finite(value: float | None) -> float | None:
   return None if value is None or not math.isfinite(value) else value
 
 
-def write(workdir: Path, player: Player, episodes: Episodes, **how: Any) -> Record:
-  """Writes evaluation.json in one step.
+def record_of(player: Player, episodes: Episodes, **how: Any) -> Record:
+  """Returns the record of an evaluation.
+
+  Args:
+    player: the policy that played, and its task.
+    episodes: the episodes that were played.
+    **how: further facts about the evaluation.
+  """
+  return dict(time=datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+              host=platform.node(), task=player.task, update=player.update, steps=player.steps,
+              **how, statistics=statistics(player.task, episodes),
+              returns=[_finite(episode_return) for episode_return in episodes.returns],
+              lengths=episodes.lengths, versions=workdirs.versions(*libraries_of(player.task)))
+
+
+def write(workdir: Path, record: Record) -> None:
+  """Appends an evaluation to evaluate.jsonl, and makes it the content of evaluation.json.
+
+  Other processes may do the same at once. The line does not have the single episodes.
 
   Args:
     workdir: the workdir of the run.
-    player: the policy that played, and its task.
-    episodes: the episodes that were played.
-    **how: further facts about the evaluation, for the file.
+    record: the evaluation.
 
-  Returns:
-    The contents of the file.
+  Raises:
+    OSError: a file cannot be written.
   """
-  record = dict(task=player.task, update=player.update, steps=player.steps, **how,
-                statistics=statistics(player.task, episodes),
-                returns=[_finite(episode_return) for episode_return in episodes.returns],
-                lengths=episodes.lengths, versions=workdirs.versions())
+  line = {name: value for name, value in record.items() if name not in Episodes._fields}
+  safe_files.append_line(workdir / JOURNAL, json.dumps(line))
   # One line for each field, so that a list of returns takes one line.
   fields = (f'{json.dumps(name)}: {json.dumps(value)}' for name, value in record.items())
-  safe_files.write_text(workdir / 'evaluation.json', '{\n' + ',\n'.join(fields) + '\n}\n')
-  return record
+  safe_files.write_text(workdir / NEWEST, '{\n' + ',\n'.join(fields) + '\n}\n', is_shared=True)

@@ -73,7 +73,7 @@ def read(record: Mapping[str, Any]) -> list[Entry]:
   """
   try:
     return [_entry(item) for item in record.get(KEY, [])]
-  except (AttributeError, KeyError, TypeError, ValueError):
+  except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
     raise ValueError(f'its {KEY} is garbled') from None
 
 
@@ -143,6 +143,9 @@ def config_at(config: Mapping[str, Any], history: Sequence[Entry], update: int) 
     config: the newest config, plain values.
     history: the history of the run.
     update: from 1.
+
+  Raises:
+    ValueError: the history does not fit the config.
   """
   config = copy.deepcopy(dict(config))
   # Later changes are undone first.
@@ -175,6 +178,8 @@ def _set(config: dict[str, Any], changes: Mapping[str, Mapping[str, Any]], key: 
     section = config
     for part in path:
       section = section.setdefault(part, {})
+      if not isinstance(section, dict):
+        raise ValueError(f'its {KEY} is garbled: {options.shorten(name)} is no field')
     if key in change:
       section[last] = change[key]
     else:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,13 +74,20 @@ def read_receipts(workdir: Path) -> Receipts:
   return Receipts(headers, by_update, _problems(garbled, gaps))
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, fields: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
   """Returns the JSON objects of a file, one for each line; omits garbled lines.
+
+  Args:
+    path: the path of the file.
+    fields: types by name; a line that lacks one of these fields, or has another type, is garbled.
 
   Raises:
     OSError: it cannot be read.
   """
-  return [line.entry for line in _lines(path) if line.entry is not None]
+  # An object is of no type that a value of JSON has, so it stands for a missing field.
+  return [line.entry for line in _lines(path) if line.entry is not None
+          and all(isinstance(line.entry.get(name, object()), kind)
+                  for name, kind in (fields or {}).items())]
 
 
 def has_updates(workdir: Path) -> bool:
@@ -165,8 +171,8 @@ def _lines(path: Path) -> Iterator[Line]:
   with safe_files.open_regular(path) as file:
     for raw in file:
       try:
-        entry = json.loads(raw)
-      except (ValueError, RecursionError):
+        entry = safe_files.parse_json(raw)
+      except ValueError:
         entry = None
       good = isinstance(entry, dict) and raw.endswith(b'\n') and all(
           isinstance(entry.get(name, 0), int) for name in ('update', 'segment', 'first_update'))

@@ -37,14 +37,14 @@ def read(workdir: Path) -> list[Record]:
   how long training waited for it in seconds; it is missing while training may still have to wait.
   """
   path = workdir / NAME
-  return journal.read_lines(path) if path.exists() else []
+  return journal.read_lines(path, dict(update=int)) if path.exists() else []
 
 
 def best_of(records: Sequence[Mapping[str, Any]]) -> int | None:
   """Returns the first update with the highest mean return; None if no evaluation succeeded."""
   # Earlier versions wrote means that are NaN, and no error.
-  succeeded = [record for record in records
-               if 'error' not in record and math.isfinite(record['mean'])]
+  succeeded = [record for record in records if 'error' not in record
+               and isinstance(record.get('mean'), float) and math.isfinite(record['mean'])]
   return max(succeeded, key=lambda record: record['mean'])['update'] if succeeded else None
 
 

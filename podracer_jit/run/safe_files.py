@@ -6,10 +6,13 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from podracer_jit.options import nested_too_deeply
 
 _MOST_JSON = 2**26  # bytes of a file of JSON; a manifest of 400,000 files has as many
 BROKEN = 'broken'  # folder of a workdir for broken files
@@ -43,10 +46,31 @@ def read_json(path: Path, hook: Callable[[list[tuple[str, Any]]], Any] | None = 
     content = file.read(_MOST_JSON + 1)
   if len(content) > _MOST_JSON:
     raise ValueError(f'{path} has more than {_MOST_JSON:,} bytes')
+  return parse_json(content, hook)
+
+
+def parse_json(content: bytes, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+  """Returns a value of JSON from a workdir.
+
+  Args:
+    content: the text.
+    hook: see `read_json`.
+
+  Raises:
+    ValueError: it is not JSON, or has so many levels that code for whole trees would fail.
+  """
   try:
-    return json.loads(content, object_pairs_hook=hook)
+    value = json.loads(content, object_pairs_hook=hook)
   except RecursionError:
-    raise ValueError(f'{path} is nested too deeply') from None
+    value = None
+    is_deep = True
+  else:
+    is_deep = nested_too_deeply(value)
+  if is_deep:
+    raise ValueError('it is nested too deeply')
+  return value
+
+
 def user_path(path: str | Path) -> Path:
   """Returns a path that a user gave, in which ~ at its beginning means the home folder.
 
@@ -59,21 +83,28 @@ def user_path(path: str | Path) -> Path:
     raise ValueError(f'{path}: the home folder is not known; give a path without ~') from None
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, is_shared: bool = False) -> None:
   """Writes a whole file in one step, as `write_bytes` does."""
-  write_bytes(path, text.encode())
+  write_bytes(path, text.encode(), is_shared)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes, is_shared: bool = False) -> None:
   """Writes a whole file in one step: a reader sees either the old or the new content.
+
+  Args:
+    path: the path of the file.
+    content: its new content.
+    is_shared: other processes may write the file at the same time.
 
   Raises:
     OSError: the file cannot be written; the error names it. The old content is unchanged.
   """
-  draft = path.with_name(f'{path.name}.tmp')
+  draft = path.with_name(f'{path.name}{f".{secrets.token_hex(8)}" if is_shared else ""}.tmp')
   with naming(path):
+    # One that a killed process has left, or a link of a stranger's workdir.
+    draft.unlink(missing_ok=True)
     try:
-      with draft.open('wb') as file:
+      with draft.open('xb') as file:
         file.write(content)
         file.flush()
         # Without fsync, a power failure could leave an empty file under the new name.
@@ -81,6 +112,34 @@ def write_bytes(path: Path, content: bytes) -> None:
       os.replace(draft, path)
     finally:
       draft.unlink(missing_ok=True)
+
+
+def append_line(path: Path, line: str) -> None:
+  """Appends a line in one write, so that lines which processes append at once do not mix.
+
+  Args:
+    path: the path of the file, which need not exist.
+    line: the line, without its newline.
+
+  Raises:
+    OSError: it cannot be written; the error names the file.
+  """
+  content = line.encode() + b'\n'
+  # A stranger's workdir may have a link to another file of the user's, or a pipe without a reader.
+  how = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+  with naming(path):
+    descriptor = os.open(path, how, 0o666)
+    try:
+      status = os.fstat(descriptor)
+      if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, 'it is not a regular file', str(path))
+      if status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b'\n':
+        content = b'\n' + content  # a full disk has cut the line before
+      if os.write(descriptor, content) < len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+      os.fsync(descriptor)
+    finally:
+      os.close(descriptor)
 
 
 def set_aside(workdir: Path, path: Path) -> Path:

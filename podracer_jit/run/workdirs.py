@@ -36,10 +36,14 @@ class ConfigChanged(ValueError):
   """The workdir holds another experiment."""
 
 
-def versions() -> dict[str, str]:
-  """Returns the versions of Python and of the packages on which results depend."""
+def versions(*others: str) -> dict[str, str]:
+  """Returns the versions of Python and of the packages on which results depend.
+
+  Args:
+    *others: further packages; those that are not installed are left out.
+  """
   by_package = {'python': platform.python_version()}
-  for name in PACKAGES:
+  for name in (*PACKAGES, *others):
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
       by_package[name] = importlib.metadata.version(name)
   return by_package
@@ -284,7 +288,12 @@ def read_config(workdir: Path, allow_modules: Collection[str] = (), update: int 
   record = _read(path)
   fields = options.from_json(record['config'])
   if update is not None:
-    fields = history.config_at(fields, history.read(record), update)
+    try:
+      fields = history.config_at(fields, history.read(record), update)
+    except ValueError as error:
+      raise ValueError(f'--workdir: {path}: {error}') from None
+    if not _has_sections(fields):
+      raise ValueError(f'--workdir: {path} is not of a run of podracer_jit')
   config_lib.check_modules(fields, allow_modules, str(path),
                            lambda name: sources.copy_of(workdir, name, update))
   try:
@@ -358,7 +367,11 @@ def _is_record(record: Any) -> bool:
     history.read(record)
   except ValueError:
     return False
-  config = record['config']
+  return _has_sections(record['config'])
+
+
+def _has_sections(config: Mapping[str, Any]) -> bool:
+  """Returns whether the sections that a config has are dicts; the placement is among them."""
   sections = ('env', 'replay', *config_lib.CHOICES, *config_lib.SECTIONS)
   return isinstance(config.get('placement'), dict) and all(
       isinstance(config.get(section, {}), dict) for section in sections)

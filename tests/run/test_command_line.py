@@ -318,6 +318,10 @@ def test_classes_are_named_and_not_given(file):
   mine = type('Mine', (), {'__module__': '__main__'})
   with pytest.raises(ValueError, match="name: must be a text such as 'mine:Mine'; .* mine.py"):
     fields.network.name = mine
+  with pytest.raises(ValueError, match='top level of mine.py; .*<locals>.local is inside of an'):
+    def local():
+      pass
+    fields.env.task = local
   by_hand = small()
   by_hand['env']['task'] = mine
   with pytest.raises(ValueError, match="env.task: must be a text such as 'mine:Mine'"):

@@ -1,10 +1,15 @@
 """Evaluation: which episodes count, statistics, videos, and errors of the command."""
 
 import contextlib
+import io
 import json
+import os
 import random
+import re
+import resource
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -17,9 +22,9 @@ import pytest
 
 from podracer_jit import experiment
 from podracer_jit.agents import policies
-from podracer_jit.envs import envpool_envs
+from podracer_jit.envs import envpool_envs, families
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.run import checkpoint, evaluation, video, workdirs
+from podracer_jit.run import api, checkpoint, evaluation, journal, safe_files, video, workdirs
 from podracer_jit.run.commands import evaluate as command
 from podracer_jit.runtime import host
 from tests import processes
@@ -356,6 +361,191 @@ def test_a_failure_while_playing_is_one_line_and_exit_code_1(tmp_path, evaluate)
   assert code == 1
   assert errors.count('\n') == 1 and 'max_steps is 1' in errors
   assert not (tmp_path / 'evaluation.json').exists()
+
+
+def _cart_config():
+  config = experiment.config('impala', 'mlp', 'adam')
+  config.env.task = 'CartPole-v1'
+  return config
+
+
+PLAY = ['--num_episodes=3', '--num_envs=2']
+
+
+def test_each_evaluation_is_a_line_and_the_newest_is_whole(tmp_path, evaluate, capsys):
+  _save(tmp_path, _cart_config(), 1, 2)
+  records = []
+  for flags in (['--seed=5', '--env.max_episode_steps=4'],
+                ['--update=1', '--greedy', '--env.max_episode_steps', '6']):
+    assert evaluate(f'--workdir={tmp_path}', *PLAY, *flags) == (0, '')
+    records.append(json.loads((tmp_path / 'evaluation.json').read_text()))
+  assert [record.pop('lengths') for record in records] == [[4] * 3, [6] * 3]
+  assert [record.pop('returns') for record in records] == [[4.0] * 3, [6.0] * 3]
+  lines = [json.loads(line) for line in (tmp_path / 'evaluate.jsonl').read_text().splitlines()]
+  assert lines == records
+  first, second = lines
+  assert (first['update'], first['seed'], first['greedy']) == (2, 5, False)
+  assert (second['update'], second['seed'], second['greedy']) == (1, 1, True)
+  assert [line['env'] for line in lines] == [{'max_episode_steps': 4}, {'max_episode_steps': 6}]
+  assert (first['num_episodes'], first['num_envs'], first['max_steps']) == (3, 2, 108_000)
+  assert first['versions'] == workdirs.versions() and {'podracer_jit', 'jax', 'envpool'} <= set(
+      first['versions'])
+  assert first['host'] and first['time'] <= second['time'] and first['time'].endswith('+00:00')
+  assert not list(tmp_path.glob('*.tmp'))
+
+
+def test_the_record_of_other_tasks_has_the_versions_of_their_libraries():
+  assert families.libraries_of('Pong-v5') == []
+  assert families.libraries_of('gymnax:CartPole-v1') == ['gymnax']
+  assert families.libraries_of('gymnasium:ale_py.x:ALE/Pong-v5') == ['gymnasium', 'ale_py']
+  assert families.libraries_of('mine.envs:Env') == ['mine', 'gymnasium']
+  assert set(workdirs.versions('gymnasium', 'mine')) == {*workdirs.versions(), 'gymnasium'}
+
+
+@pytest.mark.parametrize('flag, message', [
+    ('--env.max_episod_steps=3', 'env.max_episod_steps: not an option of CartPole-v1; its options'),
+    ('--env.max_episode_steps=0', 'env.max_episode_steps: must be at least 1, got 0'),
+    ('--env.max_episode_steps=x', "env.max_episode_steps: must be of type int, got 'x'"),
+    ('--env.max_episode_steps', '--env.max_episode_steps: has no value'),
+    ('--env.task=Catch-v0', '--env.task: cannot be changed here'),
+    ('--env.num_envs=3', '--env.num_envs: cannot be changed here')])
+def test_options_of_the_task_are_checked_before_playing(flag, message, tmp_path, evaluate):
+  _save(tmp_path, _cart_config(), 1)
+  code, errors = evaluate(f'--workdir={tmp_path}', flag)
+  assert code == 2 and errors.startswith(f'podracer_jit evaluate: {message}')
+  assert errors.count('\n') == 1
+
+
+def test_options_that_the_policy_cannot_play_with_are_refused(tmp_path, evaluate):
+  _save(tmp_path, _catch_config(), 1)
+  code, errors = evaluate(f'--workdir={tmp_path}', '--env.height=12')
+  assert code == 2 and errors.count('\n') == 1
+  assert 'env.height: the policy was trained with obs_shape = ' in errors
+  assert 'of Catch-v0, which would be ' in errors
+
+
+def test_the_function_takes_options_of_the_task(tmp_path, monkeypatch):
+  monkeypatch.setattr(host, 'prepare_host_for_any', lambda options: None)
+  _save(tmp_path, _cart_config(), 1)
+  agent = api.load(tmp_path)
+  before = sorted(tmp_path.rglob('*'))
+  assert api.evaluate(agent, 3, env={'max_episode_steps': 4}).lengths == [4] * 3
+  assert max(api.evaluate(agent, 3).lengths) > 4
+  for env, message in (({'height': 3}, 'env.height: not an option of CartPole-v1'),
+                       ({'task': 'Catch-v0'}, 'env.task: cannot be changed here'),
+                       ({'num_envs': 3}, 'env.num_envs: cannot be changed here')):
+    with pytest.raises(ValueError, match=message):
+      api.evaluate(agent, 3, env=env)
+  assert sorted(tmp_path.rglob('*')) == before
+
+
+def test_an_older_checkpoint_is_played_with_a_line_about_the_broken_one(tmp_path, evaluate, capsys,
+                                                                        monkeypatch):
+  _save(tmp_path, _cart_config(), 3, 5)
+  broken = next(path for path in (tmp_path / 'checkpoints' / '5' / 'state').rglob('*')
+                if path.is_file())
+  broken.write_bytes(broken.read_bytes() + b' ')
+  note = rf'cannot use the checkpoint of update 5 \(.*{broken.name}.*\); takes update 3\n'
+  code, errors = evaluate(f'--workdir={tmp_path}', *PLAY)
+  assert code == 0 and re.fullmatch(f'podracer_jit evaluate: {note}', errors), errors
+  assert json.loads((tmp_path / 'evaluation.json').read_text())['update'] == 3
+  assert evaluate(f'--workdir={tmp_path}', '--update=3', *PLAY) == (0, '')  # asked for
+  monkeypatch.setattr(host, 'prepare_host_for_any', lambda options: None)
+  assert api.load(tmp_path).update == 3
+  assert re.fullmatch(f'podracer_jit: {note}', capsys.readouterr().err)
+
+
+@contextlib.contextmanager
+def _as_a_user_that_is_not_root():
+  """Root may write everywhere; leaves that to the name of this process for a while."""
+  if os.geteuid():
+    yield
+    return
+  os.seteuid(65534)
+  try:
+    yield
+  finally:
+    os.seteuid(0)
+
+
+@pytest.mark.parametrize('what', ['folder', 'file', 'link', 'pipe'])
+def test_a_result_that_cannot_be_written_is_printed(what, evaluate, monkeypatch):
+  out = io.StringIO()
+  monkeypatch.setattr(sys, 'stdout', out)
+  if what != 'folder':  # one real evaluation is enough
+    monkeypatch.setattr(evaluation, 'play', lambda *args: evaluation.Episodes([1.0] * 3, [1] * 3))
+  # Not in pytest's folder, into which other users cannot look.
+  with tempfile.TemporaryDirectory() as name:
+    workdir = Path(name)
+    _save(workdir, _cart_config(), 1)
+    (workdir / 'elsewhere').write_text('mine')
+    lines = workdir / 'evaluate.jsonl'
+    match what:
+      case 'folder':
+        workdir.chmod(0o555)
+      case 'file':
+        lines.touch(0o444)
+        workdir.chmod(0o777)
+      case 'link':
+        lines.symlink_to(workdir / 'elsewhere')
+      case 'pipe':
+        os.mkfifo(lines)
+    before = sorted(workdir.rglob('*'))
+    with contextlib.nullcontext() if what in ('link', 'pipe') else _as_a_user_that_is_not_root():
+      code, errors = evaluate(f'--workdir={workdir}', *PLAY)
+    assert code == 0 and errors.count('\n') == 1, errors
+    assert re.match(f'podracer_jit evaluate: the result is not kept: {lines} cannot be written',
+                    errors)
+    assert '3 episodes, sampled actions' in out.getvalue()
+    assert sorted(workdir.rglob('*')) == before
+    assert (workdir / 'elsewhere').read_text() == 'mine'
+    workdir.chmod(0o700)
+
+
+WRITES = '''
+import json, sys
+from pathlib import Path
+from podracer_jit.run import safe_files
+folder = Path(sys.argv[1])
+for i in range(200):
+  line = json.dumps([sys.argv[2], i, 'x' * 10_000])
+  safe_files.append_line(folder / 'lines', line)
+  safe_files.write_text(folder / 'newest', line, is_shared=True)
+'''
+
+
+def test_two_processes_write_at_once(tmp_path):
+  writers = [subprocess.Popen([sys.executable, '-P', '-c', WRITES, tmp_path, name])
+             for name in 'ab']
+  assert [writer.wait(100) for writer in writers] == [0, 0]
+  lines = [json.loads(line) for line in (tmp_path / 'lines').read_text().split('\n') if line]
+  for name in 'ab':
+    assert [i for writer, i, _ in lines if writer == name] == list(range(200))
+  assert json.loads((tmp_path / 'newest').read_text())[1] == 199
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['lines', 'newest']
+
+
+def test_a_line_that_a_full_disk_has_cut_spoils_no_other(tmp_path):
+  path = tmp_path / 'lines'
+  safe_files.append_line(path, '{"a": 1}')
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  try:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4, limits[1]))
+    for _ in range(2):
+      with pytest.raises(OSError, match=str(path)):
+        safe_files.append_line(path, '{"a": 2}')
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  safe_files.append_line(path, '{"a": 3}')
+  assert [line['a'] for line in journal.read_lines(path)] == [1, 3]
+
+
+def test_a_link_in_place_of_a_draft_is_not_followed(tmp_path):
+  (tmp_path / 'mine').write_text('mine')
+  (tmp_path / 'x.json.tmp').symlink_to(tmp_path / 'mine')
+  safe_files.write_text(tmp_path / 'x.json', 'new')
+  assert (tmp_path / 'mine').read_text() == 'mine'
+  assert (tmp_path / 'x.json').read_text() == 'new' and not (tmp_path / 'x.json').is_symlink()
 
 
 def _decode(path, width, height):

@@ -16,7 +16,7 @@ from safetensors import numpy as safetensors_numpy
 
 from podracer_jit.numerics import convolution
 from podracer_jit.run import agent as agent_lib
-from podracer_jit.run import checkpoint, export, periodic, workdirs
+from podracer_jit.run import checkpoint, export, manifest, periodic, workdirs
 from podracer_jit.run.commands import export as command
 from podracer_jit.runtime import host
 from tests.run.test_agent import OWN_ENVS, untrained
@@ -186,8 +186,8 @@ except ImportError:
 '''
 
 
-def play(folder, cwd):
-  return subprocess.run([sys.executable, '-W', 'ignore', '-c', WITHOUT, EXAMPLE, folder],
+def play(folder, cwd, *flags):
+  return subprocess.run([sys.executable, '-W', 'ignore', '-c', WITHOUT, EXAMPLE, folder, *flags],
                         capture_output=True, text=True, timeout=300, env=QUICK, cwd=cwd,
                         check=False)
 
@@ -240,6 +240,26 @@ def test_an_export_of_a_stranger_is_read_only_inside_of_its_folder(how, tmp_path
   assert done.returncode == 1, done.stdout
   assert done.stderr.count('\n') == 1 and done.stderr[:-1].isprintable()
   assert 'is not ' in done.stderr
+
+
+@pytest.mark.parametrize('task', ['gymnasium:evil:Cart-v0', 'evil:Cart-v0'])
+def test_the_example_imports_no_module_that_an_export_names(task, tmp_path):
+  folder = tmp_path / 'out'
+  untrained('gymnasium:CartPole-v1').export(folder)
+  about = json.loads((folder / 'agent.json').read_text()) | {'task': task}
+  (folder / 'agent.json').write_text(json.dumps(about))
+  digest = manifest.read(folder)['state_sha256']
+  (folder / manifest.NAME).unlink()
+  manifest.write(folder, digest)
+  (tmp_path / 'evil.py').write_text(
+      "import gymnasium\nopen('ran', 'w')\n"
+      "gymnasium.register('Cart-v0', 'gymnasium.envs.classic_control:CartPoleEnv', None, 500)\n")
+  done = play(folder, tmp_path)
+  assert done.returncode == 1 and done.stderr.count('\n') == 1
+  assert 'if you trust it: --allow_modules=evil' in done.stderr
+  assert not (tmp_path / 'ran').exists()
+  done = play(folder, tmp_path, '--allow_modules=evil')
+  assert done.returncode == 0 and (tmp_path / 'ran').exists(), done.stderr
 
 
 def test_a_damaged_export_is_refused(tmp_path):

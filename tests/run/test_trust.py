@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from podracer_jit import options, parts
-from podracer_jit.run import api, checkpoint, config, manifest, output, workdirs
+from podracer_jit.run import api, checkpoint, config, manifest, output, periodic, workdirs
 from podracer_jit.run import train as training
 from podracer_jit.run.commands import compare, evaluate, export, rerun, train
 from podracer_jit.run.progress import Progress
@@ -89,6 +91,51 @@ def test_training_in_a_strange_workdir_imports_nothing(strange, tmp_path, capsys
   error = capsys.readouterr().err
   assert "loss.name: 'evil:Thing' there, 'impala' now" in error
   assert not (tmp_path / 'ran').exists()
+
+
+ONLY_IMPORTS = """
+import dataclasses, functools, os
+from os import system
+run = functools.partial(os.system)
+"""
+
+
+@pytest.mark.parametrize('attribute, message', [
+    ('dataclasses.inspect.os.system', "leads through 'dataclasses'; .* one name of the module"),
+    ('system', 'leads to posix.system, which mine_only does not define; must be a class'),
+    ('run', 'leads to posix.system, which mine_only does not define; must be a class'),
+    ('os', 'leads to os, which mine_only does not define; must be a class')])
+@pytest.mark.parametrize('field', ['env.task', 'loss.name', 'network.name', 'optimizer.name',
+                                   'scheme', 'policy'])
+def test_what_an_allowed_module_imports_is_not_allowed(
+    field, attribute, message, saved_run, tmp_path, monkeypatch, capsys):
+  """An option of the task would be the argument of the call, here a command for a shell."""
+  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
+  (tmp_path / 'mine_only.py').write_text(ONLY_IMPORTS)
+  workdir = tmp_path / 'run'
+  shutil.copytree(saved_run / 'run', workdir)
+  record = json.loads((workdir / 'config.json').read_text())
+  set_field(record, f'config/{field.replace(".", "/")}', f'mine_only:{attribute}')
+  if field == 'env.task':
+    record['config']['env']['command'] = f'touch {tmp_path / "ran"}'
+  (workdir / 'config.json').write_text(json.dumps(record))
+  allow = f'--allow_modules={tmp_path / "mine_only.py"}'
+  assert evaluate.main(['x', f'--workdir={workdir}', allow]) == 2
+  error = capsys.readouterr().err
+  assert error.count('\n') == 1
+  assert re.search(f"{field}: 'mine_only:{attribute}' {message}", error), error
+  assert not (tmp_path / 'ran').exists()
+  sys.modules.pop('mine_only', None)
+
+
+def test_a_flag_to_copy_is_quoted_for_a_shell(strange, tmp_path, capsys):
+  workdir = strange('loss', 'name')
+  record = json.loads((workdir / 'config.json').read_text())
+  record['config']['loss']['name'] = '$(touch ran);x:Mine'
+  (workdir / 'config.json').write_text(json.dumps(record))
+  assert evaluate.main(['podracer_jit', f'--workdir={workdir}']) == 2
+  flag = capsys.readouterr().err.rpartition('if you trust them: ')[2].strip()
+  assert shlex.split(flag) == ['--allow_modules=$(touch ran);x']
 
 
 def test_a_file_that_is_allowed_must_exist(tmp_path):
@@ -234,6 +281,79 @@ def test_errors_about_texts_of_a_workdir_are_escaped(name, value, saved_run, tmp
       assert repr(api.load(folder, allow_modules=['tests', 'tests.envs'])).isprintable()
     except ValueError as error:
       assert str(error).isprintable(), ascii(str(error))
+
+
+def nested(levels):
+  return json.loads('[' * levels + ']' * levels)
+
+
+@pytest.mark.parametrize('levels', [90, 450, 10**5])
+@pytest.mark.parametrize('name', ['config/env/goal', 'history'])
+def test_a_deeply_nested_config_is_refused_in_one_line(name, levels, saved_run, tmp_path, capsys,
+                                                       monkeypatch):
+  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
+  workdir = tmp_path / 'run'
+  shutil.copytree(saved_run / 'run', workdir)
+  record = json.loads((workdir / 'config.json').read_text())
+  set_field(record, name, 'DEEP')
+  text = json.dumps(record).replace('"DEEP"', '[' * levels + ']' * levels)
+  (workdir / 'config.json').write_text(text)
+  for verb, *args in ([evaluate, '--num_episodes=1'], [rerun, '--update=1'],
+                      [export, f'--out={tmp_path / "out"}']):
+    assert verb.main(['x', f'--workdir={workdir}', *args]) == 2
+    assert capsys.readouterr().err.count('\n') == 1
+  compare.main(['x', str(workdir), str(saved_run / 'run')])
+  check_printed(capsys)
+  fields = json.loads((saved_run / 'run' / 'config.json').read_text())['config']
+  with contextlib.suppress(ValueError):
+    workdirs.open_workdir(workdir, fields)
+
+
+@pytest.mark.parametrize('first_update, name, was', [
+    (5, 'seed.x', 1), (5, 'env', 1), (5, 'loss', None), (5, 'placement', 3), (1e999, 'seed', 1)])
+def test_a_history_that_does_not_fit_its_config_is_refused_in_one_line(
+    first_update, name, was, saved_run, tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
+  workdir = tmp_path / 'run'
+  shutil.copytree(saved_run / 'run', workdir)
+  record = json.loads((workdir / 'config.json').read_text())
+  record['history'] = [dict(first_update=first_update, changes={name: dict(was=was)})]
+  (workdir / 'config.json').write_text(json.dumps(record))
+  for verb in (evaluate, rerun):
+    assert verb.main(['x', f'--workdir={workdir}', '--update=1']) == 2
+    assert capsys.readouterr().err.count('\n') == 1
+
+
+def test_what_a_run_takes_as_an_option_of_a_task_can_be_read_again(tmp_path):
+  for levels in range(30, 130):
+    config = small()
+    config['env']['goal'] = nested(levels)
+    refused = options.problem_of_json(config['env']['goal'])
+    assert bool(refused) == (levels > 40)
+    if not refused:
+      (tmp_path / 'config.json').write_text(json.dumps(workdirs.record_of(config)))
+      assert workdirs.read_config(tmp_path)['env']['goal'] == config['env']['goal']
+
+
+LINES = [{}, {'update': 1}, {'update': 1, 'steps': 3}, {'steps': 3, 'episode_return': 1.0},
+         {'update': 1, 'steps': 3, 'episode_return': 'x'}, {'update': 1, 'steps': 'x', 'mean': 'x'},
+         {'update': 1, 'steps': None, 'mean': None, 'episode_return': [1]},
+         {'update': 1, 'steps': 3, 'episode_return': 10**400, 'mean': 10**400},
+         {'segment': 0}, {'first_update': 1}, {'update': 1, 'batch': 3, 'params': None}]
+
+
+@pytest.mark.parametrize('line', LINES)
+def test_a_line_with_other_fields_is_garbled_and_fails_nothing(line, saved_run, tmp_path, capsys):
+  workdir = tmp_path / 'run'
+  shutil.copytree(saved_run / 'run', workdir)
+  for name in ('metrics', 'receipts', 'evaluations'):
+    with (workdir / f'{name}.jsonl').open('a') as file:
+      file.write(json.dumps(line) + '\n')
+  for sides in ((workdir, saved_run / 'run'), (saved_run / 'run', workdir)):
+    assert compare.main(['x', *map(str, sides)]) == 2
+  assert 'identical: 1 updates' in capsys.readouterr().out
+  with pytest.raises(ValueError, match='no checkpoint in .* was evaluated during training'):
+    periodic.best_update(workdir)
 
 
 def test_names_of_arrays_in_a_saved_agent_are_escaped(saved_run, tmp_path):

@@ -32,6 +32,7 @@ from podracer_jit.run import checkpoint, history, journal, safe_files, sources, 
 from podracer_jit.run.output import complain
 
 ROWS = 10  # of the learning curves
+_CURVE = dict(update=int, steps=int, episode_return=float | None)  # of a line of metrics.jsonl
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     histories = [workdirs.read_history(folder) for folder in folders]
     kept = [sources.read(folder) for folder in folders]
     receipts = [journal.read_receipts(folder) for folder in folders]
-    curves = [journal.read_lines(folder / journal.METRICS) for folder in folders]
+    curves = [journal.read_lines(folder / journal.METRICS, _CURVE) for folder in folders]
     if not receipts[0].by_update.keys() & receipts[1].by_update.keys():
       raise ValueError('the runs have no update in common')
   except (ValueError, OSError) as error:

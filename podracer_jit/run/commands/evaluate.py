@@ -2,11 +2,14 @@
 
   podracer_jit evaluate --workdir=runs/pong
   podracer_jit evaluate --workdir=runs/pong --num_episodes=20 --greedy --video=mp4
+  podracer_jit evaluate --workdir=runs/pong --env.max_episode_steps=5000
 
-The environments have other seeds than in training (of Gymnasium's, one may be equal by chance). The
-command prints the mean return, its standard error and, for Atari, the human-normalised score, and
-writes evaluation.json into the workdir. The run may still be training; JAX_PLATFORMS=cpu then
-leaves the GPU to it.
+The environments have other seeds than in training (of Gymnasium's, one may be equal by chance).
+--env.NAME=VALUE changes an option of the run's task. The command prints the mean return, its
+standard error and, for Atari, the human-normalised score. It then appends a line with the result,
+seed, options, versions, host and time to evaluate.jsonl in the workdir, and writes the newest
+result, with each episode, to evaluation.json. A workdir that cannot be written to is no failure.
+The run may still be training; JAX_PLATFORMS=cpu then leaves the GPU to it.
 
 Exit code: 0, 1 if playing failed, 2 if it could not start.
 """
@@ -16,14 +19,24 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
+from podracer_jit import options
 from podracer_jit.envs.protocol import environment_failure
-from podracer_jit.options import printable, shorten
-from podracer_jit.run import config, evaluation, periodic, safe_files, sources, video
+from podracer_jit.options import printable, shorten, shown
+from podracer_jit.run import (
+  command_line,
+  config,
+  evaluation,
+  periodic,
+  safe_files,
+  sources,
+  video,
+)
 from podracer_jit.run.output import complain
 from podracer_jit.runtime import host
 
@@ -33,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
   warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   values = _flags()
   try:
-    arguments = values(list(argv))
+    argv, env = command_line.take_env_options(argv)
+    arguments = values(argv)
     if values.help:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
@@ -44,16 +58,18 @@ def main(argv: Sequence[str]) -> int:
     experiment = evaluation.read_experiment(workdir, allowed, update)
     host.prepare_host(experiment.placement)
     player = evaluation.restore(workdir, experiment, update)
-    note = sources.change_since(workdir, config.sources(experiment.fields), player.update)
-    if note:
-      complain(f'podracer_jit evaluate: {note}')
+    player = evaluation.with_options(player, experiment, env)
+    for note in (evaluation.broken_note(workdir, player.update) if update is None else '',
+                 sources.change_since(workdir, config.sources(experiment.fields), player.update)):
+      if note:
+        complain(f'podracer_jit evaluate: {note}')
     if movie:
       movie.parent.mkdir(parents=True, exist_ok=True)
   except (ValueError, OSError, flags.Error) as error:
     complain(f'podracer_jit evaluate: {" ".join(str(error).split())}')
     return 2
   try:
-    _evaluate(player, workdir, values, movie)
+    _evaluate(player, workdir, values, env, movie)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
     failure = environment_failure(error)
     message = failure or f'{type(error).__name__}: {" ".join(str(error).split())}'
@@ -102,13 +118,14 @@ def _check(values: flags.FlagValues, arguments: Sequence[str]) -> Path | None:
 
 
 def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues,
-              movie: Path | None) -> None:
-  """Plays, writes and prints the evaluation, and films an episode.
+              env: Mapping[str, Any], movie: Path | None) -> None:
+  """Plays, prints and writes the evaluation, and films an episode.
 
   Args:
     player: the policy that plays, and its task.
     workdir: the workdir of the run.
     values: the command's flags.
+    env: options of the task that the command was given; the player has them.
     movie: the path of the video, or None.
   """
   if values.greedy:
@@ -125,13 +142,19 @@ def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues
   num_envs = min(values.num_envs, values.num_episodes)
   # A policy without probabilities draws nothing, so it always plays greedily.
   greedy = values.greedy or player.policy.log_prob is None
-  settings = dict(seed=values.seed, greedy=greedy, num_envs=num_envs)
+  settings = dict(seed=values.seed, greedy=greedy, num_envs=num_envs, max_steps=values.max_steps,
+                  num_episodes=values.num_episodes, env=options.to_json(env))
   episodes = evaluation.play(player, values.num_episodes, num_envs, values.seed, values.max_steps,
                              progress)
-  record = evaluation.write(workdir, player, episodes, **settings)
-  if 'error' in record['statistics']:
-    raise RuntimeError(record['statistics']['error'])
-  print(_summary(record), flush=True)
+  record = evaluation.record_of(player, episodes, **settings)
+  error = record['statistics'].get('error')
+  try:
+    if not error:
+      print(_summary(record), flush=True)
+  finally:  # also if nobody reads what is printed
+    _keep(workdir, record)
+  if error:
+    raise RuntimeError(error)
   if movie:
     # The filmed environment is one more than the environments of the evaluation.
     film = video.film(player, movie, values.seed, num_envs, values.max_steps)
@@ -139,12 +162,24 @@ def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues
                     f'at {film.frame_rate:g} a second ({film.shown})'))
 
 
+def _keep(workdir: Path, record: evaluation.Record) -> None:
+  """Writes an evaluation into the workdir, or says why it cannot."""
+  try:
+    evaluation.write(workdir, record)
+  except OSError as error:
+    complain(f'podracer_jit evaluate: the result is not kept: {error.filename or workdir} '
+             f'cannot be written to: {error.strerror}')
+
+
 def _summary(record: evaluation.Record) -> str:
   summary = record['statistics']
   error = '-' if summary['standard_error'] is None else f'{summary["standard_error"]:.2f}'
+  changes = ''.join(f', env.{shorten(name)} = {shown(value)}'
+                    for name, value in options.from_json(record['env']).items())
   lines = [
       f'{shorten(record["task"])} after update {record["update"]:,} ({record["steps"]:,} steps): '
-      f'{len(record["returns"])} episodes, {"greedy" if record["greedy"] else "sampled"} actions',
+      f'{len(record["returns"])} episodes, {"greedy" if record["greedy"] else "sampled"} actions'
+      f'{changes}',
       f'return  {summary["mean"]:.2f} +- {error} (mean, standard error)  min {summary["min"]:g}  '
       f'median {summary["median"]:g}  max {summary["max"]:g}',
       f'length  {summary["mean_length"]:.1f} (mean)']

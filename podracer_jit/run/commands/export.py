@@ -49,6 +49,9 @@ def main(argv: Sequence[str]) -> int:
     experiment = evaluation.read_experiment(workdir, allowed, update)
     host.prepare_host(experiment.placement)
     agent = agent_lib.Agent(experiment, evaluation.restore(workdir, experiment, update))
+    note = evaluation.broken_note(workdir, agent.update) if update is None else ''
+    if note:
+      complain(f'podracer_jit export: {note}')
     agent.export(out)
   except OSError as error:
     complain(f'podracer_jit export: cannot write {values.out}: {" ".join(str(error).split())}')
