@@ -88,8 +88,9 @@ class Seeds(NamedTuple):
       checkpoint.NotSaved: a file cannot be written.
       Diverged: a loss or a gradient of a seed is not finite.
     """
-    return _train(self.sessions, stop, profile_dir, quiet,
-                  time.perf_counter() if began_s is None else began_s)
+    with checkpoint.naming_last_good(self.workdir):
+      return _train(self.sessions, stop, profile_dir, quiet,
+                    time.perf_counter() if began_s is None else began_s)
 
 
 @contextlib.contextmanager
@@ -243,11 +244,9 @@ class _Seed:
                    f'{warning}')
         self._files.write(record, receipt)
         check_finite(record)
-    except OSError as error:
-      raise checkpoint.NotSaved(f'{error}; older checkpoints are in {self.workdir}') from error
     except (Diverged, EnvironmentFailed) as error:
-      raise type(error)(f'seed {self.seed}, {error}; older checkpoints are in '
-                        f'{self.workdir}') from None
+      raise type(error)(f'seed {self.seed}, {error}; '
+                        f'{checkpoint.last_good(self.workdir)}') from None
     return record
 
   def save(self, state: TrainState, actor_state: ActorState) -> None:

@@ -56,8 +56,14 @@ class Session(NamedTuple):
       See `train.train`.
 
     Raises:
-      Exception: see `train.train`.
+      Exception: see `train.train`; it names the last good checkpoint.
     """
+    with checkpoint.naming_last_good(self.workdir):
+      return self._train(stop, profile_dir, callbacks, quiet, began_s)
+
+  def _train(self, stop: stopping.Stopping, profile_dir: str | None, callbacks: Callbacks | None,
+             quiet: bool, began_s: float | None) -> bool:
+    """Trains all stages; see `train`."""
     update = self.update
     for stage, last in life.stages(self.run, self.entries, update or 0):
       finished = train_lib.train(

@@ -279,7 +279,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatc
     saved.save(state._replace(update=jax.numpy.int32(1)), {})
     parameters = sum(x.nbytes for x in jax.tree.leaves(state.params))
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=parameters))
-    message = f'and {parameters:,} are free.; that of update 1 is safe'
+    message = f'and {parameters:,} are free.; the last good checkpoint is that of update 1, in '
     with pytest.raises(checkpoint.NotSaved, match=message):
       saved.save(state._replace(update=jax.numpy.int32(2)), {})
   assert checkpoint.updates_in(tmp_path) == [1]
