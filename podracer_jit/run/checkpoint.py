@@ -26,7 +26,7 @@ FOLDER = 'checkpoints'  # of a workdir
 _HAS_MANIFEST = 'has_manifest'
 _WRITING = '.orbax-checkpoint-tmp'  # in the name that Orbax gives a checkpoint while it writes it
 _DELETING = '.deleted'  # in the name of a checkpoint while it is deleted
-_LAST_GOOD = 'the last good checkpoint is'
+LAST_GOOD = 'the last good checkpoint is'  # in the message of each failure
 # What is left after a failed save is also removed when a run begins, so the wait has an end.
 _MAX_SECONDS_OF_REMOVAL = 10.0
 # Beginnings of names of arrays that earlier versions saved, and the names of today.
@@ -304,9 +304,9 @@ def last_good(workdir: Path) -> str:
   try:
     saved = saved_updates(workdir)
   except OSError as error:
-    return f'{_LAST_GOOD} not known: {workdir} cannot be read ({error.strerror})'
+    return f'{LAST_GOOD} not known: {workdir} cannot be read ({error.strerror})'
   which = f'that of update {saved[-1]}' if saved else 'none: the run had just begun'
-  return f'{_LAST_GOOD} {which}, in {workdir}'
+  return f'{LAST_GOOD} {which}, in {workdir}'
 
 
 @contextlib.contextmanager
@@ -318,9 +318,9 @@ def naming_last_good(workdir: Path) -> Iterator[None]:
   try:
     yield
   except Exception as error:
-    if _LAST_GOOD not in str(error) and error.args == (str(error),):
+    if LAST_GOOD not in str(error) and error.args == (str(error),):
       error.args = (f'{error}; {last_good(workdir)}',)
-    if _LAST_GOOD not in str(error):
+    if LAST_GOOD not in str(error):
       error.add_note(last_good(workdir))
     raise
 

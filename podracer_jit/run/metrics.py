@@ -252,6 +252,7 @@ class Files:
     self._paths = [workdir / journal.METRICS, workdir / journal.RECEIPTS]
     self.problems = [line for path in self._paths for line in journal.cut(workdir, path, update)]
     self._metrics, self._receipts = (path.open('a', buffering=1) for path in self._paths)
+    safe_files.sync_folder(workdir)
     # TensorBoard's file names have whole seconds. Without the suffix, a run that is resumed within
     # a second would overwrite the file.
     self._events = SummaryWriter(

@@ -75,8 +75,8 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
   Raises:
     callbacks.CallbackFailed: a callback has raised an exception.
     checkpoint.Broken: the contents of the checkpoint have changed since it was saved.
-    checkpoint.NotSaved: a file cannot be written; the message names it and the newest good
-      checkpoint.
+    checkpoint.NotSaved: a file cannot be written; the message names it.
+    loops.Stuck: threads did not end after a failure or a second signal.
   """
   began_s = time.perf_counter() if began_s is None else began_s
   experiment = run.experiment

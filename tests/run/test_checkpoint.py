@@ -9,6 +9,7 @@ import shutil
 import socket
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,31 @@ def test_a_run_in_which_no_episode_ends_says_so_once(tmp_path, capsys):
     train.train(run, workdir, last=8)
     out = capsys.readouterr().out
     assert out.count('warning: no episode has ended yet') == bool(words) and words in out
+
+
+def test_metrics_and_receipts_reach_the_disk_before_a_checkpoint_is_complete(tmp_path,
+                                                                            monkeypatch):
+  """Otherwise a power failure could leave a checkpoint without the lines of its updates."""
+  sync, replace = os.fsync, os.replace
+  on_disk = {}  # bytes of each file, when it was last synced
+  complete = []
+
+  def note_sync(descriptor):
+    sync(descriptor)
+    on_disk[os.readlink(f'/proc/self/fd/{descriptor}')] = os.fstat(descriptor).st_size
+
+  def note_replace(source, target):
+    replace(source, target)
+    if Path(target).name == 'manifest.json':
+      complete.append(Path(target).parent.name)
+      assert str(tmp_path) in on_disk  # the names of the files
+      for name in ('metrics.jsonl', 'receipts.jsonl'):
+        assert on_disk.get(str(tmp_path / name)) == (tmp_path / name).stat().st_size > 0
+
+  monkeypatch.setattr(os, 'fsync', note_sync)
+  monkeypatch.setattr(os, 'replace', note_replace)
+  train_in(tmp_path)
+  assert complete == ['2', '4', '6']
 
 
 def test_every_random_flipped_bit_is_detected(copy):

@@ -488,6 +488,13 @@ def test_each_failure_names_the_last_good_checkpoint(kind, args, message, saved,
   assert line.startswith(message) and line.endswith(newest) and line.count(newest) == 1
 
 
+def test_a_checkpoint_that_a_failure_names_itself_is_the_only_one(tmp_path):
+  message = f'seed 1, update 3: no loss; {checkpoint.last_good(tmp_path / "seed1")}'
+  with pytest.raises(Diverged) as raised, checkpoint.naming_last_good(tmp_path / 'seed2'):
+    raise Diverged(message)
+  assert train._failure(raised.value, tmp_path / 'seed2')[1] == f'Diverged: {message}'
+
+
 def test_an_unforeseen_error_before_the_start_names_the_last_good_checkpoint(tmp_path, monkeypatch,
                                                                              capsys):
   def broken(config):

@@ -147,8 +147,11 @@ def _failure(error: BaseException, workdir: Path) -> tuple[int, str]:
   elif not (environment_failure(error) or isinstance(error, OSError | Failed)):
     logging.error('the run failed', exc_info=error)
     line = f'{type(error).__name__}: {line}'
-  newest = checkpoint.last_good(workdir)
-  return code, f'{line}{threads}' if newest in f'{line}{threads}' else f'{line}{threads}; {newest}'
+  line += threads
+  # The exception of a seed names that seed's own.
+  if checkpoint.LAST_GOOD not in line:
+    line += f'; {checkpoint.last_good(workdir)}'
+  return code, line
 
 
 def _code_of_a_stop(workdir: Path) -> int:
