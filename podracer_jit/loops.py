@@ -190,9 +190,13 @@ def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
   # A thread is not started if an earlier one could not be.
   started = [thread for thread in threads if thread.ident is not None]
   deadline = time.monotonic() + grace_s
-  for thread in started:
-    if ended[thread.name].wait(max(0.0, deadline - time.monotonic())):
-      thread.join()
+  try:
+    for thread in started:
+      if ended[thread.name].wait(max(0.0, deadline - time.monotonic())):
+        thread.join()
+  except KeyboardInterrupt as error:  # nobody wants to wait for the others
+    grace_s -= max(0.0, deadline - time.monotonic())
+    errors.append(error)
 
   if errors:
     alive = [thread.name for thread in started if not ended[thread.name].is_set()]

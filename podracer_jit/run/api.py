@@ -125,7 +125,9 @@ def train(config: Config, workdir: str | Path, *,
 
   Ctrl-C ends the run at its next update, saves it, and then raises KeyboardInterrupt. The same call
   then goes on with the run. SIGTERM and SIGHUP also end and save the run, and then have their usual
-  effect. To train with several processes, use `podracer_jit launch`.
+  effect. Before the training begins, and at a second signal, nothing is saved.
+
+  To train with several processes, use `podracer_jit launch`.
 
   Args:
     config: a whole config, from `load_config` or `config`, or a name for `load_config`.
@@ -148,20 +150,23 @@ def train(config: Config, workdir: str | Path, *,
     OSError: the workdir cannot be written to.
     CallbackFailed: a callback has raised an exception, which is the cause.
     KeyboardInterrupt: Ctrl-C.
-    Exception: the run has failed; the message names the newest checkpoint.
+    loops.Stuck: the run has failed, or Ctrl-C came twice, and threads, which the message names, did
+      not end. They stay until the process ends.
+    Exception: the run has failed; the message or a note names the last good checkpoint.
   """
   all_callbacks = Callbacks(callbacks)
   fields = _start(config)
+  folder = safe_files.user_path(workdir)
   options = life.make_life(init_from, init_parts, init_partly, extend, change, repeat)
 
   def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
     cluster = stack.enter_context(machines.joined(fields))
     prepare(fields)
-    return session.opened(resolve(fields), safe_files.user_path(workdir), options, cluster)
+    return session.opened(resolve(fields), folder, options, cluster)
 
   opened, finished = _train(opening, quiet, callbacks=all_callbacks,
                             profile_dir=_text(profile_dir))
-  return _trained(opened, finished)
+  return _trained(opened, finished) if opened else Trained(folder, finished=False)
 
 
 def train_seeds(config: Config, workdir: str | Path, num_seeds: int, *,
@@ -203,7 +208,7 @@ def train_seeds(config: Config, workdir: str | Path, num_seeds: int, *,
     return seeds.opened(fields, num_seeds, safe_files.user_path(workdir), options)
 
   opened, finished = _train(opening, quiet, profile_dir=_text(profile_dir))
-  return [_trained(each, finished) for each in opened.sessions]
+  return [_trained(each, finished) for each in opened.sessions] if opened else []
 
 
 def _start(config: Config) -> dict[str, Any]:
@@ -219,6 +224,8 @@ def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextM
            quiet: bool, **options: Any) -> tuple[Any, bool]:
   """Opens a session and trains it.
 
+  Whenever a signal comes, it has its usual effect once the workdir is closed again.
+
   Args:
     opening: returns a context of a `session.Session`, or of `seeds.Seeds`. What it enters in the
       stack is left after the training.
@@ -226,17 +233,24 @@ def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextM
     **options: of its `train`.
 
   Returns:
-    The session, whose workdir is closed again, and whether total_steps are reached.
+    The session, whose workdir is closed again, and whether total_steps are reached. The session is
+    None if a signal came before it was opened, and the program's own handler has returned.
   """
   began_s = time.perf_counter()
-  with contextlib.ExitStack() as stack:
-    stop = stack.enter_context(stopping.handled(leave=_interrupt))
-    opened = stack.enter_context(opening(stack))
-    if not quiet:
-      for note in opened.notes:
-        complain(f'podracer_jit: {note}')
-    stop.begin_training()
-    finished = opened.train(stop, quiet=quiet, began_s=began_s, **options)
+  opened = None
+  finished = False
+  with stopping.handled(leave=_interrupt) as stop:
+    try:
+      with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(opening(stack))
+        if not quiet:
+          for note in opened.notes:
+            complain(f'podracer_jit: {note}')
+        stop.begin_training()
+        finished = opened.train(stop, quiet=quiet, began_s=began_s, **options)
+    except KeyboardInterrupt:
+      if stop.signal is None:
+        raise
   if stop.signal is not None:
     # The program's own handlers are in place again; Python's raises KeyboardInterrupt for Ctrl-C.
     signal.raise_signal(stop.signal)

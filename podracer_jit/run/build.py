@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer_jit import options
+from podracer_jit import loops, options
 from podracer_jit.actor import kept_envs, priorities
 from podracer_jit.actor.acting import Acting, FirstReady, ForReplay, InStep
 from podracer_jit.actor.rollout_program import KeptPrograms, RolloutProgram
@@ -38,6 +38,8 @@ from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.types import TrainState
 
 MAX_THREADS = 16_384  # of environments; Linux lets all processes have 32,768 by default
+# Environments of segments whose threads did not end; this keeps them alive.
+_in_use_for_ever: list[contextlib.ExitStack] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -447,7 +449,8 @@ def segment(run: Run, state: TrainState, index: int, updates: int,
     envs: see `make_actors`.
 
   Yields:
-    The segment. On exit its environments are closed, after their programs have finished.
+    The segment. On exit its environments are closed, after their programs have finished; unless
+    the exit is a `loops.Stuck`, whose threads may still step them.
   """
   total_steps = run.experiment.total_steps
   mesh = run.place.mesh
@@ -470,4 +473,9 @@ def segment(run: Run, state: TrainState, index: int, updates: int,
     reports = FifoQueue('reports', 1)
     workers, waits = run.experiment.scheme.graph.wire(run.plan, actors, start, reports)
     writer = Worker('writer', write, None, [wiring.Endpoint(reports)], [], 2**62)
-    yield wiring.Segment([*workers, writer], waits)
+    try:
+      yield wiring.Segment([*workers, writer], waits)
+    except loops.Stuck:
+      # To close the environments would wait for those threads, and to free them would crash them.
+      _in_use_for_ever.append(stack.pop_all())
+      raise

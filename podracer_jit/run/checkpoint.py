@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging as std_logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ FOLDER = 'checkpoints'  # of a workdir
 _HAS_MANIFEST = 'has_manifest'
 _WRITING = '.orbax-checkpoint-tmp'  # in the name that Orbax gives a checkpoint while it writes it
 _DELETING = '.deleted'  # in the name of a checkpoint while it is deleted
+LAST_GOOD = 'the last good checkpoint is'  # in the message of each failure
 # What is left after a failed save is also removed when a run begins, so the wait has an end.
 _MAX_SECONDS_OF_REMOVAL = 10.0
 # Beginnings of names of arrays that earlier versions saved, and the names of today.
@@ -41,7 +43,7 @@ class Broken(RuntimeError):
 
 
 class NotSaved(OSError):
-  """Raised if a file cannot be written; the message names it and the newest safe checkpoint."""
+  """Raised if a file of a run cannot be written; the message names it."""
 
 
 class Checkpoints:
@@ -71,7 +73,7 @@ class Checkpoints:
       keep_also: updates of further checkpoints that must not be deleted.
 
     Raises:
-      NotSaved: a file cannot be written; the message names the folder and the newest safe
+      NotSaved: a file cannot be written; the message names the folder and the last good
         checkpoint. Nothing of the new checkpoint is left.
     """
     update = int(state.update)
@@ -87,7 +89,7 @@ class Checkpoints:
       items['envs'] = ocp.args.StandardSave(envs)
     state_digest = manifest.digest(without_replay)
     folder = path_of(self._workdir, update)
-    safe = f'that of update {before[-1]} is safe' if before else 'there was none before it'
+    safe = last_good(self._workdir)
     free = shutil.disk_usage(self._workdir).free
     needed = _local_bytes(state)
     # On a full disk, Orbax's threads would print many errors.
@@ -295,6 +297,32 @@ def saved_updates(workdir: Path) -> list[int]:
   """Returns the updates of all checkpoints that were saved to the end, in order."""
   return [update for update in updates_in(workdir)
           if (path_of(workdir, update) / manifest.NAME).exists() or _is_old(workdir, update)]
+
+
+def last_good(workdir: Path) -> str:
+  """Returns which checkpoint a failed run goes on from, for the message about the failure."""
+  try:
+    saved = saved_updates(workdir)
+  except OSError as error:
+    return f'{LAST_GOOD} not known: {workdir} cannot be read ({error.strerror})'
+  which = f'that of update {saved[-1]}' if saved else 'none: the run had just begun'
+  return f'{LAST_GOOD} {which}, in {workdir}'
+
+
+@contextlib.contextmanager
+def naming_last_good(workdir: Path) -> Iterator[None]:
+  """Adds the last good checkpoint to an exception of the block that does not name it yet.
+
+  It comes to the message, or is a note if the message cannot be changed.
+  """
+  try:
+    yield
+  except Exception as error:
+    if LAST_GOOD not in str(error) and error.args == (str(error),):
+      error.args = (f'{error}; {last_good(workdir)}',)
+    if LAST_GOOD not in str(error):
+      error.add_note(last_good(workdir))
+    raise
 
 
 def problem(workdir: Path, update: int) -> str:

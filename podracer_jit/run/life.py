@@ -112,7 +112,7 @@ def begin(run: build.Run, workdir: Path, life: Life) -> Beginning:
 
   Args:
     run: the run that begins or goes on.
-    workdir: the workdir of the run; it need not exist.
+    workdir: the workdir of the run, which process 0 has locked.
     life: the options.
 
   Raises:
@@ -176,10 +176,11 @@ def clear_workdir(workdir: Path) -> list[str]:
     A line about them, if there are any.
 
   Raises:
-    ValueError: another process has trained here since `begin`.
+    ValueError: there are updates of a run whose config is lost.
   """
   if _made_updates(workdir):
-    raise ValueError(f'--workdir: another process has just trained in {workdir}')
+    raise ValueError(f'--workdir: {workdir} has updates of a run, and no {workdirs.CONFIG}; put it '
+                     'back, or choose another --workdir')
   notes = []
   # First the config: without it, a first state belongs to no run.
   if _has_config(workdir):

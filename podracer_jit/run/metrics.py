@@ -6,6 +6,7 @@ import collections
 import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from podracer_jit.actor import faults
 from podracer_jit.envs.protocol import EnvironmentFailed
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.numerics.fingerprints import as_hex
-from podracer_jit.run import journal, safe_files
+from podracer_jit.run import checkpoint, journal, safe_files
 from podracer_jit.run.build import Machines, Run
 from podracer_jit.schemes.reports import Report, Waits
 
@@ -223,6 +224,16 @@ def _mean(values) -> float | None:
   return float(np.mean(values)) if values else None
 
 
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+  """Turns an OSError of the block into a `checkpoint.NotSaved` that names the file."""
+  try:
+    with safe_files.naming(path):
+      yield
+  except OSError as error:
+    raise checkpoint.NotSaved(str(error)) from error
+
+
 class Files:
   """metrics.jsonl, receipts.jsonl and TensorBoard events of a workdir, open for a whole run."""
 
@@ -241,6 +252,7 @@ class Files:
     self._paths = [workdir / journal.METRICS, workdir / journal.RECEIPTS]
     self.problems = [line for path in self._paths for line in journal.cut(workdir, path, update)]
     self._metrics, self._receipts = (path.open('a', buffering=1) for path in self._paths)
+    safe_files.sync_folder(workdir)
     # TensorBoard's file names have whole seconds. Without the suffix, a run that is resumed within
     # a second would overwrite the file.
     self._events = SummaryWriter(
@@ -250,19 +262,23 @@ class Files:
     self._not_shown = None  # the newest record, if TensorBoard does not have it
 
   def begin_segment(self, header: Mapping[str, Any]) -> None:
-    """Writes the header of a segment to the receipts."""
-    with safe_files.naming(self._paths[1]):
+    """Writes the header of a segment to the receipts.
+
+    Raises:
+      checkpoint.NotSaved: they cannot be written.
+    """
+    with _writing(self._paths[1]):
       self._receipts.write(json.dumps(dict(header)) + '\n')
 
   def write(self, record: Record, receipt: Record) -> None:
     """Appends an update; TensorBoard gets one every EVENTS_S, and the last one of a segment.
 
     Raises:
-      OSError: a file cannot be written; the error names it.
+      checkpoint.NotSaved: a file cannot be written; the error names it.
     """
-    with safe_files.naming(self._paths[0]):
+    with _writing(self._paths[0]):
       self._metrics.write(json.dumps(_finite(record)) + '\n')
-    with safe_files.naming(self._paths[1]):
+    with _writing(self._paths[1]):
       self._receipts.write(json.dumps(receipt) + '\n')
     self._not_shown = record
     if self._events and time.perf_counter() - self._shown_s >= EVENTS_S:
@@ -277,11 +293,23 @@ class Files:
           self._events.add_scalar(f'eval/{name}', value, record['steps'])
 
   def flush(self) -> None:
-    """Writes buffered events, since the process may end during the save that follows."""
+    """Writes all to the disk, before a checkpoint is saved that counts on it.
+
+    After a power failure, there is no complete checkpoint without the lines of its updates.
+
+    Raises:
+      checkpoint.NotSaved: a file cannot be written; the error names it.
+    """
+    for path, file in zip(self._paths, (self._metrics, self._receipts), strict=True):
+      with _writing(path):
+        os.fsync(file.fileno())
     if self._events:
-      if self._not_shown:
-        self._show()
-      self._events.flush()
+      self._flush_events()
+
+  def _flush_events(self) -> None:
+    if self._not_shown:
+      self._show()
+    self._events.flush()
 
   def _show(self) -> None:
     """Adds the newest record to TensorBoard's events."""
@@ -292,13 +320,13 @@ class Files:
         self._events.add_scalar(name, value, record['steps'])
 
   def close(self) -> None:
-    """Flushes and closes all files."""
+    """Closes all files."""
     # A file that could not be written fails again here. That error was raised before.
     for file in (self._metrics, self._receipts):
       with contextlib.suppress(OSError):
         file.close()
     if self._events:
-      self.flush()
+      self._flush_events()
       self._events.close()
 
 

@@ -142,6 +142,16 @@ def append_line(path: Path, line: str) -> None:
       os.close(descriptor)
 
 
+def sync_folder(folder: Path) -> None:
+  """Has the names of new files in a folder outlast a power failure, if its file system can."""
+  descriptor = os.open(folder, os.O_RDONLY)
+  try:
+    with contextlib.suppress(OSError):
+      os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
 def set_aside(workdir: Path, path: Path) -> Path:
   """Moves a broken file or folder to WORKDIR/broken/NAME, with a number if that exists.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,11 @@ from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.types import TrainState
 
 MAX_SEEDS = 4096
+# Files that are open for each seed while it trains: its lock, metrics and receipts; and with
+# TensorBoard its events and two ends of a queue.
+FILES_OF_SEED = 3
+FILES_OF_EVENTS = 3
+_OTHER_FILES = 100  # of the process, with those that are open only during a save
 
 
 class Seeds(NamedTuple):
@@ -88,8 +94,9 @@ class Seeds(NamedTuple):
       checkpoint.NotSaved: a file cannot be written.
       Diverged: a loss or a gradient of a seed is not finite.
     """
-    return _train(self.sessions, stop, profile_dir, quiet,
-                  time.perf_counter() if began_s is None else began_s)
+    with checkpoint.naming_last_good(self.workdir):
+      return _train(self.sessions, stop, profile_dir, quiet,
+                    time.perf_counter() if began_s is None else began_s)
 
 
 @contextlib.contextmanager
@@ -113,6 +120,7 @@ def opened(config: Mapping[str, Any], num_seeds: int, workdir: Path, options: li
   first = resolve(config)
   for problem in _problems(first, num_seeds, options):
     raise ValueError(problem)
+  _allow_open_files(num_seeds, first.log.tensorboard)
   host.prepare_host(first.placement)
   run = build.make_run(first)
   trial.check(run)
@@ -154,6 +162,26 @@ def _problems(experiment: Experiment, num_seeds: int, options: life.Life) -> Ite
            'afterwards')
   if options.repeat:
     yield '--repeat: a run of one seed can be repeated, not --num_seeds'
+
+
+def _allow_open_files(num_seeds: int, tensorboard: bool) -> None:
+  """Raises this process's limit of open files, if so many seeds need more.
+
+  Args:
+    num_seeds: number of seeds.
+    tensorboard: whether they write events.
+
+  Raises:
+    ValueError: the limit cannot be so high.
+  """
+  needed = _OTHER_FILES + num_seeds * (FILES_OF_SEED + (FILES_OF_EVENTS if tensorboard else 0))
+  limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+  if needed <= limit or limit == resource.RLIM_INFINITY:
+    return
+  if highest != resource.RLIM_INFINITY and needed > highest:
+    raise ValueError(f'--num_seeds: {num_seeds} seeds need {needed:,} open files, and this process '
+                     f'may have {highest:,} (ulimit -n); raise that limit, or train fewer at once')
+  resource.setrlimit(resource.RLIMIT_NOFILE, (needed, highest))
 
 
 def _check_session(opened_session: session.Session, seed: int) -> None:
@@ -243,11 +271,9 @@ class _Seed:
                    f'{warning}')
         self._files.write(record, receipt)
         check_finite(record)
-    except OSError as error:
-      raise checkpoint.NotSaved(f'{error}; older checkpoints are in {self.workdir}') from error
     except (Diverged, EnvironmentFailed) as error:
-      raise type(error)(f'seed {self.seed}, {error}; older checkpoints are in '
-                        f'{self.workdir}') from None
+      raise type(error)(f'seed {self.seed}, {error}; '
+                        f'{checkpoint.last_good(self.workdir)}') from None
     return record
 
   def save(self, state: TrainState, actor_state: ActorState) -> None:

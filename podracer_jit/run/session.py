@@ -14,7 +14,6 @@ from podracer_jit.run import (
     history,
     journal,
     life,
-    lock,
     machines,
     memory,
     stopping,
@@ -57,8 +56,14 @@ class Session(NamedTuple):
       See `train.train`.
 
     Raises:
-      Exception: see `train.train`.
+      Exception: see `train.train`; it names the last good checkpoint.
     """
+    with checkpoint.naming_last_good(self.workdir):
+      return self._train(stop, profile_dir, callbacks, quiet, began_s)
+
+  def _train(self, stop: stopping.Stopping, profile_dir: str | None, callbacks: Callbacks | None,
+             quiet: bool, began_s: float | None) -> bool:
+    """Trains all stages; see `train`."""
     update = self.update
     for stage, last in life.stages(self.run, self.entries, update or 0):
       finished = train_lib.train(
@@ -133,7 +138,8 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
                     ) -> Iterator[tuple[int | None, list[str]]]:
   """Opens the workdir in all processes.
 
-  Process 0 creates and locks it. The other processes compare their config with that of process 0.
+  Process 0 creates and locks it, and only then looks whether a run has begun there. The other
+  processes compare their config with that of process 0.
 
   Args:
     workdir: the workdir of the run.
@@ -148,18 +154,23 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
     ValueError: the workdir is in use, of another experiment, or cannot be repaired.
     OSError: it cannot be written to.
   """
-  beginning = life.begin(run, workdir, options)
-  inherited = beginning.inherited
   is_first = run.place.process == 0
   with contextlib.ExitStack() as stack:
-    update = None
-    notes = []
     problem = None
     if is_first:
       try:
-        workdirs.make(workdir)
-        stack.enter_context(contextlib.closing(lock.WorkdirLock(workdir)))
+        # Before anything in the workdir is read: another run must not change what is decided here.
+        stack.enter_context(workdirs.locked(workdir))
         checkpoint.remove_unfinished(workdir)
+      except (ValueError, OSError) as error:
+        problem = error
+    _raise_everywhere(problem)
+    beginning = life.begin(run, workdir, options)
+    inherited = beginning.inherited
+    update = None
+    notes = []
+    if is_first:
+      try:
         if beginning.has_begun:
           update, notes = life.resume_workdir(run, workdir, options)
         else:

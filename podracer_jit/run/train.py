@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,22 +13,19 @@ import jax
 import numpy as np
 
 from podracer_jit import loops
-from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.run import (
     build,
     changes,
     checkpoint,
-    exit_codes,
     history,
     stopping,
     workdirs,
 )
-from podracer_jit.run.callbacks import CallbackFailed, Callbacks, SegmentEnd
+from podracer_jit.run.callbacks import Callbacks, SegmentEnd
 from podracer_jit.run.experiment import Experiment
 from podracer_jit.run.metrics import (
     LIVES,
-    Diverged,
     Files,
     Meter,
     Record,
@@ -79,8 +75,8 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
   Raises:
     callbacks.CallbackFailed: a callback has raised an exception.
     checkpoint.Broken: the contents of the checkpoint have changed since it was saved.
-    checkpoint.NotSaved: a file cannot be written; the message names it and the newest good
-      checkpoint.
+    checkpoint.NotSaved: a file cannot be written; the message names it.
+    loops.Stuck: threads did not end after a failure or a second signal.
   """
   began_s = time.perf_counter() if began_s is None else began_s
   experiment = run.experiment
@@ -311,32 +307,21 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
   saved = int(state.update)
   change = {history.KEY: entry.as_json()} if entry else {}
   check = environment_check(run, index)
-  safe = f'that of update {saved}' if saved else 'none: the run had just begun'
 
   def write(record: Record, receipt: Record) -> None:
     warning = standstill.notice(record, receipt)
     if files:
       if warning:
         complain(f'podracer_jit: warning: update {record["update"]:,}: {warning}')
-      try:
-        files.write(record, receipt)
-      except OSError as error:
-        raise checkpoint.NotSaved(
-            f'{error}; the last good checkpoint is {safe}, in {workdir}') from error
+      files.write(record, receipt)
     progress.show(record)
     check_finite(record)
     callbacks.update(record)
 
   def report(item: Report) -> None:
-    try:
-      check(item)
-      for record, receipt in meter.records(item):
-        write(record, receipt)
-    except (Diverged, EnvironmentFailed) as error:
-      raise type(error)(f'{error}; the last good checkpoint is {safe}, in {workdir}') from None
-    except CallbackFailed as error:
-      raise CallbackFailed(
-          f'{error}; the last good checkpoint is {safe}, in {workdir}') from error.__cause__
+    check(item)
+    for record, receipt in meter.records(item):
+      write(record, receipt)
     profiler.reported()
 
   with contextlib.ExitStack() as stack:
@@ -349,14 +334,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
         run, state, index, length, report, asked_to_stop, envs))
     meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, meta,
                   run.machines, wall_s)
-    try:
-      states = loops.run(segment.workers)
-    except loops.Stuck as error:
-      # EnvPool's receive cannot be interrupted, so nothing else ends those threads. A normal exit
-      # would wait for them.
-      cause = environment_failure(error) or repr(error.__cause__)
-      complain(f'podracer_jit: {cause}; {error}')
-      os._exit(exit_codes.FAILED)
+    states = loops.run(segment.workers)
     envs = build.envs_after(run, states, saved)
   # A segment that is stopped while it waits for its first rollouts leaves the state as it was.
   last = states['learner'].train if 'learner' in states else state

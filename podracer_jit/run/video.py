@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -221,7 +222,9 @@ def _encoder(path: Path, size: tuple[int, int], frame_rate: float) -> Iterator[I
   draft = path.with_stem(f'{path.stem}.tmp')  # ffmpeg reads the suffix
   command = [imageio_ffmpeg.get_ffmpeg_exe(), '-y', '-loglevel', 'error', *source, *coding, draft]
   try:
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    # A pipe for its messages could fill up while frames are written, and ffmpeg would wait.
+    with (tempfile.TemporaryFile() as messages,
+          subprocess.Popen(command, stdin=subprocess.PIPE, stderr=messages) as process):
       try:
         yield process.stdin
       except BrokenPipeError:
@@ -231,9 +234,11 @@ def _encoder(path: Path, size: tuple[int, int], frame_rate: float) -> Iterator[I
           process.stdin.close()
         process.kill()
         raise
-      _, output = process.communicate()
-    if process.returncode:
-      raise OSError(f'ffmpeg could not write {path}: {output.decode().strip()}')
+      process.communicate()
+      if process.returncode:
+        messages.seek(0)
+        text = messages.read().decode(errors='replace').strip()
+        raise OSError(f'ffmpeg could not write {path}: {shorten(text, 2000)}')
     os.replace(draft, path)
   finally:
     draft.unlink(missing_ok=True)

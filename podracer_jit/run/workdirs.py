@@ -11,7 +11,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from podracer_jit import options, parts
 from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
 from podracer_jit.options import shorten
-from podracer_jit.run import changes, checkpoint, history, safe_files, sources
+from podracer_jit.run import changes, checkpoint, history, lock, safe_files, sources
 from podracer_jit.run import config as config_lib
 from podracer_jit.run.experiment import Experiment
 
@@ -66,15 +66,40 @@ def make(workdir: Path) -> None:
   """Makes the folder.
 
   Raises:
-    ValueError: the folder cannot be made or written to.
+    ValueError: the folder cannot be made.
   """
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-    probe = workdir / '.writable'
-    probe.touch()
-    probe.unlink()
   except OSError as error:
-    raise ValueError(f'--workdir: {workdir} cannot be written to: {error.strerror}') from None
+    raise _not_writable(workdir, error) from None
+
+
+@contextlib.contextmanager
+def locked(workdir: Path) -> Iterator[None]:
+  """Makes the folder and holds its lock; folders that stay empty because of an error are removed.
+
+  Raises:
+    lock.InUse: another run has the folder.
+    ValueError: the folder cannot be made or written to.
+  """
+  new = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
+  make(workdir)
+  try:
+    try:
+      held = lock.WorkdirLock(workdir)
+    except OSError as error:
+      raise _not_writable(workdir, error) from None
+    with contextlib.closing(held):
+      yield
+  except BaseException:
+    with contextlib.suppress(OSError):  # a folder that is not empty stays
+      for folder in new:
+        folder.rmdir()
+    raise
+
+
+def _not_writable(workdir: Path, error: OSError) -> ValueError:
+  return ValueError(f'--workdir: {workdir} cannot be written to: {error.strerror}')
 
 
 def open_workdir(workdir: Path, config: Mapping[str, Any],

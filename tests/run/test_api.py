@@ -274,6 +274,36 @@ def test_a_signal_saves_and_then_has_its_usual_effect(number, code, message, tmp
   assert saved == max(receipts(tmp_path / 'run'))
 
 
+EARLY = """
+import os, signal, sys
+import podracer_jit as pj
+from podracer_jit.run import life
+number, handler = int(sys.argv[1]), sys.argv[2]
+begin = life.begin
+def interrupted(*args):
+  os.kill(os.getpid(), number)
+  return begin(*args)
+life.begin = interrupted  # this process has made and locked the workdir
+if handler == 'own':
+  signal.signal(number, lambda number, frame: print('handled', number))
+try:
+  print(pj.train('impala_catch:smoke', 'run', quiet=True).finished)
+except KeyboardInterrupt:
+  print('interrupted')
+print(os.path.exists('run'))
+"""
+
+
+@pytest.mark.parametrize('number, handler, code, output', [
+    (signal.SIGTERM, 'default', -signal.SIGTERM, ''),
+    (signal.SIGHUP, 'own', 0, f'handled {int(signal.SIGHUP)}\nFalse\nFalse\n'),
+    (signal.SIGINT, 'default', 0, 'interrupted\nFalse\n')])
+def test_a_signal_before_training_has_its_usual_effect(number, handler, code, output, tmp_path):
+  done = processes.run([sys.executable, '-P', '-c', EARLY, str(int(number)), handler], cwd=tmp_path)
+  assert (done.returncode, done.stdout) == (code, output), done.stderr
+  assert done.stderr == '' and not (tmp_path / 'run').exists()
+
+
 def test_training_after_other_uses_of_jax_fails_with_advice(tmp_path):
   program = ("import podracer_jit as pj, jax.numpy as jnp\n"
              "{0}\njnp.ones(3).block_until_ready()\n"

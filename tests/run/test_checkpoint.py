@@ -9,6 +9,7 @@ import shutil
 import socket
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,31 @@ def test_a_run_in_which_no_episode_ends_says_so_once(tmp_path, capsys):
     train.train(run, workdir, last=8)
     out = capsys.readouterr().out
     assert out.count('warning: no episode has ended yet') == bool(words) and words in out
+
+
+def test_metrics_and_receipts_reach_the_disk_before_a_checkpoint_is_complete(tmp_path,
+                                                                            monkeypatch):
+  """Otherwise a power failure could leave a checkpoint without the lines of its updates."""
+  sync, replace = os.fsync, os.replace
+  on_disk = {}  # bytes of each file, when it was last synced
+  complete = []
+
+  def note_sync(descriptor):
+    sync(descriptor)
+    on_disk[os.readlink(f'/proc/self/fd/{descriptor}')] = os.fstat(descriptor).st_size
+
+  def note_replace(source, target):
+    replace(source, target)
+    if Path(target).name == 'manifest.json':
+      complete.append(Path(target).parent.name)
+      assert str(tmp_path) in on_disk  # the names of the files
+      for name in ('metrics.jsonl', 'receipts.jsonl'):
+        assert on_disk.get(str(tmp_path / name)) == (tmp_path / name).stat().st_size > 0
+
+  monkeypatch.setattr(os, 'fsync', note_sync)
+  monkeypatch.setattr(os, 'replace', note_replace)
+  train_in(tmp_path)
+  assert complete == ['2', '4', '6']
 
 
 def test_every_random_flipped_bit_is_detected(copy):
@@ -279,7 +305,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatc
     saved.save(state._replace(update=jax.numpy.int32(1)), {})
     parameters = sum(x.nbytes for x in jax.tree.leaves(state.params))
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=parameters))
-    message = f'and {parameters:,} are free.; that of update 1 is safe'
+    message = f'and {parameters:,} are free.; the last good checkpoint is that of update 1, in '
     with pytest.raises(checkpoint.NotSaved, match=message):
       saved.save(state._replace(update=jax.numpy.int32(2)), {})
   assert checkpoint.updates_in(tmp_path) == [1]

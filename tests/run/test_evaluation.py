@@ -707,6 +707,36 @@ def test_a_picture_of_any_size_is_a_frame_with_even_sides(tmp_path, height, widt
   assert len(_decode(tmp_path / 'x.mp4', *size)[0]) == 3
 
 
+CHATTY = """#!{python}
+import sys
+for _ in range(16):
+  sys.stdin.buffer.read(480 * 480 * 3)
+  sys.stderr.write('frame' + ' ' * 2**16)
+sys.stderr.write('the last line')
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize('code', [0, 1])
+def test_an_encoder_may_write_more_messages_than_a_pipe_takes(code, tmp_path, monkeypatch):
+  encoder = tmp_path / 'ffmpeg'
+  encoder.write_text(CHATTY.format(python=sys.executable, code=code))
+  encoder.chmod(0o755)
+  monkeypatch.setenv('IMAGEIO_FFMPEG_EXE', str(encoder))
+  path = tmp_path / 'x.mp4'
+  path.with_stem('x.tmp').touch()  # a real encoder would write it
+
+  def write():
+    video.write(path, np.zeros((16, 480, 480), np.uint8), False, 10)
+
+  if code:
+    with pytest.raises(OSError, match=r'ffmpeg could not write \S+: frame frame .*the last line$'):
+      write()
+  else:
+    write()
+  assert path.exists() != bool(code) and not path.with_stem('x.tmp').exists()
+
+
 def test_a_video_that_cannot_be_written_is_an_error(tmp_path):
   agent = _agent('Catch-v0', _always(1, 3))
   with pytest.raises(OSError, match='could not write'):

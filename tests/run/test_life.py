@@ -2,11 +2,14 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -220,7 +223,8 @@ def test_refusals_name_the_flag_that_allows_the_change(extended, six, tmp_path, 
       ([source, '--extend'], '--init_from: begins a new run; it cannot be combined with --extend'),
       ([f'{source}/none'], 'none does not exist'),
       ([f'--init_from={tmp_path}'], 'has no whole checkpoint'),
-      ([f'--init_from={tmp_path}/new', '--init_parts=all'], 'new does not exist')]:
+      # The workdir itself, which is made and locked before anything is read.
+      ([f'--init_from={tmp_path}/new', '--init_parts=all'], 'new has no whole checkpoint')]:
     assert message in refused(*CONSTANT, new, *args)
   assert not (tmp_path / 'new').exists()
 
@@ -383,6 +387,40 @@ def test_a_run_killed_while_starting_begins_anew(heir, six, tmp_path):
     shutil.rmtree(tmp_path / 'checkpoints' / str(number))
   binary(*CONSTANT, updates(6), '--config.seed=2', f'--workdir={tmp_path}', f'--init_from={six}')
   assert receipts(tmp_path) == receipts(heir)
+
+
+STOPPED_WHILE_IT_READS = """
+import os, signal, sys
+from podracer_jit.run import inherit
+from podracer_jit.run.commands import train
+read = inherit.read
+def stops_and_reads(*args):
+  os.kill(os.getpid(), signal.SIGSTOP)
+  return read(*args)
+inherit.read = stops_and_reads
+sys.exit(train.main(sys.argv))
+"""
+
+
+def test_nothing_can_begin_in_a_workdir_while_a_run_reads_its_first_state(six, tmp_path):
+  """The first run has decided that the workdir is new, and may need minutes to read."""
+  workdir = tmp_path / 'run'
+  first = processes.Popen([sys.executable, '-P', '-c', STOPPED_WHILE_IT_READS, *CONSTANT,
+                           updates(6), '--config.seed=2', f'--workdir={workdir}',
+                           f'--init_from={six}'])
+  stat = Path(f'/proc/{first.pid}/stat')
+  while stat.read_text().rpartition(') ')[2][0] != 'T':
+    assert first.poll() is None
+    time.sleep(0.02)
+  try:
+    error = refused(*CONSTANT, updates(6), f'--workdir={workdir}')
+    assert f'{workdir} is in use by process {first.pid} on ' in error
+    assert [path.name for path in workdir.iterdir()] == ['lock']
+  finally:
+    os.kill(first.pid, signal.SIGCONT)
+  assert first.wait(timeout=120) == 0
+  assert history.origin_of(workdirs.read_history(workdir)).workdir == str(six)
+  assert len(receipts(workdir)) == 6
 
 
 @pytest.fixture(scope='module')
@@ -612,6 +650,24 @@ def test_a_run_with_anything_to_lose_does_not_give_way(tmp_path, spoil, message)
     open_without_an_update(OTHER, tmp_path)
   assert (tmp_path / 'config.json').read_text() == before
   assert not (tmp_path / 'broken').exists()
+
+
+def test_a_refused_run_leaves_no_folder_and_no_empty_one_of_its_own(tmp_path):
+  (tmp_path / 'mine').mkdir()
+  for workdir in (tmp_path / 'a' / 'b', tmp_path / 'mine'):
+    with pytest.raises(ValueError, match='--extend: there is no run in'):
+      open_without_an_update(NEVER, workdir, extend=True)
+  assert list(tmp_path.iterdir()) == [tmp_path / 'mine'] and not list((tmp_path / 'mine').iterdir())
+  (tmp_path / 'file').touch()
+  with pytest.raises(ValueError, match='file/run cannot be written to: Not a directory$'):
+    open_without_an_update(NEVER, tmp_path / 'file' / 'run')
+
+
+def test_updates_without_a_config_stay(tmp_path):
+  (tmp_path / 'receipts.jsonl').write_text('{"update": 1, "batch": "a", "params": "b"}\n')
+  with pytest.raises(ValueError, match='has updates of a run, and no config.json; put it back'):
+    open_without_an_update(NEVER, tmp_path)
+  assert [path.name for path in tmp_path.iterdir()] == ['receipts.jsonl']
 
 
 def test_a_first_state_of_another_run_is_set_aside_and_taken_anew(tmp_path):

@@ -4,16 +4,23 @@ import functools
 import itertools
 import json
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
-from podracer_jit.run import command_line, session
+from podracer_jit import loops
+from podracer_jit.cluster.failure import Failed
+from podracer_jit.envs.protocol import EnvironmentFailed
+from podracer_jit.run import checkpoint, command_line, exit_codes, session
 from podracer_jit.run.commands import train
+from podracer_jit.run.metrics import Diverged
 from tests import processes
 from tests.processes import command
 from tests.runs import QUICK
@@ -393,6 +400,133 @@ sys.exit(train.main(sys.argv))""")
   assert result.returncode == 1
   assert 'the learner has failed' in result.stderr
   assert 'actor 0 did not end within 1 s' in result.stderr
+
+
+HANGING = """
+import functools, os, signal, sys, threading, time
+from podracer_jit import loops
+from podracer_jit.actor.rollout_program import RolloutProgram
+load, signals, calls = RolloutProgram.load, int(sys.argv.pop()), []
+def interrupt():
+  for _ in range(signals):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)  # longer than stopping.REPEAT_S
+def hanging(self, *args, **kwargs):
+  program = load(self, *args, **kwargs)
+  def call(*args):
+    calls.append(1)
+    if len(calls) == 4:
+      threading.Thread(target=interrupt, daemon=True).start()
+      time.sleep(1000)
+    return program(*args)
+  return call
+RolloutProgram.load = hanging
+# Two signals: nothing else ends the wait for the thread. Three: nobody waits any longer.
+loops.run = functools.partial(loops.run, grace_s={2: 0.5, 3: 1000.0}[signals])
+"""
+
+
+@pytest.mark.parametrize('signals', [2, 3])
+def test_a_second_signal_ends_a_run_that_hangs(signals, tmp_path):
+  script = f'{HANGING}\nfrom podracer_jit.run import main\nmain.run()'
+  result = processes.run([sys.executable, '-P', '-c', script, CATCH, f'--workdir={tmp_path}',
+                          str(signals)])
+  assert result.returncode == exit_codes.INTERRUPTED, result.stderr
+  assert re.fullmatch(
+      r'podracer_jit: interrupted; updates since the newest checkpoint are not saved; actor 0 did '
+      r'not end within \d+ s; the last good checkpoint is none: the run had just begun, in '
+      rf'{tmp_path}\n', result.stderr)
+
+
+def test_a_program_outlives_a_training_that_hangs(tmp_path):
+  """It can train again, in the same workdir, and ends as usual."""
+  script = HANGING + """
+import podracer_jit as pj
+config = pj.load_config('impala_catch:smoke')
+try:
+  pj.train(config, 'run', quiet=True)
+except loops.Stuck as error:
+  print(f'{type(error.__cause__).__name__}: {error}')
+print(pj.train(config, 'run', quiet=True).finished)
+"""
+  result = processes.run([sys.executable, '-P', '-c', script, '2'], cwd=tmp_path)
+  assert result.returncode == 0, result.stderr
+  assert result.stdout == ('KeyboardInterrupt: actor 0 did not end within 0 s; the last good '
+                           'checkpoint is none: the run had just begun, in run\nTrue\n')
+
+
+FAILURES = [
+    (EnvironmentFailed, ['Catch-v0: step 3 failed'], 'Catch-v0: step 3 failed'),
+    (jax.errors.JaxRuntimeError, ['INTERNAL: Traceback\nEnvironmentFailed: Catch-v0: it broke\n'
+                                  'at the end'], 'Catch-v0: it broke'),
+    (jax.errors.JaxRuntimeError, ['RESOURCE_EXHAUSTED: out of memory'],
+     'JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory'),
+    (Failed, ['actor 1 has died'], 'actor 1 has died'),
+    (Diverged, ['update 3: loss not finite'], 'Diverged: update 3: loss not finite'),
+    (KeyError, ['a key'], "KeyError: 'a key'"),
+    (OSError, [28, 'No space left on device', 'x.jsonl'],
+     "[Errno 28] No space left on device: 'x.jsonl'"),
+    (checkpoint.NotSaved, ['cannot save it'], 'cannot save it'),
+    (loops.Stuck, ['actor 0 did not end within 30 s'],
+     'ValueError: too late; actor 0 did not end within 30 s')]
+
+
+@pytest.mark.parametrize('saved', [(), (0, 4)])
+@pytest.mark.parametrize('kind, args, message', FAILURES)
+def test_each_failure_names_the_last_good_checkpoint(kind, args, message, saved, tmp_path):
+  for update in saved:
+    (tmp_path / 'checkpoints' / str(update)).mkdir(parents=True)
+    (tmp_path / 'checkpoints' / str(update) / 'manifest.json').touch()
+  newest = 'that of update 4' if saved else 'none: the run had just begun'
+  newest = f'the last good checkpoint is {newest}, in {tmp_path}'
+  with pytest.raises(kind) as raised, checkpoint.naming_last_good(tmp_path):
+    raise kind(*args) from (ValueError('too late') if kind is loops.Stuck else None)
+  notes = getattr(raised.value, '__notes__', [])
+  assert ''.join([str(raised.value), *notes]).count(newest) == 1
+  code, line = train._failure(raised.value, tmp_path)
+  assert code == exit_codes.FAILED
+  assert line.startswith(message) and line.endswith(newest) and line.count(newest) == 1
+
+
+def test_a_checkpoint_that_a_failure_names_itself_is_the_only_one(tmp_path):
+  message = f'seed 1, update 3: no loss; {checkpoint.last_good(tmp_path / "seed1")}'
+  with pytest.raises(Diverged) as raised, checkpoint.naming_last_good(tmp_path / 'seed2'):
+    raise Diverged(message)
+  assert train._failure(raised.value, tmp_path / 'seed2')[1] == f'Diverged: {message}'
+
+
+def test_an_unforeseen_error_before_the_start_names_the_last_good_checkpoint(tmp_path, monkeypatch,
+                                                                             capsys):
+  def broken(config):
+    raise RuntimeError('it is broken')
+  monkeypatch.setattr(train, 'resolve', broken)
+  assert train.main(['podracer_jit', CATCH, f'--workdir={tmp_path}']) == exit_codes.FAILED
+  assert capsys.readouterr().err.endswith(
+      'podracer_jit: RuntimeError: it is broken; the last good checkpoint is none: the run had '
+      f'just begun, in {tmp_path}\n')
+
+
+def test_a_full_disk_at_the_beginning_of_a_segment_is_one_line(uninterrupted, tmp_path):
+  """The header of a segment is the first line that a resumed run writes."""
+  workdir = shutil.copytree(uninterrupted('cleanba impala'), tmp_path / 'run')
+  *earlier, newest = sorted(saved_to_the_end(workdir))
+  shutil.rmtree(workdir / 'checkpoints' / str(newest))
+  path = workdir / 'receipts.jsonl'
+  header, *rest = lines(path)
+  # No file may be longer than the limit, and these receipts almost are.
+  limit = 2**17
+  kept = [line for line in rest if line.get('update', line.get('first_update')) <= earlier[-1]]
+  text = ''.join(json.dumps(line) + '\n' for line in [header | {'pad': ''}, *kept])
+  path.write_text(text.replace('"pad": "', '"pad": "' + 'x' * (limit - 10 - len(text))))
+  script = ('import resource, sys\nfrom podracer_jit.run.commands import train\n'
+            f'resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n'
+            'sys.exit(train.main(sys.argv))')
+  result = processes.run([sys.executable, '-P', '-c', script, *RUNS['cleanba impala'],
+                          f'--workdir={workdir}'])
+  assert result.returncode == exit_codes.FAILED
+  assert result.stderr == (
+      f"podracer_jit: [Errno 27] File too large: '{path}'; the last good checkpoint is that of "
+      f'update {earlier[-1]}, in {workdir}\n')
 
 
 def test_an_error_while_writing_files_ends_the_run(tmp_path):

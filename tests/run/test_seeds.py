@@ -1,6 +1,7 @@
 """Several seeds in one program: each is the agent that it would be alone, and nothing is lost."""
 
 import dataclasses
+import os
 import shutil
 import sys
 
@@ -227,6 +228,50 @@ def test_other_experiments_are_refused_before_anything_is_written(
 def test_a_repeated_run_is_refused(tmp_path):
   with pytest.raises(ValueError, match='--repeat: a run of one seed'):
     train(config_of(), tmp_path / 'new', 2, options=life.make_life(repeat=tmp_path))
+
+
+def test_the_open_files_of_a_seed_are_counted(tmp_path, monkeypatch):
+  save = checkpoint.Checkpoints.save
+
+  def most_open(num_seeds):
+    counts = []
+
+    def count_and_save(*args):
+      counts.append(len(os.listdir('/proc/self/fd')))
+      save(*args)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, 'save', count_and_save)
+    train(config_of(total_steps=64, log__tensorboard=True), tmp_path / str(num_seeds), num_seeds)
+    return max(counts)
+
+  assert most_open(3) - most_open(1) == 2 * (seeds.FILES_OF_SEED + seeds.FILES_OF_EVENTS)
+
+
+LIMITED = """
+import resource, sys
+limits = [int(sys.argv.pop()), int(sys.argv.pop())]
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+from podracer_jit.run.commands import train
+code = train.main(sys.argv)
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize('num_seeds, highest, code, output, error', [
+    (24, 1024, 0, '(244, 1024)', ''),  # 100 + 24 * 6
+    (300, 1024, 2, '(100, 1024)', 'podracer_jit: --num_seeds: 300 seeds need 1,900 open files, and '
+     'this process may have 1,024 (ulimit -n); raise that limit, or train fewer at once\n')])
+def test_the_limit_of_open_files_is_raised_or_the_run_refused(num_seeds, highest, code, output,
+                                                               error, tmp_path):
+  done = processes.run([
+      sys.executable, '-P', '-c', LIMITED, '--config=ppo_cartpole:smoke',
+      '--config.env.task=gymnax:Catch-bsuite', '--config.network.hidden=(16,)',
+      '--config.placement.xla_threads=16', '--config.scheme=fused', '--config.total_steps=256',
+      f'--num_seeds={num_seeds}', f'--workdir={tmp_path}/run', str(highest), '100'])
+  assert (done.returncode, done.stderr) == (code, error)
+  assert done.stdout.splitlines()[-1] == output
+  assert (tmp_path / 'run').exists() == (code == 0)
 
 
 def test_the_memory_of_all_seeds_is_added():

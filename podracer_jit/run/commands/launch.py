@@ -16,6 +16,7 @@ wrong; else the exit code of the process that failed first.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import socket
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
       subprocess.Popen([*command, *together, f'--process_id={i}'], stdout=subprocess.PIPE,
                        stderr=subprocess.STDOUT, text=True, errors='replace',
                        start_new_session=True,  # Otherwise Ctrl-C would reach them twice.
-                       preexec_fn=_stop_with_parent)
+                       preexec_fn=functools.partial(_stop_with_parent, os.getpid()))
       for i in range(count)]
   for number in stopping.numbers():
     signal.signal(number, lambda number, frame: _send(processes, number))
@@ -79,9 +80,15 @@ def main(argv: Sequence[str]) -> int:
   return code
 
 
-def _stop_with_parent() -> None:
-  """Has the kernel send SIGTERM to this process when the launcher ends, however it ends."""
+def _stop_with_parent(launcher: int) -> None:
+  """Has the kernel send SIGTERM to this process when the launcher ends, however it ends.
+
+  Args:
+    launcher: its process id. If it has ended before the call, this process ends, too.
+  """
   _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+  if os.getppid() != launcher:
+    os._exit(exit_codes.INTERRUPTED)
 
 
 def _print_lines(i: int, lines: IO[str]) -> None:

@@ -4,7 +4,7 @@
   podracer_jit train --config=configs/impala_atari.py --workdir=runs/x
 
 Exit code: 0: finished; 1: failed; 2: refused, nothing was started; 3: stopped by a signal, and
-saved; 130: interrupted before there was anything to save.
+saved; 130: interrupted before there was anything to save, or by a second signal, without a save.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 from absl import flags, logging
 
+from podracer_jit import loops
 from podracer_jit.cluster.failure import Failed
 from podracer_jit.envs.protocol import environment_failure
 from podracer_jit.run import (
@@ -81,12 +82,14 @@ def main(argv: Sequence[str], began_s: float | None = None) -> int:
 def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping, began_s: float
           ) -> int:
   """Trains as the flags say; returns the exit code."""
+  workdir = Path()
   with contextlib.ExitStack() as stack:
     try:
       config = command_line.parse(argv, values)
       if config is None:
         print(f'{__doc__}\n{values.get_help()}')
         return exit_codes.FINISHED
+      workdir = safe_files.user_path(values.workdir or command_line.default_workdir(argv))
       options = life.of_flags(values)
       joining = (values.coordinator_address, values.num_processes, values.process_id)
       is_distributed = values.distributed or joining != (None, None, None)
@@ -97,7 +100,6 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
         place = placement_of(config)
         host.prepare_host(place)
         host.join(place, *joining, values.coordinator_timeout_s)
-      workdir = safe_files.user_path(values.workdir or command_line.default_workdir(argv))
       profile_dir = values.profile_dir and str(safe_files.user_path(values.profile_dir))
       if values.num_seeds is None:
         cluster = stack.enter_context(machines.joined(config))
@@ -107,47 +109,72 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
       complain(f'podracer_jit: {error}')
       return _leave(exit_codes.REFUSED)
+    except Exception as error:  # noqa: BLE001 - `_failure` logs what nobody has foreseen
+      code, line = _failure(error, workdir)
+      complain(f'podracer_jit: {line}')
+      return _leave(code)
     for note in opened.notes:
       complain(f'podracer_jit: {note}')
     stop.begin_training()
     try:
       finished = opened.train(stop, profile_dir, began_s=began_s)
-    except KeyboardInterrupt:
-      complain('podracer_jit: interrupted; updates since the newest checkpoint are not saved')
-      return _leave(_code_of_a_stop(opened.workdir))
-    except (checkpoint.NotSaved, Failed) as error:
-      complain(f'podracer_jit: {error}')
-      return _leave(exit_codes.FAILED)
-    except Diverged as error:
-      complain(f'podracer_jit: Diverged: {error}')
-      return _leave(exit_codes.FAILED)
-    except Exception as error:  # noqa: BLE001 - the one place where a failed run becomes a message
-      if environment_failure(error):
-        complain(f'podracer_jit: {environment_failure(error)}')
-        return _leave(exit_codes.FAILED)
-      logging.exception('the run failed')
-      complain(f'podracer_jit: {type(error).__name__}: {error}')
-      return _leave(exit_codes.FAILED)
+    except (KeyboardInterrupt, Exception) as error:
+      code, line = _failure(error, opened.workdir)
+      complain(f'podracer_jit: {line}')
+      return _leave(code, at_once=isinstance(error, loops.Stuck))
     finally:
       stop.end()
     return exit_codes.FINISHED if finished else _code_of_a_stop(opened.workdir)
 
 
+def _failure(error: BaseException, workdir: Path) -> tuple[int, str]:
+  """Returns the exit code of a failed or interrupted training, and a line about it.
+
+  The one place where an exception becomes a message. An exception that nobody has foreseen is also
+  logged with its traceback.
+  """
+  threads = ''
+  if isinstance(error, loops.Stuck):
+    threads = f'; {error}'
+    error = error.__cause__
+  code = exit_codes.FAILED
+  line = environment_failure(error) or str(error)
+  if isinstance(error, KeyboardInterrupt):
+    code = exit_codes.INTERRUPTED
+    line = 'interrupted; updates since the newest checkpoint are not saved'
+  elif isinstance(error, Diverged):
+    line = f'Diverged: {line}'
+  elif not (environment_failure(error) or isinstance(error, OSError | Failed)):
+    logging.error('the run failed', exc_info=error)
+    line = f'{type(error).__name__}: {line}'
+  line += threads
+  # The exception of a seed names that seed's own.
+  if checkpoint.LAST_GOOD not in line:
+    line += f'; {checkpoint.last_good(workdir)}'
+  return code, line
+
+
 def _code_of_a_stop(workdir: Path) -> int:
-  """Returns the exit code after a signal: STOPPED if there is a checkpoint, else INTERRUPTED."""
+  """Returns the exit code of a stop: STOPPED if there is a checkpoint, else INTERRUPTED."""
   return exit_codes.STOPPED if checkpoint.updates_in(workdir) else exit_codes.INTERRUPTED
 
 
-def _leave(code: int) -> int:
+def _leave(code: int, at_once: bool = False) -> int:
   """Returns the exit code of a failure; with several processes, ends this process at once.
 
   JAX would wait for the other processes at a normal exit.
+
+  Args:
+    code: the exit code.
+    at_once: ends this process at once anyway, because it has threads that do not end.
   """
   if jax.distributed.is_initialized():
     if code == exit_codes.REFUSED:
       # The other processes also refuse, and need time to print their messages: JAX aborts them once
       # process 0 has ended.
       time.sleep(3)
+    at_once = True
+  if at_once:
     give_up_lost_streams()
     os._exit(code)
   return code
