@@ -64,7 +64,10 @@ class Popen(subprocess.Popen):
     return self.returncode
 
   def _ended(self):
-    self.returncode = int(self._status.readline())
+    global _cpu_s
+    code, cpu_s = self._status.readline().split()
+    self.returncode = int(code)
+    _cpu_s += float(cpu_s)
     self._status.close()
 
 
@@ -121,7 +124,13 @@ def default_signals():
     signal.signal(number, signal.SIG_DFL)
 
 
+def cpu_s_of_commands():
+  """Returns the CPU seconds of all commands of this process that have ended."""
+  return _cpu_s
+
+
 _servers = {}
+_cpu_s = 0.0
 
 
 def _server():
