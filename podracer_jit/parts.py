@@ -167,7 +167,7 @@ def import_module(field: str, name: str, module: str) -> ModuleType:
     raise ValueError(f'{field}: cannot import {shown(module)} of {shown(name)} '
                      f'({shorten(str(error))}); it is looked for '
                      'beside the config file, on PYTHONPATH and in the current folder') from None
-  except Exception as error:  # noqa: BLE001 - a user's module may raise any exception
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise any exception
     raise ValueError(f'{field}: {module}.py fails: {type(error).__name__}: '
                      f'{shorten(str(error))}') from error
   return imported
