@@ -1,4 +1,4 @@
-"""The table of schemes: equal bits for equal lags, and the gradient delays of NAPPO."""
+"""The table of schemes: the gradient delays of NAPPO, stalls and errors."""
 
 import functools
 import re
@@ -51,16 +51,6 @@ def test_every_scheme_is_tested():
   assert set(PLACES) | {'apex', 'apex_lockstep'} == set(SCHEMES)
 
 
-@pytest.mark.parametrize('loss', ['ppo', 'impala'])
-@pytest.mark.parametrize('scheme', BLOCKING)
-@pytest.mark.same_bits('all schemes that repeat, large batches', 'IMPALA, PPO: MLP')
-def test_schemes_with_the_same_lag_have_the_same_bits(scheme, loss):
-  receipts = run_once(scheme, loss)[0]
-  assert receipts == run_once('cleanba' if scheme in LAG else 'sync', loss)[0]
-  assert len(set(receipts)) == UPDATES
-  assert run_once('cleanba', loss)[0] != run_once('sync', loss)[0]
-
-
 @pytest.mark.parametrize('scheme', BLOCKING)
 def test_delays_of_blocking_schemes_are_exact(scheme):
   """With 2 epochs of 8 minibatches the least delay is 7.5; a lag adds 16 after update 1."""
@@ -68,11 +58,6 @@ def test_delays_of_blocking_schemes_are_exact(scheme):
   cgd = [x for report in reports for x in report.cgd]
   assert cgd == [7.5] + [7.5 + 16 * LAG.get(scheme, 0)] * (UPDATES - 1)
   assert [x for report in reports for x in report.gud] == [0.0] * UPDATES
-
-
-@pytest.mark.parametrize('scheme', ['dppo', 'rapid'])
-def test_one_thread_gives_the_same_bits(scheme):
-  assert run_once(scheme, 'ppo', serial=True)[0] == run_once(scheme, 'ppo')[0]
 
 
 def _async(scheme, devices, updates, tamper=lambda workers: workers):
