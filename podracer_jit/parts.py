@@ -10,6 +10,7 @@ import inspect
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
+from importlib.abc import SourceLoader
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +23,11 @@ _folders: list[Path] = []
 # Files of a user's that this process may run: config files, and files that somebody has allowed.
 _files: list[Path] = []
 
-# Files of users' modules as they were when they were imported, by module; see `sources_of`.
-_sources: dict[str, dict[str, bytes]] = {}
+# Files of users' modules as they were when they were imported, by path, with the spec of the module
+# at that time, which is another one after a reload.
+_contents: dict[str, tuple[ModuleSpec | None, bytes]] = {}
+# In a worker, the contents of files as its parent has imported them, by path.
+_given: dict[str, bytes] = {}
 _INSTALLED = {'site-packages', 'dist-packages'}  # folders of packages that pip installs
 _OURS = __name__.partition('.')[0]
 MAIN = '__main__'  # the name of a notebook, or of the program that Python runs
@@ -38,6 +42,7 @@ class Search(NamedTuple):
 
   folders: tuple[str, ...]  # the first is searched first
   files: tuple[str, ...]
+  contents: Mapping[str, bytes] = {}  # of files, as this process has imported them
 
 
 def look_beside(path: Path) -> None:
@@ -56,14 +61,20 @@ def look_beside(path: Path) -> None:
 
 def search() -> Search:
   """Returns where this process finds a user's modules."""
-  return Search(tuple(map(str, _folders)), tuple(map(str, _files)))
+  return Search(tuple(map(str, _folders)), tuple(map(str, _files)),
+                {path: content for path, (_, content) in _contents.items()})
 
 
 def set_search(where: Search) -> None:
-  """Lets this process find a user's modules where another process does."""
+  """Lets this process find a user's modules where another process does.
+
+  Files that were edited since that process has imported them are imported as they were.
+  """
   _files[:] = map(Path, where.files)
   for folder in where.folders:
     _add_folder(Path(folder), len(_folders))
+  _given.update(where.contents)
+  sys.meta_path.insert(0, _AsGiven)
 
 
 def _add_folder(folder: Path, index: int) -> None:
@@ -106,6 +117,42 @@ class _Beside:
     if other and (spec.origin is None or other.origin and _is_installed(Path(other.origin))):
       return None
     return spec
+
+
+class _AsGiven:
+  """Python's import system asks this class first in a worker."""
+
+  @staticmethod
+  def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    """Returns the module that other finders find, with the content that the parent has imported."""
+    if name.rpartition('.')[2] not in {_last_name(Path(file)) for file in _given}:
+      return None  # without asking others twice
+    specs = (finder.find_spec(name, path, target) for finder in sys.meta_path
+             if finder is not _AsGiven)
+    spec = next(filter(None, specs), None)
+    if spec is None or spec.origin not in _given:
+      return None
+    spec.loader = _Loader(spec.origin)
+    return spec
+
+
+class _Loader(SourceLoader):
+  """Loads a file with the content in `_given`, without its cached bytecode."""
+
+  def __init__(self, path: str):
+    self._path = path
+
+  def get_filename(self, fullname: str) -> str:
+    """Returns the path of the file."""
+    return self._path
+
+  def get_data(self, path: str) -> bytes:
+    """Returns the content of the file."""
+    return _given[path]
+
+
+def _last_name(path: Path) -> str:
+  return path.parent.name if path.name == '__init__.py' else path.stem
 
 
 def _is_installed(path: Path) -> bool:
@@ -257,7 +304,7 @@ def _file_named(name: str) -> Path | None:
 def sources_of(name: str) -> Mapping[str, bytes]:
   """Returns the source files of a user's module and of the modules beside it that it imports.
 
-  They are read once, when the module is imported, so they are what this process runs. Imports are
+  A file is read once after each import of its module, so it is what this process runs. Imports are
   found in the text; nothing is executed. Of an installed package, only its own modules count.
 
   Args:
@@ -267,11 +314,9 @@ def sources_of(name: str) -> Mapping[str, bytes]:
     Contents by path, relative to the folder in which the import of `name` looks; empty for a module
     that is no file of Python.
   """
-  if name not in _sources:
-    path = Path(getattr(sys.modules.get(name), '__file__', None) or file_of(name))
-    is_source = path.suffix == '.py' and path.is_file()
-    _sources[name] = _read_with_imports(path, name) if is_source else {}
-  return _sources[name]
+  path = Path(getattr(sys.modules.get(name), '__file__', None) or file_of(name))
+  is_source = path.suffix == '.py' and (path.is_file() or str(path.resolve()) in _contents)
+  return _read_with_imports(path, name) if is_source else {}
 
 
 def _read_with_imports(path: Path, name: str) -> dict[str, bytes]:
@@ -279,8 +324,9 @@ def _read_with_imports(path: Path, name: str) -> dict[str, bytes]:
   root = root_of(path, name)
   top = name.partition('.')[0]
   is_installed = _is_installed(root)
-  contents = {str(path.resolve().relative_to(root)): path.read_bytes()}
-  names = [name, *_imports(path.read_bytes(), name, path.name == '__init__.py')]
+  content = _content_of(path, name)
+  contents = {str(path.resolve().relative_to(root)): content}
+  names = [name, *_imports(content, name, path.name == '__init__.py')]
   visited = set()
   while names:
     module = names.pop()
@@ -291,9 +337,18 @@ def _read_with_imports(path: Path, name: str) -> dict[str, bytes]:
     for file, of in _files_beside(root, module):
       key = str(file.relative_to(root))
       if key not in contents:
-        contents[key] = file.read_bytes()
+        contents[key] = _content_of(file, of)
         names += _imports(contents[key], of, file.name == '__init__.py')
   return contents
+
+
+def _content_of(path: Path, name: str) -> bytes:
+  """Returns the content of the file of a module, as it was when the module was imported."""
+  key = str(path.resolve())
+  spec = getattr(sys.modules.get(name), '__spec__', None)
+  if key not in _contents or _contents[key][0] is not spec:
+    _contents[key] = (spec, path.read_bytes())
+  return _contents[key][1]
 
 
 def root_of(path: Path, name: str) -> Path:
@@ -418,8 +473,8 @@ def load(path: Path, name: str, again: bool = False) -> ModuleType:
   if known is not None and not again:
     return known
 
-  _sources.pop(name, None)
-  spec = importlib.util.spec_from_file_location(name, path)
+  loader = _Loader(str(path)) if str(path) in _given else None
+  spec = importlib.util.spec_from_file_location(name, path, loader=loader)
   module = importlib.util.module_from_spec(spec)
   # Registered before it runs, so that the module can import itself.
   sys.modules[name] = module

@@ -16,7 +16,7 @@ from tests.run.test_agent import OWN_ENVS, untrained
 def folder(tmp_path, monkeypatch):
   """Makes a folder on PYTHONPATH with modules of a user."""
   monkeypatch.syspath_prepend(tmp_path)
-  monkeypatch.setattr(parts, '_sources', {})
+  monkeypatch.setattr(parts, '_contents', {})
   texts = {
       'own_part.py': 'import json\nimport own_helper, own_pkg.deep\nfrom own_pkg import near\n'
                      'from podracer_jit import options\nX = 1\n',
