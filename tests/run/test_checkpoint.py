@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from podracer_jit.run import checkpoint, evaluation, inherit, journal, manifest, train, workdirs
+from tests import made
 from tests.runs import changed, fresh, initial_state, prepared, small
 from tests.schemes import test_apex
 
@@ -35,9 +36,7 @@ def train_in(workdir, updates=UPDATES):
 
 @pytest.fixture(scope='module')
 def uninterrupted(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp('whole')
-  train_in(workdir)
-  return workdir
+  return made.once(tmp_path_factory, 'whole', train_in)
 
 
 @pytest.fixture

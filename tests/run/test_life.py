@@ -28,7 +28,7 @@ from podracer_jit.run import (
     workdirs,
 )
 from podracer_jit.run.commands import train
-from tests import processes
+from tests import made, processes
 from tests.processes import command
 from tests.run.test_main import only_checks, saved_to_the_end
 from tests.runs import QUICK, changed, fresh, small
@@ -107,48 +107,46 @@ def break_checkpoints(workdir, *numbers):
 @pytest.fixture(scope='module')
 def six(tmp_path_factory):
   """A run of six updates at a constant rate."""
-  workdir = tmp_path_factory.mktemp('six')
-  binary(*CONSTANT, updates(6), f'--workdir={workdir}')
-  return workdir
+  return made.once(tmp_path_factory, 'six', lambda workdir: binary(
+      *CONSTANT, updates(6), f'--workdir={workdir}'))
 
 
 @pytest.fixture(scope='module')
 def twelve(tmp_path_factory):
   """A run of twelve updates at a constant rate, in one part."""
-  workdir = tmp_path_factory.mktemp('twelve')
-  binary(*CONSTANT, updates(12), f'--workdir={workdir}')
-  return workdir
+  return made.once(tmp_path_factory, 'twelve', lambda workdir: binary(
+      *CONSTANT, updates(12), f'--workdir={workdir}'))
 
 
 @pytest.fixture(scope='module')
 def extended(six, tmp_path_factory):
   """`six` extended to twelve updates."""
-  workdir = copied(six, tmp_path_factory.mktemp('extended'))
-  output = binary(*CONSTANT, updates(12), f'--workdir={workdir}', '--extend')
-  assert 'changed before update 7: total_steps: 3456 before, 6912 since' in output
-  assert 'the learning rate' not in output  # the rate is constant
-  return workdir
+  def make(workdir):
+    copied(six, workdir)
+    output = binary(*CONSTANT, updates(12), f'--workdir={workdir}', '--extend')
+    assert 'changed before update 7: total_steps: 3456 before, 6912 since' in output
+    assert 'the learning rate' not in output  # the rate is constant
+  return made.once(tmp_path_factory, 'extended', make)
 
 
 @pytest.fixture(scope='module')
 def faster(six, tmp_path_factory):
   """`six` extended to twelve updates, with ten times the rate from update 7 on."""
-  workdir = copied(six, tmp_path_factory.mktemp('faster'))
-  binary(*CONSTANT, updates(12), '--config.optimizer.learning_rate=0.01', f'--workdir={workdir}',
-         '--extend', '--change=optimizer.learning_rate')
-  return workdir
+  return made.once(tmp_path_factory, 'faster', lambda workdir: binary(
+      *CONSTANT, updates(12), '--config.optimizer.learning_rate=0.01',
+      f'--workdir={copied(six, workdir)}', '--extend', '--change=optimizer.learning_rate'))
 
 
 @pytest.fixture(scope='module')
 def heir(six, tmp_path_factory):
   """A run of six updates that began with the state of `six`, whose workdir was then removed."""
-  source = copied(six, tmp_path_factory.mktemp('source'))
-  workdir = tmp_path_factory.mktemp('heir')
-  output = binary(*CONSTANT, updates(6), f'--workdir={workdir}', f'--init_from={source}',
-                '--config.seed=2')
-  assert f'begins with parameters, optimizer of {source} after update 6\n' in output
-  shutil.rmtree(source)
-  return workdir
+  def make(workdir):
+    source = copied(six, tmp_path_factory.mktemp('source'))
+    output = binary(*CONSTANT, updates(6), f'--workdir={workdir}', f'--init_from={source}',
+                    '--config.seed=2')
+    assert f'begins with parameters, optimizer of {source} after update 6\n' in output
+    shutil.rmtree(source)
+  return made.once(tmp_path_factory, 'heir', make)
 
 
 @pytest.mark.same_bits('total_steps raised with --extend', 'IMPALA: MLP (`cleanba`)')
@@ -232,12 +230,12 @@ def test_refusals_name_the_flag_that_allows_the_change(extended, six, tmp_path, 
 @pytest.fixture(scope='module')
 def annealed(tmp_path_factory):
   """A run of six updates at a falling rate, extended to twelve."""
-  workdir = tmp_path_factory.mktemp('annealed')
-  binary(*CATCH, updates(6), f'--workdir={workdir}')
-  output = binary(*CATCH, updates(12), f'--workdir={workdir}', '--extend')
-  assert ('the learning rate changes from 0 to 0.0005 here: it is annealed over 6,912 steps '
-          'instead of 3,456\n') in output
-  return workdir
+  def make(workdir):
+    binary(*CATCH, updates(6), f'--workdir={workdir}')
+    output = binary(*CATCH, updates(12), f'--workdir={workdir}', '--extend')
+    assert ('the learning rate changes from 0 to 0.0005 here: it is annealed over 6,912 steps '
+            'instead of 3,456\n') in output
+  return made.once(tmp_path_factory, 'annealed', make)
 
 
 def test_an_extended_rate_anneals_to_the_new_end(annealed):
@@ -318,9 +316,8 @@ def test_updates_before_a_change_are_repeated_with_their_own_config(faster, tmp_
 @pytest.fixture(scope='module')
 def with_replay(tmp_path_factory):
   """A run of 22 updates with a replay."""
-  workdir = tmp_path_factory.mktemp('with_replay')
-  binary(*APEX, f'--workdir={workdir}')
-  return workdir
+  return made.once(tmp_path_factory, 'with_replay', lambda workdir: binary(
+      *APEX, f'--workdir={workdir}'))
 
 
 def test_a_field_that_does_not_fit_the_checkpoint_cannot_change(with_replay):
@@ -426,9 +423,8 @@ def test_nothing_can_begin_in_a_workdir_while_a_run_reads_its_first_state(six, t
 @pytest.fixture(scope='module')
 def cartpole(tmp_path_factory):
   """A run of PPO on CartPole with running statistics of observations."""
-  workdir = tmp_path_factory.mktemp('cartpole')
-  binary(*CARTPOLE, '--config.normalise.obs=True', f'--workdir={workdir}')
-  return workdir
+  return made.once(tmp_path_factory, 'cartpole', lambda workdir: binary(
+      *CARTPOLE, '--config.normalise.obs=True', f'--workdir={workdir}'))
 
 
 def newest(workdir):

@@ -21,7 +21,7 @@ from podracer_jit.envs.protocol import EnvironmentFailed
 from podracer_jit.run import checkpoint, command_line, exit_codes, session
 from podracer_jit.run.commands import train
 from podracer_jit.run.metrics import Diverged
-from tests import processes
+from tests import made, processes
 from tests.processes import command
 from tests.runs import QUICK
 
@@ -246,13 +246,11 @@ RUNS = {
 @pytest.fixture(scope='module')
 def uninterrupted(tmp_path_factory):
   """Returns a function that gives the workdir of one of RUNS, trained without a stop."""
-  @functools.cache
-  def run(name):
-    workdir = tmp_path_factory.mktemp('uninterrupted')
+  def make(name, workdir):
     result = binary(*RUNS[name], f'--workdir={workdir}')
     assert result.returncode == 0, result.stderr
-    return workdir
-  return run
+  return lambda name: made.once(tmp_path_factory, f'uninterrupted_{name}',
+                                functools.partial(make, name))
 
 
 @pytest.mark.parametrize('name', RUNS)

@@ -8,7 +8,7 @@ import pytest
 
 from podracer_jit.run import checkpoint, workdirs
 from podracer_jit.run.commands import compare
-from tests import extras, processes
+from tests import extras, made, processes
 
 EXAMPLES = Path(__file__).parents[2] / 'examples'
 GRIDWORLD = EXAMPLES / 'gridworld.py'
@@ -35,10 +35,9 @@ def binary(*args):
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
   """Two workdirs of one experiment, with checkpoints at different updates."""
-  workdirs = [tmp_path_factory.mktemp(name) for name in ('often', 'once')]
-  for workdir, every in zip(workdirs, (2, 1000), strict=True):
-    binary(*SMALL_GRIDWORLD, f'--workdir={workdir}', f'--config.checkpoint.every_updates={every}')
-  return workdirs
+  return [made.once(tmp_path_factory, f'gridworld_{every}', lambda workdir, every=every: binary(
+      *SMALL_GRIDWORLD, f'--workdir={workdir}', f'--config.checkpoint.every_updates={every}'))
+          for every in (2, 1000)]
 
 
 def test_checkpoints_do_not_change_the_bits(trained, capsys):

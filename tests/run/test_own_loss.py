@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from podracer_jit.run import checkpoint
-from tests import processes
+from tests import made, processes
 from tests.run.test_export import Loaded
 
 EXAMPLE = Path(__file__).parents[2] / 'examples' / 'transformer.py'
@@ -29,9 +29,10 @@ def binary(*args, code=0):
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
   """Trains with a user's copy of the example; returns the copy and the workdir."""
-  folder = tmp_path_factory.mktemp('own')
-  shutil.copy(EXAMPLE, folder)
-  binary(f'--config={folder / EXAMPLE.name}', f'--workdir={folder / "run"}', *FEW)
+  def make(folder):
+    shutil.copy(EXAMPLE, folder)
+    binary(f'--config={folder / EXAMPLE.name}', f'--workdir={folder / "run"}', *FEW)
+  folder = made.once(tmp_path_factory, 'own_loss', make)
   return folder / EXAMPLE.name, folder / 'run'
 
 

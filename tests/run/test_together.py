@@ -18,7 +18,7 @@ import pytest
 from podracer_jit.run import checkpoint, workdirs
 from podracer_jit.run.commands import compare, launch, rerun
 from podracer_jit.run.resolve import resolve
-from tests import processes
+from tests import made, processes
 from tests.processes import command
 from tests.runs import QUICK, small
 
@@ -41,10 +41,10 @@ def lines(path):
 
 @pytest.fixture(scope='module')
 def uninterrupted(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp('uninterrupted')
-  result = train(workdir)
-  assert result.returncode == 0, result.stderr
-  return workdir
+  def make(workdir):
+    result = train(workdir)
+    assert result.returncode == 0, result.stderr
+  return made.once(tmp_path_factory, 'alone', make)
 
 
 def start(workdir, *args, count=2, experiment=CATCH):
