@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import extras, processes
+from tests.tiers import essential
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,6 +33,7 @@ def test_the_readmes_program_that_trains_from_python(tmp_path):
   assert (tmp_path / 'runs' / 'agent' / 'parameters.safetensors').is_file()
 
 
+@pytest.mark.full
 def test_the_readmes_commands_for_the_life_of_a_run(tmp_path):
   """Runs the commands of the README in their order."""
   text = (ROOT / 'README.md').read_text().partition('## The life of a run')[2]
@@ -53,8 +55,9 @@ def test_the_readmes_commands_for_the_life_of_a_run(tmp_path):
     assert message in output, message
 
 
-@pytest.mark.parametrize('name', sorted(
-    p.stem for p in (ROOT / 'podracer_jit' / 'configs').glob('[!_]*.py')))
+@pytest.mark.parametrize('name', essential(
+    sorted(p.stem for p in (ROOT / 'podracer_jit' / 'configs').glob('[!_]*.py')),
+    'impala_catch', 'apex_dqn_catch', 'ppo_mujoco'))
 def test_every_config_makes_its_smoke_run(name, tmp_path):
   extras.skip_without(name)
   result = processes.run(processes.command(

@@ -84,6 +84,7 @@ def test_wheel_has_every_module_and_data_file(wheel):
   assert not missing
 
 
+@pytest.mark.full
 def test_wheel_trains_away_from_the_repository(installed, tmp_path):
   where = "import podracer_jit; print(podracer_jit.__file__)"
   imported = _run(installed / "python", "-c", where, cwd=tmp_path).strip().splitlines()[-1]

@@ -84,6 +84,7 @@ def test_a_task_is_at_most_three_commands_or_ten_lines():
       assert len(lines) <= 10
 
 
+@pytest.mark.full
 def test_the_ten_tasks(do, folder):
   """Later tasks use the runs of earlier tasks."""
   assert 'finished at update' in do(1)

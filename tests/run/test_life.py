@@ -32,6 +32,7 @@ from tests import made, processes
 from tests.processes import command
 from tests.run.test_main import only_checks, saved_to_the_end
 from tests.runs import QUICK, changed, fresh, small
+from tests.tiers import essential
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=False',
          '--config.checkpoint.every_updates=3', '--config.checkpoint.keep=9']
@@ -162,6 +163,7 @@ def test_an_extended_run_equals_the_longer_run(extended, twelve):
       'identical: 12 updates')
 
 
+@pytest.mark.full
 @pytest.mark.same_bits('extended within a segment, JAX environments', 'PPO: MLP (`sync`)')
 def test_a_run_with_jax_environments_can_be_extended_within_a_segment(tmp_path):
   args = [*CARTPOLE, '--config.env.task=gymnax:CartPole-v1', '--config.scheme=sync',
@@ -254,8 +256,9 @@ def test_a_repeated_run_has_the_same_changes(annealed, tmp_path):
   assert 'only its newest config can repeat that (total_steps: 6912 there, 7488 here)' in output
 
 
-@pytest.mark.parametrize('name, update', [
-    ('annealed', 5), ('annealed', 8), ('faster', 5), ('faster', 11), ('heir', 2), ('heir', 5)])
+@pytest.mark.parametrize('name, update', essential([
+    ('annealed', 5), ('annealed', 8), ('faster', 5), ('faster', 11), ('heir', 2), ('heir', 5)],
+    ('annealed', 8), ('faster', 5)))
 def test_rerun_uses_the_config_and_state_of_that_update(name, update, request):
   workdir = request.getfixturevalue(name)
   output = binary('rerun', f'--workdir={workdir}', f'--update={update}')
@@ -272,6 +275,7 @@ def test_a_changed_rate_applies_from_its_update_on(faster, six, twelve):
           'total_steps: 3456 before, 6912 since\ndiffer at update 7: ') in output
 
 
+@pytest.mark.full
 def test_a_deep_comparison_uses_the_configs_of_that_update(faster, twelve):
   output = binary('compare', '--deep', faster, twelve, code=1)
   assert '\nthe first to differ: gradient step 1: parameters\n' in output
@@ -431,6 +435,7 @@ def newest(workdir):
   return checkpoint.saved_updates(workdir)[-1]
 
 
+@pytest.mark.full
 def test_init_from_a_task_with_the_same_shapes(cartpole, tmp_path):
   args = [*CARTPOLE, '--config.env.task=gymnax:CartPole-v1', '--config.normalise.obs=True',
           f'--workdir={tmp_path}']
@@ -447,6 +452,7 @@ def test_init_from_a_task_with_the_same_shapes(cartpole, tmp_path):
   assert 'gymnax:CartPole-v1 after update' in output
 
 
+@pytest.mark.full
 def test_init_from_a_task_with_some_other_shapes(cartpole, tmp_path):
   """Acrobot has six observed numbers and three actions; CartPole has four and two."""
   args = [*CARTPOLE, '--config.env.task=Acrobot-v1', '--config.normalise.obs=True',
@@ -471,6 +477,7 @@ def test_init_from_a_task_with_some_other_shapes(cartpole, tmp_path):
   binary('rerun', f'--workdir={tmp_path}', '--update=3')
 
 
+@pytest.mark.full
 def test_another_optimizer_starts_fresh_unless_it_was_asked_for(cartpole, tmp_path):
   args = [*CARTPOLE, '--config.normalise.obs=True', '--config.optimizer.name=rmsprop',
           f'--init_from={cartpole}']
@@ -489,6 +496,7 @@ def test_another_optimizer_starts_fresh_unless_it_was_asked_for(cartpole, tmp_pa
   assert 'params/moments/' in output and 'is not here, only in' in output
 
 
+@pytest.mark.full
 def test_init_from_with_the_replay(with_replay, tmp_path):
   source = with_replay
   heir = tmp_path / 'heir'
@@ -521,6 +529,7 @@ def test_init_from_with_the_replay(with_replay, tmp_path):
   assert metric(copy, 'sampled')[0] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('scheme', ['impala', 'fused'])
 def test_init_from_and_extend_with_other_schemes(scheme, cartpole, tmp_path):
   args = [*CARTPOLE, f'--config.scheme={scheme}', '--config.normalise.obs=True',
@@ -534,6 +543,7 @@ def test_init_from_and_extend_with_other_schemes(scheme, cartpole, tmp_path):
   assert first.init_from and second.first_update == done + 1
 
 
+@pytest.mark.full
 @pytest.mark.same_bits('2 processes and 1, begun with another run and extended',
                        'IMPALA: MLP (`cleanba`)')
 def test_two_processes_can_init_extend_change_and_repeat(six, tmp_path):

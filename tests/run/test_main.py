@@ -24,6 +24,7 @@ from podracer_jit.run.metrics import Diverged
 from tests import made, processes
 from tests.processes import command
 from tests.runs import QUICK
+from tests.tiers import essential
 
 CATCH = '--config=configs/impala_catch.py:smoke'
 
@@ -310,7 +311,7 @@ def test_a_signal_saves_and_the_same_command_resumes(tmp_path):
   assert (tmp_path / 'checkpoints' / str(len(updates))).is_dir()
 
 
-@pytest.mark.parametrize('scheme', ['rapid_async', 'impala'])
+@pytest.mark.parametrize('scheme', essential(['rapid_async', 'impala'], 'impala'))
 def test_an_asynchronous_run_is_saved_and_resumes(scheme, tmp_path):
   args = ['--config=configs/ppo_cartpole.py', f'--config.scheme={scheme}', f'--workdir={tmp_path}',
           '--config.num_shards=2', '--config.num_grad_shards=2', '--config.log.tensorboard=False',

@@ -9,6 +9,7 @@ import pytest
 from podracer_jit.run import checkpoint, workdirs
 from podracer_jit.run.commands import compare
 from tests import extras, made, processes
+from tests.tiers import essential
 
 EXAMPLES = Path(__file__).parents[2] / 'examples'
 GRIDWORLD = EXAMPLES / 'gridworld.py'
@@ -70,6 +71,7 @@ def test_options_are_arguments_of_the_class(tmp_path):
   assert workdirs.read_config(tmp_path, {'gridworld'})['env']['size'] == 5
 
 
+@pytest.mark.full
 @pytest.mark.same_bits('2 processes and 1, JAX environments', 'PPO: MLP (`sync`)')
 def test_two_processes_keep_the_environments_of_both(tmp_path, capsys):
   of_one = tmp_path / 'one'
@@ -89,7 +91,7 @@ def heated(tmp_path_factory):
   return workdir
 
 
-@pytest.mark.parametrize('example', ['gridworld', 'thermostat'])
+@pytest.mark.parametrize('example', essential(['gridworld', 'thermostat'], 'gridworld'))
 def test_a_run_of_an_example_resumes_with_the_same_bits(example, request, tmp_path, capsys):
   if example == 'gridworld':
     args = SMALL_GRIDWORLD
@@ -116,6 +118,7 @@ def test_an_own_gymnasium_environment_is_evaluated_with_a_video(heated):
   assert record['lengths'] == [100] * 4
 
 
+@pytest.mark.full
 def test_a_playground_task_is_trained_and_evaluated_with_a_video(tmp_path):
   extras.skip_without('ppo_playground')
   binary('--config=ppo_playground', f'--workdir={tmp_path}', '--config.env.num_envs=8',

@@ -46,6 +46,7 @@ def test_the_example_learns_to_predict(trained):
   assert len(losses) == 6 and losses[-1] < losses[0]
 
 
+@pytest.mark.full
 @pytest.mark.same_bits('2 processes and 1', 'A2C with an auxiliary loss: transformer (`sync`)')
 def test_two_processes_learn_the_same(trained, tmp_path):
   file, workdir = trained
@@ -65,6 +66,7 @@ def test_rerun_and_evaluate_work_with_an_own_loss(trained):
   assert 'the source of' not in of_rerun + of_evaluation
 
 
+@pytest.mark.full
 def test_a_changed_source_is_reported_and_both_versions_are_kept(trained, tmp_path):
   file, workdir = trained
   mine = tmp_path / file.name

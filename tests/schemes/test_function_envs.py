@@ -15,7 +15,6 @@ from tests.runs import changed, fresh, initial_state, prepared, run_in_segments,
 
 UPDATES = 7
 TWO = dict(placement__actor_devices=(0, 1), placement__learner_devices=(0, 1))
-FOUR = dict(placement__actor_devices=(0, 1, 2, 3), placement__learner_devices=(0, 1, 2, 3))
 
 
 def experiment(loss='ppo', **fields):
@@ -34,17 +33,6 @@ def expected():
   return run_in_segments(experiment(scheme='fused'))
 
 
-@pytest.mark.quick
-@pytest.mark.same_bits('JAX environments: one program on 1, 2, 4 devices, other schemes, segments',
-                       'PPO: MLP (`fused`, `sync`, `ddppo`, `dppo`)')
-@pytest.mark.parametrize('fields, segments', [
-    (dict(scheme='fused'), (2, 4, 1)),
-    (dict(scheme='fused', **TWO), (3, 4)),
-    (dict(scheme='fused', **FOUR), (7,)),
-    (dict(scheme='sync'), (1, 6)),
-    (dict(scheme='ddppo', **TWO), (4, 3)),
-    (dict(scheme='dppo', **TWO), (5, 2)),
-])
 class EmptyArrays(gymnax_envs.GymnaxEnv):
   """CartPole with an empty array in its state, like the physics of MJX."""
 

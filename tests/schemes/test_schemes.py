@@ -11,6 +11,7 @@ import pytest
 from podracer_jit import loops
 from podracer_jit.schemes.table import SCHEMES
 from tests.runs import changed, prepared, run, small
+from tests.tiers import essential
 from tests.workers import not_writer, wrap
 
 # Indices of the devices of actors and learners, with two workers for schemes of several.
@@ -67,8 +68,8 @@ def _async(scheme, devices, updates, tamper=lambda workers: workers):
   return np.array([(report.cgd[0], report.gud[0]) for report in reports]).T
 
 
-@pytest.mark.parametrize('scheme, devices', [
-    ('dppo_async', (0,)), ('rapid_async', (0, 1)), ('dppo_async', (0, 0, 0, 0))])
+@pytest.mark.parametrize('scheme, devices', essential([
+    ('dppo_async', (0,)), ('rapid_async', (0, 1)), ('dppo_async', (0, 0, 0, 0))], 'rapid_async'))
 def test_the_mean_gradient_delay_is_the_number_of_other_workers(scheme, devices):
   """Each of W workers computes one gradient at a time, so W - 1 gradients come before it."""
   cgd, gud = _async(scheme, devices, updates=40 * len(devices))
@@ -117,9 +118,9 @@ def test_impala_learns_on_while_an_actor_is_stalled(vtrace):
   assert all(report.gud == (0.0,) for report in reports)
 
 
-@pytest.mark.parametrize('scheme, name', [
+@pytest.mark.parametrize('scheme, name', essential([
     ('dppo', 'worker 0'), ('rapid', 'actor 1'), ('rapid_async', 'learner'),
-    ('dppo_async', 'worker 1'), ('impala', 'actor 0'), ('impala', 'learner')])
+    ('dppo_async', 'worker 1'), ('impala', 'actor 0'), ('impala', 'learner')], 'rapid', 'impala'))
 def test_the_first_exception_of_any_worker_ends_the_run(scheme, name):
   fired = {}
 
