@@ -76,7 +76,7 @@ def test_a_copy_of_a_shipped_algorithm_gives_the_same_bits(
   assert receipts == run(original)[0] and len(receipts) == 4
 
 
-def test_the_example_of_an_own_algorithm_trains_and_is_about_sixty_lines():
+def test_the_example_of_an_own_algorithm_trains():
   config = parse(f'--config={EXAMPLES / "a2c.py"}:smoke', '--config.loss.entropy_coef=0.02')
   experiment = resolve(config)
   assert type(experiment.algorithm).__name__ == 'A2C'

@@ -324,6 +324,7 @@ def with_replay(tmp_path_factory):
       *APEX, f'--workdir={workdir}'))
 
 
+@pytest.mark.full
 def test_a_field_that_does_not_fit_the_checkpoint_cannot_change(with_replay):
   """Only the shapes of the state show that these fields cannot change."""
   args = [*APEX, f'--workdir={with_replay}']

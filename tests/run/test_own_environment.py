@@ -110,6 +110,7 @@ def test_a_run_of_an_example_resumes_with_the_same_bits(example, request, tmp_pa
   assert f'identical: {updates[-1]} updates' in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_an_own_gymnasium_environment_is_evaluated_with_a_video(heated):
   out = binary('evaluate', f'--workdir={heated}', '--num_episodes=4', '--video=gif',
                f'--allow_modules={THERMOSTAT}')

@@ -231,6 +231,7 @@ def test_a_repeated_run_is_refused(tmp_path):
     train(config_of(), tmp_path / 'new', 2, options=life.make_life(repeat=tmp_path))
 
 
+@pytest.mark.full
 def test_the_open_files_of_a_seed_are_counted(tmp_path, monkeypatch):
   save = checkpoint.Checkpoints.save
 

@@ -114,6 +114,7 @@ def test_a_run_outlives_the_reader_of_its_output(start, tmp_path):
   check_saved(tmp_path)
 
 
+@pytest.mark.full
 def test_a_run_that_saves_after_each_update_can_be_evaluated(start, tmp_path):
   """The run replaces its checkpoints while the evaluation reads them."""
   process = start(tmp_path, '--config.checkpoint.every_updates=1', '--config.checkpoint.keep=1')

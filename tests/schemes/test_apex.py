@@ -109,7 +109,8 @@ def _train(workdir, total, learners=(0,), **fields):
   return [(x['update'], x['batch'], x['params']) for x in receipts if 'update' in x]
 
 
-@pytest.mark.parametrize('replay', [pytest.param(True, marks=pytest.mark.quick), False])
+@pytest.mark.parametrize('replay', [pytest.param(True, marks=pytest.mark.quick),
+                                    pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.same_bits('resumed on another mesh', 'DPG')
 def test_a_resumed_run_has_the_same_bits_on_another_mesh(replay, tmp_path):
   """If checkpoints do not store the replay, each segment begins with an empty one."""

@@ -66,13 +66,6 @@ def test_a_stopped_run_continues_from_the_last_used_rollout(expected, scheme):
   assert out[:UPDATES] == expected[:len(out)]
 
 
-@pytest.mark.same_bits('JAX environments: one program on 1 and 2 devices, `sync`, segments',
-                       'DQN: MLP; PPO: GRU, moments')
-@pytest.mark.parametrize('loss, fields', [
-    ('dqn', {}),
-    ('ppo', dict(network__core='gru', network__core_size=8, normalise__reward=True,
-                 normalise__obs=True)),
-])
 def test_with_a_lag_the_next_segment_continues_the_episodes():
   """The new segment continues from the last used rollout; later rollouts are dropped."""
   run = prepared(experiment(scheme='cleanba'))
