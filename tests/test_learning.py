@@ -73,7 +73,7 @@ def _run_of(name):
 pytestmark = pytest.mark.as_shipped  # running takes longer than compiling
 
 RUNS = [pytest.param(name, seed, marks=[] if name in ESSENTIAL and seed == 1 else pytest.mark.full)
-        for name in CASES for seed in (1, 2, 3)]
+        for name in CASES for seed in ((1,) if name == 'ppo_pong' else (1, 2, 3))]
 RUNS[0].marks.append(pytest.mark.quick)
 
 
