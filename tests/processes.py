@@ -118,6 +118,19 @@ def command(*args):
   return [sys.executable, '-P', '-m', 'podracer_jit', *map(str, args)]
 
 
+@contextlib.contextmanager
+def as_a_user_that_is_not_root():
+  """Root may write everywhere; leaves that to the name of this process for a while."""
+  if os.geteuid():
+    yield
+    return
+  os.seteuid(65534)
+  try:
+    yield
+  finally:
+    os.seteuid(0)
+
+
 def default_signals():
   """Sets the signal handlers of a program in a terminal; background jobs have signals ignored."""
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -455,19 +455,6 @@ def test_an_older_checkpoint_is_played_with_a_line_about_the_broken_one(tmp_path
   assert re.fullmatch(f'podracer_jit: {note}', capsys.readouterr().err)
 
 
-@contextlib.contextmanager
-def _as_a_user_that_is_not_root():
-  """Root may write everywhere; leaves that to the name of this process for a while."""
-  if os.geteuid():
-    yield
-    return
-  os.seteuid(65534)
-  try:
-    yield
-  finally:
-    os.seteuid(0)
-
-
 @pytest.mark.parametrize('what', ['folder', 'file', 'link', 'pipe'])
 def test_a_result_that_cannot_be_written_is_printed(what, evaluate, monkeypatch):
   out = io.StringIO()
@@ -491,7 +478,8 @@ def test_a_result_that_cannot_be_written_is_printed(what, evaluate, monkeypatch)
       case 'pipe':
         os.mkfifo(lines)
     before = sorted(workdir.rglob('*'))
-    with contextlib.nullcontext() if what in ('link', 'pipe') else _as_a_user_that_is_not_root():
+    with (contextlib.nullcontext() if what in ('link', 'pipe')
+          else processes.as_a_user_that_is_not_root()):
       code, errors = evaluate(f'--workdir={workdir}', *PLAY)
     assert code == 0 and errors.count('\n') == 1, errors
     assert re.match(f'podracer_jit evaluate: the result is not kept: {lines} cannot be written',
