@@ -155,19 +155,19 @@ def links(path: Path) -> Iterator[str]:
 def names(path: Path) -> Iterator[str]:
   """Files, verbs, modules and fields that a text names exist."""
   text = path.read_text()
-  found = {
+  named = {
       'file': [f'podracer_jit/{name}' for name in re.findall(r'configs/\w+\.py', text)]
               + re.findall(r'scripts/\w+(?:\.(?:py|sh))?', text)
               + re.findall(r'podracer_jit/[\w/]+\.py', text),
       'verb': re.findall(r'(?:^|`)(?:scripts/train|podracer_jit) ([a-z]\w*)', text, re.MULTILINE),
       'module': re.findall(r'-m (benchmarks\.[\w.]+|tests\.\w+)', text)}
-  for name in found['file']:
+  for name in named['file']:
     if not (ROOT / name).is_file():
       yield f'{path}: no file {name}'
-  for verb in found['verb']:
+  for verb in named['verb']:
     if verb not in commands.VERBS:
       yield f'{path}: no verb {verb}'
-  for name in found['module']:
+  for name in named['module']:
     module = ROOT / name.replace('.', '/')
     if not (module.with_suffix('.py').is_file() or (module / '__main__.py').is_file()):
       yield f'{path}: no module {name}'
@@ -230,10 +230,10 @@ def tests_of_promises() -> Iterator[str]:
   path = ROOT / 'docs' / 'robustness.md'
   table = path.read_text().partition('|---|---|---|\n')[2].partition('\n\n')[0]
   for row in table.splitlines():
-    named = re.findall(r'`((?:\w+/)?test_\w+)`', row.split(' | ')[-1])
-    if not named:
+    tests = re.findall(r'`((?:\w+/)?test_\w+)`', row.split(' | ')[-1])
+    if not tests:
       yield f'{path}: a row without a test: {row}'
-    for name in named:
+    for name in tests:
       if not any((ROOT / 'tests' / folder / f'{name}.py').is_file() for folder in ('', 'run')):
         yield f'{path}: no test {name}'
 

@@ -1,4 +1,4 @@
-"""What the picture of the rooms shows, and what importing the package loads; see `tests.lint`."""
+"""The picture of the rooms, and what an import of the package loads; see also `tests.lint`."""
 
 import subprocess
 import sys

@@ -26,6 +26,11 @@ def test_lags_are_exact_and_serial_runs_are_equal(scheme, lags):
   assert threads == serial
 
 
+def test_a_call_of_fused_reports_each_of_its_updates():
+  _, reports, _ = run(changed(small(), scheme='fused', placement__updates_per_call=4))
+  assert [report.count for report in reports] == [4, 2]
+
+
 def _config(scheme, loss='impala'):
   return changed(small(loss), scheme=scheme, placement__updates_per_call=2)
 
