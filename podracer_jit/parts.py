@@ -10,8 +10,7 @@ import inspect
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from importlib.abc import SourceLoader
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ _given: dict[str, bytes] = {}
 _INSTALLED = {'site-packages', 'dist-packages'}  # folders of packages that pip installs
 _OURS = __name__.partition('.')[0]
 MAIN = '__main__'  # the name of a notebook, or of the program that Python runs
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset}
 
 
 class NameTaken(ImportError):
@@ -74,7 +74,8 @@ def set_search(where: Search) -> None:
   for folder in where.folders:
     _add_folder(Path(folder), len(_folders))
   _given.update(where.contents)
-  sys.meta_path.insert(0, _AsGiven)
+  if _AsGiven not in sys.meta_path:
+    sys.meta_path.insert(0, _AsGiven)
 
 
 def _add_folder(folder: Path, index: int) -> None:
@@ -130,25 +131,23 @@ class _AsGiven:
     specs = (finder.find_spec(name, path, target) for finder in sys.meta_path
              if finder is not _AsGiven)
     spec = next(filter(None, specs), None)
-    if spec is None or spec.origin not in _given:
-      return None
-    spec.loader = _Loader(spec.origin)
-    return spec
+    if spec and spec.origin and str(Path(spec.origin).resolve()) in _given:
+      spec.loader = _Loader(name, spec.origin)
+      return spec
+    return None
 
 
-class _Loader(SourceLoader):
-  """Loads a file with the content in `_given`, without its cached bytecode."""
-
-  def __init__(self, path: str):
-    self._path = path
-
-  def get_filename(self, fullname: str) -> str:
-    """Returns the path of the file."""
-    return self._path
+class _Loader(SourceFileLoader):
+  """Loads a file with the content in `_given`; files beside it are read as they are."""
 
   def get_data(self, path: str) -> bytes:
-    """Returns the content of the file."""
-    return _given[path]
+    """Returns the content of a file."""
+    content = _given.get(str(Path(path).resolve()))
+    return super().get_data(path) if content is None else content
+
+  def path_stats(self, path: str) -> Mapping[str, Any]:
+    """Raises OSError, so that no cached bytecode is used, which may be of another content."""
+    raise OSError
 
 
 def _last_name(path: Path) -> str:
@@ -164,7 +163,7 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
 
   A name may come from a stranger's workdir, and to allow a module must not allow all that it
   imports. So `attribute` is one name without dots, and what it leads to must come from the module
-  itself, or from its top-level package, whose modules often export each other's names.
+  itself, or from inside of it if it is a package.
 
   Args:
     field: the config's field with the name, for error messages, such as 'loss.name'.
@@ -188,10 +187,11 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
                      'must be module:attribute, where attribute is one name of the module, '
                      'without dots')
 
-  part_module = import_module(field, name, module)
-  if not hasattr(part_module, attribute):
+  # Not `getattr`, which also gives what every module inherits, and runs a module's `__getattr__`.
+  values = vars(import_module(field, name, module))
+  if attribute not in values:
     raise ValueError(f'{field}: {module} has no {shown(attribute)}')
-  part = getattr(part_module, attribute)
+  part = values[attribute]
   _check_origin(field, name, module, part)
   return part
 
@@ -229,38 +229,48 @@ def _check_origin(field: str, name: str, module: str, part: Any) -> None:
   Raises:
     ValueError: the part is of another module; the message has one line.
   """
-  part = _unwrapped(part)
-  own = {module.partition('.')[0]}
-  if inspect.ismodule(part):
-    origin = words = part.__name__
-  elif isinstance(part, type) or inspect.isroutine(part):
-    origin = part.__module__
-    words = f'{origin}.{part.__qualname__}'
-  else:
-    origin = type(part).__module__
-    words = f'an instance of {origin}.{type(part).__qualname__}'
-    own.add(_OURS)
-    if origin == 'builtins' and not callable(part):
-      return
-  if str(origin).partition('.')[0] not in own:
-    raise ValueError(f'{field}: {shown(name)} leads to {shorten(words)}, which {module} does not '
-                     f'define; must be a class or a function that {module} defines, or be named by '
-                     'the module that does')
+  if type(part) in _PLAIN:
+    return
+  for layer in _layers(part):
+    if inspect.ismodule(layer):
+      origin = words = layer.__name__
+      is_own = False
+    elif isinstance(layer, type) or inspect.isroutine(layer):
+      origin = str(getattr(layer, '__module__', None))
+      words = f'{origin}.{getattr(layer, "__qualname__", name)}'
+      is_own = _is_inside(origin, module)
+    else:
+      origin = type(layer).__module__
+      words = f'an instance of {origin}.{type(layer).__qualname__}'
+      is_own = _is_inside(origin, module) or _is_inside(origin, _OURS)
+    if not is_own:
+      raise ValueError(f'{field}: {shown(name)} leads to {shorten(words)}, which {module} does not '
+                       f'define; must be a class or a function that {module} defines, or be named '
+                       'by the module that does')
 
 
-def _unwrapped(part: Any) -> Any:
-  """Returns what wrappers call in the end, since those of functools and JAX have no own module."""
+def _is_inside(origin: str, module: str) -> bool:
+  return f'{origin}.'.startswith(f'{module}.')
+
+
+def _layers(part: Any) -> Iterator[Any]:
+  """Yields what has a module of its own: a part, or what wrappers of functools and JAX call.
+
+  Of a function with `__wrapped__`, both count.
+  """
   for _ in range(100):  # a wrapper may wrap itself
-    wrapped = None
-    if isinstance(part, functools.partial):
-      wrapped = part.func
-    elif not isinstance(part, type):
-      # Not `getattr`, since a user's object may answer to any name.
-      wrapped = inspect.getattr_static(part, '__wrapped__', None)
-    if wrapped is None:
-      break
-    part = wrapped
-  return part
+    if type(part) is functools.partial:
+      part = part.func
+      continue
+    of_library = type(part).__module__.partition('.')[0] in ('functools', 'jax', 'jaxlib')
+    wrapped = getattr(part, '__dict__', {}).get('__wrapped__') if of_library else None
+    if wrapped is not None:
+      part = wrapped
+      continue
+    yield part
+    part = part.__dict__.get('__wrapped__') if inspect.isfunction(part) else None
+    if part is None:
+      return
 
 
 def file_of(name: str) -> str:
@@ -346,7 +356,7 @@ def _content_of(path: Path, name: str) -> bytes:
   """Returns the content of the file of a module, as it was when the module was imported."""
   key = str(path.resolve())
   spec = getattr(sys.modules.get(name), '__spec__', None)
-  if key not in _contents or _contents[key][0] is not spec:
+  if spec is None or key not in _contents or _contents[key][0] is not spec:
     _contents[key] = (spec, path.read_bytes())
   return _contents[key][1]
 
@@ -473,7 +483,7 @@ def load(path: Path, name: str, again: bool = False) -> ModuleType:
   if known is not None and not again:
     return known
 
-  loader = _Loader(str(path)) if str(path) in _given else None
+  loader = _Loader(name, str(path)) if str(path) in _given else None
   spec = importlib.util.spec_from_file_location(name, path, loader=loader)
   module = importlib.util.module_from_spec(spec)
   # Registered before it runs, so that the module can import itself.

@@ -3,7 +3,6 @@
 import gc
 import os
 import pathlib
-import shutil
 import sys
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -19,9 +18,6 @@ jax.config.update('jax_num_cpu_devices', 8)
 # Collections visit all traced programs that are alive, which took 7% of the time of some tests.
 gc.set_threshold(10_000, 20, 50)
 
-MAX_CACHE_BYTES = 1_000_000_000
-
-
 def pytest_addoption(parser):
   parser.addoption('--compile-soon', action='store_true',
                    help='compile programs in less than half the time; they run longer')
@@ -31,15 +27,15 @@ def pytest_configure(config):
   if config.getoption('--compile-soon', False):
     os.environ['XLA_FLAGS'] = f'{COMPILED_SOON} {os.environ.get("XLA_FLAGS", "")}'
   config.addinivalue_line('filterwarnings', 'ignore:::gymnasium')
-  # Tests share compiled programs through a folder that outlives this run of pytest, also between
-  # the workers of xdist. JAX's keys are the program, the flags, the version and the CPU. Processes
-  # that tests start use a subfolder in place of the user's cache.
+  # Tests share compiled programs, also with later runs of pytest, through a folder of the user's
+  # (scripts/test --cold removes it). JAX's keys are the program, the flags, the version and the
+  # CPU. Processes that tests start use a subfolder in place of the user's cache.
   if hasattr(config, 'workerinput'):
     folder = config.workerinput['compiled']
   else:
-    folder = config.compiled = str(config.cache.mkdir('compiled'))
-    if sum(file.stat().st_size for file in pathlib.Path(folder).rglob('*')) > MAX_CACHE_BYTES:
-      shutil.rmtree(folder)
+    home = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser()
+    folder = config.compiled = str(home / 'podracer_jit-tests')
+    os.makedirs(folder, mode=0o700, exist_ok=True)
   os.environ['XDG_CACHE_HOME'] = folder
   jax.config.update('jax_compilation_cache_dir', folder)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
