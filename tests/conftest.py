@@ -18,6 +18,7 @@ jax.config.update('jax_num_cpu_devices', 8)
 # Collections visit all traced programs that are alive, which took 7% of the time of some tests.
 gc.set_threshold(10_000, 20, 50)
 
+
 def pytest_addoption(parser):
   parser.addoption('--compile-soon', action='store_true',
                    help='compile programs in less than half the time; they run longer')
