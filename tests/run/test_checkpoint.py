@@ -171,7 +171,7 @@ def test_a_checkpoint_without_a_manifest_is_not_read(copy, uninterrupted):
   (copy / 'checkpoints' / '6' / manifest.NAME).unlink()
   assert checkpoint.saved_updates(copy) == [2, 4]
   (note,) = train_in(copy)
-  assert 'saving it was interrupted' in note
+  assert 'it is not saved to the end' in note
   assert receipts(copy) == receipts(uninterrupted)
 
 

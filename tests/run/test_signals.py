@@ -151,5 +151,5 @@ def test_an_interrupted_start_gives_one_line(number, start, tmp_path):
   out, errors = process.communicate(timeout=120)
   assert process.returncode == exit_codes.INTERRUPTED
   assert out == ''
-  assert errors == 'podracer_jit: interrupted before there was anything to save\n'
+  assert errors == 'podracer_jit: interrupted while starting; nothing is lost\n'
   assert not (tmp_path / 'run').exists()
