@@ -10,7 +10,7 @@ import inspect
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,11 +22,15 @@ _folders: list[Path] = []
 # Files of a user's that this process may run: config files, and files that somebody has allowed.
 _files: list[Path] = []
 
-# Files of users' modules as they were when they were imported, by module; see `sources_of`.
-_sources: dict[str, dict[str, bytes]] = {}
+# Files of users' modules as they were when they were imported, by path, with the spec of the module
+# at that time, which is another one after a reload.
+_contents: dict[str, tuple[ModuleSpec | None, bytes]] = {}
+# In a worker, the contents of files as its parent has imported them, by path.
+_given: dict[str, bytes] = {}
 _INSTALLED = {'site-packages', 'dist-packages'}  # folders of packages that pip installs
 _OURS = __name__.partition('.')[0]
 MAIN = '__main__'  # the name of a notebook, or of the program that Python runs
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset}
 
 
 class NameTaken(ImportError):
@@ -38,6 +42,7 @@ class Search(NamedTuple):
 
   folders: tuple[str, ...]  # the first is searched first
   files: tuple[str, ...]
+  contents: Mapping[str, bytes] = {}  # of files, as this process has imported them
 
 
 def look_beside(path: Path) -> None:
@@ -56,14 +61,21 @@ def look_beside(path: Path) -> None:
 
 def search() -> Search:
   """Returns where this process finds a user's modules."""
-  return Search(tuple(map(str, _folders)), tuple(map(str, _files)))
+  return Search(tuple(map(str, _folders)), tuple(map(str, _files)),
+                {path: content for path, (_, content) in _contents.items()})
 
 
 def set_search(where: Search) -> None:
-  """Lets this process find a user's modules where another process does."""
+  """Lets this process find a user's modules where another process does.
+
+  Files that were edited since that process has imported them are imported as they were.
+  """
   _files[:] = map(Path, where.files)
   for folder in where.folders:
     _add_folder(Path(folder), len(_folders))
+  _given.update(where.contents)
+  if _AsGiven not in sys.meta_path:
+    sys.meta_path.insert(0, _AsGiven)
 
 
 def _add_folder(folder: Path, index: int) -> None:
@@ -108,6 +120,40 @@ class _Beside:
     return spec
 
 
+class _AsGiven:
+  """Python's import system asks this class first in a worker."""
+
+  @staticmethod
+  def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    """Returns the module that other finders find, with the content that the parent has imported."""
+    if name.rpartition('.')[2] not in {_last_name(Path(file)) for file in _given}:
+      return None  # without asking others twice
+    specs = (finder.find_spec(name, path, target) for finder in sys.meta_path
+             if finder is not _AsGiven)
+    spec = next(filter(None, specs), None)
+    if spec and spec.origin and str(Path(spec.origin).resolve()) in _given:
+      spec.loader = _Loader(name, spec.origin)
+      return spec
+    return None
+
+
+class _Loader(SourceFileLoader):
+  """Loads a file with the content in `_given`; files beside it are read as they are."""
+
+  def get_data(self, path: str) -> bytes:
+    """Returns the content of a file."""
+    content = _given.get(str(Path(path).resolve()))
+    return super().get_data(path) if content is None else content
+
+  def path_stats(self, path: str) -> Mapping[str, Any]:
+    """Raises OSError, so that no cached bytecode is used, which may be of another content."""
+    raise OSError
+
+
+def _last_name(path: Path) -> str:
+  return path.parent.name if path.name == '__init__.py' else path.stem
+
+
 def _is_installed(path: Path) -> bool:
   return bool(_INSTALLED & set(path.parts))
 
@@ -117,7 +163,7 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
 
   A name may come from a stranger's workdir, and to allow a module must not allow all that it
   imports. So `attribute` is one name without dots, and what it leads to must come from the module
-  itself, or from its top-level package, whose modules often export each other's names.
+  itself, or from inside of it if it is a package.
 
   Args:
     field: the config's field with the name, for error messages, such as 'loss.name'.
@@ -141,10 +187,11 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
                      'must be module:attribute, where attribute is one name of the module, '
                      'without dots')
 
-  part_module = import_module(field, name, module)
-  if not hasattr(part_module, attribute):
+  # Not `getattr`, which also gives what every module inherits, and runs a module's `__getattr__`.
+  values = vars(import_module(field, name, module))
+  if attribute not in values:
     raise ValueError(f'{field}: {module} has no {shown(attribute)}')
-  part = getattr(part_module, attribute)
+  part = values[attribute]
   _check_origin(field, name, module, part)
   return part
 
@@ -167,7 +214,7 @@ def import_module(field: str, name: str, module: str) -> ModuleType:
     raise ValueError(f'{field}: cannot import {shown(module)} of {shown(name)} '
                      f'({shorten(str(error))}); it is looked for '
                      'beside the config file, on PYTHONPATH and in the current folder') from None
-  except Exception as error:  # noqa: BLE001 - a user's module may raise any exception
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise any exception
     raise ValueError(f'{field}: {module}.py fails: {type(error).__name__}: '
                      f'{shorten(str(error))}') from error
   return imported
@@ -182,38 +229,48 @@ def _check_origin(field: str, name: str, module: str, part: Any) -> None:
   Raises:
     ValueError: the part is of another module; the message has one line.
   """
-  part = _unwrapped(part)
-  own = {module.partition('.')[0]}
-  if inspect.ismodule(part):
-    origin = words = part.__name__
-  elif isinstance(part, type) or inspect.isroutine(part):
-    origin = part.__module__
-    words = f'{origin}.{part.__qualname__}'
-  else:
-    origin = type(part).__module__
-    words = f'an instance of {origin}.{type(part).__qualname__}'
-    own.add(_OURS)
-    if origin == 'builtins' and not callable(part):
-      return
-  if str(origin).partition('.')[0] not in own:
-    raise ValueError(f'{field}: {shown(name)} leads to {shorten(words)}, which {module} does not '
-                     f'define; must be a class or a function that {module} defines, or be named by '
-                     'the module that does')
+  if type(part) in _PLAIN:
+    return
+  for layer in _layers(part):
+    if inspect.ismodule(layer):
+      origin = words = layer.__name__
+      is_own = False
+    elif isinstance(layer, type) or inspect.isroutine(layer):
+      origin = str(getattr(layer, '__module__', None))
+      words = f'{origin}.{getattr(layer, "__qualname__", name)}'
+      is_own = _is_inside(origin, module)
+    else:
+      origin = type(layer).__module__
+      words = f'an instance of {origin}.{type(layer).__qualname__}'
+      is_own = _is_inside(origin, module) or _is_inside(origin, _OURS)
+    if not is_own:
+      raise ValueError(f'{field}: {shown(name)} leads to {shorten(words)}, which {module} does not '
+                       f'define; must be a class or a function that {module} defines, or be named '
+                       'by the module that does')
 
 
-def _unwrapped(part: Any) -> Any:
-  """Returns what wrappers call in the end, since those of functools and JAX have no own module."""
+def _is_inside(origin: str, module: str) -> bool:
+  return f'{origin}.'.startswith(f'{module}.')
+
+
+def _layers(part: Any) -> Iterator[Any]:
+  """Yields what has a module of its own: a part, or what wrappers of functools and JAX call.
+
+  Of a function with `__wrapped__`, both count.
+  """
   for _ in range(100):  # a wrapper may wrap itself
-    wrapped = None
-    if isinstance(part, functools.partial):
-      wrapped = part.func
-    elif not isinstance(part, type):
-      # Not `getattr`, since a user's object may answer to any name.
-      wrapped = inspect.getattr_static(part, '__wrapped__', None)
-    if wrapped is None:
-      break
-    part = wrapped
-  return part
+    if type(part) is functools.partial:
+      part = part.func
+      continue
+    of_library = type(part).__module__.partition('.')[0] in ('functools', 'jax', 'jaxlib')
+    wrapped = getattr(part, '__dict__', {}).get('__wrapped__') if of_library else None
+    if wrapped is not None:
+      part = wrapped
+      continue
+    yield part
+    part = part.__dict__.get('__wrapped__') if inspect.isfunction(part) else None
+    if part is None:
+      return
 
 
 def file_of(name: str) -> str:
@@ -257,7 +314,7 @@ def _file_named(name: str) -> Path | None:
 def sources_of(name: str) -> Mapping[str, bytes]:
   """Returns the source files of a user's module and of the modules beside it that it imports.
 
-  They are read once, when the module is imported, so they are what this process runs. Imports are
+  A file is read once after each import of its module, so it is what this process runs. Imports are
   found in the text; nothing is executed. Of an installed package, only its own modules count.
 
   Args:
@@ -267,11 +324,9 @@ def sources_of(name: str) -> Mapping[str, bytes]:
     Contents by path, relative to the folder in which the import of `name` looks; empty for a module
     that is no file of Python.
   """
-  if name not in _sources:
-    path = Path(getattr(sys.modules.get(name), '__file__', None) or file_of(name))
-    is_source = path.suffix == '.py' and path.is_file()
-    _sources[name] = _read_with_imports(path, name) if is_source else {}
-  return _sources[name]
+  path = Path(getattr(sys.modules.get(name), '__file__', None) or file_of(name))
+  is_source = path.suffix == '.py' and (path.is_file() or str(path.resolve()) in _contents)
+  return _read_with_imports(path, name) if is_source else {}
 
 
 def _read_with_imports(path: Path, name: str) -> dict[str, bytes]:
@@ -279,8 +334,9 @@ def _read_with_imports(path: Path, name: str) -> dict[str, bytes]:
   root = root_of(path, name)
   top = name.partition('.')[0]
   is_installed = _is_installed(root)
-  contents = {str(path.resolve().relative_to(root)): path.read_bytes()}
-  names = [name, *_imports(path.read_bytes(), name, path.name == '__init__.py')]
+  content = _content_of(path, name)
+  contents = {str(path.resolve().relative_to(root)): content}
+  names = [name, *_imports(content, name, path.name == '__init__.py')]
   visited = set()
   while names:
     module = names.pop()
@@ -291,9 +347,18 @@ def _read_with_imports(path: Path, name: str) -> dict[str, bytes]:
     for file, of in _files_beside(root, module):
       key = str(file.relative_to(root))
       if key not in contents:
-        contents[key] = file.read_bytes()
+        contents[key] = _content_of(file, of)
         names += _imports(contents[key], of, file.name == '__init__.py')
   return contents
+
+
+def _content_of(path: Path, name: str) -> bytes:
+  """Returns the content of the file of a module, as it was when the module was imported."""
+  key = str(path.resolve())
+  spec = getattr(sys.modules.get(name), '__spec__', None)
+  if spec is None or key not in _contents or _contents[key][0] is not spec:
+    _contents[key] = (spec, path.read_bytes())
+  return _contents[key][1]
 
 
 def root_of(path: Path, name: str) -> Path:
@@ -418,8 +483,8 @@ def load(path: Path, name: str, again: bool = False) -> ModuleType:
   if known is not None and not again:
     return known
 
-  _sources.pop(name, None)
-  spec = importlib.util.spec_from_file_location(name, path)
+  loader = _Loader(name, str(path)) if str(path) in _given else None
+  spec = importlib.util.spec_from_file_location(name, path, loader=loader)
   module = importlib.util.module_from_spec(spec)
   # Registered before it runs, so that the module can import itself.
   sys.modules[name] = module

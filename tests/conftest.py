@@ -2,9 +2,8 @@
 
 import gc
 import os
-import shutil
+import pathlib
 import sys
-import tempfile
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ['NPROC'] = '16'  # the size of XLA's thread pool changes the bits of large reductions
@@ -29,13 +28,15 @@ def pytest_configure(config):
   if config.getoption('--compile-soon', False):
     os.environ['XLA_FLAGS'] = f'{COMPILED_SOON} {os.environ.get("XLA_FLAGS", "")}'
   config.addinivalue_line('filterwarnings', 'ignore:::gymnasium')
-  # Tests share compiled programs through a folder of this run of pytest, also between the workers
-  # of xdist. Processes that tests start use a subfolder in place of the user's cache.
+  # Tests share compiled programs, also with later runs of pytest, through a folder of the user's
+  # (scripts/test --cold removes it). JAX's keys are the program, the flags, the version and the
+  # CPU. Processes that tests start use a subfolder in place of the user's cache.
   if hasattr(config, 'workerinput'):
     folder = config.workerinput['compiled']
   else:
-    folder = config.compiled = tempfile.mkdtemp(prefix='podracer_jit-compiled-')
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    home = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser()
+    folder = config.compiled = str(home / 'podracer_jit-tests')
+    os.makedirs(folder, mode=0o700, exist_ok=True)
   os.environ['XDG_CACHE_HOME'] = folder
   jax.config.update('jax_compilation_cache_dir', folder)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)

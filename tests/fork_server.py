@@ -17,7 +17,8 @@ MODULES = ('envpool', 'tensorboardX', *(
 def serve(server: socket.socket) -> tuple[str, str, list[str]]:
   """Forks for each request; returns only in the children, with their commands.
 
-  An intermediate process waits for the child and writes its id, then its exit code, to a pipe.
+  An intermediate process waits for the child and writes its id, then its exit code and its CPU
+  seconds, to a pipe.
   """
   while True:
     head, files, _, _ = socket.recv_fds(server, 8, 4)
@@ -37,8 +38,9 @@ def serve(server: socket.socket) -> tuple[str, str, list[str]]:
       for own in range(3):  # else these copies would keep a pipe of the child open
         os.close(own)
       os.write(status, f'{child}\n'.encode())
-      _, code = os.waitpid(child, 0)
-      os.write(status, f'{os.waitstatus_to_exitcode(code)}\n'.encode())
+      _, code, used = os.wait4(child, 0)
+      cpu_s = used.ru_utime + used.ru_stime
+      os.write(status, f'{os.waitstatus_to_exitcode(code)} {cpu_s}\n'.encode())
       os._exit(0)
     for file in files:
       os.close(file)

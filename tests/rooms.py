@@ -1,7 +1,6 @@
 """The rooms of the package and their imports; draws docs/images/rooms.svg.
 
-python -m tests.rooms            # writes the picture
-python -m tests.rooms --check    # exit code 1 if the committed picture is out of date
+python -m tests.rooms   # writes the picture; scripts/lint fails if it is out of date
 
 The arrows come from the import statements, and the sentences from the first lines of docstrings.
 """
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import pathlib
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -200,13 +198,5 @@ def draw() -> str:
   return '\n'.join([*lines, '</svg>', ''])
 
 
-def main(argv: list[str]) -> int:
-  """Writes or checks the picture; returns the exit code."""
-  if argv[1:] == ['--check']:
-    return int(PICTURE.read_text() != draw())
-  PICTURE.write_text(draw())
-  return 0
-
-
 if __name__ == '__main__':
-  sys.exit(main(sys.argv))
+  PICTURE.write_text(draw())

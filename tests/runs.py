@@ -128,6 +128,34 @@ def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, 
   return receipts, reports, states['learner'].train
 
 
+def run_in_segments(config, segments, stop_at=None):
+  """Returns (batch, parameters) of each update of a run in segments.
+
+  Args:
+    config: a config as nested dicts.
+    segments: number of updates of each segment.
+    stop_at: ends a segment after this many updates of the run.
+  """
+  prepared_run = prepared(config)
+  state = initial_state(prepared_run)
+  envs = ()
+  out = []
+
+  def report(item):
+    metrics = jax.device_get(item.metrics)
+    out.extend((as_hex(metrics['batch'][i]), as_hex(metrics['params'][i]))
+               for i in range(item.count))
+
+  for index, updates in enumerate(segments):
+    first = int(state.update)
+    with build.segment(prepared_run, state, index, updates, report, lambda: len(out) == stop_at,
+                       envs) as segment:
+      states = loops.run(segment.workers)
+      envs = build.envs_after(prepared_run, states, first)
+    state = states['learner'].train
+  return out
+
+
 def on_mesh(function, size, in_specs, out_specs):
   """Compiles a function for a mesh of the first `size` devices, with the axis of learners."""
   mesh = Mesh(np.array(jax.devices()[:size]), (deterministic.AXIS,))

@@ -1,12 +1,15 @@
-"""Prints the table of docs/exactness.md, "What was checked where": python -m tests.same_bits
+"""Prints the tables of docs/exactness.md, "What was checked where": python -m tests.same_bits
 
-Each row is a test with the mark same_bits(what_varies, of_what). The marks are read from the source
-code, since collecting all tests takes long.
+The first has the rows of tests/exact/test_same_bits.py. Each row of the second is another test,
+with the mark same_bits(what_varies, of_what). The marks are read from the source code, since
+collecting all tests takes long.
 """
 
 import ast
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+from tests.exact import test_same_bits
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -40,13 +43,24 @@ def _rows(path: pathlib.Path) -> Iterator[tuple[str, ...]]:
         yield (*what, 'yes' if as_shipped else '', f'`{path.stem}.{node.name}`')
 
 
-def table() -> list[str]:
-  """Returns the lines of the table."""
-  rows = sorted(row for path in FOLDER.rglob('test_*.py') for row in _rows(path))
-  head = ('what varies', 'of what', 'compiled as shipped', 'test')
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
   lines = [head, ('---',) * len(head), *rows]
-  return [f'| {" | ".join(line)} |' for line in lines]
+  return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+
+
+def tables() -> tuple[str, str]:
+  """Returns the two tables."""
+  ways: dict[str, dict[str, list[str]]] = {}
+  for row in test_same_bits.ROWS:
+    of_scheme = ways.setdefault(row.what, {'sync': [], 'cleanba': []})
+    of_scheme[row.scheme] += map(str, (*row.same, *row.full))
+  first = ((what, *('; '.join(each) for each in of_scheme.values()))
+           for what, of_scheme in ways.items())
+  others = sorted(row for path in FOLDER.rglob('test_*.py') for row in _rows(path))
+  return (_table(('experiment', 'same bits as `sync` on one device',
+                  'same bits as `cleanba` on one device'), first),
+          _table(('what varies', 'of what', 'compiled as shipped', 'test'), others))
 
 
 if __name__ == '__main__':
-  print('\n'.join(table()))
+  print('\n\n'.join(tables()))

@@ -14,6 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests import made
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -38,7 +40,11 @@ def _run(*command, cwd, **kwargs):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-  tmp = tmp_path_factory.mktemp("wheel")
+  (built,) = made.once(tmp_path_factory, "wheel", _build).glob("podracer_jit-*.whl")
+  return built
+
+
+def _build(tmp):
   # Build from a copy: setuptools builds in the source tree, and would add leftovers of earlier
   # builds to the wheel.
   source = tmp / "source"
@@ -48,8 +54,6 @@ def wheel(tmp_path_factory):
     shutil.copy(ROOT / name, source)
   options = ("--no-deps", "--no-build-isolation", "--wheel-dir", tmp)
   _run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=tmp)
-  (built,) = tmp.glob("podracer_jit-*.whl")
-  return built
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +84,7 @@ def test_wheel_has_every_module_and_data_file(wheel):
   assert not missing
 
 
+@pytest.mark.full
 def test_wheel_trains_away_from_the_repository(installed, tmp_path):
   where = "import podracer_jit; print(podracer_jit.__file__)"
   imported = _run(installed / "python", "-c", where, cwd=tmp_path).strip().splitlines()[-1]

@@ -1,6 +1,7 @@
 """Random graphs: `run` ends, gives the same as `run_serial`, and loses no value."""
 
 import functools
+import itertools
 import math
 import random
 import time
@@ -301,37 +302,50 @@ def check_channels(graph: Graph, how: str) -> None:
       assert len(channel.received) == min(accepted, channel.most), channel.name
 
 
-@pytest.mark.parametrize('seed', range(150))
-def test_graphs_in_lockstep_give_the_same_on_threads_as_on_one(seed):
+# The first ranges are in `scripts/test`.
+SEEDS = pytest.mark.parametrize('seeds', [
+    range(30), *(pytest.param(range(first, first + 30), marks=pytest.mark.full)
+                 for first in (30, 60, 90, 120))], ids=str)
+
+
+@SEEDS
+def test_graphs_in_lockstep_give_the_same_on_threads_as_on_one(seeds):
+  for seed in seeds:
+    _check_lockstep(seed)
+
+
+def _check_lockstep(seed):
   how, numbers = outcome(run_serial, draw(seed, ends=False, as_they_come=False))
   graph = draw(seed, ends=False, as_they_come=False, naps=random.Random(seed))
   how_on_threads, numbers_on_threads = outcome(run, graph)
   check_channels(graph, how_on_threads)
   # On threads a transfer may fail before the put waits for room, which is a deadlock on one thread.
   fails_before_deadlock = how.startswith(NO_WORKER) and how_on_threads.startswith('raised')
-  assert fails_before_deadlock or how_on_threads == how
+  assert fails_before_deadlock or how_on_threads == how, seed
   if how_on_threads.startswith('raised'):  # when the other workers end depends on timing
     assert all(is_prefix(*sorted([numbers[name], numbers_on_threads[name]], key=len))
-               for name in numbers)
+               for name in numbers), seed
   else:
-    assert numbers_on_threads == numbers
+    assert numbers_on_threads == numbers, seed
 
 
-@pytest.mark.parametrize('seed', range(150))
-def test_graphs_with_early_ends_differ_only_in_how_far_they_come(seed):
+@SEEDS
+def test_graphs_with_early_ends_differ_only_in_how_far_they_come(seeds):
   """Timing decides whether a put comes before an end, and is accepted."""
-  _, numbers = outcome(run_serial, draw(seed, ends=True, as_they_come=False))
-  graph = draw(seed, ends=True, as_they_come=False, naps=random.Random(seed))
-  how, numbers_on_threads = outcome(run, graph)
-  check_channels(graph, how)
-  assert all(is_prefix(*sorted([numbers[name], numbers_on_threads[name]], key=len))
-             for name in numbers)
+  for seed in seeds:
+    _, numbers = outcome(run_serial, draw(seed, ends=True, as_they_come=False))
+    graph = draw(seed, ends=True, as_they_come=False, naps=random.Random(seed))
+    how, numbers_on_threads = outcome(run, graph)
+    check_channels(graph, how)
+    assert all(is_prefix(*sorted([numbers[name], numbers_on_threads[name]], key=len))
+               for name in numbers), seed
 
 
-@pytest.mark.parametrize('seed', range(150))
-def test_graphs_of_all_kinds_of_channels_end_and_lose_nothing(seed):
-  for runner, naps in ((run_serial, None), (run, random.Random(seed))):
-    graph = draw(seed, ends=seed % 2 == 0, as_they_come=True, naps=naps)
+@SEEDS
+def test_graphs_of_all_kinds_of_channels_end_and_lose_nothing(seeds):
+  for seed, (runner, naps) in itertools.product(
+      seeds, ((run_serial, lambda seed: None), (run, random.Random))):
+    graph = draw(seed, ends=seed % 2 == 0, as_they_come=True, naps=naps(seed))
     how, _ = outcome(runner, graph)
     check_channels(graph, how)
 

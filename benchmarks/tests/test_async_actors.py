@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from benchmarks.tests.run import run_benchmark
 
 
+@pytest.mark.full
 def test_the_benchmark_measures_both_kinds_of_actors(tmp_path):
   args = ['--config=configs/ppo_cartpole.py', '--config.env.num_envs=4',
           '--config.unroll_length=4', '--config.num_minibatches=1', '--batches=1,2',

@@ -62,6 +62,7 @@ def slots_bytes(capacity, envs=16, unroll=16, n_step=5, obs=24, action=6):
   return ring + slots * (transition + 4) + 2 * tree_bytes(slots) + 4 * 4
 
 
+@pytest.mark.full
 def test_every_capacity_of_frames_has_its_row(tmp_path):
   path = tmp_path / 'figures.json'
   code, out, err = run('--config=configs/apex_dqn_atari.py:smoke', f'--json={path}',
@@ -86,6 +87,7 @@ def test_every_capacity_of_frames_has_its_row(tmp_path):
   assert f'takes {frames_bytes(TOO_LARGE) / 1e6:,.1f} MB' in lines[4]
 
 
+@pytest.mark.full
 def test_a_replay_of_whole_transitions_has_the_right_bytes(tmp_path):
   path = tmp_path / 'figures.json'
   code, out, err = run('--config=configs/apex_dpg_walker_walk.py:smoke', '--capacities=4000',

@@ -43,6 +43,7 @@ def test_each_process_has_the_work_of_the_config():
   assert changed == {'env', 'num_shards', 'num_grad_shards', 'total_steps', 'checkpoint'}
 
 
+@pytest.mark.full
 def test_processes_are_measured_with_one_core_each(tmp_path):
   if len(scaling.os.sched_getaffinity(0)) < 2:
     pytest.skip('two processes need a core each')
@@ -77,6 +78,7 @@ def test_a_process_is_pinned_to_its_core_and_its_parent_is_not(tmp_path, monkeyp
   assert all(process.returncode == -9 for process in runs._processes)
 
 
+@pytest.mark.full
 def test_a_failed_run_ends_the_benchmark():
   """dppo is for one process, which only the command itself checks."""
   result = run_benchmark('scaling', *CATCH, '--rounds=1', '--config.scheme=dppo')
@@ -138,6 +140,7 @@ def test_the_fit_finds_the_line_and_the_residual():
   np.testing.assert_allclose(noisy, [2, 3, 1])
 
 
+@pytest.mark.full
 def test_reductions_are_measured_on_every_mesh(tmp_path):
   result, out = figures(tmp_path / 'f.json', 'reduction', '--seconds=0')
   assert [row['devices'] for row in result['rows']] == [1, 2, 4, 8]
@@ -157,6 +160,7 @@ def test_reductions_are_measured_on_every_mesh(tmp_path):
   assert 'by the shapes' not in out
 
 
+@pytest.mark.full
 def test_the_start_is_measured_cold_and_warm(tmp_path):
   result, out = figures(tmp_path / 'f.json', 'startup', '--rounds=1', '--updates=2')
   assert list(result['kinds']) == ['cold', 'warm']

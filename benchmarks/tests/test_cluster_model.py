@@ -13,6 +13,7 @@ from benchmarks.cluster_model import Load, Machine, limits, predict
 MACHINE = Machine(call_s=0.001, arrival_s=1e-9, round_trip_s=0.002, hand_over_s=2e-9)
 
 
+@pytest.mark.full
 def test_each_limit_by_hand():
   load = Load(4, 0.096, 1e6, params=5e6, fresh=0.5, two_calls=False)
   most = limits(MACHINE, load, bandwidth=1e8)
@@ -24,6 +25,7 @@ def test_each_limit_by_hand():
   np.testing.assert_allclose(two['actors'], 4 / 0.098)
 
 
+@pytest.mark.full
 def test_a_machine_gives_no_more_than_its_cores():
   load = Load(100, 0.0, 1e6, 0, 0)
   assert predict(MACHINE, load, 2) <= 2 / (1e6 * 3e-9)
@@ -32,6 +34,7 @@ def test_a_machine_gives_no_more_than_its_cores():
   assert predict(MACHINE, load, 64) == pytest.approx(500)
 
 
+@pytest.mark.full
 def test_the_papers_break_where_the_page_says():
   text = (cluster_model.Path(__file__).parents[2] / 'docs' / 'machines.md').read_text()
   for load in (cluster_model.apex(), cluster_model.nappo()):
@@ -42,6 +45,7 @@ def test_the_papers_break_where_the_page_says():
           gigabits, served)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != 'linux', reason='Ray on Linux')
 def test_it_measures_and_compares():
   pytest.importorskip('ray')

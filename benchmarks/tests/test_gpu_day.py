@@ -26,6 +26,7 @@ def failures(value):
   return []
 
 
+@pytest.mark.full
 def test_a_dry_day_runs_every_step(tmp_path):
   command = [sys.executable, '-P', '-m', 'benchmarks.gpu_day', f'--out={tmp_path}', '--dry',
              '--budget=840']

@@ -162,6 +162,7 @@ def test_every_scheme_has_a_valid_experiment():
     assert kill_resume.is_deterministic(row) == expected, name
 
 
+@pytest.mark.full
 def test_a_real_run_is_killed_and_resumed():
   process = run_benchmark('kill_resume', '--schemes=sync', '--kills=2', '--updates=24',
                           '--compile_soon')

@@ -11,6 +11,7 @@ from benchmarks import gymnasium_stress, in_turn, stable_baselines
 from benchmarks.tests.run import run_benchmark
 
 
+@pytest.mark.full
 def test_schemes_are_measured(tmp_path):
   path = tmp_path / 'x.json'
   process = run_benchmark('schemes', '--config=configs/ppo_cartpole.py:smoke',
@@ -21,6 +22,7 @@ def test_schemes_are_measured(tmp_path):
   assert all(row['fps'] > 0 for row in rows)
 
 
+@pytest.mark.full
 def test_networks_are_measured(tmp_path):
   path = tmp_path / 'x.json'
   process = run_benchmark('networks', '--rows=4', '--rounds=1', '--seconds=0', f'--json={path}')
@@ -30,6 +32,7 @@ def test_networks_are_measured(tmp_path):
   assert all(row['forward'] > row['gradient'] > 0 for row in rows)
 
 
+@pytest.mark.full
 def test_the_cost_of_evaluations_is_measured():
   process = run_benchmark('evaluations', '--every_updates=2', '--episodes=2', '--pairs=1',
                           '--config=ppo_cartpole:smoke')

@@ -153,6 +153,7 @@ def test_samples_begin_with_the_first_update(start_s, max_seconds, last, tmp_pat
   assert (run[-1].update if run else None) == last
 
 
+@pytest.mark.full
 def test_threads_and_open_files_of_a_real_training_are_flat(tmp_path):
   """The test asserts no times, since the machine may be shared."""
   path = tmp_path / 'samples.json'

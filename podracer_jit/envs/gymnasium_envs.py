@@ -78,7 +78,7 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
     if str(error).startswith('env.'):
       raise
     raise ValueError(_fails(task, error)) from error
-  except Exception as error:  # noqa: BLE001 - an environment may raise anything
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment may raise anything
     raise ValueError(_fails(task, error)) from error
   try:
     facts = _Facts(_spec(task, env), spaces.Spaces(env.observation_space, env.action_space),

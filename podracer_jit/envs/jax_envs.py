@@ -360,7 +360,7 @@ def _structures(task: str, name: str, function: Callable, *args: Any) -> list[_S
 
   try:
     shapes = jax.eval_shape(arrays, *args)
-  except Exception as error:  # noqa: BLE001 - a user's functions may raise anything
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's functions may raise anything
     raise ValueError(f'env.task: {task} cannot be traced: {type(error).__name__}: '
                      f'{shorten(str(error))}') from error
   if number != len(expected):

@@ -189,7 +189,7 @@ def make_network(experiment: Experiment) -> nn.Module:
                   f'{spec.obs_shape}; take smaller kernels and strides, or larger frames')
   try:
     (dist_params, *_), variables = jax.eval_shape(init, obs)
-  except Exception as error:  # noqa: BLE001 - a user's own network may raise anything
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own network may raise anything
     if type(experiment.network).__module__ == networks.__name__:
       # The output size of a shipped layer became zero or negative.
       raise ValueError(nothing_left) from None
@@ -238,7 +238,7 @@ def _check_calls(experiment: Experiment, network: nn.Module, variables: Any) -> 
     raise ValueError(f'network.name: {name} draws random numbers in each call ({cause}), but '
                      'actors and learner must compute the same probabilities; leave dropout out, '
                      'or make it deterministic=True') from error
-  except Exception as error:  # noqa: BLE001 - a user's own network may raise anything
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own network may raise anything
     raise ValueError(f'network.name: {name} fails on {rows[0]} rows of {rows[1]} environments with '
                      f'observations of {spec.obs_shape}, though not on a single one: '
                      f'{type(error).__name__}: {options.shorten(str(error))}') from error
@@ -266,7 +266,7 @@ def _with_heads(network: nn.Module, experiment: Experiment) -> nn.Module:
     network = network.clone(heads=heads)
     jax.eval_shape(lambda key: networks.init_params(network, key, spec.obs_shape, spec.obs_dtype),
                    jax.random.key(0))
-  except Exception as error:  # noqa: BLE001 - a user's own heads may raise anything
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own heads may raise anything
     raise ValueError(f'loss.name: the heads of {name} fail on {spec.task}: '
                      f'{type(error).__name__}: {options.shorten(str(error))}') from error
   return network

@@ -318,7 +318,7 @@ def naming_last_good(workdir: Path) -> Iterator[None]:
   try:
     yield
   except Exception as error:
-    if LAST_GOOD not in str(error) and error.args == (str(error),):
+    if str(error) and LAST_GOOD not in str(error) and error.args == (str(error),):
       error.args = (f'{error}; {last_good(workdir)}',)
     if LAST_GOOD not in str(error):
       error.add_note(last_good(workdir))

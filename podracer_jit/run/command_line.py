@@ -148,7 +148,7 @@ def one_line_errors() -> Iterator[None]:
     message = _one_line(error)
     names_field = re.match(r'--config|\w+\.name: ', message)
     raise ValueError(message if names_field else f'--config: {message}') from None
-  except Exception as error:  # noqa: BLE001 - it may raise anything
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything
     raise ValueError(f'--config: {type(error).__name__}: {_one_line(error)}') from None
 
 

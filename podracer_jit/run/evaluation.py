@@ -377,8 +377,10 @@ def write(workdir: Path, record: Record) -> None:
   Raises:
     OSError: a file cannot be written.
   """
-  line = {name: value for name, value in record.items() if name not in Episodes._fields}
-  safe_files.append_line(workdir / JOURNAL, json.dumps(line))
   # One line for each field, so that a list of returns takes one line.
   fields = (f'{json.dumps(name)}: {json.dumps(value)}' for name, value in record.items())
-  safe_files.write_text(workdir / NEWEST, '{\n' + ',\n'.join(fields) + '\n}\n', is_shared=True)
+  line = {name: value for name, value in record.items() if name not in Episodes._fields}
+  try:
+    safe_files.write_text(workdir / NEWEST, '{\n' + ',\n'.join(fields) + '\n}\n', is_shared=True)
+  finally:  # A file that cannot be written does not keep the result out of the other one.
+    safe_files.append_line(workdir / JOURNAL, json.dumps(line))

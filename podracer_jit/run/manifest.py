@@ -55,7 +55,7 @@ def problem(folder: Path) -> str:
     sizes = sizes_of(folder)
     record = read(folder)
   except FileNotFoundError:
-    return f'{NAME} is missing: saving it was interrupted'
+    return f'{NAME} is missing: it is not saved to the end'
   except OSError as error:
     return shorten(f'{error.filename} cannot be read: {error.strerror}')
   except ValueError:

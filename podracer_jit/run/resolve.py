@@ -169,7 +169,7 @@ def _own_errors(field: str, name: str) -> Iterator[None]:
     yield
   except ValueError:
     raise
-  except Exception as error:  # noqa: BLE001 - a part is a program: it may raise anything
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - a part is a program: it may raise anything
     raise ValueError(f'{field}: {name} fails: {type(error).__name__}: '
                      f'{options.shorten(str(error))}') from error
 

@@ -26,7 +26,7 @@ def leave() -> None:
   An exception is not safe here: raised while libraries were imported, it has led to a segmentation
   fault.
   """
-  complain('podracer_jit: interrupted before there was anything to save')
+  complain('podracer_jit: interrupted while starting; nothing is lost')
   os._exit(exit_codes.INTERRUPTED)
 
 

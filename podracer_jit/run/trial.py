@@ -218,7 +218,7 @@ def _one_line(experiment: Experiment, field: str, subject: str) -> Iterator[None
   """
   try:
     yield
-  except Exception as error:  # noqa: BLE001 - a part is a program: it may raise anything
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - a part is a program: it may raise anything
     kind = '' if isinstance(error, ValueError) else f'{type(error).__name__}: '
     raise ValueError(f'{field}: {subject}{_line_of(experiment, error)}: {kind}'
                      f'{options.shorten(str(error), 500)}') from error

@@ -86,10 +86,10 @@ def locked(workdir: Path) -> Iterator[None]:
   make(workdir)
   try:
     try:
-      held = lock.WorkdirLock(workdir)
+      workdir_lock = lock.WorkdirLock(workdir)
     except OSError as error:
       raise _not_writable(workdir, error) from None
-    with contextlib.closing(held):
+    with contextlib.closing(workdir_lock):
       yield
   except BaseException:
     with contextlib.suppress(OSError):  # a folder that is not empty stays

@@ -13,6 +13,7 @@ from podracer_jit.run import train as training
 from podracer_jit.run.metrics import environment_check
 from podracer_jit.types import Episodes
 from tests.runs import changed, fresh, run, small
+from tests.tiers import essential
 
 HERE = 'tests.actor.test_faults'
 
@@ -126,8 +127,8 @@ def test_bytes_need_no_check_of_observations():
   assert fault[0].tolist() == [[0, 0, -1, 0, 0], [2, 2, 1, 0, 1]]
 
 
-@pytest.mark.parametrize('loss, continuous', [
-    ('ppo', False), ('impala', False), ('dqn', False), ('dpg', True)])
+@pytest.mark.parametrize('loss, continuous', essential([
+    ('ppo', False), ('impala', False), ('dqn', False), ('dpg', True)], 'ppo', 'dqn'))
 def test_a_wrong_value_at_the_end_of_a_terminated_episode_is_a_zero(loss, continuous):
   receipts = {where: run(config(loss, where=where, continuous=continuous), updates=3)[0]
               for where in ('zero', 'end')}

@@ -386,6 +386,7 @@ print('alive')
 """
 
 
+@pytest.mark.full
 def test_closing_failing_and_rebuilding_programs_never_crash_the_process():
   done = processes.run([sys.executable, '-c', POOLS], timeout=600)
   assert (done.returncode, done.stdout.split()) == (0, ['alive']), done.stderr[-4000:]

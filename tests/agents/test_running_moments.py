@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -115,27 +114,3 @@ def test_the_train_state_has_the_moments_of_all_observations_and_returns():
   assert moments['values'].mean > 0.1 and 0 < running_moments.deviation(moments['values']) < 10
   # A reward of 1 a step: the discounted return counts from the episode's beginning.
   assert returns.min() == pytest.approx(1.0) and returns.max() > 5
-
-
-def lagged_and_squashed():
-  return changed(config(), scheme='cleanba', policy='tanh_gaussian', loss__vtrace=True,
-                 optimizer__kl_target=0.01, optimizer__anneal=False)
-
-
-def impala():
-  plain = small('impala', 'InvertedPendulum-v4', policy='scaled_gaussian')
-  return changed(plain, normalise={'obs': True, 'reward': True, 'value': False})
-
-
-@pytest.mark.parametrize('make_config', [config, lagged_and_squashed, impala])
-@pytest.mark.same_bits('two actors and learners, with running moments',
-                       'IMPALA, PPO: MLP (`sync`, `cleanba`, `fused`)')
-def test_moments_are_exact_on_any_placement(make_config):
-  base = changed(make_config(), num_shards=2, num_grad_shards=2)
-  expected, _, state = run(base)
-  factor = optax.tree.get(state.opt_state, 'kl_factor', 1.0)
-  assert (factor != 1) == (make_config is lagged_and_squashed)
-  place = dict(placement__actor_devices=(0, 1), placement__learner_devices=(2, 1))
-  assert run(changed(base, **place))[0] == expected
-  if base['scheme'] == 'sync':
-    assert run(changed(base, scheme='fused', placement__updates_per_call=4))[0] == expected

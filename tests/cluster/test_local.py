@@ -28,6 +28,7 @@ def of_session(number):
   return alive
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('end', ['ctrl_c', 'kill'])
 def test_nothing_outlives_the_run(end, tmp_path):
   environment = {name: value for name, value in QUICK.items() if not name.startswith('RAY_')}
@@ -85,5 +86,6 @@ with ray_cluster.connected(1, 0, 3, 1, 80 * 2**20, lambda folder: None) as clust
 '''
 
 
+@pytest.mark.full
 def test_spilling_gives_a_warning_that_names_the_option():
   subprocess.run([sys.executable, '-c', SPILL], check=True, timeout=200)

@@ -14,6 +14,7 @@ import pytest
 from podracer_jit.run import checkpoint, exit_codes, journal
 from tests import processes
 from tests.ray_nodes import Nodes, is_ours
+from tests.tiers import essential
 
 pytest.importorskip('ray')
 
@@ -169,6 +170,7 @@ def test_a_run_without_a_machine_waits_and_stops(start):
   assert 'stopped at update 0 (0 steps)' in run.text()
 
 
+@pytest.mark.full
 def test_apex_learns_on_while_a_machine_is_gone(nodes, start):
   first = nodes.add(1)
   second = nodes.add(1)
@@ -188,7 +190,8 @@ def test_apex_learns_on_while_a_machine_is_gone(nodes, start):
   nodes.remove(first)
 
 
-@pytest.mark.parametrize('scheme, cpus', [('dppo_async', 1), ('rapid_async', 2)])
+@pytest.mark.parametrize('scheme, cpus', essential([('dppo_async', 1), ('rapid_async', 2)],
+                                                   'dppo_async'))
 def test_remote_gradients_survive_the_loss_of_a_process_and_a_machine(nodes, start, scheme, cpus):
   first = nodes.add(cpus)
   second = nodes.add(cpus)
@@ -256,6 +259,7 @@ def get_config():
 '''
 
 
+@pytest.mark.full
 def test_code_is_shipped_and_runs_on_one_cluster_do_not_mix(nodes, start, tmp_path):
   node = nodes.add(2)
   (tmp_path / 'own.py').write_text(OWN)

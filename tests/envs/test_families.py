@@ -20,6 +20,7 @@ from podracer_jit.run.commands import envs as envs_command
 from podracer_jit.run.resolve import resolve
 from tests.envs.test_envs import run_in_new_process
 from tests.runs import run, small
+from tests.tiers import essential
 from tests.workers import wrap
 
 NUM_ENVS = 2
@@ -93,7 +94,8 @@ def test_tasks_cover_every_family_that_can_be_installed():
   assert missing <= {'procgen'}  # procgen needs a system library
 
 
-@pytest.mark.parametrize('family, task, options, network', TASKS)
+@pytest.mark.parametrize('family, task, options, network', essential(
+    TASKS, 'atari', 'mujoco.gym', 'mujoco.dmc', 'vizdoom', 'minigrid'))
 def test_a_task_of_each_family_is_rolled_out(family, task, options, network):
   assert task in envpool_envs.families()[family]
   spec, rollout = roll(task, options, network)
@@ -349,6 +351,7 @@ print('started')
 """
 
 
+@pytest.mark.full
 def test_vizdoom_games_start_while_openblas_has_threads():
   """Two simultaneous forks used to join the same thread of OpenBLAS twice, and hung."""
   try:
@@ -392,6 +395,7 @@ def test_the_list_of_tasks_describes_observations_and_actions(task, message):
 # Whole updates, in lockstep and with asynchronous actors.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('task, network, options, fields', [
     ('Cleaner-v0', 'mlp', {}, {}),
     ('Cleaner-v0', 'mlp', dict(max_episode_steps=6), dict(env_batch=4, scheme='cleanba')),

@@ -129,6 +129,7 @@ def check_rows(task, options, limit, repeat=1):
   return steps
 
 
+@pytest.mark.full
 def test_rows_equal_those_of_playgrounds_own_step():
   steps = check_rows(BALANCE, {'episode_length': 12}, limit=12)
   # Two episodes of 12 steps, each followed by a reset, and 4 steps of a third.
@@ -137,6 +138,7 @@ def test_rows_equal_those_of_playgrounds_own_step():
   assert not steps.terminated.any()
 
 
+@pytest.mark.full
 def test_a_failed_episode_is_terminated_and_actions_are_repeated(falling):
   options = {'episode_length': 25, 'action_repeat': 3}
   steps = check_rows(falling, options, limit=9, repeat=3)
@@ -218,6 +220,7 @@ def test_robots_are_not_downloaded_without_being_asked_for(monkeypatch, tmp_path
   assert envs.describe('playground:LeapCubeReorient') == '- needs the robots of MuJoCo Menagerie'
 
 
+@pytest.mark.full
 def test_render_gives_playgrounds_own_picture():
   vector_env = family_of(BALANCE).make_vector_env(BALANCE, {}, SEEDS)
   try:
@@ -234,6 +237,7 @@ def test_render_gives_playgrounds_own_picture():
   assert vector_env.frame_rate == 100
 
 
+@pytest.mark.full
 def test_render_fails_with_one_line_if_the_machine_cannot_draw():
   program = ('from podracer_jit.envs import playground_envs\n'
              'env = playground_envs.make("playground:CartpoleBalance", {})\n'

@@ -23,6 +23,7 @@ from podracer_jit.types import Episodes, Rollout, TrainState
 from tests import reference
 from tests.envs.test_frames import make_stacks
 from tests.runs import on_mesh
+from tests.tiers import essential
 
 ACTIONS = 3
 POLICY = categorical(ACTIONS)
@@ -262,8 +263,9 @@ LARGE = {
             5, 512, (2, 16, 16))}
 
 
-@pytest.mark.parametrize('name, size, microbatch_rows', [
-    ('impala', 'mlp', 1088), ('ppo', 'mlp', 0), ('impala', 'cnn', 0), ('ppo', 'cnn', 0)])
+@pytest.mark.parametrize('name, size, microbatch_rows', essential([
+    ('impala', 'mlp', 1088), ('ppo', 'mlp', 0), ('impala', 'cnn', 0), ('ppo', 'cnn', 0)],
+    ('impala', 'mlp', 1088), ('ppo', 'cnn', 0)))
 @pytest.mark.same_bits('a gradient on 1, 2, 4 devices, large batches', 'IMPALA, PPO: MLP, CNN')
 def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
   network, steps, num_envs, obs_shape = LARGE[size]
@@ -287,7 +289,8 @@ def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
     jax.tree.map(assert_array_equal, on_several_devices, results[0])
 
 
-@pytest.mark.parametrize('name, vtrace', [('impala', False), ('ppo', False), ('ppo', True)])
+@pytest.mark.parametrize('name, vtrace', essential(
+    [('impala', False), ('ppo', False), ('ppo', True)], 'impala'))
 def test_deduplicated_frames_give_the_same_gradient_as_whole_stacks(name, vtrace):
   stacks = make_stacks(4, 1, STEPS, NUM_ENVS)
   with_stacks = make_rollout(3, STEPS, NUM_ENVS)._replace(obs=stacks)
@@ -329,7 +332,7 @@ def _state(params, optimizer=None, **fields):
   return state._replace(**fields)
 
 
-@pytest.mark.parametrize('groups', [4, 8])  # 8 devices sum with reduce-scatter
+@pytest.mark.parametrize('groups', essential([4, 8], 8))  # 8 devices sum with reduce-scatter
 @pytest.mark.same_bits('a whole update on 1, 4, 8 devices, large batches', 'PPO: MLP')
 def test_learning_is_exact_on_any_mesh(groups):
   """Compares parameters, receipts and all other metrics after two epochs of two minibatches."""

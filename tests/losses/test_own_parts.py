@@ -27,6 +27,7 @@ from podracer_jit.run import (
 )
 from podracer_jit.run.resolve import resolve
 from tests.runs import changed, fresh, prepared, run, small
+from tests.tiers import essential
 
 PACKAGE = pathlib.Path(podracer_jit.__file__).parent
 EXAMPLES = PACKAGE.parent / 'examples'
@@ -54,8 +55,9 @@ def write_module(tmp_path, monkeypatch):
   return write
 
 
-@pytest.mark.parametrize('config, shipped, attribute', [
-    ('ppo_cartpole:smoke', 'ppo', 'PPO'), ('apex_dqn_catch:smoke', 'dqn', 'DQN')])
+@pytest.mark.parametrize('config, shipped, attribute', essential([
+    ('ppo_cartpole:smoke', 'ppo', 'PPO'), ('apex_dqn_catch:smoke', 'dqn', 'DQN')],
+    'ppo_cartpole:smoke'))
 def test_a_copy_of_a_shipped_algorithm_gives_the_same_bits(
     write_module, config, shipped, attribute):
   """No other file changes, so nothing in the package knows an algorithm by its name."""
@@ -74,7 +76,7 @@ def test_a_copy_of_a_shipped_algorithm_gives_the_same_bits(
   assert receipts == run(original)[0] and len(receipts) == 4
 
 
-def test_the_example_of_an_own_algorithm_trains_and_is_about_sixty_lines():
+def test_the_example_of_an_own_algorithm_trains():
   config = parse(f'--config={EXAMPLES / "a2c.py"}:smoke', '--config.loss.entropy_coef=0.02')
   experiment = resolve(config)
   assert type(experiment.algorithm).__name__ == 'A2C'
@@ -144,6 +146,7 @@ def test_an_own_torso_gets_heads_around_it(write_module, config, heads):
     assert params['value_hidden']['kernel'].shape == (16, 16)
 
 
+@pytest.mark.full
 def test_an_own_torso_takes_a_core_or_a_separate_critic(write_module):
   module = write_module('torso_of_my_own', TORSO)
   choose = ('--config=impala_cartpole', f'--config.network.name={module}:Torso')
@@ -214,6 +217,7 @@ class ForValues(DQN):
 """
 
 
+@pytest.mark.full
 def test_auxiliary_heads_that_no_loss_calls_change_nothing(write_module):
   module = write_module('heads_of_my_own', HEADS)
   original = parse('--config=ppo_cartpole:smoke')
@@ -225,7 +229,7 @@ def test_auxiliary_heads_that_no_loss_calls_change_nothing(write_module):
     assert jax.tree.all(jax.tree.map(np.array_equal, tree, headed[name])), name
 
 
-@pytest.mark.parametrize('core', ['none', 'gru'])
+@pytest.mark.parametrize('core', essential(['none', 'gru'], 'none'))
 def test_an_auxiliary_head_is_learned(write_module, core):
   module = write_module('heads_of_my_own', HEADS)
   fields = parse('--config=impala_cartpole', f'--config.loss.name={module}:Guess',
@@ -338,7 +342,7 @@ class GuessVectorEnv:
 '''
 
 
-@pytest.mark.parametrize('scheme', ['fused', 'cleanba'])
+@pytest.mark.parametrize('scheme', essential(['fused', 'cleanba'], 'cleanba'))
 def test_an_own_environment_is_learned(write_module, scheme):
   module = write_module('environment_of_my_own', ENVIRONMENT)
   fields = parse('--config=impala_catch', f'--config.env.task={module}:Guess',

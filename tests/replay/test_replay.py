@@ -20,6 +20,7 @@ from podracer_jit.types import Experience, Rollout
 from tests.actor.test_rollouts import concatenate
 from tests.reference import random_ends
 from tests.runs import by_rows
+from tests.tiers import essential
 
 N = 3  # steps of a return
 GAMMA = 0.9
@@ -83,6 +84,7 @@ def test_find_returns_the_leaf_that_contains_the_mass(size):
       assert ((leaf[g] - np.minimum(bound, last)) * np.sign(shift) <= 0).all()
 
 
+@pytest.mark.full
 def test_a_million_changes_give_the_same_tree_as_one_put():
   @jax.jit
   def change(levels):
@@ -321,6 +323,7 @@ def check_slots(state, g, transitions, errors, capacity):
   return set(numbers)
 
 
+@pytest.mark.full
 def test_slots_stay_consistent_over_two_hundred_additions_and_evictions():
   capacity = 50
   rng = np.random.default_rng(2)
@@ -493,7 +496,7 @@ def sorted_transitions(obs, action, reward, discount, next_obs, added):
                  round(float(discount[i]), 4), float(reward[i])) for i in range(len(obs)))
 
 
-@pytest.mark.parametrize('capacity', [123, 700])
+@pytest.mark.parametrize('capacity', essential([123, 700], 123))
 def test_the_ring_stores_the_newest_transitions_of_envpool(capacity):
   """With exponent 0 and three times as many draws as transitions, every transition is drawn."""
   rows = -(-capacity // 5)

@@ -17,6 +17,7 @@ from podracer_jit.run import build, config, evaluation, life, manifest, workdirs
 from podracer_jit.run.commands import rerun
 from podracer_jit.run.resolve import resolve
 from tests.runs import changed, fresh, small
+from tests.tiers import essential
 
 
 class Sizes(gymnasium.Env):
@@ -168,8 +169,10 @@ def test_a_recurrent_state_is_carried_and_reset(core):
     agent.act(obs[0], state, is_first=[True, False])
 
 
-@pytest.mark.parametrize('task', ['gymnasium:CartPole-v1', 'gymnasium:Pendulum-v1',
-                                  'gymnasium:Blackjack-v1', *OWN_ENVS.values()])
+@pytest.mark.parametrize('task', essential(
+    ['gymnasium:CartPole-v1', 'gymnasium:Pendulum-v1', 'gymnasium:Blackjack-v1',
+     *OWN_ENVS.values()], 'gymnasium:CartPole-v1', 'gymnasium:Pendulum-v1',
+    'gymnasium:Blackjack-v1', OWN_ENVS['Sizes']))
 def test_an_agent_acts_in_gymnasium(task):
   """The environment accepts the actions, and the network gets the same input as in training."""
   agent = untrained(task, policy='auto')

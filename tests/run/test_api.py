@@ -12,6 +12,7 @@ import podracer_jit as pj
 from podracer_jit.run import checkpoint, journal
 from tests import processes
 from tests.runs import QUICK
+from tests.tiers import essential
 
 # Several runs in one process, with different tasks, schemes and devices; writes results to a file.
 PROGRAM = """
@@ -252,8 +253,8 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize('number, code, message', [
-    (signal.SIGINT, 7, 'interrupted'), (signal.SIGTERM, -signal.SIGTERM, '')])
+@pytest.mark.parametrize('number, code, message', essential([
+    (signal.SIGINT, 7, 'interrupted'), (signal.SIGTERM, -signal.SIGTERM, '')], signal.SIGINT))
 def test_a_signal_saves_and_then_has_its_usual_effect(number, code, message, tmp_path):
   """Python itself runs the program, with the signal handlers of a program in a terminal."""
   with subprocess.Popen([sys.executable, '-P', '-c', ENDLESS, '100000000'], cwd=tmp_path,

@@ -69,6 +69,7 @@ def _two_rollouts(worker, params):
   return rollouts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('config', [_cartpole, _pong, _metaworld])
 def test_the_conventional_actor_makes_the_same_rollouts(config):
   run = fresh(config())
@@ -198,6 +199,7 @@ def _check_round(measured, out):
     assert sizes['arguments_and_results'] > 0 and sizes['temporaries'] > 0
 
 
+@pytest.mark.full
 def test_a_config_with_a_replay_is_measured(tmp_path):
   path = tmp_path / 'figures.json'
   code, out, err = _run('--seconds=0', '--rounds=1', f'--json={path}', '--rounds_of=sync',
@@ -221,6 +223,7 @@ def test_every_shipped_config_can_be_measured(name):
   assert (measured.replay is None) == (experiment.replay is None)
 
 
+@pytest.mark.full
 def test_an_asynchronous_actor_is_measured(tmp_path):
   path = tmp_path / 'figures.json'
   code, out, err = _run('--seconds=0', '--rounds=1', f'--json={path}', '--config.env_batch=4')
@@ -315,6 +318,7 @@ def test_between_measurements_a_training_computes_nothing():
     assert all(isinstance(x, jax.Array) and x.is_ready() for x in outputs.values())
 
 
+@pytest.mark.full
 def test_parts_can_be_chosen_and_fused_is_left_out_on_two_devices(tmp_path):
   path = tmp_path / 'figures.json'
   code, _, err = _run('--seconds=0', '--rounds=1', f'--json={path}', '--parts=fused,cleanba',

@@ -21,6 +21,7 @@ from podracer_jit.run.commands import export as command
 from podracer_jit.runtime import host
 from tests.run.test_agent import OWN_ENVS, untrained
 from tests.runs import QUICK, prepared, small
+from tests.tiers import essential
 
 EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / 'examples' / 'load_exported.py'
 
@@ -94,7 +95,7 @@ def close(actual, expected, scale=1.0):
       export.TOLERANCE['absolute'] + export.TOLERANCE['relative'] * np.abs(expected)))
 
 
-@pytest.mark.parametrize('name', CASES)
+@pytest.mark.parametrize('name', essential(CASES, 'categorical', 'gru', 'image_in_a_dict'))
 def test_an_exported_agent_acts_as_the_agent_does(name, tmp_path):
   task, fields = CASES[name]
   agent = trained(task, **fields)
@@ -200,7 +201,6 @@ def test_the_example_plays_without_the_package(task, fields, tmp_path):
   done = play(tmp_path / 'out', tmp_path)
   assert done.returncode == 0, done.stderr
   assert done.stdout.startswith(f'{task} after update 7: return ')
-  assert len(EXAMPLE.read_text().splitlines()) <= 65
 
 
 def of_a_stranger(folder, how):
@@ -226,9 +226,9 @@ def of_a_stranger(folder, how):
   path.write_text(json.dumps(record))
 
 
-@pytest.mark.parametrize('how', [
+@pytest.mark.parametrize('how', essential([
     'pipe', 'link', 'device', 'unnamed_pipe', 'piped_manifest', '/dev/zero', '../elsewhere',
-    '\x1b[31m\nred', 'a\x00b'])
+    '\x1b[31m\nred', 'a\x00b'], 'pipe', 'link', '../elsewhere', '\x1b[31m\nred'))
 def test_an_export_of_a_stranger_is_read_only_inside_of_its_folder(how, tmp_path):
   untrained('CartPole-v1').export(tmp_path / 'out')
   shutil.copy(tmp_path / 'out' / 'drawn.jax', tmp_path / 'elsewhere')

@@ -28,10 +28,11 @@ from podracer_jit.run import (
     workdirs,
 )
 from podracer_jit.run.commands import train
-from tests import processes
+from tests import made, processes
 from tests.processes import command
 from tests.run.test_main import only_checks, saved_to_the_end
 from tests.runs import QUICK, changed, fresh, small
+from tests.tiers import essential
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=False',
          '--config.checkpoint.every_updates=3', '--config.checkpoint.keep=9']
@@ -107,48 +108,46 @@ def break_checkpoints(workdir, *numbers):
 @pytest.fixture(scope='module')
 def six(tmp_path_factory):
   """A run of six updates at a constant rate."""
-  workdir = tmp_path_factory.mktemp('six')
-  binary(*CONSTANT, updates(6), f'--workdir={workdir}')
-  return workdir
+  return made.once(tmp_path_factory, 'six', lambda workdir: binary(
+      *CONSTANT, updates(6), f'--workdir={workdir}'))
 
 
 @pytest.fixture(scope='module')
 def twelve(tmp_path_factory):
   """A run of twelve updates at a constant rate, in one part."""
-  workdir = tmp_path_factory.mktemp('twelve')
-  binary(*CONSTANT, updates(12), f'--workdir={workdir}')
-  return workdir
+  return made.once(tmp_path_factory, 'twelve', lambda workdir: binary(
+      *CONSTANT, updates(12), f'--workdir={workdir}'))
 
 
 @pytest.fixture(scope='module')
 def extended(six, tmp_path_factory):
   """`six` extended to twelve updates."""
-  workdir = copied(six, tmp_path_factory.mktemp('extended'))
-  output = binary(*CONSTANT, updates(12), f'--workdir={workdir}', '--extend')
-  assert 'changed before update 7: total_steps: 3456 before, 6912 since' in output
-  assert 'the learning rate' not in output  # the rate is constant
-  return workdir
+  def make(workdir):
+    copied(six, workdir)
+    output = binary(*CONSTANT, updates(12), f'--workdir={workdir}', '--extend')
+    assert 'changed before update 7: total_steps: 3456 before, 6912 since' in output
+    assert 'the learning rate' not in output  # the rate is constant
+  return made.once(tmp_path_factory, 'extended', make)
 
 
 @pytest.fixture(scope='module')
 def faster(six, tmp_path_factory):
   """`six` extended to twelve updates, with ten times the rate from update 7 on."""
-  workdir = copied(six, tmp_path_factory.mktemp('faster'))
-  binary(*CONSTANT, updates(12), '--config.optimizer.learning_rate=0.01', f'--workdir={workdir}',
-         '--extend', '--change=optimizer.learning_rate')
-  return workdir
+  return made.once(tmp_path_factory, 'faster', lambda workdir: binary(
+      *CONSTANT, updates(12), '--config.optimizer.learning_rate=0.01',
+      f'--workdir={copied(six, workdir)}', '--extend', '--change=optimizer.learning_rate'))
 
 
 @pytest.fixture(scope='module')
 def heir(six, tmp_path_factory):
   """A run of six updates that began with the state of `six`, whose workdir was then removed."""
-  source = copied(six, tmp_path_factory.mktemp('source'))
-  workdir = tmp_path_factory.mktemp('heir')
-  output = binary(*CONSTANT, updates(6), f'--workdir={workdir}', f'--init_from={source}',
-                '--config.seed=2')
-  assert f'begins with parameters, optimizer of {source} after update 6\n' in output
-  shutil.rmtree(source)
-  return workdir
+  def make(workdir):
+    source = copied(six, tmp_path_factory.mktemp('source'))
+    output = binary(*CONSTANT, updates(6), f'--workdir={workdir}', f'--init_from={source}',
+                    '--config.seed=2')
+    assert f'begins with parameters, optimizer of {source} after update 6\n' in output
+    shutil.rmtree(source)
+  return made.once(tmp_path_factory, 'heir', make)
 
 
 @pytest.mark.same_bits('total_steps raised with --extend', 'IMPALA: MLP (`cleanba`)')
@@ -164,6 +163,7 @@ def test_an_extended_run_equals_the_longer_run(extended, twelve):
       'identical: 12 updates')
 
 
+@pytest.mark.full
 @pytest.mark.same_bits('extended within a segment, JAX environments', 'PPO: MLP (`sync`)')
 def test_a_run_with_jax_environments_can_be_extended_within_a_segment(tmp_path):
   args = [*CARTPOLE, '--config.env.task=gymnax:CartPole-v1', '--config.scheme=sync',
@@ -232,12 +232,12 @@ def test_refusals_name_the_flag_that_allows_the_change(extended, six, tmp_path, 
 @pytest.fixture(scope='module')
 def annealed(tmp_path_factory):
   """A run of six updates at a falling rate, extended to twelve."""
-  workdir = tmp_path_factory.mktemp('annealed')
-  binary(*CATCH, updates(6), f'--workdir={workdir}')
-  output = binary(*CATCH, updates(12), f'--workdir={workdir}', '--extend')
-  assert ('the learning rate changes from 0 to 0.0005 here: it is annealed over 6,912 steps '
-          'instead of 3,456\n') in output
-  return workdir
+  def make(workdir):
+    binary(*CATCH, updates(6), f'--workdir={workdir}')
+    output = binary(*CATCH, updates(12), f'--workdir={workdir}', '--extend')
+    assert ('the learning rate changes from 0 to 0.0005 here: it is annealed over 6,912 steps '
+            'instead of 3,456\n') in output
+  return made.once(tmp_path_factory, 'annealed', make)
 
 
 def test_an_extended_rate_anneals_to_the_new_end(annealed):
@@ -256,8 +256,9 @@ def test_a_repeated_run_has_the_same_changes(annealed, tmp_path):
   assert 'only its newest config can repeat that (total_steps: 6912 there, 7488 here)' in output
 
 
-@pytest.mark.parametrize('name, update', [
-    ('annealed', 5), ('annealed', 8), ('faster', 5), ('faster', 11), ('heir', 2), ('heir', 5)])
+@pytest.mark.parametrize('name, update', essential([
+    ('annealed', 5), ('annealed', 8), ('faster', 5), ('faster', 11), ('heir', 2), ('heir', 5)],
+    ('annealed', 8), ('faster', 5)))
 def test_rerun_uses_the_config_and_state_of_that_update(name, update, request):
   workdir = request.getfixturevalue(name)
   output = binary('rerun', f'--workdir={workdir}', f'--update={update}')
@@ -274,6 +275,7 @@ def test_a_changed_rate_applies_from_its_update_on(faster, six, twelve):
           'total_steps: 3456 before, 6912 since\ndiffer at update 7: ') in output
 
 
+@pytest.mark.full
 def test_a_deep_comparison_uses_the_configs_of_that_update(faster, twelve):
   output = binary('compare', '--deep', faster, twelve, code=1)
   assert '\nthe first to differ: gradient step 1: parameters\n' in output
@@ -318,11 +320,11 @@ def test_updates_before_a_change_are_repeated_with_their_own_config(faster, tmp_
 @pytest.fixture(scope='module')
 def with_replay(tmp_path_factory):
   """A run of 22 updates with a replay."""
-  workdir = tmp_path_factory.mktemp('with_replay')
-  binary(*APEX, f'--workdir={workdir}')
-  return workdir
+  return made.once(tmp_path_factory, 'with_replay', lambda workdir: binary(
+      *APEX, f'--workdir={workdir}'))
 
 
+@pytest.mark.full
 def test_a_field_that_does_not_fit_the_checkpoint_cannot_change(with_replay):
   """Only the shapes of the state show that these fields cannot change."""
   args = [*APEX, f'--workdir={with_replay}']
@@ -426,15 +428,15 @@ def test_nothing_can_begin_in_a_workdir_while_a_run_reads_its_first_state(six, t
 @pytest.fixture(scope='module')
 def cartpole(tmp_path_factory):
   """A run of PPO on CartPole with running statistics of observations."""
-  workdir = tmp_path_factory.mktemp('cartpole')
-  binary(*CARTPOLE, '--config.normalise.obs=True', f'--workdir={workdir}')
-  return workdir
+  return made.once(tmp_path_factory, 'cartpole', lambda workdir: binary(
+      *CARTPOLE, '--config.normalise.obs=True', f'--workdir={workdir}'))
 
 
 def newest(workdir):
   return checkpoint.saved_updates(workdir)[-1]
 
 
+@pytest.mark.full
 def test_init_from_a_task_with_the_same_shapes(cartpole, tmp_path):
   args = [*CARTPOLE, '--config.env.task=gymnax:CartPole-v1', '--config.normalise.obs=True',
           f'--workdir={tmp_path}']
@@ -451,6 +453,7 @@ def test_init_from_a_task_with_the_same_shapes(cartpole, tmp_path):
   assert 'gymnax:CartPole-v1 after update' in output
 
 
+@pytest.mark.full
 def test_init_from_a_task_with_some_other_shapes(cartpole, tmp_path):
   """Acrobot has six observed numbers and three actions; CartPole has four and two."""
   args = [*CARTPOLE, '--config.env.task=Acrobot-v1', '--config.normalise.obs=True',
@@ -475,6 +478,7 @@ def test_init_from_a_task_with_some_other_shapes(cartpole, tmp_path):
   binary('rerun', f'--workdir={tmp_path}', '--update=3')
 
 
+@pytest.mark.full
 def test_another_optimizer_starts_fresh_unless_it_was_asked_for(cartpole, tmp_path):
   args = [*CARTPOLE, '--config.normalise.obs=True', '--config.optimizer.name=rmsprop',
           f'--init_from={cartpole}']
@@ -493,6 +497,7 @@ def test_another_optimizer_starts_fresh_unless_it_was_asked_for(cartpole, tmp_pa
   assert 'params/moments/' in output and 'is not here, only in' in output
 
 
+@pytest.mark.full
 def test_init_from_with_the_replay(with_replay, tmp_path):
   source = with_replay
   heir = tmp_path / 'heir'
@@ -525,6 +530,7 @@ def test_init_from_with_the_replay(with_replay, tmp_path):
   assert metric(copy, 'sampled')[0] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('scheme', ['impala', 'fused'])
 def test_init_from_and_extend_with_other_schemes(scheme, cartpole, tmp_path):
   args = [*CARTPOLE, f'--config.scheme={scheme}', '--config.normalise.obs=True',
@@ -538,6 +544,7 @@ def test_init_from_and_extend_with_other_schemes(scheme, cartpole, tmp_path):
   assert first.init_from and second.first_update == done + 1
 
 
+@pytest.mark.full
 @pytest.mark.same_bits('2 processes and 1, begun with another run and extended',
                        'IMPALA: MLP (`cleanba`)')
 def test_two_processes_can_init_extend_change_and_repeat(six, tmp_path):

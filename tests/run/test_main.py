@@ -1,8 +1,10 @@
 """The train command: real processes, files and signals."""
 
+import contextlib
 import functools
 import itertools
 import json
+import math
 import random
 import re
 import shutil
@@ -10,7 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import pytest
@@ -21,9 +25,10 @@ from podracer_jit.envs.protocol import EnvironmentFailed
 from podracer_jit.run import checkpoint, command_line, exit_codes, session
 from podracer_jit.run.commands import train
 from podracer_jit.run.metrics import Diverged
-from tests import processes
+from tests import made, processes
 from tests.processes import command
 from tests.runs import QUICK
+from tests.tiers import essential
 
 CATCH = '--config=configs/impala_catch.py:smoke'
 
@@ -246,13 +251,11 @@ RUNS = {
 @pytest.fixture(scope='module')
 def uninterrupted(tmp_path_factory):
   """Returns a function that gives the workdir of one of RUNS, trained without a stop."""
-  @functools.cache
-  def run(name):
-    workdir = tmp_path_factory.mktemp('uninterrupted')
+  def make(name, workdir):
     result = binary(*RUNS[name], f'--workdir={workdir}')
     assert result.returncode == 0, result.stderr
-    return workdir
-  return run
+  return lambda name: made.once(tmp_path_factory, f'uninterrupted_{name}',
+                                functools.partial(make, name))
 
 
 @pytest.mark.parametrize('name', RUNS)
@@ -312,7 +315,7 @@ def test_a_signal_saves_and_the_same_command_resumes(tmp_path):
   assert (tmp_path / 'checkpoints' / str(len(updates))).is_dir()
 
 
-@pytest.mark.parametrize('scheme', ['rapid_async', 'impala'])
+@pytest.mark.parametrize('scheme', essential(['rapid_async', 'impala'], 'impala'))
 def test_an_asynchronous_run_is_saved_and_resumes(scheme, tmp_path):
   args = ['--config=configs/ppo_cartpole.py', f'--config.scheme={scheme}', f'--workdir={tmp_path}',
           '--config.num_shards=2', '--config.num_grad_shards=2', '--config.log.tensorboard=False',
@@ -467,6 +470,9 @@ FAILURES = [
     (OSError, [28, 'No space left on device', 'x.jsonl'],
      "[Errno 28] No space left on device: 'x.jsonl'"),
     (checkpoint.NotSaved, ['cannot save it'], 'cannot save it'),
+    (TimeoutError, [], 'TimeoutError; '),
+    (TimeoutError, [''], 'TimeoutError; '),
+    (AssertionError, [], 'AssertionError; '),
     (loops.Stuck, ['actor 0 did not end within 30 s'],
      'ValueError: too late; actor 0 did not end within 30 s')]
 
@@ -504,6 +510,70 @@ def test_an_unforeseen_error_before_the_start_names_the_last_good_checkpoint(tmp
   assert capsys.readouterr().err.endswith(
       'podracer_jit: RuntimeError: it is broken; the last good checkpoint is none: the run had '
       f'just begun, in {tmp_path}\n')
+
+
+@pytest.mark.parametrize('args', [['--num_seeds=2'], []])
+def test_a_failure_without_one_workdir_names_no_checkpoint(args, tmp_path, monkeypatch, capsys):
+  """Each seed has a workdir, and a failure may come before the workdir is known."""
+  def broken(*args):
+    raise RuntimeError('it is broken')
+  if args:
+    monkeypatch.setattr(train.seeds, 'opened', broken)
+  else:
+    monkeypatch.setattr(train.command_line, 'parse', broken)
+  assert train.main(['podracer_jit', CATCH, f'--workdir={tmp_path}', *args]) == exit_codes.FAILED
+  assert capsys.readouterr().err.endswith('podracer_jit: RuntimeError: it is broken\n')
+
+
+class Failing(NamedTuple):
+  """A run whose training fails."""
+
+  workdir: Path
+  error: BaseException
+  notes: Sequence[str] = ()
+
+  def train(self, stop, *args, **kwargs):
+    for _ in range(2):
+      stop._last_s = -math.inf  # as if long after the one before
+      with contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    stop._last_s = -math.inf
+    raise self.error
+
+
+@pytest.fixture
+def train_and_fail(tmp_path, monkeypatch, capsys):
+  """Returns a function that runs the command with such a run: (exit code, stderr)."""
+  def run(error):
+    monkeypatch.setattr(train, 'resolve', lambda config: None)
+    monkeypatch.setattr(train.session, 'opened', lambda *args: contextlib.nullcontext(
+        Failing(tmp_path, error)))
+    code = train.main(['podracer_jit', CATCH, f'--workdir={tmp_path}'])
+    return code, capsys.readouterr().err
+  return run
+
+
+def test_a_signal_while_the_line_of_a_failure_is_made_changes_nothing(
+    train_and_fail, tmp_path, monkeypatch):
+  saved_updates = checkpoint.saved_updates
+
+  def interrupted(workdir):
+    signal.raise_signal(signal.SIGINT)
+    return saved_updates(workdir)
+
+  monkeypatch.setattr(checkpoint, 'saved_updates', interrupted)
+  code, errors = train_and_fail(KeyboardInterrupt())
+  assert code == exit_codes.INTERRUPTED
+  assert errors == ('podracer_jit: interrupted; updates since the newest checkpoint are not saved; '
+                    f'the last good checkpoint is none: the run had just begun, in {tmp_path}\n')
+
+
+@pytest.mark.parametrize('error, line', [(SystemExit(3), 'SystemExit: 3'),
+                                         (SystemExit(), 'SystemExit')])
+def test_the_exit_code_of_a_users_code_is_not_the_commands(error, line, train_and_fail, tmp_path):
+  assert train_and_fail(error) == (exit_codes.FAILED, (
+      f'podracer_jit: {line}; the last good checkpoint is none: the run had just begun, in '
+      f'{tmp_path}\n'))
 
 
 def test_a_full_disk_at_the_beginning_of_a_segment_is_one_line(uninterrupted, tmp_path):

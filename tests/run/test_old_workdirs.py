@@ -13,6 +13,7 @@ import pytest
 
 from podracer_jit.run import checkpoint, workdirs
 from tests import processes
+from tests.tiers import essential
 from tests.workdirs import make
 
 
@@ -93,9 +94,9 @@ def test_no_workdir_names_a_folder_of_its_maker(name):
   assert all(path.startswith(b'/tmp/workdirs-') for path in paths), paths
 
 
-@pytest.mark.parametrize('name', [
-    pytest.param(name, marks=pytest.mark.quick if name.endswith('/own_jax') else ())
-    for name in RESUMED])
+@pytest.mark.quick
+@pytest.mark.parametrize('name', essential(
+    RESUMED, *(f'v0_6_0/{name}' for name in ('own_jax', 'moments', 'prioritised_replay'))))
 def test_an_old_workdir_is_resumed(tmp_path, name):
   """Bits are those of the old version, if this machine and its libraries compute alike."""
   old = make.FOLDER / name

@@ -8,7 +8,8 @@ import pytest
 
 from podracer_jit.run import checkpoint, workdirs
 from podracer_jit.run.commands import compare
-from tests import extras, processes
+from tests import extras, made, processes
+from tests.tiers import essential
 
 EXAMPLES = Path(__file__).parents[2] / 'examples'
 GRIDWORLD = EXAMPLES / 'gridworld.py'
@@ -35,10 +36,9 @@ def binary(*args):
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
   """Two workdirs of one experiment, with checkpoints at different updates."""
-  workdirs = [tmp_path_factory.mktemp(name) for name in ('often', 'once')]
-  for workdir, every in zip(workdirs, (2, 1000), strict=True):
-    binary(*SMALL_GRIDWORLD, f'--workdir={workdir}', f'--config.checkpoint.every_updates={every}')
-  return workdirs
+  return [made.once(tmp_path_factory, f'gridworld_{every}', lambda workdir, every=every: binary(
+      *SMALL_GRIDWORLD, f'--workdir={workdir}', f'--config.checkpoint.every_updates={every}'))
+          for every in (2, 1000)]
 
 
 def test_checkpoints_do_not_change_the_bits(trained, capsys):
@@ -71,6 +71,7 @@ def test_options_are_arguments_of_the_class(tmp_path):
   assert workdirs.read_config(tmp_path, {'gridworld'})['env']['size'] == 5
 
 
+@pytest.mark.full
 @pytest.mark.same_bits('2 processes and 1, JAX environments', 'PPO: MLP (`sync`)')
 def test_two_processes_keep_the_environments_of_both(tmp_path, capsys):
   of_one = tmp_path / 'one'
@@ -90,7 +91,7 @@ def heated(tmp_path_factory):
   return workdir
 
 
-@pytest.mark.parametrize('example', ['gridworld', 'thermostat'])
+@pytest.mark.parametrize('example', essential(['gridworld', 'thermostat'], 'gridworld'))
 def test_a_run_of_an_example_resumes_with_the_same_bits(example, request, tmp_path, capsys):
   if example == 'gridworld':
     args = SMALL_GRIDWORLD
@@ -109,6 +110,7 @@ def test_a_run_of_an_example_resumes_with_the_same_bits(example, request, tmp_pa
   assert f'identical: {updates[-1]} updates' in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_an_own_gymnasium_environment_is_evaluated_with_a_video(heated):
   out = binary('evaluate', f'--workdir={heated}', '--num_episodes=4', '--video=gif',
                f'--allow_modules={THERMOSTAT}')
@@ -117,6 +119,7 @@ def test_an_own_gymnasium_environment_is_evaluated_with_a_video(heated):
   assert record['lengths'] == [100] * 4
 
 
+@pytest.mark.full
 def test_a_playground_task_is_trained_and_evaluated_with_a_video(tmp_path):
   extras.skip_without('ppo_playground')
   binary('--config=ppo_playground', f'--workdir={tmp_path}', '--config.env.num_envs=8',

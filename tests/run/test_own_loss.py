@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from podracer_jit.run import checkpoint
-from tests import processes
+from tests import made, processes
 from tests.run.test_export import Loaded
 
 EXAMPLE = Path(__file__).parents[2] / 'examples' / 'transformer.py'
@@ -29,14 +29,11 @@ def binary(*args, code=0):
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
   """Trains with a user's copy of the example; returns the copy and the workdir."""
-  folder = tmp_path_factory.mktemp('own')
-  shutil.copy(EXAMPLE, folder)
-  binary(f'--config={folder / EXAMPLE.name}', f'--workdir={folder / "run"}', *FEW)
+  def make(folder):
+    shutil.copy(EXAMPLE, folder)
+    binary(f'--config={folder / EXAMPLE.name}', f'--workdir={folder / "run"}', *FEW)
+  folder = made.once(tmp_path_factory, 'own_loss', make)
   return folder / EXAMPLE.name, folder / 'run'
-
-
-def test_the_example_has_less_than_a_hundred_lines():
-  assert len(EXAMPLE.read_text().splitlines()) < 100
 
 
 def test_the_example_learns_to_predict(trained):
@@ -45,6 +42,7 @@ def test_the_example_learns_to_predict(trained):
   assert len(losses) == 6 and losses[-1] < losses[0]
 
 
+@pytest.mark.full
 @pytest.mark.same_bits('2 processes and 1', 'A2C with an auxiliary loss: transformer (`sync`)')
 def test_two_processes_learn_the_same(trained, tmp_path):
   file, workdir = trained
@@ -64,6 +62,7 @@ def test_rerun_and_evaluate_work_with_an_own_loss(trained):
   assert 'the source of' not in of_rerun + of_evaluation
 
 
+@pytest.mark.full
 def test_a_changed_source_is_reported_and_both_versions_are_kept(trained, tmp_path):
   file, workdir = trained
   mine = tmp_path / file.name

@@ -18,6 +18,7 @@ from podracer_jit.runtime import host
 from tests import processes
 from tests.runs import changed, prepared, run, small
 from tests.runtime.test_stored_programs import events
+from tests.tiers import essential
 
 NOTHING = life.make_life()
 
@@ -141,8 +142,8 @@ def test_a_workdir_of_a_seed_is_that_of_a_run(three):
     assert [header['first_update'] for header in headers] == [1, 4, 7]
 
 
-@pytest.mark.parametrize('loss, fields', [
-    ('ppo', {}), ('dqn', {}), ('dqn', dict(checkpoint__replay=False))])
+@pytest.mark.parametrize('loss, fields', essential([
+    ('ppo', {}), ('dqn', {}), ('dqn', dict(checkpoint__replay=False))], 'ppo'))
 def test_seeds_that_were_stopped_go_on_to_the_same_bits(tmp_path, three, loss, fields):
   config = config_of(loss, **fields)
   if loss == 'dqn':
@@ -159,8 +160,8 @@ def test_seeds_that_were_stopped_go_on_to_the_same_bits(tmp_path, three, loss, f
   assert [receipts for _, receipts in rest] == [receipts for _, receipts in whole]
 
 
-@pytest.mark.parametrize('num_seeds', [None, 2])
-@pytest.mark.parametrize('eviction', ['fifo', 'prioritised'])
+@pytest.mark.parametrize('num_seeds, eviction', essential(
+    [(None, 'fifo'), (None, 'prioritised'), (2, 'fifo'), (2, 'prioritised')], (None, 'fifo')))
 def test_an_emptied_replay_gets_no_transitions_of_rows_before(num_seeds, eviction, tmp_path,
                                                               monkeypatch):
   """Environments that go on have rows of which the new replay has nothing."""
@@ -230,6 +231,7 @@ def test_a_repeated_run_is_refused(tmp_path):
     train(config_of(), tmp_path / 'new', 2, options=life.make_life(repeat=tmp_path))
 
 
+@pytest.mark.full
 def test_the_open_files_of_a_seed_are_counted(tmp_path, monkeypatch):
   save = checkpoint.Checkpoints.save
 
@@ -298,6 +300,7 @@ print([(run.finished, run.workdir.name, run.agent.task) for run in runs])
 """
 
 
+@pytest.mark.full
 def test_the_command_and_python_do_the_same(tmp_path):
   flags = ['--config=ppo_cartpole:smoke', '--config.env.task=gymnax:Catch-bsuite',
            '--config.network.hidden=(16,)', '--config.placement.xla_threads=16',

@@ -114,6 +114,7 @@ def test_a_run_outlives_the_reader_of_its_output(start, tmp_path):
   check_saved(tmp_path)
 
 
+@pytest.mark.full
 def test_a_run_that_saves_after_each_update_can_be_evaluated(start, tmp_path):
   """The run replaces its checkpoints while the evaluation reads them."""
   process = start(tmp_path, '--config.checkpoint.every_updates=1', '--config.checkpoint.keep=1')
@@ -150,5 +151,5 @@ def test_an_interrupted_start_gives_one_line(number, start, tmp_path):
   out, errors = process.communicate(timeout=120)
   assert process.returncode == exit_codes.INTERRUPTED
   assert out == ''
-  assert errors == 'podracer_jit: interrupted before there was anything to save\n'
+  assert errors == 'podracer_jit: interrupted while starting; nothing is lost\n'
   assert not (tmp_path / 'run').exists()

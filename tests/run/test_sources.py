@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import pickle
+import subprocess
 import sys
 
 import pytest
@@ -16,7 +18,7 @@ from tests.run.test_agent import OWN_ENVS, untrained
 def folder(tmp_path, monkeypatch):
   """Makes a folder on PYTHONPATH with modules of a user."""
   monkeypatch.syspath_prepend(tmp_path)
-  monkeypatch.setattr(parts, '_sources', {})
+  monkeypatch.setattr(parts, '_contents', {})
   texts = {
       'own_part.py': 'import json\nimport own_helper, own_pkg.deep\nfrom own_pkg import near\n'
                      'from podracer_jit import options\nX = 1\n',
@@ -68,6 +70,49 @@ def test_only_its_own_modules_count_for_an_installed_package(folder, monkeypatch
   importlib.invalidate_caches()
   assert parts.sources_of('own_installed').keys() == {
       'own_installed/__init__.py', 'own_installed/a.py'}
+
+
+WORKER = """
+import importlib.resources, pickle, pkgutil, sys
+from podracer_jit import parts
+sys.path.append(sys.argv[2])
+parts.set_search(pickle.loads(bytes.fromhex(sys.argv[1])))
+import own_pkg.deep, own_part
+print(own_pkg.deep.Y, own_part.X, own_pkg.__spec__.submodule_search_locations is not None)
+print(importlib.resources.files('own_pkg').joinpath('data.txt').read_text(),
+      pkgutil.get_data('own_pkg', 'data.txt').decode())
+"""
+
+
+def in_worker(where, path):
+  """Returns what a worker prints that has imported the user's modules."""
+  done = subprocess.run([sys.executable, '-P', '-c', WORKER, pickle.dumps(where).hex(), str(path)],
+                        capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
+  return done.stdout.splitlines()
+
+
+def test_a_worker_imports_modules_as_the_run_has_imported_them(folder, tmp_path_factory):
+  (folder / 'own_pkg' / 'data.txt').write_text('data')
+  parts.find('x', 'own_part:X', {})
+  where = parts.search()
+  for name, text in (('own_part.py', 'X = "edited"'), ('own_pkg/sub/leaf.py', 'W = "edited"')):
+    (folder / name).write_text(text)
+  linked = tmp_path_factory.mktemp('link') / 'folder'
+  linked.symlink_to(folder)
+  for path in (folder, linked):
+    assert in_worker(where, path) == ['3 1 True', 'data data']
+
+
+def test_a_reload_and_a_file_that_only_workers_import_are_read_again(folder):
+  parts.find('x', 'own_part:X', {})
+  path = folder / 'own_part.py'
+  path.write_text('import own_late\nX = 5\n')
+  (folder / 'own_late.py').write_text('LATE = 1\n')
+  assert parts.sources_of('own_part')['own_part.py'].startswith(b'import json')
+  assert parts.sources_of('own_part')['own_late.py'] == b'LATE = 1\n'  # not imported here
+  importlib.reload(sys.modules['own_part'])
+  assert parts.sources_of('own_part')['own_part.py'].endswith(b'X = 5\n')
 
 
 def entries(workdir):

@@ -18,9 +18,10 @@ import pytest
 from podracer_jit.run import checkpoint, workdirs
 from podracer_jit.run.commands import compare, launch, rerun
 from podracer_jit.run.resolve import resolve
-from tests import processes
+from tests import made, processes
 from tests.processes import command
 from tests.runs import QUICK, small
+from tests.tiers import essential
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.checkpoint.every_updates=4',
          '--config.log.tensorboard=False', '--config.num_shards=2', '--config.num_grad_shards=2',
@@ -41,10 +42,10 @@ def lines(path):
 
 @pytest.fixture(scope='module')
 def uninterrupted(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp('uninterrupted')
-  result = train(workdir)
-  assert result.returncode == 0, result.stderr
-  return workdir
+  def make(workdir):
+    result = train(workdir)
+    assert result.returncode == 0, result.stderr
+  return made.once(tmp_path_factory, 'alone', make)
 
 
 def start(workdir, *args, count=2, experiment=CATCH):
@@ -87,6 +88,7 @@ def test_two_processes_make_the_same_bits_as_one(uninterrupted, tmp_path):
       m['episode_return'] for m in lines(uninterrupted / 'metrics.jsonl')]
 
 
+@pytest.mark.full
 @pytest.mark.same_bits('2 processes and 1', 'DQN: MLP (`apex_lockstep`)')
 def test_two_processes_with_a_replay_make_the_same_bits_as_one(tmp_path):
   """One process can also repeat an update of a later segment from their checkpoint."""
@@ -158,7 +160,7 @@ def test_a_signal_to_one_process_gives_all_the_exit_code_of_a_stop(tmp_path):
     assert [process.returncode for process in both] == [3, 3], outputs
 
 
-@pytest.mark.parametrize('victim', [0, 1])
+@pytest.mark.parametrize('victim', essential([0, 1], 1))
 def test_a_process_that_dies_ends_the_others(victim, tmp_path):
   process = start(tmp_path, *LONG)
   wait_for_updates(process, tmp_path, 2)
@@ -170,6 +172,7 @@ def test_a_process_that_dies_ends_the_others(victim, tmp_path):
   assert f'[{victim}] ended with exit code -9; the others cannot go on' in out
 
 
+@pytest.mark.full
 def test_an_exception_in_one_process_ends_the_others(tmp_path):
   """Process 0 writes the files, which may not be larger than 40 KB."""
   launch_two = command('launch', '-n', '2', '--', *CATCH, f'--workdir={tmp_path}', *LONG)
@@ -239,6 +242,7 @@ def test_a_launcher_that_is_killed_while_it_starts_leaves_no_process(tmp_path):
   assert not (tmp_path / 'has_begun').exists()
 
 
+@pytest.mark.full
 @pytest.mark.same_bits('2 processes, one frozen, resumed by 1', 'IMPALA: MLP (`cleanba`)')
 def test_a_frozen_process_ends_the_run_and_one_process_resumes(uninterrupted, tmp_path):
   process = start(tmp_path)
@@ -324,6 +328,7 @@ def test_compare_names_the_first_difference(uninterrupted, tmp_path, change, mes
   assert result.returncode == ('differ at' in result.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('change, stage', [
     ('--config.optimizer.learning_rate=0.5', 'gradient step 1: parameters'),
     ('--config.loss.baseline_coef=0.25', 'gradient step 1: gradient'),

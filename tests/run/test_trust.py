@@ -18,6 +18,7 @@ from podracer_jit.run import train as training
 from podracer_jit.run.commands import compare, evaluate, export, rerun, train
 from podracer_jit.run.progress import Progress
 from podracer_jit.runtime import host
+from tests import made
 from tests.run.test_agent import untrained
 from tests.runs import QUICK, changed, prepared, small
 
@@ -203,14 +204,14 @@ def with_evil(workdir, name, value):
 @pytest.fixture(scope='module')
 def saved_run(tmp_path_factory):
   """A workdir with a run and a checkpoint, and an agent of it."""
-  folder = tmp_path_factory.mktemp('saved')
-  workdir = folder / 'run'
-  workdir.mkdir()
-  run = prepared(changed(small(), total_steps=10**6, log__tensorboard=False))
-  workdirs.open_workdir(workdir, run.experiment.fields)
-  training.train(run, workdir, ends=[1], quiet=True)
-  untrained('CartPole-v1').save(folder / 'agent')
-  return folder
+  def make(folder):
+    workdir = folder / 'run'
+    workdir.mkdir()
+    run = prepared(changed(small(), total_steps=10**6, log__tensorboard=False))
+    workdirs.open_workdir(workdir, run.experiment.fields)
+    training.train(run, workdir, ends=[1], quiet=True)
+    untrained('CartPole-v1').save(folder / 'agent')
+  return made.once(tmp_path_factory, 'saved', make)
 
 
 def check_printed(capsys):

@@ -16,6 +16,7 @@ from podracer_jit.run.tuning import candidates, search, tuner
 from podracer_jit.schemes.table import SCHEMES
 from tests import processes
 from tests.runs import changed, small
+from tests.tiers import essential
 
 DEVICE_0 = ((0,), (0,))
 
@@ -225,9 +226,9 @@ def test_a_tuned_replay_is_small_and_quickly_filled():
   assert tuner.prepare(small_replay)[0].fields['replay'] == small_replay['replay']
 
 
-@pytest.mark.parametrize('scheme, loss', [
+@pytest.mark.parametrize('scheme, loss', essential([
     ('sync', 'impala'), ('fused', 'ppo'), ('impala', 'impala'), ('rapid_async', 'impala'),
-    ('apex_lockstep', 'dqn')])
+    ('apex_lockstep', 'dqn')], 'sync', 'rapid_async'))
 def test_every_kind_of_scheme_can_be_measured(scheme, loss):
   config = small(loss)
   config = changed(config, scheme=scheme, placement__updates_per_call=2)
@@ -248,6 +249,7 @@ def test_candidates_share_the_learner():
   assert runs[2].place.actors != runs[0].place.actors
 
 
+@pytest.mark.full
 def test_a_candidate_runs_with_its_own_scheme():
   experiment, own = tuner.prepare(_catch(scheme='sync'))
   its_tuner = tuner.Tuner(experiment)
@@ -274,6 +276,7 @@ def test_a_changed_core_distance_is_reported(distances, message, monkeypatch, ca
   assert ('distance of two cores changed' in capsys.readouterr().err) == message
 
 
+@pytest.mark.full
 def test_the_tuner_prints_flags():
   code, out, err = _run('--config=configs/impala_catch.py:smoke', '--seconds=0.2',
                         '--num_shards=1,2')

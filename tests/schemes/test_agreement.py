@@ -11,6 +11,7 @@ from podracer_jit.numerics import islands
 from podracer_jit.schemes.table import SCHEMES
 from tests import extras
 from tests.runs import changed, small
+from tests.tiers import essential
 
 # Episodes end within the four updates.
 SMALL_FRAMES = {'img_height': 21, 'img_width': 21, 'max_episode_steps': 10, 'noop_max': 4}
@@ -34,7 +35,7 @@ def _smaller(config):
   return config
 
 
-@pytest.mark.parametrize('name', agreement.shipped())
+@pytest.mark.parametrize('name', essential(agreement.shipped(), 'apex_dqn_catch', 'ppo_mujoco'))
 @pytest.mark.same_bits('one program for G and U, and G and U apart; with a replay other schemes',
                        'all shipped configs, at smaller sizes')
 def test_shipped_configs_agree(name):
@@ -51,7 +52,7 @@ def test_shipped_configs_agree(name):
 
 
 # Half of the first twenty experiments, without those with images, which take long to compile.
-@pytest.mark.parametrize('number', [1, 4, 6, 8, 11, 13, 15, 16, 18, 20])
+@pytest.mark.parametrize('number', essential([1, 4, 6, 8, 11, 13, 15, 16, 18, 20], 16))
 @pytest.mark.same_bits('schemes and placements drawn at random', 'ten experiments drawn at random')
 def test_experiments_drawn_at_random_agree(number):
   assert not fuzz_bits.disagreement(fuzz_bits.draw(number), number, 20)
@@ -81,6 +82,7 @@ def test_slow_configs_make_a_few_updates_that_learn(name, updates, fewest):
   assert agreement.fewest_updates(agreement.shipped_config(name), updates) == fewest
 
 
+@pytest.mark.full
 @pytest.mark.as_shipped
 def test_without_islands_the_search_finds_a_difference(monkeypatch):
   config = small('ppo', num_shards=4, num_grad_shards=4)
@@ -94,6 +96,7 @@ def test_without_islands_the_search_finds_a_difference(monkeypatch):
   assert re.match(r'differ at update \d \(parameters\); ', difference)
 
 
+@pytest.mark.full
 def test_the_search_names_the_island_that_differs(monkeypatch):
   """One island computes something else with two learner devices; others follow from it."""
   config = small('ppo', num_shards=2, num_grad_shards=2)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import essential
+
 pytestmark = pytest.mark.as_shipped
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +59,7 @@ def _receipts(workdir, case, place, *flags):
   return [(x['batch'], x['params']) if 'update' in x else x['canary'] for x in lines]
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', essential(CASES, 'mlp'))
 @pytest.mark.same_bits('one core or two, 1 to 8 virtual devices, 1 process and 2, large batches',
                        'IMPALA: CNN (`cleanba`), PPO: MLP (`sync`, `fused`)')
 def test_the_same_bits_in_any_surroundings(case, receipts):
@@ -70,6 +72,7 @@ def test_the_same_bits_in_any_surroundings(case, receipts):
     assert actual == expected, place
 
 
+@pytest.mark.full
 def test_another_size_of_the_thread_pool_changes_the_bits(receipts):
   """The size is therefore fixed, and the canary shows a different one."""
   sixteen = receipts('mlp', 'one core')

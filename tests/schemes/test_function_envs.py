@@ -9,14 +9,12 @@ from numpy.testing import assert_array_equal
 from podracer_jit import loops
 from podracer_jit.actor import kept_envs
 from podracer_jit.envs import gymnax_envs
-from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.run import build
 from podracer_jit.schemes import fused
-from tests.runs import changed, fresh, initial_state, prepared, small
+from tests.runs import changed, fresh, initial_state, prepared, run_in_segments, small
 
 UPDATES = 7
 TWO = dict(placement__actor_devices=(0, 1), placement__learner_devices=(0, 1))
-FOUR = dict(placement__actor_devices=(0, 1, 2, 3), placement__learner_devices=(0, 1, 2, 3))
 
 
 def experiment(loss='ppo', **fields):
@@ -30,53 +28,9 @@ def experiment(loss='ppo', **fields):
   return changed(config, **fields)
 
 
-def receipts(config, segments=(UPDATES,), stop_at=None):
-  """Returns (batch, parameters) of each update of a run in segments.
-
-  Args:
-    config: a config as nested dicts.
-    segments: number of updates of each segment.
-    stop_at: ends a segment after this many updates of the run.
-  """
-  run = prepared(config)
-  state = initial_state(run)
-  envs = ()
-  out = []
-
-  def report(item):
-    metrics = jax.device_get(item.metrics)
-    out.extend((as_hex(metrics['batch'][i]), as_hex(metrics['params'][i]))
-               for i in range(item.count))
-
-  for index, updates in enumerate(segments):
-    first = int(state.update)
-    with build.segment(run, state, index, updates, report, lambda: len(out) == stop_at,
-                       envs) as segment:
-      states = loops.run(segment.workers)
-      envs = build.envs_after(run, states, first)
-    state = states['learner'].train
-  return out
-
-
 @pytest.fixture(scope='module')
 def expected():
-  return receipts(experiment(scheme='fused'))
-
-
-@pytest.mark.quick
-@pytest.mark.same_bits('JAX environments: one program on 1, 2, 4 devices, other schemes, segments',
-                       'PPO: MLP (`fused`, `sync`, `ddppo`, `dppo`)')
-@pytest.mark.parametrize('fields, segments', [
-    (dict(scheme='fused'), (2, 4, 1)),
-    (dict(scheme='fused', **TWO), (3, 4)),
-    (dict(scheme='fused', **FOUR), (7,)),
-    (dict(scheme='sync'), (1, 6)),
-    (dict(scheme='ddppo', **TWO), (4, 3)),
-    (dict(scheme='dppo', **TWO), (5, 2)),
-])
-def test_placements_schemes_and_segments_do_not_change_a_bit(expected, fields, segments):
-  assert len(expected) == UPDATES
-  assert receipts(experiment(**fields), segments) == expected
+  return run_in_segments(experiment(scheme='fused'))
 
 
 class EmptyArrays(gymnax_envs.GymnaxEnv):
@@ -98,7 +52,7 @@ class EmptyArrays(gymnax_envs.GymnaxEnv):
 def test_empty_arrays_in_the_state_change_nothing(expected):
   config = experiment(scheme='fused', **TWO)
   config['env']['task'] = f'{__name__}:EmptyArrays'
-  assert receipts(config, (3, 4)) == expected
+  assert run_in_segments(config, (3, 4)) == expected
   run = prepared(config)
   shapes = jax.tree.leaves(build.kept_env_shapes(run))
   assert shapes and all(x.size for x in shapes)
@@ -107,23 +61,9 @@ def test_empty_arrays_in_the_state_change_nothing(expected):
 @pytest.mark.parametrize('scheme', ['sync', 'dppo'])
 def test_a_stopped_run_continues_from_the_last_used_rollout(expected, scheme):
   """The actor has made one more rollout by then, which must be made again."""
-  out = receipts(experiment(scheme=scheme), (UPDATES, 2), stop_at=5)
+  out = run_in_segments(experiment(scheme=scheme), (UPDATES, 2), stop_at=5)
   assert 5 <= len(out) <= 9
   assert out[:UPDATES] == expected[:len(out)]
-
-
-@pytest.mark.same_bits('JAX environments: one program on 1 and 2 devices, `sync`, segments',
-                       'DQN: MLP; PPO: GRU, moments')
-@pytest.mark.parametrize('loss, fields', [
-    ('dqn', {}),
-    ('ppo', dict(network__core='gru', network__core_size=8, normalise__reward=True,
-                 normalise__obs=True)),
-])
-def test_all_of_an_actors_state_continues_in_the_next_segment(loss, fields):
-  """An actor also has recent rows for a replay, discounted returns and a recurrent state."""
-  one_segment = receipts(experiment(loss, scheme='fused', **fields))
-  assert receipts(experiment(loss, scheme='fused', **fields, **TWO), (3, 4)) == one_segment
-  assert receipts(experiment(loss, scheme='sync', **fields), (2, 5)) == one_segment
 
 
 def test_with_a_lag_the_next_segment_continues_the_episodes():

@@ -19,6 +19,7 @@ from podracer_jit.run import build
 from podracer_jit.runtime import channels, placement
 from tests.runs import changed, fresh, initial_state, prepared, run, small
 from tests.schemes import test_islands
+from tests.tiers import essential
 from tests.workers import not_writer, wrap
 
 pytestmark = pytest.mark.implementation
@@ -70,6 +71,7 @@ def test_programs_are_dispatched_without_python(scheme):
     assert not any(by_python[3:]), f'{name}: {by_python}'
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('module', [impala_atari, apex_dqn_atari, apex_dpg_dmc])
 def test_programs_can_be_lowered_for_gpus(module):
   """Rollouts for CUDA contain EnvPool's calls with side effects; learning has no custom call."""
@@ -147,7 +149,7 @@ def _learner_arguments(prepared_run):
   return arguments[0]
 
 
-@pytest.mark.parametrize('case', test_islands.CASES)
+@pytest.mark.parametrize('case', essential(test_islands.CASES, 'dqn'))
 def test_learners_are_lowered_for_accelerators(case):
   """Learning, and G and U apart, can be lowered for CUDA and TPUs, without calls for CPUs."""
   fresh_run = fresh(test_islands.CASES[case][0]())

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.compiled import islands, recorded
 from tests.runs import changed, fresh, run, small
 from tests.schemes import test_apex
+from tests.tiers import essential
 
 pytestmark = [pytest.mark.implementation, pytest.mark.as_shipped]
 
@@ -45,7 +46,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', essential(CASES, 'dqn'))
 @pytest.mark.same_bits('compiled bodies of all islands: one device, two, `fused`, G and U apart',
                        'IMPALA: ResNet, PPO: GRU with running moments, DQN: MLP')
 def test_the_islands_of_all_programs_have_equal_bodies(case):

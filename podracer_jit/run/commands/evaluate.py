@@ -163,12 +163,12 @@ def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues
 
 
 def _keep(workdir: Path, record: evaluation.Record) -> None:
-  """Writes an evaluation into the workdir, or says why it cannot."""
+  """Writes an evaluation into the workdir, or says which file cannot be written."""
   try:
     evaluation.write(workdir, record)
   except OSError as error:
-    complain(f'podracer_jit evaluate: the result is not kept: {error.filename or workdir} '
-             f'cannot be written to: {error.strerror}')
+    complain(f'podracer_jit evaluate: cannot write the result to '
+             f'{error.filename or workdir}: {error.strerror}')
 
 
 def _summary(record: evaluation.Record) -> str:

@@ -4,7 +4,7 @@
   podracer_jit train --config=configs/impala_atari.py --workdir=runs/x
 
 Exit code: 0: finished; 1: failed; 2: refused, nothing was started; 3: stopped by a signal, and
-saved; 130: interrupted before there was anything to save, or by a second signal, without a save.
+saved; 130: interrupted while starting, or by a second signal, without a save.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main(argv: Sequence[str], began_s: float | None = None) -> int:
 def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping, began_s: float
           ) -> int:
   """Trains as the flags say; returns the exit code."""
-  workdir = Path()
+  failing: Path | None = None  # the workdir whose checkpoint a failure names
   with contextlib.ExitStack() as stack:
     try:
       config = command_line.parse(argv, values)
@@ -90,6 +90,8 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
         print(f'{__doc__}\n{values.get_help()}')
         return exit_codes.FINISHED
       workdir = safe_files.user_path(values.workdir or command_line.default_workdir(argv))
+      if values.num_seeds is None:  # else each seed has a workdir
+        failing = workdir
       options = life.of_flags(values)
       joining = (values.coordinator_address, values.num_processes, values.process_id)
       is_distributed = values.distributed or joining != (None, None, None)
@@ -107,10 +109,10 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       else:
         opened = stack.enter_context(seeds.opened(config, values.num_seeds, workdir, options))
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-      complain(f'podracer_jit: {error}')
+      complain(f'podracer_jit: {str(error) or type(error).__name__}')
       return _leave(exit_codes.REFUSED)
-    except Exception as error:  # noqa: BLE001 - `_failure` logs what nobody has foreseen
-      code, line = _failure(error, workdir)
+    except (SystemExit, Exception) as error:  # noqa: BLE001 - `_failure` logs the unforeseen
+      code, line = _failure(error, failing)
       complain(f'podracer_jit: {line}')
       return _leave(code)
     for note in opened.notes:
@@ -118,7 +120,9 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
     stop.begin_training()
     try:
       finished = opened.train(stop, profile_dir, began_s=began_s)
-    except (KeyboardInterrupt, Exception) as error:
+    # A user's code may exit, but its exit code must not be the command's: 3 means saved.
+    except (KeyboardInterrupt, SystemExit, Exception) as error:  # noqa: BLE001 - as above
+      stop.end()  # a further signal would keep the line from being printed
       code, line = _failure(error, opened.workdir)
       complain(f'podracer_jit: {line}')
       return _leave(code, at_once=isinstance(error, loops.Stuck))
@@ -127,29 +131,34 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
     return exit_codes.FINISHED if finished else _code_of_a_stop(opened.workdir)
 
 
-def _failure(error: BaseException, workdir: Path) -> tuple[int, str]:
+def _failure(error: BaseException, workdir: Path | None) -> tuple[int, str]:
   """Returns the exit code of a failed or interrupted training, and a line about it.
 
   The one place where an exception becomes a message. An exception that nobody has foreseen is also
   logged with its traceback.
+
+  Args:
+    error: the exception.
+    workdir: the line names the last good checkpoint here; None: it names none.
   """
   threads = ''
   if isinstance(error, loops.Stuck):
     threads = f'; {error}'
     error = error.__cause__
   code = exit_codes.FAILED
-  line = environment_failure(error) or str(error)
+  by_environment = environment_failure(error)
+  name = type(error).__name__
+  line = by_environment or str(error) or name
   if isinstance(error, KeyboardInterrupt):
     code = exit_codes.INTERRUPTED
     line = 'interrupted; updates since the newest checkpoint are not saved'
-  elif isinstance(error, Diverged):
-    line = f'Diverged: {line}'
-  elif not (environment_failure(error) or isinstance(error, OSError | Failed)):
-    logging.error('the run failed', exc_info=error)
-    line = f'{type(error).__name__}: {line}'
+  elif not (by_environment or isinstance(error, OSError | Failed)):
+    if not isinstance(error, Diverged | SystemExit):
+      logging.error('the run failed', exc_info=error)
+    line = f'{name}: {error}' if str(error) else name
   line += threads
   # The exception of a seed names that seed's own.
-  if checkpoint.LAST_GOOD not in line:
+  if workdir is not None and checkpoint.LAST_GOOD not in line:
     line += f'; {checkpoint.last_good(workdir)}'
   return code, line
 

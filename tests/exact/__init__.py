@@ -1,0 +1,1 @@
+"""Properties of whole runs that hold for any experiment, placement and scheme."""
