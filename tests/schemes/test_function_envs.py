@@ -30,7 +30,7 @@ def experiment(loss='ppo', **fields):
 
 @pytest.fixture(scope='module')
 def expected():
-  return run_in_segments(experiment(scheme='fused'))
+  return run_in_segments(experiment(scheme='fused'), (UPDATES,))
 
 
 class EmptyArrays(gymnax_envs.GymnaxEnv):
