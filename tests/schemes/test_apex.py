@@ -68,6 +68,14 @@ def test_delays_of_apex_lockstep_are_exact():
   assert int(state.target.gradient_steps) == 3 * (UPDATES - 1)
 
 
+@pytest.mark.parametrize('updates, is_copy', [(5, False), (6, True)])
+def test_the_target_network_is_a_copy_of_each_fifth_gradient_step(updates, is_copy):
+  state = run(config('dqn'), updates=updates)[2]
+  assert int(state.target.gradient_steps) == 3 * (updates - 1)  # 12, 15
+  equal = jax.tree.map(np.array_equal, state.target.params, state.params)
+  assert jax.tree.all(equal) == is_copy
+
+
 def test_the_age_of_samples_is_counted_in_gradient_steps():
   """Compares the mean age of samples with the mean age of all rows in the replay.
 
