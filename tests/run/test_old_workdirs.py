@@ -94,7 +94,6 @@ def test_no_workdir_names_a_folder_of_its_maker(name):
   assert all(path.startswith(b'/tmp/workdirs-') for path in paths), paths
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize('name', essential(
     RESUMED, *(f'v0_6_0/{name}' for name in ('own_jax', 'moments', 'prioritised_replay'))))
 def test_an_old_workdir_is_resumed(tmp_path, name):
@@ -122,6 +121,7 @@ def test_an_old_workdir_is_resumed(tmp_path, name):
     assert by_update(receipts) == by_update(before + after)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('name', REFUSED)
 def test_an_old_workdir_is_refused_by_one_line(tmp_path, name):
   workdir = tmp_path / 'run'
