@@ -1,4 +1,4 @@
-"""The same experiment gives the same bits on any placement, in any scheme of the same lag.
+"""Each experiment gives equal bits on any placement, in any scheme of the same lag.
 
 The tables here are the first table of docs/exactness.md: `python -m tests.same_bits` prints it.
 """

@@ -442,7 +442,7 @@ def test_a_second_signal_ends_a_run_that_hangs(signals, tmp_path):
 
 
 def test_a_program_outlives_a_training_that_hangs(tmp_path):
-  """It can train again, in the same workdir, and ends as usual."""
+  """Python can train again, in the same workdir, and ends as usual."""
   script = HANGING + """
 import podracer_jit as pj
 config = pj.load_config('impala_catch:smoke')
