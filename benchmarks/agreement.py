@@ -33,9 +33,9 @@ import jax  # noqa: E402
 from benchmarks.compiled import islands, recorded  # noqa: E402
 from benchmarks.island_outputs import Outputs, causes, recorded_outputs  # noqa: E402
 from podracer_jit import configs, loops  # noqa: E402
+from podracer_jit.experiment import build
+from podracer_jit.experiment.resolve import resolve  # noqa: E402
 from podracer_jit.numerics.fingerprints import as_hex  # noqa: E402
-from podracer_jit.run import build  # noqa: E402
-from podracer_jit.run.resolve import resolve  # noqa: E402
 from podracer_jit.schemes.table import SCHEMES  # noqa: E402
 
 DEVICES = 8

@@ -28,8 +28,8 @@ import optax
 from jax import lax
 
 from podracer_jit import experiment
-from podracer_jit.run import build
-from podracer_jit.run.resolve import resolve
+from podracer_jit.experiment import build
+from podracer_jit.experiment.resolve import resolve
 
 STEPS = 128
 EPOCHS = 4

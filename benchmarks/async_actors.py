@@ -32,11 +32,12 @@ from pathlib import Path
 import numpy as np
 from absl import flags, logging
 
+from podracer_jit.cli.measure import timed_parts
 from podracer_jit.envs import envpool_envs
-from podracer_jit.run import build, command_line
-from podracer_jit.run.experiment import Experiment
-from podracer_jit.run.measure import timed_parts
-from podracer_jit.run.resolve import changed, resolve
+from podracer_jit.experiment import build
+from podracer_jit.experiment import flags as command_line
+from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.runtime import host
 
 

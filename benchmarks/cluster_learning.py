@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import Failed
-from podracer_jit.run import journal
+from podracer_jit.workdir import journal
 from tests.ray_nodes import Nodes
 
 ACTORS = ('--config.scheme=impala', '--config.num_shards=2',

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.common import Failed
-from podracer_jit.run import journal
+from podracer_jit.workdir import journal
 
 ACTORS = ('--config.num_shards=2', '--config.placement.actors_per_device=2',
           '--config.placement.xla_threads=2', '--config.total_steps=1000000000',

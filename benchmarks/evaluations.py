@@ -22,7 +22,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from podracer_jit.run import journal, periodic
+from podracer_jit.training import periodic
+from podracer_jit.workdir import journal
 
 PROGRAM = """
 import json, sys, time

@@ -30,7 +30,7 @@ import jax
 
 from benchmarks import agreement
 from podracer_jit import experiment
-from podracer_jit.run.resolve import resolve
+from podracer_jit.experiment.resolve import resolve
 
 DISCRETE = ('CartPole-v1', 'Catch-v0', 'Acrobot-v1')
 CONTINUOUS = ('Pendulum-v1',)

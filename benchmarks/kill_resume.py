@@ -41,8 +41,8 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from podracer_jit.run import command_line
-from podracer_jit.run.resolve import resolve
+from podracer_jit.experiment import flags as command_line
+from podracer_jit.experiment.resolve import resolve
 from podracer_jit.schemes.scheme import Scheme
 from podracer_jit.schemes.table import SCHEMES
 from tests.flags import COMPILED_SOON

@@ -41,12 +41,14 @@ from absl import flags, logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.common import refuse_replay, with_default
+from podracer_jit.cli.measure import timed_parts
+from podracer_jit.experiment import build
+from podracer_jit.experiment import flags as command_line
+from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum, use_reduce_scatter
-from podracer_jit.run import build, command_line, workdirs
-from podracer_jit.run.experiment import Experiment
-from podracer_jit.run.measure import timed_parts
-from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import host, placement
+from podracer_jit.workdir import workdirs
 
 GROUPS = 8
 MESHES = (1, 2, 4, 8)  # devices

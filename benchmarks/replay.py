@@ -42,10 +42,11 @@ from absl import flags, logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from podracer_jit.actor import priorities
+from podracer_jit.experiment import build
+from podracer_jit.experiment import flags as command_line
+from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.numerics.deterministic import AXIS
-from podracer_jit.run import build, command_line
-from podracer_jit.run.experiment import Experiment
-from podracer_jit.run.resolve import changed, resolve
 from podracer_jit.runtime import host
 from podracer_jit.types import Experience, TrainState
 

@@ -37,9 +37,10 @@ from typing import Any
 from absl import flags
 
 from benchmarks.common import Failed, count_lines, refuse_replay, with_default, write_config
-from podracer_jit.run import command_line, workdirs
-from podracer_jit.run.experiment import Experiment
-from podracer_jit.run.resolve import changed, resolve
+from podracer_jit.experiment import flags as command_line
+from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.resolve import changed, resolve
+from podracer_jit.workdir import workdirs
 
 PUBLISHED = 'Cleanba (2310.00036) has 0.93 of 1 at 128 GPUs'
 LAYOUTS = ('together', 'apart', 'one')  # 'together' is first, since a config may not support it

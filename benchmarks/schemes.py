@@ -25,9 +25,10 @@ import jax
 from absl import flags, logging
 
 from podracer_jit import loops
-from podracer_jit.run import build, command_line
-from podracer_jit.run.experiment import Experiment
-from podracer_jit.run.resolve import changed, resolve
+from podracer_jit.experiment import build
+from podracer_jit.experiment import flags as command_line
+from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.runtime import host
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES

@@ -4,7 +4,7 @@
   run = pj.train(pj.load_config('ppo_cartpole'), 'runs/cartpole')
   action, state = run.agent.act(obs)
 
-`run/api.py` explains the functions.
+`api.py` explains the functions.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from podracer_jit.run.agent import Agent as Agent
-  from podracer_jit.run.api import Evaluation as Evaluation
-  from podracer_jit.run.api import Trained as Trained
-  from podracer_jit.run.api import choose as choose
-  from podracer_jit.run.api import evaluate as evaluate
-  from podracer_jit.run.api import load as load
-  from podracer_jit.run.api import load_config as load_config
-  from podracer_jit.run.api import prepare as prepare
-  from podracer_jit.run.api import train as train
-  from podracer_jit.run.api import train_seeds as train_seeds
-  from podracer_jit.run.callbacks import STOP as STOP
-  from podracer_jit.run.callbacks import Callback as Callback
-  from podracer_jit.run.callbacks import CallbackFailed as CallbackFailed
-  from podracer_jit.run.callbacks import SegmentEnd as SegmentEnd
-  from podracer_jit.run.config import config as config
+  from podracer_jit.api import Evaluation as Evaluation
+  from podracer_jit.api import Trained as Trained
+  from podracer_jit.api import choose as choose
+  from podracer_jit.api import evaluate as evaluate
+  from podracer_jit.api import load as load
+  from podracer_jit.api import load_config as load_config
+  from podracer_jit.api import prepare as prepare
+  from podracer_jit.api import train as train
+  from podracer_jit.api import train_seeds as train_seeds
+  from podracer_jit.experiment.schema import config as config
+  from podracer_jit.play.agent import Agent as Agent
+  from podracer_jit.training.callbacks import STOP as STOP
+  from podracer_jit.training.callbacks import Callback as Callback
+  from podracer_jit.training.callbacks import CallbackFailed as CallbackFailed
+  from podracer_jit.training.callbacks import SegmentEnd as SegmentEnd
 
 # Imported on first use: workers of environments import this package without JAX.
 _MODULES = {
-    'podracer_jit.run.agent': ('Agent',),
-    'podracer_jit.run.api': ('Evaluation', 'Trained', 'choose', 'evaluate', 'load', 'load_config',
+    'podracer_jit.play.agent': ('Agent',),
+    'podracer_jit.api': ('Evaluation', 'Trained', 'choose', 'evaluate', 'load', 'load_config',
                              'prepare', 'train', 'train_seeds'),
-    'podracer_jit.run.callbacks': ('STOP', 'Callback', 'CallbackFailed', 'SegmentEnd'),
-    'podracer_jit.run.config': ('config',),
+    'podracer_jit.training.callbacks': ('STOP', 'Callback', 'CallbackFailed', 'SegmentEnd'),
+    'podracer_jit.experiment.schema': ('config',),
 }
 __all__ = sorted(name for names in _MODULES.values() for name in names)
 

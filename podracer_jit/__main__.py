@@ -1,5 +1,5 @@
 """python -m podracer_jit."""
 
-from podracer_jit.run.main import run
+from podracer_jit.cli.main import run
 
 run()

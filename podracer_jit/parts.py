@@ -494,3 +494,15 @@ def load(path: Path, name: str, again: bool = False) -> ModuleType:
     del sys.modules[name]
     raise
   return module
+
+
+def user_path(path: str | Path) -> Path:
+  """Returns a path that a user gave, in which ~ at its beginning means the home folder.
+
+  Raises:
+    ValueError: the user, or the user's home folder, is not known.
+  """
+  try:
+    return Path(path).expanduser()
+  except RuntimeError:
+    raise ValueError(f'{path}: the home folder is not known; give a path without ~') from None

@@ -10,7 +10,7 @@ import socket
 import sys
 
 MODULES = ('envpool', 'tensorboardX', *(
-    f'podracer_jit.run.commands.{verb}' for verb in (
+    f'podracer_jit.cli.{verb}' for verb in (
         'benchmark', 'compare', 'evaluate', 'export', 'rerun', 'train', 'tune')))
 
 

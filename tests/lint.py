@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from podracer_jit import experiment
+from podracer_jit.cli import main as commands
 from podracer_jit.losses import ALGORITHMS
-from podracer_jit.run import main as commands
 from podracer_jit.schemes.table import SCHEMES
 from tests import rooms, same_bits
 from tests.rooms import ORDER, PACKAGE, ROOT, TIER_OF, TIERS, imported, inside, room
@@ -33,13 +33,17 @@ OUTSIDE = {
     'plumbing': {'jax', 'numpy', 'absl'},
     'cluster': {'jax', 'numpy', 'absl', 'ray'},
     'schemes': {'jax', 'numpy'},
-    'assembly': None,
+    'experiment': {'jax', 'numpy', 'flax', 'optax', 'absl', 'ml_collections'},
+    'files': {'jax', 'numpy', 'orbax'},
+    'runs': None,
+    'doors': None,
 }
 # Who alone may import a package: rooms, or modules.
 ONLY = {'envpool': {'envs.envpool_envs'}, 'ray': {'cluster'}}
 WORDS_OF_RL = {'actor', 'actors', 'learner', 'learners', 'rollout', 'rollouts', 'reward', 'policy',
                'action', 'env', 'envs', 'episode', 'params', 'loss', 'gradient'}
-READ_CONFIGS = {'run.config', 'run.resolve', 'run.command_line', 'run.checkpoint'}
+READ_CONFIGS = {'experiment.schema', 'experiment.resolve', 'experiment.flags',
+                'workdir.checkpoint'}
 
 # The structure of the package.
 
@@ -57,8 +61,8 @@ def imports(trees: Trees) -> Iterator[str]:
       if tier in ('plumbing', 'cluster') and room(name) not in {
           *TIERS['ground'], *TIERS['plumbing'], room(module)}:
         yield f'{module} imports {name}: {tier} knows nothing of reinforcement learning'
-      if name == 'envs.envpool_envs' and module != 'envs.families' and room(module) != 'run':
-        yield f'{module} imports {name}; only envs.families and run may'
+      if name == 'envs.envpool_envs' and module != 'envs.families' and room(module) != 'cli':
+        yield f'{module} imports {name}; only envs.families and cli may'
     tops = {name.split('.')[0] for name in imported(tree)}
     allowed = OUTSIDE[tier]
     for name in sorted(tops - set(sys.stdlib_module_names) - {PACKAGE.name}):
@@ -226,7 +230,7 @@ def generated() -> Iterator[str]:
 
 
 def tests_of_promises() -> Iterator[str]:
-  """Each row of docs/robustness.md names tests that exist, in `tests/run/` or another folder."""
+  """Each row of docs/robustness.md names tests that exist, in `tests/`."""
   path = ROOT / 'docs' / 'robustness.md'
   table = path.read_text().partition('|---|---|---|\n')[2].partition('\n\n')[0]
   for row in table.splitlines():
@@ -234,7 +238,7 @@ def tests_of_promises() -> Iterator[str]:
     if not tests:
       yield f'{path}: a row without a test: {row}'
     for name in tests:
-      if not any((ROOT / 'tests' / folder / f'{name}.py').is_file() for folder in ('', 'run')):
+      if not (ROOT / 'tests' / f'{name}.py').is_file():
         yield f'{path}: no test {name}'
 
 

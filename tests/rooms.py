@@ -28,7 +28,10 @@ TIERS = {
     'maths': ['agents', 'losses', 'replay'],
     'operations': ['learner', 'actor'],
     'schemes': ['schemes'],
-    'assembly': ['run', '__main__', '__init__', 'experiment', 'configs'],
+    'experiment': ['experiment', 'configs'],
+    'files': ['workdir'],
+    'runs': ['play', 'training'],
+    'doors': ['api', 'cli', '__main__', '__init__'],
 }
 ORDER = list(TIERS)
 TIER_OF = {name: tier for tier, names in TIERS.items() for name in names}
@@ -107,13 +110,15 @@ PLAN = {
     'agents': (285, 700, 4), 'replay': (740, 980, 4),
     'loops': (20, 226, 5), 'losses': (285, 520, 5), 'cluster': (560, 980, 5),
     'learner': (220, 560, 6), 'actor': (600, 980, 6),
-    'schemes': (20, 980, 7), 'run': (20, 980, 8),
-    'experiment': (20, 330, 9), '__init__': (360, 700, 9), '__main__': (740, 980, 9),
-    'configs': (20, 330, 10),
+    'schemes': (20, 980, 7), 'experiment': (20, 980, 8),
+    'configs': (20, 330, 9), 'workdir': (370, 980, 9), 'play': (370, 980, 10),
+    'training': (370, 980, 11), 'api': (20, 480, 12), 'cli': (520, 980, 12),
+    '__init__': (20, 480, 13), '__main__': (520, 980, 13),
 }
 COLOURS = {'ground': '#e8e4da', 'numerics': '#dcebd8', 'plumbing': '#d6e4f2',
            'cluster': '#d6e4f2', 'world': '#f4ead0', 'maths': '#dcebd8', 'operations': '#f6ddd4',
-           'schemes': '#d6e4f2', 'assembly': '#e6deef'}
+           'schemes': '#d6e4f2', 'experiment': '#e6deef', 'files': '#e8e4da', 'runs': '#e6deef',
+           'doors': '#f4ead0'}
 WIDTH = 1000
 FLOOR = 100  # height of a floor with the gap below it
 GAP = 32

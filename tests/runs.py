@@ -9,10 +9,10 @@ from jax.sharding import Mesh
 
 from podracer_jit import experiment, loops
 from podracer_jit.agents import networks
+from podracer_jit.experiment import build
+from podracer_jit.experiment.resolve import resolve
 from podracer_jit.numerics import deterministic
 from podracer_jit.numerics.fingerprints import as_hex
-from podracer_jit.run import build
-from podracer_jit.run.resolve import resolve
 from podracer_jit.runtime import placement
 from tests.flags import COMPILED_SOON
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from podracer_jit.cli import configs, envs, main, train
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.families import tasks as tasks_by_family
-from podracer_jit.run import main
-from podracer_jit.run.commands import configs, envs, train
 from tests import extras, processes
 from tests.runs import QUICK
 
@@ -104,14 +103,14 @@ def test_a_closed_pipe_gives_no_traceback():
 def test_verbs_do_not_import_more_than_they_need():
   """Parsing a command line must not wait for JAX, and only drawing may import matplotlib."""
   program = ('import importlib, sys\n'
-             'from podracer_jit.run import main\n'
+             'from podracer_jit.cli import main\n'
              'for verb in ("configs", "launch"):\n'
-             '  importlib.import_module(f"podracer_jit.run.commands.{verb}")\n'
+             '  importlib.import_module(f"podracer_jit.cli.{verb}")\n'
              'assert not {"jax", "envpool", "absl"} & set(sys.modules)\n'
              'import envpool  # it imports parts of matplotlib itself\n'
              'sys.modules["matplotlib"] = None  # an import of it fails from here on\n'
              'for verb in main.VERBS:\n'
-             '  importlib.import_module(f"podracer_jit.run.commands.{verb}")\n')
+             '  importlib.import_module(f"podracer_jit.cli.{verb}")\n')
   done = subprocess.run([sys.executable, '-P', '-W', 'ignore', '-c', program], capture_output=True,
                         text=True, env=QUICK, timeout=300, check=False)
   assert done.returncode == 0, done.stderr

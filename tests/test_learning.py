@@ -22,7 +22,7 @@ from podracer_jit.configs import (
   ppo_cartpole,
   ppo_mujoco,
 )
-from podracer_jit.run import build
+from podracer_jit.experiment import build
 from tests import processes
 from tests.runs import changed, fresh
 

@@ -9,15 +9,15 @@ from tests.rooms import TREES
 
 
 @pytest.mark.parametrize('check, module, source, complaint', [
-    (lint.imports, 'losses.new', 'from podracer_jit.run import build', 'of a tier above'),
+    (lint.imports, 'losses.new', 'from podracer_jit.experiment import build', 'of a tier above'),
     (lint.imports, 'actor.new', 'import podracer_jit.learner.new', 'in a cycle'),
     (lint.imports, 'losses.new', 'import time', 'losses.new (maths) imports time'),
     (lint.imports, 'losses.new', 'import envpool', 'only envs.envpool_envs may'),
-    (lint.imports, 'run.new', 'import ray', 'only cluster may'),
+    (lint.imports, 'training.new', 'import ray', 'only cluster may'),
     (lint.imports, 'runtime.new', 'import podracer_jit.numerics.islands',
      'knows nothing of reinforcement learning'),
     (lint.imports, 'new', '', 'in no tier'),
-    (lint.names_of_algorithms, 'run.new', "if name == 'ppo': pass", 'the algorithm ppo'),
+    (lint.names_of_algorithms, 'training.new', "if name == 'ppo': pass", 'the algorithm ppo'),
     (lint.words_of_rl, 'loops', 'def f(reward): pass', 'the word reward'),
     (lint.fields_of_configs, 'schemes.new', "config['seed']", "config['seed']")])
 def test_a_planted_fault_is_found(monkeypatch, check, module, source, complaint):

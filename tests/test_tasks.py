@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from podracer_jit.run import checkpoint, journal, workdirs
+from podracer_jit.workdir import checkpoint, journal, workdirs
 from tests import processes
 from tests.runs import QUICK
 

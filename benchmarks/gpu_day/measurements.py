@@ -26,8 +26,8 @@ import numpy as np
 from jax import lax
 
 from benchmarks.gpu_day.processes import RESULT
+from podracer_jit.cli import benchmark
 from podracer_jit.envs import envpool_envs
-from podracer_jit.run.commands import benchmark
 
 PACKAGES = ('jax', 'jaxlib', 'jax-cuda13-plugin', 'numpy', 'flax', 'optax', 'rlax', 'chex',
             'orbax-checkpoint', 'envpool', 'gymnasium', 'gymnax', 'nvidia-cudnn-cu13',

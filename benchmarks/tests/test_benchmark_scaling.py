@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import common, reduction, scaling, startup
 from benchmarks.tests.run import run_benchmark
+from podracer_jit.experiment.resolve import resolve
 from podracer_jit.numerics.deterministic import exact_sum, plain_sum
-from podracer_jit.run.resolve import resolve
 from tests.runs import small
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.env.num_envs=16',

@@ -12,7 +12,7 @@ from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.protocol import TimeStep
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.run.resolve import resolve
+from podracer_jit.experiment.resolve import resolve
 from tests.actor.test_rollouts import SMALL, ExpectedRow, linear
 from tests.envs.test_envs import MUJOCO, python_pool
 from tests.runs import by_rows, changed, prepared, run, small

@@ -8,10 +8,11 @@ import pytest
 
 from podracer_jit.actor import faults
 from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
-from podracer_jit.run import checkpoint, evaluation, workdirs
-from podracer_jit.run import train as training
-from podracer_jit.run.metrics import environment_check
+from podracer_jit.play import evaluation
+from podracer_jit.training import train as training
+from podracer_jit.training.metrics import environment_check
 from podracer_jit.types import Episodes
+from podracer_jit.workdir import checkpoint, workdirs
 from tests.runs import changed, fresh, run, small
 from tests.tiers import essential
 

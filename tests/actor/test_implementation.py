@@ -4,7 +4,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from podracer_jit.envs import frames
-from podracer_jit.run import build
+from podracer_jit.experiment import build
 from tests.runs import fresh, initial_state, small
 
 pytestmark = pytest.mark.implementation

@@ -9,7 +9,8 @@ import time
 import psutil
 import pytest
 
-from podracer_jit.run import exit_codes, journal
+from podracer_jit.runtime import exit_codes
+from podracer_jit.workdir import journal
 from tests.ray_nodes import is_ours
 from tests.runs import QUICK
 

@@ -9,8 +9,9 @@ import pytest
 
 from podracer_jit import parts
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.run import build, machines
-from podracer_jit.run.resolve import resolve
+from podracer_jit.experiment import build
+from podracer_jit.experiment.resolve import resolve
+from podracer_jit.training import machines
 from tests import processes
 from tests.runs import changed, small
 
@@ -74,7 +75,8 @@ def test_bytes_in_flight_depend_on_the_rollouts_and_start_no_backend():
   config = remote()
   config['unroll_length'] *= 100
   assert 10 < machines.bytes_under_way(resolve(config)) / small_rollouts < 100
-  script = ('from podracer_jit.run import machines\nfrom podracer_jit.run.resolve import resolve\n'
+  script = ('from podracer_jit.training import machines\n'
+            'from podracer_jit.experiment.resolve import resolve\n'
             'from jax._src import xla_bridge\nimport podracer_jit as pj\n'
             'config = pj.load_config("impala_catch")\nconfig.scheme = "impala"\n'
             'assert machines.bytes_under_way(resolve(config)) > 1000\n'

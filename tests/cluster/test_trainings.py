@@ -11,14 +11,15 @@ import time
 import psutil
 import pytest
 
-from podracer_jit.run import checkpoint, exit_codes, journal
+from podracer_jit.runtime import exit_codes
+from podracer_jit.workdir import checkpoint, journal
 from tests import processes
 from tests.ray_nodes import Nodes, is_ours
 from tests.tiers import essential
 
 pytest.importorskip('ray')
 
-PROGRAM = ('import os, sys; os.environ |= {variables!r}; from podracer_jit.run import main; '
+PROGRAM = ('import os, sys; os.environ |= {variables!r}; from podracer_jit.cli import main; '
            'sys.argv[0] = "podracer_jit"; main.run()')
 ENDLESS = ('--config.total_steps=100000000', '--config.optimizer.anneal=False')
 CATCH = ('--config=impala_catch', '--config.scheme=impala', '--config.num_shards=2',

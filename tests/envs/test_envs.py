@@ -18,7 +18,7 @@ from podracer_jit import experiment
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.run.resolve import resolve
+from podracer_jit.experiment.resolve import resolve
 from podracer_jit.runtime import placement
 
 MUJOCO = 'HalfCheetah-v4'

@@ -12,12 +12,12 @@ from numpy.testing import assert_array_equal
 from podracer_jit.actor import rollouts
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents import networks
+from podracer_jit.cli import envs as envs_command
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs import spaces as env_spaces
 from podracer_jit.envs.protocol import ObsPart, take_apart
-from podracer_jit.run import build
-from podracer_jit.run.commands import envs as envs_command
-from podracer_jit.run.resolve import resolve
+from podracer_jit.experiment import build
+from podracer_jit.experiment.resolve import resolve
 from tests.envs.test_envs import run_in_new_process
 from tests.runs import run, small
 from tests.tiers import essential

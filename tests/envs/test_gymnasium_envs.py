@@ -25,9 +25,9 @@ from podracer_jit.envs import spaces as env_spaces
 from podracer_jit.envs.families import family_of, own_module
 from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.run import evaluation, exit_codes, video
-from podracer_jit.run.config import allowed_modules
-from podracer_jit.runtime import placement
+from podracer_jit.experiment.schema import allowed_modules
+from podracer_jit.play import evaluation, video
+from podracer_jit.runtime import exit_codes, placement
 from tests import processes
 from tests.runs import QUICK, changed, fresh, small
 

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.envs import gymnax_envs, jax_envs
 from podracer_jit.envs.families import family_of, own_module
-from podracer_jit.run import checkpoint
+from podracer_jit.workdir import checkpoint
 
 CARTPOLE = 'gymnax:CartPole-v1'
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from podracer_jit.cli import envs
 from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import take_apart
-from podracer_jit.run.commands import envs
 from tests.envs.test_jax_envs import steps_of
 
 if importlib.util.find_spec('mujoco_playground') is None:

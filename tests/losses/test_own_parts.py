@@ -14,18 +14,12 @@ from absl import flags
 
 import podracer_jit
 from podracer_jit.agents import networks, optimizers
-from podracer_jit.run import (
-    command_line,
-    evaluation,
-    journal,
-    life,
-    session,
-    stopping,
-    train,
-    trial,
-    workdirs,
-)
-from podracer_jit.run.resolve import resolve
+from podracer_jit.experiment import flags as command_line
+from podracer_jit.experiment import trial
+from podracer_jit.experiment.resolve import resolve
+from podracer_jit.play import evaluation
+from podracer_jit.training import life, session, stopping, train
+from podracer_jit.workdir import journal, workdirs
 from tests.runs import changed, fresh, prepared, run, small
 from tests.tiers import essential
 

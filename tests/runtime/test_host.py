@@ -19,7 +19,7 @@ TRAIN = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=Fal
 WITH_CACHE = """
 import os, sys
 import jax
-from podracer_jit.run import main
+from podracer_jit.cli import main
 os.environ['XDG_CACHE_HOME'] = {cache!r}
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
 sys.argv[0] = 'podracer_jit'

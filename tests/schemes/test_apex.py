@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from podracer_jit import experiment, loops, losses
+from podracer_jit.experiment.resolve import resolve
 from podracer_jit.learner import replay_updates
+from podracer_jit.play import evaluation
 from podracer_jit.replay import tree
-from podracer_jit.run import evaluation, train, workdirs
-from podracer_jit.run.resolve import resolve
+from podracer_jit.training import train
 from podracer_jit.types import Target, TrainState
+from podracer_jit.workdir import workdirs
 from tests.runs import changed, prepared, run, small
 from tests.workers import wrap
 

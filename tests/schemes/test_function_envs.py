@@ -9,7 +9,7 @@ from numpy.testing import assert_array_equal
 from podracer_jit import loops
 from podracer_jit.actor import kept_envs
 from podracer_jit.envs import gymnax_envs
-from podracer_jit.run import build
+from podracer_jit.experiment import build
 from podracer_jit.schemes import fused
 from tests.runs import changed, fresh, initial_state, prepared, run_in_segments, small
 

@@ -13,9 +13,9 @@ from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari, apex_dqn_catch, impala_atari
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.experiment import build
 from podracer_jit.learner import rollout_updates
 from podracer_jit.learner.rollout_learner import RolloutLearner
-from podracer_jit.run import build
 from podracer_jit.runtime import channels, placement
 from tests.runs import changed, fresh, initial_state, prepared, run, small
 from tests.schemes import test_islands

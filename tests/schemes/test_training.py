@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from podracer_jit import loops
-from podracer_jit.run import build
+from podracer_jit.experiment import build
 from tests.runs import changed, initial_state, prepared, run, small
 from tests.workers import wrap
 

@@ -1,0 +1,370 @@
+"""Training, loading and evaluating from Python, without flags: `import podracer_jit as pj`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import signal
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+
+from podracer_jit.experiment import flags as command_line
+from podracer_jit.experiment import schema as config_lib
+from podracer_jit.experiment.resolve import placement_of, resolve
+from podracer_jit.parts import user_path
+from podracer_jit.play import evaluation
+from podracer_jit.play import video as video_lib
+from podracer_jit.play.agent import PARAMETERS, Agent, load_saved
+from podracer_jit.runtime import host
+from podracer_jit.runtime.output import complain
+from podracer_jit.training import life, machines, periodic, seeds, session, stopping
+from podracer_jit.training.callbacks import Callback, Callbacks
+from podracer_jit.workdir import journal
+
+Config = ml_collections.ConfigDict | ml_collections.FrozenConfigDict | Mapping[str, Any] | str
+
+
+def load_config(location: str) -> ml_collections.ConfigDict:
+  """Returns the config that --config=LOCATION names, to change and to train.
+
+  Args:
+    location: the path of a config file, or the name of a shipped one, with its argument after a
+      colon: 'ppo_cartpole', 'mine.py', 'ppo_cartpole:smoke'.
+
+  Raises:
+    ValueError: there is none, or its file fails.
+  """
+  with command_line.one_line_errors():
+    return command_line.load_config(location)
+
+
+def choose(config: ml_collections.ConfigDict, section: str, name: str) -> None:
+  """Puts another part into a config, with the part's options and their defaults.
+
+  Args:
+    config: the config to change.
+    section: 'loss', 'network' or 'optimizer'.
+    name: the name of a shipped part, or 'module:Class' of your own.
+
+  Raises:
+    ValueError: there is no such section or part.
+  """
+  if section not in config_lib.CHOICES:
+    raise ValueError(f'section: must be one of {", ".join(config_lib.CHOICES)}, got {section!r}')
+  with config.unlocked():
+    config_lib.choose(config, section, name)
+
+
+def prepare(config: Config) -> None:
+  """Makes the settings that JAX reads when it starts; for programs that use JAX before they train.
+
+  `train` does this itself. The number of JAX's threads belongs to an experiment: it changes
+  rounding.
+
+  Args:
+    config: the config of the run; its `placement.xla_threads` counts.
+
+  Raises:
+    ValueError: JAX has started with other settings, or the placement is wrong.
+  """
+  place = placement_of(_mapping(config))
+  host.prepare_host_for_any(place)
+  host.prepare_host(place)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+  """The result of `train`."""
+
+  workdir: Path
+  finished: bool  # total_steps are reached; False if a callback has stopped the run
+  _modules: Collection[str] = dataclasses.field(default=(), repr=False)  # of the user's own parts
+
+  @property
+  def update(self) -> int:
+    """Updates done."""
+    return self.metrics[-1]['update']
+
+  @property
+  def steps(self) -> int:
+    """Valid agent steps learned from."""
+    return self.metrics[-1]['steps']
+
+  @functools.cached_property
+  def metrics(self) -> list[dict[str, Any]]:
+    """The metrics of all updates of the run, in order, as in metrics.jsonl."""
+    return journal.read_lines(self.workdir / journal.METRICS)
+
+  @functools.cached_property
+  def agent(self) -> Agent:
+    """The agent of the newest checkpoint."""
+    return load(self.workdir, allow_modules=self._modules)
+
+
+def train(config: Config, workdir: str | Path, *,
+          callbacks: Sequence[Callback | Callable[[Mapping[str, Any]], Any]] = (),
+          init_from: str | Path | None = None, init_parts: Sequence[str] | None = None,
+          init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
+          repeat: str | Path | None = None, profile_dir: str | Path | None = None,
+          quiet: bool = False) -> Trained:
+  """Trains in this process, with the same bits as the command; goes on with a run in the workdir.
+
+  Ctrl-C ends the run at its next update, saves it, and then raises KeyboardInterrupt. The same call
+  then goes on with the run. SIGTERM and SIGHUP also end and save the run, and then have their usual
+  effect. Before the training begins, and at a second signal, nothing is saved.
+
+  To train with several processes, use `podracer_jit launch`.
+
+  Args:
+    config: a whole config, from `load_config` or `config`, or a name for `load_config`.
+    workdir: a folder for checkpoints and metrics.
+    callbacks: functions, called with the metrics of each update, and instances of `Callback`.
+    init_from: a workdir; a new run begins with the newest state of that run.
+    init_parts: the parts to take from `init_from`; see --init_parts.
+    init_partly: parameters and other arrays that do not fit begin anew.
+    extend: goes on in the workdir with a larger total_steps.
+    change: fields that may differ from the workdir's config.
+    repeat: a workdir; this run ends its segments at the same updates as the run there.
+    profile_dir: a folder for a jax.profiler trace of a few updates.
+    quiet: prints nothing but warnings.
+
+  Returns:
+    The result; its `agent` and `metrics` are read from the workdir on first use.
+
+  Raises:
+    ValueError: the config, the workdir or another argument is wrong; nothing was started.
+    OSError: the workdir cannot be written to.
+    CallbackFailed: a callback has raised an exception, which is the cause.
+    KeyboardInterrupt: Ctrl-C.
+    loops.Stuck: the run has failed, or Ctrl-C came twice, and threads, which the message names, did
+      not end. They stay until the process ends.
+    Exception: the run has failed; the message or a note names the last good checkpoint.
+  """
+  all_callbacks = Callbacks(callbacks)
+  fields = _start(config)
+  folder = user_path(workdir)
+  options = life.make_life(init_from, init_parts, init_partly, extend, change, repeat)
+
+  def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
+    cluster = stack.enter_context(machines.joined(fields))
+    prepare(fields)
+    return session.opened(resolve(fields), folder, options, cluster)
+
+  opened, finished = _train(opening, quiet, callbacks=all_callbacks,
+                            profile_dir=_text(profile_dir))
+  return _trained(opened, finished) if opened else Trained(folder, finished=False)
+
+
+def train_seeds(config: Config, workdir: str | Path, num_seeds: int, *,
+                init_from: str | Path | None = None, init_parts: Sequence[str] | None = None,
+                init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
+                profile_dir: str | Path | None = None, quiet: bool = False) -> list[Trained]:
+  """Trains several seeds at once, in one vmapped program; goes on with those in the workdir.
+
+  It is for environments that are JAX functions and a scheme that is one program, on one device.
+  The last bits of a seed are not those of its run alone. Signals are treated as by `train`.
+
+  Args:
+    config: as of `train`; the seeds are its seed and those that follow.
+    workdir: a folder; each seed has a workdir in it, such as seed1.
+    num_seeds: number of seeds.
+    init_from: as of `train`; all seeds begin with this state.
+    init_parts: as of `train`.
+    init_partly: as of `train`.
+    extend: as of `train`.
+    change: as of `train`.
+    profile_dir: as of `train`.
+    quiet: as of `train`.
+
+  Returns:
+    The result of each seed, in order.
+
+  Raises:
+    ValueError: as of `train`; or these seeds cannot be trained at once.
+    OSError: a workdir cannot be written to.
+    KeyboardInterrupt: Ctrl-C.
+    Exception: the run has failed; the message says where the checkpoints are.
+  """
+  fields = _start(config)
+  options = life.make_life(init_from, init_parts, init_partly, extend, change)
+
+  def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
+    del stack
+    prepare(fields)
+    return seeds.opened(fields, num_seeds, user_path(workdir), options)
+
+  opened, finished = _train(opening, quiet, profile_dir=_text(profile_dir))
+  return [_trained(each, finished) for each in opened.sessions] if opened else []
+
+
+def _start(config: Config) -> dict[str, Any]:
+  """Returns the config of a training in this process as plain values."""
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
+  if jax.distributed.is_initialized():
+    raise ValueError('train: is for one process; podracer_jit launch, or --distributed, starts a '
+                     'run of several')
+  return _mapping(config)
+
+
+def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextManager],
+           quiet: bool, **options: Any) -> tuple[Any, bool]:
+  """Opens a session and trains it.
+
+  Whenever a signal comes, it has its usual effect once the workdir is closed again.
+
+  Args:
+    opening: returns a context of a `session.Session`, or of `seeds.Seeds`. What it enters in the
+      stack is left after the training.
+    quiet: prints nothing but warnings.
+    **options: of its `train`.
+
+  Returns:
+    The session, whose workdir is closed again, and whether total_steps are reached. The session is
+    None if a signal came before it was opened, and the program's own handler has returned.
+  """
+  began_s = time.perf_counter()
+  opened = None
+  finished = False
+  with stopping.handled(leave=_interrupt) as stop:
+    try:
+      with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(opening(stack))
+        if not quiet:
+          for note in opened.notes:
+            complain(f'podracer_jit: {note}')
+        stop.begin_training()
+        finished = opened.train(stop, quiet=quiet, began_s=began_s, **options)
+    except KeyboardInterrupt:
+      if stop.signal is None:
+        raise
+  if stop.signal is not None:
+    # The program's own handlers are in place again; Python's raises KeyboardInterrupt for Ctrl-C.
+    signal.raise_signal(stop.signal)
+  return opened, finished
+
+
+def _text(path: str | Path | None) -> str | None:
+  return None if path is None else str(user_path(path))
+
+
+def _trained(opened: session.Session, finished: bool) -> Trained:
+  modules = config_lib.modules(opened.run.experiment.fields)
+  return Trained(opened.workdir, finished, tuple(modules.values()))
+
+
+def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,
+         allow_modules: Collection[str] = ()) -> Agent:
+  """Returns the agent of a run, or one that `Agent.save` has written.
+
+  Args:
+    path: a workdir, or the folder of a saved agent.
+    update: the update of the checkpoint in the workdir; 'best': the checkpoint with the best
+      evaluation (`eval.every_updates`); None: the newest whole checkpoint.
+    seed: seeds the actions that the agent draws.
+    allow_modules: modules, or .py files, of your own parts that may be imported if the config
+      there names them. Importing a module runs it.
+
+  Raises:
+    ValueError: there is no such agent, or its config names modules that are not allowed.
+  """
+  path = user_path(path)
+  allowed = config_lib.allowed_modules(allow_modules)
+  if (path / PARAMETERS).exists():
+    if update is not None:
+      raise ValueError(f'update: is for workdirs; {path} is a saved agent')
+    return load_saved(path, seed, allowed)
+  if update == 'best':
+    update = periodic.best_update(path)
+  if not (update is None or isinstance(update, int)):
+    raise ValueError(f"update: must be a number or 'best', got {update!r}")
+  experiment = evaluation.read_experiment(path, allowed, update)
+  host.prepare_host_for_any(experiment.placement)
+  agent = Agent(experiment, evaluation.restore(path, experiment, update), seed)
+  note = evaluation.broken_note(path, agent.update) if update is None else ''
+  if note:
+    complain(f'podracer_jit: {note}')
+  return agent
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """Whole episodes of an agent."""
+
+  task: str
+  returns: list[float]  # of the episodes
+  lengths: list[int]  # in steps
+  # Of the returns 'mean', 'standard_error' (None with one episode), 'min', 'median', 'max',
+  # 'mean_length', and for Atari 'human_normalised'. If returns are not finite, the mean is None,
+  # and there is an 'error'.
+  statistics: dict[str, Any]
+  video: Path | None = None  # the video that was written
+
+
+def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed: int = 1,
+             greedy: bool = False, max_steps: int = 108_000, video: str | Path | None = None,
+             env: Mapping[str, Any] | None = None) -> Evaluation:
+  """Plays whole episodes; the results, and the video, are those of the verb `evaluate`.
+
+  Nothing but the video is written.
+
+  Args:
+    agent: the agent that plays.
+    num_episodes: number of episodes to play.
+    num_envs: environments of the evaluation; each plays the same number of episodes.
+    seed: seeds the environments and the drawn actions, whose streams are not those of training. A
+      seed of EnvPool or of JAX functions is never one of training; one of Gymnasium may be, by
+      chance.
+    greedy: takes the most likely action instead of drawing one.
+    max_steps: most steps of an episode; some tasks have no limit of their own.
+    video: films one more episode: a path that ends in .mp4 or .gif, relative to the current folder;
+      'mp4' and 'gif' write video.mp4 and video.gif there. Missing folders are made, and an older
+      file is replaced.
+    env: options of the task that differ from those of the run, such as {'max_episode_steps': 50}.
+
+  Raises:
+    ValueError: an argument is out of range, the task has no pictures, or no such option.
+    OSError: the video cannot be written.
+    RuntimeError: an episode is longer than max_steps, or an environment has failed.
+  """
+  counts = dict(num_episodes=num_episodes, num_envs=num_envs, max_steps=max_steps)
+  for name, value in counts.items():
+    if value < 1:
+      raise ValueError(f'{name}: must be at least 1, got {value}')
+  if not 0 <= seed < 2**31:
+    raise ValueError(f'seed: must be from 0 to 2^31 - 1, got {seed}')
+  movie = None if video is None else video_lib.chosen_path('video', video, Path())
+  player = evaluation.with_options(agent.player, agent.experiment, env or {})
+  player = evaluation.greedy(player) if greedy else player
+  num_envs = min(num_envs, num_episodes)
+  if movie:
+    # Before the evaluation, whose results an error would lose.
+    movie.parent.mkdir(parents=True, exist_ok=True)
+    video_lib.film(player, movie, seed, num_envs, max_steps)
+  episodes = evaluation.play(player, num_episodes, num_envs, seed, max_steps)
+  return Evaluation(agent.task, episodes.returns, episodes.lengths,
+                    evaluation.statistics(agent.task, episodes), movie)
+
+
+def _mapping(config: Config) -> dict[str, Any]:
+  """Returns a config as plain values.
+
+  Raises:
+    ValueError: it is not a config, or there is no config of that name.
+  """
+  if isinstance(config, str):
+    config = load_config(config)
+  if isinstance(config, Mapping | ml_collections.ConfigDict):
+    return config_lib.plain(config)
+  raise ValueError(f'config: must be a ConfigDict, a mapping or a name, got {config!r}')
+
+
+def _interrupt() -> None:
+  """Handles a signal that comes before there is anything to save."""
+  raise KeyboardInterrupt

@@ -1,0 +1,1 @@
+"""The program `podracer_jit`: a module for each verb."""

@@ -1,0 +1,173 @@
+"""Compares two runs bit by bit and shows their first difference.
+
+  podracer_jit compare runs/a runs/b
+  podracer_jit compare --deep runs/a runs/b
+
+The command compares the receipts of both runs, which have a fingerprint of every update's batch and
+parameters. It prints the fields in which the configs differ, changes of the config that only one
+run made (--extend, --change), other runs that they began with (--init_from), files of your own
+modules that differ or have changed on the way, and both learning curves side by side.
+
+With --deep the command repeats the first differing update of both runs, each with its run's
+placement. It prints the array that differs first (of the rollout, a gradient, the optimizer's state
+or the parameters), and by how many units in the last place. This needs the checkpoint before the
+update's segment.
+
+If the config of a run names modules of its own, --deep needs --allow_modules=mine, since it runs
+them.
+
+Exit code: 0 if all common updates are identical, 1 if some differ, 2 if there is nothing to
+compare, or receipts are missing or garbled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from podracer_jit.options import printable, shorten
+from podracer_jit.parts import user_path
+from podracer_jit.runtime.output import complain
+from podracer_jit.workdir import checkpoint, history, journal, sources, workdirs
+
+ROWS = 10  # of the learning curves
+_CURVE = dict(update=int, steps=int, episode_return=float | None)  # of a line of metrics.jsonl
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command; returns its exit code."""
+  if set(argv[1:]) & {'-h', '--help'}:
+    print(__doc__)
+    return 0
+  options = [arg for arg in argv[1:] if arg.startswith('-')]
+  args = [arg for arg in argv[1:] if not arg.startswith('-')]
+  allowed = [arg.partition('=')[2] for arg in options if arg.startswith('--allow_modules=')]
+  wants_deep = '--deep' in options
+  if len(args) != 2 or len(options) != wants_deep + len(allowed):
+    print('podracer_jit compare: two workdirs are needed: podracer_jit compare runs/a runs/b',
+          file=sys.stderr)
+    return 2
+  try:
+    folders = [user_path(arg) for arg in args]
+    configs = [workdirs.read_fields(folder) for folder in folders]
+    histories = [workdirs.read_history(folder) for folder in folders]
+    kept = [sources.read(folder) for folder in folders]
+    receipts = [journal.read_receipts(folder) for folder in folders]
+    curves = [journal.read_lines(folder / journal.METRICS, _CURVE) for folder in folders]
+    if not receipts[0].by_update.keys() & receipts[1].by_update.keys():
+      raise ValueError('the runs have no update in common')
+  except (ValueError, OSError) as error:
+    complain(f'podracer_jit compare: {" ".join(str(error).split())}')
+    return 2
+  verdict, different = compare(*(side.by_update for side in receipts))
+  incomplete = [f'{name}: {folder / journal.RECEIPTS}: {problem}'
+                for name, folder, side in zip('AB', folders, receipts, strict=True)
+                for problem in [*side.problems, *_missing_at_the_end(folder, side)]]
+  if incomplete and different is None:
+    verdict = f'unknown, since receipts are missing; the existing receipts: {verdict}'
+  try:
+    for line in [*config_differences(*configs), *history.differences(*histories),
+                 *sources.differences(*kept),
+                 *header_differences(*(side.headers for side in receipts)), *incomplete]:
+      print(printable(line))
+    print(verdict)
+    if wants_deep and different is not None:
+      sys.stdout.flush()
+      # Imported here because reading receipts does not need NumPy.
+      from podracer_jit.cli import deep
+      modules = [name for names in allowed for name in names.split(',')]
+      print(*map(printable, deep.differences(folders, different, modules)), sep='\n')
+    print_curves(*curves)
+    sys.stdout.flush()
+  except ValueError as error:
+    complain(f'podracer_jit compare: {" ".join(str(error).split())}')
+    return 2
+  except BrokenPipeError:  # as in `podracer_jit compare a b | head`
+    complain(f'podracer_jit compare: the output was cut; {verdict}')
+    raise
+  if different is not None:
+    return 1
+  return 2 if incomplete else 0
+
+
+def _missing_at_the_end(workdir: Path, receipts: journal.Receipts) -> list[str]:
+  """Returns a line if a checkpoint has an update after the last receipt."""
+  last = max(receipts.by_update)
+  saved = max(checkpoint.saved_updates(workdir), default=0)
+  return [f'no line of {last + 1} to {saved}'] if saved > last else []
+
+
+def config_differences(config_a: dict, config_b: dict) -> list[str]:
+  """Returns a line for each different field; placement and logs do not count."""
+  differences = workdirs.differences(config_a, config_b, ('in A', 'in B'))
+  return [f'config: {line}' for line in differences]
+
+
+def header_differences(headers_a: Sequence[dict], headers_b: Sequence[dict]) -> list[str]:
+  """Returns lines about other causes of a difference: rounding, versions, ends of segments."""
+  lines = []
+  for a, b in zip(headers_a, headers_b, strict=False):
+    where = f'segment {a["segment"]}: '
+    if a.get('canary') != b.get('canary'):
+      lines.append(f'{where}the machines round differently: the same gradient has the fingerprint '
+                   f'{shorten(str(a.get("canary")))} in A and {shorten(str(b.get("canary")))} in B')
+    lines += [f'{where}{shorten(name)} was {shorten(str(was))} in A and {shorten(str(now))} in B'
+              for name, was, now in _version_pairs(a, b) if was != now]
+    if a['first_update'] != b['first_update']:
+      lines.append(f'{where}begins with update {a["first_update"]} in A and '
+                   f'{b["first_update"]} in B: other episodes from there on')
+      break
+  return lines
+
+
+def _version_pairs(a: dict, b: dict) -> list[tuple[str, Any, Any]]:
+  """Returns the names of packages in either header of a segment, and both versions of each."""
+  versions_a, versions_b = (
+      header['versions'] if isinstance(header.get('versions'), dict) else {} for header in (a, b))
+  return [(name, versions_a.get(name), versions_b.get(name))
+          for name in sorted(versions_a.keys() | versions_b.keys())]
+
+
+def compare(receipts_a: dict[int, dict], receipts_b: dict[int, dict]) -> tuple[str, int | None]:
+  """Compares the receipts of two runs, by update.
+
+  Returns:
+    The verdict in words, and the first update that differs; None if there is none.
+  """
+  common = sorted(receipts_a.keys() & receipts_b.keys())
+  for update in common:
+    a = receipts_a[update]
+    b = receipts_b[update]
+    differ = [name for name in ('batch', 'params') if a[name] != b[name]]
+    if differ:
+      cause = {('batch', 'params'): "the actors' batch differs, and so do the parameters learned "
+                                    'from it',
+               ('params',): 'the batch is the same and the parameters differ: the cause is in the '
+                            'learner',
+               ('batch',): 'the batch differs; the parameters do not'}[tuple(differ)]
+      values = ', '.join(f'{name} {shorten(a[name])} in A, {shorten(b[name])} in B'
+                         for name in differ)
+      return f'differ at update {update}: {cause}\n  {values}', update
+
+  same_length = len(common) == len(receipts_a) == len(receipts_b)
+  verdict = 'identical' if same_length else 'identical as far as both go'
+  longer = [f'{name} goes on to update {max(receipts)}'
+            for name, receipts in (('A', receipts_a), ('B', receipts_b))
+            if max(receipts) > common[-1]]
+  return '; '.join([f'{verdict}: {len(common)} updates, batches and parameters', *longer]), None
+
+
+def print_curves(metrics_a: Sequence[dict], metrics_b: Sequence[dict]) -> None:
+  """Prints the mean returns side by side, at updates that both runs have."""
+  by_update = {record['update']: record for record in metrics_b}
+  pairs = [(record, by_update[record['update']]) for record in metrics_a
+           if record['update'] in by_update]
+  step = max(1, -(-len(pairs) // ROWS))
+  print(f'{"update":>8} {"steps":>12} {"return A":>10} {"return B":>10}')
+  # Counted from the end, so that the last update is among the rows.
+  for a, b in pairs[::-1][::step][::-1]:
+    values = (f'{"-" if x is None else f"{x:.2f}":>10}'
+              for x in (a['episode_return'], b['episode_return']))
+    print(f'{a["update"]:>8} {a["steps"]:>12,}', *values)

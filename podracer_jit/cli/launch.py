@@ -1,0 +1,129 @@
+"""Runs one training as several processes on this machine.
+
+  podracer_jit launch -n 2 -- --config=configs/impala_catch.py --config.num_shards=2 \\
+      --config.num_grad_shards=2 --workdir=runs/x
+
+Each process gets the flags after --. Device indices of the placement count the devices of one
+process: with -n 2 and one learner device, the learner mesh has two devices. SIGINT, SIGTERM and
+SIGHUP are passed on to the processes. If the launcher is killed, its processes get a SIGTERM. If a
+process fails, the others end, too. The command is for CPUs, since one process uses all GPUs of a
+machine.
+
+Exit code: 0 if all processes have finished, 3 if a signal has stopped them, 2 if the arguments are
+wrong; else the exit code of the process that failed first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+from podracer_jit.runtime import exit_codes
+from podracer_jit.runtime.output import say
+from podracer_jit.training import stopping
+
+# Loaded here, since little may be done between fork and exec, where it is used.
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+# The other processes notice a failure themselves and print it. After this time they are killed.
+GRACE_S = 25.0
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command; returns its exit code."""
+  before = argv[1:argv.index('--')] if '--' in argv else argv[1:]
+  if set(before) & {'-h', '--help'}:
+    print(__doc__)
+    return 0
+  if len(argv) < 5 or argv[1] != '-n' or not argv[2].isdigit() or argv[3] != '--' or argv[2] == '0':
+    print('podracer_jit launch: the number of processes and the flags of training are needed: '
+          'podracer_jit launch -n 2 -- --config=... --workdir=...', file=sys.stderr)
+    return 2
+  # Without -P, the current folder would come before all other modules in the processes.
+  safe = [] if {'', os.getcwd()} & set(sys.path) else ['-P']
+  count = int(argv[2])
+  command = [sys.executable, *safe, '-m', 'podracer_jit', *argv[4:]]
+
+  # The port stays bound until the end, so that no other launch gets it. Process 0 can still listen
+  # at it, since gRPC sets SO_REUSEPORT.
+  reserved = socket.socket()
+  reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+  reserved.bind(('127.0.0.1', 0))
+  port = reserved.getsockname()[1]
+  together = ['--distributed', f'--coordinator_address=127.0.0.1:{port}',
+              f'--num_processes={count}']
+  processes = [
+      subprocess.Popen([*command, *together, f'--process_id={i}'], stdout=subprocess.PIPE,
+                       stderr=subprocess.STDOUT, text=True, errors='replace',
+                       start_new_session=True,  # Otherwise Ctrl-C would reach them twice.
+                       preexec_fn=functools.partial(_stop_with_parent, os.getpid()))
+      for i in range(count)]
+  for number in stopping.numbers():
+    signal.signal(number, lambda number, frame: _send(processes, number))
+  readers = [threading.Thread(target=_print_lines, args=(i, p.stdout), daemon=True)
+             for i, p in enumerate(processes)]
+  for reader in readers:
+    reader.start()
+  code = _wait(processes)
+  # A child of a process may keep the pipe open, so the readers get a limited time to end.
+  for reader in readers:
+    reader.join(5.0)
+  reserved.close()
+  return code
+
+
+def _stop_with_parent(launcher: int) -> None:
+  """Has the kernel send SIGTERM to this process when the launcher ends, however it ends.
+
+  Args:
+    launcher: its process id. If it has ended before the call, this process ends, too.
+  """
+  _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+  if os.getppid() != launcher:
+    os._exit(exit_codes.INTERRUPTED)
+
+
+def _print_lines(i: int, lines: IO[str]) -> None:
+  """Prints the lines of process i, with its index before each."""
+  for line in lines:
+    say(f'[{i}] {line.rstrip()}')
+
+
+def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
+  """Sends a signal to the processes that still run."""
+  for process in processes:
+    if process.poll() is None:
+      process.send_signal(number)
+
+
+def _wait(processes: Sequence[subprocess.Popen]) -> int:
+  """Waits for all processes; kills the others GRACE_S after one has failed.
+
+  Returns:
+    The exit code of the process that failed first, or else of a process that was stopped, or 0.
+  """
+  code = 0
+  deadline = float('inf')
+  while any(process.poll() is None for process in processes):
+    time.sleep(0.1)
+    failed = {i: p.returncode for i, p in enumerate(processes)
+              if p.poll() not in (None, exit_codes.FINISHED, exit_codes.STOPPED)}
+    if failed and not code:
+      # Exit codes of signals are negative. A killed process counts before the processes that failed
+      # because of it.
+      i = min(failed, key=failed.get)
+      code = failed[i]
+      deadline = time.monotonic() + GRACE_S
+      say(f'[{i}] ended with exit code {code}; the others cannot go on')
+    if time.monotonic() > deadline:
+      _send(processes, signal.SIGKILL)
+  return abs(code or next((p.returncode for p in processes if p.returncode), 0))

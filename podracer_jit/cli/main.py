@@ -1,0 +1,99 @@
+"""The program `podracer_jit`: `podracer_jit VERB ...` runs a verb, `--config=...` alone trains."""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from podracer_jit.runtime import exit_codes
+from podracer_jit.runtime.output import complain, give_up_lost_streams
+from podracer_jit.training import stopping
+
+VERBS = {
+    'train': 'train, as without a verb',
+    'evaluate': 'play whole episodes with the newest checkpoint of a run',
+    'export': 'write an agent for programs that do not have this package',
+    'compare': 'tell whether two runs are the same to the last bit',
+    'rerun': 'repeat one update of a run and write its rollout',
+    'tune': 'find the fastest placement on this machine',
+    'benchmark': 'measure each part of an experiment, and where the time goes',
+    'launch': 'train with several processes on this machine',
+    'configs': 'list the configs of the package',
+    'envs': 'list the tasks of all kinds of environments',
+}
+HELP = """Trains, or runs a verb:
+
+  podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong
+  podracer_jit --config=pong_laptop --help    lists the fields of a config
+  podracer_jit evaluate --workdir=runs/pong
+
+Verbs (podracer_jit VERB --help explains each):
+
+""" + '\n'.join(f'  {verb:10} {meaning}' for verb, meaning in VERBS.items())
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the verb that is the first argument, or trains; returns the exit code."""
+  began_s = time.perf_counter()
+  first = argv[1] if len(argv) > 1 else ''
+  if first == 'train':
+    return _train([f'podracer_jit {first}', *argv[2:]], began_s)
+  if first in VERBS:
+    with stopping.handled():
+      command = importlib.import_module(f'podracer_jit.cli.{first}')
+    return command.main([f'podracer_jit {first}', *argv[2:]])
+  if first and not first.startswith('-'):
+    print(f'podracer_jit: {_no_command(first)}', file=sys.stderr)
+    return 2
+  names = {arg.partition('=')[0] for arg in argv[1:]}
+  if names & {'-h', '-help', '--help'} and not names & {'-config', '--config'}:
+    print(f'{HELP}\n')
+  return _train(argv, began_s)
+
+
+def _train(argv: Sequence[str], began_s: float) -> int:
+  """Trains; see `commands.train.main`."""
+  with stopping.handled():
+    # Imported here because other verbs need not wait for JAX.
+    from podracer_jit.cli import train
+  return train.main(argv, began_s)
+
+
+def run() -> None:
+  """Runs the installed command."""
+  # JAX makes a great many small objects while it traces, and nearly all of them stay. Fewer
+  # collections save a tenth of the time of a short command.
+  gc.set_threshold(50_000, 20, 50)
+  try:
+    code = main(sys.argv)
+    stopping.ignore()
+    sys.stdout.flush()
+  except BrokenPipeError:  # as in `podracer_jit envs | head`
+    code = 128 + signal.SIGPIPE
+  except KeyboardInterrupt:
+    complain('podracer_jit: interrupted')
+    code = exit_codes.INTERRUPTED
+  give_up_lost_streams()
+  if code == exit_codes.FAILED:
+    # A normal exit would let libraries print errors about open resources below the message.
+    os._exit(code)
+  # The interpreter looks for unreachable objects as it ends: almost a second with JAX's objects.
+  gc.freeze()
+  sys.exit(code)
+
+
+def _no_command(word: str) -> str:
+  """Returns the error message for an unknown verb, with a similar one if there is one."""
+  if Path(word.partition(':')[0]).suffix == '.py':
+    return f'{word}: no such command; to train with this config: podracer_jit --config={word}'
+  near = difflib.get_close_matches(word, VERBS, n=1)
+  if near:
+    return f'{word}: no such command; did you mean {near[0]}?'
+  return f'{word}: no such command; there are {", ".join(VERBS)}'

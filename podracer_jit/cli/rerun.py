@@ -1,0 +1,248 @@
+"""Repeats one update of a run, from the checkpoint before its segment, and writes its rollout.
+
+  podracer_jit rerun --workdir=runs/pong --update=1234
+  podracer_jit rerun --workdir=runs/pong --update=1234 --env=3
+
+The command runs on one device, whatever devices the run had, and checks each update on the way
+against the run's receipts. It writes the rollout to WORKDIR/update_1234.npz (time-major arrays,
+named as in types.Rollout) and the observations of environment --env to WORKDIR/update_1234.mp4.
+
+Exit code: 0, 1 if an update differs from its receipt or something failed, 2 if it could not start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from podracer_jit import loops
+from podracer_jit.envs import frames
+from podracer_jit.envs.protocol import environment_failure
+from podracer_jit.experiment import build
+from podracer_jit.experiment import schema as config
+from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.resolve import changed, resolve
+from podracer_jit.numerics.fingerprints import as_hex, canary
+from podracer_jit.options import printable, shorten
+from podracer_jit.parts import user_path
+from podracer_jit.play import video
+from podracer_jit.runtime import host, placement
+from podracer_jit.runtime.output import complain
+from podracer_jit.types import Rollout, TrainState
+from podracer_jit.workdir import (
+  checkpoint,
+  history,
+  journal,
+  manifest,
+  sources,
+  workdirs,
+)
+
+
+class Differs(RuntimeError):
+  """Raised if a repeated update differs from its receipt."""
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command; returns its exit code."""
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
+  values = flags.FlagValues()
+  flags.DEFINE_string('workdir', None, 'The workdir of the run.', flag_values=values)
+  flags.DEFINE_integer('update', None, 'The update to repeat.', flag_values=values)
+  flags.DEFINE_integer('env', 0, 'The environment whose observations are filmed.',
+                       flag_values=values)
+  flags.DEFINE_list('allow_modules', [], config.ALLOW_MODULES, flag_values=values)
+  flags.DEFINE_bool('help', False, 'Show this.', short_name='h', flag_values=values)
+  try:
+    arguments = values(list(argv))
+    if values.help:
+      print(f'{__doc__}\n{values.get_help()}')
+      return 0
+    workdir = _check(values, arguments)
+    experiment = one_device_experiment(workdir, config.allowed_modules(values.allow_modules),
+                                       values.update)
+    _check_env(values.env, experiment)
+    headers, receipts, _ = journal.read_receipts(workdir)
+    header = header_of(headers, receipts, values.update)
+    host.prepare_host(experiment.placement)
+    run = build.make_run(experiment)
+    state, envs = state_before(run, workdir, header)
+    note = sources.change_since(workdir, config.sources(experiment.fields), values.update)
+    if note:
+      complain(f'podracer_jit rerun: {note}')
+  except (ValueError, OSError, flags.Error) as error:
+    complain(f'podracer_jit rerun: {" ".join(str(error).split())}')
+    return 2
+  try:
+    if header['canary'] != canary():
+      complain('podracer_jit rerun: this machine rounds differently from the machine of the run, '
+               'so updates may differ')
+    rollout = rerun(run, state, envs, header['segment'], values.update, receipts)
+    _write(rollout, workdir / f'update_{values.update}', values.env, run)
+  except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
+    message = environment_failure(error) or f'{type(error).__name__}: {error}'
+    complain(f'podracer_jit rerun: {message}')
+    return 1
+  return 0
+
+
+def _check(values: flags.FlagValues, arguments: Sequence[str]) -> Path:
+  """Checks the flags and that there are no other arguments; returns the workdir."""
+  if arguments[1:]:
+    raise ValueError(f'{arguments[1]}: not a flag; flags begin with --')
+  if not values.workdir or values.update is None:
+    raise ValueError('--workdir and --update are needed: '
+                     'podracer_jit rerun --workdir=runs/pong --update=10')
+  return user_path(values.workdir)
+
+
+def one_device_experiment(workdir: Path, allow_modules: Collection[str] = (),
+                          update: int | None = None) -> Experiment:
+  """Returns the experiment of a run on one device, with a scheme that has a separate learner.
+
+  The learner's inputs are then the rollouts.
+
+  Args:
+    workdir: the workdir of the run.
+    allow_modules: modules of a user's own parts that may be imported if the config names them.
+    update: the update to repeat, since the config may have changed during the run. None: returns
+      the newest experiment.
+
+  Raises:
+    ValueError: there is no run, or it cannot be repeated on one device.
+  """
+  fields = workdirs.read_config(workdir, allow_modules, update)
+  try:
+    experiment = resolve(fields)
+  except ValueError as error:
+    raise ValueError(f'--workdir: config.json of {workdir}: {shorten(str(error), 600)}') from None
+  workdirs.check_layout(workdir, experiment)
+  if not experiment.exact_reduce:
+    raise ValueError('the run has exact_reduce = False, so its bits depend on its devices')
+  if not experiment.deterministic:
+    raise ValueError(f'{experiment.non_deterministic_setting} is not deterministic, so updates of '
+                     'the run cannot be repeated')
+  place = config.ONE_DEVICE | {'actor_platform': experiment.placement.actor_platform}
+  # These two schemes give the same bits as all others with the same lag.
+  return changed(experiment, scheme='cleanba' if experiment.scheme.lag else 'sync', placement=place)
+
+
+def _check_env(env: int, experiment: Experiment) -> None:
+  """Raises ValueError if the run has no environment of this index."""
+  if not 0 <= env < experiment.env.num_envs:
+    raise ValueError(f'--env: must be from 0 to {experiment.env.num_envs - 1}, got {env}')
+
+
+def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int) -> dict:
+  """Returns the header of the segment that holds the update.
+
+  Raises:
+    ValueError: the update has no receipt.
+  """
+  if update not in receipts:
+    raise ValueError(f'--update: there is no receipt of update {update}; the receipts are of '
+                     f'updates 1 to {max(receipts, default=0)}')
+  return max((h for h in headers if h['first_update'] <= update), key=lambda h: h['first_update'])
+
+
+def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainState, Any | None]:
+  """Returns the train state that a segment began with, and the state of its environments.
+
+  The environments' state is None if they began anew.
+
+  Raises:
+    ValueError: the checkpoint before the segment is missing or broken.
+  """
+  before = header['first_update'] - 1
+  initial = run.initial_state()
+  origin = history.origin_of(workdirs.read_history(workdir))
+  if before == 0 and origin is None:
+    return build.allocated(run, initial, None)
+  existing = checkpoint.saved_updates(workdir)
+  if before == 0 and before not in existing:
+    raise ValueError(f'--update: the run began with the state of another run, and its checkpoint '
+                     f'of update 0 is gone from {workdir}')
+  if before not in existing:
+    raise ValueError(f'--update: the checkpoint of update {before}, which is needed to repeat it, '
+                     f'is gone; the existing checkpoints are of {", ".join(map(str, existing))} '
+                     '(checkpoint.keep sets their number), and the first segment needs none')
+  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
+    try:
+      state, _ = saved.restore(initial._replace(replay=run.learner.replay_shapes()), before)
+      envs = saved.restore_envs(build.kept_env_shapes(run), before)
+    except checkpoint.Broken as error:
+      raise ValueError(f'--update: {error}') from None
+  if before == 0 and manifest.digest(state._replace(replay=None)) != origin.state_sha256:
+    raise ValueError(f'--update: the checkpoint of update 0 in {workdir} is not the state that the '
+                     'run began with')
+  return build.allocated(run, state, envs)
+
+
+def rerun(run: build.Run, state: TrainState, envs: Any, index: int, update: int,
+          receipts: Mapping[int, dict]) -> Rollout:
+  """Runs segment `index` from its state up to the update; returns the rollout of that update.
+
+  Args:
+    run: the run that the segment belongs to.
+    state: the train state that the segment began with; donated.
+    envs: the state of the environments that the segment began with; None if they began anew.
+    index: index of the segment.
+    update: the last update to make.
+    receipts: receipts of the run, by update; an update without a receipt is not checked.
+
+  Raises:
+    Differs: an update on the way differs from its receipt.
+  """
+  rollouts = []
+
+  def check(report):
+    metrics = jax.device_get(report.metrics)
+    for i in range(report.count):
+      receipt = dict(update=int(metrics['update'][i]), batch=as_hex(metrics['batch'][i]),
+                     params=as_hex(metrics['params'][i]))
+      expected = receipts.get(receipt['update'], receipt)
+      if receipt != expected:
+        raise Differs(f'update {receipt["update"]} differs from its receipt: {receipt}, the '
+                      f'receipt is {expected}')
+
+  def watched(worker: loops.Worker) -> loops.Worker:
+    def fire(carry, *batch):
+      if int(carry.train.update) == update - 1:
+        whole = placement.gather([item.value for item in batch], run.place.mesh)
+        rollouts.append(jax.device_get(whole))
+      return worker.fire(carry, *batch)
+    return worker._replace(fire=fire) if worker.name == 'learner' else worker
+
+  with build.segment(run, state, index, update - int(state.update), check,
+                     envs=envs) as segment:
+    loops.run([watched(worker) for worker in segment.workers])
+  return rollouts[0]
+
+
+def _write(rollout: Rollout, path: Path, env: int, run: build.Run) -> None:
+  """Writes a rollout as arrays and as a video.
+
+  Args:
+    rollout: the rollout to write.
+    path: the path of both files, without a suffix.
+    env: the environment to film.
+    run: the run of the experiment.
+  """
+  rollout = rollout._replace(obs=np.asarray(frames.stacks(rollout.obs)))
+  arrays = rollout._asdict() | rollout.episodes._asdict()
+  del arrays['episodes']
+  np.savez_compressed(path.with_suffix('.npz'), **arrays)
+  print(f'{path.with_suffix(".npz")}: the rollout of {path.name}, as its receipt says')
+  try:
+    video.write(path.with_suffix('.mp4'), rollout.obs[:, env],
+                run.experiment.env_options.get('gray_scale') is False, frame_rate=10)
+    print(f'{path.with_suffix(".mp4")}: what environment {env} saw')
+  except ValueError as error:
+    print(printable(str(error)))

@@ -1,0 +1,366 @@
+"""Checks that involve more than one part. They use the declarations of parts, never their names.
+
+All other checks are beside their fields (`options.option`, `problems` of a part).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from podracer_jit.agents import kinds
+from podracer_jit.envs import spaces
+from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.settings import EnvOptions
+from podracer_jit.learner.rollout_updates import num_microbatches
+from podracer_jit.losses.minibatches import ROWS, Unit
+from podracer_jit.options import INT32_MAX, Count, defaults, shown, uneven
+from podracer_jit.schemes.table import SCHEMES
+
+MAX_ACTORS = 4096  # of a process, each with a thread
+
+
+def problems(experiment: Experiment) -> Iterator[str]:
+  """Yields a line for each problem of an experiment; it begins with the field."""
+  yield from _too_large(experiment)
+  yield from _network(experiment)
+  yield from _algorithm(experiment)
+  yield from _placement(experiment)
+  yield from _cluster(experiment)
+  yield from _indivisible(experiment)
+  yield from _asynchronous(experiment)
+  for needs_replay in (experiment.scheme.replay, experiment.scheme.graph.replay):
+    if needs_replay not in (None, experiment.algorithm.learns_from_replay):
+      yield (f'scheme: {experiment.scheme_name} is for losses '
+             f'{"with" if needs_replay else "without"} a replay, loss.name is '
+             f'{experiment.loss_name}')
+  if experiment.algorithm.learns_from_replay:
+    yield from _replay(experiment)
+
+
+def _too_large(experiment: Experiment) -> Iterator[str]:
+  """Yields numbers that programs cannot count in 32 bits, and a number of threads too large."""
+  num_envs = experiment.env.num_envs
+  steps = experiment.unroll_length
+  rows = num_envs * (steps + 1)
+  if rows > INT32_MAX:
+    yield (f'unroll_length: the {steps} rows of env.num_envs = {num_envs} environments, and the '
+           f'observations after them, are {rows:,} in all; must be below 2^31')
+  if experiment.total_steps + rows > INT32_MAX:
+    yield (f'total_steps: with the {experiment.batch_rows} rows of the last update it must be '
+           f'below 2^31, got {experiment.total_steps}')
+  place = experiment.placement
+  if place.num_actors > MAX_ACTORS:
+    yield (f'placement.actors_per_device: {place.actors_per_device} actors on each of '
+           f'{len(place.actor_devices)} devices are {place.num_actors}; must be at most '
+           f'{MAX_ACTORS} in a process')
+  if not experiment.algorithm.learns_from_replay:
+    gradients = experiment.num_epochs * experiment.num_minibatches
+    if gradients > INT32_MAX:
+      yield (f'num_minibatches: {experiment.num_minibatches} in each of num_epochs = '
+             f'{experiment.num_epochs} are {gradients:,}; must be below 2^31')
+    return
+  replay = experiment.replay
+  drawn = replay.gradient_steps * replay.batch_size
+  if drawn > INT32_MAX:
+    yield (f'replay.gradient_steps: {replay.gradient_steps} with replay.batch_size = '
+           f'{replay.batch_size} draw {drawn:,} transitions; must be below 2^31')
+  # A replay has rows beyond its capacity that cannot be drawn, because their end or frames of their
+  # stacks are missing.
+  margin = steps + experiment.algorithm.n_step + experiment.spec.stack + 1
+  places = replay.capacity + num_envs * margin
+  if places > INT32_MAX:
+    yield (f'replay.capacity: {replay.capacity} transitions, and {margin} rows of env.num_envs = '
+           f'{num_envs} that cannot be drawn, are {places:,}; must be below 2^31')
+
+
+def _network(experiment: Experiment) -> Iterator[str]:
+  """Yields problems of the network with the algorithm and the task's observations."""
+  name = experiment.network_name
+  spec = experiment.spec
+  kind = experiment.algorithm.network_kind
+  torso = experiment.torso_options
+  role = kinds.provides(type(experiment.network))
+  if role != kind.role:
+    yield f'network.name: {experiment.loss_name} wants {kind.role}, {name} is {role}'
+    return
+  if not kind.takes_torso_options:
+    for field, only in (('core', 'none'), ('separate_critic', False)):
+      if getattr(torso, field) != only:
+        yield f'network.{field}: {experiment.loss_name} has no use for it; must be {only}'
+  if getattr(experiment.network, 'needs_parts', False):
+    if not any(part.is_image for part in spec.parts):
+      yield (f'network.name: {name} wants observations of several parts with an image among them; '
+             f'{spec.task} gives {spec.obs_shape}')
+    if experiment.normalise.obs:
+      yield f'normalise.obs: {name} scales images itself; must be False'
+  if getattr(experiment.network, 'needs_images', False):
+    if len(spec.obs_shape) != 3:
+      any_shape = [network for network, part in kinds.NETWORKS.items()
+                   if kinds.provides(part) == role
+                   and not getattr(part, 'needs_images', False)
+                   and not getattr(part, 'needs_parts', False)]
+      yield (f'network.name: {name} wants images, {spec.task} gives {spec.obs_shape}; '
+             f'{", ".join(any_shape)} takes any shape')
+    if experiment.normalise.obs:
+      yield f'normalise.obs: {name} scales images itself; must be False'
+
+
+def _algorithm(experiment: Experiment) -> Iterator[str]:
+  """Yields problems of the algorithm with optimizer, network and normalised quantities."""
+  name = experiment.loss_name
+  if experiment.optimizer.kl_target and not experiment.algorithm.measures_kl:
+    yield f'optimizer.kl_target: {name} does not measure the KL divergence; must be 0'
+  if not experiment.algorithm.learns_from_replay:
+    recurrent = experiment.torso_options.recurrent
+    unit = experiment.algorithm.minibatch_unit(recurrent)
+    if not isinstance(unit, Unit):
+      yield (f'loss.name: minibatch_unit of {name} must return minibatches.ENVIRONMENTS or '
+             f'minibatches.ROWS, got {shown(unit)}')
+    elif recurrent and unit is ROWS:
+      yield (f'network.core: {name} learns from single rows, and a recurrent network from rows in '
+             f'order; must be none, got {experiment.torso_options.core}')
+  if experiment.normalise.value and not experiment.algorithm.normalises_values:
+    yield f'normalise.value: {name} cannot learn normalised values; must be False'
+
+
+def _placement(experiment: Experiment) -> Iterator[str]:
+  """Yields problems of the scheme with the devices."""
+  place = experiment.placement
+  scheme = experiment.scheme
+  name = experiment.scheme_name
+  learners = place.learner_devices
+  if len(set(learners)) < len(learners) and not scheme.each:
+    yield f'placement.learner_devices: names a device twice, got {shown(learners)}'
+  fields = ('actor_devices', 'learner_devices', 'actors_per_device')
+  where = ', '.join(f'{field} = {shown(getattr(place, field))}' for field in fields)
+  # The message begins with the field that the user set, if only one differs from its default.
+  changed = [f'placement.{field}: scheme = ' for field in fields if place.differs(field)]
+  start = changed[0] if len(changed) == 1 else 'scheme: '
+  same = place.actor_devices == learners
+  if scheme.graph.one_program and experiment.spec.is_function:
+    if not (same and place.actors_per_device == 1):
+      yield (f'{start}{name} acts where it learns, so the actor devices are the learner devices, '
+             f'with an actor each; placement has {where}')
+  elif scheme.alone and not (same and place.num_actors == 1):
+    yield f'{start}{name} is on one device, with one actor; placement has {where}'
+  if scheme.colocated and not (same and place.actors_per_device == 1):
+    yield (f'{start}{name} makes rollouts where it makes gradients, so the actor devices are the '
+           f'learner devices, with an actor each; placement has {where}')
+  if scheme.each and place.num_actors % len(learners):
+    yield uneven(place.actor_count(), place.learner_count(len(learners))._replace(unit='worker'))
+  if scheme.graph.separate_updates and not experiment.exact_reduce:
+    yield f'exact_reduce: {name} always adds in a fixed order; must be True'
+
+
+def _cluster(experiment: Experiment) -> Iterator[str]:
+  """Yields problems of the scheme with actors on a cluster."""
+  place = experiment.placement
+  scheme = experiment.scheme
+  if not place.is_remote:
+    return
+  if scheme.deterministic or scheme.graph.one_program:
+    able = [name for name, other in SCHEMES.items()
+            if not (other.deterministic or other.graph.one_program)]
+    yield (f'placement.cluster: actors of {experiment.scheme_name} wait for the learner, so it '
+           f'must be none (machines: --distributed); {", ".join(able)} take '
+           f'{place.cluster}')
+  if place.actor_platform != 'auto':
+    yield (f'placement.actor_platform: on a cluster, placement.actor_gpus says where actors are; '
+           f'must be auto, got {place.actor_platform}')
+
+
+def _gradient_groups(experiment: Experiment) -> Count:
+  return Count('num_grad_shards', experiment.num_grad_shards,
+               experiment.differs('num_grad_shards'), 'gradient group')
+
+
+def _indivisible(experiment: Experiment) -> Iterator[str]:
+  """Yields the numbers that cannot be split evenly."""
+  num_envs = experiment.env.num_envs
+  groups = experiment.num_grad_shards
+  learners = len(experiment.placement.learner_devices)
+  envs_set = num_envs != defaults(EnvOptions)['num_envs']
+  envs = Count('env.num_envs', num_envs, envs_set, 'environment')
+  shards = Count('num_shards', experiment.num_shards, experiment.differs('num_shards'), 'shard')
+  gradient_groups = _gradient_groups(experiment)
+  for whole, divisor in ((envs, shards), (envs, gradient_groups),
+                         (gradient_groups, experiment.placement.learner_count(learners))):
+    if whole.number % divisor.number:
+      yield uneven(whole, divisor)
+  if experiment.algorithm.learns_from_replay:
+    return
+  unit = experiment.algorithm.minibatch_unit(experiment.torso_options.recurrent)
+  elements = num_envs // groups * unit.elements(experiment.unroll_length)
+  if elements % experiment.num_minibatches:
+    yield (f'num_minibatches: the {elements} minibatch elements of a gradient group cannot be '
+           f'split evenly into {experiment.num_minibatches} minibatches')
+
+
+def _small_minibatches(experiment: Experiment) -> Iterator[str]:
+  """Yields a line if the algorithm treats minibatches of so few rows in a way of its own."""
+  algorithm = experiment.algorithm
+  if algorithm.learns_from_replay:
+    return
+  unit = algorithm.minibatch_unit(experiment.torso_options.recurrent)
+  group_envs = experiment.env.num_envs // experiment.num_grad_shards
+  elements = group_envs * unit.elements(experiment.unroll_length)
+  # Where each worker has an update of its own, a minibatch is of its groups only.
+  updates = len(experiment.placement.learner_devices) if experiment.scheme.each else 1
+  epoch_rows = (experiment.num_grad_shards // updates * elements
+                * (experiment.unroll_length // unit.elements(experiment.unroll_length)))
+
+  def note(num_minibatches: int) -> str:
+    return algorithm.note_about_minibatches(epoch_rows // num_minibatches)
+
+  count = experiment.num_minibatches
+  if not note(count):
+    return
+  fewer = next((number for number in range(count - 1, 0, -1)
+                if elements % number == 0 and not note(number)), None)
+  field = 'num_minibatches' if fewer else 'unroll_length'
+  remedy = f'at most {fewer}' if fewer else 'longer, or env.num_envs larger'
+  yield (f'{field}: a minibatch (num_minibatches = {count}) has {epoch_rows // count} of the '
+         f'{epoch_rows} rows of an epoch: {note(count)}; for normalised ones it must be {remedy}')
+
+
+def notes(experiment: Experiment) -> Iterator[str]:
+  """Yields a line for each choice that was made by a rule and may not be what the user wants."""
+  yield from _images(experiment)
+  yield from _short_segments(experiment)
+  yield from _small_minibatches(experiment)
+  yield from _small_microbatches(experiment)
+
+
+def _images(experiment: Experiment) -> Iterator[str]:
+  """Yields a line for each image whose axes could be read in two ways."""
+  spec = experiment.spec
+  shapes = [part.shape for part in spec.parts if part.channels_last]
+  if spec.channels_last:
+    shapes.append(spec.obs_shape)
+  if not hasattr(experiment.network, 'parts' if spec.parts else 'channels_last'):
+    return
+  for shape in shapes:
+    if spaces.is_ambiguous(shape):
+      yield (f'env.task: images {shape} of {spec.task} are read as (height, width, channels), with '
+             f'{shape[-1]} channels last; if the channels are first, a wrapper must move them to '
+             'the end: numpy.moveaxis(obs, 0, -1)')
+
+
+def _short_segments(experiment: Experiment) -> Iterator[str]:
+  """Yields a line if some episodes may be longer than a segment, so that they never end.
+
+  A limit of less than two segments gives no line: most tasks end before their limit, and training
+  says so if no episode ends at all. Neither does the largest limit, which EnvPool's tasks without
+  one have.
+  """
+  limit = experiment.spec.max_episode_steps % INT32_MAX
+  steps = experiment.segment_steps
+  is_cut = not experiment.keeps_envs and experiment.total_steps > steps * experiment.env.num_envs
+  if is_cut and limit >= 2 * steps:
+    yield (f'checkpoint.every_updates: environments begin anew at each checkpoint, here after '
+           f'{steps:,} steps of each; episodes of {experiment.spec.task} may take {limit:,} steps, '
+           f'and a longer one than {steps:,} never ends; with '
+           f'{math.ceil(limit / experiment.unroll_length):,} or more all of them can end')
+
+
+def _small_microbatches(experiment: Experiment) -> Iterator[str]:
+  """Yields a line if a group's share of a minibatch has no divisor near `microbatch_rows`."""
+  most_rows = experiment.microbatch_rows
+  groups = experiment.num_grad_shards
+  rows = 1
+  if experiment.algorithm.learns_from_replay:
+    elements = experiment.replay.batch_size // groups
+    share = 'replay.batch_size / num_grad_shards'
+  else:
+    unit = experiment.algorithm.minibatch_unit(experiment.torso_options.recurrent)
+    rows = unit.network_rows(experiment.unroll_length)
+    elements = (experiment.env.num_envs // groups * unit.elements(experiment.unroll_length)
+                // experiment.num_minibatches)
+    steps = '' if unit.elements(2) == 1 else ' * unroll_length'
+    share = f'env.num_envs{steps} / num_grad_shards / num_minibatches'
+
+  def size(elements: int) -> int:
+    return elements // num_microbatches(elements, rows, most_rows)
+
+  most = most_rows // rows
+  if most_rows and 2 * size(elements) <= min(most, elements):
+    better = next(number for number in range(elements + 1, elements + most + 1)
+                  if 2 * size(number) > most)
+    yield (f'microbatch_rows: {most_rows} rows allow {most} elements in a pass of the network, but '
+           f'the {elements} elements of a group ({share}) are split evenly, so they take '
+           f'{elements // size(elements)} passes of {size(elements)}, which is slow; {better} '
+           f'elements would take {better // size(better)}, and microbatch_rows = '
+           f'{elements * rows} one')
+
+
+def _asynchronous(experiment: Experiment) -> Iterator[str]:
+  """Yields the fields that exclude asynchronous actors, which do not wait for all environments."""
+  size = experiment.env_batch
+  shard = experiment.env.num_envs // experiment.num_shards
+  if not size:
+    return
+  if experiment.spec.is_function or experiment.spec.calls_python:
+    yield (f'env_batch: all environments of {experiment.env.task} step together; must be 0, got '
+           f'{size}')
+  if shard % size or size >= shard:
+    yield (f'env_batch: must be 0, or a divisor of the {shard} environments of a shard below '
+           f'{shard}, got {size}')
+  if experiment.algorithm.learns_from_replay:
+    yield (f'env_batch: {experiment.loss_name} draws from a replay, which needs the rows of all '
+           'environments in order; must be 0')
+  if experiment.scheme.graph.one_program:
+    yield (f'env_batch: {experiment.scheme_name} waits for all environments; must be 0, got '
+           f'{size}')
+  if experiment.torso_options.recurrent:
+    yield (f'env_batch: a recurrent network (network.core = {experiment.torso_options.core}) '
+           f'needs all environments at once; must be 0, got {size}')
+  if experiment.normalise.reward:
+    yield ('env_batch: normalise.reward needs the returns of all environments in order; must be '
+           f'0, got {size}')
+
+
+def _replay(experiment: Experiment) -> Iterator[str]:
+  """Yields problems of the replay with the scheme, and fields that need rollouts."""
+  options = experiment.replay
+  scheme = experiment.scheme
+  name = experiment.loss_name
+  normalise = experiment.normalise
+  for field, value, only in (
+      ('num_epochs', experiment.num_epochs, 1),
+      ('num_minibatches', experiment.num_minibatches, 1),
+      ('normalise.obs', normalise.obs, False), ('normalise.reward', normalise.reward, False),
+      ('normalise.value', normalise.value, False)):
+    if value != only:
+      yield f'{field}: {name} draws from a replay; must be {only}, got {value}'
+  if experiment.spec.stack > 1 and options.eviction != 'fifo':
+    yield (f'replay.eviction: the frames of {experiment.spec.task} are stored once, in a ring; '
+           'must be fifo')
+  if options.capacity < experiment.batch_rows:
+    yield (f'replay.capacity: must be at least env.num_envs * unroll_length = '
+           f'{experiment.batch_rows}, got {options.capacity}')
+  groups = experiment.num_grad_shards
+  actors = experiment.placement.num_actors
+  gradient_groups = _gradient_groups(experiment)
+  for field in ('batch_size', 'capacity'):
+    number = getattr(options, field)
+    if number % groups:
+      is_set = number != defaults(type(options))[field]
+      yield uneven(Count(f'replay.{field}', number, is_set, 'transition'), gradient_groups)
+  if not scheme.graph.free_rates:
+    for field, only in (('params_every', 1), ('samples_per_insert', 0)):
+      if getattr(options, field) != only:
+        yield (f'replay.{field}: only with free rates of acting and learning; with '
+               f'{experiment.scheme_name} it must be {only}, got {getattr(options, field)}')
+    return
+  drawn = options.gradient_steps * options.batch_size
+  ratio = options.samples_per_insert
+  added = experiment.batch_rows // actors
+  # With a smaller tolerance actors and learner could wait for each other for ever.
+  if ratio and 2 * options.tolerance < drawn + ratio * added:
+    yield (f'replay.tolerance: must be at least {math.ceil((drawn + ratio * added) / 2)}, half of '
+           f'what a call draws ({drawn}) and a rollout allows ({ratio:g} x {added}), got '
+           f'{options.tolerance}')
+  if groups % actors:
+    yield uneven(gradient_groups._replace(unit='group with a replay of its own'),
+                 experiment.placement.actor_count())

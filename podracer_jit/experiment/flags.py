@@ -1,0 +1,279 @@
+"""The command line: absl flags, a config file, and overrides of its fields."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+from podracer_jit import parts
+from podracer_jit.experiment import schema as config_lib
+from podracer_jit.options import shorten
+from podracer_jit.parts import user_path
+
+_PACKAGE = Path(__file__).parents[1]
+_ENV = '--config.env.'
+_SWITCHES = ('--help', '--distributed', '--extend', '--init_partly')  # take no value
+_MEANING = ('The experiment: a file, or the name of a shipped config, with its argument: '
+            'pong_laptop:smoke. Any field is overridden by --config.FIELD=VALUE; '
+            '--config=NAME --help lists the fields.')
+_EXAMPLE = 'podracer_jit --config=pong_laptop --workdir=runs/pong'
+
+
+def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | None:
+  """Parses --config with its overrides, and the flags that are defined in `values`.
+
+  A field that chooses a part (`--config.network.name`) is read first: the config then has that
+  part's fields, with their defaults, which other flags can override.
+
+  Args:
+    argv: the command line.
+    values: the command's own flags; receives their values.
+
+  Returns:
+    The config as plain values; None with --help, after printing the config's fields.
+
+  Raises:
+    ValueError: a wrong flag, file, field or type; the message is one line.
+  """
+  flags.DEFINE_bool('help', False, 'Show this.', short_name='h', flag_values=values)
+  argv, env_options = _take_env_options(_joined(argv))
+  argv, location = _take_config(argv)
+  if location is None:
+    # For the help text only.
+    flags.DEFINE_string('config', None, _MEANING, flag_values=values)
+    _parse_flags(argv, values, ())
+    if values.help:
+      return None
+    raise ValueError(f'--config is missing: {_EXAMPLE}')
+  with one_line_errors():
+    config = load_config(location)
+  for field in _required_fields(config):
+    raise ValueError(f'--config: {field} is a required_placeholder, which ml_collections lets no '
+                     'flag set; make it a placeholder')
+  for section in config_lib.CHOICES:
+    # In the order of the command line, so that the last flag counts.
+    for arg in argv:
+      if arg.startswith(f'--config.{section}.name='):
+        with one_line_errors(), config.unlocked():
+          config_lib.choose(config, section, arg.partition('=')[2])
+  try:
+    config_flags.DEFINE_config_dict('config', config, _MEANING, flag_values=values, sys_argv=argv)
+  except (AttributeError, KeyError) as error:
+    raise ValueError(_no_field(error, argv)) from None
+  except (flags.Error, TypeError, ValueError) as error:
+    raise ValueError(f'--config: {_one_line(error)}') from None
+  _parse_flags(argv, values, _fields(config))
+  fields = config_lib.plain(values.config)
+  if env_options:
+    fields['env'] = fields.get('env', {}) | env_options
+  if values.help:
+    print_fields(fields)
+    values['config'].default_as_str = None  # all its fields, once more
+    return None
+  return fields
+
+
+def print_fields(fields: Mapping[str, Any]) -> None:
+  """Prints the fields of a config with values and meanings."""
+  print('Fields, as this config has them; --config.FIELD=VALUE overrides one:')
+  for name, value, meaning in config_lib.describe(fields):
+    print(f'  {name} = {value!r}\n      {meaning}')
+  print("  env.* : any other option of the task's own\n")
+
+
+def load_config(location: str) -> config_lib.Fields:
+  """Returns the config that a file's `get_config` makes, locked.
+
+  Args:
+    location: the path of a file, or the name of a shipped config; with its argument after a colon.
+
+  Raises:
+    ValueError: there is no such config, or the file does not define one.
+    Exception: any error of the file itself.
+  """
+  path, colon, argument = location.partition(':')
+  file = find_config(path)
+  module = parts.run_file(file)
+  if not hasattr(module, 'get_config'):
+    raise ValueError(f'{file} has no function get_config')
+  config = module.get_config(*([argument] if colon else []))
+  if not isinstance(config, Mapping | ml_collections.ConfigDict):
+    raise ValueError(f'get_config of {file} must return the result of experiment.config, got '
+                     f'{type(config).__name__}')
+  return config_lib.as_fields(config)
+
+
+def find_config(path: str) -> Path:
+  """Returns the file of --config: an existing file, or a shipped config by its name.
+
+  Raises:
+    ValueError: there is no such file or config.
+  """
+  candidates = [user_path(path), _PACKAGE / path, _PACKAGE / 'configs' / path,
+                _PACKAGE / 'configs' / f'{path}.py']
+  for candidate in candidates:
+    if path and candidate.is_file():
+      return candidate
+  raise ValueError(f'--config={path}: there is no such file, and no shipped config of that name; '
+                   f'there are {", ".join(shipped_configs())}')
+
+
+def shipped_configs() -> list[str]:
+  """Returns the names of the shipped configs."""
+  return sorted(path.stem for path in (_PACKAGE / 'configs').glob('[!_]*.py'))
+
+
+def default_workdir(argv: Sequence[str]) -> Path:
+  """Returns the workdir that is named after --config: runs/impala_catch_smoke, for example."""
+  config = next(a for a in _joined(argv) if a.startswith('--config=')).partition('=')[2]
+  path, _, argument = config.partition(':')
+  return Path('runs') / re.sub(r'[^A-Za-z0-9._-]', '_', Path(path).stem + f'_{argument}').strip('_')
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+  """Turns any exception of a config file into a ValueError of one line; the file is a program."""
+  try:
+    yield
+  except ValueError as error:
+    message = _one_line(error)
+    names_field = re.match(r'--config|\w+\.name: ', message)
+    raise ValueError(message if names_field else f'--config: {message}') from None
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything
+    raise ValueError(f'--config: {type(error).__name__}: {_one_line(error)}') from None
+
+
+def _parse_flags(argv: Sequence[str], values: flags.FlagValues, fields: Sequence[str]) -> None:
+  """Parses argv; `fields` are the fields of the config, for hints."""
+  try:
+    arguments = values(list(argv))
+  except flags.UnrecognizedFlagError as error:
+    # Users often leave out '--config.' or the section, so a field's last name counts, too.
+    last = {field.rpartition('.')[2]: field for field in fields[::-1]} | {f: f for f in fields}
+    near = [last[name] for name in difflib.get_close_matches(error.flagname, last, n=1, cutoff=0.8)]
+    if not near:
+      raise ValueError(_one_line(error)) from None
+    raise ValueError(f'--{error.flagname}: there is no such flag; did you mean '
+                     f'--config.{near[0]}?') from None
+  except flags.Error as error:
+    raise ValueError(_one_line(error)) from None
+  if arguments[1:]:
+    raise ValueError(f'{arguments[1]}: not a flag; flags begin with --')
+
+
+def _fields(config: Mapping[str, Any], prefix: str = '') -> list[str]:
+  """Returns the names of the fields of a config: section.field."""
+  names = []
+  for name, value in config.items(preserve_field_references=True):
+    if isinstance(value, ml_collections.ConfigDict):
+      names += _fields(value, f'{prefix}{name}.')
+    else:
+      names.append(f'{prefix}{name}')
+  return names
+
+
+def _required_fields(config: ml_collections.ConfigDict, prefix: str = '') -> Iterator[str]:
+  """Yields the fields, with dots, whose value is required and not set."""
+  for name, value in config.items(preserve_field_references=True):
+    if isinstance(value, ml_collections.ConfigDict):
+      yield from _required_fields(value, f'{prefix}{name}.')
+    elif isinstance(value, ml_collections.FieldReference):
+      try:
+        value.get()
+      except ml_collections.config_dict.RequiredValueError:
+        yield f'{prefix}{name}'
+
+
+def _joined(argv: Sequence[str], prefix: str = '--') -> list[str]:
+  """Returns every flag that begins with `prefix` as --name=value.
+
+  absl also takes -name, and a separate value.
+  """
+  joined = [argv[0]]
+  for arg in argv[1:]:
+    before = joined[-1]
+    waits = before.startswith(prefix) and '=' not in before and before not in _SWITCHES
+    if len(joined) > 1 and waits and not arg.startswith('-'):
+      joined[-1] = f'{before}={arg}'
+    else:
+      joined.append('-' + arg if re.match(r'-[A-Za-z]\w', arg) else arg)
+  return joined
+
+
+def _one_line(error: Exception) -> str:
+  """Returns an error's message on one line."""
+  return shorten(str(error), 600)
+
+
+def _no_field(error: Exception, argv: Sequence[str]) -> str:
+  """Returns the error message for an override of a field that the config does not have."""
+  text = str(error.args[0])
+  field = re.search(r'\w+', text)[0]
+  hint = re.search(r'Did you mean "(\w+)"', text)
+  names = [arg.partition('=')[0] for arg in argv]
+  name = next((n for n in names if field in n.split('.')), f'--config: {field}')
+  return f'{name}: the config has no such field' + (f'; did you mean {hint[1]}?' if hint else '')
+
+
+def _take_config(argv: Sequence[str]) -> tuple[list[str], str | None]:
+  """Removes --config from argv; returns the other arguments, and the last --config's value."""
+  remaining = []
+  location = None
+  for arg in argv:
+    if arg.startswith('--config='):
+      location = arg.partition('=')[2]
+    elif arg == '--config':
+      raise ValueError(f'--config has no value: {_EXAMPLE}')
+    else:
+      remaining.append(arg)
+  return remaining, location
+
+
+def take_env_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+  """Removes --env.NAME=VALUE from argv; returns the other arguments, and the options of the task.
+
+  Raises:
+    ValueError: an option has no value, or is no option of the task's own.
+  """
+  remaining, options = _take_env_options(_joined(argv, '--env.'), '--env.')
+  for arg in remaining:
+    if arg.startswith('--env.'):
+      name, equals, _ = arg.partition('=')
+      raise ValueError(f"{name}: {'cannot be changed here' if equals else 'has no value'}; "
+                       "--env.NAME=VALUE sets an option of the run's task")
+  return remaining, options
+
+
+def _take_env_options(argv: Sequence[str], prefix: str = _ENV
+                      ) -> tuple[list[str], dict[str, Any]]:
+  """Removes the task's own options from argv; returns the other arguments, and the options.
+
+  ml_collections would refuse them, since a config need not list all options of its task.
+
+  Args:
+    argv: the command line, with flags as --name=value.
+    prefix: the flags' names up to that of the option.
+  """
+  remaining = []
+  options = {}
+  for arg in argv:
+    name, equals, value = arg.partition('=')
+    field = name.removeprefix(prefix)
+    if not name.startswith(prefix) or field in ('task', 'num_envs') or not equals:
+      remaining.append(arg)
+      continue
+    try:
+      options[field] = ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+      # Not a Python literal, or nested too deeply (the last two errors).
+      options[field] = {'true': True, 'false': False}.get(value.lower(), value)
+  return remaining, options

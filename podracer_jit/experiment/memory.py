@@ -1,0 +1,465 @@
+"""Estimates the memory of a run by the shapes of its arrays, and compares it with the machine's.
+
+The estimate is a lower bound: it adds arrays that exist at the same time. It leaves out memory that
+shapes do not determine: the environments, activations of the network, copies between devices,
+Python and the libraries. So a run that is refused would not fit, but a run that is accepted may
+still run out of memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podracer_jit import options
+from podracer_jit.actor.acting import Acting
+from podracer_jit.envs.families import family_of
+from podracer_jit.envs.protocol import EnvSpec, TimeStep
+from podracer_jit.experiment import build
+from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.settings import EnvOptions, TrainingOptions
+from podracer_jit.learner.rollout_updates import num_microbatches
+from podracer_jit.replay import buffer
+from podracer_jit.types import Transition
+
+HOST = 'this machine'
+_USUAL_OBS = 4 * 84 * 84  # bytes of an observation of Atari
+NEAR = 0.8  # share of the memory above which a run gets a warning
+
+_Place = jax.Device | str  # a device with memory of its own, or HOST
+
+
+class Part(NamedTuple):
+  """Arrays that a run keeps in one place."""
+
+  name: str
+  nbytes: int
+  place: _Place
+  fields: tuple[str, ...]  # the config's fields that determine its size
+
+
+def estimate(run: build.Run) -> list[Part]:
+  """Returns the parts of the memory that this process needs at least; allocates nothing.
+
+  There are two moments: while actors act, and while the learner computes a gradient. For each
+  place, the result has the parts of the moment that needs more. All CPU devices are one place, the
+  host.
+  """
+  acting, learning = _moments(run)
+  totals = [_total_by_place(parts) for parts in (acting, learning)]
+  # If both moments need the same in a place, the parts of the first count.
+  return [part for i, parts in enumerate((acting, learning)) for part in parts
+          if part.nbytes and totals[i][part.place] == max(x[part.place] for x in totals)
+          and (i == 0 or totals[0][part.place] != totals[1][part.place])]
+
+
+def check(run: build.Run, copies: int = 1) -> list[str]:
+  """Compares the estimate with the memory of each place.
+
+  Args:
+    run: of the experiment.
+    copies: number of such runs in this process.
+
+  Returns:
+    One line for each place whose memory is nearly used up.
+
+  Raises:
+    ValueError: the run does not fit; the message is one line and begins with the field that is the
+      likely cause.
+  """
+  parts = [part._replace(nbytes=part.nbytes * copies) for part in estimate(run)]
+  warnings = []
+  for place, needed in _total_by_place(parts).items():
+    limit = capacity(place)
+    if limit is None or needed <= NEAR * limit:
+      continue
+    line = _describe(run, [part for part in parts if part.place == place], limit)
+    if needed > limit:
+      raise ValueError(line)
+    warnings.append(line)
+  return warnings
+
+
+def capacity(place: _Place) -> int | None:
+  """Returns the bytes of a place's memory; None if they are unknown."""
+  if place == HOST:
+    return host_memory()
+  return (place.memory_stats() or {}).get('bytes_limit')
+
+
+def host_memory(root: Path = Path('/')) -> int | None:
+  """Returns the bytes that this process may use: the machine's memory, or a cgroup's lower limit.
+
+  Args:
+    root: the folder of /proc and /sys.
+  """
+  limits = [*_cgroup_limits(root), *_machine_memory(root)]
+  return min(limits, default=None)
+
+
+def _machine_memory(root: Path) -> Iterator[int]:
+  """Yields the bytes of the machine's memory, if they are known."""
+  for line in _lines(root / 'proc/meminfo'):
+    name, _, value = line.partition(':')
+    if name == 'MemTotal':
+      yield int(value.split()[0]) * 1024  # kB
+
+
+def _cgroup_limits(root: Path) -> Iterator[int]:
+  """Yields the limits of this process's cgroup and of its parents, for versions 2 and 1."""
+  mount = root / 'sys/fs/cgroup'
+  for line in _lines(root / 'proc/self/cgroup'):
+    _, controllers, path = line.split(':', 2)
+    if controllers == '':
+      folders = [mount, mount / 'unified']
+      file = 'memory.max'
+    elif 'memory' in controllers.split(','):
+      folders = [mount / 'memory']
+      file = 'memory.limit_in_bytes'
+    else:
+      continue
+    # In a container, the path may belong to the machine outside. Missing files are skipped.
+    steps = [step for step in path.split('/') if step not in ('', '..')]
+    for folder in folders:
+      for depth in range(len(steps) + 1):
+        for text in _lines(folder.joinpath(*steps[:depth], file)):
+          if text != 'max':
+            yield int(text)
+
+
+def _lines(path: Path) -> list[str]:
+  """Returns the lines of a file; none if it cannot be read."""
+  try:
+    return path.read_text().split('\n')[:-1]
+  except OSError:
+    return []
+
+
+def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
+  """Returns the parts that exist while actors act, and while a gradient is computed."""
+  train_state = run.learner.state_shapes()
+  params = train_state.params
+  always = _learner_parts(run, nbytes(train_state))
+  state, experience, episodes = _actor_bytes(run)
+  experiment = run.experiment
+  place = run.place
+  rollout_fields = ('env.num_envs', 'unroll_length', 'env.task')
+  acting = []
+  learning = []
+
+  for device in _actor_devices(run):
+    always.append(Part("environments' observations and states", state, _place(device),
+                       rollout_fields))
+    acting.append(Part('rollouts', experience * _rollouts_at_once(run), _place(device),
+                       rollout_fields))
+    if not experiment.scheme.graph.one_program:
+      acting.append(Part("actors' parameters", nbytes(params), _place(device),
+                         _network_fields(run)))
+
+  if experiment.scheme.graph.one_program:
+    calls = min(experiment.placement.updates_per_call, experiment.checkpoint.every_updates)
+    always.append(Part('reports', calls * episodes, _place(place.learners[0]),
+                       ('placement.updates_per_call', *rollout_fields)))
+
+  gradient = nbytes(params['params'])
+  learning += [Part('gradient', gradient, _place(device), _network_fields(run))
+               for device in _optimizer_devices(run)]
+  actors = _actors(run)
+  shares = place.mesh.size * (len(place.workers) if experiment.scheme.each else 1)
+  for device in place.learners:
+    if not experiment.scheme.graph.free_rates:
+      learning.append(Part('rollouts', experience * actors // shares, _place(device),
+                           rollout_fields))
+    learning.append(Part('minibatch indices', _index_bytes(run) // shares, _place(device),
+                         ('num_epochs', *rollout_fields)))
+    learning.append(Part('observations of a pass of the network', _pass_bytes(run),
+                         _place(device), rollout_fields))
+    learning.append(Part("a gradient step's batch", _drawn_bytes(run), _place(device),
+                         ('replay.batch_size',)))
+  return always + acting, always + learning
+
+
+def _learner_parts(run: build.Run, state_bytes: int) -> list[Part]:
+  """Returns the parts of the train state: a copy on each device, and each device's replay."""
+  replay = run.learner.replay_shapes()
+  parts = [Part('parameters and optimizer state', state_bytes, _place(device),
+                _network_fields(run)) for device in _optimizer_devices(run)]
+  parts += [Part('replay', nbytes(replay) // run.place.mesh.size, _place(device),
+                 ('replay.capacity',)) for device in run.place.learners]
+  return parts
+
+
+def _actors(run: build.Run) -> int:
+  """Returns the number of actors of the run, in all processes."""
+  return 1 if run.experiment.scheme.graph.one_program else (
+      len(run.place.actors) * run.place.processes)
+
+
+def _actor_devices(run: build.Run) -> tuple[jax.Device, ...]:
+  """Returns the device of each of this process's actors; those of a cluster have their own."""
+  if run.experiment.placement.is_remote:
+    return ()
+  return run.place.actors[:1] if run.experiment.scheme.graph.one_program else run.place.actors
+
+
+def _optimizer_devices(run: build.Run) -> Sequence[jax.Device]:
+  """Returns this process's devices with an optimizer: a single one with separate updates."""
+  learners = run.place.learners
+  return learners[:1] if run.experiment.scheme.graph.separate_updates else learners
+
+
+def _rollouts_at_once(run: build.Run) -> int:
+  """Returns the number of an actor's rollouts that exist while it acts.
+
+  With a lag, the actor makes the second rollout while the learner uses the first.
+  """
+  return 2 if run.experiment.scheme.lag and run.experiment.checkpoint.every_updates > 1 else 1
+
+
+def _actor_bytes(run: build.Run) -> tuple[int, int, int]:
+  """Returns the bytes of an actor's state, of its rollout, and of a rollout's episodes."""
+  experiment = run.experiment
+  pools = experiment.num_shards // _actors(run)
+  return tuple(size * pools for size in bytes_of_pool(experiment, run.network, run.acting))
+
+
+def bytes_of_pool(experiment: Experiment, network: nn.Module, acting: Acting
+                  ) -> tuple[int, int, int]:
+  """Returns the bytes of a vector environment's state, of its rollout, and of its episodes.
+
+  Args:
+    experiment: of the run.
+    network: of the run.
+    acting: of the run.
+  """
+  # All vector environments have the same shapes, so one is enough.
+  num_envs = experiment.env.num_envs // experiment.num_shards
+  vector_env = _VectorEnvOfShapes(experiment.spec, num_envs, experiment.env_batch)
+  if experiment.spec.is_function:
+    task = experiment.env.task
+    vector_env.state_shapes = family_of(task).state_shapes(task, experiment.env_options, num_envs)
+  # Tracing the network itself would take seconds at every start.
+  acting = acting._replace(network=_NetworkOfShapes(network))
+  state = jax.eval_shape(lambda key: acting.initial_state([vector_env], [key], 0),
+                         jax.eval_shape(jax.random.key, 0))
+  _, experience = jax.eval_shape(acting.rollout([vector_env]), None, state)
+  return (nbytes(state.envs), nbytes(experience), nbytes([x.episodes for x in experience]))
+
+
+def _index_bytes(run: build.Run) -> int:
+  """Returns the bytes of an update's minibatch indices; 0 if epochs do not shuffle."""
+  experiment = run.experiment
+  algorithm = experiment.algorithm
+  if algorithm.learns_from_replay or not algorithm.shuffles:
+    return 0
+  unit = algorithm.minibatch_unit(experiment.torso_options.recurrent)
+  elements = experiment.env.num_envs * unit.elements(experiment.unroll_length)
+  return experiment.num_epochs * elements * np.dtype(np.int32).itemsize
+
+
+def _pass_bytes(run: build.Run) -> int:
+  """Returns the bytes of the observations of a pass of the network for a gradient, on one device.
+
+  They are gathered from the rollout. Vectors of integers, such as one-hots, are also converted to
+  float32 at once, and images a few rows at a time. Stacks of frames are left out.
+  """
+  experiment = run.experiment
+  spec = experiment.spec
+  if experiment.algorithm.learns_from_replay or spec.stack > 1:
+    return 0
+  unit = experiment.algorithm.minibatch_unit(experiment.torso_options.recurrent)
+  rows_per_element = unit.network_rows(experiment.unroll_length)
+  elements = (experiment.env.num_envs // experiment.num_grad_shards
+              * unit.elements(experiment.unroll_length) // experiment.num_minibatches)
+  passes = num_microbatches(elements, rows_per_element, experiment.microbatch_rows)
+  converted = 0
+  if len(spec.obs_shape) == 1 and not np.issubdtype(spec.obs_dtype, np.floating):
+    converted = spec.obs_shape[0] * np.dtype(np.float32).itemsize
+  return elements // passes * rows_per_element * (obs_bytes(spec) + converted)
+
+
+def _drawn_bytes(run: build.Run) -> int:
+  """Returns the bytes of the transitions that a gradient step draws, on one device."""
+  if not run.experiment.algorithm.learns_from_replay:
+    return 0
+  return nbytes(drawn_shapes(run)) // run.place.mesh.size
+
+
+def drawn_shapes(run: build.Run) -> Transition:
+  """Returns the shapes of the transitions that a gradient step draws, [groups, N, ...]."""
+  # The shapes do not depend on n_step, but the time to trace does.
+  memory = run.learner.memory._replace(n_step=1)
+  sizes = run.learner.sizes
+  replay: buffer.State = run.learner.replay_shapes()
+  share = sizes.batch_size // sizes.num_grad_shards
+
+  def sample(replay, key):
+    keys = jax.random.split(key, sizes.num_grad_shards)
+    return memory.sample(replay, keys, share).transition
+
+  return jax.eval_shape(sample, replay, jax.eval_shape(jax.random.key, 0))
+
+
+def _network_fields(run: build.Run) -> tuple[str, ...]:
+  """Returns the config's fields that determine the sizes of layers."""
+  experiment = run.experiment
+  names = [f'network.{name}' for name, default in options.defaults(
+      type(experiment.network)).items() if isinstance(default, tuple | int)
+      and not isinstance(default, bool)]
+  return (*names, *(['network.core_size'] if experiment.torso_options.recurrent else []),
+          'env.task')
+
+
+def _describe(run: build.Run, parts: Sequence[Part], limit: int) -> str:
+  """Returns the error message of a place whose memory does not suffice.
+
+  Args:
+    run: the run of the experiment.
+    parts: the parts in this place.
+    limit: bytes of the place.
+  """
+  by_name: collections.Counter[str] = collections.Counter()
+  for part in parts:
+    by_name[part.name] += part.nbytes
+  needed = sum(by_name.values())
+  shown = ', '.join(f'{name} {_gigabytes(size)}' for name, size in by_name.most_common()
+                    if size >= 0.01 * needed)
+  largest = by_name.most_common(1)[0][0]
+  fields = next(part.fields for part in parts if part.name == largest)
+  place = parts[0].place
+  field = _largest_field(run, fields)
+  if field == 'env.task':
+    shown += f' (observations are {run.experiment.spec.obs_shape})'
+  return (f'{field}: the run needs at least {_gigabytes(needed)} of memory: '
+          f'{shown}; {place} has {_gigabytes(limit)}')
+
+
+def _largest_field(run: build.Run, fields: Sequence[str]) -> str:
+  """Returns the field that is the largest multiple of its default, which is the likely cause."""
+  experiment = run.experiment
+  sections = {'network': (experiment.network, experiment.torso_options),
+              'replay': (experiment.replay,), 'placement': (experiment.placement,),
+              'env': (experiment.env,), '': (experiment,)}
+  of_experiment = options.defaults(TrainingOptions) | options.defaults(EnvOptions)
+
+  def ratio(field: str) -> float:
+    # A task has no default; the size of its observations is compared with Atari's.
+    if field == 'env.task':
+      return obs_bytes(experiment.spec) / _USUAL_OBS
+    section, _, name = field.rpartition('.')
+    for part in sections[section]:
+      value = getattr(part, name, None)
+      default = options.defaults(type(part)).get(name) if section else of_experiment[name]
+      if isinstance(value, int | tuple | list) and value and default:
+        return np.max(value) / np.max(default)
+    return 0.0
+
+  return max(fields, key=ratio)
+
+
+def obs_bytes(spec: EnvSpec) -> int:
+  """Returns the bytes of one observation."""
+  return math.prod(spec.obs_shape) * np.dtype(spec.obs_dtype).itemsize
+
+
+def _gigabytes(size: int) -> str:
+  """Returns a number of bytes in gigabytes, with two digits or more."""
+  gigabytes = size / 1e9
+  return f'{gigabytes:,.0f} GB' if gigabytes >= 10 else f'{gigabytes:.2g} GB'
+
+
+def _total_by_place(parts: Sequence[Part]) -> collections.Counter:
+  """Returns the bytes that the parts need in each place."""
+  totals: collections.Counter = collections.Counter()
+  for part in parts:
+    totals[part.place] += part.nbytes
+  return totals
+
+
+def _place(device: jax.Device) -> _Place:
+  """Returns the place of a device's memory; CPU devices share the host's."""
+  return HOST if device.platform == 'cpu' else device
+
+
+def nbytes(tree: Any) -> int:
+  """Returns the bytes of the arrays of a tree, or of their shapes."""
+  return sum(int(np.prod(x.shape, dtype=object)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+class _NetworkOfShapes:
+  """Replaces the network of actors while shapes are computed."""
+
+  def __init__(self, network: nn.Module):
+    self.policy = network.policy
+    self.initial_recurrent_state = network.initial_recurrent_state
+
+  def apply(self, params: Any, obs: jax.Array, *args: jax.Array, method: str = '__call__') -> Any:
+    """Returns zeros of the network's shapes.
+
+    Args:
+      params: unused.
+      obs: [1, B, ...]; [B, ...] for the method 'action_value'.
+      *args: further arguments of the network's method.
+      method: '__call__' or 'action_value'.
+    """
+    del params
+    if method == 'action_value':
+      return jnp.zeros(len(obs))
+    recurrent_state, _ = args
+    dist_params = jnp.zeros((*obs.shape[:2], self.policy.dist_size))
+    return dist_params, jnp.zeros(obs.shape[:2]), recurrent_state
+
+
+def _empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
+  """Returns an array, or PRNG keys, of a shape and dtype."""
+  if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+    return jax.random.split(jax.random.key(0), shape.shape)
+  return jnp.zeros(shape.shape, shape.dtype)
+
+
+class _VectorEnvOfShapes:
+  """Replaces a vector environment while shapes are computed; it starts no environments."""
+
+  def __init__(self, spec: EnvSpec, num_envs: int, batch_size: int):
+    self._spec = spec
+    self.num_envs = num_envs
+    self.batch_size = batch_size or num_envs
+    self.handle = np.zeros(8, np.uint8)
+    self.state_shapes: Any | None = None
+
+  @property
+  def first_state(self) -> Any:
+    """See `protocol.VectorEnv`; use it inside of `jax.eval_shape` only."""
+    return jax.tree.map(_empty, self.state_shapes)
+
+  @property
+  def first_obs(self) -> jax.Array:
+    """See `protocol.VectorEnv`; use it inside of `jax.eval_shape` only."""
+    return self._zeros(self.num_envs, self._spec.obs_dtype, *self._spec.obs_shape)
+
+  def send(self, token: jax.Array, state: Any, action: jax.Array,
+           env_id: jax.Array | None = None) -> tuple[jax.Array, Any]:
+    """Does nothing. Args and results: see `protocol.VectorEnv.send`."""
+    del action, env_id
+    return token, state
+
+  def recv(self, token: jax.Array, state: Any) -> tuple[jax.Array, Any, TimeStep]:
+    """See `protocol.VectorEnv`."""
+    size = self.batch_size
+    flag = self._zeros(size, bool)
+    reward = self._zeros(size, jnp.float32)
+    step = TimeStep(obs=self._zeros(size, self._spec.obs_dtype, *self._spec.obs_shape),
+                    reward=reward, terminated=flag, truncated=flag, raw_reward=reward,
+                    game_over=flag, env_id=self._zeros(size, jnp.int32))
+    return token, state, step
+
+  def _zeros(self, size: int, dtype: Any, *shape: int) -> jax.Array:
+    return jnp.zeros((size, *shape), dtype)

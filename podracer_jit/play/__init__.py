@@ -1,0 +1,1 @@
+"""What a trained policy does: evaluations, agents, exports, videos."""

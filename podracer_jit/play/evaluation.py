@@ -1,0 +1,388 @@
+"""Plays whole episodes with a checkpoint of a run, and computes their statistics."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import datetime
+import json
+import math
+import platform
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from podracer_jit.actor import faults, rollouts
+from podracer_jit.actor.rollout_program import RolloutProgram
+from podracer_jit.agents.networks import Apply
+from podracer_jit.agents.policies import Policy
+from podracer_jit.envs.families import family_of, libraries_of
+from podracer_jit.envs.protocol import EnvironmentFailed, EnvSpec, VectorEnv
+from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.experiment import build
+from podracer_jit.experiment import resolve as resolve_lib
+from podracer_jit.experiment import schema as config
+from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.settings import EnvOptions
+from podracer_jit.options import shorten, shown
+from podracer_jit.runtime import placement
+from podracer_jit.types import Params, TrainState
+from podracer_jit.workdir import checkpoint, safe_files, workdirs
+
+NEWEST = 'evaluation.json'  # in a workdir: the newest evaluation by the command
+# In a workdir: a line for each evaluation by the command. Those of training have a file of their
+# own, evaluations.jsonl, since the run rewrites it.
+JOURNAL = 'evaluate.jsonl'
+Record = dict[str, Any]  # the contents of evaluation.json
+# Fields of a task's spec that a policy does not depend on.
+_FREE = ('frame_skip', 'max_episode_steps', 'repeats')
+ATTEMPTS = 10  # at reading a checkpoint, since a run that still trains may delete it
+CHUNK = 128  # steps of a program call; drawn actions depend on it
+
+
+class Player(NamedTuple):
+  """A policy and the task that it was trained for."""
+
+  spec: EnvSpec  # of the task
+  options: Mapping[str, Any]  # the task's options, as in training, except for episodic_life
+  apply: Apply
+  initial_recurrent_state: Callable[[int], Any]
+  policy: Policy
+  params: Params
+  device: jax.Device
+  threads: int  # threads that step the environments
+  update: int  # updates that made the parameters
+  steps: int  # valid agent steps that the parameters were learned from
+
+  @property
+  def task(self) -> str:
+    """Name of the task, `env.task` of the config."""
+    return self.spec.task
+
+
+class Episodes(NamedTuple):
+  """The counted episodes, environment by environment."""
+
+  returns: list[float]
+  lengths: list[int]
+
+
+def read_experiment(workdir: Path, allow_modules: Collection[str] = (),
+                    update: int | None = None) -> Experiment:
+  """Returns the experiment of a run, placed on one device, which is enough to play.
+
+  Args:
+    workdir: the workdir of the run.
+    allow_modules: modules of a user's own parts that may be imported if the config names them.
+    update: returns the config with which this update was made; None: the newest config.
+
+  Raises:
+    ValueError: there is no run, its config is wrong, or its observations have changed.
+  """
+  fields = workdirs.read_config(workdir, allow_modules, update)
+  try:
+    experiment = resolve_lib.resolve(config.on_one_device(fields))
+  except ValueError as error:
+    raise ValueError(f'--workdir: config.json of {workdir}: {shorten(str(error), 600)}') from None
+  workdirs.check_layout(workdir, experiment)
+  return experiment
+
+
+def restore(workdir: Path, experiment: Experiment, update: int | None = None) -> Player:
+  """Returns the policy of a checkpoint of the run in workdir.
+
+  Args:
+    workdir: the workdir of the run.
+    experiment: the experiment of the run, as `read_experiment` returns it.
+    update: the update of the checkpoint; None: the newest whole one.
+
+  Raises:
+    ValueError: the checkpoint is missing, broken, or of another experiment.
+  """
+  run = build.make_run(experiment)
+  for attempt in range(ATTEMPTS):
+    existing = checkpoint.saved_updates(workdir)
+    try:
+      state = _state(workdir, run, update)
+      break
+    except (ValueError, FileNotFoundError) as error:
+      # A run that is still training may have replaced the checkpoint while it was read. Orbax also
+      # looks at checkpoints that are being deleted, which may no longer be among `existing`.
+      changed = checkpoint.saved_updates(workdir) != existing
+      if attempt == ATTEMPTS - 1 or not (changed or isinstance(error, FileNotFoundError)):
+        raise
+  return make_player(run, state.params, int(state.update), int(state.steps))
+
+
+def make_player(run: build.Run, params: Params, update: int, steps: int) -> Player:
+  """Returns the player of a run's network with these parameters.
+
+  Args:
+    run: the run of the experiment.
+    params: parameters of the network.
+    update: updates that made the parameters.
+    steps: valid steps that they were learned from.
+  """
+  experiment = run.experiment
+  options = dict(experiment.env_options)
+  if 'episodic_life' in options:
+    options['episodic_life'] = False  # The loss of a life must not end an episode.
+  device = run.place.actors[0]
+  network = run.network
+  return Player(experiment.spec, options, network.apply, network.initial_recurrent_state,
+                network.policy._replace(explore=None),
+                placement.put_params(params, device), device, run.place.env_threads,
+                update, steps)
+
+
+def with_options(player: Player, experiment: Experiment, options: Mapping[str, Any]) -> Player:
+  """Returns the player on its task with other options.
+
+  Args:
+    player: the policy, and its task.
+    experiment: the experiment that trained the policy.
+    options: options of the task by name, checked like `env.NAME` of a config.
+
+  Raises:
+    ValueError: the task has no such option, its value is wrong, or the policy cannot play with it.
+  """
+  if not options:
+    return player
+  for name in EnvOptions.__dataclass_fields__:
+    if name in options:
+      raise ValueError(f'env.{name}: cannot be changed here; an evaluation plays the task of the '
+                       "run, with the task's own options and num_envs environments of its own")
+  changed = resolve_lib.changed(experiment, env=options)
+  for name, was in player.spec._asdict().items():
+    now = getattr(changed.spec, name)
+    if name not in _FREE and was != now:
+      given = ', '.join(f'env.{option}' for option in options)
+      raise ValueError(f'{given}: the policy was trained with {name} = {shown(was)} of '
+                       f'{player.task}, which would be {shown(now)}')
+  changes = {name: changed.env_options[name] for name in options}
+  return player._replace(spec=changed.spec, options=dict(player.options) | changes)
+
+
+def broken_note(workdir: Path, update: int) -> str:
+  """Returns a line about broken checkpoints that are newer than the one of `update`, or ''."""
+  problems = {newer: checkpoint.problem(workdir, newer)
+              for newer in checkpoint.updates_in(workdir) if newer > update}
+  broken = [f'of update {newer:,} ({problem})' for newer, problem in problems.items() if problem]
+  return f'cannot use the checkpoint {" and ".join(broken)}; takes update {update:,}' * bool(broken)
+
+
+def _state(workdir: Path, run: build.Run, update: int | None) -> TrainState:
+  """Returns the state in a checkpoint; see `restore`.
+
+  Raises:
+    ValueError: the checkpoint is missing, broken, or of another experiment.
+  """
+  existing = checkpoint.saved_updates(workdir)
+  if not existing:
+    raise ValueError(f'--workdir: {workdir} has no checkpoint yet; a run saves one every '
+                     f'{run.experiment.checkpoint.every_updates} updates and at its end')
+  if update is not None:
+    if update not in existing:
+      raise ValueError(f'--workdir: {workdir} has no checkpoint of update {update}; it has those '
+                       f'of {", ".join(map(str, existing))}')
+    damage = checkpoint.problem(workdir, update)
+    if damage:
+      raise ValueError(f'--workdir: the checkpoint of update {update} in {workdir} is broken: '
+                       f'{damage}')
+  else:
+    update = checkpoint.newest_whole(workdir)
+  if update is None:
+    raise ValueError(f'--workdir: no checkpoint in {workdir} is whole; of the newest checkpoint, '
+                     f'{existing[-1]}, {checkpoint.problem(workdir, existing[-1])}')
+  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
+    try:
+      state, _ = saved.restore(run.initial_state(), update, files_checked=True)
+    except Exception as error:  # noqa: BLE001 - Orbax has no type for unexpected contents
+      raise ValueError(f'--workdir: cannot read the checkpoint of update {update} in {workdir}: '
+                       f'{shorten(str(error))}') from error
+  return state
+
+
+def seeds(seed: int, num_envs: int, index: int = 0) -> list[int]:
+  """Returns seeds of environments for evaluation `index`; they are negative, unlike in training.
+
+  They begin at -2, because the Arcade Learning Environment takes -1 to mean the time of day.
+  Gymnasium takes no negative seeds, so `gymnasium_worker.seeds_of` replaces them.
+  """
+  return [max(-2 - s, -2**31) for s in env_seeds(seed, index, 0, num_envs)]
+
+
+def greedy(player: Player) -> Player:
+  """Returns the player that takes the most likely action instead of drawing one."""
+  policy = player.policy
+  return player._replace(
+      policy=policy._replace(sample=lambda key, dist_params: policy.mode(dist_params)))
+
+
+@contextlib.contextmanager
+def game(player: Player, seeds: Sequence[int], key: jax.Array, steps: int,
+         **options: Any) -> Iterator[tuple[VectorEnv, Callable, rollouts.ActorState]]:
+  """Starts environments and compiles a program that plays them.
+
+  Args:
+    player: the policy that plays, and its task.
+    seeds: one seed for each environment.
+    key: PRNG key of the drawn actions.
+    steps: rows of a call of the program.
+    **options: options of the task that replace the player's.
+
+  Yields:
+    The environments, the program (params, state) -> (state, Episodes [steps, num_envs]), and its
+    first state, which is donated.
+  """
+  vector_env = family_of(player.task).make_vector_env(
+      player.task, dict(player.options) | options, seeds, min(player.threads, len(seeds)), 0)
+  with contextlib.closing(RolloutProgram([vector_env])) as rollout_program:
+    rollout = rollouts.make_rollout(rollout_program.vector_envs, player.apply, player.policy, steps)
+
+    def play(params, state):
+      state, (experience,) = rollout(params, state)
+      return state, experience.episodes
+
+    state = rollouts.initial_state([vector_env], [key], player.initial_recurrent_state)
+    state = jax.device_put(state, player.device)
+    yield vector_env, rollout_program.load(play, (player.params, state), donate=(1,)), state
+
+
+def play(player: Player, num_episodes: int, num_envs: int, seed: int, max_steps: int,
+         progress: Callable[[int], None] = lambda count: None, index: int = 0) -> Episodes:
+  """Plays `num_episodes` whole episodes.
+
+  The number of episodes that count is fixed for each environment before any is played: its first
+  num_episodes / num_envs, and one more in the first environments if there is a remainder. Further
+  episodes, played while other environments finish, are dropped. If episodes counted in the order in
+  which they end, short episodes would be too frequent.
+
+  Args:
+    player: the policy that plays, and its task.
+    num_episodes: episodes to count.
+    num_envs: environments that play them; at most num_episodes are used.
+    seed: seeds the environments and the drawn actions.
+    max_steps: most steps of an episode that counts.
+    progress: called with the number of episodes counted so far, after each call of the program; an
+      exception that it raises ends the evaluation.
+    index: the index of the evaluation; each has other seeds.
+
+  Returns:
+    The counted episodes.
+
+  Raises:
+    EnvironmentFailed: an environment has returned a value that a policy cannot act on.
+    RuntimeError: an episode that counts is longer than max_steps.
+  """
+  num_envs = min(num_envs, num_episodes)
+  quotas = [num_episodes // num_envs + (i < num_episodes % num_envs) for i in range(num_envs)]
+  counted: list[list[tuple[float, int]]] = [[] for _ in quotas]  # (return, length), by environment
+  key = jax.random.fold_in(jax.random.key(seed), index)
+
+  with game(player, seeds(seed, num_envs, index), key, CHUNK) as (_, program, state):
+    while any(len(episodes) < quota for episodes, quota in zip(counted, quotas, strict=True)):
+      state, played = program(player.params, state)
+      played, running = jax.device_get((played, state.envs[0].episode_length))
+      fault = faults.describe(played, player.spec)
+      if fault is not None:
+        env_id, what = fault
+        raise EnvironmentFailed(f'{player.task}: {what} (environment {env_id} of the evaluation '
+                                f'with seed {seed})')
+      for i, episodes in enumerate(counted):
+        # Episodes beyond the quota of the environment are dropped.
+        rows = np.flatnonzero(played.ended[:, i])[:quotas[i] - len(episodes)]
+        episodes += [(float(played.episode_return[t, i]), int(played.length[t, i])) for t in rows]
+        if len(episodes) < quotas[i]:
+          bound(int(running[i]), max_steps)
+      progress(sum(map(len, counted)))
+
+  returns, lengths = zip(*[episode for episodes in counted for episode in episodes], strict=True)
+  return Episodes(list(returns), list(lengths))
+
+
+def bound(length: int, max_steps: int) -> None:
+  """Refuses to go on with a long episode; many tasks set no limit, so it may never end.
+
+  Raises:
+    RuntimeError: the episode is longer than max_steps.
+  """
+  if length > max_steps:
+    raise RuntimeError(f'gave up: {length:,} steps into an episode, and max_steps is {max_steps:,}')
+
+
+def atari_scores() -> dict[str, tuple[float, float]]:
+  """Returns the scores of random play and of a human, by task."""
+  text = (Path(__file__).parents[1] / 'data' / 'atari_scores.csv').read_text()
+  rows = csv.DictReader(line for line in text.splitlines() if not line.startswith('#'))
+  return {row['game']: (float(row['random']), float(row['human'])) for row in rows}
+
+
+def statistics(task: str, episodes: Episodes) -> dict[str, Any]:
+  """Returns statistics of returns and lengths; the standard error of one episode is None.
+
+  JSON cannot hold numbers that are not finite, so these are None, too. If the mean is None, there
+  is an 'error', a line that says why.
+  """
+  returns = np.array(episodes.returns)
+  # Returns that are not finite give no warnings, but the error below.
+  with np.errstate(invalid='ignore'):
+    standard_error = None
+    if len(returns) > 1:
+      standard_error = float(returns.std(ddof=1) / np.sqrt(len(returns)))
+    summary = dict(
+        mean=float(returns.mean()), standard_error=standard_error, min=float(returns.min()),
+        median=float(np.median(returns)), max=float(returns.max()),
+        mean_length=float(np.mean(episodes.lengths)))
+    if task in (scores := atari_scores()):
+      random, human = scores[task]
+      summary['human_normalised'] = float(np.mean((returns - random) / (human - random)))
+  summary = {name: _finite(value) for name, value in summary.items()}
+  if summary['mean'] is None:
+    wrong = returns[~np.isfinite(returns)]
+    summary['error'] = (f'{task}: the returns of {len(wrong)} of {len(returns)} episodes are not '
+                        f'finite, such as {wrong[0]}; all rewards must be finite')
+  return summary
+
+
+def _finite(value: float | None) -> float | None:
+  return None if value is None or not math.isfinite(value) else value
+
+
+def record_of(player: Player, episodes: Episodes, **how: Any) -> Record:
+  """Returns the record of an evaluation.
+
+  Args:
+    player: the policy that played, and its task.
+    episodes: the episodes that were played.
+    **how: further facts about the evaluation.
+  """
+  return dict(time=datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+              host=platform.node(), task=player.task, update=player.update, steps=player.steps,
+              **how, statistics=statistics(player.task, episodes),
+              returns=[_finite(episode_return) for episode_return in episodes.returns],
+              lengths=episodes.lengths, versions=workdirs.versions(*libraries_of(player.task)))
+
+
+def write(workdir: Path, record: Record) -> None:
+  """Appends an evaluation to evaluate.jsonl, and makes it the content of evaluation.json.
+
+  Other processes may do the same at once. The line does not have the single episodes.
+
+  Args:
+    workdir: the workdir of the run.
+    record: the evaluation.
+
+  Raises:
+    OSError: a file cannot be written.
+  """
+  # One line for each field, so that a list of returns takes one line.
+  fields = (f'{json.dumps(name)}: {json.dumps(value)}' for name, value in record.items())
+  line = {name: value for name, value in record.items() if name not in Episodes._fields}
+  try:
+    safe_files.write_text(workdir / NEWEST, '{\n' + ',\n'.join(fields) + '\n}\n', is_shared=True)
+  finally:  # A file that cannot be written does not keep the result out of the other one.
+    safe_files.append_line(workdir / JOURNAL, json.dumps(line))

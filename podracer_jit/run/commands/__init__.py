@@ -1,1 +1,0 @@
-"""The verbs of the command, one a file; a module's docstring is its help."""

@@ -1,0 +1,292 @@
+"""Evaluates checkpoints of a run while it trains, and finds the best checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from podracer_jit.envs.protocol import environment_failure
+from podracer_jit.experiment import build
+from podracer_jit.experiment.settings import EvalOptions
+from podracer_jit.options import shorten
+from podracer_jit.play import evaluation
+from podracer_jit.types import TrainState
+from podracer_jit.workdir import checkpoint, journal, safe_files
+
+NAME = 'evaluations.jsonl'
+# Seconds that an evaluation has to end; nothing can interrupt an environment's step.
+_GRACE_S = 30.0
+_POLL_S = 0.1
+Record = dict[str, Any]  # a line of the file
+
+
+class _Cancelled(Exception):  # noqa: N818 - not an error
+  """Raised to end an evaluation if the run ends earlier."""
+
+
+def read(workdir: Path) -> list[Record]:
+  """Returns the evaluations of a run, in order; empty if there are none.
+
+  An evaluation has 'update', 'steps', 'num_episodes', its duration in 'seconds', and the statistics
+  of `evaluation.statistics`, or an 'error', or both if the returns are not finite. 'waited_s' is
+  how long training waited for it in seconds; it is missing while training may still have to wait.
+  """
+  path = workdir / NAME
+  return journal.read_lines(path, dict(update=int)) if path.exists() else []
+
+
+def best_of(records: Sequence[Mapping[str, Any]]) -> int | None:
+  """Returns the first update with the highest mean return; None if no evaluation succeeded."""
+  # Earlier versions wrote means that are NaN, and no error.
+  succeeded = [record for record in records if 'error' not in record
+               and isinstance(record.get('mean'), float) and math.isfinite(record['mean'])]
+  return max(succeeded, key=lambda record: record['mean'])['update'] if succeeded else None
+
+
+def best_update(workdir: Path) -> int:
+  """Returns the update of the best checkpoint of a run.
+
+  Raises:
+    ValueError: there is no run, or no checkpoint of it was evaluated.
+  """
+  best = best_of(read(workdir))
+  if best is None:
+    raise ValueError(f'--workdir: no checkpoint in {workdir} was evaluated during training; set '
+                     'eval.every_updates to evaluate checkpoints')
+  return best
+
+
+def chosen_update(text: str | None, workdir: Path) -> int | None:
+  """Returns the update that a flag --update means; None for the newest.
+
+  Args:
+    text: a number or 'best'; None: the newest.
+    workdir: of the run.
+
+  Raises:
+    ValueError: it is something else, or no checkpoint was evaluated.
+  """
+  if text is None:
+    return None
+  if text == 'best':
+    return best_update(workdir)
+  if not text.isdecimal():
+    raise ValueError(f'--update: must be a number or best, got {text!r}')
+  return int(text)
+
+
+class _Task(NamedTuple):
+  """A checkpoint to evaluate."""
+
+  player: evaluation.Player  # with a copy of the parameters
+  result: futures.Future[None]  # done when the record is written
+
+
+class Evaluator:
+  """Evaluates checkpoints of a run on a thread of its own, one after another.
+
+  The evaluator's environments, seeds and random numbers depend only on the seed of the run and on
+  the update. So its results do not depend on timing, and training does not depend on its results. A
+  checkpoint that waits for its evaluation is not deleted, so a killed run can make up for a missing
+  evaluation when it resumes. Training waits only in `wait`, and each record says for how long.
+  """
+
+  def __init__(self, run: build.Run, workdir: Path, saved: checkpoint.Checkpoints,
+               note: Callable[[str], None], show: Callable[[Record], None]):
+    """Creates an evaluator; evaluates nothing yet.
+
+    Args:
+      run: the run of the experiment.
+      workdir: the workdir of the run.
+      saved: the checkpoints of the run.
+      note: called with a line about each evaluation, by the evaluator's thread.
+      show: called with each evaluation, by the thread that calls `wait`.
+    """
+    self._run = run
+    self._options: EvalOptions = run.experiment.eval
+    self._workdir = workdir
+    self._saved = saved
+    self._note = note
+    self._show = show
+    self._records: list[Record] = []
+    self._last = 0  # the update whose evaluation began last
+    self._pending: list[_Task] = []
+    self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+    self._cancelled = threading.Event()
+    self._writing = threading.Lock()
+    # A daemon, because an environment that never answers must not keep the process alive.
+    self._thread = threading.Thread(target=self._work, name='evaluator', daemon=True)
+    self._thread.start()
+
+  @property
+  def keeps(self) -> set[int]:
+    """Updates of the checkpoints to keep: the best one, and those that wait for an evaluation."""
+    best = best_of(self._records)
+    return {task.player.update for task in self._pending} | ({best} if best else set())
+
+  def resume(self, state: TrainState, is_final: bool) -> None:
+    """Drops evaluations of updates after a checkpoint, and begins evaluations that are missing.
+
+    Args:
+      state: the state in the checkpoint that the run goes on from.
+      is_final: the run is finished.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    update = int(state.update)
+    before = read(self._workdir)
+    self._records = [record for record in before if record['update'] <= update]
+    if len(self._records) < len(before):
+      self._write()
+    self._last = max((record['update'] for record in self._records), default=0)
+    if not self._options.every_updates:
+      return
+    # All processes would have to restore an earlier checkpoint together.
+    earlier = checkpoint.saved_updates(self._workdir) if self._run.place.processes == 1 else []
+    for number in earlier:
+      if 0 < number < update and self._is_due(number) \
+          and not checkpoint.problem(self._workdir, number):
+        restored, _ = self._saved.restore(state._replace(replay=None), number, files_checked=True)
+        self._begin(restored)
+    if update:
+      self.offer(state, is_final)
+
+  def offer(self, state: TrainState, is_final: bool) -> None:
+    """Begins to evaluate a checkpoint that was just saved, if an evaluation is due.
+
+    Args:
+      state: the state in the checkpoint; its parameters are copied.
+      is_final: True if the run is finished; its last checkpoint is always evaluated.
+    """
+    update = int(state.update)
+    if self._options.every_updates and (
+        self._is_due(update) or is_final and update > self._last):
+      self._begin(state)
+
+  def wait(self, asked_to_stop: Callable[[], bool]) -> None:
+    """Waits for the evaluations that have begun, and shows each.
+
+    Args:
+      asked_to_stop: returns True to end the waiting early.
+
+    Raises:
+      checkpoint.NotSaved: the file cannot be written.
+    """
+    while self._pending:
+      task = self._pending[0]
+      began_s = time.monotonic()
+      if not self._is_done(task, asked_to_stop):
+        return
+      del self._pending[0]
+      self._show(self._add_waiting_time(task.player.update, time.monotonic() - began_s))
+
+  def close(self) -> None:
+    """Ends the thread; drops an unfinished evaluation."""
+    self._cancelled.set()
+    self._tasks.put(None)
+    self._thread.join(_GRACE_S)
+
+  def _is_due(self, update: int) -> bool:
+    return update - self._last >= self._options.every_updates
+
+  def _begin(self, state: TrainState) -> None:
+    self._last = int(state.update)
+    player = evaluation.make_player(self._run, state.params, self._last, int(state.steps))
+    # One thread only: the actors need the other cores.
+    player = player._replace(threads=1)
+    if self._options.greedy:
+      player = evaluation.greedy(player)
+    self._pending.append(_Task(player, futures.Future()))
+    self._tasks.put(self._pending[-1])
+
+  def _work(self) -> None:
+    """Evaluates one checkpoint after another."""
+    while (task := self._tasks.get()) and not self._cancelled.is_set():
+      try:
+        self._evaluate(task.player)
+        task.result.set_result(None)
+      except _Cancelled:
+        return
+      except BaseException as error:  # noqa: BLE001 - raised again by `wait`
+        task.result.set_exception(error)
+
+  def _evaluate(self, player: evaluation.Player) -> None:
+    """Plays the episodes of an evaluation; writes and prints the result.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    options = self._options
+    record: Record = dict(update=player.update, steps=player.steps,
+                          num_episodes=options.num_episodes)
+    began_s = time.monotonic()
+    try:
+      episodes = evaluation.play(
+          player, options.num_episodes, options.num_envs, self._run.experiment.seed,
+          options.max_steps, self._check_cancelled, index=player.update)
+    except _Cancelled:
+      raise
+    except Exception as error:  # noqa: BLE001 - an environment may raise anything
+      message = environment_failure(error) or f'{type(error).__name__}: {error}'
+      record['error'] = shorten(message, 400)
+      outcome = f'failed: {record["error"]}'
+    else:
+      record |= evaluation.statistics(player.task, episodes)
+      best = best_of([*self._records, record]) == player.update
+      outcome = (f'failed: {record["error"]}' if 'error' in record else
+                 f'return {record["mean"]:.2f}' + (', the best so far' if best else ''))
+    record['seconds'] = time.monotonic() - began_s
+    with self._writing:
+      # A new list, because another thread may be reading the old one.
+      self._records = [*self._records, record]
+      self._write()
+    self._note(f'evaluation of update {player.update:,} ({options.num_episodes} episodes): '
+               f'{outcome}')
+
+  def _is_done(self, task: _Task, asked_to_stop: Callable[[], bool]) -> bool:
+    """Waits for an evaluation; returns False if `asked_to_stop` ends the wait.
+
+    Raises:
+      checkpoint.NotSaved: the file cannot be written.
+    """
+    while not asked_to_stop():
+      try:
+        task.result.result(_POLL_S)
+        return True
+      except TimeoutError:
+        continue
+      except OSError as error:
+        raise checkpoint.NotSaved(str(error)) from error
+    return False
+
+  def _add_waiting_time(self, update: int, waited_s: float) -> Record:
+    """Notes how long training waited for an evaluation; returns its whole record.
+
+    Raises:
+      checkpoint.NotSaved: the file cannot be written.
+    """
+    with self._writing:
+      self._records = [record | {'waited_s': waited_s} if record['update'] == update else record
+                       for record in self._records]
+      try:
+        self._write()
+      except OSError as error:
+        raise checkpoint.NotSaved(str(error)) from error
+    return next(record for record in self._records if record['update'] == update)
+
+  def _check_cancelled(self, count: int) -> None:
+    del count
+    if self._cancelled.is_set():
+      raise _Cancelled
+
+  def _write(self) -> None:
+    lines = ''.join(json.dumps(record) + '\n' for record in self._records)
+    safe_files.write_text(self._workdir / NAME, lines)

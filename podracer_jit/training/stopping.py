@@ -1,0 +1,126 @@
+"""Handles the signals that stop a command, so that no finished work is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from podracer_jit.runtime import exit_codes
+from podracer_jit.runtime.output import complain
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Signals that are closer together count as one: a terminal and a launcher may both send a signal,
+# and the kernel reports a parent's end once for each thread of the parent.
+REPEAT_S = 0.5
+
+
+def leave() -> None:
+  """Prints a line and ends the process at once.
+
+  An exception is not safe here: raised while libraries were imported, it has led to a segmentation
+  fault.
+  """
+  complain('podracer_jit: interrupted while starting; nothing is lost')
+  os._exit(exit_codes.INTERRUPTED)
+
+
+class Stopping:
+  """Handler of SIGINT, SIGTERM and SIGHUP.
+
+  Before training, a signal ends the process at once, since nothing can be lost. During training,
+  the first signal requests an end, and a second one interrupts. During a save, no signal
+  interrupts; the process ends after the save.
+  """
+
+  def __init__(self, leave: Callable[[], None] = leave,
+               clock: Callable[[], float] = time.monotonic):
+    self._leave = leave
+    self._clock = clock
+    self._last_s = -math.inf  # when the last signal came
+    self.signal: int | None = None  # its number
+    # Not an Event, which has a lock: a signal may interrupt the handler of another one.
+    self._asked = False
+    self._training = self._saving = self._ended = False
+
+  def asked(self) -> bool:
+    """Returns whether a signal has asked for an end."""
+    return self._asked
+
+  def begin_training(self) -> None:
+    """Lets the first signal from now on request an end, instead of ending the process."""
+    self._training = True
+
+  def end(self) -> None:
+    """Ignores signals from now on: the command ends, and they must not change its exit code."""
+    self._ended = True
+
+  @contextlib.contextmanager
+  def saving(self) -> Iterator[None]:
+    """Keeps signals from interrupting the block."""
+    self._saving = True
+    try:
+      yield
+    finally:
+      self._saving = False
+
+  def handle(self, number: int, frame: FrameType | None) -> None:
+    """Handles a signal; Python calls it in the main thread.
+
+    Raises:
+      KeyboardInterrupt: an end was asked for before, and nothing is being saved.
+    """
+    # Another signal may interrupt this one at any line; the order makes it count as the same one.
+    asked_before = self._asked
+    is_new = self._clock() - self._last_s >= REPEAT_S
+    self._last_s = self._clock()
+    self.signal = number
+    self._asked = True
+    # A late signal must not change the exit code of the command.
+    if self._ended:
+      return
+    if not self._training:
+      self._leave()
+    elif asked_before and is_new and not self._saving:
+      raise KeyboardInterrupt
+
+
+def numbers() -> list[signal.Signals]:
+  """Returns the signals to handle.
+
+  A SIGHUP that was ignored when the process started stays ignored, as nohup requires.
+  """
+  return [number for number in SIGNALS
+          if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def handled(leave: Callable[[], None] = leave, clock: Callable[[], float] = time.monotonic
+            ) -> Iterator[Stopping]:
+  """Handles the signals during the block; in another thread than the main one, it does nothing.
+
+  Args:
+    leave: called by a signal that comes before training.
+    clock: returns the time in seconds.
+  """
+  stopping = Stopping(leave, clock)
+  before = {}
+  if threading.current_thread() is threading.main_thread():
+    for number in numbers():
+      before[number] = signal.signal(number, stopping.handle)
+  try:
+    yield stopping
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def ignore() -> None:
+  """Ignores the signals from now on, so that the process ends with its own exit code."""
+  for number in SIGNALS:
+    signal.signal(number, signal.SIG_IGN)

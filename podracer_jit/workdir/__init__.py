@@ -1,0 +1,1 @@
+"""The files of a run: config, checkpoints, journals, sources, and their lock."""

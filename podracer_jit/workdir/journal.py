@@ -1,0 +1,202 @@
+"""Reads and repairs receipts.jsonl and metrics.jsonl, which have a line for each update."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from podracer_jit.workdir import safe_files
+
+RECEIPTS = 'receipts.jsonl'
+METRICS = 'metrics.jsonl'
+_FINGERPRINTS = ('batch', 'params')  # of a receipt
+_SPANS_SHOWN = 5
+
+
+class Line(NamedTuple):
+  """A line of a file."""
+
+  raw: bytes  # with its newline, if it has one
+  entry: dict[str, Any] | None  # None if it is garbled
+
+
+class Gaps:
+  """Collects the updates that are missing in a file with updates in order."""
+
+  def __init__(self):
+    self.last = 0
+    self.missing: list[tuple[int, int]] = []  # first and last update of each gap
+
+  def add(self, update: int) -> None:
+    """Adds the next update of the file; repeated updates are ignored."""
+    if update > self.last + 1:
+      self.missing.append((self.last + 1, update - 1))
+    self.last = max(self.last, update)
+
+  def words(self) -> str:
+    """Returns the missing updates: '3, 5 to 9'."""
+    spans = [f'{first}' if first == last else f'{first} to {last}' for first, last in self.missing]
+    more = [f'and {len(spans) - _SPANS_SHOWN} more ranges'] if len(spans) > _SPANS_SHOWN else []
+    return ', '.join([*spans[:_SPANS_SHOWN], *more])
+
+
+class Receipts(NamedTuple):
+  """The contents of receipts.jsonl."""
+
+  headers: list[dict[str, Any]]  # of the segments, in order
+  by_update: dict[int, dict[str, Any]]
+  problems: list[str]  # lines about missing or garbled receipts
+
+
+def read_receipts(workdir: Path) -> Receipts:
+  """Reads the receipts of a run, which may still be running.
+
+  Raises:
+    OSError: there is no such file, or it cannot be read.
+  """
+  headers = []
+  by_update = {}
+  garbled = 0
+  gaps = Gaps()
+  for line in _lines(workdir / RECEIPTS):
+    if line.entry is None:
+      # A process is still writing a line without an end, or was killed while it wrote it.
+      garbled += line.raw.endswith(b'\n')
+    elif _is_header(line.entry):
+      headers.append(line.entry)
+    elif _is_receipt(line.entry):
+      by_update[line.entry['update']] = line.entry
+      gaps.add(line.entry['update'])
+    else:
+      garbled += 1
+  return Receipts(headers, by_update, _problems(garbled, gaps))
+
+
+def read_lines(path: Path, fields: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+  """Returns the JSON objects of a file, one for each line; omits garbled lines.
+
+  Args:
+    path: the path of the file.
+    fields: types by name; a line that lacks one of these fields, or has another type, is garbled.
+
+  Raises:
+    OSError: it cannot be read.
+  """
+  # An object is of no type that a value of JSON has, so it stands for a missing field.
+  return [line.entry for line in _lines(path) if line.entry is not None
+          and all(isinstance(line.entry.get(name, object()), kind)
+                  for name, kind in (fields or {}).items())]
+
+
+def has_updates(workdir: Path) -> bool:
+  """Returns whether receipts or metrics have anything but headers of segments."""
+  paths = [workdir / name for name in (RECEIPTS, METRICS)]
+  return any(line.entry is None or not _is_header(line.entry)
+             for path in paths if path.exists() for line in _lines(path))
+
+
+def segment_ends(workdir: Path) -> list[int]:
+  """Returns the last update of each segment of the run in workdir."""
+  receipts = read_receipts(workdir)
+  return [*(header['first_update'] - 1 for header in receipts.headers[1:]),
+          max(receipts.by_update, default=0)]
+
+
+def cut(workdir: Path, path: Path, last_update: int) -> list[str]:
+  """Removes the lines after the checkpoint that a run resumes from, and an incomplete last line.
+
+  A file with garbled lines is set aside and replaced by one without them. The file is read line by
+  line, so a long one needs no more memory.
+
+  Args:
+    workdir: the workdir of the run.
+    path: the path of the file; it need not exist.
+    last_update: the update of the checkpoint.
+
+  Returns:
+    A line about garbled and missing lines up to that update; empty if there are none.
+
+  Raises:
+    OSError: naming the file.
+  """
+  if not path.exists():
+    return [f'{path} is missing, with all updates up to {last_update}'] if last_update else []
+  garbled = 0
+  kept_bytes = 0
+  ended = False  # whether a line after the checkpoint was read
+  in_order = True  # whether all lines to keep come before all others
+  gaps = Gaps()
+  for line in _lines(path):
+    if line.entry is None:
+      garbled += line.raw.endswith(b'\n')
+      continue
+    if _is_later(line.entry, last_update):
+      ended = True
+      continue
+    in_order = in_order and not ended
+    kept_bytes += len(line.raw)
+    if 'update' in line.entry:
+      gaps.add(line.entry['update'])
+  # The next update ends a gap at the end of the file.
+  gaps.add(last_update + 1)
+  problems = _problems(garbled, gaps)
+  aside = ''
+  if garbled or not in_order:
+    aside = f'; the file as it was is now {_rewrite(workdir, path, last_update)}'
+  else:
+    with safe_files.naming(path):
+      os.truncate(path, kept_bytes)
+  return [f'{path}: {"; ".join(problems)}{aside}'] if problems else []
+
+
+def _rewrite(workdir: Path, path: Path, last_update: int) -> Path:
+  """Replaces a file by its good lines; returns the new path of the original."""
+  draft = path.with_name(f'{path.name}.tmp')
+  with safe_files.naming(path):
+    try:
+      with draft.open('wb') as file:
+        file.writelines(line.raw for line in _lines(path)
+                        if line.entry is not None and not _is_later(line.entry, last_update))
+      aside = safe_files.set_aside(workdir, path)
+      os.replace(draft, path)
+    finally:
+      draft.unlink(missing_ok=True)
+  return aside
+
+
+def _lines(path: Path) -> Iterator[Line]:
+  """Yields the lines of a file, parsed."""
+  with safe_files.open_regular(path) as file:
+    for raw in file:
+      try:
+        entry = safe_files.parse_json(raw)
+      except ValueError:
+        entry = None
+      good = isinstance(entry, dict) and raw.endswith(b'\n') and all(
+          isinstance(entry.get(name, 0), int) for name in ('update', 'segment', 'first_update'))
+      yield Line(raw, entry if good else None)
+
+
+def _is_header(entry: dict[str, Any]) -> bool:
+  return {'segment', 'first_update'} <= entry.keys()
+
+
+def _is_receipt(entry: dict[str, Any]) -> bool:
+  return 'update' in entry and all(isinstance(entry.get(name), str) for name in _FINGERPRINTS)
+
+
+def _is_later(entry: dict[str, Any], last_update: int) -> bool:
+  """Returns whether a line comes after an update; the header of a later segment does, too."""
+  return entry.get('update', 0) > last_update or entry.get('first_update', 0) > last_update
+
+
+def _problems(garbled: int, gaps: Gaps) -> list[str]:
+  """Returns lines about garbled and missing lines."""
+  problems = []
+  if garbled:
+    problems.append(f'{garbled} garbled {"line" if garbled == 1 else "lines"}')
+  if gaps.missing:
+    problems.append(f'no line of {gaps.words()}')
+  return problems

@@ -1,0 +1,168 @@
+"""Paths of users; reads regular files only, replaces files in one step, sets broken files aside."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from podracer_jit.options import nested_too_deeply
+
+_MOST_JSON = 2**26  # bytes of a file of JSON; a manifest of 400,000 files has as many
+BROKEN = 'broken'  # folder of a workdir for broken files
+
+
+def open_regular(path: Path) -> BinaryIO:
+  """Opens a file of a workdir for reading.
+
+  A workdir may be a stranger's: a pipe in it would never answer, and a device would never end.
+
+  Raises:
+    OSError: it cannot be read, or is not a regular file.
+  """
+  if not stat.S_ISREG(path.stat().st_mode):
+    raise OSError(errno.EINVAL, 'it is not a regular file', str(path))
+  return path.open('rb')
+
+
+def read_json(path: Path, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+  """Returns the content of a file of JSON in a workdir.
+
+  Args:
+    path: the path of the file.
+    hook: makes the value of an object from its pairs; default: a dict.
+
+  Raises:
+    OSError: it cannot be read, or is not a regular file.
+    ValueError: it is not JSON, or too large.
+  """
+  with open_regular(path) as file:
+    content = file.read(_MOST_JSON + 1)
+  if len(content) > _MOST_JSON:
+    raise ValueError(f'{path} has more than {_MOST_JSON:,} bytes')
+  return parse_json(content, hook)
+
+
+def parse_json(content: bytes, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+  """Returns a value of JSON from a workdir.
+
+  Args:
+    content: the text.
+    hook: see `read_json`.
+
+  Raises:
+    ValueError: it is not JSON, or has so many levels that code for whole trees would fail.
+  """
+  try:
+    value = json.loads(content, object_pairs_hook=hook)
+  except RecursionError:
+    value = None
+    is_deep = True
+  else:
+    is_deep = nested_too_deeply(value)
+  if is_deep:
+    raise ValueError('it is nested too deeply')
+  return value
+
+
+def write_text(path: Path, text: str, is_shared: bool = False) -> None:
+  """Writes a whole file in one step, as `write_bytes` does."""
+  write_bytes(path, text.encode(), is_shared)
+
+
+def write_bytes(path: Path, content: bytes, is_shared: bool = False) -> None:
+  """Writes a whole file in one step: a reader sees either the old or the new content.
+
+  Args:
+    path: the path of the file.
+    content: its new content.
+    is_shared: other processes may write the file at the same time.
+
+  Raises:
+    OSError: the file cannot be written; the error names it. The old content is unchanged.
+  """
+  draft = path.with_name(f'{path.name}{f".{secrets.token_hex(8)}" if is_shared else ""}.tmp')
+  with naming(path):
+    # One that a killed process has left, or a link of a stranger's workdir.
+    draft.unlink(missing_ok=True)
+    try:
+      with draft.open('xb') as file:
+        file.write(content)
+        file.flush()
+        # Without fsync, a power failure could leave an empty file under the new name.
+        os.fsync(file.fileno())
+      os.replace(draft, path)
+    finally:
+      draft.unlink(missing_ok=True)
+
+
+def append_line(path: Path, line: str) -> None:
+  """Appends a line in one write, so that lines which processes append at once do not mix.
+
+  Args:
+    path: the path of the file, which need not exist.
+    line: the line, without its newline.
+
+  Raises:
+    OSError: it cannot be written; the error names the file.
+  """
+  content = line.encode() + b'\n'
+  # A stranger's workdir may have a link to another file of the user's, or a pipe without a reader.
+  how = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+  with naming(path):
+    descriptor = os.open(path, how, 0o666)
+    try:
+      status = os.fstat(descriptor)
+      if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, 'it is not a regular file', str(path))
+      if status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b'\n':
+        content = b'\n' + content  # a full disk has cut the line before
+      if os.write(descriptor, content) < len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+      os.fsync(descriptor)
+    finally:
+      os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+  """Has the names of new files in a folder outlast a power failure, if its file system can."""
+  descriptor = os.open(folder, os.O_RDONLY)
+  try:
+    with contextlib.suppress(OSError):
+      os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
+def set_aside(workdir: Path, path: Path) -> Path:
+  """Moves a broken file or folder to WORKDIR/broken/NAME, with a number if that exists.
+
+  Returns:
+    The new path.
+  """
+  folder = workdir / BROKEN
+  folder.mkdir(exist_ok=True)
+  target = folder / path.name
+  number = 1
+  while target.exists():
+    number += 1
+    target = folder / f'{path.name}.{number}'
+  os.rename(path, target)
+  return target
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+  """Adds the file's name to an OSError that has none; errors of `write` have none."""
+  try:
+    yield
+  except OSError as error:
+    if error.filename is None and error.errno is not None:
+      raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+    raise

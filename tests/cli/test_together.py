@@ -1,0 +1,462 @@
+"""Runs of several processes, and the commands compare and rerun; with real signals."""
+
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from podracer_jit.cli import compare, launch, rerun
+from podracer_jit.experiment.resolve import resolve
+from podracer_jit.workdir import checkpoint, workdirs
+from tests import made, processes
+from tests.processes import command
+from tests.runs import QUICK, small
+from tests.tiers import essential
+
+CATCH = ['--config=configs/impala_catch.py:smoke', '--config.checkpoint.every_updates=4',
+         '--config.log.tensorboard=False', '--config.num_shards=2', '--config.num_grad_shards=2',
+         '--config.total_steps=6000']
+
+
+def verb(name, *args, timeout=300):
+  return processes.run(command(name, *args), timeout=timeout)
+
+
+def train(workdir, *args, experiment=CATCH):
+  return processes.run(command(*experiment, f'--workdir={workdir}', *args))
+
+
+def lines(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(tmp_path_factory):
+  def make(workdir):
+    result = train(workdir)
+    assert result.returncode == 0, result.stderr
+  return made.once(tmp_path_factory, 'alone', make)
+
+
+def start(workdir, *args, count=2, experiment=CATCH):
+  return subprocess.Popen(command('launch', '-n', count, '--', *experiment,
+                                  f'--workdir={workdir}', *args),
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=QUICK)
+
+
+def wait_for_updates(process, workdir, count):
+  path = workdir / 'metrics.jsonl'
+  while not path.exists() or len(path.read_text().splitlines()) < count:
+    assert process.poll() is None, process.communicate()[0]
+    time.sleep(0.02)
+
+
+def workers_of(process):
+  """Returns {process_id: pid} of the processes that `launch` started."""
+  pids = {}
+  for path in Path('/proc').glob('[0-9]*/cmdline'):
+    try:
+      words = path.read_text().split('\0')
+      parent = re.search(r'\) \S (\d+)', (path.parent / 'stat').read_text())[1]
+    except OSError:
+      continue  # the process has ended meanwhile
+    if int(parent) == process.pid:
+      pids |= {int(w[-1]): int(path.parent.name) for w in words if w.startswith('--process_id=')}
+  return pids
+
+
+@pytest.mark.same_bits('2 processes and 1', 'IMPALA: MLP (`cleanba`)')
+def test_two_processes_make_the_same_bits_as_one(uninterrupted, tmp_path):
+  process = start(tmp_path)
+  out, _ = process.communicate(timeout=300)
+  assert process.returncode == 0, out
+  assert '[0] finished at update' in out and '[1] finished' not in out
+  result = verb('compare', uninterrupted, tmp_path)
+  assert result.returncode == 0, result.stdout
+  assert 'identical: ' in result.stdout and 'round differently' not in result.stdout
+  assert [m['episode_return'] for m in lines(tmp_path / 'metrics.jsonl')] == [
+      m['episode_return'] for m in lines(uninterrupted / 'metrics.jsonl')]
+
+
+@pytest.mark.full
+@pytest.mark.same_bits('2 processes and 1', 'DQN: MLP (`apex_lockstep`)')
+def test_two_processes_with_a_replay_make_the_same_bits_as_one(tmp_path):
+  """One process can also repeat an update of a later segment from their checkpoint."""
+  apex = ['--config=configs/apex_dqn_catch.py:smoke', '--config.total_steps=2500',
+          '--config.checkpoint.every_updates=12', '--config.log.tensorboard=False',
+          '--config.num_shards=2', '--config.num_grad_shards=2']
+  of_one = tmp_path / 'one'
+  of_two = tmp_path / 'two'
+  result = train(of_one, experiment=apex)
+  assert result.returncode == 0, result.stderr
+  results = processes.together(2, *apex, f'--workdir={of_two}')
+  assert 'finished at update' in results[0].stdout, results
+  result = verb('compare', of_one, of_two)
+  assert 'identical: ' in result.stdout and 'round differently' not in result.stdout
+  result = verb('rerun', f'--workdir={of_two}', '--update=20')
+  assert result.returncode == 0 and 'as its receipt says' in result.stdout, result.stderr
+
+
+def coordinator_addresses(port):
+  """Returns the addresses at which this machine listens on a port, written as in /proc/net."""
+  tables = [Path(f'/proc/net/{name}').read_text().splitlines()[1:] for name in ('tcp', 'tcp6')]
+  rows = [line.split() for table in tables for line in table]
+  return {row[1].rpartition(':')[0] for row in rows
+          if row[3] == '0A' and int(row[1].rpartition(':')[2], 16) == port}
+
+
+def check_address(process):
+  """Checks that other machines cannot reach the address that the processes of a launch use."""
+  command_line = Path(f'/proc/{workers_of(process)[0]}/cmdline').read_text()
+  host, port = re.search(r'--coordinator_address=(\S+?):(\d+)\0', command_line).groups()
+  addresses = coordinator_addresses(int(port))
+  assert host == '127.0.0.1' and len(addresses) == 1, addresses
+  assert addresses <= {'0100007F', '0000000000000000FFFF00000100007F'}  # both are 127.0.0.1
+
+
+LONG = '--config.total_steps=4000000', '--config.checkpoint.every_updates=100000'
+
+
+@pytest.mark.same_bits('2 processes stopped by SIGTERM and SIGINT, resumed, and repeated by 1',
+                       'IMPALA: MLP (`cleanba`)')
+def test_a_signal_to_one_process_stops_all_at_the_same_update(tmp_path):
+  process = start(tmp_path, *LONG)
+  wait_for_updates(process, tmp_path, 3)
+  os.kill(workers_of(process)[1], signal.SIGTERM)  # process 0 writes files, process 1 does not
+  out, _ = process.communicate(timeout=120)
+  assert process.returncode == 3 and 'the same command goes on' in out, out
+  done = lines(tmp_path / 'metrics.jsonl')[-1]['update']
+  process = start(tmp_path, *LONG)
+  wait_for_updates(process, tmp_path, done + 2)
+  check_address(process)
+  process.send_signal(signal.SIGINT)  # the launcher passes it on to all
+  out, _ = process.communicate(timeout=120)
+  assert process.returncode == 3 and f'going on from update {done} ' in out, out
+  updates = [x['update'] for x in lines(tmp_path / 'metrics.jsonl')]
+  assert updates == list(range(1, len(updates) + 1))
+  # One process repeats the segments with the same bits.
+  repeated = tmp_path / 'repeated'
+  result = train(repeated, *LONG, f'--repeat={tmp_path}')
+  assert result.returncode == 0, result.stderr
+  result = verb('compare', tmp_path, repeated)
+  assert f'identical: {len(updates)} updates, batches and parameters\n' in result.stdout
+
+
+def test_a_signal_to_one_process_gives_all_the_exit_code_of_a_stop(tmp_path):
+  with processes.start_together(2, *CATCH, f'--workdir={tmp_path}', *LONG) as both:
+    wait_for_updates(both[0], tmp_path, 3)
+    both[1].send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [3, 3], outputs
+
+
+@pytest.mark.parametrize('victim', essential([0, 1], 1))
+def test_a_process_that_dies_ends_the_others(victim, tmp_path):
+  process = start(tmp_path, *LONG)
+  wait_for_updates(process, tmp_path, 2)
+  started = time.monotonic()
+  os.kill(workers_of(process)[victim], signal.SIGKILL)
+  out, _ = process.communicate(timeout=120)
+  assert time.monotonic() - started < 30
+  assert process.returncode == signal.SIGKILL
+  assert f'[{victim}] ended with exit code -9; the others cannot go on' in out
+
+
+@pytest.mark.full
+def test_an_exception_in_one_process_ends_the_others(tmp_path):
+  """Process 0 writes the files, which may not be larger than 40 KB."""
+  launch_two = command('launch', '-n', '2', '--', *CATCH, f'--workdir={tmp_path}', *LONG)
+  result = subprocess.run(['bash', '-c', 'ulimit -f 40; exec "$@"', 'bash', *launch_two], env=QUICK,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
+                          check=False)
+  assert result.returncode == 1
+  assert '[0] podracer_jit: [Errno 27] File too large: ' in result.stdout
+  assert '[0] ended with exit code 1; the others cannot go on' in result.stdout
+
+
+def _wait_for_the_end(pids):
+  while any(Path(f'/proc/{pid}').exists() for pid in pids):
+    time.sleep(0.05)
+
+
+def test_a_killed_launcher_stops_its_processes_and_one_process_resumes(tmp_path):
+  process = start(tmp_path, *LONG)
+  wait_for_updates(process, tmp_path, 6)
+  workers = workers_of(process)
+  process.kill()
+  process.communicate(timeout=60)
+  _wait_for_the_end(workers.values())
+  saved = checkpoint.newest_whole(tmp_path)
+  assert saved == len(lines(tmp_path / 'metrics.jsonl')) >= 6  # stopped as by SIGTERM
+  result = train(tmp_path, *LONG, '--config.total_steps=1')
+  assert result.returncode == 2 and 'total_steps' in result.stderr
+  done = start(tmp_path, *LONG, count=1)
+  wait_for_updates(done, tmp_path, saved + 1)
+  done.send_signal(signal.SIGINT)
+  out, _ = done.communicate(timeout=120)
+  assert done.returncode == 3 and f'going on from update {saved} ' in out, out
+
+
+KILLED_SOON = """
+import os, signal, sys, time
+from podracer_jit.cli import launch
+prctl = launch._LIBC.prctl
+class Libc:
+  def prctl(self, *args):
+    # The launcher is killed after the fork, and before this process asks to be told so.
+    launcher = os.getppid()
+    os.kill(launcher, signal.SIGKILL)
+    while os.getppid() == launcher:
+      time.sleep(0.01)
+    return prctl(*args)
+launch._LIBC = Libc()
+sys.executable = sys.argv.pop()
+launch.main(['launch', '-n', '1', '--', '--config=x'])
+"""
+
+
+def test_a_launcher_that_is_killed_while_it_starts_leaves_no_process(tmp_path):
+  program = tmp_path / 'python'
+  program.write_text(f'#!/bin/sh\ntouch {tmp_path}/has_begun\n')
+  program.chmod(0o755)
+  inherited, ours = os.pipe()
+  done = subprocess.run([sys.executable, '-P', '-c', KILLED_SOON, str(program)], stdin=inherited,
+                        check=False)
+  assert done.returncode == -signal.SIGKILL
+  os.close(inherited)
+  # The processes of the launcher have its input; when all have ended, nobody has.
+  poll = select.poll()
+  poll.register(ours, 0)
+  assert poll.poll(60_000) == [(ours, select.POLLERR)]
+  os.close(ours)
+  assert not (tmp_path / 'has_begun').exists()
+
+
+@pytest.mark.full
+@pytest.mark.same_bits('2 processes, one frozen, resumed by 1', 'IMPALA: MLP (`cleanba`)')
+def test_a_frozen_process_ends_the_run_and_one_process_resumes(uninterrupted, tmp_path):
+  process = start(tmp_path)
+  wait_for_updates(process, tmp_path, 2)
+  workers = workers_of(process)
+  os.kill(workers[1], signal.SIGSTOP)
+  out, _ = process.communicate(timeout=120)
+  assert process.returncode not in (0, 3), out
+  _wait_for_the_end(workers.values())
+  result = train(tmp_path)
+  assert result.returncode == 0, result.stderr
+  assert verb('compare', uninterrupted, tmp_path).stdout.count('identical: 11 updates') == 1
+
+
+def test_without_a_cluster_the_address_must_be_given(tmp_path):
+  out = train(tmp_path, '--distributed', '--num_processes=2')
+  assert out.returncode == 2 and '--distributed: ' in out.stderr
+
+
+@pytest.mark.parametrize('process_id, message', [
+    (1, '--coordinator_address: ADDRESS did not answer within 2 s (Connection refused); is process '
+        '0 running there, and is the port open?'),
+    (0, '--distributed: not all 2 processes joined at ADDRESS within 2 s '
+        '(--coordinator_timeout_s)')])
+def test_a_process_without_the_others_ends_with_one_line(process_id, message, tmp_path):
+  """JAX would abort the process, with a C++ stack trace."""
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    address = f'127.0.0.1:{probe.getsockname()[1]}'
+  out = train(tmp_path, f'--coordinator_address={address}', '--num_processes=2',
+              f'--process_id={process_id}', '--coordinator_timeout_s=2')
+  assert out.returncode == 2
+  assert out.stderr == f'podracer_jit: {message.replace("ADDRESS", address)}\n'
+
+
+def test_two_launches_never_get_the_same_port(monkeypatch):
+  """The port is bound even before process 0 listens."""
+  refused = []
+
+  class Ended:
+    returncode, stdout = 0, ()
+
+    def __init__(self, command, **_):
+      (address,) = (word for word in command if word.startswith('--coordinator_address='))
+      with socket.socket() as second, pytest.raises(OSError, match='in use'):
+        second.bind(('127.0.0.1', int(address.rpartition(':')[2])))
+      refused.append(address)
+
+    def poll(self):
+      return 0
+
+  monkeypatch.setattr(subprocess, 'Popen', Ended)
+  monkeypatch.setattr(signal, 'signal', lambda *_: None)
+  assert launch.main(['launch', '-n', '2', '--', '--config=x']) == 0
+  assert len(refused) == 2 and len(set(refused)) == 1
+
+
+@pytest.mark.parametrize('change, message', [
+    (['--config.num_grad_shards=1'],
+     'num_grad_shards: 1 gradient group cannot be split evenly by 2 learner devices'),
+    (['--config.scheme=fused', '--config.num_shards=2'], 'scheme: fused is for one process, not 2'),
+    (['--config.num_shards=1'],
+     'num_shards: 1 shard cannot be split evenly by 2 actors (actor_devices = (0,), '
+     'actors_per_device = 1, in each of 2 processes); take a multiple of 2')])
+def test_a_config_that_two_processes_cannot_share_is_refused(change, message, tmp_path):
+  process = start(tmp_path, *change)
+  out, _ = process.communicate(timeout=60)
+  assert process.returncode == 2 and message in out, out
+
+
+@pytest.mark.parametrize('change, message', [
+    (['--config.seed=2'],
+     ['config: seed: 1 in A, 2 in B', "differ at update 1: the actors' batch differs"]),
+    (['--config.optimizer.learning_rate=0.5'],
+     ['config: optimizer.learning_rate', 'differ at update 1: the batch is the same and the']),
+    (['--config.placement.xla_threads=1'],
+     ['config: placement.xla_threads: 2 in A, 1 in B'])])
+def test_compare_names_the_first_difference(uninterrupted, tmp_path, change, message):
+  train(tmp_path, '--config.total_steps=1000', *change)
+  result = verb('compare', uninterrupted, tmp_path)
+  for words in message:
+    assert words in result.stdout
+  assert result.returncode == ('differ at' in result.stdout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('change, stage', [
+    ('--config.optimizer.learning_rate=0.5', 'gradient step 1: parameters'),
+    ('--config.loss.baseline_coef=0.25', 'gradient step 1: gradient'),
+    ('--config.seed=2', 'state before the update')])
+def test_a_deep_comparison_names_the_first_array(change, stage, uninterrupted, tmp_path):
+  train(tmp_path, '--config.total_steps=1000', change)
+  result = verb('compare', '--deep', uninterrupted, tmp_path)
+  assert result.returncode == 1, result.stderr
+  assert f'\nthe first to differ: {stage}\n' in result.stdout
+  assert re.search(r'\n  params/\S+: [\d,]+ of [\d,]+ numbers differ, by at most [\d,]+ units in '
+                   'the last place\n', result.stdout)
+
+
+def test_a_comparison_with_a_closed_output_reports_its_result(uninterrupted):
+  line = f'{sys.executable} -P -m podracer_jit compare {uninterrupted} {uninterrupted} | true'
+  done = subprocess.run(['bash', '-o', 'pipefail', '-c', line], capture_output=True, text=True,
+                        env=QUICK, timeout=300, check=False)
+  assert done.returncode == 141
+  assert done.stderr == ('podracer_jit compare: the output was cut; identical: 11 updates, batches '
+                         'and parameters\n')
+
+
+def _side(folder, updates, garbled=()):
+  """Writes the workdir of a run with receipts of the given updates, some of them garbled."""
+  folder.mkdir()
+  config = resolve(small()).fields
+  (folder / 'config.json').write_text(json.dumps(workdirs.record_of(config)))
+  header = dict(segment=0, first_update=1, versions={}, canary='')
+  receipts = [dict(update=update, batch='0' * 16, params='1' * 16) for update in updates]
+  (folder / 'receipts.jsonl').write_text(''.join(
+      '{"upd\n' if line.get('update') in garbled else json.dumps(line) + '\n'
+      for line in [header, *receipts]))
+  (folder / 'metrics.jsonl').write_text('')
+  return str(folder)
+
+
+@pytest.mark.parametrize('a, b, code, message', [
+    ((range(1, 5),), (range(1, 5),), 0, ['identical: 4 updates, batches and parameters\n']),
+    ((range(1, 9),), (range(1, 5),), 0, [
+        'identical as far as both go: 4 updates, batches and parameters; A goes on to update 8\n']),
+    ((range(2, 9, 2),), (range(1, 9),), 2, [
+        'A: ', 'no line of 1, 3, 5, 7\n', 'unknown, since receipts are missing']),
+    ((range(1, 9),), (range(1, 9), (2, 3)), 2, [
+        'B: ', '2 garbled lines\n', 'no line of 2 to 3\n',
+        'unknown, since receipts are missing']),
+])
+def test_runs_are_not_called_identical_on_a_part_of_their_updates(a, b, code, message, tmp_path,
+                                                                  capsys):
+  sides = [_side(tmp_path / name, *side) for name, side in (('a', a), ('b', b))]
+  assert compare.main(['podracer_jit compare', *sides]) == code
+  out = capsys.readouterr().out
+  assert all(word in out for word in message), out
+  assert ('\nidentical' in f'\n{out}') == (code == 0)
+
+
+def test_compare_needs_two_runs(uninterrupted, tmp_path):
+  assert verb('compare', uninterrupted).returncode == 2
+  result = verb('compare', uninterrupted, tmp_path)
+  assert result.returncode == 2 and 'holds no run' in result.stderr
+
+
+def test_rerun_repeats_an_update(uninterrupted, tmp_path):
+  workdir = tmp_path / 'copy'
+  shutil.copytree(uninterrupted, workdir)
+  result = verb('rerun', f'--workdir={workdir}', '--update=7', '--env=3')
+  assert result.returncode == 0, result.stderr
+  rollout = np.load(workdir / 'update_7.npz')
+  steps, envs = rollout['action'].shape
+  assert rollout['obs'].shape[:2] == (steps + 1, envs) and rollout['valid'].sum() > 0
+  assert (rollout['reward'][~rollout['valid']] == 0).all()
+  assert (workdir / 'update_7.mp4').stat().st_size > 1000
+  receipts = workdir / 'receipts.jsonl'
+  wrong_text = receipts.read_text().replace(lines(receipts)[6]['params'], '0' * 16)
+  assert wrong_text != receipts.read_text()
+  receipts.write_text(wrong_text)
+  result = verb('rerun', f'--workdir={workdir}', '--update=7')
+  assert result.returncode == 1 and 'differs from its receipt' in result.stderr
+  shutil.rmtree(workdir / 'checkpoints' / '4')
+  result = verb('rerun', f'--workdir={workdir}', '--update=7')
+  assert result.returncode == 2 and 'the checkpoint of update 4' in result.stderr
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(uninterrupted, tmp_path):
+  workdir = tmp_path / 'copy'
+  shutil.copytree(uninterrupted, workdir)
+  newest = max(int(path.name) for path in (workdir / 'checkpoints').iterdir())
+  shutil.rmtree(workdir / 'checkpoints' / str(newest))
+  train_command = command(*CATCH, f'--workdir={workdir}')
+  # No file may exceed 12 KB; one array has 16 KB, however Orbax distributes arrays over files.
+  full = subprocess.run(['bash', '-c', 'ulimit -f 12; exec "$@"', 'bash', *train_command],
+                        capture_output=True, text=True, timeout=300, env=QUICK, check=False)
+  assert full.returncode == 1
+  # Open files of Orbax may print more errors when Python ends.
+  (error,) = [line for line in full.stderr.splitlines() if line.startswith('podracer_jit: ')]
+  assert 'File too large' in error and str(workdir) in error
+  assert error.count(f'the last good checkpoint is that of update {newest - 3}, in ') == 1
+  assert str(newest) not in os.listdir(workdir / 'checkpoints')
+  assert not [path for path in workdir.rglob('*') if 'tmp' in path.name]
+  assert train(workdir).returncode == 0
+  result = verb('compare', uninterrupted, workdir)
+  assert 'identical: 11 updates, batches and parameters\n' in result.stdout
+
+
+@pytest.mark.parametrize('args, message', [
+    (['--update=700'], 'no receipt of update 700'),
+    (['--update=7', '--env=99'], '--env: must be from 0 to'),
+    ([], '--update are needed')])
+def test_rerun_needs_an_update_of_the_run(args, message, uninterrupted, capsys):
+  assert rerun.main(['podracer_jit rerun', f'--workdir={uninterrupted}', *args]) == 2
+  assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('scheme', ['cleanba', 'fused'])
+def test_numbers_that_are_not_finite_end_the_run(scheme, tmp_path):
+  result = train(tmp_path, '--config.optimizer.learning_rate=1e30',
+                 '--config.optimizer.anneal=False', f'--config.scheme={scheme}')
+  assert result.returncode == 1
+  error = result.stderr.strip().splitlines()[-1]
+  assert re.search(r'Diverged: update \d+ \([\d,]+ steps\): .*loss.* not finite \(.*nan', error)
+  assert 'the last good checkpoint is none: the run had just begun' in error
+  assert not list((tmp_path / 'checkpoints').iterdir())
+
+
+def test_a_run_that_diverges_later_names_its_last_good_checkpoint(tmp_path):
+  result = train(tmp_path, '--config.optimizer.learning_rate=1e15', '--config.num_minibatches=1',
+                 '--config.checkpoint.every_updates=1')
+  assert result.returncode == 1
+  error = result.stderr.strip().splitlines()[-1]
+  saved = max(int(path.name) for path in (tmp_path / 'checkpoints').iterdir())
+  assert f'Diverged: update {saved + 1} ' in error
+  assert f'the last good checkpoint is that of update {saved}, in ' in error

@@ -1,0 +1,151 @@
+"""The estimate of memory, compared with real arrays; and the memory of the machine."""
+
+import collections
+import contextlib
+import dataclasses
+
+import jax
+import pytest
+
+from podracer_jit.experiment import build, memory
+from tests.runs import changed, fresh, initial_state, small
+
+CASES = {
+    'rollouts': small('ppo', normalise={'obs': True, 'reward': True, 'value': False}),
+    'recurrent': changed(small('impala'), network__core='lstm', network__core_size=16),
+    'stacks of frames': changed(small('ppo', 'Pong-v5', 'nature_cnn'), num_shards=2),
+    'as they come': changed(small('impala'), env_batch=4, scheme='impala'),
+    'replay': small('dqn'),
+    'whole transitions': small('dqn')}
+for _name in ('replay', 'whole transitions'):
+  CASES[_name] |= dict(num_minibatches=1)
+  CASES[_name]['replay'] |= dict(capacity=640, min_size=64, batch_size=32)
+CASES['whole transitions']['replay'] |= dict(eviction='prioritised')
+CASES['functions'] = small()
+CASES['functions']['env']['task'] = 'gymnax:CartPole-v1'
+
+
+def real_bytes(run):
+  """Returns the bytes of the train state, the replay, the actors' state and one rollout each."""
+  state = initial_state(run)
+  params = jax.tree.map(lambda x: x.addressable_data(0), state.params)
+  with contextlib.ExitStack() as stack:
+    (actor,) = build.make_actors(run, 0, stack)
+    actor_state = memory.nbytes(actor.state.envs)
+    program = actor.rollout_program
+    rollout = program.load(run.acting.rollout(program.vector_envs), (params, actor.state),
+                           donate=())
+    _, experience = jax.block_until_ready(rollout(params, actor.state))
+    rollouts = memory.nbytes(experience)
+  return {'parameters and optimizer state': memory.nbytes(state._replace(replay=())),
+          'replay': memory.nbytes(state.replay),
+          "environments' observations and states": actor_state, 'rollouts': rollouts}
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_each_part_has_the_bytes_of_the_real_arrays(case):
+  run = fresh(CASES[case])
+  parts = {part.name: part.nbytes for part in memory.estimate(run)}
+  for name, size in real_bytes(run).items():
+    assert parts.get(name, 0) == size, name
+  assert {part.place for part in memory.estimate(run)} == {memory.HOST}
+
+
+@pytest.mark.parametrize('fields, rows', [
+    (dict(num_minibatches=1), 64 * 64), (dict(num_minibatches=4), 16 * 64),
+    (dict(num_minibatches=2, microbatch_rows=256), 256),
+    (dict(num_minibatches=2, network__core='gru'), 32 * 65)])
+def test_the_observations_of_a_pass_are_among_what_a_program_allocates(fields, rows):
+  """One-hots of 500 bytes are gathered, and converted to floats."""
+  run = fresh(changed(small('ppo', 'Taxi-v3'), env__num_envs=64, unroll_length=64, **fields))
+  estimate = {part.name: part.nbytes for part in memory.estimate(run)}
+  needed = estimate['observations of a pass of the network']
+  assert needed == rows * 500 * 5
+  with contextlib.ExitStack() as stack:
+    (actor,) = build.make_actors(run, 0, stack)
+    rollout = run.acting.rollout(actor.rollout_program.vector_envs)
+    state = run.learner.state_shapes()
+    _, (experience,) = jax.eval_shape(rollout, state.params, actor.state)
+    program = jax.jit(run.learner.learn).lower(state, experience).compile()
+  assert program.memory_analysis().temp_size_in_bytes >= needed
+
+
+def test_a_replay_is_counted_once_on_any_mesh():
+  config = changed(CASES['replay'], num_grad_shards=2)
+  shared = changed(config, placement__learner_devices=(0, 1))
+  totals = []
+  for each in (config, shared):
+    totals.append(collections.Counter())
+    for part in memory.estimate(fresh(each)):
+      totals[-1][part.name] += part.nbytes
+  one_device, two_devices = totals
+  assert one_device['replay'] == two_devices['replay']
+  state = 'parameters and optimizer state'
+  assert 2 * one_device[state] == two_devices[state]
+
+
+def test_with_a_lag_memory_has_two_rollouts():
+  def rollouts(scheme):
+    parts = memory.estimate(fresh(changed(CASES['rollouts'], scheme=scheme)))
+    return sum(part.nbytes for part in parts if part.name == 'rollouts')
+  assert rollouts('cleanba') == 2 * rollouts('sync')
+
+
+def test_a_run_that_does_not_fit_is_refused_and_a_tight_fit_gives_a_warning(monkeypatch):
+  run = fresh(changed(CASES['replay'], replay__capacity=64_000))
+  needed = sum(part.nbytes for part in memory.estimate(run))
+  for has, warnings in ((None, 0), (2 * needed, 0), (needed + 1, 1)):
+    monkeypatch.setattr(memory, 'host_memory', lambda has=has: has)
+    assert len(memory.check(run)) == warnings
+  monkeypatch.setattr(memory, 'host_memory', lambda: needed - 1)
+  with pytest.raises(ValueError, match='^replay.capacity: the run needs at least 0.* GB of memory: '
+                     'replay 0.*; this machine has 0.* GB$'):
+    memory.check(run)
+
+
+def test_the_memory_of_an_accelerator_is_respected():
+  class Gpu:
+    platform = 'gpu'
+
+    def memory_stats(self):
+      return {'bytes_limit': 1000}
+
+    def __str__(self):
+      return 'gpu:0'
+
+  run = fresh(CASES['rollouts'])
+  gpu = Gpu()
+  with pytest.raises(ValueError, match='; gpu:0 has 1e-06 GB'):
+    memory.check(dataclasses.replace(run, place=run.place._replace(actors=(gpu,))))
+  assert memory.capacity(gpu) == 1000
+
+
+MEMINFO = 'MemTotal:       1000 kB\nMemFree:        10 kB\n'
+
+
+@pytest.mark.parametrize('files, limit', [
+    ({}, None),
+    ({'proc/meminfo': MEMINFO}, 1_024_000),
+    # Version 2: the limit of the group or of a group above it; 'max' is no limit.
+    ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '0::/a/b\n',
+      'sys/fs/cgroup/a/b/memory.max': '5000\n'}, 5000),
+    ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '0::/a/b\n',
+      'sys/fs/cgroup/a/memory.max': '4000\n', 'sys/fs/cgroup/a/b/memory.max': 'max\n'}, 4000),
+    ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '0::/\n',
+      'sys/fs/cgroup/memory.max': '3000\n'}, 3000),
+    ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '0::/a\n',
+      'sys/fs/cgroup/a/memory.max': 'max\n'}, 1_024_000),
+    # Version 1; in a container the path is one of the machine outside.
+    ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '4:cpu,memory:/a\n3:cpuset:/b\n',
+      'sys/fs/cgroup/memory/a/memory.limit_in_bytes': '2000\n',
+      'sys/fs/cgroup/memory/b/memory.limit_in_bytes': '1\n'}, 2000),
+    ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '4:memory:/docker/x\n0::/\n',
+      'sys/fs/cgroup/memory/memory.limit_in_bytes': '2500\n'}, 2500),
+    ({'proc/meminfo': MEMINFO, 'proc/self/cgroup': '4:memory:/\n',
+      'sys/fs/cgroup/memory/memory.limit_in_bytes': '9223372036854771712\n'}, 1_024_000)])
+def test_the_memory_is_the_least_of_the_machines_and_the_cgroup_limits(files, limit, tmp_path):
+  for name, text in files.items():
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+  assert memory.host_memory(tmp_path) == limit

@@ -1,0 +1,690 @@
+"""Runs that begin with another run's state, are extended, or change fields."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from podracer_jit import experiment
+from podracer_jit.cli import train
+from podracer_jit.training import life, metrics, session, stopping
+from podracer_jit.workdir import changes, checkpoint, history, workdirs
+from tests import made, processes
+from tests.cli.test_main import only_checks, saved_to_the_end
+from tests.processes import command
+from tests.runs import QUICK, changed, fresh, small
+from tests.tiers import essential
+
+CATCH = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=False',
+         '--config.checkpoint.every_updates=3', '--config.checkpoint.keep=9']
+CONSTANT = [*CATCH, '--config.optimizer.anneal=False']
+CARTPOLE = ['--config=configs/ppo_cartpole.py:smoke', '--config.log.tensorboard=False',
+            '--config.optimizer.anneal=False']
+APEX = ['--config=configs/apex_dqn_catch.py:smoke', '--config.log.tensorboard=False',
+        '--config.scheme=apex_lockstep', '--config.checkpoint.every_updates=11',
+        '--config.checkpoint.keep=4',  # besides the checkpoint of update 0
+        '--config.total_steps=2500']
+STEPS = 576  # steps of an update of CATCH: 32 environments, 20 rows, every tenth row invalid
+
+
+def binary(*args, code=0):
+  """Runs the command; returns its output and error messages."""
+  result = processes.run(command(*args))
+  assert result.returncode == code, result.stdout + result.stderr
+  return result.stdout + result.stderr
+
+
+def together(*args, code=0):
+  """Runs the command as two processes; returns the output of each."""
+  results = processes.together(2, *args)
+  assert [result.returncode for result in results] == [code, code], results
+  return [result.stdout for result in results]
+
+
+def refused(*args):
+  """Runs a command that must be refused; returns its one line of error."""
+  output = binary(*args, code=2)
+  assert output.startswith('podracer_jit: ') and output.count('\n') == 1, output
+  return output
+
+
+def updates(count):
+  return f'--config.total_steps={count * STEPS}'
+
+
+def lines(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def receipts(workdir):
+  return [line for line in lines(workdir / 'receipts.jsonl') if 'segment' not in line]
+
+
+def headers(workdir):
+  return [line for line in lines(workdir / 'receipts.jsonl') if 'segment' in line]
+
+
+def metric(workdir, name):
+  return [line[name] for line in lines(workdir / 'metrics.jsonl')]
+
+
+def arrays(workdir, update, item='state'):
+  """Returns the arrays of a checkpoint by name, without the structure of the train state."""
+  tree = ocp.StandardCheckpointer().restore(workdir / 'checkpoints' / str(update) / item)
+  tree.pop('key', None)
+  return {jax.tree_util.keystr(path): np.asarray(leaf)
+          for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def copied(workdir, target):
+  """Copies a workdir; returns the copy."""
+  return shutil.copytree(workdir, target, dirs_exist_ok=True)
+
+
+def break_checkpoints(workdir, *numbers):
+  for number in numbers:
+    (workdir / 'checkpoints' / str(number) / 'manifest.json').write_text('{')
+
+
+@pytest.fixture(scope='module')
+def six(tmp_path_factory):
+  """A run of six updates at a constant rate."""
+  return made.once(tmp_path_factory, 'six', lambda workdir: binary(
+      *CONSTANT, updates(6), f'--workdir={workdir}'))
+
+
+@pytest.fixture(scope='module')
+def twelve(tmp_path_factory):
+  """A run of twelve updates at a constant rate, in one part."""
+  return made.once(tmp_path_factory, 'twelve', lambda workdir: binary(
+      *CONSTANT, updates(12), f'--workdir={workdir}'))
+
+
+@pytest.fixture(scope='module')
+def extended(six, tmp_path_factory):
+  """`six` extended to twelve updates."""
+  def make(workdir):
+    copied(six, workdir)
+    output = binary(*CONSTANT, updates(12), f'--workdir={workdir}', '--extend')
+    assert 'changed before update 7: total_steps: 3456 before, 6912 since' in output
+    assert 'the learning rate' not in output  # the rate is constant
+  return made.once(tmp_path_factory, 'extended', make)
+
+
+@pytest.fixture(scope='module')
+def faster(six, tmp_path_factory):
+  """`six` extended to twelve updates, with ten times the rate from update 7 on."""
+  return made.once(tmp_path_factory, 'faster', lambda workdir: binary(
+      *CONSTANT, updates(12), '--config.optimizer.learning_rate=0.01',
+      f'--workdir={copied(six, workdir)}', '--extend', '--change=optimizer.learning_rate'))
+
+
+@pytest.fixture(scope='module')
+def heir(six, tmp_path_factory):
+  """A run of six updates that began with the state of `six`, whose workdir was then removed."""
+  def make(workdir):
+    source = copied(six, tmp_path_factory.mktemp('source'))
+    output = binary(*CONSTANT, updates(6), f'--workdir={workdir}', f'--init_from={source}',
+                    '--config.seed=2')
+    assert f'begins with parameters, optimizer of {source} after update 6\n' in output
+    shutil.rmtree(source)
+  return made.once(tmp_path_factory, 'heir', make)
+
+
+@pytest.mark.same_bits('total_steps raised with --extend', 'IMPALA: MLP (`cleanba`)')
+def test_an_extended_run_equals_the_longer_run(extended, twelve):
+  assert receipts(extended) == receipts(twelve) and len(receipts(twelve)) == 12
+  assert metric(extended, 'learning_rate') == metric(twelve, 'learning_rate')
+  assert [header.get('history') for header in headers(extended)] == [
+      None, None, {'first_update': 7, 'changes': {'total_steps': {'was': 3456, 'now': 6912}}}, None]
+  assert 'history' not in json.loads((twelve / 'config.json').read_text())
+  output = binary('compare', extended, twelve)
+  assert output.startswith(
+      'history: A changed before update 7: total_steps: 3456 before, 6912 since\n'
+      'identical: 12 updates')
+
+
+@pytest.mark.full
+@pytest.mark.same_bits('extended within a segment, JAX environments', 'PPO: MLP (`sync`)')
+def test_a_run_with_jax_environments_can_be_extended_within_a_segment(tmp_path):
+  args = [*CARTPOLE, '--config.env.task=gymnax:CartPole-v1', '--config.scheme=sync',
+          '--config.checkpoint.every_updates=4']
+  binary(*args, f'--workdir={tmp_path}/a')
+  first_end = len(receipts(tmp_path / 'a'))
+  binary(*args, f'--workdir={tmp_path}/a', '--config.total_steps=9000', '--extend')
+  binary(*args, f'--workdir={tmp_path}/b', '--config.total_steps=9000')
+  assert first_end % 4 and len(receipts(tmp_path / 'a')) > first_end
+  assert receipts(tmp_path / 'a') == receipts(tmp_path / 'b')
+
+
+def test_a_finished_run_tells_how_to_extend_it_and_changes_nothing(extended):
+  before = (extended / 'config.json').read_text()
+  output = binary(*CONSTANT, updates(12), f'--workdir={extended}', '--extend')
+  assert 'to go on: --extend with a larger --config.total_steps' in output
+  assert (extended / 'config.json').read_text() == before
+
+
+def test_refusals_name_the_flag_that_allows_the_change(extended, six, tmp_path, capsys,
+                                                       monkeypatch):
+  """Runs the command in this process, since there are twenty refusals."""
+  monkeypatch.setattr(train.host, 'prepare_host', only_checks(train.host.prepare_host))
+
+  def refused(*args):
+    assert train.main(['podracer_jit', *args]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith('podracer_jit: ') and error.count('\n') == 1, error
+    return error
+
+  workdir = f'--workdir={extended}'
+  output = refused(*CONSTANT, updates(13), '--config.loss.entropy_coef=0.1', workdir)
+  assert 'loss.entropy_coef: 0.01 there, 0.1 now: --change=loss.entropy_coef allows it' in output
+  assert 'total_steps: 6912 there, 7488 now: --extend allows it' in output
+  assert f'--init_from={extended} begins with what this run has learned' in output
+  assert 'it can only grow' in refused(*CONSTANT, updates(11), workdir, '--extend')
+  assert '--extend allows it' in refused(
+      *CONSTANT, updates(13), workdir, '--change=loss.entropy_coef')
+  assert 'loss.entropy_coef: 0.01 there' in refused(
+      *CONSTANT, updates(12), '--config.loss.entropy_coef=0.1', workdir,
+      '--change=loss.discount')
+  assert 'seed: 1 there, 2 now: it cannot change, as' in refused(
+      *CONSTANT, updates(12), '--config.seed=2', workdir)
+  new = f'--workdir={tmp_path}/new'
+  for flag in ('--extend', '--change=loss.discount'):
+    assert 'there is no run in' in refused(*CONSTANT, new, flag)
+  source = f'--init_from={six}'
+  for args, message in [
+      (['--change=total_steps'], '--change: total_steps has a flag of its own, --extend'),
+      (['--change=los.discount'], 'no field los.discount; did you mean loss.discount?'),
+      (['--change=network.hidden'], 'network.hidden cannot change, as the checkpoint has the'),
+      (['--change=env.num_envs'], 'env.num_envs cannot change, as the batch'),
+      (['--init_partly'], '--init_parts and --init_partly are for --init_from'),
+      ([source, '--init_parts=moments'], 'known are parameters, normalisation, optimizer, replay'),
+      ([source, '--init_parts='], "known are parameters, normalisation, optimizer, replay, all"),
+      ([source, '--init_parts=replay'], '--init_parts: impala has no replay'),
+      ([source, '--extend'], '--init_from: begins a new run; it cannot be combined with --extend'),
+      ([f'{source}/none'], 'none does not exist'),
+      ([f'--init_from={tmp_path}'], 'has no whole checkpoint'),
+      # The workdir itself, which is made and locked before anything is read.
+      ([f'--init_from={tmp_path}/new', '--init_parts=all'], 'new has no whole checkpoint')]:
+    assert message in refused(*CONSTANT, new, *args)
+  assert not (tmp_path / 'new').exists()
+
+
+@pytest.fixture(scope='module')
+def annealed(tmp_path_factory):
+  """A run of six updates at a falling rate, extended to twelve."""
+  def make(workdir):
+    binary(*CATCH, updates(6), f'--workdir={workdir}')
+    output = binary(*CATCH, updates(12), f'--workdir={workdir}', '--extend')
+    assert ('the learning rate changes from 0 to 0.0005 here: it is annealed over 6,912 steps '
+            'instead of 3,456\n') in output
+  return made.once(tmp_path_factory, 'annealed', make)
+
+
+def test_an_extended_rate_anneals_to_the_new_end(annealed):
+  first = [1e-3 * (1 - i / 6) for i in range(6)]
+  second = [1e-3 * (1 - i / 12) for i in range(6, 12)]
+  np.testing.assert_allclose(metric(annealed, 'learning_rate'), first + second, rtol=1e-5)
+
+
+def test_a_repeated_run_has_the_same_changes(annealed, tmp_path):
+  output = binary(*CATCH, updates(12), f'--workdir={tmp_path}', f'--repeat={annealed}')
+  assert 'update 6: the config changes after it' in output
+  assert receipts(tmp_path) == receipts(annealed)
+  assert workdirs.read_history(tmp_path) == workdirs.read_history(annealed)
+  assert binary('compare', annealed, tmp_path).startswith('identical: 12 updates')
+  output = refused(*CATCH, updates(13), f'--workdir={tmp_path}/other', f'--repeat={annealed}')
+  assert 'only its newest config can repeat that (total_steps: 6912 there, 7488 here)' in output
+
+
+@pytest.mark.parametrize('name, update', essential([
+    ('annealed', 5), ('annealed', 8), ('faster', 5), ('faster', 11), ('heir', 2), ('heir', 5)],
+    ('annealed', 8), ('faster', 5)))
+def test_rerun_uses_the_config_and_state_of_that_update(name, update, request):
+  workdir = request.getfixturevalue(name)
+  output = binary('rerun', f'--workdir={workdir}', f'--update={update}')
+  assert f'the rollout of update_{update}, as its receipt says' in output
+
+
+def test_a_changed_rate_applies_from_its_update_on(faster, six, twelve):
+  assert receipts(faster)[:6] == receipts(six) == receipts(twelve)[:6]
+  np.testing.assert_allclose(metric(faster, 'learning_rate'), [1e-3] * 6 + [1e-2] * 6, rtol=1e-6)
+  assert receipts(faster)[6]['batch'] == receipts(twelve)[6]['batch']
+  assert receipts(faster)[6]['params'] != receipts(twelve)[6]['params']
+  output = binary('compare', faster, twelve, code=1)
+  assert ('history: A changed before update 7: optimizer.learning_rate: 0.001 before, 0.01 since; '
+          'total_steps: 3456 before, 6912 since\ndiffer at update 7: ') in output
+
+
+@pytest.mark.full
+def test_a_deep_comparison_uses_the_configs_of_that_update(faster, twelve):
+  output = binary('compare', '--deep', faster, twelve, code=1)
+  assert '\nthe first to differ: gradient step 1: parameters\n' in output
+  assert re.search(r'\n  params/\S+: [\d,]+ of [\d,]+ numbers differ, by at most [\d,]+ units in '
+                   'the last place\n', output)
+
+
+def test_a_run_killed_after_a_change_resumes_to_the_same_bits(six, tmp_path):
+  args = [*CONSTANT, updates(60), '--config.optimizer.learning_rate=0.01']
+  flags = ['--extend', '--change=optimizer.learning_rate']
+  killed = copied(six, tmp_path / 'killed')
+  process = processes.Popen(command(*args, *flags, f'--workdir={killed}'),
+                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+  while len((killed / 'metrics.jsonl').read_text().splitlines()) < 12:
+    assert process.poll() is None
+    time.sleep(0.01)
+  process.send_signal(signal.SIGKILL)
+  process.wait()
+  done = max(saved_to_the_end(killed))
+  assert 9 <= done < 60
+  # The changes are in config.json: the flags may be left out or given again.
+  output = binary(*args, *flags[:1], f'--workdir={killed}')
+  assert f'going on from update {done} ' in output and 'changed before' not in output
+  uninterrupted = copied(six, tmp_path / 'uninterrupted')
+  binary(*args, *flags, f'--workdir={uninterrupted}')
+  assert receipts(killed) == receipts(uninterrupted) and len(receipts(uninterrupted)) == 60
+  assert headers(killed) == headers(uninterrupted)
+
+
+def test_updates_before_a_change_are_repeated_with_their_own_config(faster, tmp_path):
+  copied(faster, tmp_path)
+  break_checkpoints(tmp_path, 6, 9, 12)
+  args = [*CONSTANT, updates(12), '--config.optimizer.learning_rate=0.01', f'--workdir={tmp_path}']
+  output = refused(*args, '--config.loss.entropy_coef=0.1', '--change=loss.entropy_coef')
+  assert 'cannot change now: the config changes before update 7, and the checkpoint' in output
+  output = binary(*args)
+  assert 'going on from update 3 ' in output and 'update 6: the config changes after it' in output
+  assert receipts(tmp_path) == receipts(faster)
+  assert headers(tmp_path) == headers(faster)
+
+
+@pytest.fixture(scope='module')
+def with_replay(tmp_path_factory):
+  """A run of 22 updates with a replay."""
+  return made.once(tmp_path_factory, 'with_replay', lambda workdir: binary(
+      *APEX, f'--workdir={workdir}'))
+
+
+@pytest.mark.full
+def test_a_field_that_does_not_fit_the_checkpoint_cannot_change(with_replay):
+  """Only the shapes of the state show that these fields cannot change."""
+  args = [*APEX, f'--workdir={with_replay}']
+  before = (with_replay / 'config.json').read_text()
+  output = refused(*args, '--config.replay.capacity=9984', '--change=replay.capacity')
+  assert 'replay.capacity: cannot change in' in output and ' has the shape ' in output
+  output = refused(*args, '--config.optimizer.anneal=False', '--config.optimizer.kl_target=0.0',
+                 '--config.env.num_envs=32', '--change=optimizer.anneal')
+  assert 'env.num_envs: 16 there, 32 now: it cannot change' in output
+  assert (with_replay / 'config.json').read_text() == before
+
+
+def test_a_run_begins_with_another_runs_parameters_and_moments(heir, six):
+  first = arrays(heir, 0)
+  source = arrays(six, 6)
+  assert first.keys() == source.keys()
+  for name, value in first.items():
+    if name in ("['update']", "['steps']"):
+      assert value == 0
+    else:
+      np.testing.assert_array_equal(value, source[name])
+  assert headers(heir)[0]['history']['init_from']['taken'] == ['parameters', 'optimizer']
+  assert metric(heir, 'update') == [1, 2, 3, 4, 5, 6]
+  output = binary('compare', heir, six, code=1)
+  assert 'history: A began with parameters, optimizer of ' in output
+  assert 'history: B began with its seed' in output
+
+
+@pytest.mark.same_bits('begun with another run, then killed, repeated', 'IMPALA: MLP (`cleanba`)')
+def test_a_run_begun_with_another_run_resumes_and_repeats_without_it(heir, tmp_path):
+  args = [*CONSTANT, updates(6), '--config.seed=2']
+  resumed = copied(heir, tmp_path / 'resumed')
+  for number in (3, 6):  # as if the run had been killed before its first checkpoint
+    shutil.rmtree(resumed / 'checkpoints' / str(number))
+  source = workdirs.read_history(heir)[0].init_from.workdir
+  output = binary(*args, f'--workdir={resumed}', f'--init_from={source}')
+  assert 'starting' in output
+  repeated = tmp_path / 'repeated'
+  binary(*args, f'--workdir={repeated}', f'--repeat={heir}')
+  assert receipts(heir) == receipts(resumed) == receipts(repeated)
+  assert binary('compare', heir, repeated).startswith('identical: 6 updates')
+  assert 'has a run already, which began with parameters, optimizer of' in refused(
+      *args, f'--workdir={resumed}', f'--init_from={tmp_path}')
+
+
+def test_a_run_without_its_first_state_does_not_begin_anew(heir, tmp_path):
+  copied(heir, tmp_path)
+  shutil.rmtree(tmp_path / 'checkpoints')
+  args = [*CONSTANT, updates(6), '--config.seed=2']
+  assert 'has no checkpoint left' in refused(*args, f'--workdir={tmp_path}')
+  output = binary('rerun', f'--workdir={tmp_path}', '--update=2', code=2)
+  assert 'its checkpoint of update 0 is gone' in output
+
+
+def test_a_run_killed_while_starting_begins_anew(heir, six, tmp_path):
+  """The run was killed after saving the first state and before writing config.json."""
+  copied(heir, tmp_path)
+  for path in tmp_path.iterdir():
+    if path.name != 'checkpoints':
+      shutil.rmtree(path) if path.is_dir() else path.unlink()
+  for number in (3, 6):
+    shutil.rmtree(tmp_path / 'checkpoints' / str(number))
+  binary(*CONSTANT, updates(6), '--config.seed=2', f'--workdir={tmp_path}', f'--init_from={six}')
+  assert receipts(tmp_path) == receipts(heir)
+
+
+STOPPED_WHILE_IT_READS = """
+import os, signal, sys
+from podracer_jit.training import inherit
+from podracer_jit.cli import train
+read = inherit.read
+def stops_and_reads(*args):
+  os.kill(os.getpid(), signal.SIGSTOP)
+  return read(*args)
+inherit.read = stops_and_reads
+sys.exit(train.main(sys.argv))
+"""
+
+
+def test_nothing_can_begin_in_a_workdir_while_a_run_reads_its_first_state(six, tmp_path):
+  """The first run has decided that the workdir is new, and may need minutes to read."""
+  workdir = tmp_path / 'run'
+  first = processes.Popen([sys.executable, '-P', '-c', STOPPED_WHILE_IT_READS, *CONSTANT,
+                           updates(6), '--config.seed=2', f'--workdir={workdir}',
+                           f'--init_from={six}'])
+  stat = Path(f'/proc/{first.pid}/stat')
+  while stat.read_text().rpartition(') ')[2][0] != 'T':
+    assert first.poll() is None
+    time.sleep(0.02)
+  try:
+    error = refused(*CONSTANT, updates(6), f'--workdir={workdir}')
+    assert f'{workdir} is in use by process {first.pid} on ' in error
+    assert [path.name for path in workdir.iterdir()] == ['lock']
+  finally:
+    os.kill(first.pid, signal.SIGCONT)
+  assert first.wait(timeout=120) == 0
+  assert history.origin_of(workdirs.read_history(workdir)).workdir == str(six)
+  assert len(receipts(workdir)) == 6
+
+
+@pytest.fixture(scope='module')
+def cartpole(tmp_path_factory):
+  """A run of PPO on CartPole with running statistics of observations."""
+  return made.once(tmp_path_factory, 'cartpole', lambda workdir: binary(
+      *CARTPOLE, '--config.normalise.obs=True', f'--workdir={workdir}'))
+
+
+def newest(workdir):
+  return checkpoint.saved_updates(workdir)[-1]
+
+
+@pytest.mark.full
+def test_init_from_a_task_with_the_same_shapes(cartpole, tmp_path):
+  args = [*CARTPOLE, '--config.env.task=gymnax:CartPole-v1', '--config.normalise.obs=True',
+          f'--workdir={tmp_path}']
+  output = binary(*args, f'--init_from={cartpole}')
+  assert 'begins with parameters, normalisation, optimizer of' in output
+  first = arrays(tmp_path, 0)
+  source = arrays(cartpole, newest(cartpole))
+  moments = [name for name in first if 'moments' in name]
+  assert moments and all((first[name] == source[name]).all() for name in first
+                         if name.startswith("['params']"))
+  binary('rerun', f'--workdir={tmp_path}', '--update=2')
+  binary(*args, '--extend', '--config.total_steps=9000')
+  output = binary('evaluate', f'--workdir={tmp_path}', '--num_episodes=2')
+  assert 'gymnax:CartPole-v1 after update' in output
+
+
+@pytest.mark.full
+def test_init_from_a_task_with_some_other_shapes(cartpole, tmp_path):
+  """Acrobot has six observed numbers and three actions; CartPole has four and two."""
+  args = [*CARTPOLE, '--config.env.task=Acrobot-v1', '--config.normalise.obs=True',
+          f'--workdir={tmp_path}', f'--init_from={cartpole}']
+  output = refused(*args, '--init_parts=parameters')
+  assert ('--init_from: params/params/policy/bias has the shape (3,) here, (2,) in '
+          f'{cartpole}; --init_partly begins with fresh values') in output
+  assert not list(tmp_path.iterdir())
+  output = binary(*args, '--init_partly')
+  origin = workdirs.read_history(tmp_path)[0].init_from
+  assert 'began fresh: params/' in output and not origin.unused
+  layers = {name for name in origin.fresh if name.startswith('params/params/')}
+  assert layers == {'params/params/policy/bias', 'params/params/policy/kernel',
+                    'params/params/torso/Dense_0/kernel'}
+  first = arrays(tmp_path, 0)
+  source = arrays(cartpole, newest(cartpole))
+  copied_names = {name for name, value in first.items() if name in source
+                  and np.array_equal(value, source[name]) and value.any()}
+  kernel = "['params']['torso']['Dense_1']['kernel']"
+  assert {f"['params']{kernel}", f"['opt_state'][1]['mu']{kernel}"} <= copied_names
+  assert not any('policy' in name for name in copied_names)
+  binary('rerun', f'--workdir={tmp_path}', '--update=3')
+
+
+@pytest.mark.full
+def test_another_optimizer_starts_fresh_unless_it_was_asked_for(cartpole, tmp_path):
+  args = [*CARTPOLE, '--config.normalise.obs=True', '--config.optimizer.name=rmsprop',
+          f'--init_from={cartpole}']
+  output = refused(*args, '--init_parts=optimizer', f'--workdir={tmp_path}/a')
+  assert 'keeps other statistics; leave optimizer out' in output
+  output = binary(*CARTPOLE, '--config.normalise.obs=True', f'--init_from={cartpole}',
+                '--init_parts=all', f'--workdir={tmp_path}/all')  # PPO has no replay
+  assert 'begins with parameters, normalisation, optimizer of' in output
+  for flags in ([], ['--init_partly']):
+    workdir = tmp_path / f'b{len(flags)}'
+    output = binary(*args, *flags, f'--workdir={workdir}')
+    assert 'begins with parameters, normalisation of' in output and 'fresh: optimizer\n' in output
+    assert not any(value.any() for name, value in arrays(workdir, 0).items()
+                   if name.startswith("['opt_state']"))
+  output = refused(*CARTPOLE, f'--init_from={cartpole}', f'--workdir={tmp_path}/c')
+  assert 'params/moments/' in output and 'is not here, only in' in output
+
+
+@pytest.mark.full
+def test_init_from_with_the_replay(with_replay, tmp_path):
+  source = with_replay
+  heir = tmp_path / 'heir'
+  binary(*APEX, f'--workdir={heir}', f'--init_from={source}', '--init_parts=all')
+  last = newest(source)
+  replays = [arrays(source, last, 'replay'), arrays(heir, 0, 'replay')]
+  assert replays[0].keys() == replays[1].keys()
+  for name, value in replays[0].items():
+    np.testing.assert_array_equal(value, replays[1][name])
+  first = arrays(heir, 0)
+  saved = arrays(source, last)
+  assert {name for name in saved if not np.array_equal(saved[name], first[name])} == {
+      "['update']", "['steps']"}
+  assert any("['target']" in name for name in saved)
+  # The heir learns from its first update on, and the ages of old transitions are kept.
+  ages = metric(heir, 'sampled_age')
+  assert metric(heir, 'sampled')[0] > 0 == metric(source, 'sampled')[0]
+  assert 0 < metric(source, 'sampled_age')[-1] < ages[0] < saved["['target']['gradient_steps']"] + 3
+  for update in (2, 14):
+    binary('rerun', f'--workdir={heir}', f'--update={update}')
+  output = refused(*APEX, f'--workdir={tmp_path}/x', f'--init_from={source}', '--init_parts=replay',
+                 '--config.replay.capacity=9984')
+  assert '--init_parts: the replay does not fit: ' in output
+  copy = tmp_path / 'copy'  # without the replay, the target network is copied without its counter
+  binary(*APEX, f'--workdir={copy}', f'--init_from={source}', '--config.total_steps=200')
+  first = arrays(copy, 0)
+  assert first["['target']['gradient_steps']"] == 0
+  assert all((saved[name] == first[name]).all() for name in saved
+             if name.startswith("['target']['params']"))
+  assert metric(copy, 'sampled')[0] == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('scheme', ['impala', 'fused'])
+def test_init_from_and_extend_with_other_schemes(scheme, cartpole, tmp_path):
+  args = [*CARTPOLE, f'--config.scheme={scheme}', '--config.normalise.obs=True',
+          '--config.checkpoint.every_updates=2', f'--workdir={tmp_path}']
+  binary(*args, f'--init_from={cartpole}')
+  done = len(receipts(tmp_path))
+  binary(*args, '--config.total_steps=9000', '--config.loss.entropy_coef=0.02', '--extend',
+         '--change=loss.entropy_coef')
+  assert metric(tmp_path, 'update') == list(range(1, len(receipts(tmp_path)) + 1))
+  first, second = workdirs.read_history(tmp_path)
+  assert first.init_from and second.first_update == done + 1
+
+
+@pytest.mark.full
+@pytest.mark.same_bits('2 processes and 1, begun with another run and extended',
+                       'IMPALA: MLP (`cleanba`)')
+def test_two_processes_can_init_extend_change_and_repeat(six, tmp_path):
+  shards = [*CATCH, '--config.num_shards=2', '--config.num_grad_shards=2']
+  of_two = f'--workdir={tmp_path}/two'
+  of_one = f'--workdir={tmp_path}/one'
+  for args in ([updates(3), f'--init_from={six}'],
+               [updates(6), '--extend', '--config.loss.entropy_coef=0.1',
+                '--change=loss.entropy_coef']):
+    together(*shards, of_two, *args)
+    binary(*shards, of_one, *args)
+  assert len(receipts(tmp_path / 'two')) == 6
+  assert binary('compare', tmp_path / 'one', tmp_path / 'two').startswith('identical: 6 updates')
+  together(*shards, updates(6), '--config.loss.entropy_coef=0.1',
+           f'--workdir={tmp_path}/three', f'--repeat={tmp_path}/one')
+  assert receipts(tmp_path / 'three') == receipts(tmp_path / 'one')
+  result = subprocess.run(command('launch', '-n', 2, '--', *shards, of_two, updates(6)),
+                          capture_output=True, text=True, timeout=300, env=QUICK, check=False)
+  assert result.returncode == 2, result.stdout + result.stderr
+  assert '[0] podracer_jit: ' in result.stdout
+  assert '--change=loss.entropy_coef allows it' in result.stdout
+  assert '[1] podracer_jit: process 0 refuses the workdir' in result.stdout
+
+
+def test_a_history_gives_the_config_of_each_update():
+  entries = history.with_changes([], 5, {'a.b': {'was': 1, 'now': 2}, 'c': {'now': (3, 4)}})
+  entries = history.with_changes(entries, 9, {'a.b': {'was': 2, 'now': 3}})
+  entries = history.with_changes(entries, 9, {'a.b': {'was': 3, 'now': 4}, 'd': {'was': 5}})
+  assert history.change_points(entries) == [5, 9]
+  config = {'a': {'b': 4, 'x': 0}, 'c': (3, 4)}
+  by_update = {1: {'a': {'b': 1, 'x': 0}, 'd': 5}, 4: {'a': {'b': 1, 'x': 0}, 'd': 5},
+               5: {'a': {'b': 2, 'x': 0}, 'c': (3, 4), 'd': 5}, 9: config, 99: config}
+  for update, expected in by_update.items():
+    assert history.config_at(config, entries, update) == expected
+    assert history.newest_config(expected, entries, update) == config
+  assert config == {'a': {'b': 4, 'x': 0}, 'c': (3, 4)}
+  record = json.loads(json.dumps({'history': [entry.as_json() for entry in entries]}))
+  assert [entry.first_update for entry in history.read(record)] == [5, 9]
+  # Changing back to the old value before any update used the new one is no change.
+  assert history.with_changes(entries, 9, {'a.b': {'was': 4, 'now': 2}, 'd': {'now': 5}}
+                              ) == entries[:1]
+  with pytest.raises(ValueError, match='changes before update 9'):
+    history.with_changes(entries, 7, {'a.b': {'was': 4, 'now': 2}})
+
+
+@pytest.mark.parametrize('garbled', [
+    3, [3], [{}], [{'first_update': 'x'}], [{'first_update': 1, 'changes': 3}],
+    [{'first_update': 1, 'changes': {'a': 3}}], [{'first_update': 1, 'init_from': {}}]])
+def test_a_garbled_history_is_refused(garbled, six, tmp_path):
+  record = json.loads((six / 'config.json').read_text()) | {'history': garbled}
+  (tmp_path / 'config.json').write_text(json.dumps(record))
+  with pytest.raises(ValueError, match='is not of a run of podracer_jit'):
+    workdirs.read_config(tmp_path)
+
+
+def test_fields_that_cannot_change_exist():
+  """Otherwise a renamed field could silently be changed."""
+  for loss in ('ppo', 'dqn'):
+    fields = workdirs.flat(experiment.config(loss, 'mlp', 'adam').to_dict())
+    for field in changes._FIXED:
+      assert any(name == field or name.startswith(field) for name in fields), field
+
+
+NEVER = changed(small(), total_steps=300, checkpoint__every_updates=2)
+OTHER = changed(NEVER, network__hidden=(8,), unroll_length=4)
+
+
+def open_without_an_update(config, workdir, **options):
+  """Opens a run that fails before its first update; returns the notes."""
+  with session.opened_run(fresh(config), workdir, life.make_life(**options)) as opened:
+    # The header of the first segment is there, and no update.
+    with contextlib.closing(metrics.Files(workdir, 0, 0, tensorboard=False)) as files:
+      files.begin_segment(dict(segment=0, first_update=1))
+    return opened.notes
+
+
+def config_of(workdir, path=workdirs.CONFIG):
+  return json.loads((workdir / path).read_text())['config']
+
+
+def test_a_run_that_never_made_an_update_gives_way_to_another(tmp_path):
+  assert open_without_an_update(NEVER, tmp_path) == []
+  # The same config goes on as before.
+  assert open_without_an_update(NEVER, tmp_path) == []
+  (note,) = open_without_an_update(OTHER, tmp_path)
+  assert note == (f'the run in {tmp_path} never made an update, so it begins anew with this '
+                  f'config; the config before is now {tmp_path}/broken/config.json')
+  assert config_of(tmp_path)['network']['hidden'] == [8]
+  assert config_of(tmp_path, 'broken/config.json')['network']['hidden'] == [64, 64]
+  assert headers(tmp_path) == [dict(segment=0, first_update=1)]
+  with session.opened_run(fresh(OTHER), tmp_path, life.make_life()) as opened:
+    assert opened.train(stopping.Stopping(), quiet=True)
+  assert len(receipts(tmp_path)) == 10
+
+
+@pytest.mark.parametrize('spoil, message', [
+    # An update that was made, or a line that may be one, belongs to the run.
+    (lambda workdir: (workdir / 'receipts.jsonl').open('a').write(
+        '{"update": 1, "batch": "a", "params": "b"}\n'), 'holds another experiment'),
+    (lambda workdir: (workdir / 'metrics.jsonl').open('a').write('{"upd'),
+     'holds another experiment'),
+    (lambda workdir: (workdir / 'config.json').write_text('{}'), 'is not of a run'),
+    (lambda workdir: (workdir / 'checkpoints' / '6').mkdir(parents=True),
+     'holds another experiment')])
+def test_a_run_with_anything_to_lose_does_not_give_way(tmp_path, spoil, message):
+  open_without_an_update(NEVER, tmp_path)
+  spoil(tmp_path)
+  before = (tmp_path / 'config.json').read_text()
+  with pytest.raises(ValueError, match=message):
+    open_without_an_update(OTHER, tmp_path)
+  assert (tmp_path / 'config.json').read_text() == before
+  assert not (tmp_path / 'broken').exists()
+
+
+def test_a_refused_run_leaves_no_folder_and_no_empty_one_of_its_own(tmp_path):
+  (tmp_path / 'mine').mkdir()
+  for workdir in (tmp_path / 'a' / 'b', tmp_path / 'mine'):
+    with pytest.raises(ValueError, match='--extend: there is no run in'):
+      open_without_an_update(NEVER, workdir, extend=True)
+  assert list(tmp_path.iterdir()) == [tmp_path / 'mine'] and not list((tmp_path / 'mine').iterdir())
+  (tmp_path / 'file').touch()
+  with pytest.raises(ValueError, match='file/run cannot be written to: Not a directory$'):
+    open_without_an_update(NEVER, tmp_path / 'file' / 'run')
+
+
+def test_updates_without_a_config_stay(tmp_path):
+  (tmp_path / 'receipts.jsonl').write_text('{"update": 1, "batch": "a", "params": "b"}\n')
+  with pytest.raises(ValueError, match='has updates of a run, and no config.json; put it back'):
+    open_without_an_update(NEVER, tmp_path)
+  assert [path.name for path in tmp_path.iterdir()] == ['receipts.jsonl']
+
+
+def test_a_first_state_of_another_run_is_set_aside_and_taken_anew(tmp_path):
+  source = tmp_path / 'source'
+  with session.opened_run(fresh(NEVER), source, life.make_life()) as opened:
+    opened.train(stopping.Stopping(), quiet=True)
+  workdir = tmp_path / 'run'
+  open_without_an_update(NEVER, workdir, init_from=source)
+  first = (workdir / 'checkpoints' / '0' / 'manifest.json').read_bytes()
+  # The same command, with and without --init_from, keeps the first state.
+  open_without_an_update(NEVER, workdir, init_from=source)
+  open_without_an_update(NEVER, workdir)
+  assert (workdir / 'checkpoints' / '0' / 'manifest.json').read_bytes() == first
+  notes = open_without_an_update(changed(NEVER, seed=5), workdir, init_from=source)
+  assert 'never made an update' in notes[0] and 'the run begins with' in notes[1]
+  assert (workdir / 'broken' / '0' / 'manifest.json').read_bytes() == first
+  assert config_of(workdir)['seed'] == 5 and checkpoint.saved_updates(workdir) == [0]
+  # Without --init_from, the run begins with its seed.
+  open_without_an_update(OTHER, workdir)
+  assert history.origin_of(workdirs.read_history(workdir)) is None
+  assert checkpoint.saved_updates(workdir) == []

@@ -1,0 +1,364 @@
+"""Records, files and the live display, from hand-made reports."""
+
+import dataclasses
+import io
+import json
+import struct
+import time
+import types
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tensorboardX.proto import event_pb2
+
+from podracer_jit.experiment.resolve import resolve
+from podracer_jit.training.metrics import (
+  Diverged,
+  Files,
+  Meter,
+  Report,
+  Standstill,
+  Waits,
+  wall_clock,
+)
+from podracer_jit.training.progress import Progress, bottleneck, waited
+from podracer_jit.types import Episodes
+from tests.runs import changed, small
+
+
+def report(updates, cgd=1.5, valid=6):
+  """Returns a report of 2 rows and 2 environments an update.
+
+  In the last row of each update one episode ends, whose return is the number of the update.
+  """
+  n = len(updates)
+  ended = np.zeros((n, 2, 2), bool)
+  ended[:, 1, 0] = True
+  episodes = Episodes(ended, np.broadcast_to(np.array(updates, np.float32)[:, None, None],
+                                             ended.shape), np.full(ended.shape, 7))
+  return Report(dict(
+      update=np.array(updates), steps=np.array(updates) * valid, valid=np.full(n, valid),
+      batch=np.zeros((n, 2), np.uint32), params=np.ones((n, 2), np.uint32), episodes=episodes,
+      entropy=np.full(n, 0.5, np.float32)), n, (cgd,) * n, (0.25,) * n)
+
+
+def meter(window=2, waits=lambda: Waits(0.0, 0.0), past=None, machines=None):
+  return Meter(window, frame_skip=4, waits=waits, past=past or {}, machines=machines)
+
+
+def test_records_count_episodes_frames_and_delays():
+  m = meter()
+  records = [r for r, _ in m.records(report([1, 2, 3], cgd=5.5))]
+  assert [r['episode_return'] for r in records] == [1.0, 1.5, 2.5]  # window of two
+  assert records[-1]['episodes'] == 3 and records[-1]['episode_length'] == 7.0
+  assert records[-1]['frames'] == 4 * records[-1]['steps'] == 4 * 18
+  assert records[0]['cgd'] == 5.5 and records[0]['gud'] == 0.25
+  assert records[0]['entropy'] == 0.5
+  (_, receipt), = m.records(report([4]))
+  assert receipt == dict(update=4, batch='0' * 16, params='0000000100000001')
+
+
+def test_a_state_that_is_not_finite_ends_the_run_after_its_record():
+  item = report([1, 2, 3])
+  item.metrics['finite'] = dict(moments=np.array([True, True, True]),
+                                replay=np.array([True, False, True]))
+  records = meter().records(item)
+  assert [next(records)[0]['update'] for _ in range(2)] == [1, 2]
+  with pytest.raises(Diverged, match=r'^update 2 \(12 steps\): the priorities of the replay'):
+    next(records)
+
+
+class Clock(types.SimpleNamespace):
+  """Replaces the module `time`: the seconds are set by the test."""
+
+  def perf_counter(self):
+    return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  clock = Clock(seconds=100.0)
+  monkeypatch.setattr('podracer_jit.training.metrics.time', clock)
+  return clock
+
+
+def sps_of(m, clock, times, count=1):
+  """Returns the speeds in the records of reports of 6 steps an update at these seconds."""
+  speeds = []
+  for number, seconds in enumerate(times):
+    clock.seconds = seconds
+    updates = list(range(number * count + 1, (number + 1) * count + 1))
+    speeds.append([record['sps'] for record, _ in m.records(report(updates))])
+  return speeds
+
+
+def test_reports_that_arrive_together_do_not_make_a_speed(clock):
+  """An update takes a second. The writer pauses from 104 to 140 s, and finds two reports."""
+  speeds = sps_of(meter(), clock, [101, 102, 103, 104, 140, 140.000001, 141, *range(142, 156)])
+  speeds = [speed for (speed,) in speeds]
+  assert speeds[:4] == [6.0] * 4
+  # The pause counts, for all that was learned since the report before it.
+  assert speeds[4:7] == pytest.approx([6 / 36, 12 / 36, 18 / 37])
+  assert max(speeds) < 1.2 * 6
+  assert speeds[-1] == 6.0
+
+
+def test_the_speed_is_that_of_the_last_seconds_without_the_first_update(clock):
+  """The first update takes 60 s, as it includes compilation; then the speed doubles."""
+  times = [160, *(160 + i for i in range(1, 21)), *(180 + i / 2 for i in range(1, 41))]
+  speeds = [speed for (speed,) in sps_of(meter(), clock, times)]
+  assert speeds[0] == 0.1 and speeds[1:21] == [6.0] * 20
+  assert speeds[21:] == sorted(speeds[21:]) and speeds[-1] == 12.0
+
+
+def test_updates_of_one_call_have_its_speed_and_drawn_transitions_too(clock):
+  m = meter()
+  assert sps_of(m, clock, [101, 103], count=2) == [[12.0] * 2, [6.0] * 2]
+  clock.seconds = 105
+  item = report([5, 6])
+  item.metrics['sampled'] = np.array([0, 40])
+  assert [record['samples_per_s'] for record, _ in m.records(item)] == [10.0] * 2
+
+
+def test_the_wall_clock_goes_on_with_the_run_and_counts_no_time_between_commands(clock):
+  clock.seconds = 107
+  first = Meter(2, 4, lambda: Waits(0.0, 0.0), {}, wall_s=wall_clock({}, began_s=100.0))
+  clock.seconds = 117  # 7 s until the segment began, 10 s of the first update
+  (record, _), = first.records(report([1]))
+  assert record['wall_s'] == 17 and record['elapsed_s'] == 10
+  clock.seconds = 120
+  past = json.loads(json.dumps(first.meta()))
+  clock.seconds = 5005  # the next command began at 5000
+  second = Meter(2, 4, lambda: Waits(0.0, 0.0), past, wall_s=wall_clock(past, began_s=5000.0))
+  clock.seconds = 5009
+  (record, _), = second.records(report([2]))
+  assert record['wall_s'] == 20 + 9 and record['elapsed_s'] == 10 + 4
+  # A checkpoint of an earlier version.
+  assert wall_clock({'elapsed_s': 3.0}, began_s=5000.0)() == 3 + 9
+
+
+def notices(records, params=None):
+  """Returns the lines that are new, and whether each record has a warning."""
+  standstill = Standstill()
+  params = params or range(len(records))  # they move
+  records = [dict(learning_rate=1e-3, grad_norm=1.0) | record for record in records]
+  new = [standstill.notice(record, dict(params=str(each)))
+         for record, each in zip(records, params, strict=True)]
+  return [line for line in new if line], ['warning' in record for record in records]
+
+
+def test_a_gradient_of_zero_is_noticed_after_ten_updates():
+  zero = dict(grad_norm=0.0)
+  line = ('the gradient was exactly 0 in 10 updates in a row, so nothing is learned; does the loss '
+          'depend on the parameters?')
+  assert notices([zero] * 12 + [{}] + [zero] * 10) == (
+      [line] * 2, [False] * 9 + [True] * 3 + [False] * 10 + [True])
+  assert notices([zero] * 9 + [{}] + [zero] * 9) == ([], [False] * 19)
+  # Parameters that do not move either are no second warning.
+  assert notices([zero] * 12, ['a'] * 12)[0] == [line]
+
+
+def test_parameters_that_do_not_move_are_noticed_after_ten_updates():
+  # The first update has none before it to compare with.
+  lines, warned = notices([{}] * 12 + [{}] * 2, ['a'] * 12 + ['b', 'c'])
+  assert lines == ['the parameters did not change in 10 updates in a row, though the learning rate '
+                   'is 0.001']
+  assert warned == [False] * 10 + [True] * 2 + [False] * 2
+
+
+@pytest.mark.parametrize('records', [
+    [dict(learning_rate=0.0)] * 30,  # annealed to the end
+    [dict(grad_norm=0.0, sampled=0.0)] * 30])  # a replay that is still filled
+def test_no_warning_where_nothing_can_be_learned(records):
+  assert notices(records, ['a'] * len(records)) == ([], [False] * len(records))
+
+
+def test_waits_count_from_the_last_report():
+  waits = Waits(1.0, 0.5)
+  m = meter(waits=lambda: waits)
+  first = next(m.records(report([1])))[0]
+  waits = Waits(4.0, 0.5)
+  second = [r for r, _ in m.records(report([2, 3]))]
+  assert (first['actor_wait_s'], first['learner_wait_s']) == (1.0, 0.5)
+  assert [(r['actor_wait_s'], r['learner_wait_s']) for r in second] == [(1.5, 0.0)] * 2
+
+
+CLUSTER = dict(actors_alive=3, actors_pending=1, actor_restarts=2, cluster_mb_per_s=12.34,
+               cluster_get_ms=0.56)
+
+
+def test_new_lives_are_in_the_next_receipt():
+  lives = [{'actor 1': 1}, {'actor 1': 1}, {'actor 1': 2}, {'actor 1': 2}]
+  machines = types.SimpleNamespace(lives=lambda: lives.pop(0), metrics=lambda: CLUSTER)
+  m = meter(machines=machines)  # it began with a life of 1, which the segment's header has
+  records, receipts = zip(*[next(m.records(report([update]))) for update in (1, 2, 3)],
+                          strict=True)
+  assert [receipt.get('lives') for receipt in receipts] == [None, {'actor 1': 2}, None]
+  assert records[0]['cluster_mb_per_s'] == 12.34 and records[0]['actors_pending'] == 1
+
+
+def test_without_an_episode_the_return_is_null():
+  item = report([1])
+  item.metrics['episodes'].ended[:] = False
+  assert next(meter().records(item))[0]['episode_return'] is None
+
+
+def test_a_meter_continues_from_its_saved_state():
+  m = meter()
+  list(m.records(report([1, 2])))
+  resumed = meter(past=json.loads(json.dumps(m.meta())))
+  record = next(resumed.records(report([3])))[0]
+  assert record['episode_return'] == 2.5 and record['episodes'] == 3
+
+
+def test_files_drop_lines_after_the_last_checkpoint(tmp_path):
+  files = Files(tmp_path, 0, 0, tensorboard=False)
+  files.begin_segment(dict(segment=0, first_update=1))
+  for update in (1, 2, 3):
+    files.write(dict(update=update, x=float('nan')), dict(update=update))
+  files.close()
+  (tmp_path / 'metrics.jsonl').open('a').write('{"upd')
+  files = Files(tmp_path, 2, 20, tensorboard=False)
+  assert files.problems == []
+  files.begin_segment(dict(segment=1, first_update=3))
+  files.write(dict(update=3, x=1.0), dict(update=3))
+  files.close()
+  metrics = [json.loads(x) for x in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+  assert metrics == [dict(update=1, x=None), dict(update=2, x=None), dict(update=3, x=1.0)]
+  receipts = [json.loads(x) for x in (tmp_path / 'receipts.jsonl').read_text().splitlines()]
+  assert receipts == [dict(segment=0, first_update=1), dict(update=1), dict(update=2),
+                      dict(segment=1, first_update=3), dict(update=3)]
+
+
+def test_tensorboard_has_points_at_intervals_and_the_last_one(tmp_path, monkeypatch):
+  clock = types.SimpleNamespace()
+  monkeypatch.setattr('podracer_jit.training.metrics.time', clock)
+  files = Files(tmp_path, 0, 0, tensorboard=True)
+  for update, seconds in enumerate([0.0, 0.05, 0.11, 0.12, 0.3, 0.35], 1):
+    clock.perf_counter = lambda seconds=seconds: seconds
+    files.write(dict(update=update, steps=10 * update, loss=0.5), dict(update=update))
+  files.close()
+  assert _points(tmp_path / 'tensorboard') == [('loss', s) for s in (10, 30, 50, 60)]
+  assert len((tmp_path / 'metrics.jsonl').read_text().splitlines()) == 6
+
+
+def test_tensorboard_keeps_events_before_a_segment(tmp_path):
+  """TensorBoard drops older events from the first step of a segment on."""
+  for update, steps in ((0, 0), (2, 60)):
+    Files(tmp_path, update, steps, tensorboard=True).close()
+  begins = [event.step for event in tensorboard_events(tmp_path / 'tensorboard')
+            if event.session_log.status == event_pb2.SessionLog.START]
+  assert sorted(begins) == [1, 61]
+
+
+def _points(directory):
+  """Returns (name, step) of all scalars."""
+  return [(value.tag, event.step) for event in tensorboard_events(directory)
+          for value in event.summary.value]
+
+
+def tensorboard_events(directory):
+  """Yields the events of TFRecord files; a record is length, checksum, event, checksum."""
+  for path in directory.iterdir():
+    data = path.read_bytes()
+    while data:
+      end = 12 + struct.unpack('<Q', data[:8])[0]
+      yield event_pb2.Event.FromString(data[12:end])
+      data = data[end + 4:]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize('actor,learner,message', [
+    (5.0, 0.1, 'learner (the actors wait 50% of the time)'),
+    (0.1, 4.0, 'actors (the learner waits 40% of the time)'),
+    (0.1, 0.2, 'none (neither side waits)'),
+    (6.0, 4.0, 'both take turns (acting 40% of the time, learning 60%)'),
+])
+def test_bottleneck_in_words(actor, learner, message):
+  assert bottleneck(actor, learner, 10.0).startswith(message)
+
+
+def test_waits_from_before_the_first_record_do_not_count():
+  """The actor waited 40 s while the learner was compiled, and 0.1 s of each later second."""
+  records = [(50.0, dict(actor_wait_s=0.0)), (51.0, dict(actor_wait_s=40.1)),
+             (52.0, dict(actor_wait_s=0.1)), (53.0, dict(actor_wait_s=0.1))]
+  assert waited(records, 'actor_wait_s') == pytest.approx(1.2)
+  assert waited(records[1:], 'actor_wait_s') == pytest.approx(0.2)
+  # A wait over several updates that began after the first record counts as a whole.
+  records = [(0.0, dict(actor_wait_s=0.0)), (1.0, dict(actor_wait_s=0.0)),
+             (2.0, dict(actor_wait_s=1.5))]
+  assert waited(records, 'actor_wait_s') == 1.5
+
+
+RECORD = dict(update=1, steps=50, frames=200, sps=10.0, episode_return=3.0, episode_length=9.0,
+              episodes=4, actor_wait_s=0.0, learner_wait_s=0.0, cgd=5.5, gud=0.25, wall_s=3665.0,
+              policy_loss=-0.012345, value_loss=0.5, entropy=0.6, approx_kl=0.00312)
+EXPERIMENT = resolve(changed(small(), total_steps=100, log__every_seconds=1e-9))
+
+
+@pytest.mark.parametrize('terminal', [False, True])
+def test_progress_shows_the_main_figures(terminal, monkeypatch):
+  out = io.StringIO()
+  clock = iter(range(100))
+  monkeypatch.setattr('podracer_jit.training.progress.time', types.SimpleNamespace(
+      monotonic=lambda: float(next(clock)), strftime=__import__('time').strftime,
+      gmtime=__import__('time').gmtime))
+  console = Console(file=out, force_terminal=terminal, width=120, highlight=False)
+  with Progress(EXPERIMENT, 'a title', console) as progress:
+    progress.show(dict(RECORD))
+    progress.show(dict(RECORD, steps=60, frames=240, actor_wait_s=0.9))
+  text = ' '.join(out.getvalue().split())  # lines are cut at the console's width
+  for part in ('60 of 100', '240', 'SPS', '3.00 (length 9, 4 episodes)',
+               'elapsed 01:01:05', 'loss policy -0.0123, value 0.5', 'KL 0.0031',
+               '5.5 gradient steps from collection to gradient (CGD), 0.2 from gradient to update '
+               '(GUD)',
+               'learner (the actors wait 90% of the time)'):
+    assert part in text
+  assert ('a title' in text) == terminal
+
+
+def test_progress_shows_the_cluster():
+  out = io.StringIO()
+  with Progress(EXPERIMENT, 'a title', Console(file=out, width=120)) as progress:
+    progress.show(dict(RECORD, **CLUSTER))
+  text = ' '.join(out.getvalue().split())
+  assert 'cluster 3 processes, 1 pending, 2 restarts; 12.3 MB/s, 0.6 ms to get each' in text
+
+
+@pytest.mark.parametrize('terminal', [False, True])
+def test_progress_shows_compiling_and_no_time_left_before_the_first_update(terminal):
+  """The time left cannot be known yet, since the first update includes compiling."""
+  out = io.StringIO()
+  console = Console(file=out, force_terminal=terminal, width=120, highlight=False)
+  with Progress(EXPERIMENT, 'a title', console) as progress:
+    progress.compiling()
+    if terminal:
+      time.sleep(0.5)  # the block is drawn four times a second
+    progress.show(dict(RECORD))
+    progress.finish('finished at update 1')
+  text = out.getvalue()
+  assert text.index('compiling ...') < text.index('50 of 100') < text.index('finished')
+  assert 'left' not in text and 'SPS' not in text
+
+
+@pytest.mark.parametrize('env_batch, words', [
+    (0, 'Python steps them; results repeat'), (2, 'Python steps them; results do not repeat')])
+def test_the_block_says_that_python_steps_the_environments(env_batch, words):
+  out = io.StringIO()
+  console = Console(file=out, force_terminal=True, width=120, highlight=False)
+  experiment = dataclasses.replace(
+      EXPERIMENT, spec=EXPERIMENT.spec._replace(calls_python=True), env_batch=env_batch)
+  with Progress(experiment, 'a title', console) as progress:
+    progress.show(dict(RECORD))
+  assert words in ' '.join(out.getvalue().split())
+
+
+def test_the_last_update_is_shown_before_the_last_line():
+  out = io.StringIO()
+  experiment = resolve(changed(small(), total_steps=100, log__every_seconds=1e6))
+  with Progress(experiment, 'a title', Console(file=out, width=120)) as progress:
+    progress.show(dict(RECORD))
+    assert out.getvalue() == ''
+    progress.finish('stopped at update 1')
+  assert out.getvalue().index('50 of 100') < out.getvalue().index('stopped')

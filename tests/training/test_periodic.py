@@ -1,0 +1,245 @@
+"""Evaluations during training: they change no bit, survive crashes and keep the best checkpoint."""
+
+import contextlib
+import json
+import threading
+import time
+
+import pytest
+
+from podracer_jit.play import evaluation
+from podracer_jit.training import periodic, train
+from podracer_jit.training.callbacks import STOP, Callback, CallbackFailed, Callbacks
+from podracer_jit.workdir import checkpoint, journal, workdirs
+from tests.runs import changed, prepared, small
+from tests.tiers import essential
+from tests.training.test_metrics import tensorboard_events
+
+NAN = float('nan')
+INF = float('inf')
+EVAL = dict(eval__every_updates=2, eval__num_episodes=5, eval__num_envs=2)
+STEPS = 700  # 11 updates
+CONFIG = changed(small(), total_steps=STEPS, checkpoint__every_updates=2, checkpoint__keep=1)
+
+
+def train_in(workdir, config=CONFIG, *callbacks):
+  """Trains as the command does, in a new or a used workdir."""
+  run = prepared(config)
+  workdirs.open_workdir(workdir, run.experiment.fields)
+  update, _ = checkpoint.recover(workdir)
+  return train.train(run, workdir, update=update, callbacks=Callbacks(callbacks))
+
+
+def curve(workdir):
+  return [{name: value for name, value in record.items() if name not in ('seconds', 'waited_s')}
+          for record in periodic.read(workdir)]
+
+
+def receipts(workdir):
+  return journal.read_receipts(workdir).by_update
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(tmp_path_factory):
+  """An uninterrupted run with evaluations: its workdir, and the records of its callback."""
+  workdir = tmp_path_factory.mktemp('uninterrupted')
+  records = []
+
+  class Record(Callback):
+    def on_evaluation(self, record):
+      records.append(dict(record))
+
+  assert train_in(workdir, changed(CONFIG, **EVAL), Record())
+  return workdir, records
+
+
+def test_training_has_the_same_bits_with_evaluations(uninterrupted, tmp_path):
+  train_in(tmp_path)
+  assert receipts(tmp_path) == receipts(uninterrupted[0])
+  assert not (tmp_path / periodic.NAME).exists()
+
+
+def test_evaluations_are_in_the_file_in_tensorboard_and_in_callbacks(uninterrupted):
+  workdir, callback_records = uninterrupted
+  records = periodic.read(workdir)
+  last = max(receipts(workdir))
+  assert [record['update'] for record in records] == [2, 4, 6, 8, 10, last]
+  steps = {line['update']: line['steps'] for line in journal.read_lines(workdir / journal.METRICS)}
+  for record in records:
+    assert record['steps'] == steps[record['update']]
+    assert record['num_episodes'] == 5 and record['seconds'] > 0 and record['waited_s'] >= 0
+    assert record['min'] <= record['median'] <= record['max']
+  assert callback_records == records
+  points = {event.step: value.simple_value for event in tensorboard_events(workdir / 'tensorboard')
+            for value in event.summary.value if value.tag == 'eval/mean'}
+  assert points == pytest.approx({record['steps']: record['mean'] for record in records})
+
+
+def test_the_best_checkpoint_is_kept(uninterrupted):
+  """Besides the newest; it plays the episodes that the file of evaluations has."""
+  workdir, _ = uninterrupted
+  records = periodic.read(workdir)
+  best = max(records, key=lambda record: record['mean'])['update']
+  assert periodic.best_update(workdir) == best
+  assert set(checkpoint.saved_updates(workdir)) == {best, records[-1]['update']}
+  # With the seeds of its update the best checkpoint has the mean that is in the file.
+  experiment = evaluation.read_experiment(workdir)
+  player = evaluation.restore(workdir, experiment, best)
+  episodes = evaluation.play(player, 5, 2, experiment.seed, 10**6, index=best)
+  written = next(record for record in records if record['update'] == best)
+  assert evaluation.statistics(player.task, episodes)['mean'] == written['mean']
+  next_episodes = evaluation.play(player, 5, 2, experiment.seed, 10**6, index=best + 1)
+  assert episodes != next_episodes  # each evaluation has its own seeds
+
+
+@pytest.mark.parametrize('means, best', [
+    ([NAN, 3.0, 2.0], 2), ([NAN], None), ([INF, 1.0], 2),
+    ([1.0, 3.0, 2.0], 2), ([3.0, 3.0], 1), ([-5.0], 1), ([None, -1.0, None], 2), ([None], None),
+    ([], None)])
+def test_the_best_update_has_the_highest_mean(means, best):
+  records = [{'update': i, 'error': 'x'} if mean is None else {'update': i, 'mean': mean}
+             for i, mean in enumerate(means, 1)]
+  assert periodic.best_of(records) == best
+
+
+@pytest.mark.parametrize('crash', essential([3, 5, 6, 9], 5))
+def test_a_crashed_run_has_the_same_evaluations(crash, uninterrupted, tmp_path):
+  """An evaluation may be running at the crash, or finished and not yet written."""
+
+  def crashes(record):
+    if record['update'] == crash:
+      raise RuntimeError('crash')
+
+  config = changed(CONFIG, **EVAL)
+  with pytest.raises(CallbackFailed):
+    train_in(tmp_path, config, crashes)
+  train_in(tmp_path, config)
+  assert receipts(tmp_path) == receipts(uninterrupted[0])
+  assert curve(tmp_path) == curve(uninterrupted[0])
+  assert checkpoint.saved_updates(tmp_path) == checkpoint.saved_updates(uninterrupted[0])
+
+
+def test_an_evaluation_records_how_long_training_waited_for_it(tmp_path, monkeypatch):
+  """The evaluation of update 4 ends 0.3 s after training begins to wait for it."""
+  play = evaluation.play
+  wait = periodic.Evaluator.wait
+  pending = threading.Event()
+
+  def slow(player, *args, index):
+    if index == 4:
+      assert pending.wait(60)
+      time.sleep(0.3)
+    return play(player, *args, index=index)
+
+  def wait_and_tell(evaluator, asked_to_stop):
+    if evaluator.keeps & {4} and 2 in [record['update'] for record in periodic.read(tmp_path)]:
+      pending.set()
+    wait(evaluator, asked_to_stop)
+
+  monkeypatch.setattr(evaluation, 'play', slow)
+  monkeypatch.setattr(periodic.Evaluator, 'wait', wait_and_tell)
+  assert train_in(tmp_path, changed(CONFIG, **EVAL))
+  waited_s = {record['update']: record['waited_s'] for record in periodic.read(tmp_path)}
+  assert 0.2 < waited_s[4] and set(waited_s) >= {2, 4, 6, 8, 10}
+
+
+def test_an_evaluation_interrupted_by_a_stop_is_made_later(uninterrupted, tmp_path, monkeypatch):
+  """A stop does not wait for a long evaluation, and keeps its checkpoint for later."""
+  play = evaluation.play
+  playing = threading.Event()
+
+  def slow(player, num_episodes, num_envs, seed, max_steps, progress, index):
+    if index < 4:
+      return play(player, num_episodes, num_envs, seed, max_steps, progress, index)
+    playing.set()
+    while True:
+      progress(0)
+      time.sleep(0.01)
+
+  def stops(record):
+    if record['update'] == 5 and playing.wait(60):
+      return STOP
+    return None
+
+  config = changed(CONFIG, **EVAL)
+  monkeypatch.setattr(evaluation, 'play', slow)
+  assert not train_in(tmp_path, config, stops)
+  assert [record['update'] for record in periodic.read(tmp_path)] == [2]
+  stopped = max(receipts(tmp_path))
+  assert set(checkpoint.saved_updates(tmp_path)) == {2, 4, stopped}
+  monkeypatch.setattr(evaluation, 'play', play)
+  assert train_in(tmp_path, config)
+  assert curve(tmp_path)[:2] == curve(uninterrupted[0])[:2]
+  assert 4 not in set(checkpoint.saved_updates(tmp_path)) - {periodic.best_update(tmp_path)}
+
+
+def test_evaluations_after_a_broken_checkpoint_are_dropped(uninterrupted, tmp_path):
+  def crashes(record):
+    if record['update'] == 8:
+      raise RuntimeError('crash')
+
+  config = changed(CONFIG, checkpoint__keep=3, **EVAL)
+  with pytest.raises(CallbackFailed):
+    train_in(tmp_path, config, crashes)
+  (tmp_path / 'checkpoints' / '6' / 'manifest.json').write_text('{')
+  train_in(tmp_path, config)
+  assert curve(tmp_path) == curve(uninterrupted[0])
+
+
+def test_a_failed_evaluation_does_not_end_the_training(tmp_path, monkeypatch):
+  monkeypatch.setattr(evaluation, 'CHUNK', 3)  # no episode of CartPole ends in three steps
+  callback_records = []
+
+  class Record(Callback):
+    def on_evaluation(self, record):
+      callback_records.append(record)
+
+  assert train_in(tmp_path, changed(CONFIG, eval__max_steps=2, **EVAL), Record())
+  records = periodic.read(tmp_path)
+  assert len(records) == len(callback_records) == 6
+  assert all('max_steps is 2' in record['error'] and 'mean' not in record for record in records)
+  with pytest.raises(ValueError, match='no checkpoint in .* was evaluated'):
+    periodic.best_update(tmp_path)
+
+
+def test_an_evaluation_with_a_nan_is_an_error_and_not_the_best(tmp_path, monkeypatch):
+  play = evaluation.play
+
+  def play_with_nan_first(*args, index, **options):
+    episodes = play(*args, index=index, **options)
+    return episodes._replace(returns=[NAN, *episodes.returns[1:]]) if index == 2 else episodes
+
+  monkeypatch.setattr(evaluation, 'play', play_with_nan_first)
+  assert train_in(tmp_path, changed(CONFIG, **EVAL))
+
+  def refuse(constant):
+    raise ValueError(f'{constant} is no JSON')
+
+  lines = (tmp_path / periodic.NAME).read_text().splitlines()
+  first, *others = [json.loads(line, parse_constant=refuse) for line in lines]
+  assert first['mean'] is None and 'the returns of 1 of 5 episodes are not finite' in first['error']
+  assert all('error' not in record for record in others)
+  assert periodic.best_update(tmp_path) != 2
+  assert 2 not in checkpoint.saved_updates(tmp_path)
+
+
+def test_a_file_that_cannot_be_written_ends_the_run(tmp_path):
+  (tmp_path / periodic.NAME).mkdir()
+  with contextlib.suppress(OSError):
+    periodic.read(tmp_path)
+  with pytest.raises(OSError, match='evaluations.jsonl'):
+    train_in(tmp_path, changed(CONFIG, **EVAL))
+
+
+def test_a_resumed_run_may_begin_to_evaluate(tmp_path):
+  """The fields of `eval` are not part of the experiment, so a resumed run may change them."""
+  def stops(record):
+    return STOP if record['update'] == 3 else None
+
+  train_in(tmp_path, CONFIG, stops)
+  assert train_in(tmp_path, changed(CONFIG, eval__every_updates=5, eval__num_episodes=2))
+  updates = [record['update'] for record in periodic.read(tmp_path)]
+  assert updates[-1] == max(receipts(tmp_path))
+  assert all(after - before >= 5 for before, after in zip(updates[:-1], updates[1:-1],
+                                                          strict=False))
+  assert json.loads((tmp_path / 'config.json').read_text())['config']['eval']['every_updates'] == 0

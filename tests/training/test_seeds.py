@@ -1,0 +1,324 @@
+"""Several seeds in one program: each is the agent that it would be alone, and nothing is lost."""
+
+import dataclasses
+import os
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+from gymnasium import spaces
+from numpy.testing import assert_allclose
+
+from podracer_jit.experiment import memory
+from podracer_jit.runtime import host
+from podracer_jit.training import life, seeds, stopping
+from podracer_jit.training import train as train_lib
+from podracer_jit.training.metrics import Diverged
+from podracer_jit.workdir import checkpoint, journal, workdirs
+from tests import processes
+from tests.runs import changed, prepared, run, small
+from tests.runtime.test_stored_programs import events
+from tests.tiers import essential
+
+NOTHING = life.make_life()
+
+
+class Walk:
+  """Walks along a line from a random place; an episode ends at either end of the line."""
+
+  observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+  action_space = spaces.Discrete(2)
+  max_episode_steps = 20
+
+  def reset(self, key):
+    place = jax.random.uniform(key, (1,), minval=-1.0)
+    return place, (place, 0)
+
+  def step(self, key, state, action):
+    place, time = state
+    place = place + 0.3 * (2 * action - 1) + jax.random.uniform(key, (1,), maxval=0.1)
+    return place, (place, time + 1), place[0], abs(place[0]) > 1.0, False, None
+
+
+def config_of(loss='ppo', **fields):
+  """8 or 9 updates of a small task in segments of 3, two updates a call; a row has 64 steps."""
+  config = small(loss, f'{__name__}:Walk', num_grad_shards=2, num_shards=2)
+  config['total_steps'] = 464  # seeds need different numbers of updates
+  config['scheme'] = 'fused'
+  config['checkpoint']['every_updates'] = 3
+  config['placement']['updates_per_call'] = 2
+  config['log']['tensorboard'] = False
+  config['network']['hidden'] = (16,)
+  return changed(config, **fields)
+
+
+def train(config, workdir, num_seeds, stop=None, options=NOTHING):
+  """Trains; returns whether all have finished, and the metrics and receipts by seed."""
+  with seeds.opened(config, num_seeds, workdir, options) as opened:
+    finished = opened.train(stop or stopping.Stopping(), quiet=True)
+  return finished, [lines_of(each.workdir) for each in opened.sessions]
+
+
+def lines_of(workdir):
+  """Returns the metrics of each update, and its receipt."""
+  receipts = [line for line in journal.read_lines(workdir / journal.RECEIPTS) if 'batch' in line]
+  return journal.read_lines(workdir / journal.METRICS), receipts
+
+
+class StopAfter(stopping.Stopping):
+  """Asks for a stop when the last seed has a checkpoint, as a signal may."""
+
+  def __init__(self, workdir):
+    super().__init__()
+    self._workdir = workdir
+
+  def asked(self):
+    return bool(checkpoint.saved_updates(self._workdir))
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _jax_has_the_sizes_of_all_tests():
+  """conftest.py has set them, and JAX may have started since."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(host, 'prepare_host', lambda options: None)
+    yield
+
+
+@pytest.fixture(scope='module')
+def three(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('three')
+  with events() as names:
+    finished, by_seed = train(config_of(), folder, 3)
+  assert finished
+  # One program makes all updates, although a state that an environment begins with has a Python
+  # number.
+  assert [event for event, function in names if function and 'fused' in function] == [
+      'jaxpr_trace_duration', 'jaxpr_to_mlir_module_duration', 'backend_compile_duration']
+  return folder, by_seed
+
+
+def test_each_seed_is_the_agent_that_it_would_be_alone(three):
+  """The last bits may differ; the first rollout, made by the initial parameters, is equal."""
+  _, by_seed = three
+  first = prepared(config_of())
+  for i, (metrics, receipts) in enumerate(by_seed):
+    # Nothing but the experiment depends on the seed, so one program is compiled.
+    fields = {**first.experiment.fields, 'seed': 1 + i}
+    experiment = dataclasses.replace(first.experiment, seed=1 + i, fields=fields)
+    alone, reports, _ = run(
+        None, updates=4, prepared_run=dataclasses.replace(first, experiment=experiment))
+    assert receipts[0]['batch'] == alone[0][0]
+    losses = [float(x) for report in reports
+              for x in np.asarray(jax.device_get(report.metrics['value_loss']))[:report.count]]
+    assert_allclose([record['value_loss'] for record in metrics[:4]], losses, rtol=1e-3)
+
+
+def test_seeds_are_independent(three):
+  _, by_seed = three
+  batches = [receipts[0]['batch'] for _, receipts in by_seed]
+  assert len(set(batches)) == 3
+
+
+def test_each_seed_ends_at_its_own_update(three):
+  """An episode's end makes a row invalid, so seeds need different numbers of updates."""
+  _, by_seed = three
+  config = config_of()
+  for metrics, receipts in by_seed:
+    steps = [record['steps'] for record in metrics]
+    assert steps[-1] >= config['total_steps'] > steps[-2]
+    assert [record['update'] for record in metrics] == list(range(1, len(metrics) + 1))
+    assert len(receipts) == len(metrics)
+
+
+def test_a_workdir_of_a_seed_is_that_of_a_run(three):
+  folder, by_seed = three
+  for seed, (metrics, _) in zip((1, 2, 3), by_seed, strict=True):
+    workdir = folder / f'seed{seed}'
+    assert workdirs.read_fields(workdir)['seed'] == seed
+    assert checkpoint.newest_whole(workdir) == metrics[-1]['update']
+    headers = [line for line in journal.read_lines(workdir / journal.RECEIPTS)
+               if 'segment' in line]
+    assert [header['num_seeds'] for header in headers] == [3] * len(headers)
+    assert [header['first_update'] for header in headers] == [1, 4, 7]
+
+
+@pytest.mark.parametrize('loss, fields', essential([
+    ('ppo', {}), ('dqn', {}), ('dqn', dict(checkpoint__replay=False))], 'ppo'))
+def test_seeds_that_were_stopped_go_on_to_the_same_bits(tmp_path, three, loss, fields):
+  config = config_of(loss, **fields)
+  if loss == 'dqn':
+    config['num_minibatches'] = 1
+    config['replay'] |= dict(capacity=512, min_size=64, batch_size=32, gradient_steps=2)
+    _, whole = train(config, tmp_path / 'whole', 2)
+  else:
+    _, whole = three
+  finished, begun = train(config, tmp_path / 'cut', len(whole),
+                          StopAfter(tmp_path / 'cut' / f'seed{len(whole)}'))
+  assert not finished and [len(metrics) for metrics, _ in begun] == [3] * len(whole)
+  finished, rest = train(config, tmp_path / 'cut', len(whole))
+  assert finished
+  assert [receipts for _, receipts in rest] == [receipts for _, receipts in whole]
+
+
+@pytest.mark.parametrize('num_seeds, eviction', essential(
+    [(None, 'fifo'), (None, 'prioritised'), (2, 'fifo'), (2, 'prioritised')], (None, 'fifo')))
+def test_an_emptied_replay_gets_no_transitions_of_rows_before(num_seeds, eviction, tmp_path,
+                                                              monkeypatch):
+  """Environments that go on have rows of which the new replay has nothing."""
+  config = config_of('dqn', num_minibatches=1, checkpoint__replay=False, loss__n_step=3)
+  config['replay'] |= dict(capacity=512, min_size=512, batch_size=32, gradient_steps=2,
+                           eviction=eviction)
+  if num_seeds:
+    train(config, tmp_path, num_seeds)
+    resumed = changed(config, total_steps=464 + 192)
+    train(resumed, tmp_path, num_seeds, options=life.make_life(extend=True))
+    folders = [tmp_path / f'seed{1 + i}' for i in range(num_seeds)]
+  else:
+    one = prepared(config)
+    workdirs.open_workdir(tmp_path, one.experiment.fields)
+    train_lib.train(one, tmp_path, ends=[3, 6], quiet=True)
+    train_lib.train(one, tmp_path, ends=[3, 6, 8], quiet=True)
+    folders = [tmp_path]
+  for folder in folders:
+    records, _ = lines_of(folder)
+    headers = journal.read_receipts(folder).headers
+    assert len(headers) > 2
+    for header in headers:
+      record = records[header['first_update'] - 1]
+      # The transitions of the last 3 of 8 rows of 8 environments are not complete yet.
+      assert 0 < record['replay_size'] <= 5 * 8, record['update']
+
+
+def test_more_seeds_join_and_finished_ones_stay(tmp_path, three):
+  folder, whole = three
+  for seed in ('seed1', 'seed2'):
+    shutil.copytree(folder / seed, tmp_path / seed)
+  finished, by_seed = train(config_of(), tmp_path, 3)
+  assert finished
+  assert by_seed[:2] == whole[:2]
+  assert len(by_seed[2][0]) == len(whole[2][0])
+  assert_allclose(by_seed[2][0][0]['value_loss'], whole[2][0][0]['value_loss'], rtol=1e-3)
+
+
+def test_a_workdir_of_another_experiment_is_refused(tmp_path, three):
+  for seed in ('seed1', 'seed2'):
+    shutil.copytree(three[0] / seed, tmp_path / seed)
+  config = config_of(total_steps=three[1][0][0][-1]['steps'] + 70)
+  with pytest.raises(ValueError, match='total_steps'):
+    train(config, tmp_path, 2)
+  finished, by_seed = train(config, tmp_path, 2, options=life.make_life(extend=True))
+  assert finished and all(metrics[-1]['steps'] >= config['total_steps'] for metrics, _ in by_seed)
+
+
+@pytest.mark.parametrize('num_seeds, fields, message', [
+    (0, {}, '--num_seeds: must be from 1 to 4096, got 0'),
+    (2, dict(seed=2**31 - 1), '--num_seeds: the last seed would be 2147483648'),
+    (2, dict(scheme='sync'), 'wants a scheme that is one program, scheme = fused; got sync'),
+    (2, dict(env={'task': 'CartPole-v1', 'num_envs': 8}),
+     'wants environments that are JAX functions; CartPole-v1 is none'),
+    (2, dict(placement__actor_devices=(0, 1), placement__learner_devices=(0, 1)),
+     'wants one device'),
+    (2, dict(eval__every_updates=2), 'eval.every_updates: must be 0 with --num_seeds')])
+def test_other_experiments_are_refused_before_anything_is_written(
+    tmp_path, num_seeds, fields, message):
+  with pytest.raises(ValueError, match=message):
+    train(config_of(**fields), tmp_path / 'new', num_seeds)
+  assert not (tmp_path / 'new').exists()
+
+
+def test_a_repeated_run_is_refused(tmp_path):
+  with pytest.raises(ValueError, match='--repeat: a run of one seed'):
+    train(config_of(), tmp_path / 'new', 2, options=life.make_life(repeat=tmp_path))
+
+
+@pytest.mark.full
+def test_the_open_files_of_a_seed_are_counted(tmp_path, monkeypatch):
+  save = checkpoint.Checkpoints.save
+
+  def most_open(num_seeds):
+    counts = []
+
+    def count_and_save(*args):
+      counts.append(len(os.listdir('/proc/self/fd')))
+      save(*args)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, 'save', count_and_save)
+    train(config_of(total_steps=64, log__tensorboard=True), tmp_path / str(num_seeds), num_seeds)
+    return max(counts)
+
+  assert most_open(3) - most_open(1) == 2 * (seeds.FILES_OF_SEED + seeds.FILES_OF_EVENTS)
+
+
+LIMITED = """
+import resource, sys
+limits = [int(sys.argv.pop()), int(sys.argv.pop())]
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+from podracer_jit.cli import train
+code = train.main(sys.argv)
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize('num_seeds, highest, code, output, error', [
+    (24, 1024, 0, '(244, 1024)', ''),  # 100 + 24 * 6
+    (300, 1024, 2, '(100, 1024)', 'podracer_jit: --num_seeds: 300 seeds need 1,900 open files, and '
+     'this process may have 1,024 (ulimit -n); raise that limit, or train fewer at once\n')])
+def test_the_limit_of_open_files_is_raised_or_the_run_refused(num_seeds, highest, code, output,
+                                                               error, tmp_path):
+  done = processes.run([
+      sys.executable, '-P', '-c', LIMITED, '--config=ppo_cartpole:smoke',
+      '--config.env.task=gymnax:Catch-bsuite', '--config.network.hidden=(16,)',
+      '--config.placement.xla_threads=16', '--config.scheme=fused', '--config.total_steps=256',
+      f'--num_seeds={num_seeds}', f'--workdir={tmp_path}/run', str(highest), '100'])
+  assert (done.returncode, done.stderr) == (code, error)
+  assert done.stdout.splitlines()[-1] == output
+  assert (tmp_path / 'run').exists() == (code == 0)
+
+
+def test_the_memory_of_all_seeds_is_added():
+  one = prepared(config_of())
+  assert memory.check(one) == []
+  needed = sum(part.nbytes for part in memory.estimate(one))
+  with pytest.raises(ValueError, match='the run needs at least'):
+    memory.check(one, copies=2 * memory.host_memory() // needed)
+
+
+def test_a_seed_that_diverges_is_named(tmp_path):
+  with pytest.raises(Diverged, match=r'seed 1, update \d+ .* not finite'):
+    train(config_of(optimizer__learning_rate=1e38), tmp_path, 2)
+
+
+PROGRAM = """
+import podracer_jit as pj
+config = pj.load_config('ppo_cartpole:smoke')
+config.env.task = 'gymnax:Catch-bsuite'
+config.network.hidden = (16,)
+config.placement.xla_threads = 16
+runs = pj.train_seeds(config, 'python', 2, quiet=True)
+print([(run.finished, run.workdir.name, run.agent.task) for run in runs])
+"""
+
+
+@pytest.mark.full
+def test_the_command_and_python_do_the_same(tmp_path):
+  flags = ['--config=ppo_cartpole:smoke', '--config.env.task=gymnax:Catch-bsuite',
+           '--config.network.hidden=(16,)', '--config.placement.xla_threads=16',
+           '--num_seeds=2', '--workdir=command']
+  command = [sys.executable, '-m', 'podracer_jit']
+  trained = processes.run([*command, *flags], cwd=tmp_path)
+  assert trained.returncode == 0, trained.stderr
+  assert '2 seeds, starting' in trained.stdout
+  assert 'command has them all, seed1 to seed2' in trained.stdout
+  python = processes.run([sys.executable, '-c', PROGRAM], cwd=tmp_path)
+  assert python.stdout == ("[(True, 'seed1', 'gymnax:Catch-bsuite'), "
+                           "(True, 'seed2', 'gymnax:Catch-bsuite')]\n"), python.stderr
+  for seed in ('seed1', 'seed2'):
+    assert lines_of(tmp_path / 'command' / seed)[1] == lines_of(tmp_path / 'python' / seed)[1]
+  evaluated = processes.run([*command, 'evaluate', '--workdir=command/seed2', '--num_episodes=2'],
+                            cwd=tmp_path)
+  assert evaluated.returncode == 0, evaluated.stderr
+  refused = processes.run([*command, *flags, '--num_processes=2'], cwd=tmp_path)
+  assert refused.returncode == 2 and '--num_seeds: is for one process' in refused.stderr

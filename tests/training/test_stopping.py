@@ -1,0 +1,122 @@
+"""The effect of signals before training, in training and during a save."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from podracer_jit.training import stopping
+
+
+@pytest.fixture(autouse=True)
+def not_ignored():
+  """Restores default handlers, since background jobs and nohup ignore signals."""
+  before = {number: signal.signal(number, signal.SIG_DFL) for number in stopping.SIGNALS}
+  yield
+  for number, handler in before.items():
+    signal.signal(number, handler)
+
+
+@pytest.mark.parametrize('number', stopping.SIGNALS)
+def test_before_training_a_signal_ends_the_process(number):
+  before = signal.getsignal(number)
+  calls = []
+  with stopping.handled(leave=lambda: calls.append(1)):
+    signal.raise_signal(number)
+  assert signal.getsignal(number) == before
+  assert calls == [1]
+
+
+@pytest.mark.parametrize('number', stopping.SIGNALS)
+def test_in_training_the_first_signal_asks_for_a_stop_and_the_second_interrupts(number):
+  time_s = 0.0
+  with stopping.handled(clock=lambda: time_s) as stop:
+    stop.begin_training()
+    assert not stop.asked()
+    signal.raise_signal(number)
+    assert stop.asked()
+    time_s = 0.4
+    signal.raise_signal(number)  # the same request, from another sender
+    time_s = 1.0
+    with pytest.raises(KeyboardInterrupt):
+      signal.raise_signal(number)
+
+
+INTERRUPTED = """
+import signal, sys
+from podracer_jit.training import stopping
+
+def handle(interrupted_line):
+  lines = 0
+
+  def trace(frame, event, arg):
+    nonlocal lines
+    if event == 'line':
+      lines += 1
+      if lines == interrupted_line:
+        signal.raise_signal(signal.SIGTERM)
+    return trace
+
+  with stopping.handled() as stop:
+    stop.begin_training()
+    sys.settrace(trace)
+    stop.handle(signal.SIGTERM, None)
+    sys.settrace(None)
+    assert stop.asked()
+  return lines
+
+count = handle(0)
+for line in range(1, count + 1):
+  handle(line)
+print('lines:', count)
+"""
+
+
+def test_signals_that_interrupt_each_other_are_one_request():
+  """The end of a launcher sends several at once; a lock in the handler has made a process hang.
+
+  Here a signal comes before the first, second, ... line that the handler of another one runs, in
+  whatever module.
+  """
+  process = subprocess.run([sys.executable, '-c', INTERRUPTED], capture_output=True, text=True,
+                           timeout=60, check=False)
+  assert process.returncode == 0, process.stderr
+  name, count = process.stdout.split()
+  assert name == 'lines:' and int(count) >= 5
+
+
+def test_no_signal_interrupts_a_save():
+  time_s = 0.0
+  with stopping.handled(clock=lambda: time_s) as stop:
+    stop.begin_training()
+    signal.raise_signal(signal.SIGINT)
+    with stop.saving():
+      time_s = 1.0
+      signal.raise_signal(signal.SIGTERM)
+      time_s = 2.0
+      signal.raise_signal(signal.SIGTERM)
+    assert stop.asked()
+    time_s = 3.0
+    with pytest.raises(KeyboardInterrupt):
+      signal.raise_signal(signal.SIGTERM)
+
+
+def test_after_the_end_signals_do_nothing():
+  time_s = 0.0
+  with stopping.handled(clock=lambda: time_s) as stop:
+    stop.begin_training()
+    stop.end()
+    for time_s in (1.0, 2.0, 3.0):  # noqa: B007 - the clock reads it
+      signal.raise_signal(signal.SIGTERM)
+
+
+def test_an_ignored_hangup_stays_ignored():
+  """nohup ignores the signal."""
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    with stopping.handled() as stop:
+      signal.raise_signal(signal.SIGHUP)
+      assert not stop.asked()
+  finally:
+    signal.signal(signal.SIGHUP, before)
