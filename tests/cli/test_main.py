@@ -26,7 +26,7 @@ from podracer_jit.envs.protocol import EnvironmentFailed
 from podracer_jit.experiment import flags as command_line
 from podracer_jit.runtime import exit_codes
 from podracer_jit.training import session
-from podracer_jit.training.metrics import Diverged
+from podracer_jit.training.sinks import Diverged
 from podracer_jit.workdir import checkpoint
 from tests import made, processes
 from tests.processes import command
@@ -605,10 +605,10 @@ def test_a_full_disk_at_the_beginning_of_a_segment_is_one_line(uninterrupted, tm
 
 def test_an_error_while_writing_files_ends_the_run(tmp_path):
   """A full disk gives one message and exit code 1."""
-  script = ('import sys\nfrom podracer_jit.training import metrics\n'
+  script = ('import sys\nfrom podracer_jit.training import sinks\n'
             'from podracer_jit.cli import train as main\n'
             'def full(self, *a): raise OSError(28, "No space left on device")\n'
-            'metrics.Files.write = full\n'
+            'sinks.Journals.update = full\n'
             'sys.exit(main.main(sys.argv))')
   result = processes.run([sys.executable, '-P', '-c', script, CATCH, f'--workdir={tmp_path}'])
   assert result.returncode == 1

@@ -16,13 +16,12 @@ from podracer_jit import api, options, parts
 from podracer_jit.cli import compare, evaluate, export, rerun, train
 from podracer_jit.experiment import schema as config
 from podracer_jit.runtime import host, output
-from podracer_jit.training import periodic
-from podracer_jit.training import train as training
+from podracer_jit.training import evaluator
 from podracer_jit.training.progress import Progress
 from podracer_jit.workdir import checkpoint, manifest, workdirs
 from tests import made
 from tests.play.test_agent import untrained
-from tests.runs import QUICK, changed, prepared, small
+from tests.runs import QUICK, changed, prepared, small, train_in
 
 FIELDS = [('loss', 'name'), ('network', 'name'), ('optimizer', 'name'), ('env', 'task'),
           ('scheme', None), ('policy', None)]
@@ -211,7 +210,7 @@ def saved_run(tmp_path_factory):
     workdir.mkdir()
     run = prepared(changed(small(), total_steps=10**6, log__tensorboard=False))
     workdirs.open_workdir(workdir, run.experiment.fields)
-    training.train(run, workdir, ends=[1], quiet=True)
+    train_in(run, workdir, ends=[1])
     untrained('CartPole-v1').save(folder / 'agent')
   return made.once(tmp_path_factory, 'saved', make)
 
@@ -356,7 +355,7 @@ def test_a_line_with_other_fields_is_garbled_and_fails_nothing(line, saved_run, 
     assert compare.main(['x', *map(str, sides)]) == 2
   assert 'identical: 1 updates' in capsys.readouterr().out
   with pytest.raises(ValueError, match='no checkpoint in .* was evaluated during training'):
-    periodic.best_update(workdir)
+    evaluator.best_update(workdir)
 
 
 def test_names_of_arrays_in_a_saved_agent_are_escaped(saved_run, tmp_path):

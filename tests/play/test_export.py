@@ -19,7 +19,7 @@ from podracer_jit.numerics import convolution
 from podracer_jit.play import agent as agent_lib
 from podracer_jit.play import export
 from podracer_jit.runtime import host
-from podracer_jit.training import periodic
+from podracer_jit.training import evaluator
 from podracer_jit.workdir import checkpoint, manifest, workdirs
 from tests.play.test_agent import OWN_ENVS, untrained
 from tests.runs import QUICK, prepared, small
@@ -313,7 +313,7 @@ def test_the_verb_exports_a_checkpoint(tmp_path, monkeypatch, capsys):
   with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
     for update in (1, 2):
       saved.save(run.initial_state()._replace(update=jnp.int32(update)), {})
-  (workdir / periodic.NAME).write_text(json.dumps(dict(update=1, mean=3.0)) + '\n')
+  (workdir / evaluator.NAME).write_text(json.dumps(dict(update=1, mean=3.0)) + '\n')
 
   def call(*args):
     return command.main(['podracer_jit export', f'--workdir={workdir}', *args])

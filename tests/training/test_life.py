@@ -18,7 +18,8 @@ import pytest
 
 from podracer_jit import experiment
 from podracer_jit.cli import train
-from podracer_jit.training import life, metrics, session, stopping
+from podracer_jit.training import life, session, sinks, stopping
+from podracer_jit.training.trainer import Opened
 from podracer_jit.workdir import changes, checkpoint, history, workdirs
 from tests import made, processes
 from tests.cli.test_main import only_checks, saved_to_the_end
@@ -608,8 +609,8 @@ def open_without_an_update(config, workdir, **options):
   """Opens a run that fails before its first update; returns the notes."""
   with session.opened_run(fresh(config), workdir, life.make_life(**options)) as opened:
     # The header of the first segment is there, and no update.
-    with contextlib.closing(metrics.Files(workdir, 0, 0, tensorboard=False)) as files:
-      files.begin_segment(dict(segment=0, first_update=1))
+    with contextlib.closing(sinks.Journals(workdir, 0)) as files:
+      files.begin(sinks.Start(workdir, 1, 0, 0, dict(segment=0, first_update=1)))
     return opened.notes
 
 
@@ -628,7 +629,7 @@ def test_a_run_that_never_made_an_update_gives_way_to_another(tmp_path):
   assert config_of(tmp_path, 'broken/config.json')['network']['hidden'] == [64, 64]
   assert headers(tmp_path) == [dict(segment=0, first_update=1)]
   with session.opened_run(fresh(OTHER), tmp_path, life.make_life()) as opened:
-    assert opened.train(stopping.Stopping(), quiet=True)
+    assert Opened([opened], tmp_path, ()).train(stopping.Stopping(), quiet=True)
   assert len(receipts(tmp_path)) == 10
 
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from podracer_jit.play import evaluation
-from podracer_jit.training import inherit, train
+from podracer_jit.training import inherit
 from podracer_jit.workdir import checkpoint, journal, manifest, workdirs
-from tests import made
+from tests import made, runs
 from tests.runs import changed, fresh, initial_state, prepared, small
 from tests.schemes import test_apex
 
@@ -32,7 +32,7 @@ def train_in(workdir, updates=UPDATES):
   run = prepared(CONFIG)
   notes = workdirs.open_workdir(workdir, run.experiment.fields)
   update, repaired = checkpoint.recover(workdir)
-  train.train(run, workdir, ends=list(range(2, updates + 1, 2)), update=update)
+  runs.train_in(run, workdir, ends=list(range(2, updates + 1, 2)), update=update)
   return notes + repaired
 
 
@@ -75,9 +75,9 @@ def test_a_run_in_which_no_episode_ends_says_so_once(tmp_path, capsys):
     workdir = tmp_path / task
     workdirs.make(workdir)
     workdirs.open_workdir(workdir, run.experiment.fields)
-    train.train(run, workdir, last=2)
+    runs.train_in(run, workdir, ends=[2])
     assert 'no episode' not in capsys.readouterr().out
-    train.train(run, workdir, last=8)
+    runs.train_in(run, workdir, ends=[2, 4, 6, 8])
     out = capsys.readouterr().out
     assert out.count('warning: no episode has ended yet') == bool(words) and words in out
 
