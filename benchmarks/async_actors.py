@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 from absl import flags, logging
 
-from podracer_jit.cli.measure import timed_parts
+from benchmarks.parts import timed_parts
 from podracer_jit.envs import envpool_envs
 from podracer_jit.experiment import build
 from podracer_jit.experiment import flags as command_line

@@ -41,7 +41,7 @@ from absl import flags, logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.common import refuse_replay, with_default
-from podracer_jit.cli.measure import timed_parts
+from benchmarks.parts import timed_parts
 from podracer_jit.experiment import build
 from podracer_jit.experiment import flags as command_line
 from podracer_jit.experiment.experiment import Experiment

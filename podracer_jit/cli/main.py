@@ -22,12 +22,11 @@ VERBS = {
     'export': 'write an agent for programs that do not have this package',
     'compare': 'tell whether two runs are the same to the last bit',
     'rerun': 'repeat one update of a run and write its rollout',
-    'tune': 'find the fastest placement on this machine',
-    'benchmark': 'measure each part of an experiment, and where the time goes',
     'launch': 'train with several processes on this machine',
     'configs': 'list the configs of the package',
     'envs': 'list the tasks of all kinds of environments',
 }
+MOVED = {'benchmark': 'benchmarks.parts', 'tune': 'benchmarks.tune'}
 HELP = """Trains, or runs a verb:
 
   podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong
@@ -49,6 +48,10 @@ def main(argv: Sequence[str]) -> int:
     with stopping.handled():
       command = importlib.import_module(f'podracer_jit.cli.{first}')
     return command.main([f'podracer_jit {first}', *argv[2:]])
+  if first in MOVED:
+    print(f'podracer_jit {first}: no verb since 0.7; in a checkout of the repository, it is '
+          f'python -m {MOVED[first]}', file=sys.stderr)
+    return 2
   if first and not first.startswith('-'):
     print(f'podracer_jit: {_no_command(first)}', file=sys.stderr)
     return 2

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
+from benchmarks.parts.segments import Figures, begin
 from podracer_jit import loops
-from podracer_jit.cli.measure.segments import Figures, begin
 from podracer_jit.experiment import build
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from benchmarks.common import say
+from benchmarks.parts import core_distance
+from benchmarks.parts.segments import copy_of, small_replay
+from benchmarks.tune.candidates import Candidate, Machine, as_text, own_of, placed, vary
+from benchmarks.tune.search import LAST_ROUNDS, Figures, Search, search
 from podracer_jit import loops
-from podracer_jit.cli.measure import core_distance
-from podracer_jit.cli.measure.segments import copy_of, small_replay
-from podracer_jit.cli.tuning.candidates import Candidate, Machine, as_text, own_of, placed, vary
-from podracer_jit.cli.tuning.search import LAST_ROUNDS, Figures, Search, search
 from podracer_jit.experiment import build, memory
 from podracer_jit.experiment.experiment import Experiment
 from podracer_jit.experiment.resolve import changed, resolve_on_one_device
@@ -105,11 +105,6 @@ def train(run: build.Run, state: TrainState, seconds: float) -> Figures:
   end_s, end_steps = times[-1]
   elapsed = end_s - start_s
   return Figures((end_steps - start_steps) / elapsed, elapsed)
-
-
-def say(line: str) -> None:
-  """Prints a line about the progress."""
-  print(line, file=sys.stderr, flush=True)
 
 
 def prepare(config: Mapping[str, Any]) -> tuple[Experiment, Candidate]:
