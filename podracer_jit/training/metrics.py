@@ -22,7 +22,7 @@ from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.experiment.build import Machines, Run
 from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.schemes.reports import Report, Waits
-from podracer_jit.workdir import checkpoint, journal, safe_files
+from podracer_jit.workdir import checkpoints, files, journal
 
 Record = dict[str, Any]  # an update's line of metrics.jsonl
 # Least seconds between two points in TensorBoard: a point takes as long as a short update.
@@ -226,12 +226,12 @@ def _mean(values) -> float | None:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-  """Turns an OSError of the block into a `checkpoint.NotSaved` that names the file."""
+  """Turns an OSError of the block into a `checkpoints.NotSaved` that names the file."""
   try:
-    with safe_files.naming(path):
+    with files.naming(path):
       yield
   except OSError as error:
-    raise checkpoint.NotSaved(str(error)) from error
+    raise checkpoints.NotSaved(str(error)) from error
 
 
 class Files:
@@ -252,7 +252,7 @@ class Files:
     self._paths = [workdir / journal.METRICS, workdir / journal.RECEIPTS]
     self.problems = [line for path in self._paths for line in journal.cut(workdir, path, update)]
     self._metrics, self._receipts = (path.open('a', buffering=1) for path in self._paths)
-    safe_files.sync_folder(workdir)
+    files.sync_folder(workdir)
     # TensorBoard's file names have whole seconds. Without the suffix, a run that is resumed within
     # a second would overwrite the file.
     self._events = SummaryWriter(
@@ -265,7 +265,7 @@ class Files:
     """Writes the header of a segment to the receipts.
 
     Raises:
-      checkpoint.NotSaved: they cannot be written.
+      checkpoints.NotSaved: they cannot be written.
     """
     with _writing(self._paths[1]):
       self._receipts.write(json.dumps(dict(header)) + '\n')
@@ -274,7 +274,7 @@ class Files:
     """Appends an update; TensorBoard gets one every EVENTS_S, and the last one of a segment.
 
     Raises:
-      checkpoint.NotSaved: a file cannot be written; the error names it.
+      checkpoints.NotSaved: a file cannot be written; the error names it.
     """
     with _writing(self._paths[0]):
       self._metrics.write(json.dumps(_finite(record)) + '\n')
@@ -298,7 +298,7 @@ class Files:
     After a power failure, there is no complete checkpoint without the lines of its updates.
 
     Raises:
-      checkpoint.NotSaved: a file cannot be written; the error names it.
+      checkpoints.NotSaved: a file cannot be written; the error names it.
     """
     for path, file in zip(self._paths, (self._metrics, self._receipts), strict=True):
       with _writing(path):

@@ -18,7 +18,7 @@ from podracer_jit.experiment.settings import EvalOptions
 from podracer_jit.options import shorten
 from podracer_jit.play import evaluation
 from podracer_jit.types import TrainState
-from podracer_jit.workdir import checkpoint, journal, safe_files
+from podracer_jit.workdir import checkpoints, files, journal
 
 NAME = 'evaluations.jsonl'
 # Seconds that an evaluation has to end; nothing can interrupt an environment's step.
@@ -98,7 +98,7 @@ class Evaluator:
   evaluation when it resumes. Training waits only in `wait`, and each record says for how long.
   """
 
-  def __init__(self, run: build.Run, workdir: Path, saved: checkpoint.Checkpoints,
+  def __init__(self, run: build.Run, workdir: Path, saved: checkpoints.Checkpoints,
                note: Callable[[str], None], show: Callable[[Record], None]):
     """Creates an evaluator; evaluates nothing yet.
 
@@ -150,10 +150,10 @@ class Evaluator:
     if not self._options.every_updates:
       return
     # All processes would have to restore an earlier checkpoint together.
-    earlier = checkpoint.saved_updates(self._workdir) if self._run.place.processes == 1 else []
+    earlier = checkpoints.saved_updates(self._workdir) if self._run.place.processes == 1 else []
     for number in earlier:
       if 0 < number < update and self._is_due(number) \
-          and not checkpoint.problem(self._workdir, number):
+          and not checkpoints.problem(self._workdir, number):
         restored, _ = self._saved.restore(state._replace(replay=None), number, files_checked=True)
         self._begin(restored)
     if update:
@@ -178,7 +178,7 @@ class Evaluator:
       asked_to_stop: returns True to end the waiting early.
 
     Raises:
-      checkpoint.NotSaved: the file cannot be written.
+      checkpoints.NotSaved: the file cannot be written.
     """
     while self._pending:
       task = self._pending[0]
@@ -255,7 +255,7 @@ class Evaluator:
     """Waits for an evaluation; returns False if `asked_to_stop` ends the wait.
 
     Raises:
-      checkpoint.NotSaved: the file cannot be written.
+      checkpoints.NotSaved: the file cannot be written.
     """
     while not asked_to_stop():
       try:
@@ -264,14 +264,14 @@ class Evaluator:
       except TimeoutError:
         continue
       except OSError as error:
-        raise checkpoint.NotSaved(str(error)) from error
+        raise checkpoints.NotSaved(str(error)) from error
     return False
 
   def _add_waiting_time(self, update: int, waited_s: float) -> Record:
     """Notes how long training waited for an evaluation; returns its whole record.
 
     Raises:
-      checkpoint.NotSaved: the file cannot be written.
+      checkpoints.NotSaved: the file cannot be written.
     """
     with self._writing:
       self._records = [record | {'waited_s': waited_s} if record['update'] == update else record
@@ -279,7 +279,7 @@ class Evaluator:
       try:
         self._write()
       except OSError as error:
-        raise checkpoint.NotSaved(str(error)) from error
+        raise checkpoints.NotSaved(str(error)) from error
     return next(record for record in self._records if record['update'] == update)
 
   def _check_cancelled(self, count: int) -> None:
@@ -289,4 +289,4 @@ class Evaluator:
 
   def _write(self) -> None:
     lines = ''.join(json.dumps(record) + '\n' for record in self._records)
-    safe_files.write_text(self._workdir / NAME, lines)
+    files.write(self._workdir / NAME, lines)

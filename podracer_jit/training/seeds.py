@@ -47,7 +47,7 @@ from podracer_jit.training.metrics import (
 )
 from podracer_jit.training.progress import Progress
 from podracer_jit.types import TrainState
-from podracer_jit.workdir import checkpoint, history, workdirs
+from podracer_jit.workdir import checkpoints, history, workdirs
 
 MAX_SEEDS = 4096
 # Files that are open for each seed while it trains: its lock, metrics and receipts; and with
@@ -82,10 +82,10 @@ class Seeds(NamedTuple):
       True if all seeds have total_steps, False if a signal stopped them.
 
     Raises:
-      checkpoint.NotSaved: a file cannot be written.
+      checkpoints.NotSaved: a file cannot be written.
       Diverged: a loss or a gradient of a seed is not finite.
     """
-    with checkpoint.naming_last_good(self.workdir):
+    with checkpoints.naming_last_good(self.workdir):
       return _train(self.sessions, stop, profile_dir, quiet,
                     time.perf_counter() if began_s is None else began_s)
 
@@ -205,7 +205,7 @@ class _Seed:
     self.seed = self.run.experiment.seed
     self._entries = opened_session.entries
     self._saved = stack.enter_context(contextlib.closing(
-        checkpoint.Checkpoints(self.workdir, self.run.experiment.checkpoint.keep)))
+        checkpoints.Checkpoints(self.workdir, self.run.experiment.checkpoint.keep)))
     self._meta: Mapping[str, Any] = {'segment': 0}
     state = self.run.initial_state()
     envs: Any | None = None
@@ -246,7 +246,7 @@ class _Seed:
     """Writes the updates of a call; returns the last record, None if the seed has finished.
 
     Raises:
-      checkpoint.NotSaved: metrics or receipts cannot be written.
+      checkpoints.NotSaved: metrics or receipts cannot be written.
       Diverged: a loss, a gradient or the train state is not finite.
       EnvironmentFailed: an environment has returned a value that cannot be learned from.
     """
@@ -264,7 +264,7 @@ class _Seed:
         check_finite(record)
     except (Diverged, EnvironmentFailed) as error:
       raise type(error)(f'seed {self.seed}, {error}; '
-                        f'{checkpoint.last_good(self.workdir)}') from None
+                        f'{checkpoints.last_good(self.workdir)}') from None
     return record
 
   def save(self, state: TrainState, actor_state: ActorState) -> None:
@@ -275,7 +275,7 @@ class _Seed:
       actor_state: of this seed.
 
     Raises:
-      checkpoint.NotSaved: it cannot be written.
+      checkpoints.NotSaved: it cannot be written.
     """
     experiment = self.run.experiment
     if not experiment.checkpoint.replay:

@@ -13,7 +13,7 @@ from podracer_jit.runtime import host
 from podracer_jit.training import life, machines, stopping
 from podracer_jit.training import train as train_lib
 from podracer_jit.training.callbacks import Callbacks
-from podracer_jit.workdir import checkpoint, history, journal, workdirs
+from podracer_jit.workdir import checkpoints, history, journal, workdirs
 
 if TYPE_CHECKING:
   from podracer_jit.cluster.ray_cluster import Cluster
@@ -48,7 +48,7 @@ class Session(NamedTuple):
     Raises:
       Exception: see `train.train`; it names the last good checkpoint.
     """
-    with checkpoint.naming_last_good(self.workdir):
+    with checkpoints.naming_last_good(self.workdir):
       return self._train(stop, profile_dir, callbacks, quiet, began_s)
 
   def _train(self, stop: stopping.Stopping, profile_dir: str | None, callbacks: Callbacks | None,
@@ -60,7 +60,7 @@ class Session(NamedTuple):
           stage, self.workdir, profile_dir, self.ends, stop, update, self.entries, last,
           callbacks, quiet, began_s)
       # A repeated run may end before its config changes; this run then ends there, too.
-      if last is None or not finished or last not in checkpoint.saved_updates(self.workdir):
+      if last is None or not finished or last not in checkpoints.saved_updates(self.workdir):
         return finished
       update = last
       began_s = None  # the checkpoint has the seconds up to now
@@ -151,7 +151,7 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
       try:
         # Before anything in the workdir is read: another run must not change what is decided here.
         stack.enter_context(workdirs.locked(workdir))
-        checkpoint.remove_unfinished(workdir)
+        checkpoints.remove_unfinished(workdir)
       except (ValueError, OSError) as error:
         problem = error
     _raise_everywhere(problem)
@@ -173,7 +173,7 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
     if is_first and not beginning.has_begun:
       try:
         notes += life.start_workdir(run, workdir, options, inherited)
-        update = checkpoint.newest_whole(workdir)
+        update = checkpoints.newest_whole(workdir)
       except (ValueError, OSError) as error:
         problem = error
     _raise_everywhere(problem)

@@ -34,7 +34,7 @@ from podracer_jit.training.metrics import (
 from podracer_jit.training.periodic import Evaluator
 from podracer_jit.training.progress import Progress
 from podracer_jit.types import TrainState
-from podracer_jit.workdir import changes, checkpoint, history, workdirs
+from podracer_jit.workdir import changes, checkpoints, history, workdirs
 
 # After so many segments in which no episode has ended, the run says so.
 _SEGMENTS_WITHOUT_END = 2
@@ -69,8 +69,8 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
 
   Raises:
     callbacks.CallbackFailed: a callback has raised an exception.
-    checkpoint.Broken: the contents of the checkpoint have changed since it was saved.
-    checkpoint.NotSaved: a file cannot be written; the message names it.
+    checkpoints.Broken: the contents of the checkpoint have changed since it was saved.
+    checkpoints.NotSaved: a file cannot be written; the message names it.
     loops.Stuck: threads did not end after a failure or a second signal.
   """
   began_s = time.perf_counter() if began_s is None else began_s
@@ -80,7 +80,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
   callbacks = callbacks or Callbacks()
   state = run.initial_state()
   envs: Any | None = None
-  saved = checkpoint.Checkpoints(workdir, experiment.checkpoint.keep)
+  saved = checkpoints.Checkpoints(workdir, experiment.checkpoint.keep)
   meta: Mapping[str, Any] = {'segment': 0}
   title = f'{experiment.env.task}  {experiment.scheme_name} {experiment.loss_name}  {workdir}'
 
@@ -99,7 +99,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     stack.enter_context(contextlib.closing(saved))
     progress = stack.enter_context(
         Progress(experiment, title, quiet=quiet or run.place.process > 0))
-    update = checkpoint.newest_whole(workdir) if update is None else update
+    update = checkpoints.newest_whole(workdir) if update is None else update
     if update is not None:
       # The replay is restored into shapes: memory need not hold a second, empty replay.
       like = state._replace(replay=learner.replay_shapes())
@@ -228,7 +228,7 @@ def _changed_rate(run: build.Run, entry: history.Entry | None, steps: int) -> It
            f'{change["now"]:,} steps instead of {change["was"]:,}')
 
 
-def restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like: TrainState,
+def restore(run: build.Run, saved: checkpoints.Checkpoints, workdir: Path, like: TrainState,
              update: int, entries: Sequence[history.Entry], note: Callable[[str], None]
              ) -> tuple[TrainState, dict[str, Any]]:
   """Returns the state and `meta` of a checkpoint, or of an earlier one if it is broken.
@@ -243,7 +243,7 @@ def restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like: 
     note: called with a line about each broken checkpoint.
 
   Raises:
-    checkpoint.Broken: no earlier checkpoint of this config is whole, or there are other processes,
+    checkpoints.Broken: no earlier checkpoint of this config is whole, or there are other processes,
       which may have restored the broken checkpoint.
   """
   points = history.change_points(entries)
@@ -251,12 +251,12 @@ def restore(run: build.Run, saved: checkpoint.Checkpoints, workdir: Path, like: 
   while True:
     try:
       return saved.restore(like, update, files_checked=True)
-    except checkpoint.Broken as error:
-      earlier = [number for number in checkpoint.saved_updates(workdir)
-                 if number < update and not checkpoint.problem(workdir, number)]
+    except checkpoints.Broken as error:
+      earlier = [number for number in checkpoints.saved_updates(workdir)
+                 if number < update and not checkpoints.problem(workdir, number)]
       if not earlier or run.place.processes > 1:
         raise
-      note(checkpoint.set_aside(workdir, update, error.problem))
+      note(checkpoints.set_aside(workdir, update, error.problem))
       update = earlier[-1]
       # An earlier config made that checkpoint; the same command goes on with it, stage by stage.
       if update < since:
@@ -292,7 +292,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
 
   Raises:
     CallbackFailed: a callback has failed.
-    checkpoint.NotSaved: metrics or receipts cannot be written.
+    checkpoints.NotSaved: metrics or receipts cannot be written.
     Diverged: a loss, a gradient or the train state is not finite.
     EnvironmentFailed: an environment has returned a value that cannot be learned from.
   """
