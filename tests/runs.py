@@ -17,7 +17,7 @@ from podracer_jit.runtime import placement
 from podracer_jit.training import sinks, stopping
 from podracer_jit.training.session import Session
 from podracer_jit.training.trainer import Opened
-from podracer_jit.workdir import checkpoint
+from podracer_jit.workdir import checkpoints
 from tests.flags import COMPILED_SOON
 
 # The environment of processes that run for seconds; they cache more compiled programs than usual.
@@ -113,7 +113,7 @@ def train_in(run, workdir, callbacks=(), ends=None, update=None):
     ends: the last update of each segment; None: the config decides.
     update: of the checkpoint to go on from; None: the newest whole one, if there is one.
   """
-  update = checkpoint.newest_whole(workdir) if update is None else update
+  update = checkpoints.newest_whole(workdir) if update is None else update
   opened = Opened([Session(run, workdir, (), update, ends, ())], workdir, ())
   return opened.train(stopping.Stopping(), sinks.users(callbacks))
 

@@ -29,7 +29,7 @@ from podracer_jit.runtime import exit_codes, host
 from podracer_jit.runtime.output import complain, give_up_lost_streams
 from podracer_jit.training import life, machines, sinks, stopping, trainer
 from podracer_jit.training.sinks import Diverged
-from podracer_jit.workdir import checkpoint
+from podracer_jit.workdir import checkpoints
 
 
 def main(argv: Sequence[str], began_s: float | None = None) -> int:
@@ -155,14 +155,14 @@ def _failure(error: BaseException, workdir: Path | None) -> tuple[int, str]:
     line = f'{name}: {error}' if str(error) else name
   line += threads
   # The exception of a seed names that seed's own.
-  if workdir is not None and checkpoint.LAST_GOOD not in line:
-    line += f'; {checkpoint.last_good(workdir)}'
+  if workdir is not None and checkpoints.LAST_GOOD not in line:
+    line += f'; {checkpoints.last_good(workdir)}'
   return code, line
 
 
 def _code_of_a_stop(workdir: Path) -> int:
   """Returns the exit code of a stop: STOPPED if there is a checkpoint, else INTERRUPTED."""
-  return exit_codes.STOPPED if checkpoint.updates_in(workdir) else exit_codes.INTERRUPTED
+  return exit_codes.STOPPED if checkpoints.saved_updates(workdir) else exit_codes.INTERRUPTED
 
 
 def _leave(code: int, at_once: bool = False) -> int:

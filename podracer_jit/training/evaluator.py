@@ -19,7 +19,7 @@ from podracer_jit.options import shorten
 from podracer_jit.play import evaluation
 from podracer_jit.training.sinks import Saved, Sink
 from podracer_jit.types import Params, TrainState
-from podracer_jit.workdir import checkpoint, journal, safe_files
+from podracer_jit.workdir import checkpoints, files, journal
 
 NAME = 'evaluations.jsonl'
 # Seconds that an evaluation has to end; nothing can interrupt an environment's step.
@@ -128,7 +128,7 @@ class Evaluator(Sink):
     best = best_of(self._records)
     return {task.player.update for task in self._pending} | ({best} if best else set())
 
-  def resume(self, saved: checkpoint.Checkpoints, state: TrainState) -> None:
+  def resume(self, saved: checkpoints.Checkpoints, state: TrainState) -> None:
     """Drops evaluations of updates after a checkpoint, and begins evaluations that are missing.
 
     Args:
@@ -143,15 +143,15 @@ class Evaluator(Sink):
     self._records = [record for record in before if record['update'] <= update]
     if len(self._records) < len(before):
       lines = ''.join(json.dumps(record) + '\n' for record in self._records)
-      safe_files.write_text(self._workdir / NAME, lines)
+      files.write(self._workdir / NAME, lines)
     self._last = max((record['update'] for record in self._records), default=0)
     if not self._options.every_updates:
       return
     # All processes would have to restore an earlier checkpoint together.
-    earlier = checkpoint.saved_updates(self._workdir) if self._run.place.processes == 1 else []
+    earlier = checkpoints.saved_updates(self._workdir) if self._run.place.processes == 1 else []
     for number in earlier:
       if 0 < number < update and self._is_due(number) \
-          and not checkpoint.problem(self._workdir, number):
+          and not checkpoints.problem(self._workdir, number):
         restored, _ = saved.restore(state._replace(replay=None), number, files_checked=True)
         self._begin(restored.params, number, int(restored.steps))
     if update:
@@ -171,7 +171,7 @@ class Evaluator(Sink):
     """Waits for the evaluations that have begun, and tells each.
 
     Raises:
-      checkpoint.NotSaved: the file cannot be written.
+      checkpoints.NotSaved: the file cannot be written.
     """
     began_s = time.monotonic()
     while self._pending and (record := self._record_of(self._pending[0])):
@@ -245,7 +245,7 @@ class Evaluator(Sink):
       outcome = (f'failed: {record["error"]}' if 'error' in record else
                  f'return {record["mean"]:.2f}' + (', the best so far' if best else ''))
     record['seconds'] = time.monotonic() - began_s
-    safe_files.append_line(self._workdir / NAME, json.dumps(record))
+    files.append_line(self._workdir / NAME, json.dumps(record))
     # A new list, because another thread may be reading the old one.
     self._records = [*self._records, record]
     self._tell.note(f'evaluation of update {player.update:,} ({options.num_episodes} episodes): '
@@ -256,7 +256,7 @@ class Evaluator(Sink):
     """Waits for an evaluation; returns None if a stop ends the wait.
 
     Raises:
-      checkpoint.NotSaved: the file cannot be written.
+      checkpoints.NotSaved: the file cannot be written.
     """
     while not self._asked_to_stop():
       try:
@@ -264,7 +264,7 @@ class Evaluator(Sink):
       except TimeoutError:
         continue
       except OSError as error:
-        raise checkpoint.NotSaved(str(error)) from error
+        raise checkpoints.NotSaved(str(error)) from error
     return None
 
   def _check_cancelled(self, count: int) -> None:

@@ -32,7 +32,7 @@ from podracer_jit.training.sinks import (
     Start,
     TensorBoard,
 )
-from podracer_jit.workdir import changes, checkpoint, history, workdirs
+from podracer_jit.workdir import changes, checkpoints, history, workdirs
 
 # After so many segments in which no episode has ended, the run says so.
 _SEGMENTS_WITHOUT_END = 2
@@ -52,14 +52,14 @@ class Lane(Sink):
       began_s: when the command began, by `time.perf_counter`.
 
     Raises:
-      checkpoint.Broken: see `_restored`.
+      checkpoints.Broken: see `_restored`.
     """
     self.run = session.run
     self.workdir = session.workdir
     self._entries = session.entries
     self._name = name
     self._print = print_line
-    self._saved = checkpoint.Checkpoints(self.workdir, self.run.experiment.checkpoint.keep)
+    self._saved = checkpoints.Checkpoints(self.workdir, self.run.experiment.checkpoint.keep)
     self._own: list[Sink] = []
     self._sinks = Sinks(())
     meta: Mapping[str, Any] = {'segment': 0}
@@ -82,7 +82,7 @@ class Lane(Sink):
     """Returns the state and `meta` of a checkpoint, or of an earlier one if it is broken.
 
     Raises:
-      checkpoint.Broken: no earlier checkpoint of this config is whole, or there are other
+      checkpoints.Broken: no earlier checkpoint of this config is whole, or there are other
         processes, which may have restored the broken checkpoint.
     """
     points = history.change_points(self._entries)
@@ -90,12 +90,12 @@ class Lane(Sink):
     while True:
       try:
         return self._saved.restore(like, update, files_checked=True)
-      except checkpoint.Broken as error:
-        earlier = [number for number in checkpoint.saved_updates(self.workdir)
-                   if number < update and not checkpoint.problem(self.workdir, number)]
+      except checkpoints.Broken as error:
+        earlier = [number for number in checkpoints.saved_updates(self.workdir)
+                   if number < update and not checkpoints.problem(self.workdir, number)]
         if not earlier or self.run.place.processes > 1:
           raise
-        self._print(checkpoint.set_aside(self.workdir, update, error.problem))
+        self._print(checkpoints.set_aside(self.workdir, update, error.problem))
         update = earlier[-1]
         # An earlier config made that checkpoint; the same command goes on with it, stage by stage.
         if update < since:
@@ -184,7 +184,7 @@ class Lane(Sink):
 
     Raises:
       CallbackFailed: a user's sink has failed.
-      checkpoint.NotSaved: metrics or receipts cannot be written.
+      checkpoints.NotSaved: metrics or receipts cannot be written.
       Diverged: a loss, a gradient or the train state is not finite.
       EnvironmentFailed: an environment has returned a value that cannot be learned from.
     """
@@ -197,7 +197,7 @@ class Lane(Sink):
       if not self._name:
         raise
       # Of several runs, each has its own last good checkpoint.
-      raise type(error)(f'{self._name}, {error}; {checkpoint.last_good(self.workdir)}') from None
+      raise type(error)(f'{self._name}, {error}; {checkpoints.last_good(self.workdir)}') from None
     return last
 
   def before_save(self) -> None:
@@ -208,7 +208,7 @@ class Lane(Sink):
     """Saves the checkpoint at the end of a segment.
 
     Raises:
-      checkpoint.NotSaved: it cannot be written.
+      checkpoints.NotSaved: it cannot be written.
     """
     state = snapshot.state
     self._segment = snapshot.segment

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from podracer_jit.experiment import build
 from podracer_jit.runtime import host
 from podracer_jit.training import life
-from podracer_jit.workdir import checkpoint, history, journal, workdirs
+from podracer_jit.workdir import checkpoints, history, journal, workdirs
 
 if TYPE_CHECKING:
   pass
@@ -89,7 +89,7 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
       try:
         # Before anything in the workdir is read: another run must not change what is decided here.
         stack.enter_context(workdirs.locked(workdir))
-        checkpoint.remove_unfinished(workdir)
+        checkpoints.remove_unfinished(workdir)
       except (ValueError, OSError) as error:
         problem = error
     _raise_everywhere(problem)
@@ -111,7 +111,7 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
     if is_first and not beginning.has_begun:
       try:
         notes += life.start_workdir(run, workdir, options, inherited)
-        update = checkpoint.newest_whole(workdir)
+        update = checkpoints.newest_whole(workdir)
       except (ValueError, OSError) as error:
         problem = error
     _raise_everywhere(problem)

@@ -17,7 +17,7 @@ from tensorboardX import SummaryWriter
 
 from podracer_jit import parts
 from podracer_jit.runtime.output import complain
-from podracer_jit.workdir import checkpoint, journal, safe_files
+from podracer_jit.workdir import checkpoints, files, journal
 
 Record = dict[str, Any]  # an update's line of metrics.jsonl
 # Least seconds between two points in TensorBoard: a point takes as long as a short update.
@@ -257,12 +257,12 @@ def _made(callback: Any) -> Any:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-  """Turns an OSError of the block into a `checkpoint.NotSaved` that names the file."""
+  """Turns an OSError of the block into a `checkpoints.NotSaved` that names the file."""
   try:
-    with safe_files.naming(path):
+    with files.naming(path):
       yield
   except OSError as error:
-    raise checkpoint.NotSaved(str(error)) from error
+    raise checkpoints.NotSaved(str(error)) from error
 
 
 class Journals(Sink):
@@ -281,13 +281,13 @@ class Journals(Sink):
     self._paths = [workdir / journal.METRICS, workdir / journal.RECEIPTS]
     self.problems = [line for path in self._paths for line in journal.cut(workdir, path, update)]
     self._metrics, self._receipts = (path.open('a', buffering=1) for path in self._paths)
-    safe_files.sync_folder(workdir)
+    files.sync_folder(workdir)
 
   def begin(self, start: Start) -> None:
     """Writes the header of a segment to the receipts.
 
     Raises:
-      checkpoint.NotSaved: they cannot be written.
+      checkpoints.NotSaved: they cannot be written.
     """
     with _writing(self._paths[1]):
       self._receipts.write(json.dumps(dict(start.header)) + '\n')
@@ -296,7 +296,7 @@ class Journals(Sink):
     """Appends an update.
 
     Raises:
-      checkpoint.NotSaved: a file cannot be written; the error names it.
+      checkpoints.NotSaved: a file cannot be written; the error names it.
     """
     with _writing(self._paths[0]):
       self._metrics.write(json.dumps(_finite(record)) + '\n')
@@ -309,7 +309,7 @@ class Journals(Sink):
     After a power failure, there is no complete checkpoint without the lines of its updates.
 
     Raises:
-      checkpoint.NotSaved: a file cannot be written; the error names it.
+      checkpoints.NotSaved: a file cannot be written; the error names it.
     """
     for path, file in zip(self._paths, (self._metrics, self._receipts), strict=True):
       with _writing(path):

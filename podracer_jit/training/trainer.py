@@ -22,7 +22,7 @@ from podracer_jit.training.progress import Progress
 from podracer_jit.training.seeds import SeedsProgram
 from podracer_jit.training.session import Session
 from podracer_jit.training.sinks import Profiler, Record, Sink, Sinks
-from podracer_jit.workdir import checkpoint
+from podracer_jit.workdir import checkpoints
 
 if TYPE_CHECKING:
   from podracer_jit.cluster.ray_cluster import Cluster
@@ -170,7 +170,7 @@ class Opened:
     began_s = time.perf_counter() if began_s is None else began_s
     newest = self.sessions[-1]
     run = newest.run
-    with checkpoint.naming_last_good(newest.workdir), contextlib.ExitStack() as stack:
+    with checkpoints.naming_last_good(newest.workdir), contextlib.ExitStack() as stack:
       means = f'  means of {len(self.sessions)} seeds' if self._are_seeds else ''
       progress = Progress(run.experiment, self._title + means,
                           quiet=quiet or run.place.process > 0)
@@ -186,7 +186,7 @@ class Opened:
           self.sessions = [newest._replace(run=stage)]
         is_stopped = self._train_stage(last, stop, users, sinks, began_s)
         # A repeated run may end before its config changes; this run then ends there, too.
-        if last is None or is_stopped or last not in checkpoint.saved_updates(newest.workdir):
+        if last is None or is_stopped or last not in checkpoints.saved_updates(newest.workdir):
           return not is_stopped
         newest = newest._replace(update=last)
         self.sessions = [newest]

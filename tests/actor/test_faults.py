@@ -11,7 +11,7 @@ from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
 from podracer_jit.play import evaluation
 from podracer_jit.training.meter import environment_check
 from podracer_jit.types import Episodes
-from podracer_jit.workdir import checkpoint, workdirs
+from podracer_jit.workdir import checkpoints, workdirs
 from tests.runs import changed, fresh, run, small, train_in
 from tests.tiers import essential
 
@@ -203,4 +203,4 @@ def test_a_run_with_a_wrong_value_ends_in_its_update_and_saves_nothing(tmp_path)
   message = environment_failure(error.value)
   assert 'the reward that step 2 of an episode returned is nan' in message
   assert message.endswith(', in update 1')
-  assert not checkpoint.updates_in(tmp_path)
+  assert not checkpoints.saved_updates(tmp_path)

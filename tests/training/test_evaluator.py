@@ -10,7 +10,7 @@ import pytest
 from podracer_jit.play import evaluation
 from podracer_jit.training import evaluator
 from podracer_jit.training.sinks import STOP, CallbackFailed, Sink
-from podracer_jit.workdir import checkpoint, journal, workdirs
+from podracer_jit.workdir import checkpoints, journal, workdirs
 from tests import runs
 from tests.runs import changed, prepared, small
 from tests.tiers import essential
@@ -27,7 +27,7 @@ def train_in(workdir, config=CONFIG, *callbacks):
   """Trains as the command does, in a new or a used workdir."""
   run = prepared(config)
   workdirs.open_workdir(workdir, run.experiment.fields)
-  update, _ = checkpoint.recover(workdir)
+  update, _ = checkpoints.recover(workdir)
   return runs.train_in(run, workdir, callbacks, update=update)
 
 
@@ -82,7 +82,7 @@ def test_the_best_checkpoint_is_kept(uninterrupted):
   records = evaluator.read(workdir)
   best = max(records, key=lambda record: record['mean'])['update']
   assert evaluator.best_update(workdir) == best
-  assert set(checkpoint.saved_updates(workdir)) == {best, records[-1]['update']}
+  assert set(checkpoints.saved_updates(workdir)) == {best, records[-1]['update']}
   # With the seeds of its update the best checkpoint has the mean that is in the file.
   experiment = evaluation.read_experiment(workdir)
   player = evaluation.restore(workdir, experiment, best)
@@ -117,7 +117,7 @@ def test_a_crashed_run_has_the_same_evaluations(crash, uninterrupted, tmp_path):
   train_in(tmp_path, config)
   assert receipts(tmp_path) == receipts(uninterrupted[0])
   assert curve(tmp_path) == curve(uninterrupted[0])
-  assert checkpoint.saved_updates(tmp_path) == checkpoint.saved_updates(uninterrupted[0])
+  assert checkpoints.saved_updates(tmp_path) == checkpoints.saved_updates(uninterrupted[0])
 
 
 def test_metrics_say_how_long_training_waited_for_an_evaluation(tmp_path, monkeypatch):
@@ -168,11 +168,11 @@ def test_an_evaluation_interrupted_by_a_stop_is_made_later(uninterrupted, tmp_pa
   assert not train_in(tmp_path, config, stops)
   assert [record['update'] for record in evaluator.read(tmp_path)] == [2]
   stopped = max(receipts(tmp_path))
-  assert set(checkpoint.saved_updates(tmp_path)) == {2, 4, stopped}
+  assert set(checkpoints.saved_updates(tmp_path)) == {2, 4, stopped}
   monkeypatch.setattr(evaluation, 'play', play)
   assert train_in(tmp_path, config)
   assert curve(tmp_path)[:2] == curve(uninterrupted[0])[:2]
-  assert 4 not in set(checkpoint.saved_updates(tmp_path)) - {evaluator.best_update(tmp_path)}
+  assert 4 not in set(checkpoints.saved_updates(tmp_path)) - {evaluator.best_update(tmp_path)}
 
 
 def test_evaluations_after_a_broken_checkpoint_are_dropped(uninterrupted, tmp_path):
@@ -222,7 +222,7 @@ def test_an_evaluation_with_a_nan_is_an_error_and_not_the_best(tmp_path, monkeyp
   assert first['mean'] is None and 'the returns of 1 of 5 episodes are not finite' in first['error']
   assert all('error' not in record for record in others)
   assert evaluator.best_update(tmp_path) != 2
-  assert 2 not in checkpoint.saved_updates(tmp_path)
+  assert 2 not in checkpoints.saved_updates(tmp_path)
 
 
 def test_a_file_that_cannot_be_written_ends_the_run(tmp_path):

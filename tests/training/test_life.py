@@ -20,7 +20,7 @@ from podracer_jit import experiment
 from podracer_jit.cli import train
 from podracer_jit.training import life, session, sinks, stopping
 from podracer_jit.training.trainer import Opened
-from podracer_jit.workdir import changes, checkpoint, history, workdirs
+from podracer_jit.workdir import changes, checkpoints, history, workdirs
 from tests import made, processes
 from tests.cli.test_main import only_checks, saved_to_the_end
 from tests.processes import command
@@ -426,7 +426,7 @@ def cartpole(tmp_path_factory):
 
 
 def newest(workdir):
-  return checkpoint.saved_updates(workdir)[-1]
+  return checkpoints.saved_updates(workdir)[-1]
 
 
 @pytest.mark.full
@@ -684,8 +684,8 @@ def test_a_first_state_of_another_run_is_set_aside_and_taken_anew(tmp_path):
   notes = open_without_an_update(changed(NEVER, seed=5), workdir, init_from=source)
   assert 'never made an update' in notes[0] and 'the run begins with' in notes[1]
   assert (workdir / 'broken' / '0' / 'manifest.json').read_bytes() == first
-  assert config_of(workdir)['seed'] == 5 and checkpoint.saved_updates(workdir) == [0]
+  assert config_of(workdir)['seed'] == 5 and checkpoints.saved_updates(workdir) == [0]
   # Without --init_from, the run begins with its seed.
   open_without_an_update(OTHER, workdir)
   assert history.origin_of(workdirs.read_history(workdir)) is None
-  assert checkpoint.saved_updates(workdir) == []
+  assert checkpoints.saved_updates(workdir) == []

@@ -16,7 +16,7 @@ from podracer_jit.experiment.resolve import resolve
 from podracer_jit.runtime import host
 from podracer_jit.training import life, seeds, stopping, trainer
 from podracer_jit.training.sinks import Diverged
-from podracer_jit.workdir import checkpoint, journal, workdirs
+from podracer_jit.workdir import checkpoints, journal, workdirs
 from tests import processes
 from tests.runs import changed, prepared, run, small, train_in
 from tests.runtime.test_stored_programs import events
@@ -75,7 +75,7 @@ class StopAfter(stopping.Stopping):
     self._workdir = workdir
 
   def asked(self):
-    return bool(checkpoint.saved_updates(self._workdir))
+    return bool(checkpoints.saved_updates(self._workdir))
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -137,7 +137,7 @@ def test_a_workdir_of_a_seed_is_that_of_a_run(three):
   for seed, (metrics, _) in zip((1, 2, 3), by_seed, strict=True):
     workdir = folder / f'seed{seed}'
     assert workdirs.read_fields(workdir)['seed'] == seed
-    assert checkpoint.newest_whole(workdir) == metrics[-1]['update']
+    assert checkpoints.newest_whole(workdir) == metrics[-1]['update']
     headers = [line for line in journal.read_lines(workdir / journal.RECEIPTS)
                if 'segment' in line]
     assert [header['num_seeds'] for header in headers] == [3] * len(headers)
@@ -235,7 +235,7 @@ def test_a_repeated_run_is_refused(tmp_path):
 
 @pytest.mark.full
 def test_the_open_files_of_a_seed_are_counted(tmp_path, monkeypatch):
-  save = checkpoint.Checkpoints.save
+  save = checkpoints.Checkpoints.save
 
   def most_open(num_seeds):
     counts = []
@@ -244,7 +244,7 @@ def test_the_open_files_of_a_seed_are_counted(tmp_path, monkeypatch):
       counts.append(len(os.listdir('/proc/self/fd')))
       save(*args)
 
-    monkeypatch.setattr(checkpoint.Checkpoints, 'save', count_and_save)
+    monkeypatch.setattr(checkpoints.Checkpoints, 'save', count_and_save)
     train(config_of(total_steps=64, log__tensorboard=True), tmp_path / str(num_seeds), num_seeds)
     return max(counts)
 
