@@ -673,7 +673,7 @@ def test_updates_without_a_config_stay(tmp_path):
 def test_a_first_state_of_another_run_is_set_aside_and_taken_anew(tmp_path):
   source = tmp_path / 'source'
   with session.opened_run(fresh(NEVER), source, life.make_life()) as opened:
-    opened.train(stopping.Stopping(), quiet=True)
+    Opened([opened], source, ()).train(stopping.Stopping(), quiet=True)
   workdir = tmp_path / 'run'
   open_without_an_update(NEVER, workdir, init_from=source)
   first = (workdir / 'checkpoints' / '0' / 'manifest.json').read_bytes()
