@@ -22,7 +22,7 @@ if TYPE_CHECKING:
   from podracer_jit.api import prepare as prepare
   from podracer_jit.api import train as train
   from podracer_jit.api import train_seeds as train_seeds
-  from podracer_jit.experiment.schema import config as config
+  from podracer_jit.experiment.config_dict import config as config
   from podracer_jit.play.agent import Agent as Agent
   from podracer_jit.training.callbacks import STOP as STOP
   from podracer_jit.training.callbacks import Callback as Callback
@@ -35,7 +35,7 @@ _MODULES = {
     'podracer_jit.api': ('Evaluation', 'Trained', 'choose', 'evaluate', 'load', 'load_config',
                              'prepare', 'train', 'train_seeds'),
     'podracer_jit.training.callbacks': ('STOP', 'Callback', 'CallbackFailed', 'SegmentEnd'),
-    'podracer_jit.experiment.schema': ('config',),
+    'podracer_jit.experiment.config_dict': ('config',),
 }
 __all__ = sorted(name for names in _MODULES.values() for name in names)
 

@@ -24,8 +24,8 @@ from podracer_jit.actor import kept_envs, priorities
 from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.envs.protocol import EnvironmentFailed
 from podracer_jit.experiment import build, checks, memory, trial
-from podracer_jit.experiment.experiment import Experiment
 from podracer_jit.experiment.resolve import resolve
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.learner import rollout_updates
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.options import INT32_MAX

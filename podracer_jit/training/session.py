@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from podracer_jit.experiment import build, checks, memory, trial
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime import host
 from podracer_jit.training import life, machines, stopping
 from podracer_jit.training import train as train_lib

@@ -14,7 +14,7 @@ import numpy as np
 
 from podracer_jit import loops
 from podracer_jit.experiment import build
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.runtime import placement
 from podracer_jit.runtime.output import complain
