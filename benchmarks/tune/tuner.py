@@ -23,7 +23,7 @@ from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime import host
 from podracer_jit.runtime.placement import PlacementOptions
 from podracer_jit.schemes.reports import Report
-from podracer_jit.training.metrics import Meter
+from podracer_jit.training.meter import Meter
 from podracer_jit.types import TrainState
 
 
@@ -90,7 +90,7 @@ def train(run: build.Run, state: TrainState, seconds: float) -> Figures:
 
   def report(item: Report) -> None:
     # Computing the statistics is a part of training.
-    *_, (record, _) = meter.records(item)
+    *_, (record, _) = meter.records(item._replace(waits=segment.waits()))
     # Updates that only fill a replay do not count.
     if record.get('sampled', 1):
       times.append((time.perf_counter(), record['steps']))
@@ -100,8 +100,7 @@ def train(run: build.Run, state: TrainState, seconds: float) -> Figures:
 
   state = copy_of(state, run)
   with build.segment(run, state, 0, 10**9, report, stop) as segment:
-    experiment = run.experiment
-    meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, {})
+    meter = Meter(run.experiment, {})
     loops.run(segment.workers)
   start_s, start_steps = times[first]
   end_s, end_steps = times[-1]

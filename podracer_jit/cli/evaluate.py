@@ -34,7 +34,7 @@ from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation, video
 from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain
-from podracer_jit.training import periodic
+from podracer_jit.training import evaluator
 from podracer_jit.workdir import sources
 
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     movie = _check(values, arguments)
     workdir = user_path(values.workdir)
     allowed = modules.allowed(values.allow_modules)
-    update = periodic.chosen_update(values.update, workdir)
+    update = evaluator.chosen_update(values.update, workdir)
     experiment = evaluation.read_experiment(workdir, allowed, update)
     host.prepare_host(experiment.placement)
     player = evaluation.restore(workdir, experiment, update)

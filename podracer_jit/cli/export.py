@@ -27,7 +27,7 @@ from podracer_jit.play import agent as agent_lib
 from podracer_jit.play import evaluation, export
 from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain
-from podracer_jit.training import periodic
+from podracer_jit.training import evaluator
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     out = user_path(values.out)
     agent_lib.check_new(out)
     allowed = modules.allowed(values.allow_modules)
-    update = periodic.chosen_update(values.update, workdir)
+    update = evaluator.chosen_update(values.update, workdir)
     experiment = evaluation.read_experiment(workdir, allowed, update)
     host.prepare_host(experiment.placement)
     agent = agent_lib.Agent(experiment, evaluation.restore(workdir, experiment, update))

@@ -35,14 +35,7 @@ from podracer_jit.play import video
 from podracer_jit.runtime import host, placement
 from podracer_jit.runtime.output import complain
 from podracer_jit.types import Rollout, TrainState
-from podracer_jit.workdir import (
-  checkpoint,
-  history,
-  journal,
-  manifest,
-  sources,
-  workdirs,
-)
+from podracer_jit.workdir import checkpoints, history, journal, sources, workdirs
 
 
 class Differs(RuntimeError):
@@ -65,8 +58,7 @@ def main(argv: Sequence[str]) -> int:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
     workdir = _check(values, arguments)
-    experiment = one_device_experiment(workdir, modules.allowed(values.allow_modules),
-                                       values.update)
+    experiment = one_device_experiment(workdir, modules.allowed(values.allow_modules), values.update)
     _check_env(values.env, experiment)
     headers, receipts, _ = journal.read_receipts(workdir)
     header = header_of(headers, receipts, values.update)
@@ -164,7 +156,7 @@ def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainStat
   origin = history.origin_of(workdirs.read_history(workdir))
   if before == 0 and origin is None:
     return build.allocated(run, initial, None)
-  existing = checkpoint.saved_updates(workdir)
+  existing = checkpoints.saved_updates(workdir)
   if before == 0 and before not in existing:
     raise ValueError(f'--update: the run began with the state of another run, and its checkpoint '
                      f'of update 0 is gone from {workdir}')
@@ -172,13 +164,13 @@ def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainStat
     raise ValueError(f'--update: the checkpoint of update {before}, which is needed to repeat it, '
                      f'is gone; the existing checkpoints are of {", ".join(map(str, existing))} '
                      '(checkpoint.keep sets their number), and the first segment needs none')
-  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
+  with contextlib.closing(checkpoints.Checkpoints(workdir)) as saved:
     try:
       state, _ = saved.restore(initial._replace(replay=run.learner.replay_shapes()), before)
       envs = saved.restore_envs(build.kept_env_shapes(run), before)
-    except checkpoint.Broken as error:
+    except checkpoints.Broken as error:
       raise ValueError(f'--update: {error}') from None
-  if before == 0 and manifest.digest(state._replace(replay=None)) != origin.state_sha256:
+  if before == 0 and checkpoints.digest(state._replace(replay=None)) != origin.state_sha256:
     raise ValueError(f'--update: the checkpoint of update 0 in {workdir} is not the state that the '
                      'run began with')
   return build.allocated(run, state, envs)
