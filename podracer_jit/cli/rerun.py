@@ -58,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
     workdir = _check(values, arguments)
-    experiment = one_device_experiment(workdir, modules.allowed(values.allow_modules), values.update)
+    experiment = one_device_experiment(workdir, modules.allowed(values.allow_modules),
+                                       values.update)
     _check_env(values.env, experiment)
     headers, receipts, _ = journal.read_receipts(workdir)
     header = header_of(headers, receipts, values.update)
