@@ -26,9 +26,9 @@ from absl import flags, logging
 
 from podracer_jit import loops
 from podracer_jit.experiment import build
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import changed, resolve
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime import host
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
                      lower_bound=0.0, flag_values=values)
   flags.DEFINE_string('json', None, 'A file for all figures.', flag_values=values)
   try:
-    config = command_line.parse(argv, values)
+    config = parse(argv, values)
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
   from podracer_jit.api import load_config as load_config
   from podracer_jit.api import prepare as prepare
   from podracer_jit.api import train as train
-  from podracer_jit.experiment.schema import config as config
+  from podracer_jit.experiment.config_dict import config as config
   from podracer_jit.play.agent import Agent as Agent
   from podracer_jit.training.sinks import STOP as STOP
   from podracer_jit.training.sinks import Callback as Callback
@@ -37,7 +37,7 @@ _MODULES = {
                          'prepare', 'train'),
     'podracer_jit.training.sinks': ('STOP', 'Callback', 'CallbackFailed', 'Saved', 'Sink',
                                     'Start'),
-    'podracer_jit.experiment.schema': ('config',),
+    'podracer_jit.experiment.config_dict': ('config',),
 }
 __all__ = sorted(name for names in _MODULES.values() for name in names)
 

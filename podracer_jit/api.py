@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment import schema as config_lib
+from podracer_jit.experiment import config_dict, flags, modules, schema
 from podracer_jit.experiment.resolve import placement_of, resolve
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation
@@ -41,8 +40,7 @@ def load_config(location: str) -> ml_collections.ConfigDict:
   Raises:
     ValueError: there is none, or its file fails.
   """
-  with command_line.one_line_errors():
-    return command_line.load_config(location)
+  return flags.load_config(location)
 
 
 def choose(config: ml_collections.ConfigDict, section: str, name: str) -> None:
@@ -56,10 +54,10 @@ def choose(config: ml_collections.ConfigDict, section: str, name: str) -> None:
   Raises:
     ValueError: there is no such section or part.
   """
-  if section not in config_lib.CHOICES:
-    raise ValueError(f'section: must be one of {", ".join(config_lib.CHOICES)}, got {section!r}')
+  if section not in schema.CHOICES:
+    raise ValueError(f'section: must be one of {", ".join(schema.CHOICES)}, got {section!r}')
   with config.unlocked():
-    config_lib.choose(config, section, name)
+    schema.choose(config, section, name)
 
 
 def prepare(config: Config) -> None:
@@ -222,8 +220,8 @@ def _text(path: str | Path | None) -> str | None:
 
 
 def _trained(opened: session.Session, finished: bool) -> Trained:
-  modules = config_lib.modules(opened.run.experiment.fields)
-  return Trained(opened.workdir, finished, tuple(modules.values()))
+  names = modules.named(opened.run.experiment.fields).values()
+  return Trained(opened.workdir, finished, tuple(names))
 
 
 def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,
@@ -242,7 +240,7 @@ def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,
     ValueError: there is no such agent, or its config names modules that are not allowed.
   """
   path = user_path(path)
-  allowed = config_lib.allowed_modules(allow_modules)
+  allowed = modules.allowed(allow_modules)
   if (path / PARAMETERS).exists():
     if update is not None:
       raise ValueError(f'update: is for workdirs; {path} is a saved agent')
@@ -328,7 +326,7 @@ def _mapping(config: Config) -> dict[str, Any]:
   if isinstance(config, str):
     config = load_config(config)
   if isinstance(config, Mapping | ml_collections.ConfigDict):
-    return config_lib.plain(config)
+    return config_dict.plain(config)
   raise ValueError(f'config: must be a ConfigDict, a mapping or a name, got {config!r}')
 
 

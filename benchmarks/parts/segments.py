@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from benchmarks.parts import conventional
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.experiment import build
-from podracer_jit.experiment.experiment import Experiment
 from podracer_jit.experiment.resolve import changed
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime import placement
 from podracer_jit.schemes import wiring
 from podracer_jit.schemes.reports import Report

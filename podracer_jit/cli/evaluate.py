@@ -27,8 +27,8 @@ from absl import flags
 
 from podracer_jit import options
 from podracer_jit.envs.protocol import environment_failure
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment import schema as config
+from podracer_jit.experiment import modules
+from podracer_jit.experiment.flags import take_env_options
 from podracer_jit.options import printable, shorten, shown
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation, video
@@ -43,21 +43,21 @@ def main(argv: Sequence[str]) -> int:
   warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   values = _flags()
   try:
-    argv, env = command_line.take_env_options(argv)
+    argv, env = take_env_options(argv)
     arguments = values(argv)
     if values.help:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
     movie = _check(values, arguments)
     workdir = user_path(values.workdir)
-    allowed = config.allowed_modules(values.allow_modules)
+    allowed = modules.allowed(values.allow_modules)
     update = evaluator.chosen_update(values.update, workdir)
     experiment = evaluation.read_experiment(workdir, allowed, update)
     host.prepare_host(experiment.placement)
     player = evaluation.restore(workdir, experiment, update)
     player = evaluation.with_options(player, experiment, env)
     for note in (evaluation.broken_note(workdir, player.update) if update is None else '',
-                 sources.change_since(workdir, config.sources(experiment.fields), player.update)):
+                 sources.change_since(workdir, modules.sources(experiment.fields), player.update)):
       if note:
         complain(f'podracer_jit evaluate: {note}')
     if movie:
@@ -93,7 +93,7 @@ def _flags() -> flags.FlagValues:
                        'error, since some tasks have no limit of their own.', **text)
   flags.DEFINE_string('video', None, 'Film one more episode. mp4 or gif writes WORKDIR/video.mp4 '
                       'or WORKDIR/video.gif; a path must end in .mp4 or .gif.', **text)
-  flags.DEFINE_list('allow_modules', [], config.ALLOW_MODULES, **text)
+  flags.DEFINE_list('allow_modules', [], modules.HELP, **text)
   flags.DEFINE_bool('help', False, 'Show this.', short_name='h', **text)
   return values
 

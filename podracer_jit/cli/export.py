@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from podracer_jit.experiment import schema as config
+from podracer_jit.experiment import modules
 from podracer_jit.options import shorten
 from podracer_jit.parts import user_path
 from podracer_jit.play import agent as agent_lib
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     workdir = user_path(values.workdir)
     out = user_path(values.out)
     agent_lib.check_new(out)
-    allowed = config.allowed_modules(values.allow_modules)
+    allowed = modules.allowed(values.allow_modules)
     update = evaluator.chosen_update(values.update, workdir)
     experiment = evaluation.read_experiment(workdir, allowed, update)
     host.prepare_host(experiment.placement)
@@ -76,6 +76,6 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_string('out', None, 'The folder to write, which must not exist yet.', **text)
   flags.DEFINE_string('update', None, 'The checkpoint: a number, or best, the one with the best '
                       'evaluation while the run trained. Default: the newest whole one.', **text)
-  flags.DEFINE_list('allow_modules', [], config.ALLOW_MODULES, **text)
+  flags.DEFINE_list('allow_modules', [], modules.HELP, **text)
   flags.DEFINE_bool('help', False, 'Show this.', short_name='h', **text)
   return values

@@ -22,9 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from podracer_jit import loops
 from podracer_jit.cli import rerun
-from podracer_jit.experiment import build
-from podracer_jit.experiment import schema as config
-from podracer_jit.experiment.resolve import changed, resolve
+from podracer_jit.experiment import build, modules
+from podracer_jit.experiment.resolve import resolve
 from podracer_jit.learner.rollout_learner import RolloutLearner
 from podracer_jit.learner.rollout_updates import update_key
 from podracer_jit.numerics.deterministic import AXIS, pairwise_sum
@@ -43,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
   update = int(argv[2])
   out = Path(argv[3])
   try:
-    allowed = config.allowed_modules(argv[4:])
+    allowed = modules.allowed(argv[4:])
     np.savez(out, **remake(workdir, update, allowed))
   except (ValueError, OSError) as error:
     complain(f'{workdir}: {" ".join(str(error).split())}')
@@ -86,8 +85,7 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
     # Only earlier updates are checked. This update may differ from its receipt: that is the reason
     # for comparing the runs.
     earlier = {number: line for number, line in receipts.items() if number < update}
-    rerun_run = build.make_run(changed(rerun_experiment, placement=config.ONE_DEVICE | {
-        'actor_platform': experiment.placement.actor_platform}))
+    rerun_run = build.make_run(rerun_experiment)
     rollout = rerun.rerun(rerun_run, *rerun.state_before(rerun_run, workdir, header),
                           header['segment'], update, earlier)
     arrays |= _named('rollout', rollout._asdict())

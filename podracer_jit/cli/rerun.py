@@ -25,10 +25,9 @@ from absl import flags
 from podracer_jit import loops
 from podracer_jit.envs import frames
 from podracer_jit.envs.protocol import environment_failure
-from podracer_jit.experiment import build
-from podracer_jit.experiment import schema as config
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment import build, modules, schema
 from podracer_jit.experiment.resolve import changed, resolve
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics.fingerprints import as_hex, canary
 from podracer_jit.options import printable, shorten
 from podracer_jit.parts import user_path
@@ -51,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
   flags.DEFINE_integer('update', None, 'The update to repeat.', flag_values=values)
   flags.DEFINE_integer('env', 0, 'The environment whose observations are filmed.',
                        flag_values=values)
-  flags.DEFINE_list('allow_modules', [], config.ALLOW_MODULES, flag_values=values)
+  flags.DEFINE_list('allow_modules', [], modules.HELP, flag_values=values)
   flags.DEFINE_bool('help', False, 'Show this.', short_name='h', flag_values=values)
   try:
     arguments = values(list(argv))
@@ -59,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
     workdir = _check(values, arguments)
-    experiment = one_device_experiment(workdir, config.allowed_modules(values.allow_modules),
+    experiment = one_device_experiment(workdir, modules.allowed(values.allow_modules),
                                        values.update)
     _check_env(values.env, experiment)
     headers, receipts, _ = journal.read_receipts(workdir)
@@ -67,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     host.prepare_host(experiment.placement)
     run = build.make_run(experiment)
     state, envs = state_before(run, workdir, header)
-    note = sources.change_since(workdir, config.sources(experiment.fields), values.update)
+    note = sources.change_since(workdir, modules.sources(experiment.fields), values.update)
     if note:
       complain(f'podracer_jit rerun: {note}')
   except (ValueError, OSError, flags.Error) as error:
@@ -122,7 +121,7 @@ def one_device_experiment(workdir: Path, allow_modules: Collection[str] = (),
   if not experiment.deterministic:
     raise ValueError(f'{experiment.non_deterministic_setting} is not deterministic, so updates of '
                      'the run cannot be repeated')
-  place = config.ONE_DEVICE | {'actor_platform': experiment.placement.actor_platform}
+  place = schema.ONE_DEVICE | {'actor_platform': experiment.placement.actor_platform}
   # These two schemes give the same bits as all others with the same lag.
   return changed(experiment, scheme='cleanba' if experiment.scheme.lag else 'sync', placement=place)
 

@@ -22,7 +22,7 @@ from absl import flags, logging
 from podracer_jit import loops
 from podracer_jit.cluster.failure import Failed
 from podracer_jit.envs.protocol import environment_failure
-from podracer_jit.experiment import flags as command_line
+from podracer_jit.experiment.flags import default_workdir, parse
 from podracer_jit.experiment.resolve import placement_of, resolve
 from podracer_jit.parts import user_path
 from podracer_jit.runtime import exit_codes, host
@@ -81,11 +81,11 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
   failing: Path | None = None  # the workdir whose checkpoint a failure names
   with contextlib.ExitStack() as stack:
     try:
-      config = command_line.parse(argv, values)
+      config = parse(argv, values)
       if config is None:
         print(f'{__doc__}\n{values.get_help()}')
         return exit_codes.FINISHED
-      workdir = user_path(values.workdir or command_line.default_workdir(argv))
+      workdir = user_path(values.workdir or default_workdir(argv))
       if values.num_seeds is None:  # else each seed has a workdir
         failing = workdir
       options = life.of_flags(values)

@@ -21,8 +21,8 @@ from podracer_jit.agents import networks
 from podracer_jit.agents.networks import Model
 from podracer_jit.envs.families import family_of
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.experiment import schema as config_lib
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment import modules
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.learner import replay_updates, rollout_updates
 from podracer_jit.learner.learner import Learner, Parts, keys_of
 from podracer_jit.learner.replay_learner import ReplayLearner
@@ -135,13 +135,10 @@ def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> 
   """Yields a line for each part of an experiment that does not fit its devices."""
   scheme = experiment.scheme
   name = experiment.scheme_name
-  groups = experiment.num_grad_shards
   mesh_size = place.mesh.size
-  if groups % mesh_size:
-    yield options.uneven(
-        options.Count('num_grad_shards', groups, experiment.differs('num_grad_shards'),
-                      'gradient group'),
-        experiment.placement.learner_count(mesh_size, place.processes))
+  if experiment.num_grad_shards % mesh_size:
+    yield options.uneven(experiment.group_count(),
+                         experiment.placement.learner_count(mesh_size, place.processes))
   actors = len(place.actors) * place.processes
   if experiment.env_batch and experiment.num_shards != actors:
     yield ('num_shards: must be the number of actors where they are asynchronous '
@@ -202,7 +199,7 @@ def make_network(experiment: Experiment) -> nn.Module:
     raise ValueError(f'network.name: {name} has the variables {", ".join(variables)}; only params '
                      'can be trained')
   # Shipped networks can be called, and to trace a large one takes a second.
-  if config_lib.modules(experiment.fields):
+  if modules.named(experiment.fields):
     _check_calls(experiment, network, variables)
   if dist_params.shape[-1] != experiment.policy.dist_size:
     raise ValueError(f'policy: it reads {experiment.policy.dist_size} numbers, and {name} gives '

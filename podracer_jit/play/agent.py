@@ -18,9 +18,8 @@ from safetensors import numpy as safetensors_numpy
 
 from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
-from podracer_jit.experiment import build
-from podracer_jit.experiment import schema as config_lib
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment import build, modules
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.options import shorten
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation, export
@@ -141,7 +140,7 @@ class Agent:
         draft / PARAMETERS, {'update': str(self.update), 'steps': str(self.steps)})
     for name, content in contents.items():
       files.write(draft / name, content)
-    sources.keep(draft, config_lib.sources(self.experiment.fields), 1)
+    sources.keep(draft, modules.sources(self.experiment.fields), 1)
     checkpoints.write_manifest(draft, checkpoints.digest(params))
     with contextlib.suppress(FileNotFoundError):
       folder.rmdir()  # `rename` needs a free name; an existing folder is empty.

@@ -22,11 +22,9 @@ from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.families import family_of, libraries_of
 from podracer_jit.envs.protocol import EnvironmentFailed, EnvSpec, VectorEnv
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.experiment import build
+from podracer_jit.experiment import build, schema
 from podracer_jit.experiment import resolve as resolve_lib
-from podracer_jit.experiment import schema as config
-from podracer_jit.experiment.experiment import Experiment
-from podracer_jit.experiment.settings import EnvOptions
+from podracer_jit.experiment.schema import EnvOptions, Experiment
 from podracer_jit.options import shorten, shown
 from podracer_jit.runtime import placement
 from podracer_jit.types import Params, TrainState
@@ -84,7 +82,7 @@ def read_experiment(workdir: Path, allow_modules: Collection[str] = (),
   """
   fields = workdirs.read_config(workdir, allow_modules, update)
   try:
-    experiment = resolve_lib.resolve(config.on_one_device(fields))
+    experiment = resolve_lib.resolve(schema.on_one_device(fields))
   except ValueError as error:
     raise ValueError(f'--workdir: config.json of {workdir}: {shorten(str(error), 600)}') from None
   workdirs.check_layout(workdir, experiment)

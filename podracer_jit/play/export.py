@@ -14,7 +14,7 @@ from jax import export as jax_export
 
 from podracer_jit import options
 from podracer_jit.envs import spaces
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics import convolution
 from podracer_jit.play import evaluation
 from podracer_jit.workdir import checkpoints, workdirs

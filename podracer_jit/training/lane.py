@@ -12,7 +12,7 @@ import numpy as np
 
 from podracer_jit.envs.protocol import EnvironmentFailed
 from podracer_jit.experiment import build
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.schemes.reports import Report
 from podracer_jit.training import stopping

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from podracer_jit.experiment import build
-from podracer_jit.experiment import schema as config_lib
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment import build, modules
 from podracer_jit.experiment.resolve import resolve
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.parts import user_path
 from podracer_jit.runtime import host
 from podracer_jit.training import inherit
@@ -224,7 +223,7 @@ def start_workdir(run: build.Run, workdir: Path, life: Life,
     if history.origin_of(entries):
       _copy_first_state(life.repeat, workdir)
   workdirs.open_workdir(workdir, run.experiment.fields, entries=entries)
-  notes = sources.keep(workdir, config_lib.sources(run.experiment.fields), 1)
+  notes = sources.keep(workdir, modules.sources(run.experiment.fields), 1)
   workdirs.note_start(workdir, 1)
   origin = history.origin_of(entries)
   return [*notes, *([f'the run begins with {origin.words()}'] if origin else [])]
@@ -265,7 +264,7 @@ def resume_workdir(run: build.Run, workdir: Path, life: Life) -> tuple[int | Non
 
   changed = workdirs.write_changes(workdir, fields, update or 0, misfit)
   _check_stages(run.experiment, workdirs.read_history(workdir), update or 0)
-  sourced = sources.keep(workdir, config_lib.sources(fields), (update or 0) + 1)
+  sourced = sources.keep(workdir, modules.sources(fields), (update or 0) + 1)
   workdirs.note_start(workdir, (update or 0) + 1)
   return update, [*notes, *repairs, *changed, *sourced]
 
@@ -341,7 +340,7 @@ def _experiment_at(fields: Mapping[str, Any], entries: Sequence[history.Entry], 
                    ) -> Experiment:
   """Returns the experiment of an earlier config; refuses modules that only the workdir names."""
   earlier = history.config_at(fields, entries, update)
-  config_lib.check_modules(earlier, config_lib.modules(fields).values(), workdirs.CONFIG)
+  modules.check(earlier, modules.named(fields).values(), workdirs.CONFIG)
   return resolve(earlier)
 
 

@@ -15,10 +15,9 @@ import jax
 from podracer_jit import parts
 from podracer_jit.agents import networks
 from podracer_jit.envs.families import may_start_jax
-from podracer_jit.experiment import build, memory
-from podracer_jit.experiment import schema as config_lib
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment import build, memory, modules
 from podracer_jit.experiment.resolve import changed, placement_of, resolve
+from podracer_jit.experiment.schema import Experiment
 
 if TYPE_CHECKING:  # the imports of Ray take a second
   from podracer_jit.cluster.ray_cluster import Cluster
@@ -46,7 +45,7 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
   if not isinstance(place, Mapping) or place.get('cluster', 'none') == 'none':
     yield None
     return
-  for field, module in config_lib.modules(config).items():
+  for field, module in modules.named(config).items():
     if module == parts.MAIN:
       raise ValueError(f'{field}: is in the main program ({module}), which the processes of the '
                        'cluster cannot import; move it into a file of its own, mine.py, and name '
@@ -112,7 +111,7 @@ def code(config: Mapping[str, Any]) -> list[Path]:
   # A module that this process has need not be one that an import would find.
   sources = {module: Path(getattr(sys.modules.get(module), '__file__', None)
                           or parts.file_of(module))
-             for module in config_lib.modules(config).values()}
+             for module in modules.named(config).values()}
   if may_start_jax(str(config.get('env', {}).get('task', ''))):
     # A config file may register environments.
     sources |= {Path(file).stem: Path(file) for file in parts.search().files}

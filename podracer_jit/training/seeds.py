@@ -19,7 +19,7 @@ import numpy as np
 from podracer_jit.actor import kept_envs, priorities
 from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.experiment import build
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.learner import rollout_updates
 from podracer_jit.options import INT32_MAX
 from podracer_jit.schemes.reports import Report

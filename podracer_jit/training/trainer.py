@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from podracer_jit.experiment import build, checks, memory, trial
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime import host, placement
 from podracer_jit.schemes.reports import Report
 from podracer_jit.training import life, machines, seeds, session, stopping

@@ -18,8 +18,8 @@ from typing import Any
 from podracer_jit import options, parts
 from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
-from podracer_jit.experiment import schema as config_lib
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment import modules, schema
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.options import shorten
 from podracer_jit.workdir import changes, checkpoints, files, history, lock, sources
 
@@ -56,7 +56,7 @@ def record_of(config: Mapping[str, Any], entries: Sequence[history.Entry] = ()) 
     config: plain values.
     entries: the history of the run.
   """
-  record = {'config': config_lib.as_json(config), 'versions': versions(), _LAYOUT: spaces.LAYOUT}
+  record = {'config': schema.as_json(config), 'versions': versions(), _LAYOUT: spaces.LAYOUT}
   if entries:
     record[history.KEY] = [entry.as_json() for entry in entries]
   return json.loads(json.dumps(record))  # tuples become lists, as in the file
@@ -318,10 +318,10 @@ def read_config(workdir: Path, allow_modules: Collection[str] = (), update: int 
       raise ValueError(f'--workdir: {path}: {error}') from None
     if not _has_sections(fields):
       raise ValueError(f'--workdir: {path} is not of a run of podracer_jit')
-  config_lib.check_modules(fields, allow_modules, str(path),
-                           lambda name: sources.copy_of(workdir, name, update))
+  modules.check(fields, allow_modules, str(path),
+                lambda name: sources.copy_of(workdir, name, update))
   try:
-    return config_lib.complete(fields)
+    return schema.complete(fields)
   except ValueError as error:
     raise ValueError(f'--workdir: {CONFIG} of {workdir}: {shorten(str(error), 600)}') from None
 
@@ -345,7 +345,7 @@ def read_fields(workdir: Path) -> dict[str, Any]:
   path = workdir / CONFIG
   _check_exists(path)
   fields = options.from_json(_read(path)['config'])
-  return fields if config_lib.modules(fields) else record_of(config_lib.complete(fields))['config']
+  return fields if modules.named(fields) else record_of(schema.complete(fields))['config']
 
 
 def _check_exists(path: Path) -> None:
@@ -365,10 +365,10 @@ def _completed(stored: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str
     stored: the record of a workdir.
     record: the record of the current config.
   """
-  allowed = config_lib.modules(record['config']).values()
+  allowed = modules.named(record['config']).values()
   try:
-    config_lib.check_modules(stored['config'], allowed, CONFIG)
-    completed = config_lib.complete(stored['config'])
+    modules.check(stored['config'], allowed, CONFIG)
+    completed = schema.complete(stored['config'])
   except ValueError:
     return dict(stored['config'])
   return json.loads(json.dumps(completed))
@@ -396,7 +396,7 @@ def _is_record(record: Any) -> bool:
 
 def _has_sections(config: Mapping[str, Any]) -> bool:
   """Returns whether the sections that a config has are dicts; the placement is among them."""
-  sections = ('env', 'replay', *config_lib.CHOICES, *config_lib.SECTIONS)
+  sections = ('env', 'replay', *schema.CHOICES, *schema.SECTIONS)
   return isinstance(config.get('placement'), dict) and all(
       isinstance(config.get(section, {}), dict) for section in sections)
 

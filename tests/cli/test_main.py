@@ -23,7 +23,7 @@ from podracer_jit import loops
 from podracer_jit.cli import train
 from podracer_jit.cluster.failure import Failed
 from podracer_jit.envs.protocol import EnvironmentFailed
-from podracer_jit.experiment import flags as command_line
+from podracer_jit.experiment import flags
 from podracer_jit.runtime import exit_codes
 from podracer_jit.training import trainer
 from podracer_jit.training.sinks import Diverged
@@ -168,7 +168,7 @@ def only_checks(real):
 
 def test_flags_of_fields_may_come_before_the_config():
   values = train.flags.FlagValues()
-  config = command_line.parse(['x', '--config.seed=7', '--config.env.frame_skip=2', CATCH], values)
+  config = flags.parse(['x', '--config.seed=7', '--config.env.frame_skip=2', CATCH], values)
   assert config['seed'] == 7 and config['env']['frame_skip'] == 2
 
 
@@ -176,7 +176,7 @@ def test_flags_of_fields_may_come_before_the_config():
     [*CATCH.split('='), '--config.seed', '7', '--config.env.frame_skip', '2'],
     ['-config.env.frame_skip=2', '-config.seed', '7', '-' + CATCH.lstrip('-')]])
 def test_flags_may_have_any_form_that_absl_allows(args):
-  config = command_line.parse(['x', *args], train.flags.FlagValues())
+  config = flags.parse(['x', *args], train.flags.FlagValues())
   assert config['seed'] == 7 and config['env']['frame_skip'] == 2
 
 
@@ -185,7 +185,7 @@ def test_flags_may_have_any_form_that_absl_allows(args):
     (['--config.seed=1', '-config=configs/impala_atari.py:nature_cnn,smoke'],
      'runs/impala_atari_nature_cnn_smoke')])
 def test_the_workdir_has_the_configs_name(args, path):
-  assert str(command_line.default_workdir(['x', *args])) == path
+  assert str(flags.default_workdir(['x', *args])) == path
 
 
 def test_a_workdir_of_something_else_is_refused(tmp_path, capsys, monkeypatch):
@@ -524,7 +524,7 @@ def test_a_failure_without_one_workdir_names_no_checkpoint(args, tmp_path, monke
   if args:
     monkeypatch.setattr(train.trainer, 'opened', broken)
   else:
-    monkeypatch.setattr(train.command_line, 'parse', broken)
+    monkeypatch.setattr(train, 'parse', broken)
   assert train.main(['podracer_jit', CATCH, f'--workdir={tmp_path}', *args]) == exit_codes.FAILED
   assert capsys.readouterr().err.endswith('podracer_jit: RuntimeError: it is broken\n')
 

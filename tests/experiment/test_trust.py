@@ -14,7 +14,7 @@ from rich.console import Console
 
 from podracer_jit import api, options, parts
 from podracer_jit.cli import compare, evaluate, export, rerun, train
-from podracer_jit.experiment import schema as config
+from podracer_jit.experiment import modules
 from podracer_jit.runtime import host, output
 from podracer_jit.training import evaluator
 from podracer_jit.training.progress import Progress
@@ -142,7 +142,7 @@ def test_a_flag_to_copy_is_quoted_for_a_shell(strange, tmp_path, capsys):
 
 def test_a_file_that_is_allowed_must_exist(tmp_path):
   with pytest.raises(ValueError, match='--allow_modules: there is no file'):
-    config.allowed_modules([f'{tmp_path}/mine.py'])
+    modules.allowed([f'{tmp_path}/mine.py'])
 
 
 # Exits at once if a module is loaded from the workdir, or if anything is unpickled that is no
@@ -419,7 +419,7 @@ def test_a_file_of_a_package_is_allowed_by_both_of_its_names(tmp_path):
   (tmp_path / 'own_package').mkdir()
   (tmp_path / 'own_package' / '__init__.py').write_text('')
   (tmp_path / 'own_package' / 'own_net.py').write_text('X = 1\n')
-  assert config.allowed_modules([tmp_path / 'own_package' / 'own_net.py']) == {
+  assert modules.allowed([tmp_path / 'own_package' / 'own_net.py']) == {
       'own_net', 'own_package.own_net'}
   assert parts.find('x', 'own_package.own_net:X', {}) == 1
   for name in ('own_package.own_net', 'own_package'):

@@ -10,12 +10,11 @@ import sys
 import jax
 import numpy as np
 import pytest
-from absl import flags
+from absl.flags import FlagValues
 
 import podracer_jit
 from podracer_jit.agents import networks, optimizers
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment import trial
+from podracer_jit.experiment import flags, trial
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.play import evaluation
 from podracer_jit.training import life, session, stopping
@@ -30,7 +29,7 @@ SHORT = ['--config.checkpoint.every_updates=4', '--config.total_steps=100000']
 
 
 def parse(*args):
-  return command_line.parse(['podracer_jit', *args, *SHORT], flags.FlagValues())
+  return flags.parse(['podracer_jit', *args, *SHORT], FlagValues())
 
 
 def options_of(config, section):

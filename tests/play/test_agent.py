@@ -13,8 +13,7 @@ import pytest
 from podracer_jit.cli import rerun
 from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
-from podracer_jit.experiment import build
-from podracer_jit.experiment import schema as config
+from podracer_jit.experiment import build, schema
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.play import agent as agent_lib
 from podracer_jit.play import evaluation
@@ -98,7 +97,7 @@ OWN_ENVS = {name: f'{__name__}:{name}'
 
 def untrained(task, loss='ppo', network='mlp', seed=0, **fields):
   """Returns an agent with untrained parameters."""
-  experiment = resolve(config.on_one_device(changed(small(loss, task, network), **fields)))
+  experiment = resolve(schema.on_one_device(changed(small(loss, task, network), **fields)))
   run = build.make_run(experiment)
   player = evaluation.make_player(run, run.initial_state().params, 7, 700)
   return agent_lib.Agent(experiment, player, seed)

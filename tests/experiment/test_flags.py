@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import pytest
-from absl import flags
+from absl.flags import FlagValues
 
 from podracer_jit import parts
 from podracer_jit.cli import evaluate, train
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment import schema as config
+from podracer_jit.experiment import config_dict, flags, modules
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation
@@ -41,7 +40,7 @@ def get_config(argument=''):
 
 
 def parse(*args):
-  return command_line.parse(['podracer_jit', *map(str, args)], flags.FlagValues())
+  return flags.parse(['podracer_jit', *map(str, args)], FlagValues())
 
 
 @pytest.fixture
@@ -187,7 +186,7 @@ class Torso(nn.Module):
 def test_help_with_a_config_explains_every_field(name, capsys):
   assert train.main(['podracer_jit', f'--config={name}', '--help']) == 0
   lines = capsys.readouterr().out.splitlines()
-  fields = config.plain(command_line.load_config(name))
+  fields = config_dict.plain(flags.load_config(name))
   names = {f'{section}.{field}' for section, value in fields.items() if isinstance(value, dict)
            for field in value}
   names |= {field for field, value in fields.items() if not isinstance(value, dict)}
@@ -252,7 +251,7 @@ def test_evaluate_refuses_a_workdir_with_an_unknown_field(section, message, tmp_
 
 
 def test_a_config_has_no_new_fields_except_for_the_tasks_options(file):
-  fields = command_line.load_config(str(file))
+  fields = flags.load_config(str(file))
   for section, name, message in (
       (fields.optimizer, 'lr', 'lr: the config has no such field; There are anneal, b1'),
       (fields, 'optimiser', 'optimiser: .* did you mean optimizer?'),
@@ -266,7 +265,7 @@ def test_a_config_has_no_new_fields_except_for_the_tasks_options(file):
     fields.env.width = 7
   fields.env.update(extra=1)
   fields.loss.discount = 0.5
-  assert config.plain(fields)['env'] == dict(
+  assert config_dict.plain(fields)['env'] == dict(
       task='Catch-v0', num_envs=128, height=12, width=7, extra=1)
   copied = copy.deepcopy(fields)
   copied.env.other = 1
@@ -278,20 +277,20 @@ def test_a_config_of_other_kinds_is_locked_too(tmp_path):
   path = tmp_path / 'own_plain.py'
   path.write_text('from podracer_jit import experiment\n\ndef get_config():\n'
                   "  return experiment.config('ppo', 'mlp', 'adam').to_dict()\n")
-  fields = command_line.load_config(str(path))
+  fields = flags.load_config(str(path))
   fields.env.height = 1
   with pytest.raises(AttributeError, match='momentum: the config has no such field'):
     fields.optimizer.momentum = 1
 
 
 def test_numbers_of_numpy_and_jax_are_pythons_in_a_config(file):
-  fields = command_line.load_config(str(file))
+  fields = flags.load_config(str(file))
   fields.total_steps = np.int64(5)
   fields.optimizer.learning_rate = jnp.float32(0.5)
   fields.loss.discount = np.float32(0.25)
   fields.network.hidden = (np.int64(3),)
   fields.env.goal = [np.float32(1), {'a': np.bool_(True)}]
-  plain = config.plain(fields)
+  plain = config_dict.plain(fields)
   assert repr([plain['total_steps'], plain['optimizer']['learning_rate'], plain['loss']['discount'],
                plain['network']['hidden'], plain['env']['goal']]) == (
                    "[5, 0.5, 0.25, (3,), [1.0, {'a': True}]]")
@@ -301,7 +300,7 @@ def test_numbers_of_numpy_and_jax_are_pythons_in_a_config(file):
 
 @pytest.mark.parametrize('value', [np.arange(2), len, {1: 'a'}, {1}, b'x', object()])
 def test_an_option_of_the_task_that_no_file_can_hold_is_refused(value, file):
-  fields = command_line.load_config(str(file))
+  fields = flags.load_config(str(file))
   fields.env.goal = value
   with pytest.raises(ValueError, match=r'^env\.goal: must consist of numbers') as error:
     resolve(fields)
@@ -309,7 +308,7 @@ def test_an_option_of_the_task_that_no_file_can_hold_is_refused(value, file):
 
 
 def test_classes_are_named_and_not_given(file):
-  fields = command_line.load_config(str(file))
+  fields = flags.load_config(str(file))
   with pytest.raises(ValueError, match="env.task: must be the text 'json.decoder:JSONDecoder'"):
     fields.env.task = json.JSONDecoder
   mine = type('Mine', (), {'__module__': '__main__'})
@@ -336,7 +335,7 @@ def test_help_names_the_fields_once_and_says_how_to_see_them(capsys):
 def test_a_tilde_is_the_home_folder(file, tmp_path, monkeypatch):
   monkeypatch.setenv('HOME', str(tmp_path))
   assert parse(f'--config=~/{file.name}')['seed'] == 7
-  assert config.allowed_modules([f'~/{file.name}']) == {'own_config'}
+  assert modules.allowed([f'~/{file.name}']) == {'own_config'}
   assert user_path('~/x') == tmp_path / 'x' != user_path('a/~')
   options = life.make_life(init_from='~/a'), life.make_life(repeat='~/b')
   assert (options[0].init_from.workdir, options[1].repeat) == (tmp_path / 'a', tmp_path / 'b')
