@@ -97,7 +97,7 @@ def measure(experiment: Experiment, seconds: float) -> Figures:
     return measured[-1].seconds - measured[warm_up].seconds >= seconds
 
   state = run.learner.allocate(run.initial_state())
-  with build.segment(run, state, 0, 10**9, report, stop) as segment:
+  with build.segment(run, build.Snapshot(state), 10**9, report, stop) as segment:
     loops.run(segment.workers)
 
   # The last report of the warm-up only starts the clock.

@@ -137,7 +137,8 @@ def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, 
   updates = updates or prepared_run.experiment.checkpoint.every_updates
   reports = []
   state = initial_state(prepared_run)
-  with build.segment(prepared_run, state, index, updates, reports.append) as segment:
+  snapshot = build.Snapshot(state, segment=index)
+  with build.segment(prepared_run, snapshot, updates, reports.append) as segment:
     states = runner(tamper(segment.workers))
   receipts = []
   for report in reports:
@@ -157,7 +158,7 @@ def run_in_segments(config, segments, stop_at=None):
   """
   prepared_run = prepared(config)
   state = initial_state(prepared_run)
-  envs = ()
+  envs = None
   out = []
 
   def report(item):
@@ -167,8 +168,9 @@ def run_in_segments(config, segments, stop_at=None):
 
   for index, updates in enumerate(segments):
     first = int(state.update)
-    with build.segment(prepared_run, state, index, updates, report, lambda: len(out) == stop_at,
-                       envs) as segment:
+    snapshot = build.Snapshot(state, envs, index)
+    with build.segment(prepared_run, snapshot, updates, report,
+                       lambda: len(out) == stop_at) as segment:
       states = loops.run(segment.workers)
       envs = build.envs_after(prepared_run, states, first)
     state = states['learner'].train

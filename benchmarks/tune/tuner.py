@@ -99,7 +99,7 @@ def train(run: build.Run, state: TrainState, seconds: float) -> Figures:
     return len(times) > first + 1 and times[-1][0] - times[first][0] >= seconds
 
   state = copy_of(state, run)
-  with build.segment(run, state, 0, 10**9, report, stop) as segment:
+  with build.segment(run, build.Snapshot(state), 10**9, report, stop) as segment:
     meter = Meter(run.experiment, {})
     loops.run(segment.workers)
   start_s, start_steps = times[first]

@@ -71,12 +71,11 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
 
   def state_after(last: int) -> TrainState:
     """Returns the state after update `last`, computed by the run's own programs."""
-    state, envs = rerun.state_before(run, workdir, header)
+    snapshot = rerun.snapshot_before(run, workdir, header)
     count = last - header['first_update'] + 1
     if count == 0:
-      return state
-    with build.segment(run, state, header['segment'], count, lambda report: None,
-                       envs=envs) as segment:
+      return run.learner.allocate(snapshot.state)
+    with build.segment(run, snapshot, count, lambda report: None) as segment:
       return loops.run(segment.workers)['learner'].train
 
   before = jax.device_get(_to_compare(state_after(update - 1)))
@@ -86,8 +85,8 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
     # for comparing the runs.
     earlier = {number: line for number, line in receipts.items() if number < update}
     rerun_run = build.make_run(rerun_experiment)
-    rollout = rerun.rerun(rerun_run, *rerun.state_before(rerun_run, workdir, header),
-                          header['segment'], update, earlier)
+    rollout = rerun.rerun(rerun_run, rerun.snapshot_before(rerun_run, workdir, header), update,
+                          earlier)
     arrays |= _named('rollout', rollout._asdict())
     arrays |= _step_by_step(run.learner, state_after(update - 1), rollout)
   return arrays | _named('state after the update', _to_compare(state_after(update)))

@@ -34,7 +34,7 @@ from podracer_jit.parts import user_path
 from podracer_jit.play import video
 from podracer_jit.runtime import host, placement
 from podracer_jit.runtime.output import complain
-from podracer_jit.types import Rollout, TrainState
+from podracer_jit.types import Rollout
 from podracer_jit.workdir import checkpoints, history, journal, sources, workdirs
 
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     header = header_of(headers, receipts, values.update)
     host.prepare_host(experiment.placement)
     run = build.make_run(experiment)
-    state, envs = state_before(run, workdir, header)
+    snapshot = snapshot_before(run, workdir, header)
     note = sources.change_since(workdir, modules.sources(experiment.fields), values.update)
     if note:
       complain(f'podracer_jit rerun: {note}')
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     if header['canary'] != canary():
       complain('podracer_jit rerun: this machine rounds differently from the machine of the run, '
                'so updates may differ')
-    rollout = rerun(run, state, envs, header['segment'], values.update, receipts)
+    rollout = rerun(run, snapshot, values.update, receipts)
     _write(rollout, workdir / f'update_{values.update}', values.env, run)
   except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
     message = environment_failure(error) or f'{type(error).__name__}: {error}'
@@ -144,10 +144,8 @@ def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int
   return max((h for h in headers if h['first_update'] <= update), key=lambda h: h['first_update'])
 
 
-def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainState, Any | None]:
-  """Returns the train state that a segment began with, and the state of its environments.
-
-  The environments' state is None if they began anew.
+def snapshot_before(run: build.Run, workdir: Path, header: Mapping[str, Any]) -> build.Snapshot:
+  """Returns where a segment began.
 
   Raises:
     ValueError: the checkpoint before the segment is missing or broken.
@@ -156,7 +154,7 @@ def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainStat
   initial = run.initial_state()
   origin = history.origin_of(workdirs.read_history(workdir))
   if before == 0 and origin is None:
-    return build.allocated(run, initial, None)
+    return build.Snapshot(initial, None, header['segment'])
   existing = checkpoints.saved_updates(workdir)
   if before == 0 and before not in existing:
     raise ValueError(f'--update: the run began with the state of another run, and its checkpoint '
@@ -174,18 +172,16 @@ def state_before(run: build.Run, workdir: Path, header: dict) -> tuple[TrainStat
   if before == 0 and checkpoints.digest(state._replace(replay=None)) != origin.state_sha256:
     raise ValueError(f'--update: the checkpoint of update 0 in {workdir} is not the state that the '
                      'run began with')
-  return build.allocated(run, state, envs)
+  return build.Snapshot(state, envs, header['segment'])
 
 
-def rerun(run: build.Run, state: TrainState, envs: Any, index: int, update: int,
-          receipts: Mapping[int, dict]) -> Rollout:
-  """Runs segment `index` from its state up to the update; returns the rollout of that update.
+def rerun(run: build.Run, snapshot: build.Snapshot, update: int, receipts: Mapping[int, dict]
+          ) -> Rollout:
+  """Runs a segment from its beginning up to the update; returns the rollout of that update.
 
   Args:
     run: the run that the segment belongs to.
-    state: the train state that the segment began with; donated.
-    envs: the state of the environments that the segment began with; None if they began anew.
-    index: index of the segment.
+    snapshot: where the segment began; donated.
     update: the last update to make.
     receipts: receipts of the run, by update; an update without a receipt is not checked.
 
@@ -212,8 +208,8 @@ def rerun(run: build.Run, state: TrainState, envs: Any, index: int, update: int,
       return worker.fire(carry, *batch)
     return worker._replace(fire=fire) if worker.name == 'learner' else worker
 
-  with build.segment(run, state, index, update - int(state.update), check,
-                     envs=envs) as segment:
+  count = update - int(snapshot.state.update)
+  with build.segment(run, snapshot, count, check) as segment:
     loops.run([watched(worker) for worker in segment.workers])
   return rollouts[0]
 

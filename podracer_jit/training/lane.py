@@ -12,13 +12,13 @@ import numpy as np
 
 from podracer_jit.envs.protocol import EnvironmentFailed
 from podracer_jit.experiment import build
+from podracer_jit.experiment.build import Snapshot
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.schemes.reports import Report
 from podracer_jit.training import stopping
 from podracer_jit.training.evaluator import Evaluator
 from podracer_jit.training.meter import LIVES, Meter, environment_check, wall_clock
-from podracer_jit.training.program import Snapshot
 from podracer_jit.training.session import Session
 from podracer_jit.training.sinks import (
     Diverged,

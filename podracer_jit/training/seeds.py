@@ -19,13 +19,14 @@ import numpy as np
 from podracer_jit.actor import kept_envs, priorities
 from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.experiment import build
+from podracer_jit.experiment.build import Snapshot
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.learner import rollout_updates
 from podracer_jit.options import INT32_MAX
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.training import life, session
-from podracer_jit.training.program import ReportTo, Snapshot
+from podracer_jit.training.program import ReportTo
 from podracer_jit.types import TrainState
 
 MAX_SEEDS = 4096

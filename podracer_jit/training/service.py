@@ -51,7 +51,6 @@ class Service:
     for name in role.config_files:
       parts.look_beside(Path(BESIDE) / name)
     self._role = role
-    self._life = life
     whole = resolve(fields)
     options = whole.placement
     own_options = dataclasses.replace(options, actor_devices=(0,), learner_devices=(0,),
@@ -60,8 +59,8 @@ class Service:
     device = jax.local_devices(backend=None if options.actor_gpus else 'cpu')[0]
     threads = options.env_threads or max(1, int(options.actor_cpus) // role.pools)
     place = placement.Placement((device,), placement.mesh_of([device]), (device,), threads)
-    self._run = build.make_run(dataclasses.replace(whole, placement=own_options),
-                               place=place)
+    run = build.make_run(dataclasses.replace(whole, placement=own_options), place=place)
+    self._run = dataclasses.replace(run, life=life)
     self._device = device
     self._segment: int | None = None
     self._envs = contextlib.ExitStack()
@@ -93,7 +92,8 @@ class Service:
     self._envs.close()
     run = self._run
     ids = build.shards_of(run.experiment, self._role.actor, self._role.actors)
-    actor = build.make_actor(run, segment, ids, self._device, self._envs, life=self._life)
+    actor = build.make_actor(run, segment, ids, self._device)
+    self._envs.callback(actor.rollout_program.close)
     rollout = run.acting.rollout(actor.rollout_program.vector_envs)
     self._program = actor.rollout_program.load(rollout, (params, actor.state), donate=(1,),
                                                kept=run.kept_programs)

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 
+from podracer_jit.experiment.build import Snapshot
 from podracer_jit.schemes.reports import Report
-from podracer_jit.training.program import Snapshot
 from podracer_jit.types import Episodes
 
 STEPS = 8  # of an update
