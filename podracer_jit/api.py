@@ -23,7 +23,7 @@ from podracer_jit.play import video as video_lib
 from podracer_jit.play.agent import PARAMETERS, Agent, load_saved
 from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain
-from podracer_jit.training import evaluator, life, machines, session, sinks, stopping, trainer
+from podracer_jit.training import crew, evaluator, life, session, sinks, stopping, trainer
 from podracer_jit.training.sinks import Callback
 from podracer_jit.workdir import journal
 
@@ -158,7 +158,7 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
   def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
     cluster = None
     if num_seeds is None:
-      cluster = stack.enter_context(machines.joined(fields))
+      cluster = stack.enter_context(crew.joined(fields))
     prepare(fields)
     return trainer.opened(resolve(fields), folder, options, cluster, num_seeds)
 

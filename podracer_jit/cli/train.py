@@ -27,7 +27,7 @@ from podracer_jit.experiment.resolve import placement_of, resolve
 from podracer_jit.parts import user_path
 from podracer_jit.runtime import exit_codes, host
 from podracer_jit.runtime.output import complain, give_up_lost_streams
-from podracer_jit.training import life, machines, sinks, stopping, trainer
+from podracer_jit.training import crew, life, sinks, stopping, trainer
 from podracer_jit.training.sinks import Diverged
 from podracer_jit.workdir import checkpoints
 
@@ -101,7 +101,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       profile_dir = values.profile_dir and str(user_path(values.profile_dir))
       cluster = None
       if values.num_seeds is None:
-        cluster = stack.enter_context(machines.joined(config))
+        cluster = stack.enter_context(crew.joined(config))
       told = sinks.users(values.callbacks, values.num_seeds or 1)
       opened = stack.enter_context(trainer.opened(
           resolve(config), workdir, options, cluster, values.num_seeds))

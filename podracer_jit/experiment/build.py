@@ -51,7 +51,7 @@ class Run:
   network: nn.Module
   learner: Learner
   acting: Acting
-  machines: Machines | None = None  # that act elsewhere
+  crew: Crew | None = None  # that acts elsewhere
   life: int = 0  # of the actors; those that were begun again have other random numbers
   # Programs that step environments, for the next segments; `dataclasses.replace` copies none.
   kept_programs: KeptPrograms = dataclasses.field(default_factory=dict, init=False)
@@ -67,8 +67,8 @@ class Run:
 
   def _gradient_workers(self) -> list[gradients.GradientWorker]:
     """Returns the gradient workers of a scheme with separate updates."""
-    if self.machines:
-      return self.machines.gradient_workers()
+    if self.crew:
+      return self.crew.gradient_workers()
     return gradients.on_devices(self.learner, self.place, self.experiment.scheme.each)
 
   def initial_state(self) -> TrainState:
@@ -84,10 +84,10 @@ class Snapshot(NamedTuple):
   segment: int = 0  # index of the next segment
 
 
-class Machines(Protocol):
+class Crew(Protocol):
   """Interface of what acts, and computes gradients, outside of this process."""
 
-  def of(self, experiment: Experiment) -> Machines:
+  def of(self, experiment: Experiment) -> Crew:
     """Returns what does the same for another experiment, instead of for this one."""
 
   def actors(self, index: int, stop: Callable[[], bool]) -> list[wiring.Actor]:
@@ -108,19 +108,19 @@ class Machines(Protocol):
     """Returns the lives of the actors that were begun again, by name."""
 
 
-def make_run(experiment: Experiment, machines: Machines | None = None,
+def make_run(experiment: Experiment, crew: Crew | None = None,
              place: placement.Placement | None = None) -> Run:
   """Finds the devices of an experiment and builds everything but environments.
 
   Args:
     experiment: to build.
-    machines: that act, if `placement.cluster` asks for them.
+    crew: that acts, if `placement.cluster` asks for one.
     place: devices that were found already.
 
   Raises:
     ValueError: the devices do not fit; the message names the field, its value and a right one.
   """
-  if machines is None and experiment.placement.is_remote:
+  if crew is None and experiment.placement.is_remote:
     raise ValueError(f'placement.cluster: {experiment.placement.cluster} is for training; for all '
                      'else it must be none')
   if place is None:
@@ -137,7 +137,7 @@ def make_run(experiment: Experiment, machines: Machines | None = None,
     learner = _replay_learner(experiment, learner_parts)
   else:
     learner = _rollout_learner(experiment, learner_parts)
-  return Run(experiment, place, network, learner, make_acting(experiment, network), machines)
+  return Run(experiment, place, network, learner, make_acting(experiment, network), crew)
 
 
 def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> Iterator[str]:
@@ -462,8 +462,8 @@ def segment(run: Run, snapshot: Snapshot, updates: int, report: Callable[[Report
     return state, ()
 
   with contextlib.ExitStack() as stack:
-    if run.machines:
-      actors = run.machines.actors(index, stop)
+    if run.crew:
+      actors = run.crew.actors(index, stop)
     else:
       actors = make_actors(run, index, stack, envs)
     start = wiring.SegmentStart(state, int(state.update), updates, ended)

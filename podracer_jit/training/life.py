@@ -310,8 +310,8 @@ def stages(run: build.Run, entries: Sequence[history.Entry], update: int
   for first_update in history.change_points(entries):
     if first_update - 1 > update:
       experiment = _experiment_at(fields, entries, first_update - 1)
-      machines = run.machines.of(experiment) if run.machines else None
-      yield build.make_run(experiment, machines), first_update - 1
+      crew = run.crew.of(experiment) if run.crew else None
+      yield build.make_run(experiment, crew), first_update - 1
   yield run, None
 
 

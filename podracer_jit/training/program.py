@@ -51,7 +51,7 @@ class GraphProgram:
     return {LIVES: lives} if lives else {}
 
   def _lives(self) -> Mapping[str, int]:
-    return self._run.machines.lives() if self._run.machines else {}
+    return self._run.crew.lives() if self._run.crew else {}
 
   def segment(self, updates: int, report: ReportTo, asked_to_stop: Callable[[], bool]) -> None:
     """See `Program`.
@@ -65,7 +65,7 @@ class GraphProgram:
     first = int(snapshot.state.update)
 
     def write(item: Report) -> None:
-      machines = run.machines.metrics() if run.machines else {}
+      machines = run.crew.metrics() if run.crew else {}
       report([(0, item._replace(waits=segment.waits(), machines=machines, lives=self._lives()))])
 
     with build.segment(run, snapshot, updates, write, asked_to_stop) as segment:

@@ -15,7 +15,8 @@ from podracer_jit.experiment import build, checks, memory, trial
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime import host, placement
 from podracer_jit.schemes.reports import Report
-from podracer_jit.training import life, machines, seeds, session, stopping
+from podracer_jit.training import life, seeds, session, stopping
+from podracer_jit.training.crew import Crew
 from podracer_jit.training.lane import Lane
 from podracer_jit.training.program import GraphProgram, Program
 from podracer_jit.training.progress import Progress
@@ -302,7 +303,7 @@ def opened(experiment: Experiment, workdir: Path, options: life.Life,
       others those that follow.
     workdir: the workdir of the run; with several seeds, each has one in it, `seed1` and so on.
     options: where a run begins, and which fields may differ if it goes on.
-    cluster: where its actors are, if the placement asks for one; see `machines.joined`.
+    cluster: where its actors are, if the placement asks for one; see `crew.joined`.
     num_seeds: number of seeds that train at once; None: one run.
 
   Yields:
@@ -318,8 +319,8 @@ def opened(experiment: Experiment, workdir: Path, options: life.Life,
       raise ValueError(problem)
     seeds.allow_open_files(num_seeds, experiment.log.tensorboard)
   host.prepare_host(experiment.placement)
-  team = machines.Team(cluster, experiment) if cluster else None
-  run = build.make_run(experiment, team)
+  crew = Crew(cluster, experiment) if cluster else None
+  run = build.make_run(experiment, crew)
   trial.check(run)
   notes = [*(f'warning: {line}' for line in memory.check(run, num_seeds or 1)),
            *checks.notes(experiment)]

@@ -161,14 +161,18 @@ def copy_of(start, workdir):
   return workdir
 
 
-@pytest.mark.parametrize('command', [begin, extend])
+COMMANDS = [begin, pytest.param(extend, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize('command', COMMANDS)
 def test_a_run_that_is_killed_at_any_change_of_its_workdir_ends_with_the_same_contents(
     command, finished, tmp_path):
   start = finished if command is extend else None
   expected, changes = undisturbed(command, start, tmp_path)
   assert {'save', 'Lines.write', 'Lines.sync', 'rename', 'write', 'remove_folder'} <= set(changes)
   for k, name in enumerate(changes):
-    for way in ('before', 'halfway', 'after'):
+    # Before a change is after the one before it.
+    for way in ('halfway', 'after') if k else ('before', 'halfway', 'after'):
       workdir = copy_of(start, tmp_path / f'{k}-{way}')
       with pytest.MonkeyPatch.context() as monkeypatch:
         Disk(monkeypatch, k, way)
@@ -180,24 +184,25 @@ def test_a_run_that_is_killed_at_any_change_of_its_workdir_ends_with_the_same_co
       shutil.rmtree(workdir)
 
 
-@pytest.mark.parametrize('command', [begin, extend])
-def test_a_disk_that_fails_at_any_change_leaves_a_run_that_goes_on(command, finished, tmp_path):
+@pytest.mark.parametrize('error', ['ENOSPC', pytest.param('EIO', marks=pytest.mark.full)])
+@pytest.mark.parametrize('command', COMMANDS)
+def test_a_disk_that_fails_at_any_change_leaves_a_run_that_goes_on(command, error, finished,
+                                                                   tmp_path):
   start = finished if command is extend else None
   expected, changes = undisturbed(command, start, tmp_path)
   for k, name in enumerate(changes):
-    for way in ('ENOSPC', 'EIO'):
-      workdir = copy_of(start, tmp_path / f'{k}-{way}')
-      with pytest.MonkeyPatch.context() as monkeypatch:
-        Disk(monkeypatch, k, way)
-        with contextlib.suppress(OSError, ValueError):
-          command(workdir)
-      # What cannot be removed is removed by the next start.
-      assert not {half for half in halves(workdir)
-                  if (name, half[2:]) != ('remove_folder', 'deleted')}, (k, name, way)
-      assert command(workdir), (k, name, way)
-      assert contents(workdir) == expected, (k, name, way)
-      assert not halves(workdir), (k, name, way)
-      shutil.rmtree(workdir)
+    workdir = copy_of(start, tmp_path / str(k))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+      Disk(monkeypatch, k, error)
+      with contextlib.suppress(OSError, ValueError):
+        command(workdir)
+    # What cannot be removed is removed by the next start.
+    assert not {half for half in halves(workdir)
+                if (name, half[2:]) != ('remove_folder', 'deleted')}, (k, name)
+    assert command(workdir), (k, name)
+    assert contents(workdir) == expected, (k, name)
+    assert not halves(workdir), (k, name)
+    shutil.rmtree(workdir)
 
 
 def halves(workdir):
