@@ -24,9 +24,10 @@ from podracer_jit.play import video as video_lib
 from podracer_jit.play.agent import PARAMETERS, Agent, load_saved
 from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain
-from podracer_jit.training import life, machines, periodic, seeds, session, stopping
+from podracer_jit.training import machines, opening, periodic, seeds, stopping
 from podracer_jit.training.callbacks import Callback, Callbacks
 from podracer_jit.workdir import journal
+from podracer_jit.workdir.workdir import make_request
 
 Config = ml_collections.ConfigDict | ml_collections.FrozenConfigDict | Mapping[str, Any] | str
 
@@ -110,10 +111,9 @@ class Trained:
 
 def train(config: Config, workdir: str | Path, *,
           callbacks: Sequence[Callback | Callable[[Mapping[str, Any]], Any]] = (),
-          init_from: str | Path | None = None, init_parts: Sequence[str] | None = None,
-          init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
-          repeat: str | Path | None = None, profile_dir: str | Path | None = None,
-          quiet: bool = False) -> Trained:
+          init_from: str | Path | None = None, init_partly: bool = False, extend: bool = False,
+          change: Sequence[str] = (), repeat: str | Path | None = None,
+          profile_dir: str | Path | None = None, quiet: bool = False) -> Trained:
   """Trains in this process, with the same bits as the command; goes on with a run in the workdir.
 
   Ctrl-C ends the run at its next update, saves it, and then raises KeyboardInterrupt. The same call
@@ -127,9 +127,8 @@ def train(config: Config, workdir: str | Path, *,
     workdir: a folder for checkpoints and metrics.
     callbacks: functions, called with the metrics of each update, and instances of `Callback`.
     init_from: a workdir; a new run begins with the newest state of that run.
-    init_parts: the parts to take from `init_from`; see --init_parts.
     init_partly: parameters and other arrays that do not fit begin anew.
-    extend: goes on in the workdir with a larger total_steps.
+    extend: short for change=['total_steps']: goes on with a larger total_steps.
     change: fields that may differ from the workdir's config.
     repeat: a workdir; this run ends its segments at the same updates as the run there.
     profile_dir: a folder for a jax.profiler trace of a few updates.
@@ -150,21 +149,21 @@ def train(config: Config, workdir: str | Path, *,
   all_callbacks = Callbacks(callbacks)
   fields = _start(config)
   folder = user_path(workdir)
-  options = life.make_life(init_from, init_parts, init_partly, extend, change, repeat)
+  request = make_request(init_from, init_partly, extend, change, repeat)
 
-  def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
+  def enter(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
     cluster = stack.enter_context(machines.joined(fields))
     prepare(fields)
-    return session.opened(resolve(fields), folder, options, cluster)
+    return opening.opened(resolve(fields), folder, request, cluster)
 
-  opened, finished = _train(opening, quiet, callbacks=all_callbacks,
+  opened, finished = _train(enter, quiet, callbacks=all_callbacks,
                             profile_dir=_text(profile_dir))
   return _trained(opened, finished) if opened else Trained(folder, finished=False)
 
 
 def train_seeds(config: Config, workdir: str | Path, num_seeds: int, *,
-                init_from: str | Path | None = None, init_parts: Sequence[str] | None = None,
-                init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
+                init_from: str | Path | None = None, init_partly: bool = False,
+                extend: bool = False, change: Sequence[str] = (),
                 profile_dir: str | Path | None = None, quiet: bool = False) -> list[Trained]:
   """Trains several seeds at once, in one vmapped program; goes on with those in the workdir.
 
@@ -176,7 +175,6 @@ def train_seeds(config: Config, workdir: str | Path, num_seeds: int, *,
     workdir: a folder; each seed has a workdir in it, such as seed1.
     num_seeds: number of seeds.
     init_from: as of `train`; all seeds begin with this state.
-    init_parts: as of `train`.
     init_partly: as of `train`.
     extend: as of `train`.
     change: as of `train`.
@@ -193,14 +191,14 @@ def train_seeds(config: Config, workdir: str | Path, num_seeds: int, *,
     Exception: the run has failed; the message says where the checkpoints are.
   """
   fields = _start(config)
-  options = life.make_life(init_from, init_parts, init_partly, extend, change)
+  request = make_request(init_from, init_partly, extend, change)
 
-  def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
+  def enter(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
     del stack
     prepare(fields)
-    return seeds.opened(fields, num_seeds, user_path(workdir), options)
+    return seeds.opened(fields, num_seeds, user_path(workdir), request)
 
-  opened, finished = _train(opening, quiet, profile_dir=_text(profile_dir))
+  opened, finished = _train(enter, quiet, profile_dir=_text(profile_dir))
   return [_trained(each, finished) for each in opened.sessions] if opened else []
 
 
@@ -213,14 +211,14 @@ def _start(config: Config) -> dict[str, Any]:
   return _mapping(config)
 
 
-def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextManager],
+def _train(enter: Callable[[contextlib.ExitStack], contextlib.AbstractContextManager],
            quiet: bool, **options: Any) -> tuple[Any, bool]:
   """Opens a session and trains it.
 
   Whenever a signal comes, it has its usual effect once the workdir is closed again.
 
   Args:
-    opening: returns a context of a `session.Session`, or of `seeds.Seeds`. What it enters in the
+    enter: returns a context of an `opening.Opened`, or of `seeds.Seeds`. What it enters in the
       stack is left after the training.
     quiet: prints nothing but warnings.
     **options: of its `train`.
@@ -235,7 +233,7 @@ def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextM
   with stopping.handled(leave=_interrupt) as stop:
     try:
       with contextlib.ExitStack() as stack:
-        opened = stack.enter_context(opening(stack))
+        opened = stack.enter_context(enter(stack))
         if not quiet:
           for note in opened.notes:
             complain(f'podracer_jit: {note}')
@@ -254,7 +252,7 @@ def _text(path: str | Path | None) -> str | None:
   return None if path is None else str(user_path(path))
 
 
-def _trained(opened: session.Session, finished: bool) -> Trained:
+def _trained(opened: opening.Opened, finished: bool) -> Trained:
   modules = config_lib.modules(opened.run.experiment.fields)
   return Trained(opened.workdir, finished, tuple(modules.values()))
 

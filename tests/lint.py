@@ -42,8 +42,7 @@ OUTSIDE = {
 ONLY = {'envpool': {'envs.envpool_envs'}, 'ray': {'cluster'}}
 WORDS_OF_RL = {'actor', 'actors', 'learner', 'learners', 'rollout', 'rollouts', 'reward', 'policy',
                'action', 'env', 'envs', 'episode', 'params', 'loss', 'gradient'}
-READ_CONFIGS = {'experiment.schema', 'experiment.resolve', 'experiment.flags',
-                'workdir.checkpoint'}
+READ_CONFIGS = {'experiment.schema', 'experiment.resolve', 'experiment.flags'}
 
 # The structure of the package.
 

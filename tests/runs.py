@@ -14,6 +14,8 @@ from podracer_jit.experiment.resolve import resolve
 from podracer_jit.numerics import deterministic
 from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.runtime import placement
+from podracer_jit.workdir import record
+from podracer_jit.workdir import workdir as workdir_lib
 from tests.flags import COMPILED_SOON
 
 # The environment of processes that run for seconds; they cache more compiled programs than usual.
@@ -61,6 +63,17 @@ def changed(config, **fields):
       part = part[key]
     part[last] = value
   return config
+
+
+def open_workdir(workdir, fields, **request):
+  """Opens a workdir as training does, but without a run; returns the notes for the user."""
+  with workdir_lib.opened(workdir) as folder:
+    if folder.begins(fields, workdir_lib.make_request(**request)):
+      folder.clear()
+      folder.begin(record.new(fields))
+    else:
+      folder.go_on(folder.changed_record(fields))
+    return folder.notes
 
 
 def fresh(config):

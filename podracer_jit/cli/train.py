@@ -27,9 +27,10 @@ from podracer_jit.experiment.resolve import placement_of, resolve
 from podracer_jit.parts import user_path
 from podracer_jit.runtime import exit_codes, host
 from podracer_jit.runtime.output import complain, give_up_lost_streams
-from podracer_jit.training import life, machines, seeds, session, stopping
+from podracer_jit.training import machines, opening, seeds, stopping
 from podracer_jit.training.metrics import Diverged
 from podracer_jit.workdir import checkpoints
+from podracer_jit.workdir.workdir import make_request
 
 
 def main(argv: Sequence[str], began_s: float | None = None) -> int:
@@ -50,7 +51,16 @@ def main(argv: Sequence[str], began_s: float | None = None) -> int:
   flags.DEFINE_string('repeat', None, 'A workdir. This run ends its segments at the same updates '
                       'as the run there, also where a signal ended one, and so has the same bits.',
                       flag_values=values)
-  life.define_flags(values)
+  flags.DEFINE_string('init_from', None, 'A workdir. A new run begins with the newest state of '
+                      'that run, instead of random parameters: with its parameters, its running '
+                      'statistics, and the state of its optimizer if that fits.',
+                      flag_values=values)
+  flags.DEFINE_bool('init_partly', False, 'With --init_from, arrays that do not fit begin anew. '
+                    'Without it, such a run is refused.', flag_values=values)
+  flags.DEFINE_list('change', [], 'Fields of the config, by comma, that may differ from those of '
+                    'the workdir: the run goes on with the new values.', flag_values=values)
+  flags.DEFINE_bool('extend', False, 'Short for --change=total_steps: goes on in the workdir with '
+                    'a larger total_steps.', flag_values=values)
   flags.DEFINE_integer('num_seeds', None, 'Trains so many seeds at once, from --config.seed on, in '
                        'one program; each has a workdir in the workdir. For JAX environments and '
                        'scheme=fused.', flag_values=values)
@@ -85,7 +95,8 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       workdir = user_path(values.workdir or command_line.default_workdir(argv))
       if values.num_seeds is None:  # else each seed has a workdir
         failing = workdir
-      options = life.of_flags(values)
+      request = make_request(values.init_from, values.init_partly, values.extend, values.change,
+                             values.repeat)
       joining = (values.coordinator_address, values.num_processes, values.process_id)
       is_distributed = values.distributed or joining != (None, None, None)
       if is_distributed and values.num_seeds is not None:
@@ -98,9 +109,9 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       profile_dir = values.profile_dir and str(user_path(values.profile_dir))
       if values.num_seeds is None:
         cluster = stack.enter_context(machines.joined(config))
-        opened = stack.enter_context(session.opened(resolve(config), workdir, options, cluster))
+        opened = stack.enter_context(opening.opened(resolve(config), workdir, request, cluster))
       else:
-        opened = stack.enter_context(seeds.opened(config, values.num_seeds, workdir, options))
+        opened = stack.enter_context(seeds.opened(config, values.num_seeds, workdir, request))
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
       complain(f'podracer_jit: {str(error) or type(error).__name__}')
       return _leave(exit_codes.REFUSED)

@@ -33,7 +33,7 @@ from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain
 from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.schemes.table import SCHEMES
-from podracer_jit.training import life, session, stopping
+from podracer_jit.training import opening, stopping
 from podracer_jit.training import train as train_lib
 from podracer_jit.training.metrics import (
   Diverged,
@@ -47,7 +47,9 @@ from podracer_jit.training.metrics import (
 )
 from podracer_jit.training.progress import Progress
 from podracer_jit.types import TrainState
-from podracer_jit.workdir import checkpoints, history, workdirs
+from podracer_jit.workdir import checkpoints
+from podracer_jit.workdir import record as record_lib
+from podracer_jit.workdir.workdir import Request
 
 MAX_SEEDS = 4096
 # Files that are open for each seed while it trains: its lock, metrics and receipts; and with
@@ -60,7 +62,7 @@ _OTHER_FILES = 100  # of the process, with those that are open only during a sav
 class Seeds(NamedTuple):
   """The runs of all seeds, whose workdirs this process has opened."""
 
-  sessions: Sequence[session.Session]
+  sessions: Sequence[opening.Opened]
   notes: Sequence[str]  # lines about memory, repairs and changes
 
   @property
@@ -91,7 +93,7 @@ class Seeds(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened(config: Mapping[str, Any], num_seeds: int, workdir: Path, options: life.Life
+def opened(config: Mapping[str, Any], num_seeds: int, workdir: Path, options: Request
            ) -> Iterator[Seeds]:
   """Builds the runs of all seeds and opens their workdirs; closes these on the way out.
 
@@ -122,14 +124,14 @@ def opened(config: Mapping[str, Any], num_seeds: int, workdir: Path, options: li
       # Nothing but the experiment depends on the seed, so the seeds share what is compiled.
       run_of_seed = dataclasses.replace(run, experiment=dataclasses.replace(
           first, seed=seed, fields={**first.fields, 'seed': seed}))
-      sessions.append(stack.enter_context(session.opened_run(
+      sessions.append(stack.enter_context(opening.opened_run(
           run_of_seed, workdir / f'seed{seed}', options)))
       _check_session(sessions[-1], seed)
       notes += [f'seed {seed}: {note}' for note in sessions[-1].notes]
     yield Seeds(sessions, notes)
 
 
-def _problems(experiment: Experiment, num_seeds: int, options: life.Life) -> Iterator[str]:
+def _problems(experiment: Experiment, num_seeds: int, options: Request) -> Iterator[str]:
   """Yields why the experiment cannot be trained with several seeds at once."""
   if not 1 <= num_seeds <= MAX_SEEDS:
     yield f'--num_seeds: must be from 1 to {MAX_SEEDS}, got {num_seeds}'
@@ -175,13 +177,14 @@ def _allow_open_files(num_seeds: int, tensorboard: bool) -> None:
   resource.setrlimit(resource.RLIMIT_NOFILE, (needed, highest))
 
 
-def _check_session(opened_session: session.Session, seed: int) -> None:
+def _check_session(opened_session: opening.Opened, seed: int) -> None:
   """Checks that a seed goes on with one config.
 
   Raises:
     ValueError: updates from before a change of the config must be made again.
   """
-  stages = list(life.stages(opened_session.run, opened_session.entries, opened_session.update or 0))
+  stages = list(opening.stages(
+      opened_session.run, opened_session.record, opened_session.update or 0))
   if len(stages) > 1:
     raise ValueError(f'--num_seeds: updates from before a change of the config are lost in '
                      f'{opened_session.workdir}; go on there first, with seed {seed} alone')
@@ -190,7 +193,7 @@ def _check_session(opened_session: session.Session, seed: int) -> None:
 class _Seed:
   """One seed in training: its files, checkpoints and metrics."""
 
-  def __init__(self, opened_session: session.Session, stack: contextlib.ExitStack, note: Any,
+  def __init__(self, opened_session: opening.Opened, stack: contextlib.ExitStack, note: Any,
                began_s: float):
     """Restores the newest checkpoint or begins anew.
 
@@ -203,7 +206,7 @@ class _Seed:
     self.run = opened_session.run
     self.workdir = opened_session.workdir
     self.seed = self.run.experiment.seed
-    self._entries = opened_session.entries
+    self._record = opened_session.record
     self._saved = stack.enter_context(contextlib.closing(
         checkpoints.Checkpoints(self.workdir, self.run.experiment.checkpoint.keep)))
     self._meta: Mapping[str, Any] = {'segment': 0}
@@ -212,7 +215,7 @@ class _Seed:
     if opened_session.update is not None:
       like = state._replace(replay=self.run.learner.replay_shapes())
       state, self._meta = train_lib.restore(
-          self.run, self._saved, self.workdir, like, opened_session.update, self._entries, note)
+          self.run, self._saved, self.workdir, like, opened_session.update, self._record, note)
       envs = self._saved.restore_envs(build.kept_env_shapes(self.run), int(state.update))
       if envs is not None and not jax.tree.leaves(state.replay):
         envs = priorities.forget(envs)
@@ -233,11 +236,10 @@ class _Seed:
   def begin_segment(self, num_seeds: int) -> None:
     """Writes the header of a segment to the receipts."""
     experiment = self.run.experiment
-    entry = next((entry for entry in self._entries if entry.first_update == self.update + 1), None)
-    noted = {history.KEY: entry.as_json()} if entry else {}
     self._files.begin_segment(dict(
-        segment=self._meta['segment'], first_update=self.update + 1, versions=workdirs.versions(),
-        canary=canary(), num_seeds=num_seeds, **noted))
+        segment=self._meta['segment'], first_update=self.update + 1, versions=record_lib.versions(),
+        canary=canary(), num_seeds=num_seeds,
+        **self._record.header(self.update + 1)))
     self._meter = Meter(experiment.log.window, experiment.spec.frame_skip,
                         lambda: Waits(0.0, 0.0), self._meta, wall_s=self._wall_s)
     self._check = environment_check(self.run, self._meta['segment'])
@@ -280,17 +282,16 @@ class _Seed:
     experiment = self.run.experiment
     if not experiment.checkpoint.replay:
       state = state._replace(replay=None)
-    newest = history.newest_config(experiment.fields, self._entries, self.update + 1)
     self._meta = self._meter.meta() | {'segment': self._meta['segment'] + 1}
     self._files.flush()
     envs = kept_envs.gather([actor_state]) if self.run.experiment.keeps_envs else None
-    self._saved.save(state, self._meta | {'run': workdirs.record_of(newest, self._entries)}, envs)
+    self._saved.save(state, self._meta | {'run': self._record.as_json()}, envs)
     self.update = int(state.update)
     self.steps = int(state.steps)
     self.finished = self.steps >= experiment.total_steps
 
 
-def _train(sessions: Sequence[session.Session], stop: stopping.Stopping,
+def _train(sessions: Sequence[opening.Opened], stop: stopping.Stopping,
            profile_dir: str | None, quiet: bool, began_s: float) -> bool:
   """Trains all seeds; see `Seeds.train`."""
   experiment = sessions[0].run.experiment

@@ -34,7 +34,8 @@ from podracer_jit.training.metrics import (
 from podracer_jit.training.periodic import Evaluator
 from podracer_jit.training.progress import Progress
 from podracer_jit.types import TrainState
-from podracer_jit.workdir import changes, checkpoints, history, workdirs
+from podracer_jit.workdir import checkpoints
+from podracer_jit.workdir import record as record_lib
 
 # After so many segments in which no episode has ended, the run says so.
 _SEGMENTS_WITHOUT_END = 2
@@ -42,7 +43,7 @@ _SEGMENTS_WITHOUT_END = 2
 
 def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
           ends: Sequence[int] | None = None, stop: stopping.Stopping | None = None,
-          update: int | None = None, entries: Sequence[history.Entry] = (),
+          update: int | None = None, of_run: record_lib.Record | None = None,
           last: int | None = None, callbacks: Callbacks | None = None,
           quiet: bool = False, began_s: float | None = None) -> bool:
   """Trains segment by segment until total_steps, from a checkpoint of the workdir if it has one.
@@ -58,7 +59,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     stop: handles signals; by default, signals keep their handlers.
     update: the update of the checkpoint to resume from, whose files were checked; by default the
       newest complete checkpoint.
-    entries: the history of the run.
+    of_run: the record of the run; None: it is new.
     last: the last update; None: the run ends at total_steps.
     callbacks: called with each update and at the end of each segment.
     quiet: prints nothing but warnings.
@@ -78,6 +79,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
   learner = run.learner
   stop = stop or stopping.Stopping()
   callbacks = callbacks or Callbacks()
+  of_run = of_run or record_lib.new(experiment.fields)
   state = run.initial_state()
   envs: Any | None = None
   saved = checkpoints.Checkpoints(workdir, experiment.checkpoint.keep)
@@ -103,11 +105,11 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
     if update is not None:
       # The replay is restored into shapes: memory need not hold a second, empty replay.
       like = state._replace(replay=learner.replay_shapes())
-      state, meta = restore(run, saved, workdir, like, update, entries, progress.note)
+      state, meta = restore(run, saved, workdir, like, update, of_run, progress.note)
       envs = saved.restore_envs(build.kept_env_shapes(run), int(state.update))
     if update:
       progress.note(f'going on from update {int(state.update)} ({int(state.steps):,} steps)')
-      for line in _changed_rate(run, _entry_before(entries, int(state.update)), int(state.steps)):
+      for line in _changed_rate(run, of_run, state):
         progress.note(line)
     else:
       progress.note(f'{title}: starting')
@@ -123,8 +125,6 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
           workdir, int(state.update), int(state.steps), experiment.log.tensorboard)))
       for problem in files.problems:
         progress.note(problem)
-    newest = history.newest_config(experiment.fields, entries, int(state.update) + 1)
-    record = workdirs.record_of(newest, entries)
     first_done = int(state.update)
     evaluator = None
     if run.place.process == 0:
@@ -147,7 +147,7 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       state, envs = build.allocated(run, state, envs)
       state, meta, envs = _segment(
           run, state, meta, envs, length, workdir, files, progress, profiler, asked_to_stop,
-          callbacks, _entry_before(entries, int(state.update)), wall_s, standstill)
+          callbacks, of_run.header(int(state.update) + 1), wall_s, standstill)
       if int(state.update) == before:
         break
       if not experiment.checkpoint.replay:
@@ -158,7 +158,8 @@ def train(run: build.Run, workdir: Path, profile_dir: str | None = None,
       with stop.saving():
         if files:
           files.flush()
-        saved.save(state, meta | {'run': record}, envs, evaluator.keeps if evaluator else ())
+        saved.save(state, meta | {'run': of_run.as_json()}, envs,
+                   evaluator.keeps if evaluator else ())
       if evaluator:
         evaluator.offer(state, int(state.steps) >= experiment.total_steps)
       callbacks.end_segment(SegmentEnd(int(state.update), int(state.steps), workdir))
@@ -205,23 +206,18 @@ def _repetition(experiment: Experiment) -> str:
   return 'results repeat, if all that the environments draw follows from the seed of their reset'
 
 
-def _entry_before(entries: Sequence[history.Entry], update: int) -> history.Entry | None:
-  """Returns the entry of the history that begins with the next update, or None."""
-  return next((entry for entry in entries if entry.first_update == update + 1), None)
-
-
-def _changed_rate(run: build.Run, entry: history.Entry | None, steps: int) -> Iterator[str]:
+def _changed_rate(run: build.Run, of_run: record_lib.Record, state: TrainState) -> Iterator[str]:
   """Yields a line if a new total_steps changes an annealed learning rate.
 
   Args:
     run: the run with the new config.
-    entry: the entry of the history, with the changes; None without any.
-    steps: valid steps learned from so far.
+    of_run: its record.
+    state: the state that it goes on from.
   """
-  change = entry.changes.get(changes.TOTAL) if entry else None
+  change = of_run.changes.get(int(state.update) + 1, {}).get(record_lib.TOTAL)
   if change is None:
     return
-  before, after = (float(run.experiment.optimizer.schedule(change[key])(np.int32(steps)))
+  before, after = (float(run.experiment.optimizer.schedule(change[key])(np.int32(state.steps)))
                    for key in ('was', 'now'))
   if before != after:
     yield (f'the learning rate changes from {before:.3g} to {after:.3g} here: it is annealed over '
@@ -229,7 +225,7 @@ def _changed_rate(run: build.Run, entry: history.Entry | None, steps: int) -> It
 
 
 def restore(run: build.Run, saved: checkpoints.Checkpoints, workdir: Path, like: TrainState,
-             update: int, entries: Sequence[history.Entry], note: Callable[[str], None]
+             update: int, of_run: record_lib.Record, note: Callable[[str], None]
              ) -> tuple[TrainState, dict[str, Any]]:
   """Returns the state and `meta` of a checkpoint, or of an earlier one if it is broken.
 
@@ -239,15 +235,14 @@ def restore(run: build.Run, saved: checkpoints.Checkpoints, workdir: Path, like:
     workdir: the workdir of the run.
     like: the shapes of the state.
     update: the update of the checkpoint, whose files were checked.
-    entries: the history of the run.
+    of_run: the record of the run.
     note: called with a line about each broken checkpoint.
 
   Raises:
     checkpoints.Broken: no earlier checkpoint of this config is whole, or there are other processes,
       which may have restored the broken checkpoint.
   """
-  points = history.change_points(entries)
-  since = max((number - 1 for number in points if number <= update + 1), default=0)
+  since = max((number - 1 for number in of_run.changes if number <= update + 1), default=0)
   while True:
     try:
       return saved.restore(like, update, files_checked=True)
@@ -266,7 +261,7 @@ def restore(run: build.Run, saved: checkpoints.Checkpoints, workdir: Path, like:
 def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: Any, length: int,
              workdir: Path, files: Files | None, progress: Progress, profiler: Profiler,
              asked_to_stop: Callable[[], bool], callbacks: Callbacks,
-             entry: history.Entry | None, wall_s: Callable[[], float], standstill: Standstill
+             change: Mapping[str, Any], wall_s: Callable[[], float], standstill: Standstill
              ) -> tuple[TrainState, dict[str, Any], Any]:
   """Runs a segment.
 
@@ -282,7 +277,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
     profiler: counts reports.
     asked_to_stop: called after every update; the segment ends if it returns True.
     callbacks: called with each update.
-    entry: the entry of the history, if it begins with this segment.
+    change: the field of the header that names a change before the segment; see `Record.header`.
     wall_s: see `Meter`.
     standstill: notices that nothing is learned.
 
@@ -300,7 +295,6 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
   place = run.place
   index = meta['segment']
   saved = int(state.update)
-  change = {history.KEY: entry.as_json()} if entry else {}
   check = environment_check(run, index)
 
   def write(record: Record, receipt: Record) -> None:
@@ -323,7 +317,7 @@ def _segment(run: build.Run, state: TrainState, meta: Mapping[str, Any], envs: A
     if files:
       with jax.default_device(place.learners[0]):
         files.begin_segment(dict(segment=index, first_update=saved + 1,
-                                 versions=workdirs.versions(), canary=canary(), **change,
+                                 versions=record_lib.versions(), canary=canary(), **change,
                                  **_lives(run)))
     segment = stack.enter_context(build.segment(
         run, state, index, length, report, asked_to_stop, envs))

@@ -25,7 +25,7 @@ from podracer_jit.cluster.failure import Failed
 from podracer_jit.envs.protocol import EnvironmentFailed
 from podracer_jit.experiment import flags as command_line
 from podracer_jit.runtime import exit_codes
-from podracer_jit.training import session
+from podracer_jit.training import opening
 from podracer_jit.training.metrics import Diverged
 from podracer_jit.workdir import checkpoints
 from tests import made, processes
@@ -145,7 +145,7 @@ def saved_to_the_end(workdir):
 def test_bad_input_gives_one_line_and_exit_code_2(args, message, tmp_path, capsys, monkeypatch):
   """Runs the command in this process, since starting Python takes seconds."""
   monkeypatch.setattr(train.host, 'prepare_host', only_checks(train.host.prepare_host))
-  monkeypatch.setattr(session.memory, 'host_memory', lambda: 24 * 10**9)
+  monkeypatch.setattr(opening.memory, 'host_memory', lambda: 24 * 10**9)
   workdir = tmp_path / 'run'
   assert train.main(['podracer_jit', *args, *([f'--workdir={workdir}'] if args else [])]) == 2
   error = capsys.readouterr().err
@@ -550,7 +550,7 @@ def train_and_fail(tmp_path, monkeypatch, capsys):
   """Returns a function that runs the command with such a run: (exit code, stderr)."""
   def run(error):
     monkeypatch.setattr(train, 'resolve', lambda config: None)
-    monkeypatch.setattr(train.session, 'opened', lambda *args: contextlib.nullcontext(
+    monkeypatch.setattr(train.opening, 'opened', lambda *args: contextlib.nullcontext(
         Failing(tmp_path, error)))
     code = train.main(['podracer_jit', CATCH, f'--workdir={tmp_path}'])
     return code, capsys.readouterr().err

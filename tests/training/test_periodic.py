@@ -10,8 +10,8 @@ import pytest
 from podracer_jit.play import evaluation
 from podracer_jit.training import periodic, train
 from podracer_jit.training.callbacks import STOP, Callback, CallbackFailed, Callbacks
-from podracer_jit.workdir import checkpoints, journal, workdirs
-from tests.runs import changed, prepared, small
+from podracer_jit.workdir import checkpoints, journal
+from tests.runs import changed, open_workdir, prepared, small
 from tests.tiers import essential
 from tests.training.test_metrics import tensorboard_events
 
@@ -25,7 +25,7 @@ CONFIG = changed(small(), total_steps=STEPS, checkpoint__every_updates=2, checkp
 def train_in(workdir, config=CONFIG, *callbacks):
   """Trains as the command does, in a new or a used workdir."""
   run = prepared(config)
-  workdirs.open_workdir(workdir, run.experiment.fields)
+  open_workdir(workdir, run.experiment.fields)
   update, _ = checkpoints.recover(workdir)
   return train.train(run, workdir, update=update, callbacks=Callbacks(callbacks))
 
