@@ -33,7 +33,7 @@ from benchmarks.common import Failed, count_lines, refuse_replay, with_default, 
 from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.experiment.schema import Experiment
-from podracer_jit.workdir import workdirs
+from podracer_jit.workdir import record
 
 KINDS = ('cold', 'warm')
 POLL_S = 0.02
@@ -150,7 +150,7 @@ def benchmark(argv: Sequence[str]) -> int:
     print(f'startup: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)
   result = dict(config=experiment.fields, cores=len(os.sched_getaffinity(0)),
-                versions=workdirs.versions()) | summarise(rounds)
+                versions=record.versions()) | summarise(rounds)
   show(result)
   if values.json:
     Path(values.json).write_text(json.dumps(result, indent=2) + '\n')
