@@ -46,7 +46,7 @@ from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum, use_reduce_scatter
 from podracer_jit.runtime import host, placement
-from podracer_jit.workdir import workdirs
+from podracer_jit.workdir import record
 
 GROUPS = 8
 MESHES = (1, 2, 4, 8)  # devices
@@ -257,7 +257,7 @@ def benchmark(argv: Sequence[str]) -> int:
     rows.append(measure(run, values.seconds))
     print(row(rows[-1]), flush=True)
   result = dict(config=experiment.fields, groups=GROUPS, cores=len(os.sched_getaffinity(0)),
-                platform=jax.default_backend(), versions=workdirs.versions(),
+                platform=jax.default_backend(), versions=record.versions(),
                 rows=rows) | summarise(rows)
   print(f'{rows[0]["parameters"]:,} parameters, {GROUPS} groups')
   show(result)

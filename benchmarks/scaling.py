@@ -45,7 +45,7 @@ from benchmarks.common import (
 )
 from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.experiment.schema import Experiment
-from podracer_jit.workdir import workdirs
+from podracer_jit.workdir import record
 
 PUBLISHED = 'Cleanba (2310.00036) has 0.93 of 1 at 128 GPUs'
 LAYOUTS = ('together', 'apart', 'one')  # 'together' is first, since a config may not support it
@@ -256,7 +256,7 @@ def benchmark(argv: Sequence[str]) -> int:
     print(f'scaling: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)
   settings = dict(config=experiment.fields, processes=values.processes, updates=values.updates,
-                  cores=cores, versions=workdirs.versions(), published=PUBLISHED)
+                  cores=cores, versions=record.versions(), published=PUBLISHED)
   result = settings | efficiencies(rounds, values.processes)
   show(result)
   if values.json:

@@ -38,7 +38,7 @@ from benchmarks.common import (
 )
 from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.experiment.schema import Experiment
-from podracer_jit.workdir import workdirs
+from podracer_jit.workdir import record
 
 KINDS = ('cold', 'warm')
 POLL_S = 0.02
@@ -153,7 +153,7 @@ def benchmark(argv: Sequence[str]) -> int:
     print(f'startup: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)
   result = dict(config=experiment.fields, cores=len(os.sched_getaffinity(0)),
-                versions=workdirs.versions()) | summarise(rounds)
+                versions=record.versions()) | summarise(rounds)
   show(result)
   if values.json:
     Path(values.json).write_text(json.dumps(result, indent=2) + '\n')

@@ -44,8 +44,7 @@ ONLY = {'envpool': {'envs.envpool_envs'}, 'ray': {'cluster'},
         'absl.flags': {'experiment.flags', 'training.life', 'cli'}}
 WORDS_OF_RL = {'actor', 'actors', 'learner', 'learners', 'rollout', 'rollouts', 'reward', 'policy',
                'action', 'env', 'envs', 'episode', 'params', 'loss', 'gradient'}
-READ_CONFIGS = {'experiment.schema', 'experiment.resolve', 'experiment.flags',
-                'workdir.checkpoints'}
+READ_CONFIGS = {'experiment.schema', 'experiment.resolve', 'experiment.flags'}
 
 # The structure of the package.
 

@@ -278,13 +278,13 @@ def test_a_signal_saves_and_then_has_its_usual_effect(number, code, message, tmp
 EARLY = """
 import os, signal, sys
 import podracer_jit as pj
-from podracer_jit.training import life
+from podracer_jit.workdir.workdir import OpenWorkdir
 number, handler = int(sys.argv[1]), sys.argv[2]
-begin = life.begin
+begins = OpenWorkdir.begins
 def interrupted(*args):
   os.kill(os.getpid(), number)
-  return begin(*args)
-life.begin = interrupted  # this process has made and locked the workdir
+  return begins(*args)
+OpenWorkdir.begins = interrupted  # this process has made and locked the workdir
 if handler == 'own':
   signal.signal(number, lambda number, frame: print('handled', number))
 try:

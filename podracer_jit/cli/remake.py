@@ -30,7 +30,8 @@ from podracer_jit.numerics.deterministic import AXIS, pairwise_sum
 from podracer_jit.runtime import host, placement
 from podracer_jit.runtime.output import complain
 from podracer_jit.types import Rollout, TrainState
-from podracer_jit.workdir import journal, workdirs
+from podracer_jit.workdir import journal
+from podracer_jit.workdir.workdir import Workdir
 
 Arrays = dict[str, np.ndarray]
 
@@ -63,7 +64,7 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
   """
   # This also checks that the run is deterministic.
   rerun_experiment = rerun.one_device_experiment(workdir, allow_modules, update)
-  experiment = resolve(workdirs.read_config(workdir, allow_modules, update))
+  experiment = resolve(Workdir(workdir).config(allow_modules, update))
   headers, receipts, _ = journal.read_receipts(workdir)
   header = rerun.header_of(headers, receipts, update)
   host.prepare_host(experiment.placement)

@@ -35,7 +35,8 @@ from podracer_jit.play import video
 from podracer_jit.runtime import host, placement
 from podracer_jit.runtime.output import complain
 from podracer_jit.types import Rollout
-from podracer_jit.workdir import checkpoints, history, journal, sources, workdirs
+from podracer_jit.workdir import checkpoints, journal, record, sources
+from podracer_jit.workdir.workdir import Workdir
 
 
 class Differs(RuntimeError):
@@ -110,12 +111,13 @@ def one_device_experiment(workdir: Path, allow_modules: Collection[str] = (),
   Raises:
     ValueError: there is no run, or it cannot be repeated on one device.
   """
-  fields = workdirs.read_config(workdir, allow_modules, update)
+  folder = Workdir(workdir)
+  fields = folder.config(allow_modules, update)
   try:
     experiment = resolve(fields)
   except ValueError as error:
     raise ValueError(f'--workdir: config.json of {workdir}: {shorten(str(error), 600)}') from None
-  workdirs.check_layout(workdir, experiment)
+  folder.check_layout(experiment)
   if not experiment.exact_reduce:
     raise ValueError('the run has exact_reduce = False, so its bits depend on its devices')
   if not experiment.deterministic:
@@ -152,7 +154,7 @@ def snapshot_before(run: build.Run, workdir: Path, header: Mapping[str, Any]) ->
   """
   before = header['first_update'] - 1
   initial = run.initial_state()
-  origin = history.origin_of(workdirs.read_history(workdir))
+  origin = record.read(workdir).origin
   if before == 0 and origin is None:
     return build.Snapshot(initial, None, header['segment'])
   existing = checkpoints.saved_updates(workdir)

@@ -17,10 +17,10 @@ from podracer_jit.experiment import config_dict, flags, modules
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation
-from podracer_jit.training import life
-from podracer_jit.workdir import changes, workdirs
+from podracer_jit.workdir import record
+from podracer_jit.workdir.workdir import ConfigChanged, Workdir, make_request
 from tests import processes
-from tests.runs import small
+from tests.runs import changed, open_workdir, small
 
 CONFIG = """
 from ml_collections import config_dict
@@ -228,13 +228,14 @@ def test_a_workdir_from_before_a_field_existed_can_be_opened(tmp_path):
   before = json.loads(json.dumps(fields))
   del before['network']['separate_critic'], before['microbatch_rows']
   _save(tmp_path, before)
-  workdirs.open_workdir(tmp_path, fields)
-  assert workdirs.read_config(tmp_path)['network']['separate_critic'] is False
+  open_workdir(tmp_path, fields)
+  (tmp_path / 'metrics.jsonl').write_text('{"update": 1}\n')
+  assert Workdir(tmp_path).config()['network']['separate_critic'] is False
   experiment = evaluation.read_experiment(tmp_path)
   assert experiment.torso_options.separate_critic is False and experiment.microbatch_rows == 0
-  changed = fields | {'network': fields['network'] | {'separate_critic': True}}
-  with pytest.raises(workdirs.ConfigChanged, match='network.separate_critic: False there, True'):
-    workdirs.open_workdir(tmp_path, changed)
+  other = fields | {'network': fields['network'] | {'separate_critic': True}}
+  with pytest.raises(ConfigChanged, match='network.separate_critic: False there, True'):
+    open_workdir(tmp_path, other)
 
 
 @pytest.mark.parametrize('section, message', [
@@ -337,8 +338,8 @@ def test_a_tilde_is_the_home_folder(file, tmp_path, monkeypatch):
   assert parse(f'--config=~/{file.name}')['seed'] == 7
   assert modules.allowed([f'~/{file.name}']) == {'own_config'}
   assert user_path('~/x') == tmp_path / 'x' != user_path('a/~')
-  options = life.make_life(init_from='~/a'), life.make_life(repeat='~/b')
-  assert (options[0].init_from.workdir, options[1].repeat) == (tmp_path / 'a', tmp_path / 'b')
+  options = make_request(init_from='~/a'), make_request(repeat='~/b')
+  assert (options[0].init_from, options[1].repeat) == (tmp_path / 'a', tmp_path / 'b')
 
 
 def test_an_unknown_home_is_said_in_one_line():
@@ -360,46 +361,41 @@ def test_lists_and_tuples_of_the_tasks_options_stay_what_they_are(tmp_path):
   values = {'a': [1, (2,)], 'b': (3, [4]), 'c': {'x': [5], 'y': (6,)}, 'd': float('nan')}
   fields = small()
   fields['env'] |= values
-  workdirs.open_workdir(tmp_path, fields)
-  assert workdirs.open_workdir(tmp_path, fields) == []
-  read = workdirs.read_config(tmp_path)
+  open_workdir(tmp_path, fields)
+  assert open_workdir(tmp_path, fields) == []
+  read = Workdir(tmp_path).config()
   assert repr({name: read['env'][name] for name in values}) == repr(values)
   assert read['network']['hidden'] == (64, 64)
   # A file of an older version does not tell lists from tuples.
   record = json.loads((tmp_path / 'config.json').read_text())
   record['config']['env'] |= json.loads(json.dumps(values))
   (tmp_path / 'config.json').write_text(json.dumps(record))
-  assert workdirs.open_workdir(tmp_path, fields) == []
-  assert workdirs.read_config(tmp_path)['env']['a'] == (1, (2,))
-  changed = fields | {'env': fields['env'] | {'a': [1, (3,)]}}
+  (tmp_path / 'metrics.jsonl').write_text('{"update": 1}\n')
+  assert open_workdir(tmp_path, fields) == []
+  assert Workdir(tmp_path).config()['env']['a'] == (1, (2,))
+  other = fields | {'env': fields['env'] | {'a': [1, (3,)]}}
   message = r'env.a: \(1, \(2,\)\) there, \[1, \(3,\)\] now'
-  with pytest.raises(workdirs.ConfigChanged, match=message):
-    workdirs.open_workdir(tmp_path, changed)
+  with pytest.raises(ConfigChanged, match=message):
+    open_workdir(tmp_path, other)
 
 
 def test_the_commands_that_train_a_run_are_noted(tmp_path, monkeypatch):
   monkeypatch.setattr(parts, '_files', [])
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, 'argv', ['podracer_jit', '--config=mine'])
-  workdirs.open_workdir(tmp_path, small())
-  workdirs.note_start(tmp_path, 1)
-  workdirs.note_start(tmp_path, 5)
+  run = record.new(small()).started(1)
+  assert run.started(5) is run
   git = ['git', '-c', 'user.name=x', '-c', 'user.email=x']
   subprocess.run([*git, 'init', '-q'], check=True)
   subprocess.run([*git, 'commit', '-q', '--allow-empty', '-m', 'x'], check=True)
   head = subprocess.run([*git, 'rev-parse', 'HEAD'], check=True, capture_output=True, text=True)
-  workdirs.note_start(tmp_path, 7)
+  run = run.started(7)
   monkeypatch.setenv('PATH', '')  # no git
-  workdirs.note_start(tmp_path, 9)
-  starts = json.loads((tmp_path / 'config.json').read_text())['starts']
-  assert [(start['first_update'], start['commit']) for start in starts] == [
+  run = run.started(9)
+  assert [(start['first_update'], start['commit']) for start in run.starts] == [
       (1, None), (7, head.stdout.strip()), (9, None)]
-  assert starts[0]['command'] == ['podracer_jit', '--config=mine'] and starts[0]['host']
-  # A start is no part of the experiment.
-  assert workdirs.open_workdir(tmp_path, small()) == []
-  allowed = changes.Allowed(fields=('loss.discount',))
-  other = small()
-  other['loss']['discount'] = 0.5
-  workdirs.open_workdir(tmp_path, other, allowed)
-  workdirs.write_changes(tmp_path, other, 3, str)
-  assert json.loads((tmp_path / 'config.json').read_text())['starts'] == starts
+  assert run.starts[0]['command'] == ['podracer_jit', '--config=mine'] and run.starts[0]['host']
+  # A start is no part of the experiment, and a change keeps them.
+  assert not run.differences(small())
+  other = changed(small(), loss__discount=0.5)
+  assert record.parse(run.changed(other, 4).as_json()).starts == run.starts

@@ -14,8 +14,9 @@ import shutil
 import orbax.checkpoint as ocp
 import pytest
 
-from podracer_jit.training import life, session, stopping, trainer
+from podracer_jit.training import opening, stopping, trainer
 from podracer_jit.workdir import checkpoints, files, journal
+from podracer_jit.workdir.workdir import make_request
 from tests.runs import changed, fresh, small
 from tests.training.fake_program import FakeProgram
 
@@ -108,8 +109,8 @@ def run_of(config):
 def train(workdir, config='ours', **options):
   """Trains as the command does; returns whether the run has finished."""
   run = run_of(config)
-  with session.opened_run(run, workdir, life.make_life(**options)) as opened:
-    return trainer.Opened([opened], workdir, opened.notes).train(stopping.Stopping(), quiet=True)
+  with opening.opened_run(run, workdir, make_request(**options)) as opened:
+    return trainer.Training([opened], workdir, ()).train(stopping.Stopping(), quiet=True)
 
 
 def contents(workdir):

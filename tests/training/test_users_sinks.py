@@ -8,9 +8,9 @@ import time
 import pytest
 
 from podracer_jit.training import sinks, trainer
-from podracer_jit.workdir import journal, workdirs
+from podracer_jit.workdir import journal
 from tests import processes
-from tests.runs import changed, fresh, prepared, small, train_in
+from tests.runs import changed, fresh, open_workdir, prepared, small, train_in
 from tests.training.fake_program import STEPS, FakeProgram
 
 CONFIG = changed(small(), total_steps=4 * STEPS, checkpoint__every_updates=2, network__hidden=(2,),
@@ -62,8 +62,7 @@ def run():
 def train(run, tmp_path, monkeypatch):
   """Returns a function that trains with callbacks, with a program of numbers."""
   monkeypatch.setattr(trainer, 'GraphProgram', FakeProgram)
-  workdirs.make(tmp_path / 'run')
-  workdirs.open_workdir(tmp_path / 'run', CONFIG)
+  open_workdir(tmp_path / 'run', CONFIG)
 
   def train(*callbacks):
     return train_in(run, tmp_path / 'run', callbacks)
@@ -165,8 +164,7 @@ def test_a_sink_that_is_slower_than_updates_changes_nothing(tmp_path):
   receipts = []
   config = changed(small(), total_steps=300, checkpoint__every_updates=3, log__tensorboard=False)
   for name, callbacks in (('fast', []), ('slow', [lambda record: time.sleep(0.1)])):
-    workdirs.make(tmp_path / name)
-    workdirs.open_workdir(tmp_path / name, config)
+    open_workdir(tmp_path / name, config)
     run = prepared(config)
     assert train_in(dataclasses.replace(run), tmp_path / name, callbacks)
     receipts.append(journal.read_receipts(tmp_path / name).by_update)
