@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from podracer_jit import errors as errors
+
 if TYPE_CHECKING:
   from podracer_jit.api import Evaluation as Evaluation
   from podracer_jit.api import Trained as Trained
@@ -22,11 +24,11 @@ if TYPE_CHECKING:
   from podracer_jit.api import prepare as prepare
   from podracer_jit.api import train as train
   from podracer_jit.api import train_seeds as train_seeds
+  from podracer_jit.errors import CallbackFailed as CallbackFailed
   from podracer_jit.experiment.schema import config as config
   from podracer_jit.play.agent import Agent as Agent
   from podracer_jit.training.callbacks import STOP as STOP
   from podracer_jit.training.callbacks import Callback as Callback
-  from podracer_jit.training.callbacks import CallbackFailed as CallbackFailed
   from podracer_jit.training.callbacks import SegmentEnd as SegmentEnd
 
 # Imported on first use: workers of environments import this package without JAX.
@@ -34,10 +36,11 @@ _MODULES = {
     'podracer_jit.play.agent': ('Agent',),
     'podracer_jit.api': ('Evaluation', 'Trained', 'choose', 'evaluate', 'load', 'load_config',
                              'prepare', 'train', 'train_seeds'),
-    'podracer_jit.training.callbacks': ('STOP', 'Callback', 'CallbackFailed', 'SegmentEnd'),
+    'podracer_jit.training.callbacks': ('STOP', 'Callback', 'SegmentEnd'),
+    'podracer_jit.errors': ('CallbackFailed',),
     'podracer_jit.experiment.schema': ('config',),
 }
-__all__ = sorted(name for names in _MODULES.values() for name in names)
+__all__ = sorted(['errors', *(name for names in _MODULES.values() for name in names)])
 
 
 def __getattr__(name: str) -> Any:

@@ -45,18 +45,19 @@ Exit code: 0, 2 if it could not start.
 from __future__ import annotations
 
 import json
-import sys
-import warnings
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import flags, logging
+from absl import flags
 
+from podracer_jit.cli import verb
 from podracer_jit.cli.measure import picture, rounds, timed_parts
 from podracer_jit.cli.measure.segments import small_replay, with_scheme
 from podracer_jit.cli.measure.summary import BASES, describe, measure, say, summarise
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.families import family_of
+from podracer_jit.errors import Refused
 from podracer_jit.experiment import build, memory
 from podracer_jit.experiment import flags as command_line
 from podracer_jit.experiment.experiment import Experiment
@@ -65,11 +66,11 @@ from podracer_jit.parts import user_path
 from podracer_jit.runtime import host
 
 
+@verb
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   # Paused workers wait for long, and would log that.
-  logging.set_verbosity(logging.ERROR)
+  logging.getLogger('podracer_jit').setLevel(logging.ERROR)
   values = define_flags()
   try:
     config = command_line.parse(argv, values)
@@ -80,8 +81,7 @@ def main(argv: Sequence[str]) -> int:
       raise ValueError('--picture: drawing needs matplotlib: pip install matplotlib')
     run, names = prepare(resolve(config), values.parts)
   except ValueError as error:
-    print(f'podracer_jit benchmark: {error}', file=sys.stderr)
-    return 2
+    raise Refused(str(error)) from None
   measurements, memory = measure(names, run, values.seconds, values.rounds)
   result = dict(config=run.experiment.fields, machine=describe(run)) | summarise(
       measurements, run.experiment.unroll_length)

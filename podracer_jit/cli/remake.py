@@ -11,7 +11,6 @@ config names them.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,37 +20,35 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from podracer_jit import loops
-from podracer_jit.cli import rerun
-from podracer_jit.experiment import build
-from podracer_jit.experiment import schema as config
-from podracer_jit.experiment.resolve import changed, resolve
+from podracer_jit.cli import quieten, rerun
+from podracer_jit.errors import FINISHED, REFUSED
+from podracer_jit.experiment import build, schema
+from podracer_jit.experiment.resolve import changed
 from podracer_jit.learner.rollout_learner import RolloutLearner
 from podracer_jit.learner.rollout_updates import update_key
 from podracer_jit.numerics.deterministic import AXIS, pairwise_sum
+from podracer_jit.play import evaluation
 from podracer_jit.runtime import host, placement
 from podracer_jit.runtime.output import complain
 from podracer_jit.types import Rollout, TrainState
-from podracer_jit.workdir import journal, workdirs
+from podracer_jit.workdir import journal
 
 Arrays = dict[str, np.ndarray]
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  workdir = Path(argv[1])
-  update = int(argv[2])
-  out = Path(argv[3])
+  quieten()
+  _, workdir, update, out, *modules = argv
   try:
-    allowed = config.allowed_modules(argv[4:])
-    np.savez(out, **remake(workdir, update, allowed))
+    np.savez(out, **remake(Path(workdir), int(update), schema.allowed_modules(modules)))
   except (ValueError, OSError) as error:
     complain(f'{workdir}: {" ".join(str(error).split())}')
-    return 2
-  return 0
+    return REFUSED
+  return FINISHED
 
 
-def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> Arrays:
+def remake(workdir: Path, update: int, allow_modules: Collection[str]) -> Arrays:
   """Returns the arrays of an update by 'stage|leaf'.
 
   Args:
@@ -64,7 +61,7 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
   """
   # This also checks that the run is deterministic.
   rerun_experiment = rerun.one_device_experiment(workdir, allow_modules, update)
-  experiment = resolve(workdirs.read_config(workdir, allow_modules, update))
+  experiment = evaluation.read_experiment(workdir, allow_modules, update, on_one_device=False)
   headers, receipts, _ = journal.read_receipts(workdir)
   header = rerun.header_of(headers, receipts, update)
   host.prepare_host(experiment.placement)
@@ -72,12 +69,12 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
 
   def state_after(last: int) -> TrainState:
     """Returns the state after update `last`, computed by the run's own programs."""
-    state, envs = rerun.state_before(run, workdir, header)
+    start = rerun.start_of(run, workdir, header)
     count = last - header['first_update'] + 1
     if count == 0:
-      return state
-    with build.segment(run, state, header['segment'], count, lambda report: None,
-                       envs=envs) as segment:
+      return start.state
+    with build.segment(run, start.state, start.segment, count, lambda report: None,
+                       envs=start.envs) as segment:
       return loops.run(segment.workers)['learner'].train
 
   before = jax.device_get(_to_compare(state_after(update - 1)))
@@ -86,10 +83,10 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
     # Only earlier updates are checked. This update may differ from its receipt: that is the reason
     # for comparing the runs.
     earlier = {number: line for number, line in receipts.items() if number < update}
-    rerun_run = build.make_run(changed(rerun_experiment, placement=config.ONE_DEVICE | {
+    rerun_run = build.make_run(changed(rerun_experiment, placement=schema.ONE_DEVICE | {
         'actor_platform': experiment.placement.actor_platform}))
-    rollout = rerun.rerun(rerun_run, *rerun.state_before(rerun_run, workdir, header),
-                          header['segment'], update, earlier)
+    start = rerun.start_of(rerun_run, workdir, header)
+    rollout = rerun.rerun(rerun_run, start, update, earlier)
     arrays |= _named('rollout', rollout._asdict())
     arrays |= _step_by_step(run.learner, state_after(update - 1), rollout)
   return arrays | _named('state after the update', _to_compare(state_after(update)))

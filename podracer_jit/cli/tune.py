@@ -30,23 +30,24 @@ Exit code: 0, 1 if nothing could be measured, 2 if it could not start.
 
 from __future__ import annotations
 
+import logging
 import statistics
-import sys
-import warnings
 from collections.abc import Sequence
 
-from absl import flags, logging
+from absl import flags
 
+from podracer_jit.cli import verb
 from podracer_jit.cli.tuning.candidates import Candidate, as_flags, as_text, places
 from podracer_jit.cli.tuning.search import Search, best
 from podracer_jit.cli.tuning.tuner import Tuner, accept, find_machine, prepare, run, say
+from podracer_jit.errors import Refused
 from podracer_jit.experiment import flags as command_line
 
 
+@verb
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  logging.set_verbosity(logging.ERROR)
+  logging.getLogger('podracer_jit').setLevel(logging.ERROR)
   values = define_flags()
   try:
     config = command_line.parse(argv, values)
@@ -59,8 +60,7 @@ def main(argv: Sequence[str]) -> int:
     tuner = Tuner(experiment)
     first = accept(tuner, places(experiment, own, machine, shards))
   except ValueError as error:
-    print(f'podracer_jit tune: {error}', file=sys.stderr)
-    return 2
+    raise Refused(str(error)) from None
   return conclude(run(tuner, own, machine, first, values.seconds), own)
 
 

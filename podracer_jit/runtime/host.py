@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import math
 import os
 import threading
@@ -14,12 +15,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from absl import logging
 from jax.experimental import multihost_utils
 
 from podracer_jit.options import shorten, shown
 from podracer_jit.runtime import coordinator, stored_programs
 from podracer_jit.runtime.placement import PlacementOptions
+
+_logger = logging.getLogger(__name__)
 
 
 def prepare_host(options: PlacementOptions) -> None:
@@ -108,7 +110,7 @@ def _keep_programs() -> None:
       stored_programs.make_private(Path(folder).absolute())
   danger = stored_programs.danger_of(folder)
   if danger:
-    logging.warning('compiled programs are neither kept nor read: %s; programs in %s would be '
+    _logger.warning('compiled programs are neither kept nor read: %s; programs in %s would be '
                     'executed (see Trust in the README)', danger, shorten(folder))
     jax.config.update('jax_enable_compilation_cache', False)
 

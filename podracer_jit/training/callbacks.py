@@ -7,16 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from podracer_jit.errors import CallbackFailed
+
 
 class _Stop(enum.Enum):
   STOP = enum.auto()
 
 
 STOP = _Stop.STOP  # a callback returns this to stop the run
-
-
-class CallbackFailed(RuntimeError):
-  """Raised if a callback raises an exception, which is the cause, or returns a wrong value."""
 
 
 class SegmentEnd(NamedTuple):

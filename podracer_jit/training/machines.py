@@ -14,6 +14,7 @@ import jax
 
 from podracer_jit import parts
 from podracer_jit.agents import networks
+from podracer_jit.cluster import set_ray_environment
 from podracer_jit.envs.families import may_start_jax
 from podracer_jit.experiment import build, memory
 from podracer_jit.experiment import schema as config_lib
@@ -64,6 +65,7 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
     experiment = resolve(config)  # a wrong config need not wait for Ray
     processes = num_processes(experiment)
     store_bytes = store_bytes or bytes_under_way(experiment)
+  set_ray_environment()
   from podracer_jit.cluster import ray_cluster
   from podracer_jit.training.service import BESIDE
 

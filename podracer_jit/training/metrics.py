@@ -17,8 +17,8 @@ import numpy as np
 from tensorboardX import SummaryWriter
 
 from podracer_jit.actor import faults
-from podracer_jit.envs.protocol import EnvironmentFailed
 from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.errors import Diverged, EnvironmentFailed
 from podracer_jit.experiment.build import Machines, Run
 from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.schemes.reports import Report, Waits
@@ -356,10 +356,6 @@ def environment_check(run: Run, segment: int) -> Callable[[Report], None]:
       raise EnvironmentFailed(f'{experiment.env.task}: {what} ({who}), in update {update}')
 
   return check
-
-
-class Diverged(RuntimeError):
-  """Raised if a loss, a gradient or a part of the train state is not finite."""
 
 
 def check_finite(record: Record) -> None:

@@ -12,7 +12,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podracer_jit.envs.protocol import environment_failure
+from podracer_jit.errors import environment_failure
 from podracer_jit.experiment import build
 from podracer_jit.experiment.settings import EvalOptions
 from podracer_jit.options import shorten
@@ -229,9 +229,9 @@ class Evaluator:
                           num_episodes=options.num_episodes)
     began_s = time.monotonic()
     try:
-      episodes = evaluation.play(
-          player, options.num_episodes, options.num_envs, self._run.experiment.seed,
-          options.max_steps, self._check_cancelled, index=player.update)
+      settings = evaluation.Settings(options.num_episodes, options.num_envs,
+                                     self._run.experiment.seed, options.max_steps, player.update)
+      episodes = evaluation.play(player, settings, self._check_cancelled)
     except _Cancelled:
       raise
     except Exception as error:  # noqa: BLE001 - an environment may raise anything

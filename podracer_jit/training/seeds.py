@@ -22,7 +22,7 @@ import numpy as np
 
 from podracer_jit.actor import kept_envs, priorities
 from podracer_jit.actor.rollouts import ActorState
-from podracer_jit.envs.protocol import EnvironmentFailed
+from podracer_jit.errors import Diverged, EnvironmentFailed
 from podracer_jit.experiment import build, checks, memory, trial
 from podracer_jit.experiment.experiment import Experiment
 from podracer_jit.experiment.resolve import resolve
@@ -36,7 +36,6 @@ from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.training import life, session, stopping
 from podracer_jit.training import train as train_lib
 from podracer_jit.training.metrics import (
-  Diverged,
   Files,
   Meter,
   Record,

@@ -14,7 +14,7 @@ import numpy as np
 
 from podracer_jit import parts
 from podracer_jit.cluster.process import fetch
-from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
+from podracer_jit.errors import EnvironmentFailed, environment_failure
 from podracer_jit.experiment import build
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.learner import sharding

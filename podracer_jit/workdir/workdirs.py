@@ -18,6 +18,7 @@ from typing import Any
 from podracer_jit import options, parts
 from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
+from podracer_jit.errors import OtherExperiment
 from podracer_jit.experiment import schema as config_lib
 from podracer_jit.experiment.experiment import Experiment
 from podracer_jit.options import shorten
@@ -30,10 +31,6 @@ STARTS = 'starts'  # in config.json: the commands that have trained the run
 # Fields in which two runs of one experiment may differ, and exceptions among these fields.
 _FREE = ('placement.', 'log.', 'eval.', 'checkpoint.keep')
 _BOUND = ('placement.xla_threads', 'placement.actor_platform')
-
-
-class ConfigChanged(ValueError):
-  """The workdir holds another experiment."""
 
 
 def versions(*others: str) -> dict[str, str]:
@@ -120,7 +117,7 @@ def open_workdir(workdir: Path, config: Mapping[str, Any],
     Lines about changed versions and repairs.
 
   Raises:
-    ConfigChanged: fields differ; the message has each of them with both values.
+    OtherExperiment: fields differ; the message has each of them with both values.
     ValueError: config.json does not belong to a run, or is lost.
     OSError: it cannot be written.
   """
@@ -134,7 +131,7 @@ def open_workdir(workdir: Path, config: Mapping[str, Any],
   refused = changes.refusals(
       changed_fields(_completed(stored, record), record['config']), allowed)
   if refused:
-    raise ConfigChanged(f'{workdir} holds another experiment ({"; ".join(refused)}); set the '
+    raise OtherExperiment(f'{workdir} holds another experiment ({"; ".join(refused)}); set the '
                         'fields back, or choose another --workdir, where --init_from='
                         f'{workdir} begins with what this run has learned')
   before = stored.get('versions', {})
@@ -193,7 +190,7 @@ def write_changes(workdir: Path, config: Mapping[str, Any], update: int,
     A line about the changes, if there are any.
 
   Raises:
-    ConfigChanged: the changes do not fit the checkpoint, or come before later ones.
+    OtherExperiment: the changes do not fit the checkpoint, or come before later ones.
     OSError: config.json cannot be written.
   """
   stored = _read(workdir / CONFIG)
@@ -204,11 +201,11 @@ def write_changes(workdir: Path, config: Mapping[str, Any], update: int,
   names = shorten(', '.join(sorted(changed)), 600)
   misfit = problem()
   if misfit:
-    raise ConfigChanged(f'{names}: cannot change in {workdir}: {misfit}')
+    raise OtherExperiment(f'{names}: cannot change in {workdir}: {misfit}')
   try:
     entries = history.with_changes(history.read(stored), update + 1, changed)
   except ValueError as error:
-    raise ConfigChanged(f'{names}: cannot change now: {error}') from None
+    raise OtherExperiment(f'{names}: cannot change now: {error}') from None
   # The versions with which the run began stay, and its starts.
   record = record_of(config, entries) | {'versions': stored.get('versions', {})}
   record |= {STARTS: stored[STARTS]} if STARTS in stored else {}
@@ -260,14 +257,14 @@ def check_same(workdir: Path, config: Mapping[str, Any]) -> None:
   """Checks that config.json, which another process has written, holds this experiment.
 
   Raises:
-    ConfigChanged: fields differ; the message has each of them with both values.
+    OtherExperiment: fields differ; the message has each of them with both values.
     ValueError: there is no config.json, or it does not belong to a run.
   """
   stored = _read(workdir / CONFIG)
   record = record_of(config)
   changed = differences(_completed(stored, record), record['config'], ('of process 0', 'here'))
   if changed:
-    raise ConfigChanged(f'the processes have different experiments ({"; ".join(changed)})')
+    raise OtherExperiment(f'the processes have different experiments ({"; ".join(changed)})')
 
 
 def _restored_record(workdir: Path) -> tuple[dict[str, Any], list[str]]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from podracer_jit.actor import faults
-from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
+from podracer_jit.errors import EnvironmentFailed, environment_failure
 from podracer_jit.play import evaluation
 from podracer_jit.training import train as training
 from podracer_jit.training.metrics import environment_check
@@ -193,7 +193,7 @@ def test_an_evaluation_names_a_wrong_value_too():
   with pytest.raises(EnvironmentFailed, match=(
       rf'^{HERE}:Sensor: the observation \[1, 0\] that step 2 of an episode returned is nan '
       r'\(environment 0 of the evaluation with seed 5\)$')):
-    evaluation.play(player, 2, 2, 5, 100)
+    evaluation.play(player, evaluation.Settings(2, 2, 5, 100))
 
 
 def test_a_run_with_a_wrong_value_ends_in_its_update_and_saves_nothing(tmp_path):

@@ -234,7 +234,7 @@ def test_a_workdir_from_before_a_field_existed_can_be_opened(tmp_path):
   experiment = evaluation.read_experiment(tmp_path)
   assert experiment.torso_options.separate_critic is False and experiment.microbatch_rows == 0
   changed = fields | {'network': fields['network'] | {'separate_critic': True}}
-  with pytest.raises(workdirs.ConfigChanged, match='network.separate_critic: False there, True'):
+  with pytest.raises(workdirs.OtherExperiment, match='network.separate_critic: False there, True'):
     workdirs.open_workdir(tmp_path, changed)
 
 
@@ -374,7 +374,7 @@ def test_lists_and_tuples_of_the_tasks_options_stay_what_they_are(tmp_path):
   assert workdirs.read_config(tmp_path)['env']['a'] == (1, (2,))
   changed = fields | {'env': fields['env'] | {'a': [1, (3,)]}}
   message = r'env.a: \(1, \(2,\)\) there, \[1, \(3,\)\] now'
-  with pytest.raises(workdirs.ConfigChanged, match=message):
+  with pytest.raises(workdirs.OtherExperiment, match=message):
     workdirs.open_workdir(tmp_path, changed)
 
 

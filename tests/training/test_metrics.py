@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto import event_pb2
 
+from podracer_jit.errors import Diverged
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.training.metrics import (
-  Diverged,
   Files,
   Meter,
   Report,

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from podracer_jit.errors import CallbackFailed
 from podracer_jit.play import evaluation
 from podracer_jit.training import periodic, train
-from podracer_jit.training.callbacks import STOP, Callback, CallbackFailed, Callbacks
+from podracer_jit.training.callbacks import STOP, Callback, Callbacks
 from podracer_jit.workdir import checkpoint, journal, workdirs
 from tests.runs import changed, prepared, small
 from tests.tiers import essential
@@ -85,10 +86,12 @@ def test_the_best_checkpoint_is_kept(uninterrupted):
   # With the seeds of its update the best checkpoint has the mean that is in the file.
   experiment = evaluation.read_experiment(workdir)
   player = evaluation.restore(workdir, experiment, best)
-  episodes = evaluation.play(player, 5, 2, experiment.seed, 10**6, index=best)
+  episodes = evaluation.play(
+      player, evaluation.Settings(5, 2, experiment.seed, 10**6, index=best))
   written = next(record for record in records if record['update'] == best)
   assert evaluation.statistics(player.task, episodes)['mean'] == written['mean']
-  next_episodes = evaluation.play(player, 5, 2, experiment.seed, 10**6, index=best + 1)
+  next_episodes = evaluation.play(
+      player, evaluation.Settings(5, 2, experiment.seed, 10**6, index=best + 1))
   assert episodes != next_episodes  # each evaluation has its own seeds
 
 

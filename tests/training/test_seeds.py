@@ -11,11 +11,11 @@ import pytest
 from gymnasium import spaces
 from numpy.testing import assert_allclose
 
+from podracer_jit.errors import Diverged
 from podracer_jit.experiment import memory
 from podracer_jit.runtime import host
 from podracer_jit.training import life, seeds, stopping
 from podracer_jit.training import train as train_lib
-from podracer_jit.training.metrics import Diverged
 from podracer_jit.workdir import checkpoint, journal, workdirs
 from tests import processes
 from tests.runs import changed, prepared, run, small

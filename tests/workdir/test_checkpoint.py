@@ -354,7 +354,7 @@ def test_a_lost_config_is_restored_from_the_newest_checkpoint(content, copy, uni
 
 def test_a_restored_config_comes_from_the_run_and_not_from_the_flags(copy):
   (copy / 'config.json').unlink()
-  with pytest.raises(workdirs.ConfigChanged, match='seed: 1 there, 2 now'):
+  with pytest.raises(workdirs.OtherExperiment, match='seed: 1 there, 2 now'):
     workdirs.open_workdir(copy, prepared(CONFIG).experiment.fields | {'seed': 2})
 
 
