@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import statistics
 import sys
 import time
@@ -30,9 +31,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from absl import flags, logging
+from absl import flags
 
-from podracer_jit.cli.measure import timed_parts
+from benchmarks.parts import timed_parts
 from podracer_jit.envs import envpool_envs
 from podracer_jit.experiment import build
 from podracer_jit.experiment import flags as command_line
@@ -108,7 +109,7 @@ def measure(experiments: Mapping[str, Experiment], seconds: float, rounds: int
 def main(argv: Sequence[str]) -> int:
   """Runs the script; returns its exit code."""
   warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  logging.set_verbosity(logging.ERROR)
+  logging.getLogger('podracer_jit').setLevel(logging.ERROR)
   values = flags.FlagValues()
   flags.DEFINE_list('batches', ['4', '8', '16'], 'Values of env_batch.', flag_values=values)
   flags.DEFINE_list('shards', ['1', '2', '4'], 'Values of num_shards.', flag_values=values)

@@ -1,8 +1,9 @@
-"""Helpers of the benchmarks that start training processes: configs, and errors of a process."""
+"""Helpers that several benchmarks share: configs, output, and errors of a process."""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,8 @@ def refuse_replay(experiment: Experiment) -> None:
 def count_lines(path: Path) -> int:
   """Returns the number of whole lines of a file; 0 if the file does not exist."""
   return path.read_bytes().count(b'\n') if path.exists() else 0
+
+
+def say(line: str) -> None:
+  """Prints a line about the progress."""
+  print(line, file=sys.stderr, flush=True)

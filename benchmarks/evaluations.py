@@ -8,7 +8,7 @@ checkpoints are evaluated. Seconds are from the first update to the last one, so
 compiled before. The receipts of both must be equal.
 
 `waits` is the time for which training waited at the ends of segments until an earlier evaluation
-was done (`waited_s` in evaluations.jsonl). The rest of the difference is that both share the cores.
+was done (`eval_wait_s` in metrics.jsonl). The rest of the difference is that both share the cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from podracer_jit.training import periodic
+from podracer_jit.training import evaluator
 from podracer_jit.workdir import journal
 
 PROGRAM = """
@@ -47,8 +47,9 @@ class Training(NamedTuple):
   """One training."""
 
   seconds: float  # from the first update to the last
-  evaluations: list[periodic.Record]
+  evaluations: list[evaluator.Record]
   receipts: dict
+  waits_s: float  # for evaluations
 
 
 def train(args: argparse.Namespace, every_updates: int) -> Training:
@@ -65,8 +66,10 @@ def train(args: argparse.Namespace, every_updates: int) -> Training:
         capture_output=True, text=True, check=False)
     if done.returncode:
       raise RuntimeError(done.stderr.strip().splitlines()[-1])
-    return Training(json.loads(done.stdout.splitlines()[-1]), periodic.read(workdir),
-                    journal.read_receipts(workdir).by_update)
+    return Training(json.loads(done.stdout.splitlines()[-1]), evaluator.read(workdir),
+                    journal.read_receipts(workdir).by_update,
+                    sum(line.get('eval_wait_s', 0.0)
+                        for line in journal.read_lines(workdir / journal.METRICS)))
 
 
 def main() -> int:
@@ -91,11 +94,10 @@ def main() -> int:
       return 1
     ratios.append(with_evaluations.seconds / without.seconds)
     records = with_evaluations.evaluations
-    # After the last update there is nothing that could wait.
-    waits_s = sum(record['waited_s'] for record in records[:-1])
     evaluation_s = statistics.median(record['seconds'] for record in records)
     print(f'pair {number + 1}: {without.seconds:.1f} s without, {with_evaluations.seconds:.1f} s '
-          f'with {len(records)} evaluations of {evaluation_s:.1f} s; waits {waits_s:.1f} s',
+          f'with {len(records)} evaluations of {evaluation_s:.1f} s; waits '
+          f'{with_evaluations.waits_s:.1f} s',
           flush=True)
   print(f'ratio: median {statistics.median(ratios):.3f} (from {min(ratios):.3f} to '
         f'{max(ratios):.3f}); equal receipts')

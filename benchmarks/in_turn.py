@@ -2,7 +2,7 @@
 
 .venv/bin/python -m benchmarks.in_turn --old=main~1 --configs=impala_catch,ppo_cartpole --pairs=5
 
-A pair is two measurements of a config by `podracer_jit benchmark`, one with each code. The order
+A pair is two measurements of a config by `benchmarks.parts`, one with each code. The order
 alternates from pair to pair. For each part, the table has the ratio of the new speed to the old:
 the median of the pairs, the lowest and the highest.
 
@@ -43,16 +43,22 @@ def measure(tree: Path, config: str, parts: str, seconds: float, figures: Path) 
   Raises:
     RuntimeError: the benchmark failed; the message has the last line of its output.
   """
-  script = tree / 'scripts' / 'benchmark.py'  # older commits have this script, not the command
-  start = [str(script)] if script.exists() else ['-m', 'podracer_jit', 'benchmark']
   flags = [f'--config=configs/{config}.py', f'--parts={parts}', f'--seconds={seconds}',
            '--rounds_of=', f'--json={figures}']
-  process = subprocess.run([sys.executable, *start, *flags], cwd=tree, check=False, text=True,
+  process = subprocess.run([sys.executable, *command(tree), *flags], cwd=tree, check=False,
                            env=os.environ | {'PYTHONPATH': str(tree), 'JAX_PLATFORMS': 'cpu'},
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                           text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
   if process.returncode:
     raise RuntimeError(f'{tree.name}, {config}: {process.stdout.strip().splitlines()[-1]}')
   return json.loads(figures.read_text())
+
+
+def command(tree: Path) -> list[str]:
+  """Returns Python's arguments for the benchmark of a tree; older commits have it elsewhere."""
+  if (tree / 'benchmarks' / 'parts').exists():
+    return ['-m', 'benchmarks.parts']
+  script = tree / 'scripts' / 'benchmark.py'
+  return [str(script)] if script.exists() else ['-m', 'podracer_jit', 'benchmark']
 
 
 def same_distance(old_figures: dict, new_figures: dict) -> bool:
@@ -82,7 +88,7 @@ def main() -> int:
   parser.add_argument('--configs', default=CONFIGS,
                       help='names of shipped configs, separated by commas')
   parser.add_argument('--parts', default=PARTS,
-                      help='parts of `podracer_jit benchmark`, separated by commas')
+                      help='parts of `benchmarks.parts`, separated by commas')
   parser.add_argument('--pairs', type=int, default=4,
                       help='measurements of each code; with an even number each is first as often')
   parser.add_argument('--seconds', type=float, default=5.0, help='measured time of each part')

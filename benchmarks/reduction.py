@@ -25,6 +25,7 @@ the devices.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import statistics
@@ -37,11 +38,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import flags, logging
+from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.common import refuse_replay, with_default
-from podracer_jit.cli.measure import timed_parts
+from benchmarks.parts import timed_parts
 from podracer_jit.experiment import build
 from podracer_jit.experiment import flags as command_line
 from podracer_jit.experiment.experiment import Experiment
@@ -241,7 +242,7 @@ def define_flags() -> flags.FlagValues:
 def benchmark(argv: Sequence[str]) -> int:
   """Measures and prints; returns the exit code."""
   warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  logging.set_verbosity(logging.ERROR)
+  logging.getLogger('podracer_jit').setLevel(logging.ERROR)
   values = define_flags()
   rows = []
   try:

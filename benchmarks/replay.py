@@ -24,6 +24,7 @@ does; --json writes all figures.
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import re
 import statistics
@@ -38,7 +39,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags, logging
+from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
 
 from podracer_jit.actor import priorities
@@ -336,7 +337,7 @@ def proc(path: str, name: str) -> int:
 def quieten() -> None:
   """Silences warnings and log lines, which would disturb the table."""
   warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  logging.set_verbosity(logging.ERROR)
+  logging.getLogger('podracer_jit').setLevel(logging.ERROR)
 
 
 def prepare(experiment: Experiment, capacities: Sequence[str]) -> list[Experiment]:

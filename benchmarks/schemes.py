@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import sys
 import time
 import warnings
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-from absl import flags, logging
+from absl import flags
 
 from podracer_jit import loops
 from podracer_jit.experiment import build
@@ -114,7 +115,7 @@ def measure(experiment: Experiment, seconds: float) -> Figures:
 def main(argv: Sequence[str]) -> int:
   """Runs the script; returns its exit code."""
   warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  logging.set_verbosity(logging.ERROR)
+  logging.getLogger('podracer_jit').setLevel(logging.ERROR)
   values = flags.FlagValues()
   flags.DEFINE_list('schemes', None, 'Schemes to measure; default: all that support the loss.',
                     flag_values=values)

@@ -87,9 +87,9 @@ def write_config(path: Path, task: str, num_envs: int, num_steps: int, scheme: s
 
 
 def measure_ours(config: Path, scheme: str, seconds: float) -> float:
-  """Returns the steps a second of a scheme, measured by `podracer_jit benchmark`."""
+  """Returns the steps a second of a scheme, measured by `benchmarks.parts`."""
   figures = config.with_name('figures.json')
-  _run([sys.executable, '-m', 'podracer_jit', 'benchmark', f'--config={config}',
+  _run([sys.executable, '-m', 'benchmarks.parts', f'--config={config}',
         f'--parts={scheme}', f'--seconds={seconds}', '--rounds_of=', f'--json={figures}'])
   return json.loads(figures.read_text())['parts'][scheme]['sps']
 

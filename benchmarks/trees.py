@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @contextlib.contextmanager
 def old_and_new(commit: str, folder: Path) -> Iterator[tuple[Path, Path]]:
-  """Yields two folders that hold `podracer_jit`: that of the commit, and the working tree's.
+  """Yields two folders with `podracer_jit` and `benchmarks`: the commit's, and the working tree's.
 
   The second is a copy, so that the working tree may be edited while a comparison runs.
 
@@ -32,7 +32,8 @@ def old_and_new(commit: str, folder: Path) -> Iterator[tuple[Path, Path]]:
   if added.returncode:
     raise ValueError(f'--old: {added.stderr.strip()}')
   try:
-    shutil.copytree(ROOT / 'podracer_jit', new_tree / 'podracer_jit')
+    for name in ('podracer_jit', 'benchmarks'):
+      shutil.copytree(ROOT / name, new_tree / name)
     yield old_tree, new_tree
   finally:
     subprocess.run([*git, 'remove', '--force', str(old_tree)], check=False)

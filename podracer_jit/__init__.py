@@ -23,20 +23,21 @@ if TYPE_CHECKING:
   from podracer_jit.api import load_config as load_config
   from podracer_jit.api import prepare as prepare
   from podracer_jit.api import train as train
-  from podracer_jit.api import train_seeds as train_seeds
   from podracer_jit.errors import CallbackFailed as CallbackFailed
   from podracer_jit.experiment.schema import config as config
   from podracer_jit.play.agent import Agent as Agent
-  from podracer_jit.training.callbacks import STOP as STOP
-  from podracer_jit.training.callbacks import Callback as Callback
-  from podracer_jit.training.callbacks import SegmentEnd as SegmentEnd
+  from podracer_jit.training.sinks import STOP as STOP
+  from podracer_jit.training.sinks import Callback as Callback
+  from podracer_jit.training.sinks import Saved as Saved
+  from podracer_jit.training.sinks import Sink as Sink
+  from podracer_jit.training.sinks import Start as Start
 
 # Imported on first use: workers of environments import this package without JAX.
 _MODULES = {
     'podracer_jit.play.agent': ('Agent',),
     'podracer_jit.api': ('Evaluation', 'Trained', 'choose', 'evaluate', 'load', 'load_config',
-                             'prepare', 'train', 'train_seeds'),
-    'podracer_jit.training.callbacks': ('STOP', 'Callback', 'SegmentEnd'),
+                         'prepare', 'train'),
+    'podracer_jit.training.sinks': ('STOP', 'Callback', 'Saved', 'Sink', 'Start'),
     'podracer_jit.errors': ('CallbackFailed',),
     'podracer_jit.experiment.schema': ('config',),
 }

@@ -29,8 +29,8 @@ from podracer_jit.play import video as video_lib
 from podracer_jit.play.agent import PARAMETERS, Agent, load_run, load_saved
 from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain
-from podracer_jit.training import life, machines, periodic, seeds, session, stopping
-from podracer_jit.training.callbacks import Callback, Callbacks
+from podracer_jit.training import evaluator, life, machines, session, sinks, stopping, trainer
+from podracer_jit.training.sinks import Callback
 from podracer_jit.workdir import journal
 
 _logger = logging.getLogger(__name__)
@@ -116,12 +116,11 @@ class Trained:
     return load(self.workdir, allow_modules=self._modules)
 
 
-def train(config: Config, workdir: str | Path, *,
-          callbacks: Sequence[Callback | Callable[[Mapping[str, Any]], Any]] = (),
-          init_from: str | Path | None = None, init_parts: Sequence[str] | None = None,
-          init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
-          repeat: str | Path | None = None, profile_dir: str | Path | None = None,
-          quiet: bool = False) -> Trained:
+def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
+          callbacks: Sequence[Callback] = (), init_from: str | Path | None = None,
+          init_parts: Sequence[str] | None = None, init_partly: bool = False,
+          extend: bool = False, change: Sequence[str] = (), repeat: str | Path | None = None,
+          profile_dir: str | Path | None = None, quiet: bool = False) -> Trained | list[Trained]:
   """Trains in this process, with the same bits as the command; goes on with a run in the workdir.
 
   Ctrl-C ends the run at its next update, saves it, and then raises KeyboardInterrupt. The same call
@@ -133,7 +132,12 @@ def train(config: Config, workdir: str | Path, *,
   Args:
     config: a whole config, from `load_config` or `config`, or a name for `load_config`.
     workdir: a folder for checkpoints and metrics.
-    callbacks: functions, called with the metrics of each update, and instances of `Callback`.
+    num_seeds: trains so many seeds at once, from the config's seed on, in one vmapped program; each
+      has a workdir in the workdir, such as seed1. It is for environments that are JAX functions and
+      a scheme that is one program, on one device. The last bits of a seed are not those of its run
+      alone.
+    callbacks: functions, called with the metrics of each update, and instances of `Sink`; also
+      subclasses of `Sink`, or 'module:Class', of which each seed gets its own instance.
     init_from: a workdir; a new run begins with the newest state of that run.
     init_parts: the parts to take from `init_from`; see --init_parts.
     init_partly: parameters and other arrays that do not fit begin anew.
@@ -144,7 +148,8 @@ def train(config: Config, workdir: str | Path, *,
     quiet: prints nothing but warnings.
 
   Returns:
-    The result; its `agent` and `metrics` are read from the workdir on first use.
+    The result; its `agent` and `metrics` are read from the workdir on first use. With `num_seeds` a
+    list of those of all seeds, in order.
 
   Raises:
     errors.Refused: the config, the workdir or another argument is wrong; nothing was started.
@@ -156,62 +161,23 @@ def train(config: Config, workdir: str | Path, *,
     Exception: the run has failed; the message or a note names the last good checkpoint.
   """
   with refusing():
-    all_callbacks = Callbacks(callbacks)
+    told = sinks.users(callbacks, num_seeds or 1)
     fields = _start(config)
     folder = user_path(workdir)
     options = life.make_life(init_from, init_parts, init_partly, extend, change, repeat)
 
   def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
-    cluster = stack.enter_context(machines.joined(fields))
+    cluster = None
+    if num_seeds is None:
+      cluster = stack.enter_context(machines.joined(fields))
     prepare(fields)
-    return session.opened(resolve(fields), folder, options, cluster)
+    return trainer.opened(resolve(fields), folder, options, cluster, num_seeds)
 
-  opened, finished = _train(opening, quiet, callbacks=all_callbacks,
-                            profile_dir=_text(profile_dir))
-  return _trained(opened, finished) if opened else Trained(folder, finished=False)
-
-
-def train_seeds(config: Config, workdir: str | Path, num_seeds: int, *,
-                init_from: str | Path | None = None, init_parts: Sequence[str] | None = None,
-                init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
-                profile_dir: str | Path | None = None, quiet: bool = False) -> list[Trained]:
-  """Trains several seeds at once, in one vmapped program; goes on with those in the workdir.
-
-  It is for environments that are JAX functions and a scheme that is one program, on one device.
-  The last bits of a seed are not those of its run alone. Signals are treated as by `train`.
-
-  Args:
-    config: as of `train`; the seeds are its seed and those that follow.
-    workdir: a folder; each seed has a workdir in it, such as seed1.
-    num_seeds: number of seeds.
-    init_from: as of `train`; all seeds begin with this state.
-    init_parts: as of `train`.
-    init_partly: as of `train`.
-    extend: as of `train`.
-    change: as of `train`.
-    profile_dir: as of `train`.
-    quiet: as of `train`.
-
-  Returns:
-    The result of each seed, in order.
-
-  Raises:
-    errors.Refused: as of `train`; or these seeds cannot be trained at once.
-    OSError: a workdir cannot be written to.
-    KeyboardInterrupt: Ctrl-C.
-    Exception: the run has failed; the message says where the checkpoints are.
-  """
-  with refusing():
-    fields = _start(config)
-    options = life.make_life(init_from, init_parts, init_partly, extend, change)
-
-  def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
-    del stack
-    prepare(fields)
-    return seeds.opened(fields, num_seeds, user_path(workdir), options)
-
-  opened, finished = _train(opening, quiet, profile_dir=_text(profile_dir))
-  return [_trained(each, finished) for each in opened.sessions] if opened else []
+  opened, finished = _train(opening, quiet, users=told, profile_dir=_text(profile_dir))
+  if opened is None:
+    return Trained(folder, finished=False) if num_seeds is None else []
+  results = [_trained(each, finished) for each in opened.sessions]
+  return results[0] if num_seeds is None else results
 
 
 def _start(config: Config) -> dict[str, Any]:
@@ -229,14 +195,14 @@ def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextM
   Whenever a signal comes, it has its usual effect once the workdir is closed again.
 
   Args:
-    opening: returns a context of a `session.Session`, or of `seeds.Seeds`. What it enters in the
-      stack is left after the training.
+    opening: returns a context of a `trainer.Opened`. What it enters in the stack is left after the
+      training.
     quiet: prints nothing but warnings.
     **options: of its `train`.
 
   Returns:
-    The session, whose workdir is closed again, and whether total_steps are reached. The session is
-    None if a signal came before it was opened, and the program's own handler has returned.
+    What was opened, whose workdir is closed again, and whether total_steps are reached. It is None
+    if a signal came before it was opened, and the program's own handler has returned.
   """
   began_s = time.perf_counter()
   opened = None
@@ -291,7 +257,7 @@ def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,
     if update is not None:
       raise ValueError(f'update: is for workdirs; {path} is a saved agent')
     return load_saved(path, seed, allowed)
-  chosen = periodic.chosen_update(None if update is None else str(update), path)
+  chosen = evaluator.chosen_update(None if update is None else str(update), path)
   agent, note = load_run(path, chosen, seed, allowed)
   if note:
     _logger.warning('%s', note)

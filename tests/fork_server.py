@@ -11,7 +11,7 @@ import sys
 
 MODULES = ('envpool', 'tensorboardX', *(
     f'podracer_jit.cli.{verb}' for verb in (
-        'benchmark', 'compare', 'evaluate', 'export', 'rerun', 'train', 'tune')))
+        'compare', 'evaluate', 'export', 'rerun', 'train')))
 
 
 def serve(server: socket.socket) -> tuple[str, str, list[str]]:

@@ -43,7 +43,7 @@ ONLY = {'envpool': {'envs.envpool_envs'}, 'ray': {'cluster'}}
 WORDS_OF_RL = {'actor', 'actors', 'learner', 'learners', 'rollout', 'rollouts', 'reward', 'policy',
                'action', 'env', 'envs', 'episode', 'params', 'loss', 'gradient'}
 READ_CONFIGS = {'experiment.schema', 'experiment.resolve', 'experiment.flags',
-                'workdir.checkpoint'}
+                'workdir.checkpoints'}
 
 # The structure of the package.
 

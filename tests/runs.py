@@ -14,6 +14,10 @@ from podracer_jit.experiment.resolve import resolve
 from podracer_jit.numerics import deterministic
 from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.runtime import placement
+from podracer_jit.training import sinks, stopping
+from podracer_jit.training.session import Session
+from podracer_jit.training.trainer import Opened
+from podracer_jit.workdir import checkpoints
 from tests.flags import COMPILED_SOON
 
 # The environment of processes that run for seconds; they cache more compiled programs than usual.
@@ -97,6 +101,21 @@ def initial_state(prepared_run):
 
 
 _initial = {}
+
+
+def train_in(run, workdir, callbacks=(), ends=None, update=None):
+  """Trains a Run in a workdir that has its config.json; returns whether it has finished.
+
+  Args:
+    run: the Run.
+    workdir: the workdir.
+    callbacks: see `sinks.users`.
+    ends: the last update of each segment; None: the config decides.
+    update: of the checkpoint to go on from; None: the newest whole one, if there is one.
+  """
+  update = checkpoints.newest_whole(workdir) if update is None else update
+  opened = Opened([Session(run, workdir, (), update, ends, ())], workdir, ())
+  return opened.train(stopping.Stopping(), sinks.users(callbacks))
 
 
 def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, index=0,

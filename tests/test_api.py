@@ -9,7 +9,7 @@ import time
 import pytest
 
 import podracer_jit as pj
-from podracer_jit.workdir import checkpoint, journal
+from podracer_jit.workdir import checkpoints, journal
 from tests import processes
 from tests.runs import QUICK
 from tests.tiers import essential
@@ -285,7 +285,7 @@ def test_a_signal_saves_and_then_has_its_usual_effect(number, code, message, tmp
       process.kill()
   assert process.returncode == code, errors
   assert message in out and 'stopped at update' in out
-  saved = checkpoint.newest_whole(tmp_path / 'run')
+  saved = checkpoints.newest_whole(tmp_path / 'run')
   assert saved == max(receipts(tmp_path / 'run'))
 
 

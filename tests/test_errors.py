@@ -58,7 +58,7 @@ def test_a_door_turns_value_errors_alone_into_refusals():
 @pytest.mark.parametrize('call', [
     lambda: pj.load_config('nothing'), lambda: pj.load('nowhere'),
     lambda: pj.choose(pj.load_config('ppo_cartpole'), 'torso', 'mlp'),
-    lambda: pj.train('nothing', 'no'), lambda: pj.train_seeds('nothing', 'no', 2),
+    lambda: pj.train('nothing', 'no'), lambda: pj.train('nothing', 'no', num_seeds=2),
     lambda: pj.train(pj.load_config('ppo_cartpole'), 'no', callbacks=[5]),
     lambda: pj.train(pj.load_config('ppo_cartpole'), 'no', init_partly=True),
     lambda: pj.prepare({'placement': {'xla_threads': 0}})])

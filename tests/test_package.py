@@ -102,9 +102,6 @@ def test_wheel_trains_away_from_the_repository(installed, tmp_path):
   assert "identical: " in _run(installed / "podracer_jit", "compare", "run", "run", cwd=tmp_path)
   args = ("evaluate", "--workdir=run", "--num_episodes=2")
   assert "2 episodes" in _run(installed / "podracer_jit", *args, cwd=tmp_path, timeout=600)
-  args = ("benchmark", "--config=configs/impala_catch.py:smoke", "--parts=policy")
-  args += ("--seconds=0", "--rounds=1", "--rounds_of=")
-  assert "policy" in _run(installed / "podracer_jit", *args, cwd=tmp_path, timeout=600)
   assert "impala_catch" in _run(installed / "podracer_jit", "configs", cwd=tmp_path)
 
 

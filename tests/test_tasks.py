@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from podracer_jit.workdir import checkpoint, journal, workdirs
+from podracer_jit.workdir import checkpoints, journal, workdirs
 from tests import processes
 from tests.runs import QUICK
 
@@ -89,7 +89,7 @@ def test_the_ten_tasks(do, folder):
 
   long = folder / 'runs/long'
   assert 'stopped with exit code 3' in do(3)
-  stopped = checkpoint.newest_whole(long)
+  stopped = checkpoints.newest_whole(long)
   assert f'going on from update {stopped} ' in do(4)
   assert len(journal.read_receipts(long).by_update) > stopped
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.gpu_day.processes import RESULT
-from podracer_jit.cli import benchmark
+from benchmarks.parts import __main__ as parts_benchmark
 from podracer_jit.envs import envpool_envs
 
 PACKAGES = ('jax', 'jaxlib', 'jax-cuda13-plugin', 'numpy', 'flax', 'optax', 'rlax', 'chex',
@@ -222,7 +222,7 @@ def envpool_call(cpu: jax.Device, device: jax.Device) -> dict[str, Any]:
 
 
 def bench(dry: bool, work: Path, *arguments: str) -> None:
-  """Runs `podracer_jit benchmark` several times in this process.
+  """Runs `benchmarks.parts` several times in this process.
 
   Args:
     dry: not used.
@@ -251,7 +251,7 @@ def bench(dry: bool, work: Path, *arguments: str) -> None:
 
 def _figures(flags: Sequence[str], path: Path) -> dict[str, Any]:
   """Runs one benchmark, which writes its figures to `path`; returns the most important ones."""
-  code = benchmark.main(['benchmark', *flags, f'--json={path}'])
+  code = parts_benchmark.main(['parts', *flags, f'--json={path}'])
   if code:
     raise RuntimeError(f'exit code {code}')
   result = json.loads(path.read_text())

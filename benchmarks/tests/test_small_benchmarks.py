@@ -41,8 +41,8 @@ def test_the_cost_of_evaluations_is_measured():
 
 
 @pytest.mark.parametrize('name', ['async_actors', 'evaluations', 'gpu_day', 'gymnasium_stress',
-                                  'in_turn', 'reduction', 'replay', 'same_receipts', 'scaling',
-                                  'schemes', 'stable_baselines', 'startup'])
+                                  'in_turn', 'parts', 'reduction', 'replay', 'same_receipts',
+                                  'scaling', 'schemes', 'stable_baselines', 'startup', 'tune'])
 def test_help_names_the_command(name):
   process = run_benchmark(name, '--help')
   assert process.returncode == 0 and f'python -m benchmarks.{name}' in process.stdout
@@ -62,6 +62,23 @@ def test_in_turn_counts_pairs_with_the_same_core_distance():
 def test_in_turn_counts_every_pair_without_a_common_core_distance():
   assert in_turn.table('catch', [(_figures(100, 90), _figures(50, 300))])[0].endswith('1 of 1')
   assert in_turn.table('catch', [(_figures(100, None), _figures(50, None))])[0].endswith('1 of 1')
+
+
+@pytest.mark.parametrize('file, older', [
+    ('benchmarks/parts/__main__.py', ['podracer_jit/__main__.py', 'scripts/benchmark.py']),
+    ('podracer_jit/__main__.py', ['podracer_jit/run/commands/benchmark.py']),
+    ('scripts/benchmark.py', ['podracer_jit/__main__.py'])])
+def test_in_turn_finds_the_benchmark_of_older_commits(file, older, tmp_path):
+  program = ("import json, sys\n"
+             "path = next(arg for arg in sys.argv if arg.startswith('--json=')).partition('=')[2]\n"
+             "open(path, 'w').write(json.dumps(sys.argv))\n")
+  for name in (file, *older):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(program if name == file else 'raise SystemExit("older")')
+  figures = in_turn.measure(tmp_path, 'x', 'rollout', 1.0, tmp_path / 'figures.json')
+  assert (figures[1] == 'benchmark') == file.startswith('podracer_jit')
+  assert '--config=configs/x.py' in figures and '--parts=rollout' in figures
 
 
 def test_ratios_are_those_of_pairs():

@@ -35,7 +35,7 @@ from podracer_jit.experiment import schema
 from podracer_jit.options import printable, shorten
 from podracer_jit.parts import user_path
 from podracer_jit.runtime.output import complain
-from podracer_jit.workdir import checkpoint, history, journal, sources, workdirs
+from podracer_jit.workdir import checkpoints, history, journal, sources, workdirs
 
 ROWS = 10  # of the learning curves
 _CURVE = dict(update=int, steps=int, episode_return=float | None)  # of a line of metrics.jsonl
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 def _missing_at_the_end(workdir: Path, receipts: journal.Receipts) -> list[str]:
   """Returns a line if a checkpoint has an update after the last receipt."""
   last = max(receipts.by_update)
-  saved = max(checkpoint.saved_updates(workdir), default=0)
+  saved = max(checkpoints.saved_updates(workdir), default=0)
   return [f'no line of {last + 1} to {saved}'] if saved > last else []
 
 

@@ -22,12 +22,11 @@ VERBS = {
     'export': 'write an agent for programs that do not have this package',
     'compare': 'tell whether two runs are the same to the last bit',
     'rerun': 'repeat one update of a run and write its rollout',
-    'tune': 'find the fastest placement on this machine',
-    'benchmark': 'measure each part of an experiment, and where the time goes',
     'launch': 'train with several processes on this machine',
     'configs': 'list the configs of the package',
     'envs': 'list the tasks of all kinds of environments',
 }
+MOVED = {'benchmark': 'benchmarks.parts', 'tune': 'benchmarks.tune'}
 HELP = """Trains, or runs a verb:
 
   podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong
@@ -91,6 +90,9 @@ def run() -> None:
 
 def _no_command(word: str) -> str:
   """Returns the error message for an unknown verb, with a similar one if there is one."""
+  if word in MOVED:
+    return (f'{word}: no verb since 0.7; in a checkout of the repository, it is python -m '
+            f'{MOVED[word]}')
   if Path(word.partition(':')[0]).suffix == '.py':
     return f'{word}: no such command; to train with this config: podracer_jit --config={word}'
   near = difflib.get_close_matches(word, VERBS, n=1)

@@ -33,7 +33,7 @@ from podracer_jit.play import evaluation
 from podracer_jit.runtime import host, placement
 from podracer_jit.runtime.output import complain
 from podracer_jit.types import Rollout, TrainState
-from podracer_jit.workdir import checkpoint, history, journal, manifest, sources, workdirs
+from podracer_jit.workdir import checkpoints, history, journal, sources, workdirs
 
 
 class Start(NamedTuple):
@@ -127,7 +127,7 @@ def start_of(run: build.Run, workdir: Path, header: Mapping[str, Any]) -> Start:
   origin = history.origin_of(workdirs.read_history(workdir))
   if before == 0 and origin is None:
     return Start(*build.allocated(run, initial, None), header['segment'])
-  existing = checkpoint.saved_updates(workdir)
+  existing = checkpoints.saved_updates(workdir)
   if before == 0 and before not in existing:
     raise ValueError(f'--update: the run began with the state of another run, and its checkpoint '
                      f'of update 0 is gone from {workdir}')
@@ -135,13 +135,13 @@ def start_of(run: build.Run, workdir: Path, header: Mapping[str, Any]) -> Start:
     raise ValueError(f'--update: the checkpoint of update {before}, which is needed to repeat it, '
                      f'is gone; the existing checkpoints are of {", ".join(map(str, existing))} '
                      '(checkpoint.keep sets their number), and the first segment needs none')
-  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
+  with contextlib.closing(checkpoints.Checkpoints(workdir)) as saved:
     try:
       state, _ = saved.restore(initial._replace(replay=run.learner.replay_shapes()), before)
       envs = saved.restore_envs(build.kept_env_shapes(run), before)
     except Broken as error:
       raise ValueError(f'--update: {error}') from None
-  if before == 0 and manifest.digest(state._replace(replay=None)) != origin.state_sha256:
+  if before == 0 and checkpoints.digest(state._replace(replay=None)) != origin.state_sha256:
     raise ValueError(f'--update: the checkpoint of update 0 in {workdir} is not the state that the '
                      'run began with')
   return Start(*build.allocated(run, state, envs), header['segment'])

@@ -38,8 +38,8 @@ from podracer_jit.experiment.resolve import placement_of, resolve
 from podracer_jit.parts import user_path
 from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain, give_up_lost_streams
-from podracer_jit.training import life, machines, seeds, session, stopping
-from podracer_jit.workdir import checkpoint
+from podracer_jit.training import life, machines, sinks, stopping, trainer
+from podracer_jit.workdir import checkpoints
 
 _logger = logging.getLogger(__name__)
 
@@ -66,6 +66,9 @@ def main(argv: Sequence[str], began_s: float | None = None) -> int:
   flags.DEFINE_integer('num_seeds', None, 'Trains so many seeds at once, from --config.seed on, in '
                        'one program; each has a workdir in the workdir. For JAX environments and '
                        'scheme=fused.', flag_values=values)
+  flags.DEFINE_list('callbacks', [], 'Classes of your own, module:Class, by comma: subclasses of '
+                    'podracer_jit.Sink, which are told each update, checkpoint and evaluation.',
+                    flag_values=values)
   flags.DEFINE_bool('distributed', False, 'This is one of several processes of the run.',
                     flag_values=values)
   cluster = 'by default, SLURM, Open MPI, Kubernetes or the TPU pod gives it.'
@@ -109,16 +112,17 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
           host.prepare_host(place)
           host.join(place, *joining, values.coordinator_timeout_s)
         profile_dir = values.profile_dir and str(user_path(values.profile_dir))
+        cluster = None
         if values.num_seeds is None:
           cluster = stack.enter_context(machines.joined(config))
-          opened = stack.enter_context(session.opened(resolve(config), workdir, options, cluster))
-        else:
-          opened = stack.enter_context(seeds.opened(config, values.num_seeds, workdir, options))
+        told = sinks.users(values.callbacks, values.num_seeds or 1)
+        opened = stack.enter_context(trainer.opened(
+            resolve(config), workdir, options, cluster, values.num_seeds))
       failing = opened.workdir
       for note in opened.notes:
         complain(f'podracer_jit: {note}')
       stop.begin_training()
-      finished = opened.train(stop, profile_dir, began_s=began_s)
+      finished = opened.train(stop, told, profile_dir, began_s=began_s)
     # A user's code may exit, but its exit code must not be the command's: 3 means saved.
     except (KeyboardInterrupt, SystemExit, Exception) as error:  # noqa: BLE001 - `_failure` logs it
       stop.end()  # a further signal would keep the line from being printed
@@ -154,14 +158,14 @@ def _failure(error: BaseException, workdir: Path | None) -> tuple[int, str]:
     _logger.error('the run failed', exc_info=error)
   line += threads
   # The exception of a seed names that seed's own.
-  if workdir is not None and checkpoint.LAST_GOOD not in line:
-    line += f'; {checkpoint.last_good(workdir)}'
+  if workdir is not None and checkpoints.LAST_GOOD not in line:
+    line += f'; {checkpoints.last_good(workdir)}'
   return code, line
 
 
 def _code_of_a_stop(workdir: Path) -> int:
   """Returns the exit code of a stop: STOPPED if there is a checkpoint, else INTERRUPTED."""
-  return STOPPED if checkpoint.updates_in(workdir) else INTERRUPTED
+  return STOPPED if checkpoints.saved_updates(workdir) else INTERRUPTED
 
 
 def _leave(code: int, at_once: bool = False) -> int:

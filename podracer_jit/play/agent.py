@@ -25,7 +25,7 @@ from podracer_jit.options import shorten
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation, export
 from podracer_jit.runtime import host
-from podracer_jit.workdir import checkpoint, manifest, safe_files, sources, workdirs
+from podracer_jit.workdir import checkpoints, files, sources, workdirs
 
 PARAMETERS = 'parameters.safetensors'
 _DRAFT = '.saving'  # in the name of a folder until it is complete
@@ -129,8 +129,8 @@ class Agent:
     check_new(folder)  # before the programs are compiled
     self._write(folder, export.files(self.player, self.experiment, self._spaces))
 
-  def _write(self, folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes the files that every saved agent has, and `files`, to a new folder in one step."""
+  def _write(self, folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Writes the files that every saved agent has, and `contents`, to a new folder in one step."""
     check_new(folder)
     # The folder gets its name in one step, once it is complete.
     draft = folder.with_name(folder.name + _DRAFT)
@@ -138,14 +138,14 @@ class Agent:
     draft.mkdir(parents=True)
     params = jax.device_get(self.player.params)
     record = workdirs.record_of(self.experiment.fields)
-    safe_files.write_text(draft / workdirs.CONFIG, json.dumps(record, indent=2) + '\n')
+    files.write(draft / workdirs.CONFIG, json.dumps(record, indent=2) + '\n')
     safetensors_numpy.save_file(
-        {name: np.asarray(array, order='C') for name, array in checkpoint.leaves(params).items()},
+        {name: np.asarray(array, order='C') for name, array in checkpoints.leaves(params).items()},
         draft / PARAMETERS, {'update': str(self.update), 'steps': str(self.steps)})
-    for name, content in files.items():
-      safe_files.write_bytes(draft / name, content)
+    for name, content in contents.items():
+      files.write(draft / name, content)
     sources.keep(draft, config_lib.sources(self.experiment.fields), 1)
-    manifest.write(draft, manifest.digest(params))
+    checkpoints.write_manifest(draft, checkpoints.digest(params))
     with contextlib.suppress(FileNotFoundError):
       folder.rmdir()  # `rename` needs a free name; an existing folder is empty.
     draft.rename(folder)
@@ -272,7 +272,7 @@ def load_saved(folder: Path, seed: int = 0, allow_modules: Collection[str] = ())
   Raises:
     ValueError: the folder is not as it was saved, or names modules that are not allowed.
   """
-  damage = manifest.problem(folder)
+  damage = checkpoints.problem_of_folder(folder)
   if damage:
     raise ValueError(f'{folder} is not as it was saved: {damage}')
   experiment = evaluation.read_experiment(folder, allow_modules)
@@ -285,7 +285,7 @@ def load_saved(folder: Path, seed: int = 0, allow_modules: Collection[str] = ())
                      ) from None
   run = build.make_run(experiment)
   like = run.initial_state().params
-  own_arrays = checkpoint.leaves(like)
+  own_arrays = checkpoints.leaves(like)
   for name, array in own_arrays.items():
     saved = arrays.get(name)
     if saved is None or (saved.shape, saved.dtype) != (array.shape, array.dtype):

@@ -33,7 +33,7 @@ from podracer_jit.experiment.settings import EnvOptions
 from podracer_jit.options import shorten, shown
 from podracer_jit.runtime import placement
 from podracer_jit.types import Params, TrainState
-from podracer_jit.workdir import checkpoint, safe_files, workdirs
+from podracer_jit.workdir import checkpoints, files, workdirs
 
 NEWEST = 'evaluation.json'  # in a workdir: the newest evaluation by the command
 # In a workdir: a line for each evaluation by the command. Those of training have a file of their
@@ -153,14 +153,14 @@ def restore(workdir: Path, experiment: Experiment, update: int | None = None) ->
   """
   run = build.make_run(experiment)
   for attempt in range(ATTEMPTS):
-    existing = checkpoint.saved_updates(workdir)
+    existing = checkpoints.saved_updates(workdir)
     try:
       state = _state(workdir, run, update)
       break
     except (ValueError, FileNotFoundError) as error:
       # A run that is still training may have replaced the checkpoint while it was read. Orbax also
       # looks at checkpoints that are being deleted, which may no longer be among `existing`.
-      changed = checkpoint.saved_updates(workdir) != existing
+      changed = checkpoints.saved_updates(workdir) != existing
       if attempt == ATTEMPTS - 1 or not (changed or isinstance(error, FileNotFoundError)):
         raise
   return make_player(run, state.params, int(state.update), int(state.steps))
@@ -217,8 +217,8 @@ def with_options(player: Player, experiment: Experiment, options: Mapping[str, A
 
 def broken_note(workdir: Path, update: int) -> str:
   """Returns a line about broken checkpoints that are newer than the one of `update`, or ''."""
-  problems = {newer: checkpoint.problem(workdir, newer)
-              for newer in checkpoint.updates_in(workdir) if newer > update}
+  problems = {newer: checkpoints.problem(workdir, newer)
+              for newer in checkpoints.saved_updates(workdir) if newer > update}
   broken = [f'of update {newer:,} ({problem})' for newer, problem in problems.items() if problem]
   return f'cannot use the checkpoint {" and ".join(broken)}; takes update {update:,}' * bool(broken)
 
@@ -229,7 +229,7 @@ def _state(workdir: Path, run: build.Run, update: int | None) -> TrainState:
   Raises:
     ValueError: the checkpoint is missing, broken, or of another experiment.
   """
-  existing = checkpoint.saved_updates(workdir)
+  existing = checkpoints.saved_updates(workdir)
   if not existing:
     raise ValueError(f'--workdir: {workdir} has no checkpoint yet; a run saves one every '
                      f'{run.experiment.checkpoint.every_updates} updates and at its end')
@@ -237,16 +237,16 @@ def _state(workdir: Path, run: build.Run, update: int | None) -> TrainState:
     if update not in existing:
       raise ValueError(f'--workdir: {workdir} has no checkpoint of update {update}; it has those '
                        f'of {", ".join(map(str, existing))}')
-    damage = checkpoint.problem(workdir, update)
+    damage = checkpoints.problem(workdir, update)
     if damage:
       raise ValueError(f'--workdir: the checkpoint of update {update} in {workdir} is broken: '
                        f'{damage}')
   else:
-    update = checkpoint.newest_whole(workdir)
+    update = checkpoints.newest_whole(workdir)
   if update is None:
     raise ValueError(f'--workdir: no checkpoint in {workdir} is whole; of the newest checkpoint, '
-                     f'{existing[-1]}, {checkpoint.problem(workdir, existing[-1])}')
-  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
+                     f'{existing[-1]}, {checkpoints.problem(workdir, existing[-1])}')
+  with contextlib.closing(checkpoints.Checkpoints(workdir)) as saved:
     try:
       state, _ = saved.restore(run.initial_state(), update, files_checked=True)
     except Exception as error:  # noqa: BLE001 - Orbax has no type for unexpected contents
@@ -430,6 +430,6 @@ def write(workdir: Path, record: Record) -> None:
   fields = (f'{json.dumps(name)}: {json.dumps(value)}' for name, value in record.items())
   line = {name: value for name, value in record.items() if name not in Episodes._fields}
   try:
-    safe_files.write_text(workdir / NEWEST, '{\n' + ',\n'.join(fields) + '\n}\n', is_shared=True)
+    files.write(workdir / NEWEST, '{\n' + ',\n'.join(fields) + '\n}\n', is_shared=True)
   finally:  # A file that cannot be written does not keep the result out of the other one.
-    safe_files.append_line(workdir / JOURNAL, json.dumps(line))
+    files.append_line(workdir / JOURNAL, json.dumps(line))

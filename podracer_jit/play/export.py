@@ -17,7 +17,7 @@ from podracer_jit.envs import spaces
 from podracer_jit.experiment.experiment import Experiment
 from podracer_jit.numerics import convolution
 from podracer_jit.play import evaluation
-from podracer_jit.workdir import checkpoint, workdirs
+from podracer_jit.workdir import checkpoints, workdirs
 
 DESCRIPTION = 'agent.json'
 FORMAT = 1  # of the description and the programs' arguments
@@ -89,7 +89,7 @@ class _Interface:
     self._player = player
     self._experiment = experiment
     self._spaces = task_spaces
-    self._names = list(checkpoint.leaves(player.params))
+    self._names = list(checkpoints.leaves(player.params))
     self._tree = jax.tree.structure(player.params)
     # Shapes of one observation and of one row of the state.
     self._obs = self._shapes_of_observation()
@@ -104,7 +104,7 @@ class _Interface:
       return jax.ShapeDtypeStruct((batch, *x.shape), x.dtype)
 
     params = {each: jax.ShapeDtypeStruct(x.shape, x.dtype)
-              for each, x in checkpoint.leaves(self._player.params).items()}
+              for each, x in checkpoints.leaves(self._player.params).items()}
     arguments = [params, jax.tree.map(rows, self._obs),
                  list(map(rows, jax.tree.leaves(self._state))),
                  jax.ShapeDtypeStruct((batch,), bool)]
@@ -253,7 +253,7 @@ class _Interface:
     state = [rng.uniform(-1, 1, (rows, *x.shape)).astype(x.dtype)
              for x in jax.tree.leaves(self._state)]
     is_first = np.arange(rows) % 2 == 0
-    params = checkpoint.leaves(self._player.params)
+    params = checkpoints.leaves(self._player.params)
 
     def expected_results(arguments):
       params, obs, state, is_first = arguments

@@ -6,6 +6,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
+class Waits(NamedTuple):
+  """Seconds spent waiting since the segment began."""
+
+  actor: float  # mean over actors
+  learner: float  # mean over learners
+
+
 class Report(NamedTuple):
   """Report of `count` updates."""
 
@@ -15,10 +22,8 @@ class Report(NamedTuple):
   # versions of the policy, which are gradient steps.
   cgd: tuple[float, ...]  # collection-to-gradient delay
   gud: tuple[float, ...]  # gradient-to-update delay
-
-
-class Waits(NamedTuple):
-  """Seconds spent waiting since the segment began."""
-
-  actor: float  # mean over actors
-  learner: float  # mean over learners
+  # Added where a graph runs: waits until now, and of machines that act elsewhere their figures, and
+  # the lives of actors that were begun again, by name.
+  waits: Waits = Waits(0.0, 0.0)
+  machines: Mapping[str, float] = {}
+  lives: Mapping[str, int] = {}

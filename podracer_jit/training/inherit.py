@@ -14,7 +14,7 @@ from podracer_jit.experiment import build
 from podracer_jit.options import shorten
 from podracer_jit.runtime import host, placement
 from podracer_jit.types import TrainState
-from podracer_jit.workdir import checkpoint, manifest
+from podracer_jit.workdir import checkpoints
 from podracer_jit.workdir.history import Origin
 
 # Parts of a state that a run can take from another run: the network's parameters with the target
@@ -57,8 +57,8 @@ def read(run: build.Run, request: Request) -> Inherited:
   source = request.workdir.resolve()
   update = _newest(source)
   fresh_state = run.initial_state()
-  own_arrays = checkpoint.leaves(fresh_state)
-  source_arrays = checkpoint.saved_leaves(source, update)
+  own_arrays = checkpoints.leaves(fresh_state)
+  source_arrays = checkpoints.saved_leaves(source, update)
   parts = request.parts or BY_DEFAULT
   if parts == PARTS and not jax.tree.leaves(run.learner.replay_shapes()):
     # 'all' means all parts that this run has.
@@ -71,7 +71,7 @@ def read(run: build.Run, request: Request) -> Inherited:
   if not taken:
     raise ValueError(f'--init_from: nothing of {source} fits this run')
 
-  with contextlib.closing(checkpoint.Checkpoints(source)) as saved:
+  with contextlib.closing(checkpoints.Checkpoints(source)) as saved:
     try:
       arrays = saved.restore_leaves(update, run.place.mesh)
       replay = None
@@ -90,7 +90,7 @@ def read(run: build.Run, request: Request) -> Inherited:
       fresh=(*fit.fresh, *(name for name in own_arrays if name in fit.problems)),
       unused=tuple(name for name in source_arrays
                    if name in fit.problems and name not in own_arrays),
-      state_sha256=manifest.digest(state))
+      state_sha256=checkpoints.digest(state))
   return Inherited(state._replace(replay=replay), origin)
 
 
@@ -153,8 +153,8 @@ def problem_of_shapes(run: build.Run, workdir: Path, update: int) -> str:
   if not run.experiment.checkpoint.replay:
     items['replay'] = None
   for item, shapes in items.items():
-    saved = checkpoint.saved_leaves(workdir, update, item)
-    own = checkpoint.leaves(shapes)
+    saved = checkpoints.saved_leaves(workdir, update, item)
+    own = checkpoints.leaves(shapes)
     # A replay and environments that only one side has begin anew.
     if item != 'state' and not (saved and own):
       continue
@@ -167,7 +167,7 @@ def _newest(source: Path) -> int:
   """Returns the update of the newest whole checkpoint, the same in all processes."""
   if not source.is_dir():
     raise ValueError(f'--init_from: {source} does not exist')
-  update = host.of_process_0(checkpoint.newest_whole(source))
+  update = host.of_process_0(checkpoints.newest_whole(source))
   if update is None:
     raise ValueError(f'--init_from: {source} has no whole checkpoint')
   return update
@@ -221,8 +221,8 @@ def _check_replay(run: build.Run, source: Path, update: int) -> None:
   Raises:
     ValueError: it does not fit, or the checkpoint or this run has no replay.
   """
-  own = checkpoint.leaves(run.learner.replay_shapes())
-  saved = checkpoint.saved_leaves(source, update, 'replay')
+  own = checkpoints.leaves(run.learner.replay_shapes())
+  saved = checkpoints.saved_leaves(source, update, 'replay')
   if not own:
     raise ValueError(f'--init_parts: {run.experiment.loss_name} has no replay')
   if not run.experiment.checkpoint.replay:
@@ -256,7 +256,7 @@ def _with_target(state: TrainState, arrays: Mapping[str, jax.Array], taken: Sequ
   """
   if not jax.tree.leaves(state.target) or 'parameters' not in taken:
     return _with_count(state, arrays, taken)
-  params = checkpoint.leaves(state.params)
+  params = checkpoints.leaves(state.params)
   fitting = {}
   for name, own in params.items():
     target = arrays.get(f'target/params/{name}')

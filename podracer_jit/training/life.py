@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,17 +16,7 @@ from podracer_jit.experiment.resolve import resolve
 from podracer_jit.parts import user_path
 from podracer_jit.runtime import host
 from podracer_jit.training import inherit
-from podracer_jit.workdir import (
-  changes,
-  checkpoint,
-  history,
-  journal,
-  safe_files,
-  sources,
-  workdirs,
-)
-
-_COPYING = '.copying'  # in the name of a checkpoint while it is copied
+from podracer_jit.workdir import changes, checkpoints, files, history, journal, sources, workdirs
 
 
 class Life(NamedTuple):
@@ -125,7 +113,7 @@ def begin(run: build.Run, workdir: Path, life: Life) -> Beginning:
   # A run that was killed while it wrote its first state has not begun. Process 0 decides for all: a
   # process that looks later could find files that process 0 has written meanwhile.
   has_begun = bool(host.of_process_0(int(
-      (_has_config(workdir) or any(checkpoint.updates_in(workdir)))
+      (_has_config(workdir) or any(checkpoints.saved_updates(workdir)))
       and not _gives_way(workdir, run.experiment.fields, life))))
   if has_begun:
     return Beginning(True, None)
@@ -164,7 +152,7 @@ def _gives_way(workdir: Path, fields: Mapping[str, Any], life: Life) -> bool:
 
 
 def _made_updates(workdir: Path) -> bool:
-  return any(checkpoint.updates_in(workdir)) or journal.has_updates(workdir)
+  return any(checkpoints.saved_updates(workdir)) or journal.has_updates(workdir)
 
 
 def clear_workdir(workdir: Path) -> list[str]:
@@ -185,10 +173,10 @@ def clear_workdir(workdir: Path) -> list[str]:
   notes = []
   # First the config: without it, a first state belongs to no run.
   if _has_config(workdir):
-    aside = safe_files.set_aside(workdir, workdir / workdirs.CONFIG)
+    aside = files.set_aside(workdir, workdir / workdirs.CONFIG)
     notes = [f'the run in {workdir} never made an update, so it begins anew with this config; the '
              f'config before is now {aside}']
-  checkpoint.set_all_aside(workdir)
+  checkpoints.set_all_aside(workdir)
   return notes
 
 
@@ -201,11 +189,11 @@ def write_first_state(run: build.Run, workdir: Path, inherited: inherit.Inherite
     inherited: the state.
 
   Raises:
-    checkpoint.NotSaved: it cannot be written.
+    checkpoints.NotSaved: it cannot be written.
   """
   entries = [history.Entry(1, init_from=inherited.origin)]
   record = workdirs.record_of(run.experiment.fields, entries)
-  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
+  with contextlib.closing(checkpoints.Checkpoints(workdir)) as saved:
     saved.save(inherited.state, {'segment': 0, 'run': record})
 
 
@@ -244,14 +232,10 @@ def start_workdir(run: build.Run, workdir: Path, life: Life,
 
 def _copy_first_state(repeated: Path, workdir: Path) -> None:
   """Copies the checkpoint of update 0 of another run."""
-  damage = checkpoint.problem(repeated, 0)
+  damage = checkpoints.problem(repeated, 0)
   if damage:
     raise ValueError(f'--repeat: the first state of the run in {repeated} is lost: {damage}')
-  target = checkpoint.path_of(workdir, 0)
-  draft = target.with_name(target.name + _COPYING)
-  shutil.rmtree(draft, ignore_errors=True)
-  shutil.copytree(checkpoint.path_of(repeated, 0), draft)
-  os.rename(draft, target)
+  checkpoints.copy(repeated, workdir, 0)
 
 
 def resume_workdir(run: build.Run, workdir: Path, life: Life) -> tuple[int | None, list[str]]:
@@ -274,7 +258,7 @@ def resume_workdir(run: build.Run, workdir: Path, life: Life) -> tuple[int | Non
   notes = workdirs.open_workdir(workdir, fields, life.allowed)
   workdirs.check_layout(workdir, run.experiment)
   _check_origin(workdir, life)
-  update, repairs = checkpoint.recover(workdir)
+  update, repairs = checkpoints.recover(workdir)
 
   def misfit() -> str:
     return '' if update is None else inherit.problem_of_shapes(run, workdir, update)
@@ -303,7 +287,7 @@ def _check_origin(workdir: Path, life: Life) -> None:
       began = f'began with {origin.words()}' if origin else 'began with its seed'
       raise ValueError(f'--init_from: {workdir} has a run already, which {began}; choose another '
                        '--workdir for a new run')
-  if origin and not checkpoint.saved_updates(workdir):
+  if origin and not checkpoints.saved_updates(workdir):
     raise ValueError(f'--workdir: the run in {workdir} began with the state of another run, and '
                      'has no checkpoint left; choose another --workdir to begin anew')
 

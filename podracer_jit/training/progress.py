@@ -6,7 +6,6 @@ import collections
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -17,7 +16,7 @@ from rich.text import Text
 from podracer_jit.experiment.experiment import Experiment
 from podracer_jit.options import printable
 from podracer_jit.runtime.output import LastingStream
-from podracer_jit.training.metrics import Record
+from podracer_jit.training.sinks import Record, Sink
 
 
 def bottleneck(actor_wait_s: float, learner_wait_s: float, seconds: float) -> str:
@@ -65,12 +64,12 @@ def _duration(seconds: float) -> str:
   return time.strftime('%H:%M:%S', time.gmtime(max(seconds, 0)))
 
 
-class Progress:
-  """Shows the newest record; a context manager."""
+class Progress(Sink):
+  """Shows the newest record."""
 
   def __init__(self, experiment: Experiment, title: str, console: Console | None = None,
                quiet: bool = False):
-    """Creates a display; shows nothing.
+    """Creates a display; a block is shown from now on.
 
     Args:
       experiment: has the number of steps and the interval of lines.
@@ -93,17 +92,10 @@ class Progress:
     self._live: Live | None = None
     self._printed_s = time.monotonic()  # when the last line was printed
     self._shown = False  # whether the newest record was printed
-
-  def __enter__(self) -> Progress:
     if self._console.is_terminal:
       # Asks for the block four times a second, however short an update is.
-      self._live = Live(console=self._console, refresh_per_second=4,
-                        get_renderable=self._block).__enter__()
-    return self
-
-  def __exit__(self, *exc: Any) -> None:
-    if self._live:
-      self._live.__exit__(*exc)
+      self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._block)
+      self._live.start()
 
   def note(self, line: str) -> None:
     """Prints a line above the block."""
@@ -117,14 +109,19 @@ class Progress:
   def finish(self, line: str) -> None:
     """Shows the last update, and prints the last line below it."""
     if self._live:
-      self._live.__exit__(None, None, None)
-      self._live = None
+      self.close()
     elif self._recent and not self._shown:
       self._console.print(self._line(), markup=False)
     self.note(line)
 
-  def show(self, record: Record) -> None:
-    """Adds an update; prints a line every `log.every_seconds` if there is no block."""
+  def close(self) -> None:
+    """Ends the block."""
+    if self._live:
+      self._live.stop()
+      self._live = None
+
+  def update(self, record: Record, receipt: Record) -> None:
+    """Adds a report; prints a line every `log.every_seconds` if there is no block."""
     now_s = time.monotonic()
     self._recent.append((now_s, record))
     # Rates are over the last half minute.

@@ -7,16 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from podracer_jit.experiment import build, checks, memory, trial
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment import build
 from podracer_jit.runtime import host
-from podracer_jit.training import life, machines, stopping
-from podracer_jit.training import train as train_lib
-from podracer_jit.training.callbacks import Callbacks
-from podracer_jit.workdir import checkpoint, history, journal, workdirs
+from podracer_jit.training import life
+from podracer_jit.workdir import checkpoints, history, journal, workdirs
 
 if TYPE_CHECKING:
-  from podracer_jit.cluster.ray_cluster import Cluster
+  pass
 
 
 class Session(NamedTuple):
@@ -30,74 +27,15 @@ class Session(NamedTuple):
   ends: Sequence[int] | None
   notes: Sequence[str]  # lines about memory, what was decided, repairs and changes
 
-  def train(self, stop: stopping.Stopping, profile_dir: str | None = None,
-            callbacks: Callbacks | None = None, quiet: bool = False,
-            began_s: float | None = None) -> bool:
-    """Trains all stages of the rest of the run; usually there is one, see `life.stages`.
-
-    Args:
-      stop: handles signals.
-      profile_dir: see `train.train`.
-      callbacks: see `train.train`.
-      quiet: see `train.train`.
-      began_s: see `train.train`.
-
-    Returns:
-      See `train.train`.
-
-    Raises:
-      Exception: see `train.train`; it names the last good checkpoint.
-    """
-    with checkpoint.naming_last_good(self.workdir):
-      return self._train(stop, profile_dir, callbacks, quiet, began_s)
-
-  def _train(self, stop: stopping.Stopping, profile_dir: str | None, callbacks: Callbacks | None,
-             quiet: bool, began_s: float | None) -> bool:
-    """Trains all stages; see `train`."""
-    update = self.update
-    for stage, last in life.stages(self.run, self.entries, update or 0):
-      finished = train_lib.train(
-          stage, self.workdir, profile_dir, self.ends, stop, update, self.entries, last,
-          callbacks, quiet, began_s)
-      # A repeated run may end before its config changes; this run then ends there, too.
-      if last is None or not finished or last not in checkpoint.saved_updates(self.workdir):
-        return finished
-      update = last
-      began_s = None  # the checkpoint has the seconds up to now
-    raise AssertionError('the last stage has no last update')
-
-
-@contextlib.contextmanager
-def opened(experiment: Experiment, workdir: Path, options: life.Life,
-           cluster: Cluster | None = None) -> Iterator[Session]:
-  """Builds a run and opens its workdir, in all processes; closes the workdir on exit.
-
-  Args:
-    experiment: the experiment to run.
-    workdir: the workdir of the run.
-    options: where the run begins, and which fields may differ if it goes on.
-    cluster: where its actors are, if the placement asks for one; see `machines.joined`.
-
-  Yields:
-    The run, ready to train.
-
-  Raises:
-    ValueError: the experiment cannot run on this machine, or the workdir is in use, of another
-      experiment, or cannot be repaired.
-    OSError: the workdir cannot be written to.
-  """
-  host.prepare_host(experiment.placement)
-  team = machines.Team(cluster, experiment) if cluster else None
-  run = build.make_run(experiment, team)
-  trial.check(run)
-  warnings = [f'warning: {warning}' for warning in memory.check(run)]
-  with opened_run(run, workdir, options) as session:
-    yield session._replace(notes=[*warnings, *checks.notes(experiment), *session.notes])
-
 
 @contextlib.contextmanager
 def opened_run(run: build.Run, workdir: Path, options: life.Life) -> Iterator[Session]:
-  """Opens the workdir of a run that was built; see `opened`."""
+  """Opens the workdir of a run that was built, in all processes; closes it on exit.
+
+  Raises:
+    ValueError: the workdir is in use, of another experiment, or cannot be repaired.
+    OSError: it cannot be written to.
+  """
   experiment = run.experiment
   ends = None
   if options.repeat:
@@ -151,7 +89,7 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
       try:
         # Before anything in the workdir is read: another run must not change what is decided here.
         stack.enter_context(workdirs.locked(workdir))
-        checkpoint.remove_unfinished(workdir)
+        checkpoints.remove_unfinished(workdir)
       except (ValueError, OSError) as error:
         problem = error
     _raise_everywhere(problem)
@@ -173,7 +111,7 @@ def _opened_workdir(workdir: Path, run: build.Run, options: life.Life
     if is_first and not beginning.has_begun:
       try:
         notes += life.start_workdir(run, workdir, options, inherited)
-        update = checkpoint.newest_whole(workdir)
+        update = checkpoints.newest_whole(workdir)
       except (ValueError, OSError) as error:
         problem = error
     _raise_everywhere(problem)

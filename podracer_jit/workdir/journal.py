@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podracer_jit.workdir import safe_files
+from podracer_jit.workdir import files
 
 RECEIPTS = 'receipts.jsonl'
 METRICS = 'metrics.jsonl'
@@ -146,32 +145,27 @@ def cut(workdir: Path, path: Path, last_update: int) -> list[str]:
   if garbled or not in_order:
     aside = f'; the file as it was is now {_rewrite(workdir, path, last_update)}'
   else:
-    with safe_files.naming(path):
-      os.truncate(path, kept_bytes)
+    files.truncate(path, kept_bytes)
   return [f'{path}: {"; ".join(problems)}{aside}'] if problems else []
 
 
 def _rewrite(workdir: Path, path: Path, last_update: int) -> Path:
   """Replaces a file by its good lines; returns the new path of the original."""
-  draft = path.with_name(f'{path.name}.tmp')
-  with safe_files.naming(path):
-    try:
-      with draft.open('wb') as file:
-        file.writelines(line.raw for line in _lines(path)
-                        if line.entry is not None and not _is_later(line.entry, last_update))
-      aside = safe_files.set_aside(workdir, path)
-      os.replace(draft, path)
-    finally:
-      draft.unlink(missing_ok=True)
+  good = path.with_name(f'{path.name}.good')
+  files.write(good, (line.raw for line in _lines(path)
+                     if line.entry is not None and not _is_later(line.entry, last_update)))
+  with files.naming(path):
+    aside = files.set_aside(workdir, path)
+    files.rename(good, path)
   return aside
 
 
 def _lines(path: Path) -> Iterator[Line]:
   """Yields the lines of a file, parsed."""
-  with safe_files.open_regular(path) as file:
+  with files.open_regular(path) as file:
     for raw in file:
       try:
-        entry = safe_files.parse_json(raw)
+        entry = files.parse_json(raw)
       except ValueError:
         entry = None
       good = isinstance(entry, dict) and raw.endswith(b'\n') and all(

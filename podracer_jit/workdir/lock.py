@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from podracer_jit.errors import InUse
-from podracer_jit.workdir import safe_files
+from podracer_jit.workdir import files
 
 NAME = 'lock'
 FALLBACK_NAME = 'lock.held'  # replaces the lock if the file system has no locks
@@ -125,7 +125,7 @@ def _this_process() -> bytes:
 def _read(path: Path) -> dict[str, Any]:
   """Returns the holder of a lock; empty if the file does not name it."""
   try:
-    holder = safe_files.read_json(path)
+    holder = files.read_json(path)
   except (OSError, ValueError):
     return {}
   return holder if isinstance(holder, dict) else {}

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from podracer_jit.workdir import safe_files
+from podracer_jit.workdir import files
 
 FOLDER = 'sources'
 INDEX = 'index.json'
@@ -39,7 +39,7 @@ def read(folder: Path) -> list[Entry]:
   try:
     entries = [Entry(int(entry['first_update']),
                      {str(name): str(value) for name, value in entry['files'].items()})
-               for entry in safe_files.read_json(path)]
+               for entry in files.read_json(path)]
   except (OSError, ValueError, TypeError, KeyError, AttributeError):
     raise ValueError(f'--workdir: {path} is garbled') from None
   return sorted(entries)
@@ -63,25 +63,25 @@ def keep(folder: Path, contents: Mapping[str, bytes], first_update: int) -> list
   try:
     entries = read(folder)
   except ValueError as error:
-    aside = safe_files.set_aside(folder, folder / FOLDER)
+    aside = files.set_aside(folder, folder / FOLDER)
     notes.append(f'{str(error).removeprefix("--workdir: ")}; {FOLDER} is now {aside}')
     entries = []
-  files = _hashes(contents)
-  if entries == [Entry(1, files)]:
+  hashes = _hashes(contents)
+  if entries == [Entry(1, hashes)]:
     return notes
   # No update that is left was made with later entries.
   earlier = [entry for entry in entries if entry.first_update < first_update]
   before = earlier[-1] if earlier else None
-  has_changed = files != (before.files if before else {})
-  if has_changed and Entry(first_update, files) not in entries:
+  has_changed = hashes != (before.files if before else {})
+  if has_changed and Entry(first_update, hashes) not in entries:
     _copy(folder, contents, first_update)
-  kept = [*earlier, Entry(first_update, files)] if has_changed else earlier
+  kept = [*earlier, Entry(first_update, hashes)] if has_changed else earlier
   if kept != entries:
-    safe_files.write_text(folder / FOLDER / INDEX,
+    files.write(folder / FOLDER / INDEX,
                           json.dumps([entry._asdict() for entry in kept], indent=1) + '\n')
   if has_changed and before:
     target = folder / FOLDER / str(first_update)
-    notes.append(f'the source of {", ".join(changed(before.files, files))} has changed since '
+    notes.append(f'the source of {", ".join(changed(before.files, hashes))} has changed since '
                  f'update {first_update - 1}: the run goes on with the new one; copies of both are '
                  f'in {folder / FOLDER / str(before.first_update)} and {target}')
   return notes
@@ -91,11 +91,10 @@ def _copy(folder: Path, contents: Mapping[str, bytes], first_update: int) -> Non
   """Writes the copies of an entry; sets an older folder of the same update aside."""
   target = folder / FOLDER / str(first_update)
   if target.exists():
-    safe_files.set_aside(folder, target)
-  target.mkdir(parents=True)
+    files.set_aside(folder, target)
   for name, content in contents.items():
-    (target / name).parent.mkdir(parents=True, exist_ok=True)
-    safe_files.write_bytes(target / name, content)
+    files.make_folder((target / name).parent)
+    files.write(target / name, content)
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

@@ -22,7 +22,7 @@ from podracer_jit.errors import OtherExperiment
 from podracer_jit.experiment import schema as config_lib
 from podracer_jit.experiment.experiment import Experiment
 from podracer_jit.options import shorten
-from podracer_jit.workdir import changes, checkpoint, history, lock, safe_files, sources
+from podracer_jit.workdir import changes, checkpoints, files, history, lock, sources
 
 PACKAGES = ('podracer_jit', 'jax', 'jaxlib', 'flax', 'optax', 'rlax', 'envpool', 'numpy')
 CONFIG = 'config.json'
@@ -66,7 +66,7 @@ def make(workdir: Path) -> None:
     ValueError: the folder cannot be made.
   """
   try:
-    workdir.mkdir(parents=True, exist_ok=True)
+    files.make_folder(workdir)
   except OSError as error:
     raise _not_writable(workdir, error) from None
 
@@ -89,9 +89,8 @@ def locked(workdir: Path) -> Iterator[None]:
     with contextlib.closing(workdir_lock):
       yield
   except BaseException:
-    with contextlib.suppress(OSError):  # a folder that is not empty stays
-      for folder in new:
-        folder.rmdir()
+    for folder in new:
+      files.remove_if_empty(folder)
     raise
 
 
@@ -123,8 +122,8 @@ def open_workdir(workdir: Path, config: Mapping[str, Any],
   """
   path = workdir / CONFIG
   record = record_of(config, entries)
-  if not path.exists() and (entries or not checkpoint.updates_in(workdir)):
-    safe_files.write_text(path, json.dumps(record, indent=2) + '\n')
+  if not path.exists() and (entries or not checkpoints.saved_updates(workdir)):
+    files.write(path, json.dumps(record, indent=2) + '\n')
     return []
 
   stored, notes = _restored_record(workdir)
@@ -156,13 +155,13 @@ def note_start(workdir: Path, update: int) -> None:
   record = _read(workdir / CONFIG)
   starts = record.get(STARTS)
   starts = starts if isinstance(starts, list) else []
-  files = parts.search().files
-  folder = Path(files[-1]).parent if files else Path('.')
+  config_files = parts.search().files
+  folder = Path(config_files[-1]).parent if config_files else Path('.')
   start = {'host': platform.node(), 'command': sys.argv, 'commit': _commit_of(folder)}
   if starts and isinstance(starts[-1], dict) and start.items() <= starts[-1].items():
     return
   record[STARTS] = [*starts, {'first_update': update} | start]
-  safe_files.write_text(workdir / CONFIG, json.dumps(record, indent=2) + '\n')
+  files.write(workdir / CONFIG, json.dumps(record, indent=2) + '\n')
 
 
 def _commit_of(folder: Path) -> str | None:
@@ -209,7 +208,7 @@ def write_changes(workdir: Path, config: Mapping[str, Any], update: int,
   # The versions with which the run began stay, and its starts.
   record = record_of(config, entries) | {'versions': stored.get('versions', {})}
   record |= {STARTS: stored[STARTS]} if STARTS in stored else {}
-  safe_files.write_text(workdir / CONFIG, json.dumps(record, indent=2) + '\n')
+  files.write(workdir / CONFIG, json.dumps(record, indent=2) + '\n')
   return [history.Entry(update + 1, changed).words()]
 
 
@@ -275,17 +274,17 @@ def _restored_record(workdir: Path) -> tuple[dict[str, Any], list[str]]:
     try:
       return _read(path), []
     except ValueError as error:
-      if not checkpoint.updates_in(workdir):
+      if not checkpoints.saved_updates(workdir):
         raise
       problem = str(error).removeprefix(f'--workdir: {path} ')
-  for update in reversed(checkpoint.updates_in(workdir)):
-    meta = checkpoint.read_meta(workdir, update)
-    if meta is None or not _is_record(meta.get('run')) or checkpoint.problem(workdir, update):
+  for update in reversed(checkpoints.saved_updates(workdir)):
+    meta = checkpoints.read_meta(workdir, update)
+    if meta is None or not _is_record(meta.get('run')) or checkpoints.problem(workdir, update):
       continue
     aside = ''
     if path.exists():
-      aside = f'; the old file is now {safe_files.set_aside(workdir, path)}'
-    safe_files.write_text(path, json.dumps(meta['run'], indent=2) + '\n')
+      aside = f'; the old file is now {files.set_aside(workdir, path)}'
+    files.write(path, json.dumps(meta['run'], indent=2) + '\n')
     return meta['run'], [f'{path} {problem}; it was restored from the checkpoint of update '
                          f'{update}{aside}']
   raise ValueError(f'--workdir: {path} {problem}, and no checkpoint has a copy of it; put it back, '
@@ -374,7 +373,7 @@ def _completed(stored: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str
 
 def _read(path: Path) -> dict[str, Any]:
   try:
-    record = safe_files.read_json(path)
+    record = files.read_json(path)
   except (OSError, ValueError):
     record = None
   if not _is_record(record):

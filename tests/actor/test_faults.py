@@ -9,11 +9,10 @@ import pytest
 from podracer_jit.actor import faults
 from podracer_jit.errors import EnvironmentFailed, environment_failure
 from podracer_jit.play import evaluation
-from podracer_jit.training import train as training
-from podracer_jit.training.metrics import environment_check
+from podracer_jit.training.meter import environment_check
 from podracer_jit.types import Episodes
-from podracer_jit.workdir import checkpoint, workdirs
-from tests.runs import changed, fresh, run, small
+from podracer_jit.workdir import checkpoints, workdirs
+from tests.runs import changed, fresh, run, small, train_in
 from tests.tiers import essential
 
 HERE = 'tests.actor.test_faults'
@@ -200,8 +199,8 @@ def test_a_run_with_a_wrong_value_ends_in_its_update_and_saves_nothing(tmp_path)
   fresh_run = fresh(config(where='reward') | {'total_steps': 10_000})
   workdirs.open_workdir(tmp_path, fresh_run.experiment.fields)
   with pytest.raises(Exception) as error:  # noqa: PT011 - the thread that failed wraps it
-    training.train(fresh_run, tmp_path, quiet=True)
+    train_in(fresh_run, tmp_path)
   message = environment_failure(error.value)
   assert 'the reward that step 2 of an episode returned is nan' in message
   assert message.endswith(', in update 1')
-  assert not checkpoint.updates_in(tmp_path)
+  assert not checkpoints.saved_updates(tmp_path)

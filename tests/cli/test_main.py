@@ -24,7 +24,7 @@ from podracer_jit.cli import train
 from podracer_jit.errors import FAILED, INTERRUPTED, Diverged, EnvironmentFailed, WorkerLost
 from podracer_jit.experiment import flags as command_line
 from podracer_jit.training import session
-from podracer_jit.workdir import checkpoint
+from podracer_jit.workdir import checkpoints
 from tests import made, processes
 from tests.processes import command
 from tests.runs import QUICK
@@ -470,7 +470,7 @@ FAILURES = [
     (KeyError, ['a key'], "KeyError: 'a key'"),
     (OSError, [28, 'No space left on device', 'x.jsonl'],
      "[Errno 28] No space left on device: 'x.jsonl'"),
-    (checkpoint.NotSaved, ['cannot save it'], 'cannot save it'),
+    (checkpoints.NotSaved, ['cannot save it'], 'cannot save it'),
     (TimeoutError, [], 'TimeoutError; '),
     (TimeoutError, [''], 'TimeoutError; '),
     (AssertionError, [], 'AssertionError; '),
@@ -486,7 +486,7 @@ def test_each_failure_names_the_last_good_checkpoint(kind, args, message, saved,
     (tmp_path / 'checkpoints' / str(update) / 'manifest.json').touch()
   newest = 'that of update 4' if saved else 'none: the run had just begun'
   newest = f'the last good checkpoint is {newest}, in {tmp_path}'
-  with pytest.raises(kind) as raised, checkpoint.naming_last_good(tmp_path):
+  with pytest.raises(kind) as raised, checkpoints.naming_last_good(tmp_path):
     raise kind(*args) from (ValueError('too late') if kind is loops.Stuck else None)
   notes = getattr(raised.value, '__notes__', [])
   assert ''.join([str(raised.value), *notes]).count(newest) == 1
@@ -496,8 +496,8 @@ def test_each_failure_names_the_last_good_checkpoint(kind, args, message, saved,
 
 
 def test_a_checkpoint_that_a_failure_names_itself_is_the_only_one(tmp_path):
-  message = f'seed 1, update 3: no loss; {checkpoint.last_good(tmp_path / "seed1")}'
-  with pytest.raises(Diverged) as raised, checkpoint.naming_last_good(tmp_path / 'seed2'):
+  message = f'seed 1, update 3: no loss; {checkpoints.last_good(tmp_path / "seed1")}'
+  with pytest.raises(Diverged) as raised, checkpoints.naming_last_good(tmp_path / 'seed2'):
     raise Diverged(message)
   assert train._failure(raised.value, tmp_path / 'seed2')[1] == f'Diverged: {message}'
 
@@ -556,13 +556,13 @@ def train_and_fail(tmp_path, monkeypatch, capsys):
 
 def test_a_signal_while_the_line_of_a_failure_is_made_changes_nothing(
     train_and_fail, tmp_path, monkeypatch):
-  saved_updates = checkpoint.saved_updates
+  saved_updates = checkpoints.saved_updates
 
   def interrupted(workdir):
     signal.raise_signal(signal.SIGINT)
     return saved_updates(workdir)
 
-  monkeypatch.setattr(checkpoint, 'saved_updates', interrupted)
+  monkeypatch.setattr(checkpoints, 'saved_updates', interrupted)
   code, errors = train_and_fail(KeyboardInterrupt())
   assert code == INTERRUPTED
   assert errors == ('podracer_jit: interrupted; updates since the newest checkpoint are not saved; '
@@ -602,10 +602,10 @@ def test_a_full_disk_at_the_beginning_of_a_segment_is_one_line(uninterrupted, tm
 
 def test_an_error_while_writing_files_ends_the_run(tmp_path):
   """A full disk gives one message and exit code 1."""
-  script = ('import sys\nfrom podracer_jit.training import metrics\n'
+  script = ('import sys\nfrom podracer_jit.training import sinks\n'
             'from podracer_jit.cli import train as main\n'
             'def full(self, *a): raise OSError(28, "No space left on device")\n'
-            'metrics.Files.write = full\n'
+            'sinks.Journals.update = full\n'
             'sys.exit(main.main(sys.argv))')
   result = processes.run([sys.executable, '-P', '-c', script, CATCH, f'--workdir={tmp_path}'])
   assert result.returncode == 1

@@ -14,7 +14,7 @@ import pytest
 from podracer_jit.errors import INTERRUPTED, REFUSED, STOPPED
 from podracer_jit.play import evaluation
 from podracer_jit.training import stopping
-from podracer_jit.workdir import checkpoint, journal
+from podracer_jit.workdir import checkpoints, journal
 from tests import processes
 from tests.processes import command, default_signals
 from tests.runs import QUICK
@@ -57,7 +57,7 @@ def check_saved(workdir):
   """Checks that the newest checkpoint is of the last update, and that no leftovers exist."""
   receipts = journal.read_receipts(workdir)
   assert receipts.problems == []
-  assert checkpoint.newest_whole(workdir) == max(receipts.by_update) == count(workdir)
+  assert checkpoints.newest_whole(workdir) == max(receipts.by_update) == count(workdir)
   assert not list(workdir.rglob('*tmp*')) and not (workdir / 'lock').exists()
 
 
@@ -121,7 +121,7 @@ def test_a_run_outlives_the_reader_of_its_output(start, tmp_path):
 def test_a_run_that_saves_after_each_update_can_be_evaluated(start, tmp_path):
   """The run replaces its checkpoints while the evaluation reads them."""
   process = start(tmp_path, '--config.checkpoint.every_updates=1', '--config.checkpoint.keep=1')
-  wait_for(process, lambda: checkpoint.saved_updates(tmp_path))
+  wait_for(process, lambda: checkpoints.saved_updates(tmp_path))
   experiment = evaluation.read_experiment(tmp_path)
   updates = [evaluation.restore(tmp_path, experiment).update for _ in range(12)]
   assert process.poll() is None
@@ -138,8 +138,8 @@ def test_signals_during_a_save_do_no_harm(start, tmp_path):
   _, errors = process.communicate(timeout=120)
   assert process.returncode == STOPPED, errors
   assert 'Traceback' not in errors
-  assert [checkpoint.problem(tmp_path, update) for update in checkpoint.updates_in(tmp_path)] == (
-      [''] * len(checkpoint.saved_updates(tmp_path)))
+  saved = checkpoints.saved_updates(tmp_path)
+  assert [checkpoints.problem(tmp_path, update) for update in saved] == [''] * len(saved)
   assert not list(folder.glob('*tmp*'))
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from podracer_jit.cli import compare, launch, rerun
 from podracer_jit.experiment.resolve import resolve
-from podracer_jit.workdir import checkpoint, workdirs
+from podracer_jit.workdir import checkpoints, workdirs
 from tests import made, processes
 from tests.processes import command
 from tests.runs import QUICK, small
@@ -196,7 +196,7 @@ def test_a_killed_launcher_stops_its_processes_and_one_process_resumes(tmp_path)
   process.kill()
   process.communicate(timeout=60)
   _wait_for_the_end(workers.values())
-  saved = checkpoint.newest_whole(tmp_path)
+  saved = checkpoints.newest_whole(tmp_path)
   assert saved == len(lines(tmp_path / 'metrics.jsonl')) >= 6  # stopped as by SIGTERM
   result = train(tmp_path, *LONG, '--config.total_steps=1')
   assert result.returncode == 2 and 'total_steps' in result.stderr

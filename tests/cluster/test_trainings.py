@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from podracer_jit.errors import FAILED, FINISHED, INTERRUPTED, STOPPED
-from podracer_jit.workdir import checkpoint, journal
+from podracer_jit.workdir import checkpoints, journal
 from tests import processes
 from tests.ray_nodes import Nodes, is_ours
 from tests.tiers import essential
@@ -139,7 +139,7 @@ def test_impala_continues_while_processes_and_machines_die_and_join(nodes, start
   assert run.end(signal.SIGINT) < 10
   assert run.process.returncode == STOPPED, run.text()
   wait_until_gone(running)
-  done = checkpoint.newest_whole(run.workdir)
+  done = checkpoints.newest_whole(run.workdir)
   assert done == run.records()[-1]['update']
   assert journal.read_receipts(run.workdir).problems == []
 

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.envs import gymnax_envs, jax_envs
 from podracer_jit.envs.families import family_of, own_module
-from podracer_jit.workdir import checkpoint
+from podracer_jit.workdir import checkpoints
 
 CARTPOLE = 'gymnax:CartPole-v1'
 
@@ -356,7 +356,7 @@ def test_a_users_class_of_states_is_neither_compared_nor_made_of_batches():
   _, state, _ = vector_env.recv(*vector_env.send(jnp.int32(0), vector_env.first_state, actions[0]))
   assert_array_equal(vector_env.render(state), np.ones((4, 4, 3)))
   # Names are those of the class, as checkpoints have had them.
-  assert checkpoint.leaves(vector_env.first_state).keys() == {
+  assert checkpoints.leaves(vector_env.first_state).keys() == {
       'env/count', 'env/history/0', 'env/history/1/odd', 'key', 'action', 'ended', 'length'}
   shapes = family.state_shapes('own', {}, 4)
   assert jax.tree.structure(shapes) == jax.tree.structure(state)

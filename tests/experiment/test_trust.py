@@ -16,13 +16,12 @@ from podracer_jit import api, options, parts
 from podracer_jit.cli import compare, evaluate, export, rerun, train
 from podracer_jit.experiment import schema as config
 from podracer_jit.runtime import host, output
-from podracer_jit.training import periodic
-from podracer_jit.training import train as training
+from podracer_jit.training import evaluator
 from podracer_jit.training.progress import Progress
-from podracer_jit.workdir import checkpoint, manifest, workdirs
+from podracer_jit.workdir import checkpoints, workdirs
 from tests import made
 from tests.play.test_agent import untrained
-from tests.runs import QUICK, changed, prepared, small
+from tests.runs import QUICK, changed, prepared, small, train_in
 
 FIELDS = [('loss', 'name'), ('network', 'name'), ('optimizer', 'name'), ('env', 'task'),
           ('scheme', None), ('policy', None)]
@@ -170,7 +169,7 @@ sys.exit(main(['podracer_jit', 'evaluate', f'--workdir={workdir}', '--num_episod
 def test_an_evaluation_unpickles_nothing_of_a_workdir(tmp_path):
   run = prepared(small(task='Catch-v0'))
   workdirs.open_workdir(tmp_path, run.experiment.fields)
-  with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as saved:
+  with contextlib.closing(checkpoints.Checkpoints(tmp_path)) as saved:
     saved.save(run.initial_state()._replace(update=run.initial_state().update + 1), {})
   done = subprocess.run([sys.executable, '-P', '-c', WATCHED, tmp_path], capture_output=True,
                         text=True, timeout=300, env=QUICK, check=False)
@@ -211,7 +210,7 @@ def saved_run(tmp_path_factory):
     workdir.mkdir()
     run = prepared(changed(small(), total_steps=10**6, log__tensorboard=False))
     workdirs.open_workdir(workdir, run.experiment.fields)
-    training.train(run, workdir, ends=[1], quiet=True)
+    train_in(run, workdir, ends=[1])
     untrained('CartPole-v1').save(folder / 'agent')
   return made.once(tmp_path_factory, 'saved', make)
 
@@ -276,10 +275,10 @@ def test_errors_about_texts_of_a_workdir_are_escaped(name, value, saved_run, tmp
     set_field(record, name, value)
     (folder / 'config.json').write_text(json.dumps(record))
     if kind == 'agent':
-      manifest_file = folder / manifest.NAME
-      digest = manifest.read(folder)['state_sha256']
+      manifest_file = folder / checkpoints.MANIFEST
+      digest = checkpoints.read_manifest(folder)['state_sha256']
       manifest_file.unlink()
-      manifest.write(folder, digest)
+      checkpoints.write_manifest(folder, digest)
     try:
       assert repr(api.load(folder, allow_modules=['tests', 'tests.envs'])).isprintable()
     except ValueError as error:
@@ -356,16 +355,16 @@ def test_a_line_with_other_fields_is_garbled_and_fails_nothing(line, saved_run, 
     assert compare.main(['x', *map(str, sides)]) == 2
   assert 'identical: 1 updates' in capsys.readouterr().out
   with pytest.raises(ValueError, match='no checkpoint in .* was evaluated during training'):
-    periodic.best_update(workdir)
+    evaluator.best_update(workdir)
 
 
 def test_names_of_arrays_in_a_saved_agent_are_escaped(saved_run, tmp_path):
   folder = tmp_path / 'agent'
   shutil.copytree(saved_run / 'agent', folder)
-  digest = manifest.read(folder)['state_sha256']
-  (folder / manifest.NAME).unlink()
+  digest = checkpoints.read_manifest(folder)['state_sha256']
+  (folder / checkpoints.MANIFEST).unlink()
   (folder / 'parameters.safetensors').write_bytes(b'\x05\0\0\0\0\0\0\0{"\x1b[')
-  manifest.write(folder, digest)
+  checkpoints.write_manifest(folder, digest)
   with pytest.raises(ValueError, match='parameters.safetensors cannot be read') as refused:
     api.load(folder)
   assert str(refused.value).isprintable()

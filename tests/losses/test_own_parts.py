@@ -18,8 +18,9 @@ from podracer_jit.experiment import flags as command_line
 from podracer_jit.experiment import trial
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.play import evaluation
-from podracer_jit.training import life, session, stopping, train
+from podracer_jit.training import life, session, stopping
 from podracer_jit.workdir import journal, workdirs
+from tests import runs
 from tests.runs import changed, fresh, prepared, run, small
 from tests.tiers import essential
 
@@ -88,7 +89,7 @@ def test_a_run_of_an_own_algorithm_resumes_to_the_same_bits_and_is_evaluated(tmp
     workdirs.open_workdir(workdir, config)
     prepared_run = prepared(config)
     experiment = dataclasses.replace(prepared_run.experiment, total_steps=10 * 256)
-    train.train(dataclasses.replace(prepared_run, experiment=experiment), workdir)
+    runs.train_in(dataclasses.replace(prepared_run, experiment=experiment), workdir)
     return journal.read_receipts(workdir).by_update
 
   uninterrupted = train_in('uninterrupted')

@@ -19,7 +19,7 @@ from podracer_jit.experiment.resolve import resolve
 from podracer_jit.play import agent as agent_lib
 from podracer_jit.play import evaluation
 from podracer_jit.training import life
-from podracer_jit.workdir import manifest, workdirs
+from podracer_jit.workdir import checkpoints, workdirs
 from tests.runs import changed, fresh, small
 from tests.tiers import essential
 
@@ -303,7 +303,7 @@ def test_a_run_whose_observations_have_another_layout_is_refused(name, has_chang
   module = [__name__]
   reads = {
       'evaluate, load, export': lambda: evaluation.read_experiment(tmp_path, module),
-      'rerun': lambda: rerun.one_device_experiment(tmp_path, module),
+      'rerun': lambda: rerun.one_device_experiment(tmp_path, module, 1),
       'resume': lambda: life.resume_workdir(run, tmp_path, life.Life()),
       'repeat': lambda: life.begin(run, tmp_path / 'new', life.Life(repeat=tmp_path)),
       'load a saved agent': lambda: agent_lib.load_saved(agent, allow_modules=module)}
@@ -311,7 +311,7 @@ def test_a_run_whose_observations_have_another_layout_is_refused(name, has_chang
     read()
   without_layout(agent)
   (agent / 'manifest.json').unlink()
-  manifest.write(agent, '')
+  checkpoints.write_manifest(agent, '')
   for each, read in reads.items():
     (tmp_path / 'config.json').unlink()
     workdirs.open_workdir(tmp_path, fields)
@@ -362,7 +362,7 @@ def test_a_damaged_saved_agent_is_refused(tmp_path):
   record['config']['network']['hidden'] = [8]
   (good / 'config.json').write_text(json.dumps(record))
   (good / 'manifest.json').unlink()
-  manifest.write(good, '')
+  checkpoints.write_manifest(good, '')
   with pytest.raises(ValueError, match='the network has .* and parameters.safetensors has'):
     agent_lib.load_saved(good)
 

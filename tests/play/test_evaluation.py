@@ -27,7 +27,7 @@ from podracer_jit.envs import envpool_envs, families
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.play import evaluation, video
 from podracer_jit.runtime import host
-from podracer_jit.workdir import checkpoint, journal, safe_files, workdirs
+from podracer_jit.workdir import checkpoints, files, journal, workdirs
 from tests import processes
 from tests.runs import by_rows, fresh
 
@@ -88,7 +88,7 @@ def _save(workdir, config, *updates):
   workdirs.make(workdir)
   workdirs.open_workdir(workdir, config)
   state = fresh(config).initial_state()
-  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
+  with contextlib.closing(checkpoints.Checkpoints(workdir)) as saved:
     for update in updates:
       saved.save(state._replace(update=jnp.int32(update), steps=jnp.int32(10 * update),
                                 params=jax.tree.map(lambda x, u=update: x + u, state.params)), {})
@@ -501,12 +501,12 @@ def test_a_result_that_cannot_be_written_is_printed(what, evaluate, monkeypatch)
 WRITES = '''
 import json, sys
 from pathlib import Path
-from podracer_jit.workdir import safe_files
+from podracer_jit.workdir import files
 folder = Path(sys.argv[1])
 for i in range(200):
   line = json.dumps([sys.argv[2], i, 'x' * 10_000])
-  safe_files.append_line(folder / 'lines', line)
-  safe_files.write_text(folder / 'newest', line, is_shared=True)
+  files.append_line(folder / 'lines', line)
+  files.write(folder / 'newest', line, is_shared=True)
 '''
 
 
@@ -523,23 +523,23 @@ def test_two_processes_write_at_once(tmp_path):
 
 def test_a_line_that_a_full_disk_has_cut_spoils_no_other(tmp_path):
   path = tmp_path / 'lines'
-  safe_files.append_line(path, '{"a": 1}')
+  files.append_line(path, '{"a": 1}')
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
   try:
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4, limits[1]))
     for _ in range(2):
       with pytest.raises(OSError, match=str(path)):
-        safe_files.append_line(path, '{"a": 2}')
+        files.append_line(path, '{"a": 2}')
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-  safe_files.append_line(path, '{"a": 3}')
+  files.append_line(path, '{"a": 3}')
   assert [line['a'] for line in journal.read_lines(path)] == [1, 3]
 
 
 def test_a_link_in_place_of_a_draft_is_not_followed(tmp_path):
   (tmp_path / 'mine').write_text('mine')
   (tmp_path / 'x.json.tmp').symlink_to(tmp_path / 'mine')
-  safe_files.write_text(tmp_path / 'x.json', 'new')
+  files.write(tmp_path / 'x.json', 'new')
   assert (tmp_path / 'mine').read_text() == 'mine'
   assert (tmp_path / 'x.json').read_text() == 'new' and not (tmp_path / 'x.json').is_symlink()
 
@@ -560,14 +560,14 @@ def test_a_checkpoint_deleted_during_the_listing_is_no_error(tmp_path, monkeypat
   _save(tmp_path, _catch_config(), 1)
   opened = []
 
-  class Vanishing(checkpoint.Checkpoints):
+  class Vanishing(checkpoints.Checkpoints):
     def __init__(self, *args, **kwargs):
       opened.append(self)
       if len(opened) == 1:
         raise FileNotFoundError(2, 'No such file or directory', 'checkpoints/5')
       super().__init__(*args, **kwargs)
 
-  monkeypatch.setattr(checkpoint, 'Checkpoints', Vanishing)
+  monkeypatch.setattr(checkpoints, 'Checkpoints', Vanishing)
   assert evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path)).update == 1
   assert len(opened) == 2
 

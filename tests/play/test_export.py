@@ -19,8 +19,8 @@ from podracer_jit.numerics import convolution
 from podracer_jit.play import agent as agent_lib
 from podracer_jit.play import export
 from podracer_jit.runtime import host
-from podracer_jit.training import periodic
-from podracer_jit.workdir import checkpoint, manifest, workdirs
+from podracer_jit.training import evaluator
+from podracer_jit.workdir import checkpoints, workdirs
 from tests.play.test_agent import OWN_ENVS, untrained
 from tests.runs import QUICK, prepared, small
 from tests.tiers import essential
@@ -250,9 +250,9 @@ def test_the_example_imports_no_module_that_an_export_names(task, tmp_path):
   untrained('gymnasium:CartPole-v1').export(folder)
   about = json.loads((folder / 'agent.json').read_text()) | {'task': task}
   (folder / 'agent.json').write_text(json.dumps(about))
-  digest = manifest.read(folder)['state_sha256']
-  (folder / manifest.NAME).unlink()
-  manifest.write(folder, digest)
+  digest = checkpoints.read_manifest(folder)['state_sha256']
+  (folder / checkpoints.MANIFEST).unlink()
+  checkpoints.write_manifest(folder, digest)
   (tmp_path / 'evil.py').write_text(
       "import gymnasium\nopen('ran', 'w')\n"
       "gymnasium.register('Cart-v0', 'gymnasium.envs.classic_control:CartPoleEnv', None, 500)\n")
@@ -310,10 +310,10 @@ def test_the_verb_exports_a_checkpoint(tmp_path, monkeypatch, capsys):
   run = prepared(small())
   workdirs.make(workdir)
   workdirs.open_workdir(workdir, run.experiment.fields)
-  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
+  with contextlib.closing(checkpoints.Checkpoints(workdir)) as saved:
     for update in (1, 2):
       saved.save(run.initial_state()._replace(update=jnp.int32(update)), {})
-  (workdir / periodic.NAME).write_text(json.dumps(dict(update=1, mean=3.0)) + '\n')
+  (workdir / evaluator.NAME).write_text(json.dumps(dict(update=1, mean=3.0)) + '\n')
 
   def call(*args):
     return command.main(['podracer_jit export', f'--workdir={workdir}', *args])

@@ -18,10 +18,9 @@ from podracer_jit.experiment.resolve import resolve
 from podracer_jit.learner import replay_updates
 from podracer_jit.play import evaluation
 from podracer_jit.replay import tree
-from podracer_jit.training import train
 from podracer_jit.types import Target, TrainState
 from podracer_jit.workdir import workdirs
-from tests.runs import changed, prepared, run, small
+from tests.runs import changed, prepared, run, small, train_in
 from tests.workers import wrap
 
 UPDATES = 8
@@ -114,7 +113,7 @@ def _train(workdir, total, learners=(0,), **fields):
   workdirs.open_workdir(workdir, fields | dict(total_steps=10**6))
   placed = run_of('dpg', scheme='sync', placement__actor_devices=(0,),
                   placement__learner_devices=learners)
-  train.train(dataclasses.replace(placed, experiment=resolve(fields)), workdir)
+  train_in(dataclasses.replace(placed, experiment=resolve(fields)), workdir)
   receipts = [json.loads(line) for line in (workdir / 'receipts.jsonl').read_text().splitlines()]
   return [(x['update'], x['batch'], x['params']) for x in receipts if 'update' in x]
 

@@ -18,8 +18,9 @@ import pytest
 
 from podracer_jit import experiment
 from podracer_jit.cli import train
-from podracer_jit.training import life, metrics, session, stopping
-from podracer_jit.workdir import changes, checkpoint, history, workdirs
+from podracer_jit.training import life, session, sinks, stopping
+from podracer_jit.training.trainer import Opened
+from podracer_jit.workdir import changes, checkpoints, history, workdirs
 from tests import made, processes
 from tests.cli.test_main import only_checks, saved_to_the_end
 from tests.processes import command
@@ -425,7 +426,7 @@ def cartpole(tmp_path_factory):
 
 
 def newest(workdir):
-  return checkpoint.saved_updates(workdir)[-1]
+  return checkpoints.saved_updates(workdir)[-1]
 
 
 @pytest.mark.full
@@ -608,8 +609,8 @@ def open_without_an_update(config, workdir, **options):
   """Opens a run that fails before its first update; returns the notes."""
   with session.opened_run(fresh(config), workdir, life.make_life(**options)) as opened:
     # The header of the first segment is there, and no update.
-    with contextlib.closing(metrics.Files(workdir, 0, 0, tensorboard=False)) as files:
-      files.begin_segment(dict(segment=0, first_update=1))
+    with contextlib.closing(sinks.Journals(workdir, 0)) as files:
+      files.begin(sinks.Start(workdir, 1, 0, 0, dict(segment=0, first_update=1)))
     return opened.notes
 
 
@@ -628,7 +629,7 @@ def test_a_run_that_never_made_an_update_gives_way_to_another(tmp_path):
   assert config_of(tmp_path, 'broken/config.json')['network']['hidden'] == [64, 64]
   assert headers(tmp_path) == [dict(segment=0, first_update=1)]
   with session.opened_run(fresh(OTHER), tmp_path, life.make_life()) as opened:
-    assert opened.train(stopping.Stopping(), quiet=True)
+    assert Opened([opened], tmp_path, ()).train(stopping.Stopping(), quiet=True)
   assert len(receipts(tmp_path)) == 10
 
 
@@ -683,8 +684,8 @@ def test_a_first_state_of_another_run_is_set_aside_and_taken_anew(tmp_path):
   notes = open_without_an_update(changed(NEVER, seed=5), workdir, init_from=source)
   assert 'never made an update' in notes[0] and 'the run begins with' in notes[1]
   assert (workdir / 'broken' / '0' / 'manifest.json').read_bytes() == first
-  assert config_of(workdir)['seed'] == 5 and checkpoint.saved_updates(workdir) == [0]
+  assert config_of(workdir)['seed'] == 5 and checkpoints.saved_updates(workdir) == [0]
   # Without --init_from, the run begins with its seed.
   open_without_an_update(OTHER, workdir)
   assert history.origin_of(workdirs.read_history(workdir)) is None
-  assert checkpoint.saved_updates(workdir) == []
+  assert checkpoints.saved_updates(workdir) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from podracer_jit.cli import compare
-from podracer_jit.workdir import checkpoint, workdirs
+from podracer_jit.workdir import checkpoints, workdirs
 from tests import extras, made, processes
 from tests.tiers import essential
 
@@ -43,7 +43,7 @@ def trained(tmp_path_factory):
 
 def test_checkpoints_do_not_change_the_bits(trained, capsys):
   often, once = trained
-  assert len(checkpoint.saved_updates(often)) == 3 and len(checkpoint.saved_updates(once)) == 1
+  assert len(checkpoints.saved_updates(often)) == 3 and len(checkpoints.saved_updates(once)) == 1
   assert compare.main(['compare', str(often), str(once)]) == 0
   assert 'identical: 6 updates' in capsys.readouterr().out
 
@@ -101,11 +101,11 @@ def test_a_run_of_an_example_resumes_with_the_same_bits(example, request, tmp_pa
     whole = request.getfixturevalue('heated')
   resumed = tmp_path / 'resumed'
   shutil.copytree(whole, resumed)
-  updates = checkpoint.saved_updates(resumed)
+  updates = checkpoints.saved_updates(resumed)
   for update in updates[1:]:
     shutil.rmtree(resumed / 'checkpoints' / str(update))
   binary(*args, f'--workdir={resumed}', '--config.checkpoint.every_updates=2')
-  assert checkpoint.saved_updates(resumed) == updates
+  assert checkpoints.saved_updates(resumed) == updates
   assert compare.main(['compare', str(whole), str(resumed)]) == 0
   assert f'identical: {updates[-1]} updates' in capsys.readouterr().out
 
@@ -126,7 +126,7 @@ def test_a_playground_task_is_trained_and_evaluated_with_a_video(tmp_path):
          '--config.env.episode_length=50', '--config.network.hidden=(16,)',
          '--config.total_steps=1500', '--config.checkpoint.every_updates=3',
          '--config.log.tensorboard=False')
-  assert checkpoint.saved_updates(tmp_path) == [3, 6]
+  assert checkpoints.saved_updates(tmp_path) == [3, 6]
   # With one environment the programs are closer to those of the video.
   out = binary('evaluate', f'--workdir={tmp_path}', '--num_episodes=4', '--num_envs=1',
                '--video=gif')

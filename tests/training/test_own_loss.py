@@ -9,7 +9,7 @@ import envpool
 import numpy as np
 import pytest
 
-from podracer_jit.workdir import checkpoint
+from podracer_jit.workdir import checkpoints
 from tests import made, processes
 from tests.play.test_export import Loaded
 
@@ -130,4 +130,4 @@ def test_the_example_is_exported_with_its_source_and_acts_on_dicts(trained, tmp_
 
 
 def test_the_example_saves_its_checkpoints(trained):
-  assert checkpoint.saved_updates(trained[1]) == [3, 6]
+  assert checkpoints.saved_updates(trained[1]) == [3, 6]

@@ -11,14 +11,14 @@ import pytest
 from gymnasium import spaces
 from numpy.testing import assert_allclose
 
-from podracer_jit.errors import Diverged
 from podracer_jit.experiment import memory
+from podracer_jit.experiment.resolve import resolve
 from podracer_jit.runtime import host
-from podracer_jit.training import life, seeds, stopping
-from podracer_jit.training import train as train_lib
-from podracer_jit.workdir import checkpoint, journal, workdirs
+from podracer_jit.training import life, seeds, stopping, trainer
+from podracer_jit.training.sinks import Diverged
+from podracer_jit.workdir import checkpoints, journal, workdirs
 from tests import processes
-from tests.runs import changed, prepared, run, small
+from tests.runs import changed, prepared, run, small, train_in
 from tests.runtime.test_stored_programs import events
 from tests.tiers import essential
 
@@ -56,7 +56,7 @@ def config_of(loss='ppo', **fields):
 
 def train(config, workdir, num_seeds, stop=None, options=NOTHING):
   """Trains; returns whether all have finished, and the metrics and receipts by seed."""
-  with seeds.opened(config, num_seeds, workdir, options) as opened:
+  with trainer.opened(resolve(config), workdir, options, num_seeds=num_seeds) as opened:
     finished = opened.train(stop or stopping.Stopping(), quiet=True)
   return finished, [lines_of(each.workdir) for each in opened.sessions]
 
@@ -75,7 +75,7 @@ class StopAfter(stopping.Stopping):
     self._workdir = workdir
 
   def asked(self):
-    return bool(checkpoint.saved_updates(self._workdir))
+    return bool(checkpoints.saved_updates(self._workdir))
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -137,7 +137,7 @@ def test_a_workdir_of_a_seed_is_that_of_a_run(three):
   for seed, (metrics, _) in zip((1, 2, 3), by_seed, strict=True):
     workdir = folder / f'seed{seed}'
     assert workdirs.read_fields(workdir)['seed'] == seed
-    assert checkpoint.newest_whole(workdir) == metrics[-1]['update']
+    assert checkpoints.newest_whole(workdir) == metrics[-1]['update']
     headers = [line for line in journal.read_lines(workdir / journal.RECEIPTS)
                if 'segment' in line]
     assert [header['num_seeds'] for header in headers] == [3] * len(headers)
@@ -178,8 +178,8 @@ def test_an_emptied_replay_gets_no_transitions_of_rows_before(num_seeds, evictio
   else:
     one = prepared(config)
     workdirs.open_workdir(tmp_path, one.experiment.fields)
-    train_lib.train(one, tmp_path, ends=[3, 6], quiet=True)
-    train_lib.train(one, tmp_path, ends=[3, 6, 8], quiet=True)
+    train_in(one, tmp_path, ends=[3, 6])
+    train_in(one, tmp_path, ends=[3, 6, 8])
     folders = [tmp_path]
   for folder in folders:
     records, _ = lines_of(folder)
@@ -235,7 +235,7 @@ def test_a_repeated_run_is_refused(tmp_path):
 
 @pytest.mark.full
 def test_the_open_files_of_a_seed_are_counted(tmp_path, monkeypatch):
-  save = checkpoint.Checkpoints.save
+  save = checkpoints.Checkpoints.save
 
   def most_open(num_seeds):
     counts = []
@@ -244,7 +244,7 @@ def test_the_open_files_of_a_seed_are_counted(tmp_path, monkeypatch):
       counts.append(len(os.listdir('/proc/self/fd')))
       save(*args)
 
-    monkeypatch.setattr(checkpoint.Checkpoints, 'save', count_and_save)
+    monkeypatch.setattr(checkpoints.Checkpoints, 'save', count_and_save)
     train(config_of(total_steps=64, log__tensorboard=True), tmp_path / str(num_seeds), num_seeds)
     return max(counts)
 
@@ -297,7 +297,7 @@ config = pj.load_config('ppo_cartpole:smoke')
 config.env.task = 'gymnax:Catch-bsuite'
 config.network.hidden = (16,)
 config.placement.xla_threads = 16
-runs = pj.train_seeds(config, 'python', 2, quiet=True)
+runs = pj.train(config, 'python', num_seeds=2, quiet=True)
 print([(run.finished, run.workdir.name, run.agent.task) for run in runs])
 """
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from podracer_jit.workdir import checkpoint, workdirs
+from podracer_jit.workdir import checkpoints, workdirs
 from tests import processes
 from tests.tiers import essential
 from tests.workdirs import make
@@ -81,8 +81,8 @@ def test_the_table_names_all_workdirs():
 def test_checkpoints_are_as_they_were_saved(name):
   """Git has changed no line ending and left out no file."""
   workdir = make.FOLDER / name
-  updates = checkpoint.updates_in(workdir)
-  assert updates and not any(checkpoint.problem(workdir, update) for update in updates)
+  updates = checkpoints.saved_updates(workdir)
+  assert updates and not any(checkpoints.problem(workdir, update) for update in updates)
 
 
 @pytest.mark.parametrize('name', OUTCOMES)
@@ -115,7 +115,7 @@ def test_an_old_workdir_is_resumed(tmp_path, name):
   assert [line.get('update') for line in receipts] == [line.get('update')
                                                        for line in before + after]
   assert [line['update'] for line in lines(workdir / 'metrics.jsonl')] == list(by_update(receipts))
-  assert checkpoint.saved_updates(workdir)[-1] == max(by_update(after))
+  assert checkpoints.saved_updates(workdir)[-1] == max(by_update(after))
   assert not (workdir / 'broken').exists()
   if OUTCOMES[name].same_bits and computes_alike(headers(receipts)[-1], headers(after)[-1]):
     assert by_update(receipts) == by_update(before + after)

@@ -186,7 +186,7 @@ def test_differences_of_the_sources_of_two_runs_are_reported(tmp_path):
 
 def test_a_saved_agent_keeps_the_source_of_its_task(tmp_path):
   untrained(OWN_ENVS['Sizes']).save(tmp_path / 'agent')
-  copy = tmp_path / 'agent' / 'sources' / '1' / 'tests' / 'run' / 'test_agent.py'
+  copy = tmp_path / 'agent' / 'sources' / '1' / 'tests' / 'play' / 'test_agent.py'
   assert 'class Sizes(' in copy.read_text()
   files = json.loads((tmp_path / 'agent' / 'manifest.json').read_text())['files']
   assert 'sources/1/tests/runs.py' in files  # which that file imports

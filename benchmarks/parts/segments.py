@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from podracer_jit.cli.measure import conventional
+from benchmarks.parts import conventional
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.experiment import build
 from podracer_jit.experiment.experiment import Experiment

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from podracer_jit.cli.tuning.candidates import Candidate
+from benchmarks.tune.candidates import Candidate
 
 FINALISTS = 2  # candidates of the last rounds, apart from the config's own
 LAST_ROUNDS = 3

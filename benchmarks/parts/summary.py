@@ -7,12 +7,12 @@ import dataclasses
 import functools
 import os
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from podracer_jit.cli.measure import core_distance, memory_use, timed_parts
-from podracer_jit.cli.measure.segments import Figures
+from benchmarks.common import say
+from benchmarks.parts import core_distance, memory_use, timed_parts
+from benchmarks.parts.segments import Figures
 from podracer_jit.experiment import build
 from podracer_jit.workdir import workdirs
 
@@ -118,8 +118,3 @@ def describe(run: build.Run) -> dict[str, Any]:
               device_kinds=sorted({d.device_kind for d in (*place.actors, *place.learners)}),
               env_threads=place.env_threads,
               placement=dataclasses.asdict(run.experiment.placement))
-
-
-def say(line: str) -> None:
-  """Prints a line about the progress."""
-  print(line, file=sys.stderr, flush=True)

@@ -17,8 +17,9 @@ from podracer_jit.experiment import build
 from podracer_jit.experiment.settings import EvalOptions
 from podracer_jit.options import shorten
 from podracer_jit.play import evaluation
-from podracer_jit.types import TrainState
-from podracer_jit.workdir import checkpoint, journal, safe_files
+from podracer_jit.training.sinks import Saved, Sink
+from podracer_jit.types import Params, TrainState
+from podracer_jit.workdir import checkpoints, files, journal
 
 NAME = 'evaluations.jsonl'
 # Seconds that an evaluation has to end; nothing can interrupt an environment's step.
@@ -35,8 +36,7 @@ def read(workdir: Path) -> list[Record]:
   """Returns the evaluations of a run, in order; empty if there are none.
 
   An evaluation has 'update', 'steps', 'num_episodes', its duration in 'seconds', and the statistics
-  of `evaluation.statistics`, or an 'error', or both if the returns are not finite. 'waited_s' is
-  how long training waited for it in seconds; it is missing while training may still have to wait.
+  of `evaluation.statistics`, or an 'error', or both if the returns are not finite.
   """
   path = workdir / NAME
   return journal.read_lines(path, dict(update=int)) if path.exists() else []
@@ -86,57 +86,54 @@ class _Task(NamedTuple):
   """A checkpoint to evaluate."""
 
   player: evaluation.Player  # with a copy of the parameters
-  result: futures.Future[None]  # done when the record is written
+  result: futures.Future[Record]  # done when the record is written
 
 
-class Evaluator:
+class Evaluator(Sink):
   """Evaluates checkpoints of a run on a thread of its own, one after another.
 
   The evaluator's environments, seeds and random numbers depend only on the seed of the run and on
   the update. So its results do not depend on timing, and training does not depend on its results. A
   checkpoint that waits for its evaluation is not deleted, so a killed run can make up for a missing
-  evaluation when it resumes. Training waits only in `wait`, and each record says for how long.
+  evaluation when it resumes. Training waits only before a checkpoint is saved, and the metrics of
+  the next update say for how long.
   """
 
-  def __init__(self, run: build.Run, workdir: Path, saved: checkpoint.Checkpoints,
-               note: Callable[[str], None], show: Callable[[Record], None]):
+  def __init__(self, run: build.Run, workdir: Path, asked_to_stop: Callable[[], bool],
+               tell: Sink):
     """Creates an evaluator; evaluates nothing yet.
 
     Args:
       run: the run of the experiment.
       workdir: the workdir of the run.
-      saved: the checkpoints of the run.
-      note: called with a line about each evaluation, by the evaluator's thread.
-      show: called with each evaluation, by the thread that calls `wait`.
+      asked_to_stop: returns True to end a wait for an evaluation early.
+      tell: gets a note about each evaluation from the evaluator's thread, and its record from the
+        thread that trains.
     """
     self._run = run
     self._options: EvalOptions = run.experiment.eval
     self._workdir = workdir
-    self._saved = saved
-    self._note = note
-    self._show = show
+    self._asked_to_stop = asked_to_stop
+    self._tell = tell
     self._records: list[Record] = []
     self._last = 0  # the update whose evaluation began last
     self._pending: list[_Task] = []
+    self._waited_s = 0.0  # since the newest update
     self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
     self._cancelled = threading.Event()
-    self._writing = threading.Lock()
-    # A daemon, because an environment that never answers must not keep the process alive.
-    self._thread = threading.Thread(target=self._work, name='evaluator', daemon=True)
-    self._thread.start()
+    self._thread: threading.Thread | None = None  # from the first evaluation on
 
-  @property
   def keeps(self) -> set[int]:
-    """Updates of the checkpoints to keep: the best one, and those that wait for an evaluation."""
+    """Returns the updates of the best checkpoint and of those that wait for an evaluation."""
     best = best_of(self._records)
     return {task.player.update for task in self._pending} | ({best} if best else set())
 
-  def resume(self, state: TrainState, is_final: bool) -> None:
+  def resume(self, saved: checkpoints.Checkpoints, state: TrainState) -> None:
     """Drops evaluations of updates after a checkpoint, and begins evaluations that are missing.
 
     Args:
+      saved: the checkpoints of the run.
       state: the state in the checkpoint that the run goes on from.
-      is_final: the run is finished.
 
     Raises:
       OSError: the file cannot be written.
@@ -145,81 +142,85 @@ class Evaluator:
     before = read(self._workdir)
     self._records = [record for record in before if record['update'] <= update]
     if len(self._records) < len(before):
-      self._write()
+      lines = ''.join(json.dumps(record) + '\n' for record in self._records)
+      files.write(self._workdir / NAME, lines)
     self._last = max((record['update'] for record in self._records), default=0)
     if not self._options.every_updates:
       return
     # All processes would have to restore an earlier checkpoint together.
-    earlier = checkpoint.saved_updates(self._workdir) if self._run.place.processes == 1 else []
+    earlier = checkpoints.saved_updates(self._workdir) if self._run.place.processes == 1 else []
     for number in earlier:
       if 0 < number < update and self._is_due(number) \
-          and not checkpoint.problem(self._workdir, number):
-        restored, _ = self._saved.restore(state._replace(replay=None), number, files_checked=True)
-        self._begin(restored)
+          and not checkpoints.problem(self._workdir, number):
+        restored, _ = saved.restore(state._replace(replay=None), number, files_checked=True)
+        self._begin(restored.params, number, int(restored.steps))
     if update:
-      self.offer(state, is_final)
+      self._offer(state.params, update, int(state.steps))
 
-  def offer(self, state: TrainState, is_final: bool) -> None:
-    """Begins to evaluate a checkpoint that was just saved, if an evaluation is due.
+  def saved(self, at: Saved) -> None:
+    """Begins to evaluate a checkpoint, if an evaluation is due; its parameters are copied."""
+    self._offer(at.params, at.update, at.steps)
 
-    Args:
-      state: the state in the checkpoint; its parameters are copied.
-      is_final: True if the run is finished; its last checkpoint is always evaluated.
-    """
-    update = int(state.update)
-    if self._options.every_updates and (
-        self._is_due(update) or is_final and update > self._last):
-      self._begin(state)
+  def update(self, record: Record, receipt: Record) -> None:
+    """Adds to a record how long training waited for evaluations since the update before."""
+    if self._options.every_updates:
+      record['eval_wait_s'] = self._waited_s
+      self._waited_s = 0.0
 
-  def wait(self, asked_to_stop: Callable[[], bool]) -> None:
-    """Waits for the evaluations that have begun, and shows each.
-
-    Args:
-      asked_to_stop: returns True to end the waiting early.
+  def before_save(self) -> None:
+    """Waits for the evaluations that have begun, and tells each.
 
     Raises:
-      checkpoint.NotSaved: the file cannot be written.
+      checkpoints.NotSaved: the file cannot be written.
     """
-    while self._pending:
-      task = self._pending[0]
-      began_s = time.monotonic()
-      if not self._is_done(task, asked_to_stop):
-        return
+    began_s = time.monotonic()
+    while self._pending and (record := self._record_of(self._pending[0])):
       del self._pending[0]
-      self._show(self._add_waiting_time(task.player.update, time.monotonic() - began_s))
+      self._tell.evaluated(record)
+    self._waited_s += time.monotonic() - began_s
 
   def close(self) -> None:
     """Ends the thread; drops an unfinished evaluation."""
     self._cancelled.set()
     self._tasks.put(None)
-    self._thread.join(_GRACE_S)
+    if self._thread:
+      self._thread.join(_GRACE_S)
 
   def _is_due(self, update: int) -> bool:
     return update - self._last >= self._options.every_updates
 
-  def _begin(self, state: TrainState) -> None:
-    self._last = int(state.update)
-    player = evaluation.make_player(self._run, state.params, self._last, int(state.steps))
+  def _offer(self, params: Params, update: int, steps: int) -> None:
+    """Begins to evaluate a checkpoint if that is due; the last one of a run always is."""
+    is_final = steps >= self._run.experiment.total_steps
+    if self._options.every_updates and (self._is_due(update) or is_final and update > self._last):
+      self._begin(params, update, steps)
+
+  def _begin(self, params: Params, update: int, steps: int) -> None:
+    self._last = update
+    player = evaluation.make_player(self._run, params, update, steps)
     # One thread only: the actors need the other cores.
     player = player._replace(threads=1)
     if self._options.greedy:
       player = evaluation.greedy(player)
     self._pending.append(_Task(player, futures.Future()))
     self._tasks.put(self._pending[-1])
+    if self._thread is None:
+      # A daemon, because an environment that never answers must not keep the process alive.
+      self._thread = threading.Thread(target=self._work, name='evaluator', daemon=True)
+      self._thread.start()
 
   def _work(self) -> None:
     """Evaluates one checkpoint after another."""
     while (task := self._tasks.get()) and not self._cancelled.is_set():
       try:
-        self._evaluate(task.player)
-        task.result.set_result(None)
+        task.result.set_result(self._evaluate(task.player))
       except _Cancelled:
         return
-      except BaseException as error:  # noqa: BLE001 - raised again by `wait`
+      except BaseException as error:  # noqa: BLE001 - raised again by `before_save`
         task.result.set_exception(error)
 
-  def _evaluate(self, player: evaluation.Player) -> None:
-    """Plays the episodes of an evaluation; writes and prints the result.
+  def _evaluate(self, player: evaluation.Player) -> Record:
+    """Plays the episodes of an evaluation; writes, tells and returns its record.
 
     Raises:
       OSError: the file cannot be written.
@@ -244,49 +245,29 @@ class Evaluator:
       outcome = (f'failed: {record["error"]}' if 'error' in record else
                  f'return {record["mean"]:.2f}' + (', the best so far' if best else ''))
     record['seconds'] = time.monotonic() - began_s
-    with self._writing:
-      # A new list, because another thread may be reading the old one.
-      self._records = [*self._records, record]
-      self._write()
-    self._note(f'evaluation of update {player.update:,} ({options.num_episodes} episodes): '
-               f'{outcome}')
+    files.append_line(self._workdir / NAME, json.dumps(record))
+    # A new list, because another thread may be reading the old one.
+    self._records = [*self._records, record]
+    self._tell.note(f'evaluation of update {player.update:,} ({options.num_episodes} episodes): '
+                    f'{outcome}')
+    return record
 
-  def _is_done(self, task: _Task, asked_to_stop: Callable[[], bool]) -> bool:
-    """Waits for an evaluation; returns False if `asked_to_stop` ends the wait.
+  def _record_of(self, task: _Task) -> Record | None:
+    """Waits for an evaluation; returns None if a stop ends the wait.
 
     Raises:
-      checkpoint.NotSaved: the file cannot be written.
+      checkpoints.NotSaved: the file cannot be written.
     """
-    while not asked_to_stop():
+    while not self._asked_to_stop():
       try:
-        task.result.result(_POLL_S)
-        return True
+        return task.result.result(_POLL_S)
       except TimeoutError:
         continue
       except OSError as error:
-        raise checkpoint.NotSaved(str(error)) from error
-    return False
-
-  def _add_waiting_time(self, update: int, waited_s: float) -> Record:
-    """Notes how long training waited for an evaluation; returns its whole record.
-
-    Raises:
-      checkpoint.NotSaved: the file cannot be written.
-    """
-    with self._writing:
-      self._records = [record | {'waited_s': waited_s} if record['update'] == update else record
-                       for record in self._records]
-      try:
-        self._write()
-      except OSError as error:
-        raise checkpoint.NotSaved(str(error)) from error
-    return next(record for record in self._records if record['update'] == update)
+        raise checkpoints.NotSaved(str(error)) from error
+    return None
 
   def _check_cancelled(self, count: int) -> None:
     del count
     if self._cancelled.is_set():
       raise _Cancelled
-
-  def _write(self) -> None:
-    lines = ''.join(json.dumps(record) + '\n' for record in self._records)
-    safe_files.write_text(self._workdir / NAME, lines)

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from podracer_jit.errors import CallbackFailed
 from podracer_jit.play import evaluation
-from podracer_jit.training import periodic, train
-from podracer_jit.training.callbacks import STOP, Callback, Callbacks
-from podracer_jit.workdir import checkpoint, journal, workdirs
+from podracer_jit.training import evaluator
+from podracer_jit.training.sinks import STOP, CallbackFailed, Sink
+from podracer_jit.workdir import checkpoints, journal, workdirs
+from tests import runs
 from tests.runs import changed, prepared, small
 from tests.tiers import essential
-from tests.training.test_metrics import tensorboard_events
+from tests.training.test_sinks import tensorboard_events
 
 NAN = float('nan')
 INF = float('inf')
@@ -27,13 +27,13 @@ def train_in(workdir, config=CONFIG, *callbacks):
   """Trains as the command does, in a new or a used workdir."""
   run = prepared(config)
   workdirs.open_workdir(workdir, run.experiment.fields)
-  update, _ = checkpoint.recover(workdir)
-  return train.train(run, workdir, update=update, callbacks=Callbacks(callbacks))
+  update, _ = checkpoints.recover(workdir)
+  return runs.train_in(run, workdir, callbacks, update=update)
 
 
 def curve(workdir):
-  return [{name: value for name, value in record.items() if name not in ('seconds', 'waited_s')}
-          for record in periodic.read(workdir)]
+  return [{name: value for name, value in record.items() if name != 'seconds'}
+          for record in evaluator.read(workdir)]
 
 
 def receipts(workdir):
@@ -46,8 +46,8 @@ def uninterrupted(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('uninterrupted')
   records = []
 
-  class Record(Callback):
-    def on_evaluation(self, record):
+  class Record(Sink):
+    def evaluated(self, record):
       records.append(dict(record))
 
   assert train_in(workdir, changed(CONFIG, **EVAL), Record())
@@ -57,18 +57,18 @@ def uninterrupted(tmp_path_factory):
 def test_training_has_the_same_bits_with_evaluations(uninterrupted, tmp_path):
   train_in(tmp_path)
   assert receipts(tmp_path) == receipts(uninterrupted[0])
-  assert not (tmp_path / periodic.NAME).exists()
+  assert not (tmp_path / evaluator.NAME).exists()
 
 
 def test_evaluations_are_in_the_file_in_tensorboard_and_in_callbacks(uninterrupted):
   workdir, callback_records = uninterrupted
-  records = periodic.read(workdir)
+  records = evaluator.read(workdir)
   last = max(receipts(workdir))
   assert [record['update'] for record in records] == [2, 4, 6, 8, 10, last]
   steps = {line['update']: line['steps'] for line in journal.read_lines(workdir / journal.METRICS)}
   for record in records:
     assert record['steps'] == steps[record['update']]
-    assert record['num_episodes'] == 5 and record['seconds'] > 0 and record['waited_s'] >= 0
+    assert record['num_episodes'] == 5 and record['seconds'] > 0
     assert record['min'] <= record['median'] <= record['max']
   assert callback_records == records
   points = {event.step: value.simple_value for event in tensorboard_events(workdir / 'tensorboard')
@@ -79,10 +79,10 @@ def test_evaluations_are_in_the_file_in_tensorboard_and_in_callbacks(uninterrupt
 def test_the_best_checkpoint_is_kept(uninterrupted):
   """Besides the newest; it plays the episodes that the file of evaluations has."""
   workdir, _ = uninterrupted
-  records = periodic.read(workdir)
+  records = evaluator.read(workdir)
   best = max(records, key=lambda record: record['mean'])['update']
-  assert periodic.best_update(workdir) == best
-  assert set(checkpoint.saved_updates(workdir)) == {best, records[-1]['update']}
+  assert evaluator.best_update(workdir) == best
+  assert set(checkpoints.saved_updates(workdir)) == {best, records[-1]['update']}
   # With the seeds of its update the best checkpoint has the mean that is in the file.
   experiment = evaluation.read_experiment(workdir)
   player = evaluation.restore(workdir, experiment, best)
@@ -102,7 +102,7 @@ def test_the_best_checkpoint_is_kept(uninterrupted):
 def test_the_best_update_has_the_highest_mean(means, best):
   records = [{'update': i, 'error': 'x'} if mean is None else {'update': i, 'mean': mean}
              for i, mean in enumerate(means, 1)]
-  assert periodic.best_of(records) == best
+  assert evaluator.best_of(records) == best
 
 
 @pytest.mark.parametrize('crash', essential([3, 5, 6, 9], 5))
@@ -119,13 +119,13 @@ def test_a_crashed_run_has_the_same_evaluations(crash, uninterrupted, tmp_path):
   train_in(tmp_path, config)
   assert receipts(tmp_path) == receipts(uninterrupted[0])
   assert curve(tmp_path) == curve(uninterrupted[0])
-  assert checkpoint.saved_updates(tmp_path) == checkpoint.saved_updates(uninterrupted[0])
+  assert checkpoints.saved_updates(tmp_path) == checkpoints.saved_updates(uninterrupted[0])
 
 
-def test_an_evaluation_records_how_long_training_waited_for_it(tmp_path, monkeypatch):
-  """The evaluation of update 4 ends 0.3 s after training begins to wait for it."""
+def test_metrics_say_how_long_training_waited_for_an_evaluation(tmp_path, monkeypatch):
+  """The evaluation of update 4 ends 0.3 s after training begins to wait for it, after update 6."""
   play = evaluation.play
-  wait = periodic.Evaluator.wait
+  before_save = evaluator.Evaluator.before_save
   pending = threading.Event()
 
   def slow(player, *args, index):
@@ -134,16 +134,17 @@ def test_an_evaluation_records_how_long_training_waited_for_it(tmp_path, monkeyp
       time.sleep(0.3)
     return play(player, *args, index=index)
 
-  def wait_and_tell(evaluator, asked_to_stop):
-    if evaluator.keeps & {4} and 2 in [record['update'] for record in periodic.read(tmp_path)]:
+  def wait_and_tell(self):
+    if self.keeps() & {4} and 2 in [record['update'] for record in evaluator.read(tmp_path)]:
       pending.set()
-    wait(evaluator, asked_to_stop)
+    before_save(self)
 
   monkeypatch.setattr(evaluation, 'play', slow)
-  monkeypatch.setattr(periodic.Evaluator, 'wait', wait_and_tell)
+  monkeypatch.setattr(evaluator.Evaluator, 'before_save', wait_and_tell)
   assert train_in(tmp_path, changed(CONFIG, **EVAL))
-  waited_s = {record['update']: record['waited_s'] for record in periodic.read(tmp_path)}
-  assert 0.2 < waited_s[4] and set(waited_s) >= {2, 4, 6, 8, 10}
+  waits_s = {line['update']: line['eval_wait_s']
+             for line in journal.read_lines(tmp_path / journal.METRICS)}
+  assert waits_s[7] > 0.2 and waits_s[1] == waits_s[2] == waits_s[8] == 0
 
 
 def test_an_evaluation_interrupted_by_a_stop_is_made_later(uninterrupted, tmp_path, monkeypatch):
@@ -167,13 +168,13 @@ def test_an_evaluation_interrupted_by_a_stop_is_made_later(uninterrupted, tmp_pa
   config = changed(CONFIG, **EVAL)
   monkeypatch.setattr(evaluation, 'play', slow)
   assert not train_in(tmp_path, config, stops)
-  assert [record['update'] for record in periodic.read(tmp_path)] == [2]
+  assert [record['update'] for record in evaluator.read(tmp_path)] == [2]
   stopped = max(receipts(tmp_path))
-  assert set(checkpoint.saved_updates(tmp_path)) == {2, 4, stopped}
+  assert set(checkpoints.saved_updates(tmp_path)) == {2, 4, stopped}
   monkeypatch.setattr(evaluation, 'play', play)
   assert train_in(tmp_path, config)
   assert curve(tmp_path)[:2] == curve(uninterrupted[0])[:2]
-  assert 4 not in set(checkpoint.saved_updates(tmp_path)) - {periodic.best_update(tmp_path)}
+  assert 4 not in set(checkpoints.saved_updates(tmp_path)) - {evaluator.best_update(tmp_path)}
 
 
 def test_evaluations_after_a_broken_checkpoint_are_dropped(uninterrupted, tmp_path):
@@ -193,16 +194,16 @@ def test_a_failed_evaluation_does_not_end_the_training(tmp_path, monkeypatch):
   monkeypatch.setattr(evaluation, 'CHUNK', 3)  # no episode of CartPole ends in three steps
   callback_records = []
 
-  class Record(Callback):
-    def on_evaluation(self, record):
+  class Record(Sink):
+    def evaluated(self, record):
       callback_records.append(record)
 
   assert train_in(tmp_path, changed(CONFIG, eval__max_steps=2, **EVAL), Record())
-  records = periodic.read(tmp_path)
+  records = evaluator.read(tmp_path)
   assert len(records) == len(callback_records) == 6
   assert all('max_steps is 2' in record['error'] and 'mean' not in record for record in records)
   with pytest.raises(ValueError, match='no checkpoint in .* was evaluated'):
-    periodic.best_update(tmp_path)
+    evaluator.best_update(tmp_path)
 
 
 def test_an_evaluation_with_a_nan_is_an_error_and_not_the_best(tmp_path, monkeypatch):
@@ -218,18 +219,18 @@ def test_an_evaluation_with_a_nan_is_an_error_and_not_the_best(tmp_path, monkeyp
   def refuse(constant):
     raise ValueError(f'{constant} is no JSON')
 
-  lines = (tmp_path / periodic.NAME).read_text().splitlines()
+  lines = (tmp_path / evaluator.NAME).read_text().splitlines()
   first, *others = [json.loads(line, parse_constant=refuse) for line in lines]
   assert first['mean'] is None and 'the returns of 1 of 5 episodes are not finite' in first['error']
   assert all('error' not in record for record in others)
-  assert periodic.best_update(tmp_path) != 2
-  assert 2 not in checkpoint.saved_updates(tmp_path)
+  assert evaluator.best_update(tmp_path) != 2
+  assert 2 not in checkpoints.saved_updates(tmp_path)
 
 
 def test_a_file_that_cannot_be_written_ends_the_run(tmp_path):
-  (tmp_path / periodic.NAME).mkdir()
+  (tmp_path / evaluator.NAME).mkdir()
   with contextlib.suppress(OSError):
-    periodic.read(tmp_path)
+    evaluator.read(tmp_path)
   with pytest.raises(OSError, match='evaluations.jsonl'):
     train_in(tmp_path, changed(CONFIG, **EVAL))
 
@@ -241,7 +242,7 @@ def test_a_resumed_run_may_begin_to_evaluate(tmp_path):
 
   train_in(tmp_path, CONFIG, stops)
   assert train_in(tmp_path, changed(CONFIG, eval__every_updates=5, eval__num_episodes=2))
-  updates = [record['update'] for record in periodic.read(tmp_path)]
+  updates = [record['update'] for record in evaluator.read(tmp_path)]
   assert updates[-1] == max(receipts(tmp_path))
   assert all(after - before >= 5 for before, after in zip(updates[:-1], updates[1:-1],
                                                           strict=False))

@@ -16,8 +16,8 @@ from unittest import mock
 
 import jax
 
+from benchmarks.parts.segments import with_program
 from podracer_jit.actor.rollout_program import RolloutProgram
-from podracer_jit.cli.measure.segments import with_program
 from podracer_jit.experiment import build
 from podracer_jit.schemes.table import SCHEMES
 

@@ -1,4 +1,4 @@
-"""Placements that `podracer_jit tune` tries, and their flags."""
+"""Placements that `benchmarks.tune` tries, and their flags."""
 
 from __future__ import annotations
 

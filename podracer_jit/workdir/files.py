@@ -1,4 +1,8 @@
-"""Paths of users; reads regular files only, replaces files in one step, sets broken files aside."""
+"""Files of a workdir: only regular ones are read, and all changes of the disk are made here.
+
+Nothing else in this folder, and nothing above it, changes a workdir, but for Orbax, the lock, and
+the open files of a run's journals and TensorBoard.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ import errno
 import json
 import os
 import secrets
+import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -71,29 +76,25 @@ def parse_json(content: bytes, hook: Callable[[list[tuple[str, Any]]], Any] | No
   return value
 
 
-def write_text(path: Path, text: str, is_shared: bool = False) -> None:
-  """Writes a whole file in one step, as `write_bytes` does."""
-  write_bytes(path, text.encode(), is_shared)
-
-
-def write_bytes(path: Path, content: bytes, is_shared: bool = False) -> None:
+def write(path: Path, content: str | bytes | Iterable[bytes], is_shared: bool = False) -> None:
   """Writes a whole file in one step: a reader sees either the old or the new content.
 
   Args:
     path: the path of the file.
-    content: its new content.
+    content: its new content, which may come in parts.
     is_shared: other processes may write the file at the same time.
 
   Raises:
     OSError: the file cannot be written; the error names it. The old content is unchanged.
   """
   draft = path.with_name(f'{path.name}{f".{secrets.token_hex(8)}" if is_shared else ""}.tmp')
+  content = content.encode() if isinstance(content, str) else content
   with naming(path):
     # One that a killed process has left, or a link of a stranger's workdir.
     draft.unlink(missing_ok=True)
     try:
       with draft.open('xb') as file:
-        file.write(content)
+        file.writelines([content] if isinstance(content, bytes) else content)
         file.flush()
         # Without fsync, a power failure could leave an empty file under the new name.
         os.fsync(file.fileno())
@@ -130,14 +131,51 @@ def append_line(path: Path, line: str) -> None:
       os.close(descriptor)
 
 
+def truncate(path: Path, size: int) -> None:
+  """Cuts a file to its first bytes.
+
+  Raises:
+    OSError: the file cannot be written; the error names it.
+  """
+  with naming(path):
+    os.truncate(path, size)
+
+
+def rename(path: Path, target: Path) -> None:
+  """Gives a file or a folder another name in one step, which outlasts a power failure."""
+  os.rename(path, target)
+  sync_folder(target.parent)
+
+
 def sync_folder(folder: Path) -> None:
   """Has the names of new files in a folder outlast a power failure, if its file system can."""
-  descriptor = os.open(folder, os.O_RDONLY)
-  try:
-    with contextlib.suppress(OSError):
+  with contextlib.suppress(OSError):
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
       os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
+    finally:
+      os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+  """Makes a folder, and those above it, unless it exists."""
+  path.mkdir(parents=True, exist_ok=True)
+
+
+def remove_folder(path: Path) -> None:
+  """Removes a folder with all that is in it, as far as that is possible."""
+  shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_if_empty(path: Path) -> None:
+  """Removes a folder unless something is in it, or it cannot be removed."""
+  with contextlib.suppress(OSError):
+    path.rmdir()
+
+
+def copy_folder(path: Path, target: Path) -> None:
+  """Copies a folder with all that is in it to a new place."""
+  shutil.copytree(path, target)
 
 
 def set_aside(workdir: Path, path: Path) -> Path:
@@ -147,13 +185,13 @@ def set_aside(workdir: Path, path: Path) -> Path:
     The new path.
   """
   folder = workdir / BROKEN
-  folder.mkdir(exist_ok=True)
+  make_folder(folder)
   target = folder / path.name
   number = 1
   while target.exists():
     number += 1
     target = folder / f'{path.name}.{number}'
-  os.rename(path, target)
+  rename(path, target)
   return target
 
 

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from benchmarks.parts import memory_use
+from benchmarks.parts.segments import with_program
 from podracer_jit import loops
-from podracer_jit.cli.measure import memory_use
-from podracer_jit.cli.measure.segments import with_program
 from podracer_jit.experiment import build
 from podracer_jit.schemes.reports import Report
 

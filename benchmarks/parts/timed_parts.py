@@ -1,4 +1,4 @@
-"""Parts that `podracer_jit benchmark` measures. A part is built once and called many times."""
+"""Parts that `benchmarks.parts` measures. A part is built once and called many times."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.parts.segments import Figures, Measure, begin, copy_of
+from benchmarks.parts.training import Training
 from podracer_jit import loops
 from podracer_jit.actor.rollout_program import RolloutProgram
-from podracer_jit.cli.measure.segments import Figures, Measure, begin, copy_of
-from podracer_jit.cli.measure.training import Training
 from podracer_jit.envs.protocol import EnvSpec, TimeStep, VectorEnv
 from podracer_jit.experiment import build
 from podracer_jit.experiment.resolve import changed

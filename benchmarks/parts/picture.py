@@ -7,7 +7,7 @@ import importlib.util
 
 import numpy as np
 
-from podracer_jit.cli.measure.rounds import PARTS, Round
+from benchmarks.parts.rounds import PARTS, Round
 
 
 def can_draw() -> bool:

@@ -8,16 +8,16 @@ import subprocess
 import pytest
 from absl import flags
 
-from podracer_jit.cli.measure import segments
-from podracer_jit.cli.tuning import candidates, search, tuner
+from benchmarks.parts import segments
+from benchmarks.tests.run import run_benchmark
+from benchmarks.tune import candidates, search, tuner
 from podracer_jit.configs import impala_atari, impala_catch, pong_laptop, ppo_cartpole
 from podracer_jit.experiment import flags as command_line
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.schemes.table import SCHEMES
-from tests import processes
 from tests.runs import changed, small
-from tests.tiers import essential
 
+pytestmark = pytest.mark.full
 DEVICE_0 = ((0,), (0,))
 
 
@@ -226,9 +226,9 @@ def test_a_tuned_replay_is_small_and_quickly_filled():
   assert tuner.prepare(small_replay)[0].fields['replay'] == small_replay['replay']
 
 
-@pytest.mark.parametrize('scheme, loss', essential([
+@pytest.mark.parametrize('scheme, loss', [
     ('sync', 'impala'), ('fused', 'ppo'), ('impala', 'impala'), ('rapid_async', 'impala'),
-    ('apex_lockstep', 'dqn')], 'sync', 'rapid_async'))
+    ('apex_lockstep', 'dqn')])
 def test_every_kind_of_scheme_can_be_measured(scheme, loss):
   config = small(loss)
   config = changed(config, scheme=scheme, placement__updates_per_call=2)
@@ -249,7 +249,6 @@ def test_candidates_share_the_learner():
   assert runs[2].place.actors != runs[0].place.actors
 
 
-@pytest.mark.full
 def test_a_candidate_runs_with_its_own_scheme():
   experiment, own = tuner.prepare(_catch(scheme='sync'))
   its_tuner = tuner.Tuner(experiment)
@@ -260,7 +259,7 @@ def test_a_candidate_runs_with_its_own_scheme():
 
 
 def _run(*args):
-  done = processes.run(processes.command('tune', *args))
+  done = run_benchmark('tune', *args)
   return done.returncode, done.stdout, done.stderr
 
 
@@ -276,7 +275,6 @@ def test_a_changed_core_distance_is_reported(distances, message, monkeypatch, ca
   assert ('distance of two cores changed' in capsys.readouterr().err) == message
 
 
-@pytest.mark.full
 def test_the_tuner_prints_flags():
   code, out, err = _run('--config=configs/impala_catch.py:smoke', '--seconds=0.2',
                         '--num_shards=1,2')

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
+from benchmarks.parts.segments import Figures, begin
 from podracer_jit import loops
-from podracer_jit.cli.measure.segments import Figures, begin
 from podracer_jit.experiment import build
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
-from podracer_jit.training.metrics import Meter
+from podracer_jit.training.meter import Meter
 from podracer_jit.types import TrainState
 
 
@@ -46,8 +46,8 @@ class Training:
     self._reports = []  # (time, steps, updates)
     segment = begin(run, state, scheme, by_python, stack, self._report,
                     self._stopping.is_set)
-    experiment = run.experiment
-    self._meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, {})
+    self._waits = segment.waits
+    self._meter = Meter(run.experiment, {})
     threads = stack.enter_context(ThreadPoolExecutor(1))
     self._future = threads.submit(loops.run, [*map(self._gated, segment.workers[:-1]),
                                               segment.workers[-1]])  # The writer needs no pause.
@@ -75,6 +75,7 @@ class Training:
     return Figures((end_steps - start_steps) / elapsed, elapsed / (end_update - start_update))
 
   def _report(self, report: Report) -> None:
+    report = report._replace(waits=self._waits())
     *_, (record, _) = self._meter.records(report)  # the statistics are part of training
     if record.get('sampled', 1):  # not while a replay is filled
       with self._changed:

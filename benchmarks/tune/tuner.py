@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from benchmarks.common import say
+from benchmarks.parts import core_distance
+from benchmarks.parts.segments import copy_of, small_replay
+from benchmarks.tune.candidates import Candidate, Machine, as_text, own_of, placed, vary
+from benchmarks.tune.search import LAST_ROUNDS, Figures, Search, search
 from podracer_jit import loops
-from podracer_jit.cli.measure import core_distance
-from podracer_jit.cli.measure.segments import copy_of, small_replay
-from podracer_jit.cli.tuning.candidates import Candidate, Machine, as_text, own_of, placed, vary
-from podracer_jit.cli.tuning.search import LAST_ROUNDS, Figures, Search, search
 from podracer_jit.experiment import build, memory
 from podracer_jit.experiment.experiment import Experiment
 from podracer_jit.experiment.resolve import changed, resolve_on_one_device
 from podracer_jit.runtime import host
 from podracer_jit.runtime.placement import PlacementOptions
 from podracer_jit.schemes.reports import Report
-from podracer_jit.training.metrics import Meter
+from podracer_jit.training.meter import Meter
 from podracer_jit.types import TrainState
 
 
@@ -89,7 +89,7 @@ def train(run: build.Run, state: TrainState, seconds: float) -> Figures:
 
   def report(item: Report) -> None:
     # Computing the statistics is a part of training.
-    *_, (record, _) = meter.records(item)
+    *_, (record, _) = meter.records(item._replace(waits=segment.waits()))
     # Updates that only fill a replay do not count.
     if record.get('sampled', 1):
       times.append((time.perf_counter(), record['steps']))
@@ -99,18 +99,12 @@ def train(run: build.Run, state: TrainState, seconds: float) -> Figures:
 
   state = copy_of(state, run)
   with build.segment(run, state, 0, 10**9, report, stop) as segment:
-    experiment = run.experiment
-    meter = Meter(experiment.log.window, experiment.spec.frame_skip, segment.waits, {})
+    meter = Meter(run.experiment, {})
     loops.run(segment.workers)
   start_s, start_steps = times[first]
   end_s, end_steps = times[-1]
   elapsed = end_s - start_s
   return Figures((end_steps - start_steps) / elapsed, elapsed)
-
-
-def say(line: str) -> None:
-  """Prints a line about the progress."""
-  print(line, file=sys.stderr, flush=True)
 
 
 def prepare(config: Mapping[str, Any]) -> tuple[Experiment, Candidate]:

@@ -1,8 +1,8 @@
 """Measures the speed of each part of an experiment on this machine, and splits a round's time.
 
-  podracer_jit benchmark --config=configs/impala_catch.py --seconds=10
-  podracer_jit benchmark --config=configs/impala_atari.py --parts=sync,cleanba --json=figures.json
-  podracer_jit benchmark --config=configs/pong_laptop.py --picture=round.png
+  python -m benchmarks.parts --config=configs/impala_catch.py --seconds=10
+  python -m benchmarks.parts --config=configs/impala_atari.py --parts=sync,cleanba --json=out.json
+  python -m benchmarks.parts --config=configs/pong_laptop.py --picture=round.png
 
 The command takes --config and its overrides, like training. It ignores the config's scheme, since
 each part has its own. The parts are (--parts selects some of them):
@@ -46,18 +46,19 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
-from podracer_jit.cli import verb
-from podracer_jit.cli.measure import picture, rounds, timed_parts
-from podracer_jit.cli.measure.segments import small_replay, with_scheme
-from podracer_jit.cli.measure.summary import BASES, describe, measure, say, summarise
+from benchmarks.common import say
+from benchmarks.parts import picture, rounds, timed_parts
+from benchmarks.parts.segments import small_replay, with_scheme
+from benchmarks.parts.summary import BASES, describe, measure, summarise
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.families import family_of
-from podracer_jit.errors import Refused
 from podracer_jit.experiment import build, memory
 from podracer_jit.experiment import flags as command_line
 from podracer_jit.experiment.experiment import Experiment
@@ -66,9 +67,9 @@ from podracer_jit.parts import user_path
 from podracer_jit.runtime import host
 
 
-@verb
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   # Paused workers wait for long, and would log that.
   logging.getLogger('podracer_jit').setLevel(logging.ERROR)
   values = define_flags()
@@ -81,7 +82,8 @@ def main(argv: Sequence[str]) -> int:
       raise ValueError('--picture: drawing needs matplotlib: pip install matplotlib')
     run, names = prepare(resolve(config), values.parts)
   except ValueError as error:
-    raise Refused(str(error)) from None
+    print(f'parts: {error}', file=sys.stderr)
+    return 2
   measurements, memory = measure(names, run, values.seconds, values.rounds)
   result = dict(config=run.experiment.fields, machine=describe(run)) | summarise(
       measurements, run.experiment.unroll_length)
@@ -202,3 +204,7 @@ def split_round(run: build.Run, scheme: str, path: str | None) -> dict[str, Any]
     picture.draw(measured, path)
   return dict(scheme=scheme, seconds=measured.seconds, traced_seconds=measured.traced_seconds,
               lanes=measured.lanes, memory=measured.memory)
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv))

@@ -1,8 +1,10 @@
 """Records, files and the live display, from hand-made reports."""
 
+import contextlib
 import dataclasses
 import io
 import json
+import re
 import struct
 import time
 import types
@@ -12,22 +14,16 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto import event_pb2
 
-from podracer_jit.errors import Diverged
 from podracer_jit.experiment.resolve import resolve
-from podracer_jit.training.metrics import (
-  Files,
-  Meter,
-  Report,
-  Standstill,
-  Waits,
-  wall_clock,
-)
+from podracer_jit.schemes.reports import Report, Waits
+from podracer_jit.training.meter import Meter, wall_clock
 from podracer_jit.training.progress import Progress, bottleneck, waited
+from podracer_jit.training.sinks import Diverged, Journals, Standstill, Start, TensorBoard
 from podracer_jit.types import Episodes
 from tests.runs import changed, small
 
 
-def report(updates, cgd=1.5, valid=6):
+def report(updates, cgd=1.5, valid=6, **fields):
   """Returns a report of 2 rows and 2 environments an update.
 
   In the last row of each update one episode ends, whose return is the number of the update.
@@ -40,11 +36,14 @@ def report(updates, cgd=1.5, valid=6):
   return Report(dict(
       update=np.array(updates), steps=np.array(updates) * valid, valid=np.full(n, valid),
       batch=np.zeros((n, 2), np.uint32), params=np.ones((n, 2), np.uint32), episodes=episodes,
-      entropy=np.full(n, 0.5, np.float32)), n, (cgd,) * n, (0.25,) * n)
+      entropy=np.full(n, 0.5, np.float32)), n, (cgd,) * n, (0.25,) * n, **fields)
 
 
-def meter(window=2, waits=lambda: Waits(0.0, 0.0), past=None, machines=None):
-  return Meter(window, frame_skip=4, waits=waits, past=past or {}, machines=machines)
+def meter(past=None, **clock):
+  """Returns a meter of a window of two episodes and four frames a step."""
+  experiment = types.SimpleNamespace(log=types.SimpleNamespace(window=2),
+                                     spec=types.SimpleNamespace(frame_skip=4))
+  return Meter(experiment, past or {}, **clock)
 
 
 def test_records_count_episodes_frames_and_delays():
@@ -79,7 +78,7 @@ class Clock(types.SimpleNamespace):
 @pytest.fixture
 def clock(monkeypatch):
   clock = Clock(seconds=100.0)
-  monkeypatch.setattr('podracer_jit.training.metrics.time', clock)
+  monkeypatch.setattr('podracer_jit.training.meter.time', clock)
   return clock
 
 
@@ -123,14 +122,14 @@ def test_updates_of_one_call_have_its_speed_and_drawn_transitions_too(clock):
 
 def test_the_wall_clock_goes_on_with_the_run_and_counts_no_time_between_commands(clock):
   clock.seconds = 107
-  first = Meter(2, 4, lambda: Waits(0.0, 0.0), {}, wall_s=wall_clock({}, began_s=100.0))
+  first = meter(wall_s=wall_clock({}, began_s=100.0))
   clock.seconds = 117  # 7 s until the segment began, 10 s of the first update
   (record, _), = first.records(report([1]))
   assert record['wall_s'] == 17 and record['elapsed_s'] == 10
   clock.seconds = 120
   past = json.loads(json.dumps(first.meta()))
   clock.seconds = 5005  # the next command began at 5000
-  second = Meter(2, 4, lambda: Waits(0.0, 0.0), past, wall_s=wall_clock(past, began_s=5000.0))
+  second = meter(past, wall_s=wall_clock(past, began_s=5000.0))
   clock.seconds = 5009
   (record, _), = second.records(report([2]))
   assert record['wall_s'] == 20 + 9 and record['elapsed_s'] == 10 + 4
@@ -138,30 +137,32 @@ def test_the_wall_clock_goes_on_with_the_run_and_counts_no_time_between_commands
   assert wall_clock({'elapsed_s': 3.0}, began_s=5000.0)() == 3 + 9
 
 
-def notices(records, params=None):
-  """Returns the lines that are new, and whether each record has a warning."""
+def notices(capsys, records, params=None):
+  """Returns the lines that are printed, and whether each record has a warning."""
   standstill = Standstill()
   params = params or range(len(records))  # they move
-  records = [dict(learning_rate=1e-3, grad_norm=1.0) | record for record in records]
-  new = [standstill.notice(record, dict(params=str(each)))
-         for record, each in zip(records, params, strict=True)]
-  return [line for line in new if line], ['warning' in record for record in records]
+  records = [dict(update=i, learning_rate=1e-3, grad_norm=1.0) | record
+             for i, record in enumerate(records, 1)]
+  for record, each in zip(records, params, strict=True):
+    standstill.update(record, dict(params=str(each)))
+  return (re.findall(r'^podracer_jit: warning: update \d+: (.*)$', capsys.readouterr().err, re.M),
+          ['warning' in record for record in records])
 
 
-def test_a_gradient_of_zero_is_noticed_after_ten_updates():
+def test_a_gradient_of_zero_is_noticed_after_ten_updates(capsys):
   zero = dict(grad_norm=0.0)
   line = ('the gradient was exactly 0 in 10 updates in a row, so nothing is learned; does the loss '
           'depend on the parameters?')
-  assert notices([zero] * 12 + [{}] + [zero] * 10) == (
+  assert notices(capsys, [zero] * 12 + [{}] + [zero] * 10) == (
       [line] * 2, [False] * 9 + [True] * 3 + [False] * 10 + [True])
-  assert notices([zero] * 9 + [{}] + [zero] * 9) == ([], [False] * 19)
+  assert notices(capsys, [zero] * 9 + [{}] + [zero] * 9) == ([], [False] * 19)
   # Parameters that do not move either are no second warning.
-  assert notices([zero] * 12, ['a'] * 12)[0] == [line]
+  assert notices(capsys, [zero] * 12, ['a'] * 12)[0] == [line]
 
 
-def test_parameters_that_do_not_move_are_noticed_after_ten_updates():
+def test_parameters_that_do_not_move_are_noticed_after_ten_updates(capsys):
   # The first update has none before it to compare with.
-  lines, warned = notices([{}] * 12 + [{}] * 2, ['a'] * 12 + ['b', 'c'])
+  lines, warned = notices(capsys, [{}] * 12 + [{}] * 2, ['a'] * 12 + ['b', 'c'])
   assert lines == ['the parameters did not change in 10 updates in a row, though the learning rate '
                    'is 0.001']
   assert warned == [False] * 10 + [True] * 2 + [False] * 2
@@ -170,16 +171,14 @@ def test_parameters_that_do_not_move_are_noticed_after_ten_updates():
 @pytest.mark.parametrize('records', [
     [dict(learning_rate=0.0)] * 30,  # annealed to the end
     [dict(grad_norm=0.0, sampled=0.0)] * 30])  # a replay that is still filled
-def test_no_warning_where_nothing_can_be_learned(records):
-  assert notices(records, ['a'] * len(records)) == ([], [False] * len(records))
+def test_no_warning_where_nothing_can_be_learned(records, capsys):
+  assert notices(capsys, records, ['a'] * len(records)) == ([], [False] * len(records))
 
 
 def test_waits_count_from_the_last_report():
-  waits = Waits(1.0, 0.5)
-  m = meter(waits=lambda: waits)
-  first = next(m.records(report([1])))[0]
-  waits = Waits(4.0, 0.5)
-  second = [r for r, _ in m.records(report([2, 3]))]
+  m = meter()
+  first = next(m.records(report([1], waits=Waits(1.0, 0.5))))[0]
+  second = [r for r, _ in m.records(report([2, 3], waits=Waits(4.0, 0.5)))]
   assert (first['actor_wait_s'], first['learner_wait_s']) == (1.0, 0.5)
   assert [(r['actor_wait_s'], r['learner_wait_s']) for r in second] == [(1.5, 0.0)] * 2
 
@@ -189,11 +188,11 @@ CLUSTER = dict(actors_alive=3, actors_pending=1, actor_restarts=2, cluster_mb_pe
 
 
 def test_new_lives_are_in_the_next_receipt():
-  lives = [{'actor 1': 1}, {'actor 1': 1}, {'actor 1': 2}, {'actor 1': 2}]
-  machines = types.SimpleNamespace(lives=lambda: lives.pop(0), metrics=lambda: CLUSTER)
-  m = meter(machines=machines)  # it began with a life of 1, which the segment's header has
-  records, receipts = zip(*[next(m.records(report([update]))) for update in (1, 2, 3)],
-                          strict=True)
+  m = meter()
+  m.begin({'actor 1': 1})  # which the segment's header has
+  records, receipts = zip(*[
+      next(m.records(report([update], machines=CLUSTER, lives={'actor 1': life})))
+      for update, life in ((1, 1), (2, 2), (3, 2))], strict=True)
   assert [receipt.get('lives') for receipt in receipts] == [None, {'actor 1': 2}, None]
   assert records[0]['cluster_mb_per_s'] == 12.34 and records[0]['actors_pending'] == 1
 
@@ -212,41 +211,45 @@ def test_a_meter_continues_from_its_saved_state():
   assert record['episode_return'] == 2.5 and record['episodes'] == 3
 
 
-def test_files_drop_lines_after_the_last_checkpoint(tmp_path):
-  files = Files(tmp_path, 0, 0, tensorboard=False)
-  files.begin_segment(dict(segment=0, first_update=1))
+def journals(workdir, update):
+  """Returns the journals of a run that goes on from an update, with the header of a segment."""
+  files = Journals(workdir, update)
+  files.begin(Start(workdir, 1, update, 0, dict(segment=update, first_update=update + 1)))
+  return files
+
+
+def test_journals_drop_lines_after_the_last_checkpoint(tmp_path):
+  files = journals(tmp_path, 0)
   for update in (1, 2, 3):
-    files.write(dict(update=update, x=float('nan')), dict(update=update))
+    files.update(dict(update=update, x=float('nan')), dict(update=update))
   files.close()
   (tmp_path / 'metrics.jsonl').open('a').write('{"upd')
-  files = Files(tmp_path, 2, 20, tensorboard=False)
+  files = journals(tmp_path, 2)
   assert files.problems == []
-  files.begin_segment(dict(segment=1, first_update=3))
-  files.write(dict(update=3, x=1.0), dict(update=3))
+  files.update(dict(update=3, x=1.0), dict(update=3))
   files.close()
   metrics = [json.loads(x) for x in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
   assert metrics == [dict(update=1, x=None), dict(update=2, x=None), dict(update=3, x=1.0)]
   receipts = [json.loads(x) for x in (tmp_path / 'receipts.jsonl').read_text().splitlines()]
   assert receipts == [dict(segment=0, first_update=1), dict(update=1), dict(update=2),
-                      dict(segment=1, first_update=3), dict(update=3)]
+                      dict(segment=2, first_update=3), dict(update=3)]
 
 
 def test_tensorboard_has_points_at_intervals_and_the_last_one(tmp_path, monkeypatch):
   clock = types.SimpleNamespace()
-  monkeypatch.setattr('podracer_jit.training.metrics.time', clock)
-  files = Files(tmp_path, 0, 0, tensorboard=True)
+  monkeypatch.setattr('podracer_jit.training.sinks.time', clock)
+  events = TensorBoard(tmp_path, 0, 0)
   for update, seconds in enumerate([0.0, 0.05, 0.11, 0.12, 0.3, 0.35], 1):
     clock.perf_counter = lambda seconds=seconds: seconds
-    files.write(dict(update=update, steps=10 * update, loss=0.5), dict(update=update))
-  files.close()
+    events.update(dict(update=update, steps=10 * update, loss=0.5), dict(update=update))
+  events.close()
   assert _points(tmp_path / 'tensorboard') == [('loss', s) for s in (10, 30, 50, 60)]
-  assert len((tmp_path / 'metrics.jsonl').read_text().splitlines()) == 6
 
 
 def test_tensorboard_keeps_events_before_a_segment(tmp_path):
   """TensorBoard drops older events from the first step of a segment on."""
   for update, steps in ((0, 0), (2, 60)):
-    Files(tmp_path, update, steps, tensorboard=True).close()
+    TensorBoard(tmp_path, update, steps).close()
   begins = [event.step for event in tensorboard_events(tmp_path / 'tensorboard')
             if event.session_log.status == event_pb2.SessionLog.START]
   assert sorted(begins) == [1, 61]
@@ -305,9 +308,9 @@ def test_progress_shows_the_main_figures(terminal, monkeypatch):
       monotonic=lambda: float(next(clock)), strftime=__import__('time').strftime,
       gmtime=__import__('time').gmtime))
   console = Console(file=out, force_terminal=terminal, width=120, highlight=False)
-  with Progress(EXPERIMENT, 'a title', console) as progress:
-    progress.show(dict(RECORD))
-    progress.show(dict(RECORD, steps=60, frames=240, actor_wait_s=0.9))
+  with contextlib.closing(Progress(EXPERIMENT, 'a title', console)) as progress:
+    progress.update(dict(RECORD), {})
+    progress.update(dict(RECORD, steps=60, frames=240, actor_wait_s=0.9), {})
   text = ' '.join(out.getvalue().split())  # lines are cut at the console's width
   for part in ('60 of 100', '240', 'SPS', '3.00 (length 9, 4 episodes)',
                'elapsed 01:01:05', 'loss policy -0.0123, value 0.5', 'KL 0.0031',
@@ -320,8 +323,8 @@ def test_progress_shows_the_main_figures(terminal, monkeypatch):
 
 def test_progress_shows_the_cluster():
   out = io.StringIO()
-  with Progress(EXPERIMENT, 'a title', Console(file=out, width=120)) as progress:
-    progress.show(dict(RECORD, **CLUSTER))
+  progress = Progress(EXPERIMENT, 'a title', Console(file=out, width=120))
+  progress.update(dict(RECORD, **CLUSTER), {})
   text = ' '.join(out.getvalue().split())
   assert 'cluster 3 processes, 1 pending, 2 restarts; 12.3 MB/s, 0.6 ms to get each' in text
 
@@ -331,11 +334,11 @@ def test_progress_shows_compiling_and_no_time_left_before_the_first_update(termi
   """The time left cannot be known yet, since the first update includes compiling."""
   out = io.StringIO()
   console = Console(file=out, force_terminal=terminal, width=120, highlight=False)
-  with Progress(EXPERIMENT, 'a title', console) as progress:
+  with contextlib.closing(Progress(EXPERIMENT, 'a title', console)) as progress:
     progress.compiling()
     if terminal:
       time.sleep(0.5)  # the block is drawn four times a second
-    progress.show(dict(RECORD))
+    progress.update(dict(RECORD), {})
     progress.finish('finished at update 1')
   text = out.getvalue()
   assert text.index('compiling ...') < text.index('50 of 100') < text.index('finished')
@@ -349,16 +352,16 @@ def test_the_block_says_that_python_steps_the_environments(env_batch, words):
   console = Console(file=out, force_terminal=True, width=120, highlight=False)
   experiment = dataclasses.replace(
       EXPERIMENT, spec=EXPERIMENT.spec._replace(calls_python=True), env_batch=env_batch)
-  with Progress(experiment, 'a title', console) as progress:
-    progress.show(dict(RECORD))
+  with contextlib.closing(Progress(experiment, 'a title', console)) as progress:
+    progress.update(dict(RECORD), {})
   assert words in ' '.join(out.getvalue().split())
 
 
 def test_the_last_update_is_shown_before_the_last_line():
   out = io.StringIO()
   experiment = resolve(changed(small(), total_steps=100, log__every_seconds=1e6))
-  with Progress(experiment, 'a title', Console(file=out, width=120)) as progress:
-    progress.show(dict(RECORD))
-    assert out.getvalue() == ''
-    progress.finish('stopped at update 1')
+  progress = Progress(experiment, 'a title', Console(file=out, width=120))
+  progress.update(dict(RECORD), {})
+  assert out.getvalue() == ''
+  progress.finish('stopped at update 1')
   assert out.getvalue().index('50 of 100') < out.getvalue().index('stopped')

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import errno
+import hashlib
+import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -19,18 +24,19 @@ from podracer_jit.errors import Broken, NotSaved
 from podracer_jit.options import shorten
 from podracer_jit.runtime import host
 from podracer_jit.types import TrainState
-from podracer_jit.workdir import manifest, safe_files
+from podracer_jit.workdir import files
 
 FOLDER = 'checkpoints'  # of a workdir
-# Key in `meta`: checkpoints that were saved by versions before 0.5 have no manifest.
-_HAS_MANIFEST = 'has_manifest'
-_WRITING = '.orbax-checkpoint-tmp'  # in the name that Orbax gives a checkpoint while it writes it
-_DELETING = '.deleted'  # in the name of a checkpoint while it is deleted
+MANIFEST = 'manifest.json'  # in the folder of a checkpoint, or of a saved agent
+# In names of folders that are no checkpoint yet, or none any more. A number alone is the name of a
+# checkpoint that was saved to the end.
+_SAVING = '.saving'
+_ORBAX_WRITING = '.orbax-checkpoint-tmp'
+_DELETING = '.deleted'
 LAST_GOOD = 'the last good checkpoint is'  # in the message of each failure
 # What is left after a failed save is also removed when a run begins, so the wait has an end.
 _MAX_SECONDS_OF_REMOVAL = 10.0
-# Beginnings of names of arrays that earlier versions saved, and the names of today.
-_RENAMED = {'ring/fresh': 'ring/is_reset_stack', 'slots/held/': 'slots/transitions/'}
+_BLOCK = 2**20  # bytes of a file that are read at a time
 
 
 class Checkpoints:
@@ -40,17 +46,16 @@ class Checkpoints:
     """Opens the folder; the newest `keep` checkpoints, and one of update 0, are never deleted."""
     self._workdir = workdir
     self._keep = keep
-    # Synchronous: between two segments nothing could run meanwhile. Orbax would delete old
-    # checkpoints before the new checkpoint has its manifest, so it is told to keep all.
-    options = ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=False)
-    self._manager = ocp.CheckpointManager((workdir / FOLDER).absolute(), options=options)
+    # Synchronous: between two segments nothing could run meanwhile.
+    self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
 
   def save(self, state: TrainState, meta: Mapping[str, Any], envs: Any | None = None,
            keep_also: Collection[int] = ()) -> None:
     """Saves the state with `meta` under its update, unless there is a checkpoint of that update.
 
-    The state, its replay and the environments' state are separate items. The manifest is written
-    last; after it, old checkpoints are deleted.
+    The state, its replay and the environments' state are separate items. Orbax writes them to a
+    folder that gets the manifest, and then its name: readers see a checkpoint whole or not at all.
+    After that, old checkpoints are deleted.
 
     Args:
       state: the state of the learner.
@@ -63,18 +68,18 @@ class Checkpoints:
         checkpoint. Nothing of the new checkpoint is left.
     """
     update = int(state.update)
-    before = saved_updates(self._workdir)
-    if update in before:
+    if update in saved_updates(self._workdir):
       return
     without_replay = state._replace(replay=None)
     items = dict(state=ocp.args.StandardSave(without_replay),
-                 meta=ocp.args.JsonSave(dict(meta) | {_HAS_MANIFEST: True}))
+                 meta=ocp.args.JsonSave(dict(meta)))
     if jax.tree.leaves(state.replay):
       items['replay'] = ocp.args.StandardSave(state.replay)
     if jax.tree.leaves(envs):
       items['envs'] = ocp.args.StandardSave(envs)
-    state_digest = manifest.digest(without_replay)
+    state_digest = digest(without_replay)
     folder = path_of(self._workdir, update)
+    draft = folder.with_name(folder.name + _SAVING)
     safe = last_good(self._workdir)
     free = shutil.disk_usage(self._workdir).free
     needed = _local_bytes(state)
@@ -83,12 +88,12 @@ class Checkpoints:
       raise NotSaved(f'cannot save the checkpoint of update {update} in {folder} (it needs at '
                      f'least {needed:,} bytes, and {free:,} are free); {safe}')
     try:
-      self._manager.reload()  # A checkpoint that Orbax knows may have been set aside.
-      self._manager.save(update, args=ocp.args.Composite(**items))
+      self._orbax.save(draft, args=ocp.args.Composite(**items))
       if jax.process_index() == 0:
-        manifest.write(folder, state_digest)
+        write_manifest(draft, state_digest)
+        files.rename(draft, folder)
     except Exception as error:  # noqa: BLE001 - Orbax raises many types for unwritable files
-      _remove_what_is_still_written(self._workdir, folder)
+      _remove_what_is_still_written(self._workdir)
       raise NotSaved(f'cannot save the checkpoint of update {update} in {folder} '
                      f'({_root_cause(error)}); {safe}') from error
     if jax.process_index() == 0:
@@ -96,7 +101,7 @@ class Checkpoints:
         # The checkpoint of update 0 is the first state of a run that began with another run.
         if old and old not in keep_also:
           _delete(path_of(self._workdir, old))
-    host.barrier(f'manifest {update}')
+    host.barrier(f'saved {update}')
 
   def restore_envs(self, like: Any, update: int) -> Any:
     """Returns the environments' state of a checkpoint; None if it has none.
@@ -131,16 +136,9 @@ class Checkpoints:
     items = {'state': like._replace(replay=None)}
     if jax.tree.leaves(like.replay) and (folder / 'replay').is_dir():
       items['replay'] = like.replay
-    is_old = _is_old(self._workdir, update)
-    try:
-      restored = self._restore_items(update, **items)
-    except Exception as error:  # noqa: BLE001 - Orbax has no type for unexpected contents
-      # Without a manifest, this error is the only sign of a broken file.
-      if is_old:
-        raise Broken(update, _root_cause(error)) from error
-      raise
+    restored = self._restore_items(update, **items)
     state = restored['state']
-    if not is_old and manifest.digest(state) != manifest.read(folder)['state_sha256']:
+    if digest(state) != read_manifest(folder)['state_sha256']:
       raise Broken(update, 'the state that was read is not the state that was saved')
     meta = read_meta(self._workdir, update)
     if meta is None:
@@ -160,8 +158,9 @@ class Checkpoints:
     # Orbax's metadata has the numbers of a PRNG key, but it restores keys by their own dtype.
     key = jax.eval_shape(lambda: jax.random.key(0))
     like['key'] = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
-    restored = self._manager.restore(
-        update, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))
+    restored = self._orbax.restore(
+        path_of(self._workdir, update),
+        args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))
     return leaves(restored['state'])
 
   def restore_replay(self, like: Any, update: int) -> Any:
@@ -177,7 +176,7 @@ class Checkpoints:
     """Returns items of a checkpoint by name.
 
     Arrays are found by their names, not by the structure of the tree that was saved: earlier
-    versions gave fields other names, and stored other values for absent ones.
+    versions stored other values for absent ones.
 
     Args:
       update: the update of the checkpoint, whose files were checked.
@@ -189,11 +188,12 @@ class Checkpoints:
     """
     args = {item: ocp.args.StandardRestore(self._as_saved(update, item, like))
             for item, like in likes.items()}
-    restored = self._manager.restore(update, args=ocp.args.Composite(**args))
+    restored = self._orbax.restore(path_of(self._workdir, update),
+                                   args=ocp.args.Composite(**args))
 
     trees = {}
     for item, like in likes.items():
-      arrays = _with_present_names(leaves(restored[item]))
+      arrays = leaves(restored[item])
       trees[item] = jax.tree.unflatten(jax.tree.structure(like),
                                        [arrays[name] for name in leaves(like)])
     return trees
@@ -206,17 +206,17 @@ class Checkpoints:
     """
     shapes = leaves(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
     saved = _metadata(self._workdir, update, item)
-    differing = _with_present_names(leaves(saved)).keys() ^ shapes.keys()
+    differing = leaves(saved).keys() ^ shapes.keys()
     if differing:
       name = min(differing)
       where = 'is only in this run' if name in shapes else 'is only in the checkpoint'
       raise ValueError(f'{item}: {shorten(name)} {where}')
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: shapes[_present_name(_name_of(path))], saved)
+        lambda path, leaf: shapes[_name_of(path)], saved)
 
   def close(self) -> None:
     """Closes the folder; checkpoints cannot be saved or read afterwards."""
-    self._manager.close()
+    self._orbax.close()
 
 
 def leaves(tree: Any) -> dict[str, Any]:
@@ -232,18 +232,6 @@ def _name_of(path: Any) -> str:
   return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
-def _present_name(name: str) -> str:
-  """Returns the name that an array of a checkpoint has today."""
-  for earlier, present in _RENAMED.items():
-    if name.startswith(earlier):
-      return present + name.removeprefix(earlier)
-  return name
-
-
-def _with_present_names(arrays: Mapping[str, Any]) -> dict[str, Any]:
-  return {_present_name(name): array for name, array in arrays.items()}
-
-
 def saved_leaves(workdir: Path, update: int, item: str = 'state') -> dict[str, Any]:
   """Returns the shapes and types of the arrays in a checkpoint, by name.
 
@@ -254,7 +242,7 @@ def saved_leaves(workdir: Path, update: int, item: str = 'state') -> dict[str, A
   """
   if not (path_of(workdir, update) / item).is_dir():
     return {}
-  return _with_present_names(leaves(_metadata(workdir, update, item)))
+  return leaves(_metadata(workdir, update, item))
 
 
 def _metadata(workdir: Path, update: int, item: str) -> Any:
@@ -269,20 +257,14 @@ def path_of(workdir: Path, update: int) -> Path:
   return (workdir / FOLDER / str(update)).absolute()
 
 
-def updates_in(workdir: Path) -> list[int]:
-  """Returns the updates of all checkpoints of a workdir in order, unfinished ones included."""
+def saved_updates(workdir: Path) -> list[int]:
+  """Returns the updates of all checkpoints of a workdir in order; all were saved to the end."""
   folder = workdir / FOLDER
   if not folder.is_dir():
     return []
   names = [path.name for path in folder.iterdir()]
   # Other digits than those of ASCII are digits, too.
   return sorted(int(name) for name in names if name.isascii() and name.isdigit())
-
-
-def saved_updates(workdir: Path) -> list[int]:
-  """Returns the updates of all checkpoints that were saved to the end, in order."""
-  return [update for update in updates_in(workdir)
-          if (path_of(workdir, update) / manifest.NAME).exists() or _is_old(workdir, update)]
 
 
 def last_good(workdir: Path) -> str:
@@ -313,19 +295,12 @@ def naming_last_good(workdir: Path) -> Iterator[None]:
 
 def problem(workdir: Path, update: int) -> str:
   """Returns the first problem of a checkpoint's files; '' if they are as they were saved."""
-  folder = path_of(workdir, update)
-  if not _is_old(workdir, update):
-    return manifest.problem(folder)
-  try:
-    manifest.sizes_of(folder)
-  except OSError as error:
-    return shorten(f'{error.filename} cannot be read: {error.strerror}')
-  return ''
+  return problem_of_folder(path_of(workdir, update))
 
 
 def newest_whole(workdir: Path) -> int | None:
   """Returns the update of the newest checkpoint whose files are as they were saved, or None."""
-  return next((update for update in reversed(updates_in(workdir))
+  return next((update for update in reversed(saved_updates(workdir))
                if not problem(workdir, update)), None)
 
 
@@ -341,7 +316,7 @@ def recover(workdir: Path) -> tuple[int | None, list[str]]:
   Raises:
     ValueError: there are checkpoints, but none is whole. Nothing is set aside.
   """
-  existing = updates_in(workdir)
+  existing = saved_updates(workdir)
   whole = None
   problems = {}
   for update in reversed(existing):
@@ -350,7 +325,7 @@ def recover(workdir: Path) -> tuple[int | None, list[str]]:
       whole = update
       break
     problems[update] = damage
-  if whole is None and not all(_is_interrupted(workdir, update) for update in existing):
+  if existing and whole is None:
     listed = '; '.join(f'{update}: {problems[update]}' for update in existing)
     raise ValueError(f'--workdir: none of the checkpoints in {workdir / FOLDER} is whole '
                      f'({listed}); put one back, or choose another --workdir to begin anew')
@@ -359,8 +334,8 @@ def recover(workdir: Path) -> tuple[int | None, list[str]]:
 
 def set_all_aside(workdir: Path) -> None:
   """Sets all checkpoints aside, before a new run begins in the workdir."""
-  for update in updates_in(workdir):
-    safe_files.set_aside(workdir, path_of(workdir, update))
+  for update in saved_updates(workdir):
+    files.set_aside(workdir, path_of(workdir, update))
 
 
 def set_aside(workdir: Path, update: int, problem: str) -> str:
@@ -371,43 +346,41 @@ def set_aside(workdir: Path, update: int, problem: str) -> str:
     update: the update of the checkpoint.
     problem: why the checkpoint is broken.
   """
-  path = safe_files.set_aside(workdir, path_of(workdir, update))
+  path = files.set_aside(workdir, path_of(workdir, update))
   return f'the checkpoint of update {update} is broken ({problem}); it is now {path}'
-
-
-def _is_old(workdir: Path, update: int) -> bool:
-  """Returns whether a checkpoint was saved by a version without manifests."""
-  if (path_of(workdir, update) / manifest.NAME).exists():
-    return False
-  meta = read_meta(workdir, update)
-  return meta is not None and _HAS_MANIFEST not in meta
-
-
-def _is_interrupted(workdir: Path, update: int) -> bool:
-  """Returns whether a checkpoint lacks only the manifest, which is written last."""
-  if (path_of(workdir, update) / manifest.NAME).exists():
-    return False
-  meta = read_meta(workdir, update)
-  return meta is not None and _HAS_MANIFEST in meta
 
 
 def read_meta(workdir: Path, update: int) -> dict[str, Any] | None:
   """Returns the `meta` of a checkpoint without loading its state; None if it cannot be read."""
   try:
-    meta = safe_files.read_json(workdir / FOLDER / str(update) / 'meta' / 'metadata')
+    meta = files.read_json(workdir / FOLDER / str(update) / 'meta' / 'metadata')
   except (OSError, ValueError):
     return None
   return meta if isinstance(meta, dict) else None
 
 
+def copy(workdir: Path, target: Path, update: int) -> None:
+  """Copies a checkpoint to another workdir, whose readers see it whole or not at all."""
+  folder = path_of(target, update)
+  draft = folder.with_name(folder.name + _SAVING)
+  files.remove_folder(draft)
+  files.copy_folder(path_of(workdir, update), draft)
+  files.rename(draft, folder)
+
+
+def _unfinished(workdir: Path) -> list[Path]:
+  """Returns the remains of interrupted saves and deletions."""
+  return [path for pattern in (_SAVING, _ORBAX_WRITING, _DELETING)
+          for path in (workdir / FOLDER).glob(f'*{pattern}*')]
+
+
 def remove_unfinished(workdir: Path) -> None:
   """Removes the remains of interrupted saves and deletions; no process may be saving meanwhile."""
-  for pattern in (_WRITING, _DELETING):
-    for path in (workdir / FOLDER).glob(f'*{pattern}*'):
-      shutil.rmtree(path, ignore_errors=True)
+  for path in _unfinished(workdir):
+    files.remove_folder(path)
 
 
-def _remove_what_is_still_written(workdir: Path, folder: Path) -> None:
+def _remove_what_is_still_written(workdir: Path) -> None:
   """Removes all of a checkpoint whose save has failed, also files that threads write meanwhile.
 
   Orbax raises the first error while TensorStore's threads still write other arrays, and they
@@ -417,18 +390,17 @@ def _remove_what_is_still_written(workdir: Path, folder: Path) -> None:
   deadline = time.monotonic() + _MAX_SECONDS_OF_REMOVAL
   quiet_since = time.monotonic()
   while time.monotonic() < min(quiet_since + 0.5, deadline):
-    if folder.exists() or any((workdir / FOLDER).glob(f'*{_WRITING}*')):
+    if _unfinished(workdir):
       quiet_since = time.monotonic()
       remove_unfinished(workdir)
-      shutil.rmtree(folder, ignore_errors=True)
     time.sleep(0.02)
 
 
 def _delete(path: Path) -> None:
   """Deletes a checkpoint. Readers see it whole or not at all."""
   leaving = path.with_name(path.name + _DELETING)
-  os.rename(path, leaving)
-  shutil.rmtree(leaving, ignore_errors=True)
+  files.rename(path, leaving)
+  files.remove_folder(leaving)
 
 
 def _local_bytes(tree: Any) -> int:
@@ -450,3 +422,147 @@ def _root_cause(error: BaseException) -> str:
   if isinstance(error, OSError) and error.strerror:
     return f'{error.strerror}: {error.filename}' if error.filename else error.strerror
   return shorten(str(error)) or type(error).__name__
+
+
+def write_manifest(folder: Path, state_digest: str) -> None:
+  """Writes the manifest of a checkpoint, whose files must be complete.
+
+  Args:
+    folder: the folder of the checkpoint.
+    state_digest: the `digest` of its state.
+
+  Raises:
+    OSError: a file cannot be read or written; the error names it.
+  """
+  sizes = _sizes_of(folder)
+  names = sorted(name for name in sizes if Path(name).name != MANIFEST)
+  with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+    sums = list(threads.map(_sha256, (folder / name for name in names)))
+  entries = {name: {'bytes': sizes[name], 'sha256': value}
+             for name, value in zip(names, sums, strict=True)}
+  record = {'state_sha256': state_digest, 'files': entries}
+  files.write(folder / MANIFEST, json.dumps(record, indent=1) + '\n')
+
+
+def problem_of_folder(folder: Path) -> str:
+  """Reads the files of a checkpoint and compares them with its manifest.
+
+  Only names of regular files inside of the checkpoint count, and all sizes are compared before a
+  file is read: the checkpoint may be a stranger's. Files that the manifest does not name are
+  ignored.
+
+  Returns:
+    The first problem in words, on one line; '' if all files are as they were saved.
+  """
+  try:
+    sizes = _sizes_of(folder)
+    record = read_manifest(folder)
+  except FileNotFoundError:
+    return (f'{MANIFEST} is missing: it was cut, or saved by a version before 0.5, and '
+            'podracer_jit 0.6 must resume the run once')
+  except OSError as error:
+    return shorten(f'{error.filename} cannot be read: {error.strerror}')
+  except ValueError:
+    return f'{MANIFEST} is garbled'
+  for name, expected in record['files'].items():
+    if name not in sizes:
+      return f'{shorten(name)} cannot be read: there is no such file in the folder'
+    if sizes[name] != expected['bytes']:
+      return (f'{shorten(name)} has {sizes[name]:,} bytes in place of '
+              f'{shorten(format(expected["bytes"], ","))}')
+  with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+    problems = threads.map(lambda item: _problem_of_file(folder, *item), record['files'].items())
+    return next(filter(None, problems), '')
+
+
+def _sizes_of(folder: Path) -> dict[str, int]:
+  """Returns the size of each file of a checkpoint, by its name relative to the folder.
+
+  Raises:
+    OSError: something in the folder is neither a folder nor a regular file, or cannot be read; the
+      error names it. A link counts as such, since it may lead out of the folder.
+  """
+  sizes = {}
+  folders = [folder]
+  while folders:
+    with os.scandir(folders.pop()) as entries:
+      for entry in entries:
+        name = os.path.relpath(entry.path, folder)
+        if entry.is_dir(follow_symlinks=False):
+          folders.append(Path(entry.path))
+        elif entry.is_file(follow_symlinks=False):
+          sizes[name] = entry.stat(follow_symlinks=False).st_size
+        else:
+          kind = 'is a link' if entry.is_symlink() else 'is not a regular file'
+          raise OSError(errno.EINVAL, f'it {kind}', name)
+  return sizes
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+  """Returns the manifest of a checkpoint.
+
+  Raises:
+    FileNotFoundError: the checkpoint has no manifest.
+    OSError: it cannot be read.
+    ValueError: the file is not a manifest.
+  """
+  record = files.read_json(folder / MANIFEST, _distinct)
+  entries = record.get('files') if isinstance(record, dict) else None
+  is_manifest = isinstance(entries, dict) and 'state_sha256' in record and all(
+      isinstance(entry, dict) and type(entry.get('bytes')) is int
+      and isinstance(entry.get('sha256'), str) for entry in entries.values())
+  if not is_manifest:
+    raise ValueError(f'{folder / MANIFEST} is not a manifest')
+  return record
+
+
+def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+  """Returns an object of JSON.
+
+  Raises:
+    ValueError: a name comes twice, and readers would differ in which they take.
+  """
+  if len(dict(pairs)) < len(pairs):
+    raise ValueError('a name comes twice')
+  return dict(pairs)
+
+
+def digest(tree: Any) -> str:
+  """Returns the SHA-256 of a pytree of arrays: of their places, shapes, types and bytes.
+
+  If an array has copies on several devices, one of them counts.
+  """
+  total = hashlib.sha256()
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    if isinstance(leaf, jax.Array):
+      leaf = leaf.addressable_data(0)
+      if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    array = np.ascontiguousarray(leaf)
+    total.update(f'{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n'.encode())
+    total.update(array.tobytes())
+  return total.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+  """Returns the SHA-256 of a file, which may be larger than the memory."""
+  total = hashlib.sha256()
+  with path.open('rb') as file:
+    while block := file.read(_BLOCK):
+      total.update(block)
+  return total.hexdigest()
+
+
+def _problem_of_file(folder: Path, name: str, expected: dict[str, Any]) -> str:
+  """Returns the problem of a file's content in words; '' if it is as it was saved.
+
+  Args:
+    folder: the folder of the checkpoint.
+    name: the name of the file; `_sizes_of` has it.
+    expected: its entry in the manifest, 'bytes' and 'sha256'.
+  """
+  try:
+    return '' if _sha256(folder / name) == expected['sha256'] else (
+        f'{shorten(name)} is not what was saved')
+  except OSError as error:
+    return f'{shorten(name)} cannot be read: {error.strerror}'

@@ -11,21 +11,24 @@ import jax
 import numpy as np
 import pytest
 
-from podracer_jit import experiment
-from podracer_jit.cli import benchmark, configs
-from podracer_jit.cli.measure import (
-    conventional,
-    core_distance,
-    memory_use,
-    rounds,
-    segments,
-    timed_parts,
-    training,
+from benchmarks.parts import (
+  __main__,
+  conventional,
+  core_distance,
+  memory_use,
+  rounds,
+  segments,
+  timed_parts,
+  training,
 )
+from benchmarks.tests.run import run_benchmark
+from podracer_jit import experiment
+from podracer_jit.cli import configs
 from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.runtime.channels import Versioned
-from tests import processes
 from tests.runs import fresh
+
+pytestmark = pytest.mark.full
 
 
 def _cartpole():
@@ -69,7 +72,6 @@ def _two_rollouts(worker, params):
   return rollouts
 
 
-@pytest.mark.full
 @pytest.mark.parametrize('config', [_cartpole, _pong, _metaworld])
 def test_the_conventional_actor_makes_the_same_rollouts(config):
   run = fresh(config())
@@ -114,9 +116,8 @@ def test_a_failure_of_a_worker_ends_the_measurement(monkeypatch):
 
 
 def _run(*args, config='impala_catch'):
-  done = processes.run(processes.command(
-      'benchmark', f'--config=configs/{config}.py:smoke', '--config.env.num_envs=8',
-      '--config.unroll_length=5', *args))
+  done = run_benchmark('parts', f'--config=configs/{config}.py:smoke', '--config.env.num_envs=8',
+                       '--config.unroll_length=5', *args)
   return done.returncode, done.stdout, done.stderr
 
 
@@ -199,7 +200,6 @@ def _check_round(measured, out):
     assert sizes['arguments_and_results'] > 0 and sizes['temporaries'] > 0
 
 
-@pytest.mark.full
 def test_a_config_with_a_replay_is_measured(tmp_path):
   path = tmp_path / 'figures.json'
   code, out, err = _run('--seconds=0', '--rounds=1', f'--json={path}', '--rounds_of=sync',
@@ -223,7 +223,6 @@ def test_every_shipped_config_can_be_measured(name):
   assert (measured.replay is None) == (experiment.replay is None)
 
 
-@pytest.mark.full
 def test_an_asynchronous_actor_is_measured(tmp_path):
   path = tmp_path / 'figures.json'
   code, out, err = _run('--seconds=0', '--rounds=1', f'--json={path}', '--config.env_batch=4')
@@ -318,7 +317,6 @@ def test_between_measurements_a_training_computes_nothing():
     assert all(isinstance(x, jax.Array) and x.is_ready() for x in outputs.values())
 
 
-@pytest.mark.full
 def test_parts_can_be_chosen_and_fused_is_left_out_on_two_devices(tmp_path):
   path = tmp_path / 'figures.json'
   code, _, err = _run('--seconds=0', '--rounds=1', f'--json={path}', '--parts=fused,cleanba',
@@ -347,6 +345,6 @@ def test_without_matplotlib_a_picture_is_refused_in_one_line(monkeypatch, capsys
   monkeypatch.setitem(sys.modules, 'matplotlib', None)
   monkeypatch.setattr(sys, 'argv', [])  # restores argv after the test
   argv = ['x', '--config=configs/impala_catch.py:smoke', '--picture=round.png']
-  assert benchmark.main(argv) == 2
-  assert capsys.readouterr().err == ('podracer_jit benchmark: --picture: drawing needs matplotlib: '
+  assert __main__.main(argv) == 2
+  assert capsys.readouterr().err == ('parts: --picture: drawing needs matplotlib: '
                                      'pip install matplotlib\n')

@@ -1,8 +1,8 @@
 """Finds the fastest placement on this machine and prints it as flags.
 
-  podracer_jit tune --config=configs/impala_catch.py --seconds=60
-  podracer_jit tune --config=configs/impala_atari.py --config.env.task=Pong-v5 --seconds=300
-  podracer_jit tune --config=configs/ppo_atari.py --num_shards=1,2,4
+  python -m benchmarks.tune --config=configs/impala_catch.py --seconds=60
+  python -m benchmarks.tune --config=configs/impala_atari.py --config.env.task=Pong-v5 --seconds=300
+  python -m benchmarks.tune --config=configs/ppo_atari.py --num_shards=1,2,4
 
 The command takes --config and its overrides, like training. Its last line has the fields in which
 the best placement differs from the config's own. Paste this line after `podracer_jit` and the same
@@ -32,21 +32,22 @@ from __future__ import annotations
 
 import logging
 import statistics
+import sys
+import warnings
 from collections.abc import Sequence
 
 from absl import flags
 
-from podracer_jit.cli import verb
-from podracer_jit.cli.tuning.candidates import Candidate, as_flags, as_text, places
-from podracer_jit.cli.tuning.search import Search, best
-from podracer_jit.cli.tuning.tuner import Tuner, accept, find_machine, prepare, run, say
-from podracer_jit.errors import Refused
+from benchmarks.common import say
+from benchmarks.tune.candidates import Candidate, as_flags, as_text, places
+from benchmarks.tune.search import Search, best
+from benchmarks.tune.tuner import Tuner, accept, find_machine, prepare, run
 from podracer_jit.experiment import flags as command_line
 
 
-@verb
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   logging.getLogger('podracer_jit').setLevel(logging.ERROR)
   values = define_flags()
   try:
@@ -60,7 +61,8 @@ def main(argv: Sequence[str]) -> int:
     tuner = Tuner(experiment)
     first = accept(tuner, places(experiment, own, machine, shards))
   except ValueError as error:
-    raise Refused(str(error)) from None
+    print(f'tune: {error}', file=sys.stderr)
+    return 2
   return conclude(run(tuner, own, machine, first, values.seconds), own)
 
 
@@ -108,10 +110,14 @@ def conclude(outcome: Search, own: Candidate) -> int:
   show(outcome, own)
   chosen = best(outcome.last)
   if not any(figures[chosen] for figures in outcome.last):
-    say('podracer_jit tune: nothing could be measured')
+    say('tune: nothing could be measured')
     return 1
   if chosen.num_shards != own.num_shards:
     print(f'num_shards = {chosen.num_shards} belongs to the experiment: its result is not that of '
           f'{own.num_shards}; the rest of the flags changes none')
   print(as_flags(own, chosen) or "the config's own placement is the fastest: no flags")
   return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv))

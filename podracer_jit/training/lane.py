@@ -1,0 +1,258 @@
+"""One run of a training: where it is, its workdir, and what it tells."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from podracer_jit.errors import EnvironmentFailed
+from podracer_jit.experiment import build
+from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.numerics.fingerprints import canary
+from podracer_jit.schemes.reports import Report
+from podracer_jit.training import stopping
+from podracer_jit.training.evaluator import Evaluator
+from podracer_jit.training.meter import LIVES, Meter, environment_check, wall_clock
+from podracer_jit.training.program import Snapshot
+from podracer_jit.training.session import Session
+from podracer_jit.training.sinks import (
+    Diverged,
+    Finite,
+    Journals,
+    Record,
+    Saved,
+    Sink,
+    Sinks,
+    Standstill,
+    Start,
+    TensorBoard,
+)
+from podracer_jit.workdir import changes, checkpoints, history, workdirs
+
+# After so many segments in which no episode has ended, the run says so.
+_SEGMENTS_WITHOUT_END = 2
+
+
+class Lane(Sink):
+  """One run in training: where it is, its workdir, and what it tells."""
+
+  def __init__(self, session: Session, name: str, print_line: Callable[[str], None],
+               began_s: float):
+    """Restores the newest checkpoint, or begins anew.
+
+    Args:
+      session: the run, whose workdir this process has opened.
+      name: in front of its lines, such as 'seed 3'; '' if it is the only run.
+      print_line: prints a line.
+      began_s: when the command began, by `time.perf_counter`.
+
+    Raises:
+      checkpoints.Broken: see `_restored`.
+    """
+    self.run = session.run
+    self.workdir = session.workdir
+    self._entries = session.entries
+    self._name = name
+    self._print = print_line
+    self._saved = checkpoints.Checkpoints(self.workdir, self.run.experiment.checkpoint.keep)
+    self._own: list[Sink] = []
+    self._sinks = Sinks(())
+    meta: Mapping[str, Any] = {'segment': 0}
+    state = self.run.initial_state()
+    envs = None
+    if session.update is not None:
+      # The replay is restored into shapes: memory need not hold a second, empty replay.
+      like = state._replace(replay=self.run.learner.replay_shapes())
+      state, meta = self._restored(like, session.update)
+      envs = self._saved.restore_envs(build.kept_env_shapes(self.run), int(state.update))
+    self._first: Snapshot | None = Snapshot(state, envs, meta['segment'])
+    self._segment = meta['segment']
+    self.update = int(state.update)
+    self.steps = int(state.steps)
+    newest = history.newest_config(self.run.experiment.fields, self._entries, self.update + 1)
+    self._record = workdirs.record_of(newest, self._entries)
+    self._meter = Meter(self.run.experiment, meta, wall_clock(meta, began_s))
+
+  def _restored(self, like: Any, update: int) -> tuple[Any, dict[str, Any]]:
+    """Returns the state and `meta` of a checkpoint, or of an earlier one if it is broken.
+
+    Raises:
+      checkpoints.Broken: no earlier checkpoint of this config is whole, or there are other
+        processes, which may have restored the broken checkpoint.
+    """
+    points = history.change_points(self._entries)
+    since = max((number - 1 for number in points if number <= update + 1), default=0)
+    while True:
+      try:
+        return self._saved.restore(like, update, files_checked=True)
+      except checkpoints.Broken as error:
+        earlier = [number for number in checkpoints.saved_updates(self.workdir)
+                   if number < update and not checkpoints.problem(self.workdir, number)]
+        if not earlier or self.run.place.processes > 1:
+          raise
+        self._print(checkpoints.set_aside(self.workdir, update, error.problem))
+        update = earlier[-1]
+        # An earlier config made that checkpoint; the same command goes on with it, stage by stage.
+        if update < since:
+          raise
+
+  def take_first(self) -> Snapshot:
+    """Returns where the run begins; it must not stay in memory while the run trains."""
+    first = self._first
+    self._first = None
+    return first
+
+  def changed_rate(self) -> str:
+    """Returns a line if a new total_steps changes an annealed learning rate here, else ''."""
+    entry = self.entry()
+    change = entry.changes.get(changes.TOTAL) if entry else None
+    if change is None:
+      return ''
+    before, after = (
+        float(self.run.experiment.optimizer.schedule(change[key])(np.int32(self.steps)))
+        for key in ('was', 'now'))
+    return '' if before == after else (
+        f'the learning rate changes from {before:.3g} to {after:.3g} here: it is annealed over '
+        f'{change["now"]:,} steps instead of {change["was"]:,}')
+
+  @property
+  def is_finished(self) -> bool:
+    """Whether the run has its total_steps."""
+    return self.steps >= self.run.experiment.total_steps
+
+  def open(self, users: Sequence[Sink], stop: stopping.Stopping) -> None:
+    """Opens the run's files, and makes its sinks.
+
+    Args:
+      users: a user's sinks, which stay open.
+      stop: handles signals; after one, nothing is waited for.
+
+    Raises:
+      OSError: a file cannot be read or written; the error names it.
+    """
+    experiment = self.run.experiment
+    is_first = self.run.place.process == 0
+    sinks = self._own  # `close` also closes what was opened before an error
+    sinks.append(Standstill(self._name, quiet=not is_first or self.is_finished))
+    if is_first:
+      evaluator = Evaluator(self.run, self.workdir,
+                            lambda: stop.asked() or self.ask_to_stop, self)
+      sinks.append(evaluator)  # before the files: it adds to the records
+      evaluator.resume(self._saved, self._first.state)
+    if is_first and not self.is_finished:
+      journals = Journals(self.workdir, self.update)
+      sinks.append(journals)
+      for problem in journals.problems:
+        self._print(self._named(problem))
+      if experiment.log.tensorboard:
+        sinks.append(TensorBoard(self.workdir, self.update, self.steps))
+    sinks.append(Finite())
+    self._sinks = Sinks([*sinks, *users])
+
+  @property
+  def ask_to_stop(self) -> bool:
+    """Whether a sink has asked for an end."""
+    return self._sinks.ask_to_stop
+
+  def entry(self) -> history.Entry | None:
+    """Returns the entry of the history that begins with the next update, or None."""
+    return next((entry for entry in self._entries if entry.first_update == self.update + 1), None)
+
+  def begin_segment(self, fields: Mapping[str, Any]) -> None:
+    """Begins a segment.
+
+    Args:
+      fields: further fields of its header in the receipts.
+    """
+    entry = self.entry()
+    change = {history.KEY: entry.as_json()} if entry else {}
+    with jax.default_device(self.run.place.learners[0]):
+      header = dict(segment=self._segment, first_update=self.update + 1,
+                    versions=workdirs.versions(), canary=canary(), **change, **fields)
+    self._check = environment_check(self.run.experiment, self._segment)
+    self._meter.begin(fields.get(LIVES))
+    self._sinks.begin(Start(
+        self.workdir, self.run.experiment.seed, self.update, self.steps, header))
+
+  def report(self, report: Report) -> tuple[Record, Record]:
+    """Tells the updates of a report; returns the last record and receipt.
+
+    Raises:
+      CallbackFailed: a user's sink has failed.
+      checkpoints.NotSaved: metrics or receipts cannot be written.
+      Diverged: a loss, a gradient or the train state is not finite.
+      EnvironmentFailed: an environment has returned a value that cannot be learned from.
+    """
+    last: tuple[Record, Record] = {}, {}
+    try:
+      self._check(report)
+      for last in self._meter.records(report):
+        self._sinks.update(*last)
+    except (Diverged, EnvironmentFailed) as error:
+      if not self._name:
+        raise
+      # Of several runs, each has its own last good checkpoint.
+      raise type(error)(f'{self._name}, {error}; {checkpoints.last_good(self.workdir)}') from None
+    return last
+
+  def before_save(self) -> None:
+    """Has all sinks keep what they were told, before a checkpoint and at the end."""
+    self._sinks.before_save()
+
+  def save(self, snapshot: Snapshot) -> None:
+    """Saves the checkpoint at the end of a segment.
+
+    Raises:
+      checkpoints.NotSaved: it cannot be written.
+    """
+    state = snapshot.state
+    self._segment = snapshot.segment
+    meta = self._meter.meta() | {'segment': self._segment, 'run': self._record}
+    self._saved.save(state, meta, snapshot.envs, self._sinks.keeps())
+    self.update = int(state.update)
+    self.steps = int(state.steps)
+    self._params = state.params
+
+  def tell_saved(self) -> None:
+    """Tells the sinks about the checkpoint that was saved."""
+    self._sinks.saved(Saved(self.workdir, self.update, self.steps, self._params))
+    del self._params
+    if self._segment == _SEGMENTS_WITHOUT_END and not self._meter.episodes:
+      for line in _without_end(self.run.experiment):
+        self.note(line)
+
+  def evaluated(self, record: Mapping[str, Any]) -> None:
+    """Tells the sinks about an evaluation."""
+    self._sinks.evaluated(record)
+
+  def note(self, line: str) -> None:
+    """Prints a line, and tells it to the sinks."""
+    self._print(self._named(line))
+    self._sinks.note(line)
+
+  def _named(self, line: str) -> str:
+    return f'{self._name}: {line}' if self._name else line
+
+  def close(self) -> None:
+    """Closes the run's own sinks, and its checkpoints."""
+    with contextlib.ExitStack() as stack:
+      stack.callback(self._saved.close)
+      stack.callback(Sinks(self._own).close)
+
+
+def _without_end(experiment: Experiment) -> Iterator[str]:
+  """Yields a line if no episode may ever end because environments begin anew at checkpoints."""
+  if not experiment.keeps_envs:
+    steps = experiment.segment_steps
+    limit = experiment.spec.max_episode_steps
+    length = limit if limit > steps else 10 * steps
+    least = math.ceil(length / experiment.unroll_length)
+    yield (f'warning: no episode has ended yet: environments begin anew at each checkpoint, after '
+           f'{steps:,} steps of each (checkpoint.every_updates = '
+           f'{experiment.checkpoint.every_updates}), and longer episodes never end; episodes of '
+           f'{length:,} steps need checkpoint.every_updates = {least:,} or more')

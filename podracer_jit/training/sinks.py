@@ -1,0 +1,477 @@
+"""What a run tells of itself, and to whom: files, TensorBoard, a display, a user's own classes."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from tensorboardX import SummaryWriter
+
+from podracer_jit import parts
+from podracer_jit.errors import CallbackFailed, Diverged
+from podracer_jit.runtime.output import complain
+from podracer_jit.workdir import checkpoints, files, journal
+
+Record = dict[str, Any]  # an update's line of metrics.jsonl
+# Least seconds between two points in TensorBoard: a point takes as long as a short update.
+EVENTS_S = 0.1
+STILL_UPDATES = 10  # updates in a row without any change, after which there is a warning
+
+
+class _Stop(enum.Enum):
+  STOP = enum.auto()
+
+
+STOP = _Stop.STOP  # a method of a sink returns this to stop the run
+
+
+class Start(NamedTuple):
+  """The beginning of a segment."""
+
+  workdir: Path
+  seed: int
+  update: int  # updates done
+  steps: int  # valid agent steps learned from
+  header: Mapping[str, Any]  # its line in receipts.jsonl
+
+
+class Saved(NamedTuple):
+  """A checkpoint that was saved, at the end of a segment."""
+
+  workdir: Path
+  update: int  # updates done, and the number of the checkpoint
+  steps: int  # valid agent steps learned from
+  params: Any  # the network's parameters, on the learner's devices; valid during the call
+
+
+class Sink:
+  """Base class of what is told the events of a run; its methods do nothing.
+
+  A sink does not change the bits of a run. Each method may return `STOP`: the run then ends, saves
+  everything, and can go on later.
+  """
+
+  def begin(self, start: Start) -> Any:
+    """Called before each segment, in the thread that trains."""
+
+  def update(self, record: Record, receipt: Record) -> Any:
+    """Called after each update, in a thread of its own.
+
+    Learning goes on meanwhile, and waits only if a sink takes longer than an update. So a run that
+    is stopped here may make a few more updates.
+
+    Args:
+      record: the metrics of the update, as in metrics.jsonl: 'update', 'steps', 'episode_return'
+        (None before the first episode has ended), 'sps', 'loss' and so on.
+      receipt: the fingerprints of the update, as in receipts.jsonl.
+    """
+
+  def before_save(self) -> Any:
+    """Called before each checkpoint, in the thread that trains; what is told must be kept now."""
+
+  def saved(self, at: Saved) -> Any:
+    """Called after each checkpoint, in the thread that trains, which waits.
+
+    A run that is stopped here ends with this checkpoint.
+    """
+
+  def evaluated(self, record: Mapping[str, Any]) -> Any:
+    """Called after each evaluation (`eval.every_updates`), in the thread that trains.
+
+    Args:
+      record: the line of evaluations.jsonl: 'update', 'steps', 'num_episodes', 'mean',
+        'standard_error' and so on; or an 'error'.
+    """
+
+  def note(self, line: str) -> Any:
+    """Called with a line about the run that a person should see."""
+
+  def keeps(self) -> Collection[int]:
+    """Returns updates of checkpoints that must not be deleted yet."""
+    return ()
+
+  def close(self) -> Any:
+    """Called at the end of the training, however it ends."""
+
+
+Callback = Sink  # its name until version 0.6
+
+
+class Sinks:
+  """Tells several sinks, in order."""
+
+  def __init__(self, sinks: Sequence[Sink]):
+    self._sinks = sinks
+    self.ask_to_stop = False  # whether a sink has returned STOP
+
+  def begin(self, start: Start) -> None:
+    """See `Sink`, as for the other methods."""
+    self._tell('begin', start)
+
+  def update(self, record: Record, receipt: Record) -> None:
+    """See `Sink`."""
+    self._tell('update', record, receipt)
+
+  def before_save(self) -> None:
+    """See `Sink`."""
+    self._tell('before_save')
+
+  def saved(self, at: Saved) -> None:
+    """See `Sink`."""
+    self._tell('saved', at)
+
+  def evaluated(self, record: Mapping[str, Any]) -> None:
+    """See `Sink`."""
+    self._tell('evaluated', record)
+
+  def note(self, line: str) -> None:
+    """See `Sink`."""
+    self._tell('note', line)
+
+  def keeps(self) -> set[int]:
+    """See `Sink`."""
+    return {update for sink in self._sinks for update in sink.keeps()}
+
+  def close(self) -> None:
+    """Closes all sinks, also if one fails."""
+    with contextlib.ExitStack() as stack:
+      for sink in self._sinks:
+        stack.callback(sink.close)
+
+  def _tell(self, event: str, *what: Any) -> None:
+    for sink in self._sinks:
+      if getattr(sink, event)(*what) is STOP:
+        self.ask_to_stop = True
+
+
+# Methods of `Callback` until version 0.6, and what they are called now.
+_RENAMED = {'on_update': 'update(record, receipt)', 'on_segment_end': 'saved(at)',
+            'on_evaluation': 'evaluated(record)'}
+
+
+class _Users(Sink):
+  """A user's sink or function: its failures become one line, and it gets copies."""
+
+  def __init__(self, sink: Sink | Callable[[Mapping[str, Any]], Any], is_shared: bool):
+    """Wraps a sink or function; if several seeds share it, records have their 'seed'."""
+    self._sink = sink
+    self._is_shared = is_shared
+    self._seed: dict[str, int] = {}
+
+  def begin(self, start: Start) -> Any:
+    if self._is_shared:
+      self._seed = {'seed': start.seed}
+    return self._call('begin', start.update, start._replace(header=dict(start.header)))
+
+  def update(self, record: Record, receipt: Record) -> Any:
+    if isinstance(self._sink, Sink):
+      return self._call('update', record['update'], record | self._seed, dict(receipt))
+    return self._checked(self._sink, record['update'], record | self._seed)
+
+  def before_save(self) -> Any:
+    return self._call('before_save', None)
+
+  def saved(self, at: Saved) -> Any:
+    return self._call('saved', at.update, at)
+
+  def evaluated(self, record: Mapping[str, Any]) -> Any:
+    return self._call('evaluated', record['update'], dict(record))
+
+  def note(self, line: str) -> Any:
+    return self._call('note', None, line)
+
+  def close(self) -> Any:
+    return self._call('close', None)
+
+  def _call(self, event: str, update: int | None, *what: Any) -> Any:
+    if isinstance(self._sink, Sink):
+      return self._checked(getattr(self._sink, event), update, *what)
+    return None
+
+  def _checked(self, call: Callable[..., Any], update: int | None, *what: Any) -> Any:
+    name = getattr(call, '__qualname__', type(call).__name__)
+    where = f'callback {name}' if update is None else f'callback {name}, update {update}'
+    try:
+      returned = call(*what)
+    except Exception as error:
+      raise CallbackFailed(f'{where}: {type(error).__name__}: {error}') from error
+    if returned is not None and returned is not STOP:
+      raise CallbackFailed(f'{where}: returned {returned!r}; it must return nothing, or STOP to '
+                           'stop the run')
+    return returned
+
+
+def users(callbacks: Sequence[Any], num_runs: int = 1) -> list[list[Sink]]:
+  """Returns the sinks of a user for each of some runs.
+
+  Args:
+    callbacks: functions, which are called with each update's record, and instances of `Sink`, which
+      all runs share; subclasses of `Sink` or their names 'module:Class', of which each run gets its
+      own instance.
+    num_runs: number of runs.
+
+  Raises:
+    ValueError: one of them is none of these, cannot be found or made, or has a method of version
+      0.6.
+  """
+  found = [_found(callback) for callback in callbacks]
+  return [[_Users(_made(callback), num_runs > 1 and not isinstance(callback, type))
+           for callback in found] for _ in range(num_runs)]
+
+
+def _found(callback: Any) -> Any:
+  """Returns a function, an instance of `Sink` or a class of sinks."""
+  found = parts.find('callbacks', callback, {}) if isinstance(callback, str) else callback
+  is_class = isinstance(found, type)
+  if not (issubclass(found, Sink) if is_class else isinstance(found, Sink) or callable(found)):
+    raise ValueError(f'callbacks: each must be a function, a Sink or a class of sinks, got '
+                     f'{callback!r}')
+  is_sink = is_class or isinstance(found, Sink)
+  for before, now in _RENAMED.items():
+    if is_sink and hasattr(found, before):
+      raise ValueError(f'callbacks: {before} of {callback!r} is called {now} since version 0.7')
+  return found
+
+
+def _made(callback: Any) -> Any:
+  """Returns an instance of a class of sinks, anything else as it is."""
+  if not isinstance(callback, type):
+    return callback
+  try:
+    return callback()
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's class may raise anything
+    raise ValueError(f'callbacks: {callback.__qualname__} cannot be made without arguments: '
+                     f'{type(error).__name__}: {error}') from error
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+  """Turns an OSError of the block into a `checkpoints.NotSaved` that names the file."""
+  try:
+    with files.naming(path):
+      yield
+  except OSError as error:
+    raise checkpoints.NotSaved(str(error)) from error
+
+
+class Journals(Sink):
+  """metrics.jsonl and receipts.jsonl of a workdir, open for a whole run."""
+
+  def __init__(self, workdir: Path, update: int):
+    """Opens the files to append to them; removes the lines after the checkpoint.
+
+    Args:
+      workdir: the workdir of the run.
+      update: the update of the checkpoint that the run resumes from; 0 for a new run.
+
+    Raises:
+      OSError: a file cannot be read or written; the error names it.
+    """
+    self._paths = [workdir / journal.METRICS, workdir / journal.RECEIPTS]
+    self.problems = [line for path in self._paths for line in journal.cut(workdir, path, update)]
+    self._metrics, self._receipts = (path.open('a', buffering=1) for path in self._paths)
+    files.sync_folder(workdir)
+
+  def begin(self, start: Start) -> None:
+    """Writes the header of a segment to the receipts.
+
+    Raises:
+      checkpoints.NotSaved: they cannot be written.
+    """
+    with _writing(self._paths[1]):
+      self._receipts.write(json.dumps(dict(start.header)) + '\n')
+
+  def update(self, record: Record, receipt: Record) -> None:
+    """Appends an update.
+
+    Raises:
+      checkpoints.NotSaved: a file cannot be written; the error names it.
+    """
+    with _writing(self._paths[0]):
+      self._metrics.write(json.dumps(_finite(record)) + '\n')
+    with _writing(self._paths[1]):
+      self._receipts.write(json.dumps(receipt) + '\n')
+
+  def before_save(self) -> None:
+    """Writes all to the disk, before a checkpoint is saved that counts on it.
+
+    After a power failure, there is no complete checkpoint without the lines of its updates.
+
+    Raises:
+      checkpoints.NotSaved: a file cannot be written; the error names it.
+    """
+    for path, file in zip(self._paths, (self._metrics, self._receipts), strict=True):
+      with _writing(path):
+        os.fsync(file.fileno())
+
+  def close(self) -> None:
+    """Closes the files."""
+    # A file that could not be written fails again here. That error was raised before.
+    for file in (self._metrics, self._receipts):
+      with contextlib.suppress(OSError):
+        file.close()
+
+
+def _finite(record: Record) -> Record:
+  """Returns the record with None for each number that is not finite, which JSON cannot hold."""
+  return {k: None if isinstance(v, float) and not math.isfinite(v) else v
+          for k, v in record.items()}
+
+
+class TensorBoard(Sink):
+  """TensorBoard's events: an update every EVENTS_S, and the last one of a segment."""
+
+  def __init__(self, workdir: Path, update: int, steps: int):
+    """Opens a file of events.
+
+    Args:
+      workdir: the workdir of the run.
+      update: the update that the run resumes from; 0 for a new run.
+      steps: valid steps of that update.
+    """
+    # TensorBoard's file names have whole seconds. Without the suffix, a run that is resumed within
+    # a second would overwrite the file.
+    self._events = SummaryWriter(str(workdir / 'tensorboard'), purge_step=steps + 1,
+                                 flush_secs=10, filename_suffix=f'.{update}')
+    self._shown_s = -math.inf  # time of the newest point
+    self._not_shown: Record | None = None  # the newest record, if there is no point of it
+
+  def update(self, record: Record, receipt: Record) -> None:
+    """Adds an update, unless there was one just before."""
+    self._not_shown = record
+    if time.perf_counter() - self._shown_s >= EVENTS_S:
+      self._shown_s = time.perf_counter()
+      self._show()
+
+  def evaluated(self, record: Mapping[str, Any]) -> None:
+    """Adds an evaluation."""
+    for name, value in record.items():
+      if isinstance(value, float):
+        self._events.add_scalar(f'eval/{name}', value, record['steps'])
+
+  def before_save(self) -> None:
+    """Writes all events."""
+    if self._not_shown:
+      self._show()
+    self._events.flush()
+
+  def _show(self) -> None:
+    """Adds the newest record."""
+    record = self._not_shown
+    self._not_shown = None
+    for name, value in record.items():
+      if isinstance(value, int | float) and name not in ('update', 'steps', 'frames'):
+        self._events.add_scalar(name, value, record['steps'])
+
+  def close(self) -> None:
+    """Writes all events and closes the file."""
+    self.before_save()
+    self._events.close()
+
+
+class Finite(Sink):
+  """Ends a run whose metrics are not finite; they are already on the host, so this is cheap."""
+
+  def update(self, record: Record, receipt: Record) -> None:
+    """Checks the metrics of an update.
+
+    Raises:
+      Diverged: the message has the update and every loss term.
+    """
+    broken = [name for name, value in record.items()
+              if isinstance(value, float) and not math.isfinite(value)]
+    if broken:
+      # The learner's metrics come after the delays, of which 'gud' is the last.
+      names = list(record)
+      learner_names = names[names.index('gud') + 1:]
+      raise Diverged(f'update {record["update"]} ({record["steps"]:,} steps): '
+                     f'{", ".join(broken)} not finite ('
+                     + ', '.join(f'{name} {record[name]:g}' for name in learner_names) + ')')
+
+
+class Standstill(Sink):
+  """Notices that nothing is learned: gradients that are exactly 0, or parameters that stay equal.
+
+  It reads what updates report anyway: the norm of the gradient, and the fingerprint of the
+  parameters. Updates that take no gradient step, as before a replay is filled, do not count. Equal
+  parameters do not count at a learning rate of 0, to which annealing leads. The records of such
+  updates get a 'warning', and the first of them is printed.
+  """
+
+  def __init__(self, name: str = '', quiet: bool = False):
+    """Creates the sink.
+
+    Args:
+      name: of the run, in front of the line; '' if there is one run.
+      quiet: prints nothing.
+    """
+    self._name = name
+    self._quiet = quiet
+    self._zero_gradients = 0
+    self._equal_params = 0
+    self._params = ''
+    self._is_warned = False
+
+  def update(self, record: Record, receipt: Record) -> None:
+    """Adds a 'warning' to the record if STILL_UPDATES or more updates in a row changed nothing."""
+    if record.get('sampled', 1) > 0:
+      self._zero_gradients = self._zero_gradients + 1 if record.get('grad_norm') == 0 else 0
+      is_equal = receipt['params'] == self._params and record.get('learning_rate', 1) > 0
+      self._equal_params = self._equal_params + 1 if is_equal else 0
+    self._params = receipt['params']
+    line = ''
+    if self._zero_gradients >= STILL_UPDATES:
+      line = (f'the gradient was exactly 0 in {self._zero_gradients:,} updates in a row, so '
+              'nothing is learned; does the loss depend on the parameters?')
+    elif self._equal_params >= STILL_UPDATES:
+      line = (f'the parameters did not change in {self._equal_params:,} updates in a row, though '
+              f'the learning rate is {record.get("learning_rate", 0):g}')
+    if line:
+      record['warning'] = line
+    if line and not self._is_warned and not self._quiet:
+      complain(f'podracer_jit: warning: {self._name}update {record["update"]:,}: {line}')
+    self._is_warned = bool(line)
+
+
+class Profiler(Sink):
+  """Traces the reports from FIRST to LAST; before FIRST, programs are compiled and warm up."""
+
+  FIRST = 3
+  LAST = 6
+
+  def __init__(self, directory: str, print_line: Callable[[str], None]):
+    """Creates the sink.
+
+    Args:
+      directory: for the trace.
+      print_line: called with a line if there is no trace in the end.
+    """
+    self._directory = directory
+    self._print = print_line
+    self._tracing = False
+    self._reports = 0
+
+  def update(self, record: Record, receipt: Record) -> None:
+    """Counts a report; starts or ends the trace."""
+    self._reports += 1
+    if self._reports == self.FIRST:
+      jax.profiler.start_trace(self._directory)
+      self._tracing = True
+    elif self._reports == self.LAST:
+      self.close()
+
+  def close(self) -> None:
+    """Ends the trace, if it has not ended yet."""
+    if self._tracing:
+      self._tracing = False
+      jax.profiler.stop_trace()
+    elif self._reports < self.FIRST:
+      self._print(f'no trace: it begins with the third report, and there were {self._reports}')

@@ -1,0 +1,339 @@
+"""Trains runs segment by segment: the loop, and the one door to it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from podracer_jit.experiment import build, checks, memory, trial
+from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.runtime import host, placement
+from podracer_jit.schemes.reports import Report
+from podracer_jit.training import life, machines, seeds, session, stopping
+from podracer_jit.training.lane import Lane
+from podracer_jit.training.program import GraphProgram, Program
+from podracer_jit.training.progress import Progress
+from podracer_jit.training.seeds import SeedsProgram
+from podracer_jit.training.session import Session
+from podracer_jit.training.sinks import Profiler, Record, Sink, Sinks
+from podracer_jit.workdir import checkpoints
+
+if TYPE_CHECKING:
+  from podracer_jit.cluster.ray_cluster import Cluster
+
+
+class Trainer:
+  """The loop of a training: segments, and a checkpoint at the end of each."""
+
+  def __init__(self, program: Program, lanes: Sequence[Lane], stop: stopping.Stopping,
+               sinks: Sequence[Sink] = (),
+               length_after: Callable[[int], int] | None = None):
+    """Creates a trainer.
+
+    Args:
+      program: makes the updates.
+      lanes: its runs, in order, which are open.
+      stop: handles signals.
+      sinks: told about all runs together: the newest update of each report, as the mean over the
+        runs.
+      length_after: returns the length of the segment after an update, 0 if there is none; by
+        default the config decides.
+    """
+    self._program = program
+    self._lanes = lanes
+    self._stop = stop
+    self._sinks = Sinks(sinks)
+    every = lanes[0].run.experiment.checkpoint.every_updates
+    self._length_after = length_after or (lambda update: every)
+
+  def asked_to_stop(self) -> bool:
+    """Returns whether a signal or a sink of this process has asked for an end."""
+    return (self._stop.asked() or self._sinks.ask_to_stop
+            or any(lane.ask_to_stop for lane in self._lanes))
+
+  def train(self) -> bool:
+    """Trains until each run has its total_steps or its last segment, or until a stop.
+
+    A signal ends the segment at its next update (with a scheme of one program, after the current
+    call), and the runs are saved.
+
+    Returns:
+      Whether it was stopped: by a signal in any process, or a sink.
+    """
+    while True:
+      lanes = [lane for lane in self._lanes if not lane.is_finished]
+      length = self._length_after(lanes[0].update) if lanes else 0
+      if self._is_stopped() or not length:
+        break
+      fields = self._program.header()
+      for lane in lanes:
+        lane.begin_segment(fields)
+      self._program.segment(length, self._report, self.asked_to_stop)
+      if not self._save(lanes):
+        break
+    for lane in self._lanes:
+      lane.before_save()
+    # A signal to one process has stopped them all, so all have the exit code of a stop.
+    return self._is_stopped()
+
+  def _is_stopped(self) -> bool:
+    return placement.any_process(self.asked_to_stop(), self._lanes[0].run.place.mesh)
+
+  def _save(self, lanes: Sequence[Lane]) -> bool:
+    """Saves the runs that have made updates; returns whether there are any."""
+    numbers = {self._lanes.index(lane): lane for lane in lanes}
+    for lane in lanes:
+      lane.before_save()
+    moved = []
+    with self._stop.saving():
+      for number, lane in numbers.items():
+        snapshot = self._program.snapshot(number)
+        if int(snapshot.state.update) > lane.update:
+          lane.save(snapshot)
+          moved.append(lane)
+    for lane in moved:
+      lane.tell_saved()
+    return bool(moved)
+
+  def _report(self, reports: Sequence[tuple[int, Report]]) -> None:
+    """Tells the reports of a call to their runs, and their mean to all runs' sinks."""
+    told = [self._lanes[number].report(report) for number, report in reports]
+    record, receipt = told[0] if len(self._lanes) == 1 else (
+        _means([record for record, _ in told]), {})
+    self._sinks.update(record, receipt)
+
+
+def _means(records: Sequence[Record]) -> Record:
+  """Returns a record of the means of all runs, of what each of them has."""
+  means = {}
+  for name, value in records[0].items():
+    if name == 'warning':
+      continue
+    values = [record[name] for record in records if record[name] is not None]
+    mean = np.mean(values) if values else None
+    means[name] = int(mean) if isinstance(value, int) else mean
+  warnings = [record['warning'] for record in records if 'warning' in record]
+  if warnings:
+    means['warning'] = f'{len(warnings)} of {len(records)} seeds, such as: {warnings[0]}'
+  return means
+
+
+class Opened:
+  """One run, or the runs of several seeds, whose workdirs this process has opened."""
+
+  def __init__(self, sessions: Sequence[Session], folder: Path, notes: Sequence[str]):
+    """Takes opened runs.
+
+    Args:
+      sessions: of which all but the seeds are equal.
+      folder: the workdir, or the folder with those of several seeds.
+      notes: lines about memory, what was decided, repairs and changes.
+    """
+    self.sessions = sessions
+    self.notes = notes
+    experiment = sessions[0].run.experiment
+    self._folder = folder
+    self._are_seeds = folder != sessions[0].workdir
+    self._title = (f'{experiment.env.task}  {experiment.scheme_name} {experiment.loss_name}  '
+                   f'{folder}')
+
+  @property
+  def workdir(self) -> Path:
+    """The workdir of the run; of several seeds, that of the last one, which is saved last."""
+    return self.sessions[-1].workdir
+
+  def train(self, stop: stopping.Stopping, users: Sequence[Sequence[Sink]] = (),
+            profile_dir: str | None = None, quiet: bool = False, began_s: float | None = None
+            ) -> bool:
+    """Trains all stages of the rest of the run; usually there is one, see `life.stages`.
+
+    Args:
+      stop: handles signals.
+      users: a user's sinks of each run, see `sinks.users`; they are closed.
+      profile_dir: a folder for a trace of a few reports; None: no trace.
+      quiet: prints nothing but warnings.
+      began_s: when the command began, by `time.perf_counter`; None: now.
+
+    Returns:
+      True if each run has its total_steps or its last segment, False if a signal or a sink has
+      stopped the training.
+
+    Raises:
+      Exception: the training has failed; the message or a note names the last good checkpoint.
+    """
+    began_s = time.perf_counter() if began_s is None else began_s
+    newest = self.sessions[-1]
+    run = newest.run
+    with checkpoints.naming_last_good(newest.workdir), contextlib.ExitStack() as stack:
+      means = f'  means of {len(self.sessions)} seeds' if self._are_seeds else ''
+      progress = Progress(run.experiment, self._title + means,
+                          quiet=quiet or run.place.process > 0)
+      stack.callback(progress.close)
+      for of_run in users:
+        stack.callback(Sinks(of_run).close)
+      sinks: list[Sink] = [progress]
+      if profile_dir:
+        sinks.append(Profiler(profile_dir, progress.note))
+        stack.callback(sinks[-1].close)
+      for stage, last in life.stages(run, newest.entries, newest.update or 0):
+        if stage is not run:
+          self.sessions = [newest._replace(run=stage)]
+        is_stopped = self._train_stage(last, stop, users, sinks, began_s)
+        # A repeated run may end before its config changes; this run then ends there, too.
+        if last is None or is_stopped or last not in checkpoints.saved_updates(newest.workdir):
+          return not is_stopped
+        newest = newest._replace(update=last)
+        self.sessions = [newest]
+        began_s = time.perf_counter()  # the checkpoint has the seconds up to now
+    raise AssertionError('the last stage has no last update')
+
+  def _train_stage(self, last: int | None, stop: stopping.Stopping,
+                   users: Sequence[Sequence[Sink]], sinks: Sequence[Sink], began_s: float) -> bool:
+    """Trains one stage.
+
+    Args:
+      last: its last update; None: the run ends at total_steps.
+      stop: handles signals.
+      users: a user's sinks of each run.
+      sinks: told about all runs together; the first one is the display.
+      began_s: when the command, or the stage, began.
+
+    Returns:
+      Whether it was stopped.
+    """
+    progress = sinks[0]
+    with contextlib.ExitStack() as stack:
+      lanes = []
+      for each in self.sessions:
+        name = f'seed {each.run.experiment.seed}' if self._are_seeds else ''
+        lanes.append(Lane(each, name, progress.note, began_s))
+        stack.callback(lanes[-1].close)
+      before = [lane.update for lane in lanes]
+      for line in self._beginning(lanes):
+        progress.note(line)
+      if not all(lane.is_finished for lane in lanes):
+        progress.compiling()
+      for lane, of_lane in zip(lanes, users or [()] * len(lanes), strict=True):
+        lane.open(of_lane, stop)
+      program = stack.enter_context(contextlib.closing(_program(lanes, self._are_seeds)))
+      trainer = Trainer(program, lanes, stop, sinks, _lengths(self.sessions[0], last))
+      is_stopped = trainer.train()
+      if lanes[0].update == last:
+        progress.note(f'update {last}: the config changes after it, as the history says')
+        return False
+      progress.finish(self._ending(lanes, is_idle=before == [lane.update for lane in lanes]))
+      return is_stopped and not all(lane.is_finished for lane in lanes)
+
+  def _beginning(self, lanes: Sequence[Lane]) -> Iterator[str]:
+    """Yields the lines before a training."""
+    first = lanes[0]
+    experiment = first.run.experiment
+    if self._are_seeds:
+      going_on = sum(lane.update > 0 for lane in lanes)
+      how = f'of which {going_on} go on' if going_on else 'starting'
+      yield f'{self._title}: {len(lanes)} seeds, {how}'
+      return
+    if first.update:
+      yield f'going on from update {first.update} ({first.steps:,} steps)'
+      if line := first.changed_rate():
+        yield line
+    else:
+      yield f'{self._title}: starting'
+    if experiment.spec.calls_python:
+      yield (f'slow environments: Python steps {experiment.env.task}, in worker processes; '
+             'EnvPool or JAX functions would be faster')
+      yield (f'results do not repeat: {experiment.non_deterministic_setting} is not deterministic'
+             if not experiment.deterministic else
+             'results repeat, if all that the environments draw follows from the seed of their '
+             'reset')
+
+  def _ending(self, lanes: Sequence[Lane], is_idle: bool) -> str:
+    """Returns the line after a training; `is_idle` if it has made no update."""
+    is_finished = all(lane.is_finished for lane in lanes)
+    how = 'finished' if is_finished else 'stopped'
+    hint = '' if is_finished else '; the same command goes on'
+    if self._are_seeds:
+      names = f'{lanes[0].workdir.name} to {lanes[-1].workdir.name}'
+      return (f'{how} at {min(lane.steps for lane in lanes):,} steps of each seed; {self._folder} '
+              f'has them all, {names}{hint}')
+    if is_finished and is_idle:
+      hint = '; to go on: --extend with a larger --config.total_steps'
+    return (f'{how} at update {lanes[0].update} ({lanes[0].steps:,} steps); {self._folder} has it '
+            f'all{hint}')
+
+
+def _program(lanes: Sequence[Lane], are_seeds: bool) -> Program:
+  """Returns the program of runs, which takes over their first states."""
+  snapshots = [lane.take_first() for lane in lanes]
+  if are_seeds:
+    return SeedsProgram([lane.run for lane in lanes], snapshots)
+  return GraphProgram(lanes[0].run, snapshots[0])
+
+
+def _lengths(opened_session: Session, last: int | None) -> Callable[[int], int]:
+  """Returns the function of a `Trainer` that gives the length of the segment after an update.
+
+  Args:
+    opened_session: the run; one that repeats another run ends its segments where that run did.
+    last: the last update; None: the run ends at total_steps.
+  """
+  def length_after(update: int) -> int:
+    length = opened_session.run.experiment.checkpoint.every_updates
+    if opened_session.ends is not None:
+      length = next((end - update for end in opened_session.ends if end > update), 0)
+    return length if last is None else min(length, last - update)
+
+  return length_after
+
+
+@contextlib.contextmanager
+def opened(experiment: Experiment, workdir: Path, options: life.Life,
+           cluster: Cluster | None = None, num_seeds: int | None = None) -> Iterator[Opened]:
+  """Builds a run, or those of several seeds, and opens their workdirs; closes these on exit.
+
+  Args:
+    experiment: the experiment to run; with several seeds, the first one has its seed, and the
+      others those that follow.
+    workdir: the workdir of the run; with several seeds, each has one in it, `seed1` and so on.
+    options: where a run begins, and which fields may differ if it goes on.
+    cluster: where its actors are, if the placement asks for one; see `machines.joined`.
+    num_seeds: number of seeds that train at once; None: one run.
+
+  Yields:
+    The runs, ready to train.
+
+  Raises:
+    ValueError: the experiment cannot run on this machine, or a workdir is in use, of another
+      experiment, or cannot be repaired.
+    OSError: a workdir cannot be written to.
+  """
+  if num_seeds is not None:
+    for problem in seeds.problems(experiment, num_seeds, options):
+      raise ValueError(problem)
+    seeds.allow_open_files(num_seeds, experiment.log.tensorboard)
+  host.prepare_host(experiment.placement)
+  team = machines.Team(cluster, experiment) if cluster else None
+  run = build.make_run(experiment, team)
+  trial.check(run)
+  notes = [*(f'warning: {line}' for line in memory.check(run, num_seeds or 1)),
+           *checks.notes(experiment)]
+  sessions = []
+  with contextlib.ExitStack() as stack:
+    if num_seeds is None:
+      sessions = [stack.enter_context(session.opened_run(run, workdir, options))]
+      notes += sessions[0].notes
+    for seed in range(experiment.seed, experiment.seed + (num_seeds or 0)):
+      # Nothing but the experiment depends on the seed, so the seeds share what is compiled.
+      of_seed = dataclasses.replace(run, experiment=dataclasses.replace(
+          experiment, seed=seed, fields={**experiment.fields, 'seed': seed}))
+      sessions.append(stack.enter_context(session.opened_run(
+          of_seed, workdir / f'seed{seed}', options)))
+      seeds.check_session(sessions[-1], seed)
+      notes += [f'seed {seed}: {note}' for note in sessions[-1].notes]
+    yield Opened(sessions, workdir, notes)
