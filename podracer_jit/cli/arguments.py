@@ -12,7 +12,7 @@ from podracer_jit.experiment import schema
 from podracer_jit.parts import user_path
 from podracer_jit.play.agent import Agent, load_run
 from podracer_jit.runtime.output import complain
-from podracer_jit.training import periodic
+from podracer_jit.training import evaluator
 
 
 def run_flags() -> flags.FlagValues:
@@ -83,7 +83,7 @@ def agent_of(verb: str, values: flags.FlagValues) -> Agent:
     ValueError: there is no such run or checkpoint.
   """
   workdir = user_path(values.workdir)
-  update = periodic.chosen_update(values.update, workdir)
+  update = evaluator.chosen_update(values.update, workdir)
   allowed = schema.allowed_modules(values.allow_modules)
   agent, note = load_run(workdir, update, allow_modules=allowed)
   if note:
