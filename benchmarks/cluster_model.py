@@ -35,6 +35,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from podracer_jit.cluster import set_ray_environment
+
 MB = 1e6
 
 
@@ -253,6 +255,7 @@ def main(argv: Sequence[str]) -> int:
   code = 0
   machine = PUBLISHED
   if not args.skip:
+    set_ray_environment()
     from podracer_jit.cluster import ray_cluster
     maker = Path(__file__).with_name('cluster_maker.py')
     actors = max(load.actors for load in CHECKS)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from podracer_jit import errors as errors
+
 if TYPE_CHECKING:
   from podracer_jit.api import Evaluation as Evaluation
   from podracer_jit.api import Trained as Trained
@@ -21,11 +23,11 @@ if TYPE_CHECKING:
   from podracer_jit.api import load_config as load_config
   from podracer_jit.api import prepare as prepare
   from podracer_jit.api import train as train
+  from podracer_jit.errors import CallbackFailed as CallbackFailed
   from podracer_jit.experiment.config_dict import config as config
   from podracer_jit.play.agent import Agent as Agent
   from podracer_jit.training.sinks import STOP as STOP
   from podracer_jit.training.sinks import Callback as Callback
-  from podracer_jit.training.sinks import CallbackFailed as CallbackFailed
   from podracer_jit.training.sinks import Saved as Saved
   from podracer_jit.training.sinks import Sink as Sink
   from podracer_jit.training.sinks import Start as Start
@@ -35,11 +37,11 @@ _MODULES = {
     'podracer_jit.play.agent': ('Agent',),
     'podracer_jit.api': ('Evaluation', 'Trained', 'choose', 'evaluate', 'load', 'load_config',
                          'prepare', 'train'),
-    'podracer_jit.training.sinks': ('STOP', 'Callback', 'CallbackFailed', 'Saved', 'Sink',
-                                    'Start'),
+    'podracer_jit.training.sinks': ('STOP', 'Callback', 'Saved', 'Sink', 'Start'),
+    'podracer_jit.errors': ('CallbackFailed',),
     'podracer_jit.experiment.config_dict': ('config',),
 }
-__all__ = sorted(name for names in _MODULES.values() for name in names)
+__all__ = sorted(['errors', *(name for names in _MODULES.values() for name in names)])
 
 
 def __getattr__(name: str) -> Any:

@@ -1,13 +1,17 @@
-"""Training, loading and evaluating from Python, without flags: `import podracer_jit as pj`."""
+"""Training, loading and evaluating from Python, without flags: `import podracer_jit as pj`.
+
+What is wrong with an argument, a workdir or the machine is raised as an `errors.Refused`, which is
+a ValueError, before anything is started.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import logging
 import signal
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +19,13 @@ from typing import Any
 import jax
 import ml_collections
 
+from podracer_jit.errors import refusing
 from podracer_jit.experiment import config_dict, flags, modules, schema
 from podracer_jit.experiment.resolve import placement_of, resolve
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation
 from podracer_jit.play import video as video_lib
-from podracer_jit.play.agent import PARAMETERS, Agent, load_saved
+from podracer_jit.play.agent import PARAMETERS, Agent, load_run, load_saved
 from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain
 from podracer_jit.training import crew, evaluator, opening, sinks, stopping, trainer
@@ -28,6 +33,7 @@ from podracer_jit.training.sinks import Callback
 from podracer_jit.workdir import journal
 from podracer_jit.workdir.workdir import make_request
 
+_logger = logging.getLogger(__name__)
 Config = ml_collections.ConfigDict | ml_collections.FrozenConfigDict | Mapping[str, Any] | str
 
 
@@ -39,11 +45,13 @@ def load_config(location: str) -> ml_collections.ConfigDict:
       colon: 'ppo_cartpole', 'mine.py', 'ppo_cartpole:smoke'.
 
   Raises:
-    ValueError: there is none, or its file fails.
+    errors.Refused: there is none, or its file fails.
   """
-  return flags.load_config(location)
+  with refusing():
+    return flags.load_config(location)
 
 
+@refusing()
 def choose(config: ml_collections.ConfigDict, section: str, name: str) -> None:
   """Puts another part into a config, with the part's options and their defaults.
 
@@ -53,7 +61,7 @@ def choose(config: ml_collections.ConfigDict, section: str, name: str) -> None:
     name: the name of a shipped part, or 'module:Class' of your own.
 
   Raises:
-    ValueError: there is no such section or part.
+    errors.Refused: there is no such section or part.
   """
   if section not in schema.CHOICES:
     raise ValueError(f'section: must be one of {", ".join(schema.CHOICES)}, got {section!r}')
@@ -61,6 +69,7 @@ def choose(config: ml_collections.ConfigDict, section: str, name: str) -> None:
     schema.choose(config, section, name)
 
 
+@refusing()
 def prepare(config: Config) -> None:
   """Makes the settings that JAX reads when it starts; for programs that use JAX before they train.
 
@@ -71,7 +80,7 @@ def prepare(config: Config) -> None:
     config: the config of the run; its `placement.xla_threads` counts.
 
   Raises:
-    ValueError: JAX has started with other settings, or the placement is wrong.
+    errors.Refused: JAX has started with other settings, or the placement is wrong.
   """
   place = placement_of(_mapping(config))
   host.prepare_host_for_any(place)
@@ -142,18 +151,19 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
     list of those of all seeds, in order.
 
   Raises:
-    ValueError: the config, the workdir or another argument is wrong; nothing was started.
+    errors.Refused: the config, the workdir or another argument is wrong; nothing was started.
     OSError: the workdir cannot be written to.
     CallbackFailed: a callback has raised an exception, which is the cause.
     KeyboardInterrupt: Ctrl-C.
-    loops.Stuck: the run has failed, or Ctrl-C came twice, and threads, which the message names, did
-      not end. They stay until the process ends.
+    errors.Stuck: the run has failed, or Ctrl-C came twice, and threads, which the message names,
+      did not end. They stay until the process ends.
     Exception: the run has failed; the message or a note names the last good checkpoint.
   """
-  told = sinks.users(callbacks, num_seeds or 1)
-  fields = _start(config)
-  folder = user_path(workdir)
-  request = make_request(init_from, init_partly, extend, change, repeat)
+  with refusing():
+    told = sinks.users(callbacks, num_seeds or 1)
+    fields = _start(config)
+    folder = user_path(workdir)
+    request = make_request(init_from, init_partly, extend, change, repeat)
 
   def enter(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
     cluster = None
@@ -171,7 +181,6 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
 
 def _start(config: Config) -> dict[str, Any]:
   """Returns the config of a training in this process as plain values."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   if jax.distributed.is_initialized():
     raise ValueError('train: is for one process; podracer_jit launch, or --distributed, starts a '
                      'run of several')
@@ -200,7 +209,8 @@ def _train(enter: Callable[[contextlib.ExitStack], contextlib.AbstractContextMan
   with stopping.handled(leave=_interrupt) as stop:
     try:
       with contextlib.ExitStack() as stack:
-        opened = stack.enter_context(enter(stack))
+        with refusing():
+          opened = stack.enter_context(enter(stack))
         if not quiet:
           for note in opened.notes:
             complain(f'podracer_jit: {note}')
@@ -224,6 +234,7 @@ def _trained(opened: opening.Opened, finished: bool) -> Trained:
   return Trained(opened.workdir, finished, tuple(names))
 
 
+@refusing()
 def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,
          allow_modules: Collection[str] = ()) -> Agent:
   """Returns the agent of a run, or one that `Agent.save` has written.
@@ -237,7 +248,7 @@ def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,
       there names them. Importing a module runs it.
 
   Raises:
-    ValueError: there is no such agent, or its config names modules that are not allowed.
+    errors.Refused: there is no such agent, or its config names modules that are not allowed.
   """
   path = user_path(path)
   allowed = modules.allowed(allow_modules)
@@ -245,16 +256,10 @@ def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,
     if update is not None:
       raise ValueError(f'update: is for workdirs; {path} is a saved agent')
     return load_saved(path, seed, allowed)
-  if update == 'best':
-    update = evaluator.best_update(path)
-  if not (update is None or isinstance(update, int)):
-    raise ValueError(f"update: must be a number or 'best', got {update!r}")
-  experiment = evaluation.read_experiment(path, allowed, update)
-  host.prepare_host_for_any(experiment.placement)
-  agent = Agent(experiment, evaluation.restore(path, experiment, update), seed)
-  note = evaluation.broken_note(path, agent.update) if update is None else ''
+  chosen = evaluator.chosen_update(None if update is None else str(update), path)
+  agent, note = load_run(path, chosen, seed, allowed)
   if note:
-    complain(f'podracer_jit: {note}')
+    _logger.warning('%s', note)
   return agent
 
 
@@ -294,25 +299,20 @@ def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed:
     env: options of the task that differ from those of the run, such as {'max_episode_steps': 50}.
 
   Raises:
-    ValueError: an argument is out of range, the task has no pictures, or no such option.
+    errors.Refused: an argument is out of range, the task has no pictures, or no such option.
     OSError: the video cannot be written.
-    RuntimeError: an episode is longer than max_steps, or an environment has failed.
+    errors.Failed: an episode is longer than max_steps, or an environment has failed.
   """
-  counts = dict(num_episodes=num_episodes, num_envs=num_envs, max_steps=max_steps)
-  for name, value in counts.items():
-    if value < 1:
-      raise ValueError(f'{name}: must be at least 1, got {value}')
-  if not 0 <= seed < 2**31:
-    raise ValueError(f'seed: must be from 0 to 2^31 - 1, got {seed}')
-  movie = None if video is None else video_lib.chosen_path('video', video, Path())
-  player = evaluation.with_options(agent.player, agent.experiment, env or {})
-  player = evaluation.greedy(player) if greedy else player
-  num_envs = min(num_envs, num_episodes)
-  if movie:
-    # Before the evaluation, whose results an error would lose.
-    movie.parent.mkdir(parents=True, exist_ok=True)
-    video_lib.film(player, movie, seed, num_envs, max_steps)
-  episodes = evaluation.play(player, num_episodes, num_envs, seed, max_steps)
+  with refusing():
+    settings = evaluation.Settings(num_episodes, num_envs, seed, max_steps)
+    movie = None if video is None else video_lib.chosen_path('video', video, Path())
+    player = evaluation.with_options(agent.player, agent.experiment, env or {})
+    player = evaluation.greedy(player) if greedy else player
+    if movie:
+      # Before the evaluation, whose results an error would lose.
+      movie.parent.mkdir(parents=True, exist_ok=True)
+      video_lib.film(player, movie, settings)
+  episodes = evaluation.play(player, settings)
   return Evaluation(agent.task, episodes.returns, episodes.lengths,
                     evaluation.statistics(agent.task, episodes), movie)
 

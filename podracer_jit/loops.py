@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from podracer_jit.errors import Stuck
 from podracer_jit.runtime.channels import Channel, Closed, Versioned
 
 
@@ -41,10 +42,6 @@ class Worker(NamedTuple):
   writes: Sequence[Endpoint]
   firings: int
   until: Callable[[Any], bool] = lambda state: False
-
-
-class Stuck(RuntimeError):
-  """Raised if threads did not end after a failure; only the end of the process can end them."""
 
 
 def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool]]:

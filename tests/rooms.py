@@ -20,7 +20,7 @@ PICTURE = ROOT / 'docs' / 'images' / 'rooms.svg'
 
 # From the bottom up. A room imports from rooms of its own tier and of the tiers below.
 TIERS = {
-    'ground': ['types', 'options', 'parts'],
+    'ground': ['errors', 'types', 'options', 'parts'],
     'numerics': ['numerics'],
     'plumbing': ['runtime', 'loops'],
     'cluster': ['cluster'],
@@ -105,7 +105,8 @@ class Box(NamedTuple):
 
 # Left and right edge of each room, and its floor, counted from the bottom.
 PLAN = {
-    'options': (20, 980, 0), 'parts': (285, 520, 1), 'types': (560, 930, 1),
+    'options': (20, 980, 0), 'parts': (285, 520, 1), 'types': (560, 700, 1),
+    'errors': (740, 980, 1),
     'numerics': (420, 650, 2), 'runtime': (20, 262, 3), 'envs': (285, 520, 3),
     'agents': (285, 700, 4), 'replay': (740, 980, 4),
     'loops': (20, 226, 5), 'losses': (285, 520, 5), 'cluster': (560, 980, 5),

@@ -16,11 +16,19 @@ from tests.tiers import essential
 
 # Several runs in one process, with different tasks, schemes and devices; writes results to a file.
 PROGRAM = """
-import json, sys
+import json, logging, os, sys, warnings
+import envpool  # it changes the environment
 import numpy as np
 import podracer_jit as pj
 
+def state():
+  absl = logging.getLogger('absl')
+  return [dict(os.environ) | {'NPROC': None}, list(map(repr, warnings.filters)), absl.level,
+          list(map(repr, [*absl.filters, *absl.handlers]))]
+
 out = {}
+_ = pj.train, pj.load  # imports them
+state_before = state()
 config = pj.load_config('ppo_cartpole:smoke')
 config.checkpoint.every_updates = 2
 config.placement.xla_threads = 16
@@ -85,6 +93,8 @@ out['named'] = str(pj.evaluate(catch, 1, video='gif').video)
 refused(pj.evaluate, catch, 1, video='film.avi')
 refused(pj.evaluate, catch, 1, video=True)
 out['errors'] = errors
+out['changed'] = [name for name, before, after in zip(
+    ('environment', 'warnings', 'level', 'filters'), state_before, state()) if before != after]
 json.dump(out, open('out.json', 'w'))
 """
 
@@ -121,6 +131,10 @@ def test_training_has_the_same_bits_as_the_command(api_run):
     assert of_command and {update: of_api[update] for update in of_command} == of_command
   assert out['trained'] == [True, 6, out['metrics'][-1]['steps'], 'cartpole']
   assert out['catch'][0] and out['extended'] == [True, True] and out['tuned']
+
+
+def test_only_the_number_of_xlas_threads_stays_set_in_the_process(api_run):
+  assert api_run[1]['changed'] == []
 
 
 def test_callbacks_get_the_records_of_the_metrics(api_run):

@@ -44,7 +44,7 @@ def test_help_lists_the_verbs_before_the_flags(capsys):
 
 def test_every_verb_has_a_module_and_every_module_a_verb():
   modules = {path.stem for path in Path(main.__file__).parent.glob('[!_]*.py')}
-  assert modules - {'main', 'deep', 'remake'} == set(main.VERBS)
+  assert modules - {'main', 'arguments', 'deep', 'remake'} == set(main.VERBS)
 
 
 @pytest.mark.parametrize('word, message', [
@@ -67,7 +67,7 @@ def test_without_a_verb_the_command_trains(args, monkeypatch):
 
 
 @pytest.mark.parametrize('args, message', [
-    (['evaluate'], '--workdir is missing'),
+    (['evaluate'], '--workdir is needed: podracer_jit evaluate --workdir=runs/pong'),
     (['export', '--workdir=x'], '--workdir and --out are needed'),
     (['compare', 'runs/a'], 'two workdirs are needed'),
     (['rerun', '--workdir=x'], '--workdir and --update are needed'),

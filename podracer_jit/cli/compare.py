@@ -27,6 +27,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from absl import flags
+
+from podracer_jit.cli import arguments, deep, verb
+from podracer_jit.errors import Refused, refusing
+from podracer_jit.experiment import schema
 from podracer_jit.options import printable, shorten
 from podracer_jit.parts import user_path
 from podracer_jit.runtime.output import complain
@@ -37,20 +42,18 @@ ROWS = 10  # of the learning curves
 _CURVE = dict(update=int, steps=int, episode_return=float | None)  # of a line of metrics.jsonl
 
 
+@verb
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  if set(argv[1:]) & {'-h', '--help'}:
-    print(__doc__)
+  values = flags.FlagValues()
+  flags.DEFINE_bool('deep', False, 'Repeat the first update that differs.', flag_values=values)
+  flags.DEFINE_list('allow_modules', [], schema.ALLOW_MODULES, flag_values=values)
+  args = arguments.read(argv, values, __doc__)
+  if args is None:
     return 0
-  options = [arg for arg in argv[1:] if arg.startswith('-')]
-  args = [arg for arg in argv[1:] if not arg.startswith('-')]
-  allowed = [arg.partition('=')[2] for arg in options if arg.startswith('--allow_modules=')]
-  wants_deep = '--deep' in options
-  if len(args) != 2 or len(options) != wants_deep + len(allowed):
-    print('podracer_jit compare: two workdirs are needed: podracer_jit compare runs/a runs/b',
-          file=sys.stderr)
-    return 2
-  try:
+  if len(args) != 2:
+    raise Refused('two workdirs are needed: podracer_jit compare runs/a runs/b')
+  with refusing(OSError):
     folders = [user_path(arg) for arg in args]
     runs = [Workdir(folder) for folder in folders]
     configs = [run.shown_config() for run in runs]
@@ -59,9 +62,6 @@ def main(argv: Sequence[str]) -> int:
     curves = [journal.read_lines(folder / journal.METRICS, _CURVE) for folder in folders]
     if not receipts[0].by_update.keys() & receipts[1].by_update.keys():
       raise ValueError('the runs have no update in common')
-  except (ValueError, OSError) as error:
-    complain(f'podracer_jit compare: {" ".join(str(error).split())}')
-    return 2
   verdict, different = compare(*(side.by_update for side in receipts))
   incomplete = [f'{name}: {folder / journal.RECEIPTS}: {problem}'
                 for name, folder, side in zip('AB', folders, receipts, strict=True)
@@ -75,17 +75,13 @@ def main(argv: Sequence[str]) -> int:
                  *header_differences(*(side.headers for side in receipts)), *incomplete]:
       print(printable(line))
     print(verdict)
-    if wants_deep and different is not None:
+    if values.deep and different is not None:
       sys.stdout.flush()
-      # Imported here because reading receipts does not need NumPy.
-      from podracer_jit.cli import deep
-      modules = [name for names in allowed for name in names.split(',')]
-      print(*map(printable, deep.differences(folders, different, modules)), sep='\n')
+      with refusing():
+        lines = deep.differences(folders, different, values.allow_modules)
+      print(*map(printable, lines), sep='\n')
     print_curves(*curves)
     sys.stdout.flush()
-  except ValueError as error:
-    complain(f'podracer_jit compare: {" ".join(str(error).split())}')
-    return 2
   except BrokenPipeError:  # as in `podracer_jit compare a b | head`
     complain(f'podracer_jit compare: the output was cut; {verdict}')
     raise

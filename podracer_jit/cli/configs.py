@@ -11,21 +11,23 @@ Exit code: 0, or 2 for a wrong argument.
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from podracer_jit.cli import verb
+from podracer_jit.errors import Refused
 
 FOLDER = Path(__file__).parents[1] / 'configs'
 
 
+@verb
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
   if set(argv[1:]) & {'-h', '--help'}:
     print(__doc__)
     return 0
   if argv[1:]:
-    print(f'podracer_jit configs: {argv[1]}: no arguments are needed', file=sys.stderr)
-    return 2
+    raise Refused(f'{argv[1]}: no arguments are needed')
   by_name = shipped()
   width = max(map(len, by_name))
   for name, meaning in by_name.items():

@@ -19,26 +19,24 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 
+from podracer_jit.cli import verb
 from podracer_jit.envs import families
+from podracer_jit.errors import Refused
 from podracer_jit.options import printable
-from podracer_jit.runtime.output import complain
 
 LONGEST_REASON = 80  # characters
 
 
+@verb
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   if set(argv[1:]) & {'-h', '--help'}:
     print(__doc__)
     return 0
   if len(argv) > 2 or any(arg.startswith('-') for arg in argv[1:]):
-    print('podracer_jit envs: one word is enough: podracer_jit envs atari', file=sys.stderr)
-    return 2
+    raise Refused('one word is enough: podracer_jit envs atari')
   by_family = families.tasks()
   if not argv[1:]:
     for family, tasks in by_family.items():
@@ -50,8 +48,7 @@ def main(argv: Sequence[str]) -> int:
     names = {name.lower(): name for family, tasks in by_family.items() for name in (family, *tasks)}
     near = difflib.get_close_matches(argv[1].lower(), names, n=1, cutoff=0.5)
     hint = f'; did you mean {names[near[0]]}?' if near else ''
-    complain(f'podracer_jit envs: {argv[1]}: there is no such family or task{hint}')
-    return 2
+    raise Refused(f'{argv[1]}: there is no such family or task{hint}')
   width = max(len(task) for task, _ in matches)
   for task, family in matches:
     print(printable(f'{task:{width}}  {family:18} {describe(task)}'), flush=True)

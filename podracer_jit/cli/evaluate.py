@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,63 +25,54 @@ from typing import Any
 from absl import flags
 
 from podracer_jit import options
-from podracer_jit.envs.protocol import environment_failure
+from podracer_jit.cli import arguments, verb
+from podracer_jit.errors import Failed, refusing
 from podracer_jit.experiment import modules
 from podracer_jit.experiment.flags import take_env_options
 from podracer_jit.options import printable, shorten, shown
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation, video
-from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain
-from podracer_jit.training import evaluator
 from podracer_jit.workdir import sources
 
 
+@verb
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  values = _flags()
-  try:
+  with refusing(OSError):
+    values = _flags()
     argv, env = take_env_options(argv)
-    arguments = values(argv)
-    if values.help:
-      print(f'{__doc__}\n{values.get_help()}')
+    if not arguments.read_flags(argv, values, __doc__, ['workdir']):
       return 0
-    movie = _check(values, arguments)
     workdir = user_path(values.workdir)
-    allowed = modules.allowed(values.allow_modules)
-    update = evaluator.chosen_update(values.update, workdir)
-    experiment = evaluation.read_experiment(workdir, allowed, update)
-    host.prepare_host(experiment.placement)
-    player = evaluation.restore(workdir, experiment, update)
-    player = evaluation.with_options(player, experiment, env)
-    for note in (evaluation.broken_note(workdir, player.update) if update is None else '',
-                 sources.change_since(workdir, modules.sources(experiment.fields), player.update)):
-      if note:
-        complain(f'podracer_jit evaluate: {note}')
+    settings = evaluation.Settings(values.num_episodes, values.num_envs, values.seed,
+                                   values.max_steps)
+    movie = None
+    if values.video is not None:
+      movie = video.chosen_path('--video', values.video, workdir)
+    agent = arguments.agent_of('evaluate', values)
+    player = evaluation.with_options(agent.player, agent.experiment, env)
+    note = sources.change_since(workdir, modules.sources(agent.experiment.fields), agent.update)
+    if note:
+      complain(f'podracer_jit evaluate: {note}')
     if movie:
       movie.parent.mkdir(parents=True, exist_ok=True)
-  except (ValueError, OSError, flags.Error) as error:
-    complain(f'podracer_jit evaluate: {" ".join(str(error).split())}')
-    return 2
-  try:
-    _evaluate(player, workdir, values, env, movie)
-  except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
-    failure = environment_failure(error)
-    message = failure or f'{type(error).__name__}: {" ".join(str(error).split())}'
-    complain(f'podracer_jit evaluate: {message}')
-    return 1
+  if values.greedy:
+    player = evaluation.greedy(player)
+  # A policy without probabilities draws nothing, so it always plays greedily.
+  greedy = values.greedy or player.policy.log_prob is None
+  _evaluate(player, workdir, settings, dict(greedy=greedy, env=options.to_json(env)))
+  if movie:
+    film = video.film(player, movie, settings)
+    print(printable(f'{movie}: an episode of return {film.episode_return:g}, {film.frames} frames '
+                    f'at {film.frame_rate:g} a second ({film.shown})'))
   return 0
 
 
 def _flags() -> flags.FlagValues:
-  """Defines the command's flags; absl's global flags belong to the importing program."""
-  values = flags.FlagValues()
+  """Defines the command's flags."""
+  values = arguments.agent_flags()
   text = dict(flag_values=values)
-  flags.DEFINE_string('workdir', None, 'The workdir of the run.', **text)
-  flags.DEFINE_string('update', None, 'The checkpoint: its update, or best for the checkpoint with '
-                      'the best evaluation during training. Default: the newest whole checkpoint.',
-                      **text)
   flags.DEFINE_integer('num_episodes', 100, 'Whole episodes to count.', **text)
   flags.DEFINE_integer('num_envs', 16, 'Environments; at most one for each episode is used. Each '
                        'plays the same number of episodes.', **text)
@@ -93,57 +83,32 @@ def _flags() -> flags.FlagValues:
                        'error, since some tasks have no limit of their own.', **text)
   flags.DEFINE_string('video', None, 'Film one more episode. mp4 or gif writes WORKDIR/video.mp4 '
                       'or WORKDIR/video.gif; a path must end in .mp4 or .gif.', **text)
-  flags.DEFINE_list('allow_modules', [], modules.HELP, **text)
-  flags.DEFINE_bool('help', False, 'Show this.', short_name='h', **text)
   return values
 
 
-def _check(values: flags.FlagValues, arguments: Sequence[str]) -> Path | None:
-  """Checks the flags and that there are no other arguments; returns the path of the video."""
-  if arguments[1:]:
-    raise ValueError(f'{arguments[1]}: not a flag; flags begin with --')
-  if not values.workdir:
-    raise ValueError('--workdir is missing: podracer_jit evaluate --workdir=runs/pong')
-  for name in ('num_episodes', 'num_envs', 'max_steps'):
-    if values[name].value < 1:
-      raise ValueError(f'--{name}: must be at least 1, got {values[name].value}')
-  if not 0 <= values.seed < 2**31:
-    raise ValueError(f'--seed: must be from 0 to 2^31 - 1, got {values.seed}')
-  if values.video is None:
-    return None
-  return video.chosen_path('--video', values.video, user_path(values.workdir))
-
-
-def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues,
-              env: Mapping[str, Any], movie: Path | None) -> None:
-  """Plays, prints and writes the evaluation, and films an episode.
+def _evaluate(player: evaluation.Player, workdir: Path, settings: evaluation.Settings,
+              how: Mapping[str, Any]) -> None:
+  """Plays, prints and writes the evaluation.
 
   Args:
     player: the policy that plays, and its task.
     workdir: the workdir of the run.
-    values: the command's flags.
-    env: options of the task that the command was given; the player has them.
-    movie: the path of the video, or None.
+    settings: what is played.
+    how: further facts for the record.
   """
-  if values.greedy:
-    player = evaluation.greedy(player)
   started = printed = time.monotonic()
 
   def progress(episodes: int) -> None:
     nonlocal printed
     if time.monotonic() - printed > 10:
       printed = time.monotonic()
-      print(f'{episodes} of {values.num_episodes} episodes after {printed - started:.0f} s',
+      print(f'{episodes} of {settings.num_episodes} episodes after {printed - started:.0f} s',
             file=sys.stderr, flush=True)
 
-  num_envs = min(values.num_envs, values.num_episodes)
-  # A policy without probabilities draws nothing, so it always plays greedily.
-  greedy = values.greedy or player.policy.log_prob is None
-  settings = dict(seed=values.seed, greedy=greedy, num_envs=num_envs, max_steps=values.max_steps,
-                  num_episodes=values.num_episodes, env=options.to_json(env))
-  episodes = evaluation.play(player, values.num_episodes, num_envs, values.seed, values.max_steps,
-                             progress)
-  record = evaluation.record_of(player, episodes, **settings)
+  episodes = evaluation.play(player, settings, progress)
+  record = evaluation.record_of(
+      player, episodes, seed=settings.seed, num_envs=settings.used_envs,
+      max_steps=settings.max_steps, num_episodes=settings.num_episodes, **how)
   error = record['statistics'].get('error')
   try:
     if not error:
@@ -151,12 +116,7 @@ def _evaluate(player: evaluation.Player, workdir: Path, values: flags.FlagValues
   finally:  # also if nobody reads what is printed
     _keep(workdir, record)
   if error:
-    raise RuntimeError(error)
-  if movie:
-    # The filmed environment is one more than the environments of the evaluation.
-    film = video.film(player, movie, values.seed, num_envs, values.max_steps)
-    print(printable(f'{movie}: an episode of return {film.episode_return:g}, {film.frames} frames '
-                    f'at {film.frame_rate:g} a second ({film.shown})'))
+    raise Failed(error)
 
 
 def _keep(workdir: Path, record: evaluation.Record) -> None:

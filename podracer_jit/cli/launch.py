@@ -27,7 +27,8 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-from podracer_jit.runtime import exit_codes
+from podracer_jit.cli import verb
+from podracer_jit.errors import FINISHED, INTERRUPTED, STOPPED, Refused
 from podracer_jit.runtime.output import say
 from podracer_jit.training import stopping
 
@@ -38,6 +39,7 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 GRACE_S = 25.0
 
 
+@verb
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
   before = argv[1:argv.index('--')] if '--' in argv else argv[1:]
@@ -45,9 +47,8 @@ def main(argv: Sequence[str]) -> int:
     print(__doc__)
     return 0
   if len(argv) < 5 or argv[1] != '-n' or not argv[2].isdigit() or argv[3] != '--' or argv[2] == '0':
-    print('podracer_jit launch: the number of processes and the flags of training are needed: '
-          'podracer_jit launch -n 2 -- --config=... --workdir=...', file=sys.stderr)
-    return 2
+    raise Refused('the number of processes and the flags of training are needed: '
+                  'podracer_jit launch -n 2 -- --config=... --workdir=...')
   # Without -P, the current folder would come before all other modules in the processes.
   safe = [] if {'', os.getcwd()} & set(sys.path) else ['-P']
   count = int(argv[2])
@@ -89,7 +90,7 @@ def _stop_with_parent(launcher: int) -> None:
   """
   _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
   if os.getppid() != launcher:
-    os._exit(exit_codes.INTERRUPTED)
+    os._exit(INTERRUPTED)
 
 
 def _print_lines(i: int, lines: IO[str]) -> None:
@@ -116,7 +117,7 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
   while any(process.poll() is None for process in processes):
     time.sleep(0.1)
     failed = {i: p.returncode for i, p in enumerate(processes)
-              if p.poll() not in (None, exit_codes.FINISHED, exit_codes.STOPPED)}
+              if p.poll() not in (None, FINISHED, STOPPED)}
     if failed and not code:
       # Exit codes of signals are negative. A killed process counts before the processes that failed
       # because of it.

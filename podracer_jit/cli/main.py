@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from podracer_jit.runtime import exit_codes
+from podracer_jit.errors import FAILED, INTERRUPTED, REFUSED
 from podracer_jit.runtime.output import complain, give_up_lost_streams
 from podracer_jit.training import stopping
 
@@ -41,32 +41,28 @@ Verbs (podracer_jit VERB --help explains each):
 def main(argv: Sequence[str]) -> int:
   """Runs the verb that is the first argument, or trains; returns the exit code."""
   began_s = time.perf_counter()
-  first = argv[1] if len(argv) > 1 else ''
-  if first == 'train':
-    return _train([f'podracer_jit {first}', *argv[2:]], began_s)
-  if first in VERBS:
-    with stopping.handled():
-      command = importlib.import_module(f'podracer_jit.cli.{first}')
-    return command.main([f'podracer_jit {first}', *argv[2:]])
-  if first in MOVED:
-    print(f'podracer_jit {first}: no verb since 0.7; in a checkout of the repository, it is '
-          f'python -m {MOVED[first]}', file=sys.stderr)
-    return 2
-  if first and not first.startswith('-'):
-    print(f'podracer_jit: {_no_command(first)}', file=sys.stderr)
-    return 2
-  names = {arg.partition('=')[0] for arg in argv[1:]}
-  if names & {'-h', '-help', '--help'} and not names & {'-config', '--config'}:
+  program, *args = argv
+  verb = 'train'
+  if args and not args[0].startswith('-'):
+    verb, *args = args
+    program = f'podracer_jit {verb}'
+    if verb not in VERBS:
+      complain(f'podracer_jit: {_no_command(verb)}')
+      return REFUSED
+  elif _asks_for_help(args):
     print(f'{HELP}\n')
-  return _train(argv, began_s)
-
-
-def _train(argv: Sequence[str], began_s: float) -> int:
-  """Trains; see `commands.train.main`."""
   with stopping.handled():
-    # Imported here because other verbs need not wait for JAX.
-    from podracer_jit.cli import train
-  return train.main(argv, began_s)
+    # Imported here because not all verbs need JAX.
+    command = importlib.import_module(f'podracer_jit.cli.{verb}')
+  if verb == 'train':
+    return command.main([program, *args], began_s)
+  return command.main([program, *args])
+
+
+def _asks_for_help(args: Sequence[str]) -> bool:
+  """Returns whether the help of the program, and not only that of a config, is asked for."""
+  names = {arg.partition('=')[0] for arg in args}
+  return bool(names & {'-h', '-help', '--help'} and not names & {'-config', '--config'})
 
 
 def run() -> None:
@@ -82,9 +78,9 @@ def run() -> None:
     code = 128 + signal.SIGPIPE
   except KeyboardInterrupt:
     complain('podracer_jit: interrupted')
-    code = exit_codes.INTERRUPTED
+    code = INTERRUPTED
   give_up_lost_streams()
-  if code == exit_codes.FAILED:
+  if code == FAILED:
     # A normal exit would let libraries print errors about open resources below the message.
     os._exit(code)
   # The interpreter looks for unreachable objects as it ends: almost a second with JAX's objects.
@@ -94,6 +90,9 @@ def run() -> None:
 
 def _no_command(word: str) -> str:
   """Returns the error message for an unknown verb, with a similar one if there is one."""
+  if word in MOVED:
+    return (f'{word}: no verb since 0.7; in a checkout of the repository, it is python -m '
+            f'{MOVED[word]}')
   if Path(word.partition(':')[0]).suffix == '.py':
     return f'{word}: no such command; to train with this config: podracer_jit --config={word}'
   near = difflib.get_close_matches(word, VERBS, n=1)

@@ -11,7 +11,6 @@ config names them.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,37 +20,35 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from podracer_jit import loops
-from podracer_jit.cli import rerun
-from podracer_jit.experiment import build, modules
-from podracer_jit.experiment.resolve import resolve
+from podracer_jit.cli import quieten, rerun
+from podracer_jit.errors import FINISHED, REFUSED
+from podracer_jit.experiment import build
+from podracer_jit.experiment.modules import allowed
 from podracer_jit.learner.rollout_learner import RolloutLearner
 from podracer_jit.learner.rollout_updates import update_key
 from podracer_jit.numerics.deterministic import AXIS, pairwise_sum
+from podracer_jit.play import evaluation
 from podracer_jit.runtime import host, placement
 from podracer_jit.runtime.output import complain
 from podracer_jit.types import Rollout, TrainState
 from podracer_jit.workdir import journal
-from podracer_jit.workdir.workdir import Workdir
 
 Arrays = dict[str, np.ndarray]
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  workdir = Path(argv[1])
-  update = int(argv[2])
-  out = Path(argv[3])
+  quieten()
+  _, workdir, update, out, *modules = argv
   try:
-    allowed = modules.allowed(argv[4:])
-    np.savez(out, **remake(workdir, update, allowed))
+    np.savez(out, **remake(Path(workdir), int(update), allowed(modules)))
   except (ValueError, OSError) as error:
     complain(f'{workdir}: {" ".join(str(error).split())}')
-    return 2
-  return 0
+    return REFUSED
+  return FINISHED
 
 
-def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> Arrays:
+def remake(workdir: Path, update: int, allow_modules: Collection[str]) -> Arrays:
   """Returns the arrays of an update by 'stage|leaf'.
 
   Args:
@@ -64,7 +61,7 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str] = ()) -> A
   """
   # This also checks that the run is deterministic.
   rerun_experiment = rerun.one_device_experiment(workdir, allow_modules, update)
-  experiment = resolve(Workdir(workdir).config(allow_modules, update))
+  experiment = evaluation.read_experiment(workdir, allow_modules, update, on_one_device=False)
   headers, receipts, _ = journal.read_receipts(workdir)
   header = rerun.header_of(headers, receipts, update)
   host.prepare_host(experiment.placement)

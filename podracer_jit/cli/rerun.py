@@ -1,11 +1,10 @@
 """Repeats one update of a run, from the checkpoint before its segment, and writes its rollout.
 
   podracer_jit rerun --workdir=runs/pong --update=1234
-  podracer_jit rerun --workdir=runs/pong --update=1234 --env=3
 
 The command runs on one device, whatever devices the run had, and checks each update on the way
 against the run's receipts. It writes the rollout to WORKDIR/update_1234.npz (time-major arrays,
-named as in types.Rollout) and the observations of environment --env to WORKDIR/update_1234.mp4.
+named as in types.Rollout).
 
 Exit code: 0, 1 if an update differs from its receipt or something failed, 2 if it could not start.
 """
@@ -13,7 +12,6 @@ Exit code: 0, 1 if an update differs from its receipt or something failed, 2 if 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,81 +21,53 @@ import numpy as np
 from absl import flags
 
 from podracer_jit import loops
+from podracer_jit.cli import arguments, verb
 from podracer_jit.envs import frames
-from podracer_jit.envs.protocol import environment_failure
+from podracer_jit.errors import Broken, Differs, refusing
 from podracer_jit.experiment import build, modules, schema
-from podracer_jit.experiment.resolve import changed, resolve
+from podracer_jit.experiment.resolve import changed
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics.fingerprints import as_hex, canary
-from podracer_jit.options import printable, shorten
 from podracer_jit.parts import user_path
-from podracer_jit.play import video
+from podracer_jit.play import evaluation
 from podracer_jit.runtime import host, placement
 from podracer_jit.runtime.output import complain
 from podracer_jit.types import Rollout
 from podracer_jit.workdir import checkpoints, journal, record, sources
-from podracer_jit.workdir.workdir import Workdir
 
 
-class Differs(RuntimeError):
-  """Raised if a repeated update differs from its receipt."""
-
-
+@verb
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  values = flags.FlagValues()
-  flags.DEFINE_string('workdir', None, 'The workdir of the run.', flag_values=values)
+  values = arguments.run_flags()
   flags.DEFINE_integer('update', None, 'The update to repeat.', flag_values=values)
-  flags.DEFINE_integer('env', 0, 'The environment whose observations are filmed.',
-                       flag_values=values)
-  flags.DEFINE_list('allow_modules', [], modules.HELP, flag_values=values)
-  flags.DEFINE_bool('help', False, 'Show this.', short_name='h', flag_values=values)
-  try:
-    arguments = values(list(argv))
-    if values.help:
-      print(f'{__doc__}\n{values.get_help()}')
-      return 0
-    workdir = _check(values, arguments)
-    experiment = one_device_experiment(workdir, modules.allowed(values.allow_modules),
-                                       values.update)
-    _check_env(values.env, experiment)
+  if not arguments.read_flags(argv, values, __doc__, ['workdir', 'update']):
+    return 0
+  workdir = user_path(values.workdir)
+  update = values.update
+  with refusing(OSError):
+    allowed = modules.allowed(values.allow_modules)
+    experiment = one_device_experiment(workdir, allowed, update)
     headers, receipts, _ = journal.read_receipts(workdir)
-    header = header_of(headers, receipts, values.update)
+    header = header_of(headers, receipts, update)
     host.prepare_host(experiment.placement)
     run = build.make_run(experiment)
     snapshot = snapshot_before(run, workdir, header)
-    note = sources.change_since(workdir, modules.sources(experiment.fields), values.update)
-    if note:
-      complain(f'podracer_jit rerun: {note}')
-  except (ValueError, OSError, flags.Error) as error:
-    complain(f'podracer_jit rerun: {" ".join(str(error).split())}')
-    return 2
-  try:
-    if header['canary'] != canary():
-      complain('podracer_jit rerun: this machine rounds differently from the machine of the run, '
-               'so updates may differ')
-    rollout = rerun(run, snapshot, values.update, receipts)
-    _write(rollout, workdir / f'update_{values.update}', values.env, run)
-  except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a message
-    message = environment_failure(error) or f'{type(error).__name__}: {error}'
-    complain(f'podracer_jit rerun: {message}')
-    return 1
+    note = sources.change_since(workdir, modules.sources(experiment.fields), update)
+  if note:
+    complain(f'podracer_jit rerun: {note}')
+  if header['canary'] != canary():
+    complain('podracer_jit rerun: this machine rounds differently from the machine of the run, '
+             'so updates may differ')
+  rollout = rerun(run, snapshot, update, receipts)
+  path = workdir / f'update_{update}.npz'
+  _write(rollout, path)
+  print(f'{path}: the rollout of update {update}, as its receipt says')
   return 0
 
 
-def _check(values: flags.FlagValues, arguments: Sequence[str]) -> Path:
-  """Checks the flags and that there are no other arguments; returns the workdir."""
-  if arguments[1:]:
-    raise ValueError(f'{arguments[1]}: not a flag; flags begin with --')
-  if not values.workdir or values.update is None:
-    raise ValueError('--workdir and --update are needed: '
-                     'podracer_jit rerun --workdir=runs/pong --update=10')
-  return user_path(values.workdir)
-
-
-def one_device_experiment(workdir: Path, allow_modules: Collection[str] = (),
-                          update: int | None = None) -> Experiment:
+def one_device_experiment(workdir: Path, allow_modules: Collection[str], update: int
+                          ) -> Experiment:
   """Returns the experiment of a run on one device, with a scheme that has a separate learner.
 
   The learner's inputs are then the rollouts.
@@ -105,19 +75,12 @@ def one_device_experiment(workdir: Path, allow_modules: Collection[str] = (),
   Args:
     workdir: the workdir of the run.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
-    update: the update to repeat, since the config may have changed during the run. None: returns
-      the newest experiment.
+    update: the update to repeat, since the config may have changed during the run.
 
   Raises:
     ValueError: there is no run, or it cannot be repeated on one device.
   """
-  folder = Workdir(workdir)
-  fields = folder.config(allow_modules, update)
-  try:
-    experiment = resolve(fields)
-  except ValueError as error:
-    raise ValueError(f'--workdir: config.json of {workdir}: {shorten(str(error), 600)}') from None
-  folder.check_layout(experiment)
+  experiment = evaluation.read_experiment(workdir, allow_modules, update, on_one_device=False)
   if not experiment.exact_reduce:
     raise ValueError('the run has exact_reduce = False, so its bits depend on its devices')
   if not experiment.deterministic:
@@ -126,12 +89,6 @@ def one_device_experiment(workdir: Path, allow_modules: Collection[str] = (),
   place = schema.ONE_DEVICE | {'actor_platform': experiment.placement.actor_platform}
   # These two schemes give the same bits as all others with the same lag.
   return changed(experiment, scheme='cleanba' if experiment.scheme.lag else 'sync', placement=place)
-
-
-def _check_env(env: int, experiment: Experiment) -> None:
-  """Raises ValueError if the run has no environment of this index."""
-  if not 0 <= env < experiment.env.num_envs:
-    raise ValueError(f'--env: must be from 0 to {experiment.env.num_envs - 1}, got {env}')
 
 
 def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int) -> dict:
@@ -147,7 +104,12 @@ def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int
 
 
 def snapshot_before(run: build.Run, workdir: Path, header: Mapping[str, Any]) -> build.Snapshot:
-  """Returns where a segment began.
+  """Returns where a segment of a run began.
+
+  Args:
+    run: the run.
+    workdir: the workdir of the run.
+    header: the header of the segment in the receipts.
 
   Raises:
     ValueError: the checkpoint before the segment is missing or broken.
@@ -169,7 +131,7 @@ def snapshot_before(run: build.Run, workdir: Path, header: Mapping[str, Any]) ->
     try:
       state, _ = saved.restore(initial._replace(replay=run.learner.replay_shapes()), before)
       envs = saved.restore_envs(build.kept_env_shapes(run), before)
-    except checkpoints.Broken as error:
+    except Broken as error:
       raise ValueError(f'--update: {error}') from None
   if before == 0 and checkpoints.digest(state._replace(replay=None)) != origin.state_sha256:
     raise ValueError(f'--update: the checkpoint of update 0 in {workdir} is not the state that the '
@@ -179,7 +141,7 @@ def snapshot_before(run: build.Run, workdir: Path, header: Mapping[str, Any]) ->
 
 def rerun(run: build.Run, snapshot: build.Snapshot, update: int, receipts: Mapping[int, dict]
           ) -> Rollout:
-  """Runs a segment from its beginning up to the update; returns the rollout of that update.
+  """Runs a segment up to an update; returns the rollout of that update.
 
   Args:
     run: the run that the segment belongs to.
@@ -216,23 +178,9 @@ def rerun(run: build.Run, snapshot: build.Snapshot, update: int, receipts: Mappi
   return rollouts[0]
 
 
-def _write(rollout: Rollout, path: Path, env: int, run: build.Run) -> None:
-  """Writes a rollout as arrays and as a video.
-
-  Args:
-    rollout: the rollout to write.
-    path: the path of both files, without a suffix.
-    env: the environment to film.
-    run: the run of the experiment.
-  """
+def _write(rollout: Rollout, path: Path) -> None:
+  """Writes a rollout as arrays."""
   rollout = rollout._replace(obs=np.asarray(frames.stacks(rollout.obs)))
   arrays = rollout._asdict() | rollout.episodes._asdict()
   del arrays['episodes']
-  np.savez_compressed(path.with_suffix('.npz'), **arrays)
-  print(f'{path.with_suffix(".npz")}: the rollout of {path.name}, as its receipt says')
-  try:
-    video.write(path.with_suffix('.mp4'), rollout.obs[:, env],
-                run.experiment.env_options.get('gray_scale') is False, frame_rate=10)
-    print(f'{path.with_suffix(".mp4")}: what environment {env} saw')
-  except ValueError as error:
-    print(printable(str(error)))
+  np.savez_compressed(path, **arrays)

@@ -10,38 +10,50 @@ saved; 130: interrupted while starting, or by a second signal, without a save.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from absl import flags, logging
+from absl import flags
 
-from podracer_jit import loops
-from podracer_jit.cluster.failure import Failed
-from podracer_jit.envs.protocol import environment_failure
+from podracer_jit.cli import quieten
+from podracer_jit.errors import (
+  FAILED,
+  FINISHED,
+  INTERRUPTED,
+  REFUSED,
+  STOPPED,
+  PodracerError,
+  Refused,
+  Stuck,
+  environment_failure,
+  line_of,
+  refusing,
+)
 from podracer_jit.experiment.flags import default_workdir, parse
 from podracer_jit.experiment.resolve import placement_of, resolve
 from podracer_jit.parts import user_path
-from podracer_jit.runtime import exit_codes, host
+from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain, give_up_lost_streams
 from podracer_jit.training import crew, sinks, stopping, trainer
-from podracer_jit.training.sinks import Diverged
 from podracer_jit.workdir import checkpoints
 from podracer_jit.workdir.workdir import make_request
 
+_logger = logging.getLogger(__name__)
+
 
 def main(argv: Sequence[str], began_s: float | None = None) -> int:
-  """Trains; returns one of `exit_codes`.
+  """Trains; returns one of the exit codes of `errors`.
 
   Args:
     argv: the name of the program, and its arguments.
     began_s: when the command began, by `time.perf_counter`; None: now.
   """
   began_s = time.perf_counter() if began_s is None else began_s
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
+  quieten()
   # absl's global flags belong to the importing program, and main may be called again.
   values = flags.FlagValues()
   flags.DEFINE_string('workdir', None, 'A folder for checkpoints and metrics; default: runs/ and '
@@ -91,79 +103,70 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
   failing: Path | None = None  # the workdir whose checkpoint a failure names
   with contextlib.ExitStack() as stack:
     try:
-      config = parse(argv, values)
-      if config is None:
-        print(f'{__doc__}\n{values.get_help()}')
-        return exit_codes.FINISHED
-      workdir = user_path(values.workdir or default_workdir(argv))
-      if values.num_seeds is None:  # else each seed has a workdir
-        failing = workdir
-      request = make_request(values.init_from, values.init_partly, values.extend, values.change,
-                             values.repeat)
-      joining = (values.coordinator_address, values.num_processes, values.process_id)
-      is_distributed = values.distributed or joining != (None, None, None)
-      if is_distributed and values.num_seeds is not None:
-        raise ValueError('--num_seeds: is for one process')
-      if is_distributed:
-        # Processes must join before JAX starts, and creating some environments starts JAX.
-        place = placement_of(config)
-        host.prepare_host(place)
-        host.join(place, *joining, values.coordinator_timeout_s)
-      profile_dir = values.profile_dir and str(user_path(values.profile_dir))
-      cluster = None
-      if values.num_seeds is None:
-        cluster = stack.enter_context(crew.joined(config))
-      told = sinks.users(values.callbacks, values.num_seeds or 1)
-      opened = stack.enter_context(trainer.opened(
-          resolve(config), workdir, request, cluster, values.num_seeds))
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-      complain(f'podracer_jit: {str(error) or type(error).__name__}')
-      return _leave(exit_codes.REFUSED)
-    except (SystemExit, Exception) as error:  # noqa: BLE001 - `_failure` logs the unforeseen
-      code, line = _failure(error, failing)
-      complain(f'podracer_jit: {line}')
-      return _leave(code)
-    for note in opened.notes:
-      complain(f'podracer_jit: {note}')
-    stop.begin_training()
-    try:
+      with refusing(OSError, jax.errors.JaxRuntimeError):
+        config = parse(argv, values)
+        if config is None:
+          print(f'{__doc__}\n{values.get_help()}')
+          return FINISHED
+        workdir = user_path(values.workdir or default_workdir(argv))
+        if values.num_seeds is None:  # else each seed has a workdir
+          failing = workdir
+        request = make_request(values.init_from, values.init_partly, values.extend, values.change,
+                               values.repeat)
+        joining = (values.coordinator_address, values.num_processes, values.process_id)
+        is_distributed = values.distributed or joining != (None, None, None)
+        if is_distributed and values.num_seeds is not None:
+          raise ValueError('--num_seeds: is for one process')
+        if is_distributed:
+          # Processes must join before JAX starts, and creating some environments starts JAX.
+          place = placement_of(config)
+          host.prepare_host(place)
+          host.join(place, *joining, values.coordinator_timeout_s)
+        profile_dir = values.profile_dir and str(user_path(values.profile_dir))
+        cluster = None
+        if values.num_seeds is None:
+          cluster = stack.enter_context(crew.joined(config))
+        told = sinks.users(values.callbacks, values.num_seeds or 1)
+        opened = stack.enter_context(trainer.opened(
+            resolve(config), workdir, request, cluster, values.num_seeds))
+      failing = opened.workdir
+      for note in opened.notes:
+        complain(f'podracer_jit: {note}')
+      stop.begin_training()
       finished = opened.train(stop, told, profile_dir, began_s=began_s)
     # A user's code may exit, but its exit code must not be the command's: 3 means saved.
-    except (KeyboardInterrupt, SystemExit, Exception) as error:  # noqa: BLE001 - as above
+    except (KeyboardInterrupt, SystemExit, Exception) as error:  # noqa: BLE001 - `_failure` logs it
       stop.end()  # a further signal would keep the line from being printed
-      code, line = _failure(error, opened.workdir)
+      code, line = _failure(error, failing)
       complain(f'podracer_jit: {line}')
-      return _leave(code, at_once=isinstance(error, loops.Stuck))
+      return _leave(code, at_once=isinstance(error, Stuck))
     finally:
       stop.end()
-    return exit_codes.FINISHED if finished else _code_of_a_stop(opened.workdir)
+    return FINISHED if finished else _code_of_a_stop(opened.workdir)
 
 
 def _failure(error: BaseException, workdir: Path | None) -> tuple[int, str]:
-  """Returns the exit code of a failed or interrupted training, and a line about it.
+  """Returns the exit code of a training that was refused, failed or interrupted, and a line.
 
-  The one place where an exception becomes a message. An exception that nobody has foreseen is also
-  logged with its traceback.
+  An exception that nobody has foreseen is also logged with its traceback.
 
   Args:
     error: the exception.
     workdir: the line names the last good checkpoint here; None: it names none.
   """
+  if isinstance(error, Refused):
+    return REFUSED, str(error)
   threads = ''
-  if isinstance(error, loops.Stuck):
+  if isinstance(error, Stuck):
     threads = f'; {error}'
     error = error.__cause__
-  code = exit_codes.FAILED
-  by_environment = environment_failure(error)
-  name = type(error).__name__
-  line = by_environment or str(error) or name
+  code = FAILED
+  line = line_of(error)
   if isinstance(error, KeyboardInterrupt):
-    code = exit_codes.INTERRUPTED
+    code = INTERRUPTED
     line = 'interrupted; updates since the newest checkpoint are not saved'
-  elif not (by_environment or isinstance(error, OSError | Failed)):
-    if not isinstance(error, Diverged | SystemExit):
-      logging.error('the run failed', exc_info=error)
-    line = f'{name}: {error}' if str(error) else name
+  elif not (isinstance(error, PodracerError | OSError | SystemExit) or environment_failure(error)):
+    _logger.error('the run failed', exc_info=error)
   line += threads
   # The exception of a seed names that seed's own.
   if workdir is not None and checkpoints.LAST_GOOD not in line:
@@ -173,7 +176,7 @@ def _failure(error: BaseException, workdir: Path | None) -> tuple[int, str]:
 
 def _code_of_a_stop(workdir: Path) -> int:
   """Returns the exit code of a stop: STOPPED if there is a checkpoint, else INTERRUPTED."""
-  return exit_codes.STOPPED if checkpoints.saved_updates(workdir) else exit_codes.INTERRUPTED
+  return STOPPED if checkpoints.saved_updates(workdir) else INTERRUPTED
 
 
 def _leave(code: int, at_once: bool = False) -> int:
@@ -186,7 +189,7 @@ def _leave(code: int, at_once: bool = False) -> int:
     at_once: ends this process at once anyway, because it has threads that do not end.
   """
   if jax.distributed.is_initialized():
-    if code == exit_codes.REFUSED:
+    if code == REFUSED:
       # The other processes also refuse, and need time to print their messages: JAX aborts them once
       # process 0 has ended.
       time.sleep(3)

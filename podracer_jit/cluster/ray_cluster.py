@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import logging as python_logging
+import logging
 import math
 import os
 import shutil
@@ -21,24 +21,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import ray
+from ray._private.ray_logging import global_worker_stdstream_dispatcher as streams
 
-# Ray would print paragraphs about dead processes and machines; `remote.Remote` says it in a line.
-os.environ.setdefault('RAY_DEDUP_LOGS_SKIP_REGEX',
-                      'A worker died or was killed|Raylet is terminated|has been marked dead')
-# The results of a call that has failed are not asked for.
-os.environ.setdefault('RAY_IGNORE_UNHANDLED_ERRORS', '1')
-os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
-# By default, Ray gives its processes a niceness of 15, so they get little of a busy processor. A
-# learner on the same machine that does not wait for them would have fewer steps than with threads.
-os.environ.setdefault('RAY_worker_niceness', '0')
+from podracer_jit.cluster.process import Process
+from podracer_jit.cluster.remote import Counters, Remote
 
-import ray  # noqa: E402 - it reads the environment
-from absl import logging  # noqa: E402
-from ray._private.ray_logging import global_worker_stdstream_dispatcher as streams  # noqa: E402
-
-from podracer_jit.cluster.process import Process  # noqa: E402
-from podracer_jit.cluster.remote import Counters, Remote  # noqa: E402
-
+_logger = logging.getLogger(__name__)
 MB = 2**20
 _LEAST_STORE = 80 * MB  # Ray refuses less
 _LAST_LINES = 10  # lines of each process that are kept
@@ -147,7 +136,7 @@ class Cluster:
       self._spilled = True
       remedy = ('set a larger --config.placement.store_gb' if self._spill_folder else
                 'start Ray with a larger --object-store-memory')
-      logging.warning("Ray's memory for arrays under way is full, so it writes them to disk, which "
+      _logger.warning("Ray's memory for arrays under way is full, so it writes them to disk, which "
                       'is slow: %s', remedy)
 
   def note_output(self, batch: dict[str, Any]) -> None:
@@ -197,7 +186,7 @@ def connected(cpus: float, gpus: float, most_deaths: int, processes: int, store_
     code.mkdir()
     files(code)
     arguments: dict[str, Any] = dict(
-        runtime_env={'working_dir': str(code)}, logging_level=python_logging.ERROR)
+        runtime_env={'working_dir': str(code)}, logging_level=logging.ERROR)
     spill = None
     if not address:
       spill = Path(folder) / 'spilled'
@@ -233,7 +222,7 @@ def _compare_store(nbytes: int) -> None:
   store = next((node['Resources'].get('object_store_memory', 0) for node in ray.nodes()
                 if node['NodeID'] == own_node), 0)
   if store < nbytes:
-    logging.warning("Ray's memory on this machine has %.2g GB, and up to %.2g GB may be under way: "
+    _logger.warning("Ray's memory on this machine has %.2g GB, and up to %.2g GB may be under way: "
                     'start Ray with --object-store-memory=%d', store / 1e9, nbytes / 1e9, nbytes)
 
 

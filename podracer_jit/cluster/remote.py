@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import threading
 import time
@@ -10,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from absl import logging
 from ray import exceptions
 
-from podracer_jit.cluster.failure import Failed
 from podracer_jit.cluster.process import About, about
+from podracer_jit.errors import WorkerLost
 from podracer_jit.options import shorten
 from podracer_jit.runtime.channels import PATIENCE_S, Closed
 
+_logger = logging.getLogger(__name__)
 # A waiting call checks so often, in seconds, whether the run ends.
 _POLL_S = 0.2
 # The last output of a dead process arrives within these seconds.
@@ -136,7 +137,7 @@ class Remote:
 
     Raises:
       Closed: `ended` is true, or the run gives up.
-      Failed: the call has raised an exception, or processes died again and again.
+      WorkerLost: the call has raised an exception, or processes died again and again.
     """
     warned = call.since
     broken: float | None = None  # since when the connection is broken
@@ -144,7 +145,7 @@ class Remote:
       try:
         answer = self._answer(call, fetch)
       except exceptions.RayTaskError as error:
-        raise Failed(f'{self._who()}: {_one_line(error)}') from None
+        raise WorkerLost(f'{self._who()}: {_one_line(error)}') from None
       except exceptions.ActorUnavailableError as error:
         # Ray does not know yet whether the process, or its machine, is dead. A new process now
         # could begin on a machine that is gone.
@@ -167,7 +168,7 @@ class Remote:
         self._again(call)
         continue
       except exceptions.RayError as error:
-        raise Failed(f'{self._who()}: {type(error).__name__}: {shorten(str(error))}') from None
+        raise WorkerLost(f'{self._who()}: {type(error).__name__}: {shorten(str(error))}') from None
       if answer is not None:
         self._deaths = 0
         return answer
@@ -212,7 +213,7 @@ class Remote:
       error: the error of Ray that tells of the death.
 
     Raises:
-      Failed: too many have died.
+      WorkerLost: too many have died.
     """
     with self._lock:
       if life != self.life:
@@ -224,11 +225,11 @@ class Remote:
       if self._deaths >= self._most_deaths:
         time.sleep(_LAST_WORDS_S)
         lines = ' | '.join(self._last_words(pid)) or 'nothing'
-        raise Failed(f'{self.name}: its process died {self._deaths} times in a row without an '
+        raise WorkerLost(f'{self.name}: its process died {self._deaths} times in a row without an '
                      f'answer, the last time {place} ({cause}); it printed last: {lines}')
       self.life += 1
       self._counters.add(restarts=1)
-      logging.warning('%s: %s died (%s); life %d begins', self.name, place, cause, self.life)
+      _logger.warning('%s: %s died (%s); life %d begins', self.name, place, cause, self.life)
       self._start()
 
   def _process(self, error: Exception) -> tuple[str, str]:
@@ -246,7 +247,7 @@ class Remote:
     """Notes the process once it runs, and compares its versions with those of this process.
 
     Raises:
-      Failed: results would differ, or programs fail.
+      WorkerLost: results would differ, or programs fail.
     """
     with self._lock:
       if self.about is not None:
@@ -259,10 +260,10 @@ class Remote:
       if introduced is None:
         return
       for problem in problems_of_versions(introduced, about()):
-        raise Failed(f'{self.name}: {problem}')
+        raise WorkerLost(f'{self.name}: {problem}')
       own = about()
       if introduced.cpu != own.cpu:
-        logging.warning('%s runs on another kind of processor, %s, than the learner, %s: it may '
+        _logger.warning('%s runs on another kind of processor, %s, than the learner, %s: it may '
                         'round otherwise', self.name, introduced.cpu, own.cpu)
       self.about = introduced
 
@@ -272,10 +273,10 @@ class Remote:
   def _warn(self, seconds: float) -> None:
     """Warns that the process has not answered."""
     if self.about is None:
-      logging.warning('%s: waiting for %.0f s for its process to start, on a machine with room for '
+      _logger.warning('%s: waiting for %.0f s for its process to start, on a machine with room for '
                       '%s', self.name, seconds, self._needs)
     else:
-      logging.warning('%s: waiting for %.0f s for %s to answer', self.name, seconds,
+      _logger.warning('%s: waiting for %.0f s for %s to answer', self.name, seconds,
                       self.about.place)
 
 

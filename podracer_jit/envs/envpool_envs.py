@@ -60,6 +60,16 @@ def _quiet_spec(task: str, options: Mapping[str, Any]) -> Any:
   return _specs[key]
 
 
+def _spaces_in(source: Any) -> spaces.Spaces:
+  """Returns the spaces of EnvPool's spec or pool.
+
+  EnvPool makes them anew each time, and Gymnasium warns that their bounds have more precision.
+  """
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    return spaces.Spaces(source.observation_space, source.action_space)
+
+
 def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
   """Returns the spec of `task` with EnvPool's `options`, which are checked first.
 
@@ -107,14 +117,14 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
 
   if spec.config._asdict().get('max_num_players', 1) != 1:
     raise ValueError(f'env.task: {task} has several players; single-player tasks only for now')
-  action = spec.action_space
+  observation, action = _spaces_in(spec)
   discrete = type(action).__name__ == 'Discrete'
   choices = () if discrete else spaces.choices(action)
   if not (discrete or choices):
     _check_continuous(task, action, default)
   continuous = not (discrete or choices)
 
-  shape, dtype, parts = spaces.layout(task, spec.observation_space)
+  shape, dtype, parts = spaces.layout(task, observation)
   return EnvSpec(
       task=task,
       obs_shape=shape,
@@ -132,8 +142,7 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
 
 def spaces_of(task: str, options: Mapping[str, Any]) -> spaces.Spaces:
   """Returns the spaces of a task; see `protocol.Family`. `make_spec` has checked the options."""
-  spec = _quiet_spec(task, options)
-  return spaces.Spaces(spec.observation_space, spec.action_space)
+  return _spaces_in(_quiet_spec(task, options))
 
 
 def _usual_spec(task: str) -> Any:
@@ -349,7 +358,7 @@ class EnvPoolVectorEnv:
     self._pool = make_pool(task, options, seeds, num_threads, self.batch_size)
 
     # MuJoCo and DM Control use float64; with x64 off their recv aborts the process.
-    self._obs_space = self._pool.observation_space
+    self._obs_space, self._action_space = _spaces_in(self._pool)
     self._leaves = spaces.leaves_of(task, self._obs_space)
     self.one_hots = spaces.one_hots(self._obs_space)
     arrays = [*self._pool.spec.state_array_spec.values(),
@@ -360,7 +369,6 @@ class EnvPoolVectorEnv:
     self.address = int(self._handle.view(np.uint64)[0])
     self._names = _register_calls(self._pool, task)
 
-    self._action_space = self._pool.action_space
     discrete = type(self._action_space).__name__ == 'Discrete'
     # The space has another dtype: discrete actions are int32 for most tasks, float64 for ViZDoom.
     self._action_dtype = np.dtype(self._pool.spec.action_array_spec['action'].dtype)

@@ -39,10 +39,10 @@ from podracer_jit import parts
 from podracer_jit.envs import gymnasium_worker as worker
 from podracer_jit.envs import spaces
 from podracer_jit.envs.protocol import (
-    EnvironmentFailed,
     EnvSpec,
     TimeStep,
 )
+from podracer_jit.errors import EnvironmentFailed
 from podracer_jit.options import shorten
 
 render_options = {'render_mode': 'rgb_array'}

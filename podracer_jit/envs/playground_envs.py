@@ -9,12 +9,22 @@ the contacts of all environments in one array, so an environment has no state of
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import difflib
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium import spaces
+from jax import lax
+
+from podracer_jit.envs.jax_envs import JaxFamily
+from podracer_jit.options import shorten, shown
 
 
 def _can_draw_without_display() -> bool:
@@ -27,22 +37,25 @@ def _can_draw_without_display() -> bool:
   return True
 
 
-# MuJoCo reads this once, when it is imported, and would open a window by default.
-if 'MUJOCO_GL' not in os.environ and _can_draw_without_display():
-  os.environ['MUJOCO_GL'] = 'egl'
+@contextlib.contextmanager
+def _with_renderer(name: str) -> Iterator[None]:
+  """Sets MUJOCO_GL for the block only."""
+  before = os.environ.get('MUJOCO_GL')
+  os.environ['MUJOCO_GL'] = name
+  try:
+    yield
+  finally:
+    del os.environ['MUJOCO_GL']
+    if before is not None:
+      os.environ['MUJOCO_GL'] = before
 
-# ruff: noqa: E402 - after MUJOCO_GL is set
-import jax
-import jax.numpy as jnp
-import mujoco
-import numpy as np
-from gymnasium import spaces
-from jax import lax
-from mujoco_playground import dm_control_suite, locomotion, manipulation, registry
-from mujoco_playground._src import mjx_env
 
-from podracer_jit.envs.jax_envs import JaxFamily
-from podracer_jit.options import shorten, shown
+# MuJoCo reads MUJOCO_GL once, when it is imported, and would open a window by default.
+_RENDERER = os.environ.get('MUJOCO_GL') or ('egl' if _can_draw_without_display() else '')
+with _with_renderer(_RENDERER):
+  import mujoco
+  from mujoco_playground import dm_control_suite, locomotion, manipulation, registry
+  from mujoco_playground._src import mjx_env
 
 # Size of a picture, in pixels.
 _WIDTH = 320
@@ -121,7 +134,7 @@ class _Camera:
       self._renderer = mujoco.Renderer(model, height, width)
     except Exception as error:  # noqa: BLE001 - depends on how the machine cannot draw
       raise RuntimeError(f'MuJoCo cannot draw here, with MUJOCO_GL='
-                         f'{os.environ.get("MUJOCO_GL", "")}: {shorten(str(error))}') from error
+                         f'{_RENDERER}: {shorten(str(error))}') from error
     # When Python ends, the renderer's own destructor comes too late for OpenGL.
     weakref.finalize(self, self._renderer.close)
 

@@ -7,7 +7,6 @@ object with the functions of `Family`, given as `env.task = 'module:attribute'`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -54,23 +53,6 @@ class EnvSpec(NamedTuple):
   parts: tuple[ObsPart, ...] = ()  # of a flat observation; () if it is a single array
   # An action is a vector of integers; element i is from 0 to action_choices[i] - 1. () for others.
   action_choices: tuple[int, ...] = ()
-
-
-class EnvironmentFailed(RuntimeError):
-  """Raised if an environment raises an exception or its process ends; the message is one line."""
-
-
-def environment_failure(error: BaseException) -> str:
-  """Returns the message of the `EnvironmentFailed` behind an error; empty if there is none.
-
-  XLA turns an exception of a callback into an error with the exception's traceback as its text.
-  """
-  if isinstance(error, EnvironmentFailed):
-    return str(error)
-  match = re.search(rf'\b{EnvironmentFailed.__name__}: (.*)', str(error))
-  if match:
-    return match[1].strip()
-  return environment_failure(error.__cause__) if error.__cause__ else ''
 
 
 class TimeStep(NamedTuple):

@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
 from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
+from podracer_jit.errors import refusing
 from podracer_jit.experiment import build, modules
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.options import shorten
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation, export
+from podracer_jit.runtime import host
 from podracer_jit.workdir import checkpoints, files, record, sources
 
 PARAMETERS = 'parameters.safetensors'
@@ -96,6 +97,7 @@ class Agent:
       actions = spaces.task_actions(actions, self._spaces.action)
     return actions if is_batch else actions[0], state
 
+  @refusing()
   def save(self, folder: str | Path) -> None:
     """Writes the agent to a new folder, which `load` reads.
 
@@ -109,6 +111,7 @@ class Agent:
     """
     self._write(user_path(folder), {})
 
+  @refusing()
   def export(self, folder: str | Path) -> None:
     """Writes the agent to a new folder, for programs that do not have this package.
 
@@ -215,17 +218,10 @@ class Agent:
         key: PRNG key.
         greedy: takes the most likely action instead of drawing one.
       """
-      def begin(x, initial):
-        rows = is_first.reshape(-1, *(1,) * (x.ndim - 1))
-        return jnp.where(rows, initial, x)
-      state = jax.tree.map(begin, state, player.initial_recurrent_state(len(obs)))
-      valid = jnp.ones((1, len(obs)), bool)
-      dist_params, _, state = player.apply(params, obs[None], state, valid)
-      if greedy:
-        action = player.policy.mode(dist_params[0])
-      else:
-        action = player.policy.sample(key, dist_params[0])
-      return player.policy.to_env(action), state
+      dist_params, state = player.distribution(params, obs, state, is_first)
+      policy = player.policy
+      action = policy.mode(dist_params) if greedy else policy.sample(key, dist_params)
+      return policy.to_env(action), state
 
     return jax.jit(decide, static_argnums=5)
 
@@ -238,6 +234,28 @@ def check_new(folder: Path) -> None:
   """
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise ValueError(f'{folder} exists; choose another name, as nothing saved is overwritten')
+
+
+def load_run(workdir: Path, update: int | None = None, seed: int = 0,
+             allow_modules: Collection[str] = ()) -> tuple[Agent, str]:
+  """Returns the agent of a run, on one device.
+
+  Args:
+    workdir: the workdir of the run.
+    update: the update of the checkpoint; None: the newest whole one.
+    seed: seeds the actions that the agent draws.
+    allow_modules: modules of a user's own parts that may be imported if the config names them.
+
+  Returns:
+    The agent, and a line about newer checkpoints that are broken, or ''.
+
+  Raises:
+    ValueError: there is no run or checkpoint, or it names modules that are not allowed.
+  """
+  experiment = evaluation.read_experiment(workdir, allow_modules, update)
+  host.prepare_host_for_any(experiment.placement)
+  agent = Agent(experiment, evaluation.restore(workdir, experiment, update), seed)
+  return agent, evaluation.broken_note(workdir, agent.update) if update is None else ''
 
 
 def load_saved(folder: Path, seed: int = 0, allow_modules: Collection[str] = ()) -> Agent:

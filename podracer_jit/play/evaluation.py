@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import datetime
 import json
 import math
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from podracer_jit.actor import faults, rollouts
@@ -20,8 +22,9 @@ from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents.networks import Apply
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.families import family_of, libraries_of
-from podracer_jit.envs.protocol import EnvironmentFailed, EnvSpec, VectorEnv
+from podracer_jit.envs.protocol import EnvSpec, VectorEnv
 from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.errors import EnvironmentFailed, Failed
 from podracer_jit.experiment import build, schema
 from podracer_jit.experiment import resolve as resolve_lib
 from podracer_jit.experiment.schema import EnvOptions, Experiment
@@ -61,6 +64,51 @@ class Player(NamedTuple):
     """Name of the task, `env.task` of the config."""
     return self.spec.task
 
+  def distribution(self, params: Params, obs: jax.Array, state: Any, is_first: jax.Array
+                   ) -> tuple[jax.Array, Any]:
+    """Returns what the policy draws from [B, ...], and the next recurrent state.
+
+    Args:
+      params: parameters of the network.
+      obs: [B, ...], as the network reads them.
+      state: the recurrent state.
+      is_first: [B] bool, these rows begin an episode, so their part of the state is reset.
+    """
+    def begin(initial, x):
+      return jnp.where(is_first.reshape(-1, *(1,) * (x.ndim - 1)), initial, x)
+    state = jax.tree.map(begin, self.initial_recurrent_state(len(obs)), state)
+    valid = jnp.ones((1, len(obs)), bool)
+    dist_params, _, state = self.apply(params, obs[None], state, valid)
+    return dist_params[0], state
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """The episodes that an evaluation plays."""
+
+  num_episodes: int  # episodes that count
+  num_envs: int  # environments that play them; at most one for each episode is used
+  seed: int  # of the environments and the drawn actions
+  max_steps: int  # most steps of an episode that counts
+  index: int = 0  # of the evaluation; each has other seeds
+
+  def __post_init__(self):
+    """Checks the values.
+
+    Raises:
+      ValueError: one is out of range.
+    """
+    for name in ('num_episodes', 'num_envs', 'max_steps'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name}: must be at least 1, got {getattr(self, name)}')
+    if not 0 <= self.seed < 2**31:
+      raise ValueError(f'seed: must be from 0 to 2^31 - 1, got {self.seed}')
+
+  @property
+  def used_envs(self) -> int:
+    """Number of environments that are used."""
+    return min(self.num_envs, self.num_episodes)
+
 
 class Episodes(NamedTuple):
   """The counted episodes, environment by environment."""
@@ -70,13 +118,14 @@ class Episodes(NamedTuple):
 
 
 def read_experiment(workdir: Path, allow_modules: Collection[str] = (),
-                    update: int | None = None) -> Experiment:
-  """Returns the experiment of a run, placed on one device, which is enough to play.
+                    update: int | None = None, on_one_device: bool = True) -> Experiment:
+  """Returns the experiment of a run.
 
   Args:
     workdir: the workdir of the run.
     allow_modules: modules of a user's own parts that may be imported if the config names them.
     update: returns the config with which this update was made; None: the newest config.
+    on_one_device: places it on one device, which is enough to play.
 
   Raises:
     ValueError: there is no run, its config is wrong, or its observations have changed.
@@ -84,7 +133,7 @@ def read_experiment(workdir: Path, allow_modules: Collection[str] = (),
   folder = Workdir(workdir)
   fields = folder.config(allow_modules, update)
   try:
-    experiment = resolve_lib.resolve(schema.on_one_device(fields))
+    experiment = resolve_lib.resolve(schema.on_one_device(fields) if on_one_device else fields)
   except ValueError as error:
     raise ValueError(f'--workdir: config.json of {workdir}: {shorten(str(error), 600)}') from None
   folder.check_layout(experiment)
@@ -252,9 +301,9 @@ def game(player: Player, seeds: Sequence[int], key: jax.Array, steps: int,
     yield vector_env, rollout_program.load(play, (player.params, state), donate=(1,)), state
 
 
-def play(player: Player, num_episodes: int, num_envs: int, seed: int, max_steps: int,
-         progress: Callable[[int], None] = lambda count: None, index: int = 0) -> Episodes:
-  """Plays `num_episodes` whole episodes.
+def play(player: Player, settings: Settings,
+         progress: Callable[[int], None] = lambda count: None) -> Episodes:
+  """Plays whole episodes.
 
   The number of episodes that count is fixed for each environment before any is played: its first
   num_episodes / num_envs, and one more in the first environments if there is a remainder. Further
@@ -263,27 +312,25 @@ def play(player: Player, num_episodes: int, num_envs: int, seed: int, max_steps:
 
   Args:
     player: the policy that plays, and its task.
-    num_episodes: episodes to count.
-    num_envs: environments that play them; at most num_episodes are used.
-    seed: seeds the environments and the drawn actions.
-    max_steps: most steps of an episode that counts.
+    settings: the episodes to play.
     progress: called with the number of episodes counted so far, after each call of the program; an
       exception that it raises ends the evaluation.
-    index: the index of the evaluation; each has other seeds.
 
   Returns:
     The counted episodes.
 
   Raises:
     EnvironmentFailed: an environment has returned a value that a policy cannot act on.
-    RuntimeError: an episode that counts is longer than max_steps.
+    Failed: an episode that counts is longer than max_steps.
   """
-  num_envs = min(num_envs, num_episodes)
-  quotas = [num_episodes // num_envs + (i < num_episodes % num_envs) for i in range(num_envs)]
+  num_envs = settings.used_envs
+  each, more = divmod(settings.num_episodes, num_envs)
+  quotas = [each + (i < more) for i in range(num_envs)]
   counted: list[list[tuple[float, int]]] = [[] for _ in quotas]  # (return, length), by environment
-  key = jax.random.fold_in(jax.random.key(seed), index)
+  key = jax.random.fold_in(jax.random.key(settings.seed), settings.index)
+  own_seeds = seeds(settings.seed, num_envs, settings.index)
 
-  with game(player, seeds(seed, num_envs, index), key, CHUNK) as (_, program, state):
+  with game(player, own_seeds, key, CHUNK) as (_, program, state):
     while any(len(episodes) < quota for episodes, quota in zip(counted, quotas, strict=True)):
       state, played = program(player.params, state)
       played, running = jax.device_get((played, state.envs[0].episode_length))
@@ -291,13 +338,13 @@ def play(player: Player, num_episodes: int, num_envs: int, seed: int, max_steps:
       if fault is not None:
         env_id, what = fault
         raise EnvironmentFailed(f'{player.task}: {what} (environment {env_id} of the evaluation '
-                                f'with seed {seed})')
+                                f'with seed {settings.seed})')
       for i, episodes in enumerate(counted):
         # Episodes beyond the quota of the environment are dropped.
         rows = np.flatnonzero(played.ended[:, i])[:quotas[i] - len(episodes)]
         episodes += [(float(played.episode_return[t, i]), int(played.length[t, i])) for t in rows]
         if len(episodes) < quotas[i]:
-          bound(int(running[i]), max_steps)
+          bound(int(running[i]), settings.max_steps)
       progress(sum(map(len, counted)))
 
   returns, lengths = zip(*[episode for episodes in counted for episode in episodes], strict=True)
@@ -308,10 +355,10 @@ def bound(length: int, max_steps: int) -> None:
   """Refuses to go on with a long episode; many tasks set no limit, so it may never end.
 
   Raises:
-    RuntimeError: the episode is longer than max_steps.
+    Failed: the episode is longer than max_steps.
   """
   if length > max_steps:
-    raise RuntimeError(f'gave up: {length:,} steps into an episode, and max_steps is {max_steps:,}')
+    raise Failed(f'gave up: {length:,} steps into an episode, and max_steps is {max_steps:,}')
 
 
 def atari_scores() -> dict[str, tuple[float, float]]:

@@ -133,12 +133,9 @@ class _Interface:
     params = jax.tree.unflatten(self._tree, [params[name] for name in self._names])
 
     def row(obs, state, is_first):
-      obs, state = jax.tree.map(lambda x: x[None], (obs, state))
-      initial = player.initial_recurrent_state(1)
-      state = jax.tree.map(lambda x, y: jnp.where(is_first, x, y), initial, state)
-      dist_params, _, state = player.apply(
-          params, self._observe(obs)[None], state, jnp.ones((1, 1), bool))
-      return dist_params[0, 0], jax.tree.map(lambda x: x[0], state)
+      obs, state, is_first = jax.tree.map(lambda x: x[None], (obs, state, is_first))
+      results = player.distribution(params, self._observe(obs), state, is_first)
+      return jax.tree.map(lambda x: x[0], results)
 
     # Row by row: a network may ask for the length of its batch, which is a symbol here.
     state = jax.tree.unflatten(jax.tree.structure(self._state), state)
@@ -260,15 +257,11 @@ class _Interface:
 
     def expected_results(arguments):
       params, obs, state, is_first = arguments
-      player = self._player
       state = jax.tree.unflatten(jax.tree.structure(self._state), state)
-      initial = player.initial_recurrent_state(rows)
-      state = jax.tree.map(
-          lambda x, y: jnp.where(is_first.reshape(-1, *(1,) * (x.ndim - 1)), x, y), initial, state)
       params = jax.tree.unflatten(self._tree, [params[name] for name in self._names])
-      dist_params, _, state = player.apply(
-          params, self._observe(obs)[None], state, jnp.ones((1, rows), bool))
-      return jax.tree.leaves(state), dist_params[0]
+      dist_params, state = self._player.distribution(
+          params, self._observe(obs), state, is_first)
+      return jax.tree.leaves(state), dist_params
 
     with jax.default_device(self._player.device):
       with jax.default_matmul_precision('highest'):

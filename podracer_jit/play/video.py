@@ -16,7 +16,8 @@ import numpy as np
 
 from podracer_jit.actor import rollouts
 from podracer_jit.envs.families import family_of
-from podracer_jit.envs.protocol import EnvironmentFailed, VectorEnv
+from podracer_jit.envs.protocol import VectorEnv
+from podracer_jit.errors import EnvironmentFailed
 from podracer_jit.options import shorten
 from podracer_jit.play import evaluation
 
@@ -53,24 +54,22 @@ def chosen_path(name: str, video: str | Path, folder: Path) -> Path:
   return Path(video)
 
 
-def film(player: evaluation.Player, path: Path, seed: int, env: int, max_steps: int) -> Film:
-  """Films an episode.
+def film(player: evaluation.Player, path: Path, settings: evaluation.Settings) -> Film:
+  """Films an episode: the first one of one environment more than an evaluation has.
 
   Args:
     player: the policy that plays, and its task.
     path: the path of the video; its suffix is .mp4 or .gif.
-    seed: the seed of an evaluation.
-    env: the environment of that evaluation whose first episode is filmed.
-    max_steps: limit of the episode's length.
+    settings: of the evaluation.
 
   Raises:
     ValueError: the task cannot be rendered, and its observations are no pictures either; or what
       it draws is no picture, or not of one size.
-    RuntimeError: the episode is longer than max_steps.
+    Failed: the episode is longer than max_steps.
   """
   # Another key than that of the evaluation's own episodes.
-  key = jax.random.fold_in(jax.random.key(seed), 1)
-  env_seeds = evaluation.seeds(seed, env + 1)[env:]
+  key = jax.random.fold_in(jax.random.key(settings.seed), 1)
+  env_seeds = evaluation.seeds(settings.seed, settings.used_envs + 1)[-1:]
   # Each call of the program makes one step, so that a frame can be taken between two steps.
   render_options = getattr(family_of(player.task), 'render_options', {})
   with evaluation.game(player, env_seeds, key, 1, **render_options) as (vector_env, program, state):
@@ -84,30 +83,10 @@ def film(player: evaluation.Player, path: Path, seed: int, env: int, max_steps: 
       while not ended:
         state, episodes = program(player.params, state)
         ended, episode_return, length = (x.item() for x in jax.device_get(episodes[:3]))
-        evaluation.bound(length, max_steps)
+        evaluation.bound(length, settings.max_steps)
         out.write(take_frame(state))
         frames += 1
   return Film(episode_return, frames, rate, shown)
-
-
-def write(path: Path, observations: np.ndarray, colour: bool, frame_rate: float) -> None:
-  """Writes the newest frame of each observation as a video.
-
-  Args:
-    path: the path of the video; its suffix is .mp4 or .gif.
-    observations: [T, planes, H, W] or [T, H, W].
-    colour: whether the last three planes are one frame in colour.
-    frame_rate: frames a second.
-
-  Raises:
-    ValueError: the observations are no pictures.
-  """
-  if observations.ndim not in (3, 4):
-    raise ValueError(f'no video: observations {observations.shape[1:]} are no pictures')
-  frames = [_enlarge(_picture(obs, colour)) for obs in observations]
-  with _encoder(path, (frames[0].shape[1], frames[0].shape[0]), frame_rate) as out:
-    for frame in frames:
-      out.write(frame)
 
 
 def _camera(player: evaluation.Player, vector_env: VectorEnv, state: rollouts.ActorState

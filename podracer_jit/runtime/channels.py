@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-from absl import logging
 
+_logger = logging.getLogger(__name__)
 PATIENCE_S = 60.0  # seconds of waiting between two warnings that say which side is stuck
 
 
@@ -153,7 +154,7 @@ class Channel:
     try:
       with jax.profiler.TraceAnnotation(f'wait: {self.name} {event}'):
         while not self._changed.wait_for(ready, self._patience_s):
-          logging.warning('%s: waiting for %.0f s for the %s %s', thread.name,
+          _logger.warning('%s: waiting for %.0f s for the %s %s', thread.name,
                           time.perf_counter() - start, self.name, event)
     finally:
       del self._waiting[thread]

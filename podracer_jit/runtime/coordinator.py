@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import logging
 import os
 import re
 import socket
 import time
 from pathlib import Path
 
-from absl import logging
+_logger = logging.getLogger(__name__)
 
 FLAG = '--coordinator_address'
 _RETRY_S = 0.2
@@ -61,7 +62,7 @@ def bind_address(address: str) -> str:
   candidates = {sockaddr[0]: (family, sockaddr) for family, _, _, _, sockaddr in infos}
   if host != 'localhost' and host not in candidates and all(
       ipaddress.ip_address(ip).is_loopback for ip in candidates):
-    logging.warning('%s: %s is %s on this machine, so process 0 listens on all its addresses', FLAG,
+    _logger.warning('%s: %s is %s on this machine, so process 0 listens on all its addresses', FLAG,
                     host, ', '.join(candidates))
     # gRPC listens on 0.0.0.0 if '::' is not available.
     candidates = {'::': (socket.AF_INET, ('0.0.0.0', port))}

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import threading
@@ -16,12 +17,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import logging
 from jax.experimental import multihost_utils
 
 from podracer_jit.options import shorten, shown
 from podracer_jit.runtime import coordinator, stored_programs
 from podracer_jit.runtime.placement import PlacementOptions
+
+_logger = logging.getLogger(__name__)
 
 
 def prepare_host(options: PlacementOptions) -> None:
@@ -110,7 +112,7 @@ def _keep_programs() -> None:
       stored_programs.make_private(Path(folder).absolute())
   danger = stored_programs.danger_of(folder)
   if danger:
-    logging.warning('compiled programs are neither kept nor read: %s; programs in %s would be '
+    _logger.warning('compiled programs are neither kept nor read: %s; programs in %s would be '
                     'executed (see Trust in the README)', danger, shorten(folder))
     jax.config.update('jax_enable_compilation_cache', False)
 

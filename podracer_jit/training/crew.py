@@ -17,8 +17,9 @@ import numpy as np
 
 from podracer_jit import parts
 from podracer_jit.agents import networks
+from podracer_jit.cluster import set_ray_environment
 from podracer_jit.envs.families import may_start_jax
-from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
+from podracer_jit.errors import EnvironmentFailed, environment_failure
 from podracer_jit.experiment import build, memory, modules
 from podracer_jit.experiment.resolve import changed, placement_of, resolve
 from podracer_jit.experiment.schema import Experiment
@@ -71,6 +72,8 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
     experiment = resolve(config)  # a wrong config need not wait for Ray
     processes = num_processes(experiment)
     store_bytes = store_bytes or bytes_under_way(experiment)
+  set_ray_environment()
+  set_ray_environment()
   from podracer_jit.cluster import ray_cluster
 
   def files(folder: Path) -> None:

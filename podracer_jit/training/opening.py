@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from podracer_jit.errors import OtherExperiment
 from podracer_jit.experiment import build, schema
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.experiment.schema import Experiment
@@ -156,7 +157,7 @@ def _next_record(run: build.Run, folder: OpenWorkdir) -> record.Record:
     misfit = inherit.problem_of_shapes(run, folder.path, update)
   if misfit:
     names = shorten(', '.join(changes), 600)
-    raise workdir_lib.ConfigChanged(f'{names}: cannot change in {folder.path}: {misfit}')
+    raise OtherExperiment(f'{names}: cannot change in {folder.path}: {misfit}')
   changed = folder.changed_record(run.experiment.fields)
   _check_stages(run.experiment, changed, update or 0)
   return changed
@@ -175,7 +176,7 @@ def _seen_elsewhere(workdir: Path, fields: Mapping[str, Any]) -> Workdir:
   differing = record.differences(record.completed(seen.record.config, fields),
                                  record.json_of(fields), ('of process 0', 'here'))
   if differing:
-    raise workdir_lib.ConfigChanged('the processes have different experiments '
+    raise OtherExperiment('the processes have different experiments '
                                     f'({"; ".join(differing)})')
   return seen
 

@@ -15,8 +15,9 @@ import jax
 from tensorboardX import SummaryWriter
 
 from podracer_jit import parts
+from podracer_jit.errors import CallbackFailed, Diverged, NotSaved
 from podracer_jit.runtime.output import complain
-from podracer_jit.workdir import checkpoints, files, journal
+from podracer_jit.workdir import files, journal
 
 Record = dict[str, Any]  # an update's line of metrics.jsonl
 # Least seconds between two points in TensorBoard: a point takes as long as a short update.
@@ -150,10 +151,6 @@ class Sinks:
         self.ask_to_stop = True
 
 
-class CallbackFailed(RuntimeError):
-  """Raised if a user's sink raises an exception, which is the cause, or returns a wrong value."""
-
-
 # Methods of `Callback` until version 0.6, and what they are called now.
 _RENAMED = {'on_update': 'update(record, receipt)', 'on_segment_end': 'saved(at)',
             'on_evaluation': 'evaluated(record)'}
@@ -256,11 +253,11 @@ def _made(callback: Any) -> Any:
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-  """Turns an OSError of the block into a `checkpoints.NotSaved`."""
+  """Turns an OSError of the block into a `NotSaved`."""
   try:
     yield
   except OSError as error:
-    raise checkpoints.NotSaved(str(error)) from error
+    raise NotSaved(str(error)) from error
 
 
 class Journals(Sink):
@@ -284,7 +281,7 @@ class Journals(Sink):
     """Writes the header of a segment to the receipts.
 
     Raises:
-      checkpoints.NotSaved: they cannot be written.
+      NotSaved: they cannot be written.
     """
     with _writing():
       self._receipts.write(json.dumps(dict(start.header)))
@@ -293,7 +290,7 @@ class Journals(Sink):
     """Appends an update.
 
     Raises:
-      checkpoints.NotSaved: a file cannot be written; the error names it.
+      NotSaved: a file cannot be written; the error names it.
     """
     with _writing():
       self._metrics.write(json.dumps(_finite(record)))
@@ -305,7 +302,7 @@ class Journals(Sink):
     After a power failure, there is no complete checkpoint without the lines of its updates.
 
     Raises:
-      checkpoints.NotSaved: a file cannot be written; the error names it.
+      NotSaved: a file cannot be written; the error names it.
     """
     with _writing():
       self._metrics.sync()
@@ -372,10 +369,6 @@ class TensorBoard(Sink):
     """Writes all events and closes the file."""
     self.before_save()
     self._events.close()
-
-
-class Diverged(RuntimeError):
-  """Raised if a loss, a gradient or a part of the train state is not finite."""
 
 
 class Finite(Sink):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from podracer_jit.runtime import exit_codes
+from podracer_jit.errors import INTERRUPTED
 from podracer_jit.runtime.output import complain
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -27,7 +27,7 @@ def leave() -> None:
   fault.
   """
   complain('podracer_jit: interrupted while starting; nothing is lost')
-  os._exit(exit_codes.INTERRUPTED)
+  os._exit(INTERRUPTED)
 
 
 class Stopping:

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging as std_logging
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from podracer_jit.errors import Broken, NotSaved
 from podracer_jit.options import shorten
 from podracer_jit.runtime import host
 from podracer_jit.types import TrainState
@@ -40,25 +40,11 @@ _MAX_SECONDS_OF_REMOVAL = 10.0
 _BLOCK = 2**20  # bytes of a file that are read at a time
 
 
-class Broken(RuntimeError):
-  """Raised if the contents of a checkpoint have changed since it was saved."""
-
-  def __init__(self, update: int, problem: str):
-    super().__init__(f'the checkpoint of update {update} is broken: {problem}')
-    self.update = update
-    self.problem = problem
-
-
-class NotSaved(OSError):
-  """Raised if a file of a run cannot be written; the message names it."""
-
-
 class Checkpoints:
   """Saves and restores checkpoints under `workdir/checkpoints`, by update."""
 
   def __init__(self, workdir: Path, keep: int = 3):
     """Opens the folder; the newest `keep` checkpoints, and one of update 0, are never deleted."""
-    std_logging.getLogger('absl').addFilter(_no_orbax_chatter)
     self._workdir = workdir
     self._keep = keep
     # Synchronous: between two segments nothing could run meanwhile.
@@ -419,11 +405,6 @@ def _root_cause(error: BaseException) -> str:
   if isinstance(error, OSError) and error.strerror:
     return f'{error.strerror}: {error.filename}' if error.filename else error.strerror
   return shorten(str(error)) or type(error).__name__
-
-
-def _no_orbax_chatter(record: std_logging.LogRecord) -> bool:
-  # Orbax also raises its errors, which are then printed in one line.
-  return 'orbax' not in record.pathname
 
 
 def write_manifest(folder: Path, state_digest: str) -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from podracer_jit.errors import InUse
 from podracer_jit.workdir import files
 
 NAME = 'lock'
@@ -22,10 +23,6 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 # Workdirs that this process has locked. A record lock does not exclude its own process. Closing any
 # descriptor of a locked file unlocks it, so the file of such a workdir must not be opened again.
 _locked: set[Path] = set()
-
-
-class InUse(ValueError):
-  """Another run has the workdir."""
 
 
 class WorkdirLock:

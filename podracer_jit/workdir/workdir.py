@@ -15,15 +15,12 @@ from typing import Any, NamedTuple
 
 from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
+from podracer_jit.errors import OtherExperiment
 from podracer_jit.experiment import modules, schema
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.options import from_json, shorten
 from podracer_jit.parts import user_path
 from podracer_jit.workdir import checkpoints, files, journal, lock, record, sources
-
-
-class ConfigChanged(ValueError):
-  """The workdir holds another experiment."""
 
 
 class Request(NamedTuple):
@@ -239,7 +236,7 @@ class OpenWorkdir(Workdir):
       request: what else it asks for.
 
     Raises:
-      ConfigChanged: the run has another config, and not all of its changes are allowed.
+      OtherExperiment: the run has another config, and not all of its changes are allowed.
       ValueError: the workdir is broken, or the request does not fit it.
     """
     for problem in record.problems_of_change(request.change, record.flat(fields).keys()):
@@ -254,7 +251,7 @@ class OpenWorkdir(Workdir):
       return True
     refused = record.refusals(found.differences(fields), request.change)
     if refused:
-      raise ConfigChanged(f'{self.path} holds another experiment ({"; ".join(refused)}); set the '
+      raise OtherExperiment(f'{self.path} holds another experiment ({"; ".join(refused)}); set the '
                           'fields back, or choose another --workdir, where --init_from='
                           f'{self.path} begins with what this run has learned')
     if request.init_from and not _is_origin(found.origin, request.init_from):
@@ -274,7 +271,7 @@ class OpenWorkdir(Workdir):
     """Returns the record of the run, which goes on with this config.
 
     Raises:
-      ConfigChanged: the config changes before a later update.
+      OtherExperiment: the config changes before a later update.
     """
     found = self.seen.record
     changes = found.differences(fields)
@@ -284,7 +281,7 @@ class OpenWorkdir(Workdir):
       return found.changed(fields, (self.seen.update or 0) + 1)
     except ValueError as error:
       names = shorten(', '.join(changes), 600)
-      raise ConfigChanged(f'{names}: cannot change now: {error}') from None
+      raise OtherExperiment(f'{names}: cannot change now: {error}') from None
 
   def clear(self) -> None:
     """Sets aside what a run without any update has left, before a run begins."""
@@ -340,7 +337,7 @@ def opened(path: Path) -> Iterator[OpenWorkdir]:
   """Makes the folder, locks it, and looks; folders that stay empty because of an error are removed.
 
   Raises:
-    lock.InUse: another run has the folder.
+    errors.InUse: another run has the folder.
     ValueError: the folder cannot be made or written to.
   """
   new = [folder for folder in (path, *path.parents) if not folder.exists()]

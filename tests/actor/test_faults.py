@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from podracer_jit.actor import faults
-from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
+from podracer_jit.errors import EnvironmentFailed, environment_failure
 from podracer_jit.play import evaluation
 from podracer_jit.training.meter import environment_check
 from podracer_jit.types import Episodes
@@ -160,7 +160,7 @@ def test_a_wrong_value_is_named(options, sentence):
   env_id, what = faults.describe(episodes, fresh_run.experiment.spec)
   assert (env_id, what) == (0, sentence)
   with pytest.raises(EnvironmentFailed) as error:
-    environment_check(fresh_run, 0)(reports[0])
+    environment_check(fresh_run.experiment, 0)(reports[0])
   task = fresh_run.experiment.env.task
   assert str(error.value).startswith(f'{task}: {sentence} (environment 0, seed')
   assert str(error.value).endswith('in update 1') and '\n' not in str(error.value)
@@ -171,7 +171,7 @@ def test_without_a_fault_there_is_no_sentence():
   _, reports, _ = run(None, updates=1, prepared_run=fresh_run)
   episodes = jax.tree.map(lambda x: np.asarray(x)[0], reports[0].metrics['episodes'])
   assert faults.describe(episodes, fresh_run.experiment.spec) is None
-  environment_check(fresh_run, 0)(reports[0])
+  environment_check(fresh_run.experiment, 0)(reports[0])
   flags = np.zeros((2, 3), bool)
   assert faults.describe(Episodes(flags, flags, flags), fresh_run.experiment.spec) is None
 
@@ -192,7 +192,7 @@ def test_an_evaluation_names_a_wrong_value_too():
   with pytest.raises(EnvironmentFailed, match=(
       rf'^{HERE}:Sensor: the observation \[1, 0\] that step 2 of an episode returned is nan '
       r'\(environment 0 of the evaluation with seed 5\)$')):
-    evaluation.play(player, 2, 2, 5, 100)
+    evaluation.play(player, evaluation.Settings(2, 2, 5, 100))
 
 
 def test_a_run_with_a_wrong_value_ends_in_its_update_and_saves_nothing(tmp_path):
@@ -202,5 +202,5 @@ def test_a_run_with_a_wrong_value_ends_in_its_update_and_saves_nothing(tmp_path)
     train_in(fresh_run, tmp_path)
   message = environment_failure(error.value)
   assert 'the reward that step 2 of an episode returned is nan' in message
-  assert message.endswith(', in update 1')
+  assert ', in update 1; the last good checkpoint is none' in message
   assert not checkpoints.saved_updates(tmp_path)

@@ -21,12 +21,9 @@ import pytest
 
 from podracer_jit import loops
 from podracer_jit.cli import train
-from podracer_jit.cluster.failure import Failed
-from podracer_jit.envs.protocol import EnvironmentFailed
+from podracer_jit.errors import FAILED, INTERRUPTED, Diverged, EnvironmentFailed, WorkerLost
 from podracer_jit.experiment import flags
-from podracer_jit.runtime import exit_codes
 from podracer_jit.training import trainer
-from podracer_jit.training.sinks import Diverged
 from podracer_jit.workdir import checkpoints
 from tests import made, processes
 from tests.processes import command
@@ -439,7 +436,7 @@ def test_a_second_signal_ends_a_run_that_hangs(signals, tmp_path):
   script = f'{HANGING}\nfrom podracer_jit.cli import main\nmain.run()'
   result = processes.run([sys.executable, '-P', '-c', script, CATCH, f'--workdir={tmp_path}',
                           str(signals)])
-  assert result.returncode == exit_codes.INTERRUPTED, result.stderr
+  assert result.returncode == INTERRUPTED, result.stderr
   assert re.fullmatch(
       r'podracer_jit: interrupted; updates since the newest checkpoint are not saved; actor 0 did '
       r'not end within \d+ s; the last good checkpoint is none: the run had just begun, in '
@@ -469,7 +466,7 @@ FAILURES = [
                                   'at the end'], 'Catch-v0: it broke'),
     (jax.errors.JaxRuntimeError, ['RESOURCE_EXHAUSTED: out of memory'],
      'JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory'),
-    (Failed, ['actor 1 has died'], 'actor 1 has died'),
+    (WorkerLost, ['actor 1 has died'], 'actor 1 has died'),
     (Diverged, ['update 3: loss not finite'], 'Diverged: update 3: loss not finite'),
     (KeyError, ['a key'], "KeyError: 'a key'"),
     (OSError, [28, 'No space left on device', 'x.jsonl'],
@@ -495,7 +492,7 @@ def test_each_failure_names_the_last_good_checkpoint(kind, args, message, saved,
   notes = getattr(raised.value, '__notes__', [])
   assert ''.join([str(raised.value), *notes]).count(newest) == 1
   code, line = train._failure(raised.value, tmp_path)
-  assert code == exit_codes.FAILED
+  assert code == FAILED
   assert line.startswith(message) and line.endswith(newest) and line.count(newest) == 1
 
 
@@ -511,7 +508,7 @@ def test_an_unforeseen_error_before_the_start_names_the_last_good_checkpoint(tmp
   def broken(config):
     raise RuntimeError('it is broken')
   monkeypatch.setattr(train, 'resolve', broken)
-  assert train.main(['podracer_jit', CATCH, f'--workdir={tmp_path}']) == exit_codes.FAILED
+  assert train.main(['podracer_jit', CATCH, f'--workdir={tmp_path}']) == FAILED
   assert capsys.readouterr().err.endswith(
       'podracer_jit: RuntimeError: it is broken; the last good checkpoint is none: the run had '
       f'just begun, in {tmp_path}\n')
@@ -526,7 +523,7 @@ def test_a_failure_without_one_workdir_names_no_checkpoint(args, tmp_path, monke
     monkeypatch.setattr(train.trainer, 'opened', broken)
   else:
     monkeypatch.setattr(train, 'parse', broken)
-  assert train.main(['podracer_jit', CATCH, f'--workdir={tmp_path}', *args]) == exit_codes.FAILED
+  assert train.main(['podracer_jit', CATCH, f'--workdir={tmp_path}', *args]) == FAILED
   assert capsys.readouterr().err.endswith('podracer_jit: RuntimeError: it is broken\n')
 
 
@@ -568,7 +565,7 @@ def test_a_signal_while_the_line_of_a_failure_is_made_changes_nothing(
 
   monkeypatch.setattr(checkpoints, 'saved_updates', interrupted)
   code, errors = train_and_fail(KeyboardInterrupt())
-  assert code == exit_codes.INTERRUPTED
+  assert code == INTERRUPTED
   assert errors == ('podracer_jit: interrupted; updates since the newest checkpoint are not saved; '
                     f'the last good checkpoint is none: the run had just begun, in {tmp_path}\n')
 
@@ -576,7 +573,7 @@ def test_a_signal_while_the_line_of_a_failure_is_made_changes_nothing(
 @pytest.mark.parametrize('error, line', [(SystemExit(3), 'SystemExit: 3'),
                                          (SystemExit(), 'SystemExit')])
 def test_the_exit_code_of_a_users_code_is_not_the_commands(error, line, train_and_fail, tmp_path):
-  assert train_and_fail(error) == (exit_codes.FAILED, (
+  assert train_and_fail(error) == (FAILED, (
       f'podracer_jit: {line}; the last good checkpoint is none: the run had just begun, in '
       f'{tmp_path}\n'))
 
@@ -598,7 +595,7 @@ def test_a_full_disk_at_the_beginning_of_a_segment_is_one_line(uninterrupted, tm
             'sys.exit(train.main(sys.argv))')
   result = processes.run([sys.executable, '-P', '-c', script, *RUNS['cleanba impala'],
                           f'--workdir={workdir}'])
-  assert result.returncode == exit_codes.FAILED
+  assert result.returncode == FAILED
   assert result.stderr == (
       f"podracer_jit: [Errno 27] File too large: '{path}'; the last good checkpoint is that of "
       f'update {earlier[-1]}, in {workdir}\n')

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from podracer_jit.errors import INTERRUPTED, REFUSED, STOPPED
 from podracer_jit.play import evaluation
-from podracer_jit.runtime import exit_codes
 from podracer_jit.training import stopping
 from podracer_jit.workdir import checkpoints, journal
 from tests import processes
@@ -65,7 +65,7 @@ def test_two_runs_in_one_workdir_and_a_hangup(start, tmp_path):
   first = start(tmp_path, stdin=subprocess.DEVNULL)
   wait_for(first, lambda: count(tmp_path) > 3)
   second = processes.run(command(*ENDLESS, f'--workdir={tmp_path}'), timeout=120)
-  assert second.returncode == exit_codes.REFUSED
+  assert second.returncode == REFUSED
   (line,) = second.stderr.splitlines()
   assert line.startswith(f'podracer_jit: --workdir: {tmp_path} is in use by process {first.pid} on '
                          f'{socket.gethostname()}, since ')
@@ -73,7 +73,7 @@ def test_two_runs_in_one_workdir_and_a_hangup(start, tmp_path):
   wait_for(first, lambda: count(tmp_path) > before)
   first.send_signal(signal.SIGHUP)
   out, errors = first.communicate(timeout=120)
-  assert first.returncode == exit_codes.STOPPED, errors
+  assert first.returncode == STOPPED, errors
   assert 'the same command goes on' in out
   check_saved(tmp_path)
 
@@ -101,7 +101,7 @@ def test_a_closed_terminal_saves(start, tmp_path):
 
   wait_for(process, writes)
   os.close(terminal)
-  assert process.wait(timeout=120) == exit_codes.STOPPED
+  assert process.wait(timeout=120) == STOPPED
   check_saved(tmp_path)
 
 
@@ -113,7 +113,7 @@ def test_a_run_outlives_the_reader_of_its_output(start, tmp_path):
   before = count(tmp_path)
   wait_for(process, lambda: count(tmp_path) > before + 3)
   process.send_signal(signal.SIGTERM)
-  assert process.wait(timeout=120) == exit_codes.STOPPED
+  assert process.wait(timeout=120) == STOPPED
   check_saved(tmp_path)
 
 
@@ -136,7 +136,7 @@ def test_signals_during_a_save_do_no_harm(start, tmp_path):
     process.send_signal(number)
     time.sleep(stopping.REPEAT_S)
   _, errors = process.communicate(timeout=120)
-  assert process.returncode == exit_codes.STOPPED, errors
+  assert process.returncode == STOPPED, errors
   assert 'Traceback' not in errors
   saved = checkpoints.saved_updates(tmp_path)
   assert [checkpoints.problem(tmp_path, update) for update in saved] == [''] * len(saved)
@@ -152,7 +152,7 @@ def test_an_interrupted_start_gives_one_line(number, start, tmp_path):
   wait_for(process, lambda: 'jaxlib' in maps.read_text())
   process.send_signal(number)
   out, errors = process.communicate(timeout=120)
-  assert process.returncode == exit_codes.INTERRUPTED
+  assert process.returncode == INTERRUPTED
   assert out == ''
   assert errors == 'podracer_jit: interrupted while starting; nothing is lost\n'
   assert not (tmp_path / 'run').exists()

@@ -393,13 +393,12 @@ def test_compare_needs_two_runs(uninterrupted, tmp_path):
 def test_rerun_repeats_an_update(uninterrupted, tmp_path):
   workdir = tmp_path / 'copy'
   shutil.copytree(uninterrupted, workdir)
-  result = verb('rerun', f'--workdir={workdir}', '--update=7', '--env=3')
+  result = verb('rerun', f'--workdir={workdir}', '--update=7')
   assert result.returncode == 0, result.stderr
   rollout = np.load(workdir / 'update_7.npz')
   steps, envs = rollout['action'].shape
   assert rollout['obs'].shape[:2] == (steps + 1, envs) and rollout['valid'].sum() > 0
   assert (rollout['reward'][~rollout['valid']] == 0).all()
-  assert (workdir / 'update_7.mp4').stat().st_size > 1000
   receipts = workdir / 'receipts.jsonl'
   wrong_text = receipts.read_text().replace(lines(receipts)[6]['params'], '0' * 16)
   assert wrong_text != receipts.read_text()
@@ -434,7 +433,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(uninterrupted, t
 
 @pytest.mark.parametrize('args, message', [
     (['--update=700'], 'no receipt of update 700'),
-    (['--update=7', '--env=99'], '--env: must be from 0 to'),
+    (['--update=7', '--env=3'], "Unknown command line flag 'env'"),
     ([], '--update are needed')])
 def test_rerun_needs_an_update_of_the_run(args, message, uninterrupted, capsys):
   assert rerun.main(['podracer_jit rerun', f'--workdir={uninterrupted}', *args]) == 2

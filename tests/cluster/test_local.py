@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from podracer_jit.runtime import exit_codes
+from podracer_jit.errors import STOPPED
 from podracer_jit.workdir import journal
 from tests.ray_nodes import is_ours
 from tests.runs import QUICK
@@ -56,7 +56,7 @@ def test_nothing_outlives_the_run(end, tmp_path):
     since = time.monotonic()
     if end == 'ctrl_c':
       os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-      assert process.wait(timeout=60) == exit_codes.STOPPED, (tmp_path / 'log').read_text()
+      assert process.wait(timeout=60) == STOPPED, (tmp_path / 'log').read_text()
       assert time.monotonic() - since < 10
     else:
       process.kill()
@@ -71,10 +71,11 @@ def test_nothing_outlives_the_run(end, tmp_path):
 
 SPILL = '''
 import numpy as np
-from absl import logging
+from podracer_jit import cluster
+cluster.set_ray_environment()
 from podracer_jit.cluster import ray_cluster
 lines = []
-logging.warning = lambda text, *args: lines.append(text % args)
+ray_cluster._logger.warning = lambda text, *args: lines.append(text % args)
 with ray_cluster.connected(1, 0, 3, 1, 80 * 2**20, lambda folder: None) as cluster:
   kept = [cluster.publish(np.ones(10_000_000, np.uint8)) for _ in range(4)]
   cluster.metrics()

@@ -1,6 +1,7 @@
 """Calls of processes on simulated machines: errors, deaths, silence, lost results, versions."""
 
 import importlib.util
+import logging
 import os
 import shutil
 import signal
@@ -10,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from absl import logging
 
 if importlib.util.find_spec('ray') is None:
   pytest.skip('needs the extra ray', allow_module_level=True)
 
-from podracer_jit.cluster.failure import Failed
+from podracer_jit.cluster import set_ray_environment
+from podracer_jit.errors import WorkerLost
 from podracer_jit.runtime.channels import Closed
 from tests.ray_nodes import Nodes
 
@@ -31,6 +32,7 @@ def nodes():
 
 @pytest.fixture(scope='module')
 def cluster(nodes):
+  set_ray_environment()
   from podracer_jit.cluster import ray_cluster
   with pytest.MonkeyPatch.context() as patch:
     for name, value in nodes.variables.items():
@@ -50,7 +52,8 @@ def remote(cluster):
 @pytest.fixture
 def warnings(monkeypatch):
   lines = []
-  monkeypatch.setattr(logging, 'warning', lambda text, *args: lines.append(text % args))
+  logger = logging.getLogger('podracer_jit.cluster.remote')
+  monkeypatch.setattr(logger, 'warning', lambda text, *args: lines.append(text % args))
   return lines
 
 
@@ -74,8 +77,8 @@ def test_arrays_are_sent_and_returned(cluster, remote):
 def test_an_exception_is_reported_at_once_in_one_line(remote):
   call(remote, 'lived')
   since = time.monotonic()
-  with pytest.raises(Failed, match=rf'^actor 7 \(process {remote.about.pid} on .*\): ValueError: '
-                     'no such option$'):
+  with pytest.raises(WorkerLost, match=rf'^actor 7 \(process {remote.about.pid} on .*\): '
+                     'ValueError: no such option$'):
     call(remote, 'fail', 'no such\n option')
   assert time.monotonic() - since < 5
 
@@ -100,7 +103,7 @@ def test_all_calls_in_flight_are_repeated(remote):
 
 
 def test_a_process_that_dies_repeatedly_ends_the_run_with_its_last_output(remote, warnings):
-  with pytest.raises(Failed, match=r'actor 7: its process died 3 times in a row .*I was here'):
+  with pytest.raises(WorkerLost, match=r'actor 7: its process died 3 times in a row .*I was here'):
     call(remote, 'die', 1000)
 
 

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from podracer_jit.runtime import exit_codes
+from podracer_jit.errors import FAILED, FINISHED, INTERRUPTED, STOPPED
 from podracer_jit.workdir import checkpoints, journal
 from tests import processes
 from tests.ray_nodes import Nodes, is_ours
@@ -137,7 +137,7 @@ def test_impala_continues_while_processes_and_machines_die_and_join(nodes, start
   # Ctrl-C, while calls are under way.
   running = nodes.processes(first) + nodes.processes(third)
   assert run.end(signal.SIGINT) < 10
-  assert run.process.returncode == exit_codes.STOPPED, run.text()
+  assert run.process.returncode == STOPPED, run.text()
   wait_until_gone(running)
   done = checkpoints.newest_whole(run.workdir)
   assert done == run.records()[-1]['update']
@@ -156,7 +156,7 @@ def test_impala_continues_while_processes_and_machines_die_and_join(nodes, start
       assert resumed.poll() is None and time.monotonic() < deadline
       time.sleep(0.05)
     resumed.send_signal(signal.SIGINT)
-    assert resumed.wait(timeout=60) == exit_codes.STOPPED
+    assert resumed.wait(timeout=60) == STOPPED
   finally:
     resumed.kill()
     resumed.wait()
@@ -167,7 +167,7 @@ def test_a_run_without_a_machine_waits_and_stops(start):
   run.wait_until(lambda: 'compiling ...' in run.text())
   time.sleep(2)
   assert run.end(signal.SIGINT) < 10
-  assert run.process.returncode == exit_codes.INTERRUPTED, run.text()
+  assert run.process.returncode == INTERRUPTED, run.text()
   assert 'stopped at update 0 (0 steps)' in run.text()
 
 
@@ -186,7 +186,7 @@ def test_apex_learns_on_while_a_machine_is_gone(nodes, start):
   assert run.records()[-1]['replay_size'] >= before
   running = nodes.processes(first)
   assert run.end(signal.SIGTERM) < 10
-  assert run.process.returncode == exit_codes.STOPPED, run.text()
+  assert run.process.returncode == STOPPED, run.text()
   wait_until_gone(running)
   nodes.remove(first)
 
@@ -267,7 +267,7 @@ def test_code_is_shipped_and_runs_on_one_cluster_do_not_mix(nodes, start, tmp_pa
   config = f'--config={tmp_path / "own.py"}'
   runs = [start(config, workdir='first'), start(config, '--config.seed=2', workdir='second')]
   for run in runs:
-    assert run.process.wait(timeout=500) == exit_codes.FINISHED, run.text()
+    assert run.process.wait(timeout=500) == FINISHED, run.text()
     assert run.records()[-1]['steps'] >= 200
     assert {record['actors_alive'] for record in run.records()} == {1}
   batches = [{receipt['batch'] for receipt in journal.read_receipts(run.workdir).by_update.values()}
@@ -278,7 +278,7 @@ def test_code_is_shipped_and_runs_on_one_cluster_do_not_mix(nodes, start, tmp_pa
   runs = [start(config, f'--config.env.mode={mode}', workdir=mode) for mode in ('raises', 'dies')]
   for run, message in zip(runs, (r'the option mode must be works', 'no memory for the sprites'),
                           strict=True):
-    assert run.process.wait(timeout=500) == exit_codes.FAILED, run.text()
+    assert run.process.wait(timeout=500) == FAILED, run.text()
     last = run.text().splitlines()[-1]
     assert last.startswith('podracer_jit: actor 0') and message in last, run.text()
   assert 'its process died 3 times in a row' in last

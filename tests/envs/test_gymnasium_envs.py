@@ -23,11 +23,11 @@ from podracer_jit import parts
 from podracer_jit.envs import gymnasium_contract, gymnasium_envs, gymnasium_worker
 from podracer_jit.envs import spaces as env_spaces
 from podracer_jit.envs.families import family_of, own_module
-from podracer_jit.envs.protocol import EnvironmentFailed, environment_failure
 from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.errors import FAILED, EnvironmentFailed, environment_failure
 from podracer_jit.experiment import modules
 from podracer_jit.play import evaluation, video
-from podracer_jit.runtime import exit_codes, placement
+from podracer_jit.runtime import placement
 from tests import processes
 from tests.runs import QUICK, changed, fresh, small
 
@@ -1051,7 +1051,7 @@ def test_a_run_ends_with_one_line_when_an_environment_fails(user_module, tmp_pat
   done = processes.run(processes.command(
       f'--config={tmp_path / "config.py"}', f'--config.env.fails={fails}',
       '--config.env.after=100', f'--workdir={tmp_path / "run"}'))
-  assert done.returncode == exit_codes.FAILED
+  assert done.returncode == FAILED
   assert time.monotonic() - since < 120
   last = done.stderr.splitlines()[-1]
   reason = {'step': 'raised ValueError: boom in two lines (', 'kill': 'was ended by SIGKILL'}[fails]
@@ -1081,12 +1081,13 @@ def test_an_evaluation_counts_whole_episodes(user_module):
   config = small(task=f'{user_module}:factory')
   config['env']['max_episode_steps'] = 4
   config['env']['length'] = 99
-  episodes = evaluation.play(agent_of(config), 5, 3, 1, 100)
+  episodes = evaluation.play(agent_of(config), evaluation.Settings(5, 3, 1, 100))
   assert episodes.lengths == [4] * 5
 
 
 def test_a_video_shows_what_the_environment_renders(user_module, tmp_path):
-  film = video.film(agent_of(small(task=f'{user_module}:factory')), tmp_path / 'x.gif', 1, 0, 100)
+  film = video.film(agent_of(small(task=f'{user_module}:factory')), tmp_path / 'x.gif',
+                    evaluation.Settings(1, 1, 1, 100))
   assert film.shown == 'rendered by the environment' and film.frame_rate == 7
   film = tmp_path / 'x.gif'
   assert film.stat().st_size > 0
@@ -1094,7 +1095,8 @@ def test_a_video_shows_what_the_environment_renders(user_module, tmp_path):
 
 def test_a_video_of_pictures_that_grow_is_refused_and_leaves_no_file(user_module, tmp_path):
   with pytest.raises(ValueError, match=r'no video: render\(\) of .*Grows .* \(5, 6, 3\) after'):
-    video.film(agent_of(small(task=f'{user_module}:Grows')), tmp_path / 'x.mp4', 1, 0, 100)
+    video.film(agent_of(small(task=f'{user_module}:Grows')), tmp_path / 'x.mp4',
+               evaluation.Settings(1, 1, 1, 100))
   assert not list(tmp_path.glob('*.mp4'))
 
 

@@ -13,12 +13,13 @@ from absl.flags import FlagValues
 
 from podracer_jit import parts
 from podracer_jit.cli import evaluate, train
+from podracer_jit.errors import OtherExperiment
 from podracer_jit.experiment import config_dict, flags, modules
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation
 from podracer_jit.workdir import record
-from podracer_jit.workdir.workdir import ConfigChanged, Workdir, make_request
+from podracer_jit.workdir.workdir import Workdir, make_request
 from tests import processes
 from tests.runs import changed, open_workdir, small
 
@@ -234,7 +235,7 @@ def test_a_workdir_from_before_a_field_existed_can_be_opened(tmp_path):
   experiment = evaluation.read_experiment(tmp_path)
   assert experiment.torso_options.separate_critic is False and experiment.microbatch_rows == 0
   other = fields | {'network': fields['network'] | {'separate_critic': True}}
-  with pytest.raises(ConfigChanged, match='network.separate_critic: False there, True'):
+  with pytest.raises(OtherExperiment, match='network.separate_critic: False there, True'):
     open_workdir(tmp_path, other)
 
 
@@ -375,7 +376,7 @@ def test_lists_and_tuples_of_the_tasks_options_stay_what_they_are(tmp_path):
   assert Workdir(tmp_path).config()['env']['a'] == (1, (2,))
   other = fields | {'env': fields['env'] | {'a': [1, (3,)]}}
   message = r'env.a: \(1, \(2,\)\) there, \[1, \(3,\)\] now'
-  with pytest.raises(ConfigChanged, match=message):
+  with pytest.raises(OtherExperiment, match=message):
     open_workdir(tmp_path, other)
 
 

@@ -101,7 +101,7 @@ def test_a_run_of_an_own_algorithm_resumes_to_the_same_bits_and_is_evaluated(tmp
   experiment = evaluation.read_experiment(tmp_path / 'uninterrupted', allow_modules=['a2c'])
   assert experiment.loss_name == 'a2c:A2C'
   agent = evaluation.restore(tmp_path / 'uninterrupted', experiment)
-  assert len(evaluation.play(agent, 3, 2, 1, 1000).returns) == 3
+  assert len(evaluation.play(agent, evaluation.Settings(3, 2, 1, 1000)).returns) == 3
 
 
 TORSO = '''

@@ -310,7 +310,7 @@ def test_a_run_whose_observations_have_another_layout_is_refused(name, has_chang
 
   reads = {
       'evaluate, load, export': lambda: evaluation.read_experiment(tmp_path, module),
-      'rerun': lambda: rerun.one_device_experiment(tmp_path, module),
+      'rerun': lambda: rerun.one_device_experiment(tmp_path, module, 1),
       'resume': lambda: open_run(tmp_path),
       'repeat': lambda: open_run(tmp_path / 'new', tmp_path),
       'load a saved agent': lambda: agent_lib.load_saved(agent, allow_modules=module)}

@@ -111,7 +111,7 @@ def _catch_config():
 @pytest.fixture
 def evaluate(monkeypatch, capsys):
   """Returns a function that runs the command in this process: (exit code, stderr)."""
-  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
+  monkeypatch.setattr(host, 'prepare_host_for_any', lambda options: None)
 
   def run(*argv):
     code = command.main(['podracer_jit evaluate', *map(str, argv)])
@@ -155,7 +155,8 @@ def test_the_first_episodes_of_each_environment_count(num_episodes, num_envs):
   """Compares with one environment at a time in Python; lengths vary, so a race would show."""
   limit = 50
   agent = _agent('CartPole-v1', _lean, max_episode_steps=limit)
-  played = evaluation.play(agent, num_episodes, num_envs, seed=3, max_steps=limit)
+  settings = evaluation.Settings(num_episodes, num_envs, seed=3, max_steps=limit)
+  played = evaluation.play(agent, settings)
   num_envs = min(num_envs, num_episodes)
   expected = []
   for i, seed in enumerate(evaluation.seeds(3, num_envs)):
@@ -176,7 +177,7 @@ def test_a_recurrent_policy_remembers_until_the_episode_ends():
 
   agent = _agent('CartPole-v1', None)._replace(
       apply=apply, initial_recurrent_state=lambda num_envs: jnp.zeros((num_envs, 1)))
-  played = evaluation.play(agent, 12, 4, seed=3, max_steps=500)
+  played = evaluation.play(agent, evaluation.Settings(12, 4, seed=3, max_steps=500))
   expected = [episode for seed in evaluation.seeds(3, 4)
               for episode in _episodes('CartPole-v1', seed, 3, lambda obs, t: t % 2)]
   assert list(zip(*played, strict=True)) == expected
@@ -194,7 +195,7 @@ def test_evaluations_play_whole_games_with_unclipped_rewards(tmp_path):
   agent = evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path))
   assert agent.options['repeat_action_probability'] == 0.25
   agent = evaluation.greedy(agent._replace(apply=by_rows(_always(1, 6))))
-  played = evaluation.play(agent, 2, 2, seed=0, max_steps=30_000)
+  played = evaluation.play(agent, evaluation.Settings(2, 2, seed=0, max_steps=30_000))
   expected = []
   for seed in evaluation.seeds(0, 2):
     expected += _episodes('SpaceInvaders-v5', seed, 1, lambda obs, t: 1, img_height=42,
@@ -207,18 +208,18 @@ def test_actions_are_sampled_unless_greedy():
   right = _always(1, 2)
   agent = _agent('CartPole-v1', right)
   sampling = agent._replace(policy=policies.categorical(2))
-  greedy = evaluation.play(agent, 8, 8, seed=0, max_steps=500)
-  sampled = evaluation.play(sampling, 8, 8, seed=0, max_steps=500)
+  greedy = evaluation.play(agent, evaluation.Settings(8, 8, seed=0, max_steps=500))
+  sampled = evaluation.play(sampling, evaluation.Settings(8, 8, seed=0, max_steps=500))
   assert all(8 <= length <= 10 for length in greedy.lengths)
   assert max(sampled.lengths) > 10
-  assert evaluation.play(sampling, 8, 8, seed=0, max_steps=500) == sampled
-  assert evaluation.play(sampling, 8, 8, seed=1, max_steps=500) != sampled
+  assert evaluation.play(sampling, evaluation.Settings(8, 8, seed=0, max_steps=500)) == sampled
+  assert evaluation.play(sampling, evaluation.Settings(8, 8, seed=1, max_steps=500)) != sampled
 
 
 def test_an_episode_without_end_is_an_error():
   agent = _agent('MountainCar-v0', _always(1, 3), max_episode_steps=ENDLESS)
   with pytest.raises(RuntimeError, match='256 steps into an episode, and max_steps is 200'):
-    evaluation.play(agent, 1, 1, seed=0, max_steps=200)
+    evaluation.play(agent, evaluation.Settings(1, 1, seed=0, max_steps=200))
 
 
 def test_seeds_of_evaluations_are_not_those_of_training():
@@ -439,7 +440,7 @@ def test_the_function_takes_options_of_the_task(tmp_path, monkeypatch):
   assert sorted(tmp_path.rglob('*')) == before
 
 
-def test_an_older_checkpoint_is_played_with_a_line_about_the_broken_one(tmp_path, evaluate, capsys,
+def test_an_older_checkpoint_is_played_with_a_line_about_the_broken_one(tmp_path, evaluate, caplog,
                                                                         monkeypatch):
   _save(tmp_path, _cart_config(), 3, 5)
   broken = next(path for path in (tmp_path / 'checkpoints' / '5' / 'state').rglob('*')
@@ -452,7 +453,8 @@ def test_an_older_checkpoint_is_played_with_a_line_about_the_broken_one(tmp_path
   assert evaluate(f'--workdir={tmp_path}', '--update=3', *PLAY) == (0, '')  # asked for
   monkeypatch.setattr(host, 'prepare_host_for_any', lambda options: None)
   assert api.load(tmp_path).update == 3
-  assert re.fullmatch(f'podracer_jit: {note}', capsys.readouterr().err)
+  (logged,) = caplog.records
+  assert logged.name == 'podracer_jit.api' and re.fullmatch(note, logged.getMessage() + '\n')
   # A run that still trains may be about to write it.
   (tmp_path / 'checkpoints' / '5' / 'manifest.json').unlink()
   assert evaluation.broken_note(tmp_path, 3) == (
@@ -572,7 +574,7 @@ def test_a_checkpoint_deleted_during_the_listing_is_no_error(tmp_path, monkeypat
 def test_a_gif_has_the_frames_that_envpool_renders(tmp_path):
   """Compares frame by frame with a pool in Python; a GIF of few colours is exact."""
   agent = _agent('Pong-v5', _always(2, 6), max_episode_steps=20, frame_skip=4)
-  film = video.film(agent, tmp_path / 'pong.gif', seed=1, env=3, max_steps=100)
+  film = video.film(agent, tmp_path / 'pong.gif', evaluation.Settings(3, 3, 1, 100))
   pool = _pool('Pong-v5', evaluation.seeds(1, 4)[3:], max_episode_steps=20,
                render_mode='rgb_array')
   pool.reset()
@@ -595,7 +597,8 @@ def test_a_gif_has_the_frames_that_envpool_renders(tmp_path):
     ('CartPole-v1', _lean, dict(max_episode_steps=9), 50, (600, 400)),
     ('Catch-v0', _always(1, 3), {}, 10, (240, 480))])
 def test_an_mp4_has_every_frame_at_the_tasks_speed(tmp_path, task, apply, options, rate, size):
-  film = video.film(_agent(task, apply, **options), tmp_path / 'x.mp4', 0, 0, 100)
+  film = video.film(_agent(task, apply, **options), tmp_path / 'x.mp4',
+                    evaluation.Settings(1, 1, 0, 100))
   frames, decoded_rate = _decode(tmp_path / 'x.mp4', *size)
   assert film.frames == len(frames) == 10
   assert film.frame_rate == rate == pytest.approx(decoded_rate, rel=0.02)
@@ -678,11 +681,20 @@ def test_pictures_of_other_sizes_are_no_video():
     take_frame(ONE_ENV)
 
 
+def _write(path, frames):
+  """Writes grey frames [T, H, W] as a video."""
+  pictures = [video._enlarge(video._picture(frame, False)) for frame in frames]
+  height, width, _ = pictures[0].shape
+  with video._encoder(path, (width, height), 10) as out:
+    for picture in pictures:
+      out.write(picture)
+
+
 @pytest.mark.parametrize('suffix', video.SUFFIXES)
 def test_a_video_that_fails_leaves_the_old_file(tmp_path, suffix):
   path = tmp_path / f'x{suffix}'
   frames = np.zeros((3, 8, 8), np.uint8)
-  video.write(path, frames, False, 10)
+  _write(path, frames)
   old = path.read_bytes()
   with pytest.raises(RuntimeError, match='broken'), video._encoder(path, (480, 480), 10) as out:
     out.write(bytes(480 * 480 * 3 * 5))
@@ -696,7 +708,7 @@ def test_a_picture_of_any_size_is_a_frame_with_even_sides(tmp_path, height, widt
   picture = np.full((height, width, 3), 99, np.uint8)
   frame = video._enlarge(picture)
   assert frame.shape == (*size, 3) and (frame == 99).all()
-  video.write(tmp_path / 'x.mp4', np.full((3, height, width), 99, np.uint8), False, 10)
+  _write(tmp_path / 'x.mp4', np.full((3, height, width), 99, np.uint8))
   assert len(_decode(tmp_path / 'x.mp4', *size)[0]) == 3
 
 
@@ -720,7 +732,7 @@ def test_an_encoder_may_write_more_messages_than_a_pipe_takes(code, tmp_path, mo
   path.with_stem('x.tmp').touch()  # a real encoder would write it
 
   def write():
-    video.write(path, np.zeros((16, 480, 480), np.uint8), False, 10)
+    _write(path, np.zeros((16, 480, 480), np.uint8))
 
   if code:
     with pytest.raises(OSError, match=r'ffmpeg could not write \S+: frame frame .*the last line$'):
@@ -733,4 +745,4 @@ def test_an_encoder_may_write_more_messages_than_a_pipe_takes(code, tmp_path, mo
 def test_a_video_that_cannot_be_written_is_an_error(tmp_path):
   agent = _agent('Catch-v0', _always(1, 3))
   with pytest.raises(OSError, match='could not write'):
-    video.film(agent, tmp_path / 'nowhere' / 'x.mp4', 0, 0, 100)
+    video.film(agent, tmp_path / 'nowhere' / 'x.mp4', evaluation.Settings(1, 1, 0, 100))

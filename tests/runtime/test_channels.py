@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.testing import assert_array_equal
 
-from podracer_jit.runtime import placement
+from podracer_jit.runtime import channels, placement
 from podracer_jit.runtime.channels import (
   Channel,
   Closed,
@@ -153,7 +152,7 @@ def test_waits_are_measured_on_the_side_that_waited(monkeypatch):
   def waited(first, second):
     channel = DoubleBuffer('rollouts', 2, patience_s=0.5)
     warned = threading.Event()
-    monkeypatch.setattr(logging, 'warning', lambda *args: warned.set())
+    monkeypatch.setattr(channels._logger, 'warning', lambda *args: warned.set())
     side = Side(lambda: first(channel))
     assert warned.wait(HANG_S)
     second(channel)
@@ -213,7 +212,7 @@ def test_a_value_is_handed_over_before_it_is_computed(monkeypatch):
   channel = DoubleBuffer('rollouts', 2, patience_s=0.5)
   value = Slow()
   warned = threading.Event()
-  monkeypatch.setattr(logging, 'warning', lambda *args: warned.set())
+  monkeypatch.setattr(channels._logger, 'warning', lambda *args: warned.set())
   channel.put(Versioned(value, 3))  # does not block
   item = Side(channel.get).end()
   assert item == Versioned(value, 3) and not channel.can_wait_ready(item)
@@ -417,7 +416,7 @@ def test_the_watchdog_names_the_channel_and_the_waiting_thread(side, purpose, mo
     warnings.append(message % args)
     if len(warnings) == 2:
       warned_twice.set()
-  monkeypatch.setattr(logging, 'warning', warning)
+  monkeypatch.setattr(channels._logger, 'warning', warning)
   channel = DoubleBuffer('rollouts of actor 3', 5, patience_s=0.02)
   waiting = Side(dict(
       get=channel.get, put=lambda: put_numbers(channel, 2),

@@ -7,7 +7,6 @@ import time
 
 import jax
 import pytest
-from absl import logging
 
 from podracer_jit.runtime import coordinator, host
 from podracer_jit.runtime.placement import PlacementOptions
@@ -82,7 +81,7 @@ def test_process_0_listens_at_the_address_that_belongs_to_its_machine(names):
 def test_process_0_listens_on_all_addresses_for_a_name_that_means_loopback(names, monkeypatch):
   warnings = []
   monkeypatch.setattr(
-      logging, 'warning', lambda message, *args: warnings.append(message % args))
+      coordinator._logger, 'warning', lambda message, *args: warnings.append(message % args))
   names['node'] = ['127.0.1.1']
   port = closed_port()
   assert coordinator.bind_address(f'node:{port}') == f'[::]:{port}'

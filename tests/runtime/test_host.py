@@ -70,7 +70,7 @@ def cache_settings():
 def test_a_cache_that_others_can_write_to_is_not_used(mode, is_told, tmp_path, cache_settings,
                                                       monkeypatch):
   warnings = []
-  monkeypatch.setattr(host.logging, 'warning', lambda text, *args: warnings.append(text % args))
+  monkeypatch.setattr(host._logger, 'warning', lambda text, *args: warnings.append(text % args))
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   jax.config.update('jax_compilation_cache_dir', str(tmp_path / 'told') if is_told else None)
   host._keep_programs()

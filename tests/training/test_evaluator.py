@@ -85,10 +85,12 @@ def test_the_best_checkpoint_is_kept(uninterrupted):
   # With the seeds of its update the best checkpoint has the mean that is in the file.
   experiment = evaluation.read_experiment(workdir)
   player = evaluation.restore(workdir, experiment, best)
-  episodes = evaluation.play(player, 5, 2, experiment.seed, 10**6, index=best)
+  episodes = evaluation.play(
+      player, evaluation.Settings(5, 2, experiment.seed, 10**6, index=best))
   written = next(record for record in records if record['update'] == best)
   assert evaluation.statistics(player.task, episodes)['mean'] == written['mean']
-  next_episodes = evaluation.play(player, 5, 2, experiment.seed, 10**6, index=best + 1)
+  next_episodes = evaluation.play(
+      player, evaluation.Settings(5, 2, experiment.seed, 10**6, index=best + 1))
   assert episodes != next_episodes  # each evaluation has its own seeds
 
 
@@ -125,11 +127,11 @@ def test_metrics_say_how_long_training_waited_for_an_evaluation(tmp_path, monkey
   before_save = evaluator.Evaluator.before_save
   pending = threading.Event()
 
-  def slow(player, *args, index):
-    if index == 4:
+  def slow(player, settings, progress):
+    if settings.index == 4:
       assert pending.wait(60)
       time.sleep(0.3)
-    return play(player, *args, index=index)
+    return play(player, settings, progress)
 
   def wait_and_tell(self):
     if self.keeps() & {4} and 2 in [record['update'] for record in evaluator.read(tmp_path)]:
@@ -149,9 +151,9 @@ def test_an_evaluation_interrupted_by_a_stop_is_made_later(uninterrupted, tmp_pa
   play = evaluation.play
   playing = threading.Event()
 
-  def slow(player, num_episodes, num_envs, seed, max_steps, progress, index):
-    if index < 4:
-      return play(player, num_episodes, num_envs, seed, max_steps, progress, index)
+  def slow(player, settings, progress):
+    if settings.index < 4:
+      return play(player, settings, progress)
     playing.set()
     while True:
       progress(0)
@@ -206,9 +208,10 @@ def test_a_failed_evaluation_does_not_end_the_training(tmp_path, monkeypatch):
 def test_an_evaluation_with_a_nan_is_an_error_and_not_the_best(tmp_path, monkeypatch):
   play = evaluation.play
 
-  def play_with_nan_first(*args, index, **options):
-    episodes = play(*args, index=index, **options)
-    return episodes._replace(returns=[NAN, *episodes.returns[1:]]) if index == 2 else episodes
+  def play_with_nan_first(player, settings, progress):
+    episodes = play(player, settings, progress)
+    is_second = settings.index == 2
+    return episodes._replace(returns=[NAN, *episodes.returns[1:]]) if is_second else episodes
 
   monkeypatch.setattr(evaluation, 'play', play_with_nan_first)
   assert train_in(tmp_path, changed(CONFIG, **EVAL))

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
+from podracer_jit.errors import OtherExperiment
 from podracer_jit.play import evaluation
 from podracer_jit.workdir import checkpoints, files, journal
-from podracer_jit.workdir.workdir import ConfigChanged
 from tests import made, runs
 from tests.runs import changed, fresh, open_workdir, prepared, small
 
@@ -331,7 +331,7 @@ def test_a_lost_config_is_restored_from_the_newest_checkpoint(content, copy, uni
 
 def test_a_restored_config_comes_from_the_run_and_not_from_the_flags(copy):
   (copy / 'config.json').unlink()
-  with pytest.raises(ConfigChanged, match='seed: 1 there, 2 now'):
+  with pytest.raises(OtherExperiment, match='seed: 1 there, 2 now'):
     open_workdir(copy, CONFIG | {'seed': 2})
 
 

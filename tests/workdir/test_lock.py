@@ -12,7 +12,8 @@ import textwrap
 
 import pytest
 
-from podracer_jit.workdir.lock import FALLBACK_NAME, NAME, InUse, WorkdirLock
+from podracer_jit.errors import InUse
+from podracer_jit.workdir.lock import FALLBACK_NAME, NAME, WorkdirLock
 
 # Takes the lock, prints so, and waits; with a second argument it also has a child that waits.
 HOLDER = textwrap.dedent('''
