@@ -31,7 +31,7 @@ from absl import flags
 
 from podracer_jit.cli import arguments, deep, verb
 from podracer_jit.errors import Refused, refusing
-from podracer_jit.experiment import schema
+from podracer_jit.experiment import modules
 from podracer_jit.options import printable, shorten
 from podracer_jit.parts import user_path
 from podracer_jit.runtime.output import complain
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
   values = flags.FlagValues()
   flags.DEFINE_bool('deep', False, 'Repeat the first update that differs.', flag_values=values)
-  flags.DEFINE_list('allow_modules', [], schema.ALLOW_MODULES, flag_values=values)
+  flags.DEFINE_list('allow_modules', [], modules.HELP, flag_values=values)
   args = arguments.read(argv, values, __doc__)
   if args is None:
     return 0

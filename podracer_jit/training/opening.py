@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from podracer_jit.errors import OtherExperiment
-from podracer_jit.experiment import build, schema
+from podracer_jit.experiment import build, modules
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.options import shorten
@@ -244,5 +244,5 @@ def _check_stages(experiment: Experiment, of_run: record.Record, update: int) ->
 def _experiment_at(fields: Mapping[str, Any], of_run: record.Record, update: int) -> Experiment:
   """Returns the experiment of an earlier config; refuses modules that only the workdir names."""
   earlier = record.with_free_fields(of_run.at(update), fields)
-  schema.check_modules(earlier, schema.modules(fields).values(), record.NAME)
+  modules.check(earlier, modules.named(fields).values(), record.NAME)
   return resolve(earlier)
