@@ -26,8 +26,7 @@ def train_in(workdir, config=CONFIG, *callbacks):
   """Trains as the command does, in a new or a used workdir."""
   run = prepared(config)
   open_workdir(workdir, run.experiment.fields)
-  update, _ = checkpoints.recover(workdir)
-  return train.train(run, workdir, update=update, callbacks=Callbacks(callbacks))
+  return train.train(run, workdir, callbacks=Callbacks(callbacks))
 
 
 def curve(workdir):
