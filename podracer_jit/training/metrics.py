@@ -250,7 +250,7 @@ class Files:
       OSError: a file cannot be read or written; the error names it.
     """
     self._paths = [workdir / journal.METRICS, workdir / journal.RECEIPTS]
-    self.problems = [line for path in self._paths for line in journal.cut(workdir, path, update)]
+    self.problems = checkpoints.cut_journals(workdir, update)
     self._metrics, self._receipts = (path.open('a', buffering=1) for path in self._paths)
     files.sync_folder(workdir)
     # TensorBoard's file names have whole seconds. Without the suffix, a run that is resumed within
