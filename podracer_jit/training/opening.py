@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -86,7 +86,7 @@ def opened_run(run: build.Run, workdir: Path, request: Request) -> Iterator[Open
     yield Opened(run, workdir, seen.record, update, ends, folder.notes if folder else ())
 
 
-def _by_process_0(function: Any, is_first: bool) -> Any:
+def _by_process_0(function: Callable[[], Any], is_first: bool) -> Any:
   """Returns what a function of process 0 returns, a value of JSON, in all processes.
 
   Raises:

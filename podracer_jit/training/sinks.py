@@ -274,7 +274,7 @@ class Journals(Sink):
       OSError: a file cannot be read or written; the error names it.
     """
     paths = [workdir / journal.METRICS, workdir / journal.RECEIPTS]
-    self.problems = [line for path in paths for line in journal.cut(workdir, path, update)]
+    self.problems = checkpoints.cut_journals(workdir, update)
     self._metrics, self._receipts = map(files.Lines, paths)
 
   def begin(self, start: Start) -> None:
