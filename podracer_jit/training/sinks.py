@@ -17,7 +17,7 @@ from tensorboardX import SummaryWriter
 from podracer_jit import parts
 from podracer_jit.errors import CallbackFailed, Diverged, NotSaved
 from podracer_jit.runtime.output import complain
-from podracer_jit.workdir import files, journal
+from podracer_jit.workdir import checkpoints, files, journal
 
 Record = dict[str, Any]  # an update's line of metrics.jsonl
 # Least seconds between two points in TensorBoard: a point takes as long as a short update.
