@@ -119,7 +119,7 @@ def run(config: Mapping[str, Any], variant: Variant, updates: int) -> Run:
 
   training = build.make_run(resolve(config))
   state = training.learner.allocate(training.initial_state())
-  with build.segment(training, state, 0, updates, receive) as segment:
+  with build.segment(training, build.Snapshot(state), updates, receive) as segment:
     loops.run(segment.workers)
 
   # The first report comes after all compilations.

@@ -186,7 +186,7 @@ def main() -> None:
     return steps / (time.perf_counter() - start)
 
   reports: list[Any] = []
-  with build.segment(run, run.initial_state(), 0, 10**6, reports.append) as segment:
+  with build.segment(run, build.Snapshot(run.initial_state()), 10**6, reports.append) as segment:
     worker = next(worker for worker in segment.workers if worker.name == 'learner')
     ours = worker.state
 

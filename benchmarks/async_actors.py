@@ -36,9 +36,9 @@ from absl import flags
 from benchmarks.parts import timed_parts
 from podracer_jit.envs import envpool_envs
 from podracer_jit.experiment import build
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import changed, resolve
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime import host
 
 
@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
                        lower_bound=1, flag_values=values)
   flags.DEFINE_string('json', None, 'A file for all figures.', flag_values=values)
   try:
-    config = command_line.parse(argv, values)
+    config = parse(argv, values)
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0

@@ -39,9 +39,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import flags
+from absl.flags import FlagValues
 
-from podracer_jit.experiment import flags as command_line
+from podracer_jit.experiment import flags
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.schemes.scheme import Scheme
 from podracer_jit.schemes.table import SCHEMES
@@ -566,7 +566,7 @@ def rollout_args(config: str, updates: int) -> list[str]:
 
 def is_deterministic(row: Row) -> bool:
   """Returns whether all runs of a row's experiment give the same bits."""
-  return resolve(command_line.parse(['', *row.args], flags.FlagValues())).deterministic
+  return resolve(flags.parse(['', *row.args], FlagValues())).deterministic
 
 
 def check(row: Row, kills: int, seed: int, root: Path, env: dict[str, str]) -> Result:

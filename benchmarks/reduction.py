@@ -44,12 +44,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.common import refuse_replay, with_default
 from benchmarks.parts import timed_parts
 from podracer_jit.experiment import build
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import changed, resolve
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum, use_reduce_scatter
 from podracer_jit.runtime import host, placement
-from podracer_jit.workdir import workdirs
+from podracer_jit.workdir import record
 
 GROUPS = 8
 MESHES = (1, 2, 4, 8)  # devices
@@ -246,7 +246,7 @@ def benchmark(argv: Sequence[str]) -> int:
   values = define_flags()
   rows = []
   try:
-    config = command_line.parse(with_default(argv), values)
+    config = parse(with_default(argv), values)
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
@@ -263,7 +263,7 @@ def benchmark(argv: Sequence[str]) -> int:
     rows.append(measure(run, values.seconds))
     print(row(rows[-1]), flush=True)
   result = dict(config=experiment.fields, groups=GROUPS, cores=len(os.sched_getaffinity(0)),
-                platform=jax.default_backend(), versions=workdirs.versions(),
+                platform=jax.default_backend(), versions=record.versions(),
                 rows=rows) | summarise(rows)
   print(f'{rows[0]["parameters"]:,} parameters, {GROUPS} groups')
   show(result)

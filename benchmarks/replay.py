@@ -44,9 +44,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from podracer_jit.actor import priorities
 from podracer_jit.experiment import build
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import changed, resolve
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics.deterministic import AXIS
 from podracer_jit.runtime import host
 from podracer_jit.types import Experience, TrainState
@@ -431,7 +431,7 @@ def benchmark(argv: Sequence[str]) -> int:
   if not any(re.match(r'--?config(=|$)', arg) for arg in argv[1:]):
     argv = [argv[0], DEFAULT, *argv[1:]]
   try:
-    config = command_line.parse(argv, values)
+    config = parse(argv, values)
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0

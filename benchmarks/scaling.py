@@ -37,10 +37,10 @@ from typing import Any
 from absl import flags
 
 from benchmarks.common import Failed, count_lines, refuse_replay, with_default, write_config
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import changed, resolve
-from podracer_jit.workdir import workdirs
+from podracer_jit.experiment.schema import Experiment
+from podracer_jit.workdir import record
 
 PUBLISHED = 'Cleanba (2310.00036) has 0.93 of 1 at 128 GPUs'
 LAYOUTS = ('together', 'apart', 'one')  # 'together' is first, since a config may not support it
@@ -236,7 +236,7 @@ def benchmark(argv: Sequence[str]) -> int:
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   values = define_flags()
   try:
-    config = command_line.parse(with_default(argv), values)
+    config = parse(with_default(argv), values)
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
@@ -253,7 +253,7 @@ def benchmark(argv: Sequence[str]) -> int:
     print(f'scaling: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)
   settings = dict(config=experiment.fields, processes=values.processes, updates=values.updates,
-                  cores=cores, versions=workdirs.versions(), published=PUBLISHED)
+                  cores=cores, versions=record.versions(), published=PUBLISHED)
   result = settings | efficiencies(rounds, values.processes)
   show(result)
   if values.json:

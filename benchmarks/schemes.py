@@ -27,9 +27,9 @@ from absl import flags
 
 from podracer_jit import loops
 from podracer_jit.experiment import build
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import changed, resolve
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime import host
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
@@ -98,7 +98,7 @@ def measure(experiment: Experiment, seconds: float) -> Figures:
     return measured[-1].seconds - measured[warm_up].seconds >= seconds
 
   state = run.learner.allocate(run.initial_state())
-  with build.segment(run, state, 0, 10**9, report, stop) as segment:
+  with build.segment(run, build.Snapshot(state), 10**9, report, stop) as segment:
     loops.run(segment.workers)
 
   # The last report of the warm-up only starts the clock.
@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
                      lower_bound=0.0, flag_values=values)
   flags.DEFINE_string('json', None, 'A file for all figures.', flag_values=values)
   try:
-    config = command_line.parse(argv, values)
+    config = parse(argv, values)
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0

@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from benchmarks.common import Failed, count_lines, refuse_replay, with_default, write_config
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import changed, resolve
-from podracer_jit.workdir import workdirs
+from podracer_jit.experiment.schema import Experiment
+from podracer_jit.workdir import record
 
 KINDS = ('cold', 'warm')
 POLL_S = 0.02
@@ -132,7 +132,7 @@ def benchmark(argv: Sequence[str]) -> int:
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   values = define_flags()
   try:
-    config = command_line.parse(with_default(argv), values)
+    config = parse(with_default(argv), values)
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
@@ -150,7 +150,7 @@ def benchmark(argv: Sequence[str]) -> int:
     print(f'startup: {error}', file=sys.stderr)
     return getattr(error, 'code', 2)
   result = dict(config=experiment.fields, cores=len(os.sched_getaffinity(0)),
-                versions=workdirs.versions()) | summarise(rounds)
+                versions=record.versions()) | summarise(rounds)
   show(result)
   if values.json:
     Path(values.json).write_text(json.dumps(result, indent=2) + '\n')

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
   from podracer_jit.api import prepare as prepare
   from podracer_jit.api import train as train
   from podracer_jit.errors import CallbackFailed as CallbackFailed
-  from podracer_jit.experiment.schema import config as config
+  from podracer_jit.experiment.config_dict import config as config
   from podracer_jit.play.agent import Agent as Agent
   from podracer_jit.training.sinks import STOP as STOP
   from podracer_jit.training.sinks import Callback as Callback
@@ -39,7 +39,7 @@ _MODULES = {
                          'prepare', 'train'),
     'podracer_jit.training.sinks': ('STOP', 'Callback', 'Saved', 'Sink', 'Start'),
     'podracer_jit.errors': ('CallbackFailed',),
-    'podracer_jit.experiment.schema': ('config',),
+    'podracer_jit.experiment.config_dict': ('config',),
 }
 __all__ = sorted(['errors', *(name for names in _MODULES.values() for name in names)])
 

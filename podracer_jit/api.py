@@ -20,8 +20,7 @@ import jax
 import ml_collections
 
 from podracer_jit.errors import refusing
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment import schema as config_lib
+from podracer_jit.experiment import config_dict, flags, modules, schema
 from podracer_jit.experiment.resolve import placement_of, resolve
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation
@@ -29,9 +28,10 @@ from podracer_jit.play import video as video_lib
 from podracer_jit.play.agent import PARAMETERS, Agent, load_run, load_saved
 from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain
-from podracer_jit.training import evaluator, life, machines, session, sinks, stopping, trainer
+from podracer_jit.training import crew, evaluator, opening, sinks, stopping, trainer
 from podracer_jit.training.sinks import Callback
 from podracer_jit.workdir import journal
+from podracer_jit.workdir.workdir import make_request
 
 _logger = logging.getLogger(__name__)
 Config = ml_collections.ConfigDict | ml_collections.FrozenConfigDict | Mapping[str, Any] | str
@@ -47,8 +47,8 @@ def load_config(location: str) -> ml_collections.ConfigDict:
   Raises:
     errors.Refused: there is none, or its file fails.
   """
-  with refusing(), command_line.one_line_errors():
-    return command_line.load_config(location)
+  with refusing():
+    return flags.load_config(location)
 
 
 @refusing()
@@ -63,10 +63,10 @@ def choose(config: ml_collections.ConfigDict, section: str, name: str) -> None:
   Raises:
     errors.Refused: there is no such section or part.
   """
-  if section not in config_lib.CHOICES:
-    raise ValueError(f'section: must be one of {", ".join(config_lib.CHOICES)}, got {section!r}')
+  if section not in schema.CHOICES:
+    raise ValueError(f'section: must be one of {", ".join(schema.CHOICES)}, got {section!r}')
   with config.unlocked():
-    config_lib.choose(config, section, name)
+    schema.choose(config, section, name)
 
 
 @refusing()
@@ -118,9 +118,9 @@ class Trained:
 
 def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
           callbacks: Sequence[Callback] = (), init_from: str | Path | None = None,
-          init_parts: Sequence[str] | None = None, init_partly: bool = False,
-          extend: bool = False, change: Sequence[str] = (), repeat: str | Path | None = None,
-          profile_dir: str | Path | None = None, quiet: bool = False) -> Trained | list[Trained]:
+          init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
+          repeat: str | Path | None = None, profile_dir: str | Path | None = None,
+          quiet: bool = False) -> Trained | list[Trained]:
   """Trains in this process, with the same bits as the command; goes on with a run in the workdir.
 
   Ctrl-C ends the run at its next update, saves it, and then raises KeyboardInterrupt. The same call
@@ -139,9 +139,8 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
     callbacks: functions, called with the metrics of each update, and instances of `Sink`; also
       subclasses of `Sink`, or 'module:Class', of which each seed gets its own instance.
     init_from: a workdir; a new run begins with the newest state of that run.
-    init_parts: the parts to take from `init_from`; see --init_parts.
     init_partly: parameters and other arrays that do not fit begin anew.
-    extend: goes on in the workdir with a larger total_steps.
+    extend: short for change=['total_steps']: goes on with a larger total_steps.
     change: fields that may differ from the workdir's config.
     repeat: a workdir; this run ends its segments at the same updates as the run there.
     profile_dir: a folder for a jax.profiler trace of a few updates.
@@ -164,19 +163,19 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
     told = sinks.users(callbacks, num_seeds or 1)
     fields = _start(config)
     folder = user_path(workdir)
-    options = life.make_life(init_from, init_parts, init_partly, extend, change, repeat)
+    request = make_request(init_from, init_partly, extend, change, repeat)
 
-  def opening(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
+  def enter(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
     cluster = None
     if num_seeds is None:
-      cluster = stack.enter_context(machines.joined(fields))
+      cluster = stack.enter_context(crew.joined(fields))
     prepare(fields)
-    return trainer.opened(resolve(fields), folder, options, cluster, num_seeds)
+    return trainer.opened(resolve(fields), folder, request, cluster, num_seeds)
 
-  opened, finished = _train(opening, quiet, users=told, profile_dir=_text(profile_dir))
+  opened, finished = _train(enter, quiet, users=told, profile_dir=_text(profile_dir))
   if opened is None:
     return Trained(folder, finished=False) if num_seeds is None else []
-  results = [_trained(each, finished) for each in opened.sessions]
+  results = [_trained(each, finished) for each in opened.runs]
   return results[0] if num_seeds is None else results
 
 
@@ -188,14 +187,14 @@ def _start(config: Config) -> dict[str, Any]:
   return _mapping(config)
 
 
-def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextManager],
+def _train(enter: Callable[[contextlib.ExitStack], contextlib.AbstractContextManager],
            quiet: bool, **options: Any) -> tuple[Any, bool]:
   """Opens a session and trains it.
 
   Whenever a signal comes, it has its usual effect once the workdir is closed again.
 
   Args:
-    opening: returns a context of a `trainer.Opened`. What it enters in the stack is left after the
+    enter: returns a context of a `trainer.Training`. What it enters in the stack is left after the
       training.
     quiet: prints nothing but warnings.
     **options: of its `train`.
@@ -211,7 +210,7 @@ def _train(opening: Callable[[contextlib.ExitStack], contextlib.AbstractContextM
     try:
       with contextlib.ExitStack() as stack:
         with refusing():
-          opened = stack.enter_context(opening(stack))
+          opened = stack.enter_context(enter(stack))
         if not quiet:
           for note in opened.notes:
             complain(f'podracer_jit: {note}')
@@ -230,9 +229,9 @@ def _text(path: str | Path | None) -> str | None:
   return None if path is None else str(user_path(path))
 
 
-def _trained(opened: session.Session, finished: bool) -> Trained:
-  modules = config_lib.modules(opened.run.experiment.fields)
-  return Trained(opened.workdir, finished, tuple(modules.values()))
+def _trained(opened: opening.Opened, finished: bool) -> Trained:
+  names = modules.named(opened.run.experiment.fields).values()
+  return Trained(opened.workdir, finished, tuple(names))
 
 
 @refusing()
@@ -252,7 +251,7 @@ def load(path: str | Path, *, update: int | str | None = None, seed: int = 0,
     errors.Refused: there is no such agent, or its config names modules that are not allowed.
   """
   path = user_path(path)
-  allowed = config_lib.allowed_modules(allow_modules)
+  allowed = modules.allowed(allow_modules)
   if (path / PARAMETERS).exists():
     if update is not None:
       raise ValueError(f'update: is for workdirs; {path} is a saved agent')
@@ -327,7 +326,7 @@ def _mapping(config: Config) -> dict[str, Any]:
   if isinstance(config, str):
     config = load_config(config)
   if isinstance(config, Mapping | ml_collections.ConfigDict):
-    return config_lib.plain(config)
+    return config_dict.plain(config)
   raise ValueError(f'config: must be a ConfigDict, a mapping or a name, got {config!r}')
 
 

@@ -38,12 +38,13 @@ OUTSIDE = {
     'runs': None,
     'doors': None,
 }
-# Who alone may import a package: rooms, or modules.
-ONLY = {'envpool': {'envs.envpool_envs'}, 'ray': {'cluster'}}
+# Who alone may import a package or a module of it: rooms, or modules.
+ONLY = {'envpool': {'envs.envpool_envs'}, 'ray': {'cluster'},
+        'ml_collections': {'experiment.config_dict', 'experiment.flags', 'api'},
+        'absl.flags': {'experiment.flags', 'training.life', 'cli'}}
 WORDS_OF_RL = {'actor', 'actors', 'learner', 'learners', 'rollout', 'rollouts', 'reward', 'policy',
                'action', 'env', 'envs', 'episode', 'params', 'loss', 'gradient'}
-READ_CONFIGS = {'experiment.schema', 'experiment.resolve', 'experiment.flags',
-                'workdir.checkpoints'}
+READ_CONFIGS = {'experiment.schema', 'experiment.resolve', 'experiment.flags'}
 
 # The structure of the package.
 
@@ -68,8 +69,10 @@ def imports(trees: Trees) -> Iterator[str]:
     for name in sorted(tops - set(sys.stdlib_module_names) - {PACKAGE.name}):
       if allowed is not None and name not in allowed:
         yield f'{module} ({tier}) imports {name}'
-      if name in ONLY and not ONLY[name] & {module, room(module)}:
-        yield f'{module} imports {name}; only {", ".join(ONLY[name])} may'
+    for name, owners in ONLY.items():
+      if not owners & {module, room(module)} and any(
+          f'{full}.'.startswith(f'{name}.') for full in imported(tree)):
+        yield f'{module} imports {name}; only {", ".join(sorted(owners))} may'
     if tier in ('ground', 'numerics', 'maths', 'operations'):
       yield from (f'{module} ({tier}) imports {name}'
                   for name in sorted(tops & {'threading', 'time', 'os'}))

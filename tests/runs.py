@@ -15,9 +15,10 @@ from podracer_jit.numerics import deterministic
 from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.runtime import placement
 from podracer_jit.training import sinks, stopping
-from podracer_jit.training.session import Session
-from podracer_jit.training.trainer import Opened
-from podracer_jit.workdir import checkpoints
+from podracer_jit.training.opening import Opened
+from podracer_jit.training.trainer import Training
+from podracer_jit.workdir import checkpoints, record
+from podracer_jit.workdir import workdir as workdir_lib
 from tests.flags import COMPILED_SOON
 
 # The environment of processes that run for seconds; they cache more compiled programs than usual.
@@ -67,6 +68,17 @@ def changed(config, **fields):
   return config
 
 
+def open_workdir(workdir, fields, **request):
+  """Opens a workdir as training does, but without a run; returns the notes for the user."""
+  with workdir_lib.opened(workdir) as folder:
+    if folder.begins(fields, workdir_lib.make_request(**request)):
+      folder.clear()
+      folder.begin(record.new(fields))
+    else:
+      folder.go_on(folder.changed_record(fields))
+    return folder.notes
+
+
 def fresh(config):
   """Returns the `build.Run` of a config (nested dicts), with nothing compiled yet."""
   return build.make_run(resolve(copy.deepcopy(config)))
@@ -114,8 +126,8 @@ def train_in(run, workdir, callbacks=(), ends=None, update=None):
     update: of the checkpoint to go on from; None: the newest whole one, if there is one.
   """
   update = checkpoints.newest_whole(workdir) if update is None else update
-  opened = Opened([Session(run, workdir, (), update, ends, ())], workdir, ())
-  return opened.train(stopping.Stopping(), sinks.users(callbacks))
+  opened = Opened(run, workdir, record.read(workdir), update, ends, ())
+  return Training([opened], workdir, ()).train(stopping.Stopping(), sinks.users(callbacks))
 
 
 def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, index=0,
@@ -137,7 +149,8 @@ def run(config, runner=loops.run, updates=None, tamper=lambda workers: workers, 
   updates = updates or prepared_run.experiment.checkpoint.every_updates
   reports = []
   state = initial_state(prepared_run)
-  with build.segment(prepared_run, state, index, updates, reports.append) as segment:
+  snapshot = build.Snapshot(state, segment=index)
+  with build.segment(prepared_run, snapshot, updates, reports.append) as segment:
     states = runner(tamper(segment.workers))
   receipts = []
   for report in reports:
@@ -157,7 +170,7 @@ def run_in_segments(config, segments, stop_at=None):
   """
   prepared_run = prepared(config)
   state = initial_state(prepared_run)
-  envs = ()
+  envs = None
   out = []
 
   def report(item):
@@ -167,8 +180,9 @@ def run_in_segments(config, segments, stop_at=None):
 
   for index, updates in enumerate(segments):
     first = int(state.update)
-    with build.segment(prepared_run, state, index, updates, report, lambda: len(out) == stop_at,
-                       envs) as segment:
+    snapshot = build.Snapshot(state, envs, index)
+    with build.segment(prepared_run, snapshot, updates, report,
+                       lambda: len(out) == stop_at) as segment:
       states = loops.run(segment.workers)
       envs = build.envs_after(prepared_run, states, first)
     state = states['learner'].train

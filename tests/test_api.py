@@ -172,7 +172,7 @@ def test_errors_are_one_line(api_run):
       "--config: there is no argument 'smok'; known are smoke",
       'catch holds another experiment (', '--extend: there is no run in no to go on with',
       '--init_parts and --init_partly are for --init_from',
-      'callbacks: each must be a function or an instance of Callback, got 5',
+      'callbacks: each must be a function, a Sink or a class of sinks, got 5',
       'config: must be a ConfigDict, a mapping or a name, got 5',
       'placement.xla_threads: is 3, and JAX has started in this process without it',
       '--workdir: no does not exist', 'cartpole has no checkpoint of update 3; it has those of',
@@ -194,12 +194,12 @@ config.total_steps = 13_000
 config.checkpoint.every_updates = 4
 ends = []
 
-class Watch(pj.Callback):
-  def on_update(self, record):
+class Watch(pj.Sink):
+  def update(self, record, receipt):
     record.clear()  # the record is a copy
 
-  def on_segment_end(self, end):
-    ends.append([end.update, end.steps, str(end.workdir)])
+  def saved(self, at):
+    ends.append([at.update, at.steps, str(at.workdir)])
     if len(ends) == 2:
       return pj.STOP
 
@@ -292,13 +292,13 @@ def test_a_signal_saves_and_then_has_its_usual_effect(number, code, message, tmp
 EARLY = """
 import os, signal, sys
 import podracer_jit as pj
-from podracer_jit.training import life
+from podracer_jit.workdir.workdir import OpenWorkdir
 number, handler = int(sys.argv[1]), sys.argv[2]
-begin = life.begin
+begins = OpenWorkdir.begins
 def interrupted(*args):
   os.kill(os.getpid(), number)
-  return begin(*args)
-life.begin = interrupted  # this process has made and locked the workdir
+  return begins(*args)
+OpenWorkdir.begins = interrupted  # this process has made and locked the workdir
 if handler == 'own':
   signal.signal(number, lambda number, frame: print('handled', number))
 try:

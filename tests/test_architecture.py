@@ -21,10 +21,10 @@ def test_the_picture_leaves_out_only_imports_that_its_arrows_imply():
 
 def test_a_run_without_a_cluster_does_not_load_ray():
   script = ('import sys\nfrom podracer_jit.cli import train\n'
-            'from podracer_jit import api\nfrom podracer_jit.training import machines, session\n'
+            'from podracer_jit import api\nfrom podracer_jit.training import crew, opening\n'
             'from podracer_jit import configs\nimport podracer_jit as pj\n'
             'config = pj.load_config("impala_catch")\n'
-            'with machines.joined(config.to_dict()) as cluster: assert cluster is None\n'
+            'with crew.joined(config.to_dict()) as cluster: assert cluster is None\n'
             'assert "ray" not in sys.modules')
   subprocess.run([sys.executable, '-c', script], check=True)
 

@@ -90,7 +90,7 @@ def mean_return(name, seed):
       returns.extend(episodes.episode_return[episodes.ended])
 
   state = run.learner.allocate(run.initial_state())
-  with build.segment(run, state, 0, 10**6, report) as segment:
+  with build.segment(run, build.Snapshot(state), 10**6, report) as segment:
     loops.run(segment.workers)
   assert len(returns) == 100
   return sum(returns) / 100

@@ -14,6 +14,8 @@ from tests.rooms import TREES
     (lint.imports, 'losses.new', 'import time', 'losses.new (maths) imports time'),
     (lint.imports, 'losses.new', 'import envpool', 'only envs.envpool_envs may'),
     (lint.imports, 'training.new', 'import ray', 'only cluster may'),
+    (lint.imports, 'play.new', 'from absl import flags', 'imports absl.flags; only '),
+    (lint.imports, 'experiment.new', 'import ml_collections', 'ml_collections; only '),
     (lint.imports, 'runtime.new', 'import podracer_jit.numerics.islands',
      'knows nothing of reinforcement learning'),
     (lint.imports, 'new', '', 'in no tier'),

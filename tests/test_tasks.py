@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from podracer_jit.workdir import checkpoints, journal, workdirs
+from podracer_jit.workdir import checkpoints, journal, record
 from tests import processes
 from tests.runs import QUICK
 
@@ -95,7 +95,7 @@ def test_the_ten_tasks(do, folder):
 
   assert 'changed before update' in do(5)
   assert journal.read_lines(long / 'metrics.jsonl')[-1]['steps'] >= 180_000
-  assert workdirs.read_history(long)
+  assert record.read(long).changes
 
   assert re.search(r'begins with parameters, .*runs/pole after update \d+', do(6))
 

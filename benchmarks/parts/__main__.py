@@ -60,9 +60,9 @@ from benchmarks.parts.summary import BASES, describe, measure, summarise
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.families import family_of
 from podracer_jit.experiment import build, memory
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import changed, resolve
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.parts import user_path
 from podracer_jit.runtime import host
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
   logging.getLogger('podracer_jit').setLevel(logging.ERROR)
   values = define_flags()
   try:
-    config = command_line.parse(argv, values)
+    config = parse(argv, values)
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0

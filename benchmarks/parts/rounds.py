@@ -218,7 +218,8 @@ def measure(run: build.Run) -> Round:
 
     before = _threads()
     with memory_use.loading(programs.add):
-      segment = stack.enter_context(build.segment(run, state, 0, count + 2, report))
+      segment = stack.enter_context(build.segment(
+          run, build.Snapshot(state), count + 2, report))
     pools = sorted(_threads() - before)
     loops.run(segment.workers)
     (path,) = Path(directory).rglob('*.trace.json.gz')

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from benchmarks.parts import conventional
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.experiment import build
-from podracer_jit.experiment.experiment import Experiment
 from podracer_jit.experiment.resolve import changed
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime import placement
 from podracer_jit.schemes import wiring
 from podracer_jit.schemes.reports import Report
@@ -100,8 +100,8 @@ def begin(run: build.Run, state: TrainState, scheme: str, by_python: bool,
     The segment, whose workers are not started yet.
   """
   run = with_scheme(run, scheme)
-  segment = stack.enter_context(build.segment(run, copy_of(state, run), 0, 2**31 - 1, report,
-                                              stop))
+  segment = stack.enter_context(build.segment(
+      run, build.Snapshot(copy_of(state, run)), 2**31 - 1, report, stop))
   if not by_python:
     return segment
   policy = conventional.make_policy(run.network)

@@ -14,7 +14,7 @@ from benchmarks.common import say
 from benchmarks.parts import core_distance, memory_use, timed_parts
 from benchmarks.parts.segments import Figures
 from podracer_jit.experiment import build
-from podracer_jit.workdir import workdirs
+from podracer_jit.workdir import record
 
 BASES = ('environment', 'sync', 'conventional_sync', 'conventional_cleanba')  # to divide by
 # By part, the figures of each round, with the distance of two cores before and after it.
@@ -113,7 +113,7 @@ def shares(sps: Mapping[str, float]) -> dict[str, float]:
 def describe(run: build.Run) -> dict[str, Any]:
   """Returns facts about the machine and the placement, for the figures' file."""
   place = run.place
-  return dict(cores=len(os.sched_getaffinity(0)), versions=workdirs.versions(),
+  return dict(cores=len(os.sched_getaffinity(0)), versions=record.versions(),
               actors=[str(d) for d in place.actors], learners=[str(d) for d in place.learners],
               device_kinds=sorted({d.device_kind for d in (*place.actors, *place.learners)}),
               env_threads=place.env_threads,

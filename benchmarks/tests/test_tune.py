@@ -6,13 +6,13 @@ import shlex
 import subprocess
 
 import pytest
-from absl import flags
+from absl.flags import FlagValues
 
 from benchmarks.parts import segments
 from benchmarks.tests.run import run_benchmark
 from benchmarks.tune import candidates, search, tuner
 from podracer_jit.configs import impala_atari, impala_catch, pong_laptop, ppo_cartpole
-from podracer_jit.experiment import flags as command_line
+from podracer_jit.experiment import flags
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.schemes.table import SCHEMES
 from tests.runs import changed, small
@@ -198,10 +198,10 @@ def test_search_ends_with_the_round_that_uses_up_its_seconds():
     candidates.Candidate((0,), (0,), 1, 0, 16, 4, 'cleanba')])
 def test_flags_parse_back_and_change_nothing_else(chosen):
   argv = ['tune', '--config=configs/impala_catch.py:smoke', '--config.num_grad_shards=2']
-  config = command_line.parse(argv, flags.FlagValues())
+  config = flags.parse(argv, FlagValues())
   experiment = resolve(config)
   line = candidates.as_flags(candidates.own_of(experiment), chosen)
-  parsed = command_line.parse([*argv, *shlex.split(line)], flags.FlagValues())
+  parsed = flags.parse([*argv, *shlex.split(line)], FlagValues())
   assert candidates.own_of(resolve(parsed)) == chosen
   assert parsed == candidates.placed(experiment, chosen).fields
   shards = config['num_shards']

@@ -42,7 +42,7 @@ from benchmarks.common import say
 from benchmarks.tune.candidates import Candidate, as_flags, as_text, places
 from benchmarks.tune.search import Search, best
 from benchmarks.tune.tuner import Tuner, accept, find_machine, prepare, run
-from podracer_jit.experiment import flags as command_line
+from podracer_jit.experiment.flags import parse
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
   logging.getLogger('podracer_jit').setLevel(logging.ERROR)
   values = define_flags()
   try:
-    config = command_line.parse(argv, values)
+    config = parse(argv, values)
     if config is None:
       print(f'{__doc__}\n{values.get_help()}')
       return 0

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from podracer_jit.experiment.experiment import Experiment
 from podracer_jit.experiment.resolve import changed
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime.placement import PlacementOptions
 from podracer_jit.schemes.scheme import Scheme
 from podracer_jit.schemes.table import SCHEMES

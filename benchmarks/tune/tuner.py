@@ -17,8 +17,9 @@ from benchmarks.tune.candidates import Candidate, Machine, as_text, own_of, plac
 from benchmarks.tune.search import LAST_ROUNDS, Figures, Search, search
 from podracer_jit import loops
 from podracer_jit.experiment import build, memory
-from podracer_jit.experiment.experiment import Experiment
-from podracer_jit.experiment.resolve import changed, resolve_on_one_device
+from podracer_jit.experiment.config_dict import plain
+from podracer_jit.experiment.resolve import changed, placement_of, resolve
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime import host
 from podracer_jit.runtime.placement import PlacementOptions
 from podracer_jit.schemes.reports import Report
@@ -98,7 +99,7 @@ def train(run: build.Run, state: TrainState, seconds: float) -> Figures:
     return len(times) > first + 1 and times[-1][0] - times[first][0] >= seconds
 
   state = copy_of(state, run)
-  with build.segment(run, state, 0, 10**9, report, stop) as segment:
+  with build.segment(run, build.Snapshot(state), 10**9, report, stop) as segment:
     meter = Meter(run.experiment, {})
     loops.run(segment.workers)
   start_s, start_steps = times[first]
@@ -115,7 +116,10 @@ def prepare(config: Mapping[str, Any]) -> tuple[Experiment, Candidate]:
   Raises:
     ValueError: the config is wrong, or the scheme has no single speed.
   """
-  experiment, config_place = resolve_on_one_device(config)
+  config_place = placement_of(config)
+  fields = plain(config)
+  one_device = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1)
+  experiment = resolve(fields | {'placement': dict(fields.get('placement', {})) | one_device})
   if experiment.scheme.graph.free_rates:
     raise ValueError(f'scheme: {experiment.scheme_name} acts and learns at separate rates, so no '
                      'single figure says which placement is better; tune apex_lockstep instead')

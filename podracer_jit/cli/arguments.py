@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from podracer_jit.errors import Refused
-from podracer_jit.experiment import schema
+from podracer_jit.experiment import modules
 from podracer_jit.parts import user_path
 from podracer_jit.play.agent import Agent, load_run
 from podracer_jit.runtime.output import complain
@@ -19,7 +19,7 @@ def run_flags() -> flags.FlagValues:
   """Defines flags that name a run; absl's global flags belong to the importing program."""
   values = flags.FlagValues()
   flags.DEFINE_string('workdir', None, 'The workdir of the run.', flag_values=values)
-  flags.DEFINE_list('allow_modules', [], schema.ALLOW_MODULES, flag_values=values)
+  flags.DEFINE_list('allow_modules', [], modules.HELP, flag_values=values)
   return values
 
 
@@ -84,7 +84,7 @@ def agent_of(verb: str, values: flags.FlagValues) -> Agent:
   """
   workdir = user_path(values.workdir)
   update = evaluator.chosen_update(values.update, workdir)
-  allowed = schema.allowed_modules(values.allow_modules)
+  allowed = modules.allowed(values.allow_modules)
   agent, note = load_run(workdir, update, allow_modules=allowed)
   if note:
     complain(f'podracer_jit {verb}: {note}')

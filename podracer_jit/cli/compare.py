@@ -31,11 +31,12 @@ from absl import flags
 
 from podracer_jit.cli import arguments, deep, verb
 from podracer_jit.errors import Refused, refusing
-from podracer_jit.experiment import schema
+from podracer_jit.experiment import modules
 from podracer_jit.options import printable, shorten
 from podracer_jit.parts import user_path
 from podracer_jit.runtime.output import complain
-from podracer_jit.workdir import checkpoints, history, journal, sources, workdirs
+from podracer_jit.workdir import checkpoints, journal, record, sources
+from podracer_jit.workdir.workdir import Workdir
 
 ROWS = 10  # of the learning curves
 _CURVE = dict(update=int, steps=int, episode_return=float | None)  # of a line of metrics.jsonl
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
   values = flags.FlagValues()
   flags.DEFINE_bool('deep', False, 'Repeat the first update that differs.', flag_values=values)
-  flags.DEFINE_list('allow_modules', [], schema.ALLOW_MODULES, flag_values=values)
+  flags.DEFINE_list('allow_modules', [], modules.HELP, flag_values=values)
   args = arguments.read(argv, values, __doc__)
   if args is None:
     return 0
@@ -54,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
     raise Refused('two workdirs are needed: podracer_jit compare runs/a runs/b')
   with refusing(OSError):
     folders = [user_path(arg) for arg in args]
-    configs = [workdirs.read_fields(folder) for folder in folders]
-    histories = [workdirs.read_history(folder) for folder in folders]
+    runs = [Workdir(folder) for folder in folders]
+    configs = [run.shown_config() for run in runs]
     kept = [sources.read(folder) for folder in folders]
     receipts = [journal.read_receipts(folder) for folder in folders]
     curves = [journal.read_lines(folder / journal.METRICS, _CURVE) for folder in folders]
@@ -68,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
   if incomplete and different is None:
     verdict = f'unknown, since receipts are missing; the existing receipts: {verdict}'
   try:
-    for line in [*config_differences(*configs), *history.differences(*histories),
+    for line in [*config_differences(*configs),
+                 *record.differences_of_histories(*(run.record for run in runs)),
                  *sources.differences(*kept),
                  *header_differences(*(side.headers for side in receipts)), *incomplete]:
       print(printable(line))
@@ -97,7 +99,7 @@ def _missing_at_the_end(workdir: Path, receipts: journal.Receipts) -> list[str]:
 
 def config_differences(config_a: dict, config_b: dict) -> list[str]:
   """Returns a line for each different field; placement and logs do not count."""
-  differences = workdirs.differences(config_a, config_b, ('in A', 'in B'))
+  differences = record.differences(config_a, config_b, ('in A', 'in B'))
   return [f'config: {line}' for line in differences]
 
 

@@ -28,7 +28,7 @@ from podracer_jit import options
 from podracer_jit.cli import arguments, verb
 from podracer_jit.errors import Failed, refusing
 from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment import schema
+from podracer_jit.experiment import modules
 from podracer_jit.options import printable, shorten, shown
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation, video
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
       movie = video.chosen_path('--video', values.video, workdir)
     agent = arguments.agent_of('evaluate', values)
     player = evaluation.with_options(agent.player, agent.experiment, env)
-    note = sources.change_since(workdir, schema.sources(agent.experiment.fields), agent.update)
+    note = sources.change_since(workdir, modules.sources(agent.experiment.fields), agent.update)
     if note:
       complain(f'podracer_jit evaluate: {note}')
     if movie:

@@ -22,8 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from podracer_jit import loops
 from podracer_jit.cli import quieten, rerun
 from podracer_jit.errors import FINISHED, REFUSED
-from podracer_jit.experiment import build, schema
-from podracer_jit.experiment.resolve import changed
+from podracer_jit.experiment import build, modules
 from podracer_jit.learner.rollout_learner import RolloutLearner
 from podracer_jit.learner.rollout_updates import update_key
 from podracer_jit.numerics.deterministic import AXIS, pairwise_sum
@@ -39,9 +38,9 @@ Arrays = dict[str, np.ndarray]
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
   quieten()
-  _, workdir, update, out, *modules = argv
+  _, workdir, update, out, *allowed = argv
   try:
-    np.savez(out, **remake(Path(workdir), int(update), schema.allowed_modules(modules)))
+    np.savez(out, **remake(Path(workdir), int(update), modules.allowed(allowed)))
   except (ValueError, OSError) as error:
     complain(f'{workdir}: {" ".join(str(error).split())}')
     return REFUSED
@@ -69,12 +68,11 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str]) -> Arrays
 
   def state_after(last: int) -> TrainState:
     """Returns the state after update `last`, computed by the run's own programs."""
-    start = rerun.start_of(run, workdir, header)
+    snapshot = rerun.snapshot_before(run, workdir, header)
     count = last - header['first_update'] + 1
     if count == 0:
-      return start.state
-    with build.segment(run, start.state, start.segment, count, lambda report: None,
-                       envs=start.envs) as segment:
+      return run.learner.allocate(snapshot.state)
+    with build.segment(run, snapshot, count, lambda report: None) as segment:
       return loops.run(segment.workers)['learner'].train
 
   before = jax.device_get(_to_compare(state_after(update - 1)))
@@ -83,10 +81,9 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str]) -> Arrays
     # Only earlier updates are checked. This update may differ from its receipt: that is the reason
     # for comparing the runs.
     earlier = {number: line for number, line in receipts.items() if number < update}
-    rerun_run = build.make_run(changed(rerun_experiment, placement=schema.ONE_DEVICE | {
-        'actor_platform': experiment.placement.actor_platform}))
-    start = rerun.start_of(rerun_run, workdir, header)
-    rollout = rerun.rerun(rerun_run, start, update, earlier)
+    rerun_run = build.make_run(rerun_experiment)
+    rollout = rerun.rerun(rerun_run, rerun.snapshot_before(rerun_run, workdir, header), update,
+                          earlier)
     arrays |= _named('rollout', rollout._asdict())
     arrays |= _step_by_step(run.learner, state_after(update - 1), rollout)
   return arrays | _named('state after the update', _to_compare(state_after(update)))

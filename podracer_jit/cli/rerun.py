@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,24 +24,16 @@ from podracer_jit import loops
 from podracer_jit.cli import arguments, verb
 from podracer_jit.envs import frames
 from podracer_jit.errors import Broken, Differs, refusing
-from podracer_jit.experiment import build, schema
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment import build, modules, schema
 from podracer_jit.experiment.resolve import changed
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics.fingerprints import as_hex, canary
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation
 from podracer_jit.runtime import host, placement
 from podracer_jit.runtime.output import complain
-from podracer_jit.types import Rollout, TrainState
-from podracer_jit.workdir import checkpoints, history, journal, sources, workdirs
-
-
-class Start(NamedTuple):
-  """What a segment begins with."""
-
-  state: TrainState
-  envs: Any | None  # the state of the environments; None if they begin anew
-  segment: int  # its index
+from podracer_jit.types import Rollout
+from podracer_jit.workdir import checkpoints, journal, record, sources
 
 
 @verb
@@ -54,20 +46,20 @@ def main(argv: Sequence[str]) -> int:
   workdir = user_path(values.workdir)
   update = values.update
   with refusing(OSError):
-    allowed = schema.allowed_modules(values.allow_modules)
+    allowed = modules.allowed(values.allow_modules)
     experiment = one_device_experiment(workdir, allowed, update)
     headers, receipts, _ = journal.read_receipts(workdir)
     header = header_of(headers, receipts, update)
     host.prepare_host(experiment.placement)
     run = build.make_run(experiment)
-    start = start_of(run, workdir, header)
-    note = sources.change_since(workdir, schema.sources(experiment.fields), update)
+    snapshot = snapshot_before(run, workdir, header)
+    note = sources.change_since(workdir, modules.sources(experiment.fields), update)
   if note:
     complain(f'podracer_jit rerun: {note}')
   if header['canary'] != canary():
     complain('podracer_jit rerun: this machine rounds differently from the machine of the run, '
              'so updates may differ')
-  rollout = rerun(run, start, update, receipts)
+  rollout = rerun(run, snapshot, update, receipts)
   path = workdir / f'update_{update}.npz'
   _write(rollout, path)
   print(f'{path}: the rollout of update {update}, as its receipt says')
@@ -111,22 +103,17 @@ def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int
   return max((h for h in headers if h['first_update'] <= update), key=lambda h: h['first_update'])
 
 
-def start_of(run: build.Run, workdir: Path, header: Mapping[str, Any]) -> Start:
-  """Returns what a segment of a run began with.
-
-  Args:
-    run: the run.
-    workdir: the workdir of the run.
-    header: the header of the segment in the receipts.
+def snapshot_before(run: build.Run, workdir: Path, header: Mapping[str, Any]) -> build.Snapshot:
+  """Returns where a segment began.
 
   Raises:
     ValueError: the checkpoint before the segment is missing or broken.
   """
   before = header['first_update'] - 1
   initial = run.initial_state()
-  origin = history.origin_of(workdirs.read_history(workdir))
+  origin = record.read(workdir).origin
   if before == 0 and origin is None:
-    return Start(*build.allocated(run, initial, None), header['segment'])
+    return build.Snapshot(initial, None, header['segment'])
   existing = checkpoints.saved_updates(workdir)
   if before == 0 and before not in existing:
     raise ValueError(f'--update: the run began with the state of another run, and its checkpoint '
@@ -144,15 +131,16 @@ def start_of(run: build.Run, workdir: Path, header: Mapping[str, Any]) -> Start:
   if before == 0 and checkpoints.digest(state._replace(replay=None)) != origin.state_sha256:
     raise ValueError(f'--update: the checkpoint of update 0 in {workdir} is not the state that the '
                      'run began with')
-  return Start(*build.allocated(run, state, envs), header['segment'])
+  return build.Snapshot(state, envs, header['segment'])
 
 
-def rerun(run: build.Run, start: Start, update: int, receipts: Mapping[int, dict]) -> Rollout:
-  """Runs a segment up to an update; returns the rollout of that update.
+def rerun(run: build.Run, snapshot: build.Snapshot, update: int, receipts: Mapping[int, dict]
+          ) -> Rollout:
+  """Runs a segment from its beginning up to the update; returns the rollout of that update.
 
   Args:
     run: the run that the segment belongs to.
-    start: what the segment began with; donated.
+    snapshot: where the segment began; donated.
     update: the last update to make.
     receipts: receipts of the run, by update; an update without a receipt is not checked.
 
@@ -179,8 +167,8 @@ def rerun(run: build.Run, start: Start, update: int, receipts: Mapping[int, dict
       return worker.fire(carry, *batch)
     return worker._replace(fire=fire) if worker.name == 'learner' else worker
 
-  count = update - int(start.state.update)
-  with build.segment(run, start.state, start.segment, count, check, envs=start.envs) as segment:
+  count = update - int(snapshot.state.update)
+  with build.segment(run, snapshot, count, check) as segment:
     loops.run([watched(worker) for worker in segment.workers])
   return rollouts[0]
 

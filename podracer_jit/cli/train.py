@@ -33,13 +33,14 @@ from podracer_jit.errors import (
   line_of,
   refusing,
 )
-from podracer_jit.experiment import flags as command_line
+from podracer_jit.experiment.flags import default_workdir, parse
 from podracer_jit.experiment.resolve import placement_of, resolve
 from podracer_jit.parts import user_path
 from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain, give_up_lost_streams
-from podracer_jit.training import life, machines, sinks, stopping, trainer
+from podracer_jit.training import crew, sinks, stopping, trainer
 from podracer_jit.workdir import checkpoints
+from podracer_jit.workdir.workdir import make_request
 
 _logger = logging.getLogger(__name__)
 
@@ -62,7 +63,16 @@ def main(argv: Sequence[str], began_s: float | None = None) -> int:
   flags.DEFINE_string('repeat', None, 'A workdir. This run ends its segments at the same updates '
                       'as the run there, also where a signal ended one, and so has the same bits.',
                       flag_values=values)
-  life.define_flags(values)
+  flags.DEFINE_string('init_from', None, 'A workdir. A new run begins with the newest state of '
+                      'that run, instead of random parameters: with its parameters, its running '
+                      'statistics, and the state of its optimizer if that fits.',
+                      flag_values=values)
+  flags.DEFINE_bool('init_partly', False, 'With --init_from, arrays that do not fit begin anew. '
+                    'Without it, such a run is refused.', flag_values=values)
+  flags.DEFINE_list('change', [], 'Fields of the config, by comma, that may differ from those of '
+                    'the workdir: the run goes on with the new values.', flag_values=values)
+  flags.DEFINE_bool('extend', False, 'Short for --change=total_steps: goes on in the workdir with '
+                    'a larger total_steps.', flag_values=values)
   flags.DEFINE_integer('num_seeds', None, 'Trains so many seeds at once, from --config.seed on, in '
                        'one program; each has a workdir in the workdir. For JAX environments and '
                        'scheme=fused.', flag_values=values)
@@ -94,14 +104,15 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
   with contextlib.ExitStack() as stack:
     try:
       with refusing(OSError, jax.errors.JaxRuntimeError):
-        config = command_line.parse(argv, values)
+        config = parse(argv, values)
         if config is None:
           print(f'{__doc__}\n{values.get_help()}')
           return FINISHED
-        workdir = user_path(values.workdir or command_line.default_workdir(argv))
+        workdir = user_path(values.workdir or default_workdir(argv))
         if values.num_seeds is None:  # else each seed has a workdir
           failing = workdir
-        options = life.of_flags(values)
+        request = make_request(values.init_from, values.init_partly, values.extend, values.change,
+                               values.repeat)
         joining = (values.coordinator_address, values.num_processes, values.process_id)
         is_distributed = values.distributed or joining != (None, None, None)
         if is_distributed and values.num_seeds is not None:
@@ -114,10 +125,10 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
         profile_dir = values.profile_dir and str(user_path(values.profile_dir))
         cluster = None
         if values.num_seeds is None:
-          cluster = stack.enter_context(machines.joined(config))
+          cluster = stack.enter_context(crew.joined(config))
         told = sinks.users(values.callbacks, values.num_seeds or 1)
         opened = stack.enter_context(trainer.opened(
-            resolve(config), workdir, options, cluster, values.num_seeds))
+            resolve(config), workdir, request, cluster, values.num_seeds))
       failing = opened.workdir
       for note in opened.notes:
         complain(f'podracer_jit: {note}')

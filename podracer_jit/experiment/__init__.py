@@ -1,4 +1,4 @@
 """Functions for config files: `config` makes a whole config, `arguments` reads its argument."""
 
-from podracer_jit.experiment.schema import arguments as arguments
-from podracer_jit.experiment.schema import config as config
+from podracer_jit.experiment.config_dict import arguments as arguments
+from podracer_jit.experiment.config_dict import config as config

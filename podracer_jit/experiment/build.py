@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import flax.errors
 import flax.linen as nn
@@ -21,8 +21,8 @@ from podracer_jit.agents import networks
 from podracer_jit.agents.networks import Model
 from podracer_jit.envs.families import family_of
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.experiment import schema as config_lib
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment import modules
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.learner import replay_updates, rollout_updates
 from podracer_jit.learner.learner import Learner, Parts, keys_of
 from podracer_jit.learner.replay_learner import ReplayLearner
@@ -51,7 +51,8 @@ class Run:
   network: nn.Module
   learner: Learner
   acting: Acting
-  machines: Machines | None = None  # that act elsewhere
+  crew: Crew | None = None  # that acts elsewhere
+  life: int = 0  # of the actors; those that were begun again have other random numbers
   # Programs that step environments, for the next segments; `dataclasses.replace` copies none.
   kept_programs: KeptPrograms = dataclasses.field(default_factory=dict, init=False)
 
@@ -66,8 +67,8 @@ class Run:
 
   def _gradient_workers(self) -> list[gradients.GradientWorker]:
     """Returns the gradient workers of a scheme with separate updates."""
-    if self.machines:
-      return self.machines.gradient_workers()
+    if self.crew:
+      return self.crew.gradient_workers()
     return gradients.on_devices(self.learner, self.place, self.experiment.scheme.each)
 
   def initial_state(self) -> TrainState:
@@ -75,10 +76,18 @@ class Run:
     return self.learner.initial_state(self.experiment.seed)
 
 
-class Machines(Protocol):
+class Snapshot(NamedTuple):
+  """What a run consists of between two segments; its checkpoint has it."""
+
+  state: TrainState  # without a replay if segments begin with an empty one
+  envs: Any | None = None  # as in `kept_envs`; None if the environments begin anew
+  segment: int = 0  # index of the next segment
+
+
+class Crew(Protocol):
   """Interface of what acts, and computes gradients, outside of this process."""
 
-  def of(self, experiment: Experiment) -> Machines:
+  def of(self, experiment: Experiment) -> Crew:
     """Returns what does the same for another experiment, instead of for this one."""
 
   def actors(self, index: int, stop: Callable[[], bool]) -> list[wiring.Actor]:
@@ -99,19 +108,19 @@ class Machines(Protocol):
     """Returns the lives of the actors that were begun again, by name."""
 
 
-def make_run(experiment: Experiment, machines: Machines | None = None,
+def make_run(experiment: Experiment, crew: Crew | None = None,
              place: placement.Placement | None = None) -> Run:
   """Finds the devices of an experiment and builds everything but environments.
 
   Args:
     experiment: to build.
-    machines: that act, if `placement.cluster` asks for them.
+    crew: that acts, if `placement.cluster` asks for one.
     place: devices that were found already.
 
   Raises:
     ValueError: the devices do not fit; the message names the field, its value and a right one.
   """
-  if machines is None and experiment.placement.is_remote:
+  if crew is None and experiment.placement.is_remote:
     raise ValueError(f'placement.cluster: {experiment.placement.cluster} is for training; for all '
                      'else it must be none')
   if place is None:
@@ -128,20 +137,17 @@ def make_run(experiment: Experiment, machines: Machines | None = None,
     learner = _replay_learner(experiment, learner_parts)
   else:
     learner = _rollout_learner(experiment, learner_parts)
-  return Run(experiment, place, network, learner, make_acting(experiment, network), machines)
+  return Run(experiment, place, network, learner, make_acting(experiment, network), crew)
 
 
 def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> Iterator[str]:
   """Yields a line for each part of an experiment that does not fit its devices."""
   scheme = experiment.scheme
   name = experiment.scheme_name
-  groups = experiment.num_grad_shards
   mesh_size = place.mesh.size
-  if groups % mesh_size:
-    yield options.uneven(
-        options.Count('num_grad_shards', groups, experiment.differs('num_grad_shards'),
-                      'gradient group'),
-        experiment.placement.learner_count(mesh_size, place.processes))
+  if experiment.num_grad_shards % mesh_size:
+    yield options.uneven(experiment.group_count(),
+                         experiment.placement.learner_count(mesh_size, place.processes))
   actors = len(place.actors) * place.processes
   if experiment.env_batch and experiment.num_shards != actors:
     yield ('num_shards: must be the number of actors where they are asynchronous '
@@ -202,7 +208,7 @@ def make_network(experiment: Experiment) -> nn.Module:
     raise ValueError(f'network.name: {name} has the variables {", ".join(variables)}; only params '
                      'can be trained')
   # Shipped networks can be called, and to trace a large one takes a second.
-  if config_lib.modules(experiment.fields):
+  if modules.named(experiment.fields):
     _check_calls(experiment, network, variables)
   if dist_params.shape[-1] != experiment.policy.dist_size:
     raise ValueError(f'policy: it reads {experiment.policy.dist_size} numbers, and {name} gives '
@@ -339,9 +345,12 @@ def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any | N
   devices = [place.actors[0]] if run.experiment.scheme.graph.one_program else place.actors
   # Actors are numbered over all processes, so that seeds and keys do not depend on the processes.
   first = place.process * len(devices)
-  return [make_actor(run, index, shards_of(run.experiment, number, len(devices) * place.processes),
-                     device, stack, envs)
-          for number, device in enumerate(devices, first)]
+  actors = []
+  for number, device in enumerate(devices, first):
+    ids = shards_of(run.experiment, number, len(devices) * place.processes)
+    actors.append(make_actor(run, index, ids, device, envs))
+    stack.callback(actors[-1].rollout_program.close)
+  return actors
 
 
 def shards_of(experiment: Experiment, number: int, actors: int) -> range:
@@ -356,51 +365,39 @@ def shards_of(experiment: Experiment, number: int, actors: int) -> range:
   return range(number * per_actor, (number + 1) * per_actor)
 
 
-def make_actor(run: Run, index: int, ids: range, device: jax.Device, stack: contextlib.ExitStack,
-               envs: Any | None = None, life: int = 0) -> wiring.LocalActor:
-  """Starts the environments of an actor for a segment.
+def make_actor(run: Run, index: int, ids: range, device: jax.Device, envs: Any | None = None
+               ) -> wiring.LocalActor:
+  """Starts the environments of an actor for a segment; its `rollout_program` closes them.
 
   Args:
     run: what the segment belongs to.
     index: of the segment, from 0.
     ids: the actor's vector environments, as `shards_of` returns them.
     device: of the actor.
-    stack: see `make_actors`.
     envs: see `make_actors`.
-    life: of the actor; one that was begun again has other random numbers.
   """
   experiment = run.experiment
   width = experiment.env.num_envs // experiment.num_shards
   key = jax.random.fold_in(keys_of(experiment.seed).act, index)
-  if life:
-    key = jax.random.fold_in(key, experiment.num_shards + life)
+  if run.life:
+    key = jax.random.fold_in(key, experiment.num_shards + run.life)
   family = family_of(experiment.env.task)
   rollout_program = RolloutProgram([
       family.make_vector_env(experiment.env.task, experiment.env_options,
-                             env_seeds(experiment.seed, index, i * width, width, life),
+                             env_seeds(experiment.seed, index, i * width, width, run.life),
                              run.place.env_threads, experiment.env_batch)
       for i in ids])
-  stack.callback(rollout_program.close)
-  keys = [jax.random.fold_in(key, i) for i in ids]
-  first_env = ids[0] * width
-  state = run.acting.initial_state(rollout_program.vector_envs, keys, first_env)
-  if envs:
-    state = state._replace(envs=tuple(
-        kept_envs.pick(envs, i, like) for i, like in zip(ids, state.envs, strict=True)))
-  return wiring.LocalActor(rollout_program, jax.device_put(state, device), device, first_env)
-
-
-def allocated(run: Run, state: TrainState, envs: Any | None) -> tuple[TrainState, Any | None]:
-  """Returns what a segment begins with: a state with a replay, and environments that fit it.
-
-  Args:
-    run: the run that the segment belongs to.
-    state: the train state, whose replay may be missing; then it begins empty.
-    envs: as in `kept_envs`; None if the environments begin anew.
-  """
-  if envs is not None and not jax.tree.leaves(state.replay):
-    envs = priorities.forget(envs)
-  return run.learner.allocate(state), envs
+  with contextlib.ExitStack() as failing:
+    failing.callback(rollout_program.close)
+    keys = [jax.random.fold_in(key, i) for i in ids]
+    first_env = ids[0] * width
+    state = run.acting.initial_state(rollout_program.vector_envs, keys, first_env)
+    if envs:
+      state = state._replace(envs=tuple(
+          kept_envs.pick(envs, i, like) for i, like in zip(ids, state.envs, strict=True)))
+    state = jax.device_put(state, device)
+    failing.pop_all()
+  return wiring.LocalActor(rollout_program, state, device, first_env)
 
 
 def kept_env_shapes(run: Run) -> Any | None:
@@ -432,26 +429,27 @@ def envs_after(run: Run, states: Mapping[str, Any], first_update: int) -> Any:
 
 
 @contextlib.contextmanager
-def segment(run: Run, state: TrainState, index: int, updates: int,
-            report: Callable[[Report], None],
-            stop: Callable[[], bool] = lambda: False, envs: Any | None = None
-            ) -> Iterator[wiring.Segment]:
-  """Builds segment `index`: environments, and channels primed with `state`.
+def segment(run: Run, snapshot: Snapshot, updates: int, report: Callable[[Report], None],
+            stop: Callable[[], bool] = lambda: False) -> Iterator[wiring.Segment]:
+  """Builds a segment: environments, and channels primed with the state.
 
   Args:
     run: the run that the segment belongs to.
-    state: the train state to begin from; donated.
-    index: index of the segment, from 0: the streams of its environments depend on it.
+    snapshot: where it begins; the streams of its environments depend on the segment's index. The
+      state is donated. A replay that is missing begins empty.
     updates: number of updates, unless total_steps are reached or `stop` says so.
     report: called with each Report, by a thread of its own.
     stop: called after every update (with a scheme of one program: after every call of it); True
       ends the segment.
-    envs: see `make_actors`.
 
   Yields:
     The segment. On exit its environments are closed, after their programs have finished; unless
     the exit is a `loops.Stuck`, whose threads may still step them.
   """
+  state, envs, index = snapshot
+  if envs is not None and not jax.tree.leaves(state.replay):
+    envs = priorities.forget(envs)
+  state = run.learner.allocate(state)
   total_steps = run.experiment.total_steps
   mesh = run.place.mesh
 
@@ -464,8 +462,8 @@ def segment(run: Run, state: TrainState, index: int, updates: int,
     return state, ()
 
   with contextlib.ExitStack() as stack:
-    if run.machines:
-      actors = run.machines.actors(index, stop)
+    if run.crew:
+      actors = run.crew.actors(index, stop)
     else:
       actors = make_actors(run, index, stack, envs)
     start = wiring.SegmentStart(state, int(state.update), updates, ended)

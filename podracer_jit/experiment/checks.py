@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from podracer_jit.agents import kinds
 from podracer_jit.envs import spaces
-from podracer_jit.experiment.experiment import Experiment
-from podracer_jit.experiment.settings import EnvOptions
+from podracer_jit.experiment.schema import EnvOptions, Experiment
 from podracer_jit.learner.rollout_updates import num_microbatches
 from podracer_jit.losses.minibatches import ROWS, Unit
 from podracer_jit.options import INT32_MAX, Count, defaults, shown, uneven
@@ -88,22 +87,20 @@ def _network(experiment: Experiment) -> Iterator[str]:
     for field, only in (('core', 'none'), ('separate_critic', False)):
       if getattr(torso, field) != only:
         yield f'network.{field}: {experiment.loss_name} has no use for it; must be {only}'
-  if getattr(experiment.network, 'needs_parts', False):
-    if not any(part.is_image for part in spec.parts):
-      yield (f'network.name: {name} wants observations of several parts with an image among them; '
-             f'{spec.task} gives {spec.obs_shape}')
-    if experiment.normalise.obs:
-      yield f'normalise.obs: {name} scales images itself; must be False'
-  if getattr(experiment.network, 'needs_images', False):
-    if len(spec.obs_shape) != 3:
-      any_shape = [network for network, part in kinds.NETWORKS.items()
-                   if kinds.provides(part) == role
-                   and not getattr(part, 'needs_images', False)
-                   and not getattr(part, 'needs_parts', False)]
-      yield (f'network.name: {name} wants images, {spec.task} gives {spec.obs_shape}; '
-             f'{", ".join(any_shape)} takes any shape')
-    if experiment.normalise.obs:
-      yield f'normalise.obs: {name} scales images itself; must be False'
+  needs_parts = getattr(experiment.network, 'needs_parts', False)
+  needs_images = getattr(experiment.network, 'needs_images', False)
+  if needs_parts and not any(part.is_image for part in spec.parts):
+    yield (f'network.name: {name} wants observations of several parts with an image among them; '
+           f'{spec.task} gives {spec.obs_shape}')
+  if needs_images and len(spec.obs_shape) != 3:
+    any_shape = [network for network, part in kinds.NETWORKS.items()
+                 if kinds.provides(part) == role
+                 and not getattr(part, 'needs_images', False)
+                 and not getattr(part, 'needs_parts', False)]
+    yield (f'network.name: {name} wants images, {spec.task} gives {spec.obs_shape}; '
+           f'{", ".join(any_shape)} takes any shape')
+  if (needs_parts or needs_images) and experiment.normalise.obs:
+    yield f'normalise.obs: {name} scales images itself; must be False'
 
 
 def _algorithm(experiment: Experiment) -> Iterator[str]:
@@ -112,12 +109,11 @@ def _algorithm(experiment: Experiment) -> Iterator[str]:
   if experiment.optimizer.kl_target and not experiment.algorithm.measures_kl:
     yield f'optimizer.kl_target: {name} does not measure the KL divergence; must be 0'
   if not experiment.algorithm.learns_from_replay:
-    recurrent = experiment.torso_options.recurrent
-    unit = experiment.algorithm.minibatch_unit(recurrent)
+    unit = experiment.minibatch_unit
     if not isinstance(unit, Unit):
       yield (f'loss.name: minibatch_unit of {name} must return minibatches.ENVIRONMENTS or '
              f'minibatches.ROWS, got {shown(unit)}')
-    elif recurrent and unit is ROWS:
+    elif experiment.torso_options.recurrent and unit is ROWS:
       yield (f'network.core: {name} learns from single rows, and a recurrent network from rows in '
              f'order; must be none, got {experiment.torso_options.core}')
   if experiment.normalise.value and not experiment.algorithm.normalises_values:
@@ -170,28 +166,21 @@ def _cluster(experiment: Experiment) -> Iterator[str]:
            f'must be auto, got {place.actor_platform}')
 
 
-def _gradient_groups(experiment: Experiment) -> Count:
-  return Count('num_grad_shards', experiment.num_grad_shards,
-               experiment.differs('num_grad_shards'), 'gradient group')
-
-
 def _indivisible(experiment: Experiment) -> Iterator[str]:
   """Yields the numbers that cannot be split evenly."""
   num_envs = experiment.env.num_envs
-  groups = experiment.num_grad_shards
   learners = len(experiment.placement.learner_devices)
   envs_set = num_envs != defaults(EnvOptions)['num_envs']
   envs = Count('env.num_envs', num_envs, envs_set, 'environment')
   shards = Count('num_shards', experiment.num_shards, experiment.differs('num_shards'), 'shard')
-  gradient_groups = _gradient_groups(experiment)
+  gradient_groups = experiment.group_count()
   for whole, divisor in ((envs, shards), (envs, gradient_groups),
                          (gradient_groups, experiment.placement.learner_count(learners))):
     if whole.number % divisor.number:
       yield uneven(whole, divisor)
   if experiment.algorithm.learns_from_replay:
     return
-  unit = experiment.algorithm.minibatch_unit(experiment.torso_options.recurrent)
-  elements = num_envs // groups * unit.elements(experiment.unroll_length)
+  elements = experiment.group_elements
   if elements % experiment.num_minibatches:
     yield (f'num_minibatches: the {elements} minibatch elements of a gradient group cannot be '
            f'split evenly into {experiment.num_minibatches} minibatches')
@@ -202,9 +191,8 @@ def _small_minibatches(experiment: Experiment) -> Iterator[str]:
   algorithm = experiment.algorithm
   if algorithm.learns_from_replay:
     return
-  unit = algorithm.minibatch_unit(experiment.torso_options.recurrent)
-  group_envs = experiment.env.num_envs // experiment.num_grad_shards
-  elements = group_envs * unit.elements(experiment.unroll_length)
+  unit = experiment.minibatch_unit
+  elements = experiment.group_elements
   # Where each worker has an update of its own, a minibatch is of its groups only.
   updates = len(experiment.placement.learner_devices) if experiment.scheme.each else 1
   epoch_rows = (experiment.num_grad_shards // updates * elements
@@ -273,10 +261,9 @@ def _small_microbatches(experiment: Experiment) -> Iterator[str]:
     elements = experiment.replay.batch_size // groups
     share = 'replay.batch_size / num_grad_shards'
   else:
-    unit = experiment.algorithm.minibatch_unit(experiment.torso_options.recurrent)
+    unit = experiment.minibatch_unit
     rows = unit.network_rows(experiment.unroll_length)
-    elements = (experiment.env.num_envs // groups * unit.elements(experiment.unroll_length)
-                // experiment.num_minibatches)
+    elements = experiment.group_elements // experiment.num_minibatches
     steps = '' if unit.elements(2) == 1 else ' * unroll_length'
     share = f'env.num_envs{steps} / num_grad_shards / num_minibatches'
 
@@ -341,7 +328,7 @@ def _replay(experiment: Experiment) -> Iterator[str]:
            f'{experiment.batch_rows}, got {options.capacity}')
   groups = experiment.num_grad_shards
   actors = experiment.placement.num_actors
-  gradient_groups = _gradient_groups(experiment)
+  gradient_groups = experiment.group_count()
   for field in ('batch_size', 'capacity'):
     number = getattr(options, field)
     if number % groups:

@@ -15,7 +15,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from podracer_jit import parts
-from podracer_jit.experiment import schema as config_lib
+from podracer_jit.experiment import config_dict, schema
 from podracer_jit.options import shorten
 from podracer_jit.parts import user_path
 
@@ -54,54 +54,68 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
     if values.help:
       return None
     raise ValueError(f'--config is missing: {_EXAMPLE}')
-  with one_line_errors():
-    config = load_config(location)
-  for field in _required_fields(config):
-    raise ValueError(f'--config: {field} is a required_placeholder, which ml_collections lets no '
-                     'flag set; make it a placeholder')
-  for section in config_lib.CHOICES:
+  config = load_config(location)
+  for name, value in _fields(config):
+    if config_dict.lacks_required(value):
+      raise ValueError(f'--config: {name} is a required_placeholder, which ml_collections lets no '
+                       'flag set; make it a placeholder')
+  for section in schema.CHOICES:
     # In the order of the command line, so that the last flag counts.
     for arg in argv:
       if arg.startswith(f'--config.{section}.name='):
-        with one_line_errors(), config.unlocked():
-          config_lib.choose(config, section, arg.partition('=')[2])
+        with _one_line_errors(), config.unlocked():
+          schema.choose(config, section, arg.partition('=')[2])
   try:
     config_flags.DEFINE_config_dict('config', config, _MEANING, flag_values=values, sys_argv=argv)
   except (AttributeError, KeyError) as error:
     raise ValueError(_no_field(error, argv)) from None
   except (flags.Error, TypeError, ValueError) as error:
     raise ValueError(f'--config: {_one_line(error)}') from None
-  _parse_flags(argv, values, _fields(config))
-  fields = config_lib.plain(values.config)
+  _parse_flags(argv, values, [name for name, _ in _fields(config)])
+  fields = config_dict.plain(values.config)
   if env_options:
     fields['env'] = fields.get('env', {}) | env_options
   if values.help:
-    print_fields(fields)
+    _print_fields(fields)
     values['config'].default_as_str = None  # all its fields, once more
     return None
   return fields
 
 
-def print_fields(fields: Mapping[str, Any]) -> None:
+def _print_fields(fields: Mapping[str, Any]) -> None:
   """Prints the fields of a config with values and meanings."""
   print('Fields, as this config has them; --config.FIELD=VALUE overrides one:')
-  for name, value, meaning in config_lib.describe(fields):
+  for name, value, meaning in schema.describe(fields):
     print(f'  {name} = {value!r}\n      {meaning}')
   print("  env.* : any other option of the task's own\n")
 
 
-def load_config(location: str) -> config_lib.Fields:
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+  """Turns any exception of a config file into a ValueError of one line; the file is a program."""
+  try:
+    yield
+  except ValueError as error:
+    message = _one_line(error)
+    names_field = re.match(r'--config|\w+\.name: ', message)
+    raise ValueError(message if names_field else f'--config: {message}') from None
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything
+    raise ValueError(f'--config: {type(error).__name__}: {_one_line(error)}') from None
+
+
+@_one_line_errors()
+def load_config(location: str) -> config_dict.Fields:
   """Returns the config that a file's `get_config` makes, locked.
 
   Args:
     location: the path of a file, or the name of a shipped config; with its argument after a colon.
 
   Raises:
-    ValueError: there is no such config, or the file does not define one.
-    Exception: any error of the file itself.
+    ValueError: there is no such config, the file fails, or it does not define a config; the message
+      is one line.
   """
   path, colon, argument = location.partition(':')
-  file = find_config(path)
+  file = _find_config(path)
   module = parts.run_file(file)
   if not hasattr(module, 'get_config'):
     raise ValueError(f'{file} has no function get_config')
@@ -109,10 +123,10 @@ def load_config(location: str) -> config_lib.Fields:
   if not isinstance(config, Mapping | ml_collections.ConfigDict):
     raise ValueError(f'get_config of {file} must return the result of experiment.config, got '
                      f'{type(config).__name__}')
-  return config_lib.as_fields(config)
+  return config_dict.as_fields(config)
 
 
-def find_config(path: str) -> Path:
+def _find_config(path: str) -> Path:
   """Returns the file of --config: an existing file, or a shipped config by its name.
 
   Raises:
@@ -123,13 +137,9 @@ def find_config(path: str) -> Path:
   for candidate in candidates:
     if path and candidate.is_file():
       return candidate
+  shipped = sorted(path.stem for path in (_PACKAGE / 'configs').glob('[!_]*.py'))
   raise ValueError(f'--config={path}: there is no such file, and no shipped config of that name; '
-                   f'there are {", ".join(shipped_configs())}')
-
-
-def shipped_configs() -> list[str]:
-  """Returns the names of the shipped configs."""
-  return sorted(path.stem for path in (_PACKAGE / 'configs').glob('[!_]*.py'))
+                   f'there are {", ".join(shipped)}')
 
 
 def default_workdir(argv: Sequence[str]) -> Path:
@@ -137,19 +147,6 @@ def default_workdir(argv: Sequence[str]) -> Path:
   config = next(a for a in _joined(argv) if a.startswith('--config=')).partition('=')[2]
   path, _, argument = config.partition(':')
   return Path('runs') / re.sub(r'[^A-Za-z0-9._-]', '_', Path(path).stem + f'_{argument}').strip('_')
-
-
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-  """Turns any exception of a config file into a ValueError of one line; the file is a program."""
-  try:
-    yield
-  except ValueError as error:
-    message = _one_line(error)
-    names_field = re.match(r'--config|\w+\.name: ', message)
-    raise ValueError(message if names_field else f'--config: {message}') from None
-  except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything
-    raise ValueError(f'--config: {type(error).__name__}: {_one_line(error)}') from None
 
 
 def _parse_flags(argv: Sequence[str], values: flags.FlagValues, fields: Sequence[str]) -> None:
@@ -170,27 +167,13 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues, fields: Sequence
     raise ValueError(f'{arguments[1]}: not a flag; flags begin with --')
 
 
-def _fields(config: Mapping[str, Any], prefix: str = '') -> list[str]:
-  """Returns the names of the fields of a config: section.field."""
-  names = []
+def _fields(config: ml_collections.ConfigDict, prefix: str = '') -> Iterator[tuple[str, Any]]:
+  """Yields the name of each field of a config, with dots, and its value or reference."""
   for name, value in config.items(preserve_field_references=True):
     if isinstance(value, ml_collections.ConfigDict):
-      names += _fields(value, f'{prefix}{name}.')
+      yield from _fields(value, f'{prefix}{name}.')
     else:
-      names.append(f'{prefix}{name}')
-  return names
-
-
-def _required_fields(config: ml_collections.ConfigDict, prefix: str = '') -> Iterator[str]:
-  """Yields the fields, with dots, whose value is required and not set."""
-  for name, value in config.items(preserve_field_references=True):
-    if isinstance(value, ml_collections.ConfigDict):
-      yield from _required_fields(value, f'{prefix}{name}.')
-    elif isinstance(value, ml_collections.FieldReference):
-      try:
-        value.get()
-      except ml_collections.config_dict.RequiredValueError:
-        yield f'{prefix}{name}'
+      yield f'{prefix}{name}', value
 
 
 def _joined(argv: Sequence[str], prefix: str = '--') -> list[str]:

@@ -24,8 +24,7 @@ from podracer_jit.actor.acting import Acting
 from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import EnvSpec, TimeStep
 from podracer_jit.experiment import build
-from podracer_jit.experiment.experiment import Experiment
-from podracer_jit.experiment.settings import EnvOptions, TrainingOptions
+from podracer_jit.experiment.schema import EnvOptions, Experiment, TrainingOptions
 from podracer_jit.learner.rollout_updates import num_microbatches
 from podracer_jit.replay import buffer
 from podracer_jit.types import Transition
@@ -260,8 +259,7 @@ def _index_bytes(run: build.Run) -> int:
   algorithm = experiment.algorithm
   if algorithm.learns_from_replay or not algorithm.shuffles:
     return 0
-  unit = algorithm.minibatch_unit(experiment.torso_options.recurrent)
-  elements = experiment.env.num_envs * unit.elements(experiment.unroll_length)
+  elements = experiment.num_grad_shards * experiment.group_elements
   return experiment.num_epochs * elements * np.dtype(np.int32).itemsize
 
 
@@ -275,10 +273,8 @@ def _pass_bytes(run: build.Run) -> int:
   spec = experiment.spec
   if experiment.algorithm.learns_from_replay or spec.stack > 1:
     return 0
-  unit = experiment.algorithm.minibatch_unit(experiment.torso_options.recurrent)
-  rows_per_element = unit.network_rows(experiment.unroll_length)
-  elements = (experiment.env.num_envs // experiment.num_grad_shards
-              * unit.elements(experiment.unroll_length) // experiment.num_minibatches)
+  rows_per_element = experiment.minibatch_unit.network_rows(experiment.unroll_length)
+  elements = experiment.group_elements // experiment.num_minibatches
   passes = num_microbatches(elements, rows_per_element, experiment.microbatch_rows)
   converted = 0
   if len(spec.obs_shape) == 1 and not np.issubdtype(spec.obs_dtype, np.floating):

@@ -9,17 +9,14 @@ from typing import Any
 import numpy as np
 
 from podracer_jit import options, parts
-from podracer_jit.agents import kinds
 from podracer_jit.agents.networks import TorsoOptions, fit_to_task
 from podracer_jit.agents.policies import FAMILIES, Family, Policy
 from podracer_jit.envs.families import family_of, may_start_jax
 from podracer_jit.envs.protocol import EnvSpec
-from podracer_jit.experiment import checks
-from podracer_jit.experiment import schema as config_lib
-from podracer_jit.experiment.experiment import Experiment
-from podracer_jit.experiment.settings import EnvOptions, TrainingOptions
+from podracer_jit.experiment import checks, schema
+from podracer_jit.experiment.config_dict import plain, refuse_object
+from podracer_jit.experiment.schema import EnvOptions, Experiment, TrainingOptions
 from podracer_jit.losses.algorithm import Algorithm
-from podracer_jit.replay.options import ReplayOptions
 from podracer_jit.runtime import host
 from podracer_jit.runtime.placement import PlacementOptions
 from podracer_jit.schemes.scheme import Scheme
@@ -35,30 +32,18 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
   Raises:
     ValueError: the config is wrong; the message names a field, its value and a right value.
   """
-  fields = config_lib.plain(config)
+  fields = plain(config)
   for problem in _problems_of_fields(fields):
     raise ValueError(problem)
-  sections = {section: options.make(cls, fields[section])
-              for section, cls in config_lib.SECTIONS.items()}
-  chosen = {section: _make_part(section, fields[section]) for section in config_lib.CHOICES}
-  algorithm = chosen['loss']
-  torso_options = TorsoOptions()
-  if kinds.provides(type(chosen['network'])) == kinds.TORSO:
-    torso_options = options.make(TorsoOptions, fields['network'])
-  replay = None
-  if algorithm.learns_from_replay:
-    replay = options.make(ReplayOptions, fields['replay'])
-  for section, part in (*chosen.items(), ('network', torso_options), ('replay', replay)):
-    with _own_errors(f'{section}.name', type(part).__name__):
-      problems = list(getattr(part, 'problems', tuple)())
-    for problem in problems:
-      raise ValueError(f'{section}.{problem}')
-  env = options.make(EnvOptions, fields['env'])
+  made = _make_parts(fields)
+  env = made['env'][0]
+  algorithm = made['loss'][0]
+  network, torso_options = (*made['network'], TorsoOptions())[:2]
   task_options = {name: value for name, value in fields['env'].items()
                   if name not in options.meanings(EnvOptions)}
   with _own_errors('env.task', env.task):
     if may_start_jax(env.task):
-      host.prepare_host_for_any(sections['placement'])
+      host.prepare_host_for_any(made['placement'][0])
     spec = family_of(env.task).make_spec(env.task, task_options)
   policy_name, policy = _make_policy(fields, algorithm, spec)
   experiment = Experiment(
@@ -66,10 +51,10 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
       scheme_name=fields['scheme'], scheme=_find_scheme(fields['scheme']),
       env=env, env_options=task_options, spec=spec,
       loss_name=fields['loss']['name'], algorithm=algorithm,
-      network_name=fields['network']['name'], network=fit_to_task(chosen['network'], spec),
-      torso_options=torso_options,
-      policy_name=policy_name, policy=policy,
-      optimizer=chosen['optimizer'], replay=replay, fields=fields, **sections)
+      network_name=fields['network']['name'], network=fit_to_task(network, spec),
+      torso_options=torso_options, policy_name=policy_name, policy=policy,
+      optimizer=made['optimizer'][0], replay=made.get('replay', [None])[0], fields=fields,
+      **{section: made[section][0] for section in schema.SECTIONS})
   for problem in checks.problems(experiment):
     raise ValueError(problem)
   return experiment
@@ -81,7 +66,7 @@ def placement_of(config: Mapping[str, Any]) -> PlacementOptions:
   Raises:
     ValueError: a field is wrong; the message names it, its value and a right value.
   """
-  fields = config_lib.plain(config).get('placement', {})
+  fields = plain(config).get('placement', {})
   for problem in (*options.check_names('placement.', fields, options.defaults(PlacementOptions)),
                   *options.check_values('placement.', fields, PlacementOptions)):
     raise ValueError(problem)
@@ -104,57 +89,26 @@ def changed(experiment: Experiment, **changes: Any) -> Experiment:
   return resolve(fields)
 
 
-def resolve_on_one_device(config: Mapping[str, Any]) -> tuple[Experiment, PlacementOptions]:
-  """Resolves a config with one actor and one learner device in place of its own.
-
-  Returns:
-    The experiment, and the placement of the config, which may be impossible on this machine.
-
-  Raises:
-    ValueError: see `resolve`.
-  """
-  fields = config_lib.plain(config)
-  place = fields.get('placement', {})
-  one_device = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1)
-  experiment = resolve(fields | {'placement': dict(place) | one_device})
-  for problem in options.check_values('placement.', place, PlacementOptions):
-    raise ValueError(problem)
-  return experiment, options.make(PlacementOptions, dict(experiment.fields['placement']) | place)
-
-
 def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
   """Yields a line for each wrong name or value, section by section."""
-  for section in config_lib.CHOICES:
-    if not isinstance(fields.get(section), Mapping) or 'name' not in fields[section]:
-      yield f'{section}.name: is missing'
-  for field, name in config_lib.names(fields).items():
-    config_lib.refuse_object(field, name)
+  for field, name in schema.names(fields).items():
+    refuse_object(field, name)
   _find_scheme(fields.get('scheme'))
-  chosen = {section: config_lib.find_part(section, fields[section]['name'])
-            for section in config_lib.CHOICES}
-  whole = config_lib.config(*(fields[section]['name'] for section in chosen)).to_dict()
+  whole = schema.defaults(fields)
   yield from options.check_names('', fields, whole)
-  for section, defaults in whole.items():
-    if isinstance(defaults, Mapping) and not isinstance(fields[section], Mapping):
-      yield (f'{section}: must have the fields {", ".join(defaults)}, got '
-             f'{options.shown(fields[section])}')
-  for section, cls in config_lib.SECTIONS.items():
-    yield from options.check_names(f'{section}.', fields[section], whole[section])
-    yield from options.check_values(f'{section}.', fields[section], cls)
-  for section, part in chosen.items():
-    part_options = {name: value for name, value in fields[section].items() if name != 'name'}
-    known = [name for name in whole[section] if name != 'name']
-    yield from options.check_names(f'{section}.', part_options, known,
-                                   owner=fields[section]['name'])
-    for cls in config_lib.option_classes(section, part):
-      yield from options.check_values(f'{section}.', part_options, cls)
-  if 'replay' in whole:
-    yield from options.check_names('replay.', fields['replay'], whole['replay'])
-    yield from options.check_values('replay.', fields['replay'], ReplayOptions)
+  for section, classes in schema.classes_by_section(fields).items():
+    given = fields[section]
+    known = sorted(name for name in whole[section] if name != 'name')
+    if not isinstance(given, Mapping):
+      yield f'{section}: must have the fields {", ".join(known)}, got {options.shown(given)}'
+    # The name of a part is no option; the task's own options are checked with the task.
+    given = {name: value for name, value in given.items()
+             if name != 'name' and (section != 'env' or name in known)}
+    owner = fields[section]['name'] if section in schema.CHOICES else ''
+    yield from options.check_names(f'{section}.', given, known, owner)
+    for cls in classes:
+      yield from options.check_values(f'{section}.', given, cls)
   yield from options.check_values('', fields, TrainingOptions)
-  missing = set(whole['env']) - set(fields['env'])
-  yield from (f'env.{name}: is missing' for name in sorted(missing))
-  yield from options.check_values('env.', fields['env'], EnvOptions)
   for name, value in fields['env'].items():
     # An evaluation gets the task's own options from config.json.
     problem = options.problem_of_json(value) or options.problem_of_json({name: 0})
@@ -174,9 +128,22 @@ def _own_errors(field: str, name: str) -> Iterator[None]:
                      f'{options.shorten(str(error))}') from error
 
 
-def _make_part(section: str, fields: Mapping[str, Any]) -> Any:
-  with _own_errors(f'{section}.name', fields['name']):
-    return options.make(config_lib.find_part(section, fields['name']), fields)
+def _make_parts(fields: Mapping[str, Any]) -> dict[str, list[Any]]:
+  """Returns the objects that the options of each section make.
+
+  Raises:
+    ValueError: a part fails, or has `problems` with its options.
+  """
+  made = {}
+  for section, classes in schema.classes_by_section(fields).items():
+    with _own_errors(f'{section}.name', fields[section].get('name', section)):
+      made[section] = [options.make(cls, fields[section]) for cls in classes]
+  for section, part in [(section, part) for section, found in made.items() for part in found]:
+    with _own_errors(f'{section}.name', type(part).__name__):
+      problems = list(getattr(part, 'problems', tuple)())
+    for problem in problems:
+      raise ValueError(f'{section}.{problem}')
+  return made
 
 
 def _find_scheme(name: Any) -> Scheme:
@@ -198,14 +165,14 @@ def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec
     raise ValueError(f'loss.name: {fields["loss"]["name"]} wants {able[0]}; those of {spec.task} '
                      f'are {_actions_of(Family(None, *kind[::2], several))}')
   name = fields['policy']
-  if name == config_lib.POLICY:
+  if name == schema.POLICY:
     name, family = next(iter(fitting.items()))
   elif ':' in str(name):
     family = parts.find('policy', name, {})
   else:
     family = FAMILIES.get(str(name))
   if not isinstance(family, Family) or _kind(family) != kind:
-    known = ', '.join((config_lib.POLICY, *fitting))
+    known = ', '.join((schema.POLICY, *fitting))
     raise ValueError(f'policy: must be one of {known} for the actions of {spec.task}, got '
                      f'{options.shown(name)}')
   if discrete:

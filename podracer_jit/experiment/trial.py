@@ -17,9 +17,8 @@ from podracer_jit import options
 from podracer_jit.actor import rollouts
 from podracer_jit.agents import running_moments
 from podracer_jit.envs import frames
-from podracer_jit.experiment import build, memory
-from podracer_jit.experiment import schema as config
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment import build, memory, modules
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.learner import rollout_updates
 from podracer_jit.types import Rollout, TrainState
 
@@ -42,7 +41,7 @@ def check(run: build.Run) -> None:
   """
   experiment = run.experiment
   # Shipped parts fit together, and to trace them takes seconds.
-  if not config.modules(experiment.fields):
+  if not modules.named(experiment.fields):
     return
   with _one_line(experiment, 'policy', experiment.policy_name):
     memory.bytes_of_pool(experiment, run.network, run.acting)
@@ -227,7 +226,7 @@ def _one_line(experiment: Experiment, field: str, subject: str) -> Iterator[None
 
 def _line_of(experiment: Experiment, error: Exception) -> str:
   """Returns the last line of a user's file that an exception came through: ' (mine.py, line 3)'."""
-  names = config.modules(experiment.fields).values()
+  names = modules.named(experiment.fields).values()
   files = {getattr(sys.modules.get(name), '__file__', None) for name in names}
   frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
   return f' ({Path(frames[-1].filename).name}, line {frames[-1].lineno})' if frames else ''

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -18,14 +17,13 @@ from safetensors import numpy as safetensors_numpy
 from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
 from podracer_jit.errors import refusing
-from podracer_jit.experiment import build
-from podracer_jit.experiment import schema as config_lib
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment import build, modules
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.options import shorten
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation, export
 from podracer_jit.runtime import host
-from podracer_jit.workdir import checkpoints, files, sources, workdirs
+from podracer_jit.workdir import checkpoints, files, record, sources
 
 PARAMETERS = 'parameters.safetensors'
 _DRAFT = '.saving'  # in the name of a folder until it is complete
@@ -137,14 +135,13 @@ class Agent:
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     params = jax.device_get(self.player.params)
-    record = workdirs.record_of(self.experiment.fields)
-    files.write(draft / workdirs.CONFIG, json.dumps(record, indent=2) + '\n')
+    record.new(self.experiment.fields).write(draft)
     safetensors_numpy.save_file(
         {name: np.asarray(array, order='C') for name, array in checkpoints.leaves(params).items()},
         draft / PARAMETERS, {'update': str(self.update), 'steps': str(self.steps)})
     for name, content in contents.items():
       files.write(draft / name, content)
-    sources.keep(draft, config_lib.sources(self.experiment.fields), 1)
+    sources.keep(draft, modules.sources(self.experiment.fields), 1)
     checkpoints.write_manifest(draft, checkpoints.digest(params))
     with contextlib.suppress(FileNotFoundError):
       folder.rmdir()  # `rename` needs a free name; an existing folder is empty.

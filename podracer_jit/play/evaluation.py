@@ -25,15 +25,14 @@ from podracer_jit.envs.families import family_of, libraries_of
 from podracer_jit.envs.protocol import EnvSpec, VectorEnv
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.errors import EnvironmentFailed, Failed
-from podracer_jit.experiment import build
+from podracer_jit.experiment import build, schema
 from podracer_jit.experiment import resolve as resolve_lib
-from podracer_jit.experiment import schema as config
-from podracer_jit.experiment.experiment import Experiment
-from podracer_jit.experiment.settings import EnvOptions
+from podracer_jit.experiment.schema import EnvOptions, Experiment
 from podracer_jit.options import shorten, shown
 from podracer_jit.runtime import placement
 from podracer_jit.types import Params, TrainState
-from podracer_jit.workdir import checkpoints, files, workdirs
+from podracer_jit.workdir import checkpoints, files, record
+from podracer_jit.workdir.workdir import Workdir
 
 NEWEST = 'evaluation.json'  # in a workdir: the newest evaluation by the command
 # In a workdir: a line for each evaluation by the command. Those of training have a file of their
@@ -131,12 +130,13 @@ def read_experiment(workdir: Path, allow_modules: Collection[str] = (),
   Raises:
     ValueError: there is no run, its config is wrong, or its observations have changed.
   """
-  fields = workdirs.read_config(workdir, allow_modules, update)
+  folder = Workdir(workdir)
+  fields = folder.config(allow_modules, update)
   try:
-    experiment = resolve_lib.resolve(config.on_one_device(fields) if on_one_device else fields)
+    experiment = resolve_lib.resolve(schema.on_one_device(fields) if on_one_device else fields)
   except ValueError as error:
     raise ValueError(f'--workdir: config.json of {workdir}: {shorten(str(error), 600)}') from None
-  workdirs.check_layout(workdir, experiment)
+  folder.check_layout(experiment)
   return experiment
 
 
@@ -411,7 +411,7 @@ def record_of(player: Player, episodes: Episodes, **how: Any) -> Record:
               host=platform.node(), task=player.task, update=player.update, steps=player.steps,
               **how, statistics=statistics(player.task, episodes),
               returns=[_finite(episode_return) for episode_return in episodes.returns],
-              lengths=episodes.lengths, versions=workdirs.versions(*libraries_of(player.task)))
+              lengths=episodes.lengths, versions=record.versions(*libraries_of(player.task)))
 
 
 def write(workdir: Path, record: Record) -> None:

@@ -14,10 +14,10 @@ from jax import export as jax_export
 
 from podracer_jit import options
 from podracer_jit.envs import spaces
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics import convolution
 from podracer_jit.play import evaluation
-from podracer_jit.workdir import checkpoints, workdirs
+from podracer_jit.workdir import checkpoints, record
 
 DESCRIPTION = 'agent.json'
 FORMAT = 1  # of the description and the programs' arguments
@@ -236,7 +236,7 @@ class _Interface:
         'results': _RESULTS,
         'call': 'jax.export.deserialize(bytes of the file).call(*arguments)',
         'tolerance': TOLERANCE,
-        'versions': workdirs.versions()}
+        'versions': record.versions()}
 
   def check(self, program: jax_export.Exported) -> dict[str, Any]:
     """Compares the program that draws with the agent on a few rows.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -239,18 +241,20 @@ def barrier(name: str) -> None:
     multihost_utils.sync_global_devices(name)
 
 
-def of_process_0(number: int | None) -> int | None:
-  """Broadcasts a non-negative number, or None, from process 0 to all processes.
+def of_process_0(value: Any) -> Any:
+  """Broadcasts a value of JSON from process 0 to all processes.
 
   Args:
-    number: the value; ignored in processes other than 0.
+    value: the value; ignored in processes other than 0.
 
   Returns:
     The value of process 0, in every process.
   """
   if jax.process_count() == 1:
-    return number
-  # Arrays hold no None.
-  sent = np.int32(-1 if number is None else number)
-  received = int(multihost_utils.broadcast_one_to_all(sent))
-  return None if received < 0 else received
+    return value
+  content = json.dumps(value).encode() if jax.process_index() == 0 else b''
+  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
+  sent = np.zeros(size, np.uint8)
+  if content:
+    sent[:] = np.frombuffer(content, np.uint8)
+  return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(sent), np.uint8)))

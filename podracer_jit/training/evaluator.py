@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from podracer_jit.errors import environment_failure
 from podracer_jit.experiment import build
-from podracer_jit.experiment.settings import EvalOptions
+from podracer_jit.experiment.schema import EvalOptions
 from podracer_jit.options import shorten
 from podracer_jit.play import evaluation
 from podracer_jit.training.sinks import Saved, Sink

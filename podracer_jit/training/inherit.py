@@ -15,83 +15,61 @@ from podracer_jit.options import shorten
 from podracer_jit.runtime import host, placement
 from podracer_jit.types import TrainState
 from podracer_jit.workdir import checkpoints
-from podracer_jit.workdir.history import Origin
+from podracer_jit.workdir.record import Origin
 
-# Parts of a state that a run can take from another run: the network's parameters with the target
-# network, the running statistics, the state of the optimizer, and the replay.
-PARTS = ('parameters', 'normalisation', 'optimizer', 'replay')
-BY_DEFAULT = ('parameters', 'normalisation', 'optimizer')
+# Parts of a state that a run takes from another run: the network's parameters with the target
+# network, the running statistics, and the state of the optimizer, if it fits.
+PARTS = ('parameters', 'normalisation', 'optimizer')
 _PARTLY = '--init_partly begins with fresh values for what does not fit'
 
 
-class Request(NamedTuple):
-  """The state to begin with, as the command line asks for it."""
-
-  workdir: Path  # of the other run
-  parts: tuple[str, ...] | None = None  # of PARTS; None: BY_DEFAULT, the optimizer only if it fits
-  partly: bool = False  # take the arrays that fit; the others begin anew
-
-
-class Inherited(NamedTuple):
-  """The first state of a run."""
-
-  state: TrainState  # without a replay, unless that was asked for
-  origin: Origin
-
-
-def read(run: build.Run, request: Request) -> Inherited:
+def read(run: build.Run, source: Path, partly: bool) -> tuple[TrainState, Origin]:
   """Returns the first state of a run that begins with another run's newest checkpoint.
 
   Arrays fit if their names, shapes and types are the same. The other run's config is not read, so
-  its task, algorithm and modules do not matter. Counters and the PRNG key are never taken. All
-  processes call this.
+  its task, algorithm and modules do not matter. Counters, the PRNG key and the replay are never
+  taken. All processes call this.
 
   Args:
     run: the run that begins.
-    request: the other run, and the parts to take.
+    source: the workdir of the other run.
+    partly: arrays that do not fit begin anew.
+
+  Returns:
+    The state, and where it came from.
 
   Raises:
     ValueError: an array does not fit, or the other run's workdir cannot be used; the message names
       the array or the problem.
   """
-  source = request.workdir.resolve()
+  source = source.resolve()
   update = _newest(source)
   fresh_state = run.initial_state()
   own_arrays = checkpoints.leaves(fresh_state)
   source_arrays = checkpoints.saved_leaves(source, update)
-  parts = request.parts or BY_DEFAULT
-  if parts == PARTS and not jax.tree.leaves(run.learner.replay_shapes()):
-    # 'all' means all parts that this run has.
-    parts = BY_DEFAULT
-  fit = _fit(own_arrays, source_arrays, request._replace(parts=parts), request.parts is None)
-  taken = fit.taken
-  if 'replay' in parts:
-    _check_replay(run, source, update)
-    taken = (*taken, 'replay')
-  if not taken:
+  fit = _fit(own_arrays, source_arrays, source, partly)
+  if not fit.taken:
     raise ValueError(f'--init_from: nothing of {source} fits this run')
 
   with contextlib.closing(checkpoints.Checkpoints(source)) as saved:
     try:
       arrays = saved.restore_leaves(update, run.place.mesh)
-      replay = None
-      if 'replay' in taken:
-        replay = saved.restore_replay(run.learner.replay_shapes(), update)
     except Exception as error:  # noqa: BLE001 - Orbax has many; a run may have deleted it meanwhile
       raise ValueError(f'--init_from: cannot read the checkpoint of update {update} in {source}: '
                        f'{shorten(str(error))}') from error
   state = _replaced(fresh_state, {name: array for name, array in arrays.items()
                                   if name in own_arrays and name not in fit.problems
-                                  and _part_of(name) in taken})
-  state = _with_target(state, arrays, taken)
+                                  and _part_of(name) in fit.taken})
+  if 'parameters' in fit.taken:
+    state = _with_target(state, arrays)
   state = placement.replicate(state, run.place.mesh)
   origin = Origin(
-      str(source), update, taken,
+      str(source), update, fit.taken,
       fresh=(*fit.fresh, *(name for name in own_arrays if name in fit.problems)),
       unused=tuple(name for name in source_arrays
                    if name in fit.problems and name not in own_arrays),
       state_sha256=checkpoints.digest(state))
-  return Inherited(state._replace(replay=replay), origin)
+  return state, origin
 
 
 class _Fit(NamedTuple):
@@ -102,37 +80,31 @@ class _Fit(NamedTuple):
   problems: dict[str, str]  # by name: the problem of each array of a taken part that does not fit
 
 
-def _fit(own_arrays: Mapping[str, Any], source_arrays: Mapping[str, Any], request: Request,
-         is_default: bool) -> _Fit:
-  """Finds the parts of another run's state, apart from the replay, that fit a run.
+def _fit(own_arrays: Mapping[str, Any], source_arrays: Mapping[str, Any], source: Path,
+         partly: bool) -> _Fit:
+  """Finds the parts of another run's state that fit a run.
 
   Args:
     own_arrays: the arrays of the run that begins, by name.
     source_arrays: the arrays of the other run, or their shapes, by name.
-    request: the other run, and the parts to take.
-    is_default: True if nobody has named the parts, so that the optimizer need not fit.
+    source: the workdir of the other run.
+    partly: arrays that do not fit begin anew.
 
   Raises:
-    ValueError: something does not fit, and the request does not allow that.
+    ValueError: something does not fit, and must.
   """
-  source = request.workdir.resolve()
   taken = []
   fresh = []
   problems = {}
-  for part in request.parts:
+  for part in PARTS:
     own = {name: leaf for name, leaf in own_arrays.items() if _part_of(name) == part}
     source_part = {name: leaf for name, leaf in source_arrays.items() if _part_of(name) == part}
     misfits = _misfits(source_part, own)
-    if part == 'optimizer' and misfits:
-      # Another network has other arrays of the same kinds; another optimizer has other kinds.
-      same_kind = _same_kind(own, source_part)
-      if is_default and not (same_kind and request.partly):
-        fresh.append(part)
-        continue
-      if not same_kind:
-        raise ValueError(f'--init_parts: the optimizer of {source} keeps other statistics; leave '
-                         'optimizer out')
-    if misfits and not request.partly:
+    # Another network has other arrays of the same kinds; another optimizer has other kinds.
+    if part == 'optimizer' and misfits and not (partly and _same_kind(own, source_part)):
+      fresh.append(part)
+      continue
+    if misfits and not partly:
       raise ValueError(f'--init_from: {_words(next(iter(misfits.items())), source)}; {_PARTLY}')
     problems |= misfits
     if own.keys() - misfits.keys():
@@ -215,25 +187,6 @@ def _same_kind(own: Sequence[str], other: Sequence[str]) -> bool:
   return kinds(own) == kinds(other)
 
 
-def _check_replay(run: build.Run, source: Path, update: int) -> None:
-  """Checks that the replay of a checkpoint fits this run.
-
-  Raises:
-    ValueError: it does not fit, or the checkpoint or this run has no replay.
-  """
-  own = checkpoints.leaves(run.learner.replay_shapes())
-  saved = checkpoints.saved_leaves(source, update, 'replay')
-  if not own:
-    raise ValueError(f'--init_parts: {run.experiment.loss_name} has no replay')
-  if not run.experiment.checkpoint.replay:
-    raise ValueError('--init_parts: with checkpoint.replay = False every segment begins with an '
-                     'empty replay')
-  if not saved:
-    raise ValueError(f'--init_parts: the checkpoint of update {update} in {source} has no replay')
-  for misfit in _misfits(saved, own).items():
-    raise ValueError(f'--init_parts: the replay does not fit: {_words(misfit, source)}')
-
-
 def _replaced(tree: Any, arrays: Mapping[str, jax.Array]) -> Any:
   """Returns the tree with the named leaves replaced."""
   return jax.tree_util.tree_map_with_path(
@@ -241,34 +194,22 @@ def _replaced(tree: Any, arrays: Mapping[str, jax.Array]) -> Any:
       tree)
 
 
-def _with_target(state: TrainState, arrays: Mapping[str, jax.Array], taken: Sequence[str]
-                 ) -> TrainState:
+def _with_target(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainState:
   """Returns the state with the target network that belongs to its parameters.
 
   Arrays of the other run's target network are used if they fit; the others are copies of the
-  parameters. Ages of transitions are counted in gradient steps, so a replay brings the counter of
-  gradient steps along.
+  parameters.
 
   Args:
     state: the state, whose parameters are final.
     arrays: the arrays of the other run, by name.
-    taken: the parts that were taken.
   """
-  if not jax.tree.leaves(state.target) or 'parameters' not in taken:
-    return _with_count(state, arrays, taken)
+  if not jax.tree.leaves(state.target):
+    return state
   params = checkpoints.leaves(state.params)
   fitting = {}
   for name, own in params.items():
     target = arrays.get(f'target/params/{name}')
     fits = target is not None and (target.shape, target.dtype) == (own.shape, own.dtype)
     fitting[f'params/{name}'] = target if fits else own
-  return _with_count(state._replace(target=_replaced(state.target, fitting)), arrays, taken)
-
-
-def _with_count(state: TrainState, arrays: Mapping[str, jax.Array], taken: Sequence[str]
-                ) -> TrainState:
-  """Returns the state with the gradient steps of the other run if its replay was taken."""
-  if 'replay' not in taken:
-    return state
-  count = arrays['target/gradient_steps']
-  return state._replace(target=state.target._replace(gradient_steps=count))
+  return state._replace(target=_replaced(state.target, fitting))

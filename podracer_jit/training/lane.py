@@ -12,14 +12,14 @@ import numpy as np
 
 from podracer_jit.errors import EnvironmentFailed
 from podracer_jit.experiment import build
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.build import Snapshot
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.schemes.reports import Report
 from podracer_jit.training import stopping
 from podracer_jit.training.evaluator import Evaluator
 from podracer_jit.training.meter import LIVES, Meter, environment_check, wall_clock
-from podracer_jit.training.program import Snapshot
-from podracer_jit.training.session import Session
+from podracer_jit.training.opening import Opened
 from podracer_jit.training.sinks import (
     Diverged,
     Finite,
@@ -32,7 +32,7 @@ from podracer_jit.training.sinks import (
     Start,
     TensorBoard,
 )
-from podracer_jit.workdir import changes, checkpoints, history, workdirs
+from podracer_jit.workdir import checkpoints, record
 
 # After so many segments in which no episode has ended, the run says so.
 _SEGMENTS_WITHOUT_END = 2
@@ -41,12 +41,12 @@ _SEGMENTS_WITHOUT_END = 2
 class Lane(Sink):
   """One run in training: where it is, its workdir, and what it tells."""
 
-  def __init__(self, session: Session, name: str, print_line: Callable[[str], None],
+  def __init__(self, opened: Opened, name: str, print_line: Callable[[str], None],
                began_s: float):
     """Restores the newest checkpoint, or begins anew.
 
     Args:
-      session: the run, whose workdir this process has opened.
+      opened: the run, whose workdir this process has opened.
       name: in front of its lines, such as 'seed 3'; '' if it is the only run.
       print_line: prints a line.
       began_s: when the command began, by `time.perf_counter`.
@@ -54,9 +54,9 @@ class Lane(Sink):
     Raises:
       checkpoints.Broken: see `_restored`.
     """
-    self.run = session.run
-    self.workdir = session.workdir
-    self._entries = session.entries
+    self.run = opened.run
+    self.workdir = opened.workdir
+    self._record = opened.record
     self._name = name
     self._print = print_line
     self._saved = checkpoints.Checkpoints(self.workdir, self.run.experiment.checkpoint.keep)
@@ -65,17 +65,15 @@ class Lane(Sink):
     meta: Mapping[str, Any] = {'segment': 0}
     state = self.run.initial_state()
     envs = None
-    if session.update is not None:
+    if opened.update is not None:
       # The replay is restored into shapes: memory need not hold a second, empty replay.
       like = state._replace(replay=self.run.learner.replay_shapes())
-      state, meta = self._restored(like, session.update)
+      state, meta = self._restored(like, opened.update)
       envs = self._saved.restore_envs(build.kept_env_shapes(self.run), int(state.update))
     self._first: Snapshot | None = Snapshot(state, envs, meta['segment'])
     self._segment = meta['segment']
     self.update = int(state.update)
     self.steps = int(state.steps)
-    newest = history.newest_config(self.run.experiment.fields, self._entries, self.update + 1)
-    self._record = workdirs.record_of(newest, self._entries)
     self._meter = Meter(self.run.experiment, meta, wall_clock(meta, began_s))
 
   def _restored(self, like: Any, update: int) -> tuple[Any, dict[str, Any]]:
@@ -85,8 +83,7 @@ class Lane(Sink):
       checkpoints.Broken: no earlier checkpoint of this config is whole, or there are other
         processes, which may have restored the broken checkpoint.
     """
-    points = history.change_points(self._entries)
-    since = max((number - 1 for number in points if number <= update + 1), default=0)
+    since = max((number - 1 for number in self._record.changes if number <= update + 1), default=0)
     while True:
       try:
         return self._saved.restore(like, update, files_checked=True)
@@ -109,8 +106,7 @@ class Lane(Sink):
 
   def changed_rate(self) -> str:
     """Returns a line if a new total_steps changes an annealed learning rate here, else ''."""
-    entry = self.entry()
-    change = entry.changes.get(changes.TOTAL) if entry else None
+    change = self._record.changes.get(self.update + 1, {}).get(record.TOTAL)
     if change is None:
       return ''
     before, after = (
@@ -159,21 +155,16 @@ class Lane(Sink):
     """Whether a sink has asked for an end."""
     return self._sinks.ask_to_stop
 
-  def entry(self) -> history.Entry | None:
-    """Returns the entry of the history that begins with the next update, or None."""
-    return next((entry for entry in self._entries if entry.first_update == self.update + 1), None)
-
   def begin_segment(self, fields: Mapping[str, Any]) -> None:
     """Begins a segment.
 
     Args:
       fields: further fields of its header in the receipts.
     """
-    entry = self.entry()
-    change = {history.KEY: entry.as_json()} if entry else {}
     with jax.default_device(self.run.place.learners[0]):
       header = dict(segment=self._segment, first_update=self.update + 1,
-                    versions=workdirs.versions(), canary=canary(), **change, **fields)
+                    versions=record.versions(), canary=canary(),
+                    **self._record.header(self.update + 1), **fields)
     self._check = environment_check(self.run.experiment, self._segment)
     self._meter.begin(fields.get(LIVES))
     self._sinks.begin(Start(
@@ -212,7 +203,7 @@ class Lane(Sink):
     """
     state = snapshot.state
     self._segment = snapshot.segment
-    meta = self._meter.meta() | {'segment': self._segment, 'run': self._record}
+    meta = self._meter.meta() | {'segment': self._segment, 'run': self._record.as_json()}
     self._saved.save(state, meta, snapshot.envs, self._sinks.keeps())
     self.update = int(state.update)
     self.steps = int(state.steps)

@@ -13,7 +13,7 @@ import numpy as np
 from podracer_jit.actor import faults
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.errors import EnvironmentFailed
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.training.sinks import Diverged, Record

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from podracer_jit import loops
 from podracer_jit.experiment import build
+from podracer_jit.experiment.build import Snapshot
 from podracer_jit.schemes.reports import Report
 from podracer_jit.training.meter import LIVES
-from podracer_jit.types import TrainState
-
-
-class Snapshot(NamedTuple):
-  """What a run consists of between two segments; its checkpoint has it."""
-
-  state: TrainState  # without a replay if segments begin with an empty one
-  envs: Any | None = None  # as in `kept_envs`; None if the environments begin anew
-  segment: int = 0  # index of the next segment
-
 
 # Called with the reports of all runs that have made updates, each with the number of its run.
 ReportTo = Callable[[Sequence[tuple[int, Report]]], None]
@@ -60,7 +51,7 @@ class GraphProgram:
     return {LIVES: lives} if lives else {}
 
   def _lives(self) -> Mapping[str, int]:
-    return self._run.machines.lives() if self._run.machines else {}
+    return self._run.crew.lives() if self._run.crew else {}
 
   def segment(self, updates: int, report: ReportTo, asked_to_stop: Callable[[], bool]) -> None:
     """See `Program`.
@@ -70,23 +61,22 @@ class GraphProgram:
       loops.Stuck: threads did not end after a failure or a second signal.
     """
     run = self._run
-    state, envs = build.allocated(run, self._snapshot.state, self._snapshot.envs)
-    index = self._snapshot.segment
-    first = int(state.update)
+    snapshot = self._snapshot
+    first = int(snapshot.state.update)
 
     def write(item: Report) -> None:
-      machines = run.machines.metrics() if run.machines else {}
+      machines = run.crew.metrics() if run.crew else {}
       report([(0, item._replace(waits=segment.waits(), machines=machines, lives=self._lives()))])
 
-    with build.segment(run, state, index, updates, write, asked_to_stop, envs) as segment:
+    with build.segment(run, snapshot, updates, write, asked_to_stop) as segment:
       states = loops.run(segment.workers)
       envs = build.envs_after(run, states, first)
     # A segment that is stopped while it waits for its first rollouts leaves the state as it was.
-    state = states['learner'].train if 'learner' in states else state
+    state = states['learner'].train if 'learner' in states else snapshot.state
     if not run.experiment.checkpoint.replay:
       # A resumed run begins with an empty replay, so this run does, too, for the same bits.
       state = state._replace(replay=None)
-    self._snapshot = Snapshot(state, envs, index + 1)
+    self._snapshot = Snapshot(state, envs, snapshot.segment + 1)
 
   def snapshot(self, number: int) -> Snapshot:
     """See `Program`."""

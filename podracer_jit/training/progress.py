@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.options import printable
 from podracer_jit.runtime.output import LastingStream
 from podracer_jit.training.sinks import Record, Sink

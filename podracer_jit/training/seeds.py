@@ -19,14 +19,16 @@ import numpy as np
 from podracer_jit.actor import kept_envs, priorities
 from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.experiment import build
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.build import Snapshot
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.learner import rollout_updates
 from podracer_jit.options import INT32_MAX
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
-from podracer_jit.training import life, session
-from podracer_jit.training.program import ReportTo, Snapshot
+from podracer_jit.training import opening
+from podracer_jit.training.program import ReportTo
 from podracer_jit.types import TrainState
+from podracer_jit.workdir.workdir import Request
 
 MAX_SEEDS = 4096
 # Files that are open for each seed while it trains: its lock, metrics and receipts; and with
@@ -36,7 +38,7 @@ FILES_OF_EVENTS = 3
 _OTHER_FILES = 100  # of the process, with those that are open only during a save
 
 
-def problems(experiment: Experiment, num_seeds: int, options: life.Life) -> Iterator[str]:
+def problems(experiment: Experiment, num_seeds: int, request: Request) -> Iterator[str]:
   """Yields why the experiment cannot be trained with several seeds at once."""
   if not 1 <= num_seeds <= MAX_SEEDS:
     yield f'--num_seeds: must be from 1 to {MAX_SEEDS}, got {num_seeds}'
@@ -58,7 +60,7 @@ def problems(experiment: Experiment, num_seeds: int, options: life.Life) -> Iter
   if experiment.eval.every_updates:
     yield ('eval.every_updates: must be 0 with --num_seeds; evaluate the workdir of a seed '
            'afterwards')
-  if options.repeat:
+  if request.repeat:
     yield '--repeat: a run of one seed can be repeated, not --num_seeds'
 
 
@@ -82,16 +84,16 @@ def allow_open_files(num_seeds: int, tensorboard: bool) -> None:
   resource.setrlimit(resource.RLIMIT_NOFILE, (needed, highest))
 
 
-def check_session(opened_session: session.Session, seed: int) -> None:
+def check_stages(opened: opening.Opened, seed: int) -> None:
   """Checks that a seed goes on with one config.
 
   Raises:
     ValueError: updates from before a change of the config must be made again.
   """
-  stages = list(life.stages(opened_session.run, opened_session.entries, opened_session.update or 0))
+  stages = list(opening.stages(opened.run, opened.record, opened.update or 0))
   if len(stages) > 1:
     raise ValueError(f'--num_seeds: updates from before a change of the config are lost in '
-                     f'{opened_session.workdir}; go on there first, with seed {seed} alone')
+                     f'{opened.workdir}; go on there first, with seed {seed} alone')
 
 
 class SeedsProgram:

@@ -6,7 +6,6 @@ import contextlib
 import enum
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -253,11 +252,10 @@ def _made(callback: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-  """Turns an OSError of the block into a `checkpoints.NotSaved` that names the file."""
+def _writing() -> Iterator[None]:
+  """Turns an OSError of the block into a `checkpoints.NotSaved`."""
   try:
-    with files.naming(path):
-      yield
+    yield
   except OSError as error:
     raise checkpoints.NotSaved(str(error)) from error
 
@@ -275,10 +273,9 @@ class Journals(Sink):
     Raises:
       OSError: a file cannot be read or written; the error names it.
     """
-    self._paths = [workdir / journal.METRICS, workdir / journal.RECEIPTS]
-    self.problems = [line for path in self._paths for line in journal.cut(workdir, path, update)]
-    self._metrics, self._receipts = (path.open('a', buffering=1) for path in self._paths)
-    files.sync_folder(workdir)
+    paths = [workdir / journal.METRICS, workdir / journal.RECEIPTS]
+    self.problems = [line for path in paths for line in journal.cut(workdir, path, update)]
+    self._metrics, self._receipts = map(files.Lines, paths)
 
   def begin(self, start: Start) -> None:
     """Writes the header of a segment to the receipts.
@@ -286,8 +283,8 @@ class Journals(Sink):
     Raises:
       checkpoints.NotSaved: they cannot be written.
     """
-    with _writing(self._paths[1]):
-      self._receipts.write(json.dumps(dict(start.header)) + '\n')
+    with _writing():
+      self._receipts.write(json.dumps(dict(start.header)))
 
   def update(self, record: Record, receipt: Record) -> None:
     """Appends an update.
@@ -295,10 +292,9 @@ class Journals(Sink):
     Raises:
       checkpoints.NotSaved: a file cannot be written; the error names it.
     """
-    with _writing(self._paths[0]):
-      self._metrics.write(json.dumps(_finite(record)) + '\n')
-    with _writing(self._paths[1]):
-      self._receipts.write(json.dumps(receipt) + '\n')
+    with _writing():
+      self._metrics.write(json.dumps(_finite(record)))
+      self._receipts.write(json.dumps(receipt))
 
   def before_save(self) -> None:
     """Writes all to the disk, before a checkpoint is saved that counts on it.
@@ -308,16 +304,14 @@ class Journals(Sink):
     Raises:
       checkpoints.NotSaved: a file cannot be written; the error names it.
     """
-    for path, file in zip(self._paths, (self._metrics, self._receipts), strict=True):
-      with _writing(path):
-        os.fsync(file.fileno())
+    with _writing():
+      self._metrics.sync()
+      self._receipts.sync()
 
   def close(self) -> None:
     """Closes the files."""
-    # A file that could not be written fails again here. That error was raised before.
-    for file in (self._metrics, self._receipts):
-      with contextlib.suppress(OSError):
-        file.close()
+    self._metrics.close()
+    self._receipts.close()
 
 
 def _finite(record: Record) -> Record:

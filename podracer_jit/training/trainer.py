@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from podracer_jit.experiment import build, checks, memory, trial
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime import host, placement
 from podracer_jit.schemes.reports import Report
-from podracer_jit.training import life, machines, seeds, session, stopping
+from podracer_jit.training import opening, seeds, stopping
+from podracer_jit.training.crew import Crew
 from podracer_jit.training.lane import Lane
+from podracer_jit.training.opening import Opened
 from podracer_jit.training.program import GraphProgram, Program
 from podracer_jit.training.progress import Progress
 from podracer_jit.training.seeds import SeedsProgram
-from podracer_jit.training.session import Session
 from podracer_jit.training.sinks import Profiler, Record, Sink, Sinks
 from podracer_jit.workdir import checkpoints
+from podracer_jit.workdir.workdir import Request
 
 if TYPE_CHECKING:
   from podracer_jit.cluster.ray_cluster import Cluster
@@ -124,34 +126,34 @@ def _means(records: Sequence[Record]) -> Record:
   return means
 
 
-class Opened:
+class Training:
   """One run, or the runs of several seeds, whose workdirs this process has opened."""
 
-  def __init__(self, sessions: Sequence[Session], folder: Path, notes: Sequence[str]):
+  def __init__(self, runs: Sequence[Opened], folder: Path, notes: Sequence[str]):
     """Takes opened runs.
 
     Args:
-      sessions: of which all but the seeds are equal.
+      runs: of which all but the seeds are equal.
       folder: the workdir, or the folder with those of several seeds.
       notes: lines about memory, what was decided, repairs and changes.
     """
-    self.sessions = sessions
+    self.runs = runs
     self.notes = notes
-    experiment = sessions[0].run.experiment
+    experiment = runs[0].run.experiment
     self._folder = folder
-    self._are_seeds = folder != sessions[0].workdir
+    self._are_seeds = folder != runs[0].workdir
     self._title = (f'{experiment.env.task}  {experiment.scheme_name} {experiment.loss_name}  '
                    f'{folder}')
 
   @property
   def workdir(self) -> Path:
     """The workdir of the run; of several seeds, that of the last one, which is saved last."""
-    return self.sessions[-1].workdir
+    return self.runs[-1].workdir
 
   def train(self, stop: stopping.Stopping, users: Sequence[Sequence[Sink]] = (),
             profile_dir: str | None = None, quiet: bool = False, began_s: float | None = None
             ) -> bool:
-    """Trains all stages of the rest of the run; usually there is one, see `life.stages`.
+    """Trains all stages of the rest of the run; usually there is one, see `opening.stages`.
 
     Args:
       stop: handles signals.
@@ -168,10 +170,10 @@ class Opened:
       Exception: the training has failed; the message or a note names the last good checkpoint.
     """
     began_s = time.perf_counter() if began_s is None else began_s
-    newest = self.sessions[-1]
+    newest = self.runs[-1]
     run = newest.run
     with checkpoints.naming_last_good(newest.workdir), contextlib.ExitStack() as stack:
-      means = f'  means of {len(self.sessions)} seeds' if self._are_seeds else ''
+      means = f'  means of {len(self.runs)} seeds' if self._are_seeds else ''
       progress = Progress(run.experiment, self._title + means,
                           quiet=quiet or run.place.process > 0)
       stack.callback(progress.close)
@@ -181,15 +183,15 @@ class Opened:
       if profile_dir:
         sinks.append(Profiler(profile_dir, progress.note))
         stack.callback(sinks[-1].close)
-      for stage, last in life.stages(run, newest.entries, newest.update or 0):
+      for stage, last in opening.stages(run, newest.record, newest.update or 0):
         if stage is not run:
-          self.sessions = [newest._replace(run=stage)]
+          self.runs = [newest._replace(run=stage)]
         is_stopped = self._train_stage(last, stop, users, sinks, began_s)
         # A repeated run may end before its config changes; this run then ends there, too.
         if last is None or is_stopped or last not in checkpoints.saved_updates(newest.workdir):
           return not is_stopped
         newest = newest._replace(update=last)
-        self.sessions = [newest]
+        self.runs = [newest]
         began_s = time.perf_counter()  # the checkpoint has the seconds up to now
     raise AssertionError('the last stage has no last update')
 
@@ -210,7 +212,7 @@ class Opened:
     progress = sinks[0]
     with contextlib.ExitStack() as stack:
       lanes = []
-      for each in self.sessions:
+      for each in self.runs:
         name = f'seed {each.run.experiment.seed}' if self._are_seeds else ''
         lanes.append(Lane(each, name, progress.note, began_s))
         stack.callback(lanes[-1].close)
@@ -222,7 +224,7 @@ class Opened:
       for lane, of_lane in zip(lanes, users or [()] * len(lanes), strict=True):
         lane.open(of_lane, stop)
       program = stack.enter_context(contextlib.closing(_program(lanes, self._are_seeds)))
-      trainer = Trainer(program, lanes, stop, sinks, _lengths(self.sessions[0], last))
+      trainer = Trainer(program, lanes, stop, sinks, _lengths(self.runs[0], last))
       is_stopped = trainer.train()
       if lanes[0].update == last:
         progress.note(f'update {last}: the config changes after it, as the history says')
@@ -276,33 +278,33 @@ def _program(lanes: Sequence[Lane], are_seeds: bool) -> Program:
   return GraphProgram(lanes[0].run, snapshots[0])
 
 
-def _lengths(opened_session: Session, last: int | None) -> Callable[[int], int]:
+def _lengths(opened: Opened, last: int | None) -> Callable[[int], int]:
   """Returns the function of a `Trainer` that gives the length of the segment after an update.
 
   Args:
-    opened_session: the run; one that repeats another run ends its segments where that run did.
+    opened: the run; one that repeats another run ends its segments where that run did.
     last: the last update; None: the run ends at total_steps.
   """
   def length_after(update: int) -> int:
-    length = opened_session.run.experiment.checkpoint.every_updates
-    if opened_session.ends is not None:
-      length = next((end - update for end in opened_session.ends if end > update), 0)
+    length = opened.run.experiment.checkpoint.every_updates
+    if opened.ends is not None:
+      length = next((end - update for end in opened.ends if end > update), 0)
     return length if last is None else min(length, last - update)
 
   return length_after
 
 
 @contextlib.contextmanager
-def opened(experiment: Experiment, workdir: Path, options: life.Life,
-           cluster: Cluster | None = None, num_seeds: int | None = None) -> Iterator[Opened]:
+def opened(experiment: Experiment, workdir: Path, request: Request,
+           cluster: Cluster | None = None, num_seeds: int | None = None) -> Iterator[Training]:
   """Builds a run, or those of several seeds, and opens their workdirs; closes these on exit.
 
   Args:
     experiment: the experiment to run; with several seeds, the first one has its seed, and the
       others those that follow.
     workdir: the workdir of the run; with several seeds, each has one in it, `seed1` and so on.
-    options: where a run begins, and which fields may differ if it goes on.
-    cluster: where its actors are, if the placement asks for one; see `machines.joined`.
+    request: where a run begins, and which fields may differ if it goes on.
+    cluster: where its actors are, if the placement asks for one; see `crew.joined`.
     num_seeds: number of seeds that train at once; None: one run.
 
   Yields:
@@ -314,26 +316,26 @@ def opened(experiment: Experiment, workdir: Path, options: life.Life,
     OSError: a workdir cannot be written to.
   """
   if num_seeds is not None:
-    for problem in seeds.problems(experiment, num_seeds, options):
+    for problem in seeds.problems(experiment, num_seeds, request):
       raise ValueError(problem)
     seeds.allow_open_files(num_seeds, experiment.log.tensorboard)
   host.prepare_host(experiment.placement)
-  team = machines.Team(cluster, experiment) if cluster else None
-  run = build.make_run(experiment, team)
+  crew = Crew(cluster, experiment) if cluster else None
+  run = build.make_run(experiment, crew)
   trial.check(run)
   notes = [*(f'warning: {line}' for line in memory.check(run, num_seeds or 1)),
            *checks.notes(experiment)]
-  sessions = []
+  runs = []
   with contextlib.ExitStack() as stack:
     if num_seeds is None:
-      sessions = [stack.enter_context(session.opened_run(run, workdir, options))]
-      notes += sessions[0].notes
+      runs = [stack.enter_context(opening.opened_run(run, workdir, request))]
+      notes += runs[0].notes
     for seed in range(experiment.seed, experiment.seed + (num_seeds or 0)):
       # Nothing but the experiment depends on the seed, so the seeds share what is compiled.
       of_seed = dataclasses.replace(run, experiment=dataclasses.replace(
           experiment, seed=seed, fields={**experiment.fields, 'seed': seed}))
-      sessions.append(stack.enter_context(session.opened_run(
-          of_seed, workdir / f'seed{seed}', options)))
-      seeds.check_session(sessions[-1], seed)
-      notes += [f'seed {seed}: {note}' for note in sessions[-1].notes]
-    yield Opened(sessions, workdir, notes)
+      runs.append(stack.enter_context(opening.opened_run(
+          of_seed, workdir / f'seed{seed}', request)))
+      seeds.check_stages(runs[-1], seed)
+      notes += [f'seed {seed}: {note}' for note in runs[-1].notes]
+    yield Training(runs, workdir, notes)

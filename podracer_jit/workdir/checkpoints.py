@@ -33,6 +33,7 @@ MANIFEST = 'manifest.json'  # in the folder of a checkpoint, or of a saved agent
 _SAVING = '.saving'
 _ORBAX_WRITING = '.orbax-checkpoint-tmp'
 _DELETING = '.deleted'
+_STEPS = 'steps'  # in a checkpoint's `meta`
 LAST_GOOD = 'the last good checkpoint is'  # in the message of each failure
 # What is left after a failed save is also removed when a run begins, so the wait has an end.
 _MAX_SECONDS_OF_REMOVAL = 10.0
@@ -72,7 +73,7 @@ class Checkpoints:
       return
     without_replay = state._replace(replay=None)
     items = dict(state=ocp.args.StandardSave(without_replay),
-                 meta=ocp.args.JsonSave(dict(meta)))
+                 meta=ocp.args.JsonSave(dict(meta) | {_STEPS: int(state.steps)}))
     if jax.tree.leaves(state.replay):
       items['replay'] = ocp.args.StandardSave(state.replay)
     if jax.tree.leaves(envs):
@@ -162,15 +163,6 @@ class Checkpoints:
         path_of(self._workdir, update),
         args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))
     return leaves(restored['state'])
-
-  def restore_replay(self, like: Any, update: int) -> Any:
-    """Returns the replay of a checkpoint.
-
-    Args:
-      like: the shapes, which must equal those in the checkpoint, and the shardings.
-      update: the update of the checkpoint, whose files were checked.
-    """
-    return self._restore_items(update, replay=like)['replay']
 
   def _restore_items(self, update: int, **likes: Any) -> dict[str, Any]:
     """Returns items of a checkpoint by name.
@@ -300,36 +292,27 @@ def problem(workdir: Path, update: int) -> str:
 
 def newest_whole(workdir: Path) -> int | None:
   """Returns the update of the newest checkpoint whose files are as they were saved, or None."""
-  return next((update for update in reversed(saved_updates(workdir))
-               if not problem(workdir, update)), None)
+  return examine(workdir)[0]
 
 
-def recover(workdir: Path) -> tuple[int | None, list[str]]:
-  """Finds the newest whole checkpoint, and sets newer checkpoints, which are broken, aside.
-
-  Only the process that may write to the workdir may call this function.
-
-  Returns:
-    The update of the newest whole checkpoint, or None if the run has not saved one yet; and a line
-    about each checkpoint that was set aside.
-
-  Raises:
-    ValueError: there are checkpoints, but none is whole. Nothing is set aside.
-  """
-  existing = saved_updates(workdir)
-  whole = None
+def examine(workdir: Path) -> tuple[int | None, dict[int, str]]:
+  """Returns the update of the newest whole checkpoint, and the problems of newer ones by update."""
   problems = {}
-  for update in reversed(existing):
+  for update in reversed(saved_updates(workdir)):
     damage = problem(workdir, update)
     if not damage:
-      whole = update
-      break
+      return update, problems
     problems[update] = damage
-  if existing and whole is None:
-    listed = '; '.join(f'{update}: {problems[update]}' for update in existing)
-    raise ValueError(f'--workdir: none of the checkpoints in {workdir / FOLDER} is whole '
-                     f'({listed}); put one back, or choose another --workdir to begin anew')
-  return whole, [set_aside(workdir, update, problems[update]) for update in sorted(problems)]
+  return None, problems
+
+
+def steps_of(workdir: Path, update: int) -> int | None:
+  """Returns the valid steps that a checkpoint has learned from; None if it does not say so.
+
+  Checkpoints of version 0.6 and before do not.
+  """
+  steps = (read_meta(workdir, update) or {}).get(_STEPS)
+  return steps if isinstance(steps, int) else None
 
 
 def set_all_aside(workdir: Path) -> None:

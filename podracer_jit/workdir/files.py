@@ -131,6 +131,36 @@ def append_line(path: Path, line: str) -> None:
       os.close(descriptor)
 
 
+class Lines:
+  """A file that gets lines at its end, and is open meanwhile."""
+
+  def __init__(self, path: Path):
+    """Opens the file, which need not exist.
+
+    Raises:
+      OSError: it cannot be written; the error names the file, as for the other methods.
+    """
+    self._path = path
+    self._file = path.open('a', buffering=1)
+    sync_folder(path.parent)
+
+  def write(self, line: str) -> None:
+    """Appends a line, which is given without its newline."""
+    with naming(self._path):
+      self._file.write(line + '\n')
+
+  def sync(self) -> None:
+    """Has all lines reach the disk."""
+    with naming(self._path):
+      os.fsync(self._file.fileno())
+
+  def close(self) -> None:
+    """Closes the file."""
+    # A file that could not be written fails again here. That error was raised before.
+    with contextlib.suppress(OSError):
+      self._file.close()
+
+
 def truncate(path: Path, size: int) -> None:
   """Cuts a file to its first bytes.
 

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import socket
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,29 @@ class WorkdirLock:
       who = (f'process {holder.get("pid")} on {holder.get("host")}, since {holder.get("since")}')
     return (f'--workdir: {self._workdir} is in use by {who}; choose another --workdir or stop that '
             'run')
+
+
+def is_held(workdir: Path) -> bool:
+  """Returns whether a process has locked a workdir, which is not changed."""
+  path = workdir.resolve() / NAME
+  if path in _locked:
+    return True
+  fallback = path.with_name(FALLBACK_NAME)
+  if fallback.exists():
+    return not _is_dead(_read(fallback))
+  try:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+  except OSError:
+    return False
+  try:
+    # struct flock of Linux: type, whence, start, length and process of a lock that would conflict.
+    wanted = struct.pack('hhqqi', fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+    kind, *_ = struct.unpack('hhqqi', fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
+    return kind != fcntl.F_UNLCK
+  except OSError:
+    return False
+  finally:
+    os.close(descriptor)
 
 
 def _same_file(descriptor: int, path: Path) -> bool:

@@ -11,8 +11,8 @@ from podracer_jit.errors import EnvironmentFailed, environment_failure
 from podracer_jit.play import evaluation
 from podracer_jit.training.meter import environment_check
 from podracer_jit.types import Episodes
-from podracer_jit.workdir import checkpoints, workdirs
-from tests.runs import changed, fresh, run, small, train_in
+from podracer_jit.workdir import checkpoints
+from tests.runs import changed, fresh, open_workdir, run, small, train_in
 from tests.tiers import essential
 
 HERE = 'tests.actor.test_faults'
@@ -197,7 +197,7 @@ def test_an_evaluation_names_a_wrong_value_too():
 
 def test_a_run_with_a_wrong_value_ends_in_its_update_and_saves_nothing(tmp_path):
   fresh_run = fresh(config(where='reward') | {'total_steps': 10_000})
-  workdirs.open_workdir(tmp_path, fresh_run.experiment.fields)
+  open_workdir(tmp_path, fresh_run.experiment.fields)
   with pytest.raises(Exception) as error:  # noqa: PT011 - the thread that failed wraps it
     train_in(fresh_run, tmp_path)
   message = environment_failure(error.value)

@@ -16,7 +16,8 @@ def test_frames_of_an_asynchronous_pool_are_kept_once(monkeypatch):
   monkeypatch.setattr(frames, 'from_stacks', lambda obs, stack: (obs, deduplicate(obs, stack)))
   prepared_run = fresh(small('impala', 'Pong-v5', 'nature_cnn', env_batch=4))
   num_reset_stacks = 0
-  with build.segment(prepared_run, initial_state(prepared_run), 0, 3, print) as segment:
+  snapshot = build.Snapshot(initial_state(prepared_run))
+  with build.segment(prepared_run, snapshot, 3, print) as segment:
     worker = segment.workers[0]
     actor_state = worker.state
     params = worker.reads[0].channel.get()

@@ -22,8 +22,8 @@ import pytest
 from podracer_jit import loops
 from podracer_jit.cli import train
 from podracer_jit.errors import FAILED, INTERRUPTED, Diverged, EnvironmentFailed, WorkerLost
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.training import session
+from podracer_jit.experiment import flags
+from podracer_jit.training import trainer
 from podracer_jit.workdir import checkpoints
 from tests import made, processes
 from tests.processes import command
@@ -142,7 +142,7 @@ def saved_to_the_end(workdir):
 def test_bad_input_gives_one_line_and_exit_code_2(args, message, tmp_path, capsys, monkeypatch):
   """Runs the command in this process, since starting Python takes seconds."""
   monkeypatch.setattr(train.host, 'prepare_host', only_checks(train.host.prepare_host))
-  monkeypatch.setattr(session.memory, 'host_memory', lambda: 24 * 10**9)
+  monkeypatch.setattr(trainer.memory, 'host_memory', lambda: 24 * 10**9)
   workdir = tmp_path / 'run'
   assert train.main(['podracer_jit', *args, *([f'--workdir={workdir}'] if args else [])]) == 2
   error = capsys.readouterr().err
@@ -165,7 +165,7 @@ def only_checks(real):
 
 def test_flags_of_fields_may_come_before_the_config():
   values = train.flags.FlagValues()
-  config = command_line.parse(['x', '--config.seed=7', '--config.env.frame_skip=2', CATCH], values)
+  config = flags.parse(['x', '--config.seed=7', '--config.env.frame_skip=2', CATCH], values)
   assert config['seed'] == 7 and config['env']['frame_skip'] == 2
 
 
@@ -173,7 +173,7 @@ def test_flags_of_fields_may_come_before_the_config():
     [*CATCH.split('='), '--config.seed', '7', '--config.env.frame_skip', '2'],
     ['-config.env.frame_skip=2', '-config.seed', '7', '-' + CATCH.lstrip('-')]])
 def test_flags_may_have_any_form_that_absl_allows(args):
-  config = command_line.parse(['x', *args], train.flags.FlagValues())
+  config = flags.parse(['x', *args], train.flags.FlagValues())
   assert config['seed'] == 7 and config['env']['frame_skip'] == 2
 
 
@@ -182,7 +182,7 @@ def test_flags_may_have_any_form_that_absl_allows(args):
     (['--config.seed=1', '-config=configs/impala_atari.py:nature_cnn,smoke'],
      'runs/impala_atari_nature_cnn_smoke')])
 def test_the_workdir_has_the_configs_name(args, path):
-  assert str(command_line.default_workdir(['x', *args])) == path
+  assert str(flags.default_workdir(['x', *args])) == path
 
 
 def test_a_workdir_of_something_else_is_refused(tmp_path, capsys, monkeypatch):
@@ -519,9 +519,9 @@ def test_a_failure_without_one_workdir_names_no_checkpoint(args, tmp_path, monke
   def broken(*args):
     raise RuntimeError('it is broken')
   if args:
-    monkeypatch.setattr(train.seeds, 'opened', broken)
+    monkeypatch.setattr(train.trainer, 'opened', broken)
   else:
-    monkeypatch.setattr(train.command_line, 'parse', broken)
+    monkeypatch.setattr(train, 'parse', broken)
   assert train.main(['podracer_jit', CATCH, f'--workdir={tmp_path}', *args]) == FAILED
   assert capsys.readouterr().err.endswith('podracer_jit: RuntimeError: it is broken\n')
 
@@ -547,7 +547,7 @@ def train_and_fail(tmp_path, monkeypatch, capsys):
   """Returns a function that runs the command with such a run: (exit code, stderr)."""
   def run(error):
     monkeypatch.setattr(train, 'resolve', lambda config: None)
-    monkeypatch.setattr(train.session, 'opened', lambda *args: contextlib.nullcontext(
+    monkeypatch.setattr(train.trainer, 'opened', lambda *args: contextlib.nullcontext(
         Failing(tmp_path, error)))
     code = train.main(['podracer_jit', CATCH, f'--workdir={tmp_path}'])
     return code, capsys.readouterr().err

@@ -17,7 +17,7 @@ import pytest
 
 from podracer_jit.cli import compare, launch, rerun
 from podracer_jit.experiment.resolve import resolve
-from podracer_jit.workdir import checkpoints, workdirs
+from podracer_jit.workdir import checkpoints, record
 from tests import made, processes
 from tests.processes import command
 from tests.runs import QUICK, small
@@ -355,7 +355,7 @@ def _side(folder, updates, garbled=()):
   """Writes the workdir of a run with receipts of the given updates, some of them garbled."""
   folder.mkdir()
   config = resolve(small()).fields
-  (folder / 'config.json').write_text(json.dumps(workdirs.record_of(config)))
+  record.new(config).write(folder)
   header = dict(segment=0, first_update=1, versions={}, canary='')
   receipts = [dict(update=update, batch='0' * 16, params='1' * 16) for update in updates]
   (folder / 'receipts.jsonl').write_text(''.join(

@@ -11,7 +11,7 @@ from podracer_jit import parts
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.experiment import build
 from podracer_jit.experiment.resolve import resolve
-from podracer_jit.training import machines
+from podracer_jit.training import crew
 from tests import processes
 from tests.runs import changed, small
 
@@ -40,7 +40,7 @@ def test_only_training_can_use_a_cluster():
 
 def test_without_ray_the_error_says_how_to_install_it(monkeypatch):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-  with pytest.raises(ValueError, match='pip install ray$'), machines.joined(
+  with pytest.raises(ValueError, match='pip install ray$'), crew.joined(
       remote()):
     pass
 
@@ -62,24 +62,24 @@ def test_first_lives_have_the_seeds_of_threads_and_later_lives_have_others():
 
 def test_the_number_of_processes():
   two_actors = dict(num_shards=2, placement__actors_per_device=2)
-  assert machines.num_processes(resolve(remote(**two_actors))) == 2
+  assert crew.num_processes(resolve(remote(**two_actors))) == 2
   workers = dict(num_shards=2, num_grad_shards=2, placement__actor_devices=(0, 0),
                  placement__learner_devices=(0, 0))
   config = changed(small('ppo'), placement__cluster='ray', **workers)
-  assert machines.num_processes(resolve(changed(config, scheme='dppo_async'))) == 2
-  assert machines.num_processes(resolve(changed(config, scheme='rapid_async'))) == 4
+  assert crew.num_processes(resolve(changed(config, scheme='dppo_async'))) == 2
+  assert crew.num_processes(resolve(changed(config, scheme='rapid_async'))) == 4
 
 
 def test_bytes_in_flight_depend_on_the_rollouts_and_start_no_backend():
-  small_rollouts = machines.bytes_under_way(resolve(remote()))
+  small_rollouts = crew.bytes_under_way(resolve(remote()))
   config = remote()
   config['unroll_length'] *= 100
-  assert 10 < machines.bytes_under_way(resolve(config)) / small_rollouts < 100
-  script = ('from podracer_jit.training import machines\n'
+  assert 10 < crew.bytes_under_way(resolve(config)) / small_rollouts < 100
+  script = ('from podracer_jit.training import crew\n'
             'from podracer_jit.experiment.resolve import resolve\n'
             'from jax._src import xla_bridge\nimport podracer_jit as pj\n'
             'config = pj.load_config("impala_catch")\nconfig.scheme = "impala"\n'
-            'assert machines.bytes_under_way(resolve(config)) > 1000\n'
+            'assert crew.bytes_under_way(resolve(config)) > 1000\n'
             'assert not xla_bridge.backends_are_initialized()')
   subprocess.run([sys.executable, '-c', script], check=True)
 
@@ -91,15 +91,15 @@ def test_users_modules_are_shipped_with_the_files_beside_them(tmp_path, monkeypa
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text('')
   parts.look_beside(tmp_path / 'mine.py')
-  shipped = machines.code({'network': {'name': 'mine:Torso'}, 'env': {'task': 'Catch-v0'}})
+  shipped = crew.code({'network': {'name': 'mine:Torso'}, 'env': {'task': 'Catch-v0'}})
   assert {path.relative_to(tmp_path).as_posix() for path in shipped} == {
       'mine.py', 'beside.py', 'package'}
   # A config file may register what the task needs.
   for task, count in (('gymnasium:X-v0', 3), ('Catch-v0', 0)):
-    assert len(machines.code({'env': {'task': task}})) == count
+    assert len(crew.code({'env': {'task': task}})) == count
   monkeypatch.setattr(parts, '_files', [])
   # An installed package is on each machine already.
-  assert not machines.code({'network': {'name': 'flax.linen:Dense'}})
+  assert not crew.code({'network': {'name': 'flax.linen:Dense'}})
 
 
 def test_two_calls_are_in_flight_if_the_round_trip_is_long():
@@ -121,7 +121,7 @@ def test_two_calls_are_in_flight_if_the_round_trip_is_long():
 
 def test_waits_end_some_time_after_a_stop():
   asked = []
-  is_overdue = machines.overdue(lambda: bool(asked), grace_s=0.2)
+  is_overdue = crew.overdue(lambda: bool(asked), grace_s=0.2)
   assert not is_overdue()
   asked.append(1)
   assert not is_overdue()
@@ -132,5 +132,5 @@ def test_waits_end_some_time_after_a_stop():
 def test_a_part_of_the_main_program_is_refused_on_a_cluster():
   config = {'loss': {'name': '__main__:Mine'}, 'placement': {'cluster': 'ray'}}
   with pytest.raises(ValueError, match='loss.name: is in the main program .* mine.py'):
-    with machines.joined(config):
+    with crew.joined(config):
       pass

@@ -25,7 +25,7 @@ from podracer_jit.envs import spaces as env_spaces
 from podracer_jit.envs.families import family_of, own_module
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.errors import FAILED, EnvironmentFailed, environment_failure
-from podracer_jit.experiment.schema import allowed_modules
+from podracer_jit.experiment import modules
 from podracer_jit.play import evaluation, video
 from podracer_jit.runtime import placement
 from tests import processes
@@ -396,7 +396,7 @@ def test_an_evaluation_has_registrations_of_a_file_that_is_allowed(registering, 
   with pytest.raises(ValueError, match='gymnasium:MODULE:OwnFunction-v0'):
     gymnasium_envs.make_spec('gymnasium:OwnFunction-v0', {})
   del sys.modules['own_v1.2']  # as in another process
-  allowed_modules([registering])
+  modules.allowed([registering])
   assert gymnasium_envs.make_spec('gymnasium:OwnFunction-v0', {}).max_episode_steps == 7
 
 

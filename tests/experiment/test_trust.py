@@ -14,14 +14,15 @@ from rich.console import Console
 
 from podracer_jit import api, options, parts
 from podracer_jit.cli import compare, evaluate, export, rerun, train
-from podracer_jit.experiment import schema as config
+from podracer_jit.experiment import modules
 from podracer_jit.runtime import host, output
 from podracer_jit.training import evaluator
 from podracer_jit.training.progress import Progress
-from podracer_jit.workdir import checkpoints, workdirs
+from podracer_jit.workdir import checkpoints, record
+from podracer_jit.workdir.workdir import Workdir
 from tests import made
 from tests.play.test_agent import untrained
-from tests.runs import QUICK, changed, prepared, small, train_in
+from tests.runs import QUICK, changed, open_workdir, prepared, small, train_in
 
 FIELDS = [('loss', 'name'), ('network', 'name'), ('optimizer', 'name'), ('env', 'task'),
           ('scheme', None), ('policy', None)]
@@ -142,7 +143,7 @@ def test_a_flag_to_copy_is_quoted_for_a_shell(strange, tmp_path, capsys):
 
 def test_a_file_that_is_allowed_must_exist(tmp_path):
   with pytest.raises(ValueError, match='--allow_modules: there is no file'):
-    config.allowed_modules([f'{tmp_path}/mine.py'])
+    modules.allowed([f'{tmp_path}/mine.py'])
 
 
 # Exits at once if a module is loaded from the workdir, or if anything is unpickled that is no
@@ -168,7 +169,7 @@ sys.exit(main(['podracer_jit', 'evaluate', f'--workdir={workdir}', '--num_episod
 
 def test_an_evaluation_unpickles_nothing_of_a_workdir(tmp_path):
   run = prepared(small(task='Catch-v0'))
-  workdirs.open_workdir(tmp_path, run.experiment.fields)
+  open_workdir(tmp_path, run.experiment.fields)
   with contextlib.closing(checkpoints.Checkpoints(tmp_path)) as saved:
     saved.save(run.initial_state()._replace(update=run.initial_state().update + 1), {})
   done = subprocess.run([sys.executable, '-P', '-c', WATCHED, tmp_path], capture_output=True,
@@ -209,7 +210,7 @@ def saved_run(tmp_path_factory):
     workdir = folder / 'run'
     workdir.mkdir()
     run = prepared(changed(small(), total_steps=10**6, log__tensorboard=False))
-    workdirs.open_workdir(workdir, run.experiment.fields)
+    open_workdir(workdir, run.experiment.fields)
     train_in(run, workdir, ends=[1])
     untrained('CartPole-v1').save(folder / 'agent')
   return made.once(tmp_path_factory, 'saved', make)
@@ -258,7 +259,7 @@ def test_texts_of_a_workdir_are_printed_escaped(name, value, saved_run, tmp_path
   # Training there says what has changed.
   fields = json.loads((saved_run / 'run' / 'config.json').read_text())['config']
   try:
-    output.complain('; '.join(workdirs.open_workdir(workdir, fields)))
+    output.complain('; '.join(open_workdir(workdir, fields)))
   except ValueError as error:
     assert str(error).isprintable(), ascii(str(error))
   check_printed(capsys)
@@ -308,7 +309,7 @@ def test_a_deeply_nested_config_is_refused_in_one_line(name, levels, saved_run, 
   check_printed(capsys)
   fields = json.loads((saved_run / 'run' / 'config.json').read_text())['config']
   with contextlib.suppress(ValueError):
-    workdirs.open_workdir(workdir, fields)
+    open_workdir(workdir, fields)
 
 
 @pytest.mark.parametrize('first_update, name, was', [
@@ -333,8 +334,8 @@ def test_what_a_run_takes_as_an_option_of_a_task_can_be_read_again(tmp_path):
     refused = options.problem_of_json(config['env']['goal'])
     assert bool(refused) == (levels > 40)
     if not refused:
-      (tmp_path / 'config.json').write_text(json.dumps(workdirs.record_of(config)))
-      assert workdirs.read_config(tmp_path)['env']['goal'] == config['env']['goal']
+      record.new(config).write(tmp_path)
+      assert Workdir(tmp_path).config()['env']['goal'] == config['env']['goal']
 
 
 LINES = [{}, {'update': 1}, {'update': 1, 'steps': 3}, {'steps': 3, 'episode_return': 1.0},
@@ -396,7 +397,7 @@ def test_a_part_of_another_main_program_is_refused_in_one_line(strange, tmp_path
   record['config']['loss']['name'] = '__main__:Mine'
   (workdir / 'config.json').write_text(json.dumps(record))
   with pytest.raises(ValueError, match=r"names loss.name of the program that trained.*allow_mod"):
-    workdirs.read_config(workdir)
+    Workdir(workdir).config()
 
 
 @pytest.mark.parametrize('allow', [[], ['{folder}/evil.py']])
@@ -419,7 +420,7 @@ def test_a_file_of_a_package_is_allowed_by_both_of_its_names(tmp_path):
   (tmp_path / 'own_package').mkdir()
   (tmp_path / 'own_package' / '__init__.py').write_text('')
   (tmp_path / 'own_package' / 'own_net.py').write_text('X = 1\n')
-  assert config.allowed_modules([tmp_path / 'own_package' / 'own_net.py']) == {
+  assert modules.allowed([tmp_path / 'own_package' / 'own_net.py']) == {
       'own_net', 'own_package.own_net'}
   assert parts.find('x', 'own_package.own_net:X', {}) == 1
   for name in ('own_package.own_net', 'own_package'):

@@ -17,9 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from podracer_jit import options
-from podracer_jit.experiment import build, checks, memory
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment import schema as config
+from podracer_jit.experiment import build, checks, config_dict, flags, memory, schema
 from podracer_jit.experiment.resolve import resolve
 from tests.runs import small
 
@@ -56,15 +54,15 @@ OTHERS = st.sampled_from((None, {}, {'a': 1}, [], [64], True, False))
 @functools.cache
 def shipped(name):
   """Returns a shipped config as plain values, on one device."""
-  fields = config.plain(command_line.load_config(name))
-  return fields | {'placement': fields['placement'] | config.ONE_DEVICE}
+  fields = config_dict.plain(flags.load_config(name))
+  return fields | {'placement': fields['placement'] | schema.ONE_DEVICE}
 
 
 @functools.cache
 def values_of(name):
   """Returns the config's fields with their values."""
   options = {f'env.{option}': 1 for option in CONFIGS[name]}
-  return options | {field: value for field, value, _ in config.describe(shipped(name))}
+  return options | {field: value for field, value, _ in schema.describe(shipped(name))}
 
 
 ANY = st.one_of(INTS, FLOATS, TEXTS, TUPLES, OTHERS)
@@ -162,9 +160,9 @@ def test_a_huge_number_is_refused_with_the_name_of_its_field(name):
 
 
 def test_every_integer_option_has_an_upper_bound():
-  parts = {part for choice in config.CHOICES.values() for part in choice.shipped.values()}
-  sections = {*config.SECTIONS.values(), config.TrainingOptions, config.EnvOptions,
-              config.ReplayOptions, config.TorsoOptions}
+  parts = {part for choice in schema.CHOICES.values() for part in choice.shipped.values()}
+  sections = {*schema.SECTIONS.values(), schema.TrainingOptions, schema.EnvOptions,
+              schema.ReplayOptions, schema.TorsoOptions}
   for part in parts | sections:
     for name, meaning in options.meanings(part).items():
       default = options.defaults(part)[name]

@@ -10,18 +10,18 @@ import sys
 import jax
 import numpy as np
 import pytest
-from absl import flags
+from absl.flags import FlagValues
 
 import podracer_jit
 from podracer_jit.agents import networks, optimizers
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment import trial
+from podracer_jit.experiment import flags, trial
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.play import evaluation
-from podracer_jit.training import life, session, stopping
-from podracer_jit.workdir import journal, workdirs
+from podracer_jit.training import opening, stopping
+from podracer_jit.workdir import journal
+from podracer_jit.workdir.workdir import make_request
 from tests import runs
-from tests.runs import changed, fresh, prepared, run, small
+from tests.runs import changed, fresh, open_workdir, prepared, run, small
 from tests.tiers import essential
 
 PACKAGE = pathlib.Path(podracer_jit.__file__).parent
@@ -30,7 +30,7 @@ SHORT = ['--config.checkpoint.every_updates=4', '--config.total_steps=100000']
 
 
 def parse(*args):
-  return command_line.parse(['podracer_jit', *args, *SHORT], flags.FlagValues())
+  return flags.parse(['podracer_jit', *args, *SHORT], FlagValues())
 
 
 def options_of(config, section):
@@ -85,8 +85,7 @@ def test_a_run_of_an_own_algorithm_resumes_to_the_same_bits_and_is_evaluated(tmp
   def train_in(name):
     config = parse(f'--config={EXAMPLES / "a2c.py"}')
     workdir = tmp_path / name
-    workdirs.make(workdir)
-    workdirs.open_workdir(workdir, config)
+    open_workdir(workdir, config)
     prepared_run = prepared(config)
     experiment = dataclasses.replace(prepared_run.experiment, total_steps=10 * 256)
     runs.train_in(dataclasses.replace(prepared_run, experiment=experiment), workdir)
@@ -700,7 +699,7 @@ def test_a_loss_without_a_gradient_is_a_warning_in_the_log_and_in_the_metrics(
   module = write_module('loss_without_gradient', WRONG_RESULTS)
   config = changed(small(f'{module}:Constant'), total_steps=700, checkpoint__every_updates=4)
   workdir = tmp_path / 'run'
-  with session.opened_run(fresh(config), workdir, life.make_life()) as opened:
+  with opening.opened_run(fresh(config), workdir, make_request()) as opened:
     assert opened.train(stopping.Stopping(), quiet=True)
   (line,) = capsys.readouterr().err.splitlines()
   assert line == ('podracer_jit: warning: update 10: the gradient was exactly 0 in 10 updates in a '

@@ -13,14 +13,14 @@ import pytest
 from podracer_jit.cli import rerun
 from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
-from podracer_jit.experiment import build
-from podracer_jit.experiment import schema as config
+from podracer_jit.experiment import build, schema
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.play import agent as agent_lib
 from podracer_jit.play import evaluation
-from podracer_jit.training import life
-from podracer_jit.workdir import checkpoints, workdirs
-from tests.runs import changed, fresh, small
+from podracer_jit.training import opening
+from podracer_jit.workdir import checkpoints
+from podracer_jit.workdir.workdir import Request
+from tests.runs import changed, fresh, open_workdir, small
 from tests.tiers import essential
 
 
@@ -98,7 +98,7 @@ OWN_ENVS = {name: f'{__name__}:{name}'
 
 def untrained(task, loss='ppo', network='mlp', seed=0, **fields):
   """Returns an agent with untrained parameters."""
-  experiment = resolve(config.on_one_device(changed(small(loss, task, network), **fields)))
+  experiment = resolve(schema.on_one_device(changed(small(loss, task, network), **fields)))
   run = build.make_run(experiment)
   player = evaluation.make_player(run, run.initial_state().params, 7, 700)
   return agent_lib.Agent(experiment, player, seed)
@@ -297,15 +297,22 @@ def test_a_run_whose_observations_have_another_layout_is_refused(name, has_chang
   task = f'{__name__}:{name}'
   run = fresh(small('ppo', task))
   fields = run.experiment.fields
-  workdirs.open_workdir(tmp_path, fields)
+  open_workdir(tmp_path, fields)
   agent = tmp_path / 'agent'
   untrained(task).save(agent)
   module = [__name__]
+
+  def open_run(workdir, repeat=None):
+    (tmp_path / 'receipts.jsonl').touch()
+    with opening.opened_run(run, workdir, Request(repeat=repeat)):
+      pass
+    shutil.rmtree(tmp_path / 'new', ignore_errors=True)
+
   reads = {
       'evaluate, load, export': lambda: evaluation.read_experiment(tmp_path, module),
       'rerun': lambda: rerun.one_device_experiment(tmp_path, module, 1),
-      'resume': lambda: life.resume_workdir(run, tmp_path, life.Life()),
-      'repeat': lambda: life.begin(run, tmp_path / 'new', life.Life(repeat=tmp_path)),
+      'resume': lambda: open_run(tmp_path),
+      'repeat': lambda: open_run(tmp_path / 'new', tmp_path),
       'load a saved agent': lambda: agent_lib.load_saved(agent, allow_modules=module)}
   for read in reads.values():
     read()
@@ -314,7 +321,7 @@ def test_a_run_whose_observations_have_another_layout_is_refused(name, has_chang
   checkpoints.write_manifest(agent, '')
   for each, read in reads.items():
     (tmp_path / 'config.json').unlink()
-    workdirs.open_workdir(tmp_path, fields)
+    open_workdir(tmp_path, fields)
     without_layout(tmp_path)
     if not has_changed:
       read()

@@ -27,9 +27,9 @@ from podracer_jit.envs import envpool_envs, families
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.play import evaluation, video
 from podracer_jit.runtime import host
-from podracer_jit.workdir import checkpoints, files, journal, workdirs
+from podracer_jit.workdir import checkpoints, files, journal, record
 from tests import processes
-from tests.runs import by_rows, fresh
+from tests.runs import by_rows, fresh, open_workdir
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDLESS = 2**31 - 1
@@ -85,8 +85,7 @@ def _episodes(task, seed, count, act, **options):
 def _save(workdir, config, *updates):
   """Makes a workdir with a checkpoint for each update; it adds the update to the parameters."""
   config = config.to_dict()
-  workdirs.make(workdir)
-  workdirs.open_workdir(workdir, config)
+  open_workdir(workdir, config)
   state = fresh(config).initial_state()
   with contextlib.closing(checkpoints.Checkpoints(workdir)) as saved:
     for update in updates:
@@ -390,7 +389,7 @@ def test_each_evaluation_is_a_line_and_the_newest_is_whole(tmp_path, evaluate, c
   assert (second['update'], second['seed'], second['greedy']) == (1, 1, True)
   assert [line['env'] for line in lines] == [{'max_episode_steps': 4}, {'max_episode_steps': 6}]
   assert (first['num_episodes'], first['num_envs'], first['max_steps']) == (3, 2, 108_000)
-  assert first['versions'] == workdirs.versions() and {'podracer_jit', 'jax', 'envpool'} <= set(
+  assert first['versions'] == record.versions() and {'podracer_jit', 'jax', 'envpool'} <= set(
       first['versions'])
   assert first['host'] and first['time'] <= second['time'] and first['time'].endswith('+00:00')
   assert not list(tmp_path.glob('*.tmp'))
@@ -401,7 +400,7 @@ def test_the_record_of_other_tasks_has_the_versions_of_their_libraries():
   assert families.libraries_of('gymnax:CartPole-v1') == ['gymnax']
   assert families.libraries_of('gymnasium:ale_py.x:ALE/Pong-v5') == ['gymnasium', 'ale_py']
   assert families.libraries_of('mine.envs:Env') == ['mine', 'gymnasium']
-  assert set(workdirs.versions('gymnasium', 'mine')) == {*workdirs.versions(), 'gymnasium'}
+  assert set(record.versions('gymnasium', 'mine')) == {*record.versions(), 'gymnasium'}
 
 
 @pytest.mark.parametrize('flag, message', [

@@ -20,9 +20,9 @@ from podracer_jit.play import agent as agent_lib
 from podracer_jit.play import export
 from podracer_jit.runtime import host
 from podracer_jit.training import evaluator
-from podracer_jit.workdir import checkpoints, workdirs
+from podracer_jit.workdir import checkpoints
 from tests.play.test_agent import OWN_ENVS, untrained
-from tests.runs import QUICK, prepared, small
+from tests.runs import QUICK, open_workdir, prepared, small
 from tests.tiers import essential
 
 EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / 'examples' / 'load_exported.py'
@@ -308,8 +308,7 @@ def test_the_verb_exports_a_checkpoint(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(host, 'prepare_host_for_any', lambda options: None)
   workdir = tmp_path / 'run'
   run = prepared(small())
-  workdirs.make(workdir)
-  workdirs.open_workdir(workdir, run.experiment.fields)
+  open_workdir(workdir, run.experiment.fields)
   with contextlib.closing(checkpoints.Checkpoints(workdir)) as saved:
     for update in (1, 2):
       saved.save(run.initial_state()._replace(update=jnp.int32(update)), {})

@@ -19,8 +19,7 @@ from podracer_jit.learner import replay_updates
 from podracer_jit.play import evaluation
 from podracer_jit.replay import tree
 from podracer_jit.types import Target, TrainState
-from podracer_jit.workdir import workdirs
-from tests.runs import changed, prepared, run, small, train_in
+from tests.runs import changed, open_workdir, prepared, run, small, train_in
 from tests.workers import wrap
 
 UPDATES = 8
@@ -109,8 +108,7 @@ def test_the_learning_rate_metric_is_the_rate_of_the_update():
 
 def _train(workdir, total, learners=(0,), **fields):
   fields = config('dpg', total_steps=total, checkpoint__every_updates=4, **fields)
-  workdirs.make(workdir)
-  workdirs.open_workdir(workdir, fields | dict(total_steps=10**6))
+  open_workdir(workdir, fields | dict(total_steps=10**6))
   placed = run_of('dpg', scheme='sync', placement__actor_devices=(0,),
                   placement__learner_devices=learners)
   train_in(dataclasses.replace(placed, experiment=resolve(fields)), workdir)
@@ -135,7 +133,7 @@ def test_the_workdir_of_an_apex_run_with_several_actors_can_be_read(tmp_path):
   fields = config('dqn', scheme='apex', replay__samples_per_insert=2.0, replay__tolerance=6272,
                   placement__actor_devices=(0, 1))
   resolve(fields)
-  workdirs.open_workdir(tmp_path, fields)
+  open_workdir(tmp_path, fields)
   evaluation.read_experiment(tmp_path)
 
 

@@ -70,10 +70,11 @@ def test_with_a_lag_the_next_segment_continues_the_episodes():
   """The new segment continues from the last used rollout; later rollouts are dropped."""
   run = prepared(experiment(scheme='cleanba'))
   state = initial_state(run)
-  envs = ()
+  envs = None
   for index, updates in enumerate((3, 4)):
     first = int(state.update)
-    with build.segment(run, state, index, updates, lambda report: None, envs=envs) as segment:
+    snapshot = build.Snapshot(state, envs, index)
+    with build.segment(run, snapshot, updates, lambda report: None) as segment:
       states = loops.run(segment.workers)
       envs = build.envs_after(run, states, first)
     state = states['learner'].train
@@ -89,7 +90,7 @@ def test_kept_environments_have_the_order_of_all_actors():
   kept = []
   for config in (experiment(scheme='sync'), experiment(scheme='sync', **TWO)):
     run = prepared(config)
-    with build.segment(run, initial_state(run), 0, 2, lambda report: None) as segment:
+    with build.segment(run, build.Snapshot(initial_state(run)), 2, lambda report: None) as segment:
       kept.append(build.envs_after(run, loops.run(segment.workers), 0))
     shapes = build.kept_env_shapes(run)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), kept[-1]) == jax.tree.map(
@@ -99,7 +100,7 @@ def test_kept_environments_have_the_order_of_all_actors():
 
 def test_a_split_state_is_joined_in_order():
   run = prepared(experiment(scheme='fused', **TWO))
-  with build.segment(run, initial_state(run), 0, 3, lambda report: None) as segment:
+  with build.segment(run, build.Snapshot(initial_state(run)), 3, lambda report: None) as segment:
     state = segment.workers[0].state.actor
   joined = fused.join(state, 2)
   rejoined = fused.join(fused.split(joined, run.place.mesh), 2)

@@ -126,7 +126,7 @@ def test_only_channels_transfer_arrays(monkeypatch):
   config = changed(small(), placement__learner_devices=(1,))
   prepared_run = prepared(config)
   state = initial_state(prepared_run)
-  with build.segment(prepared_run, state, 0, 5, lambda report: None) as segment:
+  with build.segment(prepared_run, build.Snapshot(state), 5, lambda report: None) as segment:
     monkeypatch.setattr(jax, 'device_put', device_put)
     monkeypatch.setattr(channels.DoubleBuffer, '_moved', moved)
     with jax.transfer_guard('disallow'):  # it has an effect only on GPUs

@@ -61,7 +61,7 @@ def test_a_run_ends_at_the_update_that_reaches_total_steps():
 def test_a_segment_donates_its_train_state(scheme):
   prepared_run = prepared(_config(scheme))
   state = initial_state(prepared_run)
-  with build.segment(prepared_run, state, 0, 2, lambda report: None) as segment:
+  with build.segment(prepared_run, build.Snapshot(state), 2, lambda report: None) as segment:
     loops.run(segment.workers)
   assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
 

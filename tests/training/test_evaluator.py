@@ -10,9 +10,9 @@ import pytest
 from podracer_jit.play import evaluation
 from podracer_jit.training import evaluator
 from podracer_jit.training.sinks import STOP, CallbackFailed, Sink
-from podracer_jit.workdir import checkpoints, journal, workdirs
+from podracer_jit.workdir import checkpoints, journal
 from tests import runs
-from tests.runs import changed, prepared, small
+from tests.runs import changed, open_workdir, prepared, small
 from tests.tiers import essential
 from tests.training.test_sinks import tensorboard_events
 
@@ -26,9 +26,8 @@ CONFIG = changed(small(), total_steps=STEPS, checkpoint__every_updates=2, checkp
 def train_in(workdir, config=CONFIG, *callbacks):
   """Trains as the command does, in a new or a used workdir."""
   run = prepared(config)
-  workdirs.open_workdir(workdir, run.experiment.fields)
-  update, _ = checkpoints.recover(workdir)
-  return runs.train_in(run, workdir, callbacks, update=update)
+  open_workdir(workdir, run.experiment.fields)
+  return runs.train_in(run, workdir, callbacks)
 
 
 def curve(workdir):

@@ -18,9 +18,10 @@ import pytest
 
 from podracer_jit import experiment
 from podracer_jit.cli import train
-from podracer_jit.training import life, session, sinks, stopping
-from podracer_jit.training.trainer import Opened
-from podracer_jit.workdir import changes, checkpoints, history, workdirs
+from podracer_jit.training import opening, sinks, stopping
+from podracer_jit.training.trainer import Training
+from podracer_jit.workdir import checkpoints, record
+from podracer_jit.workdir.workdir import Workdir, make_request
 from tests import made, processes
 from tests.cli.test_main import only_checks, saved_to_the_end
 from tests.processes import command
@@ -201,23 +202,20 @@ def test_refusals_name_the_flag_that_allows_the_change(extended, six, tmp_path, 
   assert 'seed: 1 there, 2 now: it cannot change, as' in refused(
       *CONSTANT, updates(12), '--config.seed=2', workdir)
   new = f'--workdir={tmp_path}/new'
-  for flag in ('--extend', '--change=loss.discount'):
+  for flag in ('--extend', '--change=loss.discount', '--change=total_steps'):
     assert 'there is no run in' in refused(*CONSTANT, new, flag)
   source = f'--init_from={six}'
   for args, message in [
-      (['--change=total_steps'], '--change: total_steps has a flag of its own, --extend'),
       (['--change=los.discount'], 'no field los.discount; did you mean loss.discount?'),
       (['--change=network.hidden'], 'network.hidden cannot change, as the checkpoint has the'),
       (['--change=env.num_envs'], 'env.num_envs cannot change, as the batch'),
-      (['--init_partly'], '--init_parts and --init_partly are for --init_from'),
-      ([source, '--init_parts=moments'], 'known are parameters, normalisation, optimizer, replay'),
-      ([source, '--init_parts='], "known are parameters, normalisation, optimizer, replay, all"),
-      ([source, '--init_parts=replay'], '--init_parts: impala has no replay'),
+      (['--init_partly'], '--init_partly: is for --init_from'),
+      ([source, '--init_parts=all'], "Unknown command line flag 'init_parts'"),
       ([source, '--extend'], '--init_from: begins a new run; it cannot be combined with --extend'),
       ([f'{source}/none'], 'none does not exist'),
       ([f'--init_from={tmp_path}'], 'has no whole checkpoint'),
       # The workdir itself, which is made and locked before anything is read.
-      ([f'--init_from={tmp_path}/new', '--init_parts=all'], 'new has no whole checkpoint')]:
+      ([f'--init_from={tmp_path}/new'], 'new has no whole checkpoint')]:
     assert message in refused(*CONSTANT, new, *args)
   assert not (tmp_path / 'new').exists()
 
@@ -243,7 +241,7 @@ def test_a_repeated_run_has_the_same_changes(annealed, tmp_path):
   output = binary(*CATCH, updates(12), f'--workdir={tmp_path}', f'--repeat={annealed}')
   assert 'update 6: the config changes after it' in output
   assert receipts(tmp_path) == receipts(annealed)
-  assert workdirs.read_history(tmp_path) == workdirs.read_history(annealed)
+  assert record.read(tmp_path).changes == record.read(annealed).changes
   assert binary('compare', annealed, tmp_path).startswith('identical: 12 updates')
   output = refused(*CATCH, updates(13), f'--workdir={tmp_path}/other', f'--repeat={annealed}')
   assert 'only its newest config can repeat that (total_steps: 6912 there, 7488 here)' in output
@@ -352,7 +350,7 @@ def test_a_run_begun_with_another_run_resumes_and_repeats_without_it(heir, tmp_p
   resumed = copied(heir, tmp_path / 'resumed')
   for number in (3, 6):  # as if the run had been killed before its first checkpoint
     shutil.rmtree(resumed / 'checkpoints' / str(number))
-  source = workdirs.read_history(heir)[0].init_from.workdir
+  source = record.read(heir).origin.workdir
   output = binary(*args, f'--workdir={resumed}', f'--init_from={source}')
   assert 'starting' in output
   repeated = tmp_path / 'repeated'
@@ -386,7 +384,7 @@ def test_a_run_killed_while_starting_begins_anew(heir, six, tmp_path):
 
 STOPPED_WHILE_IT_READS = """
 import os, signal, sys
-from podracer_jit.training import inherit
+from podracer_jit.training import inherit, opening
 from podracer_jit.cli import train
 read = inherit.read
 def stops_and_reads(*args):
@@ -414,7 +412,7 @@ def test_nothing_can_begin_in_a_workdir_while_a_run_reads_its_first_state(six, t
   finally:
     os.kill(first.pid, signal.SIGCONT)
   assert first.wait(timeout=120) == 0
-  assert history.origin_of(workdirs.read_history(workdir)).workdir == str(six)
+  assert record.read(workdir).origin.workdir == str(six)
   assert len(receipts(workdir)) == 6
 
 
@@ -451,12 +449,12 @@ def test_init_from_a_task_with_some_other_shapes(cartpole, tmp_path):
   """Acrobot has six observed numbers and three actions; CartPole has four and two."""
   args = [*CARTPOLE, '--config.env.task=Acrobot-v1', '--config.normalise.obs=True',
           f'--workdir={tmp_path}', f'--init_from={cartpole}']
-  output = refused(*args, '--init_parts=parameters')
+  output = refused(*args)
   assert ('--init_from: params/params/policy/bias has the shape (3,) here, (2,) in '
           f'{cartpole}; --init_partly begins with fresh values') in output
   assert not list(tmp_path.iterdir())
   output = binary(*args, '--init_partly')
-  origin = workdirs.read_history(tmp_path)[0].init_from
+  origin = record.read(tmp_path).origin
   assert 'began fresh: params/' in output and not origin.unused
   layers = {name for name in origin.fresh if name.startswith('params/params/')}
   assert layers == {'params/params/policy/bias', 'params/params/policy/kernel',
@@ -472,14 +470,9 @@ def test_init_from_a_task_with_some_other_shapes(cartpole, tmp_path):
 
 
 @pytest.mark.full
-def test_another_optimizer_starts_fresh_unless_it_was_asked_for(cartpole, tmp_path):
+def test_another_optimizer_starts_fresh(cartpole, tmp_path):
   args = [*CARTPOLE, '--config.normalise.obs=True', '--config.optimizer.name=rmsprop',
           f'--init_from={cartpole}']
-  output = refused(*args, '--init_parts=optimizer', f'--workdir={tmp_path}/a')
-  assert 'keeps other statistics; leave optimizer out' in output
-  output = binary(*CARTPOLE, '--config.normalise.obs=True', f'--init_from={cartpole}',
-                '--init_parts=all', f'--workdir={tmp_path}/all')  # PPO has no replay
-  assert 'begins with parameters, normalisation, optimizer of' in output
   for flags in ([], ['--init_partly']):
     workdir = tmp_path / f'b{len(flags)}'
     output = binary(*args, *flags, f'--workdir={workdir}')
@@ -491,36 +484,16 @@ def test_another_optimizer_starts_fresh_unless_it_was_asked_for(cartpole, tmp_pa
 
 
 @pytest.mark.full
-def test_init_from_with_the_replay(with_replay, tmp_path):
+def test_init_from_a_run_with_a_replay_copies_its_parameters_to_the_target(with_replay, tmp_path):
   source = with_replay
-  heir = tmp_path / 'heir'
-  binary(*APEX, f'--workdir={heir}', f'--init_from={source}', '--init_parts=all')
-  last = newest(source)
-  replays = [arrays(source, last, 'replay'), arrays(heir, 0, 'replay')]
-  assert replays[0].keys() == replays[1].keys()
-  for name, value in replays[0].items():
-    np.testing.assert_array_equal(value, replays[1][name])
-  first = arrays(heir, 0)
-  saved = arrays(source, last)
-  assert {name for name in saved if not np.array_equal(saved[name], first[name])} == {
-      "['update']", "['steps']"}
-  assert any("['target']" in name for name in saved)
-  # The heir learns from its first update on, and the ages of old transitions are kept.
-  ages = metric(heir, 'sampled_age')
-  assert metric(heir, 'sampled')[0] > 0 == metric(source, 'sampled')[0]
-  assert 0 < metric(source, 'sampled_age')[-1] < ages[0] < saved["['target']['gradient_steps']"] + 3
-  for update in (2, 14):
-    binary('rerun', f'--workdir={heir}', f'--update={update}')
-  output = refused(*APEX, f'--workdir={tmp_path}/x', f'--init_from={source}', '--init_parts=replay',
-                 '--config.replay.capacity=9984')
-  assert '--init_parts: the replay does not fit: ' in output
-  copy = tmp_path / 'copy'  # without the replay, the target network is copied without its counter
-  binary(*APEX, f'--workdir={copy}', f'--init_from={source}', '--config.total_steps=200')
-  first = arrays(copy, 0)
+  binary(*APEX, f'--workdir={tmp_path}', f'--init_from={source}', '--config.total_steps=200')
+  saved = arrays(source, newest(source))
+  first = arrays(tmp_path, 0)
   assert first["['target']['gradient_steps']"] == 0
   assert all((saved[name] == first[name]).all() for name in saved
              if name.startswith("['target']['params']"))
-  assert metric(copy, 'sampled')[0] == 0
+  assert metric(tmp_path, 'sampled')[0] == 0
+  assert not (tmp_path / 'checkpoints' / '0' / 'replay').exists()
 
 
 @pytest.mark.full
@@ -533,8 +506,8 @@ def test_init_from_and_extend_with_other_schemes(scheme, cartpole, tmp_path):
   binary(*args, '--config.total_steps=9000', '--config.loss.entropy_coef=0.02', '--extend',
          '--change=loss.entropy_coef')
   assert metric(tmp_path, 'update') == list(range(1, len(receipts(tmp_path)) + 1))
-  first, second = workdirs.read_history(tmp_path)
-  assert first.init_from and second.first_update == done + 1
+  begun = record.read(tmp_path)
+  assert begun.origin and list(begun.changes) == [done + 1]
 
 
 @pytest.mark.full
@@ -557,47 +530,71 @@ def test_two_processes_can_init_extend_change_and_repeat(six, tmp_path):
   result = subprocess.run(command('launch', '-n', 2, '--', *shards, of_two, updates(6)),
                           capture_output=True, text=True, timeout=300, env=QUICK, check=False)
   assert result.returncode == 2, result.stdout + result.stderr
-  assert '[0] podracer_jit: ' in result.stdout
-  assert '--change=loss.entropy_coef allows it' in result.stdout
-  assert '[1] podracer_jit: process 0 refuses the workdir' in result.stdout
+  assert all(f'[{number}] podracer_jit: ' in result.stdout for number in (0, 1))
+  assert result.stdout.count('--change=loss.entropy_coef allows it') == 2
 
 
-def test_a_history_gives_the_config_of_each_update():
-  entries = history.with_changes([], 5, {'a.b': {'was': 1, 'now': 2}, 'c': {'now': (3, 4)}})
-  entries = history.with_changes(entries, 9, {'a.b': {'was': 2, 'now': 3}})
-  entries = history.with_changes(entries, 9, {'a.b': {'was': 3, 'now': 4}, 'd': {'was': 5}})
-  assert history.change_points(entries) == [5, 9]
-  config = {'a': {'b': 4, 'x': 0}, 'c': (3, 4)}
-  by_update = {1: {'a': {'b': 1, 'x': 0}, 'd': 5}, 4: {'a': {'b': 1, 'x': 0}, 'd': 5},
-               5: {'a': {'b': 2, 'x': 0}, 'c': (3, 4), 'd': 5}, 9: config, 99: config}
-  for update, expected in by_update.items():
-    assert history.config_at(config, entries, update) == expected
-    assert history.newest_config(expected, entries, update) == config
-  assert config == {'a': {'b': 4, 'x': 0}, 'c': (3, 4)}
-  record = json.loads(json.dumps({'history': [entry.as_json() for entry in entries]}))
-  assert [entry.first_update for entry in history.read(record)] == [5, 9]
-  # Changing back to the old value before any update used the new one is no change.
-  assert history.with_changes(entries, 9, {'a.b': {'was': 4, 'now': 2}, 'd': {'now': 5}}
-                              ) == entries[:1]
+def test_a_record_gives_the_config_of_each_update():
+  first = changed(small(), loss__entropy_coef=0.1)
+  second = changed(first, loss__entropy_coef=0.2, optimizer__anneal=False)
+  third = changed(second, loss__entropy_coef=0.4, total_steps=10**7)
+  run = record.new(first).changed(second, 5).changed(
+      changed(third, loss__entropy_coef=0.3), 9).changed(third, 9)
+  for each in (run, record.parse(run.as_json())):
+    assert [stage.first_update for stage in each.stages] == [1, 5, 9]
+    for update, expected in ((0, first), (4, first), (5, second), (9, third), (99, third)):
+      assert record.json_of(each.at(update)) == record.json_of(expected)
+    assert each.changes[9] == {
+        'loss.entropy_coef': {'was': 0.2, 'now': 0.4},
+        'total_steps': {'was': second['total_steps'], 'now': 10**7}}
+    assert each.header(5)['history']['changes'].keys() == {'loss.entropy_coef', 'optimizer.anneal'}
+    assert each.header(6) == {}
+  # Changing back to the old values before any update used the new ones is no change.
+  assert [stage.first_update for stage in run.changed(second, 9).stages] == [1, 5]
+  # No update was made with the config before a change before update 1.
+  assert record.new(first).changed(second, 1).changes == {}
   with pytest.raises(ValueError, match='changes before update 9'):
-    history.with_changes(entries, 7, {'a.b': {'was': 4, 'now': 2}})
+    run.changed(first, 7)
+  # Fields in which runs of one experiment may differ are no change, and are those of the command.
+  placed = changed(third, placement__actors_per_device=2, log__window=7)
+  assert not run.differences(placed)
+  assert record.with_free_fields(run.at(1), placed)['log']['window'] == 7
+
+
+def test_a_history_of_version_0_6_becomes_stages():
+  """It noted what changed fields were before."""
+  config = record.json_of(changed(small(), loss__entropy_coef=0.4, loss__discount=0.9))
+  history = [{'first_update': 5, 'changes': {'loss.entropy_coef': {'was': 0.1, 'now': 0.2},
+                                             'loss.discount': {'now': 0.9}}},
+             {'first_update': 9, 'changes': {'loss.entropy_coef': {'was': 0.2, 'now': 0.4},
+                                             'loss.old': {'was': 3}}}]
+  run = record.parse({'config': config, 'history': history})
+  assert [(stage.first_update, stage.config['loss'].get('entropy_coef'),
+           stage.config['loss'].get('discount'), stage.config['loss'].get('old'))
+          for stage in run.stages] == [(1, 0.1, None, 3), (5, 0.2, 0.9, 3), (9, 0.4, 0.9, None)]
+  assert run.header(9) == {'history': history[1]} and run.config == config
+  assert record.parse(run.as_json()) == run
+  assert run.layout == 1
 
 
 @pytest.mark.parametrize('garbled', [
     3, [3], [{}], [{'first_update': 'x'}], [{'first_update': 1, 'changes': 3}],
-    [{'first_update': 1, 'changes': {'a': 3}}], [{'first_update': 1, 'init_from': {}}]])
+    [{'first_update': 1, 'changes': {'a': 3}}], [{'first_update': 1, 'init_from': {}}],
+    {}, {'stages': []}, {'stages': [3], 'origin': None},
+    {'stages': [{'first_update': 2}], 'origin': None},
+    {'stages': [{'first_update': 1, 'config': {}}, {'first_update': 5}], 'origin': None}])
 def test_a_garbled_history_is_refused(garbled, six, tmp_path):
   record = json.loads((six / 'config.json').read_text()) | {'history': garbled}
   (tmp_path / 'config.json').write_text(json.dumps(record))
   with pytest.raises(ValueError, match='is not of a run of podracer_jit'):
-    workdirs.read_config(tmp_path)
+    Workdir(tmp_path).config()
 
 
 def test_fields_that_cannot_change_exist():
   """Otherwise a renamed field could silently be changed."""
   for loss in ('ppo', 'dqn'):
-    fields = workdirs.flat(experiment.config(loss, 'mlp', 'adam').to_dict())
-    for field in changes._FIXED:
+    fields = record.flat(experiment.config(loss, 'mlp', 'adam').to_dict())
+    for field in record._FIXED:
       assert any(name == field or name.startswith(field) for name in fields), field
 
 
@@ -607,14 +604,14 @@ OTHER = changed(NEVER, network__hidden=(8,), unroll_length=4)
 
 def open_without_an_update(config, workdir, **options):
   """Opens a run that fails before its first update; returns the notes."""
-  with session.opened_run(fresh(config), workdir, life.make_life(**options)) as opened:
+  with opening.opened_run(fresh(config), workdir, make_request(**options)) as opened:
     # The header of the first segment is there, and no update.
     with contextlib.closing(sinks.Journals(workdir, 0)) as files:
       files.begin(sinks.Start(workdir, 1, 0, 0, dict(segment=0, first_update=1)))
     return opened.notes
 
 
-def config_of(workdir, path=workdirs.CONFIG):
+def config_of(workdir, path=record.NAME):
   return json.loads((workdir / path).read_text())['config']
 
 
@@ -628,8 +625,8 @@ def test_a_run_that_never_made_an_update_gives_way_to_another(tmp_path):
   assert config_of(tmp_path)['network']['hidden'] == [8]
   assert config_of(tmp_path, 'broken/config.json')['network']['hidden'] == [64, 64]
   assert headers(tmp_path) == [dict(segment=0, first_update=1)]
-  with session.opened_run(fresh(OTHER), tmp_path, life.make_life()) as opened:
-    assert Opened([opened], tmp_path, ()).train(stopping.Stopping(), quiet=True)
+  with opening.opened_run(fresh(OTHER), tmp_path, make_request()) as opened:
+    assert Training([opened], tmp_path, ()).train(stopping.Stopping(), quiet=True)
   assert len(receipts(tmp_path)) == 10
 
 
@@ -641,7 +638,7 @@ def test_a_run_that_never_made_an_update_gives_way_to_another(tmp_path):
      'holds another experiment'),
     (lambda workdir: (workdir / 'config.json').write_text('{}'), 'is not of a run'),
     (lambda workdir: (workdir / 'checkpoints' / '6').mkdir(parents=True),
-     'holds another experiment')])
+     'none of the checkpoints in .* is whole')])
 def test_a_run_with_anything_to_lose_does_not_give_way(tmp_path, spoil, message):
   open_without_an_update(NEVER, tmp_path)
   spoil(tmp_path)
@@ -672,8 +669,8 @@ def test_updates_without_a_config_stay(tmp_path):
 
 def test_a_first_state_of_another_run_is_set_aside_and_taken_anew(tmp_path):
   source = tmp_path / 'source'
-  with session.opened_run(fresh(NEVER), source, life.make_life()) as opened:
-    opened.train(stopping.Stopping(), quiet=True)
+  with opening.opened_run(fresh(NEVER), source, make_request()) as opened:
+    Training([opened], source, ()).train(stopping.Stopping(), quiet=True)
   workdir = tmp_path / 'run'
   open_without_an_update(NEVER, workdir, init_from=source)
   first = (workdir / 'checkpoints' / '0' / 'manifest.json').read_bytes()
@@ -687,5 +684,5 @@ def test_a_first_state_of_another_run_is_set_aside_and_taken_anew(tmp_path):
   assert config_of(workdir)['seed'] == 5 and checkpoints.saved_updates(workdir) == [0]
   # Without --init_from, the run begins with its seed.
   open_without_an_update(OTHER, workdir)
-  assert history.origin_of(workdirs.read_history(workdir)) is None
+  assert record.read(workdir).origin is None
   assert checkpoints.saved_updates(workdir) == []

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from podracer_jit.cli import compare
-from podracer_jit.workdir import checkpoints, workdirs
+from podracer_jit.workdir import checkpoints
+from podracer_jit.workdir.workdir import Workdir
 from tests import extras, made, processes
 from tests.tiers import essential
 
@@ -68,7 +69,7 @@ def test_options_are_arguments_of_the_class(tmp_path):
   assert result.returncode == 2 and 'env.sise' in result.stderr
   assert len(result.stderr.strip().splitlines()) == 1
   binary(*args, '--config.env.size=5', '--config.total_steps=200')
-  assert workdirs.read_config(tmp_path, {'gridworld'})['env']['size'] == 5
+  assert Workdir(tmp_path).config({'gridworld'})['env']['size'] == 5
 
 
 @pytest.mark.full

@@ -14,15 +14,16 @@ from numpy.testing import assert_allclose
 from podracer_jit.experiment import memory
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.runtime import host
-from podracer_jit.training import life, seeds, stopping, trainer
+from podracer_jit.training import seeds, stopping, trainer
 from podracer_jit.training.sinks import Diverged
-from podracer_jit.workdir import checkpoints, journal, workdirs
+from podracer_jit.workdir import checkpoints, journal
+from podracer_jit.workdir.workdir import Workdir, make_request
 from tests import processes
-from tests.runs import changed, prepared, run, small, train_in
+from tests.runs import changed, open_workdir, prepared, run, small, train_in
 from tests.runtime.test_stored_programs import events
 from tests.tiers import essential
 
-NOTHING = life.make_life()
+NOTHING = make_request()
 
 
 class Walk:
@@ -136,7 +137,7 @@ def test_a_workdir_of_a_seed_is_that_of_a_run(three):
   folder, by_seed = three
   for seed, (metrics, _) in zip((1, 2, 3), by_seed, strict=True):
     workdir = folder / f'seed{seed}'
-    assert workdirs.read_fields(workdir)['seed'] == seed
+    assert Workdir(workdir).shown_config()['seed'] == seed
     assert checkpoints.newest_whole(workdir) == metrics[-1]['update']
     headers = [line for line in journal.read_lines(workdir / journal.RECEIPTS)
                if 'segment' in line]
@@ -173,11 +174,11 @@ def test_an_emptied_replay_gets_no_transitions_of_rows_before(num_seeds, evictio
   if num_seeds:
     train(config, tmp_path, num_seeds)
     resumed = changed(config, total_steps=464 + 192)
-    train(resumed, tmp_path, num_seeds, options=life.make_life(extend=True))
+    train(resumed, tmp_path, num_seeds, options=make_request(extend=True))
     folders = [tmp_path / f'seed{1 + i}' for i in range(num_seeds)]
   else:
     one = prepared(config)
-    workdirs.open_workdir(tmp_path, one.experiment.fields)
+    open_workdir(tmp_path, one.experiment.fields)
     train_in(one, tmp_path, ends=[3, 6])
     train_in(one, tmp_path, ends=[3, 6, 8])
     folders = [tmp_path]
@@ -208,7 +209,7 @@ def test_a_workdir_of_another_experiment_is_refused(tmp_path, three):
   config = config_of(total_steps=three[1][0][0][-1]['steps'] + 70)
   with pytest.raises(ValueError, match='total_steps'):
     train(config, tmp_path, 2)
-  finished, by_seed = train(config, tmp_path, 2, options=life.make_life(extend=True))
+  finished, by_seed = train(config, tmp_path, 2, options=make_request(extend=True))
   assert finished and all(metrics[-1]['steps'] >= config['total_steps'] for metrics, _ in by_seed)
 
 
@@ -230,7 +231,7 @@ def test_other_experiments_are_refused_before_anything_is_written(
 
 def test_a_repeated_run_is_refused(tmp_path):
   with pytest.raises(ValueError, match='--repeat: a run of one seed'):
-    train(config_of(), tmp_path / 'new', 2, options=life.make_life(repeat=tmp_path))
+    train(config_of(), tmp_path / 'new', 2, options=make_request(repeat=tmp_path))
 
 
 @pytest.mark.full

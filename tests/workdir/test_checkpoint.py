@@ -17,9 +17,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from podracer_jit.play import evaluation
-from podracer_jit.workdir import checkpoints, files, journal, workdirs
+from podracer_jit.workdir import checkpoints, files, journal
+from podracer_jit.workdir.workdir import OtherExperiment
 from tests import made, runs
-from tests.runs import changed, fresh, prepared, small
+from tests.runs import changed, fresh, open_workdir, prepared, small
 
 UPDATES = 6
 CONFIG = changed(small(), total_steps=10**6, checkpoint__every_updates=2, log__tensorboard=False)
@@ -28,10 +29,9 @@ CONFIG = changed(small(), total_steps=10**6, checkpoint__every_updates=2, log__t
 def train_in(workdir, updates=UPDATES):
   """Trains as the command does, in a new or a used workdir; returns the notes for the user."""
   run = prepared(CONFIG)
-  notes = workdirs.open_workdir(workdir, run.experiment.fields)
-  update, repaired = checkpoints.recover(workdir)
-  runs.train_in(run, workdir, ends=list(range(2, updates + 1, 2)), update=update)
-  return notes + repaired
+  notes = open_workdir(workdir, run.experiment.fields)
+  runs.train_in(run, workdir, ends=list(range(2, updates + 1, 2)))
+  return notes
 
 
 @pytest.fixture(scope='module')
@@ -71,8 +71,7 @@ def test_a_run_in_which_no_episode_ends_says_so_once(tmp_path, capsys):
     run = fresh(changed(small('ppo', task), total_steps=10**6, checkpoint__every_updates=2,
                         log__tensorboard=False))
     workdir = tmp_path / task
-    workdirs.make(workdir)
-    workdirs.open_workdir(workdir, run.experiment.fields)
+    open_workdir(workdir, run.experiment.fields)
     runs.train_in(run, workdir, ends=[2])
     assert 'no episode' not in capsys.readouterr().out
     runs.train_in(run, workdir, ends=[2, 4, 6, 8])
@@ -161,7 +160,7 @@ def test_if_all_checkpoints_are_broken_they_stay_and_the_run_is_refused(copy):
     break_file(largest_file(copy, update), 'truncated')
   before = sorted(copy.rglob('*'))
   with pytest.raises(ValueError, match='none of the checkpoints in') as refused:
-    checkpoints.recover(copy)
+    open_workdir(copy, CONFIG)
   message = str(refused.value)
   assert message.startswith('--workdir: ') and '\n' not in message
   assert '2: ' in message and '6: ' in message
@@ -332,8 +331,8 @@ def test_a_lost_config_is_restored_from_the_newest_checkpoint(content, copy, uni
 
 def test_a_restored_config_comes_from_the_run_and_not_from_the_flags(copy):
   (copy / 'config.json').unlink()
-  with pytest.raises(workdirs.OtherExperiment, match='seed: 1 there, 2 now'):
-    workdirs.open_workdir(copy, prepared(CONFIG).experiment.fields | {'seed': 2})
+  with pytest.raises(OtherExperiment, match='seed: 1 there, 2 now'):
+    open_workdir(copy, CONFIG | {'seed': 2})
 
 
 def test_a_lost_config_without_a_whole_checkpoint_is_refused_in_one_line(copy):

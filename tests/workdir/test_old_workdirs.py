@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from podracer_jit.workdir import checkpoints, workdirs
+from podracer_jit.workdir import checkpoints, record
 from tests import processes
 from tests.tiers import essential
 from tests.workdirs import make
@@ -104,7 +104,7 @@ def test_an_old_workdir_is_resumed(tmp_path, name):
   assert [result.returncode for result in results] == [0] * len(results), results
   stored = json.loads((old / 'config.json').read_text())['versions']
   output = results[0].stdout + (results[0].stderr or '')
-  for package, version in workdirs.versions().items():
+  for package, version in record.versions().items():
     if stored.get(package) != version:
       assert (f'{package} was {stored.get(package)} when this run began and is {version} now: '
               'results go on, but perhaps not to the last bit') in output

@@ -1,30 +1,37 @@
-"""Actors and gradient workers on a cluster: what a run needs to begin them."""
+"""Actors and gradient workers on a cluster: how a run begins them, and what each process does."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from podracer_jit import parts
 from podracer_jit.agents import networks
 from podracer_jit.cluster import set_ray_environment
 from podracer_jit.envs.families import may_start_jax
-from podracer_jit.experiment import build, memory
-from podracer_jit.experiment import schema as config_lib
-from podracer_jit.experiment.experiment import Experiment
+from podracer_jit.errors import EnvironmentFailed, environment_failure
+from podracer_jit.experiment import build, memory, modules
 from podracer_jit.experiment.resolve import changed, placement_of, resolve
+from podracer_jit.experiment.schema import Experiment
+from podracer_jit.learner import sharding
+from podracer_jit.runtime import host, placement
 
 if TYPE_CHECKING:  # the imports of Ray take a second
   from podracer_jit.cluster.ray_cluster import Cluster
 
-_SERVICE = 'podracer_jit.training.service:Service'
+_SERVICE = f'{__name__}:Service'
+# The folder of the user's modules in the code that is sent to processes.
+_BESIDE = 'beside'
 # Copies of each rollout in Ray's memory: two under way, two waiting, one learned from, one freed.
 _COPIES = 6
 
@@ -47,7 +54,7 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
   if not isinstance(place, Mapping) or place.get('cluster', 'none') == 'none':
     yield None
     return
-  for field, module in config_lib.modules(config).items():
+  for field, module in modules.named(config).items():
     if module == parts.MAIN:
       raise ValueError(f'{field}: is in the main program ({module}), which the processes of the '
                        'cluster cannot import; move it into a file of its own, mine.py, and name '
@@ -67,13 +74,12 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
     store_bytes = store_bytes or bytes_under_way(experiment)
   set_ray_environment()
   from podracer_jit.cluster import ray_cluster
-  from podracer_jit.training.service import BESIDE
 
   def files(folder: Path) -> None:
     ray_cluster.copy_code([Path(build.__file__).parents[1]], folder)
     # In a folder of their own, as Ray puts the first one before the modules of Python itself.
-    (folder / BESIDE).mkdir()
-    ray_cluster.copy_code(code(config), folder / BESIDE)
+    (folder / _BESIDE).mkdir()
+    ray_cluster.copy_code(code(config), folder / _BESIDE)
 
   with ray_cluster.connected(options.actor_cpus, options.actor_gpus, options.actor_lives,
                              processes, store_bytes, files) as cluster:
@@ -114,7 +120,7 @@ def code(config: Mapping[str, Any]) -> list[Path]:
   # A module that this process has need not be one that an import would find.
   sources = {module: Path(getattr(sys.modules.get(module), '__file__', None)
                           or parts.file_of(module))
-             for module in config_lib.modules(config).values()}
+             for module in modules.named(config).values()}
   if may_start_jax(str(config.get('env', {}).get('task', ''))):
     # A config file may register environments.
     sources |= {Path(file).stem: Path(file) for file in parts.search().files}
@@ -147,7 +153,7 @@ def overdue(stop: Callable[[], bool], grace_s: float = _GRACE_S) -> Callable[[],
   return is_overdue
 
 
-class Team:
+class Crew:
   """The processes of a run on its cluster."""
 
   def __init__(self, cluster: Cluster, experiment: Experiment):
@@ -165,20 +171,17 @@ class Team:
     self._begin()
 
   def _begin(self) -> None:
-    """Begins the processes, unless they run already; those of another team end."""
+    """Begins the processes, unless they run already; those of another crew end."""
     if not self._cluster.takes_over(self):
       return
     from podracer_jit.schemes import remote
-    from podracer_jit.training.service import Role
     experiment = self._experiment
     place = experiment.placement
-    workers = len(place.learner_devices)
     fields = changed(experiment, placement={'cluster': 'none'}).fields
+    config_files = tuple(Path(file).name for file in parts.search().files)
 
-    def begin(name: str, number: int) -> Any:
-      role = Role(number, place.num_actors, workers, experiment.num_shards // place.num_actors,
-                  tuple(Path(file).name for file in parts.search().files))
-      return self._cluster.remote(name, _SERVICE, lambda life: (fields, role, life))
+    def begin(name: str, actor: int) -> Any:
+      return self._cluster.remote(name, _SERVICE, lambda life: (fields, config_files, actor, life))
 
     self._actors = [begin(f'actor {i}', i) for i in range(place.num_actors)]
     # With a lag of None, an actor may be any number of updates behind.
@@ -186,14 +189,14 @@ class Team:
     if experiment.scheme.graph.separate_updates:
       self._workers = self._actors
       if not experiment.scheme.colocated:
-        self._workers = [begin(f'worker {i}', 0) for i in range(workers)]
+        self._workers = [begin(f'worker {i}', 0) for i in range(len(place.learner_devices))]
 
-  def of(self, experiment: Experiment) -> Team:
-    """See `build.Machines`."""
-    return Team(self._cluster, experiment)
+  def of(self, experiment: Experiment) -> Crew:
+    """See `build.Crew`."""
+    return Crew(self._cluster, experiment)
 
   def actors(self, index: int, stop: Callable[[], bool]) -> list[Any]:
-    """See `build.Machines`."""
+    """See `build.Crew`."""
     from podracer_jit.schemes.remote import RemoteActor
     self._begin()
     self._cluster.gives_up = overdue(stop)
@@ -203,15 +206,140 @@ class Team:
             for i, (actor, pace) in enumerate(zip(self._actors, self._paces, strict=True))]
 
   def gradient_workers(self) -> list[Any]:
-    """See `build.Machines`."""
+    """See `build.Crew`."""
     from podracer_jit.schemes.remote import RemoteGradients
     self._begin()
     return [RemoteGradients(worker, self._cluster.publish) for worker in self._workers]
 
   def metrics(self) -> dict[str, float]:
-    """See `build.Machines`."""
+    """See `build.Crew`."""
     return self._cluster.metrics()
 
   def lives(self) -> dict[str, int]:
-    """See `build.Machines`."""
+    """See `build.Crew`."""
     return self._cluster.lives()
+
+
+class Service:
+  """R and G of a process. A segment begins with the first call for it."""
+
+  def __init__(self, fields: Mapping[str, Any], config_files: Sequence[str], actor: int,
+               life: int):
+    """Builds all but environments and programs.
+
+    Args:
+      fields: the config as plain values, with the placement of the whole run, but for the cluster.
+      config_files: names of config files, which may register environments.
+      actor: number of the process's actor.
+      life: the number of processes before this one that had its part and died. Each life has
+        random numbers of its own.
+    """
+    warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
+    parts.look_beside(Path(_BESIDE) / 'config.py')
+    for name in config_files:
+      parts.look_beside(Path(_BESIDE) / name)
+    self._actor = actor
+    whole = resolve(fields)
+    options = self._of_run = whole.placement
+    own_options = dataclasses.replace(options, actor_devices=(0,), learner_devices=(0,),
+                                      actors_per_device=1, cluster='none')
+    host.prepare_host(own_options)
+    device = jax.local_devices(backend=None if options.actor_gpus else 'cpu')[0]
+    # The vector environments of the process share its cores.
+    pools = whole.num_shards // options.num_actors
+    threads = options.env_threads or max(1, int(options.actor_cpus) // pools)
+    place = placement.Placement((device,), placement.mesh_of([device]), (device,), threads)
+    run = build.make_run(dataclasses.replace(whole, placement=own_options), place=place)
+    self._run = dataclasses.replace(run, life=life)
+    self._device = device
+    self._segment: int | None = None
+    self._envs = contextlib.ExitStack()
+    self._program: Any = None
+    self._state: Any = None
+    self._prepared: tuple[int, Any] | None = None
+    self._gradients: sharding.GradientPrograms | None = None
+
+  def rollout(self, segment: int, params: Any) -> tuple[int, Any]:
+    """Makes a rollout.
+
+    Args:
+      segment: the index of the segment. The first call for a segment starts its environments.
+      params: the parameters of the network, arrays.
+
+    Returns:
+      The bytes of the experience, and the experience as NumPy arrays.
+    """
+    with _one_line_failures():
+      params = jax.device_put(params, self._device)
+      if segment != self._segment:
+        self._begin(segment, params)
+      self._state, experience = self._program(params, self._state)
+      return _as_numpy(experience)
+
+  def _begin(self, segment: int, params: Any) -> None:
+    """Starts the environments of a segment, and compiles their program."""
+    self._program = self._state = None
+    self._envs.close()
+    run = self._run
+    ids = build.shards_of(run.experiment, self._actor, self._of_run.num_actors)
+    actor = build.make_actor(run, segment, ids, self._device)
+    self._envs.callback(actor.rollout_program.close)
+    rollout = run.acting.rollout(actor.rollout_program.vector_envs)
+    self._program = actor.rollout_program.load(rollout, (params, actor.state), donate=(1,),
+                                               kept=run.kept_programs)
+    self._state = actor.state
+    self._segment = segment
+
+  def gradient(self, params: Any, update: int, step: int, key: np.ndarray,
+               references: Sequence[Any]) -> tuple[int, Any]:
+    """Takes a gradient step of an update.
+
+    Args:
+      params: the parameters of the network, arrays.
+      update: the number of the update.
+      step: the number of the gradient step in the update, from 0.
+      key: data of the run's PRNG key.
+      references: references to the parameters at the beginning of the update, and to the experience
+        of each of the worker's actors.
+
+    Returns:
+      The bytes of the answer, and the answer of `GradientWorker.gradient`; None in its place if
+      experience was lost with its machine.
+    """
+    from podracer_jit.cluster.process import fetch
+    workers = len(self._of_run.learner_devices)
+    programs = self._gradients = self._gradients or self._run.learner.worker_programs(
+        self._run.place.mesh, workers)
+    if self._prepared is None or self._prepared[0] != update or step == 0:
+      values = fetch(references)
+      if values is None:
+        return 0, None
+      first, *rollouts = values
+      batch = placement.gather([placement.scatter(
+          [each for rollout in rollouts for each in rollout], 0,
+          self._run.experiment.env.num_envs // workers, programs.mesh)], programs.mesh)
+      run_key = jax.random.fold_in(jax.random.wrap_key_data(key), update)
+      self._prepared = update, programs.prepare(
+          *placement.everywhere((first, run_key), programs.mesh), batch)
+    prepared = self._prepared[1]
+    groups = programs.gradient(placement.everywhere(params, programs.mesh), prepared, step)
+    last = step == self._run.learner.gradient_steps - 1
+    return _as_numpy((groups, prepared.batch_stats if last else None))
+
+
+def _as_numpy(tree: Any) -> tuple[int, Any]:
+  """Returns the bytes of a tree's arrays, and the tree with NumPy arrays."""
+  tree = jax.tree.map(np.asarray, jax.block_until_ready(tree))
+  return sum(x.nbytes for x in jax.tree.leaves(tree)), tree
+
+
+@contextlib.contextmanager
+def _one_line_failures():
+  """Shortens the errors of environments to the line that says what went wrong."""
+  try:
+    yield
+  except Exception as error:
+    words = environment_failure(error)
+    if words:
+      raise EnvironmentFailed(words) from None
+    raise

@@ -9,19 +9,18 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import pytest
-from absl import flags
+from absl.flags import FlagValues
 
 from podracer_jit import parts
 from podracer_jit.cli import evaluate, train
-from podracer_jit.experiment import flags as command_line
-from podracer_jit.experiment import schema as config
+from podracer_jit.experiment import config_dict, flags, modules
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation
-from podracer_jit.training import life
-from podracer_jit.workdir import changes, workdirs
+from podracer_jit.workdir import record
+from podracer_jit.workdir.workdir import OtherExperiment, Workdir, make_request
 from tests import processes
-from tests.runs import small
+from tests.runs import changed, open_workdir, small
 
 CONFIG = """
 from ml_collections import config_dict
@@ -41,7 +40,7 @@ def get_config(argument=''):
 
 
 def parse(*args):
-  return command_line.parse(['podracer_jit', *map(str, args)], flags.FlagValues())
+  return flags.parse(['podracer_jit', *map(str, args)], FlagValues())
 
 
 @pytest.fixture
@@ -187,7 +186,7 @@ class Torso(nn.Module):
 def test_help_with_a_config_explains_every_field(name, capsys):
   assert train.main(['podracer_jit', f'--config={name}', '--help']) == 0
   lines = capsys.readouterr().out.splitlines()
-  fields = config.plain(command_line.load_config(name))
+  fields = config_dict.plain(flags.load_config(name))
   names = {f'{section}.{field}' for section, value in fields.items() if isinstance(value, dict)
            for field in value}
   names |= {field for field, value in fields.items() if not isinstance(value, dict)}
@@ -229,13 +228,14 @@ def test_a_workdir_from_before_a_field_existed_can_be_opened(tmp_path):
   before = json.loads(json.dumps(fields))
   del before['network']['separate_critic'], before['microbatch_rows']
   _save(tmp_path, before)
-  workdirs.open_workdir(tmp_path, fields)
-  assert workdirs.read_config(tmp_path)['network']['separate_critic'] is False
+  open_workdir(tmp_path, fields)
+  (tmp_path / 'metrics.jsonl').write_text('{"update": 1}\n')
+  assert Workdir(tmp_path).config()['network']['separate_critic'] is False
   experiment = evaluation.read_experiment(tmp_path)
   assert experiment.torso_options.separate_critic is False and experiment.microbatch_rows == 0
-  changed = fields | {'network': fields['network'] | {'separate_critic': True}}
-  with pytest.raises(workdirs.OtherExperiment, match='network.separate_critic: False there, True'):
-    workdirs.open_workdir(tmp_path, changed)
+  other = fields | {'network': fields['network'] | {'separate_critic': True}}
+  with pytest.raises(OtherExperiment, match='network.separate_critic: False there, True'):
+    open_workdir(tmp_path, other)
 
 
 @pytest.mark.parametrize('section, message', [
@@ -252,7 +252,7 @@ def test_evaluate_refuses_a_workdir_with_an_unknown_field(section, message, tmp_
 
 
 def test_a_config_has_no_new_fields_except_for_the_tasks_options(file):
-  fields = command_line.load_config(str(file))
+  fields = flags.load_config(str(file))
   for section, name, message in (
       (fields.optimizer, 'lr', 'lr: the config has no such field; There are anneal, b1'),
       (fields, 'optimiser', 'optimiser: .* did you mean optimizer?'),
@@ -266,7 +266,7 @@ def test_a_config_has_no_new_fields_except_for_the_tasks_options(file):
     fields.env.width = 7
   fields.env.update(extra=1)
   fields.loss.discount = 0.5
-  assert config.plain(fields)['env'] == dict(
+  assert config_dict.plain(fields)['env'] == dict(
       task='Catch-v0', num_envs=128, height=12, width=7, extra=1)
   copied = copy.deepcopy(fields)
   copied.env.other = 1
@@ -278,20 +278,20 @@ def test_a_config_of_other_kinds_is_locked_too(tmp_path):
   path = tmp_path / 'own_plain.py'
   path.write_text('from podracer_jit import experiment\n\ndef get_config():\n'
                   "  return experiment.config('ppo', 'mlp', 'adam').to_dict()\n")
-  fields = command_line.load_config(str(path))
+  fields = flags.load_config(str(path))
   fields.env.height = 1
   with pytest.raises(AttributeError, match='momentum: the config has no such field'):
     fields.optimizer.momentum = 1
 
 
 def test_numbers_of_numpy_and_jax_are_pythons_in_a_config(file):
-  fields = command_line.load_config(str(file))
+  fields = flags.load_config(str(file))
   fields.total_steps = np.int64(5)
   fields.optimizer.learning_rate = jnp.float32(0.5)
   fields.loss.discount = np.float32(0.25)
   fields.network.hidden = (np.int64(3),)
   fields.env.goal = [np.float32(1), {'a': np.bool_(True)}]
-  plain = config.plain(fields)
+  plain = config_dict.plain(fields)
   assert repr([plain['total_steps'], plain['optimizer']['learning_rate'], plain['loss']['discount'],
                plain['network']['hidden'], plain['env']['goal']]) == (
                    "[5, 0.5, 0.25, (3,), [1.0, {'a': True}]]")
@@ -301,7 +301,7 @@ def test_numbers_of_numpy_and_jax_are_pythons_in_a_config(file):
 
 @pytest.mark.parametrize('value', [np.arange(2), len, {1: 'a'}, {1}, b'x', object()])
 def test_an_option_of_the_task_that_no_file_can_hold_is_refused(value, file):
-  fields = command_line.load_config(str(file))
+  fields = flags.load_config(str(file))
   fields.env.goal = value
   with pytest.raises(ValueError, match=r'^env\.goal: must consist of numbers') as error:
     resolve(fields)
@@ -309,7 +309,7 @@ def test_an_option_of_the_task_that_no_file_can_hold_is_refused(value, file):
 
 
 def test_classes_are_named_and_not_given(file):
-  fields = command_line.load_config(str(file))
+  fields = flags.load_config(str(file))
   with pytest.raises(ValueError, match="env.task: must be the text 'json.decoder:JSONDecoder'"):
     fields.env.task = json.JSONDecoder
   mine = type('Mine', (), {'__module__': '__main__'})
@@ -336,10 +336,10 @@ def test_help_names_the_fields_once_and_says_how_to_see_them(capsys):
 def test_a_tilde_is_the_home_folder(file, tmp_path, monkeypatch):
   monkeypatch.setenv('HOME', str(tmp_path))
   assert parse(f'--config=~/{file.name}')['seed'] == 7
-  assert config.allowed_modules([f'~/{file.name}']) == {'own_config'}
+  assert modules.allowed([f'~/{file.name}']) == {'own_config'}
   assert user_path('~/x') == tmp_path / 'x' != user_path('a/~')
-  options = life.make_life(init_from='~/a'), life.make_life(repeat='~/b')
-  assert (options[0].init_from.workdir, options[1].repeat) == (tmp_path / 'a', tmp_path / 'b')
+  options = make_request(init_from='~/a'), make_request(repeat='~/b')
+  assert (options[0].init_from, options[1].repeat) == (tmp_path / 'a', tmp_path / 'b')
 
 
 def test_an_unknown_home_is_said_in_one_line():
@@ -361,46 +361,41 @@ def test_lists_and_tuples_of_the_tasks_options_stay_what_they_are(tmp_path):
   values = {'a': [1, (2,)], 'b': (3, [4]), 'c': {'x': [5], 'y': (6,)}, 'd': float('nan')}
   fields = small()
   fields['env'] |= values
-  workdirs.open_workdir(tmp_path, fields)
-  assert workdirs.open_workdir(tmp_path, fields) == []
-  read = workdirs.read_config(tmp_path)
+  open_workdir(tmp_path, fields)
+  assert open_workdir(tmp_path, fields) == []
+  read = Workdir(tmp_path).config()
   assert repr({name: read['env'][name] for name in values}) == repr(values)
   assert read['network']['hidden'] == (64, 64)
   # A file of an older version does not tell lists from tuples.
   record = json.loads((tmp_path / 'config.json').read_text())
   record['config']['env'] |= json.loads(json.dumps(values))
   (tmp_path / 'config.json').write_text(json.dumps(record))
-  assert workdirs.open_workdir(tmp_path, fields) == []
-  assert workdirs.read_config(tmp_path)['env']['a'] == (1, (2,))
-  changed = fields | {'env': fields['env'] | {'a': [1, (3,)]}}
+  (tmp_path / 'metrics.jsonl').write_text('{"update": 1}\n')
+  assert open_workdir(tmp_path, fields) == []
+  assert Workdir(tmp_path).config()['env']['a'] == (1, (2,))
+  other = fields | {'env': fields['env'] | {'a': [1, (3,)]}}
   message = r'env.a: \(1, \(2,\)\) there, \[1, \(3,\)\] now'
-  with pytest.raises(workdirs.OtherExperiment, match=message):
-    workdirs.open_workdir(tmp_path, changed)
+  with pytest.raises(OtherExperiment, match=message):
+    open_workdir(tmp_path, other)
 
 
 def test_the_commands_that_train_a_run_are_noted(tmp_path, monkeypatch):
   monkeypatch.setattr(parts, '_files', [])
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, 'argv', ['podracer_jit', '--config=mine'])
-  workdirs.open_workdir(tmp_path, small())
-  workdirs.note_start(tmp_path, 1)
-  workdirs.note_start(tmp_path, 5)
+  run = record.new(small()).started(1)
+  assert run.started(5) is run
   git = ['git', '-c', 'user.name=x', '-c', 'user.email=x']
   subprocess.run([*git, 'init', '-q'], check=True)
   subprocess.run([*git, 'commit', '-q', '--allow-empty', '-m', 'x'], check=True)
   head = subprocess.run([*git, 'rev-parse', 'HEAD'], check=True, capture_output=True, text=True)
-  workdirs.note_start(tmp_path, 7)
+  run = run.started(7)
   monkeypatch.setenv('PATH', '')  # no git
-  workdirs.note_start(tmp_path, 9)
-  starts = json.loads((tmp_path / 'config.json').read_text())['starts']
-  assert [(start['first_update'], start['commit']) for start in starts] == [
+  run = run.started(9)
+  assert [(start['first_update'], start['commit']) for start in run.starts] == [
       (1, None), (7, head.stdout.strip()), (9, None)]
-  assert starts[0]['command'] == ['podracer_jit', '--config=mine'] and starts[0]['host']
-  # A start is no part of the experiment.
-  assert workdirs.open_workdir(tmp_path, small()) == []
-  allowed = changes.Allowed(fields=('loss.discount',))
-  other = small()
-  other['loss']['discount'] = 0.5
-  workdirs.open_workdir(tmp_path, other, allowed)
-  workdirs.write_changes(tmp_path, other, 3, str)
-  assert json.loads((tmp_path / 'config.json').read_text())['starts'] == starts
+  assert run.starts[0]['command'] == ['podracer_jit', '--config=mine'] and run.starts[0]['host']
+  # A start is no part of the experiment, and a change keeps them.
+  assert not run.differences(small())
+  other = changed(small(), loss__discount=0.5)
+  assert record.parse(run.changed(other, 4).as_json()).starts == run.starts
