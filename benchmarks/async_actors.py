@@ -22,21 +22,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from absl import flags
 
+from benchmarks.common import parse_config
 from benchmarks.parts import timed_parts
 from podracer_jit.envs import envpool_envs
 from podracer_jit.experiment import build
-from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime import host
@@ -108,8 +106,6 @@ def measure(experiments: Mapping[str, Experiment], seconds: float, rounds: int
 
 def main(argv: Sequence[str]) -> int:
   """Runs the script; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  logging.getLogger('podracer_jit').setLevel(logging.ERROR)
   values = flags.FlagValues()
   flags.DEFINE_list('batches', ['4', '8', '16'], 'Values of env_batch.', flag_values=values)
   flags.DEFINE_list('shards', ['1', '2', '4'], 'Values of num_shards.', flag_values=values)
@@ -121,9 +117,8 @@ def main(argv: Sequence[str]) -> int:
                        lower_bound=1, flag_values=values)
   flags.DEFINE_string('json', None, 'A file for all figures.', flag_values=values)
   try:
-    config = parse(argv, values)
+    config = parse_config(argv, values, __doc__)
     if config is None:
-      print(f'{__doc__}\n{values.get_help()}')
       return 0
     if not values.shards:
       raise ValueError('--shards: needs at least one number, to compare with')

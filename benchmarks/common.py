@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from absl import flags, logging
+
+from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.schema import Experiment
 
 DEFAULT = ['--config=configs/impala_atari.py:nature_cnn', '--config.env.task=Pong-v5']
@@ -31,6 +35,26 @@ def with_default(argv: Sequence[str]) -> list[str]:
   """Returns the command line; adds DEFAULT if it names no config."""
   named = any(arg.partition('=')[0] in ('--config', '-config') for arg in argv[1:])
   return [*argv] if named else [argv[0], *DEFAULT, *argv[1:]]
+
+
+def parse_config(argv: Sequence[str], values: flags.FlagValues, text: str
+                 ) -> dict[str, Any] | None:
+  """Returns the config of a benchmark's command line; None with --help, which is printed.
+
+  Args:
+    argv: the command line.
+    values: the benchmark's own flags; receives their values.
+    text: what --help prints above the flags.
+
+  Raises:
+    ValueError: see `flags.parse`.
+  """
+  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
+  logging.set_verbosity(logging.ERROR)  # paused workers wait for long, and would log that
+  config = parse(argv, values)
+  if config is None:
+    print(f'{text}\n{values.get_help()}')
+  return config
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> Path:

@@ -25,13 +25,11 @@ the devices.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,10 +39,9 @@ import numpy as np
 from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.common import refuse_replay, with_default
+from benchmarks.common import parse_config, refuse_replay, with_default
 from benchmarks.parts import timed_parts
 from podracer_jit.experiment import build
-from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum, use_reduce_scatter
@@ -241,14 +238,11 @@ def define_flags() -> flags.FlagValues:
 
 def benchmark(argv: Sequence[str]) -> int:
   """Measures and prints; returns the exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  logging.getLogger('podracer_jit').setLevel(logging.ERROR)
   values = define_flags()
   rows = []
   try:
-    config = parse(with_default(argv), values)
+    config = parse_config(with_default(argv), values, __doc__)
     if config is None:
-      print(f'{__doc__}\n{values.get_help()}')
       return 0
     experiment = resolve(config)
     refuse_replay(experiment)

@@ -24,13 +24,11 @@ does; --json writes all figures.
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 import re
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,9 +40,9 @@ import numpy as np
 from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.common import parse_config
 from podracer_jit.actor import priorities
 from podracer_jit.experiment import build
-from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics.deterministic import AXIS
@@ -336,8 +334,6 @@ def proc(path: str, name: str) -> int:
 
 def quieten() -> None:
   """Silences warnings and log lines, which would disturb the table."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  logging.getLogger('podracer_jit').setLevel(logging.ERROR)
 
 
 def prepare(experiment: Experiment, capacities: Sequence[str]) -> list[Experiment]:
@@ -431,9 +427,8 @@ def benchmark(argv: Sequence[str]) -> int:
   if not any(re.match(r'--?config(=|$)', arg) for arg in argv[1:]):
     argv = [argv[0], DEFAULT, *argv[1:]]
   try:
-    config = parse(argv, values)
+    config = parse_config(argv, values, __doc__)
     if config is None:
-      print(f'{__doc__}\n{values.get_help()}')
       return 0
     experiment = resolve(config)
     experiments = prepare(experiment, values.capacities)

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,9 +23,9 @@ from typing import NamedTuple
 import jax
 from absl import flags
 
+from benchmarks.common import parse_config
 from podracer_jit import loops
 from podracer_jit.experiment import build
-from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime import host
@@ -114,8 +112,6 @@ def measure(experiment: Experiment, seconds: float) -> Figures:
 
 def main(argv: Sequence[str]) -> int:
   """Runs the script; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  logging.getLogger('podracer_jit').setLevel(logging.ERROR)
   values = flags.FlagValues()
   flags.DEFINE_list('schemes', None, 'Schemes to measure; default: all that support the loss.',
                     flag_values=values)
@@ -124,9 +120,8 @@ def main(argv: Sequence[str]) -> int:
                      lower_bound=0.0, flag_values=values)
   flags.DEFINE_string('json', None, 'A file for all figures.', flag_values=values)
   try:
-    config = parse(argv, values)
+    config = parse_config(argv, values, __doc__)
     if config is None:
-      print(f'{__doc__}\n{values.get_help()}')
       return 0
     experiment = resolve(config)
     with_replay = experiment.algorithm.learns_from_replay

@@ -22,15 +22,20 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from absl import flags
 
-from benchmarks.common import Failed, count_lines, refuse_replay, with_default, write_config
-from podracer_jit.experiment.flags import parse
+from benchmarks.common import (
+  Failed,
+  count_lines,
+  parse_config,
+  refuse_replay,
+  with_default,
+  write_config,
+)
 from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.workdir import record
@@ -127,14 +132,12 @@ def define_flags() -> flags.FlagValues:
 
 def benchmark(argv: Sequence[str]) -> int:
   """Measures and prints; returns the exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
   # SIGTERM must unwind the stack, so that `finally` ends the training process.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   values = define_flags()
   try:
-    config = parse(with_default(argv), values)
+    config = parse_config(with_default(argv), values, __doc__)
     if config is None:
-      print(f'{__doc__}\n{values.get_help()}')
       return 0
     experiment = resolve(config)
     refuse_replay(experiment)

@@ -41,7 +41,7 @@ OUTSIDE = {
 # Who alone may import a package or a module of it: rooms, or modules.
 ONLY = {'envpool': {'envs.envpool_envs'}, 'ray': {'cluster'},
         'ml_collections': {'experiment.config_dict', 'experiment.flags', 'api'},
-        'absl.flags': {'experiment.flags', 'training.life', 'cli'}}
+        'absl.flags': {'experiment.flags', 'cli'}}
 WORDS_OF_RL = {'actor', 'actors', 'learner', 'learners', 'rollout', 'rollouts', 'reward', 'policy',
                'action', 'env', 'envs', 'episode', 'params', 'loss', 'gradient'}
 READ_CONFIGS = {'experiment.schema', 'experiment.resolve', 'experiment.flags'}

@@ -75,7 +75,7 @@ good = pj.load_config('ppo_cartpole:smoke')
 good.placement.xla_threads = 16
 refused(pj.train, good, 'catch')
 refused(pj.train, good, 'no', extend=True)
-refused(pj.train, 'ppo_cartpole:smoke', 'no', init_parts=['all'])
+refused(pj.train, 'ppo_cartpole:smoke', 'no', init_partly=True)
 refused(pj.train, 'ppo_cartpole:smoke', 'no', callbacks=[5])
 refused(pj.train, 5, 'no')
 config = pj.load_config('ppo_cartpole:smoke')
@@ -171,7 +171,7 @@ def test_errors_are_one_line(api_run):
       'num_minibatches: ', '--config=nothing: there is no such file, and no shipped config',
       "--config: there is no argument 'smok'; known are smoke",
       'catch holds another experiment (', '--extend: there is no run in no to go on with',
-      '--init_parts and --init_partly are for --init_from',
+      '--init_partly: is for --init_from',
       'callbacks: each must be a function, a Sink or a class of sinks, got 5',
       'config: must be a ConfigDict, a mapping or a name, got 5',
       'placement.xla_threads: is 3, and JAX has started in this process without it',

@@ -45,22 +45,19 @@ Exit code: 0, 2 if it could not start.
 from __future__ import annotations
 
 import json
-import logging
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
-from benchmarks.common import say
+from benchmarks.common import parse_config, say
 from benchmarks.parts import picture, rounds, timed_parts
 from benchmarks.parts.segments import small_replay, with_scheme
 from benchmarks.parts.summary import BASES, describe, measure, summarise
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.families import family_of
 from podracer_jit.experiment import build, memory
-from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.parts import user_path
@@ -69,14 +66,10 @@ from podracer_jit.runtime import host
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  # Paused workers wait for long, and would log that.
-  logging.getLogger('podracer_jit').setLevel(logging.ERROR)
   values = define_flags()
   try:
-    config = parse(argv, values)
+    config = parse_config(argv, values, __doc__)
     if config is None:
-      print(f'{__doc__}\n{values.get_help()}')
       return 0
     if values.picture and not picture.can_draw():
       raise ValueError('--picture: drawing needs matplotlib: pip install matplotlib')

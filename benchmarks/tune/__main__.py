@@ -30,30 +30,24 @@ Exit code: 0, 1 if nothing could be measured, 2 if it could not start.
 
 from __future__ import annotations
 
-import logging
 import statistics
 import sys
-import warnings
 from collections.abc import Sequence
 
 from absl import flags
 
-from benchmarks.common import say
+from benchmarks.common import parse_config, say
 from benchmarks.tune.candidates import Candidate, as_flags, as_text, places
 from benchmarks.tune.search import Search, best
 from benchmarks.tune.tuner import Tuner, accept, find_machine, prepare, run
-from podracer_jit.experiment.flags import parse
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  warnings.filterwarnings('ignore', module='gymnasium')  # about bounds that we do not use
-  logging.getLogger('podracer_jit').setLevel(logging.ERROR)
   values = define_flags()
   try:
-    config = parse(argv, values)
+    config = parse_config(argv, values, __doc__)
     if config is None:
-      print(f'{__doc__}\n{values.get_help()}')
       return 0
     shards = whole_numbers(values.num_shards)
     experiment, own = prepare(config)

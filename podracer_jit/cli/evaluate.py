@@ -27,8 +27,8 @@ from absl import flags
 from podracer_jit import options
 from podracer_jit.cli import arguments, verb
 from podracer_jit.errors import Failed, refusing
-from podracer_jit.experiment import flags as command_line
 from podracer_jit.experiment import modules
+from podracer_jit.experiment.flags import take_env_options
 from podracer_jit.options import printable, shorten, shown
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation, video
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
   with refusing(OSError):
     values = _flags()
-    argv, env = command_line.take_env_options(argv)
+    argv, env = take_env_options(argv)
     if not arguments.read_flags(argv, values, __doc__, ['workdir']):
       return 0
     workdir = user_path(values.workdir)

@@ -22,7 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from podracer_jit import loops
 from podracer_jit.cli import quieten, rerun
 from podracer_jit.errors import FINISHED, REFUSED
-from podracer_jit.experiment import build, modules
+from podracer_jit.experiment import build
+from podracer_jit.experiment.modules import allowed
 from podracer_jit.learner.rollout_learner import RolloutLearner
 from podracer_jit.learner.rollout_updates import update_key
 from podracer_jit.numerics.deterministic import AXIS, pairwise_sum
@@ -38,9 +39,9 @@ Arrays = dict[str, np.ndarray]
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
   quieten()
-  _, workdir, update, out, *allowed = argv
+  _, workdir, update, out, *modules = argv
   try:
-    np.savez(out, **remake(Path(workdir), int(update), modules.allowed(allowed)))
+    np.savez(out, **remake(Path(workdir), int(update), allowed(modules)))
   except (ValueError, OSError) as error:
     complain(f'{workdir}: {" ".join(str(error).split())}')
     return REFUSED

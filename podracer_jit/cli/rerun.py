@@ -104,7 +104,12 @@ def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int
 
 
 def snapshot_before(run: build.Run, workdir: Path, header: Mapping[str, Any]) -> build.Snapshot:
-  """Returns where a segment began.
+  """Returns where a segment of a run began.
+
+  Args:
+    run: the run.
+    workdir: the workdir of the run.
+    header: the header of the segment in the receipts.
 
   Raises:
     ValueError: the checkpoint before the segment is missing or broken.
@@ -136,7 +141,7 @@ def snapshot_before(run: build.Run, workdir: Path, header: Mapping[str, Any]) ->
 
 def rerun(run: build.Run, snapshot: build.Snapshot, update: int, receipts: Mapping[int, dict]
           ) -> Rollout:
-  """Runs a segment from its beginning up to the update; returns the rollout of that update.
+  """Runs a segment up to an update; returns the rollout of that update.
 
   Args:
     run: the run that the segment belongs to.

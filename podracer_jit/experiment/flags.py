@@ -144,8 +144,8 @@ def _find_config(path: str) -> Path:
 
 def default_workdir(argv: Sequence[str]) -> Path:
   """Returns the workdir that is named after --config: runs/impala_catch_smoke, for example."""
-  config = next(a for a in _joined(argv) if a.startswith('--config=')).partition('=')[2]
-  path, _, argument = config.partition(':')
+  _, location = _take_config(_joined(argv))
+  path, _, argument = location.partition(':')
   return Path('runs') / re.sub(r'[^A-Za-z0-9._-]', '_', Path(path).stem + f'_{argument}').strip('_')
 
 

@@ -12,7 +12,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podracer_jit.errors import environment_failure
+from podracer_jit.errors import NotSaved, environment_failure
 from podracer_jit.experiment import build
 from podracer_jit.experiment.schema import EvalOptions
 from podracer_jit.options import shorten
@@ -171,7 +171,7 @@ class Evaluator(Sink):
     """Waits for the evaluations that have begun, and tells each.
 
     Raises:
-      checkpoints.NotSaved: the file cannot be written.
+      NotSaved: the file cannot be written.
     """
     began_s = time.monotonic()
     while self._pending and (record := self._record_of(self._pending[0])):
@@ -256,7 +256,7 @@ class Evaluator(Sink):
     """Waits for an evaluation; returns None if a stop ends the wait.
 
     Raises:
-      checkpoints.NotSaved: the file cannot be written.
+      NotSaved: the file cannot be written.
     """
     while not self._asked_to_stop():
       try:
@@ -264,7 +264,7 @@ class Evaluator(Sink):
       except TimeoutError:
         continue
       except OSError as error:
-        raise checkpoints.NotSaved(str(error)) from error
+        raise NotSaved(str(error)) from error
     return None
 
   def _check_cancelled(self, count: int) -> None:

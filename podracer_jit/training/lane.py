@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from podracer_jit.errors import EnvironmentFailed
+from podracer_jit.errors import Broken, EnvironmentFailed
 from podracer_jit.experiment import build
 from podracer_jit.experiment.build import Snapshot
 from podracer_jit.experiment.schema import Experiment
@@ -21,16 +21,16 @@ from podracer_jit.training.evaluator import Evaluator
 from podracer_jit.training.meter import LIVES, Meter, environment_check, wall_clock
 from podracer_jit.training.opening import Opened
 from podracer_jit.training.sinks import (
-    Diverged,
-    Finite,
-    Journals,
-    Record,
-    Saved,
-    Sink,
-    Sinks,
-    Standstill,
-    Start,
-    TensorBoard,
+  Diverged,
+  Finite,
+  Journals,
+  Record,
+  Saved,
+  Sink,
+  Sinks,
+  Standstill,
+  Start,
+  TensorBoard,
 )
 from podracer_jit.workdir import checkpoints, record
 
@@ -52,7 +52,7 @@ class Lane(Sink):
       began_s: when the command began, by `time.perf_counter`.
 
     Raises:
-      checkpoints.Broken: see `_restored`.
+      Broken: see `_restored`.
     """
     self.run = opened.run
     self.workdir = opened.workdir
@@ -80,14 +80,14 @@ class Lane(Sink):
     """Returns the state and `meta` of a checkpoint, or of an earlier one if it is broken.
 
     Raises:
-      checkpoints.Broken: no earlier checkpoint of this config is whole, or there are other
+      Broken: no earlier checkpoint of this config is whole, or there are other
         processes, which may have restored the broken checkpoint.
     """
     since = max((number - 1 for number in self._record.changes if number <= update + 1), default=0)
     while True:
       try:
         return self._saved.restore(like, update, files_checked=True)
-      except checkpoints.Broken as error:
+      except Broken as error:
         earlier = [number for number in checkpoints.saved_updates(self.workdir)
                    if number < update and not checkpoints.problem(self.workdir, number)]
         if not earlier or self.run.place.processes > 1:
@@ -175,7 +175,7 @@ class Lane(Sink):
 
     Raises:
       CallbackFailed: a user's sink has failed.
-      checkpoints.NotSaved: metrics or receipts cannot be written.
+      NotSaved: metrics or receipts cannot be written.
       Diverged: a loss, a gradient or the train state is not finite.
       EnvironmentFailed: an environment has returned a value that cannot be learned from.
     """
@@ -199,7 +199,7 @@ class Lane(Sink):
     """Saves the checkpoint at the end of a segment.
 
     Raises:
-      checkpoints.NotSaved: it cannot be written.
+      NotSaved: it cannot be written.
     """
     state = snapshot.state
     self._segment = snapshot.segment

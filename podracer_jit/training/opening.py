@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from podracer_jit.experiment import build, schema
+from podracer_jit.errors import OtherExperiment
+from podracer_jit.experiment import build, modules
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.options import shorten
@@ -85,7 +86,7 @@ def opened_run(run: build.Run, workdir: Path, request: Request) -> Iterator[Open
     yield Opened(run, workdir, seen.record, update, ends, folder.notes if folder else ())
 
 
-def _by_process_0(function: Any, is_first: bool) -> Any:
+def _by_process_0(function: Callable[[], Any], is_first: bool) -> Any:
   """Returns what a function of process 0 returns, a value of JSON, in all processes.
 
   Raises:
@@ -156,7 +157,7 @@ def _next_record(run: build.Run, folder: OpenWorkdir) -> record.Record:
     misfit = inherit.problem_of_shapes(run, folder.path, update)
   if misfit:
     names = shorten(', '.join(changes), 600)
-    raise workdir_lib.ConfigChanged(f'{names}: cannot change in {folder.path}: {misfit}')
+    raise OtherExperiment(f'{names}: cannot change in {folder.path}: {misfit}')
   changed = folder.changed_record(run.experiment.fields)
   _check_stages(run.experiment, changed, update or 0)
   return changed
@@ -175,7 +176,7 @@ def _seen_elsewhere(workdir: Path, fields: Mapping[str, Any]) -> Workdir:
   differing = record.differences(record.completed(seen.record.config, fields),
                                  record.json_of(fields), ('of process 0', 'here'))
   if differing:
-    raise workdir_lib.ConfigChanged('the processes have different experiments '
+    raise OtherExperiment('the processes have different experiments '
                                     f'({"; ".join(differing)})')
   return seen
 
@@ -243,5 +244,5 @@ def _check_stages(experiment: Experiment, of_run: record.Record, update: int) ->
 def _experiment_at(fields: Mapping[str, Any], of_run: record.Record, update: int) -> Experiment:
   """Returns the experiment of an earlier config; refuses modules that only the workdir names."""
   earlier = record.with_free_fields(of_run.at(update), fields)
-  schema.check_modules(earlier, schema.modules(fields).values(), record.NAME)
+  modules.check(earlier, modules.named(fields).values(), record.NAME)
   return resolve(earlier)

@@ -15,7 +15,7 @@ import jax
 from tensorboardX import SummaryWriter
 
 from podracer_jit import parts
-from podracer_jit.errors import CallbackFailed, Diverged
+from podracer_jit.errors import CallbackFailed, Diverged, NotSaved
 from podracer_jit.runtime.output import complain
 from podracer_jit.workdir import checkpoints, files, journal
 
@@ -253,11 +253,11 @@ def _made(callback: Any) -> Any:
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-  """Turns an OSError of the block into a `checkpoints.NotSaved`."""
+  """Turns an OSError of the block into a `NotSaved`."""
   try:
     yield
   except OSError as error:
-    raise checkpoints.NotSaved(str(error)) from error
+    raise NotSaved(str(error)) from error
 
 
 class Journals(Sink):
@@ -274,14 +274,14 @@ class Journals(Sink):
       OSError: a file cannot be read or written; the error names it.
     """
     paths = [workdir / journal.METRICS, workdir / journal.RECEIPTS]
-    self.problems = [line for path in paths for line in journal.cut(workdir, path, update)]
+    self.problems = checkpoints.cut_journals(workdir, update)
     self._metrics, self._receipts = map(files.Lines, paths)
 
   def begin(self, start: Start) -> None:
     """Writes the header of a segment to the receipts.
 
     Raises:
-      checkpoints.NotSaved: they cannot be written.
+      NotSaved: they cannot be written.
     """
     with _writing():
       self._receipts.write(json.dumps(dict(start.header)))
@@ -290,7 +290,7 @@ class Journals(Sink):
     """Appends an update.
 
     Raises:
-      checkpoints.NotSaved: a file cannot be written; the error names it.
+      NotSaved: a file cannot be written; the error names it.
     """
     with _writing():
       self._metrics.write(json.dumps(_finite(record)))
@@ -302,7 +302,7 @@ class Journals(Sink):
     After a power failure, there is no complete checkpoint without the lines of its updates.
 
     Raises:
-      checkpoints.NotSaved: a file cannot be written; the error names it.
+      NotSaved: a file cannot be written; the error names it.
     """
     with _writing():
       self._metrics.sync()

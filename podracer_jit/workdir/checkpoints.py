@@ -24,7 +24,7 @@ from podracer_jit.errors import Broken, NotSaved
 from podracer_jit.options import shorten
 from podracer_jit.runtime import host
 from podracer_jit.types import TrainState
-from podracer_jit.workdir import files
+from podracer_jit.workdir import files, journal
 
 FOLDER = 'checkpoints'  # of a workdir
 MANIFEST = 'manifest.json'  # in the folder of a checkpoint, or of a saved agent
@@ -33,7 +33,9 @@ MANIFEST = 'manifest.json'  # in the folder of a checkpoint, or of a saved agent
 _SAVING = '.saving'
 _ORBAX_WRITING = '.orbax-checkpoint-tmp'
 _DELETING = '.deleted'
-_STEPS = 'steps'  # in a checkpoint's `meta`
+# In a checkpoint's `meta`.
+_STEPS = 'steps'
+_JOURNALS = 'journals'  # the `journal.Prefix` of each, by name
 LAST_GOOD = 'the last good checkpoint is'  # in the message of each failure
 # What is left after a failed save is also removed when a run begins, so the wait has an end.
 _MAX_SECONDS_OF_REMOVAL = 10.0
@@ -47,6 +49,7 @@ class Checkpoints:
     """Opens the folder; the newest `keep` checkpoints, and one of update 0, are never deleted."""
     self._workdir = workdir
     self._keep = keep
+    self._journals = journal.Prefixes(workdir)
     # Synchronous: between two segments nothing could run meanwhile.
     self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
 
@@ -72,8 +75,10 @@ class Checkpoints:
     if update in saved_updates(self._workdir):
       return
     without_replay = state._replace(replay=None)
-    items = dict(state=ocp.args.StandardSave(without_replay),
-                 meta=ocp.args.JsonSave(dict(meta) | {_STEPS: int(state.steps)}))
+    whole_meta = dict(meta) | {_STEPS: int(state.steps)}
+    if jax.process_index() == 0:
+      whole_meta[_JOURNALS] = self._journals.now()
+    items = dict(state=ocp.args.StandardSave(without_replay), meta=ocp.args.JsonSave(whole_meta))
     if jax.tree.leaves(state.replay):
       items['replay'] = ocp.args.StandardSave(state.replay)
     if jax.tree.leaves(envs):
@@ -355,6 +360,31 @@ def _unfinished(workdir: Path) -> list[Path]:
   """Returns the remains of interrupted saves and deletions."""
   return [path for pattern in (_SAVING, _ORBAX_WRITING, _DELETING)
           for path in (workdir / FOLDER).glob(f'*{pattern}*')]
+
+
+def cut_journals(workdir: Path, update: int) -> list[str]:
+  """Removes the lines of receipts and metrics after a checkpoint; see `journal.cut`.
+
+  Args:
+    workdir: the workdir of the run.
+    update: the update of the checkpoint; 0: the run begins.
+
+  Returns:
+    A line about each file that was changed or lacks lines.
+
+  Raises:
+    OSError: a file cannot be read or written; the error names it.
+  """
+  noted = (read_meta(workdir, update) or {}).get(_JOURNALS, {})
+  problems = []
+  for name in (journal.METRICS, journal.RECEIPTS):
+    try:
+      size, sha256 = noted[name]
+      prefix = journal.Prefix(int(size), str(sha256))
+    except (KeyError, TypeError, ValueError, OverflowError):
+      prefix = None  # the checkpoint is of version 0.6 or before
+    problems += journal.cut(workdir, workdir / name, update, prefix)
+  return problems
 
 
 def remove_unfinished(workdir: Path) -> None:

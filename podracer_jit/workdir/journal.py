@@ -1,7 +1,11 @@
-"""Reads and repairs receipts.jsonl and metrics.jsonl, which have a line for each update."""
+"""Reads and repairs receipts.jsonl and metrics.jsonl, which have a line for each update.
+
+Each checkpoint has the size and the SHA-256 of both files, as they were when it was saved.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +16,7 @@ RECEIPTS = 'receipts.jsonl'
 METRICS = 'metrics.jsonl'
 _FINGERPRINTS = ('batch', 'params')  # of a receipt
 _SPANS_SHOWN = 5
+_BLOCK = 2**20  # bytes that are read at a time
 
 
 class Line(NamedTuple):
@@ -19,6 +24,49 @@ class Line(NamedTuple):
 
   raw: bytes  # with its newline, if it has one
   entry: dict[str, Any] | None  # None if it is garbled
+
+
+class Prefix(NamedTuple):
+  """The first bytes of a file: all that it had when a checkpoint was saved."""
+
+  size: int
+  sha256: str
+
+
+class Prefixes:
+  """Gives the prefixes that receipts and metrics have now; reads only what has been added."""
+
+  def __init__(self, workdir: Path):
+    self._paths = [workdir / name for name in (RECEIPTS, METRICS)]
+    self._read = {path: (0, hashlib.sha256()) for path in self._paths}
+
+  def now(self) -> dict[str, Prefix]:
+    """Returns the prefix of each file that exists, by name; all lines must have been written."""
+    prefixes = {}
+    for path in self._paths:
+      if path.exists():
+        size, total = self._read[path]
+        size = _add_to(total, path, size)
+        self._read[path] = (size, total)
+        prefixes[path.name] = Prefix(size, total.hexdigest())
+    return prefixes
+
+
+def _add_to(total: Any, path: Path, start: int, end: int | None = None) -> int:
+  """Adds the bytes of a file from `start` to a hash; returns where the last one ends."""
+  with files.open_regular(path) as file:
+    file.seek(start)
+    while block := file.read(_BLOCK if end is None else min(_BLOCK, end - start)):
+      total.update(block)
+      start += len(block)
+  return start
+
+
+def _is_unchanged(path: Path, prefix: Prefix) -> bool:
+  """Returns whether a file still begins with its prefix."""
+  total = hashlib.sha256()
+  return _add_to(total, path, 0, prefix.size) == prefix.size and (
+      total.hexdigest() == prefix.sha256)
 
 
 class Gaps:
@@ -103,25 +151,30 @@ def segment_ends(workdir: Path) -> list[int]:
           max(receipts.by_update, default=0)]
 
 
-def cut(workdir: Path, path: Path, last_update: int) -> list[str]:
+def cut(workdir: Path, path: Path, last_update: int, prefix: Prefix | None = None) -> list[str]:
   """Removes the lines after the checkpoint that a run resumes from, and an incomplete last line.
 
-  A file with garbled lines is set aside and replaced by one without them. The file is read line by
-  line, so a long one needs no more memory.
+  A file that begins as the checkpoint says is cut after that. Another file is read line by line, so
+  a long one needs no more memory; if it was changed or has garbled lines, it is set aside and
+  replaced by one without them.
 
   Args:
     workdir: the workdir of the run.
     path: the path of the file; it need not exist.
     last_update: the update of the checkpoint.
+    prefix: what the file began with when that checkpoint was saved; None if it does not say so.
 
   Returns:
-    A line about garbled and missing lines up to that update; empty if there are none.
+    A line about changed, garbled and missing lines up to that update; empty if there are none.
 
   Raises:
     OSError: naming the file.
   """
   if not path.exists():
     return [f'{path} is missing, with all updates up to {last_update}'] if last_update else []
+  if prefix and _is_unchanged(path, prefix):
+    files.truncate(path, prefix.size)
+    return []
   garbled = 0
   kept_bytes = 0
   ended = False  # whether a line after the checkpoint was read
@@ -141,8 +194,10 @@ def cut(workdir: Path, path: Path, last_update: int) -> list[str]:
   # The next update ends a gap at the end of the file.
   gaps.add(last_update + 1)
   problems = _problems(garbled, gaps)
+  if prefix and not problems:
+    problems = [f'it is not what was written up to update {last_update}']
   aside = ''
-  if garbled or not in_order:
+  if garbled or prefix or not in_order:
     aside = f'; the file as it was is now {_rewrite(workdir, path, last_update)}'
   else:
     files.truncate(path, kept_bytes)

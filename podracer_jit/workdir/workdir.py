@@ -337,7 +337,7 @@ def opened(path: Path) -> Iterator[OpenWorkdir]:
   """Makes the folder, locks it, and looks; folders that stay empty because of an error are removed.
 
   Raises:
-    lock.InUse: another run has the folder.
+    errors.InUse: another run has the folder.
     ValueError: the folder cannot be made or written to.
   """
   new = [folder for folder in (path, *path.parents) if not folder.exists()]

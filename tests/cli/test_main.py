@@ -179,6 +179,7 @@ def test_flags_may_have_any_form_that_absl_allows(args):
 
 @pytest.mark.parametrize('args, path', [
     ([CATCH], 'runs/impala_catch_smoke'), (['--config', '/a/b.py'], 'runs/b'),
+    ([CATCH, '--config=b.py'], 'runs/b'),  # the last one counts, as for the config itself
     (['--config.seed=1', '-config=configs/impala_atari.py:nature_cnn,smoke'],
      'runs/impala_atari_nature_cnn_smoke')])
 def test_the_workdir_has_the_configs_name(args, path):

@@ -13,12 +13,13 @@ from absl.flags import FlagValues
 
 from podracer_jit import parts
 from podracer_jit.cli import evaluate, train
+from podracer_jit.errors import OtherExperiment
 from podracer_jit.experiment import config_dict, flags, modules
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation
 from podracer_jit.workdir import record
-from podracer_jit.workdir.workdir import OtherExperiment, Workdir, make_request
+from podracer_jit.workdir.workdir import Workdir, make_request
 from tests import processes
 from tests.runs import changed, open_workdir, small
 

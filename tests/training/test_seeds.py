@@ -59,7 +59,7 @@ def train(config, workdir, num_seeds, stop=None, options=NOTHING):
   """Trains; returns whether all have finished, and the metrics and receipts by seed."""
   with trainer.opened(resolve(config), workdir, options, num_seeds=num_seeds) as opened:
     finished = opened.train(stop or stopping.Stopping(), quiet=True)
-  return finished, [lines_of(each.workdir) for each in opened.sessions]
+  return finished, [lines_of(each.workdir) for each in opened.runs]
 
 
 def lines_of(workdir):

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
+from podracer_jit.errors import OtherExperiment
 from podracer_jit.play import evaluation
 from podracer_jit.workdir import checkpoints, files, journal
-from podracer_jit.workdir.workdir import OtherExperiment
 from tests import made, runs
 from tests.runs import changed, fresh, open_workdir, prepared, small
 
@@ -145,6 +145,25 @@ def test_a_broken_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
   assert receipts(copy) == receipts(uninterrupted) and len(receipts(copy)) == UPDATES
   assert checkpoints.newest_whole(copy) == 6
   assert journal.read_receipts(copy).problems == []
+
+
+def test_a_changed_digit_of_the_metrics_is_found_at_the_next_start(copy, uninterrupted, capsys):
+  path = copy / journal.METRICS
+  first, *others = path.read_text().splitlines(keepends=True)
+  record = json.loads(first)
+  changed_text = json.dumps(record | {'sps': record['sps'] + 1}) + '\n' + ''.join(others)
+  path.write_text(changed_text)
+  with (copy / journal.RECEIPTS).open('a') as file:
+    file.write('{"update": 7, "half a li')
+  train_in(copy, UPDATES + 2)
+  assert (f'{path}: it is not what was written up to update 6; the file as it was is now '
+          f'{copy / "broken" / path.name}') in capsys.readouterr().out
+  assert (copy / 'broken' / path.name).read_text() == changed_text
+  assert [path.name for path in (copy / 'broken').iterdir()] == [path.name]
+  assert len(journal.read_lines(path)) == len(receipts(copy)) == UPDATES + 2
+  # The next checkpoint has the hash of the file as it is.
+  train_in(copy, UPDATES + 4)
+  assert 'not what was written' not in capsys.readouterr().out
 
 
 def test_two_broken_checkpoints_are_set_aside(copy, uninterrupted):

@@ -1,6 +1,8 @@
 """Receipts and metrics with lines that are missing, garbled or half written."""
 
+import hashlib
 import json
+import shutil
 import tracemalloc
 
 import pytest
@@ -28,6 +30,49 @@ def test_only_lines_after_the_checkpoint_are_cut(tmp_path):
   assert journal.cut(tmp_path, path, 3) == []
   assert [json.loads(line) for line in path.read_text().splitlines()] == before
   assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def prefix_of(path):
+  return journal.Prefix(path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def test_a_file_that_begins_as_the_checkpoint_says_is_cut_without_a_look_at_its_lines(tmp_path):
+  path = tmp_path / journal.RECEIPTS
+  write(path, header(0, 1), receipt(1), 'garbage\n')
+  before = path.read_bytes()
+  shutil.copy(path, tmp_path / journal.METRICS)
+  prefixes = journal.Prefixes(tmp_path)
+  assert prefixes.now() == {name: prefix_of(path) for name in (journal.RECEIPTS, journal.METRICS)}
+  prefix = prefix_of(path)
+  with path.open('a') as file:
+    file.write(json.dumps(receipt(2)) + '\n{"upd')
+  assert prefixes.now()[path.name] == prefix_of(path) != prefix
+  assert journal.cut(tmp_path, path, 1, prefix) == []
+  assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize('old, new', [
+    ('"update": 2', '"update": 3'), ('"batch": "0', '"batch": "1')])
+def test_a_changed_digit_is_found_and_the_file_is_kept(old, new, tmp_path):
+  path = tmp_path / journal.RECEIPTS
+  write(path, header(0, 1), receipt(1), receipt(2))
+  prefix = prefix_of(path)
+  changed = path.read_text().replace(old, new)
+  path.write_text(changed)
+  (note,) = journal.cut(tmp_path, path, 2, prefix)
+  kept = tmp_path / 'broken' / path.name
+  words = 'no line of 2' if 'update' in old else 'it is not what was written up to update 2'
+  assert note == f'{path}: {words}; the file as it was is now {kept}'
+  assert kept.read_text() == changed
+
+
+def test_a_file_that_has_lost_its_end_is_reported(tmp_path):
+  path = tmp_path / journal.METRICS
+  write(path, dict(update=1), dict(update=2))
+  prefix = prefix_of(path)
+  write(path, dict(update=1))
+  (note,) = journal.cut(tmp_path, path, 2, prefix)
+  assert note.startswith(f'{path}: no line of 2; ')
 
 
 def test_garbled_and_missing_lines_are_reported_and_the_file_is_kept(tmp_path):

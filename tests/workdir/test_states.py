@@ -11,10 +11,10 @@ import pytest
 
 from podracer_jit.cli import compare, rerun
 from podracer_jit.play import evaluation
-from podracer_jit.training import opening, train
+from podracer_jit.training import opening
 from podracer_jit.workdir import checkpoints, journal, record
 from podracer_jit.workdir.workdir import OpenWorkdir, Request, State, Workdir
-from tests import made
+from tests import made, runs
 from tests.runs import changed, fresh, open_workdir, prepared, small
 from tests.workdir import test_lock
 
@@ -23,9 +23,8 @@ STEPS = 8 * 8 * 4  # at least the valid steps of four updates
 
 
 def train_in(workdir):
-  run = prepared(CONFIG)
-  with opening.opened_run(run, workdir, Request()) as opened:
-    train.train(run, workdir, ends=[2, 4], of_run=opened.record, quiet=True)
+  open_workdir(workdir, CONFIG)
+  runs.train_in(prepared(CONFIG), workdir, ends=[2, 4])
 
 
 @pytest.fixture(scope='module')
@@ -146,9 +145,9 @@ def commands(workdir, fields, capsys):
       raise ValueError(error)
 
   def rerun_here():
-    rerun.one_device_experiment(workdir)
+    rerun.one_device_experiment(workdir, (), 4)
     headers, receipts, _ = journal.read_receipts(workdir)
-    rerun.state_before(prepared(CONFIG), workdir, rerun.header_of(headers, receipts, 4))
+    rerun.snapshot_before(prepared(CONFIG), workdir, rerun.header_of(headers, receipts, 4))
 
   return dict(evaluate=evaluate, compare=compare_here, rerun=rerun_here, train=train_here)
 
