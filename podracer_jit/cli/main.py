@@ -46,6 +46,10 @@ def main(argv: Sequence[str]) -> int:
   if args and not args[0].startswith('-'):
     verb, *args = args
     program = f'podracer_jit {verb}'
+    if verb in MOVED:
+      complain(f'{program}: no verb since 0.7; in a checkout of the repository, it is python -m '
+               f'{MOVED[verb]}')
+      return REFUSED
     if verb not in VERBS:
       complain(f'podracer_jit: {_no_command(verb)}')
       return REFUSED
@@ -90,9 +94,6 @@ def run() -> None:
 
 def _no_command(word: str) -> str:
   """Returns the error message for an unknown verb, with a similar one if there is one."""
-  if word in MOVED:
-    return (f'{word}: no verb since 0.7; in a checkout of the repository, it is python -m '
-            f'{MOVED[word]}')
   if Path(word.partition(':')[0]).suffix == '.py':
     return f'{word}: no such command; to train with this config: podracer_jit --config={word}'
   near = difflib.get_close_matches(word, VERBS, n=1)
