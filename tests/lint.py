@@ -102,6 +102,19 @@ def names_of_algorithms(trees: Trees) -> Iterator[str]:
     yield from (f'{module} refers to the algorithm {name}' for name in sorted(used))
 
 
+def parameters(trees: Trees) -> Iterator[str]:
+  """Functions of the rooms of a run take five parameters at most; keyword-only ones are free."""
+  for module, tree in trees.items():
+    if room(module) not in ('experiment', 'workdir', 'play', 'training', 'api', 'cli'):
+      continue
+    for node in ast.walk(tree):
+      if isinstance(node, ast.FunctionDef):
+        names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
+        count = len(names) - (names[:1] in (['self'], ['cls']))
+        if count > 5:
+          yield f'{module}:{node.lineno}: {node.name} takes {count} parameters'
+
+
 def words_of_rl(trees: Trees) -> Iterator[str]:
   """Loops and channels use no word of reinforcement learning."""
   for module in ('loops', 'runtime.channels'):
@@ -250,6 +263,7 @@ def main() -> int:
   trees = rooms.TREES
   complaints = [
       *imports(trees), *names_of_algorithms(trees), *words_of_rl(trees), *fields_of_configs(trees),
+      *parameters(trees),
       *tests_by_room(), *installations(), *islands(), *generated(), *tests_of_promises(),
       *(line for path in texts() for check in (links, names) for line in check(path))]
   for complaint in complaints:

@@ -21,6 +21,7 @@ from tests.rooms import TREES
     (lint.imports, 'new', '', 'in no tier'),
     (lint.names_of_algorithms, 'training.new', "if name == 'ppo': pass", 'the algorithm ppo'),
     (lint.words_of_rl, 'loops', 'def f(reward): pass', 'the word reward'),
+    (lint.parameters, 'play.new', 'def f(self, a, b, c, d, e, g): pass', 'f takes 6 parameters'),
     (lint.fields_of_configs, 'schemes.new', "config['seed']", "config['seed']")])
 def test_a_planted_fault_is_found(monkeypatch, check, module, source, complaint):
   monkeypatch.setitem(TREES, 'learner.new', ast.parse('import podracer_jit.actor.new'))

@@ -92,7 +92,7 @@ class Agent:
     key = jax.random.fold_in(self._key, self._calls)
     self._calls += 1
     inputs = jax.device_put((batch, state, is_first, key), self.player.device)
-    actions, state = jax.device_get(self._decide(self.player.params, *inputs, greedy))
+    actions, state = jax.device_get(self._decide(self.player.params, *inputs, greedy=greedy))
     if self._spaces:
       actions = spaces.task_actions(actions, self._spaces.action)
     return actions if is_batch else actions[0], state
@@ -204,10 +204,10 @@ class Agent:
 
   @functools.cached_property
   def _decide(self) -> Any:
-    """(params, obs [B, ...], state, is_first [B], key, greedy) -> actions [B, ...], state."""
+    """(params, obs [B, ...], state, is_first [B], key, greedy=) -> actions [B, ...], state."""
     player = self.player
 
-    def decide(params, obs, state, is_first, key, greedy):
+    def decide(params, obs, state, is_first, key, *, greedy):
       """Returns actions and the next state; see `act`.
 
       Args:
@@ -223,7 +223,7 @@ class Agent:
       action = policy.mode(dist_params) if greedy else policy.sample(key, dist_params)
       return policy.to_env(action), state
 
-    return jax.jit(decide, static_argnums=5)
+    return jax.jit(decide, static_argnames='greedy')
 
 
 def check_new(folder: Path) -> None:
