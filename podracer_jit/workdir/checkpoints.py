@@ -36,6 +36,7 @@ _DELETING = '.deleted'
 # In a checkpoint's `meta`.
 _STEPS = 'steps'
 _JOURNALS = 'journals'  # the `journal.Prefix` of each, by name
+_OF_0_5 = {'ring/fresh'}  # an array of a replay, which has another name since
 LAST_GOOD = 'the last good checkpoint is'  # in the message of each failure
 # What is left after a failed save is also removed when a run begins, so the wait has an end.
 _MAX_SECONDS_OF_REMOVAL = 10.0
@@ -207,6 +208,8 @@ class Checkpoints:
     if differing:
       name = min(differing)
       where = 'is only in this run' if name in shapes else 'is only in the checkpoint'
+      if differing & _OF_0_5:
+        where = 'was saved by an early version 0.5; podracer_jit 0.6 must resume such a run once'
       raise ValueError(f'{item}: {shorten(name)} {where}')
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: shapes[_name_of(path)], saved)
