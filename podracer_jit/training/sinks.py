@@ -74,7 +74,10 @@ class Sink:
     """
 
   def before_save(self) -> Any:
-    """Called before each checkpoint, in the thread that trains; what is told must be kept now."""
+    """Called before each checkpoint and at the end, in the thread that trains.
+
+    What was told must be kept now: a power failure may come after the checkpoint.
+    """
 
   def saved(self, at: Saved) -> Any:
     """Called after each checkpoint, in the thread that trains, which waits.
@@ -186,6 +189,15 @@ class _Users(Sink):
 
   def note(self, line: str) -> Any:
     return self._call('note', None, line)
+
+  def keeps(self) -> Collection[int]:
+    if not isinstance(self._sink, Sink):
+      return ()
+    try:
+      return {int(update) for update in self._sink.keeps()}
+    except Exception as error:
+      raise CallbackFailed(f'callback {type(self._sink).__qualname__}.keeps: '
+                           f'{type(error).__name__}: {error}') from error
 
   def close(self) -> Any:
     return self._call('close', None)

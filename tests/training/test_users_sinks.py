@@ -8,13 +8,13 @@ import time
 import pytest
 
 from podracer_jit.training import sinks, trainer
-from podracer_jit.workdir import journal
+from podracer_jit.workdir import checkpoints, journal
 from tests import processes
 from tests.runs import changed, fresh, open_workdir, prepared, small, train_in
 from tests.training.fake_program import STEPS, FakeProgram
 
-CONFIG = changed(small(), total_steps=4 * STEPS, checkpoint__every_updates=2, network__hidden=(2,),
-                 log__tensorboard=False)
+CONFIG = changed(small(), total_steps=4 * STEPS, checkpoint__every_updates=2, checkpoint__keep=1,
+                 network__hidden=(2,), log__tensorboard=False)
 
 
 class Told(sinks.Sink):
@@ -108,6 +108,28 @@ def test_a_sink_that_exits_ends_the_run_and_the_same_call_goes_on(event, train):
   with pytest.raises(SystemExit):
     train(Told(event, SystemExit(3)))
   assert train()
+
+
+class Keeping(sinks.Sink):
+  """Keeps the checkpoint of update 2."""
+
+  def keeps(self):
+    return [2]
+
+
+class Confused(sinks.Sink):
+  """Keeps nothing that is a number."""
+
+  def keeps(self):
+    return ['best']
+
+
+def test_a_sink_keeps_checkpoints(train, tmp_path):
+  with pytest.raises(sinks.CallbackFailed, match='^callback Confused.keeps: ValueError: '):
+    train(Confused())
+  assert train(Keeping())
+  assert checkpoints.saved_updates(tmp_path / 'run') == [2, 4]
+  assert CONFIG['checkpoint']['keep'] == 1
 
 
 def test_a_sink_that_returns_something_else_is_refused(train):
