@@ -120,13 +120,6 @@ class Record:
                            for name, change in self.changes[first_update].items()}}
     return {HISTORY: {'first_update': first_update} | noted} if noted else {}
 
-  def words(self) -> Iterator[str]:
-    """Yields a phrase for each change, and for the origin."""
-    if self.origin:
-      yield f'began with {self.origin.words()}'
-    for first_update in self.changes:
-      yield self.words_of(first_update)
-
   def words_of(self, first_update: int) -> str:
     """Returns the change before an update as a phrase."""
     changed = [f'{ascii(name)[1:-1]}: {_value(change, "was")} before, {_value(change, "now")} since'

@@ -18,6 +18,7 @@ from podracer_jit.experiment import flags, trial
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.play import evaluation
 from podracer_jit.training import opening, stopping
+from podracer_jit.training.trainer import Training
 from podracer_jit.workdir import journal
 from podracer_jit.workdir.workdir import make_request
 from tests import runs
@@ -700,7 +701,7 @@ def test_a_loss_without_a_gradient_is_a_warning_in_the_log_and_in_the_metrics(
   config = changed(small(f'{module}:Constant'), total_steps=700, checkpoint__every_updates=4)
   workdir = tmp_path / 'run'
   with opening.opened_run(fresh(config), workdir, make_request()) as opened:
-    assert opened.train(stopping.Stopping(), quiet=True)
+    assert Training([opened], workdir, ()).train(stopping.Stopping(), quiet=True)
   (line,) = capsys.readouterr().err.splitlines()
   assert line == ('podracer_jit: warning: update 10: the gradient was exactly 0 in 10 updates in a '
                   'row, so nothing is learned; does the loss depend on the parameters?')
