@@ -19,6 +19,7 @@ from tests.workdirs import make
 @pytest.fixture
 def workdir(monkeypatch):
   """Yields the workdir of a finished run, without a permission to write in it."""
+  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
   monkeypatch.setattr(host, 'prepare_host_for_any', lambda options: None)
   # Not in pytest's folder, into which other users cannot look.
   with tempfile.TemporaryDirectory() as name:
