@@ -67,6 +67,9 @@ def placement_of(config: Mapping[str, Any]) -> PlacementOptions:
     ValueError: a field is wrong; the message names it, its value and a right value.
   """
   fields = plain(config).get('placement', {})
+  if not isinstance(fields, Mapping):
+    known = ', '.join(options.defaults(PlacementOptions))
+    raise ValueError(f'placement: must have the fields {known}, got {options.shown(fields)}')
   for problem in (*options.check_names('placement.', fields, options.defaults(PlacementOptions)),
                   *options.check_values('placement.', fields, PlacementOptions)):
     raise ValueError(problem)
