@@ -12,6 +12,7 @@ from podracer_jit.configs import (
   ppo_mujoco_fast,
   ppo_pong_envpool,
 )
+from podracer_jit.experiment.resolve import placement_of
 from podracer_jit.replay.options import ReplayOptions
 from tests.runs import changed, prepared, small
 
