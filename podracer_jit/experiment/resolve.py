@@ -68,7 +68,7 @@ def placement_of(config: Mapping[str, Any]) -> PlacementOptions:
   """
   fields = plain(config).get('placement', {})
   if not isinstance(fields, Mapping):
-    known = ', '.join(options.defaults(PlacementOptions))
+    known = ', '.join(sorted(options.defaults(PlacementOptions)))
     raise ValueError(f'placement: must have the fields {known}, got {options.shown(fields)}')
   for problem in (*options.check_names('placement.', fields, options.defaults(PlacementOptions)),
                   *options.check_values('placement.', fields, PlacementOptions)):
