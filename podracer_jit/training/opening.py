@@ -18,6 +18,7 @@ from podracer_jit.workdir import checkpoints, journal, record
 from podracer_jit.workdir import workdir as workdir_lib
 from podracer_jit.workdir.workdir import OpenWorkdir, Request, Workdir
 
+
 class Opened(NamedTuple):
   """A run whose workdir this process, or process 0, has opened."""
 
