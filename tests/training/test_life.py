@@ -253,7 +253,7 @@ def test_a_repeated_run_has_the_same_changes(annealed, tmp_path):
 def test_rerun_uses_the_config_and_state_of_that_update(name, update, request):
   workdir = request.getfixturevalue(name)
   output = binary('rerun', f'--workdir={workdir}', f'--update={update}')
-  assert f'the rollout of update_{update}, as its receipt says' in output
+  assert f'the rollout of update {update}, as its receipt says' in output
 
 
 def test_a_changed_rate_applies_from_its_update_on(faster, six, twelve):
