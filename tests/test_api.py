@@ -230,6 +230,7 @@ print(json.dumps(dict(first=first, second=second, ends=ends, last=[last.finished
 """
 
 
+@pytest.mark.full
 def test_callbacks_stop_and_fail_runs(tmp_path):
   done = processes.run([sys.executable, '-P', '-c', STOPS], cwd=tmp_path)
   assert done.returncode == 0, done.stderr

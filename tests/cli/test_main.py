@@ -260,7 +260,7 @@ def uninterrupted(tmp_path_factory):
                                 functools.partial(make, name))
 
 
-@pytest.mark.parametrize('name', RUNS)
+@pytest.mark.parametrize('name', essential(RUNS, 'cleanba impala'))
 @pytest.mark.same_bits('killed at random and resumed',
                        'IMPALA: MLP (`cleanba`), PPO: MLP (`fused`)')
 def test_a_killed_run_resumes_to_the_same_bits(name, uninterrupted, tmp_path):

@@ -127,6 +127,7 @@ def check_address(process):
 LONG = '--config.total_steps=4000000', '--config.checkpoint.every_updates=100000'
 
 
+@pytest.mark.full
 @pytest.mark.same_bits('2 processes stopped by SIGTERM and SIGINT, resumed, and repeated by 1',
                        'IMPALA: MLP (`cleanba`)')
 def test_a_signal_to_one_process_stops_all_at_the_same_update(tmp_path):
@@ -303,10 +304,12 @@ def test_two_launches_never_get_the_same_port(monkeypatch):
 @pytest.mark.parametrize('change, message', [
     (['--config.num_grad_shards=1'],
      'num_grad_shards: 1 gradient group cannot be split evenly by 2 learner devices'),
-    (['--config.scheme=fused', '--config.num_shards=2'], 'scheme: fused is for one process, not 2'),
-    (['--config.num_shards=1'],
-     'num_shards: 1 shard cannot be split evenly by 2 actors (actor_devices = (0,), '
-     'actors_per_device = 1, in each of 2 processes); take a multiple of 2')])
+    pytest.param(['--config.scheme=fused', '--config.num_shards=2'],
+                 'scheme: fused is for one process, not 2', marks=pytest.mark.full),
+    pytest.param(['--config.num_shards=1'],
+                 'num_shards: 1 shard cannot be split evenly by 2 actors (actor_devices = (0,), '
+                 'actors_per_device = 1, in each of 2 processes); take a multiple of 2',
+                 marks=pytest.mark.full)])
 def test_a_config_that_two_processes_cannot_share_is_refused(change, message, tmp_path):
   process = start(tmp_path, *change)
   out, _ = process.communicate(timeout=60)
@@ -410,6 +413,7 @@ def test_rerun_repeats_an_update(uninterrupted, tmp_path):
   assert result.returncode == 2 and 'the checkpoint of update 4' in result.stderr
 
 
+@pytest.mark.full
 def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(uninterrupted, tmp_path):
   workdir = tmp_path / 'copy'
   shutil.copytree(uninterrupted, workdir)

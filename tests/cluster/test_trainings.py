@@ -15,7 +15,6 @@ from podracer_jit.errors import FAILED, FINISHED, INTERRUPTED, STOPPED
 from podracer_jit.workdir import checkpoints, journal
 from tests import processes
 from tests.ray_nodes import Nodes, is_ours
-from tests.tiers import essential
 
 pytest.importorskip('ray')
 
@@ -191,8 +190,8 @@ def test_apex_learns_on_while_a_machine_is_gone(nodes, start):
   nodes.remove(first)
 
 
-@pytest.mark.parametrize('scheme, cpus', essential([('dppo_async', 1), ('rapid_async', 2)],
-                                                   'dppo_async'))
+@pytest.mark.full
+@pytest.mark.parametrize('scheme, cpus', [('dppo_async', 1), ('rapid_async', 2)])
 def test_remote_gradients_survive_the_loss_of_a_process_and_a_machine(nodes, start, scheme, cpus):
   first = nodes.add(cpus)
   second = nodes.add(cpus)

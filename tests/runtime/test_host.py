@@ -45,6 +45,7 @@ def test_programs_are_cached_unless_they_contain_pointers(tmp_path):
   assert {path.name for path in folder.iterdir() if path.name.endswith('-cache')} == cached
 
 
+@pytest.mark.full
 def test_jaxs_own_cache_folder_is_respected(tmp_path):
   env = QUICK | dict(XDG_CACHE_HOME=str(tmp_path / 'unused'), JAX_PLATFORMS='cpu',
                      JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',

@@ -231,6 +231,7 @@ def annealed(tmp_path_factory):
   return made.once(tmp_path_factory, 'annealed', make)
 
 
+@pytest.mark.full
 def test_an_extended_rate_anneals_to_the_new_end(annealed):
   first = [1e-3 * (1 - i / 6) for i in range(6)]
   second = [1e-3 * (1 - i / 12) for i in range(6, 12)]
@@ -274,6 +275,7 @@ def test_a_deep_comparison_uses_the_configs_of_that_update(faster, twelve):
                    'the last place\n', output)
 
 
+@pytest.mark.full
 def test_a_run_killed_after_a_change_resumes_to_the_same_bits(six, tmp_path):
   args = [*CONSTANT, updates(60), '--config.optimizer.learning_rate=0.01']
   flags = ['--extend', '--change=optimizer.learning_rate']

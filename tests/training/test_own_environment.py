@@ -42,6 +42,7 @@ def trained(tmp_path_factory):
           for every in (2, 1000)]
 
 
+@pytest.mark.full
 def test_checkpoints_do_not_change_the_bits(trained, capsys):
   often, once = trained
   assert len(checkpoints.saved_updates(often)) == 3 and len(checkpoints.saved_updates(once)) == 1

@@ -51,6 +51,7 @@ def test_two_processes_learn_the_same(trained, tmp_path):
   assert 'identical: 6 updates' in binary('compare', workdir, tmp_path)
 
 
+@pytest.mark.full
 def test_rerun_and_evaluate_work_with_an_own_loss(trained):
   file, workdir = trained
   allowed = f'--allow_modules={file}'

@@ -203,6 +203,7 @@ def test_more_seeds_join_and_finished_ones_stay(tmp_path, three):
   assert_allclose(by_seed[2][0][0]['value_loss'], whole[2][0][0]['value_loss'], rtol=1e-3)
 
 
+@pytest.mark.full
 def test_a_workdir_of_another_experiment_is_refused(tmp_path, three):
   for seed in ('seed1', 'seed2'):
     shutil.copytree(three[0] / seed, tmp_path / seed)
@@ -264,7 +265,7 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize('num_seeds, highest, code, output, error', [
-    (24, 1024, 0, '(244, 1024)', ''),  # 100 + 24 * 6
+    pytest.param(24, 1024, 0, '(244, 1024)', '', marks=pytest.mark.full),  # 100 + 24 * 6
     (300, 1024, 2, '(100, 1024)', 'podracer_jit: --num_seeds: 300 seeds need 1,900 open files, and '
      'this process may have 1,024 (ulimit -n); raise that limit, or train fewer at once\n')])
 def test_the_limit_of_open_files_is_raised_or_the_run_refused(num_seeds, highest, code, output,

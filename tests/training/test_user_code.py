@@ -46,6 +46,7 @@ print(json.dumps(ends))
 """
 
 
+@pytest.mark.full
 def test_callbacks_that_exit_or_train_lose_nothing(tmp_path):
   done = processes.run([sys.executable, '-P', '-c', CALLBACKS], cwd=tmp_path)
   assert done.returncode == 0, done.stderr
