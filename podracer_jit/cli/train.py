@@ -3,8 +3,8 @@
   podracer_jit --config=configs/impala_atari.py --workdir=runs/x
   podracer_jit train --config=configs/impala_atari.py --workdir=runs/x
 
-Exit code: 0: finished; 1: failed; 2: refused, nothing was started; 3: stopped by a signal, and
-saved; 130: interrupted while starting, or by a second signal, without a save.
+Exit code: 0: finished; 1: failed; 2: refused, nothing was started; 3: stopped by a signal or
+a sink, and saved; 130: interrupted while starting, or by a second signal, without a save.
 """
 
 from __future__ import annotations

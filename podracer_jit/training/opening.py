@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from podracer_jit.errors import OtherExperiment
 from podracer_jit.experiment import build, modules
@@ -17,9 +17,6 @@ from podracer_jit.training import inherit
 from podracer_jit.workdir import checkpoints, journal, record
 from podracer_jit.workdir import workdir as workdir_lib
 from podracer_jit.workdir.workdir import OpenWorkdir, Request, Workdir
-
-if TYPE_CHECKING:
-  pass
 
 
 class Opened(NamedTuple):

@@ -74,7 +74,7 @@ class Sink:
     """
 
   def before_save(self) -> Any:
-    """Called before each checkpoint, in the thread that trains; what is told must be kept now."""
+    """Called before each checkpoint and at the end, in the thread that trains; keep all now."""
 
   def saved(self, at: Saved) -> Any:
     """Called after each checkpoint, in the thread that trains, which waits.
@@ -91,7 +91,7 @@ class Sink:
     """
 
   def note(self, line: str) -> Any:
-    """Called with a line about the run that a person should see."""
+    """Called with a line that a person should see, such as of an evaluation, by any thread."""
 
   def keeps(self) -> Collection[int]:
     """Returns updates of checkpoints that must not be deleted yet."""
