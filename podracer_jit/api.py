@@ -117,7 +117,9 @@ class Trained:
 
 
 def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
-          callbacks: Sequence[Callback] = (), init_from: str | Path | None = None,
+          callbacks: Sequence[
+              Callback | type[Callback] | Callable[[Mapping[str, Any]], Any] | str] = (),
+          init_from: str | Path | None = None,
           init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
           repeat: str | Path | None = None, profile_dir: str | Path | None = None,
           quiet: bool = False) -> Trained | list[Trained]:

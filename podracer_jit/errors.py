@@ -4,9 +4,9 @@
     Refused   nothing was started: InUse, OtherExperiment
     Failed    something was started: NotSaved, Broken, Diverged, CallbackFailed, EnvironmentFailed,
               WorkerLost, Stuck, Differs
+    Stopped   a signal or a sink has ended the training; commands only
 
-A stop by a signal is no error: a command ends with STOPPED or INTERRUPTED, and `podracer_jit.train`
-raises KeyboardInterrupt.
+`podracer_jit.train` raises KeyboardInterrupt for a signal, and returns if a sink has stopped it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 FINISHED = 0  # total_steps are reached
 FAILED = 1  # an error; the same command resumes from the newest checkpoint
 REFUSED = 2  # the training did not start: the command or the workdir is wrong
-STOPPED = 3  # a signal; everything is saved, and the same command resumes
+STOPPED = 3  # a signal or a sink; everything is saved, and the same command resumes
 INTERRUPTED = 130  # a signal before training, or a second one, which saves nothing
 
 
@@ -92,6 +92,14 @@ class Stuck(Failed):
 
 class Differs(Failed):
   """Raised if a repeated update differs from its receipt."""
+
+
+class Stopped(PodracerError):
+  """Raised in a command whose training a signal or a sink has stopped."""
+
+  def __init__(self, is_saved: bool):
+    super().__init__('stopped; the same command goes on')
+    self.code = STOPPED if is_saved else INTERRUPTED
 
 
 @contextlib.contextmanager

@@ -3,8 +3,8 @@
   podracer_jit --config=configs/impala_atari.py --workdir=runs/x
   podracer_jit train --config=configs/impala_atari.py --workdir=runs/x
 
-Exit code: 0: finished; 1: failed; 2: refused, nothing was started; 3: stopped by a signal, and
-saved; 130: interrupted while starting, or by a second signal, without a save.
+Exit code: 0: finished; 1: failed; 2: refused, nothing was started; 3: stopped by a signal or
+a sink, and saved; 130: interrupted while starting, or by a second signal, without a save.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from podracer_jit.errors import (
   FINISHED,
   INTERRUPTED,
   REFUSED,
-  STOPPED,
+  CallbackFailed,
   PodracerError,
   Refused,
+  Stopped,
   Stuck,
   environment_failure,
   line_of,
@@ -133,7 +134,10 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       for note in opened.notes:
         complain(f'podracer_jit: {note}')
       stop.begin_training()
-      finished = opened.train(stop, told, profile_dir, began_s=began_s)
+      if not opened.train(stop, told, profile_dir, began_s=began_s):
+        raise Stopped(is_saved=bool(checkpoints.saved_updates(opened.workdir)))
+    except Stopped as stopped:
+      return stopped.code
     # A user's code may exit, but its exit code must not be the command's: 3 means saved.
     except (KeyboardInterrupt, SystemExit, Exception) as error:  # noqa: BLE001 - `_failure` logs it
       stop.end()  # a further signal would keep the line from being printed
@@ -142,7 +146,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
       return _leave(code, at_once=isinstance(error, Stuck))
     finally:
       stop.end()
-    return FINISHED if finished else _code_of_a_stop(opened.workdir)
+    return FINISHED
 
 
 def _failure(error: BaseException, workdir: Path | None) -> tuple[int, str]:
@@ -167,16 +171,13 @@ def _failure(error: BaseException, workdir: Path | None) -> tuple[int, str]:
     line = 'interrupted; updates since the newest checkpoint are not saved'
   elif not (isinstance(error, PodracerError | OSError | SystemExit) or environment_failure(error)):
     _logger.error('the run failed', exc_info=error)
+  elif isinstance(error, CallbackFailed) and error.__cause__:
+    _logger.error('a callback failed', exc_info=error.__cause__)
   line += threads
   # The exception of a seed names that seed's own.
   if workdir is not None and checkpoints.LAST_GOOD not in line:
     line += f'; {checkpoints.last_good(workdir)}'
   return code, line
-
-
-def _code_of_a_stop(workdir: Path) -> int:
-  """Returns the exit code of a stop: STOPPED if there is a checkpoint, else INTERRUPTED."""
-  return STOPPED if checkpoints.saved_updates(workdir) else INTERRUPTED
 
 
 def _leave(code: int, at_once: bool = False) -> int:

@@ -22,8 +22,10 @@ class Report(NamedTuple):
   # versions of the policy, which are gradient steps.
   cgd: tuple[float, ...]  # collection-to-gradient delay
   gud: tuple[float, ...]  # gradient-to-update delay
-  # Added where a graph runs: waits until now, and of machines that act elsewhere their figures, and
-  # the lives of actors that were begun again, by name.
+  # Added where a graph runs: when its environments and programs were ready, by `time.perf_counter`;
+  # waits since then; and of machines that act elsewhere their figures, and the lives of actors that
+  # were begun again, by name.
+  since_s: float = 0.0
   waits: Waits = Waits(0.0, 0.0)
   machines: Mapping[str, float] = {}
   lives: Mapping[str, int] = {}

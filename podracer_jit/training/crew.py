@@ -73,7 +73,6 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
     processes = num_processes(experiment)
     store_bytes = store_bytes or bytes_under_way(experiment)
   set_ray_environment()
-  set_ray_environment()
   from podracer_jit.cluster import ray_cluster
 
   def files(folder: Path) -> None:

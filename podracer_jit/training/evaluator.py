@@ -17,7 +17,7 @@ from podracer_jit.experiment import build
 from podracer_jit.experiment.schema import EvalOptions
 from podracer_jit.options import shorten
 from podracer_jit.play import evaluation
-from podracer_jit.training.sinks import Saved, Sink
+from podracer_jit.training.sinks import EVAL_WAIT_S, Saved, Sink
 from podracer_jit.types import Params, TrainState
 from podracer_jit.workdir import checkpoints, files, journal
 
@@ -86,7 +86,7 @@ class _Task(NamedTuple):
   """A checkpoint to evaluate."""
 
   player: evaluation.Player  # with a copy of the parameters
-  result: futures.Future[Record]  # done when the record is written
+  result: futures.Future[tuple[Record, str]]  # the record, which is written, and a line
 
 
 class Evaluator(Sink):
@@ -100,20 +100,21 @@ class Evaluator(Sink):
   """
 
   def __init__(self, run: build.Run, workdir: Path, asked_to_stop: Callable[[], bool],
-               tell: Sink):
+               print_line: Callable[[str], None], tell: Callable[[Record, str], None]):
     """Creates an evaluator; evaluates nothing yet.
 
     Args:
       run: the run of the experiment.
       workdir: the workdir of the run.
       asked_to_stop: returns True to end a wait for an evaluation early.
-      tell: gets a note about each evaluation from the evaluator's thread, and its record from the
-        thread that trains.
+      print_line: called with a line about each evaluation, by the evaluator's thread.
+      tell: called with its record and that line, later, by the thread that trains.
     """
     self._run = run
     self._options: EvalOptions = run.experiment.eval
     self._workdir = workdir
     self._asked_to_stop = asked_to_stop
+    self._print = print_line
     self._tell = tell
     self._records: list[Record] = []
     self._last = 0  # the update whose evaluation began last
@@ -164,7 +165,7 @@ class Evaluator(Sink):
   def update(self, record: Record, receipt: Record) -> None:
     """Adds to a record how long training waited for evaluations since the update before."""
     if self._options.every_updates:
-      record['eval_wait_s'] = self._waited_s
+      record[EVAL_WAIT_S] = self._waited_s
       self._waited_s = 0.0
 
   def before_save(self) -> None:
@@ -174,9 +175,9 @@ class Evaluator(Sink):
       NotSaved: the file cannot be written.
     """
     began_s = time.monotonic()
-    while self._pending and (record := self._record_of(self._pending[0])):
+    while self._pending and (result := self._result_of(self._pending[0])):
       del self._pending[0]
-      self._tell.evaluated(record)
+      self._tell(*result)
     self._waited_s += time.monotonic() - began_s
 
   def close(self) -> None:
@@ -219,8 +220,8 @@ class Evaluator(Sink):
       except BaseException as error:  # noqa: BLE001 - raised again by `before_save`
         task.result.set_exception(error)
 
-  def _evaluate(self, player: evaluation.Player) -> Record:
-    """Plays the episodes of an evaluation; writes, tells and returns its record.
+  def _evaluate(self, player: evaluation.Player) -> tuple[Record, str]:
+    """Plays the episodes of an evaluation; writes its record, and returns it with a line.
 
     Raises:
       OSError: the file cannot be written.
@@ -248,11 +249,11 @@ class Evaluator(Sink):
     files.append_line(self._workdir / NAME, json.dumps(record))
     # A new list, because another thread may be reading the old one.
     self._records = [*self._records, record]
-    self._tell.note(f'evaluation of update {player.update:,} ({options.num_episodes} episodes): '
-                    f'{outcome}')
-    return record
+    line = f'evaluation of update {player.update:,} ({options.num_episodes} episodes): {outcome}'
+    self._print(line)
+    return record, line
 
-  def _record_of(self, task: _Task) -> Record | None:
+  def _result_of(self, task: _Task) -> tuple[Record, str] | None:
     """Waits for an evaluation; returns None if a stop ends the wait.
 
     Raises:

@@ -21,16 +21,17 @@ from podracer_jit.training.evaluator import Evaluator
 from podracer_jit.training.meter import LIVES, Meter, environment_check, wall_clock
 from podracer_jit.training.opening import Opened
 from podracer_jit.training.sinks import (
-  Diverged,
-  Finite,
-  Journals,
-  Record,
-  Saved,
-  Sink,
-  Sinks,
-  Standstill,
-  Start,
-  TensorBoard,
+    Diverged,
+    Finite,
+    Journals,
+    Record,
+    Saved,
+    Sink,
+    Sinks,
+    Standstill,
+    Start,
+    TensorBoard,
+    closing,
 )
 from podracer_jit.workdir import checkpoints, record
 
@@ -38,7 +39,7 @@ from podracer_jit.workdir import checkpoints, record
 _SEGMENTS_WITHOUT_END = 2
 
 
-class Lane(Sink):
+class Lane:
   """One run in training: where it is, its workdir, and what it tells."""
 
   def __init__(self, opened: Opened, name: str, print_line: Callable[[str], None],
@@ -133,22 +134,24 @@ class Lane(Sink):
     """
     experiment = self.run.experiment
     is_first = self.run.place.process == 0
-    sinks = self._own  # `close` also closes what was opened before an error
+    sinks = self._own  # `closing` also closes what was opened before an error
+    problems: Sequence[str] = ()
     sinks.append(Standstill(self._name, quiet=not is_first or self.is_finished))
     if is_first:
-      evaluator = Evaluator(self.run, self.workdir,
-                            lambda: stop.asked() or self.ask_to_stop, self)
+      evaluator = Evaluator(self.run, self.workdir, lambda: stop.asked() or self.ask_to_stop,
+                            self._print, self._tell_evaluation)
       sinks.append(evaluator)  # before the files: it adds to the records
       evaluator.resume(self._saved, self._first.state)
     if is_first and not self.is_finished:
       journals = Journals(self.workdir, self.update)
       sinks.append(journals)
-      for problem in journals.problems:
-        self._print(self._named(problem))
+      problems = journals.problems
       if experiment.log.tensorboard:
         sinks.append(TensorBoard(self.workdir, self.update, self.steps))
     sinks.append(Finite())
     self._sinks = Sinks([*sinks, *users])
+    for problem in problems:
+      self._note(problem)
 
   @property
   def ask_to_stop(self) -> bool:
@@ -167,8 +170,8 @@ class Lane(Sink):
                     **self._record.header(self.update + 1), **fields)
     self._check = environment_check(self.run.experiment, self._segment)
     self._meter.begin(fields.get(LIVES))
-    self._sinks.begin(Start(
-        self.workdir, self.run.experiment.seed, self.update, self.steps, header))
+    self._sinks.begin(Start(self.workdir, self.run.place.process, self.run.experiment.seed,
+                            self.update, self.steps, header))
 
   def report(self, report: Report) -> tuple[Record, Record]:
     """Tells the updates of a report; returns the last record and receipt.
@@ -215,25 +218,23 @@ class Lane(Sink):
     del self._params
     if self._segment == _SEGMENTS_WITHOUT_END and not self._meter.episodes:
       for line in _without_end(self.run.experiment):
-        self.note(line)
+        self._note(line)
 
-  def evaluated(self, record: Mapping[str, Any]) -> None:
-    """Tells the sinks about an evaluation."""
+  def _tell_evaluation(self, record: Mapping[str, Any], line: str) -> None:
+    """Tells the sinks about an evaluation, whose line was printed."""
     self._sinks.evaluated(record)
-
-  def note(self, line: str) -> None:
-    """Prints a line, and tells it to the sinks."""
-    self._print(self._named(line))
     self._sinks.note(line)
 
-  def _named(self, line: str) -> str:
-    return f'{self._name}: {line}' if self._name else line
+  def _note(self, line: str) -> None:
+    """Prints a line, and tells it to the sinks."""
+    self._print(f'{self._name}: {line}' if self._name else line)
+    self._sinks.note(line)
 
-  def close(self) -> None:
-    """Closes the run's own sinks, and its checkpoints."""
-    with contextlib.ExitStack() as stack:
-      stack.callback(self._saved.close)
-      stack.callback(Sinks(self._own).close)
+  @contextlib.contextmanager
+  def closing(self) -> Iterator[None]:
+    """Closes the run's own sinks, and its checkpoints, at the end of a block."""
+    with contextlib.closing(self._saved), closing(self._own):
+      yield
 
 
 def _without_end(experiment: Experiment) -> Iterator[str]:

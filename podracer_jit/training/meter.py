@@ -79,6 +79,7 @@ class Meter:
     # The updates of a call share its time evenly.
     now_s = time.perf_counter()
     waits = report.waits
+    self._last_s = max(self._last_s, report.since_s)
     seconds = (now_s - self._last_s) / report.count
     actor_wait_s = (waits.actor - self._last_waits.actor) / report.count
     learner_wait_s = (waits.learner - self._last_waits.learner) / report.count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -66,9 +67,11 @@ class GraphProgram:
 
     def write(item: Report) -> None:
       machines = run.crew.metrics() if run.crew else {}
-      report([(0, item._replace(waits=segment.waits(), machines=machines, lives=self._lives()))])
+      report([(0, item._replace(since_s=since_s, waits=segment.waits(), machines=machines,
+                                lives=self._lives()))])
 
     with build.segment(run, snapshot, updates, write, asked_to_stop) as segment:
+      since_s = time.perf_counter()
       states = loops.run(segment.workers)
       envs = build.envs_after(run, states, first)
     # A segment that is stopped while it waits for its first rollouts leaves the state as it was.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,13 +16,17 @@ import jax
 from tensorboardX import SummaryWriter
 
 from podracer_jit import parts
-from podracer_jit.errors import CallbackFailed, Diverged, NotSaved
+from podracer_jit.errors import CallbackFailed, Diverged, NotSaved, line_of
 from podracer_jit.runtime.output import complain
 from podracer_jit.workdir import checkpoints, files, journal
 
+_logger = logging.getLogger(__name__)
 Record = dict[str, Any]  # an update's line of metrics.jsonl
 # Least seconds between two points in TensorBoard: a point takes as long as a short update.
 EVENTS_S = 0.1
+# Fields that sinks add to a record.
+WARNING = 'warning'
+EVAL_WAIT_S = 'eval_wait_s'
 STILL_UPDATES = 10  # updates in a row without any change, after which there is a warning
 
 
@@ -36,6 +41,7 @@ class Start(NamedTuple):
   """The beginning of a segment."""
 
   workdir: Path
+  process: int  # of the processes of the run, from 0; each has sinks of its own
   seed: int
   update: int  # updates done
   steps: int  # valid agent steps learned from
@@ -74,10 +80,7 @@ class Sink:
     """
 
   def before_save(self) -> Any:
-    """Called before each checkpoint and at the end, in the thread that trains.
-
-    What was told must be kept now: a power failure may come after the checkpoint.
-    """
+    """Called before each checkpoint and at the end, in the thread that trains; keep all now."""
 
   def saved(self, at: Saved) -> Any:
     """Called after each checkpoint, in the thread that trains, which waits.
@@ -94,14 +97,17 @@ class Sink:
     """
 
   def note(self, line: str) -> Any:
-    """Called with a line about the run that a person should see."""
+    """Called with a line that a person should see, in the thread that trains.
+
+    These are lines about evaluations, journals that were mended, and episodes that never end.
+    """
 
   def keeps(self) -> Collection[int]:
     """Returns updates of checkpoints that must not be deleted yet."""
     return ()
 
   def close(self) -> Any:
-    """Called at the end of the training, however it ends."""
+    """Called at the end of the training, however it ends, if the sink has begun."""
 
 
 Callback = Sink  # its name until version 0.6
@@ -142,16 +148,30 @@ class Sinks:
     """See `Sink`."""
     return {update for sink in self._sinks for update in sink.keeps()}
 
-  def close(self) -> None:
-    """Closes all sinks, also if one fails."""
-    with contextlib.ExitStack() as stack:
-      for sink in self._sinks:
-        stack.callback(sink.close)
-
   def _tell(self, event: str, *what: Any) -> None:
     for sink in self._sinks:
       if getattr(sink, event)(*what) is STOP:
         self.ask_to_stop = True
+
+
+@contextlib.contextmanager
+def closing(sinks: Sequence[Sink]) -> Iterator[None]:
+  """Closes sinks at the end of a block, also if one of them fails.
+
+  An error of the block is not hidden by one of a sink, which is logged then.
+  """
+  try:
+    yield
+  except BaseException:
+    for sink in sinks:
+      try:
+        sink.close()
+      except Exception as error:  # noqa: BLE001 - the first error is the one that counts
+        _logger.warning('%s', line_of(error))
+    raise
+  with contextlib.ExitStack() as stack:
+    for sink in sinks:
+      stack.callback(sink.close)
 
 
 # Methods of `Callback` until version 0.6, and what they are called now.
@@ -162,13 +182,22 @@ _RENAMED = {'on_update': 'update(record, receipt)', 'on_segment_end': 'saved(at)
 class _Users(Sink):
   """A user's sink or function: its failures become one line, and it gets copies."""
 
-  def __init__(self, sink: Sink | Callable[[Mapping[str, Any]], Any], is_shared: bool):
-    """Wraps a sink or function; if several seeds share it, records have their 'seed'."""
+  def __init__(self, sink: Sink | Callable[[Mapping[str, Any]], Any], is_shared: bool,
+               begun: set[int]):
+    """Wraps a sink or function.
+
+    Args:
+      sink: the user's.
+      is_shared: several seeds share it, so records have their 'seed'.
+      begun: the ids of all sinks of the user that have begun, and are not closed yet.
+    """
     self._sink = sink
     self._is_shared = is_shared
+    self._begun = begun
     self._seed: dict[str, int] = {}
 
   def begin(self, start: Start) -> Any:
+    self._begun.add(id(self._sink))
     if self._is_shared:
       self._seed = {'seed': start.seed}
     return self._call('begin', start.update, start._replace(header=dict(start.header)))
@@ -200,6 +229,9 @@ class _Users(Sink):
                            f'{type(error).__name__}: {error}') from error
 
   def close(self) -> Any:
+    if id(self._sink) not in self._begun:
+      return None
+    self._begun.remove(id(self._sink))
     return self._call('close', None)
 
   def _call(self, event: str, update: int | None, *what: Any) -> Any:
@@ -234,7 +266,8 @@ def users(callbacks: Sequence[Any], num_runs: int = 1) -> list[list[Sink]]:
       0.6.
   """
   found = [_found(callback) for callback in callbacks]
-  return [[_Users(_made(callback), num_runs > 1 and not isinstance(callback, type))
+  begun: set[int] = set()
+  return [[_Users(_made(callback), num_runs > 1 and not isinstance(callback, type), begun)
            for callback in found] for _ in range(num_runs)]
 
 
@@ -397,7 +430,8 @@ class Finite(Sink):
     if broken:
       # The learner's metrics come after the delays, of which 'gud' is the last.
       names = list(record)
-      learner_names = names[names.index('gud') + 1:]
+      learner_names = [name for name in names[names.index('gud') + 1:]
+                       if name not in (WARNING, EVAL_WAIT_S)]
       raise Diverged(f'update {record["update"]} ({record["steps"]:,} steps): '
                      f'{", ".join(broken)} not finite ('
                      + ', '.join(f'{name} {record[name]:g}' for name in learner_names) + ')')
@@ -419,7 +453,7 @@ class Standstill(Sink):
       name: of the run, in front of the line; '' if there is one run.
       quiet: prints nothing.
     """
-    self._name = name
+    self._name = f'{name}, ' if name else ''
     self._quiet = quiet
     self._zero_gradients = 0
     self._equal_params = 0
@@ -441,7 +475,7 @@ class Standstill(Sink):
       line = (f'the parameters did not change in {self._equal_params:,} updates in a row, though '
               f'the learning rate is {record.get("learning_rate", 0):g}')
     if line:
-      record['warning'] = line
+      record[WARNING] = line
     if line and not self._is_warned and not self._quiet:
       complain(f'podracer_jit: warning: {self._name}update {record["update"]:,}: {line}')
     self._is_warned = bool(line)
@@ -453,15 +487,8 @@ class Profiler(Sink):
   FIRST = 3
   LAST = 6
 
-  def __init__(self, directory: str, print_line: Callable[[str], None]):
-    """Creates the sink.
-
-    Args:
-      directory: for the trace.
-      print_line: called with a line if there is no trace in the end.
-    """
+  def __init__(self, directory: str):
     self._directory = directory
-    self._print = print_line
     self._tracing = False
     self._reports = 0
 
@@ -474,10 +501,14 @@ class Profiler(Sink):
     elif self._reports == self.LAST:
       self.close()
 
+  @property
+  def missing(self) -> str:
+    """A line if there is no trace, '' if there is one."""
+    return '' if self._reports >= self.FIRST else (
+        f'no trace: it begins with the third report, and there were {self._reports}')
+
   def close(self) -> None:
     """Ends the trace, if it has not ended yet."""
     if self._tracing:
       self._tracing = False
       jax.profiler.stop_trace()
-    elif self._reports < self.FIRST:
-      self._print(f'no trace: it begins with the third report, and there were {self._reports}')

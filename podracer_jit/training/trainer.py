@@ -22,7 +22,7 @@ from podracer_jit.training.opening import Opened
 from podracer_jit.training.program import GraphProgram, Program
 from podracer_jit.training.progress import Progress
 from podracer_jit.training.seeds import SeedsProgram
-from podracer_jit.training.sinks import Profiler, Record, Sink, Sinks
+from podracer_jit.training.sinks import Profiler, Record, Sink, Sinks, closing
 from podracer_jit.workdir import checkpoints
 from podracer_jit.workdir.workdir import Request
 
@@ -170,29 +170,37 @@ class Training:
       Exception: the training has failed; the message or a note names the last good checkpoint.
     """
     began_s = time.perf_counter() if began_s is None else began_s
+    workdir = self.workdir
+    run = self.runs[-1].run
+    means = f'  means of {len(self.runs)} seeds' if self._are_seeds else ''
+    progress = Progress(run.experiment, self._title + means, quiet=quiet or run.place.process > 0)
+    sinks: list[Sink] = [progress, *([Profiler(profile_dir)] if profile_dir else [])]
+    finished = None
+    try:
+      with (checkpoints.naming_last_good(workdir),
+            closing([*sinks, *(sink for of_run in users for sink in of_run)])):
+        finished = self._train_stages(stop, users, sinks, began_s)
+    except KeyboardInterrupt:
+      # All is saved; a further signal has only cut the closing of a sink short.
+      if finished is None:
+        raise
+    return finished
+
+  def _train_stages(self, stop: stopping.Stopping, users: Sequence[Sequence[Sink]],
+                    sinks: Sequence[Sink], began_s: float) -> bool:
+    """Trains all stages; see `train` and `_train_stage`."""
     newest = self.runs[-1]
     run = newest.run
-    with checkpoints.naming_last_good(newest.workdir), contextlib.ExitStack() as stack:
-      means = f'  means of {len(self.runs)} seeds' if self._are_seeds else ''
-      progress = Progress(run.experiment, self._title + means,
-                          quiet=quiet or run.place.process > 0)
-      stack.callback(progress.close)
-      for of_run in users:
-        stack.callback(Sinks(of_run).close)
-      sinks: list[Sink] = [progress]
-      if profile_dir:
-        sinks.append(Profiler(profile_dir, progress.note))
-        stack.callback(sinks[-1].close)
-      for stage, last in opening.stages(run, newest.record, newest.update or 0):
-        if stage is not run:
-          self.runs = [newest._replace(run=stage)]
-        is_stopped = self._train_stage(last, stop, users, sinks, began_s)
-        # A repeated run may end before its config changes; this run then ends there, too.
-        if last is None or is_stopped or last not in checkpoints.saved_updates(newest.workdir):
-          return not is_stopped
-        newest = newest._replace(update=last)
-        self.runs = [newest]
-        began_s = time.perf_counter()  # the checkpoint has the seconds up to now
+    for stage, last in opening.stages(run, newest.record, newest.update or 0):
+      if stage is not run:
+        self.runs = [newest._replace(run=stage)]
+      is_stopped = self._train_stage(last, stop, users, sinks, began_s)
+      # A repeated run may end before its config changes; this run then ends there, too.
+      if last is None or is_stopped or last not in checkpoints.saved_updates(newest.workdir):
+        return not is_stopped
+      newest = newest._replace(update=last)
+      self.runs = [newest]
+      began_s = time.perf_counter()  # the checkpoint has the seconds up to now
     raise AssertionError('the last stage has no last update')
 
   def _train_stage(self, last: int | None, stop: stopping.Stopping,
@@ -215,7 +223,7 @@ class Training:
       for each in self.runs:
         name = f'seed {each.run.experiment.seed}' if self._are_seeds else ''
         lanes.append(Lane(each, name, progress.note, began_s))
-        stack.callback(lanes[-1].close)
+        stack.enter_context(lanes[-1].closing())
       before = [lane.update for lane in lanes]
       for line in self._beginning(lanes):
         progress.note(line)
@@ -226,7 +234,10 @@ class Training:
       program = stack.enter_context(contextlib.closing(_program(lanes, self._are_seeds)))
       trainer = Trainer(program, lanes, stop, sinks, _lengths(self.runs[0], last))
       is_stopped = trainer.train()
-      if lanes[0].update == last:
+      for sink in sinks:
+        if isinstance(sink, Profiler) and sink.missing:
+          progress.note(sink.missing)
+      if lanes[0].update == last and not is_stopped:
         progress.note(f'update {last}: the config changes after it, as the history says')
         return False
       progress.finish(self._ending(lanes, is_idle=before == [lane.update for lane in lanes]))

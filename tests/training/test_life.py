@@ -609,7 +609,7 @@ def open_without_an_update(config, workdir, **options):
   with opening.opened_run(fresh(config), workdir, make_request(**options)) as opened:
     # The header of the first segment is there, and no update.
     with contextlib.closing(sinks.Journals(workdir, 0)) as files:
-      files.begin(sinks.Start(workdir, 1, 0, 0, dict(segment=0, first_update=1)))
+      files.begin(sinks.Start(workdir, 0, 1, 0, 0, dict(segment=0, first_update=1)))
     return opened.notes
 
 

@@ -14,11 +14,12 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto import event_pb2
 
+from podracer_jit.errors import Diverged
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.training.meter import Meter, wall_clock
 from podracer_jit.training.progress import Progress, bottleneck, waited
-from podracer_jit.training.sinks import Diverged, Journals, Standstill, Start, TensorBoard
+from podracer_jit.training.sinks import Finite, Journals, Standstill, Start, TensorBoard
 from podracer_jit.types import Episodes
 from tests.runs import changed, small
 
@@ -137,6 +138,14 @@ def test_the_wall_clock_goes_on_with_the_run_and_counts_no_time_between_commands
   assert wall_clock({'elapsed_s': 3.0}, began_s=5000.0)() == 3 + 9
 
 
+def test_a_warning_names_the_seed(capsys):
+  standstill = Standstill('seed 3')
+  for update in range(1, 13):
+    standstill.update(dict(update=update, grad_norm=0.0), dict(params=str(update)))
+  assert capsys.readouterr().err.startswith(
+      'podracer_jit: warning: seed 3, update 10: the gradient was exactly 0 in 10 updates')
+
+
 def notices(capsys, records, params=None):
   """Returns the lines that are printed, and whether each record has a warning."""
   standstill = Standstill()
@@ -187,6 +196,21 @@ CLUSTER = dict(actors_alive=3, actors_pending=1, actor_restarts=2, cluster_mb_pe
                cluster_get_ms=0.56)
 
 
+def test_an_update_does_not_count_the_start_of_the_environments(clock):
+  """The segment begins at 100 s, and its environments and programs are ready at 107 s."""
+  m = meter()
+  m.begin()
+  clock.seconds = 109
+  (record, _), = m.records(report([1], since_s=107.0))
+  assert record['elapsed_s'] == 2 and record['sps'] == 3
+
+
+def test_what_sinks_add_to_a_record_is_no_loss():
+  record = dict(update=3, steps=9, gud=0.0, loss=float('nan'), warning='a line', eval_wait_s=0.5)
+  with pytest.raises(Diverged, match=r'^update 3 \(9 steps\): loss not finite \(loss nan\)$'):
+    Finite().update(record, {})
+
+
 def test_new_lives_are_in_the_next_receipt():
   m = meter()
   m.begin({'actor 1': 1})  # which the segment's header has
@@ -214,7 +238,7 @@ def test_a_meter_continues_from_its_saved_state():
 def journals(workdir, update):
   """Returns the journals of a run that goes on from an update, with the header of a segment."""
   files = Journals(workdir, update)
-  files.begin(Start(workdir, 1, update, 0, dict(segment=update, first_update=update + 1)))
+  files.begin(Start(workdir, 0, 1, update, 0, dict(segment=update, first_update=update + 1)))
   return files
 
 

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from podracer_jit.training import sinks, trainer
+from podracer_jit.training import opening, sinks, stopping, trainer
 from podracer_jit.workdir import checkpoints, journal
+from podracer_jit.workdir.workdir import make_request
 from tests import processes
 from tests.runs import changed, fresh, open_workdir, prepared, small, train_in
 from tests.training.fake_program import STEPS, FakeProgram
@@ -110,6 +111,52 @@ def test_a_sink_that_exits_ends_the_run_and_the_same_call_goes_on(event, train):
   assert train()
 
 
+def test_a_sink_that_fails_to_close_does_not_hide_why_the_run_has_failed(train, caplog):
+  class Fails(Told):
+    def close(self):
+      raise OSError('the tracker is gone')
+
+  with pytest.raises(sinks.CallbackFailed, match='KeyError: 1; the last good'):
+    train(Fails('update', KeyError(1)))
+  assert [record.getMessage() for record in caplog.records if 'tracker' in record.getMessage()] == [
+      'CallbackFailed: callback '
+      'test_a_sink_that_fails_to_close_does_not_hide_why_the_run_has_failed.<locals>.Fails.close: '
+      'OSError: the tracker is gone']
+
+
+def test_a_sink_that_never_began_is_not_closed(train):
+  assert train()
+  told = Told()
+  assert train(told)  # the run has finished
+  assert told.events == [('before_save',)]
+
+
+def test_a_signal_while_a_sink_closes_leaves_the_run_finished(train):
+  class Closes(sinks.Sink):
+    def close(self):
+      raise KeyboardInterrupt
+
+  assert train(Closes())
+
+
+def test_a_stop_at_the_end_of_a_stage_ends_the_run(tmp_path, monkeypatch):
+  """The repeated run has changed its config after update 2, so there are two stages."""
+  monkeypatch.setattr(trainer, 'GraphProgram', FakeProgram)
+  changed_config = changed(CONFIG, loss__entropy_coef=0.5)
+
+  def train(config, workdir, callbacks, **options):
+    with opening.opened_run(fresh(config), tmp_path / workdir, make_request(**options)) as opened:
+      return trainer.Training([opened], tmp_path / workdir, ()).train(
+          stopping.Stopping(), sinks.users(callbacks))
+
+  stops = Told('saved', sinks.STOP)
+  assert not train(CONFIG, 'first', [stops])
+  assert train(changed_config, 'first', [], change=['loss.entropy_coef'])
+  assert not train(changed_config, 'again', [Told('saved', sinks.STOP)], repeat=tmp_path / 'first')
+  assert max(journal.read_receipts(tmp_path / 'again').by_update) == 2
+  assert train(changed_config, 'again', [], repeat=tmp_path / 'first')
+
+
 class Keeping(sinks.Sink):
   """Keeps the checkpoint of update 2."""
 
@@ -171,12 +218,15 @@ def test_a_class_of_sinks_gives_each_run_its_own_instance_and_an_instance_is_sha
   first, second = sinks.users([told, f'{__name__}:Told'], num_runs=2)
   for seed, (shared, own) in enumerate([first, second], 1):
     for sink in (shared, own):
-      sink.begin(sinks.Start('workdir', seed, 0, 0, dict(first_update=1)))
+      sink.begin(sinks.Start('workdir', 0, seed, 0, 0, dict(first_update=1)))
       sink.update(dict(update=seed), dict(update=seed))
   assert [event[1] for event in told.events if event[0] == 'update'] == [1, 2]
+  for sink in (*first, *second):
+    sink.close()
+  assert [event[0] for event in told.events].count('close') == 1
   seeds = []
   shared, = sinks.users([lambda record: seeds.append(record['seed'])], num_runs=2)[1]
-  shared.begin(sinks.Start('workdir', 7, 0, 0, {}))
+  shared.begin(sinks.Start('workdir', 0, 7, 0, 0, {}))
   shared.update(dict(update=1), {})
   assert seeds == [7]
 
