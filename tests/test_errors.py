@@ -19,7 +19,10 @@ KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)
 @pytest.mark.parametrize('kind', KINDS)
 def test_each_error_is_refused_or_failed(kind):
   assert issubclass(kind, errors.PodracerError)
-  if issubclass(kind, errors.Refused):
+  if kind is errors.Stopped:
+    assert [kind(is_saved).code for is_saved in (True, False)] == [
+        errors.STOPPED, errors.INTERRUPTED] == [3, 130]
+  elif issubclass(kind, errors.Refused):
     assert issubclass(kind, ValueError) and kind.code == errors.REFUSED == 2
   else:
     assert not issubclass(kind, ValueError) and kind.code == errors.FAILED == 1
