@@ -59,8 +59,7 @@ CASES = {
     'ppo_pong': (pong_laptop, dict(total_steps=900_000), 0.0),
 }
 # One seed of each of these is in `scripts/test`.
-ESSENTIAL = ('impala_catch', 'ppo_cartpole', 'apex_catch', 'dppo_async_cartpole', 'ppo_pendulum',
-             'ppo_cnn')
+ESSENTIAL = ('impala_catch', 'ppo_cartpole', 'apex_catch', 'ppo_pendulum', 'ppo_cnn')
 
 
 @functools.cache

@@ -317,6 +317,7 @@ def test_a_signal_saves_and_the_same_command_resumes(tmp_path):
   assert (tmp_path / 'checkpoints' / str(len(updates))).is_dir()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('scheme', essential(['rapid_async', 'impala'], 'impala'))
 def test_an_asynchronous_run_is_saved_and_resumes(scheme, tmp_path):
   args = ['--config=configs/ppo_cartpole.py', f'--config.scheme={scheme}', f'--workdir={tmp_path}',

@@ -462,6 +462,7 @@ def played(task):
   return weights, list(zip(*outputs, strict=True))
 
 
+@pytest.mark.full
 def test_the_played_experience_has_resets_of_every_kind():
   """A stack after a reset repeats one frame; after a lost life it continues with old frames."""
   for task in PLAYED:

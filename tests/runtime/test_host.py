@@ -34,6 +34,7 @@ def _train(workdir: pathlib.Path, cache: pathlib.Path):
   return [json.loads(line) for line in (workdir / 'receipts.jsonl').read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_programs_are_cached_unless_they_contain_pointers(tmp_path):
   cache = tmp_path / 'cache'
   first = _train(tmp_path / 'first', cache)

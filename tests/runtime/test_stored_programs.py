@@ -149,6 +149,7 @@ print(len(compilations(names)))
 """
 
 
+@pytest.mark.full
 def test_another_process_reads_the_program(folder):
   def compiled():
     env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'JAX_NUM_CPU_DEVICES': '8',

@@ -76,6 +76,7 @@ def test_the_target_network_is_a_copy_of_each_fifth_gradient_step(updates, is_co
   assert jax.tree.all(equal) == is_copy
 
 
+@pytest.mark.full
 def test_the_age_of_samples_is_counted_in_gradient_steps():
   """Compares the mean age of samples with the mean age of all rows in the replay.
 
@@ -137,6 +138,7 @@ def test_the_workdir_of_an_apex_run_with_several_actors_can_be_read(tmp_path):
   evaluation.read_experiment(tmp_path)
 
 
+@pytest.mark.full
 def test_evaluation_does_not_explore(tmp_path):
   """Evaluations ignore the key of the noise; a policy that samples depends on the key."""
   _train(tmp_path, 4 * 256)

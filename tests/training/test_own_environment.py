@@ -64,6 +64,7 @@ def test_an_own_jax_environment_is_evaluated_with_a_video(trained):
   assert len(record['returns']) == 4 and max(record['lengths']) <= 24
 
 
+@pytest.mark.full
 def test_options_are_arguments_of_the_class(tmp_path):
   args = [*SMALL_GRIDWORLD, f'--workdir={tmp_path}']
   result = processes.run(processes.command(*args, '--config.env.sise=8'))

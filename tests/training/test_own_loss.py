@@ -36,6 +36,7 @@ def trained(tmp_path_factory):
   return folder / EXAMPLE.name, folder / 'run'
 
 
+@pytest.mark.full
 def test_the_example_learns_to_predict(trained):
   records = [json.loads(line) for line in (trained[1] / 'metrics.jsonl').read_text().splitlines()]
   losses = [record['prediction_loss'] for record in records]
