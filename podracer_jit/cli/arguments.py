@@ -65,7 +65,20 @@ def read(argv: Sequence[str], values: flags.FlagValues, doc: str, needed: Sequen
 
 def read_flags(argv: Sequence[str], values: flags.FlagValues, doc: str, needed: Sequence[str] = ()
                ) -> bool:
-  """Does the work of `read` for a verb whose arguments are all flags; False after the help."""
+  """Does the work of `read` for a verb whose arguments are all flags.
+
+  Args:
+    argv: see `read`.
+    values: see `read`.
+    doc: see `read`.
+    needed: see `read`.
+
+  Returns:
+    False after the help.
+
+  Raises:
+    Refused: a flag is wrong or missing, or an argument is no flag.
+  """
   others = read(argv, values, doc, needed)
   for other in others or ():
     raise Refused(f'{other}: not a flag; flags begin with --')

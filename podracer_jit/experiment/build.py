@@ -77,7 +77,7 @@ class Run:
 
 
 class Snapshot(NamedTuple):
-  """What a run consists of between two segments; its checkpoint has it."""
+  """The state of a run between two segments, as its checkpoint has it."""
 
   state: TrainState  # without a replay if segments begin with an empty one
   envs: Any | None = None  # as in `kept_envs`; None if the environments begin anew

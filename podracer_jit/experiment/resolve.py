@@ -35,15 +35,15 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
   fields = plain(config)
   for problem in _problems_of_fields(fields):
     raise ValueError(problem)
-  made = _make_parts(fields)
-  env = made['env'][0]
-  algorithm = made['loss'][0]
-  network, torso_options = (*made['network'], TorsoOptions())[:2]
+  parts_of = _make_parts(fields)
+  env = parts_of['env'][0]
+  algorithm = parts_of['loss'][0]
+  network, torso_options = (*parts_of['network'], TorsoOptions())[:2]
   task_options = {name: value for name, value in fields['env'].items()
                   if name not in options.meanings(EnvOptions)}
   with _own_errors('env.task', env.task):
     if may_start_jax(env.task):
-      host.prepare_host_for_any(made['placement'][0])
+      host.prepare_host_for_any(parts_of['placement'][0])
     spec = family_of(env.task).make_spec(env.task, task_options)
   policy_name, policy = _make_policy(fields, algorithm, spec)
   experiment = Experiment(
@@ -53,8 +53,8 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
       loss_name=fields['loss']['name'], algorithm=algorithm,
       network_name=fields['network']['name'], network=fit_to_task(network, spec),
       torso_options=torso_options, policy_name=policy_name, policy=policy,
-      optimizer=made['optimizer'][0], replay=made.get('replay', [None])[0], fields=fields,
-      **{section: made[section][0] for section in schema.SECTIONS})
+      optimizer=parts_of['optimizer'][0], replay=parts_of.get('replay', [None])[0], fields=fields,
+      **{section: parts_of[section][0] for section in schema.SECTIONS})
   for problem in checks.problems(experiment):
     raise ValueError(problem)
   return experiment
@@ -137,16 +137,16 @@ def _make_parts(fields: Mapping[str, Any]) -> dict[str, list[Any]]:
   Raises:
     ValueError: a part fails, or has `problems` with its options.
   """
-  made = {}
+  parts_of = {}
   for section, classes in schema.classes_by_section(fields).items():
     with _own_errors(f'{section}.name', fields[section].get('name', section)):
-      made[section] = [options.make(cls, fields[section]) for cls in classes]
-  for section, part in [(section, part) for section, found in made.items() for part in found]:
+      parts_of[section] = [options.make(cls, fields[section]) for cls in classes]
+  for section, part in [(section, part) for section, found in parts_of.items() for part in found]:
     with _own_errors(f'{section}.name', type(part).__name__):
       problems = list(getattr(part, 'problems', tuple)())
     for problem in problems:
       raise ValueError(f'{section}.{problem}')
-  return made
+  return parts_of
 
 
 def _find_scheme(name: Any) -> Scheme:

@@ -317,7 +317,7 @@ class Experiment(TrainingOptions):
 
   @property
   def minibatch_unit(self) -> Unit:
-    """What a minibatch consists of, if the algorithm learns from rollouts."""
+    """The unit that minibatches are drawn in, if the algorithm learns from rollouts."""
     return self.algorithm.minibatch_unit(self.torso_options.recurrent)
 
   @property

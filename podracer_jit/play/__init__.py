@@ -1,1 +1,1 @@
-"""What a trained policy does: evaluations, agents, exports, videos."""
+"""Evaluations, agents, exports and videos of trained policies."""

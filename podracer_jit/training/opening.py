@@ -78,9 +78,9 @@ def opened_run(run: build.Run, workdir: Path, request: Request) -> Iterator[Open
       return folder.seen.update
 
     update = _by_process_0(write, is_first)
-    seen = folder or _seen_elsewhere(workdir, run.experiment.fields)
+    opened = folder or _opened_by_process_0(workdir, run.experiment.fields)
     state = None  # otherwise it would stay in memory while the run trains
-    yield Opened(run, workdir, seen.record, update, ends, folder.notes if folder else ())
+    yield Opened(run, workdir, opened.record, update, ends, folder.notes if folder else ())
 
 
 def _by_process_0(function: Callable[[], Any], is_first: bool) -> Any:
@@ -117,16 +117,16 @@ def _first_record(run: build.Run, request: Request) -> record.Record:
     return record.new(fields)
   repeated = Workdir(request.repeat)
   repeated.check_layout(run.experiment)
-  found = repeated.record
+  past = repeated.record
   first = record.new(fields)
-  if not found.origin and not found.changes:
+  if not past.origin and not past.changes:
     return first
   differing = record.differences(repeated.shown_config(), first.config, ('there', 'here'))
   if differing:
     raise ValueError(f'--repeat: the run in {request.repeat} began with another run, or has '
                      'changed its config on the way, and only its newest config can repeat that '
                      f'({"; ".join(differing)})')
-  first = first.with_history_of(found)
+  first = first.with_history_of(past)
   _check_stages(run.experiment, first, 0)
   for first_update in first.changes:
     earlier = _experiment_at(run.experiment.fields, first, first_update - 1)
@@ -160,7 +160,7 @@ def _next_record(run: build.Run, folder: OpenWorkdir) -> record.Record:
   return changed
 
 
-def _seen_elsewhere(workdir: Path, fields: Mapping[str, Any]) -> Workdir:
+def _opened_by_process_0(workdir: Path, fields: Mapping[str, Any]) -> Workdir:
   """Returns the workdir, into which process 0 has written the same experiment.
 
   Raises:
@@ -169,13 +169,13 @@ def _seen_elsewhere(workdir: Path, fields: Mapping[str, Any]) -> Workdir:
   if not (workdir / record.NAME).exists():
     raise ValueError(f'--workdir: this process does not see what process 0 wrote to {workdir}; '
                      'all processes need one file system')
-  seen = Workdir(workdir)
-  differing = record.differences(record.completed(seen.record.config, fields),
+  opened = Workdir(workdir)
+  differing = record.differences(record.completed(opened.record.config, fields),
                                  record.json_of(fields), ('of process 0', 'here'))
   if differing:
     raise OtherExperiment('the processes have different experiments '
                                     f'({"; ".join(differing)})')
-  return seen
+  return opened
 
 
 def _ends_of(experiment: Experiment, repeated: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a trainer drives: a program that makes the updates of one run, or of several at once."""
+"""Programs that make the updates of one run, or of several at once."""
 
 from __future__ import annotations
 

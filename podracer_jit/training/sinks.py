@@ -1,4 +1,4 @@
-"""What a run tells of itself, and to whom: files, TensorBoard, a display, a user's own classes."""
+"""Sinks are told the events of a run: files, TensorBoard, the display, a user's own classes."""
 
 from __future__ import annotations
 
@@ -265,24 +265,24 @@ def users(callbacks: Sequence[Any], num_runs: int = 1) -> list[list[Sink]]:
     ValueError: one of them is none of these, cannot be found or made, or has a method of version
       0.6.
   """
-  found = [_found(callback) for callback in callbacks]
+  chosen = [_function_or_sink(callback) for callback in callbacks]
   begun: set[int] = set()
   return [[_Users(_made(callback), num_runs > 1 and not isinstance(callback, type), begun)
-           for callback in found] for _ in range(num_runs)]
+           for callback in chosen] for _ in range(num_runs)]
 
 
-def _found(callback: Any) -> Any:
+def _function_or_sink(callback: Any) -> Any:
   """Returns a function, an instance of `Sink` or a class of sinks."""
-  found = parts.find('callbacks', callback, {}) if isinstance(callback, str) else callback
-  is_class = isinstance(found, type)
-  if not (issubclass(found, Sink) if is_class else isinstance(found, Sink) or callable(found)):
+  part = parts.find('callbacks', callback, {}) if isinstance(callback, str) else callback
+  is_class = isinstance(part, type)
+  if not (issubclass(part, Sink) if is_class else isinstance(part, Sink) or callable(part)):
     raise ValueError(f'callbacks: each must be a function, a Sink or a class of sinks, got '
                      f'{callback!r}')
-  is_sink = is_class or isinstance(found, Sink)
+  is_sink = is_class or isinstance(part, Sink)
   for before, now in _RENAMED.items():
-    if is_sink and hasattr(found, before):
+    if is_sink and hasattr(part, before):
       raise ValueError(f'callbacks: {before} of {callback!r} is called {now} since version 0.7')
-  return found
+  return part
 
 
 def _made(callback: Any) -> Any:

@@ -24,7 +24,7 @@ from podracer_jit.workdir import checkpoints, files, journal, lock, record, sour
 
 
 class Request(NamedTuple):
-  """What a command asks for, beside its config."""
+  """The wishes of a command, beside its config."""
 
   init_from: Path | None = None  # a workdir, with whose newest state a new run begins
   init_partly: bool = False  # arrays of `init_from` that do not fit begin anew
@@ -59,7 +59,7 @@ def make_request(init_from: str | Path | None = None, init_partly: bool = False,
 
 
 class State(enum.Enum):
-  """What a workdir holds."""
+  """The states of a workdir."""
 
   NEW = enum.auto()  # no run
   STOPPED = enum.auto()  # a run that has not made all its steps
@@ -69,7 +69,7 @@ class State(enum.Enum):
 
 
 class Look(NamedTuple):
-  """What was seen in a workdir."""
+  """The findings of one look at a workdir."""
 
   state: State
   record: record.Record | None  # of the run; None if the workdir is new or its record is lost
