@@ -10,6 +10,7 @@ import functools
 import os
 import pathlib
 import shutil
+import signal
 
 import orbax.checkpoint as ocp
 import pytest
@@ -201,6 +202,23 @@ def test_a_disk_that_fails_at_any_change_leaves_a_run_that_goes_on(command, erro
     assert contents(workdir) == expected, (k, name)
     assert not halves(workdir), (k, name)
     shutil.rmtree(workdir)
+
+
+def test_signals_during_a_save_wait_until_all_is_saved(tmp_path, monkeypatch):
+  stop = stopping.Stopping()
+  stop.begin_training()
+  save = checkpoints.Checkpoints.save
+
+  def signalled(self, *args):
+    for second in (1, 2):  # two signals, long after each other
+      monkeypatch.setattr(stop, '_clock', lambda second=second: 1000.0 * second)
+      stop.handle(signal.SIGTERM, None)
+    save(self, *args)
+
+  monkeypatch.setattr(checkpoints.Checkpoints, 'save', signalled)
+  with opening.opened_run(run_of('ours'), tmp_path / 'run', make_request()) as opened:
+    assert not trainer.Training([opened], tmp_path / 'run', ()).train(stop, quiet=True)
+  assert checkpoints.saved_updates(tmp_path / 'run') == [2]
 
 
 def halves(workdir):
