@@ -4,8 +4,9 @@
 
 Runs short trainings with the code of the commit --old and with the working tree, and compares the
 receipts of every update. The runs cover every scheme, loss, network, recurrent core, normaliser and
-replay, several devices, two processes, and a run of the old code that the new code resumes. In
-schemes that depend on timing only the first update is compared, since it does not depend on timing.
+replay, an auxiliary head, microbatches, asynchronous actors, several devices, seeds and processes,
+and runs of the old code that the new code resumes. In schemes that depend on timing only the first
+update is compared, since it does not depend on timing.
 
 --keep=DIR keeps the old commit's runs in DIR, so that a second call runs the new code only.
 Exit code: 0 all are identical, 1 some differ or fail, 2 wrong arguments.
@@ -37,10 +38,11 @@ class Case(NamedTuple):
   """A training, by the flags of its command line."""
 
   name: str
-  config: str  # below configs/, with its argument
+  config: str  # a file of the tree, with its argument; without a folder, of configs/
   fields: Sequence[str] = ()  # overrides, without --config.
   only_first: bool = False  # later updates depend on timing
   processes: int = 1
+  num_seeds: int = 0  # seeds of one vmapped program; 0: a run without --num_seeds
 
 
 CASES = (
@@ -76,19 +78,37 @@ CASES = (
     Case('dpg-prioritised', 'apex_dpg_walker_walk.py:smoke', TWO_DEVICES),
     Case('dpg-fused', 'apex_dpg_cartpole_swingup.py:smoke', ('scheme=fused',)),
     Case('apex', 'apex_dqn_catch.py:smoke', ('scheme=apex',), only_first=True),
+    Case('dqn-prioritised', 'apex_dqn_catch.py:smoke', (
+        'replay.eviction=prioritised', 'replay.capacity=1000', 'replay.min_size=500',
+        'total_steps=4000')),
+    Case('auxiliary-head', 'examples/transformer.py:smoke', (
+        'network.name=mlp', 'env.task=CartPole-v1', 'scheme=sync')),
+    Case('microbatches-impala', 'impala_catch.py:smoke',
+         ('scheme=sync', 'microbatch_rows=42', *TWO_DEVICES)),
+    Case('microbatches-dpg', 'apex_dpg_cartpole_swingup.py:smoke', ('microbatch_rows=8',)),
+    # A single thread steps environments in the order of their actions, so timing has no influence.
+    Case('env-batch-one-thread', 'impala_catch.py:smoke',
+         ('scheme=sync', 'env_batch=8', 'placement.env_threads=1')),
+    Case('seeds', 'ppo_cartpole.py:smoke', ('env.task=gymnax:CartPole-v1',), num_seeds=2),
     Case('segments', 'impala_catch.py:smoke', ('checkpoint.every_updates=3',)),
     Case('replay-segments', 'apex_dqn_catch.py:smoke', ('checkpoint.every_updates=12',)),
+    Case('replay-jax-envs-segments', 'apex_dqn_catch.py:smoke', (
+        'env.task=gymnax:Catch-bsuite', 'scheme=fused', 'total_steps=4000',
+        'checkpoint.every_updates=12')),
     Case('two-processes', 'impala_catch.py:smoke', ('num_shards=2', 'num_grad_shards=2'),
          processes=2),
 )
 # In these cases the new code also repeats the last segment of the old code's run.
-RESUMED = ('segments', 'replay-segments')
+RESUMED = ('segments', 'replay-segments', 'replay-jax-envs-segments')
 
 
 def command(case: Case, tree: Path, workdir: Path) -> list[str]:
   """Returns the command line of a training with the code of `tree`."""
-  flags = [f'--config=configs/{case.config}', f'--workdir={workdir}',
+  config = case.config if '/' in case.config else f'configs/{case.config}'
+  flags = [f'--config={config}', f'--workdir={workdir}',
            *(f'--config.{field}' for field in case.fields)]
+  if case.num_seeds:
+    flags.append(f'--num_seeds={case.num_seeds}')
   if case.processes == 1:
     return [sys.executable, '-m', 'podracer_jit', *flags]
   count = ['-n', str(case.processes), '--']
@@ -109,10 +129,11 @@ def train(case: Case, tree: Path, workdir: Path) -> str:
   return lines[-1]
 
 
-def receipts(workdir: Path) -> dict[int, tuple[str, str]]:
-  """Returns the fingerprints of batch and parameters by update."""
-  lines = map(json.loads, (workdir / 'receipts.jsonl').read_text().splitlines())
-  return {line['update']: (line['batch'], line['params']) for line in lines if 'update' in line}
+def receipts(workdir: Path) -> dict[tuple[int, str], tuple[str, str]]:
+  """Returns the fingerprints of batch and parameters by update and folder (one for each seed)."""
+  return {(line['update'], str(path.parent.relative_to(workdir))): (line['batch'], line['params'])
+          for path in workdir.glob('**/receipts.jsonl')
+          for line in map(json.loads, path.read_text().splitlines()) if 'update' in line}
 
 
 def verdict(case: Case, old_workdir: Path, new_workdir: Path) -> tuple[bool, str]:
@@ -120,12 +141,13 @@ def verdict(case: Case, old_workdir: Path, new_workdir: Path) -> tuple[bool, str
   expected = receipts(old_workdir)
   actual = receipts(new_workdir)
   if case.only_first:
-    return expected[1] == actual[1], 'first update'
+    first = (1, '.')
+    return expected[first] == actual[first], 'first update'
   if expected.keys() != actual.keys():
     return False, f'{len(expected)} and {len(actual)} updates'
   different = [update for update in sorted(expected) if expected[update] != actual[update]]
   if different:
-    return False, f'differ at update {different[0]} of {len(expected)}'
+    return False, f'differ at update {different[0][0]} of {len(expected)}'
   return True, f'{len(expected)} updates'
 
 
@@ -162,7 +184,7 @@ def compare(case: Case, trees: tuple[Path, Path], old_runs: Path, new_runs: Path
   old_workdir = old_runs / case.name
   new_workdir = new_runs / case.name
   problem = ''
-  if not (old_workdir / 'receipts.jsonl').exists():
+  if not receipts(old_workdir):
     problem = train(case, old_tree, old_workdir)
   problem = problem or train(case, new_tree, new_workdir)
   if not problem:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @contextlib.contextmanager
 def old_and_new(commit: str, folder: Path) -> Iterator[tuple[Path, Path]]:
-  """Yields two folders with `podracer_jit` and `benchmarks`: the commit's, and the working tree's.
+  """Yields two folders with the package, benchmarks and examples: the commit's, the working tree's.
 
   The second is a copy, so that the working tree may be edited while a comparison runs.
 
@@ -32,7 +32,7 @@ def old_and_new(commit: str, folder: Path) -> Iterator[tuple[Path, Path]]:
   if added.returncode:
     raise ValueError(f'--old: {added.stderr.strip()}')
   try:
-    for name in ('podracer_jit', 'benchmarks'):
+    for name in ('podracer_jit', 'benchmarks', 'examples'):
       shutil.copytree(ROOT / name, new_tree / name)
     yield old_tree, new_tree
   finally:

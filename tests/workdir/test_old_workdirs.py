@@ -1,7 +1,7 @@
-"""Workdirs of earlier versions are resumed, or refused by one line; `tests.workdirs.make` has them.
+"""Workdirs of earlier code are resumed, or refused by one line; `tests.workdirs.make` has them.
 
 On a machine that computes like the one where they were made, a resumed run writes the receipts that
-the earlier version wrote.
+the earlier code wrote. Those of 0.7.0 are of commit 6574384, before the algorithms were rewritten.
 """
 
 import json
@@ -37,6 +37,9 @@ OUTCOMES = {
     'v0_6_0/prioritised_replay': Outcome(),
     'v0_6_0/recurrent': Outcome(),
     'v0_6_0/two_processes': Outcome(),
+    'v0_7_0/jax_replay': Outcome(),
+    'v0_7_0/moments': Outcome(),
+    'v0_7_0/prioritised_replay': Outcome(),
 }
 RESUMED = [name for name, outcome in OUTCOMES.items() if not outcome.refused]
 REFUSED = [name for name, outcome in OUTCOMES.items() if outcome.refused]
@@ -95,9 +98,10 @@ def test_no_workdir_names_a_folder_of_its_maker(name):
 
 
 @pytest.mark.parametrize('name', essential(
-    RESUMED, *(f'v0_6_0/{name}' for name in ('own_jax', 'moments', 'prioritised_replay'))))
+    RESUMED, 'v0_6_0/own_jax', 'v0_6_0/moments', 'v0_7_0/jax_replay', 'v0_7_0/moments',
+    'v0_7_0/prioritised_replay'))
 def test_an_old_workdir_is_resumed(tmp_path, name):
-  """Bits are those of the old version, if this machine and its libraries compute alike."""
+  """Bits are those of the old code, if this machine and its libraries compute alike."""
   old = make.FOLDER / name
   workdir = tmp_path / 'run'
   results = resume(name, workdir)

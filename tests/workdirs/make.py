@@ -7,7 +7,8 @@ install it into a venv of its own (scripts/_venv shows how), and pass its Python
 
 `vX_Y_Z/NAME/` is the workdir of a run after its first checkpoint, as if it had been killed there.
 `vX_Y_Z/NAME.jsonl` has the receipts that the same run wrote afterwards: a run that is resumed on
-an equal machine must write them, too. Programs are compiled as tests compile them.
+an equal machine must write them, too. Programs are compiled as tests compile them. Delete a workdir
+to make it again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from typing import NamedTuple
 from tests.flags import COMPILED_SOON
 
 FOLDER = Path(__file__).parent
-CONFIGS = FOLDER / 'tiny.py'
 
 
 class Kept(NamedTuple):
@@ -51,6 +51,7 @@ RUNS = {
     'recurrent': Kept(),
     'fifo_replay': Kept(),
     'prioritised_replay': Kept(),
+    'jax_replay': Kept(),
     'gymnax': Kept(),
     'own_jax': Kept(),
     'dict_of_boxes': Kept(),
@@ -64,15 +65,31 @@ RUNS = {
 }
 
 
-def flags_of(name: str, workdir: Path, more: Sequence[str] = ()) -> list[str]:
+def flags_of(name: str, workdir: Path, more: Sequence[str] = (), folder: Path = FOLDER
+             ) -> list[str]:
   """Returns the flags of a training in a workdir.
 
   Args:
     name: of the run.
     workdir: its workdir.
     more: further flags.
+    folder: where the configs are.
   """
-  return [f'--config={CONFIGS}:{name}', f'--workdir={workdir}', *more]
+  return [f'--config={folder / "tiny.py"}:{name}', f'--workdir={workdir}', *more]
+
+
+def borrow(python: str, temporary: Path) -> None:
+  """Puts the package and the configs into a folder, since a workdir records its command's paths.
+
+  Args:
+    python: of the version whose package it is.
+    temporary: the folder.
+  """
+  code = 'import podracer_jit; print(podracer_jit.__path__[0])'
+  package = subprocess.run([python, '-P', '-c', code], text=True, check=True, capture_output=True)
+  (temporary / 'podracer_jit').symlink_to(package.stdout.strip())
+  for name in ('tiny.py', 'tiny_envs.py'):
+    shutil.copy(FOLDER / name, temporary)
 
 
 def train(python: str, temporary: Path, name: str, workdir: Path, more: Sequence[str]) -> None:
@@ -80,7 +97,7 @@ def train(python: str, temporary: Path, name: str, workdir: Path, more: Sequence
 
   Args:
     python: of the version that trains.
-    temporary: a folder for its compiled programs.
+    temporary: a folder with the package and the configs, and for compiled programs.
     name: of the run.
     workdir: its workdir.
     more: further flags.
@@ -89,12 +106,13 @@ def train(python: str, temporary: Path, name: str, workdir: Path, more: Sequence
     SystemExit: the training failed; the message has its output.
   """
   launch = ['launch', '-n', str(RUNS[name].processes), '--'] if RUNS[name].processes > 1 else []
-  command = [python, '-P', '-m', 'podracer_jit', *launch, *flags_of(name, workdir, more)]
+  command = [python, '-P', '-m', 'podracer_jit', *launch,
+             *flags_of(name, workdir, more, temporary)]
   environment = os.environ | {
-      'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': COMPILED_SOON, 'PYTHONDONTWRITEBYTECODE': '1',
+      'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': COMPILED_SOON,
+      'PYTHONPATH': str(temporary), 'PYTHONDONTWRITEBYTECODE': '1',
       'XDG_CACHE_HOME': str(temporary / 'cache'),
       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1'}
-  environment.pop('PYTHONPATH', None)
   done = subprocess.run(command, env=environment, cwd=temporary, text=True, check=False,
                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
   if done.returncode:
@@ -135,6 +153,7 @@ def make(python: str, name: str) -> None:
   run = RUNS[name]
   with tempfile.TemporaryDirectory(prefix='workdirs-') as folder:
     temporary = Path(folder)
+    borrow(python, temporary)
     workdir = temporary / name
     begins = []
     if run.source is not None:
@@ -152,7 +171,9 @@ def make(python: str, name: str) -> None:
 
     version = json.loads((workdir / 'config.json').read_text())['versions']['podracer_jit']
     target = FOLDER / f'v{version.replace(".", "_")}' / name
-    shutil.rmtree(target, ignore_errors=True)
+    if target.exists():  # perhaps of older code, which newer code must resume
+      print(f'{target.relative_to(FOLDER)}: is kept already')
+      return
     shutil.copytree(workdir, target)
     target.with_suffix('.jsonl').write_text(expected)
   size = sum(path.stat().st_size for path in target.rglob('*') if path.is_file())

@@ -67,6 +67,11 @@ def prioritised_replay():
   return config
 
 
+def jax_replay():
+  """A replay, and own environments of JAX functions, which go on from one segment to the next."""
+  return _replay('dqn', 'mlp', 'tiny_envs:Corridor')
+
+
 def gymnax():
   """Environments that are JAX functions, of gymnax."""
   config = _config(scheme='fused')
