@@ -41,8 +41,8 @@ class Schedule:
     import jax.numpy as jnp
     import optax
 
-    unit = 1.0 if self.in_steps else float(total_steps)
-    # At least one step, so that no length is zero in 32 bits.
+    unit = 1 if self.in_steps else total_steps
+    # Floats, as total_steps may need 64 bits; at least one step, so that none is zero in 32 bits.
     lengths = [max(length * unit, 1.0) for length in self.lengths]
     first, *_, last = self.values
     if self.kind == 'piecewise':

@@ -77,8 +77,9 @@ class Fields(ml_collections.ConfigDict):
       refuse_object(f'{self.section}{key}', value)
     if isinstance(value, Mapping) and not isinstance(value, ml_collections.ConfigDict):
       value = type(own)(value) if isinstance(own, Fields) else Fields(value)
-    changes = schedules.is_schedule(own) or (
-        schedules.is_schedule(value) and self.get_type(key) in (bool, int, float))
+    changes = key in known and (
+        schedules.is_schedule(own)
+        or schedules.is_schedule(value) and self.get_type(key) in (bool, int, float))
     with self.ignore_type() if changes else contextlib.nullcontext():
       super().__setitem__(key, value)
 

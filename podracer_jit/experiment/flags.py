@@ -89,9 +89,8 @@ def _print_fields(fields: Mapping[str, Any]) -> None:
   for name, value, meaning in schema.describe(fields):
     print(f'  {name} = {value!r}\n      {meaning}')
   print("  env.* : any other option of the task's own\n")
-  print(f'Fractional numbers of {" and ".join(schema.SCHEDULED)} may change during a run, for '
-        f'example --config.optimizer.learning_rate={schedules.EXAMPLE}; see "Schedules" in '
-        'README.md.\n')
+  print(f'Fractional numbers of {" and ".join(schema.SCHEDULED)} may change during a run: '
+        f'FIELD={schedules.EXAMPLE}; "Schedules" in README.md explains how.\n')
 
 
 @contextlib.contextmanager
