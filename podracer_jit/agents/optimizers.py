@@ -34,13 +34,16 @@ class Optimizer(abc.ABC):
 
   @abc.abstractmethod
   def scale(self) -> optax.GradientTransformation:
-    """Returns the transformation of clipped gradients to steps, without the learning rate."""
+    """Returns the transformation of clipped gradients to steps, without the learning rate.
+
+    Float options may be traced numbers, unless they are `constant`.
+    """
 
   def transformation(self) -> optax.GradientTransformation:
     """Returns clipping, `scale` and the adaptive factor, without the learning rate.
 
-    The options are numbers: of an optimizer with schedules it is called on `schedules.at`, whose
-    numbers may be traced. The optimizer's state does not depend on them.
+    With schedules, its `init` may be called, since no state depends on them; its `update` is that
+    of `schedules.at(optimizer, steps, total_steps)`.
     """
     steps = [optax.clip_by_global_norm(self.max_grad_norm), self.scale()]
     # The factor multiplies the learning rate later, so its limits are divided by the rate.
