@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from podracer_jit import schedules
+
 # Key of a `Meaning` in a field's metadata.
 _KEY = 'podracer_jit.option'
 # Fields that flax adds to every module.
@@ -46,6 +48,7 @@ class Meaning(NamedTuple):
   choices: tuple[str, ...] = ()  # of a string option; () for any string
   not_empty: bool = False  # a tuple must have elements
   max_length: int = 1024  # most elements of a tuple
+  constant: bool = False  # a float option that cannot change during a run
   message: str = ''  # error message that replaces the one made from the limits
 
 
@@ -259,13 +262,15 @@ def check_names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any] 
            + ''.join(f'; did you mean {prefix}{field}?' for field in near))
 
 
-def check_values(prefix: str, given: Mapping[str, Any], part: type) -> Iterator[str]:
+def check_values(prefix: str, given: Mapping[str, Any], part: type, may_change: bool = False
+                 ) -> Iterator[str]:
   """Yields one error message for each option with a wrong type or a value outside its limits.
 
   Args:
     prefix: beginning of the fields' names, with its dot, such as 'placement.'.
     given: values by name; options without a value are skipped.
     part: a dataclass or a flax module class.
+    may_change: texts of schedules are right for float options.
 
   Yields:
     Lines of text.
@@ -274,11 +279,20 @@ def check_values(prefix: str, given: Mapping[str, Any], part: type) -> Iterator[
   for name, meaning in meanings(part).items():
     if name not in given:
       continue
-    problem = _problem(given[name], default[name], meaning)
-    if given[name] is None:
+    value = given[name]
+    is_float = isinstance(default[name], float)
+    if may_change and is_float and not meaning.constant and isinstance(value, str):
+      problem = _problem_of_schedule(value, meaning)
+    else:
+      problem = _problem(value, default[name], meaning)
+      problem = problem and (meaning.message or problem)
+      if schedules.is_schedule(value) and isinstance(default[name], int | float):
+        problem += ('; it cannot change during a run' if meaning.constant else
+                    '; only fractional numbers of loss and optimizer may change during a run')
+    if value is None:
       yield f'{prefix}{name}: has no value yet; set it, for example by --config.{prefix}{name}='
     elif problem:
-      yield f'{prefix}{name}: {meaning.message or problem}, got {shown(given[name])}'
+      yield f'{prefix}{name}: {problem}, got {shown(value)}'
 
 
 def make(part: type, given: Mapping[str, Any]) -> Any:
@@ -286,7 +300,8 @@ def make(part: type, given: Mapping[str, Any]) -> Any:
 
   Args:
     part: a dataclass or a flax module class.
-    given: values of all its options. Lists become tuples; values of float options become floats.
+    given: values of all its options. Lists become tuples; values of float options become floats, or
+      schedules if they are texts.
 
   Returns:
     An instance of `part`.
@@ -298,7 +313,9 @@ def make(part: type, given: Mapping[str, Any]) -> Any:
 def _as(kind: type, value: Any) -> Any:
   if kind is tuple and isinstance(value, list):
     return tuple(value)
-  return float(value) if kind is float else value
+  if kind is float:
+    return schedules.parse(value) if isinstance(value, str) else float(value)
+  return value
 
 
 def _problem(value: Any, default: Any, meaning: Meaning) -> str:
@@ -316,6 +333,16 @@ def _problem(value: Any, default: Any, meaning: Meaning) -> str:
   if isinstance(value, numbers.Real) and not isinstance(value, bool):
     return _problem_of_float(value, meaning)
   return 'must be a number'
+
+
+def _problem_of_schedule(text: str, meaning: Meaning) -> str:
+  try:
+    numbers = schedules.parse(text).values
+  except ValueError as error:
+    return str(error)
+  problems = ((number, _problem_of_float(number, meaning)) for number in numbers)
+  return next((f'its number {number:g} {meaning.message or problem}'
+               for number, problem in problems if problem), '')
 
 
 def _problem_of_text(value: Any, meaning: Meaning) -> str:

@@ -24,7 +24,7 @@ Trees = Mapping[str, ast.Module]  # of the package's modules, by name
 
 # Third-party packages that each tier may import; None: any.
 OUTSIDE = {
-    'ground': {'jax', 'numpy'},
+    'ground': {'jax', 'numpy', 'optax'},
     'numerics': {'jax', 'numpy', 'chex'},
     'maths': {'jax', 'numpy', 'chex', 'rlax', 'flax', 'optax'},
     'world': {'jax', 'numpy', 'chex', 'envpool', 'gymnasium', 'gymnax', 'mujoco',

@@ -20,7 +20,7 @@ PICTURE = ROOT / 'docs' / 'images' / 'rooms.svg'
 
 # From the bottom up. A room imports from rooms of its own tier and of the tiers below.
 TIERS = {
-    'ground': ['errors', 'types', 'options', 'parts'],
+    'ground': ['errors', 'types', 'schedules', 'options', 'parts'],
     'numerics': ['numerics'],
     'plumbing': ['runtime', 'loops'],
     'cluster': ['cluster'],
@@ -105,16 +105,16 @@ class Box(NamedTuple):
 
 # Left and right edge of each room, and its floor, counted from the bottom.
 PLAN = {
-    'options': (20, 980, 0), 'parts': (285, 520, 1), 'types': (560, 700, 1),
-    'errors': (740, 980, 1),
-    'numerics': (420, 650, 2), 'runtime': (20, 262, 3), 'envs': (285, 520, 3),
-    'agents': (285, 700, 4), 'replay': (740, 980, 4),
-    'loops': (20, 226, 5), 'losses': (285, 520, 5), 'cluster': (560, 980, 5),
-    'learner': (220, 560, 6), 'actor': (600, 980, 6),
-    'schemes': (20, 980, 7), 'experiment': (20, 980, 8),
-    'configs': (20, 330, 9), 'workdir': (370, 980, 9), 'play': (370, 980, 10),
-    'training': (370, 980, 11), 'api': (20, 480, 12), 'cli': (520, 980, 12),
-    '__init__': (20, 480, 13), '__main__': (520, 980, 13),
+    'schedules': (20, 980, 0), 'options': (20, 980, 1),
+    'parts': (285, 520, 2), 'types': (560, 700, 2), 'errors': (740, 980, 2),
+    'numerics': (420, 650, 3), 'runtime': (20, 262, 4), 'envs': (285, 520, 4),
+    'agents': (285, 700, 5), 'replay': (740, 980, 5),
+    'loops': (20, 226, 6), 'losses': (285, 520, 6), 'cluster': (560, 980, 6),
+    'learner': (220, 560, 7), 'actor': (600, 980, 7),
+    'schemes': (20, 980, 8), 'experiment': (20, 980, 9),
+    'configs': (20, 330, 10), 'workdir': (370, 980, 10), 'play': (370, 980, 11),
+    'training': (370, 980, 12), 'api': (20, 480, 13), 'cli': (520, 980, 13),
+    '__init__': (20, 480, 14), '__main__': (520, 980, 14),
 }
 COLOURS = {'ground': '#e8e4da', 'numerics': '#dcebd8', 'plumbing': '#d6e4f2',
            'cluster': '#d6e4f2', 'world': '#f4ead0', 'maths': '#dcebd8', 'operations': '#f6ddd4',

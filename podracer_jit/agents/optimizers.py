@@ -10,9 +10,11 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from podracer_jit.options import option
+from podracer_jit.schedules import Schedule
 
 # Bounds of the learning rate with kl_target.
 SLOWEST = 1e-6
@@ -23,19 +25,26 @@ FASTEST = 1e-2
 class Optimizer(abc.ABC):
   """Base class of optimizers with their common options; a subclass defines `scale`."""
 
-  learning_rate: float = option(1e-3, 'step size, at the first step', above=0)
+  learning_rate: float = option(1e-3, 'step size, at the first step', at_least=0)
   anneal: bool = option(False, 'the rate falls linearly to 0 at total_steps')
   max_grad_norm: float = option(40.0, 'gradients are clipped to this global norm', above=0)
   kl_target: float = option(
       0.0, 'the rate, from 1e-6 to 1e-2, adapts to this KL divergence from the policy that made '
-      'the rollout; 0: the rate does not adapt', at_least=0)
+      'the rollout; 0: the rate does not adapt', at_least=0, constant=True)
 
   @abc.abstractmethod
   def scale(self) -> optax.GradientTransformation:
-    """Returns the transformation of clipped gradients to steps, without the learning rate."""
+    """Returns the transformation of clipped gradients to steps, without the learning rate.
+
+    Float options may be traced numbers, unless they are `constant`.
+    """
 
   def transformation(self) -> optax.GradientTransformation:
-    """Returns clipping, `scale` and the adaptive factor, without the learning rate."""
+    """Returns clipping, `scale` and the adaptive factor, without the learning rate.
+
+    With schedules, its `init` may be called, since no state depends on them; its `update` is that
+    of `schedules.at(optimizer, steps, total_steps)`.
+    """
     steps = [optax.clip_by_global_norm(self.max_grad_norm), self.scale()]
     # The factor multiplies the learning rate later, so its limits are divided by the rate.
     if self.kl_target:
@@ -44,26 +53,36 @@ class Optimizer(abc.ABC):
     return optax.chain(*steps)
 
   def schedule(self, total_steps: int) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function (valid steps learned from -> learning rate): constant or linear to 0."""
-    start = self.learning_rate
-    if not self.anneal:
-      return lambda steps: jnp.float32(start)
-    return lambda steps: start * jnp.maximum(0.0, 1.0 - steps.astype(jnp.float32) / total_steps)
+    """Returns a function (valid steps learned from -> learning rate)."""
+    rate = Schedule('linear', (self.learning_rate, 0.0), (1.0,)) if self.anneal else (
+        self.learning_rate)
+    if not isinstance(rate, Schedule):
+      return lambda steps: jnp.float32(rate)
+    return lambda steps: rate.at(steps.astype(jnp.float32), total_steps)
 
   def problems(self) -> Iterator[str]:
     """Yields problems of the combination of options, one line each."""
+    rate = self.learning_rate
+    changes = isinstance(rate, Schedule)
+    if not np.float32(max(rate.values) if changes else rate) > 0:
+      yield f'learning_rate: must be above 0, got {rate}'
     if self.kl_target and self.anneal:
       yield 'kl_target: the rate either adapts or anneals; set optimizer.anneal = False'
-    if self.kl_target and not SLOWEST <= self.learning_rate <= FASTEST:
+    elif self.anneal and changes:
+      yield f'anneal: the learning_rate changes by {rate}; set optimizer.anneal = False'
+    if self.kl_target and changes:
+      yield (f'kl_target: the rate either adapts or changes by {rate}; must be 0, or '
+             'optimizer.learning_rate a number')
+    elif self.kl_target and not SLOWEST <= rate <= FASTEST:
       yield (f'learning_rate: with kl_target it is between {SLOWEST:g} and {FASTEST:g}, got '
-             f'{self.learning_rate}')
+             f'{rate}')
 
 
 @dataclasses.dataclass(frozen=True)
 class RMSProp(Optimizer):
   """RMSProp as in PyTorch, with epsilon outside the square root."""
 
-  learning_rate: float = option(6e-4, 'step size, at the first step', above=0)
+  learning_rate: float = option(6e-4, 'step size, at the first step', at_least=0)
   anneal: bool = option(True, 'the rate falls linearly to 0 at total_steps')
   decay: float = option(0.99, 'decay of the mean of squared gradients', at_least=0, at_most=1)
   eps: float = option(0.01, 'added to the root', at_least=0, above=0)
@@ -77,7 +96,7 @@ class RMSProp(Optimizer):
 class Adam(Optimizer):
   """Adam (Kingma and Ba, 1412.6980)."""
 
-  learning_rate: float = option(2.5e-4, 'step size, at the first step', above=0)
+  learning_rate: float = option(2.5e-4, 'step size, at the first step', at_least=0)
   anneal: bool = option(True, 'the rate falls linearly to 0 at total_steps')
   max_grad_norm: float = option(0.5, 'gradients are clipped to this global norm', above=0)
   b1: float = option(0.9, 'decay of the mean of gradients', at_least=0, at_most=1, below=1)
@@ -93,7 +112,7 @@ class Adam(Optimizer):
 class CentredRMSProp(Optimizer):
   """RMSProp by the gradients' deviation, with epsilon inside the root, as in TensorFlow."""
 
-  learning_rate: float = option(6.25e-5, 'step size, at the first step', above=0)
+  learning_rate: float = option(6.25e-5, 'step size, at the first step', at_least=0)
   decay: float = option(0.95, 'decay of the means of gradients and of their squares', at_least=0,
                         at_most=1)
   eps: float = option(1.5e-7, 'added under the root', at_least=0, above=0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Mapping
 from typing import Any
 
 import ml_collections
 
-from podracer_jit import options, parts
+from podracer_jit import options, parts, schedules
 from podracer_jit.experiment import schema
 
 
@@ -52,7 +53,8 @@ def arguments(text: str, *known: str) -> frozenset[str]:
 class Fields(ml_collections.ConfigDict):
   """The fields of a config, or of one of its sections; new fields are refused while it is locked.
 
-  Numbers of NumPy and JAX become Python's own.
+  Numbers of NumPy and JAX become Python's own. A number may become a schedule, which is a text, and
+  a schedule a number; `resolve` checks whether it may.
   """
 
   section = ''  # with its dot, for messages
@@ -75,7 +77,11 @@ class Fields(ml_collections.ConfigDict):
       refuse_object(f'{self.section}{key}', value)
     if isinstance(value, Mapping) and not isinstance(value, ml_collections.ConfigDict):
       value = type(own)(value) if isinstance(own, Fields) else Fields(value)
-    super().__setitem__(key, value)
+    changes = key in known and (
+        schedules.is_schedule(own)
+        or schedules.is_schedule(value) and self.get_type(key) in (bool, int, float))
+    with self.ignore_type() if changes else contextlib.nullcontext():
+      super().__setitem__(key, value)
 
   def __setattr__(self, name: str, value: Any):
     try:

@@ -14,7 +14,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from podracer_jit import parts
+from podracer_jit import parts, schedules
 from podracer_jit.experiment import config_dict, schema
 from podracer_jit.options import shorten
 from podracer_jit.parts import user_path
@@ -65,6 +65,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
       if arg.startswith(f'--config.{section}.name='):
         with _one_line_errors(), config.unlocked():
           schema.choose(config, section, arg.partition('=')[2])
+  argv = _take_numbers(argv, config)
   try:
     config_flags.DEFINE_config_dict('config', config, _MEANING, flag_values=values, sys_argv=argv)
   except (AttributeError, KeyError) as error:
@@ -88,6 +89,8 @@ def _print_fields(fields: Mapping[str, Any]) -> None:
   for name, value, meaning in schema.describe(fields):
     print(f'  {name} = {value!r}\n      {meaning}')
   print("  env.* : any other option of the task's own\n")
+  print(f'Fractional numbers of {" and ".join(schema.SCHEDULED)} may change during a run: '
+        f'FIELD={schedules.EXAMPLE}; "Schedules" in README.md explains how.\n')
 
 
 @contextlib.contextmanager
@@ -219,6 +222,35 @@ def _take_config(argv: Sequence[str]) -> tuple[list[str], str | None]:
     else:
       remaining.append(arg)
   return remaining, location
+
+
+def _take_numbers(argv: Sequence[str], config: config_dict.Fields) -> list[str]:
+  """Sets the fields that are numbers or schedules by their flags; returns the other arguments.
+
+  absl would refuse a schedule for a number, and read a number for a schedule as a text. It still
+  reads whole numbers. What a field may be is checked with the config.
+  """
+  remaining = []
+  for arg in argv:
+    name, equals, text = arg.partition('=')
+    section, _, field = name.removeprefix('--config.').rpartition('.')
+    fields = config.get(section) if section else config
+    known = isinstance(fields, ml_collections.ConfigDict) and field in fields
+    kind = fields.get_type(field) if known and equals and name.startswith('--config.') else None
+    if kind is float or schedules.is_schedule(text) and kind in (bool, int) or (
+        kind is str and schedules.is_schedule(fields[field])):
+      with fields.ignore_type():
+        fields[field] = _number_or_text(text)
+    else:
+      remaining.append(arg)
+  return remaining
+
+
+def _number_or_text(text: str) -> float | str:
+  try:
+    return float(text)
+  except ValueError:
+    return text
 
 
 def take_env_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

@@ -110,7 +110,8 @@ def _problems_of_fields(fields: Mapping[str, Any]) -> Iterator[str]:
     owner = fields[section]['name'] if section in schema.CHOICES else ''
     yield from options.check_names(f'{section}.', given, known, owner)
     for cls in classes:
-      yield from options.check_values(f'{section}.', given, cls)
+      yield from options.check_values(f'{section}.', given, cls,
+                                      may_change=section in schema.SCHEDULED)
   yield from options.check_values('', fields, TrainingOptions)
   for name, value in fields['env'].items():
     # An evaluation gets the task's own options from config.json.

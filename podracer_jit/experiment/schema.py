@@ -115,6 +115,8 @@ CHOICES = {
     'network': Choice(kinds.NETWORKS, nn.Module, 'a flax module'),
     'optimizer': Choice(OPTIMIZERS, Optimizer, 'a class derived from Optimizer'),
 }
+# Sections whose float options may change during a run; see `schedules`.
+SCHEDULED = ('loss', 'optimizer')
 # Sections whose fields are always the same.
 SECTIONS = {
     'normalise': NormaliseOptions,

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import subprocess
 import sys
 
@@ -36,6 +37,10 @@ def get_config(argument=''):
     config.checkpoint.keep = config_dict.required_placeholder(int)
   if argument == 'twice':
     config.num_shards = config.get_ref('num_epochs') * 2
+  if argument == 'scheduled':
+    config.optimizer.learning_rate = 'linear:0.2:0.1'
+  if argument == 'placeholder':
+    config.optimizer.learning_rate = config_dict.placeholder(float)
   return config
 """
 
@@ -99,6 +104,74 @@ def test_an_integer_is_accepted_for_a_float_field(file):
   experiment = resolve(fields)
   values = experiment.algorithm.discount, experiment.log.every_seconds
   assert values == (1.0, 3.0) and all(isinstance(value, float) for value in values)
+
+
+@pytest.mark.parametrize('flags, rate', [
+    (['cosine:0.1:0'], 'cosine:0.1:0'), (['cosine:0.1:0', 'linear:0.1:0'], 'linear:0.1:0'),
+    (['cosine:0.1:0', '1e-2'], 0.01), (['1', 'linear:1:0.5:1_000steps'], 'linear:1:0.5:1000steps')])
+@pytest.mark.parametrize('argument', ['', ':scheduled', ':placeholder'])
+def test_a_flag_sets_a_number_or_a_schedule(file, argument, flags, rate):
+  fields = parse(f'--config={file}{argument}', '--config.optimizer.anneal=False',
+                 *(f'--config.optimizer.learning_rate={text}' for text in flags),
+                 '--config.loss.entropy_coef', 'piecewise:0.1:0.5=-0.1')
+  experiment = resolve(json.loads(json.dumps(fields)))
+  assert fields['optimizer']['learning_rate'] == (flags[-1] if isinstance(rate, str) else rate)
+  assert str(experiment.optimizer.learning_rate) == str(rate)
+  assert str(experiment.algorithm.entropy_coef) == 'piecewise:0.1:0.5=-0.1'
+  assert experiment.algorithm.discount == 0.99
+
+
+@pytest.mark.parametrize('flag, message', [
+    ('loss.entropy_coef=linear:1', 'loss.entropy_coef: linear needs the first and the last number'),
+    ('loss.entropy_coef=fast', 'loss.entropy_coef: must be a number, or a schedule .* such as '
+                               "linear:0.1:0, got 'fast'"),
+    ('optimizer.b1=linear:0.9:1', "optimizer.b1: its number 1 must be below 1, got 'linear:0.9:1'"),
+    ('optimizer.kl_target=linear:1:0', 'optimizer.kl_target: must be a number; it cannot change'),
+    ('optimizer.learning_rate=linear:0.1:0', 'optimizer.anneal: the learning_rate changes by'),
+    *((f'{field}=linear:1:2', f'{field}: must .*; only fractional numbers of loss and optimizer '
+       "may change during a run, got 'linear:1:2'") for field in (
+           'num_epochs', 'exact_reduce', 'env.num_envs', 'log.every_seconds', 'network.core_size')),
+    ('log.every_seconds=fast', "log.every_seconds: must be a number, got 'fast'")])
+def test_a_wrong_schedule_is_refused_in_one_line(file, flag, message, capsys):
+  assert train.main(['podracer_jit', f'--config={file}', f'--config.{flag}']) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert re.match(f'podracer_jit: {message}', line), line
+
+
+def test_a_field_of_a_config_is_a_number_or_a_schedule(file):
+  fields = flags.load_config(str(file))
+  fields.loss.discount = 'linear:0.9:0.99'
+  fields.optimizer.update(b1='cosine:0.9:0.5')
+  assert str(resolve(fields).algorithm.discount) == 'linear:0.9:0.99'
+  assert str(resolve(fields).optimizer.b1) == 'cosine:0.9:0.5'
+  fields.loss.discount = 1
+  assert resolve(copy.deepcopy(fields)).algorithm.discount == 1.0
+  for section, name, value in ((fields.loss, 'discount', 'fast'), (fields, 'num_epochs', '3'),
+                               (fields.loss, 'name', 3)):
+    with pytest.raises(TypeError, match=f"'{name}'"):
+      section[name] = value
+  fields.num_epochs = 'linear:1:3'
+  with pytest.raises(ValueError, match='^num_epochs: must be a whole number; only fractional'):
+    resolve(fields)
+
+
+def test_an_own_algorithms_options_may_change(file):
+  fields = parse(f'--config={file}', '--config.loss.name=examples.a2c:A2C',
+                 '--config.loss.value_coef=linear:1:0.5:0.1')
+  assert str(resolve(fields).algorithm.value_coef) == 'linear:1:0.5:0.1'
+
+
+def test_a_schedule_belongs_to_the_config_of_a_workdir(tmp_path):
+  before = small()
+  before['optimizer'] |= {'anneal': False, 'learning_rate': 'linear:0.1:0.01'}
+  after = changed(before, optimizer__learning_rate='linear:0.1:0.02')
+  open_workdir(tmp_path, resolve(before).fields)
+  (tmp_path / 'metrics.jsonl').write_text('{"update": 1}\n')
+  assert Workdir(tmp_path).config()['optimizer']['learning_rate'] == 'linear:0.1:0.01'
+  with pytest.raises(OtherExperiment, match="'linear:0.1:0.01' there, 'linear:0.1:0.02' now"):
+    open_workdir(tmp_path, resolve(after).fields)
+  for fields in (after, changed(after, optimizer__learning_rate=0.05)):
+    open_workdir(tmp_path, resolve(fields).fields, change=['optimizer.learning_rate'])
 
 
 @pytest.mark.parametrize('text', ['1.5', 'many', 'True'])
