@@ -4,7 +4,7 @@
 
 Each capacity is measured in its own process, on one device. The process fills a replay with random
 experience and times three operations: adding one rollout of all environments, sampling one batch
-(its frame stacks included), and setting the priorities of a batch. Each operation is a compiled
+(its items read, with their frame stacks), and setting the priorities of a batch. Each is a compiled
 program of its own; its time is that of a whole call. `step ms` is the time of a gradient step in
 the learner's program, which takes replay.gradient_steps of them and also samples and sets
 priorities. `share` is the share of sampling and setting priorities in that time.
@@ -87,7 +87,7 @@ class Programs(NamedTuple):
   """Compiled programs; all except `sample` donate their first argument."""
 
   add: Callable  # (replay, experience [groups, T, B, ...], turn) -> replay
-  sample: Callable  # (replay, turn) -> replay.Sample
+  sample: Callable  # (replay, turn) -> places [groups, n], items [groups, n, ...]
   update: Callable  # (replay, places [groups, n], TD errors [groups, n]) -> replay
   learn: Callable  # (state, gradient steps, *NOTHING) -> state, metrics
 
@@ -116,8 +116,7 @@ def random_experience(experiment: Experiment) -> Experience:
   groups = experiment.num_grad_shards
   steps = experiment.unroll_length
   rng = np.random.default_rng(0)
-  like = priorities.shapes(experiment.env.num_envs // groups, spec.obs_shape, spec.obs_dtype,
-                           spec.stack, experiment.policy)
+  like = priorities.shapes(experiment.algorithm, experiment.env.num_envs // groups)
 
   def random(field, rows, limit):
     shape = (groups, rows, *field.shape[1:])
@@ -144,7 +143,7 @@ def random_experience(experiment: Experiment) -> Experience:
 
 def compiled(run: build.Run, state: TrainState, experience: Experience) -> Programs:
   """Compiles all programs by shapes, without allocating the replay."""
-  memory = run.learner.memory
+  memory = run.learner.source.memory
   shapes = run.learner.replay_shapes()
   groups, group_size = batch_sizes(run.experiment)
 
@@ -155,7 +154,10 @@ def compiled(run: build.Run, state: TrainState, experience: Experience) -> Progr
     return memory.add(state, jnp.arange(groups), experience, keys(turn), turn)
 
   def sample(state, turn):
-    return memory.sample(state, keys(turn), group_size)
+    place, _ = memory.draw(state, keys(turn), group_size)
+    # One group at a time, as in a gradient step.
+    items = jax.lax.map(lambda x: memory.read(state, *x), (jnp.arange(groups), place))
+    return place, items
 
   turn = np.int32(0)
   error = np.zeros((groups, group_size), np.float32)
@@ -281,8 +283,8 @@ def measured(experiment: Experiment, programs: Programs, state: TrainState, expe
     return [add_s], replay
 
   def draw(replay, turn):
-    sample_s, drawn = timed(programs.sample, replay, turn)
-    update_s, replay = timed(programs.update, replay, drawn.place, error)
+    sample_s, (place, _) = timed(programs.sample, replay, turn)
+    update_s, replay = timed(programs.update, replay, place, error)
     return [sample_s, update_s], replay
 
   def learn(state, turn):

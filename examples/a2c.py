@@ -4,32 +4,29 @@ podracer_jit --config=examples/a2c.py --workdir=runs/a2c
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import rlax
 
 from podracer_jit import experiment
-from podracer_jit.agents.networks import Model
-from podracer_jit.losses.algorithm import RolloutAlgorithm, unroll
-from podracer_jit.losses.minibatches import Minibatch
+from podracer_jit.losses.algorithm import Algorithm, Aux, Batch
 from podracer_jit.options import option
-from podracer_jit.types import Metrics, Params, discounts
+from podracer_jit.types import Params, TrainState, discounts
 
 
 @dataclasses.dataclass(frozen=True)
-class A2C(RolloutAlgorithm):
+class A2C(Algorithm):
   """Policy gradients with n-step returns (1602.01783, section 4)."""
 
   value_coef: float = option(0.5, 'weight of the value loss', at_least=0)
   entropy_coef: float = option(0.01, 'weight of the entropy bonus')
 
-  def loss(self, model: Model, params: Params, minibatch: Minibatch, statistics: Any
-           ) -> tuple[jax.Array, Metrics]:
-    """Returns the loss summed over valid rows. Args and results: see `RolloutAlgorithm.loss`."""
-    rollout, _ = minibatch
-    dist_params, value = unroll(model, params, rollout)
+  def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
+           ) -> tuple[jax.Array, Aux]:
+    """Returns the loss summed over valid rows. Args and results: see `Algorithm.loss`."""
+    rollout = batch.items
+    dist_params, value = self.unroll(params, rollout)
 
     # Returns are bootstrapped from the last row, and from the last observation of an episode.
     goes_on = 1.0 - (rollout.terminated | rollout.truncated).astype(jnp.float32)
@@ -37,16 +34,15 @@ class A2C(RolloutAlgorithm):
         rollout.reward, discounts(rollout, self.discount), value[1:], goes_on)
     advantage = jax.lax.stop_gradient(returns) - value[:-1]
 
-    valid = rollout.valid.astype(jnp.float32)
-    log_prob = model.policy.log_prob(dist_params[:-1], rollout.action)
-    loss_terms = {
-        'policy_loss': -jnp.sum(valid * log_prob * jax.lax.stop_gradient(advantage)),
-        'value_loss': 0.5 * jnp.sum(valid * jnp.square(advantage)),
-        'entropy': jnp.sum(valid * model.policy.entropy(dist_params[:-1])),
-        'valid': jnp.sum(valid)}
-    loss = (loss_terms['policy_loss'] + self.value_coef * loss_terms['value_loss']
-            - self.entropy_coef * loss_terms['entropy'])
-    return loss, loss_terms
+    policy = self.parts.policy
+    log_prob = policy.log_prob(dist_params[:-1], rollout.action)
+    aux = Aux.of({
+        'policy_loss': -log_prob * jax.lax.stop_gradient(advantage),
+        'value_loss': 0.5 * jnp.square(advantage),
+        'entropy': policy.entropy(dist_params[:-1])}, rollout.valid)
+    loss = (aux.terms['policy_loss'] + self.value_coef * aux.terms['value_loss']
+            - self.entropy_coef * aux.terms['entropy'])
+    return loss, aux
 
 
 def get_config(arg: str = ''):

@@ -15,7 +15,7 @@ import rlax
 
 from podracer_jit import experiment
 from podracer_jit.envs.protocol import take_apart
-from podracer_jit.losses.algorithm import RolloutAlgorithm, unroll_with_heads
+from podracer_jit.losses.algorithm import Algorithm, Aux
 from podracer_jit.options import internal, option
 from podracer_jit.types import discounts
 
@@ -58,34 +58,36 @@ class Prediction(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class PredictiveA2C(RolloutAlgorithm):
+class PredictiveA2C(Algorithm):
   """Policy gradients with n-step returns, and an auxiliary loss."""
 
   value_coef: float = option(0.5, 'weight of the value loss', at_least=0)
   entropy_coef: float = option(0.003, 'weight of the entropy bonus')
   prediction_coef: float = option(0.05, 'weight of the auxiliary loss', at_least=0)
 
-  def heads(self, spec):
+  def heads(self):
+    spec = self.parts.spec
     return {'change': Prediction(spec.num_actions, *spec.obs_shape)}
 
-  def loss(self, model, params, minibatch, statistics):
-    rollout, _ = minibatch
-    dist_params, value, heads = unroll_with_heads(model, params, rollout)
+  def loss(self, params, state, batch, key):
+    rollout = batch.items
+    dist_params, value, heads = self.unroll(params, rollout, rollout.action)
     goes_on = 1.0 - (rollout.terminated | rollout.truncated).astype(jnp.float32)
     returns = jax.vmap(rlax.lambda_returns, in_axes=1, out_axes=1)(
         rollout.reward, discounts(rollout, self.discount), value[1:], goes_on)
     advantage = jax.lax.stop_gradient(returns) - value[:-1]
-    log_prob = model.policy.log_prob(dist_params[:-1], rollout.action)
+    policy = self.parts.policy
     change = jnp.diff(rollout.obs.astype(jnp.float32), axis=0)
-    valid = rollout.valid.astype(jnp.float32)
-    terms = {'policy_loss': -log_prob * jax.lax.stop_gradient(advantage),
-             'value_loss': 0.5 * jnp.square(advantage),
-             'entropy': model.policy.entropy(dist_params[:-1]),
-             'prediction_loss': jnp.mean(jnp.square(heads['change'] - change), axis=-1),
-             'valid': jnp.ones_like(valid)}
-    terms = {name: jnp.sum(valid * term) for name, term in terms.items()}
-    return (terms['policy_loss'] + self.value_coef * terms['value_loss'] - self.entropy_coef
-            * terms['entropy'] + self.prediction_coef * terms['prediction_loss']), terms
+    aux = Aux.of({
+        'policy_loss': (-policy.log_prob(dist_params[:-1], rollout.action)
+                        * jax.lax.stop_gradient(advantage)),
+        'value_loss': 0.5 * jnp.square(advantage),
+        'entropy': policy.entropy(dist_params[:-1]),
+        'prediction_loss': jnp.mean(jnp.square(heads['change'] - change), axis=-1)}, rollout.valid)
+    terms = aux.terms
+    loss = (terms['policy_loss'] + self.value_coef * terms['value_loss'] - self.entropy_coef
+            * terms['entropy'] + self.prediction_coef * terms['prediction_loss'])
+    return loss, aux
 
 
 def get_config(arg: str = ''):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from podracer_jit import errors as errors
 
 if TYPE_CHECKING:
+  from podracer_jit import testing as testing
   from podracer_jit.api import Evaluation as Evaluation
   from podracer_jit.api import Trained as Trained
   from podracer_jit.api import choose as choose
@@ -41,11 +42,13 @@ _MODULES = {
     'podracer_jit.errors': ('CallbackFailed',),
     'podracer_jit.experiment.config_dict': ('config',),
 }
-__all__ = sorted(['errors', *(name for names in _MODULES.values() for name in names)])
+__all__ = sorted(['errors', 'testing', *(name for names in _MODULES.values() for name in names)])
 
 
 def __getattr__(name: str) -> Any:
   """Returns a name of the Python API."""
+  if name == 'testing':
+    return importlib.import_module('podracer_jit.testing')
   for module, names in _MODULES.items():
     if name in names:
       return getattr(importlib.import_module(module), name)

@@ -309,7 +309,7 @@ def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed:
     settings = evaluation.Settings(num_episodes, num_envs, seed, max_steps)
     movie = None if video is None else video_lib.chosen_path('video', video, Path())
     player = evaluation.with_options(agent.player, agent.experiment, env or {})
-    player = evaluation.greedy(player) if greedy else player
+    player = player._replace(greedy=greedy)
     if movie:
       # Before the evaluation, whose results an error would lose.
       movie.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,19 @@ _INSTALLED = {'site-packages', 'dist-packages'}  # folders of packages that pip 
 _OURS = __name__.partition('.')[0]
 MAIN = '__main__'  # the name of a notebook, or of the program that Python runs
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset}
+# Names and modules that own algorithms import from version 0.6, and later versions do not have.
+_GONE = {
+    'RolloutAlgorithm': 'losses.algorithm.Algorithm',
+    'ReplayAlgorithm': 'losses.algorithm.Algorithm with learns_from_replay = True',
+    'unroll': 'self.unroll(params, rollout)',
+    'unroll_with_heads': 'self.unroll(params, rollout, rollout.action)',
+    'Model': 'self.network and self.parts.policy',
+    'Objective': 'losses.algorithm.Algorithm',
+    'objective': 'losses.algorithm.Algorithm',
+    'init_params': 'the method init',
+    'RecurrentState': 'types.Carry',
+    'minibatches': 'the method items, with losses.items',
+    'kinds': 'the method make_network'}
 
 
 class NameTaken(ImportError):
@@ -210,14 +224,47 @@ def import_module(field: str, name: str, module: str) -> ModuleType:
   try:
     imported = _module(module)
     sources_of(module)  # now, as somebody may edit the files while this process runs
-  except ImportError as error:
-    raise ValueError(f'{field}: cannot import {shown(module)} of {shown(name)} '
-                     f'({shorten(str(error))}); it is looked for '
-                     'beside the config file, on PYTHONPATH and in the current folder') from None
   except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise any exception
+    if gone_from(error):
+      raise ValueError(of_version_0_6(field, name, gone_from(error))) from None
+    if isinstance(error, ImportError):
+      raise ValueError(f'{field}: cannot import {shown(module)} of {shown(name)} '
+                       f'({shorten(str(error))}); it is looked for '
+                       'beside the config file, on PYTHONPATH and in the current folder') from None
     raise ValueError(f'{field}: {module}.py fails: {type(error).__name__}: '
                      f'{shorten(str(error))}') from error
   return imported
+
+
+def gone_from(error: BaseException) -> str:
+  """Returns what a failed import asks this package for and only version 0.6 has, and what is new.
+
+  It is '' for any other error.
+  """
+  if isinstance(error, AttributeError) and inspect.ismodule(error.obj):
+    module, name = error.obj.__name__, error.name
+  elif isinstance(error, ModuleNotFoundError):
+    module, _, name = str(error.name).rpartition('.')
+  elif isinstance(error, ImportError):
+    match = re.match(r"cannot import name '(\w+)'", str(error))
+    module, name = str(error.name), match and match[1]
+  else:
+    return ''
+  is_gone = name in _GONE and _is_inside(module, _OURS)
+  return f'imports {name}, now {_GONE[name]}' if is_gone else ''
+
+
+def of_version_0_6(field: str, name: str, what: str) -> str:
+  """Returns the error message for a user's part that is written for version 0.6.
+
+  Args:
+    field: the config's field, or the flag, that names the part.
+    name: of the part, or of its file.
+    what: it does that this version does not know, and what is new, such as
+      'imports RolloutAlgorithm, now Algorithm'.
+  """
+  return (f'{field}: {shorten(name)} is written for version 0.6 (it {what}); derive '
+          'algorithms from losses.algorithm.Algorithm; CHANGELOG.md says how')
 
 
 def _check_origin(field: str, name: str, module: str, part: Any) -> None:

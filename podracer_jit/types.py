@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-Params = Any  # the network's variables, a pytree
-# Arrays [B, H] f32 of a network's core; None for networks without one.
-RecurrentState = jax.Array | tuple[jax.Array, ...] | None
+Params = Any  # all that an algorithm trains, and the running moments; a pytree
+# Arrays [B, ...] that an algorithm passes on from row to row, such as the state of a recurrent
+# core; None for algorithms without one.
+Carry = Any
 Metrics = dict[str, jax.Array]
 
 
@@ -36,8 +37,9 @@ class Rollout(NamedTuple):
 
   obs: Any  # [T + 1, B, ...] in the environment's dtype; or frames.Frames of these
   action: jax.Array  # [T, B] i32; or [T, B, A] f32 as the policy drew it
-  behaviour_log_prob: jax.Array | None  # [T, B] f32: log mu(action | obs), if the policy has one
-  behaviour_value: jax.Array  # [T, B] f32: the acting network's estimate of V(obs)
+  # [T, B, ...] each: what `Algorithm.act` added, such as the acting policy's log-probability and
+  # value, {'log_prob', 'value'}
+  extras: Any
   reward: jax.Array  # [T, B] f32, as the environment gives it
   terminated: jax.Array  # [T, B] bool: no state follows (or, by option, a life was lost)
   truncated: jax.Array  # [T, B] bool: cut by the time limit; obs[t + 1] is the true last frame
@@ -45,16 +47,14 @@ class Rollout(NamedTuple):
   episodes: Episodes | None  # None once the learner has set them aside
   # [T, B] f32: discounted rewards up to this row, if rewards are normalised.
   discounted_return: jax.Array | None = None
-  recurrent_state: RecurrentState = None  # [1, B, H] f32 each: a core's state before row 0
-  # [T, B] f32: the acting network's estimate of Q(obs, action), for a replay.
-  action_value: jax.Array | None = None
+  carry: Carry = None  # [1, B, ...] each: what `Algorithm.act` was given in row 0
 
 
 class Experience(NamedTuple):
   """Rollout in the form in which it is added to a replay; it has the rows of Rollout.
 
-  Row t has the priority of the transition that began n rows before, since its n-step return is
-  complete only at row t.
+  Row t has the priority of the item of L rows that began L rows before, since it is complete only
+  at row t.
   """
 
   obs: jax.Array  # [T + 1, B, ...]: the newest frame of each observation
@@ -65,8 +65,8 @@ class Experience(NamedTuple):
   terminated: jax.Array  # [T, B] bool
   truncated: jax.Array  # [T, B] bool
   valid: jax.Array  # [T, B] bool
-  priority: jax.Array  # [T, B] f32: |n-step TD error| by the acting network
-  starts: jax.Array  # [T, B] bool: this transition exists, and its first row was valid
+  priority: jax.Array  # [T, B] f32, as `Algorithm.priority` returns it
+  starts: jax.Array  # [T, B] bool: this item exists, and its first row was valid
   episodes: Episodes | None  # None once the learner has set them aside
 
 
@@ -81,7 +81,6 @@ class Transition(NamedTuple):
   reward: jax.Array  # [...] f32: discounted sum of the rewards
   discount: jax.Array  # [...] f32: gamma^steps; 0 if the episode terminated
   next_obs: jax.Array  # [...]: observation after the last step; of a truncation, the true last one
-  added: jax.Array  # [...] i32: gradient steps done when the first row was added
 
 
 class TrainState(NamedTuple):
@@ -90,17 +89,22 @@ class TrainState(NamedTuple):
   params: Params
   opt_state: Any
   update: jax.Array  # i32: updates done
-  steps: jax.Array  # i32: valid agent steps learned from
+  steps: jax.Array  # valid agent steps learned from, see `numerics.counters`
   key: jax.Array  # PRNG key of the run; each update folds in its number, the key never changes
-  target: Target | None = None  # None if the algorithm has no target network
+  # None if the algorithm's `init_target` returns None; with a replay, Target(None, count) then
+  target: Target | None = None
   # `replay.buffer.State`, sharded: each device has its own groups. None without a replay.
   replay: Any | None = None
 
+  def with_target(self, params: Params) -> TrainState:
+    """Returns the state with other target parameters; the count of gradient steps stays."""
+    return self._replace(target=self.target._replace(params=params))
+
 
 class Target(NamedTuple):
-  """Target network, and the count of gradient steps that times its updates."""
+  """What losses read and no gradient changes, and the count of gradient steps that times it."""
 
-  params: Params
+  params: Params  # as `Algorithm.init_target` returns it
   gradient_steps: jax.Array  # i32: gradient steps done since the start of the run
 
 

@@ -31,7 +31,7 @@ TIERS = {
     'experiment': ['experiment', 'configs'],
     'files': ['workdir'],
     'runs': ['play', 'training'],
-    'doors': ['api', 'cli', '__main__', '__init__'],
+    'doors': ['api', 'cli', 'testing', '__main__', '__init__'],
 }
 ORDER = list(TIERS)
 TIER_OF = {name: tier for tier, names in TIERS.items() for name in names}
@@ -108,13 +108,14 @@ PLAN = {
     'schedules': (20, 980, 0), 'options': (20, 980, 1),
     'parts': (285, 520, 2), 'types': (560, 700, 2), 'errors': (740, 980, 2),
     'numerics': (420, 650, 3), 'runtime': (20, 262, 4), 'envs': (285, 520, 4),
-    'agents': (285, 700, 5), 'replay': (740, 980, 5),
+    'agents': (285, 700, 5),
     'loops': (20, 226, 6), 'losses': (285, 520, 6), 'cluster': (560, 980, 6),
-    'learner': (220, 560, 7), 'actor': (600, 980, 7),
-    'schemes': (20, 980, 8), 'experiment': (20, 980, 9),
-    'configs': (20, 330, 10), 'workdir': (370, 980, 10), 'play': (370, 980, 11),
-    'training': (370, 980, 12), 'api': (20, 480, 13), 'cli': (520, 980, 13),
-    '__init__': (20, 480, 14), '__main__': (520, 980, 14),
+    'replay': (285, 520, 7), 'learner': (232, 560, 8), 'actor': (600, 980, 8),
+    'schemes': (20, 980, 9), 'experiment': (20, 980, 10),
+    'configs': (220, 340, 11), 'workdir': (370, 980, 11), 'play': (370, 980, 12),
+    'training': (370, 980, 13), 'testing': (20, 190, 13), 'api': (220, 480, 14),
+    'cli': (520, 980, 14),
+    '__init__': (20, 480, 15), '__main__': (520, 980, 15),
 }
 COLOURS = {'ground': '#e8e4da', 'numerics': '#dcebd8', 'plumbing': '#d6e4f2',
            'cluster': '#d6e4f2', 'world': '#f4ead0', 'maths': '#dcebd8', 'operations': '#f6ddd4',

@@ -40,15 +40,6 @@ def small(loss='impala', task='CartPole-v1', network='mlp', **fields):
   return config
 
 
-def by_rows(function):
-  """Returns an Apply of function(params, obs [N, ...]) -> dist, value, without recurrent state."""
-  def apply(params, obs, core, valid):
-    del valid
-    outputs = function(params, obs.reshape(-1, *obs.shape[2:]))
-    return *(x.reshape(*obs.shape[:2], *x.shape[1:]) for x in outputs), core
-  return apply
-
-
 def make_network(name, policy, moments=(), core='none', core_size=128, separate_critic=False,
                  **sizes):
   """Returns the actor-critic with the torso called `name`, whose options are `sizes`."""
@@ -104,7 +95,7 @@ def initial_state(prepared_run):
   """Returns the train state of update 0, compiled once for equal networks and seeds."""
   experiment = prepared_run.experiment
   key = str([experiment.spec, *(experiment.fields[name] for name in (
-      'loss', 'seed', 'network', 'policy', 'normalise', 'optimizer'))])
+      'loss', 'seed', 'network', 'policy', 'normalise', 'optimizer', 'total_steps'))])
   if key not in _initial:
     _initial[key] = prepared_run.initial_state()
   # Segments donate their state, so they get a copy.

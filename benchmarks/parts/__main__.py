@@ -112,12 +112,12 @@ def left_out(experiment: Experiment) -> dict[str, str]:
   """Returns the reason for each part that cannot be measured with this config."""
   reasons = {}
   if (experiment.algorithm.learns_from_replay or experiment.normalise.reward
-      or experiment.env_batch or experiment.torso_options.recurrent
+      or experiment.env_batch or experiment.algorithm.initial_carry(1) is not None
       or family_of(experiment.env.task) is not envpool_envs):
     reasons = dict.fromkeys(
         (name for name in timed_parts.NAMES if 'conventional' in name),
-        'the conventional actor supports no replay, normalise.reward, env_batch, network.core or '
-        'environments outside of EnvPool')
+        'the conventional actor supports no replay, normalise.reward, env_batch, carry '
+        '(network.core) or environments outside of EnvPool')
   if experiment.env_batch:
     reasons |= dict.fromkeys(('environment', 'policy', 'fused'),
                              'env_batch makes pools asynchronous, and it needs synchronous ones')

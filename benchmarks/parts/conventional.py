@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer_jit.agents.networks import ActorCritic
 from podracer_jit.envs import envpool_envs, frames
 from podracer_jit.loops import Worker
+from podracer_jit.losses.algorithm import Algorithm
 from podracer_jit.runtime.channels import Versioned
 from podracer_jit.types import Episodes, Params, Rollout
 
@@ -31,14 +31,6 @@ class PoolArgs(NamedTuple):
   num_threads: int
 
 
-class Acted(NamedTuple):
-  """A row of the policy's outputs, on the actor's device."""
-
-  action: jax.Array
-  behaviour_log_prob: jax.Array
-  behaviour_value: jax.Array
-
-
 class Returned(NamedTuple):
   """A row of the environments' outputs, with statistics of episodes; NumPy arrays."""
 
@@ -49,29 +41,29 @@ class Returned(NamedTuple):
   episodes: Episodes
 
 
-def make_policy(network: ActorCritic) -> Callable:
-  """Returns a jitted policy(params, obs, key, rollouts, t) -> (Acted, actions for EnvPool)."""
+def make_policy(algorithm: Algorithm) -> Callable:
+  """Returns a jitted policy(params, obs, key, rollouts, t) -> (fields, actions for EnvPool)."""
 
   @jax.jit
   def policy(params: Params, obs: jax.Array, key: jax.Array, rollouts, t):
     """Draws the actions of one step.
 
     Args:
-      params: parameters of the network.
+      params: the result of `Algorithm.acting`.
       obs: [B, ...].
       key: PRNG key of the vector environment.
       rollouts: [] i32, rollouts made before this one.
       t: [] i32, step of the rollout.
 
     Returns:
-      A row of outputs [B, ...], and the actions for EnvPool [B, ...].
+      A row of a rollout's fields on the actor's device, [B, ...] each, and the actions for EnvPool
+      [B, ...].
     """
-    # Networks take [T, N, ...]; here T is 1.
-    dist_params, value, _ = network.apply(params, obs[None])
     key = jax.random.fold_in(jax.random.fold_in(key, rollouts), t)
-    action = network.policy.sample(key, dist_params[0])
-    log_prob = network.policy.log_prob(dist_params[0], action)
-    return Acted(action, log_prob, value[0]), network.policy.to_env(action)
+    # There is no carry, so it does not matter which rows are valid.
+    acted = algorithm.act(params, obs, None, jnp.ones(len(obs), bool), key, None)
+    fields = dict(action=acted.action, extras=acted.extras)
+    return fields, algorithm.parts.policy.to_env(acted.action)
 
   return policy
 
@@ -115,7 +107,7 @@ class Pool:
       obs.append(self._frame())
     self._rollouts += 1
     stack_rows = self._stack_on_host if self._on_host else _stack_on_device
-    return Rollout(obs=_frames_once(stack_rows(obs), self._stack), **stack_rows(acted)._asdict(),
+    return Rollout(obs=_frames_once(stack_rows(obs), self._stack), **stack_rows(acted),
                    **self._stack_on_host(returned)._asdict())
 
   def _frame(self) -> Any:

@@ -104,7 +104,7 @@ def begin(run: build.Run, state: TrainState, scheme: str, by_python: bool,
       run, build.Snapshot(copy_of(state, run)), 2**31 - 1, report, stop))
   if not by_python:
     return segment
-  policy = conventional.make_policy(run.network)
+  policy = conventional.make_policy(run.experiment.algorithm)
   workers = list(segment.workers)
   # Actors are the first workers of a segment.
   for a, device in enumerate(run.place.actors):

@@ -142,7 +142,7 @@ def environment(run: build.Run, state: TrainState, stack: contextlib.ExitStack) 
     envs = tuple((jax.tree.map(jnp.array, env.first_state), jnp.zeros(env.num_envs, bool))
                  for env in vector_envs)
     token, envs = jax.device_put((jnp.array(vector_envs[0].handle), envs), actor.device)
-    steps = make_steps(vector_envs, run.network.policy.to_env, run.experiment.unroll_length)
+    steps = make_steps(vector_envs, run.experiment.policy.to_env, run.experiment.unroll_length)
     program = rollout_program.load(steps, (token, envs, actions), donate=(0, 1))
 
     def fire() -> int:

@@ -76,7 +76,7 @@ def _two_rollouts(worker, params):
 def test_the_conventional_actor_makes_the_same_rollouts(config):
   run = fresh(config())
   state = run.initial_state()
-  policy = conventional.make_policy(run.network)
+  policy = conventional.make_policy(run.experiment.algorithm)
   pools = segments.pools_of(run, 0)
   with contextlib.ExitStack() as stack:
     segment = segments.begin(run, state, 'sync', False, stack, print, lambda: False)

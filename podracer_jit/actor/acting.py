@@ -1,26 +1,28 @@
-"""Three ways to act with one interface: in lockstep, asynchronously, and for a replay."""
+"""Two ways to act with one interface: in lockstep and asynchronously."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from podracer_jit.actor import asynchronous, priorities, rollouts
 from podracer_jit.envs.protocol import VectorEnv
+from podracer_jit.losses.algorithm import Algorithm
 
 
 class Acting(Protocol):
   """Interface of the ways in which the actors of a run collect experience."""
 
-  unroll_length: int
+  algorithm: Algorithm
 
   def rollout(self, vector_envs: Sequence[VectorEnv]) -> Callable:
-    """Returns rollout(params, actor_state) -> (actor_state, experience), to be jitted."""
+    """Returns rollout(`ForActors`, actor_state) -> (actor_state, experience), to be jitted.
+
+    The experience has one Rollout, or for a replay one Experience, for each vector environment.
+    """
 
   def initial_state(self, vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
                     first_env: int) -> rollouts.ActorState:
@@ -34,23 +36,28 @@ class Acting(Protocol):
 
 
 class InStep(NamedTuple):
-  """Lockstep acting, used without a replay: a step waits for all its environments."""
+  """Lockstep acting: a step waits for all its environments."""
 
-  network: nn.Module
-  unroll_length: int
-  stack: int  # frames in an observation, see `protocol.EnvSpec`
+  algorithm: Algorithm
+  exploration: np.ndarray | None  # of all environments of the run, see `Algorithm.exploration`
   discount: float | None  # gamma of the discounted returns; None if rewards are not normalised
 
   def rollout(self, vector_envs: Sequence[VectorEnv]) -> Callable:
-    """Returns the rollout of `Acting`; its experience is one Rollout a vector environment."""
-    return rollouts.make_rollout(vector_envs, self.network.apply, self.network.policy,
-                                 self.unroll_length, self.stack, self.discount)
+    """See `Acting`."""
+    parts = self.algorithm.parts
+    rollout = rollouts.make_rollout(self.algorithm, vector_envs, parts.unroll_length,
+                                    parts.spec.stack, self.discount)
+    if self.algorithm.learns_from_replay:
+      return priorities.with_priorities(rollout, self.algorithm)
+    return rollout
 
   def initial_state(self, vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
                     first_env: int) -> rollouts.ActorState:
-    """Returns the initial state; see `Acting`."""
-    return rollouts.initial_state(vector_envs, keys, self.network.initial_recurrent_state,
-                                  first_env=first_env)
+    """See `Acting`."""
+    state = rollouts.initial_state(self.algorithm, vector_envs, keys, first_env, self.exploration)
+    if self.algorithm.learns_from_replay:
+      return priorities.initial_state(state, self.algorithm)
+    return state
 
 
 class FirstReady(NamedTuple):
@@ -59,56 +66,16 @@ class FirstReady(NamedTuple):
   The experience depends on timing.
   """
 
-  network: nn.Module
-  unroll_length: int
-  stack: int  # frames in an observation, see `protocol.EnvSpec`
-  obs: jax.ShapeDtypeStruct  # shape and dtype of one observation
+  algorithm: Algorithm
 
   def rollout(self, vector_envs: Sequence[VectorEnv]) -> Callable:
-    """Returns the rollout of `Acting`; its experience is one Rollout."""
+    """See `Acting`; the experience is one Rollout."""
     (vector_env,) = vector_envs
-    return asynchronous.make_rollout(vector_env, self.network.apply, self.network.policy,
-                                     self.unroll_length, self.stack)
+    return asynchronous.make_rollout(self.algorithm, vector_env)
 
   def initial_state(self, vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
                     first_env: int) -> rollouts.ActorState:
-    """Returns the initial state; see `Acting`."""
+    """See `Acting`."""
     (vector_env,) = vector_envs
     (key,) = keys
-    return asynchronous.initial_state(vector_env, key, self.obs, self.network.policy,
-                                      self.unroll_length, first_env)
-
-
-class ForReplay(NamedTuple):
-  """Lockstep acting for a replay: each environment explores by its own amount.
-
-  The experience carries initial priorities.
-  """
-
-  network: nn.Module
-  unroll_length: int
-  stack: int  # frames in an observation, see `protocol.EnvSpec`
-  n_step: int  # steps of a transition
-  discount: float  # gamma
-  exploration: np.ndarray  # [num_envs] f32, for all environments of the run
-
-  def rollout(self, vector_envs: Sequence[VectorEnv]) -> Callable:
-    """Returns the rollout of `Acting`; it gives one Experience for each vector environment."""
-    def action_value(params: Any, *args: jax.Array) -> jax.Array:
-      return self.network.apply(params, *args, method='action_value')
-
-    plain = rollouts.make_rollout(
-        vector_envs, self.network.apply, self.network.policy, self.unroll_length, self.stack,
-        action_value=action_value)
-    return priorities.with_priorities(plain, self.n_step, self.discount)
-
-  def initial_state(self, vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
-                    first_env: int) -> rollouts.ActorState:
-    """Returns the initial state; see `Acting`."""
-    # The actor's vector environments have consecutive environments, `width` each.
-    width = vector_envs[0].num_envs
-    first_envs = range(first_env, first_env + width * len(vector_envs), width)
-    exploration = [jnp.array(self.exploration[first:first + width]) for first in first_envs]
-    state = rollouts.initial_state(vector_envs, keys, self.network.initial_recurrent_state,
-                                   exploration, first_env)
-    return priorities.initial_state(state, self.n_step)
+    return asynchronous.initial_state(self.algorithm, vector_env, key, first_env)

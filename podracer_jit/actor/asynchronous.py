@@ -7,7 +7,7 @@ one none, and no run can be reproduced.
 
 An incomplete sequence is continued in the next call. The first rows of a column may therefore come
 from parameters of earlier calls, older than the version that the rollout carries. The rows hold the
-log-probability and the value of the policy that acted (behaviour_log_prob, behaviour_value).
+log-probability and the value of the policy that acted (`Rollout.extras`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from podracer_jit.actor.rollouts import (
     with_faults,
     zeros,
 )
-from podracer_jit.agents.networks import Apply
-from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
 from podracer_jit.envs.protocol import TimeStep, VectorEnv
-from podracer_jit.types import Params, Rollout
+from podracer_jit.losses.algorithm import Algorithm, ForActors
+from podracer_jit.types import Rollout
 
 
 class Sequences(NamedTuple):
@@ -50,16 +49,14 @@ class Sequences(NamedTuple):
   complete: jax.Array  # i32: number of complete sequences that wait for the next rollout
 
 
-def initial_state(vector_env: VectorEnv, key: jax.Array, obs: jax.ShapeDtypeStruct, policy: Policy,
-                  unroll_length: int, first_env: int = 0) -> ActorState:
+def initial_state(algorithm: Algorithm, vector_env: VectorEnv, key: jax.Array,
+                  first_env: int = 0) -> ActorState:
   """Returns the state of an asynchronous vector environment that has just been started.
 
   Args:
+    algorithm: acts in the environments.
     vector_env: the environments.
     key: PRNG key of the vector environment.
-    obs: shape and dtype of one observation.
-    policy: the policy that acts.
-    unroll_length: T.
     first_env: index of the first environment among all environments of the run.
 
   Returns:
@@ -77,10 +74,12 @@ def initial_state(vector_env: VectorEnv, key: jax.Array, obs: jax.ShapeDtypeStru
       key=key, rollouts=jnp.zeros((), jnp.int32), discounted_return=None, recurrent_state=None,
       env_id=first_env + jnp.arange(num_envs, dtype=jnp.int32),
       simulator=jax.tree.map(jnp.array, vector_env.first_state))
-  rows = jnp.zeros((unroll_length + 1, size, *obs.shape), obs.dtype)
+  unroll_length = algorithm.parts.unroll_length
+  spec = algorithm.parts.spec
+  rows = jnp.zeros((unroll_length + 1, size, *spec.obs_shape), spec.obs_dtype)
   state = Sequences(
       env=env,
-      buffer=zeros(rows, size, policy, unroll_length),
+      buffer=zeros(algorithm, rows, size, unroll_length),
       slots=jnp.arange(size, dtype=jnp.int32),
       row=jnp.full(num_envs, -1, jnp.int32),
       env_id=jnp.zeros(size, jnp.int32),
@@ -88,29 +87,27 @@ def initial_state(vector_env: VectorEnv, key: jax.Array, obs: jax.ShapeDtypeStru
   return ActorState(jnp.array(vector_env.handle), (state,))
 
 
-def make_rollout(vector_env: VectorEnv, apply: Apply, policy: Policy, unroll_length: int,
-                 stack: int = 1) -> Callable:
-  """Returns rollout(params, actor_state) -> (actor_state, (Rollout,)), to be jitted.
+def make_rollout(algorithm: Algorithm, vector_env: VectorEnv) -> Callable:
+  """Returns rollout(given, actor_state) -> (actor_state, (Rollout,)), to be jitted.
 
   Args:
+    algorithm: acts in the environments; it must have no carry.
     vector_env: N environments, of which each step takes the first `batch_size` that are ready.
-    apply: the network's forward pass; the network must not be recurrent.
-    policy: the policy that acts.
-    unroll_length: T.
-    stack: frames in an observation (`EnvSpec.stack`). Stacks leave as `frames.Frames`.
 
   Returns:
-    A function whose Rollout is [T, N, ...]: the N oldest complete sequences.
+    A function whose Rollout is [T, N, ...]: the N oldest complete sequences. Stacks of frames leave
+    as `frames.Frames`.
   """
-  act = make_act(apply, policy)
+  act = make_act(algorithm)
+  unroll_length = algorithm.parts.unroll_length
 
-  def turn(params: Params, carry):
+  def turn(given: ForActors, carry):
     t, token, state = carry
     with jax.named_scope('environment'):
       token, simulator, step = vector_env.recv(token, state.env.simulator)
     state, ready = _arrive(state, step, unroll_length)
 
-    _, env_action, row = act(params, row_key(ready, t), ready)
+    _, env_action, row = act(given, row_key(ready, t), ready)
     with jax.named_scope('environment'):
       token, simulator = vector_env.send(token, simulator, env_action, step.env_id)
 
@@ -119,13 +116,14 @@ def make_rollout(vector_env: VectorEnv, apply: Apply, policy: Policy, unroll_len
         env=state.env._replace(simulator=simulator),
         buffer=_write(state.buffer, state.row[step.env_id], slot, obs=ready.obs, **row))
 
-  def rollout(params: Params, actor_state: ActorState):
+  def rollout(given: ForActors, actor_state: ActorState):
     token, (state,) = actor_state
     _, token, state = lax.while_loop(
-        lambda carry: carry[-1].complete < vector_env.num_envs, functools.partial(turn, params),
+        lambda carry: carry[-1].complete < vector_env.num_envs, functools.partial(turn, given),
         (jnp.int32(0), token, state))
     state, sequences, env_id = _take(state, vector_env.num_envs)
-    sequences = sequences._replace(obs=frames.from_stacks(sequences.obs, stack))
+    obs = frames.from_stacks(sequences.obs, algorithm.parts.spec.stack)
+    sequences = sequences._replace(obs=obs)
     return ActorState(token, (state,)), (with_faults(sequences, env_id, vector_env),)
 
   return rollout

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from podracer_jit.actor import faults
-from podracer_jit.agents.networks import Apply
-from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
 from podracer_jit.envs.frames import Observations
 from podracer_jit.envs.protocol import TimeStep, VectorEnv
+from podracer_jit.losses.algorithm import Algorithm, ForActors
 from podracer_jit.numerics import indexing
 from podracer_jit.numerics.islands import island
-from podracer_jit.types import Episodes, Params, RecurrentState, Rollout
+from podracer_jit.types import Carry, Episodes, Rollout
 
 
 class EnvState(NamedTuple):
@@ -33,11 +33,11 @@ class EnvState(NamedTuple):
   key: jax.Array  # PRNG key of the vector environment; folded with `rollouts` and the row
   rollouts: jax.Array  # i32: number of rollouts completed
   discounted_return: jax.Array | None  # [B] f32, of the rewards so far; None if asynchronous
-  recurrent_state: RecurrentState
+  recurrent_state: Carry  # what `Algorithm.act` gets in the next row
   env_id: jax.Array | None  # [B] i32: index of each environment among all of the run
-  exploration: jax.Array | None = None  # [B] f32, for policies with `explore`
-  # `priorities.Rows`: the last n rows of the previous rollout, for a replay.
-  recent: Any | None = None
+  exploration: jax.Array | None = None  # [B] f32, as `Algorithm.exploration` returns it
+  # The last rows of the previous rollout, for the priorities of a replay; see `priorities`.
+  recent: Rollout | None = None
   simulator: Any | None = None  # [B, ...] each: the state of environments that are functions
 
 
@@ -48,23 +48,22 @@ class ActorState(NamedTuple):
   envs: tuple[EnvState, ...]  # one for each vector environment
 
 
-def initial_state(vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
-                  initial_recurrent_state: Callable[[int], RecurrentState] = lambda num_envs: None,
-                  exploration: Sequence[jax.Array] | None = None, first_env: int = 0
-                  ) -> ActorState:
+def initial_state(algorithm: Algorithm, vector_envs: Sequence[VectorEnv],
+                  keys: Sequence[jax.Array], first_env: int = 0,
+                  exploration: np.ndarray | None = None) -> ActorState:
   """Returns the state of vector environments that have just been reset.
 
   Args:
+    algorithm: acts in them.
     vector_envs: the environments.
     keys: one PRNG key for each vector environment.
-    initial_recurrent_state: number of environments -> their initial recurrent state.
-    exploration: [B] f32 for each vector environment, for policies with `explore`.
     first_env: index of the first environment among all environments of the run.
+    exploration: of all environments of the run, as `Algorithm.exploration` returns it; None in
+      evaluations.
 
   Returns:
     The actor's state, with one `EnvState` for each vector environment.
   """
-  exploration = exploration or [None] * len(vector_envs)
   firsts = itertools.accumulate((env.num_envs for env in vector_envs[:-1]), initial=first_env)
   envs = tuple(
       EnvState(
@@ -74,55 +73,51 @@ def initial_state(vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
           episode_length=jnp.zeros(vector_env.num_envs, jnp.int32),
           key=key, rollouts=jnp.zeros((), jnp.int32),
           discounted_return=jnp.zeros(vector_env.num_envs, jnp.float32),
-          recurrent_state=initial_recurrent_state(vector_env.num_envs),
+          recurrent_state=algorithm.initial_carry(vector_env.num_envs),
           env_id=first + jnp.arange(vector_env.num_envs, dtype=jnp.int32),
-          exploration=explores,
+          exploration=None if exploration is None else jnp.array(
+              exploration[first:first + vector_env.num_envs]),
           simulator=jax.tree.map(jnp.array, vector_env.first_state))
-      for vector_env, key, explores, first in zip(vector_envs, keys, exploration, firsts,
-                                                  strict=True))
+      for vector_env, key, first in zip(vector_envs, keys, firsts, strict=True))
   return ActorState(jnp.array(vector_envs[0].handle), envs)
 
 
-def make_act(apply: Apply, policy: Policy, action_value: Callable | None = None) -> Callable:
-  """Returns act(params, key, env) -> (env, actions for the environments, fields of the row).
+def make_act(algorithm: Algorithm, greedy: bool = False) -> Callable:
+  """Returns act(given, key, env) -> (env, actions for the environments, fields of the row).
 
-  The row begins with env.obs. `key` is its PRNG key (`row_key`).
+  `given` is `ForActors`. The row begins with env.obs. `key` is its PRNG key (`row_key`).
   """
 
+  num_envs = algorithm.parts.num_envs
+
   @island('decision')
-  def decide(params, obs, recurrent_state, ended, exploration, key):
-    """Computes the policy's decisions for B environments.
+  def decide(given, obs, carry, ended, exploration, env_id, key):
+    """Acts in B environments; see `Algorithm.act`.
 
     Args:
-      params: parameters of the network.
+      given: `ForActors`.
       obs: [B, ...].
-      recurrent_state: before this row.
+      carry: before this row.
       ended: [B] bool, the row before was the last of its episode.
-      exploration: [B] f32; None if the policy has no `explore`.
+      exploration: [B] f32, or None.
+      env_id: [B] i32, indices of the environments among all of the run.
       key: PRNG key of the row.
 
     Returns:
-      The next recurrent state, actions for the environments, and fields of the row.
+      The next carry, actions for the environments, and fields of the row.
     """
-    dist_params, value, recurrent_state = apply(params, obs[None], recurrent_state, ~ended[None])
-    chex.assert_rank([dist_params, value], [3, 2])  # [1, B, K] and [1, B]
-
-    row = {}
-    if policy.explore is None:
-      action = policy.sample(key, dist_params[0])
-    else:
-      action = policy.explore(key, dist_params[0], exploration)
-      row['action_value'] = action_value(params, obs, dist_params[0], action)
-    if policy.log_prob is not None:
-      row['behaviour_log_prob'] = policy.log_prob(dist_params[0], action)
-    row = dict(row, action=action, behaviour_value=value[0])
-    return recurrent_state, policy.to_env(action), row
+    now = algorithm.at(given.steps)
+    if exploration is not None and given.steps is not None:
+      exploration = jnp.asarray(now.exploration(num_envs))[env_id]
+    acted = now.act(given.params, obs, carry, ~ended, None if greedy else key, exploration)
+    row = dict(action=acted.action, extras=acted.extras)
+    return acted.carry, algorithm.parts.policy.to_env(acted.action), row
 
   @jax.named_scope('policy')
-  def act(params: Params, key: jax.Array, env: EnvState):
-    recurrent_state, env_action, row = decide(params, env.obs, env.recurrent_state, env.ended,
-                                              env.exploration, key)
-    return env._replace(recurrent_state=recurrent_state), env_action, dict(row, valid=~env.ended)
+  def act(given: ForActors, key: jax.Array, env: EnvState):
+    carry, env_action, row = decide(given, env.obs, env.recurrent_state, env.ended,
+                                    env.exploration, env.env_id, key)
+    return env._replace(recurrent_state=carry), env_action, dict(row, valid=~env.ended)
 
   return act
 
@@ -132,41 +127,38 @@ def row_key(env: EnvState, t: jax.Array) -> jax.Array:
   return jax.random.fold_in(jax.random.fold_in(env.key, env.rollouts), t)
 
 
-def make_rollout(vector_envs: Sequence[VectorEnv], apply: Apply, policy: Policy, unroll_length: int,
-                 stack: int = 1, discount: float | None = None,
-                 action_value: Callable | None = None):
-  """Returns rollout(params, actor_state) -> (actor_state, Rollouts), to be jitted.
+def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_length: int,
+                 stack: int = 1, discount: float | None = None, greedy: bool = False) -> Callable:
+  """Returns rollout(given, actor_state) -> (actor_state, Rollouts), to be jitted.
 
-  The vector environments take turns: recv a; infer a; send a; recv b; infer b; send b; ... So one
-  of them steps while the policy works on another. The token that passes through all calls keeps
-  them in this order; XLA drops an `optimization_barrier` before it schedules. The overlap ends only
-  with a rollout, when each of them receives its last step.
+  `given` is `ForActors`. The vector environments take turns: recv a; infer a; send a; recv b;
+  infer b; send b; ... So one of them steps while the policy works on another. The token that passes
+  through all calls keeps them in this order; XLA drops an `optimization_barrier` before it
+  schedules. The overlap ends only with a rollout, when each of them receives its last step.
 
   Args:
+    algorithm: acts in the environments.
     vector_envs: the environments.
-    apply: the network's forward pass.
-    policy: the policy that acts.
     unroll_length: T.
     stack: frames in an observation (`EnvSpec.stack`). With more than one, a rollout holds
       `frames.Frames`, each frame once.
     discount: gamma of `Rollout.discounted_return`, which normalised rewards need; None leaves the
       field empty.
-    action_value: (params, obs [B, ...], dist_params, action) -> Q [B], for policies with `explore`.
+    greedy: takes the most likely actions.
 
   Returns:
     A function that gives the actor's next state and a tuple with one Rollout [T, B, ...] for each
     vector environment.
   """
 
-  act = make_act(apply, policy, action_value)
+  act = make_act(algorithm, greedy)
 
   def empty_buffer(obs: Observations, env: EnvState) -> Rollout:
     returns = None if discount is None else jnp.zeros((unroll_length, *env.ended.shape))
-    return zeros(obs, len(env.ended), policy, unroll_length)._replace(
-        discounted_return=returns,
-        recurrent_state=jax.tree.map(lambda x: x[None], env.recurrent_state))
+    return zeros(algorithm, obs, len(env.ended), unroll_length)._replace(
+        discounted_return=returns, carry=jax.tree.map(lambda x: x[None], env.recurrent_state))
 
-  def rollout(params: Params, state: ActorState):
+  def rollout(given: ForActors, state: ActorState):
     def turn(t, carry):
       token, envs, buffers = carry
       envs = list(envs)
@@ -180,7 +172,7 @@ def make_rollout(vector_envs: Sequence[VectorEnv], apply: Apply, policy: Policy,
         buffers[i] = _add(_write(buffers[i], jnp.maximum(t - 1, 0), **fields), t, before,
                           envs[i].obs)
 
-        envs[i], env_action, row = act(params, keys[i][t], envs[i])
+        envs[i], env_action, row = act(given, keys[i][t], envs[i])
         with jax.named_scope('environment'):
           token, simulator = vector_env.send(token, envs[i].simulator, env_action)
         envs[i] = envs[i]._replace(simulator=simulator)
@@ -278,28 +270,27 @@ def count(env: EnvState, step: TimeStep) -> tuple[EnvState, dict[str, Any]]:
 
 
 @jax.named_scope('storing')
-def zeros(obs: Observations, num_envs: int, policy: Policy, steps: int) -> Rollout:
+def zeros(algorithm: Algorithm, obs: Observations, num_envs: int, steps: int) -> Rollout:
   """Returns a rollout of zeros around the given observations.
 
   Args:
+    algorithm: decides the shapes of actions and extras.
     obs: the observations, of steps + 1 rows.
     num_envs: B.
-    policy: the policy that acts; it decides which fields the rollout has.
     steps: T.
 
   Returns:
-    A rollout [T, B, ...] without recurrent state and discounted returns.
+    A rollout [T, B, ...] without carry and discounted returns.
   """
   def field(dtype, *shape):
     return jnp.zeros((steps, num_envs, *shape), dtype)
+  acted = algorithm.acted_shapes
   return Rollout(
       obs=obs,
-      action=field(policy.action_dtype, *policy.action_shape),
-      behaviour_log_prob=None if policy.log_prob is None else field(jnp.float32),
-      behaviour_value=field(jnp.float32),
+      action=field(acted.action.dtype, *acted.action.shape[1:]),
+      extras=jax.tree.map(lambda x: field(x.dtype, *x.shape[1:]), acted.extras),
       reward=field(jnp.float32), terminated=field(bool), truncated=field(bool), valid=field(bool),
-      episodes=Episodes(field(bool), field(jnp.float32), field(jnp.int32)),
-      action_value=None if policy.explore is None else field(jnp.float32))
+      episodes=Episodes(field(bool), field(jnp.float32), field(jnp.int32)))
 
 
 @jax.named_scope('storing')

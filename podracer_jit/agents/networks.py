@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import chex
 import flax.linen as nn
@@ -24,7 +24,7 @@ from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.protocol import EnvSpec, ObsPart, take_apart
 from podracer_jit.numerics import convolution
 from podracer_jit.options import internal, option, shown
-from podracer_jit.types import Params, RecurrentState
+from podracer_jit.types import Carry
 
 # The weights between two larger layers would take terabytes.
 MAX_UNITS = 2**20
@@ -35,20 +35,6 @@ MAX_LAYERS = 100
 # Roles of a network that the config names; the network declares its role in `provides`.
 TORSO = 'a torso'
 POLICY_AND_CRITIC = 'a policy with a critic'
-
-# (params, obs [T, N, ...], recurrent state before the first row, valid [T, N])
-#   -> dist_params [T, N, K], value [T, N], recurrent state after the last row
-# With a fifth argument, the actions [T, N, ...], it also returns the outputs of auxiliary heads.
-Apply = Callable[..., tuple[Any, ...]]
-
-
-class Model(NamedTuple):
-  """Interface of a network for losses and actors."""
-
-  apply: Apply
-  policy: Policy
-  recurrent: bool = False  # it carries a state from row to row
-
 
 @functools.cache
 def orthogonal(scale: float) -> Callable:
@@ -341,6 +327,11 @@ class ImageAndVector(nn.Module):
     return nn.relu(nn.Dense(self.image_hidden, kernel_init=orthogonal(np.sqrt(2)))(x))
 
 
+def role_of(part: type[nn.Module]) -> str:
+  """Returns the role of a config's network: its attribute `provides`, or TORSO."""
+  return getattr(part, 'provides', TORSO)
+
+
 def fit_to_task(network: nn.Module, spec: EnvSpec) -> nn.Module:
   """Returns the network, told the facts about a task's observations that it has fields for.
 
@@ -413,17 +404,17 @@ class ActorCritic(nn.Module):
   heads: Mapping[str, nn.Module] | None = None
 
   @nn.compact
-  def __call__(self, obs: jax.Array, recurrent_state: RecurrentState = None,
+  def __call__(self, obs: jax.Array, carry: Carry = None,
                valid: jax.Array | None = None, action: jax.Array | None = None):
-    """Returns (dist_params [T, N, K], value [T, N], recurrent state) of T rows of N environments.
+    """Returns (dist_params [T, N, K], value [T, N], carry) of T rows of N environments.
 
     With actions, it also returns the outputs of the auxiliary heads, {name: [T, N, ...]}.
 
     Args:
       obs: [T, N, ...], observations.
-      recurrent_state: state before the first row, shaped like `initial_recurrent_state`.
+      carry: of the core before the first row, shaped like `initial_carry`.
       valid: [T, N] bool, used by recurrent networks only. The row after an invalid row begins an
-        episode, so its recurrent state is the initial one.
+        episode, so its carry is the initial one.
       action: [T, N, ...], the actions that the auxiliary heads read; None: they are not computed.
     """
     if self.core:
@@ -439,7 +430,7 @@ class ActorCritic(nn.Module):
 
     x = features_of(self.torso, obs)
     if self.core:
-      x, recurrent_state = self._remember(x.reshape(*rows, -1), recurrent_state, valid)
+      x, carry = self._remember(x.reshape(*rows, -1), carry, valid)
       x = x.reshape(-1, x.shape[-1])
     y = x if self.critic is None else features_of(self.critic, obs)
 
@@ -454,7 +445,7 @@ class ActorCritic(nn.Module):
     value = nn.Dense(1, kernel_init=orthogonal(1.0), name='value')(y)[:, 0]
     if 'values' in moments:
       value = running_moments.restore(moments['values'], value)
-    outputs = dist_params.reshape(*rows, -1), value.reshape(rows), recurrent_state
+    outputs = dist_params.reshape(*rows, -1), value.reshape(rows), carry
     if self.heads and self.is_initializing() and action is None:
       self._auxiliary(x, jnp.zeros((*rows, *self.policy.action_shape), self.policy.action_dtype))
     return outputs if action is None else (*outputs, self._auxiliary(x, action))
@@ -466,8 +457,8 @@ class ActorCritic(nn.Module):
     by_name = {name: head(features, flat) for name, head in (self.heads or {}).items()}
     return jax.tree.map(lambda x: x.reshape(*rows, *x.shape[1:]), by_name)
 
-  def _remember(self, x: jax.Array, recurrent_state: Any, valid: jax.Array):
-    """Returns the core's outputs [T, N, H] on x [T, N, F] and the state after the last row."""
+  def _remember(self, x: jax.Array, carry: Carry, valid: jax.Array):
+    """Returns the core's outputs [T, N, H] on x [T, N, F] and the carry after the last row."""
     cell = CORES[self.core](self.core_size, recurrent_kernel_init=orthogonal(1.0), name='core')
 
     def row(cell, state, inputs):
@@ -476,11 +467,11 @@ class ActorCritic(nn.Module):
       return jax.tree.map(lambda s: jnp.where(valid[:, None], s, 0.0), state), y
 
     scan = nn.scan(row, variable_broadcast='params', split_rngs={'params': False})
-    recurrent_state, y = scan(cell, recurrent_state, (x, valid))
-    return y, recurrent_state
+    carry, y = scan(cell, carry, (x, valid))
+    return y, carry
 
-  def initial_recurrent_state(self, num_envs: int) -> RecurrentState:
-    """Returns the recurrent state at an episode's start, arrays [N, H]; None without a core."""
+  def initial_carry(self, num_envs: int) -> Carry:
+    """Returns the carry at an episode's start, arrays [N, H]; None without a core."""
     # Each array gets a buffer of its own, since states are donated.
     def zeros():
       return jnp.zeros((num_envs, self.core_size))
@@ -506,20 +497,3 @@ def actor_critic(torso: nn.Module, policy: Policy, options: TorsoOptions = PLAIN
   critic = torso.clone() if options.separate_critic else None
   core = options.core if options.recurrent else ''
   return ActorCritic(torso, policy, critic, tuple(moments), core, options.core_size)
-
-
-def init_params(network: nn.Module, key: jax.Array, obs_shape: Sequence[int], obs_dtype: Any
-                ) -> Params:
-  """Initialises the network's variables; traceable.
-
-  Args:
-    network: an `ActorCritic`, or a network with the same call and `initial_recurrent_state`.
-    key: PRNG key.
-    obs_shape: shape of one observation.
-    obs_dtype: dtype of observations.
-
-  Returns:
-    The variables, a pytree.
-  """
-  obs = jnp.zeros((1, 1, *obs_shape), obs_dtype)
-  return network.init(key, obs, network.initial_recurrent_state(1), jnp.ones((1, 1), bool))

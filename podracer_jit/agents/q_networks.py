@@ -1,12 +1,13 @@
 """Networks of value-based agents (flax): a dueling Q-network, and a policy with a Q critic.
 
-They are called like `networks.ActorCritic`; their `dist_params` holds action values, or an action.
+They take observations [T, N, ...] and return what their policy reads, action values or an action,
+and the value of the greedy action.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import chex
 import flax.linen as nn
@@ -16,7 +17,6 @@ import jax.numpy as jnp
 from podracer_jit.agents import networks
 from podracer_jit.agents.policies import Policy
 from podracer_jit.options import internal, option
-from podracer_jit.types import RecurrentState
 
 
 class Dueling(nn.Module):
@@ -25,13 +25,10 @@ class Dueling(nn.Module):
   torso: nn.Module
   policy: Policy
   hidden: int  # units of each stream; 0: as many as the torso has features
-  core: str = ''  # always '': no recurrent core
 
   @nn.compact
-  def __call__(self, obs: jax.Array, recurrent_state: RecurrentState = None,
-               valid: jax.Array | None = None):
-    """Returns (Q-values [T, N, A], the largest [T, N], recurrent_state) of obs [T, N, ...]."""
-    del valid
+  def __call__(self, obs: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns Q-values [T, N, A] of obs [T, N, ...], and the largest of each, [T, N]."""
     x = networks.features_of(self.torso, obs.reshape(-1, *obs.shape[2:]))
     # The gradients of both streams add up in the torso, so they are scaled by 1 / sqrt(2)
     # (section 4.2).
@@ -42,17 +39,7 @@ class Dueling(nn.Module):
         for name, size in (('value', 1), ('advantage', self.policy.dist_size)))
     advantage = advantage - jnp.mean(advantage, axis=-1, keepdims=True)
     q = (value + advantage).reshape(*obs.shape[:2], -1)
-    return q, jnp.max(q, axis=-1), recurrent_state
-
-  def action_value(self, obs: jax.Array, dist_params: jax.Array, action: jax.Array) -> jax.Array:
-    """Returns Q [N] of actions [N] i32, from the action values dist_params [N, A]."""
-    del obs
-    chex.assert_rank([dist_params, action], [2, 1])
-    chex.assert_equal_shape_prefix([dist_params, action], 1)
-    return jnp.take_along_axis(dist_params, action[..., None], axis=-1)[..., 0]
-
-  def initial_recurrent_state(self, num_envs: int) -> None:
-    """Returns None: the network is not recurrent."""
+    return q, jnp.max(q, axis=-1)
 
 
 @jax.custom_vjp
@@ -79,7 +66,6 @@ class Deterministic(nn.Module):
   critic_hidden: Sequence[int] = option((400, 300), "units of the critic's layers", at_least=1,
                                         at_most=networks.MAX_UNITS,
                                         max_length=networks.MAX_LAYERS, not_empty=True)
-  core: str = internal('')
 
   def setup(self):
     """Creates the layers, which several methods share."""
@@ -94,13 +80,11 @@ class Deterministic(nn.Module):
     self._critic = [nn.Dense(size) for size in self.critic_hidden]
     self._value = nn.Dense(1, kernel_init=centred)
 
-  def __call__(self, obs: jax.Array, recurrent_state: RecurrentState = None,
-               valid: jax.Array | None = None):
-    """Returns (actions [T, N, A], their values [T, N], recurrent_state) of obs [T, N, ...]."""
-    del valid
+  def __call__(self, obs: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns actions [T, N, A] for obs [T, N, ...], and their values [T, N]."""
     action = self.act(obs.reshape(-1, *obs.shape[2:]))
     value = self.criticise(obs.reshape(-1, *obs.shape[2:]), action)
-    return action.reshape(*obs.shape[:2], -1), value.reshape(obs.shape[:2]), recurrent_state
+    return action.reshape(*obs.shape[:2], -1), value.reshape(obs.shape[:2])
 
   def act(self, obs: jax.Array) -> jax.Array:
     """Returns the policy's actions [N, A] for obs [N, ...]."""
@@ -120,14 +104,6 @@ class Deterministic(nn.Module):
     for layer in later_layers:
       x = jnp.tanh(layer(x))
     return self._value(x)[:, 0]
-
-  def action_value(self, obs: jax.Array, dist_params: jax.Array, action: jax.Array) -> jax.Array:
-    """Returns Q [N] of actions [N, A] for obs [N, ...]; the policy's own actions are ignored."""
-    del dist_params
-    return self.criticise(obs, action)
-
-  def initial_recurrent_state(self, num_envs: int) -> None:
-    """Returns None: the network is not recurrent."""
 
 
 def dueling(torso: nn.Module, policy: Policy) -> Dueling:

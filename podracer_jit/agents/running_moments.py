@@ -196,6 +196,12 @@ def frozen(params: Params) -> Params:
   return {**params, 'moments': lax.stop_gradient(moments)} if moments else params
 
 
+def with_moments_of(params: Params, other: Params) -> Params:
+  """Returns params with the moments of other params."""
+  moments = moments_of(other)
+  return {**params, 'moments': moments} if moments else params
+
+
 def weights(params: Params) -> Params:
   """Returns params without the moments."""
   return {k: v for k, v in params.items() if k != 'moments'} if moments_of(params) else params

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     if movie:
       movie.parent.mkdir(parents=True, exist_ok=True)
   if values.greedy:
-    player = evaluation.greedy(player)
+    player = player._replace(greedy=True)
   # A policy without probabilities draws nothing, so it always plays greedily.
   greedy = values.greedy or player.policy.log_prob is None
   _evaluate(player, workdir, settings, dict(greedy=greedy, env=options.to_json(env)))

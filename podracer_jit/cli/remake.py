@@ -24,8 +24,8 @@ from podracer_jit.cli import quieten, rerun
 from podracer_jit.errors import FINISHED, REFUSED
 from podracer_jit.experiment import build
 from podracer_jit.experiment.modules import allowed
-from podracer_jit.learner.rollout_learner import RolloutLearner
-from podracer_jit.learner.rollout_updates import update_key
+from podracer_jit.learner.learner import RolloutLearner
+from podracer_jit.learner.updates import update_key, view
 from podracer_jit.numerics.deterministic import AXIS, pairwise_sum
 from podracer_jit.play import evaluation
 from podracer_jit.runtime import host, placement
@@ -98,7 +98,7 @@ def _to_compare(state: TrainState) -> dict[str, Any]:
 
 def _step_by_step(learner: RolloutLearner, state: TrainState, rollout: Rollout) -> Arrays:
   """Returns the arrays of each gradient step, by separate programs on the run's devices."""
-  mesh = learner.parts.mesh
+  mesh = learner.mesh
   (programs,) = learner.gradient_programs([mesh])
   updates = learner.update_programs
   batch = jax.device_put(rollout, NamedSharding(mesh, PartitionSpec(None, AXIS)))
@@ -106,10 +106,10 @@ def _step_by_step(learner: RolloutLearner, state: TrainState, rollout: Rollout) 
   update_mesh = placement.mesh_of([mesh.devices.flat[0]])
   key = placement.replicate(update_key(state), mesh)
   state = placement.replicate(state, update_mesh)
-  prepared = programs.prepare(placement.replicate(state.params, mesh), key, batch)
+  prepared = programs.prepare(placement.replicate(view(state), mesh), key, batch)
   arrays = _named('targets', prepared.targets) | _named('moments', prepared.batch_stats['moments'])
   for step in range(learner.gradient_steps):
-    groups = programs.gradient(placement.replicate(state.params, mesh), prepared, step)
+    groups = programs.gradient(placement.replicate(view(state), mesh), prepared, step)
     groups = placement.replicate(groups, update_mesh)
     stage = f'gradient step {step + 1}'
     gradient, _ = jax.tree.map(pairwise_sum, groups)

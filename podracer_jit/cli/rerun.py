@@ -180,7 +180,6 @@ def rerun(run: build.Run, snapshot: build.Snapshot, update: int, receipts: Mappi
 
 def _write(rollout: Rollout, path: Path) -> None:
   """Writes a rollout as arrays."""
-  rollout = rollout._replace(obs=np.asarray(frames.stacks(rollout.obs)))
-  arrays = rollout._asdict() | rollout.episodes._asdict()
-  del arrays['episodes']
+  rows = rollout._replace(obs=np.asarray(frames.stacks(rollout.obs)), episodes=None)
+  arrays = checkpoints.leaves(rows) | checkpoints.leaves(rollout.episodes)
   np.savez_compressed(path, **arrays)

@@ -60,7 +60,8 @@ class Cluster:
     self._remotes: list[Remote] = []
     self._lines: dict[str, collections.deque[str]] = collections.defaultdict(
         lambda: collections.deque(maxlen=_LAST_LINES))
-    self._published: tuple[Any, ray.ObjectRef] | None = None
+    # Parameters for actors, and for gradient workers.
+    self._published: collections.deque[tuple[Any, ray.ObjectRef]] = collections.deque(maxlen=2)
     self._publish_lock = threading.Lock()
     self._last = (time.perf_counter(), 0, 0, 0.0)  # time, bytes, gets, seconds of them
 
@@ -97,13 +98,17 @@ class Cluster:
     """Returns a reference to a copy of the arrays of a tree, which each machine fetches once.
 
     Args:
-      tree: a tree of arrays. The same object always gets the same reference.
+      tree: a tree of arrays. The same object gets the same reference, if at most one other has come
+        since.
     """
     with self._publish_lock:
-      if self._published is None or self._published[0] is not tree:
-        # From NumPy: Ray copies a jax.Array ten times as slowly.
-        self._published = tree, ray.put(jax.tree.map(np.asarray, tree))
-      return self._published[1]
+      for published, reference in self._published:
+        if published is tree:
+          return reference
+      # From NumPy: Ray copies a jax.Array ten times as slowly.
+      reference = ray.put(jax.tree.map(np.asarray, tree))
+      self._published.append((tree, reference))
+      return reference
 
   def lives(self) -> dict[str, int]:
     """Returns the lives of the objects whose first process has died, by name."""

@@ -8,27 +8,26 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import flax.errors
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from podracer_jit import loops, options
+from podracer_jit import loops, options, schedules
 from podracer_jit.actor import kept_envs, priorities
-from podracer_jit.actor.acting import Acting, FirstReady, ForReplay, InStep
+from podracer_jit.actor.acting import Acting, FirstReady, InStep
 from podracer_jit.actor.rollout_program import KeptPrograms, RolloutProgram
-from podracer_jit.agents import networks
-from podracer_jit.agents.networks import Model
+from podracer_jit.agents import networks, running_moments
 from podracer_jit.envs.families import family_of
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.experiment import modules
 from podracer_jit.experiment.schema import Experiment
-from podracer_jit.learner import replay_updates, rollout_updates
-from podracer_jit.learner.learner import Learner, Parts, keys_of
-from podracer_jit.learner.replay_learner import ReplayLearner
-from podracer_jit.learner.rollout_learner import RolloutLearner
+from podracer_jit.learner.from_replay import FromReplay
+from podracer_jit.learner.from_rollouts import FromRollouts
+from podracer_jit.learner.learner import Learner, ReplayLearner, RolloutLearner, keys_of
 from podracer_jit.loops import Worker
-from podracer_jit.losses.objective import Objective
+from podracer_jit.losses.algorithm import Algorithm
+from podracer_jit.numerics import counters
+from podracer_jit.numerics.groups import Groups
 from podracer_jit.replay import buffer
 from podracer_jit.runtime import placement
 from podracer_jit.runtime.channels import FifoQueue, Versioned
@@ -48,7 +47,6 @@ class Run:
 
   experiment: Experiment
   place: placement.Placement
-  network: nn.Module
   learner: Learner
   acting: Acting
   crew: Crew | None = None  # that acts elsewhere
@@ -128,16 +126,9 @@ def make_run(experiment: Experiment, crew: Crew | None = None,
                               experiment.spec.is_function)
     for problem in _problems_of_devices(experiment, place):
       raise ValueError(problem)
-  network = make_network(experiment)
-  optimizer = experiment.optimizer
-  learner_parts = Parts(network, experiment.spec.obs_shape, experiment.spec.obs_dtype,
-                        optimizer.transformation(), optimizer.schedule(experiment.total_steps),
-                        place.mesh)
-  if experiment.algorithm.learns_from_replay:
-    learner = _replay_learner(experiment, learner_parts)
-  else:
-    learner = _rollout_learner(experiment, learner_parts)
-  return Run(experiment, place, network, learner, make_acting(experiment, network), crew)
+  acting = make_acting(experiment)  # checks exploration, which acting reads
+  check_network(experiment)
+  return Run(experiment, place, make_learner(experiment, place.mesh), acting, crew)
 
 
 def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> Iterator[str]:
@@ -168,34 +159,38 @@ def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> 
            f'{place.workers}')
 
 
-def make_network(experiment: Experiment) -> nn.Module:
-  """Returns the whole network of an experiment.
+def check_network(experiment: Experiment) -> None:
+  """Checks by shapes the network that the algorithm makes, and how it acts with it.
 
   Raises:
-    ValueError: the network fails, or its layers shrink an observation to nothing.
+    ValueError: the network fails, its layers shrink an observation to nothing, or it gives the
+      policy something else than this reads; or the algorithm cannot act, or make its state.
   """
-  try:
-    network = experiment.algorithm.network_kind.build(
-        experiment.network, experiment.policy, experiment.torso_options,
-        experiment.normalise.moments)
-  except ValueError as error:
-    raise ValueError(f'network.{error}') from None
+  algorithm = experiment.algorithm
   name = experiment.network_name
   spec = experiment.spec
-  obs = jax.ShapeDtypeStruct((1, 1, *spec.obs_shape), spec.obs_dtype)
-
-  def init(obs):
-    return network.init_with_output(jax.random.key(0), obs, network.initial_recurrent_state(1),
-                                    jnp.ones((1, 1), bool))
-
   sizes = ', '.join(f'{option} = {options.shown(getattr(experiment.network, option))}'
                     for option in options.meanings(type(experiment.network)))
   described = f'{name} with {sizes}' if sizes else name
   nothing_left = (f'network.name: {described} leaves nothing of observations of '
                   f'{spec.obs_shape}; take smaller kernels and strides, or larger frames')
+  headless = _without_heads(experiment)
+  own = [method for method in ('make_network', 'initial_carry', 'init')
+         if overrides(algorithm, method)]
   try:
-    (dist_params, *_), variables = jax.eval_shape(init, obs)
+    headless.network  # noqa: B018 - made here, and kept
   except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own network may raise anything
+    if 'make_network' not in own and isinstance(error, ValueError):
+      raise ValueError(f'network.{error}') from None
+    with modules.one_line(experiment.fields, _method(experiment, 'make_network')):
+      raise
+  key = jax.eval_shape(jax.random.key, 0)
+  try:
+    variables = jax.eval_shape(headless.init, key)
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own network may raise anything
+    if own:
+      with modules.one_line(experiment.fields, _method(experiment, own[-1])):
+        raise
     if type(experiment.network).__module__ == networks.__name__:
       # The output size of a shipped layer became zero or negative.
       raise ValueError(nothing_left) from None
@@ -204,25 +199,85 @@ def make_network(experiment: Experiment) -> nn.Module:
                      f'{options.shorten(str(error))}') from error
   if not all(x.size for x in jax.tree.leaves(variables)):
     raise ValueError(nothing_left)
-  if set(variables) - {'params', 'moments'}:
+  makes_variables = type(algorithm).init is Algorithm.init
+  if makes_variables and set(variables) - {'params', 'moments'}:
     raise ValueError(f'network.name: {name} has the variables {", ".join(variables)}; only params '
                      'can be trained')
+  moments = set(experiment.normalise.moments)
+  if set(running_moments.moments_of(variables)) != moments:
+    raise ValueError(f"loss.name: init of {experiment.loss_name} must return params['moments'] "
+                     f'with {", ".join(sorted(moments)) or "nothing"}, the quantities that '
+                     'normalise names, as init of Algorithm does')
   # Shipped networks can be called, and to trace a large one takes a second.
-  if modules.named(experiment.fields):
-    _check_calls(experiment, network, variables)
-  if dist_params.shape[-1] != experiment.policy.dist_size:
-    raise ValueError(f'policy: it reads {experiment.policy.dist_size} numbers, and {name} gives '
-                     f'{dist_params.shape[-1]}')
-  return _with_heads(network, experiment)
+  if modules.named(experiment.fields) and makes_variables and (
+      type(algorithm).act is Algorithm.act):
+    _check_calls(experiment, variables)
+  if headless is not algorithm:
+    try:
+      jax.eval_shape(algorithm.init, key)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own head may raise anything
+      raise _of_heads(experiment, error) from error
+  own = [method for method in ('init_target', 'make_optimizer') if overrides(algorithm, method)]
+  with modules.one_line(experiment.fields, _method(experiment, ' or '.join(own)) if own
+                        else f'optimizer.name: {type(experiment.optimizer).__name__}'):
+    algorithm.state_shapes  # noqa: B018 - made here, and kept
+  exploration_of(experiment)
+  with modules.one_line(experiment.fields, who_acts(experiment)):
+    algorithm.acted_shapes  # noqa: B018 - made here, and kept
 
 
-def _check_calls(experiment: Experiment, network: nn.Module, variables: Any) -> None:
+def overrides(algorithm: Algorithm, method: str) -> bool:
+  """Returns whether a method of an algorithm is a user's own."""
+  return not getattr(type(algorithm), method).__module__.startswith('podracer_jit.')
+
+
+def _method(experiment: Experiment, method: str) -> str:
+  """Returns the field and the name of a method of the algorithm, for error messages."""
+  return f'loss.name: {method} of {experiment.loss_name}'
+
+
+def who_acts(experiment: Experiment) -> str:
+  """Returns the field and the name of the part that is at fault if acting fails."""
+  if overrides(experiment.algorithm, 'act'):
+    return _method(experiment, 'act')
+  if ':' in experiment.policy_name:
+    return f'policy: {experiment.policy_name}'
+  return f'network.name: {experiment.network_name}'
+
+
+def _without_heads(experiment: Experiment) -> Algorithm:
+  """Returns an algorithm whose network has no auxiliary heads; the same one if it has none.
+
+  Raises:
+    ValueError: the heads cannot be made, or its network has no place for them.
+  """
+  algorithm = experiment.algorithm
+  try:
+    if not algorithm.heads():
+      return algorithm
+    network = algorithm.network
+    if 'heads' not in {field.name for field in dataclasses.fields(network)}:
+      raise TypeError(f'{type(network).__name__} takes no heads')
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own heads may raise anything
+    raise _of_heads(experiment, error) from error
+  headless = dataclasses.replace(algorithm)
+  # A copy of a frozen dataclass; `network` is cached in its __dict__.
+  vars(headless)['network'] = network.clone(heads=None)
+  return headless
+
+
+def _of_heads(experiment: Experiment, error: BaseException) -> ValueError:
+  return ValueError(f'loss.name: the heads of {experiment.loss_name} fail on '
+                    f'{experiment.spec.task}: {type(error).__name__}: '
+                    f'{options.shorten(str(error))}')
+
+
+def _check_calls(experiment: Experiment, variables: Any) -> None:
   """Traces a call of the network as actors and learner make it: several rows, and nothing random.
 
   Args:
-    experiment: to build.
-    network: the whole network of the experiment.
-    variables: the shapes of its variables.
+    experiment: to build; its algorithm has an actor-critic.
+    variables: the shapes of the network's variables.
 
   Raises:
     ValueError: the call fails, changes variables, or returns other shapes.
@@ -232,7 +287,8 @@ def _check_calls(experiment: Experiment, network: nn.Module, variables: Any) -> 
   rows = 2, 3
 
   def call(variables, obs, valid):
-    return network.apply(variables, obs, network.initial_recurrent_state(rows[1]), valid)
+    algorithm = experiment.algorithm
+    return algorithm.network.apply(variables, obs, algorithm.initial_carry(rows[1]), valid)
 
   try:
     outputs = jax.eval_shape(call, variables,
@@ -248,83 +304,64 @@ def _check_calls(experiment: Experiment, network: nn.Module, variables: Any) -> 
     raise ValueError(f'network.name: {name} fails on {rows[0]} rows of {rows[1]} environments with '
                      f'observations of {spec.obs_shape}, though not on a single one: '
                      f'{type(error).__name__}: {options.shorten(str(error))}') from error
-  wanted = (*rows, experiment.policy.dist_size), rows
+  size = experiment.policy.dist_size
+  wanted = (*rows, size), rows
   shapes = tuple(getattr(output, 'shape', None) for output in outputs[:2])
   if shapes[0] is None or shapes[0][:2] != rows or shapes[1] != rows:
     raise ValueError(f'network.name: {name} must return arrays {wanted[0]} and {wanted[1]} for '
                      f'{rows[0]} rows of {rows[1]} environments, got {shapes[0]} and {shapes[1]}')
+  if shapes[0][2:] != (size,):
+    raise ValueError(f'policy: {experiment.policy_name} reads {size} numbers, and {name} gives '
+                     f'{shapes[0][2]}')
 
 
-def _with_heads(network: nn.Module, experiment: Experiment) -> nn.Module:
-  """Returns the network with the auxiliary heads of its algorithm, if it has any.
-
-  Raises:
-    ValueError: the network has no place for heads, or a head fails.
-  """
-  name = experiment.loss_name
-  spec = experiment.spec
-  try:
-    heads = dict(experiment.algorithm.heads(spec))
-    if not heads:
-      return network
-    if 'heads' not in {field.name for field in dataclasses.fields(network)}:
-      raise TypeError(f'{type(network).__name__} takes no heads')
-    network = network.clone(heads=heads)
-    jax.eval_shape(lambda key: networks.init_params(network, key, spec.obs_shape, spec.obs_dtype),
-                   jax.random.key(0))
-  except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own heads may raise anything
-    raise ValueError(f'loss.name: the heads of {name} fail on {spec.task}: '
-                     f'{type(error).__name__}: {options.shorten(str(error))}') from error
-  return network
-
-
-def _rollout_learner(experiment: Experiment, parts: Parts) -> RolloutLearner:
-  """Returns the learner of an algorithm that learns from each rollout once."""
-  model = Model(parts.network.apply, parts.network.policy, experiment.torso_options.recurrent)
-  objective = Objective(experiment.algorithm, model, experiment.unroll_length)
-  sizes = rollout_updates.Sizes(
-      experiment.env.num_envs, experiment.num_grad_shards, experiment.num_minibatches,
-      experiment.num_epochs, experiment.microbatch_rows)
-  return RolloutLearner(parts, objective, sizes, experiment.exact_reduce)
-
-
-def _replay_learner(experiment: Experiment, parts: Parts) -> ReplayLearner:
-  """Returns the learner of an algorithm that learns from a replay."""
+def make_learner(experiment: Experiment, mesh: Mesh) -> Learner:
+  """Returns the learner of an experiment on a mesh."""
   algorithm = experiment.algorithm
+  num_envs = experiment.env.num_envs
+  count = experiment.num_grad_shards
+  # XLA's all-reduce adds one gradient of each device, so each device is one group.
+  if not experiment.exact_reduce and not algorithm.learns_from_replay:
+    count = mesh.size
+  groups = Groups(count, num_envs // count, mesh.size, experiment.exact_reduce)
+  if not algorithm.learns_from_replay:
+    return RolloutLearner(
+        FromRollouts(algorithm, groups, experiment.num_epochs, experiment.num_minibatches,
+                     experiment.microbatch_rows), mesh)
   replay = experiment.replay
-  spec = experiment.spec
-  groups = experiment.num_grad_shards
-  group_envs = experiment.env.num_envs // groups
-  sizes = replay_updates.Sizes(
-      experiment.env.num_envs, groups, replay.batch_size, replay.gradient_steps,
-      replay.min_size, algorithm.target_every, replay.importance_exponent,
-      experiment.microbatch_rows)
   memory = buffer.Replay(
-      replay.capacity // groups, group_envs, experiment.unroll_length, spec.stack,
-      algorithm.n_step, algorithm.discount, replay.eviction, replay.priority_exponent,
-      replay.eviction_exponent)
-  like = priorities.shapes(group_envs, spec.obs_shape, spec.obs_dtype, spec.stack,
-                           experiment.policy)
-  return ReplayLearner(parts, algorithm, replay, memory, like, sizes, experiment.exact_reduce)
+      replay.capacity // count, groups.envs, experiment.unroll_length, experiment.spec.stack,
+      experiment.items, replay.eviction, replay.priority_exponent, replay.eviction_exponent)
+  return ReplayLearner(
+      FromReplay(algorithm, groups, memory, replay, experiment.microbatch_rows), mesh,
+      priorities.shapes(algorithm, groups.envs))
 
 
-def make_acting(experiment: Experiment, network: nn.Module) -> Acting:
+def make_acting(experiment: Experiment) -> Acting:
   """Returns the way in which the actors of an experiment act."""
   algorithm = experiment.algorithm
-  spec = experiment.spec
-  steps = experiment.unroll_length
   if experiment.env_batch:
-    obs = jax.ShapeDtypeStruct(spec.obs_shape, spec.obs_dtype)
-    return FirstReady(network, steps, spec.stack, obs)
-  if algorithm.learns_from_replay:
-    exploration = algorithm.exploration(experiment.env.num_envs)
-    if np.shape(exploration) != (experiment.env.num_envs,):
-      raise ValueError(f'loss.name: exploration of {experiment.loss_name} must return an array '
-                       f'({experiment.env.num_envs},), a number for each environment; got '
+    return FirstReady(algorithm)
+  return InStep(algorithm, exploration_of(experiment),
+                algorithm.discount if experiment.normalise.reward else None)
+
+
+def exploration_of(experiment: Experiment) -> np.ndarray | None:
+  """Returns the constants of all environments, as `Algorithm.exploration` returns them.
+
+  Raises:
+    ValueError: there is not one for each environment.
+  """
+  num_envs = experiment.env.num_envs
+  algorithm = experiment.algorithm
+  if schedules.scheduled(algorithm):
+    algorithm = algorithm.at(counters.zero(experiment.total_steps))
+  with modules.one_line(experiment.fields, _method(experiment, 'exploration')):
+    exploration = algorithm.exploration(num_envs)
+    if exploration is not None and np.shape(exploration) != (num_envs,):
+      raise ValueError(f'must return an array ({num_envs},), a number for each environment; got '
                        f'{np.shape(exploration)}')
-    return ForReplay(network, steps, spec.stack, algorithm.n_step, algorithm.discount, exploration)
-  discount = algorithm.discount if experiment.normalise.reward else None
-  return InStep(network, steps, spec.stack, discount)
+  return None if exploration is None else np.asarray(exploration)
 
 
 def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any | None = None
@@ -455,7 +492,7 @@ def segment(run: Run, snapshot: Snapshot, updates: int, report: Callable[[Report
 
   def ended(state: TrainState) -> bool:
     stopped = placement.any_process(stop(), mesh)
-    return stopped or wiring.number(state.steps) >= total_steps
+    return stopped or counters.number(state.steps) >= total_steps
 
   def write(state: None, item: Versioned):
     report(item.value)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from podracer_jit.agents import kinds
+from podracer_jit.agents import networks, policies
 from podracer_jit.envs import spaces
-from podracer_jit.experiment.schema import EnvOptions, Experiment
-from podracer_jit.learner.rollout_updates import num_microbatches
-from podracer_jit.losses.minibatches import ROWS, Unit
+from podracer_jit.experiment.schema import CHOICES, EnvOptions, Experiment
+from podracer_jit.learner.updates import num_microbatches
+from podracer_jit.losses.algorithm import Algorithm
+from podracer_jit.losses.items import Items
 from podracer_jit.options import INT32_MAX, Count, defaults, shown, uneven
+from podracer_jit.schedules import Schedule
 from podracer_jit.schemes.table import SCHEMES
 
 MAX_ACTORS = 4096  # of a process, each with a thread
@@ -21,6 +23,7 @@ MAX_ACTORS = 4096  # of a process, each with a thread
 
 def problems(experiment: Experiment) -> Iterator[str]:
   """Yields a line for each problem of an experiment; it begins with the field."""
+  yield from _items(experiment)
   yield from _too_large(experiment)
   yield from _network(experiment)
   yield from _algorithm(experiment)
@@ -29,12 +32,37 @@ def problems(experiment: Experiment) -> Iterator[str]:
   yield from _indivisible(experiment)
   yield from _asynchronous(experiment)
   for needs_replay in (experiment.scheme.replay, experiment.scheme.graph.replay):
-    if needs_replay not in (None, experiment.algorithm.learns_from_replay):
+    if needs_replay not in (None, experiment.loss.learns_from_replay):
       yield (f'scheme: {experiment.scheme_name} is for losses '
              f'{"with" if needs_replay else "without"} a replay, loss.name is '
              f'{experiment.loss_name}')
-  if experiment.algorithm.learns_from_replay:
+  if experiment.loss.learns_from_replay:
     yield from _replay(experiment)
+
+
+def _items(experiment: Experiment) -> Iterator[str]:
+  """Yields problems of the items of an own algorithm."""
+  items = experiment.items
+  who = f'loss.name: items of {experiment.loss_name} must return'
+  if not isinstance(items, Items):
+    yield (f'{who} Items, such as items.rows() or items.environments(self.parts.unroll_length); '
+           f'got {shown(items)}')
+    return
+  numbers = items.length, items.period, items.network_rows
+  if not all(type(number) is int and number > 0 for number in numbers):
+    yield (f'{who} Items with a length, a period and network_rows of at least 1, got '
+           f'{shown(numbers)}')
+  elif experiment.loss.learns_from_replay:
+    if type(experiment.loss).items is Algorithm.items:
+      yield (f'loss.name: {experiment.loss_name} learns from a replay but has no method items: '
+             'that of Algorithm returns whole rollouts; return items.transitions(n_step, '
+             'self.discount)')
+    elif items.period != 1:
+      yield (f'{who} Items that begin in each row of a replay, so their period must be 1, got '
+             f'{items.period}')
+  elif items.length > experiment.unroll_length:
+    yield (f'unroll_length: {experiment.loss_name} learns from items of {items.length} rows of a '
+           f'rollout; must be at least {items.length}, got {experiment.unroll_length}')
 
 
 def _too_large(experiment: Experiment) -> Iterator[str]:
@@ -45,15 +73,18 @@ def _too_large(experiment: Experiment) -> Iterator[str]:
   if rows > INT32_MAX:
     yield (f'unroll_length: the {steps} rows of env.num_envs = {num_envs} environments, and the '
            f'observations after them, are {rows:,} in all; must be below 2^31')
-  if experiment.total_steps + rows > INT32_MAX:
-    yield (f'total_steps: with the {experiment.batch_rows} rows of the last update it must be '
-           f'below 2^31, got {experiment.total_steps}')
+  # Half of the rows may be invalid, if each episode ends with its first step.
+  updates = 2 * experiment.total_steps // experiment.batch_rows
+  if updates > INT32_MAX:
+    yield (f'total_steps: {experiment.total_steps:,} steps of {experiment.batch_rows} rows an '
+           f'update may take {updates:,} updates, which must be below 2^31; take more environments '
+           '(env.num_envs) or a longer unroll_length')
   place = experiment.placement
   if place.num_actors > MAX_ACTORS:
     yield (f'placement.actors_per_device: {place.actors_per_device} actors on each of '
            f'{len(place.actor_devices)} devices are {place.num_actors}; must be at most '
            f'{MAX_ACTORS} in a process')
-  if not experiment.algorithm.learns_from_replay:
+  if not experiment.loss.learns_from_replay:
     gradients = experiment.num_epochs * experiment.num_minibatches
     if gradients > INT32_MAX:
       yield (f'num_minibatches: {experiment.num_minibatches} in each of num_epochs = '
@@ -66,7 +97,7 @@ def _too_large(experiment: Experiment) -> Iterator[str]:
            f'{replay.batch_size} draw {drawn:,} transitions; must be below 2^31')
   # A replay has rows beyond its capacity that cannot be drawn, because their end or frames of their
   # stacks are missing.
-  margin = steps + experiment.algorithm.n_step + experiment.spec.stack + 1
+  margin = steps + experiment.items.length + experiment.spec.stack + 1
   places = replay.capacity + num_envs * margin
   if places > INT32_MAX:
     yield (f'replay.capacity: {replay.capacity} transitions, and {margin} rows of env.num_envs = '
@@ -77,24 +108,23 @@ def _network(experiment: Experiment) -> Iterator[str]:
   """Yields problems of the network with the algorithm and the task's observations."""
   name = experiment.network_name
   spec = experiment.spec
-  kind = experiment.algorithm.network_kind
+  algorithm = experiment.loss
   torso = experiment.torso_options
-  role = kinds.provides(type(experiment.network))
-  if role != kind.role:
-    yield f'network.name: {experiment.loss_name} wants {kind.role}, {name} is {role}'
+  role = networks.role_of(type(experiment.network))
+  if role != algorithm.network_role:
+    yield f'network.name: {experiment.loss_name} wants {algorithm.network_role}, {name} is {role}'
     return
-  if not kind.takes_torso_options:
-    for field, only in (('core', 'none'), ('separate_critic', False)):
-      if getattr(torso, field) != only:
-        yield f'network.{field}: {experiment.loss_name} has no use for it; must be {only}'
+  for field, only in (('core', 'none'), ('separate_critic', False)):
+    if field not in algorithm.takes and getattr(torso, field) != only:
+      yield f'network.{field}: {experiment.loss_name} has no use for it; must be {only}'
   needs_parts = getattr(experiment.network, 'needs_parts', False)
   needs_images = getattr(experiment.network, 'needs_images', False)
   if needs_parts and not any(part.is_image for part in spec.parts):
     yield (f'network.name: {name} wants observations of several parts with an image among them; '
            f'{spec.task} gives {spec.obs_shape}')
   if needs_images and len(spec.obs_shape) != 3:
-    any_shape = [network for network, part in kinds.NETWORKS.items()
-                 if kinds.provides(part) == role
+    any_shape = [network for network, part in CHOICES['network'].shipped.items()
+                 if networks.role_of(part) == role
                  and not getattr(part, 'needs_images', False)
                  and not getattr(part, 'needs_parts', False)]
     yield (f'network.name: {name} wants images, {spec.task} gives {spec.obs_shape}; '
@@ -106,18 +136,32 @@ def _network(experiment: Experiment) -> Iterator[str]:
 def _algorithm(experiment: Experiment) -> Iterator[str]:
   """Yields problems of the algorithm with optimizer, network and normalised quantities."""
   name = experiment.loss_name
-  if experiment.optimizer.kl_target and not experiment.algorithm.measures_kl:
+  algorithm = experiment.loss
+  if algorithm.policy_reads != policies.DISTRIBUTION and type(algorithm).act is Algorithm.act:
+    yield (f'loss.name: {name} has policy_reads = {shown(algorithm.policy_reads)} but no method '
+           'act: that of Algorithm draws from a distribution; write one, as losses/dqn.py does')
+  if experiment.optimizer.kl_target and not algorithm.measures_kl:
     yield f'optimizer.kl_target: {name} does not measure the KL divergence; must be 0'
-  if not experiment.algorithm.learns_from_replay:
-    unit = experiment.minibatch_unit
-    if not isinstance(unit, Unit):
-      yield (f'loss.name: minibatch_unit of {name} must return minibatches.ENVIRONMENTS or '
-             f'minibatches.ROWS, got {shown(unit)}')
-    elif experiment.torso_options.recurrent and unit is ROWS:
+  if algorithm.learns_from_replay:
+    own = type(algorithm)
+    for method in ('targets', 'statistics'):
+      if getattr(own, method) is not getattr(Algorithm, method):
+        yield (f'loss.name: {name} learns from a replay, which never calls {method}; compute it in '
+               'loss')
+  else:
+    if experiment.torso_options.recurrent and experiment.items.length < experiment.unroll_length:
       yield (f'network.core: {name} learns from single rows, and a recurrent network from rows in '
              f'order; must be none, got {experiment.torso_options.core}')
-  if experiment.normalise.value and not experiment.algorithm.normalises_values:
-    yield f'normalise.value: {name} cannot learn normalised values; must be False'
+  for field, moment, what in (('obs', 'obs', 'observations'), ('reward', 'returns', 'rewards'),
+                              ('value', 'values', 'values')):
+    measured = moment in algorithm.normalises and not algorithm.learns_from_replay
+    if getattr(experiment.normalise, field) and not measured:
+      yield f'normalise.{field}: {name} cannot learn normalised {what}; must be False'
+  discount = algorithm.discount
+  if isinstance(discount, Schedule) and (algorithm.learns_from_replay
+                                         or experiment.normalise.reward):
+    where = 'a replay' if algorithm.learns_from_replay else 'normalise.reward'
+    yield f'loss.discount: returns of {where} have one discount; must be a number, got {discount}'
 
 
 def _placement(experiment: Experiment) -> Iterator[str]:
@@ -178,9 +222,9 @@ def _indivisible(experiment: Experiment) -> Iterator[str]:
                          (gradient_groups, experiment.placement.learner_count(learners))):
     if whole.number % divisor.number:
       yield uneven(whole, divisor)
-  if experiment.algorithm.learns_from_replay:
+  if experiment.loss.learns_from_replay:
     return
-  elements = experiment.group_elements
+  elements = experiment.group_items
   if elements % experiment.num_minibatches:
     yield (f'num_minibatches: the {elements} minibatch elements of a gradient group cannot be '
            f'split evenly into {experiment.num_minibatches} minibatches')
@@ -191,12 +235,11 @@ def _small_minibatches(experiment: Experiment) -> Iterator[str]:
   algorithm = experiment.algorithm
   if algorithm.learns_from_replay:
     return
-  unit = experiment.minibatch_unit
-  elements = experiment.group_elements
+  elements = experiment.group_items
   # Where each worker has an update of its own, a minibatch is of its groups only.
   updates = len(experiment.placement.learner_devices) if experiment.scheme.each else 1
   epoch_rows = (experiment.num_grad_shards // updates * elements
-                * (experiment.unroll_length // unit.elements(experiment.unroll_length)))
+                * experiment.items.length)
 
   def note(num_minibatches: int) -> str:
     return algorithm.note_about_minibatches(epoch_rows // num_minibatches)
@@ -256,15 +299,13 @@ def _small_microbatches(experiment: Experiment) -> Iterator[str]:
   """Yields a line if a group's share of a minibatch has no divisor near `microbatch_rows`."""
   most_rows = experiment.microbatch_rows
   groups = experiment.num_grad_shards
-  rows = 1
-  if experiment.algorithm.learns_from_replay:
+  rows = experiment.items.network_rows
+  if experiment.loss.learns_from_replay:
     elements = experiment.replay.batch_size // groups
     share = 'replay.batch_size / num_grad_shards'
   else:
-    unit = experiment.minibatch_unit
-    rows = unit.network_rows(experiment.unroll_length)
-    elements = experiment.group_elements // experiment.num_minibatches
-    steps = '' if unit.elements(2) == 1 else ' * unroll_length'
+    elements = experiment.group_items // experiment.num_minibatches
+    steps = '' if experiment.items.length == experiment.unroll_length else ' * unroll_length'
     share = f'env.num_envs{steps} / num_grad_shards / num_minibatches'
 
   def size(elements: int) -> int:
@@ -293,7 +334,7 @@ def _asynchronous(experiment: Experiment) -> Iterator[str]:
   if shard % size or size >= shard:
     yield (f'env_batch: must be 0, or a divisor of the {shard} environments of a shard below '
            f'{shard}, got {size}')
-  if experiment.algorithm.learns_from_replay:
+  if experiment.loss.learns_from_replay:
     yield (f'env_batch: {experiment.loss_name} draws from a replay, which needs the rows of all '
            'environments in order; must be 0')
   if experiment.scheme.graph.one_program:
@@ -302,6 +343,12 @@ def _asynchronous(experiment: Experiment) -> Iterator[str]:
   if experiment.torso_options.recurrent:
     yield (f'env_batch: a recurrent network (network.core = {experiment.torso_options.core}) '
            f'needs all environments at once; must be 0, got {size}')
+  elif type(experiment.loss).initial_carry is not Algorithm.initial_carry:
+    yield (f'env_batch: {experiment.loss_name} has a carry, which needs all environments at once; '
+           f'must be 0, got {size}')
+  if type(experiment.loss).exploration is not Algorithm.exploration:
+    yield (f'env_batch: {experiment.loss_name} explores by environment, which needs all '
+           f'environments at once; must be 0, got {size}')
   if experiment.normalise.reward:
     yield ('env_batch: normalise.reward needs the returns of all environments in order; must be '
            f'0, got {size}')
@@ -312,12 +359,9 @@ def _replay(experiment: Experiment) -> Iterator[str]:
   options = experiment.replay
   scheme = experiment.scheme
   name = experiment.loss_name
-  normalise = experiment.normalise
   for field, value, only in (
       ('num_epochs', experiment.num_epochs, 1),
-      ('num_minibatches', experiment.num_minibatches, 1),
-      ('normalise.obs', normalise.obs, False), ('normalise.reward', normalise.reward, False),
-      ('normalise.value', normalise.value, False)):
+      ('num_minibatches', experiment.num_minibatches, 1)):
     if value != only:
       yield f'{field}: {name} draws from a replay; must be {only}, got {value}'
   if experiment.spec.stack > 1 and options.eviction != 'fifo':

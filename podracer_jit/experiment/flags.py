@@ -6,6 +6,7 @@ import ast
 import contextlib
 import difflib
 import re
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,10 @@ def _one_line_errors() -> Iterator[None]:
     names_field = re.match(r'--config|\w+\.name: ', message)
     raise ValueError(message if names_field else f'--config: {message}') from None
   except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything
+    if parts.gone_from(error):
+      file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+      raise ValueError(parts.of_version_0_6('--config', file.name,
+                                            parts.gone_from(error))) from None
     raise ValueError(f'--config: {type(error).__name__}: {_one_line(error)}') from None
 
 

@@ -14,20 +14,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from podracer_jit import options
 from podracer_jit.actor.acting import Acting
+from podracer_jit.agents import running_moments
 from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import EnvSpec, TimeStep
 from podracer_jit.experiment import build
 from podracer_jit.experiment.schema import EnvOptions, Experiment, TrainingOptions
-from podracer_jit.learner.rollout_updates import num_microbatches
+from podracer_jit.learner.updates import num_microbatches
+from podracer_jit.losses.algorithm import Acted, Algorithm, ForActors
 from podracer_jit.replay import buffer
-from podracer_jit.types import Transition
 
 HOST = 'this machine'
 _USUAL_OBS = 4 * 84 * 84  # bytes of an observation of Atari
@@ -146,6 +146,7 @@ def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
   """Returns the parts that exist while actors act, and while a gradient is computed."""
   train_state = run.learner.state_shapes()
   params = train_state.params
+  given = jax.eval_shape(run.experiment.algorithm.for_actors, train_state)
   always = _learner_parts(run, nbytes(train_state))
   state, experience, episodes = _actor_bytes(run)
   experiment = run.experiment
@@ -160,7 +161,7 @@ def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
     acting.append(Part('rollouts', experience * _rollouts_at_once(run), _place(device),
                        rollout_fields))
     if not experiment.scheme.graph.one_program:
-      acting.append(Part("actors' parameters", nbytes(params), _place(device),
+      acting.append(Part("actors' parameters", nbytes(given), _place(device),
                          _network_fields(run)))
 
   if experiment.scheme.graph.one_program:
@@ -168,7 +169,7 @@ def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
     always.append(Part('reports', calls * episodes, _place(place.learners[0]),
                        ('placement.updates_per_call', *rollout_fields)))
 
-  gradient = nbytes(params['params'])
+  gradient = nbytes(running_moments.weights(params))
   learning += [Part('gradient', gradient, _place(device), _network_fields(run))
                for device in _optimizer_devices(run)]
   actors = _actors(run)
@@ -227,18 +228,11 @@ def _actor_bytes(run: build.Run) -> tuple[int, int, int]:
   """Returns the bytes of an actor's state, of its rollout, and of a rollout's episodes."""
   experiment = run.experiment
   pools = experiment.num_shards // _actors(run)
-  return tuple(size * pools for size in bytes_of_pool(experiment, run.network, run.acting))
+  return tuple(size * pools for size in bytes_of_pool(experiment, run.acting))
 
 
-def bytes_of_pool(experiment: Experiment, network: nn.Module, acting: Acting
-                  ) -> tuple[int, int, int]:
-  """Returns the bytes of a vector environment's state, of its rollout, and of its episodes.
-
-  Args:
-    experiment: of the run.
-    network: of the run.
-    acting: of the run.
-  """
+def bytes_of_pool(experiment: Experiment, acting: Acting) -> tuple[int, int, int]:
+  """Returns the bytes of a vector environment's state, of its rollout, and of its episodes."""
   # All vector environments have the same shapes, so one is enough.
   num_envs = experiment.env.num_envs // experiment.num_shards
   vector_env = _VectorEnvOfShapes(experiment.spec, num_envs, experiment.env_batch)
@@ -246,10 +240,10 @@ def bytes_of_pool(experiment: Experiment, network: nn.Module, acting: Acting
     task = experiment.env.task
     vector_env.state_shapes = family_of(task).state_shapes(task, experiment.env_options, num_envs)
   # Tracing the network itself would take seconds at every start.
-  acting = acting._replace(network=_NetworkOfShapes(network))
+  acting = acting._replace(algorithm=_AlgorithmOfShapes(acting.algorithm))
   state = jax.eval_shape(lambda key: acting.initial_state([vector_env], [key], 0),
                          jax.eval_shape(jax.random.key, 0))
-  _, experience = jax.eval_shape(acting.rollout([vector_env]), None, state)
+  _, experience = jax.eval_shape(acting.rollout([vector_env]), ForActors(None), state)
   return (nbytes(state.envs), nbytes(experience), nbytes([x.episodes for x in experience]))
 
 
@@ -259,8 +253,8 @@ def _index_bytes(run: build.Run) -> int:
   algorithm = experiment.algorithm
   if algorithm.learns_from_replay or not algorithm.shuffles:
     return 0
-  elements = experiment.num_grad_shards * experiment.group_elements
-  return experiment.num_epochs * elements * np.dtype(np.int32).itemsize
+  items = experiment.num_grad_shards * experiment.group_items
+  return experiment.num_epochs * items * np.dtype(np.int32).itemsize
 
 
 def _pass_bytes(run: build.Run) -> int:
@@ -273,13 +267,13 @@ def _pass_bytes(run: build.Run) -> int:
   spec = experiment.spec
   if experiment.algorithm.learns_from_replay or spec.stack > 1:
     return 0
-  rows_per_element = experiment.minibatch_unit.network_rows(experiment.unroll_length)
-  elements = experiment.group_elements // experiment.num_minibatches
-  passes = num_microbatches(elements, rows_per_element, experiment.microbatch_rows)
+  rows_per_item = experiment.items.network_rows
+  items = experiment.group_items // experiment.num_minibatches
+  passes = num_microbatches(items, rows_per_item, experiment.microbatch_rows)
   converted = 0
   if len(spec.obs_shape) == 1 and not np.issubdtype(spec.obs_dtype, np.floating):
     converted = spec.obs_shape[0] * np.dtype(np.float32).itemsize
-  return elements // passes * rows_per_element * (obs_bytes(spec) + converted)
+  return items // passes * rows_per_item * (obs_bytes(spec) + converted)
 
 
 def _drawn_bytes(run: build.Run) -> int:
@@ -289,19 +283,17 @@ def _drawn_bytes(run: build.Run) -> int:
   return nbytes(drawn_shapes(run)) // run.place.mesh.size
 
 
-def drawn_shapes(run: build.Run) -> Transition:
-  """Returns the shapes of the transitions that a gradient step draws, [groups, N, ...]."""
-  # The shapes do not depend on n_step, but the time to trace does.
-  memory = run.learner.memory._replace(n_step=1)
-  sizes = run.learner.sizes
+def drawn_shapes(run: build.Run) -> Any:
+  """Returns the shapes of the items that a gradient step draws, [groups, N, ...]."""
+  source = run.learner.source
   replay: buffer.State = run.learner.replay_shapes()
-  share = sizes.batch_size // sizes.num_grad_shards
 
-  def sample(replay, key):
-    keys = jax.random.split(key, sizes.num_grad_shards)
-    return memory.sample(replay, keys, share).transition
+  def read(replay, places):
+    group = jnp.arange(len(places))
+    return jax.vmap(lambda group, place: source.memory.read(replay, group, place))(group, places)
 
-  return jax.eval_shape(sample, replay, jax.eval_shape(jax.random.key, 0))
+  places = jax.ShapeDtypeStruct((source.groups.count, source.group_batch), jnp.int32)
+  return jax.eval_shape(read, replay, places)
 
 
 def _network_fields(run: build.Run) -> tuple[str, ...]:
@@ -390,28 +382,25 @@ def nbytes(tree: Any) -> int:
   return sum(int(np.prod(x.shape, dtype=object)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-class _NetworkOfShapes:
-  """Replaces the network of actors while shapes are computed."""
+class _AlgorithmOfShapes:
+  """Replaces the algorithm of actors while shapes are computed."""
 
-  def __init__(self, network: nn.Module):
-    self.policy = network.policy
-    self.initial_recurrent_state = network.initial_recurrent_state
+  def __init__(self, algorithm: Algorithm):
+    self._algorithm = algorithm
 
-  def apply(self, params: Any, obs: jax.Array, *args: jax.Array, method: str = '__call__') -> Any:
-    """Returns zeros of the network's shapes.
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._algorithm, name)
 
-    Args:
-      params: unused.
-      obs: [1, B, ...]; [B, ...] for the method 'action_value'.
-      *args: further arguments of the network's method.
-      method: '__call__' or 'action_value'.
-    """
-    del params
-    if method == 'action_value':
-      return jnp.zeros(len(obs))
-    recurrent_state, _ = args
-    dist_params = jnp.zeros((*obs.shape[:2], self.policy.dist_size))
-    return dist_params, jnp.zeros(obs.shape[:2]), recurrent_state
+  def at(self, steps: None) -> _AlgorithmOfShapes:
+    """Returns itself; see `Algorithm.at`."""
+    del steps
+    return self
+
+  def act(self, params: Any, obs: jax.Array, *args: Any) -> Acted:
+    """Returns zeros of the shapes of `Algorithm.act`, whose arguments these are."""
+    del params, args
+    return jax.tree.map(lambda x: jnp.zeros((len(obs), *x.shape[1:]), x.dtype),
+                        self._algorithm.acted_shapes)
 
 
 def _empty(shape: jax.ShapeDtypeStruct) -> jax.Array:

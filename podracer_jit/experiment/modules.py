@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,29 @@ def named(fields: Mapping[str, Any]) -> dict[str, str]:
     if not modules['env.task']:  # a task of a simulator, such as gymnax:CartPole-v1
       del modules['env.task']
   return modules
+
+
+@contextlib.contextmanager
+def one_line(fields: Mapping[str, Any], where: str) -> Iterator[None]:
+  """Turns any exception of a user's own part into a ValueError of one line.
+
+  Args:
+    fields: plain values of the config that names the part.
+    where: the field, and the part or its method, such as 'loss.name: act of mine:MyLoss'.
+  """
+  try:
+    yield
+  except (Exception, SystemExit) as error:  # noqa: BLE001 - a part is a program: it may raise anything
+    kind = '' if isinstance(error, ValueError) else f'{type(error).__name__}: '
+    raise ValueError(f'{where}{_line_of(fields, error)}: {kind}'
+                     f'{options.shorten(str(error), 500)}') from error
+
+
+def _line_of(fields: Mapping[str, Any], error: BaseException) -> str:
+  """Returns the last line of a user's file that an exception came through: ' (mine.py, line 3)'."""
+  files = {getattr(sys.modules.get(name), '__file__', None) for name in named(fields).values()}
+  frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+  return f' ({Path(frames[-1].filename).name}, line {frames[-1].lineno})' if frames else ''
 
 
 def sources(fields: Mapping[str, Any]) -> dict[str, bytes]:

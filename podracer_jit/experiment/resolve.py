@@ -10,7 +10,14 @@ import numpy as np
 
 from podracer_jit import options, parts
 from podracer_jit.agents.networks import TorsoOptions, fit_to_task
-from podracer_jit.agents.policies import FAMILIES, Family, Policy
+from podracer_jit.agents.policies import (
+    ACTION,
+    ACTION_VALUES,
+    DISTRIBUTION,
+    FAMILIES,
+    Family,
+    Policy,
+)
 from podracer_jit.envs.families import family_of, may_start_jax
 from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.experiment import checks, schema
@@ -50,11 +57,13 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
       **{name: fields[name] for name in options.meanings(TrainingOptions)},
       scheme_name=fields['scheme'], scheme=_find_scheme(fields['scheme']),
       env=env, env_options=task_options, spec=spec,
-      loss_name=fields['loss']['name'], algorithm=algorithm,
+      loss_name=fields['loss']['name'], loss=algorithm,
       network_name=fields['network']['name'], network=fit_to_task(network, spec),
       torso_options=torso_options, policy_name=policy_name, policy=policy,
       optimizer=parts_of['optimizer'][0], replay=parts_of.get('replay', [None])[0], fields=fields,
       **{section: parts_of[section][0] for section in schema.SECTIONS})
+  with _own_errors('loss.name', f'items of {experiment.loss_name}'):
+    experiment.items  # noqa: B018 - made here, and kept
   for problem in checks.problems(experiment):
     raise ValueError(problem)
   return experiment
@@ -162,29 +171,79 @@ def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec
   """Returns the policy of the config that fits algorithm and task, after its name."""
   several = bool(spec.action_choices)
   discrete = bool(spec.num_actions) or several
-  kind = (discrete, several, algorithm.network_kind.policy_reads)
-  fitting = {name: family for name, family in FAMILIES.items() if _kind(family) == kind}
-  if not fitting:
-    able = [_actions_of(family) for family in FAMILIES.values() if family.reads == kind[-1]]
-    raise ValueError(f'loss.name: {fields["loss"]["name"]} wants {able[0]}; those of {spec.task} '
-                     f'are {_actions_of(Family(None, *kind[::2], several))}')
+  kind = (discrete, several, algorithm.policy_reads)
   name = fields['policy']
-  if name == schema.POLICY:
-    name, family = next(iter(fitting.items()))
-  elif ':' in str(name):
-    family = parts.find('policy', name, {})
+  if ':' in str(name):
+    family = _find_family(name, kind, spec)
   else:
-    family = FAMILIES.get(str(name))
-  if not isinstance(family, Family) or _kind(family) != kind:
-    known = ', '.join((schema.POLICY, *fitting))
-    raise ValueError(f'policy: must be one of {known} for the actions of {spec.task}, got '
-                     f'{options.shown(name)}')
-  if discrete:
-    return name, family.make(spec.action_choices or spec.num_actions)
+    name, family = _shipped_family(fields, kind, spec)
   if not np.isfinite([*spec.action_low, *spec.action_high]).all():
     raise ValueError(f'env.task: the actions of {spec.task} have no bounds')
   bounds = (np.array(bound, np.float32) for bound in (spec.action_low, spec.action_high))
-  return name, family.make(*bounds)
+  arguments = (spec.action_choices or spec.num_actions,) if discrete else bounds
+  with _own_errors('policy', name):
+    policy = family.make(*arguments)
+  if not isinstance(policy, Policy):
+    raise ValueError(f'policy: {name} must make a Policy, got {options.shown(policy)}')
+  needed = ('sample', 'mode', 'log_prob') if family.reads == DISTRIBUTION else ('mode', 'explore')
+  missing = [field for field in needed if getattr(policy, field) is None]
+  if missing and family.reads in (DISTRIBUTION, ACTION_VALUES, ACTION):
+    raise ValueError(f'policy: {name} has no {", ".join(missing)}, which a policy that reads '
+                     f'{family.reads} needs')
+  return name, policy
+
+
+def _find_family(name: str, kind: tuple[bool, bool, str], spec: EnvSpec) -> Family:
+  """Returns a user's own family of policies.
+
+  Args:
+    name: 'module:attribute'.
+    kind: as `_kind` returns it, of the task and the algorithm.
+    spec: of the task.
+
+  Raises:
+    ValueError: it is none, or of another kind; the message is one line.
+  """
+  family = parts.find('policy', name, {})
+  if not isinstance(family, Family):
+    raise ValueError(f'policy: {name} must be a Family of agents.policies, got '
+                     f'{options.shown(family)}')
+  if _kind(family) != kind:
+    wanted = Family(None, *kind[::2], kind[1])
+    raise ValueError(f'policy: {name} is for {_actions_of(family)} and reads {family.reads}; '
+                     f'{spec.task} has {_actions_of(wanted)}, and the algorithm gives '
+                     f'{wanted.reads}')
+  return family
+
+
+def _shipped_family(fields: Mapping[str, Any], kind: tuple[bool, bool, str], spec: EnvSpec
+                    ) -> tuple[str, Family]:
+  """Returns the shipped family of policies that the config names, after its name.
+
+  Args:
+    fields: plain values of the config.
+    kind: as `_kind` returns it, of the task and the algorithm.
+    spec: of the task.
+
+  Raises:
+    ValueError: none fits; the message is one line.
+  """
+  fitting = {name: family for name, family in FAMILIES.items() if _kind(family) == kind}
+  able = [_actions_of(family) for family in FAMILIES.values() if family.reads == kind[-1]]
+  if not able:
+    raise ValueError(f'loss.name: no shipped policy reads {options.shown(kind[-1])}, the '
+                     f'policy_reads of {fields["loss"]["name"]}; policy must name one of your own')
+  if not fitting:
+    raise ValueError(f'loss.name: {fields["loss"]["name"]} wants {able[0]}; those of {spec.task} '
+                     f'are {_actions_of(Family(None, *kind[::2], kind[1]))}')
+  name = fields['policy']
+  if name == schema.POLICY:
+    return next(iter(fitting.items()))
+  if str(name) not in fitting:
+    known = ', '.join((schema.POLICY, *fitting))
+    raise ValueError(f'policy: must be one of {known} for the actions of {spec.task}, got '
+                     f'{options.shown(name)}')
+  return name, fitting[name]
 
 
 def _kind(family: Family) -> tuple[bool, bool, str]:

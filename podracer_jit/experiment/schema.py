@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
@@ -10,14 +11,15 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 
 from podracer_jit import losses, options, parts
-from podracer_jit.agents import kinds
+from podracer_jit.agents import networks, q_networks
 from podracer_jit.agents.networks import TorsoOptions
 from podracer_jit.agents.optimizers import OPTIMIZERS, Optimizer
 from podracer_jit.agents.policies import FAMILIES, Policy
 from podracer_jit.agents.running_moments import NormaliseOptions
 from podracer_jit.envs.protocol import EnvSpec
-from podracer_jit.losses.algorithm import Algorithm, ReplayAlgorithm, RolloutAlgorithm
-from podracer_jit.losses.minibatches import Unit
+from podracer_jit.losses.algorithm import Algorithm, Parts
+from podracer_jit.losses.items import Items
+from podracer_jit.numerics import counters
 from podracer_jit.options import INT32_MAX, option
 from podracer_jit.replay.options import ReplayOptions
 from podracer_jit.runtime.placement import PlacementOptions
@@ -32,7 +34,7 @@ class TrainingOptions:
   """The top level of the config, without scheme and policy."""
 
   total_steps: int = option(50_000_000, 'valid agent steps after which training is finished',
-                            at_least=1, at_most=INT32_MAX)
+                            at_least=1, at_most=counters.LARGEST)
   seed: int = option(1, 'seed of all random numbers', at_least=0, at_most=INT32_MAX)
   unroll_length: int = option(20, 'steps of an environment in a rollout', at_least=1,
                              at_most=INT32_MAX)
@@ -105,14 +107,13 @@ class Choice(NamedTuple):
   """A section of the config whose `name` chooses a part; the other fields are its options."""
 
   shipped: Mapping[str, type]
-  base: type | tuple[type, ...]
+  base: type
   requirement: str  # for a user's own part, in error messages: 'a flax module'
 
 
 CHOICES = {
-    'loss': Choice(losses.ALGORITHMS, (RolloutAlgorithm, ReplayAlgorithm),
-                   'a class derived from RolloutAlgorithm or ReplayAlgorithm'),
-    'network': Choice(kinds.NETWORKS, nn.Module, 'a flax module'),
+    'loss': Choice(losses.ALGORITHMS, Algorithm, 'a class derived from Algorithm'),
+    'network': Choice(networks.TORSOS | q_networks.POLICY_AND_CRITIC, nn.Module, 'a flax module'),
     'optimizer': Choice(OPTIMIZERS, Optimizer, 'a class derived from Optimizer'),
 }
 # Sections whose float options may change during a run; see `schedules`.
@@ -142,11 +143,44 @@ def find_part(section: str, name: str) -> type:
     raise ValueError(f'{field}: {name} must be {choice.requirement}')
   if inspect.isabstract(part):
     raise ValueError(f'{field}: {name} lacks {", ".join(sorted(part.__abstractmethods__))}')
+  if section == 'loss':
+    _check_methods(name, part)
   try:
     options.meanings(part)
   except ValueError as error:
     raise ValueError(f'{field}: {error}') from None
   return part
+
+
+# Methods and attributes of algorithms of version 0.6 that later versions do not call.
+_OF_VERSION_0_6 = {
+    'minibatch_unit': 'the method items', 'batch_statistics': 'the method statistics',
+    'target_inputs': 'targets_read_all_obs', 'network_kind': 'the method make_network',
+    'normalises_values': 'normalises'}
+
+
+def _check_methods(name: str, algorithm: type[Algorithm]) -> None:
+  """Checks that methods of an algorithm take what `Algorithm` says.
+
+  Raises:
+    ValueError: one does not, or the algorithm is written for version 0.6; the message is one line.
+  """
+  for old, new in _OF_VERSION_0_6.items():
+    if hasattr(algorithm, old):
+      raise ValueError(parts.of_version_0_6('loss.name', name, f'has {old}, now {new}'))
+  for method, wanted in inspect.getmembers(Algorithm, inspect.isfunction):
+    own = inspect.getattr_static(algorithm, method)
+    if method.startswith('_') or own is wanted or not inspect.isfunction(own):
+      continue
+    taken, given = (list(inspect.signature(function).parameters)[1:] for function in (own, wanted))
+    if taken and taken[0] in ('model', 'network', 'spec'):
+      raise ValueError(parts.of_version_0_6(
+          'loss.name', name, f'has {method}({taken[0]}, ...), now ({", ".join(given)})'))
+    try:
+      inspect.signature(own).bind(algorithm, *given)
+    except TypeError:
+      raise ValueError(f'loss.name: {method} of {name} takes ({", ".join(taken)}); must take '
+                       f'({", ".join(given)})') from None
 
 
 def _option_classes(section: str, name: str) -> tuple[type, ...]:
@@ -156,7 +190,7 @@ def _option_classes(section: str, name: str) -> tuple[type, ...]:
     ValueError: as `find_part`.
   """
   part = find_part(section, name)
-  is_torso = section == 'network' and kinds.provides(part) == kinds.TORSO
+  is_torso = section == 'network' and networks.role_of(part) == networks.TORSO
   return (part, TorsoOptions) if is_torso else (part,)
 
 
@@ -293,7 +327,7 @@ class Experiment(TrainingOptions):
   env_options: Mapping[str, Any]  # the task's own
   spec: EnvSpec
   loss_name: str
-  algorithm: Algorithm
+  loss: Algorithm  # its options alone, see `algorithm`
   network_name: str
   network: nn.Module  # the config's network: a torso, or a policy with its critic
   torso_options: TorsoOptions
@@ -317,16 +351,23 @@ class Experiment(TrainingOptions):
     return options.Count('num_grad_shards', self.num_grad_shards, self.differs('num_grad_shards'),
                          'gradient group')
 
-  @property
-  def minibatch_unit(self) -> Unit:
-    """The unit that minibatches are drawn in, if the algorithm learns from rollouts."""
-    return self.algorithm.minibatch_unit(self.torso_options.recurrent)
+  @functools.cached_property
+  def algorithm(self) -> Algorithm:
+    """The algorithm, bound to all that the config and the task have chosen for it."""
+    return self.loss.bind(Parts(
+        self.spec, self.policy, self.network, self.torso_options, self.normalise.moments,
+        self.optimizer, self.total_steps, self.env.num_envs, self.unroll_length))
+
+  @functools.cached_property
+  def items(self) -> Items:
+    """The elements of minibatches, or of a replay."""
+    return self.algorithm.items()
 
   @property
-  def group_elements(self) -> int:
-    """Minibatch elements of a gradient group in an epoch, if it learns from rollouts."""
+  def group_items(self) -> int:
+    """Items of a gradient group in an epoch, if the algorithm learns from rollouts."""
     group_envs = self.env.num_envs // self.num_grad_shards
-    return group_envs * self.minibatch_unit.elements(self.unroll_length)
+    return group_envs * self.items.count(self.unroll_length)
 
   @property
   def batch_rows(self) -> int:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import traceback
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from podracer_jit import options
 from podracer_jit.actor import rollouts
 from podracer_jit.agents import running_moments
 from podracer_jit.envs import frames
-from podracer_jit.experiment import build, memory, modules
+from podracer_jit.experiment import build, checks, memory, modules
 from podracer_jit.experiment.schema import Experiment
-from podracer_jit.learner import rollout_updates
+from podracer_jit.learner import updates
+from podracer_jit.learner.from_rollouts import Prepared
+from podracer_jit.losses.algorithm import Acted, Algorithm, Aux, Batch
 from podracer_jit.types import Rollout, TrainState
 
 # Metrics of every run, which a loss term must not replace.
@@ -27,14 +24,20 @@ _TAKEN = frozenset((
     'update', 'steps', 'frames', 'sps', 'elapsed_s', 'wall_s', 'episode_return', 'episode_length',
     'episodes', 'actor_wait_s', 'learner_wait_s', 'cgd', 'gud', 'grad_norm', 'param_norm',
     'learning_rate', 'batch', 'params', 'moments', 'warning', 'sampled', 'sampled_age',
-    'samples_per_s', 'gradient_steps', 'replay_size', 'replay_ratio', 'finite'))
+    'samples_per_s', 'gradient_steps', 'replay_size', 'replay_ratio', 'finite', 'valid',
+    'eval_wait_s', 'actors_alive', 'actors_pending', 'actor_restarts', 'cluster_mb_per_s',
+    'cluster_get_ms'))
 
 
-def check(run: build.Run) -> None:
+def check(run: build.Run) -> dict[str, tuple[Any, ...]]:
   """Traces an update of a run with a user's own parts, in pieces; computes and compiles nothing.
 
   Args:
     run: the run that will start.
+
+  Returns:
+    The shapes of what the methods of the algorithm get, by method (see `method`); empty if all
+    parts of the run are shipped ones.
 
   Raises:
     ValueError: a part fails, or returns something else than its interface says, in one line.
@@ -42,96 +45,239 @@ def check(run: build.Run) -> None:
   experiment = run.experiment
   # Shipped parts fit together, and to trace them takes seconds.
   if not modules.named(experiment.fields):
-    return
-  with _one_line(experiment, 'policy', experiment.policy_name):
-    memory.bytes_of_pool(experiment, run.network, run.acting)
-  state = run.learner.state_shapes()
-  if experiment.algorithm.learns_from_replay:
-    grads = _try_replay_loss(run, state)
-  else:
-    grads = _try_rollout_loss(run, state.params)
-  with _one_line(experiment, 'optimizer.name', type(experiment.optimizer).__name__):
-    _try_optimizer(run, state, grads)
+    return {}
+  algorithm = experiment.algorithm
+  calls = _try_acting(run)
+  with modules.one_line(experiment.fields, f'env.task: {experiment.env.task}'):
+    memory.bytes_of_pool(experiment, run.acting)
+  with in_loss(run, 'note_about_minibatches'):
+    list(checks.notes(experiment))
+  batch, more = (_replay_batch(run), {}) if algorithm.learns_from_replay else _rollout_batch(run)
+  state = _view(algorithm)
+  key = jax.eval_shape(jax.random.key, 0)
+  calls |= more | {'loss': (state.params, state, batch, key), 'gradient': (state, batch, key)}
+  grads, aux = _try_loss(run, calls)
+  before = algorithm.state_shapes._replace(update=None, steps=None, key=None)
+  with (in_loss(run, 'update') if build.overrides(algorithm, 'update') else modules.one_line(
+      experiment.fields, f'optimizer.name: a step of {type(experiment.optimizer).__name__}')):
+    _try_update(algorithm, before, grads, aux)
+  return calls | {'update': (before, grads, aux)}
 
 
-def _try_rollout_loss(run: build.Run, params: Any) -> Any:
-  """Traces the algorithm's methods on a group; returns the shapes of the gradient."""
+def method(run: build.Run, name: str) -> Callable:
+  """Returns function(steps, *args), a method of the algorithm as the learner and actors call it.
+
+  Its options have the values of their schedules after `steps`.
+  """
+  algorithm = run.experiment.algorithm
+  return lambda steps, *args: getattr(algorithm.at(steps), name)(*args)
+
+
+def _call(run: build.Run, name: str, *args: Any) -> Any:
+  """Returns the shapes of the results of a method."""
+  return jax.eval_shape(method(run, name), run.experiment.algorithm.state_shapes.steps, *args)
+
+
+def _view(algorithm: Algorithm) -> TrainState:
+  """Returns the shapes of the state that methods get."""
+  return updates.view(algorithm.state_shapes)._replace(steps=None)
+
+
+def _try_acting(run: build.Run) -> dict[str, tuple[Any, ...]]:
+  """Traces how the algorithm acts in the environments of a pool, and in evaluations.
+
+  Returns:
+    The shapes of what `act`, and with a replay `priority`, get.
+
+  Raises:
+    ValueError: it fails, or gives something else than in a single environment.
+  """
   experiment = run.experiment
-  objective = run.learner.objective
-  sizes = run.learner.sizes
-  group_envs = sizes.num_envs // sizes.num_grad_shards
-  rollout = jax.eval_shape(lambda: _empty_rollout(run, group_envs))
+  algorithm = experiment.algorithm
+  spec = experiment.spec
+  num_envs = experiment.env.num_envs // experiment.num_shards
+  explores = getattr(run.acting, 'exploration', None) is not None
+  exploration = _shape(jnp.float32, num_envs) if explores else None
+  key = jax.eval_shape(jax.random.key, 0)
+  with in_loss(run, 'initial_carry'):
+    carry = jax.eval_shape(lambda: algorithm.initial_carry(num_envs))
+  inputs = (jax.eval_shape(algorithm.acting, algorithm.state_shapes),
+            _shape(spec.obs_dtype, num_envs, *spec.obs_shape),
+            carry, _shape(bool, num_envs))
 
-  with _in_loss(run, 'targets'):
-    targets = jax.eval_shape(
-        lambda params, rollout: objective.targets(params, objective.target_inputs(rollout)),
-        params, rollout)
-    rows = (experiment.unroll_length, group_envs)
+  def act(steps, *args):
+    acted = method(run, 'act')(steps, *args)
+    _check_acted(experiment, acted, num_envs)
+    return experiment.policy.to_env(acted.action)
+
+  who = build.who_acts(experiment)
+  for when, *how in (('', key, exploration),
+                     (' in evaluations (exploration = None)', key, None),
+                     (' in greedy evaluations (key = None, exploration = None)', None, None)):
+    with modules.one_line(experiment.fields, who + when):
+      jax.eval_shape(act, algorithm.state_shapes.steps, *inputs, *how)
+
+  calls = {'act': (*inputs, key, exploration)}
+  if not algorithm.learns_from_replay:
+    return calls
+  rows = jax.eval_shape(lambda: rollouts.zeros(algorithm, None, num_envs,
+                                               experiment.items.length + 1))
+  rows = rows._replace(action=None, episodes=None)
+  with in_loss(run, 'priority'):
+    _check_priority(_call(run, 'priority', rows), num_envs)
+  return calls | {'priority': (rows,)}
+
+
+def _check_acted(experiment: Experiment, acted: Any, num_envs: int) -> None:
+  """Checks the traced results of `Algorithm.act`.
+
+  Args:
+    experiment: to build.
+    acted: the results.
+    num_envs: B.
+
+  Raises:
+    ValueError: they are not as `losses.algorithm` says.
+  """
+  policy = experiment.policy
+  if not isinstance(acted, Acted):
+    raise ValueError(f'must return Acted(action, extras, carry, distribution); got '
+                     f'{type(acted).__name__}')
+
+  def check(field: str, wanted: Any) -> None:
+    words = [str(jax.tree.map(lambda x: f'{x.dtype} {x.shape}', tree))
+             for tree in (wanted, getattr(acted, field))]
+    if words[0] != words[1]:
+      raise ValueError(f'must return the {field} {words[0]} for {num_envs} environments, got '
+                       f'{words[1]}')
+
+  check('action', jax.ShapeDtypeStruct((num_envs, *policy.action_shape), policy.action_dtype))
+  check('carry', jax.eval_shape(lambda: experiment.algorithm.initial_carry(num_envs)))
+  for x in jax.tree.leaves(acted.extras):
+    if x.shape[:1] != (num_envs,):
+      raise ValueError(f'must return extras [B, ...], here ({num_envs}, ...), got {x.shape}')
+  shape = getattr(acted.distribution, 'shape', None)
+  wanted = (num_envs, policy.dist_size)
+  # An `act` of its own may draw from what it likes.
+  if build.overrides(experiment.algorithm, 'act') and len(shape or ()) in (0, 2):
+    wanted = (num_envs, shape[1]) if shape else None
+  if shape != wanted:
+    raise ValueError(f'must return the distribution {(num_envs, policy.dist_size)} that the policy '
+                     f'{experiment.policy_name} reads, got {shape}')
+
+
+def _rollout_batch(run: build.Run) -> tuple[Batch, dict[str, tuple[Any, ...]]]:
+  """Returns the shapes of a microbatch, and of what the methods got that made it."""
+  experiment = run.experiment
+  source = run.learner.source
+  groups = source.groups
+  state = _view(experiment.algorithm)
+  rollout = jax.eval_shape(lambda: _empty_rollout(run, groups.envs))
+
+  inputs = jax.eval_shape(source.inputs_of_targets, rollout)
+  with in_loss(run, 'targets'):
+    targets = _call(run, 'targets', state, inputs)
+    rows = (experiment.unroll_length, groups.envs)
     for target in jax.tree.leaves(targets):
       if target.shape[:2] != rows:
         raise ValueError(f'must return arrays [T, N, ...], here {rows}, got {target.shape}')
 
-  elements = group_envs * objective.elements_per_env // sizes.num_minibatches
-  count = rollout_updates.num_microbatches(elements, objective.rows_per_element,
-                                           sizes.microbatch_rows)
+  share = experiment.group_items // experiment.num_minibatches
+  count = updates.num_microbatches(share, experiment.items.network_rows,
+                                   experiment.microbatch_rows)
 
-  def minibatch_of(size):
-    return jax.eval_shape(
-        lambda rollout, targets, first_env, elements: objective.unit.gather(
-            rollout, targets, first_env, group_envs, elements),
-        rollout, targets, _shape(jnp.int32), _shape(jnp.int32, size))
+  def read(rollout, targets, items):
+    prepared = Prepared(rollout, targets, None, None, None)
+    return source.read(prepared, jnp.int32(0), items)
 
-  with _in_loss(run, 'batch_statistics'):
-    share, share_targets = minibatch_of(elements)
-    by_group = jax.tree.map(
-        lambda x: _shape(x.dtype, sizes.num_grad_shards, *x.shape), (share.valid, share_targets))
-    statistics = jax.eval_shape(objective.batch_statistics, *by_group)
-
-  def loss(params, minibatch, statistics):
-    result = objective.loss(running_moments.frozen(params), minibatch, statistics)
-    loss, loss_terms = _pair(result, 'the loss and its terms')
-    _check_loss(loss, loss_terms)
-    return loss, loss_terms
-
-  with _in_loss(run, 'loss'):
-    grads, _ = jax.eval_shape(jax.grad(loss, has_aux=True), params,
-                              minibatch_of(elements // count), statistics)
-  return grads
+  with in_loss(run, 'items'):
+    items, item_targets = jax.eval_shape(read, rollout, targets, _shape(jnp.int32, share // count))
+  # The rows of a minibatch in all groups.
+  by_group = jax.tree.map(
+      lambda x: _shape(x.dtype, groups.count, experiment.items.length, share, *x.shape[2:]),
+      (rollout.valid, targets))
+  with in_loss(run, 'statistics'):
+    statistics = _call(run, 'statistics', state, *by_group)
+  batch = Batch(items, item_targets, None, _shape(jnp.float32), statistics)
+  return batch, {'targets': (state, inputs), 'statistics': (state, *by_group)}
 
 
 def _empty_rollout(run: build.Run, num_envs: int) -> Rollout:
   """Returns a rollout of zeros [T, num_envs, ...] as the algorithm's methods get it."""
-  experiment = run.experiment
-  spec = experiment.spec
-  steps = experiment.unroll_length
+  algorithm = run.experiment.algorithm
+  spec = run.experiment.spec
+  steps = run.experiment.unroll_length
   obs = frames.begin(jnp.zeros((num_envs, *spec.obs_shape), spec.obs_dtype), steps, spec.stack)
-  rollout = rollouts.zeros(obs, num_envs, experiment.policy, steps)
-  recurrent_state = jax.tree.map(lambda x: x[None], run.network.initial_recurrent_state(num_envs))
-  returns = rollout.reward if experiment.normalise.reward else None
-  return rollout._replace(episodes=None, recurrent_state=recurrent_state,
-                          discounted_return=returns)
+  rollout = rollouts.zeros(algorithm, obs, num_envs, steps)
+  carry = jax.tree.map(lambda x: x[None], algorithm.initial_carry(num_envs))
+  returns = rollout.reward if run.experiment.normalise.reward else None
+  return rollout._replace(episodes=None, carry=carry, discounted_return=returns)
 
 
-def _try_replay_loss(run: build.Run, state: TrainState) -> Any:
-  """Traces the loss of a batch drawn from a replay; returns the shapes of the gradient."""
-  sizes = run.learner.sizes
-  share = sizes.batch_size // sizes.num_grad_shards
-  size = share // rollout_updates.num_microbatches(share, 1, sizes.microbatch_rows)
-  batch = jax.tree.map(lambda x: _shape(x.dtype, size, *x.shape[2:]), memory.drawn_shapes(run))
+def _replay_batch(run: build.Run) -> Batch:
+  """Returns the shapes of a microbatch that is drawn from a replay."""
+  source = run.learner.source
+  size = source.group_batch // updates.num_microbatches(
+      source.group_batch, run.experiment.items.network_rows, run.experiment.microbatch_rows)
+  replay = run.learner.replay_shapes()
+  group = _shape(jnp.int32)
+  with in_loss(run, 'items'):
+    if not source.memory.fifo:
+      # Each item has a slot of its own, along the first axis; no other axis has this size.
+      count = run.experiment.items.length + 2
+      read = source.memory._replace(eviction='fifo').read
+      for x in jax.tree.leaves(jax.eval_shape(read, replay, group, _shape(jnp.int32, count))):
+        if x.shape[:1] != (count,):
+          raise ValueError(f'must make arrays [N, ...], here ({count}, ...), with replay.eviction '
+                           f'= prioritised; got {x.shape}')
+    items, _ = jax.eval_shape(source.read, replay, group, _shape(jnp.int32, size))
+  return Batch(items, None, _shape(jnp.float32, size), _shape(jnp.float32), None)
 
-  def loss(params, target_params, batch, weight):
-    result = run.experiment.algorithm.loss(run.network, params, target_params, batch, weight)
-    loss, aux = _pair(result, 'the loss, and its terms with the TD errors')
-    loss_terms, error = _pair(aux, 'the terms and the TD errors')
-    _check_loss(loss, loss_terms)
-    if jnp.shape(error) != (size,):
-      raise ValueError(f'must return |TD error| [N], here ({size},), got {jnp.shape(error)}')
-    return loss, loss_terms
 
-  with _in_loss(run, 'loss'):
-    grads, _ = jax.eval_shape(jax.grad(loss, has_aux=True), state.params, state.target.params,
-                              batch, _shape(jnp.float32, size))
-  return grads
+def _try_loss(run: build.Run, calls: Mapping[str, tuple[Any, ...]]) -> tuple[Any, Aux]:
+  """Traces the loss and its gradient; returns the shapes of the gradient and of its Aux.
+
+  Args:
+    run: the run that will start.
+    calls: what the methods 'loss' and 'gradient' get.
+  """
+  algorithm = run.experiment.algorithm
+
+  def loss(steps, params, state, batch, key):
+    """Calls `Algorithm.loss`, and checks its results.
+
+    Args:
+      steps: see `method`.
+      params: see `Algorithm.loss`, also for the others.
+      state: without counters.
+      batch: the microbatch.
+      key: PRNG key.
+    """
+    result = method(run, 'loss')(steps, running_moments.frozen(params), state, batch, key)
+    loss, aux = _pair(result, 'the loss and its Aux')
+    _check_loss(algorithm, loss, aux)
+    if batch.weight is not None and aux.priority is not None:
+      _check_priority(aux.priority, len(batch.weight))
+    return loss
+
+  with in_loss(run, 'loss'):
+    jax.eval_shape(loss, algorithm.state_shapes.steps, *calls['loss'])
+  with in_loss(run, 'gradient' if build.overrides(algorithm, 'gradient') else 'loss'):
+    grads, aux = _pair(_call(run, 'gradient', *calls['gradient']), 'the gradient and its Aux')
+    _check_aux(algorithm, aux)
+    _check_same('the gradient with the {} of state.params', algorithm.state_shapes.params, grads)
+  return grads, aux._replace(priority=None)
+
+
+def _check_priority(priority: Any, items: int) -> None:
+  """Checks that priorities are numbers, one for each of `items` items.
+
+  Raises:
+    ValueError: they are not.
+  """
+  if jnp.shape(priority) != (items,) or not jnp.issubdtype(priority.dtype, jnp.floating):
+    raise ValueError(f'must return priorities [N], here float32 ({items},), got '
+                     f'{jnp.result_type(priority)} {jnp.shape(priority)}')
 
 
 def _shape(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -148,7 +294,7 @@ def _kind(result: Any) -> str:
   return 'an array' if isinstance(result, jax.Array) else type(result).__name__
 
 
-def _check_loss(loss: Any, loss_terms: Any) -> None:
+def _check_loss(algorithm: Algorithm, loss: Any, aux: Any) -> None:
   """Checks the traced results of an algorithm's loss.
 
   Raises:
@@ -157,12 +303,26 @@ def _check_loss(loss: Any, loss_terms: Any) -> None:
   if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
     raise ValueError('must return a scalar loss of floats, the sum over valid rows; got '
                      f'{jnp.result_type(loss)} {jnp.shape(loss)}')
-  if not isinstance(loss_terms, Mapping):
-    raise ValueError(f'must return a dict of loss terms; got {_kind(loss_terms)}')
-  if 'valid' not in loss_terms:
-    raise ValueError("must return the loss term 'valid', the number of valid rows; got "
-                     f'{", ".join(loss_terms) or "no terms"}')
-  for name, term in loss_terms.items():
+  _check_aux(algorithm, aux)
+
+
+def _check_aux(algorithm: Algorithm, aux: Any) -> None:
+  """Checks the traced Aux of a loss or a gradient.
+
+  Raises:
+    ValueError: it is not as `losses.algorithm` says.
+  """
+  if not isinstance(aux, Aux):
+    raise ValueError(f'must return Aux(terms, valid) as its second result; got {_kind(aux)}')
+  if not isinstance(aux.terms, Mapping):
+    raise ValueError(f'must return a dict of loss terms in its Aux; got {_kind(aux.terms)}')
+  if jnp.shape(aux.valid) != ():
+    raise ValueError('must return the number of valid rows in its Aux; got an array '
+                     f'{jnp.shape(aux.valid)}')
+  if algorithm.measures_kl and 'approx_kl' not in aux.terms:
+    raise ValueError("must return the loss term 'approx_kl', as measures_kl = True says; got "
+                     f'{", ".join(aux.terms) or "no terms"}')
+  for name, term in aux.terms.items():
     if name in _TAKEN:
       raise ValueError(f'must not return a loss term {name!r}: every run has a metric of this name')
     if jnp.shape(term) != ():
@@ -170,63 +330,60 @@ def _check_loss(loss: Any, loss_terms: Any) -> None:
                        f'{jnp.shape(term)}')
 
 
-def _try_optimizer(run: build.Run, state: TrainState, grads: Any) -> None:
-  """Traces a step of the optimizer, and its schedule.
+def _try_update(algorithm: Algorithm, state: TrainState, grads: Any, aux: Aux) -> None:
+  """Traces an update.
 
   Args:
-    run: the run that will start.
-    state: the shapes of its train state.
+    algorithm: that makes it.
+    state: the shapes of what it gets.
     grads: the shapes of a gradient.
+    aux: the shapes of its Aux.
 
   Raises:
-    ValueError: the change of a parameter, or the optimizer's own state, has another shape or type.
+    ValueError: something in the state has another shape or type after it.
   """
-  parts = run.learner.parts
-  optimizer = optax.with_extra_args_support(parts.optimizer)
-  rate = jax.eval_shape(parts.learning_rate, state.steps)
+  steps = algorithm.state_shapes.steps
+  rate = jax.eval_shape(lambda steps: algorithm.at(steps).learning_rate(), steps)
   if rate.shape != ():
     raise ValueError(f'its schedule must return one number for one, got an array {rate.shape}')
-  change, opt_state = jax.eval_shape(
-      lambda grads, opt_state, params: optimizer.update(grads, opt_state, params, kl=0.0),
-      grads, state.opt_state, state.params)
-  for what, before, after in (('a step', state.params, change),
-                              ("the optimizer's state", state.opt_state, opt_state)):
-    if jax.tree.structure(before) != jax.tree.structure(after):
-      raise ValueError(f'its update must return {what} with the structure that it got')
-    named = jax.tree_util.tree_leaves_with_path(before)
-    for (path, old), new in zip(named, jax.tree.leaves(after), strict=True):
-      if (old.shape, old.dtype) != (new.shape, new.dtype):
-        where = jax.tree_util.keystr(path, simple=True, separator='/')
-        raise ValueError(f'its update must keep shapes and types: of {what}, {where} is '
-                         f'{old.dtype} {old.shape} before and {new.dtype} {new.shape} after')
+  if not build.overrides(algorithm, 'update'):
+    # Another shape would be broadcast to the parameter's.
+    step, _ = jax.eval_shape(
+        lambda steps, *args: algorithm.at(steps).optimizer.update(*args, kl=0.0),
+        steps, grads, state.opt_state, state.params)
+    _check_same('a step with the {} of the parameters', state.params, step)
+  after = jax.eval_shape(lambda steps, *args: algorithm.at(steps).update(*args), steps, state,
+                         grads, aux)
+  if not isinstance(after, TrainState):
+    raise ValueError(f'must return the state, with _replace; got {_kind(after)}')
+  for what, old, new in (('parameters', state.params, after.params),
+                         ('opt_state', state.opt_state, after.opt_state),
+                         ('target', state.target, after.target)):
+    _check_same(f'{what} with the {{}} that it got', old, new)
 
 
-def _in_loss(run: build.Run, method: str) -> contextlib.AbstractContextManager[None]:
-  """Turns an exception in a method of the algorithm into a line."""
-  experiment = run.experiment
-  return _one_line(experiment, 'loss.name', f'{method} of {experiment.loss_name}')
-
-
-@contextlib.contextmanager
-def _one_line(experiment: Experiment, field: str, subject: str) -> Iterator[None]:
-  """Turns any exception of a user's part into a ValueError of one line.
+def _check_same(what: str, wanted: Any, got: Any) -> None:
+  """Checks that a tree of shapes is like another one.
 
   Args:
-    experiment: has the part.
-    field: the config's field that names the part.
-    subject: the part, or its method, in words.
+    what: a method must return; {} stands for the property that is wrong.
+    wanted: the tree.
+    got: the other one.
+
+  Raises:
+    ValueError: it has another structure, or an array of another shape or type.
   """
-  try:
-    yield
-  except (Exception, SystemExit) as error:  # noqa: BLE001 - a part is a program: it may raise anything
-    kind = '' if isinstance(error, ValueError) else f'{type(error).__name__}: '
-    raise ValueError(f'{field}: {subject}{_line_of(experiment, error)}: {kind}'
-                     f'{options.shorten(str(error), 500)}') from error
+  if jax.tree.structure(wanted) != jax.tree.structure(got):
+    raise ValueError(f'must return {what.format("structure")}')
+  named = jax.tree_util.tree_leaves_with_path(wanted)
+  for (path, before), after in zip(named, jax.tree.leaves(got), strict=True):
+    if (before.shape, before.dtype) != (after.shape, after.dtype):
+      where = jax.tree_util.keystr(path, simple=True, separator='/')
+      raise ValueError(f'must return {what.format("shapes and types")}; {where} is {after.dtype} '
+                       f'{after.shape}, not {before.dtype} {before.shape}')
 
 
-def _line_of(experiment: Experiment, error: Exception) -> str:
-  """Returns the last line of a user's file that an exception came through: ' (mine.py, line 3)'."""
-  names = modules.named(experiment.fields).values()
-  files = {getattr(sys.modules.get(name), '__file__', None) for name in names}
-  frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
-  return f' ({Path(frames[-1].filename).name}, line {frames[-1].lineno})' if frames else ''
+def in_loss(run: build.Run, method: str) -> contextlib.AbstractContextManager[None]:
+  """Turns an exception in a method of the algorithm into a line."""
+  experiment = run.experiment
+  return modules.one_line(experiment.fields, f'loss.name: {method} of {experiment.loss_name}')

@@ -1,29 +1,30 @@
-"""The interface of learners, and the code that learners from rollouts and from a replay share."""
+"""Learners: the train state of an algorithm, and the compiled programs that change it."""
 
 from __future__ import annotations
 
-import abc
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
-import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from podracer_jit.agents import networks
 from podracer_jit.learner import sharding
+from podracer_jit.learner.from_replay import FromReplay
+from podracer_jit.learner.from_rollouts import FromRollouts
+from podracer_jit.numerics.deterministic import AXIS
+from podracer_jit.numerics.groups import Groups
+from podracer_jit.replay import buffer
+from podracer_jit.replay.rate_limiter import RateLimiter
 from podracer_jit.runtime import placement
-from podracer_jit.types import Metrics, Params, Target, TrainState
+from podracer_jit.types import Experience, Metrics, TrainState
 
 
 class Keys(NamedTuple):
   """PRNG keys of a run's three independent streams."""
 
   init: jax.Array  # initial parameters
-  learn: jax.Array  # minibatch order, draws from a replay
+  learn: jax.Array  # minibatch order, draws from a replay, losses
   act: jax.Array  # actions and exploration
 
 
@@ -32,36 +33,31 @@ def keys_of(seed: int) -> Keys:
   return Keys(*jax.random.split(jax.random.key(seed), 3))
 
 
-class Parts(NamedTuple):
-  """Components that every learner needs."""
-
-  network: nn.Module
-  obs_shape: Sequence[int]  # of one observation
-  obs_dtype: Any
-  optimizer: optax.GradientTransformation
-  learning_rate: Callable[[jax.Array], jax.Array]  # valid steps learned from so far -> rate
-  mesh: Mesh
-
-
-class Learner(abc.ABC):
+class Learner:
   """Map from a train state and a round of experience to the next train state.
 
   `learn` is the function of one device of the mesh, for use inside a larger program. `program` is
   the compiled function of the whole mesh.
   """
 
-  gradient_steps: int  # in one update
-  # (state, experience of this device's environments) -> (state, metrics)
-  learn: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+  def __init__(self, source: FromRollouts | FromReplay, mesh: Mesh):
+    """Builds a learner; compiles nothing.
 
-  def __init__(self, parts: Parts):
-    """Builds a learner; compiles nothing."""
-    self.parts = parts
+    Args:
+      source: functions of an update, seen from one device of the mesh.
+      mesh: the mesh of the learner.
+    """
+    self.source = source
+    self.algorithm = source.algorithm
+    self.mesh = mesh
+    self.gradient_steps = source.gradient_steps  # in an update
+    # (state, experience of this device's environments) -> (state, metrics)
+    self.learn: Callable[[TrainState, Any], tuple[TrainState, Metrics]] = source.learn
 
   @functools.cached_property
   def program(self) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """Jitted `learn` on the whole mesh; it donates the state."""
-    return sharding.fused_learner(self.learn, self.parts.mesh)
+    return sharding.fused_learner(self.learn, self.mesh)
 
   def initial_state(self, seed: int) -> TrainState:
     """Returns the train state before the first update, on the mesh and without a replay.
@@ -69,25 +65,18 @@ class Learner(abc.ABC):
     `allocate` adds the replay.
     """
     # Jitted, so that the seed is data: all seeds share one program in the cache.
-    return placement.replicate(self._compiled_first_state(seed), self.parts.mesh)
+    return placement.replicate(self._compiled_first_state(seed), self.mesh)
 
   @functools.cached_property
   def _compiled_first_state(self) -> Callable[[int], TrainState]:
-    return jax.jit(self._first_state)
+    def first_state(seed):
+      keys = keys_of(seed)
+      return self.algorithm.first_state(keys.init, keys.learn)
+    return jax.jit(first_state)
 
   def state_shapes(self) -> TrainState:
     """Returns the shapes of `initial_state`; allocates nothing."""
-    return jax.eval_shape(self._first_state, 0)
-
-  def _first_state(self, seed: jax.Array) -> TrainState:
-    keys = keys_of(seed)
-    params = networks.init_params(self.parts.network, keys.init, self.parts.obs_shape,
-                                  self.parts.obs_dtype)
-    return TrainState(params, self.parts.optimizer.init(params), jnp.int32(0), jnp.int32(0),
-                      keys.learn, self._initial_target(params))
-
-  def _initial_target(self, params: Params) -> Target | None:
-    return None
+    return self.algorithm.state_shapes
 
   def allocate(self, state: TrainState) -> TrainState:
     """Returns the state with an empty replay, if the learner needs one and it has none."""
@@ -97,13 +86,111 @@ class Learner(abc.ABC):
     """Returns the shapes and shardings of the replay, for restoring it; None without a replay."""
     return None
 
-  @abc.abstractmethod
   def mean_cgd(self, behind: float) -> float:
     """Returns the mean collection-to-gradient delay (CGD) of an update, in gradient steps.
 
-    CGD is defined in NAPPO (2007.02622, section 3).
+    CGD is defined in NAPPO (2007.02622, section 3). The j-th gradient of an update (from 0) is
+    taken j versions after the first.
 
     Args:
       behind: gradient steps between the parameters that made the rollouts and the parameters of the
         update's first gradient.
     """
+    return behind + (self.gradient_steps - 1) / 2
+
+
+class RolloutLearner(Learner):
+  """Learner from rollouts, whose gradients and updates may be separate programs."""
+
+  source: FromRollouts
+
+  def __init__(self, source: FromRollouts, mesh: Mesh):
+    """Builds a learner; see `Learner`."""
+    super().__init__(source, mesh)
+    self._gradient_programs: dict[tuple[Mesh, int], sharding.GradientPrograms] = {}
+
+  def gradient_programs(self, meshes: list[Mesh]) -> list[sharding.GradientPrograms]:
+    """Returns the programs of workers that compute gradients but no updates.
+
+    Args:
+      meshes: one for each worker. The workers have equal numbers of environments. Workers on the
+        same mesh share one program.
+    """
+    return [self.worker_programs(mesh, len(meshes)) for mesh in meshes]
+
+  def worker_programs(self, mesh: Mesh, workers: int) -> sharding.GradientPrograms:
+    """Returns the programs of one of `workers` workers; caches them for all segments of a run.
+
+    Args:
+      mesh: of the worker.
+      workers: of the run.
+    """
+    key = mesh, workers
+    if key not in self._gradient_programs:
+      groups = self.source.groups
+      share = Groups(groups.count // workers, groups.envs, mesh.size)
+      self._gradient_programs[key] = sharding.gradient_programs(self.source.seen_from(share), mesh)
+    return self._gradient_programs[key]
+
+  @functools.cached_property
+  def update_programs(self) -> sharding.UpdatePrograms:
+    """Programs of the central worker that applies the gradients."""
+    return sharding.update_programs(self.algorithm)
+
+
+class ReplayLearner(Learner):
+  """Learner from a replay, which is a part of its train state."""
+
+  source: FromReplay
+
+  def __init__(self, source: FromReplay, mesh: Mesh, like: Experience):
+    """Builds a learner; compiles nothing.
+
+    Args:
+      source: functions of an update, seen from one device of the mesh.
+      mesh: the mesh of the learner.
+      like: arrays or shapes of one group's experience, [T, B, ...].
+    """
+    super().__init__(source, mesh)
+    self._like = like
+
+  def allocate(self, state: TrainState) -> TrainState:
+    """Returns the state with an empty replay if it has none."""
+    if jax.tree.leaves(state.replay):
+      return state
+    # With out_shardings each device allocates its own groups only.
+    return state._replace(replay=jax.jit(self._empty, out_shardings=self._sharding)())
+
+  def replay_shapes(self) -> Any:
+    """Returns the shapes and shardings of the replay."""
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding),
+        jax.eval_shape(self._empty))
+
+  def _empty(self) -> buffer.State:
+    return self.source.memory.init(self.source.groups.count, self._like)
+
+  @property
+  def _sharding(self) -> NamedSharding:
+    """Sharding of the replay: each group is on the device that owns it."""
+    return NamedSharding(self.mesh, PartitionSpec(AXIS))
+
+  def mean_cgd(self, behind: float) -> float:
+    """Returns `behind`; the age of the sampled items adds to it and is in the metrics."""
+    return behind
+
+  @functools.cached_property
+  def programs(self) -> sharding.ReplayPrograms:
+    """Separate programs for adding and for learning, if rollouts arrive at a rate of their own."""
+    return sharding.replay_programs(self.source, self.mesh)
+
+  def rate_limiter(self, rows: int, actors: int) -> RateLimiter:
+    """Returns the rate limiter that ties acting and learning together.
+
+    Args:
+      rows: valid and invalid rows that one round of all actors makes.
+      actors: number of actors.
+    """
+    options = self.source.options
+    return RateLimiter(options.samples_per_insert, options.tolerance,
+                       options.gradient_steps * options.batch_size, rows // actors, actors)

@@ -8,14 +8,18 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-import optax
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from podracer_jit.learner import replay_updates, rollout_updates
-from podracer_jit.losses.objective import Objective
+from podracer_jit.learner import from_rollouts, updates
+from podracer_jit.learner.from_replay import FromReplay
+from podracer_jit.learner.from_rollouts import FromRollouts, Prepared
+from podracer_jit.losses.algorithm import Algorithm
+from podracer_jit.numerics import counters, indexing
 from podracer_jit.numerics.deterministic import AXIS, pairwise_sum, partial_sums
 from podracer_jit.numerics.fingerprints import fingerprint
-from podracer_jit.types import Experience, Metrics, Params, Rollout, TrainState
+from podracer_jit.numerics.tracing import traced
+from podracer_jit.types import Experience, Metrics, Rollout, TrainState
 
 EVERYWHERE = PartitionSpec()
 BY_ENV = PartitionSpec(None, AXIS)
@@ -57,11 +61,67 @@ def fused_learner(learn: Callable, mesh: Mesh) -> Callable:
   return jax.jit(learner, donate_argnums=0)
 
 
-def fused_program(rollout: Callable, learn: Callable, calls: int, mesh: Mesh) -> Callable:
-  """Returns `rollout_updates.make_fused` of a whole mesh, to be jitted.
+def make_fused(for_actors: Callable, rollout: Callable, learn: Callable, calls: int) -> Callable:
+  """Builds a function that alternates rollouts and updates in one program.
 
   Args:
-    rollout: (params, actor_state) -> (actor_state, rollouts), of one device's environments.
+    for_actors: `Algorithm.for_actors`.
+    rollout: (`ForActors`, actor_state) -> (actor_state, rollouts).
+    learn: (state, rollout) -> (state, metrics).
+    calls: updates that the arrays of metrics have room for.
+
+  Returns:
+    fused(state, actor_state, limit, total_steps) -> (state, actor_state, count, metrics). It makes
+    `count` updates: `limit`, or fewer if `total_steps` valid steps are reached. The first `count`
+    rows of the metrics [calls, ...] are set. `limit` must not exceed `calls`.
+  """
+
+  def once(state, actor_state):
+    with jax.named_scope('rollout'):
+      actor_state, rollouts = rollout(for_actors(state), actor_state)
+    with jax.named_scope('learn'):
+      state, metrics = learn(state, from_rollouts.concatenate(rollouts))
+    return state, actor_state, metrics
+
+  def fused(state, actor_state, limit, total_steps):
+    """Makes up to `limit` updates.
+
+    Args:
+      state: the train state.
+      actor_state: the actor's state.
+      limit: [] i32, most updates, at most `calls`.
+      total_steps: count of valid steps after which no update begins.
+
+    Returns:
+      The train state, the actor's state, the number of updates [] i32, and metrics [calls, ...].
+    """
+    make_one, (_, _, shapes) = traced(once, state, actor_state)
+    # A while_loop cannot stack results, so metrics are written into arrays allocated before it.
+    buffers = jax.tree.map(lambda s: jnp.zeros((calls, *s.shape), s.dtype), shapes)
+
+    def goes_on(carry):
+      state, _, count, _ = carry
+      return (count < limit) & counters.is_less(state.steps, total_steps)
+
+    def body(carry):
+      state, actor_state, count, buffers = carry
+      state, actor_state, metrics = make_one(state, actor_state)
+      buffers = jax.tree.map(
+          lambda buffer, x: indexing.write_row(buffer, x, count), buffers, metrics)
+      return state, actor_state, count + 1, buffers
+
+    return lax.while_loop(goes_on, body, (state, actor_state, jnp.int32(0), buffers))
+
+  return fused
+
+
+def fused_program(for_actors: Callable, rollout: Callable, learn: Callable, calls: int,
+                  mesh: Mesh) -> Callable:
+  """Returns `make_fused` of a whole mesh, to be jitted.
+
+  Args:
+    for_actors: `Algorithm.for_actors`.
+    rollout: (`ForActors`, actor_state) -> (actor_state, rollouts), of one device's environments.
     learn: (state, rollout) -> (state, metrics), on one device of the mesh.
     calls: updates that the arrays of metrics have room for.
     mesh: the mesh of the learner.
@@ -74,7 +134,7 @@ def fused_program(rollout: Callable, learn: Callable, calls: int, mesh: Mesh) ->
     state, metrics = learn(state, rollouts)
     return state, _all_episodes(metrics)
 
-  fused = rollout_updates.make_fused(rollout, learn_whole, calls)
+  fused = make_fused(for_actors, rollout, learn_whole, calls)
 
   def on_device(state, actor_state, limit, total_steps):
     """Runs `fused` on one device, whose actor state has a leading axis [1]; see `make_fused`.
@@ -83,7 +143,7 @@ def fused_program(rollout: Callable, learn: Callable, calls: int, mesh: Mesh) ->
       state: the train state.
       actor_state: the state of this device's environments, [1, ...] each.
       limit: [] i32, most updates.
-      total_steps: [] i32, valid steps after which no update begins.
+      total_steps: count of valid steps after which no update begins.
     """
     actor_state = jax.tree.map(lambda x: x[0], actor_state)
     state, actor_state, count, metrics = fused(state, actor_state, limit, total_steps)
@@ -103,42 +163,36 @@ class GradientPrograms(NamedTuple):
   """Compiled gradient functions of one worker that computes no updates."""
 
   mesh: Mesh
-  prepare: Callable  # (params, key, rollout) -> Prepared, once an update
-  gradient: Callable  # (params, Prepared, step) -> (grads, loss_terms), partial sums [n, ...]
+  prepare: Callable  # (view of the state, key, rollout) -> Prepared, once an update
+  gradient: Callable  # (view, Prepared, step) -> (grads, Aux), partial sums [n, ...]
 
 
-def gradient_programs(objective: Objective, sizes: rollout_updates.Sizes, mesh: Mesh
-                      ) -> GradientPrograms:
+def gradient_programs(source: FromRollouts, mesh: Mesh) -> GradientPrograms:
   """Compiles the gradient functions of a worker.
 
   Args:
-    objective: the algorithm with its network.
-    sizes: sizes of the worker's share of the experiment.
+    source: functions of an update, for the worker's groups.
     mesh: the mesh of the worker.
 
   Returns:
     The programs of `GradientPrograms`.
   """
-  prepare = rollout_updates.make_prepare(objective, sizes, mesh.size)
-  gradients = rollout_updates.make_group_gradients(objective, sizes, sizes.groups(mesh.size))
-
-  def prepare_all(params: Params, key: jax.Array, rollout: Rollout):
-    prepared = prepare(params, key, rollout)
+  def prepare_all(state: TrainState, key: jax.Array, rollout: Rollout):
+    prepared = source.prepare(state, key, rollout)
     return prepared._replace(batch_stats=_all_episodes(prepared.batch_stats))
 
-  def gradient_of(params: Params, prepared: rollout_updates.Prepared, step: jax.Array):
+  def gradient_of(state: TrainState, prepared: Prepared, step: jax.Array):
     chex.assert_rank(step, 0)
     # Partial sums are fewer bytes to send to the parameter server than the gradients of all groups.
-    indices = prepared.minibatch_indices[step]
-    return partial_sums(gradients(params, prepared.rollout, prepared.targets, indices))
+    return partial_sums(source.gradients(state, prepared, step))
 
   def compiled(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
                                  check_vma=False))
 
-  # `minibatch_indices` has its groups on the second axis, like the environments of arrays [T, B].
-  prepared_specs = rollout_updates.Prepared(
-      rollout=BY_ENV, targets=BY_ENV, minibatch_indices=BY_ENV, batch_stats=EVERYWHERE)
+  # `items` has its groups on the second axis, like the environments of arrays [T, B].
+  prepared_specs = Prepared(rollout=BY_ENV, targets=BY_ENV, items=BY_ENV, key=EVERYWHERE,
+                            batch_stats=EVERYWHERE)
   return GradientPrograms(
       mesh,
       prepare=compiled(prepare_all, (EVERYWHERE, EVERYWHERE, BY_ENV), prepared_specs),
@@ -148,34 +202,25 @@ def gradient_programs(objective: Objective, sizes: rollout_updates.Sizes, mesh: 
 class UpdatePrograms(NamedTuple):
   """Compiled update functions of one device that computes no gradients; both donate the state."""
 
-  # (state, partial sums of (grads, loss_terms)) -> (state, (loss_terms, grad_norm))
+  # (state, partial sums of (grads, Aux)) -> (state, (Aux, grad_norm))
   step: Callable
   # (state, Prepared.batch_stats, [second result of each step]) -> (state, metrics)
   finish: Callable
 
 
-def update_programs(optimizer: optax.GradientTransformation,
-                    learning_rate: Callable) -> UpdatePrograms:
-  """Compiles the update functions, for gradients of any number of groups.
-
-  Args:
-    optimizer: turns gradients into changes of the parameters.
-    learning_rate: valid steps learned from so far -> factor of the changes.
-
-  Returns:
-    The programs of `UpdatePrograms`.
-  """
-  update = rollout_updates.make_update(optimizer, learning_rate)
+def update_programs(algorithm: Algorithm) -> UpdatePrograms:
+  """Compiles the update functions of an algorithm, for gradients of any number of groups."""
+  update = updates.make_update(algorithm)
 
   def step(state: TrainState, groups: Any):
     chex.assert_equal_shape(jax.tree.leaves(groups), dims=0)
-    grads, loss_terms = jax.tree.map(pairwise_sum, groups)
-    state, grad_norm = update(state, grads, loss_terms)
-    return state, (loss_terms, grad_norm)
+    grads, aux = jax.tree.map(pairwise_sum, groups)
+    state, grad_norm = update(state, grads, aux)
+    return state, (aux, grad_norm)
 
   def finish(state: TrainState, batch_stats: Metrics, steps: list):
     steps = jax.tree.map(lambda *x: jnp.stack(x), *steps)
-    state, metrics = rollout_updates.finish(state, batch_stats, steps, learning_rate)
+    state, metrics = from_rollouts.finish(algorithm, state, batch_stats, steps)
     return state, _add_update_axis(metrics)
 
   return UpdatePrograms(jax.jit(step, donate_argnums=0), jax.jit(finish, donate_argnums=0))
@@ -192,31 +237,27 @@ class ReplayPrograms(NamedTuple):
   learn: Callable
 
 
-def replay_programs(insert: Callable, steps: Callable, finish: Callable,
-                    sizes: replay_updates.Sizes, mesh: Mesh) -> ReplayPrograms:
+def replay_programs(source: FromReplay, mesh: Mesh) -> ReplayPrograms:
   """Compiles adding and learning as separate programs.
 
   Every device of the mesh gets all experience, and keeps the part of its own groups.
 
   Args:
-    insert: the function that `replay_updates.make_insert` returned.
-    steps: the function that `replay_updates.make_steps` returned.
-    finish: the function that `replay_updates.make_finish` returned.
-    sizes: numbers that the arithmetic of an update depends on.
+    source: functions of an update, seen from one device of the mesh.
     mesh: the mesh of the learner.
 
   Returns:
     The programs of `ReplayPrograms`.
   """
-  groups = sizes.num_grad_shards // mesh.size
-  envs = sizes.num_envs // sizes.num_grad_shards
+  groups = source.groups
 
   def insert_own(state: TrainState, experience: Experience, first_group: jax.Array):
     chex.assert_rank(first_group, 0)
-    # Relative to the groups of this device; `insert` ignores groups outside of [0, groups).
-    relative = first_group - jax.lax.axis_index(AXIS) * groups
-    state, valid = insert(state, experience, relative)
-    batch = fingerprint(experience._replace(episodes=None), 1, first_group * envs, sizes.num_envs)
+    # Relative to the groups of this device; `insert` ignores groups outside of [0, local).
+    relative = first_group - lax.axis_index(AXIS) * groups.local
+    state, valid = source.insert(state, experience, relative)
+    batch = fingerprint(experience._replace(episodes=None), 1, first_group * groups.envs,
+                        groups.count * groups.envs)
     return state, (valid, batch)
 
   def learn(state: TrainState, count: jax.Array, valid: jax.Array, batch: jax.Array):
@@ -230,9 +271,9 @@ def replay_programs(insert: Callable, steps: Callable, finish: Callable,
     """
     chex.assert_rank([count, valid], 0)
     chex.assert_shape(batch, (2,))
-    count = jnp.where(replay_updates.ready(state, sizes, mesh.size), count, 0)
-    state, sums = steps(state, count)
-    state, metrics = finish(state, count, sums, valid, batch)
+    count = jnp.where(source.is_ready(state), count, 0)
+    state, sums = source.take_steps(state, count)
+    state, metrics = source.finish(state, count, sums, valid, batch)
     return state, _add_update_axis(metrics)
 
   def compiled(function: Callable, replicated_args: int) -> Callable:

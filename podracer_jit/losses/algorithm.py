@@ -1,255 +1,428 @@
-"""Interface of algorithms: options, requirements and losses.
+"""The protocol of algorithms: five pure functions of arrays, and hooks with defaults.
 
 An algorithm is one frozen dataclass in one file. Its fields are its options (`options.option`), its
-class attributes declare its requirements, and its methods are pure functions. No other code refers
-to an algorithm by name, so a user's algorithm, given as `module:Class`, equals a shipped one.
+class attributes say what it needs, its methods are pure. `bind` tells it what the config and the
+task have chosen. The rollout, the replay, the exact sum over devices and the schemes know nothing
+else of it, so a user's algorithm, given as `module:Class`, equals a shipped one.
 
-T is the unroll length, N a number of environments or transitions.
+T is the unroll length, B and N are numbers of environments or items, L is the length of an item.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
-from podracer_jit.agents import kinds
-from podracer_jit.agents.networks import Model
+from podracer_jit import schedules
+from podracer_jit.agents import networks, policies, running_moments
+from podracer_jit.agents.networks import TORSO, TorsoOptions
+from podracer_jit.agents.optimizers import Optimizer
+from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
 from podracer_jit.envs.protocol import EnvSpec
-from podracer_jit.losses.minibatches import ENVIRONMENTS, Unit
-from podracer_jit.options import INT32_MAX, option
-from podracer_jit.types import Metrics, Params, Rollout, Transition
+from podracer_jit.losses.items import Items, environments
+from podracer_jit.numerics import counters
+from podracer_jit.options import internal, option
+from podracer_jit.types import Carry, Metrics, Params, Rollout, Target, TrainState
 
 MAX_N_STEP = 256  # a program has operations for each step
 
 
+class Parts(NamedTuple):
+  """What the config and the task have chosen for an algorithm."""
+
+  spec: EnvSpec
+  policy: Policy
+  torso: nn.Module  # the config's `network`
+  torso_options: TorsoOptions
+  moments: tuple[str, ...]  # normalised quantities, of 'obs', 'returns' and 'values'
+  optimizer: Optimizer
+  total_steps: int
+  num_envs: int  # of the run
+  unroll_length: int
+
+
+class Acted(NamedTuple):
+  """Results of acting in B environments."""
+
+  action: jax.Array  # [B, *action_shape], as the policy drew it
+  extras: Any = None  # arrays [B, ...], stored as Rollout.extras [T, B, ...]
+  carry: Carry = None  # arrays [B, ...], for the next row
+  # [B, K]: what the action was drawn from, for exports; never stored
+  distribution: jax.Array | None = None
+
+
+class ForActors(NamedTuple):
+  """What actors get of a train state."""
+
+  params: Any  # the result of `Algorithm.acting`
+  steps: jax.Array | None = None  # of the state, if an option changes with them; else None
+
+
+class Batch(NamedTuple):
+  """Microbatch of one group, a part of a minibatch of all groups."""
+
+  items: Any  # what `Items.make` returns: Rollout [L, N, ...] or Transition [N, ...]
+  targets: Any  # arrays [L, N, ...] of `targets`; None for items of a replay
+  weight: jax.Array | None  # [N] f32: importance weights of a replay; None for rollouts
+  count: jax.Array  # [] f32: valid rows (of a replay: items) of the whole minibatch, at least 1
+  statistics: Any  # of the whole minibatch
+
+
+class Aux(NamedTuple):
+  """What a loss returns beside its value."""
+
+  terms: Metrics  # sums over the valid rows (or items) of the microbatch; logged as means
+  valid: jax.Array  # [] f32: number of these rows
+  priority: jax.Array | None = None  # [N] f32: new priorities of the items of a replay
+
+  @classmethod
+  def of(cls, terms: Mapping[str, jax.Array], valid: jax.Array) -> Aux:
+    """Returns the sums of terms over the valid rows; all are shaped like `valid`, a bool array."""
+    chex.assert_equal_shape([valid, *terms.values()])
+    mask = valid.astype(jnp.float32)
+    return cls({name: jnp.sum(mask * term) for name, term in terms.items()}, jnp.sum(mask))
+
+
 @dataclasses.dataclass(frozen=True)
 class Algorithm(abc.ABC):
-  """Base class of algorithms that learn from rollouts or from a replay."""
+  """Base class of algorithms; its defaults are those of an actor-critic that learns from rollouts.
 
-  network_kind: ClassVar[kinds.Kind] = kinds.ACTOR_CRITIC
-  learns_from_replay: ClassVar[bool]
-  measures_kl: ClassVar[bool] = False  # its loss terms include 'approx_kl'
-  normalises_values: ClassVar[bool] = False  # it supports the option normalise.value
+  The methods that compute are compiled as islands (`numerics.islands`): each by itself, with shapes
+  that do not depend on the placement. So they need no care about rounding.
+  """
+
+  learns_from_replay: ClassVar[bool] = False
+  policy_reads: ClassVar[str] = policies.DISTRIBUTION  # the kind of `Acted.distribution`
+  network_role: ClassVar[str] = TORSO  # of the config's network: TORSO or POLICY_AND_CRITIC
+  # Options of TorsoOptions that its network has: 'core', 'separate_critic'.
+  takes: ClassVar[frozenset[str]] = frozenset({'core', 'separate_critic'})
+  normalises: ClassVar[frozenset[str]] = frozenset({'obs', 'returns'})
+  shuffles: ClassVar[bool] = False  # each epoch shuffles the items of its minibatches
+  measures_kl: ClassVar[bool] = False  # its terms include 'approx_kl'
+  # False: `targets` gets the observations after the last row only, so fewer stacks are rebuilt.
+  targets_read_all_obs: ClassVar[bool] = False
 
   discount: float = option(0.99, 'discount of future rewards', at_least=0, at_most=1)
+  parts: Parts = internal(None)
+  steps_done: Any = internal(None)  # see `at`
+
+  def bind(self, parts: Parts) -> Self:
+    """Returns the algorithm for a task, a policy, a network and an optimizer."""
+    return dataclasses.replace(self, parts=parts)
 
   def problems(self) -> Iterator[str]:
     """Yields problems of the combination of options, one line each."""
     yield from ()
 
-  def heads(self, spec: EnvSpec) -> Mapping[str, nn.Module]:
-    """Returns auxiliary heads of the network by name; by default none.
+  def at(self, steps: jax.Array | None) -> Self:
+    """Returns the algorithm with the values that its schedules have after so many steps.
+
+    The core calls it in each island. So an option that is a number in all methods that compute may
+    be a `schedules.Schedule` outside of them.
+
+    Args:
+      steps: a count of steps, see `numerics.counters`; None leaves the algorithm as it is.
+    """
+    if steps is None:
+      return self
+    algorithm = dataclasses.replace(self, steps_done=steps)
+    p = self.parts
+    if schedules.scheduled(self) | schedules.scheduled(p.optimizer):
+      done = counters.as_float(steps)
+      optimizer = schedules.at(p.optimizer, done, p.total_steps)
+      algorithm = schedules.at(algorithm, done, p.total_steps).bind(
+          p._replace(optimizer=optimizer))
+    # The network does not depend on them, so it need not be made again.
+    vars(algorithm)['network'] = self.network
+    return algorithm
+
+  @property
+  def share(self) -> jax.Array:
+    """The share of total_steps that is done, [] f32.
+
+    Raises:
+      ValueError: in methods of actors, which know it only if an option is a schedule.
+    """
+    if self.steps_done is None:
+      raise ValueError('share: actors do not know how much of a run is done; let an option be a '
+                       'schedule instead, such as linear:1:0.05')
+    return counters.as_float(self.steps_done) / self.parts.total_steps
+
+  # 1. init: what the algorithm owns; computed on the learner.
+
+  @functools.cached_property
+  def network(self) -> nn.Module:
+    """The network of `make_network`."""
+    return self.make_network()
+
+  @functools.cached_property
+  def optimizer(self) -> optax.GradientTransformationExtraArgs:
+    """The transformation of `make_optimizer`."""
+    return optax.with_extra_args_support(self.make_optimizer())
+
+  def make_network(self) -> nn.Module:
+    """Returns the network; by default an actor-critic around the config's torso."""
+    p = self.parts
+    network = networks.actor_critic(p.torso, p.policy, p.torso_options, p.moments)
+    heads = self.heads()
+    return network.clone(heads=heads) if heads else network
+
+  def heads(self) -> Mapping[str, nn.Module]:
+    """Returns auxiliary heads of the actor-critic by name; by default none.
 
     A head is a flax module (features [N, F], action [N, ...]) -> [N, ...]. Its parameters are
-    trained with the network's, and `unroll_with_heads` gives its outputs to the loss. Acting does
-    not compute it.
-
-    Args:
-      spec: of the task.
+    trained with the network's. `unroll` with actions gives its outputs; acting does not compute it.
     """
-    del spec
     return {}
 
+  def make_optimizer(self) -> optax.GradientTransformation:
+    """Returns the optimizer, without the learning rate; by default the config's."""
+    return self.parts.optimizer.transformation()
 
-@dataclasses.dataclass(frozen=True)
-class RolloutAlgorithm(Algorithm):
-  """Base class of algorithms that learn from a rollout in one update and then drop it.
+  def init(self, key: jax.Array) -> Params:
+    """Returns the parameters: all that is trained, and the running moments."""
+    spec = self.parts.spec
+    obs = jnp.zeros((1, 1, *spec.obs_shape), spec.obs_dtype)
+    return self.network.init(key, obs, self.initial_carry(1), jnp.ones((1, 1), bool))
 
-  A minibatch is (rollout, targets) of some environments [T, N, ...] or of some rows [1, N, ...];
-  `minibatch_unit` decides which. Each method is compiled as an island (`numerics.islands`): by
-  itself, with shapes that do not depend on how many groups share a device. So a method needs no
-  care about rounding.
-  """
+  def init_target(self, params: Params) -> Any:
+    """Returns what losses read and no gradient changes, such as a target network; by default None.
 
-  learns_from_replay: ClassVar[bool] = False
-  shuffles: ClassVar[bool] = False  # each epoch shuffles the elements of its minibatches
+    It becomes `state.target.params`.
+    """
+    del params
 
-  def minibatch_unit(self, recurrent: bool) -> Unit:
-    """Returns the elements of minibatches: `minibatches.ENVIRONMENTS` or `minibatches.ROWS`."""
-    del recurrent
-    return ENVIRONMENTS
-
-  def note_about_minibatches(self, rows: int) -> str:
-    """Returns what it does otherwise with minibatches of so few rows in all groups; '' if nothing.
+  def first_state(self, key: jax.Array, learn_key: jax.Array) -> TrainState:
+    """Returns the state before the first update, without a replay.
 
     Args:
-      rows: of a minibatch, invalid ones included.
+      key: for `init`.
+      learn_key: of all updates.
+    """
+    params = self.init(key)
+    target = self.init_target(params)
+    has_target = target is not None or self.learns_from_replay  # a replay's clock is the count
+    steps = counters.zero(self.parts.total_steps + self.parts.num_envs * self.parts.unroll_length)
+    return TrainState(params, self.optimizer.init(params), jnp.int32(0), steps, learn_key,
+                      Target(target, jnp.int32(0)) if has_target else None)
+
+  @functools.cached_property
+  def state_shapes(self) -> TrainState:
+    """The shapes of `first_state`."""
+    key = jax.eval_shape(jax.random.key, 0)
+    return jax.eval_shape(self.first_state, key, key)
+
+  # 2. act: on the actors.
+
+  def for_actors(self, state: TrainState) -> ForActors:
+    """Returns what actors get of a state."""
+    return ForActors(self.acting(state), state.steps if schedules.scheduled(self) else None)
+
+  def acting(self, state: TrainState) -> Any:
+    """Returns what actors get of the state. It selects arrays only; `act` computes."""
+    return state.params
+
+  def initial_carry(self, num_envs: int) -> Carry:
+    """Returns the carry at the beginning of episodes, arrays [num_envs, ...]; None: no carry."""
+    recurrent = self.parts.torso_options.recurrent
+    return self.network.initial_carry(num_envs) if recurrent else None
+
+  def exploration(self, num_envs: int) -> np.ndarray | None:
+    """Returns a number of each environment of the run, [num_envs] f32, for `act`.
+
+    If an option is a schedule, options may be traced arrays: use operators, not functions of NumPy.
+    """
+    del num_envs
+
+  def act(self, params: Any, obs: jax.Array, carry: Carry, valid: jax.Array,
+          key: jax.Array | None, exploration: jax.Array | None) -> Acted:
+    """Acts in B environments.
+
+    Args:
+      params: the result of `acting`.
+      obs: [B, ...].
+      carry: arrays [B, ...].
+      valid: [B] bool. False: obs is the last of an episode, the action is ignored, and the carry
+        after it must be the initial one.
+      key: PRNG key of the row; None: take the most likely action.
+      exploration: [B] f32, these environments' constants; None in evaluations.
+    """
+    del exploration
+    dist_params, value, carry = self.network.apply(params, obs[None], carry, valid[None])
+    chex.assert_rank([dist_params, value], [3, 2])  # [1, B, K] and [1, B]
+    policy = self.parts.policy
+    action = policy.mode(dist_params[0]) if key is None else policy.sample(key, dist_params[0])
+    extras = {'log_prob': policy.log_prob(dist_params[0], action), 'value': value[0]}
+    return Acted(action, extras, carry, dist_params[0])
+
+  @functools.cached_property
+  def acted_shapes(self) -> Acted:
+    """The shapes of the results of `act` in one environment, [1, ...] each."""
+    spec = self.parts.spec
+
+    def act(state, key):
+      obs = jnp.zeros((1, *spec.obs_shape), spec.obs_dtype)
+      algorithm = self.at(state.steps)
+      return algorithm.act(self.acting(state), obs, self.initial_carry(1), jnp.ones(1, bool), key,
+                           algorithm.exploration(1))
+
+    return jax.eval_shape(act, self.state_shapes, jax.eval_shape(jax.random.key, 0))
+
+  # 3. items: `priority` on the actors, all else on the learner.
+
+  def items(self) -> Items:
+    """Returns the elements of minibatches, or of a replay; by default whole rollouts.
+
+    The rows of a replay have no extras, no carry and no mask of valid rows; an item begins in each
+    valid row. See `items.transitions`.
+    """
+    return environments(self.parts.unroll_length)
+
+  def note_about_minibatches(self, rows: int) -> str:
+    """Returns a phrase if it treats minibatches of so few rows in another way, else ''.
+
+    Args:
+      rows: of a minibatch of all groups, invalid ones included.
     """
     del rows
     return ''
 
-  def target_inputs(self, rollout: Rollout, recurrent: bool) -> Rollout:
-    """Returns the part of a rollout that `targets` reads: by default the last observations only.
-
-    Fewer stacks of frames must then be rebuilt.
-    """
-    del recurrent
-    return rollout._replace(obs=frames.last(rollout.obs))
-
-  def targets(self, model: Model, params: Params, rollout: Rollout) -> Any:
-    """Returns targets [T, N] of one group, computed once in an update; by default none.
+  def priority(self, rows: Rollout) -> jax.Array:
+    """Returns the first priority [N] f32 of items of a replay; by default equal ones.
 
     Args:
-      model: the network.
-      params: the parameters at the beginning of the update.
-      rollout: the group's rollout, as `target_inputs` returns it.
+      rows: [L + 1, N, ...], the items' rows and the row after them, without obs and actions.
     """
-    del model, params, rollout
-    return None
+    return jnp.ones(rows.reward.shape[1])
 
-  def batch_statistics(self, valid: jax.Array, targets: Any) -> Any:
-    """Returns statistics of a whole minibatch, for example its number of valid rows.
-
-    By default it returns no statistics, None.
+  def targets(self, state: TrainState, rollout: Rollout) -> Any:
+    """Returns arrays [T, N, ...] for a group's rows, once an update; by default None.
 
     Args:
-      valid: [groups, T, N] bool, the minibatch's rows in all groups.
-      targets: [groups, T, N] each, the results of `targets` for the same rows.
+      state: at the beginning of the update.
+      rollout: [T, N, ...]; see `targets_read_all_obs`.
     """
-    del valid, targets
-    return None
+    del state, rollout
+
+  def statistics(self, state: TrainState, valid: jax.Array, targets: Any) -> Any:
+    """Returns statistics of a whole minibatch, from its rows in all groups; by default None.
+
+    Args:
+      state: at the gradient step.
+      valid: [groups, L, N] bool.
+      targets: [groups, L, N, ...] each.
+    """
+    del state, valid, targets
+
+  # 4. gradient: of a microbatch. The core adds those of all groups in one fixed order.
 
   @abc.abstractmethod
-  def loss(self, model: Model, params: Params, minibatch: tuple[Rollout, Any], statistics: Any
-           ) -> tuple[jax.Array, Metrics]:
-    """Returns the loss of a part of a minibatch, and sums of terms over its valid rows.
+  def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
+           ) -> tuple[jax.Array, Aux]:
+    """Returns the loss of a microbatch; the minibatch's loss is the sum over its microbatches.
 
     Args:
-      model: the network.
-      params: the parameters to differentiate.
-      minibatch: (rollout, targets), a part of one group's share of the minibatch.
-      statistics: the result of `batch_statistics`.
+      params: to differentiate.
+      state: without optimizer, replay and counters. `state.params` equals params, without a
+        gradient.
+      batch: divide by `batch.count`, not by the size of the microbatch, for a mean.
+      key: PRNG key of the microbatch.
+    """
+
+  def gradient(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Params, Aux]:
+    """Returns the gradient of `loss` by state.params."""
+    def loss(params):
+      # Running moments are in `params`, but no gradient may flow into them.
+      return self.loss(running_moments.frozen(params), state, batch, key)
+    return jax.grad(loss, has_aux=True)(state.params)
+
+  # 5. update: a step of the optimizer, on the learner's mesh or in the centre.
+
+  def update(self, state: TrainState, grads: Params, aux: Aux) -> TrainState:
+    """Returns the state with new params, opt_state and target; the core counts.
+
+    Args:
+      state: without replay.
+      grads: summed over all groups.
+      aux: summed over all groups, without priorities.
+    """
+    # Terms are sums. A minibatch without valid rows must not divide by zero.
+    kl = aux.terms.get('approx_kl', 0.0) / jnp.maximum(aux.valid, 1.0)
+    change, opt_state = self.optimizer.update(grads, state.opt_state, state.params, kl=kl)
+    rate = self.learning_rate()
+    params = jax.tree.map(lambda p, c: p - rate * c, state.params, change)
+    return state._replace(params=params, opt_state=opt_state)
+
+  def learning_rate(self) -> jax.Array:
+    """Returns the factor of the optimizer's output, [] f32."""
+    schedule = self.parts.optimizer.schedule(self.parts.total_steps)
+    return schedule(counters.as_float(self.steps_done))
+
+  # For losses.
+
+  def unroll(self, params: Params, rollout: Rollout, action: jax.Array | None = None
+             ) -> tuple[Any, ...]:
+    """Applies the actor-critic to all rows of whole environments, from the carry that they have.
+
+    Args:
+      params: of the network.
+      rollout: [T, N, ...], with T + 1 observations.
+      action: rollout.action, for the outputs of auxiliary heads.
 
     Returns:
-      The scalar loss, scaled so that the minibatch's loss is the sum over all parts and groups; and
-      scalar sums to report, of which 'valid' is the number of valid rows.
+      dist_params [T + 1, N, K] and value [T + 1, N]; with `action` also the outputs of the heads by
+      name, [T, N, ...].
+
+    Raises:
+      ValueError: the rollout consists of single rows.
     """
+    chex.assert_rank(rollout.valid, 2)
+    obs = frames.stacks(rollout.obs)
+    if len(obs) != len(rollout.valid) + 1:
+      raise ValueError(
+          'unroll needs whole environments, with T + 1 observations of T rows; it got '
+          f'{len(obs)} of {len(rollout.valid)}, as single rows have. Let items() return '
+          'items.environments(self.parts.unroll_length), which is its default; or keep the rows, '
+          'and call self.network.apply(params, rollout.obs, None, rollout.valid) in its place')
+    # The rollout's carry has a leading axis [1], so that all its arrays can be cut by environment.
+    carry = jax.tree.map(lambda x: x[0], rollout.carry)
+    # The network takes T + 1 masks. The last one affects only the carry after the last row, which
+    # is dropped; the last row has no action either, so its heads are cut.
+    valid = jnp.concatenate([rollout.valid, rollout.valid[-1:]])
+    if action is None:
+      return self.network.apply(params, obs, carry, valid)[:2]
+    action = jnp.concatenate([action, action[-1:]])
+    dist_params, value, _, heads = self.network.apply(params, obs, carry, valid, action)
+    return dist_params, value, jax.tree.map(lambda x: x[:-1], heads)
 
 
-@dataclasses.dataclass(frozen=True)
-class ReplayAlgorithm(Algorithm):
-  """Base class of algorithms that learn from a replay's transitions, with a target network."""
-
-  learns_from_replay: ClassVar[bool] = True
-  network_kind: ClassVar[kinds.Kind] = kinds.DUELING
-
-  n_step: int = option(3, 'steps of a return before it is bootstrapped', at_least=1,
-                       at_most=MAX_N_STEP)
-  target_every: int = option(2500, 'gradient steps between copies to the target network',
-                             at_least=1, at_most=INT32_MAX)
-
-  @abc.abstractmethod
-  def exploration(self, num_envs: int) -> np.ndarray:
-    """Returns each environment's amount of exploration [num_envs] f32, for `Policy.explore`."""
-
-  @abc.abstractmethod
-  def loss(self, network: nn.Module, params: Params, target_params: Params, batch: Transition,
-           weight: jax.Array) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-    """Returns the loss of a batch, its loss terms and its TD errors; see `weighted_loss`.
-
-    Args:
-      network: the flax module.
-      params: the parameters to differentiate.
-      target_params: parameters of the target network.
-      batch: transitions [N, ...].
-      weight: [N] f32, importance weights.
-
-    Returns:
-      The scalar loss, and (sums of loss terms over the transitions, |TD error| [N]). The loss term
-      'valid' is the number of transitions.
-    """
-
-
-def unroll(model: Model, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
-  """Applies the network to all rows of a rollout.
-
-  A recurrent network starts from the state that the rollout carries.
-
-  Returns:
-    dist_params [T + 1, N, K] and value [T + 1, N].
-
-  Raises:
-    ValueError: the rollout is a minibatch of rows.
-  """
-  obs = _whole_obs('unroll', rollout)
-  # The rollout's state has a leading axis [1], so that all its arrays can be cut by environment.
-  state = jax.tree.map(lambda x: x[0], rollout.recurrent_state)
-  # The network takes T + 1 masks. The last one affects only the recurrent state after the last
-  # row, which is dropped.
-  valid = jnp.concatenate([rollout.valid, rollout.valid[-1:]])
-  return model.apply(params, obs, state, valid)[:2]
-
-
-def _whole_obs(function: str, rollout: Rollout) -> jax.Array:
-  """Returns the observations [T + 1, N, ...] of a rollout of whole environments.
-
-  A minibatch of rows has one observation for each row, and none after it. A loss that treats it as
-  a rollout would drop its only row.
+def weighted_loss(error: jax.Array, batch: Batch, terms: Metrics) -> tuple[jax.Array, Aux]:
+  """Returns half the mean of squared TD errors, weighted by importance.
 
   Args:
-    function: the name of the function that needs them, for the message.
-    rollout: [T, N, ...].
-
-  Raises:
-    ValueError: the rollout is a minibatch of rows.
-  """
-  chex.assert_rank(rollout.valid, 2)
-  obs = frames.stacks(rollout.obs)
-  if len(obs) != len(rollout.valid) + 1:
-    raise ValueError(
-        f'{function} needs minibatches of environments, with T + 1 observations of T rows; it got '
-        f'{len(obs)} of {len(rollout.valid)}, as minibatches of rows have. Let minibatch_unit '
-        'return minibatches.ENVIRONMENTS, which is its default; or keep the rows, and call '
-        'model.apply(params, rollout.obs, None, rollout.valid) in place of ' + function)
-  return obs
-
-
-def unroll_with_heads(model: Model, params: Params, rollout: Rollout
-                      ) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
-  """Applies the network, with its auxiliary heads, to all rows of a rollout.
+    error: [N] f32, TD errors of a replay's items; the gradient flows through them.
+    batch: the items' microbatch.
+    terms: [N] each, further terms to log.
 
   Returns:
-    dist_params [T + 1, N, K] and value [T + 1, N] as `unroll` does, and the outputs of the heads on
-    each row's observation and action by name, [T, N, ...].
-
-  Raises:
-    ValueError: the rollout is a minibatch of rows.
-  """
-  obs = _whole_obs('unroll_with_heads', rollout)
-  state = jax.tree.map(lambda x: x[0], rollout.recurrent_state)
-  # As in `unroll`, the last row has no mask of its own, and it has no action; its heads are cut.
-  valid, action = (jnp.concatenate([x, x[-1:]]) for x in (rollout.valid, rollout.action))
-  dist_params, value, _, heads = model.apply(params, obs, state, valid, action)
-  return dist_params, value, jax.tree.map(lambda x: x[:-1], heads)
-
-
-def weighted_loss(error: jax.Array, weight: jax.Array, loss_terms: Metrics
-                  ) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-  """Returns half the sum of squared TD errors, weighted by importance.
-
-  Args:
-    error: [N] f32, TD errors; the gradient flows through them.
-    weight: [N] f32, importance weights.
-    loss_terms: [N] each, further terms to report.
-
-  Returns:
-    The results of `ReplayAlgorithm.loss`.
+    The results of `Algorithm.loss`; |TD error| becomes the items' priority.
   """
   chex.assert_rank(error, 1)
-  chex.assert_equal_shape([error, weight, *loss_terms.values()])
-  # |TD error| becomes the transition's priority, which must not be differentiated.
+  chex.assert_equal_shape([error, batch.weight, *terms.values()])
   abs_td_error = jnp.abs(lax.stop_gradient(error))
-  losses = 0.5 * weight * jnp.square(error)
-  loss_terms = loss_terms | dict(loss=losses, abs_td_error=abs_td_error, importance_weight=weight,
-                                 valid=jnp.ones_like(abs_td_error))
-  return jnp.sum(losses), (jax.tree.map(jnp.sum, loss_terms), abs_td_error)
+  losses = 0.5 * batch.weight * jnp.square(error)
+  terms = terms | dict(loss=losses, abs_td_error=abs_td_error, importance_weight=batch.weight)
+  valid = jnp.sum(jnp.ones_like(abs_td_error))
+  return jnp.sum(losses) / batch.count, Aux(jax.tree.map(jnp.sum, terms), valid, abs_td_error)

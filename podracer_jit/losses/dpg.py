@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import rlax
 from jax import lax
 
-from podracer_jit.agents import kinds
-from podracer_jit.losses.algorithm import MAX_N_STEP, ReplayAlgorithm, weighted_loss
+from podracer_jit.agents import networks, policies
+from podracer_jit.losses import returns
+from podracer_jit.losses.algorithm import MAX_N_STEP, Acted, Algorithm, Aux, Batch, weighted_loss
+from podracer_jit.losses.items import Items, transitions
 from podracer_jit.options import INT32_MAX, option
-from podracer_jit.types import Metrics, Params, Transition
+from podracer_jit.types import Carry, Params, Rollout, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class DPG(ReplayAlgorithm):
+class DPG(Algorithm):
   """Deterministic policy gradients for continuous actions.
 
   Policy and critic have separate weights, so the gradient of the summed loss contains the gradient
   of each; max_grad_norm clips both together. Both losses are weighted by importance.
   """
 
-  network_kind: ClassVar[kinds.Kind] = kinds.DETERMINISTIC
+  learns_from_replay: ClassVar[bool] = True
+  policy_reads: ClassVar[str] = policies.ACTION
+  network_role: ClassVar[str] = networks.POLICY_AND_CRITIC
+  takes: ClassVar[frozenset[str]] = frozenset()
+  normalises: ClassVar[frozenset[str]] = frozenset()
 
   n_step: int = option(5, 'steps of a return before it is bootstrapped', at_least=1,
                        at_most=MAX_N_STEP)
@@ -37,33 +45,69 @@ class DPG(ReplayAlgorithm):
   dqda_clip: float = option(1.0, "bound of each element of the critic's gradient by the action",
                             at_least=0)
 
+  def make_network(self) -> nn.Module:
+    """Returns the config's policy with its critic."""
+    return self.parts.torso.clone(policy=self.parts.policy)
+
+  def init_target(self, params: Params) -> Params:
+    """Returns the target policy and critic."""
+    return params
+
   def exploration(self, num_envs: int) -> np.ndarray:
     """Returns the standard deviation of each environment's noise, [num_envs] f32."""
-    return np.full(num_envs, self.noise, np.float32)
+    return (self.noise * np.ones(num_envs)).astype(np.float32)
 
-  def loss(self, network: nn.Module, params: Params, target_params: Params, batch: Transition,
-           weight: jax.Array) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-    """Returns the sum of the weighted losses of critic and policy.
+  def act(self, params: Any, obs: jax.Array, carry: Carry, valid: jax.Array,
+          key: jax.Array | None, exploration: jax.Array | None) -> Acted:
+    """Acts with noise, and without in evaluations; see `Algorithm.act`."""
+    del carry, valid
+    policy_action, value = (x[0] for x in self.network.apply(params, obs[None]))
+    policy = self.parts.policy
+    action = (policy.mode(policy_action) if exploration is None
+              else policy.explore(key, policy_action, exploration))
+    action_value = self._q(params, obs, action)
+    return Acted(action, {'action_value': action_value, 'value': value}, None, policy_action)
 
-    Args and results: see `ReplayAlgorithm.loss`. The TD errors are the critic's.
+  def items(self) -> Items:
+    """Returns transitions over n steps."""
+    return transitions(self.n_step, self.discount)
+
+  def priority(self, rows: Rollout) -> jax.Array:
+    """Returns |n-step TD error| by the acting network's values; see `Algorithm.priority`."""
+    return returns.n_step_priority(rows, self.discount)
+
+  def _q(self, params, obs, action):
+    """Returns the critic's values [N]."""
+    return self.network.apply(params, obs, action, method='criticise')
+
+  def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
+           ) -> tuple[jax.Array, Aux]:
+    """Returns the weighted losses of critic and policy; see `Algorithm.loss`.
+
+    The TD errors are the critic's.
     """
-
-    def q(params, obs, action):
-      return network.apply(params, obs, action, method='criticise')
-
+    del key
+    transition = batch.items
     error = jax.vmap(critic_td_error)(
-        q(params, batch.obs, batch.action), batch.reward, batch.discount,
-        network.apply(target_params, batch.next_obs[None])[1][0])
+        self._q(params, transition.obs, transition.action), transition.reward, transition.discount,
+        self.network.apply(state.target.params, transition.next_obs[None])[1][0])
 
     # The policy's loss must not change the critic, so its gradient stops at the critic's weights.
-    action = network.apply(params, batch.obs, method='act')
+    action = self.network.apply(params, transition.obs, method='act')
     critic_params = lax.stop_gradient(params)
-    value, vjp = jax.vjp(lambda a: q(critic_params, batch.obs, a), lax.stop_gradient(action))
+    value, vjp = jax.vjp(lambda a: self._q(critic_params, transition.obs, a),
+                         lax.stop_gradient(action))
     (dqda,) = vjp(jnp.ones_like(value))
     actor_loss = jax.vmap(lambda a, dqda: policy_loss(a, dqda, self.dqda_clip))(action, dqda)
 
-    critic_loss, aux = weighted_loss(error, weight, dict(q=value))
-    return critic_loss + jnp.sum(weight * actor_loss), aux
+    critic_loss, aux = weighted_loss(error, batch, dict(q=value))
+    return critic_loss + jnp.sum(batch.weight * actor_loss) / batch.count, aux
+
+  def update(self, state: TrainState, grads: Params, aux: Aux) -> TrainState:
+    """Takes a step, and copies the networks to their targets in time."""
+    state = super().update(state, grads, aux)
+    return state.with_target(optax.periodic_update(
+        state.params, state.target.params, state.target.gradient_steps + 1, self.target_every))
 
 
 def critic_td_error(q_tm1: jax.Array, r_t: jax.Array, discount_t: jax.Array, q_t: jax.Array
@@ -86,7 +130,7 @@ def critic_td_error(q_tm1: jax.Array, r_t: jax.Array, discount_t: jax.Array, q_t
   """
   chex.assert_type([q_tm1, r_t, discount_t, q_t], float)
   chex.assert_equal_shape([q_tm1, r_t, discount_t, q_t])
-  return jax.lax.stop_gradient(r_t + discount_t * q_t) - q_tm1
+  return rlax.td_learning(q_tm1, r_t, discount_t, q_t)
 
 
 def policy_loss(a_t: jax.Array, dqda_t: jax.Array, clip: float) -> jax.Array:

@@ -3,49 +3,94 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, ClassVar
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import rlax
 
-from podracer_jit.losses.algorithm import ReplayAlgorithm, weighted_loss
-from podracer_jit.options import option
-from podracer_jit.types import Metrics, Params, Transition
+from podracer_jit.agents import policies, q_networks
+from podracer_jit.losses import returns
+from podracer_jit.losses.algorithm import MAX_N_STEP, Acted, Algorithm, Aux, Batch, weighted_loss
+from podracer_jit.losses.items import Items, transitions
+from podracer_jit.options import INT32_MAX, option
+from podracer_jit.types import Carry, Params, Rollout, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class DQN(ReplayAlgorithm):
+class DQN(Algorithm):
   """Double Q-learning with a dueling network, for discrete actions."""
 
+  learns_from_replay: ClassVar[bool] = True
+  policy_reads: ClassVar[str] = policies.ACTION_VALUES
+  takes: ClassVar[frozenset[str]] = frozenset()
+  normalises: ClassVar[frozenset[str]] = frozenset()
+
+  n_step: int = option(3, 'steps of a return before it is bootstrapped', at_least=1,
+                       at_most=MAX_N_STEP)
+  target_every: int = option(2500, 'gradient steps between copies to the target network',
+                             at_least=1, at_most=INT32_MAX)
   epsilon: float = option(0.4, 'exploration of the first environment', at_least=0, at_most=1)
   epsilon_alpha: float = option(
       7.0, 'environment i of N explores with probability epsilon^(1 + epsilon_alpha i / (N - 1))',
       at_least=0)
 
+  def make_network(self) -> nn.Module:
+    """Returns the dueling network around the config's torso."""
+    return q_networks.dueling(self.parts.torso, self.parts.policy)
+
+  def init_target(self, params: Params) -> Params:
+    """Returns the target network."""
+    return params
+
   def exploration(self, num_envs: int) -> np.ndarray:
     """Returns each environment's probability of a random action, [num_envs] f32 (section 4.1)."""
     place = np.arange(num_envs) / max(num_envs - 1, 1)
-    return np.power(self.epsilon, 1 + self.epsilon_alpha * place).astype(np.float32)
+    return (self.epsilon ** (1 + self.epsilon_alpha * place)).astype(np.float32)
 
-  def loss(self, network: nn.Module, params: Params, target_params: Params, batch: Transition,
-           weight: jax.Array) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-    """Returns the weighted loss of the Q-network.
+  def act(self, params: Any, obs: jax.Array, carry: Carry, valid: jax.Array,
+          key: jax.Array | None, exploration: jax.Array | None) -> Acted:
+    """Acts epsilon-greedily, and greedily in evaluations; see `Algorithm.act`."""
+    del carry, valid
+    q, value = (x[0] for x in self.network.apply(params, obs[None]))
+    policy = self.parts.policy
+    action = policy.mode(q) if exploration is None else policy.explore(key, q, exploration)
+    action_value = jnp.take_along_axis(q, action[..., None], axis=-1)[..., 0]
+    return Acted(action, {'action_value': action_value, 'value': value}, None, q)
 
-    Args and results: see `ReplayAlgorithm.loss`.
-    """
+  def items(self) -> Items:
+    """Returns transitions over n steps."""
+    return transitions(self.n_step, self.discount)
+
+  def priority(self, rows: Rollout) -> jax.Array:
+    """Returns |n-step TD error| by the acting network's values; see `Algorithm.priority`."""
+    return returns.n_step_priority(rows, self.discount)
+
+  def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
+           ) -> tuple[jax.Array, Aux]:
+    """Returns the weighted loss of the Q-network; see `Algorithm.loss`."""
+    del key
+    transition = batch.items
 
     def values(params, obs):
       # Networks take [T, N, ...]; transitions are a single step.
-      return network.apply(params, obs[None])[0][0]
+      return self.network.apply(params, obs[None])[0][0]
 
-    q_tm1 = values(params, batch.obs)
+    q_tm1 = values(params, transition.obs)
     error = jax.vmap(dqn_td_error)(
-        q_tm1, batch.action, batch.reward, batch.discount, values(target_params, batch.next_obs),
-        values(params, batch.next_obs))
-    return weighted_loss(error, weight, dict(q=jnp.max(q_tm1, axis=-1)))
+        q_tm1, transition.action, transition.reward, transition.discount,
+        values(state.target.params, transition.next_obs), values(params, transition.next_obs))
+    return weighted_loss(error, batch, dict(q=jnp.max(q_tm1, axis=-1)))
+
+  def update(self, state: TrainState, grads: Params, aux: Aux) -> TrainState:
+    """Takes a step, and copies the network to the target network in time."""
+    state = super().update(state, grads, aux)
+    return state.with_target(optax.periodic_update(
+        state.params, state.target.params, state.target.gradient_steps + 1, self.target_every))
 
 
 def dqn_td_error(

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import rlax
 
-from podracer_jit.agents.networks import Model
 from podracer_jit.agents.policies import Policy
-from podracer_jit.losses.algorithm import RolloutAlgorithm, unroll
-from podracer_jit.losses.minibatches import Minibatch
+from podracer_jit.losses.algorithm import Algorithm, Aux, Batch
 from podracer_jit.options import option
-from podracer_jit.types import Metrics, Params, discounts
+from podracer_jit.types import Params, TrainState, discounts
 
 
 @dataclasses.dataclass(frozen=True)
-class IMPALA(RolloutAlgorithm):
+class IMPALA(Algorithm):
   """V-trace actor-critic (1802.01561, section 4); `impala_loss` explains the options."""
 
   vtrace_lambda: float = option(1.0, "the mixing parameter of V-trace's remark 2", at_least=0,
@@ -30,24 +27,21 @@ class IMPALA(RolloutAlgorithm):
   baseline_coef: float = option(0.5, 'weight of the value loss', at_least=0)
   entropy_coef: float = option(0.01, 'weight of the entropy bonus')
 
-  def loss(self, model: Model, params: Params, minibatch: Minibatch, statistics: Any
-           ) -> tuple[jax.Array, Metrics]:
-    """Returns the loss summed over sequences.
-
-    Args and results: see `RolloutAlgorithm.loss`. There are no targets, and `statistics` is unused.
-    """
-    del statistics
-    rollout, _ = minibatch
-    dist_params, value = unroll(model, params, rollout)
+  def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
+           ) -> tuple[jax.Array, Aux]:
+    """Returns the loss summed over sequences; see `Algorithm.loss`."""
+    del state, key
+    rollout = batch.items
+    dist_params, value = self.unroll(params, rollout)
     per_sequence = jax.vmap(lambda *a: impala_loss(
-        *a, model.policy, vtrace_lambda=self.vtrace_lambda, clip_rho=self.clip_rho,
+        *a, self.parts.policy, vtrace_lambda=self.vtrace_lambda, clip_rho=self.clip_rho,
         clip_pg_rho=self.clip_pg_rho, baseline_coef=self.baseline_coef,
         entropy_coef=self.entropy_coef), in_axes=1)
-    loss, loss_terms = per_sequence(
-        dist_params[:-1], value, rollout.action, rollout.behaviour_log_prob, rollout.reward,
+    loss, terms = per_sequence(
+        dist_params[:-1], value, rollout.action, rollout.extras['log_prob'], rollout.reward,
         discounts(rollout, self.discount), rollout.valid)
-    loss_terms['valid'] = rollout.valid.astype(jnp.float32)
-    return jnp.sum(loss), jax.tree.map(jnp.sum, loss_terms)
+    valid = jnp.sum(rollout.valid.astype(jnp.float32))
+    return jnp.sum(loss), Aux(jax.tree.map(jnp.sum, terms), valid)
 
 
 def impala_loss(

@@ -11,17 +11,16 @@ import jax.numpy as jnp
 import rlax
 
 from podracer_jit.agents import running_moments
-from podracer_jit.agents.networks import Model
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
-from podracer_jit.losses.algorithm import RolloutAlgorithm, unroll
-from podracer_jit.losses.minibatches import ENVIRONMENTS, ROWS, Minibatch, Unit
+from podracer_jit.losses.algorithm import Algorithm, Aux, Batch
+from podracer_jit.losses.items import Items, environments, rows
 from podracer_jit.options import option
-from podracer_jit.types import Metrics, Params, Rollout, discounts
+from podracer_jit.types import Params, Rollout, TrainState, discounts
 
 
 @dataclasses.dataclass(frozen=True)
-class PPO(RolloutAlgorithm):
+class PPO(Algorithm):
   """Proximal policy optimisation (1707.06347).
 
   Advantages are computed once in an update, by GAE from the acting network's values; the value
@@ -30,9 +29,9 @@ class PPO(RolloutAlgorithm):
   (2007.02622).
   """
 
+  normalises: ClassVar[frozenset[str]] = frozenset({'obs', 'returns', 'values'})
   shuffles: ClassVar[bool] = True
   measures_kl: ClassVar[bool] = True
-  normalises_values: ClassVar[bool] = True
 
   gae_lambda: float = option(0.95, 'exponential weight of advantages', at_least=0, at_most=1)
   clip: float = option(0.1, 'epsilon of the clipped surrogate (equation 7)', at_least=0)
@@ -42,59 +41,68 @@ class PPO(RolloutAlgorithm):
   normalise_advantage: bool = option(True, 'advantages of a minibatch get mean 0 and deviation 1')
   vtrace: bool = option(False, 'advantages and value targets are corrected by V-trace')
 
-  def minibatch_unit(self, recurrent: bool) -> Unit:
-    """Returns ROWS, or ENVIRONMENTS for a recurrent network, which needs rows in order."""
-    return ENVIRONMENTS if recurrent else ROWS
+  @property
+  def recurrent(self) -> bool:
+    """Whether the network needs rows in order."""
+    return self.parts.torso_options.recurrent
+
+  @property
+  def targets_read_all_obs(self) -> bool:
+    """Whether `targets` computes the values of all rows."""
+    return self.vtrace or self.recurrent
+
+  def items(self) -> Items:
+    """Returns rows, or environments for a recurrent network."""
+    return environments(self.parts.unroll_length) if self.recurrent else rows()
 
   def note_about_minibatches(self, rows: int) -> str:
     """Returns a phrase if a minibatch has one row, whose advantage cannot be normalised."""
     return ('its only advantage is not normalised (loss.normalise_advantage), since it would be 0'
             if self.normalise_advantage and rows < 2 else '')
 
-  def target_inputs(self, rollout: Rollout, recurrent: bool) -> Rollout:
-    """Returns the whole rollout if `targets` computes the values of all its rows."""
-    values_all_rows = recurrent or self.vtrace
-    return rollout if values_all_rows else super().target_inputs(rollout, recurrent)
-
-  def targets(self, model: Model, params: Params, rollout: Rollout) -> dict[str, jax.Array]:
+  def targets(self, state: TrainState, rollout: Rollout) -> dict[str, jax.Array]:
     """Returns 'advantage' and 'value_target', [T, N] each."""
     compute = self._targets_by_vtrace if self.vtrace else self._targets_by_gae
-    return compute(model, params, rollout)
+    return compute(state.params, rollout)
 
-  def _targets_by_gae(self, model, params, rollout):
+  def _targets_by_gae(self, params, rollout):
     """Returns GAE targets from the acting network's values."""
-    if model.recurrent:
-      last_value = unroll(model, params, rollout)[1][-1]
+    if self.recurrent:
+      last_value = self.unroll(params, rollout)[1][-1]
     else:
-      last_value = model.apply(params, frames.last(rollout.obs), None, rollout.valid[-1:])[1][0]
-    value = jnp.concatenate([rollout.behaviour_value, last_value[None]])
+      last_obs = frames.last(rollout.obs)
+      last_value = self.network.apply(params, last_obs, None, rollout.valid[-1:])[1][0]
+    behaviour_value = rollout.extras['value']
+    value = jnp.concatenate([behaviour_value, last_value[None]])
     advantage = jax.vmap(lambda *a: gae(*a, self.gae_lambda), in_axes=1, out_axes=1)(
         value, rollout.reward, discounts(rollout, self.discount),
         rollout.terminated | rollout.truncated)
-    return {'advantage': advantage, 'value_target': advantage + rollout.behaviour_value}
+    return {'advantage': advantage, 'value_target': advantage + behaviour_value}
 
-  def _targets_by_vtrace(self, model, params, rollout):
+  def _targets_by_vtrace(self, params, rollout):
     """Returns V-trace targets from the values and probabilities of `params`."""
-    dist_params, value = unroll(model, params, rollout)
-    log_rho = model.policy.log_prob(dist_params[:-1], rollout.action) - rollout.behaviour_log_prob
+    dist_params, value = self.unroll(params, rollout)
+    log_rho = (self.parts.policy.log_prob(dist_params[:-1], rollout.action)
+               - rollout.extras['log_prob'])
     rho = jnp.where(rollout.valid, jnp.exp(log_rho), 0.0)
     advantage, value_target = jax.vmap(
         lambda *a: vtrace(*a, self.gae_lambda), in_axes=1, out_axes=1)(
             value, rollout.reward, discounts(rollout, self.discount), rho)
     return {'advantage': advantage, 'value_target': value_target}
 
-  def batch_statistics(self, valid: jax.Array, targets: Any
-                       ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the number of valid rows, and the mean and deviation of their advantages.
+  def statistics(self, state: TrainState, valid: jax.Array, targets: Any
+                 ) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean and deviation of the advantages of valid rows.
 
-    Mean and deviation are 0 and 1 if advantages are not normalised. The advantage of a minibatch of
-    one row would be 0, so it is not normalised.
+    They are 0 and 1 if advantages are not normalised. The advantage of a minibatch of one row would
+    be 0, so it is not normalised.
     """
+    del state
     chex.assert_type(valid, bool)
     chex.assert_equal_shape([valid, targets['advantage']])
-    count = jnp.maximum(jnp.sum(valid.astype(jnp.float32)), 1.0)
     if not self.normalise_advantage or valid.size == 1:
-      return count, jnp.zeros(()), jnp.ones(())
+      return jnp.zeros(()), jnp.ones(())
+    count = jnp.maximum(jnp.sum(valid.astype(jnp.float32)), 1.0)
 
     def mean_over_valid(x):
       return jnp.sum(jnp.where(valid, x, 0.0)) / count
@@ -102,35 +110,30 @@ class PPO(RolloutAlgorithm):
     mean = mean_over_valid(targets['advantage'])
     variance = mean_over_valid(jnp.square(targets['advantage'] - mean))
     # A minibatch may have equal advantages, whose deviation is 0.
-    return count, mean, jnp.sqrt(variance) + 1e-8
+    return mean, jnp.sqrt(variance) + 1e-8
 
-  def loss(self, model: Model, params: Params, minibatch: Minibatch, statistics: Any
-           ) -> tuple[jax.Array, Metrics]:
-    """Returns this part's share of the minibatch's mean loss.
-
-    Args and results: see `RolloutAlgorithm.loss`. The minibatch is of rows [1, N, ...] or of
-    environments [T, N, ...].
-    """
-    rollout, targets = minibatch
-    count, mean, std = statistics
-
-    if model.recurrent:
-      dist_params, value = (x[:-1] for x in unroll(model, params, rollout))
+  def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
+           ) -> tuple[jax.Array, Aux]:
+    """Returns this part's share of the minibatch's mean loss; see `Algorithm.loss`."""
+    del state, key
+    rollout = batch.items  # rows [1, N, ...] or environments [T, N, ...]
+    mean, std = batch.statistics
+    if self.recurrent:
+      dist_params, value = (x[:-1] for x in self.unroll(params, rollout))
     else:
-      dist_params, value, _ = model.apply(params, rollout.obs, None, rollout.valid)
+      dist_params, value, _ = self.network.apply(params, rollout.obs, None, rollout.valid)
 
     # The value loss is measured in standard deviations of values if they are normalised.
     moments = running_moments.moments_of(params)
     unit = 1.0 / running_moments.deviation(moments['values']) if 'values' in moments else 1.0
 
-    rows = (dist_params, value * unit, rollout.action, rollout.behaviour_log_prob,
-            rollout.behaviour_value * unit, (targets['advantage'] - mean) / std,
-            targets['value_target'] * unit, rollout.valid)
-    loss, loss_terms = ppo_loss(
-        *(x.reshape(-1, *x.shape[2:]) for x in rows), model.policy, clip=self.clip,
+    of_rows = (dist_params, value * unit, rollout.action, rollout.extras['log_prob'],
+               rollout.extras['value'] * unit, (batch.targets['advantage'] - mean) / std,
+               batch.targets['value_target'] * unit, rollout.valid)
+    loss, terms = ppo_loss(
+        *(x.reshape(-1, *x.shape[2:]) for x in of_rows), self.parts.policy, clip=self.clip,
         clip_value=self.clip_value, value_coef=self.value_coef, entropy_coef=self.entropy_coef)
-    loss_terms['valid'] = jnp.sum(rollout.valid.astype(jnp.float32))
-    return loss / count, loss_terms
+    return loss / batch.count, Aux(terms, jnp.sum(rollout.valid.astype(jnp.float32)))
 
 
 def gae(
@@ -242,6 +245,7 @@ def ppo_loss(
   mask = valid.astype(jnp.float32)
   log_ratio = policy.log_prob(dist_params, action) - behaviour_log_prob
   ratio = jnp.exp(log_ratio)
+  # rlax's clipped surrogate is a mean over all rows; this one is a sum over valid ones.
   surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
 
   error = jnp.square(value - value_target)

@@ -30,15 +30,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
 from podracer_jit.numerics.common_subexpressions import without_duplicates
-from podracer_jit.numerics.tracing import traced, zeros
+from podracer_jit.numerics.tracing import zeros
 
 # Prefix of the scopes that name islands in compiled programs.
 PREFIX = 'island_'
@@ -79,16 +80,22 @@ def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], C
 
     @functools.wraps(function)
     def isolated(*args: Any) -> Any:
-      args = lax.optimization_barrier(args)
-      simplified, shapes = traced(named, *args, simplify=without_duplicates)
+      closed, shapes = jax.make_jaxpr(named, return_shape=True)(*args)
+      closed = without_duplicates(closed)
+      inputs, treedef = jax.tree.flatten(args)
+      if skipped is None:
+        closed, inputs = _without_unread(closed, inputs)
 
-      def nothing(*args: Any) -> Any:
-        return zeros(shapes)
+      def compute(*inputs: Any) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(closed)(*inputs))
 
+      def nothing(*inputs: Any) -> Any:
+        return skipped(*jax.tree.unflatten(treedef, inputs)) if skipped else zeros(shapes)
+
+      inputs = lax.optimization_barrier(inputs)
       # The platform is chosen when the program is lowered, so it contains one variant only.
       results = lax.platform_dependent(
-          *args, cpu=functools.partial(_in_a_branch, simplified, skipped or nothing),
-          default=simplified)
+          *inputs, cpu=functools.partial(_in_a_branch, compute, nothing), default=compute)
       results = lax.optimization_barrier(results)
       for observer in _observers:
         observer(name, args, results)
@@ -97,6 +104,21 @@ def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], C
     return isolated
 
   return decorate
+
+
+def _without_unread(closed: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]]:
+  """Drops inputs that a program does not read, such as the part of a state that no loss needs.
+
+  An input of an island that nobody reads would still be computed and kept for it.
+  """
+  jaxpr = closed.jaxpr
+  variables = [*jaxpr.outvars, *(x for eqn in jaxpr.eqns for x in eqn.invars)]
+  read = {x for x in variables if isinstance(x, Var)}
+  kept = [(variable, x) for variable, x in zip(jaxpr.invars, inputs, strict=True)
+          if variable in read]
+  jaxpr = jaxpr.replace(invars=[variable for variable, _ in kept],
+                        debug_info=jaxpr.debug_info.with_unknown_names())
+  return ClosedJaxpr(jaxpr, closed.consts), [x for _, x in kept]
 
 
 def _in_a_branch(function: Callable, skipped: Callable, *args: Any) -> Any:

@@ -7,12 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
 
-def traced(function: Callable, *args: Any,
-           simplify: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda jaxpr: jaxpr
-           ) -> tuple[Callable, Any]:
+def traced(function: Callable, *args: Any) -> tuple[Callable, Any]:
   """Traces a function of pytrees of arrays.
 
   A loop that carries a sum needs the shapes of what it adds before it begins. With
@@ -22,14 +20,13 @@ def traced(function: Callable, *args: Any,
   Args:
     function: may close over traced arrays.
     *args: arrays of the shapes and types that it gets in the program.
-    simplify: returns a program with the same results in place of the traced one.
 
   Returns:
     A function with the same results for arguments of these shapes and types, which does not call
     `function` again; and the shapes and types of the results, as `jax.eval_shape` returns them.
   """
   closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-  compute = jaxpr_as_fun(simplify(closed))
+  compute = jaxpr_as_fun(closed)
   treedef = jax.tree.structure(shapes)
 
   def computed(*args: Any) -> Any:

@@ -191,12 +191,12 @@ class Agent:
     return spaces.observe(spaces.arrays_of(obs, space), space, self._leaves), axes
 
   def _initial_state(self, size: int) -> Any:
-    return jax.device_get(self.player.initial_recurrent_state(size))
+    return jax.device_get(self.player.algorithm.initial_carry(size))
 
   def _check_state(self, state: Any, size: int) -> None:
     def shapes(tree):
       return jax.tree.map(np.shape, tree)
-    expected = jax.eval_shape(lambda: self.player.initial_recurrent_state(size))
+    expected = jax.eval_shape(lambda: self.player.algorithm.initial_carry(size))
     same = jax.tree.structure(state) == jax.tree.structure(expected)
     if not same or jax.tree.leaves(shapes(state)) != jax.tree.leaves(shapes(expected)):
       raise ValueError(f'state: must be what the last call for {size} '
@@ -218,10 +218,8 @@ class Agent:
         key: PRNG key.
         greedy: takes the most likely action instead of drawing one.
       """
-      dist_params, state = player.distribution(params, obs, state, is_first)
-      policy = player.policy
-      action = policy.mode(dist_params) if greedy else policy.sample(key, dist_params)
-      return policy.to_env(action), state
+      acted = player.act(params, obs, state, is_first, None if greedy else key)
+      return player.policy.to_env(acted.action), acted.carry
 
     return jax.jit(decide, static_argnames='greedy')
 
@@ -281,7 +279,7 @@ def load_saved(folder: Path, seed: int = 0, allow_modules: Collection[str] = ())
     raise ValueError(f'{folder}: {PARAMETERS} cannot be read: {shorten(repr(error))}'
                      ) from None
   run = build.make_run(experiment)
-  like = run.initial_state().params
+  like = experiment.algorithm.acting(run.initial_state())
   own_arrays = checkpoints.leaves(like)
   for name, array in own_arrays.items():
     saved = arrays.get(name)

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podracer_jit import schedules
 from podracer_jit.actor import faults, rollouts
 from podracer_jit.actor.rollout_program import RolloutProgram
-from podracer_jit.agents.networks import Apply
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.families import family_of, libraries_of
 from podracer_jit.envs.protocol import EnvSpec, VectorEnv
@@ -28,9 +28,11 @@ from podracer_jit.errors import EnvironmentFailed, Failed
 from podracer_jit.experiment import build, schema
 from podracer_jit.experiment import resolve as resolve_lib
 from podracer_jit.experiment.schema import EnvOptions, Experiment
+from podracer_jit.losses.algorithm import Acted, Algorithm, ForActors
+from podracer_jit.numerics import counters
 from podracer_jit.options import shorten, shown
 from podracer_jit.runtime import placement
-from podracer_jit.types import Params, TrainState
+from podracer_jit.types import TrainState
 from podracer_jit.workdir import checkpoints, files, record
 from podracer_jit.workdir.workdir import Workdir
 
@@ -50,36 +52,39 @@ class Player(NamedTuple):
 
   spec: EnvSpec  # of the task
   options: Mapping[str, Any]  # the task's options, as in training, except for episodic_life
-  apply: Apply
-  initial_recurrent_state: Callable[[int], Any]
-  policy: Policy
-  params: Params
+  algorithm: Algorithm  # that acts
+  params: Any  # as `Algorithm.acting` returns them
   device: jax.Device
   threads: int  # threads that step the environments
   update: int  # updates that made the parameters
   steps: int  # valid agent steps that the parameters were learned from
+  greedy: bool = False  # takes the most likely action instead of drawing one
 
   @property
   def task(self) -> str:
     """Name of the task, `env.task` of the config."""
     return self.spec.task
 
-  def distribution(self, params: Params, obs: jax.Array, state: Any, is_first: jax.Array
-                   ) -> tuple[jax.Array, Any]:
-    """Returns what the policy draws from [B, ...], and the next recurrent state.
+  @property
+  def policy(self) -> Policy:
+    """The policy of the algorithm."""
+    return self.algorithm.parts.policy
+
+  def act(self, params: Any, obs: jax.Array, carry: Any, is_first: jax.Array,
+          key: jax.Array | None) -> Acted:
+    """Acts on observations.
 
     Args:
-      params: parameters of the network.
+      params: as `Algorithm.acting` returns them.
       obs: [B, ...], as the network reads them.
-      state: the recurrent state.
-      is_first: [B] bool, these rows begin an episode, so their part of the state is reset.
+      carry: that the last call returned.
+      is_first: [B] bool, these rows begin an episode, so their part of the carry is reset.
+      key: PRNG key; None: takes the most likely actions.
     """
     def begin(initial, x):
       return jnp.where(is_first.reshape(-1, *(1,) * (x.ndim - 1)), initial, x)
-    state = jax.tree.map(begin, self.initial_recurrent_state(len(obs)), state)
-    valid = jnp.ones((1, len(obs)), bool)
-    dist_params, _, state = self.apply(params, obs[None], state, valid)
-    return dist_params[0], state
+    carry = jax.tree.map(begin, self.algorithm.initial_carry(len(obs)), carry)
+    return self.algorithm.act(params, obs, carry, jnp.ones(len(obs), bool), key, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,15 +168,16 @@ def restore(workdir: Path, experiment: Experiment, update: int | None = None) ->
       changed = checkpoints.saved_updates(workdir) != existing
       if attempt == ATTEMPTS - 1 or not (changed or isinstance(error, FileNotFoundError)):
         raise
-  return make_player(run, state.params, int(state.update), int(state.steps))
+  return make_player(run, experiment.algorithm.acting(state), int(state.update),
+                     counters.number(state.steps))
 
 
-def make_player(run: build.Run, params: Params, update: int, steps: int) -> Player:
-  """Returns the player of a run's network with these parameters.
+def make_player(run: build.Run, params: Any, update: int, steps: int) -> Player:
+  """Returns the player of a run's algorithm with these parameters.
 
   Args:
     run: the run of the experiment.
-    params: parameters of the network.
+    params: as `Algorithm.acting` returns them.
     update: updates that made the parameters.
     steps: valid steps that they were learned from.
   """
@@ -180,9 +186,11 @@ def make_player(run: build.Run, params: Params, update: int, steps: int) -> Play
   if 'episodic_life' in options:
     options['episodic_life'] = False  # The loss of a life must not end an episode.
   device = run.place.actors[0]
-  network = run.network
-  return Player(experiment.spec, options, network.apply, network.initial_recurrent_state,
-                network.policy._replace(explore=None),
+  # The values that schedules have after these steps are constants of an evaluation.
+  algorithm = experiment.algorithm
+  if schedules.scheduled(algorithm):
+    algorithm = algorithm.at(counters.of(steps, algorithm.state_shapes.steps))
+  return Player(experiment.spec, options, algorithm,
                 placement.put_params(params, device), device, run.place.env_threads,
                 update, steps)
 
@@ -264,13 +272,6 @@ def seeds(seed: int, num_envs: int, index: int = 0) -> list[int]:
   return [max(-2 - s, -2**31) for s in env_seeds(seed, index, 0, num_envs)]
 
 
-def greedy(player: Player) -> Player:
-  """Returns the player that takes the most likely action instead of drawing one."""
-  policy = player.policy
-  return player._replace(
-      policy=policy._replace(sample=lambda key, dist_params: policy.mode(dist_params)))
-
-
 @contextlib.contextmanager
 def game(player: Player, seeds: Sequence[int], key: jax.Array, steps: int,
          **options: Any) -> Iterator[tuple[VectorEnv, Callable, rollouts.ActorState]]:
@@ -290,13 +291,14 @@ def game(player: Player, seeds: Sequence[int], key: jax.Array, steps: int,
   vector_env = family_of(player.task).make_vector_env(
       player.task, dict(player.options) | options, seeds, min(player.threads, len(seeds)), 0)
   with contextlib.closing(RolloutProgram([vector_env])) as rollout_program:
-    rollout = rollouts.make_rollout(rollout_program.vector_envs, player.apply, player.policy, steps)
+    rollout = rollouts.make_rollout(player.algorithm, rollout_program.vector_envs, steps,
+                                    greedy=player.greedy)
 
     def play(params, state):
-      state, (experience,) = rollout(params, state)
+      state, (experience,) = rollout(ForActors(params), state)
       return state, experience.episodes
 
-    state = rollouts.initial_state([vector_env], [key], player.initial_recurrent_state)
+    state = rollouts.initial_state(player.algorithm, [vector_env], [key])
     state = jax.device_put(state, player.device)
     yield vector_env, rollout_program.load(play, (player.params, state), donate=(1,)), state
 

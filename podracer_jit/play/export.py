@@ -70,10 +70,13 @@ def files(player: evaluation.Player, experiment: Experiment, task_spaces: spaces
   """
   interface = _Interface(player, experiment, task_spaces)
   try:
+    distribution = player.algorithm.acted_shapes.distribution
     programs = {name: interface.program(name) for name in PROGRAMS}
   except Exception as error:  # noqa: BLE001 - a user's own network or policy may raise anything
     raise ValueError(f'export: the network {experiment.network_name} cannot be exported: '
                      f'{type(error).__name__}: {options.shorten(str(error))}') from error
+  if distribution is None:
+    raise ValueError(f'export: act of {experiment.loss_name} gives no distribution')
   description = interface.description(programs)
   description['checked'] = interface.check(programs['drawn'])
   contents = {PROGRAMS[name]: bytes(program.serialize()) for name, program in programs.items()}
@@ -94,7 +97,7 @@ class _Interface:
     # Shapes of one observation and of one row of the state.
     self._obs = self._shapes_of_observation()
     self._state = jax.eval_shape(lambda: jax.tree.map(
-        lambda x: x[0], player.initial_recurrent_state(1)))
+        lambda x: x[0], player.algorithm.initial_carry(1)))
 
   def program(self, name: str) -> jax_export.Exported:
     """Returns the program `name` for all platforms and any batch."""
@@ -132,20 +135,20 @@ class _Interface:
     player = self._player
     params = jax.tree.unflatten(self._tree, [params[name] for name in self._names])
 
-    def row(obs, state, is_first):
+    def row(obs, state, is_first, number):
       obs, state, is_first = jax.tree.map(lambda x: x[None], (obs, state, is_first))
-      results = player.distribution(params, self._observe(obs), state, is_first)
-      return jax.tree.map(lambda x: x[0], results)
+      row_key = None
+      if key is not None:
+        row_key = jax.random.fold_in(jax.random.wrap_key_data(key, impl=_PRNG), number)
+      acted = player.act(params, self._observe(obs), state, is_first, row_key)
+      return jax.tree.map(lambda x: x[0], (acted.action, acted.carry, acted.distribution))
 
     # Row by row: a network may ask for the length of its batch, which is a symbol here.
     state = jax.tree.unflatten(jax.tree.structure(self._state), state)
-    dist_params, state = jax.vmap(row)(obs, state, is_first)
-    policy = player.policy
-    if key is None:
-      action = policy.mode(dist_params)
-    else:
-      action = policy.sample(jax.random.wrap_key_data(key, impl=_PRNG), dist_params)
-    return self._to_task(policy.to_env(action)), jax.tree.leaves(state), dist_params
+    action, state, distribution = jax.vmap(row)(obs, state, is_first,
+                                                jnp.arange(is_first.shape[0]))
+    action = self._to_task(player.policy.to_env(action))
+    return action, jax.tree.leaves(state), distribution
 
   def _observe(self, obs: Any) -> jax.Array:
     """Returns the network's input [1, ...] of an observation of the task, with an axis [1]."""
@@ -220,9 +223,9 @@ class _Interface:
             'parameters': sum(math.prod(x.shape) for x in jax.tree.leaves(self._player.params))},
         'state': [_as_json(x) for x in jax.tree.leaves(self._state)],
         'policy': {'name': experiment.policy_name,
-                   'size': policy.dist_size,
+                   'size': experiment.algorithm.acted_shapes.distribution.shape[-1],
                    'distribution': _NUMBERS.get(
-                       experiment.policy_name, experiment.algorithm.network_kind.policy_reads)},
+                       experiment.policy_name, experiment.loss.policy_reads)},
         'action': action_space,
         'programs': {
             name: {'file': PROGRAMS[name],
@@ -259,9 +262,8 @@ class _Interface:
       params, obs, state, is_first = arguments
       state = jax.tree.unflatten(jax.tree.structure(self._state), state)
       params = jax.tree.unflatten(self._tree, [params[name] for name in self._names])
-      dist_params, state = self._player.distribution(
-          params, self._observe(obs), state, is_first)
-      return jax.tree.leaves(state), dist_params
+      acted = self._player.act(params, self._observe(obs), state, is_first, None)
+      return jax.tree.leaves(acted.carry), acted.distribution
 
     with jax.default_device(self._player.device):
       with jax.default_matmul_precision('highest'):

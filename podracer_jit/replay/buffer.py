@@ -1,27 +1,28 @@
-"""Prioritised replay on the learner's devices: `init`, `add`, `sample`, `set_priorities`.
+"""Prioritised replay on the learner's devices: `init`, `add`, `draw`, `read`, `set_priorities`.
 
 It implements Ape-X (1803.00933) for jitted programs. The environments are split into groups, the
 same as for gradients. Each group has a replay of its own and gives an equal share of every batch.
 So results do not depend on how many devices share the groups. Two kinds of eviction are possible:
-'fifo' stores each frame once, in a ring; 'prioritised' stores whole transitions, in slots.
+'fifo' stores each frame once, in a ring; 'prioritised' stores whole items, in slots.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from podracer_jit.losses.items import Items
 from podracer_jit.numerics import indexing
 from podracer_jit.numerics.islands import island
+from podracer_jit.options import INT32_MAX
 from podracer_jit.replay import ring, slots, tree
-from podracer_jit.replay.ring import n_step_return as n_step_return
-from podracer_jit.types import Experience, Transition
+from podracer_jit.types import Experience
 
-LEAST = 1e-6  # added to TD errors, so that a transition with a TD error of 0 can still be drawn
+LEAST = 1e-6  # added to priorities, so that an item with a TD error of 0 can still be drawn
 
 
 class State(NamedTuple):
@@ -29,47 +30,38 @@ class State(NamedTuple):
 
   ring: ring.Ring
   slots: slots.Slots | None  # for 'prioritised'; None for 'fifo', which draws from the ring
-  # |TD error|^exponent of each place. A place is row * B + environment in the ring, or a slot.
+  # priority^exponent of each place. A place is row * B + environment in the ring, or a slot.
   priorities: tree.Tree
-  size: jax.Array  # [groups] i32: transitions that can be drawn
-  inserted: jax.Array  # [groups] i32: transitions added since the beginning
-
-
-class Sample(NamedTuple):
-  """Drawn transitions; leading axes [groups, count]."""
-
-  place: jax.Array  # i32, place within the group
-  probability: jax.Array  # f32, probability of each draw within the group
-  transition: Transition
+  size: jax.Array  # [groups] i32: items that can be drawn
+  inserted: jax.Array  # [groups] i32: items added since the beginning, see `Replay.add`
 
 
 class Replay(NamedTuple):
   """Replay of each group, as functions of a `State`.
 
-  'fifo' has rows for `capacity` transitions, valid or not, and n_step + stack further rows that
-  cannot be drawn. 'prioritised' has slots for `capacity` transitions, and further slots for one
-  rollout, which an `add` fills before it evicts.
+  'fifo' has rows for `capacity` items, valid or not, and further rows that cannot be drawn.
+  'prioritised' has slots for `capacity` items, and further slots for one rollout, which an `add`
+  fills before it evicts.
   """
 
-  capacity: int  # transitions that a group keeps
+  capacity: int  # items that a group keeps
   envs: int  # environments of a group, B
   unroll_length: int  # rows of the experience that is added, T
   stack: int  # frames in an observation
-  n_step: int  # steps of a transition
-  discount: float  # gamma
+  items: Items  # an item begins in each row
   eviction: str  # 'fifo' or 'prioritised'
   priority_exponent: float
   eviction_exponent: float  # exponent of priorities in draws for eviction, with 'prioritised'
 
   @property
   def fifo(self) -> bool:
-    """True if transitions are drawn from the ring."""
+    """True if items are drawn from the ring."""
     return self.eviction == 'fifo'
 
   @property
   def margin(self) -> int:
     """Number of rows that cannot be drawn: their end or their stack's frames are missing."""
-    return self.n_step + self.stack
+    return self.items.length + self.stack
 
   @property
   def rows(self) -> int:
@@ -83,10 +75,11 @@ class Replay(NamedTuple):
     slot_state = None
     if not self.fifo:
       places = self.capacity + self.unroll_length * self.envs
-      # One transition has the shapes of a batch [1, ...] without its first axis.
-      batch = jax.eval_shape(lambda: self._read(frames, jnp.zeros(1, int), jnp.zeros(1, int)))
-      transition = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), batch)
-      slot_state = slots.init(groups, places, transition)
+      # One item has the shapes of a batch [1, ...] without its first axis.
+      batch = jax.eval_shape(
+          lambda: self._from_ring(frames, jnp.int32(0), jnp.zeros(1, jnp.int32)))
+      item = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), batch)
+      slot_state = slots.init(groups, places, item)
 
     # Each counter gets a buffer of its own, since states are donated.
     def zeros():
@@ -96,7 +89,7 @@ class Replay(NamedTuple):
 
   def add(self, state: State, group: jax.Array, experience: Experience, keys: jax.Array,
           clock: jax.Array) -> State:
-    """Adds experience and evicts transitions beyond the capacity.
+    """Adds experience and evicts items beyond the capacity.
 
     Args:
       state: the state of all groups of the device.
@@ -113,23 +106,25 @@ class Replay(NamedTuple):
     chex.assert_type(experience.starts, bool)
     frames, start = ring.write(state.ring, group, experience, clock)
 
-    # Row t of the experience has the priority of the transition that began n_step rows before.
+    # Row t of the experience has the priority of the item that began so many rows before.
     steps = self.unroll_length + (self.margin if self.fifo else 0)
-    row = ring.around(start[:, None] - self.n_step + jnp.arange(steps), self.rows)
+    row = ring.around(start[:, None] - self.items.length + jnp.arange(steps), self.rows)
     place = (row[..., None] * self.envs + jnp.arange(self.envs)).reshape(len(group), -1)
     error = experience.priority.reshape(len(group), -1)
     starts = experience.starts.reshape(len(group), -1)
 
     inserted = state.inserted.at[group].add(jnp.sum(starts, axis=1), mode='drop')
+    # Beyond 2^31 it goes on from 2^30: it stays large, and differs from addition to addition.
+    inserted = jnp.where(inserted < 0, inserted & INT32_MAX | 2**30, inserted)
     state = state._replace(ring=frames, inserted=inserted)
     if not self.fifo:
       return self._to_slots(state, group, place, error, starts, keys)
 
-    # The rows behind the new transitions get priority 0: the next n_step rows are incomplete, and
-    # the oldest rows have lost frames of their stacks.
+    # The rows behind the new items get priority 0: the next rows have incomplete items, and the
+    # oldest rows have lost frames of their stacks.
     value = jnp.where(starts, _mass(error, self.priority_exponent), 0.0)
     value = jnp.pad(value, ((0, 0), (0, self.margin * self.envs)))
-    # The size changes by the new transitions, minus the overwritten ones.
+    # The size changes by the new items, minus the overwritten ones.
     before = tree.get(state.priorities, group, place) > 0
     change = jnp.sum(value > 0, axis=1) - jnp.sum(before, axis=1)
     return state._replace(priorities=tree.put(state.priorities, group, place, value),
@@ -137,18 +132,21 @@ class Replay(NamedTuple):
 
   def _to_slots(self, state: State, group: jax.Array, place: jax.Array, error: jax.Array,
                 starts: jax.Array, keys: jax.Array) -> State:
-    """Stores the transitions that begin in the given places of the ring, then evicts.
+    """Stores the items that begin in the given places of the ring, then evicts.
 
     Args:
       state: the state of all groups of the device.
       group: [k] i32, the groups to write to.
       place: [k, T * B] i32, places in the ring.
-      error: [k, T * B] f32, absolute TD errors.
-      starts: [k, T * B] bool, whether a transition begins in the place.
+      error: [k, T * B] f32, priorities.
+      starts: [k, T * B] bool, whether an item begins in the place.
       keys: [groups], one PRNG key for each group, for evictions.
     """
-    transitions = self._read(state.ring, jnp.broadcast_to(group[:, None], place.shape), place)
-    slot_state, slot = slots.write(state.slots, group, transitions, starts)
+    # One group at a time, since an island's shapes must not depend on how many there are.
+    items = lax.map(lambda x: self._from_ring(state.ring, *x), (group, place))
+    row, _ = indexing.divide(place, self.envs)
+    added = indexing.read(state.ring.added, group[:, None], row)
+    slot_state, slot = slots.write(state.slots, group, items, added, starts)
     slot_state = slot_state._replace(eviction=tree.put(
         slot_state.eviction, group, slot, _mass(error, self.eviction_exponent)))
     priorities = tree.put(state.priorities, group, slot, _mass(error, self.priority_exponent))
@@ -158,35 +156,49 @@ class Replay(NamedTuple):
     return state._replace(slots=slot_state, priorities=priorities,
                           size=slot_state.free.shape[1] - slot_state.room)
 
-  def _read(self, frames: ring.Ring, group: jax.Array, place: jax.Array) -> Transition:
-    """Reads the transitions that begin in places of the ring."""
+  def _from_ring(self, frames: ring.Ring, group: jax.Array, place: jax.Array) -> Any:
+    """Returns the items of a group that begin in places [n] of the ring."""
     row, env = indexing.divide(place, self.envs)
-    return ring.read(frames, group, row, env, self.stack, self.n_step, self.discount)
+    return self.items.make(
+        ring.Window(frames, self.stack, group, row, env, self.items.length))
 
-  def sample(self, state: State, keys: jax.Array, count: int) -> Sample:
-    """Draws `count` transitions of each group in proportion to their priorities.
+  def draw(self, state: State, keys: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Draws `count` items of each group in proportion to their priorities.
 
     Args:
       state: the state of all groups of the device.
       keys: [groups], one PRNG key for each group.
-      count: transitions to draw in each group.
+      count: items to draw in each group.
+
+    Returns:
+      Places within the group in ascending order [groups, count] i32, and the probability of each
+      draw within the group [groups, count] f32.
     """
     chex.assert_axis_dimension(state.size, 0, len(keys))
-    place, probability = tree.draw(state.priorities, keys, count)
-    group = jnp.broadcast_to(jnp.arange(len(keys))[:, None], place.shape)
+    return tree.draw(state.priorities, keys, count)
+
+  def read(self, state: State, group: jax.Array, place: jax.Array) -> Any:
+    """Returns the items in places [n] i32 of a group [] i32 of the device."""
+    chex.assert_rank([group, place], [0, 1])
     if self.fifo:
-      return Sample(place, probability, self._read(state.ring, group, place))
-    transition = jax.tree.map(lambda x: indexing.read(x, group, place), state.slots.transitions)
-    return Sample(place, probability, transition)
+      return self._from_ring(state.ring, group, place)
+    return jax.tree.map(lambda x: indexing.read(x, group, place), state.slots.transitions)
+
+  def added(self, state: State, place: jax.Array) -> jax.Array:
+    """Returns the times at which items were added, on the caller's clock, [groups, n] i32."""
+    group = jnp.arange(len(place))[:, None]
+    if not self.fifo:
+      return indexing.read(state.slots.added, group, place)
+    return indexing.read(state.ring.added, group, indexing.divide(place, self.envs)[0])
 
   def set_priorities(self, state: State, place: jax.Array, error: jax.Array) -> State:
-    """Sets the priorities of drawn transitions.
+    """Sets the priorities of drawn items.
 
     Args:
       state: the state of all groups of the device.
-      place: [groups, count] i32, places that `sample` returned, in ascending order. If a place
-        occurs several times, its first error counts.
-      error: [groups, count] f32, absolute TD errors.
+      place: [groups, count] i32, places that `draw` returned, in ascending order. If a place occurs
+        several times, its first priority counts.
+      error: [groups, count] f32, new priorities.
     """
     chex.assert_rank(place, 2)
     chex.assert_equal_shape([place, error])
@@ -202,6 +214,6 @@ class Replay(NamedTuple):
 
 
 def _mass(error: jax.Array, exponent: float) -> jax.Array:
-  """Returns the weight of each transition in draws, [groups, n], from its TD error."""
+  """Returns the weight of each item in draws, [groups, n], from its priority."""
   of_group = island('priorities')(lambda error: jnp.power(error + LEAST, exponent))
   return lax.map(of_group, error)

@@ -13,11 +13,9 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from podracer_jit.numerics import indexing
-from podracer_jit.numerics.islands import island
-from podracer_jit.types import Experience, Transition
+from podracer_jit.types import Experience, Rollout
 
 
 class Ring(NamedTuple):
@@ -109,100 +107,52 @@ def write(ring: Ring, group: jax.Array, experience: Experience, clock: jax.Array
   return written, start
 
 
-def read(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: int, n_step: int,
-         discount: float) -> Transition:
-  """Reads the transitions that begin in the given rows.
+class Window(NamedTuple):
+  """Windows of rows of one group; see `items.Window`."""
 
-  The n-step returns are computed in an island, once for each entry of the first axis.
+  ring: Ring  # of all groups of the device
+  stack: int  # frames in an observation
+  group: jax.Array  # [] i32
+  row: jax.Array  # [N] i32, first rows
+  env: jax.Array  # [N] i32, environments within the group
+  length: int  # L
 
-  Args:
-    ring: the ring of all groups of the device.
-    group: [k, ...] i32, group of each transition.
-    row: [k, ...] i32, row in which each transition begins.
-    env: [k, ...] i32, environment of each transition within its group.
-    stack: frames in an observation.
-    n_step: steps of a transition.
-    discount: gamma.
+  def _around(self, row: jax.Array) -> jax.Array:
+    return around(row, self.ring.is_reset_stack.shape[1])
 
-  Returns:
-    Transitions, with the leading axes of the indices.
-  """
-  chex.assert_equal_shape([group, row, env])
-  rows = ring.is_reset_stack.shape[1]
-  ahead = around(row[..., None] + jnp.arange(n_step), rows)
-  g = group[..., None]
-  e = env[..., None]
+  def rows(self) -> Rollout:
+    """See `items.Window`; there are no extras, masks of valid rows, episodes and carries."""
+    rows = self._around(self.row + jnp.arange(self.length)[:, None])
 
-  @island('n_step_return')
-  def of_group(*steps):
-    return n_step_return(*(jnp.moveaxis(x, -1, 0) for x in steps), discount)
+    def read(field: jax.Array) -> jax.Array:
+      return indexing.read(field, self.group, rows, self.env[None])
 
-  reward, discount_after, steps = lax.map(
-      lambda steps: of_group(*steps),
-      tuple(indexing.read(x, g, ahead, e) for x in (ring.reward, ring.terminated, ring.truncated)))
-  return Transition(
-      obs=_obs(ring, group, row, env, stack),
-      action=indexing.read(ring.action, group, row, env),
-      reward=reward,
-      discount=discount_after,
-      next_obs=_obs(ring, group, around(row + steps, rows), env, stack),
-      added=indexing.read(ring.added, group, row))
+    return Rollout(obs=None, action=read(self.ring.action), extras=None,
+                   reward=read(self.ring.reward), terminated=read(self.ring.terminated),
+                   truncated=read(self.ring.truncated), valid=None, episodes=None)
 
+  def obs(self, step: jax.Array) -> jax.Array:
+    """See `items.Window`.
 
-def _obs(ring: Ring, group: jax.Array, row: jax.Array, env: jax.Array, stack: int) -> jax.Array:
-  """Returns the observations of rows, with stacks rebuilt.
+    A stack reaches back to the newest row with a reset stack, whose frame fills the older places.
+    """
+    ring = self.ring
+    row = self._around(self.row + step)
+    if self.stack == 1:
+      return indexing.read(ring.frame, self.group, row, self.env)
+    back = jnp.arange(self.stack)
+    env = self.env[..., None]
 
-  A stack reaches back to the newest row with a reset stack, whose frame fills the older places.
+    # The first row with a reset stack, going back; at most stack - 1 rows.
+    older = self._around(row[..., None] - back)
+    filled = indexing.read(ring.is_reset_stack, self.group, older, env)
+    oldest = jnp.argmax(filled.at[..., -1].set(True), axis=-1)[..., None]
+    # The oldest frame comes first in a stack.
+    age = jnp.minimum(back[::-1], oldest)
+    # [N, stack, c, H, W]
+    frames = indexing.read(ring.frame, self.group, self._around(row[..., None] - age), env)
+    return frames.reshape(len(row), -1, *frames.shape[3:])
 
-  Args:
-    ring: the ring of all groups of the device.
-    group: [k, ...] i32.
-    row: [k, ...] i32.
-    env: [k, ...] i32, environment within its group.
-    stack: frames in an observation.
-
-  Returns:
-    [k, ..., stack * c, H, W], or [k, ..., *observation] without stacks.
-  """
-  if stack == 1:
-    return indexing.read(ring.frame, group, row, env)
-  rows = ring.is_reset_stack.shape[1]
-  back = jnp.arange(stack)
-  g = group[..., None]
-  e = env[..., None]
-
-  # The first row with a reset stack, going back; at most stack - 1 rows.
-  filled = indexing.read(ring.is_reset_stack, g, around(row[..., None] - back, rows), e)
-  oldest = jnp.argmax(filled.at[..., -1].set(True), axis=-1)[..., None]
-  # The oldest frame comes first in a stack.
-  age = jnp.minimum(back[::-1], oldest)
-  # [..., stack, c, H, W]
-  frames = indexing.read(ring.frame, g, around(row[..., None] - age, rows), e)
-  return frames.reshape(*row.shape, -1, *frames.shape[row.ndim + 2:])
-
-
-def n_step_return(reward: jax.Array, terminated: jax.Array, truncated: jax.Array, discount: float
-                  ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns n-step returns, which stop at the end of the episode if that comes first.
-
-  Args:
-    reward: [n, ...] f32, rewards of the n steps.
-    terminated: [n, ...] bool.
-    truncated: [n, ...] bool; the value of the last observation follows a truncation.
-    discount: gamma.
-
-  Returns:
-    The discounted sum of rewards [...] f32; the discount of the value that follows [...] f32, zero
-    after a termination; and the number of steps taken [...] i32.
-  """
-  chex.assert_equal_shape([reward, terminated, truncated])
-  goes_on = jnp.ones(reward.shape[1:], bool)
-  gamma = jnp.ones(reward.shape[1:])
-  total = jnp.zeros(reward.shape[1:])
-  steps = jnp.zeros(reward.shape[1:], jnp.int32)
-  for r, over, cut in zip(reward, terminated, truncated, strict=True):
-    total = total + jnp.where(goes_on, gamma * r, 0.0)
-    steps = steps + goes_on
-    gamma = jnp.where(goes_on, gamma * discount * (1.0 - over), gamma)
-    goes_on = goes_on & ~(over | cut)
-  return total, gamma, steps
+  def all_obs(self) -> jax.Array:
+    """See `items.Window`."""
+    return jnp.stack([self.obs(jnp.full_like(self.row, i)) for i in range(self.length + 1)])

@@ -1,11 +1,11 @@
-"""Slots that hold whole transitions, in any order; unimportant transitions are evicted first.
+"""Slots that hold whole items, in any order; unimportant items are evicted first.
 
-Both observations of a transition are stored, so this suits tasks with small observations.
+All observations of an item are stored, so this suits tasks with small observations.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -14,46 +14,47 @@ from jax import lax
 
 from podracer_jit.numerics import indexing
 from podracer_jit.replay import tree
-from podracer_jit.types import Transition
 
 
 class Slots(NamedTuple):
   """Slots of all groups of a device."""
 
-  transitions: Transition  # [groups, slots, ...], whatever a free slot has
+  transitions: Any  # the items, [groups, slots, ...]; whatever a free slot has
+  added: jax.Array  # [groups, slots] i32: time at which the item was added, on the caller's clock
   free: jax.Array  # [groups, slots] i32: a stack of slots; the first `room` entries are free slots
   room: jax.Array  # [groups] i32: number of free slots
   eviction: tree.Tree  # weight of each slot in draws for eviction; 0 for a free slot
 
 
-def init(groups: int, slots: int, like: Transition) -> Slots:
-  """Allocates free slots for transitions shaped like `like`, one transition [...]."""
-  transitions = jax.tree.map(lambda x: jnp.zeros((groups, slots, *x.shape), x.dtype), like)
+def init(groups: int, slots: int, like: Any) -> Slots:
+  """Allocates free slots for items shaped like `like`, one item [...]."""
   return Slots(
-      transitions=transitions,
+      transitions=jax.tree.map(lambda x: jnp.zeros((groups, slots, *x.shape), x.dtype), like),
+      added=jnp.zeros((groups, slots), jnp.int32),
       free=jnp.tile(jnp.arange(slots, dtype=jnp.int32), (groups, 1)),
       room=jnp.full(groups, slots, jnp.int32),
       eviction=tree.init(groups, slots))
 
 
-def write(slots: Slots, group: jax.Array, transitions: Transition, stored: jax.Array
+def write(slots: Slots, group: jax.Array, items: Any, added: jax.Array, stored: jax.Array
           ) -> tuple[Slots, jax.Array]:
-  """Stores transitions in free slots.
+  """Stores items in free slots.
 
   Args:
     slots: the slots of all groups of the device.
     group: [k] i32, the groups to write to, all different; out-of-range groups are ignored.
-    transitions: [k, m, ...].
-    stored: [k, m] bool, the transitions to store.
+    items: [k, m, ...].
+    added: [k, m] i32, see `Slots`.
+    stored: [k, m] bool, the items to store.
 
   Returns:
-    The slots, and each transition's slot [k, m] i32; tree.NOWHERE if it is not stored.
+    The slots, and each item's slot [k, m] i32; tree.NOWHERE if it is not stored.
   """
   chex.assert_rank([group, stored], [1, 2])
   chex.assert_type(stored, bool)
-  chex.assert_equal_shape_prefix([stored, transitions.reward], 2)
+  chex.assert_equal_shape_prefix([stored, added, *jax.tree.leaves(items)], 2)
 
-  # Transitions pop free slots from the end of the stack.
+  # Items pop free slots from the end of the stack.
   room = indexing.read_or(0, slots.room, group)[:, None]
   top = room - jnp.cumsum(stored, axis=1)
   stored &= top >= 0
@@ -64,23 +65,24 @@ def write(slots: Slots, group: jax.Array, transitions: Transition, stored: jax.A
     return indexing.write(field, group[:, None], slot, value=x)
 
   room = jnp.maximum(room[:, 0] - jnp.sum(stored, axis=1), 0)
-  slots = slots._replace(transitions=jax.tree.map(put, slots.transitions, transitions),
+  slots = slots._replace(transitions=jax.tree.map(put, slots.transitions, items),
+                         added=put(slots.added, added),
                          room=indexing.write(slots.room, group, value=room))
   return slots, slot
 
 
 def evict(slots: Slots, priorities: tree.Tree, keys: jax.Array, most: int, count: int
           ) -> tuple[Slots, tree.Tree]:
-  """Evicts transitions until each group holds at most `most`.
+  """Evicts items until each group holds at most `most`.
 
   They are drawn in proportion to the eviction tree.
 
   Args:
     slots: the slots of all groups of the device.
-    priorities: priorities of all slots, in which evicted transitions get zero.
+    priorities: priorities of all slots, in which evicted items get zero.
     keys: [groups], one PRNG key for each group.
-    most: transitions that a group may hold.
-    count: transitions drawn at a time.
+    most: items that a group may hold.
+    count: items drawn at a time.
 
   Returns:
     The slots and the priorities.
@@ -90,7 +92,7 @@ def evict(slots: Slots, priorities: tree.Tree, keys: jax.Array, most: int, count
   groups = jnp.arange(len(keys))
 
   def excess(slots):
-    """Returns how many transitions each group must still evict, [groups] i32."""
+    """Returns how many items each group must still evict, [groups] i32."""
     return jnp.maximum(size - slots.room - most, 0)
 
   def once(carry):
@@ -117,8 +119,8 @@ def evict(slots: Slots, priorities: tree.Tree, keys: jax.Array, most: int, count
     place = jnp.where(evicted, slots.room[:, None] + jnp.cumsum(evicted, axis=1) - 1,
                       tree.NOWHERE)
     free = indexing.write(slots.free, groups[:, None], place, value=leaf)
-    slots = Slots(slots.transitions, free, slots.room + jnp.sum(evicted, axis=1),
-                  tree.put(slots.eviction, groups, leaf, zero))
+    slots = slots._replace(free=free, room=slots.room + jnp.sum(evicted, axis=1),
+                           eviction=tree.put(slots.eviction, groups, leaf, zero))
     return slots, tree.put(priorities, groups, leaf, zero), turn + 1
 
   return lax.while_loop(lambda carry: jnp.any(excess(carry[0]) > 0), once,

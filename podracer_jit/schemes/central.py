@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from podracer_jit.learner import updates as update_lib
 from podracer_jit.loops import Endpoint, Worker
 from podracer_jit.runtime import placement
 from podracer_jit.runtime.channels import Channel, DoubleBuffer, FifoQueue, Versioned
@@ -23,7 +24,7 @@ class GradientMessage(NamedTuple):
   """Message of a gradient step to the centre; carries the version of the parameters it used."""
 
   worker: int
-  groups: Any  # (grads, loss_terms) by partial sum, [n, ...] each
+  groups: Any  # (grads, Aux) by partial sum, [n, ...] each
   collected: float  # mean version of the parameters that made the rollouts
   batch_stats: Mapping[str, Any] | None  # `batch_stats` of Prepared, in an update's last step only
 
@@ -70,8 +71,9 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
       actor.first_env % envs_per_worker)) for i, actor in enumerate(actors)]
   answers = [DoubleBuffer(f'parameters for worker {i}', updates * steps, 0, worker.receive)
              for i, worker in enumerate(gradients)]
+  first = Versioned(update_lib.view(start.state), version)
   for channel in answers:
-    channel.prime(Versioned(start.state.params, version))
+    channel.prime(first)
 
   def to_centre(message: GradientMessage) -> GradientMessage:
     groups, batch_stats = jax.device_put((message.groups, message.batch_stats),
@@ -118,19 +120,19 @@ def _gradient_worker(plan: Plan, gradients: Sequence[GradientWorker], i: int, st
 
   def fire(carry, *inputs: Versioned):
     k, prepared = carry
-    *items, params = inputs
+    *items, view = inputs
     # The update's number if all workers are equally fast; it seeds the worker's minibatches.
     update = start.update + k // steps * count + i
     if k % steps == 0:
       wiring.check_lag(plan.scheme, update, start.update, items, steps)
-      prepared = worker.prepare(params.value, update, [item.value for item in items])
+      prepared = worker.prepare(view.value, update, [item.value for item in items])
 
     with jax.profiler.TraceAnnotation('gradient'):
-      groups, batch_stats = worker.gradient(params.value, prepared, k % steps)
+      groups, batch_stats = worker.gradient(view.value, prepared, k % steps)
 
     collected = sum(item.version for item in items) / len(items)
     message = GradientMessage(i, groups, collected, batch_stats)
-    return (k + 1, prepared), [Versioned(message, params.version)]
+    return (k + 1, prepared), [Versioned(message, view.version)]
 
   reads = [*[Endpoint(channel, steps) for channel in rollouts], Endpoint(answer)]
   return Worker(f'worker {i}', fire, (0, None), reads,
@@ -182,9 +184,12 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
     carry = carry._replace(steps={**carry.steps, message.worker: steps})
 
     # After the segment's end nothing waits for parameters.
-    new_params = None if ended else Versioned(carry.train.params, carry.version)
-    return carry, [*(new_params if i in receivers else None for i in range(actors)),
-                   *(new_params if i == message.worker else None for i in range(workers)), report]
+    if ended:
+      return carry, [None] * (actors + workers) + [report]
+    for_actors = Versioned(plan.learner.algorithm.for_actors(carry.train), carry.version)
+    for_worker = Versioned(update_lib.view(carry.train), carry.version)
+    return carry, [*(for_actors if i in receivers else None for i in range(actors)),
+                   *(for_worker if i == message.worker else None for i in range(workers)), report]
 
   return fire
 

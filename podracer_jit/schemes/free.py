@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer_jit.learner import rollout_updates
+from podracer_jit.learner import from_rollouts
 from podracer_jit.loops import Endpoint, Worker
 from podracer_jit.runtime import placement
 from podracer_jit.runtime.channels import Channel, DrainQueue, Versioned
@@ -44,10 +44,10 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   """
   mesh = plan.place.mesh
   learner = plan.learner
-  group_envs = learner.sizes.num_envs // learner.sizes.num_grad_shards
+  group_envs = learner.source.groups.envs
   params = wiring.parameters(plan, actors, start, number(start.state.target.gradient_steps))
-  side_by_side = jax.jit(rollout_updates.concatenate)
-  rate = learner.rate_limiter(plan.num_envs * plan.acting.unroll_length, len(actors))
+  side_by_side = jax.jit(from_rollouts.concatenate)
+  rate = learner.rate_limiter(plan.num_envs * learner.algorithm.parts.unroll_length, len(actors))
   inbox = DrainQueue('rollouts', len(actors), rate.wants, lambda item: (
       item[0], placement.everywhere(side_by_side(item[1]), mesh)))
   nothing = placement.everywhere((jnp.int32(0), jnp.zeros(2, jnp.uint32)), mesh)
@@ -74,7 +74,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     version = number(state.target.gradient_steps)
     episodes = [new.episodes for _, new in (item.value for item in arrived.value)]
     metrics['episodes'] = _end_to_end(jax.device_get(episodes))
-    new_params = Versioned(state.params, version)
+    new_params = Versioned(learner.algorithm.for_actors(state), version)
     report = Versioned(Report(metrics, 1, (learner.mean_cgd(late),), (0.0,)), version)
     return State(state, late), [*[new_params] * len(params), report]
 
@@ -90,7 +90,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   draws = Worker('learner', fire, State(start.state), [Endpoint(inbox)],
                  [Endpoint(channel) for channel in (*params, reports)], start.updates,
                  lambda carry: start.ended(carry.train))
-  acts = [wiring.actor(plan, i, actor, start, p, inbox, 2**62, learner.options.params_every)
+  acts = [wiring.actor(plan, i, actor, start, p, inbox, 2**62, learner.source.options.params_every)
           for i, (actor, p) in enumerate(zip(actors, params, strict=True))]
   acts = [tagged(worker, actor.first_env) for worker, actor in zip(acts, actors, strict=True)]
   return [*acts, draws], wiring.waits(params, [inbox] * len(actors))

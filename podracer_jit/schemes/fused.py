@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from podracer_jit.actor.rollouts import ActorState
-from podracer_jit.learner import rollout_updates, sharding
+from podracer_jit.learner import sharding
 from podracer_jit.loops import Endpoint, Worker
+from podracer_jit.numerics import counters
 from podracer_jit.runtime.channels import Channel, Versioned
 from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.schemes.scheme import Graph
@@ -45,18 +46,18 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   """
   (actor,) = actors
   mesh = plan.place.mesh
-  total = plan.total_steps
+  total = counters.of(plan.total_steps, start.state.steps)
   calls = min(plan.updates_per_call, start.updates)
   # The vector environments of each device are alike, so their program is the same.
   vector_envs = actor.rollout_program.vector_envs[:plan.num_shards // mesh.size]
-  rollout = plan.acting.rollout(vector_envs)
+  learner = plan.learner
+  parts = learner.algorithm.for_actors, plan.acting.rollout(vector_envs), learner.learn, calls
   if mesh.size > 1:
-    fused = sharding.fused_program(rollout, plan.learner.learn, calls, mesh)
+    fused = sharding.fused_program(*parts, mesh)
     state = start.state
     actor_state = split(actor.state, mesh)
   else:
-    fused = rollout_updates.make_fused(rollout, plan.learner.learn, calls)
-    # The program donates the state itself, so it gets no copy.
+    fused = sharding.make_fused(*parts)
     state = jax.tree.map(lambda x: x.addressable_data(0), start.state)
     actor_state = actor.state
   program = actor.rollout_program.load(fused, (state, actor_state, calls, total), donate=(0, 1),
@@ -67,14 +68,14 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     state, actor_state, count, metrics = program(carry.train, carry.actor, limit, total)
     # Blocks until the call has ended.
     count = number(count)
-    report = Report(metrics, count, (plan.learner.mean_cgd(0),) * count, (0.0,) * count)
+    report = Report(metrics, count, (learner.mean_cgd(0),) * count, (0.0,) * count)
     update = carry.update + count
     return State(state, update, actor_state), [Versioned(report, update)]
 
-  learner = Worker('learner', fire, State(state, start.update, actor_state), [],
+  worker = Worker('learner', fire, State(state, start.update, actor_state), [],
                    [Endpoint(reports)], -(-start.updates // calls),
                    lambda carry: start.ended(carry.train))
-  return [learner], lambda: Waits(0.0, 0.0)
+  return [worker], lambda: Waits(0.0, 0.0)
 
 
 def split(state: ActorState, mesh: Mesh) -> ActorState:

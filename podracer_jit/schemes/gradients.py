@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import jax
 
-from podracer_jit.learner.rollout_learner import RolloutLearner
+from podracer_jit.learner.learner import RolloutLearner
 from podracer_jit.learner.sharding import GradientPrograms
 from podracer_jit.runtime import placement
 
@@ -15,8 +15,8 @@ from podracer_jit.runtime import placement
 class GradientWorker(Protocol):
   """Interface of what computes the gradients of one worker, wherever that is."""
 
-  def receive(self, params: Any) -> Any:
-    """Sends parameters to the worker; returns them as `prepare` and `gradient` take them."""
+  def receive(self, view: Any) -> Any:
+    """Sends `updates.view` of a state to the worker; returns it as the other methods take it."""
 
   def take_from(self, first_env: int) -> Callable[[Any], Any]:
     """Returns what sends the rollouts of an actor to the worker.
@@ -33,20 +33,20 @@ class GradientWorker(Protocol):
       ended: whether the segment has ended.
     """
 
-  def prepare(self, params: Any, update: int, rollouts: Sequence[Any]) -> Any:
+  def prepare(self, view: Any, update: int, rollouts: Sequence[Any]) -> Any:
     """Returns what the gradient steps of an update need.
 
     Args:
-      params: at the beginning of the update.
+      view: of the state at the beginning of the update.
       update: its number, which seeds its minibatches.
       rollouts: of the worker's actors, in order.
     """
 
-  def gradient(self, params: Any, prepared: Any, step: int) -> tuple[Any, Any]:
+  def gradient(self, view: Any, prepared: Any, step: int) -> tuple[Any, Any]:
     """Takes a gradient step.
 
     Returns:
-      (grads, loss_terms) as partial sums [n, ...], and with the last step of an update the
+      (grads, Aux) as partial sums [n, ...], and with the last step of an update the
       `batch_stats` of Prepared; else None.
     """
 
@@ -67,9 +67,9 @@ class LocalGradients:
     self._steps = steps
     self._key: jax.Array | None = None
 
-  def receive(self, params: Any) -> Any:
+  def receive(self, view: Any) -> Any:
     """See `GradientWorker`."""
-    return placement.replicate(params, self._programs.mesh)
+    return placement.replicate(view, self._programs.mesh)
 
   def take_from(self, first_env: int) -> Callable[[Any], Any]:
     """See `GradientWorker`."""
@@ -80,14 +80,14 @@ class LocalGradients:
     del ended
     self._key = placement.replicate(key, self._programs.mesh)
 
-  def prepare(self, params: Any, update: int, rollouts: Sequence[Any]) -> Any:
+  def prepare(self, view: Any, update: int, rollouts: Sequence[Any]) -> Any:
     """See `GradientWorker`."""
     batch = placement.gather(rollouts, self._programs.mesh)
-    return self._programs.prepare(params, jax.random.fold_in(self._key, update), batch)
+    return self._programs.prepare(view, jax.random.fold_in(self._key, update), batch)
 
-  def gradient(self, params: Any, prepared: Any, step: int) -> tuple[Any, Any]:
+  def gradient(self, view: Any, prepared: Any, step: int) -> tuple[Any, Any]:
     """See `GradientWorker`."""
-    groups = self._programs.gradient(params, prepared, step)
+    groups = self._programs.gradient(view, prepared, step)
     return groups, prepared.batch_stats if step == self._steps - 1 else None
 
 
@@ -101,8 +101,10 @@ def on_devices(learner: RolloutLearner, place: placement.Placement, each: bool
     each: U takes the gradient of each worker; otherwise the workers are one program on the mesh of
       all devices.
   """
+  groups = learner.source.groups
+  num_envs = groups.count * groups.envs
   meshes = [place.mesh]
   if each:
     meshes = [placement.mesh_of([device]) for device in place.workers]
-  return [LocalGradients(programs, learner.sizes.num_envs // len(meshes), learner.gradient_steps)
+  return [LocalGradients(programs, num_envs // len(meshes), learner.gradient_steps)
           for programs in learner.gradient_programs(meshes)]

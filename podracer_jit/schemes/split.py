@@ -95,7 +95,7 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
 
     behind = sum(update - item.version for item in items) / len(items)
     cgd = plan.learner.mean_cgd(behind * plan.learner.gradient_steps)
-    new_params = Versioned(state.params, update + 1)
+    new_params = Versioned(plan.learner.algorithm.for_actors(state), update + 1)
     report = Versioned(Report(metrics, 1, (cgd,), (0.0,)), update + 1)
     return State(state, update + 1), [*[new_params] * len(params), report]
 

@@ -73,7 +73,7 @@ class LocalActor(NamedTuple):
   def begin(self, plan: Plan, start: SegmentStart, ended: Callable[[], bool]) -> Callable:
     """See `Actor`; compiles the program."""
     del ended
-    like = placement.put_params(start.state.params, self.device)
+    like = placement.put_params(plan.learner.algorithm.for_actors(start.state), self.device)
     # Rollouts get the sharding that a learner on this device uses, so `gather` need not rewrap
     # them, which takes 8 us an array.
     shardings = None, placement.by_env(placement.mesh_of([self.device]))
@@ -157,8 +157,9 @@ def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version
     return DoubleBuffer(name, start.updates, plan.scheme.lag, transfer)
 
   params = [make(f'parameters for actor {i}', actor.receive) for i, actor in enumerate(actors)]
+  first = Versioned(plan.learner.algorithm.for_actors(start.state), version)
   for channel in params:
-    channel.prime(Versioned(start.state.params, version))
+    channel.prime(first)
   return params
 
 

@@ -16,14 +16,13 @@ import jax
 import numpy as np
 
 from podracer_jit import parts
-from podracer_jit.agents import networks
 from podracer_jit.cluster import set_ray_environment
 from podracer_jit.envs.families import may_start_jax
 from podracer_jit.errors import EnvironmentFailed, environment_failure
 from podracer_jit.experiment import build, memory, modules
 from podracer_jit.experiment.resolve import changed, placement_of, resolve
 from podracer_jit.experiment.schema import Experiment
-from podracer_jit.learner import sharding
+from podracer_jit.learner import sharding, updates
 from podracer_jit.runtime import host, placement
 
 if TYPE_CHECKING:  # the imports of Ray take a second
@@ -96,20 +95,20 @@ def num_processes(experiment: Experiment) -> int:
 
 def bytes_under_way(experiment: Experiment) -> int:
   """Returns the bytes that Ray's memory on the machine of the learner needs; starts nothing."""
-  network = build.make_network(experiment)
-  acting = build.make_acting(experiment, network)
-  _, rollout, _ = memory.bytes_of_pool(experiment, network, acting)
+  build.check_network(experiment)
+  _, rollout, _ = memory.bytes_of_pool(experiment, build.make_acting(experiment))
   rollouts = rollout * experiment.num_shards
-  spec = experiment.spec
-  params = memory.nbytes(jax.eval_shape(
-      lambda: networks.init_params(network, jax.random.key(0), spec.obs_shape, spec.obs_dtype)))
+  state = experiment.algorithm.state_shapes
+  params = memory.nbytes(state.params)
+  published = memory.nbytes(jax.eval_shape(experiment.algorithm.for_actors, state))
   gradients = 0
   if experiment.scheme.graph.separate_updates:
     workers = len(experiment.placement.learner_devices)
     groups = experiment.num_grad_shards // workers
     # A power of two of groups is added before it is sent; see `deterministic.partial_sums`.
+    published += memory.nbytes(updates.view(state))
     gradients = params * workers * (1 if groups.bit_count() == 1 else groups)
-  return _COPIES * (rollouts + params + gradients)
+  return _COPIES * (rollouts + published + gradients)
 
 
 def code(config: Mapping[str, Any]) -> list[Path]:
@@ -264,7 +263,7 @@ class Service:
 
     Args:
       segment: the index of the segment. The first call for a segment starts its environments.
-      params: the parameters of the network, arrays.
+      params: what actors get of a state, arrays.
 
     Returns:
       The bytes of the experience, and the experience as NumPy arrays.
@@ -290,16 +289,16 @@ class Service:
     self._state = actor.state
     self._segment = segment
 
-  def gradient(self, params: Any, update: int, step: int, key: np.ndarray,
+  def gradient(self, view: Any, update: int, step: int, key: np.ndarray,
                references: Sequence[Any]) -> tuple[int, Any]:
     """Takes a gradient step of an update.
 
     Args:
-      params: the parameters of the network, arrays.
+      view: of the state, arrays.
       update: the number of the update.
       step: the number of the gradient step in the update, from 0.
       key: data of the run's PRNG key.
-      references: references to the parameters at the beginning of the update, and to the experience
+      references: references to the view at the beginning of the update, and to the experience
         of each of the worker's actors.
 
     Returns:
@@ -322,7 +321,7 @@ class Service:
       self._prepared = update, programs.prepare(
           *placement.everywhere((first, run_key), programs.mesh), batch)
     prepared = self._prepared[1]
-    groups = programs.gradient(placement.everywhere(params, programs.mesh), prepared, step)
+    groups = programs.gradient(placement.everywhere(view, programs.mesh), prepared, step)
     last = step == self._run.learner.gradient_steps - 1
     return _as_numpy((groups, prepared.batch_stats if last else None))
 

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from podracer_jit.errors import NotSaved, environment_failure
 from podracer_jit.experiment import build
 from podracer_jit.experiment.schema import EvalOptions
+from podracer_jit.numerics import counters
 from podracer_jit.options import shorten
 from podracer_jit.play import evaluation
 from podracer_jit.training.sinks import EVAL_WAIT_S, Saved, Sink
-from podracer_jit.types import Params, TrainState
+from podracer_jit.types import TrainState
 from podracer_jit.workdir import checkpoints, files, journal
 
 NAME = 'evaluations.jsonl'
@@ -149,14 +150,15 @@ class Evaluator(Sink):
     if not self._options.every_updates:
       return
     # All processes would have to restore an earlier checkpoint together.
+    acting = self._run.learner.algorithm.acting
     earlier = checkpoints.saved_updates(self._workdir) if self._run.place.processes == 1 else []
     for number in earlier:
       if 0 < number < update and self._is_due(number) \
           and not checkpoints.problem(self._workdir, number):
         restored, _ = saved.restore(state._replace(replay=None), number, files_checked=True)
-        self._begin(restored.params, number, int(restored.steps))
+        self._begin(acting(restored), number, counters.number(restored.steps))
     if update:
-      self._offer(state.params, update, int(state.steps))
+      self._offer(acting(state), update, counters.number(state.steps))
 
   def saved(self, at: Saved) -> None:
     """Begins to evaluate a checkpoint, if an evaluation is due; its parameters are copied."""
@@ -190,19 +192,19 @@ class Evaluator(Sink):
   def _is_due(self, update: int) -> bool:
     return update - self._last >= self._options.every_updates
 
-  def _offer(self, params: Params, update: int, steps: int) -> None:
+  def _offer(self, params: Any, update: int, steps: int) -> None:
     """Begins to evaluate a checkpoint if that is due; the last one of a run always is."""
     is_final = steps >= self._run.experiment.total_steps
     if self._options.every_updates and (self._is_due(update) or is_final and update > self._last):
       self._begin(params, update, steps)
 
-  def _begin(self, params: Params, update: int, steps: int) -> None:
+  def _begin(self, params: Any, update: int, steps: int) -> None:
     self._last = update
     player = evaluation.make_player(self._run, params, update, steps)
     # One thread only: the actors need the other cores.
     player = player._replace(threads=1)
     if self._options.greedy:
-      player = evaluation.greedy(player)
+      player = player._replace(greedy=True)
     self._pending.append(_Task(player, futures.Future()))
     self._tasks.put(self._pending[-1])
     if self._thread is None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from podracer_jit.experiment import build
+from podracer_jit.losses.algorithm import Algorithm
 from podracer_jit.options import shorten
 from podracer_jit.runtime import host, placement
 from podracer_jit.types import TrainState
@@ -61,7 +62,7 @@ def read(run: build.Run, source: Path, partly: bool) -> tuple[TrainState, Origin
                                   if name in own_arrays and name not in fit.problems
                                   and _part_of(name) in fit.taken})
   if 'parameters' in fit.taken:
-    state = _with_target(state, arrays)
+    state = _with_target(state, arrays, run.learner.algorithm)
   state = placement.replicate(state, run.place.mesh)
   origin = Origin(
       str(source), update, fit.taken,
@@ -130,8 +131,9 @@ def problem_of_shapes(run: build.Run, workdir: Path, update: int) -> str:
     # A replay and environments that only one side has begin anew.
     if item != 'state' and not (saved and own):
       continue
-    for misfit in _misfits(saved, own).items():
-      return _words(misfit, workdir)
+    for name, problem in _misfits(saved, own).items():
+      if name != 'steps':  # a count has the form that total_steps need
+        return _words((name, problem), workdir)
   return ''
 
 
@@ -194,22 +196,25 @@ def _replaced(tree: Any, arrays: Mapping[str, jax.Array]) -> Any:
       tree)
 
 
-def _with_target(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainState:
-  """Returns the state with the target network that belongs to its parameters.
+def _with_target(state: TrainState, arrays: Mapping[str, jax.Array], algorithm: Algorithm
+                 ) -> TrainState:
+  """Returns the state with the target parameters that belong to its parameters.
 
-  Arrays of the other run's target network are used if they fit; the others are copies of the
-  parameters.
+  Arrays of the other run's target are used if they fit; the others are those of
+  `Algorithm.init_target`.
 
   Args:
     state: the state, whose parameters are final.
     arrays: the arrays of the other run, by name.
+    algorithm: of the run.
   """
   if not jax.tree.leaves(state.target):
     return state
-  params = checkpoints.leaves(state.params)
+  target = state.target._replace(params=algorithm.init_target(state.params))
   fitting = {}
-  for name, own in params.items():
-    target = arrays.get(f'target/params/{name}')
-    fits = target is not None and (target.shape, target.dtype) == (own.shape, own.dtype)
-    fitting[f'params/{name}'] = target if fits else own
-  return state._replace(target=_replaced(state.target, fitting))
+  for name, own in checkpoints.leaves(target).items():
+    saved = arrays.get(f'target/{name}')
+    if name != 'gradient_steps' and saved is not None and (
+        (saved.shape, saved.dtype) == (own.shape, own.dtype)):
+      fitting[name] = saved
+  return state._replace(target=_replaced(target, fitting))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from podracer_jit import schedules
 from podracer_jit.errors import Broken, EnvironmentFailed
 from podracer_jit.experiment import build
 from podracer_jit.experiment.build import Snapshot
 from podracer_jit.experiment.schema import Experiment
+from podracer_jit.numerics import counters
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.schemes.reports import Report
 from podracer_jit.training import stopping
@@ -74,7 +77,7 @@ class Lane:
     self._first: Snapshot | None = Snapshot(state, envs, meta['segment'])
     self._segment = meta['segment']
     self.update = int(state.update)
-    self.steps = int(state.steps)
+    self.steps = counters.number(state.steps)
     self._meter = Meter(self.run.experiment, meta, wall_clock(meta, began_s))
 
   def _restored(self, like: Any, update: int) -> tuple[Any, dict[str, Any]]:
@@ -105,17 +108,23 @@ class Lane:
     self._first = None
     return first
 
-  def changed_rate(self) -> str:
-    """Returns a line if a new total_steps changes an annealed learning rate here, else ''."""
+  def changed_options(self) -> Iterator[str]:
+    """Yields a line for each option that changes here as its schedule has a new total_steps."""
     change = self._record.changes.get(self.update + 1, {}).get(record.TOTAL)
     if change is None:
-      return ''
-    before, after = (
-        float(self.run.experiment.optimizer.schedule(change[key])(np.int32(self.steps)))
-        for key in ('was', 'now'))
-    return '' if before == after else (
-        f'the learning rate changes from {before:.3g} to {after:.3g} here: it is annealed over '
-        f'{change["now"]:,} steps instead of {change["was"]:,}')
+      return
+    steps = np.float32(self.steps)
+    optimizer = self.run.experiment.optimizer
+    values = {'the learning rate': lambda total: optimizer.schedule(total)(steps)}
+    for section, part in (('loss', self.run.experiment.loss), ('optimizer', optimizer)):
+      for name, schedule in schedules.scheduled(part).items():
+        if (section, name) != ('optimizer', 'learning_rate'):
+          values[f'{section}.{name}'] = functools.partial(schedule.at, steps)
+    for name, value_of in values.items():
+      before, after = (f'{float(value_of(change[key])):.3g}' for key in ('was', 'now'))
+      if before != after:
+        yield (f'{name} changes from {before} to {after} here: its schedule is over '
+               f'{change["now"]:,} steps instead of {change["was"]:,}')
 
   @property
   def is_finished(self) -> bool:
@@ -209,8 +218,8 @@ class Lane:
     meta = self._meter.meta() | {'segment': self._segment, 'run': self._record.as_json()}
     self._saved.save(state, meta, snapshot.envs, self._sinks.keeps())
     self.update = int(state.update)
-    self.steps = int(state.steps)
-    self._params = state.params
+    self.steps = counters.number(state.steps)
+    self._params = self.run.learner.algorithm.acting(state)
 
   def tell_saved(self) -> None:
     """Tells the sinks about the checkpoint that was saved."""

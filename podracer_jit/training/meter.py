@@ -14,11 +14,12 @@ from podracer_jit.actor import faults
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.errors import EnvironmentFailed
 from podracer_jit.experiment.schema import Experiment
+from podracer_jit.numerics import counters
 from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.training.sinks import Diverged, Record
 
-# Parts of `rollout_updates.finite_parts`, in words.
+# Parts of `updates.finite_parts`, in words.
 _PARTS = {'moments': 'the running statistics (normalise)',
           'optimizer': "the optimizer's statistics of gradients",
           'replay': 'the priorities of the replay'}
@@ -103,7 +104,7 @@ class Meter:
       self._elapsed += seconds
       returns, lengths = zip(*self._window, strict=True) if self._window else ((), ())
       del update['valid']
-      steps = int(update.pop('steps'))
+      steps = counters.number(update.pop('steps'))
       record = dict(
           update=int(update.pop('update')), steps=steps, frames=steps * self._frame_skip,
           sps=sps, elapsed_s=self._elapsed, wall_s=wall_s,

@@ -21,7 +21,8 @@ from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.experiment import build
 from podracer_jit.experiment.build import Snapshot
 from podracer_jit.experiment.schema import Experiment
-from podracer_jit.learner import rollout_updates
+from podracer_jit.learner import sharding
+from podracer_jit.numerics import counters
 from podracer_jit.options import INT32_MAX
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
@@ -130,7 +131,9 @@ class SeedsProgram:
     experiment = self._run.experiment
     self._updates_per_call = min(experiment.placement.updates_per_call,
                                  experiment.checkpoint.every_updates)
-    fused = rollout_updates.make_fused(rollout, self._run.learner.learn, self._updates_per_call)
+    learner = self._run.learner
+    fused = sharding.make_fused(learner.algorithm.for_actors, rollout, learner.learn,
+                                self._updates_per_call)
     self._program = jax.jit(jax.vmap(fused, in_axes=(0, 0, None, None)), donate_argnums=(0, 1))
 
   def header(self) -> dict[str, Any]:
@@ -146,10 +149,11 @@ class SeedsProgram:
     self._has_begun = True
     done = 0
     previous = None
+    total = counters.of(experiment.total_steps, self._states.steps[0])
     while done < updates and not asked_to_stop():
       limit = min(self._updates_per_call, updates - done)
       self._states, self._actor_states, *made = self._program(
-          self._states, self._actor_states, limit, experiment.total_steps)
+          self._states, self._actor_states, limit, total)
       done += limit
       # The reports of a call are written while the device makes the next one.
       if previous and not self._report(*previous, report):

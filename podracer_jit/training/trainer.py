@@ -254,8 +254,7 @@ class Training:
       return
     if first.update:
       yield f'going on from update {first.update} ({first.steps:,} steps)'
-      if line := first.changed_rate():
-        yield line
+      yield from first.changed_options()
     else:
       yield f'{self._title}: starting'
     if experiment.spec.calls_python:

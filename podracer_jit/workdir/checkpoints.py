@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podracer_jit.errors import Broken, NotSaved
+from podracer_jit.numerics import counters
 from podracer_jit.options import shorten
 from podracer_jit.runtime import host
 from podracer_jit.types import TrainState
@@ -37,6 +38,10 @@ _DELETING = '.deleted'
 _STEPS = 'steps'
 _JOURNALS = 'journals'  # the `journal.Prefix` of each, by name
 _OF_0_5 = {'ring/fresh'}  # an array of a replay, which has another name since
+# Arrays that version 0.6 saved under other names, in the items 'replay' and 'envs'.
+_RENAMED = {'slots/transitions/added': 'slots/added',
+            'recent/action_value': 'recent/extras/action_value',
+            'recent/value': 'recent/extras/value'}
 LAST_GOOD = 'the last good checkpoint is'  # in the message of each failure
 # What is left after a failed save is also removed when a run begins, so the wait has an end.
 _MAX_SECONDS_OF_REMOVAL = 10.0
@@ -76,7 +81,7 @@ class Checkpoints:
     if update in saved_updates(self._workdir):
       return
     without_replay = state._replace(replay=None)
-    whole_meta = dict(meta) | {_STEPS: int(state.steps)}
+    whole_meta = dict(meta) | {_STEPS: counters.number(state.steps)}
     if jax.process_index() == 0:
       whole_meta[_JOURNALS] = self._journals.now()
     items = dict(state=ocp.args.StandardSave(without_replay), meta=ocp.args.JsonSave(whole_meta))
@@ -141,12 +146,18 @@ class Checkpoints:
       raise Broken(update, damage)
     folder = path_of(self._workdir, update)
     items = {'state': like._replace(replay=None)}
+    # The count of steps has the form that the total_steps of that time needed.
+    steps = saved_leaves(self._workdir, update).get(_STEPS, like.steps)
+    if steps.shape != like.steps.shape:
+      steps = jax.ShapeDtypeStruct(steps.shape, steps.dtype, sharding=like.steps.sharding)
+      items['state'] = items['state']._replace(steps=steps)
     if jax.tree.leaves(like.replay) and (folder / 'replay').is_dir():
       items['replay'] = like.replay
     restored = self._restore_items(update, **items)
     state = restored['state']
     if digest(state) != read_manifest(folder)['state_sha256']:
       raise Broken(update, 'the state that was read is not the state that was saved')
+    state = state._replace(steps=counters.converted(state.steps, like.steps))
     meta = read_meta(self._workdir, update)
     if meta is None:
       raise Broken(update, 'its meta cannot be read')
@@ -191,7 +202,7 @@ class Checkpoints:
 
     trees = {}
     for item, like in likes.items():
-      arrays = leaves(restored[item])
+      arrays = {_today(name): x for name, x in leaves(restored[item]).items()}
       trees[item] = jax.tree.unflatten(jax.tree.structure(like),
                                        [arrays[name] for name in leaves(like)])
     return trees
@@ -204,7 +215,7 @@ class Checkpoints:
     """
     shapes = leaves(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
     saved = _metadata(self._workdir, update, item)
-    differing = leaves(saved).keys() ^ shapes.keys()
+    differing = set(map(_today, leaves(saved))) ^ shapes.keys()
     if differing:
       name = min(differing)
       where = 'is only in this run' if name in shapes else 'is only in the checkpoint'
@@ -212,7 +223,7 @@ class Checkpoints:
         where = 'was saved by an early version 0.5; podracer_jit 0.6 must resume such a run once'
       raise ValueError(f'{item}: {shorten(name)} {where}')
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: shapes[_name_of(path)], saved)
+        lambda path, leaf: shapes[_today(_name_of(path))], saved)
 
   def close(self) -> None:
     """Closes the folder; checkpoints cannot be saved or read afterwards."""
@@ -242,7 +253,12 @@ def saved_leaves(workdir: Path, update: int, item: str = 'state') -> dict[str, A
   """
   if not (path_of(workdir, update) / item).is_dir():
     return {}
-  return leaves(_metadata(workdir, update, item))
+  return {_today(name): x for name, x in leaves(_metadata(workdir, update, item)).items()}
+
+
+def _today(name: str) -> str:
+  """Returns today's name of an array that a checkpoint has under an earlier name."""
+  return _RENAMED.get(name, name)
 
 
 def _metadata(workdir: Path, update: int, item: str) -> Any:

@@ -8,14 +8,16 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.actor import asynchronous
 from podracer_jit.actor.rollout_program import RolloutProgram
-from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.protocol import TimeStep
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.experiment.resolve import resolve
+from podracer_jit.losses.algorithm import ForActors
+from podracer_jit.losses.impala import IMPALA
 from tests.actor.test_rollouts import SMALL, ExpectedRow, linear
 from tests.envs.test_envs import MUJOCO, python_pool
-from tests.runs import by_rows, changed, prepared, run, small
+from tests.made import SPEC, Function, bound
+from tests.runs import changed, prepared, run, small
 from tests.workers import wrap
 
 
@@ -131,27 +133,25 @@ class AsynchronousActor:
     if scripted:
       weights = np.array([5, 4, 1, 1, 1, 0.2]) / 12.2
       vector_env = Scripted(num_envs, batch, weights)
-      self.policy = policies.categorical(3)
-      shape = (2,)
-      dtype = np.dtype(np.float32)
+      spec = SPEC._replace(obs_shape=(2,), num_actions=3)
     else:
       spec = envpool_envs.make_spec(task, options)
       vector_env = Tagged(task, options, seeds, 2, batch)
-      shape, dtype = spec[1:3]
-      self.policy = (policies.categorical(spec.num_actions) if spec.num_actions else
-                     policies.gaussian(np.array(spec.action_low), np.array(spec.action_high)))
-    obs = jax.ShapeDtypeStruct((shape[0] + 1, *shape[1:]), dtype)
+    # An observation with a tag is no stack of frames.
+    shape = spec.obs_shape
+    spec = spec._replace(obs_shape=(shape[0] + 1, *shape[1:]), stack=1)
+    self.policy = bound(IMPALA(), spec=spec).parts.policy
     self.params = jax.random.normal(
-        jax.random.key(0), (int(np.prod(obs.shape)), 1 + self.policy.dist_size)) / 10
-    state = asynchronous.initial_state(vector_env, jax.random.key(3), obs, self.policy, steps)
+        jax.random.key(0), (int(np.prod(spec.obs_shape)), 1 + self.policy.dist_size)) / 10
+    algorithm = bound(IMPALA(), Function(linear, self.params), spec=spec, unroll_length=steps)
+    state = asynchronous.initial_state(algorithm, vector_env, jax.random.key(3))
     self.rollouts = []
     self.leftover_columns = []
     rollout_program = RolloutProgram([vector_env])
     program = rollout_program.load(
-        asynchronous.make_rollout(vector_env, by_rows(linear), self.policy, steps),
-        (self.params, state), (1,))
+        asynchronous.make_rollout(algorithm, vector_env), (ForActors(self.params), state), (1,))
     for _ in range(count):
-      state, (rollout,) = program(self.params, state)
+      state, (rollout,) = program(ForActors(self.params), state)
       self.rollouts.append(jax.tree.map(np.asarray, rollout))
       self.leftover_columns.append(int(state.envs[0].complete))
     rollout_program.close()
@@ -221,8 +221,8 @@ def test_log_prob_and_value_belong_to_the_observation_of_the_same_row(actor):
     dist, value = linear(actor.params, obs.reshape(-1, *obs.shape[2:]))
     action = rollout.action.reshape(-1, *rollout.action.shape[2:])
     expected = actor.policy.log_prob(dist, action).reshape(rollout.valid.shape)
-    assert_allclose(rollout.behaviour_log_prob, expected, rtol=1e-4, atol=1e-5)
-    assert_allclose(rollout.behaviour_value, value.reshape(rollout.valid.shape), rtol=1e-4,
+    assert_allclose(rollout.extras['log_prob'], expected, rtol=1e-4, atol=1e-5)
+    assert_allclose(rollout.extras['value'], value.reshape(rollout.valid.shape), rtol=1e-4,
                     atol=1e-5)
 
 

@@ -13,12 +13,13 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.actor import rollouts
 from podracer_jit.actor.rollout_program import RolloutProgram
-from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs, frames
 from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.losses.algorithm import Acted, ForActors
+from podracer_jit.losses.impala import IMPALA
 from tests import processes
 from tests.envs.test_envs import python_pool
-from tests.runs import by_rows
+from tests.made import Function, bound
 
 SMALL = dict(img_height=42, img_width=42)
 
@@ -49,14 +50,15 @@ class Actor:
     self.rollout_program = RolloutProgram(vector_envs)
     self.params = jax.random.normal(
         jax.random.key(0), (int(np.prod(spec.obs_shape)), 1 + spec.num_actions))
-    self.state = rollouts.initial_state(vector_envs, [jax.random.key(k) for k in keys])
-    policy = policies.categorical(spec.num_actions)
-    rollout = rollouts.make_rollout(vector_envs, by_rows(apply), policy, unroll_length, spec.stack)
+    algorithm = bound(IMPALA(), Function(apply, self.params), spec=spec)
+    self.state = rollouts.initial_state(algorithm, vector_envs, [jax.random.key(k) for k in keys])
+    rollout = rollouts.make_rollout(algorithm, vector_envs, unroll_length, spec.stack)
 
-    def rollout_with_stacks(params, state):  # observations as EnvPool gave them
-      state, shard_rollouts = rollout(params, state)
+    def rollout_with_stacks(given, state):  # observations as EnvPool gave them
+      state, shard_rollouts = rollout(given, state)
       return state, [r._replace(obs=frames.stacks(r.obs)) for r in shard_rollouts]
-    self.program = self.rollout_program.load(rollout_with_stacks, (self.params, self.state), (1,))
+    self.program = self.rollout_program.load(
+        rollout_with_stacks, (ForActors(self.params), self.state), (1,))
 
   def __enter__(self):
     return self
@@ -66,7 +68,7 @@ class Actor:
 
   def roll(self):
     """Returns the next rollout of every shard."""
-    self.state, shard_rollouts = self.program(self.params, self.state)
+    self.state, shard_rollouts = self.program(ForActors(self.params), self.state)
     return shard_rollouts
 
 
@@ -231,9 +233,62 @@ def test_log_prob_and_value_are_the_policys_at_the_observation():
     logits, value = linear(actor.params, rollout.obs[:-1].reshape(48, -1))
     action = rollout.action.reshape(48, 1)
     log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), action, axis=1)[:, 0]
-    assert_allclose(rollout.behaviour_log_prob.reshape(48), log_prob, rtol=1e-4, atol=1e-5)
-    assert_allclose(rollout.behaviour_value.reshape(48), value, rtol=1e-4, atol=1e-4)
-    assert np.std(rollout.behaviour_log_prob) > 0.01
+    assert_allclose(rollout.extras['log_prob'].reshape(48), log_prob, rtol=1e-4, atol=1e-5)
+    assert_allclose(rollout.extras['value'].reshape(48), value, rtol=1e-4, atol=1e-4)
+    assert np.std(rollout.extras['log_prob']) > 0.01
+
+
+class Counts(IMPALA):
+  """Stores what it is given, and counts the rows of each episode in its carry."""
+
+  def initial_carry(self, num_envs):
+    return {'rows': jnp.zeros(num_envs, jnp.int32)}
+
+  def act(self, params, obs, carry, valid, key, exploration):
+    logits = self.network.apply(params, obs[None], None, valid[None])[0][0]
+    policy = self.parts.policy
+    action = policy.mode(logits) if key is None else policy.sample(key, logits)
+    rows = carry['rows'] + 1
+    extras = dict(valid=valid, obs=obs, rows=rows, exploration=exploration, logits=logits)
+    return Acted(action, extras, {'rows': jnp.where(valid, rows, 0)}, logits)
+
+  def exploration(self, num_envs):
+    return np.arange(num_envs, dtype=np.float32)
+
+
+@pytest.mark.parametrize('greedily', [False, True])
+def test_what_an_algorithm_adds_is_stored_and_its_carry_passed_on(greedily):
+  """Two shards have environments 4 and 5, and 6 to 8, of the nine of the run."""
+  envs = [[4, 5], [6, 7, 8]]
+  vector_envs = [envpool_envs.EnvPoolVectorEnv('CartPole-v1', {'max_episode_steps': 9}, seeds, 1)
+                 for seeds in envs]
+  program = RolloutProgram(vector_envs)
+  params = jax.random.normal(jax.random.key(0), (4, 3))
+  algorithm = bound(Counts(), Function(linear, params))
+  state = rollouts.initial_state(algorithm, vector_envs, list(jax.random.split(jax.random.key(1))),
+                                 4, algorithm.exploration(9))
+  function = rollouts.make_rollout(algorithm, vector_envs, 7, greedy=greedily)
+  roll_once = program.load(function, (ForActors(params), state), (1,))
+  turns = []
+  for _ in range(4):
+    state, shard_rollouts = roll_once(ForActors(params), state)
+    turns.append(jax.tree.map(np.asarray, shard_rollouts))
+  program.close()
+
+  for i, shard in enumerate(zip(*turns, strict=True)):
+    before = np.zeros(len(envs[i]), np.int32)
+    for rollout in shard:
+      assert_array_equal(rollout.carry['rows'], before[None])
+      for t, valid in enumerate(rollout.valid):
+        assert_array_equal(rollout.extras['rows'][t], before + 1)
+        before = np.where(valid, before + 1, 0)
+      assert_array_equal(rollout.extras['valid'], rollout.valid)
+      assert_array_equal(rollout.extras['obs'], rollout.obs[:-1])
+      assert_array_equal(rollout.extras['exploration'], np.tile(np.float32(envs[i]), (7, 1)))
+      assert [rollout.extras[name].dtype for name in ('rows', 'valid')] == [np.int32, bool]
+    best = [(r.action == r.extras['logits'].argmax(axis=-1)).all() for r in shard]
+    assert all(best) == greedily
+    assert not np.all([rollout.valid for rollout in shard])
 
 
 def test_shards_of_one_program_do_not_affect_each_other():
@@ -368,7 +423,7 @@ for _ in range(3):  # an exception in between
 actor = make(3)  # a call that fails, and a call after the end, raise an exception and do no harm
 for state in (actor.state._replace(envs=()), None):
   with contextlib.suppress(TypeError, ValueError):
-    actor.program(actor.params, state)
+    actor.program(ForActors(actor.params), state)
     raise SystemExit('a wrong state was accepted')
 actor.roll()
 actor.rollout_program.close()

@@ -7,10 +7,13 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.actor import rollouts
 from podracer_jit.actor.rollout_program import RolloutProgram
-from podracer_jit.agents import policies
+from podracer_jit.agents.networks import MLP, TorsoOptions
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.seeds import env_seeds
-from tests.runs import changed, make_network, run, small
+from podracer_jit.losses.algorithm import ForActors
+from podracer_jit.losses.impala import IMPALA
+from tests.made import bound
+from tests.runs import changed, run, small
 
 SIZE = 5
 FEATURES = 3
@@ -41,19 +44,16 @@ def lstm(w, state, x):
   return (c, h), h
 
 
-def network_of(core, moments=()):
-  return make_network('mlp', policies.categorical(2), core=core, core_size=SIZE, hidden=(6,),
-                       moments=moments)
+def algorithm_of(core):
+  return bound(IMPALA(), torso=MLP(hidden=(6,)), torso_options=TorsoOptions(core, SIZE))
 
 
 def start(network, obs, valid, seed=0):
-  """Returns random parameters and a random recurrent state, none of them near zero."""
-  shapes = jax.eval_shape(network.init, jax.random.key(0), obs,
-                          network.initial_recurrent_state(ENVS), valid)
+  """Returns random parameters and a random carry, none of them near zero."""
+  carry = network.initial_carry(ENVS)
+  shapes = jax.eval_shape(network.init, jax.random.key(0), obs, carry, valid)
   rng = np.random.default_rng(seed)
-  params, core = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32),
-                              (shapes, network.initial_recurrent_state(ENVS)))
-  return params, core
+  return jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), (shapes, carry))
 
 
 @pytest.mark.parametrize('core, step', [('gru', gru), ('lstm', lstm)])
@@ -61,7 +61,7 @@ def test_a_core_continues_from_its_state_and_restarts_after_an_invalid_row(core,
   rng = np.random.default_rng(1)
   obs = rng.normal(size=(STEPS, ENVS, FEATURES)).astype(np.float32)
   valid = rng.random((STEPS, ENVS)) < 0.7
-  network = network_of(core)
+  network = algorithm_of(core).network
   params, state = start(network, obs, valid)
   dist, value, last = jax.jit(network.apply)(params, obs, state, valid)
   assert dist.shape == (STEPS, ENVS, 2) and value.shape == (STEPS, ENVS)
@@ -82,38 +82,37 @@ def test_rollouts_carry_the_state_and_store_it_at_their_first_row(core):
   """From the stored state the network gives the values and log-probabilities of the actor."""
   vector_envs = [envpool_envs.EnvPoolVectorEnv('CartPole-v1', {'max_episode_steps': 9},
                                                env_seeds(1, 0, 0, ENVS), 1)]
-  network = network_of(core)
+  algorithm = algorithm_of(core)
+  network = algorithm.network
   rollout_program = RolloutProgram(vector_envs)
   try:
     obs = np.zeros((1, ENVS, 4), np.float32)
     params, _ = start(network, obs, np.ones((1, ENVS), bool))
-    state = rollouts.initial_state(vector_envs, [jax.random.key(0)],
-                                   network.initial_recurrent_state)
+    state = rollouts.initial_state(algorithm, vector_envs, [jax.random.key(0)])
     program = rollout_program.load(
-        rollouts.make_rollout(vector_envs, network.apply, network.policy, STEPS),
-        (params, state), (1,))
+        rollouts.make_rollout(algorithm, vector_envs, STEPS), (ForActors(params), state), (1,))
     rollout_list = []
     for _ in range(4):
-      state, (rollout,) = program(params, state)
+      state, (rollout,) = program(ForActors(params), state)
       rollout_list.append(jax.tree.map(np.asarray, rollout))
   finally:
     rollout_program.close()
   for rollout in rollout_list:
-    core_state = jax.tree.map(lambda x: x[0], rollout.recurrent_state)
+    core_state = jax.tree.map(lambda x: x[0], rollout.carry)
     dist, value, _ = network.apply(params, rollout.obs[:-1], core_state, rollout.valid)
-    assert_allclose(rollout.behaviour_value, value, rtol=1e-4, atol=1e-4)
-    assert_allclose(rollout.behaviour_log_prob, network.policy.log_prob(dist, rollout.action),
+    assert_allclose(rollout.extras['value'], value, rtol=1e-4, atol=1e-4)
+    assert_allclose(rollout.extras['log_prob'], network.policy.log_prob(dist, rollout.action),
                     rtol=1e-4, atol=1e-4)
   *_, before_last, last = rollout_list
-  state_before = jax.tree.map(lambda x: x[0], before_last.recurrent_state)
+  state_before = jax.tree.map(lambda x: x[0], before_last.carry)
   state_after = network.apply(params, before_last.obs[:-1], state_before, before_last.valid)[2]
-  assert_allclose(jax.tree.leaves(last.recurrent_state)[0][0],
+  assert_allclose(jax.tree.leaves(last.carry)[0][0],
                   jax.tree.leaves(state_after)[0], rtol=1e-4, atol=1e-5)
   # From an empty state the values would be others, so the stored state matters.
   second = rollout_list[1]
   value_from_empty_state = network.apply(
-      params, second.obs[:-1], network.initial_recurrent_state(ENVS), second.valid)[1]
-  assert abs(value_from_empty_state - second.behaviour_value).max() > 0.01
+      params, second.obs[:-1], network.initial_carry(ENVS), second.valid)[1]
+  assert abs(value_from_empty_state - second.extras['value']).max() > 0.01
   assert (~np.concatenate([rollout.valid for rollout in rollout_list])).any()
 
 
@@ -134,7 +133,7 @@ def test_before_the_first_step_the_learner_agrees_with_the_actors(loss):
 
 
 def test_the_gradient_reaches_back_through_time():
-  network = network_of('gru')
+  network = algorithm_of('gru').network
   obs = np.random.default_rng(0).normal(size=(STEPS, ENVS, FEATURES)).astype(np.float32)
   valid = np.ones((STEPS, ENVS), bool)
   valid[3, 1] = False

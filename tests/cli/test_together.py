@@ -402,6 +402,7 @@ def test_rerun_repeats_an_update(uninterrupted, tmp_path):
   steps, envs = rollout['action'].shape
   assert rollout['obs'].shape[:2] == (steps + 1, envs) and rollout['valid'].sum() > 0
   assert (rollout['reward'][~rollout['valid']] == 0).all()
+  assert rollout['extras/value'].shape == rollout['ended'].shape == (steps, envs)
   receipts = workdir / 'receipts.jsonl'
   wrong_text = receipts.read_text().replace(lines(receipts)[6]['params'], '0' * 16)
   assert wrong_text != receipts.read_text()

@@ -16,8 +16,8 @@ from podracer_jit.cli import envs as envs_command
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs import spaces as env_spaces
 from podracer_jit.envs.protocol import ObsPart, take_apart
-from podracer_jit.experiment import build
 from podracer_jit.experiment.resolve import resolve
+from podracer_jit.losses.algorithm import ForActors
 from tests.envs.test_envs import run_in_new_process
 from tests.runs import run, small
 from tests.tiers import essential
@@ -65,14 +65,14 @@ def roll(task, options=None, network='mlp', steps=STEPS):
   config = config_of(task, network, options or {})
   experiment = resolve(config | {'num_grad_shards': 1, 'num_shards': 1})
   spec = experiment.spec
-  agent = build.make_network(experiment)
+  algorithm = experiment.algorithm
   vector_env = envpool_envs.make_vector_env(task, options or {}, SEEDS, 1)
   program = RolloutProgram([vector_env])
   try:
-    params = networks.init_params(agent, jax.random.key(0), spec.obs_shape, spec.obs_dtype)
-    state = rollouts.initial_state([vector_env], [jax.random.key(1)])
-    function = rollouts.make_rollout([vector_env], agent.apply, agent.policy, steps, spec.stack)
-    _, (rollout,) = program.load(function, (params, state), (1,))(params, state)
+    given = ForActors(algorithm.init(jax.random.key(0)))
+    state = rollouts.initial_state(algorithm, [vector_env], [jax.random.key(1)])
+    function = rollouts.make_rollout(algorithm, [vector_env], steps, spec.stack)
+    _, (rollout,) = program.load(function, (given, state), (1,))(given, state)
     return spec, jax.device_get(rollout)
   finally:
     program.close()
@@ -106,7 +106,7 @@ def test_a_task_of_each_family_is_rolled_out(family, task, options, network):
   if spec.action_choices:
     assert rollout.action.shape == (STEPS, NUM_ENVS, len(spec.action_choices))
     assert (rollout.action >= 0).all() and (rollout.action < spec.action_choices).all()
-  assert np.isfinite(rollout.reward).all() and np.isfinite(rollout.behaviour_log_prob).all()
+  assert np.isfinite(rollout.reward).all() and np.isfinite(rollout.extras['log_prob']).all()
   assert (rollout.reward[~rollout.valid] == 0).all()
 
 

@@ -27,7 +27,6 @@ from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.errors import FAILED, EnvironmentFailed, environment_failure
 from podracer_jit.experiment import modules
 from podracer_jit.play import evaluation, video
-from podracer_jit.runtime import placement
 from tests import processes
 from tests.runs import QUICK, changed, fresh, small
 
@@ -1069,12 +1068,7 @@ def test_a_run_ends_with_one_line_when_an_environment_fails(user_module, tmp_pat
 
 def agent_of(config):
   run = fresh(config)
-  experiment = run.experiment
-  network = run.network
-  return evaluation.Player(
-      experiment.spec, experiment.env_options, network.apply, network.initial_recurrent_state,
-      network.policy, placement.put_params(run.initial_state().params, jax.devices()[0]),
-      jax.devices()[0], 2, 0, 0)
+  return evaluation.make_player(run, run.initial_state().params, update=0, steps=0)
 
 
 def test_an_evaluation_counts_whole_episodes(user_module):

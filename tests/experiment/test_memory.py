@@ -28,14 +28,14 @@ CASES['functions']['env']['task'] = 'gymnax:CartPole-v1'
 def real_bytes(run):
   """Returns the bytes of the train state, the replay, the actors' state and one rollout each."""
   state = initial_state(run)
-  params = jax.tree.map(lambda x: x.addressable_data(0), state.params)
+  given = jax.tree.map(lambda x: x.addressable_data(0), run.learner.algorithm.for_actors(state))
   with contextlib.ExitStack() as stack:
     (actor,) = build.make_actors(run, 0, stack)
     actor_state = memory.nbytes(actor.state.envs)
     program = actor.rollout_program
-    rollout = program.load(run.acting.rollout(program.vector_envs), (params, actor.state),
+    rollout = program.load(run.acting.rollout(program.vector_envs), (given, actor.state),
                            donate=())
-    _, experience = jax.block_until_ready(rollout(params, actor.state))
+    _, experience = jax.block_until_ready(rollout(given, actor.state))
     rollouts = memory.nbytes(experience)
   return {'parameters and optimizer state': memory.nbytes(state._replace(replay=())),
           'replay': memory.nbytes(state.replay),
@@ -65,7 +65,7 @@ def test_the_observations_of_a_pass_are_among_what_a_program_allocates(fields, r
     (actor,) = build.make_actors(run, 0, stack)
     rollout = run.acting.rollout(actor.rollout_program.vector_envs)
     state = run.learner.state_shapes()
-    _, (experience,) = jax.eval_shape(rollout, state.params, actor.state)
+    _, (experience,) = jax.eval_shape(rollout, run.learner.algorithm.for_actors(state), actor.state)
     program = jax.jit(run.learner.learn).lower(state, experience).compile()
   assert program.memory_analysis().temp_size_in_bytes >= needed
 

@@ -155,6 +155,8 @@ BOUNDED = {
 @pytest.mark.parametrize('name', BOUNDED)
 def test_a_huge_number_is_refused_with_the_name_of_its_field(name):
   for field, value in itertools.product(BOUNDED[name], (2**31, 10**22)):
+    if (field, value) == ('total_steps', 2**31):
+      continue  # counts of steps have more bits
     assert re.match(f'{re.escape(field)}: must be (at most|below) .*, got {value}$',
                     outcome(name, {field: value}))
 
@@ -180,7 +182,8 @@ def test_every_integer_option_has_an_upper_bound():
      'placement.actor_devices: must be a tuple of device indices below 1024'),
     ('impala_catch:smoke', {'unroll_length': 2**31 - 2}, 'unroll_length: the 2147483646 rows of '),
     ('impala_catch:smoke', {'unroll_length': 10**7}, 'unroll_length: the run needs at least 14'),
-    ('impala_catch:smoke', {'total_steps': 2**31 - 1}, 'total_steps: with the 640 rows of the '),
+    ('impala_catch:smoke', {'total_steps': 10**15}, 'total_steps: 1,000,000,000,000,000 steps of '
+     '640 rows an update may take 3,125,000,000,000 updates, which must be below 2^31; take more '),
     ('impala_catch:smoke', {'placement.actor_devices': (0,) * 100,
                             'placement.actors_per_device': 1000},
      'placement.actors_per_device: 1000 actors on each of 100 devices are 100000; must be at most'),

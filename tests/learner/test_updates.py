@@ -1,7 +1,6 @@
 """Gradients and updates compared with plain NumPy, and bit by bit between meshes."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +11,20 @@ from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.agents import networks, optimizers
-from podracer_jit.agents.networks import Model
 from podracer_jit.agents.policies import categorical
 from podracer_jit.envs import frames
-from podracer_jit.learner import rollout_updates
-from podracer_jit.losses import ALGORITHMS
-from podracer_jit.losses.objective import Objective
+from podracer_jit.envs.protocol import EnvSpec
+from podracer_jit.learner import updates
+from podracer_jit.learner.from_rollouts import FromRollouts, Prepared
+from podracer_jit.losses import ALGORITHMS, IMPALA, PPO
+from podracer_jit.losses.algorithm import Aux
+from podracer_jit.losses.items import Items, transitions
 from podracer_jit.numerics import deterministic, fingerprints
+from podracer_jit.numerics.groups import Groups
 from podracer_jit.types import Episodes, Rollout, TrainState
 from tests import reference
 from tests.envs.test_frames import make_stacks
+from tests.made import bound
 from tests.runs import on_mesh
 from tests.tiers import essential
 
@@ -34,8 +37,10 @@ OPTIONS = {
     'ppo': dict(discount=DISCOUNT, gae_lambda=0.8, clip=0.1, clip_value=True, value_coef=0.5,
                 entropy_coef=0.05, normalise_advantage=True, vtrace=False),
 }
-RMSPROP = optimizers.RMSProp(decay=0.99, eps=0.01, max_grad_norm=40.0, kl_target=0.0)
-ADAM = optimizers.Adam(b1=0.9, b2=0.999, eps=1e-5, max_grad_norm=40.0, kl_target=0.0)
+RMSPROP = optimizers.RMSProp(learning_rate=0.1, anneal=False, decay=0.99, eps=0.01,
+                             max_grad_norm=40.0)
+ADAM = optimizers.Adam(learning_rate=0.1, anneal=False, b1=0.9, b2=0.999, eps=1e-5,
+                       max_grad_norm=40.0)
 BY_ENV = PartitionSpec(None, deterministic.AXIS)
 
 
@@ -54,31 +59,40 @@ def make_rollout(seed, steps, num_envs, obs_shape=(5,), dtype=np.float32):
 
   return Rollout(
       obs=obs.astype(dtype), action=rng.integers(ACTIONS, size=shape).astype(np.int32),
-      behaviour_log_prob=np.log(rng.uniform(0.2, 0.5, size=shape)).astype(np.float32),
-      behaviour_value=normal(), reward=np.where(valid, normal(), np.float32(0)),
+      extras={'log_prob': np.log(rng.uniform(0.2, 0.5, size=shape)).astype(np.float32),
+              'value': normal()},
+      reward=np.where(valid, normal(), np.float32(0)),
       terminated=terminated, truncated=truncated, valid=valid,
       episodes=Episodes(terminated | truncated, normal(), np.ones(shape, np.int32)))
 
 
-def make_network(name='mlp', **sizes):
-  return networks.actor_critic(networks.TORSOS[name](**sizes), POLICY)
+@dataclasses.dataclass(frozen=True)
+class Plain(optimizers.Optimizer):
+  """Takes the gradient itself as the step."""
+
+  def scale(self):
+    return optax.identity()
 
 
-def make_objective(name, network, unroll_length, **options):
-  algorithm = ALGORITHMS[name](**OPTIONS[name] | options)
-  return Objective(algorithm, Model(network.apply, POLICY), unroll_length)
+def make(name, options=None, **parts):
+  """Returns a bound algorithm with the options of this file and others; see `made.bound`."""
+  spec = EnvSpec('Test-v0', (5,), np.dtype(np.float32), ACTIONS, (), (), 1, 0)
+  small = dict(spec=spec, torso=networks.MLP((6,)), unroll_length=STEPS)
+  return bound(ALGORITHMS[name](**OPTIONS[name] | (options or {})), **small | parts)
 
 
-def make_params(network, obs, seed=0):
+def make_params(algorithm, seed=0):
   """Returns weights and biases large enough to matter in every layer."""
-  shapes = jax.eval_shape(network.init, jax.random.key(0), obs[:1])
+  shapes = jax.eval_shape(algorithm.init, jax.random.key(0))
   rng = np.random.default_rng(seed)
   return jax.tree.map(
       lambda s: rng.normal(size=s.shape, scale=1 / np.sqrt(s.shape[0] + 1)).astype(np.float32),
       shapes)
 
 
-NETWORK = make_network(hidden=(6,))
+STEPS = 5
+NUM_ENVS = 8
+NETWORK = make('impala').network
 
 
 @pytest.mark.parametrize('items, item_rows, microbatch_rows, expected', [
@@ -89,15 +103,17 @@ NETWORK = make_network(hidden=(6,))
     (7, 1, 3, 7),  # 7 has no divisor that leaves at most 3
     (1, 21, 100, 1)])
 def test_number_of_microbatches(items, item_rows, microbatch_rows, expected):
-  assert rollout_updates.num_microbatches(items, item_rows, microbatch_rows) == expected
+  assert updates.num_microbatches(items, item_rows, microbatch_rows) == expected
 
 
-def _first_minibatch(groups, group_envs, objective, minibatches=2, seed=5):
-  """Returns the elements that each group has in the first of `minibatches`, [groups, n]."""
+def _first_minibatch(source, minibatches=2, seed=5):
+  """Returns the items that each group has in the first of `minibatches`, [groups, n]."""
   rng = np.random.default_rng(seed)
-  count = group_envs * objective.elements_per_env
-  order = rng.permutation if objective.algorithm.shuffles else np.arange
-  return np.stack([order(count)[:count // minibatches] for _ in range(groups)]).astype(np.int32)
+  algorithm = source.algorithm
+  count = source.groups.envs * algorithm.items().count(algorithm.parts.unroll_length)
+  order = rng.permutation if algorithm.shuffles else np.arange
+  return np.stack([order(count)[:count // minibatches]
+                   for _ in range(source.groups.count)]).astype(np.int32)
 
 
 def _impala_expected(params, rollout, items, group_envs):
@@ -111,7 +127,7 @@ def _impala_expected(params, rollout, items, group_envs):
     for b in group * group_envs + envs:
       ends = rollout.terminated[:, b], rollout.truncated[:, b], rollout.valid[:, b]
       action = rollout.action[:, b]
-      ratio = reference.ratios(logits[:-1, b], action, rollout.behaviour_log_prob[:, b])
+      ratio = reference.ratios(logits[:-1, b], action, rollout.extras['log_prob'][:, b])
       targets, advantages = reference.vtrace(
           value[:, b], rollout.reward[:, b], ratio, DISCOUNT, ends, options['vtrace_lambda'])
       coefs = options['baseline_coef'], options['entropy_coef']
@@ -130,12 +146,12 @@ def _impala_expected(params, rollout, items, group_envs):
 
 def _ppo_targets(params, rollout):
   _, value = _outputs(params, rollout.obs)
-  value = np.concatenate([rollout.behaviour_value, value[-1:]])
+  value = np.concatenate([rollout.extras['value'], value[-1:]])
   advantage = np.stack([
       reference.gae(value[:, b], rollout.reward[:, b], DISCOUNT, OPTIONS['ppo']['gae_lambda'],
                     (rollout.terminated[:, b], rollout.truncated[:, b], rollout.valid[:, b]))
       for b in range(value.shape[1])], axis=1)
-  return {'advantage': advantage, 'value_target': advantage + rollout.behaviour_value}
+  return {'advantage': advantage, 'value_target': advantage + rollout.extras['value']}
 
 
 def _ppo_expected(params, rollout, items, group_envs, targets):
@@ -154,8 +170,8 @@ def _ppo_expected(params, rollout, items, group_envs, targets):
 
   def loss(logits, value):
     return reference.ppo_objective(
-        logits, value, rollout.action[rows], rollout.behaviour_log_prob[rows],
-        rollout.behaviour_value[rows], advantage, targets['value_target'][rows], valid,
+        logits, value, rollout.action[rows], rollout.extras['log_prob'][rows],
+        rollout.extras['value'][rows], advantage, targets['value_target'][rows], valid,
         *(OPTIONS['ppo'][name] for name in names))
 
   row_logits = logits[rows]
@@ -179,34 +195,41 @@ def _pull_back(params, obs, by_logits, by_value):
   return pull_back((by_logits.astype(np.float32), by_value.astype(np.float32)))[0]
 
 
-def _gradient(name, sizes, unroll_length):
-  objective = make_objective(name, NETWORK, unroll_length)
-  return objective, jax.jit(rollout_updates.make_gradient(objective, sizes, 1))
+def _view(params):
+  return updates.view(_state(params))
 
 
-STEPS = 5
-NUM_ENVS = 8
+def _gradient(source):
+  """Returns a function that adds gradients and Aux of all groups; items are [local groups, n]."""
+  def gradient(params, rollout, targets, items):
+    prepared = Prepared(rollout._replace(episodes=None), targets, jnp.asarray(items)[None],
+                        jax.random.key(0), None)
+    return source.groups.total(source.gradients(_view(params), prepared, jnp.int32(0)))
+  return gradient
+
+
+def _source(name, groups, microbatch_rows=0):
+  return FromRollouts(make(name), Groups(groups, NUM_ENVS // groups), 1, 2, microbatch_rows)
 
 
 def _case(name, groups, microbatch_rows):
   rollout = make_rollout(1, STEPS, NUM_ENVS)
-  params = make_params(NETWORK, rollout.obs)
-  sizes = rollout_updates.Sizes(NUM_ENVS, groups, 2, 1, microbatch_rows)
-  objective, gradient = _gradient(name, sizes, STEPS)
-  items = _first_minibatch(groups, NUM_ENVS // groups, objective)
-  targets = ()
+  source = _source(name, groups, microbatch_rows)
+  params = make_params(source.algorithm)
+  targets = None
   if name == 'ppo':  # the reference has NaN in invalid rows, which no mask would stop
     targets = {k: np.nan_to_num(v, nan=5.0).astype(np.float32)
                for k, v in _ppo_targets(params, rollout).items()}
-  return rollout, params, items, targets, gradient
+  return rollout, params, _first_minibatch(source), targets, source
 
 
 @pytest.mark.parametrize('groups, microbatch_rows', [(1, 0), (2, 6), (4, 1)])
 @pytest.mark.parametrize('name', ['impala', 'ppo'])
 def test_gradient_is_the_one_of_the_whole_minibatch(name, groups, microbatch_rows):
-  rollout, params, items, targets, gradient = _case(name, groups, microbatch_rows)
+  rollout, params, items, targets, source = _case(name, groups, microbatch_rows)
   group_envs = NUM_ENVS // groups
-  grads, terms = gradient(params, rollout, targets, items)
+  grads, aux = jax.jit(_gradient(source))(params, rollout, targets, items)
+  terms = aux.terms | {'valid': aux.valid}
   if name == 'impala':
     *by_outputs, expected_terms = _impala_expected(params, rollout, items, group_envs)
   else:
@@ -221,9 +244,9 @@ def test_gradient_is_the_one_of_the_whole_minibatch(name, groups, microbatch_row
 
 def test_ppo_prepares_advantages_and_targets():
   rollout = make_rollout(2, STEPS, NUM_ENVS)
-  params = make_params(NETWORK, rollout.obs)
-  objective, _ = _gradient('ppo', rollout_updates.Sizes(NUM_ENVS, 1, 1, 1, 0), STEPS)
-  targets = jax.jit(objective.targets)(params, rollout)
+  algorithm = make('ppo')
+  params = make_params(algorithm)
+  targets = jax.jit(algorithm.targets)(_view(params), rollout)
   expected = _ppo_targets(params, rollout)
   assert set(targets) == set(expected)
   for name, value in expected.items():
@@ -234,12 +257,12 @@ def test_ppo_prepares_advantages_and_targets():
 @pytest.mark.parametrize('name', ['impala', 'ppo'])
 def test_invalid_rows_do_not_matter(name):
   """Only the value of an invalid row counts, and only after a truncation."""
-  rollout, params, items, _, gradient = _case(name, 2, 6)
-  objective, _ = _gradient(name, rollout_updates.Sizes(NUM_ENVS, 2, 2, 1, 6), STEPS)
+  rollout, params, items, _, source = _case(name, 2, 6)
 
+  @jax.jit
   def run(rollout):
-    targets = jax.jit(objective.targets)(params, rollout)
-    return gradient(params, rollout, targets, items)
+    targets = source.algorithm.targets(_view(params), rollout)
+    return _gradient(source)(params, rollout, targets, items)
 
   before = run(rollout)
   corrupted = jax.tree.map(np.copy, rollout)
@@ -248,9 +271,9 @@ def test_invalid_rows_do_not_matter(name):
   after_termination[1:] &= corrupted.terminated[:-1]
   assert (invalid & ~after_termination).any() and after_termination.any()
   corrupted.action[invalid] = (corrupted.action[invalid] + 1) % ACTIONS
-  corrupted.behaviour_log_prob[invalid] -= 1.5
+  corrupted.extras['log_prob'][invalid] -= 1.5
   corrupted.reward[invalid] = 1e3
-  corrupted.behaviour_value[after_termination] = 1e3
+  corrupted.extras['value'][after_termination] = 1e3
   corrupted.obs[:-1][after_termination] = 3.0
   jax.tree.map(assert_array_equal, run(corrupted), before)
 
@@ -258,9 +281,18 @@ def test_invalid_rows_do_not_matter(name):
 # A group has 2,048 rows of the MLP or 640 of the convolutional network. XLA does not split sums of
 # few rows between threads, so that anything would be exact.
 LARGE = {
-    'mlp': (make_network(hidden=(64, 64)), 16, 512, (8,)),
-    'cnn': (make_network('nature_cnn', channels=(4, 8), kernels=(4, 3), strides=(2, 1), hidden=32),
+    'mlp': (networks.MLP((64, 64)), 16, 512, (8,)),
+    'cnn': (networks.NatureCNN(channels=(4, 8), kernels=(4, 3), strides=(2, 1), hidden=32),
             5, 512, (2, 16, 16))}
+
+
+def _large(name, size, **parts):
+  """Returns an algorithm with a large rollout and parameters."""
+  torso, steps, num_envs, obs_shape = LARGE[size]
+  dtype = np.dtype(np.uint8 if len(obs_shape) == 3 else np.float32)
+  spec = EnvSpec('Large-v0', obs_shape, dtype, ACTIONS, (), (), 1, 0)
+  algorithm = make(name, spec=spec, torso=torso, unroll_length=steps, **parts)
+  return algorithm, make_rollout(3, steps, num_envs, obs_shape, dtype), make_params(algorithm)
 
 
 @pytest.mark.parametrize('name, size, microbatch_rows', essential([
@@ -268,19 +300,16 @@ LARGE = {
     ('impala', 'mlp', 1088), ('ppo', 'cnn', 0)))
 @pytest.mark.same_bits('a gradient on 1, 2, 4 devices, large batches', 'IMPALA, PPO: MLP, CNN')
 def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
-  network, steps, num_envs, obs_shape = LARGE[size]
-  dtype = np.uint8 if len(obs_shape) == 3 else np.float32
-  rollout = make_rollout(3, steps, num_envs, obs_shape, dtype)
-  params = make_params(network, rollout.obs)
-  sizes = rollout_updates.Sizes(num_envs, 4, 1, 1, microbatch_rows)
-  objective = make_objective(name, network, steps)
-  items = _first_minibatch(4, num_envs // 4, objective, minibatches=1)
-  targets = jax.jit(objective.targets)(params, rollout)
+  algorithm, rollout, params = _large(name, size)
+  num_envs = rollout.reward.shape[1]
+  sources = [FromRollouts(algorithm, Groups(4, num_envs // 4, devices), 1, 1, microbatch_rows)
+             for devices in (1, 2, 4)]
+  items = _first_minibatch(sources[0], minibatches=1)
+  targets = jax.jit(algorithm.targets)(_view(params), rollout)
   specs = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(deterministic.AXIS))
   results = []
-  for devices in (1, 2, 4):
-    gradient = rollout_updates.make_gradient(objective, sizes, devices)
-    gradient = on_mesh(gradient, devices, specs, PartitionSpec())
+  for source in sources:
+    gradient = on_mesh(_gradient(source), source.groups.mesh_size, specs, PartitionSpec())
     results.append(gradient(params, rollout, targets, items))
   leaves = jax.tree_util.tree_leaves_with_path(results[0][0])
   assert sum('bias' in jax.tree_util.keystr(path) for path, _ in leaves) >= 4
@@ -296,38 +325,35 @@ def test_deduplicated_frames_give_the_same_gradient_as_whole_stacks(name, vtrace
   with_stacks = make_rollout(3, STEPS, NUM_ENVS)._replace(obs=stacks)
   with_frames = with_stacks._replace(obs=frames.from_stacks(stacks, 4))
   assert with_frames.obs.frame.size < stacks.size / 2
-  params = make_params(NETWORK, stacks)
-  options = dict(vtrace=vtrace) if name == 'ppo' else {}
-  objective = make_objective(name, NETWORK, STEPS, **options)
-  sizes = rollout_updates.Sizes(NUM_ENVS, 2, 2, 2, 0)
-  learn = jax.jit(rollout_updates.make_learn(objective, optax.identity(), lambda steps: 0.1, sizes))
-  state, metrics = learn(_state(params, optax.identity()), with_stacks)
-  other_state, other_metrics = learn(_state(params, optax.identity()), with_frames)
+  spec = EnvSpec('Stacks-v0', stacks.shape[2:], stacks.dtype, ACTIONS, (), (), 1, 0, stack=4)
+  algorithm = make(name, dict(vtrace=vtrace) if name == 'ppo' else {}, spec=spec,
+                   optimizer=Plain(learning_rate=0.1))
+  params = make_params(algorithm)
+  learn = jax.jit(FromRollouts(algorithm, Groups(2, NUM_ENVS // 2), 2, 2, 0).learn)
+  state, metrics = learn(_state(params, algorithm), with_stacks)
+  other_state, other_metrics = learn(_state(params, algorithm), with_frames)
   jax.tree.map(assert_array_equal, state.params, other_state.params)
   assert (metrics.pop('batch') != other_metrics.pop('batch')).any()
   jax.tree.map(assert_array_equal, metrics, other_metrics)
 
 
 def test_a_plain_sum_gives_the_same_gradient_but_for_rounding():
-  network, steps, num_envs, obs_shape = LARGE['mlp']
-  rollout = make_rollout(3, steps, num_envs, obs_shape)
-  params = make_params(network, rollout.obs)
-  objective = make_objective('impala', network, steps)
+  algorithm, rollout, params = _large('impala', 'mlp')
+  num_envs = rollout.reward.shape[1]
   items = jnp.arange(num_envs)  # each device has one group, so all have the same environments
   specs = (PartitionSpec(), BY_ENV, BY_ENV, PartitionSpec(deterministic.AXIS))
   results = []
   for devices, exact in ((1, True), (1, False), (4, False)):
-    sizes = rollout_updates.Sizes(num_envs, devices, 1, 1, 0)
-    gradient = on_mesh(rollout_updates.make_gradient(objective, sizes, devices, exact),
-                       devices, specs, PartitionSpec())
+    source = FromRollouts(algorithm, Groups(devices, num_envs // devices, devices, exact), 1, 1, 0)
+    gradient = on_mesh(_gradient(source), devices, specs, PartitionSpec())
     local = items.reshape(devices, -1) % (num_envs // devices)
-    results.append(gradient(params, rollout, (), local))
+    results.append(gradient(params, rollout, None, local))
   for result in results[1:]:
     jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-3, atol=1e-3), result, results[0])
 
 
-def _state(params, optimizer=None, **fields):
-  opt_state = () if optimizer is None else optimizer.init(params)
+def _state(params, algorithm=None, **fields):
+  opt_state = None if algorithm is None else algorithm.optimizer.init(params)
   state = TrainState(params, opt_state, jnp.int32(0), jnp.int32(0), jax.random.key(7))
   return state._replace(**fields)
 
@@ -336,28 +362,24 @@ def _state(params, optimizer=None, **fields):
 @pytest.mark.same_bits('a whole update on 1, 4, 8 devices, large batches', 'PPO: MLP')
 def test_learning_is_exact_on_any_mesh(groups):
   """Compares parameters, receipts and all other metrics after two epochs of two minibatches."""
-  network, steps, num_envs, obs_shape = LARGE['mlp']
-  rollout = make_rollout(3, steps, num_envs, obs_shape)
-  params = make_params(network, rollout.obs)
-  sizes = rollout_updates.Sizes(num_envs, groups, 2, 2, 0)
-  objective = make_objective('ppo', network, steps)
-  optimizer = ADAM.transformation()
-  rate = optimizers.Adam(learning_rate=1e-3, anneal=True).schedule(100_000)
-  before = _state(params, optimizer, update=jnp.int32(3), steps=jnp.int32(25_000))
+  adam = dataclasses.replace(ADAM, learning_rate=1e-3, anneal=True)
+  algorithm, rollout, params = _large('ppo', 'mlp', optimizer=adam, total_steps=100_000)
+  num_envs = rollout.reward.shape[1]
+  before = _state(params, algorithm, update=jnp.int32(3), steps=jnp.int32(25_000))
   results = []
   for size in (1, groups):
-    learn = rollout_updates.make_learn(objective, optimizer, rate, sizes, size)
+    source = FromRollouts(algorithm, Groups(groups, num_envs // groups, size), 2, 2, 0)
 
-    def split(state, rollout, learn=learn):
+    def split(state, rollout, learn=source.learn):
       state, metrics = learn(state, rollout)
-      return state._replace(key=()), metrics.pop('episodes'), metrics
+      return state._replace(key=None), metrics.pop('episodes'), metrics
 
     results.append(on_mesh(split, size, (PartitionSpec(), BY_ENV),
                            (PartitionSpec(), BY_ENV, PartitionSpec()))(before, rollout))
   jax.tree.map(assert_array_equal, *results)
   state, episodes, metrics = results[0]
   jax.tree.map(assert_array_equal, episodes, rollout.episodes)
-  batch = rollout._replace(episodes=())
+  batch = rollout._replace(episodes=None)
   assert_array_equal(metrics['batch'], fingerprints.fingerprint(batch, 1, 0, num_envs))
   assert_array_equal(metrics['params'], fingerprints.fingerprint(state.params))
   num_valid = rollout.valid.sum()
@@ -372,16 +394,11 @@ def test_learning_is_exact_on_any_mesh(groups):
 def test_learning_takes_a_step_against_the_gradient(name):
   """Takes one gradient step at a constant rate; metrics are means over valid rows."""
   rollout = make_rollout(1, STEPS, NUM_ENVS)
-  params = make_params(NETWORK, rollout.obs)
-  sizes = rollout_updates.Sizes(NUM_ENVS, 2, 1, 1, 0)
-  objective, _ = _gradient(name, sizes, STEPS)
-
-  def rate(steps):
-    return jnp.float32(0.25)
-
-  learn = jax.jit(rollout_updates.make_learn(objective, optax.identity(), rate, sizes))
-  state, metrics = learn(_state(params, optax.identity()), rollout)
-  items = _first_minibatch(2, NUM_ENVS // 2, objective, minibatches=1)  # the whole rollout
+  algorithm = make(name, optimizer=Plain(learning_rate=0.25, max_grad_norm=1e9))
+  params = make_params(algorithm)
+  source = FromRollouts(algorithm, Groups(2, NUM_ENVS // 2), 1, 1, 0)
+  state, metrics = jax.jit(source.learn)(_state(params, algorithm), rollout)
+  items = _first_minibatch(source, minibatches=1)  # the whole rollout
   if name == 'impala':
     *by_outputs, terms = _impala_expected(params, rollout, items, NUM_ENVS // 2)
   else:
@@ -397,74 +414,166 @@ def test_learning_takes_a_step_against_the_gradient(name):
     assert_allclose(metrics[term], total / rows, rtol=1e-4, atol=1e-5, err_msg=term)
 
 
-def _minibatch_indices(name, sizes, steps, mesh_size=1, update=0):
-  """Returns the elements of each gradient in `fuse`, [epochs, minibatches, groups, n]."""
-  objective = make_objective(name, NETWORK, steps)
-  # The targets of the objective itself would need parameters of a network.
-  without_targets = types.SimpleNamespace(
-      algorithm=objective.algorithm, elements_per_env=objective.elements_per_env,
-      target_inputs=objective.target_inputs, targets=lambda params, rollout: ())
-  groups = sizes.num_grad_shards
-  size = sizes.num_envs * objective.elements_per_env // groups // sizes.num_minibatches
-  num_gradients = sizes.num_epochs * sizes.num_minibatches
+class Recorder:
+  """Records the rows that it reads for each gradient, and their PRNG keys, in `opt_state`.
 
-  def gradient(params, rollout, targets, items):
-    return items.astype(jnp.float32), {'valid': jnp.float32(1)}
+  A row's action is its number.
+  """
 
-  def record(state, items, terms):  # stands in for the optimizer's step
-    recorded, count = state.params
-    return state._replace(params=(recorded.at[count].set(items), count + 1)), jnp.float32(0)
+  def targets(self, state, rollout):
+    return None
 
-  learn = rollout_updates.fuse(
-      rollout_updates.make_prepare(without_targets, sizes, mesh_size), gradient, record,
-      lambda steps: jnp.float32(0))
+  def statistics(self, state, valid, targets):
+    return None
 
-  def record_all(empty, rollout):
-    state = _state((empty, jnp.int32(0)), update=jnp.int32(update))
-    return learn(state, rollout)[0].params[0]
+  def gradient(self, state, batch, key):
+    row = batch.items.action.reshape(-1)
+    drawn = jax.random.uniform(key)
+    return {name: zeros.at[row].add(value) for (name, zeros), value in zip(
+        state.params.items(), (drawn, jnp.float32(1)), strict=True)}, Aux({}, jnp.float32(1))
 
-  rollout = make_rollout(0, steps, sizes.num_envs)
-  recorded = on_mesh(record_all, mesh_size, (BY_ENV, BY_ENV), BY_ENV)(
-      np.zeros((num_gradients, groups, size), np.float32), rollout)
-  shape = (sizes.num_epochs, sizes.num_minibatches, groups, size)
-  return np.array(recorded).astype(int).reshape(shape)
+  def update(self, state, grads, aux):
+    step, record = state.opt_state
+    record = jax.tree.map(lambda record, x: record.at[step].set(x), record, grads)
+    return state._replace(opt_state=(step + 1, record))
 
 
-def test_an_epoch_visits_every_element_once_and_in_its_own_order():
-  sizes = rollout_updates.Sizes(8, 4, 5, 3, 0)
-  indices = _minibatch_indices('ppo', sizes, steps=10)
-  assert indices.shape == (3, 5, 4, 4)
-  orders = [indices[e, :, g].reshape(-1) for e in range(3) for g in range(4)]
-  for order in orders:
-    assert_array_equal(np.sort(order), np.arange(20))
-  next_update = _minibatch_indices('ppo', sizes, steps=10, update=1)
-  orders += [next_update[e, :, g].reshape(-1) for e in range(3) for g in range(4)]
+class RowRecorder(Recorder, PPO):
+  pass
+
+
+class EnvRecorder(Recorder, IMPALA):
+  pass
+
+
+def _record(recorder, steps, groups, epochs, minibatches, mesh_size=1, update=0, microbatch_rows=0):
+  """Returns what the gradients of an update read.
+
+  Returns:
+    'visits': how often each gradient read each row, [epochs, minibatches, T, B]; and 'keys': the
+    sum of the random numbers that it drew then.
+  """
+  num_envs = groups.count * groups.envs
+  algorithm = bound(recorder(), unroll_length=steps)
+  source = FromRollouts(algorithm, groups._replace(mesh_size=mesh_size), epochs, minibatches,
+                        microbatch_rows)
+  rollout = make_rollout(0, steps, num_envs)
+  rollout = rollout._replace(
+      action=np.arange(rollout.action.size, dtype=np.int32).reshape(steps, num_envs))
+  params = {name: jnp.zeros(rollout.action.size) for name in ('keys', 'visits')}
+  record = {name: jnp.zeros((epochs * minibatches, len(x))) for name, x in params.items()}
+
+  def learn(rollout):
+    state = _state(params, update=jnp.int32(update), opt_state=(jnp.int32(0), record))
+    return source.learn(state, rollout)[0].opt_state[1]
+
+  record = on_mesh(learn, mesh_size, (BY_ENV,), PartitionSpec())(rollout)
+  return {name: np.array(x).reshape(epochs, minibatches, steps, num_envs)
+          for name, x in record.items()}
+
+
+GROUPS = Groups(4, 2)
+
+
+def _orders(visits):
+  """Returns the number of the minibatch in which each epoch visits each row, by group."""
+  assert_array_equal(visits.sum(axis=1), 1)
+  number = visits.argmax(axis=1)
+  return [tuple(number[..., group * 2:group * 2 + 2][epoch].reshape(-1))
+          for group in range(4) for epoch in range(len(visits))]
+
+
+def test_an_epoch_visits_every_row_once_and_in_its_own_order():
+  visits = _record(RowRecorder, 10, GROUPS, 3, 5)['visits']
+  for group in range(4):
+    assert_array_equal(visits[..., group * 2:group * 2 + 2].sum(axis=(2, 3)), 4)
+  orders = _orders(visits)
+  orders += _orders(_record(RowRecorder, 10, GROUPS, 3, 5, update=1)['visits'])
   # The orders of all epochs, groups and updates differ.
-  assert len({tuple(order) for order in orders}) == 24
+  assert len(set(orders)) == 24
 
 
-def test_minibatches_do_not_depend_on_the_mesh():
-  sizes = rollout_updates.Sizes(8, 4, 5, 3, 0)
-  expected = _minibatch_indices('ppo', sizes, steps=10)
+def test_each_microbatch_has_a_key_of_its_own():
+  """Keys differ between updates, gradient steps, groups and the microbatches of a group."""
+  drawn = [_record(RowRecorder, 10, GROUPS, 2, 5, update=update, microbatch_rows=2)
+           for update in (0, 1)]
+  for record in drawn:
+    for keys, visits in zip(record['keys'].reshape(10, -1), record['visits'].reshape(10, -1),
+                            strict=True):
+      assert len(set(keys[visits > 0])) == 4 * 2  # four rows of each group, two at a time
+  numbers = np.concatenate([record['keys'][record['visits'] > 0] for record in drawn])
+  assert len(set(numbers)) == 2 * 10 * 4 * 2
+
+
+def test_minibatches_and_keys_do_not_depend_on_the_mesh():
+  expected = _record(RowRecorder, 10, GROUPS, 3, 5)
   for mesh_size in (2, 4):
-    assert_array_equal(_minibatch_indices('ppo', sizes, 10, mesh_size), expected)
+    jax.tree.map(assert_array_equal, _record(RowRecorder, 10, GROUPS, 3, 5, mesh_size), expected)
 
 
-def test_sequences_are_visited_in_order():
-  indices = _minibatch_indices('impala', rollout_updates.Sizes(24, 4, 3, 2, 0), steps=2)
-  assert_array_equal(indices, np.broadcast_to(np.arange(6).reshape(3, 1, 2), (2, 3, 4, 2)))
+def test_environments_are_visited_in_order():
+  visits = _record(EnvRecorder, 2, Groups(4, 6), 2, 3)['visits']
+  in_order = np.repeat(np.eye(3), 2, axis=1)  # of a group: minibatch i has environments 2i, 2i + 1
+  assert_array_equal(visits, np.broadcast_to(np.tile(in_order, 4)[:, None], (2, 3, 2, 24)))
 
 
-def _descend(options, gradients, rate=0.1):
-  """Returns the parameters after each gradient; they start at zero."""
-  optimizer = options.transformation()
-  update = jax.jit(rollout_updates.make_update(optimizer, lambda steps: rate))
-  state = _state(jnp.zeros(len(gradients[0])), optimizer)
+def _descend(optimizer, gradients, **terms):
+  """Returns the parameters after each gradient of the sums over four rows; they start at zero."""
+  algorithm = make('ppo', optimizer=optimizer)
+  update = jax.jit(updates.make_update(algorithm))
+  state = _state(jnp.zeros(len(gradients[0])), algorithm)
   path = []
-  for gradient in gradients:
-    state, _ = update(state, np.float32(gradient), {'valid': jnp.float32(1)})
+  for i, gradient in enumerate(gradients):
+    aux = Aux({name: jnp.float32(4 * values[i]) for name, values in terms.items()}, jnp.float32(4))
+    state, _ = update(state, np.float32(gradient), aux)
     path.append(np.array(state.params))
   return path
+
+
+class Sequences(IMPALA):
+  """Learns from three rows each, which overlap by one."""
+
+  def items(self):
+    def make(window):
+      return window.rows()._replace(obs=window.all_obs())
+    return Items(3, 2, make, network_rows=4)
+
+
+class Transitions(IMPALA):
+  def items(self):
+    return transitions(2, DISCOUNT)
+
+
+@pytest.mark.parametrize('stacked', [False, True])
+def test_items_are_windows_of_a_groups_rows(stacked):
+  obs = make_stacks(4, 1, 7, 4)
+  rollout = make_rollout(6, 7, 4)._replace(obs=obs, episodes=None)
+  if stacked:
+    rollout = rollout._replace(obs=frames.from_stacks(obs, 4))
+
+  def read(algorithm, items):
+    source = FromRollouts(bound(algorithm, unroll_length=7), Groups(2, 2), 1, 1, 0)
+    prepared = Prepared(rollout, {'reward': rollout.reward}, None, None, None)
+    return jax.jit(source.read)(prepared, jnp.int32(1), jnp.array(items))  # environments 2 and 3
+
+  windows, targets = read(Sequences(), [0, 3, 4])
+  rows = [slice(0, 3), slice(2, 5), slice(4, 7)]
+  for i, (row, env) in enumerate(zip(rows, [2, 3, 2], strict=True)):
+    assert_array_equal(windows.reward[:, i], rollout.reward[row, env])
+    assert_array_equal(windows.extras['value'][:, i], rollout.extras['value'][row, env])
+    assert_array_equal(windows.obs[:, i], obs[row.start:row.stop + 1, env])
+  assert_array_equal(targets['reward'], windows.reward)
+  assert windows.carry is None
+
+  transition, _ = read(Transitions(), np.arange(12))
+  for i in range(12):
+    t, env = i // 2, 2 + i % 2
+    over = rollout.terminated[t, env] or rollout.truncated[t, env]
+    steps = 1 if over else 2
+    assert_array_equal(transition.obs[i], obs[t, env])
+    assert_array_equal(transition.next_obs[i], obs[t + steps, env])
+    reward = rollout.reward[t, env] + (0 if over else DISCOUNT * rollout.reward[t + 1, env])
+    assert_allclose(transition.reward[i], reward, rtol=1e-6)
 
 
 def test_rmsprop_equals_pytorchs():
@@ -505,28 +614,31 @@ def test_learning_rate_falls_to_zero():
 
 
 def test_update_uses_the_learning_rate_at_the_states_steps():
-  optimizer = optax.identity()
-  update = rollout_updates.make_update(optimizer, lambda steps: 1.0 / steps)
-  state, norm = update(_state(jnp.float32([1, 2]), optimizer, steps=jnp.int32(4)),
-                       jnp.float32([6, -8]), {'valid': jnp.float32(1)})
+  algorithm = make('ppo', optimizer=Plain(learning_rate=1.0, anneal=True), total_steps=1024)
+  state, norm = updates.make_update(algorithm)(
+      _state(jnp.float32([1, 2]), algorithm, steps=jnp.int32(768)), jnp.float32([6, -8]),
+      Aux({}, jnp.float32(1)))
   assert norm == 10
   assert_array_equal(state.params, [-0.5, 4])
-  assert (state.steps, state.update) == (4, 0)
+  assert (state.steps, state.update) == (768, 0)
 
 
 def test_the_learning_rate_adapts_to_the_policys_kl():
   """rl_games divides the rate by 1.5 above twice the target KL, and multiplies it below half."""
-  options = dataclasses.replace(ADAM, kl_target=0.01, learning_rate=1e-3)
-  optimizer = options.transformation()
-  update = jax.jit(rollout_updates.make_update(optimizer, lambda steps: 1.0))
-  state = _state(jnp.zeros(1), optimizer)
-  factors = []
-  for kl in [0.021, 0.019, 0.006, 0.004, 0.004, *[0.0] * 5, *[1.0] * 30]:
-    terms = {'valid': jnp.float32(4), 'approx_kl': jnp.float32(4 * kl)}
-    before = state.params
-    state, _ = update(state, np.float32([0.1]), terms)
-    factors.append(float((before - state.params)[0]) / 0.9999)  # Adam's own step is g / (|g| + eps)
+  kl = [0.021, 0.019, 0.006, 0.004, 0.004, *[0.0] * 5, *[1.0] * 30]
+  path = _descend(dataclasses.replace(ADAM, kl_target=0.01, learning_rate=1e-3), [[0.1]] * len(kl),
+                  approx_kl=kl)
+  # Adam's own step is g / (|g| + eps).
+  factors = -np.diff(np.array(path)[:, 0], prepend=0) / 1e-3 / 0.9999
   assert_allclose(factors[:5], [1 / 1.5, 1 / 1.5, 1 / 1.5, 1, 1.5], rtol=1e-3)
   # The factor is bounded: with the base rate of 1e-3, the rate stays within 1e-6 and 1e-2.
   assert_allclose(factors[9], 10.0, rtol=1e-3)
   assert_allclose(factors[-1], 1e-3, rtol=2e-3)
+
+
+def test_the_kl_of_a_minibatch_without_valid_rows_is_no_division_by_zero():
+  algorithm = make('ppo', optimizer=dataclasses.replace(ADAM, kl_target=0.01, learning_rate=1e-3))
+  state = _state(jnp.zeros(1), algorithm)
+  state, _ = updates.make_update(algorithm)(state, jnp.zeros(1), Aux({'approx_kl': jnp.zeros(())},
+                                                                     jnp.zeros(())))
+  assert float(optax.tree.get(state.opt_state, 'kl_factor')) == 1.5

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import itertools
 import pathlib
+import re
 import shutil
 import sys
 
@@ -14,8 +15,10 @@ from absl.flags import FlagValues
 
 import podracer_jit
 from podracer_jit.agents import networks, optimizers
+from podracer_jit.cli import main
 from podracer_jit.experiment import flags, trial
 from podracer_jit.experiment.resolve import resolve
+from podracer_jit.losses import ALGORITHMS
 from podracer_jit.play import evaluation
 from podracer_jit.training import opening, stopping
 from podracer_jit.training.trainer import Training
@@ -51,9 +54,17 @@ def write_module(tmp_path, monkeypatch):
   return write
 
 
+TERMS = {
+    'ppo': {'policy_loss', 'value_loss', 'entropy', 'approx_kl', 'clip_fraction'},
+    'impala': {'policy_loss', 'baseline_loss', 'entropy', 'rho'},
+    'dqn': {'loss', 'abs_td_error', 'importance_weight', 'q'},
+    'dpg': {'loss', 'abs_td_error', 'importance_weight', 'q'}}
+
+
 @pytest.mark.parametrize('config, shipped, attribute', essential([
-    ('ppo_cartpole:smoke', 'ppo', 'PPO'), ('apex_dqn_catch:smoke', 'dqn', 'DQN')],
-    'ppo_cartpole:smoke'))
+    ('ppo_cartpole:smoke', 'ppo', 'PPO'), ('impala_cartpole', 'impala', 'IMPALA'),
+    ('apex_dqn_catch:smoke', 'dqn', 'DQN'),
+    ('apex_dpg_cartpole_swingup:smoke', 'dpg', 'DPG')], 'ppo_cartpole:smoke'))
 def test_a_copy_of_a_shipped_algorithm_gives_the_same_bits(
     write_module, config, shipped, attribute):
   """No other file changes, so nothing in the package knows an algorithm by its name."""
@@ -68,8 +79,16 @@ def test_a_copy_of_a_shipped_algorithm_gives_the_same_bits(
   assert original['loss'].pop('name') == shipped and copy == original
   original['loss']['name'] = shipped
   copy['loss']['name'] = f'{module}:{attribute}2'
-  receipts = run(copy)[0]
+  trial.check(prepared(copy))
+  receipts, reports, _ = run(copy)
   assert receipts == run(original)[0] and len(receipts) == 4
+  # Terms of losses may have any name but those of the other metrics.
+  assert set(reports[0].metrics) - TERMS[shipped] <= trial._TAKEN
+
+
+def test_all_shipped_algorithms_are_copied():
+  assert {f'podracer_jit.losses.{name}' for name in TERMS} == {
+      algorithm.__module__ for algorithm in ALGORITHMS.values()}
 
 
 def test_the_example_of_an_own_algorithm_trains():
@@ -167,7 +186,6 @@ import dataclasses
 import flax.linen as nn
 import jax.numpy as jnp
 from podracer_jit.losses import DQN, IMPALA, PPO
-from podracer_jit.losses.algorithm import unroll_with_heads
 
 
 class Head(nn.Module):
@@ -179,7 +197,7 @@ class Head(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Idle(PPO):
-  def heads(self, spec):
+  def heads(self):
     return {'guess': Head(), 'other': Head()}
 
 
@@ -187,27 +205,28 @@ class Idle(PPO):
 class Guess(IMPALA):
   weight: float = 1.0
 
-  def heads(self, spec):
+  def heads(self):
+    assert self.parts.spec.num_actions == 2
     return {'guess': Head()}
 
-  def loss(self, model, params, minibatch, statistics):
-    loss, terms = super().loss(model, params, minibatch, statistics)
-    rollout = minibatch[0]
-    guess = unroll_with_heads(model, params, rollout)[2]['guess']
+  def loss(self, params, state, batch, key):
+    loss, aux = super().loss(params, state, batch, key)
+    rollout = batch.items
+    guess = self.unroll(params, rollout, rollout.action)[2]['guess']
     assert guess.shape == (*rollout.reward.shape, 3)
     error = jnp.sum(rollout.valid * jnp.square(guess[..., 0] - rollout.reward))
-    return loss + self.weight * error, terms | {'error': error}
+    return loss + self.weight * error, aux._replace(terms=aux.terms | {'error': error})
 
 
 @dataclasses.dataclass(frozen=True)
 class Broken(PPO):
-  def heads(self, spec):
+  def heads(self):
     return {'guess': nn.Dense(3)}
 
 
 @dataclasses.dataclass(frozen=True)
 class ForValues(DQN):
-  def heads(self, spec):
+  def heads(self):
     return {'guess': Head()}
 """
 
@@ -358,7 +377,7 @@ def test_an_own_environment_is_learned(write_module, scheme):
     ('network.name={}:Guess', 'network.name: environment_of_my_own:Guess must be a flax module'),
     ('optimizer.name={}:Guess', 'optimizer.name: environment_of_my_own:Guess must be a class'),
     ('scheme={}:Guess', 'scheme: environment_of_my_own:Guess must be a Scheme'),
-    ('policy={}:Guess', 'policy: must be one of auto, categorical')])
+    ('policy={}:Guess', 'policy: environment_of_my_own:Guess must be a Family of agents')])
 def test_a_part_of_another_kind_is_refused_in_one_line(write_module, field, message):
   module = write_module('environment_of_my_own', ENVIRONMENT)
   with pytest.raises(ValueError, match=message) as error:
@@ -384,7 +403,7 @@ BROKEN = '''
 import dataclasses
 import flax.linen as nn
 from podracer_jit.losses import PPO
-from podracer_jit.losses.algorithm import RolloutAlgorithm
+from podracer_jit.losses.algorithm import Algorithm
 from podracer_jit.options import option
 from podracer_jit.schemes import central, free
 from podracer_jit.schemes.scheme import Scheme
@@ -397,7 +416,7 @@ class Undecorated(PPO):
   clip: float = option(0.3, 'not the shipped one')
 
 
-class WithoutLoss(RolloutAlgorithm):
+class WithoutLoss(Algorithm):
   pass
 
 
@@ -497,124 +516,387 @@ def test_a_mistake_in_an_own_part_is_reported_in_one_line(write_module, fields, 
 WRONG_RESULTS = """
 import dataclasses
 import jax, jax.numpy as jnp, numpy as np, optax
+from podracer_jit.agents import policies, q_networks
 from podracer_jit.agents.optimizers import Optimizer
 from podracer_jit.losses import DQN
-from podracer_jit.losses.algorithm import RolloutAlgorithm, unroll, unroll_with_heads
-from podracer_jit.losses.minibatches import ROWS
+from podracer_jit.losses.algorithm import Acted, Algorithm, Aux
+from podracer_jit.losses.items import Items, environments, rows, transitions
 
 
 @dataclasses.dataclass(frozen=True)
-class Right(RolloutAlgorithm):
-  def loss(self, model, params, minibatch, statistics):
-    rollout, _ = minibatch
-    _, value = unroll(model, params, rollout)
+class Right(Algorithm):
+  def loss(self, params, state, batch, key):
+    rollout = batch.items
+    _, value = self.unroll(params, rollout)
     error = rollout.reward - value[:-1]
-    return self.results(jnp.sum(rollout.valid * error ** 2), {'valid': jnp.sum(rollout.valid)})
+    return self.results(jnp.sum(rollout.valid * error ** 2), jnp.sum(rollout.valid))
 
-  def results(self, loss, terms):
-    return loss, terms | {'value_loss': loss, 'one': 1.0}
+  def results(self, loss, valid):
+    return loss, Aux({'value_loss': loss, 'one': 1.0}, valid)
 
 
 class Constant(Right):
-  def results(self, loss, terms):
-    return 0.0 * loss, terms
+  def results(self, loss, valid):
+    return 0.0 * loss, Aux({}, valid)
 
 
 class OnRows(Right):
-  def minibatch_unit(self, recurrent):
-    return ROWS
-
-
-class HeadsOnRows(OnRows):
-  def loss(self, model, params, minibatch, statistics):
-    unroll_with_heads(model, params, minibatch[0])
+  def items(self):
+    return rows()
 
 
 class RightOnRows(OnRows):
-  def loss(self, model, params, minibatch, statistics):
-    rollout, _ = minibatch
-    _, value, _ = model.apply(params, rollout.obs, None, rollout.valid)
-    return self.results(jnp.sum(value), {'valid': jnp.sum(rollout.valid)})
+  def loss(self, params, state, batch, key):
+    rollout = batch.items
+    _, value, _ = self.network.apply(params, rollout.obs, None, rollout.valid)
+    return self.results(jnp.sum(value), jnp.sum(rollout.valid))
 
 
-class NamedUnit(Right):
-  def minibatch_unit(self, recurrent):
+class NamedItems(Right):
+  def items(self):
     return 'rows'
 
 
+class NoItems(Right):
+  def items(self):
+    return {}['rows']
+
+
+class TooLong(Right):
+  def items(self):
+    return environments(self.parts.unroll_length + 1)
+
+
+class EmptyItems(Right):
+  def items(self):
+    return environments(0)
+
+
 class Vector(Right):
-  def results(self, loss, terms):
-    return jnp.stack([loss, loss]), terms
+  def results(self, loss, valid):
+    return jnp.stack([loss, loss]), Aux({}, valid)
 
 
 class Whole(Right):
-  def results(self, loss, terms):
-    return jnp.int32(loss), terms
+  def results(self, loss, valid):
+    return jnp.int32(loss), Aux({}, valid)
 
 
 class Alone(Right):
-  def results(self, loss, terms):
+  def results(self, loss, valid):
     return loss
 
 
-class NoDict(Right):
-  def results(self, loss, terms):
-    return loss, loss
-
-
-class NoValid(Right):
-  def results(self, loss, terms):
+class NoAux(Right):
+  def results(self, loss, valid):
     return loss, {'value_loss': loss}
 
 
+class NoDict(Right):
+  def results(self, loss, valid):
+    return loss, Aux(loss, valid)
+
+
+class NoValid(Right):
+  def results(self, loss, valid):
+    return loss, Aux({}, jnp.ones(3))
+
+
 class ByRow(Right):
-  def results(self, loss, terms):
-    return loss, terms | {'rows': jnp.zeros(3)}
+  def results(self, loss, valid):
+    return loss, Aux({'rows': jnp.zeros(3)}, valid)
 
 
 class Taken(Right):
-  def results(self, loss, terms):
-    return loss, terms | {'grad_norm': loss}
+  def results(self, loss, valid):
+    return loss, Aux({'grad_norm': loss}, valid)
+
+
+class NoKL(Right):
+  measures_kl = True
 
 
 class Endless(Right):
-  def results(self, loss, terms):
-    return jax.lax.while_loop(lambda x: x < 3, lambda x: x + 1, loss), terms
+  def results(self, loss, valid):
+    return jax.lax.while_loop(lambda x: x < 3, lambda x: x + 1, loss), Aux({}, valid)
 
 
 class Missing(Right):
-  def results(self, loss, terms):
-    return loss * self.coef, terms
+  def results(self, loss, valid):
+    return loss * self.coef, Aux({}, valid)
 
 
 class Summed(Right):
-  def targets(self, model, params, rollout):
+  def targets(self, state, rollout):
     return rollout.reward.sum(axis=0)
 
 
 class Counted(Right):
-  def batch_statistics(self, valid, targets):
+  def statistics(self, state, valid, targets):
     return targets['advantage']
+
+
+class OtherGradient(Right):
+  def gradient(self, state, batch, key):
+    return {}, Aux({}, jnp.ones(()))
+
+
+class OnlyGradient(Right):
+  def gradient(self, state, batch, key):
+    return super().gradient(state, batch, key)[0]
+
+
+class NoState(Right):
+  def update(self, state, grads, aux):
+    return state.params
+
+
+class Doubled(Right):
+  def update(self, state, grads, aux):
+    return super().update(state._replace(params=state.params), grads, aux)._replace(
+        params=jax.tree.map(lambda x: jnp.stack([x, x]), state.params))
+
+
+class Unready(Right):
+  def note_about_minibatches(self, rows):
+    return self.nothing
+
+
+class NotActed(Right):
+  def act(self, params, obs, carry, valid, key, exploration):
+    return jnp.zeros(len(obs), jnp.int32)
+
+
+class Acts(Right):
+  def act(self, params, obs, carry, valid, key, exploration):
+    dist_params, value, carry = self.network.apply(params, obs[None], carry, valid[None])
+    return self.acted(Acted(self.parts.policy.mode(dist_params[0]), {'value': value[0]}, carry,
+                            dist_params[0]), key, exploration)
+
+  def acted(self, acted, key, exploration):
+    return acted
+
+
+class FloatAction(Acts):
+  def acted(self, acted, key, exploration):
+    return acted._replace(action=acted.action + 0.5)
+
+
+class OtherCarry(Acts):
+  def acted(self, acted, key, exploration):
+    return acted._replace(carry=acted.action)
+
+
+class NoDistribution(Acts):
+  def acted(self, acted, key, exploration):
+    return acted._replace(distribution=None)
+
+
+class ShortExtras(Acts):
+  def acted(self, acted, key, exploration):
+    return acted._replace(extras={'value': jnp.zeros(())})
+
+
+class ForOne(Acts):
+  def acted(self, acted, key, exploration):
+    return acted._replace(action=acted.action.reshape(1))
+
+
+class NeedsKey(Acts):
+  def acted(self, acted, key, exploration):
+    jax.random.split(key)
+    return acted
+
+
+class NeedsExploration(Acts):
+  def exploration(self, num_envs):
+    return np.ones(num_envs, np.float32)
+
+  def acted(self, acted, key, exploration):
+    exploration + 1.0
+    return acted
+
+
+class ByValues(Right):
+  policy_reads = policies.ACTION_VALUES
+
+  def make_network(self):
+    return q_networks.dueling(self.parts.torso, self.parts.policy)
+
+
+class ByGuesses(Acts):
+  policy_reads = 'guesses'
+
+
+class NoNetwork(Right):
+  def make_network(self):
+    return q_networks.Nothing()
+
+
+class FunctionAsNetwork(Right):
+  def make_network(self):
+    return lambda obs: obs
+
+
+class NoTarget(Right):
+  def init_target(self, params):
+    return params['critic']
+
+
+class NoOptimizer(Right):
+  def make_optimizer(self):
+    return None
+
+
+class TooFew(Right):
+  def targets(self, state):
+    return None
+
+
+class NothingNormalised(Right):
+  normalises = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
 class OneError(DQN):
   def loss(self, *args):
-    loss, (terms, error) = super().loss(*args)
-    return loss, (terms, jnp.sum(error))
+    loss, aux = super().loss(*args)
+    return loss, aux._replace(priority=jnp.sum(aux.priority))
 
 
 @dataclasses.dataclass(frozen=True)
 class NoError(DQN):
   def loss(self, *args):
-    loss, (terms, error) = super().loss(*args)
-    return loss, terms
+    loss, aux = super().loss(*args)
+    return loss, aux._replace(priority=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class OneForAll(DQN):
   def exploration(self, num_envs):
     return 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallRows(DQN):
+  def priority(self, rows):
+    return super().priority(rows)[None]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadsActions(DQN):
+  def priority(self, rows):
+    return rows.action[0].astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherItems(DQN):
+  def items(self):
+    def make(window):
+      return transitions(1, 0.9).make(window).missing
+    return Items(1, 1, make, 1)
+
+
+def sequences(length, period):
+  def make(window):
+    return window.rows()._replace(obs=window.all_obs())
+  return Items(length, period, make, network_rows=length + 1)
+
+
+class Sequences(Right):
+  shuffles = True
+
+  def items(self):
+    return sequences(5, 3)
+
+
+class FromReplay(Right):
+  learns_from_replay = True
+
+  def items(self):
+    return sequences(5, 1)
+
+  def loss(self, params, state, batch, key):
+    rows = batch.items
+    valid = jnp.ones(rows.obs.shape[:2], bool)
+    _, value, _ = self.network.apply(params, rows.obs, None, valid)
+    error = jnp.sum(jnp.square(rows.reward - value[:-1]), axis=0)
+    return jnp.sum(batch.weight * error) / batch.count, Aux(
+        {'value_loss': jnp.sum(error)}, jnp.float32(len(error)), error)
+
+
+class WholeFromReplay(Right):
+  learns_from_replay = True
+
+
+class Targets(FromReplay):
+  def targets(self, state, rollout):
+    return rollout.reward
+
+
+class Carries(Right):
+  def initial_carry(self, num_envs):
+    return jnp.zeros(num_envs, jnp.int32)
+
+  def act(self, params, obs, carry, valid, key, exploration):
+    acted = super().act(params, obs, None, valid, key, exploration)
+    return acted._replace(carry=jnp.where(valid, carry + 1, 0))
+
+
+class Explores(Right):
+  def exploration(self, num_envs):
+    return np.ones(num_envs, np.float32)
+
+
+class Nested(Right):
+  def init(self, key):
+    return {'net': super().init(key)}
+
+  def acting(self, state):
+    return state.params['net']
+
+  def loss(self, params, state, batch, key):
+    return super().loss(params['net'], state, batch, key)
+
+
+class Skips(FromReplay):
+  def items(self):
+    return sequences(5, 2)
+
+
+class RowsFromReplay(FromReplay):
+  def items(self):
+    return rows()
+
+  def loss(self, params, state, batch, key):
+    row = batch.items
+    _, value, _ = self.network.apply(params, row.obs, None, jnp.ones(row.reward.shape, bool))
+    error = jnp.square(row.reward - value)[0]
+    return jnp.sum(batch.weight * error) / batch.count, Aux(
+        {'value_loss': jnp.sum(error)}, jnp.float32(len(error)), error)
+
+
+class Missed:
+  pass
+
+
+def failing(count):
+  def log_prob(dist_params, action):
+    raise KeyError('mine')
+  return policies.categorical(count)._replace(log_prob=log_prob)
+
+
+def by_pairs(low, high):
+  return policies.gaussian(low, high)._replace(dist_size=3 * len(low))
+
+
+MORE = policies.Family(by_pairs, discrete=False, reads=policies.DISTRIBUTION)
+FAILING = policies.Family(failing, discrete=True, reads=policies.DISTRIBUTION)
+NONE = policies.Family(lambda count: None, discrete=True, reads=policies.DISTRIBUTION)
+VALUES = policies.Family(policies.epsilon_greedy, discrete=True, reads=policies.ACTION_VALUES)
+SEVERAL = policies.Family(policies.product_of_categoricals, discrete=True,
+                          reads=policies.DISTRIBUTION, several=True)
+GUESSES = policies.Family(policies.categorical, discrete=True, reads='guesses')
 
 
 class Optimizer1(Optimizer):
@@ -639,49 +921,128 @@ class Grows(Optimizer1):
 REPLAY = ['num_minibatches=1', 'scheme=sync', 'replay.capacity=1000', 'replay.min_size=500']
 
 
+LOSSES = [
+    ('Right', ''),
+    ('RightOnRows', ''),
+    ('Carries', ''),
+    ('Explores', ''),
+    ('Nested', ''),
+    ('Acts', ''),
+    ('OnRows', 'loss of {}:OnRows ({}.py, line N): unroll needs whole environments, with T + 1 '
+     'observations of T rows; it got 1 of 1, as single rows have. Let items() return '
+     'items.environments(self.parts.unroll_length), which is its default; or keep the rows, and '
+     'call self.network.apply(params, rollout.obs, None, rollout.valid) in its place'),
+    ('NamedItems', 'items of {}:NamedItems must return Items, such as items.rows() or '
+     "items.environments(self.parts.unroll_length); got 'rows'"),
+    ('NoItems', "items of {}:NoItems fails: KeyError: 'rows'"),
+    ('EmptyItems', 'items of {}:EmptyItems must return Items with a length, a period and '
+     'network_rows of at least 1, got (0, 0, 1)'),
+    ('Vector', 'loss of {}:Vector: must return a scalar loss of floats, the sum over valid rows; '
+     'got float32 (2,)'),
+    ('Whole', 'loss of {}:Whole: must return a scalar loss of floats, the sum over valid rows; '
+     'got int32 ()'),
+    ('Alone', 'loss of {}:Alone: must return a pair, the loss and its Aux; got an array'),
+    ('NoAux', 'loss of {}:NoAux: must return Aux(terms, valid) as its second result; got dict'),
+    ('NoDict', 'loss of {}:NoDict: must return a dict of loss terms in its Aux; got an array'),
+    ('NoValid', 'loss of {}:NoValid: must return the number of valid rows in its Aux; got an '
+     'array (3,)'),
+    ('ByRow', "loss of {}:ByRow: must return sums over rows as loss terms; 'rows' is an array "
+     '(3,)'),
+    ('Taken', "loss of {}:Taken: must not return a loss term 'grad_norm': every run has a metric "
+     'of this name'),
+    ('NoKL', "loss of {}:NoKL: must return the loss term 'approx_kl', as measures_kl = True says; "
+     'got value_loss, one'),
+    ('Endless', 'loss of {}:Endless: Reverse-mode differentiation does '),
+    ('Missing', 'loss of {}:Missing ({}.py, line N): AttributeError: '),
+    ('Summed', 'targets of {}:Summed: must return arrays [T, N, ...], '),
+    ('Counted', 'statistics of {}:Counted ({}.py, line N): Typ'),
+    ('TooFew', 'targets of {}:TooFew takes (state); must take (state, rollout)'),
+    ('OtherGradient', 'gradient of {}:OtherGradient: must return the gradient with the structure '
+     'of state.params'),
+    ('OnlyGradient', 'gradient of {}:OnlyGradient: must return a pair, the gradient and its Aux; '
+     'got dict'),
+    ('NoState', 'update of {}:NoState: must return the state, with _replace; got dict'),
+    ('Doubled', 'update of {}:Doubled: must return parameters with the shapes and types that it '
+     'got; params/policy/bias is float32 (2, 3), not float32 (3,)'),
+    ('Unready', 'note_about_minibatches of {}:Unready ({}.py, line N): AttributeError: '),
+    ('NotActed', 'act of {}:NotActed: must return Acted(action, extras, carry, distribution); '),
+    ('FloatAction', 'act of {}:FloatAction: must return the action int32 (32,) for 32 '
+     'environments, got float32 (32,)'),
+    ('OtherCarry', 'act of {}:OtherCarry: must return the carry None for 32 environments, got '
+     'int32 (32,)'),
+    ('NoDistribution', ''),
+    ('ShortExtras', 'act of {}:ShortExtras: must return extras [B, ...], here (32, ...), got ()'),
+    ('ForOne', 'act of {}:ForOne ({}.py, line N): TypeError: '),
+    ('NeedsKey', 'act of {}:NeedsKey in greedy evaluations (key = None, exploration = None) '
+     '({}.py, line N): '),
+    ('NeedsExploration', 'act of {}:NeedsExploration in evaluations (exploration = None) '
+     '({}.py, line N): TypeError: '),
+    ('ByValues', "{}:ByValues has policy_reads = 'action values' but no method act: that of "
+     'Algorithm draws from a distribution; write one, as losses/dqn.py does'),
+    ('ByGuesses', "no shipped policy reads 'guesses', the policy_reads of {}:ByGuesses; policy "
+     'must name one of your own'),
+    ('NoNetwork', 'make_network of {}:NoNetwork ({}.py, line N): AttributeError: '),
+    ('FunctionAsNetwork', 'make_network of {}:FunctionAsNetwork: AttributeError: '),
+    ('NoTarget', "init_target of {}:NoTarget ({}.py, line N): KeyError: 'critic'"),
+    ('NoOptimizer', 'make_optimizer of {}:NoOptimizer: '),
+    ('Missed', '{}:Missed must be a class derived from Algorithm'),
+]
+VALUES = [
+    ('NoError', ''),  # priorities stay as they are
+    ('OneError', 'loss of {}:OneError: must return priorities [N], here float32 (512,), got '
+     'float32 ()'),
+    ('OneForAll', 'exploration of {}:OneForAll: must return an array (32,), a number for each '
+     'environment; got ()'),
+    ('SmallRows', 'priority of {}:SmallRows: must return priorities [N], here float32 (32,), got '
+     'float32 (1, 32)'),
+    ('ReadsActions', 'priority of {}:ReadsActions ({}.py, line N): TypeError: '),
+    ('Skips', 'items of {}:Skips must return Items that begin in each row of a replay, so their '
+     'period must be 1, got 2'),
+    ('OtherItems', "items of {}:OtherItems ({}.py, line N): AttributeError: 'Transition' object"),
+]
+REPLAY = ['num_minibatches=1', 'scheme=sync', 'replay.capacity=1000', 'replay.min_size=500']
+
+
 @pytest.mark.parametrize('fields, message', [
-    (['loss.name={}:Right'], ''),
-    (['loss.name={}:RightOnRows'], ''),
-    (['loss.name={}:OnRows'],
-     'loss.name: loss of {}:OnRows ({}.py, line 14): unroll needs minibatches of environments, '
-     'with T + 1 observations of T rows; it got 1 of 1, as minibatches of rows have. Let '
-     'minibatch_unit return minibatches.ENVIRONMENTS, which is its default; or keep the rows, and '
-     'call model.apply(params, rollout.obs, None, rollout.valid) in place of unroll'),
-    (['loss.name={}:HeadsOnRows'],
-     'loss.name: loss of {}:HeadsOnRows ({}.py, line 34): unroll_with_heads needs'),
+    *[([f'loss.name={{}}:{name}'], line and f'loss.name: {line}') for name, line in LOSSES],
+    *[([f'loss.name={{}}:{name}', *REPLAY], line and f'loss.name: {line}')
+      for name, line in VALUES],
+    (['loss.name={}:TooLong'], 'unroll_length: {}:TooLong learns from items of 21 rows of a '
+     'rollout; must be at least 21, got 20'),
     (['loss.name={}:RightOnRows', 'network.core=gru'],
      'network.core: {}:RightOnRows learns from single rows, and a recurrent network from rows in '
      'order; must be none, got gru'),
-    (['loss.name={}:NamedUnit'], 'loss.name: minibatch_unit of {}:NamedUnit must return '
-     "minibatches.ENVIRONMENTS or minibatches.ROWS, got 'rows'"),
-    (['loss.name={}:Vector'], 'loss.name: loss of {}:Vector: must return a scalar loss of floats, '
-     'the sum over valid rows; got float32 (2,)'),
-    (['loss.name={}:Whole'], 'loss.name: loss of {}:Whole: must return a scalar loss of floats, '
-     'the sum over valid rows; got int32 ()'),
-    (['loss.name={}:Alone'],
-     'loss.name: loss of {}:Alone: must return a pair, the loss and its terms; got an array'),
-    (['loss.name={}:NoDict'],
-     'loss.name: loss of {}:NoDict: must return a dict of loss terms; got an array'),
-    (['loss.name={}:NoValid'], "loss.name: loss of {}:NoValid: must return the loss term 'valid', "
-     'the number of valid rows; got value_loss'),
-    (['loss.name={}:ByRow'], 'loss.name: loss of {}:ByRow: must return sums over rows as loss '
-     "terms; 'rows' is an array (3,)"),
-    (['loss.name={}:Taken'], "loss.name: loss of {}:Taken: must not return a loss term 'grad_norm'"
-     ': every run has a metric of this name'),
-    (['loss.name={}:Endless'], 'loss.name: loss of {}:Endless: Reverse-mode differentiation does '),
-    (['loss.name={}:Missing'], 'loss.name: loss of {}:Missing ({}.py, line 91): AttributeError: '),
-    (['loss.name={}:Summed'], 'loss.name: targets of {}:Summed: must return arrays [T, N, ...], '),
-    (['loss.name={}:Counted'], 'loss.name: batch_statistics of {}:Counted ({}.py, line 101): Typ'),
-    (['loss.name={}:OneError', *REPLAY],
-     'loss.name: loss of {}:OneError: must return |TD error| [N], here (512,), got ()'),
-    (['loss.name={}:NoError', *REPLAY], 'loss.name: loss of {}:NoError: must return a pair, the '
-     'terms and the TD errors; got dict'),
-    (['loss.name={}:OneForAll', *REPLAY], 'loss.name: exploration of {}:OneForAll must return an '
-     'array (32,), a number for each environment; got ()'),
-    (['optimizer.name={}:SumsUp'], 'optimizer.name: SumsUp: its update must keep shapes and '
-     'types: of a step, params/policy/bias is float32 (3,) before and float32 () after'),
-    (['optimizer.name={}:Grows'], "optimizer.name: Grows: its update must keep shapes and types:"
-     " of the optimizer's state, 1 is int32 () before and float32 () after")])
+    (['loss.name={}:Right', 'network.core=gru'], ''),
+    (['loss.name={}:Nested', 'normalise.obs=True', 'normalise.reward=True'],
+     "loss.name: init of {}:Nested must return params['moments'] with obs, returns, the "),
+    (['loss.name={}:FromReplay', *REPLAY, 'normalise.obs=True'],
+     'normalise.obs: {}:FromReplay cannot learn normalised observations; must be False'),
+    (['loss.name={}:WholeFromReplay', *REPLAY],
+     'loss.name: {}:WholeFromReplay learns from a replay but has no method items: that of '),
+    (['loss.name={}:Targets', *REPLAY],
+     'loss.name: {}:Targets learns from a replay, which never calls targets; compute it in loss'),
+    (['loss.name={}:Carries', 'env_batch=8', 'scheme=impala'],
+     'env_batch: {}:Carries has a carry, which needs all environments at once; must be 0, got 8'),
+    (['loss.name={}:Explores', 'env_batch=8', 'scheme=impala'],
+     'env_batch: {}:Explores explores by environment, which needs all environments at once; must '),
+    (['loss.name={}:NothingNormalised', 'normalise.reward=True'],
+     'normalise.reward: {}:NothingNormalised cannot learn normalised rewards; must be False'),
+    (['loss.name={}:FromReplay', *REPLAY, 'replay.eviction=prioritised'],
+     'loss.name: items of {}:FromReplay: must make arrays [N, ...], here (7, ...), with '
+     'replay.eviction = prioritised; got (6, 7, 10, 5)'),
+    (['policy={}:NONE'], 'policy: {}:NONE must make a Policy, got None'),
+    (['policy={}:FAILING'], "policy: {}:FAILING ({}.py, line N): KeyError: 'mine'"),
+    (['policy={}:VALUES'], 'policy: {}:VALUES is for discrete actions and reads action values; '
+     'Catch-v0 has discrete actions, and the algorithm gives a distribution'),
+    (['policy={}:SEVERAL'], 'policy: {}:SEVERAL is for vectors of choices and reads a '
+     'distribution; Catch-v0 has discrete actions, and the algorithm gives a distribution'),
+    (['policy={}:GUESSES', 'loss.name={}:ByGuesses'], ''),
+    (['policy={}:MORE', 'env.task=Pendulum-v1'],
+     'policy: {}:MORE reads 3 numbers, and mlp gives 2'),
+    (['optimizer.name={}:SumsUp'], 'optimizer.name: a step of SumsUp: must return a step with '
+     'the shapes and types of the parameters; params/policy/bias is float32 (), not float32 (3,)'),
+    (['optimizer.name={}:Grows'], 'optimizer.name: a step of Grows: must return opt_state with '
+     'the shapes and types that it got; 1 is float32 (), not int32 ()')])
 def test_a_wrong_result_of_an_own_part_is_found_before_the_start(write_module, fields, message):
   module = write_module('parts_with_wrong_results', WRONG_RESULTS)
   config = ['--config=impala_catch', '--config.network.name=mlp', *(
@@ -691,8 +1052,102 @@ def test_a_wrong_result_of_an_own_part_is_found_before_the_start(write_module, f
     return
   with pytest.raises(ValueError) as error:
     trial.check(fresh(parse(*config)))
-  assert str(error.value).startswith(message.replace('{}', module))
-  assert '\n' not in str(error.value)
+  line = str(error.value)
+  assert re.sub(r'line \d+', 'line N', line).startswith(message.replace('{}', module))
+  assert '\n' not in line
+  if number := re.search(r'line (\d+)', line):  # it is the user's own
+    assert WRONG_RESULTS.splitlines()[int(number[1]) - 1].startswith('    ')
+
+
+@pytest.mark.parametrize('fields', essential([
+    'loss.name={}:Right', 'loss.name={}:Sequences', 'policy={}:GUESSES loss.name={}:ByGuesses',
+    f'loss.name={{}}:FromReplay {" ".join(REPLAY)}',
+    f'loss.name={{}}:RowsFromReplay {" ".join(REPLAY)}',
+    f'loss.name={{}}:NoError {" ".join(REPLAY)}'], 'loss.name={}:Sequences'))
+def test_own_items_and_own_acting_are_learned_from(write_module, fields):
+  module = write_module('right_in_its_own_way', WRONG_RESULTS)
+  receipts, _, _ = run(parse('--config=impala_catch', '--config.network.name=mlp', *(
+      f'--config.{field}' for field in fields.replace('{}', module).split())))
+  assert len({params for _, params in receipts}) == 4
+
+
+OF_VERSION_0_6 = {
+    'RolloutAlgorithm': 'from podracer_jit.losses.algorithm import RolloutAlgorithm',
+    'ReplayAlgorithm': 'from podracer_jit.losses import algorithm\nalgorithm.ReplayAlgorithm',
+    'unroll': 'from podracer_jit.losses.algorithm import unroll',
+    'unroll_with_heads': 'from podracer_jit.losses.algorithm import unroll_with_heads',
+    'minibatches': 'from podracer_jit.losses.minibatches import ROWS',
+    'objective': 'import podracer_jit.losses.objective',
+    'kinds': 'from podracer_jit.agents import kinds',
+    'Model': 'from podracer_jit.agents.networks import Model'}
+
+
+NOW = {'unroll': 'self.unroll(params, rollout)', 'Model': 'self.network and self.parts.policy',
+       'minibatches': 'the method items, with losses.items'}
+
+
+@pytest.mark.parametrize('name, text', OF_VERSION_0_6.items(), ids=list(OF_VERSION_0_6))
+def test_a_module_that_imports_what_version_0_6_had_is_refused_in_one_line(
+    write_module, name, text):
+  module = write_module('of_version_0_6', text)
+  with pytest.raises(ValueError) as error:
+    parse('--config=impala_catch', f'--config.loss.name={module}:Mine')
+  start = (f'loss.name: of_version_0_6:Mine is written for version 0.6 (it imports {name}, now '
+           f'{NOW.get(name, "")}')
+  end = '); derive algorithms from losses.algorithm.Algorithm; CHANGELOG.md says how'
+  assert str(error.value).startswith(start) and str(error.value).endswith(end)
+
+
+def test_a_module_that_imports_a_wrong_name_is_not_called_an_old_one(write_module):
+  module = write_module('with_a_typo', 'from podracer_jit.losses.algorithm import Algoritm')
+  with pytest.raises(ValueError, match=r"cannot import 'with_a_typo' of 'with_a_typo:Mine' \("
+                                       "cannot import name 'Algoritm'"):
+    parse('--config=impala_catch', f'--config.loss.name={module}:Mine')
+
+
+@pytest.mark.parametrize('base, body, what', [
+    ('PPO', 'def loss(self, model, params, minibatch, statistics): ...',
+     'loss(model, ...), now (params, state, batch, key)'),
+    ('DQN', 'def loss(self, network, params, target_params, batch, weight): ...',
+     'loss(network, ...), now (params, state, batch, key)'),
+    ('PPO', 'def targets(self, model, params, rollout): ...',
+     'targets(model, ...), now (state, rollout)'),
+    ('PPO', 'def heads(self, spec): ...', 'heads(spec, ...), now ()'),
+    ('PPO', 'def batch_statistics(self, valid, targets): ...',
+     'batch_statistics, now the method statistics'),
+    ('PPO', 'def minibatch_unit(self, recurrent): ...', 'minibatch_unit, now the method items'),
+    ('DQN', 'network_kind = None', 'network_kind, now the method make_network')])
+def test_an_algorithm_with_methods_of_version_0_6_is_refused_in_one_line(
+    write_module, base, body, what):
+  module = write_module(f'{base}_has_{re.split("[(,]", what)[0]}',
+                        f'from podracer_jit.losses import {base}\nclass Mine({base}):\n  {body}')
+  with pytest.raises(ValueError) as error:
+    parse('--config=impala_catch', f'--config.loss.name={module}:Mine')
+  assert str(error.value) == (
+      f'loss.name: {module}:Mine is written for version 0.6 (it has {what}); '
+      'derive algorithms from losses.algorithm.Algorithm; CHANGELOG.md says how')
+
+
+@pytest.mark.parametrize('args, field', [
+    (['--config={}/old_a2c.py:smoke'], '--config: old_a2c.py'),
+    (['--config={}/with_old_a2c.py'], 'loss.name: old_a2c:A2C'),
+    (['--config=impala_cartpole', '--config.loss.name=old_a2c:A2C'], 'loss.name: old_a2c:A2C')])
+def test_the_example_of_version_0_6_is_refused_with_exit_code_2(
+    tmp_path, monkeypatch, capfd, args, field):
+  shutil.copy(pathlib.Path(__file__).parent / 'a2c_of_version_0_6.txt', tmp_path / 'old_a2c.py')
+  (tmp_path / 'with_old_a2c.py').write_text(
+      'from podracer_jit import experiment\ndef get_config():\n'
+      '  return experiment.config("old_a2c:A2C", "mlp", "adam")\n')
+  monkeypatch.syspath_prepend(tmp_path)
+  code = main.main(['podracer_jit', *(arg.format(tmp_path) for arg in args),
+                    f'--workdir={tmp_path / "run"}'])
+  assert code == 2
+  line, end = capfd.readouterr().err.split('\n')
+  assert line == (
+      f'podracer_jit: {field} is written for version 0.6 (it imports Model, now self.network and '
+      'self.parts.policy); derive algorithms from losses.algorithm.Algorithm; CHANGELOG.md says how'
+  ) and not end
+  assert not (tmp_path / 'run').exists()
 
 
 def test_a_loss_without_a_gradient_is_a_warning_in_the_log_and_in_the_metrics(
@@ -706,6 +1161,7 @@ def test_a_loss_without_a_gradient_is_a_warning_in_the_log_and_in_the_metrics(
   assert line == ('podracer_jit: warning: update 10: the gradient was exactly 0 in 10 updates in a '
                   'row, so nothing is learned; does the loss depend on the parameters?')
   records = journal.read_lines(workdir / journal.METRICS)
+  assert {name for record in records for name in record} <= trial._TAKEN  # it has no terms
   assert [record['update'] for record in records if 'warning' in record] == [
       *range(10, len(records) + 1)]
   assert all(later['wall_s'] > record['wall_s'] >= record['elapsed_s']

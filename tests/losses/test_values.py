@@ -1,7 +1,5 @@
 """Losses of transitions, value networks and their policies, by hand and compared with NumPy."""
 
-import functools
-
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
@@ -12,7 +10,11 @@ from numpy.testing import assert_allclose, assert_array_equal
 from podracer_jit import losses
 from podracer_jit.agents import networks, policies, q_networks
 from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari
-from podracer_jit.replay import buffer
+from podracer_jit.envs.protocol import EnvSpec
+from podracer_jit.losses.algorithm import Batch
+from podracer_jit.losses.returns import n_step_priority, n_step_return
+from podracer_jit.types import Rollout, Target, TrainState, Transition
+from tests.made import bound
 from tests.reference import numeric_gradient
 
 
@@ -53,28 +55,53 @@ def test_critic_and_policy_losses_by_hand():
     ([1, 0, 0], [0, 1, 0], (1.0, 0.0, 1))])
 def test_n_step_returns_are_cut_at_the_end_of_the_episode(terminated, truncated, expected):
   """Rewards 1, 2, 4 and gamma 0.5; a return bootstraps after a truncation, not a termination."""
-  outputs = buffer.n_step_return(jnp.array([1.0, 2.0, 4.0]), jnp.array(terminated, bool),
+  outputs = n_step_return(jnp.array([1.0, 2.0, 4.0]), jnp.array(terminated, bool),
                                  jnp.array(truncated, bool), 0.5)
   assert tuple(float(x) for x in outputs) == pytest.approx(expected)
 
 
+def test_the_first_priority_is_the_n_step_error_of_the_acting_values():
+  """gamma 0.5; the second item ends after a step by a time limit, the third is terminated."""
+  reward = np.float32([[1, 1, 1], [2, 9, 9], [9, 9, 9]])
+  terminated = np.array([[0, 0, 1], [0, 0, 0], [0, 0, 0]], bool)
+  truncated = np.array([[0, 1, 0], [0, 0, 0], [0, 0, 0]], bool)
+  value = np.float32([[99, 99, 99], [99, 4, 99], [8, 99, 99]])
+  action_value = np.float32([[3, 5, 7], [99, 99, 99], [99, 99, 99]])
+  rows = Rollout(None, None, {'value': value, 'action_value': action_value}, reward, terminated,
+                 truncated, ~truncated, None)
+  expected = [1 + 0.5 * 2 + 0.25 * 8 - 3, abs(1 + 0.5 * 4 - 5), 7 - 1]
+  assert_array_equal(n_step_priority(rows, 0.5), expected)
+
+
+CONTINUOUS = EnvSpec('Test-v0', (5,), np.dtype(np.float32), 0, (-1.0, -1.0), (1.0, 1.0), 1, 0)
+DISCRETE = CONTINUOUS._replace(num_actions=3, action_low=(), action_high=())
+
+
 def _transitions(rng, count, obs, action):
-  return buffer.Transition(
+  return Transition(
       rng.normal(size=(count, obs)).astype(np.float32), action,
       rng.normal(size=count).astype(np.float32),
       rng.choice([0.0, 0.97], count).astype(np.float32),
-      rng.normal(size=(count, obs)).astype(np.float32), np.zeros(count, np.int32))
+      rng.normal(size=(count, obs)).astype(np.float32))
+
+
+def _states(algorithm):
+  """Returns a state as losses get it, with a target network of other weights; its parameters."""
+  params, target = (algorithm.init(jax.random.key(i)) for i in range(2))
+  return TrainState(params, None, None, 0, None, Target(target, jnp.int32(0))), params, target
+
+
+COUNT = 24.0  # transitions of the whole batch, of which a loss gets six
 
 
 def test_dqn_gradient_is_the_one_of_the_weighted_loss():
   rng = np.random.default_rng(0)
-  network = q_networks.dueling(networks.MLP((4, 4)), policies.epsilon_greedy(3))
-  params, target = (network.init(jax.random.key(i), jnp.zeros((1, 1, 5))) for i in range(2))
+  algorithm = bound(losses.DQN(), spec=DISCRETE, torso=networks.MLP((4, 4)))
+  network = algorithm.network
+  state, params, target = _states(algorithm)
   batch = _transitions(rng, 6, 5, rng.integers(0, 3, 6).astype(np.int32))
   weight = rng.random(6).astype(np.float32)
-  loss = functools.partial(losses.DQN().loss, network)
-  (_, (terms, error)), gradient = jax.value_and_grad(loss, has_aux=True)(
-      params, target, batch, weight)
+  gradient, aux = algorithm.gradient(state, Batch(batch, None, weight, COUNT, None), None)
 
   def q(params, obs):
     return np.asarray(network.apply(params, obs[None])[0][0], np.float64)
@@ -86,8 +113,9 @@ def test_dqn_gradient_is_the_one_of_the_weighted_loss():
 
   def expected(params):
     return float(np.sum(weight * td_error(params) ** 2) / 2)
-  assert float(terms['loss']) == pytest.approx(expected(params), rel=1e-5)
-  assert_allclose(error, np.abs(td_error(params)), rtol=1e-5)
+  assert float(aux.terms['loss']) == pytest.approx(expected(params), rel=1e-5)
+  assert aux.valid == 6
+  assert_allclose(aux.priority, np.abs(td_error(params)), rtol=1e-5)
   flat, unravel = jax.flatten_util.ravel_pytree(params)
   checked = slice(0, None, 7)  # every seventh parameter
   numeric = numeric_gradient(lambda x: expected(unravel(flat.at[checked].set(x))), flat[checked],
@@ -97,21 +125,21 @@ def test_dqn_gradient_is_the_one_of_the_weighted_loss():
       lambda x, name=name: jnp.full_like(x, 2 ** -0.5 if name == 'torso' else 1.0), part)
       for name, part in params['params'].items()}}
   numeric = numeric * jax.flatten_util.ravel_pytree(scale)[0][checked]
-  computed = jax.flatten_util.ravel_pytree(gradient)[0][checked]
+  computed = COUNT * jax.flatten_util.ravel_pytree(gradient)[0][checked]
   assert_allclose(computed, numeric, rtol=0.02, atol=1e-3)
 
 
 def test_dpg_losses_train_each_network_alone():
   """The critic descends its TD loss; the policy's clipped gradient flows through its action."""
   rng = np.random.default_rng(1)
-  policy = policies.deterministic(np.full(2, -1, np.float32), np.full(2, 1, np.float32))
-  network = q_networks.Deterministic(policy, (8,), (8, 8))
-  params, target = (network.init(jax.random.key(i), jnp.zeros((1, 1, 5))) for i in range(2))
+  clip = 1e-3  # below most slopes of a fresh critic
+  algorithm = bound(losses.DPG(dqda_clip=clip), spec=CONTINUOUS,
+                    torso=q_networks.Deterministic(None, (8,), (8, 8)))
+  network = algorithm.network
+  state, params, target = _states(algorithm)
   batch = _transitions(rng, 6, 5, rng.uniform(-1, 1, (6, 2)).astype(np.float32))
   weight = rng.random(6).astype(np.float32)
-  clip = 1e-3  # below most slopes of a fresh critic
-  loss = functools.partial(losses.DPG(dqda_clip=clip).loss, network)
-  gradient = jax.grad(loss, has_aux=True)(params, target, batch, weight)[0]['params']
+  gradient, aux = algorithm.gradient(state, Batch(batch, None, weight, COUNT, None), None)
 
   def q(params, obs, action):
     return network.apply(params, obs, action, method='criticise')
@@ -127,9 +155,10 @@ def test_dpg_losses_train_each_network_alone():
   by_action = -jnp.asarray(weight[:, None] * np.clip(slope, -clip, clip))
   of_policy = jax.vjp(act, params)[1](by_action)[0]['params']
   of_critic = jax.grad(critic_loss)(params)['params']
-  for name, part in gradient.items():
+  for name, part in gradient['params'].items():
     expected = of_critic if name.startswith(('_critic', '_value')) else of_policy
-    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6), part, expected[name])
+    jax.tree.map(lambda a, b: assert_allclose(COUNT * a, b, rtol=1e-4, atol=1e-6), part,
+                 expected[name])
 
 
 def test_dueling_subtracts_the_mean_advantage():
@@ -144,13 +173,36 @@ def test_dueling_subtracts_the_mean_advantage():
   value, advantage = (dense(np.maximum(dense(x, f'{name}_hidden'), 0), name)
                       for name in ('value', 'advantage'))
   expected = (value + advantage - advantage.mean(axis=1, keepdims=True)).reshape(2, 3, 3)
-  q, best, _ = network.apply(params, obs)
+  q, best = network.apply(params, obs)
   assert_allclose(q, expected, atol=1e-5)
   assert_allclose(best, expected.max(axis=-1), atol=1e-5)
   assert w['value_hidden']['kernel'].shape == (4, 6)
-  actions = np.array([0, 2, 1])
-  values = network.apply(params, obs[0], q[0], actions, method='action_value')
-  assert_array_equal(values, q[0][np.arange(3), actions])
+
+
+@pytest.mark.parametrize('algorithm, spec, torso, most', [
+    (losses.DQN(), DISCRETE, networks.MLP((4,)), 1.0),
+    (losses.DPG(), CONTINUOUS, q_networks.Deterministic(None, (4,), (4, 4)), 0.5)])
+def test_acting_explores_as_told_and_gives_the_values_of_its_actions(algorithm, spec, torso, most):
+  """Priorities need the value of the action that was taken, and the one of the best action."""
+  algorithm = bound(algorithm, spec=spec, torso=torso)
+  params = algorithm.init(jax.random.key(0))
+  obs = np.random.default_rng(3).normal(size=(64, 5)).astype(np.float32)
+
+  def act(exploration, key):
+    return algorithm.act(params, obs, None, np.ones(64, bool), key, exploration)
+  key = jax.random.key(4)
+  best = act(None, key)
+  assert_array_equal(act(None, None).action, best.action)  # a greedy evaluation has no key
+  assert_array_equal(act(jnp.zeros(64), key).action, best.action)
+  explored = act(jnp.full(64, most), key)
+  assert (explored.action != best.action).any()
+  assert_array_equal(explored.distribution, best.distribution)
+  assert_array_equal(explored.extras['value'], best.extras['action_value'])
+  if spec is DISCRETE:
+    expected = explored.distribution[np.arange(64), explored.action]
+  else:
+    expected = algorithm.network.apply(params, obs, explored.action, method='criticise')
+  assert_allclose(explored.extras['action_value'], expected, rtol=1e-6)
 
 
 def test_epsilon_greedy_explores_with_the_given_probability():

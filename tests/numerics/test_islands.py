@@ -106,6 +106,28 @@ def test_an_island_can_return_nothing():
   assert jax.jit(island('nothing')(lambda x: ()))(jnp.ones(3)) == ()
 
 
+def test_an_input_that_is_not_read_is_no_input_of_the_compiled_island():
+  """So it need not be computed, and the state of an algorithm costs only what a loss reads."""
+  @island('half')
+  def half(state, unread):
+    del unread
+    return 0.5 * state['read']
+
+  def text(function):
+    return jax.jit(function).lower(jnp.ones(8), jnp.ones(7)).compile().as_text()
+
+  def surrounded(x, y):
+    return half(dict(read=jnp.sin(x), unread=jnp.cos(y)), jnp.cos(y))
+
+  both = text(surrounded)
+  assert 'cosine' not in both and 'f32[7]' not in both
+  alone = text(lambda x, y: island('half')(lambda x: 0.5 * x)(jnp.sin(x)))
+  assert islands(both) == islands(alone) and set(islands(both)) == {'half'}
+  # An island reads what it returns, too.
+  passed_on = island('passed_on')(lambda x, y: (2.0 * x, y))
+  assert 'cosine' in text(lambda x, y: passed_on(x, jnp.cos(y)))
+
+
 @pytest.mark.parametrize('platform, barriers', [('cuda', 2), ('tpu', 2), ('cpu', 3)])
 def test_on_accelerators_an_island_is_two_barriers(platform, barriers):
   """On a CPU a third barrier hides the predicate of the cond."""

@@ -150,8 +150,9 @@ def test_a_recurrent_state_is_carried_and_reset(core):
   agent = untrained('CartPole-v1', network__core=core, network__core_size=8)
   obs = np.random.default_rng(1).normal(size=(5, 3, 4)).astype(np.float32)
   player = agent.player
-  _, _, unrolled = player.apply(player.params, obs, player.initial_recurrent_state(3),
-                                np.ones((5, 3), bool))
+  algorithm = player.algorithm
+  _, _, unrolled = algorithm.network.apply(player.params, obs, algorithm.initial_carry(3),
+                                           np.ones((5, 3), bool))
   state = None
   for row in obs:
     _, state = agent.act(row, state)

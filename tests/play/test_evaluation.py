@@ -21,15 +21,17 @@ import numpy as np
 import pytest
 
 from podracer_jit import api, experiment
-from podracer_jit.agents import policies
 from podracer_jit.cli import evaluate as command
 from podracer_jit.envs import envpool_envs, families
 from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.losses import IMPALA
+from podracer_jit.losses.algorithm import Acted
 from podracer_jit.play import evaluation, video
 from podracer_jit.runtime import host
 from podracer_jit.workdir import checkpoints, files, journal, record
 from tests import processes
-from tests.runs import by_rows, fresh, open_workdir
+from tests.made import Function, bound
+from tests.runs import fresh, open_workdir
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDLESS = 2**31 - 1
@@ -50,10 +52,10 @@ def _always(action, num_actions):
 
 def _agent(task, apply, **options):
   spec = envpool_envs.make_spec('CartPole-v1' if task == 'Odd-v0' else task, options)
-  return evaluation.greedy(evaluation.Player(
-      spec._replace(task=task), options, by_rows(apply), lambda num_envs: (),
-      policies.categorical(spec.num_actions), (),
-      jax.devices()[0], threads=2, update=0, steps=0))
+  spec = spec._replace(task=task)
+  return evaluation.Player(
+      spec, options, bound(IMPALA(), Function(apply, {}), spec=spec), {}, jax.devices()[0],
+      threads=2, update=0, steps=0, greedy=True)
 
 
 def _pool(task, seeds, **options):
@@ -170,13 +172,17 @@ def test_the_first_episodes_of_each_environment_count(num_episodes, num_envs):
 
 def test_a_recurrent_policy_remembers_until_the_episode_ends():
   """The policy counts its steps and pushes left and right in turn, left first in each episode."""
-  def apply(params, obs, core, valid):
-    del params
-    push = jax.nn.one_hot(core[None, :, 0].astype(int) % 2, 2)
-    return push, jnp.zeros(obs.shape[:2]), jnp.where(valid[0][:, None], core + 1, 0)
+  class Counts(IMPALA):
+    def initial_carry(self, num_envs):
+      return jnp.zeros((num_envs, 1))
 
-  agent = _agent('CartPole-v1', None)._replace(
-      apply=apply, initial_recurrent_state=lambda num_envs: jnp.zeros((num_envs, 1)))
+    def act(self, params, obs, carry, valid, key, exploration):
+      push = jax.nn.one_hot(carry[:, 0].astype(int) % 2, 2)
+      return Acted(self.parts.policy.mode(push), None, jnp.where(valid[:, None], carry + 1, 0),
+                   push)
+
+  agent = _agent('CartPole-v1', _lean)
+  agent = agent._replace(algorithm=bound(Counts(), spec=agent.spec))
   played = evaluation.play(agent, evaluation.Settings(12, 4, seed=3, max_steps=500))
   expected = [episode for seed in evaluation.seeds(3, 4)
               for episode in _episodes('CartPole-v1', seed, 3, lambda obs, t: t % 2)]
@@ -194,7 +200,8 @@ def test_evaluations_play_whole_games_with_unclipped_rewards(tmp_path):
   _save(tmp_path, config, 1)
   agent = evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path))
   assert agent.options['repeat_action_probability'] == 0.25
-  agent = evaluation.greedy(agent._replace(apply=by_rows(_always(1, 6))))
+  algorithm = bound(IMPALA(), Function(_always(1, 6), {}), spec=agent.spec)
+  agent = agent._replace(algorithm=algorithm, params={}, greedy=True)
   played = evaluation.play(agent, evaluation.Settings(2, 2, seed=0, max_steps=30_000))
   expected = []
   for seed in evaluation.seeds(0, 2):
@@ -207,7 +214,7 @@ def test_actions_are_sampled_unless_greedy():
   """With logits 0 and 1 the greedy policy always pushes right, and falls in 8 to 10 steps."""
   right = _always(1, 2)
   agent = _agent('CartPole-v1', right)
-  sampling = agent._replace(policy=policies.categorical(2))
+  sampling = agent._replace(greedy=False)
   greedy = evaluation.play(agent, evaluation.Settings(8, 8, seed=0, max_steps=500))
   sampled = evaluation.play(sampling, evaluation.Settings(8, 8, seed=0, max_steps=500))
   assert all(8 <= length <= 10 for length in greedy.lengths)

@@ -15,6 +15,7 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from podracer_jit.cli import export as command
+from podracer_jit.envs import spaces
 from podracer_jit.numerics import convolution
 from podracer_jit.play import agent as agent_lib
 from podracer_jit.play import export
@@ -97,6 +98,18 @@ def close(actual, expected, scale=1.0):
       export.TOLERANCE['absolute'] + export.TOLERANCE['relative'] * np.abs(expected)))
 
 
+def acted_by_row(player, key, *inputs):
+  """Returns actions and distributions of rows that are acted on one by one, with a key for each."""
+  def row(i):
+    return player.act(player.params, *jax.tree.map(lambda x: x[i:i + 1], inputs),
+                      jax.random.fold_in(key, i))
+
+  rows = [row(i) for i in range(len(inputs[0]))]
+  action, distribution = (np.concatenate([getattr(x, name) for x in rows])
+                          for name in ('action', 'distribution'))
+  return np.asarray(player.policy.to_env(action)), distribution
+
+
 @pytest.mark.parametrize('name', essential(CASES, 'categorical', 'gru', 'image_in_a_dict'))
 def test_an_exported_agent_acts_as_the_agent_does(name, tmp_path):
   task, fields = CASES[name]
@@ -119,15 +132,17 @@ def test_an_exported_agent_acts_as_the_agent_does(name, tmp_path):
       greedy = [agent.act(obs, agent_state, greedy=True, is_first=is_first)[0],
                 loaded.act('greedy', obs, exported_state, is_first)[0]]
       key = jax.random.fold_in(jax.random.key(5), calls + 1)
-      drawn, next_agent_state = agent.act(obs, agent_state, is_first=is_first)
+      _, next_agent_state = agent.act(obs, agent_state, is_first=is_first)
       calls += 2
       action, next_exported_state, numbers = loaded.act('drawn', obs, exported_state, is_first,
                                                  np.asarray(jax.random.key_data(key)))
       batch = agent._batch(obs)[0]  # noqa: SLF001
-      before = agent_state if agent_state is not None else player.initial_recurrent_state(size)
+      before = agent_state if agent_state is not None else player.algorithm.initial_carry(size)
       before = jax.tree.map(lambda x, first=is_first: np.where(first[:, None], 0, x), before)
-      expected = player.apply(player.params, batch[None], before, np.ones((1, size), bool))[0][0]
-      assert close(numbers, np.asarray(expected))
+      drawn, distribution = acted_by_row(player, key, batch, before, is_first)
+      if agent._spaces:  # noqa: SLF001
+        drawn = spaces.task_actions(drawn, agent._spaces.action)  # noqa: SLF001
+      assert close(numbers, distribution)
       assert np.std(numbers) > 1e-3
       for own, exported in (greedy, (drawn, action)):
         assert exported.shape == own.shape
@@ -287,18 +302,22 @@ def test_a_damaged_export_is_refused(tmp_path):
 def test_a_network_that_computes_something_else_when_exported_is_refused(monkeypatch):
   agent = untrained('CartPole-v1')
 
-  def forgetful(params, obs, state, valid):
-    dist_params, *rest = agent.player.apply(params, obs, state, valid)
-    return dist_params + obs.shape[1], *rest  # the agent's batch size, which is 1 in the program
+  class Forgetful(type(agent.player.algorithm)):
+    def act(self, params, obs, *rest):
+      acted = super().act(params, obs, *rest)
+      # The agent's batch size, which is 1 in the program.
+      return acted._replace(distribution=acted.distribution + len(obs))
 
-  player = agent.player._replace(apply=forgetful)
+  algorithm = agent.player.algorithm
+  player = agent.player._replace(algorithm=Forgetful().bind(algorithm.parts))
   with pytest.raises(ValueError, match='computes something else than the agent') as error:
     export.files(player, agent.experiment, agent._spaces)  # noqa: SLF001
   assert '\n' not in str(error.value)
 
-  def fails(*args):
-    raise KeyError('mine')
-  player = agent.player._replace(apply=fails)
+  class Fails(type(algorithm)):
+    def act(self, *args):
+      raise KeyError('mine')
+  player = agent.player._replace(algorithm=Fails().bind(algorithm.parts))
   with pytest.raises(ValueError, match="export: the network mlp cannot be exported: KeyError"):
     export.files(player, agent.experiment, agent._spaces)  # noqa: SLF001
 

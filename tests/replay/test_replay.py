@@ -2,6 +2,7 @@
 
 import functools
 import types
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,16 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.actor import priorities, rollouts
 from podracer_jit.actor.rollout_program import RolloutProgram
-from podracer_jit.agents import policies
 from podracer_jit.envs import envpool_envs, frames
 from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.losses import items
+from podracer_jit.losses.algorithm import ForActors
+from podracer_jit.losses.dqn import DQN
 from podracer_jit.replay import buffer, tree
 from podracer_jit.types import Experience, Rollout
 from tests.actor.test_rollouts import concatenate
+from tests.made import SPEC, Function, bound
 from tests.reference import random_ends
-from tests.runs import by_rows
 from tests.tiers import essential
 
 N = 3  # steps of a return
@@ -109,12 +112,28 @@ def test_a_million_changes_give_the_same_tree_as_one_put():
 # Synthetic experience: each observation is a different number.
 
 
+class Sample(NamedTuple):
+  """Drawn transitions; leading axes [groups, count]."""
+
+  place: jax.Array
+  probability: jax.Array
+  transition: Any
+  added: jax.Array
+
+
 @functools.cache
 def make_replay(eviction, capacity, num_envs, steps, stack=1, exponent=0.6, n_step=N):
-  """Returns a replay whose functions are jitted."""
-  replay = buffer.Replay(capacity, num_envs, steps, stack, n_step, GAMMA, eviction, exponent, -0.4)
+  """Returns a replay whose functions are jitted; `sample` draws and reads in all groups."""
+  kind = items.transitions(n_step, GAMMA)
+  replay = buffer.Replay(capacity, num_envs, steps, stack, kind, eviction, exponent, -0.4)
+
+  def sample(state, keys, count):
+    place, probability = replay.draw(state, keys, count)
+    transition = jax.lax.map(lambda x: replay.read(state, *x), (jnp.arange(len(keys)), place))
+    return Sample(place, probability, transition, replay.added(state, place))
+
   return types.SimpleNamespace(
-      init=replay.init, add=jax.jit(replay.add), sample=jax.jit(replay.sample, static_argnums=2),
+      init=replay.init, add=jax.jit(replay.add), sample=jax.jit(sample, static_argnums=2),
       set_priorities=jax.jit(replay.set_priorities))
 
 
@@ -126,7 +145,7 @@ def synthetic_rows(rng, steps, num_envs, first):
   ends = [random_ends(rng, steps, probability=0.15) for _ in range(num_envs)]
   obs = np.float32(first + np.arange((steps + 1) * num_envs)).reshape(steps + 1, num_envs, 1)
   size = steps, num_envs
-  return Rollout(obs, rng.integers(0, 9, size, np.int32), (), (), np.float32(rng.normal(size=size)),
+  return Rollout(obs, rng.integers(0, 9, size, np.int32), (), np.float32(rng.normal(size=size)),
                  *(np.stack(x, axis=1) for x in zip(*ends, strict=True)),
                  ()), np.float32(10 ** rng.uniform(-1.5, 1.5, size))
 
@@ -300,6 +319,20 @@ def test_an_addition_to_some_groups_equals_separate_additions_and_leaves_the_oth
 # Slots.
 
 
+def test_a_count_of_items_stays_large_beyond_32_bits():
+  """So a replay that has filled goes on to be learned from, and evictions have other keys."""
+  replay, state, _ = filled('fifo')
+  rng = np.random.default_rng(1)
+  parts = [list(as_experience(*synthetic_rows(rng, 3 * STEPS, ENVS, first), STEPS))
+           for first in (10000, 15000)]
+  state = state._replace(inserted=jnp.full(2, 2**31 - 5, jnp.int32))
+  counts = []
+  for i, new in enumerate(zip(*parts, strict=True)):
+    state = replay.add(state, jnp.arange(2), stack_groups(*new), keys(i), jnp.int32(i))
+    counts.append(np.asarray(state.inserted))
+  assert np.min(counts) >= 2**30 and len(np.unique(np.array(counts)[:, 0])) == len(counts)
+
+
 def check_slots(state, g, transitions, errors, capacity):
   """Checks the slots of group g; returns the numbers of their observations."""
   used = np.asarray(state.slots.eviction[0][g, :state.slots.free.shape[1]]) > 0
@@ -314,7 +347,7 @@ def check_slots(state, g, transitions, errors, capacity):
   assert_allclose(stored.reward, [transition[2] for transition, *_ in expected], atol=1e-6)
   assert_allclose(stored.discount, [transition[3] for transition, *_ in expected], rtol=1e-6)
   assert_array_equal(stored.next_obs, [transition[4] for transition, *_ in expected])
-  assert_array_equal(stored.added, [row // 4 for *_, row in expected])
+  assert_array_equal(np.asarray(state.slots.added[g])[used], [row // 4 for *_, row in expected])
   error = np.array([errors[k] for k in numbers], np.float64) + MIN_PRIORITY
   for levels, exponent in ((state.priorities, 0.6), (state.slots.eviction, -0.4)):
     assert_allclose(np.asarray(levels[0][g, :len(used)])[used], error**exponent, rtol=1e-5)
@@ -435,28 +468,28 @@ def played(task):
   shards = [envpool_envs.EnvPoolVectorEnv(task, PLAYED[task], env_seeds(0, i, 0, 5), 1)
             for i in range(2)]
   rollout_program = RolloutProgram(shards)
-  policy = policies.epsilon_greedy(spec.num_actions)
+  weights = np.float32(np.random.default_rng(6).normal(size=(4 * 24 * 24, spec.num_actions)) / 1e3)
+  algorithm = bound(DQN(n_step=N, discount=GAMMA), Function(q_values, weights), spec=spec)
+  exploration = np.tile(np.linspace(0.4, 1.0, 5, dtype=np.float32), 2)
   state = priorities.initial_state(rollouts.initial_state(
-      shards, list(keys(7)), exploration=[jnp.linspace(0.4, 1.0, 5) for _ in range(2)]), N)
-  rollout = rollouts.make_rollout(
-      shards, by_rows(q_values), policy, 20, spec.stack, action_value=lambda params, obs, q, action:
-      jnp.take_along_axis(q, action[:, None], axis=1)[:, 0])
+      algorithm, shards, list(keys(7)), exploration=exploration), algorithm)
+  rollout = rollouts.make_rollout(algorithm, shards, 20, spec.stack)
 
-  def rollouts_and_experience(params, state):
+  def rollouts_and_experience(given, state):
     shard_rollouts = []
     def rollout_with_rewards(*args):
       state, original = rollout(*args)
       shard_rollouts.extend(
-          r._replace(reward=jnp.cos(1000 * r.behaviour_value)) for r in original)
+          r._replace(reward=jnp.cos(1000 * r.extras['value'])) for r in original)
       return state, tuple(shard_rollouts)
-    state, experience = priorities.with_priorities(rollout_with_rewards, N, GAMMA)(params, state)
+    state, experience = priorities.with_priorities(rollout_with_rewards, algorithm)(given, state)
     with_stacks = [r._replace(obs=frames.stacks(r.obs)) for r in shard_rollouts]
     return state, list(zip(with_stacks, experience, strict=True))
-  weights = np.float32(np.random.default_rng(6).normal(size=(4 * 24 * 24, spec.num_actions)) / 1e3)
-  program = rollout_program.load(rollouts_and_experience, (weights, state), (1,))
+  program = rollout_program.load(
+      rollouts_and_experience, (ForActors(weights), state), (1,))
   outputs = []
   for i in range(10):
-    state, output = program(weights * np.float32(1 + i / 10), state)
+    state, output = program(ForActors(weights * np.float32(1 + i / 10)), state)
     outputs.append(jax.tree.map(np.asarray, output))
   rollout_program.close()
   return weights, list(zip(*outputs, strict=True))
@@ -526,7 +559,7 @@ def test_the_ring_stores_the_newest_transitions_of_envpool(capacity):
       stored = [k for k in complete if k[0] >= newest_row - N - rows]
       assert (state.size[g], state.inserted[g]) == (len(stored), len(complete))
       first = np.unique(drawn.place[g], return_index=True)[1]
-      actual = sorted_transitions(*(x[g, first] for x in drawn.transition))
+      actual = sorted_transitions(*(x[g, first] for x in (*drawn.transition, drawn.added)))
       expected = sorted_transitions(*zip(*(
           (*transition[:5], turns[g][addition]) for _, addition, transition in stored),
           strict=True))
@@ -534,12 +567,32 @@ def test_the_ring_stores_the_newest_transitions_of_envpool(capacity):
       assert_allclose([x[5] for x in actual], [x[5] for x in expected], atol=1e-6)
 
 
+def test_an_item_of_several_rows_has_all_their_observations():
+  """Also across resets, where stacks repeat a frame."""
+  shard = played('Breakout-v5')[1][0]
+  rows = concatenate([rollout for rollout, _ in shard])
+  kind = items.Items(N, 1, lambda window: (window.rows(), window.all_obs()), network_rows=N + 1)
+  replay = buffer.Replay(2000, 5, 20, 4, kind, 'fifo', 0.0, 0.0)
+  state = replay.init(1, shard[0][1])
+  for i, (_, experience) in enumerate(shard):
+    state = jax.jit(replay.add)(state, jnp.arange(1), stack_groups(experience), keys(i, 1), 0)
+  place = jax.jit(replay.draw, static_argnums=2)(state, keys(0, 1), 200)[0][0]
+  stored, obs = jax.jit(replay.read)(state, jnp.int32(0), place)
+  t, e = np.array([divmod(int(x), 5) for x in place]).T
+  t = t - 1 + np.arange(N + 1)[:, None]  # row 0 of the ring is empty
+  assert_array_equal(obs, rows.obs[t, e])
+  assert not rows.valid[t, e].all()
+  for name in ('action', 'reward', 'terminated', 'truncated'):
+    assert_array_equal(getattr(stored, name), getattr(rows, name)[t[:N], e])
+
+
 # Memory.
 
 
 def test_a_transition_of_atari_takes_little_more_memory_than_a_frame():
   replay = make_replay('fifo', 2_000_000, 360, 50, stack=4)
-  like = priorities.shapes(360, (4, 84, 84), np.uint8, 4, policies.epsilon_greedy(18))
+  spec = SPEC._replace(obs_shape=(4, 84, 84), obs_dtype=np.dtype(np.uint8), num_actions=18, stack=4)
+  like = priorities.shapes(bound(DQN(), spec=spec), 360)
   state = jax.eval_shape(lambda: replay.init(1, like))
   size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
   assert 84 * 84 < size / 2_000_000 <= 7300

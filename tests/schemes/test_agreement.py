@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from benchmarks import agreement, fuzz_bits
-from podracer_jit.losses.objective import Objective
+from podracer_jit.losses.ppo import PPO
 from podracer_jit.numerics import islands
 from podracer_jit.schemes.table import SCHEMES
 from tests import extras
@@ -103,11 +103,11 @@ def test_the_search_names_the_island_that_differs(monkeypatch):
   first, *variants = agreement.variants(config, 0)
   second = next(variant for variant in variants if variant.scheme == 'ddppo')
   real_run = agreement.run
-  real_targets = Objective.targets
+  real_targets = PPO.targets
 
   def run(config, variant, updates):
     factor = 1.000001 if variant == second else 1.0
-    monkeypatch.setattr(Objective, 'targets', lambda *args: jax.tree.map(
+    monkeypatch.setattr(PPO, 'targets', lambda *args: jax.tree.map(
         lambda x: x * factor, real_targets(*args)))
     return real_run(config, variant, updates)
 

@@ -14,11 +14,16 @@ import numpy as np
 import pytest
 
 from podracer_jit import experiment, loops, losses
+from podracer_jit.agents.optimizers import Adam
 from podracer_jit.experiment.resolve import resolve
-from podracer_jit.learner import replay_updates
+from podracer_jit.learner.from_replay import FromReplay
+from podracer_jit.losses.algorithm import Aux
+from podracer_jit.numerics.groups import Groups
 from podracer_jit.play import evaluation
 from podracer_jit.replay import tree
+from podracer_jit.replay.options import ReplayOptions
 from podracer_jit.types import Target, TrainState
+from tests.made import bound
 from tests.runs import changed, open_workdir, prepared, run, small, train_in
 from tests.workers import wrap
 
@@ -100,10 +105,10 @@ def test_the_learning_rate_metric_is_the_rate_of_the_update():
   state = TrainState(params, (), jnp.int32(0), jnp.int32(50), jax.random.key(0),
                      Target(params, jnp.int32(3)), types.SimpleNamespace(
                          size=jnp.array([5]), priorities=tree.init(1, 5)))
-  sizes = replay_updates.Sizes(4, 1, 2, 1, 1, 1, 0.4, 0)
-  sums = dict(loss_terms=dict(valid=2.0, loss=1.0), sampled_age=0.0, grad_norm=1.0)
-  finish = replay_updates.make_finish(sizes, lambda steps: 1.0 - steps / 100)
-  after, metrics = finish(state, jnp.int32(1), sums, jnp.int32(25), jnp.zeros(2, jnp.uint32))
+  algorithm = bound(losses.DQN(), optimizer=Adam(learning_rate=1.0, anneal=True), total_steps=100)
+  source = FromReplay(algorithm, Groups(1, 4), None, ReplayOptions(batch_size=2), 0)
+  sums = dict(aux=Aux(dict(loss=1.0), 2.0), sampled_age=0.0, grad_norm=1.0)
+  after, metrics = source.finish(state, jnp.int32(1), sums, jnp.int32(25), jnp.zeros(2, jnp.uint32))
   assert metrics['learning_rate'] == 0.5 and metrics['steps'] == after.steps == 75
 
 
@@ -140,7 +145,7 @@ def test_the_workdir_of_an_apex_run_with_several_actors_can_be_read(tmp_path):
 
 @pytest.mark.full
 def test_evaluation_does_not_explore(tmp_path):
-  """Evaluations ignore the key of the noise; a policy that samples depends on the key."""
+  """Evaluations ignore the key of the noise; an algorithm that explores depends on the key."""
   _train(tmp_path, 4 * 256)
   agent = evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path))
 
@@ -149,10 +154,11 @@ def test_evaluation_does_not_explore(tmp_path):
       return jax.device_get(program(agent.params, state)[1].episode_return)
   first = play(agent, 0)
   assert (play(agent, 1) == first).all()
-  dist = jax.random.normal(jax.random.key(0), (5, 1))
-  assert (agent.policy.sample(jax.random.key(1), dist) == dist).all()
-  noisy = agent._replace(policy=agent.policy._replace(
-      sample=lambda key, dist: dist + jax.random.normal(key, dist.shape)))
+
+  class Noisy(losses.DPG):
+    def act(self, params, obs, carry, valid, key, exploration):
+      return super().act(params, obs, carry, valid, key, jnp.ones(len(obs)))
+  noisy = agent._replace(algorithm=Noisy().bind(agent.algorithm.parts))
   assert (play(noisy, 0) != play(noisy, 1)).any()
 
 
@@ -184,7 +190,8 @@ def _free(learners=(2,), **fields):
                   placement__learner_devices=learners)
   assert shared.learner.programs  # compiled before the copy, so that the copy shares them
   learner = copy.copy(shared.learner)
-  learner.options = resolve(changed(dict(shared.experiment.fields), **fields)).replay
+  learner.source = copy.copy(learner.source)
+  learner.source.options = resolve(changed(dict(shared.experiment.fields), **fields)).replay
   return dict(config=None, prepared_run=dataclasses.replace(shared, learner=learner))
 
 
@@ -254,14 +261,14 @@ def test_epsilons_and_noise_are_those_of_the_paper():
   # The actors get them in the order of the environments.
   acting = run_of('dqn', scheme='sync').acting
   np.testing.assert_array_equal(acting.exploration, dqn.exploration(16))
-  assert not hasattr(prepared(small('ppo')).acting, 'exploration')
+  assert prepared(small('ppo')).acting.exploration is None
 
 
 @pytest.mark.parametrize('fields, message', [
     (dict(scheme='dppo'), 'scheme: dppo is for losses without a replay, loss.name is dqn'),
     (dict(scheme='impala'), 'scheme: impala is for losses without a replay'),
     (dict(num_epochs=2), 'num_epochs: dqn draws from a replay; must be 1, got 2'),
-    (dict(normalise__obs=True), 'normalise.obs: dqn draws from a replay; must be False'),
+    (dict(normalise__obs=True), 'normalise.obs: dqn cannot learn normalised observations'),
     (dict(network__core='gru'), 'network.core: dqn has no use for it; must be none'),
     (dict(network__separate_critic=True), 'network.separate_critic: dqn has no use for it'),
     (dict(env__task='CartpoleSwingup-v1'), 'loss.name: dqn wants discrete actions'),

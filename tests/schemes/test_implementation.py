@@ -14,8 +14,8 @@ from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari, apex_dqn_catch, i
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.experiment import build
-from podracer_jit.learner import rollout_updates
-from podracer_jit.learner.rollout_learner import RolloutLearner
+from podracer_jit.learner import from_rollouts, updates
+from podracer_jit.learner.learner import RolloutLearner
 from podracer_jit.runtime import channels, placement
 from tests.runs import changed, fresh, initial_state, prepared, run, small
 from tests.schemes import test_islands
@@ -96,7 +96,7 @@ def test_programs_can_be_lowered_for_gpus(module):
   assert len({address for _, _, address in calls}) == shards
   assert {tuple(kind) for *kind, _ in calls} == {('recv', 'true'), ('send', 'true')}
   assert text.count('custom_call') == len(calls)
-  rollout = jax.eval_shape(rollout_updates.concatenate, traced.out_info[1])
+  rollout = jax.eval_shape(from_rollouts.concatenate, traced.out_info[1])
   learn = jax.jit(fresh_run.learner.learn).trace(train_state, rollout).lower(
       lowering_platforms=('cuda',))
   assert 'stablehlo.while' in learn.as_text() and 'custom_call' not in learn.as_text()
@@ -165,13 +165,13 @@ def test_learners_are_lowered_for_accelerators(case):
   texts = [text(learner.learn, state, rollout)]
   if isinstance(learner, RolloutLearner):
     (programs,) = learner.gradient_programs([fresh_run.place.mesh])
-    updates = learner.update_programs
-    prepared = jax.eval_shape(programs.prepare, state.params, state.key, rollout)
+    view = updates.view(state)
+    prepared = jax.eval_shape(programs.prepare, view, state.key, rollout)
     step = jax.ShapeDtypeStruct((), int)
-    groups = jax.eval_shape(programs.gradient, state.params, prepared, step)
-    texts += [text(programs.gradient, state.params, prepared, step),
-              text(updates.step, state, groups),
-              text(programs.prepare, state.params, state.key, rollout)]
+    groups = jax.eval_shape(programs.gradient, view, prepared, step)
+    texts += [text(programs.gradient, view, prepared, step),
+              text(learner.update_programs.step, state, groups),
+              text(programs.prepare, view, state.key, rollout)]
   for lowered in texts[:3]:  # the fourth program, `prepare`, is empty for IMPALA
     assert 'optimization_barrier' in lowered
   for lowered in texts:

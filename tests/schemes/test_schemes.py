@@ -5,10 +5,12 @@ import re
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
 from podracer_jit import loops
+from podracer_jit.losses.algorithm import Aux
 from podracer_jit.schemes.table import SCHEMES
 from tests.runs import changed, prepared, run, small
 from tests.tiers import essential
@@ -97,6 +99,21 @@ def test_a_slow_worker_has_a_large_delay_and_the_mean_is_unchanged():
   _, gud = _async('dppo_async', (0, 0), 80, wrap('worker', before=wait, after=count))
   assert 3 <= gud.max() <= 5
   assert gud.mean() == pytest.approx(1, rel=0.15)
+
+
+def test_workers_of_gradients_neither_get_nor_send_the_optimizers_state():
+  views = []
+  messages = []
+  config = with_scheme('dppo', small('ppo', num_shards=2, num_grad_shards=2))
+  run(config, updates=2, tamper=wrap(
+      'worker', before=lambda call, carry, *inputs: views.append(inputs[-1].value),
+      after=lambda call, carry, outputs: messages.append(outputs[0].value)))
+  assert len(views) == len(messages) > 0
+  for view, message in zip(views, messages, strict=True):
+    assert view.opt_state is view.key is view.replay is None
+    grads, aux = message.groups
+    assert jax.tree.structure(grads) == jax.tree.structure(view.params)
+    assert isinstance(aux, Aux) and aux.priority is None
 
 
 @pytest.mark.parametrize('vtrace', [False, True])

@@ -226,7 +226,7 @@ def annealed(tmp_path_factory):
   def make(workdir):
     binary(*CATCH, updates(6), f'--workdir={workdir}')
     output = binary(*CATCH, updates(12), f'--workdir={workdir}', '--extend')
-    assert ('the learning rate changes from 0 to 0.0005 here: it is annealed over 6,912 steps '
+    assert ('the learning rate changes from 0 to 0.0005 here: its schedule is over 6,912 steps '
             'instead of 3,456\n') in output
   return made.once(tmp_path_factory, 'annealed', make)
 
