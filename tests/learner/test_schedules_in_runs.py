@@ -40,9 +40,9 @@ def test_values_are_logged_and_computed_from_the_steps_before_the_update(loss):
       assert expected[0] != expected[-1]
 
 
-@pytest.mark.parametrize('loss, fields', [
-    ('ppo', TWO_DEVICES), ('ppo', dict(scheme='fused')),
-    *essential([('dqn', TWO_DEVICES), ('dqn', dict(scheme='fused'))], ('dqn', TWO_DEVICES))])
+@pytest.mark.parametrize('loss, fields', essential(
+    [(loss, fields) for loss in OF for fields in (TWO_DEVICES, dict(scheme='fused'))],
+    ('ppo', dict(scheme='fused')), ('dqn', TWO_DEVICES)))
 def test_a_run_with_schedules_has_the_same_bits_on_any_placement(loss, fields):
   config = changed(OF[loss], num_shards=2, num_grad_shards=2)
   assert run(changed(config, **fields))[0] == run(config)[0]
@@ -79,7 +79,7 @@ def test_a_discount_that_a_replay_cannot_follow_is_refused(fields, message):
     prepared(changed(DQN, **fields))
 
 
-@pytest.mark.parametrize('scheme', ['sync', 'fused', 'cleanba'])
+@pytest.mark.parametrize('scheme', essential(['sync', 'fused', 'cleanba'], 'sync'))
 def test_a_run_counts_beyond_32_bits(scheme):
   total = 5_700_000_000
   near = 2**32 - 100
@@ -97,7 +97,7 @@ def test_a_run_counts_beyond_32_bits(scheme):
   np.testing.assert_allclose(metrics(reports, 'loss.clip')[1], 0.3 + (0.1 - 0.3) * share, rtol=1e-5)
 
 
-@pytest.mark.parametrize('scheme', ['sync', 'fused'])
+@pytest.mark.parametrize('scheme', essential(['sync', 'fused'], 'fused'))
 def test_a_run_beyond_32_bits_ends_at_its_total_steps(scheme):
   total = 2**32 + 100
   prepared_run = prepared(changed(PPO, total_steps=total, scheme=scheme))
