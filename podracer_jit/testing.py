@@ -288,8 +288,8 @@ def _names(jaxpr: ClosedJaxpr) -> list[str]:
 
 def _constants(jaxpr: ClosedJaxpr) -> list[Any]:
   """Returns the arrays and numbers that a jaxpr holds, in order."""
-  held = [x for each in _jaxprs(jaxpr) for x in getattr(each, 'consts', ())]
-  return held + [x.val for equation in _equations(jaxpr) for x in equation.invars
+  arrays = [x for each in _jaxprs(jaxpr) for x in getattr(each, 'consts', ())]
+  return arrays + [x.val for equation in _equations(jaxpr) for x in equation.invars
                  if isinstance(x, Literal)]
 
 

@@ -102,7 +102,7 @@ class TrainState(NamedTuple):
 
 
 class Target(NamedTuple):
-  """What losses read and no gradient changes, and the count of gradient steps that times it."""
+  """Parameters that losses read and no gradient changes, and the count of gradient steps."""
 
   params: Params  # as `Algorithm.init_target` returns it
   gradient_steps: jax.Array  # i32: gradient steps done since the start of the run

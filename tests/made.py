@@ -1,4 +1,4 @@
-"""What many tests begin with: finished workdirs, and algorithms that are bound to a task."""
+"""Finished workdirs, and algorithms bound to a task, that many tests begin with."""
 
 import fcntl
 import os

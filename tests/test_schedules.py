@@ -147,9 +147,9 @@ def test_a_part_has_its_values_at_a_step():
      "and optimizer may change during a run, got 'linear:1:5'"),
     (dict(on='linear:1:0'), 'on: must be True or False; only fractional numbers of loss')])
 def test_all_numbers_of_a_schedule_obey_the_limits(values, message):
-  found = list(options.check_values('part.', values, Part, may_change=True))
-  assert len(found) == bool(message)
-  assert all(line.startswith(f'part.{message}') for line in found), found
+  problems = list(options.check_values('part.', values, Part, may_change=True))
+  assert len(problems) == bool(message)
+  assert all(line.startswith(f'part.{message}') for line in problems), problems
 
 
 def test_options_of_other_sections_do_not_change():

@@ -91,32 +91,20 @@ def make_act(algorithm: Algorithm, greedy: bool = False) -> Callable:
   num_envs = algorithm.parts.num_envs
 
   @island('decision')
-  def decide(given, obs, carry, ended, exploration, env_id, key):
-    """Acts in B environments; see `Algorithm.act`.
-
-    Args:
-      given: `ForActors`.
-      obs: [B, ...].
-      carry: before this row.
-      ended: [B] bool, the row before was the last of its episode.
-      exploration: [B] f32, or None.
-      env_id: [B] i32, indices of the environments among all of the run.
-      key: PRNG key of the row.
-
-    Returns:
-      The next carry, actions for the environments, and fields of the row.
-    """
+  def decide(given: ForActors, key: jax.Array, env: EnvState):
+    """Returns the next carry, actions for the environments, and fields of the row."""
     now = algorithm.at(given.steps)
+    exploration = env.exploration
     if exploration is not None and given.steps is not None:
-      exploration = jnp.asarray(now.exploration(num_envs))[env_id]
-    acted = now.act(given.params, obs, carry, ~ended, None if greedy else key, exploration)
+      exploration = jnp.asarray(now.exploration(num_envs))[env.env_id]
+    acted = now.act(given.params, env.obs, env.recurrent_state, ~env.ended,
+                    None if greedy else key, exploration)
     row = dict(action=acted.action, extras=acted.extras)
     return acted.carry, algorithm.parts.policy.to_env(acted.action), row
 
   @jax.named_scope('policy')
   def act(given: ForActors, key: jax.Array, env: EnvState):
-    carry, env_action, row = decide(given, env.obs, env.recurrent_state, env.ended,
-                                    env.exploration, env.env_id, key)
+    carry, env_action, row = decide(given, key, env)
     return env._replace(recurrent_state=carry), env_action, dict(row, valid=~env.ended)
 
   return act

@@ -86,15 +86,25 @@ def make_gradients(algorithm: Algorithm, read: Callable, groups: Groups, microba
     chex.assert_shape(draw.index, (groups.local, None))
 
     @island('gradient')
-    def of_microbatch(state, items, targets, weight, count, statistics, key):
+    def of_microbatch(state, batch, key):
       # A number that is known need not be an input; a division by it has other bits then.
-      count = jnp.float32(draw.count) if count is None else count
-      batch = Batch(items, targets, weight, count, statistics)
+      if batch.count is None:
+        batch = batch._replace(count=jnp.float32(draw.count))
       grads, aux = algorithm.at(state.steps).gradient(state._replace(steps=None), batch, key)
       return (grads, aux._replace(priority=None)), aux.priority
 
     def of_group(group, number, index, weight):
-      """Adds the gradients of the microbatches of a group, from the first to the last."""
+      """Adds the gradients of the microbatches of a group, from the first to the last.
+
+      Args:
+        group: [] i32, index of the group on this device.
+        number: [] i32, its index among all groups.
+        index: [n] i32, its items.
+        weight: [n] f32, their importance weights, or None.
+
+      Returns:
+        (grads, Aux) without priorities, and priorities [n] or None.
+      """
       microbatches = num_microbatches(index.size, rows_per_item, microbatch_rows)
       group_key = jax.random.fold_in(key, number)
 
@@ -102,8 +112,8 @@ def make_gradients(algorithm: Algorithm, read: Callable, groups: Groups, microba
         i, index, weight = inputs
         items, targets = read(source, group, index)
         count = draw.count if isinstance(draw.count, jax.Array) else None
-        return of_microbatch(state, items, targets, weight, count, draw.statistics,
-                             jax.random.fold_in(group_key, i))
+        batch = Batch(items, targets, weight, count, draw.statistics)
+        return of_microbatch(state, batch, jax.random.fold_in(group_key, i))
 
       xs = jax.tree.map(lambda x: x.reshape(microbatches, -1), (index, weight))
       xs = (jnp.arange(microbatches), *xs)

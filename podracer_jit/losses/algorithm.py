@@ -40,7 +40,7 @@ MAX_N_STEP = 256  # a program has operations for each step
 
 
 class Parts(NamedTuple):
-  """What the config and the task have chosen for an algorithm."""
+  """Choices of the config and the task for an algorithm."""
 
   spec: EnvSpec
   policy: Policy
@@ -64,7 +64,7 @@ class Acted(NamedTuple):
 
 
 class ForActors(NamedTuple):
-  """What actors get of a train state."""
+  """Part of a train state that actors get."""
 
   params: Any  # the result of `Algorithm.acting`
   steps: jax.Array | None = None  # of the state, if an option changes with them; else None
@@ -81,7 +81,7 @@ class Batch(NamedTuple):
 
 
 class Aux(NamedTuple):
-  """What a loss returns beside its value."""
+  """Results of a loss beside its value."""
 
   terms: Metrics  # sums over the valid rows (or items) of the microbatch; logged as means
   valid: jax.Array  # [] f32: number of these rows

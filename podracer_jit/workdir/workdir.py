@@ -162,23 +162,23 @@ class Workdir:
     if not path.exists() and not made_updates:
       return Look(State.NEW, None)
     newest, broken = checkpoints.examine(self.path)
-    found, problem = self._found_record(newest)
-    look = Look(State.STOPPED, found, newest, broken, problem, made_updates)
+    saved, problem = self._found_record(newest)
+    look = Look(State.STOPPED, saved, newest, broken, problem, made_updates)
     if self._is_running():
       return look._replace(state=State.RUNNING)
-    if found is None:
+    if saved is None:
       return look._replace(state=State.BROKEN)
     if updates and newest is None:
       listed = '; '.join(f'{update}: {broken[update]}' for update in updates)
       return look._replace(state=State.BROKEN, problem=(
           f'--workdir: none of the checkpoints in {self.path / checkpoints.FOLDER} is whole '
           f'({listed}); put one back, or choose another --workdir to begin anew'))
-    if found.origin and newest is None:
+    if saved.origin and newest is None:
       return look._replace(state=State.BROKEN, problem=(
           f'--workdir: the run in {self.path} began with the state of another run, and has no '
           'checkpoint left; choose another --workdir to begin anew'))
     steps = checkpoints.steps_of(self.path, newest) if newest else 0
-    total = found.config.get(record.TOTAL)
+    total = saved.config.get(record.TOTAL)
     is_finished = isinstance(total, int) and steps is not None and steps >= total
     return look._replace(state=State.FINISHED) if is_finished else look
 
@@ -243,29 +243,29 @@ class OpenWorkdir(Workdir):
       raise ValueError(problem)
     if self.seen.state is State.BROKEN:
       raise ValueError(self.seen.problem)
-    found = self.seen.record
-    if found is None or self._gives_way(found, fields, request):
+    saved = self.seen.record
+    if saved is None or self._gives_way(saved, fields, request):
       if request.change:
         flag = '--extend' if tuple(request.change) == (record.TOTAL,) else '--change'
         raise ValueError(f'{flag}: there is no run in {self.path} to go on with')
       return True
-    refused = record.refusals(found.differences(fields), request.change)
+    refused = record.refusals(saved.differences(fields), request.change)
     if refused:
       raise OtherExperiment(f'{self.path} holds another experiment ({"; ".join(refused)}); set the '
                           'fields back, or choose another --workdir, where --init_from='
                           f'{self.path} begins with what this run has learned')
-    if request.init_from and not _is_origin(found.origin, request.init_from):
-      began = f'with {found.origin.words()}' if found.origin else 'with its seed'
+    if request.init_from and not _is_origin(saved.origin, request.init_from):
+      began = f'with {saved.origin.words()}' if saved.origin else 'with its seed'
       raise ValueError(f'--init_from: {self.path} has a run already, which began {began}; choose '
                        'another --workdir for a new run')
     return False
 
-  def _gives_way(self, found: record.Record, fields: Mapping[str, Any], request: Request) -> bool:
+  def _gives_way(self, saved: record.Record, fields: Mapping[str, Any], request: Request) -> bool:
     """Returns whether the run never made an update, and is not the one that is asked for."""
     if self.seen.made_updates or request.change:
       return False
-    return bool(found.differences(fields)) or bool(request.init_from) and not _is_origin(
-        found.origin, request.init_from)
+    return bool(saved.differences(fields)) or bool(request.init_from) and not _is_origin(
+        saved.origin, request.init_from)
 
   def changed_record(self, fields: Mapping[str, Any]) -> record.Record:
     """Returns the record of the run, which goes on with this config.
@@ -273,12 +273,12 @@ class OpenWorkdir(Workdir):
     Raises:
       OtherExperiment: the config changes before a later update.
     """
-    found = self.seen.record
-    changes = found.differences(fields)
+    saved = self.seen.record
+    changes = saved.differences(fields)
     if not changes:
-      return found
+      return saved
     try:
-      return found.changed(fields, (self.seen.update or 0) + 1)
+      return saved.changed(fields, (self.seen.update or 0) + 1)
     except ValueError as error:
       names = shorten(', '.join(changes), 600)
       raise OtherExperiment(f'{names}: cannot change now: {error}') from None
@@ -344,10 +344,10 @@ def opened(path: Path) -> Iterator[OpenWorkdir]:
   try:
     try:
       files.make_folder(path)
-      held = lock.WorkdirLock(path)
+      workdir_lock = lock.WorkdirLock(path)
     except OSError as error:
       raise ValueError(f'--workdir: {path} cannot be written to: {error.strerror}') from None
-    with contextlib.closing(held):
+    with contextlib.closing(workdir_lock):
       yield OpenWorkdir(path)
   except BaseException:
     for folder in new:
