@@ -121,7 +121,7 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
               Callback | type[Callback] | Callable[[Mapping[str, Any]], Any] | str] = (),
           init_from: str | Path | None = None,
           init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
-          repeat: str | Path | None = None, profile_dir: str | Path | None = None,
+          renew_envs: bool = False, profile_dir: str | Path | None = None,
           quiet: bool = False) -> Trained | list[Trained]:
   """Trains in this process, with the same bits as the command; goes on with a run in the workdir.
 
@@ -144,7 +144,8 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
     init_partly: parameters and other arrays that do not fit begin anew.
     extend: short for change=['total_steps']: goes on with a larger total_steps.
     change: fields that may differ from the workdir's config.
-    repeat: a workdir; this run ends its segments at the same updates as the run there.
+    renew_envs: goes on with new episodes, if the simulators of the run cannot be made again as
+      they were.
     profile_dir: a folder for a jax.profiler trace of a few updates.
     quiet: prints nothing but warnings.
 
@@ -165,7 +166,7 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
     told = sinks.users(callbacks, num_seeds or 1)
     fields = _start(config)
     folder = user_path(workdir)
-    request = make_request(init_from, init_partly, extend, change, repeat)
+    request = make_request(init_from, init_partly, extend, change, renew_envs)
 
   def enter(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
     cluster = None

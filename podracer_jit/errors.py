@@ -3,7 +3,7 @@
   PodracerError
     Refused   nothing was started: InUse, OtherExperiment
     Failed    something was started: NotSaved, Broken, Diverged, CallbackFailed, EnvironmentFailed,
-              WorkerLost, Stuck, Differs
+              OtherEpisodes, WorkerLost, Stuck, Differs
     Stopped   a signal or a sink has ended the training; commands only
 
 `podracer_jit.train` raises KeyboardInterrupt for a signal, and returns if a sink has stopped it.
@@ -80,6 +80,10 @@ class CallbackFailed(Failed):
 
 class EnvironmentFailed(Failed):
   """Raised if an environment raises an exception or its process ends."""
+
+
+class OtherEpisodes(EnvironmentFailed):
+  """Raised if environments that were made again are not in the state in which they were left."""
 
 
 class WorkerLost(Failed):

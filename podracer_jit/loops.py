@@ -128,7 +128,8 @@ def _wait_for_each_other(threads: Iterable[threading.Thread], workers: Sequence[
     return blocked.issuperset(threads)
 
 
-def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
+def run(workers: Sequence[Worker], grace_s: float = 30.0,
+        busy: Callable[[], bool] = lambda: False) -> dict[str, Any]:
   """Runs each worker on its own thread until all have ended.
 
   No other thread may use a channel that joins two of the workers.
@@ -136,6 +137,7 @@ def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
   Args:
     workers: the graph.
     grace_s: seconds that threads have to end after a failure.
+    busy: whether a thread does what must not be cut short; the seconds begin when it is done.
 
   Returns:
     The last state of each worker, by name.
@@ -189,7 +191,12 @@ def run(workers: Sequence[Worker], grace_s: float = 30.0) -> dict[str, Any]:
   deadline = time.monotonic() + grace_s
   try:
     for thread in started:
-      if ended[thread.name].wait(max(0.0, deadline - time.monotonic())):
+      while not ended[thread.name].wait(min(0.05, max(0.0, deadline - time.monotonic()))):
+        if busy():
+          deadline = time.monotonic() + grace_s
+        elif time.monotonic() >= deadline:
+          break
+      else:
         thread.join()
   except KeyboardInterrupt as error:  # nobody wants to wait for the others
     grace_s -= max(0.0, deadline - time.monotonic())

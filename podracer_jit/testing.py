@@ -317,7 +317,7 @@ def _collect(run: build.Run) -> tuple[TrainState, list[Any]]:
   """
   state = run.initial_state()
   with ExitStack() as stack:
-    (actor,) = build.make_actors(run, 0, stack)
+    (actor,) = build.make_actors(run, build.Snapshot(state), stack)
     given = placement.put_params(run.experiment.algorithm.for_actors(state), actor.device)
     pool = actor.rollout_program
     with trial.in_loss(run, 'act'):

@@ -213,7 +213,7 @@ def enough(record):
 stopped = pj.train(config, 'run', callbacks=[enough], quiet=True)
 second = [stopped.finished, stopped.update]
 last = pj.train(config, 'run', quiet=True)
-pj.train(config, 'repeated', quiet=True, repeat='run')
+pj.train(config, 'never', quiet=True)
 
 errors = []
 def fails(record):
@@ -240,8 +240,9 @@ def test_callbacks_stop_and_fail_runs(tmp_path):
   assert out['ends'][1][1:] == [receipt_steps(tmp_path / 'run', 8), 'run']
   assert not out['second'][0] and 10 <= out['second'][1] <= 12
   assert out['last'][0] and out['resumed']
-  # A run that repeats another run with its stops has the same bits.
-  assert receipts(tmp_path / 'run') == receipts(tmp_path / 'repeated')
+  # A run that was stopped, or has failed, has the bits of one that was not.
+  never = receipts(tmp_path / 'never')
+  assert never == receipts(tmp_path / 'run') == receipts(tmp_path / 'failing')
   (error, cause), (wrong_result, no_cause) = out['errors']
   assert error.startswith('callback fails, update 6: ZeroDivisionError: division by zero; the '
                           'last good checkpoint is that of update 4, in failing')

@@ -66,7 +66,8 @@ ESSENTIAL = ('impala_catch', 'ppo_cartpole', 'apex_catch', 'ppo_pendulum', 'ppo_
 def _run_of(name):
   """Returns the Run of a case, compiled once for all seeds."""
   module, fields, _ = CASES[name]
-  return fresh(changed(module.get_config().to_dict(), **fields))
+  # One segment, so that all of them learn from the same number of episodes.
+  return fresh(changed(module.get_config().to_dict(), env__renew_every_updates=0, **fields))
 
 
 pytestmark = pytest.mark.as_shipped  # running takes longer than compiling

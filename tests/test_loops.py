@@ -38,7 +38,7 @@ def must_end(function, within_s=HANG_S):
 
 
 def make_graph(lag=0, actors=2, firings=20, nap=lambda: None, every=1, until=lambda state: False,
-          tamper=lambda workers: workers):
+          tamper=lambda workers: workers, primed=1):
   """Returns actors, a learner and a writer, connected as in a training run.
 
   The state of a worker is the history of its numbers. The arithmetic does not commute, so that
@@ -52,13 +52,14 @@ def make_graph(lag=0, actors=2, firings=20, nap=lambda: None, every=1, until=lam
     every: actors get parameters, and the writer gets a report, once in so many firings.
     until: ends the learner when true of its state.
     tamper: a function from workers to workers.
+    primed: the value of the first parameters.
   """
   gets = -(-firings // every)
   params = [DoubleBuffer(f'parameters {i}', gets, lag) for i in range(actors)]
   rollouts = [DoubleBuffer(f'rollouts {i}', firings) for i in range(actors)]
   reports = DoubleBuffer('reports', firings // every)
   for channel in params:
-    channel.prime(Versioned(1, 0))
+    channel.prime(Versioned(primed, 0))
 
   def actor(i):
     def fire(history, params):
@@ -172,8 +173,7 @@ def test_a_worker_fires_before_its_inputs_are_computed_and_again_after_its_outpu
     history, (item, *others) = call.fire(history, *(x._replace(value=x.value[0]) for x in inputs))
     return history, [item._replace(value=(item.value, Computed(ready))), *others]
 
-  workers = make_graph(actors=1, firings=5, tamper=wrap(not_writer, instead=firing))
-  workers[0].reads[0].channel.prime(Versioned((1,), 0))
+  workers = make_graph(actors=1, firings=5, tamper=wrap(not_writer, instead=firing), primed=(1,))
   states = must_end(lambda: run(workers))
   assert states == must_end(lambda: run_serial(make_graph(actors=1, firings=5)))
   assert computed.count('actor 0') == 5
@@ -365,6 +365,57 @@ def test_threads_that_do_not_end_are_named():
     assert isinstance(stuck.value.__cause__, Boom)
   finally:
     end_thread(release, 'actor 1')
+
+
+def test_the_seconds_of_grace_begin_when_what_must_not_be_cut_short_is_done():
+  """A checkpoint that is being saved may take longer than threads have to end."""
+  saving = threading.Event()
+  may_end = threading.Event()
+  saved = []
+  asked = []
+
+  def save(state):
+    saving.set()
+    assert may_end.wait(HANG_S)
+    saved.append(True)
+    saving.clear()
+    return state, []
+
+  def fail(state):
+    assert saving.wait(HANG_S)
+    raise ArithmeticError
+
+  def busy():
+    if saving.is_set():
+      asked.append(time.monotonic())
+      if asked[-1] - asked[0] > 0.5:  # far more than the seconds of grace
+        may_end.set()
+    return saving.is_set()
+
+  workers = [Worker('saves', save, None, [], [], 1), Worker('fails', fail, None, [], [], 1)]
+  with pytest.raises(ArithmeticError):
+    must_end(lambda: run(workers, grace_s=0.1, busy=busy))
+  assert saved
+
+
+def test_a_thread_that_hangs_after_it_was_busy_is_named():
+  release = threading.Event()
+  asked = []
+
+  def busy():
+    asked.append(True)
+    return len(asked) < 5
+
+  def fail(state):
+    raise ArithmeticError
+
+  workers = [Worker('hangs', lambda state: (state, release.wait(HANG_S) and []), None, [], [], 1),
+             Worker('fails', fail, None, [], [], 1)]
+  try:
+    with pytest.raises(loops.Stuck, match='hangs did not end within 0 s'):
+      must_end(lambda: run(workers, grace_s=0.2, busy=busy))
+  finally:
+    release.set()
 
 
 @pytest.mark.parametrize('where', ['wait_ready', 'put'])

@@ -187,7 +187,10 @@ def draw(seed: int, ends: bool, as_they_come: bool, naps: random.Random | None =
       channel = RecordedBuffer(label, gets, kind, move)
       channel.most = max(0, gets - (0 if kind is None else kind + 1))
     if kind in (0, 1) or kind == 'latest' and rng.random() < 0.8:
-      channel.prime(Versioned((Label(producers[0], -1), rng.randrange(PRIME)), 0))
+      primed = [Versioned((Label(producers[0], -1), rng.randrange(PRIME)), 0)]
+      if kind == 1 and primed[0].value[1] % 2:  # as if the run went on
+        primed.insert(0, Versioned((Label(producers[0], -2), primed[0].value[1] * 31 % PRIME), -1))
+      channel.prime(*primed)
     channels.append(channel)
 
     def rate(name):

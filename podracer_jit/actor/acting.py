@@ -54,7 +54,8 @@ class InStep(NamedTuple):
   def initial_state(self, vector_envs: Sequence[VectorEnv], keys: Sequence[jax.Array],
                     first_env: int) -> rollouts.ActorState:
     """See `Acting`."""
-    state = rollouts.initial_state(self.algorithm, vector_envs, keys, first_env, self.exploration)
+    state = rollouts.note_actions(rollouts.initial_state(
+        self.algorithm, vector_envs, keys, first_env, self.exploration), self.algorithm)
     if self.algorithm.learns_from_replay:
       return priorities.initial_state(state, self.algorithm)
     return state

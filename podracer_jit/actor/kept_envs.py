@@ -1,4 +1,4 @@
-"""The state of environments that go on in the next segment, in the form that checkpoints hold.
+"""The state of environments that go on, in the form that checkpoints hold.
 
 This form does not depend on the placement: its first axis counts the vector environments of all
 actors.
@@ -50,26 +50,31 @@ def pick(kept: Any, index: int, like: EnvState) -> EnvState:
     chex.assert_equal_shape([like, x])
     return x
 
-  return jax.tree.map(leaf, like._replace(env_id=None), kept)._replace(env_id=like.env_id)
+  return jax.tree.map(leaf, _without_place(like), kept)._replace(
+      env_id=like.env_id, sent=like.sent)
 
 
-def shapes(actor: ActorState, num_shards: int) -> Any:
+def shapes(env: EnvState, num_shards: int) -> Any:
   """Returns the shapes of the result of `gather`.
 
   Args:
-    actor: the state of any actor, or its shapes.
+    env: the state of any vector environment, or its shapes.
     num_shards: vector environments of all actors.
   """
   def leaf(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((num_shards, *x.shape), x.dtype)
 
-  env = jax.eval_shape(_saved, actor.envs[0])
-  return jax.tree.map(leaf, env)
+  return jax.tree.map(leaf, jax.eval_shape(_saved, env))
 
 
 def _saved(env: EnvState) -> EnvState:
-  """Returns the part of a state that is saved: the place says which environments they are."""
-  return jax.tree.map(_key_data, env._replace(env_id=None))
+  """Returns the part of a state that is saved."""
+  return jax.tree.map(_key_data, _without_place(env))
+
+
+def _without_place(env: EnvState) -> EnvState:
+  """Returns a state without the numbers of its environments and what they were sent last."""
+  return env._replace(env_id=None, sent=None)
 
 
 def _is_key(x: jax.Array) -> bool:

@@ -39,6 +39,8 @@ class EnvState(NamedTuple):
   # The last rows of the previous rollout, for the priorities of a replay; see `priorities`.
   recent: Rollout | None = None
   simulator: Any | None = None  # [B, ...] each: the state of environments that are functions
+  # [T, B, ...]: what the environments were sent in the previous rollout, see `note_actions`.
+  sent: jax.Array | None = None
 
 
 class ActorState(NamedTuple):
@@ -80,6 +82,31 @@ def initial_state(algorithm: Algorithm, vector_envs: Sequence[VectorEnv],
           simulator=jax.tree.map(jnp.array, vector_env.first_state))
       for vector_env, key, first in zip(vector_envs, keys, firsts, strict=True))
   return ActorState(jnp.array(vector_envs[0].handle), envs)
+
+
+def note_actions(state: ActorState, algorithm: Algorithm) -> ActorState:
+  """Returns the first state of an actor whose rollouts note what environments are sent.
+
+  Environments whose state is outside of the program are functions of their seeds and of these
+  actions. Actions have the smallest type that holds them.
+  """
+  parts = algorithm.parts
+  choices = max((parts.spec.num_actions, *parts.spec.action_choices))
+
+  def with_actions(env: EnvState) -> EnvState:
+    if env.simulator is not None:
+      return env
+    action = jax.eval_shape(parts.policy.to_env, jax.ShapeDtypeStruct(
+        (len(env.ended), *parts.policy.action_shape), parts.policy.action_dtype))
+    dtype = np.min_scalar_type(choices - 1) if choices else action.dtype
+    return env._replace(sent=jnp.zeros((parts.unroll_length, *action.shape), dtype))
+
+  return state._replace(envs=tuple(map(with_actions, state.envs)))
+
+
+def sent_by(state: ActorState) -> list[jax.Array]:
+  """Returns what the vector environments were sent in the last rollout, if it was noted."""
+  return [env.sent for env in state.envs if isinstance(env, EnvState) and env.sent is not None]
 
 
 def make_act(algorithm: Algorithm, greedy: bool = False) -> Callable:
@@ -163,7 +190,7 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
         envs[i], env_action, row = act(given, keys[i][t], envs[i])
         with jax.named_scope('environment'):
           token, simulator = vector_env.send(token, envs[i].simulator, env_action)
-        envs[i] = envs[i]._replace(simulator=simulator)
+        envs[i] = envs[i]._replace(simulator=simulator, sent=_note(envs[i].sent, env_action, t))
         buffers[i] = _write(buffers[i], t, **row)
       return token, tuple(envs), tuple(buffers)
 
@@ -295,6 +322,12 @@ def _add(buffer: Rollout, t, before: jax.Array, obs: jax.Array) -> Rollout:
     The rollout with the row set.
   """
   return buffer._replace(obs=frames.add(buffer.obs, t, before, obs))
+
+
+@jax.named_scope('storing')
+def _note(sent: jax.Array | None, action: jax.Array, t) -> jax.Array | None:
+  """Sets row t of the actions that environments were sent, if they are noted."""
+  return None if sent is None else indexing.write_row(sent, action.astype(sent.dtype), t)
 
 
 @jax.named_scope('storing')

@@ -10,8 +10,8 @@ modules that differ or have changed on the way, and both learning curves side by
 
 With --deep the command repeats the first differing update of both runs, each with its run's
 placement. It prints the array that differs first (of the rollout, a gradient, the optimizer's state
-or the parameters), and by how many units in the last place. This needs the checkpoint before the
-update's segment.
+or the parameters), and by how many units in the last place. It begins with the nearest checkpoint
+before the update.
 
 If the config of a run names modules of its own, --deep needs --allow_modules=mine, since it runs
 them.
@@ -104,19 +104,21 @@ def config_differences(config_a: dict, config_b: dict) -> list[str]:
 
 
 def header_differences(headers_a: Sequence[dict], headers_b: Sequence[dict]) -> list[str]:
-  """Returns lines about other causes of a difference: rounding, versions, ends of segments."""
+  """Returns lines about other causes of a difference: rounding and versions.
+
+  The newest header of each segment counts: a run has one more for each time that it has gone on.
+  """
   lines = []
-  for a, b in zip(headers_a, headers_b, strict=False):
-    where = f'segment {a["segment"]}: '
+  by_segment = [{header['segment']: header for header in headers}
+                for headers in (headers_a, headers_b)]
+  for segment in sorted(by_segment[0].keys() & by_segment[1].keys()):
+    a, b = (headers[segment] for headers in by_segment)
+    where = f'segment {segment}: '
     if a.get('canary') != b.get('canary'):
       lines.append(f'{where}the machines round differently: the same gradient has the fingerprint '
                    f'{shorten(str(a.get("canary")))} in A and {shorten(str(b.get("canary")))} in B')
     lines += [f'{where}{shorten(name)} was {shorten(str(was))} in A and {shorten(str(now))} in B'
               for name, was, now in _version_pairs(a, b) if was != now]
-    if a['first_update'] != b['first_update']:
-      lines.append(f'{where}begins with update {a["first_update"]} in A and '
-                   f'{b["first_update"]} in B: other episodes from there on')
-      break
   return lines
 
 

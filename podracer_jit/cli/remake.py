@@ -19,7 +19,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from podracer_jit import loops
 from podracer_jit.cli import quieten, rerun
 from podracer_jit.errors import FINISHED, REFUSED
 from podracer_jit.experiment import build
@@ -63,18 +62,16 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str]) -> Arrays
   rerun_experiment = rerun.one_device_experiment(workdir, allow_modules, update)
   experiment = evaluation.read_experiment(workdir, allow_modules, update, on_one_device=False)
   headers, receipts, _ = journal.read_receipts(workdir)
-  header = rerun.header_of(headers, receipts, update)
+  rerun.header_of(headers, receipts, update)
   host.prepare_host(experiment.placement)
   run = build.make_run(experiment)
 
   def state_after(last: int) -> TrainState:
     """Returns the state after update `last`, computed by the run's own programs."""
-    snapshot = rerun.snapshot_before(run, workdir, header)
-    count = last - header['first_update'] + 1
-    if count == 0:
+    snapshot = rerun.snapshot_before(run, workdir, update)
+    if snapshot.update == last:
       return run.learner.allocate(snapshot.state)
-    with build.segment(run, snapshot, count, lambda report: None) as segment:
-      return loops.run(segment.workers)['learner'].train
+    return rerun.made(run, snapshot, last)
 
   before = jax.device_get(_to_compare(state_after(update - 1)))
   arrays = _named('state before the update', before)
@@ -83,7 +80,7 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str]) -> Arrays
     # for comparing the runs.
     earlier = {number: line for number, line in receipts.items() if number < update}
     rerun_run = build.make_run(rerun_experiment)
-    rollout = rerun.rerun(rerun_run, rerun.snapshot_before(rerun_run, workdir, header), update,
+    rollout = rerun.rerun(rerun_run, rerun.snapshot_before(rerun_run, workdir, update), update,
                           earlier)
     arrays |= _named('rollout', rollout._asdict())
     arrays |= _step_by_step(run.learner, state_after(update - 1), rollout)

@@ -1,4 +1,4 @@
-"""Repeats one update of a run, from the checkpoint before its segment, and writes its rollout.
+"""Repeats one update of a run, from the nearest checkpoint before it, and writes its rollout.
 
   podracer_jit rerun --workdir=runs/pong --update=1234
 
@@ -12,9 +12,8 @@ Exit code: 0, 1 if an update differs from its receipt or something failed, 2 if 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -32,7 +31,10 @@ from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation
 from podracer_jit.runtime import host, placement
 from podracer_jit.runtime.output import complain
-from podracer_jit.types import Rollout
+from podracer_jit.schemes.reports import Report
+from podracer_jit.schemes.wiring import Position
+from podracer_jit.training import restoring
+from podracer_jit.types import Rollout, TrainState
 from podracer_jit.workdir import checkpoints, journal, record, sources
 
 
@@ -52,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     header = header_of(headers, receipts, update)
     host.prepare_host(experiment.placement)
     run = build.make_run(experiment)
-    snapshot = snapshot_before(run, workdir, header)
+    snapshot = snapshot_before(run, workdir, update)
     note = sources.change_since(workdir, modules.sources(experiment.fields), update)
   if note:
     complain(f'podracer_jit rerun: {note}')
@@ -92,7 +94,7 @@ def one_device_experiment(workdir: Path, allow_modules: Collection[str], update:
 
 
 def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int) -> dict:
-  """Returns the header of the segment that holds the update.
+  """Returns the newest header of the receipts before an update.
 
   Raises:
     ValueError: the update has no receipt.
@@ -103,49 +105,56 @@ def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int
   return max((h for h in headers if h['first_update'] <= update), key=lambda h: h['first_update'])
 
 
-def snapshot_before(run: build.Run, workdir: Path, header: Mapping[str, Any]) -> build.Snapshot:
-  """Returns where a segment of a run began.
+def snapshot_before(run: build.Run, workdir: Path, update: int) -> build.Snapshot:
+  """Returns where a run was before an update, or some updates earlier.
 
   Args:
-    run: the run.
+    run: the run, with the config of the update.
     workdir: the workdir of the run.
-    header: the header of the segment in the receipts.
+    update: the update.
 
   Raises:
-    ValueError: the checkpoint before the segment is missing or broken.
+    ValueError: no checkpoint before it is whole, or something has changed since.
   """
-  before = header['first_update'] - 1
-  initial = run.initial_state()
-  origin = record.read(workdir).origin
-  if before == 0 and origin is None:
-    return build.Snapshot(initial, None, header['segment'])
-  existing = checkpoints.saved_updates(workdir)
-  if before == 0 and before not in existing:
-    raise ValueError(f'--update: the run began with the state of another run, and its checkpoint '
-                     f'of update 0 is gone from {workdir}')
-  if before not in existing:
-    raise ValueError(f'--update: the checkpoint of update {before}, which is needed to repeat it, '
-                     f'is gone; the existing checkpoints are of {", ".join(map(str, existing))} '
-                     '(checkpoint.keep sets their number), and the first segment needs none')
-  with contextlib.closing(checkpoints.Checkpoints(workdir)) as saved:
+  of_run = record.read(workdir)
+  # Before these updates the run had another config, or its environments began anew.
+  since = max(first for first in (1, *of_run.changes, *of_run.renewals) if first <= update) - 1
+  saved = [number for number in checkpoints.saved_updates(workdir) if since <= number < update]
+  if since == 0 and of_run.origin is None:
+    saved.insert(0, 0)
+  if not run.experiment.resumes_exactly:  # the replay went on, and checkpoints do not have it
+    saved = [number for number in saved if number == since]
+  if not saved:
+    raise ValueError(f'--update: to repeat update {update}, a checkpoint of one of the updates '
+                     f'{since} to {update - 1} is needed, and {workdir} has none '
+                     '(checkpoint.keep sets how many stay)')
+  if saved[-1] == 0 and of_run.origin is None:
+    return build.Snapshot(run.initial_state())
+  damage = checkpoints.problem(workdir, saved[-1])
+  if damage:
+    raise ValueError(f'--update: the checkpoint of update {saved[-1]} is broken: {damage}')
+  damage = restoring.problem_of_actions(run, workdir, of_run, saved[-1])
+  if damage:
+    raise ValueError(damage)
+  with contextlib.closing(checkpoints.Checkpoints(workdir)) as folder:
     try:
-      state, _ = saved.restore(initial._replace(replay=run.learner.replay_shapes()), before)
-      envs = saved.restore_envs(build.kept_env_shapes(run), before)
+      snapshot, _ = restoring.snapshot(run, folder, workdir, of_run, saved[-1])
     except Broken as error:
       raise ValueError(f'--update: {error}') from None
-  if before == 0 and checkpoints.digest(state._replace(replay=None)) != origin.state_sha256:
+  if saved[-1] == 0 and (checkpoints.digest(snapshot.state._replace(replay=None))
+                         != of_run.origin.state_sha256):
     raise ValueError(f'--update: the checkpoint of update 0 in {workdir} is not the state that the '
                      'run began with')
-  return build.Snapshot(state, envs, header['segment'])
+  return snapshot
 
 
 def rerun(run: build.Run, snapshot: build.Snapshot, update: int, receipts: Mapping[int, dict]
           ) -> Rollout:
-  """Runs a segment up to an update; returns the rollout of that update.
+  """Runs up to an update; returns the rollout of that update.
 
   Args:
-    run: the run that the segment belongs to.
-    snapshot: where the segment began; donated.
+    run: the run.
+    snapshot: where it begins; donated.
     update: the last update to make.
     receipts: receipts of the run, by update; an update without a receipt is not checked.
 
@@ -172,10 +181,36 @@ def rerun(run: build.Run, snapshot: build.Snapshot, update: int, receipts: Mappi
       return worker.fire(carry, *batch)
     return worker._replace(fire=fire) if worker.name == 'learner' else worker
 
-  count = update - int(snapshot.state.update)
-  with build.segment(run, snapshot, count, check) as segment:
-    loops.run([watched(worker) for worker in segment.workers])
+  made(run, snapshot, update, check, watched)
   return rollouts[0]
+
+
+def made(run: build.Run, snapshot: build.Snapshot, update: int,
+         report: Callable[[Report], None] = lambda report: None,
+         watched: Callable[[loops.Worker], loops.Worker] = lambda worker: worker) -> TrainState:
+  """Makes updates, over the ends of segments; returns the state after the last one.
+
+  Args:
+    run: the run.
+    snapshot: where it begins; donated.
+    update: the last update to make.
+    report: called with each report.
+    watched: replaces a worker.
+  """
+  positions = []
+
+  def after(position: Position, wait_written: Callable[[], None]) -> bool:
+    positions[:] = [position]
+    return False
+
+  while True:
+    where = snapshot.segment, snapshot.begun  # the state is donated
+    count = update - snapshot.update
+    with build.segment(run, snapshot, count, report, build.Events(after=after)) as segment:
+      loops.run([watched(worker) for worker in segment.workers])
+    if positions[0].update >= update:
+      return positions[0].state
+    snapshot = build.snapshot_at(run, positions[0], *where)
 
 
 def _write(rollout: Rollout, path: Path) -> None:

@@ -61,9 +61,8 @@ def main(argv: Sequence[str], began_s: float | None = None) -> int:
                       'the name of the config.', flag_values=values)
   flags.DEFINE_string('profile_dir', None, 'A folder for a jax.profiler trace of a few updates.',
                       flag_values=values)
-  flags.DEFINE_string('repeat', None, 'A workdir. This run ends its segments at the same updates '
-                      'as the run there, also where a signal ended one, and so has the same bits.',
-                      flag_values=values)
+  flags.DEFINE_bool('renew_envs', False, 'Goes on with new episodes, if the simulators of the run '
+                    'cannot be made again as they were.', flag_values=values)
   flags.DEFINE_string('init_from', None, 'A workdir. A new run begins with the newest state of '
                       'that run, instead of random parameters: with its parameters, its running '
                       'statistics, and the state of its optimizer if that fits.',
@@ -113,7 +112,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
         if values.num_seeds is None:  # else each seed has a workdir
           failing = workdir
         request = make_request(values.init_from, values.init_partly, values.extend, values.change,
-                               values.repeat)
+                               values.renew_envs)
         joining = (values.coordinator_address, values.num_processes, values.process_id)
         is_distributed = values.distributed or joining != (None, None, None)
         if is_distributed and values.num_seeds is not None:

@@ -32,7 +32,7 @@ def get_config(arg: str = ''):
   config.replay.gradient_steps = 16  # between two additions to the replay
   config.replay.eviction = 'prioritised'
   config.replay.params_every = 2  # rollouts, 100 steps of an environment
-  config.checkpoint.every_updates = 10_000
+  config.env.renew_every_updates = 10_000
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 800

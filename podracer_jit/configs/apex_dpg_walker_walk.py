@@ -33,7 +33,7 @@ def get_config(arg: str = ''):
   config.replay.batch_size = 256
   config.replay.gradient_steps = 32
   config.replay.eviction = 'prioritised'
-  config.checkpoint.every_updates = 1000
+  config.env.renew_every_updates = 1000
   config.placement.xla_threads = 2  # more threads than cores are slower
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):

@@ -34,7 +34,7 @@ def get_config(arg: str = ''):
   config.replay.batch_size = 512
   config.replay.gradient_steps = 16  # between two additions to the replay
   config.replay.params_every = 2  # rollouts: 400 frames of an environment
-  config.checkpoint.every_updates = 5_000
+  config.env.renew_every_updates = 5_000
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 320

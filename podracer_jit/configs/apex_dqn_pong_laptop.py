@@ -45,7 +45,7 @@ def get_config(arg: str = ''):
   config.placement.learner_devices = (0, 1)
   config.placement.env_threads = 1
   config.placement.xla_threads = 2  # more threads than cores are slower
-  config.checkpoint.every_updates = 500
+  config.env.renew_every_updates = 500
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 640

@@ -47,7 +47,7 @@ def get_config(arg: str = ''):
   config.optimizer.max_grad_norm = 40.0
 
   config.num_grad_shards = 4  # at most 4 learner devices
-  config.checkpoint.every_updates = 2_000  # 5M steps
+  config.env.renew_every_updates = 2_000  # 5M steps
 
   if 'smoke' in args:
     config.total_steps = 72

@@ -45,7 +45,7 @@ def get_config(arg: str = ''):
 
   config.num_grad_shards = 8  # at most 8 learner devices
   config.microbatch_rows = 64  # activations that fit a CPU's cache are fastest
-  config.checkpoint.every_updates = 300  # 5M steps
+  config.env.renew_every_updates = 300  # 5M steps
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 192

@@ -28,7 +28,7 @@ def get_config(arg: str = ''):
   config.optimizer.learning_rate = 2e-3  # the table does not say that it falls
   config.optimizer.anneal = False
   config.optimizer.max_grad_norm = 1.13
-  config.checkpoint.every_updates = 200
+  config.env.renew_every_updates = 200
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 192
     config.env.num_envs = 8

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from podracer_jit.envs.spaces import ObsPart, Spaces
@@ -128,6 +129,53 @@ class VectorEnv(Protocol):
 
   def close(self) -> None:
     """Ends the environments. No program that contains them may run afterwards."""
+
+
+class VectorEnvOfShapes:
+  """Replaces a vector environment while shapes are computed; it starts no environments."""
+
+  def __init__(self, spec: EnvSpec, num_envs: int, batch_size: int):
+    self._spec = spec
+    self.num_envs = num_envs
+    self.batch_size = batch_size or num_envs
+    self.handle = np.zeros(8, np.uint8)
+    self.state_shapes: Any | None = None
+
+  @property
+  def first_state(self) -> Any:
+    """See `VectorEnv`; use it inside of `jax.eval_shape` only."""
+    return jax.tree.map(_empty, self.state_shapes)
+
+  @property
+  def first_obs(self) -> jax.Array:
+    """See `VectorEnv`; use it inside of `jax.eval_shape` only."""
+    return self._zeros(self.num_envs, self._spec.obs_dtype, *self._spec.obs_shape)
+
+  def send(self, token: jax.Array, state: Any, action: jax.Array,
+           env_id: jax.Array | None = None) -> tuple[jax.Array, Any]:
+    """Does nothing. Args and results: see `VectorEnv.send`."""
+    del action, env_id
+    return token, state
+
+  def recv(self, token: jax.Array, state: Any) -> tuple[jax.Array, Any, TimeStep]:
+    """See `VectorEnv`."""
+    size = self.batch_size
+    flag = self._zeros(size, bool)
+    reward = self._zeros(size, jnp.float32)
+    step = TimeStep(obs=self._zeros(size, self._spec.obs_dtype, *self._spec.obs_shape),
+                    reward=reward, terminated=flag, truncated=flag, raw_reward=reward,
+                    game_over=flag, env_id=self._zeros(size, jnp.int32))
+    return token, state, step
+
+  def _zeros(self, size: int, dtype: Any, *shape: int) -> jax.Array:
+    return jnp.zeros((size, *shape), dtype)
+
+
+def _empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
+  """Returns an array, or PRNG keys, of a shape and dtype."""
+  if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+    return jax.random.split(jax.random.key(0), shape.shape)
+  return jnp.zeros(shape.shape, shape.dtype)
 
 
 class Family(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import flax.errors
@@ -16,23 +16,26 @@ from podracer_jit import loops, options, schedules
 from podracer_jit.actor import kept_envs, priorities
 from podracer_jit.actor.acting import Acting, FirstReady, InStep
 from podracer_jit.actor.rollout_program import KeptPrograms, RolloutProgram
+from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.agents import networks, running_moments
 from podracer_jit.envs.families import family_of
+from podracer_jit.envs.protocol import VectorEnvOfShapes
 from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.errors import EnvironmentFailed, OtherEpisodes
 from podracer_jit.experiment import modules
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.learner.from_replay import FromReplay
 from podracer_jit.learner.from_rollouts import FromRollouts
 from podracer_jit.learner.learner import Learner, ReplayLearner, RolloutLearner, keys_of
-from podracer_jit.loops import Worker
 from podracer_jit.losses.algorithm import Algorithm
 from podracer_jit.numerics import counters
 from podracer_jit.numerics.groups import Groups
+from podracer_jit.options import INT32_MAX
 from podracer_jit.replay import buffer
 from podracer_jit.runtime import placement
-from podracer_jit.runtime.channels import FifoQueue, Versioned
-from podracer_jit.schemes import gradients, wiring
-from podracer_jit.schemes.reports import Report
+from podracer_jit.runtime.channels import Closed
+from podracer_jit.schemes import gradients, replaying, wiring
+from podracer_jit.schemes.reports import Report, ReportQueue
 from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.types import TrainState
 
@@ -61,7 +64,7 @@ class Run:
     return wiring.Plan(
         experiment.scheme, self.place, self.learner, self.acting, experiment.env.num_envs,
         experiment.num_shards, experiment.total_steps, experiment.placement.updates_per_call,
-        experiment.keeps_envs, self._gradient_workers, self.kept_programs)
+        experiment.deterministic, self._gradient_workers, self.kept_programs)
 
   def _gradient_workers(self) -> list[gradients.GradientWorker]:
     """Returns the gradient workers of a scheme with separate updates."""
@@ -74,12 +77,31 @@ class Run:
     return self.learner.initial_state(self.experiment.seed)
 
 
-class Snapshot(NamedTuple):
-  """The state of a run between two segments, as its checkpoint has it."""
+# Updates of a segment that never ends.
+_ENDLESS = INT32_MAX
 
-  state: TrainState  # without a replay if segments begin with an empty one
+
+class Snapshot(NamedTuple):
+  """Where a run is between two updates, as its checkpoint has it."""
+
+  state: TrainState  # without a replay if it begins empty
   envs: Any | None = None  # as in `kept_envs`; None if the environments begin anew
-  segment: int = 0  # index of the next segment
+  segment: int = 0  # index of the segment: the life of simulators, and of the pipeline
+  first: int | None = None  # updates done when the segment began; None: it begins here
+  before: Any = None  # with a lag, within a segment: what actors got before the last update
+  # [R, num_shards, T, B, ...], what all vector environments were sent in the segment's rollouts;
+  # None if they begin anew, or if `envs` has all of their state.
+  sent: np.ndarray | None = None
+
+  @property
+  def update(self) -> int:
+    """Updates done."""
+    return int(self.state.update)
+
+  @property
+  def begun(self) -> int:
+    """Updates done when the segment began."""
+    return self.update if self.first is None else self.first
 
 
 class Crew(Protocol):
@@ -364,30 +386,80 @@ def exploration_of(experiment: Experiment) -> np.ndarray | None:
   return None if exploration is None else np.asarray(exploration)
 
 
-def make_actors(run: Run, index: int, stack: contextlib.ExitStack, envs: Any | None = None
+def make_actors(run: Run, snapshot: Snapshot, stack: contextlib.ExitStack,
+                stop: Callable[[], bool] = lambda: False,
+                progress: Callable[[int, int], None] = lambda done, total: None
                 ) -> list[wiring.LocalActor]:
-  """Starts the environments of this process's actors for a segment.
+  """Starts the environments of this process's actors.
 
   Args:
-    run: the run that the segment belongs to.
-    index: index of the segment, from 0: the streams of its environments depend on it.
+    run: the run of the actors.
+    snapshot: where it is; the streams of its environments depend on the index of the segment.
     stack: closes the environments on its exit, after the programs that contain them have finished.
-    envs: the state that the environments go on from, as in `kept_envs`; None if they begin anew.
+    stop: whether the run shall stop, see `replaying.replay`.
+    progress: called with the steps that were replayed, and all steps to replay.
 
   Returns:
     The actors, in order.
+
+  Raises:
+    Closed: the run was stopped meanwhile.
+    EnvironmentFailed: an environment has failed, or cannot go on where it was.
   """
   place = run.place
   # One program has one actor, which steps the environments of all devices.
   devices = [place.actors[0]] if run.experiment.scheme.graph.one_program else place.actors
   # Actors are numbered over all processes, so that seeds and keys do not depend on the processes.
   first = place.process * len(devices)
+  envs = snapshot.envs
+  if envs is not None and not jax.tree.leaves(snapshot.state.replay):
+    envs = priorities.forget(envs)
   actors = []
+  replays = []
   for number, device in enumerate(devices, first):
     ids = shards_of(run.experiment, number, len(devices) * place.processes)
-    actors.append(make_actor(run, index, ids, device, envs))
-    stack.callback(actors[-1].rollout_program.close)
+    fresh = make_actor(run, snapshot.segment, ids, device)
+    stack.callback(fresh.rollout_program.close)
+    actors.append(fresh._replace(state=_going_on(fresh.state, envs, ids, device)))
+    if snapshot.sent is not None:
+      width = len(fresh.state.envs[0].ended)
+      seeds = env_seeds(run.experiment.seed, snapshot.segment, fresh.first_env, width * len(ids))
+      replays.append(replaying.Replay(
+          run.experiment.env.task, seeds, fresh.rollout_program, fresh.state,
+          snapshot.sent[:, ids.start:ids.stop], actors[-1].state))
+  _replay(run, replays, stop, progress)
   return actors
+
+
+def _replay(run: Run, replays: Sequence[replaying.Replay], stop: Callable[[], bool],
+            progress: Callable[[int, int], None]) -> None:
+  """Replays in all processes, which go on together or not at all; see `make_actors`."""
+  failure: Exception | None = None
+  try:
+    replaying.replay(replays, run.kept_programs, stop, progress)
+  except (Closed, EnvironmentFailed) as error:
+    failure = error
+  kinds = Closed, OtherEpisodes, EnvironmentFailed
+  happened = placement.any_process([isinstance(failure, kind) for kind in kinds], run.place.mesh)
+  for kind, is_raised in zip(kinds, happened, strict=True):
+    if is_raised:
+      raise failure or kind(f'env.task: {run.experiment.env.task} cannot go on where it was in '
+                            'another process')
+
+
+def _going_on(state: ActorState, envs: Any | None, ids: range, device: jax.Device) -> ActorState:
+  """Returns the state of an actor whose environments go on.
+
+  Args:
+    state: the first state of its environments.
+    envs: the state of all environments, as in `kept_envs`; None: they begin anew.
+    ids: the actor's vector environments.
+    device: of the actor.
+  """
+  if not envs:
+    return state
+  return jax.device_put(state._replace(envs=tuple(
+      kept_envs.pick(envs, i, like) for i, like in zip(ids, state.envs, strict=True))), device)
 
 
 def shards_of(experiment: Experiment, number: int, actors: int) -> range:
@@ -402,8 +474,7 @@ def shards_of(experiment: Experiment, number: int, actors: int) -> range:
   return range(number * per_actor, (number + 1) * per_actor)
 
 
-def make_actor(run: Run, index: int, ids: range, device: jax.Device, envs: Any | None = None
-               ) -> wiring.LocalActor:
+def make_actor(run: Run, index: int, ids: range, device: jax.Device) -> wiring.LocalActor:
   """Starts the environments of an actor for a segment; its `rollout_program` closes them.
 
   Args:
@@ -411,7 +482,6 @@ def make_actor(run: Run, index: int, ids: range, device: jax.Device, envs: Any |
     index: of the segment, from 0.
     ids: the actor's vector environments, as `shards_of` returns them.
     device: of the actor.
-    envs: see `make_actors`.
   """
   experiment = run.experiment
   width = experiment.env.num_envs // experiment.num_shards
@@ -429,9 +499,6 @@ def make_actor(run: Run, index: int, ids: range, device: jax.Device, envs: Any |
     keys = [jax.random.fold_in(key, i) for i in ids]
     first_env = ids[0] * width
     state = run.acting.initial_state(rollout_program.vector_envs, keys, first_env)
-    if envs:
-      state = state._replace(envs=tuple(
-          kept_envs.pick(envs, i, like) for i, like in zip(ids, state.envs, strict=True)))
     state = jax.device_put(state, device)
     failing.pop_all()
   return wiring.LocalActor(rollout_program, state, device, first_env)
@@ -439,77 +506,116 @@ def make_actor(run: Run, index: int, ids: range, device: jax.Device, envs: Any |
 
 def kept_env_shapes(run: Run) -> Any | None:
   """Returns the shapes of the environments' state in checkpoints; None if they do not have it."""
-  if not run.experiment.keeps_envs:
+  if not run.experiment.deterministic:
     return None
-  with contextlib.ExitStack() as stack:
-    actor, *_ = make_actors(run, 0, stack)
-    return kept_envs.shapes(actor.state, run.experiment.num_shards)
+  state = shapes_of_pool(run.experiment, run.acting)
+  return kept_envs.shapes(state.envs[0], run.experiment.num_shards)
 
 
-def envs_after(run: Run, states: Mapping[str, Any], first_update: int) -> Any:
-  """Returns the environments' state after the last update of a segment.
+def shapes_of_pool(experiment: Experiment, acting: Acting) -> ActorState:
+  """Returns the shapes of the state of an actor with one vector environment; starts nothing."""
+  vector_env = vector_env_of_shapes(experiment)
+  return jax.eval_shape(lambda key: acting.initial_state([vector_env], [key], 0),
+                        jax.eval_shape(jax.random.key, 0))
+
+
+def vector_env_of_shapes(experiment: Experiment) -> VectorEnvOfShapes:
+  """Returns what replaces one of the vector environments while shapes are computed."""
+  # All vector environments have the same shapes, so one is enough.
+  num_envs = experiment.env.num_envs // experiment.num_shards
+  vector_env = VectorEnvOfShapes(experiment.spec, num_envs, experiment.env_batch)
+  if experiment.spec.is_function:
+    task = experiment.env.task
+    vector_env.state_shapes = family_of(task).state_shapes(task, experiment.env_options, num_envs)
+  return vector_env
+
+
+def segment_end(experiment: Experiment, first: int) -> int:
+  """Returns the update with which a segment ends that began after update `first`."""
+  return min(_ENDLESS, first + (experiment.env.renew_every_updates or _ENDLESS))
+
+
+class Events(NamedTuple):
+  """Functions that are called while a segment is made."""
+
+  # Whether the run shall stop: environments are replayed no further, and nobody waits for others.
+  stop: Callable[[], bool] = lambda: False
+  # Called with the steps that were replayed, and all steps to replay.
+  replaying: Callable[[int, int], None] = lambda done, total: None
+  # The next update after this one at which `after` must be called.
+  next_pause: Callable[[int], int] = lambda update: _ENDLESS
+  # Called by the thread that learns, after each call of updates, with the position, and a function
+  # that waits until all reports are written; whether the segment ends here.
+  after: Callable[[wiring.Position, Callable[[], None]], bool] = lambda position, wait: False
+
+
+_NO_EVENTS = Events()
+
+
+def snapshot_at(run: Run, position: wiring.Position, index: int, first: int) -> Snapshot:
+  """Returns where a run is after an update of a segment; all processes call it.
 
   Args:
-    run: the run that the segment belongs to.
-    states: the workers' last states, by name.
-    first_update: updates done before the segment.
-
-  Returns:
-    The state as in `kept_envs`; None if the next segment's environments begin anew.
+    run: the run.
+    position: the position after the update, which is still valid.
+    index: index of the segment.
+    first: updates done when the segment began.
   """
-  if not run.experiment.keeps_envs:
-    return None
-  # The learner's state counts the updates; actors may have made more rollouts.
-  updates = int(states['learner'].train.update) - first_update
-  graph = run.experiment.scheme.graph
-  return kept_envs.gather(graph.actors_after(run.plan, states, updates))
+  experiment = run.experiment
+  is_within = experiment.resumes_exactly and position.update < segment_end(experiment, first)
+  envs = None
+  if is_within or experiment.keeps_envs:
+    envs = kept_envs.gather(position.actors())
+  if not is_within:
+    return Snapshot(position.state, envs, index + 1)
+  before = None
+  if experiment.scheme.lag:
+    before = jax.tree.map(lambda x: jax.device_get(x.addressable_data(0)), position.before())
+  return Snapshot(position.state, envs, index, first, before)
 
 
 @contextlib.contextmanager
 def segment(run: Run, snapshot: Snapshot, updates: int, report: Callable[[Report], None],
-            stop: Callable[[], bool] = lambda: False) -> Iterator[wiring.Segment]:
-  """Builds a segment: environments, and channels primed with the state.
+            events: Events = _NO_EVENTS) -> Iterator[wiring.Segment]:
+  """Builds the rest of a segment: environments, and channels primed with the state.
 
   Args:
     run: the run that the segment belongs to.
-    snapshot: where it begins; the streams of its environments depend on the segment's index. The
-      state is donated. A replay that is missing begins empty.
-    updates: number of updates, unless total_steps are reached or `stop` says so.
+    snapshot: where it begins, or goes on. The state is donated. A replay that is missing begins
+      empty.
+    updates: most updates; the segment may end earlier, as do `total_steps`.
     report: called with each Report, by a thread of its own.
-    stop: called after every update (with a scheme of one program: after every call of it); True
-      ends the segment.
+    events: called meanwhile.
 
   Yields:
     The segment. On exit its environments are closed, after their programs have finished; unless
     the exit is a `loops.Stuck`, whose threads may still step them.
+
+  Raises:
+    Closed: it was stopped while its environments were replayed.
+    EnvironmentFailed: an environment has failed, or cannot go on where it was.
   """
-  state, envs, index = snapshot
-  if envs is not None and not jax.tree.leaves(state.replay):
-    envs = priorities.forget(envs)
-  state = run.learner.allocate(state)
-  total_steps = run.experiment.total_steps
-  mesh = run.place.mesh
+  update = snapshot.update
+  end = segment_end(run.experiment, snapshot.begun)
 
-  def ended(state: TrainState) -> bool:
-    stopped = placement.any_process(stop(), mesh)
-    return stopped or counters.number(state.steps) >= total_steps
-
-  def write(state: None, item: Versioned):
-    report(item.value)
-    return state, ()
+  def after(position: wiring.Position) -> bool:
+    steps = counters.number(position.state.steps)
+    is_over = events.after(position._replace(steps=steps), reports.wait_written)
+    return is_over or steps >= run.experiment.total_steps
 
   with contextlib.ExitStack() as stack:
-    if run.crew:
-      actors = run.crew.actors(index, stop)
-    else:
-      actors = make_actors(run, index, stack, envs)
-    start = wiring.SegmentStart(state, int(state.update), updates, ended)
-    # A queue passes on computed values only, so the waiting times of an update are known.
-    reports = FifoQueue('reports', 1)
-    workers, waits = run.experiment.scheme.graph.wire(run.plan, actors, start, reports)
-    writer = Worker('writer', write, None, [wiring.Endpoint(reports)], [], 2**62)
     try:
-      yield wiring.Segment([*workers, writer], waits)
+      if run.crew:
+        actors = run.crew.actors(snapshot.segment, events.stop)
+      else:
+        actors = make_actors(run, snapshot, stack, events.stop, events.replaying)
+      reports = ReportQueue()
+      start = wiring.SegmentStart(
+          run.learner.allocate(snapshot.state), update, snapshot.begun, min(updates, end - update),
+          snapshot.before, events.next_pause, after)
+      del snapshot  # it would stay in memory
+      workers, waits = run.experiment.scheme.graph.wire(run.plan, actors, start, reports)
+      yield wiring.Segment([*workers, reports.writer(report)], waits)
     except loops.Stuck:
       # To close the environments would wait for those threads, and to free them would crash them.
       _in_use_for_ever.append(stack.pop_all())

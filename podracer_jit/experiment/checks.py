@@ -258,6 +258,7 @@ def _small_minibatches(experiment: Experiment) -> Iterator[str]:
 def notes(experiment: Experiment) -> Iterator[str]:
   """Yields a line for each choice that was made by a rule and may not be what the user wants."""
   yield from _images(experiment)
+  yield from _renewal(experiment)
   yield from _short_segments(experiment)
   yield from _small_minibatches(experiment)
   yield from _small_microbatches(experiment)
@@ -278,6 +279,16 @@ def _images(experiment: Experiment) -> Iterator[str]:
              'the end: numpy.moveaxis(obs, 0, -1)')
 
 
+def _renewal(experiment: Experiment) -> Iterator[str]:
+  """Yields a line if a config sets what decided until version 0.7 when environments begin anew."""
+  renewal = experiment.env.renew_every_updates
+  every = experiment.checkpoint.every_updates
+  if every and renewal == defaults(EnvOptions)['renew_every_updates']:
+    yield (f'checkpoint.every_updates: {every:,}, which is only how often the run is saved; when '
+           f'environments begin anew is decided by env.renew_every_updates = {renewal:,} (until '
+           f'version 0.7 it was decided by checkpoint.every_updates)')
+
+
 def _short_segments(experiment: Experiment) -> Iterator[str]:
   """Yields a line if some episodes may be longer than a segment, so that they never end.
 
@@ -288,11 +299,11 @@ def _short_segments(experiment: Experiment) -> Iterator[str]:
   limit = experiment.spec.max_episode_steps % INT32_MAX
   steps = experiment.segment_steps
   is_cut = not experiment.keeps_envs and experiment.total_steps > steps * experiment.env.num_envs
-  if is_cut and limit >= 2 * steps:
-    yield (f'checkpoint.every_updates: environments begin anew at each checkpoint, here after '
-           f'{steps:,} steps of each; episodes of {experiment.spec.task} may take {limit:,} steps, '
-           f'and a longer one than {steps:,} never ends; with '
-           f'{math.ceil(limit / experiment.unroll_length):,} or more all of them can end')
+  if steps and is_cut and limit >= 2 * steps:
+    yield (f'env.renew_every_updates: environments begin anew after {steps:,} steps of each; '
+           f'episodes of {experiment.spec.task} may take {limit:,} steps, and a longer one than '
+           f'{steps:,} never ends; with {math.ceil(limit / experiment.unroll_length):,} or more, '
+           'or 0, all of them can end')
 
 
 def _small_microbatches(experiment: Experiment) -> Iterator[str]:

@@ -21,8 +21,7 @@ import numpy as np
 from podracer_jit import options
 from podracer_jit.actor.acting import Acting
 from podracer_jit.agents import running_moments
-from podracer_jit.envs.families import family_of
-from podracer_jit.envs.protocol import EnvSpec, TimeStep
+from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.experiment import build
 from podracer_jit.experiment.schema import EnvOptions, Experiment, TrainingOptions
 from podracer_jit.learner.updates import num_microbatches
@@ -156,8 +155,8 @@ def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
   learning = []
 
   for device in _actor_devices(run):
-    always.append(Part("environments' observations and states", state, _place(device),
-                       rollout_fields))
+    always.append(Part("environments' observations and states", state * _states_at_once(run),
+                       _place(device), rollout_fields))
     acting.append(Part('rollouts', experience * _rollouts_at_once(run), _place(device),
                        rollout_fields))
     if not experiment.scheme.graph.one_program:
@@ -165,7 +164,7 @@ def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
                          _network_fields(run)))
 
   if experiment.scheme.graph.one_program:
-    calls = min(experiment.placement.updates_per_call, experiment.checkpoint.every_updates)
+    calls = min(experiment.placement.updates_per_call, build.segment_end(experiment, 0))
     always.append(Part('reports', calls * episodes, _place(place.learners[0]),
                        ('placement.updates_per_call', *rollout_fields)))
 
@@ -221,7 +220,17 @@ def _rollouts_at_once(run: build.Run) -> int:
 
   With a lag, the actor makes the second rollout while the learner uses the first.
   """
-  return 2 if run.experiment.scheme.lag and run.experiment.checkpoint.every_updates > 1 else 1
+  return 2 if run.experiment.scheme.lag and build.segment_end(run.experiment, 0) > 1 else 1
+
+
+def _states_at_once(run: build.Run) -> int:
+  """Returns the number of an actor's states that exist while it acts.
+
+  Checkpoints have the state that belongs to an update, and actors are ahead of it.
+  """
+  experiment = run.experiment
+  donated = experiment.scheme.graph.one_program or not experiment.deterministic
+  return 1 if donated else 2 + bool(experiment.scheme.lag)
 
 
 def _actor_bytes(run: build.Run) -> tuple[int, int, int]:
@@ -233,16 +242,10 @@ def _actor_bytes(run: build.Run) -> tuple[int, int, int]:
 
 def bytes_of_pool(experiment: Experiment, acting: Acting) -> tuple[int, int, int]:
   """Returns the bytes of a vector environment's state, of its rollout, and of its episodes."""
-  # All vector environments have the same shapes, so one is enough.
-  num_envs = experiment.env.num_envs // experiment.num_shards
-  vector_env = _VectorEnvOfShapes(experiment.spec, num_envs, experiment.env_batch)
-  if experiment.spec.is_function:
-    task = experiment.env.task
-    vector_env.state_shapes = family_of(task).state_shapes(task, experiment.env_options, num_envs)
+  vector_env = build.vector_env_of_shapes(experiment)
   # Tracing the network itself would take seconds at every start.
   acting = acting._replace(algorithm=_AlgorithmOfShapes(acting.algorithm))
-  state = jax.eval_shape(lambda key: acting.initial_state([vector_env], [key], 0),
-                         jax.eval_shape(jax.random.key, 0))
+  state = build.shapes_of_pool(experiment, acting)
   _, experience = jax.eval_shape(acting.rollout([vector_env]), ForActors(None), state)
   return (nbytes(state.envs), nbytes(experience), nbytes([x.episodes for x in experience]))
 
@@ -401,50 +404,3 @@ class _AlgorithmOfShapes:
     del params, args
     return jax.tree.map(lambda x: jnp.zeros((len(obs), *x.shape[1:]), x.dtype),
                         self._algorithm.acted_shapes)
-
-
-def _empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
-  """Returns an array, or PRNG keys, of a shape and dtype."""
-  if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-    return jax.random.split(jax.random.key(0), shape.shape)
-  return jnp.zeros(shape.shape, shape.dtype)
-
-
-class _VectorEnvOfShapes:
-  """Replaces a vector environment while shapes are computed; it starts no environments."""
-
-  def __init__(self, spec: EnvSpec, num_envs: int, batch_size: int):
-    self._spec = spec
-    self.num_envs = num_envs
-    self.batch_size = batch_size or num_envs
-    self.handle = np.zeros(8, np.uint8)
-    self.state_shapes: Any | None = None
-
-  @property
-  def first_state(self) -> Any:
-    """See `protocol.VectorEnv`; use it inside of `jax.eval_shape` only."""
-    return jax.tree.map(_empty, self.state_shapes)
-
-  @property
-  def first_obs(self) -> jax.Array:
-    """See `protocol.VectorEnv`; use it inside of `jax.eval_shape` only."""
-    return self._zeros(self.num_envs, self._spec.obs_dtype, *self._spec.obs_shape)
-
-  def send(self, token: jax.Array, state: Any, action: jax.Array,
-           env_id: jax.Array | None = None) -> tuple[jax.Array, Any]:
-    """Does nothing. Args and results: see `protocol.VectorEnv.send`."""
-    del action, env_id
-    return token, state
-
-  def recv(self, token: jax.Array, state: Any) -> tuple[jax.Array, Any, TimeStep]:
-    """See `protocol.VectorEnv`."""
-    size = self.batch_size
-    flag = self._zeros(size, bool)
-    reward = self._zeros(size, jnp.float32)
-    step = TimeStep(obs=self._zeros(size, self._spec.obs_dtype, *self._spec.obs_shape),
-                    reward=reward, terminated=flag, truncated=flag, raw_reward=reward,
-                    game_over=flag, env_id=self._zeros(size, jnp.int32))
-    return token, state, step
-
-  def _zeros(self, size: int, dtype: Any, *shape: int) -> jax.Array:
-    return jnp.zeros((size, *shape), dtype)

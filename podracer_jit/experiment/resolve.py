@@ -11,23 +11,32 @@ import numpy as np
 from podracer_jit import options, parts
 from podracer_jit.agents.networks import TorsoOptions, fit_to_task
 from podracer_jit.agents.policies import (
-    ACTION,
-    ACTION_VALUES,
-    DISTRIBUTION,
-    FAMILIES,
-    Family,
-    Policy,
+  ACTION,
+  ACTION_VALUES,
+  DISTRIBUTION,
+  FAMILIES,
+  Family,
+  Policy,
 )
 from podracer_jit.envs.families import family_of, may_start_jax
 from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.experiment import checks, schema
 from podracer_jit.experiment.config_dict import plain, refuse_object
-from podracer_jit.experiment.schema import EnvOptions, Experiment, TrainingOptions
+from podracer_jit.experiment.schema import (
+  CheckpointOptions,
+  EnvOptions,
+  Experiment,
+  TrainingOptions,
+)
 from podracer_jit.losses.algorithm import Algorithm
 from podracer_jit.runtime import host
 from podracer_jit.runtime.placement import PlacementOptions
 from podracer_jit.schemes.scheme import Scheme
 from podracer_jit.schemes.table import SCHEMES
+
+# Options that sections may lack which a user's config has set as a whole: `config.env = dict(...)`.
+_NEW_IN_0_8 = {'env': (EnvOptions, 'renew_every_updates'),
+               'checkpoint': (CheckpointOptions, 'every_seconds')}
 
 
 def resolve(config: Mapping[str, Any]) -> Experiment:
@@ -40,6 +49,10 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
     ValueError: the config is wrong; the message names a field, its value and a right value.
   """
   fields = plain(config)
+  for section, (options_class, name) in _NEW_IN_0_8.items():
+    if isinstance(fields.get(section), Mapping):
+      default = options.defaults(options_class)[name]
+      fields[section] = {name: default} | fields[section]
   for problem in _problems_of_fields(fields):
     raise ValueError(problem)
   parts_of = _make_parts(fields)

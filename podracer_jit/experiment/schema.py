@@ -65,17 +65,27 @@ class EnvOptions:
                      "'module:attribute' of your own environments")
   num_envs: int = option(128, 'environments of all actors together', at_least=1,
                         at_most=MAX_ENVS)
+  renew_every_updates: int = option(
+      1000, 'updates of a segment: then simulators begin anew, with new seeds, and actors and '
+      'learner take turns once; 0: never', at_least=0, at_most=INT32_MAX)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointOptions:
   """The section `checkpoint`."""
 
-  every_updates: int = option(1000, 'updates of a segment, which ends with a checkpoint',
-                              at_least=1, at_most=INT32_MAX)
-  keep: int = option(3, 'checkpoints that stay', at_least=1, at_most=1_000_000)
+  every_seconds: float = option(
+      60.0, 'seconds between two checkpoints; more if a save takes long, as saves take at most 5% '
+      'of the time; 0: none', at_least=0, at_most=1e9)
+  every_updates: int = option(
+      0, 'n: also a checkpoint after each n updates, however long it takes; 0: none', at_least=0,
+      at_most=INT32_MAX)
+  keep: int = option(
+      3, 'segments (env.renew_every_updates) whose newest checkpoint stays, beside the two newest '
+      'checkpoints', at_least=1, at_most=1_000_000)
   replay: bool = option(
-      True, 'True: checkpoints have the replay; False: every segment begins with an empty replay')
+      True, 'True: checkpoints have the replay; False: a run that goes on begins with an empty '
+      'replay and new episodes')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +93,7 @@ class EvalOptions:
   """The section `eval`: evaluations while a run trains."""
 
   every_updates: int = option(
-      0, '0: none; n: the first checkpoint after n more updates is evaluated, and the last one',
+      0, '0: none; n: each n-th update is evaluated, which has a checkpoint, and the last one',
       at_least=0, at_most=INT32_MAX)
   num_episodes: int = option(20, 'whole episodes of an evaluation', at_least=1, at_most=1_000_000)
   num_envs: int = option(8, 'environments of an evaluation', at_least=1, at_most=MAX_ENVS)
@@ -376,16 +386,21 @@ class Experiment(TrainingOptions):
 
   @property
   def keeps_envs(self) -> bool:
-    """True if environments go on from one segment to the next, and checkpoints hold their state.
+    """True if environments go on from one segment to the next.
 
     This needs environments whose state is arrays, and a scheme in which all rollouts are counted.
     """
     return self.spec.is_function and self.deterministic
 
   @property
+  def resumes_exactly(self) -> bool:
+    """True if a run that goes on after a stop makes the bits of one that was never stopped."""
+    return self.deterministic and (self.replay is None or self.checkpoint.replay)
+
+  @property
   def segment_steps(self) -> int:
     """Steps of each environment in a segment, invalid ones included."""
-    return self.checkpoint.every_updates * self.unroll_length
+    return self.env.renew_every_updates * self.unroll_length
 
   @property
   def deterministic(self) -> bool:

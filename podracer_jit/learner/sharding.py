@@ -25,6 +25,7 @@ EVERYWHERE = PartitionSpec()
 BY_ENV = PartitionSpec(None, AXIS)
 BY_GROUP = PartitionSpec(AXIS)
 BY_DEVICE = PartitionSpec(AXIS)
+SENT = 'sent'  # among the metrics of `make_fused`
 # The train state is replicated, except for the replay.
 STATE = TrainState(*[EVERYWHERE] * len(TrainState._fields))._replace(replay=BY_GROUP)
 
@@ -61,7 +62,8 @@ def fused_learner(learn: Callable, mesh: Mesh) -> Callable:
   return jax.jit(learner, donate_argnums=0)
 
 
-def make_fused(for_actors: Callable, rollout: Callable, learn: Callable, calls: int) -> Callable:
+def make_fused(for_actors: Callable, rollout: Callable, learn: Callable, calls: int,
+               sent_by: Callable = lambda actor_state: ()) -> Callable:
   """Builds a function that alternates rollouts and updates in one program.
 
   Args:
@@ -69,11 +71,13 @@ def make_fused(for_actors: Callable, rollout: Callable, learn: Callable, calls: 
     rollout: (`ForActors`, actor_state) -> (actor_state, rollouts).
     learn: (state, rollout) -> (state, metrics).
     calls: updates that the arrays of metrics have room for.
+    sent_by: actor_state -> arrays to return for each update, see `rollouts.sent_by`.
 
   Returns:
     fused(state, actor_state, limit, total_steps) -> (state, actor_state, count, metrics). It makes
     `count` updates: `limit`, or fewer if `total_steps` valid steps are reached. The first `count`
-    rows of the metrics [calls, ...] are set. `limit` must not exceed `calls`.
+    rows of the metrics [calls, ...] are set. `limit` must not exceed `calls`. The metrics also have
+    the arrays of `sent_by` as SENT, if there are any.
   """
 
   def once(state, actor_state):
@@ -81,7 +85,9 @@ def make_fused(for_actors: Callable, rollout: Callable, learn: Callable, calls: 
       actor_state, rollouts = rollout(for_actors(state), actor_state)
     with jax.named_scope('learn'):
       state, metrics = learn(state, from_rollouts.concatenate(rollouts))
-    return state, actor_state, metrics
+    # An actor's state has the actions of one rollout only.
+    sent = sent_by(actor_state)
+    return state, actor_state, dict(metrics, **{SENT: sent}) if sent else metrics
 
   def fused(state, actor_state, limit, total_steps):
     """Makes up to `limit` updates.

@@ -240,7 +240,7 @@ def _state(workdir: Path, run: build.Run, update: int | None) -> TrainState:
   existing = checkpoints.saved_updates(workdir)
   if not existing:
     raise ValueError(f'--workdir: {workdir} has no checkpoint yet; a run saves one every '
-                     f'{run.experiment.checkpoint.every_updates} updates and at its end')
+                     f'{run.experiment.checkpoint.every_seconds:g} seconds and at its end')
   if update is not None:
     if update not in existing:
       raise ValueError(f'--workdir: {workdir} has no checkpoint of update {update}; it has those '

@@ -165,10 +165,10 @@ class DoubleBuffer(Channel):
   """Channel with one slot between one producer and one consumer, with an exact lag.
 
   `put` blocks while the slot is full, `get` while it is empty. With a lag, the consumer first gets
-  the primed value lag + 1 times, so its k-th value (from 0) is min(k, lag) versions behind the
-  producer. A lag of 0 is synchronous. With a lag of 1 the consumer works on one value while the
-  producer makes the next (Cleanba). Without a lag nothing is primed, and the channel is a queue of
-  length one. The sequence of values does not depend on timing.
+  lag + 1 primed values. If these are one value, its k-th value (from 0) is min(k, lag) versions
+  behind the producer. A lag of 0 is synchronous. With a lag of 1 the consumer works on one value
+  while the producer makes the next (Cleanba). Without a lag nothing is primed, and the channel is a
+  queue of length one. The sequence of values does not depend on timing.
 
   A value may be handed over before it is computed. The consumer then starts its own program, which
   waits for the value on the device, and waits itself in `wait_ready`. So no thread has to wake up
@@ -196,10 +196,11 @@ class DoubleBuffer(Channel):
     if lag not in (None, 0, 1):
       raise ValueError(f'lag must be 0, 1 or None, got {lag}')
     super().__init__(name, transfer, patience_s)
-    self._primed_gets = 0 if lag is None else lag + 1
-    self._puts_left = firings - self._primed_gets
-    self._primed: Versioned | None = None
-    # Values are numbered from 1 in the order of puts; the primed value is number 0.
+    self._num_primed = 0 if lag is None else lag + 1
+    self._puts_left = firings - self._num_primed
+    self._primed: collections.deque[Versioned] = collections.deque()
+    self._recent: collections.deque[Versioned] = collections.deque(maxlen=self._num_primed)
+    # Values are numbered from 1 in the order of puts; primed values are number 0.
     self._put = 0  # number of the newest value that was put
     self._finished = 0  # number of the newest value that is known to be computed
     self._taken = 0  # number of the newest value that was taken
@@ -208,10 +209,16 @@ class DoubleBuffer(Channel):
     # Times at which values became ready, by number, until the consumer has waited for them.
     self._finished_at: dict[int, float] = {}
 
-  def prime(self, item: Versioned) -> None:
-    """Transfers `item` and sets it as the value of the first gets."""
-    if self._primed_gets:
-      self._primed = self._computed(self._moved(item))
+  def prime(self, *items: Versioned) -> None:
+    """Transfers lag + 1 items, which the first gets take in order; a single one stands for all."""
+    if self._num_primed:
+      moved = [self._computed(self._moved(item)) for item in items]
+      self._primed.extend(moved * self._num_primed if len(moved) == 1 else moved)
+      self._recent.extend(moved)
+
+  def recent(self, version: int) -> Any:
+    """Returns the transferred value of one of the last lag + 1 items; the producer calls it."""
+    return next(item.value for item in self._recent if item.version == version)
 
   def put(self, item: Versioned) -> None:
     """Starts the transfer of `item` and hands it over; blocks while the slot is full.
@@ -224,6 +231,7 @@ class DoubleBuffer(Channel):
     self._puts_left -= 1
     self._put += 1
     self._unfinished = item = self._moved(item)
+    self._recent.append(item)
     self._append(item, 1)
 
   def flush(self) -> None:
@@ -278,13 +286,8 @@ class DoubleBuffer(Channel):
       Closed: the producer has ended and every value was taken.
     """
     with self._changed:
-      if self._primed_gets and not self._failed:
-        self._primed_gets -= 1
-        item = self._primed
-        if not self._primed_gets:
-          # Its memory is free once the consumer drops the value.
-          self._primed = None
-        return item
+      if self._primed and not self._failed:
+        return self._primed.popleft()
       item = super().get()
       self._taken += 1
       return item
@@ -295,7 +298,7 @@ class DoubleBuffer(Channel):
 
   def can_get(self) -> bool:
     """Returns whether `get` would return without blocking."""
-    return bool(self._primed_gets) or super().can_get()
+    return bool(self._primed) or super().can_get()
 
 
 class FifoQueue(Channel):

@@ -123,26 +123,27 @@ def _in_each(processes: int) -> str:
   return f', in each of {processes} processes' if processes > 1 else ''
 
 
-def any_process(flag: bool, mesh: Mesh) -> bool:
-  """Returns whether a flag is set in any process.
+def any_process(flags: Sequence[bool], mesh: Mesh) -> list[bool]:
+  """Returns whether each flag is set in any process.
 
   This is a collective: all processes must call it in the same order, each from one thread.
 
   Args:
-    flag: the flag of this process.
+    flags: the flags of this process.
     mesh: the mesh of the learner, over all processes.
   """
   if jax.process_count() == 1:
-    return flag
+    return list(flags)
   sharding = NamedSharding(mesh, PartitionSpec('learner'))
-  local_flags = [jax.device_put(jnp.array([flag], jnp.int32), d) for _, d in _local(mesh)]
-  flags = jax.make_array_from_single_device_arrays((mesh.size,), sharding, local_flags)
-  return bool(_sum(flags))
+  row = np.array([flags], np.int32)
+  local_rows = [jax.device_put(row, d) for _, d in _local(mesh)]
+  rows = jax.make_array_from_single_device_arrays((mesh.size, len(flags)), sharding, local_rows)
+  return np.asarray(_sum(rows), bool).tolist()
 
 
 @jax.jit
-def _sum(flags):
-  return jnp.sum(flags)
+def _sum(rows):
+  return jnp.sum(rows, axis=0)
 
 
 def resolve(options: PlacementOptions, num_shards: int, any_platform: bool = False) -> Placement:

@@ -35,8 +35,8 @@ class ParameterServerState(NamedTuple):
   train: TrainState
   version: int  # gradient steps made, without unfinished updates of earlier segments
   steps: Mapping[int, list]  # by worker: (results, delays) of each gradient step of its update
-  updates: int = 0  # updates done in this segment
-  ended: bool = False
+  updates: int = 0  # updates done by this graph
+  ends_update: bool = False  # whether the last gradient was the last one of an update
 
 
 def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
@@ -48,7 +48,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   Args:
     plan: the plan of the run.
     actors: the actors of the segment.
-    start: the segment's first state.
+    start: where the graph begins.
     reports: channel of the learner's reports.
 
   Returns:
@@ -66,7 +66,8 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   actors_per_worker = len(actors) // count
   envs_per_worker = plan.num_envs // count
 
-  params = wiring.parameters(plan, actors, start, version)
+  params = wiring.parameters(plan, actors, start, version, steps)
+  start = start._replace(before=None)  # the channels have it
   rollouts = [wiring.rollouts_of(i, updates, gradients[i // actors_per_worker].take_from(
       actor.first_env % envs_per_worker)) for i, actor in enumerate(actors)]
   answers = [DoubleBuffer(f'parameters for worker {i}', updates * steps, 0, worker.receive)
@@ -82,18 +83,30 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
 
   messages = FifoQueue('gradients', count, to_centre)
 
-  workers = [wiring.actor(plan, i, actor, start, *ends, updates)
-             for i, (actor, *ends) in enumerate(zip(actors, params, rollouts, strict=True))]
+  workers, states = map(list, zip(
+      *(wiring.actor(plan, i, actor, start, *ends, updates)
+        for i, (actor, *ends) in enumerate(zip(actors, params, rollouts, strict=True))),
+      strict=True))
   for i, answer in enumerate(answers):
     own_rollouts = rollouts[i * actors_per_worker:(i + 1) * actors_per_worker]
     workers.append(_gradient_worker(plan, gradients, i, start, own_rollouts, answer, messages))
   state = ParameterServerState(placement.replicate(start.state, centre), version,
                                {i: [] for i in range(count)})
+
+  def until(carry: ParameterServerState) -> bool:
+    if not carry.ends_update:
+      return False
+    position = wiring.Position(carry.train, start.update + carry.updates)
+    is_over = start.after(wiring.with_actors(
+        plan, start, position, states,
+        lambda: params[0].recent((position.update - 1) * steps)))
+    return is_over or carry.updates == updates
+
   writes = [Endpoint(channel) for channel in (*params, *answers, reports)]
   # At the segment's end each worker may have begun an update that it does not end, so the centre
   # may fire more often than the segment's updates need.
   learner = Worker('learner', _centre(plan, start, count, len(actors)), state, [Endpoint(messages)],
-                   writes, (updates + count) * steps, lambda carry: carry.ended)
+                   writes, (updates + count) * steps, until)
   return [*workers, learner], wiring.waits(params, rollouts, count)
 
 
@@ -105,7 +118,7 @@ def _gradient_worker(plan: Plan, gradients: Sequence[GradientWorker], i: int, st
     plan: the plan of the run.
     gradients: all gradient workers.
     i: index of this worker.
-    start: the segment's first state.
+    start: where the graph begins.
     rollouts: channels of the rollouts of this worker's actors.
     answer: channel of the parameters with which the centre answers a gradient.
     messages: channel of the gradients to the centre.
@@ -124,7 +137,7 @@ def _gradient_worker(plan: Plan, gradients: Sequence[GradientWorker], i: int, st
     # The update's number if all workers are equally fast; it seeds the worker's minibatches.
     update = start.update + k // steps * count + i
     if k % steps == 0:
-      wiring.check_lag(plan.scheme, update, start.update, items, steps)
+      wiring.check_lag(plan.scheme, update, start.first, items, steps)
       prepared = worker.prepare(view.value, update, [item.value for item in items])
 
     with jax.profiler.TraceAnnotation('gradient'):
@@ -147,7 +160,7 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
 
   Args:
     plan: the plan of the run.
-    start: the segment's first state.
+    start: where the graph begins.
     workers: number of gradient workers.
     actors: number of actors.
 
@@ -162,19 +175,17 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
     train, results = programs.step(carry.train, message.groups)
     delays = (item.version - message.collected, carry.version - item.version)  # CGD, GUD
     steps = [*carry.steps[message.worker], (results, delays)]
-    carry = carry._replace(train=train, version=carry.version + 1)
+    ends_update = message.batch_stats is not None
+    carry = carry._replace(train=train, version=carry.version + 1, ends_update=ends_update)
 
-    ended = False
     receivers = []
     report = None
-    if message.batch_stats is not None:
+    if ends_update:
       results, delays = zip(*steps, strict=True)
       train, metrics = programs.finish(train, message.batch_stats, list(results))
       cgd, gud = np.mean(delays, axis=0)
       report = Versioned(Report(metrics, 1, (cgd,), (gud,)), carry.version)
-      updates = carry.updates + 1
-      ended = start.ended(train) or updates == start.updates
-      carry = carry._replace(train=train, updates=updates, ended=ended)
+      carry = carry._replace(train=train, updates=carry.updates + 1)
       steps = []
       # In `dppo_async` an actor has lag 0 to its own worker, so only that worker's updates send it
       # parameters. In other schemes every update sends them to all actors.
@@ -183,8 +194,8 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
           i for i in range(actors) if not only_own or i * workers // actors == message.worker]
     carry = carry._replace(steps={**carry.steps, message.worker: steps})
 
-    # After the segment's end nothing waits for parameters.
-    if ended:
+    # After the last update nothing waits for parameters.
+    if ends_update and carry.updates == start.updates:
       return carry, [None] * (actors + workers) + [report]
     for_actors = Versioned(plan.learner.algorithm.for_actors(carry.train), carry.version)
     for_worker = Versioned(update_lib.view(carry.train), carry.version)
@@ -194,4 +205,4 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
   return fire
 
 
-GRAPH = Graph(wire, wiring.actors_after, separate_updates=True, replay=False)
+GRAPH = Graph(wire, separate_updates=True, replay=False)

@@ -27,6 +27,7 @@ class State(NamedTuple):
   """State of the learner."""
 
   train: TrainState
+  update: int  # a copy of `train.update` on the host
   late: float = 0.0  # mean age of the last rollouts when they arrived, in gradient steps
 
 
@@ -36,7 +37,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   Args:
     plan: the plan of the run.
     actors: the actors of the segment.
-    start: the segment's first state.
+    start: where the graph begins.
     reports: channel of the learner's reports.
 
   Returns:
@@ -76,7 +77,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     metrics['episodes'] = _end_to_end(jax.device_get(episodes))
     new_params = Versioned(learner.algorithm.for_actors(state), version)
     report = Versioned(Report(metrics, 1, (learner.mean_cgd(late),), (0.0,)), version)
-    return State(state, late), [*[new_params] * len(params), report]
+    return State(state, carry.update + 1, late), [*[new_params] * len(params), report]
 
   # The replay of a group must get the experience of its own environments, whenever it arrives.
   def tagged(worker: Worker, first_env: int) -> Worker:
@@ -87,10 +88,11 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     return worker._replace(fire=fire)
 
   # The learner ends the run; actors go on until then.
-  draws = Worker('learner', fire, State(start.state), [Endpoint(inbox)],
+  draws = Worker('learner', fire, State(start.state, start.update), [Endpoint(inbox)],
                  [Endpoint(channel) for channel in (*params, reports)], start.updates,
-                 lambda carry: start.ended(carry.train))
-  acts = [wiring.actor(plan, i, actor, start, p, inbox, 2**62, learner.source.options.params_every)
+                 lambda carry: start.after(wiring.Position(carry.train, carry.update)))
+  acts = [wiring.actor(plan, i, actor, start, p, inbox, 2**62,
+                       learner.source.options.params_every)[0]
           for i, (actor, p) in enumerate(zip(actors, params, strict=True))]
   acts = [tagged(worker, actor.first_env) for worker, actor in zip(acts, actors, strict=True)]
   return [*acts, draws], wiring.waits(params, [inbox] * len(actors))
@@ -103,4 +105,4 @@ def _end_to_end(episodes: Sequence[Episodes]) -> Episodes:
   return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[None], *episodes)
 
 
-GRAPH = Graph(wire, wiring.actors_after, free_rates=True, replay=True)
+GRAPH = Graph(wire, free_rates=True, replay=True)

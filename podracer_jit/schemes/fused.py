@@ -6,21 +6,22 @@ steps its own environments: Podracer's Anakin (2104.06272, section 2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from podracer_jit.actor.rollouts import ActorState
+from podracer_jit.actor.rollouts import ActorState, sent_by
 from podracer_jit.learner import sharding
 from podracer_jit.loops import Endpoint, Worker
 from podracer_jit.numerics import counters
 from podracer_jit.runtime.channels import Channel, Versioned
 from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.schemes.scheme import Graph
-from podracer_jit.schemes.wiring import Actor, Plan, SegmentStart, number
+from podracer_jit.schemes.wiring import Actor, Plan, Position, SegmentStart, number
 from podracer_jit.types import TrainState
 
 
@@ -30,6 +31,7 @@ class State(NamedTuple):
   train: TrainState
   update: int
   actor: ActorState  # on a mesh with a leading axis of devices
+  sent: Sequence[Sequence[jax.Array]]  # see `Position`, of the updates of the last call
 
 
 def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
@@ -38,7 +40,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   Args:
     plan: the plan of the run.
     actors: the actors of the segment.
-    start: the segment's first state.
+    start: where the graph begins.
     reports: channel of the learner's reports.
 
   Returns:
@@ -57,24 +59,33 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     state = start.state
     actor_state = split(actor.state, mesh)
   else:
-    fused = sharding.make_fused(*parts)
+    fused = sharding.make_fused(*parts, sent_by)
     state = jax.tree.map(lambda x: x.addressable_data(0), start.state)
     actor_state = actor.state
   program = actor.rollout_program.load(fused, (state, actor_state, calls, total), donate=(0, 1),
                                        kept=plan.kept_programs, key=calls)
 
   def fire(carry: State):
-    limit = min(calls, start.update + start.updates - carry.update)
+    limit = min(calls, start.update + start.updates - carry.update,
+                start.next_pause(carry.update) - carry.update)
     state, actor_state, count, metrics = program(carry.train, carry.actor, limit, total)
     # Blocks until the call has ended.
     count = number(count)
+    sent = list(map(np.asarray, metrics.pop(sharding.SENT, ())))
+    sent = [[array[i] for array in sent] for i in range(count if sent else 0)]
     report = Report(metrics, count, (learner.mean_cgd(0),) * count, (0.0,) * count)
     update = carry.update + count
-    return State(state, update, actor_state), [Versioned(report, update)]
+    return State(state, update, actor_state, sent), [Versioned(report, update)]
 
-  worker = Worker('learner', fire, State(state, start.update, actor_state), [],
-                   [Endpoint(reports)], -(-start.updates // calls),
-                   lambda carry: start.ended(carry.train))
+  def until(carry: State) -> bool:
+    at_end = carry.update == start.update + start.updates
+    return start.after(Position(
+        carry.train, carry.update, None,
+        lambda: [carry.actor if mesh.size == 1 else join(carry.actor, mesh.size)],
+        carry.sent)) or at_end
+
+  worker = Worker('learner', fire, State(state, start.update, actor_state, ()), [],
+                  [Endpoint(reports)], start.updates, until)
   return [worker], lambda: Waits(0.0, 0.0)
 
 
@@ -102,11 +113,4 @@ def join(state: ActorState, devices: int) -> ActorState:
   return ActorState(state.token[0], tuple(envs))
 
 
-def actors_after(plan: Plan, states: Mapping[str, Any], updates: int) -> list[ActorState]:
-  """Returns the actor's state at the end of a segment; see `Graph`."""
-  del updates
-  state = states['learner'].actor
-  return [state if plan.place.mesh.size == 1 else join(state, plan.place.mesh.size)]
-
-
-GRAPH = Graph(wire, actors_after, one_program=True)
+GRAPH = Graph(wire, one_program=True)

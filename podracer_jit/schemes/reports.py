@@ -1,9 +1,12 @@
-"""Reports of the learner: metrics of updates, and waiting times."""
+"""Reports of the learner: metrics of updates, and waiting times; and their way to the writer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from podracer_jit.loops import Endpoint, Worker
+from podracer_jit.runtime.channels import Closed, FifoQueue, Versioned
 
 
 class Waits(NamedTuple):
@@ -29,3 +32,39 @@ class Report(NamedTuple):
   waits: Waits = Waits(0.0, 0.0)
   machines: Mapping[str, float] = {}
   lives: Mapping[str, int] = {}
+
+
+class ReportQueue(FifoQueue):
+  """Queue of reports to the writer, for which the learner can wait."""
+
+  def __init__(self):
+    super().__init__('reports', 1)
+    self._unwritten = 0
+
+  def put(self, item: Versioned) -> None:
+    """Adds a report; blocks while another one is in the queue."""
+    with self._changed:
+      self._unwritten += 1
+    super().put(item)
+
+  def writer(self, report: Callable[[Report], None]) -> Worker:
+    """Returns the worker that calls `report` with each report."""
+    def write(state: None, item: Versioned):
+      report(item.value)
+      with self._changed:
+        self._unwritten -= 1
+        self._changed.notify_all()
+      return state, ()
+
+    return Worker('writer', write, None, [Endpoint(self)], [], 2**62)
+
+  def wait_written(self) -> None:
+    """Blocks until all reports are written; the learner calls it.
+
+    Raises:
+      Closed: the writer has ended.
+    """
+    with self._changed:
+      self._wait(lambda: not self._unwritten or self._ended, 'to be written')
+      if self._unwritten:
+        raise Closed(self.name)

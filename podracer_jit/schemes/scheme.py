@@ -15,9 +15,6 @@ class Graph(NamedTuple):
 
   # (plan, actors, segment start, reports) -> (workers, waits); see `wiring`
   wire: Callable[..., Any]
-  # (plan, last states of the workers, updates of the segment) -> the state of each actor after
-  # these updates, in order; used if the environments go on in the next segment
-  actors_after: Callable[..., Any]
   one_program: bool = False  # R, G and U are one program, without channels
   separate_updates: bool = False  # U runs in a central worker that has the optimizer
   free_rates: bool = False  # actors and learner run at independent rates

@@ -30,7 +30,7 @@ def wire_in_order(plan: Plan, actors: Sequence[Actor], start: SegmentStart, repo
   Args:
     plan: the plan of the run.
     actors: the actors of the segment.
-    start: the segment's first state.
+    start: where the graph begins.
     reports: channel of the learner's reports.
 
   Returns:
@@ -49,7 +49,7 @@ def wire_as_they_come(plan: Plan, actors: Sequence[Actor], start: SegmentStart, 
   Args:
     plan: the plan of the run.
     actors: the actors of the segment.
-    start: the segment's first state.
+    start: where the graph begins.
     reports: channel of the learner's reports.
 
   Returns:
@@ -73,7 +73,7 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
   Args:
     plan: the plan of the run.
     actors: the actors of the segment.
-    start: the segment's first state.
+    start: where the graph begins.
     reports: channel of the learner's reports.
     queues: channel of each actor's rollouts.
     rollouts: most rollouts of an actor.
@@ -83,10 +83,11 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
     The workers, and a function that returns their waiting times.
   """
   params = wiring.parameters(plan, actors, start, start.update)
+  start = start._replace(before=None)  # the channels have it
 
   def fire(carry: State, *items: Versioned):
     update = carry.update
-    wiring.check_lag(plan.scheme, update, start.update, items)
+    wiring.check_lag(plan.scheme, update, start.first, items)
 
     values = scatter([item.value for item in items])
     with jax.profiler.TraceAnnotation('learn'):
@@ -99,14 +100,20 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
     report = Versioned(Report(metrics, 1, (cgd,), (0.0,)), update + 1)
     return State(state, update + 1), [*[new_params] * len(params), report]
 
+  workers, states = zip(
+      *(wiring.actor(plan, i, actor, start, *ends, rollouts)
+        for i, (actor, *ends) in enumerate(zip(actors, params, queues, strict=True))), strict=True)
+
+  def until(carry: State) -> bool:
+    position = wiring.Position(carry.train, carry.update)
+    return start.after(wiring.with_actors(plan, start, position, states,
+                                          lambda: params[0].recent(carry.update - 1)))
+
   learner = Worker('learner', fire, State(start.state, start.update),
                    [Endpoint(channel) for channel in queues],
-                   [Endpoint(channel) for channel in (*params, reports)], start.updates,
-                   lambda carry: start.ended(carry.train))
-  workers = [wiring.actor(plan, i, actor, start, *ends, rollouts)
-             for i, (actor, *ends) in enumerate(zip(actors, params, queues, strict=True))]
+                   [Endpoint(channel) for channel in (*params, reports)], start.updates, until)
   return [*workers, learner], wiring.waits(params, queues)
 
 
-IN_ORDER = Graph(wire_in_order, wiring.actors_after, several_processes=True)
-AS_THEY_COME = Graph(wire_as_they_come, wiring.actors_after)
+IN_ORDER = Graph(wire_in_order, several_processes=True)
+AS_THEY_COME = Graph(wire_as_they_come)

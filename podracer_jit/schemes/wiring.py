@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from podracer_jit.actor.acting import Acting
 from podracer_jit.actor.rollout_program import KeptPrograms, RolloutProgram
-from podracer_jit.actor.rollouts import ActorState
+from podracer_jit.actor.rollouts import ActorState, sent_by
 from podracer_jit.learner.learner import Learner
 from podracer_jit.loops import Endpoint, Worker
 from podracer_jit.runtime import placement
@@ -31,7 +31,7 @@ class Plan(NamedTuple):
   num_shards: int  # vector environments of all actors
   total_steps: int  # valid agent steps after which the run ends
   updates_per_call: int  # most updates in one call, for a graph of one program
-  keeps_envs: bool  # environments go on in the next segment, see `ActorHistory`
+  keeps_actors: bool  # a `Position` has the states of actors
   gradient_workers: Callable[[], list[GradientWorker]]  # of a scheme with separate updates
   kept_programs: KeptPrograms  # that step environments, for the next segments
 
@@ -50,7 +50,7 @@ class Actor(Protocol):
 
     Args:
       plan: of the run.
-      start: the segment's first state.
+      start: where the graph begins.
       ended: whether the segment has ended; a rollout that waits then raises `Closed`.
 
     Returns:
@@ -77,10 +77,10 @@ class LocalActor(NamedTuple):
     # Rollouts get the sharding that a learner on this device uses, so `gather` need not rewrap
     # them, which takes 8 us an array.
     shardings = None, placement.by_env(placement.mesh_of([self.device]))
-    # A state that may be needed again must not be donated.
+    # A state that may be saved must not be donated.
     program = self.rollout_program.load(
         plan.acting.rollout(self.rollout_program.vector_envs), (like, self.state),
-        donate=() if plan.keeps_envs else (1,), out_shardings=shardings,
+        donate=() if plan.keeps_actors else (1,), out_shardings=shardings,
         kept=plan.kept_programs)
 
     def rollout(state: ActorState, params: Versioned) -> tuple[ActorState, Versioned]:
@@ -90,40 +90,56 @@ class LocalActor(NamedTuple):
     return rollout
 
 
-class ActorHistory(NamedTuple):
-  """State of an actor's worker whose environments go on in the next segment.
+class ActorStates:
+  """States of an actor after its last few rollouts; it adds them, and the learner takes them.
 
-  An actor may be some rollouts ahead of the last update of a segment. Those rollouts are not
-  learned from, so the next segment begins from the state before them.
+  An actor may be some rollouts ahead of the last update, so the newest state is not the one that
+  belongs to it.
   """
 
-  states: tuple[ActorState, ...]  # after the last few rollouts, the newest last
-  rollouts: int  # made in this segment
+  def __init__(self, state: ActorState):
+    self._after = {0: state}  # by rollouts of this graph
+    self._rollouts = 0
+
+  def add(self, state: ActorState) -> None:
+    """Adds the state after one more rollout."""
+    self._rollouts += 1
+    self._after[self._rollouts] = state
 
   def after(self, rollouts: int) -> ActorState:
-    """Returns the state after this number of rollouts of the segment."""
-    return self.states[-1 - (self.rollouts - rollouts)]
+    """Returns the state after a number of rollouts, and forgets all before it."""
+    for earlier in [number for number in list(self._after) if number < rollouts]:
+      del self._after[earlier]
+    return self._after[rollouts]
 
 
-def actors_after(plan: Plan, states: Mapping[str, Any], updates: int) -> list[ActorState]:
-  """Returns the states of actors, in order, if each update took one rollout of each actor.
+class Position(NamedTuple):
+  """Where a run is after an update. It is valid until the next update begins."""
 
-  Args:
-    plan: the plan of the run.
-    states: the workers' last states, by name.
-    updates: made in the segment.
-  """
-  actors = len(plan.place.actors)
-  return [states[f'actor {i}'].after(updates) for i in range(actors)]
+  state: TrainState
+  update: int  # updates done
+  steps: int | None = None  # valid steps learned from; added where a graph runs
+  # If the scheme is deterministic: the states of this process's actors after the last rollouts that
+  # were learned from; `EnvState.sent` of each vector environment that has it, for each rollout
+  # since the position before; and, with a lag, what actors got before the last update.
+  actors: Callable[[], Sequence[ActorState]] = tuple
+  sent: Sequence[Sequence[jax.Array]] = ()
+  before: Callable[[], Any] = lambda: None
 
 
 class SegmentStart(NamedTuple):
-  """Start of a segment."""
+  """Where a graph begins: at the beginning of a segment, or within it."""
 
   state: TrainState
-  update: int  # updates done before
-  updates: int  # most updates of the segment
-  ended: Callable[[TrainState], bool]  # whether the segment ends after this state
+  update: int  # updates done
+  first: int  # updates done when the segment began: its pipeline was empty then
+  updates: int  # most updates of this graph
+  before: Any  # what actors got before the last update, within a segment of a scheme with a lag
+  # The next update after this one at which something is due.
+  next_pause: Callable[[int], int]
+  # Called after each call of updates, by the thread that learns, which waits; whether the graph
+  # ends here.
+  after: Callable[[Position], bool]
 
 
 class Segment(NamedTuple):
@@ -138,15 +154,16 @@ def number(x: jax.Array) -> int:
   return int(jax.device_get(x))
 
 
-def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version: int
-               ) -> list[Channel]:
+def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version: int,
+               unit: int = 1) -> list[Channel]:
   """Creates the channels of parameters to actors, and primes them.
 
   Args:
     plan: the plan of the run.
     actors: the actors of the segment.
-    start: the segment's first state.
+    start: where the graph begins.
     version: version of the first parameters.
+    unit: versions in an update.
 
   Returns:
     One channel for each actor.
@@ -157,10 +174,30 @@ def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version
     return DoubleBuffer(name, start.updates, plan.scheme.lag, transfer)
 
   params = [make(f'parameters for actor {i}', actor.receive) for i, actor in enumerate(actors)]
-  first = Versioned(plan.learner.algorithm.for_actors(start.state), version)
+  first = [Versioned(plan.learner.algorithm.for_actors(start.state), version)]
+  if start.before is not None:
+    first.insert(0, Versioned(start.before, version - unit))
   for channel in params:
-    channel.prime(first)
+    channel.prime(*first)
   return params
+
+
+def with_actors(plan: Plan, start: SegmentStart, position: Position,
+                actors: Sequence[ActorStates], before: Callable[[], Any]) -> Position:
+  """Returns a position with the states of actors, if the plan keeps them.
+
+  Args:
+    plan: the plan of the run.
+    start: where the graph began.
+    position: after an update that took one rollout of each actor.
+    actors: the states of all actors.
+    before: returns what actors got before the update.
+  """
+  if not plan.keeps_actors:
+    return position
+  states = [each.after(position.update - start.update) for each in actors]
+  sent = [array for actor in states for array in sent_by(actor)]
+  return position._replace(actors=lambda: states, sent=[sent] if sent else [], before=before)
 
 
 def rollouts_of(i: int, firings: int, transfer: Callable[[Any], Any]) -> DoubleBuffer:
@@ -207,7 +244,7 @@ def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Versioned
   Args:
     scheme: the scheme of the run.
     update: the update that takes the rollouts.
-    first: the segment's first update.
+    first: updates done when the segment began.
     items: the rollouts, with the versions of their parameters.
     unit: versions in an update.
 
@@ -224,36 +261,33 @@ def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Versioned
 
 
 def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel,
-          rollouts: Channel, firings: int, rollouts_per_params: int = 1) -> Worker:
+          rollouts: Channel, firings: int, rollouts_per_params: int = 1
+          ) -> tuple[Worker, ActorStates]:
   """Returns a worker that makes rollouts with the parameters that it receives.
 
   Args:
     plan: the plan of the run.
     i: the actor's number.
     actor: makes the rollouts.
-    start: the segment's first state.
+    start: where the graph begins.
     params: channel of parameters to the actor.
     rollouts: channel of the actor's rollouts.
     firings: most rollouts.
     rollouts_per_params: rollouts made with the same parameters.
 
   Returns:
-    The worker, ready to fire.
+    The worker, ready to fire, and its states, which have none but the first unless
+    `plan.keeps_actors`.
   """
   rollout = actor.begin(plan, start, lambda: params.ended or rollouts.ended)
+  states = ActorStates(actor.state)
 
   def fire(state: Any, params: Versioned):
     with jax.profiler.TraceAnnotation('rollout'):
       state, experience = rollout(state, params)
+    if plan.keeps_actors:
+      states.add(state)
     return state, [experience]
 
-  def fire_and_keep(history: ActorHistory, params: Versioned):
-    state, outputs = fire(history.states[-1], params)
-    # After the segment's last update an actor may have made lag + 1 rollouts more.
-    states = (*history.states, state)[-plan.scheme.lag - 2:]
-    return ActorHistory(states, history.rollouts + 1), outputs
-
   ends = [Endpoint(params, rollouts_per_params)], [Endpoint(rollouts)]
-  if plan.keeps_envs:
-    return Worker(f'actor {i}', fire_and_keep, ActorHistory((actor.state,), 0), *ends, firings)
-  return Worker(f'actor {i}', fire, actor.state, *ends, firings)
+  return Worker(f'actor {i}', fire, actor.state, *ends, firings), states

@@ -96,8 +96,9 @@ class Evaluator(Sink):
   The evaluator's environments, seeds and random numbers depend only on the seed of the run and on
   the update. So its results do not depend on timing, and training does not depend on its results. A
   checkpoint that waits for its evaluation is not deleted, so a killed run can make up for a missing
-  evaluation when it resumes. Training waits only before a checkpoint is saved, and the metrics of
-  the next update say for how long.
+  evaluation when it resumes. Training waits only if the next evaluation is due, and the metrics of
+  the next update say for how long. Several processes also wait before each checkpoint, as they
+  cannot make up for an evaluation.
   """
 
   def __init__(self, run: build.Run, workdir: Path, asked_to_stop: Callable[[], bool],
@@ -161,7 +162,12 @@ class Evaluator(Sink):
       self._offer(acting(state), update, counters.number(state.steps))
 
   def saved(self, at: Saved) -> None:
-    """Begins to evaluate a checkpoint, if an evaluation is due; its parameters are copied."""
+    """Begins to evaluate a checkpoint, if an evaluation is due; its parameters are copied.
+
+    It waits for the evaluation before.
+    """
+    if self._is_wanted(at.update, at.steps):
+      self.wait()
     self._offer(at.params, at.update, at.steps)
 
   def update(self, record: Record, receipt: Record) -> None:
@@ -170,7 +176,22 @@ class Evaluator(Sink):
       record[EVAL_WAIT_S] = self._waited_s
       self._waited_s = 0.0
 
+  @property
+  def must_wait(self) -> bool:
+    """Whether `before_save` would wait for an evaluation."""
+    return self._run.place.processes > 1 and any(
+        not task.result.done() for task in self._pending)
+
   def before_save(self) -> None:
+    """Tells the evaluations that have ended; several processes wait for those that have begun.
+
+    Raises:
+      NotSaved: the file cannot be written.
+    """
+    if self._run.place.processes > 1 or all(task.result.done() for task in self._pending):
+      self.wait()
+
+  def wait(self) -> None:
     """Waits for the evaluations that have begun, and tells each.
 
     Raises:
@@ -190,13 +211,18 @@ class Evaluator(Sink):
       self._thread.join(_GRACE_S)
 
   def _is_due(self, update: int) -> bool:
-    return update - self._last >= self._options.every_updates
+    return update > self._last and update % self._options.every_updates == 0
 
   def _offer(self, params: Any, update: int, steps: int) -> None:
-    """Begins to evaluate a checkpoint if that is due; the last one of a run always is."""
-    is_final = steps >= self._run.experiment.total_steps
-    if self._options.every_updates and (self._is_due(update) or is_final and update > self._last):
+    """Begins to evaluate a checkpoint if that is due."""
+    if self._is_wanted(update, steps):
       self._begin(params, update, steps)
+
+  def _is_wanted(self, update: int, steps: int) -> bool:
+    """Returns whether a checkpoint is to be evaluated; the last one of a run always is."""
+    is_final = steps >= self._run.experiment.total_steps
+    return bool(self._options.every_updates) and (
+        self._is_due(update) or is_final and update > self._last)
 
   def _begin(self, params: Any, update: int, steps: int) -> None:
     self._last = update

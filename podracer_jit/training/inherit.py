@@ -122,7 +122,7 @@ def problem_of_shapes(run: build.Run, workdir: Path, update: int) -> str:
     update: the update of the checkpoint.
   """
   items = {'state': run.learner.state_shapes(), 'replay': run.learner.replay_shapes(),
-           'envs': build.kept_env_shapes(run)}
+           'envs': build.kept_env_shapes(run) if run.experiment.keeps_envs else None}
   if not run.experiment.checkpoint.replay:
     items['replay'] = None
   for item, shapes in items.items():

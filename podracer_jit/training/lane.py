@@ -12,14 +12,12 @@ import jax
 import numpy as np
 
 from podracer_jit import schedules
-from podracer_jit.errors import Broken, EnvironmentFailed
-from podracer_jit.experiment import build
+from podracer_jit.errors import Broken, EnvironmentFailed, Refused
 from podracer_jit.experiment.build import Snapshot
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics import counters
-from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.schemes.reports import Report
-from podracer_jit.training import stopping
+from podracer_jit.training import restoring, stopping
 from podracer_jit.training.evaluator import Evaluator
 from podracer_jit.training.meter import LIVES, Meter, environment_check, wall_clock
 from podracer_jit.training.opening import Opened
@@ -36,8 +34,9 @@ from podracer_jit.training.sinks import (
     TensorBoard,
     closing,
 )
-from podracer_jit.workdir import checkpoints, record
+from podracer_jit.workdir import actions, checkpoints, record
 
+_LONG_REPLAY_S = 600.0  # above which a replay is worth a warning
 # After so many segments in which no episode has ended, the run says so.
 _SEGMENTS_WITHOUT_END = 2
 
@@ -66,31 +65,31 @@ class Lane:
     self._saved = checkpoints.Checkpoints(self.workdir, self.run.experiment.checkpoint.keep)
     self._own: list[Sink] = []
     self._sinks = Sinks(())
-    meta: Mapping[str, Any] = {'segment': 0}
-    state = self.run.initial_state()
-    envs = None
-    if opened.update is not None:
-      # The replay is restored into shapes: memory need not hold a second, empty replay.
-      like = state._replace(replay=self.run.learner.replay_shapes())
-      state, meta = self._restored(like, opened.update)
-      envs = self._saved.restore_envs(build.kept_env_shapes(self.run), int(state.update))
-    self._first: Snapshot | None = Snapshot(state, envs, meta['segment'])
-    self._segment = meta['segment']
-    self.update = int(state.update)
-    self.steps = counters.number(state.steps)
+    self._log: actions.Log | None = None
+    self._evaluator: Evaluator | None = None
+    meta: Mapping[str, Any] = {}
+    if opened.update is None:
+      self._first: Snapshot | None = Snapshot(self.run.initial_state())
+    else:
+      self._first, meta = self._restored(opened.update)
+    self.update = self._saved_update = self._first.update
+    self.steps = counters.number(self._first.state.steps)
+    self._surroundings = restoring.surroundings(self.run)
+    self._longest = restoring.longest_replay(self.run)
     self._meter = Meter(self.run.experiment, meta, wall_clock(meta, began_s))
 
-  def _restored(self, like: Any, update: int) -> tuple[Any, dict[str, Any]]:
-    """Returns the state and `meta` of a checkpoint, or of an earlier one if it is broken.
+  def _restored(self, update: int) -> tuple[Snapshot, dict[str, Any]]:
+    """Returns where a checkpoint is, or an earlier one if it is broken, and its `meta`.
 
     Raises:
       Broken: no earlier checkpoint of this config is whole, or there are other
         processes, which may have restored the broken checkpoint.
+      Refused: the environments cannot go on where they were.
     """
     since = max((number - 1 for number in self._record.changes if number <= update + 1), default=0)
     while True:
       try:
-        return self._saved.restore(like, update, files_checked=True)
+        return restoring.snapshot(self.run, self._saved, self.workdir, self._record, update)
       except Broken as error:
         earlier = [number for number in checkpoints.saved_updates(self.workdir)
                    if number < update and not checkpoints.problem(self.workdir, number)]
@@ -101,6 +100,9 @@ class Lane:
         # An earlier config made that checkpoint; the same command goes on with it, stage by stage.
         if update < since:
           raise
+        damage = restoring.problem_of_actions(self.run, self.workdir, self._record, update)
+        if damage:
+          raise Refused(damage) from None
 
   def take_first(self) -> Snapshot:
     """Returns where the run begins; it must not stay in memory while the run trains."""
@@ -150,7 +152,12 @@ class Lane:
       evaluator = Evaluator(self.run, self.workdir, lambda: stop.asked() or self.ask_to_stop,
                             self._print, self._tell_evaluation)
       sinks.append(evaluator)  # before the files: it adds to the records
+      self._evaluator = evaluator
       evaluator.resume(self._saved, self._first.state)
+    if is_first:
+      self._saved.remove_actions()  # a killed process may have left some
+    if is_first:
+      self._cut_actions()
     if is_first and not self.is_finished:
       journals = Journals(self.workdir, self.update)
       sinks.append(journals)
@@ -167,17 +174,34 @@ class Lane:
     """Whether a sink has asked for an end."""
     return self._sinks.ask_to_stop
 
-  def begin_segment(self, fields: Mapping[str, Any]) -> None:
-    """Begins a segment.
+  def _cut_actions(self) -> None:
+    """Removes actions that were sent after the checkpoint from which the run goes on.
+
+    A run that was killed may have left actions of later segments, and of earlier ones whose
+    checkpoints it had deleted.
+    """
+    self._saved.remove_actions()
+    if self._first.sent is not None:
+      segment = self._first.segment
+      prefix = checkpoints.prefix_of(self.workdir, self.update, actions.name_of(segment))
+      actions.cut(self.workdir, segment, prefix)
+
+  def begin_segment(self, segment: int, fields: Mapping[str, Any]) -> None:
+    """Begins a segment, or goes on with it.
 
     Args:
+      segment: its index.
       fields: further fields of its header in the receipts.
     """
-    with jax.default_device(self.run.place.learners[0]):
-      header = dict(segment=self._segment, first_update=self.update + 1,
-                    versions=record.versions(), canary=canary(),
-                    **self._record.header(self.update + 1), **fields)
-    self._check = environment_check(self.run.experiment, self._segment)
+    header = dict(segment=segment, first_update=self.update + 1, **self._surroundings,
+                  **self._record.header(self.update + 1), **fields)
+    self._close_log()
+    if self.run.experiment.resumes_exactly:
+      self._log = actions.Log(self.workdir, segment, self.run.place.process == 0)
+    if segment == _SEGMENTS_WITHOUT_END and not self._meter.episodes:
+      for line in _without_end(self.run.experiment):
+        self._note(line)
+    self._check = environment_check(self.run.experiment, segment)
     self._meter.begin(fields.get(LIVES))
     self._sinks.begin(Start(self.workdir, self.run.place.process, self.run.experiment.seed,
                             self.update, self.steps, header))
@@ -203,31 +227,75 @@ class Lane:
       raise type(error)(f'{self._name}, {error}; {checkpoints.last_good(self.workdir)}') from None
     return last
 
+  @property
+  def is_ahead(self) -> bool:
+    """Whether there are updates that are not saved."""
+    return self.update > self._saved_update
+
+  @property
+  def must_wait(self) -> bool:
+    """Whether a save would wait for an evaluation."""
+    return self._evaluator is not None and self._evaluator.must_wait
+
+  def replaying(self, done: int, total: int) -> None:
+    """Tells the sinks how far environments are that are made again."""
+    self._sinks.replaying(done, total)
+
+  def move(self, update: int, steps: int, sent: Sequence[Sequence[jax.Array]]) -> None:
+    """Notes that updates were made; all processes call it.
+
+    Args:
+      update: updates done.
+      steps: valid steps learned from.
+      sent: what environments were sent meanwhile.
+
+    Raises:
+      NotSaved: it cannot be written.
+    """
+    self.update = update
+    self.steps = steps
+    if self._log and sent:
+      self._log.add(sent)
+
   def before_save(self) -> None:
     """Has all sinks keep what they were told, before a checkpoint and at the end."""
+    if self._log:
+      self._log.sync()
+    self._sinks.before_save()
+
+  def finish(self) -> None:
+    """Waits for evaluations that have begun, and has all sinks keep what they were told."""
+    if self._evaluator:
+      self._evaluator.wait()
     self._sinks.before_save()
 
   def save(self, snapshot: Snapshot) -> None:
-    """Saves the checkpoint at the end of a segment.
+    """Saves a checkpoint.
 
     Raises:
       NotSaved: it cannot be written.
     """
     state = snapshot.state
-    self._segment = snapshot.segment
-    meta = self._meter.meta() | {'segment': self._segment, 'run': self._record.as_json()}
-    self._saved.save(state, meta, snapshot.envs, self._sinks.keeps())
-    self.update = int(state.update)
-    self.steps = counters.number(state.steps)
+    if not self.run.experiment.checkpoint.replay:
+      snapshot = snapshot._replace(state=state._replace(replay=None))
+    meta = self._meter.meta() | {'run': self._record.as_json(),
+                                 restoring.SURROUNDINGS: self._surroundings}
+    self._saved.save(snapshot, meta, self._sinks.keeps())
+    self._saved_update = snapshot.update
     self._params = self.run.learner.algorithm.acting(state)
 
   def tell_saved(self) -> None:
     """Tells the sinks about the checkpoint that was saved."""
     self._sinks.saved(Saved(self.workdir, self.update, self.steps, self._params))
     del self._params
-    if self._segment == _SEGMENTS_WITHOUT_END and not self._meter.episodes:
-      for line in _without_end(self.run.experiment):
-        self._note(line)
+    if self._longest and self._meter.acting_s:
+      seconds = self._longest.steps * self._meter.acting_s
+      if seconds > _LONG_REPLAY_S:
+        self._note(f'warning: to go on after a stop may take up to {seconds / 60:.0f} minutes, as '
+                   f'up to {self._longest.steps:,} steps are replayed; a smaller '
+                   'env.renew_every_updates, now '
+                   f'{self.run.experiment.env.renew_every_updates:,}, makes that shorter')
+      self._longest = None  # it is said once
 
   def _tell_evaluation(self, record: Mapping[str, Any], line: str) -> None:
     """Tells the sinks about an evaluation, whose line was printed."""
@@ -243,17 +311,25 @@ class Lane:
   def closing(self) -> Iterator[None]:
     """Closes the run's own sinks, and its checkpoints, at the end of a block."""
     with contextlib.closing(self._saved), closing(self._own):
-      yield
+      try:
+        yield
+      finally:
+        self._close_log()
+
+  def _close_log(self) -> None:
+    if self._log:
+      self._log.close()
+    self._log = None
 
 
 def _without_end(experiment: Experiment) -> Iterator[str]:
-  """Yields a line if no episode may ever end because environments begin anew at checkpoints."""
+  """Yields a line if no episode may ever end because environments begin anew."""
   if not experiment.keeps_envs:
     steps = experiment.segment_steps
     limit = experiment.spec.max_episode_steps
     length = limit if limit > steps else 10 * steps
     least = math.ceil(length / experiment.unroll_length)
-    yield (f'warning: no episode has ended yet: environments begin anew at each checkpoint, after '
-           f'{steps:,} steps of each (checkpoint.every_updates = '
-           f'{experiment.checkpoint.every_updates}), and longer episodes never end; episodes of '
-           f'{length:,} steps need checkpoint.every_updates = {least:,} or more')
+    yield (f'warning: no episode has ended yet: environments begin anew after {steps:,} steps of '
+           f'each (env.renew_every_updates = {experiment.env.renew_every_updates}), and longer '
+           f'episodes never end; episodes of {length:,} steps need env.renew_every_updates = '
+           f'{least:,} or more, or 0 for never')

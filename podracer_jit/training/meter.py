@@ -47,6 +47,7 @@ class Meter:
     self._episodes = past.get('episodes', 0)
     self._elapsed = past.get('elapsed_s', 0.0)
     self._frame_skip = experiment.spec.frame_skip
+    self._acting = (0, 0.0)  # valid steps, and the seconds in which actors worked on them
     self.begin()
 
   def begin(self, lives: Mapping[str, int] | None = None) -> None:
@@ -61,6 +62,12 @@ class Meter:
   def episodes(self) -> int:
     """Episodes that have ended."""
     return self._episodes
+
+  @property
+  def acting_s(self) -> float:
+    """Seconds in which actors made a step, on the average; 0 as long as that is not known."""
+    steps, seconds = self._acting
+    return seconds / steps if steps else 0.0
 
   def meta(self) -> dict[str, Any]:
     """Returns the part of a checkpoint's `meta` from which a later meter continues."""
@@ -84,6 +91,10 @@ class Meter:
     seconds = (now_s - self._last_s) / report.count
     actor_wait_s = (waits.actor - self._last_waits.actor) / report.count
     learner_wait_s = (waits.learner - self._last_waits.learner) / report.count
+    if self._totals:  # the first report may have the time of compiling
+      steps, before_s = self._acting
+      self._acting = (steps + int(metrics['valid'][:report.count].sum()),
+                      before_s + (seconds - actor_wait_s) * report.count)
     sps, samples_per_s = self._rates(now_s, metrics, report.count)
     wall_s = self._wall_s()
     self._last_s = now_s

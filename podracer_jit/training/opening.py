@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from podracer_jit import options
 from podracer_jit.errors import OtherExperiment
 from podracer_jit.experiment import build, modules
 from podracer_jit.experiment.resolve import resolve
-from podracer_jit.experiment.schema import Experiment
+from podracer_jit.experiment.schema import EnvOptions, Experiment
 from podracer_jit.options import shorten
 from podracer_jit.runtime import host
-from podracer_jit.training import inherit
-from podracer_jit.workdir import checkpoints, journal, record
+from podracer_jit.training import inherit, restoring
+from podracer_jit.workdir import checkpoints, record
 from podracer_jit.workdir import workdir as workdir_lib
 from podracer_jit.workdir.workdir import OpenWorkdir, Request, Workdir
 
@@ -26,8 +27,6 @@ class Opened(NamedTuple):
   workdir: Path
   record: record.Record
   update: int | None  # of the checkpoint to go on from; None without one
-  # The last update of each segment of a repeated run; None: the config decides.
-  ends: Sequence[int] | None
   notes: Sequence[str]  # lines about memory, what was decided, repairs and changes
 
 
@@ -41,7 +40,6 @@ def opened_run(run: build.Run, workdir: Path, request: Request) -> Iterator[Open
     ValueError: the workdir is in use, of another experiment, or cannot be repaired.
     OSError: it cannot be written to.
   """
-  ends = _ends_of(run.experiment, request.repeat) if request.repeat else None
   is_first = run.place.process == 0
   folder: OpenWorkdir | None = None
   first: record.Record | None = None
@@ -50,7 +48,7 @@ def opened_run(run: build.Run, workdir: Path, request: Request) -> Iterator[Open
       nonlocal folder, first
       folder = stack.enter_context(workdir_lib.opened(workdir))
       begins = folder.begins(run.experiment.fields, request)
-      first = _first_record(run, request) if begins else _next_record(run, folder)
+      first = record.new(run.experiment.fields) if begins else _next_record(run, folder, request)
       return begins
 
     begins = _by_process_0(decide, is_first)
@@ -64,11 +62,9 @@ def opened_run(run: build.Run, workdir: Path, request: Request) -> Iterator[Open
       _by_process_0(lambda: folder.clear(), is_first)
     if state is not None:
       with contextlib.closing(checkpoints.Checkpoints(workdir)) as saved:
-        saved.save(state, {'segment': 0, 'run': first.as_json()})
+        saved.save(build.Snapshot(state), {'run': first.as_json()})
 
     def write() -> int | None:
-      if begins and first.origin and not request.init_from:
-        checkpoints.copy(request.repeat, workdir, 0)
       if begins:
         folder.begin(first)
         origin = first.origin
@@ -80,7 +76,7 @@ def opened_run(run: build.Run, workdir: Path, request: Request) -> Iterator[Open
     update = _by_process_0(write, is_first)
     opened = folder or _opened_by_process_0(workdir, run.experiment.fields)
     state = None  # otherwise it would stay in memory while the run trains
-    yield Opened(run, workdir, opened.record, update, ends, folder.notes if folder else ())
+    yield Opened(run, workdir, opened.record, update, folder.notes if folder else ())
 
 
 def _by_process_0(function: Callable[[], Any], is_first: bool) -> Any:
@@ -104,47 +100,29 @@ def _by_process_0(function: Callable[[], Any], is_first: bool) -> Any:
   return answer['value']
 
 
-def _first_record(run: build.Run, request: Request) -> record.Record:
-  """Returns the record of a run that begins, unless it inherits a state.
+def renewal_until_0_7(experiment: Experiment, workdir: Path) -> int | None:
+  """Returns the renewal of a run whose command means it by `checkpoint.every_updates`, else None.
 
-  A run that repeats another run has its stages and its origin.
-
-  Raises:
-    ValueError: the other run cannot be repeated, or its first state is lost.
+  Until version 0.7 both were one field, and the same command shall go on with such a run.
   """
-  fields = run.experiment.fields
-  if not request.repeat or not (request.repeat / record.NAME).is_file():
-    return record.new(fields)
-  repeated = Workdir(request.repeat)
-  repeated.check_layout(run.experiment)
-  past = repeated.record
-  first = record.new(fields)
-  if not past.origin and not past.changes:
-    return first
-  differing = record.differences(repeated.shown_config(), first.config, ('there', 'here'))
-  if differing:
-    raise ValueError(f'--repeat: the run in {request.repeat} began with another run, or has '
-                     'changed its config on the way, and only its newest config can repeat that '
-                     f'({"; ".join(differing)})')
-  first = first.with_history_of(past)
-  _check_stages(run.experiment, first, 0)
-  for first_update in first.changes:
-    earlier = _experiment_at(run.experiment.fields, first, first_update - 1)
-    if not earlier.deterministic:
-      raise ValueError(f'--repeat: before update {first_update} the run in {request.repeat} had '
-                       f'{earlier.non_deterministic_setting}, which is not deterministic, so it '
-                       'cannot be repeated')
-  damage = checkpoints.problem(request.repeat, 0) if first.origin else ''
-  if damage:
-    raise ValueError(f'--repeat: the first state of the run in {request.repeat} is lost: {damage}')
-  return first
+  default = options.defaults(EnvOptions)['renew_every_updates']
+  every = experiment.checkpoint.every_updates
+  if not every or experiment.env.renew_every_updates != default:
+    return None
+  try:
+    config = Workdir(workdir).record.config
+  except ValueError:
+    return None  # there is no run, or what is wrong is told later
+  renewal = config.get('env', {}).get('renew_every_updates')
+  return every if renewal == every != default else None
 
 
-def _next_record(run: build.Run, folder: OpenWorkdir) -> record.Record:
+def _next_record(run: build.Run, folder: OpenWorkdir, request: Request) -> record.Record:
   """Returns the record of a run that goes on.
 
   Raises:
-    ValueError: its changes do not fit the checkpoint, or come before later ones.
+    ValueError: its changes do not fit the checkpoint, or come before later ones; or its
+      environments cannot go on.
   """
   folder.check_layout(run.experiment)
   changes = folder.seen.record.differences(run.experiment.fields)
@@ -157,7 +135,16 @@ def _next_record(run: build.Run, folder: OpenWorkdir) -> record.Record:
     raise OtherExperiment(f'{names}: cannot change in {folder.path}: {misfit}')
   changed = folder.changed_record(run.experiment.fields)
   _check_stages(run.experiment, changed, update or 0)
-  return changed
+  if not update:
+    return changed
+  reason = record.ASKED if request.renew_envs else restoring.renewal(run, folder.path, update)
+  next_record = changed.renewed(update + 1, reason)
+  problem = restoring.problem_of_actions(run, folder.path, next_record, update)
+  if problem:
+    raise ValueError(problem)
+  return next_record
+
+
 
 
 def _opened_by_process_0(workdir: Path, fields: Mapping[str, Any]) -> Workdir:
@@ -178,28 +165,12 @@ def _opened_by_process_0(workdir: Path, fields: Mapping[str, Any]) -> Workdir:
   return opened
 
 
-def _ends_of(experiment: Experiment, repeated: Path) -> list[int]:
-  """Returns the last update of each segment of a run that is repeated.
-
-  Raises:
-    ValueError: it cannot be repeated, or has no readable receipts.
-  """
-  if not experiment.deterministic:
-    raise ValueError(f'--repeat: {experiment.non_deterministic_setting} is not deterministic, '
-                     'so a run cannot be repeated')
-  try:
-    return journal.segment_ends(repeated)
-  except OSError as error:
-    raise ValueError(f'--repeat: the receipts of {repeated} cannot be read: '
-                     f'{error.strerror}') from None
-
-
 def stages(run: build.Run, of_run: record.Record, update: int
            ) -> Iterator[tuple[build.Run, int | None]]:
   """Yields the stages of the rest of a run: one for each config, in order.
 
-  Usually there is one stage. There are more if updates before a change of the config must be made,
-  because the run repeats another run or has lost checkpoints.
+  Usually there is one stage. There are more if updates before a change of the config must be made
+  again, because checkpoints are lost.
 
   Args:
     run: the run of the newest config.

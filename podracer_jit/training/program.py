@@ -4,35 +4,80 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import jax
 
 from podracer_jit import loops
+from podracer_jit.errors import OtherEpisodes, Refused
 from podracer_jit.experiment import build
 from podracer_jit.experiment.build import Snapshot
+from podracer_jit.options import INT32_MAX
+from podracer_jit.runtime.channels import Closed
 from podracer_jit.schemes.reports import Report
+from podracer_jit.schemes.wiring import Position
 from podracer_jit.training.meter import LIVES
 
 # Called with the reports of all runs that have made updates, each with the number of its run.
 ReportTo = Callable[[Sequence[tuple[int, Report]]], None]
 
 
+class Moment(NamedTuple):
+  """Where the runs of a program are between two updates; valid until the next one begins."""
+
+  updates: Sequence[int]  # done, of each run
+  steps: Sequence[int]  # valid steps that each run has learned from
+  sent: Sequence[Sequence[jax.Array]]  # by the only run, see `Position`
+  wait_written: Callable[[], None]  # blocks until all reports are written
+  snapshot: Callable[[int], Snapshot]  # of the run with a number
+
+
+class Watcher(Protocol):
+  """What a program calls while it makes updates."""
+
+  def asked_to_stop(self) -> bool:
+    """Returns whether the runs shall stop."""
+
+  def is_saving(self) -> bool:
+    """Returns whether `after` is saving the runs."""
+
+  def replaying(self, done: int, total: int) -> None:
+    """Called while environments are made again.
+
+    Args:
+      done: steps that they have made.
+      total: steps that they will make.
+    """
+
+  def next_pause(self, update: int) -> int:
+    """Returns the next update after this one at which `after` must be called."""
+
+  def is_due(self, update: int) -> bool:
+    """Returns whether `after` has something to do after this update."""
+
+  def after(self, moment: Moment) -> bool:
+    """Called between two updates by the thread that learns; returns whether the segment ends."""
+
+
 class Program(Protocol):
   """Makes updates of runs, which have numbers from 0, and holds their states."""
 
   def header(self) -> Mapping[str, Any]:
-    """Returns fields for the headers of segments in receipts."""
+    """Returns fields for the headers of receipts."""
 
-  def segment(self, updates: int, report: ReportTo, asked_to_stop: Callable[[], bool]) -> None:
-    """Makes a segment; returns when it has ended.
-
-    Args:
-      updates: most updates of each run. A run that has its total_steps makes no more.
-      report: called in order, by one thread; what it raises ends the segment.
-      asked_to_stop: called after every update; the segment ends if it returns True.
-    """
+  def segment_index(self, number: int) -> int:
+    """Returns the index of the segment that comes next, or goes on, of a run."""
 
   def snapshot(self, number: int) -> Snapshot:
     """Returns where a run is, between two segments."""
+
+  def segment(self, report: ReportTo, watcher: Watcher) -> None:
+    """Makes a segment, or the rest of one; returns when it has ended.
+
+    Args:
+      report: called in order, by one thread; what it raises ends the segment.
+      watcher: called meanwhile.
+    """
 
   def close(self) -> None:
     """Closes environments that go on from one segment to the next."""
@@ -44,7 +89,7 @@ class GraphProgram:
   def __init__(self, run: build.Run, snapshot: Snapshot):
     """Takes over the snapshot, whose state is donated."""
     self._run = run
-    self._snapshot = snapshot
+    self._snapshot: Snapshot | None = snapshot  # None if nothing comes next
 
   def header(self) -> dict[str, Any]:
     """Returns the lives of actors that were begun again, if there are any."""
@@ -54,36 +99,60 @@ class GraphProgram:
   def _lives(self) -> Mapping[str, int]:
     return self._run.crew.lives() if self._run.crew else {}
 
-  def segment(self, updates: int, report: ReportTo, asked_to_stop: Callable[[], bool]) -> None:
+  def segment_index(self, number: int) -> int:
+    """See `Program`."""
+    return self._snapshot.segment
+
+  def snapshot(self, number: int) -> Snapshot:
+    """See `Program`."""
+    return self._snapshot
+
+  def segment(self, report: ReportTo, watcher: Watcher) -> None:
     """See `Program`.
 
     Raises:
+      Refused: the environments of the run cannot go on where they were.
       Exception: the first failure of a worker.
       loops.Stuck: threads did not end after a failure or a second signal.
     """
     run = self._run
-    snapshot = self._snapshot
-    first = int(snapshot.state.update)
+    snapshots = [self._snapshot]
+    self._snapshot = None  # so that nothing of it stays in memory while the run trains
+    index = snapshots[0].segment
+    first = snapshots[0].begun
+    end = build.segment_end(run.experiment, first)
+    at_end: Snapshot | None = None
 
     def write(item: Report) -> None:
       machines = run.crew.metrics() if run.crew else {}
       report([(0, item._replace(since_s=since_s, waits=segment.waits(), machines=machines,
                                 lives=self._lives()))])
 
-    with build.segment(run, snapshot, updates, write, asked_to_stop) as segment:
-      since_s = time.perf_counter()
-      states = loops.run(segment.workers)
-      envs = build.envs_after(run, states, first)
-    # A segment that is stopped while it waits for its first rollouts leaves the state as it was.
-    state = states['learner'].train if 'learner' in states else snapshot.state
-    if not run.experiment.checkpoint.replay:
-      # A resumed run begins with an empty replay, so this run does, too, for the same bits.
-      state = state._replace(replay=None)
-    self._snapshot = Snapshot(state, envs, snapshot.segment + 1)
+    def after(position: Position, wait_written: Callable[[], None]) -> bool:
+      nonlocal at_end
+      snapshot = None
 
-  def snapshot(self, number: int) -> Snapshot:
-    """See `Program`."""
-    return self._snapshot
+      def snapshot_of(number: int) -> Snapshot:
+        nonlocal snapshot
+        snapshot = snapshot or build.snapshot_at(run, position, index, first)
+        return snapshot
+
+      is_over = watcher.after(Moment([position.update], [position.steps], position.sent,
+                                     wait_written, snapshot_of))
+      if position.update == end and not is_over:
+        at_end = snapshot_of(0)
+      return is_over
+
+    events = build.Events(watcher.asked_to_stop, watcher.replaying, watcher.next_pause, after)
+    try:
+      with build.segment(run, snapshots.pop(), INT32_MAX, write, events) as segment:
+        since_s = time.perf_counter()
+        loops.run(segment.workers, busy=watcher.is_saving)
+    except Closed:  # it was stopped while its environments were made again
+      return
+    except OtherEpisodes as error:
+      raise Refused(f'{error}; --renew_envs goes on with new episodes') from None
+    self._snapshot = at_end
 
   def close(self) -> None:
     """Does nothing: each segment has environments of its own."""

@@ -91,6 +91,9 @@ class Progress(Sink):
     self._recent: collections.deque[tuple[float, Record]] = collections.deque()
     self._live: Live | None = None
     self._printed_s = time.monotonic()  # when the last line was printed
+    # While environments are made again: (time, steps done, all steps) at the beginning, after the
+    # first call, and now.
+    self._replay: list[tuple[float, int, int]] = []
     self._shown = False  # whether the newest record was printed
     if self._console.is_terminal:
       # Asks for the block four times a second, however short an update is.
@@ -100,6 +103,32 @@ class Progress(Sink):
   def note(self, line: str) -> None:
     """Prints a line above the block."""
     self._console.print(printable(line), markup=False)
+
+  def replaying(self, done: int, total: int) -> None:
+    """Shows how far environments are that are made again, and how long it will take."""
+    now_s = time.monotonic()
+    if not done:
+      self._replay = [(now_s, done, total)]
+      return
+    # The second point begins the rate: before it, a program is compiled.
+    self._replay = [*self._replay[:2], (now_s, done, total)]
+    began_s, rate_began_s = (point[0] for point in self._replay[:2])
+    if done == total:
+      self.note(f'replayed {total:,} steps in {now_s - began_s:.0f} s')
+      self._replay = []
+    elif not self._live and now_s - rate_began_s >= 1 and (
+        self._printed_s < rate_began_s or now_s - self._printed_s >= self._every_s):
+      self._printed_s = now_s
+      self.note(self._replay_line(self._replay))
+
+  @staticmethod
+  def _replay_line(replay: Sequence[tuple[float, int, int]]) -> str:
+    """Returns how far environments are that are made again."""
+    (began_s, first, _), (now_s, done, total) = replay[:2][-1], replay[-1]
+    if done == first:
+      return f'replaying {total:,} steps'
+    left_s = (now_s - began_s) / (done - first) * (total - done)
+    return f'replaying {total:,} steps, about {left_s:.0f} s'
 
   def compiling(self) -> None:
     """Prints that the programs are being compiled; the block shows this until the first update."""
@@ -202,6 +231,12 @@ class Progress(Sink):
     table.title = self._title
     if self._environments:
       table.add_row('environments', self._environments)
+    replay = self._replay  # another thread may end it meanwhile
+    if replay:
+      _, done, total = replay[-1]
+      table.add_row('environments', ProgressBar(total=total, completed=done, width=50))
+      table.add_row('', self._replay_line(replay))
+      return table
     if not self._recent:
       table.add_row('compiling ...')
       return table

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer_jit.actor import kept_envs, priorities
+from podracer_jit.actor import kept_envs
 from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.experiment import build
 from podracer_jit.experiment.build import Snapshot
@@ -27,7 +27,7 @@ from podracer_jit.options import INT32_MAX
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.training import opening
-from podracer_jit.training.program import ReportTo
+from podracer_jit.training.program import Moment, ReportTo, Watcher
 from podracer_jit.types import TrainState
 from podracer_jit.workdir.workdir import Request
 
@@ -61,8 +61,6 @@ def problems(experiment: Experiment, num_seeds: int, request: Request) -> Iterat
   if experiment.eval.every_updates:
     yield ('eval.every_updates: must be 0 with --num_seeds; evaluate the workdir of a seed '
            'afterwards')
-  if request.repeat:
-    yield '--repeat: a run of one seed can be repeated, not --num_seeds'
 
 
 def allow_open_files(num_seeds: int, tensorboard: bool) -> None:
@@ -109,18 +107,15 @@ class SeedsProgram:
     """
     self._run = runs[0]
     self._num_seeds = len(runs)
-    self._segments = [snapshot.segment for snapshot in snapshots]
+    self._begun = [(snapshot.segment, snapshot.begun) for snapshot in snapshots]
+    self._updates = [snapshot.update for snapshot in snapshots]
     self._envs = contextlib.ExitStack()
-    self._has_begun = False
     states = []
     actors = []
     with contextlib.ExitStack() as failing:
       failing.callback(self._envs.close)
       for run, snapshot in zip(runs, snapshots, strict=True):
-        envs = snapshot.envs
-        if envs is not None and not jax.tree.leaves(snapshot.state.replay):
-          envs = priorities.forget(envs)
-        actors += build.make_actors(run, snapshot.segment, self._envs, envs)
+        actors += build.make_actors(run, snapshot, self._envs)
         # A learner with a replay allocates it here.
         state = run.learner.allocate(snapshot.state)
         states.append(jax.tree.map(lambda x: x.addressable_data(0), state))
@@ -128,9 +123,7 @@ class SeedsProgram:
     self._states: TrainState = _stacked(states)
     self._actor_states: ActorState = _stacked([actor.state for actor in actors])
     rollout = self._run.acting.rollout(actors[0].rollout_program.vector_envs)
-    experiment = self._run.experiment
-    self._updates_per_call = min(experiment.placement.updates_per_call,
-                                 experiment.checkpoint.every_updates)
+    self._updates_per_call = self._run.experiment.placement.updates_per_call
     learner = self._run.learner
     fused = sharding.make_fused(learner.algorithm.for_actors, rollout, learner.learn,
                                 self._updates_per_call)
@@ -140,29 +133,40 @@ class SeedsProgram:
     """Returns the number of seeds."""
     return {'num_seeds': self._num_seeds}
 
-  def segment(self, updates: int, report: ReportTo, asked_to_stop: Callable[[], bool]) -> None:
+  def segment_index(self, number: int) -> int:
     """See `Program`."""
-    experiment = self._run.experiment
-    if self._has_begun and not experiment.checkpoint.replay:
-      # As in a run that resumes: the replay is empty when a segment begins.
-      self._empty_replays()
-    self._has_begun = True
-    done = 0
+    return self._segment(number)[0]
+
+  def _segment(self, number: int) -> tuple[int, int]:
+    """Returns the index of a run's segment, and the updates done when it began.
+
+    Nothing happens between two segments here: environments go on, and there is no lag.
+    """
+    index, first = self._begun[number]
+    length = build.segment_end(self._run.experiment, 0)
+    ended = (self._updates[number] - first) // length
+    return index + ended, first + ended * length
+
+  def segment(self, report: ReportTo, watcher: Watcher) -> None:
+    """See `Program`; the segment lasts for the whole training."""
+    total = counters.of(self._run.experiment.total_steps, self._states.steps[0])
     previous = None
-    total = counters.of(experiment.total_steps, self._states.steps[0])
-    while done < updates and not asked_to_stop():
-      limit = min(self._updates_per_call, updates - done)
+    update = max(self._updates)
+    while True:
+      limit = min(self._updates_per_call, watcher.next_pause(update) - update)
       self._states, self._actor_states, *made = self._program(
           self._states, self._actor_states, limit, total)
-      done += limit
+      update += limit
       # The reports of a call are written while the device makes the next one.
-      if previous and not self._report(*previous, report):
-        previous = None
-        break
+      is_finished = previous is not None and not self._report(*previous, report)
       previous = made
-    if previous:
-      self._report(*previous, report)
-    self._segments = [index + 1 for index in self._segments]
+      if watcher.is_due(update) or is_finished:
+        self._report(*previous, report)
+        previous = None
+        update = max(self._updates)
+        steps = [counters.number(count) for count in self._states.steps]
+        if watcher.after(Moment(self._updates, steps, (), lambda: None, self.snapshot)):
+          return
 
   def _report(self, counts: jax.Array, metrics: Any, report: ReportTo) -> bool:
     """Reports a call; returns False if no seed has made an update.
@@ -174,6 +178,8 @@ class SeedsProgram:
     """
     counts = np.asarray(counts)
     metrics = jax.tree.map(np.asarray, metrics)
+    self._updates = [update + count
+                     for update, count in zip(self._updates, counts.tolist(), strict=True)]
     cgd = self._run.learner.mean_cgd(0)
     reports = [
         (i, Report(jax.tree.map(lambda x, i=i: x[i], metrics), count, (cgd,) * count,
@@ -183,24 +189,12 @@ class SeedsProgram:
       report(reports)
     return bool(reports)
 
-  def _empty_replays(self) -> None:
-    """Puts a new replay in place of the old one of each seed, if there is one."""
-    single = jax.tree.map(lambda x: x[0], self._states._replace(replay=None))
-    replay = self._run.learner.allocate(single).replay
-    if jax.tree.leaves(replay):
-      self._states = self._states._replace(replay=jax.tree.map(
-          lambda x: jnp.stack([x.addressable_data(0)] * self._num_seeds), replay))
-    self._actor_states = self._actor_states._replace(
-        envs=tuple(map(priorities.forget, self._actor_states.envs)))
-
   def snapshot(self, number: int) -> Snapshot:
     """See `Program`."""
     experiment = self._run.experiment
     state, actor_state = jax.tree.map(lambda x: x[number], (self._states, self._actor_states))
-    if not experiment.checkpoint.replay:
-      state = state._replace(replay=None)
     envs = kept_envs.gather([actor_state]) if experiment.keeps_envs else None
-    return Snapshot(state, envs, self._segments[number])
+    return Snapshot(state, envs, *self._segment(number))
 
   def close(self) -> None:
     """Closes the environments."""

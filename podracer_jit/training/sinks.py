@@ -38,7 +38,7 @@ STOP = _Stop.STOP  # a method of a sink returns this to stop the run
 
 
 class Start(NamedTuple):
-  """The beginning of a segment."""
+  """The beginning of a segment, or of the rest of one."""
 
   workdir: Path
   process: int  # of the processes of the run, from 0; each has sinks of its own
@@ -49,7 +49,7 @@ class Start(NamedTuple):
 
 
 class Saved(NamedTuple):
-  """A checkpoint that was saved, at the end of a segment."""
+  """A checkpoint that was saved."""
 
   workdir: Path
   update: int  # updates done, and the number of the checkpoint
@@ -65,7 +65,15 @@ class Sink:
   """
 
   def begin(self, start: Start) -> Any:
-    """Called before each segment, in the thread that trains."""
+    """Called before each segment, and when a run goes on within one, in the main thread."""
+
+  def replaying(self, done: int, total: int) -> Any:
+    """Called several times a second while environments are made again, in the main thread.
+
+    Args:
+      done: steps of environments that were made.
+      total: steps that will be made.
+    """
 
   def update(self, record: Record, receipt: Record) -> Any:
     """Called after each update, in a thread of its own.
@@ -123,6 +131,10 @@ class Sinks:
   def begin(self, start: Start) -> None:
     """See `Sink`, as for the other methods."""
     self._tell('begin', start)
+
+  def replaying(self, done: int, total: int) -> None:
+    """See `Sink`."""
+    self._tell('replaying', done, total)
 
   def update(self, record: Record, receipt: Record) -> None:
     """See `Sink`."""
@@ -366,7 +378,7 @@ def _finite(record: Record) -> Record:
 
 
 class TensorBoard(Sink):
-  """TensorBoard's events: an update every EVENTS_S, and the last one of a segment."""
+  """TensorBoard's events: an update every EVENTS_S, and the last one before a checkpoint."""
 
   def __init__(self, workdir: Path, update: int, steps: int):
     """Opens a file of events.

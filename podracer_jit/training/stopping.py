@@ -46,7 +46,8 @@ class Stopping:
     self.signal: int | None = None  # its number
     # Not an Event, which has a lock: a signal may interrupt the handler of another one.
     self._asked = False
-    self._training = self._saving = self._ended = False
+    self._training = self._ended = False
+    self.is_saving = False
 
   def asked(self) -> bool:
     """Returns whether a signal has asked for an end."""
@@ -63,11 +64,11 @@ class Stopping:
   @contextlib.contextmanager
   def saving(self) -> Iterator[None]:
     """Keeps signals from interrupting the block."""
-    self._saving = True
+    self.is_saving = True
     try:
       yield
     finally:
-      self._saving = False
+      self.is_saving = False
 
   def handle(self, number: int, frame: FrameType | None) -> None:
     """Handles a signal; Python calls it in the main thread.
@@ -86,7 +87,7 @@ class Stopping:
       return
     if not self._training:
       self._leave()
-    elif asked_before and is_new and not self._saving:
+    elif asked_before and is_new and not self.is_saving:
       raise KeyboardInterrupt
 
 

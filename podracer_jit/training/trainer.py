@@ -1,25 +1,28 @@
-"""Trains runs segment by segment: the loop, and the one door to it."""
+"""Trains runs segment by segment, and saves them: the loop, and the one door to it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jax.sharding import Mesh
 
 from podracer_jit.experiment import build, checks, memory, trial
+from podracer_jit.experiment.resolve import changed
 from podracer_jit.experiment.schema import Experiment
+from podracer_jit.options import INT32_MAX
 from podracer_jit.runtime import host, placement
 from podracer_jit.schemes.reports import Report
-from podracer_jit.training import opening, seeds, stopping
+from podracer_jit.training import opening, restoring, seeds, stopping
 from podracer_jit.training.crew import Crew
 from podracer_jit.training.lane import Lane
 from podracer_jit.training.opening import Opened
-from podracer_jit.training.program import GraphProgram, Program
+from podracer_jit.training.program import GraphProgram, Moment, Program
 from podracer_jit.training.progress import Progress
 from podracer_jit.training.seeds import SeedsProgram
 from podracer_jit.training.sinks import Profiler, Record, Sink, Sinks, closing
@@ -29,13 +32,15 @@ from podracer_jit.workdir.workdir import Request
 if TYPE_CHECKING:
   from podracer_jit.cluster.ray_cluster import Cluster
 
+# A checkpoint that is due by the clock waits so many times as long as the last one took.
+_SAVE_SHARE = 20
+
 
 class Trainer:
-  """The loop of a training: segments, and a checkpoint at the end of each."""
+  """The loop of a training: segments, and checkpoints anywhere in them; a `Watcher`."""
 
   def __init__(self, program: Program, lanes: Sequence[Lane], stop: stopping.Stopping,
-               sinks: Sequence[Sink] = (),
-               length_after: Callable[[int], int] | None = None):
+               sinks: Sequence[Sink] = (), last: int | None = None):
     """Creates a trainer.
 
     Args:
@@ -44,64 +49,115 @@ class Trainer:
       stop: handles signals.
       sinks: told about all runs together: the newest update of each report, as the mean over the
         runs.
-      length_after: returns the length of the segment after an update, 0 if there is none; by
-        default the config decides.
+      last: the last update; None: the runs end with their total_steps.
     """
     self._program = program
     self._lanes = lanes
     self._stop = stop
     self._sinks = Sinks(sinks)
-    every = lanes[0].run.experiment.checkpoint.every_updates
-    self._length_after = length_after or (lambda update: every)
+    self._last = last
+    experiment = lanes[0].run.experiment
+    self._options = experiment.checkpoint
+    # Updates after whose multiples there is a checkpoint.
+    self._multiples = [every for every in (
+        self._options.every_updates, experiment.eval.every_updates) if every]
+    self._next_save_s = time.monotonic() + self._options.every_seconds
+    self._is_saving = False
 
   def asked_to_stop(self) -> bool:
     """Returns whether a signal or a sink of this process has asked for an end."""
     return (self._stop.asked() or self._sinks.ask_to_stop
             or any(lane.ask_to_stop for lane in self._lanes))
 
-  def train(self) -> bool:
-    """Trains until each run has its total_steps or its last segment, or until a stop.
+  def is_saving(self) -> bool:
+    """Returns whether the runs are being saved, or what this needs is awaited."""
+    return self._is_saving
 
-    A signal ends the segment at its next update (with a scheme of one program, after the current
-    call), and the runs are saved.
+  def replaying(self, done: int, total: int) -> None:
+    """Tells how far environments are that are made again."""
+    for sinks in (self._sinks, *self._lanes):
+      sinks.replaying(done, total)
+
+  def next_pause(self, update: int) -> int:
+    """Returns the next update after which a checkpoint is due by its number."""
+    ends = [] if self._last is None else [self._last]
+    return min([*((update // every + 1) * every for every in self._multiples), *ends],
+               default=INT32_MAX)
+
+  def is_due(self, update: int) -> bool:
+    """Returns whether the runs are to be saved after an update, as far as this process knows."""
+    # The clock of process 0 decides.
+    is_time = (self._options.every_seconds and self._lanes[0].run.place.process == 0
+               and time.monotonic() >= self._next_save_s
+               and not any(lane.must_wait for lane in self._lanes))
+    return bool(is_time) or self.asked_to_stop() or update == self._last or any(
+        update % every == 0 for every in self._multiples)
+
+  def after(self, moment: Moment) -> bool:
+    """Saves the runs if that is due; returns whether they end, see `Watcher`.
+
+    A signal ends them at their next update (with a scheme of one program, after the current call).
+    """
+    update = max(moment.updates)
+    for lane, *where in zip(self._lanes, moment.updates, moment.steps, strict=True):
+      lane.move(*where, moment.sent)
+    is_last = update == self._last or all(lane.is_finished for lane in self._lanes)
+    due, asked = placement.any_process([self.is_due(update), self.asked_to_stop()], self._mesh)
+    if due or asked or is_last:
+      self._is_saving = True
+      self._save(moment)
+      self._is_saving = False
+      # A sink may have asked for an end when it was told of the checkpoint.
+      asked = self._is_stopped()
+    return is_last or asked
+
+  def train(self) -> bool:
+    """Trains until each run has its total_steps or its last update, or until a stop.
 
     Returns:
       Whether it was stopped: by a signal in any process, or a sink.
     """
-    while True:
-      lanes = [lane for lane in self._lanes if not lane.is_finished]
-      length = self._length_after(lanes[0].update) if lanes else 0
-      if self._is_stopped() or not length:
-        break
+    while not (self._is_stopped() or all(lane.is_finished for lane in self._lanes)
+               or self._lanes[0].update == self._last):
+      before = [lane.update for lane in self._lanes]
       fields = self._program.header()
-      for lane in lanes:
-        lane.begin_segment(fields)
-      self._program.segment(length, self._report, self.asked_to_stop)
-      if not self._save(lanes):
+      for number, lane in enumerate(self._lanes):
+        if not lane.is_finished:
+          lane.begin_segment(self._program.segment_index(number), fields)
+      self._program.segment(self._report, self)
+      if before == [lane.update for lane in self._lanes]:
         break
+    if any(lane.is_ahead for lane in self._lanes):  # a stop was asked for after the segment's end
+      self._save(Moment([lane.update for lane in self._lanes],
+                        [lane.steps for lane in self._lanes], (), lambda: None,
+                        self._program.snapshot))
     for lane in self._lanes:
-      lane.before_save()
+      lane.finish()
     # A signal to one process has stopped them all, so all have the exit code of a stop.
     return self._is_stopped()
 
-  def _is_stopped(self) -> bool:
-    return placement.any_process(self.asked_to_stop(), self._lanes[0].run.place.mesh)
+  @property
+  def _mesh(self) -> Mesh:
+    return self._lanes[0].run.place.mesh
 
-  def _save(self, lanes: Sequence[Lane]) -> bool:
-    """Saves the runs that have made updates; returns whether there are any."""
-    numbers = {self._lanes.index(lane): lane for lane in lanes}
-    for lane in lanes:
-      lane.before_save()
-    moved = []
+  def _is_stopped(self) -> bool:
+    return placement.any_process([self.asked_to_stop()], self._mesh)[0]
+
+  def _save(self, moment: Moment) -> None:
+    """Saves the runs that have made updates since they were saved."""
+    moment.wait_written()
+    numbers = [number for number, lane in enumerate(self._lanes) if lane.is_ahead]
+    for number in numbers:
+      self._lanes[number].before_save()
+    began_s = time.monotonic()
     with self._stop.saving():
-      for number, lane in numbers.items():
-        snapshot = self._program.snapshot(number)
-        if int(snapshot.state.update) > lane.update:
-          lane.save(snapshot)
-          moved.append(lane)
-    for lane in moved:
-      lane.tell_saved()
-    return bool(moved)
+      for number in numbers:
+        self._lanes[number].save(moment.snapshot(number))
+    now_s = time.monotonic()
+    self._next_save_s = now_s + max(self._options.every_seconds,
+                                    _SAVE_SHARE * (now_s - began_s))
+    for number in numbers:
+      self._lanes[number].tell_saved()
 
   def _report(self, reports: Sequence[tuple[int, Report]]) -> None:
     """Tells the reports of a call to their runs, and their mean to all runs' sinks."""
@@ -163,7 +219,7 @@ class Training:
       began_s: when the command began, by `time.perf_counter`; None: now.
 
     Returns:
-      True if each run has its total_steps or its last segment, False if a signal or a sink has
+      True if each run has its total_steps, False if a signal or a sink has
       stopped the training.
 
     Raises:
@@ -195,7 +251,6 @@ class Training:
       if stage is not run:
         self.runs = [newest._replace(run=stage)]
       is_stopped = self._train_stage(last, stop, users, sinks, began_s)
-      # A repeated run may end before its config changes; this run then ends there, too.
       if last is None or is_stopped or last not in checkpoints.saved_updates(newest.workdir):
         return not is_stopped
       newest = newest._replace(update=last)
@@ -232,7 +287,7 @@ class Training:
       for lane, of_lane in zip(lanes, users or [()] * len(lanes), strict=True):
         lane.open(of_lane, stop)
       program = stack.enter_context(contextlib.closing(_program(lanes, self._are_seeds)))
-      trainer = Trainer(program, lanes, stop, sinks, _lengths(self.runs[0], last))
+      trainer = Trainer(program, lanes, stop, sinks, last)
       is_stopped = trainer.train()
       for sink in sinks:
         if isinstance(sink, Profiler) and sink.missing:
@@ -257,6 +312,9 @@ class Training:
       yield from first.changed_options()
     else:
       yield f'{self._title}: starting'
+      longest = restoring.longest_replay(first.run)
+      if longest:
+        yield longest.words()
     if experiment.spec.calls_python:
       yield (f'slow environments: Python steps {experiment.env.task}, in worker processes; '
              'EnvPool or JAX functions would be faster')
@@ -288,22 +346,6 @@ def _program(lanes: Sequence[Lane], are_seeds: bool) -> Program:
   return GraphProgram(lanes[0].run, snapshots[0])
 
 
-def _lengths(opened: Opened, last: int | None) -> Callable[[int], int]:
-  """Returns the function of a `Trainer` that gives the length of the segment after an update.
-
-  Args:
-    opened: the run; one that repeats another run ends its segments where that run did.
-    last: the last update; None: the run ends at total_steps.
-  """
-  def length_after(update: int) -> int:
-    length = opened.run.experiment.checkpoint.every_updates
-    if opened.ends is not None:
-      length = next((end - update for end in opened.ends if end > update), 0)
-    return length if last is None else min(length, last - update)
-
-  return length_after
-
-
 @contextlib.contextmanager
 def opened(experiment: Experiment, workdir: Path, request: Request,
            cluster: Cluster | None = None, num_seeds: int | None = None) -> Iterator[Training]:
@@ -329,12 +371,19 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
     for problem in seeds.problems(experiment, num_seeds, request):
       raise ValueError(problem)
     seeds.allow_open_files(num_seeds, experiment.log.tensorboard)
+  notes = []
+  first = workdir if num_seeds is None else workdir / f'seed{experiment.seed}'
+  renewal = opening.renewal_until_0_7(experiment, first)
+  if renewal is not None:
+    experiment = changed(experiment, env={'renew_every_updates': renewal})
+    notes.append(f'env.renew_every_updates: {renewal:,}, as in {first}; until version 0.7 that was '
+                 'checkpoint.every_updates, which is now only how often the run is saved')
   host.prepare_host(experiment.placement)
   crew = Crew(cluster, experiment) if cluster else None
   run = build.make_run(experiment, crew)
   trial.check(run)
-  notes = [*(f'warning: {line}' for line in memory.check(run, num_seeds or 1)),
-           *checks.notes(experiment)]
+  notes += [*(f'warning: {line}' for line in memory.check(run, num_seeds or 1)),
+            *checks.notes(experiment)]
   runs = []
   with contextlib.ExitStack() as stack:
     if num_seeds is None:

@@ -1,4 +1,4 @@
-"""Checkpoints of the whole train state at segment boundaries, each with a manifest."""
+"""Checkpoints of the whole train state, each with a manifest."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podracer_jit.errors import Broken, NotSaved
+from podracer_jit.experiment.build import Snapshot
 from podracer_jit.numerics import counters
 from podracer_jit.options import shorten
 from podracer_jit.runtime import host
 from podracer_jit.types import TrainState
-from podracer_jit.workdir import files, journal
+from podracer_jit.workdir import actions, files, journal
 
 FOLDER = 'checkpoints'  # of a workdir
 MANIFEST = 'manifest.json'  # in the folder of a checkpoint, or of a saved agent
@@ -36,7 +37,9 @@ _ORBAX_WRITING = '.orbax-checkpoint-tmp'
 _DELETING = '.deleted'
 # In a checkpoint's `meta`.
 _STEPS = 'steps'
-_JOURNALS = 'journals'  # the `journal.Prefix` of each, by name
+_JOURNALS = 'journals'  # the `journal.Prefix` of each, and of a segment's actions, by name
+_SEGMENT = 'segment'
+_FIRST = 'first'
 _OF_0_5 = {'ring/fresh'}  # an array of a replay, which has another name since
 # Arrays that version 0.6 saved under other names, in the items 'replay' and 'envs'.
 _RENAMED = {'slots/transitions/added': 'slots/added',
@@ -52,43 +55,53 @@ class Checkpoints:
   """Saves and restores checkpoints under `workdir/checkpoints`, by update."""
 
   def __init__(self, workdir: Path, keep: int = 3):
-    """Opens the folder; the newest `keep` checkpoints, and one of update 0, are never deleted."""
+    """Opens the folder.
+
+    Args:
+      workdir: the workdir of the run.
+      keep: segments whose newest checkpoint is not deleted, beside the two newest checkpoints and
+        that of update 0.
+    """
     self._workdir = workdir
     self._keep = keep
     self._journals = journal.Prefixes(workdir)
-    # Synchronous: between two segments nothing could run meanwhile.
+    self._segments: dict[int, tuple[int, int]] = {}  # by update, as `segment_of` returns them
+    # Synchronous: the state is valid until the next update begins.
     self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
 
-  def save(self, state: TrainState, meta: Mapping[str, Any], envs: Any | None = None,
-           keep_also: Collection[int] = ()) -> None:
-    """Saves the state with `meta` under its update, unless there is a checkpoint of that update.
+  def save(self, at: Snapshot, meta: Mapping[str, Any], keep_also: Collection[int] = ()) -> None:
+    """Saves where a run is under its update, unless there is a checkpoint of that update.
 
-    The state, its replay and the environments' state are separate items. Orbax writes them to a
-    folder that gets the manifest, and then its name: readers see a checkpoint whole or not at all.
-    After that, old checkpoints are deleted.
+    The state, its replay, the environments' state and the parameters before the last update are
+    separate items. Orbax writes them to a folder that gets the manifest, and then its name: readers
+    see a checkpoint whole or not at all. After that, old checkpoints are deleted, and the actions
+    of segments that have none.
 
     Args:
-      state: the state of the learner.
+      at: where the run is; its actions are on the disk.
       meta: values that JSON can hold.
-      envs: the environments' state, as in `actor.kept_envs`; None if it is not kept.
       keep_also: updates of further checkpoints that must not be deleted.
 
     Raises:
       NotSaved: a file cannot be written; the message names the folder and the last good
         checkpoint. Nothing of the new checkpoint is left.
     """
-    update = int(state.update)
+    state = at.state
+    update = at.update
     if update in saved_updates(self._workdir):
       return
     without_replay = state._replace(replay=None)
-    whole_meta = dict(meta) | {_STEPS: counters.number(state.steps)}
+    whole_meta = dict(meta) | {_STEPS: counters.number(state.steps), _SEGMENT: at.segment,
+                               _FIRST: update if at.first is None else at.first}
     if jax.process_index() == 0:
-      whole_meta[_JOURNALS] = self._journals.now()
+      whole_meta[_JOURNALS] = self._journals.now(
+          [journal.RECEIPTS, journal.METRICS, actions.name_of(at.segment)])
     items = dict(state=ocp.args.StandardSave(without_replay), meta=ocp.args.JsonSave(whole_meta))
     if jax.tree.leaves(state.replay):
       items['replay'] = ocp.args.StandardSave(state.replay)
-    if jax.tree.leaves(envs):
-      items['envs'] = ocp.args.StandardSave(envs)
+    for name in ('envs', 'before'):
+      if jax.tree.leaves(getattr(at, name)):
+        items[name] = ocp.args.StandardSave(getattr(at, name))
     state_digest = digest(without_replay)
     folder = path_of(self._workdir, update)
     draft = folder.with_name(folder.name + _SAVING)
@@ -109,22 +122,46 @@ class Checkpoints:
       raise NotSaved(f'cannot save the checkpoint of update {update} in {folder} '
                      f'({_root_cause(error)}); {safe}') from error
     if jax.process_index() == 0:
-      for old in saved_updates(self._workdir)[:-self._keep]:
-        # The checkpoint of update 0 is the first state of a run that began with another run.
-        if old and old not in keep_also:
-          _delete(path_of(self._workdir, old))
+      self._delete_old(keep_also)
     host.barrier(f'saved {update}')
 
-  def restore_envs(self, like: Any, update: int) -> Any:
-    """Returns the environments' state of a checkpoint; None if it has none.
+  def _delete_old(self, keep_also: Collection[int]) -> None:
+    """Deletes checkpoints that are not needed any more, and then the actions of their segments."""
+    updates = self._read_segments()
+    newest = {self._segments[update][0]: update for update in updates}
+    # The checkpoint of update 0 is the first state of a run that began with another run.
+    kept = {0, *updates[-2:], *sorted(newest.values())[-self._keep:], *keep_also}
+    for update in updates:
+      if update not in kept:
+        _delete(path_of(self._workdir, update))
+    self.remove_actions()
+
+  def remove_actions(self) -> None:
+    """Removes the actions of segments that have no checkpoint within them."""
+    within = [self._segments[update][0] for update in self._read_segments()
+              if self._segments[update][1] < update]
+    actions.remove_others(self._workdir, within)
+
+  def _read_segments(self) -> list[int]:
+    """Returns the updates of all checkpoints, after their segments were read."""
+    updates = saved_updates(self._workdir)
+    for update in updates:
+      if update not in self._segments:
+        meta = read_meta(self._workdir, update) or {}
+        self._segments[update] = segment_of(meta, update)
+    return updates
+
+  def restore_item(self, name: str, like: Any, update: int) -> Any:
+    """Returns an item of a checkpoint beside its state; None if it has none.
 
     Args:
-      like: the shapes of `kept_envs.shapes`; None if environments begin anew.
+      name: 'envs', the environments' state, or 'before', the parameters before the last update.
+      like: its shapes; None if the run has none.
       update: the update of the checkpoint, whose files were checked.
     """
-    if not jax.tree.leaves(like) or not (path_of(self._workdir, update) / 'envs').is_dir():
+    if not jax.tree.leaves(like) or not (path_of(self._workdir, update) / name).is_dir():
       return None
-    return self._restore_items(update, envs=like)['envs']
+    return self._restore_items(update, **{name: like})[name]
 
   def restore(self, like: TrainState, update: int, files_checked: bool = False
               ) -> tuple[TrainState, dict[str, Any]]:
@@ -366,13 +403,15 @@ def read_meta(workdir: Path, update: int) -> dict[str, Any] | None:
   return meta if isinstance(meta, dict) else None
 
 
-def copy(workdir: Path, target: Path, update: int) -> None:
-  """Copies a checkpoint to another workdir, whose readers see it whole or not at all."""
-  folder = path_of(target, update)
-  draft = folder.with_name(folder.name + _SAVING)
-  files.remove_folder(draft)
-  files.copy_folder(path_of(workdir, update), draft)
-  files.rename(draft, folder)
+def segment_of(meta: Mapping[str, Any], update: int) -> tuple[int, int]:
+  """Returns the index of a checkpoint's segment, and the updates done when this began.
+
+  Args:
+    meta: of the checkpoint. Those of version 0.7 and before lie between two segments.
+    update: of the checkpoint.
+  """
+  segment, first = meta.get(_SEGMENT), meta.get(_FIRST, update)
+  return (segment, first) if isinstance(segment, int) and isinstance(first, int) else (-1, update)
 
 
 def _unfinished(workdir: Path) -> list[Path]:
@@ -394,16 +433,20 @@ def cut_journals(workdir: Path, update: int) -> list[str]:
   Raises:
     OSError: a file cannot be read or written; the error names it.
   """
-  noted = (read_meta(workdir, update) or {}).get(_JOURNALS, {})
   problems = []
   for name in (journal.METRICS, journal.RECEIPTS):
-    try:
-      size, sha256 = noted[name]
-      prefix = journal.Prefix(int(size), str(sha256))
-    except (KeyError, TypeError, ValueError, OverflowError):
-      prefix = None  # the checkpoint is of version 0.6 or before
+    prefix = prefix_of(workdir, update, name)  # None in checkpoints of version 0.6 and before
     problems += journal.cut(workdir, workdir / name, update, prefix)
   return problems
+
+
+def prefix_of(workdir: Path, update: int, name: str) -> journal.Prefix | None:
+  """Returns what a file began with when a checkpoint was saved; None if it does not say so."""
+  try:
+    size, sha256 = (read_meta(workdir, update) or {})[_JOURNALS][name]
+    return journal.Prefix(int(size), str(sha256))
+  except (KeyError, TypeError, ValueError, OverflowError):
+    return None
 
 
 def remove_unfinished(workdir: Path) -> None:

@@ -132,7 +132,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 class Lines:
-  """A file that gets lines at its end, and is open meanwhile."""
+  """A file that gets lines, or bytes, at its end, and is open meanwhile."""
 
   def __init__(self, path: Path):
     """Opens the file, which need not exist.
@@ -141,13 +141,18 @@ class Lines:
       OSError: it cannot be written; the error names the file, as for the other methods.
     """
     self._path = path
-    self._file = path.open('a', buffering=1)
+    self._file = path.open('ab')
     sync_folder(path.parent)
 
   def write(self, line: str) -> None:
     """Appends a line, which is given without its newline."""
+    self.add(f'{line}\n'.encode())
+
+  def add(self, content: bytes) -> None:
+    """Appends bytes."""
     with naming(self._path):
-      self._file.write(line + '\n')
+      self._file.write(content)
+      self._file.flush()
 
   def sync(self) -> None:
     """Has all lines reach the disk."""
@@ -197,15 +202,16 @@ def remove_folder(path: Path) -> None:
   shutil.rmtree(path, ignore_errors=True)
 
 
+def remove(path: Path) -> None:
+  """Removes a file, if that is possible."""
+  with contextlib.suppress(OSError):
+    path.unlink()
+
+
 def remove_if_empty(path: Path) -> None:
   """Removes a folder unless something is in it, or it cannot be removed."""
   with contextlib.suppress(OSError):
     path.rmdir()
-
-
-def copy_folder(path: Path, target: Path) -> None:
-  """Copies a folder with all that is in it to a new place."""
-  shutil.copytree(path, target)
 
 
 def set_aside(workdir: Path, path: Path) -> Path:

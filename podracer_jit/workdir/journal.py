@@ -6,7 +6,7 @@ Each checkpoint has the size and the SHA-256 of both files, as they were when it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,21 +34,25 @@ class Prefix(NamedTuple):
 
 
 class Prefixes:
-  """Gives the prefixes that receipts and metrics have now; reads only what has been added."""
+  """Gives the prefixes that files of a workdir have now; reads only what has been added."""
 
   def __init__(self, workdir: Path):
-    self._paths = [workdir / name for name in (RECEIPTS, METRICS)]
-    self._read = {path: (0, hashlib.sha256()) for path in self._paths}
+    self._workdir = workdir
+    self._read: dict[str, tuple[int, Any]] = {}
 
-  def now(self) -> dict[str, Prefix]:
-    """Returns the prefix of each file that exists, by name; all lines must have been written."""
+  def now(self, names: Sequence[str]) -> dict[str, Prefix]:
+    """Returns the prefix of each of these files that exists; all must have been written.
+
+    Files that are not named are forgotten: another of the same name is read from its beginning.
+    """
+    self._read = {name: self._read.get(name, (0, hashlib.sha256())) for name in names}
     prefixes = {}
-    for path in self._paths:
+    for name, (size, total) in self._read.items():
+      path = self._workdir / name
       if path.exists():
-        size, total = self._read[path]
         size = _add_to(total, path, size)
-        self._read[path] = (size, total)
-        prefixes[path.name] = Prefix(size, total.hexdigest())
+        self._read[name] = (size, total)
+        prefixes[name] = Prefix(size, total.hexdigest())
     return prefixes
 
 
@@ -62,7 +66,7 @@ def _add_to(total: Any, path: Path, start: int, end: int | None = None) -> int:
   return start
 
 
-def _is_unchanged(path: Path, prefix: Prefix) -> bool:
+def is_unchanged(path: Path, prefix: Prefix) -> bool:
   """Returns whether a file still begins with its prefix."""
   total = hashlib.sha256()
   return _add_to(total, path, 0, prefix.size) == prefix.size and (
@@ -144,13 +148,6 @@ def has_updates(workdir: Path) -> bool:
              for path in paths if path.exists() for line in _lines(path))
 
 
-def segment_ends(workdir: Path) -> list[int]:
-  """Returns the last update of each segment of the run in workdir."""
-  receipts = read_receipts(workdir)
-  return [*(header['first_update'] - 1 for header in receipts.headers[1:]),
-          max(receipts.by_update, default=0)]
-
-
 def cut(workdir: Path, path: Path, last_update: int, prefix: Prefix | None = None) -> list[str]:
   """Removes the lines after the checkpoint that a run resumes from, and an incomplete last line.
 
@@ -172,7 +169,7 @@ def cut(workdir: Path, path: Path, last_update: int, prefix: Prefix | None = Non
   """
   if not path.exists():
     return [f'{path} is missing, with all updates up to {last_update}'] if last_update else []
-  if prefix and _is_unchanged(path, prefix):
+  if prefix and is_unchanged(path, prefix):
     files.truncate(path, prefix.size)
     return []
   garbled = 0

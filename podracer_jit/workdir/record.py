@@ -2,8 +2,9 @@
 
 The newest config is under `config`. If the config changed on the way, or the run began with another
 run's state, `history` says so: its `stages` have the first update and the whole config of each
-stage, the newest without its config, and its `origin` is the other run. Each checkpoint has a copy
-of the file. A workdir may come from a stranger: it is data, and nothing that it names is imported.
+stage, the newest without its config, its `origin` is the other run, and its `renewals` say where
+simulators began anew though no segment ended. Each checkpoint has a copy of the file. A workdir may
+come from a stranger: it is data, and nothing that it names is imported.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TOTAL = 'total_steps'
 _ORIGIN = 'init_from'  # in a header of receipts, and in the history of version 0.6
 _SHOWN = 3  # arrays that a line names
 # Fields in which two runs of one experiment may differ, and exceptions among these fields.
-_FREE = ('placement.', 'log.', 'eval.', 'checkpoint.keep')
+_FREE = ('placement.', 'log.', 'eval.', 'checkpoint.keep', 'checkpoint.every_')
 _BOUND = ('placement.xla_threads', 'placement.actor_platform')
 # Fields that cannot change in a run, with the reason; a name with a dot at its end stands for a
 # section. Changes of other fields may still not fit the checkpoint (`inherit.problem_of_shapes`).
@@ -51,6 +52,9 @@ _FIXED = {
     'loss.name': 'a run has one algorithm',
     'optimizer.name': 'the checkpoint has the state of the optimizer',
 }
+ASKED = '--renew_envs'  # a reason of a renewal
+# Fields whose change begins a segment: environments, or what is under way, would not fit.
+_RENEWING = ('env.', 'scheme', 'unroll_length', 'env_batch', 'checkpoint.replay')
 # By field with dots: 'was' and 'now', the values; a missing key means a field that was not set.
 Changes = Mapping[str, Mapping[str, Any]]
 
@@ -92,6 +96,8 @@ class Record:
   versions: Mapping[str, Any] = dataclasses.field(default_factory=lambda: versions())
   layout: int = spaces.LAYOUT  # of observations
   starts: Sequence[Any] = ()  # the commands that have trained the run
+  # Reasons why a segment ended early and environments began anew, by the first update after it.
+  renewals: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
   @property
   def config(self) -> Mapping[str, Any]:
@@ -110,14 +116,21 @@ class Record:
     return {after.first_update: changed_fields(before.config, after.config)
             for before, after in itertools.pairwise(self.stages)}
 
+  def begins_segment(self, first_update: int) -> bool:
+    """Returns whether a segment ends before an update because of the run's history."""
+    return first_update in self.renewals or any(
+        name.startswith(_RENEWING) for name in self.changes.get(first_update, {}))
+
   def header(self, first_update: int) -> dict[str, Any]:
-    """Returns the field of a segment's header that names a change before it; empty without one."""
+    """Returns the field of a header in the receipts that names what changed before an update."""
     noted: dict[str, Any] = {}
+    if first_update in self.renewals:
+      noted['renewed'] = self.renewals[first_update]
     if first_update == 1 and self.origin:
-      noted = {_ORIGIN: self.origin._asdict()}
+      noted[_ORIGIN] = self.origin._asdict()
     elif first_update in self.changes:
-      noted = {'changes': {name: options.to_json(change)
-                           for name, change in self.changes[first_update].items()}}
+      noted['changes'] = {name: options.to_json(change)
+                          for name, change in self.changes[first_update].items()}
     return {HISTORY: {'first_update': first_update} | noted} if noted else {}
 
   def words_of(self, first_update: int) -> str:
@@ -154,11 +167,17 @@ class Record:
     return dataclasses.replace(self, stages=[*before, Stage(last.first_update, whole),
                                              Stage(first_update, config)])
 
-  def with_history_of(self, other: Record) -> Record:
-    """Returns the record of a run that repeats another one, whose newest config it has."""
-    *earlier, newest = other.stages
-    return dataclasses.replace(self, origin=other.origin, stages=[
-        *earlier, Stage(newest.first_update, self.config)])
+  def renewed(self, first_update: int, reason: str) -> Record:
+    """Returns the record of a run that goes on with this update.
+
+    Args:
+      first_update: the next update.
+      reason: why environments begin anew now; '' if they do not.
+    """
+    # Who has asked for it once need not ask again before the next checkpoint.
+    kept = {update: why for update, why in self.renewals.items()
+            if update < first_update or (update, why) == (first_update, ASKED)}
+    return dataclasses.replace(self, renewals=kept | ({first_update: reason} if reason else {}))
 
   def started(self, first_update: int) -> Record:
     """Returns the record with a note of this command; equal ones in a row only once.
@@ -180,13 +199,15 @@ class Record:
   def as_json(self) -> dict[str, Any]:
     """Returns the contents of the file; checkpoints have a copy."""
     record = {'config': self.config, 'versions': self.versions, 'layout': self.layout}
-    if self.origin or len(self.stages) > 1:
+    if self.origin or len(self.stages) > 1 or self.renewals:
       *earlier, newest = self.stages
       # Version 0.6, which knows no stages, wants a list here, and refuses the run.
       record[HISTORY] = {
           'stages': [*(stage._asdict() for stage in earlier),
                      {'first_update': newest.first_update}],
-          'origin': self.origin and self.origin._asdict()}
+          'origin': self.origin and self.origin._asdict(),
+          'renewals': [{'first_update': update, 'reason': reason}
+                       for update, reason in self.renewals.items()]}
     if self.starts:
       record['starts'] = self.starts
     return json.loads(json.dumps(record))  # tuples become lists, as in the file
@@ -236,6 +257,7 @@ def parse(content: Any) -> Record:
   try:
     config = content['config']
     history = content.get(HISTORY, [])
+    renewals = {}
     if isinstance(history, list):
       stages, origin = _of_version_0_6(config, history)
     else:
@@ -243,9 +265,12 @@ def parse(content: Any) -> Record:
       stages = [*(Stage(int(stage['first_update']), stage['config']) for stage in earlier),
                 Stage(int(newest['first_update']), config)]
       origin = _origin(history['origin'])
+      renewals = {int(each['first_update']): str(each['reason'])
+                  for each in history.get('renewals', [])}
     starts = content.get('starts')
+    stages = [stage._replace(config=_with_renewal(stage.config)) for stage in stages]
     record = Record(stages, origin, dict(content.get('versions', {})), content.get('layout', 1),
-                    tuple(starts) if isinstance(starts, list) else ())
+                    tuple(starts) if isinstance(starts, list) else (), renewals)
   except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
     raise ValueError('it is not the record of a run') from None
   firsts = [stage.first_update for stage in stages]
@@ -289,6 +314,18 @@ def _of_version_0_6(config: Any, history: Sequence[Mapping[str, Any]]
       if 'was' in change:
         section[last] = change['was']
   return [Stage(1, config), *reversed(stages)], origin
+
+
+def _with_renewal(config: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns a config with the number of updates after which environments begin anew.
+
+  Until version 0.7 it was that of updates between two checkpoints.
+  """
+  env = config.get('env', {})
+  every = config.get('checkpoint', {}).get('every_updates')
+  if 'renew_every_updates' in env or every is None:
+    return config
+  return dict(config, env=dict(env, renew_every_updates=every))
 
 
 def _has_sections(config: Any) -> bool:
@@ -421,6 +458,9 @@ def differences_of_histories(a: Record, b: Record) -> list[str]:
     lines += [f'history: {name} {record.words_of(first_update)}'
               for first_update, changes in record.changes.items()
               if other.changes.get(first_update) != changes]
+    lines += [f'history: environments of {name} began anew before update {first_update}: {reason}'
+              for first_update, reason in record.renewals.items()
+              if first_update not in other.renewals]
   return lines
 
 
@@ -443,6 +483,9 @@ def _refusals(name: str, change: Mapping[str, Any], allowed: Collection[str]) ->
     yield f'{values}: it can only grow; a signal ends a run earlier'
   elif reason:
     yield f'{values}: it cannot change, as {reason}'
+  elif name == 'env.renew_every_updates' and name not in allowed:
+    yield (f'{values}: it was checkpoint.every_updates until version 0.7; '
+           f'--config.{name}={change["was"]} goes on with it')
   elif name not in allowed:
     yield f'{values}: {"--extend" if name == TOTAL else f"--change={shown_name}"} allows it'
 

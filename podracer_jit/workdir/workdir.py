@@ -29,12 +29,12 @@ class Request(NamedTuple):
   init_from: Path | None = None  # a workdir, with whose newest state a new run begins
   init_partly: bool = False  # arrays of `init_from` that do not fit begin anew
   change: Collection[str] = ()  # fields, with dots, that may differ if a run goes on
-  repeat: Path | None = None  # the workdir of a run that this run repeats
+  renew_envs: bool = False  # environments begin anew if a run goes on
 
 
 def make_request(init_from: str | Path | None = None, init_partly: bool = False,
                  extend: bool = False, change: Sequence[str] = (),
-                 repeat: str | Path | None = None) -> Request:
+                 renew_envs: bool = False) -> Request:
   """Checks what a command asks for and returns it.
 
   Args:
@@ -42,17 +42,16 @@ def make_request(init_from: str | Path | None = None, init_partly: bool = False,
     init_partly: arrays that do not fit begin anew.
     extend: total_steps may change, and only grow.
     change: fields that may differ.
-    repeat: the workdir of the run to repeat.
+    renew_envs: environments begin anew.
 
   Raises:
     ValueError: a value is wrong, or two do not go together, in one line.
   """
   request = Request(user_path(init_from) if init_from else None, init_partly,
-                    (*change, *([record.TOTAL] if extend else [])),
-                    user_path(repeat) if repeat else None)
+                    (*change, *([record.TOTAL] if extend else [])), renew_envs)
   if not init_from and init_partly:
     raise ValueError('--init_partly: is for --init_from')
-  for flag, is_set in (('--repeat', repeat), ('--extend or --change', request.change)):
+  for flag, is_set in (('--renew_envs', renew_envs), ('--extend or --change', request.change)):
     if init_from and is_set:
       raise ValueError(f'--init_from: begins a new run; it cannot be combined with {flag}')
   return request
@@ -248,6 +247,8 @@ class OpenWorkdir(Workdir):
       if request.change:
         flag = '--extend' if tuple(request.change) == (record.TOTAL,) else '--change'
         raise ValueError(f'{flag}: there is no run in {self.path} to go on with')
+      if request.renew_envs:
+        raise ValueError(f'--renew_envs: there is no run in {self.path} to go on with')
       return True
     refused = record.refusals(saved.differences(fields), request.change)
     if refused:
@@ -316,9 +317,13 @@ class OpenWorkdir(Workdir):
     self.notes += [
         f'{name} was {shorten(str(before.versions.get(name)))} when this run began and is '
         f'{version} now: results go on, but perhaps not to the last bit'
-        for name, version in record.versions().items() if before.versions.get(name) != version]
+        for name, version in record.versions().items()
+        if before.versions.get(name) != version and first_update not in changed.renewals]
     self.notes += [checkpoints.set_aside(self.path, update, problem)
                    for update, problem in sorted(self.seen.broken.items())]
+    if first_update in changed.renewals:
+      self.notes.append('environments begin anew here, with new episodes: '
+                        f'{changed.renewals[first_update]}')
     if changed.changes.get(first_update, {}) != before.changes.get(first_update, {}):
       self.notes += [changed.words_of(first_update)] if first_update in changed.changes else []
     self._write(changed, first_update)

@@ -394,6 +394,7 @@ def test_an_actor_that_steps_in_python_stands_still_while_the_lock_is_held():
 POOLS = """
 import contextlib, faulthandler, threading
 import jax
+from podracer_jit.losses.algorithm import ForActors
 from tests.actor.test_rollouts import Actor
 
 def make(steps=2000):  # long enough to be in flight for a while

@@ -23,9 +23,9 @@ from tests.processes import command
 from tests.runs import QUICK, small
 from tests.tiers import essential
 
-CATCH = ['--config=configs/impala_catch.py:smoke', '--config.checkpoint.every_updates=4',
-         '--config.log.tensorboard=False', '--config.num_shards=2', '--config.num_grad_shards=2',
-         '--config.total_steps=6000']
+CATCH = ['--config=configs/impala_catch.py:smoke', '--config.env.renew_every_updates=5',
+         '--config.checkpoint.every_updates=4', '--config.log.tensorboard=False',
+         '--config.num_shards=2', '--config.num_grad_shards=2', '--config.total_steps=6000']
 
 
 def verb(name, *args, timeout=300):
@@ -93,7 +93,8 @@ def test_two_processes_make_the_same_bits_as_one(uninterrupted, tmp_path):
 def test_two_processes_with_a_replay_make_the_same_bits_as_one(tmp_path):
   """One process can also repeat an update of a later segment from their checkpoint."""
   apex = ['--config=configs/apex_dqn_catch.py:smoke', '--config.total_steps=2500',
-          '--config.checkpoint.every_updates=12', '--config.log.tensorboard=False',
+          '--config.env.renew_every_updates=8', '--config.checkpoint.every_updates=12',
+          '--config.log.tensorboard=False',
           '--config.num_shards=2', '--config.num_grad_shards=2']
   of_one = tmp_path / 'one'
   of_two = tmp_path / 'two'
@@ -124,33 +125,45 @@ def check_address(process):
   assert addresses <= {'0100007F', '0000000000000000FFFF00000100007F'}  # both are 127.0.0.1
 
 
-LONG = '--config.total_steps=4000000', '--config.checkpoint.every_updates=100000'
+LONG = '--config.total_steps=4000000', '--config.checkpoint.every_updates=0'
 
 
 @pytest.mark.full
-@pytest.mark.same_bits('2 processes stopped by SIGTERM and SIGINT, resumed, and repeated by 1',
-                       'IMPALA: MLP (`cleanba`)')
+@pytest.mark.same_bits('2 processes stopped by SIGTERM and SIGINT within a segment, resumed by 2 '
+                       'and by 1', 'IMPALA: MLP (`cleanba`)')
 def test_a_signal_to_one_process_stops_all_at_the_same_update(tmp_path):
-  process = start(tmp_path, *LONG)
-  wait_for_updates(process, tmp_path, 3)
+  long = *LONG, '--config.env.renew_every_updates=0'
+  of_two = tmp_path / 'two'
+  process = start(of_two, *long)
+  wait_for_updates(process, of_two, 3)
   os.kill(workers_of(process)[1], signal.SIGTERM)  # process 0 writes files, process 1 does not
   out, _ = process.communicate(timeout=120)
   assert process.returncode == 3 and 'the same command goes on' in out, out
-  done = lines(tmp_path / 'metrics.jsonl')[-1]['update']
-  process = start(tmp_path, *LONG)
-  wait_for_updates(process, tmp_path, done + 2)
-  check_address(process)
-  process.send_signal(signal.SIGINT)  # the launcher passes it on to all
-  out, _ = process.communicate(timeout=120)
-  assert process.returncode == 3 and f'going on from update {done} ' in out, out
-  updates = [x['update'] for x in lines(tmp_path / 'metrics.jsonl')]
-  assert updates == list(range(1, len(updates) + 1))
-  # One process repeats the segments with the same bits.
-  repeated = tmp_path / 'repeated'
-  result = train(repeated, *LONG, f'--repeat={tmp_path}')
-  assert result.returncode == 0, result.stderr
-  result = verb('compare', tmp_path, repeated)
-  assert f'identical: {len(updates)} updates, batches and parameters\n' in result.stdout
+  done = lines(of_two / 'metrics.jsonl')[-1]['update']
+  of_one = shutil.copytree(of_two, tmp_path / 'one')
+
+  def stopped(workdir, count):
+    process = start(workdir, *long, count=count)
+    wait_for_updates(process, workdir, done + 2)
+    if count > 1:
+      check_address(process)
+    process.send_signal(signal.SIGINT)  # the launcher passes it on to all
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 3, out
+    updates = [x['update'] for x in lines(workdir / 'metrics.jsonl')]
+    assert updates == list(range(1, len(updates) + 1))
+    return out, {line['update']: line for line in lines(workdir / 'receipts.jsonl')
+                 if 'update' in line}
+
+  out, by_two = stopped(of_two, 2)
+  assert f'going on from update {done} ' in out
+  out, by_one = stopped(of_one, 1)
+  assert f'going on from update {done} ' in out
+  _, never_stopped_before = stopped(tmp_path / 'never', 1)
+  for receipts in (by_two, by_one):
+    both = receipts.keys() & never_stopped_before.keys()
+    assert len(both) >= done + 2
+    assert all(receipts[update] == never_stopped_before[update] for update in both)
 
 
 def test_a_signal_to_one_process_gives_all_the_exit_code_of_a_stop(tmp_path):
@@ -394,6 +407,7 @@ def test_compare_needs_two_runs(uninterrupted, tmp_path):
 
 
 def test_rerun_repeats_an_update(uninterrupted, tmp_path):
+  """It goes on from update 4, within a segment that ends with update 5."""
   workdir = tmp_path / 'copy'
   shutil.copytree(uninterrupted, workdir)
   result = verb('rerun', f'--workdir={workdir}', '--update=7')
@@ -404,14 +418,18 @@ def test_rerun_repeats_an_update(uninterrupted, tmp_path):
   assert (rollout['reward'][~rollout['valid']] == 0).all()
   assert rollout['extras/value'].shape == rollout['ended'].shape == (steps, envs)
   receipts = workdir / 'receipts.jsonl'
-  wrong_text = receipts.read_text().replace(lines(receipts)[6]['params'], '0' * 16)
+  wrong_text = receipts.read_text().replace(
+      next(line['params'] for line in lines(receipts) if line.get('update') == 7), '0' * 16)
   assert wrong_text != receipts.read_text()
   receipts.write_text(wrong_text)
   result = verb('rerun', f'--workdir={workdir}', '--update=7')
   assert result.returncode == 1 and 'differs from its receipt' in result.stderr
-  shutil.rmtree(workdir / 'checkpoints' / '4')
+  (workdir / 'checkpoints' / '4' / checkpoints.MANIFEST).write_text('{')
   result = verb('rerun', f'--workdir={workdir}', '--update=7')
-  assert result.returncode == 2 and 'the checkpoint of update 4' in result.stderr
+  assert result.returncode == 2 and 'the checkpoint of update 4 is broken' in result.stderr
+  shutil.rmtree(workdir / 'checkpoints' / '4')  # the seed gives the first state
+  result = verb('rerun', f'--workdir={workdir}', '--update=6')
+  assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.full

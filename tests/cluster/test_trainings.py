@@ -110,7 +110,7 @@ def lives_in(workdir):
 def test_impala_continues_while_processes_and_machines_die_and_join(nodes, start):
   first = nodes.add(1)
   second = nodes.add(1)
-  run = start(*CATCH, *ENDLESS, '--config.checkpoint.every_updates=50')
+  run = start(*CATCH, *ENDLESS, '--config.env.renew_every_updates=50')
   run.wait_for_updates()
   assert len(nodes.processes(first)) == len(nodes.processes(second)) == 1
 
@@ -147,7 +147,7 @@ def test_impala_continues_while_processes_and_machines_die_and_join(nodes, start
 
   # The same experiment resumes with threads in place of processes.
   resumed = processes.Popen([sys.executable, '-m', 'podracer_jit', *CATCH, *ENDLESS,
-                           '--config.checkpoint.every_updates=50', '--config.log.tensorboard=False',
+                           '--config.env.renew_every_updates=50', '--config.log.tensorboard=False',
                            f'--workdir={run.workdir}'])
   try:
     deadline = time.monotonic() + 500

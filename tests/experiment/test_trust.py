@@ -1,6 +1,7 @@
 """A stranger's workdir is data: nothing in it is imported or executed."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import re
@@ -14,7 +15,8 @@ from rich.console import Console
 
 from podracer_jit import api, options, parts
 from podracer_jit.cli import compare, evaluate, export, rerun, train
-from podracer_jit.experiment import modules
+from podracer_jit.experiment import build, modules
+from podracer_jit.experiment.resolve import resolve
 from podracer_jit.runtime import host, output
 from podracer_jit.training import evaluator
 from podracer_jit.training.progress import Progress
@@ -171,7 +173,8 @@ def test_an_evaluation_unpickles_nothing_of_a_workdir(tmp_path):
   run = prepared(small(task='Catch-v0'))
   open_workdir(tmp_path, run.experiment.fields)
   with contextlib.closing(checkpoints.Checkpoints(tmp_path)) as saved:
-    saved.save(run.initial_state()._replace(update=run.initial_state().update + 1), {})
+    state = run.initial_state()
+    saved.save(build.Snapshot(state._replace(update=state.update + 1)), {})
   done = subprocess.run([sys.executable, '-P', '-c', WATCHED, tmp_path], capture_output=True,
                         text=True, timeout=300, env=QUICK, check=False)
   assert done.returncode == 0, done.stderr
@@ -211,7 +214,8 @@ def saved_run(tmp_path_factory):
     workdir.mkdir()
     run = prepared(changed(small(), total_steps=10**6, log__tensorboard=False))
     open_workdir(workdir, run.experiment.fields)
-    train_in(run, workdir, ends=[1])
+    one_update = changed(run.experiment.fields, total_steps=1)
+    train_in(dataclasses.replace(run, experiment=resolve(one_update)), workdir)
     untrained('CartPole-v1').save(folder / 'agent')
   return made.once(tmp_path_factory, 'saved', make)
 

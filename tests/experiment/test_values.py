@@ -142,6 +142,7 @@ BOUNDED = {
         'placement.actors_per_device', 'env.num_envs', 'unroll_length', 'num_minibatches',
         'num_epochs', 'num_shards', 'num_grad_shards', 'env_batch', 'microbatch_rows',
         'total_steps', 'seed', 'log.window', 'checkpoint.keep', 'checkpoint.every_updates',
+        'eval.every_updates', 'env.renew_every_updates',
         'placement.env_threads', 'placement.xla_threads', 'placement.updates_per_call',
         'env.max_episode_steps', 'env.height'),
     'impala_memory': ('network.core_size',),
@@ -193,7 +194,7 @@ def test_every_integer_option_has_an_upper_bound():
      'num_minibatches: 2147483647 in each of num_epochs = 10000 are 21,474,836,470,000; must be '),
     ('ppo_cartpole', {'num_epochs': 10**4, 'unroll_length': 2**17},
      'num_epochs: the run needs at least 8'),
-    ('ppo_cartpole', {'placement.updates_per_call': 10**6, 'checkpoint.every_updates': 10**6,
+    ('ppo_cartpole', {'placement.updates_per_call': 10**6, 'env.renew_every_updates': 10**6,
                       'unroll_length': 2**12}, 'placement.updates_per_call: the run needs at '),
     ('apex_dqn_catch', {'replay.capacity': 2**31 - 1}, 'replay.capacity: 2147483647 '),
     ('apex_dqn_catch', {'replay.capacity': 2 * 10**9}, 'replay.capacity: the run needs at least'),
@@ -253,18 +254,19 @@ def notes_of(name, changed):
   return list(checks.notes(resolve(fields)))
 
 
-SEGMENTS = {'env.num_envs': 4, 'unroll_length': 16, 'checkpoint.every_updates': 2,
+SEGMENTS = {'env.num_envs': 4, 'unroll_length': 16, 'env.renew_every_updates': 2,
             'total_steps': 10_000, 'scheme': 'sync'}
 
 
 @pytest.mark.parametrize('changed, note', [
-    ({}, 'checkpoint.every_updates: .* here after 32 steps of each; episodes of CartPole-v1 may '
-         'take 500 steps, and a longer one than 32 never ends; with 32 or more all of them can'),
-    ({'checkpoint.every_updates': 31}, ''),  # 496 of 500 steps
+    ({}, 'env.renew_every_updates: .* after 32 steps of each; episodes of CartPole-v1 may take 500 '
+         'steps, and a longer one than 32 never ends; with 32 or more, or 0, all of them can end$'),
+    ({'env.renew_every_updates': 31}, ''),  # 496 of 500 steps
+    ({'env.renew_every_updates': 0}, ''),  # one segment
     ({'total_steps': 128}, ''),  # one segment
-    ({'env.task': 'gymnasium:CartPole-v1'}, 'checkpoint.every_updates: '),
-    ({'env.task': 'gymnax:CartPole-v1'}, ''),  # goes on over checkpoints
-    ({'env.task': 'gymnax:CartPole-v1', 'scheme': 'impala'}, 'checkpoint.every_updates: ')])
+    ({'env.task': 'gymnasium:CartPole-v1'}, 'env.renew_every_updates: '),
+    ({'env.task': 'gymnax:CartPole-v1'}, ''),  # goes on over segments
+    ({'env.task': 'gymnax:CartPole-v1', 'scheme': 'impala'}, 'env.renew_every_updates: ')])
 def test_segments_shorter_than_episodes_are_noted(changed, note):
   notes = notes_of('ppo_cartpole', SEGMENTS | changed)
   assert len(notes) == bool(note) and all(re.match(note, line) for line in notes)
@@ -293,7 +295,7 @@ def test_uneven_microbatches_of_a_replay_are_noted():
 
 def test_no_shipped_config_has_a_note_about_images_or_microbatches():
   for name in CONFIGS:
-    assert not [line for line in notes_of(name, {}) if not line.startswith('checkpoint.')]
+    assert not [line for line in notes_of(name, {}) if not line.startswith('env.renew_')]
 
 
 @pytest.mark.parametrize('network, note', [

@@ -30,7 +30,7 @@ from tests.tiers import essential
 
 PACKAGE = pathlib.Path(podracer_jit.__file__).parent
 EXAMPLES = PACKAGE.parent / 'examples'
-SHORT = ['--config.checkpoint.every_updates=4', '--config.total_steps=100000']
+SHORT = ['--config.env.renew_every_updates=4', '--config.total_steps=100000']
 
 
 def parse(*args):
@@ -362,7 +362,7 @@ def test_an_own_environment_is_learned(write_module, scheme):
   fields = parse('--config=impala_catch', f'--config.env.task={module}:Guess',
                  '--config.env.reward=2.0', '--config.optimizer.learning_rate=0.01',
                  f'--config.scheme={scheme}')
-  reports = run(fields, updates=60)[1]
+  reports = run(changed(fields, env__renew_every_updates=0), updates=60)[1]
   episodes = reports[-1].metrics['episodes']
   last = reports[-1].count - 1
   returns = episodes.episode_return[last][episodes.ended[last]]

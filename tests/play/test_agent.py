@@ -303,17 +303,15 @@ def test_a_run_whose_observations_have_another_layout_is_refused(name, has_chang
   untrained(task).save(agent)
   module = [__name__]
 
-  def open_run(workdir, repeat=None):
+  def open_run():
     (tmp_path / 'receipts.jsonl').touch()
-    with opening.opened_run(run, workdir, Request(repeat=repeat)):
+    with opening.opened_run(run, tmp_path, Request()):
       pass
-    shutil.rmtree(tmp_path / 'new', ignore_errors=True)
 
   reads = {
       'evaluate, load, export': lambda: evaluation.read_experiment(tmp_path, module),
       'rerun': lambda: rerun.one_device_experiment(tmp_path, module, 1),
-      'resume': lambda: open_run(tmp_path),
-      'repeat': lambda: open_run(tmp_path / 'new', tmp_path),
+      'resume': open_run,
       'load a saved agent': lambda: agent_lib.load_saved(agent, allow_modules=module)}
   for read in reads.values():
     read()

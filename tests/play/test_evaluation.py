@@ -24,6 +24,7 @@ from podracer_jit import api, experiment
 from podracer_jit.cli import evaluate as command
 from podracer_jit.envs import envpool_envs, families
 from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.experiment import build
 from podracer_jit.losses import IMPALA
 from podracer_jit.losses.algorithm import Acted
 from podracer_jit.play import evaluation, video
@@ -91,8 +92,9 @@ def _save(workdir, config, *updates):
   state = fresh(config).initial_state()
   with contextlib.closing(checkpoints.Checkpoints(workdir)) as saved:
     for update in updates:
-      saved.save(state._replace(update=jnp.int32(update), steps=jnp.int32(10 * update),
-                                params=jax.tree.map(lambda x, u=update: x + u, state.params)), {})
+      saved.save(build.Snapshot(state._replace(
+          update=jnp.int32(update), steps=jnp.int32(10 * update),
+          params=jax.tree.map(lambda x, u=update: x + u, state.params))), {})
   return state.params
 
 

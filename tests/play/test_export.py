@@ -16,6 +16,7 @@ from safetensors import numpy as safetensors_numpy
 
 from podracer_jit.cli import export as command
 from podracer_jit.envs import spaces
+from podracer_jit.experiment import build
 from podracer_jit.numerics import convolution
 from podracer_jit.play import agent as agent_lib
 from podracer_jit.play import export
@@ -330,7 +331,7 @@ def test_the_verb_exports_a_checkpoint(tmp_path, monkeypatch, capsys):
   open_workdir(workdir, run.experiment.fields)
   with contextlib.closing(checkpoints.Checkpoints(workdir)) as saved:
     for update in (1, 2):
-      saved.save(run.initial_state()._replace(update=jnp.int32(update)), {})
+      saved.save(build.Snapshot(run.initial_state()._replace(update=jnp.int32(update))), {})
   (workdir / evaluator.NAME).write_text(json.dumps(dict(update=1, mean=3.0)) + '\n')
 
   def call(*args):

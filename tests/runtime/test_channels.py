@@ -90,6 +90,41 @@ def test_the_primed_value_is_given_lag_plus_1_times(lag):
   channel.close()
 
 
+def test_two_primed_values_are_given_in_order():
+  """They are those of the last two updates of a run that goes on, so the lag is 1 at once."""
+  moved = []
+  channel = DoubleBuffer('parameters', 6, 1, transfer=lambda value: moved.append(value) or -value)
+  channel.prime(Versioned(40, 4), Versioned(50, 5))
+  learner = Side(lambda: put_numbers(channel, 4, first=6))
+  assert Side(lambda: [channel.get() for _ in range(6)]).end() == [
+      Versioned(-10 * version, version) for version in range(4, 10)]
+  learner.end()
+  assert moved == [10 * version for version in range(4, 10)]
+
+
+@pytest.mark.parametrize('lag', [0, 1])
+def test_the_producer_finds_the_last_lag_plus_1_values(lag):
+  channel = DoubleBuffer('parameters', 9, lag, transfer=lambda value: -value)
+  channel.prime(Versioned(0, 0))
+  assert channel.recent(0) == 0
+  for _ in range(lag):
+    channel.get()
+  for version in range(1, 6):
+    channel.get()
+    channel.put(Versioned(10 * version, version))
+    for recent in range(max(0, version - lag), version + 1):
+      assert channel.recent(recent) == -10 * recent
+    for missing in (version - lag - 1, version + 1):
+      with pytest.raises(StopIteration):
+        channel.recent(missing)
+
+
+def test_primed_values_are_recent_too():
+  channel = DoubleBuffer('parameters', 9, 1)
+  channel.prime(Versioned('before', 4), Versioned('newest', 5))
+  assert (channel.recent(4), channel.recent(5)) == ('before', 'newest')
+
+
 def test_without_a_lag_nothing_is_primed():
   channel = DoubleBuffer('rollouts', 3)
   channel.prime(Versioned('primed', 0))

@@ -52,7 +52,7 @@ def config(kind, **fields):
   # Batches are large, because XLA does not split sums of few rows between threads.
   result.replay.update(dict(capacity=600, min_size=300, gradient_steps=3,
                             batch_size=640 if kind == 'pixels' else 4096))
-  result.checkpoint.every_updates = UPDATES
+  result.env.renew_every_updates = UPDATES
   return changed(result.to_dict(), **fields)
 
 
@@ -113,7 +113,7 @@ def test_the_learning_rate_metric_is_the_rate_of_the_update():
 
 
 def _train(workdir, total, learners=(0,), **fields):
-  fields = config('dpg', total_steps=total, checkpoint__every_updates=4, **fields)
+  fields = config('dpg', total_steps=total, env__renew_every_updates=4, **fields)
   open_workdir(workdir, fields | dict(total_steps=10**6))
   placed = run_of('dpg', scheme='sync', placement__actor_devices=(0,),
                   placement__learner_devices=learners)
@@ -122,16 +122,15 @@ def _train(workdir, total, learners=(0,), **fields):
   return [(x['update'], x['batch'], x['params']) for x in receipts if 'update' in x]
 
 
-@pytest.mark.parametrize('replay', [pytest.param(True, marks=pytest.mark.quick),
-                                    pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize('stop', [pytest.param(6, marks=pytest.mark.quick),
+                                  pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.same_bits('resumed on another mesh', 'DPG')
-def test_a_resumed_run_has_the_same_bits_on_another_mesh(replay, tmp_path):
-  """If checkpoints do not store the replay, each segment begins with an empty one."""
-  uninterrupted = _train(tmp_path / 'one', 8 * 256, checkpoint__replay=replay)
+def test_a_resumed_run_has_the_same_bits_on_another_mesh(stop, tmp_path):
+  """Segments have 4 updates."""
+  uninterrupted = _train(tmp_path / 'one', 8 * 256)
   assert len(uninterrupted) == 8
-  assert len(_train(tmp_path / 'two', 4 * 256, checkpoint__replay=replay)) == 4
-  resumed = _train(tmp_path / 'two', 8 * 256, (1, 2), checkpoint__replay=replay)
-  assert resumed == uninterrupted
+  assert len(_train(tmp_path / 'two', stop * 256)) == stop
+  assert _train(tmp_path / 'two', 8 * 256, (1, 2)) == uninterrupted
 
 
 def test_the_workdir_of_an_apex_run_with_several_actors_can_be_read(tmp_path):
@@ -163,12 +162,17 @@ def test_evaluation_does_not_explore(tmp_path):
 
 
 def test_without_a_stored_replay_learning_waits_until_the_replay_is_filled_again(tmp_path):
-  _train(tmp_path, 7 * 256, checkpoint__replay=False)
-  assert not list(tmp_path.glob('checkpoints/*/replay'))
-  rows = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
-  steps = np.array([row['gradient_steps'] for row in rows])
-  assert rows[3]['replay_size'] > rows[4]['replay_size'] < 300
-  assert list(np.diff(steps)) == [3, 3, 3, 0, 3, 3]
+  """A run that is not stopped keeps its replay, also over the end of its segment of 4 updates."""
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  uninterrupted = _train(one, 7 * 256, checkpoint__replay=False)
+  _train(two, 3 * 256, checkpoint__replay=False)
+  resumed = _train(two, 7 * 256, checkpoint__replay=False)
+  assert [a == b for a, b in zip(resumed, uninterrupted, strict=True)] == [True] * 3 + [False] * 4
+  for workdir, steps, empty in ((one, [3] * 6, None), (two, [3, 3, 0, 3, 3, 3], 3)):
+    assert not list(workdir.glob('checkpoints/*/replay'))
+    rows = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
+    assert list(np.diff([row['gradient_steps'] for row in rows])) == steps
+    assert [i for i in range(1, 7) if rows[i]['replay_size'] < 300] == [empty] * bool(empty)
 
 
 def _stalled(name, seconds):
@@ -187,7 +191,7 @@ def _free(learners=(2,), **fields):
   The programs do not depend on `fields`, so that all tests share them.
   """
   shared = run_of('dqn', scheme='apex', placement__actor_devices=(0, 1), replay__batch_size=128,
-                  placement__learner_devices=learners)
+                  placement__learner_devices=learners, env__renew_every_updates=0)
   assert shared.learner.programs  # compiled before the copy, so that the copy shares them
   learner = copy.copy(shared.learner)
   learner.source = copy.copy(learner.source)

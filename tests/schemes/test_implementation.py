@@ -26,7 +26,7 @@ pytestmark = pytest.mark.implementation
 
 
 def test_nothing_is_compiled_within_a_segment():
-  config = changed(small(), scheme='cleanba')
+  config = changed(small(), scheme='cleanba', env__renew_every_updates=0)
   compiled = []
 
   def watch(call, *_):
@@ -50,7 +50,8 @@ def test_nothing_is_compiled_within_a_segment():
 def test_programs_are_dispatched_without_python(scheme):
   """JAX dispatches all but the first calls in C++, unless a program has effects."""
   config = apex_dqn_catch.get_config().to_dict() if scheme == 'apex_lockstep' else small()
-  config = changed(config, scheme=scheme, placement__updates_per_call=1)
+  config = changed(config, scheme=scheme, placement__updates_per_call=1,
+                   env__renew_every_updates=0)
   calls_of = collections.defaultdict(list)
 
   def profiled(call, *args):
@@ -88,7 +89,7 @@ def test_programs_can_be_lowered_for_gpus(module):
   train_state = initial_state(fresh_run)
   actor_state = fresh_run.acting.initial_state(rollout_program.vector_envs, keys, 0)
   traced = jax.jit(fresh_run.acting.rollout(rollout_program.vector_envs)).trace(
-      train_state.params, actor_state)
+      fresh_run.learner.algorithm.for_actors(train_state), actor_state)
   text = traced.lower(lowering_platforms=('cuda',)).as_text()
   rollout_program.close()
   calls = re.findall(

@@ -37,7 +37,7 @@ def with_scheme(scheme, config, place=None):
 def _config(loss):
   """Returns a config with groups of 2,048 rows; XLA does not split smaller sums between threads."""
   config = small(loss, num_shards=2, num_grad_shards=2)
-  config['env']['num_envs'] = 64
+  config['env'] |= {'num_envs': 64, 'renew_every_updates': 0}
   config |= dict(unroll_length=64, num_minibatches=8, num_epochs=2 if loss == 'ppo' else 1)
   return config
 
@@ -65,7 +65,8 @@ def test_delays_of_blocking_schemes_are_exact(scheme):
 
 def _async(scheme, devices, updates, tamper=lambda workers: workers):
   """Returns the mean delays (cgd, gud) of each update's gradient steps."""
-  config = small('ppo', num_shards=len(devices), num_grad_shards=len(devices), num_epochs=2)
+  config = changed(small('ppo', num_shards=len(devices), num_grad_shards=len(devices)),
+                   num_epochs=2, env__renew_every_updates=0)
   reports = run(with_scheme(scheme, config, (devices, devices)), updates=updates, tamper=tamper)[1]
   return np.array([(report.cgd[0], report.gud[0]) for report in reports]).T
 

@@ -1,17 +1,25 @@
 """A program that makes updates of numbers, without environments or learning, in no time."""
 
+import math
+
 import jax
 import numpy as np
 
+from podracer_jit.experiment import build
 from podracer_jit.experiment.build import Snapshot
 from podracer_jit.schemes.reports import Report
+from podracer_jit.training.program import Moment
 from podracer_jit.types import Episodes
 
 STEPS = 8  # of an update
 
 
 class FakeProgram:
-  """In place of `GraphProgram`: update n adds n to all parameters, and its loss is 1 / n."""
+  """In place of `GraphProgram`: update n adds n to all parameters, and its loss is 1 / n.
+
+  Its environments would be sent the actions of `sent_in`; a run that goes on within a segment must
+  have all that were sent in it.
+  """
 
   def __init__(self, run, snapshot):
     self._run = run
@@ -20,25 +28,50 @@ class FakeProgram:
   def header(self):
     return {}
 
-  def segment(self, updates, report, asked_to_stop):
-    state, _, segment = self._snapshot
-    total = self._run.experiment.total_steps
-    for _ in range(updates):
-      update = int(state.update) + 1
+  def segment_index(self, number):
+    return self._snapshot.segment
+
+  def segment(self, report, watcher):
+    run = self._run
+    state = self._snapshot.state
+    index = self._snapshot.segment
+    first = self._snapshot.begun
+    update = int(state.update)
+    end = build.segment_end(run.experiment, first)
+    self._check_sent(first, update)
+    is_over = False
+    while update < end and not is_over:
+      update += 1
       state = state._replace(
           params=jax.tree.map(lambda x, n=update: x + np.asarray(n, x.dtype), state.params),
           update=np.int32(update), steps=np.int32(state.steps + STEPS))
+      state = jax.device_put(state, run.place.learners[0])
       report([(0, report_of(update))])
-      if state.steps >= total or asked_to_stop():
-        break
-    state = jax.device_put(state, self._run.place.learners[0])
-    self._snapshot = Snapshot(state, None, segment + 1)
+      here = Snapshot(state, None, index, first)
+      if update == end:
+        here = Snapshot(state, None, index + 1)
+      is_over = watcher.after(Moment([update], [int(state.steps)], [sent_in(run, update)],
+                                     lambda: None, lambda number, here=here: here))
+      is_over = is_over or state.steps >= run.experiment.total_steps
+      self._snapshot = here
 
-  def snapshot(self, number):
-    return self._snapshot
+  def _check_sent(self, first, update):
+    if first == update:
+      assert self._snapshot.sent is None
+    else:
+      expected = [sent_in(self._run, number) for number in range(first + 1, update + 1)]
+      np.testing.assert_array_equal(self._snapshot.sent, expected)
 
   def close(self):
     pass
+
+
+def sent_in(run, update):
+  """Returns [T, B, ...] for each vector environment: what they were sent in an update."""
+  like = build.shapes_of_pool(run.experiment, run.acting).envs[0].sent
+  count = run.experiment.num_shards * math.prod(like.shape)
+  values = (np.arange(count) + update) % 251
+  return list(values.astype(like.dtype).reshape(run.experiment.num_shards, *like.shape))
 
 
 def report_of(update):

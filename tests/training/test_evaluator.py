@@ -76,12 +76,13 @@ def test_evaluations_are_in_the_file_in_tensorboard_and_in_callbacks(uninterrupt
 
 
 def test_the_best_checkpoint_is_kept(uninterrupted):
-  """Besides the newest; it plays the episodes that the file of evaluations has."""
+  """Besides the two newest; it plays the episodes that the file of evaluations has."""
   workdir, _ = uninterrupted
   records = evaluator.read(workdir)
   best = max(records, key=lambda record: record['mean'])['update']
   assert evaluator.best_update(workdir) == best
-  assert set(checkpoints.saved_updates(workdir)) == {best, records[-1]['update']}
+  assert set(checkpoints.saved_updates(workdir)) == {
+      best, *(record['update'] for record in records[-2:])}
   # With the seeds of its update the best checkpoint has the mean that is in the file.
   experiment = evaluation.read_experiment(workdir)
   player = evaluation.restore(workdir, experiment, best)
@@ -247,3 +248,10 @@ def test_a_resumed_run_may_begin_to_evaluate(tmp_path):
   assert all(after - before >= 5 for before, after in zip(updates[:-1], updates[1:-1],
                                                           strict=False))
   assert json.loads((tmp_path / 'config.json').read_text())['config']['eval']['every_updates'] == 0
+
+
+def test_evaluations_do_not_depend_on_when_the_run_is_saved(uninterrupted, tmp_path):
+  config = changed(CONFIG, **EVAL, checkpoint__every_updates=3, checkpoint__every_seconds=1e-6)
+  assert train_in(tmp_path, config)
+  assert curve(tmp_path) == curve(uninterrupted[0])
+  assert receipts(tmp_path) == receipts(uninterrupted[0])

@@ -16,18 +16,21 @@ import orbax.checkpoint as ocp
 import pytest
 
 from podracer_jit.training import opening, stopping, trainer
-from podracer_jit.workdir import checkpoints, files, journal
+from podracer_jit.workdir import actions, checkpoints, files
 from podracer_jit.workdir.workdir import make_request
-from tests.runs import changed, fresh, small
+from tests import runs
+from tests.runs import changed, contents, fresh, small
 from tests.training.fake_program import FakeProgram
 
-CONFIG = changed(small(), total_steps=32, network__hidden=(2,), checkpoint__every_updates=2,
-                 checkpoint__keep=1, log__tensorboard=False, optimizer__anneal=False)
-LONGER = changed(CONFIG, total_steps=48)  # six updates in place of four
-TIMES = ('sps', 'elapsed_s', 'wall_s')
-# The functions that change the disk; those of `Lines` are called for each line.
-CHANGES = ('write', 'append_line', 'truncate', 'rename', 'make_folder', 'remove_folder',
-           'copy_folder')
+# Segments of three updates, which begin after updates 0, 3 and 6.
+CONFIG = changed(small(), total_steps=40, network__hidden=(2,), env__renew_every_updates=3,
+                 checkpoint__every_updates=2, checkpoint__every_seconds=0.0, checkpoint__keep=1,
+                 log__tensorboard=False, optimizer__anneal=False)
+LONGER = changed(CONFIG, total_steps=56)  # seven updates in place of five
+# The functions that change the disk; those of `Lines` are called for each line, or update.
+CHANGES = ('write', 'append_line', 'truncate', 'rename', 'make_folder', 'remove_folder', 'remove',
+           'remove_if_empty')
+REMOVE = ('remove_folder', 'remove', 'remove_if_empty')  # what they can
 
 
 class Killed(BaseException):
@@ -45,7 +48,7 @@ class Disk:
     for name in CHANGES:
       function = getattr(files, name)
       monkeypatch.setattr(files, name, functools.partial(self._change, name, function))
-    for name in ('write', 'sync'):
+    for name in ('add', 'sync'):
       method = getattr(files.Lines, name)
       monkeypatch.setattr(files.Lines, name, self._as_method(f'Lines.{name}', method))
     monkeypatch.setattr(ocp.Checkpointer, 'save', self._as_method('save', ocp.Checkpointer.save))
@@ -60,8 +63,8 @@ class Disk:
     if len(self.changes) - 1 != self._fails_at:
       return function(*args, **kwargs)
     if self._way in ('ENOSPC', 'EIO'):
-      if name == 'remove_folder':
-        return None  # it removes what it can
+      if name in REMOVE:
+        return None
       code = getattr(errno, self._way)
       raise OSError(code, os.strerror(code))
     if self._way == 'halfway':
@@ -77,9 +80,9 @@ def halfway(name, function, *args, **kwargs):
   if name == 'write':
     path, content = args
     path.with_name(f'{path.name}.tmp').write_text(content[:len(content) // 2])
-  elif name == 'Lines.write':
-    lines, line = args
-    lines._file.write(line[:len(line) // 2])  # noqa: SLF001
+  elif name == 'Lines.add':
+    lines, content = args
+    lines._file.write(content[:len(content) // 2])  # noqa: SLF001
     lines._file.flush()  # noqa: SLF001
   elif name == 'append_line':
     path, line = args
@@ -89,9 +92,6 @@ def halfway(name, function, *args, **kwargs):
     for file in sorted(args[0].rglob('*'))[::2]:
       if file.is_file():
         file.unlink()
-  elif name == 'copy_folder':
-    shutil.copytree(*args)
-    next(path for path in args[1].rglob('*') if path.is_file()).unlink()
   elif name == 'save':
     _, folder = args
     function(*args, **kwargs)
@@ -109,20 +109,7 @@ def run_of(config):
 
 def train(workdir, config='ours', **options):
   """Trains as the command does; returns whether the run has finished."""
-  run = run_of(config)
-  with opening.opened_run(run, workdir, make_request(**options)) as opened:
-    return trainer.Training([opened], workdir, ()).train(stopping.Stopping(), quiet=True)
-
-
-def contents(workdir):
-  """Returns the receipts and the metrics of a run, without times, and its newest checkpoint."""
-  metrics = [{name: value for name, value in line.items() if name not in TIMES}
-             for line in journal.read_lines(workdir / journal.METRICS)]
-  receipts = journal.read_receipts(workdir)
-  assert not receipts.problems
-  newest = checkpoints.newest_whole(workdir)
-  return receipts.by_update, metrics, newest, checkpoints.read_manifest(
-      checkpoints.path_of(workdir, newest))['state_sha256']
+  return runs.train(run_of(config), workdir, **options)
 
 
 def begin(workdir):
@@ -136,6 +123,7 @@ def extend(workdir):
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
   monkeypatch.setattr(trainer, 'GraphProgram', FakeProgram)
+  monkeypatch.setattr(actions, '_BUFFER_BYTES', 1)  # actions of each update are written at once
 
 
 @pytest.fixture(scope='module')
@@ -168,7 +156,8 @@ def test_a_run_that_is_killed_at_any_change_of_its_workdir_ends_with_the_same_co
     command, finished, tmp_path):
   start = finished if command is extend else None
   expected, changes = undisturbed(command, start, tmp_path)
-  assert {'save', 'Lines.write', 'Lines.sync', 'rename', 'write', 'remove_folder'} <= set(changes)
+  assert {'save', 'Lines.add', 'Lines.sync', 'rename', 'write', 'remove_folder',
+          'remove'} <= set(changes)
   for k, name in enumerate(changes):
     # Before a change is after the one before it.
     for way in ('halfway', 'after') if k else ('before', 'halfway', 'after'):

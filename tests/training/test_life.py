@@ -29,14 +29,15 @@ from tests.runs import QUICK, changed, fresh, small
 from tests.tiers import essential
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=False',
-         '--config.checkpoint.every_updates=3', '--config.checkpoint.keep=9']
+         '--config.env.renew_every_updates=4', '--config.checkpoint.every_updates=3',
+         '--config.checkpoint.keep=9']
 CONSTANT = [*CATCH, '--config.optimizer.anneal=False']
 CARTPOLE = ['--config=configs/ppo_cartpole.py:smoke', '--config.log.tensorboard=False',
             '--config.optimizer.anneal=False']
 APEX = ['--config=configs/apex_dqn_catch.py:smoke', '--config.log.tensorboard=False',
-        '--config.scheme=apex_lockstep', '--config.checkpoint.every_updates=11',
-        '--config.checkpoint.keep=4',  # besides the checkpoint of update 0
-        '--config.total_steps=2500']
+        '--config.scheme=apex_lockstep', '--config.env.renew_every_updates=11',
+        '--config.checkpoint.every_updates=11', '--config.total_steps=2500',
+        '--config.checkpoint.keep=4']  # besides the checkpoint of update 0
 STEPS = 576  # steps of an update of CATCH: 32 environments, 20 rows, every tenth row invalid
 
 
@@ -148,8 +149,9 @@ def heir(six, tmp_path_factory):
 def test_an_extended_run_equals_the_longer_run(extended, twelve):
   assert receipts(extended) == receipts(twelve) and len(receipts(twelve)) == 12
   assert metric(extended, 'learning_rate') == metric(twelve, 'learning_rate')
-  assert [header.get('history') for header in headers(extended)] == [
-      None, None, {'first_update': 7, 'changes': {'total_steps': {'was': 3456, 'now': 6912}}}, None]
+  change = {'first_update': 7, 'changes': {'total_steps': {'was': 3456, 'now': 6912}}}
+  assert [(header['segment'], header.get('history')) for header in headers(extended)] == [
+      (0, None), (1, None), (1, change), (2, None)]
   assert 'history' not in json.loads((twelve / 'config.json').read_text())
   output = binary('compare', extended, twelve)
   assert output.startswith(
@@ -161,7 +163,7 @@ def test_an_extended_run_equals_the_longer_run(extended, twelve):
 @pytest.mark.same_bits('extended within a segment, JAX environments', 'PPO: MLP (`sync`)')
 def test_a_run_with_jax_environments_can_be_extended_within_a_segment(tmp_path):
   args = [*CARTPOLE, '--config.env.task=gymnax:CartPole-v1', '--config.scheme=sync',
-          '--config.checkpoint.every_updates=4']
+          '--config.env.renew_every_updates=4']
   binary(*args, f'--workdir={tmp_path}/a')
   first_end = len(receipts(tmp_path / 'a'))
   binary(*args, f'--workdir={tmp_path}/a', '--config.total_steps=9000', '--extend')
@@ -238,16 +240,6 @@ def test_an_extended_rate_anneals_to_the_new_end(annealed):
   np.testing.assert_allclose(metric(annealed, 'learning_rate'), first + second, rtol=1e-5)
 
 
-def test_a_repeated_run_has_the_same_changes(annealed, tmp_path):
-  output = binary(*CATCH, updates(12), f'--workdir={tmp_path}', f'--repeat={annealed}')
-  assert 'update 6: the config changes after it' in output
-  assert receipts(tmp_path) == receipts(annealed)
-  assert record.read(tmp_path).changes == record.read(annealed).changes
-  assert binary('compare', annealed, tmp_path).startswith('identical: 12 updates')
-  output = refused(*CATCH, updates(13), f'--workdir={tmp_path}/other', f'--repeat={annealed}')
-  assert 'only its newest config can repeat that (total_steps: 6912 there, 7488 here)' in output
-
-
 @pytest.mark.parametrize('name, update', essential([
     ('annealed', 5), ('annealed', 8), ('faster', 5), ('faster', 11), ('heir', 2), ('heir', 5)],
     ('annealed', 8), ('faster', 5)))
@@ -295,10 +287,10 @@ def test_a_run_killed_after_a_change_resumes_to_the_same_bits(six, tmp_path):
   uninterrupted = copied(six, tmp_path / 'uninterrupted')
   binary(*args, *flags, f'--workdir={uninterrupted}')
   assert receipts(killed) == receipts(uninterrupted) and len(receipts(uninterrupted)) == 60
-  assert headers(killed) == headers(uninterrupted)
+  assert 'history' in headers(killed)[2]
 
 
-def test_updates_before_a_change_are_repeated_with_their_own_config(faster, tmp_path):
+def test_updates_before_a_change_are_made_again_with_their_own_config(faster, tmp_path):
   copied(faster, tmp_path)
   break_checkpoints(tmp_path, 6, 9, 12)
   args = [*CONSTANT, updates(12), '--config.optimizer.learning_rate=0.01', f'--workdir={tmp_path}']
@@ -307,7 +299,10 @@ def test_updates_before_a_change_are_repeated_with_their_own_config(faster, tmp_
   output = binary(*args)
   assert 'going on from update 3 ' in output and 'update 6: the config changes after it' in output
   assert receipts(tmp_path) == receipts(faster)
-  assert headers(tmp_path) == headers(faster)
+  # It went on within the first segment, and again where the config changes.
+  assert [(header['segment'], header['first_update']) for header in headers(tmp_path)] == [
+      (0, 1), (0, 4), (1, 5), (1, 7), (2, 9)]
+  assert headers(tmp_path)[3]['history'] == headers(faster)[2]['history']
 
 
 @pytest.fixture(scope='module')
@@ -346,8 +341,8 @@ def test_a_run_begins_with_another_runs_parameters_and_moments(heir, six):
   assert 'history: B began with its seed' in output
 
 
-@pytest.mark.same_bits('begun with another run, then killed, repeated', 'IMPALA: MLP (`cleanba`)')
-def test_a_run_begun_with_another_run_resumes_and_repeats_without_it(heir, tmp_path):
+@pytest.mark.same_bits('begun with another run, then killed', 'IMPALA: MLP (`cleanba`)')
+def test_a_run_begun_with_another_run_resumes_without_it(heir, tmp_path):
   args = [*CONSTANT, updates(6), '--config.seed=2']
   resumed = copied(heir, tmp_path / 'resumed')
   for number in (3, 6):  # as if the run had been killed before its first checkpoint
@@ -355,10 +350,8 @@ def test_a_run_begun_with_another_run_resumes_and_repeats_without_it(heir, tmp_p
   source = record.read(heir).origin.workdir
   output = binary(*args, f'--workdir={resumed}', f'--init_from={source}')
   assert 'starting' in output
-  repeated = tmp_path / 'repeated'
-  binary(*args, f'--workdir={repeated}', f'--repeat={heir}')
-  assert receipts(heir) == receipts(resumed) == receipts(repeated)
-  assert binary('compare', heir, repeated).startswith('identical: 6 updates')
+  assert receipts(heir) == receipts(resumed)
+  assert binary('compare', heir, resumed).startswith('identical: 6 updates')
   assert 'has a run already, which began with parameters, optimizer of' in refused(
       *args, f'--workdir={resumed}', f'--init_from={tmp_path}')
 
@@ -369,7 +362,7 @@ def test_a_run_without_its_first_state_does_not_begin_anew(heir, tmp_path):
   args = [*CONSTANT, updates(6), '--config.seed=2']
   assert 'has no checkpoint left' in refused(*args, f'--workdir={tmp_path}')
   output = binary('rerun', f'--workdir={tmp_path}', '--update=2', code=2)
-  assert 'its checkpoint of update 0 is gone' in output
+  assert 'a checkpoint of one of the updates 0 to 1 is needed' in output
 
 
 def test_a_run_killed_while_starting_begins_anew(heir, six, tmp_path):
@@ -502,7 +495,7 @@ def test_init_from_a_run_with_a_replay_copies_its_parameters_to_the_target(with_
 @pytest.mark.parametrize('scheme', ['impala', 'fused'])
 def test_init_from_and_extend_with_other_schemes(scheme, cartpole, tmp_path):
   args = [*CARTPOLE, f'--config.scheme={scheme}', '--config.normalise.obs=True',
-          '--config.checkpoint.every_updates=2', f'--workdir={tmp_path}']
+          '--config.env.renew_every_updates=2', f'--workdir={tmp_path}']
   binary(*args, f'--init_from={cartpole}')
   done = len(receipts(tmp_path))
   binary(*args, '--config.total_steps=9000', '--config.loss.entropy_coef=0.02', '--extend',
@@ -515,7 +508,7 @@ def test_init_from_and_extend_with_other_schemes(scheme, cartpole, tmp_path):
 @pytest.mark.full
 @pytest.mark.same_bits('2 processes and 1, begun with another run and extended',
                        'IMPALA: MLP (`cleanba`)')
-def test_two_processes_can_init_extend_change_and_repeat(six, tmp_path):
+def test_two_processes_can_init_extend_and_change(six, tmp_path):
   shards = [*CATCH, '--config.num_shards=2', '--config.num_grad_shards=2']
   of_two = f'--workdir={tmp_path}/two'
   of_one = f'--workdir={tmp_path}/one'
@@ -526,9 +519,6 @@ def test_two_processes_can_init_extend_change_and_repeat(six, tmp_path):
     binary(*shards, of_one, *args)
   assert len(receipts(tmp_path / 'two')) == 6
   assert binary('compare', tmp_path / 'one', tmp_path / 'two').startswith('identical: 6 updates')
-  together(*shards, updates(6), '--config.loss.entropy_coef=0.1',
-           f'--workdir={tmp_path}/three', f'--repeat={tmp_path}/one')
-  assert receipts(tmp_path / 'three') == receipts(tmp_path / 'one')
   result = subprocess.run(command('launch', '-n', 2, '--', *shards, of_two, updates(6)),
                           capture_output=True, text=True, timeout=300, env=QUICK, check=False)
   assert result.returncode == 2, result.stdout + result.stderr

@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from podracer_jit.training import opening, sinks, stopping, trainer
+from podracer_jit.training import sinks, trainer
 from podracer_jit.workdir import checkpoints, journal
-from podracer_jit.workdir.workdir import make_request
-from tests import processes
+from tests import processes, runs
 from tests.runs import changed, fresh, open_workdir, prepared, small, train_in
 from tests.training.fake_program import STEPS, FakeProgram
 
-CONFIG = changed(small(), total_steps=4 * STEPS, checkpoint__every_updates=2, checkpoint__keep=1,
-                 network__hidden=(2,), log__tensorboard=False)
+CONFIG = changed(small(), total_steps=4 * STEPS, env__renew_every_updates=2,
+                 checkpoint__every_updates=2, checkpoint__keep=1, network__hidden=(2,),
+                 log__tensorboard=False)
 
 
 class Told(sinks.Sink):
@@ -140,21 +140,17 @@ def test_a_signal_while_a_sink_closes_leaves_the_run_finished(train):
 
 
 def test_a_stop_at_the_end_of_a_stage_ends_the_run(tmp_path, monkeypatch):
-  """The repeated run has changed its config after update 2, so there are two stages."""
+  """Checkpoints since a change of the config after update 4 are lost, so there are two stages."""
   monkeypatch.setattr(trainer, 'GraphProgram', FakeProgram)
-  changed_config = changed(CONFIG, loss__entropy_coef=0.5)
-
-  def train(config, workdir, callbacks, **options):
-    with opening.opened_run(fresh(config), tmp_path / workdir, make_request(**options)) as opened:
-      return trainer.Training([opened], tmp_path / workdir, ()).train(
-          stopping.Stopping(), sinks.users(callbacks))
-
-  stops = Told('saved', sinks.STOP)
-  assert not train(CONFIG, 'first', [stops])
-  assert train(changed_config, 'first', [], change=['loss.entropy_coef'])
-  assert not train(changed_config, 'again', [Told('saved', sinks.STOP)], repeat=tmp_path / 'first')
-  assert max(journal.read_receipts(tmp_path / 'again').by_update) == 2
-  assert train(changed_config, 'again', [], repeat=tmp_path / 'first')
+  first = changed(CONFIG, total_steps=8 * STEPS, checkpoint__keep=9)
+  run = fresh(changed(first, loss__entropy_coef=0.5))
+  assert not runs.train(fresh(first), tmp_path, callbacks=[runs.StopAt(4)])
+  assert runs.train(run, tmp_path, change=['loss.entropy_coef'])
+  for update in (4, 6, 8):
+    (tmp_path / 'checkpoints' / str(update) / checkpoints.MANIFEST).unlink()
+  assert not runs.train(run, tmp_path, callbacks=[Told('saved', sinks.STOP)])
+  assert max(journal.read_receipts(tmp_path).by_update) == 4
+  assert runs.train(run, tmp_path)
 
 
 class Keeping(sinks.Sink):

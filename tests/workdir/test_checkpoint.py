@@ -17,20 +17,23 @@ import orbax.checkpoint as ocp
 import pytest
 
 from podracer_jit.errors import OtherExperiment
+from podracer_jit.experiment.build import Snapshot
 from podracer_jit.play import evaluation
 from podracer_jit.workdir import checkpoints, files, journal
 from tests import made, runs
 from tests.runs import changed, fresh, open_workdir, prepared, small
 
 UPDATES = 6
-CONFIG = changed(small(), total_steps=10**6, checkpoint__every_updates=2, log__tensorboard=False)
+CONFIG = changed(small(), total_steps=10**6, env__renew_every_updates=2,
+                 checkpoint__every_updates=2, log__tensorboard=False)
 
 
 def train_in(workdir, updates=UPDATES):
   """Trains as the command does, in a new or a used workdir; returns the notes for the user."""
   run = prepared(CONFIG)
   notes = open_workdir(workdir, run.experiment.fields)
-  runs.train_in(run, workdir, ends=list(range(2, updates + 1, 2)))
+  if checkpoints.newest_whole(workdir) != updates:
+    runs.train_in(run, workdir, [runs.StopAt(updates)])
   return notes
 
 
@@ -65,16 +68,16 @@ def largest_file(workdir, update):
 def test_a_run_in_which_no_episode_ends_says_so_once(tmp_path, capsys):
   """An episode of Pendulum has 200 steps, and a segment 16; JAX functions go on over segments."""
   for task, words in (
-      ('Pendulum-v1', 'after 16 steps of each (checkpoint.every_updates = 2), and longer episodes '
-       'never end; episodes of 200 steps need checkpoint.every_updates = 25 or more'),
+      ('Pendulum-v1', 'after 16 steps of each (env.renew_every_updates = 2), and longer '
+       'episodes never end; episodes of 200 steps need env.renew_every_updates = 25 or more'),
       ('gymnax:Pendulum-v1', '')):
-    run = fresh(changed(small('ppo', task), total_steps=10**6, checkpoint__every_updates=2,
-                        log__tensorboard=False))
+    run = fresh(changed(small('ppo', task), total_steps=10**6, env__renew_every_updates=2,
+                        checkpoint__every_updates=2, log__tensorboard=False))
     workdir = tmp_path / task
     open_workdir(workdir, run.experiment.fields)
-    runs.train_in(run, workdir, ends=[2])
+    runs.train_in(run, workdir, [runs.StopAt(2)])
     assert 'no episode' not in capsys.readouterr().out
-    runs.train_in(run, workdir, ends=[2, 4, 6, 8])
+    runs.train_in(run, workdir, [runs.StopAt(8)])
     out = capsys.readouterr().out
     assert out.count('warning: no episode has ended yet') == bool(words) and words in out
 
@@ -221,19 +224,19 @@ def test_a_save_that_is_killed_leaves_no_checkpoint(kill_at, tmp_path, monkeypat
     return call
 
   with contextlib.closing(checkpoints.Checkpoints(tmp_path)) as saved:
-    saved.save(state._replace(update=jnp.int32(1)), {})
+    saved.save(Snapshot(state._replace(update=jnp.int32(1))), {})
     second = state._replace(update=jnp.int32(2))
     monkeypatch.setattr(ocp.Checkpointer, 'save', lambda self, *args, **kwargs: (
         save(self, *args, **kwargs), killing(lambda: None, 'saved by Orbax')()))
     monkeypatch.setattr(checkpoints, 'write_manifest', killing(write, 'manifest'))
     monkeypatch.setattr(files, 'rename', killing(rename, 'rename'))
     with pytest.raises(Killed):
-      saved.save(second, {})
+      saved.save(Snapshot(second), {})
     folder = tmp_path / 'checkpoints'
     assert sorted(path.name for path in folder.iterdir()) == ['1', '2.saving']
     checkpoints.remove_unfinished(tmp_path)
     monkeypatch.undo()
-    saved.save(second, {})
+    saved.save(Snapshot(second), {})
     assert sorted(path.name for path in folder.iterdir()) == ['1', '2']
 
 
@@ -269,7 +272,7 @@ def test_absent_fields_that_an_earlier_version_has_saved_as_tuples_are_read(tmp_
   run = prepared(CONFIG)
   state = run.initial_state()
   with contextlib.closing(checkpoints.Checkpoints(tmp_path)) as saved:
-    saved.save(state._replace(target=()), {})
+    saved.save(Snapshot(state._replace(target=())), {})
     restored, _ = saved.restore(state, 0)
   assert restored.target is None
   assert checkpoints.digest(restored) == checkpoints.digest(state)
@@ -279,7 +282,7 @@ def test_a_checkpoint_of_another_network_is_refused_by_the_name_of_an_array(tmp_
   state = prepared(CONFIG).initial_state()
   weights = {'kernel': jnp.zeros(3)}
   with contextlib.closing(checkpoints.Checkpoints(tmp_path)) as saved:
-    saved.save(state, {})
+    saved.save(Snapshot(state), {})
     with pytest.raises(ValueError, match='state: params/extra/kernel is only in this run'):
       saved.restore(state._replace(params=state.params | {'extra': weights}), 0)
     lacking = {name: value for name, value in state.params['params'].items() if name != 'value'}
@@ -287,24 +290,32 @@ def test_a_checkpoint_of_another_network_is_refused_by_the_name_of_an_array(tmp_
       saved.restore(state._replace(params={'params': lacking}), 0)
 
 
-def test_only_the_newest_checkpoints_are_kept(tmp_path):
+@pytest.mark.parametrize('keep, expected', [(1, [7, 8]), (2, [6, 7, 8]), (3, [4, 6, 7, 8])])
+def test_the_newest_checkpoint_of_the_last_segments_and_the_two_newest_are_kept(keep, expected,
+                                                                                tmp_path):
+  """With the actions of their segments: one begins after each second update."""
   state = prepared(CONFIG).initial_state()
-  with contextlib.closing(checkpoints.Checkpoints(tmp_path, keep=2)) as saved:
-    for update in (1, 2, 3):
-      saved.save(state._replace(update=jax.numpy.int32(update)), {})
-  assert checkpoints.saved_updates(tmp_path) == [2, 3]
+  (tmp_path / 'actions').mkdir()
+  with contextlib.closing(checkpoints.Checkpoints(tmp_path, keep)) as saved:
+    for update in range(1, 9):
+      segment = (update - 1) // 2
+      (tmp_path / 'actions' / str(segment)).touch()
+      saved.save(Snapshot(state._replace(update=jnp.int32(update)), None, segment, 2 * segment), {})
+  assert checkpoints.saved_updates(tmp_path) == expected
+  segments = {(update - 1) // 2 for update in expected}
+  assert {int(path.name) for path in (tmp_path / 'actions').iterdir()} == segments
 
 
 def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatch):
   state = prepared(CONFIG).initial_state()
   usage = shutil.disk_usage(tmp_path)
   with contextlib.closing(checkpoints.Checkpoints(tmp_path)) as saved:
-    saved.save(state._replace(update=jax.numpy.int32(1)), {})
+    saved.save(Snapshot(state._replace(update=jax.numpy.int32(1))), {})
     parameters = sum(x.nbytes for x in jax.tree.leaves(state.params))
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=parameters))
     message = f'and {parameters:,} are free.; the last good checkpoint is that of update 1, in '
     with pytest.raises(checkpoints.NotSaved, match=message):
-      saved.save(state._replace(update=jax.numpy.int32(2)), {})
+      saved.save(Snapshot(state._replace(update=jax.numpy.int32(2))), {})
   assert checkpoints.saved_updates(tmp_path) == [1]
 
 
@@ -328,7 +339,7 @@ def test_files_that_are_written_while_a_save_fails_are_removed(tmp_path, monkeyp
   with contextlib.closing(checkpoints.Checkpoints(tmp_path)) as saved:
     monkeypatch.setattr(saved._orbax, 'save', save_and_fail)
     with pytest.raises(checkpoints.NotSaved, match='No space left on device'):
-      saved.save(prepared(CONFIG).initial_state()._replace(update=jax.numpy.int32(1)), {})
+      saved.save(Snapshot(prepared(CONFIG).initial_state()._replace(update=jnp.int32(1))), {})
     threads[0].join()
   assert not list((tmp_path / 'checkpoints').iterdir())
 

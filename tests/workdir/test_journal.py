@@ -42,11 +42,12 @@ def test_a_file_that_begins_as_the_checkpoint_says_is_cut_without_a_look_at_its_
   before = path.read_bytes()
   shutil.copy(path, tmp_path / journal.METRICS)
   prefixes = journal.Prefixes(tmp_path)
-  assert prefixes.now() == {name: prefix_of(path) for name in (journal.RECEIPTS, journal.METRICS)}
+  names = [journal.RECEIPTS, journal.METRICS]
+  assert prefixes.now(names) == {name: prefix_of(path) for name in names}
   prefix = prefix_of(path)
   with path.open('a') as file:
     file.write(json.dumps(receipt(2)) + '\n{"upd')
-  assert prefixes.now()[path.name] == prefix_of(path) != prefix
+  assert prefixes.now(names)[path.name] == prefix_of(path) != prefix
   assert journal.cut(tmp_path, path, 1, prefix) == []
   assert path.read_bytes() == before
 

@@ -18,13 +18,14 @@ from tests import made, runs
 from tests.runs import changed, fresh, open_workdir, prepared, small
 from tests.workdir import test_lock
 
-CONFIG = changed(small(), total_steps=10**6, checkpoint__every_updates=2, log__tensorboard=False)
+CONFIG = changed(small(), total_steps=10**6, env__renew_every_updates=2,
+                 checkpoint__every_updates=2, log__tensorboard=False)
 STEPS = 8 * 8 * 4  # at least the valid steps of four updates
 
 
 def train_in(workdir):
   open_workdir(workdir, CONFIG)
-  runs.train_in(prepared(CONFIG), workdir, ends=[2, 4])
+  runs.train_in(prepared(CONFIG), workdir, [runs.StopAt(4)])
 
 
 @pytest.fixture(scope='module')
@@ -116,7 +117,7 @@ TABLE = [
     (broken_checkpoints, Expected(State.BROKEN, 'none of the checkpoints', 'is whole', '',
                                   'is broken')),
     (lost_first_state, Expected(State.BROKEN, 'has no checkpoint left', 'has no checkpoint yet',
-                                '', 'has no checkpoint left|is gone')),
+                                '', 'has no checkpoint left|of the updates 0 to 3 is needed')),
 ]
 
 
@@ -147,7 +148,8 @@ def commands(workdir, fields, capsys):
   def rerun_here():
     rerun.one_device_experiment(workdir, (), 4)
     headers, receipts, _ = journal.read_receipts(workdir)
-    rerun.snapshot_before(prepared(CONFIG), workdir, rerun.header_of(headers, receipts, 4))
+    rerun.header_of(headers, receipts, 4)
+    rerun.snapshot_before(prepared(CONFIG), workdir, 4)
 
   return dict(evaluate=evaluate, compare=compare_here, rerun=rerun_here, train=train_here)
 

@@ -1,0 +1,82 @@
+"""A run that is stopped at drawn updates ends with the bits of one that was never stopped."""
+
+import random
+
+import pytest
+
+from podracer_jit.training.sinks import STOP
+from podracer_jit.workdir import journal
+from tests.made import once
+from tests.runs import changed, open_workdir, prepared, small, train_in
+from tests.schemes import test_apex
+from tests.tiers import essential
+
+UPDATES = 14
+
+
+def config_of(config, **fields):
+  """Returns a config of several segments; each checkpoint is one of a stop, or of the end."""
+  return changed(config, checkpoint__every_updates=0, checkpoint__every_seconds=0,
+                 env__renew_every_updates=5, log__tensorboard=False, **fields)
+
+
+TWO = dict(placement__actor_devices=(0, 1), placement__learner_devices=(0, 1))
+PPO = changed(small('ppo', num_shards=2, num_grad_shards=2), total_steps=UPDATES * 64 - 63)
+CATCH = changed(small('impala', 'Catch-v0'), total_steps=UPDATES * 64 - 63)
+DQN = changed(test_apex.config('dqn'), total_steps=UPDATES * 256 - 255)
+FUNCTIONS = changed(PPO, env__task='gymnax:CartPole-v1')
+CASES = {
+    'PPO, CartPole, sync': (PPO, dict(scheme='sync')),
+    'PPO, CartPole, fused': (PPO, dict(scheme='fused', placement__updates_per_call=3)),
+    'IMPALA, Catch, cleanba': (CATCH, dict(scheme='cleanba')),
+    'PPO, CartPole, cleanba': (PPO, dict(scheme='cleanba', **TWO)),
+    'PPO, CartPole, rapid': (PPO, dict(scheme='rapid', placement__actor_devices=(0, 1),
+                                       placement__learner_devices=(2, 3))),
+    'PPO, CartPole, dppo': (PPO, dict(scheme='dppo', **TWO)),
+    'IMPALA, Catch, fused': (CATCH, dict(scheme='fused')),
+    'PPO, JAX environments, cleanba': (FUNCTIONS, dict(scheme='cleanba')),
+    'PPO, JAX environments, fused': (FUNCTIONS, dict(scheme='fused', **TWO)),
+    'DQN, CartPole, sync': (DQN, dict(scheme='sync')),
+    'DQN, CartPole, apex_lockstep': (DQN, dict(scheme='apex_lockstep'))}
+
+
+def receipts(workdir):
+  return [(x['update'], x['batch'], x['params'])
+          for x in journal.read_lines(workdir / journal.RECEIPTS) if 'update' in x]
+
+
+class StopsAt:
+  """Asks for a stop when an update is told."""
+
+  def __init__(self, update):
+    self._update = update
+
+  def __call__(self, record):
+    return STOP if record['update'] >= self._update else None
+
+
+def train(run, workdir, stops):
+  """Trains to the end, with stops after at least these updates; returns where it has stopped."""
+  open_workdir(workdir, run.experiment.fields)
+  stopped = []
+  for stop in (*stops, 10**9):
+    if not train_in(run, workdir, [StopsAt(stop)]):
+      stopped.append(receipts(workdir)[-1][0])
+  return stopped
+
+
+@pytest.mark.parametrize('name', essential(
+    CASES, 'PPO, CartPole, sync', 'IMPALA, Catch, cleanba', 'PPO, CartPole, fused'))
+@pytest.mark.same_bits('stopped at drawn updates, within segments', 'PPO, IMPALA, DQN')
+def test_stops_at_any_updates_change_no_bit(name, tmp_path, tmp_path_factory):
+  config, fields = CASES[name]
+  run = prepared(config_of(config, **fields))
+  whole = once(tmp_path_factory, f'whole {name}', lambda folder: train(run, folder, ()))
+  expected = receipts(whole)
+  assert len(expected) >= UPDATES and len(set(expected)) == len(expected)
+  draws = random.Random(name)
+  stopped = []
+  for i in range(2):
+    stops = sorted(draws.sample(range(1, UPDATES - 1), 3))
+    stopped += train(run, tmp_path / f'{i}', stops)
+    assert receipts(tmp_path / f'{i}') == expected, stopped
