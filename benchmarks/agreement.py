@@ -108,8 +108,7 @@ def run(config: Mapping[str, Any], variant: Variant, updates: int) -> Run:
   config['placement'] = dict(config['placement']) | dict(
       actor_devices=variant.actors, learner_devices=variant.learners, actors_per_device=1,
       updates_per_call=variant.updates_per_call)
-  config['checkpoint'] = dict(config['checkpoint']) | dict(every_updates=max(
-      updates, config['checkpoint']['every_updates']))
+  config['env'] = dict(config['env']) | dict(renew_every_updates=0)
   reports = []
   times = [time.monotonic()]
 

@@ -161,6 +161,7 @@ def our_experiment(num_envs: int, updates: int) -> Any:
   config.optimizer.learning_rate = 2.5e-4
   config.optimizer.anneal = False
   config.total_steps = 2**30
+  config.env.renew_every_updates = 0
   config.placement.updates_per_call = updates
   config.placement.xla_threads = 2
   return resolve(config)

@@ -33,8 +33,8 @@ from podracer_jit.workdir import journal
 
 ACTORS = ('--config.num_shards=2', '--config.placement.actors_per_device=2',
           '--config.placement.xla_threads=2', '--config.total_steps=1000000000',
-          '--config.optimizer.anneal=False', '--config.checkpoint.every_updates=1000000',
-          '--config.log.tensorboard=False')
+          '--config.optimizer.anneal=False', '--config.env.renew_every_updates=0',
+          '--config.checkpoint.every_seconds=0', '--config.log.tensorboard=False')
 TASKS = {
     'catch': ('--config=impala_catch', '--config.scheme=impala', '--config.num_minibatches=1'),
     'pong': ('--config=impala_atari:nature_cnn', '--config.scheme=impala',

@@ -3,12 +3,12 @@
 .venv/bin/python -m benchmarks.evaluations --config=ppo_cartpole --every_updates=100 --pairs=5
 
 A pair is two trainings of the same config, one with evaluations and one without, each in a process
-of its own; the order alternates. Both have a checkpoint every --every_updates updates, since only
-checkpoints are evaluated. Seconds are from the first update to the last one, so programs are
+of its own; the order alternates. Both have a checkpoint every --every_updates updates, since an
+update that is evaluated has one. Seconds are from the first update to the last one, so programs are
 compiled before. The receipts of both must be equal.
 
-`waits` is the time for which training waited at the ends of segments until an earlier evaluation
-was done (`eval_wait_s` in metrics.jsonl). The rest of the difference is that both share the cores.
+`waits` is the time for which training waited at a checkpoint until an earlier evaluation was done
+(`eval_wait_s` in metrics.jsonl). The rest of the difference is that both share the cores.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ PROGRAM = """
 import json, sys, time
 import podracer_jit as pj
 
-name, workdir, every_updates, segment, episodes, total_steps = sys.argv[1:]
+name, workdir, every_updates, saved_every, episodes, total_steps = sys.argv[1:]
 config = pj.load_config(name)
 config.eval.every_updates = int(every_updates)
-config.checkpoint.every_updates = int(segment)
+config.checkpoint.every_updates = int(saved_every)
 config.eval.num_episodes = int(episodes)
 config.log.tensorboard = False
 if int(total_steps):

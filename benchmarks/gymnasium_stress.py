@@ -88,7 +88,7 @@ def get_config():
   config.total_steps = 2**30
   config.placement.xla_threads = 2
   config.placement.env_threads = 1
-  config.checkpoint.every_updates = 1000
+  config.env.renew_every_updates = 1000
   return config
 
 

@@ -1,21 +1,30 @@
-"""Kills runs by SIGKILL at random moments, resumes them, and checks that nothing is lost.
+"""Stops runs at random moments, goes on with them, and checks that the stops change nothing.
 
-.venv/bin/python -m benchmarks.kill_resume [--schemes=sync,cleanba] [--kills=8] [--seed=1]
+.venv/bin/python -m benchmarks.kill_resume [--rows=sync,cleanba] [--kills=12] [--seed=1]
 
-Each scheme trains a small experiment with short segments. An uninterrupted run gives the expected
-receipts and the length of a whole run. A second run, by the same command, is killed at moments
-drawn from --seed and started again until it has finished. Half of the moments are uniform in time,
-from the start of the process. The others follow a write to the workdir (a checkpoint that begins, a
-new checkpoint, a new line) by 0 to 20 ms. If a run finishes before all its kills were made, another
-run begins in a new workdir.
+Each row trains a small experiment. A run that is never stopped gives the expected receipts and
+metrics, and the length of a run. A second run is stopped by SIGKILL, SIGTERM or SIGINT (Ctrl-C),
+and started again until it has finished. If it finishes before all its stops were made, another run
+begins in a new workdir. All of this is drawn from --seed, for each process:
 
-After each kill, the newest checkpoint must still be in the workdir, and the updates of
-metrics.jsonl and receipts.jsonl must be gapless. The next process must resume from that checkpoint.
-A finished run must have each update once, in order. With a deterministic scheme, its receipts and
-metrics (except times) must equal those of the uninterrupted run.
+- the signal: half of them are SIGKILL;
+- the moment: half are uniform in time, from the start of the process. The others follow a write to
+  the workdir (a checkpoint that begins, a new checkpoint, a new line) by 0 to 20 ms;
+- when it saves: `checkpoint.every_seconds` and `checkpoint.every_updates`, so that checkpoints lie
+  anywhere in a segment;
+- where it runs, if the row has several places: other devices, actors and threads, or another number
+  of processes.
 
-`launch_process` and `launch_launcher` are runs of two processes. A kill hits one of the processes
-or the launcher. Processes without their launcher must save a checkpoint and end.
+After each stop, the newest checkpoint must still be in the workdir, and the updates of
+metrics.jsonl and receipts.jsonl must be gapless. After SIGTERM and SIGINT, the exit code must be 3,
+with a checkpoint of the last update, or 130 if the training had not begun. The next process must go
+on from the newest checkpoint. A finished run must have each update once, in order. With a
+deterministic scheme, its receipts and metrics (except times) must equal those of the run that was
+never stopped.
+
+`launch_process` and `launch_launcher` are runs of two processes. A signal hits one of the processes
+or the launcher; Ctrl-C always hits the launcher, which passes it on. Processes whose launcher is
+gone must end, and so must the processes of Gymnasium environments.
 
 Exit code: 0 all rows passed, 1 a row failed (its workdirs are kept), 2 wrong arguments.
 """
@@ -41,39 +50,62 @@ from typing import Any, NamedTuple
 
 from absl.flags import FlagValues
 
+from podracer_jit.errors import FINISHED, INTERRUPTED, STOPPED
 from podracer_jit.experiment import flags
 from podracer_jit.experiment.resolve import resolve
-from podracer_jit.schemes.scheme import Scheme
-from podracer_jit.schemes.table import SCHEMES
+from podracer_jit.experiment.schema import Experiment
+from podracer_jit.workdir import journal
+from podracer_jit.workdir.checkpoints import MANIFEST
 from tests.flags import COMPILED_SOON
 
-EVERY_UPDATES = 8  # of a segment
 POLL_S = 0.002
-MAX_DELAY_S = 0.02  # between a write and the kill
-ORPHAN_GRACE_S = 60.0  # processes may outlive their launcher by this, since they save first
-PHASES = ('starting', 'compiling', 'training', 'writing')
-EVENTS = ('draft', 'checkpoint', 'line')  # the writes that a kill may follow
+MAX_DELAY_S = 0.02  # between a write and the signal
+MOST_LINES = 60  # before a signal that follows a line
+ORPHAN_GRACE_S = 60.0  # processes may outlive the one that started them by this, as they save first
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+# `preparing` is until the first new update: environments are replayed, and programs compiled.
+PHASES = ('starting', 'preparing', 'training', 'writing')
+EVENTS = ('draft', 'checkpoint', 'line')  # the writes that a signal may follow
 # In metrics.jsonl.
 TIMES = {'sps', 'elapsed_s', 'wall_s', 'actor_wait_s', 'learner_wait_s', 'samples_per_s'}
 
 
+class Place(NamedTuple):
+  """Where a process runs; with a deterministic scheme, it does not change the result."""
+
+  actors: tuple[int, ...] = (0,)  # devices
+  learners: tuple[int, ...] = (0,)  # devices
+  actors_per_device: int = 1
+  env_threads: int = 1
+  updates_per_call: int = 16
+  processes: int = 1
+
+  def flags(self) -> list[str]:
+    """Returns the flags of the placement."""
+    fields = dict(actor_devices=self.actors, learner_devices=self.learners,
+                  actors_per_device=self.actors_per_device, env_threads=self.env_threads,
+                  updates_per_call=self.updates_per_call)
+    return [f'--config.placement.{name}={value}' for name, value in fields.items()]
+
+
 class Row(NamedTuple):
-  """An experiment and the processes that run it: a row of the result table."""
+  """An experiment, and where its processes may run: a row of the result table."""
 
   name: str
-  args: list[str]  # the flags of training, without --workdir
-  processes: int = 1
-  kills_launcher: bool = False
+  experiment: Sequence[str]  # flags
+  places: Sequence[Place]
+  signals_launcher: bool = False
 
-  def command(self, workdir: Path) -> list[str]:
-    """Returns the command that starts the run; the same command resumes it."""
-    launch = ['launch', '-n', str(self.processes), '--'] if self.processes > 1 else []
-    return [sys.executable, '-m', 'podracer_jit', *launch, *self.args, f'--workdir={workdir}']
+  def flags(self, place: Place) -> list[str]:
+    """Returns the flags of training in a place, without --workdir."""
+    return [*self.experiment, *place.flags()]
 
 
-class Moment(NamedTuple):
-  """The time of a kill: a delay after the start of the process, or after a write."""
+class Stop(NamedTuple):
+  """A signal, and its moment: a delay after the start of the process, or after a write."""
 
+  signal: signal.Signals
+  process: int | None  # which process of a launcher gets it; None: the one that was started
   event: str  # of EVENTS, or 'time'
   count: int  # the delay begins after this many events; unused for 'time'
   delay_s: float
@@ -87,15 +119,20 @@ class Files(NamedTuple):
   checkpoints: list[int]  # updates of the complete checkpoints, ascending
   drafts: set[str]  # names of incomplete checkpoints and files
 
+  @property
+  def newest(self) -> int:
+    """Update of the newest complete checkpoint; 0 if there is none."""
+    return max(self.checkpoints, default=0)
 
-class Life(NamedTuple):
+
+class Ended(NamedTuple):
   """The end of a process."""
 
-  code: int | None  # its exit code; None if it was killed
-  phase: str  # of PHASES, when it was killed
+  code: int | None  # its exit code; None if it did not end
+  phase: str  # of PHASES, when a signal was sent; '' if none was
   output: str
   problem: str  # '' if none
-  seconds: float
+  seconds: float  # until the signal, or the end
   first_update_s: float  # from the start of the process to its first line
 
 
@@ -103,7 +140,8 @@ class Result(NamedTuple):
   """The result of a row."""
 
   row: Row
-  phases: list[str]  # the phase of each kill
+  signals: list[signal.Signals]  # of all stops
+  phases: list[str]  # of all stops
   resumed_from: list[int]  # for each resumed process, the update of its checkpoint; 0: none
   verdict: str
   failed: bool
@@ -172,27 +210,52 @@ def last_update(text: str) -> int:
   return max((entry.get('update', 0) for entry in parse(text)[0]), default=0)
 
 
-def problem_after_kill(files: Files, newest_before: int) -> str:
-  """Checks a workdir whose process was just killed.
+def problem_after_stop(files: Files, newest_before: int) -> str:
+  """Checks a workdir whose process has just been stopped.
 
   Args:
-    files: the files of the workdir after the kill.
-    newest_before: update of the newest checkpoint just before the kill; 0: none.
+    files: the files of the workdir after the stop.
+    newest_before: update of the newest checkpoint just before the signal; 0: none.
 
   Returns:
     The problem; '' if there is none.
   """
-  newest = max(files.checkpoints, default=0)
-  if newest < newest_before:
-    return f'the checkpoint of update {newest_before} is gone; the newest is that of {newest}'
+  if files.newest < newest_before:
+    return f'the checkpoint of update {newest_before} is gone; the newest is that of {files.newest}'
   for name, text in (('metrics', files.metrics), ('receipts', files.receipts)):
     problem = order_problem(text, may_be_cut=True)
     if problem:
       return f'{name}.jsonl: {problem}'
-    if last_update(text) < newest:
+    if last_update(text) < files.newest:
       return (f'{name}.jsonl ends with update {last_update(text)}, before the checkpoint of '
-              f'{newest}')
+              f'{files.newest}')
   return ''
+
+
+def problem_of_code(code: int, number: signal.Signals, output: str, files: Files) -> str:
+  """Checks the exit code of a process after a signal other than SIGKILL.
+
+  Args:
+    code: the exit code.
+    number: the signal.
+    output: the output of the process.
+    files: the files of the workdir after its end.
+
+  Returns:
+    The problem; '' if there is none.
+  """
+  if code == STOPPED:
+    lasts = {last_update(files.metrics), last_update(files.receipts)}
+    if files.newest and lasts == {files.newest}:
+      return ''
+    return (f'exit code {code} after update {max(lasts)}, though the newest checkpoint is that of '
+            f'{files.newest}')
+  if going_on_from(output) is None:
+    # Python itself handles a signal before the package is imported.
+    is_right = code in (INTERRUPTED, -number)
+  else:
+    is_right = code == INTERRUPTED and not last_update(files.metrics)
+  return '' if is_right else f'exit code {code} after {number.name}: {last_line(output)}'
 
 
 def problem_at_end(files: Files) -> str:
@@ -207,9 +270,8 @@ def problem_at_end(files: Files) -> str:
   if last_update(files.receipts) != last:
     return (f'metrics.jsonl ends with update {last}, receipts.jsonl with '
             f'{last_update(files.receipts)}')
-  newest = max(files.checkpoints, default=0)
-  if newest != last:
-    return f'the newest checkpoint is that of update {newest}, the last update is {last}'
+  if files.newest != last:
+    return f'the newest checkpoint is that of update {files.newest}, the last update is {last}'
   steps = [entry['steps'] for entry in parse(files.metrics)[0]]
   if any(a >= b for a, b in zip(steps, steps[1:], strict=False)):
     return 'metrics.jsonl: steps do not increase with each update'
@@ -217,7 +279,7 @@ def problem_at_end(files: Files) -> str:
 
 
 def difference(expected: Files, files: Files) -> str:
-  """Returns the first difference of a run from the uninterrupted run; '' if there is none."""
+  """Returns the first difference of a run from the one never stopped; '' if there is none."""
   def updates(text: str) -> list[dict[str, Any]]:
     return [entry for entry in parse(text)[0] if 'update' in entry]
 
@@ -230,17 +292,17 @@ def difference(expected: Files, files: Files) -> str:
       if fields:
         return f'{name}.jsonl differs at update {wanted["update"]}: {", ".join(fields)}'
     if len(expected_entries) != len(entries):
-      return (f'{name}.jsonl has {len(entries)} updates, {len(expected_entries)} in the '
-              'uninterrupted run')
+      return (f'{name}.jsonl has {len(entries)} updates, {len(expected_entries)} in the run that '
+              'was never stopped')
   return ''
 
 
 def resume_problem(output: str, newest: int) -> str:
-  """Checks that a process resumed from the newest checkpoint.
+  """Checks that a process went on from the newest checkpoint.
 
   Args:
-    output: the output of the process. A process that was killed before it printed its start has no
-      problem.
+    output: the output of the process. A process that was stopped before it printed its start has
+      no problem.
     newest: update of the newest checkpoint before it started; 0: none.
 
   Returns:
@@ -248,25 +310,26 @@ def resume_problem(output: str, newest: int) -> str:
   """
   resumed = going_on_from(output)
   if resumed is not None and resumed != newest:
-    return f'it resumed from update {resumed}, the newest checkpoint was that of {newest}'
+    return f'it went on from update {resumed}, the newest checkpoint was that of {newest}'
   return ''
 
 
 def going_on_from(output: str) -> int | None:
-  """Returns the update that a process resumed from; 0 for a new run; None if it printed neither."""
+  """Returns the update that a process went on from; 0 for a new run; None if it printed neither."""
   match = re.search(r'going on from update (\d+)', output)
   if match:
     return int(match[1])
   return 0 if re.search(r': starting$', output, re.MULTILINE) else None
 
 
-def phase_of_kill(output: str, before: Files, after: Files) -> str:
-  """Returns the phase of PHASES in which a process was killed.
+def phase_of_stop(output: str, before: Files, after: Files, has_update: bool) -> str:
+  """Returns the phase of PHASES in which a process got a signal.
 
   Args:
     output: the output of the process.
     before: the workdir's files when it started.
-    after: the workdir's files after the kill.
+    after: the workdir's files when it got the signal.
+    has_update: whether it had written an update.
   """
   texts = (after.metrics, after.receipts)
   half_line = any(text and not text.endswith('\n') for text in texts)
@@ -274,29 +337,37 @@ def phase_of_kill(output: str, before: Files, after: Files) -> str:
     return 'writing'
   if going_on_from(output) is None:
     return 'starting'
-  # Until its first update, a segment compiles the rollout program. Until then, the files also keep
-  # the lines that an earlier process wrote after the checkpoint.
-  if texts == (before.metrics, before.receipts):
-    return 'compiling'
-  return 'training' if last_update(texts[0]) > max(after.checkpoints, default=0) else 'compiling'
+  return 'training' if has_update else 'preparing'
 
 
-def draw_moment(rng: random.Random, number: int, first_update_s: float, whole_s: float) -> Moment:
-  """Draws the moment of a kill.
+def draw_stop(rng: random.Random, number: int, processes: int, first_update_s: float,
+              whole_s: float) -> Stop:
+  """Draws a stop.
 
   Args:
     rng: the generator to draw from.
-    number: the number of the kill; even kills are uniform in time, odd kills follow a write.
-    first_update_s: seconds from the start of an uninterrupted process to its first update.
+    number: the number of the stop; even stops are uniform in time, odd stops follow a write.
+    processes: of a launcher, one of which gets the signal; 0: the process that was started.
+    first_update_s: seconds from the start of a process that is not stopped to its first update.
     whole_s: seconds from its start to its end.
   """
+  by = rng.choice((signal.SIGKILL, *SIGNALS))
+  process = rng.randrange(processes) if processes else None
   if number % 2 == 0:
-    # The moment is in the first half of the training, so that a run lives through several kills.
-    return Moment('time', 0, rng.uniform(0, (first_update_s + whole_s) / 2))
-  # 'line' is twice as likely: kills uniform in time mostly hit the compilation, not the training.
+    # The moment is in the first half of the training, so that a run lives through several stops.
+    return Stop(by, process, 'time', 0, rng.uniform(0, (first_update_s + whole_s) / 2))
+  # 'line' is twice as likely: stops uniform in time mostly hit the start, not the training.
   event = rng.choice((*EVENTS, 'line'))
-  count = rng.randint(1, 2 * EVERY_UPDATES if event == 'line' else 2)
-  return Moment(event, count, rng.uniform(0, MAX_DELAY_S))
+  count = rng.randint(1, MOST_LINES if event == 'line' else 2)
+  return Stop(by, process, event, count, rng.uniform(0, MAX_DELAY_S))
+
+
+def draw_saves(rng: random.Random) -> list[str]:
+  """Draws when a process saves; returns the flags."""
+  every_seconds = rng.choice((0.0, rng.uniform(0.05, 3.0)))
+  every_updates = rng.choice((0, rng.randint(5, 40)))
+  return [f'--config.checkpoint.every_seconds={every_seconds:.2f}',
+          f'--config.checkpoint.every_updates={every_updates}']
 
 
 # Processes and their workdirs.
@@ -306,7 +377,6 @@ class Workdir(NamedTuple):
   """A workdir, which need not exist yet."""
 
   path: Path
-  needs_manifest: bool  # whether a complete checkpoint has a manifest.json, which is written last
 
   @property
   def folder(self) -> Path:
@@ -315,16 +385,10 @@ class Workdir(NamedTuple):
 
   def whole_checkpoints(self) -> list[int]:
     """Returns the updates of the complete checkpoints, ascending."""
-    # Orbax writes to a temporary name and renames the folder when it is complete.
+    # The manifest is written last. Then the folder gets its name.
     names = os.listdir(self.folder) if self.folder.is_dir() else []
     updates = sorted(int(name) for name in names if name.isdigit())
-    if not self.needs_manifest:
-      return updates
-    return [n for n in updates if (self.folder / str(n) / 'manifest.json').exists()]
-
-  def newest(self) -> int:
-    """Returns the update of the newest complete checkpoint; 0 if there is none."""
-    return max(self.whole_checkpoints(), default=0)
+    return [n for n in updates if (self.folder / str(n) / MANIFEST).exists()]
 
   def files(self) -> Files:
     """Reads the workdir."""
@@ -336,7 +400,7 @@ class Workdir(NamedTuple):
     names = os.listdir(self.folder) if self.folder.is_dir() else []
     drafts = {name for name in names if not (name.isdigit() and int(name) in whole)}
     drafts |= {path.name for path in self.path.glob('*.tmp')}
-    return Files(text('metrics.jsonl'), text('receipts.jsonl'), whole, drafts)
+    return Files(text(journal.METRICS), text(journal.RECEIPTS), whole, drafts)
 
 
 def children_of(pid: int) -> list[int]:
@@ -352,6 +416,12 @@ def children_of(pid: int) -> list[int]:
   return sorted(children)
 
 
+def descendants_of(pid: int) -> list[int]:
+  """Returns the ids of the running children of process `pid`, and of theirs."""
+  children = children_of(pid)
+  return [*children, *(each for child in children for each in descendants_of(child))]
+
+
 def alive(pid: int) -> bool:
   """Returns whether a process exists and is no zombie."""
   try:
@@ -360,10 +430,10 @@ def alive(pid: int) -> bool:
     return False
 
 
-def kill(pid: int) -> None:
-  """Sends SIGKILL to a process, which may have ended."""
+def send(pid: int, number: signal.Signals) -> None:
+  """Sends a signal to a process, which may have ended."""
   try:
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
   except ProcessLookupError:
     pass
 
@@ -377,11 +447,11 @@ class Watch:
     self.counts = collections.Counter()
 
   def _state(self, event: str) -> Any:
-    """Returns the file sizes of 'line', or the folder names of 'draft' and 'checkpoint'."""
+    """Returns the size of metrics.jsonl, or the folder names of 'draft' and 'checkpoint'."""
     folder = self._workdir / 'checkpoints'
     if event == 'line':
-      paths = [self._workdir / name for name in ('metrics.jsonl', 'receipts.jsonl')]
-      return [path.stat().st_size if path.exists() else 0 for path in paths]
+      path = self._workdir / journal.METRICS
+      return path.stat().st_size if path.exists() else 0
     names = os.listdir(folder) if folder.is_dir() else []
     return {name for name in names if name.isdigit() == (event == 'checkpoint')}
 
@@ -395,114 +465,134 @@ class Watch:
       before = self._last_states[event]
       self._last_states[event] = state
       if event == 'line':
-        self.counts[event] += any(a > b for a, b in zip(state, before, strict=True))
+        self.counts[event] += state > before
       else:
         self.counts[event] += len(state - before)
 
 
-def live(row: Row, workdir: Workdir, log: Path, env: dict[str, str], moment: Moment | None,
-         rng: random.Random, limit_s: float) -> Life:
-  """Starts or resumes a run; kills it at the moment, or waits until it ends.
+class Process:
+  """A process that trains, or a launcher with its processes; a context manager that runs it."""
+
+  def __init__(self, command: Sequence[str], log: Path, env: dict[str, str]):
+    """Takes what to start.
+
+    Args:
+      command: its command line.
+      log: a file for its output.
+      env: its environment.
+    """
+    self._command = command
+    self._log = log
+    self._env = env
+    self._descendants: list[int] = []  # when it got a signal
+
+  def __enter__(self) -> Process:
+    with self._log.open('w') as file:
+      # With a session of its own, Ctrl-C reaches it and its workers, as in a terminal.
+      self._popen = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=file,
+                                     stderr=subprocess.STDOUT, env=self._env,
+                                     start_new_session=True)
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    for pid in {*self._descendants, *descendants_of(self._popen.pid), self._popen.pid}:
+      send(pid, signal.SIGKILL)
+    self._popen.wait()
+
+  def poll(self) -> int | None:
+    """Returns the exit code; None while it runs."""
+    return self._popen.poll()
+
+  def output(self) -> str:
+    """Returns the output up to now."""
+    return self._log.read_text(errors='replace')
+
+  def send(self, number: signal.Signals, process: int | None) -> str:
+    """Sends a signal; returns once a process that gets SIGKILL has ended.
+
+    Args:
+      number: the signal.
+      process: which process of a launcher gets it; None: this process.
+
+    Returns:
+      The problem; '' if there is none.
+    """
+    target = self._popen.pid
+    if process is not None:
+      # Wait until the launcher has started all of its processes.
+      deadline = time.monotonic() + 30
+      while len(children := children_of(target)) <= process and self.poll() is None:
+        if time.monotonic() > deadline:
+          return 'the launcher has not started its processes after 30 s'
+        time.sleep(POLL_S)
+      if self.poll() is None:
+        target = children[process]
+    self._descendants = descendants_of(self._popen.pid)
+    if number == signal.SIGINT:
+      os.killpg(self._popen.pid, number)
+    else:
+      send(target, number)
+    while number == signal.SIGKILL and alive(target):
+      time.sleep(POLL_S)
+    return ''
+
+  def wait_all(self, limit_s: float) -> str:
+    """Waits until it and its descendants have ended; returns the problem, '' if there is none."""
+    try:
+      self._popen.wait(limit_s)
+    except subprocess.TimeoutExpired:
+      return f'it still runs {limit_s:.0f} s after the signal'
+    deadline = time.monotonic() + ORPHAN_GRACE_S
+    while any(map(alive, self._descendants)):
+      if time.monotonic() > deadline:
+        return (f'{sum(map(alive, self._descendants))} of its {len(self._descendants)} processes '
+                f'were alive {ORPHAN_GRACE_S:.0f} s after it')
+      time.sleep(0.05)
+    return ''
+
+
+def live(process: Process, workdir: Workdir, stop: Stop | None, limit_s: float) -> Ended:
+  """Runs a process until it ends or is stopped, and checks what is left.
 
   Args:
-    row: the row to run.
+    process: starts a run, or goes on with it.
     workdir: the workdir of the run.
-    log: a file for the output of the process.
-    env: the environment of the process.
-    moment: when to kill it; None: never.
-    rng: draws which of several processes is killed.
+    stop: the signal that it gets; None: none.
     limit_s: a process that takes longer counts as hanging, which is a problem.
-
-  Returns:
-    The end of the process, with the problem if there is one.
   """
   before = workdir.files()
   watch = Watch(workdir.path)
   start = time.monotonic()
   first_update_s = 0.0
-  due_s = None  # seconds after the start; known once the event of the moment has happened
-  with log.open('w') as file:
-    process = subprocess.Popen(row.command(workdir.path), stdin=subprocess.DEVNULL, stdout=file,
-                               stderr=subprocess.STDOUT, env=env)
-  if moment and moment.event == 'time':
-    due_s = moment.delay_s
-  try:
+  due_s = stop.delay_s if stop and stop.event == 'time' else None  # None: its event is to come
+  with process:
     while process.poll() is None:
       passed_s = time.monotonic() - start
       watch.look()
       if not first_update_s and watch.counts['line']:
         first_update_s = passed_s
-      if moment and due_s is None and watch.counts[moment.event] >= moment.count:
-        due_s = passed_s + moment.delay_s
-
+      if stop and due_s is None and watch.counts[stop.event] >= stop.count:
+        due_s = passed_s + stop.delay_s
       if due_s is not None and passed_s >= due_s:
-        newest_before = workdir.newest()
-        problem = kill_run(row, process, rng)
-        after = workdir.files()
-        output = log.read_text(errors='replace')
-        problem = problem or problem_after_kill(after, newest_before)
-        return Life(None, phase_of_kill(output, before, after), output, problem, passed_s,
-                    first_update_s)
+        newest = workdir.files().newest
+        problem = process.send(stop.signal, stop.process)
+        phase = phase_of_stop(process.output(), before, workdir.files(), bool(first_update_s))
+        problem = problem or process.wait_all(limit_s)
+        code, output, after = process.poll(), process.output(), workdir.files()
+        problem = problem or problem_after_stop(after, newest)
+        if code and stop.signal != signal.SIGKILL:
+          problem = problem or problem_of_code(code, stop.signal, output, after)
+        return Ended(code, phase, output, problem, passed_s, first_update_s)
       if passed_s > limit_s:
-        return Life(None, 'training', log.read_text(errors='replace'),
-                    f'it had not ended after {limit_s:.0f} s', passed_s, first_update_s)
-
-      # Delays are as short as MAX_DELAY_S, so shortly before a kill the loop turns faster.
+        return Ended(None, '', process.output(), f'it had not ended after {limit_s:.0f} s',
+                     passed_s, first_update_s)
+      # Delays are as short as MAX_DELAY_S, so shortly before a signal the loop turns faster.
       near = due_s is not None and due_s - passed_s < 10 * POLL_S
       time.sleep(POLL_S / 4 if near else POLL_S)
-  finally:
-    for pid in [*children_of(process.pid), process.pid]:
-      kill(pid)
-    process.wait()
-  output = log.read_text(errors='replace')
-  problem = f'exit code {process.returncode}: {last_line(output)}' if process.returncode else ''
-  return Life(process.returncode, '', output, problem, time.monotonic() - start, first_update_s)
-
-
-def kill_run(row: Row, process: subprocess.Popen, rng: random.Random) -> str:
-  """Kills a run, or one of its processes; returns once all of them have ended.
-
-  Args:
-    row: the row of the run.
-    process: the run's process, or its launcher.
-    rng: draws which process of several is killed.
-
-  Returns:
-    The problem; '' if there is none.
-  """
-  if row.processes == 1:
-    kill(process.pid)
-    process.wait()
-    return ''
-
-  # Wait until the launcher has started all of its processes, then kill one or the launcher.
-  deadline = time.monotonic() + 30
-  children = children_of(process.pid)
-  while len(children) < row.processes and process.poll() is None:
-    if time.monotonic() > deadline:
-      return 'the launcher has not started its processes after 30 s'
-    time.sleep(POLL_S)
-    children = children_of(process.pid)
-  kill(process.pid if row.kills_launcher else rng.choice(children))
-  try:
-    process.wait(60)
-  except subprocess.TimeoutExpired:
-    return 'the launcher still runs 60 s after one of its processes was killed'
-
-  # Processes that lost their launcher may save first. Those that take too long are a problem, but
-  # must not disturb the next run.
-  deadline = time.monotonic() + ORPHAN_GRACE_S
-  while any(map(alive, children)) and time.monotonic() < deadline:
-    time.sleep(0.05)
-  orphans = [pid for pid in children if alive(pid)]
-  for pid in orphans:
-    kill(pid)
-  while any(map(alive, orphans)):
-    time.sleep(0.05)
-  if orphans:
-    return (f'{len(orphans)} of {len(children)} processes were alive {ORPHAN_GRACE_S:.0f} s after '
-            'their launcher')
-  return ''
+    code = process.poll()
+    output = process.output()
+  problem = f'exit code {code}: {last_line(output)}' if code else ''
+  return Ended(code, '', output, problem, time.monotonic() - start, first_update_s)
 
 
 def last_line(output: str) -> str:
@@ -512,147 +602,195 @@ def last_line(output: str) -> str:
 
 # Rows and the script.
 
+TOGETHER = Place((0, 1), (0, 1))  # two devices that act and learn
+ONE_PROGRAM = (Place(), Place(updates_per_call=1), Place(env_threads=2, updates_per_call=5))
+COLOCATED = (TOGETHER, Place(), TOGETHER._replace(env_threads=2))
+ANYWHERE = (TOGETHER, Place(), Place((1,), (0,)), Place((0,), (0, 1)),
+            Place(actors_per_device=2, env_threads=2))
+SEVERAL_PROCESSES = (Place(processes=2), Place(env_threads=2, processes=2), TOGETHER)
+
+CATCH = ('impala_catch', 'num_minibatches=1')
+CARTPOLE = ('ppo_cartpole', 'num_minibatches=2', 'num_epochs=2')
+SMALL_PONG = ('impala_atari:nature_cnn', 'env.task=Pong-v5', 'env.img_height=21',
+              'env.img_width=21', 'network.channels=(8,16)', 'network.kernels=(4,3)',
+              'network.strides=(4,1)', 'network.hidden=32', 'num_minibatches=1')
+MUJOCO = ('network.hidden=(16,)', 'num_minibatches=2', 'num_epochs=2')  # observations normalised
+DQN = ('apex_dqn_catch', 'replay.capacity=400', 'replay.min_size=80', 'replay.batch_size=16',
+       'loss.target_every=7')
+DPG = ('apex_dpg_walker_walk', 'replay.capacity=1000', 'replay.min_size=200',
+       'replay.batch_size=16', 'replay.gradient_steps=2', 'loss.target_every=7',
+       'network.actor_hidden=(16,)', 'network.critic_hidden=(16,)')
+# The places and the experiment of each row: a config, and fields. Segments are short, or endless.
+ROWS: dict[str, tuple[Sequence[Place], Sequence[str]]] = {
+    'sync': (ANYWHERE, (*CATCH, 'scheme=sync', 'env.renew_every_updates=12')),
+    'cleanba': (ANYWHERE, (*CATCH, 'scheme=cleanba', 'env.renew_every_updates=0')),
+    'cleanba_pong': (ANYWHERE, (*SMALL_PONG, 'scheme=cleanba', 'env.renew_every_updates=20')),
+    'fused': (ONE_PROGRAM, ('ppo_mujoco', *MUJOCO, 'env.renew_every_updates=10')),
+    'fused_gymnax': (ONE_PROGRAM, (*CARTPOLE, 'env.task=gymnax:CartPole-v1',
+                                   'env.renew_every_updates=16')),
+    'fused_gru': (ONE_PROGRAM, ('impala_memory', 'network.hidden=(16,)', 'network.core_size=16',
+                                'env.renew_every_updates=0')),
+    'ppo': ((Place(), Place(env_threads=2)), (*CARTPOLE, 'scheme=ppo', 'network.core=lstm',
+                                             'network.core_size=16', 'env.renew_every_updates=18')),
+    'ddppo': (COLOCATED, ('ppo_mujoco_fast', *MUJOCO, 'env.task=Walker2d-v4', 'scheme=ddppo',
+                          'env.renew_every_updates=8')),
+    'dppo': (COLOCATED, (*CARTPOLE, 'env.task=gymnasium:CartPole-v1', 'scheme=dppo',
+                         'env.renew_every_updates=0')),
+    'rapid': (ANYWHERE, ('impala_cartpole', 'normalise.obs=True', 'scheme=rapid',
+                         'env.renew_every_updates=14')),
+    'apex_lockstep': (ANYWHERE, (*DQN, 'scheme=apex_lockstep', 'env.renew_every_updates=20')),
+    'apex_dmc': (ANYWHERE, (*DPG, 'scheme=apex_lockstep', 'env.renew_every_updates=0')),
+    'impala': ((Place((0, 1)),), (*CATCH, 'scheme=impala', 'env.renew_every_updates=12')),
+    'rapid_async': ((TOGETHER,), (*CATCH, 'scheme=rapid_async', 'env.renew_every_updates=12')),
+    'dppo_async': ((TOGETHER,), (*CARTPOLE, 'scheme=dppo_async', 'env.renew_every_updates=12')),
+    'apex': ((Place((0, 1)),), (*DQN, 'scheme=apex', 'env.renew_every_updates=20')),
+    'launch_process': (SEVERAL_PROCESSES, (*CATCH, 'scheme=cleanba',
+                                           'env.renew_every_updates=12')),
+    'launch_launcher': (SEVERAL_PROCESSES, (*CATCH, 'scheme=cleanba',
+                                            'env.renew_every_updates=0')),
+}
+NUM_ENVS = 8
+UNROLL_LENGTH = 5
+
 
 def rows(updates: int) -> dict[str, Row]:
-  """Returns the rows by name: one for each scheme, and two for runs of two processes.
+  """Returns the rows by name.
 
   Args:
     updates: approximate length of a run.
   """
-  all_rows = {name: Row(name, scheme_args(name, scheme, updates))
-              for name, scheme in SCHEMES.items()}
-  for name, kills_launcher in (('launch_process', False), ('launch_launcher', True)):
-    args = [*rollout_args('impala_catch', updates), '--config.scheme=cleanba']
-    all_rows[name] = Row(name, args, 2, kills_launcher)
-  return all_rows
+  shared = [f'env.num_envs={NUM_ENVS}', f'unroll_length={UNROLL_LENGTH}', 'num_shards=2',
+            'num_grad_shards=2', f'total_steps={updates * NUM_ENVS * UNROLL_LENGTH * 9 // 10}']
+  return {name: Row(name, [f'--config={config}', *(f'--config.{field}' for field in [
+              *shared, *fields])], places, name == 'launch_launcher')
+          for name, (places, (config, *fields)) in ROWS.items()}
 
 
-def scheme_args(name: str, scheme: Scheme, updates: int) -> list[str]:
-  """Returns the flags of a small experiment, on two devices if the scheme supports them.
-
-  Args:
-    name: the name of the scheme.
-    scheme: its entry in SCHEMES.
-    updates: approximate length of a run.
-  """
-  if scheme.replay:
-    args = rollout_args('apex_dqn_catch', updates)
-    args += ['--config.replay.capacity=400', '--config.replay.min_size=80',
-             '--config.replay.batch_size=16', '--config.loss.target_every=7']
-  elif scheme.lag is None or scheme.lag == 1 or name == 'sync':
-    args = rollout_args('impala_catch', updates)
-  else:
-    args = rollout_args('ppo_cartpole', updates)
-    args += ['--config.num_minibatches=2', '--config.num_epochs=2']
-  actors = learners = '(0,)'
-  if scheme.colocated or scheme.graph.separate_updates:
-    actors = learners = '(0,1)'
-  elif scheme.lag is None:
-    actors = '(0,1)'
-  return [*args, f'--config.scheme={name}', f'--config.placement.actor_devices={actors}',
-          f'--config.placement.learner_devices={learners}']
+def resolved(row: Row, place: Place) -> Experiment:
+  """Returns the experiment of a row, in a place."""
+  return resolve(flags.parse(['', *row.flags(place)], FlagValues()))
 
 
-def rollout_args(config: str, updates: int) -> list[str]:
-  """Returns the flags of a shipped config with short updates, about so many of them."""
-  num_envs = 8
-  unroll_length = 5
-  return [f'--config={config}', f'--config.env.num_envs={num_envs}',
-          f'--config.unroll_length={unroll_length}', '--config.num_shards=2',
-          '--config.num_grad_shards=2', '--config.placement.env_threads=1',
-          f'--config.checkpoint.every_updates={EVERY_UPDATES}',
-          f'--config.total_steps={updates * num_envs * unroll_length * 9 // 10}']
+def command(row: Row, place: Place, more_flags: Sequence[str], workdir: Workdir) -> list[str]:
+  """Returns the command that begins a run, or goes on with it."""
+  launch = ['launch', '-n', str(place.processes), '--'] if place.processes > 1 else []
+  return [sys.executable, '-m', 'podracer_jit', *launch, *row.flags(place), *more_flags,
+          f'--workdir={workdir.path}']
 
 
-def is_deterministic(row: Row) -> bool:
-  """Returns whether all runs of a row's experiment give the same bits."""
-  return resolve(flags.parse(['', *row.args], FlagValues())).deterministic
+class Check:
+  """Runs a row without and with stops, and compares the runs."""
 
+  def __init__(self, row: Row, seed: int, root: Path, env: dict[str, str]):
+    """Prepares a check.
 
-def check(row: Row, kills: int, seed: int, root: Path, env: dict[str, str]) -> Result:
-  """Runs a row once uninterrupted and then with kills, and compares the runs.
+    Args:
+      row: the row to run.
+      seed: the seed of all that is drawn.
+      root: a folder for workdirs and logs.
+      env: the environment of all processes.
+    """
+    self._row = row
+    self._seed = seed
+    self._root = root
+    self._env = env
+    self._processes = 0  # that were started, and not the first one, which is never stopped
+    self._result = Result(row, [], [], [], '', False, [])
 
-  Args:
-    row: the row to run.
-    kills: number of processes to kill.
-    seed: the seed of the moments.
-    root: a folder for workdirs and logs.
-    env: the environment of all processes.
-  """
-  rng = random.Random(f'{seed} {row.name}')
-  phases = []
-  resumed_from = []
-  notes = []
-
-  def result(verdict: str, failed: bool) -> Result:
-    return Result(row, phases, resumed_from, verdict, failed, notes)
-
-  reference = Workdir(root / 'whole', False)
-  whole = live(row, reference, root / 'whole.log', env, None, rng, 600)
-  expected = reference.files()
-  problem = whole.problem or problem_at_end(expected)
-  if problem:
-    return result(f'the uninterrupted run: {problem}', True)
-  print(f'{row.name}: uninterrupted, {last_update(expected.metrics)} updates in '
-        f'{whole.seconds:.1f} s, the first after {whole.first_update_s:.1f} s', flush=True)
-  manifests = any(reference.folder.glob('*/manifest.json'))
-  # Processes that lose their launcher save at their next update. A segment then ends at an update
-  # where it would not end otherwise, and the receipts differ.
-  deterministic = is_deterministic(row) and not row.kills_launcher
-  run = 0
-  left_over = 0
-  while len(phases) < kills:
-    workdir = Workdir(root / f'killed{run}', manifests)
-    processes = 0
-    while True:
-      moment = None
-      if len(phases) < kills:
-        moment = draw_moment(rng, len(phases), whole.first_update_s, whole.seconds)
-      newest = workdir.newest()
-      log = root / f'killed{run}.{processes}.log'
-      life = live(row, workdir, log, env, moment, rng, 60 + 5 * whole.seconds)
-      resumed = going_on_from(life.output)
-      if processes and resumed is not None:
-        resumed_from.append(resumed)
-      if life.code is None:
-        phases.append(life.phase)
-        files = workdir.files()
-        print(f'{row.name}: kill {len(phases)} of {kills} ({moment.event if moment else "hangs"}) '
-              f'after {life.seconds:.2f} s while {life.phase}; update '
-              f'{last_update(files.metrics)}, checkpoint {max(files.checkpoints, default=0)}'
-              + (f', resumed from {resumed}' if resumed else ''), flush=True)
-      problem = life.problem or resume_problem(life.output, newest)
-      if problem:
-        return result(f'{workdir.path.name}, process {processes}: {problem}', True)
-      processes += 1
-      if life.code == 0:
-        break
-
-    files = workdir.files()
-    left_over += len(files.drafts)
-    problem = problem_at_end(files) or (difference(expected, files) if deterministic else '')
+  def run(self, kills: int) -> Result:
+    """Returns the result of so many stops."""
+    result = self._result
+    whole, expected = self._never_stopped()
+    problem = whole.problem or problem_at_end(expected)
     if problem:
-      return result(f'{workdir.path.name}: {problem}', True)
-    run += 1
-  if left_over:
-    notes.append(f'{run} finished workdirs still have {left_over} incomplete checkpoints or files')
-  return result('identical' if deterministic else 'checkpoints kept', False)
+      return result._replace(verdict=f'the run that was never stopped: {problem}', failed=True)
+    row = self._row
+    print(f'{row.name}: never stopped, {last_update(expected.metrics)} updates in '
+          f'{whole.seconds:.1f} s, the first after {whole.first_update_s:.1f} s', flush=True)
+    deterministic = resolved(row, row.places[0]).deterministic
+    run = 0
+    left_over = 0
+    while len(result.signals) < kills:
+      workdir = Workdir(self._root / f'stopped{run}')
+      problem = self._stopped(workdir, kills, whole)
+      files = workdir.files()
+      problem = problem or problem_at_end(files)
+      if deterministic:
+        problem = problem or difference(expected, files)
+      if problem:
+        return result._replace(verdict=f'{workdir.path.name}: {problem}', failed=True)
+      left_over += len(files.drafts)
+      run += 1
+    if left_over:
+      result.notes.append(
+          f'{run} finished workdirs still have {left_over} incomplete checkpoints or files')
+    return result._replace(verdict='identical' if deterministic else 'checkpoints kept')
+
+  def _never_stopped(self) -> tuple[Ended, Files]:
+    workdir = Workdir(self._root / 'whole')
+    started = command(self._row, self._row.places[0], [], workdir)
+    ended = live(Process(started, self._root / 'whole.log', self._env), workdir, None, 600)
+    return ended, workdir.files()
+
+  def _stopped(self, workdir: Workdir, kills: int, whole: Ended) -> str:
+    """Makes a run in a new workdir, with stops; returns the problem, '' if there is none.
+
+    Args:
+      workdir: of the run.
+      kills: stops of the row.
+      whole: the end of the run that was never stopped.
+    """
+    row = self._row
+    result = self._result
+    begins = True
+    while True:
+      number = self._processes
+      self._processes += 1
+      rng = random.Random(f'{self._seed} {row.name} {number}')
+      place = rng.choice(row.places)
+      saves = draw_saves(rng)
+      stop = None
+      if len(result.signals) < kills:
+        targets = 0 if row.signals_launcher or place.processes == 1 else place.processes
+        stop = draw_stop(rng, number, targets, whole.first_update_s, whole.seconds)
+      newest = workdir.files().newest
+      process = Process(command(row, place, saves, workdir), self._root / f'{number}.log',
+                        self._env)
+      ended = live(process, workdir, stop, 60 + 5 * whole.seconds)
+      resumed = going_on_from(ended.output)
+      if not begins and resumed is not None:
+        result.resumed_from.append(resumed)
+      begins = False
+      problem = ended.problem or resume_problem(ended.output, newest)
+      if problem:
+        return f'process {number}: {problem}'
+      if ended.code == FINISHED:
+        return ''
+      result.signals.append(stop.signal)
+      result.phases.append(ended.phase)
+      files = workdir.files()
+      print(f'{row.name}: stop {len(result.signals)} of {kills} ({stop.signal.name} {stop.event}) '
+            f'after {ended.seconds:.2f} s while {ended.phase}; update '
+            f'{last_update(files.metrics)}, checkpoint {files.newest}'
+            + (f', went on from {resumed}' if resumed else ''), flush=True)
 
 
 def print_table(results: Sequence[Result]) -> None:
   """Prints a line for each row, with its notes below."""
-  print(f'{"":16}{"kills":>6}' + ''.join(f'{phase:>10}' for phase in PHASES)
-        + '  verdict; updates resumed from')
+  names = [number.name.removeprefix('SIG') for number in SIGNALS]
+  print(f'{"":16}{"stops":>6}' + ''.join(f'{name:>5}' for name in names)
+        + ''.join(f'{phase:>10}' for phase in PHASES) + '  verdict; updates resumed from')
   for result in results:
-    counts = ''.join(f'{result.phases.count(phase):10}' for phase in PHASES)
+    counts = ''.join(f'{result.signals.count(number):5}' for number in SIGNALS)
+    counts += ''.join(f'{result.phases.count(phase):10}' for phase in PHASES)
     resumed = ' '.join(map(str, result.resumed_from))
     verdict = f'DIFFERENT: {result.verdict}' if result.failed else result.verdict
-    print(f'{result.row.name:16}{len(result.phases):6}{counts}  {verdict}; {resumed}')
-    for note, count in collections.Counter(result.notes).items():
-      print(f'{"":16}note: {note}' + (f' ({count} times)' if count > 1 else ''))
+    print(f'{result.row.name:16}{len(result.signals):6}{counts}  {verdict}; {resumed}')
+    for note in result.notes:
+      print(f'{"":16}note: {note}')
   failed = sum(result.failed for result in results)
-  kills = sum(len(result.phases) for result in results)
-  print(f'{kills} kills, {len(results) - failed} of {len(results)} rows passed')
+  stops = sum(len(result.signals) for result in results)
+  print(f'{stops} stops, {len(results) - failed} of {len(results)} rows passed')
 
 
 def environment(cache: Path, compile_soon: bool) -> dict[str, str]:
@@ -674,21 +812,21 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the script; returns its exit code."""
   parser = argparse.ArgumentParser(description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--schemes', default=','.join(rows(1)), help='rows, separated by commas')
-  parser.add_argument('--kills', type=int, default=8, help='kills of each row')
-  parser.add_argument('--seed', type=int, default=1, help='seed of the moments of the kills')
-  parser.add_argument('--updates', type=int, default=64, help='approximate length of a run')
+  parser.add_argument('--rows', default=','.join(ROWS), help='rows, separated by commas')
+  parser.add_argument('--kills', type=int, default=12, help='stops of each row')
+  parser.add_argument('--seed', type=int, default=1, help='seed of all that is drawn')
+  parser.add_argument('--updates', type=int, default=160, help='approximate length of a run')
   parser.add_argument('--workdirs', type=Path, help='a folder for workdirs and logs')
   parser.add_argument('--keep_workdirs', action='store_true',
                       help='keeps the workdirs even if all rows passed')
   parser.add_argument('--compile_soon', action='store_true',
                       help='uses the XLA flags of tests/flags.py, which halve the compile time')
   args = parser.parse_args(argv)
-  names = args.schemes.split(',')
+  names = args.rows.split(',')
   all_rows = rows(args.updates)
   unknown = [name for name in names if name not in all_rows]
   if unknown:
-    print(f'--schemes: unknown row {unknown[0]}; known are {", ".join(all_rows)}', file=sys.stderr)
+    print(f'--rows: unknown row {unknown[0]}; known are {", ".join(all_rows)}', file=sys.stderr)
     return 2
   # SIGTERM must unwind the stack, so that `finally` ends the training processes.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -700,8 +838,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   results = []
   for name in names:
     (root / name).mkdir()
-    result = check(all_rows[name], args.kills, args.seed, root / name, env)
+    result = Check(all_rows[name], args.seed, root / name, env).run(args.kills)
     results.append(result)
+    print(f'{name}: {result.verdict}', flush=True)
     if not (result.failed or args.keep_workdirs):
       shutil.rmtree(root / name)
   print_table(results)

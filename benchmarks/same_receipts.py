@@ -31,6 +31,8 @@ from benchmarks.trees import old_and_new
 
 TWO_DEVICES = ('placement.actor_devices=(0,1)', 'placement.learner_devices=(0,1)',
                'num_shards=2', 'num_grad_shards=2')
+RENEWAL = 'env.renew_every_updates'
+RENEWAL_UNTIL_0_7 = 'checkpoint.every_updates'
 SMALL_FRAMES = ('env.task=Pong-v5', 'env.img_height=42', 'env.img_width=42')
 
 
@@ -90,11 +92,11 @@ CASES = (
     Case('env-batch-one-thread', 'impala_catch.py:smoke',
          ('scheme=sync', 'env_batch=8', 'placement.env_threads=1')),
     Case('seeds', 'ppo_cartpole.py:smoke', ('env.task=gymnax:CartPole-v1',), num_seeds=2),
-    Case('segments', 'impala_catch.py:smoke', ('checkpoint.every_updates=3',)),
-    Case('replay-segments', 'apex_dqn_catch.py:smoke', ('checkpoint.every_updates=12',)),
+    Case('segments', 'impala_catch.py:smoke', (f'{RENEWAL}=3',)),
+    Case('replay-segments', 'apex_dqn_catch.py:smoke', (f'{RENEWAL}=12',)),
     Case('replay-jax-envs-segments', 'apex_dqn_catch.py:smoke', (
         'env.task=gymnax:Catch-bsuite', 'scheme=fused', 'total_steps=4000',
-        'checkpoint.every_updates=12')),
+        f'{RENEWAL}=12')),
     Case('two-processes', 'impala_catch.py:smoke', ('num_shards=2', 'num_grad_shards=2'),
          processes=2),
 )
@@ -107,6 +109,8 @@ def command(case: Case, tree: Path, workdir: Path) -> list[str]:
   config = case.config if '/' in case.config else f'configs/{case.config}'
   flags = [f'--config={config}', f'--workdir={workdir}',
            *(f'--config.{field}' for field in case.fields)]
+  if not (tree / 'podracer_jit' / 'schemes' / 'replaying.py').exists():
+    flags = [flag.replace(RENEWAL, RENEWAL_UNTIL_0_7) for flag in flags]
   if case.num_seeds:
     flags.append(f'--num_seeds={case.num_seeds}')
   if case.processes == 1:

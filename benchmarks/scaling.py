@@ -63,8 +63,8 @@ def scaled(experiment: Experiment, processes: int) -> Experiment:
   """
   return changed(
       experiment,
-      env=dict(num_envs=experiment.env.num_envs * processes), total_steps=2**30,
-      checkpoint=dict(every_updates=2**31 - 1),
+      env=dict(num_envs=experiment.env.num_envs * processes, renew_every_updates=0),
+      total_steps=2**30, checkpoint=dict(every_seconds=0.0, every_updates=0),
       num_shards=experiment.num_shards * processes,
       num_grad_shards=experiment.num_grad_shards * processes)
 

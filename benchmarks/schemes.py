@@ -61,7 +61,7 @@ def placed(experiment: Experiment, scheme: str, workers: int) -> Experiment:
   return changed(
       experiment,
       scheme=scheme, total_steps=2**30,
-      env=dict(num_envs=experiment.env.num_envs * workers),
+      env=dict(num_envs=experiment.env.num_envs * workers, renew_every_updates=0),
       placement=dict(actor_devices=devices, learner_devices=devices if apart else (0,),
                      xla_threads=max(experiment.placement.xla_threads, workers)),
       num_shards=experiment.num_shards * workers,
@@ -90,13 +90,14 @@ def measure(experiment: Experiment, seconds: float) -> Figures:
     measured.append(_Measured(time.perf_counter(), steps, sum(item.cgd) / item.count,
                               sum(item.gud) / item.count, item.count))
 
-  def stop() -> bool:
+  def is_over() -> bool:
     if len(measured) <= warm_up + 1:
       return False
     return measured[-1].seconds - measured[warm_up].seconds >= seconds
 
   state = run.learner.allocate(run.initial_state())
-  with build.segment(run, build.Snapshot(state), 10**9, report, stop) as segment:
+  events = build.Events(after=lambda position, wait_written: is_over())
+  with build.segment(run, build.Snapshot(state), 10**9, report, events) as segment:
     loops.run(segment.workers)
 
   # The last report of the warm-up only starts the clock.

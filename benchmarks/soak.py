@@ -304,6 +304,7 @@ def soak(args: argparse.Namespace, passed_on: Sequence[str], root: Path) -> list
   workdir = root / 'run'
   log = root / 'log'
   command = [sys.executable, '-m', 'podracer_jit', f'--config={args.config}',
+             f'--config.env.renew_every_updates={args.every_updates}',
              f'--config.checkpoint.every_updates={args.every_updates}',
              f'--config.total_steps={2**30}', *passed_on, f'--workdir={workdir}']
   with log.open('w') as file:

@@ -270,7 +270,8 @@ def run_bench_cpu(day: Day, flags: Flags) -> None:
 
 def run_bits(day: Day, flags: Flags) -> None:
   """Trains in pairs whose receipts should be equal, kills one training, and compares."""
-  life_flags = ['--config.total_steps=13824', '--config.checkpoint.every_updates=8', flags.actors]
+  life_flags = ['--config.total_steps=13824', '--config.env.renew_every_updates=8',
+                '--config.checkpoint.every_updates=8', flags.actors]
   smoke = 'impala_atari:nature_cnn,smoke'
   pong = [*flags.pong, *flags.few_updates]
   trainings = [
@@ -310,7 +311,7 @@ def run_trace(day: Day, flags: Flags) -> None:
   day.run('trace', 40, [training(
       day, 'traced', flags.nature, *flags.pong, flags.actors,
       f'--config.total_steps={192 if day.dry else 25600}',
-      '--config.checkpoint.every_updates=1000', f'--profile_dir={folder}')])
+      '--config.env.renew_every_updates=0', f'--profile_dir={folder}')])
   if folder.exists():
     day.run('trace', 0, [measurement(day, 'busy', 'busy', str(folder), limit_s=30)])
 

@@ -139,7 +139,7 @@ def prepare(experiment: Experiment, parts: Sequence[str] | None) -> tuple[build.
   host.prepare_host(experiment.placement)
   # Training must not end while it is measured.
   experiment = changed(experiment, scheme='sync', total_steps=2**30,
-                       **small_replay(experiment))
+                       env=dict(renew_every_updates=0), **small_replay(experiment))
   run = build.make_run(experiment)
   for warning in memory.check(run):
     say(f'warning: {warning}')

@@ -181,7 +181,7 @@ def replace_actor(worker: Worker, pools: Sequence[PoolArgs], device: jax.Device,
              for args, env in zip(pools, worker.state.envs, strict=True)]
 
   def fire(state, params: Versioned):
-    rollouts = tuple(pool.rollout(policy, params.value, unroll_length) for pool in stepped)
+    rollouts = tuple(pool.rollout(policy, params.value.params, unroll_length) for pool in stepped)
     return state, [Versioned(jax.block_until_ready(rollouts), params.version)]
 
   def close() -> None:

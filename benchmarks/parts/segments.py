@@ -31,6 +31,15 @@ class Figures(NamedTuple):
 Measure = Callable[[float], Figures]  # runs a part for this number of seconds
 
 
+class _WithoutStates(build.Run):
+  """A run whose segments do not collect the states of actors, as conventional actors have none."""
+
+  @property
+  def plan(self) -> wiring.Plan:
+    """See `build.Run`."""
+    return super().plan._replace(keeps_actors=False)
+
+
 def pools_of(run: build.Run, actor: int) -> list[conventional.PoolArgs]:
   """Returns the arguments of an actor's pools, the same as in `build.segment`."""
   experiment = run.experiment
@@ -100,8 +109,11 @@ def begin(run: build.Run, state: TrainState, scheme: str, by_python: bool,
     The segment, whose workers are not started yet.
   """
   run = with_scheme(run, scheme)
+  if by_python:
+    run = _WithoutStates(run.experiment, run.place, run.learner, run.acting)
   segment = stack.enter_context(build.segment(
-      run, build.Snapshot(copy_of(state, run)), 2**31 - 1, report, stop))
+      run, build.Snapshot(copy_of(state, run)), 2**31 - 1, report,
+      build.Events(after=lambda position, wait_written: stop())))
   if not by_python:
     return segment
   policy = conventional.make_policy(run.experiment.algorithm)

@@ -21,6 +21,7 @@ from podracer_jit.envs.protocol import EnvSpec, TimeStep, VectorEnv
 from podracer_jit.experiment import build
 from podracer_jit.experiment.resolve import changed
 from podracer_jit.runtime import placement
+from podracer_jit.runtime.channels import Versioned
 from podracer_jit.schemes import wiring
 from podracer_jit.types import TrainState
 
@@ -152,7 +153,7 @@ def environment(run: build.Run, state: TrainState, stack: contextlib.ExitStack) 
 
     return fire
 
-  actors = build.make_actors(run, 0, stack)
+  actors = build.make_actors(run, build.Snapshot(state), stack)
   fires = [prepare(*pair) for pair in zip(actors, actions, strict=True)]
   return lambda seconds: repeat(fires, seconds)
 
@@ -202,7 +203,7 @@ def policy(run: build.Run, state: TrainState, stack: contextlib.ExitStack) -> Me
     stack.callback(rollout_program.close)
     keys = [jax.random.key(i) for i in range(len(vector_envs))]
     actor_state = jax.device_put(run.acting.initial_state(vector_envs, keys, 0), device)
-    params = placement.put_params(state.params, device)
+    params = placement.put_params(experiment.algorithm.for_actors(state), device)
     program = rollout_program.load(run.acting.rollout(vector_envs), (params, actor_state),
                                    donate=(1,))
 
@@ -227,20 +228,31 @@ def acting(run: build.Run, state: TrainState, by_python: bool, stack: contextlib
     by_python: whether Python steps the environments.
     stack: closes the environments.
   """
-  segment = begin(run, state, 'sync', by_python, stack, lambda report: None, lambda: False)
+  if by_python:
+    segment = begin(run, state, 'sync', by_python, stack, lambda report: None, lambda: False)
 
-  def prepare(worker: loops.Worker):
-    state = worker.state
-    params = worker.reads[0].channel.get()
+    def stepped_by_python(worker: loops.Worker):
+      params = worker.reads[0].channel.get()
+      return lambda: worker.fire(worker.state, params)[1][0].value
+
+    return [stepped_by_python(worker) for worker in segment.workers[:len(run.place.actors)]]
+
+  # An actor's worker collects its states until the learner takes them, so it is of no use here.
+  start = wiring.SegmentStart(state, 0, 0, 1, None, lambda update: update + 1, lambda _: False)
+
+  def prepare(actor: wiring.LocalActor):
+    actor_state = actor.state
+    rollout = actor.begin(run.plan, start, lambda: False)
+    params = Versioned(actor.receive(run.learner.algorithm.for_actors(state)), 0)
 
     def fire() -> tuple:
-      nonlocal state
-      state, (item,) = worker.fire(state, params)
+      nonlocal actor_state
+      actor_state, item = rollout(actor_state, params)
       return jax.block_until_ready(item.value)
 
     return fire
 
-  return [prepare(worker) for worker in segment.workers[:len(run.place.actors)]]
+  return [prepare(actor) for actor in build.make_actors(run, build.Snapshot(state), stack)]
 
 
 def rollout(run: build.Run, state: TrainState, by_python: bool, stack: contextlib.ExitStack

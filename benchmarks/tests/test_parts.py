@@ -76,6 +76,7 @@ def _two_rollouts(worker, params):
 def test_the_conventional_actor_makes_the_same_rollouts(config):
   run = fresh(config())
   state = run.initial_state()
+  for_actors = run.experiment.algorithm.for_actors(state)
   policy = conventional.make_policy(run.experiment.algorithm)
   pools = segments.pools_of(run, 0)
   with contextlib.ExitStack() as stack:
@@ -86,8 +87,8 @@ def test_the_conventional_actor_makes_the_same_rollouts(config):
           segment.workers[0], pools, run.place.actors[0], policy, run.experiment.unroll_length,
           run.experiment.spec.stack, on_host)
       stack.callback(close)
-      conventional_rollouts.append(_two_rollouts(worker, state.params))
-    jitted = _two_rollouts(segment.workers[0], state.params)
+      conventional_rollouts.append(_two_rollouts(worker, for_actors))
+    jitted = _two_rollouts(segment.workers[0], for_actors)
   assert any(shard.episodes.ended.any() for rollout in jitted for shard in rollout)
   assert not all(shard.valid.all() for rollout in jitted for shard in rollout)
   for rollouts in conventional_rollouts:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks import gymnasium_stress, in_turn, stable_baselines
+from benchmarks import back_again, gymnasium_stress, in_turn, stable_baselines
 from benchmarks.tests.run import run_benchmark
 
 
@@ -40,9 +40,26 @@ def test_the_cost_of_evaluations_is_measured():
   assert 'evaluations of' in process.stdout and 'equal receipts' in process.stdout
 
 
-@pytest.mark.parametrize('name', ['async_actors', 'evaluations', 'gpu_day', 'gymnasium_stress',
-                                  'in_turn', 'parts', 'reduction', 'replay', 'same_receipts',
-                                  'scaling', 'schemes', 'stable_baselines', 'startup', 'tune'])
+@pytest.mark.full
+def test_the_way_back_of_a_stopped_run_is_measured(tmp_path):
+  path = tmp_path / 'x.json'
+  process = run_benchmark('back_again', '--configs=impala_catch', '--update=4', f'--json={path}')
+  assert process.returncode == 0, process.stderr
+  (row,) = json.loads(path.read_text())
+  assert row['update'] >= 4 and row['replayed'] == row['update'] * 32 * 20
+  assert row['back_s'] > 0 and row['begin_s'] > 0 and row['trained_s'] > 0
+
+
+def test_endless_segments_have_no_middle(capsys):
+  flags = ['--configs=impala_catch', '--config.env.renew_every_updates=0']
+  assert back_again.main(flags) == 2
+  assert 'so no update is the middle of a segment; give --update' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('name', ['async_actors', 'back_again', 'evaluations', 'gpu_day',
+                                  'gymnasium_stress', 'in_turn', 'kill_resume', 'parts',
+                                  'reduction', 'replay', 'same_receipts', 'scaling', 'schemes',
+                                  'stable_baselines', 'startup', 'tune'])
 def test_help_names_the_command(name):
   process = run_benchmark(name, '--help')
   assert process.returncode == 0 and f'python -m benchmarks.{name}' in process.stdout

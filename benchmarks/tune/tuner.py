@@ -95,11 +95,12 @@ def train(run: build.Run, state: TrainState, seconds: float) -> Figures:
     if record.get('sampled', 1):
       times.append((time.perf_counter(), record['steps']))
 
-  def stop() -> bool:
+  def is_over() -> bool:
     return len(times) > first + 1 and times[-1][0] - times[first][0] >= seconds
 
   state = copy_of(state, run)
-  with build.segment(run, build.Snapshot(state), 10**9, report, stop) as segment:
+  events = build.Events(after=lambda position, wait_written: is_over())
+  with build.segment(run, build.Snapshot(state), 10**9, report, events) as segment:
     meter = Meter(run.experiment, {})
     loops.run(segment.workers)
   start_s, start_steps = times[first]
@@ -123,7 +124,8 @@ def prepare(config: Mapping[str, Any]) -> tuple[Experiment, Candidate]:
   if experiment.scheme.graph.free_rates:
     raise ValueError(f'scheme: {experiment.scheme_name} acts and learns at separate rates, so no '
                      'single figure says which placement is better; tune apex_lockstep instead')
-  experiment = changed(experiment, total_steps=2**30, **small_replay(experiment))
+  experiment = changed(experiment, total_steps=2**30, env=dict(renew_every_updates=0),
+                       **small_replay(experiment))
   return experiment, own_of(experiment, config_place)
 
 
