@@ -105,8 +105,10 @@ class Trainer:
     due, asked = placement.any_process([self.is_due(update), self.asked_to_stop()], self._mesh)
     if due or asked or is_last:
       self._is_saving = True
-      self._save(moment)
-      self._is_saving = False
+      try:
+        self._save(moment)
+      finally:
+        self._is_saving = False
       # A sink may have asked for an end when it was told of the checkpoint.
       asked = self._is_stopped()
     return is_last or asked
