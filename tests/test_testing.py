@@ -189,7 +189,7 @@ class Ranked(DQN):
 class OnlyPairs(IMPALA):
   def loss(self, params, state, batch, key):
     if batch.items.reward.shape[1] != 2:  # a training has two environments in a part
-      raise NotImplementedError('other numbers of environments')
+      raise ValueError('other numbers of environments')
     return super().loss(params, state, batch, key)
 
 

@@ -33,7 +33,7 @@ class Moment(NamedTuple):
 
 
 class Watcher(Protocol):
-  """What a program calls while it makes updates."""
+  """Interface of the object that a program calls while it makes updates."""
 
   def asked_to_stop(self) -> bool:
     """Returns whether the runs shall stop."""

@@ -1,4 +1,4 @@
-"""What environments were sent in a segment: a file for each segment, to which each update adds.
+"""Actions that environments were sent: a file for each segment, to which each update adds.
 
 A simulator cannot be saved, but it goes on exactly if a new one is stepped through these actions.
 `actions/N` has an array [num_shards, T, B, ...] for each update of segment N. Checkpoints within

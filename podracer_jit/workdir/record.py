@@ -341,9 +341,9 @@ def versions(*others: str) -> dict[str, str]:
   Args:
     *others: further packages; those that are not installed are left out.
   """
-  found = {name: _version_of(name) for name in (*PACKAGES, *others)}
+  installed = {name: _version_of(name) for name in (*PACKAGES, *others)}
   return {'python': platform.python_version()} | {
-      name: version for name, version in found.items() if version is not None}
+      name: version for name, version in installed.items() if version is not None}
 
 
 @functools.cache

@@ -46,15 +46,15 @@ def test_the_actions_that_were_sent_are_noted_in_the_smallest_type(name):
   state = acting.initial_state(spies, list(jax.random.split(jax.random.key(1))), 0)
   rollout = jax.jit(acting.rollout(spies))
   given = ForActors(algorithm.init(jax.random.key(0)))
-  seen = []
+  notes = []
   for _ in range(2):
     state, _ = rollout(given, state)
     jax.effects_barrier()
     for spy, sent in zip(spies, rollouts.sent_by(state), strict=True):
       assert sent.dtype == dtype and len(sent) == 8
       assert_array_equal(sent, np.array(spy.actions[-8:]))  # of the last rollout only
-      seen.append(np.asarray(sent))
-  assert len({x.tobytes() for x in seen}) == 4
+      notes.append(np.asarray(sent))
+  assert len({x.tobytes() for x in notes}) == 4
   assert len(spies[0].actions) == 16
 
 

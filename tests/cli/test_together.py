@@ -407,7 +407,7 @@ def test_compare_needs_two_runs(uninterrupted, tmp_path):
 
 
 def test_rerun_repeats_an_update(uninterrupted, tmp_path):
-  """It goes on from update 4, within a segment that ends with update 5."""
+  """The command begins with checkpoint 4, within a segment that ends with update 5."""
   workdir = tmp_path / 'copy'
   shutil.copytree(uninterrupted, workdir)
   result = verb('rerun', f'--workdir={workdir}', '--update=7')

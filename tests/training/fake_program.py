@@ -47,13 +47,13 @@ class FakeProgram:
           update=np.int32(update), steps=np.int32(state.steps + STEPS))
       state = jax.device_put(state, run.place.learners[0])
       report([(0, report_of(update))])
-      here = Snapshot(state, None, index, first)
+      position = Snapshot(state, None, index, first)
       if update == end:
-        here = Snapshot(state, None, index + 1)
+        position = Snapshot(state, None, index + 1)
       is_over = watcher.after(Moment([update], [int(state.steps)], [sent_in(run, update)],
-                                     lambda: None, lambda number, here=here: here))
+                                     lambda: None, lambda number, position=position: position))
       is_over = is_over or state.steps >= run.experiment.total_steps
-      self._snapshot = here
+      self._snapshot = position
 
   def _check_sent(self, first, update):
     if first == update:

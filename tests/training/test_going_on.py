@@ -150,7 +150,7 @@ def test_an_environment_that_fails_in_a_replay_is_named_with_its_step(tmp_path, 
 
 
 def test_an_extended_run_has_the_bits_of_the_longer_one(run, whole, tmp_path):
-  """It goes on in the middle of a segment."""
+  """The shorter run ends in the middle of a segment."""
   shorter = fresh(changed(CONFIG, total_steps=8 * 8 * 2 + 1))
   assert runs.train(shorter, tmp_path)
   assert segments_of(tmp_path) == {3: 0}

@@ -554,7 +554,7 @@ def test_a_record_gives_the_config_of_each_update():
 
 
 def test_a_history_of_version_0_6_becomes_stages():
-  """Such a history notes the earlier values of changed fields."""
+  """A history of 0.6 notes the earlier values of changed fields."""
   config = record.json_of(changed(small(), loss__entropy_coef=0.4, loss__discount=0.9))
   history = [{'first_update': 5, 'changes': {'loss.entropy_coef': {'was': 0.1, 'now': 0.2},
                                              'loss.discount': {'now': 0.9}}},

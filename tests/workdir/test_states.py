@@ -57,8 +57,8 @@ def no_update(workdir):
 
 
 def finished(workdir):
-  found = record.read(workdir)
-  found.changed(changed(CONFIG, total_steps=STEPS), 1).write(workdir)
+  saved = record.read(workdir)
+  saved.changed(changed(CONFIG, total_steps=STEPS), 1).write(workdir)
   meta = workdir / 'checkpoints' / '4' / 'meta' / 'metadata'
   assert json.loads(meta.read_text())['steps'] <= STEPS
   meta.write_text(meta.read_text().replace('"steps": ', f'"steps": {STEPS}, "were": '))
@@ -92,7 +92,7 @@ def lost_first_state(workdir):
 
 
 class Expected(NamedTuple):
-  """What a command does: '' if it works, otherwise words of its refusal."""
+  """The result of each command: '' if it works, otherwise words of its refusal."""
 
   state: State
   train: str
