@@ -1,11 +1,13 @@
-"""Measures the time from the command to the first update, with an empty and with a full cache.
+"""Measures the time from the command to the first rollout and the first update.
 
 .venv/bin/python -m benchmarks.startup --rounds=3 --updates=3 --json=figures.json
 
 `cold` begins with an empty compilation cache (JAX_COMPILATION_CACHE_DIR is a new directory). `warm`
 is the same command again, with the cache that `cold` filled. The two alternate; figures are medians
-over the rounds. Seconds are from the start of `python -m podracer_jit` to the first line of
-metrics.jsonl, and to the end of the process after about --updates (a checkpoint included).
+over the rounds. Seconds are from the start of `podracer_jit` to the first call of a program that
+steps environments, to the first line of metrics.jsonl, and to the end of the process after about
+--updates (a checkpoint included). `cpu s` are the CPU seconds of the process until the first
+rollout, which depend less on what else the machine does.
 
 Programs that compile quickly (JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS) are not cached. In the
 first round, Python's packages may also be read from disk. Takes --config and its overrides as
@@ -42,11 +44,42 @@ from podracer_jit.workdir import record
 
 KINDS = ('cold', 'warm')
 POLL_S = 0.02
+FILE = 'PODRACER_JIT_FIRST_ROLLOUT'  # the variable with the file for the time of the first rollout
+# The command `podracer_jit`, which notes when a program with environments is first called.
+COMMAND = f"""
+import contextlib, importlib, os, time, types
+from podracer_jit.cli import main
+
+def imported(name):
+  module = importlib.import_module(name)
+  from podracer_jit.actor.rollout_program import RolloutProgram
+  load = RolloutProgram.load
+
+  def noting(*args, **kwargs):
+    program = load(*args, **kwargs)
+
+    def call(*args):
+      if not os.path.exists(os.environ[{FILE!r}]):
+        # Two actors may begin at once, and the first one counts.
+        with contextlib.suppress(FileExistsError), open(os.environ[{FILE!r}], 'x') as file:
+          print(time.perf_counter(), time.process_time(), file=file)
+      return program(*args)
+
+    return call
+
+  RolloutProgram.load = noting
+  return module
+
+main.importlib = types.SimpleNamespace(import_module=imported)
+main.run()
+"""
 
 
 class Figures(NamedTuple):
   """The figures of one training process."""
 
+  first_rollout_s: float
+  first_rollout_cpu_s: float
   first_update_s: float
   total_s: float
   cached: int  # programs in the cache when it ended
@@ -63,15 +96,15 @@ def measure(config_file: Path, workdir: Path, cache: Path) -> Figures:
   Raises:
     Failed: the process failed or made no update.
   """
-  command = [sys.executable, '-m', 'podracer_jit', f'--config={config_file}',
-             f'--workdir={workdir}']
+  command = [sys.executable, '-c', COMMAND, f'--config={config_file}', f'--workdir={workdir}']
   log = workdir.with_suffix('.log')
+  rollout = workdir.with_suffix('.rollout')
   metrics = workdir / 'metrics.jsonl'
   with log.open('w') as file:
     start = time.perf_counter()
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file,
-        env=os.environ | {'JAX_COMPILATION_CACHE_DIR': str(cache)})
+        env=os.environ | {'JAX_COMPILATION_CACHE_DIR': str(cache), FILE: str(rollout)})
   try:
     while not count_lines(metrics) and process.poll() is None:
       time.sleep(POLL_S)
@@ -83,7 +116,8 @@ def measure(config_file: Path, workdir: Path, cache: Path) -> Figures:
     process.wait()
   if process.returncode or not count_lines(metrics):
     raise Failed(process, log)
-  return Figures(first, total, len(list(cache.rglob('*-cache'))))
+  rollout_s, cpu_s = map(float, rollout.read_text().split())
+  return Figures(rollout_s - start, cpu_s, first, total, len(list(cache.rglob('*-cache'))))
 
 
 def measure_round(experiment: Experiment) -> list[Figures]:
@@ -103,21 +137,28 @@ def summarise(rounds: Sequence[Sequence[Figures]]) -> dict[str, Any]:
     table[kind] = {name: statistics.median(column) for name, column in columns.items()} | dict(
         rounds=columns)
   saved = {name: table['cold'][name] - table['warm'][name]
-           for name in ('first_update_s', 'total_s')}
+           for name in ('first_rollout_s', 'first_update_s', 'total_s')}
   return dict(kinds=table, saved=saved)
 
 
 def show(result: Mapping[str, Any]) -> None:
   """Prints the table."""
-  print(f'{"":8}{"first update s":>16}{"lowest":>9}{"highest":>9}{"total s":>9}{"cached":>8}')
+  print(f'{"":6}{"first rollout s":>25}{"cpu s":>8}{"first update s":>25}{"total s":>9}'
+        f'{"cached":>8}')
   for kind, row in result['kinds'].items():
-    first = row['rounds']['first_update_s']
-    print(f'{kind:8}{row["first_update_s"]:16.2f}{min(first):9.2f}{max(first):9.2f}'
-          f'{row["total_s"]:9.2f}{row["cached"]:8.0f}')
-  print(f'saved: {result["saved"]["first_update_s"]:.2f} s until the first update, '
+    print(f'{kind:6}{_with_range(row, "first_rollout_s"):>25}{row["first_rollout_cpu_s"]:8.2f}'
+          f'  {_with_range(row, "first_update_s"):>23}{row["total_s"]:9.2f}{row["cached"]:8.0f}')
+  print(f'saved: {result["saved"]["first_rollout_s"]:.2f} s until the first rollout, '
+        f'{result["saved"]["first_update_s"]:.2f} s until the first update, '
         f'{result["saved"]["total_s"]:.2f} s of the whole run')
   if not result['kinds']['cold']['cached']:
     print('nothing was cached: every program compiled faster than JAX\'s threshold for caching')
+
+
+def _with_range(row: Mapping[str, Any], name: str) -> str:
+  """Returns the median of a figure with its lowest and highest value."""
+  values = row['rounds'][name]
+  return f'{row[name]:.2f} ({min(values):.2f} to {max(values):.2f})'
 
 
 def define_flags() -> flags.FlagValues:

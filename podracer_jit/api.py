@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +22,7 @@ import ml_collections
 
 from podracer_jit.errors import refusing
 from podracer_jit.experiment import config_dict, flags, modules, schema
-from podracer_jit.experiment.resolve import placement_of, resolve
+from podracer_jit.experiment.resolve import resolve
 from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation
 from podracer_jit.play import video as video_lib
@@ -34,6 +35,7 @@ from podracer_jit.workdir import journal
 from podracer_jit.workdir.workdir import make_request
 
 _logger = logging.getLogger(__name__)
+_MOST_DEVICES = 16  # that JAX is given for trainings to come
 Config = ml_collections.ConfigDict | ml_collections.FrozenConfigDict | Mapping[str, Any] | str
 
 
@@ -73,18 +75,17 @@ def choose(config: ml_collections.ConfigDict, section: str, name: str) -> None:
 def prepare(config: Config) -> None:
   """Makes the settings that JAX reads when it starts; for programs that use JAX before they train.
 
-  `train` does this itself. The number of JAX's threads belongs to an experiment: it changes
-  rounding.
+  `train` does this itself.
 
   Args:
-    config: the config of the run; its `placement.xla_threads` counts.
+    config: the config of the run, which decides how many devices JAX gets.
 
   Raises:
     errors.Refused: JAX has started with other settings, or the placement is wrong.
   """
-  place = placement_of(_mapping(config))
-  host.prepare_host_for_any(place)
-  host.prepare_host(place)
+  # Later trainings in this process may want more devices than this one.
+  devices = min(_MOST_DEVICES, len(os.sched_getaffinity(0)))
+  host.prepare_host(resolve(_mapping(config)).placement, devices)
 
 
 @dataclasses.dataclass(frozen=True)

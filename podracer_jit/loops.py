@@ -42,6 +42,7 @@ class Worker(NamedTuple):
   writes: Sequence[Endpoint]
   firings: int
   until: Callable[[Any], bool] = lambda state: False
+  begin: Callable[[], None] = lambda: None  # called first, by the worker's thread
 
 
 def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool]]:
@@ -54,6 +55,7 @@ def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool
   Yields:
     Before each get, wait and put: a function that returns whether this would not block.
   """
+  worker.begin()
   state = worker.state
   inputs = [None] * len(worker.reads)
   for k in range(worker.firings):

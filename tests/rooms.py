@@ -22,7 +22,7 @@ PICTURE = ROOT / 'docs' / 'images' / 'rooms.svg'
 TIERS = {
     'ground': ['errors', 'types', 'schedules', 'options', 'parts'],
     'numerics': ['numerics'],
-    'plumbing': ['runtime', 'loops'],
+    'plumbing': ['runtime', 'loops', 'late'],
     'cluster': ['cluster'],
     'world': ['envs'],
     'maths': ['agents', 'losses', 'replay'],
@@ -107,7 +107,7 @@ class Box(NamedTuple):
 PLAN = {
     'schedules': (20, 980, 0), 'options': (20, 980, 1),
     'parts': (285, 520, 2), 'types': (560, 700, 2), 'errors': (740, 980, 2),
-    'numerics': (420, 650, 3), 'runtime': (20, 262, 4), 'envs': (285, 520, 4),
+    'late': (20, 262, 3), 'numerics': (420, 650, 3), 'runtime': (20, 262, 4), 'envs': (285, 520, 4),
     'agents': (285, 700, 5),
     'loops': (20, 226, 6), 'losses': (285, 520, 6), 'cluster': (560, 980, 6),
     'replay': (285, 520, 7), 'learner': (232, 560, 8), 'actor': (600, 980, 8),

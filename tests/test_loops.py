@@ -303,6 +303,26 @@ def test_the_first_exception_ends_every_thread_and_is_raised(runner, lag, worker
   assert not names & {t.name for t in threading.enumerate()}
 
 
+@pytest.mark.parametrize('runner', [run, run_serial])
+def test_a_worker_begins_before_it_reads_and_a_failure_there_ends_the_graph(runner):
+  def graph(begin):
+    return [Worker('reads', lambda state, item: (events.append('fires'), []), None,
+                   [Endpoint(items)], [], 1, begin=begin),
+            Worker('writes', lambda state: (state, [Versioned(0, 0)]), None, [],
+                   [Endpoint(items)], 1)]
+
+  def fail():
+    raise Boom('cannot begin')
+
+  events = []
+  items = DoubleBuffer('items', 1)
+  must_end(lambda: runner(graph(lambda: events.append('begins'))))
+  assert events == ['begins', 'fires']
+  items = DoubleBuffer('items', 1)
+  with pytest.raises(Boom, match='cannot begin'):
+    must_end(lambda: runner(graph(fail)))
+
+
 def test_an_exception_is_raised_instead_of_the_closed_channel_of_a_waiting_worker():
   waiting = DoubleBuffer('never made', 1)
   def fire(state):

@@ -31,22 +31,31 @@ worker, and the memory that its programs need. --picture draws it, which needs m
 includes arrays and emulators (twice for a conventional part), but no machine code, no stacks and no
 GPU memory. *Computed memory* is the size of the part's programs and channels, from their shapes.
 
-All parts are built first and stay alive. In every round each part is measured for seconds / rounds,
-while the others rest, so a change of the machine's speed affects all parts. Figures are medians
-over the rounds. On virtual machines the distance between cores changes; only rounds of one distance
-count, which cores_apart_ns shows. Compiling and the first updates are not counted. SPS counts valid
-agent steps. A part makes at least one call; training makes two updates, and `fused` two calls,
-which --config.placement.updates_per_call makes shorter. A replay is made small. A config with the
-scheme `apex`, which has two speeds, is measured with `fused`, `sync` and `cleanba`.
+Each part is measured as soon as it is built, and its speed is printed. All parts stay alive: in
+every further round each part is measured again for seconds / rounds, while the others rest, so a
+change of the machine's speed affects all parts. Figures are medians over the rounds. On virtual
+machines the distance between cores changes; only rounds of one distance count, which cores_apart_ns
+shows. Compiling and the first updates are not counted. SPS counts valid agent steps. A part makes
+at least one call; training makes two updates, and `fused` two calls, which
+--config.placement.updates_per_call makes shorter. A replay is made small. A config with the scheme
+`apex`, which has two speeds, is measured with `fused`, `sync` and `cleanba`.
 
-Exit code: 0, 2 if it could not start.
+Without --seconds the command ends within a minute: a part is measured for 3 seconds, and parts that
+are not measured in time are named. SIGINT and SIGTERM end the command at once; it prints what it
+has, and writes it to --json.
+
+Exit code: 0, 2 if it could not start, 128 and the number of the signal that ended it.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -54,7 +63,7 @@ from absl import flags
 from benchmarks.common import parse_config, say
 from benchmarks.parts import picture, rounds, timed_parts
 from benchmarks.parts.segments import small_replay, with_scheme
-from benchmarks.parts.summary import BASES, describe, measure, summarise
+from benchmarks.parts.summary import BASES, Measured, describe, measure
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.families import family_of
 from podracer_jit.experiment import build, memory
@@ -63,9 +72,26 @@ from podracer_jit.experiment.schema import Experiment
 from podracer_jit.parts import user_path
 from podracer_jit.runtime import host
 
+LIMIT_S = 50.0  # of the command without --seconds; imports take some seconds before
+DEFAULT_S = 3.0  # of each part then
+
+
+class Interrupted(Exception):  # noqa: N818 - control flow
+  """A signal came.
+
+  Attributes:
+    code: the exit code.
+  """
+
+  def __init__(self, number: int, _: Any):
+    """Raised by the handler of a signal."""
+    super().__init__(f'interrupted by {signal.Signals(number).name}')
+    self.code = 128 + number
+
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
+  start = time.monotonic()
   values = define_flags()
   try:
     config = parse_config(argv, values, __doc__)
@@ -77,18 +103,88 @@ def main(argv: Sequence[str]) -> int:
   except ValueError as error:
     print(f'parts: {error}', file=sys.stderr)
     return 2
-  measurements, memory = measure(names, run, values.seconds, values.rounds)
-  result = dict(config=run.experiment.fields, machine=describe(run)) | summarise(
-      measurements, run.experiment.unroll_length)
-  for name, row in result['parts'].items():
-    row |= memory[name]
-  show(result)
-  if values.rounds_of:
-    path = values.picture and str(user_path(values.picture))
-    result['round'] = split_round(run, values.rounds_of, path)
+  measured = Measured()
+
+  def work() -> None:
+    seconds = DEFAULT_S if values.seconds is None else values.seconds
+    measure(names, run, seconds, values.rounds, measured)
+    if values.rounds_of:
+      say(f'splitting a round of {values.rounds_of} into parts')
+      measured.round = rounds.measure(with_scheme(run, values.rounds_of))
+
+  limit_s = None if values.seconds is not None else start + LIMIT_S - time.monotonic()
+  code, ending = ended(work, limit_s)
+  finish(values, run, measured)
+  if ending is None:
+    return code
+  missing = [name for name in names if name not in measured.rounds]
+  if values.rounds_of and not measured.round:
+    missing.append(f'the round of {values.rounds_of}')
+  say(f'parts: {ending}; not measured: {", ".join(missing) or "further rounds"}')
+  # The thread may be in the middle of a program, and nothing can be closed before that ends.
+  sys.stdout.flush()
+  os._exit(code)
+
+
+def ended(work: Callable[[], None], limit_s: float | None) -> tuple[int, str | None]:
+  """Runs `work` on a thread until it is over, a signal comes, or the time is over.
+
+  Args:
+    work: what to do.
+    limit_s: how long it may take; None: as long as it takes.
+
+  Returns:
+    The exit code, and why the work was left before its end; None if it was not.
+  """
+  failures: list[BaseException] = []
+
+  def caught() -> None:
+    try:
+      work()
+    except BaseException as error:  # noqa: BLE001 - raised again by the main thread
+      failures.append(error)
+
+  # The main thread waits, so that signals and the clock end the command in any program.
+  thread = threading.Thread(target=caught, daemon=True)
+  previous = {number: signal.signal(number, _interrupt)
+              for number in (signal.SIGINT, signal.SIGTERM)}
+  try:
+    thread.start()
+    thread.join(limit_s)
+  except Interrupted as interrupted:
+    return interrupted.code, str(interrupted)
+  finally:
+    for number, handler in previous.items():
+      signal.signal(number, handler)
+  if thread.is_alive():
+    return 0, 'a minute is over (--seconds and --parts take as long as they need)'
+  if failures:
+    raise failures[0]
+  return 0, None
+
+
+def _interrupt(number: int, frame: Any) -> None:
+  raise Interrupted(number, frame)
+
+
+def finish(values: flags.FlagValues, run: build.Run, measured: Measured) -> None:
+  """Prints what was measured, and writes the files.
+
+  Args:
+    values: the command's own flags.
+    run: the run of the experiment.
+    measured: the measurements.
+  """
+  result = dict(config=run.experiment.fields, machine=describe(run), parts={})
+  if measured.rounds:
+    result |= measured.result(run.experiment.unroll_length)
+    show(result)
+  if measured.round:
+    result['round'] = show_round(measured.round, values.rounds_of)
+    if values.picture:
+      picture.draw(measured.round, str(user_path(values.picture)))
   if values.json:
     user_path(values.json).write_text(json.dumps(result, indent=2) + '\n')
-  return 0
 
 
 def define_flags() -> flags.FlagValues:
@@ -96,7 +192,8 @@ def define_flags() -> flags.FlagValues:
   values = flags.FlagValues()
   flags.DEFINE_list('parts', None, 'Parts to measure; default: all parts of the config.',
                     flag_values=values)
-  flags.DEFINE_float('seconds', 60.0, 'Measured time of each part, in all rounds together.',
+  flags.DEFINE_float('seconds', None, 'Measured time of each part, in all rounds together; '
+                     'default: the command ends within a minute.',
                      lower_bound=0.0, flag_values=values)
   flags.DEFINE_integer('rounds', 5, 'Rounds that share this time.', lower_bound=1,
                        flag_values=values)
@@ -138,6 +235,7 @@ def prepare(experiment: Experiment, parts: Sequence[str] | None) -> tuple[build.
     raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(timed_parts.ALL)}')
   host.prepare_host(experiment.placement)
   # Training must not end while it is measured.
+  own_scheme = experiment.scheme_name
   experiment = changed(experiment, scheme='sync', total_steps=2**30,
                        env=dict(renew_every_updates=0), **small_replay(experiment))
   run = build.make_run(experiment)
@@ -158,7 +256,20 @@ def prepare(experiment: Experiment, parts: Sequence[str] | None) -> tuple[build.
     raise ValueError('--parts: nothing is left to measure')
   for name in names:
     timed_parts.of_variant(name, run)
-  return run, names
+  return run, in_order(names, own_scheme)
+
+
+def in_order(names: Sequence[str], own_scheme: str) -> list[str]:
+  """Returns the parts with `fused` before other schemes if it is the config's own.
+
+  Otherwise it comes after them, as in `timed_parts.ALL`: its calls are long, and the time may be
+  over before.
+  """
+  if own_scheme != 'fused' or 'fused' not in names:
+    return list(names)
+  others = [name for name in names if name != 'fused']
+  first = next((i for i, name in enumerate(others) if name in ('sync', 'cleanba')), len(others))
+  return [*others[:first], 'fused', *others[first:]]
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -179,22 +290,9 @@ def show(result: Mapping[str, Any]) -> None:
     print(f'{name}: {value}')
 
 
-def split_round(run: build.Run, scheme: str, path: str | None) -> dict[str, Any]:
-  """Splits a round into parts, prints them and draws them.
-
-  Args:
-    run: the run of the experiment.
-    scheme: the scheme whose round is split.
-    path: a file for the picture, or None.
-
-  Returns:
-    The figures of the round.
-  """
-  say(f'splitting a round of {scheme} into parts')
-  measured = rounds.measure(with_scheme(run, scheme))
+def show_round(measured: rounds.Round, scheme: str) -> dict[str, Any]:
+  """Prints the parts of a round of a scheme, and returns its figures."""
   print('\n'.join(picture.table(measured)))
-  if path:
-    picture.draw(measured, path)
   return dict(scheme=scheme, seconds=measured.seconds, traced_seconds=measured.traced_seconds,
               lanes=measured.lanes, memory=measured.memory)
 

@@ -12,8 +12,10 @@ from typing import Any
 
 from benchmarks.common import say
 from benchmarks.parts import core_distance, memory_use, timed_parts
-from benchmarks.parts.segments import Figures
+from benchmarks.parts.rounds import Round
+from benchmarks.parts.segments import Figures, Measure
 from podracer_jit.experiment import build
+from podracer_jit.types import TrainState
 from podracer_jit.workdir import record
 
 BASES = ('environment', 'sync', 'conventional_sync', 'conventional_cleanba')  # to divide by
@@ -21,48 +23,83 @@ BASES = ('environment', 'sync', 'conventional_sync', 'conventional_cleanba')  # 
 Measurements = Mapping[str, Sequence[tuple[Figures, tuple[float, float]]]]
 
 
-def measure(names: Sequence[str], run: build.Run, seconds: float, rounds: int
-            ) -> tuple[Measurements, dict[str, dict[str, float]]]:
-  """Builds all parts, then measures each part in every round.
+class Measured:
+  """What was measured so far; another thread may read it at any time.
+
+  Attributes:
+    rounds: by part, the figures of each round, with the distance of two cores before and after.
+    memory: by part, the largest heap and the computed bytes, in MB.
+    round: a round of a scheme, split into parts; None if there is none yet.
+  """
+
+  def __init__(self) -> None:
+    """Begins with nothing."""
+    self.rounds: dict[str, list[tuple[Figures, tuple[float, float]]]] = {}
+    self.memory: dict[str, dict[str, float | None]] = {}
+    self.round: Round | None = None
+
+  def result(self, unroll_length: int) -> dict[str, Any]:
+    """Returns the figures of all parts that were measured; see `summarise`."""
+    rounds = {name: list(figures) for name, figures in self.rounds.items()}
+    result = summarise(rounds, unroll_length)
+    for name, row in result['parts'].items():
+      row |= self.memory[name]
+    return result
+
+
+def measure(names: Sequence[str], run: build.Run, seconds: float, rounds: int,
+            measured: Measured) -> None:
+  """Builds the parts one after the other, and measures each of them in every round.
+
+  In the first round, a part is measured as soon as it is built.
 
   Args:
     names: the names of the parts.
     run: the run of the experiment.
     seconds: measured time of each part, all rounds together.
     rounds: number of rounds.
-
-  Returns:
-    The measurements of each part, and its memory: the largest heap and the computed bytes, in MB.
+    measured: receives the measurements.
   """
-  measurements = {name: [] for name in names}
-  memory = {}
   state = run.initial_state()
+  measures: dict[str, Measure] = {}
   with contextlib.ExitStack() as stack:
-    measures = {}
-    for name in names:
-      say(f'building {name}')
-      base, variant_run = timed_parts.of_variant(name, run)
-      before_mb = memory_use.in_use()
-      needs = memory_use.Needs(variant_run)
-      with needs.noting():
-        measures[name] = timed_parts.make(base, needs.run, state, stack)
-        measures[name](0.0)  # compiles and warms up
-      peak_mb = memory_use.most_in_use(functools.partial(measures[name], 0.0))
-      memory[name] = dict(peak_mb=peak_mb - before_mb, computed_mb=needs.mb(base))
-
-    before_ns = core_distance.apart_ns()
     for k in range(rounds):
-      say(f'round {k + 1} of {rounds}')
+      before_ns = core_distance.apart_ns()
       for name in names:
+        if not k:
+          say(f'building {name}')
+          measures[name], measured.memory[name] = build_part(name, run, state, stack)
+          before_ns = core_distance.apart_ns()
         figures = measures[name](seconds / rounds)
         after_ns = core_distance.apart_ns()
-        measurements[name].append((figures, (before_ns, after_ns)))
+        measured.rounds.setdefault(name, []).append((figures, (before_ns, after_ns)))
         before_ns = after_ns
-  return measurements, memory
+        say(f'{name}: {figures.sps:,.0f} SPS'
+            + (f' (round {k + 1} of {rounds})' if rounds > 1 else ''))
+
+
+def build_part(name: str, run: build.Run, state: TrainState, stack: contextlib.ExitStack
+               ) -> tuple[Measure, dict[str, float | None]]:
+  """Builds a part and calls it twice; returns its measurement and its memory.
+
+  Args:
+    name: the name of the part.
+    run: the run of the experiment.
+    state: the part begins with a copy of it.
+    stack: closes the part.
+  """
+  base, variant_run = timed_parts.of_variant(name, run)
+  before_mb = memory_use.in_use()
+  needs = memory_use.Needs(variant_run)
+  with needs.noting():
+    call = timed_parts.make(base, needs.run, state, stack)
+    call(0.0)  # compiles and warms up
+  peak_mb = memory_use.most_in_use(functools.partial(call, 0.0))
+  return call, dict(peak_mb=peak_mb - before_mb, computed_mb=needs.mb(base))
 
 
 def summarise(measurements: Measurements, unroll_length: int) -> dict[str, Any]:
-  """Returns the medians of each part and the ratios between parts."""
+  """Returns the medians of each part and the ratios between parts; at least one was measured."""
   counted, apart_ns = core_distance.comparable(measurements)
   sps = {name: statistics.median(x.sps for x in figures) for name, figures in counted.items()}
   period = {name: statistics.median(x.seconds_per_update for x in figures)

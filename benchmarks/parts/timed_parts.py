@@ -25,7 +25,7 @@ from podracer_jit.runtime.channels import Versioned
 from podracer_jit.schemes import wiring
 from podracer_jit.types import TrainState
 
-NAMES = ('environment', 'policy', 'rollout', 'learner', 'fused', 'sync', 'cleanba',
+NAMES = ('environment', 'policy', 'rollout', 'learner', 'sync', 'cleanba', 'fused',
          'conventional_rollout', 'conventional_sync', 'conventional_cleanba')
 # The same parts of a changed experiment: plain_learner, shards4_sync, ...
 VARIANTS = {'plain': dict(exact_reduce=False)} | {

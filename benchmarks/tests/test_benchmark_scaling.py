@@ -166,10 +166,11 @@ def test_the_start_is_measured_cold_and_warm(tmp_path):
   assert list(result['kinds']) == ['cold', 'warm']
   for name, row in result['kinds'].items():
     rounds = row['rounds']
-    for field in ('first_update_s', 'total_s'):
+    for field in ('first_rollout_s', 'first_rollout_cpu_s', 'first_update_s', 'total_s'):
       assert len(rounds[field]) == 1 and row[field] == pytest.approx(np.median(rounds[field]))
-    assert all(0 < a <= b for a, b in zip(rounds['first_update_s'], rounds['total_s'],
-                                          strict=True))
+    assert all(0 < a <= b for first, second in (('first_rollout_s', 'first_update_s'),
+                                                ('first_update_s', 'total_s'))
+               for a, b in zip(rounds[first], rounds[second], strict=True))
     assert f'\n{name} ' in out
   assert result['saved']['total_s'] == pytest.approx(
       result['kinds']['cold']['total_s'] - result['kinds']['warm']['total_s'])
@@ -177,18 +178,23 @@ def test_the_start_is_measured_cold_and_warm(tmp_path):
 
 def test_only_the_first_run_of_a_round_has_an_empty_cache(tmp_path, monkeypatch):
   """A stand-in for the command writes a program to its cache."""
-  (tmp_path / 'podracer_jit.py').write_text(
-      'import os, pathlib, sys, uuid\n'
-      'workdir = pathlib.Path(sys.argv[2].partition("=")[2])\n'
-      'workdir.mkdir()\n'
-      '(workdir / "metrics.jsonl").write_text("{}\\n")\n'
-      'cache = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])\n'
-      '(cache / f"{uuid.uuid4()}-cache").touch()\n')
+  (tmp_path / 'podracer_jit/cli').mkdir(parents=True)
+  (tmp_path / 'podracer_jit/cli/main.py').write_text(
+      'import os, pathlib, sys, time, uuid\n'
+      'def run():\n'
+      '  workdir = pathlib.Path(sys.argv[2].partition("=")[2])\n'
+      '  workdir.mkdir()\n'
+      f'  file = pathlib.Path(os.environ["{startup.FILE}"])\n'
+      '  file.write_text(f"{time.perf_counter()} 0.5")\n'
+      '  (workdir / "metrics.jsonl").write_text("{}\\n")\n'
+      '  cache = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])\n'
+      '  (cache / f"{uuid.uuid4()}-cache").touch()\n')
   monkeypatch.chdir(tmp_path)
   for _ in range(2):
     cold, warm = startup.measure_round(resolve(small()))
     assert (cold.cached, warm.cached) == (1, 2)
-    assert 0 < cold.first_update_s <= cold.total_s
+    assert 0 < cold.first_rollout_s <= cold.first_update_s <= cold.total_s
+    assert cold.first_rollout_cpu_s == 0.5
 
 
 def test_a_written_config_file_has_the_same_values(tmp_path):

@@ -4,7 +4,11 @@ import contextlib
 import gc
 import importlib
 import json
+import re
+import signal
+import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -21,11 +25,12 @@ from benchmarks.parts import (
   timed_parts,
   training,
 )
-from benchmarks.tests.run import run_benchmark
+from benchmarks.tests.run import ROOT, run_benchmark
 from podracer_jit import experiment
 from podracer_jit.cli import configs
 from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.runtime.channels import Versioned
+from tests import processes
 from tests.runs import fresh
 
 pytestmark = pytest.mark.full
@@ -334,6 +339,50 @@ def test_parts_can_be_chosen_and_fused_is_left_out_on_two_devices(tmp_path):
 def test_a_part_that_does_not_fit_the_placement_is_refused(part, message):
   code, out, err = _run(f'--parts={part}', '--config.num_minibatches=4', config='pong_laptop')
   assert code == 2 and not out and message in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_parts_are_told_as_they_are_measured_and_kept_by_a_signal(tmp_path, number):
+  """The signal comes after the first line about a part, far before the last of the rounds."""
+  path = tmp_path / 'figures.json'
+  command = [sys.executable, '-P', '-m', 'benchmarks.parts', '--config=impala_catch:smoke',
+             '--parts=policy,rollout', '--rounds=100000', '--seconds=100000', f'--json={path}']
+  with processes.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                       text=True) as process:
+    lines = []
+    while not lines or not lines[-1].startswith('policy: '):
+      lines.append(process.stderr.readline())
+      assert lines[-1], lines
+    assert not path.exists() and process.poll() is None
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+  assert process.returncode == 128 + number
+  assert re.fullmatch(r'policy: [\d,]+ SPS \(round 1 of 100000\)\n', lines[-1])
+  parts = json.loads(path.read_text())['parts']
+  assert 'policy' in parts and parts['policy']['sps'] > 0
+  assert any(line.startswith('policy ') and f'{parts["policy"]["sps"]:,.0f}' in line
+             for line in out.splitlines())
+  last = err.splitlines()[-1]
+  assert last.startswith(f'parts: interrupted by {number.name}; not measured: ')
+  assert 'the round of cleanba' in last
+
+
+def test_the_time_ends_a_measurement_and_a_failure_is_raised():
+  never = threading.Event()
+  assert __main__.ended(never.wait, 0.01) == (
+      0, 'a minute is over (--seconds and --parts take as long as they need)')
+  never.set()
+  assert __main__.ended(never.wait, None) == (0, None)
+  with pytest.raises(ZeroDivisionError):
+    __main__.ended(lambda: 1 / 0, None)
+
+
+@pytest.mark.parametrize('names, scheme, expected', [
+    (['policy', 'sync', 'cleanba', 'fused'], 'cleanba', ['policy', 'sync', 'cleanba', 'fused']),
+    (['policy', 'sync', 'cleanba', 'fused'], 'fused', ['policy', 'fused', 'sync', 'cleanba']),
+    (['policy', 'fused'], 'fused', ['policy', 'fused']), (['sync'], 'fused', ['sync'])])
+def test_a_config_that_is_fused_is_measured_fused_first(names, scheme, expected):
+  assert __main__.in_order(names, scheme) == expected
 
 
 def test_an_unknown_part_is_refused():

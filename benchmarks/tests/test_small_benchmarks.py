@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks import back_again, gymnasium_stress, in_turn, stable_baselines
+from benchmarks import back_again, gymnasium_stress, in_turn
 from benchmarks.tests.run import run_benchmark
 
 
@@ -58,8 +58,8 @@ def test_endless_segments_have_no_middle(capsys):
 
 @pytest.mark.parametrize('name', ['async_actors', 'back_again', 'evaluations', 'gpu_day',
                                   'gymnasium_stress', 'in_turn', 'kill_resume', 'parts',
-                                  'reduction', 'replay', 'same_receipts', 'scaling', 'schemes',
-                                  'stable_baselines', 'startup', 'tune'])
+                                  'peers', 'reduction', 'replay', 'same_receipts', 'scaling',
+                                  'schemes', 'startup', 'tune'])
 def test_help_names_the_command(name):
   process = run_benchmark(name, '--help')
   assert process.returncode == 0 and f'python -m benchmarks.{name}' in process.stdout
@@ -96,19 +96,6 @@ def test_in_turn_finds_the_benchmark_of_older_commits(file, older, tmp_path):
   figures = in_turn.measure(tmp_path, 'x', 'rollout', 1.0, tmp_path / 'figures.json')
   assert (figures[1] == 'benchmark') == file.startswith('podracer_jit')
   assert '--config=configs/x.py' in figures and '--parts=rollout' in figures
-
-
-def test_ratios_are_those_of_pairs():
-  rates = {'podracer_jit': [100, 300, 200], 'dummy': [100, 150, 50]}
-  assert stable_baselines.table(rates) == [
-      'podracer_jit         200 steps/s (100 to 300)',
-      'dummy                100 steps/s (50 to 150); ours to it 2.00 (1.00 to 4.00)']
-
-
-def test_a_python_without_stable_baselines_is_said_in_one_line(capsys):
-  assert stable_baselines.main([f'--sb3={sys.executable}']) == 2
-  error = capsys.readouterr().err
-  assert error.startswith('--sb3: ') and 'stable_baselines3' in error and error.count('\n') == 1
 
 
 @pytest.mark.parametrize('program, problem', [

@@ -25,6 +25,8 @@ class RolloutProgram:
 
   def __init__(self, vector_envs: Sequence[VectorEnv]):
     self.vector_envs = tuple(vector_envs)
+    # The shapes of its results; None if it was not traced, as an earlier segment's was kept.
+    self.result_shapes: Any | None = None
     self._program = None
     self._last = None
 
@@ -45,6 +47,7 @@ class RolloutProgram:
     Returns:
       The compiled function. Call it from one thread at a time.
     """
+    self.result_shapes = None
     device = _device_of(args)
     kept = {} if kept is None else kept
     key = (key, len(self.vector_envs), donate, *map(_kind_of, jax.tree.leaves(args)))
@@ -52,14 +55,14 @@ class RolloutProgram:
     if all(getattr(env, 'is_function', False) for env in self.vector_envs):
       key = (*key, device)  # unlike a stored program, it cannot be loaded for another device
       if key not in kept:
-        kept[key] = jitted.lower(*args).compile()
+        kept[key] = self._lower(jitted, args).compile()
       self._program = kept[key]
     else:
       self._program = self._from_stored(jitted, args, device, kept, key)
       if self._program is None:
         # A program with references to a simulator is useless to a later process.
         with stored_programs.outside_of_jax_cache():
-          self._program = jitted.lower(*args).compile()
+          self._program = self._lower(jitted, args).compile()
 
     def call(*args):
       results = self._program(*args)
@@ -87,14 +90,20 @@ class RolloutProgram:
       return None
     stored = kept.get(key)
     if stored is None or not stored.fits(addresses):
-      stored = stored_programs.compile_or_read(jitted.lower(*args), addresses, device)
+      stored = stored_programs.compile_or_read(self._lower(jitted, args), addresses, device)
       if stored is None:
         return None
       kept[key] = stored
     return stored.load(addresses, device)
 
-  def close(self) -> None:
-    """Waits for the program's last output, drops the program and closes the pools; idempotent."""
+  def _lower(self, jitted: Any, args: tuple[Any, ...]) -> jax.stages.Lowered:
+    """Traces a jitted function for its arguments."""
+    traced = jitted.trace(*args)
+    self.result_shapes = traced.out_info
+    return traced.lower()
+
+  def release(self) -> Sequence[VectorEnv]:
+    """Waits for the program's last output and drops the program; returns what it has stepped."""
     # Errors of the program have already been raised to its caller.
     with contextlib.suppress(Exception):
       jax.block_until_ready(self._last)
@@ -102,7 +111,11 @@ class RolloutProgram:
     self._last = None
     vector_envs = self.vector_envs
     self.vector_envs = ()
-    for vector_env in vector_envs:
+    return vector_envs
+
+  def close(self) -> None:
+    """Closes the pools after the program's last output; idempotent."""
+    for vector_env in self.release():
       vector_env.close()
 
 

@@ -69,19 +69,25 @@ def initial_state(algorithm: Algorithm, vector_envs: Sequence[VectorEnv],
   firsts = itertools.accumulate((env.num_envs for env in vector_envs[:-1]), initial=first_env)
   envs = tuple(
       EnvState(
-          obs=jnp.array(vector_env.first_obs),
-          ended=jnp.zeros(vector_env.num_envs, bool),
-          episode_return=jnp.zeros(vector_env.num_envs, jnp.float32),
-          episode_length=jnp.zeros(vector_env.num_envs, jnp.int32),
-          key=key, rollouts=jnp.zeros((), jnp.int32),
-          discounted_return=jnp.zeros(vector_env.num_envs, jnp.float32),
+          obs=_copied(vector_env.first_obs),
+          # NumPy compiles no programs.
+          ended=np.zeros(vector_env.num_envs, bool),
+          episode_return=np.zeros(vector_env.num_envs, np.float32),
+          episode_length=np.zeros(vector_env.num_envs, np.int32),
+          key=key, rollouts=np.zeros((), np.int32),
+          discounted_return=np.zeros(vector_env.num_envs, np.float32),
           recurrent_state=algorithm.initial_carry(vector_env.num_envs),
-          env_id=first + jnp.arange(vector_env.num_envs, dtype=jnp.int32),
-          exploration=None if exploration is None else jnp.array(
-              exploration[first:first + vector_env.num_envs]),
+          env_id=first + np.arange(vector_env.num_envs, dtype=np.int32),
+          exploration=None if exploration is None else exploration[
+              first:first + vector_env.num_envs],
           simulator=jax.tree.map(jnp.array, vector_env.first_state))
       for vector_env, key, first in zip(vector_envs, keys, firsts, strict=True))
-  return ActorState(jnp.array(vector_envs[0].handle), envs)
+  return ActorState(np.array(vector_envs[0].handle), envs)
+
+
+def _copied(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+  """Returns a copy of an array of environments, which may be donated."""
+  return jnp.array(x) if isinstance(x, jax.Array) else np.array(x)
 
 
 def note_actions(state: ActorState, algorithm: Algorithm) -> ActorState:
@@ -99,7 +105,7 @@ def note_actions(state: ActorState, algorithm: Algorithm) -> ActorState:
     action = jax.eval_shape(parts.policy.to_env, jax.ShapeDtypeStruct(
         (len(env.ended), *parts.policy.action_shape), parts.policy.action_dtype))
     dtype = np.min_scalar_type(choices - 1) if choices else action.dtype
-    return env._replace(sent=jnp.zeros((parts.unroll_length, *action.shape), dtype))
+    return env._replace(sent=np.zeros((parts.unroll_length, *action.shape), dtype))
 
   return state._replace(envs=tuple(map(with_actions, state.envs)))
 

@@ -58,6 +58,9 @@ def main(argv: Sequence[str]) -> int:
   with stopping.handled():
     # Imported here because not all verbs need JAX.
     command = importlib.import_module(f'podracer_jit.cli.{verb}')
+  if not gc.isenabled():  # see `run`
+    gc.freeze()
+    gc.enable()
   if verb == 'train':
     return command.main([program, *args], began_s)
   return command.main([program, *args])
@@ -74,6 +77,8 @@ def run() -> None:
   # JAX makes a great many small objects while it traces, and nearly all of them stay. Fewer
   # collections save a tenth of the time of a short command.
   gc.set_threshold(50_000, 20, 50)
+  # `main` enables it again: imports leave nothing to collect.
+  gc.disable()
   try:
     code = main(sys.argv)
     stopping.ignore()

@@ -119,9 +119,7 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
           raise ValueError('--num_seeds: is for one process')
         if is_distributed:
           # Processes must join before JAX starts, and creating some environments starts JAX.
-          place = placement_of(config)
-          host.prepare_host(place)
-          host.join(place, *joining, values.coordinator_timeout_s)
+          host.join(placement_of(config), *joining, values.coordinator_timeout_s)
         profile_dir = values.profile_dir and str(user_path(values.profile_dir))
         cluster = None
         if values.num_seeds is None:

@@ -34,7 +34,6 @@ def get_config(arg: str = ''):
   config.replay.gradient_steps = 32
   config.replay.eviction = 'prioritised'
   config.env.renew_every_updates = 1000
-  config.placement.xla_threads = 2  # more threads than cores are slower
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 2_000

@@ -21,7 +21,6 @@ def get_config(arg: str = ''):
   config.optimizer.learning_rate = 1e-3
   config.optimizer.anneal = False
   config.optimizer.max_grad_norm = 40.0
-  config.placement.xla_threads = 2  # more threads than cores are slower
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
   return config

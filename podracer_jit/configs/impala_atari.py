@@ -3,9 +3,6 @@
 podracer_jit --config=configs/impala_atari.py --workdir=runs/breakout \
     --config.env.task=Breakout-v5
 The Nature CNN instead of the IMPALA ResNet: --config=configs/impala_atari.py:nature_cnn
-On CPUs, a device for each core, which acts and learns in turn:
-    --config.placement.actor_devices='(0,1)' --config.placement.learner_devices='(0,1)'
-    --config.placement.env_threads=1 --config.placement.xla_threads=2 --config.scheme=sync
 On GPUs, actors and learner apart: --config.placement.learner_devices='(1,2,3,4)'
 """
 

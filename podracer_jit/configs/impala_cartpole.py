@@ -19,8 +19,6 @@ def get_config(arg: str = ''):
   config.loss.baseline_coef = 0.02
   config.optimizer.learning_rate = 2e-3
   config.optimizer.max_grad_norm = 40.0
-  config.placement.xla_threads = 2  # more threads than cores are slower
-  config.placement.env_threads = 1  # several threads make such short steps slower on far cores
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
   return config

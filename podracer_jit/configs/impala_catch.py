@@ -15,7 +15,6 @@ def get_config(arg: str = ''):
   config.unroll_length = 20
   config.num_minibatches = 2
   config.optimizer.learning_rate = 1e-3
-  config.placement.xla_threads = 2  # more threads than cores are slower
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
   return config

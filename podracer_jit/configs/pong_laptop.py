@@ -38,10 +38,6 @@ def get_config(arg: str = ''):
 
   config.num_shards = 2
   config.num_grad_shards = 2
-  config.placement.actor_devices = (0, 1)
-  config.placement.learner_devices = (0, 1)
-  config.placement.env_threads = 1
-  config.placement.xla_threads = 2  # more threads than cores are slower
   config.env.renew_every_updates = 200
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):

@@ -2,9 +2,6 @@
 
 podracer_jit --config=configs/ppo_atari.py --workdir=runs/breakout_ppo \
     --config.env.task=Breakout-v5
-On CPUs, a device for each core, which acts and learns in turn:
-    --config.placement.actor_devices='(0,1)' --config.placement.learner_devices='(0,1)'
-    --config.placement.env_threads=1 --config.placement.xla_threads=2 --config.scheme=sync
 """
 
 from podracer_jit import experiment

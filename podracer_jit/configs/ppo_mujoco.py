@@ -27,7 +27,6 @@ def get_config(arg: str = ''):
   config.loss.value_coef = 0.5
   config.loss.entropy_coef = 0.0
   config.optimizer.learning_rate = 3e-4
-  config.placement.xla_threads = 2  # more threads than cores are slower
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 5_000
   return config

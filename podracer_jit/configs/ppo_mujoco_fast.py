@@ -24,7 +24,6 @@ def get_config(arg: str = ''):
   config.loss.entropy_coef = 0.0
   config.optimizer.learning_rate = 2.95e-3  # linearly to 0
   config.optimizer.max_grad_norm = 3.5
-  config.placement.xla_threads = 2  # more threads than cores are slower
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.total_steps = 10_000
   return config

@@ -48,6 +48,8 @@ from podracer_jit.options import shorten
 render_options = {'render_mode': 'rgb_array'}
 
 # The program of a worker. It gets the parent's sys.path before it imports anything of the package.
+# Microseconds that a step takes, roughly.
+_STEP_US = 50.0
 _PROGRAM = """
 import pickle, socket, sys
 parent = socket.socket(fileno=int(sys.argv[1]))
@@ -168,6 +170,7 @@ def _spec(task: str, env: gymnasium.Env) -> EnvSpec:
       frame_skip=1,
       max_episode_steps=_limit(env),
       calls_python=True,
+      step_us=_STEP_US,
       # An environment that a class or a function makes has no registered spec.
       repeats=not (env.spec and env.spec.nondeterministic),
       channels_last=spaces.is_channels_last(shape),

@@ -54,6 +54,7 @@ class EnvSpec(NamedTuple):
   parts: tuple[ObsPart, ...] = ()  # of a flat observation; () if it is a single array
   # An action is a vector of integers; element i is from 0 to action_choices[i] - 1. () for others.
   action_choices: tuple[int, ...] = ()
+  step_us: float = 1.0  # microseconds that a step takes, roughly; placements follow from it
 
 
 class TimeStep(NamedTuple):

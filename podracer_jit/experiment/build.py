@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import flax.errors
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podracer_jit import loops, options, schedules
 from podracer_jit.actor import kept_envs, priorities
@@ -76,6 +78,16 @@ class Run:
     """Returns the train state of update 0, without the replay, which `learner.allocate` adds."""
     return self.learner.initial_state(self.experiment.seed)
 
+  def initial_state_later(self) -> Callable[[], TrainState]:
+    """Starts to compute `initial_state`; returns the function that waits for it.
+
+    The program compiles while environments start.
+    """
+    thread = concurrent.futures.ThreadPoolExecutor(1, 'first state')
+    future = thread.submit(self.initial_state)
+    thread.shutdown(wait=False)
+    return future.result
+
 
 # Updates of a segment that never ends.
 _ENDLESS = INT32_MAX
@@ -84,7 +96,8 @@ _ENDLESS = INT32_MAX
 class Snapshot(NamedTuple):
   """Where a run is between two updates, as its checkpoint has it."""
 
-  state: TrainState  # without a replay if it begins empty
+  # Without a replay if it begins empty. Of a new run, it may be the function that returns it.
+  state: TrainState | Callable[[], TrainState]
   envs: Any | None = None  # as in `kept_envs`; None if the environments begin anew
   segment: int = 0  # index of the segment: the life of simulators, and of the pipeline
   first: int | None = None  # updates done when the segment began; None: it begins here
@@ -93,10 +106,14 @@ class Snapshot(NamedTuple):
   # None if they begin anew, or if `envs` has all of their state.
   sent: np.ndarray | None = None
 
+  def whole(self) -> Snapshot:
+    """Returns the snapshot with its state, which it waits for."""
+    return self._replace(state=self.state()) if callable(self.state) else self
+
   @property
   def update(self) -> int:
     """Updates done."""
-    return int(self.state.update)
+    return self.first if callable(self.state) else int(self.state.update)
 
   @property
   def begun(self) -> int:
@@ -407,8 +424,7 @@ def make_actors(run: Run, snapshot: Snapshot, stack: contextlib.ExitStack,
     EnvironmentFailed: an environment has failed, or cannot go on where it was.
   """
   place = run.place
-  # One program has one actor, which steps the environments of all devices.
-  devices = [place.actors[0]] if run.experiment.scheme.graph.one_program else place.actors
+  devices = _devices_of_actors(run)
   # Actors are numbered over all processes, so that seeds and keys do not depend on the processes.
   first = place.process * len(devices)
   envs = snapshot.envs
@@ -429,6 +445,14 @@ def make_actors(run: Run, snapshot: Snapshot, stack: contextlib.ExitStack,
           snapshot.sent[:, ids.start:ids.stop], actors[-1].state))
   _replay(run, replays, stop, progress)
   return actors
+
+
+def _devices_of_actors(run: Run) -> Sequence[jax.Device]:
+  """Returns the device of each of this process's actors.
+
+  One program has one actor, which steps the environments of all devices.
+  """
+  return run.place.actors[:1 if run.experiment.scheme.graph.one_program else None]
 
 
 def _replay(run: Run, replays: Sequence[replaying.Replay], stop: Callable[[], bool],
@@ -485,9 +509,8 @@ def make_actor(run: Run, index: int, ids: range, device: jax.Device) -> wiring.L
   """
   experiment = run.experiment
   width = experiment.env.num_envs // experiment.num_shards
-  key = jax.random.fold_in(keys_of(experiment.seed).act, index)
-  if run.life:
-    key = jax.random.fold_in(key, experiment.num_shards + run.life)
+  salts = (index, experiment.num_shards + run.life) if run.life else (index,)
+  keys = _keys_of_envs(experiment.seed, salts, np.array(ids))
   family = family_of(experiment.env.task)
   rollout_program = RolloutProgram([
       family.make_vector_env(experiment.env.task, experiment.env_options,
@@ -496,12 +519,25 @@ def make_actor(run: Run, index: int, ids: range, device: jax.Device) -> wiring.L
       for i in ids])
   with contextlib.ExitStack() as failing:
     failing.callback(rollout_program.close)
-    keys = [jax.random.fold_in(key, i) for i in ids]
     first_env = ids[0] * width
     state = run.acting.initial_state(rollout_program.vector_envs, keys, first_env)
     state = jax.device_put(state, device)
     failing.pop_all()
   return wiring.LocalActor(rollout_program, state, device, first_env)
+
+
+@jax.jit
+def _keys_of_envs(seed: int, salts: Sequence[int], ids: np.ndarray) -> list[jax.Array]:
+  """Returns the PRNG keys of vector environments; one program, which compiles once.
+
+  Args:
+    seed: of the run.
+    salts: what the key for acting is folded with, in order.
+    ids: of the vector environments.
+  """
+  key = functools.reduce(jax.random.fold_in, salts, keys_of(seed).act)
+  keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
+  return [keys[i] for i in range(len(ids))]
 
 
 def kept_env_shapes(run: Run) -> Any | None:
@@ -595,28 +631,125 @@ def segment(run: Run, snapshot: Snapshot, updates: int, report: Callable[[Report
     Closed: it was stopped while its environments were replayed.
     EnvironmentFailed: an environment has failed, or cannot go on where it was.
   """
-  update = snapshot.update
-  end = segment_end(run.experiment, snapshot.begun)
-
-  def after(position: wiring.Position) -> bool:
-    steps = counters.number(position.state.steps)
-    is_over = events.after(position._replace(steps=steps), reports.wait_written)
-    return is_over or steps >= run.experiment.total_steps
-
   with contextlib.ExitStack() as stack:
     try:
       if run.crew:
         actors = run.crew.actors(snapshot.segment, events.stop)
       else:
         actors = make_actors(run, snapshot, stack, events.stop, events.replaying)
-      reports = ReportQueue()
-      start = wiring.SegmentStart(
-          run.learner.allocate(snapshot.state), update, snapshot.begun, min(updates, end - update),
-          snapshot.before, events.next_pause, after)
-      del snapshot  # it would stay in memory
-      workers, waits = run.experiment.scheme.graph.wire(run.plan, actors, start, reports)
-      yield wiring.Segment([*workers, reports.writer(report)], waits)
+      yield _Graphs(report, events, stack).wire(run, actors, snapshot.whole(), updates)
     except loops.Stuck:
       # To close the environments would wait for those threads, and to free them would crash them.
       _in_use_for_ever.append(stack.pop_all())
       raise
+
+
+class _Graphs:
+  """Makes the graphs of a segment, one after the other, with the same environments."""
+
+  def __init__(self, report: Callable[[Report], None], events: Events,
+               stack: contextlib.ExitStack):
+    """Takes what all graphs share; see `segment`.
+
+    Args:
+      report: called with each Report.
+      events: called meanwhile.
+      stack: closes the environments.
+    """
+    self._report = report
+    self._events = events
+    self._stack = stack
+
+  def wire(self, run: Run, actors: Sequence[wiring.Actor], snapshot: Snapshot, updates: int
+           ) -> wiring.Segment:
+    """Returns a graph, ready to run.
+
+    Args:
+      run: with the devices of the graph.
+      actors: its actors.
+      snapshot: where it begins; the state is donated.
+      updates: most updates; it may end earlier, as the segment ends.
+    """
+    reports = ReportQueue()
+
+    def after(position: wiring.Position) -> bool:
+      steps = counters.number(position.state.steps)
+      is_over = self._events.after(position._replace(steps=steps), reports.wait_written)
+      return is_over or steps >= run.experiment.total_steps
+
+    update = snapshot.update
+    index = snapshot.segment
+    first = snapshot.begun
+    end = segment_end(run.experiment, first)
+    start = wiring.SegmentStart(
+        run.learner.allocate(snapshot.state), update, first, min(updates, end - update),
+        snapshot.before, self._events.next_pause, after)
+    del snapshot  # it would stay in memory
+    workers, waits = run.experiment.scheme.graph.wire(run.plan, actors, start, reports)
+
+    def go_on(run: Run, position: wiring.Position, updates: int) -> wiring.Segment:
+      before = None
+      if run.experiment.scheme.lag:
+        before = placement.replicate(position.before(), run.place.mesh)
+      state = placement.replicate(position.state, run.place.mesh)
+      moved = self._moved(run, actors, position.actors())
+      return self.wire(run, moved, Snapshot(state, None, index, first, before), updates)
+
+    return wiring.Segment([*workers, reports.writer(self._report)], waits, go_on)
+
+  def _moved(self, run: Run, actors: Sequence[wiring.LocalActor], states: Sequence[ActorState]
+             ) -> list[wiring.LocalActor]:
+    """Returns actors on the devices of a run that go on with the environments of others.
+
+    Args:
+      run: with the new devices.
+      actors: those that have the environments, whose programs are not called any more.
+      states: their states.
+    """
+    vector_envs = [env for actor in actors for env in actor.rollout_program.release()]
+    envs = [env for state in states for env in state.envs]
+    tokens = [state.token for state in states for _ in state.envs]
+    width = run.experiment.env.num_envs // run.experiment.num_shards
+    moved = []
+    devices = _devices_of_actors(run)
+    for number, device in enumerate(devices):
+      ids = shards_of(run.experiment, number, len(devices))
+      program = RolloutProgram(vector_envs[ids.start:ids.stop])
+      self._stack.callback(program.close)
+      state = ActorState(tokens[ids.start], tuple(envs[ids.start:ids.stop]))
+      state = jax.device_put(state, device, may_alias=False)
+      moved.append(wiring.LocalActor(program, state, device, ids.start * width))
+    return moved
+
+
+def on_devices(run: Run, place: placement.PlacementOptions) -> Run:
+  """Returns a run with another placement.
+
+  Raises:
+    ValueError: it cannot have this placement.
+  """
+  other = make_run(dataclasses.replace(run.experiment, placement=place))
+  # Programs that were compiled for one device can be loaded for another one.
+  other.kept_programs.update(run.kept_programs)
+  return other
+
+
+def moved(snapshot: Snapshot, run: Run) -> Snapshot:
+  """Returns a snapshot of a run without a replay on the learner's devices of another placement."""
+  return snapshot._replace(state=placement.replicate(snapshot.whole().state, run.place.mesh))
+
+
+def compile_learner(run: Run) -> None:
+  """Compiles the program of the learner of a run whose actors have programs of their own."""
+  experiment = run.experiment
+  graph = experiment.scheme.graph
+  if graph.one_program or graph.separate_updates:
+    return
+  shapes = run.learner.state_shapes()
+  given = jax.eval_shape(experiment.algorithm.for_actors, shapes)
+  _, experience = jax.eval_shape(run.acting.rollout([vector_env_of_shapes(experiment)]), given,
+                                 shapes_of_pool(experiment, run.acting))
+  sharding = NamedSharding(run.place.mesh, PartitionSpec())
+  state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+  batch = placement.batch_shapes(experience[0], experiment.env.num_envs, run.place.mesh)
+  run.learner.program.lower(state, batch).compile()

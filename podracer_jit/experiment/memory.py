@@ -22,7 +22,7 @@ from podracer_jit import options
 from podracer_jit.actor.acting import Acting
 from podracer_jit.agents import running_moments
 from podracer_jit.envs.protocol import EnvSpec
-from podracer_jit.experiment import build
+from podracer_jit.experiment import build, placing
 from podracer_jit.experiment.schema import EnvOptions, Experiment, TrainingOptions
 from podracer_jit.learner.updates import num_microbatches
 from podracer_jit.losses.algorithm import Acted, Algorithm, ForActors
@@ -349,6 +349,7 @@ def _largest_field(run: build.Run, fields: Sequence[str]) -> str:
     for part in sections[section]:
       value = getattr(part, name, None)
       default = options.defaults(type(part)).get(name) if section else of_experiment[name]
+      default = default or placing.FIXED.get(name)
       if isinstance(value, int | tuple | list) and value and default:
         return np.max(value) / np.max(default)
     return 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from podracer_jit.agents.policies import (
 )
 from podracer_jit.envs.families import family_of, may_start_jax
 from podracer_jit.envs.protocol import EnvSpec
-from podracer_jit.experiment import checks, schema
+from podracer_jit.experiment import checks, placing, schema
 from podracer_jit.experiment.config_dict import plain, refuse_object
 from podracer_jit.experiment.schema import (
   CheckpointOptions,
@@ -35,8 +36,9 @@ from podracer_jit.schemes.scheme import Scheme
 from podracer_jit.schemes.table import SCHEMES
 
 # Options that sections may lack which a user's config has set as a whole: `config.env = dict(...)`.
-_NEW_IN_0_8 = {'env': (EnvOptions, 'renew_every_updates'),
-               'checkpoint': (CheckpointOptions, 'every_seconds')}
+_NEW_SINCE_0_8 = {'env': (EnvOptions, ('renew_every_updates',)),
+                  'checkpoint': (CheckpointOptions, ('every_seconds',)),
+                  'placement': (PlacementOptions, ('auto', 'adapt'))}
 
 
 def resolve(config: Mapping[str, Any]) -> Experiment:
@@ -49,10 +51,10 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
     ValueError: the config is wrong; the message names a field, its value and a right value.
   """
   fields = plain(config)
-  for section, (options_class, name) in _NEW_IN_0_8.items():
+  for section, (options_class, names) in _NEW_SINCE_0_8.items():
     if isinstance(fields.get(section), Mapping):
-      default = options.defaults(options_class)[name]
-      fields[section] = {name: default} | fields[section]
+      default = options.defaults(options_class)
+      fields[section] = {name: default[name] for name in names} | fields[section]
   for problem in _problems_of_fields(fields):
     raise ValueError(problem)
   parts_of = _make_parts(fields)
@@ -63,7 +65,8 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
                   if name not in options.meanings(EnvOptions)}
   with _own_errors('env.task', env.task):
     if may_start_jax(env.task):
-      host.prepare_host_for_any(parts_of['placement'][0])
+      host.prepare_host_for_any(parts_of['placement'][0], placing.most_devices(
+          fields['num_shards'], fields['num_grad_shards'], host.machine()[0]))
     spec = family_of(env.task).make_spec(env.task, task_options)
   policy_name, policy = _make_policy(fields, algorithm, spec)
   experiment = Experiment(
@@ -75,6 +78,8 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
       torso_options=torso_options, policy_name=policy_name, policy=policy,
       optimizer=parts_of['optimizer'][0], replay=parts_of.get('replay', [None])[0], fields=fields,
       **{section: parts_of[section][0] for section in schema.SECTIONS})
+  experiment = dataclasses.replace(
+      experiment, placement=placing.placed(experiment, *host.machine()))
   with _own_errors('loss.name', f'items of {experiment.loss_name}'):
     experiment.items  # noqa: B018 - made here, and kept
   for problem in checks.problems(experiment):

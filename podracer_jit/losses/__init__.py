@@ -1,5 +1,11 @@
 """Algorithms, one in each file, with losses that are pure functions of arrays."""
 
+from podracer_jit.late import loaded_late
+
+# It loads TensorFlow Probability, which takes half a second; losses that are traced use it.
+with loaded_late(lambda spec: spec.name == 'rlax'):
+  import rlax as rlax
+
 from podracer_jit.losses.dpg import DPG as DPG
 from podracer_jit.losses.dpg import critic_td_error as critic_td_error
 from podracer_jit.losses.dpg import policy_loss as policy_loss

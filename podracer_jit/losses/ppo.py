@@ -162,7 +162,16 @@ def gae(
   chex.assert_rank(value, 1)
   chex.assert_equal_shape([r_t, discount_t, done, value[1:]])
   lambda_t = gae_lambda * (1.0 - done.astype(jnp.float32))
-  return rlax.truncated_generalized_advantage_estimation(r_t, discount_t, lambda_t, value)
+  delta_t = r_t + discount_t * value[1:] - value[:-1]
+
+  # As `rlax.truncated_generalized_advantage_estimation`, bit for bit. The import of rlax takes
+  # 0.4 s, which a run with one program would wait for.
+  def step(advantage, xs):
+    delta, discount, decay = xs
+    advantage = delta + discount * decay * advantage
+    return advantage, advantage
+
+  return jax.lax.scan(step, 0.0, (delta_t, discount_t, lambda_t), reverse=True)[1]
 
 
 def vtrace(

@@ -32,6 +32,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 Atom = Var | Literal
+Rule = Callable[[JaxprEqn], ClosedJaxpr | None]
 
 # These tables have the names of primitives, because JAX does not export all of them.
 
@@ -75,7 +76,18 @@ def without_duplicates(closed: ClosedJaxpr) -> ClosedJaxpr:
   Equations with effects and barriers stay. Named scopes (`jax.named_scope`) are kept, names of
   inner `jit`s are not.
   """
-  body = _Equations(takes_constants=True)
+  return rewritten(closed, _spelled_out, again=True)
+
+
+def rewritten(closed: ClosedJaxpr, rule: Rule, again: bool) -> ClosedJaxpr:
+  """Returns an equivalent jaxpr in which equations are replaced, and equal ones merged.
+
+  Args:
+    closed: the jaxpr; those of its control flow are rewritten, too.
+    rule: returns the jaxpr of what an equation becomes, or None if it stays.
+    again: whether what the rule returns is rewritten, too.
+  """
+  body = _Equations(rule, again, takes_constants=True)
   operands = [*map(body.constant, closed.consts), *closed.jaxpr.invars]
   results = body.add_all(closed.jaxpr, operands)
   variables, values = body.constants()
@@ -86,12 +98,17 @@ def without_duplicates(closed: ClosedJaxpr) -> ClosedJaxpr:
 class _Equations:
   """The equations of a jaxpr that is being built."""
 
-  def __init__(self, takes_constants: bool):
+  def __init__(self, rule: Rule, again: bool, takes_constants: bool):
     """Starts without equations.
 
     Args:
+      rule: see `rewritten`.
+      again: see `rewritten`.
       takes_constants: whether the jaxpr may get constants that are arrays.
     """
+    self._rule = rule
+    self._again = again
+    self._is_replacing = False  # adds what the rule returned
     self.equations: list[JaxprEqn] = []
     self._takes_constants = takes_constants
     self._constants: dict[int, tuple[Var, Any]] = {}  # by the identity of the array
@@ -147,9 +164,12 @@ class _Equations:
     if called and (self._takes_constants or not called.consts):
       operands = [*map(self.constant, called.consts), *equation.invars]
       return self.add_all(called.jaxpr, operands, scope)
-    spelled_out = _spelled_out(equation)
-    if spelled_out:
-      return self.add_all(spelled_out.jaxpr, equation.invars, scope, equation.ctx)
+    replacement = None if self._is_replacing else self._rule(equation)
+    if replacement:
+      self._is_replacing = not self._again
+      results = self.add_all(replacement.jaxpr, equation.invars, scope, equation.ctx)
+      self._is_replacing = False
+      return results
     if (equation.primitive.name == 'reshape' and equation.params['dimensions'] is None
         and equation.params['sharding'] is None):
       return self._add_reshape(equation)
@@ -175,7 +195,7 @@ class _Equations:
     if key is not None and key in self._results:
       return self._results[key]
     if name in CONTROL_FLOW:
-      params = {option: _with_each_jaxpr(_simplified, value)
+      params = {option: _with_each_jaxpr(self._rewrite, value)
                 for option, value in equation.params.items()}
       equation = equation.replace(params=params | ({'unroll': 1} if name == 'scan' else {}))
     # Results that nobody uses have no variables in `outvars`. A merged equation may use them.
@@ -184,6 +204,14 @@ class _Equations:
     if key is not None:
       self._results[key] = results
     return results
+
+  def _rewrite(self, jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr | ClosedJaxpr:
+    """Returns a jaxpr of a parameter, rewritten by the same rule."""
+    if isinstance(jaxpr, ClosedJaxpr):
+      return rewritten(jaxpr, self._rule, self._again)
+    body = _Equations(self._rule, self._again, takes_constants=False)
+    results = body.add_all(jaxpr, [*jaxpr.constvars, *jaxpr.invars])
+    return jaxpr.replace(eqns=body.equations, outvars=results)
 
 
 def _computes_nothing(equation: JaxprEqn) -> bool:
@@ -265,15 +293,6 @@ def _power(x: jax.Array, exponent: int) -> jax.Array:
     if exponent:
       x = lax.mul(x, x)
   return lax.full_like(x, 1) if product is None else product
-
-
-def _simplified(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr | ClosedJaxpr:
-  """Returns a jaxpr of a parameter without duplicates."""
-  if isinstance(jaxpr, ClosedJaxpr):
-    return without_duplicates(jaxpr)
-  body = _Equations(takes_constants=False)
-  results = body.add_all(jaxpr, [*jaxpr.constvars, *jaxpr.invars])
-  return jaxpr.replace(eqns=body.equations, outvars=results)
 
 
 def _with_each_jaxpr(change: Callable[[Jaxpr | ClosedJaxpr], Any], value: Any) -> Any:

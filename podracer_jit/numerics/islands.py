@@ -39,6 +39,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
 from podracer_jit.numerics.common_subexpressions import without_duplicates
+from podracer_jit.numerics.thread_pool import independent_of_threads
 from podracer_jit.numerics.tracing import zeros
 
 # Prefix of the scopes that name islands in compiled programs.
@@ -86,7 +87,7 @@ def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], C
       if skipped is None:
         closed, inputs = _without_unread(closed, inputs)
 
-      def compute(*inputs: Any) -> Any:
+      def compute(closed: ClosedJaxpr, *inputs: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(closed)(*inputs))
 
       def nothing(*inputs: Any) -> Any:
@@ -95,7 +96,9 @@ def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], C
       inputs = lax.optimization_barrier(inputs)
       # The platform is chosen when the program is lowered, so it contains one variant only.
       results = lax.platform_dependent(
-          *inputs, cpu=functools.partial(_in_a_branch, compute, nothing), default=compute)
+          *inputs, default=functools.partial(compute, closed),
+          cpu=functools.partial(
+              _in_a_branch, functools.partial(compute, independent_of_threads(closed)), nothing))
       results = lax.optimization_barrier(results)
       for observer in _observers:
         observer(name, args, results)

@@ -185,7 +185,8 @@ class DoubleBuffer(Channel):
 
     Args:
       name: see `Channel`.
-      firings: number of gets; values that no get would take are not put.
+      firings: number of gets; values that no get would take are not put, and but for the first one
+        of a lag of 1 not transferred.
       lag: 0 or 1, or None for a queue without a primed value.
       transfer: see `Channel`.
       patience_s: see `Channel`.
@@ -226,9 +227,11 @@ class DoubleBuffer(Channel):
     Raises:
       Closed: the consumer has ended.
     """
-    if self._puts_left <= 0:
-      return
     self._puts_left -= 1
+    if self._puts_left < 0:
+      if self._puts_left == -1 and self._num_primed > 1:
+        self._recent.append(self._moved(item))  # the next graph begins with it
+      return
     self._put += 1
     self._unfinished = item = self._moved(item)
     self._recent.append(item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hashlib
@@ -9,6 +10,7 @@ import json
 import logging
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,66 +19,92 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed  # the processes agree before a backend starts
 from jax.experimental import multihost_utils
 
 from podracer_jit.options import shorten, shown
 from podracer_jit.runtime import coordinator, stored_programs
+from podracer_jit.runtime import machine as machines
+from podracer_jit.runtime.machine import Machine
 from podracer_jit.runtime.placement import PlacementOptions
 
 _logger = logging.getLogger(__name__)
 
 
-def prepare_host(options: PlacementOptions) -> None:
+def prepare_host(options: PlacementOptions, devices: int = 1) -> None:
   """Sets the number of XLA's threads and devices; call it before JAX's first backend starts.
-
-  The size of XLA's CPU thread pool decides how reductions are split. So it is a part of the
-  experiment and does not follow the number of cores or virtual devices.
 
   Args:
     options: the options of the placement.
+    devices: CPU devices to have at least, if JAX has not started; unused ones cost nothing.
 
   Raises:
-    ValueError: the placement has more devices than `placement.xla_threads`, or JAX has started
-      with other sizes.
+    ValueError: JAX has started with fewer devices, or with a single thread.
   """
-  devices = options.num_devices
-  threads = options.xla_threads
-  if devices > threads:
-    # The error names the field that the user set.
-    field = 'actor_devices'
-    if max(options.learner_devices) > max(options.actor_devices):
-      field = 'learner_devices'
-    name = field if options.differs(field) else 'xla_threads'
-    raise ValueError(f'placement.{name}: {field} = {shown(getattr(options, field))} needs '
-                     f'{devices} devices in a process, xla_threads = {threads} allows {threads}; '
-                     f'take device indices below {threads}, or xla_threads = {devices}')
+  if started_devices() is None:
+    devices = max(options.num_devices, devices)
+  else:
+    devices = options.num_devices
+  _prepare(options, devices)
 
-  if not _is_prepared(threads, devices):
-    try:
-      _set_sizes(threads, devices)
-    except RuntimeError:
+
+def prepare_host_for_any(options: PlacementOptions, devices: int = 1) -> None:
+  """Does the work of `prepare_host` before the whole placement is known.
+
+  Environments that are JAX functions are created before that, and creating them may start JAX.
+  Does nothing if JAX has started already.
+
+  Args:
+    options: the options of the placement.
+    devices: the most that it may get where it is left open.
+  """
+  with contextlib.suppress(ValueError):
+    _prepare(options, max(options.num_devices, devices))
+
+
+def _prepare(options: PlacementOptions, devices: int) -> None:
+  """Prepares JAX for a number of devices; see `prepare_host`."""
+  threads = max(2, devices, options.xla_threads)
+  started = _sizes.get('devices') or started_devices()
+  if started is not None and started >= devices and (_sizes or _has_several_threads(started)):
+    return
+  try:
+    # More threads than before would not be used, so the number stays.
+    _set_sizes(max(threads, _sizes.get('threads', 0)), max(devices, _sizes.get('devices', 0)))
+  except RuntimeError:
+    if started >= devices:
       raise ValueError(
-          f'placement.xla_threads: is {threads}, and JAX has started in this process without it; '
+          'placement: JAX has started in this process with one thread, which rounds differently; '
           'call podracer_jit.prepare(config) before anything that uses JAX, or train in a new '
           'process') from None
+    # The error names the field that the user set.
+    field = 'actor_devices'
+    if max(options.learner_devices, default=0) > max(options.actor_devices, default=0):
+      field = 'learner_devices'
+    raise ValueError(
+        f'placement.{field}: {shown(getattr(options, field))} needs {devices} devices in a '
+        f'process, and JAX has started in this one with {started}; call '
+        'podracer_jit.prepare(config) before anything that uses JAX, or train in a new process'
+    ) from None
 
 
-def prepare_host_for_any(options: PlacementOptions) -> None:
-  """Does the work of `prepare_host` for any placement with these `xla_threads`.
+def started_devices() -> int | None:
+  """Returns the CPU devices with which JAX has started; None: it has not."""
+  before = jax.config.jax_num_cpu_devices
+  try:
+    # JAX refuses another number once it has started.
+    jax.config.update('jax_num_cpu_devices', before + 1)
+  except RuntimeError:
+    return jax.local_device_count('cpu')
+  jax.config.update('jax_num_cpu_devices', before)
+  return None
 
-  Environments that are JAX functions are created before the whole placement is known, and creating
-  them may start JAX. So JAX gets as many CPU devices as the placement can have; unused devices cost
-  nothing. Does nothing if JAX has started already.
-  """
-  threads = options.xla_threads
-  if not _is_prepared(threads, threads):
-    with contextlib.suppress(RuntimeError):
-      _set_sizes(threads, threads)
 
-
-def _is_prepared(threads: int, devices: int) -> bool:
-  """Returns whether the sizes were set, with at least this number of devices."""
-  return _sizes.get('threads') == threads and _sizes['devices'] >= devices
+def _has_several_threads(devices: int) -> bool:
+  """Returns whether XLA's CPU pool has several threads, if JAX has started on its own."""
+  threads = os.environ.get('PJRT_NPROC') or os.environ.get('NPROC') or ''
+  count = int(threads) if threads.isdecimal() else len(os.sched_getaffinity(0))
+  return max(count, devices) > 1
 
 
 def _set_sizes(threads: int, devices: int) -> None:
@@ -86,14 +114,33 @@ def _set_sizes(threads: int, devices: int) -> None:
     RuntimeError: JAX has started already.
   """
   jax.config.update('jax_num_cpu_devices', devices)
-  # XLA takes the size of its CPU thread pool from here.
+  # XLA takes the size of its CPU thread pool from here; a user's PJRT_NPROC would count more.
   os.environ['NPROC'] = str(threads)
+  os.environ.pop('PJRT_NPROC', None)
   _sizes.update(threads=threads, devices=devices)
   _keep_programs()
 
 
+# Programs that compile in less time are not kept. A run has about ten that take longer, and JAX's
+# own default would compile most of them at each start.
+_LEAST_COMPILE_S = 0.03
+_JAX_LEAST_COMPILE_S = 1.0
 # What this process has set; empty before.
 _sizes: dict[str, int] = {}
+# The machine of this process, or what each machine of the run has, and the number of processes.
+_machine: list[tuple[Machine, int]] = []
+
+
+def machine() -> tuple[Machine, int]:
+  """Returns what each machine of the run has, and the number of processes; see `join`.
+
+  It is looked at once, so that all placements of a process are for the same machine, but the
+  number of devices that JAX has started with may change.
+  """
+  if not _machine:
+    _machine.append((machines.here(), 1))
+  here, processes = _machine[0]
+  return here._replace(devices=started_devices()), processes
 
 
 def _keep_programs() -> None:
@@ -102,6 +149,9 @@ def _keep_programs() -> None:
   The cache is not used if others could have put programs there, wherever the folder comes from; a
   line says so.
   """
+  name = 'jax_persistent_cache_min_compile_time_secs'
+  if name.upper() not in os.environ and getattr(jax.config, name) == _JAX_LEAST_COMPILE_S:
+    jax.config.update(name, _LEAST_COMPILE_S)
   if jax.config.jax_compilation_cache_dir is None:
     _set_own_cache()
   folder = jax.config.jax_compilation_cache_dir
@@ -140,11 +190,12 @@ def _set_own_cache() -> None:
 
 def join(options: PlacementOptions, coordinator_address: str | None, num_processes: int | None,
          process_id: int | None, timeout_s: int = 60) -> None:
-  """Joins this process to the other processes of a run.
+  """Joins this process to the other processes of a run, and agrees with them on a machine.
 
-  Call it after `prepare_host` and before any use of a device. JAX asks SLURM, Open MPI, Kubernetes
-  or the TPU pod for arguments that are None. Process 0 listens at `coordinator_address` only. If
-  that is None or JAX_COORDINATOR_BIND_ADDRESS is set, JAX decides where it listens.
+  Call it before any use of a device, since the placement follows from what all machines have. JAX
+  asks SLURM, Open MPI, Kubernetes or the TPU pod for arguments that are None. Process 0 listens at
+  `coordinator_address` only. If that is None or JAX_COORDINATOR_BIND_ADDRESS is set, JAX decides
+  where it listens.
 
   Args:
     options: the options of the placement.
@@ -174,7 +225,7 @@ def join(options: PlacementOptions, coordinator_address: str | None, num_process
   initialize = functools.partial(
       jax.distributed.initialize, coordinator_address, num_processes, process_id,
       # Under SLURM and Open MPI, JAX would give each process of a node one device.
-      local_device_ids=list(range(options.num_devices)),
+      local_device_ids=list(range(max(options.num_devices, machines.num_gpus()))),
       coordinator_bind_address=bind_address,
       # JAX aborts the process after this time, so `join` must give up earlier.
       initialization_timeout=timeout_s + 600,
@@ -192,6 +243,37 @@ def join(options: PlacementOptions, coordinator_address: str | None, num_process
         '; without SLURM, Open MPI, Kubernetes or a TPU pod give --coordinator_address, '
         '--num_processes and --process_id')
     raise ValueError(f'--distributed: {" ".join(str(error).split())}{hint}') from None
+  _agree(max(1.0, deadline - time.monotonic()))
+
+
+def _agree(timeout_s: float) -> None:
+  """Sets the machine to what the machines of all processes have.
+
+  Processes of one machine share its cores.
+
+  Args:
+    timeout_s: seconds until all processes must have told what they have.
+
+  Raises:
+    ValueError: some have not.
+  """
+  state = distributed.global_state
+  state.client.key_value_set(f'podracer_jit/machine/{state.process_id}',
+                             json.dumps([socket.gethostname(), *machines.here()]))
+  told = []
+  for process in range(state.num_processes):
+    try:
+      told.append(json.loads(state.client.blocking_key_value_get(
+          f'podracer_jit/machine/{process}', int(timeout_s * 1000))))
+    except RuntimeError:
+      raise ValueError(f'--distributed: process {process} has joined but does not answer') from None
+  hosts = collections.Counter(host for host, *_ in told)
+  shares = []
+  for name, *fields in told:
+    whole = Machine(*fields)
+    shares.append(whole._replace(cores=max(1, whole.cores // hosts[name]),
+                                 near=max(1, min(whole.near, whole.cores // hosts[name]))))
+  _machine[:] = [(machines.smallest(shares), state.num_processes)]
 
 
 def _check_numbers(num_processes: int | None, process_id: int | None, timeout_s: int) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from podracer_jit.options import Count, defaults, option, shown, uneven
+from podracer_jit.options import Count, defaults, internal, option, shown, uneven
 
 # Most devices of a process.
 MAX_DEVICES = 1024
@@ -46,26 +46,30 @@ def _local(mesh: Mesh) -> list[tuple[int, jax.Device]]:
 class PlacementOptions:
   """Options of the placement.
 
-  With a deterministic scheme, only `xla_threads` and `actor_platform` change the bits of a result.
+  With a deterministic scheme, only `actor_platform` changes the bits of a result.
   """
 
-  actor_devices: tuple = option((0,), 'indices of the devices that act', at_least=0,
-                                at_most=MAX_DEVICES - 1, not_empty=True, message=_DEVICES)
-  learner_devices: tuple = option((0,), 'indices of the devices that learn', at_least=0,
-                                  at_most=MAX_DEVICES - 1, not_empty=True, message=_DEVICES)
-  actors_per_device: int = option(1, 'actors, each a thread, on each actor device', at_least=1,
-                                 at_most=1024)
+  auto: bool = option(
+      True, 'choose for this machine what is left open, () or 0; False: one device, one actor')
+  adapt: bool = option(
+      True, 'a run that takes more than 15 minutes tries other devices while it trains, and keeps '
+      'the fastest')
+  actor_devices: tuple = option((), 'indices of the devices that act; (): chosen', at_least=0,
+                                at_most=MAX_DEVICES - 1, message=_DEVICES)
+  learner_devices: tuple = option((), 'indices of the devices that learn; (): chosen', at_least=0,
+                                  at_most=MAX_DEVICES - 1, message=_DEVICES)
+  actors_per_device: int = option(0, 'actors, each a thread, on each actor device; 0: chosen',
+                                 at_least=0, at_most=1024)
   env_threads: int = option(
-      0, "threads of an environment pool; 0: the visible cores, shared by the pools", at_least=0,
-      at_most=1024)
+      0, 'threads of an environment pool; 0: chosen', at_least=0, at_most=1024)
   actor_platform: str = option('auto', 'kind of the actor devices',
                                choices=('auto', 'gpu', 'cpu'))
   updates_per_call: int = option(
-      16, 'with a scheme of one program: updates of a call; a signal ends the run after a call',
-      at_least=1, at_most=1_000_000)
+      0, 'with a scheme of one program: updates of a call, after which a signal ends the run; 0: '
+      'chosen', at_least=0, at_most=1_000_000)
   xla_threads: int = option(
-      16, "threads of XLA's CPU pool; they change bits, so they are part of the experiment",
-      at_least=1, at_most=4096)
+      0, "threads of XLA's CPU pool, at least 2 and one for each device; 0: chosen", at_least=0,
+      at_most=4096)
   cluster: str = option(
       'none', "'ray': actors are processes on a Ray cluster, that of RAY_ADDRESS or one begun on "
       'this machine', choices=('none', 'ray'))
@@ -80,9 +84,18 @@ class PlacementOptions:
       0.0, 'on a cluster begun on this machine: memory for arrays under way; 0: as computed',
       at_least=0, at_most=1e6)
 
+  chosen: tuple[str, ...] = internal(())  # fields that a rule has set, not a user
+
+  @property
+  def open_fields(self) -> tuple[str, ...]:
+    """Names of the fields that are left open."""
+    return tuple(name for name in ('actor_devices', 'learner_devices', 'actors_per_device',
+                                   'env_threads', 'updates_per_call', 'xla_threads')
+                 if not getattr(self, name))
+
   def differs(self, name: str) -> bool:
-    """Returns whether a field differs from its default, so that a user must have set it."""
-    return getattr(self, name) != defaults(type(self))[name]
+    """Returns whether a user must have set a field."""
+    return name not in self.chosen and getattr(self, name) != defaults(type(self))[name]
 
   def actor_count(self, processes: int = 1) -> Count:
     """Returns the number of actors in all processes, named after the field that a user set."""
@@ -116,7 +129,7 @@ class PlacementOptions:
   @property
   def num_devices(self) -> int:
     """Number of devices that a process must have."""
-    return 1 + max((*self.actor_devices, *self.learner_devices))
+    return 1 + max((*self.actor_devices, *self.learner_devices), default=0)
 
 
 def _in_each(processes: int) -> str:
@@ -180,7 +193,7 @@ def resolve(options: PlacementOptions, num_shards: int, any_platform: bool = Fal
     raise ValueError(uneven(Count('num_shards', num_shards, num_shards > 1, 'shard'),
                             options.actor_count(processes)))
 
-  # By default the pools of this process, one for each shard, share the visible cores.
+  # Without a rule the pools of this process, one for each shard, share the visible cores.
   local_shards = num_shards // processes
   threads = options.env_threads or max(1, len(os.sched_getaffinity(0)) // local_shards)
   # A mesh has each device once, even if several workers compute gradients on it.
@@ -295,6 +308,18 @@ def scatter(trees: Sequence[Any], first_env: int, num_envs: int, mesh: Mesh) -> 
 def by_env(mesh: Mesh) -> NamedSharding:
   """Returns the sharding of a batch [T, B, ...] on a learner mesh: along the second axis."""
   return NamedSharding(mesh, PartitionSpec(None, 'learner'))
+
+
+def batch_shapes(tree: Any, num_envs: int, mesh: Mesh) -> Any:
+  """Returns the shapes and shardings of what `gather` returns.
+
+  Args:
+    tree: arrays or shapes [T, B, ...] of some of the environments.
+    num_envs: environments of the batch.
+    mesh: the mesh of the learner.
+  """
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(
+      (x.shape[0], num_envs, *x.shape[2:]), x.dtype, sharding=by_env(mesh)), tree)
 
 
 def gather(slices: Sequence[Slices], mesh: Mesh) -> Any:

@@ -109,6 +109,9 @@ class RemoteActor:
 
     return rollout
 
+  def experience_shapes(self) -> None:
+    """See `wiring.Actor`."""
+
 
 class Prepared(NamedTuple):
   """Inputs of the gradient steps of an update; a process that has not prepared it can do so."""

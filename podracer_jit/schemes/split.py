@@ -109,9 +109,17 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
     return start.after(wiring.with_actors(plan, start, position, states,
                                           lambda: params[0].recent(carry.update - 1)))
 
+  def begin() -> None:
+    """Compiles the learner's program while the actors make the first rollouts."""
+    shapes = actors[0].experience_shapes()
+    if shapes is not None:
+      batch = placement.batch_shapes(shapes[0], plan.num_envs, plan.place.mesh)
+      plan.learner.program.lower(start.state, batch).compile()
+
   learner = Worker('learner', fire, State(start.state, start.update),
                    [Endpoint(channel) for channel in queues],
-                   [Endpoint(channel) for channel in (*params, reports)], start.updates, until)
+                   [Endpoint(channel) for channel in (*params, reports)], start.updates, until,
+                   begin)
   return [*workers, learner], wiring.waits(params, queues)
 
 

@@ -57,6 +57,9 @@ class Actor(Protocol):
       rollout(state, params: Versioned) -> (state, Versioned experience).
     """
 
+  def experience_shapes(self) -> Any | None:
+    """Returns the shapes of a rollout's experience after `begin`; None if they are unknown."""
+
 
 class LocalActor(NamedTuple):
   """Actor on a device of this process."""
@@ -88,6 +91,11 @@ class LocalActor(NamedTuple):
       return state, Versioned(rollouts, params.version)
 
     return rollout
+
+  def experience_shapes(self) -> Any | None:
+    """See `Actor`."""
+    shapes = self.rollout_program.result_shapes
+    return None if shapes is None else shapes[1]
 
 
 class ActorStates:
@@ -143,10 +151,13 @@ class SegmentStart(NamedTuple):
 
 
 class Segment(NamedTuple):
-  """Graph of one segment, ready to run."""
+  """Graph of one segment, or of a part of it, ready to run."""
 
   workers: list[Worker]  # the state of the worker 'learner' has the TrainState as `train`
   waits: Callable[[], Waits]  # returns the waiting times so far
+  # (run, position, updates) -> the graph that goes on with the same environments on the devices of
+  # a run, after the last update of this graph.
+  go_on: Callable[..., Segment]
 
 
 def number(x: jax.Array) -> int:

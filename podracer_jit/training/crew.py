@@ -65,7 +65,7 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
   if importlib.util.find_spec('ray') is None:
     raise ValueError(f'placement.cluster: ray is not installed: {sys.executable} -m pip install '
                      'ray')
-  processes = 2 * max(options.num_actors, len(options.learner_devices))
+  processes = 2 * max(options.num_actors, len(options.learner_devices), 1)
   store_bytes = int(options.store_gb * 1e9)
   if not may_start_jax(str(config.get('env', {}).get('task', ''))):
     experiment = resolve(config)  # a wrong config need not wait for Ray
@@ -176,7 +176,9 @@ class Crew:
     from podracer_jit.schemes import remote
     experiment = self._experiment
     place = experiment.placement
-    fields = changed(experiment, placement={'cluster': 'none'}).fields
+    # Other machines must not choose for themselves what is left open.
+    fields = changed(experiment, placement={'cluster': 'none'} | {
+        name: getattr(place, name) for name in place.chosen}).fields
     config_files = tuple(Path(file).name for file in parts.search().files)
 
     def begin(name: str, actor: int) -> Any:

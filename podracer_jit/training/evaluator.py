@@ -131,17 +131,17 @@ class Evaluator(Sink):
     best = best_of(self._records)
     return {task.player.update for task in self._pending} | ({best} if best else set())
 
-  def resume(self, saved: checkpoints.Checkpoints, state: TrainState) -> None:
+  def resume(self, saved: checkpoints.Checkpoints, state: TrainState, update: int) -> None:
     """Drops evaluations of updates after a checkpoint, and begins evaluations that are missing.
 
     Args:
       saved: the checkpoints of the run.
-      state: the state in the checkpoint that the run goes on from.
+      state: the state in the checkpoint that the run goes on from; not read if that is update 0.
+      update: of the state.
 
     Raises:
       OSError: the file cannot be written.
     """
-    update = int(state.update)
     before = read(self._workdir)
     self._records = [record for record in before if record['update'] <= update]
     if len(self._records) < len(before):

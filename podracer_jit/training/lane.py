@@ -69,11 +69,15 @@ class Lane:
     self._evaluator: Evaluator | None = None
     meta: Mapping[str, Any] = {}
     if opened.update is None:
-      self._first: Snapshot | None = Snapshot(self.run.initial_state())
+      # Seeds share one program, which should be compiled once.
+      first_state = self.run.initial_state() if name else self.run.initial_state_later()
+      self._first: Snapshot | None = Snapshot(first_state, first=0)
+      self.update = self.steps = 0
     else:
       self._first, meta = self._restored(opened.update)
-    self.update = self._saved_update = self._first.update
-    self.steps = counters.number(self._first.state.steps)
+      self.update = self._first.update
+      self.steps = counters.number(self._first.state.steps)
+    self._saved_update = self.update
     self._surroundings = restoring.surroundings(self.run)
     self._longest = restoring.longest_replay(self.run)
     self._meter = Meter(self.run.experiment, meta, wall_clock(meta, began_s))
@@ -153,7 +157,7 @@ class Lane:
                             self._print, self._tell_evaluation)
       sinks.append(evaluator)  # before the files: it adds to the records
       self._evaluator = evaluator
-      evaluator.resume(self._saved, self._first.state)
+      evaluator.resume(self._saved, self._first.state, self.update)
     if is_first:
       self._saved.remove_actions()  # a killed process may have left some
     if is_first:

@@ -202,11 +202,10 @@ def _check_stages(experiment: Experiment, of_run: record.Record, update: int) ->
   for first_update in of_run.changes:
     if first_update - 1 > update:
       earlier = _experiment_at(experiment.fields, of_run, first_update - 1)
-      for field in ('xla_threads', 'actor_platform'):
-        before, after = (getattr(each.placement, field) for each in (earlier, experiment))
-        if before != after:
-          raise ValueError(f'placement.{field}: it was {before} before update {first_update}, and '
-                           f'{after} at the end; one process cannot make all these updates')
+      before, after = (each.placement.actor_platform for each in (earlier, experiment))
+      if before != after:
+        raise ValueError(f'placement.actor_platform: it was {before} before update {first_update}, '
+                         f'and {after} at the end; one process cannot make all these updates')
 
 
 def _experiment_at(fields: Mapping[str, Any], of_run: record.Record, update: int) -> Experiment:

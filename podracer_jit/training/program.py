@@ -10,12 +10,12 @@ import jax
 
 from podracer_jit import loops
 from podracer_jit.errors import OtherEpisodes, Refused
-from podracer_jit.experiment import build
+from podracer_jit.experiment import build, placing
 from podracer_jit.experiment.build import Snapshot
-from podracer_jit.options import INT32_MAX
 from podracer_jit.runtime.channels import Closed
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.wiring import Position
+from podracer_jit.training.adapting import Adapting
 from podracer_jit.training.meter import LIVES
 
 # Called with the reports of all runs that have made updates, each with the number of its run.
@@ -86,15 +86,23 @@ class Program(Protocol):
 class GraphProgram:
   """The program of one run: the graph of its scheme, on threads."""
 
-  def __init__(self, run: build.Run, snapshot: Snapshot):
-    """Takes over the snapshot, whose state is donated."""
+  def __init__(self, run: build.Run, snapshot: Snapshot, adapting: Adapting):
+    """Takes over a snapshot.
+
+    Args:
+      run: the run.
+      snapshot: where it is; the state is donated.
+      adapting: decides on which devices it trains.
+    """
     self._run = run
+    self._adapting = adapting
     self._snapshot: Snapshot | None = snapshot  # None if nothing comes next
 
   def header(self) -> dict[str, Any]:
-    """Returns the lives of actors that were begun again, if there are any."""
+    """Returns the placement, and the lives of actors that were begun again, if there are any."""
     lives = self._lives()
-    return {LIVES: lives} if lives else {}
+    place = placing.as_json(self._adapting.run.experiment.placement)
+    return {'placement': place} | ({LIVES: lives} if lives else {})
 
   def _lives(self) -> Mapping[str, int]:
     return self._run.crew.lives() if self._run.crew else {}
@@ -115,22 +123,28 @@ class GraphProgram:
       Exception: the first failure of a worker.
       loops.Stuck: threads did not end after a failure or a second signal.
     """
+    leg = self._adapting.next()
     run = self._run
+    if leg.run is not run:
+      self._snapshot = build.moved(self._snapshot, leg.run)
     snapshots = [self._snapshot]
     self._snapshot = None  # so that nothing of it stays in memory while the run trains
     index = snapshots[0].segment
     first = snapshots[0].begun
     end = build.segment_end(run.experiment, first)
     at_end: Snapshot | None = None
+    # Of the end of a leg after which the segment goes on.
+    reached: Position | None = None
 
     def write(item: Report) -> None:
       machines = run.crew.metrics() if run.crew else {}
-      report([(0, item._replace(since_s=since_s, waits=segment.waits(), machines=machines,
+      report([(0, item._replace(since_s=since_s, waits=graph.waits(), machines=machines,
                                 lives=self._lives()))])
 
     def after(position: Position, wait_written: Callable[[], None]) -> bool:
-      nonlocal at_end
+      nonlocal at_end, reached
       snapshot = None
+      self._adapting.told(position.steps)
 
       def snapshot_of(number: int) -> Snapshot:
         nonlocal snapshot
@@ -141,13 +155,26 @@ class GraphProgram:
                                      wait_written, snapshot_of))
       if position.update == end and not is_over:
         at_end = snapshot_of(0)
+      elif position.update == leg_end and not is_over:
+        # Its channel forgets what actors got before.
+        before = position.before() if run.experiment.scheme.lag else None
+        reached = position._replace(before=lambda: before)
       return is_over
 
     events = build.Events(watcher.asked_to_stop, watcher.replaying, watcher.next_pause, after)
     try:
-      with build.segment(run, snapshots.pop(), INT32_MAX, write, events) as segment:
+      self._run = leg.run
+      leg_end = snapshots[0].update + leg.updates
+      with build.segment(leg.run, snapshots.pop(), leg.updates, write, events) as graph:
         since_s = time.perf_counter()
-        loops.run(segment.workers, busy=watcher.is_saving)
+        loops.run(graph.workers, busy=watcher.is_saving)
+        while reached is not None:
+          leg = self._adapting.next()
+          self._run = leg.run
+          leg_end = reached.update + leg.updates
+          graph = graph.go_on(leg.run, reached, leg.updates)
+          reached = None
+          loops.run(graph.workers, busy=watcher.is_saving)
     except Closed:  # it was stopped while its environments were made again
       return
     except OtherEpisodes as error:

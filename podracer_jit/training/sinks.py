@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from tensorboardX import SummaryWriter
 
 from podracer_jit import parts
 from podracer_jit.errors import CallbackFailed, Diverged, NotSaved, line_of
@@ -388,6 +387,7 @@ class TensorBoard(Sink):
       update: the update that the run resumes from; 0 for a new run.
       steps: valid steps of that update.
     """
+    from tensorboardX import SummaryWriter  # only trainings need it
     # TensorBoard's file names have whole seconds. Without the suffix, a run that is resumed within
     # a second would overwrite the file.
     self._events = SummaryWriter(str(workdir / 'tensorboard'), purge_step=steps + 1,

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jax.sharding import Mesh
 
-from podracer_jit.experiment import build, checks, memory, trial
+from podracer_jit.experiment import build, checks, memory, placing, trial
 from podracer_jit.experiment.resolve import changed
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.options import INT32_MAX
 from podracer_jit.runtime import host, placement
 from podracer_jit.schemes.reports import Report
 from podracer_jit.training import opening, restoring, seeds, stopping
+from podracer_jit.training.adapting import Adapting
 from podracer_jit.training.crew import Crew
 from podracer_jit.training.lane import Lane
 from podracer_jit.training.opening import Opened
@@ -288,7 +289,8 @@ class Training:
         progress.compiling()
       for lane, of_lane in zip(lanes, users or [()] * len(lanes), strict=True):
         lane.open(of_lane, stop)
-      program = stack.enter_context(contextlib.closing(_program(lanes, self._are_seeds)))
+      program = stack.enter_context(contextlib.closing(
+          _program(lanes, self._are_seeds, progress.note)))
       trainer = Trainer(program, lanes, stop, sinks, last)
       is_stopped = trainer.train()
       for sink in sinks:
@@ -317,6 +319,9 @@ class Training:
       longest = restoring.longest_replay(first.run)
       if longest:
         yield longest.words()
+    flags = placing.as_flags(experiment.placement)
+    if flags:
+      yield f'placement on this machine: {flags}'
     if experiment.spec.calls_python:
       yield (f'slow environments: Python steps {experiment.env.task}, in worker processes; '
              'EnvPool or JAX functions would be faster')
@@ -340,12 +345,19 @@ class Training:
             f'all{hint}')
 
 
-def _program(lanes: Sequence[Lane], are_seeds: bool) -> Program:
-  """Returns the program of runs, which takes over their first states."""
+def _program(lanes: Sequence[Lane], are_seeds: bool, say: Callable[[str], None]) -> Program:
+  """Returns the program of runs, which takes over their first states.
+
+  Args:
+    lanes: the runs.
+    are_seeds: of several seeds.
+    say: prints a line.
+  """
   snapshots = [lane.take_first() for lane in lanes]
   if are_seeds:
     return SeedsProgram([lane.run for lane in lanes], snapshots)
-  return GraphProgram(lanes[0].run, snapshots[0])
+  run = lanes[0].run
+  return GraphProgram(run, snapshots[0], Adapting(run, say))
 
 
 @contextlib.contextmanager
@@ -380,7 +392,8 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
     experiment = changed(experiment, env={'renew_every_updates': renewal})
     notes.append(f'env.renew_every_updates: {renewal:,}, as in {first}; until version 0.7 that was '
                  'checkpoint.every_updates, which is now only how often the run is saved')
-  host.prepare_host(experiment.placement)
+  host.prepare_host(experiment.placement, placing.most_devices(
+      experiment.num_shards, experiment.num_grad_shards, host.machine()[0]))
   crew = Crew(cluster, experiment) if cluster else None
   run = build.make_run(experiment, crew)
   trial.check(run)

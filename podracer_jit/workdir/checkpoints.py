@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -17,16 +18,19 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podracer_jit.errors import Broken, NotSaved
 from podracer_jit.experiment.build import Snapshot
+from podracer_jit.late import loaded_late
 from podracer_jit.numerics import counters
 from podracer_jit.options import shorten
 from podracer_jit.runtime import host
 from podracer_jit.types import TrainState
 from podracer_jit.workdir import actions, files, journal
+
+with loaded_late(lambda spec: spec.name == 'orbax.checkpoint'):
+  import orbax.checkpoint as ocp
 
 FOLDER = 'checkpoints'  # of a workdir
 MANIFEST = 'manifest.json'  # in the folder of a checkpoint, or of a saved agent
@@ -66,8 +70,11 @@ class Checkpoints:
     self._keep = keep
     self._journals = journal.Prefixes(workdir)
     self._segments: dict[int, tuple[int, int]] = {}  # by update, as `segment_of` returns them
-    # Synchronous: the state is valid until the next update begins.
-    self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+
+  @functools.cached_property
+  def _orbax(self) -> ocp.Checkpointer:
+    """Orbax's checkpointer, which is synchronous: the state is valid until the next update."""
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler())
 
   def save(self, at: Snapshot, meta: Mapping[str, Any], keep_also: Collection[int] = ()) -> None:
     """Saves where a run is under its update, unless there is a checkpoint of that update.
@@ -264,7 +271,8 @@ class Checkpoints:
 
   def close(self) -> None:
     """Closes the folder; checkpoints cannot be saved or read afterwards."""
-    self._orbax.close()
+    if '_orbax' in self.__dict__:
+      self._orbax.close()
 
 
 def leaves(tree: Any) -> dict[str, Any]:

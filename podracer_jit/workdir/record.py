@@ -37,7 +37,7 @@ _ORIGIN = 'init_from'  # in a header of receipts, and in the history of version 
 _SHOWN = 3  # arrays that a line names
 # Fields in which two runs of one experiment may differ, and exceptions among these fields.
 _FREE = ('placement.', 'log.', 'eval.', 'checkpoint.keep', 'checkpoint.every_')
-_BOUND = ('placement.xla_threads', 'placement.actor_platform')
+_BOUND = ('placement.actor_platform',)
 # Fields that cannot change in a run, with the reason; a name with a dot at its end stands for a
 # section. Changes of other fields may still not fit the checkpoint (`inherit.problem_of_shapes`).
 _FIXED = {

@@ -298,5 +298,6 @@ def test_a_config_that_cannot_be_asynchronous_is_refused(loss, fields, message):
 
 def test_an_asynchronous_actor_needs_exactly_one_shard():
   with pytest.raises(ValueError, match=r'num_shards: must be the number of actors .*, 1; got 2'):
-    prepared(small(env_batch=2, num_shards=2))
+    prepared(changed(small(env_batch=2, num_shards=2), placement__actor_devices=(0,),
+                     placement__actors_per_device=1))
   prepared(changed(small(env_batch=2, num_shards=2), placement__actors_per_device=2))

@@ -103,9 +103,10 @@ def saved_to_the_end(workdir):
     ([CATCH, '--config.loss.name=mine:PPO'], "loss.name: cannot import 'mine' of 'mine:PPO'"),
     ([CATCH, '--config.optimizer.learning_rate=-1'],
      'optimizer.learning_rate: must be between 0 and inf, got -1'),
-    ([CATCH, '--config.placement.actor_devices=(0,77)'], '78'),
+    ([CATCH, '--config.placement.actor_devices=(0,77)'],
+     'placement.actor_devices: there is no device 77'),
     ([CATCH, '--config.placement.actor_devices=all'], 'placement.actor_devices: must be a tuple'),
-    ([CATCH, '--config.placement.learner_devices=()'], 'learner_devices: must be a tuple'),
+    ([CATCH, '--config.placement.learner_devices=(-1,)'], 'learner_devices: must be a tuple'),
     ([CATCH, '--config.placement.actor_devices=(0,1)'],
      'placement.actor_devices: 2 actors (actor_devices = (0, 1), actors_per_device = 1) cannot '
      'share num_shards = 1 evenly; take 1, or a num_shards that is a multiple of 2'),
@@ -121,8 +122,8 @@ def saved_to_the_end(workdir):
     ([CATCH, '--config.env.num_envs=1', '--config.num_shards=2'],
      'env.num_envs: 1 environment cannot be split evenly by num_shards = 2; take a multiple of 2'),
     ([CATCH, '--config.placement.actor_devices=(0,1,2)'],
-     'placement.actor_devices: actor_devices = (0, 1, 2) needs 3 devices in a process, '
-     'xla_threads = 2 allows 2'),
+     'placement.actor_devices: 3 actors (actor_devices = (0, 1, 2), actors_per_device = 1) cannot '
+     'share num_shards = 1 evenly'),
     ([CATCH, '--config.placement.actors_per_device=2147483648'],
      'placement.actors_per_device: must be at most 1,024, got 2147483648'),
     ([CATCH, f'--config.total_steps={10**22}'], 'total_steps: must be at most 9,007,199,254,7'),
@@ -138,7 +139,7 @@ def saved_to_the_end(workdir):
      "12,001 GB, actors' parameters 4,000 GB; this machine has "),
     ([CATCH, '--config.placement.learner_devices=(0,0)'], 'names a device twice'),
     ([CATCH, '--config.placement.actor_platform=gpu'], 'no gpu here'),
-    ([CATCH, '--config.scheme=fused', '--config.placement.learner_devices=(1,)'], 'one device'),
+    ([CATCH, '--config.scheme=fused', '--config.placement.learner_devices=(0,1)'], 'one device'),
 ])
 def test_bad_input_gives_one_line_and_exit_code_2(args, message, tmp_path, capsys, monkeypatch):
   """Runs the command in this process, since starting Python takes seconds."""
@@ -154,11 +155,11 @@ def test_bad_input_gives_one_line_and_exit_code_2(args, message, tmp_path, capsy
 
 def only_checks(real):
   """Returns prepare_host without its effects, since this process has started its backend."""
-  def prepare(options):
+  def prepare(options, devices=1):
     update = train.jax.config.update
     train.jax.config.update = lambda *a: None
     try:
-      real(options)
+      real(options, devices)
     finally:
       train.jax.config.update = update
   return prepare
@@ -362,8 +363,8 @@ def test_a_changed_config_is_refused_and_a_changed_placement_is_not(
   error = capsys.readouterr().err
   assert 'loss.discount: 0.99 there, 0.9 now: --change=loss.discount allows it; ' in error
   assert 'seed: 1 there, 2 now: it cannot change' in error
-  assert train.main([*args, '--config.placement.xla_threads=9']) == 2
-  assert train.main([*args, '--config.placement.env_threads=2', '--config.log.window=5']) == 0
+  assert train.main([*args, '--config.placement.env_threads=2', '--config.placement.xla_threads=9',
+                     '--config.log.window=5']) == 0
 
 
 def test_profile_dir_contains_a_trace_with_named_regions(tmp_path):

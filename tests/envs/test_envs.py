@@ -216,7 +216,9 @@ def test_a_pool_starts_the_given_number_of_threads_and_ends_them():
 
 def test_the_cores_are_divided_among_all_pools(monkeypatch):
   monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(12))
-  options = placement.PlacementOptions(actor_platform='cpu', env_threads=0)
+  options = placement.PlacementOptions(
+      actor_platform='cpu', env_threads=0, actor_devices=(0,), learner_devices=(0,),
+      actors_per_device=1)
   granted = [placement.resolve(options, vector_envs).env_threads for vector_envs in (1, 3, 5, 24)]
   assert granted == [12, 4, 2, 1]
   assert placement.resolve(dataclasses.replace(options, env_threads=7), 3).env_threads == 7
@@ -224,7 +226,8 @@ def test_the_cores_are_divided_among_all_pools(monkeypatch):
 
 def test_actors_use_the_cpu_if_envpool_does_not_support_the_accelerator(monkeypatch):
   monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
-  options = placement.PlacementOptions(actor_platform='auto', actor_devices=(1,), env_threads=1)
+  options = placement.PlacementOptions(actor_platform='auto', actor_devices=(1,), env_threads=1,
+                                       learner_devices=(0,), actors_per_device=1)
   assert placement.resolve(options, 1).actors == (jax.devices('cpu')[1],)
 
 
@@ -292,7 +295,7 @@ def test_an_integer_is_accepted_for_a_float():
 def test_a_spec_has_the_shapes_and_dtypes_that_the_learner_gets():
   spec = envpool_envs.make_spec('Pong-v5', dict(img_height=42, stack_num=2, full_action_space=True,
                                         frame_skip=5, max_episode_steps=99))
-  assert spec == EnvSpec('Pong-v5', (2, 42, 84), np.uint8, 18, (), (), 5, 99, 2)
+  assert spec == EnvSpec('Pong-v5', (2, 42, 84), np.uint8, 18, (), (), 5, 99, 2, step_us=130.0)
   assert envpool_envs.make_spec('CartPole-v1', {}).frame_skip == 1
   assert envpool_envs.make_spec(MUJOCO, {}).obs_dtype == np.float32  # EnvPool says float64
 
@@ -336,3 +339,16 @@ def test_a_spec_starts_no_environment():
   before = threads()
   envpool_envs.make_spec('Breakout-v5', {})
   assert threads() <= before
+
+
+def test_a_spec_makes_one_game(monkeypatch):
+  calls = []
+  make_spec = envpool_envs.envpool.make_spec
+  monkeypatch.setattr(envpool_envs, '_specs', {})
+  monkeypatch.setattr(envpool_envs.envpool, 'make_spec',
+                      lambda task, **options: calls.append(options) or make_spec(task, **options))
+  options = dict(frame_skip=3, noop_max=5, stack_num=2)
+  assert envpool_envs.make_spec('Pong-v5', options).stack == 2
+  assert calls == [options]
+  with pytest.raises(ValueError, match='env.img_height: '):
+    envpool_envs.make_spec('Pong-v5', dict(options, img_height=0))

@@ -36,7 +36,7 @@ def strange(tmp_path, monkeypatch):
 
   The module creates the file `ran` when it is imported.
   """
-  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
+  monkeypatch.setattr(host, 'prepare_host', lambda *args: None)
   (tmp_path / 'evil.py').write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
   monkeypatch.syspath_prepend(str(tmp_path))
   monkeypatch.delitem(sys.modules, 'evil', raising=False)
@@ -115,7 +115,7 @@ run = functools.partial(os.system)
 def test_what_an_allowed_module_imports_is_not_allowed(
     field, attribute, message, saved_run, tmp_path, monkeypatch, capsys):
   """An option of the task would be the argument of the call, here a command for a shell."""
-  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
+  monkeypatch.setattr(host, 'prepare_host', lambda *args: None)
   (tmp_path / 'mine_only.py').write_text(ONLY_IMPORTS)
   workdir = tmp_path / 'run'
   shutil.copytree(saved_run / 'run', workdir)
@@ -245,7 +245,7 @@ FIELDS_WITH_TEXT = [
 @pytest.mark.parametrize('name, value', FIELDS_WITH_TEXT)
 def test_texts_of_a_workdir_are_printed_escaped(name, value, saved_run, tmp_path, capsys,
                                                 monkeypatch):
-  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
+  monkeypatch.setattr(host, 'prepare_host', lambda *args: None)
   workdir = tmp_path / 'run'
   shutil.copytree(saved_run / 'run', workdir)
   with_evil(workdir, name, value)
@@ -272,7 +272,7 @@ def test_texts_of_a_workdir_are_printed_escaped(name, value, saved_run, tmp_path
 @pytest.mark.parametrize('name, value', FIELDS_WITH_TEXT)
 def test_errors_about_texts_of_a_workdir_are_escaped(name, value, saved_run, tmp_path,
                                                       monkeypatch):
-  monkeypatch.setattr(host, 'prepare_host_for_any', lambda options: None)
+  monkeypatch.setattr(host, 'prepare_host_for_any', lambda *args: None)
   for kind in ('run', 'agent'):
     folder = tmp_path / kind
     shutil.copytree(saved_run / kind, folder)
@@ -298,7 +298,7 @@ def nested(levels):
 @pytest.mark.parametrize('name', ['config/env/goal', 'history'])
 def test_a_deeply_nested_config_is_refused_in_one_line(name, levels, saved_run, tmp_path, capsys,
                                                        monkeypatch):
-  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
+  monkeypatch.setattr(host, 'prepare_host', lambda *args: None)
   workdir = tmp_path / 'run'
   shutil.copytree(saved_run / 'run', workdir)
   record = json.loads((workdir / 'config.json').read_text())
@@ -320,7 +320,7 @@ def test_a_deeply_nested_config_is_refused_in_one_line(name, levels, saved_run, 
     (5, 'seed.x', 1), (5, 'env', 1), (5, 'loss', None), (5, 'placement', 3), (1e999, 'seed', 1)])
 def test_a_history_that_does_not_fit_its_config_is_refused_in_one_line(
     first_update, name, was, saved_run, tmp_path, capsys, monkeypatch):
-  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
+  monkeypatch.setattr(host, 'prepare_host', lambda *args: None)
   workdir = tmp_path / 'run'
   shutil.copytree(saved_run / 'run', workdir)
   record = json.loads((workdir / 'config.json').read_text())

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rlax
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit import losses
@@ -168,6 +169,16 @@ def test_gae(case, gae_lambda):
       np.float32(x.value), np.float32(x.reward), np.float32(DISCOUNT * ~x.terminated),
       x.terminated | x.truncated, gae_lambda)
   assert_allclose(np.array(advantage)[x.valid], expected[x.valid], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_gae_has_the_bits_of_rlax(case):
+  x = Sequence(**case)
+  value, reward, discount = map(np.float32, (x.value, x.reward, DISCOUNT * ~x.terminated))
+  done = x.terminated | x.truncated
+  expected = jax.jit(rlax.truncated_generalized_advantage_estimation)(
+      reward, discount, np.float32(0.95) * (1 - done.astype(np.float32)), value)
+  assert np.array_equal(_gae(value, reward, discount, done, 0.95), expected)
 
 
 @pytest.mark.parametrize('case', CASES)

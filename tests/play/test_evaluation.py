@@ -115,7 +115,7 @@ def _catch_config():
 @pytest.fixture
 def evaluate(monkeypatch, capsys):
   """Returns a function that runs the command in this process: (exit code, stderr)."""
-  monkeypatch.setattr(host, 'prepare_host_for_any', lambda options: None)
+  monkeypatch.setattr(host, 'prepare_host_for_any', lambda *args: None)
 
   def run(*argv):
     code = command.main(['podracer_jit evaluate', *map(str, argv)])
@@ -432,7 +432,7 @@ def test_options_that_the_policy_cannot_play_with_are_refused(tmp_path, evaluate
 
 
 def test_the_function_takes_options_of_the_task(tmp_path, monkeypatch):
-  monkeypatch.setattr(host, 'prepare_host_for_any', lambda options: None)
+  monkeypatch.setattr(host, 'prepare_host_for_any', lambda *args: None)
   _save(tmp_path, _cart_config(), 1)
   agent = api.load(tmp_path)
   before = sorted(tmp_path.rglob('*'))
@@ -457,7 +457,7 @@ def test_an_older_checkpoint_is_played_with_a_line_about_the_broken_one(tmp_path
   assert code == 0 and re.fullmatch(f'podracer_jit evaluate: {note}', errors), errors
   assert json.loads((tmp_path / 'evaluation.json').read_text())['update'] == 3
   assert evaluate(f'--workdir={tmp_path}', '--update=3', *PLAY) == (0, '')  # asked for
-  monkeypatch.setattr(host, 'prepare_host_for_any', lambda options: None)
+  monkeypatch.setattr(host, 'prepare_host_for_any', lambda *args: None)
   assert api.load(tmp_path).update == 3
   (logged,) = caplog.records
   assert logged.name == 'podracer_jit.api' and re.fullmatch(note, logged.getMessage() + '\n')

@@ -325,7 +325,7 @@ def test_a_network_that_computes_something_else_when_exported_is_refused(monkeyp
 
 @pytest.mark.quick
 def test_the_verb_exports_a_checkpoint(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr(host, 'prepare_host_for_any', lambda options: None)
+  monkeypatch.setattr(host, 'prepare_host_for_any', lambda *args: None)
   workdir = tmp_path / 'run'
   run = prepared(small())
   open_workdir(workdir, run.experiment.fields)

@@ -181,3 +181,16 @@ def test_nothing_is_written_to_a_home_that_is_read_only(no_cache, tmp_path, monk
   host._keep_programs()
   assert jax.config.jax_compilation_cache_dir.startswith(str(tmp_path))
   assert jax.config.jax_persistent_cache_min_compile_time_secs == math.inf
+
+
+@pytest.mark.parametrize('told, kept', [(None, 0.03), ('1', 1.0), ('5', 5.0)])
+def test_programs_that_compile_fast_are_kept_unless_the_user_says_more(told, kept, tmp_path):
+  name = 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'
+  env = {key: value for key, value in os.environ.items() if key != name}
+  env |= dict(XDG_CACHE_HOME=str(tmp_path)) | ({name: told} if told else {})
+  code = ('import jax\nfrom podracer_jit.runtime import host, placement\n'
+          'host.prepare_host(placement.PlacementOptions())\n'
+          'print(jax.config.jax_persistent_cache_min_compile_time_secs)')
+  done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True,
+                        check=True, timeout=300)
+  assert float(done.stdout) == kept

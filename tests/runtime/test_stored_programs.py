@@ -15,7 +15,7 @@ from numpy.testing import assert_array_equal
 
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.envs.envpool_envs import make_vector_env
-from podracer_jit.runtime import stored_programs
+from podracer_jit.runtime import placement, stored_programs
 from tests.runs import changed, fresh, run, small
 
 
@@ -114,6 +114,23 @@ def test_actors_on_several_devices_compile_one_rollout():
   with events() as names:
     run(None, updates=2, prepared_run=fresh(config))
   assert [event for event, function in names if function and 'rollout' in function] == [
+      'jaxpr_trace_duration', 'jaxpr_to_mlir_module_duration', 'backend_compile_duration']
+
+
+@pytest.mark.usefixtures('folder')
+@pytest.mark.parametrize('scheme, devices', [('cleanba', (0,)), ('sync', (0, 1))])
+def test_the_learner_compiles_once_beside_the_first_rollouts(scheme, devices, monkeypatch):
+  """What its thread compiles before the first rollout is what it calls later."""
+  shapes = []
+  batch_shapes = placement.batch_shapes
+  monkeypatch.setattr(placement, 'batch_shapes',
+                      lambda *args: shapes.append(args) or batch_shapes(*args))
+  config = changed(small(), scheme=scheme, num_shards=2, num_grad_shards=2,
+                   placement__actor_devices=devices, placement__learner_devices=devices)
+  with events() as names:
+    run(None, updates=2, prepared_run=fresh(config))
+  assert len(shapes) == 1
+  assert [event for event, function in names if function and 'learner' in function] == [
       'jaxpr_trace_duration', 'jaxpr_to_mlir_module_duration', 'backend_compile_duration']
 
 

@@ -158,17 +158,17 @@ def test_the_first_exception_of_any_worker_ends_the_run(scheme, name):
 
 
 @pytest.mark.parametrize('fields, message', [
-    (dict(scheme='ppo', placement__learner_devices=(1,)),
+    (dict(scheme='ppo', placement__learner_devices=(0, 1)),
      'placement.learner_devices: scheme = ppo is on one device'),
     (dict(scheme='fused', placement__actor_devices=(0, 1)),
      'placement.actor_devices: scheme = fused is on one device'),
-    (dict(scheme='dppo', placement__learner_devices=(1,)),
-     'placement.learner_devices: scheme = dppo makes rollouts where it makes gradients'),
+    (dict(scheme='dppo', placement__learner_devices=(1,), placement__actor_devices=(0,)),
+     'scheme: dppo makes rollouts where it makes gradients'),
     (dict(scheme='ddppo', placement__actors_per_device=2), 'with an actor each'),
     (dict(scheme='rapid', exact_reduce=False), 'exact_reduce: rapid always adds in a fixed order'),
     (dict(scheme='rapid_async', placement__actor_devices=(0,), placement__learner_devices=(0, 1)),
-     'placement.learner_devices: 2 workers (learner_devices = (0, 1)) cannot share 1 actor ('
-     'actor_devices = (0,), actors_per_device = 1) evenly'),
+     'placement.actor_devices: 1 actor cannot be split evenly by 2 workers ('
+     'learner_devices = (0, 1)); take a multiple of 2'),
     (dict(scheme='rapid', placement__learner_devices=(1, 1)),
      'placement.learner_devices: names a device twice'),
     (dict(scheme='a3c'), "scheme: there is no 'a3c'; known are sync, cleanba")])

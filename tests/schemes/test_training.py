@@ -88,6 +88,7 @@ def test_on_one_device_the_learner_uses_the_actors_arrays():
 
   program = prepared_run.learner.program
   watched = copy.copy(prepared_run.learner)
+  learner.lower = program.lower
   watched.program = learner
   run(None, loops.run_serial, 3, prepared_run=dataclasses.replace(prepared_run, learner=watched),
       tamper=wrap('actor 0', after=lambda call, state, outputs: rollouts.append(outputs[0].value)))

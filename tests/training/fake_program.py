@@ -21,9 +21,10 @@ class FakeProgram:
   have all that were sent in it.
   """
 
-  def __init__(self, run, snapshot):
+  def __init__(self, run, snapshot, adapting=None):
+    del adapting
     self._run = run
-    self._snapshot = snapshot
+    self._snapshot = snapshot.whole()
 
   def header(self):
     return {}

@@ -83,7 +83,7 @@ class StopAfter(stopping.Stopping):
 def _jax_has_the_sizes_of_all_tests():
   """conftest.py has set them, and JAX may have started since."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(host, 'prepare_host', lambda options: None)
+    patch.setattr(host, 'prepare_host', lambda *args: None)
     yield
 
 

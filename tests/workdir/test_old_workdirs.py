@@ -33,7 +33,7 @@ OUTCOMES = {
     'v0_6_0/gymnax': Outcome(),
     'v0_6_0/inherited': Outcome(),
     'v0_6_0/moments': Outcome(),
-    'v0_6_0/own_jax': Outcome(),
+    'v0_6_0/own_jax': Outcome(same_bits=False),
     'v0_6_0/prioritised_replay': Outcome(),
     'v0_6_0/recurrent': Outcome(),
     'v0_6_0/two_processes': Outcome(),

@@ -19,8 +19,8 @@ from tests.workdirs import make
 @pytest.fixture
 def workdir(monkeypatch):
   """Yields the workdir of a finished run, without a permission to write in it."""
-  monkeypatch.setattr(host, 'prepare_host', lambda options: None)
-  monkeypatch.setattr(host, 'prepare_host_for_any', lambda options: None)
+  monkeypatch.setattr(host, 'prepare_host', lambda *args: None)
+  monkeypatch.setattr(host, 'prepare_host_for_any', lambda *args: None)
   # Not in pytest's folder, into which other users cannot look.
   with tempfile.TemporaryDirectory() as name:
     workdir = Path(name) / 'run'

@@ -1,0 +1,1 @@
+"""Measures this package beside other programs for the same training."""

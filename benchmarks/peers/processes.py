@@ -1,0 +1,197 @@
+"""Measures one training in a process of its own: its speed, its cores and its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.gymnasium_stress import descendants
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL_S = 0.1
+MEMORY_EVERY_S = 1.0  # reading the pages of a process takes some of its time
+END_S = 30  # processes that are killed have their memory freed by then
+PATIENCE_S = 240  # a training that makes no update for so long has failed
+LIMIT_S = 600  # of a process
+LEAST_UPDATES = 2  # of a measurement
+# Variables that would change how programs use the cores.
+LEFT_OUT = ('XLA_FLAGS', 'NPROC', 'OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'PYTHONPATH')
+
+
+class Window(NamedTuple):
+  """When a training is measured.
+
+  Attributes:
+    warmup_updates: the first updates do not count.
+    warmup_s: neither do so many seconds after the first update.
+    seconds: length of the measurement.
+  """
+
+  warmup_updates: int
+  warmup_s: float
+  seconds: float
+
+
+class Failed(RuntimeError):
+  """A training failed, or made no updates."""
+
+
+def measure(command: Sequence[str], metrics: Path, log: Path, window: Window,
+            cores: set[int], threads: int = 0) -> dict[str, Any]:
+  """Measures a training, and ends it with all its children.
+
+  Args:
+    command: of the training.
+    metrics: the file that gets a line for each update, with `steps` and `wall_s`.
+    log: the file for its output.
+    window: when it is measured.
+    cores: the cores that it may use.
+    threads: threads of PyTorch; 0: not set.
+
+  Returns:
+    `sps`, `cores_busy`, `peak_mb` and `updates`.
+
+  Raises:
+    Failed: the training ended, or made too few updates.
+  """
+  environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
+  environment |= {'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': ''}
+  if threads:
+    environment['OMP_NUM_THREADS'] = str(threads)
+  with log.open('w') as output:
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
+        env=environment, start_new_session=True,
+        preexec_fn=functools.partial(os.sched_setaffinity, 0, cores))
+  try:
+    return _watch(process, metrics, log, window)
+  finally:
+    _kill(process)
+
+
+def _kill(process: subprocess.Popen) -> None:
+  """Ends a process and its children, and waits until they use no core and no memory."""
+  children = descendants(process.pid)
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(process.pid, signal.SIGKILL)
+  process.wait()
+  limit = time.monotonic() + END_S
+  while any(map(_is_running, children)) and time.monotonic() < limit:
+    time.sleep(POLL_S)
+
+
+def _is_running(pid: int) -> bool:
+  """Returns whether a process has not ended; one that nobody has asked about has."""
+  try:
+    state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
+  except OSError:
+    return False
+  return state != 'Z'
+
+
+def _watch(process: subprocess.Popen, metrics: Path, log: Path, window: Window) -> dict[str, Any]:
+  """Waits until the measurement is over; see `measure`."""
+  started = time.monotonic()
+  limit = started + max(LIMIT_S, 4 * (window.warmup_s + window.seconds))
+  updates, updated = 0, started
+  peak = 0
+  next_memory = started
+  before = None  # time and CPU seconds when the warm-up was over
+  while True:
+    time.sleep(POLL_S)
+    now = time.monotonic()
+    records = read(metrics)
+    span = measured(records, window)
+    if len(records) > updates:
+      updates, updated = len(records), now
+    if before is None and begun(records, window) is not None:
+      before = now, cpu_seconds(process.pid)
+    if now >= next_memory or span:
+      peak = max(peak, memory_bytes(process.pid))
+      next_memory = now + MEMORY_EVERY_S
+    if span:
+      first, last = span
+      busy = (cpu_seconds(process.pid) - before[1]) / max(now - before[0], 1e-9)
+      return dict(sps=(last['steps'] - first['steps']) / (last['wall_s'] - first['wall_s']),
+                  updates=last['update'] - first['update'], cores_busy=busy, peak_mb=peak / 1e6)
+    if process.poll() is not None:
+      raise Failed(f'exit code {process.returncode}: {_last_line(log)}')
+    if now > min(limit, updated + PATIENCE_S):
+      raise Failed(f'{len(records)} updates in {now - started:.0f} s: {_last_line(log)}')
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+  """Returns the whole lines of a file of metrics; none if there is no file."""
+  if not path.exists():
+    return []
+  text = path.read_text()
+  return [json.loads(line) for line in text[:text.rfind('\n') + 1].splitlines()]
+
+
+def begun(records: Sequence[Mapping[str, Any]], window: Window) -> Mapping[str, Any] | None:
+  """Returns the last update of the warm-up; None if it is not over."""
+  return next((record for record in records[window.warmup_updates:]
+               if record['wall_s'] >= records[0]['wall_s'] + window.warmup_s), None)
+
+
+def measured(records: Sequence[Mapping[str, Any]], window: Window
+             ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+  """Returns the updates between which the training is measured; None if it is too early.
+
+  The updates of one call of a program have the same time. The last of them tells how far the
+  training was then. The file may not have all updates of the newest call yet.
+  """
+  first = begun(records, window)
+  if first is None:
+    return None
+  ends = [record for record, after in zip(records, records[1:], strict=False)
+          if record['wall_s'] < after['wall_s']]
+  ends = [record for record in ends if record['wall_s'] >= first['wall_s']]
+  if (not ends or ends[-1]['wall_s'] - ends[0]['wall_s'] < window.seconds
+      or ends[-1]['update'] - ends[0]['update'] < LEAST_UPDATES):
+    return None
+  return ends[0], ends[-1]
+
+
+def cpu_seconds(pid: int) -> float:
+  """Returns the CPU seconds of a process, its descendants, and children that have ended."""
+  ticks = 0
+  for each in {pid, *descendants(pid)}:
+    with contextlib.suppress(OSError, IndexError):  # it has ended
+      fields = Path(f'/proc/{each}/stat').read_text().rpartition(')')[2].split()
+      ticks += sum(int(field) for field in fields[11:15])
+  return ticks / os.sysconf('SC_CLK_TCK')
+
+
+def memory_bytes(pid: int) -> int:
+  """Returns the memory of a process and its descendants; pages that they share count once."""
+  total = 0
+  for each in {pid, *descendants(pid)}:
+    with contextlib.suppress(OSError):  # it has ended
+      for line in Path(f'/proc/{each}/smaps_rollup').read_text().splitlines():
+        if line.startswith('Pss:'):
+          total += int(line.split()[1]) * 1024
+  return total
+
+
+def empty(folder: Path) -> Path:
+  """Returns the folder, made anew."""
+  shutil.rmtree(folder, ignore_errors=True)
+  folder.mkdir(parents=True)
+  return folder
+
+
+def _last_line(log: Path) -> str:
+  """Returns the last line of an output that is an error, or else its last line."""
+  lines = [line.strip() for line in log.read_text(errors='replace').splitlines() if line.strip()]
+  errors = [line for line in lines if 'Error' in line or line.startswith('podracer_jit: ')]
+  return (errors or lines or ['no output'])[-1]

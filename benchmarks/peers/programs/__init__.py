@@ -1,0 +1,1 @@
+"""One program for each peer, which runs in the peer's own virtual environment."""

@@ -1,0 +1,197 @@
+"""The placement that an experiment gets on a machine, where its config leaves it open.
+
+With a deterministic scheme, a placement changes no bit of the result. So it can be chosen by a
+rule, and anew at each start. The rule is a pure function of the experiment and a described machine.
+Its figures were measured on one and two cores; for more cores and for GPUs it extends them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from podracer_jit.experiment.schema import Experiment
+from podracer_jit.runtime.machine import Machine
+from podracer_jit.runtime.placement import PlacementOptions
+
+# What fields are without a rule (`placement.auto = False`); `env_threads` follows from the cores.
+FIXED = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1, updates_per_call=16,
+             xla_threads=2)
+# Numbers that an update reads, from which on several devices share it: two devices of a CPU take
+# 0.2 ms to meet.
+_NUMBERS_OF_A_DEVICE = 1_000_000
+# Seconds that environments keep a thread busy in each step; less is not worth waking it up.
+_THREAD_S = 150e-6
+# Seconds that a row takes in a small network with its gradient, and a number in a convolution.
+_ROW_S = 1e-6
+_NUMBER_S = 7e-9
+# Seconds that a call of updates takes.
+_CALL_S = 0.064
+_MOST_UPDATES_PER_CALL = 64
+_MOST_XLA_THREADS = 16
+
+
+def placed(experiment: Experiment, machine: Machine, processes: int = 1) -> PlacementOptions:
+  """Returns the placement of an experiment on a machine.
+
+  Args:
+    experiment: with the placement of its config.
+    machine: that it runs on, or what each of its machines has.
+    processes: of the run.
+
+  Returns:
+    The placement. Fields that the config sets are as they are; `chosen` names the others.
+  """
+  given = experiment.placement
+  fields = given.open_fields
+  if not experiment.scheme.graph.one_program:
+    # These have no calls of several updates.
+    given = dataclasses.replace(given, updates_per_call=given.updates_per_call or 1)
+    fields = given.open_fields
+  if not (given.auto and not given.is_remote):
+    chosen: dict[str, Any] = dict(FIXED)
+  else:
+    chosen = _devices(experiment, machine, processes)
+    place = _with(given, {name: chosen[name] for name in chosen if name in fields})
+    chosen |= _threads(experiment, machine, processes, place)
+  return dataclasses.replace(
+      _with(given, {name: chosen[name] for name in fields if name in chosen}),
+      chosen=tuple(name for name in fields if name in chosen))
+
+
+def _with(given: PlacementOptions, chosen: dict[str, Any]) -> PlacementOptions:
+  return dataclasses.replace(given, **chosen)
+
+
+def _devices(experiment: Experiment, machine: Machine, processes: int) -> dict[str, Any]:
+  """Returns the devices of actors and learners."""
+  given = experiment.placement
+  scheme = experiment.scheme
+  cores = min(machine.cores, machine.devices or machine.cores)
+  learner_units = machine.gpus or cores
+  actor_units = cores if given.actor_platform == 'cpu' else learner_units
+  # A small update takes less time than several devices need to meet.
+  if not machine.gpus and _numbers(experiment) < _NUMBERS_OF_A_DEVICE:
+    learner_units = actor_units = 1
+  shards = max(1, experiment.num_shards // processes)
+  groups = max(1, experiment.num_grad_shards // processes)
+  if scheme.alone or scheme.each or not experiment.exact_reduce:
+    # The scheme has one device, or its results depend on the number of learner devices.
+    learners = 1
+  elif scheme.graph.one_program:
+    learners = _divisor(math.gcd(shards, groups), learner_units) if (
+        experiment.spec.is_function) else 1
+  else:
+    learners = _divisor(groups, learner_units)
+  learner_devices = given.learner_devices or tuple(range(learners))
+  per_device = given.actors_per_device or 1
+  if scheme.alone or scheme.colocated or scheme.graph.one_program:
+    actor_devices = learner_devices
+  elif experiment.env_batch:
+    # Each actor has one pool.
+    per_device = given.actors_per_device or max(
+        1, shards // (len(given.actor_devices) or _divisor(shards, actor_units)))
+    actor_devices = tuple(range(_divisor(shards, shards // per_device)))
+  else:
+    able = math.gcd(shards, groups) if scheme.graph.free_rates else shards
+    actor_devices = tuple(range(_divisor(able // per_device, actor_units)))
+  if given.actor_devices and 'learner_devices' in given.open_fields and (
+      scheme.alone or scheme.colocated or scheme.graph.one_program):
+    learner_devices = given.actor_devices
+  return dict(actor_devices=actor_devices, learner_devices=learner_devices,
+              actors_per_device=per_device)
+
+
+def most_devices(num_shards: int, num_grad_shards: int, machine: Machine) -> int:
+  """Returns the most CPU devices that a process may be given on a machine."""
+  return max(1, min(machine.cores, max(num_shards, num_grad_shards)))
+
+
+def alternatives(experiment: Experiment, devices: int) -> list[PlacementOptions]:
+  """Returns other placements that may be as fast, of which only the devices differ.
+
+  Args:
+    experiment: with its placement; devices that its config sets are kept.
+    devices: of this process.
+  """
+  place = experiment.placement
+  scheme = experiment.scheme
+  is_open = {'actor_devices', 'learner_devices'} & set(place.chosen)
+  if (place.is_remote or scheme.alone or scheme.each or not experiment.exact_reduce
+      or experiment.env_batch or scheme.graph.one_program and not experiment.spec.is_function):
+    return []
+  shards = experiment.num_shards // place.actors_per_device
+  groups = experiment.num_grad_shards
+  if scheme.colocated or scheme.graph.one_program:
+    counts = [(n, n) for n in (1, _divisor(math.gcd(shards, groups), devices))]
+    is_open = is_open if len(is_open) == 2 else set()
+  else:
+    counts = [(actors, learners) for actors in (_divisor(shards, devices), 1)
+              for learners in (_divisor(groups, devices), 1)]
+  others = []
+  for actors, learners in counts:
+    wanted = {'actor_devices': tuple(range(actors)), 'learner_devices': tuple(range(learners))}
+    other = _with(place, {name: wanted[name] for name in is_open})
+    if other != place and other not in others:
+      others.append(other)
+  return others
+
+
+def _threads(experiment: Experiment, machine: Machine, processes: int, place: PlacementOptions
+             ) -> dict[str, Any]:
+  """Returns the threads of pools and of XLA, and the updates of a call.
+
+  Args:
+    experiment: to place.
+    machine: that it runs on.
+    processes: of the run.
+    place: its devices.
+  """
+  pools = max(1, experiment.num_shards // processes)
+  # Numbers that do not divide are refused later.
+  width = max(1, experiment.env.num_envs // experiment.num_shards)
+  step_s = width * experiment.spec.step_us * 1e-6
+  share = max(1, machine.cores // pools)
+  # Threads of a short step are worth it only if they are near each other.
+  most = share if step_s > 10 * _THREAD_S else min(share, machine.near)
+  env_threads = min(most, width, max(1, round(step_s / _THREAD_S)))
+  # XLA cuts an operation into a piece for each thread; small ones are slower in pieces.
+  is_small = _numbers(experiment) < _NUMBERS_OF_A_DEVICE
+  xla_threads = max(2, place.num_devices,
+                    0 if is_small else min(machine.cores, _MOST_XLA_THREADS))
+  update_s = (experiment.batch_rows * experiment.spec.step_us * 1e-6 / env_threads
+              + experiment.batch_rows * _passes(experiment) * _ROW_S
+              + _numbers(experiment) * _NUMBER_S)
+  calls = 2 ** round(math.log2(max(_CALL_S / update_s, 1)))
+  return dict(env_threads=place.env_threads or env_threads, xla_threads=xla_threads,
+              updates_per_call=min(calls, _MOST_UPDATES_PER_CALL))
+
+
+def _passes(experiment: Experiment) -> float:
+  """Returns how often an update computes a gradient of each row that it was given."""
+  if experiment.replay is None:
+    return experiment.num_epochs
+  return experiment.replay.gradient_steps * experiment.replay.batch_size / experiment.batch_rows
+
+
+def _numbers(experiment: Experiment) -> float:
+  """Returns the numbers of observations that the gradients of an update read."""
+  return (experiment.batch_rows * _passes(experiment) * math.prod(experiment.spec.obs_shape))
+
+
+def _divisor(number: int, most: int) -> int:
+  """Returns the largest divisor of a number up to `most`, at least 1."""
+  return next((n for n in range(min(number, most), 0, -1) if number % n == 0), 1)
+
+
+def as_json(place: PlacementOptions) -> dict[str, Any]:
+  """Returns the fields that a rule may choose, as receipts have them."""
+  return {name: getattr(place, name) for name in FIXED | {'env_threads': 0}}
+
+
+def as_flags(place: PlacementOptions) -> str:
+  """Returns the fields that the rule has chosen, as flags that give the same; '' if none."""
+  values = {name: str(getattr(place, name)).replace(' ', '') for name in place.chosen}
+  return ' '.join(f'--config.placement.{name}={value}' if '(' not in value
+                  else f"--config.placement.{name}='{value}'" for name, value in values.items())

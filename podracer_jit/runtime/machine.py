@@ -1,0 +1,156 @@
+"""The machine of this process: the cores that it may use, and its GPUs."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import math
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+_CPUS = Path('/sys/devices/system/cpu')
+_GROUPS = Path('/sys/fs/cgroup')
+
+
+class Machine(NamedTuple):
+  """Resources to which a placement is fitted."""
+
+  cores: int  # that this process may use and that others leave idle, at least 1
+  near: int  # the most of them that share a cache (of the third level)
+  gpus: int = 0
+  devices: int | None = None  # CPU devices with which JAX has started; None: it has not
+
+
+def here(devices: int | None = None) -> Machine:
+  """Returns this machine as it is now.
+
+  Args:
+    devices: CPU devices with which JAX has started; None: it has not.
+  """
+  # Two hardware threads of a core share its units of arithmetic, so they count once.
+  cores = {_shared(cpu, 'topology/thread_siblings_list') or cpu: cpu
+           for cpu in os.sched_getaffinity(0)}.values()
+  by_cache = collections.Counter(_shared(cpu, 'cache/index3/shared_cpu_list') for cpu in cores)
+  free = min(len(cores), quota()) - _load_of_others()
+  usable = max(1, math.floor(free))
+  return Machine(usable, min(usable, max(by_cache.values())), num_gpus(), devices)
+
+
+def _shared(cpu: int, file: str) -> str:
+  """Returns the CPUs that share a resource with this one, as Linux writes them; '' if unknown."""
+  try:
+    return (_CPUS / f'cpu{cpu}' / file).read_text().strip()
+  except OSError:
+    return ''
+
+
+def quota(groups: Path = _GROUPS, own: Path = Path('/proc/self/cgroup')) -> float:
+  """Returns the cores that control groups allow this process; infinity if they set no limit.
+
+  Args:
+    groups: where Linux mounts the control groups.
+    own: the file that names the groups of this process.
+  """
+  try:
+    lines = own.read_text().splitlines()
+  except OSError:
+    return math.inf
+  least = math.inf
+  for line in lines:
+    _, controllers, path = line.split(':', 2)
+    if controllers and 'cpu' not in controllers.split(','):
+      continue
+    root = groups / 'cpu' if controllers else groups
+    # A container may see its own group as the root. Groups above may have lower limits.
+    folder = Path(path.lstrip('/'))
+    for group in (root, *(root / part for part in (folder, *folder.parents))):
+      least = min(least, _limit(group))
+  return least
+
+
+def _limit(group: Path) -> float:
+  """Returns the cores that one control group allows, of version 2 or 1."""
+  for names in (('cpu.max',), ('cpu.cfs_quota_us', 'cpu.cfs_period_us')):
+    try:
+      used, period = ' '.join((group / name).read_text() for name in names).split()
+      if used != 'max' and float(used) > 0:
+        return float(used) / float(period)
+    except (OSError, ValueError):
+      continue
+  return math.inf
+
+
+class _Times(NamedTuple):
+  """Seconds since the machine has started, at one time."""
+
+  elapsed: float
+  busy: float  # of all CPUs that this process sees, together
+  own: float  # of these, what this process has used
+
+
+def _times() -> _Times | None:
+  """Returns the times until now; None if Linux does not tell them."""
+  tick = os.sysconf('SC_CLK_TCK')
+  busy = 0.0
+  visible = {f'cpu{cpu}' for cpu in os.sched_getaffinity(0)}
+  try:
+    for line in Path('/proc/stat').read_text().splitlines():
+      name, *fields = line.split()
+      if name in visible:
+        user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
+        busy += (user + nice + system + irq + softirq + steal) / tick
+  except (OSError, ValueError):
+    return None
+  return _Times(time.monotonic(), busy, time.process_time())
+
+
+def _load_of_others() -> int:
+  """Returns the cores that other processes have kept busy since this module was imported.
+
+  At most half of the visible cores count, since a load is often over soon.
+  """
+  now = _times()
+  # Linux counts in hundredths of a second.
+  if not (now and _FIRST) or now.elapsed - _FIRST.elapsed < _LEAST_S:
+    return 0
+  elapsed, busy, own = (b - a for a, b in zip(_FIRST, now, strict=True))
+  return round(min(max(0.0, (busy - own) / elapsed), len(os.sched_getaffinity(0)) / 2))
+
+
+_LEAST_S = 0.3
+_FIRST = _times()
+
+
+def num_gpus() -> int:
+  """Returns the number of NVIDIA GPUs that JAX will see; starts nothing."""
+  platforms = os.environ.get('JAX_PLATFORMS', '')
+  if platforms and not {'cuda', 'gpu'} & set(platforms.split(',')):
+    return 0
+  if not any(importlib.util.find_spec(f'jax_cuda{version}_plugin') for version in (12, 13)):
+    return 0
+  named = os.environ.get('CUDA_VISIBLE_DEVICES')
+  if named is not None:
+    return _before_invalid(named.split(','))
+  return len([x for x in Path('/dev').glob('nvidia*') if x.name.removeprefix('nvidia').isdigit()])
+
+
+def _before_invalid(names: Iterable[str]) -> int:
+  """Returns the number of CUDA's devices that are listed before the first invalid name."""
+  count = 0
+  for name in names:
+    if not name.strip() or name.strip() == '-1':
+      break
+    count += 1
+  return count
+
+
+def smallest(machines: Iterable[Machine]) -> Machine:
+  """Returns what each of several machines has."""
+  machines = list(machines)
+  devices = [machine.devices for machine in machines if machine.devices is not None]
+  return Machine(min(machine.cores for machine in machines),
+                 min(machine.near for machine in machines),
+                 min(machine.gpus for machine in machines), min(devices, default=None))
