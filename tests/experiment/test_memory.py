@@ -116,15 +116,17 @@ def test_as_many_states_of_an_actor_are_counted_as_are_alive(scheme, most):
     counts.append(sum(array() is not None and not array().is_deleted() for array in alive))
 
   def learns_late(call, *_):
-    if scheme == 'cleanba':
-      assert ahead.wait(60)
+    if scheme == 'cleanba':  # each update begins when the actor is a rollout ahead of it
+      with acted:
+        assert acted.wait_for(lambda: len(counts) >= min(call.number + 1, updates), 60)
 
   def tell(call, state, outputs):
-    count(call, state, outputs)
-    if call.number >= 2:
-      ahead.set()
+    with acted:
+      count(call, state, outputs)
+      acted.notify()
 
-  ahead = threading.Event()
+  acted = threading.Condition()
+  updates = run.experiment.env.renew_every_updates
   run_segment(None, prepared_run=run, tamper=lambda workers: wrap('learner', before=learns_late)(
       wrap('actor', after=tell)(workers)))
   # The estimate is a lower bound: the learner forgets a state a moment after it sends parameters.
