@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from podracer_jit.cli import configs
-
 OURS = 'ours'
 STEPS = 2**30  # of our trainings, which are ended before
 PROGRAMS = Path(__file__).parent / 'programs'
@@ -17,12 +15,6 @@ SEEDS = 16
 _CARTPOLE = ['--config=ppo_cartpole', '--config.network.separate_critic=True',
              '--config.loss.clip_value=True', '--config.loss.value_coef=0.5',
              '--config.loss.entropy_coef=0.01', '--config.optimizer.learning_rate=2.5e-4']
-# EnvPool's table 3, as CleanRL has it.
-_PPO_ATARI_8 = (
-    ['--config=ppo_atari_8'] if 'ppo_atari_8' in configs.shipped() else
-    ['--config=ppo_pong_envpool', '--config.env.num_envs=8', '--config.loss.clip_value=True',
-     '--config.loss.value_coef=0.5', '--config.loss.entropy_coef=0.01',
-     '--config.optimizer.learning_rate=2.5e-4', '--config.optimizer.max_grad_norm=0.5'])
 
 
 class Peer(NamedTuple):
@@ -86,7 +78,8 @@ TASKS: Mapping[str, Mapping[str, Case]] = {
         'IMPALA Nature CNN, Pong 128 x 20',
         ['--config=impala_atari:nature_cnn', '--config.env.task=Pong-v5'], ('cleanba',))},
     'pong_ppo': {'pong_ppo': Case(
-        'PPO Nature CNN, Pong 8 x 128, 4 epochs x 4', [*_PPO_ATARI_8, '--config.env.task=Pong-v5'],
+        'PPO Nature CNN, Pong 8 x 128, 4 epochs x 4',
+        ['--config=ppo_atari_8', '--config.env.task=Pong-v5'],
         ('sb3', 'sb3_envpool', 'cleanrl'), on_one_core=True)},
     'cheetah_1x2048': {'cheetah_1x2048': Case(
         'PPO HalfCheetah 1 x 2048, 10 epochs x 32', ['--config=ppo_mujoco'], ('sb3', 'sbx'))},

@@ -15,7 +15,7 @@ from podracer_jit.envs import frames
 from podracer_jit.learner import updates
 from podracer_jit.learner.updates import Draw
 from podracer_jit.losses.algorithm import Algorithm, Aux
-from podracer_jit.numerics import counters, indexing
+from podracer_jit.numerics import counters, indexing, shuffling
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.islands import island
@@ -189,7 +189,7 @@ class FromRollouts:
       if not self.algorithm.shuffles:
         return jnp.arange(count)
       group_key = jax.random.fold_in(jax.random.fold_in(key, epoch), group)
-      return jax.random.permutation(group_key, count)
+      return shuffling.permutation(group_key, count)
 
     by_group = jax.vmap(permutation, in_axes=(None, 0))
     by_epoch = jax.vmap(by_group, in_axes=(0, None))

@@ -73,6 +73,10 @@ def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
   leaves = [_words(jnp.asarray(leaf), env_axis) for leaf in jax.tree.leaves(tree)]
   if env_axis is None:
     leaves = [jnp.concatenate([words.reshape(-1) for words in leaves])]
+  else:
+    # XLA vectorises over the last axis, so it should be long.
+    leaves = [words.reshape(*words.shape[:env_axis + 1], -1) if words.ndim > env_axis + 2 else
+              words for words in leaves]
   indices = {shape: _indices(shape, env_axis, first_env, num_envs)
              for shape in dict.fromkeys(words.shape for words in leaves)}
   # A multiple of 2^32 divided by the golden ratio tells leaves apart.

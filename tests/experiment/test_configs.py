@@ -8,6 +8,7 @@ from podracer_jit import options
 from podracer_jit.configs import (
   impala_atari,
   ppo_atari,
+  ppo_atari_8,
   ppo_mujoco,
   ppo_mujoco_fast,
   ppo_pong_envpool,
@@ -49,6 +50,14 @@ CASES = {  # 2310.00036
         'total_steps': 10_000_000, 'env.num_envs': 64, 'unroll_length': 64, 'num_epochs': 2,
         'num_minibatches': 4, 'optimizer.learning_rate': 2.95e-3, 'loss.clip_value': False,
         'loss.value_coef': 1.3, 'optimizer.max_grad_norm': 3.5}),
+    # 2206.10558's table 3; both papers have a table of this number.
+    'table 3 of EnvPool': (ppo_atari_8, {
+        'total_steps': 10_000_000, 'env.num_envs': 8, 'unroll_length': 128, 'num_epochs': 4,
+        'num_minibatches': 4, 'optimizer.name': 'adam', 'optimizer.learning_rate': 2.5e-4,
+        'optimizer.eps': 1e-5, 'optimizer.anneal': True, 'loss.discount': 0.99,
+        'loss.gae_lambda': 0.95, 'loss.clip': 0.1, 'loss.clip_value': True,
+        'loss.value_coef': 0.5, 'loss.entropy_coef': 0.01, 'optimizer.max_grad_norm': 0.5,
+        'loss.normalise_advantage': True}),
     'table 4': (ppo_pong_envpool, {
         'total_steps': 7_000_000, 'env.num_envs': 64, 'unroll_length': 128, 'num_epochs': 4,
         'num_minibatches': 4, 'optimizer.name': 'adam', 'optimizer.learning_rate': 2e-3,
