@@ -19,6 +19,7 @@ from podracer_jit.losses.ppo import PPO
 from podracer_jit.numerics.fingerprints import as_hex, fingerprint
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.islands import island
+from podracer_jit.numerics.shuffling import permutation
 from podracer_jit.runtime import host, placement
 
 LAG = 0  # updates between the parameters that act and the parameters that learn
@@ -58,7 +59,7 @@ def learn(state, batch):
 
   def shuffled(epoch):  # [minibatches, groups, n]: which rows of each group
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(key, epoch), i))
-    order = jax.vmap(lambda key: jax.random.permutation(key, T * groups.envs))
+    order = jax.vmap(lambda key: permutation(key, T * groups.envs))
     return order(keys(groups.numbers())).reshape(groups.count, MINIBATCHES, -1).swapaxes(0, 1)
 
   def step(state, index):

@@ -19,8 +19,9 @@ Cleanba and CleanRL are measured if --cleanba and --cleanrl name a checkout of t
 `programs/checkouts.py` says how their scripts run on a machine of today; a checkout stays as it is.
 
 Ours is `python -m podracer_jit` with a shipped config and the sizes of the task; nothing says where
-it runs. Peers read sizes and loss from that config. Learning rates of peers do not fall; SBX does
-not clip the value; rejax always does, and clips each number of a gradient instead of its norm.
+it runs, and it looks for no faster placement meanwhile (placement.adapt). Peers read sizes and loss
+from that config. Learning rates of peers do not fall; SBX does not clip the value; rejax always
+does, and clips each number of a gradient instead of its norm.
 
 Each measurement is a process of its own, without a GPU, on all cores that the command may use; two
 tasks also run on one core. The first --warmup_updates updates and --warmup_s seconds after the
@@ -48,7 +49,8 @@ from typing import Any
 
 from absl import flags as absl_flags
 
-from benchmarks.peers import processes, tasks, venvs
+from benchmarks import processes
+from benchmarks.peers import tasks, venvs
 from benchmarks.peers.table import failures, table
 from benchmarks.peers.tasks import CASES, OURS, PEERS, TASKS, Measurement
 from podracer_jit.experiment.flags import parse
@@ -57,6 +59,8 @@ from podracer_jit.workdir import record
 
 FIRST_S = 60.0  # assumed of a measurement that was never made
 INTERRUPTED = 'interrupted'
+# Variables that would change how programs use the cores.
+LEFT_OUT = ('XLA_FLAGS', 'NPROC', 'OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'PYTHONPATH')
 SCRIPT_OF = {'cleanba': 'cleanba/cleanba_impala.py', 'cleanrl': 'cleanrl/ppo_atari_envpool.py'}
 
 
@@ -177,7 +181,7 @@ class Measuring:
     command = tasks.command(measurement, folder, python, self._checkouts.get(measurement.program))
     try:
       figures = processes.measure(command, metrics, log, window, tasks.cores_of(measurement),
-                                  threads)
+                                  environment_of(threads))
     except processes.Failed:
       kept = self._folder / 'logs' / f'{measurement.case}-{measurement.program}.log'
       kept.parent.mkdir(exist_ok=True)
@@ -232,6 +236,17 @@ def show(folder: Path, results: Results) -> None:
       versions = venvs.versions(folder / 'venvs', name)
       print(f'{name}: ' + ', '.join(f'{package} {versions[package]}' for package in venvs.NAMED
                                     if package in versions))
+
+
+def environment_of(threads: int) -> dict[str, str]:
+  """Returns the variables of a process without a GPU.
+
+  Args:
+    threads: of PyTorch; 0: not set.
+  """
+  environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
+  environment |= {'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': ''}
+  return environment | ({'OMP_NUM_THREADS': str(threads)} if threads else {})
 
 
 def machine() -> dict[str, Any]:

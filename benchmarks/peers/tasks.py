@@ -170,7 +170,7 @@ def command(measurement: Measurement, folder: Path, python: str, checkout: Path 
   if measurement.program == OURS:
     seeds = [f'--num_seeds={case.seeds}'] if case.seeds else []
     return [sys.executable, '-m', 'podracer_jit', *case.flags, f'--config.total_steps={STEPS}',
-            f'--workdir={folder / "workdir"}', *seeds]
+            '--config.placement.adapt=False', f'--workdir={folder / "workdir"}', *seeds]
   peer = PEERS[measurement.program]
   program = ([str(PROGRAMS / peer.program)] if peer.venv else
              ['-m', f'benchmarks.peers.programs.{peer.program.removesuffix(".py")}'])

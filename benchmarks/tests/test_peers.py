@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import processes as measuring
 from benchmarks.peers import __main__ as command
-from benchmarks.peers import processes as measuring
 from benchmarks.peers import table, tasks, venvs
-from benchmarks.peers.processes import Failed, Window
 from benchmarks.peers.tasks import CASES, OURS, PEERS, TASKS, Measurement
+from benchmarks.processes import Failed, Window
 from benchmarks.tests.run import ROOT, run_benchmark
 from tests import processes
 
@@ -172,7 +172,7 @@ def _measure(program, tmp_path, window=QUICK):
   """Measures a Python program, which gets the file for metrics as an argument."""
   metrics = tmp_path / 'metrics.jsonl'
   return measuring.measure([sys.executable, '-S', '-c', program, str(metrics)], metrics,
-                           tmp_path / 'log', window, os.sched_getaffinity(0))
+                           tmp_path / 'log', window, os.sched_getaffinity(0), os.environ)
 
 
 def test_a_process_that_fails_is_told_by_its_error(tmp_path):

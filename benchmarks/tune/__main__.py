@@ -1,117 +1,246 @@
-"""Finds the fastest placement on this machine and prints it as flags.
+"""Searches for a placement that is faster than the rule's, and compares the two in pairs.
 
-  python -m benchmarks.tune --config=configs/impala_catch.py --seconds=60
-  python -m benchmarks.tune --config=configs/impala_atari.py --config.env.task=Pong-v5 --seconds=300
-  python -m benchmarks.tune --config=configs/ppo_atari.py --num_shards=1,2,4
+  python -m benchmarks.tune --folder=DIR --config=configs/impala_catch.py
+  python -m benchmarks.tune --folder=DIR --configs=impala_atari:nature_cnn,ppo_mujoco
+  python -m benchmarks.tune --folder=DIR --table
 
-The command takes --config and its overrides, like training. Its last line has the fields in which
-the best placement differs from the config's own. Paste this line after `podracer_jit` and the same
-flags.
+The command goes on where it stopped: DIR/results.jsonl has a line for each measurement. It takes
+--config and its overrides, like training, or names of shipped configs; with neither, eight of them.
 
-The search begins with devices of actors and learners, and on GPUs actors_per_device. `sync` and
-`fused` are tried in place of each other. For the best of these it tries env_threads, and for
-`fused` updates_per_call. With a deterministic scheme none of them changes a result. A workdir keeps
-its scheme, so another scheme needs a new workdir. actor_platform and xla_threads change results and
-stay as they are. num_shards belongs to the experiment, and is tried only if --num_shards lists
-values.
+Each measurement trains in a process of its own, whose first updates do not count, and neither do
+those that only fill a replay; the run does not adapt. The search begins with the devices of actors
+and learners (and on GPUs with actors_per_device), with `sync` and `fused` in place of each other.
+For the best of these it tries env_threads, xla_threads and, for `fused`, updates_per_call. In both
+stages all candidates are measured once, and the three fastest three times. At last the placement as
+shipped and the best one are measured in seven pairs, in turn. With a deterministic scheme none of
+them changes a result; a workdir keeps its scheme, so another scheme needs a new workdir.
 
-Each round divides its share of --seconds among the remaining placements and drops the slower half.
-The last three rounds compare the two best. The config's own placement takes part in every round.
-All placements train from the same first state. Figures are SPS (valid agent steps a second) of at
-least two whole updates, after the updates that fill the channels; for `fused`, of two calls, which
-a lower --config.placement.updates_per_call makes shorter. No new round begins once --seconds are
-spent, so slow updates need more seconds. Compiling and warming up are not counted, and take longer
-than the measurements. A replay is made small.
+The table has the median and the interval of the pairs' ratios, and the flags of the best placement.
+Schemes that act and learn at rates of their own have two speeds, and are refused.
 
-`apex` is refused, because it has two speeds. Several processes are refused, too.
-
-Exit code: 0, 1 if nothing could be measured, 2 if it could not start.
+Exit code: 0 all is measured; 1 nothing could be measured; 2 it could not start; 3 the time was
+over, or the command was interrupted: the same command goes on.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import shlex
 import statistics
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from absl import flags
+from absl.flags import FlagValues
 
+from benchmarks import processes
 from benchmarks.common import parse_config, say
-from benchmarks.tune.candidates import Candidate, as_flags, as_text, places
-from benchmarks.tune.search import Search, best
-from benchmarks.tune.tuner import Tuner, accept, find_machine, prepare, run
+from benchmarks.tune import candidates
+from benchmarks.tune.candidates import Candidate
+from benchmarks.tune.search import PAIRS, SHIPPED, Search, Speed
+from podracer_jit.cli import configs as shipped_configs
+from podracer_jit.experiment.resolve import resolve
+from podracer_jit.experiment.schema import Experiment
+from podracer_jit.parts import user_path
+from podracer_jit.runtime import host
+
+CONFIGS = ('impala_atari:nature_cnn', 'ppo_atari_8', 'pong_laptop', 'ppo_mujoco',
+           'ppo_mujoco_fast', 'apex_dqn_pong_laptop', 'impala_memory', 'ppo_cartpole')
+STEPS = 2**30  # of the trainings, which are ended before
+WARMUP_UPDATES = 3
+WARMUP_S = 4.0
 
 
-def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns its exit code."""
-  values = define_flags()
-  try:
-    config = parse_config(argv, values, __doc__)
-    if config is None:
-      return 0
-    shards = whole_numbers(values.num_shards)
-    experiment, own = prepare(config)
-    machine = find_machine(own, experiment.placement)
-    tuner = Tuner(experiment)
-    first = accept(tuner, places(experiment, own, machine, shards))
-  except ValueError as error:
-    print(f'tune: {error}', file=sys.stderr)
-    return 2
-  return conclude(run(tuner, own, machine, first, values.seconds), own)
+class Case:
+  """The search for one config, whose measurements are lines of a file."""
+
+  def __init__(self, arguments: Sequence[str], path: Path):
+    """Resolves the config.
+
+    Args:
+      arguments: --config and its overrides.
+      path: the file of all measurements.
+
+    Raises:
+      ValueError: the config is wrong, or the scheme has no single speed.
+    """
+    self.arguments = list(arguments)
+    self._path = path
+    config = parse_config([sys.argv[0], *arguments], FlagValues(), __doc__)
+    self._experiment: Experiment = resolve(config)
+    if self._experiment.scheme.graph.free_rates:
+      raise ValueError(f'scheme: {self._experiment.scheme_name} acts and learns at separate rates, '
+                       'so no single figure says which placement is better; tune apex_lockstep '
+                       'instead')
+    here, _ = host.machine()
+    self._places = candidates.places(self._experiment, here)
+
+    def vary(candidate: Candidate) -> list[Candidate]:
+      return candidates.variants(self._experiment, here, candidate)
+
+    self._vary = vary
+
+  @property
+  def name(self) -> str:
+    """The flags, as a shell needs them."""
+    return shlex.join(self.arguments)
+
+  def search(self) -> Search:
+    """Returns the search after what has been measured."""
+    speeds = [Speed(line['stage'], self._placement(line['flags']), line['sps'])
+              for line in processes.read(self._path) if line['config'] == self.name]
+    return Search(self._places, self._vary, speeds)
+
+  def flags_of(self, placement: Any) -> list[str]:
+    """Returns the flags of a placement; none for SHIPPED."""
+    return [] if placement == SHIPPED else placement.flags(self._experiment.scheme_name)
+
+  def _placement(self, written: Sequence[str]) -> Any:
+    """Returns what `flags_of` has written."""
+    if not written:
+      return SHIPPED
+    fields = {}
+    for flag in written:
+      name, _, value = flag.rpartition('.')[2].partition('=')
+      numbers = [int(part) for part in value.strip('(),').split(',')] if name != 'scheme' else value
+      fields[name] = (tuple(numbers) if '(' in value else numbers if name == 'scheme' else
+                      numbers[0])
+    return Candidate(**{'scheme': self._experiment.scheme_name, **fields})
+
+  @property
+  def has_speed(self) -> bool:
+    """Whether any placement could be measured."""
+    return any(line['sps'] for line in processes.read(self._path)
+               if line['config'] == self.name)
+
+  def measure(self, stage: str, placement: Any, folder: Path, seconds: float) -> float:
+    """Measures a placement, and notes its speed; returns the speed, 0 if it failed."""
+    folder = processes.empty(folder)
+    workdir = folder / 'workdir'
+    given = self.flags_of(placement)
+    command = [sys.executable, '-m', 'podracer_jit', *self.arguments, *given,
+               f'--config.total_steps={STEPS}', '--config.placement.adapt=False',
+               f'--workdir={workdir}']
+    window = processes.Window(WARMUP_UPDATES, WARMUP_S, seconds)
+    try:
+      sps = processes.measure(command, workdir / 'metrics.jsonl', folder / 'log', window,
+                              os.sched_getaffinity(0), os.environ)['sps']
+    except processes.Failed as error:
+      say(f'failed: {error}')
+      sps = 0.0
+    with self._path.open('a') as file:
+      print(json.dumps(dict(config=self.name, stage=stage, flags=given, sps=sps)), file=file)
+    return sps
 
 
-def define_flags() -> flags.FlagValues:
-  """Defines the command's own flags, beside those of a config."""
-  values = flags.FlagValues()
-  flags.DEFINE_float('seconds', 60.0, 'Measured time, all placements together.', lower_bound=0.0,
-                     flag_values=values)
-  flags.DEFINE_list('num_shards', [], 'Also try these values. They belong to the experiment, so '
-                    'its result changes with them.', flag_values=values)
-  return values
+def parser() -> argparse.ArgumentParser:
+  """Returns the parser of the command's own flags."""
+  own = argparse.ArgumentParser(
+      prog='python -m benchmarks.tune', description=__doc__, allow_abbrev=False,
+      formatter_class=argparse.RawDescriptionHelpFormatter)
+  own.add_argument('--folder', required=True, help='for results')
+  own.add_argument('--configs', help='shipped configs to tune in turn, separated by commas')
+  own.add_argument('--seconds', type=float, default=8.0, help='of a measurement')
+  own.add_argument('--minutes', type=float, default=30.0, help='of each config, in this call')
+  own.add_argument('--table', action='store_true', help='only prints the table')
+  return own
 
 
-def whole_numbers(texts: Sequence[str]) -> list[int]:
-  """Returns the values of --num_shards.
+def cases_of(configs: str | None, arguments: Sequence[str], path: Path) -> list[Case]:
+  """Returns the searches that a command line names.
+
+  Args:
+    configs: names of shipped configs, separated by commas.
+    arguments: --config and its overrides.
+    path: the file of measurements.
 
   Raises:
-    ValueError: one of them is not a positive whole number.
+    ValueError: a config is wrong.
   """
-  if not all(text.isdecimal() and int(text) for text in texts):
-    raise ValueError(f'--num_shards: must be positive whole numbers, got {",".join(texts)}')
-  return [int(text) for text in texts]
+  if any(arg.partition('=')[0] == '--config' for arg in arguments):
+    if configs is not None:
+      raise ValueError('--configs: --config names another one; give one of the two')
+    return [Case(arguments, path)]
+  names = CONFIGS if configs is None else [name for name in configs.split(',') if name]
+  known = shipped_configs.shipped()
+  for name in names:
+    if name.partition(':')[0] not in known:
+      raise ValueError(f'--configs: there is no {name!r}; known are {", ".join(known)}')
+  return [Case([f'--config={name}', *arguments], path) for name in names]
 
 
-def show(outcome: Search, own: Candidate) -> None:
-  """Prints the table; the placements of the last rounds come first, the fastest at the top."""
-  rows = []
-  for candidate in dict.fromkeys(c for figures in outcome.rounds for c in figures):
-    final = candidate in outcome.last[0]
-    rounds = [x for x in (outcome.last if final else outcome.rounds) if candidate in x]
-    sps = [x[candidate] for x in rounds]
-    ratios = [x[candidate] / x[own] for x in rounds if x.get(own)]
-    rows.append((final, statistics.median(sps), as_text(own, candidate), sps,
-                 f'{statistics.median(ratios):.3f}' if ratios else '-'))
-  rows.sort(key=lambda row: row[:2], reverse=True)
-  width = max(len(row[2]) for row in rows)
-  print(f'{"placement":{width}}        SPS     lowest    highest  / own  rounds')
-  for _, median, text, sps, ratio in rows:
-    print(f'{text:{width}} {median:10,.0f} {min(sps):10,.0f} {max(sps):10,.0f} {ratio:>6} '
-          f'{len(sps):7}')
+def row(case: Case) -> list[str]:
+  """Returns a row of the table."""
+  search = case.search()
+  ratios = search.ratios()
+  if search.best() is None:
+    return [case.name, '', '', 'not measured yet']
+  best = shlex.join(case.flags_of(search.best()))
+  if not ratios:
+    over = search.next() is None
+    return [case.name, '1' if over else '', '', 'as shipped' if over else best]
+  interval = f'{min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} of {PAIRS}'
+  return [case.name, f'{statistics.median(ratios):.3f}', interval, best]
 
 
-def conclude(outcome: Search, own: Candidate) -> int:
-  """Prints the table and, as the last line, the flags; returns the exit code."""
-  show(outcome, own)
-  chosen = best(outcome.last)
-  if not any(figures[chosen] for figures in outcome.last):
+def show(cases: Sequence[Case]) -> None:
+  """Prints the table."""
+  print('| config | as shipped to the best | interval, pairs | the best |')
+  print('| --- | --- | --- | --- |')
+  for case in cases:
+    print('| ' + ' | '.join(row(case)) + ' |')
+
+
+def run(case: Case, folder: Path, seconds: float, minutes: float) -> bool:
+  """Searches until all is measured or the time is over; returns whether all is measured.
+
+  Args:
+    case: the search.
+    folder: of the processes.
+    seconds: of a measurement.
+    minutes: most minutes.
+  """
+  deadline = time.monotonic() + 60 * minutes
+  while following := case.search().next():
+    if time.monotonic() > deadline:
+      return False
+    stage, placement = following
+    sps = case.measure(stage, placement, folder, seconds)
+    say(f'{sps:10,.0f} SPS  {case.name}, {stage}: '
+        f'{shlex.join(case.flags_of(placement)) or SHIPPED}')
+  return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns its exit code."""
+  args, arguments = parser().parse_known_args(argv)
+  folder = user_path(args.folder).absolute()
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    cases = cases_of(args.configs, arguments, folder / 'results.jsonl')
+  except (OSError, ValueError) as error:
+    print(f'tune: {error}', file=sys.stderr)
+    return 2
+  if args.table:
+    show(cases)
+    return 0
+  try:
+    over = all([run(case, folder / 'process', args.seconds, args.minutes) for case in cases])
+  except KeyboardInterrupt:
+    over = False
+  show(cases)
+  if not over:
+    say('tune: not all is measured; the same command goes on')
+    return 3
+  if not any(case.has_speed for case in cases):
     say('tune: nothing could be measured')
     return 1
-  if chosen.num_shards != own.num_shards:
-    print(f'num_shards = {chosen.num_shards} belongs to the experiment: its result is not that of '
-          f'{own.num_shards}; the rest of the flags changes none')
-  print(as_flags(own, chosen) or "the config's own placement is the fastest: no flags")
   return 0
 
 
 if __name__ == '__main__':
-  sys.exit(main(sys.argv))
+  sys.exit(main())

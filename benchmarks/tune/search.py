@@ -1,86 +1,104 @@
-"""Finds the fastest candidate by successive halving."""
+"""What a search measures next, given what it has measured."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeVar
 
-from benchmarks.tune.candidates import Candidate
+Placement = TypeVar('Placement', bound=Hashable)
 
-FINALISTS = 2  # candidates of the last rounds, apart from the config's own
-LAST_ROUNDS = 3
-
-
-class Figures(NamedTuple):
-  """The result of one measurement."""
-
-  sps: float
-  seconds: float  # counted seconds
+FINALISTS = 3  # of the first round of a stage
+ROUNDS = 3  # in which finalists are measured
+PAIRS = 7
+DEVICES, THREADS, PAIR = 'devices', 'threads', 'pair'
+SHIPPED = 'as shipped'
 
 
-class Search(NamedTuple):
-  """The result of a search: the SPS of each candidate in each round."""
+class Speed(NamedTuple):
+  """A measurement."""
 
-  rounds: list[dict[Candidate, float]]  # all rounds
-  last: list[dict[Candidate, float]]  # the rounds that decide
+  stage: str  # DEVICES, THREADS or PAIR
+  placement: Hashable  # SHIPPED, or a candidate
+  sps: float  # 0: it failed
 
 
-def search(first: Sequence[Candidate], vary: Callable[[Candidate], Sequence[Candidate]],
-           own: Sequence[Candidate], measure: Callable[[Candidate, float], Figures],
-           seconds: float) -> Search:
-  """Searches by successive halving: first among `first`, then among the best and its variants.
+class Search:
+  """A search for the fastest placement: among devices, then among numbers of threads and calls.
 
-  Args:
-    first: the first candidates.
-    vary: (candidate) -> variants of it.
-    own: candidates that take part in every round: the config's own, or none.
-    measure: (candidate, seconds) -> Figures.
-    seconds: measured time of the whole search. Once it is spent, the current round is the last.
+  In each stage, all candidates are measured once, and the FINALISTS fastest of them ROUNDS times.
+  At last the shipped placement and the best one are measured in PAIRS, in turn.
   """
-  rounds = []
-  left_s = seconds
-  alive = list(first)
-  halvings = _rounds(len(alive))
-  halvings_of_variants = _rounds(min(len(alive), FINALISTS) + len(vary(alive[0])))
-  num_rounds = halvings + halvings_of_variants + LAST_ROUNDS
 
-  def measure_round(alive: Sequence[Candidate]) -> None:
-    nonlocal left_s
-    # Without duplicates, in order: `own` may be alive by itself.
-    candidates = dict.fromkeys((*alive, *own))
-    sps = {}
-    for candidate in candidates:
-      figures = measure(candidate, seconds / num_rounds / len(candidates))
-      sps[candidate] = figures.sps
-      left_s -= figures.seconds
-    rounds.append(sps)
+  def __init__(self, places: Sequence[Placement], vary: Callable[[Placement], list[Placement]],
+               speeds: Sequence[Speed]):
+    """Begins, or goes on.
 
-  for widen in (False, True):
-    if widen:
-      alive += vary(alive[0])
-    for _ in range(_rounds(len(alive))):
-      measure_round(alive)
-      # Only figures of one round are compared: the machine's speed may change between rounds.
-      alive = sorted(alive, key=rounds[-1].get, reverse=True)[:max(FINALISTS, len(alive) // 2)]
-      if left_s <= 0:
-        return Search(rounds, rounds[-1:])
-  before = len(rounds)
-  while len(rounds) < before + LAST_ROUNDS and (left_s > 0 or len(rounds) == before):
-    measure_round(alive)
-  return Search(rounds, rounds[before:])
+    Args:
+      places: the candidates of the first stage, that of the rule first.
+      vary: (candidate) -> it and its variants, the candidates of the second stage.
+      speeds: what has been measured.
+    """
+    self._places = places
+    self._vary = vary
+    self._speeds = speeds
 
+  def of(self, stage: str, placement: Hashable) -> list[float]:
+    """Returns the speeds of a placement in a stage."""
+    return [x.sps for x in self._speeds if (x.stage, x.placement) == (stage, placement)]
 
-def _rounds(count: int) -> int:
-  """Returns the number of rounds that halve `count` candidates to FINALISTS.
+  def next(self) -> tuple[str, Hashable] | None:
+    """Returns the stage and the placement to measure next; None if the search is over."""
+    following = self._next_of(DEVICES, self._places)
+    if following:
+      return following
+    variants = self._vary(self._best_of(DEVICES, self._places))
+    following = self._next_of(THREADS, variants)
+    if following:
+      return following
+    best = self._best_of(THREADS, variants)
+    if best == self._places[0]:
+      return None  # it is the shipped one
+    counts = [len(self.of(PAIR, placement)) for placement in (SHIPPED, best)]
+    if min(counts) == PAIRS:
+      return None
+    # Every second pair begins with the other one.
+    order = (SHIPPED, best) if min(counts) % 2 == 0 else (best, SHIPPED)
+    return PAIR, next(x for x in order if len(self.of(PAIR, x)) == min(counts))
 
-  It is at least 1 for two candidates or more, which a round ranks.
-  """
-  if count < 2:
-    return 0
-  return 1 if count // 2 <= FINALISTS else 1 + _rounds(count // 2)
+  def best(self) -> Hashable | None:
+    """Returns the fastest placement; None if the search has not found it yet."""
+    if self._next_of(DEVICES, self._places):
+      return None
+    variants = self._vary(self._best_of(DEVICES, self._places))
+    return None if self._next_of(THREADS, variants) else self._best_of(THREADS, variants)
 
+  def ratios(self) -> list[float]:
+    """Returns the speed as shipped over that of the best, of each pair whose two sides worked."""
+    pairs = zip(self.of(PAIR, SHIPPED), self.of(PAIR, self.best()), strict=False)
+    return [shipped / best for shipped, best in pairs if shipped and best]
 
-def best(rounds: Sequence[Mapping[Candidate, float]]) -> Candidate:
-  """Returns the candidate with the highest median."""
-  return max(rounds[0], key=lambda candidate: statistics.median(x[candidate] for x in rounds))
+  def _next_of(self, stage: str, candidates: Sequence[Placement]) -> tuple[str, Placement] | None:
+    """Returns the next measurement of a stage; None if it is over."""
+    if len(candidates) == 1:
+      return None
+    new = [x for x in candidates if not self.of(stage, x)]
+    if new:
+      return stage, new[0]
+    finalists = self._finalists(stage, candidates)
+    counts = [len(self.of(stage, x)) for x in finalists]
+    if min(counts) == ROUNDS:
+      return None
+    return stage, finalists[counts.index(min(counts))]
+
+  def _finalists(self, stage: str, candidates: Sequence[Placement]) -> list[Placement]:
+    """Returns the candidates that were the fastest in the first round; failures are none."""
+    order = sorted(candidates, key=lambda x: self.of(stage, x)[0], reverse=True)
+    return [x for x in order[:FINALISTS] if self.of(stage, x)[0]] or order[:1]
+
+  def _best_of(self, stage: str, candidates: Sequence[Placement]) -> Placement:
+    """Returns the candidate with the highest median."""
+    if len(candidates) == 1:
+      return candidates[0]
+    return max(self._finalists(stage, candidates),
+               key=lambda x: statistics.median(self.of(stage, x)))

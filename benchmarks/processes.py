@@ -16,15 +16,13 @@ from typing import Any, NamedTuple
 
 from benchmarks.gymnasium_stress import descendants
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.1
 MEMORY_EVERY_S = 1.0  # reading the pages of a process takes some of its time
 END_S = 30  # processes that are killed have their memory freed by then
 PATIENCE_S = 240  # a training that makes no update for so long has failed
 LIMIT_S = 600  # of a process
 LEAST_UPDATES = 2  # of a measurement
-# Variables that would change how programs use the cores.
-LEFT_OUT = ('XLA_FLAGS', 'NPROC', 'OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'PYTHONPATH')
 
 
 class Window(NamedTuple):
@@ -46,7 +44,7 @@ class Failed(RuntimeError):
 
 
 def measure(command: Sequence[str], metrics: Path, log: Path, window: Window,
-            cores: set[int], threads: int = 0) -> dict[str, Any]:
+            cores: set[int], environment: Mapping[str, str]) -> dict[str, Any]:
   """Measures a training, and ends it with all its children.
 
   Args:
@@ -55,7 +53,7 @@ def measure(command: Sequence[str], metrics: Path, log: Path, window: Window,
     log: the file for its output.
     window: when it is measured.
     cores: the cores that it may use.
-    threads: threads of PyTorch; 0: not set.
+    environment: its variables.
 
   Returns:
     `sps`, `cores_busy`, `peak_mb` and `updates`.
@@ -63,10 +61,6 @@ def measure(command: Sequence[str], metrics: Path, log: Path, window: Window,
   Raises:
     Failed: the training ended, or made too few updates.
   """
-  environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
-  environment |= {'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': ''}
-  if threads:
-    environment['OMP_NUM_THREADS'] = str(threads)
   with log.open('w') as output:
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
@@ -138,7 +132,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def begun(records: Sequence[Mapping[str, Any]], window: Window) -> Mapping[str, Any] | None:
-  """Returns the last update of the warm-up; None if it is not over."""
+  """Returns the last update of the warm-up; None if it is not over.
+
+  Updates that only fill a replay are before it.
+  """
+  records = [record for record in records if record.get('sampled', 1)]
   return next((record for record in records[window.warmup_updates:]
                if record['wall_s'] >= records[0]['wall_s'] + window.warmup_s), None)
 
