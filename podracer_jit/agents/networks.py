@@ -68,8 +68,8 @@ def orthogonal(scale: float) -> Callable:
 class Conv(nn.Module):
   """Square convolution on NHWC, by `convolution.conv2d`, whose gradients are fast in CPU loops.
 
-  `preprocess` is computed a second time for the gradient. So only the raw input is kept until then,
-  and uint8 takes a quarter of the memory of float32.
+  A first layer makes its image of observations, for the gradient a second time. So only the raw
+  input is kept until then, and uint8 takes a quarter of the memory of float32.
   """
 
   features: int  # output channels
@@ -77,33 +77,35 @@ class Conv(nn.Module):
   stride: int = 1
   padding: str = 'VALID'
   kernel_init: Callable = nn.initializers.lecun_normal()
-  preprocess: Callable | None = None  # input -> image [N, H, W, C] f32
+  # Of a first layer: maps pixels [N, H, W, C] to floats, whatever the order of the pixels is.
+  to_image: Callable | None = None
+  channels_last: bool = True  # the input of a first layer is not [N, C, H, W]
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns the convolution [N, H', W', features] of x."""
-    def convolve(x, w):
-      image = self.preprocess(x) if self.preprocess else x
-      return convolution.conv2d(image, w, self.stride, self.padding)
+    def first(x, w):
+      return convolution.conv2d_of_pixels(x, w, self.stride, self.padding, self.to_image,
+                                          self.channels_last)
 
-    channels = (jax.eval_shape(self.preprocess, x) if self.preprocess else x).shape[-1]
+    def convolve(x, w):
+      return convolution.conv2d(x, w, self.stride, self.padding)
+
+    channels = x.shape[-1 if self.channels_last else 1]
     w = self.param('kernel', self.kernel_init, (self.kernel, self.kernel, channels, self.features))
     b = self.param('bias', nn.initializers.zeros, (self.features,))
-    return (jax.checkpoint(convolve) if self.preprocess else convolve)(x, w) + b
+    return (jax.checkpoint(first) if self.to_image else convolve)(x, w) + b
 
 
-def _image(obs: jax.Array, channels_last: bool = False) -> jax.Array:
-  """Returns [N, H, W, C] f32 of images [N, C, H, W], or [N, H, W, C]; bytes become 0 to 1."""
-  if not channels_last:
-    # The barrier makes XLA transpose bytes, not floats.
-    obs = lax.optimization_barrier(obs.transpose(0, 2, 3, 1))
-  image = obs.astype(jnp.float32)
-  return image / 255.0 if obs.dtype == np.uint8 else image
+def _image(pixels: jax.Array) -> jax.Array:
+  """Returns pixels [N, H, W, C] as f32; bytes become 0 to 1."""
+  image = pixels.astype(jnp.float32)
+  return image / 255.0 if pixels.dtype == np.uint8 else image
 
 
-def _centred_image(obs: jax.Array, channels_last: bool = False) -> jax.Array:
+def _centred_image(pixels: jax.Array) -> jax.Array:
   """Returns the result of `_image`, from which each image's mean is subtracted."""
-  x = _image(obs, channels_last)
+  x = _image(pixels)
   return x - jnp.mean(x, axis=(1, 2, 3), keepdims=True)
 
 
@@ -167,13 +169,11 @@ class NatureCNN(ConvTorso):
 
   def convolve(self, x: jax.Array) -> jax.Array:
     """Returns the last convolution's activations [N, H', W', C'] of observations x."""
-    # The first convolution makes images of the observations.
-    preprocess = functools.partial(_centred_image if self.centre else _image,
-                                   channels_last=self.channels_last)
+    first = dict(to_image=_centred_image if self.centre else _image,
+                 channels_last=self.channels_last)
     for features, kernel, stride in zip(self.channels, self.kernels, self.strides, strict=True):
-      x = nn.relu(Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)),
-                       preprocess=preprocess)(x))
-      preprocess = None
+      x = nn.relu(Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)), **first)(x))
+      first = {}
     return x
 
 
@@ -200,12 +200,11 @@ class ImpalaResNet(ConvTorso):
 
   def convolve(self, x: jax.Array) -> jax.Array:
     """Returns the last section's activations [N, H', W', C'] of observations x."""
-    # The first convolution makes images of the observations.
-    preprocess = functools.partial(_image, channels_last=self.channels_last)
+    first = dict(to_image=_image, channels_last=self.channels_last)
     for features in self.channels:
-      x = Conv(features, 3, padding='SAME', preprocess=preprocess)(x)
+      x = Conv(features, 3, padding='SAME', **first)(x)
       x = convolution.max_pool(x, window=3, stride=2)
-      preprocess = None
+      first = {}
       for _ in range(self.blocks):
         x = self.block()(x)
     return nn.relu(x)
