@@ -189,11 +189,14 @@ def conv2d_of_pixels(x: jax.Array, w: jax.Array, stride: int, padding: str, to_i
     return conv2d(to_image(x), w, stride, padding)
 
   def fast(x, w):
+    if channels_last:
+      x = lax.optimization_barrier(x.transpose(0, 3, 1, 2))
     return _conv2d_in_blocks(to_image(_blocks_of_words(x)), _kernel_of_blocks(w))
 
-  if (_plain.get() or channels_last or x.dtype != jnp.uint8 or padding != 'VALID'
-      or stride != _WORD or w.shape[:2] != (2 * stride,) * 2
-      or any(size % stride or size == stride for size in x.shape[2:])):
+  sizes = x.shape[1:3] if channels_last else x.shape[2:]
+  if (_plain.get() or x.dtype != jnp.uint8 or padding != 'VALID' or stride != _WORD
+      or w.shape[:2] != (2 * stride,) * 2
+      or any(size % stride or size == stride for size in sizes)):
     return plain(x, w)
   return lax.platform_dependent(x, w, cpu=fast, default=plain)
 
