@@ -1,4 +1,4 @@
-"""What a search measures next, given what it has measured."""
+"""The order in which a search measures placements, and how it chooses the best one."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_conv2d_of_pixels_equals_jaxs_convolution(
 
 
 def test_blocks_have_gradients_of_both_arguments():
-  """Of a convolution with windows of 2x2 blocks that are pixels with many channels."""
+  """Blocks are pixels with many channels, and a window has 2x2 of them."""
   x, w = normal(0, 2, 5, 4, 6)[0], normal(1, 6, 2, 2, 3)[0]
   dy = normal(2, 2, 4, 3, 3)[0]
   ours = _with_gradients(convolution._conv2d_in_blocks)(x, w, dy)
