@@ -4,8 +4,9 @@
   python -m benchmarks.tune --folder=DIR --configs=impala_atari:nature_cnn,ppo_mujoco
   python -m benchmarks.tune --folder=DIR --table
 
-The command goes on where it stopped: DIR/results.jsonl has a line for each measurement. It takes
---config and its overrides, like training, or names of shipped configs; with neither, eight of them.
+The command goes on where it stopped: DIR/results.jsonl has a line for each measurement, and one for
+the candidates of each stage, which it keeps whatever is free later. It takes --config and its
+overrides, like training, or names of shipped configs; with neither, eight of them.
 
 Each measurement trains in a process of its own, whose first updates do not count, and neither do
 those that only fill a replay; the run does not adapt. The search begins with the devices of actors
@@ -41,7 +42,7 @@ from benchmarks import processes
 from benchmarks.common import parse_config, say
 from benchmarks.tune import candidates
 from benchmarks.tune.candidates import Candidate
-from benchmarks.tune.search import PAIRS, SHIPPED, Search, Speed
+from benchmarks.tune.search import DEVICES, PAIRS, SHIPPED, THREADS, Search, Speed
 from podracer_jit.cli import configs as shipped_configs
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.experiment.schema import Experiment
@@ -76,13 +77,7 @@ class Case:
       raise ValueError(f'scheme: {self._experiment.scheme_name} acts and learns at separate rates, '
                        'so no single figure says which placement is better; tune apex_lockstep '
                        'instead')
-    here, _ = host.machine()
-    self._places = candidates.places(self._experiment, here)
-
-    def vary(candidate: Candidate) -> list[Candidate]:
-      return candidates.variants(self._experiment, here, candidate)
-
-    self._vary = vary
+    self._machine, _ = host.machine()
 
   @property
   def name(self) -> str:
@@ -92,8 +87,30 @@ class Case:
   def search(self) -> Search:
     """Returns the search after what has been measured."""
     speeds = [Speed(line['stage'], self._placement(line['flags']), line['sps'])
-              for line in processes.read(self._path) if line['config'] == self.name]
-    return Search(self._places, self._vary, speeds)
+              for line in self._lines() if 'sps' in line]
+    places = self._plan(DEVICES) or candidates.places(self._experiment, self._machine)
+
+    def vary(candidate: Candidate) -> list[Candidate]:
+      return (self._plan(THREADS) or
+              candidates.variants(self._experiment, self._machine, candidate))
+
+    return Search(places, vary, speeds)
+
+  def _lines(self) -> list[dict[str, Any]]:
+    """Returns the lines of the file that are of this config."""
+    return [line for line in processes.read(self._path) if line['config'] == self.name]
+
+  def _plan(self, stage: str) -> list[Candidate] | None:
+    """Returns the candidates of a stage that has begun, since the free cores may be others now."""
+    for line in self._lines():
+      if 'candidates' in line and line['stage'] == stage:
+        return [self._placement(flags) for flags in line['candidates']]
+    return None
+
+  def _write(self, stage: str, **fields: Any) -> None:
+    """Appends a line to the file."""
+    with self._path.open('a') as file:
+      print(json.dumps(dict(config=self.name, stage=stage, **fields)), file=file)
 
   def flags_of(self, placement: Any) -> list[str]:
     """Returns the flags of a placement; none for SHIPPED."""
@@ -114,11 +131,13 @@ class Case:
   @property
   def has_speed(self) -> bool:
     """Whether any placement could be measured."""
-    return any(line['sps'] for line in processes.read(self._path)
-               if line['config'] == self.name)
+    return any(line.get('sps') for line in self._lines())
 
   def measure(self, stage: str, placement: Any, folder: Path, seconds: float) -> float:
     """Measures a placement, and notes its speed; returns the speed, 0 if it failed."""
+    planned = self.search().candidates(stage)
+    if planned and self._plan(stage) is None:
+      self._write(stage, candidates=[self.flags_of(candidate) for candidate in planned])
     folder = processes.empty(folder)
     workdir = folder / 'workdir'
     given = self.flags_of(placement)
@@ -132,8 +151,7 @@ class Case:
     except processes.Failed as error:
       say(f'failed: {error}')
       sps = 0.0
-    with self._path.open('a') as file:
-      print(json.dumps(dict(config=self.name, stage=stage, flags=given, sps=sps)), file=file)
+    self._write(stage, flags=given, sps=sps)
     return sps
 
 

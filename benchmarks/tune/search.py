@@ -47,12 +47,18 @@ class Search:
     """Returns the speeds of a placement in a stage."""
     return [x.sps for x in self._speeds if (x.stage, x.placement) == (stage, placement)]
 
+  def candidates(self, stage: str) -> Sequence[Placement]:
+    """Returns the candidates of a stage, before which the first one is over; none for PAIR."""
+    if stage == DEVICES:
+      return self._places
+    return self._vary(self._best_of(DEVICES, self._places)) if stage == THREADS else []
+
   def next(self) -> tuple[str, Hashable] | None:
     """Returns the stage and the placement to measure next; None if the search is over."""
     following = self._next_of(DEVICES, self._places)
     if following:
       return following
-    variants = self._vary(self._best_of(DEVICES, self._places))
+    variants = self.candidates(THREADS)
     following = self._next_of(THREADS, variants)
     if following:
       return following
@@ -70,7 +76,7 @@ class Search:
     """Returns the fastest placement; None if the search has not found it yet."""
     if self._next_of(DEVICES, self._places):
       return None
-    variants = self._vary(self._best_of(DEVICES, self._places))
+    variants = self.candidates(THREADS)
     return None if self._next_of(THREADS, variants) else self._best_of(THREADS, variants)
 
   def ratios(self) -> list[float]:

@@ -347,8 +347,8 @@ def test_an_asynchronous_run_is_saved_and_resumes(scheme, tmp_path):
     assert all(a['steps'] < b['steps'] for a, b in itertools.pairwise(metrics))
 
 
-def test_a_finished_run_only_reports_that_it_is_finished(uninterrupted):
-  workdir = uninterrupted('cleanba impala')
+def test_a_finished_run_only_reports_that_it_is_finished(uninterrupted, tmp_path):
+  workdir = shutil.copytree(uninterrupted('cleanba impala'), tmp_path / 'run')
   before = (workdir / 'receipts.jsonl').read_text()
   result = binary(*RUNS['cleanba impala'], f'--workdir={workdir}')
   assert result.returncode == 0 and 'finished at update 9' in result.stdout
@@ -356,9 +356,10 @@ def test_a_finished_run_only_reports_that_it_is_finished(uninterrupted):
 
 
 def test_a_changed_config_is_refused_and_a_changed_placement_is_not(
-    uninterrupted, capsys, monkeypatch):
+    uninterrupted, tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(train.host, 'prepare_host', only_checks(train.host.prepare_host))
-  args = ['podracer_jit', *RUNS['cleanba impala'], f'--workdir={uninterrupted("cleanba impala")}']
+  workdir = shutil.copytree(uninterrupted('cleanba impala'), tmp_path / 'run')
+  args = ['podracer_jit', *RUNS['cleanba impala'], f'--workdir={workdir}']
   assert train.main([*args, '--config.seed=2', '--config.loss.discount=0.9']) == 2
   error = capsys.readouterr().err
   assert 'loss.discount: 0.99 there, 0.9 now: --change=loss.discount allows it; ' in error
