@@ -29,7 +29,7 @@ from podracer_jit.play import video as video_lib
 from podracer_jit.play.agent import PARAMETERS, Agent, load_run, load_saved
 from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain
-from podracer_jit.training import crew, evaluator, opening, sinks, stopping, trainer
+from podracer_jit.training import crew, evaluator, opening, profiling, sinks, stopping, trainer
 from podracer_jit.training.sinks import Callback
 from podracer_jit.workdir import journal
 from podracer_jit.workdir.workdir import make_request
@@ -123,6 +123,7 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
           init_from: str | Path | None = None,
           init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
           renew_envs: bool = False, profile_dir: str | Path | None = None,
+          profile_updates: tuple[int, int] | None = None,
           quiet: bool = False) -> Trained | list[Trained]:
   """Trains in this process, with the same bits as the command; goes on with a run in the workdir.
 
@@ -147,7 +148,9 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
     change: fields that may differ from the workdir's config.
     renew_envs: goes on with new episodes, if the simulators of the run cannot be made again as
       they were.
-    profile_dir: a folder for a jax.profiler trace of a few updates.
+    profile_dir: a folder for a jax.profiler trace of a few updates, and a memory profile.
+    profile_updates: the first and the last update of the trace; None: a few after the programs are
+      warm.
     quiet: prints nothing but warnings.
 
   Returns:
@@ -168,6 +171,8 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
     fields = _start(config)
     folder = user_path(workdir)
     request = make_request(init_from, init_partly, extend, change, renew_envs)
+    trace_folder = user_path(profile_dir) if profile_dir else None
+    to_record = profiling.make_profiling(trace_folder, profile_updates)
 
   def enter(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
     cluster = None
@@ -176,7 +181,7 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
     prepare(fields)
     return trainer.opened(resolve(fields), folder, request, cluster, num_seeds)
 
-  opened, finished = _train(enter, quiet, users=told, profile_dir=_text(profile_dir))
+  opened, finished = _train(enter, quiet, users=told, profiling=to_record)
   if opened is None:
     return Trained(folder, finished=False) if num_seeds is None else []
   results = [_trained(each, finished) for each in opened.runs]
@@ -227,10 +232,6 @@ def _train(enter: Callable[[contextlib.ExitStack], contextlib.AbstractContextMan
     # The program's own handlers are in place again; Python's raises KeyboardInterrupt for Ctrl-C.
     signal.raise_signal(stop.signal)
   return opened, finished
-
-
-def _text(path: str | Path | None) -> str | None:
-  return None if path is None else str(user_path(path))
 
 
 def _trained(opened: opening.Opened, finished: bool) -> Trained:

@@ -156,6 +156,7 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
   infer b; send b; ... So one of them steps while the policy works on another. The token that passes
   through all calls keeps them in this order; XLA drops an `optimization_barrier` before it
   schedules. The overlap ends only with a rollout, when each of them receives its last step.
+  Environments that are functions do not step meanwhile, so each is received in its own turn.
 
   Args:
     algorithm: acts in the environments.
@@ -173,6 +174,7 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
   """
 
   act = make_act(algorithm, greedy)
+  is_function = [getattr(vector_env, 'is_function', False) for vector_env in vector_envs]
 
   def empty_buffer(obs: Observations, env: EnvState) -> Rollout:
     returns = None if discount is None else jnp.zeros((unroll_length, *env.ended.shape))
@@ -185,20 +187,29 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
       envs = list(envs)
       buffers = list(buffers)
       for i, vector_env in enumerate(vector_envs):
-        before = envs[i].obs
-        token, envs[i], fields = lax.cond(
-            t > 0, functools.partial(_receive, vector_env), _nothing_yet, token, envs[i])
-        # At t = 0 no step came back; row 0 gets placeholders, which turn 1 overwrites. The buffers
-        # stay outside the `cond`, which would copy them.
-        buffers[i] = _add(_write(buffers[i], jnp.maximum(t - 1, 0), **fields), t, before,
-                          envs[i].obs)
+        if not is_function[i]:
+          before = envs[i].obs
+          token, envs[i], fields = lax.cond(
+              t > 0, functools.partial(_receive, vector_env), _nothing_yet, token, envs[i])
+          # At t = 0 no step came back; row 0 gets placeholders, which turn 1 overwrites. The
+          # buffers stay outside the `cond`, which would copy them.
+          buffers[i] = _add(_write(buffers[i], jnp.maximum(t - 1, 0), **fields), t, before,
+                            envs[i].obs)
 
         envs[i], env_action, row = act(given, keys[i][t], envs[i])
         with jax.named_scope('environment'):
           token, simulator = vector_env.send(token, envs[i].simulator, env_action)
         envs[i] = envs[i]._replace(simulator=simulator, sent=_note(envs[i].sent, env_action, t))
         buffers[i] = _write(buffers[i], t, **row)
+        if is_function[i]:
+          token, envs[i], buffers[i] = receive(vector_env, token, envs[i], buffers[i], t)
       return token, tuple(envs), tuple(buffers)
+
+    def receive(vector_env, token, env, buffer, t):
+      """Receives the step of row t."""
+      before = env.obs
+      token, env, fields = _receive(vector_env, token, env)
+      return token, env, _add(_write(buffer, t, **fields), t + 1, before, env.obs)
 
     # All at once, because a key alone takes as long as a decision of a small network.
     keys = [jax.vmap(functools.partial(row_key, env))(jnp.arange(unroll_length, dtype=jnp.int32))
@@ -209,10 +220,9 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
 
     # The loop has sent the actions of the last row; their results are still to be received.
     out = []
-    for vector_env, env, buffer in zip(vector_envs, envs, buffers, strict=True):
-      before = env.obs
-      token, env, fields = _receive(vector_env, token, env)
-      buffer = _add(_write(buffer, unroll_length - 1, **fields), unroll_length, before, env.obs)
+    for i, (vector_env, env, buffer) in enumerate(zip(vector_envs, envs, buffers, strict=True)):
+      if not is_function[i]:
+        token, env, buffer = receive(vector_env, token, env, buffer, unroll_length - 1)
       if discount is not None:
         env, buffer = _discount(discount, env, buffer)
       buffer = with_faults(buffer, env.env_id, vector_env)

@@ -35,11 +35,11 @@ from podracer_jit.errors import (
   refusing,
 )
 from podracer_jit.experiment.flags import default_workdir, parse
-from podracer_jit.experiment.resolve import placement_of, resolve
+from podracer_jit.experiment.resolve import resolve
 from podracer_jit.parts import user_path
 from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain, give_up_lost_streams
-from podracer_jit.training import crew, sinks, stopping, trainer
+from podracer_jit.training import crew, profiling, sinks, stopping, trainer
 from podracer_jit.workdir import checkpoints
 from podracer_jit.workdir.workdir import make_request
 
@@ -59,8 +59,12 @@ def main(argv: Sequence[str], began_s: float | None = None) -> int:
   values = flags.FlagValues()
   flags.DEFINE_string('workdir', None, 'A folder for checkpoints and metrics; default: runs/ and '
                       'the name of the config.', flag_values=values)
-  flags.DEFINE_string('profile_dir', None, 'A folder for a jax.profiler trace of a few updates.',
-                      flag_values=values)
+  flags.DEFINE_string('profile_dir', None, 'A folder for a jax.profiler trace of a few updates, '
+                      'and a memory profile.', flag_values=values)
+  flags.DEFINE_string('profile_updates', None, 'A:B, the first and the last update of the trace; '
+                      'default: a few after the programs are warm.', flag_values=values)
+  flags.DEFINE_integer('profile_port', None, 'A port at which jax.profiler listens meanwhile, for '
+                       "TensorBoard's and xprof's captures.", flag_values=values)
   flags.DEFINE_bool('renew_envs', False, 'Goes on with new episodes, if the simulators of the run '
                     'cannot be made again as they were.', flag_values=values)
   flags.DEFINE_string('init_from', None, 'A workdir. A new run begins with the newest state of '
@@ -119,19 +123,22 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
           raise ValueError('--num_seeds: is for one process')
         if is_distributed:
           # Processes must join before JAX starts, and creating some environments starts JAX.
-          host.join(placement_of(config), *joining, values.coordinator_timeout_s)
-        profile_dir = values.profile_dir and str(user_path(values.profile_dir))
+          host.join(*joining, values.coordinator_timeout_s)
+        folder = user_path(values.profile_dir) if values.profile_dir else None
+        to_record = profiling.make_profiling(folder, values.profile_updates)
         cluster = None
         if values.num_seeds is None:
           cluster = stack.enter_context(crew.joined(config))
         told = sinks.users(values.callbacks, values.num_seeds or 1)
         opened = stack.enter_context(trainer.opened(
             resolve(config), workdir, request, cluster, values.num_seeds))
+        if values.profile_port is not None:
+          profiling.serve(values.profile_port)
       failing = opened.workdir
       for note in opened.notes:
         complain(f'podracer_jit: {note}')
       stop.begin_training()
-      if not opened.train(stop, told, profile_dir, began_s=began_s):
+      if not opened.train(stop, told, to_record, began_s=began_s):
         raise Stopped(is_saved=bool(checkpoints.saved_updates(opened.workdir)))
     except Stopped as stopped:
       return stopped.code

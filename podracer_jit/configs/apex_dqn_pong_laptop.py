@@ -15,7 +15,7 @@ def get_config(arg: str = ''):
   config = experiment.config('dqn', 'nature_cnn', 'adam', scheme='apex_lockstep')
   config.total_steps = 2_000_000
   config.unroll_length = 16
-  config.microbatch_rows = 64  # activations that fit a core's cache are fastest
+  config.microbatch_rows = -1
 
   config.env.task = 'Pong-v5'
   config.env.num_envs = 16

@@ -17,7 +17,7 @@ def get_config(arg: str = ''):
   config.unroll_length = 128
   config.num_epochs = 3
   config.num_minibatches = 8
-  config.microbatch_rows = 64  # activations that fit a core's cache are fastest
+  config.microbatch_rows = -1
 
   config.env.task = 'Pong-v5'
   config.env.num_envs = 16

@@ -41,7 +41,7 @@ def get_config(arg: str = ''):
   config.optimizer.max_grad_norm = 0.5
 
   config.num_grad_shards = 8  # at most 8 learner devices
-  config.microbatch_rows = 64  # activations that fit a CPU's cache are fastest
+  config.microbatch_rows = -1
   config.env.renew_every_updates = 300  # 5M steps
 
   if 'smoke' in experiment.arguments(arg, 'smoke'):

@@ -15,7 +15,7 @@ def get_config(arg: str = ''):
   config.unroll_length = 64
   config.num_minibatches = 4
   config.num_epochs = 4
-  config.microbatch_rows = 4096  # activations of more would not fit a CPU's cache
+  config.microbatch_rows = -1
   config.loss.clip = 0.2
   config.loss.discount = 0.98
   # The heads share a torso and returns are large, so a larger weight would drown the policy loss.

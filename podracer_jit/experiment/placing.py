@@ -11,6 +11,7 @@ import dataclasses
 import math
 from typing import Any
 
+from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime.machine import Machine
 from podracer_jit.runtime.placement import PlacementOptions
@@ -30,6 +31,10 @@ _NUMBER_S = 7e-9
 _CALL_S = 0.064
 _MOST_UPDATES_PER_CALL = 64
 _MOST_XLA_THREADS = 16
+# Rows whose activations fit a core's cache, with observations of at least so many numbers and with
+# smaller ones.
+_LARGE_OBS = 4096
+_ROWS_OF_LARGE, _ROWS_OF_SMALL = 64, 4096
 
 
 def placed(experiment: Experiment, machine: Machine, processes: int = 1) -> PlacementOptions:
@@ -101,6 +106,16 @@ def _devices(experiment: Experiment, machine: Machine, processes: int) -> dict[s
     learner_devices = given.actor_devices
   return dict(actor_devices=actor_devices, learner_devices=learner_devices,
               actors_per_device=per_device)
+
+
+def microbatch_rows(spec: EnvSpec, machine: Machine) -> int:
+  """Returns what suits a machine as `microbatch_rows`, if a config leaves it open.
+
+  Results depend on it, so a run keeps the number that it began with; see `opening.as_it_began`.
+  """
+  if machine.gpus:
+    return 0
+  return _ROWS_OF_LARGE if math.prod(spec.obs_shape) >= _LARGE_OBS else _ROWS_OF_SMALL
 
 
 def most_devices(num_shards: int, num_grad_shards: int, machine: Machine) -> int:

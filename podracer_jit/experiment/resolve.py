@@ -78,6 +78,9 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
       torso_options=torso_options, policy_name=policy_name, policy=policy,
       optimizer=parts_of['optimizer'][0], replay=parts_of.get('replay', [None])[0], fields=fields,
       **{section: parts_of[section][0] for section in schema.SECTIONS})
+  if experiment.microbatch_rows == schema.OPEN:
+    rows = placing.microbatch_rows(spec, host.machine()[0])
+    experiment = dataclasses.replace(experiment.with_microbatch_rows(rows), chooses_microbatch=True)
   experiment = dataclasses.replace(
       experiment, placement=placing.placed(experiment, *host.machine()))
   with _own_errors('loss.name', f'items of {experiment.loss_name}'):

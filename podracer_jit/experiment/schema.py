@@ -27,6 +27,7 @@ from podracer_jit.schemes.scheme import Scheme
 from podracer_jit.schemes.table import SCHEMES
 
 MAX_ENVS = 1_000_000
+OPEN = -1  # in `microbatch_rows`: chosen when the run begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +54,8 @@ class TrainingOptions:
       True, "True: gradients are added in one fixed order; False: by XLA's all-reduce, with other "
       'bits on each mesh')
   microbatch_rows: int = option(
-      0, "most rows in a pass of the network for a gradient; 0: a group's whole minibatch",
-      at_least=0, at_most=INT32_MAX)
+      0, "most rows in a pass of the network for a gradient; 0: a group's whole minibatch; -1: "
+      "what suits the platform, chosen when the run begins", at_least=OPEN, at_most=INT32_MAX)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,10 +353,16 @@ class Experiment(TrainingOptions):
   eval: EvalOptions
   log: LogOptions
   fields: Mapping[str, Any]  # the config as plain values, for files and messages
+  chooses_microbatch: bool = False  # the config leaves `microbatch_rows` open
 
   def differs(self, name: str) -> bool:
     """Returns whether a field of the top level has another value than by default."""
     return getattr(self, name) != options.defaults(TrainingOptions)[name]
+
+  def with_microbatch_rows(self, rows: int) -> Experiment:
+    """Returns the experiment with another `microbatch_rows`."""
+    return dataclasses.replace(self, microbatch_rows=rows,
+                               fields={**self.fields, 'microbatch_rows': rows})
 
   def group_count(self) -> options.Count:
     """Returns the number of gradient groups, for error messages."""

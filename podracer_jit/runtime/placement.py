@@ -224,8 +224,14 @@ def put_params(params: Any, device: jax.Device) -> Any:
     params: arrays replicated on the learner mesh.
     device: the device of the actor.
   """
-  local = jax.tree.map(lambda x: x.addressable_data(0), params)
+  local = jax.tree.map(functools.partial(_replica, device=device), params)
   return _copy(local) if _is_on(local, device) else jax.device_put(local, device, may_alias=False)
+
+
+def _replica(x: jax.Array, device: jax.Device) -> jax.Array:
+  """Returns the replica of a replicated array on a device, or any if it has none."""
+  return next((shard.data for shard in x.addressable_shards if shard.device == device),
+              x.addressable_data(0))
 
 
 def _is_on(tree: Any, device: jax.Device) -> bool:

@@ -67,7 +67,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
         added = jax.tree.map(jnp.add, added, counts)
       rate.count(number(added[0]), 0)
 
-    with jax.profiler.TraceAnnotation('learn'):
+    with jax.profiler.StepTraceAnnotation('learn', step_num=carry.update + 1):
       count = learner.gradient_steps if rate.may_draw() else 0
       state, metrics = learner.programs.learn(state, np.int32(count), *added)
     rate.count(0, number(metrics['sampled'][0]))

@@ -68,9 +68,10 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   def fire(carry: State):
     limit = min(calls, start.update + start.updates - carry.update,
                 start.next_pause(carry.update) - carry.update)
-    state, actor_state, count, metrics = program(carry.train, carry.actor, limit, total)
-    # Blocks until the call has ended.
-    count = number(count)
+    with jax.profiler.StepTraceAnnotation('updates', step_num=carry.update + 1):
+      state, actor_state, count, metrics = program(carry.train, carry.actor, limit, total)
+      # Blocks until the call has ended.
+      count = number(count)
     sent = list(map(np.asarray, metrics.pop(sharding.SENT, ())))
     sent = [[array[i] for array in sent] for i in range(count if sent else 0)]
     report = Report(metrics, count, (learner.mean_cgd(0),) * count, (0.0,) * count)

@@ -90,7 +90,7 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
     wiring.check_lag(plan.scheme, update, start.first, items)
 
     values = scatter([item.value for item in items])
-    with jax.profiler.TraceAnnotation('learn'):
+    with jax.profiler.StepTraceAnnotation('learn', step_num=update + 1):
       batch = placement.gather(values, plan.place.mesh)
       state, metrics = plan.learner.program(carry.train, batch)
 

@@ -117,6 +117,18 @@ def renewal_until_0_7(experiment: Experiment, workdir: Path) -> int | None:
   return every if renewal == every != default else None
 
 
+def as_it_began(experiment: Experiment, workdir: Path) -> Experiment:
+  """Returns the experiment with what its config leaves open as the run in the workdir began."""
+  if not experiment.chooses_microbatch:
+    return experiment
+  try:
+    rows = Workdir(workdir).record.config.get('microbatch_rows', 0)
+  except ValueError:
+    return experiment  # there is no run, or what is wrong is told later
+  is_number = type(rows) is int and rows >= 0
+  return experiment.with_microbatch_rows(rows) if is_number else experiment
+
+
 def _next_record(run: build.Run, folder: OpenWorkdir, request: Request) -> record.Record:
   """Returns the record of a run that goes on.
 

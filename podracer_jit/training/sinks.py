@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from podracer_jit import parts
 from podracer_jit.errors import CallbackFailed, Diverged, NotSaved, line_of
 from podracer_jit.runtime.output import complain
@@ -491,36 +489,3 @@ class Standstill(Sink):
     if line and not self._is_warned and not self._quiet:
       complain(f'podracer_jit: warning: {self._name}update {record["update"]:,}: {line}')
     self._is_warned = bool(line)
-
-
-class Profiler(Sink):
-  """Traces the reports from FIRST to LAST; before FIRST, programs are compiled and warm up."""
-
-  FIRST = 3
-  LAST = 6
-
-  def __init__(self, directory: str):
-    self._directory = directory
-    self._tracing = False
-    self._reports = 0
-
-  def update(self, record: Record, receipt: Record) -> None:
-    """Counts a report; starts or ends the trace."""
-    self._reports += 1
-    if self._reports == self.FIRST:
-      jax.profiler.start_trace(self._directory)
-      self._tracing = True
-    elif self._reports == self.LAST:
-      self.close()
-
-  @property
-  def missing(self) -> str:
-    """A line if there is no trace, '' if there is one."""
-    return '' if self._reports >= self.FIRST else (
-        f'no trace: it begins with the third report, and there were {self._reports}')
-
-  def close(self) -> None:
-    """Ends the trace, if it has not ended yet."""
-    if self._tracing:
-      self._tracing = False
-      jax.profiler.stop_trace()

@@ -23,10 +23,11 @@ from podracer_jit.training.adapting import Adapting
 from podracer_jit.training.crew import Crew
 from podracer_jit.training.lane import Lane
 from podracer_jit.training.opening import Opened
+from podracer_jit.training.profiling import Profiler, Profiling
 from podracer_jit.training.program import GraphProgram, Moment, Program
 from podracer_jit.training.progress import Progress
 from podracer_jit.training.seeds import SeedsProgram
-from podracer_jit.training.sinks import Profiler, Record, Sink, Sinks, closing
+from podracer_jit.training.sinks import Record, Sink, Sinks, closing
 from podracer_jit.workdir import checkpoints
 from podracer_jit.workdir.workdir import Request
 
@@ -210,14 +211,14 @@ class Training:
     return self.runs[-1].workdir
 
   def train(self, stop: stopping.Stopping, users: Sequence[Sequence[Sink]] = (),
-            profile_dir: str | None = None, quiet: bool = False, began_s: float | None = None
+            profiling: Profiling | None = None, quiet: bool = False, began_s: float | None = None
             ) -> bool:
     """Trains all stages of the rest of the run; usually there is one, see `opening.stages`.
 
     Args:
       stop: handles signals.
       users: a user's sinks of each run, see `sinks.users`; they are closed.
-      profile_dir: a folder for a trace of a few reports; None: no trace.
+      profiling: what jax.profiler records; None: nothing.
       quiet: prints nothing but warnings.
       began_s: when the command began, by `time.perf_counter`; None: now.
 
@@ -233,7 +234,9 @@ class Training:
     run = self.runs[-1].run
     means = f'  means of {len(self.runs)} seeds' if self._are_seeds else ''
     progress = Progress(run.experiment, self._title + means, quiet=quiet or run.place.process > 0)
-    sinks: list[Sink] = [progress, *([Profiler(profile_dir)] if profile_dir else [])]
+    sinks: list[Sink] = [progress]
+    if profiling and profiling.folder:
+      sinks.append(Profiler(profiling, run.place, self.runs[-1].update or 0))
     finished = None
     try:
       with (checkpoints.naming_last_good(workdir),
@@ -387,6 +390,7 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
     seeds.allow_open_files(num_seeds, experiment.log.tensorboard)
   notes = []
   first = workdir if num_seeds is None else workdir / f'seed{experiment.seed}'
+  experiment = opening.as_it_began(experiment, first)
   renewal = opening.renewal_until_0_7(experiment, first)
   if renewal is not None:
     experiment = changed(experiment, env={'renew_every_updates': renewal})

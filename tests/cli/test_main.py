@@ -368,15 +368,6 @@ def test_a_changed_config_is_refused_and_a_changed_placement_is_not(
                      '--config.log.window=5']) == 0
 
 
-def test_profile_dir_contains_a_trace_with_named_regions(tmp_path):
-  result = binary(CATCH, f'--workdir={tmp_path}/run', f'--profile_dir={tmp_path}/trace')
-  assert result.returncode == 0, result.stderr
-  (trace,) = tmp_path.glob('trace/plugins/profile/*/*.xplane.pb')
-  content = trace.read_bytes()
-  for region in (b'rollout', b'learn', b'channel'):
-    assert region in content
-
-
 def test_a_hanging_thread_does_not_keep_the_process_alive(tmp_path):
   """The learner fails while an actor hangs in its program, as EnvPool's recv could."""
   script = ("""import dataclasses, functools, sys, time

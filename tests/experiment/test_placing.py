@@ -8,7 +8,13 @@ import dataclasses
 import pytest
 
 from podracer_jit import experiment as experiments
-from podracer_jit.configs import impala_atari, impala_catch, ppo_atari, ppo_mujoco_fast
+from podracer_jit.configs import (
+  impala_atari,
+  impala_catch,
+  ppo_atari,
+  ppo_cartpole,
+  ppo_mujoco_fast,
+)
 from podracer_jit.experiment import placing
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.runtime.machine import Machine
@@ -62,6 +68,15 @@ def test_learners_take_the_gpus(gpus, learners):
   place = placed(impala_atari.get_config(), Machine(16, 8, gpus))
   assert place.learner_devices == up_to(learners)
   assert place.actor_devices == up_to(min(gpus, 2))
+
+
+@pytest.mark.parametrize('config, on_cpus', [(ppo_atari, 64), (ppo_cartpole, 4096)])
+def test_microbatches_are_for_the_caches_of_cpus(config, on_cpus):
+  experiment = resolve(config.get_config())
+  assert experiment.chooses_microbatch
+  assert experiment.microbatch_rows == experiment.fields['microbatch_rows'] == on_cpus
+  assert placing.microbatch_rows(experiment.spec, Machine(64, 8)) == on_cpus
+  assert placing.microbatch_rows(experiment.spec, Machine(2, 2, gpus=1)) == 0
 
 
 def test_actors_on_cpus_beside_learners_on_gpus():

@@ -27,6 +27,15 @@ def test_only_programs_for_cpus_have_chunks(monkeypatch):
   assert lowered['cuda'].count('stablehlo.convolution') == 1
 
 
+def test_only_programs_for_cpus_pool_without_select_and_scatter():
+  gradient = jax.grad(lambda x: convolution.max_pool(x, 3, 2).sum())
+  x = normal(0, 2, 8, 8, 4)[0]
+  of_cpu, of_cuda = (
+      jax.jit(gradient).trace(x).lower(lowering_platforms=(platform,)).as_text()
+      for platform in ('cpu', 'cuda'))
+  assert 'select_and_scatter' in of_cuda and 'select_and_scatter' not in of_cpu
+
+
 def test_an_exact_sum_is_one_collective_for_each_dtype():
   tree = dict(w=np.ones((4, 30), np.float32), b=np.ones((4, 2), np.float32),
               n=np.arange(4, dtype=np.int32), m=np.ones((4, 3), np.int32))

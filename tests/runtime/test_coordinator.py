@@ -9,7 +9,6 @@ import jax
 import pytest
 
 from podracer_jit.runtime import coordinator, host
-from podracer_jit.runtime.placement import PlacementOptions
 
 
 def listening(ip='127.0.0.1', port=0, sharing=None):
@@ -190,7 +189,7 @@ def initialized(monkeypatch):
 
 def test_process_0_passes_its_address_to_jax_with_a_longer_timeout(initialized):
   address = f'127.0.0.1:{closed_port()}'
-  host.join(PlacementOptions(), address, 2, 0, 7)
+  host.join(address, 2, 0, 7)
   ((args, kwargs),) = initialized
   assert args == (address, 2, 0) and kwargs['coordinator_bind_address'] == address
   assert kwargs['initialization_timeout'] > 7
@@ -198,12 +197,12 @@ def test_process_0_passes_its_address_to_jax_with_a_longer_timeout(initialized):
 
 def test_the_bind_address_of_jax_is_respected(initialized, monkeypatch):
   monkeypatch.setenv('JAX_COORDINATOR_BIND_ADDRESS', '10.0.0.1:1234')
-  host.join(PlacementOptions(), '192.0.2.1:1234', 2, 0, 7)
+  host.join('192.0.2.1:1234', 2, 0, 7)
   assert initialized[0][1]['coordinator_bind_address'] is None
 
 
 def test_without_an_address_jax_detects_the_cluster(initialized):
-  host.join(PlacementOptions(), None, None, None, 7)
+  host.join(None, None, None, 7)
   ((args, kwargs),) = initialized
   assert args == (None, None, None) and kwargs['coordinator_bind_address'] is None
 
@@ -217,7 +216,7 @@ def test_without_an_address_jax_detects_the_cluster(initialized):
                      "[IPV6]:PORT, got 'node'")])
 def test_wrong_values_are_refused(args, message, initialized):
   with pytest.raises(ValueError) as error:
-    host.join(PlacementOptions(), *args)
+    host.join(*args)
   assert str(error.value) == message and not initialized
 
 
@@ -227,7 +226,7 @@ def test_processes_that_do_not_join_are_reported_before_jax_aborts(monkeypatch):
   address = f'127.0.0.1:{closed_port()}'
   start = time.monotonic()
   with pytest.raises(ValueError) as error:
-    host.join(PlacementOptions(), address, 2, 0, 1)
+    host.join(address, 2, 0, 1)
   assert time.monotonic() - start < 10
   never.set()
   assert str(error.value) == (f'--distributed: not all 2 processes joined at {address} within 1 s '
@@ -239,4 +238,4 @@ def test_an_error_of_jax_is_reported_in_one_line(monkeypatch):
     raise RuntimeError('no\n  cluster')
   monkeypatch.setattr(jax.distributed, 'initialize', fail)
   with pytest.raises(ValueError, match='^--distributed: no cluster; without SLURM, Open MPI'):
-    host.join(PlacementOptions(), None, None, None)
+    host.join(None, None, None)

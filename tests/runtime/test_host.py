@@ -194,3 +194,42 @@ def test_programs_that_compile_fast_are_kept_unless_the_user_says_more(told, kep
   done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True,
                         check=True, timeout=300)
   assert float(done.stdout) == kept
+
+
+GIVE_BACK = """
+import re, jax
+from podracer_jit.runtime import host
+from podracer_jit.runtime.placement import PlacementOptions
+host.prepare_host(PlacementOptions())
+def resident_mb():
+  return int(re.search(r'VmRSS:\\s+(\\d+)', open('/proc/self/status').read())[1]) / 1e3
+def freed():
+  # Small pieces below one that stays, so that the C library keeps their pages.
+  pieces = [bytearray(60_000) for _ in range(4000)]
+  last = bytearray(60_000)
+  before = resident_mb()
+  del pieces
+  return last, before
+last, before = freed()
+kept = resident_mb()
+jax.monitoring.record_event_duration_secs({event!r}, {seconds})
+print(before - kept, kept - resident_mb())
+"""
+
+
+@pytest.mark.parametrize('event, seconds, gives', [
+    (host._COMPILED, 2.0, True), (host._COMPILED, 0.01, False), ('/other', 2.0, False)])
+def test_what_a_long_compilation_took_is_given_back(event, seconds, gives):
+  done = processes.run([sys.executable, '-c', GIVE_BACK.format(event=event, seconds=seconds)])
+  at_once, after = map(float, done.stdout.split())
+  assert at_once < 50 and (after > 150) == gives, done.stderr
+
+
+def test_jax_tells_of_each_compilation():
+  told = []
+  jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: told.append(event))
+  try:
+    jax.jit(lambda x: x + 1)(1.0)
+  finally:
+    jax.monitoring.clear_event_listeners()
+  assert host._COMPILED in told

@@ -224,6 +224,16 @@ def test_refusals_name_the_flag_that_allows_the_change(extended, six, tmp_path, 
   assert not (tmp_path / 'new').exists()
 
 
+def test_a_run_keeps_the_microbatches_that_it_began_with(tmp_path):
+  """The config leaves them open, so they would be others on another platform."""
+  args = [*CARTPOLE, '--config.total_steps=100', f'--workdir={tmp_path}']
+  binary(*args, '--config.microbatch_rows=16')
+  assert 'finished at update ' in binary(*args)
+  assert json.loads((tmp_path / 'config.json').read_text())['config']['microbatch_rows'] == 16
+  output = refused(*args, '--config.microbatch_rows=32')
+  assert 'microbatch_rows: 16 there, 32 now' in output
+
+
 @pytest.fixture(scope='module')
 def annealed(tmp_path_factory):
   """A run of six updates at a falling rate, extended to twelve."""

@@ -1,0 +1,75 @@
+"""Traces of jax.profiler: which updates they have, and what is refused."""
+
+import gzip
+import socket
+import time
+
+import jax
+import pytest
+
+from podracer_jit.cli import train
+from tests import processes
+from tests.cli.test_main import binary, only_checks
+from tests.processes import command
+
+CATCH = '--config=configs/impala_catch.py:smoke'
+
+
+def test_profile_dir_contains_a_trace_with_named_regions(tmp_path):
+  result = binary(CATCH, f'--workdir={tmp_path}/run', f'--profile_dir={tmp_path}/trace')
+  assert result.returncode == 0, result.stderr
+  (trace,) = tmp_path.glob('trace/plugins/profile/*/*.xplane.pb')
+  content = trace.read_bytes()
+  for region in (b'rollout', b'learn', b'channel'):
+    assert region in content
+  assert steps_of(content) and steps_of(content) <= set(range(3, 10))
+  assert gzip.decompress((tmp_path / 'trace' / 'memory.prof').read_bytes())
+
+
+def steps_of(trace):
+  """Returns the updates whose learning is in a trace."""
+  events = [event for plane in jax.profiler.ProfileData.from_serialized_xspace(trace).planes
+            for line in plane.lines for event in line.events if event.name == 'learn']
+  return {value for event in events for name, value in event.stats if name == 'step_num'}
+
+
+def test_a_trace_has_the_updates_that_were_asked_for(tmp_path):
+  """The first update is traced from its beginning on; a run that goes on has none of them left."""
+  args = [CATCH, f'--workdir={tmp_path}/run', '--profile_updates=1:2']
+  result = binary(*args, f'--profile_dir={tmp_path}/trace')
+  assert result.returncode == 0, result.stderr
+  (trace,) = tmp_path.glob('trace/plugins/profile/*/*.xplane.pb')
+  steps = steps_of(trace.read_bytes())
+  assert {1, 2} <= steps and max(steps) <= 4  # the learner may be ahead of its reports
+  result = binary(*args, f'--profile_dir={tmp_path}/second', '--extend',
+                  '--config.total_steps=9000')
+  assert 'no trace: updates 1 to 2 were not made' in result.stdout + result.stderr
+  assert not (tmp_path / 'second').exists()
+
+
+@pytest.mark.parametrize('args, message', [
+    (['--profile_updates=3:5'], '--profile_updates: is for --profile_dir'),
+    *[([f'--profile_updates={text}', '--profile_dir=x'],
+       '--profile_updates: must be the first and the last update of the trace, such as 100:105')
+      for text in ('5', '5:3', '0:3', 'a:b', '1:2:3', '')],
+    (['--profile_port=0'], '--profile_port: must be 1 to 65535, got 0')])
+def test_profiling_that_is_impossible_is_refused(args, message, tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(train.host, 'prepare_host', only_checks(train.host.prepare_host))
+  assert train.main(['x', CATCH, f'--workdir={tmp_path}/run', *args]) == 2
+  assert message in capsys.readouterr().err
+
+
+def test_a_profiler_can_connect_to_a_training(tmp_path):
+  with socket.socket() as taken:
+    taken.bind(('127.0.0.1', 0))
+    port = taken.getsockname()[1]
+  process = processes.Popen(command(CATCH, f'--workdir={tmp_path}/run', f'--profile_port={port}',
+                                    '--config.total_steps=100000000'))
+  try:
+    while not (tmp_path / 'run' / 'metrics.jsonl').exists():
+      assert process.poll() is None
+      time.sleep(0.1)
+    socket.create_connection(('127.0.0.1', port), timeout=10).close()
+  finally:
+    process.terminate()
+    process.wait()
