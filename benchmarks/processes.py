@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ class Window(NamedTuple):
   """When a training is measured.
 
   Attributes:
-    warmup_updates: the first updates do not count.
+    warmup_updates: the measurement begins with the end of this update, or of the first one.
     warmup_s: neither do so many seconds after the first update.
     seconds: length of the measurement.
   """
@@ -72,6 +72,21 @@ def measure(command: Sequence[str], metrics: Path, log: Path, window: Window,
     _kill(process)
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+  """Lets SIGTERM and SIGHUP end the block as Ctrl-C does, so that what is measured ends, too."""
+  def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+  numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+  previous = {number: signal.signal(number, interrupt) for number in numbers}
+  try:
+    yield
+  finally:
+    for number, handler in previous.items():
+      signal.signal(number, handler)
+
+
 def _kill(process: subprocess.Popen) -> None:
   """Ends a process and its children, and waits until they use no core and no memory."""
   children = descendants(process.pid)
@@ -100,10 +115,12 @@ def _watch(process: subprocess.Popen, metrics: Path, log: Path, window: Window) 
   peak = 0
   next_memory = started
   before = None  # time and CPU seconds when the warm-up was over
+  new_lines = _NewLines()
   while True:
     time.sleep(POLL_S)
     now = time.monotonic()
-    records = read(metrics)
+    new_lines.read(metrics)
+    records = new_lines.records
     span = measured(records, window)
     if len(records) > updates:
       updates, updated = len(records), now
@@ -123,6 +140,37 @@ def _watch(process: subprocess.Popen, metrics: Path, log: Path, window: Window) 
       raise Failed(f'{len(records)} updates in {now - started:.0f} s: {_last_line(log)}')
 
 
+class _NewLines:
+  """Reads a file of metrics that grows, each line once: reading takes time from the training."""
+
+  def __init__(self):
+    self.records: list[dict[str, Any]] = []
+    self._read = 0  # bytes
+
+  def read(self, path: Path) -> None:
+    """Adds the whole lines that are new, if there is a file."""
+    if not path.exists():
+      return
+    with path.open('rb') as file:
+      file.seek(self._read)
+      new = file.read()
+    new = new[:new.rfind(b'\n') + 1]
+    self._read += len(new)
+    self.records += map(json.loads, new.splitlines())
+
+
+def append(path: Path, line: Mapping[str, Any]) -> None:
+  """Appends a line of JSON in one step, so that a process that is killed leaves no half line."""
+  write(path, [*read(path), line])
+
+
+def write(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+  """Replaces a file by lines of JSON in one step."""
+  new = path.with_suffix('.new')
+  new.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  new.replace(path)
+
+
 def read(path: Path) -> list[dict[str, Any]]:
   """Returns the whole lines of a file of metrics; none if there is no file."""
   if not path.exists():
@@ -137,7 +185,7 @@ def begun(records: Sequence[Mapping[str, Any]], window: Window) -> Mapping[str, 
   Updates that only fill a replay are before it.
   """
   records = [record for record in records if record.get('sampled', 1)]
-  return next((record for record in records[window.warmup_updates:]
+  return next((record for record in records[max(window.warmup_updates - 1, 0):]
                if record['wall_s'] >= records[0]['wall_s'] + window.warmup_s), None)
 
 

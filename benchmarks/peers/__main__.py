@@ -40,7 +40,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -68,9 +67,11 @@ class Results:
   """The measurements of a folder: a line of results.jsonl each."""
 
   def __init__(self, folder: Path):
-    """Reads what there is."""
+    """Reads what there is; raises ValueError if it is another command's."""
     self.path = folder / 'results.jsonl'
     lines = processes.read(self.path)
+    if lines and 'settings' not in lines[0]:
+      raise ValueError(f'--folder: {self.path} is not of this command; name another folder')
     self.settings: dict[str, Any] | None = lines[0]['settings'] if lines else None
     self.lines = lines[1:]
 
@@ -84,8 +85,8 @@ class Results:
       self.settings = dict(settings)
       self._write()
     for name, value in settings.items():
-      if self.settings[name] != value:
-        raise ValueError(f'{self.path} was measured with {name} {self.settings[name]}, not '
+      if self.settings.get(name) != value:
+        raise ValueError(f'{self.path} was measured with {name} {self.settings.get(name)}, not '
                          f'{value}; remove it, or name another --folder')
 
   def add(self, measurement: Measurement, figures: Mapping[str, Any]) -> None:
@@ -121,11 +122,7 @@ class Results:
             if all(line[name] == getattr(measurement, name) for name in names)]
 
   def _write(self) -> None:
-    """Replaces the file in one step, so that a process that is killed leaves no half line."""
-    new = self.path.with_suffix('.new')
-    new.write_text(''.join(json.dumps(line) + '\n'
-                           for line in [dict(settings=self.settings), *self.lines]))
-    new.replace(self.path)
+    processes.write(self.path, [dict(settings=self.settings), *self.lines])
 
 
 class Measuring:
@@ -317,17 +314,12 @@ def parser() -> argparse.ArgumentParser:
   return flags
 
 
-def interrupt(*_: Any) -> None:
-  """Ends the measuring; the process that is measured is killed on the way."""
-  raise KeyboardInterrupt
-
-
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit code."""
   args = parser().parse_args(argv)
   folder = user_path(args.folder).absolute()
-  results = Results(folder)
   try:
+    results = Results(folder)
     if args.table:
       if results.settings is None:
         raise ValueError(f'--folder: {results.path} does not exist')
@@ -344,16 +336,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
   window = processes.Window(args.warmup_updates, args.warmup_s, args.seconds)
   measuring = Measuring(folder, results, window, checkouts)
-  previous = {number: signal.signal(number, interrupt)
-              for number in (signal.SIGINT, signal.SIGTERM)}
   try:
-    left_out = measure_all(plan, results, time.monotonic() + 60 * args.minutes, measuring.run)
+    with processes.interruptible():
+      left_out = measure_all(plan, results, time.monotonic() + 60 * args.minutes, measuring.run)
     ending = f'{left_out} of {len(plan)} measurements do not fit into the time' if left_out else ''
   except KeyboardInterrupt:
     ending = INTERRUPTED
-  finally:
-    for number, handler in previous.items():
-      signal.signal(number, handler)
   show(folder, results)
   if ending:
     print(f'peers: {ending}; the same command goes on', file=sys.stderr)

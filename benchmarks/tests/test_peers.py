@@ -168,6 +168,42 @@ def test_updates_of_one_call_are_measured_to_the_end_of_the_call():
   assert measuring.measured([], QUICK) is None
 
 
+@pytest.mark.parametrize('warmup_updates, first', [(0, 1), (1, 1), (2, 2), (5, 5)])
+def test_a_measurement_begins_with_the_end_of_the_warm_up(warmup_updates, first):
+  records = [_record(update, float(update)) for update in range(1, 20)]
+  assert measuring.measured(records, Window(warmup_updates, 0.0, 3.0))[0]['update'] == first
+
+
+def test_lines_are_read_once_and_written_whole(tmp_path):
+  path = tmp_path / 'lines.jsonl'
+  new = measuring._NewLines()
+  new.read(path)
+  assert new.records == [] and measuring.read(path) == []
+  measuring.append(path, {'a': 1})
+  measuring.append(path, {'b': 2})
+  new.read(path)
+  assert new.records == measuring.read(path) == [{'a': 1}, {'b': 2}]
+  with path.open('a') as file:
+    file.write('{"c": ')  # a process is writing, or was killed
+  new.read(path)
+  assert len(new.records) == 2
+  with path.open('a') as file:
+    file.write('3}\n{"d"')
+  new.read(path)
+  assert new.records == [{'a': 1}, {'b': 2}, {'c': 3}]
+  measuring.append(path, {'e': 5})
+  assert measuring.read(path) == [{'a': 1}, {'b': 2}, {'c': 3}, {'e': 5}]
+
+
+@pytest.mark.parametrize('command, line', [('peers', '{"config": "x"}'),
+                                           ('tune', '{"settings": {}}')])
+def test_a_folder_of_another_command_is_no_traceback(command, line, tmp_path):
+  (tmp_path / 'results.jsonl').write_text(line + '\n')
+  process = run_benchmark(command, f'--folder={tmp_path}', '--table')
+  assert 'Traceback' not in process.stderr
+  assert ('is not of this command' in process.stderr) == (command == 'peers')
+
+
 def _measure(program, tmp_path, window=QUICK):
   """Measures a Python program, which gets the file for metrics as an argument."""
   metrics = tmp_path / 'metrics.jsonl'

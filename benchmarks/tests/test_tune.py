@@ -10,9 +10,10 @@ import sys
 import pytest
 from absl.flags import FlagValues
 
+from benchmarks import processes
 from benchmarks.tests.run import run_benchmark
 from benchmarks.tune import candidates
-from benchmarks.tune.__main__ import Case
+from benchmarks.tune.__main__ import Case, row
 from benchmarks.tune.search import DEVICES, FINALISTS, PAIR, PAIRS, SHIPPED, THREADS, Search, Speed
 from podracer_jit.configs import impala_atari, impala_catch, pong_laptop, ppo_cartpole
 from podracer_jit.experiment import flags
@@ -191,6 +192,45 @@ def test_nothing_is_paired_if_the_shipped_placement_is_the_best():
   search = Search('a', lambda place: [place], [])
   assert search.next() is None and search.best() == 'a' and not search.ratios()
   assert FINALISTS < len(SPEEDS)
+
+
+def _case(tmp_path, lines=()):
+  """Returns the search for impala_catch, after what was measured."""
+  path = tmp_path / 'results.jsonl'
+  processes.write(path, [dict(config='--config=impala_catch', **line) for line in lines])
+  case = Case(['--config=impala_catch'], path)
+  case._machine = Machine(2, 2)
+  return case
+
+
+def test_a_search_keeps_its_candidates_whatever_is_free_later(tmp_path, monkeypatch):
+  """It begins with one core, for which there is one placement of devices."""
+  monkeypatch.setattr(processes, 'measure', lambda *_: dict(sps=1.0))
+  case = _case(tmp_path)
+  case._machine = Machine(1, 1)
+  stage, placement = case.search().next()
+  assert stage == THREADS
+  case.measure(stage, placement, tmp_path / 'process', 1.0)
+  later = Case(['--config=impala_catch'], tmp_path / 'results.jsonl')
+  later._machine = Machine(8, 8)
+  assert later.search().next()[0] == THREADS
+  assert len(later.search().candidates(DEVICES)) == 1
+  assert later.search().candidates(THREADS) == case.search().candidates(THREADS)
+
+
+def test_the_table_tells_what_failed(tmp_path):
+  own, other = (c.flags('cleanba') for c in _case(tmp_path).search().candidates(DEVICES)[:2])
+  failed = [dict(stage=DEVICES, flags=flags, sps=0.0) for flags in (own, other)]
+  case = _case(tmp_path, [dict(stage=DEVICES, candidates=[own, other]), *failed])
+  assert case.fails and row(case)[1:] == ['', '', 'every training failed']
+  # The shipped placement fails in all pairs.
+  works = [dict(stage=DEVICES, flags=other, sps=5.0)] * 3
+  case = _case(tmp_path, [
+      dict(stage=DEVICES, candidates=[own, other]), dict(stage=THREADS, candidates=[other]),
+      failed[0], *works, *[dict(stage=PAIR, flags=flags, sps=sps)
+                           for flags, sps in (([], 0.0), (other, 5.0)) for _ in range(PAIRS)]])
+  assert not case.fails and row(case)[1:3] == ['', '0 of 7']
+  assert row(case)[3] != SHIPPED
 
 
 @pytest.mark.full

@@ -19,14 +19,14 @@ them changes a result; a workdir keeps its scheme, so another scheme needs a new
 The table has the median and the interval of the pairs' ratios, and the flags of the best placement.
 Schemes that act and learn at rates of their own have two speeds, and are refused.
 
-Exit code: 0 all is measured; 1 nothing could be measured; 2 it could not start; 3 the time was
-over, or the command was interrupted: the same command goes on.
+Exit code: 0 all is measured; 1 every training of a config failed; 2 it could not start; 3 the time
+was over, or the command was interrupted: the same command goes on.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import ast
 import os
 import shlex
 import statistics
@@ -98,7 +98,7 @@ class Case:
 
   def _lines(self) -> list[dict[str, Any]]:
     """Returns the lines of the file that are of this config."""
-    return [line for line in processes.read(self._path) if line['config'] == self.name]
+    return [line for line in processes.read(self._path) if line.get('config') == self.name]
 
   def _plan(self, stage: str) -> list[Candidate] | None:
     """Returns the candidates of a stage that has begun, since the free cores may be others now."""
@@ -109,35 +109,42 @@ class Case:
 
   def _write(self, stage: str, **fields: Any) -> None:
     """Appends a line to the file."""
-    with self._path.open('a') as file:
-      print(json.dumps(dict(config=self.name, stage=stage, **fields)), file=file)
+    processes.append(self._path, dict(config=self.name, stage=stage, **fields))
 
   def flags_of(self, placement: Any) -> list[str]:
     """Returns the flags of a placement; none for SHIPPED."""
     return [] if placement == SHIPPED else placement.flags(self._experiment.scheme_name)
 
   def _placement(self, written: Sequence[str]) -> Any:
-    """Returns what `flags_of` has written."""
+    """Returns the placement whose flags these are; SHIPPED without flags."""
     if not written:
       return SHIPPED
-    fields = {}
-    for flag in written:
-      name, _, value = flag.rpartition('.')[2].partition('=')
-      numbers = [int(part) for part in value.strip('(),').split(',')] if name != 'scheme' else value
-      fields[name] = (tuple(numbers) if '(' in value else numbers if name == 'scheme' else
-                      numbers[0])
-    return Candidate(**{'scheme': self._experiment.scheme_name, **fields})
+    texts = dict(flag.rpartition('.')[2].split('=', 1) for flag in written)
+    scheme = texts.pop('scheme', self._experiment.scheme_name)
+    return Candidate(scheme, **{name: ast.literal_eval(text) for name, text in texts.items()})
 
   @property
-  def has_speed(self) -> bool:
-    """Whether any placement could be measured."""
-    return any(line.get('sps') for line in self._lines())
+  def fails(self) -> bool:
+    """Whether placements were measured, and none of them works."""
+    speeds = [line['sps'] for line in self._lines() if 'sps' in line]
+    return bool(speeds) and not any(speeds)
 
   def measure(self, stage: str, placement: Any, folder: Path, seconds: float) -> float:
-    """Measures a placement, and notes its speed; returns the speed, 0 if it failed."""
-    planned = self.search().candidates(stage)
-    if planned and self._plan(stage) is None:
-      self._write(stage, candidates=[self.flags_of(candidate) for candidate in planned])
+    """Measures a placement, and notes its speed.
+
+    Args:
+      stage: of the search.
+      placement: SHIPPED, or a candidate.
+      folder: of the process.
+      seconds: of the measurement.
+
+    Returns:
+      The speed, 0 if the training failed.
+    """
+    for begun in (DEVICES,) if stage == DEVICES else (DEVICES, THREADS):
+      if self._plan(begun) is None:
+        planned = self.search().candidates(begun)
+        self._write(begun, candidates=[self.flags_of(candidate) for candidate in planned])
     folder = processes.empty(folder)
     workdir = folder / 'workdir'
     given = self.flags_of(placement)
@@ -195,12 +202,15 @@ def row(case: Case) -> list[str]:
   """Returns a row of the table."""
   search = case.search()
   ratios = search.ratios()
+  if case.fails:
+    return [case.name, '', '', 'every training failed']
   if search.best() is None:
     return [case.name, '', '', 'not measured yet']
+  if search.is_shipped_best():
+    return [case.name, '1', '', SHIPPED]
   best = shlex.join(case.flags_of(search.best()))
   if not ratios:
-    over = search.next() is None
-    return [case.name, '1' if over else '', '', 'as shipped' if over else best]
+    return [case.name, '', f'0 of {PAIRS}', best]
   interval = f'{min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} of {PAIRS}'
   return [case.name, f'{statistics.median(ratios):.3f}', interval, best]
 
@@ -247,15 +257,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(cases)
     return 0
   try:
-    over = all([run(case, folder / 'process', args.seconds, args.minutes) for case in cases])
+    with processes.interruptible():
+      over = all([run(case, folder / 'process', args.seconds, args.minutes) for case in cases])
   except KeyboardInterrupt:
     over = False
   show(cases)
   if not over:
     say('tune: not all is measured; the same command goes on')
     return 3
-  if not any(case.has_speed for case in cases):
-    say('tune: nothing could be measured')
+  for case in cases:
+    if case.fails:
+      say(f'tune: {case.name}: every training failed')
+  if any(case.fails for case in cases):
     return 1
   return 0
 

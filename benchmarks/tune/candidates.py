@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from podracer_jit.experiment.resolve import changed
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime.machine import Machine
 from podracer_jit.schemes.scheme import Scheme
+from podracer_jit.schemes.table import SCHEMES
 
 # Schemes that give the same bits, and differ in what runs at once.
 ALIKE = ('sync', 'fused')
@@ -63,12 +65,16 @@ def places(experiment: Experiment, machine: Machine) -> list[Candidate]:
   """
   schemes = ALIKE if experiment.scheme_name in ALIKE else (experiment.scheme_name,)
   own = of(experiment)
-  others = _all_placed(experiment, (
-      dict(scheme=scheme, actors_per_device=per_device, actor_devices=actors,
-           learner_devices=learners)
-      for scheme in schemes for per_device in ((1, 2, 4) if machine.gpus else (1,))
-      for learners in _learners(experiment, machine)
-      for actors in _actors(experiment, machine, learners, per_device)))
+  others = []
+  for scheme in schemes:
+    with contextlib.suppress(ValueError):  # the experiment cannot have this scheme
+      of_scheme = changed(experiment, scheme=scheme)
+      others += _all_placed(of_scheme, (
+          dict(scheme=scheme, actors_per_device=per_device, actor_devices=actors,
+               learner_devices=learners)
+          for per_device in ((1, 2, 4) if machine.gpus else (1,))
+          for learners in _learners(of_scheme, machine)
+          for actors in _actors(of_scheme, machine, learners, per_device)))
   return [own, *(candidate for candidate in others if candidate != own)]
 
 
@@ -125,10 +131,11 @@ def variants(experiment: Experiment, machine: Machine, candidate: Candidate) -> 
   """
   cores = machine.cores
   width = experiment.env.num_envs // experiment.num_shards
-  values = dict(env_threads={min(width, n) for n in (
-      1, max(1, cores // experiment.num_shards), cores, 2 * cores)},
-                xla_threads={2, cores, 2 * cores, 8 * cores})
-  if experiment.scheme.graph.one_program or candidate.scheme == 'fused':
+  values = dict(xla_threads={max(2, n) for n in (cores, 2 * cores, 8 * cores)} | {2})
+  if not experiment.spec.is_function:
+    values['env_threads'] = {min(width, n) for n in (
+        1, max(1, cores // experiment.num_shards), cores, 2 * cores)}
+  if SCHEMES.get(candidate.scheme, experiment.scheme).graph.one_program:
     calls = candidate.updates_per_call
     values['updates_per_call'] = {max(1, calls // 4), calls, 4 * calls}
   fields = candidate._asdict()

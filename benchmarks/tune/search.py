@@ -48,10 +48,10 @@ class Search:
     return [x.sps for x in self._speeds if (x.stage, x.placement) == (stage, placement)]
 
   def candidates(self, stage: str) -> Sequence[Placement]:
-    """Returns the candidates of a stage, before which the first one is over; none for PAIR."""
+    """Returns the candidates of DEVICES or, once that is over, of THREADS."""
     if stage == DEVICES:
       return self._places
-    return self._vary(self._best_of(DEVICES, self._places)) if stage == THREADS else []
+    return self._vary(self._best_of(DEVICES, self._places))
 
   def next(self) -> tuple[str, Hashable] | None:
     """Returns the stage and the placement to measure next; None if the search is over."""
@@ -78,6 +78,10 @@ class Search:
       return None
     variants = self.candidates(THREADS)
     return None if self._next_of(THREADS, variants) else self._best_of(THREADS, variants)
+
+  def is_shipped_best(self) -> bool:
+    """Returns whether the search is over, and nothing is faster than the shipped placement."""
+    return self.best() == self._places[0]
 
   def ratios(self) -> list[float]:
     """Returns the speed as shipped over that of the best, of each pair whose two sides worked."""

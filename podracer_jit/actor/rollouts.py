@@ -218,7 +218,7 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
     buffers = tuple(map(empty_buffer, obs_buffers, state.envs))
     token, envs, buffers = lax.fori_loop(0, unroll_length, turn, (state.token, state.envs, buffers))
 
-    # The loop has sent the actions of the last row; their results are still to be received.
+    # Simulators outside of the program still have the results of the last row.
     out = []
     for i, (vector_env, env, buffer) in enumerate(zip(vector_envs, envs, buffers, strict=True)):
       if not is_function[i]:

@@ -117,6 +117,9 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
           failing = workdir
         request = make_request(values.init_from, values.init_partly, values.extend, values.change,
                                values.renew_envs)
+        folder = user_path(values.profile_dir) if values.profile_dir else None
+        to_record = profiling.make_profiling(folder, values.profile_updates)
+        profiling.check_port(values.profile_port)
         joining = (values.coordinator_address, values.num_processes, values.process_id)
         is_distributed = values.distributed or joining != (None, None, None)
         if is_distributed and values.num_seeds is not None:
@@ -124,16 +127,13 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
         if is_distributed:
           # Processes must join before JAX starts, and creating some environments starts JAX.
           host.join(*joining, values.coordinator_timeout_s)
-        folder = user_path(values.profile_dir) if values.profile_dir else None
-        to_record = profiling.make_profiling(folder, values.profile_updates)
         cluster = None
         if values.num_seeds is None:
           cluster = stack.enter_context(crew.joined(config))
         told = sinks.users(values.callbacks, values.num_seeds or 1)
         opened = stack.enter_context(trainer.opened(
             resolve(config), workdir, request, cluster, values.num_seeds))
-        if values.profile_port is not None:
-          profiling.serve(values.profile_port)
+        stack.enter_context(profiling.served(values.profile_port))
       failing = opened.workdir
       for note in opened.notes:
         complain(f'podracer_jit: {note}')

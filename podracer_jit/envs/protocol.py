@@ -85,8 +85,9 @@ class VectorEnv(Protocol):
   batch_size: int  # environments in one step: num_envs, or fewer if asynchronous
   first_obs: Any  # [num_envs, ...]; absent if asynchronous
   first_state: Any | None  # arrays [num_envs, ...]; None if the simulator keeps the state
-  # True if a program that steps them contains no pointers to a simulator; absent otherwise. Such a
-  # program is cached for later processes and segments.
+  # True if they are JAX functions, so a program that steps them contains no pointers to a simulator
+  # and is cached for later processes and segments, and a step is received in its own turn; absent
+  # otherwise.
   is_function: bool
   # Places of one-hots in flat observations, which a rollout checks; absent if there are none, or if
   # the numbers were checked before.

@@ -31,8 +31,8 @@ _NUMBER_S = 7e-9
 _CALL_S = 0.064
 _MOST_UPDATES_PER_CALL = 64
 _MOST_XLA_THREADS = 16
-# Rows whose activations fit a core's cache, with observations of at least so many numbers and with
-# smaller ones.
+# Rows whose activations fit a core's cache: of observations of _LARGE_OBS numbers or more, such as
+# frames, and of smaller ones.
 _LARGE_OBS = 4096
 _ROWS_OF_LARGE, _ROWS_OF_SMALL = 64, 4096
 
@@ -109,7 +109,7 @@ def _devices(experiment: Experiment, machine: Machine, processes: int) -> dict[s
 
 
 def microbatch_rows(spec: EnvSpec, machine: Machine) -> int:
-  """Returns what suits a machine as `microbatch_rows`, if a config leaves it open.
+  """Returns the number that `microbatch_rows` = -1 stands for on a machine.
 
   Results depend on it, so a run keeps the number that it began with; see `opening.as_it_began`.
   """

@@ -91,7 +91,7 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
 
 
 def placement_of(config: Mapping[str, Any]) -> PlacementOptions:
-  """Returns the placement of a config, with which a process can join the others of a run.
+  """Returns the placement of a config, which a process needs before JAX starts.
 
   Raises:
     ValueError: a field is wrong; the message names it, its value and a right value.
@@ -172,7 +172,7 @@ def _make_parts(fields: Mapping[str, Any]) -> dict[str, list[Any]]:
   for section, classes in schema.classes_by_section(fields).items():
     with _own_errors(f'{section}.name', fields[section].get('name', section)):
       parts_of[section] = [options.make(cls, fields[section]) for cls in classes]
-  for section, part in [(section, part) for section, found in parts_of.items() for part in found]:
+  for section, part in [(section, part) for section, of in parts_of.items() for part in of]:
     with _own_errors(f'{section}.name', type(part).__name__):
       problems = list(getattr(part, 'problems', tuple)())
     for problem in problems:

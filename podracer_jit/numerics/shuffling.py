@@ -20,10 +20,10 @@ _ROUNDS = 24  # fewer give some permutations of 5 to 8 numbers more often than o
 def permutation(key: jax.Array, count: int) -> jax.Array:
   """Returns a random permutation of 0, 1, ..., count - 1, [count] i32.
 
-  It is a Feistel cipher whose blocks are the places of a rectangle of rows and columns: in turn,
-  columns and rows rotate, each by a random distance (Black and Rogaway, *Ciphers with arbitrary
-  finite domains*, 2002, with method 2 for what a rectangle has more than `count`). Each number is
-  computed apart from all others, exactly and thus equally in any program.
+  A Feistel cipher (Black and Rogaway, *Ciphers with arbitrary finite domains*, 2002) permutes the
+  places of a rectangle that has `count` places or a few more: columns and rows rotate in turn, each
+  by a random distance. A number that comes to a place beyond `count` is permuted again. Each number
+  is computed apart from all others, exactly and thus equally in any program.
 
   Args:
     key: PRNG key.

@@ -145,8 +145,8 @@ def machine() -> tuple[Machine, int]:
   """
   if not _machine:
     _machine.append((machines.here(), 1))
-  here, processes = _machine[0]
-  return here._replace(devices=started_devices()), processes
+  each, processes = _machine[0]
+  return each._replace(devices=started_devices()), processes
 
 
 def _give_back_memory(event: str, seconds: float, **_: Any) -> None:
@@ -240,8 +240,7 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
   jax.config.update('jax_enable_preemption_service', False)
   initialize = functools.partial(
       jax.distributed.initialize, coordinator_address, num_processes, process_id,
-      # Under SLURM and Open MPI, JAX would give each process of a node one GPU. Devices of the
-      # placement may be CPUs, which have other indices.
+      # Under SLURM and Open MPI, JAX would give each process of a node one GPU.
       local_device_ids=list(range(machines.num_gpus())) or None,
       coordinator_bind_address=bind_address,
       # JAX aborts the process after this time, so `join` must give up earlier.

@@ -80,11 +80,11 @@ class Meter:
     Raises:
       Diverged: the state after the update that was yielded is not finite.
     """
-    # For arrays that are ready, this takes a fifth of the time of `jax.device_get`. The next
-    # rollout runs meanwhile, on the same cores.
     for x in jax.tree.leaves(report.metrics):
       if isinstance(x, jax.Array) and any(d.platform != 'cpu' for d in x.devices()):
         x.copy_to_host_async()  # so that the device is waited for once
+    # For arrays that are ready, this takes a fifth of the time of `jax.device_get`. The next
+    # rollout runs meanwhile, on the same cores.
     metrics = jax.tree.map(np.asarray, report.metrics)
 
     # The updates of a call share its time evenly.

@@ -118,14 +118,12 @@ def renewal_until_0_7(experiment: Experiment, workdir: Path) -> int | None:
 
 
 def as_it_began(experiment: Experiment, workdir: Path) -> Experiment:
-  """Returns the experiment with what its config leaves open as the run in the workdir began."""
-  if not experiment.chooses_microbatch:
+  """Returns the experiment with the `microbatch_rows` of the run that it goes on with, if any."""
+  config = Workdir(workdir).config_of_updates() if experiment.chooses_microbatch else None
+  if config is None:
     return experiment
-  try:
-    rows = Workdir(workdir).record.config.get('microbatch_rows', 0)
-  except ValueError:
-    return experiment  # there is no run, or what is wrong is told later
-  is_number = type(rows) is int and rows >= 0
+  rows = config.get('microbatch_rows', 0)
+  is_number = type(rows) is int and rows >= 0  # otherwise the whole config is refused later
   return experiment.with_microbatch_rows(rows) if is_number else experiment
 
 
@@ -155,8 +153,6 @@ def _next_record(run: build.Run, folder: OpenWorkdir, request: Request) -> recor
   if problem:
     raise ValueError(problem)
   return next_record
-
-
 
 
 def _opened_by_process_0(workdir: Path, fields: Mapping[str, Any]) -> Workdir:

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
+from podracer_jit.experiment import build
 from podracer_jit.options import shown
-from podracer_jit.runtime.placement import Placement
 from podracer_jit.training.sinks import Record, Sink
 
 # Reports that are traced if no updates are named; before them programs are compiled and warm up.
 FIRST = 3
 LAST = 6
 MEMORY = 'memory.prof'
+MOST_PORTS = 65535
 
 
 class Profiling(NamedTuple):
-  """What jax.profiler records of a training.
+  """The part of a training that jax.profiler records.
 
   Attributes:
-    folder: for a trace and a memory profile; None: neither is made.
+    folder: of the trace and the memory profile.
     updates: the first and the last update of the trace; None: a few after the programs are warm.
   """
 
-  folder: Path | None = None
+  folder: Path
   updates: tuple[int, int] | None = None
 
 
-def make_profiling(folder: Path | None, updates: str | tuple[int, int] | None) -> Profiling:
-  """Returns what is recorded.
+def make_profiling(folder: Path | None, updates: str | tuple[int, int] | None
+                   ) -> Profiling | None:
+  """Makes the folder; returns the part of a training to record, None without a folder.
 
   Args:
     folder: for the trace and the memory profile.
@@ -38,35 +43,56 @@ def make_profiling(folder: Path | None, updates: str | tuple[int, int] | None) -
 
   Raises:
     ValueError: there is no folder, or no such updates; the message is one line.
+    OSError: the folder cannot be made.
   """
-  if updates is None:
-    return Profiling(folder)
+  if folder is None and updates is not None:
+    raise ValueError('profile_updates: is for profile_dir, which names the folder of the trace')
+  bounds = None if updates is None else _bounds(updates)
   if folder is None:
-    raise ValueError('--profile_updates: is for --profile_dir, which names the folder of the trace')
-  numbers = updates.split(':') if isinstance(updates, str) else updates
-  try:
-    first, last = map(int, numbers)
-  except (TypeError, ValueError):
-    first, last = 0, 0
-  if not 1 <= first <= last:
-    raise ValueError('--profile_updates: must be the first and the last update of the trace, such '
-                     f'as 100:105, got {shown(updates)}')
-  return Profiling(folder, (first, last))
+    return None
+  folder.mkdir(parents=True, exist_ok=True)
+  return Profiling(folder, bounds)
 
 
-def serve(port: int) -> None:
-  """Lets TensorBoard and xprof connect to this process and trace it.
+def _bounds(updates: str | tuple[int, int]) -> tuple[int, int]:
+  """Returns the first and the last update of an argument; raises ValueError if it is wrong."""
+  parts = updates.split(':') if isinstance(updates, str) else [str(part) for part in updates]
+  if len(parts) == 2 and all(part.isdecimal() for part in parts):
+    first, last = map(int, parts)
+    if 1 <= first <= last:
+      return first, last
+  raise ValueError('profile_updates: must be the first and the last update of the trace, such as '
+                   f'100:105, got {shown(updates)}')
+
+
+def check_port(port: int | None) -> None:
+  """Checks that jax.profiler can listen at a port; None: it shall not.
 
   Raises:
-    ValueError: the port is wrong or in use; the message is one line.
+    ValueError: it cannot; the message is one line.
   """
-  if not 1 <= port <= 65535:
-    raise ValueError(f'--profile_port: must be 1 to 65535, got {port}')
+  if port is None:
+    return
+  if not 1 <= port <= MOST_PORTS:
+    raise ValueError(f'--profile_port: must be 1 to {MOST_PORTS}, got {port}')
+  # JAX only logs that a port is in use.
   try:
-    jax.profiler.start_server(port)
-  except (RuntimeError, ValueError) as error:
-    raise ValueError(f'--profile_port: cannot listen at {port}: '
-                     f'{" ".join(str(error).split())}') from None
+    socket.create_server(('', port)).close()
+  except OSError as error:
+    raise ValueError(f'--profile_port: cannot listen at {port}: {error.strerror}') from None
+
+
+@contextlib.contextmanager
+def served(port: int | None) -> Iterator[None]:
+  """Lets TensorBoard and xprof trace this process meanwhile, at a port that was checked."""
+  if port is None:
+    yield
+    return
+  jax.profiler.start_server(port)
+  try:
+    yield
+  finally:
+    jax.profiler.stop_server()
 
 
 class Profiler(Sink):
@@ -76,21 +102,24 @@ class Profiler(Sink):
   one call of several.
   """
 
-  def __init__(self, profiling: Profiling, place: Placement, done: int):
-    """Starts the trace if its first update is the next one.
+  def __init__(self, profiling: Profiling, run: build.Run, done: int):
+    """Starts the trace if its first update is in the next report.
 
     Args:
-      profiling: with a folder.
-      place: of this process.
-      done: updates that the run has made.
+      profiling: the part to record.
+      run: the run of this process.
+      done: updates that it has made.
     """
     self._folder = profiling.folder
-    if place.processes > 1:
-      self._folder /= f'process{place.process}'
+    if run.place.processes > 1:
+      self._folder /= f'process{run.place.process}'
     self._updates = profiling.updates
+    is_one_program = run.experiment.scheme.graph.one_program
+    self._most = run.experiment.placement.updates_per_call if is_one_program else 1
     self._is_tracing = False
     self._is_over = False
     self._reports = 0
+    self._refused = ''
     if self._updates:
       self._look(done)
 
@@ -107,24 +136,33 @@ class Profiler(Sink):
   def _look(self, done: int) -> None:
     """Starts or ends the trace after an update."""
     first, last = self._updates
-    if not self._is_tracing and first - 1 <= done < last:
-      self._start()
-    elif done >= last:
+    if done >= last:
       self.close()
+    # The learner may already be at the report after the next one.
+    elif done + 2 * self._most >= first and not self._is_tracing:
+      self._start()
 
   @property
   def missing(self) -> str:
     """A line if there is no trace, '' if there is one."""
+    if self._refused:
+      return f'no trace: {self._refused}'
     if self._is_over or self._is_tracing:
       return ''
     if self._updates:
-      return f'no trace: updates {self._updates[0]} to {self._updates[1]} were not made'
+      first, last = self._updates
+      return f'no trace: this command has not made updates {first} to {last}'
     return f'no trace: it begins with the third report, and there were {self._reports}'
 
   def _start(self) -> None:
-    if not self._is_over:
+    if self._is_over:
+      return
+    try:
       jax.profiler.start_trace(str(self._folder))
       self._is_tracing = True
+    except RuntimeError as error:  # a user's program has a trace of its own
+      self._is_over = True
+      self._refused = ' '.join(str(error).split())
 
   def close(self) -> None:
     """Ends the trace, if it has not ended yet, and writes the memory profile."""

@@ -211,6 +211,9 @@ class _Users(Sink):
       self._seed = {'seed': start.seed}
     return self._call('begin', start.update, start._replace(header=dict(start.header)))
 
+  def replaying(self, done: int, total: int) -> Any:
+    return self._call('replaying', None, done, total)
+
   def update(self, record: Record, receipt: Record) -> Any:
     if isinstance(self._sink, Sink):
       return self._call('update', record['update'], record | self._seed, dict(receipt))

@@ -235,8 +235,8 @@ class Training:
     means = f'  means of {len(self.runs)} seeds' if self._are_seeds else ''
     progress = Progress(run.experiment, self._title + means, quiet=quiet or run.place.process > 0)
     sinks: list[Sink] = [progress]
-    if profiling and profiling.folder:
-      sinks.append(Profiler(profiling, run.place, self.runs[-1].update or 0))
+    if profiling:
+      sinks.append(Profiler(profiling, run, self.runs[-1].update or 0))
     finished = None
     try:
       with (checkpoints.naming_last_good(workdir),

@@ -94,6 +94,22 @@ class Workdir:
     """
     return record.read(self.path)
 
+  def config_of_updates(self) -> dict[str, Any] | None:
+    """Returns the newest config, as JSON has it, of a run that made updates; None without one.
+
+    If config.json is lost, it is the copy in the newest whole checkpoint.
+    """
+    if not self._made_updates():
+      return None
+    try:
+      return self.record.config
+    except ValueError:
+      of_checkpoint = self.look().record
+      return of_checkpoint.config if of_checkpoint else None
+
+  def _made_updates(self) -> bool:
+    return any(checkpoints.saved_updates(self.path)) or journal.has_updates(self.path)
+
   def config(self, allow_modules: Collection[str] = (), update: int | None = None
              ) -> dict[str, Any]:
     """Returns the config of the run, completed, as plain values.
@@ -157,7 +173,7 @@ class Workdir:
     """
     path = self.path / record.NAME
     updates = checkpoints.saved_updates(self.path)
-    made_updates = any(updates) or journal.has_updates(self.path)
+    made_updates = self._made_updates()
     if not path.exists() and not made_updates:
       return Look(State.NEW, None)
     newest, broken = checkpoints.examine(self.path)

@@ -234,6 +234,25 @@ def test_a_run_keeps_the_microbatches_that_it_began_with(tmp_path):
   assert 'microbatch_rows: 16 there, 32 now' in output
 
 
+def test_a_run_without_updates_says_nothing_about_microbatches(tmp_path):
+  """It gives way to the next command, as if the workdir were new."""
+  args = [*CARTPOLE, '--config.total_steps=100', f'--workdir={tmp_path}']
+  binary(*args, '--config.microbatch_rows=16')
+  for name in ('metrics.jsonl', 'receipts.jsonl'):
+    (tmp_path / name).unlink()
+  shutil.rmtree(tmp_path / 'checkpoints')
+  binary(*args)
+  assert json.loads((tmp_path / 'config.json').read_text())['config']['microbatch_rows'] == 4096
+
+
+def test_a_lost_config_says_it_in_a_checkpoint(tmp_path):
+  args = [*CARTPOLE, '--config.total_steps=100', f'--workdir={tmp_path}']
+  binary(*args, '--config.microbatch_rows=16')
+  (tmp_path / 'config.json').write_text('{')
+  assert 'it was restored from the checkpoint' in binary(*args)
+  assert json.loads((tmp_path / 'config.json').read_text())['config']['microbatch_rows'] == 16
+
+
 @pytest.fixture(scope='module')
 def annealed(tmp_path_factory):
   """A run of six updates at a falling rate, extended to twelve."""

@@ -1,6 +1,7 @@
 """Sinks of a user: what they are told and when, and what happens if they stop, fail or are slow."""
 
 import dataclasses
+import inspect
 import json
 import sys
 import time
@@ -267,3 +268,21 @@ def test_the_command_takes_a_class_of_sinks_by_its_name(args, tmp_path):
   for seed in range(1, 3 if args else 2):
     updates = json.loads((tmp_path / f'told{seed}.json').read_text())
     assert updates == list(range(1, len(updates) + 1)) != []
+
+
+def test_a_users_sink_is_told_all_that_a_sink_can_be_told():
+  arguments = dict(
+      begin=(sinks.Start('workdir', 0, 1, 0, 0, {}),), replaying=(1, 2),
+      update=({'update': 1}, {'update': 1}), before_save=(),
+      saved=(sinks.Saved('workdir', 1, 8, None),), evaluated=({'update': 1},), note=('line',),
+      keeps=(), close=())
+  assert set(arguments) == {name for name, _ in inspect.getmembers(sinks.Sink, inspect.isfunction)
+                            if not name.startswith('_')}
+  told = []
+  methods = {name: lambda self, *_, name=name: told.append(name) or ([] if name == 'keeps' else
+                                                                     None)
+             for name in arguments}
+  (sink,), = sinks.users([type('All', (sinks.Sink,), methods)])
+  for name, values in arguments.items():
+    getattr(sink, name)(*values)
+  assert told == list(arguments)
