@@ -21,6 +21,8 @@ from podracer_jit.configs import (
   pong_laptop,
   ppo_cartpole,
   ppo_mujoco,
+  pqn_cartpole,
+  sac_pendulum,
 )
 from podracer_jit.experiment import build
 from tests import processes
@@ -49,6 +51,9 @@ CASES = {
     'dpg_pendulum': (apex_dpg_walker_walk, dict(
         env__task='InvertedPendulum-v4', total_steps=80_000, loss__noise=0.1, replay__batch_size=64,
         network__actor_hidden=(64, 64), network__critic_hidden=(64, 64)), 250.0),
+    'pqn_cartpole': (pqn_cartpole, {}, 400.0),
+    # All hundred episodes, of which the first ones are random, with -1,200.
+    'sac_pendulum': (sac_pendulum, {}, -500.0),
     'ppo_slippery_lake': (ppo_cartpole, dict(
         env__task='FrozenLake-v1', total_steps=150_000, loss__discount=0.99, loss__value_coef=0.5,
         loss__entropy_coef=0.01), 0.5),
@@ -59,7 +64,8 @@ CASES = {
     'ppo_pong': (pong_laptop, dict(total_steps=900_000), 0.0),
 }
 # One seed of each of these is in `scripts/test`.
-ESSENTIAL = ('impala_catch', 'ppo_cartpole', 'apex_catch', 'ppo_pendulum', 'ppo_cnn')
+ESSENTIAL = ('impala_catch', 'ppo_cartpole', 'apex_catch', 'ppo_pendulum', 'ppo_cnn',
+             'pqn_cartpole', 'sac_pendulum')
 
 
 @functools.cache

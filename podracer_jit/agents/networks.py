@@ -65,11 +65,16 @@ def orthogonal(scale: float) -> Callable:
   return init
 
 
+def normalised(torso: nn.Module, x: jax.Array) -> jax.Array:
+  """Returns a layer's outputs [N, ..., F] after LayerNorm over F, if the torso has it."""
+  return nn.LayerNorm()(x) if torso.layer_norm else x
+
+
 class Conv(nn.Module):
   """Square convolution on NHWC, by `convolution.conv2d`, whose gradients are fast in CPU loops.
 
-  A first layer makes its image of observations, for the gradient a second time. So only the raw
-  input is kept until then, and uint8 takes a quarter of the memory of float32.
+  A first layer gets raw observations, and keeps only these for the gradient, which makes the image
+  a second time: uint8 takes a quarter of the memory of float32.
   """
 
   features: int  # output channels
@@ -77,9 +82,9 @@ class Conv(nn.Module):
   stride: int = 1
   padding: str = 'VALID'
   kernel_init: Callable = nn.initializers.lecun_normal()
-  # Of a first layer: maps pixels [N, H, W, C] to floats, whatever the order of the pixels is.
+  # Maps pixels [N, ...], in any order, to floats; None: this is no first layer, x are floats.
   to_image: Callable | None = None
-  channels_last: bool = True  # the input of a first layer is not [N, C, H, W]
+  channels_last: bool = True  # x is [N, H, W, C]; only a first layer may get [N, C, H, W]
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -98,7 +103,7 @@ class Conv(nn.Module):
 
 
 def _image(pixels: jax.Array) -> jax.Array:
-  """Returns pixels [N, H, W, C] as f32; bytes become 0 to 1."""
+  """Returns pixels [N, ...] as f32; bytes become 0 to 1."""
   image = pixels.astype(jnp.float32)
   return image / 255.0 if pixels.dtype == np.uint8 else image
 
@@ -125,6 +130,7 @@ class ConvTorso(nn.Module):
   hidden: int = option(256, 'units of the dense layer', at_least=1, at_most=MAX_UNITS)
   chunked: bool = internal(True)
   channels_last: bool = internal(False)  # observations are [N, H, W, C]
+  layer_norm: bool = internal(False)  # an option of torsos that have it
 
   @nn.compact
   def __call__(self, obs: jax.Array) -> jax.Array:
@@ -136,7 +142,9 @@ class ConvTorso(nn.Module):
       x = convolution.in_chunks(apply, obs, self.at_once)
     else:
       x = self.convolve(obs).reshape(obs.shape[0], -1)
-    return nn.relu(nn.Dense(self.hidden, kernel_init=self.dense_init)(x)) if self.hidden else x
+    if not self.hidden:
+      return x
+    return nn.relu(normalised(self, nn.Dense(self.hidden, kernel_init=self.dense_init)(x)))
 
   def split_last_layer(self) -> tuple[nn.Module, int]:
     """Returns the torso without its dense layer, and the units of that layer."""
@@ -158,6 +166,7 @@ class NatureCNN(ConvTorso):
                                   at_most=1000, max_length=MAX_LAYERS)
   hidden: int = option(512, 'units of the dense layer', at_least=1, at_most=MAX_UNITS)
   centre: bool = option(False, "subtract each observation's mean first")
+  layer_norm: bool = option(False, 'LayerNorm between each layer and its ReLU')
   dense_init = staticmethod(orthogonal(np.sqrt(2)))
 
   def problems(self) -> Iterator[str]:
@@ -172,7 +181,8 @@ class NatureCNN(ConvTorso):
     first = dict(to_image=_centred_image if self.centre else _image,
                  channels_last=self.channels_last)
     for features, kernel, stride in zip(self.channels, self.kernels, self.strides, strict=True):
-      x = nn.relu(Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)), **first)(x))
+      x = Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)), **first)(x)
+      x = nn.relu(normalised(self, x))
       first = {}
     return x
 
@@ -247,17 +257,20 @@ class FixupResNet(ImpalaResNet):
 
 
 class MLP(nn.Module):
-  """Multilayer perceptron with tanh activations, on flattened observations."""
+  """Multilayer perceptron on flattened observations."""
 
   hidden: Sequence[int] = option((64, 64), 'units of each layer', at_least=1, at_most=MAX_UNITS,
                                  max_length=MAX_LAYERS)
+  activation: str = option('tanh', 'tanh or relu', choices=('tanh', 'relu'))
+  layer_norm: bool = option(False, 'LayerNorm between each layer and its activation')
 
   @nn.compact
   def __call__(self, obs: jax.Array) -> jax.Array:
     """Returns the last layer's activations [N, hidden[-1]] of observations [N, ...]."""
     x = obs.reshape(obs.shape[0], -1).astype(jnp.float32)
+    activate = {'tanh': nn.tanh, 'relu': nn.relu}[self.activation]
     for size in self.hidden:
-      x = nn.tanh(nn.Dense(size, kernel_init=orthogonal(np.sqrt(2)))(x))
+      x = activate(normalised(self, nn.Dense(size, kernel_init=orthogonal(np.sqrt(2)))(x)))
     return x
 
   def split_last_layer(self) -> tuple[nn.Module, int]:
@@ -421,15 +434,10 @@ class ActorCritic(nn.Module):
     rows = obs.shape[:2]
     obs = obs.reshape(-1, *obs.shape[2:])
 
-    moments = {name: self.variable('moments', name, running_moments.initial, shape).value
-               for name, shape in (('obs', obs.shape[1:]), ('returns', ()), ('values', ()))
-               if name in self.moments}
-    if 'obs' in moments:
-      obs = running_moments.standardise(moments['obs'], obs.astype(jnp.float32))
-
+    obs, moments = standardised(self, obs)
     x = features_of(self.torso, obs)
     if self.core:
-      x, carry = self._remember(x.reshape(*rows, -1), carry, valid)
+      x, carry = remember(self.core, self.core_size, x.reshape(*rows, -1), carry, valid)
       x = x.reshape(-1, x.shape[-1])
     y = x if self.critic is None else features_of(self.critic, obs)
 
@@ -456,25 +464,57 @@ class ActorCritic(nn.Module):
     by_name = {name: head(features, flat) for name, head in (self.heads or {}).items()}
     return jax.tree.map(lambda x: x.reshape(*rows, *x.shape[1:]), by_name)
 
-  def _remember(self, x: jax.Array, carry: Carry, valid: jax.Array):
-    """Returns the core's outputs [T, N, H] on x [T, N, F] and the carry after the last row."""
-    cell = CORES[self.core](self.core_size, recurrent_kernel_init=orthogonal(1.0), name='core')
-
-    def row(cell, state, inputs):
-      x, valid = inputs
-      state, y = cell(state, x)
-      return jax.tree.map(lambda s: jnp.where(valid[:, None], s, 0.0), state), y
-
-    scan = nn.scan(row, variable_broadcast='params', split_rngs={'params': False})
-    carry, y = scan(cell, carry, (x, valid))
-    return y, carry
-
   def initial_carry(self, num_envs: int) -> Carry:
     """Returns the carry at an episode's start, arrays [N, H]; None without a core."""
-    # Each array gets a buffer of its own, since states are donated.
-    def zeros():
-      return jnp.zeros((num_envs, self.core_size))
-    return {'': None, 'gru': zeros(), 'lstm': (zeros(), zeros())}[self.core]
+    return initial_carry(self.core, self.core_size, num_envs)
+
+
+def standardised(network: nn.Module, obs: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+  """Returns observations [N, ...], by their moments if the network has them, and all its moments.
+
+  Call it in the compact method of a network whose field `moments` names them: 'obs', 'returns' or
+  'values'.
+  """
+  moments = {name: network.variable('moments', name, running_moments.initial, shape).value
+             for name, shape in (('obs', obs.shape[1:]), ('returns', ()), ('values', ()))
+             if name in network.moments}
+  if 'obs' in moments:
+    obs = running_moments.standardise(moments['obs'], obs.astype(jnp.float32))
+  return obs, moments
+
+
+def remember(core: str, size: int, x: jax.Array, carry: Carry, valid: jax.Array
+             ) -> tuple[jax.Array, Carry]:
+  """Applies a recurrent core to rows; call it in a module's compact method, whose part it becomes.
+
+  Args:
+    core: one of CORES.
+    size: H, its units.
+    x: [T, N, F].
+    carry: before the first row, shaped like `initial_carry`.
+    valid: [T, N] bool; the row after an invalid one has the initial carry.
+
+  Returns:
+    The outputs [T, N, H], and the carry after the last row.
+  """
+  cell = CORES[core](size, recurrent_kernel_init=orthogonal(1.0), name='core')
+
+  def row(cell, state, inputs):
+    x, valid = inputs
+    state, y = cell(state, x)
+    return jax.tree.map(lambda s: jnp.where(valid[:, None], s, 0.0), state), y
+
+  scan = nn.scan(row, variable_broadcast='params', split_rngs={'params': False})
+  carry, y = scan(cell, carry, (x, valid))
+  return y, carry
+
+
+def initial_carry(core: str, size: int, num_envs: int) -> Carry:
+  """Returns a core's carry at an episode's start, arrays [N, H]; None without a core."""
+  # Each array gets a buffer of its own, since states are donated.
+  def zeros():
+    return jnp.zeros((num_envs, size))
+  return {'': None, 'gru': zeros(), 'lstm': (zeros(), zeros())}[core]
 
 
 PLAIN = TorsoOptions()

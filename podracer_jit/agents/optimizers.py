@@ -122,7 +122,25 @@ class CentredRMSProp(Optimizer):
     return optax.scale_by_stddev(self.decay, self.eps)
 
 
-OPTIMIZERS = {'rmsprop': RMSProp, 'adam': Adam, 'centred_rmsprop': CentredRMSProp}
+@dataclasses.dataclass(frozen=True)
+class RAdam(Adam):
+  """Adam whose first steps are as long as the variance of its scaling allows (1908.03265)."""
+
+  eps: float = option(1e-8, 'added to the root', at_least=0, above=0)
+
+  def scale(self) -> optax.GradientTransformation:
+    """Returns RAdam's scaling."""
+    return optax.scale_by_radam(self.b1, self.b2, self.eps)
+
+
+OPTIMIZERS = {'rmsprop': RMSProp, 'adam': Adam, 'radam': RAdam,
+              'centred_rmsprop': CentredRMSProp}
+
+
+def by_part(**transformations: optax.GradientTransformation
+            ) -> optax.GradientTransformationExtraArgs:
+  """Returns a transformation of parameters {name: part}, with one for each part."""
+  return optax.partition(transformations, lambda params: {name: name for name in params})
 
 
 class KLState(NamedTuple):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from podracer_jit.agents import networks
 from podracer_jit.agents.policies import Policy
 from podracer_jit.options import internal, option
+from podracer_jit.types import Carry
 
 
 class Dueling(nn.Module):
@@ -40,6 +41,39 @@ class Dueling(nn.Module):
     advantage = advantage - jnp.mean(advantage, axis=-1, keepdims=True)
     q = (value + advantage).reshape(*obs.shape[:2], -1)
     return q, jnp.max(q, axis=-1)
+
+
+class ActionValues(nn.Module):
+  """Q-network: a torso, an optional recurrent core, and a linear head."""
+
+  torso: nn.Module
+  policy: Policy
+  moments: Sequence[str] = ()  # normalised quantities: 'obs', 'returns'
+  core: str = ''  # one of networks.CORES; '' for none
+  core_size: int = 0  # H, units of the core
+
+  @nn.compact
+  def __call__(self, obs: jax.Array, carry: Carry = None, valid: jax.Array | None = None
+               ) -> tuple[jax.Array, jax.Array, Carry]:
+    """Returns (Q-values [T, N, A], the largest of each [T, N], carry) of obs [T, N, ...].
+
+    Args:
+      obs: T rows of N environments.
+      carry: of the core before the first row, shaped like `initial_carry`.
+      valid: [T, N] bool, for a core; the row after an invalid one has the initial carry.
+    """
+    rows = obs.shape[:2]
+    obs, _ = networks.standardised(self, obs.reshape(-1, *obs.shape[2:]))
+    x = networks.features_of(self.torso, obs)
+    if self.core:
+      chex.assert_shape(valid, rows)
+      x, carry = networks.remember(self.core, self.core_size, x.reshape(*rows, -1), carry, valid)
+    q = nn.Dense(self.policy.dist_size, name='q')(x).reshape(*rows, -1)
+    return q, jnp.max(q, axis=-1), carry
+
+  def initial_carry(self, num_envs: int) -> Carry:
+    """Returns the carry at an episode's start, arrays [N, H]; None without a core."""
+    return networks.initial_carry(self.core, self.core_size, num_envs)
 
 
 @jax.custom_vjp

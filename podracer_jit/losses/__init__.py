@@ -17,5 +17,8 @@ from podracer_jit.losses.ppo import PPO as PPO
 from podracer_jit.losses.ppo import gae as gae
 from podracer_jit.losses.ppo import ppo_loss as ppo_loss
 from podracer_jit.losses.ppo import vtrace as vtrace
+from podracer_jit.losses.pqn import PQN as PQN
+from podracer_jit.losses.pqn import lambda_returns as lambda_returns
+from podracer_jit.losses.sac import SAC as SAC
 
-ALGORITHMS = {'impala': IMPALA, 'ppo': PPO, 'dqn': DQN, 'dpg': DPG}
+ALGORITHMS = {'impala': IMPALA, 'ppo': PPO, 'pqn': PQN, 'dqn': DQN, 'dpg': DPG, 'sac': SAC}

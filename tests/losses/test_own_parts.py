@@ -57,14 +57,17 @@ def write_module(tmp_path, monkeypatch):
 TERMS = {
     'ppo': {'policy_loss', 'value_loss', 'entropy', 'approx_kl', 'clip_fraction'},
     'impala': {'policy_loss', 'baseline_loss', 'entropy', 'rho'},
+    'pqn': {'loss', 'abs_td_error', 'q'},
     'dqn': {'loss', 'abs_td_error', 'importance_weight', 'q'},
-    'dpg': {'loss', 'abs_td_error', 'importance_weight', 'q'}}
+    'dpg': {'loss', 'abs_td_error', 'importance_weight', 'q'},
+    'sac': {'critic_loss', 'actor_loss', 'alpha_loss', 'q', 'entropy', 'alpha'}}
 
 
 @pytest.mark.parametrize('config, shipped, attribute', essential([
     ('ppo_cartpole:smoke', 'ppo', 'PPO'), ('impala_cartpole', 'impala', 'IMPALA'),
-    ('apex_dqn_catch:smoke', 'dqn', 'DQN'),
-    ('apex_dpg_cartpole_swingup:smoke', 'dpg', 'DPG')], 'ppo_cartpole:smoke'))
+    ('pqn_cartpole:smoke', 'pqn', 'PQN'), ('apex_dqn_catch:smoke', 'dqn', 'DQN'),
+    ('apex_dpg_cartpole_swingup:smoke', 'dpg', 'DPG'),
+    ('sac_pendulum:smoke', 'sac', 'SAC')], 'ppo_cartpole:smoke'))
 def test_a_copy_of_a_shipped_algorithm_gives_the_same_bits(
     write_module, config, shipped, attribute):
   """No other file changes, so nothing in the package knows an algorithm by its name."""
@@ -390,6 +393,7 @@ def test_a_part_chosen_by_flag_has_its_own_defaults():
                  '--config.network.name=nature_cnn')
   assert fields['network'] == dict(name='nature_cnn', centre=True, core='none', core_size=128,
                                    separate_critic=False, hidden=512, channels=(32, 64, 64),
+                                   layer_norm=False,
                                    kernels=(8, 4, 3), strides=(4, 2, 1))
   assert networks.NatureCNN().hidden == 512
   fields = parse('--config=impala_catch', '--config.optimizer.name=centred_rmsprop')

@@ -81,6 +81,8 @@ CASES = {
     'scaled_gaussian': ('Pendulum-v1', dict(policy='scaled_gaussian')),
     'tanh_gaussian': (OWN_ENVS['Forces'], dict(policy='tanh_gaussian')),
     'dqn': ('CartPole-v1', dict(loss='dqn', num_minibatches=1)),
+    'pqn': ('CartPole-v1', dict(loss='pqn', network__core='gru', network__core_size=8)),
+    'sac': ('Pendulum-v1', dict(loss='sac', num_minibatches=1)),
     'dpg': ('Pendulum-v1', dict(loss='dpg', network='deterministic', num_minibatches=1)),
     'nature_cnn': ('Pong-v5', dict(network='nature_cnn')),
     'resnet': ('Pong-v5', dict(network='impala_resnet', network__blocks=1)),
@@ -111,7 +113,7 @@ def acted_by_row(player, key, *inputs):
   return np.asarray(player.policy.to_env(action)), distribution
 
 
-@pytest.mark.parametrize('name', essential(CASES, 'categorical', 'gru', 'image_in_a_dict'))
+@pytest.mark.parametrize('name', essential(CASES, 'categorical', 'gru', 'image_in_a_dict', 'sac'))
 def test_an_exported_agent_acts_as_the_agent_does(name, tmp_path):
   task, fields = CASES[name]
   agent = trained(task, **fields)

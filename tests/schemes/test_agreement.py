@@ -26,7 +26,7 @@ def _smaller(config):
   if 'replay' in config:
     # The second update learns at the latest, and the last one evicts.
     config['replay'] |= dict(capacity=96, min_size=32, batch_size=32, gradient_steps=2)
-  if 'channels' in config['network']:
+  if 'channels' in config['network'] and not config['env']['task'].startswith('gymnax:'):
     config['env'] |= SMALL_FRAMES
     config['unroll_length'] = 4
     config['network'] |= dict(channels=(8,) * len(config['network']['channels']), hidden=32)

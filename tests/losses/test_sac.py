@@ -1,0 +1,158 @@
+"""SAC compared with plain NumPy, and with what it must hold."""
+
+import jax
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from podracer_jit import losses, testing
+from podracer_jit.experiment.resolve import resolve
+from podracer_jit.losses.algorithm import Batch
+from podracer_jit.losses.sac import draw
+from podracer_jit.numerics import counters
+from podracer_jit.types import Transition
+from tests.runs import changed, run, small
+
+N = 6
+
+
+def config_of(**fields):
+  """Returns a small config on Pendulum, with a replay that fills in two updates."""
+  config = changed(small('sac', 'Pendulum-v1'), num_minibatches=1, loss__random_steps=100,
+                   network__hidden=(8,), network__activation='relu')
+  config['replay'] |= dict(capacity=256, min_size=64, batch_size=16, gradient_steps=2,
+                           priority_exponent=0.0)
+  return changed(config, **fields)
+
+
+def test_densities_are_those_of_the_squashed_gaussian():
+  rng = np.random.default_rng(0)
+  mean, log_std = rng.normal(size=(2, 1000, 3))
+  action, log_prob = jax.jit(draw)(jax.random.key(0),
+                                   np.float32(np.concatenate([mean, log_std], axis=-1)))
+  u = np.arctanh(np.float64(action).clip(-1 + 1e-7, 1 - 1e-7))
+  expected = (-0.5 * ((u - mean) / np.exp(log_std)) ** 2 - log_std - 0.5 * np.log(2 * np.pi)
+              - np.log(1 - np.tanh(u) ** 2))
+  inner = np.all(np.abs(action) < 0.999, axis=-1)
+  assert inner.sum() > 300
+  assert_allclose(np.array(log_prob)[inner], expected.sum(-1)[inner], rtol=1e-3, atol=1e-3)
+
+
+def _mlp(params, x):
+  """Returns a torso of one ReLU layer and the head that follows it, in NumPy."""
+  params = params['params']
+  hidden = np.maximum(x @ params['torso']['Dense_0']['kernel'] + params['torso']['Dense_0']['bias'],
+                      0)
+  return hidden @ params['Dense_0']['kernel'] + params['Dense_0']['bias']
+
+
+def _q(params, obs, action):
+  x = np.concatenate([obs, action], axis=-1)
+  count = len(jax.tree.leaves(params)[0])
+  return np.stack([_mlp(jax.tree.map(lambda p, i=i: np.float64(p[i]), params), x)[:, 0]
+                   for i in range(count)])
+
+
+def _case():
+  """Returns an algorithm, a state whose targets differ, a batch, and the key of its loss."""
+  algorithm = resolve(config_of(loss__alpha=0.3)).algorithm
+  state = algorithm.first_state(jax.random.key(0), jax.random.key(1))
+  state = state.with_target(jax.tree.map(lambda p: 1.1 * p + 0.01, state.target.params))
+  rng = np.random.default_rng(1)
+  transition = Transition(
+      obs=np.float32(rng.normal(size=(N, 3))), action=np.float32(rng.uniform(-1, 1, (N, 1))),
+      reward=np.float32(rng.normal(size=N)), discount=np.float32(0.9 * (rng.random(N) < 0.7)),
+      next_obs=np.float32(rng.normal(size=(N, 3))))
+  weight = np.float32(rng.uniform(0.5, 1, N))
+  return algorithm, state, Batch(transition, None, weight, np.float32(N), None), jax.random.key(2)
+
+
+def _policy(params, obs, key):
+  """Returns actions and densities, with the noise that the key gives."""
+  mean, log_std = np.split(_mlp(jax.tree.map(np.float64, params), obs), 2, axis=-1)
+  return draw(key, np.float32(np.concatenate([mean, 3.5 * np.tanh(log_std) - 1.5], axis=-1)))
+
+
+def test_the_losses_are_those_of_the_paper():
+  algorithm, state, batch, key = _case()
+  loss, aux = jax.jit(algorithm.loss)(state.params, state, batch, key)
+  x = batch.items
+  key, next_key = jax.random.split(key)
+  action, log_prob = map(np.float64, _policy(state.params['actor'], x.next_obs, next_key))
+  value = _q(state.target.params, x.next_obs, action).min(0) - 0.3 * log_prob
+  error = _q(state.params['critic'], x.obs, x.action) - (x.reward + x.discount * value)
+  action, log_prob = map(np.float64, _policy(state.params['actor'], x.obs, key))
+  q = _q(state.params['critic'], x.obs, action).min(0)
+  expected = dict(critic_loss=0.5 * np.square(error).sum(0), actor_loss=0.3 * log_prob - q,
+                  alpha_loss=-0.3 * (log_prob - 1.0))
+  for name, value in expected.items():
+    assert_allclose(aux.terms[name], value.sum(), rtol=1e-4, err_msg=name)
+  assert_allclose(loss, (batch.weight * sum(expected.values())).sum() / N, rtol=1e-4)
+  assert_allclose(aux.priority, np.abs(error).max(0), rtol=1e-4)
+
+
+def test_each_part_has_the_gradient_of_its_own_loss():
+  algorithm, state, batch, key = _case()
+
+  def of(part, name):
+    def loss(value):
+      aux = algorithm.loss({**state.params, part: value}, state,
+                           batch._replace(weight=np.ones(N, np.float32)), key)[1]
+      return aux.terms[name]
+    return jax.jit(jax.grad(loss))(state.params[part])
+
+  flat = batch._replace(weight=np.ones(N, np.float32))
+  grads, _ = jax.jit(algorithm.gradient)(state, flat, key)
+  for part, name in (('actor', 'actor_loss'), ('critic', 'critic_loss'),
+                     ('log_alpha', 'alpha_loss')):
+    jax.tree.map(lambda a, b: assert_allclose(N * a, b, rtol=1e-4, atol=1e-5), grads[part],
+                 of(part, name))
+
+
+def test_targets_follow_slowly_and_each_part_has_its_rate():
+  algorithm, state, batch, key = _case()
+  algorithm = resolve(config_of(loss__alpha_rate=0.0, loss__tau=0.25)).algorithm.at(
+      counters.zero(1000))
+  grads, aux = algorithm.gradient(state, batch, key)
+  after = algorithm.update(state, grads, aux)
+  assert after.params['log_alpha'] == state.params['log_alpha']
+  jax.tree.map(lambda new, online, old: assert_allclose(new, 0.25 * online + 0.75 * old, rtol=1e-5),
+               after.target.params, after.params['critic'], state.target.params)
+  assert not np.array_equal(*(jax.tree.leaves(s.params['actor'])[0] for s in (state, after)))
+
+
+def test_first_actions_are_uniform_and_evaluations_take_the_mean():
+  algorithm = resolve(config_of()).algorithm
+  state = algorithm.first_state(jax.random.key(0), jax.random.key(1))
+  obs = np.zeros((4000, 3), np.float32)
+  valid = np.ones(4000, bool)
+
+  def act(steps, key, exploration):
+    params = algorithm.acting(state._replace(steps=state.steps + steps))
+    return np.array(algorithm.act(params, obs, None, valid, key, exploration).action)[:, 0]
+
+  first = act(99, jax.random.key(3), algorithm.exploration(4000))
+  assert_allclose(np.quantile(first, [0.1, 0.5, 0.9]), [-0.8, 0, 0.8], atol=0.06)
+  later = act(100, jax.random.key(3), algorithm.exploration(4000))
+  assert_array_equal(later, act(0, jax.random.key(3), None))  # as in an evaluation
+  assert not np.array_equal(first, later)
+  assert len(np.unique(act(0, None, None))) == 1
+
+
+def test_discrete_actions_are_refused():
+  with pytest.raises(ValueError, match='loss.name: sac wants continuous actions; those of Cart'):
+    resolve(changed(config_of(), env__task='CartPole-v1'))
+
+
+def test_it_holds_what_an_algorithm_must_hold():
+  assert testing.check(losses.SAC, config_of())
+
+
+def test_a_run_is_the_same_in_one_program_and_on_two_devices():
+  config = config_of(num_grad_shards=2, num_shards=2)
+  of_sync = run(config)[0]
+  assert len({params for _, params in of_sync}) > 3
+  assert run(changed(config, scheme='fused', placement__actor_devices=(0,),
+                     placement__learner_devices=(0,)))[0] == of_sync
+  assert run(changed(config, placement__actor_devices=(0, 1),
+                     placement__learner_devices=(0, 1)))[0] == of_sync
