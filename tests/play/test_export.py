@@ -38,8 +38,9 @@ def trained(task, **fields):
   def moved(x):
     return np.abs(x + rng.normal(scale=0.2, size=x.shape)).astype(np.float32)
   params = dict(jax.device_get(agent.player.params))
-  params['params'] = jax.tree.map(
-      lambda x: (x + rng.normal(scale=0.2, size=x.shape)).astype(np.float32), params['params'])
+  trained_part = 'actor' if 'actor' in params else 'params'
+  params[trained_part] = jax.tree.map(
+      lambda x: (x + rng.normal(scale=0.2, size=x.shape)).astype(np.float32), params[trained_part])
   if 'moments' in params:
     params['moments'] = jax.tree.map(moved, params['moments'])
   return agent_lib.Agent(agent.experiment, agent.player._replace(params=params), seed=5)
