@@ -123,7 +123,6 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
           init_from: str | Path | None = None,
           init_partly: bool = False, extend: bool = False, change: Sequence[str] = (),
           renew_envs: bool = False, profile_dir: str | Path | None = None,
-          profile_updates: tuple[int, int] | None = None,
           quiet: bool = False) -> Trained | list[Trained]:
   """Trains in this process, with the same bits as the command; goes on with a run in the workdir.
 
@@ -149,8 +148,6 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
     renew_envs: goes on with new episodes, if the simulators of the run cannot be made again as
       they were.
     profile_dir: a folder for a jax.profiler trace of a few updates, and a memory profile.
-    profile_updates: the first and the last update of the trace; None: a few after the programs are
-      warm.
     quiet: prints nothing but warnings.
 
   Returns:
@@ -172,7 +169,7 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
     folder = user_path(workdir)
     request = make_request(init_from, init_partly, extend, change, renew_envs)
     trace_folder = user_path(profile_dir) if profile_dir else None
-    to_record = profiling.make_profiling(trace_folder, profile_updates)
+    to_record = profiling.make_profiling(trace_folder)
 
   def enter(stack: contextlib.ExitStack) -> contextlib.AbstractContextManager:
     cluster = None

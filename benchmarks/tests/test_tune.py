@@ -204,7 +204,7 @@ def _case(tmp_path, lines=()):
 
 
 def test_a_search_keeps_its_candidates_whatever_is_free_later(tmp_path, monkeypatch):
-  """It begins with one core, for which there is one placement of devices."""
+  """The search begins with one core, for which there is one placement of devices."""
   monkeypatch.setattr(processes, 'measure', lambda *_: dict(sps=1.0))
   case = _case(tmp_path)
   case._machine = Machine(1, 1)

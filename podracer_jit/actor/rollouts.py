@@ -202,14 +202,8 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
         envs[i] = envs[i]._replace(simulator=simulator, sent=_note(envs[i].sent, env_action, t))
         buffers[i] = _write(buffers[i], t, **row)
         if is_function[i]:
-          token, envs[i], buffers[i] = receive(vector_env, token, envs[i], buffers[i], t)
+          token, envs[i], buffers[i] = _finish_row(vector_env, token, envs[i], buffers[i], t)
       return token, tuple(envs), tuple(buffers)
-
-    def receive(vector_env, token, env, buffer, t):
-      """Receives the step of row t."""
-      before = env.obs
-      token, env, fields = _receive(vector_env, token, env)
-      return token, env, _add(_write(buffer, t, **fields), t + 1, before, env.obs)
 
     # All at once, because a key alone takes as long as a decision of a small network.
     keys = [jax.vmap(functools.partial(row_key, env))(jnp.arange(unroll_length, dtype=jnp.int32))
@@ -222,7 +216,7 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
     out = []
     for i, (vector_env, env, buffer) in enumerate(zip(vector_envs, envs, buffers, strict=True)):
       if not is_function[i]:
-        token, env, buffer = receive(vector_env, token, env, buffer, unroll_length - 1)
+        token, env, buffer = _finish_row(vector_env, token, env, buffer, unroll_length - 1)
       if discount is not None:
         env, buffer = _discount(discount, env, buffer)
       buffer = with_faults(buffer, env.env_id, vector_env)
@@ -238,6 +232,24 @@ def _receive(vector_env: VectorEnv, token, env: EnvState):
   """Receives the step of the row sent last. Returns the token, the state and the row's fields."""
   token, simulator, step = vector_env.recv(token, env.simulator)
   return token, *count(env._replace(simulator=simulator), step)
+
+
+def _finish_row(vector_env: VectorEnv, token, env: EnvState, buffer: Rollout, t):
+  """Receives the step of a row, and adds what it gives to the rollout.
+
+  Args:
+    vector_env: the environments.
+    token: of the last call.
+    env: their state.
+    buffer: the rollout.
+    t: index of the row.
+
+  Returns:
+    The next token, state and rollout.
+  """
+  before = env.obs
+  token, env, fields = _receive(vector_env, token, env)
+  return token, env, _add(_write(buffer, t, **fields), t + 1, before, env.obs)
 
 
 def _nothing_yet(token, env: EnvState):

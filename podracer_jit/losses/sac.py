@@ -143,7 +143,10 @@ class SAC(Algorithm):
 
   def act(self, params: Any, obs: jax.Array, carry: Carry, valid: jax.Array,
           key: jax.Array | None, exploration: jax.Array | None) -> Acted:
-    """Draws an action, uniformly in the first steps; takes the mean's without a key."""
+    """Draws an action, uniformly in the first steps; takes the mean's without a key.
+
+    Arguments and result: see `Algorithm.act`.
+    """
     del valid
     dist_params = self.network.apply(params['actor'], obs)
     mode = jnp.tanh(jnp.split(dist_params, 2, axis=-1)[0])

@@ -33,20 +33,19 @@ class Profiling(NamedTuple):
   updates: tuple[int, int] | None = None
 
 
-def make_profiling(folder: Path | None, updates: str | tuple[int, int] | None
-                   ) -> Profiling | None:
+def make_profiling(folder: Path | None, updates: str | None = None) -> Profiling | None:
   """Makes the folder; returns the part of a training to record, None without a folder.
 
   Args:
     folder: for the trace and the memory profile.
-    updates: the first and the last update, or both as 'A:B'.
+    updates: 'A:B', the first and the last update; None: a few after the programs are warm.
 
   Raises:
     ValueError: there is no folder, or no such updates; the message is one line.
     OSError: the folder cannot be made.
   """
   if folder is None and updates is not None:
-    raise ValueError('profile_updates: is for profile_dir, which names the folder of the trace')
+    raise ValueError('--profile_updates: is for --profile_dir, which names the folder of the trace')
   bounds = None if updates is None else _bounds(updates)
   if folder is None:
     return None
@@ -54,14 +53,14 @@ def make_profiling(folder: Path | None, updates: str | tuple[int, int] | None
   return Profiling(folder, bounds)
 
 
-def _bounds(updates: str | tuple[int, int]) -> tuple[int, int]:
-  """Returns the first and the last update of an argument; raises ValueError if it is wrong."""
-  parts = updates.split(':') if isinstance(updates, str) else [str(part) for part in updates]
+def _bounds(updates: str) -> tuple[int, int]:
+  """Returns the first and the last update of 'A:B'; raises ValueError if it is wrong."""
+  parts = updates.split(':')
   if len(parts) == 2 and all(part.isdecimal() for part in parts):
     first, last = map(int, parts)
     if 1 <= first <= last:
       return first, last
-  raise ValueError('profile_updates: must be the first and the last update of the trace, such as '
+  raise ValueError('--profile_updates: must be the first and the last update of the trace, such as '
                    f'100:105, got {shown(updates)}')
 
 

@@ -235,7 +235,7 @@ def test_a_run_keeps_the_microbatches_that_it_began_with(tmp_path):
 
 
 def test_a_run_without_updates_says_nothing_about_microbatches(tmp_path):
-  """It gives way to the next command, as if the workdir were new."""
+  """The next command begins anew, as in a new workdir."""
   args = [*CARTPOLE, '--config.total_steps=100', f'--workdir={tmp_path}']
   binary(*args, '--config.microbatch_rows=16')
   for name in ('metrics.jsonl', 'receipts.jsonl'):

@@ -49,9 +49,9 @@ def test_a_trace_has_the_updates_that_were_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize('args, message', [
-    (['--profile_updates=3:5'], 'profile_updates: is for profile_dir'),
+    (['--profile_updates=3:5'], '--profile_updates: is for --profile_dir'),
     *[([f'--profile_updates={text}', '--profile_dir=x'],
-       'profile_updates: must be the first and the last update of the trace, such as 100:105')
+       '--profile_updates: must be the first and the last update of the trace, such as 100:105')
       for text in ('5', '5:3', '0:3', 'a:b', '1:2:3', '')],
     (['--profile_dir=/dev/null/x'], '/dev/null'),
     (['--profile_port=0'], '--profile_port: must be 1 to 65535, got 0')])
@@ -78,8 +78,7 @@ def test_a_trace_of_the_users_own_program_is_left_alone(tmp_path):
 import jax
 import podracer_jit as pj
 with jax.profiler.trace({str(tmp_path / 'own')!r}):
-  pj.train('impala_catch:smoke', {str(tmp_path / 'run')!r}, profile_dir={str(tmp_path / 'x')!r},
-           profile_updates=(1, 2))
+  pj.train('impala_catch:smoke', {str(tmp_path / 'run')!r}, profile_dir={str(tmp_path / 'x')!r})
 """
   result = processes.run([sys.executable, '-c', script])
   assert result.returncode == 0, result.stderr
