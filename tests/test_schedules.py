@@ -170,8 +170,7 @@ def test_every_option_of_an_optimizer_may_change(name):
   changing = part(anneal=False, **{name: Schedule('linear', (value * 2 / 3, value * 4 / 3), (1.0,))
                                    for name, value in numbers.items()})
   params = {'w': jnp.float32([1, -2, 3])}
-  # The state does not depend on the numbers.
-  state = changing.transformation().init(params)
+  state = schedules.at(changing, jnp.float32(0), 100).transformation().init(params)
 
   @jax.jit
   def updated(grads, state, steps):

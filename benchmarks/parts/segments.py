@@ -79,10 +79,21 @@ def with_scheme(run: build.Run, scheme: str) -> build.Run:
   return dataclasses.replace(run, experiment=changed(run.experiment, scheme=scheme))
 
 
-def with_program(run: build.Run, program: Callable) -> build.Run:
-  """Returns the run with `program` in place of its learner's jitted program."""
+class _Called:
+  """A jitted program that another function calls; it is lowered as itself."""
+
+  def __init__(self, program: Any, call: Callable):
+    self._call = call
+    self.lower = program.lower
+
+  def __call__(self, *args: Any) -> Any:
+    return self._call(*args)
+
+
+def with_program(run: build.Run, call: Callable) -> build.Run:
+  """Returns the run whose learner's program is called by `call`, with the same arguments."""
   learner = copy.copy(run.learner)
-  learner.program = program
+  learner.program = _Called(learner.program, call)
   return dataclasses.replace(run, learner=learner)
 
 

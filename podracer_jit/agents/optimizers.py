@@ -42,8 +42,8 @@ class Optimizer(abc.ABC):
   def transformation(self) -> optax.GradientTransformation:
     """Returns clipping, `scale` and the adaptive factor, without the learning rate.
 
-    With schedules, its `init` may be called, since no state depends on them; its `update` is that
-    of `schedules.at(optimizer, steps, total_steps)`.
+    An optimizer with schedules has none; that of `schedules.at(optimizer, steps, total_steps)` has
+    one.
     """
     steps = [optax.clip_by_global_norm(self.max_grad_norm), self.scale()]
     # The factor multiplies the learning rate later, so its limits are divided by the rate.

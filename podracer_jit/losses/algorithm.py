@@ -215,7 +215,7 @@ class Algorithm(abc.ABC):
     target = self.init_target(params)
     has_target = target is not None or self.learns_from_replay  # a replay's clock is the count
     steps = counters.zero(self.parts.total_steps + self.parts.num_envs * self.parts.unroll_length)
-    return TrainState(params, self.optimizer.init(params), jnp.int32(0), steps, learn_key,
+    return TrainState(params, self.at(steps).optimizer.init(params), jnp.int32(0), steps, learn_key,
                       Target(target, jnp.int32(0)) if has_target else None)
 
   @functools.cached_property
