@@ -284,6 +284,39 @@ class MLP(nn.Module):
     return self.clone(hidden=tuple(self.hidden[:-1])), self.hidden[-1]
 
 
+class PreNormBlock(nn.Module):
+  """Residual block of SimBa: the sum of its input and an MLP on its input's LayerNorm."""
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns an array shaped like x [N, F]."""
+    features = x.shape[-1]
+    he = nn.initializers.he_normal()
+    y = nn.relu(nn.Dense(4 * features, kernel_init=he)(nn.LayerNorm()(x)))
+    return x + nn.Dense(features, kernel_init=he)(y)
+
+
+class SimBa(nn.Module):
+  """Residual network of SimBa (2410.09754, section 4) on flattened observations.
+
+  The defaults are the sizes of the paper's actor. Its critic has hidden = 512 and blocks = 2; here
+  actor and critic have the same sizes. The paper's running statistics of observations are
+  `normalise.obs`, which algorithms with a replay do not have.
+  """
+
+  hidden: int = option(128, 'width of the residual stream', at_least=1, at_most=MAX_UNITS)
+  blocks: int = option(1, 'residual blocks', at_least=1, at_most=MAX_LAYERS)
+
+  @nn.compact
+  def __call__(self, obs: jax.Array) -> jax.Array:
+    """Returns features [N, hidden] of observations [N, ...]."""
+    x = obs.reshape(obs.shape[0], -1).astype(jnp.float32)
+    x = nn.Dense(self.hidden, kernel_init=orthogonal(1.0))(x)
+    for _ in range(self.blocks):
+      x = PreNormBlock()(x)
+    return nn.LayerNorm()(x)
+
+
 class ImageAndVector(nn.Module):
   """Convolutions on the images among an observation's parts, and an MLP on all other parts.
 
@@ -373,7 +406,7 @@ def features_of(torso: nn.Module, obs: jax.Array) -> jax.Array:
 
 
 TORSOS = {'impala_resnet': ImpalaResNet, 'fixup_resnet': FixupResNet, 'nature_cnn': NatureCNN,
-          'mlp': MLP, 'image_and_vector': ImageAndVector}
+          'mlp': MLP, 'simba': SimBa, 'image_and_vector': ImageAndVector}
 CORES = {'gru': nn.GRUCell, 'lstm': nn.OptimizedLSTMCell}
 
 

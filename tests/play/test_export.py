@@ -92,6 +92,7 @@ CASES = {
         network__channels=(4,), network__hidden=8)),
     'gru': (OWN_ENVS['Sizes'], dict(network__core='gru', network__core_size=8)),
     'lstm': ('CartPole-v1', dict(network__core='lstm', network__core_size=8)),
+    'simba': ('Pendulum-v1', dict(network='simba', network__hidden=8, network__blocks=2)),
     'image_and_vector': ('MiniGrid-DoorKey-5x5-v0', dict(network='image_and_vector')),
 }
 
