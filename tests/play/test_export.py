@@ -84,6 +84,7 @@ CASES = {
     'dqn': ('CartPole-v1', dict(loss='dqn', num_minibatches=1)),
     'pqn': ('CartPole-v1', dict(loss='pqn', network__core='gru', network__core_size=8)),
     'sac': ('Pendulum-v1', dict(loss='sac', num_minibatches=1)),
+    'td3': ('Pendulum-v1', dict(loss='td3', num_minibatches=1)),
     'dpg': ('Pendulum-v1', dict(loss='dpg', network='deterministic', num_minibatches=1)),
     'nature_cnn': ('Pong-v5', dict(network='nature_cnn')),
     'resnet': ('Pong-v5', dict(network='impala_resnet', network__blocks=1)),
