@@ -79,6 +79,9 @@ CASES = (
     Case('dqn-atari-two-devices', 'apex_dqn_pong_laptop.py:smoke'),
     Case('dpg-prioritised', 'apex_dpg_walker_walk.py:smoke', TWO_DEVICES),
     Case('dpg-fused', 'apex_dpg_cartpole_swingup.py:smoke', ('scheme=fused',)),
+    Case('pqn', 'pqn_cartpole.py:smoke'),
+    Case('sac', 'sac_pendulum.py:smoke'),
+    Case('td3', 'td3_pendulum.py:smoke'),
     Case('apex', 'apex_dqn_catch.py:smoke', ('scheme=apex',), only_first=True),
     Case('dqn-prioritised', 'apex_dqn_catch.py:smoke', (
         'replay.eviction=prioritised', 'replay.capacity=1000', 'replay.min_size=500',

@@ -1,7 +1,7 @@
-"""Networks of value-based agents (flax): a dueling Q-network, and a policy with a Q critic.
+"""Networks of value-based agents (flax): Q-networks, a policy with a Q critic, and a critic alone.
 
-They take observations [T, N, ...] and return what their policy reads, action values or an action,
-and the value of the greedy action.
+All but the critic take observations [T, N, ...] and return what their policy reads, action values
+or an action, and the value of the greedy action.
 """
 
 from __future__ import annotations
@@ -138,6 +138,18 @@ class Deterministic(nn.Module):
     for layer in later_layers:
       x = jnp.tanh(layer(x))
     return self._value(x)[:, 0]
+
+
+class Critic(nn.Module):
+  """Values [N] of flat observations [N, D] and actions [N, A]."""
+
+  torso: nn.Module
+
+  @nn.compact
+  def __call__(self, obs: jax.Array, action: jax.Array) -> jax.Array:
+    """Returns the values."""
+    x = jnp.concatenate([obs.reshape(len(obs), -1), action], axis=-1)
+    return nn.Dense(1)(networks.features_of(self.torso, x))[:, 0]
 
 
 def dueling(torso: nn.Module, policy: Policy) -> Dueling:

@@ -128,7 +128,7 @@ def _network(experiment: Experiment) -> Iterator[str]:
                  and not getattr(part, 'needs_images', False)
                  and not getattr(part, 'needs_parts', False)]
     yield (f'network.name: {name} wants images, {spec.task} gives {spec.obs_shape}; '
-           f'{", ".join(any_shape)} takes any shape')
+           f'{" or ".join(any_shape)} takes any shape')
   if (needs_parts or needs_images) and experiment.normalise.obs:
     yield f'normalise.obs: {name} scales images itself; must be False'
 

@@ -20,5 +20,7 @@ from podracer_jit.losses.ppo import vtrace as vtrace
 from podracer_jit.losses.pqn import PQN as PQN
 from podracer_jit.losses.pqn import lambda_returns as lambda_returns
 from podracer_jit.losses.sac import SAC as SAC
+from podracer_jit.losses.td3 import TD3 as TD3
 
-ALGORITHMS = {'impala': IMPALA, 'ppo': PPO, 'pqn': PQN, 'dqn': DQN, 'dpg': DPG, 'sac': SAC}
+ALGORITHMS = {'impala': IMPALA, 'ppo': PPO, 'pqn': PQN, 'dqn': DQN, 'dpg': DPG, 'sac': SAC,
+              'td3': TD3}
