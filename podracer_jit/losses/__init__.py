@@ -19,6 +19,8 @@ from podracer_jit.losses.ppo import ppo_loss as ppo_loss
 from podracer_jit.losses.ppo import vtrace as vtrace
 from podracer_jit.losses.pqn import PQN as PQN
 from podracer_jit.losses.pqn import lambda_returns as lambda_returns
+from podracer_jit.losses.r2d2 import R2D2 as R2D2
 from podracer_jit.losses.sac import SAC as SAC
 
-ALGORITHMS = {'impala': IMPALA, 'ppo': PPO, 'pqn': PQN, 'dqn': DQN, 'dpg': DPG, 'sac': SAC}
+ALGORITHMS = {'impala': IMPALA, 'ppo': PPO, 'pqn': PQN, 'dqn': DQN, 'dpg': DPG, 'sac': SAC,
+              'r2d2': R2D2}
