@@ -243,7 +243,9 @@ def fewest_updates(config: Mapping[str, Any], updates: int) -> int:
   fewest = max(1, updates // 10)
   if 'replay' in config:
     rows = config['env']['num_envs'] * config['unroll_length']
-    first_that_learns = math.ceil(config['replay']['min_size'] / rows)
+    items = resolve(copy.deepcopy(dict(config))).items
+    first_that_learns = (math.ceil(config['replay']['min_size'] * items.period / rows)
+                         + items.length // config['unroll_length'])
     fewest = max(fewest, first_that_learns + 4)
   return min(fewest, updates)
 

@@ -86,6 +86,8 @@ CASES = (
     Case('dqn-prioritised', 'apex_dqn_catch.py:smoke', (
         'replay.eviction=prioritised', 'replay.capacity=1000', 'replay.min_size=500',
         'total_steps=4000')),
+    Case('sac-lockstep', 'sac_pendulum.py:smoke'),
+    Case('pqn-gru', 'pqn_cartpole.py:smoke', ('network.core=gru', 'network.core_size=16')),
     Case('auxiliary-head', 'examples/transformer.py:smoke', (
         'network.name=mlp', 'env.task=CartPole-v1', 'scheme=sync')),
     Case('microbatches-impala', 'impala_catch.py:smoke',

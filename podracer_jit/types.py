@@ -53,8 +53,8 @@ class Rollout(NamedTuple):
 class Experience(NamedTuple):
   """Rollout in the form in which it is added to a replay; it has the rows of Rollout.
 
-  Row t has the priority of the item of L rows that began L rows before, since it is complete only
-  at row t.
+  The priority of an item of L rows comes with the rollout that has the row after these, so its item
+  began L rows before. Items begin in each row (S = T), or where rollouts begin (S = 1).
   """
 
   obs: jax.Array  # [T + 1, B, ...]: the newest frame of each observation
@@ -65,9 +65,11 @@ class Experience(NamedTuple):
   terminated: jax.Array  # [T, B] bool
   truncated: jax.Array  # [T, B] bool
   valid: jax.Array  # [T, B] bool
-  priority: jax.Array  # [T, B] f32, as `Algorithm.priority` returns it
-  starts: jax.Array  # [T, B] bool: this item exists, and its first row was valid
+  priority: jax.Array  # [S, B] f32, as `Algorithm.priority` returns it
+  # [S, B] bool: this item exists; unless it is a sequence, its first row was valid
+  starts: jax.Array
   episodes: Episodes | None  # None once the learner has set them aside
+  carry: Carry = None  # [1, B, ...] each, as in `Rollout`; for sequences only
 
 
 class Transition(NamedTuple):

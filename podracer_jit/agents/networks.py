@@ -467,6 +467,11 @@ class TorsoOptions:
     """True if the network has a recurrent layer."""
     return self.core != 'none'
 
+  @property
+  def core_name(self) -> str:
+    """The recurrent layer as networks get it: one of CORES, or '' for none."""
+    return self.core if self.recurrent else ''
+
   def problems(self) -> Iterator[str]:
     """Yields problems of the combination of options, one line each."""
     if self.recurrent and self.separate_critic:
@@ -610,5 +615,4 @@ def actor_critic(torso: nn.Module, policy: Policy, options: TorsoOptions = PLAIN
     The network, a flax module.
   """
   critic = torso.clone() if options.separate_critic else None
-  core = options.core if options.recurrent else ''
-  return ActorCritic(torso, policy, critic, tuple(moments), core, options.core_size)
+  return ActorCritic(torso, policy, critic, tuple(moments), options.core_name, options.core_size)

@@ -1,7 +1,7 @@
 """Networks of value-based agents (flax): Q-networks, a policy with a Q critic, and a critic alone.
 
 All but the critic take observations [T, N, ...] and return what their policy reads, action values
-or an action, and the value of the greedy action.
+or an action, and the value of the greedy action; Q-networks also the carry of their recurrent core.
 """
 
 from __future__ import annotations
@@ -15,32 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from podracer_jit.agents import networks
+from podracer_jit.agents.networks import TorsoOptions
 from podracer_jit.agents.policies import Policy
 from podracer_jit.options import internal, option
 from podracer_jit.types import Carry
-
-
-class Dueling(nn.Module):
-  """Dueling network: a torso, a value stream and an advantage stream (1511.06581, equation 9)."""
-
-  torso: nn.Module
-  policy: Policy
-  hidden: int  # units of each stream; 0: as many as the torso has features
-
-  @nn.compact
-  def __call__(self, obs: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns Q-values [T, N, A] of obs [T, N, ...], and the largest of each, [T, N]."""
-    x = networks.features_of(self.torso, obs.reshape(-1, *obs.shape[2:]))
-    # The gradients of both streams add up in the torso, so they are scaled by 1 / sqrt(2)
-    # (section 4.2).
-    x = _scale_gradient(x, 2 ** -0.5)
-    value, advantage = (
-        nn.Dense(size, kernel_init=networks.orthogonal(1.0), name=name)(
-            nn.relu(nn.Dense(self.hidden or x.shape[-1], name=f'{name}_hidden')(x)))
-        for name, size in (('value', 1), ('advantage', self.policy.dist_size)))
-    advantage = advantage - jnp.mean(advantage, axis=-1, keepdims=True)
-    q = (value + advantage).reshape(*obs.shape[:2], -1)
-    return q, jnp.max(q, axis=-1)
 
 
 class ActionValues(nn.Module):
@@ -68,12 +46,33 @@ class ActionValues(nn.Module):
     if self.core:
       chex.assert_shape(valid, rows)
       x, carry = networks.remember(self.core, self.core_size, x.reshape(*rows, -1), carry, valid)
-    q = nn.Dense(self.policy.dist_size, name='q')(x).reshape(*rows, -1)
+    q = self.head(x).reshape(*rows, -1)
     return q, jnp.max(q, axis=-1), carry
+
+  def head(self, x: jax.Array) -> jax.Array:
+    """Returns Q-values [..., A] of features [..., F]; `__call__` makes its layers."""
+    return nn.Dense(self.policy.dist_size, name='q')(x)
 
   def initial_carry(self, num_envs: int) -> Carry:
     """Returns the carry at an episode's start, arrays [N, H]; None without a core."""
     return networks.initial_carry(self.core, self.core_size, num_envs)
+
+
+class Dueling(ActionValues):
+  """Q-network with a value stream and an advantage stream as its head (1511.06581, equation 9)."""
+
+  hidden: int = 0  # units of each stream; 0: as many as there are features
+
+  def head(self, x: jax.Array) -> jax.Array:
+    """See `ActionValues`."""
+    # The gradients of both streams add up below them, so they are scaled by 1 / sqrt(2)
+    # (section 4.2).
+    x = _scale_gradient(x, 2 ** -0.5)
+    value, advantage = (
+        nn.Dense(size, kernel_init=networks.orthogonal(1.0), name=name)(
+            nn.relu(nn.Dense(self.hidden or x.shape[-1], name=f'{name}_hidden')(x)))
+        for name, size in (('value', 1), ('advantage', self.policy.dist_size)))
+    return value + (advantage - jnp.mean(advantage, axis=-1, keepdims=True))
 
 
 @jax.custom_vjp
@@ -152,19 +151,19 @@ class Critic(nn.Module):
     return nn.Dense(1)(networks.features_of(self.torso, x))[:, 0]
 
 
-def dueling(torso: nn.Module, policy: Policy) -> Dueling:
-  """Returns the dueling network around a torso.
+def dueling(torso: nn.Module, policy: Policy, options: TorsoOptions = networks.PLAIN) -> Dueling:
+  """Returns the dueling network around a torso, with a recurrent core before the streams.
 
   If the torso has `split_last_layer`, its last layer is replaced by the hidden layers of the two
-  streams. Otherwise all its layers stay, and the streams have as many units as it has features.
+  streams. Otherwise all its layers stay, and the streams have as many units as they get features.
 
   Raises:
     ValueError: the torso has no layer; the message begins with the field's name.
   """
-  if not hasattr(torso, 'split_last_layer'):
-    return Dueling(torso, policy, 0)
-  without, units = torso.split_last_layer()
-  return Dueling(without, policy, units)
+  units = 0
+  if hasattr(torso, 'split_last_layer'):
+    torso, units = torso.split_last_layer()
+  return Dueling(torso, policy, core=options.core_name, core_size=options.core_size, hidden=units)
 
 
 POLICY_AND_CRITIC = {'deterministic': Deterministic}

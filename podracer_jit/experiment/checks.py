@@ -57,7 +57,11 @@ def _items(experiment: Experiment) -> Iterator[str]:
       yield (f'loss.name: {experiment.loss_name} learns from a replay but has no method items: '
              'that of Algorithm returns whole rollouts; return items.transitions(n_step, '
              'self.discount)')
-    elif items.period != 1:
+    elif items.is_sequence and items.period % experiment.unroll_length:
+      yield (f'unroll_length: sequences of {experiment.loss_name} begin every {items.period} rows, '
+             'and the state before them is known where rollouts begin; must be a divisor of '
+             f'{items.period}, got {experiment.unroll_length}')
+    elif items.period != 1 and not items.is_sequence:
       yield (f'{who} Items that begin in each row of a replay, so their period must be 1, got '
              f'{items.period}')
   elif items.length > experiment.unroll_length:
@@ -94,14 +98,16 @@ def _too_large(experiment: Experiment) -> Iterator[str]:
   drawn = replay.gradient_steps * replay.batch_size
   if drawn > INT32_MAX:
     yield (f'replay.gradient_steps: {replay.gradient_steps} with replay.batch_size = '
-           f'{replay.batch_size} draw {drawn:,} transitions; must be below 2^31')
+           f'{replay.batch_size} draw {drawn:,} {experiment.items.unit}s; must be below 2^31')
   # A replay has rows beyond its capacity that cannot be drawn, because their end or frames of their
   # stacks are missing.
-  margin = steps + experiment.items.length + experiment.spec.stack + 1
-  places = replay.capacity + num_envs * margin
-  if places > INT32_MAX:
-    yield (f'replay.capacity: {replay.capacity} transitions, and {margin} rows of env.num_envs = '
-           f'{num_envs} that cannot be drawn, are {places:,}; must be below 2^31')
+  items = experiment.items
+  margin = steps + items.length + experiment.spec.stack + 1
+  rows = replay.capacity * items.period + num_envs * margin
+  if rows > INT32_MAX:
+    each = f' of {items.period} new rows' if items.period > 1 else ''
+    yield (f'replay.capacity: {replay.capacity} {items.unit}s{each}, and {margin} rows of '
+           f'env.num_envs = {num_envs} that cannot be drawn, are {rows:,}; must be below 2^31')
 
 
 def _network(experiment: Experiment) -> Iterator[str]:
@@ -378,9 +384,15 @@ def _replay(experiment: Experiment) -> Iterator[str]:
   if experiment.spec.stack > 1 and options.eviction != 'fifo':
     yield (f'replay.eviction: the frames of {experiment.spec.task} are stored once, in a ring; '
            'must be fifo')
-  if options.capacity < experiment.batch_rows:
-    yield (f'replay.capacity: must be at least env.num_envs * unroll_length = '
-           f'{experiment.batch_rows}, got {options.capacity}')
+  items = experiment.items
+  if items.is_sequence and options.eviction != 'fifo':
+    yield (f'replay.eviction: the sequences of {name} overlap, so their rows are stored once, in a '
+           f'ring; must be fifo, got {options.eviction}')
+  # A rollout of all environments must fit.
+  least = experiment.batch_rows // items.stride(experiment.unroll_length)
+  if options.capacity < least:
+    what = 'env.num_envs' if items.is_sequence else 'env.num_envs * unroll_length'
+    yield f'replay.capacity: must be at least {what} = {least}, got {options.capacity}'
   groups = experiment.num_grad_shards
   actors = experiment.placement.num_actors
   gradient_groups = experiment.group_count()
@@ -388,7 +400,7 @@ def _replay(experiment: Experiment) -> Iterator[str]:
     number = getattr(options, field)
     if number % groups:
       is_set = number != defaults(type(options))[field]
-      yield uneven(Count(f'replay.{field}', number, is_set, 'transition'), gradient_groups)
+      yield uneven(Count(f'replay.{field}', number, is_set, items.unit), gradient_groups)
   if not scheme.graph.free_rates:
     for field, only in (('params_every', 1), ('samples_per_insert', 0)):
       if getattr(options, field) != only:
@@ -396,7 +408,7 @@ def _replay(experiment: Experiment) -> Iterator[str]:
                f'{experiment.scheme_name} it must be {only}, got {getattr(options, field)}')
     return
   drawn = options.gradient_steps * options.batch_size
-  ratio = options.samples_per_insert
+  ratio = options.samples_per_insert / items.period
   added = experiment.batch_rows // actors
   # With a smaller tolerance actors and learner could wait for each other for ever.
   if ratio and 2 * options.tolerance < drawn + ratio * added:

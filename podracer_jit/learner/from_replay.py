@@ -1,4 +1,4 @@
-"""Learning from a replay: batches drawn from the transitions of many rounds of rollouts."""
+"""Learning from a replay: batches drawn from the items of many rounds of rollouts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class FromReplay:
     """
     groups = self.groups
     chex.assert_rank(first_group, 0)
-    chex.assert_equal_shape([experience.reward, experience.valid, experience.priority])
+    chex.assert_equal_shape([experience.reward, experience.valid])
     experience = experience._replace(episodes=None)
     count = experience.reward.shape[1] // groups.envs
     group = first_group + jnp.arange(count)
@@ -197,6 +197,7 @@ class FromReplay:
     chex.assert_rank([count, valid], 0)
     chex.assert_shape(batch, (2,))
     batch_size = self.options.batch_size
+    rows_for_each = self.algorithm.items().period  # that are added for each item
 
     @island('metrics')
     def means(sums, count, state, steps):
@@ -218,7 +219,7 @@ class FromReplay:
           sampled_age=sums['sampled_age'] / drawn,
           grad_norm=sums['grad_norm'] / jnp.maximum(count, 1),
           param_norm=optax.tree.norm(state.params),
-          replay_ratio=gradient_steps * float(batch_size) / jnp.maximum(
+          replay_ratio=gradient_steps * float(batch_size * rows_for_each) / jnp.maximum(
               counters.as_float(steps), 1.0))
 
     steps = counters.add(state.steps, valid)

@@ -192,5 +192,6 @@ class ReplayLearner(Learner):
       actors: number of actors.
     """
     options = self.source.options
-    return RateLimiter(options.samples_per_insert, options.tolerance,
-                       options.gradient_steps * options.batch_size, rows // actors, actors)
+    ratio = options.samples_per_insert / self.algorithm.items().period
+    return RateLimiter(ratio, options.tolerance, options.gradient_steps * options.batch_size,
+                       rows // actors, actors)

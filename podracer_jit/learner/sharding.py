@@ -239,7 +239,7 @@ class ReplayPrograms(NamedTuple):
   #   -> (state, (valid rows, fingerprint of the experience))
   insert: Callable
   # (state, gradient steps, sum of valid rows, sum of fingerprints) -> (state, metrics)
-  # It takes no gradient steps before the replay has the minimal number of transitions.
+  # It takes no gradient steps before the replay has the minimal number of items.
   learn: Callable
 
 

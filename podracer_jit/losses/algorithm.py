@@ -287,8 +287,9 @@ class Algorithm(abc.ABC):
   def items(self) -> Items:
     """Returns the elements of minibatches, or of a replay; by default whole rollouts.
 
-    The rows of a replay have no extras, no carry and no mask of valid rows; an item begins in each
-    valid row. See `items.transitions`.
+    The rows of a replay have no extras. With `items.transitions` they have no carry and no mask of
+    valid rows either, and an item begins in each valid row; with `items.sequences` they have both,
+    and an item begins where a rollout begins.
     """
     return environments(self.parts.unroll_length)
 

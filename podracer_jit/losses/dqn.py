@@ -56,7 +56,19 @@ class DQN(Algorithm):
           key: jax.Array | None, exploration: jax.Array | None) -> Acted:
     """Acts epsilon-greedily, and greedily in evaluations; see `Algorithm.act`."""
     del carry, valid
-    q, value = (x[0] for x in self.network.apply(params, obs[None]))
+    q, value = (x[0] for x in self.network.apply(params, obs[None])[:2])
+    return self.acted(q, value, key, exploration)
+
+  def acted(self, q: jax.Array, value: jax.Array, key: jax.Array | None,
+            exploration: jax.Array | None) -> Acted:
+    """Chooses actions by their values.
+
+    Args:
+      q: [B, A] f32, action values.
+      value: [B] f32, the largest of each.
+      key: see `Algorithm.act`.
+      exploration: see `Algorithm.act`.
+    """
     policy = self.parts.policy
     action = policy.mode(q) if exploration is None else policy.explore(key, q, exploration)
     action_value = jnp.take_along_axis(q, action[..., None], axis=-1)[..., 0]

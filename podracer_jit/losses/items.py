@@ -23,7 +23,8 @@ class Window(Protocol):
   def rows(self) -> Rollout:
     """Returns the rows without their observations, [L, N, ...].
 
-    The carry [1, N, ...] is there if the windows begin where rollouts begin.
+    The carry [1, N, ...] is there if the windows begin where rollouts begin; in a replay, carry and
+    mask of valid rows are there for `Items` that are sequences.
     """
 
   def obs(self, step: jax.Array) -> jax.Array:
@@ -40,10 +41,22 @@ class Items(NamedTuple):
   period: int  # rows from the beginning of an item to that of the next
   make: Callable[[Window], Any]  # makes the items of N windows; arithmetic is in islands
   network_rows: int  # rows that the network reads of an item
+  # The items are whole rows in order, with the carry before the first and masks of valid rows. They
+  # begin where rollouts begin, also in an invalid row.
+  is_sequence: bool = False
+
+  @property
+  def unit(self) -> str:
+    """Noun for an item of a replay, for messages."""
+    return 'sequence' if self.is_sequence else 'transition'
 
   def count(self, unroll_length: int) -> int:
     """Returns the number of items that begin and end in one environment's rollout."""
     return (unroll_length - self.length) // self.period + 1
+
+  def stride(self, unroll_length: int) -> int:
+    """Returns the rows from one in which an item of a replay may begin to the next such row."""
+    return min(self.period, unroll_length)
 
 
 def rows() -> Items:
@@ -55,11 +68,25 @@ def rows() -> Items:
   return Items(1, 1, make, network_rows=1)
 
 
-def environments(unroll_length: int) -> Items:
-  """Returns the whole rollouts of environments: `Rollout` [T, N, ...], with T + 1 observations."""
+def sequences(length: int, period: int) -> Items:
+  """Returns `Rollout` [L, N, ...] with L + 1 observations and the carry before the first row.
+
+  Episodes may end within a sequence: its rows have masks, and the carry after an invalid row is the
+  initial one.
+
+  Args:
+    length: L.
+    period: rows from the beginning of a sequence to that of the next. For a replay it must be a
+      multiple of the unroll length, because a carry is known where rollouts begin.
+  """
   def make(window: Window) -> Rollout:
     return window.rows()._replace(obs=window.all_obs())
-  return Items(unroll_length, unroll_length, make, network_rows=unroll_length + 1)
+  return Items(length, period, make, network_rows=length + 1, is_sequence=True)
+
+
+def environments(unroll_length: int) -> Items:
+  """Returns the whole rollouts of environments: `Rollout` [T, N, ...], with T + 1 observations."""
+  return sequences(unroll_length, unroll_length)
 
 
 def transitions(n_step: int, discount: float) -> Items:

@@ -45,8 +45,7 @@ class PQN(Algorithm):
   def make_network(self) -> nn.Module:
     """Returns the Q-network around the config's torso."""
     p = self.parts
-    core = p.torso_options.core if self.recurrent else ''
-    return q_networks.ActionValues(p.torso, p.policy, tuple(p.moments), core,
+    return q_networks.ActionValues(p.torso, p.policy, tuple(p.moments), p.torso_options.core_name,
                                    p.torso_options.core_size)
 
   def exploration(self, num_envs: int) -> np.ndarray:

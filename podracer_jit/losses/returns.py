@@ -38,6 +38,27 @@ def n_step_return(reward: jax.Array, terminated: jax.Array, truncated: jax.Array
   return total, gamma, steps
 
 
+def n_step_returns(reward: jax.Array, terminated: jax.Array, truncated: jax.Array, n_step: int,
+                   discount: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the n-step returns from each row that n - 1 rows follow; see `n_step_return`.
+
+  Args:
+    reward: [T, ...] f32.
+    terminated: [T, ...] bool.
+    truncated: [T, ...] bool.
+    n_step: n.
+    discount: gamma.
+
+  Returns:
+    The sums of rewards, the discounts of the values that follow, and the steps, each
+    [T - n + 1, ...].
+  """
+  def ahead(x: jax.Array) -> jax.Array:
+    return jnp.stack([x[i:len(x) - n_step + 1 + i] for i in range(n_step)])
+
+  return n_step_return(ahead(reward), ahead(terminated), ahead(truncated), discount)
+
+
 def n_step_priority(rows: Rollout, discount: float) -> jax.Array:
   """Returns |n-step TD error| of transitions, by the values that the network gave while it acted.
 

@@ -30,7 +30,8 @@ class State(NamedTuple):
 
   ring: ring.Ring
   slots: slots.Slots | None  # for 'prioritised'; None for 'fifo', which draws from the ring
-  # priority^exponent of each place. A place is row * B + environment in the ring, or a slot.
+  # priority^exponent of each place. A place is a slot; or in the ring row / stride * B +
+  # environment, for each row in which an item may begin.
   priorities: tree.Tree
   size: jax.Array  # [groups] i32: items that can be drawn
   inserted: jax.Array  # [groups] i32: items added since the beginning, see `Replay.add`
@@ -48,7 +49,7 @@ class Replay(NamedTuple):
   envs: int  # environments of a group, B
   unroll_length: int  # rows of the experience that is added, T
   stack: int  # frames in an observation
-  items: Items  # an item begins in each row
+  items: Items
   eviction: str  # 'fifo' or 'prioritised'
   priority_exponent: float
   eviction_exponent: float  # exponent of priorities in draws for eviction, with 'prioritised'
@@ -64,14 +65,26 @@ class Replay(NamedTuple):
     return self.items.length + self.stack
 
   @property
+  def stride(self) -> int:
+    """Number of rows from one in which an item may begin to the next such row."""
+    return self.items.stride(self.unroll_length)
+
+  @property
   def rows(self) -> int:
-    """Number of rows of the ring."""
-    return (-(-self.capacity // self.envs) if self.fifo else self.unroll_length) + self.margin
+    """Number of rows of the ring, a multiple of the stride."""
+    rows = -(-self.capacity // self.envs) * self.items.period if self.fifo else self.unroll_length
+    return -(-(rows + self.margin) // self.stride) * self.stride
+
+  @property
+  def new_items(self) -> int:
+    """Number of items of an environment that experience may complete."""
+    return self.unroll_length // self.stride
 
   def init(self, groups: int, like: Experience) -> State:
     """Allocates empty replays for `groups` groups, shaped like `like`, one group's experience."""
-    frames = ring.init(groups, self.rows, like)
-    places = self.rows * self.envs
+    frames = ring.init(groups, self.rows, like,
+                       self.unroll_length if self.items.is_sequence else 0)
+    places = self.rows // self.stride * self.envs
     slot_state = None
     if not self.fifo:
       places = self.capacity + self.unroll_length * self.envs
@@ -102,14 +115,18 @@ class Replay(NamedTuple):
       The new state.
     """
     chex.assert_shape([experience.priority, experience.starts],
-                      (len(group), self.unroll_length, self.envs))
+                      (len(group), self.new_items, self.envs))
     chex.assert_type(experience.starts, bool)
     frames, start = ring.write(state.ring, group, experience, clock)
 
-    # Row t of the experience has the priority of the item that began so many rows before.
-    steps = self.unroll_length + (self.margin if self.fifo else 0)
-    row = ring.around(start[:, None] - self.items.length + jnp.arange(steps), self.rows)
-    place = (row[..., None] * self.envs + jnp.arange(self.envs)).reshape(len(group), -1)
+    # The items that are complete now began so many strides before the experience. Those behind them
+    # get priority 0: the next rows have incomplete items, and the oldest rows have lost frames of
+    # their stacks.
+    delay = self.items.length // self.stride
+    behind = delay + (self.stack - 1) // self.stride + 1 if self.fifo else 0
+    row = start[:, None] + self.stride * (jnp.arange(self.new_items + behind) - delay)
+    number, _ = indexing.divide(ring.around(row, self.rows), self.stride)
+    place = (number[..., None] * self.envs + jnp.arange(self.envs)).reshape(len(group), -1)
     error = experience.priority.reshape(len(group), -1)
     starts = experience.starts.reshape(len(group), -1)
 
@@ -120,10 +137,8 @@ class Replay(NamedTuple):
     if not self.fifo:
       return self._to_slots(state, group, place, error, starts, keys)
 
-    # The rows behind the new items get priority 0: the next rows have incomplete items, and the
-    # oldest rows have lost frames of their stacks.
     value = jnp.where(starts, _mass(error, self.priority_exponent), 0.0)
-    value = jnp.pad(value, ((0, 0), (0, self.margin * self.envs)))
+    value = jnp.pad(value, ((0, 0), (0, behind * self.envs)))
     # The size changes by the new items, minus the overwritten ones.
     before = tree.get(state.priorities, group, place) > 0
     change = jnp.sum(value > 0, axis=1) - jnp.sum(before, axis=1)
@@ -144,7 +159,7 @@ class Replay(NamedTuple):
     """
     # One group at a time, since an island's shapes must not depend on how many there are.
     items = lax.map(lambda x: self._from_ring(state.ring, *x), (group, place))
-    row, _ = indexing.divide(place, self.envs)
+    row, _ = self._row(place)
     added = indexing.read(state.ring.added, group[:, None], row)
     slot_state, slot = slots.write(state.slots, group, items, added, starts)
     slot_state = slot_state._replace(eviction=tree.put(
@@ -158,9 +173,14 @@ class Replay(NamedTuple):
 
   def _from_ring(self, frames: ring.Ring, group: jax.Array, place: jax.Array) -> Any:
     """Returns the items of a group that begin in places [n] of the ring."""
-    row, env = indexing.divide(place, self.envs)
+    row, env = self._row(place)
     return self.items.make(
         ring.Window(frames, self.stack, group, row, env, self.items.length))
+
+  def _row(self, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns rows of the ring and environments, for places of the ring."""
+    number, env = indexing.divide(place, self.envs)
+    return number * self.stride, env
 
   def draw(self, state: State, keys: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Draws `count` items of each group in proportion to their priorities.
@@ -189,7 +209,7 @@ class Replay(NamedTuple):
     group = jnp.arange(len(place))[:, None]
     if not self.fifo:
       return indexing.read(state.slots.added, group, place)
-    return indexing.read(state.ring.added, group, indexing.divide(place, self.envs)[0])
+    return indexing.read(state.ring.added, group, self._row(place)[0])
 
   def set_priorities(self, state: State, place: jax.Array, error: jax.Array) -> State:
     """Sets the priorities of drawn items.

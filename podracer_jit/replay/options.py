@@ -12,11 +12,11 @@ from podracer_jit.options import INT32_MAX, option
 class ReplayOptions:
   """Options of a prioritised replay, and of the rates of acting and learning."""
 
-  capacity: int = option(2_000_000, 'transitions that are kept', at_least=1,
+  capacity: int = option(2_000_000, 'items that are kept: transitions, or sequences', at_least=1,
                          at_most=INT32_MAX)
-  min_size: int = option(50_000, 'transitions in the replay before learning begins',
+  min_size: int = option(50_000, 'items in the replay before learning begins',
                          at_least=1, at_most=INT32_MAX)
-  batch_size: int = option(512, 'transitions of a gradient step', at_least=1, at_most=INT32_MAX)
+  batch_size: int = option(512, 'items of a gradient step', at_least=1, at_most=INT32_MAX)
   gradient_steps: int = option(
       1, 'gradient steps of an update; with free rates: between two additions to the replay',
       at_least=1, at_most=INT32_MAX)
@@ -26,7 +26,7 @@ class ReplayOptions:
   importance_exponent: float = option(0.4, 'importance weights are (N P) to minus this power',
                                       at_least=0, at_most=2)
   eviction: str = option(
-      'fifo', 'which transitions make room: fifo, the oldest, or prioritised, drawn by '
+      'fifo', 'which items make room: fifo, the oldest, or prioritised, drawn by '
       'priority^eviction_exponent', choices=('fifo', 'prioritised'))
   eviction_exponent: float = option(-0.4, 'exponent of priorities in prioritised eviction',
                                     at_least=-2, at_most=0)
@@ -34,10 +34,10 @@ class ReplayOptions:
       1, 'with free rates: rollouts that an actor makes with the same parameters', at_least=1,
       at_most=INT32_MAX)
   samples_per_insert: float = option(
-      0.0, 'with free rates: transitions drawn for each one added; 0: neither side waits',
+      0.0, 'with free rates: items drawn for each one added; 0: neither side waits',
       at_least=0)
   tolerance: int = option(
-      0, 'with free rates: drawn transitions by which either side may be ahead of that rate',
+      0, 'with free rates: drawn items by which either side may be ahead of that rate',
       at_least=0, at_most=INT32_MAX)
 
   def problems(self) -> Iterator[str]:

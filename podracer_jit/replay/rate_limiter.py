@@ -4,30 +4,30 @@ from __future__ import annotations
 
 
 class RateLimiter:
-  """Limiter of the ratio of drawn to added transitions, within a tolerance (as in Reverb).
+  """Limiter of the ratio of drawn items to added rows, within a tolerance (as in Reverb).
 
-  Counting begins after the first draw: `drawn` stays within `tolerance` of `samples_per_insert *
-  added`. Neither side waits for ever if the tolerance is at least half the sum of a batch and the
-  draws that one rollout allows. Only one thread may use it.
+  A transition begins in each row, so for transitions it is the ratio of drawn to added ones.
+  Counting begins after the first draw: `drawn` stays within `tolerance` of `ratio * added`. Neither
+  side waits for ever if the tolerance is at least half the sum of a batch and the draws that one
+  rollout allows. Only one thread may use it.
   """
 
-  def __init__(self, samples_per_insert: float, tolerance: float, batch: int, most_added: int,
-               capacity: int):
-    """Creates a limiter before any transition is added.
+  def __init__(self, ratio: float, tolerance: float, batch: int, most_added: int, capacity: int):
+    """Creates a limiter before any row is added.
 
     Args:
-      samples_per_insert: transitions drawn for each one added; with 0 neither side ever waits.
-      tolerance: allowed deviation, in transitions drawn.
-      batch: transitions that one firing of the learner draws.
-      most_added: the largest number of transitions that one rollout adds.
+      ratio: items drawn for each row added; with 0 neither side ever waits.
+      tolerance: allowed deviation, in items drawn.
+      batch: items that one firing of the learner draws.
+      most_added: the largest number of rows that one rollout adds.
       capacity: rollouts that may wait to be added.
     """
-    self._ratio = samples_per_insert
+    self._ratio = ratio
     self._tolerance = tolerance
     self._batch = batch
     self._most_added = most_added
     self._capacity = capacity
-    # drawn - ratio * added: how far learning is ahead of acting, in transitions drawn.
+    # drawn - ratio * added: how far learning is ahead of acting, in items drawn.
     self._ahead = 0.0
     self._ready = False
 
@@ -50,7 +50,7 @@ class RateLimiter:
     return not limited or self._ahead + self._batch <= self._tolerance
 
   def count(self, added: int, drawn: int) -> None:
-    """Counts transitions added and drawn; drawn is 0 until the replay has its minimal size."""
+    """Counts rows added and items drawn; drawn is 0 until the replay has its minimal size."""
     if self._ready:
       self._ahead += drawn - self._ratio * added
     self._ready = self._ready or drawn > 0

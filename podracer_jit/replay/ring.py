@@ -14,8 +14,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from podracer_jit.envs import frames
 from podracer_jit.numerics import indexing
-from podracer_jit.types import Experience, Rollout
+from podracer_jit.types import Carry, Experience, Rollout
 
 
 class Ring(NamedTuple):
@@ -29,14 +30,21 @@ class Ring(NamedTuple):
   truncated: jax.Array  # [groups, rows, B] bool
   added: jax.Array  # [groups, rows] i32: time at which the row was added, on the caller's clock
   head: jax.Array  # [groups] i32: index of the row with the newest frame
+  # For items that are sequences, which begin in each T-th row:
+  valid: jax.Array | None = None  # [groups, rows, B] bool
+  carry: Carry = None  # [groups, rows / T, B, ...] each: before these rows
 
 
-def init(groups: int, rows: int, like: Experience) -> Ring:
-  """Allocates an empty ring of `rows` rows per group, shaped like `like`.
+def init(groups: int, rows: int, like: Experience, sequence_steps: int = 0) -> Ring:
+  """Allocates an empty ring.
 
-  `like` is one group's experience [T, B, ...]; arrays or shapes.
+  Args:
+    groups: number of groups.
+    rows: rows of each group; for sequences a multiple of T.
+    like: one group's experience [T, B, ...]; arrays or shapes.
+    sequence_steps: T, the rows of a rollout, if items are sequences; else 0.
   """
-  def zeros(x):
+  def zeros(x, rows=rows):
     return jnp.zeros((groups, rows, *x.shape[1:]), x.dtype)
 
   return Ring(
@@ -47,7 +55,9 @@ def init(groups: int, rows: int, like: Experience) -> Ring:
       terminated=zeros(like.terminated),
       truncated=zeros(like.truncated),
       added=jnp.zeros((groups, rows), jnp.int32),
-      head=jnp.zeros(groups, jnp.int32))
+      head=jnp.zeros(groups, jnp.int32),
+      valid=zeros(like.valid) if sequence_steps else None,
+      carry=jax.tree.map(lambda x: zeros(x, rows // sequence_steps), like.carry))
 
 
 def around(row: jax.Array, rows: int) -> jax.Array:
@@ -59,8 +69,9 @@ def write(ring: Ring, group: jax.Array, experience: Experience, clock: jax.Array
           ) -> tuple[Ring, jax.Array]:
   """Writes T rows per group; out-of-range groups are ignored.
 
-  If the experience began with a reset, its row 0 becomes a new row. Otherwise row 0 is the row at
-  the head, whose frame the previous call wrote.
+  If the experience began with a reset, its row 0 becomes a new row; with sequences, T rows after
+  the head, so that rollouts always begin in a multiple of T. Otherwise row 0 is the row at the
+  head, whose frame the previous call wrote.
 
   Args:
     ring: the ring of all groups of the device.
@@ -81,8 +92,9 @@ def write(ring: Ring, group: jax.Array, experience: Experience, clock: jax.Array
 
   # All environments of a rollout are reset at once, so the first flag stands for all.
   began = experience.began[:, 0, 0]
-  start = around(indexing.read_or(0, ring.head, group) + began, rows)
   steps = experience.reward.shape[1]
+  gap = 1 if ring.valid is None else steps
+  start = around(indexing.read_or(0, ring.head, group) + gap * began, rows)
   # A rollout of T steps has T + 1 observations.
   target = around(start[:, None] + jnp.arange(steps + 1), rows)
 
@@ -103,7 +115,10 @@ def write(ring: Ring, group: jax.Array, experience: Experience, clock: jax.Array
       terminated=put(ring.terminated, experience.terminated),
       truncated=put(ring.truncated, experience.truncated),
       added=put(ring.added, jnp.broadcast_to(clock, (len(group), steps))),
-      head=indexing.write(ring.head, group, value=target[:, -1]))
+      head=indexing.write(ring.head, group, value=target[:, -1]),
+      valid=None if ring.valid is None else put(ring.valid, experience.valid),
+      carry=jax.tree.map(lambda x, carry: put(x, carry, indexing.divide(start, steps)[0][:, None]),
+                         ring.carry, experience.carry))
   return written, start
 
 
@@ -121,15 +136,21 @@ class Window(NamedTuple):
     return around(row, self.ring.is_reset_stack.shape[1])
 
   def rows(self) -> Rollout:
-    """See `items.Window`; there are no extras, masks of valid rows, episodes and carries."""
+    """See `items.Window`; there are no extras and episodes."""
+    ring = self.ring
     rows = self._around(self.row + jnp.arange(self.length)[:, None])
 
     def read(field: jax.Array) -> jax.Array:
       return indexing.read(field, self.group, rows, self.env[None])
 
-    return Rollout(obs=None, action=read(self.ring.action), extras=None,
-                   reward=read(self.ring.reward), terminated=read(self.ring.terminated),
-                   truncated=read(self.ring.truncated), valid=None, episodes=None)
+    def first(field: jax.Array) -> jax.Array:
+      row, _ = indexing.divide(self.row, ring.is_reset_stack.shape[1] // field.shape[1])
+      return indexing.read(field, self.group, row[None], self.env[None])
+
+    return Rollout(obs=None, action=read(ring.action), extras=None, reward=read(ring.reward),
+                   terminated=read(ring.terminated), truncated=read(ring.truncated),
+                   valid=None if ring.valid is None else read(ring.valid), episodes=None,
+                   carry=jax.tree.map(first, ring.carry))
 
   def obs(self, step: jax.Array) -> jax.Array:
     """See `items.Window`.
@@ -150,9 +171,19 @@ class Window(NamedTuple):
     # The oldest frame comes first in a stack.
     age = jnp.minimum(back[::-1], oldest)
     # [N, stack, c, H, W]
-    frames = indexing.read(ring.frame, self.group, self._around(row[..., None] - age), env)
-    return frames.reshape(len(row), -1, *frames.shape[3:])
+    stacked = indexing.read(ring.frame, self.group, self._around(row[..., None] - age), env)
+    return stacked.reshape(len(row), -1, *stacked.shape[3:])
 
-  def all_obs(self) -> jax.Array:
+  def all_obs(self) -> frames.Observations:
     """See `items.Window`."""
-    return jnp.stack([self.obs(jnp.full_like(self.row, i)) for i in range(self.length + 1)])
+    ring = self.ring
+    rows = self._around(self.row + jnp.arange(self.length + 1)[:, None])
+
+    def read(field: jax.Array, rows: jax.Array) -> jax.Array:
+      return indexing.read(field, self.group, rows, self.env[None])
+
+    if self.stack == 1:
+      return read(ring.frame, rows)
+    oldest_first = jnp.stack(jnp.split(self.obs(jnp.zeros_like(self.row)), self.stack, axis=1))
+    return frames.Frames(jnp.concatenate([oldest_first, read(ring.frame, rows[1:])]),
+                         read(ring.is_reset_stack, rows[1:]))

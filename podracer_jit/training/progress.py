@@ -80,6 +80,7 @@ class Progress(Sink):
     self._total = experiment.total_steps
     self._every_s = experiment.log.every_seconds
     self._title = Text(printable(title))  # `Text`, as a task's name may have Rich's markup
+    self._unit = experiment.items.unit if experiment.replay else ''
     self._split = not experiment.scheme.graph.one_program
     self._environments = ''
     if experiment.spec.calls_python:
@@ -214,7 +215,7 @@ class Progress(Sink):
           f'{record["cluster_get_ms"]:.1f} ms to get each')
     if 'replay_size' in record:
       numbers['replay'] = (
-          f'{record["replay_size"]:,.0f} transitions, {record["samples_per_s"]:,.0f} drawn a '
+          f'{record["replay_size"]:,.0f} {self._unit}s, {record["samples_per_s"]:,.0f} drawn a '
           f'second, {record["replay_ratio"]:.2f} for each added, '
           f'{record["sampled_age"]:,.0f} gradient steps old')
     if limit:

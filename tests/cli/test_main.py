@@ -98,7 +98,8 @@ def saved_to_the_end(workdir):
     ([CATCH, '--renew_envs'], '--renew_envs: there is no run in'),
     ([CATCH, '--config.network.name=mpl'], "'mpl'"),
     ([CATCH, '--config.loss.name=pppo'],
-     "loss.name: there is no 'pppo'; known are impala, ppo, pqn, dqn, dpg, sac, td3, and module"),
+     "loss.name: there is no 'pppo'; known are impala, ppo, pqn, dqn, dpg, sac, td3, r2d2, and "
+     'module'),
     ([CATCH, '--config.loss.name=dqn'], 'num_minibatches: dqn draws from a replay; must be 1'),
     ([CATCH, '--config.loss.name=mine:PPO'], "loss.name: cannot import 'mine' of 'mine:PPO'"),
     ([CATCH, '--config.optimizer.learning_rate=-1'],
@@ -249,7 +250,11 @@ RUNS = {
                   '--config.env.num_envs=16', '--config.normalise.value=True',
                   '--config.optimizer.kl_target=0.01', '--config.optimizer.anneal=False',
                   '--config.total_steps=8500', '--config.env.renew_every_updates=7',
-                  '--config.checkpoint.every_updates=5', '--config.log.tensorboard=False']}
+                  '--config.checkpoint.every_updates=5', '--config.log.tensorboard=False'],
+    # A replay of sequences, with recurrent states.
+    'lockstep r2d2': ['--config=configs/r2d2_memory.py:smoke', '--config.total_steps=4300',
+                      '--config.env.renew_every_updates=5', '--config.checkpoint.every_updates=3',
+                      '--config.log.tensorboard=False']}
 
 
 @pytest.fixture(scope='module')
@@ -264,7 +269,7 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.parametrize('name', essential(RUNS, 'cleanba impala'))
 @pytest.mark.same_bits('killed at random and resumed',
-                       'IMPALA: MLP (`cleanba`), PPO: MLP (`fused`)')
+                       'IMPALA: MLP (`cleanba`), PPO: MLP (`fused`), R2D2: GRU (`apex_lockstep`)')
 def test_a_killed_run_resumes_to_the_same_bits(name, uninterrupted, tmp_path):
   """The run is killed at a random moment between its start and its end."""
   num_updates = random.randrange(9)

@@ -89,10 +89,13 @@ def test_two_processes_make_the_same_bits_as_one(uninterrupted, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.same_bits('2 processes and 1', 'DQN: MLP (`apex_lockstep`)')
-def test_two_processes_with_a_replay_make_the_same_bits_as_one(tmp_path):
+@pytest.mark.parametrize('config', [
+    ['apex_dqn_catch.py:smoke'], ['r2d2_memory.py:smoke', '--config.env.num_envs=8']])
+@pytest.mark.same_bits('2 processes and 1', 'DQN: MLP, R2D2: GRU (`apex_lockstep`)')
+def test_two_processes_with_a_replay_make_the_same_bits_as_one(config, tmp_path):
   """One process can also repeat an update of a later segment from their checkpoint."""
-  apex = ['--config=configs/apex_dqn_catch.py:smoke', '--config.total_steps=2500',
+  name, *fields = config
+  apex = [f'--config=configs/{name}', *fields, '--config.total_steps=2500',
           '--config.env.renew_every_updates=8', '--config.checkpoint.every_updates=12',
           '--config.log.tensorboard=False',
           '--config.num_shards=2', '--config.num_grad_shards=2']

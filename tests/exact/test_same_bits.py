@@ -182,6 +182,14 @@ ROWS = (
     Row('DPG', lambda: test_apex.config('dpg'), (Way('sync', (0,), (1, 2)),), updates=8),
     Row('DPG', lambda: test_apex.config('dpg'), (),
         (Way('apex_lockstep'), Way('cleanba', **SPLIT)), updates=8, **WITH_LAG_1),
+    Row('R2D2, GRU', lambda: test_apex.config('r2d2'), (),
+        (Way('fused', calls=3), Way('ddppo', **TWO), Way('sync', (0,), (2, 1))), updates=8),
+    Row('R2D2, GRU', lambda: test_apex.config('r2d2'), (),
+        (Way('apex_lockstep'), Way('cleanba', **SPLIT)), updates=8, **WITH_LAG_1),
+    Row('R2D2, GRU, JAX environments', lambda: test_function_envs.experiment(
+        'r2d2', network__core='gru', network__core_size=8, loss__burn_in=2, loss__trace_length=8,
+        replay__min_size=32), (),
+        (Way('fused', **TWO, calls=3, segments=(3, 4)), Way('sync', segments=(2, 5))), updates=7),
     Row('DQN, CNN', lambda: test_apex.config('pixels'), (), (Way('ddppo', **TWO),), updates=8),
 )
 

@@ -23,6 +23,7 @@ TWO = dict(placement__actor_devices=(0, 1), placement__learner_devices=(0, 1))
 PPO = changed(small('ppo', num_shards=2, num_grad_shards=2), total_steps=UPDATES * 64 - 63)
 CATCH = changed(small('impala', 'Catch-v0'), total_steps=UPDATES * 64 - 63)
 DQN = changed(test_apex.config('dqn'), total_steps=UPDATES * 256 - 255)
+R2D2 = changed(test_apex.config('r2d2'), total_steps=UPDATES * 256 - 255)
 FUNCTIONS = changed(PPO, env__task='gymnax:CartPole-v1')
 CASES = {
     'PPO, CartPole, sync': (PPO, dict(scheme='sync')),
@@ -36,7 +37,8 @@ CASES = {
     'PPO, JAX environments, cleanba': (FUNCTIONS, dict(scheme='cleanba')),
     'PPO, JAX environments, fused': (FUNCTIONS, dict(scheme='fused', **TWO)),
     'DQN, CartPole, sync': (DQN, dict(scheme='sync')),
-    'DQN, CartPole, apex_lockstep': (DQN, dict(scheme='apex_lockstep'))}
+    'DQN, CartPole, apex_lockstep': (DQN, dict(scheme='apex_lockstep')),
+    'R2D2, CartPole, apex_lockstep': (R2D2, dict(scheme='apex_lockstep'))}
 
 
 def receipts(workdir):
@@ -54,7 +56,7 @@ def train_whole(run, workdir, stops):
 
 @pytest.mark.parametrize('name', essential(
     CASES, 'PPO, CartPole, sync', 'IMPALA, Catch, cleanba', 'PPO, CartPole, fused'))
-@pytest.mark.same_bits('stopped at drawn updates, within segments', 'PPO, IMPALA, DQN')
+@pytest.mark.same_bits('stopped at drawn updates, within segments', 'PPO, IMPALA, DQN, R2D2')
 def test_stops_at_any_updates_change_no_bit(name, tmp_path, tmp_path_factory):
   config, fields = CASES[name]
   run = prepared(config_of(config, **fields))

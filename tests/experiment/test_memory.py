@@ -26,6 +26,9 @@ for _name in ('replay', 'whole transitions'):
   CASES[_name] |= dict(num_minibatches=1)
   CASES[_name]['replay'] |= dict(capacity=640, min_size=64, batch_size=32)
 CASES['whole transitions']['replay'] |= dict(eviction='prioritised')
+CASES['sequences'] = changed(small('r2d2'), num_minibatches=1, network__core='lstm',
+                             network__core_size=16, loss__burn_in=4, loss__trace_length=10)
+CASES['sequences']['replay'] |= dict(capacity=80, min_size=16, batch_size=8)
 CASES['functions'] = small()
 CASES['functions']['env']['task'] = 'gymnax:CartPole-v1'
 

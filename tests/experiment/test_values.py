@@ -30,6 +30,7 @@ CONFIGS = {
     'apex_dqn_catch': ('height', 'width'),
     'apex_dpg_cartpole_swingup': ('max_episode_steps', 'frame_skip'),
     'impala_memory': ('max_episode_steps', 'agent_view_size'),
+    'r2d2_memory': ('max_episode_steps', 'agent_view_size'),
     'pong_laptop': ('img_height', 'img_width', 'stack_num', 'frame_skip', 'noop_max',
                     'max_episode_steps', 'repeat_action_probability')}
 RESOLVED_ONLY = ('pong_laptop',)  # its convolutions take long to trace

@@ -60,6 +60,7 @@ TERMS = {
     'pqn': {'loss', 'abs_td_error', 'q'},
     'dqn': {'loss', 'abs_td_error', 'importance_weight', 'q'},
     'dpg': {'loss', 'abs_td_error', 'importance_weight', 'q'},
+    'r2d2': {'loss', 'abs_td_error', 'importance_weight', 'q'},
     'sac': {'critic_loss', 'actor_loss', 'alpha_loss', 'q', 'entropy', 'alpha'},
     'td3': {'critic_loss', 'actor_loss', 'q'}}
 
@@ -68,8 +69,8 @@ TERMS = {
     ('ppo_cartpole:smoke', 'ppo', 'PPO'), ('impala_cartpole', 'impala', 'IMPALA'),
     ('pqn_cartpole:smoke', 'pqn', 'PQN'), ('apex_dqn_catch:smoke', 'dqn', 'DQN'),
     ('apex_dpg_cartpole_swingup:smoke', 'dpg', 'DPG'),
-    ('sac_pendulum:smoke', 'sac', 'SAC'), ('td3_pendulum:smoke', 'td3', 'TD3')],
-    'ppo_cartpole:smoke'))
+    ('sac_pendulum:smoke', 'sac', 'SAC'), ('td3_pendulum:smoke', 'td3', 'TD3'),
+    ('r2d2_memory:smoke', 'r2d2', 'R2D2')], 'ppo_cartpole:smoke'))
 def test_a_copy_of_a_shipped_algorithm_gives_the_same_bits(
     write_module, config, shipped, attribute):
   """No other file changes, so nothing in the package knows an algorithm by its name."""

@@ -173,7 +173,7 @@ def test_dueling_subtracts_the_mean_advantage():
   value, advantage = (dense(np.maximum(dense(x, f'{name}_hidden'), 0), name)
                       for name in ('value', 'advantage'))
   expected = (value + advantage - advantage.mean(axis=1, keepdims=True)).reshape(2, 3, 3)
-  q, best = network.apply(params, obs)
+  q, best, _ = network.apply(params, obs)
   assert_allclose(q, expected, atol=1e-5)
   assert_allclose(best, expected.max(axis=-1), atol=1e-5)
   assert w['value_hidden']['kernel'].shape == (4, 6)

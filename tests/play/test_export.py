@@ -83,6 +83,8 @@ CASES = {
     'tanh_gaussian': (OWN_ENVS['Forces'], dict(policy='tanh_gaussian')),
     'dqn': ('CartPole-v1', dict(loss='dqn', num_minibatches=1)),
     'pqn': ('CartPole-v1', dict(loss='pqn', network__core='gru', network__core_size=8)),
+    'r2d2': ('CartPole-v1', dict(loss='r2d2', num_minibatches=1, network__core='lstm',
+                                 network__core_size=8)),
     'sac': ('Pendulum-v1', dict(loss='sac', num_minibatches=1)),
     'td3': ('Pendulum-v1', dict(loss='td3', num_minibatches=1)),
     'dpg': ('Pendulum-v1', dict(loss='dpg', network='deterministic', num_minibatches=1)),

@@ -1,5 +1,6 @@
 """Replays compared with NumPy that keeps every row, on synthetic and on real experience."""
 
+import dataclasses
 import functools
 import types
 from typing import Any, NamedTuple
@@ -13,11 +14,13 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.actor import priorities, rollouts
 from podracer_jit.actor.rollout_program import RolloutProgram
+from podracer_jit.agents.networks import TorsoOptions
 from podracer_jit.envs import envpool_envs, frames
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.losses import items
 from podracer_jit.losses.algorithm import ForActors
 from podracer_jit.losses.dqn import DQN
+from podracer_jit.losses.r2d2 import R2D2
 from podracer_jit.replay import buffer, tree
 from podracer_jit.types import Experience, Rollout
 from tests.actor.test_rollouts import concatenate
@@ -571,7 +574,8 @@ def test_an_item_of_several_rows_has_all_their_observations():
   """Also across resets, where stacks repeat a frame."""
   shard = played('Breakout-v5')[1][0]
   rows = concatenate([rollout for rollout, _ in shard])
-  kind = items.Items(N, 1, lambda window: (window.rows(), window.all_obs()), network_rows=N + 1)
+  kind = items.Items(N, 1, lambda window: (window.rows(), frames.stacks(window.all_obs())),
+                     network_rows=N + 1)
   replay = buffer.Replay(2000, 5, 20, 4, kind, 'fifo', 0.0, 0.0)
   state = replay.init(1, shard[0][1])
   for i, (_, experience) in enumerate(shard):
@@ -584,6 +588,125 @@ def test_an_item_of_several_rows_has_all_their_observations():
   assert not rows.valid[t, e].all()
   for name in ('action', 'reward', 'terminated', 'truncated'):
     assert_array_equal(getattr(stored, name), getattr(rows, name)[t[:N], e])
+
+
+# Sequences, which begin in the first row of each rollout or of each second one.
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbered(R2D2):
+  """Its priorities tell which rows they were computed from."""
+
+  def priority(self, rows):
+    return jnp.tensordot(jnp.float32(WEIGHTS), rows.extras['value'], 1)
+
+
+WEIGHTS = np.random.default_rng(8).uniform(0.1, 1, 11)
+ROWS = 4  # of a rollout
+
+
+def segment(rng, rollouts_count, num_envs, first):
+  """Returns the rollouts of environments that begin anew, and the priority of each sequence.
+
+  Observations are numbered from `first` on, and the carry of a row is its observation's number.
+  """
+  steps = rollouts_count * ROWS
+  rows, value = synthetic_rows(rng, steps, num_envs, first)
+  rows = rows._replace(extras={'value': value, 'action_value': value}, episodes=None)
+  parts = []
+  for t in range(0, steps, ROWS):
+    part = jax.tree.map(lambda x, t=t: x[t:t + ROWS], rows._replace(obs=None))
+    obs = rows.obs[t:t + ROWS + 1]
+    parts.append(part._replace(obs=obs, carry=np.concatenate([obs[:1], obs[:1] + 0.5], axis=-1)))
+  priority = {int(rows.obs[t, e, 0]): WEIGHTS @ value[t:t + 11, e]
+              for t in range(steps - 10) for e in range(num_envs)}
+  return rows, parts, priority
+
+
+@pytest.mark.parametrize('period', [1, 2])
+def test_the_ring_gives_sequences_whose_rows_are_of_several_rollouts(period):
+  """Compares all of them after each addition, over several segments and twice around the ring.
+
+  Rows are kept whole here; the ring has them where they are by hand: a segment begins four rows
+  after the last row, and the ring has as many rows as its comment says.
+  """
+  capacity, num_envs = 18, 3
+  algorithm = bound(Numbered(burn_in=2, trace_length=6, n_step=3, period=period),
+                    torso_options=TorsoOptions('gru', 2), unroll_length=ROWS)
+  kind = algorithm.items()
+  assert (kind.length, kind.period) == (10, ROWS * period)
+  replay = buffer.Replay(capacity, num_envs, ROWS, 1, kind, 'fifo', 1.0, 0.0)
+  ring_rows = replay.rows
+  assert ring_rows == {1: 24 + 12, 2: 48 + 12}[period]  # 11 rows more, in whole rollouts
+  add, read = jax.jit(replay.add), jax.jit(replay.read)
+  like = priorities.shapes(algorithm, num_envs)._replace(
+      obs=jax.ShapeDtypeStruct((1, num_envs, 1), np.float32))
+  assert jax.tree.map(np.shape, like.carry) == (1, num_envs, 2)
+
+  @jax.jit
+  def acted(env, rollout):
+    def make(given, state):
+      del given
+      (env,) = state.envs
+      return state._replace(envs=(env._replace(rollouts=env.rollouts + 1),)), (rollout,)
+    state, (experience,) = priorities.with_priorities(make, algorithm)(
+        ForActors(None), rollouts.ActorState(0, (env,)))
+    return state.envs[0], experience
+
+  def new_env():
+    zeros = np.zeros(num_envs, np.float32)
+    env = rollouts.EnvState(None, np.zeros(num_envs, bool), zeros, zeros, None, np.int32(0), None,
+                            None, None)
+    return priorities.initial_state(rollouts.ActorState(0, (env,)), algorithm).envs[0]
+
+  rng = np.random.default_rng(5)
+  state = replay.init(1, like)
+  head = 0  # row of the ring, not modulo its size
+  stored = {}  # (row of the ring, environment) -> (rows of the segment, row in it, priority)
+  inserted = 0
+  sizes = []
+  for number, count in enumerate((7, 2, 5, 12, 16)):
+    rows, parts, priority = segment(rng, count, num_envs, 1000 * number)
+    env = new_env()
+    for i, part in enumerate(parts):
+      if (number, i) == (3, 6):  # environments go on with an empty replay
+        env, state, stored, inserted, head = (
+            priorities.forget(env), replay.init(1, like), {}, 0, 0)
+        first = i
+      first = 0 if i == 0 else first
+      env, experience = acted(env, part)
+      began = i == 0
+      start = head + ROWS if began else head
+      head = start + ROWS
+      state = add(state, jnp.arange(1), stack_groups(experience), keys(number, 1), jnp.int32(i))
+
+      # The sequence whose row 10 is in this rollout.
+      begin = i - 2
+      if begin >= first and begin % period == 0:
+        t = begin * ROWS
+        # An invalid row is not known to exist if no row before it is.
+        new = {(start - 2 * ROWS, e): (rows, t, priority[int(rows.obs[t, e, 0])])
+               for e in range(num_envs) if begin > first or not first or rows.valid[t, e]}
+        inserted += len(new)
+        stored |= new
+      stored = {where: x for where, x in stored.items() if where[0] > head - ring_rows}
+      expected = {at % ring_rows // ROWS * num_envs + e: (e, *x) for (at, e), x in stored.items()}
+
+      leaves = np.asarray(state.priorities[0][0])
+      assert set(np.flatnonzero(leaves)) == set(expected)
+      assert (int(state.size[0]), int(state.inserted[0])) == (len(expected), inserted)
+      sizes.append(len(expected))
+      place = np.array(sorted(expected), np.int32)
+      if not len(place):
+        continue
+      found = jax.tree.map(np.asarray, read(state, jnp.int32(0), place))
+      for n, (e, of_rows, t, of_priority) in enumerate(expected[k] for k in place):
+        for name in ('action', 'reward', 'terminated', 'truncated', 'valid'):
+          assert_array_equal(getattr(found, name)[:, n], getattr(of_rows, name)[t:t + 10, e])
+        assert_array_equal(found.obs[:, n], of_rows.obs[t:t + 11, e])
+        assert_array_equal(found.carry[0, n], of_rows.obs[t, e] + [0, 0.5])
+        assert leaves[place[n]] == pytest.approx(of_priority + 1e-6, rel=1e-5)
+  assert max(sizes) >= capacity and sizes[1] == 0 and not rows.valid[::ROWS].all()
 
 
 # Memory.

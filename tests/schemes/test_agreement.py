@@ -26,7 +26,11 @@ def _smaller(config):
   if 'replay' in config:
     # The second update learns at the latest, and the last one evicts.
     config['replay'] |= dict(capacity=96, min_size=32, batch_size=32, gradient_steps=2)
-  if 'channels' in config['network'] and not config['env']['task'].startswith('gymnax:'):
+  if 'burn_in' in config['loss']:
+    # Sequences of two rollouts.
+    config['loss'] |= dict(burn_in=4, trace_length=4)
+    config['replay'] |= dict(capacity=8, min_size=8, batch_size=8)
+  if 'channels' in config['network'] and config['env']['task'].endswith('-v5'):
     config['env'] |= SMALL_FRAMES
     config['unroll_length'] = 4
     config['network'] |= dict(channels=(8,) * len(config['network']['channels']), hidden=32)

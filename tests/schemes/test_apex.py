@@ -34,7 +34,7 @@ def config(kind, **fields):
   """Returns a config whose updates have 256 rows in two groups; the replay is full in update 3."""
   loss, network, task = {
       'dqn': ('dqn', 'mlp', 'CartPole-v1'), 'dpg': ('dpg', 'deterministic', 'CartpoleSwingup-v1'),
-      'pixels': ('dqn', 'nature_cnn', 'Pong-v5')}[kind]
+      'pixels': ('dqn', 'nature_cnn', 'Pong-v5'), 'r2d2': ('r2d2', 'mlp', 'CartPole-v1')}[kind]
   result = experiment.config(
       loss, network, 'adam' if kind == 'dpg' else 'centred_rmsprop', scheme='sync',
       unroll_length=16, num_shards=2, num_grad_shards=2)
@@ -52,6 +52,10 @@ def config(kind, **fields):
   # Batches are large, because XLA does not split sums of few rows between threads.
   result.replay.update(dict(capacity=600, min_size=300, gradient_steps=3,
                             batch_size=640 if kind == 'pixels' else 4096))
+  if kind == 'r2d2':
+    result.network.update(dict(core='gru', core_size=16))
+    result.loss.update(dict(burn_in=4, trace_length=16, n_step=3))
+    result.replay.update(dict(capacity=96, min_size=32, batch_size=64))  # sequences
   result.env.renew_every_updates = UPDATES
   return changed(result.to_dict(), **fields)
 

@@ -22,7 +22,7 @@ def experiment(loss='ppo', **fields):
   config = small(loss, num_shards=4, num_grad_shards=4, seed=3)
   config['env'] = {'task': 'gymnax:CartPole-v1', 'num_envs': 16, 'max_steps_in_episode': 30}
   config['placement']['updates_per_call'] = 3
-  if loss == 'dqn':
+  if 'replay' in config:
     config['num_minibatches'] = 1
     config['replay'] |= dict(capacity=4 * 200, min_size=4 * 20, batch_size=32, gradient_steps=2)
   return changed(config, **fields)

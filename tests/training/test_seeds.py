@@ -146,12 +146,16 @@ def test_a_workdir_of_a_seed_is_that_of_a_run(three):
 
 
 @pytest.mark.parametrize('loss, fields', essential([
-    ('ppo', {}), ('dqn', {}), ('dqn', dict(checkpoint__replay=False))], 'ppo'))
+    ('ppo', {}), ('dqn', {}), ('dqn', dict(checkpoint__replay=False)),
+    ('r2d2', dict(network__core='gru', network__core_size=8, loss__burn_in=2, loss__trace_length=6,
+                  replay__min_size=16))], 'ppo'))
 def test_seeds_that_were_stopped_go_on_to_the_same_bits(tmp_path, three, loss, fields):
-  config = config_of(loss, **fields)
-  if loss == 'dqn':
+  config = config_of(loss)
+  if 'replay' in config:
     config['num_minibatches'] = 1
     config['replay'] |= dict(capacity=512, min_size=64, batch_size=32, gradient_steps=2)
+  config = changed(config, **fields)
+  if 'replay' in config:
     _, whole = train(config, tmp_path / 'whole', 2)
   else:
     _, whole = three
