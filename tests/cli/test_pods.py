@@ -85,10 +85,15 @@ def check_same_bits(alone, workdir):
 
 @pytest.mark.same_bits('2 processes that SLURM starts (simulated) and 1', 'IMPALA: MLP (`cleanba`)')
 def test_tasks_of_slurm_find_each_other_and_make_the_bits_of_one_process(alone, port, tmp_path):
-  started = [start(tmp_path, slurm(port) | task_of_slurm(i)) for i in range(2)]
+  workdir = tmp_path / 'run'
+  started = [start(workdir, slurm(port) | task_of_slurm(i), f'--profile_dir={tmp_path}/trace',
+                   '--profile_updates=4:5') for i in range(2)]
   outputs = outputs_of(started)
   assert 'finished at update 11' in outputs[0] and 'finished' not in outputs[1]
-  check_same_bits(alone, tmp_path)
+  check_same_bits(alone, workdir)
+  for process in ('process0', 'process1'):
+    assert list((tmp_path / 'trace' / process).glob('plugins/profile/*/*.xplane.pb'))
+    assert (tmp_path / 'trace' / process / 'memory.prof').is_file()
 
 
 def test_a_task_of_slurm_without_the_others_ends_with_one_line(port, tmp_path):
