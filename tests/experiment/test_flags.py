@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import ml_collections
@@ -418,6 +419,13 @@ def test_a_tilde_is_the_home_folder(file, tmp_path, monkeypatch):
 def test_an_unknown_home_is_said_in_one_line():
   with pytest.raises(ValueError, match='~nobody_here/x: the home folder is not known'):
     user_path('~nobody_here/x')
+
+
+@pytest.mark.parametrize('path', ['gs://bucket/x', 's3://bucket/x', Path('gs://bucket/x')])
+def test_an_address_is_not_taken_for_a_folder(path):
+  with pytest.raises(ValueError, match=f'^{path}: is an address, not a path; mount'):
+    user_path(path)
+  assert user_path('./gs:/x') == Path('gs:/x') and user_path('a/b:/c') == Path('a/b:/c')
 
 
 def test_a_config_is_called_and_imports_as_python_files_may(tmp_path):
