@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from podracer_jit.agents import networks
+from podracer_jit.agents import action_masks, networks
 from podracer_jit.agents.policies import Policy
 from podracer_jit.options import internal, option
 from podracer_jit.types import Carry
@@ -28,8 +28,13 @@ class Dueling(nn.Module):
   hidden: int  # units of each stream; 0: as many as the torso has features
 
   @nn.compact
-  def __call__(self, obs: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns Q-values [T, N, A] of obs [T, N, ...], and the largest of each, [T, N]."""
+  def __call__(self, obs: jax.Array, *_: Any, legal: jax.Array | None = None
+               ) -> tuple[jax.Array, jax.Array]:
+    """Returns Q-values [T, N, A] of obs [T, N, ...], and the largest of each, [T, N].
+
+    With `legal` [T, N, A] bool, the mean of equation 9 and the largest value are those of the legal
+    actions (`action_masks`).
+    """
     x = networks.features_of(self.torso, obs.reshape(-1, *obs.shape[2:]))
     # The gradients of both streams add up in the torso, so they are scaled by 1 / sqrt(2)
     # (section 4.2).
@@ -38,9 +43,10 @@ class Dueling(nn.Module):
         nn.Dense(size, kernel_init=networks.orthogonal(1.0), name=name)(
             nn.relu(nn.Dense(self.hidden or x.shape[-1], name=f'{name}_hidden')(x)))
         for name, size in (('value', 1), ('advantage', self.policy.dist_size)))
-    advantage = advantage - jnp.mean(advantage, axis=-1, keepdims=True)
+    counted = None if legal is None else legal.reshape(advantage.shape)
+    advantage = advantage - jnp.mean(advantage, axis=-1, keepdims=True, where=counted)
     q = (value + advantage).reshape(*obs.shape[:2], -1)
-    return q, jnp.max(q, axis=-1)
+    return q, jnp.max(action_masks.restrict(q, legal), axis=-1)
 
 
 class ActionValues(nn.Module):
@@ -53,14 +59,15 @@ class ActionValues(nn.Module):
   core_size: int = 0  # H, units of the core
 
   @nn.compact
-  def __call__(self, obs: jax.Array, carry: Carry = None, valid: jax.Array | None = None
-               ) -> tuple[jax.Array, jax.Array, Carry]:
+  def __call__(self, obs: jax.Array, carry: Carry = None, valid: jax.Array | None = None,
+               legal: jax.Array | None = None) -> tuple[jax.Array, jax.Array, Carry]:
     """Returns (Q-values [T, N, A], the largest of each [T, N], carry) of obs [T, N, ...].
 
     Args:
       obs: T rows of N environments.
       carry: of the core before the first row, shaped like `initial_carry`.
       valid: [T, N] bool, for a core; the row after an invalid one has the initial carry.
+      legal: [T, N, A] bool, the actions of which the largest is taken; None: all.
     """
     rows = obs.shape[:2]
     obs, _ = networks.standardised(self, obs.reshape(-1, *obs.shape[2:]))
@@ -69,7 +76,7 @@ class ActionValues(nn.Module):
       chex.assert_shape(valid, rows)
       x, carry = networks.remember(self.core, self.core_size, x.reshape(*rows, -1), carry, valid)
     q = nn.Dense(self.policy.dist_size, name='q')(x).reshape(*rows, -1)
-    return q, jnp.max(q, axis=-1), carry
+    return q, jnp.max(action_masks.restrict(q, legal), axis=-1), carry
 
   def initial_carry(self, num_envs: int) -> Carry:
     """Returns the carry at an episode's start, arrays [N, H]; None without a core."""
