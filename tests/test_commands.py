@@ -150,7 +150,7 @@ def test_envs_counts_the_tasks_of_each_family(capsys):
     ('gymnax', 'gymnax:Breakout-MinAtar', 'gymnax 10 x 10 x 4 float32 3 actions'),
     ('CartPole', 'gymnasium:CartPole-v1', 'gymnasium 4 float32 2 actions'),
     ('toy_text', 'FrozenLake-v1', 'toy_text 16 uint8 4 actions'),
-    ('jumanji', 'BinPack-v2', 'jumanji 1180 float32 40 x 20 choices')])
+    ('jumanji', 'BinPack-v2', "jumanji 1180 float32 40 x 20 choices, if env.action_mask is ''")])
 def test_envs_describes_tasks_or_gives_the_reason(word, task, line, capsys):
   assert main.main(['podracer_jit', 'envs', word]) == 0
   lines = [' '.join(x.split()) for x in capsys.readouterr().out.splitlines()]

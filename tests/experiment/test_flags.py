@@ -342,7 +342,8 @@ def test_a_config_has_no_new_fields_except_for_the_tasks_options(file):
   fields.env.update(extra=1)
   fields.loss.discount = 0.5
   assert config_dict.plain(fields)['env'] == dict(
-      task='Catch-v0', num_envs=128, renew_every_updates=1000, height=12, width=7, extra=1)
+      task='Catch-v0', num_envs=128, renew_every_updates=1000, action_mask='action_mask', height=12,
+      width=7, extra=1)
   copied = copy.deepcopy(fields)
   copied.env.other = 1
   with pytest.raises(AttributeError):
