@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
     experiment = resolve(config)
     experiments = cases(experiment, [int(n) for n in values.batches],
                         [int(n) for n in values.shards])
-    host.prepare_host(next(iter(experiments.values())).placement)
+    host.prepare_host(next(iter(experiments.values())).placement, experiment.numerics.deterministic)
     times = step_times(experiment, values.steps)
     print('a step of one environment: mean {mean:.3f} ms, p50 {p50:.3f}, p99 {p99:.3f}, max '
           '{max:.3f}; {resets:.1%} are resets, p50 {reset_p50:.3f}'.format(**times), flush=True)

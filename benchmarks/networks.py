@@ -62,7 +62,7 @@ def measure(network: str, rows: int, groups: int, variant: str, seconds: float
     Rows a second, forward and with the gradient.
   """
   take_out(VARIANTS[VARIANTS.index(variant) + 1:])
-  host.prepare_host(placement.PlacementOptions())
+  host.prepare_host(placement.PlacementOptions(), deterministic=True)
   torso = networks.TORSOS[network]()
   batches = max(1, groups)
   obs = np.random.default_rng(0).integers(0, 256, (batches, rows, 4, 84, 84)).astype(np.uint8)

@@ -246,7 +246,7 @@ def benchmark(argv: Sequence[str]) -> int:
       return 0
     experiment = resolve(config)
     refuse_replay(experiment)
-    host.prepare_host(placed(experiment, max(MESHES)).placement)
+    host.prepare_host(placed(experiment, max(MESHES)).placement, experiment.numerics.deterministic)
     runs = [build.make_run(placed(experiment, n)) for n in MESHES if n <= len(jax.devices())]
   except ValueError as error:
     print(f'reduction: {error}', file=sys.stderr)

@@ -213,7 +213,7 @@ def measure(experiment: Experiment, seconds: float) -> Figures:
     MemoryError: the replay does not fit into memory; the message is one line.
   """
   quieten()
-  host.prepare_host(experiment.placement)
+  host.prepare_host(experiment.placement, experiment.numerics.deterministic)
   run = build.make_run(experiment)
   (device,) = run.place.mesh.devices.flat
   size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run.learner.replay_shapes()))

@@ -73,7 +73,7 @@ def prepare_host(experiment: Experiment, workers: int) -> None:
   options = experiment.placement
   host.prepare_host(dataclasses.replace(
       options, actor_devices=tuple(range(workers)), learner_devices=(0,),
-      xla_threads=max(options.xla_threads, workers)))
+      xla_threads=max(options.xla_threads, workers)), experiment.numerics.deterministic)
 
 
 def measure(experiment: Experiment, seconds: float) -> Figures:

@@ -85,7 +85,8 @@ def prepare(config: Config) -> None:
   """
   # Later trainings in this process may want more devices than this one.
   devices = min(_MOST_DEVICES, len(os.sched_getaffinity(0)))
-  host.prepare_host(resolve(_mapping(config)).placement, devices)
+  experiment = resolve(_mapping(config))
+  host.prepare_host(experiment.placement, experiment.numerics.deterministic, devices)
 
 
 @dataclasses.dataclass(frozen=True)

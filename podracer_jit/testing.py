@@ -77,7 +77,7 @@ def _checks(algorithm: type[Algorithm] | Algorithm, config: Any) -> Iterator[str
     ValueError: see `check`.
   """
   config = _with_loss(algorithm, config)
-  host.prepare_host_for_any(placement_of(config))
+  host.prepare_host_for_any(placement_of(config), deterministic=True)
   experiment = resolve(config)
   run = build.make_run(changed(experiment, **_small_and_simple(experiment)))
   calls = _calls(run)

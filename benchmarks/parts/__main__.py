@@ -233,7 +233,7 @@ def prepare(experiment: Experiment, parts: Sequence[str] | None) -> tuple[build.
   """
   for name in set(parts or ()) - set(timed_parts.ALL):
     raise ValueError(f'--parts: there is no {name!r}; known are {", ".join(timed_parts.ALL)}')
-  host.prepare_host(experiment.placement)
+  host.prepare_host(experiment.placement, experiment.numerics.deterministic)
   # Training must not end while it is measured.
   own_scheme = experiment.scheme_name
   experiment = changed(experiment, scheme='sync', total_steps=2**30,

@@ -58,7 +58,7 @@ def with_priorities(rollout: Callable, algorithm: Algorithm) -> Callable:
   items = algorithm.items()
   length = items.length
 
-  @island('initial_priorities')
+  @island('initial_priorities', precision=algorithm.parts.precision)
   def first_priorities(steps: jax.Array | None, rows: Rollout) -> jax.Array:
     return algorithm.at(steps).priority(rows)
 

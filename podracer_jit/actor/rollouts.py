@@ -123,7 +123,7 @@ def make_act(algorithm: Algorithm, greedy: bool = False) -> Callable:
 
   num_envs = algorithm.parts.num_envs
 
-  @island('decision')
+  @island('decision', precision=algorithm.parts.precision)
   def decide(given: ForActors, key: jax.Array, env: EnvState):
     """Returns the next carry, actions for the environments, and fields of the row."""
     now = algorithm.at(given.steps)

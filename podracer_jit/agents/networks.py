@@ -1,7 +1,7 @@
 """Torsos (flax), and the actor-critic network built around a torso.
 
 A torso is a flax module [N, *obs] -> [N, features]; its fields are its options. A user's own torso
-needs nothing else.
+needs nothing else. With a field `dtype` it can compute in bfloat16, see `in_bfloat16`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax import lax
 from podracer_jit.agents import running_moments
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.protocol import EnvSpec, ObsPart, take_apart
-from podracer_jit.numerics import convolution
+from podracer_jit.numerics import convolution, precision
 from podracer_jit.options import internal, option, shown
 from podracer_jit.types import Carry
 
@@ -56,7 +56,9 @@ def orthogonal(scale: float) -> Callable:
       x = numbers[i]
       # One pass would leave rows that are not orthogonal to within rounding.
       for _ in range(2):
-        x -= (basis @ x) @ basis
+        # In fewer bits than float32 has, GPUs and TPUs would leave rows that are not orthogonal.
+        with precision.products(precision.HIGHEST):
+          x -= (basis @ x) @ basis
       return basis.at[i].set(x / jnp.sqrt(jnp.sum(jnp.square(x))))
 
     basis = lax.fori_loop(0, len(numbers), add_row, jnp.zeros_like(numbers))
@@ -65,9 +67,15 @@ def orthogonal(scale: float) -> Callable:
   return init
 
 
-def normalised(torso: nn.Module, x: jax.Array) -> jax.Array:
-  """Returns a layer's outputs [N, ..., F] after LayerNorm over F, if the torso has it."""
-  return nn.LayerNorm()(x) if torso.layer_norm else x
+def normalised(torso: nn.Module, x: jax.Array, name: str | None = None) -> jax.Array:
+  """Returns a layer's outputs [N, ..., F] after LayerNorm over F, if the torso has it.
+
+  Args:
+    torso: the module that calls it, with the fields `layer_norm` and `dtype`.
+    x: the outputs.
+    name: of the LayerNorm's parameters; None: by their order.
+  """
+  return nn.LayerNorm(dtype=torso.dtype, name=name)(x) if torso.layer_norm else x
 
 
 class Conv(nn.Module):
@@ -85,12 +93,16 @@ class Conv(nn.Module):
   # Maps pixels [N, ...], in any order, to floats; None: this is no first layer, x are floats.
   to_image: Callable | None = None
   channels_last: bool = True  # x is [N, H, W, C]; only a first layer may get [N, C, H, W]
+  dtype: Any = None  # of the arithmetic; None: of the arguments
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns the convolution [N, H', W', features] of x."""
+    def to_image(pixels):
+      return self.to_image(pixels).astype(self.dtype or jnp.float32)
+
     def first(x, w):
-      return convolution.conv2d_of_pixels(x, w, self.stride, self.padding, self.to_image,
+      return convolution.conv2d_of_pixels(x, w, self.stride, self.padding, to_image,
                                           self.channels_last)
 
     def convolve(x, w):
@@ -99,6 +111,9 @@ class Conv(nn.Module):
     channels = x.shape[-1 if self.channels_last else 1]
     w = self.param('kernel', self.kernel_init, (self.kernel, self.kernel, channels, self.features))
     b = self.param('bias', nn.initializers.zeros, (self.features,))
+    if self.dtype is not None:
+      x, w, b = (x if self.to_image else x.astype(self.dtype), w.astype(self.dtype),
+                 b.astype(self.dtype))
     return (jax.checkpoint(first) if self.to_image else convolve)(x, w) + b
 
 
@@ -131,6 +146,7 @@ class ConvTorso(nn.Module):
   chunked: bool = internal(True)
   channels_last: bool = internal(False)  # observations are [N, H, W, C]
   layer_norm: bool = internal(False)  # an option of torsos that have it
+  dtype: Any = internal(None)  # see `in_bfloat16`
 
   @nn.compact
   def __call__(self, obs: jax.Array) -> jax.Array:
@@ -144,7 +160,9 @@ class ConvTorso(nn.Module):
       x = self.convolve(obs).reshape(obs.shape[0], -1)
     if not self.hidden:
       return x
-    return nn.relu(normalised(self, nn.Dense(self.hidden, kernel_init=self.dense_init)(x)))
+    dense = nn.Dense(self.hidden, kernel_init=self.dense_init, dtype=self.dtype)
+    # In chunks, the convolutions' own are in another module, so the order would begin anew.
+    return nn.relu(normalised(self, dense(x), name='LayerNorm_hidden'))
 
   def split_last_layer(self) -> tuple[nn.Module, int]:
     """Returns the torso without its dense layer, and the units of that layer."""
@@ -181,7 +199,8 @@ class NatureCNN(ConvTorso):
     first = dict(to_image=_centred_image if self.centre else _image,
                  channels_last=self.channels_last)
     for features, kernel, stride in zip(self.channels, self.kernels, self.strides, strict=True):
-      x = Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)), **first)(x)
+      x = Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)), dtype=self.dtype,
+               **first)(x)
       x = nn.relu(normalised(self, x))
       first = {}
     return x
@@ -190,11 +209,13 @@ class NatureCNN(ConvTorso):
 class ResidualBlock(nn.Module):
   """Residual block: the sum of its input and two 3x3 convolutions."""
 
+  dtype: Any = None  # of the arithmetic
+
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns an array shaped like x [N, H, W, C]."""
-    y = Conv(x.shape[-1], 3, padding='SAME')(nn.relu(x))
-    return x + Conv(x.shape[-1], 3, padding='SAME')(nn.relu(y))
+    y = Conv(x.shape[-1], 3, padding='SAME', dtype=self.dtype)(nn.relu(x))
+    return x + Conv(x.shape[-1], 3, padding='SAME', dtype=self.dtype)(nn.relu(y))
 
 
 class ImpalaResNet(ConvTorso):
@@ -212,7 +233,7 @@ class ImpalaResNet(ConvTorso):
     """Returns the last section's activations [N, H', W', C'] of observations x."""
     first = dict(to_image=_image, channels_last=self.channels_last)
     for features in self.channels:
-      x = Conv(features, 3, padding='SAME', **first)(x)
+      x = Conv(features, 3, padding='SAME', dtype=self.dtype, **first)(x)
       x = convolution.max_pool(x, window=3, stride=2)
       first = {}
       for _ in range(self.blocks):
@@ -221,7 +242,7 @@ class ImpalaResNet(ConvTorso):
 
   def block(self) -> nn.Module:
     """Returns a new residual block."""
-    return ResidualBlock()
+    return ResidualBlock(self.dtype)
 
 
 class FixupBlock(nn.Module):
@@ -232,19 +253,20 @@ class FixupBlock(nn.Module):
   """
 
   branches: int  # L, the number of residual blocks in the network
+  dtype: Any = None  # of the arithmetic
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns an array shaped like x [N, H, W, C]."""
     def scalar(name, value=0.0):
-      return self.param(name, nn.initializers.constant(value), ())
+      return jnp.asarray(self.param(name, nn.initializers.constant(value), ()), x.dtype)
 
     he = nn.initializers.variance_scaling(2.0 / self.branches, 'fan_in', 'truncated_normal')
     features = x.shape[-1]
     y = nn.relu(x + scalar('bias_0')) + scalar('bias_1')
-    y = Conv(features, 3, padding='SAME', kernel_init=he)(y)
+    y = Conv(features, 3, padding='SAME', kernel_init=he, dtype=self.dtype)(y)
     y = nn.relu(y + scalar('bias_2')) + scalar('bias_3')
-    y = Conv(features, 3, padding='SAME', kernel_init=nn.initializers.zeros)(y)
+    y = Conv(features, 3, padding='SAME', kernel_init=nn.initializers.zeros, dtype=self.dtype)(y)
     return x + scalar('scale', 1.0) * y + scalar('bias_4')
 
 
@@ -253,7 +275,7 @@ class FixupResNet(ImpalaResNet):
 
   def block(self) -> nn.Module:
     """Returns a new Fixup block."""
-    return FixupBlock(len(self.channels) * self.blocks)
+    return FixupBlock(len(self.channels) * self.blocks, self.dtype)
 
 
 class MLP(nn.Module):
@@ -263,6 +285,7 @@ class MLP(nn.Module):
                                  max_length=MAX_LAYERS)
   activation: str = option('tanh', 'tanh or relu', choices=('tanh', 'relu'))
   layer_norm: bool = option(False, 'LayerNorm between each layer and its activation')
+  dtype: Any = internal(None)  # see `in_bfloat16`
 
   @nn.compact
   def __call__(self, obs: jax.Array) -> jax.Array:
@@ -270,7 +293,8 @@ class MLP(nn.Module):
     x = obs.reshape(obs.shape[0], -1).astype(jnp.float32)
     activate = {'tanh': nn.tanh, 'relu': nn.relu}[self.activation]
     for size in self.hidden:
-      x = activate(normalised(self, nn.Dense(size, kernel_init=orthogonal(np.sqrt(2)))(x)))
+      dense = nn.Dense(size, kernel_init=orthogonal(np.sqrt(2)), dtype=self.dtype)
+      x = activate(normalised(self, dense(x)))
     return x
 
   def split_last_layer(self) -> tuple[nn.Module, int]:
@@ -302,6 +326,7 @@ class ImageAndVector(nn.Module):
   vector_hidden: Sequence[int] = option((64,), 'units of each layer on the other parts',
                                         at_least=1, at_most=MAX_UNITS, max_length=MAX_LAYERS)
   parts: Sequence[ObsPart] = internal(())  # see `fit_to_task`
+  dtype: Any = internal(None)  # see `in_bfloat16`
 
   @nn.compact
   def __call__(self, obs: jax.Array) -> jax.Array:
@@ -317,7 +342,8 @@ class ImageAndVector(nn.Module):
       else:
         vectors.append(self._vector(x))
     if vectors:
-      features.append(MLP(self.vector_hidden)(jnp.concatenate(vectors, axis=1)))
+      mlp = MLP(self.vector_hidden, dtype=self.dtype)
+      features.append(mlp(jnp.concatenate(vectors, axis=1)))
     return jnp.concatenate(features, axis=1)
 
   def _vector(self, x: jax.Array) -> jax.Array:
@@ -334,9 +360,11 @@ class ImageAndVector(nn.Module):
     if jnp.issubdtype(image.dtype, jnp.integer):
       x = x / self.largest
     for channels in self.channels:
-      x = nn.relu(Conv(channels, self.kernel, kernel_init=orthogonal(np.sqrt(2)))(x))
+      x = nn.relu(Conv(channels, self.kernel, kernel_init=orthogonal(np.sqrt(2)),
+                       dtype=self.dtype)(x))
     x = x.reshape(len(x), -1)
-    return nn.relu(nn.Dense(self.image_hidden, kernel_init=orthogonal(np.sqrt(2)))(x))
+    dense = nn.Dense(self.image_hidden, kernel_init=orthogonal(np.sqrt(2)), dtype=self.dtype)
+    return nn.relu(dense(x))
 
 
 def role_of(part: type[nn.Module]) -> str:
@@ -357,8 +385,20 @@ def fit_to_task(network: nn.Module, spec: EnvSpec) -> nn.Module:
   return network.clone(**used) if used else network
 
 
+def in_bfloat16(torso: nn.Module) -> nn.Module:
+  """Returns the torso computing in bfloat16; its parameters stay in float32.
+
+  Raises:
+    ValueError: it has no field `dtype: Any = internal(None)`, which flax's layers take.
+  """
+  if 'dtype' not in {field.name for field in dataclasses.fields(torso)}:
+    raise ValueError('numerics.precision: bfloat16 needs a network with a field dtype; '
+                     f'{type(torso).__name__} has none, so it must be highest or default')
+  return torso.clone(dtype=jnp.bfloat16)
+
+
 def features_of(torso: nn.Module, obs: jax.Array) -> jax.Array:
-  """Returns the features [N, F] that a torso gives for observations [N, ...].
+  """Returns the features [N, F] that a torso gives for observations [N, ...]; bfloat16 as float32.
 
   Raises:
     ValueError: the torso, which may be a user's own, returns something else.
@@ -369,7 +409,7 @@ def features_of(torso: nn.Module, obs: jax.Array) -> jax.Array:
     returned = type(features).__name__ if shape is None else f'an array {shape}'
     raise ValueError(f'a torso must return features [N, F]: one row for each of the {len(obs)} '
                      f'observations; it returns {returned}')
-  return features
+  return features.astype(jnp.float32) if features.dtype == jnp.bfloat16 else features
 
 
 TORSOS = {'impala_resnet': ImpalaResNet, 'fixup_resnet': FixupResNet, 'nature_cnn': NatureCNN,

@@ -63,7 +63,7 @@ def remake(workdir: Path, update: int, allow_modules: Collection[str]) -> Arrays
   experiment = evaluation.read_experiment(workdir, allow_modules, update, on_one_device=False)
   headers, receipts, _ = journal.read_receipts(workdir)
   rerun.header_of(headers, receipts, update)
-  host.prepare_host(experiment.placement)
+  host.prepare_host(experiment.placement, experiment.numerics.deterministic)
   run = build.make_run(experiment)
 
   def state_after(last: int) -> TrainState:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     experiment = one_device_experiment(workdir, allowed, update)
     headers, receipts, _ = journal.read_receipts(workdir)
     header = header_of(headers, receipts, update)
-    host.prepare_host(experiment.placement)
+    host.prepare_host(experiment.placement, experiment.numerics.deterministic)
     run = build.make_run(experiment)
     snapshot = snapshot_before(run, workdir, update)
     note = sources.change_since(workdir, modules.sources(experiment.fields), update)

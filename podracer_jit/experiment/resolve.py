@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from podracer_jit import options, parts
-from podracer_jit.agents.networks import TorsoOptions, fit_to_task
+from podracer_jit.agents.networks import TorsoOptions, fit_to_task, in_bfloat16
 from podracer_jit.agents.policies import (
   ACTION,
   ACTION_VALUES,
@@ -30,6 +30,7 @@ from podracer_jit.experiment.schema import (
   TrainingOptions,
 )
 from podracer_jit.losses.algorithm import Algorithm
+from podracer_jit.numerics.precision import BFLOAT16, NumericsOptions
 from podracer_jit.runtime import host
 from podracer_jit.runtime.placement import PlacementOptions
 from podracer_jit.schemes.scheme import Scheme
@@ -38,7 +39,8 @@ from podracer_jit.schemes.table import SCHEMES
 # Options that sections may lack which a user's config has set as a whole: `config.env = dict(...)`.
 _NEW_SINCE_0_8 = {'env': (EnvOptions, ('renew_every_updates',)),
                   'checkpoint': (CheckpointOptions, ('every_seconds',)),
-                  'placement': (PlacementOptions, ('auto', 'adapt'))}
+                  'placement': (PlacementOptions, ('auto', 'adapt')),
+                  'numerics': (NumericsOptions, ('precision', 'deterministic'))}
 
 
 def resolve(config: Mapping[str, Any]) -> Experiment:
@@ -50,7 +52,7 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
   Raises:
     ValueError: the config is wrong; the message names a field, its value and a right value.
   """
-  fields = plain(config)
+  fields = {'numerics': {}} | plain(config)
   for section, (options_class, names) in _NEW_SINCE_0_8.items():
     if isinstance(fields.get(section), Mapping):
       default = options.defaults(options_class)
@@ -65,16 +67,21 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
                   if name not in options.meanings(EnvOptions)}
   with _own_errors('env.task', env.task):
     if may_start_jax(env.task):
-      host.prepare_host_for_any(parts_of['placement'][0], placing.most_devices(
-          fields['num_shards'], fields['num_grad_shards'], host.machine()[0]))
+      devices = placing.most_devices(fields['num_shards'], fields['num_grad_shards'],
+                                     host.machine()[0])
+      host.prepare_host_for_any(parts_of['placement'][0], parts_of['numerics'][0].deterministic,
+                                devices)
     spec = family_of(env.task).make_spec(env.task, task_options)
   policy_name, policy = _make_policy(fields, algorithm, spec)
+  network = fit_to_task(network, spec)
+  if parts_of['numerics'][0].precision == BFLOAT16:
+    network = in_bfloat16(network)
   experiment = Experiment(
       **{name: fields[name] for name in options.meanings(TrainingOptions)},
       scheme_name=fields['scheme'], scheme=_find_scheme(fields['scheme']),
       env=env, env_options=task_options, spec=spec,
       loss_name=fields['loss']['name'], loss=algorithm,
-      network_name=fields['network']['name'], network=fit_to_task(network, spec),
+      network_name=fields['network']['name'], network=network,
       torso_options=torso_options, policy_name=policy_name, policy=policy,
       optimizer=parts_of['optimizer'][0], replay=parts_of.get('replay', [None])[0], fields=fields,
       **{section: parts_of[section][0] for section in schema.SECTIONS})

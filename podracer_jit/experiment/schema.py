@@ -20,6 +20,7 @@ from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.losses.algorithm import Algorithm, Parts
 from podracer_jit.losses.items import Items
 from podracer_jit.numerics import counters
+from podracer_jit.numerics.precision import NumericsOptions
 from podracer_jit.options import INT32_MAX, option
 from podracer_jit.replay.options import ReplayOptions
 from podracer_jit.runtime.placement import PlacementOptions
@@ -133,6 +134,7 @@ SCHEDULED = ('loss', 'optimizer')
 # Sections whose fields are always the same.
 SECTIONS = {
     'normalise': NormaliseOptions,
+    'numerics': NumericsOptions,
     'placement': PlacementOptions,
     'checkpoint': CheckpointOptions,
     'eval': EvalOptions,
@@ -347,6 +349,7 @@ class Experiment(TrainingOptions):
   policy_name: str  # the family's, never 'auto'
   policy: Policy
   normalise: NormaliseOptions
+  numerics: NumericsOptions
   optimizer: Optimizer
   replay: ReplayOptions | None  # of an algorithm that learns from one
   placement: PlacementOptions
@@ -375,7 +378,8 @@ class Experiment(TrainingOptions):
     """The algorithm, bound to all that the config and the task have chosen for it."""
     return self.loss.bind(Parts(
         self.spec, self.policy, self.network, self.torso_options, self.normalise.moments,
-        self.optimizer, self.total_steps, self.env.num_envs, self.unroll_length))
+        self.optimizer, self.total_steps, self.env.num_envs, self.unroll_length,
+        self.numerics.precision))
 
   @functools.cached_property
   def items(self) -> Items:

@@ -160,7 +160,7 @@ class FromRollouts:
     groups = self.groups
     rollout = self.inputs_of_targets(rollout)
 
-    @island('targets')
+    @island('targets', precision=self.algorithm.parts.precision)
     def targets_of_group(state, rollout):
       return self.algorithm.at(state.steps).targets(state._replace(steps=None), rollout)
 

@@ -85,7 +85,7 @@ def make_gradients(algorithm: Algorithm, read: Callable, groups: Groups, microba
     """
     chex.assert_shape(draw.index, (groups.local, None))
 
-    @island('gradient')
+    @island('gradient', precision=algorithm.parts.precision)
     def of_microbatch(state, batch, key):
       # A number that is known need not be an input; a division by it has other bits then.
       if batch.count is None:
@@ -153,7 +153,7 @@ def make_update(algorithm: Algorithm) -> Callable:
     del grads, aux
     return state, jnp.zeros(())
 
-  @island('update', skipped=unchanged)
+  @island('update', skipped=unchanged, precision=algorithm.parts.precision)
   def step(state, grads, aux):
     """Takes one step of the optimizer."""
     # Running moments stay as they are; weight decay, for example, would change them.

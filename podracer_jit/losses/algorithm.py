@@ -33,6 +33,7 @@ from podracer_jit.envs import frames
 from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.losses.items import Items, environments
 from podracer_jit.numerics import counters
+from podracer_jit.numerics.precision import HIGHEST
 from podracer_jit.options import internal, option
 from podracer_jit.types import Carry, Metrics, Params, Rollout, Target, TrainState
 
@@ -51,6 +52,7 @@ class Parts(NamedTuple):
   total_steps: int
   num_envs: int  # of the run
   unroll_length: int
+  precision: str = HIGHEST  # of products and convolutions, see `numerics.precision`
 
 
 class Acted(NamedTuple):

@@ -39,6 +39,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
 from podracer_jit.numerics.common_subexpressions import without_duplicates
+from podracer_jit.numerics.precision import HIGHEST, products
 from podracer_jit.numerics.thread_pool import independent_of_threads
 from podracer_jit.numerics.tracing import zeros
 
@@ -67,7 +68,8 @@ def observed(observer: Observer) -> Iterator[None]:
     _observers.remove(observer)
 
 
-def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], Callable]:
+def island(name: str, skipped: Callable | None = None, precision: str = HIGHEST
+           ) -> Callable[[Callable], Callable]:
   """Returns a decorator that makes an island of a function of pytrees of arrays.
 
   Args:
@@ -75,13 +77,15 @@ def island(name: str, skipped: Callable | None = None) -> Callable[[Callable], C
     skipped: the branch that is never taken: a function with the same arguments and result shapes
       that computes nothing. By default its results are zeros. An island that maps a large state to
       the next one should return its argument: XLA then updates the state in place.
+    precision: of products and convolutions, see `precision.products`.
   """
   def decorate(function: Callable) -> Callable:
     named = jax.named_scope(PREFIX + name)(function)
 
     @functools.wraps(function)
     def isolated(*args: Any) -> Any:
-      closed, shapes = jax.make_jaxpr(named, return_shape=True)(*args)
+      with products(precision):
+        closed, shapes = jax.make_jaxpr(named, return_shape=True)(*args)
       closed = without_duplicates(closed)
       inputs, treedef = jax.tree.flatten(args)
       if skipped is None:

@@ -251,7 +251,7 @@ def load_run(workdir: Path, update: int | None = None, seed: int = 0,
     ValueError: there is no run or checkpoint, or it names modules that are not allowed.
   """
   experiment = evaluation.read_experiment(workdir, allow_modules, update)
-  host.prepare_host_for_any(experiment.placement)
+  host.prepare_host_for_any(experiment.placement, experiment.numerics.deterministic)
   agent = Agent(experiment, evaluation.restore(workdir, experiment, update), seed)
   return agent, evaluation.broken_note(workdir, agent.update) if update is None else ''
 

@@ -30,6 +30,7 @@ from podracer_jit.experiment import resolve as resolve_lib
 from podracer_jit.experiment.schema import EnvOptions, Experiment
 from podracer_jit.losses.algorithm import Acted, Algorithm, ForActors
 from podracer_jit.numerics import counters
+from podracer_jit.numerics.precision import products
 from podracer_jit.options import shorten, shown
 from podracer_jit.runtime import placement
 from podracer_jit.types import TrainState
@@ -84,7 +85,8 @@ class Player(NamedTuple):
     def begin(initial, x):
       return jnp.where(is_first.reshape(-1, *(1,) * (x.ndim - 1)), initial, x)
     carry = jax.tree.map(begin, self.algorithm.initial_carry(len(obs)), carry)
-    return self.algorithm.act(params, obs, carry, jnp.ones(len(obs), bool), key, None)
+    with products(self.algorithm.parts.precision):
+      return self.algorithm.act(params, obs, carry, jnp.ones(len(obs), bool), key, None)
 
 
 @dataclasses.dataclass(frozen=True)

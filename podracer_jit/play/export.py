@@ -57,7 +57,7 @@ def files(player: evaluation.Player, experiment: Experiment, task_spaces: spaces
           ) -> dict[str, bytes]:
   """Returns the description and the programs of an agent, by the names of their files.
 
-  The programs use convolutions of XLA alone and the whole precision of float32 on every platform.
+  The programs use convolutions of XLA alone, in the precision of `numerics.precision`.
   The program that draws actions is run once and compared with the agent.
 
   Args:
@@ -113,8 +113,7 @@ class _Interface:
                  jax.ShapeDtypeStruct((batch,), bool)]
     if name == 'drawn':
       arguments.append(jax.ShapeDtypeStruct((2,), np.uint32))
-    # Without 'highest', GPUs and TPUs multiply in fewer bits than float32 has.
-    with convolution.plainly(), jax.default_matmul_precision('highest'):
+    with convolution.plainly():
       return jax_export.export(jax.jit(self._act), platforms=PLATFORMS)(*arguments)
 
   def _act(self, params: Mapping[str, jax.Array], obs: Any, state: list[jax.Array],
@@ -266,8 +265,7 @@ class _Interface:
       return jax.tree.leaves(acted.carry), acted.distribution
 
     with jax.default_device(self._player.device):
-      with jax.default_matmul_precision('highest'):
-        expected = jax.jit(expected_results)((params, obs, state, is_first))
+      expected = jax.jit(expected_results)((params, obs, state, is_first))
       # The other program differs only in how it chooses among the same numbers.
       _, *actual = program.call(params, obs, state, is_first, np.zeros(2, np.uint32))
     largest = 0.0

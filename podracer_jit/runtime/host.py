@@ -32,16 +32,18 @@ from podracer_jit.runtime.placement import PlacementOptions
 _logger = logging.getLogger(__name__)
 
 
-def prepare_host(options: PlacementOptions, devices: int = 1) -> None:
-  """Sets the number of XLA's threads and devices; call it before JAX's first backend starts.
+def prepare_host(options: PlacementOptions, deterministic: bool, devices: int = 1) -> None:
+  """Sets XLA's kernels, threads and devices; call it before JAX's first backend starts.
 
   Args:
     options: the options of the placement.
+    deterministic: whether kernels of NVIDIA GPUs are repeatable.
     devices: CPU devices to have at least, if JAX has not started; unused ones cost nothing.
 
   Raises:
-    ValueError: JAX has started with fewer devices, or with a single thread.
+    ValueError: JAX has started with fewer devices, with a single thread, or with other kernels.
   """
+  _choose_kernels(deterministic)
   if started_devices() is None:
     devices = max(options.num_devices, devices)
   else:
@@ -49,7 +51,8 @@ def prepare_host(options: PlacementOptions, devices: int = 1) -> None:
   _prepare(options, devices)
 
 
-def prepare_host_for_any(options: PlacementOptions, devices: int = 1) -> None:
+def prepare_host_for_any(options: PlacementOptions, deterministic: bool, devices: int = 1
+                         ) -> None:
   """Does the work of `prepare_host` before the whole placement is known.
 
   Environments that are JAX functions are created before that, and creating them may start JAX.
@@ -57,9 +60,11 @@ def prepare_host_for_any(options: PlacementOptions, devices: int = 1) -> None:
 
   Args:
     options: the options of the placement.
+    deterministic: whether kernels of NVIDIA GPUs are repeatable.
     devices: the most that it may get where it is left open.
   """
   with contextlib.suppress(ValueError):
+    _choose_kernels(deterministic)
     _prepare(options, max(options.num_devices, devices))
 
 
@@ -87,6 +92,28 @@ def _prepare(options: PlacementOptions, devices: int) -> None:
         f'process, and JAX has started in this one with {started}; call '
         'podracer_jit.prepare(config) before anything that uses JAX, or train in a new process'
     ) from None
+
+
+# XLA's flag of repeatable kernels, which it does not choose by the time that they take.
+_REPEATABLE = '--xla_gpu_deterministic_ops'
+
+
+def _choose_kernels(deterministic: bool) -> None:
+  """Asks XLA for repeatable kernels of NVIDIA GPUs, if there are any; a user's own flag stays.
+
+  Raises:
+    ValueError: JAX has started without the flag.
+  """
+  given = os.environ.get('XLA_FLAGS', '').split()
+  is_set = any(flag.partition('=')[0] == _REPEATABLE for flag in given)
+  if is_set or not deterministic or not machines.num_gpus():
+    return
+  if started_devices() is not None:
+    raise ValueError(
+        f'numerics.deterministic: True needs XLA_FLAGS={_REPEATABLE}=true, and JAX has started in '
+        'this process without it; call podracer_jit.prepare(config) before anything that uses JAX, '
+        'train in a new process, or set numerics.deterministic = False')
+  os.environ['XLA_FLAGS'] = ' '.join([*given, f'{_REPEATABLE}=true'])
 
 
 def started_devices() -> int | None:

@@ -244,7 +244,7 @@ class Service:
     options = self._of_run = whole.placement
     own_options = dataclasses.replace(options, actor_devices=(0,), learner_devices=(0,),
                                       actors_per_device=1, cluster='none')
-    host.prepare_host(own_options)
+    host.prepare_host(own_options, whole.numerics.deterministic)
     device = jax.local_devices(backend=None if options.actor_gpus else 'cpu')[0]
     # The vector environments of the process share its cores.
     pools = whole.num_shards // options.num_actors

@@ -198,6 +198,7 @@ class Lane:
       fields: further fields of its header in the receipts.
     """
     header = dict(segment=segment, first_update=self.update + 1, **self._surroundings,
+                  numerics=dict(self.run.experiment.fields['numerics']),
                   **self._record.header(self.update + 1), **fields)
     self._close_log()
     if self.run.experiment.resumes_exactly:

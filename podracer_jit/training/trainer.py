@@ -396,7 +396,7 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
     experiment = changed(experiment, env={'renew_every_updates': renewal})
     notes.append(f'env.renew_every_updates: {renewal:,}, as in {first}; until version 0.7 that was '
                  'checkpoint.every_updates, which is now only how often the run is saved')
-  host.prepare_host(experiment.placement, placing.most_devices(
+  host.prepare_host(experiment.placement, experiment.numerics.deterministic, placing.most_devices(
       experiment.num_shards, experiment.num_grad_shards, host.machine()[0]))
   crew = Crew(cluster, experiment) if cluster else None
   run = build.make_run(experiment, crew)

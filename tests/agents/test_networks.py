@@ -1,5 +1,7 @@
 """Shapes, sizes and small values of the networks, all computed by hand."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,45 @@ def of_rows(network, params, obs):
   """Applies a network to rows [N, ...]; returns dist and value."""
   dist, value, _ = network.apply(params, obs[None])
   return dist[0], value[0]
+
+
+def test_layers_in_chunks_have_the_norms_of_the_whole():
+  torso = networks.NatureCNN(channels=(4, 8), kernels=(8, 3), strides=(4, 2), hidden=16,
+                             layer_norm=True)
+  obs = jax.random.randint(jax.random.key(0), FRAMES.shape, 0, 255).astype(np.uint8)
+  variables = torso.init(jax.random.key(1), obs)
+  scale = variables['params']['LayerNorm_hidden']['scale']
+  variables['params']['LayerNorm_hidden']['scale'] = jnp.arange(1.0, 17.0)
+  scaled = torso.apply(variables, obs)
+  assert_allclose(scaled, torso.clone(chunked=False).apply(variables, obs), rtol=1e-5, atol=1e-6)
+  variables['params']['LayerNorm_hidden']['scale'] = scale
+  assert_allclose(scaled, jnp.arange(1.0, 17.0) * torso.apply(variables, obs), rtol=1e-5)
+
+
+@pytest.mark.parametrize('torso, obs', [
+    (networks.NatureCNN(centre=True, layer_norm=True), FRAMES),
+    (networks.ImpalaResNet(channels=(4, 8), blocks=1, hidden=16), FRAMES),
+    (networks.FixupResNet(channels=(4, 8), blocks=1, hidden=16), FRAMES),
+    (networks.MLP(layer_norm=True), VECTORS)])
+def test_a_torso_in_bfloat16_has_its_products_and_gradients_in_it(torso, obs):
+  obs = jax.random.randint(jax.random.key(0), obs.shape, 0, 255).astype(obs.dtype)
+  variables = torso.init(jax.random.key(1), obs)
+  other = networks.in_bfloat16(torso)
+  assert jax.tree.all(jax.tree.map(lambda x: x.dtype == np.float32,
+                                   other.init(jax.random.key(1), obs)))
+
+  def loss(torso):
+    return lambda variables: jnp.mean(jnp.square(jnp.float32(torso.apply(variables, obs))))
+
+  program = str(jax.make_jaxpr(jax.grad(loss(other)))(variables))
+  results = re.findall(r'(\w+)\[[^\]]*\] = (?:dot_general|conv_general_dilated)', program)
+  assert len(results) > 2 and set(results) == {'bf16'}
+  value, gradients = jax.jit(jax.value_and_grad(loss(torso)))(variables)
+  near, near_gradients = jax.jit(jax.value_and_grad(loss(other)))(variables)
+  assert float(near) == pytest.approx(float(value), rel=0.02) and near != value
+  largest = max(jax.tree.leaves(jax.tree.map(jnp.linalg.norm, gradients)))
+  for x, y in zip(*map(jax.tree.leaves, (gradients, near_gradients)), strict=True):
+    assert jnp.linalg.norm(x - y) < 0.05 * largest
 
 
 def _dense(fan_in, out):

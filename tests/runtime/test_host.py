@@ -189,7 +189,7 @@ def test_programs_that_compile_fast_are_kept_unless_the_user_says_more(told, kep
   env = {key: value for key, value in os.environ.items() if key != name}
   env |= dict(XDG_CACHE_HOME=str(tmp_path)) | ({name: told} if told else {})
   code = ('import jax\nfrom podracer_jit.runtime import host, placement\n'
-          'host.prepare_host(placement.PlacementOptions())\n'
+          'host.prepare_host(placement.PlacementOptions(), deterministic=True)\n'
           'print(jax.config.jax_persistent_cache_min_compile_time_secs)')
   done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True,
                         check=True, timeout=300)
@@ -200,7 +200,7 @@ GIVE_BACK = """
 import re, jax
 from podracer_jit.runtime import host
 from podracer_jit.runtime.placement import PlacementOptions
-host.prepare_host(PlacementOptions())
+host.prepare_host(PlacementOptions(), deterministic=True)
 def resident_mb():
   return int(re.search(r'VmRSS:\\s+(\\d+)', open('/proc/self/status').read())[1]) / 1e3
 def freed():
