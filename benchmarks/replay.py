@@ -110,11 +110,12 @@ def of_capacity(experiment: Experiment, capacity: int) -> Experiment:
 def random_experience(experiment: Experiment) -> Experience:
   """Returns a random rollout of all environments, [groups, T, B, ...].
 
-  No episode ends in it, and every row may start a transition.
+  No episode ends in it, and an item begins wherever one may.
   """
   spec = experiment.spec
   groups = experiment.num_grad_shards
   steps = experiment.unroll_length
+  starts = steps // experiment.items.stride(steps)
   rng = np.random.default_rng(0)
   like = priorities.shapes(experiment.algorithm, experiment.env.num_envs // groups)
 
@@ -124,8 +125,8 @@ def random_experience(experiment: Experiment) -> Experience:
       return rng.integers(0, limit, shape, field.dtype)
     return rng.random(shape, np.float32).astype(field.dtype)
 
-  def constant(field, value):
-    return np.full((groups, steps, *field.shape[1:]), value)
+  def constant(field, value, rows=steps):
+    return np.full((groups, rows, *field.shape[1:]), value)
 
   # A rollout of T steps has T + 1 observations.
   return like._replace(
@@ -137,8 +138,9 @@ def random_experience(experiment: Experiment) -> Experience:
       terminated=constant(like.terminated, False),
       truncated=constant(like.truncated, False),
       valid=constant(like.valid, True),
-      priority=random(like.priority, steps, 1),
-      starts=constant(like.starts, True))
+      priority=random(like.priority, starts, 1),
+      starts=constant(like.starts, True, starts),
+      carry=jax.tree.map(lambda field: random(field, 1, 1), like.carry))
 
 
 def compiled(run: build.Run, state: TrainState, experience: Experience) -> Programs:
