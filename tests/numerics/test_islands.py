@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from numpy.testing import assert_array_equal
+from jax.extend.core import jaxpr_as_fun
+from numpy.testing import assert_allclose, assert_array_equal
 
 from benchmarks.compiled import islands
 from podracer_jit.numerics.groups import Groups
-from podracer_jit.numerics.islands import island
+from podracer_jit.numerics.islands import _unrolled, island
 
 pytestmark = pytest.mark.as_shipped  # the tests need XLA's usual optimisations
 
@@ -148,3 +149,32 @@ def test_the_body_of_an_island_can_be_found_in_a_program():
   two_islands = islands(text(lambda x, y, z: product(sum_of_products(x, y, z), z)))
   assert set(two_islands) == {'product', 'sum_of_products'}
   assert two_islands['product'] != {body}
+
+
+@pytest.mark.parametrize('length, turns', [(1, 1), (20, 20), (150, 64)])
+def test_off_cpus_a_loop_of_few_operations_is_unrolled(length, turns):
+  def returns(reward, discount):
+    def step(after, inputs):
+      reward, discount = inputs
+      value = reward + discount * after
+      return value, value
+    return lax.scan(step, jnp.zeros(3), (reward, discount), reverse=True)[1]
+
+  reward, discount = np.random.default_rng(0).uniform(size=(2, length, 3)).astype(np.float32)
+  unrolled = _unrolled(jax.make_jaxpr(returns)(reward, discount))
+  (loop,) = [eqn for eqn in unrolled.eqns if eqn.primitive.name == 'scan']
+  assert loop.params['unroll'] == turns
+  expected = np.zeros((length + 1, 3))
+  for t in reversed(range(length)):
+    expected[t] = reward[t] + discount[t] * expected[t + 1]
+  (result,) = jaxpr_as_fun(unrolled)(reward, discount)
+  assert_allclose(result, expected[:-1], rtol=1e-5)
+
+
+def test_off_cpus_a_loop_with_products_stays():
+  def states(x, w):
+    return lax.scan(lambda state, x: (jnp.tanh(state @ w + x),) * 2, x[0], x)[1]
+
+  closed = jax.make_jaxpr(states)(jnp.zeros((9, 2, 4)), jnp.eye(4))
+  assert [eqn.params['unroll'] for eqn in _unrolled(closed).eqns
+          if eqn.primitive.name == 'scan'] == [1]
