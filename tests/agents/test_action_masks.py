@@ -287,7 +287,7 @@ def test_dueling_values_are_advantages_over_the_mean_of_legal_ones():
   """Compares with equation 9 by NumPy, over the legal actions of each row."""
   network = q_networks.dueling(MLP, policies.epsilon_greedy(4))
   params = network.init(jax.random.key(1), OBS[..., 4:])
-  q, value = action_masks.masked(network, SPEC).apply(params, OBS)
+  q, value, _ = action_masks.masked(network, SPEC).apply(params, OBS)
   named = params['params']
   x = OBS[0, :, 4:].astype(np.float64)
   streams = {name: layers(named[name], np.maximum(layers(named[f'{name}_hidden'], x), 0))
