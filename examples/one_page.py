@@ -25,7 +25,7 @@ from podracer_jit.runtime import host, placement
 LAG = 0  # updates between the parameters that act and the parameters that learn
 SEED, NUM_ENVS, T, EPOCHS, MINIBATCHES, GROUPS, TOTAL_STEPS = 1, 16, 64, 4, 4, 1, 5_000
 
-host.prepare_host(placement.PlacementOptions())
+host.prepare_host(placement.PlacementOptions(), deterministic=True)
 keys = keys_of(SEED)
 spec = envpool_envs.make_spec('CartPole-v1', {})
 ppo = PPO(discount=0.98, clip=0.2, value_coef=0.02, entropy_coef=0.0).bind(Parts(

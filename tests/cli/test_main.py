@@ -156,11 +156,11 @@ def test_bad_input_gives_one_line_and_exit_code_2(args, message, tmp_path, capsy
 
 def only_checks(real):
   """Returns prepare_host without its effects, since this process has started its backend."""
-  def prepare(options, devices=1):
+  def prepare(options, deterministic, devices=1):
     update = train.jax.config.update
     train.jax.config.update = lambda *a: None
     try:
-      real(options, devices)
+      real(options, deterministic, devices)
     finally:
       train.jax.config.update = update
   return prepare
