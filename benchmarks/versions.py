@@ -132,7 +132,7 @@ class Trial:
       pinned.write_text(wanted)
       self._run('venv', base, '-m', 'venv', '--clear', self._folder / 'venv')
       # --no-deps: a library may forbid a version of JAX with which it works all the same.
-      pip = (self._python, '-m', 'pip', 'install', '--quiet', '--no-deps')
+      pip = (self._python, '-m', 'pip', 'install', '--quiet', '--no-compile', '--no-deps')
       self._run('pip', *pip, '--only-binary=:all:', '-r', pinned)
       self._run('pip', *pip, '--no-build-isolation', '-e', ROOT)
       pinned.rename(complete)
