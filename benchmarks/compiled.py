@@ -122,6 +122,39 @@ def _closing(text: str) -> int:
   raise ValueError(text)
 
 
+# Opcodes that start no kernel of a GPU.
+FREE = MOVES - {'copy', 'transpose'} | {'after-all', 'partition-id', 'replica-id', 'copy-done',
+                                        'async-done', 'async-update', 'all-gather-done'}
+
+
+def launches(text: str) -> float:
+  """Returns the kernels that a call of a program for GPUs launches.
+
+  A loop counts with its number of turns, where XLA knows it, else as one turn; of a conditional,
+  the longer branch counts.
+  """
+  computations = _parse(text)
+  entry = re.search(r'^ENTRY %([\w.-]+)', text, re.MULTILINE)[1]
+
+  @functools.cache
+  def of(name: str) -> float:
+    return sum(map(of_line, computations[name]))
+
+  def of_line(line: Instruction) -> float:
+    if line.opcode in FREE:
+      return 0
+    called = [name for kind, names in CALLED.findall(line.attributes)
+              for name in re.findall(r'%([\w.-]+)', names) if name in computations]
+    if line.opcode == 'while':
+      turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.attributes)
+      return (int(turns[1]) if turns else 1) * sum(map(of, called))
+    if line.opcode == 'conditional':
+      return max(map(of, called))
+    return sum(map(of, called)) if line.opcode == 'call' else 1
+
+  return of(entry)
+
+
 def _arithmetic(computations: dict[str, list[Instruction]], name: str) -> str:
   """Returns the instructions of a computation and its callees, without names and sorted."""
   return '\n'.join(sorted(_formula(computations, line) for line in computations[name]

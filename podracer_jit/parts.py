@@ -547,8 +547,13 @@ def user_path(path: str | Path) -> Path:
   """Returns a path that a user gave, in which ~ at its beginning means the home folder.
 
   Raises:
-    ValueError: the user, or the user's home folder, is not known.
+    ValueError: the user, or the user's home folder, is not known; or it is the address of a store,
+      such as gs://bucket/x.
   """
+  # A `Path` has a single slash. Without this line, a local folder `gs:` would be made.
+  if re.match(r'[A-Za-z][A-Za-z0-9+.-]+:/', str(path)):
+    raise ValueError(f'{path}: is an address, not a path; mount the bucket or server as a file '
+                     'system, and give its folder there (docs/pods.md says which do)')
   try:
     return Path(path).expanduser()
   except RuntimeError:

@@ -20,7 +20,7 @@ from jax.extend import random
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from podracer_jit import options, parts, schedules
-from podracer_jit.agents import networks, policies, running_moments
+from podracer_jit.agents import action_masks, networks, policies, running_moments
 from podracer_jit.experiment import build, config_dict, schema, trial
 from podracer_jit.experiment.resolve import changed, placement_of, resolve
 from podracer_jit.learner import updates
@@ -49,6 +49,7 @@ def check(algorithm: type[Algorithm] | Algorithm,
   - Shapes: each method returns what its interface says.
   - Pure functions: methods call nothing of Python, hold no state, and read their arguments only;
     `acting` computes nothing.
+  - Action masks: if the task has one, no action of a rollout is illegal.
   - Sums: the gradient of a minibatch is the sum of the gradients of its parts.
   - Bits: an update on two devices equals the update on one.
 
@@ -88,6 +89,8 @@ def _checks(algorithm: type[Algorithm] | Algorithm, config: Any) -> Iterator[str
   yield 'pure functions: they read their arguments only, call nothing of Python and keep no state'
 
   case = _Case(run, calls, *_collect(run))
+  if run.experiment.spec.action_mask is not None:
+    yield _check_legal(case)
   if run.experiment.num_grad_shards == 1:
     yield ('not checked, sums and bits: an odd number of environments has no halves; env.num_envs '
            f'is {run.experiment.env.num_envs}')
@@ -328,6 +331,30 @@ def _collect(run: build.Run) -> tuple[TrainState, list[Any]]:
       acting, experience = program(given, acting)
       experiences.append(jax.device_get(concatenate(experience)))
   return state, experiences
+
+
+def _check_legal(case: _Case) -> str:
+  """Checks that the actions of valid rows are legal; returns a line.
+
+  Raises:
+    ValueError: one is not.
+  """
+  experiment = case.run.experiment
+  rows = 0
+  for experience in case.experiences:
+    legal = action_masks.split(experience.obs[:-1], experiment.spec)[1]
+    ends = np.cumsum(action_masks.choices_of(experiment.spec))
+    first = np.concatenate([[0], ends[:-1]])  # of the choices of each element of an action
+    action = experience.action.reshape(*experience.valid.shape, -1)
+    is_legal = np.take_along_axis(np.asarray(legal), first + action, axis=-1).all(axis=-1)
+    wrong = np.argwhere(experience.valid & ~is_legal)
+    if len(wrong):
+      taken = experience.action[tuple(wrong[0])]
+      raise ValueError(f'act of {experiment.loss_name}: takes the action {taken}, which '
+                       f'{experiment.spec.action_mask.name} says is illegal; draw it from what '
+                       'self.network returns first')
+    rows += int(experience.valid.sum())
+  return f'action masks: the actions of {rows} steps are legal'
 
 
 class _Minibatch(NamedTuple):

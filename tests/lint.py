@@ -156,6 +156,20 @@ def texts() -> list[Path]:
           *sorted((PACKAGE / 'configs').glob('[!_]*.py'))]
 
 
+def sources() -> list[Path]:
+  """Returns the files that were written by hand: code, tests, scripts and texts."""
+  folders = (PACKAGE, ROOT / 'tests', ROOT / 'benchmarks', ROOT / 'examples')
+  return [*texts(), *(ROOT / 'scripts').iterdir(), ROOT / 'setup.cfg',
+          *(path for folder in folders for path in folder.rglob('*.py'))]
+
+
+def merges(path: Path) -> Iterator[str]:
+  """No file has the marks of a merge that somebody must finish."""
+  for number, line in enumerate(path.read_text().splitlines(), 1):
+    if re.match('(<<<<<<<|>>>>>>>) ', line):
+      yield f'{path}:{number}: a merge is not finished'
+
+
 def links(path: Path) -> Iterator[str]:
   """Links lead to files and headings."""
   for target in re.findall(r'\]\(([^)]+)\)', path.read_text()) if path.suffix == '.md' else ():
@@ -219,9 +233,10 @@ def _fields() -> set[str]:
 
 def installations() -> Iterator[str]:
   """No text installs the package by its name, which nobody owns on PyPI; `pip install .` does."""
-  files = [*texts(), *PACKAGE.rglob('*.py'), *(ROOT / 'benchmarks').rglob('*.py'),
-           *(ROOT / 'examples').rglob('*.py'), *(ROOT / 'scripts').iterdir()]
-  for path in files:
+  tests = ROOT / 'tests'
+  for path in sources():
+    if tests in path.parents:
+      continue
     for line in path.read_text().splitlines():
       if re.search(r'pip install[^;#|]*\bpodracer[-_]jit\b(?![/.])', line):
         yield f'{path}: {line.strip()}'
@@ -265,6 +280,7 @@ def main() -> int:
       *imports(trees), *names_of_algorithms(trees), *words_of_rl(trees), *fields_of_configs(trees),
       *parameters(trees),
       *tests_by_room(), *installations(), *islands(), *generated(), *tests_of_promises(),
+      *(line for path in sources() for line in merges(path)),
       *(line for path in texts() for check in (links, names) for line in check(path))]
   for complaint in complaints:
     print(complaint.replace(f'{ROOT}/', ''))

@@ -36,7 +36,7 @@ def small(loss='impala', task='CartPole-v1', network='mlp', **fields):
   """Returns a config of a few small updates."""
   config = experiment.config(loss, network, 'adam', unroll_length=8, num_minibatches=2,
                              scheme='sync', **fields).to_dict()
-  config['env'] = {'task': task, 'num_envs': 8, 'renew_every_updates': 6}
+  config['env'] |= {'task': task, 'num_envs': 8, 'renew_every_updates': 6}
   config['checkpoint'] |= {'every_updates': 6, 'every_seconds': 0.0}
   if task == 'Pong-v5':
     config['env'] |= {'img_height': 21, 'img_width': 21, 'max_episode_steps': 12}

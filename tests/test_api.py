@@ -78,6 +78,7 @@ refused(pj.train, good, 'no', extend=True)
 refused(pj.train, 'ppo_cartpole:smoke', 'no', init_partly=True)
 refused(pj.train, 'ppo_cartpole:smoke', 'no', callbacks=[5])
 refused(pj.train, 5, 'no')
+refused(pj.train, 'ppo_cartpole:smoke', 'gs://bucket/no')
 refused(pj.load, 'no')
 refused(pj.load, 'cartpole', update=3)
 refused(pj.load, 'agent', update=3)
@@ -171,6 +172,7 @@ def test_errors_are_one_line(api_run):
       '--init_partly: is for --init_from',
       'callbacks: each must be a function, a Sink or a class of sinks, got 5',
       'config: must be a ConfigDict, a mapping or a name, got 5',
+      'gs://bucket/no: is an address, not a path; mount the bucket or server',
       '--workdir: no does not exist', 'cartpole has no checkpoint of update 3; it has those of',
       'update: is for workdirs; agent is a saved agent', 'num_episodes: must be at least 1',
       'section: must be one of loss, network, optimizer, got',

@@ -68,6 +68,7 @@ def test_without_a_verb_the_command_trains(args, monkeypatch):
 
 @pytest.mark.parametrize('args, message', [
     (['evaluate'], '--workdir is needed: podracer_jit evaluate --workdir=runs/pong'),
+    (['evaluate', '--workdir=gs://bucket/x'], 'gs://bucket/x: is an address, not a path'),
     (['export', '--workdir=x'], '--workdir and --out are needed'),
     (['compare', 'runs/a'], 'two workdirs are needed'),
     (['rerun', '--workdir=x'], '--workdir and --update are needed'),
@@ -149,7 +150,7 @@ def test_envs_counts_the_tasks_of_each_family(capsys):
     ('gymnax', 'gymnax:Breakout-MinAtar', 'gymnax 10 x 10 x 4 float32 3 actions'),
     ('CartPole', 'gymnasium:CartPole-v1', 'gymnasium 4 float32 2 actions'),
     ('toy_text', 'FrozenLake-v1', 'toy_text 16 uint8 4 actions'),
-    ('jumanji', 'BinPack-v2', 'jumanji 1180 float32 40 x 20 choices')])
+    ('jumanji', 'BinPack-v2', "jumanji 1180 float32 40 x 20 choices, if env.action_mask is ''")])
 def test_envs_describes_tasks_or_gives_the_reason(word, task, line, capsys):
   assert main.main(['podracer_jit', 'envs', word]) == 0
   lines = [' '.join(x.split()) for x in capsys.readouterr().out.splitlines()]
@@ -240,6 +241,8 @@ def test_launch_does_not_import_from_the_current_directory(tmp_path):
 FAKE_PYTHON = '''#!/usr/bin/env bash
 # Stands for a Python whose pip takes two seconds.
 case "$*" in
+  *'print("%d.%d" %'*) echo 3.12 ;;
+  *'print("%d.%d.%d" %'*) echo 3.12.1 ;;
   *sys.version_info*) exit 0 ;;
   *'import venv'*) exit 0 ;;
   '-m venv'*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
@@ -260,7 +263,7 @@ def set_up(tmp_path):
   It returns the completed process, and the last word of each call of pip.
   """
   (tmp_path / 'scripts').mkdir()
-  for name in ('scripts/_venv', 'requirements.lock', 'setup.cfg'):
+  for name in ('scripts/_venv', 'requirements-3.12.lock', 'setup.cfg'):
     shutil.copy(ROOT / name, tmp_path / name)
   calls = tmp_path / 'calls'
   python = tmp_path / 'python'
@@ -276,8 +279,9 @@ def set_up(tmp_path):
       command = ['script', '-qec', shlex.join(command), '/dev/null']
     environment = os.environ | {'PYTHON': str(python), 'JAX_PLATFORMS': 'cpu'} | variables
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    return done, [line.split()[-1].removeprefix(str(tmp_path))
-                  for line in calls.read_text().splitlines()]
+    installations = calls.read_text().splitlines()
+    assert all(f'-c {tmp_path}/requirements-3.12.lock ' in line for line in installations)
+    return done, [line.split()[-1].removeprefix(str(tmp_path)) for line in installations]
 
   return run
 

@@ -34,6 +34,8 @@ def test_a_planted_fault_is_found(monkeypatch, check, module, source, complaint)
 @pytest.mark.parametrize('check, text, complaint', [
     (lint.links, '[a](missing.md)', 'no file missing.md'),
     (lint.links, '# One\n[a](#two)', 'no heading #two'),
+    (lint.merges, 'one\n<<<<<<< HEAD\n', 'page.md:2: a merge is not finished'),
+    (lint.merges, '>>>>>>> other', 'page.md:1: a merge is not finished'),
     (lint.names, 'see podracer_jit/losses/missing.py', 'no file podracer_jit/losses/missing.py'),
     (lint.names, '`podracer_jit missing`', 'no verb missing'),
     (lint.names, 'python -m benchmarks.missing', 'no module benchmarks.missing'),

@@ -1,9 +1,10 @@
-"""The wheel without the repository, and requirements.lock."""
+"""The wheel without the repository, the lock files, and the versions that were tried."""
 
 import configparser
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import zipfile
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from podracer_jit.runtime import tried
 from tests import made
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -110,22 +113,62 @@ def _requirements(lines):
   return [Requirement(line) for line in lines if line]
 
 
-def test_lock_satisfies_setup_cfg():
+def _required(*extras):
   setup = configparser.ConfigParser(interpolation=None)
   setup.read(ROOT / "setup.cfg")
-  requirements = _requirements(setup["options"]["install_requires"])
-  requirements += _requirements(setup["options.extras_require"]["test"])
-  requirements += _requirements(setup["options.extras_require"]["cuda"])
+  texts = [setup["options"]["install_requires"]]
+  texts += [setup["options.extras_require"][extra] for extra in extras]
+  return [requirement for text in texts for requirement in _requirements(text)]
+
+
+@pytest.mark.parametrize("python", tried.JAX)
+def test_the_lock_of_each_python_satisfies_setup_cfg(python):
+  requirements = _required("test", "cuda", "tpu")
   assert requirements
 
-  locked = _requirements((ROOT / "requirements.lock").read_text())
+  environment = {"python_version": python, "python_full_version": f"{python}.0"}
+  locked = _requirements((ROOT / f"requirements-{python}.lock").read_text())
   pins = {}
   for line in locked:
     (pin,) = line.specifier
     assert pin.operator == "==" and "*" not in pin.version, f"{line} is not a pin"
-    if line.marker is None or line.marker.evaluate():
+    if line.marker is None or line.marker.evaluate(environment):
       assert pins.setdefault(canonicalize_name(line.name), pin.version) == pin.version, line
   for requirement in requirements:
     version = pins.get(canonicalize_name(requirement.name))
     assert version is not None, f"{requirement} is not in the lock"
     assert requirement.specifier.contains(version, prereleases=True), (requirement, version)
+  assert pins["jax"] == tried.JAX[python][0]
+  assert tried.untried(pins) == ""
+
+
+def test_locks_are_of_the_pythons_that_the_package_allows():
+  assert sorted(path.name for path in ROOT.glob("requirements*")) == [
+    f"requirements-{python}.lock" for python in sorted(tried.JAX)
+  ]
+  setup = (ROOT / "setup.cfg").read_text()
+  (allowed,) = re.findall(r"^python_requires = (.*)$", setup, re.MULTILINE)
+  pythons = [f"3.{minor}" for minor in range(30) if SpecifierSet(allowed).contains(f"3.{minor}.5")]
+  assert pythons == sorted(tried.JAX)
+
+
+@pytest.mark.parametrize("name", tried.TRIED)
+def test_bounds_begin_after_the_newest_version_that_was_tried(name):
+  """The next minor version may have changed the private parts that the package uses."""
+  for requirement in _required("ray", "test", "cuda", "tpu"):
+    if requirement.name == name:
+      for version in tried.TRIED[name]:
+        assert requirement.specifier.contains(version), (requirement, version)
+      major, minor, *_ = tried.order(tried.TRIED[name][1])
+      assert not requirement.specifier.contains(f"{major}.{minor + 1}.0"), requirement
+
+
+def test_untried_versions_are_named():
+  newest = {name: high for name, (_, high) in tried.TRIED.items()}
+  assert tried.untried(newest | {"numpy": "99"}) == ""
+  low, high = tried.TRIED["jax"]
+  assert tried.untried(newest | {"jax": "0.99.1rc2", "ray": "1.2"}) == (
+    f"untried versions: jax 0.99.1rc2 (tried: {low} to {high}), ray 1.2 (tried: 2.60.0)"
+  )
+  assert tried.untried({"jax": "0.9.2"}).startswith("untried versions: jax 0.9.2 (")
+  assert tried.order("0.12.0.1") > tried.order("0.12.0") > tried.order("0.9.10")

@@ -123,8 +123,8 @@ def make_rollout(algorithm: Algorithm, vector_env: VectorEnv) -> Callable:
         (jnp.int32(0), token, state))
     state, sequences, env_id = _take(state, vector_env.num_envs)
     obs = frames.from_stacks(sequences.obs, algorithm.parts.spec.stack)
-    sequences = sequences._replace(obs=obs)
-    return ActorState(token, (state,)), (with_faults(sequences, env_id, vector_env),)
+    sequences = with_faults(sequences._replace(obs=obs), env_id, vector_env, algorithm.parts.spec)
+    return ActorState(token, (state,)), (sequences,)
 
   return rollout
 

@@ -1,5 +1,8 @@
 """Values of environments that nothing can be learned from: NaN, infinity, none of their space.
 
+An observation whose mask (`agents.action_masks`) allows no action is among them, unless it is the
+last one of an episode.
+
 A rollout notes the first one of each environment, in `types.Episodes.fault`. The note goes with
 the episodes to the thread that writes metrics. So a run ends in the update in which the value came,
 with every scheme and every kind of environment.
@@ -18,7 +21,7 @@ from podracer_jit.envs.frames import Observations
 from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.types import Episodes
 
-_NONE, _OBSERVATION, _REWARD = range(3)
+_NONE, _OBSERVATION, _REWARD, _MASK = range(4)
 _VALUES = ('outside of its space', 'nan', 'inf', '-inf')
 
 
@@ -40,7 +43,7 @@ def without_end(obs: jax.Array, terminated: jax.Array) -> jax.Array:
 
 
 def find(obs: Observations, reward: jax.Array, episode_return: jax.Array, env_id: jax.Array,
-         one_hots: Sequence[slice] = ()) -> jax.Array:
+         one_hots: Sequence[slice] = (), stuck: jax.Array | None = None) -> jax.Array:
   """Returns the first fault in each environment's rows of a rollout.
 
   Args:
@@ -49,6 +52,8 @@ def find(obs: Observations, reward: jax.Array, episode_return: jax.Array, env_id
     episode_return: [T, B] f32; a sum that overflows is a fault of the reward.
     env_id: [B] i32, the environments.
     one_hots: places of one-hots in flat observations; a number outside of its space has made zeros.
+    stuck: [T + 1, B, elements of an action] bool, the mask allows no choice of an element; None: no
+      mask.
 
   Returns:
     [1, B, 5] i32: what has the fault, the kind of its value, row, element, environment. The row is
@@ -63,8 +68,9 @@ def find(obs: Observations, reward: jax.Array, episode_return: jax.Array, env_id
   wrong_reward = ~jnp.isfinite(returned)
   wrong_obs = _wrong(obs, one_hots)
   wrong = wrong_reward
-  if wrong_obs is not None:
-    wrong |= jnp.any(wrong_obs, axis=-1)
+  for elements in (wrong_obs, stuck):
+    if elements is not None:
+      wrong |= jnp.any(elements, axis=-1)
   entry = jnp.argmax(wrong, axis=0)
 
   what = jnp.full(num_envs, _REWARD, jnp.int32)
@@ -76,6 +82,11 @@ def find(obs: Observations, reward: jax.Array, episode_return: jax.Array, env_id
     element = jnp.argmax(elements, axis=-1)
     what = jnp.where(in_obs, _OBSERVATION, what)
     value = jnp.where(in_obs, _flat(obs)[entry, envs, element].astype(jnp.float32), value)
+  if stuck is not None:
+    elements = stuck[entry, envs]
+    in_mask = jnp.any(elements, axis=-1) & (what != _OBSERVATION)
+    element = jnp.where(in_mask, jnp.argmax(elements, axis=-1), element)
+    what = jnp.where(in_mask, _MASK, what)
   what = jnp.where(jnp.any(wrong, axis=0), what, _NONE)
   kind = jnp.select([jnp.isnan(value), jnp.isposinf(value), jnp.isneginf(value)], [1, 2, 3], 0)
   return jnp.stack([what, kind, entry - 1, element, env_id], axis=-1).astype(jnp.int32)[None]
@@ -119,6 +130,10 @@ def describe(episodes: Episodes, spec: EnvSpec) -> tuple[int, str] | None:
   # Rows of a reset do not count as steps.
   step = int(episodes.length[row, column]) if row >= 0 else 0
   call = f'step {step} of an episode' if step else 'a reset'
+  if what == _MASK:
+    choice = f'choice of element {element} of an action' if spec.action_choices else 'action'
+    return env_id, (f'the mask {spec.action_mask.name} (env.action_mask) that {call} returned '
+                    f'allows no {choice}')
   where = f'the observation{_place(element, spec)}' if what == _OBSERVATION else 'the reward'
   return env_id, f'{where} that {call} returned is {_VALUES[kind]}'
 

@@ -14,9 +14,10 @@ import numpy as np
 from jax import lax
 
 from podracer_jit.actor import faults
+from podracer_jit.agents import action_masks
 from podracer_jit.envs import frames
 from podracer_jit.envs.frames import Observations
-from podracer_jit.envs.protocol import TimeStep, VectorEnv
+from podracer_jit.envs.protocol import EnvSpec, TimeStep, VectorEnv
 from podracer_jit.losses.algorithm import Algorithm, ForActors
 from podracer_jit.numerics import indexing
 from podracer_jit.numerics.islands import island
@@ -219,7 +220,7 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
         token, env, buffer = _finish_row(vector_env, token, env, buffer, unroll_length - 1)
       if discount is not None:
         env, buffer = _discount(discount, env, buffer)
-      buffer = with_faults(buffer, env.env_id, vector_env)
+      buffer = with_faults(buffer, env.env_id, vector_env, algorithm.parts.spec)
       out.append((env._replace(rollouts=env.rollouts + 1), buffer))
     envs, buffers = zip(*out, strict=True)
     return ActorState(token, envs), buffers
@@ -260,11 +261,25 @@ def _nothing_yet(token, env: EnvState):
                           episodes=Episodes(false, env.episode_return, env.episode_length))
 
 
-def with_faults(rollout: Rollout, env_id: jax.Array, vector_env: VectorEnv) -> Rollout:
-  """Returns a whole rollout with the faults of its environments [B] i32; see `faults.find`."""
+def with_faults(rollout: Rollout, env_id: jax.Array, vector_env: VectorEnv, spec: EnvSpec
+                ) -> Rollout:
+  """Returns a whole rollout with the faults of its environments; see `faults.find`.
+
+  Args:
+    rollout: [T, B].
+    env_id: [B] i32, the environments.
+    vector_env: has them.
+    spec: of the task.
+  """
   episodes = rollout.episodes
+  stuck = None
+  if spec.action_mask is not None:
+    # The last observation of an episode may have no legal action.
+    ended = rollout.terminated | rollout.truncated
+    acts = jnp.concatenate([rollout.valid[:1], ~ended])
+    stuck = action_masks.without_choice(rollout.obs, spec) & acts[..., None]
   fault = faults.find(rollout.obs, rollout.reward, episodes.episode_return, env_id,
-                      getattr(vector_env, 'one_hots', ()))
+                      getattr(vector_env, 'one_hots', ()), stuck)
   return rollout._replace(episodes=episodes._replace(fault=fault))
 
 

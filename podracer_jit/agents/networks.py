@@ -308,6 +308,42 @@ class MLP(nn.Module):
     return self.clone(hidden=tuple(self.hidden[:-1])), self.hidden[-1]
 
 
+class PreNormBlock(nn.Module):
+  """Residual block of SimBa: the sum of its input and an MLP on its input's LayerNorm."""
+
+  dtype: Any = None  # of the arithmetic
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns an array shaped like x [N, F]."""
+    features = x.shape[-1]
+    dense = functools.partial(nn.Dense, kernel_init=nn.initializers.he_normal(), dtype=self.dtype)
+    y = nn.relu(dense(4 * features)(nn.LayerNorm(dtype=self.dtype)(x)))
+    return x + dense(features)(y)
+
+
+class SimBa(nn.Module):
+  """Residual network of SimBa (2410.09754, section 4) on flattened observations.
+
+  The defaults are the sizes of the paper's actor. Its critic has hidden = 512 and blocks = 2; here
+  actor and critic have the same sizes. The paper's running statistics of observations are
+  `normalise.obs`, which algorithms with a replay do not have.
+  """
+
+  hidden: int = option(128, 'width of the residual stream', at_least=1, at_most=MAX_UNITS)
+  blocks: int = option(1, 'residual blocks', at_least=1, at_most=MAX_LAYERS)
+  dtype: Any = internal(None)  # see `in_bfloat16`
+
+  @nn.compact
+  def __call__(self, obs: jax.Array) -> jax.Array:
+    """Returns features [N, hidden] of observations [N, ...]."""
+    x = obs.reshape(obs.shape[0], -1).astype(jnp.float32)
+    x = nn.Dense(self.hidden, kernel_init=orthogonal(1.0), dtype=self.dtype)(x)
+    for _ in range(self.blocks):
+      x = PreNormBlock(self.dtype)(x)
+    return nn.LayerNorm(dtype=self.dtype)(x)
+
+
 class ImageAndVector(nn.Module):
   """Convolutions on the images among an observation's parts, and an MLP on all other parts.
 
@@ -413,7 +449,7 @@ def features_of(torso: nn.Module, obs: jax.Array) -> jax.Array:
 
 
 TORSOS = {'impala_resnet': ImpalaResNet, 'fixup_resnet': FixupResNet, 'nature_cnn': NatureCNN,
-          'mlp': MLP, 'image_and_vector': ImageAndVector}
+          'mlp': MLP, 'simba': SimBa, 'image_and_vector': ImageAndVector}
 CORES = {'gru': nn.GRUCell, 'lstm': nn.OptimizedLSTMCell}
 
 

@@ -1,7 +1,8 @@
 """Policies: distributions over actions, as actors and losses use them.
 
 `dist_params` [..., K] holds the parameters of the distribution. The network's policy head gives
-them.
+them. Logits and values of illegal actions have been replaced before a policy gets them
+(`action_masks`).
 """
 
 from __future__ import annotations

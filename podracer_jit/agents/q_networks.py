@@ -1,7 +1,7 @@
-"""Networks of value-based agents (flax): Q-networks, and a policy with a Q critic.
+"""Networks of value-based agents (flax): Q-networks, a policy with a Q critic, and a critic alone.
 
-They take observations [T, N, ...] and return what their policy reads, action values or an action,
-and the value of the greedy action; Q-networks also the carry of their recurrent core.
+All but the critic take observations [T, N, ...] and return what their policy reads, action values
+or an action, and the value of the greedy action; Q-networks also the carry of their recurrent core.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from podracer_jit.agents import networks
+from podracer_jit.agents import action_masks, networks
 from podracer_jit.agents.networks import TorsoOptions
 from podracer_jit.agents.policies import Policy
 from podracer_jit.options import internal, option
@@ -31,14 +31,15 @@ class ActionValues(nn.Module):
   core_size: int = 0  # H, units of the core
 
   @nn.compact
-  def __call__(self, obs: jax.Array, carry: Carry = None, valid: jax.Array | None = None
-               ) -> tuple[jax.Array, jax.Array, Carry]:
+  def __call__(self, obs: jax.Array, carry: Carry = None, valid: jax.Array | None = None,
+               legal: jax.Array | None = None) -> tuple[jax.Array, jax.Array, Carry]:
     """Returns (Q-values [T, N, A], the largest of each [T, N], carry) of obs [T, N, ...].
 
     Args:
       obs: T rows of N environments.
       carry: of the core before the first row, shaped like `initial_carry`.
       valid: [T, N] bool, for a core; the row after an invalid one has the initial carry.
+      legal: [T, N, A] bool, the actions of which the largest is taken; None: all.
     """
     rows = obs.shape[:2]
     obs, _ = networks.standardised(self, obs.reshape(-1, *obs.shape[2:]))
@@ -46,11 +47,17 @@ class ActionValues(nn.Module):
     if self.core:
       chex.assert_shape(valid, rows)
       x, carry = networks.remember(self.core, self.core_size, x.reshape(*rows, -1), carry, valid)
-    q = self.head(x).reshape(*rows, -1)
-    return q, jnp.max(q, axis=-1), carry
+    q = self.head(x, legal).reshape(*rows, -1)
+    return q, jnp.max(action_masks.restrict(q, legal), axis=-1), carry
 
-  def head(self, x: jax.Array) -> jax.Array:
-    """Returns Q-values [..., A] of features [..., F]; `__call__` makes its layers."""
+  def head(self, x: jax.Array, legal: jax.Array | None) -> jax.Array:
+    """Returns Q-values [..., A] of features [..., F]; `__call__` makes its layers.
+
+    Args:
+      x: the features.
+      legal: [T, N, A] bool, the legal actions; None: all.
+    """
+    del legal
     return nn.Dense(self.policy.dist_size, name='q')(x)
 
   def initial_carry(self, num_envs: int) -> Carry:
@@ -59,11 +66,14 @@ class ActionValues(nn.Module):
 
 
 class Dueling(ActionValues):
-  """Q-network with a value stream and an advantage stream as its head (1511.06581, equation 9)."""
+  """Q-network with a value stream and an advantage stream as its head (1511.06581, equation 9).
+
+  With an action mask, the mean of equation 9 is that of the legal actions (`action_masks`).
+  """
 
   hidden: int = 0  # units of each stream; 0: as many as there are features
 
-  def head(self, x: jax.Array) -> jax.Array:
+  def head(self, x: jax.Array, legal: jax.Array | None) -> jax.Array:
     """See `ActionValues`."""
     # The gradients of both streams add up below them, so they are scaled by 1 / sqrt(2)
     # (section 4.2).
@@ -72,7 +82,8 @@ class Dueling(ActionValues):
         nn.Dense(size, kernel_init=networks.orthogonal(1.0), name=name)(
             nn.relu(nn.Dense(self.hidden or x.shape[-1], name=f'{name}_hidden')(x)))
         for name, size in (('value', 1), ('advantage', self.policy.dist_size)))
-    return value + (advantage - jnp.mean(advantage, axis=-1, keepdims=True))
+    counted = None if legal is None else legal.reshape(advantage.shape)
+    return value + (advantage - jnp.mean(advantage, axis=-1, keepdims=True, where=counted))
 
 
 @jax.custom_vjp
@@ -137,6 +148,18 @@ class Deterministic(nn.Module):
     for layer in later_layers:
       x = jnp.tanh(layer(x))
     return self._value(x)[:, 0]
+
+
+class Critic(nn.Module):
+  """Values [N] of flat observations [N, D] and actions [N, A]."""
+
+  torso: nn.Module
+
+  @nn.compact
+  def __call__(self, obs: jax.Array, action: jax.Array) -> jax.Array:
+    """Returns the values."""
+    x = jnp.concatenate([obs.reshape(len(obs), -1), action], axis=-1)
+    return nn.Dense(1)(networks.features_of(self.torso, x))[:, 0]
 
 
 def dueling(torso: nn.Module, policy: Policy, options: TorsoOptions = networks.PLAIN) -> Dueling:

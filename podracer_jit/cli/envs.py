@@ -8,9 +8,9 @@
   podracer_jit envs gymnasium     environments that Python steps
   podracer_jit envs breakout      the tasks with this in their names
 
-The line of a task has its family, the shape and dtype of the network's observations, and the
-actions. If a task cannot be trained on this machine, the line has the reason. To train on a task,
-set --config.env.task=TASK.
+The line of a task has its family, the shape and dtype of the network's observations, the actions,
+and the part of the observations that masks them (env.action_mask). If a task cannot be trained on
+this machine, the line has the reason. To train on a task, set --config.env.task=TASK.
 
 Exit code: 0, or 2 if nothing matches.
 """
@@ -21,10 +21,12 @@ import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 
+from podracer_jit.agents import action_masks
 from podracer_jit.cli import verb
 from podracer_jit.envs import families
 from podracer_jit.errors import Refused
-from podracer_jit.options import printable
+from podracer_jit.experiment.schema import EnvOptions
+from podracer_jit.options import defaults, printable
 
 LONGEST_REASON = 80  # characters
 
@@ -66,9 +68,18 @@ def matching(by_family: Mapping[str, Sequence[str]], word: str) -> list[tuple[st
 def describe(task: str) -> str:
   """Returns a phrase about a task's observations and actions, or why it cannot be trained."""
   try:
-    spec = families.family_of(task).make_spec(task, {})
+    whole = families.family_of(task).make_spec(task, {})
   except Exception as error:  # noqa: BLE001 - a family raises whatever its library does
     return f'- {_reason(error, task)}'
+  mask = ''
+  try:
+    spec = action_masks.find(whole, defaults(EnvOptions)['action_mask'], is_optional=True)
+    if spec.action_mask:
+      mask = f', masked by {spec.action_mask.name}'
+  except ValueError:
+    spec = whole
+    mask = ", if env.action_mask is ''"
+  spec = action_masks.seen(spec)
   if spec.num_actions:
     actions = f'{spec.num_actions} actions'
   elif spec.action_choices:
@@ -81,7 +92,7 @@ def describe(task: str) -> str:
   images = [f'{part.name} {" x ".join(map(str, part.shape))}'
             for part in spec.parts if part.is_image]
   inside = f' (image{"s" if len(images) > 1 else ""}: {", ".join(images)})' if images else ''
-  return f'{shape} {spec.obs_dtype.name}{inside}  {actions}'
+  return f'{shape} {spec.obs_dtype.name}{inside}  {actions}{mask}'
 
 
 def _sizes(choices: Sequence[int]) -> str:

@@ -32,9 +32,9 @@ class JaxEnv(Protocol):
   resets; the vector environment does.
   """
 
-  # Spaces of Gymnasium or gymnax. Observations may be nested dicts and tuples; a Box may be any
-  # object with a shape and a dtype. The space of actions is a Discrete, a MultiDiscrete, or a Box
-  # with one axis.
+  # Spaces of Gymnasium or gymnax. Observations may be nested dicts and tuples, with a part that
+  # says which actions are legal (`env.action_mask`); a Box may be any object with a shape and a
+  # dtype. The space of actions is a Discrete, a MultiDiscrete, or a Box with one axis.
   observation_space: Any
   action_space: Any
   # Steps after which an episode is truncated; 0, None or absent: no limit.

@@ -55,6 +55,9 @@ class EnvSpec(NamedTuple):
   # An action is a vector of integers; element i is from 0 to action_choices[i] - 1. () for others.
   action_choices: tuple[int, ...] = ()
   step_us: float = 1.0  # microseconds that a step takes, roughly; placements follow from it
+  # Place of the mask of legal actions in flat observations, an element for each choice; None: all
+  # are legal. `agents.action_masks.find` sets it, not a family.
+  action_mask: ObsPart | None = None
 
 
 class TimeStep(NamedTuple):

@@ -8,7 +8,7 @@ since gymnax has classes of its own and EnvPool uses Gymnasium's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,10 +103,10 @@ def layout(task: str, space: Any) -> tuple[tuple[int, ...], np.dtype, tuple[ObsP
   """Returns shape, dtype and parts of one observation of `observe`."""
   leaves = leaves_of(task, space)
   if is_array(space):
-    return leaves[0].part.shape, _stored(leaves[0].part.dtype), ()
+    return leaves[0].part.shape, stored(leaves[0].part.dtype), ()
   parts = tuple(leaf.part for leaf in leaves)
   size = sum(part.size for part in parts)
-  return (size,), _dtype(leaves), parts if len(parts) > 1 else ()
+  return (size,), flat_dtype(parts), parts if len(parts) > 1 else ()
 
 
 def is_array(space: Any) -> bool:
@@ -140,14 +140,14 @@ def _items(space: Any) -> list[tuple[Any, Any]]:
   return list(enumerate(space.spaces))
 
 
-def _stored(dtype: Any) -> np.dtype:
+def stored(dtype: Any) -> np.dtype:
   """Returns the dtype in which an array of an observation is stored."""
   return np.dtype(np.uint8) if dtype == np.bool_ else narrowed(dtype)
 
 
-def _dtype(leaves: Sequence[Leaf]) -> np.dtype:
+def flat_dtype(parts: Iterable[ObsPart]) -> np.dtype:
   """Returns the dtype of a flat observation: uint8 if all its parts fit, else float32."""
-  small = all(_stored(leaf.part.dtype) == np.uint8 for leaf in leaves)
+  small = all(stored(part.dtype) == np.uint8 for part in parts)
   return np.dtype(np.uint8 if small else np.float32)
 
 
@@ -247,10 +247,10 @@ def observe(obs: Any, space: Any, leaves: Sequence[Leaf]) -> Any:
   arrays = [x.astype(narrowed(x.dtype)) for x in _arrays(obs, space)]
   if is_array(space):
     # A cast to the same dtype is left out: it would be an operation of every Atari program.
-    stored = _stored(arrays[0].dtype)
-    return arrays[0] if arrays[0].dtype == stored else arrays[0].astype(stored)
+    dtype = stored(arrays[0].dtype)
+    return arrays[0] if arrays[0].dtype == dtype else arrays[0].astype(dtype)
   size = len(arrays[0])
-  dtype = _dtype(leaves)
+  dtype = flat_dtype(leaf.part for leaf in leaves)
   columns = []
   for x, leaf in zip(arrays, leaves, strict=True):
     if leaf.one_hot_from is not None:

@@ -19,7 +19,7 @@ from podracer_jit.actor import kept_envs, priorities
 from podracer_jit.actor.acting import Acting, FirstReady, InStep
 from podracer_jit.actor.rollout_program import KeptPrograms, RolloutProgram
 from podracer_jit.actor.rollouts import ActorState
-from podracer_jit.agents import networks, running_moments
+from podracer_jit.agents import action_masks, networks, running_moments
 from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import VectorEnvOfShapes
 from podracer_jit.envs.seeds import env_seeds
@@ -207,7 +207,7 @@ def check_network(experiment: Experiment) -> None:
   """
   algorithm = experiment.algorithm
   name = experiment.network_name
-  spec = experiment.spec
+  spec = action_masks.seen(experiment.spec)
   sizes = ', '.join(f'{option} = {options.shown(getattr(experiment.network, option))}'
                     for option in options.meanings(type(experiment.network)))
   described = f'{name} with {sizes}' if sizes else name
@@ -294,14 +294,14 @@ def _without_heads(experiment: Experiment) -> Algorithm:
   try:
     if not algorithm.heads():
       return algorithm
-    network = algorithm.network
+    network = algorithm.make_network()
     if 'heads' not in {field.name for field in dataclasses.fields(network)}:
       raise TypeError(f'{type(network).__name__} takes no heads')
   except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own heads may raise anything
     raise _of_heads(experiment, error) from error
   headless = dataclasses.replace(algorithm)
   # A copy of a frozen dataclass; `network` is cached in its __dict__.
-  vars(headless)['network'] = network.clone(heads=None)
+  vars(headless)['network'] = action_masks.masked(network.clone(heads=None), experiment.spec)
   return headless
 
 
@@ -341,7 +341,8 @@ def _check_calls(experiment: Experiment, variables: Any) -> None:
                      'or make it deterministic=True') from error
   except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own network may raise anything
     raise ValueError(f'network.name: {name} fails on {rows[0]} rows of {rows[1]} environments with '
-                     f'observations of {spec.obs_shape}, though not on a single one: '
+                     f'observations of {action_masks.seen(spec).obs_shape}, though not on a '
+                     f'single one: '
                      f'{type(error).__name__}: {options.shorten(str(error))}') from error
   size = experiment.policy.dist_size
   wanted = (*rows, size), rows

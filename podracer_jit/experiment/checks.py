@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from podracer_jit.agents import networks, policies
+from podracer_jit.agents import action_masks, networks, policies
 from podracer_jit.envs import spaces
 from podracer_jit.experiment.schema import CHOICES, EnvOptions, Experiment
 from podracer_jit.learner.updates import num_microbatches
@@ -113,7 +113,7 @@ def _too_large(experiment: Experiment) -> Iterator[str]:
 def _network(experiment: Experiment) -> Iterator[str]:
   """Yields problems of the network with the algorithm and the task's observations."""
   name = experiment.network_name
-  spec = experiment.spec
+  spec = action_masks.seen(experiment.spec)
   algorithm = experiment.loss
   torso = experiment.torso_options
   role = networks.role_of(type(experiment.network))
@@ -134,7 +134,7 @@ def _network(experiment: Experiment) -> Iterator[str]:
                  and not getattr(part, 'needs_images', False)
                  and not getattr(part, 'needs_parts', False)]
     yield (f'network.name: {name} wants images, {spec.task} gives {spec.obs_shape}; '
-           f'{", ".join(any_shape)} takes any shape')
+           f'{" or ".join(any_shape)} takes any shape')
   if (needs_parts or needs_images) and experiment.normalise.obs:
     yield f'normalise.obs: {name} scales images itself; must be False'
 
@@ -263,6 +263,7 @@ def _small_minibatches(experiment: Experiment) -> Iterator[str]:
 
 def notes(experiment: Experiment) -> Iterator[str]:
   """Yields a line for each choice that was made by a rule and may not be what the user wants."""
+  yield from _masks(experiment)
   yield from _images(experiment)
   yield from _renewal(experiment)
   yield from _short_segments(experiment)
@@ -270,9 +271,18 @@ def notes(experiment: Experiment) -> Iterator[str]:
   yield from _small_microbatches(experiment)
 
 
+def _masks(experiment: Experiment) -> Iterator[str]:
+  """Yields a line if a part of observations is the mask of actions because of its name."""
+  mask = experiment.spec.action_mask
+  if mask is not None and mask.name == defaults(EnvOptions)['action_mask']:
+    yield (f'env.action_mask: {mask.name} of the observations of {experiment.spec.task} says which '
+           f'of the {mask.size} choices are legal; no other is taken, and the network does not see '
+           "it; '' makes it an observation like any other")
+
+
 def _images(experiment: Experiment) -> Iterator[str]:
   """Yields a line for each image whose axes could be read in two ways."""
-  spec = experiment.spec
+  spec = action_masks.seen(experiment.spec)
   shapes = [part.shape for part in spec.parts if part.channels_last]
   if spec.channels_last:
     shapes.append(spec.obs_shape)

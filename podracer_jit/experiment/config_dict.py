@@ -21,12 +21,8 @@ def config(loss: str, network: str, optimizer: str, **fields: Any) -> Fields:
 
   Args:
     loss: a name in `losses.ALGORITHMS`, or 'module:Class' of your own.
-<<<<<<< HEAD
-    network: a name in `schema.CHOICES['network']`, or 'module:Class' of your own.
-=======
     network: a name in `agents.networks.TORSOS` or `agents.q_networks.POLICY_AND_CRITIC`, or
       'module:Class' of your own.
->>>>>>> td
     optimizer: a name in `agents.optimizers.OPTIMIZERS`, or 'module:Class' of your own.
     **fields: other fields of the config, such as scheme='sync'.
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from podracer_jit import options, parts
+from podracer_jit.agents import action_masks
 from podracer_jit.agents.networks import TorsoOptions, fit_to_task, in_bfloat16
 from podracer_jit.agents.policies import (
   ACTION,
@@ -37,7 +38,7 @@ from podracer_jit.schemes.scheme import Scheme
 from podracer_jit.schemes.table import SCHEMES
 
 # Options that sections may lack which a user's config has set as a whole: `config.env = dict(...)`.
-_NEW_SINCE_0_8 = {'env': (EnvOptions, ('renew_every_updates',)),
+_NEW_SINCE_0_8 = {'env': (EnvOptions, ('renew_every_updates', 'action_mask')),
                   'checkpoint': (CheckpointOptions, ('every_seconds',)),
                   'placement': (PlacementOptions, ('auto', 'adapt')),
                   'numerics': (NumericsOptions, ('precision', 'deterministic'))}
@@ -72,8 +73,10 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
       host.prepare_host_for_any(parts_of['placement'][0], parts_of['numerics'][0].deterministic,
                                 devices)
     spec = family_of(env.task).make_spec(env.task, task_options)
+  is_default = env.action_mask == options.defaults(EnvOptions)['action_mask']
+  spec = action_masks.find(spec, env.action_mask, is_optional=is_default)
   policy_name, policy = _make_policy(fields, algorithm, spec)
-  network = fit_to_task(network, spec)
+  network = fit_to_task(network, action_masks.seen(spec))
   if parts_of['numerics'][0].precision == BFLOAT16:
     network = in_bfloat16(network)
   experiment = Experiment(
@@ -218,7 +221,13 @@ def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec
   if missing and family.reads in (DISTRIBUTION, ACTION_VALUES, ACTION):
     raise ValueError(f'policy: {name} has no {", ".join(missing)}, which a policy that reads '
                      f'{family.reads} needs')
-  return name, policy
+  mask = spec.action_mask
+  if mask is None:
+    return name, policy
+  if policy.dist_size != mask.size:
+    raise ValueError(f'policy: {name} reads {policy.dist_size} numbers, and not one for each of '
+                     f'the {mask.size} choices that env.action_mask = {mask.name} masks')
+  return name, action_masks.among_legal(policy, spec)
 
 
 def _find_family(name: str, kind: tuple[bool, bool, str], spec: EnvSpec) -> Family:

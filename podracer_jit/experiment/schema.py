@@ -71,6 +71,9 @@ class EnvOptions:
   renew_every_updates: int = option(
       1000, 'updates of a segment: then simulators begin anew, with new seeds, and actors and '
       'learner take turns once; 0: never', at_least=0, at_most=INT32_MAX)
+  action_mask: str = option(
+      'action_mask', 'the part of observations that says which actions are legal, int8 or bool; no '
+      "other action is taken, and the network does not see it; '': none")
 
 
 @dataclasses.dataclass(frozen=True)

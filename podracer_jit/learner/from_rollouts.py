@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from podracer_jit.agents import running_moments
+from podracer_jit.agents import action_masks, running_moments
 from podracer_jit.envs import frames
 from podracer_jit.learner import updates
 from podracer_jit.learner.updates import Draw
@@ -143,7 +143,9 @@ class FromRollouts:
 
     scaled, return_moments = running_moments.scale_rewards(state.params, batch, groups)
     targets = self._targets(state, scaled)
-    moments = running_moments.observe(state.params, batch, targets, groups) | return_moments
+    seen = action_masks.split(batch.obs, self.algorithm.parts.spec)[0]
+    moments = running_moments.observe(
+        state.params, batch._replace(obs=seen), targets, groups) | return_moments
     return Prepared(
         rollout=scaled, targets=targets, items=self._minibatches(key, len(batch.reward)), key=key,
         batch_stats=dict(batch=batch_fingerprint, valid=valid, moments=moments,

@@ -21,6 +21,7 @@ from podracer_jit.losses.pqn import PQN as PQN
 from podracer_jit.losses.pqn import lambda_returns as lambda_returns
 from podracer_jit.losses.r2d2 import R2D2 as R2D2
 from podracer_jit.losses.sac import SAC as SAC
+from podracer_jit.losses.td3 import TD3 as TD3
 
 ALGORITHMS = {'impala': IMPALA, 'ppo': PPO, 'pqn': PQN, 'dqn': DQN, 'dpg': DPG, 'sac': SAC,
-              'r2d2': R2D2}
+              'td3': TD3, 'r2d2': R2D2}

@@ -25,7 +25,7 @@ import optax
 from jax import lax
 
 from podracer_jit import schedules
-from podracer_jit.agents import networks, policies, running_moments
+from podracer_jit.agents import action_masks, networks, policies, running_moments
 from podracer_jit.agents.networks import TORSO, TorsoOptions
 from podracer_jit.agents.optimizers import Optimizer
 from podracer_jit.agents.policies import Policy
@@ -165,9 +165,9 @@ class Algorithm(abc.ABC):
   # 1. init: what the algorithm owns; computed on the learner.
 
   @functools.cached_property
-  def network(self) -> nn.Module:
-    """The network of `make_network`."""
-    return self.make_network()
+  def network(self) -> nn.Module | action_masks.Masked:
+    """The network of `make_network`; on a task with an action mask, `action_masks.Masked`."""
+    return action_masks.masked(self.make_network(), self.parts.spec)
 
   @functools.cached_property
   def optimizer(self) -> optax.GradientTransformationExtraArgs:
@@ -175,7 +175,11 @@ class Algorithm(abc.ABC):
     return optax.with_extra_args_support(self.make_optimizer())
 
   def make_network(self) -> nn.Module:
-    """Returns the network; by default an actor-critic around the config's torso."""
+    """Returns the network; by default an actor-critic around the config's torso.
+
+    If the task has an action mask, the network does not see it, and must return first what the
+    policy reads, [T, N, K] (`agents.action_masks`).
+    """
     p = self.parts
     network = networks.actor_critic(p.torso, p.policy, p.torso_options, p.moments)
     heads = self.heads()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import chex
 import flax.linen as nn
@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from podracer_jit.agents import networks, optimizers, policies
-from podracer_jit.losses.algorithm import MAX_N_STEP, Acted, Algorithm, Aux, Batch
-from podracer_jit.losses.items import Items, transitions
-from podracer_jit.numerics import counters
-from podracer_jit.options import INT32_MAX, option
+from podracer_jit.agents import networks, optimizers
+from podracer_jit.losses.algorithm import Acted, Aux, Batch
+from podracer_jit.losses.off_policy import OffPolicyActorCritic
+from podracer_jit.options import option
 from podracer_jit.types import Carry, Params, TrainState
 
 
@@ -32,18 +31,6 @@ class Actor(nn.Module):
     outputs = nn.Dense(2 * self.size)(networks.features_of(self.torso, obs))
     mean, log_std = jnp.split(outputs, 2, axis=-1)
     return jnp.concatenate([mean, 3.5 * jnp.tanh(log_std) - 1.5], axis=-1)
-
-
-class Critic(nn.Module):
-  """Values [N] of flat observations [N, D] and actions [N, A]."""
-
-  torso: nn.Module
-
-  @nn.compact
-  def __call__(self, obs: jax.Array, action: jax.Array) -> jax.Array:
-    """Returns the values."""
-    x = jnp.concatenate([obs.reshape(len(obs), -1), action], axis=-1)
-    return nn.Dense(1)(networks.features_of(self.torso, x))[:, 0]
 
 
 def draw(key: jax.Array, dist_params: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -67,60 +54,27 @@ def draw(key: jax.Array, dist_params: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class SAC(Algorithm):
+class SAC(OffPolicyActorCritic):
   """Soft actor-critic for continuous actions and flat observations (algorithm 1).
 
   Actor, critics and temperature take their gradients at the same parameters. The network of the
   config is the torso of the actor and of each critic.
   """
 
-  learns_from_replay: ClassVar[bool] = True
-  policy_reads: ClassVar[str] = policies.ACTION  # stored actions are from -1 to 1
-  takes: ClassVar[frozenset[str]] = frozenset()
-  normalises: ClassVar[frozenset[str]] = frozenset()
-
-  n_step: int = option(1, 'steps of a return before it is bootstrapped', at_least=1,
-                       at_most=MAX_N_STEP)
-  tau: float = option(0.005, 'share of the critics that their targets take in a step', at_least=0,
-                      at_most=1)
-  num_critics: int = option(2, 'critics, whose least value counts', at_least=1, at_most=100)
   critic_rate: float = option(1.0, "the critics' learning rate, relative to the optimizer's",
                               at_least=0)
   alpha: float = option(1.0, 'temperature at the first step', at_least=0, above=0, constant=True)
   alpha_rate: float = option(
       1.0, "the temperature's learning rate, relative to the optimizer's; 0: it stays", at_least=0)
   target_entropy: float = option(-1.0, 'entropy for each element of an action, in nats')
-  random_steps: int = option(5000, 'first steps of the run whose actions are uniform', at_least=0,
-                             at_most=INT32_MAX)
 
   def make_network(self) -> Actor:
     """Returns the policy's network."""
     return Actor(self.parts.torso, self.parts.policy.action_shape[0])
 
-  @property
-  def critic(self) -> Critic:
-    """The network of one critic."""
-    return Critic(self.parts.torso)
-
-  def q(self, params: Params, obs: jax.Array, action: jax.Array) -> jax.Array:
-    """Returns the values of all critics, [num_critics, N].
-
-    Args:
-      params: of the critics.
-      obs: [N, D].
-      action: [N, A], from -1 to 1.
-    """
-    return jax.vmap(self.critic.apply, in_axes=(0, None, None))(params, obs, action)
-
   def init(self, key: jax.Array) -> Params:
     """Returns the actor, the critics and the temperature's logarithm."""
-    spec = self.parts.spec
-    obs = jnp.zeros((1, *spec.obs_shape), spec.obs_dtype)
-    action = jnp.zeros((1, *self.parts.policy.action_shape))
-    keys = jax.random.split(key, 1 + self.num_critics)
-    return {'actor': self.network.init(keys[0], obs),
-            'critic': jax.vmap(lambda key: self.critic.init(key, obs, action))(keys[1:]),
-            'log_alpha': jnp.log(jnp.float32(self.alpha))}
+    return super().init(key) | {'log_alpha': jnp.log(jnp.float32(self.alpha))}
 
   def init_target(self, params: Params) -> Params:
     """Returns the target critics."""
@@ -132,10 +86,6 @@ class SAC(Algorithm):
     return optimizers.by_part(
         actor=own, critic=optax.chain(own, optax.scale(self.critic_rate)),
         log_alpha=optax.chain(own, optax.scale(self.alpha_rate)))
-
-  def acting(self, state: TrainState) -> dict[str, Any]:
-    """Returns the actor, and the steps that end the random ones."""
-    return {'actor': state.params['actor'], 'steps': state.steps}
 
   def exploration(self, num_envs: int) -> np.ndarray:
     """Returns zeros; that there are any tells training from evaluations."""
@@ -154,14 +104,8 @@ class SAC(Algorithm):
       return Acted(mode, None, carry, mode)
     action = draw(key, dist_params)[0]
     if exploration is not None:
-      is_random = counters.as_float(params['steps']) < self.random_steps
-      uniform = jax.random.uniform(key, action.shape, minval=-1.0, maxval=1.0)
-      action = jnp.where(is_random, uniform, action)
+      action = self.uniform_at_first(params, key, action)
     return Acted(action, None, carry, mode)
-
-  def items(self) -> Items:
-    """Returns transitions."""
-    return transitions(self.n_step, self.discount)
 
   def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
            ) -> tuple[jax.Array, Aux]:

@@ -14,6 +14,7 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
+from podracer_jit.agents import action_masks
 from podracer_jit.envs import spaces
 from podracer_jit.envs.families import family_of
 from podracer_jit.errors import refusing
@@ -175,7 +176,13 @@ class Agent:
       raise ValueError(
           f'obs: must be {spec.obs_dtype} of shape {spec.obs_shape}, or a batch of these; got '
           f'{obs.dtype} of shape {obs.shape if axes else obs.shape[1:]}{numbers}')
-    return obs.astype(spec.obs_dtype, copy=False), axes == 1
+    obs = obs.astype(spec.obs_dtype, copy=False)
+    if spec.action_mask is not None:
+      stuck = np.flatnonzero(action_masks.without_choice(obs, spec).any(axis=-1))
+      if len(stuck):
+        where = f' [{stuck[0]}]' if axes else ''
+        raise ValueError(f'obs{where}: its mask {spec.action_mask.name} allows no action')
+    return obs, axes == 1
 
   def _array(self, obs: Any) -> tuple[np.ndarray, int]:
     """Returns observations as an array [B, ...], and the number of axes before one observation."""

@@ -13,6 +13,7 @@ import numpy as np
 from jax import export as jax_export
 
 from podracer_jit import options
+from podracer_jit.agents import action_masks
 from podracer_jit.envs import spaces
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics import convolution
@@ -51,6 +52,10 @@ _NUMBERS = {
                      'to the bounds',
     'epsilon_greedy': 'values of the actions; the greedy action is taken, also in place of a draw',
     'deterministic': 'the action from -1 to 1; it is scaled to the bounds, and nothing is drawn'}
+
+# The entry of `policy` that says how a mask is obeyed.
+_MASK = ('{name} of an observation says which choices are legal, and the network does not read it; '
+         'numbers of illegal ones are the lowest float32 / 2; at least one must be legal')
 
 
 def files(player: evaluation.Player, experiment: Experiment, task_spaces: spaces.Spaces | None
@@ -188,7 +193,8 @@ class _Interface:
   def description(self, programs: Mapping[str, jax_export.Exported]) -> dict[str, Any]:
     """Returns the description of the agent for programs that load it."""
     experiment = self._experiment
-    spec = experiment.spec
+    spec = action_masks.seen(experiment.spec)
+    mask = experiment.spec.action_mask
     policy = self._player.policy
     recurrent = experiment.torso_options.recurrent
     action = jax.eval_shape(self._to_task, jax.ShapeDtypeStruct(
@@ -224,7 +230,8 @@ class _Interface:
         'policy': {'name': experiment.policy_name,
                    'size': experiment.algorithm.acted_shapes.distribution.shape[-1],
                    'distribution': _NUMBERS.get(
-                       experiment.policy_name, experiment.loss.policy_reads)},
+                       experiment.policy_name, experiment.loss.policy_reads)} | (
+                           {} if mask is None else {'mask': _MASK.format(name=mask.name)}),
         'action': action_space,
         'programs': {
             name: {'file': PROGRAMS[name],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import functools
@@ -14,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -290,9 +289,7 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
 
 
 def _agree(timeout_s: float) -> None:
-  """Sets the machine to what the machines of all processes have.
-
-  Processes of one machine share its cores.
+  """Sets the machine to what the machines of all processes have; see `_shares`.
 
   Args:
     timeout_s: seconds until all processes must have told what they have.
@@ -302,7 +299,8 @@ def _agree(timeout_s: float) -> None:
   """
   state = distributed.global_state
   state.client.key_value_set(f'podracer_jit/machine/{state.process_id}',
-                             json.dumps([socket.gethostname(), *machines.here()]))
+                             json.dumps([socket.gethostname(), sorted(os.sched_getaffinity(0)),
+                                         machines.here()]))
   told = []
   for process in range(state.num_processes):
     try:
@@ -310,13 +308,22 @@ def _agree(timeout_s: float) -> None:
           f'podracer_jit/machine/{process}', int(timeout_s * 1000))))
     except RuntimeError:
       raise ValueError(f'--distributed: process {process} has joined but does not answer') from None
-  hosts = collections.Counter(host for host, *_ in told)
-  shares = []
-  for name, *fields in told:
+  _machine[:] = [(machines.smallest(_shares(told)), state.num_processes)]
+
+
+def _shares(told: Sequence[tuple[str, Sequence[int], Sequence[Any]]]) -> Iterator[Machine]:
+  """Yields what each process has: processes that may use the same CPUs share the cores.
+
+  A launcher may give each process of a machine CPUs of its own, as SLURM's --cpus-per-task does.
+
+  Args:
+    told: for each process its host, the CPUs that it may use, and its `Machine`.
+  """
+  for host, cpus, fields in told:
     whole = Machine(*fields)
-    shares.append(whole._replace(cores=max(1, whole.cores // hosts[name]),
-                                 near=max(1, min(whole.near, whole.cores // hosts[name]))))
-  _machine[:] = [(machines.smallest(shares), state.num_processes)]
+    sharing = sum(host == other and not set(cpus).isdisjoint(theirs) for other, theirs, _ in told)
+    share = max(1, whole.cores // sharing)
+    yield whole._replace(cores=share, near=min(whole.near, share))
 
 
 def _check_numbers(num_processes: int | None, process_id: int | None, timeout_s: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,17 +23,17 @@ from podracer_jit.training.evaluator import Evaluator
 from podracer_jit.training.meter import LIVES, Meter, environment_check, wall_clock
 from podracer_jit.training.opening import Opened
 from podracer_jit.training.sinks import (
-    Diverged,
-    Finite,
-    Journals,
-    Record,
-    Saved,
-    Sink,
-    Sinks,
-    Standstill,
-    Start,
-    TensorBoard,
-    closing,
+  Diverged,
+  Finite,
+  Journals,
+  Record,
+  Saved,
+  Sink,
+  Sinks,
+  Standstill,
+  Start,
+  TensorBoard,
+  closing,
 )
 from podracer_jit.workdir import actions, checkpoints, record
 
@@ -198,7 +199,7 @@ class Lane:
       fields: further fields of its header in the receipts.
     """
     header = dict(segment=segment, first_update=self.update + 1, **self._surroundings,
-                  numerics=dict(self.run.experiment.fields['numerics']),
+                  numerics=dataclasses.asdict(self.run.experiment.numerics),
                   **self._record.header(self.update + 1), **fields)
     self._close_log()
     if self.run.experiment.resumes_exactly:

@@ -16,7 +16,7 @@ from podracer_jit.experiment import build, checks, memory, placing, trial
 from podracer_jit.experiment.resolve import changed
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.options import INT32_MAX
-from podracer_jit.runtime import host, placement
+from podracer_jit.runtime import host, placement, tried
 from podracer_jit.schemes.reports import Report
 from podracer_jit.training import opening, restoring, seeds, stopping
 from podracer_jit.training.adapting import Adapting
@@ -28,7 +28,7 @@ from podracer_jit.training.program import GraphProgram, Moment, Program
 from podracer_jit.training.progress import Progress
 from podracer_jit.training.seeds import SeedsProgram
 from podracer_jit.training.sinks import Record, Sink, Sinks, closing
-from podracer_jit.workdir import checkpoints
+from podracer_jit.workdir import checkpoints, record
 from podracer_jit.workdir.workdir import Request
 
 if TYPE_CHECKING:
@@ -325,6 +325,7 @@ class Training:
     flags = placing.as_flags(experiment.placement)
     if flags:
       yield f'placement on this machine: {flags}'
+    yield from _where(first.run)
     if experiment.spec.calls_python:
       yield (f'slow environments: Python steps {experiment.env.task}, in worker processes; '
              'EnvPool or JAX functions would be faster')
@@ -348,6 +349,20 @@ class Training:
             f'all{hint}')
 
 
+def _where(run: build.Run) -> Iterator[str]:
+  """Yields a line on what runs where, if simulators run on the CPU beside an accelerator."""
+  spec = run.experiment.spec
+  acting, learning = (' and '.join(sorted({device.platform for device in devices}))
+                      for devices in (run.place.actors, run.place.mesh.devices.flat))
+  if spec.is_function or spec.calls_python or run.crew or {acting, learning} == {'cpu'}:
+    return
+  pools = run.experiment.num_shards // run.place.processes
+  threads = f'{run.place.env_threads} threads' + (f' in each of {pools} pools' if pools > 1 else '')
+  where = "this host's CPU" if run.place.processes == 1 else "each host's CPU, in each process"
+  yield (f'simulators of {spec.task} run on {where} ({threads}), the policy on {acting}, the '
+         f'learner on {learning}')
+
+
 def _program(lanes: Sequence[Lane], are_seeds: bool, say: Callable[[str], None]) -> Program:
   """Returns the program of runs, which takes over their first states.
 
@@ -361,6 +376,16 @@ def _program(lanes: Sequence[Lane], are_seeds: bool, say: Callable[[str], None])
     return SeedsProgram([lane.run for lane in lanes], snapshots)
   run = lanes[0].run
   return GraphProgram(run, snapshots[0], Adapting(run, say))
+
+
+def _untried(run: build.Run) -> Iterator[str]:
+  """Yields a line in process 0 if the run uses versions with which the package was not tried."""
+  installed = record.versions(*tried.TRIED)
+  if not run.experiment.placement.is_remote:
+    installed.pop('ray', None)  # it is not loaded
+  line = tried.untried(installed)
+  if line and run.place.process == 0:
+    yield line
 
 
 @contextlib.contextmanager
@@ -402,7 +427,7 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
   run = build.make_run(experiment, crew)
   trial.check(run)
   notes += [*(f'warning: {line}' for line in memory.check(run, num_seeds or 1)),
-            *checks.notes(experiment)]
+            *checks.notes(experiment), *_untried(run)]
   runs = []
   with contextlib.ExitStack() as stack:
     if num_seeds is None:

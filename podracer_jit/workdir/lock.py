@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import socket
 import struct
 import time
@@ -95,7 +96,7 @@ class WorkdirLock:
           raise InUse(f'{self._in_use(holder)}. This file system has no locks: if that run has '
                       f'ended, remove {path}') from None
         with contextlib.suppress(FileNotFoundError):
-          os.unlink(path)
+          _remove(path, holder)
         continue
       with os.fdopen(descriptor, 'wb') as file:
         file.write(_this_process())
@@ -108,6 +109,16 @@ class WorkdirLock:
       who = (f'process {holder.get("pid")} on {holder.get("host")}, since {holder.get("since")}')
     return (f'--workdir: {self._workdir} is in use by {who}; choose another --workdir or stop that '
             'run')
+
+
+def _remove(path: Path, holder: dict[str, Any]) -> None:
+  """Removes the file of a dead holder, but not one that another process has put there meanwhile."""
+  aside = path.with_name(f'{path.name}.{secrets.token_hex(4)}')
+  os.rename(path, aside)
+  if _read(aside) == holder:
+    os.unlink(aside)
+  else:
+    os.rename(aside, path)
 
 
 def is_held(workdir: Path) -> bool:

@@ -43,6 +43,7 @@ _BOUND = ('placement.actor_platform',)
 _FIXED = {
     'seed': 'the random numbers of the run depend on it',
     'env.task': 'a run has one task',
+    'env.action_mask': 'the network does not see the mask',
     'env.num_envs': 'the batch and the random numbers depend on it',
     'num_shards': 'the random numbers of the environments depend on it',
     'num_grad_shards': 'the state is split by it',

@@ -149,7 +149,14 @@ class Workdir:
       ValueError: the layout has changed since the network was trained on this task.
     """
     task = experiment.env.task
-    trained_on = self.record.config.get('env', {}).get('task')
+    env = self.record.config.get('env', {})
+    trained_on = env.get('task')
+    version = self.record.versions.get('podracer_jit', 'of an earlier version')
+    mask = experiment.spec.action_mask
+    if mask is not None and trained_on == task and 'action_mask' not in env:
+      raise ValueError(f'{self.path}: its network was trained with podracer_jit {version}, which '
+                       f'gave it {mask.name} of the observations of {task}, the mask of actions '
+                       f'today; train anew, or go on with podracer_jit {version}')
     if self.record.layout == spaces.LAYOUT or trained_on != task:
       return
     spaces_of = getattr(family_of(task), 'spaces_of', None)
@@ -161,7 +168,6 @@ class Workdir:
         spaces_of(task, experiment.env_options).observation, spec.obs_shape,
         sees_images=is_asked and (bool(spec.parts) or spec.channels_last))
     if change:
-      version = self.record.versions.get('podracer_jit', 'of an earlier version')
       raise ValueError(f'{self.path}: its network was trained with podracer_jit {version}, and '
                        f'the observations of {task} have another layout since: {change}; train '
                        f'anew, or go on with podracer_jit {version}')

@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from podracer_jit.agents import networks
 from podracer_jit.agents.policies import categorical
 from podracer_jit.numerics import convolution
-from tests.runs import make_network
+from tests.runs import changed, initial_state, make_network, prepared, run, small
 
 FRAMES = jax.ShapeDtypeStruct((5, 4, 84, 84), np.uint8)
 VECTORS = jax.ShapeDtypeStruct((5, 3, 7), np.float32)
@@ -43,7 +43,8 @@ def test_layers_in_chunks_have_the_norms_of_the_whole():
     (networks.NatureCNN(centre=True, layer_norm=True), FRAMES),
     (networks.ImpalaResNet(channels=(4, 8), blocks=1, hidden=16), FRAMES),
     (networks.FixupResNet(channels=(4, 8), blocks=1, hidden=16), FRAMES),
-    (networks.MLP(layer_norm=True), VECTORS)])
+    (networks.MLP(layer_norm=True), VECTORS),
+    (networks.SimBa(hidden=16), VECTORS)])
 def test_a_torso_in_bfloat16_has_its_products_and_gradients_in_it(torso, obs):
   obs = jax.random.randint(jax.random.key(0), obs.shape, 0, 255).astype(obs.dtype)
   variables = torso.init(jax.random.key(1), obs)
@@ -77,12 +78,16 @@ RESNET = (_dense(9 * 4, 16) + 4 * _dense(9 * 16, 16) + _dense(9 * 16, 32) + 4 * 
           + _dense(9 * 32, 32) + 4 * _dense(9 * 32, 32)
           + _dense(11 * 11 * 32, 256) + _dense(256, 6) + _dense(256, 1))
 MLP = _dense(3 * 7, 64) + _dense(64, 32) + _dense(32, 6) + _dense(32, 1)
+# A LayerNorm has two numbers for each feature.
+SIMBA = (_dense(3 * 7, 512) + 2 * (2 * 512 + _dense(512, 2048) + _dense(2048, 512)) + 2 * 512
+         + _dense(512, 6) + _dense(512, 1))
 
 
 @pytest.mark.parametrize('name, sizes, obs, count', [
     ('nature_cnn', {}, FRAMES, NATURE),
     ('impala_resnet', dict(channels=(16, 32, 32), hidden=256), FRAMES, RESNET),
-    ('mlp', dict(hidden=(64, 32)), VECTORS, MLP)])
+    ('mlp', dict(hidden=(64, 32)), VECTORS, MLP),
+    ('simba', dict(hidden=512, blocks=2), VECTORS, SIMBA)])
 def test_shapes_and_parameter_counts(name, sizes, obs, count):
   network = make_network(name, categorical(6), **sizes)
   params = jax.eval_shape(lambda key, obs: network.init(key, obs[None]), jax.random.key(0), obs)
@@ -95,7 +100,7 @@ def test_shapes_and_parameter_counts(name, sizes, obs, count):
 
 def test_published_parameter_counts():
   """The sums above, written as plain numbers."""
-  assert (NATURE, RESNET, MLP) == (1_687_719, 1_091_031, 3_719)
+  assert (NATURE, RESNET, MLP, SIMBA) == (1_687_719, 1_091_031, 3_719, 4_217_351)
 
 
 @pytest.mark.parametrize('stride, expected', [
@@ -211,6 +216,65 @@ def test_mlp_by_hand():
     y = np.tanh(0.5)  # 1 + 0 + 0.5 - 1
     assert_allclose(logits, [[y, 3 - y]], rtol=1e-6)
     assert_allclose(value, [10 * y + 0.5], rtol=1e-6)
+
+
+def _layer_norm(x, params):
+  x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+  return x * params['scale'] + params['bias']
+
+
+def _linear(x, params):
+  return x @ params['kernel'] + params['bias']
+
+
+def test_simba_as_in_the_paper():
+  """2410.09754, section 4: a linear layer, residual blocks, then LayerNorm."""
+  torso = networks.SimBa(hidden=5, blocks=2)
+  rng = np.random.default_rng(0)
+  obs = rng.integers(-3, 4, size=(6, 2, 3))
+  shapes = jax.eval_shape(torso.init, jax.random.key(0), obs)
+  variables = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)
+
+  params = jax.tree.map(np.float64, variables['params'])
+  x = _linear(obs.reshape(6, 6), params['Dense_0'])
+  for i in range(2):
+    block = params[f'PreNormBlock_{i}']
+    assert block['Dense_0']['kernel'].shape == (5, 20)
+    y = np.maximum(_linear(_layer_norm(x, block['LayerNorm_0']), block['Dense_0']), 0)
+    x = x + _linear(y, block['Dense_1'])
+  assert_allclose(torso.apply(variables, obs), _layer_norm(x, params['LayerNorm_0']), rtol=1e-4,
+                  atol=1e-5)
+  grads = jax.grad(lambda p: jnp.sum(jnp.sin(torso.apply(p, obs))))(variables)
+  assert all(np.any(g) for g in jax.tree.leaves(grads))
+
+
+def test_simba_begins_with_orthogonal_and_he_weights():
+  params = networks.SimBa(hidden=256).init(jax.random.key(0), np.zeros((1, 300)))['params']
+  first = np.asarray(params['Dense_0']['kernel'], np.float64)
+  assert_allclose(first.T @ first, np.eye(256), atol=1e-5)
+  for i, fan_in in enumerate((256, 1024)):
+    kernel = params['PreNormBlock_0'][f'Dense_{i}']['kernel']
+    assert kernel.shape[0] == fan_in
+    assert_allclose(np.std(kernel), np.sqrt(2 / fan_in), rtol=0.02)
+  assert list(params) == ['Dense_0', 'PreNormBlock_0', 'LayerNorm_0']
+
+
+@pytest.mark.parametrize('loss, task, fields', [
+    ('ppo', 'CartPole-v1', dict(normalise__obs=True, network__separate_critic=True)),
+    ('dqn', 'CartPole-v1', {}), ('sac', 'Pendulum-v1', {})])
+def test_simba_learns_with_any_algorithm_that_takes_a_torso(loss, task, fields):
+  """Each array of the torso changes, of an actor-critic, of a dueling network and of critics."""
+  config = changed(small(loss, task, 'simba'), network__hidden=8, **fields)
+  if loss != 'ppo':
+    config['num_minibatches'] = 1
+    config['replay'] |= dict(capacity=256, min_size=64, batch_size=16, gradient_steps=2)
+  prepared_run = prepared(config)
+  before = jax.device_get(initial_state(prepared_run).params)
+  receipts, _, state = run(config, updates=4)
+  assert len({params for _, params in receipts}) >= 3
+  for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before),
+                              jax.tree.leaves(jax.device_get(state.params)), strict=True):
+    assert np.all(np.isfinite(new)) and not np.array_equal(old, new), jax.tree_util.keystr(path)
 
 
 def test_centring_makes_outputs_independent_of_brightness():

@@ -98,7 +98,8 @@ def saved_to_the_end(workdir):
     ([CATCH, '--renew_envs'], '--renew_envs: there is no run in'),
     ([CATCH, '--config.network.name=mpl'], "'mpl'"),
     ([CATCH, '--config.loss.name=pppo'],
-     "loss.name: there is no 'pppo'; known are impala, ppo, pqn, dqn, dpg, sac, r2d2, and module"),
+     "loss.name: there is no 'pppo'; known are impala, ppo, pqn, dqn, dpg, sac, td3, r2d2, and "
+     'module'),
     ([CATCH, '--config.loss.name=dqn'], 'num_minibatches: dqn draws from a replay; must be 1'),
     ([CATCH, '--config.loss.name=mine:PPO'], "loss.name: cannot import 'mine' of 'mine:PPO'"),
     ([CATCH, '--config.optimizer.learning_rate=-1'],

@@ -12,6 +12,7 @@ from podracer_jit.configs import (
   ppo_mujoco,
   ppo_mujoco_fast,
   ppo_pong_envpool,
+  td3_mujoco,
 )
 from podracer_jit.experiment.resolve import placement_of
 from podracer_jit.replay.options import ReplayOptions
@@ -63,7 +64,18 @@ CASES = {  # 2310.00036
         'num_minibatches': 4, 'optimizer.name': 'adam', 'optimizer.learning_rate': 2e-3,
         'optimizer.anneal': False, 'loss.discount': 0.99, 'loss.gae_lambda': 0.95,
         'loss.clip': 0.1, 'loss.clip_value': False, 'loss.value_coef': 2.24,
-        'loss.entropy_coef': 0.0, 'optimizer.max_grad_norm': 1.13})}
+        'loss.entropy_coef': 0.0, 'optimizer.max_grad_norm': 1.13}),
+    # 1802.09477, section 6.1, with sizes, rate, batch and random steps of the authors' later
+    # program (CleanRL's td3_continuous_action).
+    'TD3': (td3_mujoco, {
+        'total_steps': 1_000_000, 'env.task': 'HalfCheetah-v4', 'network.hidden': (256, 256),
+        'network.activation': 'relu', 'optimizer.name': 'adam', 'optimizer.learning_rate': 3e-4,
+        'optimizer.anneal': False, 'optimizer.eps': 1e-8, 'loss.discount': 0.99, 'loss.tau': 0.005,
+        'loss.num_critics': 2, 'loss.policy_delay': 2, 'loss.target_noise': 0.2,
+        'loss.target_noise_clip': 0.5, 'loss.noise': 0.1, 'loss.n_step': 1,
+        'loss.random_steps': 25_000, 'replay.min_size': 25_000, 'replay.capacity': 1_000_000,
+        'replay.batch_size': 256, 'replay.gradient_steps': 4 * 8, 'unroll_length': 4,
+        'env.num_envs': 8, 'replay.priority_exponent': 0.0})}
 
 
 @pytest.mark.parametrize('case', CASES)

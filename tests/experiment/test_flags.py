@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import ml_collections
@@ -341,7 +342,8 @@ def test_a_config_has_no_new_fields_except_for_the_tasks_options(file):
   fields.env.update(extra=1)
   fields.loss.discount = 0.5
   assert config_dict.plain(fields)['env'] == dict(
-      task='Catch-v0', num_envs=128, renew_every_updates=1000, height=12, width=7, extra=1)
+      task='Catch-v0', num_envs=128, renew_every_updates=1000, action_mask='action_mask', height=12,
+      width=7, extra=1)
   copied = copy.deepcopy(fields)
   copied.env.other = 1
   with pytest.raises(AttributeError):
@@ -418,6 +420,13 @@ def test_a_tilde_is_the_home_folder(file, tmp_path, monkeypatch):
 def test_an_unknown_home_is_said_in_one_line():
   with pytest.raises(ValueError, match='~nobody_here/x: the home folder is not known'):
     user_path('~nobody_here/x')
+
+
+@pytest.mark.parametrize('path', ['gs://bucket/x', 's3://bucket/x', Path('gs://bucket/x')])
+def test_an_address_is_not_taken_for_a_folder(path):
+  with pytest.raises(ValueError, match=f'^{path}: is an address, not a path; mount'):
+    user_path(path)
+  assert user_path('./gs:/x') == Path('gs:/x') and user_path('a/b:/c') == Path('a/b:/c')
 
 
 def test_a_config_is_called_and_imports_as_python_files_may(tmp_path):

@@ -61,14 +61,15 @@ TERMS = {
     'dqn': {'loss', 'abs_td_error', 'importance_weight', 'q'},
     'dpg': {'loss', 'abs_td_error', 'importance_weight', 'q'},
     'r2d2': {'loss', 'abs_td_error', 'importance_weight', 'q'},
-    'sac': {'critic_loss', 'actor_loss', 'alpha_loss', 'q', 'entropy', 'alpha'}}
+    'sac': {'critic_loss', 'actor_loss', 'alpha_loss', 'q', 'entropy', 'alpha'},
+    'td3': {'critic_loss', 'actor_loss', 'q'}}
 
 
 @pytest.mark.parametrize('config, shipped, attribute', essential([
     ('ppo_cartpole:smoke', 'ppo', 'PPO'), ('impala_cartpole', 'impala', 'IMPALA'),
     ('pqn_cartpole:smoke', 'pqn', 'PQN'), ('apex_dqn_catch:smoke', 'dqn', 'DQN'),
     ('apex_dpg_cartpole_swingup:smoke', 'dpg', 'DPG'),
-    ('sac_pendulum:smoke', 'sac', 'SAC'),
+    ('sac_pendulum:smoke', 'sac', 'SAC'), ('td3_pendulum:smoke', 'td3', 'TD3'),
     ('r2d2_memory:smoke', 'r2d2', 'R2D2')], 'ppo_cartpole:smoke'))
 def test_a_copy_of_a_shipped_algorithm_gives_the_same_bits(
     write_module, config, shipped, attribute):

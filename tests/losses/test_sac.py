@@ -1,5 +1,7 @@
 """SAC compared with plain NumPy, and with what it must hold."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -7,22 +9,13 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit import losses, testing
 from podracer_jit.experiment.resolve import resolve
-from podracer_jit.losses.algorithm import Batch
 from podracer_jit.losses.sac import draw
 from podracer_jit.numerics import counters
-from podracer_jit.types import Transition
-from tests.runs import changed, run, small
+from tests.losses import off_policy
+from tests.losses.off_policy import N, mlp
+from tests.runs import changed, run
 
-N = 6
-
-
-def config_of(**fields):
-  """Returns a small config on Pendulum, with a replay that fills in two updates."""
-  config = changed(small('sac', 'Pendulum-v1'), num_minibatches=1, loss__random_steps=100,
-                   network__hidden=(8,), network__activation='relu')
-  config['replay'] |= dict(capacity=256, min_size=64, batch_size=16, gradient_steps=2,
-                           priority_exponent=0.0)
-  return changed(config, **fields)
+config_of = functools.partial(off_policy.config_of, 'sac')
 
 
 def test_densities_are_those_of_the_squashed_gaussian():
@@ -38,38 +31,17 @@ def test_densities_are_those_of_the_squashed_gaussian():
   assert_allclose(np.array(log_prob)[inner], expected.sum(-1)[inner], rtol=1e-3, atol=1e-3)
 
 
-def _mlp(params, x):
-  """Returns a torso of one ReLU layer and the head that follows it, in NumPy."""
-  params = params['params']
-  hidden = np.maximum(x @ params['torso']['Dense_0']['kernel'] + params['torso']['Dense_0']['bias'],
-                      0)
-  return hidden @ params['Dense_0']['kernel'] + params['Dense_0']['bias']
-
-
-def _q(params, obs, action):
-  x = np.concatenate([obs, action], axis=-1)
-  count = len(jax.tree.leaves(params)[0])
-  return np.stack([_mlp(jax.tree.map(lambda p, i=i: np.float64(p[i]), params), x)[:, 0]
-                   for i in range(count)])
-
-
 def _case():
   """Returns an algorithm, a state whose targets differ, a batch, and the key of its loss."""
   algorithm = resolve(config_of(loss__alpha=0.3)).algorithm
   state = algorithm.first_state(jax.random.key(0), jax.random.key(1))
   state = state.with_target(jax.tree.map(lambda p: 1.1 * p + 0.01, state.target.params))
-  rng = np.random.default_rng(1)
-  transition = Transition(
-      obs=np.float32(rng.normal(size=(N, 3))), action=np.float32(rng.uniform(-1, 1, (N, 1))),
-      reward=np.float32(rng.normal(size=N)), discount=np.float32(0.9 * (rng.random(N) < 0.7)),
-      next_obs=np.float32(rng.normal(size=(N, 3))))
-  weight = np.float32(rng.uniform(0.5, 1, N))
-  return algorithm, state, Batch(transition, None, weight, np.float32(N), None), jax.random.key(2)
+  return algorithm, state, off_policy.batch(), jax.random.key(2)
 
 
 def _policy(params, obs, key):
   """Returns actions and densities, with the noise that the key gives."""
-  mean, log_std = np.split(_mlp(jax.tree.map(np.float64, params), obs), 2, axis=-1)
+  mean, log_std = np.split(mlp(jax.tree.map(np.float64, params), obs), 2, axis=-1)
   return draw(key, np.float32(np.concatenate([mean, 3.5 * np.tanh(log_std) - 1.5], axis=-1)))
 
 
@@ -79,10 +51,10 @@ def test_the_losses_are_those_of_the_paper():
   x = batch.items
   key, next_key = jax.random.split(key)
   action, log_prob = map(np.float64, _policy(state.params['actor'], x.next_obs, next_key))
-  value = _q(state.target.params, x.next_obs, action).min(0) - 0.3 * log_prob
-  error = _q(state.params['critic'], x.obs, x.action) - (x.reward + x.discount * value)
+  value = off_policy.q(state.target.params, x.next_obs, action).min(0) - 0.3 * log_prob
+  error = off_policy.q(state.params['critic'], x.obs, x.action) - (x.reward + x.discount * value)
   action, log_prob = map(np.float64, _policy(state.params['actor'], x.obs, key))
-  q = _q(state.params['critic'], x.obs, action).min(0)
+  q = off_policy.q(state.params['critic'], x.obs, action).min(0)
   expected = dict(critic_loss=0.5 * np.square(error).sum(0), actor_loss=0.3 * log_prob - q,
                   alpha_loss=-0.3 * (log_prob - 1.0))
   for name, value in expected.items():

@@ -231,7 +231,8 @@ def test_an_agent_acts_in_envpool(task, network):
 
 
 @pytest.mark.parametrize('loss, task, network', [
-    ('dqn', 'CartPole-v1', 'mlp'), ('dpg', 'Pendulum-v1', 'deterministic')])
+    ('dqn', 'CartPole-v1', 'mlp'), ('dpg', 'Pendulum-v1', 'deterministic'),
+    ('td3', 'Pendulum-v1', 'mlp')])
 def test_agents_of_a_replay_act_without_exploring(loss, task, network):
   agent = untrained(task, loss, network, num_minibatches=1)
   obs = np.random.default_rng(0).normal(size=(64, *agent.experiment.spec.obs_shape))

@@ -86,6 +86,7 @@ CASES = {
     'r2d2': ('CartPole-v1', dict(loss='r2d2', num_minibatches=1, network__core='lstm',
                                  network__core_size=8)),
     'sac': ('Pendulum-v1', dict(loss='sac', num_minibatches=1)),
+    'td3': ('Pendulum-v1', dict(loss='td3', num_minibatches=1)),
     'dpg': ('Pendulum-v1', dict(loss='dpg', network='deterministic', num_minibatches=1)),
     'nature_cnn': ('Pong-v5', dict(network='nature_cnn')),
     'resnet': ('Pong-v5', dict(network='impala_resnet', network__blocks=1)),
@@ -94,6 +95,7 @@ CASES = {
         network__channels=(4,), network__hidden=8)),
     'gru': (OWN_ENVS['Sizes'], dict(network__core='gru', network__core_size=8)),
     'lstm': ('CartPole-v1', dict(network__core='lstm', network__core_size=8)),
+    'simba': ('Pendulum-v1', dict(network='simba', network__hidden=8, network__blocks=2)),
     'image_and_vector': ('MiniGrid-DoorKey-5x5-v0', dict(network='image_and_vector')),
 }
 

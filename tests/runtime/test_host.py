@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from podracer_jit.runtime import host, stored_programs
+from podracer_jit.runtime.machine import Machine
 from tests import processes
 from tests.runs import QUICK
 
@@ -223,6 +224,20 @@ def test_what_a_long_compilation_took_is_given_back(event, seconds, gives):
   done = processes.run([sys.executable, '-c', GIVE_BACK.format(event=event, seconds=seconds)])
   at_once, after = map(float, done.stdout.split())
   assert at_once < 50 and (after > 150) == gives, done.stderr
+
+
+def test_processes_of_a_machine_share_its_cores_unless_each_has_its_own():
+  def told(host, cpus, cores, near=8, gpus=0):
+    return host, list(cpus), list(Machine(cores, near, gpus))
+
+  alone = told('c', range(16), 16)
+  shared = [told('a', range(16), 16), told('a', range(16), 16)]
+  own = [told('b', range(8), 8, gpus=1), told('b', range(8, 16), 8, gpus=1)]
+  some = [told('d', range(6), 6), told('d', range(4, 16), 12), told('d', range(8, 16), 8)]
+  assert list(host._shares([alone, *shared, *own, *some])) == [
+      Machine(16, 8), Machine(8, 8), Machine(8, 8), Machine(8, 8, 1), Machine(8, 8, 1),
+      Machine(3, 3), Machine(4, 4), Machine(4, 4)]
+  assert list(host._shares([told('a', [0], 1)] * 3)) == [Machine(1, 1)] * 3
 
 
 def test_jax_tells_of_each_compilation():

@@ -13,7 +13,10 @@ import textwrap
 import pytest
 
 from podracer_jit.errors import InUse
+from podracer_jit.workdir import lock as lock_lib
 from podracer_jit.workdir.lock import FALLBACK_NAME, NAME, WorkdirLock
+from tests import processes
+from tests.cli.test_together import CATCH, LONG, wait_for_updates
 
 # Takes the lock, prints so, and waits; with a second argument it also has a child that waits.
 HOLDER = textwrap.dedent('''
@@ -92,6 +95,68 @@ def test_without_locks_the_file_is_the_lock(tmp_path, no_locks):
   assert [path.name for path in tmp_path.iterdir()] == [FALLBACK_NAME]
   lock.close()
   assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize('number', lock_lib._NO_LOCKS)
+def test_file_systems_say_in_several_ways_that_they_have_no_locks(number, tmp_path, monkeypatch):
+  def refuse(*args):
+    raise OSError(number, os.strerror(number))
+  monkeypatch.setattr(fcntl, 'lockf', refuse)
+  lock = WorkdirLock(tmp_path)
+  assert [path.name for path in tmp_path.iterdir()] == [FALLBACK_NAME]
+  lock.close()
+
+
+WITHOUT_LOCKS = """
+import errno, fcntl, os, sys
+from podracer_jit.cli import main
+def refuse(*args):
+  raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+fcntl.lockf = refuse
+sys.argv[0] = 'podracer_jit'
+main.run()
+"""
+
+
+def test_without_locks_runs_exclude_each_other_and_a_killed_one_is_followed(tmp_path):
+  program = [sys.executable, '-P', '-c', WITHOUT_LOCKS, *CATCH, *LONG, f'--workdir={tmp_path}']
+  first = processes.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+  wait_for_updates(first, tmp_path, 3)
+  second = processes.run(program)
+  assert second.returncode == 2
+  assert second.stderr.startswith(
+      f'podracer_jit: --workdir: {tmp_path} is in use by process {first.pid} on '
+      f'{socket.gethostname()}, since ')
+  assert second.stderr.endswith(f'This file system has no locks: if that run has ended, remove '
+                                f'{tmp_path / FALLBACK_NAME}\n')
+  end(first)
+  updates = len((tmp_path / 'metrics.jsonl').read_text().splitlines())
+
+  third = processes.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+  wait_for_updates(third, tmp_path, updates + 1)
+  third.send_signal(signal.SIGTERM)
+  out, _ = third.communicate(timeout=120)
+  assert third.returncode == 3, out
+  assert not list(tmp_path.glob('lock*'))
+
+
+def test_without_locks_a_process_that_comes_later_does_not_remove_the_new_file(
+    tmp_path, no_locks, monkeypatch):
+  """Two processes find the file of a dead one, and the other is faster."""
+  _leave_file(tmp_path, pid=2**22 + 1)
+  is_dead = lock_lib._is_dead
+  new = {'pid': 1, 'host': 'another', 'since': 'now'}
+
+  def slowly(holder):
+    dead = is_dead(holder)
+    if dead:
+      (tmp_path / FALLBACK_NAME).write_text(json.dumps(new))
+    return dead
+  monkeypatch.setattr(lock_lib, '_is_dead', slowly)
+  with pytest.raises(InUse, match='process 1 on another, since now'):
+    WorkdirLock(tmp_path)
+  assert json.loads((tmp_path / FALLBACK_NAME).read_text()) == new
+  assert [path.name for path in tmp_path.iterdir()] == [FALLBACK_NAME]
 
 
 def _leave_file(workdir, **fields):

@@ -1,0 +1,139 @@
+"""The programs of trainings compile for GPUs and TPUs, without what these are slow at.
+
+They need the extra `accelerators` of setup.cfg: compilers of 0.5 GB, and Python 3.12 or newer.
+`scripts/test --accelerators` makes an environment that has it, and runs them there.
+"""
+
+import re
+
+import pytest
+
+from benchmarks.accelerators import chips
+
+pytestmark = [pytest.mark.skipif(not chips.are_known(), reason='scripts/test --accelerators'),
+              pytest.mark.full]
+
+if chips.are_known():
+  chips.prepare()
+
+# ruff: noqa: E402 - the compilers read their settings first
+
+from benchmarks.accelerators import programs
+from benchmarks.compiled import launches
+from tests.runs import changed, small
+
+MESHES = [('cuda', 1), ('cuda', 2), ('tpu', 1), ('tpu', 2)]
+ON_ONE_DEVICE = dict(placement__auto=False, placement__actor_devices=(0,),
+                     placement__learner_devices=(0,))
+
+
+def config_of(*args, **fields):
+  return changed(small(*args), **ON_ONE_DEVICE, **fields)
+
+
+CARTPOLE = 'gymnax:CartPole-v1'
+CASES = {
+    'impala': config_of('impala', 'Pong-v5', 'impala_resnet', num_grad_shards=2),
+    'ppo': config_of('ppo', CARTPOLE, num_grad_shards=2),
+    'ppo with a core': config_of('ppo', CARTPOLE, num_grad_shards=2, network__core='lstm',
+                                 network__core_size=8),
+    'pqn': config_of('pqn', CARTPOLE, num_grad_shards=2),
+    'dqn': config_of('dqn', CARTPOLE, num_minibatches=1, num_grad_shards=2, replay__capacity=256,
+                     replay__batch_size=16, replay__min_size=16),
+    'sac': config_of('sac', 'gymnax:Pendulum-v1', num_minibatches=1, num_grad_shards=2,
+                     replay__capacity=256, replay__batch_size=16, replay__min_size=16),
+}
+
+
+def compiled(lowered):
+  return lowered.compile().as_text()
+
+
+def check(text):
+  """Checks that a program calls nothing of Python."""
+  assert not re.search(r'custom_call_target="[^"]*python[^"]*callback', text)
+
+
+@pytest.mark.parametrize('platform', chips.PLATFORMS)
+@pytest.mark.parametrize('name', CASES)
+def test_a_rollout_compiles_without_a_conditional(name, platform):
+  config = CASES[name]
+  if platform == 'tpu' and ':' not in config['env']['task']:
+    pytest.skip("a TPU cannot call EnvPool's simulators; they run on the host's CPU")
+  with programs.of(config, chips.devices(platform, 1)) as of:
+    text = compiled(of.rollout())
+  check(text)
+  if ':' in config['env']['task']:
+    assert ' conditional(' not in text
+
+
+@pytest.mark.parametrize('platform, count', MESHES)
+@pytest.mark.parametrize('name', CASES)
+def test_an_update_compiles(name, platform, count):
+  with programs.of(CASES[name], chips.devices(platform, count)) as of:
+    check(compiled(of.learner()))
+
+
+@pytest.mark.parametrize('platform', chips.PLATFORMS)
+@pytest.mark.parametrize('name', ['ppo', 'dqn'])
+def test_rollouts_and_updates_compile_as_one_program(name, platform):
+  with programs.of(CASES[name], chips.devices(platform, 1)) as of:
+    check(compiled(of.fused()))
+
+
+@pytest.mark.parametrize('platform', chips.PLATFORMS)
+def test_a_replay_compiles_in_two_programs(platform):
+  with programs.of(CASES['dqn'], chips.devices(platform, 1)) as of:
+    check(compiled(of.insert()))
+    check(compiled(of.draw()))
+
+
+@pytest.mark.parametrize('precision, expected', [('highest', True), ('default', False)])
+def test_products_have_the_precision_of_the_config(precision, expected):
+  config = changed(CASES['ppo'], numerics__precision=precision)
+  with programs.of(config, chips.devices('cuda', 1)) as of:
+    text = of.learner().as_text()
+  products = [line for line in text.splitlines() if 'dot_general' in line]
+  assert products and all(('HIGHEST' in line) == expected for line in products)
+
+
+def test_returns_over_many_steps_launch_few_kernels():
+  per_update = {}
+  for length in (64, 512):
+    config = changed(CASES['ppo'], unroll_length=length, num_minibatches=1)
+    with programs.of(config, chips.devices('cuda', 1)) as of:
+      per_update[length] = launches(compiled(of.learner()))
+  # A loop of one step a turn would launch a kernel or more for each of 448 further steps.
+  assert per_update[512] - per_update[64] < 100
+
+
+def test_pooling_is_xlas_own():
+  with programs.of(CASES['impala'], chips.devices('cuda', 1)) as of:
+    text = compiled(of.learner())
+  assert 'select-and-scatter' in text or 'cudnn$pooling' in text or 'reduce-window' in text
+
+
+def test_launches_of_loops_and_branches_by_hand():
+  text = """HloModule jit_f
+
+%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %p = (s32[], f32[4]) parameter(0)
+  %x = f32[4] get-tuple-element(%p), index=1
+  %y = f32[4] fusion(%x), kind=kLoop, calls=%inner
+  ROOT %t = (s32[], f32[4]) tuple(%x, %y)
+}
+
+%condition (p: (s32[], f32[4])) -> pred[] {
+  %p = (s32[], f32[4]) parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4] parameter(0)
+  %t = (s32[], f32[4]) while(%x), condition=%condition, body=%body, TURNS
+  %w = (s32[], f32[4]) while(%x), condition=%condition, body=%body
+  ROOT %z = f32[4] custom-call(%x), custom_call_target="__cublas$gemm"
+}
+"""
+  turns = 'backend_config={"known_trip_count":{"n":"20"}}'
+  assert launches(text.replace('TURNS', turns)) == 20 + 1 + 1
