@@ -82,6 +82,7 @@ CASES = (
     Case('pqn', 'pqn_cartpole.py:smoke'),
     Case('sac', 'sac_pendulum.py:smoke'),
     Case('td3', 'td3_pendulum.py:smoke'),
+    Case('r2d2', 'r2d2_memory.py:smoke'),
     Case('apex', 'apex_dqn_catch.py:smoke', ('scheme=apex',), only_first=True),
     Case('dqn-prioritised', 'apex_dqn_catch.py:smoke', (
         'replay.eviction=prioritised', 'replay.capacity=1000', 'replay.min_size=500',
