@@ -82,11 +82,11 @@ CASES = (
     Case('pqn', 'pqn_cartpole.py:smoke'),
     Case('sac', 'sac_pendulum.py:smoke'),
     Case('td3', 'td3_pendulum.py:smoke'),
+    Case('r2d2', 'r2d2_memory.py:smoke'),
     Case('apex', 'apex_dqn_catch.py:smoke', ('scheme=apex',), only_first=True),
     Case('dqn-prioritised', 'apex_dqn_catch.py:smoke', (
         'replay.eviction=prioritised', 'replay.capacity=1000', 'replay.min_size=500',
         'total_steps=4000')),
-    Case('sac-lockstep', 'sac_pendulum.py:smoke'),
     Case('pqn-gru', 'pqn_cartpole.py:smoke', ('network.core=gru', 'network.core_size=16')),
     Case('auxiliary-head', 'examples/transformer.py:smoke', (
         'network.name=mlp', 'env.task=CartPole-v1', 'scheme=sync')),

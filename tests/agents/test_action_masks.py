@@ -325,7 +325,8 @@ def test_the_largest_action_value_is_a_legal_one(core):
 
 @pytest.mark.parametrize('loss, fields', [
     ('ppo', {}), ('ppo', dict(network__core='gru', network__core_size=8)),
-    ('ppo', dict(network__separate_critic=True, normalise__obs=True)), ('dqn', {}), ('pqn', {})])
+    ('ppo', dict(network__separate_critic=True, normalise__obs=True)), ('dqn', {}), ('pqn', {}),
+    ('r2d2', dict(network__core='lstm', network__core_size=8))])
 def test_first_parameters_are_those_of_the_task_without_the_mask(loss, fields):
   """So the network has no weights for the mask, and weights are drawn and named alike."""
   config = changed(small(loss, f'{HERE}Doors'), num_minibatches=1, **fields)
@@ -415,6 +416,35 @@ def test_double_q_learning_selects_among_legal_actions():
   assert_allclose(aux.priority, np.abs(error), rtol=1e-3, atol=1e-5)
   unmasked = raw_values(algorithm, params, next_obs)[0].argmax(axis=-1)
   assert (unmasked != select.argmax(axis=-1))[discount > 0].sum() > 5  # so the mask matters
+
+
+def test_values_of_an_action_that_is_never_legal_do_not_matter_to_r2d2():
+  algorithm = algorithm_of('r2d2', network__core='gru', network__core_size=4, loss__burn_in=2,
+                           loss__trace_length=5, loss__n_step=2)
+  obs, _, action = observations(9, 6)
+  obs[..., 0] = 0
+  action[action == 0] = 2  # which is always legal
+  truncated = RNG.random((8, 6)) < 0.1
+  valid = np.concatenate([np.ones((1, 6), bool), ~truncated[:-1]])
+  carry = RNG.normal(size=(1, 6, 4)).astype(np.float32)
+  rows = Rollout(obs, action[:8], None, RNG.normal(size=(8, 6)).astype(np.float32),
+                 np.zeros((8, 6), bool), truncated, valid, None, carry=carry)
+  batch = Batch(rows, None, jnp.ones(6), jnp.float32(6), None)
+  networks_params = [moved(algorithm.init(jax.random.key(i))) for i in range(2)]
+
+  def results(number, networks_params):
+    biased = [jax.tree.map(lambda x: x, params) for params in networks_params]
+    for params in biased:
+      advantage = params['params']['advantage']
+      advantage['bias'] = advantage['bias'].at[number].add(100.0)
+    params, target = biased
+    loss, aux = algorithm.loss(params, TrainState(params, None, None, None, None,
+                                                  Target(target, None)), batch, None)
+    return [loss, *aux.priority]
+
+  expected = results(slice(0), networks_params)
+  assert_allclose(results(0, networks_params), expected, rtol=1e-5)
+  assert not np.allclose(results(1, networks_params), expected, rtol=1e-2)
 
 
 def test_lambda_returns_of_pqn_are_of_the_largest_legal_values():
