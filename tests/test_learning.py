@@ -23,6 +23,7 @@ from podracer_jit.configs import (
   ppo_mujoco,
   pqn_cartpole,
   sac_pendulum,
+  td3_pendulum,
 )
 from podracer_jit.experiment import build
 from tests import processes
@@ -54,6 +55,7 @@ CASES = {
     'pqn_cartpole': (pqn_cartpole, {}, 400.0),
     # All hundred episodes, of which the first ones are random, with -1,200.
     'sac_pendulum': (sac_pendulum, {}, -500.0),
+    'td3_pendulum': (td3_pendulum, {}, -650.0),
     'ppo_slippery_lake': (ppo_cartpole, dict(
         env__task='FrozenLake-v1', total_steps=150_000, loss__discount=0.99, loss__value_coef=0.5,
         loss__entropy_coef=0.01), 0.5),
@@ -65,7 +67,7 @@ CASES = {
 }
 # One seed of each of these is in `scripts/test`.
 ESSENTIAL = ('impala_catch', 'ppo_cartpole', 'apex_catch', 'ppo_pendulum', 'ppo_cnn',
-             'pqn_cartpole', 'sac_pendulum')
+             'pqn_cartpole', 'sac_pendulum', 'td3_pendulum')
 
 
 @functools.cache
