@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 
+from podracer_jit.agents import action_masks
 from podracer_jit.cli import export as command
 from podracer_jit.envs import spaces
 from podracer_jit.experiment import build
@@ -69,7 +70,11 @@ def observations(agent, size, rng):
   if type(task_spaces.observation).__name__ in ('Dict', 'Tuple', 'Discrete'):
     task_spaces.observation.seed(int(rng.integers(1000)))
     samples = [task_spaces.observation.sample() for _ in range(size)]
-    return jax.tree.map(lambda *x: np.stack(x), *samples)
+    obs = jax.tree.map(lambda *x: np.stack(x), *samples)
+    if spec.action_mask:  # one that allows something
+      mask = spec.action_mask.name
+      obs[mask] = jax.tree.map(lambda x: x | (np.arange(x.shape[-1]) == 1), obs[mask])
+    return obs
   if spec.obs_dtype == np.uint8:
     return rng.integers(0, 256, (size, *spec.obs_shape), np.uint8)
   return rng.normal(size=(size, *spec.obs_shape)).astype(spec.obs_dtype)
@@ -96,6 +101,10 @@ CASES = {
     'gru': (OWN_ENVS['Sizes'], dict(network__core='gru', network__core_size=8)),
     'lstm': ('CartPole-v1', dict(network__core='lstm', network__core_size=8)),
     'simba': ('Pendulum-v1', dict(network='simba', network__hidden=8, network__blocks=2)),
+    'mask': ('tests.envs.masked:PythonDoors', {}),
+    'mask_of_a_product': ('tests.envs.masked:PythonDoors', dict(
+        env__choices=(3, 4), env__form='tuple', normalise__obs=True)),
+    'mask_of_values': ('tests.envs.masked:Doors', dict(loss='dqn', num_minibatches=1)),
     'image_and_vector': ('MiniGrid-DoorKey-5x5-v0', dict(network='image_and_vector')),
 }
 
@@ -118,7 +127,17 @@ def acted_by_row(player, key, *inputs):
   return np.asarray(player.policy.to_env(action)), distribution
 
 
-@pytest.mark.parametrize('name', essential(CASES, 'categorical', 'gru', 'image_in_a_dict', 'sac'))
+def check_mask(about, mask, *actions):
+  """Checks that an export says that it obeys masks, and does."""
+  assert about['policy']['mask'].startswith('action_mask of an observation says which choices are')
+  assert about['network']['reads']['shape'] == [sum(x.shape[-1] for x in jax.tree.leaves(mask))]
+  for action in actions:
+    for i, legal in enumerate(jax.tree.leaves(mask)):
+      assert legal[np.arange(len(legal)), action.reshape(len(legal), -1)[:, i]].all()
+
+
+@pytest.mark.parametrize('name', essential(CASES, 'categorical', 'gru', 'image_in_a_dict', 'sac',
+                                           'mask_of_a_product'))
 def test_an_exported_agent_acts_as_the_agent_does(name, tmp_path):
   task, fields = CASES[name]
   agent = trained(task, **fields)
@@ -151,7 +170,9 @@ def test_an_exported_agent_acts_as_the_agent_does(name, tmp_path):
       if agent._spaces:  # noqa: SLF001
         drawn = spaces.task_actions(drawn, agent._spaces.action)  # noqa: SLF001
       assert close(numbers, distribution)
-      assert np.std(numbers) > 1e-3
+      assert np.std(numbers[numbers > action_masks.lowest(np.float32)]) > 1e-3
+      if name.startswith('mask'):
+        check_mask(loaded.about, obs['action_mask'], greedy[1], action)
       for own, exported in (greedy, (drawn, action)):
         assert exported.shape == own.shape
         same = np.array_equal if np.issubdtype(own.dtype, np.integer) else close
