@@ -98,7 +98,7 @@ class SAC(OffPolicyActorCritic):
     Arguments and result: see `Algorithm.act`.
     """
     del valid
-    dist_params = self.network.apply(params['actor'], obs)
+    dist_params = self.network.apply(params['actor'], self.seen(params, obs))
     mode = jnp.tanh(jnp.split(dist_params, 2, axis=-1)[0])
     if key is None:
       return Acted(mode, None, carry, mode)
@@ -114,18 +114,18 @@ class SAC(OffPolicyActorCritic):
     `state.params` has no gradient, so the loss of each part changes only that part.
     """
     transition = batch.items
+    obs, next_obs = (self.seen(params, x) for x in (transition.obs, transition.next_obs))
     fixed = state.params
     alpha = jnp.exp(fixed['log_alpha'])
     key, next_key = jax.random.split(key)
 
-    next_action, next_log_prob = draw(
-        next_key, self.network.apply(fixed['actor'], transition.next_obs))
-    next_q = jnp.min(self.q(state.target.params, transition.next_obs, next_action), axis=0)
+    next_action, next_log_prob = draw(next_key, self.network.apply(fixed['actor'], next_obs))
+    next_q = jnp.min(self.q(state.target.params, next_obs, next_action), axis=0)
     target = transition.reward + transition.discount * (next_q - alpha * next_log_prob)
-    error = self.q(params['critic'], transition.obs, transition.action) - target
+    error = self.q(params['critic'], obs, transition.action) - target
 
-    action, log_prob = draw(key, self.network.apply(params['actor'], transition.obs))
-    q = jnp.min(self.q(fixed['critic'], transition.obs, action), axis=0)
+    action, log_prob = draw(key, self.network.apply(params['actor'], obs))
+    q = jnp.min(self.q(fixed['critic'], obs, action), axis=0)
 
     lacking = log_prob + self.target_entropy * action.shape[-1]  # nats below the target entropy
     losses = {
