@@ -42,7 +42,7 @@ CNN = dict(experiment.config('ppo', 'nature_cnn', 'adam').network.to_dict(), cha
 SHAPES = dict(env__task='tests.envs.shapes:Shapes', env__num_envs=64, unroll_length=32,
               num_epochs=2, num_minibatches=8, total_steps=80_000, loss__discount=0.0,
               loss__entropy_coef=0.01, loss__value_coef=1.0, optimizer__learning_rate=1e-3)
-# Each step shows which of twelve doors is right; seven or so are illegal, and end the episode with -1.
+# Each step shows which of twelve doors is right; an illegal one ends the episode with -1.
 DOORS = dict(env__task='tests.envs.masked:Doors', env__choices=(12,), env__penalty=1.0,
              env__num_envs=16, total_steps=10_000, scheme='fused', loss__discount=0.9)
 RECURRENT = dict(experiment.config('r2d2', 'mlp', 'adam').network.to_dict(), core='gru',
@@ -79,7 +79,8 @@ CASES = {
     'dqn_doors': (apex_dqn_catch, DOORS, 4.4),
     'r2d2_doors': (r2d2_memory, dict(
         DOORS, network=RECURRENT, unroll_length=8, loss__burn_in=2, loss__trace_length=6,
-        loss__n_step=2, loss__target_every=50, replay__min_size=100, replay__gradient_steps=2), 4.4),
+        loss__n_step=2, loss__target_every=50, replay__min_size=100,
+        replay__gradient_steps=2), 4.4),
 }
 # One seed of each of these is in `scripts/test`.
 ESSENTIAL = ('impala_catch', 'ppo_cartpole', 'apex_catch', 'ppo_pendulum', 'ppo_cnn',

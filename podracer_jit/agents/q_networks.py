@@ -181,7 +181,7 @@ def dueling(torso: nn.Module, policy: Policy, options: TorsoOptions = networks.P
   units = 0
   if hasattr(torso, 'split_last_layer'):
     torso, units = torso.split_last_layer()
-  return Dueling(torso, policy, tuple(moments), core=options.core_name, core_size=options.core_size, hidden=units)
+  return Dueling(torso, policy, tuple(moments), options.core_name, options.core_size, units)
 
 
 POLICY_AND_CRITIC = {'deterministic': Deterministic}

@@ -57,8 +57,20 @@ def draw(key: jax.Array, dist_params: jax.Array) -> tuple[jax.Array, jax.Array]:
 class SAC(OffPolicyActorCritic):
   """Soft actor-critic for continuous actions and flat observations (algorithm 1).
 
-  Actor, critics and temperature take their gradients at the same parameters. The network of the
-  config is the torso of the actor and of each critic.
+  | option | the paper's value (appendix D, table 1) |
+  |---|---|
+  | `num_critics` | 2; actor and targets take the smallest value |
+  | `tau` | 0.005 |
+  | `target_entropy` | -1 nat for each element of an action |
+  | `n_step`, `replay.gradient_steps` | 1, and one for each step of the environments |
+  | `replay.capacity`, `replay.batch_size` | 1,000,000, 256 |
+  | `optimizer.learning_rate` (Adam), of all parts | 3e-4 |
+  | `network.hidden` (ReLU) | 256, 256 |
+
+  There are four differences from the paper. Actor, critics and temperature take their gradients at
+  the same parameters; in algorithm 1 the critics step first. The temperature is trained by its
+  logarithm. Log standard deviations are squashed into -5 to 2. The first `random_steps` actions are
+  uniform. The authors' program has the second and the last of them, too.
   """
 
   critic_rate: float = option(1.0, "the critics' learning rate, relative to the optimizer's",

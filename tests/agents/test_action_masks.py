@@ -577,7 +577,8 @@ def check_legal(returns, lengths):
   assert len(returns) > 5 and min(returns) >= 0 and set(lengths) == {masked.LIMIT}
 
 
-@pytest.mark.parametrize('name', essential(RUNS, 'ppo, a product in Python', 'dqn, JAX environments'))
+@pytest.mark.parametrize('name', essential(
+    RUNS, 'ppo, a product in Python', 'dqn, JAX environments'))
 @pytest.mark.same_bits('one program (`fused`) and several (`sync`), 2 devices and 1',
                        'PPO, IMPALA, DQN, PQN, R2D2 with action masks')
 def test_runs_and_evaluations_take_legal_actions_with_the_same_bits_anywhere(name):
