@@ -206,6 +206,8 @@ def test_losses_and_actions_are_those_of_standardised_observations(loss):
 
 
 @pytest.mark.parametrize('loss', essential(['dqn', 'r2d2', 'sac', 'td3'], 'sac'))
+@pytest.mark.same_bits('one program (`fused`) and several (`sync`), 2 devices and 1',
+                       'DQN, R2D2, SAC, TD3 with normalised observations')
 def test_moments_of_a_replay_are_the_same_in_one_program_and_on_two_devices(loss):
   config = of_replay(loss)
   of_sync, _, state = run(config)

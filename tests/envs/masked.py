@@ -104,6 +104,9 @@ class Doors:
             truncated, {})
 
 
+gymnasium.register('PythonDoors-v0', f'{__name__}:PythonDoors')
+
+
 class PythonDoors(gymnasium.Env):
   """As `Doors`, stepped by Python."""
 
