@@ -4,9 +4,9 @@
 
 Runs short trainings with the code of the commit --old and with the working tree, and compares the
 receipts of every update. The runs cover every scheme, loss, network, recurrent core, normaliser and
-replay, an auxiliary head, microbatches, asynchronous actors, several devices, seeds and processes,
-and runs of the old code that the new code resumes. In schemes that depend on timing only the first
-update is compared, since it does not depend on timing.
+replay, action masks, an auxiliary head, microbatches, asynchronous actors, several devices, seeds
+and processes, and runs of the old code that the new code resumes. In schemes that depend on timing
+only the first update is compared, since it does not depend on timing.
 
 --keep=DIR keeps the old commit's runs in DIR, so that a second call runs the new code only.
 Exit code: 0 all are identical, 1 some differ or fail, 2 wrong arguments.
@@ -90,6 +90,8 @@ CASES = (
     Case('pqn-gru', 'pqn_cartpole.py:smoke', ('network.core=gru', 'network.core_size=16')),
     Case('auxiliary-head', 'examples/transformer.py:smoke', (
         'network.name=mlp', 'env.task=CartPole-v1', 'scheme=sync')),
+    Case('masks-of-a-product', 'ppo_cartpole.py:smoke', ('env.task=Cleaner-v0',)),
+    Case('dqn-masks', 'apex_dqn_catch.py:smoke', ('env.task=Game2048-v1',)),
     Case('microbatches-impala', 'impala_catch.py:smoke',
          ('scheme=sync', 'microbatch_rows=42', *TWO_DEVICES)),
     Case('microbatches-dpg', 'apex_dpg_cartpole_swingup.py:smoke', ('microbatch_rows=8',)),

@@ -1,7 +1,8 @@
 """Agents learn, with shipped configs and three seeds; a broken agent misses the thresholds.
 
 Random play: Catch -0.6 of 1, CartPole 22 of 500, the pendulum 6 of 1000, the slippery lake 0.015
-of 0.74 (the best policy of all, within its 100 steps), shapes 0 of 1, Pong -20.5 of 21.
+of 0.74 (the best policy of all, within its 100 steps), shapes 0 of 1, doors 1.3 of 6 among the
+legal ones and -0.9 among all, Pong -20.5 of 21.
 """
 
 import collections
@@ -22,6 +23,7 @@ from podracer_jit.configs import (
   ppo_cartpole,
   ppo_mujoco,
   pqn_cartpole,
+  r2d2_memory,
   sac_pendulum,
   td3_pendulum,
 )
@@ -40,6 +42,11 @@ CNN = dict(experiment.config('ppo', 'nature_cnn', 'adam').network.to_dict(), cha
 SHAPES = dict(env__task='tests.envs.shapes:Shapes', env__num_envs=64, unroll_length=32,
               num_epochs=2, num_minibatches=8, total_steps=80_000, loss__discount=0.0,
               loss__entropy_coef=0.01, loss__value_coef=1.0, optimizer__learning_rate=1e-3)
+# Each step shows which of twelve doors is right; an illegal one ends the episode with -1.
+DOORS = dict(env__task='tests.envs.masked:Doors', env__choices=(12,), env__penalty=1.0,
+             env__num_envs=16, total_steps=10_000, scheme='fused', loss__discount=0.9)
+RECURRENT = dict(experiment.config('r2d2', 'mlp', 'adam').network.to_dict(), core='gru',
+                 core_size=32)
 CASES = {
     'impala_catch': (impala_catch, {}, 0.8),
     'ppo_cartpole': (ppo_cartpole, {}, 400.0),
@@ -64,10 +71,20 @@ CASES = {
                       200.0),
     'ppo_cnn': (ppo_cartpole, dict(SHAPES, network=CNN), 0.4),
     'ppo_pong': (pong_laptop, dict(total_steps=900_000), 0.0),
+    'ppo_doors': (ppo_cartpole, dict(DOORS, loss__value_coef=0.5, loss__entropy_coef=0.003), 4.4),
+    'impala_doors': (impala_catch, dict(
+        DOORS, unroll_length=8, num_minibatches=1, optimizer__learning_rate=5e-3,
+        loss__entropy_coef=0.003, loss__discount=0.5), 4.4),
+    'pqn_doors': (pqn_cartpole, dict(DOORS, unroll_length=32, num_minibatches=4), 4.4),
+    'dqn_doors': (apex_dqn_catch, DOORS, 4.4),
+    'r2d2_doors': (r2d2_memory, dict(
+        DOORS, network=RECURRENT, unroll_length=8, loss__burn_in=2, loss__trace_length=6,
+        loss__n_step=2, loss__target_every=50, replay__min_size=100,
+        replay__gradient_steps=2), 4.4),
 }
 # One seed of each of these is in `scripts/test`.
 ESSENTIAL = ('impala_catch', 'ppo_cartpole', 'apex_catch', 'ppo_pendulum', 'ppo_cnn',
-             'pqn_cartpole', 'sac_pendulum', 'td3_pendulum')
+             'pqn_cartpole', 'sac_pendulum', 'td3_pendulum', 'dqn_doors')
 
 
 @functools.cache
@@ -107,6 +124,16 @@ def mean_return(name, seed):
 @pytest.mark.parametrize('name, seed', RUNS)
 def test_learns(name, seed):
   assert mean_return(name, seed) >= CASES[name][-1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('name', [name for name in CASES if name.endswith('_doors')])
+def test_without_the_mask_the_same_agent_learns_less_in_the_same_steps(name, monkeypatch):
+  """The mask is a part of its observation then, so it can learn what is illegal."""
+  module, fields, threshold = CASES[name]
+  monkeypatch.setitem(CASES, f'{name}_unmasked', (
+      module, dict(fields, env__action_mask=''), None))
+  assert mean_return(f'{name}_unmasked', 1) < threshold
 
 
 @pytest.mark.full

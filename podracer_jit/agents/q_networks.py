@@ -162,11 +162,18 @@ class Critic(nn.Module):
     return nn.Dense(1)(networks.features_of(self.torso, x))[:, 0]
 
 
-def dueling(torso: nn.Module, policy: Policy, options: TorsoOptions = networks.PLAIN) -> Dueling:
+def dueling(torso: nn.Module, policy: Policy, options: TorsoOptions = networks.PLAIN,
+            moments: Sequence[str] = ()) -> Dueling:
   """Returns the dueling network around a torso, with a recurrent core before the streams.
 
   If the torso has `split_last_layer`, its last layer is replaced by the hidden layers of the two
   streams. Otherwise all its layers stay, and the streams have as many units as they get features.
+
+  Args:
+    torso: as the config says.
+    policy: reads the action values.
+    options: of the torso; the core counts.
+    moments: normalised quantities, 'obs' or none.
 
   Raises:
     ValueError: the torso has no layer; the message begins with the field's name.
@@ -174,7 +181,7 @@ def dueling(torso: nn.Module, policy: Policy, options: TorsoOptions = networks.P
   units = 0
   if hasattr(torso, 'split_last_layer'):
     torso, units = torso.split_last_layer()
-  return Dueling(torso, policy, core=options.core_name, core_size=options.core_size, hidden=units)
+  return Dueling(torso, policy, tuple(moments), options.core_name, options.core_size, units)
 
 
 POLICY_AND_CRITIC = {'deterministic': Deterministic}

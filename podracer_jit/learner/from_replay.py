@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from podracer_jit.agents import action_masks, running_moments
 from podracer_jit.learner import updates
 from podracer_jit.learner.updates import Draw
 from podracer_jit.losses.algorithm import Algorithm
@@ -60,12 +61,35 @@ class FromReplay:
     groups = self.groups
     batch = fingerprint(experience._replace(episodes=None), 1, groups.first_env(),
                         groups.count * groups.envs)
+    state = self.observe(state, experience, groups)
     state, valid = self.insert(state, experience, jnp.int32(0))
     batch, valid = groups.total_of_integers((batch, valid))
     count = jnp.where(self.is_ready(state), self.gradient_steps, 0)
     state, sums = self.take_steps(state, count)
     state, metrics = self.finish(state, count, sums, valid, batch)
     return state, metrics | dict(episodes=experience.episodes)
+
+  def observe(self, state: TrainState, experience: Experience, groups: Groups) -> TrainState:
+    """Returns the state whose running moments have experience that is about to be added.
+
+    Each row counts once, however often it is drawn. So the moments are exact sums over groups, as
+    those of a rollout are, and depend on neither priorities nor the number of gradient steps. A
+    target network reads the same normalised observations as the network.
+
+    Args:
+      state: the state.
+      experience: [T, B].
+      groups: those of the experience, seen from this device.
+    """
+    obs = action_masks.split(experience.obs, self.algorithm.parts.spec)[0]
+    moments = running_moments.observe(state.params, experience._replace(obs=obs), None, groups)
+    if not moments:
+      return state
+    params = running_moments.add(state.params, moments)
+    target = state.target.params
+    if running_moments.moments_of(target):
+      target = running_moments.with_moments_of(target, params)
+    return state._replace(params=params).with_target(target)
 
   @jax.named_scope('storing')
   def insert(self, state: TrainState, experience: Experience, first_group: jax.Array

@@ -18,6 +18,7 @@ from podracer_jit.losses.algorithm import Algorithm
 from podracer_jit.numerics import counters, indexing
 from podracer_jit.numerics.deterministic import AXIS, pairwise_sum, partial_sums
 from podracer_jit.numerics.fingerprints import fingerprint
+from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.tracing import traced
 from podracer_jit.types import Experience, Metrics, Rollout, TrainState
 
@@ -261,6 +262,8 @@ def replay_programs(source: FromReplay, mesh: Mesh) -> ReplayPrograms:
     chex.assert_rank(first_group, 0)
     # Relative to the groups of this device; `insert` ignores groups outside of [0, local).
     relative = first_group - lax.axis_index(AXIS) * groups.local
+    added = Groups(experience.reward.shape[1] // groups.envs, groups.envs)
+    state = source.observe(state, experience, added)
     state, valid = source.insert(state, experience, relative)
     batch = fingerprint(experience._replace(episodes=None), 1, first_group * groups.envs,
                         groups.count * groups.envs)

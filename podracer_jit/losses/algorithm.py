@@ -110,6 +110,7 @@ class Algorithm(abc.ABC):
   network_role: ClassVar[str] = TORSO  # of the config's network: TORSO or POLICY_AND_CRITIC
   # Options of TorsoOptions that its network has: 'core', 'separate_critic'.
   takes: ClassVar[frozenset[str]] = frozenset({'core', 'separate_critic'})
+  # Quantities that may be normalised; of those, a replay can have 'obs' only.
   normalises: ClassVar[frozenset[str]] = frozenset({'obs', 'returns'})
   shuffles: ClassVar[bool] = False  # each epoch shuffles the items of its minibatches
   measures_kl: ClassVar[bool] = False  # its terms include 'approx_kl'

@@ -28,7 +28,7 @@ class DQN(Algorithm):
   learns_from_replay: ClassVar[bool] = True
   policy_reads: ClassVar[str] = policies.ACTION_VALUES
   takes: ClassVar[frozenset[str]] = frozenset()
-  normalises: ClassVar[frozenset[str]] = frozenset()
+  normalises: ClassVar[frozenset[str]] = frozenset({'obs'})
 
   n_step: int = option(3, 'steps of a return before it is bootstrapped', at_least=1,
                        at_most=MAX_N_STEP)
@@ -41,7 +41,8 @@ class DQN(Algorithm):
 
   def make_network(self) -> nn.Module:
     """Returns the dueling network around the config's torso."""
-    return q_networks.dueling(self.parts.torso, self.parts.policy)
+    p = self.parts
+    return q_networks.dueling(p.torso, p.policy, moments=p.moments)
 
   def init_target(self, params: Params) -> Params:
     """Returns the target network."""

@@ -70,7 +70,7 @@ class R2D2(DQN):
   def make_network(self) -> q_networks.Dueling:
     """Returns the dueling network around the config's torso and core."""
     p = self.parts
-    return q_networks.dueling(p.torso, p.policy, p.torso_options)
+    return q_networks.dueling(p.torso, p.policy, p.torso_options, p.moments)
 
   def act(self, params: Any, obs: jax.Array, carry: Carry, valid: jax.Array,
           key: jax.Array | None, exploration: jax.Array | None) -> Acted:

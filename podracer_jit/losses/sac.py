@@ -57,8 +57,20 @@ def draw(key: jax.Array, dist_params: jax.Array) -> tuple[jax.Array, jax.Array]:
 class SAC(OffPolicyActorCritic):
   """Soft actor-critic for continuous actions and flat observations (algorithm 1).
 
-  Actor, critics and temperature take their gradients at the same parameters. The network of the
-  config is the torso of the actor and of each critic.
+  | option | the paper's value (appendix D, table 1) |
+  |---|---|
+  | `num_critics` | 2; actor and targets take the smallest value |
+  | `tau` | 0.005 |
+  | `target_entropy` | -1 nat for each element of an action |
+  | `n_step`, `replay.gradient_steps` | 1, and one for each step of the environments |
+  | `replay.capacity`, `replay.batch_size` | 1,000,000, 256 |
+  | `optimizer.learning_rate` (Adam), of all parts | 3e-4 |
+  | `network.hidden` (ReLU) | 256, 256 |
+
+  There are four differences from the paper. Actor, critics and temperature take their gradients at
+  the same parameters; in algorithm 1 the critics step first. The temperature is trained by its
+  logarithm. Log standard deviations are squashed into -5 to 2. The first `random_steps` actions are
+  uniform. The authors' program has the second and the last of them, too.
   """
 
   critic_rate: float = option(1.0, "the critics' learning rate, relative to the optimizer's",
@@ -98,7 +110,7 @@ class SAC(OffPolicyActorCritic):
     Arguments and result: see `Algorithm.act`.
     """
     del valid
-    dist_params = self.network.apply(params['actor'], obs)
+    dist_params = self.network.apply(params['actor'], self.seen(params, obs))
     mode = jnp.tanh(jnp.split(dist_params, 2, axis=-1)[0])
     if key is None:
       return Acted(mode, None, carry, mode)
@@ -114,18 +126,18 @@ class SAC(OffPolicyActorCritic):
     `state.params` has no gradient, so the loss of each part changes only that part.
     """
     transition = batch.items
+    obs, next_obs = (self.seen(params, x) for x in (transition.obs, transition.next_obs))
     fixed = state.params
     alpha = jnp.exp(fixed['log_alpha'])
     key, next_key = jax.random.split(key)
 
-    next_action, next_log_prob = draw(
-        next_key, self.network.apply(fixed['actor'], transition.next_obs))
-    next_q = jnp.min(self.q(state.target.params, transition.next_obs, next_action), axis=0)
+    next_action, next_log_prob = draw(next_key, self.network.apply(fixed['actor'], next_obs))
+    next_q = jnp.min(self.q(state.target.params, next_obs, next_action), axis=0)
     target = transition.reward + transition.discount * (next_q - alpha * next_log_prob)
-    error = self.q(params['critic'], transition.obs, transition.action) - target
+    error = self.q(params['critic'], obs, transition.action) - target
 
-    action, log_prob = draw(key, self.network.apply(params['actor'], transition.obs))
-    q = jnp.min(self.q(fixed['critic'], transition.obs, action), axis=0)
+    action, log_prob = draw(key, self.network.apply(params['actor'], obs))
+    q = jnp.min(self.q(fixed['critic'], obs, action), axis=0)
 
     lacking = log_prob + self.target_entropy * action.shape[-1]  # nats below the target entropy
     losses = {

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from podracer_jit.actor import faults
+from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.errors import EnvironmentFailed, environment_failure
 from podracer_jit.play import evaluation
 from podracer_jit.training.meter import environment_check
@@ -164,6 +165,34 @@ def test_a_wrong_value_is_named(options, sentence):
   task = fresh_run.experiment.env.task
   assert str(error.value).startswith(f'{task}: {sentence} (environment 0, seed')
   assert str(error.value).endswith('in update 1') and '\n' not in str(error.value)
+
+
+DOORS = 'tests.envs.masked:Doors'
+
+
+@pytest.mark.parametrize('loss, task, options, sentence', essential([
+    ('ppo', DOORS, dict(stuck_at=2), 'step 2 of an episode returned allows no action'),
+    ('dqn', DOORS, dict(stuck_at=3, ends='truncated'),
+     'step 3 of an episode returned allows no action'),
+    ('impala', DOORS, dict(stuck_at=0), 'a reset returned allows no action'),
+    ('impala', DOORS.replace('Doors', 'PythonDoors'), dict(stuck_at=2, choices=(3, 4)),
+     'step 2 of an episode returned allows no choice of element 1 of an action')], 'dqn', 'impala'))
+def test_a_mask_without_a_legal_action_is_named_with_task_seed_and_step(
+    loss, task, options, sentence):
+  """Masks of the last observations of episodes allow nothing either, which is no fault."""
+  fresh_run = fresh(changed(config(loss), env={'task': task, 'num_envs': 8, **options}))
+  _, reports, _ = run(None, updates=1, prepared_run=fresh_run)
+  with pytest.raises(EnvironmentFailed) as error:
+    environment_check(fresh_run.experiment, 0)(reports[0])
+  seed, = env_seeds(fresh_run.experiment.seed, 0, 0, 1)
+  assert str(error.value) == (f'{task}: the mask action_mask (env.action_mask) that {sentence} '
+                              f'(environment 0, seed {seed}), in update 1')
+  if loss == 'impala':
+    player = evaluation.make_player(fresh_run, fresh_run.initial_state().params, update=0, steps=0)
+    with pytest.raises(EnvironmentFailed, match=(
+        f'^{task}: the mask action_mask .* that {sentence} .environment 0 of the evaluation with '
+        'seed 5.$')):
+      evaluation.play(player, evaluation.Settings(2, 2, 5, 100))
 
 
 def test_without_a_fault_there_is_no_sentence():

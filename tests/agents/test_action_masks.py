@@ -1,4 +1,6 @@
-"""Action masks: which parts of observations are masks, and distributions and values under them."""
+"""Action masks: which parts are masks, distributions and values under them, and whole runs."""
+
+import dataclasses
 
 import flax.linen as nn
 import jax
@@ -8,6 +10,7 @@ import pytest
 from gymnasium import spaces as gymnasium_spaces
 from numpy.testing import assert_allclose, assert_array_equal
 
+from podracer_jit import testing
 from podracer_jit.agents import action_masks, networks, policies, q_networks
 from podracer_jit.envs import envpool_envs, spaces
 from podracer_jit.envs.protocol import EnvSpec
@@ -17,9 +20,12 @@ from podracer_jit.losses.dqn import DQN
 from podracer_jit.losses.impala import IMPALA
 from podracer_jit.losses.ppo import PPO
 from podracer_jit.losses.pqn import PQN
+from podracer_jit.losses.r2d2 import R2D2
+from podracer_jit.play import evaluation
 from podracer_jit.types import Rollout, Target, TrainState, Transition
 from tests.envs import masked
-from tests.runs import changed, small
+from tests.runs import changed, prepared, run, small
+from tests.tiers import essential
 
 Box, Dict, Tuple = (getattr(gymnasium_spaces, name) for name in ('Box', 'Dict', 'Tuple'))
 HERE = 'tests.envs.masked:'
@@ -532,3 +538,93 @@ def test_masks_have_one_layout_in_all_forms(environment, form, dtype):
   spec = resolve(config).spec
   assert (spec.action_mask.start, spec.action_mask.size) == (0, 6)
   assert action_masks.seen(spec).obs_shape == (6,)
+
+
+# Runs.
+
+
+def doors(loss, task='Doors', **fields):
+  """Returns a config of a few updates in two groups; the replay learns from the second on."""
+  config = small(loss, HERE + task, num_shards=2, num_grad_shards=2)
+  if 'replay' in config:
+    config['num_minibatches'] = 1
+    config['replay'] |= dict(capacity=256, min_size=64, batch_size=32, gradient_steps=2)
+  if loss == 'r2d2':
+    config['loss'] |= dict(burn_in=2, trace_length=6, n_step=2)
+    config['replay'] |= dict(capacity=32, min_size=16, batch_size=16)  # sequences
+  return changed(config, **fields)
+
+
+GRU = dict(network__core='gru', network__core_size=8)
+PAIRS = dict(env__choices=(3, 4), env__form='tuple')
+RUNS = {
+    'ppo, a product in Python': ('ppo', 'PythonDoors', PAIRS),
+    'dqn, JAX environments': ('dqn', 'Doors', dict(env__ends='truncated')),
+    'ppo': ('ppo', 'Doors', dict(env__looks='several', normalise__obs=True)),
+    'ppo, GRU, a product': ('ppo', 'Doors', PAIRS | GRU),
+    'impala, LSTM': ('impala', 'Doors', GRU | dict(network__core='lstm')),
+    'impala, rows of a product in Python': ('impala', 'PythonDoors', dict(
+        env__choices=(3, 3), env__form='rows', env__dtype='bool')),
+    'dqn, Python': ('dqn', 'PythonDoors', dict(loss__n_step=3)),
+    'pqn': ('pqn', 'Doors', dict(loss__epsilon=0.5, env__looks='several')),
+    'pqn, GRU, Python': ('pqn', 'PythonDoors', GRU),
+    'r2d2': ('r2d2', 'Doors', GRU),
+    'r2d2, Python': ('r2d2', 'PythonDoors', GRU)}
+
+
+def check_legal(returns, lengths):
+  """Checks that no action was illegal, which costs 100 and ends an episode."""
+  assert len(returns) > 5 and min(returns) >= 0 and set(lengths) == {masked.LIMIT}
+
+
+@pytest.mark.parametrize('name', essential(
+    RUNS, 'ppo, a product in Python', 'dqn, JAX environments'))
+@pytest.mark.same_bits('one program (`fused`) and several (`sync`), 2 devices and 1',
+                       'PPO, IMPALA, DQN, PQN, R2D2 with action masks')
+def test_runs_and_evaluations_take_legal_actions_with_the_same_bits_anywhere(name):
+  loss, task, fields = RUNS[name]
+  config = doors(loss, task, **fields)
+  receipts, reports, state = run(config)
+  assert len({params for _, params in receipts}) >= 5
+  episodes = [jax.device_get(report.metrics['episodes']) for report in reports]
+  check_legal(*(np.concatenate([getattr(each, field)[each.ended] for each in episodes])
+                for field in ('episode_return', 'length')))
+
+  prepared_run = prepared(config)
+  acting = prepared_run.experiment.algorithm.acting(state)
+  for greedy in (False, True):
+    player = evaluation.make_player(prepared_run, acting, 6, 1)._replace(greedy=greedy)
+    check_legal(*evaluation.play(player, evaluation.Settings(6, 3, seed=0, max_steps=100)))
+
+  assert run(changed(config, scheme='fused', placement__actor_devices=(0,),
+                     placement__learner_devices=(0,)))[0] == receipts
+  assert run(changed(config, placement__actor_devices=(0, 1),
+                     placement__learner_devices=(0, 1)))[0] == receipts
+
+
+@pytest.mark.parametrize('loss', ['dqn', 'pqn', 'r2d2'])
+def test_action_values_of_products_are_refused(loss):
+  with pytest.raises(ValueError, match=f'^loss.name: {loss} wants '):
+    resolve(doors(loss, **PAIRS))
+
+
+@dataclasses.dataclass(frozen=True)
+class IgnoresTheMask(IMPALA):
+  """Its actions do not come from the network."""
+
+  def act(self, params, obs, carry, valid, key, exploration):
+    acted = super().act(params, obs, carry, valid, key, exploration)
+    return acted._replace(action=jnp.full_like(acted.action, 2))
+
+
+@pytest.mark.parametrize('algorithm, fields', essential([
+    (DQN, {}), (PPO, PAIRS), (IMPALA, {}), (PQN, {}), (R2D2, GRU)], DQN))
+def test_shipped_algorithms_pass_the_check_with_masks(algorithm, fields):
+  name = algorithm.__name__.lower()
+  assert testing.check(algorithm, doors(name, **fields))[2].endswith(' steps are legal')
+
+
+def test_an_algorithm_that_takes_illegal_actions_does_not_pass_the_check():
+  with pytest.raises(AssertionError, match='^act of .*IgnoresTheMask: takes the action 2, which '
+                     'action_mask says is illegal; draw it from what self.network returns first$'):
+    testing.check(IgnoresTheMask, doors('impala'))

@@ -7,8 +7,12 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.agents import running_moments
+from podracer_jit.experiment.resolve import resolve
+from podracer_jit.losses.algorithm import Batch
 from podracer_jit.numerics.groups import Groups
+from podracer_jit.types import Rollout, Transition
 from tests.runs import changed, run, small
+from tests.tiers import essential
 from tests.workers import wrap
 
 
@@ -95,13 +99,19 @@ def test_actors_and_learner_normalise_by_the_moments_of_the_updates_before():
   assert all(abs(m['approx_kl'][0]) < 1e-6 for m in metrics)
 
 
-def test_the_train_state_has_the_moments_of_all_observations_and_returns():
+def watched(config):
+  """Runs a config; returns the rollouts that the learner got, and the last train state."""
   rollouts = []
 
   def watch(call, carry, *batch):
     rollouts.extend(jax.device_get(rollout) for item in batch for rollout in item.value.parts[0])
 
-  state = run(config(), tamper=wrap('learner', before=watch))[2]
+  state = run(config, tamper=wrap('learner', before=watch))[2]
+  return rollouts, state
+
+
+def test_the_train_state_has_the_moments_of_all_observations_and_returns():
+  rollouts, state = watched(config())
   moments = jax.device_get(state.params['moments'])
   obs = np.concatenate([r.obs[:-1][r.valid] for r in rollouts])
   returns = np.concatenate([r.discounted_return[r.valid] for r in rollouts])
@@ -114,3 +124,106 @@ def test_the_train_state_has_the_moments_of_all_observations_and_returns():
   assert moments['values'].mean > 0.1 and 0 < running_moments.deviation(moments['values']) < 10
   # A reward of 1 a step: the discounted return counts from the episode's beginning.
   assert returns.min() == pytest.approx(1.0) and returns.max() > 5
+
+
+# With a replay.
+
+
+def of_replay(loss, **fields):
+  """Returns a config whose replay learns from the second update on."""
+  config = small(loss, 'Pendulum-v1' if loss in ('sac', 'td3') else 'CartPole-v1', num_shards=2,
+                 num_grad_shards=2, num_minibatches=1)
+  config['replay'] |= dict(capacity=256, min_size=64, batch_size=32, gradient_steps=3)
+  if loss == 'r2d2':
+    config['network'] |= dict(core='gru', core_size=8)
+    config['loss'] |= dict(burn_in=2, trace_length=6, n_step=2)
+    config['replay'] |= dict(capacity=32, min_size=16, batch_size=16)  # sequences
+  return changed(config, normalise__obs=True, **fields)
+
+
+def test_each_row_that_is_added_to_a_replay_counts_once():
+  """Rows do not count as often as they are drawn, and those after an episode do not count."""
+  rollouts, state = watched(of_replay('dqn'))
+  obs = np.concatenate([r.obs[:-1][r.valid] for r in rollouts])
+  moments = state.params['moments']['obs']
+  assert moments.count == len(obs) < 6 * 64
+  assert_allclose(moments.mean, obs.mean(axis=0), rtol=1e-4, atol=1e-5)
+  assert_allclose(running_moments.deviation(moments), obs.std(axis=0), rtol=1e-4)
+  jax.tree.map(assert_array_equal, state.target.params['moments'], state.params['moments'])
+
+
+MOMENTS = dict(CartPole=([0.1, -0.2, 0.3, 0.5], [0.5, 2.0, 0.3, 1.5]),
+               Pendulum=([0.1, -0.2, 0.5], [0.5, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize('loss', ['dqn', 'r2d2', 'sac', 'td3'])
+def test_losses_and_actions_are_those_of_standardised_observations(loss):
+  config = of_replay(loss)
+  if loss in ('sac', 'td3'):
+    config['loss']['random_steps'] = 0
+  algorithm, plain = (resolve(x).algorithm for x in (config, changed(config, normalise__obs=False)))
+  of_task = MOMENTS[config['env']['task'].partition('-')[0]]
+  mean, deviation = map(np.float32, of_task)
+  moments = running_moments.Moments(jnp.float32(100), mean, 100 * deviation ** 2)
+  plain_state = plain.first_state(jax.random.key(0), jax.random.key(1))
+  target = jax.tree.map(lambda x: 0.9 * x + 0.05, plain_state.target.params)
+  plain_state = plain_state.with_target(target)
+  state = algorithm.first_state(jax.random.key(0), jax.random.key(1))
+  of_target = running_moments.with_moments_of(target, state.target.params)
+  state = state._replace(params=dict(state.params, moments={'obs': moments})).with_target(
+      dict(of_target, moments={'obs': moments}) if 'moments' in of_target else of_target)
+
+  rng = np.random.default_rng(0)
+  def raw(*shape):
+    return np.float32(mean + deviation * rng.normal(size=(*shape, len(mean))))
+  def seen(x):
+    return (x - mean) / deviation
+  action = (rng.uniform(-1, 1, (8, 1)).astype(np.float32) if loss in ('sac', 'td3')
+            else rng.integers(0, 2, 8, np.int32))
+  number = np.float32(rng.normal(size=8))
+  if loss == 'r2d2':
+    false = np.zeros((9, 8), bool)
+    items = Rollout(raw(10, 8), np.tile(action, (9, 1)), None, np.tile(number, (9, 1)), false,
+                    false, ~false, None, carry=np.zeros((1, 8, 8), np.float32))
+    standard = items._replace(obs=seen(items.obs))
+  else:
+    items = Transition(raw(8), action, number, np.full(8, 0.9, np.float32), raw(8))
+    standard = items._replace(obs=seen(items.obs), next_obs=seen(items.next_obs))
+  batch = Batch(items, None, np.ones(8, np.float32), np.float32(8), None)
+  key = jax.random.key(2)
+  grads, aux = algorithm.gradient(state, batch, key)
+  expected_grads, expected = plain.gradient(plain_state, batch._replace(items=standard), key)
+  assert_allclose(aux.priority, expected.priority, rtol=1e-3, atol=1e-5)
+  moment_grads = grads.pop('moments')
+  assert not any(map(np.any, jax.tree.leaves(moment_grads)))
+  jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-3, atol=1e-4), grads, expected_grads)
+
+  obs = raw(8)
+  valid = np.ones(8, bool)
+  acted, expected = (x.act(x.acting(y), z, x.initial_carry(8), valid, None, None)
+                     for x, y, z in ((algorithm, state, obs), (plain, plain_state, seen(obs))))
+  assert_allclose(acted.distribution, expected.distribution, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('loss', essential(['dqn', 'r2d2', 'sac', 'td3'], 'sac'))
+@pytest.mark.same_bits('one program (`fused`) and several (`sync`), 2 devices and 1',
+                       'DQN, R2D2, SAC, TD3 with normalised observations')
+def test_moments_of_a_replay_are_the_same_in_one_program_and_on_two_devices(loss):
+  config = of_replay(loss)
+  of_sync, _, state = run(config)
+  assert len({params for _, params in of_sync}) == len(of_sync)
+  assert state.params['moments']['obs'].count > 6 * 50
+  assert run(changed(config, scheme='fused', placement__actor_devices=(0,),
+                     placement__learner_devices=(0,)))[0] == of_sync
+  assert run(changed(config, placement__actor_devices=(0, 1),
+                     placement__learner_devices=(0, 1)))[0] == of_sync
+
+
+@pytest.mark.full
+def test_moments_of_a_replay_that_is_filled_at_a_free_rate_have_all_its_rows():
+  """Each device of the learner gets all rollouts, and has the replay of its own groups."""
+  config = of_replay('dqn', scheme='apex', placement__actor_devices=(0, 0),
+                     placement__learner_devices=(1, 2), env__renew_every_updates=0)
+  _, reports, state = run(config, updates=12)
+  added = sum(int(jax.device_get(report.metrics['valid'])[0]) for report in reports)
+  assert state.params['moments']['obs'].count == added > 64

@@ -242,6 +242,8 @@ def test_training_writes_a_complete_workdir(tmp_path):
   assert list((run / 'tensorboard').glob('events*')) and list((run / 'checkpoints').iterdir())
 
 
+PENDULUM = ['--config.total_steps=280', '--config.env.renew_every_updates=5',
+            '--config.checkpoint.every_updates=3', '--config.log.tensorboard=False']
 RUNS = {
     'cleanba impala': [CATCH, '--config.env.renew_every_updates=5',
                        '--config.checkpoint.every_updates=3', '--config.log.tensorboard=False'],
@@ -252,6 +254,14 @@ RUNS = {
                   '--config.total_steps=8500', '--config.env.renew_every_updates=7',
                   '--config.checkpoint.every_updates=5', '--config.log.tensorboard=False'],
     # A replay of sequences, with recurrent states.
+    'fused pqn': ['--config=configs/pqn_cartpole.py:smoke', '--config.env.num_envs=8',
+                  '--config.unroll_length=32', '--config.total_steps=2080',
+                  '--config.env.renew_every_updates=5', '--config.checkpoint.every_updates=3',
+                  '--config.log.tensorboard=False'],
+    # Three parts with an optimizer each, and target critics.
+    'lockstep sac': ['--config=configs/sac_pendulum.py:smoke', *PENDULUM],
+    # A count of gradient steps says when the actor learns.
+    'lockstep td3': ['--config=configs/td3_pendulum.py:smoke', *PENDULUM],
     'lockstep r2d2': ['--config=configs/r2d2_memory.py:smoke', '--config.total_steps=4300',
                       '--config.env.renew_every_updates=5', '--config.checkpoint.every_updates=3',
                       '--config.log.tensorboard=False']}
@@ -269,7 +279,8 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.parametrize('name', essential(RUNS, 'cleanba impala'))
 @pytest.mark.same_bits('killed at random and resumed',
-                       'IMPALA: MLP (`cleanba`), PPO: MLP (`fused`), R2D2: GRU (`apex_lockstep`)')
+                       'IMPALA: MLP (`cleanba`), PPO, PQN: MLP (`fused`), R2D2: GRU, SAC, TD3 '
+                       '(`apex_lockstep`)')
 def test_a_killed_run_resumes_to_the_same_bits(name, uninterrupted, tmp_path):
   """The run is killed at a random moment between its start and its end."""
   num_updates = random.randrange(9)

@@ -90,10 +90,14 @@ def test_two_processes_make_the_same_bits_as_one(uninterrupted, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize('config', [
-    ['apex_dqn_catch.py:smoke'], ['r2d2_memory.py:smoke', '--config.env.num_envs=8']])
-@pytest.mark.same_bits('2 processes and 1', 'DQN: MLP, R2D2: GRU (`apex_lockstep`)')
-def test_two_processes_with_a_replay_make_the_same_bits_as_one(config, tmp_path):
-  """One process can also repeat an update of a later segment from their checkpoint."""
+    ['apex_dqn_catch.py:smoke'], ['r2d2_memory.py:smoke', '--config.env.num_envs=8'],
+    ['sac_pendulum.py:smoke'], ['td3_pendulum.py:smoke'],
+    ['pqn_cartpole.py:smoke', '--config.scheme=sync', '--config.env.num_envs=8',
+     '--config.unroll_length=8']])
+@pytest.mark.same_bits('2 processes and 1',
+                       'DQN: MLP, R2D2: GRU, SAC, TD3 (`apex_lockstep`), PQN: MLP (`sync`)')
+def test_two_processes_of_each_newer_algorithm_make_the_same_bits_as_one(config, tmp_path):
+  """One process can also repeat an update of a later segment, and have their replay."""
   name, *fields = config
   apex = [f'--config=configs/{name}', *fields, '--config.total_steps=2500',
           '--config.env.renew_every_updates=8', '--config.checkpoint.every_updates=12',

@@ -1,4 +1,4 @@
-"""Environments with action masks: an illegal action costs 100 and ends the episode."""
+"""Environments with action masks: an illegal action has a penalty and ends the episode."""
 
 import gymnasium
 import jax
@@ -39,7 +39,7 @@ class Doors:
   """Each step hints at one of the legal doors, for which the reward is 1; JAX functions."""
 
   def __init__(self, choices=(5,), form='flat', dtype='bool', name='action_mask', looks='vector',
-               ends='terminated', stuck_at=-1):
+               ends='terminated', stuck_at=-1, penalty=100.0):
     """Makes an environment.
 
     Args:
@@ -50,6 +50,7 @@ class Doors:
       looks: of the hint.
       ends: 'terminated' or 'truncated', how episodes end; nothing is legal in the last observation.
       stuck_at: the step that returns a mask of which the last element allows nothing; 0: a reset.
+      penalty: of an illegal action; as large as this, no return without one is negative.
     """
     self.observation_space = observation_space(choices, form, dtype, name, looks)
     self.action_space = action_space(choices)
@@ -60,6 +61,7 @@ class Doors:
     self._looks = looks
     self._ends = ends
     self._stuck_at = stuck_at
+    self._penalty = penalty
 
   def _state(self, key):
     legal = []
@@ -95,11 +97,14 @@ class Doors:
     fits = legal[place].all()
     t += 1
     over = ~fits | (t == LIMIT)
-    reward = jnp.where(fits, right[place].mean(), -100.0)
+    reward = jnp.where(fits, right[place].mean(), -self._penalty)
     legal, right = self._state(key)
     truncated = over & (self._ends == 'truncated')
     return (self._observe(legal, right, t, over), (legal, right, t), reward, over & ~truncated,
             truncated, {})
+
+
+gymnasium.register('PythonDoors-v0', f'{__name__}:PythonDoors')
 
 
 class PythonDoors(gymnasium.Env):

@@ -93,6 +93,34 @@ def test_the_loss_regresses_valid_rows_to_their_targets():
   assert aux.valid == 3
 
 
+def test_the_gradient_has_the_slopes_of_the_loss():
+  """Compares with finite differences of the loss by NumPy, in 64 bits."""
+  algorithm = _algorithm(network__hidden=(8,))
+  state = algorithm.first_state(jax.random.key(0), jax.random.key(1))
+  rng = np.random.default_rng(0)
+  obs = rng.normal(size=(1, 9, 4)).astype(np.float32)
+  action = rng.integers(0, 2, (1, 9), np.int32)
+  valid = rng.random((1, 9)) < 0.7
+  target = rng.normal(size=(1, 9)).astype(np.float32)
+
+  def loss(params):
+    hidden, head = params['torso']['Dense_0'], params['q']
+    x = np.tanh(obs @ hidden['kernel'] + hidden['bias'])
+    q = np.take_along_axis(x @ head['kernel'] + head['bias'], action[..., None], -1)[..., 0]
+    return 0.5 * np.sum(np.where(valid, target - q, 0) ** 2) / 12
+
+  # The whole minibatch has 12 valid rows.
+  batch = Batch(_rows(obs, action, valid), target, None, jnp.float32(12), None)
+  grads, _ = jax.jit(algorithm.gradient)(state, batch, jax.random.key(2))
+  for _ in range(5):
+    direction = jax.tree.map(lambda p: rng.normal(size=p.shape), state.params['params'])
+    either = [loss(jax.tree.map(lambda p, d, step=step: np.float64(p) + step * d,
+                                state.params['params'], direction)) for step in (1e-6, -1e-6)]
+    slope = sum(jax.tree.leaves(jax.tree.map(np.vdot, grads['params'], direction)))
+    assert abs(slope) > 1e-2
+    assert_allclose(slope, (either[0] - either[1]) / 2e-6, rtol=1e-3)
+
+
 def _rows(obs, action, valid):
   """Returns rows of a rollout, with the fields that the loss reads."""
   zeros = np.zeros(valid.shape, np.float32)

@@ -16,13 +16,11 @@ from podracer_jit.agents.networks import MLP, TorsoOptions
 from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.losses.algorithm import Batch
 from podracer_jit.losses.items import sequences
-from podracer_jit.play import evaluation
-from podracer_jit.training import inherit
 from podracer_jit.types import Rollout, Target, TrainState
 from tests.agents.test_recurrent import gru
 from tests.made import bound
 from tests.reference import numeric_gradient, random_ends
-from tests.runs import changed, prepared, run, small, train
+from tests.runs import changed, prepared, run, small
 
 BURN_IN, TRACE, N_STEP = 3, 6, 3
 LENGTH = BURN_IN + TRACE + N_STEP - 1
@@ -280,19 +278,6 @@ def test_free_rates_count_sequences():
     prepared(changed(config, replay__tolerance=23))
 
 
-def test_a_run_is_evaluated_and_another_begins_with_it(tmp_path):
-  of_workdir = prepared(config_of(total_steps=5 * 64, checkpoint__every_updates=5))
-  assert train(of_workdir, tmp_path)
-  agent = evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path))
-  assert len(evaluation.play(agent, evaluation.Settings(3, 2, 1, 1000)).returns) == 3
-
-  state, origin = inherit.read(of_workdir, tmp_path, partly=False)
-  assert origin.taken == ('parameters', 'optimizer') and state.replay is None
-  jax.tree.map(assert_array_equal, state.params, agent.params)
-  first = of_workdir.initial_state()
-  assert not jax.tree.all(jax.tree.map(np.array_equal, first.params, agent.params))
-
-
 # What is refused.
 
 
@@ -317,7 +302,7 @@ class OddPeriod(losses.R2D2):
      'rows of env.num_envs = 8 that cannot be drawn, are 8,589,934,760; must be below 2^31'),
     (dict(network__separate_critic=True, network__core='none'),
      'network.separate_critic: r2d2 has no use for it'),
-    (dict(normalise__obs=True), 'normalise.obs: r2d2 cannot learn normalised observations'),
+    (dict(normalise__reward=True), 'normalise.reward: r2d2 cannot learn normalised rewards'),
     (dict(env__task='Pendulum-v1'), 'loss.name: r2d2 wants discrete actions'),
     (dict(loss__trace_length=0), 'loss.trace_length: must be at least 1, got 0')])
 def test_what_does_not_fit_is_refused(fields, message):

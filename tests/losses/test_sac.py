@@ -40,27 +40,62 @@ def _case():
 
 
 def _policy(params, obs, key):
-  """Returns actions and densities, with the noise that the key gives."""
+  """Returns actions and densities in 64 bits, with the noise that the key gives."""
   mean, log_std = np.split(mlp(jax.tree.map(np.float64, params), obs), 2, axis=-1)
-  return draw(key, np.float32(np.concatenate([mean, 3.5 * np.tanh(log_std) - 1.5], axis=-1)))
+  log_std = 3.5 * np.tanh(log_std) - 1.5
+  noise = np.float64(jax.random.normal(key, mean.shape))
+  action = np.tanh(mean + np.exp(log_std) * noise)
+  density = -0.5 * noise ** 2 - log_std - 0.5 * np.log(2 * np.pi) - np.log(1 - action ** 2)
+  return action, density.sum(axis=-1)
+
+
+def _losses(params, state, batch, key):
+  """Returns the losses, [N] each, and the TD errors, in 64 bits.
+
+  Args:
+    params: to differentiate; each loss has the other parts of `state`.
+    state: its targets count; the temperature is 0.3.
+    batch: the transitions.
+    key: of the noise.
+  """
+  x = batch.items
+  key, next_key = jax.random.split(key)
+  action, log_prob = _policy(state.params['actor'], x.next_obs, next_key)
+  value = off_policy.q(state.target.params, x.next_obs, action).min(0) - 0.3 * log_prob
+  error = off_policy.q(params['critic'], x.obs, x.action) - (x.reward + x.discount * value)
+  action, log_prob = _policy(params['actor'], x.obs, key)
+  q = off_policy.q(state.params['critic'], x.obs, action).min(0)
+  fixed = _policy(state.params['actor'], x.obs, key)[1]
+  return dict(critic_loss=0.5 * np.square(error).sum(0), actor_loss=0.3 * log_prob - q,
+              alpha_loss=-np.exp(np.float64(params['log_alpha'])) * (fixed - 1.0)), error
 
 
 def test_the_losses_are_those_of_the_paper():
   algorithm, state, batch, key = _case()
   loss, aux = jax.jit(algorithm.loss)(state.params, state, batch, key)
-  x = batch.items
-  key, next_key = jax.random.split(key)
-  action, log_prob = map(np.float64, _policy(state.params['actor'], x.next_obs, next_key))
-  value = off_policy.q(state.target.params, x.next_obs, action).min(0) - 0.3 * log_prob
-  error = off_policy.q(state.params['critic'], x.obs, x.action) - (x.reward + x.discount * value)
-  action, log_prob = map(np.float64, _policy(state.params['actor'], x.obs, key))
-  q = off_policy.q(state.params['critic'], x.obs, action).min(0)
-  expected = dict(critic_loss=0.5 * np.square(error).sum(0), actor_loss=0.3 * log_prob - q,
-                  alpha_loss=-0.3 * (log_prob - 1.0))
+  expected, error = _losses(state.params, state, batch, key)
   for name, value in expected.items():
     assert_allclose(aux.terms[name], value.sum(), rtol=1e-4, err_msg=name)
   assert_allclose(loss, (batch.weight * sum(expected.values())).sum() / N, rtol=1e-4)
   assert_allclose(aux.priority, np.abs(error).max(0), rtol=1e-4)
+
+
+@pytest.mark.parametrize('part', ['actor', 'critic', 'log_alpha'])
+def test_the_gradient_has_the_slopes_of_the_losses(part):
+  algorithm, state, batch, key = _case()
+  grads, _ = jax.jit(algorithm.gradient)(state, batch, key)
+  rng = np.random.default_rng(4)
+  for _ in range(5):
+    direction = jax.tree.map(lambda p: rng.normal(size=p.shape), state.params[part])
+
+    def loss(step, direction=direction):
+      moved = jax.tree.map(lambda p, d: np.float64(p) + step * d, state.params[part], direction)
+      expected, _ = _losses({**state.params, part: moved}, state, batch, key)
+      return (batch.weight * sum(expected.values())).sum() / N
+
+    slope = sum(jax.tree.leaves(jax.tree.map(np.vdot, grads[part], direction)))
+    assert abs(slope) > 1e-3
+    assert_allclose(slope, (loss(1e-6) - loss(-1e-6)) / 2e-6, rtol=2e-3)
 
 
 def test_each_part_has_the_gradient_of_its_own_loss():

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from podracer_jit.play import export
 from podracer_jit.runtime import host
 from podracer_jit.training import evaluator
 from podracer_jit.workdir import checkpoints
+from tests.envs.masked import LIMIT
 from tests.play.test_agent import OWN_ENVS, untrained
 from tests.runs import QUICK, open_workdir, prepared, small
 from tests.tiers import essential
@@ -247,6 +249,19 @@ def test_the_example_plays_without_the_package(task, fields, tmp_path):
   done = play(tmp_path / 'out', tmp_path)
   assert done.returncode == 0, done.stderr
   assert done.stdout.startswith(f'{task} after update 7: return ')
+
+
+@pytest.mark.parametrize('loss, fields', essential([
+    ('ppo', {}), ('dqn', dict(num_minibatches=1)), ('pqn', {})], 'ppo'))
+def test_the_example_obeys_action_masks(loss, fields, tmp_path):
+  """An illegal action would end the episode, with a return of -100."""
+  task = 'gymnasium:tests.envs.masked:PythonDoors-v0'
+  untrained(task, loss=loss, **fields).export(tmp_path / 'out')
+  done = play(tmp_path / 'out', EXAMPLE.parents[1], '--allow_modules=tests.envs.masked')
+  assert done.returncode == 0, done.stderr
+  score, = re.fullmatch(rf'{task} after update 7: return (\d+) in {LIMIT} steps\n',
+                        done.stdout).groups()
+  assert 0 <= int(score) <= LIMIT
 
 
 def of_a_stranger(folder, how):

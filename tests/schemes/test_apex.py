@@ -276,7 +276,7 @@ def test_epsilons_and_noise_are_those_of_the_paper():
     (dict(scheme='dppo'), 'scheme: dppo is for losses without a replay, loss.name is dqn'),
     (dict(scheme='impala'), 'scheme: impala is for losses without a replay'),
     (dict(num_epochs=2), 'num_epochs: dqn draws from a replay; must be 1, got 2'),
-    (dict(normalise__obs=True), 'normalise.obs: dqn cannot learn normalised observations'),
+    (dict(normalise__reward=True), 'normalise.reward: dqn cannot learn normalised rewards'),
     (dict(network__core='gru'), 'network.core: dqn has no use for it; must be none'),
     (dict(network__separate_critic=True), 'network.separate_critic: dqn has no use for it'),
     (dict(env__task='CartpoleSwingup-v1'), 'loss.name: dqn wants discrete actions'),

@@ -18,14 +18,16 @@ import pytest
 
 from podracer_jit import experiment
 from podracer_jit.cli import train
-from podracer_jit.training import opening, sinks, stopping
+from podracer_jit.play import evaluation
+from podracer_jit.training import inherit, opening, sinks, stopping
 from podracer_jit.training.trainer import Training
 from podracer_jit.workdir import checkpoints, record
 from podracer_jit.workdir.workdir import Workdir, make_request
-from tests import made, processes
+from tests import made, processes, runs
+from tests.agents.test_running_moments import of_replay
 from tests.cli.test_main import only_checks, saved_to_the_end
 from tests.processes import command
-from tests.runs import QUICK, changed, fresh, small
+from tests.runs import QUICK, changed, fresh, prepared, small
 from tests.tiers import essential
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=False',
@@ -520,6 +522,36 @@ def test_init_from_a_run_with_a_replay_copies_its_parameters_to_the_target(with_
              if name.startswith("['target']['params']"))
   assert metric(tmp_path, 'sampled')[0] == 0
   assert not (tmp_path / 'checkpoints' / '0' / 'replay').exists()
+
+
+@pytest.mark.parametrize('loss', essential(['pqn', 'sac', 'td3', 'r2d2'], 'td3'))
+def test_a_run_of_a_newer_algorithm_is_evaluated_and_another_begins_with_it(loss, tmp_path):
+  of_workdir = prepared(changed(of_replay(loss) if loss != 'pqn' else changed(
+      small('pqn'), normalise__obs=True), total_steps=300, checkpoint__every_updates=0,
+      log__tensorboard=False))
+  assert runs.train(of_workdir, tmp_path)
+  player = evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path))
+  assert player.update >= 5 and player.steps >= 300
+  greedy = player._replace(greedy=True)
+  settings = evaluation.Settings(3, 2, 1, 1000)
+  returns = [evaluation.play(each, settings).returns for each in (player, greedy, greedy)]
+  assert all(map(len, returns)) and returns[1] == returns[2]
+  # The others explore only in training.
+  assert (returns[0] != returns[1]) == (loss == 'sac')
+
+  state, origin = inherit.read(of_workdir, tmp_path, partly=False)
+  assert origin.taken == inherit.PARTS and not origin.fresh
+  acting = of_workdir.experiment.algorithm.acting(state)
+  for part in set(acting) - {'steps'}:
+    jax.tree.map(np.testing.assert_array_equal, acting[part], player.params[part])
+  first = of_workdir.initial_state()
+  assert state.replay is None and state.update == first.update == 0
+  assert not jax.tree.all(jax.tree.map(np.array_equal, first.params, state.params))
+  if loss != 'pqn':
+    target = arrays(tmp_path, player.update)
+    for path, array in jax.tree_util.tree_leaves_with_path(state.target.params):
+      name = "['target']['params']" + jax.tree_util.keystr(path)
+      np.testing.assert_array_equal(array, target[name])
 
 
 @pytest.mark.full

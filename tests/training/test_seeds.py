@@ -24,6 +24,7 @@ from tests.runtime.test_stored_programs import events
 from tests.tiers import essential
 
 NOTHING = make_request()
+PUSH = dict(env__task=f'{__name__}:Push', loss__random_steps=100)
 
 
 class Walk:
@@ -41,6 +42,15 @@ class Walk:
     place, time = state
     place = place + 0.3 * (2 * action - 1) + jax.random.uniform(key, (1,), maxval=0.1)
     return place, (place, time + 1), place[0], abs(place[0]) > 1.0, False, None
+
+
+class Push(Walk):
+  """Walks by as much as the action says."""
+
+  action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+  def step(self, key, state, action):
+    return super().step(key, state, 0.5 + 0.5 * action[0])
 
 
 def config_of(loss='ppo', **fields):
@@ -148,17 +158,18 @@ def test_a_workdir_of_a_seed_is_that_of_a_run(three):
 @pytest.mark.parametrize('loss, fields', essential([
     ('ppo', {}), ('dqn', {}), ('dqn', dict(checkpoint__replay=False)),
     ('r2d2', dict(network__core='gru', network__core_size=8, loss__burn_in=2, loss__trace_length=6,
-                  replay__min_size=16))], 'ppo'))
+                  replay__min_size=16)),
+    ('pqn', {}), ('sac', PUSH), ('td3', PUSH)], 'ppo'))
 def test_seeds_that_were_stopped_go_on_to_the_same_bits(tmp_path, three, loss, fields):
   config = config_of(loss)
   if 'replay' in config:
     config['num_minibatches'] = 1
     config['replay'] |= dict(capacity=512, min_size=64, batch_size=32, gradient_steps=2)
   config = changed(config, **fields)
-  if 'replay' in config:
-    _, whole = train(config, tmp_path / 'whole', 2)
-  else:
+  if loss == 'ppo':
     _, whole = three
+  else:
+    _, whole = train(config, tmp_path / 'whole', 2)
   finished, begun = train(config, tmp_path / 'cut', len(whole),
                           StopAfter(tmp_path / 'cut' / f'seed{len(whole)}'))
   assert not finished and [len(metrics) for metrics, _ in begun] == [3] * len(whole)

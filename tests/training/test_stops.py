@@ -69,6 +69,8 @@ CASES = {
     'moments, lag': Case(with_scheme('cleanba', normalised), then=TWO),
     'replay': Case(with_scheme('apex_lockstep', replay, 'dqn'), then=SPLIT),
     'replay, recent rows': Case(with_scheme('apex_lockstep', replay, 'dpg'), then=SPLIT),
+    'replay, moments': Case(with_scheme('apex_lockstep', replay, 'dqn', normalise__obs=True),
+                            then=SPLIT),
     'Gymnasium': Case(with_scheme('cleanba', gymnasium), then=dict(actors_per_device=2)),
     'JAX environments': Case(with_scheme('sync', test_function_envs.experiment), then=TWO),
     'JAX environments, fused': Case(with_scheme('fused', test_function_envs.experiment),
