@@ -54,7 +54,7 @@ _RUN = _by_name(
     Metric('learner_wait_s', 'time/learner_wait_s', 'time that the learner waited for actors in '
            'the update', 's', 'most of an update: the actors are the bottleneck'),
     Metric('eval_wait_s', 'time/eval_wait_s', 'time that training waited for an evaluation since '
-           'the update before', 's', 'above 0: evaluations take longer than the time between '
+           'the line before', 's', 'above 0: evaluations take longer than the time between '
            'them; let them be rarer or shorter (`eval`)'),
     Metric('cgd', 'charts/CGD', 'collection-to-gradient delay (2007.02622): how many gradient '
            'steps the policy is older than the gradient', 'gradient steps', 'grows: actors fall '
@@ -168,6 +168,8 @@ EVALUATIONS: Mapping[str, Metric] = _by_name(
            ''),
     Metric('human_normalised', 'eval/human_normalised', 'mean of (return - random) / (human - '
            'random), of Atari games (1507.04296)', '', ''),
+    Metric('video', 'eval/video', 'video of a further episode, relative to the workdir '
+           '(`eval.video_every`)', 'path', ''),
     Metric('error', '', 'a line about why there is no mean', 'text', 'present'))
 
 TABLE: Mapping[str, Metric] = UPDATES | EVALUATIONS
