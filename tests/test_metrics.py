@@ -31,7 +31,8 @@ def written(loss):
   An option of the optimizer is a schedule, and the weight of the entropy if there is one.
   """
   config = small(loss, 'Pendulum-v1' if loss in CONTINUOUS else 'CartPole-v1',
-                 'deterministic' if loss == 'dpg' else 'mlp') | {'scheme': 'fused', 'num_minibatches': 1}
+                 'deterministic' if loss == 'dpg' else 'mlp')
+  config |= {'scheme': 'fused', 'num_minibatches': 1}
   config['optimizer']['max_grad_norm'] = 'linear:1:0.5'
   if 'entropy_coef' in config['loss']:
     config['loss']['entropy_coef'] = 'linear:0.1:0.01'

@@ -43,7 +43,7 @@ def report(updates, cgd=1.5, valid=6, **fields):
 
 
 def meter(past=None, every=1, **clock):
-  """Returns a meter of a window of two episodes and four frames a step; it logs updates up to 10."""
+  """Returns a meter: a window of two episodes, four frames a step, and lines up to update 10."""
   experiment = types.SimpleNamespace(
       log=types.SimpleNamespace(window=2, every_updates=every),
       logs=lambda update, steps: update % every == 0 or update >= 10,
