@@ -20,7 +20,7 @@ PICTURE = ROOT / 'docs' / 'images' / 'rooms.svg'
 
 # From the bottom up. A room imports from rooms of its own tier and of the tiers below.
 TIERS = {
-    'ground': ['errors', 'types', 'schedules', 'options', 'parts'],
+    'ground': ['errors', 'types', 'schedules', 'options', 'parts', 'metrics'],
     'numerics': ['numerics'],
     'plumbing': ['runtime', 'loops', 'late'],
     'cluster': ['cluster'],
@@ -106,7 +106,8 @@ class Box(NamedTuple):
 # Left and right edge of each room, and its floor, counted from the bottom.
 PLAN = {
     'schedules': (20, 980, 0), 'options': (20, 980, 1),
-    'parts': (285, 520, 2), 'types': (560, 700, 2), 'errors': (740, 980, 2),
+    'metrics': (20, 262, 2), 'parts': (285, 520, 2), 'types': (560, 700, 2),
+    'errors': (740, 980, 2),
     'late': (20, 262, 3), 'numerics': (420, 650, 3), 'runtime': (20, 262, 4), 'envs': (285, 520, 4),
     'agents': (285, 700, 5),
     'loops': (20, 226, 6), 'losses': (285, 520, 6), 'cluster': (560, 980, 6),
