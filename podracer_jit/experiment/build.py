@@ -243,7 +243,10 @@ def check_network(experiment: Experiment) -> None:
     raise ValueError(f'network.name: {name} has the variables {", ".join(variables)}; only params '
                      'can be trained')
   moments = set(experiment.normalise.moments)
-  if set(running_moments.moments_of(variables)) != moments:
+  kept = set(running_moments.moments_of(variables))
+  # An algorithm may keep more: moments of observations for itself, and of its targets.
+  own = set() if algorithm.learns_from_replay else kept - {'returns', 'values'}
+  if kept - own != moments - own or not moments <= kept:
     raise ValueError(f"loss.name: init of {experiment.loss_name} must return params['moments'] "
                      f'with {", ".join(sorted(moments)) or "nothing"}, the quantities that '
                      'normalise names, as init of Algorithm does')

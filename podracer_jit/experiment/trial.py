@@ -181,6 +181,9 @@ def _rollout_batch(run: build.Run) -> tuple[Batch, dict[str, tuple[Any, ...]]]:
     for target in jax.tree.leaves(targets):
       if target.shape[:2] != rows:
         raise ValueError(f'must return arrays [T, N, ...], here {rows}, got {target.shape}')
+    for name in running_moments.of_targets(state.params):
+      if not isinstance(targets, Mapping) or name not in targets:
+        raise ValueError(f"must return a dict with {name!r}, as params['moments'] of init has it")
 
   share = experiment.group_items // experiment.num_minibatches
   count = updates.num_microbatches(share, experiment.items.network_rows,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from examples.vmpo import LEAST, VMPO, get_config
+from examples.vmpo import LEAST, VMPO
 from podracer_jit import testing
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.losses.algorithm import Aux, Batch
@@ -211,13 +211,8 @@ def test_it_holds_what_an_algorithm_must_hold(fields):
   assert testing.check(VMPO, changed(small('ppo'), **fields))
 
 
-@pytest.mark.full
-def test_it_holds_what_an_algorithm_must_hold_with_its_own_config():
-  assert testing.check(VMPO, get_config())
-
-
 def test_a_run_is_the_same_in_one_program_and_on_two_devices():
-  config = small(NAME, num_grad_shards=2, num_shards=2, loss={'name': NAME, 'target_every': 3})
+  config = changed(small(NAME, num_grad_shards=2, num_shards=2), loss__target_every=3)
   of_sync = run(config)[0]
   assert len({params for _, params in of_sync}) == len(of_sync)
   assert run(changed(config, scheme='fused', placement__actor_devices=(0,),
