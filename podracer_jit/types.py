@@ -95,7 +95,8 @@ class TrainState(NamedTuple):
   key: jax.Array  # PRNG key of the run; each update folds in its number, the key never changes
   # None if the algorithm's `init_target` returns None; with a replay, Target(None, count) then
   target: Target | None = None
-  # `replay.buffer.State`, sharded: each device has its own groups. None without a replay.
+  # `replay.buffer.State`, or the rollouts that an auxiliary phase learns from; sharded: each device
+  # has its own groups. None without either.
   replay: Any | None = None
 
   def with_target(self, params: Params) -> TrainState:

@@ -145,21 +145,28 @@ def _squares_of_group(x: jax.Array, valid: jax.Array, mean: jax.Array) -> jax.Ar
 
 
 def observe(params: Params, rollout: Rollout, targets: Any, groups: Groups) -> dict[str, Moments]:
-  """Returns the moments of an update's observations and value targets.
+  """Returns the moments of an update's observations, value targets and other targets.
 
   Args:
     params: the network's variables; their collection `moments` says which moments are kept.
     rollout: [T, B, ...], the rollout of this device's environments.
-    targets: the algorithm's targets, with 'value_target' [T, B] if moments of values are kept.
+    targets: the algorithm's targets [T, B, ...], with 'value_target' [T, B] if moments of values
+      are kept. Moments of any other name are those of the targets of this name.
     groups: the groups of environments.
 
   Returns:
-    Moments by name: 'obs' and 'values', if `params` keeps them.
+    Moments by name: all that `params` keeps, but for 'returns'.
   """
   # Functions, since rebuilding the stacks of observations is expensive and often not needed.
   rows = {'obs': lambda: frames.stacks(rollout.obs)[:-1], 'values': lambda: targets['value_target']}
+  rows |= {name: lambda name=name: targets[name] for name in of_targets(params)}
   return {name: measure(rows[name](), rollout.valid, groups)
           for name in moments_of(params) if name in rows}
+
+
+def of_targets(params: Params) -> list[str]:
+  """Returns the names of moments that an algorithm keeps of its targets of the same names."""
+  return [name for name in moments_of(params) if name not in ('obs', 'returns', 'values')]
 
 
 def scale_rewards(params: Params, rollout: Rollout,

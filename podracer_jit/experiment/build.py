@@ -11,15 +11,17 @@ from typing import Any, NamedTuple, Protocol
 
 import flax.errors
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podracer_jit import loops, options, schedules
-from podracer_jit.actor import kept_envs, priorities
+from podracer_jit.actor import kept_envs, priorities, rollouts
 from podracer_jit.actor.acting import Acting, FirstReady, InStep
 from podracer_jit.actor.rollout_program import KeptPrograms, RolloutProgram
 from podracer_jit.actor.rollouts import ActorState
 from podracer_jit.agents import action_masks, networks, running_moments
+from podracer_jit.envs import frames
 from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import VectorEnvOfShapes
 from podracer_jit.envs.seeds import env_seeds
@@ -39,7 +41,7 @@ from podracer_jit.runtime.channels import Closed
 from podracer_jit.schemes import gradients, replaying, wiring
 from podracer_jit.schemes.reports import Report, ReportQueue
 from podracer_jit.schemes.table import SCHEMES
-from podracer_jit.types import TrainState
+from podracer_jit.types import Rollout, TrainState
 
 MAX_THREADS = 16_384  # of environments; Linux lets all processes have 32,768 by default
 # Environments of segments whose threads did not end; this keeps them alive.
@@ -243,7 +245,10 @@ def check_network(experiment: Experiment) -> None:
     raise ValueError(f'network.name: {name} has the variables {", ".join(variables)}; only params '
                      'can be trained')
   moments = set(experiment.normalise.moments)
-  if set(running_moments.moments_of(variables)) != moments:
+  kept = set(running_moments.moments_of(variables))
+  # An algorithm may keep more: moments of observations for itself, and of its targets.
+  own = set() if algorithm.learns_from_replay else kept - {'returns', 'values'}
+  if kept - own != moments - own or not moments <= kept:
     raise ValueError(f"loss.name: init of {experiment.loss_name} must return params['moments'] "
                      f'with {", ".join(sorted(moments)) or "nothing"}, the quantities that '
                      'normalise names, as init of Algorithm does')
@@ -367,7 +372,8 @@ def make_learner(experiment: Experiment, mesh: Mesh) -> Learner:
   if not algorithm.learns_from_replay:
     return RolloutLearner(
         FromRollouts(algorithm, groups, experiment.num_epochs, experiment.num_minibatches,
-                     experiment.microbatch_rows), mesh)
+                     experiment.microbatch_rows), mesh,
+        rollout_shapes(experiment, groups.envs) if algorithm.auxiliary() else None)
   replay = experiment.replay
   memory = buffer.Replay(
       replay.capacity // count, groups.envs, experiment.unroll_length, experiment.spec.stack,
@@ -375,6 +381,22 @@ def make_learner(experiment: Experiment, mesh: Mesh) -> Learner:
   return ReplayLearner(
       FromReplay(algorithm, groups, memory, replay, experiment.microbatch_rows), mesh,
       priorities.shapes(algorithm, groups.envs))
+
+
+def rollout_shapes(experiment: Experiment, num_envs: int) -> Rollout:
+  """Returns the shapes of a rollout [T, num_envs, ...] as the algorithm's methods get it."""
+  algorithm = experiment.algorithm
+  spec = experiment.spec
+  steps = experiment.unroll_length
+
+  def zeros():
+    obs = frames.begin(jnp.zeros((num_envs, *spec.obs_shape), spec.obs_dtype), steps, spec.stack)
+    rollout = rollouts.zeros(algorithm, obs, num_envs, steps)
+    carry = jax.tree.map(lambda x: x[None], algorithm.initial_carry(num_envs))
+    returns = rollout.reward if experiment.normalise.reward else None
+    return rollout._replace(episodes=None, carry=carry, discounted_return=returns)
+
+  return jax.eval_shape(zeros)
 
 
 def make_acting(experiment: Experiment) -> Acting:

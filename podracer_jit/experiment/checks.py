@@ -31,6 +31,7 @@ def problems(experiment: Experiment) -> Iterator[str]:
   yield from _cluster(experiment)
   yield from _indivisible(experiment)
   yield from _asynchronous(experiment)
+  yield from _auxiliary(experiment)
   for needs_replay in (experiment.scheme.replay, experiment.scheme.graph.replay):
     if needs_replay not in (None, experiment.loss.learns_from_replay):
       yield (f'scheme: {experiment.scheme_name} is for losses '
@@ -67,6 +68,24 @@ def _items(experiment: Experiment) -> Iterator[str]:
   elif items.length > experiment.unroll_length:
     yield (f'unroll_length: {experiment.loss_name} learns from items of {items.length} rows of a '
            f'rollout; must be at least {items.length}, got {experiment.unroll_length}')
+
+
+def _auxiliary(experiment: Experiment) -> Iterator[str]:
+  """Yields problems of an algorithm's auxiliary phase."""
+  phase = experiment.algorithm.auxiliary()
+  if phase is None:
+    return
+  name = experiment.loss_name
+  if experiment.loss.learns_from_replay:
+    yield f'loss.name: {name} learns from a replay, so it cannot have an auxiliary phase'
+  if experiment.scheme.graph.separate_updates:
+    yield (f'scheme: {name} has an auxiliary phase, which needs gradients and updates in one place; '
+           f'{experiment.scheme_name} has them apart')
+  rows = phase.every * experiment.env.num_envs // experiment.num_grad_shards
+  items = rows * phase.algorithm.items().count(experiment.unroll_length)
+  if items % phase.num_minibatches:
+    yield (f'loss.name: the auxiliary phase of {name} has {phase.num_minibatches} minibatches, which '
+           f'must divide the {items} items of a gradient group in {phase.every} updates')
 
 
 def _too_large(experiment: Experiment) -> Iterator[str]:

@@ -191,8 +191,12 @@ def _learner_parts(run: build.Run, state_bytes: int) -> list[Part]:
   replay = run.learner.replay_shapes()
   parts = [Part('parameters and optimizer state', state_bytes, _place(device),
                 _network_fields(run)) for device in _optimizer_devices(run)]
-  parts += [Part('replay', nbytes(replay) // run.place.mesh.size, _place(device),
-                 ('replay.capacity',)) for device in run.place.learners]
+  name, fields, copies = 'replay', ('replay.capacity',), 1
+  if not run.experiment.algorithm.learns_from_replay:
+    # The phase reads a copy, in which groups are side by side.
+    name, fields, copies = 'rollouts of the auxiliary phase', ('env.num_envs', 'unroll_length'), 2
+  parts += [Part(name, copies * nbytes(replay) // run.place.mesh.size, _place(device), fields)
+            for device in run.place.learners]
   return parts
 
 

@@ -90,8 +90,8 @@ class CheckpointOptions:
       3, 'segments (env.renew_every_updates) whose newest checkpoint stays, beside the two newest '
       'checkpoints', at_least=1, at_most=1_000_000)
   replay: bool = option(
-      True, 'True: checkpoints have the replay; False: a run that goes on begins with an empty '
-      'replay and new episodes')
+      True, 'True: checkpoints have the replay, or the rollouts of an auxiliary phase; False: a run '
+      'that goes on begins without them and with new episodes')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -426,7 +426,8 @@ class Experiment(TrainingOptions):
   @property
   def resumes_exactly(self) -> bool:
     """True if a run that goes on after a stop makes the bits of one that was never stopped."""
-    return self.deterministic and (self.replay is None or self.checkpoint.replay)
+    has_replay = self.replay is not None or self.algorithm.auxiliary() is not None
+    return self.deterministic and (not has_replay or self.checkpoint.replay)
 
   @property
   def segment_steps(self) -> int:

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from podracer_jit import metrics
 from podracer_jit.actor import rollouts
 from podracer_jit.agents import running_moments
-from podracer_jit.envs import frames
 from podracer_jit.experiment import build, checks, memory, modules
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.learner import updates
 from podracer_jit.learner.from_rollouts import Prepared
 from podracer_jit.losses.algorithm import Acted, Algorithm, Aux, Batch
-from podracer_jit.types import Rollout, TrainState
+from podracer_jit.types import TrainState
 
 # Metrics of every run, and further results of an update, which a loss term must not replace.
 _TAKEN = (metrics.UPDATES.keys() - metrics.TERMS.keys()) | {
@@ -168,7 +167,7 @@ def _rollout_batch(run: build.Run) -> tuple[Batch, dict[str, tuple[Any, ...]]]:
   source = run.learner.source
   groups = source.groups
   state = _view(experiment.algorithm)
-  rollout = jax.eval_shape(lambda: _empty_rollout(run, groups.envs))
+  rollout = build.rollout_shapes(experiment, groups.envs)
 
   inputs = jax.eval_shape(source.inputs_of_targets, rollout)
   with in_loss(run, 'targets'):
@@ -177,6 +176,9 @@ def _rollout_batch(run: build.Run) -> tuple[Batch, dict[str, tuple[Any, ...]]]:
     for target in jax.tree.leaves(targets):
       if target.shape[:2] != rows:
         raise ValueError(f'must return arrays [T, N, ...], here {rows}, got {target.shape}')
+    for name in running_moments.of_targets(state.params):
+      if not isinstance(targets, Mapping) or name not in targets:
+        raise ValueError(f"must return a dict with {name!r}, as params['moments'] of init has it")
 
   share = experiment.group_items // experiment.num_minibatches
   count = updates.num_microbatches(share, experiment.items.network_rows,
@@ -196,18 +198,6 @@ def _rollout_batch(run: build.Run) -> tuple[Batch, dict[str, tuple[Any, ...]]]:
     statistics = _call(run, 'statistics', state, *by_group)
   batch = Batch(items, item_targets, None, _shape(jnp.float32), statistics)
   return batch, {'targets': (state, inputs), 'statistics': (state, *by_group)}
-
-
-def _empty_rollout(run: build.Run, num_envs: int) -> Rollout:
-  """Returns a rollout of zeros [T, num_envs, ...] as the algorithm's methods get it."""
-  algorithm = run.experiment.algorithm
-  spec = run.experiment.spec
-  steps = run.experiment.unroll_length
-  obs = frames.begin(jnp.zeros((num_envs, *spec.obs_shape), spec.obs_dtype), steps, spec.stack)
-  rollout = rollouts.zeros(algorithm, obs, num_envs, steps)
-  carry = jax.tree.map(lambda x: x[None], algorithm.initial_carry(num_envs))
-  returns = rollout.reward if run.experiment.normalise.reward else None
-  return rollout._replace(episodes=None, carry=carry, discounted_return=returns)
 
 
 def _replay_batch(run: build.Run) -> Batch:

@@ -19,6 +19,7 @@ from podracer_jit.numerics import counters, indexing, shuffling
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.islands import island
+from podracer_jit.numerics.tracing import traced, zeros
 from podracer_jit.types import Metrics, Rollout, TrainState
 
 
@@ -94,6 +95,13 @@ class FromRollouts:
     self._items = algorithm.items()
     self._gradients = updates.make_gradients(algorithm, self.read, groups, microbatch_rows)
     self._update = updates.make_update(algorithm)
+    self.auxiliary = algorithm.auxiliary()
+    if self.auxiliary:
+      # The rollouts of several updates are side by side, as if of more environments.
+      phase = self.auxiliary
+      self._phase = FromRollouts(
+          phase.algorithm, groups._replace(envs=groups.envs * phase.every), phase.num_epochs,
+          phase.num_minibatches, microbatch_rows)
 
   def seen_from(self, groups: Groups) -> FromRollouts:
     """Returns the same functions for other groups, such as those of one of several workers."""
@@ -111,7 +119,16 @@ class FromRollouts:
       The next state, and metrics; see `finish`.
     """
     prepared = self.prepare(updates.view(state), updates.update_key(state), rollout)
+    state, steps = self._take_steps(state, prepared)
+    terms = {}
+    if self.auxiliary:
+      state, terms = self._in_phase(state, prepared)
+    state, metrics = finish(self.algorithm, state, prepared.batch_stats, steps)
+    return state, metrics | terms
 
+  def _take_steps(self, state: TrainState, prepared: Prepared
+                  ) -> tuple[TrainState, tuple[Aux, jax.Array]]:
+    """Takes all gradient steps; returns the state, and each step's Aux and gradient norm."""
     def step(state, number):
       with jax.named_scope('gradient'):
         grads, aux = self.groups.total(self.gradients(updates.view(state), prepared, number))
@@ -119,8 +136,60 @@ class FromRollouts:
         state, grad_norm = self._update(state, grads, aux)
       return state, (aux, grad_norm)
 
-    state, steps = lax.scan(step, state, jnp.arange(self.gradient_steps))
-    return finish(self.algorithm, state, prepared.batch_stats, steps)
+    return lax.scan(step, state, jnp.arange(self.gradient_steps))
+
+  def _in_phase(self, state: TrainState, prepared: Prepared) -> tuple[TrainState, Metrics]:
+    """Keeps an update's rollout; every few updates, takes the steps of the auxiliary phase.
+
+    Args:
+      state: after the update's own gradient steps; its `replay` has the rollouts, see `kept`.
+      prepared: the update's rollout and targets.
+
+    Returns:
+      The state, and the means of the phase's loss terms, which are 0 in updates without it.
+    """
+    arrays, treedef = jax.tree.flatten((prepared.rollout, prepared.targets))
+    place = state.update % self.auxiliary.every * self.groups.envs
+    kept = tuple(lax.dynamic_update_slice_in_dim(old, new, place, axis=2)
+                 for old, new in zip(state.replay, self.groups.split(arrays), strict=True))
+
+    def phase(state, kept):
+      rollout, targets = treedef.unflatten(self._phase.groups.join(kept))
+      key = updates.auxiliary_key(state)
+      items = self._phase._minibatches(key, len(rollout.reward))
+      state, (aux, _) = self._phase._take_steps(state, Prepared(rollout, targets, items, key, {}))
+      return state, _means(aux)
+
+    def no_phase(state, kept):
+      del kept
+      return state, zeros(shapes)
+
+    without_kept = state._replace(replay=None)
+    phase, (_, shapes) = traced(phase, without_kept, kept)
+    is_due = state.update % self.auxiliary.every == self.auxiliary.every - 1
+    state, terms = lax.cond(is_due, phase, no_phase, without_kept, kept)
+    return state._replace(replay=kept), terms
+
+  def kept(self, rollout: Rollout) -> Any:
+    """Returns the shapes of what is kept for the auxiliary phase, of all devices.
+
+    Args:
+      rollout: arrays or shapes of a rollout of one group, [T, B, ...].
+
+    Returns:
+      The arrays of rollout and targets, [groups, T, every * B, ...] each.
+    """
+    one = self.seen_from(self.groups._replace(count=1, mesh_size=1))
+    state = self.algorithm.state_shapes
+    prepared = jax.eval_shape(
+        lambda state, rollout: one.prepare(updates.view(state), updates.update_key(state), rollout),
+        state, rollout)
+
+    def side_by_side(x):
+      steps, envs, *more = x.shape
+      return jax.ShapeDtypeStruct(
+          (self.groups.count, steps, self.auxiliary.every * envs, *more), x.dtype)
+    return tuple(map(side_by_side, jax.tree.leaves((prepared.rollout, prepared.targets))))
 
   def prepare(self, state: TrainState, key: jax.Array, rollout: Rollout) -> Prepared:
     """Prepares an update.
@@ -252,6 +321,13 @@ class FromRollouts:
     """Returns items of a group and their targets; see `updates.make_gradients`."""
     window = self._window(prepared.rollout, group * self.groups.envs, items)
     return self._items.make(window), window.read(prepared.targets)
+
+
+@island('auxiliary_metrics')
+def _means(aux: Aux) -> Metrics:
+  """Returns the means of loss terms over valid rows, of Aux [gradient steps]."""
+  aux = jax.tree.map(jnp.sum, aux)
+  return {name: total / jnp.maximum(aux.valid, 1.0) for name, total in aux.terms.items()}
 
 
 def finish(algorithm: Algorithm, state: TrainState, batch_stats: Metrics,

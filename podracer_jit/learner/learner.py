@@ -14,10 +14,11 @@ from podracer_jit.learner.from_replay import FromReplay
 from podracer_jit.learner.from_rollouts import FromRollouts
 from podracer_jit.numerics.deterministic import AXIS
 from podracer_jit.numerics.groups import Groups
+from podracer_jit.numerics.tracing import zeros
 from podracer_jit.replay import buffer
 from podracer_jit.replay.rate_limiter import RateLimiter
 from podracer_jit.runtime import placement
-from podracer_jit.types import Experience, Metrics, TrainState
+from podracer_jit.types import Experience, Metrics, Rollout, TrainState
 
 
 class Keys(NamedTuple):
@@ -80,11 +81,24 @@ class Learner:
 
   def allocate(self, state: TrainState) -> TrainState:
     """Returns the state with an empty replay, if the learner needs one and it has none."""
-    return state
+    if jax.tree.leaves(state.replay) or self.replay_shapes() is None:
+      return state
+    # With out_shardings each device allocates its own groups only.
+    return state._replace(replay=jax.jit(self._empty, out_shardings=self._sharding)())
 
   def replay_shapes(self) -> Any | None:
     """Returns the shapes and shardings of the replay, for restoring it; None without a replay."""
-    return None
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding),
+        jax.eval_shape(self._empty))
+
+  def _empty(self) -> Any | None:
+    """Returns an empty replay, or None."""
+
+  @property
+  def _sharding(self) -> NamedSharding:
+    """Sharding of the replay: each group is on the device that owns it."""
+    return NamedSharding(self.mesh, PartitionSpec(AXIS))
 
   def mean_cgd(self, behind: float) -> float:
     """Returns the mean collection-to-gradient delay (CGD) of an update, in gradient steps.
@@ -104,9 +118,16 @@ class RolloutLearner(Learner):
 
   source: FromRollouts
 
-  def __init__(self, source: FromRollouts, mesh: Mesh):
-    """Builds a learner; see `Learner`."""
+  def __init__(self, source: FromRollouts, mesh: Mesh, like: Rollout | None = None):
+    """Builds a learner; compiles nothing.
+
+    Args:
+      source: functions of an update, seen from one device of the mesh.
+      mesh: the mesh of the learner.
+      like: shapes of one group's rollout, [T, B, ...]; needed for an auxiliary phase.
+    """
     super().__init__(source, mesh)
+    self._like = like
     self._gradient_programs: dict[tuple[Mesh, int], sharding.GradientPrograms] = {}
 
   def gradient_programs(self, meshes: list[Mesh]) -> list[sharding.GradientPrograms]:
@@ -133,6 +154,14 @@ class RolloutLearner(Learner):
     return self._gradient_programs[key]
 
   @functools.cached_property
+  def _kept(self) -> Any:
+    return self.source.kept(self._like) if self.source.auxiliary else None
+
+  def _empty(self) -> Any | None:
+    """Returns rollouts without valid rows, if an auxiliary phase learns from several; or None."""
+    return zeros(self._kept)
+
+  @functools.cached_property
   def update_programs(self) -> sharding.UpdatePrograms:
     """Programs of the central worker that applies the gradients."""
     return sharding.update_programs(self.algorithm)
@@ -154,26 +183,8 @@ class ReplayLearner(Learner):
     super().__init__(source, mesh)
     self._like = like
 
-  def allocate(self, state: TrainState) -> TrainState:
-    """Returns the state with an empty replay if it has none."""
-    if jax.tree.leaves(state.replay):
-      return state
-    # With out_shardings each device allocates its own groups only.
-    return state._replace(replay=jax.jit(self._empty, out_shardings=self._sharding)())
-
-  def replay_shapes(self) -> Any:
-    """Returns the shapes and shardings of the replay."""
-    return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding),
-        jax.eval_shape(self._empty))
-
   def _empty(self) -> buffer.State:
     return self.source.memory.init(self.source.groups.count, self._like)
-
-  @property
-  def _sharding(self) -> NamedSharding:
-    """Sharding of the replay: each group is on the device that owns it."""
-    return NamedSharding(self.mesh, PartitionSpec(AXIS))
 
   def mean_cgd(self, behind: float) -> float:
     """Returns `behind`; the age of the sampled items adds to it and is in the metrics."""

@@ -21,6 +21,7 @@ from podracer_jit.types import Metrics, Params, TrainState
 
 # Stream of an update's PRNG keys that losses get; epochs, draws and evictions have the first ones.
 _OF_LOSSES = 2**31 - 1
+_OF_AUXILIARY = 2**31 - 2  # stream of an auxiliary phase
 
 
 def view(state: TrainState) -> TrainState:
@@ -31,6 +32,11 @@ def view(state: TrainState) -> TrainState:
 def update_key(state: TrainState) -> jax.Array:
   """Returns the PRNG key of the update that begins from `state`."""
   return jax.random.fold_in(state.key, state.update)
+
+
+def auxiliary_key(state: TrainState) -> jax.Array:
+  """Returns the PRNG key of the auxiliary phase of the update that began from `state`."""
+  return jax.random.fold_in(update_key(state), _OF_AUXILIARY)
 
 
 def num_microbatches(items: int, rows_per_item: int, microbatch_rows: int) -> int:

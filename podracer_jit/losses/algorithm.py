@@ -138,6 +138,15 @@ class Aux(NamedTuple):
     return means | {'explained_variance': self.predictions.explained_variance(rows)}
 
 
+class Auxiliary(NamedTuple):
+  """Phase of training on the rollouts of several updates, at the end of the last of them."""
+
+  algorithm: Algorithm  # bound; its items, statistics, gradient and update are those of the phase
+  every: int  # updates from one phase to the next, whose rollouts the core keeps
+  num_epochs: int
+  num_minibatches: int  # of an epoch
+
+
 @dataclasses.dataclass(frozen=True)
 class Algorithm(abc.ABC):
   """Base class of algorithms; its defaults are those of an actor-critic that learns from rollouts.
@@ -418,6 +427,13 @@ class Algorithm(abc.ABC):
     """Returns the factor of the optimizer's output, [] f32."""
     schedule = self.parts.optimizer.schedule(self.parts.total_steps)
     return schedule(counters.as_float(self.steps_done))
+
+  def auxiliary(self) -> Auxiliary | None:
+    """Returns a phase after every few updates, if the algorithm learns from rollouts; or None.
+
+    The phase gets the `targets` of the updates. Its terms become metrics, which are 0 in updates
+    without it, and must have other names.
+    """
 
   # For losses.
 

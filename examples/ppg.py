@@ -1,0 +1,127 @@
+"""Phasic policy gradient (2009.04416) on PPO, in one file, on CartPole.
+
+podracer_jit --config=examples/ppg.py --workdir=runs/ppg
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from podracer_jit import experiment
+from podracer_jit.agents import action_masks, running_moments
+from podracer_jit.losses import PPO
+from podracer_jit.losses import algorithm as protocol
+from podracer_jit.losses.algorithm import Aux, Batch
+from podracer_jit.options import option
+from podracer_jit.types import Params, TrainState
+
+
+class Value(nn.Module):
+  """A value of the policy's features [N, F]."""
+
+  @nn.compact
+  def __call__(self, features, action):
+    return nn.Dense(1)(features)[:, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class PPG(PPO):
+  """PPO, and a phase that distils the value function into the policy's features (algorithm 1)."""
+
+  takes = frozenset({'separate_critic'})
+
+  policy_updates: int = option(32, 'N_pi, updates from one auxiliary phase to the next', at_least=1)
+  aux_epochs: int = option(6, 'E_aux, epochs of an auxiliary phase', at_least=1)
+  aux_minibatches: int = option(16, 'minibatches of an epoch for each of the updates', at_least=1)
+  beta_clone: float = option(1.0, 'weight of the divergence from the policy before the phase',
+                             at_least=0)
+
+  def problems(self):
+    """Yields problems of the combination of options, one line each."""
+    yield from super().problems()
+
+  def heads(self) -> dict[str, nn.Module]:
+    """Returns the auxiliary value head of the policy's network."""
+    return {'auxiliary_value': Value()}
+
+  def init_target(self, params: Params) -> Params:
+    """Returns the network before an auxiliary phase."""
+    return {'params': params['params']}
+
+  def update(self, state: TrainState, grads: Params, aux: Aux) -> TrainState:
+    """Takes a step of the policy phase, after which an auxiliary phase may begin."""
+    state = super().update(state, grads, aux)
+    return state.with_target(self.init_target(state.params))
+
+  def auxiliary(self) -> protocol.Auxiliary:
+    """Returns the auxiliary phase."""
+    fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    return protocol.Auxiliary(Distillation(**fields), self.policy_updates, self.aux_epochs,
+                              self.aux_minibatches * self.policy_updates)
+
+
+@dataclasses.dataclass(frozen=True)
+class Distillation(PPG):
+  """The auxiliary phase of PPG (section 2.1)."""
+
+  measures_kl = False
+
+  def auxiliary(self) -> None:
+    """A phase has none."""
+
+  def statistics(self, state: TrainState, valid: jax.Array, targets: dict[str, jax.Array]) -> None:
+    """Returns none."""
+
+  def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
+           ) -> tuple[jax.Array, Aux]:
+    """Returns L_joint and L_value, added; see `Algorithm.loss`."""
+    rows = batch.items
+    before = running_moments.with_moments_of(state.target.params, state.params)
+    old, *_ = self.network.apply(before, rows.obs, None, None)
+    new, value, _, heads = self.network.apply(params, rows.obs, None, None, rows.action)
+
+    def loss_of(value):
+      return 0.5 * jnp.square(value - batch.targets['value_target'])
+
+    aux = Aux.of({'distillation_loss': loss_of(heads['auxiliary_value']),
+                  'clone_kl': self.divergence(old, new), 'aux_value_loss': loss_of(value)},
+                 rows.valid)
+    loss = (aux.terms['distillation_loss'] + self.beta_clone * aux.terms['clone_kl']
+            + aux.terms['aux_value_loss'])
+    return loss / batch.count, aux
+
+  def divergence(self, old: jax.Array, new: jax.Array) -> jax.Array:
+    """Returns KL(old || new) [...] of policies with parameters [..., K], in nats."""
+    choices = action_masks.choices_of(self.parts.spec)
+    if choices:
+      ends = [sum(choices[:i]) for i in range(1, len(choices))]
+      logs = [(jax.nn.log_softmax(p), jax.nn.log_softmax(q)) for p, q in zip(
+          jnp.split(old, ends, axis=-1), jnp.split(new, ends, axis=-1), strict=True)]
+      return sum(jnp.sum(jnp.exp(p) * (p - q), axis=-1) for p, q in logs)
+    old_mean, old_log_std = jnp.split(old, 2, axis=-1)
+    mean, log_std = jnp.split(new, 2, axis=-1)
+    variances = jnp.exp(2 * old_log_std) + jnp.square(mean - old_mean)
+    return jnp.sum(log_std - old_log_std + 0.5 * (variances * jnp.exp(-2 * log_std) - 1), axis=-1)
+
+  def update(self, state: TrainState, grads: Params, aux: Aux) -> TrainState:
+    """Takes a step; the network before the phase stays."""
+    return PPO.update(self, state, grads, aux)
+
+
+def get_config(arg: str = ''):
+  """Returns the config; with the argument `smoke` a run has a few updates only."""
+  config = experiment.config('ppg:PPG', 'mlp', 'adam', scheme='fused')
+  config.env.task = 'CartPole-v1'
+  config.env.num_envs = 32
+  config.network.separate_critic = True
+  config.unroll_length = 32
+  config.num_epochs = 1
+  config.num_minibatches = 8
+  config.loss.policy_updates = 8
+  config.loss.discount = 0.99
+  config.total_steps = 10_000 if 'smoke' in experiment.arguments(arg, 'smoke') else 400_000
+  config.optimizer.learning_rate = 1e-3
+  return config
