@@ -76,7 +76,8 @@ def _policy(run: Run) -> Iterator[str]:
     mean = float(divergence.mean())
     if isinstance(target, float | int) and target > 0:
       if mean > _FAR_ABOVE * target:
-        yield f'approx_kl is far above its target: {mean:.3g}, and optimizer.kl_target is {target:g}'
+        yield (f'approx_kl is far above its target: {mean:.3g}, and optimizer.kl_target is '
+               f'{target:g}')
     elif mean > _LARGE_KL:
       yield f'approx_kl is large, {mean:.3g} in the second half: steps are too large'
   clipped = _part(run, 'clip_fraction', 0.5)
@@ -87,8 +88,8 @@ def _policy(run: Run) -> Iterator[str]:
 def _critic(run: Run) -> Iterator[str]:
   explained = _part(run, 'explained_variance', 0.25)
   if len(explained) and explained.mean() < 0:
-    yield (f'explained_variance is {explained.mean():.2f} at the end: the critic predicts no better '
-           'than a constant')
+    yield (f'explained_variance is {explained.mean():.2f} at the end: the critic predicts no '
+           'better than a constant')
   norms = _part(run, 'grad_norm', 0.1)
   if len(norms) and (norms == 0).all():
     yield 'grad_norm is exactly 0: nothing is learned'
