@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from podracer_jit.errors import Refused
-from podracer_jit.experiment import modules
 from podracer_jit.parts import user_path
-from podracer_jit.play.agent import Agent, load_run
 from podracer_jit.runtime.output import complain
-from podracer_jit.training import evaluator
+
+# Verbs that need no JAX import this module, so functions import what needs it.
+if TYPE_CHECKING:
+  from podracer_jit.play.agent import Agent
 
 
 def run_flags() -> flags.FlagValues:
   """Defines flags that name a run; absl's global flags belong to the importing program."""
+  from podracer_jit.experiment import modules
+
   values = flags.FlagValues()
   flags.DEFINE_string('workdir', None, 'The workdir of the run.', flag_values=values)
   flags.DEFINE_list('allow_modules', [], modules.HELP, flag_values=values)
@@ -95,6 +99,10 @@ def agent_of(verb: str, values: flags.FlagValues) -> Agent:
   Raises:
     ValueError: there is no such run or checkpoint.
   """
+  from podracer_jit.experiment import modules
+  from podracer_jit.play.agent import load_run
+  from podracer_jit.training import evaluator
+
   workdir = user_path(values.workdir)
   update = evaluator.chosen_update(values.update, workdir)
   allowed = modules.allowed(values.allow_modules)

@@ -21,6 +21,7 @@ VERBS = {
     'evaluate': 'play whole episodes with the newest checkpoint of a run',
     'export': 'write an agent for programs that do not have this package',
     'compare': 'tell whether two runs are the same to the last bit',
+    'report': 'write a page about runs: curves, scores, commands, and what is unusual',
     'rerun': 'repeat one update of a run and write its rollout',
     'launch': 'train with several processes on this machine',
     'configs': 'list the configs of the package',

@@ -152,10 +152,17 @@ def read_lines(path: Path, fields: Mapping[str, Any] | None = None) -> list[dict
   Raises:
     OSError: it cannot be read.
   """
+  return [*iterate_lines(path, fields)]
+
+
+def iterate_lines(path: Path, fields: Mapping[str, Any] | None = None
+                  ) -> Iterator[dict[str, Any]]:
+  """Yields what `read_lines` returns, one line at a time, for files that are long."""
   # An object is of no type that a value of JSON has, so it stands for a missing field.
-  return [line.entry for line in _lines(path) if line.entry is not None
-          and all(isinstance(line.entry.get(name, object()), kind)
-                  for name, kind in (fields or {}).items())]
+  for line in _lines(path):
+    if line.entry is not None and all(isinstance(line.entry.get(name, object()), kind)
+                                      for name, kind in (fields or {}).items()):
+      yield line.entry
 
 
 def intervals(workdir: Path) -> list[tuple[int, int]]:

@@ -1,0 +1,324 @@
+"""Reads workdirs, and folders of workdirs, into plain data; imports no JAX.
+
+A workdir may be unfinished, failed or damaged, and may come from a stranger. All that can be read
+of it is taken, and what is wrong is noted in words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from podracer_jit.options import from_json, shorten
+from podracer_jit.workdir import files, journal, lock
+
+CONFIG = 'config.json'  # as `workdir.record`, which imports JAX, names it
+SWEEP = 'sweep.json'
+EVALUATIONS = 'evaluations.jsonl'  # of training
+COMMANDS = 'evaluate.jsonl'  # of `podracer_jit evaluate`
+VIDEOS = ('video.mp4', 'video.gif')
+# Fields in which runs of one group may differ: where and how often things happen, not what.
+FREE = ('placement.', 'log.', 'eval.', 'checkpoint.')
+SEED = 'seed'
+TASK = 'env.task'
+TOTAL = 'total_steps'
+_MOST_LINES = 4096  # of a run that are kept; of longer files, every second, fourth, ... line
+_DEPTH = 4  # folders below one that is given
+_LINE = {'update': int, 'steps': int}
+
+
+class Receipts(NamedTuple):
+  """The fingerprints of a run."""
+
+  # For each update: a hash of its receipt and of all before it, so two equal numbers mean that two
+  # runs are the same up to there. [updates] uint64; empty if there are none, or some are missing.
+  chain: np.ndarray
+  headers: Sequence[Mapping[str, Any]]  # of the segments
+  problems: Sequence[str]
+
+
+class Run(NamedTuple):
+  """A run, as far as its workdir tells of it."""
+
+  name: str  # the path as the report shows it
+  path: Path
+  config: Mapping[str, Any]  # fields with dots
+  metrics: Mapping[str, np.ndarray]  # of updates, in order; NaN where a line lacks the number
+  evaluations: Sequence[Mapping[str, Any]]  # while it trained, in order
+  commands: Sequence[Mapping[str, Any]]  # evaluations by `podracer_jit evaluate`, in order
+  receipts: Receipts
+  versions: Mapping[str, Any]
+  starts: Sequence[Mapping[str, Any]]  # the commands that have trained it
+  stages: int  # configs that it was made with, one after the other
+  running: bool
+  error: str  # that the sweep noted; '' if none
+  notes: Sequence[str]  # what is wrong with its files
+
+  @property
+  def task(self) -> str:
+    """Name of the task."""
+    return str(self.config.get(TASK, 'unknown task'))
+
+  @property
+  def seed(self) -> Any:
+    """The seed of the config."""
+    return self.config.get(SEED)
+
+  @property
+  def algorithm(self) -> str:
+    """Name of the algorithm."""
+    return str(self.config.get('loss.name', ''))
+
+  @property
+  def steps(self) -> int:
+    """Agent steps so far."""
+    steps = self.metrics.get('steps')
+    return int(steps[-1]) if steps is not None and len(steps) else 0
+
+  @property
+  def total(self) -> int | None:
+    """Agent steps that the config asks for."""
+    total = self.config.get(TOTAL)
+    return total if isinstance(total, int) else None
+
+  def column(self, name: str) -> np.ndarray:
+    """Returns a metric of all updates; NaN where it is absent."""
+    column = self.metrics.get(name)
+    if column is not None:
+      return column
+    return np.full(len(self.metrics.get('steps', ())), np.nan)
+
+  @property
+  def state(self) -> str:
+    """A word for what has become of the run."""
+    if self.running:
+      return 'running'
+    if self.error:
+      return 'failed'
+    if not self.steps:
+      return 'not begun'
+    if self.total is not None and self.steps >= self.total:
+      return 'finished'
+    return 'stopped'
+
+  @property
+  def wall(self) -> np.ndarray:
+    """Seconds of the commands that trained it; of old runs, of training alone."""
+    wall = self.column('wall_s')
+    return np.where(np.isfinite(wall), wall, self.column('elapsed_s'))
+
+
+def read(paths: Sequence[Path]) -> list[Run]:
+  """Returns all runs in workdirs, sweeps and folders that contain such.
+
+  Raises:
+    ValueError: a path is no folder, or has no run in it.
+  """
+  errors: dict[Path, str] = {}
+  unbegun: dict[Path, Mapping[str, Any]] = {}
+  folders: dict[Path, None] = {}
+  for path in paths:
+    if not path.is_dir():
+      raise ValueError(f'{path}: is no folder' if path.exists() else f'{path}: does not exist')
+    inside = [*_workdirs(path)]
+    for folder in _sweeps(path):
+      for member, entry in _members(folder):
+        if entry.get('error'):
+          errors[member] = shorten(str(entry['error']), 300)
+        if not any(workdir == member or member in workdir.parents for workdir in inside):
+          unbegun[member] = entry
+    if not inside and not unbegun:
+      raise ValueError(f'{path}: there is no run in it (no {CONFIG})')
+    folders |= dict.fromkeys(inside)
+  names = _names([*folders, *unbegun])
+  runs = [_read(folder, names[folder], _error_of(folder, errors)) for folder in folders]
+  return runs + [_unbegun(folder, names[folder], entry, errors.get(folder, ''))
+                 for folder, entry in unbegun.items() if folder not in folders]
+
+
+def _is_workdir(path: Path) -> bool:
+  return any((path / name).is_file() for name in (CONFIG, journal.METRICS, journal.RECEIPTS))
+
+
+def _workdirs(path: Path, depth: int = _DEPTH) -> Iterator[Path]:
+  """Yields the workdirs at a path and below it; those inside of a workdir do not count."""
+  if _is_workdir(path):
+    yield path
+  elif depth:
+    for folder in _folders(path):
+      yield from _workdirs(folder, depth - 1)
+
+
+def _folders(path: Path) -> list[Path]:
+  """Returns the folders in a folder, in natural order: seed2 before seed10."""
+  def key(folder: Path) -> list[tuple[int, Any]]:
+    digits = ''.join(x if x.isdigit() else f' {x} ' for x in folder.name).split()
+    return [(0, int(x)) if x.isdigit() and x.isascii() else (1, x) for x in digits]
+  try:
+    return sorted((x for x in path.iterdir() if x.is_dir() and not x.name.startswith('.')),
+                  key=key)
+  except OSError:
+    return []
+
+
+def _sweeps(path: Path, depth: int = _DEPTH) -> Iterator[Path]:
+  if (path / SWEEP).is_file():
+    yield path
+  elif depth and not _is_workdir(path):
+    for folder in _folders(path):
+      yield from _sweeps(folder, depth - 1)
+
+
+def _members(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+  """Yields the folder and the entry of each member of a sweep; none of a garbled file."""
+  try:
+    members = files.read_json(folder / SWEEP)['members']
+    for member in members:
+      name = str(member['name'])
+      if (folder / name).parent == folder:
+        yield folder / name, member
+  except (OSError, ValueError, KeyError, TypeError):
+    return
+
+
+def _error_of(folder: Path, errors: Mapping[Path, str]) -> str:
+  """Returns the error of a workdir's member, which may have several workdirs."""
+  return next((errors[path] for path in (folder, folder.parent) if path in errors), '')
+
+
+def _names(folders: Sequence[Path]) -> dict[Path, str]:
+  """Returns a short name for each folder: its path without what all have in common."""
+  parts = [folder.absolute().parts for folder in folders]
+  common = 0
+  while len(folders) > 1 and len({x[:common + 1] for x in parts}) == 1:
+    common += 1
+  common = min(common, min(map(len, parts)) - 1)
+  if len(folders) == 1:
+    common = len(parts[0]) - 1
+  return {folder: shorten('/'.join(x[common:]), 120)
+          for folder, x in zip(folders, parts, strict=True)}
+
+
+def _read(path: Path, name: str, error: str) -> Run:
+  notes: list[str] = []
+  content = _config(path, notes)
+  starts = [start for start in content.get('starts', ()) if isinstance(start, dict)]
+  history = content.get('history')
+  stages = history.get('stages') if isinstance(history, dict) else None
+  return Run(
+      name=name, path=path, config=flat(from_json(content['config'])),
+      metrics=_metrics(path, notes), evaluations=_lines(path / EVALUATIONS),
+      commands=[line for line in _lines(path / COMMANDS)
+                if isinstance(line.get('statistics'), dict)],
+      receipts=_receipts(path, notes), versions=content['versions'], starts=starts,
+      stages=len(stages) if isinstance(stages, list) and stages else 1,
+      running=lock.is_held(path), error=error, notes=notes)
+
+
+def _unbegun(path: Path, name: str, entry: Mapping[str, Any], error: str) -> Run:
+  fields = entry.get('fields')
+  command = entry.get('command')
+  starts = [{'command': [*map(str, command)]}] if isinstance(command, list) else []
+  return Run(name, path, dict(fields) if isinstance(fields, dict) else {}, {}, [], [],
+             Receipts(np.zeros(0, np.uint64), [], []), {}, starts, 1, False, error, [])
+
+
+def _config(path: Path, notes: list[str]) -> dict[str, Any]:
+  """Returns the contents of config.json with a config and versions that are dicts."""
+  try:
+    content = files.read_json(path / CONFIG)
+  except (OSError, ValueError):
+    content = None
+  if not isinstance(content, dict) or not isinstance(content.get('config'), dict):
+    notes.append(f'{CONFIG} is missing or garbled')
+    content = {'config': {}}
+  if not isinstance(content.get('versions'), dict):
+    content['versions'] = {}
+  if not isinstance(content.get('starts', ()), list | tuple):
+    content['starts'] = []
+  return content
+
+
+def flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+  """Returns nested dicts as one dict with dotted names, as `workdir.record.flat` does."""
+  fields = {}
+  for name, value in tree.items():
+    full = f'{prefix}{name}'
+    fields |= flat(value, f'{full}.') if isinstance(value, Mapping) else {full: value}
+  return fields
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+  try:
+    return journal.read_lines(path, _LINE)
+  except OSError:
+    return []
+
+
+def _metrics(path: Path, notes: list[str]) -> dict[str, np.ndarray]:
+  """Returns the numbers of metrics.jsonl by name, [updates]."""
+  lines: list[dict[str, Any]] = []
+  every = 1
+  last = None
+  try:
+    for count, line in enumerate(journal.iterate_lines(path / journal.METRICS, _LINE)):
+      if last is not None and line['steps'] < last['steps']:
+        # A run that went on from an earlier checkpoint: the later lines are the run.
+        lines = [kept for kept in lines if kept['steps'] < line['steps']]
+      last = line
+      if count % every == 0:
+        lines.append(line)
+      if len(lines) > 2 * _MOST_LINES:
+        lines = lines[::2]
+        every *= 2
+  except OSError:
+    pass
+  if last is None:
+    notes.append('it has no metrics yet')
+    return {}
+  if lines[-1] is not last:
+    lines.append(last)
+  if isinstance(last.get('warning'), str):
+    notes.append(f'its last update warns: {shorten(last["warning"])}')
+  names = dict.fromkeys(name for line in (lines[0], lines[len(lines) // 2], lines[-1])
+                        for name in line)
+  return {name: column for name in names
+          if (column := np.array([_number(line.get(name)) for line in lines])) is not None
+          and (np.isfinite(column).any() or name in last and _is_number(last[name]))}
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> float:
+  if not _is_number(value):
+    return math.nan
+  try:
+    return float(value)
+  except OverflowError:  # a whole number of JSON may have any number of digits
+    return math.inf
+
+
+def _receipts(path: Path, notes: list[str]) -> Receipts:
+  try:
+    receipts = journal.read_receipts(path)
+  except OSError:
+    notes.append('it has no receipts')
+    return Receipts(np.zeros(0, np.uint64), [], [])
+  if receipts.problems:
+    notes.append(f'{journal.RECEIPTS}: {"; ".join(receipts.problems)}')
+    return Receipts(np.zeros(0, np.uint64), receipts.headers, receipts.problems)
+  chain = []
+  digest = b''
+  for update in sorted(receipts.by_update):
+    receipt = receipts.by_update[update]
+    text = f'{receipt["batch"]} {receipt["params"]}'.encode()
+    digest = hashlib.blake2b(digest + text, digest_size=8).digest()
+    chain.append(int.from_bytes(digest, 'big'))
+  return Receipts(np.array(chain, np.uint64), receipts.headers, [])
