@@ -22,6 +22,7 @@ VERBS = {
     'export': 'write an agent for programs that do not have this package',
     'compare': 'tell whether two runs are the same to the last bit',
     'rerun': 'repeat one update of a run and write its rollout',
+    'sweep': 'train a config with several tasks, seeds and values',
     'launch': 'train with several processes on this machine',
     'configs': 'list the configs of the package',
     'envs': 'list the tasks of all kinds of environments',
