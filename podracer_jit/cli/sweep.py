@@ -24,15 +24,17 @@ Exit code: 0 if all members have finished; 1 if a member has failed, which runs 
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
+import functools
 import importlib.metadata
 import multiprocessing
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -40,14 +42,25 @@ from podracer_jit.cli import arguments, verb
 from podracer_jit.errors import FAILED, FINISHED, STOPPED, InUse, Refused, refusing
 from podracer_jit.parts import user_path
 from podracer_jit.runtime.output import complain, say
-from podracer_jit.sweep import fitting, local, members
-from podracer_jit.sweep.fitting import Checked
+from podracer_jit.sweep import fitting, local, members, search
+from podracer_jit.sweep.fitting import Checked, Size
 from podracer_jit.sweep.folder import Folder
+from podracer_jit.sweep.local import Local
 from podracer_jit.sweep.members import Member
 from podracer_jit.sweep.progress import Board, State
-from podracer_jit.sweep.training import Listed, train
+from podracer_jit.sweep.search import Search
+from podracer_jit.sweep.training import Listed, Plan, train
 from podracer_jit.training import stopping
-from podracer_jit.workdir import lock
+from podracer_jit.workdir import files, lock
+
+
+class _Prepared(NamedTuple):
+  """A sweep that may begin."""
+
+  plan: Plan
+  members: Sequence[Member]  # that are known by now
+  sizes: Mapping[str, Size]  # by the members' names
+  jobs: Local
 
 
 @verb
@@ -60,40 +73,143 @@ def main(argv: Sequence[str]) -> int:
     return FINISHED
   with stopping.handled() as stop, contextlib.ExitStack() as stack:
     with refusing(OSError):
-      wanted = _wanted(values, shared)
       out = user_path(values.out)
       if not values.dry:
-        out.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(_locked(out))
+        stack.enter_context(_opened(out))
       folder = Folder(out, importlib.metadata.version('podracer_jit'))
-      checked = _checked(folder, wanted)
-      folder.add(checked.members, checked.configs)
-      todo = [member for member in checked.members if not folder.is_finished(member)]
+      prepared = _searched(folder, values, shared) if values.search else (
+          _listed(folder, values, shared))
       if values.dry:
-        for member in todo:
-          say(shlex.join(member.command(out)))
+        for member in prepared.members:
+          if not folder.is_finished(member):
+            say(shlex.join(member.command(out)))
         return FINISHED
-      if values.retry:
-        for member in todo:
-          folder.retry(member)
-      todo = [member for member in todo if member.name not in folder.errors]
-      slots = local.slots(values.jobs)
-      jobs = fitting.jobs_that_fit(values.jobs, len(slots),
-                                   [checked.sizes[member.name] for member in todo])
-      fitting.check_disk(out, [checked.sizes[member.name] for member in todo
-                               if not (out / member.name).exists()])
       folder.write()
     stop.begin_training()
-    board = stack.enter_context(contextlib.closing(
-        Board(out, checked.members, {name: size.steps for name, size in checked.sizes.items()})))
-    board.say(f'{out}: {len(checked.members)} members, {len(todo)} to train, {jobs} at once')
-    for member in checked.members:
+    board = stack.enter_context(contextlib.closing(Board(out, prepared.sizes)))
+    board.say(f'{out}: {len(prepared.members)} members, {prepared.jobs.room} at once')
+    for member in prepared.members:
       if folder.is_finished(member):
         board.tell(member, State.FINISHED)
       elif member.name in folder.errors:
         board.tell(member, State.FAILED, folder.errors[member.name])
-    code = train(folder, Listed(todo), local.Local(out, local.slots(jobs)), stop, board)
-  return _ended(folder, checked.members, code)
+      else:
+        board.tell(member, State.WAITING)
+    code = train(folder, prepared.plan, prepared.jobs, stop, board)
+  if isinstance(prepared.plan, Search):
+    _tell_best(prepared.plan)
+    return _ended(folder, folder.members, code)
+  return _ended(folder, prepared.members, code)
+
+
+def _listed(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -> _Prepared:
+  """Returns the sweep of all values that the flags name.
+
+  Args:
+    folder: of the sweep; receives its members.
+    values: the flags.
+    shared: flags of the config, of all members.
+
+  Raises:
+    ValueError: a flag or a config is wrong, or the members do not fit.
+  """
+  grid = [members.values_of(flag) for flag in values.grid]
+  for name, choices in grid:
+    if any(search.range_of(value) for value in choices):
+      raise ValueError(f'--grid: {name} has a range; add --search=tpe:32, or list its values')
+  if values.prune:
+    raise ValueError('--prune: is for --search')
+  checked = _checked(folder, _members(values, shared, grid))
+  folder.add(checked.members, checked.configs)
+  todo = [member for member in checked.members if not folder.is_finished(member)]
+  if values.retry:
+    folder.retry(todo)
+  todo = [member for member in todo if member.name not in folder.errors]
+  jobs = _jobs(folder, values.jobs, [checked.sizes[member.name] for member in todo])
+  if not values.dry:
+    fitting.check_disk(folder.path, [checked.sizes[member.name] for member in todo
+                                     if not (folder.path / member.name).exists()])
+  return _Prepared(Listed(todo), checked.members, checked.sizes, jobs)
+
+
+def _searched(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -> _Prepared:
+  """Returns the sweep whose values Optuna chooses; see `_listed`."""
+  seeds = members.seeds_of(values.seeds)
+  settings = search.settings_of(values.search, values.prune, seeds[0])
+  ranges = search.ranges_of([members.values_of(flag) for flag in values.grid])
+  if not ranges or len(values.config) > 1:
+    raise ValueError('--search: wants one --config, and a range or values in --grid')
+
+  def members_of(fields: Mapping[str, Any]) -> list[Member]:
+    return _members(values, shared, [(name, [value]) for name, value in fields.items()])
+
+  examples = search.examples(ranges)
+  if values.prune and len(members_of(examples[0])) > 1:
+    raise ValueError('--prune: wants one seed and one task, so that a trial is one run')
+  # Values in between are as good as the ends.
+  checked = _checked(folder, [member for fields in examples for member in members_of(fields)])
+  config, = checked.configs.values()
+  if not config['eval']['every_updates']:
+    raise ValueError('--search: ranks members by evaluations, and there are none; set '
+                     '--config.eval.every_updates, such as 100')
+  if values.dry:
+    raise ValueError('--dry: a search chooses its members one after the other')
+  folder.add([], checked.configs)
+  if values.retry:
+    folder.retry(folder.members)
+  size = max(checked.sizes.values(), key=lambda size: size.memory)
+  jobs = _jobs(folder, values.jobs, [size] * settings.trials)
+  own = {name: functools.reduce(lambda tree, key: tree.get(key, {}), name.split('.'), config)
+         for name in ranges}
+  plan = search.Search(folder, settings, ranges, members_of, own)
+  sizes = collections.defaultdict(lambda: size)
+  return _Prepared(plan, folder.members, sizes, jobs)
+
+
+def _members(values: flags.FlagValues, shared: Sequence[str],
+             grid: Sequence[tuple[str, Sequence[Any]]]) -> list[Member]:
+  """Returns the members of some values, each with one seed.
+
+  Args:
+    values: the flags.
+    shared: flags of the config, of all members.
+    grid: fields and values.
+
+  Raises:
+    ValueError: a flag is wrong.
+  """
+  for arg in shared:
+    if '=' not in arg:
+      raise ValueError(f'{arg}: has no value; write {arg}=VALUE')
+  return members.product(values.config, values.tasks, members.seeds_of(values.seeds), grid, shared)
+
+
+def _jobs(folder: Folder, asked: int | None, sizes: Sequence[Size]) -> Local:
+  """Returns the processes of members, as many as fit.
+
+  Args:
+    folder: of the sweep.
+    asked: --jobs.
+    sizes: of the members that will be trained.
+
+  Raises:
+    ValueError: so many do not fit.
+  """
+  count = fitting.jobs_that_fit(asked, len(local.slots(asked)), sizes)
+  return Local(folder.path, local.slots(count))
+
+
+def _tell_best(plan: Search) -> None:
+  """Prints the best trial of a search, beside the config's own values."""
+  best, own = plan.best()
+  if best is None:
+    say('no trial has finished yet')
+    return
+  fields = ' '.join(f'--config.{name}={value}' for name, value in best.fields.items())
+  say(f'best: return {best.value:.2f} with {fields}')
+  if own is not None:
+    say("the config's own values are the best" if own == best else
+        f"the config's own values: return {own.value:.2f}")
 
 
 def _flags() -> flags.FlagValues:
@@ -111,38 +227,33 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_integer('jobs', None, 'Members to train at once. Default: one for each core, or for '
                        'each GPU, as far as the memory allows.', lower_bound=1, **text)
   flags.DEFINE_string('out', None, 'The folder of the sweep.', **text)
+  flags.DEFINE_string('search', None, 'tpe:N or random:N: Optuna chooses values in the ranges of '
+                      '--grid for N trials.', **text)
+  flags.DEFINE_string('prune', None, 'asha: a search stops members that are behind.', **text)
   flags.DEFINE_bool('dry', False, 'Only print the commands of the members that are not finished.',
                     **text)
   flags.DEFINE_bool('retry', False, 'Train members again that have failed.', **text)
   return values
 
 
-def _wanted(values: flags.FlagValues, shared: Sequence[str]) -> list[Member]:
-  """Returns the members that the flags ask for, each with one seed.
-
-  Raises:
-    ValueError: a flag is wrong.
-  """
-  for arg in shared:
-    if '=' not in arg:
-      raise ValueError(f'{arg}: has no value; write {arg}=VALUE')
-  return members.product(values.config, values.tasks, members.seeds_of(values.seeds),
-                         [members.values_of(flag) for flag in values.grid], shared)
-
-
 @contextlib.contextmanager
-def _locked(out: Path):
-  """Locks the folder of the sweep during the block.
+def _opened(out: Path) -> Iterator[None]:
+  """Makes the folder of the sweep and locks it during the block; removes it if it stays empty.
 
   Raises:
     Refused: another sweep has it.
+    OSError: it cannot be made.
   """
+  new = [folder for folder in (out, *out.parents) if not folder.exists()]
+  files.make_folder(out)
   try:
-    held = lock.WorkdirLock(out)
+    with contextlib.closing(lock.WorkdirLock(out)):
+      yield
   except InUse as error:
     raise Refused(str(error).replace('--workdir', '--out')) from None
-  with contextlib.closing(held):
-    yield
+  finally:
+    for folder in new:
+      files.remove_if_empty(folder)
 
 
 def _checked(folder: Folder, wanted: Sequence[Member]) -> Checked:

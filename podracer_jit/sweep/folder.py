@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from podracer_jit.options import shorten
-from podracer_jit.sweep.members import Member
+from podracer_jit.sweep.members import SEED, Member
 from podracer_jit.workdir import files
 
 NAME = 'sweep.json'
@@ -59,7 +59,9 @@ class Folder:
     return list(self._members.values())
 
   def add(self, members: Sequence[Member], configs: Mapping[str, Any]) -> None:
-    """Adds the members of a command; those that are known stay as they are.
+    """Adds the members of a command. Of those that are known, only the flags may differ.
+
+    Flags that are another experiment are refused with the configs.
 
     Args:
       members: of the command.
@@ -69,8 +71,9 @@ class Folder:
       ValueError: a known member of this name is another one.
     """
     for member in members:
-      known = self._members.setdefault(member.name, member)
-      if known != member:
+      known = self._members.get(member.name, member)
+      self._members[member.name] = member
+      if known._replace(flags=()) != member._replace(flags=()):
         raise ValueError(f'--out: {self.path} has a member {member.name} already, which is '
                          f'podracer_jit {" ".join(known.arguments())}; choose another --out')
     self.configs |= {name: self.configs.get(name, config) for name, config in configs.items()}
@@ -105,9 +108,10 @@ class Folder:
     self.errors[member.name] = error
     self.write()
 
-  def retry(self, member: Member) -> None:
-    """Forgets the error of a member, which runs again."""
-    self.errors.pop(member.name, None)
+  def retry(self, members: Sequence[Member]) -> None:
+    """Forgets the errors of members, which run again."""
+    for member in members:
+      self.errors.pop(member.name, None)
 
   def write(self) -> None:
     """Writes sweep.json.
@@ -124,6 +128,5 @@ class Folder:
 
 
 def _rest(member: Member) -> str:
-  """Returns what a member is, but for its config and its seeds."""
-  fields = {name: value for name, value in member.fields.items() if name != 'seed'}
-  return repr((fields, tuple(member.flags)))
+  """Returns the fields of a member but its seed."""
+  return repr({name: value for name, value in member.fields.items() if name != SEED})

@@ -63,6 +63,7 @@ class Local:
       slots: one for each member that may run at once.
     """
     self._out = out
+    self.room = len(slots)  # members that may run at once
     self._free = list(slots)
     self._jobs: list[_Job] = []
 

@@ -156,8 +156,8 @@ def product(configs: Sequence[str], tasks: Sequence[str], seeds: Sequence[int],
     if name in names[:i]:
       raise ValueError(f'--grid: {name} is given twice')
     if name in set_by_flags:
-      raise ValueError(f'{_SECTION}{name}: is given to all members, and --grid or --tasks names its '
-                       'values')
+      raise ValueError(f'{_SECTION}{name}: is given to all members, and --grid or --tasks names '
+                       'its values')
   if SEED in set_by_flags:
     raise ValueError(f'{_SECTION}{SEED}: --seeds=1:3 names the seeds of a sweep')
   choices = [*([tasks] if tasks else []), *(values for _, values in grid)]

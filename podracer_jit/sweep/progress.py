@@ -17,6 +17,7 @@ from rich.text import Text
 
 from podracer_jit.options import printable, shorten
 from podracer_jit.runtime.output import LastingStream
+from podracer_jit.sweep.fitting import Size
 from podracer_jit.sweep.members import Member
 from podracer_jit.workdir import journal
 
@@ -78,18 +79,17 @@ def newest_metrics(workdir: Path) -> dict[str, Any] | None:
 class Board:
   """Shows members and their states."""
 
-  def __init__(self, out: Path, members: Sequence[Member], steps: Mapping[str, int]):
+  def __init__(self, out: Path, sizes: Mapping[str, Size]):
     """Shows nothing yet.
 
     Args:
       out: the folder of the sweep.
-      members: of the command, in order; a search adds more.
-      steps: of a seed of each member, by its name.
+      sizes: of each member, by its name.
     """
     self._out = out
-    self._members = list(members)
-    self._steps = dict(steps)
-    self._states = {member.name: State.WAITING for member in members}
+    self._sizes = sizes
+    self._members: dict[str, Member] = {}
+    self._states: dict[str, State] = {}
     self._progress: dict[str, Progress] = {}
     self._shown_s = 0.0
     self._console = Console(file=LastingStream(sys.stdout), soft_wrap=True, highlight=False)
@@ -98,23 +98,18 @@ class Board:
       self._live = Live(Text(''), console=self._console, auto_refresh=False)
       self._live.start()
 
-  def add(self, member: Member, steps: int) -> None:
-    """Adds a member."""
-    self._members.append(member)
-    self._steps[member.name] = steps
-    self._states[member.name] = State.WAITING
-
   def tell(self, member: Member, state: State, note: str = '') -> None:
-    """Changes the state of a member.
+    """Changes the state of a member, which need not be known.
 
     Args:
       member: the member.
       state: its new state.
       note: more about it.
     """
+    self._members[member.name] = member
     self._states[member.name] = state
     self._progress[member.name] = progress_of(member, self._out)
-    if not self._live:
+    if not self._live and state is not State.WAITING:
       now = self._progress[member.name]
       result = '' if now.episode_return is None or state is State.RUNNING else (
           f', return {now.episode_return:.2f} after {now.steps:,} steps')
@@ -130,7 +125,7 @@ class Board:
     if not self._live or not at_once and time.monotonic() - self._shown_s < _EVERY_S:
       return
     self._shown_s = time.monotonic()
-    for member in self._members:
+    for member in self._members.values():
       if self._states[member.name] is State.RUNNING:
         self._progress[member.name] = progress_of(member, self._out)
     self._live.update(self._table(), refresh=True)
@@ -155,7 +150,8 @@ class Board:
     # What is under way comes first, then what failed.
     order = [State.RUNNING, State.FAILED, State.STOPPED, State.WAITING, State.PRUNED,
              State.FINISHED]
-    members = sorted(self._members, key=lambda member: order.index(self._states[member.name]))
+    members = sorted(self._members.values(),
+                     key=lambda member: order.index(self._states[member.name]))
     for member in members[:_MOST_ROWS]:
       table.add_row(*map(Text, self._row(member)))
     if len(members) > _MOST_ROWS:
@@ -165,7 +161,7 @@ class Board:
   def _row(self, member: Member) -> Sequence[str]:
     state = self._states[member.name]
     now = self._progress.get(member.name, Progress())
-    total = self._steps[member.name]
+    total = self._sizes[member.name].steps
     is_running = state is State.RUNNING
     left = (total - now.steps) * len(member.seeds)
     return (printable(shorten(member.name, 100)), state.value,
@@ -180,11 +176,11 @@ class Board:
                        if self.count(state))
     left = 0
     sps = 0.0
-    for member in self._members:
+    for member in self._members.values():
       state = self._states[member.name]
       now = self._progress.get(member.name, Progress())
       if state in (State.RUNNING, State.WAITING):
-        left += max(0, self._steps[member.name] - now.steps) * len(member.seeds)
+        left += max(0, self._sizes[member.name].steps - now.steps) * len(member.seeds)
       sps += now.sps if state is State.RUNNING else 0
     ends = f'; {sps:,.0f} SPS, {_duration(left / sps)} left' if sps else ''
     return f'{len(self._members)} members: {counts}{ends}'
