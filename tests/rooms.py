@@ -20,7 +20,7 @@ PICTURE = ROOT / 'docs' / 'images' / 'rooms.svg'
 
 # From the bottom up. A room imports from rooms of its own tier and of the tiers below.
 TIERS = {
-    'ground': ['errors', 'types', 'schedules', 'options', 'parts'],
+    'ground': ['errors', 'types', 'schedules', 'options', 'parts', 'metrics', 'task_sets'],
     'numerics': ['numerics'],
     'plumbing': ['runtime', 'loops', 'late'],
     'cluster': ['cluster'],
@@ -106,12 +106,14 @@ class Box(NamedTuple):
 # Left and right edge of each room, and its floor, counted from the bottom.
 PLAN = {
     'schedules': (20, 980, 0), 'options': (20, 980, 1),
-    'parts': (285, 520, 2), 'types': (560, 700, 2), 'errors': (740, 980, 2),
+    'metrics': (20, 262, 2), 'parts': (285, 520, 2), 'types': (560, 700, 2),
+    'errors': (740, 980, 2),
     'late': (20, 262, 3), 'numerics': (420, 650, 3), 'runtime': (20, 262, 4), 'envs': (285, 520, 4),
     'agents': (285, 700, 5),
     'loops': (20, 226, 6), 'losses': (285, 520, 6), 'cluster': (560, 980, 6),
     'replay': (285, 520, 7), 'learner': (232, 560, 8), 'actor': (600, 980, 8),
     'schemes': (20, 980, 9), 'experiment': (20, 980, 10),
+    'task_sets': (20, 190, 11),
     'configs': (220, 340, 11), 'workdir': (370, 980, 11), 'play': (370, 980, 12),
     'training': (370, 980, 13), 'testing': (20, 190, 13), 'api': (220, 480, 14),
     'cli': (520, 980, 14),

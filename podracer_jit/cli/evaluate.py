@@ -6,9 +6,11 @@
 
 The environments have other seeds than in training (of Gymnasium's, one may be equal by chance).
 --env.NAME=VALUE changes an option of the run's task. The command prints the mean return, its
-standard error and, for Atari, the human-normalised score. It then appends a line with the result,
-seed, options, versions, host and time to evaluate.jsonl in the workdir, and writes the newest
-result, with each episode, to evaluation.json. A workdir that cannot be written to is no failure.
+standard error and, for Atari, the human-normalised score. If others have published scores of the
+task, it prints the one to compare with, of the same algorithm and a similar number of steps if
+there is one, with its protocol. It then appends a line with the result, seed, options, versions,
+host and time to evaluate.jsonl in the workdir, and writes the newest result, with each episode, to
+evaluation.json. A workdir that cannot be written to is no failure.
 The run may still be training; JAX_PLATFORMS=cpu then leaves the GPU to it.
 
 Exit code: 0, 1 if playing failed, 2 if it could not start.
@@ -26,6 +28,8 @@ from absl import flags
 
 from podracer_jit import options
 from podracer_jit.cli import arguments, runs, verb
+from podracer_jit import options, task_sets
+from podracer_jit.cli import arguments, verb
 from podracer_jit.errors import Failed, refusing
 from podracer_jit.experiment import modules
 from podracer_jit.experiment.flags import take_env_options
@@ -62,6 +66,10 @@ def main(argv: Sequence[str]) -> int:
   # A policy without probabilities draws nothing, so it always plays greedily.
   greedy = values.greedy or player.policy.log_prob is None
   _evaluate(player, workdir, settings, dict(greedy=greedy, env=options.to_json(env)))
+  algorithm = agent.experiment.fields.get('loss', {}).get('name', '')
+  published = task_sets.nearest(player.task, algorithm, player.steps)
+  if published:
+    print(f'published  {published.words()}', flush=True)
   if movie:
     film = video.film(player, movie, settings)
     print(printable(f'{movie}: an episode of return {film.episode_return:g}, {film.frames} frames '

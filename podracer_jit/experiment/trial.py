@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from podracer_jit import metrics
 from podracer_jit.actor import rollouts
 from podracer_jit.agents import running_moments
 from podracer_jit.envs import frames
@@ -19,14 +20,9 @@ from podracer_jit.learner.from_rollouts import Prepared
 from podracer_jit.losses.algorithm import Acted, Algorithm, Aux, Batch
 from podracer_jit.types import Rollout, TrainState
 
-# Metrics of every run, which a loss term must not replace.
-_TAKEN = frozenset((
-    'update', 'steps', 'frames', 'sps', 'elapsed_s', 'wall_s', 'episode_return', 'episode_length',
-    'episodes', 'actor_wait_s', 'learner_wait_s', 'cgd', 'gud', 'grad_norm', 'param_norm',
-    'learning_rate', 'batch', 'params', 'moments', 'warning', 'sampled', 'sampled_age',
-    'samples_per_s', 'gradient_steps', 'replay_size', 'replay_ratio', 'finite', 'valid',
-    'eval_wait_s', 'actors_alive', 'actors_pending', 'actor_restarts', 'cluster_mb_per_s',
-    'cluster_get_ms'))
+# Metrics of every run, and further results of an update, which a loss term must not replace.
+_TAKEN = (metrics.UPDATES.keys() - metrics.TERMS.keys()) | {
+    'batch', 'params', 'moments', 'finite', 'valid'}
 
 
 def check(run: build.Run) -> dict[str, tuple[Any, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import datetime
 import json
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer_jit import schedules
+from podracer_jit import schedules, task_sets
 from podracer_jit.actor import faults, rollouts
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.agents.policies import Policy
@@ -365,13 +364,6 @@ def bound(length: int, max_steps: int) -> None:
     raise Failed(f'gave up: {length:,} steps into an episode, and max_steps is {max_steps:,}')
 
 
-def atari_scores() -> dict[str, tuple[float, float]]:
-  """Returns the scores of random play and of a human, by task."""
-  text = (Path(__file__).parents[1] / 'data' / 'atari_scores.csv').read_text()
-  rows = csv.DictReader(line for line in text.splitlines() if not line.startswith('#'))
-  return {row['game']: (float(row['random']), float(row['human'])) for row in rows}
-
-
 def statistics(task: str, episodes: Episodes) -> dict[str, Any]:
   """Returns statistics of returns and lengths; the standard error of one episode is None.
 
@@ -388,7 +380,7 @@ def statistics(task: str, episodes: Episodes) -> dict[str, Any]:
         mean=float(returns.mean()), standard_error=standard_error, min=float(returns.min()),
         median=float(np.median(returns)), max=float(returns.max()),
         mean_length=float(np.mean(episodes.lengths)))
-    if task in (scores := atari_scores()):
+    if task in (scores := task_sets.human_scores()):
       random, human = scores[task]
       summary['human_normalised'] = float(np.mean((returns - random) / (human - random)))
   summary = {name: _finite(value) for name, value in summary.items()}

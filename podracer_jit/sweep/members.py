@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from podracer_jit import task_sets
 from podracer_jit.options import from_json, to_json
 
 TASK = 'env.task'
@@ -83,6 +84,24 @@ def seeds_of(text: str) -> list[int]:
   if repeated:
     raise ValueError(f'--seeds: names {repeated[0]} twice, in {text!r}')
   return seeds
+
+
+def tasks_of(names: Sequence[str]) -> list[str]:
+  """Returns the tasks of --tasks, with the tasks of a set such as @atari5 in its place.
+
+  Raises:
+    ValueError: there is no such set, or a task comes twice.
+  """
+  tasks: list[str] = []
+  for name in names:
+    if name.startswith('@') and name not in task_sets.TASKS:
+      raise ValueError(f'--tasks: there is no set {name}; there are '
+                       f'{", ".join(task_sets.TASKS)}')
+    tasks += task_sets.TASKS.get(name, (name,))
+  repeated = sorted({task for task in tasks if tasks.count(task) > 1})
+  if repeated:
+    raise ValueError(f'--tasks: names {repeated[0]} twice')
+  return tasks
 
 
 def values_of(flag: str) -> tuple[str, list[Any]]:

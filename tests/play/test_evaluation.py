@@ -273,13 +273,6 @@ def test_human_normalised_score_by_hand():
   assert evaluation.statistics('Pong-v5', episodes)['human_normalised'] == pytest.approx(0.5)
 
 
-def test_atari_scores_cover_57_games_of_envpool():
-  scores = evaluation.atari_scores()
-  assert len(scores) == 57
-  assert set(scores) <= set(envpool.list_all_envs())
-  assert all(human > random for random, human in scores.values())
-
-
 def test_restore_reads_the_newest_parameters(tmp_path):
   params = _save(tmp_path, _catch_config(), 3, 5)
   before = sorted(tmp_path.rglob('*'))
