@@ -26,10 +26,8 @@ from typing import Any
 
 from absl import flags
 
-from podracer_jit import options
-from podracer_jit.cli import arguments, runs, verb
 from podracer_jit import options, task_sets
-from podracer_jit.cli import arguments, verb
+from podracer_jit.cli import arguments, runs, verb
 from podracer_jit.errors import Failed, refusing
 from podracer_jit.experiment import modules
 from podracer_jit.experiment.flags import take_env_options

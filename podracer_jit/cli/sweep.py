@@ -181,7 +181,8 @@ def _members(values: flags.FlagValues, shared: Sequence[str],
   for arg in shared:
     if '=' not in arg:
       raise ValueError(f'{arg}: has no value; write {arg}=VALUE')
-  return members.product(values.config, members.tasks_of(values.tasks), members.seeds_of(values.seeds), grid, shared)
+  return members.product(values.config, members.tasks_of(values.tasks),
+                         members.seeds_of(values.seeds), grid, shared)
 
 
 def _jobs(folder: Folder, asked: int | None, sizes: Sequence[Size]) -> Local:
