@@ -14,6 +14,11 @@ one program (--num_seeds).
 
 --tasks=@atari5 names a list: @atari57, @atari5, @mujoco9, @dmc15 or @minatar.
 
+--jobs limits how many are trained at once. --ray trains them on the cluster at RAY_ADDRESS, --slurm
+submits them as an array (--slurm='--partition=cpu --cpus-per-task=4'); all machines must see OUT.
+The command with --slurm ends at once with exit code 3; the same command later tells what has
+finished, and submits again what was lost.
+
 With --search, values may be ranges: log(1e-4,1e-2), uniform(0,1) and int(1,8), of which Optuna
 chooses so many (tpe:32, random:32). They are ranked by their newest evaluations; --prune=asha stops
 members that are behind. This needs the extra `search`.
@@ -29,6 +34,7 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import multiprocessing
 import os
 import shlex
@@ -39,17 +45,18 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from podracer_jit.cli import arguments, verb
+from podracer_jit.cluster import set_ray_environment
 from podracer_jit.errors import FAILED, FINISHED, STOPPED, InUse, Refused, refusing
 from podracer_jit.parts import user_path
 from podracer_jit.runtime.output import complain, say
-from podracer_jit.sweep import fitting, local, members, search
+from podracer_jit.sweep import fitting, local, members, search, slurm
 from podracer_jit.sweep.fitting import Checked, Size
 from podracer_jit.sweep.folder import Folder
 from podracer_jit.sweep.local import Local
 from podracer_jit.sweep.members import Member
 from podracer_jit.sweep.progress import Board, State
 from podracer_jit.sweep.search import Search
-from podracer_jit.sweep.training import Listed, Plan, train
+from podracer_jit.sweep.training import Jobs, Listed, Plan, train
 from podracer_jit.training import stopping
 from podracer_jit.workdir import files, lock
 
@@ -60,7 +67,7 @@ class _Prepared(NamedTuple):
   plan: Plan
   members: Sequence[Member]  # that are known by now
   sizes: Mapping[str, Size]  # by the members' names
-  jobs: Local
+  todo: Sequence[Size]  # of the members that will be trained
 
 
 @verb
@@ -77,6 +84,10 @@ def main(argv: Sequence[str]) -> int:
       if not values.dry:
         stack.enter_context(_opened(out))
       folder = Folder(out, importlib.metadata.version('podracer_jit'))
+      _check_places(values)
+      array = slurm.Array(folder, values.slurm) if values.slurm is not None else None
+      if array:
+        array.collect(folder.members)
       prepared = _searched(folder, values, shared) if values.search else (
           _listed(folder, values, shared))
       if values.dry:
@@ -85,9 +96,12 @@ def main(argv: Sequence[str]) -> int:
             say(shlex.join(member.command(out)))
         return FINISHED
       folder.write()
+      if array:
+        return _submitted(array, folder, prepared.members, values.jobs)
+      jobs = stack.enter_context(_jobs(out, values, prepared))
     stop.begin_training()
     board = stack.enter_context(contextlib.closing(Board(out, prepared.sizes)))
-    board.say(f'{out}: {len(prepared.members)} members, {prepared.jobs.room} at once')
+    board.say(f'{out}: {len(prepared.members)} members, {jobs.room} at once')
     for member in prepared.members:
       if folder.is_finished(member):
         board.tell(member, State.FINISHED)
@@ -95,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         board.tell(member, State.FAILED, folder.errors[member.name])
       else:
         board.tell(member, State.WAITING)
-    code = train(folder, prepared.plan, prepared.jobs, stop, board)
+    code = train(folder, prepared.plan, jobs, stop, board)
   if isinstance(prepared.plan, Search):
     _tell_best(prepared.plan)
     return _ended(folder, folder.members, code)
@@ -125,11 +139,11 @@ def _listed(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -> 
   if values.retry:
     folder.retry(todo)
   todo = [member for member in todo if member.name not in folder.errors]
-  jobs = _jobs(folder, values.jobs, [checked.sizes[member.name] for member in todo])
   if not values.dry:
     fitting.check_disk(folder.path, [checked.sizes[member.name] for member in todo
                                      if not (folder.path / member.name).exists()])
-  return _Prepared(Listed(todo), checked.members, checked.sizes, jobs)
+  return _Prepared(Listed(todo), checked.members, checked.sizes,
+                   [checked.sizes[member.name] for member in todo])
 
 
 def _searched(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -> _Prepared:
@@ -158,12 +172,11 @@ def _searched(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -
   if values.retry:
     folder.retry(folder.members)
   size = max(checked.sizes.values(), key=lambda size: size.memory)
-  jobs = _jobs(folder, values.jobs, [size] * settings.trials)
   own = {name: functools.reduce(lambda tree, key: tree.get(key, {}), name.split('.'), config)
          for name in ranges}
   plan = search.Search(folder, settings, ranges, members_of, own)
   sizes = collections.defaultdict(lambda: size)
-  return _Prepared(plan, folder.members, sizes, jobs)
+  return _Prepared(plan, folder.members, sizes, [size] * settings.trials)
 
 
 def _members(values: flags.FlagValues, shared: Sequence[str],
@@ -185,19 +198,55 @@ def _members(values: flags.FlagValues, shared: Sequence[str],
                          members.seeds_of(values.seeds), grid, shared)
 
 
-def _jobs(folder: Folder, asked: int | None, sizes: Sequence[Size]) -> Local:
-  """Returns the processes of members, as many as fit.
-
-  Args:
-    folder: of the sweep.
-    asked: --jobs.
-    sizes: of the members that will be trained.
+def _check_places(values: flags.FlagValues) -> None:
+  """Checks that the flags name one place for the members.
 
   Raises:
-    ValueError: so many do not fit.
+    ValueError: they name two, or the search is not for it.
   """
-  count = fitting.jobs_that_fit(asked, len(local.slots(asked)), sizes)
-  return Local(folder.path, local.slots(count))
+  if values.ray and values.slurm is not None:
+    raise ValueError('--slurm: cannot be combined with --ray')
+  if values.slurm is not None and values.search:
+    raise ValueError('--slurm: cannot be combined with --search, which chooses a member after '
+                     'others have ended; on a cluster of Ray it can')
+
+
+@contextlib.contextmanager
+def _jobs(out: Path, values: flags.FlagValues, prepared: _Prepared) -> Iterator[Jobs]:
+  """Yields the processes of members: on this machine, or on a cluster.
+
+  Raises:
+    ValueError: so many do not fit, or there is no cluster.
+  """
+  if not values.ray:
+    count = fitting.jobs_that_fit(values.jobs, len(local.slots(values.jobs)), prepared.todo)
+    yield Local(out, local.slots(count))
+    return
+  if importlib.util.find_spec('ray') is None:
+    raise ValueError("--ray: Ray is not installed: pip install 'podracer_jit[ray]'")
+  set_ray_environment()
+  from podracer_jit.cluster import commands  # Ray takes a second to load
+  from podracer_jit.sweep.ray import OnRay
+  with commands.connected() as cpus:
+    yield OnRay(out, values.jobs or cpus, prepared.sizes)
+
+
+def _submitted(array: slurm.Array, folder: Folder, asked: Sequence[Member], at_once: int | None
+               ) -> int:
+  """Submits the members that are neither finished nor under way; returns the exit code.
+
+  Raises:
+    Refused: SLURM does not take them.
+  """
+  under_way = array.under_way()
+  todo = [member for member in asked if not folder.is_finished(member)
+          and member.name not in folder.errors and member.name not in under_way]
+  finished = sum(map(folder.is_finished, asked))
+  busy = sum(member.name in under_way for member in asked)
+  say(f'{folder.path}: {len(asked)} members, {finished} finished, {busy} under way')
+  if todo:
+    say(f'submitted {len(todo)} as job {array.submit(todo, at_once)}')
+  return _ended(folder, asked, STOPPED if todo or busy else FINISHED)
 
 
 def _tell_best(plan: Search) -> None:
@@ -228,6 +277,9 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_integer('jobs', None, 'Members to train at once. Default: one for each core, or for '
                        'each GPU, as far as the memory allows.', lower_bound=1, **text)
   flags.DEFINE_string('out', None, 'The folder of the sweep.', **text)
+  flags.DEFINE_bool('ray', False, 'Train the members on the Ray cluster at RAY_ADDRESS.', **text)
+  flags.DEFINE_string('slurm', None, 'Train the members as an array of SLURM, with these options '
+                      'of sbatch.', **text)
   flags.DEFINE_string('search', None, 'tpe:N or random:N: Optuna chooses values in the ranges of '
                       '--grid for N trials.', **text)
   flags.DEFINE_string('prune', None, 'asha: a search stops members that are behind.', **text)
@@ -291,7 +343,7 @@ def _ended(folder: Folder, asked: Sequence[Member], code: int) -> int:
              f'is in {folder.path / local.LOGS}, and --retry trains them again')
     return FAILED if code == FINISHED else code
   if code == STOPPED:
-    say('stopped; the same command goes on')
+    say('not all members have finished; the same command goes on')
   if code == FINISHED:
     say(f'all {len(asked)} members have finished: podracer_jit report {folder.path}')
   return code
