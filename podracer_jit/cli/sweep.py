@@ -38,6 +38,7 @@ import importlib.util
 import multiprocessing
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,8 +163,7 @@ def _searched(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -
     raise ValueError('--prune: wants one seed and one task, so that a trial is one run')
   # Values in between are as good as the ends.
   checked = _checked(folder, [member for fields in examples for member in members_of(fields)])
-  config, = checked.configs.values()
-  if not config['eval']['every_updates']:
+  if not checked.evaluates:
     raise ValueError('--search: ranks members by evaluations, and there are none; set '
                      '--config.eval.every_updates, such as 100')
   if values.dry:
@@ -172,6 +172,7 @@ def _searched(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -
   if values.retry:
     folder.retry(folder.members)
   size = max(checked.sizes.values(), key=lambda size: size.memory)
+  config, = checked.configs.values()
   own = {name: functools.reduce(lambda tree, key: tree.get(key, {}), name.split('.'), config)
          for name in ranges}
   plan = search.Search(folder, settings, ranges, members_of, own)
@@ -223,7 +224,7 @@ def _jobs(out: Path, values: flags.FlagValues, prepared: _Prepared) -> Iterator[
     yield Local(out, local.slots(count))
     return
   if importlib.util.find_spec('ray') is None:
-    raise ValueError("--ray: Ray is not installed: pip install 'podracer_jit[ray]'")
+    raise ValueError(f'--ray: Ray is not installed: {sys.executable} -m pip install ray')
   set_ray_environment()
   from podracer_jit.cluster import commands  # Ray takes a second to load
   from podracer_jit.sweep.ray import OnRay

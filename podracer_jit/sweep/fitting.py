@@ -25,6 +25,7 @@ class Checked(NamedTuple):
   members: list[Member]  # seeds that one program can train are one member
   sizes: Mapping[str, Size]  # by the members' names
   configs: Mapping[str, Any]  # what --config and the flags of all members give, as JSON has it
+  evaluates: bool  # all members have evaluations while they train
 
 
 def jobs_that_fit(asked: int | None, slots: int, sizes: Sequence[Size]) -> int:

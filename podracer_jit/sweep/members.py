@@ -209,9 +209,10 @@ def member_of(config: str, fields: Mapping[str, Any], flags: Sequence[str] = (),
   pieces = [Path(path).stem + (f'_{argument}' if argument else '')]
   for name, value in fields.items():
     if name == TASK:
-      pieces.append(value)
+      pieces.append(str(value))
     elif name != SEED:
-      pieces.append(f'{name.rpartition(".")[2]}={value}')
+      text = re.sub(r'[\s()\[\]{}]+', '', str(value))
+      pieces.append(f'{name.rpartition(".")[2]}={text}')
   seed = fields[SEED]
   pieces.append(f'seeds={seed}:{seed + num_seeds - 1}' if num_seeds else f'seed={seed}')
   name = ','.join(re.sub(r'[^A-Za-z0-9._=+-]+', '_', piece).strip('_') for piece in pieces)

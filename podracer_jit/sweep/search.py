@@ -6,6 +6,7 @@ Its storage is OUT/optuna.log, so a search that was stopped goes on.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -73,7 +74,8 @@ def settings_of(search: str, prune: str | None, seed: int) -> Settings:
   try:
     import optuna  # noqa: F401 - asked for here, before anything begins
   except ImportError:
-    raise ValueError("--search: needs Optuna: pip install 'podracer_jit[search]'") from None
+    raise ValueError(f'--search: Optuna is not installed: {sys.executable} -m pip install optuna'
+                     ) from None
   return Settings(match[1], int(match[2]), prune, seed)
 
 
@@ -150,7 +152,7 @@ class Search:
     self._own = {name: own[name] for name in ranges if name in own}
     path = folder.path / _STORAGE
     storage = JournalStorage(JournalFileBackend(str(path)))
-    pruner = (optuna.pruners.SuccessiveHalvingPruner() if settings.pruner
+    pruner = (optuna.pruners.SuccessiveHalvingPruner(min_resource=1) if settings.pruner
               else optuna.pruners.NopPruner())
     self._study = optuna.create_study(storage=storage, study_name='sweep', direction='maximize',
                                       pruner=pruner, load_if_exists=True)

@@ -5,13 +5,12 @@ This uses JAX, which a sweep itself does not load; so it runs in a process of it
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import flags
-
 from podracer_jit.experiment import build, memory, schema
-from podracer_jit.experiment.flags import parse
+from podracer_jit.experiment.flags import fields_of
 from podracer_jit.experiment.resolve import changed, resolve
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime import host
@@ -43,14 +42,16 @@ def check(groups: Sequence[Sequence[Member]], configs: Mapping[str, Any]) -> Che
   sizes: dict[str, Size] = {}
   by_spec: dict[Any, Size] = {}
   now: dict[str, Any] = {}
+  evaluates = True
   for first, *others in groups:
     if first.config not in now:
-      now[first.config] = record.json_of(_fields_of(first._replace(fields={})))
+      now[first.config] = record.json_of(fields_of([f'--config={first.config}', *first.flags]))
       _check_equal(first.config, configs.get(first.config), now[first.config])
     try:
-      experiment = resolve(_fields_of(first))
+      experiment = resolve(fields_of(first._replace(num_seeds=None).arguments()))
       in_one = bool(others) and not any(seeds.problems(experiment, 1 + len(others), Request()))
       size = _size(experiment, by_spec)
+      evaluates = evaluates and experiment.eval.every_updates > 0
     except ValueError as error:
       raise ValueError(f'{first.name}: {error}') from None
     group = [together([first, *others])] if in_one else [first, *others]
@@ -58,16 +59,7 @@ def check(groups: Sequence[Sequence[Member]], configs: Mapping[str, Any]) -> Che
     for member in group:
       count = len(member.seeds)
       sizes[member.name] = Size(size.steps, _OF_PROCESS + count * size.memory, count * size.disk)
-  return Checked(checked, sizes, now)
-
-
-def _fields_of(member: Member) -> dict[str, Any]:
-  """Returns the config of a member as plain values.
-
-  Raises:
-    ValueError: a flag is wrong.
-  """
-  return parse(['podracer_jit', *member._replace(num_seeds=None).arguments()], flags.FlagValues())
+  return Checked(checked, sizes, now, evaluates)
 
 
 def _check_equal(config: str, before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
@@ -89,8 +81,8 @@ def _size(experiment: Experiment, by_spec: dict[Any, Size]) -> Size:
     experiment: of the run.
     by_spec: sizes that are known; receives this one.
   """
-  fields = {name: value for name, value in experiment.fields.items() if name != SEED}
-  key = repr(fields | {'env': fields['env'] | {'task': experiment.spec}})
+  others = {name: value for name, value in experiment.fields.items() if name not in (SEED, 'env')}
+  key = repr((experiment.spec, dataclasses.replace(experiment.env, task=''), others))
   if key not in by_spec:
     host.prepare_host(experiment.placement, experiment.numerics.deterministic)
     one = {name: value for name, value in schema.ONE_DEVICE.items() if name != 'actor_platform'}
