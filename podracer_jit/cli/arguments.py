@@ -1,39 +1,13 @@
-"""Flags that several verbs have, and their help."""
+"""Reads the flags of a verb, and prints its help."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from absl import flags
 
 from podracer_jit.errors import Refused
-from podracer_jit.parts import user_path
-from podracer_jit.runtime.output import complain
-
-# Verbs that need no JAX import this module, so functions import what needs it.
-if TYPE_CHECKING:
-  from podracer_jit.play.agent import Agent
-
-
-def run_flags() -> flags.FlagValues:
-  """Defines flags that name a run; absl's global flags belong to the importing program."""
-  from podracer_jit.experiment import modules
-
-  values = flags.FlagValues()
-  flags.DEFINE_string('workdir', None, 'The workdir of the run.', flag_values=values)
-  flags.DEFINE_list('allow_modules', [], modules.HELP, flag_values=values)
-  return values
-
-
-def agent_flags() -> flags.FlagValues:
-  """Defines flags that name a checkpoint of a run, for `agent_of`."""
-  values = run_flags()
-  flags.DEFINE_string('update', None, 'The checkpoint: its update, or best for the checkpoint with '
-                      'the best evaluation during training. Default: the newest whole checkpoint.',
-                      flag_values=values)
-  return values
 
 
 def read(argv: Sequence[str], values: flags.FlagValues, doc: str, needed: Sequence[str] = ()
@@ -87,26 +61,3 @@ def read_flags(argv: Sequence[str], values: flags.FlagValues, doc: str, needed: 
   for other in others or ():
     raise Refused(f'{other}: not a flag; flags begin with --')
   return others is not None
-
-
-def agent_of(verb: str, values: flags.FlagValues) -> Agent:
-  """Returns the agent that the flags of `agent_flags` name.
-
-  Args:
-    verb: the name of the verb, for a line about newer checkpoints that are broken.
-    values: the flags.
-
-  Raises:
-    ValueError: there is no such run or checkpoint.
-  """
-  from podracer_jit.experiment import modules
-  from podracer_jit.play.agent import load_run
-  from podracer_jit.training import evaluator
-
-  workdir = user_path(values.workdir)
-  update = evaluator.chosen_update(values.update, workdir)
-  allowed = modules.allowed(values.allow_modules)
-  agent, note = load_run(workdir, update, allow_modules=allowed)
-  if note:
-    complain(f'podracer_jit {verb}: {note}')
-  return agent

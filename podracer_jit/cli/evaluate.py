@@ -27,7 +27,7 @@ from typing import Any
 from absl import flags
 
 from podracer_jit import options, task_sets
-from podracer_jit.cli import arguments, verb
+from podracer_jit.cli import arguments, runs, verb
 from podracer_jit.errors import Failed, refusing
 from podracer_jit.experiment import modules
 from podracer_jit.experiment.flags import take_env_options
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     movie = None
     if values.video is not None:
       movie = video.chosen_path('--video', values.video, workdir)
-    agent = arguments.agent_of('evaluate', values)
+    agent = runs.agent_of('evaluate', values)
     player = evaluation.with_options(agent.player, agent.experiment, env)
     note = sources.change_since(workdir, modules.sources(agent.experiment.fields), agent.update)
     if note:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _flags() -> flags.FlagValues:
   """Defines the command's flags."""
-  values = arguments.agent_flags()
+  values = runs.agent_flags()
   text = dict(flag_values=values)
   flags.DEFINE_integer('num_episodes', 100, 'Whole episodes to count.', **text)
   flags.DEFINE_integer('num_envs', 16, 'Environments; at most one for each episode is used. Each '

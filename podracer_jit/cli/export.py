@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from podracer_jit.cli import arguments, verb
+from podracer_jit.cli import arguments, runs, verb
 from podracer_jit.errors import NotSaved, refusing
 from podracer_jit.options import shorten
 from podracer_jit.parts import user_path
@@ -30,7 +30,7 @@ from podracer_jit.play import export
 @verb
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  values = arguments.agent_flags()
+  values = runs.agent_flags()
   flags.DEFINE_string('out', None, 'The folder to write, which must not exist yet.',
                       flag_values=values)
   if not arguments.read_flags(argv, values, __doc__, ['workdir', 'out']):
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
   with refusing():
     try:
       agent_lib.check_new(out)
-      agent = arguments.agent_of('export', values)
+      agent = runs.agent_of('export', values)
       agent.export(out)
     except OSError as error:
       raise NotSaved(f'cannot write {values.out}: {error}') from error

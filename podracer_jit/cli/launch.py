@@ -15,26 +15,20 @@ wrong; else the exit code of the process that failed first.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from typing import IO
 
 from podracer_jit.cli import verb
-from podracer_jit.errors import FINISHED, INTERRUPTED, STOPPED, Refused
+from podracer_jit.errors import FINISHED, STOPPED, Refused
+from podracer_jit.runtime import children
 from podracer_jit.runtime.output import say
 from podracer_jit.training import stopping
 
-# Loaded here, since little may be done between fork and exec, where it is used.
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 # The other processes notice a failure themselves and print it. After this time they are killed.
 GRACE_S = 25.0
 
@@ -49,10 +43,7 @@ def main(argv: Sequence[str]) -> int:
   if len(argv) < 5 or argv[1] != '-n' or not argv[2].isdigit() or argv[3] != '--' or argv[2] == '0':
     raise Refused('the number of processes and the flags of training are needed: '
                   'podracer_jit launch -n 2 -- --config=... --workdir=...')
-  # Without -P, the current folder would come before all other modules in the processes.
-  safe = [] if {'', os.getcwd()} & set(sys.path) else ['-P']
   count = int(argv[2])
-  command = [sys.executable, *safe, '-m', 'podracer_jit', *argv[4:]]
 
   # The port stays bound until the end, so that no other launch gets it. Process 0 can still listen
   # at it, since gRPC sets SO_REUSEPORT.
@@ -63,10 +54,8 @@ def main(argv: Sequence[str]) -> int:
   together = ['--distributed', f'--coordinator_address=127.0.0.1:{port}',
               f'--num_processes={count}']
   processes = [
-      subprocess.Popen([*command, *together, f'--process_id={i}'], stdout=subprocess.PIPE,
-                       stderr=subprocess.STDOUT, text=True, errors='replace',
-                       start_new_session=True,  # Otherwise Ctrl-C would reach them twice.
-                       preexec_fn=functools.partial(_stop_with_parent, os.getpid()))
+      children.start([*argv[4:], *together, f'--process_id={i}'], stdout=subprocess.PIPE,
+                     stderr=subprocess.STDOUT, text=True, errors='replace')
       for i in range(count)]
   for number in stopping.numbers():
     signal.signal(number, lambda number, frame: _send(processes, number))
@@ -80,17 +69,6 @@ def main(argv: Sequence[str]) -> int:
     reader.join(5.0)
   reserved.close()
   return code
-
-
-def _stop_with_parent(launcher: int) -> None:
-  """Has the kernel send SIGTERM to this process when the launcher ends, however it ends.
-
-  Args:
-    launcher: its process id. If it has ended before the call, this process ends, too.
-  """
-  _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-  if os.getppid() != launcher:
-    os._exit(INTERRUPTED)
 
 
 def _print_lines(i: int, lines: IO[str]) -> None:

@@ -23,6 +23,7 @@ VERBS = {
     'compare': 'tell whether two runs are the same to the last bit',
     'report': 'write a page about runs: curves, scores, commands, and what is unusual',
     'rerun': 'repeat one update of a run and write its rollout',
+    'sweep': 'train a config with several tasks, seeds and values',
     'launch': 'train with several processes on this machine',
     'configs': 'list the configs of the package',
     'envs': 'list the tasks of all kinds of environments',

@@ -20,7 +20,7 @@ import numpy as np
 from absl import flags
 
 from podracer_jit import loops
-from podracer_jit.cli import arguments, verb
+from podracer_jit.cli import arguments, runs, verb
 from podracer_jit.envs import frames
 from podracer_jit.errors import Broken, Differs, refusing
 from podracer_jit.experiment import build, modules, schema
@@ -41,7 +41,7 @@ from podracer_jit.workdir import checkpoints, journal, record, sources
 @verb
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  values = arguments.run_flags()
+  values = runs.run_flags()
   flags.DEFINE_integer('update', None, 'The update to repeat.', flag_values=values)
   if not arguments.read_flags(argv, values, __doc__, ['workdir', 'update']):
     return 0

@@ -84,6 +84,15 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
   return fields
 
 
+def fields_of(arguments: Sequence[str]) -> dict[str, Any]:
+  """Returns the config that --config and its overrides give, as plain values.
+
+  Raises:
+    ValueError: see `parse`.
+  """
+  return parse(['podracer_jit', *arguments], flags.FlagValues())
+
+
 def _print_fields(fields: Mapping[str, Any]) -> None:
   """Prints the fields of a config with values and meanings."""
   print('Fields, as this config has them; --config.FIELD=VALUE overrides one:')

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +26,7 @@ from podracer_jit.experiment.schema import EnvOptions, Experiment, TrainingOptio
 from podracer_jit.learner.updates import num_microbatches
 from podracer_jit.losses.algorithm import Acted, Algorithm, ForActors
 from podracer_jit.replay import buffer
+from podracer_jit.runtime.machine import host_memory
 
 HOST = 'this machine'
 _USUAL_OBS = 4 * 84 * 84  # bytes of an observation of Atari
@@ -91,54 +91,6 @@ def capacity(place: _Place) -> int | None:
   if place == HOST:
     return host_memory()
   return (place.memory_stats() or {}).get('bytes_limit')
-
-
-def host_memory(root: Path = Path('/')) -> int | None:
-  """Returns the bytes that this process may use: the machine's memory, or a cgroup's lower limit.
-
-  Args:
-    root: the folder of /proc and /sys.
-  """
-  limits = [*_cgroup_limits(root), *_machine_memory(root)]
-  return min(limits, default=None)
-
-
-def _machine_memory(root: Path) -> Iterator[int]:
-  """Yields the bytes of the machine's memory, if they are known."""
-  for line in _lines(root / 'proc/meminfo'):
-    name, _, value = line.partition(':')
-    if name == 'MemTotal':
-      yield int(value.split()[0]) * 1024  # kB
-
-
-def _cgroup_limits(root: Path) -> Iterator[int]:
-  """Yields the limits of this process's cgroup and of its parents, for versions 2 and 1."""
-  mount = root / 'sys/fs/cgroup'
-  for line in _lines(root / 'proc/self/cgroup'):
-    _, controllers, path = line.split(':', 2)
-    if controllers == '':
-      folders = [mount, mount / 'unified']
-      file = 'memory.max'
-    elif 'memory' in controllers.split(','):
-      folders = [mount / 'memory']
-      file = 'memory.limit_in_bytes'
-    else:
-      continue
-    # In a container, the path may belong to the machine outside. Missing files are skipped.
-    steps = [step for step in path.split('/') if step not in ('', '..')]
-    for folder in folders:
-      for depth in range(len(steps) + 1):
-        for text in _lines(folder.joinpath(*steps[:depth], file)):
-          if text != 'max':
-            yield int(text)
-
-
-def _lines(path: Path) -> list[str]:
-  """Returns the lines of a file; none if it cannot be read."""
-  try:
-    return path.read_text().split('\n')[:-1]
-  except OSError:
-    return []
 
 
 def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:

@@ -1,4 +1,4 @@
-"""The machine of this process: the cores that it may use, and its GPUs."""
+"""The machine of this process: the cores and the memory that it may use, and its GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -145,6 +145,54 @@ def _before_invalid(names: Iterable[str]) -> int:
       break
     count += 1
   return count
+
+
+def host_memory(root: Path = Path('/')) -> int | None:
+  """Returns the bytes that this process may use: the machine's memory, or a cgroup's lower limit.
+
+  Args:
+    root: the folder of /proc and /sys.
+  """
+  limits = [*_cgroup_limits(root), *_machine_memory(root)]
+  return min(limits, default=None)
+
+
+def _machine_memory(root: Path) -> Iterator[int]:
+  """Yields the bytes of the machine's memory, if they are known."""
+  for line in _lines(root / 'proc/meminfo'):
+    name, _, value = line.partition(':')
+    if name == 'MemTotal':
+      yield int(value.split()[0]) * 1024  # kB
+
+
+def _cgroup_limits(root: Path) -> Iterator[int]:
+  """Yields the limits of this process's cgroup and of its parents, for versions 2 and 1."""
+  mount = root / 'sys/fs/cgroup'
+  for line in _lines(root / 'proc/self/cgroup'):
+    _, controllers, path = line.split(':', 2)
+    if controllers == '':
+      folders = [mount, mount / 'unified']
+      file = 'memory.max'
+    elif 'memory' in controllers.split(','):
+      folders = [mount / 'memory']
+      file = 'memory.limit_in_bytes'
+    else:
+      continue
+    # In a container, the path may belong to the machine outside. Missing files are skipped.
+    steps = [step for step in path.split('/') if step not in ('', '..')]
+    for folder in folders:
+      for depth in range(len(steps) + 1):
+        for text in _lines(folder.joinpath(*steps[:depth], file)):
+          if text != 'max':
+            yield int(text)
+
+
+def _lines(path: Path) -> list[str]:
+  """Returns the lines of a file; none if it cannot be read."""
+  try:
+    return path.read_text().split('\n')[:-1]
+  except OSError:
+    return []
 
 
 def smallest(machines: Iterable[Machine]) -> Machine:

@@ -117,8 +117,9 @@ class Checkpoints:
     needed = _local_bytes(state)
     # On a full disk, Orbax's threads would print many errors.
     if free < needed:
-      raise NotSaved(f'cannot save the checkpoint of update {update} in {folder} (it needs at '
-                     f'least {needed:,} bytes, and {free:,} are free); {safe}')
+      raise NotSaved(f'cannot save the checkpoint of update {update} in {folder} '
+                     f'({os.strerror(errno.ENOSPC)}: it needs at least {needed:,} bytes, and '
+                     f'{free:,} are free); {safe}')
     try:
       self._orbax.save(draft, args=ocp.args.Composite(**items))
       if jax.process_index() == 0:

@@ -1,0 +1,284 @@
+"""Searches values of fields with Optuna, which chooses them, ranks them and gives up early.
+
+Its storage is OUT/optuna.log, so a search that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from podracer_jit.sweep.folder import Folder
+from podracer_jit.sweep.members import Member
+from podracer_jit.workdir import journal
+
+EVALUATIONS = 'evaluations.jsonl'
+_STORAGE = 'optuna.log'
+_SAMPLERS = ('tpe', 'random')
+_PRUNERS = ('asha',)
+_DIGITS = 3  # of values in a range, so that names and commands stay short
+# In a trial of Optuna.
+_FIELDS, _MEMBERS = 'fields', 'members'
+
+
+class Range(NamedTuple):
+  """Numbers between two ends."""
+
+  kind: str  # 'log', 'uniform' or 'int'
+  low: float
+  high: float
+
+  def value(self, number: float) -> float | int:
+    """Returns a number of the range as a field gets it."""
+    if self.kind == 'int':
+      return int(number)
+    return min(max(float(f'{number:.{_DIGITS}g}'), self.low), self.high)
+
+
+class Settings(NamedTuple):
+  """How a search goes."""
+
+  sampler: str
+  trials: int
+  pruner: str | None
+  seed: int
+
+
+class Outcome(NamedTuple):
+  """A trial that has finished."""
+
+  value: float  # mean return of the newest evaluation, over its members
+  fields: Mapping[str, Any]
+  is_own: bool  # it has the config's own values
+
+
+def settings_of(search: str, prune: str | None, seed: int) -> Settings:
+  """Returns the settings that flags ask for.
+
+  Args:
+    search: --search, such as tpe:32.
+    prune: --prune.
+    seed: of the sampler.
+
+  Raises:
+    ValueError: a flag is wrong, or Optuna is not installed.
+  """
+  match = re.fullmatch(r'(\w+):([1-9]\d*)', search)
+  if not match or match[1] not in _SAMPLERS:
+    raise ValueError(f'--search: must be {" or ".join(f"{name}:N" for name in _SAMPLERS)} with a '
+                     f'number of trials, such as tpe:32, got {search!r}')
+  if prune not in (None, *_PRUNERS):
+    raise ValueError(f'--prune: must be {" or ".join(_PRUNERS)}, got {prune!r}')
+  try:
+    import optuna  # noqa: F401 - asked for here, before anything begins
+  except ImportError:
+    raise ValueError(f'--search: Optuna is not installed: {sys.executable} -m pip install optuna'
+                     ) from None
+  return Settings(match[1], int(match[2]), prune, seed)
+
+
+def range_of(value: Any) -> Range | None:
+  """Returns the range that a value of --grid stands for, such as log(1e-4,1e-2); None if none.
+
+  Raises:
+    ValueError: it has wrong ends.
+  """
+  match = re.fullmatch(r'(log|uniform|int)\((.*)\)', value) if isinstance(value, str) else None
+  if not match:
+    return None
+  try:
+    number = int if match[1] == 'int' else float
+    low, high = map(number, match[2].split(','))
+  except ValueError:
+    low = high = 0
+  if not low < high or match[1] == 'log' and low <= 0:
+    raise ValueError(f'--grid: {value} must have two numbers, the lower one first'
+                     f'{", and above 0" if match[1] == "log" else ""}')
+  return Range(match[1], low, high)
+
+
+def ranges_of(grid: Sequence[tuple[str, Sequence[Any]]]) -> dict[str, Range | Sequence[Any]]:
+  """Returns the range of each field of a grid, or its values.
+
+  Raises:
+    ValueError: a range is wrong, or is one value of several.
+  """
+  ranges: dict[str, Range | Sequence[Any]] = {}
+  for name, values in grid:
+    found = [range_of(value) for value in values]
+    if any(found) and len(values) > 1:
+      raise ValueError(f'--grid: {name} must have one range, or values, got both or several')
+    ranges[name] = found[0] or values
+  return ranges
+
+
+def examples(ranges: Mapping[str, Range | Sequence[Any]]) -> list[dict[str, Any]]:
+  """Returns fields that together have each value, and both ends of each range."""
+  values = {name: [each.value(each.low), each.value(each.high)] if isinstance(each, Range)
+            else list(each) for name, each in ranges.items()}
+  first = {name: each[0] for name, each in values.items()}
+  return [first, *(first | {name: value} for name, each in values.items() for value in each[1:])]
+
+
+class Search:
+  """The plan of a search; see `training.Plan`. It maximises the mean return of evaluations."""
+
+  def __init__(self, folder: Folder, settings: Settings,
+               ranges: Mapping[str, Range | Sequence[Any]],
+               members_of: Callable[[Mapping[str, Any]], Sequence[Member]],
+               own: Mapping[str, Any]):
+    """Opens the storage, and goes on with trials that were stopped.
+
+    Args:
+      folder: of the sweep; receives the members.
+      settings: how the search goes.
+      ranges: of each field.
+      members_of: returns the members of a trial, by its fields.
+      own: the config's own values of the fields; they are the first trial if they are in the
+        ranges.
+    """
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    self._optuna = optuna
+    self._folder = folder
+    self._trials_wanted = settings.trials
+    self._ranges = ranges
+    self._members_of = members_of
+    self._own = {name: own[name] for name in ranges if name in own}
+    path = folder.path / _STORAGE
+    storage = JournalStorage(JournalFileBackend(str(path)))
+    pruner = (optuna.pruners.SuccessiveHalvingPruner(min_resource=1) if settings.pruner
+              else optuna.pruners.NopPruner())
+    self._study = optuna.create_study(storage=storage, study_name='sweep', direction='maximize',
+                                      pruner=pruner, load_if_exists=True)
+    before = self._study.trials
+    # With one seed, a search that goes on would draw the same numbers again.
+    seed = settings.seed + len(before)
+    self._study.sampler = (optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+                           if settings.sampler == 'tpe' else optuna.samplers.RandomSampler(seed))
+    if not before and self._own_is_inside():
+      self._study.enqueue_trial(self._own)
+    self._waiting: list[Member] = []
+    self._trials: dict[int, optuna.Trial] = {}  # under way, by number
+    self._left: dict[int, list[Member]] = {}  # members that have not ended, by trial
+    self._reported: dict[int, int] = {}  # evaluations that Optuna knows, by trial
+    self._given_up: set[int] = set()
+    for trial in before:
+      if trial.state is optuna.trial.TrialState.RUNNING and _FIELDS in trial.user_attrs:
+        self._begin(optuna.trial.Trial(self._study, trial._trial_id), trial.user_attrs[_FIELDS])
+
+  def next(self) -> Member | None:
+    """See `training.Plan`, as for the other methods."""
+    while not self._waiting and self._asked() < self._trials_wanted:
+      trial = self._study.ask()
+      fields = {name: self._suggest(trial, name, each) for name, each in self._ranges.items()}
+      equal = next((each for each in self._study.get_trials(deepcopy=False)
+                    if each.user_attrs.get(_FIELDS) == fields), None)
+      trial.set_user_attr(_FIELDS, fields)
+      if equal is None:
+        self._begin(trial, fields)
+      elif equal.value is None:
+        self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
+      else:
+        self._study.tell(trial, equal.value)
+    return self._waiting.pop(0) if self._waiting else None
+
+  def is_done(self) -> bool:
+    """See `training.Plan`."""
+    return not self._waiting and self._asked() >= self._trials_wanted
+
+  def ended(self, member: Member, is_finished: bool) -> None:
+    """See `training.Plan`."""
+    number = next(number for number, left in self._left.items() if member in left)
+    self._left[number].remove(member)
+    trial = self._trials[number]
+    states = self._optuna.trial.TrialState
+    if number in self._given_up:
+      self._study.tell(trial, state=states.PRUNED)
+    elif member.name in self._folder.errors:
+      self._waiting = [each for each in self._waiting if each not in self._left[number]]
+      self._left[number].clear()
+      self._study.tell(trial, state=states.FAIL)
+    elif is_finished and not self._left[number]:
+      values = [self._evaluations(each)[-1:] for each in trial.user_attrs[_MEMBERS]]
+      if all(values):
+        self._study.tell(trial, sum(value for value, in values) / len(values))
+      else:
+        self._study.tell(trial, state=states.FAIL)
+
+  def given_up(self, running: Sequence[Member]) -> Sequence[Member]:
+    """See `training.Plan`."""
+    members = []
+    for number, trial in self._trials.items():
+      names = trial.user_attrs[_MEMBERS]
+      if len(names) > 1 or names[0] not in [member.name for member in running]:
+        continue
+      values = self._evaluations(names[0])
+      for i in range(self._reported.get(number, 0), len(values)):
+        trial.report(values[i], i + 1)
+        self._reported[number] = i + 1
+        if number not in self._given_up and trial.should_prune():
+          self._given_up.add(number)
+      if number in self._given_up:
+        members += self._left[number]
+    return members
+
+  def best(self) -> tuple[Outcome | None, Outcome | None]:
+    """Returns the best trial, and the one with the config's own values; None without one."""
+    states = (self._optuna.trial.TrialState.COMPLETE,)
+    done = [Outcome(trial.value, trial.user_attrs[_FIELDS],
+                    trial.user_attrs[_FIELDS] == self._rounded(self._own))
+            for trial in self._study.get_trials(deepcopy=False, states=states)]
+    return (max(done, key=lambda outcome: outcome.value, default=None),
+            next((outcome for outcome in done if outcome.is_own), None))
+
+  def _asked(self) -> int:
+    """Returns the number of trials that have begun."""
+    waiting = self._optuna.trial.TrialState.WAITING
+    return sum(trial.state is not waiting for trial in self._study.get_trials(deepcopy=False))
+
+  def _begin(self, trial: Any, fields: Mapping[str, Any]) -> None:
+    """Lets the members of a trial wait, unless they have finished."""
+    members = list(self._members_of(fields))
+    trial.set_user_attr(_MEMBERS, [member.name for member in members])
+    self._trials[trial.number] = trial
+    self._folder.add(members, {})
+    self._folder.write()
+    self._left[trial.number] = members
+    self._waiting += members
+
+  def _suggest(self, trial: Any, name: str, values: Range | Sequence[Any]) -> Any:
+    if not isinstance(values, Range):
+      return trial.suggest_categorical(name, values)
+    if values.kind == 'int':
+      return trial.suggest_int(name, values.low, values.high)
+    return values.value(trial.suggest_float(name, values.low, values.high,
+                                            log=values.kind == 'log'))
+
+  def _rounded(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each.value(fields[name]) if isinstance(each, Range) else fields[name]
+            for name, each in self._ranges.items() if name in fields}
+
+  def _own_is_inside(self) -> bool:
+    """Returns whether the config's own values are in the ranges."""
+    for name, each in self._ranges.items():
+      value = self._own.get(name)
+      if isinstance(each, Range):
+        if not isinstance(value, int | float) or not each.low <= value <= each.high:
+          return False
+      elif value not in each:
+        return False
+    return True
+
+  def _evaluations(self, name: str) -> list[float]:
+    """Returns the mean returns of a member's evaluations so far."""
+    path = self._folder.path / name / EVALUATIONS
+    try:
+      return [record['mean'] for record in journal.read_lines(path, {'mean': float})]
+    except OSError:
+      return []

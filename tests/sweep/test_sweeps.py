@@ -1,0 +1,319 @@
+"""Real sweeps: processes of members, failures, signals, and a cluster that is not real."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from podracer_jit.cli import sweep as verb
+from podracer_jit.workdir import checkpoints, journal
+from tests import processes
+from tests.processes import command
+from tests.runs import QUICK
+from tests.tiers import essential
+
+SMOKE = ['--config=ppo_cartpole:smoke', '--config.total_steps=600',
+         '--config.log.tensorboard=False']
+RATE = '--grid=optimizer.learning_rate='
+
+
+def run(out, *args, **kwargs):
+  return processes.run(command('sweep', *SMOKE, f'--out={out}', *args), **kwargs)
+
+
+def content(out):
+  return json.loads((out / 'sweep.json').read_text())
+
+
+def receipts(workdir):
+  return (workdir / journal.RECEIPTS).read_text()
+
+
+def test_a_sweep_grows_and_its_failures_wait_to_be_asked_for(tmp_path):
+  good, bad = (f'ppo_cartpole_smoke,learning_rate={rate},seed=1' for rate in ('0.001', '1e+30'))
+  done = run(tmp_path, f'{RATE}1e-3,1e30', '--jobs=2')
+  assert done.returncode == 1, done.stderr
+  assert f'{good}: finished, return' in done.stdout
+  failed, hint = done.stderr.splitlines()
+  assert failed.startswith(f'podracer_jit sweep: {bad} has failed: podracer_jit: ')
+  assert hint.startswith('podracer_jit sweep: 1 of 2 members have failed; their output is in ')
+  of_good, of_bad = content(tmp_path)['members']
+  assert (of_good['finished'], of_good['error']) == (True, None)
+  assert not of_bad['finished'] and 'not finite' in of_bad['error']
+  assert of_good['command'] == ['podracer_jit', SMOKE[0], *SMOKE[1:],
+                                '--config.optimizer.learning_rate=0.001', '--config.seed=1',
+                                f'--workdir={tmp_path / good}']
+  before = receipts(tmp_path / good)
+  log = tmp_path / 'logs' / f'{bad}.log'
+  size = log.stat().st_size
+
+  # The same command trains nothing; a larger grid trains what is new.
+  done = run(tmp_path, f'{RATE}1e-3,1e30,3e-4')
+  assert done.returncode == 1
+  assert done.stdout.count(': running') == 1
+  assert 'learning_rate=0.0003,seed=1: finished' in done.stdout
+  assert log.stat().st_size == size and receipts(tmp_path / good) == before
+
+  done = run(tmp_path, f'{RATE}1e30', '--retry')
+  assert done.returncode == 1 and f'{bad}: running' in done.stdout and log.stat().st_size > size
+  assert len(content(tmp_path)['members']) == 3
+
+
+@pytest.mark.full
+def test_a_member_alone_has_the_same_receipts(tmp_path):
+  assert run(tmp_path / 'sweep', f'{RATE}1e-3', '--seeds=3').returncode == 0
+  member, = content(tmp_path / 'sweep')['members']
+  done = processes.run(command(*member['command'][1:-1], f'--workdir={tmp_path / "alone"}'))
+  assert done.returncode == 0, done.stderr
+  compared = processes.run(command('compare', tmp_path / 'sweep' / member['name'],
+                                   tmp_path / 'alone'))
+  assert compared.returncode == 0, compared.stdout
+
+
+LONG = ['--config.total_steps=4000000', '--config.env.renew_every_updates=0',
+        '--config.optimizer.anneal=False', '--seeds=1:2', '--jobs=2']
+
+
+def updates(workdir):
+  path = workdir / journal.METRICS
+  return path.read_text().count('\n') if path.exists() else 0
+
+
+@pytest.mark.parametrize('number', essential([signal.SIGTERM, signal.SIGINT, signal.SIGKILL],
+                                             signal.SIGTERM))
+def test_signals_stop_and_save_all_members(tmp_path, number):
+  smoke = [arg for arg in SMOKE if 'total_steps' not in arg]
+  workdirs = [tmp_path / f'ppo_cartpole_smoke,seed={seed}' for seed in (1, 2)]
+  with processes.Popen(command('sweep', *smoke, *LONG, f'--out={tmp_path}'), text=True,
+                       stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    while not all(updates(workdir) > 3 for workdir in workdirs):
+      assert process.poll() is None, process.communicate()
+      time.sleep(0.05)
+    process.send_signal(number)
+    out, errors = process.communicate(timeout=120)
+  if number == signal.SIGKILL:  # the members hear of it by themselves
+    assert process.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while not all(map(checkpoints.newest_whole, workdirs)):
+      assert time.monotonic() < deadline
+      time.sleep(0.05)
+    return
+  assert process.returncode == 3, errors
+  assert out.count(': stopped') == 2
+  saved = [checkpoints.newest_whole(workdir) for workdir in workdirs]
+  assert saved == [updates(workdir) for workdir in workdirs]
+
+  # The same command goes on with both.
+  with processes.Popen(command('sweep', *smoke, *LONG, f'--out={tmp_path}'),
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    while not all(updates(workdir) > number for workdir, number in
+                  zip(workdirs, saved, strict=True)):
+      assert process.poll() is None
+      time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=120) == 3
+
+
+@pytest.mark.full
+def test_a_sweep_in_one_program_grows_by_a_seed(tmp_path):
+  config = ['--config=pqn_cartpole:smoke', '--config.env.task=gymnax:CartPole-v1',
+            f'--out={tmp_path}']
+  done = processes.run(command('sweep', *config, '--seeds=1:2'))
+  assert done.returncode == 0, done.stderr
+  assert [member['num_seeds'] for member in content(tmp_path)['members']] == [2]
+  done = processes.run(command('sweep', *config, '--seeds=1:3'))
+  assert done.returncode == 0, done.stderr
+  assert [(member['name'].rpartition(',')[2], member['num_seeds'], member['finished'])
+          for member in content(tmp_path)['members']] == [
+              ('seeds=1_2', 2, True), ('seed=3', None, True)]
+  assert done.stdout.count(': running') == 1
+
+
+def refused(capsys, *args):
+  assert verb.main(['podracer_jit sweep', *args]) == 2
+  line, = capsys.readouterr().err.splitlines()
+  return line.removeprefix('podracer_jit sweep: ')
+
+
+@pytest.mark.parametrize('args, message', [
+    ([], '--config and --out are needed: podracer_jit sweep --config='),
+    (['--config=ppo_cartpole'], '--config and --out are needed'),
+    (['--seeds=0:x'], '--seeds: must be numbers and ranges'),
+    (['--tasks=@mujoco'], '--tasks: there is no set @mujoco; there are @atari57'),
+    (['--grid=loss.clip=uniform(0,1)'], '--grid: loss.clip has a range; add --search=tpe:32'),
+    (['--prune=asha'], '--prune: is for --search'),
+    (['--jobs=0'], 'flag --jobs=0: Expected integer'),
+    (['--config.loss.clip'], '--config.loss.clip: has no value'),
+    (['--search=grid:3'], '--search: must be tpe:N or random:N with a number of trials'),
+    (['--search=tpe:3'], '--search: wants one --config, and a range or values in --grid'),
+    (['--search=tpe:3', '--grid=loss.clip=uniform(1,0)'], '--grid: uniform(1,0) must have two'),
+    (['--search=tpe:3', '--grid=loss.clip=log(0,1)'], '--grid: log(0,1) must have two numbers'),
+    (['--search=tpe:3', '--prune=asha', '--seeds=1:2', '--grid=loss.clip=0.1,0.2'],
+     '--prune: wants one seed and one task'),
+    (['--ray', '--slurm='], '--slurm: cannot be combined with --ray'),
+    (['--slurm=', '--search=tpe:3'], '--slurm: cannot be combined with --search'),
+    (['extra'], 'extra: not a flag')])
+def test_flags_that_are_refused_before_anything_is_checked(tmp_path, capsys, args, message):
+  needed = [] if '--config=ppo_cartpole' in args or not args else [SMOKE[0],
+                                                                   f'--out={tmp_path / "x" / "y"}']
+  assert refused(capsys, *needed, *args).startswith(message)
+  assert not (tmp_path / 'x').exists()
+
+
+@pytest.mark.parametrize('args, message', [
+    (['--tasks=CartPole-v1,Nope-v1'], 'ppo_cartpole_smoke,Nope-v1,seed=1: env.task: '),
+    pytest.param(['--grid=loss.clip=0.1,-1'], 'ppo_cartpole_smoke,clip=-1,seed=1: loss.clip: ',
+                 marks=pytest.mark.full),
+    pytest.param(['--grid=loss.clips=0.1'], 'ppo_cartpole_smoke,clips=0.1,seed=1: '
+                 '--config.loss.clips: the config has no such field', marks=pytest.mark.full),
+    pytest.param(['--search=tpe:3', '--grid=loss.clip=uniform(-1,1)'],
+                 'ppo_cartpole_smoke,clip=-1.0,seed=1: loss.clip: ', marks=pytest.mark.full),
+    pytest.param(['--search=tpe:3', '--grid=loss.clip=uniform(0.1,1)'],
+                 '--search: ranks members by evaluations, and there are none',
+                 marks=pytest.mark.full)])
+def test_members_are_checked_before_the_first_begins(tmp_path, capsys, args, message):
+  assert refused(capsys, SMOKE[0], f'--out={tmp_path / "x"}', *args).startswith(message)
+  assert not (tmp_path / 'x').exists()
+
+
+@pytest.mark.full
+def test_a_sweep_is_of_one_experiment_and_one_version(tmp_path, capsys):
+  assert run(tmp_path).returncode == 0
+  again = [*SMOKE, f'--out={tmp_path}']
+  assert refused(capsys, *again, '--config.loss.clip=0.3').startswith(
+      '--config=ppo_cartpole:smoke: is another experiment than that of the sweep in --out '
+      '(loss.clip: 0.2 in --out, 0.3 now)')
+  assert verb.main(['podracer_jit sweep', *again, '--config.log.every_seconds=5']) == 0
+  capsys.readouterr()
+  path = tmp_path / 'sweep.json'
+  path.write_text(path.read_text().replace(content(tmp_path)['version'], '0.1'))
+  assert refused(capsys, *again).startswith(
+      f'--out: the sweep in {tmp_path} is of podracer_jit 0.1')
+  path.write_text('{}')
+  assert refused(capsys, *again) == f'--out: {path} is not of a sweep'
+
+
+def test_dry_prints_commands_and_leaves_nothing(tmp_path, capsys):
+  assert verb.main(['podracer_jit sweep', *SMOKE, f'--out={tmp_path / "x"}', '--dry',
+                    '--grid=network.hidden=(8,8)']) == 0
+  assert capsys.readouterr().out == (
+      f'podracer_jit {" ".join(SMOKE)} \'--config.network.hidden=(8, 8)\' --config.seed=1 '
+      f'--workdir={tmp_path}/x/ppo_cartpole_smoke,hidden=8_8,seed=1\n')
+  assert not (tmp_path / 'x').exists()
+
+
+@pytest.mark.full
+def test_a_sweep_itself_never_loads_jax():
+  program = ('import sys; from podracer_jit.cli import sweep; '
+             'assert not {"jax", "numpy"} & set(sys.modules), "loaded"')
+  assert subprocess.run([sys.executable, '-c', program], check=False).returncode == 0
+
+
+def test_a_full_disk_stops_all_members_in_one_line(tmp_path):
+  # A quota of one file stands for a full disk: the kernel ends writes beyond it likewise.
+  program = tmp_path / 'full.py'
+  program.write_text(FULL)
+  done = processes.run([sys.executable, '-P', '-c', FULL, str(tmp_path / 'out')])
+  assert done.returncode == 0, done.stderr
+  assert json.loads(done.stdout.splitlines()[-1]) == [1, ['begin a', 'begin b', 'stop all']]
+  assert 'is full, so all members were stopped' in done.stdout
+
+
+FULL = """
+import json, pathlib, sys
+from podracer_jit.sweep import training
+from podracer_jit.sweep.fitting import Size
+from podracer_jit.sweep.folder import Folder
+from podracer_jit.sweep.local import log_of
+from podracer_jit.sweep.members import Member
+from podracer_jit.sweep.progress import Board
+from podracer_jit.training.stopping import Stopping
+
+out = pathlib.Path(sys.argv[1])
+(out / 'logs').mkdir(parents=True)
+members = [Member(name, 'x', {'seed': 1}) for name in 'abc']
+events = []
+
+class Jobs:
+  def __init__(self):
+    self.running = []
+  has_room = property(lambda self: len(self.running) < 2)
+  def begin(self, member):
+    events.append(f'begin {member.name}')
+    self.running.append(member)
+  def ended(self):
+    if len(self.running) == 2:
+      log_of(out, members[0]).write_text('podracer_jit: [Errno 28] No space left on device: x')
+      yield self.running.pop(0), 1
+    elif 'stop all' in events:
+      yield self.running.pop(0), 3
+  def stop(self, member=None):
+    events.append('stop all')
+  def close(self, grace_s=0):
+    pass
+
+board = Board(out, {member.name: Size(1, 1, 1) for member in members})
+code = training.train(Folder(out, '1'), training.Listed(members), Jobs(), Stopping(), board)
+print(json.dumps([code, events]))
+"""
+
+
+SBATCH = """#!/bin/bash
+# Runs all tasks of the array at once, as SLURM would.
+script=${@: -1}
+last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
+for (( i = 0; i <= last; i++ )); do
+  SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=$i SLURM_CPUS_PER_TASK=1 bash "$script"
+done
+cp "$script" "$(dirname "$0")/submitted"
+echo '7;cluster'
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+  """Returns an environment with commands of SLURM that run everything at once."""
+  folder = tmp_path / 'bin'
+  folder.mkdir()
+  for name, text in (('sbatch', SBATCH), ('srun', '#!/bin/bash\nshift; exec "$@"\n'),
+                     ('squeue', '#!/bin/bash\ncat "$(dirname "$0")/queue" 2>/dev/null\n'),
+                     ('scontrol', '#!/bin/bash\necho "$@" >> "$(dirname "$0")/requeued"\n')):
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+  return folder, QUICK | {'PATH': f'{folder}{os.pathsep}{os.environ["PATH"]}'}
+
+
+@pytest.mark.full
+def test_an_array_of_slurm(tmp_path, slurm):
+  folder, env = slurm
+  out = tmp_path / 'out'
+
+  def submit(*args):
+    return subprocess.run(command('sweep', *SMOKE, f'--out={out}', *args,
+                                  '--slurm=--partition=cpu --cpus-per-task=1', '--jobs=1'),
+                          env=env, capture_output=True, text=True, check=False)
+
+  done = submit(f'{RATE}1e-3,1e30')
+  assert done.returncode == 3, done.stderr
+  assert 'submitted 2 as job 7' in done.stdout
+  script = (folder / 'submitted').read_text()
+  assert '#SBATCH --partition=cpu\n' not in script  # options are separate words
+  assert '#SBATCH --cpus-per-task=1\n' in script and '#SBATCH --array=0-1%1\n' in script
+  done = submit(f'{RATE}1e-3,1e30')
+  assert done.returncode == 1 and '2 members, 1 finished, 0 under way' in done.stdout
+  assert 'learning_rate=1e+30,seed=1 has failed: podracer_jit: ' in done.stderr
+  # The second task is under way, as squeue says; a new member is submitted.
+  (folder / 'queue').write_text('1\n')
+  done = submit(f'{RATE}1e-3,1e30,3e-4', '--retry')
+  assert done.returncode == 3 and '3 members, 1 finished, 1 under way' in done.stdout
+  assert 'submitted 1 as job 7' in done.stdout
+
+
+@pytest.mark.full
+def test_slurm_is_needed_for_an_array(tmp_path, capsys):
+  assert refused(capsys, *SMOKE, f'--out={tmp_path}', '--slurm=') == (
+      '--slurm: this machine has no sbatch')
