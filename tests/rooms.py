@@ -30,7 +30,7 @@ TIERS = {
     'schemes': ['schemes'],
     'experiment': ['experiment', 'configs'],
     'files': ['workdir'],
-    'runs': ['play', 'training', 'sweep'],
+    'runs': ['play', 'training', 'sweep', 'report'],
     'doors': ['api', 'cli', 'testing', '__main__', '__init__'],
 }
 ORDER = list(TIERS)
@@ -116,7 +116,7 @@ PLAN = {
     'task_sets': (20, 190, 11),
     'configs': (220, 340, 11), 'workdir': (370, 980, 11), 'play': (370, 980, 12),
     'training': (370, 980, 13), 'testing': (20, 190, 13), 'api': (220, 480, 14),
-    'sweep': (520, 740, 14), 'cli': (520, 980, 15),
+    'sweep': (520, 740, 14), 'report': (760, 980, 14), 'cli': (520, 980, 15),
     '__init__': (20, 480, 15), '__main__': (520, 980, 16),
 }
 COLOURS = {'ground': '#e8e4da', 'numerics': '#dcebd8', 'plumbing': '#d6e4f2',
