@@ -30,8 +30,9 @@ class Commands:
       cpus: CPUs that each reserves.
       gpus: GPUs that each reserves.
     """
+    self._task = ray.remote(_run)
     # Without retries: whoever began a command decides about that.
-    self._task = ray.remote(_run).options(num_cpus=cpus, num_gpus=gpus, max_retries=0)
+    self._options = dict(num_cpus=cpus, num_gpus=gpus, max_retries=0)
     self._running: dict[str, tuple[ray.ObjectRef, Path]] = {}
 
   def begin(self, name: str, arguments: Sequence[str], log: Path, memory: int) -> None:
@@ -46,7 +47,7 @@ class Commands:
     stop = log.with_name(f'{log.name}.stop')
     stop.unlink(missing_ok=True)
     environment = {'PYTHONPATH': os.pathsep.join(path for path in sys.path if path)}
-    reference = self._task.options(memory=memory).remote(
+    reference = self._task.options(memory=memory, **self._options).remote(
         list(arguments), str(log), str(stop), os.getcwd(), environment)
     self._running[name] = reference, stop
 

@@ -146,7 +146,7 @@ def refused(capsys, *args):
     (['--tasks=@mujoco'], '--tasks: there is no set @mujoco; there are @atari57'),
     (['--grid=loss.clip=uniform(0,1)'], '--grid: loss.clip has a range; add --search=tpe:32'),
     (['--prune=asha'], '--prune: is for --search'),
-    (['--jobs=0'], 'flag --jobs=0: Expected integer'),
+    (['--jobs=0'], 'flag --jobs=0: 0 is not a positive integer'),
     (['--config.loss.clip'], '--config.loss.clip: has no value'),
     (['--search=grid:3'], '--search: must be tpe:N or random:N with a number of trials'),
     (['--search=tpe:3'], '--search: wants one --config, and a range or values in --grid'),
@@ -301,8 +301,8 @@ def test_an_array_of_slurm(tmp_path, slurm):
   assert done.returncode == 3, done.stderr
   assert 'submitted 2 as job 7' in done.stdout
   script = (folder / 'submitted').read_text()
-  assert '#SBATCH --partition=cpu\n' not in script  # options are separate words
-  assert '#SBATCH --cpus-per-task=1\n' in script and '#SBATCH --array=0-1%1\n' in script
+  for line in ('--partition=cpu', '--cpus-per-task=1', '--array=0-1%1'):
+    assert f'#SBATCH {line}\n' in script
   done = submit(f'{RATE}1e-3,1e30')
   assert done.returncode == 1 and '2 members, 1 finished, 0 under way' in done.stdout
   assert 'learning_rate=1e+30,seed=1 has failed: podracer_jit: ' in done.stderr
