@@ -34,14 +34,16 @@ _RUN = _by_name(
     *_AXES,
     Metric('frames', 'charts/frames', 'frames of simulators: steps times the frame skip', 'frames',
            ''),
-    Metric('sps', 'charts/SPS', 'valid steps a second, over the last 10 seconds of training',
+    Metric('sps', 'charts/SPS', 'valid steps a second, over the updates of the last 10 seconds; '
+           'the first update of a command or a segment counts alone, as it may include compilation',
            'steps/s', 'falls: the machine is shared, or episodes or evaluations became slower; '
            '`python -m benchmarks.parts` measures each part'),
-    Metric('elapsed_s', 'time/elapsed_s', 'time of updates, without starts, saves and pauses', 's',
-           ''),
-    Metric('wall_s', 'time/wall_s', 'time in which commands worked on the run: with imports, '
-           'compilation and saves', 's', 'far above time/elapsed_s: most time goes into starts '
-           'and saves'),
+    Metric('elapsed_s', 'time/elapsed_s', 'time of training, over all commands: with saves and the '
+           "compilation of the learner's program, without the start of environments and their "
+           'replay', 's', ''),
+    Metric('wall_s', 'time/wall_s', 'all time since the command began, with imports, compilation, '
+           'replays, saves and pauses; a command that resumes the run adds to that of its '
+           'checkpoint', 's', 'far above time/elapsed_s: most time goes into starts'),
     Metric('episode_return', 'charts/episodic_return', 'mean return of the last `log.window` '
            'episodes of training, with unclipped rewards; absent before the first has ended',
            'reward', 'flat for long: nothing is learned, or rewards are rare'),
