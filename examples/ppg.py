@@ -1,6 +1,23 @@
 """Phasic policy gradient (2009.04416) on PPO, in one file, on CartPole.
 
 podracer_jit --config=examples/ppg.py --workdir=runs/ppg
+
+| setting | paper | section | option |
+|---|---|---|---|
+| networks of policy and value | apart | 2.1 | `network.separate_critic` |
+| N_pi, updates from phase to phase | 32 | appendix A | `loss.policy_updates` |
+| E_pi and E_V, epochs of an update | 1 and 1 | appendix A | `num_epochs` |
+| E_aux, epochs of a phase | 6 | appendix A | `loss.aux_epochs` |
+| beta_clone | 1 | appendix A | `loss.beta_clone` |
+| minibatches of an update | 8 | appendix A | `num_minibatches` |
+| of an epoch of the phase, for each update | 16 | appendix A | `loss.aux_minibatches` |
+| environments, rollout length | 4 x 64, 256 | appendix A | `env.num_envs`, `unroll_length` |
+| discount, lambda | 0.999, 0.95 | appendix A | `loss.discount`, `.gae_lambda` |
+| clip, entropy bonus | 0.2, 0.01 | appendix A | `loss.clip`, `.entropy_coef` |
+| rewards are normalised | yes | appendix A | `normalise.reward` |
+| learning rate of Adam | 5e-4 | appendix A | `optimizer.learning_rate` |
+
+Policy and value take the same number of epochs. `network.separate_critic = False` is no PPG.
 """
 
 import dataclasses
@@ -38,10 +55,6 @@ class PPG(PPO):
   aux_minibatches: int = option(16, 'minibatches of an epoch for each of the updates', at_least=1)
   beta_clone: float = option(1.0, 'weight of the divergence from the policy before the phase',
                              at_least=0)
-
-  def problems(self):
-    """Yields problems of the combination of options, one line each."""
-    yield from super().problems()
 
   def heads(self) -> dict[str, nn.Module]:
     """Returns the auxiliary value head of the policy's network."""
@@ -120,8 +133,9 @@ def get_config(arg: str = ''):
   config.unroll_length = 32
   config.num_epochs = 1
   config.num_minibatches = 8
+  config.normalise.reward = True
   config.loss.policy_updates = 8
-  config.loss.discount = 0.99
   config.total_steps = 10_000 if 'smoke' in experiment.arguments(arg, 'smoke') else 400_000
   config.optimizer.learning_rate = 1e-3
+  config.optimizer.anneal = False
   return config

@@ -1,10 +1,29 @@
 """Random network distillation (1810.12894) on PPO, in one file with a task for it: DeepSea.
 
 podracer_jit --config=examples/rnd.py --workdir=runs/rnd
+
+| setting | paper | section | option |
+|---|---|---|---|
+| weights of rewards and bonuses | 2 and 1 | table 5 | `loss.extrinsic_coef`, `.intrinsic_coef` |
+| their discounts | 0.999 and 0.99 | table 5 | `loss.discount`, `.intrinsic_discount` |
+| bonuses do not end with an episode | | 2.3 | |
+| bonuses in deviations of intrinsic returns | | 2.4 | |
+| observations in deviations, clipped | at 5 | 2.4, table 4 | |
+| rows that the predictor learns from | 0.25 | table 5 | `loss.predictor_share` |
+| environments, rollout length | 128, 128 | table 5 | `env.num_envs`, `unroll_length` |
+| minibatches, epochs | 4, 4 | table 5 | `num_minibatches`, `num_epochs` |
+| lambda, clip range, entropy bonus | 0.95, 0.1, 0.001 | table 5 | `loss.gae_lambda`, `.clip`, \
+`.entropy_coef` |
+| learning rate of Adam | 1e-4 | table 5 | `optimizer.learning_rate` |
+
+Moments of an update normalise from the next update on. Intrinsic returns go to the end of the
+rollout, from where the intrinsic value goes on; the paper's code sums past bonuses instead. It also
+begins with observations of a random agent; here, the first update does not normalise them. The
+networks see a stack of frames as a whole, where the paper takes the newest.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax

@@ -67,7 +67,10 @@ def example(module, name):
 @pytest.mark.parametrize('algorithm, items', essential([
     (FirstHalfNormalises, 128), (PPO, 128), (IMPALA, 8), (DQN, 32), (DPG, 32),
     (functools.partial(example, 'a2c', 'A2C'), 8),
-    (functools.partial(example, 'transformer', 'PredictiveA2C'), 8)],
+    (functools.partial(example, 'transformer', 'PredictiveA2C'), 8),
+    (functools.partial(example, 'vmpo', 'VMPO'), 8),
+    (functools.partial(example, 'rnd', 'RND'), 128),
+    (functools.partial(example, 'ppg', 'PPG'), 128)],
     FirstHalfNormalises, DQN))
 def test_right_algorithms_pass(algorithm, items):
   algorithm = algorithm if isinstance(algorithm, type) else algorithm()
