@@ -211,8 +211,10 @@ def member_of(config: str, fields: Mapping[str, Any], flags: Sequence[str] = (),
     if name == TASK:
       pieces.append(str(value))
     elif name != SEED:
+      # Of network.name, the section says more.
+      label = name.removesuffix('.name').rpartition('.')[2]
       text = re.sub(r'[\s()\[\]{}]+', '', str(value))
-      pieces.append(f'{name.rpartition(".")[2]}={text}')
+      pieces.append(f'{label}={text}')
   seed = fields[SEED]
   pieces.append(f'seeds={seed}:{seed + num_seeds - 1}' if num_seeds else f'seed={seed}')
   name = ','.join(re.sub(r'[^A-Za-z0-9._=+-]+', '_', piece).strip('_') for piece in pieces)

@@ -76,6 +76,8 @@ def test_all_values_multiply_and_each_member_says_what_it_is():
   both = product(configs=['ppo_cartpole', 'mine/own.py'], tasks=['CartPole-v1', 'Acrobot-v1'])
   assert len(both) == 16
   assert both[-1].name == 'own,Acrobot-v1,clip=0.2,hidden=8_8,seed=2'
+  named = product(grid=[('network.name', ['simba'])], seeds=[1])
+  assert [member.name for member in named] == ['ppo_cartpole_smoke,network=simba,seed=1']
 
 
 def test_names_do_not_depend_on_other_members():
