@@ -132,7 +132,8 @@ def test_the_train_state_has_the_moments_of_all_observations_and_returns():
 def of_replay(loss, **fields):
   """Returns a config whose replay learns from the second update on."""
   config = small(loss, 'Pendulum-v1' if loss in ('sac', 'td3') else 'CartPole-v1', num_shards=2,
-                 num_grad_shards=2, num_minibatches=1)
+                 num_grad_shards=2)
+  config['num_minibatches'] = 1
   config['replay'] |= dict(capacity=256, min_size=64, batch_size=32, gradient_steps=3)
   if loss == 'r2d2':
     config['network'] |= dict(core='gru', core_size=8)
