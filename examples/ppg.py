@@ -25,7 +25,6 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from podracer_jit import experiment
 from podracer_jit.agents import action_masks, running_moments

@@ -14,12 +14,12 @@ are 1). Nothing weighs importance or rewards entropy.
 | setting | paper | section | option |
 |---|---|---|---|
 | samples that are learned from | the half with the larger advantages | 4.1 | |
-| advantages | n-step return to the end of the unroll, less the online value | 4.1 | `unroll_length` |
+| advantages | n-step returns in an unroll, less the value | 4.1 | `unroll_length` |
 | initial temperature | 1 | appendix | `loss.temperature` |
 | initial alpha | 5, of continuous actions 1 | appendix | `loss.alpha` |
 | bound of the weights, epsilon_eta | 0.01 to 0.1 | appendix | `loss.epsilon_eta` |
-| bound of the policy, epsilon_alpha | drawn, about 0.001 to 0.01 | appendix | `loss.epsilon_alpha` |
-| the same for deviations of a Gaussian | drawn, 5e-6 to 5e-5 | appendix | `loss.epsilon_sigma` |
+| bound of the policy, epsilon_alpha | about 0.001 to 0.01 | appendix | `loss.epsilon_alpha` |
+| the same for deviations of a Gaussian | 5e-6 to 5e-5 | appendix | `loss.epsilon_sigma` |
 | least temperature and alpha | 1e-8 | 4.3 | |
 | steps between copies to the target network | 10 to 100 | 5, appendix | `loss.target_every` |
 | optimizer | Adam, 1e-4 | appendix | `optimizer` |

@@ -79,13 +79,13 @@ def _auxiliary(experiment: Experiment) -> Iterator[str]:
   if experiment.loss.learns_from_replay:
     yield f'loss.name: {name} learns from a replay, so it cannot have an auxiliary phase'
   if experiment.scheme.graph.separate_updates:
-    yield (f'scheme: {name} has an auxiliary phase, which needs gradients and updates in one place; '
-           f'{experiment.scheme_name} has them apart')
+    yield (f'scheme: {name} has an auxiliary phase, which needs gradients and updates in one '
+           f'place; {experiment.scheme_name} has them apart')
   rows = phase.every * experiment.env.num_envs // experiment.num_grad_shards
   items = rows * phase.algorithm.items().count(experiment.unroll_length)
   if items % phase.num_minibatches:
-    yield (f'loss.name: the auxiliary phase of {name} has {phase.num_minibatches} minibatches, which '
-           f'must divide the {items} items of a gradient group in {phase.every} updates')
+    yield (f'loss.name: the auxiliary phase of {name} has {phase.num_minibatches} minibatches, '
+           f'which must divide the {items} items of a gradient group in {phase.every} updates')
 
 
 def _too_large(experiment: Experiment) -> Iterator[str]:

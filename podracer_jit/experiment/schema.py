@@ -90,8 +90,8 @@ class CheckpointOptions:
       3, 'segments (env.renew_every_updates) whose newest checkpoint stays, beside the two newest '
       'checkpoints', at_least=1, at_most=1_000_000)
   replay: bool = option(
-      True, 'True: checkpoints have the replay, or the rollouts of an auxiliary phase; False: a run '
-      'that goes on begins without them and with new episodes')
+      True, 'True: checkpoints have the replay, or the rollouts of an auxiliary phase; False: a '
+      'run that goes on begins without them and with new episodes')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -434,6 +434,7 @@ class Algorithm(abc.ABC):
     The phase gets the `targets` of the updates. Its terms become metrics, which are 0 in updates
     without it, and must have other names.
     """
+    return None
 
   # For losses.
 

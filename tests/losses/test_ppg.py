@@ -69,7 +69,8 @@ def _expected(params, state, batch, beta):
   valid = rows.valid[0]
   target = batch.targets['value_target'][0]
   losses = {'distillation_loss': np.mean((auxiliary - target)[valid] ** 2) / 2,
-            'clone_kl': np.mean([_divergence(old[i], new[i], discrete) for i in np.where(valid)[0]]),
+            'clone_kl': np.mean([_divergence(*pair, discrete) for pair in zip(
+                old[valid], new[valid], strict=True)]),
             'aux_value_loss': np.mean((value - target)[valid] ** 2) / 2}
   return losses, (losses['distillation_loss'] + beta * losses['clone_kl']
                   + losses['aux_value_loss'])
@@ -170,13 +171,14 @@ class TellsOfPhase(Distillation):
 @pytest.mark.parametrize('groups', essential([1, 2], 2))
 def test_a_phase_learns_from_all_rows_since_the_last_one(groups):
   config = config_of(f'{__name__}:Tells', loss__policy_updates=3, num_grad_shards=groups,
-                     total_steps=7 * 64)
+                     total_steps=6 * 64)
   _, reports, _ = run(config)
-  metrics = [{name: float(np.squeeze(x)) for name, x in report.metrics.items()
-              if np.size(x) == 1 and name != 'steps'} for report in reports]
-  assert len(metrics) >= 7
+  names = ('reward', 'target', 'obs', 'action')
+  metrics = [{name: float(np.squeeze(report.metrics[name])) for name in (
+      'valid', *names, *(f'phase_{name}' for name in names))} for report in reports]
+  assert len(metrics) >= 6
   for i, of_update in enumerate(metrics):
-    for name in ('reward', 'target', 'obs', 'action'):
+    for name in names:
       since = metrics[i - 2:i + 1]
       rows = sum(m['valid'] for m in since)
       expected = sum(m[name] * m['valid'] for m in since) / rows if i % 3 == 2 else 0.0

@@ -46,7 +46,8 @@ def _case():
   ends = [reference.random_ends(rng, T, carried=env == 1) for env in range(N)]
   terminated, truncated, valid = (np.stack(x, axis=1) for x in zip(*ends, strict=True))
   assert not valid.all()
-  extras = {'log_prob': np.float32(-rng.random((T, N))), 'value': np.float32(rng.normal(size=(T, N)))}
+  extras = {'log_prob': np.float32(-rng.random((T, N))),
+            'value': np.float32(rng.normal(size=(T, N)))}
   return algorithm, state, Rollout(
       obs=np.float32(3 * rng.normal(size=(T + 1, N, 4))),
       action=rng.integers(2, size=(T, N)).astype(np.int32), extras=extras,
